@@ -1,0 +1,67 @@
+//! Element types a tensor may hold.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The element type of a tensor. Arithmetic happens in `f32` whatever the storage; the integer types
+/// carry token ids, labels and indices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32,
+    /// The upper half of a binary32: 8 exponent bits, 7 fraction bits.
+    BF16,
+    /// IEEE 754 binary16.
+    F16,
+    /// Signed 32-bit integer: labels, where -100 means "masked".
+    I32,
+    /// Unsigned 32-bit integer: token ids and positions.
+    U32,
+    /// Byte.
+    U8,
+}
+
+impl DType {
+    /// Size of one element in bytes.
+    pub const fn size_bytes(self) -> usize {
+        match self {
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            Self::BF16 | Self::F16 => 2,
+            Self::U8 => 1,
+        }
+    }
+
+    /// The name that safetensors files use (`F32`, `BF16`, ...).
+    pub const fn safetensors_name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::BF16 => "BF16",
+            Self::F16 => "F16",
+            Self::I32 => "I32",
+            Self::U32 => "U32",
+            Self::U8 => "U8",
+        }
+    }
+
+    /// The inverse of [`DType::safetensors_name`]; `None` for a type no tensor here can hold.
+    pub fn from_safetensors_name(name: &str) -> Option<Self> {
+        [Self::F32, Self::BF16, Self::F16, Self::I32, Self::U32, Self::U8]
+            .into_iter()
+            .find(|dtype| dtype.safetensors_name() == name)
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::BF16 => "bf16",
+            Self::F16 => "f16",
+            Self::I32 => "i32",
+            Self::U32 => "u32",
+            Self::U8 => "u8",
+        })
+    }
+}

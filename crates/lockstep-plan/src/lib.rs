@@ -1,0 +1,22 @@
+//! The vocabulary every other crate of Lockstep speaks, and the thinking that needs no machine.
+//!
+//! Nothing here does I/O, starts a thread or reads a clock: a plan is a value, and so is everything it
+//! is made of. That is what lets the same types drive a run, a simulation and a picture of it.
+//!
+//! - [`DType`] and [`MemoryCategory`]: what an element is, and under which heading its bytes are booked.
+//! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
+//!   checkpoints and fine-tuning read it and nothing else.
+//! - [`random`]: the counter-based generator behind initial weights, dropout and shuffling, so that no
+//!   number depends on how many ranks share the work.
+//! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
+#![forbid(unsafe_code)]
+
+mod dtype;
+pub mod exact;
+mod memory;
+mod parameter;
+pub mod random;
+
+pub use dtype::DType;
+pub use memory::{MemoryBytes, MemoryCategory};
+pub use parameter::{Initializer, ParameterId, ParameterRecord};

@@ -1,0 +1,98 @@
+//! What is known of a parameter, in one record.
+
+use serde::{Deserialize, Serialize};
+
+use crate::random::{Philox, key_from_name};
+
+/// Index of a parameter in its model's list of [`ParameterRecord`]s. Programs hold these, never weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ParameterId(pub usize);
+
+/// How a parameter is filled before the first step.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Initializer {
+    /// All zeros: biases.
+    Zeros,
+    /// All ones: the scale of a norm.
+    Ones,
+    /// Normal with mean 0 and the given standard deviation.
+    Normal {
+        /// Standard deviation.
+        std: f32,
+    },
+}
+
+impl Initializer {
+    /// Fills `out` with the elements `start..start + out.len()` of the parameter called `name`.
+    ///
+    /// A value depends on (seed, name, element index) and on nothing else: any shard, filled by any
+    /// rank, holds the bits that the whole tensor would.
+    pub fn fill(self, seed: u64, name: &str, start: u64, out: &mut [f32]) {
+        match self {
+            Self::Zeros => out.fill(0.0),
+            Self::Ones => out.fill(1.0),
+            Self::Normal { std } => {
+                let philox = Philox::new(seed ^ key_from_name(name));
+                for (element, value) in (start..).zip(out) {
+                    *value = std * philox.normal(element);
+                }
+            }
+        }
+    }
+}
+
+/// Everything that sharding, optimizers, clipping, checkpoints and fine-tuning need to know of one
+/// parameter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ParameterRecord {
+    /// Canonical name: Hugging Face's, e.g. `model.layers.0.self_attn.q_proj.weight`.
+    pub name: String,
+    /// Global shape; linear weights are `[out, in]`.
+    pub shape: Vec<usize>,
+    /// How it is filled when a run starts from nothing.
+    pub initializer: Initializer,
+    /// The parameter whose storage this one shares, if any (an output layer tied to the embedding).
+    pub tie: Option<ParameterId>,
+    /// The unit (embedding, one block, head) that owns it; flat buffers are cut by unit.
+    pub unit: usize,
+    /// Whether the optimizer updates it.
+    pub trainable: bool,
+    /// Whether weight decay applies; by default to matrices only.
+    pub decay: bool,
+    /// Factor on the learning rate.
+    pub learning_rate_multiplier: f32,
+}
+
+impl ParameterRecord {
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shard_holds_the_bits_of_the_whole() {
+        let initializer = Initializer::Normal { std: 0.02 };
+        let mut whole = vec![0.0; 1000];
+        initializer.fill(1337, "model.embed_tokens.weight", 0, &mut whole);
+        let mut shard = vec![0.0; 300];
+        initializer.fill(1337, "model.embed_tokens.weight", 450, &mut shard);
+        assert_eq!(shard, whole[450..750]);
+    }
+
+    #[test]
+    fn names_and_seeds_give_unrelated_weights() {
+        let fill = |seed, name| {
+            let mut out = [0.0; 4];
+            Initializer::Normal { std: 1.0 }.fill(seed, name, 0, &mut out);
+            out
+        };
+        assert_ne!(fill(1, "a"), fill(2, "a"));
+        assert_ne!(fill(1, "a"), fill(1, "b"));
+    }
+}

@@ -1,0 +1,272 @@
+//! Where memory comes from, and the ledger that counts it.
+//!
+//! An [`Arena`] hands out [`Buffer`]s and books their bytes by category. A dropped buffer goes back to the
+//! arena's cache, so a loop that asks for the same sizes again never reaches the system allocator.
+
+use std::{
+    alloc::{self, Layout},
+    collections::BTreeMap,
+    ptr::NonNull,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use lockstep_plan::{DType, MemoryBytes, MemoryCategory};
+
+use crate::{Element, Shape, TensorError, View};
+
+/// Every buffer starts at a cache line, so vector loads and tile loads are aligned.
+const ALIGNMENT: usize = 64;
+/// Buffers of this size and more are aligned for, and advised to use, huge pages.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// A source of memory with a ledger. Clones share both.
+#[derive(Clone, Default)]
+pub struct Arena {
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    in_use: MemoryBytes,
+    peak: MemoryBytes,
+    peak_total_bytes: usize,
+    /// Freed blocks by capacity.
+    free: BTreeMap<usize, Vec<Block>>,
+}
+
+/// An allocation of the system, released when dropped.
+struct Block {
+    pointer: NonNull<u8>,
+    capacity: usize,
+}
+
+// SAFETY: a block owns its memory; nothing about it is tied to the thread that allocated it.
+unsafe impl Send for Block {}
+
+impl Block {
+    fn layout(capacity: usize) -> Option<Layout> {
+        let alignment = if capacity >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { ALIGNMENT };
+        Layout::from_size_align(capacity, alignment).ok()
+    }
+
+    /// Zeroed memory, or `None` if the system has no more.
+    fn allocate(capacity: usize) -> Option<Self> {
+        let layout = Self::layout(capacity)?;
+        // SAFETY: the layout has a non-zero size: capacities are at least one cache line.
+        let pointer = NonNull::new(unsafe { alloc::alloc_zeroed(layout) })?;
+        if capacity >= HUGE_PAGE_BYTES {
+            // SAFETY: the range was just allocated and is owned here; advice changes no contents. A
+            // kernel without huge pages refuses, which costs speed only.
+            let _ = unsafe {
+                rustix::mm::madvise(pointer.as_ptr().cast(), capacity, rustix::mm::Advice::LinuxHugepage)
+            };
+        }
+        Some(Self { pointer, capacity })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let layout = Self::layout(self.capacity).expect("the layout was valid when the block was allocated");
+        // SAFETY: `pointer` came from `alloc_zeroed` with this very layout and is freed once.
+        unsafe { alloc::dealloc(self.pointer.as_ptr(), layout) }
+    }
+}
+
+impl Arena {
+    /// An arena with nothing booked.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A buffer of at least `bytes` bytes, booked under `category`. Its contents are unspecified (zero
+    /// when fresh, old values when reused).
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`] if the system refuses.
+    pub fn allocate(&self, bytes: usize, category: MemoryCategory) -> Result<Buffer, TensorError> {
+        let capacity = Self::booked_bytes(bytes);
+        let mut state = self.lock();
+        let cached = state.free.get_mut(&capacity).and_then(Vec::pop);
+        let block = match cached {
+            Some(block) => {
+                state.in_use[MemoryCategory::Cached] -= capacity;
+                block
+            }
+            None => Block::allocate(capacity).ok_or(TensorError::OutOfMemory {
+                category,
+                requested_bytes: capacity,
+                in_use_bytes: state.in_use.total(),
+            })?,
+        };
+        state.book(category, capacity);
+        Ok(Buffer { block: Some(block), category, arena: self.clone() })
+    }
+
+    /// Like [`Arena::allocate`], filled with zeros.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`] if the system refuses.
+    pub fn allocate_zeroed(&self, bytes: usize, category: MemoryCategory) -> Result<Buffer, TensorError> {
+        let mut buffer = self.allocate(bytes, category)?;
+        buffer.bytes_mut().fill(0);
+        Ok(buffer)
+    }
+
+    /// How many bytes an allocation of `bytes` is booked as: whole cache lines, at least one.
+    pub const fn booked_bytes(bytes: usize) -> usize {
+        let lines = bytes.div_ceil(ALIGNMENT);
+        if lines == 0 { ALIGNMENT } else { lines * ALIGNMENT }
+    }
+
+    /// Bytes booked now.
+    pub fn in_use(&self) -> MemoryBytes {
+        self.lock().in_use
+    }
+
+    /// The most that each category ever held.
+    pub fn peak(&self) -> MemoryBytes {
+        self.lock().peak
+    }
+
+    /// The most that was ever booked in total, cached blocks included.
+    pub fn peak_total_bytes(&self) -> usize {
+        self.lock().peak_total_bytes
+    }
+
+    /// Starts the peaks again from what is booked now.
+    pub fn reset_peak(&self) {
+        let mut state = self.lock();
+        state.peak = state.in_use;
+        state.peak_total_bytes = state.in_use.total();
+    }
+
+    /// Returns cached blocks to the system.
+    pub fn trim(&self) {
+        let mut state = self.lock();
+        state.free.clear();
+        state.in_use[MemoryCategory::Cached] = 0;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn book(&mut self, category: MemoryCategory, bytes: usize) {
+        self.in_use[category] += bytes;
+        self.peak[category] = self.peak[category].max(self.in_use[category]);
+        self.peak_total_bytes = self.peak_total_bytes.max(self.in_use.total());
+    }
+}
+
+/// Memory of one device, booked under one category. `Send`, but not `Sync`: see the crate's documentation.
+pub struct Buffer {
+    /// `None` only while it is being dropped.
+    block: Option<Block>,
+    category: MemoryCategory,
+    arena: Arena,
+}
+
+impl Buffer {
+    /// Size in bytes: what was asked for, rounded up to whole cache lines.
+    pub fn len_bytes(&self) -> usize {
+        self.block().capacity
+    }
+
+    /// The category it is booked under.
+    pub fn category(&self) -> MemoryCategory {
+        self.category
+    }
+
+    /// A window of `shape` that starts `offset_bytes` into the buffer.
+    ///
+    /// # Panics
+    /// If the window does not lie in the buffer or does not start at a multiple of the element size.
+    pub fn view(&self, dtype: DType, offset_bytes: usize, shape: impl Into<Shape>) -> View<'_> {
+        let shape = shape.into();
+        let end = offset_bytes + shape.elements() * dtype.size_bytes();
+        assert!(
+            end <= self.len_bytes() && offset_bytes.is_multiple_of(dtype.size_bytes()),
+            "a view of {dtype} {shape:?} at byte {offset_bytes} does not lie in {} bytes",
+            self.len_bytes()
+        );
+        // SAFETY: the offset lies in the allocation, as just checked.
+        let pointer = unsafe { self.block().pointer.add(offset_bytes) };
+        // SAFETY: the window lies in this buffer, which the view's lifetime borrows.
+        unsafe { View::new(pointer, dtype, shape) }
+    }
+
+    /// The bytes. Exclusive access to the buffer means that no view of it exists.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        let block = self.block();
+        // SAFETY: the block is live, initialized (allocated zeroed), and `&mut self` excludes all views.
+        unsafe { std::slice::from_raw_parts_mut(block.pointer.as_ptr(), block.capacity) }
+    }
+
+    /// The contents as elements of `T`.
+    pub fn elements_mut<T: Element>(&mut self) -> &mut [T] {
+        bytemuck::cast_slice_mut(self.bytes_mut())
+    }
+
+    fn block(&self) -> &Block {
+        self.block.as_ref().expect("a buffer has its block until it is dropped")
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            let mut state = self.arena.lock();
+            state.in_use[self.category] -= block.capacity;
+            state.in_use[MemoryCategory::Cached] += block.capacity;
+            state.free.entry(block.capacity).or_default().push(block);
+        }
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer({} bytes of {})", self.len_bytes(), self.category.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_is_booked_until_its_buffer_is_dropped() {
+        let arena = Arena::new();
+        let a = arena.allocate(1000, MemoryCategory::Parameters).unwrap();
+        let b = arena.allocate(64, MemoryCategory::Gradients).unwrap();
+        assert_eq!(arena.in_use()[MemoryCategory::Parameters], 1024);
+        assert_eq!(arena.in_use()[MemoryCategory::Gradients], 64);
+        drop(a);
+        assert_eq!(arena.in_use()[MemoryCategory::Parameters], 0);
+        assert_eq!(arena.in_use()[MemoryCategory::Cached], 1024);
+        let reused = arena.allocate(1001, MemoryCategory::Activations).unwrap();
+        assert_eq!(arena.in_use()[MemoryCategory::Cached], 0);
+        assert_eq!(arena.in_use()[MemoryCategory::Activations], 1024);
+        drop((b, reused));
+        arena.trim();
+        assert_eq!(arena.in_use().total(), 0);
+        assert_eq!(arena.peak()[MemoryCategory::Parameters], 1024);
+        assert_eq!(arena.peak_total_bytes(), 1024 + 64);
+    }
+
+    #[test]
+    fn an_impossible_allocation_is_an_error_that_says_what_it_was_for() {
+        let arena = Arena::new();
+        let error = arena.allocate(1 << 60, MemoryCategory::Optimizer).unwrap_err();
+        assert!(error.to_string().contains("for optimizer"), "{error}");
+    }
+
+    #[test]
+    #[should_panic(expected = "does not lie in 64 bytes")]
+    fn a_view_outside_its_buffer_is_refused() {
+        let buffer = Arena::new().allocate(64, MemoryCategory::Workspace).unwrap();
+        let _ = buffer.view(DType::F32, 4, [16]);
+    }
+}

@@ -1,0 +1,10 @@
+//! To be written.
+#![expect(unused_imports, reason = "being written")]
+use super::{
+    CpuQueue, check_disjoint, check_elementwise,
+    simd::{Float, exp, with_float},
+};
+use crate::{AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, LayerNorm, Rotation, Sgd, View, Write};
+pub(super) fn gemm(_: &CpuQueue, _: Gemm<'_>) {
+    unimplemented!()
+}

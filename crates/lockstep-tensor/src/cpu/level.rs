@@ -1,0 +1,112 @@
+//! Which instructions the CPU has, found out once by CPUID.
+
+use std::{fmt, sync::OnceLock};
+
+/// Instruction sets that kernels choose between, each including the ones before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum CpuLevel {
+    /// What every CPU of the architecture has.
+    Portable,
+    /// AVX2 and FMA.
+    Avx2,
+    /// AVX-512 F, BW, DQ, VL.
+    Avx512,
+    /// AVX-512 with bf16 dot products.
+    Avx512Bf16,
+    /// AMX tiles with bf16 products, and permission from the kernel to use them.
+    AmxBf16,
+}
+
+impl CpuLevel {
+    /// All levels, lowest first.
+    pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::AmxBf16];
+
+    /// The best level of this CPU.
+    pub fn detect() -> Self {
+        static LEVEL: OnceLock<CpuLevel> = OnceLock::new();
+        *LEVEL.get_or_init(detect)
+    }
+
+    /// The levels this CPU can run, lowest first: what tests and benches go through.
+    pub fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|level| *level <= Self::detect())
+    }
+}
+
+impl fmt::Display for CpuLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "AVX2",
+            Self::Avx512 => "AVX-512",
+            Self::Avx512Bf16 => "AVX-512 BF16",
+            Self::AmxBf16 => "AMX BF16",
+        })
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> CpuLevel {
+    CpuLevel::Portable
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> CpuLevel {
+    if !(is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")) {
+        return CpuLevel::Portable;
+    }
+    let avx512 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    if !avx512 {
+        return CpuLevel::Avx2;
+    }
+    if !is_x86_feature_detected!("avx512bf16") {
+        return CpuLevel::Avx512;
+    }
+    if amx::available() { CpuLevel::AmxBf16 } else { CpuLevel::Avx512Bf16 }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod amx {
+    use std::arch::{asm, x86_64::__cpuid_count};
+
+    /// CPUID leaf 7, EDX: AMX-BF16 and AMX-TILE.
+    const AMX_BF16: u32 = 1 << 22;
+    const AMX_TILE: u32 = 1 << 24;
+    const SYS_ARCH_PRCTL: i64 = 158;
+    const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
+    /// The tile data component of the extended state.
+    const XFEATURE_XTILEDATA: i64 = 18;
+
+    /// Whether the CPU has the tiles and the operating system lets this process use them.
+    pub(super) fn available() -> bool {
+        if __cpuid_count(0, 0).eax < 7 {
+            return false;
+        }
+        let leaf = __cpuid_count(7, 0);
+        leaf.edx & AMX_BF16 != 0 && leaf.edx & AMX_TILE != 0 && request_permission()
+    }
+
+    /// Asks Linux to enable tile state for this process and the threads it starts from now on.
+    fn request_permission() -> bool {
+        if !cfg!(target_os = "linux") {
+            return false;
+        }
+        let result: i64;
+        // SAFETY: `arch_prctl(ARCH_REQ_XCOMP_PERM, 18)` touches no memory of the process.
+        unsafe {
+            asm!(
+                "syscall",
+                inlateout("rax") SYS_ARCH_PRCTL => result,
+                in("rdi") ARCH_REQ_XCOMP_PERM,
+                in("rsi") XFEATURE_XTILEDATA,
+                lateout("rcx") _,
+                lateout("r11") _,
+                options(nostack)
+            );
+        }
+        result == 0
+    }
+}

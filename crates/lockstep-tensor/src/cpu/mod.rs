@@ -1,0 +1,239 @@
+//! The CPU's queue: kernels run at once, on a pool of threads whose size the caller sets.
+//!
+//! Each kernel lives in its own file beside its scalar reference and its tests. `level` decides once, by
+//! CPUID, which instructions may be used; what the machine lacks is never executed.
+
+mod attention;
+mod elementwise;
+mod embedding;
+mod gemm;
+mod level;
+mod loss;
+mod norm;
+mod optimizer;
+mod rope;
+mod simd;
+
+use lockstep_plan::exact::ExactSum;
+
+use crate::{
+    AdamW, Arena, Attention, Dropout, Gelu, Gemm, Kernels, LayerNorm, Pending, Rotation, Sgd, TensorError,
+    View, Write,
+};
+pub use level::CpuLevel;
+
+/// A queue that runs every kernel before it returns.
+pub struct CpuQueue {
+    pool: rayon::ThreadPool,
+    level: CpuLevel,
+    arena: Arena,
+}
+
+impl CpuQueue {
+    /// A queue with `threads` compute threads (the calling thread only waits), at the best level of this CPU.
+    /// Scratch memory of kernels (packed operands) is booked in `arena` as workspace.
+    ///
+    /// # Errors
+    /// [`TensorError::ThreadPool`] if the threads cannot be started.
+    pub fn new(threads: usize, arena: &Arena) -> Result<Self, TensorError> {
+        Self::with_level(threads, arena, CpuLevel::detect())
+    }
+
+    /// A queue held to `level`, or to the best level of this CPU if that is lower.
+    ///
+    /// # Errors
+    /// [`TensorError::ThreadPool`] if the threads cannot be started.
+    pub fn with_level(threads: usize, arena: &Arena, level: CpuLevel) -> Result<Self, TensorError> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|index| format!("lockstep-{index}"))
+            .build()
+            .map_err(|source| TensorError::ThreadPool { threads, source })?;
+        Ok(Self { pool, level: level.min(CpuLevel::detect()), arena: arena.clone() })
+    }
+
+    /// The instructions this queue uses.
+    pub fn level(&self) -> CpuLevel {
+        self.level
+    }
+
+    /// Number of compute threads.
+    pub fn threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+}
+
+/// Panics if a written view shares memory with another operand: the check that makes it sound for kernels to
+/// write through shared views.
+pub(crate) fn check_disjoint(written: &[View<'_>], read: &[View<'_>]) {
+    for (i, output) in written.iter().enumerate() {
+        for other in written[i + 1..].iter().chain(read) {
+            assert!(!output.overlaps(other), "an output ({output:?}) overlaps another operand ({other:?})");
+        }
+    }
+}
+
+/// Like [`check_disjoint`] for elementwise kernels, whose output may also be exactly one of the inputs.
+pub(crate) fn check_elementwise(output: View<'_>, inputs: &[View<'_>]) {
+    for input in inputs {
+        assert!(
+            output.same_memory(input) || !output.overlaps(input),
+            "an output ({output:?}) overlaps part of an operand ({input:?})"
+        );
+    }
+}
+
+impl Kernels for CpuQueue {
+    fn gemm(&self, gemm: Gemm<'_>) {
+        gemm::gemm(self, gemm);
+    }
+
+    fn sum_rows(&self, x: View<'_>, out: View<'_>) {
+        elementwise::sum_rows(self, x, out);
+    }
+
+    fn embedding(&self, ids: View<'_>, table: View<'_>, out: View<'_>) {
+        embedding::forward(self, ids, table, out);
+    }
+
+    fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, gradient: View<'_>) {
+        embedding::backward(self, ids, dy, gradient);
+    }
+
+    fn rms_norm(&self, x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>) {
+        norm::rms_norm(self, x, weight, eps, y, rstd);
+    }
+
+    fn rms_norm_backward_input(
+        &self,
+        dy: View<'_>,
+        x: View<'_>,
+        weight: View<'_>,
+        rstd: View<'_>,
+        dx: View<'_>,
+        write: Write,
+    ) {
+        norm::rms_norm_backward_input(self, dy, x, weight, rstd, dx, write);
+    }
+
+    fn rms_norm_backward_weight(&self, dy: View<'_>, x: View<'_>, rstd: View<'_>, dweight: View<'_>) {
+        norm::rms_norm_backward_weight(self, dy, x, rstd, dweight);
+    }
+
+    fn layer_norm(&self, norm: LayerNorm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>) {
+        norm::layer_norm(self, norm, bias, eps, y);
+    }
+
+    fn layer_norm_backward_input(&self, norm: LayerNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write) {
+        norm::layer_norm_backward_input(self, norm, dy, dx, write);
+    }
+
+    fn layer_norm_backward_weight(
+        &self,
+        norm: LayerNorm<'_>,
+        dy: View<'_>,
+        dweight: View<'_>,
+        dbias: Option<View<'_>>,
+    ) {
+        norm::layer_norm_backward_weight(self, norm, dy, dweight, dbias);
+    }
+
+    fn rope(
+        &self,
+        x: View<'_>,
+        positions: View<'_>,
+        inverse_frequencies: View<'_>,
+        rotation: Rotation,
+        y: View<'_>,
+    ) {
+        rope::rope(self, x, positions, inverse_frequencies, rotation, y);
+    }
+
+    fn attention(
+        &self,
+        attention: &Attention<'_>,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+    ) {
+        attention::forward(self, attention, q, k, v, out, log_sum_exp);
+    }
+
+    fn attention_backward(
+        &self,
+        attention: &Attention<'_>,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+        dout: View<'_>,
+        dq: View<'_>,
+        dk: View<'_>,
+        dv: View<'_>,
+    ) {
+        attention::backward(
+            self,
+            attention,
+            attention::Saved { q, k, v, out, log_sum_exp },
+            dout,
+            dq,
+            dk,
+            dv,
+        );
+    }
+
+    fn swiglu(&self, gate: View<'_>, up: View<'_>, y: View<'_>) {
+        elementwise::swiglu(self, gate, up, y);
+    }
+
+    fn swiglu_backward(&self, dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>) {
+        elementwise::swiglu_backward(self, dy, gate, up, dgate, dup);
+    }
+
+    fn gelu(&self, kind: Gelu, x: View<'_>, y: View<'_>) {
+        elementwise::gelu(self, kind, x, y);
+    }
+
+    fn gelu_backward(&self, kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>) {
+        elementwise::gelu_backward(self, kind, dy, x, dx);
+    }
+
+    fn add(&self, a: View<'_>, b: View<'_>, y: View<'_>) {
+        elementwise::add(self, a, b, y);
+    }
+
+    fn dropout(&self, dropout: Dropout<'_>, x: View<'_>, y: View<'_>) {
+        elementwise::dropout(self, dropout, x, y);
+    }
+
+    fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, log_sum_exp: View<'_>) {
+        loss::cross_entropy(self, logits, labels, losses, log_sum_exp);
+    }
+
+    fn cross_entropy_backward(&self, logits: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, seed: f32) {
+        loss::cross_entropy_backward(self, logits, labels, log_sum_exp, seed);
+    }
+
+    fn adamw(&self, step: &AdamW<'_>) {
+        optimizer::adamw(self, step);
+    }
+
+    fn sgd(&self, step: &Sgd<'_>) {
+        optimizer::sgd(self, step);
+    }
+
+    fn sum_of_squares(&self, x: View<'_>) -> Pending<ExactSum> {
+        Pending::ready(optimizer::sum_of_squares(self, x))
+    }
+
+    fn cast(&self, x: View<'_>, y: View<'_>) {
+        elementwise::cast(self, x, y);
+    }
+
+    fn zero(&self, y: View<'_>) {
+        elementwise::zero(self, y);
+    }
+}

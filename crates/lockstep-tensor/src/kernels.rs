@@ -1,0 +1,321 @@
+//! The kernels that every device must supply, with their shapes.
+//!
+//! Conventions for all of them. `T` is the number of tokens of a micro-batch (sequences × sequence length,
+//! sequence-major). Activations and weights are f32 or bf16, one type for all float operands of a call
+//! unless said otherwise; arithmetic is in f32; gradients of weights are f32 and are always *added* to.
+//! Outputs must not overlap other operands unless a kernel says "may be in place". Shapes that do not fit
+//! are a bug in the caller: the kernel panics and names them. Work is split by shape only, so the bits
+//! do not depend on the number of threads.
+
+use lockstep_plan::exact::ExactSum;
+
+use crate::View;
+
+/// Which operands of a matrix product are stored transposed. `C` is always `[m, n]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GemmLayout {
+    /// `A [m, k]`, `B [k, n]`: the gradient of a linear layer's input, `dX = dY · W`.
+    NN,
+    /// `A [m, k]`, `B [n, k]`: a linear layer, `Y = X · Wᵀ`.
+    NT,
+    /// `A [k, m]`, `B [k, n]`: the gradient of a linear layer's weight, `dW = dYᵀ · X`.
+    TN,
+}
+
+/// Whether a kernel replaces its output or adds to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Write {
+    /// `C = ...`
+    Overwrite,
+    /// `C += ...`
+    Accumulate,
+}
+
+/// A matrix product `C = A · B (+ bias)` or `C += A · B`.
+///
+/// `A` and `B` share a type (f32 or bf16). `C` has that type or is f32; products are summed in f32 and rounded
+/// once. `bias [n]` has the type of `A` and is added to every row.
+#[derive(Debug, Clone, Copy)]
+pub struct Gemm<'a> {
+    /// Which operands are transposed.
+    pub layout: GemmLayout,
+    /// Left operand.
+    pub a: View<'a>,
+    /// Right operand.
+    pub b: View<'a>,
+    /// Output `[m, n]`.
+    pub c: View<'a>,
+    /// Added to every row of the product.
+    pub bias: Option<View<'a>>,
+    /// Replace or add.
+    pub write: Write,
+}
+
+/// The variants of the Gaussian error linear unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Gelu {
+    /// `x Φ(x)` by the error function (`gelu`).
+    Exact,
+    /// The tanh approximation (`gelu_new`, `gelu_pytorch_tanh`).
+    Tanh,
+}
+
+/// Direction of a rotary embedding; the backward is the rotation by the opposite angle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Rotation {
+    /// By `+position · frequency`.
+    Forward,
+    /// By `-position · frequency`.
+    Backward,
+}
+
+/// A dropout mask: a function of (sequence key, position, head, feature, site), never of a rank or a batch.
+///
+/// An element is kept where its random word is at least `probability · 2^32`, and then scaled by
+/// `1 / (1 - probability)`. The word is number `feature % 4` of the Philox block with the sequence's key at
+/// counter `[position, head, feature / 4, site]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Dropout<'a> {
+    /// Probability of dropping, in `[0, 1)`.
+    pub probability: f32,
+    /// Which dropout of the model this is.
+    pub site: u32,
+    /// u32 `[sequences, 2]`: low and high word of the key of (seed, global sample number, epoch).
+    pub keys: View<'a>,
+}
+
+/// The geometry of a causal attention. Query `i` of a sequence stands at position `query_start + i` and
+/// sees the keys `j` with `position - window < j <= position`.
+#[derive(Debug, Clone, Copy)]
+pub struct Attention<'a> {
+    /// Sequences in the batch.
+    pub sequences: usize,
+    /// Queries per sequence.
+    pub query_len: usize,
+    /// Keys (and values) per sequence.
+    pub key_len: usize,
+    /// Position of the first query; 0 in training, the number of cached tokens in generation.
+    pub query_start: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; query head `h` reads head `h / (heads / key_value_heads)`.
+    pub key_value_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Factor on the scores, usually `head_dim^-0.5`.
+    pub scale: f32,
+    /// Sliding window in tokens, if any.
+    pub window: Option<usize>,
+    /// Dropout of the probabilities: `position` is the query's, `feature` the key's position.
+    pub dropout: Option<Dropout<'a>>,
+}
+
+/// The operands of layer normalization, `y = (x - mean) · rstd · weight + bias` over the last dimension.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerNorm<'a> {
+    /// Input `[rows, width]`.
+    pub x: View<'a>,
+    /// Scale `[width]`.
+    pub weight: View<'a>,
+    /// f32 `[rows]`: mean of each row.
+    pub mean: View<'a>,
+    /// f32 `[rows]`: 1 / sqrt(variance + eps) of each row.
+    pub rstd: View<'a>,
+}
+
+/// One AdamW step (Loshchilov and Hutter, 2019) on one flat range. All f32.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamW<'a> {
+    /// Weights, or the f32 master weights.
+    pub parameter: View<'a>,
+    /// Gradient.
+    pub gradient: View<'a>,
+    /// First moment.
+    pub exp_avg: View<'a>,
+    /// Second moment.
+    pub exp_avg_sq: View<'a>,
+    /// Where the rounded weights go when kernels read another precision (bf16 or f16).
+    pub rounded: Option<View<'a>>,
+    /// Step size.
+    pub learning_rate: f32,
+    /// Decay rates of the moments.
+    pub betas: [f32; 2],
+    /// Added to the root of the second moment.
+    pub eps: f32,
+    /// Decoupled weight decay.
+    pub weight_decay: f32,
+    /// Factor on the gradient (clipping).
+    pub gradient_scale: f32,
+    /// Number of this step, from 1, for the bias corrections.
+    pub step: u64,
+}
+
+/// One step of gradient descent with momentum, as PyTorch's `SGD`: `g += decay·p; m = momentum·m + g; p -= lr·m`.
+#[derive(Debug, Clone, Copy)]
+pub struct Sgd<'a> {
+    /// Weights, or the f32 master weights.
+    pub parameter: View<'a>,
+    /// Gradient.
+    pub gradient: View<'a>,
+    /// Momentum buffer; `None` if the momentum is zero.
+    pub momentum_buffer: Option<View<'a>>,
+    /// Where the rounded weights go when kernels read another precision.
+    pub rounded: Option<View<'a>>,
+    /// Step size.
+    pub learning_rate: f32,
+    /// Momentum.
+    pub momentum: f32,
+    /// L2 decay, added to the gradient.
+    pub weight_decay: f32,
+    /// Factor on the gradient (clipping).
+    pub gradient_scale: f32,
+    /// Number of this step, from 1: the first one sets the momentum buffer to the gradient.
+    pub step: u64,
+}
+
+/// A value that a queue will have computed once it gets there.
+#[derive(Debug)]
+pub struct Pending<T>(T);
+
+impl<T> Pending<T> {
+    /// A value that is already there.
+    pub fn ready(value: T) -> Self {
+        Self(value)
+    }
+
+    /// Waits for the queue to reach the value.
+    pub fn wait(self) -> T {
+        self.0
+    }
+}
+
+/// A queue of one device: kernels run in the order in which they are called.
+pub trait Kernels {
+    /// Matrix product; see [`Gemm`].
+    fn gemm(&self, gemm: Gemm<'_>);
+
+    /// `out [n] += sum over rows of x [rows, n]`; `out` is f32. The gradient of a bias.
+    fn sum_rows(&self, x: View<'_>, out: View<'_>);
+
+    /// `out [T, width] = table[ids]`, ids u32 `[T]`.
+    fn embedding(&self, ids: View<'_>, table: View<'_>, out: View<'_>);
+
+    /// `gradient [rows, width] (f32) += scatter of dy [T, width] by ids`, tokens added in ascending order.
+    fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, gradient: View<'_>);
+
+    /// `y = x · rstd · weight` over the last dimension, `rstd (f32 [rows]) = 1/sqrt(mean(x²) + eps)` is an output.
+    fn rms_norm(&self, x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>);
+
+    /// Gradient of [`Kernels::rms_norm`]'s input.
+    fn rms_norm_backward_input(
+        &self,
+        dy: View<'_>,
+        x: View<'_>,
+        weight: View<'_>,
+        rstd: View<'_>,
+        dx: View<'_>,
+        write: Write,
+    );
+
+    /// Adds the gradient of [`Kernels::rms_norm`]'s weight to `dweight` (f32 `[width]`).
+    fn rms_norm_backward_weight(&self, dy: View<'_>, x: View<'_>, rstd: View<'_>, dweight: View<'_>);
+
+    /// Layer normalization; writes `y` and the statistics of `norm`.
+    fn layer_norm(&self, norm: LayerNorm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>);
+
+    /// Gradient of [`Kernels::layer_norm`]'s input.
+    fn layer_norm_backward_input(&self, norm: LayerNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write);
+
+    /// Adds the gradients of [`Kernels::layer_norm`]'s weight and bias (f32 `[width]`).
+    fn layer_norm_backward_weight(
+        &self,
+        norm: LayerNorm<'_>,
+        dy: View<'_>,
+        dweight: View<'_>,
+        dbias: Option<View<'_>>,
+    );
+
+    /// Rotary position embedding in the half-split form: for `i < head_dim/2`, the pair `(x[i], x[i + head_dim/2])`
+    /// of each head is rotated by `positions[t] · inverse_frequencies[i]`.
+    ///
+    /// `x`, `y`: `[T, heads, head_dim]`; positions u32 `[T]`; inverse frequencies f32 `[head_dim/2]`. May be in place.
+    fn rope(
+        &self,
+        x: View<'_>,
+        positions: View<'_>,
+        inverse_frequencies: View<'_>,
+        rotation: Rotation,
+        y: View<'_>,
+    );
+
+    /// Causal attention. `q`, `out`: `[sequences·query_len, heads, head_dim]`; `k`, `v`:
+    /// `[sequences·key_len, key_value_heads, head_dim]`; `log_sum_exp`: f32 `[sequences, heads, query_len]`, of the
+    /// scaled scores, before dropout. Never holds a `query_len × key_len` matrix.
+    fn attention(
+        &self,
+        attention: &Attention<'_>,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+    );
+
+    /// Gradients of [`Kernels::attention`]: writes `dq`, `dk`, `dv`.
+    #[expect(clippy::too_many_arguments, reason = "six inputs and three outputs, all of the mathematics")]
+    fn attention_backward(
+        &self,
+        attention: &Attention<'_>,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+        dout: View<'_>,
+        dq: View<'_>,
+        dk: View<'_>,
+        dv: View<'_>,
+    );
+
+    /// `y = silu(gate) · up`.
+    fn swiglu(&self, gate: View<'_>, up: View<'_>, y: View<'_>);
+
+    /// Gradients of [`Kernels::swiglu`].
+    fn swiglu_backward(&self, dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>);
+
+    /// `y = gelu(x)`.
+    fn gelu(&self, kind: Gelu, x: View<'_>, y: View<'_>);
+
+    /// Gradient of [`Kernels::gelu`]. `dx` may be `dy` in place.
+    fn gelu_backward(&self, kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>);
+
+    /// `y = a + b`. May be in place.
+    fn add(&self, a: View<'_>, b: View<'_>, y: View<'_>);
+
+    /// `y = x` where the mask keeps it, scaled, else 0. `x [sequences·len, width]`; row `t` of a sequence has
+    /// `position = t`, head 0, feature = column. Its own backward. May be in place.
+    fn dropout(&self, dropout: Dropout<'_>, x: View<'_>, y: View<'_>);
+
+    /// Cross-entropy of `logits [T, vocabulary]` against `labels` (i32 `[T]`, -100 = masked): writes
+    /// `losses` (f32 `[T]`, 0 where masked) and `log_sum_exp` (f32 `[T]`).
+    fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, log_sum_exp: View<'_>);
+
+    /// Replaces `logits` by `seed · (softmax(logits) - onehot(labels))`, zero where masked; no second copy of the logits.
+    fn cross_entropy_backward(&self, logits: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, seed: f32);
+
+    /// One AdamW step.
+    fn adamw(&self, step: &AdamW<'_>);
+
+    /// One SGD step.
+    fn sgd(&self, step: &Sgd<'_>);
+
+    /// The sum of squares of an f32 view: f64 sums of blocks of 1,024 elements, added exactly. NaN or infinite
+    /// elements make it NaN.
+    fn sum_of_squares(&self, x: View<'_>) -> Pending<ExactSum>;
+
+    /// Converts between f32, bf16 and f16 (round to nearest even), or copies.
+    fn cast(&self, x: View<'_>, y: View<'_>);
+
+    /// Sets every byte to zero.
+    fn zero(&self, y: View<'_>);
+}

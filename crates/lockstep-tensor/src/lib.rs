@@ -1,0 +1,27 @@
+//! Memory and arithmetic: buffers booked in a ledger, typed views of them, and the kernels that work on them.
+//!
+//! A [`Buffer`] comes from an [`Arena`], which books every byte under a
+//! [`MemoryCategory`](lockstep_plan::MemoryCategory) until the buffer is dropped. A [`View`] is a typed,
+//! shaped window of a buffer. All arithmetic is a call of the [`Kernels`] trait, which a queue of a
+//! device implements; [`CpuQueue`] runs each kernel at once, on a pool whose size the caller sets.
+//!
+//! A buffer behaves like a [`Cell`](std::cell::Cell): kernels write through shared handles. Three rules make
+//! that sound. Neither buffers nor views can be shared between threads (`Buffer` is `Send` but not `Sync`); no
+//! reference into a buffer's bytes is ever handed out except by a method that takes `&mut Buffer`; and
+//! every kernel checks, before it touches memory, that what it writes overlaps nothing else it was given.
+
+mod arena;
+pub mod cpu;
+mod error;
+mod kernels;
+mod mapped;
+mod view;
+
+pub use arena::{Arena, Buffer};
+pub use cpu::{CpuLevel, CpuQueue};
+pub use error::TensorError;
+pub use kernels::{
+    AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Pending, Rotation, Sgd, Write,
+};
+pub use mapped::MappedFile;
+pub use view::{Element, Shape, Tensor, View};

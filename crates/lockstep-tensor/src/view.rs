@@ -1,0 +1,254 @@
+//! Typed windows of a buffer: what kernels are given.
+
+use std::{fmt, marker::PhantomData, ops::Range, ptr::NonNull};
+
+use bytemuck::Pod;
+use half::{bf16, f16};
+use lockstep_plan::{DType, MemoryCategory};
+
+use crate::{Arena, Buffer, TensorError};
+
+/// A type that a tensor can hold.
+pub trait Element: Pod + Send + Sync {
+    /// Its tag.
+    const DTYPE: DType;
+}
+
+macro_rules! elements {
+    ($($type:ty => $dtype:ident),*) => {$(
+        impl Element for $type {
+            const DTYPE: DType = DType::$dtype;
+        }
+    )*};
+}
+elements!(f32 => F32, bf16 => BF16, f16 => F16, i32 => I32, u32 => U32, u8 => U8);
+
+/// Up to four dimensions, row-major, stored in place so that making a view never allocates.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Shape {
+    dims: [usize; Self::MAX_RANK],
+    rank: usize,
+}
+
+impl Shape {
+    /// The largest number of dimensions.
+    pub const MAX_RANK: usize = 4;
+
+    /// The dimensions, outermost first.
+    pub fn dims(&self) -> &[usize] {
+        &self.dims[..self.rank]
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.dims().iter().product()
+    }
+
+    /// The shape as a matrix: (product of all dimensions but the last, last dimension).
+    pub fn as_matrix(&self) -> (usize, usize) {
+        match self.dims() {
+            [] => (1, 1),
+            [rows @ .., columns] => (rows.iter().product(), *columns),
+        }
+    }
+}
+
+impl From<&[usize]> for Shape {
+    fn from(dims: &[usize]) -> Self {
+        assert!(dims.len() <= Self::MAX_RANK, "a shape has at most {} dimensions: {dims:?}", Self::MAX_RANK);
+        let mut shape = Self { dims: [1; Self::MAX_RANK], rank: dims.len() };
+        shape.dims[..dims.len()].copy_from_slice(dims);
+        shape
+    }
+}
+
+impl<const N: usize> From<[usize; N]> for Shape {
+    fn from(dims: [usize; N]) -> Self {
+        Self::from(dims.as_slice())
+    }
+}
+
+impl fmt::Debug for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.dims().fmt(f)
+    }
+}
+
+/// A typed, shaped, contiguous window of a [`Buffer`]. Copies are cheap and write to the same memory.
+#[derive(Clone, Copy)]
+pub struct View<'a> {
+    pointer: NonNull<u8>,
+    dtype: DType,
+    shape: Shape,
+    /// Not `Sync`, and tied to the buffer it looks into.
+    buffer: PhantomData<&'a Buffer>,
+}
+
+impl<'a> View<'a> {
+    /// # Safety
+    /// The window must lie in memory that lives for `'a`, is initialized, and is written only through
+    /// views on this thread.
+    pub(crate) unsafe fn new(pointer: NonNull<u8>, dtype: DType, shape: Shape) -> Self {
+        Self { pointer, dtype, shape, buffer: PhantomData }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Shape.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.elements()
+    }
+
+    /// The same elements under another shape.
+    ///
+    /// # Panics
+    /// If the number of elements differs.
+    pub fn reshape(self, shape: impl Into<Shape>) -> Self {
+        let shape = shape.into();
+        assert_eq!(shape.elements(), self.elements(), "cannot view {:?} as {shape:?}", self.shape);
+        Self { shape, ..self }
+    }
+
+    /// Rows `rows` of a view whose outermost dimension counts rows.
+    ///
+    /// # Panics
+    /// If the range does not lie in the view.
+    pub fn rows(self, rows: Range<usize>) -> Self {
+        let mut shape = self.shape;
+        assert!(rows.start <= rows.end && rows.end <= shape.dims[0], "rows {rows:?} of {shape:?}");
+        let row_bytes = shape.dims[1..shape.rank].iter().product::<usize>() * self.dtype.size_bytes();
+        shape.dims[0] = rows.len();
+        // SAFETY: `rows.start` rows lie inside this view, as just checked.
+        let pointer = unsafe { self.pointer.add(rows.start * row_bytes) };
+        Self { pointer, shape, ..self }
+    }
+
+    /// Copies the elements from host memory.
+    ///
+    /// # Panics
+    /// If the type or the number of elements differs.
+    pub fn copy_from<T: Element>(&self, source: &[T]) {
+        self.expect_host::<T>(source.len());
+        // SAFETY: both ranges hold `source.len()` elements of `T`; no reference into a buffer's bytes is
+        // held by safe code while a view of it exists, so `source` is other memory.
+        unsafe { std::ptr::copy(source.as_ptr(), self.pointer.as_ptr().cast(), source.len()) }
+    }
+
+    /// Copies the elements to host memory.
+    ///
+    /// # Panics
+    /// If the type or the number of elements differs.
+    pub fn copy_to<T: Element>(&self, target: &mut [T]) {
+        self.expect_host::<T>(target.len());
+        // SAFETY: as in `copy_from`.
+        unsafe { std::ptr::copy(self.pointer.as_ptr().cast(), target.as_mut_ptr(), target.len()) }
+    }
+
+    /// The elements in a new vector.
+    pub fn to_vec<T: Element>(&self) -> Vec<T> {
+        let mut out = vec![T::zeroed(); self.elements()];
+        self.copy_to(&mut out);
+        out
+    }
+
+    fn expect_host<T: Element>(&self, elements: usize) {
+        assert_eq!(self.dtype, T::DTYPE, "a view of {} is not a view of {}", self.dtype, T::DTYPE);
+        assert_eq!(self.elements(), elements, "a view of shape {:?} against {elements} elements", self.shape);
+    }
+
+    /// The elements, for a kernel that only reads them.
+    ///
+    /// # Safety
+    /// Nothing may write to this window while the slice lives.
+    pub(crate) unsafe fn slice<T: Element>(&self) -> &'a [T] {
+        self.expect_host::<T>(self.elements());
+        // SAFETY: the window is initialized, aligned and live for `'a`; the caller excludes writers.
+        unsafe { std::slice::from_raw_parts(self.pointer.as_ptr().cast(), self.elements()) }
+    }
+
+    /// The elements, for a kernel that writes them.
+    ///
+    /// # Safety
+    /// Nothing else may read or write this window while the slice lives.
+    pub(crate) unsafe fn slice_mut<T: Element>(&self) -> &'a mut [T] {
+        self.expect_host::<T>(self.elements());
+        // SAFETY: as in `slice`; the caller excludes all other access.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer.as_ptr().cast(), self.elements()) }
+    }
+
+    /// First and one-past-last address, to check that two windows do not overlap.
+    fn address_range(&self) -> Range<usize> {
+        let start = self.pointer.as_ptr() as usize;
+        start..start + self.elements() * self.dtype.size_bytes()
+    }
+
+    /// Whether the two windows share a byte.
+    pub fn overlaps(&self, other: &View<'_>) -> bool {
+        let (a, b) = (self.address_range(), other.address_range());
+        a.start < b.end && b.start < a.end
+    }
+
+    /// Whether the two windows are the same bytes.
+    pub fn same_memory(&self, other: &View<'_>) -> bool {
+        self.address_range() == other.address_range()
+    }
+}
+
+impl fmt::Debug for View<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:?}", self.dtype, self.shape)
+    }
+}
+
+/// A buffer of its own with one shape: for tests, fixtures and host-made inputs.
+#[derive(Debug)]
+pub struct Tensor {
+    buffer: Buffer,
+    dtype: DType,
+    shape: Shape,
+}
+
+impl Tensor {
+    /// A tensor of zeros.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn zeros(
+        arena: &Arena,
+        dtype: DType,
+        shape: impl Into<Shape>,
+        category: MemoryCategory,
+    ) -> Result<Self, TensorError> {
+        let shape = shape.into();
+        let buffer = arena.allocate_zeroed(shape.elements() * dtype.size_bytes(), category)?;
+        Ok(Self { buffer, dtype, shape })
+    }
+
+    /// A tensor with the given elements.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn from_slice<T: Element>(
+        arena: &Arena,
+        shape: impl Into<Shape>,
+        elements: &[T],
+        category: MemoryCategory,
+    ) -> Result<Self, TensorError> {
+        let tensor = Self::zeros(arena, T::DTYPE, shape, category)?;
+        tensor.view().copy_from(elements);
+        Ok(tensor)
+    }
+
+    /// The whole tensor.
+    pub fn view(&self) -> View<'_> {
+        self.buffer.view(self.dtype, 0, self.shape)
+    }
+}

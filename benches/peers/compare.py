@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""Lockstep against PyTorch, side by side: tokens per second of training steps on the same machine.
+
+The two engines run by turns (A B A B ...), so that a machine that speeds up or slows down does so for both, and the
+ratio is taken round by round. At bf16 PyTorch runs in both of its modes and the faster one counts. A case is written
+MODEL:PRECISION:BATCHxSEQ_LEN.
+
+    cargo build --release
+    python3 -m venv /tmp/peers && /tmp/peers/bin/pip install -r benches/peers/requirements.txt
+    /tmp/peers/bin/python benches/peers/compare.py --rounds 5
+    /tmp/peers/bin/python benches/peers/compare.py --case baby-gpt:f32:8x256 --markdown >> benches/RESULTS.md
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine import cpu_name
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+DEFAULT_CASES = ["baby-gpt:f32:8x256", "gpt2-124m:f32:2x512", "baby-gpt:bf16:8x256", "gpt2-124m:bf16:2x512"]
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    precision: str
+    batch: int
+    seq_len: int
+
+    @staticmethod
+    def parse(text: str) -> "Case":
+        try:
+            model, precision, shape = text.split(":")
+            batch, seq_len = shape.split("x")
+            case = Case(model, precision, int(batch), int(seq_len))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:PRECISION:BATCHxSEQ_LEN") from None
+        if precision not in ("f32", "bf16"):
+            raise argparse.ArgumentTypeError(f"precision {precision!r} is neither f32 nor bf16")
+        return case
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.precision} {self.batch}x{self.seq_len}"
+
+    def flags(self, threads: int, steps: int) -> list[str]:
+        """The arguments that both engines understand."""
+        return [
+            *("--model", self.model, "--precision", self.precision),
+            *("--batch", str(self.batch), "--seq-len", str(self.seq_len)),
+            *("--threads", str(threads), "--steps", str(steps), "--json"),
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case's outcome. Ratios are Lockstep / PyTorch in the same round; above 1, Lockstep is faster."""
+
+    case: Case
+    lockstep: dict
+    pytorch: dict
+    pytorch_mode: str
+    ratios: list[float]
+
+
+class Failed(Exception):
+    """An engine that did not run, or whose answer cannot be trusted."""
+
+
+def run(command: list[str], steps: int) -> dict:
+    """The engine's JSON document, checked: a fast step that computes nonsense is no result."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    except OSError as error:
+        raise Failed(f"cannot start {command[0]}: {error.strerror}") from error
+    if done.returncode != 0:
+        raise Failed(f"{' '.join(command)}\nexited with {done.returncode}:\n{done.stderr.strip()}")
+    try:
+        result = json.loads(done.stdout)
+    except json.JSONDecodeError as error:
+        raise Failed(f"{' '.join(command)}\ndid not print one JSON document: {error}") from error
+    missing = {"tokens_per_s", "step_ms", "peak_rss_bytes", "loss"} - result.keys()
+    if missing:
+        raise Failed(f"{' '.join(command)}\nleft out {', '.join(sorted(missing))}")
+    if len(result["loss"]) != steps or not all(map(math.isfinite, result["loss"])):
+        raise Failed(f"{' '.join(command)}\nshould have reported {steps} finite losses: {result['loss']}")
+    return result
+
+
+def measure(case: Case, arguments: argparse.Namespace) -> Row:
+    flags = case.flags(arguments.threads, arguments.steps)
+    lockstep_command = [str(arguments.lockstep), "bench", "step", *flags]
+    modes = ["autocast", "pure"] if case.precision == "bf16" else ["f32"]
+    lockstep_runs: list[dict] = []
+    pytorch_runs: dict[str, list[dict]] = {mode: [] for mode in modes}
+    for number in range(1, arguments.rounds + 1):
+        lockstep_runs.append(run(lockstep_command, arguments.steps))
+        for mode in modes:
+            mode_flags = [] if mode == "f32" else ["--bf16-mode", mode]
+            command = [sys.executable, str(HERE / "pytorch_step.py"), *flags, *mode_flags]
+            pytorch_runs[mode].append(run(command, arguments.steps))
+        speeds = [f"{mode} {runs[-1]['tokens_per_s']:.0f}" for mode, runs in pytorch_runs.items()]
+        print(
+            f"{case}, round {number} of {arguments.rounds}: lockstep {lockstep_runs[-1]['tokens_per_s']:.0f}, "
+            f"pytorch {', '.join(speeds)} tokens/s",
+            file=sys.stderr,
+        )
+    mode = max(modes, key=lambda m: median_run(pytorch_runs[m])["tokens_per_s"])
+    return Row(
+        case,
+        median_run(lockstep_runs),
+        median_run(pytorch_runs[mode]),
+        mode,
+        [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(lockstep_runs, pytorch_runs[mode], strict=True)],
+    )
+
+
+def median_run(runs: list[dict]) -> dict:
+    """Median speed over the rounds, the highest peak of memory, and the versions that were at work."""
+    return {
+        "tokens_per_s": statistics.median(run["tokens_per_s"] for run in runs),
+        "peak_rss_bytes": max(run["peak_rss_bytes"] for run in runs),
+        "environment": runs[0].get("environment", {}),
+    }
+
+
+HEADER = ["case", "Lockstep tokens/s", "PyTorch tokens/s", "ratio: median", "min", "max", "Lockstep MiB", "PyTorch MiB"]
+
+
+def cells(row: Row) -> list[str]:
+    mode = "" if row.pytorch_mode == "f32" else f" ({row.pytorch_mode})"
+    return [
+        str(row.case),
+        f"{row.lockstep['tokens_per_s']:.0f}",
+        f"{row.pytorch['tokens_per_s']:.0f}{mode}",
+        f"{statistics.median(row.ratios):.2f}",
+        f"{min(row.ratios):.2f}",
+        f"{max(row.ratios):.2f}",
+        f"{row.lockstep['peak_rss_bytes'] / 2**20:.0f}",
+        f"{row.pytorch['peak_rss_bytes'] / 2**20:.0f}",
+    ]
+
+
+def plain_table(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def markdown_table(rows: list[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(rows[0]) - 1)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
+
+
+def circumstances(arguments: argparse.Namespace, load: float, pytorch_version: str) -> str:
+    return (
+        f"{datetime.date.today().isoformat()}, {cpu_name()}, {os.cpu_count()} logical CPUs, {arguments.threads} threads, "
+        f"load average {load:.1f} at the start. {lockstep_version(arguments.lockstep)} against PyTorch {pytorch_version}, "
+        f"eager. {arguments.rounds} rounds by turns, {arguments.steps} steps each."
+    )
+
+
+def lockstep_version(binary: Path) -> str:
+    """What the binary calls itself, and the commit of the tree that it (presumably) was built from."""
+    version = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    name = version.stdout.strip() if version.returncode == 0 else "lockstep"
+    return f"{name} ({commit.stdout.strip()})" if commit.returncode == 0 else name
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--case",
+        type=Case.parse,
+        action="append",
+        metavar="MODEL:PRECISION:BxS",
+        help=f"may be repeated; default: {' '.join(DEFAULT_CASES)}",
+    )
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, default=10, help="steps timed in each run")
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--lockstep", type=Path, default=REPOSITORY / "target" / "release" / "lockstep")
+    parser.add_argument("--markdown", action="store_true", help="print the table for benches/RESULTS.md")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    load = os.getloadavg()[0]
+    cases = arguments.case or [Case.parse(text) for text in DEFAULT_CASES]
+    try:
+        rows = [measure(case, arguments) for case in cases]
+    except Failed as failure:
+        sys.exit(f"compare.py: {failure}")
+    table = [HEADER, *(cells(row) for row in rows)]
+    version = rows[0].pytorch["environment"].get("torch", "unknown")
+    print(markdown_table(table) if arguments.markdown else plain_table(table))
+    print("\n" + circumstances(arguments, load, version))
+
+
+if __name__ == "__main__":
+    main()

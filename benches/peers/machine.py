@@ -1,0 +1,22 @@
+"""The machine's own account of itself, from /proc; needs nothing but Python."""
+
+
+def cpu_name() -> str:
+    """The processor's model name and those of its matrix and vector extensions that matter to GEMM."""
+    fields = {}
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    flags = fields.get("flags", "").split()
+    extensions = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
+    return f"{fields.get('model name', 'unknown')} ({', '.join(extensions)})"
+
+
+def peak_rss_bytes() -> int:
+    """The highest resident set of this process so far (not of its parent, unlike getrusage after a fork)."""
+    with open("/proc/self/status", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM line")

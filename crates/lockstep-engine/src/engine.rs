@@ -1,0 +1,288 @@
+//! One rank's training state and the steps that change it.
+
+use lockstep_graph::{BlockShape, Mode, Recompute};
+use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
+use lockstep_tensor::{AdamW, Arena, CpuQueue, Kernels, Sgd, TensorError};
+
+use crate::{EngineError, FlatStore, HostBatch, Runner, StateKind, Tied};
+
+/// The update rule.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Optimizer {
+    /// AdamW.
+    AdamW {
+        /// Decay rates of the moments.
+        betas: [f32; 2],
+        /// Added to the root of the second moment.
+        eps: f32,
+    },
+    /// Gradient descent.
+    Sgd {
+        /// Momentum; 0 keeps no state.
+        momentum: f32,
+    },
+}
+
+impl Optimizer {
+    /// The state it keeps for each parameter.
+    fn state_kinds(self) -> &'static [StateKind] {
+        match self {
+            Self::AdamW { .. } => &[StateKind::ExpAvg, StateKind::ExpAvgSq],
+            Self::Sgd { momentum } if momentum != 0.0 => &[StateKind::MomentumBuffer],
+            Self::Sgd { .. } => &[],
+        }
+    }
+}
+
+/// What an [`Engine`] is built for.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineOptions {
+    /// Micro-batch and the type that kernels read.
+    pub shape: BlockShape,
+    /// What the blocks forget and compute again.
+    pub recompute: Recompute,
+    /// The update rule.
+    pub optimizer: Optimizer,
+    /// Seed of the initial weights and of dropout.
+    pub seed: u64,
+    /// Compute threads.
+    pub threads: usize,
+}
+
+/// The numbers of one update.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Step size.
+    pub learning_rate: f32,
+    /// Weight decay of the parameters whose record says that they decay.
+    pub weight_decay: f32,
+    /// Factor on the gradients, from clipping.
+    pub gradient_scale: f32,
+    /// Number of this update, from 1.
+    pub step: u64,
+}
+
+/// Weights, gradients, optimizer state and the programs that work on them.
+pub struct Engine {
+    arena: Arena,
+    queue: CpuQueue,
+    optimizer: Optimizer,
+    model: RecordedModel,
+    /// The same model without dropout; `None` if it has none.
+    evaluation: Option<RecordedModel>,
+    runner: Runner,
+    records: Vec<ParameterRecord>,
+    /// What kernels read.
+    weights: FlatStore,
+    /// f32 weights, if kernels read another type.
+    master: Option<FlatStore>,
+    gradients: FlatStore,
+    optimizer_state: Vec<(StateKind, FlatStore)>,
+}
+
+impl Engine {
+    /// An engine for `config` with all weights zero: call [`Engine::initialize`] or load them.
+    ///
+    /// # Errors
+    /// Out of memory, or the threads cannot be started.
+    pub fn new(config: &ModelConfig, options: EngineOptions, arena: &Arena) -> Result<Self, EngineError> {
+        let EngineOptions { shape, recompute, optimizer, seed, threads } = options;
+        let record = |config: &ModelConfig| {
+            RecordedModel::new(config, Mode::Training, shape, recompute, HeadOutput::Losses)
+        };
+        let model = record(config);
+        let evaluation = config.has_dropout().then(|| record(&config.without_dropout()));
+        let records = model.records().to_vec();
+        let store = |dtype, category, tied| FlatStore::zeros(arena, &records, dtype, category, tied);
+        let state = |kind: &StateKind| -> Result<_, TensorError> {
+            Ok((*kind, store(DType::F32, MemoryCategory::Optimizer, Tied::Shared)?))
+        };
+        Ok(Self {
+            queue: CpuQueue::new(threads, arena)?,
+            runner: Runner::new(&model, arena, seed)?,
+            weights: store(shape.dtype, MemoryCategory::Parameters, Tied::Shared)?,
+            master: (shape.dtype != DType::F32)
+                .then(|| store(DType::F32, MemoryCategory::Optimizer, Tied::Shared))
+                .transpose()?,
+            gradients: store(DType::F32, MemoryCategory::Gradients, Tied::Separate)?,
+            optimizer_state: optimizer.state_kinds().iter().map(state).collect::<Result<_, _>>()?,
+            arena: arena.clone(),
+            optimizer,
+            model,
+            evaluation,
+            records,
+        })
+    }
+
+    /// Fills every parameter by its initializer.
+    ///
+    /// # Errors
+    /// None that a fitting model can cause.
+    pub fn initialize(&mut self, seed: u64) -> Result<(), EngineError> {
+        let mut values = Vec::new();
+        for id in self.parameter_ids() {
+            let record = &self.records[id.0];
+            values.resize(record.elements(), 0.0);
+            record.initializer.fill(seed, &record.name, 0, &mut values);
+            self.write_state(id, StateKind::Parameter, &values)?;
+        }
+        Ok(())
+    }
+
+    /// The records of all parameters; which of them decay is the caller's to change.
+    pub fn records_mut(&mut self) -> &mut [ParameterRecord] {
+        &mut self.records
+    }
+
+    /// The records of all parameters.
+    pub fn records(&self) -> &[ParameterRecord] {
+        &self.records
+    }
+
+    /// The parameters that own their weights.
+    pub fn parameter_ids(&self) -> Vec<ParameterId> {
+        (0..self.records.len()).map(ParameterId).filter(|id| self.records[id.0].tie.is_none()).collect()
+    }
+
+    /// The recorded model.
+    pub fn model(&self) -> &RecordedModel {
+        &self.model
+    }
+
+    /// The ledger.
+    pub fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    /// The queue.
+    pub fn queue(&self) -> &CpuQueue {
+        &self.queue
+    }
+
+    /// Starts a step.
+    pub fn zero_gradients(&mut self) {
+        self.gradients.clear();
+    }
+
+    /// Forward and backward of one micro-batch; returns the sum of its losses. `seed_gradient` is `1 / G`.
+    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> f64 {
+        self.runner.forward(&self.model, &self.queue, &self.weights, batch);
+        let loss = self.runner.loss_sum(&self.model);
+        self.runner.backward(&self.model, &self.queue, &self.weights, &self.gradients, seed_gradient);
+        loss
+    }
+
+    /// Forward of one micro-batch without dropout; returns the sum of its losses.
+    pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> f64 {
+        let model = self.evaluation.as_ref().unwrap_or(&self.model);
+        self.runner.forward(model, &self.queue, &self.weights, batch);
+        self.runner.loss_sum(model)
+    }
+
+    /// Sums the gradients of tied parameters and returns the global L2 norm, each element counted once. NaN if
+    /// any gradient is not finite.
+    pub fn finish_gradients(&mut self) -> f64 {
+        for (index, record) in self.records.iter().enumerate() {
+            if let Some(target) = record.tie {
+                let (head, embedding) =
+                    (self.gradients.view(ParameterId(index)), self.gradients.view(target));
+                self.queue.add(head, embedding, embedding);
+            }
+        }
+        let mut sum = ExactSum::default();
+        for id in self.parameter_ids() {
+            sum.merge(&self.queue.sum_of_squares(self.gradients.view(id)).wait());
+        }
+        sum.value().sqrt()
+    }
+
+    /// The gradient of a parameter after [`Engine::finish_gradients`].
+    pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
+        self.gradients.view(id).to_vec()
+    }
+
+    /// Updates the weights.
+    pub fn update(&mut self, update: &Update) {
+        for id in self.parameter_ids() {
+            let record = &self.records[id.0];
+            let learning_rate = update.learning_rate * record.learning_rate_multiplier;
+            let weight_decay = if record.decay { update.weight_decay } else { 0.0 };
+            let rounded = self.master.is_some().then(|| self.weights.view(id));
+            let parameter = self.master.as_ref().unwrap_or(&self.weights).view(id);
+            let gradient = self.gradients.view(id);
+            let state = |kind| self.state_store(kind).map(|store| store.view(id));
+            match self.optimizer {
+                Optimizer::AdamW { betas, eps } => self.queue.adamw(&AdamW {
+                    parameter,
+                    gradient,
+                    exp_avg: state(StateKind::ExpAvg).expect("AdamW keeps its first moment"),
+                    exp_avg_sq: state(StateKind::ExpAvgSq).expect("AdamW keeps its second moment"),
+                    rounded,
+                    learning_rate,
+                    betas,
+                    eps,
+                    weight_decay,
+                    gradient_scale: update.gradient_scale,
+                    step: update.step,
+                }),
+                Optimizer::Sgd { momentum } => self.queue.sgd(&Sgd {
+                    parameter,
+                    gradient,
+                    momentum_buffer: state(StateKind::MomentumBuffer),
+                    rounded,
+                    learning_rate,
+                    momentum,
+                    weight_decay,
+                    gradient_scale: update.gradient_scale,
+                    step: update.step,
+                }),
+            }
+        }
+    }
+
+    /// The kinds of tensors that a checkpoint holds for each parameter.
+    pub fn state_kinds(&self) -> Vec<StateKind> {
+        let kept = self.optimizer_state.iter().map(|(kind, _)| *kind);
+        std::iter::once(StateKind::Parameter).chain(kept).collect()
+    }
+
+    /// A tensor of a parameter, in full precision.
+    ///
+    /// # Panics
+    /// If the optimizer keeps no such tensor.
+    pub fn read_state(&self, id: ParameterId, kind: StateKind) -> Vec<f32> {
+        self.state_store(kind).expect("the kind is one of `state_kinds`").view(id).to_vec()
+    }
+
+    /// Replaces a tensor of a parameter.
+    ///
+    /// # Errors
+    /// [`EngineError::WrongSize`].
+    pub fn write_state(
+        &mut self, id: ParameterId, kind: StateKind, values: &[f32],
+    ) -> Result<(), EngineError> {
+        let record = &self.records[id.0];
+        if values.len() != record.elements() {
+            return Err(EngineError::WrongSize {
+                name: record.name.clone(),
+                kind,
+                found: values.len(),
+                expected: record.elements(),
+            });
+        }
+        let Some(store) = self.state_store(kind) else { return Ok(()) };
+        store.view(id).copy_from(values);
+        if let (StateKind::Parameter, Some(master)) = (kind, &self.master) {
+            self.queue.cast(master.view(id), self.weights.view(id));
+        }
+        Ok(())
+    }
+
+    fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
+        match kind {
+            StateKind::Parameter => Some(self.master.as_ref().unwrap_or(&self.weights)),
+            kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
+        }
+    }
+}

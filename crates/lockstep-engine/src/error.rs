@@ -1,0 +1,26 @@
+//! What can go wrong in the engine.
+
+use lockstep_tensor::TensorError;
+
+use crate::StateKind;
+
+/// An error of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// Memory or threads.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// A tensor that is loaded does not have its parameter's size.
+    #[error("{} of {name}: {found} elements, the model has {expected}", kind.name())]
+    WrongSize {
+        /// The parameter.
+        name: String,
+        /// Which of its tensors.
+        kind: StateKind,
+        /// Elements given.
+        found: usize,
+        /// Elements of the parameter.
+        expected: usize,
+    },
+}

@@ -1,0 +1,100 @@
+//! Flat buffers: one for each unit, holding one number per parameter element (weights, gradients, moments).
+//!
+//! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
+//! gradient norm, a sum over such blocks, does not depend on the cut.
+
+use lockstep_graph::{ParameterIndex, Parameters};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
+use lockstep_tensor::{Arena, Buffer, Shape, TensorError, View};
+
+/// Parameters start at multiples of this many elements.
+const ALIGNMENT_ELEMENTS: usize = 1024;
+
+/// Whether a store has room for parameters that share another's weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tied {
+    /// No: a tied parameter is a view of the one it is tied to (weights, moments).
+    Shared,
+    /// Yes: each use accumulates on its own (gradients).
+    Separate,
+}
+
+/// One tensor for each parameter of a model, in one flat buffer per unit.
+#[derive(Debug)]
+pub struct FlatStore {
+    dtype: DType,
+    units: Vec<Buffer>,
+    /// By [`ParameterId`].
+    places: Vec<Place>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    unit: usize,
+    offset_bytes: usize,
+    shape: Shape,
+}
+
+impl FlatStore {
+    /// Zeros for every parameter of `records`.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn zeros(
+        arena: &Arena, records: &[ParameterRecord], dtype: DType, category: MemoryCategory, tied: Tied,
+    ) -> Result<Self, TensorError> {
+        let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
+        let mut unit_elements = vec![0; unit_count];
+        let mut places: Vec<Place> = Vec::with_capacity(records.len());
+        for record in records {
+            let shape = Shape::from(record.shape.as_slice());
+            let target = record.tie.filter(|_| tied == Tied::Shared);
+            places.push(match target {
+                Some(target) => places[target.0],
+                None => {
+                    let offset = &mut unit_elements[record.unit];
+                    let place =
+                        Place { unit: record.unit, offset_bytes: *offset * dtype.size_bytes(), shape };
+                    *offset += shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
+                    place
+                }
+            });
+        }
+        let units = unit_elements
+            .iter()
+            .map(|&elements| arena.allocate_zeroed(elements * dtype.size_bytes(), category))
+            .collect::<Result<_, _>>()?;
+        Ok(Self { dtype, units, places })
+    }
+
+    /// A parameter's tensor.
+    pub fn view(&self, id: ParameterId) -> View<'_> {
+        let place = self.places[id.0];
+        self.units[place.unit].view(self.dtype, place.offset_bytes, place.shape)
+    }
+
+    /// Sets everything to zero.
+    pub fn clear(&mut self) {
+        self.units.iter_mut().for_each(|unit| unit.bytes_mut().fill(0));
+    }
+}
+
+/// The parameters of one unit, as its program sees them.
+pub struct UnitParameters<'a> {
+    /// By the program's parameter index.
+    pub ids: &'a [ParameterId],
+    /// Weights that kernels read.
+    pub weights: &'a FlatStore,
+    /// Gradients, where there is a backward.
+    pub gradients: Option<&'a FlatStore>,
+}
+
+impl Parameters for UnitParameters<'_> {
+    fn weight(&self, index: ParameterIndex) -> View<'_> {
+        self.weights.view(self.ids[index.0])
+    }
+
+    fn gradient(&self, index: ParameterIndex) -> View<'_> {
+        self.gradients.expect("a backward is given gradients").view(self.ids[index.0])
+    }
+}

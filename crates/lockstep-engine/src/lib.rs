@@ -1,0 +1,24 @@
+//! The engine executes training steps: it owns the weights, gradients and optimizer state in flat buffers,
+//! replays the model's programs on them, and updates them.
+//!
+//! A step is a fixed sequence of calls, each a method of [`Engine`]:
+//!
+//! ```text
+//! zero_gradients -> accumulate (once per micro-batch) -> finish_gradients -> update
+//! ```
+//!
+//! The loss is a (sum, count) pair and the only division is the seed of the backward, `1 / G` with `G` the
+//! valid tokens of the whole global batch, which the caller counts beforehand.
+#![forbid(unsafe_code)]
+
+mod engine;
+mod error;
+mod flat;
+mod runner;
+mod state;
+
+pub use engine::{Engine, EngineOptions, Optimizer, Update};
+pub use error::EngineError;
+pub use flat::{FlatStore, Tied, UnitParameters};
+pub use runner::{HostBatch, Runner};
+pub use state::StateKind;

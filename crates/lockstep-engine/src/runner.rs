@@ -1,0 +1,162 @@
+//! Runs a recorded model over one micro-batch: the frames, the workspace, and the order of the units.
+
+use lockstep_graph::{Batch, Replay};
+use lockstep_model::RecordedModel;
+use lockstep_plan::{
+    DType, MemoryCategory,
+    random::{key_from_name, mix},
+};
+use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
+
+use crate::{FlatStore, UnitParameters};
+
+/// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`.
+#[derive(Debug, Clone, Copy)]
+pub struct HostBatch<'a> {
+    /// Token ids.
+    pub ids: &'a [u32],
+    /// What follows each token, -100 where masked.
+    pub labels: &'a [i32],
+    /// Position of each token in its sequence.
+    pub positions: &'a [u32],
+    /// Global sample number of each sequence, counted through all epochs: the key of its dropout masks.
+    pub sample_numbers: &'a [u64],
+}
+
+/// The memory of one micro-batch in flight.
+pub struct Runner {
+    /// One frame for each unit.
+    frames: Vec<Buffer>,
+    workspace: Buffer,
+    /// Gradients of the values between units; a unit reads one and writes the other.
+    boundary: [Buffer; 2],
+    ids: Tensor,
+    labels: Tensor,
+    positions: Tensor,
+    dropout_keys: Tensor,
+    inverse_frequencies: Option<Tensor>,
+    host_keys: Vec<u32>,
+    host_losses: Vec<f32>,
+    seed: u64,
+}
+
+impl Runner {
+    /// Memory for `model`, whose dropout masks follow from `seed`.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, TensorError> {
+        let shape = model.program(0).shape();
+        let tokens = shape.tokens();
+        let frames = (0..model.units())
+            .map(|unit| arena.allocate(model.program(unit).frame_bytes(), MemoryCategory::Activations))
+            .collect::<Result<_, _>>()?;
+        let workspace_bytes = (0..model.units()).map(|unit| model.program(unit).workspace_bytes()).max();
+        let boundary_bytes = tokens * model.program(0).output_columns() * shape.dtype.size_bytes();
+        let boundary = || arena.allocate(boundary_bytes, MemoryCategory::Activations);
+        let input = |dtype, dims: &[usize]| Tensor::zeros(arena, dtype, dims, MemoryCategory::Activations);
+        Ok(Self {
+            frames,
+            workspace: arena.allocate(workspace_bytes.unwrap_or(0), MemoryCategory::Workspace)?,
+            boundary: [boundary()?, boundary()?],
+            ids: input(DType::U32, &[tokens])?,
+            labels: input(DType::I32, &[tokens])?,
+            positions: input(DType::U32, &[tokens])?,
+            dropout_keys: input(DType::U32, &[shape.sequences, 2])?,
+            inverse_frequencies: model
+                .inverse_frequencies()
+                .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
+                .transpose()?,
+            host_keys: vec![0; 2 * shape.sequences],
+            host_losses: vec![0.0; tokens],
+            // Dropout must not walk in step with the initial weights or the data order.
+            seed: mix(seed ^ key_from_name("dropout")),
+        })
+    }
+
+    /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
+    pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
+        let shape = model.program(0).shape();
+        let frames: usize =
+            (0..model.units()).map(|unit| Arena::booked_bytes(model.program(unit).frame_bytes())).sum();
+        let boundary = shape.tokens() * model.program(0).output_columns() * shape.dtype.size_bytes();
+        frames
+            + 2 * Arena::booked_bytes(boundary)
+            + 3 * Arena::booked_bytes(4 * shape.tokens())
+            + Arena::booked_bytes(8 * shape.sequences)
+    }
+
+    /// Runs the forward of every unit.
+    pub fn forward(
+        &mut self, model: &RecordedModel, queue: &dyn Kernels, weights: &FlatStore, batch: &HostBatch<'_>,
+    ) {
+        self.load(batch);
+        for unit in 0..model.units() {
+            let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
+            model.program(unit).forward(&self.replay(model, unit, queue, &parameters));
+        }
+    }
+
+    /// The sum of the losses of the last forward, over the tokens that are not masked.
+    pub fn loss_sum(&mut self, model: &RecordedModel) -> f64 {
+        let head = model.units() - 1;
+        let losses = model.program(head).output(&self.frames[head]);
+        losses.copy_to(&mut self.host_losses);
+        self.host_losses.iter().map(|&loss| f64::from(loss)).sum()
+    }
+
+    /// Runs the backward of every unit after a forward, adding to `gradients`. `seed_gradient` is that of each
+    /// token's loss.
+    pub fn backward(
+        &mut self, model: &RecordedModel, queue: &dyn Kernels, weights: &FlatStore, gradients: &FlatStore,
+        seed_gradient: f32,
+    ) {
+        let shape = model.program(0).shape();
+        let boundary = |buffer: usize| -> View<'_> {
+            let columns = model.program(0).output_columns();
+            self.boundary[buffer].view(shape.dtype, 0, [shape.tokens(), columns])
+        };
+        let last = model.units() - 1;
+        for unit in (0..=last).rev() {
+            let parameters =
+                UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(gradients) };
+            let dy = (unit < last).then(|| boundary(unit % 2));
+            let dx = (unit > 0).then(|| boundary((unit + 1) % 2));
+            let replay = self.replay(model, unit, queue, &parameters);
+            model.program(unit).backward(&replay, dy, dx, seed_gradient);
+        }
+    }
+
+    fn load(&mut self, batch: &HostBatch<'_>) {
+        for (pair, &sample) in self.host_keys.chunks_exact_mut(2).zip(batch.sample_numbers) {
+            let key = mix(self.seed ^ mix(sample));
+            pair.copy_from_slice(&[key as u32, (key >> 32) as u32]);
+        }
+        self.ids.view().copy_from(batch.ids);
+        self.labels.view().copy_from(batch.labels);
+        self.positions.view().copy_from(batch.positions);
+        self.dropout_keys.view().copy_from(&self.host_keys);
+    }
+
+    fn replay<'a>(
+        &'a self, model: &'a RecordedModel, unit: usize, queue: &'a dyn Kernels,
+        parameters: &'a UnitParameters<'a>,
+    ) -> Replay<'a> {
+        Replay {
+            queue,
+            parameters,
+            batch: Batch {
+                ids: self.ids.view(),
+                labels: Some(self.labels.view()),
+                positions: self.positions.view(),
+                dropout_keys: Some(self.dropout_keys.view()),
+                inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
+            },
+            input: unit.checked_sub(1).map(|before| model.program(before).output(&self.frames[before])),
+            frame: &self.frames[unit],
+            workspace: &self.workspace,
+            first_dropout_site: RecordedModel::first_dropout_site(unit),
+            cache: None,
+        }
+    }
+}

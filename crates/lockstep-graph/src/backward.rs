@@ -1,0 +1,217 @@
+//! Derives the backward of a recording: which gradient each operation reads, which it writes or adds to, and
+//! where a gradient must be copied because two values share it.
+//!
+//! An addition passes its gradient on to both inputs without a copy; the copy is made only when one of them
+//! is about to receive a second contribution while the other is still needed (the residual stream).
+
+use lockstep_tensor::Write;
+
+use crate::{
+    Value,
+    operation::{Accumulation, Operation},
+    program::Instruction,
+    recorder::ValueInfo,
+};
+
+/// Index of a gradient buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Gradient(pub(crate) usize);
+
+/// A gradient, shaped like the value it belongs to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GradientBuffer {
+    pub(crate) info: ValueInfo,
+    pub(crate) home: Home,
+}
+
+/// Where a gradient has to live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Home {
+    Anywhere,
+    /// Given by the caller.
+    OutputGradient,
+    /// Handed to the caller.
+    InputGradient,
+    /// Written over the value it is the gradient of: the logits.
+    ReplacesValue(Value),
+}
+
+/// When the gradients of the weights are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// Right after the gradient of the same operation's inputs.
+    Fused,
+    /// After all gradients of inputs, in a second list.
+    Split,
+}
+
+pub(crate) struct Backward {
+    pub(crate) inputs: Vec<Instruction>,
+    /// Empty under [`Order::Fused`].
+    pub(crate) weights: Vec<Instruction>,
+    pub(crate) gradients: Vec<GradientBuffer>,
+}
+
+/// The instructions of the backward of `operations`.
+pub(crate) fn derive(
+    values: &[ValueInfo],
+    operations: &[Operation],
+    input: Option<Value>,
+    output: Value,
+    order: Order,
+) -> Backward {
+    let mut producers = vec![None; values.len()];
+    for (index, operation) in operations.iter().enumerate() {
+        producers[operation.output().0] = Some(index);
+    }
+    let mut tape = Tape {
+        values,
+        producers,
+        of: vec![None; values.len()],
+        pinned: Vec::new(),
+        out: Backward { inputs: Vec::new(), weights: Vec::new(), gradients: Vec::new() },
+        order,
+    };
+    // A loss seeds itself; any other output is given its gradient.
+    if !matches!(operations.last(), Some(Operation::CrossEntropy { .. })) {
+        let dy = tape.gradient(output, Home::OutputGradient);
+        tape.pinned[dy.0] = true;
+        tape.of[output.0] = Some(dy);
+        if order == Order::Split {
+            // The caller's buffer is gone by the time the weights' turn comes.
+            let kept = tape.gradient(output, Home::Anywhere);
+            tape.out.inputs.push(Instruction::Copy { from: dy, to: kept });
+            tape.of[output.0] = Some(kept);
+        }
+    }
+    for (index, operation) in operations.iter().enumerate().rev() {
+        tape.operation(index, operation);
+    }
+    if let Some(input) = input {
+        tape.deliver(input);
+    }
+    tape.out
+}
+
+struct Tape<'a> {
+    values: &'a [ValueInfo],
+    producers: Vec<Option<usize>>,
+    /// The gradient of each value, once something has contributed to it.
+    of: Vec<Option<Gradient>>,
+    /// Gradients that must not be written to any more.
+    pinned: Vec<bool>,
+    out: Backward,
+    order: Order,
+}
+
+impl Tape<'_> {
+    fn gradient(&mut self, value: Value, home: Home) -> Gradient {
+        self.out.gradients.push(GradientBuffer { info: self.values[value.0], home });
+        self.pinned.push(false);
+        Gradient(self.out.gradients.len() - 1)
+    }
+
+    fn operation(&mut self, index: usize, operation: &Operation) {
+        if let Operation::CrossEntropy { logits, .. } = *operation {
+            assert!(self.of[logits.0].is_none(), "the loss must be the only reader of the logits");
+            let dx = self.gradient(logits, Home::ReplacesValue(logits));
+            self.of[logits.0] = Some(dx);
+            let dx = vec![(dx, Write::Overwrite)];
+            self.out.inputs.push(Instruction::BackwardInputs { operation: index, dy: None, dx });
+            return;
+        }
+        // A value that nothing reads has no gradient, and neither has what made it.
+        let Some(dy) = self.of[operation.output().0] else { return };
+        if let Operation::Add { a, b, .. } = *operation {
+            for x in [a, b] {
+                match self.of[x.0] {
+                    None => self.of[x.0] = Some(dy),
+                    Some(_) => {
+                        let to = self.owned(x, index);
+                        self.out.inputs.push(Instruction::Add { from: dy, to });
+                    }
+                }
+            }
+            return;
+        }
+        self.contribute(index, operation, dy);
+        if operation.has_weights() {
+            let weights = Instruction::BackwardWeights { operation: index, dy };
+            match self.order {
+                Order::Fused => self.out.inputs.push(weights),
+                Order::Split => {
+                    self.pinned[dy.0] = true;
+                    self.out.weights.push(weights);
+                }
+            }
+        }
+    }
+
+    /// Adds an operation's contribution to the gradients of its inputs.
+    fn contribute(&mut self, index: usize, operation: &Operation, dy: Gradient) {
+        let inputs = operation.inputs();
+        if inputs.is_empty() {
+            return;
+        }
+        let mut dx = Vec::with_capacity(inputs.len());
+        let mut additions = Vec::new();
+        for x in inputs {
+            let target = match self.of[x.0] {
+                None => {
+                    let in_place = operation.backward_in_place()
+                        && !self.pinned[dy.0]
+                        && !self.is_shared(dy, operation.output(), index);
+                    let target = if in_place { dy } else { self.gradient(x, Home::Anywhere) };
+                    self.of[x.0] = Some(target);
+                    (target, Write::Overwrite)
+                }
+                Some(_) => {
+                    let owned = self.owned(x, index);
+                    match operation.accumulation() {
+                        Accumulation::InKernel => (owned, Write::Accumulate),
+                        Accumulation::Aside => {
+                            let aside = self.gradient(x, Home::Anywhere);
+                            additions.push(Instruction::Add { from: aside, to: owned });
+                            (aside, Write::Overwrite)
+                        }
+                    }
+                }
+            };
+            dx.push(target);
+        }
+        self.out.inputs.push(Instruction::BackwardInputs { operation: index, dy: Some(dy), dx });
+        self.out.inputs.extend(additions);
+    }
+
+    /// The gradient of `value`, in a buffer that may be added to: a copy if another value still needs it as it is.
+    fn owned(&mut self, value: Value, current: usize) -> Gradient {
+        let gradient = self.of[value.0].expect("only a value that has a gradient is added to");
+        if !self.pinned[gradient.0] && !self.is_shared(gradient, value, current) {
+            return gradient;
+        }
+        let copy = self.gradient(value, Home::Anywhere);
+        self.out.inputs.push(Instruction::Copy { from: gradient, to: copy });
+        self.of[value.0] = Some(copy);
+        copy
+    }
+
+    /// Whether a value other than `value`, whose producer has not had its turn, has the same gradient buffer.
+    fn is_shared(&self, gradient: Gradient, value: Value, current: usize) -> bool {
+        (0..self.values.len()).any(|other| {
+            other != value.0
+                && self.of[other] == Some(gradient)
+                && self.producers[other].is_none_or(|producer| producer <= current)
+        })
+    }
+
+    /// Makes the gradient of the block's input end where the caller wants it.
+    fn deliver(&mut self, input: Value) {
+        let gradient = self.of[input.0].expect("a block uses its input");
+        if self.pinned[gradient.0] || self.out.gradients[gradient.0].home != Home::Anywhere {
+            let to = self.gradient(input, Home::InputGradient);
+            self.out.inputs.push(Instruction::Copy { from: gradient, to });
+        } else {
+            self.out.gradients[gradient.0].home = Home::InputGradient;
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! The tape: model code is recorded once per shape into a [`Program`], which is then replayed.
+//!
+//! A model is written forward-only against a [`Recorder`], whose [`Value`]s have a shape and no storage.
+//! Recording yields a [`Program`]: a static list of kernel calls for the forward, for the backward, and for the
+//! backward split in two (gradients of inputs first, gradients of weights later), with every byte placed
+//! before anything runs. Programs hold parameter *indices*, never weights: whoever replays one says where the
+//! weights are at that moment.
+//!
+//! ```text
+//! model code -> Recorder -> operations -> plan (what is saved, recomputed, where it lives) -> Program
+//! Program + parameters + micro-batch + frame + workspace --replay--> outputs, gradients
+//! ```
+//!
+//! - A *frame* holds what one block saves for one micro-batch: its output, and what its backward needs.
+//! - The *workspace* holds what lives only inside one call; all blocks share one.
+//! - A *deferred* buffer holds what a split backward keeps for the gradients of the weights.
+#![forbid(unsafe_code)]
+
+mod backward;
+mod operation;
+mod program;
+mod recorder;
+mod replay;
+mod storage;
+
+pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex};
+pub use program::{BlockProfile, ParameterDeclaration, Program, Recompute};
+pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
+pub use replay::{Batch, KeyValueCache, Parameters, Replay};

@@ -1,0 +1,239 @@
+//! The operations a recorded block is made of: what each reads, what it writes, and what its two backward
+//! functions need. The kernels they call are in `replay`.
+
+use lockstep_tensor::Gelu;
+
+use crate::Value;
+
+/// Index of a parameter in its program's list of declarations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ParameterIndex(pub usize);
+
+/// An integer input of a micro-batch that an embedding can look up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BatchInput {
+    /// Token ids.
+    Ids,
+    /// Position of each token in its sequence.
+    Positions,
+}
+
+/// A place in a block where elements are dropped; `site` counts them within the block.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DropoutSite {
+    /// Number of the site within its block.
+    pub site: u32,
+    /// Probability of dropping an element.
+    pub probability: f32,
+}
+
+/// What the model says of an attention; the batch says the rest.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub key_value_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Factor on the scores.
+    pub scale: f32,
+    /// Sliding window in tokens.
+    pub window: Option<usize>,
+}
+
+/// One recorded operation.
+#[derive(Debug, Clone)]
+pub(crate) enum Operation {
+    Embedding {
+        input: BatchInput,
+        table: ParameterIndex,
+        y: Value,
+    },
+    Linear {
+        x: Value,
+        weight: ParameterIndex,
+        bias: Option<ParameterIndex>,
+        y: Value,
+    },
+    RmsNorm {
+        x: Value,
+        weight: ParameterIndex,
+        eps: f32,
+        y: Value,
+        rstd: Value,
+    },
+    LayerNorm {
+        x: Value,
+        weight: ParameterIndex,
+        bias: Option<ParameterIndex>,
+        eps: f32,
+        y: Value,
+        mean: Value,
+        rstd: Value,
+    },
+    Rope {
+        x: Value,
+        head_dim: usize,
+        y: Value,
+    },
+    Attention {
+        q: Value,
+        k: Value,
+        v: Value,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        y: Value,
+        log_sum_exp: Value,
+    },
+    SwiGlu {
+        gate: Value,
+        up: Value,
+        y: Value,
+    },
+    Gelu {
+        kind: Gelu,
+        x: Value,
+        y: Value,
+    },
+    Add {
+        a: Value,
+        b: Value,
+        y: Value,
+    },
+    Dropout {
+        x: Value,
+        dropout: DropoutSite,
+        y: Value,
+    },
+    CrossEntropy {
+        logits: Value,
+        losses: Value,
+        log_sum_exp: Value,
+    },
+}
+
+/// How an operation's gradient reaches an input that already has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Accumulation {
+    /// Its kernel can add to what is there.
+    InKernel,
+    /// It is computed aside and added.
+    Aside,
+}
+
+impl Operation {
+    /// The value the rest of the block uses.
+    pub(crate) fn output(&self) -> Value {
+        match *self {
+            Self::Embedding { y, .. }
+            | Self::Linear { y, .. }
+            | Self::RmsNorm { y, .. }
+            | Self::LayerNorm { y, .. }
+            | Self::Rope { y, .. }
+            | Self::Attention { y, .. }
+            | Self::SwiGlu { y, .. }
+            | Self::Gelu { y, .. }
+            | Self::Add { y, .. }
+            | Self::Dropout { y, .. } => y,
+            Self::CrossEntropy { losses, .. } => losses,
+        }
+    }
+
+    /// Everything the forward writes: the output, and statistics for the backward.
+    pub(crate) fn outputs(&self) -> Vec<Value> {
+        match *self {
+            Self::RmsNorm { y, rstd, .. } => vec![y, rstd],
+            Self::LayerNorm { y, mean, rstd, .. } => vec![y, mean, rstd],
+            Self::Attention { y, log_sum_exp, .. } => vec![y, log_sum_exp],
+            Self::CrossEntropy { losses, log_sum_exp, .. } => vec![losses, log_sum_exp],
+            _ => vec![self.output()],
+        }
+    }
+
+    /// The values it reads, all of which have gradients.
+    pub(crate) fn inputs(&self) -> Vec<Value> {
+        match *self {
+            Self::Embedding { .. } => vec![],
+            Self::Linear { x, .. }
+            | Self::RmsNorm { x, .. }
+            | Self::LayerNorm { x, .. }
+            | Self::Rope { x, .. }
+            | Self::Gelu { x, .. }
+            | Self::Dropout { x, .. } => vec![x],
+            Self::Attention { q, k, v, .. } => vec![q, k, v],
+            Self::SwiGlu { gate, up, .. } => vec![gate, up],
+            Self::Add { a, b, .. } => vec![a, b],
+            Self::CrossEntropy { logits, .. } => vec![logits],
+        }
+    }
+
+    /// Values of the forward that the gradient of the inputs needs.
+    pub(crate) fn needs_for_inputs(&self) -> Vec<Value> {
+        match *self {
+            Self::RmsNorm { x, rstd, .. } => vec![x, rstd],
+            Self::LayerNorm { x, mean, rstd, .. } => vec![x, mean, rstd],
+            Self::Attention { q, k, v, y, log_sum_exp, .. } => vec![q, k, v, y, log_sum_exp],
+            Self::SwiGlu { gate, up, .. } => vec![gate, up],
+            Self::Gelu { x, .. } => vec![x],
+            Self::CrossEntropy { logits, log_sum_exp, .. } => vec![logits, log_sum_exp],
+            Self::Embedding { .. }
+            | Self::Linear { .. }
+            | Self::Rope { .. }
+            | Self::Add { .. }
+            | Self::Dropout { .. } => vec![],
+        }
+    }
+
+    /// Values of the forward that the gradient of the weights needs.
+    pub(crate) fn needs_for_weights(&self) -> Vec<Value> {
+        match *self {
+            Self::Linear { x, .. } => vec![x],
+            Self::RmsNorm { x, rstd, .. } => vec![x, rstd],
+            Self::LayerNorm { x, mean, rstd, .. } => vec![x, mean, rstd],
+            _ => vec![],
+        }
+    }
+
+    /// Whether it has weights.
+    pub(crate) fn has_weights(&self) -> bool {
+        matches!(
+            self,
+            Self::Embedding { .. } | Self::Linear { .. } | Self::RmsNorm { .. } | Self::LayerNorm { .. }
+        )
+    }
+
+    /// Inputs whose storage the output may take over once nothing else needs them.
+    pub(crate) fn in_place_inputs(&self) -> Vec<Value> {
+        match *self {
+            Self::Rope { x, .. } | Self::Dropout { x, .. } => vec![x],
+            Self::Add { a, b, .. } => vec![b, a],
+            _ => vec![],
+        }
+    }
+
+    /// Whether the gradient of the input may be computed in the storage of the gradient of the output.
+    pub(crate) fn backward_in_place(&self) -> bool {
+        matches!(self, Self::Rope { .. } | Self::Dropout { .. } | Self::Gelu { .. })
+    }
+
+    /// How a second gradient is added to an input's.
+    pub(crate) fn accumulation(&self) -> Accumulation {
+        match self {
+            Self::Linear { .. } | Self::RmsNorm { .. } | Self::LayerNorm { .. } => Accumulation::InKernel,
+            _ => Accumulation::Aside,
+        }
+    }
+
+    /// Whether selective recomputation drops its output: cheap to compute again, and as wide as an activation.
+    pub(crate) fn is_cheap(&self) -> bool {
+        matches!(
+            self,
+            Self::RmsNorm { .. }
+                | Self::LayerNorm { .. }
+                | Self::SwiGlu { .. }
+                | Self::Gelu { .. }
+                | Self::Dropout { .. }
+        )
+    }
+}

@@ -1,0 +1,427 @@
+//! A recorded block: its parameters, its instructions, and how much memory each way of running it takes.
+
+use lockstep_plan::Initializer;
+
+use crate::{
+    BlockShape, Mode, Recorder, Value,
+    backward::{self, Gradient, GradientBuffer, Home, Order},
+    operation::Operation,
+    recorder::ValueInfo,
+    storage::{Bump, Lifetime, Region, Slot, pack},
+};
+
+/// A parameter as its block sees it: the name is relative to the block.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParameterDeclaration {
+    /// Name within the block, e.g. `self_attn.q_proj.weight`.
+    pub name: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Initial values.
+    pub initializer: Initializer,
+}
+
+/// What a block forgets after its forward and computes again in its backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Recompute {
+    /// Nothing: everything the backward needs is saved.
+    #[default]
+    None,
+    /// The outputs of norms, activations and dropouts: cheap to compute, wide to keep.
+    Selective,
+    /// Everything but the block's input.
+    Full,
+}
+
+/// What running a block costs, known as soon as it is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockProfile {
+    /// Floating-point operations of one forward: 2 per multiply-add of matrix products, and of attention's two
+    /// products over the causal half.
+    pub forward_flops: u64,
+    /// Bytes kept from the forward to the backward, the block's output included.
+    pub saved_bytes: usize,
+    /// Bytes used inside a forward or a backward.
+    pub workspace_bytes: usize,
+    /// Bytes kept between the two halves of a split backward.
+    pub deferred_bytes: usize,
+    /// Number of parameter elements.
+    pub parameter_elements: usize,
+}
+
+/// One kernel call, or two.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Instruction {
+    Forward(usize),
+    BackwardInputs { operation: usize, dy: Option<Gradient>, dx: Vec<(Gradient, lockstep_tensor::Write)> },
+    BackwardWeights { operation: usize, dy: Gradient },
+    Copy { from: Gradient, to: Gradient },
+    Add { from: Gradient, to: Gradient },
+}
+
+/// A list of instructions with a place for everything they touch.
+#[derive(Debug)]
+pub(crate) struct Phase {
+    pub(crate) instructions: Vec<Instruction>,
+    pub(crate) values: Vec<Option<Slot>>,
+    pub(crate) gradients: Vec<Option<Slot>>,
+    workspace_bytes: usize,
+}
+
+/// A block, ready to be replayed any number of times.
+#[derive(Debug)]
+pub struct Program {
+    pub(crate) mode: Mode,
+    pub(crate) shape: BlockShape,
+    pub(crate) values: Vec<ValueInfo>,
+    pub(crate) operations: Vec<Operation>,
+    pub(crate) gradients: Vec<GradientBuffer>,
+    pub(crate) split_gradients: Vec<GradientBuffer>,
+    parameters: Vec<ParameterDeclaration>,
+    pub(crate) input: Option<Value>,
+    pub(crate) output: Value,
+    pub(crate) forward: Phase,
+    pub(crate) backward: Phase,
+    pub(crate) backward_inputs: Phase,
+    pub(crate) backward_weights: Phase,
+    frame_bytes: usize,
+    deferred_bytes: usize,
+}
+
+impl Program {
+    pub(crate) fn compile(recorder: Recorder, output: Value, recompute: Recompute) -> Self {
+        let Recorder { mode, shape, values, operations, parameters, input, .. } = recorder;
+        let planner = Planner::new(&values, &operations, input, output, mode, recompute);
+        let forward_instructions = (0..operations.len()).map(Instruction::Forward).collect();
+        let forward = planner.place(forward_instructions, &[], &[]);
+
+        let empty = || planner.place(Vec::new(), &[], &[]);
+        let mut program = Self {
+            forward,
+            backward: empty(),
+            backward_inputs: empty(),
+            backward_weights: empty(),
+            gradients: Vec::new(),
+            split_gradients: Vec::new(),
+            frame_bytes: planner.frame_bytes,
+            deferred_bytes: 0,
+            mode,
+            shape,
+            parameters,
+            input,
+            output,
+            values: Vec::new(),
+            operations: Vec::new(),
+        };
+        if mode == Mode::Training {
+            let fused = backward::derive(&values, &operations, input, output, Order::Fused);
+            let instructions = planner.with_recomputation(fused.inputs, &mut Vec::new());
+            program.backward = planner.place(instructions, &fused.gradients, &[]);
+            program.gradients = fused.gradients;
+
+            let split = backward::derive(&values, &operations, input, output, Order::Split);
+            let mut recomputed = Vec::new();
+            let inputs = planner.with_recomputation(split.inputs, &mut recomputed);
+            let weights = planner.with_recomputation(split.weights, &mut recomputed.clone());
+            let (deferred, bytes) = planner.deferred(&inputs, &weights, &split.gradients);
+            program.backward_inputs = planner.place(inputs, &split.gradients, &deferred);
+            program.backward_weights = planner.place(weights, &split.gradients, &deferred);
+            program.split_gradients = split.gradients;
+            program.deferred_bytes = bytes;
+        }
+        program.values = values;
+        program.operations = operations;
+        program
+    }
+
+    /// The parameters, in the order in which the block declares them.
+    pub fn parameters(&self) -> &[ParameterDeclaration] {
+        &self.parameters
+    }
+
+    /// What the program was recorded for.
+    pub fn shape(&self) -> BlockShape {
+        self.shape
+    }
+
+    /// Columns of the output.
+    pub fn output_columns(&self) -> usize {
+        self.values[self.output.0].columns
+    }
+
+    /// Bytes of a frame.
+    pub fn frame_bytes(&self) -> usize {
+        self.frame_bytes
+    }
+
+    /// Bytes of workspace that a forward and a fused backward need.
+    pub fn workspace_bytes(&self) -> usize {
+        self.forward.workspace_bytes.max(self.backward.workspace_bytes)
+    }
+
+    /// Bytes of workspace that a forward and a split backward need.
+    pub fn split_workspace_bytes(&self) -> usize {
+        let split = self.backward_inputs.workspace_bytes.max(self.backward_weights.workspace_bytes);
+        self.forward.workspace_bytes.max(split)
+    }
+
+    /// Bytes of a deferred buffer: what a split backward keeps for the gradients of the weights.
+    pub fn deferred_bytes(&self) -> usize {
+        self.deferred_bytes
+    }
+
+    /// What running the block costs.
+    pub fn profile(&self) -> BlockProfile {
+        BlockProfile {
+            forward_flops: self.operations.iter().map(|operation| self.flops(operation)).sum(),
+            saved_bytes: self.frame_bytes,
+            workspace_bytes: self.workspace_bytes(),
+            deferred_bytes: self.deferred_bytes,
+            parameter_elements: self
+                .parameters
+                .iter()
+                .map(|parameter| parameter.shape.iter().product::<usize>())
+                .sum(),
+        }
+    }
+
+    fn flops(&self, operation: &Operation) -> u64 {
+        let columns = |value: Value| self.values[value.0].columns as u64;
+        let tokens = self.shape.tokens() as u64;
+        match operation {
+            Operation::Linear { x, y, .. } => 2 * tokens * columns(*x) * columns(*y),
+            Operation::Attention { q, shape, .. } => {
+                let seq_len = self.shape.seq_len as u64;
+                let seen = shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
+                2 * tokens * seen * columns(*q)
+            }
+            _ => 0,
+        }
+    }
+}
+
+/// What `Program::compile` knows while it decides where values live.
+struct Planner<'a> {
+    values: &'a [ValueInfo],
+    operations: &'a [Operation],
+    input: Option<Value>,
+    /// Operation that writes each value; the block's input has none.
+    producers: Vec<Option<usize>>,
+    /// Values that live in the frame, and the block's input.
+    fixed: Vec<Option<Slot>>,
+    frame_bytes: usize,
+}
+
+impl<'a> Planner<'a> {
+    fn new(
+        values: &'a [ValueInfo],
+        operations: &'a [Operation],
+        input: Option<Value>,
+        output: Value,
+        mode: Mode,
+        recompute: Recompute,
+    ) -> Self {
+        let mut producers = vec![None; values.len()];
+        for (index, operation) in operations.iter().enumerate() {
+            for value in operation.outputs() {
+                producers[value.0] = Some(index);
+            }
+        }
+        let mut saved = vec![false; values.len()];
+        if mode == Mode::Training && recompute != Recompute::Full {
+            for operation in operations {
+                for value in operation.needs_for_inputs().into_iter().chain(operation.needs_for_weights()) {
+                    saved[value.0] = true;
+                }
+            }
+        }
+        if recompute == Recompute::Selective {
+            for operation in operations.iter().filter(|operation| operation.is_cheap()) {
+                saved[operation.output().0] = false;
+            }
+        }
+        saved[output.0] = true;
+        let mut frame = Bump::default();
+        let fixed = (0..values.len())
+            .map(|index| {
+                if input == Some(Value(index)) {
+                    Some(Slot::start_of(Region::Input))
+                } else {
+                    saved[index].then(|| frame.place(Region::Frame, values[index].bytes()))
+                }
+            })
+            .collect();
+        Self { values, operations, input, producers, fixed, frame_bytes: frame.bytes }
+    }
+
+    /// Puts the forward of a value that was not saved before the first instruction that needs it. `available`
+    /// lists the values recomputed so far.
+    fn with_recomputation(
+        &self,
+        instructions: Vec<Instruction>,
+        available: &mut Vec<Value>,
+    ) -> Vec<Instruction> {
+        let mut out = Vec::with_capacity(instructions.len());
+        for instruction in instructions {
+            for value in self.values_read(&instruction) {
+                self.ensure(value, available, &mut out);
+            }
+            out.push(instruction);
+        }
+        out
+    }
+
+    fn ensure(&self, value: Value, available: &mut Vec<Value>, out: &mut Vec<Instruction>) {
+        if self.fixed[value.0].is_some() || available.contains(&value) {
+            return;
+        }
+        let producer = self.producers[value.0].expect("a value that is not the block's input has a producer");
+        for input in self.operations[producer].inputs() {
+            self.ensure(input, available, out);
+        }
+        out.push(Instruction::Forward(producer));
+        available.extend(self.operations[producer].outputs());
+    }
+
+    fn values_read(&self, instruction: &Instruction) -> Vec<Value> {
+        match instruction {
+            Instruction::Forward(operation) => self.operations[*operation].inputs(),
+            Instruction::BackwardInputs { operation, .. } => self.operations[*operation].needs_for_inputs(),
+            Instruction::BackwardWeights { operation, .. } => self.operations[*operation].needs_for_weights(),
+            Instruction::Copy { .. } | Instruction::Add { .. } => vec![],
+        }
+    }
+
+    /// Objects are numbered: first the values, then the gradients. A gradient that replaces its value is that value.
+    fn object(&self, gradient: Gradient, gradients: &[GradientBuffer]) -> usize {
+        match gradients[gradient.0].home {
+            Home::ReplacesValue(value) => value.0,
+            _ => self.values.len() + gradient.0,
+        }
+    }
+
+    /// Everything an instruction reads or writes.
+    fn touches(&self, instruction: &Instruction, gradients: &[GradientBuffer]) -> Vec<usize> {
+        let mut objects: Vec<usize> = self.values_read(instruction).iter().map(|value| value.0).collect();
+        let mut gradient = |gradient: Gradient| objects.push(self.object(gradient, gradients));
+        match instruction {
+            Instruction::Forward(operation) => {
+                objects.extend(self.operations[*operation].outputs().iter().map(|value| value.0));
+            }
+            Instruction::BackwardInputs { dy, dx, .. } => {
+                dy.iter().copied().chain(dx.iter().map(|(dx, _)| *dx)).for_each(&mut gradient);
+            }
+            Instruction::BackwardWeights { dy, .. } => gradient(*dy),
+            Instruction::Copy { from, to } | Instruction::Add { from, to } => {
+                gradient(*from);
+                gradient(*to);
+            }
+        }
+        objects
+    }
+
+    /// Places for what the first half of a split backward leaves for the second.
+    fn deferred(
+        &self,
+        inputs: &[Instruction],
+        weights: &[Instruction],
+        gradients: &[GradientBuffer],
+    ) -> (Vec<(usize, Slot)>, usize) {
+        let objects = |instructions: &[Instruction]| {
+            let mut objects: Vec<usize> =
+                instructions.iter().flat_map(|instruction| self.touches(instruction, gradients)).collect();
+            objects.sort_unstable();
+            objects.dedup();
+            objects
+        };
+        let (first, second) = (objects(inputs), objects(weights));
+        let mut bump = Bump::default();
+        let places = second
+            .into_iter()
+            .filter(|object| first.binary_search(object).is_ok())
+            .filter(|&object| self.fixed.get(object).is_none_or(Option::is_none))
+            .map(|object| (object, bump.place(Region::Deferred, self.bytes(object, gradients))))
+            .collect();
+        (places, bump.bytes)
+    }
+
+    fn bytes(&self, object: usize, gradients: &[GradientBuffer]) -> usize {
+        match self.values.get(object) {
+            Some(value) => value.bytes(),
+            None => gradients[object - self.values.len()].info.bytes(),
+        }
+    }
+
+    /// Gives every object of a phase its place.
+    fn place(
+        &self,
+        instructions: Vec<Instruction>,
+        gradients: &[GradientBuffer],
+        deferred: &[(usize, Slot)],
+    ) -> Phase {
+        let count = self.values.len() + gradients.len();
+        let mut slots: Vec<Option<Slot>> = self.fixed.clone();
+        slots.extend(gradients.iter().map(|gradient| match gradient.home {
+            Home::OutputGradient => Some(Slot::start_of(Region::OutputGradient)),
+            Home::InputGradient => Some(Slot::start_of(Region::InputGradient)),
+            Home::Anywhere | Home::ReplacesValue(_) => None,
+        }));
+        for &(object, slot) in deferred {
+            slots[object] = Some(slot);
+        }
+
+        let mut lifetimes: Vec<Option<Lifetime>> = vec![None; count];
+        for (time, instruction) in instructions.iter().enumerate() {
+            for object in self.touches(instruction, gradients) {
+                let bytes = self.bytes(object, gradients);
+                lifetimes[object].get_or_insert(Lifetime { first: time, last: time, bytes }).last = time;
+            }
+        }
+
+        // An output takes over the storage of an input that dies there. `heir[object]` is who took over.
+        let mut heir: Vec<usize> = (0..count).collect();
+        for (time, instruction) in instructions.iter().enumerate() {
+            let Instruction::Forward(operation) = instruction else { continue };
+            let operation = &self.operations[*operation];
+            let output = operation.output().0;
+            let dying = operation.in_place_inputs().into_iter().map(|value| value.0).find(|&input| {
+                slots[input].is_none()
+                    && input != output
+                    && lifetimes[input].is_some_and(|lifetime| lifetime.last == time)
+                    && self.bytes(input, gradients) == self.bytes(output, gradients)
+            });
+            if let Some(input) = dying {
+                heir[input] = output;
+                let first = lifetimes[input].map_or(time, |lifetime| lifetime.first);
+                if let Some(lifetime) = &mut lifetimes[output] {
+                    lifetime.first = lifetime.first.min(first);
+                }
+            }
+        }
+
+        let free: Vec<usize> = (0..count)
+            .filter(|&object| {
+                slots[object].is_none() && heir[object] == object && lifetimes[object].is_some()
+            })
+            .collect();
+        let packed: Vec<Lifetime> = free.iter().filter_map(|&object| lifetimes[object]).collect();
+        let (offsets, workspace_bytes) = pack(&packed);
+        for (&object, offset_bytes) in free.iter().zip(offsets) {
+            slots[object] = Some(Slot { region: Region::Workspace, offset_bytes });
+        }
+        for object in 0..count {
+            let mut last = object;
+            while heir[last] != last {
+                last = heir[last];
+            }
+            if lifetimes[object].is_some() {
+                slots[object] = slots[last];
+            }
+        }
+        let gradient_slots =
+            (0..gradients.len()).map(|g| slots[self.object(Gradient(g), gradients)]).collect();
+        slots.truncate(self.values.len());
+        debug_assert!(self.input.is_none_or(|input| slots[input.0].is_some()));
+        Phase { instructions, values: slots, gradients: gradient_slots, workspace_bytes }
+    }
+}

@@ -1,0 +1,462 @@
+//! Replaying a program: each instruction becomes a kernel call on views of the caller's buffers.
+//!
+//! Nothing here allocates; a replay is a walk over a list.
+
+use lockstep_plan::DType;
+use lockstep_tensor::{
+    Attention, Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, View, Write,
+};
+
+use crate::{
+    BatchInput, DropoutSite, ParameterIndex, Program, Value,
+    backward::{Gradient, GradientBuffer},
+    operation::{AttentionShape, Operation},
+    program::{Instruction, Phase},
+    recorder::ValueInfo,
+    storage::{Region, Slot},
+};
+
+/// Where the parameters of a block are at the moment.
+pub trait Parameters {
+    /// The weights that kernels read, in the type the program was recorded for.
+    fn weight(&self, index: ParameterIndex) -> View<'_>;
+    /// The f32 gradient to add to.
+    fn gradient(&self, index: ParameterIndex) -> View<'_>;
+}
+
+/// A micro-batch on the device.
+#[derive(Debug, Clone, Copy)]
+pub struct Batch<'a> {
+    /// u32 `[tokens]`.
+    pub ids: View<'a>,
+    /// i32 `[tokens]`, -100 where masked. Needed by a program with a loss.
+    pub labels: Option<View<'a>>,
+    /// u32 `[tokens]`.
+    pub positions: View<'a>,
+    /// u32 `[sequences, 2]`: the key of (seed, sample, epoch) of each sequence. Needed by a program with dropout.
+    pub dropout_keys: Option<View<'a>>,
+    /// f32 `[head_dim / 2]`. Needed by a program with rotary embeddings.
+    pub inverse_frequencies: Option<View<'a>>,
+}
+
+/// Keys and values of earlier tokens of one sequence, for one layer.
+#[derive(Debug, Clone, Copy)]
+pub struct KeyValueCache<'a> {
+    /// `[capacity, key_value_heads · head_dim]`.
+    pub keys: View<'a>,
+    /// `[capacity, key_value_heads · head_dim]`.
+    pub values: View<'a>,
+    /// Tokens that are already in it.
+    pub filled: usize,
+}
+
+/// Everything one replay of a program works on.
+#[derive(Clone, Copy)]
+pub struct Replay<'a> {
+    /// Where kernels run.
+    pub queue: &'a dyn Kernels,
+    /// The block's weights and gradients.
+    pub parameters: &'a dyn Parameters,
+    /// The micro-batch.
+    pub batch: Batch<'a>,
+    /// The output of the block before, `[tokens, columns]`.
+    pub input: Option<View<'a>>,
+    /// At least [`Program::frame_bytes`].
+    pub frame: &'a Buffer,
+    /// At least [`Program::workspace_bytes`].
+    pub workspace: &'a Buffer,
+    /// Number of the block's first dropout site in the model.
+    pub first_dropout_site: u32,
+    /// Keys and values of earlier tokens, in generation.
+    pub cache: Option<KeyValueCache<'a>>,
+}
+
+impl Program {
+    /// Runs the forward; the output is in the frame.
+    pub fn forward(&self, replay: &Replay<'_>) {
+        self.run(&self.forward, &self.gradients, replay, Extra::default());
+    }
+
+    /// The output, after a forward.
+    pub fn output<'a>(&self, frame: &'a Buffer) -> View<'a> {
+        let info = self.values[self.output.0];
+        let slot = self.forward.values[self.output.0].expect("the output has a place");
+        frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns])
+    }
+
+    /// Gradients of the input and of the weights, after a forward. `dy` is the gradient of the output (none for a
+    /// block that ends in a loss), `dx` receives that of the input (none for a block without one), `seed` is
+    /// the gradient of each token's loss.
+    pub fn backward(&self, replay: &Replay<'_>, dy: Option<View<'_>>, dx: Option<View<'_>>, seed: f32) {
+        self.run(&self.backward, &self.gradients, replay, Extra { dy, dx, deferred: None, seed });
+    }
+
+    /// The first half of a split backward: the gradient of the input. What the weights need is kept in `deferred`
+    /// (at least [`Program::deferred_bytes`]) and in the frame.
+    pub fn backward_inputs(
+        &self,
+        replay: &Replay<'_>,
+        dy: Option<View<'_>>,
+        dx: Option<View<'_>>,
+        seed: f32,
+        deferred: &Buffer,
+    ) {
+        let extra = Extra { dy, dx, deferred: Some(deferred), seed };
+        self.run(&self.backward_inputs, &self.split_gradients, replay, extra);
+    }
+
+    /// The second half of a split backward: adds to the gradients of the weights.
+    pub fn backward_weights(&self, replay: &Replay<'_>, deferred: &Buffer) {
+        let extra = Extra { deferred: Some(deferred), ..Extra::default() };
+        self.run(&self.backward_weights, &self.split_gradients, replay, extra);
+    }
+
+    fn run(&self, phase: &Phase, gradients: &[GradientBuffer], replay: &Replay<'_>, extra: Extra<'_>) {
+        let run = Run { program: self, phase, gradients, replay, extra };
+        for instruction in &phase.instructions {
+            run.instruction(instruction);
+        }
+    }
+}
+
+/// What only backward calls have.
+#[derive(Clone, Copy, Default)]
+struct Extra<'a> {
+    dy: Option<View<'a>>,
+    dx: Option<View<'a>>,
+    deferred: Option<&'a Buffer>,
+    seed: f32,
+}
+
+struct Run<'a> {
+    program: &'a Program,
+    phase: &'a Phase,
+    gradients: &'a [GradientBuffer],
+    replay: &'a Replay<'a>,
+    extra: Extra<'a>,
+}
+
+impl<'a> Run<'a> {
+    fn instruction(&self, instruction: &Instruction) {
+        let queue = self.replay.queue;
+        match instruction {
+            Instruction::Forward(operation) => self.forward(&self.program.operations[*operation]),
+            Instruction::BackwardInputs { operation, dy, dx } => {
+                let dy = dy.map(|dy| self.gradient(dy));
+                self.backward_inputs(&self.program.operations[*operation], dy, dx);
+            }
+            Instruction::BackwardWeights { operation, dy } => {
+                self.backward_weights(&self.program.operations[*operation], self.gradient(*dy));
+            }
+            Instruction::Copy { from, to } => queue.cast(self.gradient(*from), self.gradient(*to)),
+            Instruction::Add { from, to } => {
+                let to = self.gradient(*to);
+                queue.add(to, self.gradient(*from), to);
+            }
+        }
+    }
+
+    fn forward(&self, operation: &Operation) {
+        let queue = self.replay.queue;
+        match *operation {
+            Operation::Embedding { input, table, y } => {
+                queue.embedding(self.indices(input), self.weight(table), self.value(y));
+            }
+            Operation::Linear { x, weight, bias, y } => queue.gemm(Gemm {
+                layout: GemmLayout::NT,
+                a: self.value(x),
+                b: self.weight(weight),
+                c: self.value(y),
+                bias: bias.map(|bias| self.weight(bias)),
+                write: Write::Overwrite,
+            }),
+            Operation::RmsNorm { x, weight, eps, y, rstd } => {
+                let weight = self.weight(weight);
+                let width = weight.elements();
+                queue.rms_norm(self.grouped(x, width), weight, eps, self.grouped(y, width), self.flat(rstd));
+            }
+            Operation::LayerNorm { bias, eps, y, .. } => {
+                let bias = bias.map(|bias| self.weight(bias));
+                queue.layer_norm(self.layer_norm(operation), bias, eps, self.value(y));
+            }
+            Operation::Rope { x, head_dim, y } => {
+                self.rope(self.value(x), head_dim, Rotation::Forward, self.value(y));
+            }
+            Operation::Attention { q, k, v, shape, dropout, y, log_sum_exp } => {
+                self.attention(q, k, v, shape, dropout, y, log_sum_exp);
+            }
+            Operation::SwiGlu { gate, up, y } => {
+                queue.swiglu(self.value(gate), self.value(up), self.value(y))
+            }
+            Operation::Gelu { kind, x, y } => queue.gelu(kind, self.value(x), self.value(y)),
+            Operation::Add { a, b, y } => queue.add(self.value(a), self.value(b), self.value(y)),
+            Operation::Dropout { x, dropout, y } => {
+                queue.dropout(self.dropout(dropout), self.value(x), self.value(y));
+            }
+            Operation::CrossEntropy { logits, losses, log_sum_exp } => {
+                queue.cross_entropy(
+                    self.value(logits),
+                    self.labels(),
+                    self.flat(losses),
+                    self.flat(log_sum_exp),
+                );
+            }
+        }
+    }
+
+    fn backward_inputs(&self, operation: &Operation, dy: Option<View<'_>>, dx: &[(Gradient, Write)]) {
+        let queue = self.replay.queue;
+        let target = |index: usize| self.gradient(dx[index].0);
+        let write = dx[0].1;
+        if let Operation::CrossEntropy { log_sum_exp, .. } = *operation {
+            queue.cross_entropy_backward(target(0), self.labels(), self.flat(log_sum_exp), self.extra.seed);
+            return;
+        }
+        let dy = dy.expect("every operation but a loss is given the gradient of its output");
+        match *operation {
+            Operation::Linear { weight, .. } => queue.gemm(Gemm {
+                layout: GemmLayout::NN,
+                a: dy,
+                b: self.weight(weight),
+                c: target(0),
+                bias: None,
+                write,
+            }),
+            Operation::RmsNorm { x, weight, rstd, .. } => {
+                let weight = self.weight(weight);
+                let width = weight.elements();
+                queue.rms_norm_backward_input(
+                    group(dy, width),
+                    self.grouped(x, width),
+                    weight,
+                    self.flat(rstd),
+                    group(target(0), width),
+                    write,
+                );
+            }
+            Operation::LayerNorm { .. } => {
+                queue.layer_norm_backward_input(self.layer_norm(operation), dy, target(0), write);
+            }
+            Operation::Rope { head_dim, .. } => self.rope(dy, head_dim, Rotation::Backward, target(0)),
+            Operation::Attention { q, k, v, shape, dropout, y, log_sum_exp } => {
+                let attention = self.geometry(shape, dropout);
+                let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
+                let split = |view: View<'a>, heads: usize| split_heads(view, heads, head_dim);
+                queue.attention_backward(
+                    &attention,
+                    split(self.value(q), heads),
+                    split(self.value(k), key_value_heads),
+                    split(self.value(v), key_value_heads),
+                    split(self.value(y), heads),
+                    self.log_sum_exp(log_sum_exp, heads),
+                    split_heads(dy, heads, head_dim),
+                    split_heads(target(0), heads, head_dim),
+                    split_heads(target(1), key_value_heads, head_dim),
+                    split_heads(target(2), key_value_heads, head_dim),
+                );
+            }
+            Operation::SwiGlu { gate, up, .. } => {
+                queue.swiglu_backward(dy, self.value(gate), self.value(up), target(0), target(1));
+            }
+            Operation::Gelu { kind, x, .. } => queue.gelu_backward(kind, dy, self.value(x), target(0)),
+            Operation::Dropout { dropout, .. } => queue.dropout(self.dropout(dropout), dy, target(0)),
+            Operation::Embedding { .. } | Operation::Add { .. } | Operation::CrossEntropy { .. } => {
+                unreachable!("no such instruction is derived: {operation:?}")
+            }
+        }
+    }
+
+    fn backward_weights(&self, operation: &Operation, dy: View<'_>) {
+        let queue = self.replay.queue;
+        let gradient = |index: ParameterIndex| self.replay.parameters.gradient(index);
+        match *operation {
+            Operation::Embedding { input, table, .. } => {
+                queue.embedding_backward(self.indices(input), dy, gradient(table));
+            }
+            Operation::Linear { x, weight, bias, .. } => {
+                queue.gemm(Gemm {
+                    layout: GemmLayout::TN,
+                    a: dy,
+                    b: self.value(x),
+                    c: gradient(weight),
+                    bias: None,
+                    write: Write::Accumulate,
+                });
+                if let Some(bias) = bias {
+                    queue.sum_rows(dy, gradient(bias));
+                }
+            }
+            Operation::RmsNorm { x, weight, rstd, .. } => {
+                let dweight = gradient(weight);
+                let width = dweight.elements();
+                queue.rms_norm_backward_weight(
+                    group(dy, width),
+                    self.grouped(x, width),
+                    self.flat(rstd),
+                    dweight,
+                );
+            }
+            Operation::LayerNorm { weight, bias, .. } => {
+                let norm = self.layer_norm(operation);
+                queue.layer_norm_backward_weight(norm, dy, gradient(weight), bias.map(gradient));
+            }
+            _ => unreachable!("no such instruction is derived: {operation:?}"),
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operation's own fields")]
+    fn attention(
+        &self,
+        q: Value,
+        k: Value,
+        v: Value,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        y: Value,
+        log_sum_exp: Value,
+    ) {
+        let queue = self.replay.queue;
+        let mut attention = self.geometry(shape, dropout);
+        let (mut keys, mut values) = (self.value(k), self.value(v));
+        if let Some(cache) = self.replay.cache {
+            let end = cache.filled + attention.query_len;
+            queue.cast(keys, cache.keys.rows(cache.filled..end));
+            queue.cast(values, cache.values.rows(cache.filled..end));
+            (keys, values) = (cache.keys.rows(0..end), cache.values.rows(0..end));
+            attention.key_len = end;
+            attention.query_start = cache.filled;
+        }
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
+        queue.attention(
+            &attention,
+            split_heads(self.value(q), heads, head_dim),
+            split_heads(keys, key_value_heads, head_dim),
+            split_heads(values, key_value_heads, head_dim),
+            split_heads(self.value(y), heads, head_dim),
+            self.log_sum_exp(log_sum_exp, heads),
+        );
+    }
+
+    fn geometry(&self, shape: AttentionShape, dropout: Option<DropoutSite>) -> Attention<'a> {
+        let block = self.program.shape;
+        Attention {
+            sequences: block.sequences,
+            query_len: block.seq_len,
+            key_len: block.seq_len,
+            query_start: 0,
+            heads: shape.heads,
+            key_value_heads: shape.key_value_heads,
+            head_dim: shape.head_dim,
+            scale: shape.scale,
+            window: shape.window,
+            dropout: dropout.map(|dropout| self.dropout(dropout)),
+        }
+    }
+
+    fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {
+        Dropout {
+            probability: dropout.probability,
+            site: self.replay.first_dropout_site + dropout.site,
+            keys: self.replay.batch.dropout_keys.expect("a program with dropout is given keys"),
+        }
+    }
+
+    fn rope(&self, x: View<'_>, head_dim: usize, rotation: Rotation, y: View<'_>) {
+        let batch = &self.replay.batch;
+        let frequencies =
+            batch.inverse_frequencies.expect("a program with rotary embeddings is given frequencies");
+        let heads = x.shape().as_matrix().1 / head_dim;
+        self.replay.queue.rope(
+            split_heads(x, heads, head_dim),
+            batch.positions,
+            frequencies,
+            rotation,
+            split_heads(y, heads, head_dim),
+        );
+    }
+
+    fn layer_norm(&self, operation: &Operation) -> LayerNorm<'a> {
+        let Operation::LayerNorm { x, weight, mean, rstd, .. } = *operation else {
+            unreachable!("called for a layer norm: {operation:?}")
+        };
+        LayerNorm {
+            x: self.value(x),
+            weight: self.weight(weight),
+            mean: self.flat(mean),
+            rstd: self.flat(rstd),
+        }
+    }
+
+    fn indices(&self, input: BatchInput) -> View<'a> {
+        match input {
+            BatchInput::Ids => self.replay.batch.ids,
+            BatchInput::Positions => self.replay.batch.positions,
+        }
+    }
+
+    fn labels(&self) -> View<'a> {
+        self.replay.batch.labels.expect("a program with a loss is given labels")
+    }
+
+    fn weight(&self, index: ParameterIndex) -> View<'a> {
+        self.replay.parameters.weight(index)
+    }
+
+    /// A value as `[tokens, columns]`.
+    fn value(&self, value: Value) -> View<'a> {
+        let slot = self.phase.values[value.0].expect("every value an instruction touches has a place");
+        self.at(slot, self.program.values[value.0])
+    }
+
+    /// A value as `[rows, width]`: one row per norm.
+    fn grouped(&self, value: Value, width: usize) -> View<'a> {
+        group(self.value(value), width)
+    }
+
+    /// A statistic as a vector.
+    fn flat(&self, value: Value) -> View<'a> {
+        let view = self.value(value);
+        view.reshape([view.elements()])
+    }
+
+    fn log_sum_exp(&self, value: Value, heads: usize) -> View<'a> {
+        let block = self.program.shape;
+        self.value(value).reshape([block.sequences, heads, block.seq_len])
+    }
+
+    fn gradient(&self, gradient: Gradient) -> View<'a> {
+        let slot =
+            self.phase.gradients[gradient.0].expect("every gradient an instruction touches has a place");
+        self.at(slot, self.gradients[gradient.0].info)
+    }
+
+    fn at(&self, slot: Slot, info: ValueInfo) -> View<'a> {
+        let ValueInfo { rows, columns, dtype } = info;
+        let within = |buffer: &'a Buffer| buffer.view(dtype, slot.offset_bytes, [rows, columns]);
+        let given = |view: Option<View<'a>>, what: &str| match view {
+            Some(view) => check(view, dtype).reshape([rows, columns]),
+            None => panic!("this program needs {what}"),
+        };
+        match slot.region {
+            Region::Frame => within(self.replay.frame),
+            Region::Workspace => within(self.replay.workspace),
+            Region::Deferred => within(self.extra.deferred.expect("a split backward has a deferred buffer")),
+            Region::Input => given(self.replay.input, "an input"),
+            Region::OutputGradient => given(self.extra.dy, "the gradient of its output"),
+            Region::InputGradient => given(self.extra.dx, "a place for the gradient of its input"),
+        }
+    }
+}
+
+fn check(view: View<'_>, dtype: DType) -> View<'_> {
+    assert_eq!(view.dtype(), dtype, "a program recorded for {dtype} was given {view:?}");
+    view
+}
+
+fn group(view: View<'_>, width: usize) -> View<'_> {
+    view.reshape([view.elements() / width, width])
+}
+
+fn split_heads(view: View<'_>, heads: usize, head_dim: usize) -> View<'_> {
+    view.reshape([view.elements() / (heads * head_dim), heads, head_dim])
+}

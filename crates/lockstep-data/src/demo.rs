@@ -1,0 +1,117 @@
+//! Real text for the built-in demonstration, found on the machine: the Rust sources that cargo has
+//! downloaded to build this program.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+};
+
+use crate::{
+    error::{DataError, Result},
+    sources::{Format, SourceFile, files_below},
+};
+
+/// Larger files are tables and generated bindings: long, and not much of a language.
+const LONGEST_FILE_BYTES: u64 = 128 << 10;
+
+/// Less than this is no corpus.
+const LEAST_BYTES: u64 = 1 << 20;
+
+/// Rust sources of about `max_bytes` in all: those in cargo's registry (`$CARGO_HOME`, else `~/.cargo`)
+/// in the order of their paths, or, if there are hardly any, those below `own_sources`.
+///
+/// Files that are not UTF-8, and very long ones, are left out.
+///
+/// # Errors
+/// [`DataError::NoMatch`] if neither place holds a Rust source.
+pub fn demo_sources(max_bytes: u64, own_sources: &Path) -> Result<Vec<SourceFile>> {
+    let cargo_home = env::var_os("CARGO_HOME").map(PathBuf::from);
+    let cargo_home = cargo_home.or_else(|| env::home_dir().map(|home| home.join(".cargo")));
+    let registry = cargo_home.map(|home| home.join("registry").join("src"));
+    first_corpus(registry.as_deref(), own_sources, max_bytes)
+}
+
+fn first_corpus(registry: Option<&Path>, own_sources: &Path, max_bytes: u64) -> Result<Vec<SourceFile>> {
+    if let Some(registry) = registry {
+        let (files, bytes) = rust_sources(registry, max_bytes);
+        if bytes >= LEAST_BYTES.min(max_bytes) {
+            return Ok(files);
+        }
+    }
+    let (files, _) = rust_sources(own_sources, max_bytes);
+    if files.is_empty() {
+        let pattern = own_sources.join("**/*.rs").display().to_string();
+        return Err(DataError::NoMatch { pattern, searched: own_sources.to_owned() });
+    }
+    Ok(files)
+}
+
+/// The first sources below `root`, up to `max_bytes`, and how many bytes they are. A tree that cannot be
+/// read holds none.
+fn rust_sources(root: &Path, max_bytes: u64) -> (Vec<SourceFile>, u64) {
+    let is_rust = |path: &Path| path.extension().is_some_and(|extension| extension == "rs");
+    let mut files = Vec::new();
+    let mut bytes = 0;
+    for path in files_below(root, &is_rust).unwrap_or_default() {
+        if bytes >= max_bytes {
+            break;
+        }
+        if fs::metadata(&path).is_ok_and(|metadata| metadata.len() > LONGEST_FILE_BYTES) {
+            continue;
+        }
+        let Ok(text) = fs::read_to_string(&path) else { continue };
+        if let Ok(file) = SourceFile::new(path, Format::Text) {
+            bytes += text.len() as u64;
+            files.push(file);
+        }
+    }
+    (files, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sources(dir: &Path, names_and_texts: &[(&str, &[u8])]) -> PathBuf {
+        for (name, text) in names_and_texts {
+            let path = dir.join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        dir.to_owned()
+    }
+
+    #[test]
+    fn the_registry_is_taken_in_order_up_to_the_limit_and_without_what_is_no_text() {
+        let dir = tempfile::tempdir().unwrap();
+        let (kilo, long) = ([b'a'; 1000], [b'a'; LONGEST_FILE_BYTES as usize + 1]);
+        let registry = sources(
+            &dir.path().join("registry"),
+            &[
+                ("b-1.0/src/lib.rs", &kilo),
+                ("a-1.0/src/lib.rs", &kilo),
+                ("a-1.0/src/bad.rs", b"\xFF"),
+                ("a-1.0/src/long.rs", &long),
+                ("a-1.0/README.md", &kilo),
+                ("c-1.0/src/lib.rs", &kilo),
+            ],
+        );
+        let found = first_corpus(Some(&registry), Path::new("nowhere"), 1_500).unwrap();
+        let paths: Vec<_> = found.iter().map(|file| file.path.strip_prefix(&registry).unwrap()).collect();
+        assert_eq!(paths, [Path::new("a-1.0/src/lib.rs"), Path::new("b-1.0/src/lib.rs")]);
+    }
+
+    #[test]
+    fn a_small_registry_gives_way_to_the_projects_own_sources() {
+        let dir = tempfile::tempdir().unwrap();
+        let registry = sources(&dir.path().join("registry"), &[("a/lib.rs", b"fn a() {}")]);
+        let own = sources(&dir.path().join("own"), &[("src/lib.rs", b"fn own() {}")]);
+        for registry in [Some(registry.as_path()), Some(Path::new("nowhere")), None] {
+            let found = first_corpus(registry, &own, 1 << 20).unwrap();
+            assert_eq!(found.len(), 1);
+            assert_eq!(found[0].path, own.join("src/lib.rs"));
+        }
+        let error = first_corpus(None, &dir.path().join("empty"), 1 << 20).unwrap_err().to_string();
+        assert!(error.contains("**/*.rs"), "{error}");
+    }
+}

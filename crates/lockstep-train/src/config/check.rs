@@ -1,0 +1,130 @@
+//! Rules between values: what each key alone cannot know.
+
+use super::keys::RunConfig;
+use super::problem::{Origin, Problem};
+use super::reader::Reader;
+use super::value::{DataFormat, OptimizerKind, ScheduleKind};
+
+/// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over: what
+/// stands in for it is not what the user meant.
+pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
+    let mut checker = Checker { config, reader };
+    checker.model();
+    checker.data();
+    checker.batch();
+    checker.optimizer();
+    checker.schedule();
+}
+
+struct Checker<'c, 'r, 'p> {
+    config: &'c RunConfig,
+    reader: &'r mut Reader<'p>,
+}
+
+impl Checker<'_, '_, '_> {
+    fn given(&self, key: &str) -> bool {
+        self.config.origin(key) != Origin::Default
+    }
+
+    /// Reports a broken rule at the first of `keys` that somebody set.
+    fn refuse(&mut self, keys: &[&str], what: impl Into<String>, allowed: impl Into<String>) {
+        if keys.iter().any(|key| self.reader.refused.contains(*key)) {
+            return;
+        }
+        let at = keys.iter().find(|key| self.given(key)).or(keys.first()).copied().unwrap_or_default();
+        self.reader.problems.push(Problem::new(self.config.origin(at), at, what, allowed));
+    }
+
+    /// Refuses keys that were set though nothing reads them in this combination.
+    fn refuse_without_effect(&mut self, keys: &[&str], because: &str, depends_on: &str) {
+        for key in keys {
+            if self.given(key) {
+                self.refuse(&[key, depends_on], format!("has no effect with {because}"), "leave it out");
+            }
+        }
+    }
+
+    fn model(&mut self) {
+        let sources: Vec<&str> = ["model.preset", "model.path", "model.model_type"]
+            .into_iter()
+            .filter(|key| self.given(key))
+            .collect();
+        if let [first, second, ..] = sources[..] {
+            let what = format!("is given as well as {first}; each names the model");
+            self.refuse(&[second], what, "one of model.preset, model.path, model.model_type");
+        }
+        if self.config.model.from_pretrained && self.config.model.path.is_none() {
+            let what = "is true, but there is no directory to take the weights from";
+            self.refuse(&["model.from_pretrained", "model.path"], what, "model.path = \"DIR\" with it");
+        }
+    }
+
+    fn data(&mut self) {
+        let data = &self.config.data;
+        if !data.valid.is_empty() {
+            if data.train.is_empty() {
+                self.refuse(&["data.valid", "data.train"], "is given without data.train", "both, or neither");
+            }
+            self.refuse_without_effect(&["data.valid_fraction"], "data.valid", "data.valid");
+        }
+        if data.format == DataFormat::Text {
+            self.refuse_without_effect(&["data.text_field"], "data.format = \"text\"", "data.format");
+        }
+    }
+
+    fn batch(&mut self) {
+        let train = &self.config.train;
+        if let Some(micro_batch) = train.micro_batch
+            && !train.global_batch.is_multiple_of(micro_batch)
+        {
+            let what = format!("{micro_batch} does not divide train.global_batch = {}", train.global_batch);
+            let divisors: Vec<String> = divisors(train.global_batch)
+                .filter(|&d| d <= 2 * micro_batch)
+                .map(|d| d.to_string())
+                .collect();
+            self.refuse(&["train.micro_batch", "train.global_batch"], what, divisors.join(", "));
+        }
+        let tokens = u128::from(train.steps) * train.global_batch as u128 * train.seq_len as u128;
+        if tokens > u128::from(u64::MAX >> 1) {
+            let what = format!("with train.global_batch and train.seq_len this makes {tokens} tokens");
+            self.refuse(&["train.steps", "train.global_batch", "train.seq_len"], what, "fewer than 2^63");
+        }
+    }
+
+    fn optimizer(&mut self) {
+        match self.config.optimizer.kind {
+            OptimizerKind::AdamW => self.refuse_without_effect(
+                &["optimizer.momentum"],
+                "optimizer.kind = \"adamw\"",
+                "optimizer.kind",
+            ),
+            OptimizerKind::Sgd => self.refuse_without_effect(
+                &["optimizer.betas", "optimizer.eps"],
+                "optimizer.kind = \"sgd\"",
+                "optimizer.kind",
+            ),
+        }
+    }
+
+    fn schedule(&mut self) {
+        let (steps, schedule) = (self.config.train.steps, &self.config.schedule);
+        if let Some(warmup_steps) = schedule.warmup_steps
+            && warmup_steps > steps
+        {
+            let what = format!("{warmup_steps} is more than train.steps = {steps}");
+            self.refuse(&["schedule.warmup_steps", "train.steps"], what, format!("0 to {steps}"));
+        }
+        if schedule.kind == ScheduleKind::Constant {
+            self.refuse_without_effect(
+                &["schedule.decay_steps", "schedule.min_lr_ratio"],
+                "schedule.kind = \"constant\"",
+                "schedule.kind",
+            );
+        }
+    }
+}
+
+/// The divisors of `number`, ascending.
+pub(super) fn divisors(number: usize) -> impl Iterator<Item = usize> {
+    (1..=number).filter(move |&candidate| number.is_multiple_of(candidate))
+}

@@ -1,0 +1,195 @@
+//! How keys are declared: [`Key`], its [`Rules`], and the macro that makes structs, defaults, reading and the
+//! list of keys out of one table (`keys`).
+
+use std::fmt;
+
+use serde_json::Value;
+
+use super::value::ValueType;
+
+/// One key of RUN.toml.
+#[derive(Debug, Clone)]
+pub struct Key {
+    /// `section.key`.
+    pub name: &'static str,
+    /// What it takes.
+    pub value_type: ValueType,
+    /// What holds when nobody sets it; `null` where that is derived (see [`Rules::when_absent`]).
+    pub default: Value,
+    /// Range and role.
+    pub rules: Rules,
+    /// What it means, as sentences.
+    pub doc: String,
+}
+
+impl Key {
+    /// The section it stands in.
+    pub fn section(&self) -> &'static str {
+        self.name.split_once('.').map_or(self.name, |(section, _)| section)
+    }
+
+    /// Its name within the section.
+    pub fn key(&self) -> &'static str {
+        self.name.split_once('.').map_or(self.name, |(_, key)| key)
+    }
+}
+
+/// One section of RUN.toml.
+#[derive(Debug, Clone)]
+pub struct Section {
+    /// Its name, without brackets.
+    pub name: &'static str,
+    /// What it is about, as sentences.
+    pub doc: String,
+    /// Keys that are planned and not there yet.
+    pub later: &'static [&'static str],
+}
+
+/// What a key demands of its value beyond the type, and what the value decides.
+#[derive(Debug, Clone, Copy)]
+pub struct Rules {
+    low: Option<Bound>,
+    high: Option<Bound>,
+    /// What is used when the key is left out and has no fixed default.
+    pub when_absent: Option<&'static str>,
+    /// Whether the losses of the run depend on it (beyond rounding).
+    pub defines_numbers: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Bound {
+    value: f64,
+    included: bool,
+}
+
+/// No range, and no bearing on the numbers of the run.
+pub(super) const fn rules() -> Rules {
+    Rules { low: None, high: None, when_absent: None, defines_numbers: false }
+}
+
+impl Rules {
+    pub(super) const fn at_least(mut self, value: f64) -> Self {
+        self.low = Some(Bound { value, included: true });
+        self
+    }
+
+    pub(super) const fn above(mut self, value: f64) -> Self {
+        self.low = Some(Bound { value, included: false });
+        self
+    }
+
+    pub(super) const fn at_most(mut self, value: f64) -> Self {
+        self.high = Some(Bound { value, included: true });
+        self
+    }
+
+    pub(super) const fn below(mut self, value: f64) -> Self {
+        self.high = Some(Bound { value, included: false });
+        self
+    }
+
+    pub(super) const fn when_absent(mut self, text: &'static str) -> Self {
+        self.when_absent = Some(text);
+        self
+    }
+
+    pub(super) const fn defines_numbers(mut self) -> Self {
+        self.defines_numbers = true;
+        self
+    }
+
+    /// Whether a number lies in the range.
+    pub fn admits(&self, number: f64) -> bool {
+        let above = self.low.is_none_or(|low| number > low.value || (low.included && number == low.value));
+        let below =
+            self.high.is_none_or(|high| number < high.value || (high.included && number == high.value));
+        above && below
+    }
+}
+
+/// The range in words, empty if there is none: `>= 0 and < 1`.
+impl fmt::Display for Rules {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(low) = self.low {
+            write!(f, "{} {}", if low.included { ">=" } else { ">" }, low.value)?;
+        }
+        if let Some(high) = self.high {
+            let and = if self.low.is_some() { " and " } else { "" };
+            write!(f, "{and}{} {}", if high.included { "<=" } else { "<" }, high.value)?;
+        }
+        Ok(())
+    }
+}
+
+/// Lines of a doc comment as one text.
+pub(super) fn joined(lines: &[&str]) -> String {
+    lines.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
+}
+
+/// Declares the sections of RUN.toml. A key is `name: Type = default, rules;` under its doc comment.
+macro_rules! sections {
+    ($(
+        $(#[doc = $section_doc:literal])+
+        $section:ident: $Struct:ident $(and any other key in $extra:ident)? {
+            $( $(#[doc = $doc:literal])+ $key:ident: $Type:ty = $default:expr, $rules:expr; )+
+        }
+        later [$($later:literal),*]
+    )+) => {
+        $(
+            $(#[doc = $section_doc])+
+            #[derive(Debug, Clone, PartialEq, Serialize)]
+            pub struct $Struct {
+                $( $(#[doc = $doc])+ pub $key: $Type, )+
+                $(
+                    /// The other keys given, for whoever knows them to check.
+                    #[serde(flatten)]
+                    pub $extra: serde_json::Map<String, serde_json::Value>,
+                )?
+            }
+
+            impl $Struct {
+                fn read(reader: &mut Reader<'_>) -> Self {
+                    Self {
+                        $( $key: reader.take(
+                            concat!(stringify!($section), ".", stringify!($key)), $default, $rules,
+                        ), )+
+                        $( $extra: reader.take_rest(stringify!($section)), )?
+                    }
+                }
+            }
+        )+
+
+        /// A run, resolved: every key has a value, every value is in its range and fits the others.
+        #[derive(Debug, Clone, Serialize)]
+        pub struct RunConfig {
+            $( $(#[doc = $section_doc])+ pub $section: $Struct, )+
+            #[serde(skip)]
+            pub(super) origins: std::collections::BTreeMap<String, Origin>,
+        }
+
+        impl RunConfig {
+            /// Takes every key out of `reader`; what is left there is unknown.
+            pub(super) fn read(reader: &mut Reader<'_>) -> Self {
+                $( let $section = $Struct::read(reader); )+
+                Self { $($section,)+ origins: std::mem::take(&mut reader.origins) }
+            }
+        }
+
+        /// Every key that works, in the order of the manual.
+        pub static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| vec![
+            $( $( Key {
+                name: concat!(stringify!($section), ".", stringify!($key)),
+                value_type: <$Type as Readable>::TYPE,
+                default: json::<$Type>(&$default),
+                rules: $rules,
+                doc: joined(&[$($doc),+]),
+            }, )+ )+
+        ]);
+
+        /// The sections, in the order of the manual.
+        pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| vec![
+            $( Section { name: stringify!($section), doc: joined(&[$($section_doc),+]), later: &[$($later),*] }, )+
+        ]);
+    };
+}
+pub(super) use sections;

@@ -1,0 +1,159 @@
+//! The table of keys: the one place where a key, its type, default, range and meaning are written down.
+//!
+//! The structs of the configuration, parsing, error messages and `docs/configuration.md` all come from it. A key
+//! stands here only once something reads it; a planned one is named under `later` and refused.
+
+use std::path::PathBuf;
+use std::sync::LazyLock;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::declare::{Key, Section, joined, rules, sections};
+use super::problem::Origin;
+use super::reader::Reader;
+use super::value::{
+    DataFormat, DataOrder, OptimizerKind, Precision, Readable, Recompute, ScheduleKind, TokenizerSource,
+};
+
+/// The preset that is trained when `[model]` names none.
+pub const DEFAULT_PRESET: &str = "llama-15m";
+
+/// Other names under which keys are accepted.
+pub(super) const ALIASES: [(&str, &str); 1] = [("train.lr", "optimizer.lr")];
+
+/// Sections that are planned and not there yet.
+pub(super) const LATER_SECTIONS: [&str; 1] = ["elastic"];
+
+sections! {
+    /// What is trained: one of `preset`, `path` and `model_type`. Any other key is an override of the same key of the
+    /// model's `config.json`, such as `hidden_size = 512`; the model family checks it.
+    model: ModelConfig and any other key in overrides {
+        /// A named architecture, such as `llama-60m`.
+        preset: Option<String> = None, rules().when_absent("`llama-15m`, unless `path` or `model_type` is given").defines_numbers();
+        /// A directory with a Hugging Face `config.json`.
+        path: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
+        /// A model family, such as `llama`; its sizes are given as overrides.
+        model_type: Option<String> = None, rules().when_absent("none").defines_numbers();
+        /// Start from the weights in `path` and not from random ones.
+        from_pretrained: bool = false, rules().defines_numbers();
+    }
+    later []
+
+    /// What it is trained on.
+    data: DataConfig {
+        /// Files, directories and glob patterns to train on.
+        train: Vec<String> = Vec::new(), rules().when_absent("text found on the machine: the Rust sources that cargo has downloaded, else the project's own").defines_numbers();
+        /// Files, directories and glob patterns to evaluate on.
+        valid: Vec<String> = Vec::new(), rules().when_absent("`valid_fraction` of the training text, from its end").defines_numbers();
+        /// The share of the training text that is kept for evaluation when `valid` is not given.
+        valid_fraction: f64 = 0.1, rules().at_least(0.0).below(1.0).defines_numbers();
+        /// How the files are read; `auto` decides by the file name.
+        format: DataFormat = DataFormat::Auto, rules().defines_numbers();
+        /// `bytes`, or the path of a `tokenizer.json`.
+        tokenizer: Option<TokenizerSource> = None, rules().when_absent("the one in the model's directory, else `bytes`").defines_numbers();
+        /// `shuffle` draws every window of the corpus once an epoch in an order that depends on the seed; `sequential` reads them from the start.
+        order: DataOrder = DataOrder::Shuffle, rules().defines_numbers();
+        /// The field of a JSON line that holds the text.
+        text_field: String = "text".to_owned(), rules().defines_numbers();
+        /// Where tokenized text is kept between runs.
+        cache_dir: Option<PathBuf> = None, rules().when_absent("`lockstep` in the user's cache directory");
+    }
+    later []
+
+    /// How long, in what portions and how precisely.
+    train: TrainConfig {
+        /// Optimizer steps of the whole run.
+        steps: u64 = 1000, rules().at_least(1.0).at_most(1e12);
+        /// Sequences in one optimizer step, over all ranks.
+        global_batch: usize = 32, rules().at_least(1.0).at_most(1e6).defines_numbers();
+        /// Sequences in one forward and backward; divides `global_batch`.
+        micro_batch: Option<usize> = None, rules().at_least(1.0).at_most(1e6).when_absent("the largest divisor of `global_batch` up to 8");
+        /// Tokens in a sequence.
+        seq_len: usize = 256, rules().at_least(1.0).at_most(16_777_216.0).defines_numbers();
+        /// Decides initial weights, dropout and data order.
+        seed: u64 = 1337, rules().defines_numbers();
+        /// The type of activations and of the weights that kernels read; gradients and the optimizer stay in f32.
+        precision: Precision = Precision::F32, rules().defines_numbers();
+        /// The gradient's global L2 norm is clipped to this; 0 switches clipping off.
+        max_grad_norm: f64 = 1.0, rules().at_least(0.0).defines_numbers();
+        /// Probability of dropout, in families that have it.
+        dropout: f64 = 0.0, rules().at_least(0.0).below(1.0).defines_numbers();
+        /// Threads that compute; 0 takes every core.
+        threads: usize = 0, rules().at_most(4096.0);
+        /// Steps between evaluations; 0 switches them off.
+        eval_every: u64 = 100, rules();
+        /// Global batches in one evaluation.
+        eval_steps: u64 = 10, rules().at_least(1.0);
+        /// Steps between lines of progress where the output is not a terminal.
+        log_every: u64 = 10, rules().at_least(1.0);
+    }
+    later ["spike_factor"]
+
+    /// The rule that turns gradients into updates.
+    optimizer: OptimizerConfig {
+        /// `adamw`, or `sgd` with momentum.
+        kind: OptimizerKind = OptimizerKind::AdamW, rules().defines_numbers();
+        /// The learning rate at its peak; `train.lr` is another name for it.
+        lr: f64 = 3e-4, rules().above(0.0).defines_numbers();
+        /// Decay rates of AdamW's two averages.
+        betas: [f64; 2] = [0.9, 0.95], rules().at_least(0.0).below(1.0).defines_numbers();
+        /// Added to AdamW's denominator.
+        eps: f64 = 1e-8, rules().above(0.0).defines_numbers();
+        /// Strength of the weight decay.
+        weight_decay: f64 = 0.1, rules().at_least(0.0).defines_numbers();
+        /// Momentum of `sgd`.
+        momentum: f64 = 0.9, rules().at_least(0.0).below(1.0).defines_numbers();
+        /// Names of the parameters that decay; `*` stands for any characters, as in `*.mlp.*`. An empty list: none.
+        decay: Option<Vec<String>> = None, rules().when_absent("all matrices").defines_numbers();
+    }
+    later []
+
+    /// The learning rate over the steps: a linear warm-up, then `kind`.
+    schedule: ScheduleConfig {
+        /// `linear` and `cosine` fall after the warm-up, `wsd` stays at the peak and falls with 1 - sqrt at the end.
+        kind: ScheduleKind = ScheduleKind::Cosine, rules().defines_numbers();
+        /// Steps in which the learning rate rises to its peak.
+        warmup_steps: Option<u64> = None, rules().when_absent("a tenth of `train.steps`, at most 100").defines_numbers();
+        /// Steps in which it falls. It ends with the run, or later if it does not fit after the warm-up.
+        decay_steps: Option<u64> = None, rules().at_least(1.0).at_most(1e12).when_absent("all steps after the warm-up; for `wsd` a fifth of `train.steps`").defines_numbers();
+        /// The learning rate at the end, as a share of the peak.
+        min_lr_ratio: f64 = 0.1, rules().at_least(0.0).at_most(1.0).defines_numbers();
+    }
+    later []
+
+    /// How the work is laid out.
+    parallel: ParallelConfig {
+        /// What a block computes again in its backward to save memory; no bit of the result depends on it.
+        recompute: Recompute = Recompute::None, rules();
+    }
+    later [
+        "data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "sequence_parallel",
+        "pipeline_parallel", "context_parallel", "expert_parallel", "zero_stage", "pipeline_schedule",
+        "virtual_stages", "offload", "expert_tensor_parallel", "context_parallel_method", "wrap", "bucket_mb"
+    ]
+
+    /// Where the run is saved.
+    checkpoint: CheckpointConfig {
+        /// The directory that holds the `step-NNNNNNNN` directories.
+        dir: PathBuf = PathBuf::from("checkpoints"), rules();
+        /// Steps between checkpoints; 0 saves at the end only.
+        every: u64 = 500, rules();
+        /// How many of the newest checkpoints are kept; 0 keeps all.
+        keep: usize = 3, rules();
+    }
+    later ["async"]
+
+    /// What is written down about the run.
+    metrics: MetricsConfig {
+        /// The directory of the run's records.
+        dir: PathBuf = PathBuf::from("runs"), rules();
+        /// Write `metrics.jsonl`, one object a step.
+        jsonl: bool = true, rules();
+    }
+    later ["tensorboard", "trace_steps"]
+}
+
+fn json<T: Readable>(value: &T) -> Value {
+    serde_json::to_value(value).unwrap_or_default()
+}

@@ -1,0 +1,48 @@
+//! `docs/configuration.md`, written from the table of keys.
+
+use std::fmt::Write as _;
+
+use super::keys::{ALIASES, KEYS, LATER_SECTIONS, SECTIONS};
+
+const INTRODUCTION: &str = "\
+<!-- Generated from crates/lockstep-train/src/config/keys.rs by `cargo xtask docs`; do not edit. -->
+# Configuration
+
+A run is described by a TOML file, `lockstep train RUN.toml`. Every key has a default, so the file may be empty.
+Any value can be set on the command line as well, where the last one wins:
+
+    lockstep train RUN.toml --set train.steps=200 --set train.lr=3e-4 --set 'data.train=[\"a.txt\"]'
+
+What stands after `=` is a TOML value; a bare word is a string. A key that does not exist, a value that does not fit
+and values that contradict each other are errors; all of them are reported at once, each with its line, and the run
+does not start. So is a key that would have no effect. Paths are relative to the current directory.
+";
+
+/// The manual of RUN.toml, in Markdown.
+pub fn configuration_markdown() -> String {
+    let mut out = INTRODUCTION.to_owned();
+    for section in SECTIONS.iter() {
+        out.push_str(&format!("\n## [{}]\n\n{}\n\n", section.name, section.doc));
+        out.push_str("| key | takes | default | meaning |\n|---|---|---|---|\n");
+        for key in KEYS.iter().filter(|key| key.section() == section.name) {
+            let takes = format!("{} {}", key.value_type, key.rules);
+            let default = match key.rules.when_absent {
+                Some(text) => text.to_owned(),
+                None => format!("`{}`", key.default),
+            };
+            // Writing to a String cannot fail.
+            let _ = writeln!(out, "| `{}` | {} | {} | {} |", key.key(), takes.trim_end(), default, key.doc);
+        }
+        if !section.later.is_empty() {
+            let names: Vec<String> = section.later.iter().map(|name| format!("`{name}`")).collect();
+            let _ = writeln!(out, "\nNot supported yet, and refused: {}.", names.join(", "));
+        }
+    }
+    out.push_str("\n## Other names\n\n");
+    for (alias, name) in ALIASES {
+        let _ = writeln!(out, "`{alias}` is another name of `{name}`.");
+    }
+    let later: Vec<String> = LATER_SECTIONS.iter().map(|name| format!("`[{name}]`")).collect();
+    let _ = writeln!(out, "\nSections that are not supported yet, and refused: {}.", later.join(", "));
+    out
+}

@@ -1,0 +1,205 @@
+//! The configuration of a run: RUN.toml, the `--set` arguments, and everything that follows from them.
+//!
+//! [`keys`](KEYS) is the one table. [`RunConfig::load`] reads a file and the arguments into it and either gives a
+//! configuration in which every value fits every other, or the list of all mistakes. Each value knows where it came
+//! from ([`RunConfig::origin`]), and what follows from several values is computed here and nowhere else.
+
+mod check;
+mod declare;
+mod keys;
+mod manual;
+mod nearest;
+mod problem;
+mod reader;
+mod record;
+mod sources;
+mod value;
+
+use std::env;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use lockstep_plan::ParameterRecord;
+
+pub use declare::{Key, Rules, Section};
+pub use keys::{
+    CheckpointConfig, DEFAULT_PRESET, DataConfig, KEYS, MetricsConfig, ModelConfig, OptimizerConfig,
+    ParallelConfig, RunConfig, SECTIONS, ScheduleConfig, TrainConfig,
+};
+pub use manual::configuration_markdown;
+pub use problem::{Origin, Problem, Problems};
+pub use record::{Difference, Setting};
+pub use value::{
+    DataFormat, DataOrder, OptimizerKind, Precision, Recompute, ScheduleKind, TokenizerSource, ValueType,
+};
+
+use crate::error::Error;
+use crate::schedule::{Decay, LearningRate};
+use reader::Reader;
+use sources::Entries;
+
+/// A configuration file longer than this is not one.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// Which model a run trains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ModelSource<'c> {
+    /// A named architecture.
+    Preset(&'c str),
+    /// A directory with a `config.json`.
+    Path(&'c Path),
+    /// A family, with its sizes in [`ModelConfig::overrides`].
+    ModelType(&'c str),
+}
+
+impl RunConfig {
+    /// Reads a file (none: defaults only) and applies the `--set` arguments in their order.
+    ///
+    /// # Errors
+    /// [`Error::ReadConfiguration`] if the file cannot be read, [`Error::Configuration`] with all mistakes.
+    pub fn load(path: Option<&Path>, arguments: &[impl AsRef<str>]) -> Result<Self, Error> {
+        let Some(path) = path else { return Ok(Self::parse("", "RUN.toml", arguments)?) };
+        let text =
+            read_text(path).map_err(|source| Error::ReadConfiguration { path: path.to_owned(), source })?;
+        Ok(Self::parse(&text, &path.display().to_string(), arguments)?)
+    }
+
+    /// Reads TOML text, called `name` in messages, and applies the `--set` arguments in their order.
+    ///
+    /// # Errors
+    /// All mistakes at once, in the order of the text.
+    pub fn parse(text: &str, name: &str, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
+        let mut problems = Vec::new();
+        let mut entries = Entries::default();
+        entries.add_document(text, name, &mut problems);
+        for argument in arguments {
+            entries.add_argument(argument.as_ref(), &mut problems);
+        }
+        let mut reader = Reader::new(entries, &mut problems);
+        let config = Self::read(&mut reader);
+        reader.refuse_rest();
+        check::check(&config, &mut reader);
+        problems.sort_by_key(|problem| match problem.origin {
+            Origin::File { line, .. } => (0, line),
+            Origin::Argument(_) => (1, 0),
+            Origin::Default => (2, 0),
+        });
+        Problems::none_of(problems)?;
+        Ok(config)
+    }
+
+    /// Where the value of `key` (`section.key`) came from.
+    pub fn origin(&self, key: &str) -> Origin {
+        self.origins.get(key).cloned().unwrap_or(Origin::Default)
+    }
+
+    /// A problem that only a later part of the program can see (a preset that does not exist, an override that the
+    /// model family does not know), located where the user wrote it.
+    pub fn problem(&self, key: &str, what: impl Into<String>, allowed: impl Into<String>) -> Problem {
+        Problem::new(self.origin(key), key, what, allowed)
+    }
+
+    /// The model to train: the one that is named, else [`DEFAULT_PRESET`].
+    pub fn model_source(&self) -> ModelSource<'_> {
+        let model = &self.model;
+        match (&model.preset, &model.path, &model.model_type) {
+            (Some(preset), _, _) => ModelSource::Preset(preset),
+            (None, Some(path), _) => ModelSource::Path(path),
+            (None, None, Some(model_type)) => ModelSource::ModelType(model_type),
+            (None, None, None) => ModelSource::Preset(DEFAULT_PRESET),
+        }
+    }
+
+    /// Sequences in one forward and backward.
+    pub fn micro_batch(&self) -> usize {
+        let global_batch = self.train.global_batch;
+        self.train.micro_batch.unwrap_or_else(|| {
+            (1..=8).rev().find(|&candidate| global_batch.is_multiple_of(candidate)).unwrap_or(1)
+        })
+    }
+
+    /// Micro-batches in one optimizer step.
+    pub fn accumulation_steps(&self) -> usize {
+        self.train.global_batch / self.micro_batch()
+    }
+
+    /// Tokens in one optimizer step.
+    pub fn tokens_per_step(&self) -> u64 {
+        self.train.global_batch as u64 * self.train.seq_len as u64
+    }
+
+    /// Where tokenized text is kept: `data.cache_dir`, else `lockstep` in the user's cache directory.
+    pub fn cache_dir(&self) -> PathBuf {
+        let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        self.data.cache_dir.clone().unwrap_or_else(|| {
+            variable("XDG_CACHE_HOME")
+                .or_else(|| Some(variable("HOME")?.join(".cache")))
+                .unwrap_or_else(env::temp_dir)
+                .join("lockstep")
+        })
+    }
+
+    /// The learning rate of every step.
+    pub fn learning_rate(&self) -> LearningRate {
+        let (steps, schedule) = (self.train.steps, &self.schedule);
+        let warmup_steps = schedule.warmup_steps.unwrap_or((steps / 10).min(100));
+        let after_warmup = schedule.decay_steps.unwrap_or(steps - warmup_steps);
+        let (decay, decay_steps) = match schedule.kind {
+            ScheduleKind::Constant => (Decay::None, 0),
+            ScheduleKind::Linear => (Decay::Linear, after_warmup),
+            ScheduleKind::Cosine => (Decay::Cosine, after_warmup),
+            ScheduleKind::WarmupStableDecay => (Decay::Sqrt, schedule.decay_steps.unwrap_or(steps / 5)),
+        };
+        LearningRate {
+            peak: self.optimizer.lr,
+            warmup_steps,
+            total_steps: steps,
+            decay,
+            decay_steps,
+            min_ratio: if decay == Decay::None { 1.0 } else { schedule.min_lr_ratio },
+        }
+    }
+}
+
+impl Default for RunConfig {
+    /// What holds when nobody sets anything.
+    fn default() -> Self {
+        Self::read(&mut Reader::new(Entries::default(), &mut Vec::new()))
+    }
+}
+
+impl OptimizerConfig {
+    /// Whether weight decay applies to a parameter: by the patterns if there are any, else by its record.
+    pub fn decays(&self, parameter: &ParameterRecord) -> bool {
+        match &self.decay {
+            None => parameter.decay,
+            Some(patterns) => patterns.iter().any(|pattern| matches_pattern(pattern, &parameter.name)),
+        }
+    }
+}
+
+/// Whether `pattern`, in which `*` stands for any characters, describes the whole of `name`.
+fn matches_pattern(pattern: &str, name: &str) -> bool {
+    let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
+    let Some(mut name) = name.strip_prefix(start) else { return false };
+    let mut parts: Vec<&str> = rest.split('*').collect();
+    let end = parts.pop().unwrap_or_default();
+    // The first occurrence of each part leaves the most room for those after it.
+    for part in parts {
+        let Some(at) = name.find(part) else { return false };
+        name = &name[at + part.len()..];
+    }
+    name.ends_with(end)
+}
+
+/// Reads at most [`MAX_FILE_BYTES`] of UTF-8.
+fn read_text(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    let bytes = File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)? as u64;
+    if bytes > MAX_FILE_BYTES {
+        let message = format!("longer than the {MAX_FILE_BYTES} bytes that a configuration may have");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, message));
+    }
+    Ok(text)
+}

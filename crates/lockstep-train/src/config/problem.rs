@@ -1,0 +1,109 @@
+//! Mistakes in a configuration: where, what, and what would be right.
+//!
+//! A reader of RUN.toml never stops at the first mistake. Each becomes a [`Problem`]; a run starts only when
+//! there are none, and otherwise the user sees them all.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// Where a value of the configuration came from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Origin {
+    /// Nobody set it.
+    Default,
+    /// A line of a file.
+    File {
+        /// The file, as the user named it.
+        name: Arc<str>,
+        /// Line number, from 1.
+        line: usize,
+    },
+    /// A `--set` argument, as it was given.
+    Argument(Arc<str>),
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::File { name, line } => write!(f, "{name}:{line}"),
+            Self::Argument(text) => write!(f, "--set {text}"),
+        }
+    }
+}
+
+/// One mistake in a configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// Where it stands.
+    pub origin: Origin,
+    /// The key concerned, `section.key`; empty for a mistake of the file as a whole.
+    pub key: String,
+    /// What is wrong.
+    pub what: String,
+    /// What would be right; empty where `what` says it.
+    pub allowed: String,
+}
+
+impl Problem {
+    pub(super) fn new(
+        origin: Origin,
+        key: impl Into<String>,
+        what: impl Into<String>,
+        allowed: impl Into<String>,
+    ) -> Self {
+        Self { origin, key: key.into(), what: what.into(), allowed: allowed.into() }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.origin)?;
+        if !self.key.is_empty() {
+            write!(f, "{}: ", self.key)?;
+        }
+        f.write_str(&self.what)?;
+        if !self.allowed.is_empty() {
+            write!(f, "; allowed: {}", self.allowed)?;
+        }
+        Ok(())
+    }
+}
+
+/// All mistakes of one configuration; never empty.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problems(Vec<Problem>);
+
+impl Problems {
+    /// `Err` with all of `problems`, or `Ok` if there are none.
+    pub(super) fn none_of(problems: Vec<Problem>) -> Result<(), Self> {
+        if problems.is_empty() { Ok(()) } else { Err(Self(problems)) }
+    }
+
+    /// The mistakes: those of the text first, in its order, then those between values.
+    pub fn iter(&self) -> impl Iterator<Item = &Problem> {
+        self.0.iter()
+    }
+}
+
+impl From<Problem> for Problems {
+    fn from(problem: Problem) -> Self {
+        Self(vec![problem])
+    }
+}
+
+impl fmt::Display for Problems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.len() {
+            1 => f.write_str("the configuration has a problem:")?,
+            n => write!(f, "the configuration has {n} problems:")?,
+        }
+        for problem in &self.0 {
+            // What toml says of broken syntax spans lines; they stay under their problem.
+            write!(f, "\n  {}", problem.to_string().replace('\n', "\n    "))?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Problems {}

@@ -1,0 +1,76 @@
+//! Takes entries out one key at a time, turning each into its type and noting what does not fit.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Map, Value};
+
+use super::declare::Rules;
+use super::keys::SECTIONS;
+use super::nearest::{is_misspelt_model_key, keys_of, nearest_key};
+use super::problem::{Origin, Problem};
+use super::sources::{Entries, Entry};
+use super::value::{Misfit, Readable, shortened};
+
+/// Entries that are still to be read, and what has been learned of those that were.
+pub(super) struct Reader<'p> {
+    entries: BTreeMap<String, Entry>,
+    /// Where each given key came from.
+    pub(super) origins: BTreeMap<String, Origin>,
+    /// Keys whose value was refused; a default stands in for them, so rules between values pass them over.
+    pub(super) refused: BTreeSet<String>,
+    pub(super) problems: &'p mut Vec<Problem>,
+}
+
+impl<'p> Reader<'p> {
+    pub(super) fn new(entries: Entries, problems: &'p mut Vec<Problem>) -> Self {
+        Self { entries: entries.0, origins: BTreeMap::new(), refused: BTreeSet::new(), problems }
+    }
+
+    /// The value of `name`, or its default if it is not given or does not fit.
+    pub(super) fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
+        let Some(Entry { value, origin }) = self.entries.remove(name) else { return default };
+        self.origins.insert(name.to_owned(), origin.clone());
+        let misfit = match T::read(&value) {
+            Ok(read) if read.numbers().into_iter().all(|number| rules.admits(number)) => return read,
+            Ok(_) => Misfit { what: format!("is {value}"), allowed: format!("{} {rules}", T::TYPE) },
+            Err(misfit) => misfit,
+        };
+        self.refused.insert(name.to_owned());
+        self.problems.push(Problem::new(origin, name, misfit.what, misfit.allowed));
+        default
+    }
+
+    /// All keys of a section that are not ours to know.
+    pub(super) fn take_rest(&mut self, section: &str) -> Map<String, Value> {
+        let mut rest = Map::new();
+        let prefix = format!("{section}.");
+        let names: Vec<String> =
+            self.entries.keys().filter(|name| name.starts_with(&prefix)).cloned().collect();
+        for name in names {
+            let key = &name[prefix.len()..];
+            if is_misspelt_model_key(key) {
+                continue;
+            }
+            if let Some(entry) = self.entries.remove(&name) {
+                rest.insert(key.to_owned(), entry.value);
+                self.origins.insert(name, entry.origin);
+            }
+        }
+        rest
+    }
+
+    /// Reports every entry that nobody took.
+    pub(super) fn refuse_rest(&mut self) {
+        for (name, entry) in std::mem::take(&mut self.entries) {
+            let (section, key) = name.split_once('.').unwrap_or((&name, ""));
+            let later = SECTIONS.iter().any(|known| known.name == section && known.later.contains(&key));
+            let what = if later {
+                "is not supported yet".to_owned()
+            } else {
+                format!("unknown key; the nearest is {}", nearest_key(&name))
+            };
+            let allowed = format!("in [{section}] {}", keys_of(section));
+            self.problems.push(Problem::new(entry.origin, shortened(&name), what, allowed));
+        }
+    }
+}

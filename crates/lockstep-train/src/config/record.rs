@@ -1,0 +1,123 @@
+//! The configuration as data: JSON for a checkpoint's manifest, a hash of what decides the numbers, and what
+//! differs between a stored configuration and this one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde_json::{Value, json};
+
+use super::keys::{KEYS, RunConfig};
+use super::problem::Origin;
+use crate::schedule::Decay;
+
+/// A value of the configuration and where it came from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Setting {
+    /// `section.key`.
+    pub key: String,
+    /// What holds; `null` where the key has no value and none follows from others.
+    pub value: Value,
+    /// Who said so.
+    pub origin: Origin,
+}
+
+/// A value that decides the numbers of a run and is not what a stored configuration says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Difference {
+    /// `section.key`.
+    pub key: String,
+    /// What is stored; `None` if it says nothing of the key.
+    pub stored: Option<Value>,
+    /// What holds now; `None` if this configuration says nothing of the key.
+    pub current: Option<Value>,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = |value: &Option<Value>| value.as_ref().map_or("not set".to_owned(), Value::to_string);
+        write!(f, "{} was {}, is {}", self.key, text(&self.stored), text(&self.current))
+    }
+}
+
+impl RunConfig {
+    /// The configuration with everything that follows from it, by section; what a checkpoint stores.
+    pub fn to_json(&self) -> Value {
+        let mut json = serde_json::to_value(self).unwrap_or_default();
+        let rate = self.learning_rate();
+        json["train"]["micro_batch"] = self.micro_batch().into();
+        json["schedule"]["warmup_steps"] = rate.warmup_steps.into();
+        if rate.decay != Decay::None {
+            json["schedule"]["decay_steps"] = rate.decay_steps.into();
+        }
+        if let super::ModelSource::Preset(preset) = self.model_source() {
+            json["model"]["preset"] = preset.into();
+        }
+        json["derived"] = json!({
+            "accumulation_steps": self.accumulation_steps(),
+            "tokens_per_step": self.tokens_per_step(),
+            "stable_steps": (rate.decay != Decay::None).then(|| rate.stable_steps()),
+        });
+        json
+    }
+
+    /// Hash (blake3, hexadecimal) of the values on which the losses of the run depend beyond rounding. How the work
+    /// is cut, where things are stored and how often they are shown do not enter; nor does the number of steps,
+    /// except through the learning rate.
+    pub fn fingerprint(&self) -> String {
+        let values = json!(deciding_values(&self.to_json()));
+        blake3::hash(values.to_string().as_bytes()).to_hex().to_string()
+    }
+
+    /// What decides the numbers and differs from `stored`, the [`RunConfig::to_json`] of another run.
+    pub fn differences(&self, stored: &Value) -> Vec<Difference> {
+        let current = deciding_values(&self.to_json());
+        let stored = deciding_values(stored);
+        let keys: BTreeSet<&String> = current.keys().chain(stored.keys()).collect();
+        keys.into_iter()
+            .filter(|key| current.get(*key) != stored.get(*key))
+            .map(|key| Difference {
+                key: key.clone(),
+                stored: stored.get(key).cloned(),
+                current: current.get(key).cloned(),
+            })
+            .collect()
+    }
+
+    /// Every key of the manual and every override, with what holds and who said so.
+    pub fn settings(&self) -> Vec<Setting> {
+        let json = self.to_json();
+        let overrides = self.model.overrides.keys().map(|key| ("model", key.as_str()));
+        KEYS.iter()
+            .map(|key| (key.section(), key.key()))
+            .chain(overrides)
+            .map(|(section, key)| {
+                let name = format!("{section}.{key}");
+                Setting { value: json[section][key].clone(), origin: self.origin(&name), key: name }
+            })
+            .collect()
+    }
+}
+
+/// The leaves of a stored configuration that decide the numbers, by dotted name; values that are not set are left out.
+fn deciding_values(json: &Value) -> BTreeMap<String, Value> {
+    let mut leaves = BTreeMap::new();
+    collect_leaves("", json, &mut leaves);
+    leaves.retain(|name, value| {
+        // What is no key of ours in [model] is an override, and decides.
+        let of_key = KEYS.iter().find(|key| key.name == name).map(|key| key.rules.defines_numbers);
+        let of_rest = || name.starts_with("model.") || name == "derived.stable_steps";
+        !value.is_null() && of_key.unwrap_or_else(of_rest)
+    });
+    leaves
+}
+
+fn collect_leaves(name: &str, value: &Value, leaves: &mut BTreeMap<String, Value>) {
+    let Value::Object(table) = value else {
+        leaves.insert(name.to_owned(), value.clone());
+        return;
+    };
+    for (key, value) in table {
+        let name = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
+        collect_leaves(&name, value, leaves);
+    }
+}

@@ -1,0 +1,216 @@
+//! From text to entries: what RUN.toml and the `--set` arguments say, as JSON values with their origin.
+//!
+//! Nothing here knows what a key means, except that one which takes text may be given as a bare word to `--set`.
+//! Later sources replace earlier ones; a key and its alias are the same key.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use toml::de::{DeTable, DeValue};
+
+use super::keys::{ALIASES, KEYS, LATER_SECTIONS, SECTIONS};
+use super::nearest::{all_sections, nearest_key, nearest_section};
+use super::problem::{Origin, Problem};
+use super::value::shortened;
+
+/// Nothing in a configuration nests deeper than this.
+const MAX_DEPTH: usize = 32;
+
+/// A value and where it came from.
+#[derive(Debug, Clone)]
+pub(super) struct Entry {
+    pub(super) value: Value,
+    pub(super) origin: Origin,
+}
+
+/// What all sources together say, by `section.key`.
+#[derive(Debug, Default)]
+pub(super) struct Entries(pub(super) BTreeMap<String, Entry>);
+
+impl Entries {
+    /// Adds a TOML document. `name` is what messages call it.
+    ///
+    /// With broken syntax nothing is added: whatever could be read of it would only cause follow-up errors.
+    pub(super) fn add_document(&mut self, text: &str, name: &str, problems: &mut Vec<Problem>) {
+        let name: Arc<str> = name.into();
+        let line_starts: Vec<usize> = text.match_indices('\n').map(|(at, _)| at + 1).collect();
+        let origin_at = |offset: usize| Origin::File {
+            name: name.clone(),
+            line: line_starts.partition_point(|&start| start <= offset) + 1,
+        };
+        let (document, errors) = DeTable::parse_recoverable(text);
+        if !errors.is_empty() {
+            problems.extend(errors.into_iter().map(|error| {
+                let offset = error.span().map_or(text.len(), |span| span.start);
+                Problem::new(origin_at(offset), "", error.to_string().trim_end(), "")
+            }));
+            return;
+        }
+        for (section, content) in document.get_ref() {
+            let (origin, section) = (origin_at(section.span().start), section.get_ref());
+            let DeValue::Table(table) = content.get_ref() else {
+                problems.push(not_a_section(section, origin));
+                continue;
+            };
+            if !SECTIONS.iter().any(|known| known.name == section) {
+                problems.push(unknown_section(section, origin));
+                continue;
+            }
+            for (key, value) in table {
+                let origin = origin_at(key.span().start);
+                let written = format!("{section}.{}", key.get_ref());
+                match to_json(value.get_ref(), MAX_DEPTH) {
+                    Ok(value) => self.add_new(&written, Entry { value, origin }, problems),
+                    Err(what) => problems.push(Problem::new(origin, written, what, "")),
+                }
+            }
+        }
+    }
+
+    /// Adds an entry of a document, in which a key and its alias must not both stand.
+    fn add_new(&mut self, written: &str, entry: Entry, problems: &mut Vec<Problem>) {
+        let name = canonical(written);
+        if let Some(first) = self.0.get(name) {
+            let what = format!("is another name of {name}, which {} sets already", first.origin);
+            problems.push(Problem::new(entry.origin, written, what, "one of the two"));
+            return;
+        }
+        self.0.insert(name.to_owned(), entry);
+    }
+
+    /// Adds a `--set` argument: `section.key=VALUE`, VALUE in TOML or a bare word.
+    pub(super) fn add_argument(&mut self, argument: &str, problems: &mut Vec<Problem>) {
+        let origin = Origin::Argument(shortened(argument).into());
+        let Some((written, value)) = argument.split_once('=') else {
+            problems.push(Problem::new(origin, "", "has no '='", "--set section.key=VALUE"));
+            return;
+        };
+        let (written, value) = (written.trim(), value.trim());
+        let name = canonical(written);
+        let parts: Vec<&str> = name.split('.').collect();
+        if parts.len() < 2 || parts.len() > MAX_DEPTH || parts.iter().any(|part| part.is_empty()) {
+            let near = nearest_key(name);
+            let what = format!("is not the name of a key; the nearest is {near}");
+            problems.push(Problem::new(origin, shortened(name), what, "--set section.key=VALUE"));
+            return;
+        }
+        if !SECTIONS.iter().any(|known| known.name == parts[0]) {
+            problems.push(unknown_section(parts[0], origin));
+            return;
+        }
+        let takes_text = KEYS.iter().any(|key| key.name == name && key.value_type.is_text());
+        let value = match argument_value(value, takes_text) {
+            Ok(value) => value,
+            Err(what) => {
+                problems.push(Problem::new(origin, name, what, "a TOML value or a bare word"));
+                return;
+            }
+        };
+        match parts[..] {
+            // Overrides of the model's configuration may be tables: `model.rope_scaling.factor=8.0`.
+            ["model", key, ref path @ ..] if !path.is_empty() => {
+                let entry = self
+                    .0
+                    .entry(format!("model.{key}"))
+                    .or_insert_with(|| Entry { value: Value::Object(Map::new()), origin: origin.clone() });
+                match insert_at(&mut entry.value, path, value) {
+                    Ok(()) => entry.origin = origin,
+                    Err(what) => problems.push(Problem::new(origin, name, what, "")),
+                }
+            }
+            _ => {
+                self.0.insert(name.to_owned(), Entry { value, origin });
+            }
+        }
+    }
+}
+
+/// The name a key is stored under.
+fn canonical(written: &str) -> &str {
+    ALIASES.iter().find(|(alias, _)| *alias == written).map_or(written, |(_, name)| name)
+}
+
+fn not_a_section(name: &str, origin: Origin) -> Problem {
+    if SECTIONS.iter().any(|known| known.name == name) {
+        let what = "is a section, not a value";
+        return Problem::new(origin, name, what, format!("the line [{name}] and its keys below it"));
+    }
+    let near = nearest_key(name);
+    let what = format!("unknown key outside any section; the nearest is {near}");
+    Problem::new(origin, shortened(name), what, format!("the sections {}", all_sections()))
+}
+
+fn unknown_section(name: &str, origin: Origin) -> Problem {
+    let what = if LATER_SECTIONS.contains(&name) {
+        "this section is not supported yet".to_owned()
+    } else {
+        format!("unknown section; the nearest is [{}]", nearest_section(name))
+    };
+    Problem::new(origin, format!("[{}]", shortened(name)), what, format!("the sections {}", all_sections()))
+}
+
+/// The VALUE of a `--set` argument. What does not begin like a structured TOML value and is none is a bare word.
+fn argument_value(text: &str, takes_text: bool) -> Result<Value, String> {
+    let quoted = text.starts_with(['"', '\'', '[', '{']);
+    let (value, errors) = DeValue::parse_recoverable(text);
+    let parsed = match errors.into_iter().next() {
+        Some(error) => Err(format!("broken TOML value: {}", error.message())),
+        None => to_json(value.get_ref(), MAX_DEPTH),
+    };
+    match parsed {
+        Ok(value @ Value::String(_)) => Ok(value),
+        _ if takes_text && !quoted => Ok(Value::String(text.to_owned())),
+        Ok(value) => Ok(value),
+        // A number or date that no key can take is no bare word either: `1e999`, `2020-01-01`.
+        Err(what) if quoted || text.is_empty() || text.starts_with(|c: char| c.is_ascii_digit()) => Err(what),
+        Err(_) => Ok(Value::String(text.to_owned())),
+    }
+}
+
+/// Puts `value` at `path` within tables, making those that are missing.
+fn insert_at(tree: &mut Value, path: &[&str], value: Value) -> Result<(), String> {
+    let Some((first, rest)) = path.split_first() else {
+        *tree = value;
+        return Ok(());
+    };
+    match tree {
+        Value::Object(table) => {
+            let child = table.entry(*first).or_insert_with(|| Value::Object(Map::new()));
+            insert_at(child, rest, value)
+        }
+        other => Err(format!("{other} is set there, which is not a table and has no key \"{first}\"")),
+    }
+}
+
+/// A TOML value as JSON, or why it has none.
+fn to_json(value: &DeValue<'_>, depth: usize) -> Result<Value, String> {
+    let Some(depth) = depth.checked_sub(1) else {
+        return Err(format!("nests deeper than {MAX_DEPTH} levels"));
+    };
+    match value {
+        DeValue::String(text) => Ok(Value::String(text.to_string())),
+        DeValue::Boolean(flag) => Ok(Value::Bool(*flag)),
+        DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
+            .map(Value::from)
+            .map_err(|_| format!("the integer {} does not fit 64 bits", shortened(&number.to_string()))),
+        DeValue::Float(number) => number
+            .as_str()
+            .parse()
+            .ok()
+            .and_then(serde_json::Number::from_f64)
+            .map(Value::Number)
+            .ok_or_else(|| format!("{} is not a finite number", shortened(number.as_str()))),
+        DeValue::Datetime(date) => Err(format!("the date {date} is not a value that any key takes")),
+        DeValue::Array(items) => items
+            .iter()
+            .map(|item| to_json(item.get_ref(), depth))
+            .collect::<Result<_, _>>()
+            .map(Value::Array),
+        DeValue::Table(table) => table
+            .iter()
+            .map(|(key, value)| Ok((key.get_ref().to_string(), to_json(value.get_ref(), depth)?)))
+            .collect::<Result<_, _>>()
+            .map(Value::Object),
+    }
+}

@@ -1,0 +1,361 @@
+//! The types a key can have, each with the one way to read it.
+//!
+//! TOML is first turned into JSON values (see `sources`), so that what `--set` gives, what a file gives and what a
+//! checkpoint's manifest holds are the same thing; here those become Rust values, or a [`Misfit`].
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::{Serialize, Serializer};
+use serde_json::Value;
+
+/// What kind of value a key takes, for messages and the manual.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ValueType {
+    /// `true` or `false`.
+    Flag,
+    /// A whole number.
+    Integer,
+    /// A finite number.
+    Number,
+    /// Two finite numbers.
+    NumberPair,
+    /// A string.
+    Text,
+    /// A list of strings.
+    TextList,
+    /// One of a list of words.
+    Choice {
+        /// The words that work.
+        allowed: &'static [&'static str],
+        /// The words that are planned.
+        later: &'static [&'static str],
+    },
+}
+
+impl ValueType {
+    /// Whether a bare word or number given to `--set` is meant as a string.
+    pub(super) fn is_text(self) -> bool {
+        matches!(self, Self::Text | Self::Choice { .. })
+    }
+}
+
+impl fmt::Display for ValueType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flag => f.write_str("true or false"),
+            Self::Integer => f.write_str("an integer"),
+            Self::Number => f.write_str("a number"),
+            Self::NumberPair => f.write_str("two numbers, [a, b]"),
+            Self::Text => f.write_str("a string"),
+            Self::TextList => f.write_str("a list of strings, [\"a\", \"b\"]"),
+            Self::Choice { allowed, .. } => {
+                for (i, word) in allowed.iter().enumerate() {
+                    write!(f, "{}\"{word}\"", if i == 0 { "" } else { ", " })?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Why a value does not fit its key.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Misfit {
+    pub(super) what: String,
+    pub(super) allowed: String,
+}
+
+/// A type that a key of the configuration can have.
+pub(super) trait Readable: Serialize + Sized {
+    /// For messages and the manual.
+    const TYPE: ValueType;
+
+    /// Reads it, or says why not.
+    fn read(value: &Value) -> Result<Self, Misfit>;
+
+    /// The numbers in it, to be held against the key's range.
+    fn numbers(&self) -> Vec<f64> {
+        Vec::new()
+    }
+}
+
+/// The misfit of a value of the wrong type.
+fn wrong_type<T: Readable>(value: &Value) -> Misfit {
+    let found = match value {
+        Value::Null => "nothing".to_owned(),
+        Value::Bool(flag) => format!("the flag {flag}"),
+        Value::Number(number) => format!("the number {number}"),
+        Value::String(text) => format!("the string \"{}\"", shortened(text)),
+        Value::Array(items) => format!("a list of {}", items.len()),
+        Value::Object(_) => "a table".to_owned(),
+    };
+    Misfit { what: format!("is {found}"), allowed: T::TYPE.to_string() }
+}
+
+/// At most 60 characters of a text, escaped, for a message.
+pub(super) fn shortened(text: &str) -> String {
+    let mut out: String = text.chars().take(60).flat_map(char::escape_debug).collect();
+    if text.chars().nth(60).is_some() {
+        out.push_str("...");
+    }
+    out
+}
+
+impl Readable for bool {
+    const TYPE: ValueType = ValueType::Flag;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        value.as_bool().ok_or_else(|| wrong_type::<Self>(value))
+    }
+}
+
+impl Readable for u64 {
+    const TYPE: ValueType = ValueType::Integer;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        if let Some(number) = value.as_u64() {
+            return Ok(number);
+        }
+        let mut misfit = wrong_type::<Self>(value);
+        match value.as_f64() {
+            Some(number) if number < 0.0 => misfit.allowed = "an integer, 0 or more".to_owned(),
+            // `1e3` is a float to TOML; say how to write it.
+            Some(number) if number.fract() == 0.0 && number < 1e15 => {
+                misfit.allowed = format!("an integer: write {number:.0}");
+            }
+            _ => {}
+        }
+        Err(misfit)
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        vec![*self as f64]
+    }
+}
+
+impl Readable for usize {
+    const TYPE: ValueType = ValueType::Integer;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let number = u64::read(value)?;
+        Self::try_from(number).map_err(|_| wrong_type::<Self>(value))
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        vec![*self as f64]
+    }
+}
+
+impl Readable for f64 {
+    const TYPE: ValueType = ValueType::Number;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        value.as_f64().ok_or_else(|| wrong_type::<Self>(value))
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        vec![*self]
+    }
+}
+
+impl Readable for [f64; 2] {
+    const TYPE: ValueType = ValueType::NumberPair;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let pair = value.as_array().map(Vec::as_slice);
+        let Some([first, second]) = pair else { return Err(wrong_type::<Self>(value)) };
+        match (first.as_f64(), second.as_f64()) {
+            (Some(first), Some(second)) => Ok([first, second]),
+            _ => Err(Misfit { what: format!("is {value}"), allowed: Self::TYPE.to_string() }),
+        }
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.to_vec()
+    }
+}
+
+impl Readable for String {
+    const TYPE: ValueType = ValueType::Text;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let text = value.as_str().ok_or_else(|| wrong_type::<Self>(value))?;
+        if text.is_empty() || text.contains('\0') {
+            return Err(Misfit {
+                what: format!("is \"{}\"", shortened(text)),
+                allowed: "a string that is not empty and holds no NUL".to_owned(),
+            });
+        }
+        Ok(text.to_owned())
+    }
+}
+
+impl Readable for PathBuf {
+    const TYPE: ValueType = ValueType::Text;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        String::read(value).map(Self::from)
+    }
+}
+
+impl Readable for Vec<String> {
+    const TYPE: ValueType = ValueType::TextList;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        if let Some(text) = value.as_str() {
+            let mut misfit = wrong_type::<Self>(value);
+            misfit.allowed = format!("a list of strings: write [\"{}\"]", shortened(text));
+            return Err(misfit);
+        }
+        let items = value.as_array().ok_or_else(|| wrong_type::<Self>(value))?;
+        items
+            .iter()
+            .enumerate()
+            .map(|(i, item)| match item {
+                Value::Object(_) => Err(Misfit {
+                    what: format!("entry {} is a table, which is not supported yet", i + 1),
+                    allowed: Self::TYPE.to_string(),
+                }),
+                item => String::read(item).map_err(|misfit| Misfit {
+                    what: format!("entry {} {}", i + 1, misfit.what),
+                    allowed: misfit.allowed,
+                }),
+            })
+            .collect()
+    }
+}
+
+/// A key that may be left out.
+impl<T: Readable> Readable for Option<T> {
+    const TYPE: ValueType = T::TYPE;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        T::read(value).map(Some)
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.as_ref().map(T::numbers).unwrap_or_default()
+    }
+}
+
+/// Which tokenizer turns text into ids.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TokenizerSource {
+    /// Each byte is a token.
+    Bytes,
+    /// A Hugging Face `tokenizer.json`.
+    File(PathBuf),
+}
+
+impl Readable for TokenizerSource {
+    const TYPE: ValueType = ValueType::Text;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let text = String::read(value)?;
+        Ok(if text == "bytes" { Self::Bytes } else { Self::File(text.into()) })
+    }
+}
+
+impl Serialize for TokenizerSource {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Bytes => Path::new("bytes"),
+            Self::File(path) => path,
+        }
+        .serialize(serializer)
+    }
+}
+
+/// Declares an enum whose variants are the words a key takes, with the words that are planned.
+macro_rules! choices {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident { $( $(#[doc = $variant_doc:literal])+ $variant:ident = $word:literal, )+ }
+        later [$($later:literal),*]
+    )+) => { $(
+        $(#[doc = $doc])+
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+        pub enum $name { $( $(#[doc = $variant_doc])+ #[serde(rename = $word)] $variant, )+ }
+
+        impl $name {
+            /// The word that stands for it in RUN.toml.
+            pub const fn word(self) -> &'static str {
+                match self { $( Self::$variant => $word, )+ }
+            }
+        }
+
+        impl Readable for $name {
+            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+], later: &[$($later),*] };
+
+            fn read(value: &Value) -> Result<Self, Misfit> {
+                match value.as_str() {
+                    $( Some($word) => Ok(Self::$variant), )+
+                    Some(word) if [$($later),*].contains(&word) => Err(Misfit {
+                        what: format!("\"{word}\" is not supported yet"),
+                        allowed: Self::TYPE.to_string(),
+                    }),
+                    _ => Err(wrong_type::<Self>(value)),
+                }
+            }
+        }
+    )+ };
+}
+
+choices! {
+    /// How training files are read.
+    DataFormat {
+        /// By file name: `.jsonl` and `.ndjson` are JSON lines, everything else is text.
+        Auto = "auto",
+        /// UTF-8 text.
+        Text = "text",
+        /// One JSON object a line.
+        JsonLines = "jsonl",
+    } later ["parquet", "indexed", "tokens"]
+
+    /// In which order samples are drawn.
+    DataOrder {
+        /// A new permutation each epoch, a function of the seed.
+        Shuffle = "shuffle",
+        /// Consecutive windows of the corpus.
+        Sequential = "sequential",
+    } later []
+
+    /// The type of activations and of the weights that kernels read.
+    Precision {
+        /// 32-bit floats throughout.
+        F32 = "f32",
+        /// bfloat16 with f32 master weights and f32 gradients.
+        BF16 = "bf16",
+    } later ["f16"]
+
+    /// The rule that turns gradients into updates.
+    OptimizerKind {
+        /// Adam with decoupled weight decay.
+        AdamW = "adamw",
+        /// Gradient descent with momentum.
+        Sgd = "sgd",
+    } later ["lion", "muon", "onebit_adam"]
+
+    /// How the learning rate falls after the warm-up.
+    ScheduleKind {
+        /// Not at all.
+        Constant = "constant",
+        /// In a straight line.
+        Linear = "linear",
+        /// Along half a cosine.
+        Cosine = "cosine",
+        /// Late: warm-up, a long stable phase, then down with 1 - sqrt.
+        WarmupStableDecay = "wsd",
+    } later []
+
+    /// What a block computes again in its backward, in place of keeping it.
+    Recompute {
+        /// Nothing.
+        None = "none",
+        /// What costs much memory and little time.
+        Selective = "selective",
+        /// The whole block from its input.
+        Full = "full",
+    } later []
+}

@@ -1,0 +1,175 @@
+//! `metrics.jsonl`: one JSON object a line, one line a step or an evaluation.
+//!
+//! A row is a typed record, so that its form cannot drift; a number that is not finite becomes `null`, for JSON
+//! knows no other. The file itself is kept whole by [`MetricsWriter`].
+
+mod writer;
+
+use lockstep_plan::{MemoryBytes, MemoryCategory};
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+
+pub use writer::{FILE_NAME, MetricsWriter, Resumption, Sink, Start};
+
+/// What is known of one training step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StepMetrics {
+    /// The step, from 1.
+    pub step: u64,
+    /// Mean loss over all predicted tokens of the global batch.
+    pub loss: f64,
+    /// Global L2 norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// The learning rate of this step.
+    pub lr: f64,
+    /// Tokens in this step.
+    pub tokens: u64,
+    /// Tokens in all steps up to this one.
+    pub tokens_seen: u64,
+    /// Wall-clock time of the step in milliseconds, waits included.
+    pub step_ms: f64,
+    /// `tokens` by `step_ms`.
+    pub tokens_per_s: f64,
+    /// Model FLOPs of the step by `step_ms`; recomputation does not count.
+    pub flops_per_s: f64,
+    /// Share of the device's peak, where that is known.
+    pub mfu: Option<f64>,
+    /// Whether the weights were left as they were because a value was not finite.
+    pub skipped: bool,
+    /// Memory by category.
+    pub memory: MemoryUse,
+    /// What the collectives did; zero on one rank.
+    pub comm: CommunicationUse,
+    /// Milliseconds spent waiting for data.
+    pub data_wait_ms: f64,
+    /// Milliseconds in which saving kept the step from going on.
+    pub checkpoint_stall_ms: f64,
+}
+
+/// Memory in bytes by category, and the peak of their sum.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Bytes by category.
+    pub by_category: MemoryBytes,
+    /// The most bytes that all categories together have taken.
+    pub peak: usize,
+}
+
+impl Serialize for MemoryUse {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(MemoryCategory::ALL.len() + 1))?;
+        for category in MemoryCategory::ALL {
+            map.serialize_entry(category.name(), &self.by_category[category])?;
+        }
+        map.serialize_entry("peak", &self.peak)?;
+        map.end()
+    }
+}
+
+/// What the collectives of a step did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct CommunicationUse {
+    /// Bytes sent.
+    pub bytes: u64,
+    /// Milliseconds in which at least one collective ran.
+    pub busy_ms: f64,
+    /// Milliseconds in which computing waited for one.
+    pub exposed_ms: f64,
+}
+
+/// The result of one evaluation.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct EvalMetrics {
+    /// The last step before it.
+    pub step: u64,
+    /// Mean loss over all predicted tokens.
+    pub eval_loss: f64,
+    /// How many those were.
+    pub eval_tokens: u64,
+    /// Wall-clock time in milliseconds.
+    pub eval_ms: f64,
+}
+
+/// A record that makes a line of the file.
+pub trait Row: Serialize {
+    /// The step it belongs to.
+    fn step(&self) -> u64;
+}
+
+impl Row for StepMetrics {
+    fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+impl Row for EvalMetrics {
+    fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn example(step: u64) -> StepMetrics {
+        let mut by_category = MemoryBytes::default();
+        by_category[MemoryCategory::Parameters] = 400_000_000;
+        by_category[MemoryCategory::Cached] = 32_013_312;
+        StepMetrics {
+            step,
+            loss: 5.5483,
+            grad_norm: 1.93,
+            lr: 3e-5,
+            tokens: 16384,
+            tokens_seen: 16384 * step,
+            step_ms: 412.7,
+            tokens_per_s: 39702.0,
+            flops_per_s: 1.2e11,
+            mfu: None,
+            skipped: false,
+            memory: MemoryUse { by_category, peak: 500_000_000 },
+            comm: CommunicationUse::default(),
+            data_wait_ms: 0.1,
+            checkpoint_stall_ms: 0.0,
+        }
+    }
+
+    #[test]
+    fn a_step_is_the_line_that_scripts_expect() {
+        let line = serde_json::to_string(&example(1)).unwrap();
+        assert_eq!(
+            line,
+            concat!(
+                r#"{"step":1,"loss":5.5483,"grad_norm":1.93,"lr":0.00003,"tokens":16384,"tokens_seen":16384,"#,
+                r#""step_ms":412.7,"tokens_per_s":39702.0,"flops_per_s":120000000000.0,"mfu":null,"skipped":false,"#,
+                r#""memory":{"parameters":400000000,"gradients":0,"optimizer":0,"activations":0,"communication":0,"#,
+                r#""workspace":0,"cached":32013312,"peak":500000000},"#,
+                r#""comm":{"bytes":0,"busy_ms":0.0,"exposed_ms":0.0},"data_wait_ms":0.1,"checkpoint_stall_ms":0.0}"#,
+            )
+        );
+    }
+
+    #[test]
+    fn floats_print_with_all_digits_that_matter() {
+        for loss in [1.0 / 3.0, 2.5e-310, 1e300, 4.158_883_083_359_672] {
+            let line = serde_json::to_string(&StepMetrics { loss, ..example(1) }).unwrap();
+            let value: serde_json::Value = serde_json::from_str(&line).unwrap();
+            assert_eq!(value["loss"].as_f64().map(f64::to_bits), Some(loss.to_bits()), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_loss_that_is_not_finite_is_null() {
+        let metrics = StepMetrics { loss: f64::NAN, grad_norm: f64::INFINITY, skipped: true, ..example(1) };
+        let value = serde_json::to_value(metrics).unwrap();
+        assert!(value["loss"].is_null() && value["grad_norm"].is_null(), "{value}");
+    }
+
+    #[test]
+    fn an_evaluation_carries_eval_loss() {
+        let row = EvalMetrics { step: 100, eval_loss: 2.5, eval_tokens: 81920, eval_ms: 12.5 };
+        let line = serde_json::to_string(&row).unwrap();
+        assert_eq!(line, r#"{"step":100,"eval_loss":2.5,"eval_tokens":81920,"eval_ms":12.5}"#);
+    }
+}

@@ -1,10 +1,38 @@
-//! To be written.
-#![expect(unused_imports, reason = "being written")]
-use super::{
-    CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, exp, with_float},
+//! Causal attention in blocks, forward and backward: memory grows with the length, never with its square.
+//!
+//! Work is split into tasks by shape alone: a task reads shared inputs, writes outputs that are its own, and
+//! adds in a fixed order, so any number of threads gives the same bits. Inside a task, blocks of 64 queries
+//! and 64 keys are brought into scratch as f32, and products of blocks run in registers.
+//!
+//! `geometry` says who sees whom, `lanes` is a vector register, `product` multiplies blocks, `block` packs and
+//! scores them, `forward` and `backward` are the algorithms.
+
+mod backward;
+mod block;
+mod forward;
+mod geometry;
+mod lanes;
+mod product;
+#[cfg(test)]
+mod reference;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    marker::PhantomData,
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
 };
-use crate::{AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, LayerNorm, Rotation, Sgd, View, Write};
+
+use lockstep_plan::MemoryCategory;
+use rayon::prelude::*;
+
+use self::{backward::Backward, forward::Forward, geometry::Geometry, lanes::Lanes};
+use super::{CpuQueue, check_disjoint, simd::with_float};
+use crate::{Attention, CpuLevel, Element, View};
+
+/// Rows and keys of a block of scores. The masks of a row are words of as many bits.
+const BLOCK: usize = 64;
 
 /// What the forward left for the backward.
 pub(super) struct Saved<'a> {
@@ -14,25 +42,165 @@ pub(super) struct Saved<'a> {
     pub(super) out: View<'a>,
     pub(super) log_sum_exp: View<'a>,
 }
+
+/// See [`Kernels::attention`](crate::Kernels::attention).
 pub(super) fn forward(
-    _: &CpuQueue,
-    _: &Attention<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: View<'_>,
+    queue: &CpuQueue,
+    attention: &Attention<'_>,
+    q: View<'_>,
+    k: View<'_>,
+    v: View<'_>,
+    out: View<'_>,
+    log_sum_exp: View<'_>,
 ) {
-    unimplemented!()
+    match attention.dropout {
+        Some(dropout) => check_disjoint(&[out, log_sum_exp], &[q, k, v, dropout.keys]),
+        None => check_disjoint(&[out, log_sum_exp], &[q, k, v]),
+    }
+    let geometry = Geometry::new(attention);
+    expect_elements(geometry.query_elements(), &[("q", q), ("out", out)]);
+    expect_elements(geometry.key_elements(), &[("k", k), ("v", v)]);
+    expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
+    with_float!(q.dtype(), T => {
+        // SAFETY: outputs overlap nothing, as just checked, and the slices end with this call.
+        let work = unsafe {
+            Forward::<T> {
+                geometry,
+                q: q.slice(),
+                k: k.slice(),
+                v: v.slice(),
+                out: SharedSlice::new(out.slice_mut()),
+                log_sum_exp: SharedSlice::new(log_sum_exp.slice_mut()),
+            }
+        };
+        run(queue, &work);
+    });
 }
+
+/// See [`Kernels::attention_backward`](crate::Kernels::attention_backward).
 pub(super) fn backward(
-    _: &CpuQueue,
-    _: &Attention<'_>,
-    _: Saved<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: View<'_>,
+    queue: &CpuQueue,
+    attention: &Attention<'_>,
+    saved: Saved<'_>,
+    dout: View<'_>,
+    dq: View<'_>,
+    dk: View<'_>,
+    dv: View<'_>,
 ) {
-    unimplemented!()
+    let Saved { q, k, v, out, log_sum_exp } = saved;
+    match attention.dropout {
+        Some(dropout) => check_disjoint(&[dq, dk, dv], &[q, k, v, out, log_sum_exp, dout, dropout.keys]),
+        None => check_disjoint(&[dq, dk, dv], &[q, k, v, out, log_sum_exp, dout]),
+    }
+    let geometry = Geometry::new(attention);
+    expect_elements(geometry.query_elements(), &[("q", q), ("out", out), ("dout", dout), ("dq", dq)]);
+    expect_elements(geometry.key_elements(), &[("k", k), ("v", v), ("dk", dk), ("dv", dv)]);
+    expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
+    with_float!(q.dtype(), T => {
+        // SAFETY: outputs overlap nothing, as just checked, and the slices end with this call.
+        let work = unsafe {
+            Backward::<T> {
+                geometry,
+                q: q.slice(),
+                k: k.slice(),
+                v: v.slice(),
+                out: out.slice(),
+                log_sum_exp: log_sum_exp.slice(),
+                dout: dout.slice(),
+                dq: SharedSlice::new(dq.slice_mut()),
+                dk: SharedSlice::new(dk.slice_mut()),
+                dv: SharedSlice::new(dv.slice_mut()),
+            }
+        };
+        run(queue, &work);
+    });
+}
+
+fn expect_elements(expected: usize, operands: &[(&str, View<'_>)]) {
+    for (name, view) in operands {
+        assert_eq!(
+            view.elements(),
+            expected,
+            "{name} of attention is {view:?}; the geometry says {expected} elements"
+        );
+    }
+}
+
+/// Tasks that share nothing but what they read.
+trait Worker: Sync {
+    /// Number of tasks.
+    fn tasks(&self) -> usize;
+    /// Scratch of one worker, in f32; a multiple of a cache line. A task finds anything in it.
+    fn scratch_elements(&self) -> usize;
+    /// Does one task.
+    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]);
+}
+
+/// Runs all tasks on the queue's threads with the best lanes that its level allows.
+fn run(queue: &CpuQueue, work: &impl Worker) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if queue.level >= CpuLevel::Avx512 {
+            return run_lanes::<lanes::Avx512>(queue, work);
+        }
+        if queue.level >= CpuLevel::Avx2 {
+            return run_lanes::<lanes::Avx2>(queue, work);
+        }
+    }
+    run_lanes::<lanes::Portable>(queue, work);
+}
+
+/// Each worker takes the next task until none is left. Which one takes it changes no result.
+fn run_lanes<V: Lanes>(queue: &CpuQueue, work: &impl Worker) {
+    let tasks = work.tasks();
+    let workers = queue.threads().min(tasks);
+    if workers == 0 {
+        return;
+    }
+    let elements = work.scratch_elements();
+    let mut scratch = queue
+        .arena
+        .allocate(workers * elements * size_of::<f32>(), MemoryCategory::Workspace)
+        .unwrap_or_else(|error| panic!("no memory for the blocks of attention: {error}"));
+    let next = AtomicUsize::new(0);
+    let scratch = &mut scratch.elements_mut::<f32>()[..workers * elements];
+    queue.pool.install(|| {
+        scratch.par_chunks_exact_mut(elements).with_max_len(1).for_each(|scratch| {
+            loop {
+                let task = next.fetch_add(1, Ordering::Relaxed);
+                if task >= tasks {
+                    break;
+                }
+                work.run::<V>(task, scratch);
+            }
+        });
+    });
+}
+
+/// An output of which tasks write disjoint parts.
+#[derive(Clone, Copy)]
+struct SharedSlice<'a, T> {
+    pointer: *mut T,
+    len: usize,
+    elements: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: access is by `range` only, whose callers promise that parts are disjoint.
+unsafe impl<T: Element> Sync for SharedSlice<'_, T> {}
+
+impl<'a, T: Element> SharedSlice<'a, T> {
+    fn new(slice: &'a mut [T]) -> Self {
+        Self { pointer: slice.as_mut_ptr(), len: slice.len(), elements: PhantomData }
+    }
+
+    /// A part.
+    ///
+    /// # Safety
+    /// No other access to the part may happen while the returned slice lives.
+    #[expect(clippy::mut_from_ref, reason = "the caller promises that parts are disjoint")]
+    unsafe fn range(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} elements", self.len);
+        // SAFETY: the part lies in the slice this was made of, and is exclusive, says the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer.add(range.start), range.len()) }
+    }
 }

@@ -1,0 +1,288 @@
+//! The backward: probabilities are computed again from the log-sum-exp, block by block (Dao,
+//! FlashAttention-2, 2023, algorithm 2).
+//!
+//! With `P = softmax(scale Q Kᵀ)`, `M` the dropout's factors and `D = rowsum(dO ∘ O)`:
+//! `dV = (P∘M)ᵀ dO`, `dS = P ∘ ((dO Vᵀ)∘M - D)`, `dQ = scale dS K`, `dK = scale dSᵀ Q`.
+//! A task owns one (sequence, key head) pair with all its query heads, so sums over a group have one order.
+
+use std::ops::Range;
+
+use super::{
+    BLOCK, SharedSlice, Worker,
+    block::{gather, kept, pack, score, transpose},
+    geometry::{Bits, Geometry, Pair, rows_with},
+    lanes::Lanes,
+    product::{Left, Output, Right, multiply},
+};
+use crate::{Write, cpu::simd::Float};
+
+/// Keys whose gradients are summed together.
+const KEY_STRIP: usize = 4;
+
+/// Operands of the backward.
+pub(super) struct Backward<'a, T> {
+    pub(super) geometry: Geometry<'a>,
+    pub(super) q: &'a [T],
+    pub(super) k: &'a [T],
+    pub(super) v: &'a [T],
+    pub(super) out: &'a [T],
+    pub(super) log_sum_exp: &'a [f32],
+    pub(super) dout: &'a [T],
+    pub(super) dq: SharedSlice<'a, T>,
+    pub(super) dk: SharedSlice<'a, T>,
+    pub(super) dv: SharedSlice<'a, T>,
+}
+
+/// Scratch of one worker. Blocks of 64 rows unless said otherwise.
+struct Scratch<'a> {
+    /// Gradients of all rows of the pair.
+    dq: &'a mut [f32],
+    /// Log-sum-exp of each row of the pair, in units of powers of two.
+    exponents: &'a mut [f32],
+    /// `D` of each row of the pair.
+    corrections: &'a mut [f32],
+    keys: &'a mut [f32],
+    keys_transposed: &'a mut [f32],
+    values_transposed: &'a mut [f32],
+    dk: &'a mut [f32],
+    dv: &'a mut [f32],
+    queries: &'a mut [f32],
+    dout: &'a mut [f32],
+    /// Scores, then probabilities after dropout.
+    probabilities: &'a mut [f32],
+    /// Gradients of the probabilities, then of the scores.
+    dscores: &'a mut [f32],
+}
+
+impl<T: Float> Worker for Backward<'_, T> {
+    fn tasks(&self) -> usize {
+        self.geometry.pairs()
+    }
+
+    fn scratch_elements(&self) -> usize {
+        let width = self.geometry.padded_dim;
+        let rows = self.geometry.rows().next_multiple_of(16);
+        rows * (width + 2) + 7 * BLOCK * width + 2 * BLOCK * BLOCK
+    }
+
+    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
+        let rows = self.geometry.rows().next_multiple_of(16);
+        let block = BLOCK * self.geometry.padded_dim;
+        let (dq, rest) = scratch.split_at_mut(rows * self.geometry.padded_dim);
+        let (exponents, rest) = rest.split_at_mut(rows);
+        let (corrections, rest) = rest.split_at_mut(rows);
+        let (keys, rest) = rest.split_at_mut(block);
+        let (keys_transposed, rest) = rest.split_at_mut(block);
+        let (values_transposed, rest) = rest.split_at_mut(block);
+        let (dk, rest) = rest.split_at_mut(block);
+        let (dv, rest) = rest.split_at_mut(block);
+        let (queries, rest) = rest.split_at_mut(block);
+        let (dout, rest) = rest.split_at_mut(block);
+        let (probabilities, dscores) = rest.split_at_mut(BLOCK * BLOCK);
+        let transposed = self.geometry.head_dim * BLOCK;
+        let scratch = Scratch {
+            dq,
+            exponents,
+            corrections,
+            keys,
+            keys_transposed: &mut keys_transposed[..transposed],
+            values_transposed: &mut values_transposed[..transposed],
+            dk,
+            dv,
+            queries,
+            dout,
+            probabilities,
+            dscores,
+        };
+        self.pair::<V>(self.geometry.pair(task), scratch);
+    }
+}
+
+impl<T: Float> Backward<'_, T> {
+    fn pair<V: Lanes>(&self, pair: Pair, mut scratch: Scratch<'_>) {
+        let geometry = &self.geometry;
+        self.prepare_rows::<V>(pair, &mut scratch);
+        for first_key in (0..geometry.key_len).step_by(BLOCK) {
+            self.key_block::<V>(pair, first_key, &mut scratch);
+        }
+        let places = (0..geometry.rows()).map(|row| geometry.query_vector(pair, row));
+        // SAFETY: the pair's rows are this task's alone.
+        unsafe { unpack::<V, T>(scratch.dq, geometry.scale, &self.dq, places, geometry.padded_dim) };
+    }
+
+    /// Per row: the exponent and `D`; clears the gradient.
+    fn prepare_rows<V: Lanes>(&self, pair: Pair, scratch: &mut Scratch<'_>) {
+        let geometry = &self.geometry;
+        scratch.dq.fill(0.0);
+        V::LEVEL.run(
+            #[inline(always)]
+            || {
+                for row in 0..geometry.rows() {
+                    let statistic = self.log_sum_exp[geometry.statistic(pair, row)];
+                    scratch.exponents[row] = statistic * std::f32::consts::LOG2_E;
+                    let vector = geometry.query_vector(pair, row);
+                    scratch.corrections[row] = dot(&self.dout[vector.clone()], &self.out[vector]);
+                }
+            },
+        );
+    }
+
+    /// Gradients of 64 keys and values, and what they add to the gradients of the queries.
+    fn key_block<V: Lanes>(&self, pair: Pair, first_key: usize, scratch: &mut Scratch<'_>) {
+        let geometry = &self.geometry;
+        let width = geometry.padded_dim;
+        let block = first_key..geometry.key_len.min(first_key + BLOCK);
+        let places = || block.clone().map(|key| geometry.key_vector(pair, key));
+        // The values are needed in their transpose only; they pass through the room of the keys.
+        pack::<V, T>(self.v, places(), 1.0, scratch.keys, width);
+        transpose::<V>(scratch.keys, width, block.len(), scratch.values_transposed);
+        pack::<V, T>(self.k, places(), 1.0, scratch.keys, width);
+        transpose::<V>(scratch.keys, width, block.len(), scratch.keys_transposed);
+        scratch.dk.fill(0.0);
+        scratch.dv.fill(0.0);
+        for first_row in (0..geometry.rows()).step_by(BLOCK) {
+            let rows = first_row..geometry.rows().min(first_row + BLOCK);
+            if let Some(visible) = geometry.visible(rows.clone(), first_key) {
+                self.block::<V>(pair, rows, block.clone(), &visible, scratch);
+            }
+        }
+        // Queries were packed with scale · log2(e); only the scale is wanted.
+        // SAFETY: the pair's keys and values are this task's alone.
+        unsafe {
+            unpack::<V, T>(scratch.dk, std::f32::consts::LN_2, &self.dk, places(), width);
+            unpack::<V, T>(scratch.dv, 1.0, &self.dv, places(), width);
+        }
+    }
+
+    /// The five products of a block of up to 64 rows and 64 keys.
+    fn block<V: Lanes>(
+        &self,
+        pair: Pair,
+        rows: Range<usize>,
+        keys: Range<usize>,
+        visible: &Bits,
+        scratch: &mut Scratch<'_>,
+    ) {
+        let geometry = &self.geometry;
+        let width = geometry.padded_dim;
+        let factor = geometry.scale * std::f32::consts::LOG2_E;
+        let places = || rows.clone().map(|row| geometry.query_vector(pair, row));
+        pack::<V, T>(self.q, places(), factor, scratch.queries, width);
+        pack::<V, T>(self.dout, places(), 1.0, scratch.dout, width);
+        let seen = &visible[..rows.len()];
+        score::<V>(geometry, seen, scratch.queries, scratch.keys_transposed, scratch.probabilities);
+        score::<V>(geometry, seen, scratch.dout, scratch.values_transposed, scratch.dscores);
+        let (kept, kept_scale) = kept::<V>(geometry, pair, rows.clone(), keys.start);
+        Softmax {
+            visible: seen,
+            kept: &kept,
+            kept_scale,
+            exponents: &scratch.exponents[rows.clone()],
+            corrections: &scratch.corrections[rows.clone()],
+        }
+        .differentiate::<V>(scratch.probabilities, scratch.dscores);
+        for key in (0..keys.len()).step_by(KEY_STRIP) {
+            let strip = key..keys.len().min(key + KEY_STRIP);
+            let rows = rows_with(visible, rows.len(), 0xF << key);
+            let shape = || (strip.clone(), rows.clone(), 0..width);
+            multiply::<V>(
+                Write::Accumulate,
+                shape(),
+                Left { data: scratch.probabilities, row: 1, inner: BLOCK },
+                Right { data: scratch.dout, row: width },
+                Output { data: scratch.dv, row: width },
+            );
+            multiply::<V>(
+                Write::Accumulate,
+                shape(),
+                Left { data: scratch.dscores, row: 1, inner: BLOCK },
+                Right { data: scratch.queries, row: width },
+                Output { data: scratch.dk, row: width },
+            );
+        }
+        let dq = &mut scratch.dq[rows.start * width..];
+        gather::<V>(geometry, seen, scratch.dscores, scratch.keys, dq);
+    }
+}
+
+/// The softmax of a strip of rows, known from the forward.
+struct Softmax<'a> {
+    visible: &'a [u64],
+    kept: &'a [u64],
+    kept_scale: f32,
+    exponents: &'a [f32],
+    corrections: &'a [f32],
+}
+
+impl Softmax<'_> {
+    /// Replaces scores by probabilities after dropout, and gradients of the probabilities by those of the scores.
+    #[inline(never)]
+    fn differentiate<V: Lanes>(self, scores: &mut [f32], gradients: &mut [f32]) {
+        let Self { visible, kept, kept_scale, exponents, corrections } = self;
+        V::LEVEL.run(
+            #[inline(always)]
+            || {
+                // SAFETY: this runs under `V::LEVEL`.
+                let splat = |x| unsafe { V::splat(x) };
+                let (zero, kept_scale) = (splat(0.0), splat(kept_scale));
+                for (i, visible) in visible.iter().enumerate() {
+                    let scores = scores[i * BLOCK..][..BLOCK].as_mut_ptr();
+                    let gradients = gradients[i * BLOCK..][..BLOCK].as_mut_ptr();
+                    let (exponent, correction) = (splat(exponents[i]), splat(corrections[i]));
+                    for lane in (0..BLOCK).step_by(V::LANES) {
+                        let (visible, kept) = (visible >> lane, kept[i] >> lane);
+                        // SAFETY: the register lies inside the row of 64 just sliced.
+                        let (score, gradient) =
+                            unsafe { (V::load(scores.add(lane)), V::load(gradients.add(lane))) };
+                        let probability = score.sub(exponent).exp2();
+                        let factor = kept_scale.select(kept, zero);
+                        let gradient = probability.mul(gradient.mul(factor).sub(correction));
+                        // SAFETY: as above.
+                        unsafe {
+                            probability.mul(factor).select(visible, zero).store(scores.add(lane));
+                            gradient.select(visible, zero).store(gradients.add(lane));
+                        }
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// `sum(a · b)` in sixteen interleaved partial sums, so that it vectorizes and its order is fixed.
+#[inline(always)]
+fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
+    const LANES: usize = 16;
+    let mut sums = [0.0; LANES];
+    let (a, b) = (a.chunks(LANES), b.chunks(LANES));
+    for (a, b) in a.zip(b) {
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += a.load() * b.load();
+        }
+    }
+    sums.iter().sum()
+}
+
+/// Writes packed rows, times `factor`, to their places.
+///
+/// # Safety
+/// No other task may access the places.
+unsafe fn unpack<V: Lanes, T: Float>(
+    packed: &[f32],
+    factor: f32,
+    target: &SharedSlice<'_, T>,
+    places: impl Iterator<Item = Range<usize>>,
+    width: usize,
+) {
+    V::LEVEL.run(
+        #[inline(always)]
+        || {
+            for (row, place) in packed.chunks_exact(width).zip(places) {
+                // SAFETY: no other task accesses the place, says the caller.
+                for (target, value) in unsafe { target.range(place) }.iter_mut().zip(row) {
+                    *target = T::store(value * factor);
+                }
+            }
+        },
+    );
+}

@@ -1,0 +1,120 @@
+//! What forward and backward do with blocks: bring rows into scratch as f32, transpose them, score, mask.
+//!
+//! Scratch rows are contiguous and padded with zeros to whole registers, whatever the strides outside.
+
+use std::ops::Range;
+
+use super::{
+    BLOCK,
+    geometry::{Bits, Geometry, Pair, columns_of},
+    lanes::Lanes,
+    product::{Left, Output, Right, multiply},
+};
+use crate::{Write, cpu::simd::Float};
+
+/// Rows that are scored together where the visible keys differ from row to row.
+const STRIP: usize = 4;
+
+/// Copies vectors, times `factor`, into rows of `width` elements, padded with zeros.
+pub(super) fn pack<V: Lanes, T: Float>(
+    source: &[T],
+    vectors: impl Iterator<Item = Range<usize>>,
+    factor: f32,
+    packed: &mut [f32],
+    width: usize,
+) {
+    V::LEVEL.run(
+        #[inline(always)]
+        || {
+            for (row, vector) in packed.chunks_exact_mut(width).zip(vectors) {
+                let vector = &source[vector];
+                let (elements, padding) = row.split_at_mut(vector.len());
+                for (element, value) in elements.iter_mut().zip(vector) {
+                    *element = value.load() * factor;
+                }
+                padding.fill(0.0);
+            }
+        },
+    );
+}
+
+/// Writes the transpose of `rows` packed rows as `head_dim` rows of a block's width, padded with zeros.
+pub(super) fn transpose<V: Lanes>(packed: &[f32], width: usize, rows: usize, transposed: &mut [f32]) {
+    V::LEVEL.run(
+        #[inline(always)]
+        || {
+            for (column, row) in transposed.chunks_exact_mut(BLOCK).enumerate() {
+                for (i, element) in row[..rows].iter_mut().enumerate() {
+                    *element = packed[i * width + column];
+                }
+                row[rows..].fill(0.0);
+            }
+        },
+    );
+}
+
+/// `scores [rows, 64] = left [rows, head_dim] · right [head_dim, 64]`, at least where `visible` is set.
+pub(super) fn score<V: Lanes>(
+    geometry: &Geometry<'_>,
+    visible: &[u64],
+    left: &[f32],
+    right: &[f32],
+    scores: &mut [f32],
+) {
+    for (strip, bits) in visible.chunks(STRIP).enumerate() {
+        let columns = columns_of(bits);
+        let columns = columns.start / V::LANES * V::LANES..columns.end.next_multiple_of(V::LANES);
+        let first = strip * STRIP;
+        multiply::<V>(
+            Write::Overwrite,
+            (first..first + bits.len(), 0..geometry.head_dim, columns),
+            Left { data: left, row: geometry.padded_dim, inner: 1 },
+            Right { data: right, row: BLOCK },
+            Output { data: scores, row: BLOCK },
+        );
+    }
+}
+
+/// `sums [rows, padded_dim] += weights [rows, 64] · vectors [64, padded_dim]`, over the keys that each row sees.
+pub(super) fn gather<V: Lanes>(
+    geometry: &Geometry<'_>,
+    visible: &[u64],
+    weights: &[f32],
+    vectors: &[f32],
+    sums: &mut [f32],
+) {
+    let width = geometry.padded_dim;
+    for (strip, bits) in visible.chunks(STRIP).enumerate() {
+        let first = strip * STRIP;
+        multiply::<V>(
+            Write::Accumulate,
+            (first..first + bits.len(), columns_of(bits), 0..width),
+            Left { data: weights, row: BLOCK, inner: 1 },
+            Right { data: vectors, row: width },
+            Output { data: sums, row: width },
+        );
+    }
+}
+
+/// Which of the keys of a block a dropout keeps, for each row; all of them without dropout.
+pub(super) fn kept<V: Lanes>(
+    geometry: &Geometry<'_>,
+    pair: Pair,
+    rows: Range<usize>,
+    first_key: usize,
+) -> (Bits, f32) {
+    let Some(mask) = geometry.mask else { return ([u64::MAX; BLOCK], 1.0) };
+    let key = mask.key(pair.sequence);
+    let mut kept = [0; BLOCK];
+    V::LEVEL.run(
+        #[inline(always)]
+        || {
+            for (bits, row) in kept.iter_mut().zip(rows) {
+                let counter = geometry.dropout_counter(pair, row, first_key, mask.site);
+                // SAFETY: this runs under `V::LEVEL`, which the queue found in the CPU.
+                *bits = unsafe { V::keep_bits(key, counter, mask.threshold) };
+            }
+        },
+    );
+    (kept, mask.scale)
+}

@@ -1,0 +1,210 @@
+//! The forward: an online softmax over blocks of keys (Dao, FlashAttention-2, 2023, algorithm 1).
+//!
+//! A task owns up to [`TASK_ROWS`] rows of one (sequence, key head) pair and walks the keys once. Queries
+//! are multiplied by `scale · log2(e)` when packed, so scores are exponents of two.
+
+use std::ops::Range;
+
+use super::{
+    BLOCK, SharedSlice, Worker,
+    block::{gather, kept, pack, score, transpose},
+    geometry::{Geometry, Pair},
+    lanes::Lanes,
+};
+use crate::cpu::simd::Float;
+
+/// Rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
+const TASK_ROWS: usize = 256;
+
+/// Operands of the forward.
+pub(super) struct Forward<'a, T> {
+    pub(super) geometry: Geometry<'a>,
+    pub(super) q: &'a [T],
+    pub(super) k: &'a [T],
+    pub(super) v: &'a [T],
+    pub(super) out: SharedSlice<'a, T>,
+    pub(super) log_sum_exp: SharedSlice<'a, f32>,
+}
+
+/// Scratch of one worker.
+struct Scratch<'a> {
+    queries: &'a mut [f32],
+    sums: &'a mut [f32],
+    keys_transposed: &'a mut [f32],
+    /// Keys until they are transposed, then values.
+    vectors: &'a mut [f32],
+    scores: &'a mut [f32],
+}
+
+impl<T: Float> Worker for Forward<'_, T> {
+    fn tasks(&self) -> usize {
+        self.geometry.pairs() * self.tasks_per_pair()
+    }
+
+    fn scratch_elements(&self) -> usize {
+        let width = self.geometry.padded_dim;
+        (2 * self.task_rows() + 2 * BLOCK) * width + BLOCK * BLOCK
+    }
+
+    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
+        let geometry = &self.geometry;
+        let width = geometry.padded_dim;
+        let pair = geometry.pair(task / self.tasks_per_pair());
+        // The last rows see the most keys: they go first, so that no long task is left to the end.
+        let first_row = (self.tasks_per_pair() - 1 - task % self.tasks_per_pair()) * TASK_ROWS;
+        let rows = first_row..geometry.rows().min(first_row + TASK_ROWS);
+        let (queries, rest) = scratch.split_at_mut(self.task_rows() * width);
+        let (sums, rest) = rest.split_at_mut(self.task_rows() * width);
+        let (keys_transposed, rest) = rest.split_at_mut(BLOCK * width);
+        let (vectors, scores) = rest.split_at_mut(BLOCK * width);
+        let scratch = Scratch { queries, sums, keys_transposed, vectors, scores };
+        self.rows::<V>(pair, rows, scratch);
+    }
+}
+
+impl<T: Float> Forward<'_, T> {
+    fn tasks_per_pair(&self) -> usize {
+        self.geometry.rows().div_ceil(TASK_ROWS)
+    }
+
+    fn task_rows(&self) -> usize {
+        self.geometry.rows().min(TASK_ROWS)
+    }
+
+    fn rows<V: Lanes>(&self, pair: Pair, rows: Range<usize>, scratch: Scratch<'_>) {
+        let Self { geometry, q, k, v, .. } = self;
+        let Scratch { queries, sums, keys_transposed, vectors, scores } = scratch;
+        let width = geometry.padded_dim;
+        let factor = geometry.scale * std::f32::consts::LOG2_E;
+        pack::<V, T>(q, rows.clone().map(|row| geometry.query_vector(pair, row)), factor, queries, width);
+        sums[..rows.len() * width].fill(0.0);
+        let mut maxima = [f32::NEG_INFINITY; TASK_ROWS];
+        let mut totals = [0.0; TASK_ROWS];
+
+        let keys = geometry.keys_of(rows.clone());
+        for first_key in (keys.start / BLOCK * BLOCK..keys.end).step_by(BLOCK) {
+            let block = first_key..geometry.key_len.min(first_key + BLOCK);
+            let places = || block.clone().map(|key| geometry.key_vector(pair, key));
+            pack::<V, T>(k, places(), 1.0, vectors, width);
+            let transposed = &mut keys_transposed[..geometry.head_dim * BLOCK];
+            transpose::<V>(vectors, width, block.len(), transposed);
+            pack::<V, T>(v, places(), 1.0, vectors, width);
+
+            for first_row in rows.clone().step_by(BLOCK) {
+                let strip = first_row..rows.end.min(first_row + BLOCK);
+                let Some(visible) = geometry.visible(strip.clone(), first_key) else { continue };
+                let visible = &visible[..strip.len()];
+                let (kept, kept_scale) = kept::<V>(geometry, pair, strip.clone(), first_key);
+                let local = strip.start - rows.start..strip.end - rows.start;
+                let sums = &mut sums[local.start * width..local.end * width];
+                score::<V>(geometry, visible, &queries[local.start * width..], transposed, scores);
+                Softmax {
+                    visible,
+                    kept: &kept,
+                    kept_scale,
+                    maxima: &mut maxima[local.clone()],
+                    totals: &mut totals[local],
+                }
+                .update::<V>(scores, sums, width);
+                gather::<V>(geometry, visible, scores, vectors, sums);
+            }
+        }
+        self.finish::<V>(pair, rows, sums, &maxima, &totals);
+    }
+
+    /// Divides by the sums of the weights and writes outputs and log-sum-exps.
+    fn finish<V: Lanes>(
+        &self,
+        pair: Pair,
+        rows: Range<usize>,
+        sums: &[f32],
+        maxima: &[f32; TASK_ROWS],
+        totals: &[f32; TASK_ROWS],
+    ) {
+        let geometry = &self.geometry;
+        V::LEVEL.run(
+            #[inline(always)]
+            || {
+                for (i, row) in rows.enumerate() {
+                    let sum = &sums[i * geometry.padded_dim..];
+                    // A row that sees no key attends to nothing: zeros.
+                    let inverse = if totals[i] == 0.0 { 0.0 } else { 1.0 / totals[i] };
+                    // SAFETY: tasks own disjoint rows, and a row's elements are its own.
+                    let out = unsafe { self.out.range(geometry.query_vector(pair, row)) };
+                    for (out, sum) in out.iter_mut().zip(sum) {
+                        *out = T::store(sum * inverse);
+                    }
+                    let statistic = geometry.statistic(pair, row);
+                    let value = (maxima[i] + libm::log2f(totals[i])) * std::f32::consts::LN_2;
+                    // SAFETY: as above.
+                    let place = unsafe { self.log_sum_exp.range(statistic..statistic + 1) };
+                    place[0] = value;
+                }
+            },
+        );
+    }
+}
+
+/// The running softmax of a strip of rows.
+struct Softmax<'a> {
+    visible: &'a [u64],
+    kept: &'a [u64],
+    kept_scale: f32,
+    /// Largest score so far, in units of powers of two.
+    maxima: &'a mut [f32],
+    /// Sum of the weights so far, relative to the maximum.
+    totals: &'a mut [f32],
+}
+
+impl Softmax<'_> {
+    /// Replaces scores by weights `2^(score - maximum)`, dropout applied, 0 where not visible, and rescales
+    /// sums and totals where the maximum grew.
+    #[inline(never)]
+    fn update<V: Lanes>(self, scores: &mut [f32], sums: &mut [f32], width: usize) {
+        let Self { visible, kept, kept_scale, maxima, totals } = self;
+        assert!(scores.len() >= visible.len() * BLOCK && maxima.len() == visible.len());
+        V::LEVEL.run(
+            #[inline(always)]
+            || {
+                // SAFETY: this runs under `V::LEVEL`; the registers of a row lie inside it, as asserted.
+                let splat = |x| unsafe { V::splat(x) };
+                let (nothing, zero) = (splat(f32::NEG_INFINITY), splat(0.0));
+                for (i, bits) in visible.iter().enumerate() {
+                    let row = scores[i * BLOCK..][..BLOCK].as_mut_ptr();
+                    let registers = (0..BLOCK).step_by(V::LANES);
+                    let mut largest = nothing;
+                    for lane in registers.clone() {
+                        // SAFETY: as above.
+                        let score = unsafe { V::load(row.add(lane)) };
+                        largest = score.select(bits >> lane, nothing).max(largest);
+                    }
+                    let largest = largest.maximum();
+                    if largest > maxima[i] {
+                        let shrink = splat(maxima[i] - largest).exp2();
+                        maxima[i] = largest;
+                        let factor = shrink.maximum();
+                        totals[i] *= factor;
+                        for sum in &mut sums[i * width..(i + 1) * width] {
+                            *sum *= factor;
+                        }
+                    }
+                    // No score seen yet, or only -inf: any finite reference makes their weights 0.
+                    let reference = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
+                    let reference = splat(reference);
+                    let mut total = zero;
+                    for lane in registers {
+                        let (visible, kept) = (bits >> lane, kept[i] >> lane);
+                        // SAFETY: as above.
+                        let score = unsafe { V::load(row.add(lane)) };
+                        let weight = score.sub(reference).exp2().select(visible, zero);
+                        total = total.add(weight);
+                        let weight = weight.mul(splat(kept_scale)).select(kept, zero);
+                        // SAFETY: as above.
+                        unsafe { weight.store(row.add(lane)) };
+                    }
+                    totals[i] += total.sum();
+                }
+            },
+        );
+    }
+}

@@ -1,0 +1,194 @@
+//! Who sees whom: the rows of a task, the keys each may see, and where their elements lie in memory.
+//!
+//! The query heads that share a key head are stacked: row `r` of a (sequence, key head) pair is query
+//! `r / group` of its head number `r % group`. So one pass over keys and values serves the whole group.
+
+use std::ops::Range;
+
+use super::BLOCK;
+use crate::{Attention, Dropout};
+
+/// A 64-bit mask for each row of a block of scores: bit `j` stands for key `j` of the block.
+pub(super) type Bits = [u64; BLOCK];
+
+/// An [`Attention`] with what follows from it.
+#[derive(Clone, Copy)]
+pub(super) struct Geometry<'a> {
+    pub(super) query_len: usize,
+    pub(super) key_len: usize,
+    pub(super) head_dim: usize,
+    /// `head_dim` rounded up to whole registers of every level.
+    pub(super) padded_dim: usize,
+    pub(super) scale: f32,
+    pub(super) mask: Option<Mask<'a>>,
+    sequences: usize,
+    query_start: usize,
+    heads: usize,
+    key_value_heads: usize,
+    group: usize,
+    window: usize,
+}
+
+/// One key head of one sequence.
+#[derive(Clone, Copy)]
+pub(super) struct Pair {
+    pub(super) sequence: usize,
+    pub(super) key_head: usize,
+}
+
+impl<'a> Geometry<'a> {
+    /// # Panics
+    /// If the attention makes no sense: no heads, or query heads that the key heads do not divide.
+    pub(super) fn new(attention: &Attention<'a>) -> Self {
+        let &Attention { heads, key_value_heads, head_dim, window, .. } = attention;
+        assert!(
+            head_dim > 0 && key_value_heads > 0 && heads.is_multiple_of(key_value_heads),
+            "attention needs elements per head ({head_dim}) and a multiple of {key_value_heads} key heads, not {heads}"
+        );
+        assert!(window != Some(0), "a window of 0 tokens sees nothing");
+        Self {
+            query_len: attention.query_len,
+            key_len: attention.key_len,
+            head_dim,
+            padded_dim: head_dim.next_multiple_of(16),
+            scale: attention.scale,
+            mask: attention.dropout.map(|dropout| Mask::new(dropout, attention.sequences)),
+            sequences: attention.sequences,
+            query_start: attention.query_start,
+            heads,
+            key_value_heads,
+            group: heads / key_value_heads,
+            window: window.unwrap_or(usize::MAX),
+        }
+    }
+
+    /// Number of (sequence, key head) pairs.
+    pub(super) fn pairs(&self) -> usize {
+        self.sequences * self.key_value_heads
+    }
+
+    pub(super) fn pair(&self, index: usize) -> Pair {
+        Pair { sequence: index / self.key_value_heads, key_head: index % self.key_value_heads }
+    }
+
+    /// Rows of a pair.
+    pub(super) fn rows(&self) -> usize {
+        self.query_len * self.group
+    }
+
+    /// Elements of a tensor of queries, `[sequences · query_len, heads, head_dim]`.
+    pub(super) fn query_elements(&self) -> usize {
+        self.sequences * self.query_len * self.heads * self.head_dim
+    }
+
+    /// Elements of a tensor of keys, `[sequences · key_len, key_value_heads, head_dim]`.
+    pub(super) fn key_elements(&self) -> usize {
+        self.sequences * self.key_len * self.key_value_heads * self.head_dim
+    }
+
+    /// Elements of the log-sum-exps, `[sequences, heads, query_len]`.
+    pub(super) fn statistic_elements(&self) -> usize {
+        self.sequences * self.query_len * self.heads
+    }
+
+    /// Where a row's vector lies in a tensor of queries.
+    pub(super) fn query_vector(&self, pair: Pair, row: usize) -> Range<usize> {
+        let token = pair.sequence * self.query_len + row / self.group;
+        let start = (token * self.heads + self.head(pair, row)) * self.head_dim;
+        start..start + self.head_dim
+    }
+
+    /// Where a key's vector lies in a tensor of keys.
+    pub(super) fn key_vector(&self, pair: Pair, key: usize) -> Range<usize> {
+        let token = pair.sequence * self.key_len + key;
+        let start = (token * self.key_value_heads + pair.key_head) * self.head_dim;
+        start..start + self.head_dim
+    }
+
+    /// Where a row's log-sum-exp lies.
+    pub(super) fn statistic(&self, pair: Pair, row: usize) -> usize {
+        (pair.sequence * self.heads + self.head(pair, row)) * self.query_len + row / self.group
+    }
+
+    fn head(&self, pair: Pair, row: usize) -> usize {
+        pair.key_head * self.group + row % self.group
+    }
+
+    fn position(&self, row: usize) -> usize {
+        self.query_start + row / self.group
+    }
+
+    /// The keys that some of `rows` (not empty) may see; those between are seen by at least one if any are.
+    pub(super) fn keys_of(&self, rows: Range<usize>) -> Range<usize> {
+        let start = (self.position(rows.start) + 1).saturating_sub(self.window);
+        start..(self.position(rows.end - 1) + 1).min(self.key_len)
+    }
+
+    /// Which keys of the block that starts at `first_key` each row sees. `None` if no row sees any.
+    pub(super) fn visible(&self, rows: Range<usize>, first_key: usize) -> Option<Bits> {
+        let all = self.keys_of(rows.clone());
+        if all.end <= first_key || all.start >= first_key + BLOCK {
+            return None;
+        }
+        let mut bits = [0; BLOCK];
+        for (bits, row) in bits.iter_mut().zip(rows) {
+            let keys = self.keys_of(row..row + 1);
+            let start = keys.start.max(first_key) - first_key;
+            let end = keys.end.min(first_key + BLOCK).saturating_sub(first_key);
+            *bits = if start < end { (u64::MAX >> (BLOCK - (end - start))) << start } else { 0 };
+        }
+        bits.iter().any(|bits| *bits != 0).then_some(bits)
+    }
+
+    /// The counter of the dropout block that holds a row's words for the keys from `first_key`.
+    pub(super) fn dropout_counter(&self, pair: Pair, row: usize, first_key: usize, site: u32) -> [u32; 4] {
+        [self.position(row) as u32, self.head(pair, row) as u32, first_key as u32 / 4, site]
+    }
+}
+
+/// From the first to one past the last of `rows` in which a bit of `columns` is set.
+pub(super) fn rows_with(bits: &Bits, rows: usize, columns: u64) -> Range<usize> {
+    let seen = |bits: &u64| bits & columns != 0;
+    let Some(start) = bits[..rows].iter().position(seen) else { return 0..0 };
+    let end = bits[..rows].iter().rposition(seen).map_or(start, |last| last + 1);
+    start..end
+}
+
+/// From the first to one past the last key that one of the rows has set.
+pub(super) fn columns_of(bits: &[u64]) -> Range<usize> {
+    match bits.iter().fold(0, |union, bits| union | bits) {
+        0 => 0..0,
+        union => union.trailing_zeros() as usize..BLOCK - union.leading_zeros() as usize,
+    }
+}
+
+/// A dropout of probabilities, made ready.
+#[derive(Clone, Copy)]
+pub(super) struct Mask<'a> {
+    /// Words below this are dropped.
+    pub(super) threshold: u32,
+    /// `1 / (1 - probability)`.
+    pub(super) scale: f32,
+    pub(super) site: u32,
+    keys: &'a [u32],
+}
+
+impl<'a> Mask<'a> {
+    fn new(dropout: Dropout<'a>, sequences: usize) -> Self {
+        let Dropout { probability, site, keys } = dropout;
+        assert!((0.0..1.0).contains(&probability), "a dropout probability lies in [0, 1), not {probability}");
+        assert_eq!(keys.elements(), 2 * sequences, "a dropout needs one key of two words for each sequence");
+        Self {
+            threshold: (f64::from(probability) * 2.0_f64.powi(32)).ceil() as u32,
+            scale: 1.0 / (1.0 - probability),
+            site,
+            // SAFETY: the callers check that no output overlaps the keys.
+            keys: unsafe { keys.slice() },
+        }
+    }
+
+    /// The key of a sequence.
+    pub(super) fn key(&self, sequence: usize) -> [u32; 2] {
+        [self.keys[2 * sequence], self.keys[2 * sequence + 1]]
+    }
+}

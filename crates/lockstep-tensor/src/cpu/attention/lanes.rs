@@ -1,0 +1,471 @@
+//! A register of f32 lanes for each instruction set, and the few operations that attention needs of it.
+//!
+//! Code generic over [`Lanes`] must be inlined into a closure given to `V::LEVEL.run(..)`: there the
+//! intrinsics become single instructions. A value of a type can only be made (`splat`, `load`) by code that
+//! promises that the CPU has the level, so the methods on values are safe.
+
+use lockstep_plan::random::Philox;
+
+use crate::CpuLevel;
+
+/// Coefficients of `2^r - 1` on `[-1/2, 1/2]` from the first power up: minimax in relative error, 2e-9.
+const EXP2: [f32; 6] =
+    [std::f32::consts::LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
+
+/// A register of f32.
+///
+/// # Safety contract of the constructors
+/// `splat`, `load` and `keep_bits` may only run on a CPU that has [`Lanes::LEVEL`].
+pub(super) trait Lanes: Copy {
+    /// The instructions used.
+    const LEVEL: CpuLevel;
+    /// Lanes to a register; divides 64.
+    const LANES: usize;
+    /// Registers that a row of a tile of accumulators takes, so that four rows fit the register file.
+    const TILE_REGISTERS: usize;
+
+    /// # Safety
+    /// See the trait.
+    unsafe fn splat(x: f32) -> Self;
+    /// # Safety
+    /// See the trait; `pointer` must be readable for `LANES` elements.
+    unsafe fn load(pointer: *const f32) -> Self;
+    /// # Safety
+    /// `pointer` must be writable for `LANES` elements.
+    unsafe fn store(self, pointer: *mut f32);
+    /// `self · b + c`, rounded once where the level has such an instruction.
+    fn mul_add(self, b: Self, c: Self) -> Self;
+    fn add(self, b: Self) -> Self;
+    fn sub(self, b: Self) -> Self;
+    fn mul(self, b: Self) -> Self;
+    /// `2^self` to within 2 units in the last place; 0 below the normal numbers, NaN stays NaN.
+    fn exp2(self) -> Self;
+    /// The larger of the two; `self` where either is NaN.
+    fn max(self, b: Self) -> Self;
+    /// `self` in the lanes whose bit is set, `other` in the rest.
+    fn select(self, bits: u64, other: Self) -> Self;
+    fn sum(self) -> f32;
+    fn maximum(self) -> f32;
+
+    /// Which of 64 keys a dropout keeps: bit `i` is set if word `i % 4` of the block at
+    /// `[counter[0], counter[1], counter[2] + i / 4, counter[3]]` is at least `threshold`.
+    ///
+    /// # Safety
+    /// See the trait.
+    #[inline(always)]
+    unsafe fn keep_bits(key: [u32; 2], counter: [u32; 4], threshold: u32) -> u64 {
+        let philox = Philox::new(u64::from(key[0]) | u64::from(key[1]) << 32);
+        let mut bits = 0;
+        for group in 0..16 {
+            let words = philox.block([counter[0], counter[1], counter[2].wrapping_add(group), counter[3]]);
+            for (i, word) in words.into_iter().enumerate() {
+                bits |= u64::from(word >= threshold) << (4 * group as usize + i);
+            }
+        }
+        bits
+    }
+}
+
+/// Four lanes in the baseline of every architecture.
+#[derive(Clone, Copy)]
+pub(super) struct Portable([f32; 4]);
+
+impl Portable {
+    #[inline(always)]
+    fn zip(self, b: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        Self(std::array::from_fn(|i| f(self.0[i], b.0[i])))
+    }
+}
+
+impl Lanes for Portable {
+    const LEVEL: CpuLevel = CpuLevel::Portable;
+    const LANES: usize = 4;
+    const TILE_REGISTERS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        Self([x; 4])
+    }
+
+    #[inline(always)]
+    unsafe fn load(pointer: *const f32) -> Self {
+        // SAFETY: readable, says the caller.
+        Self(unsafe { pointer.cast::<[f32; 4]>().read_unaligned() })
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, pointer: *mut f32) {
+        // SAFETY: writable, says the caller.
+        unsafe { pointer.cast::<[f32; 4]>().write_unaligned(self.0) }
+    }
+
+    #[inline(always)]
+    fn mul_add(self, b: Self, c: Self) -> Self {
+        // Not `f32::mul_add`: without the instruction that is a slow library call.
+        self.mul(b).add(c)
+    }
+
+    #[inline(always)]
+    fn add(self, b: Self) -> Self {
+        self.zip(b, |x, y| x + y)
+    }
+
+    #[inline(always)]
+    fn sub(self, b: Self) -> Self {
+        self.zip(b, |x, y| x - y)
+    }
+
+    #[inline(always)]
+    fn mul(self, b: Self) -> Self {
+        self.zip(b, |x, y| x * y)
+    }
+
+    #[inline(always)]
+    fn exp2(self) -> Self {
+        /// Adding and subtracting 1.5 · 2^23 rounds to the nearest integer, without a library call.
+        const ROUND: f32 = 12_582_912.0;
+        Self(self.0.map(|x| {
+            let x = x.clamp(-127.0, 128.0);
+            let n = (x + ROUND) - ROUND;
+            let r = x - n;
+            let p = EXP2.iter().rev().fold(0.0, |p, c| p * r + c) * r + 1.0;
+            p * f32::from_bits(((n as i32 + 127) << 23) as u32)
+        }))
+    }
+
+    #[inline(always)]
+    fn max(self, b: Self) -> Self {
+        self.zip(b, |x, y| if y > x { y } else { x })
+    }
+
+    #[inline(always)]
+    fn select(self, bits: u64, other: Self) -> Self {
+        Self(std::array::from_fn(|i| if bits >> i & 1 == 1 { self.0[i] } else { other.0[i] }))
+    }
+
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        (self.0[0] + self.0[1]) + (self.0[2] + self.0[3])
+    }
+
+    #[inline(always)]
+    fn maximum(self) -> f32 {
+        self.0.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{EXP2, Lanes};
+    use crate::CpuLevel;
+
+    const PHILOX_MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+    const PHILOX_WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
+    /// Spreads the bits of each word's mask to every fourth bit: bit `g` of `words[i]` becomes bit `4g + i`.
+    #[inline(always)]
+    unsafe fn interleave(words: [u64; 4]) -> u64 {
+        const EVERY_FOURTH: u64 = 0x1111_1111_1111_1111;
+        // SAFETY: both levels have BMI2.
+        unsafe {
+            _pdep_u64(words[0], EVERY_FOURTH)
+                | _pdep_u64(words[1], EVERY_FOURTH << 1)
+                | _pdep_u64(words[2], EVERY_FOURTH << 2)
+                | _pdep_u64(words[3], EVERY_FOURTH << 3)
+        }
+    }
+
+    /// Sixteen lanes of AVX-512.
+    #[derive(Clone, Copy)]
+    pub(in super::super) struct Avx512(__m512);
+
+    impl Lanes for Avx512 {
+        const LEVEL: CpuLevel = CpuLevel::Avx512;
+        const LANES: usize = 16;
+        const TILE_REGISTERS: usize = 4;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller promises the level.
+            Self(unsafe { _mm512_set1_ps(x) })
+        }
+
+        #[inline(always)]
+        unsafe fn load(pointer: *const f32) -> Self {
+            // SAFETY: the caller promises the level and readable memory.
+            Self(unsafe { _mm512_loadu_ps(pointer) })
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, pointer: *mut f32) {
+            // SAFETY: a value exists only on a CPU of the level; the caller promises writable memory.
+            unsafe { _mm512_storeu_ps(pointer, self.0) }
+        }
+
+        #[inline(always)]
+        fn mul_add(self, b: Self, c: Self) -> Self {
+            // SAFETY: a value exists only on a CPU of the level.
+            Self(unsafe { _mm512_fmadd_ps(self.0, b.0, c.0) })
+        }
+
+        #[inline(always)]
+        fn add(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm512_add_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn sub(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm512_sub_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn mul(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm512_mul_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn exp2(self) -> Self {
+            // SAFETY: as above.
+            unsafe {
+                // The second operand of the maximum is the result where one is NaN. Finite, so that r is.
+                let x = _mm512_max_ps(_mm512_set1_ps(-200.0), self.0);
+                let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+                let r = _mm512_sub_ps(x, n);
+                let mut p = _mm512_set1_ps(EXP2[5]);
+                p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2[4]));
+                p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2[3]));
+                p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2[2]));
+                p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2[1]));
+                p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2[0]));
+                p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
+                Self(_mm512_scalef_ps(p, n))
+            }
+        }
+
+        #[inline(always)]
+        fn max(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm512_max_ps(b.0, self.0) })
+        }
+
+        #[inline(always)]
+        fn select(self, bits: u64, other: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm512_mask_mov_ps(other.0, bits as __mmask16, self.0) })
+        }
+
+        #[inline(always)]
+        fn sum(self) -> f32 {
+            // SAFETY: as above.
+            unsafe { _mm512_reduce_add_ps(self.0) }
+        }
+
+        #[inline(always)]
+        fn maximum(self) -> f32 {
+            // SAFETY: as above.
+            unsafe { _mm512_reduce_max_ps(self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn keep_bits(key: [u32; 2], counter: [u32; 4], threshold: u32) -> u64 {
+            // SAFETY: the caller promises the level.
+            unsafe {
+                let m0 = _mm512_set1_epi32(PHILOX_MULTIPLIERS[0] as i32);
+                let m1 = _mm512_set1_epi32(PHILOX_MULTIPLIERS[1] as i32);
+                let lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+                let mut c = counter.map(|word| _mm512_set1_epi32(word as i32));
+                c[2] = _mm512_add_epi32(c[2], lane);
+                let mut k = key;
+                for _ in 0..10 {
+                    let (high0, low0) = multiply_512(c[0], m0);
+                    let (high1, low1) = multiply_512(c[2], m1);
+                    // 0x96 is the exclusive or of three.
+                    let c0 = _mm512_ternarylogic_epi32::<0x96>(high1, c[1], _mm512_set1_epi32(k[0] as i32));
+                    let c2 = _mm512_ternarylogic_epi32::<0x96>(high0, c[3], _mm512_set1_epi32(k[1] as i32));
+                    c = [c0, low1, c2, low0];
+                    k = [k[0].wrapping_add(PHILOX_WEYL[0]), k[1].wrapping_add(PHILOX_WEYL[1])];
+                }
+                let threshold = _mm512_set1_epi32(threshold as i32);
+                interleave(c.map(|word| u64::from(_mm512_cmpge_epu32_mask(word, threshold))))
+            }
+        }
+    }
+
+    /// High and low halves of the 64-bit products of each lane.
+    #[inline(always)]
+    unsafe fn multiply_512(a: __m512i, b: __m512i) -> (__m512i, __m512i) {
+        // SAFETY: called from `Avx512::keep_bits` only.
+        unsafe {
+            let even = _mm512_mul_epu32(a, b);
+            let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(a), b);
+            (
+                _mm512_mask_shuffle_epi32::<0b11_11_01_01>(odd, 0x5555, even),
+                _mm512_mask_shuffle_epi32::<0b10_10_00_00>(even, 0xAAAA, odd),
+            )
+        }
+    }
+
+    /// Eight lanes of AVX2 with FMA.
+    #[derive(Clone, Copy)]
+    pub(in super::super) struct Avx2(__m256);
+
+    impl Lanes for Avx2 {
+        const LEVEL: CpuLevel = CpuLevel::Avx2;
+        const LANES: usize = 8;
+        const TILE_REGISTERS: usize = 2;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller promises the level.
+            Self(unsafe { _mm256_set1_ps(x) })
+        }
+
+        #[inline(always)]
+        unsafe fn load(pointer: *const f32) -> Self {
+            // SAFETY: the caller promises the level and readable memory.
+            Self(unsafe { _mm256_loadu_ps(pointer) })
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, pointer: *mut f32) {
+            // SAFETY: a value exists only on a CPU of the level; the caller promises writable memory.
+            unsafe { _mm256_storeu_ps(pointer, self.0) }
+        }
+
+        #[inline(always)]
+        fn mul_add(self, b: Self, c: Self) -> Self {
+            // SAFETY: a value exists only on a CPU of the level.
+            Self(unsafe { _mm256_fmadd_ps(self.0, b.0, c.0) })
+        }
+
+        #[inline(always)]
+        fn add(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm256_add_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn sub(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm256_sub_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn mul(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm256_mul_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn exp2(self) -> Self {
+            // SAFETY: as above.
+            unsafe {
+                let x = _mm256_max_ps(_mm256_set1_ps(-127.0), self.0);
+                let x = _mm256_min_ps(_mm256_set1_ps(128.0), x);
+                let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+                let r = _mm256_sub_ps(x, n);
+                let mut p = _mm256_set1_ps(EXP2[5]);
+                p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXP2[4]));
+                p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXP2[3]));
+                p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXP2[2]));
+                p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXP2[1]));
+                p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXP2[0]));
+                p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0));
+                let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+                Self(_mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))))
+            }
+        }
+
+        #[inline(always)]
+        fn max(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { _mm256_max_ps(b.0, self.0) })
+        }
+
+        #[inline(always)]
+        fn select(self, bits: u64, other: Self) -> Self {
+            // SAFETY: as above.
+            unsafe {
+                let lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+                let chosen = _mm256_and_si256(_mm256_set1_epi32(bits as i32), lane);
+                let mask = _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, lane));
+                Self(_mm256_blendv_ps(other.0, self.0, mask))
+            }
+        }
+
+        #[inline(always)]
+        fn sum(self) -> f32 {
+            // SAFETY: as above.
+            unsafe {
+                let x = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
+                let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+                _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
+            }
+        }
+
+        #[inline(always)]
+        fn maximum(self) -> f32 {
+            // SAFETY: as above.
+            unsafe {
+                let x = _mm_max_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
+                let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+                _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn keep_bits(key: [u32; 2], counter: [u32; 4], threshold: u32) -> u64 {
+            // SAFETY: the caller promises the level.
+            unsafe {
+                let m0 = _mm256_set1_epi32(PHILOX_MULTIPLIERS[0] as i32);
+                let m1 = _mm256_set1_epi32(PHILOX_MULTIPLIERS[1] as i32);
+                let threshold = _mm256_set1_epi32(threshold as i32);
+                let mut words = [0; 4];
+                for half in 0..2 {
+                    let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+                    let mut c = counter.map(|word| _mm256_set1_epi32(word as i32));
+                    c[2] = _mm256_add_epi32(_mm256_add_epi32(c[2], lane), _mm256_set1_epi32(8 * half));
+                    let mut k = key;
+                    for _ in 0..10 {
+                        let (high0, low0) = multiply_256(c[0], m0);
+                        let (high1, low1) = multiply_256(c[2], m1);
+                        let k0 = _mm256_set1_epi32(k[0] as i32);
+                        let k1 = _mm256_set1_epi32(k[1] as i32);
+                        let c0 = _mm256_xor_si256(_mm256_xor_si256(high1, c[1]), k0);
+                        let c2 = _mm256_xor_si256(_mm256_xor_si256(high0, c[3]), k1);
+                        c = [c0, low1, c2, low0];
+                        k = [k[0].wrapping_add(PHILOX_WEYL[0]), k[1].wrapping_add(PHILOX_WEYL[1])];
+                    }
+                    for (bits, word) in words.iter_mut().zip(c) {
+                        // Unsigned word >= threshold: the larger of the two is the word.
+                        let kept = _mm256_cmpeq_epi32(_mm256_max_epu32(word, threshold), word);
+                        *bits |= (_mm256_movemask_ps(_mm256_castsi256_ps(kept)) as u64) << (8 * half);
+                    }
+                }
+                interleave(words)
+            }
+        }
+    }
+
+    /// High and low halves of the 64-bit products of each lane.
+    #[inline(always)]
+    unsafe fn multiply_256(a: __m256i, b: __m256i) -> (__m256i, __m256i) {
+        // SAFETY: called from `Avx2::keep_bits` only.
+        unsafe {
+            let even = _mm256_mul_epu32(a, b);
+            let odd = _mm256_mul_epu32(_mm256_srli_epi64::<32>(a), b);
+            (
+                _mm256_blend_epi32::<0xAA>(_mm256_srli_epi64::<32>(even), odd),
+                _mm256_blend_epi32::<0xAA>(even, _mm256_slli_epi64::<32>(odd)),
+            )
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! Products of small blocks, `C = A · B` or `C += A · B`, with a tile of C held in registers.
+//!
+//! B and C are walked along their rows, a register at a time; elements of A are broadcast, so A may be read
+//! in either direction and its transpose needs no copy.
+
+use std::ops::Range;
+
+use super::lanes::Lanes;
+use crate::Write;
+
+/// Rows of a tile of accumulators.
+const TILE_ROWS: usize = 4;
+
+/// The left operand: element `(i, p)` is `data[i * row + p * inner]`.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a> {
+    pub(super) data: &'a [f32],
+    pub(super) row: usize,
+    pub(super) inner: usize,
+}
+
+/// The right operand: element `(p, j)` is `data[p * row + j]`.
+#[derive(Clone, Copy)]
+pub(super) struct Right<'a> {
+    pub(super) data: &'a [f32],
+    pub(super) row: usize,
+}
+
+/// The output: element `(i, j)` is `data[i * row + j]`.
+pub(super) struct Output<'a> {
+    pub(super) data: &'a mut [f32],
+    pub(super) row: usize,
+}
+
+/// Multiplies rows `rows` of A by columns `columns` of B, over inner indices `inner`, into the same rows and
+/// columns of C. The bounds of `columns` are multiples of the register's lanes.
+pub(super) fn multiply<V: Lanes>(
+    write: Write,
+    (rows, inner, columns): (Range<usize>, Range<usize>, Range<usize>),
+    a: Left<'_>,
+    b: Right<'_>,
+    c: Output<'_>,
+) {
+    if rows.is_empty() || columns.is_empty() || (inner.is_empty() && write == Write::Accumulate) {
+        return;
+    }
+    assert!(!inner.is_empty() && columns.start % V::LANES == 0 && columns.end % V::LANES == 0);
+    assert!((rows.end - 1) * a.row + (inner.end - 1) * a.inner < a.data.len());
+    assert!((inner.end - 1) * b.row + columns.end <= b.data.len());
+    assert!((rows.end - 1) * c.row + columns.end <= c.data.len());
+    V::LEVEL.run(
+        #[inline(always)]
+        || {
+            let mut column = columns.start;
+            while column < columns.end {
+                let registers = ((columns.end - column) / V::LANES).min(V::TILE_REGISTERS);
+                let mut row = rows.start;
+                while row < rows.end {
+                    let height = (rows.end - row).min(TILE_ROWS);
+                    let tile = Tile {
+                        inner: inner.len(),
+                        // SAFETY: the offsets are those of elements inside the slices, as asserted above.
+                        a: unsafe { a.data.as_ptr().add(row * a.row + inner.start * a.inner) },
+                        a_row: a.row,
+                        a_inner: a.inner,
+                        // SAFETY: as above.
+                        b: unsafe { b.data.as_ptr().add(inner.start * b.row + column) },
+                        b_row: b.row,
+                        // SAFETY: as above.
+                        c: unsafe { c.data.as_mut_ptr().add(row * c.row + column) },
+                        c_row: c.row,
+                        write,
+                    };
+                    // SAFETY: the tile lies inside the asserted bounds, and this runs under `V::LEVEL`, which
+                    // the queue found in the CPU before it chose `V`.
+                    unsafe {
+                        match (height, registers) {
+                            (4, 4) => tile.run::<V, 4, 4>(),
+                            (4, 3) => tile.run::<V, 4, 3>(),
+                            (4, 2) => tile.run::<V, 4, 2>(),
+                            (4, _) => tile.run::<V, 4, 1>(),
+                            (3, 4) => tile.run::<V, 3, 4>(),
+                            (3, 3) => tile.run::<V, 3, 3>(),
+                            (3, 2) => tile.run::<V, 3, 2>(),
+                            (3, _) => tile.run::<V, 3, 1>(),
+                            (2, 4) => tile.run::<V, 2, 4>(),
+                            (2, 3) => tile.run::<V, 2, 3>(),
+                            (2, 2) => tile.run::<V, 2, 2>(),
+                            (2, _) => tile.run::<V, 2, 1>(),
+                            (_, 4) => tile.run::<V, 1, 4>(),
+                            (_, 3) => tile.run::<V, 1, 3>(),
+                            (_, 2) => tile.run::<V, 1, 2>(),
+                            (_, _) => tile.run::<V, 1, 1>(),
+                        }
+                    }
+                    row += height;
+                }
+                column += registers * V::LANES;
+            }
+        },
+    );
+}
+
+/// One tile of C: where its operands start and how far apart their rows are.
+#[derive(Clone, Copy)]
+struct Tile {
+    inner: usize,
+    a: *const f32,
+    a_row: usize,
+    a_inner: usize,
+    b: *const f32,
+    b_row: usize,
+    c: *mut f32,
+    c_row: usize,
+    write: Write,
+}
+
+impl Tile {
+    /// Computes a tile of `M` rows and `N` registers.
+    ///
+    /// # Safety
+    /// The CPU has `V::LEVEL`; `M` rows and `inner` columns of A, `inner` rows and `N` registers of B, and `M`
+    /// rows and `N` registers of C are valid memory.
+    #[inline(always)]
+    unsafe fn run<V: Lanes, const M: usize, const N: usize>(self) {
+        // SAFETY: all offsets lie in the operands, says the caller.
+        unsafe {
+            let mut sums = [[V::splat(0.0); N]; M];
+            if self.write == Write::Accumulate {
+                for (i, row) in sums.iter_mut().enumerate() {
+                    for (j, sum) in row.iter_mut().enumerate() {
+                        *sum = V::load(self.c.add(i * self.c_row + j * V::LANES));
+                    }
+                }
+            }
+            let (mut a, mut b) = (self.a, self.b);
+            for _ in 0..self.inner {
+                let right: [V; N] = std::array::from_fn(
+                    #[inline(always)]
+                    |j| V::load(b.add(j * V::LANES)),
+                );
+                for (i, row) in sums.iter_mut().enumerate() {
+                    let left = V::splat(*a.add(i * self.a_row));
+                    for (sum, right) in row.iter_mut().zip(right) {
+                        *sum = left.mul_add(right, *sum);
+                    }
+                }
+                a = a.wrapping_add(self.a_inner);
+                b = b.wrapping_add(self.b_row);
+            }
+            for (i, row) in sums.into_iter().enumerate() {
+                for (j, sum) in row.into_iter().enumerate() {
+                    sum.store(self.c.add(i * self.c_row + j * V::LANES));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,426 @@
+//! The kernels against the reference, on every level of the CPU, and the promises that are not about values.
+
+use std::ops::Range;
+
+use half::bf16;
+use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use proptest::prelude::*;
+
+use super::reference::Case;
+use crate::{Arena, Attention, CpuLevel, CpuQueue, Dropout, Kernels, Tensor, cpu::simd::Float};
+
+const CATEGORY: MemoryCategory = MemoryCategory::Activations;
+
+/// A plain causal attention over `len` tokens.
+fn causal(sequences: usize, len: usize, heads: usize, key_value_heads: usize, head_dim: usize) -> Case {
+    Case {
+        sequences,
+        query_len: len,
+        key_len: len,
+        query_start: 0,
+        heads,
+        key_value_heads,
+        head_dim,
+        scale: (head_dim as f32).powf(-0.5),
+        window: None,
+        dropout: 0.0,
+        site: 3,
+    }
+}
+
+/// What both implementations are given, rounded to `T`.
+struct Inputs<T> {
+    q: Vec<T>,
+    k: Vec<T>,
+    v: Vec<T>,
+    dout: Vec<T>,
+}
+
+impl<T: Float> Inputs<T> {
+    fn random(case: &Case, seed: u64) -> Self {
+        let draw = |which: u64, elements: usize| {
+            let philox = Philox::new(seed * 4 + which);
+            (0..elements).map(|i| T::store(philox.normal(i as u64))).collect()
+        };
+        Self {
+            q: draw(0, case.query_elements()),
+            k: draw(1, case.key_elements()),
+            v: draw(2, case.key_elements()),
+            dout: draw(3, case.query_elements()),
+        }
+    }
+}
+
+/// What the kernels give.
+#[derive(PartialEq, Debug)]
+struct Outputs {
+    out: Vec<f32>,
+    log_sum_exp: Vec<f32>,
+    dq: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+}
+
+/// Tensors and dropout keys of a case, on an arena of their own.
+struct Fixture<T> {
+    case: Case,
+    arena: Arena,
+    keys: Tensor,
+    inputs: Inputs<T>,
+}
+
+impl<T: Float> Fixture<T> {
+    fn new(case: &Case, inputs: Inputs<T>) -> Self {
+        let arena = Arena::new();
+        let words: Vec<_> = (0..case.sequences)
+            .flat_map(|sequence| [Case::key(sequence) as u32, (Case::key(sequence) >> 32) as u32])
+            .collect();
+        let keys = Tensor::from_slice(&arena, [case.sequences, 2], &words, CATEGORY).unwrap();
+        Self { case: case.clone(), arena, keys, inputs }
+    }
+
+    fn attention(&self) -> Attention<'_> {
+        let case = &self.case;
+        Attention {
+            sequences: case.sequences,
+            query_len: case.query_len,
+            key_len: case.key_len,
+            query_start: case.query_start,
+            heads: case.heads,
+            key_value_heads: case.key_value_heads,
+            head_dim: case.head_dim,
+            scale: case.scale,
+            window: case.window,
+            dropout: (case.dropout > 0.0).then(|| Dropout {
+                probability: case.dropout,
+                site: case.site,
+                keys: self.keys.view(),
+            }),
+        }
+    }
+
+    fn tensor(&self, elements: &[T]) -> Tensor {
+        Tensor::from_slice(&self.arena, [elements.len()], elements, CATEGORY).unwrap()
+    }
+
+    fn run(&self, level: CpuLevel, threads: usize) -> Outputs {
+        let queue = CpuQueue::with_level(threads, &self.arena, level).unwrap();
+        let attention = self.attention();
+        let Inputs { q, k, v, dout } = &self.inputs;
+        let [q, k, v, dout] = [q, k, v, dout].map(|elements| self.tensor(elements));
+        // Outputs start as NaN: every element must be written.
+        let [out, dq] = [(); 2].map(|()| self.tensor(&vec![T::store(f32::NAN); self.case.query_elements()]));
+        let [dk, dv] = [(); 2].map(|()| self.tensor(&vec![T::store(f32::NAN); self.case.key_elements()]));
+        let statistics = self.case.statistic_elements();
+        let log_sum_exp = Tensor::zeros(&self.arena, DType::F32, [statistics], CATEGORY).unwrap();
+        queue.attention(&attention, q.view(), k.view(), v.view(), out.view(), log_sum_exp.view());
+        queue.attention_backward(
+            &attention,
+            q.view(),
+            k.view(),
+            v.view(),
+            out.view(),
+            log_sum_exp.view(),
+            dout.view(),
+            dq.view(),
+            dk.view(),
+            dv.view(),
+        );
+        let widened = |tensor: &Tensor| tensor.view().to_vec::<T>().into_iter().map(T::load).collect();
+        Outputs {
+            out: widened(&out),
+            log_sum_exp: log_sum_exp.view().to_vec(),
+            dq: widened(&dq),
+            dk: widened(&dk),
+            dv: widened(&dv),
+        }
+    }
+}
+
+/// The three sets of instructions that attention tells apart; those the CPU lacks are named and left out.
+fn levels() -> impl Iterator<Item = CpuLevel> {
+    [CpuLevel::Portable, CpuLevel::Avx2, CpuLevel::Avx512].into_iter().filter(|level| {
+        let present = *level <= CpuLevel::detect();
+        if !present {
+            eprintln!("SKIPPED: attention at level {level}: this CPU lacks it");
+        }
+        present
+    })
+}
+
+fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expected: &[f64], tolerance: f64) {
+    assert_eq!(actual.len(), expected.len());
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    // Where everything cancels (one visible key has a gradient of zero) rounding is measured against 1.
+    let scale = norm(&mut expected.iter().copied()) + (expected.len() as f64).sqrt() * 0.1;
+    let error = norm(&mut actual.iter().zip(expected).map(|(a, e)| f64::from(*a) - e)) / scale;
+    assert!(error <= tolerance, "{name}: relative error {error:.3e} > {tolerance:e} at {level}, {case:?}");
+}
+
+/// Compares all outputs at a level with the reference.
+fn check<T: Float>(case: &Case, level: CpuLevel, seed: u64) {
+    let inputs = Inputs::<T>::random(case, seed);
+    let wide = |x: &[T]| x.iter().map(|x| f64::from(x.load())).collect::<Vec<_>>();
+    let (q, k, v, dout) = (wide(&inputs.q), wide(&inputs.k), wide(&inputs.v), wide(&inputs.dout));
+    let (out, log_sum_exp) = case.forward(&q, &k, &v);
+    let [dq, dk, dv] = case.backward(&q, &k, &v, &dout);
+    let actual = Fixture::new(case, inputs).run(level, 2);
+    // f32: a few hundred roundings of 6e-8, which add like a random walk. bf16: inputs are exact, outputs round
+    // to 2^-9 relative, and the backward sees the rounded output in rowsum(dO ∘ O).
+    let (forward, backward) = if T::DTYPE == DType::F32 { (1e-6, 4e-6) } else { (3e-3, 6e-3) };
+    assert_close("out", case, level, &actual.out, &out, forward);
+    assert_close("dq", case, level, &actual.dq, &dq, backward);
+    assert_close("dk", case, level, &actual.dk, &dk, backward);
+    assert_close("dv", case, level, &actual.dv, &dv, backward);
+    for (actual, expected) in actual.log_sum_exp.iter().zip(&log_sum_exp) {
+        let agree = f64::from(*actual) == *expected || (f64::from(*actual) - expected).abs() < 1e-5;
+        assert!(agree, "log-sum-exp {actual} instead of {expected} at {level}, {case:?}");
+    }
+}
+
+fn check_everywhere(case: &Case) {
+    for level in levels() {
+        check::<f32>(case, level, 1);
+        check::<bf16>(case, level, 2);
+    }
+}
+
+#[test]
+fn blocks_agree_with_the_definition_for_any_length_and_head_size() {
+    for (len, head_dim) in
+        [(1, 1), (2, 3), (63, 16), (64, 64), (65, 80), (130, 7), (128, 33), (200, 128), (300, 17)]
+    {
+        check_everywhere(&causal(2, len, 2, 2, head_dim));
+    }
+}
+
+#[test]
+fn query_heads_share_key_heads() {
+    for group in [1, 2, 3, 8] {
+        check_everywhere(&causal(2, 75, 2 * group, 2, 24));
+    }
+}
+
+#[test]
+fn a_window_hides_old_keys() {
+    for window in [1, 2, 3, 17, 63, 64, 65, 100, 149, 150, 1000] {
+        check_everywhere(&Case { window: Some(window), ..causal(1, 150, 2, 1, 16) });
+    }
+}
+
+#[test]
+fn queries_may_start_after_cached_keys() {
+    for (query_start, query_len) in [(1, 1), (63, 1), (64, 1), (100, 1), (50, 20), (129, 70)] {
+        let key_len = query_start + query_len;
+        let case = Case { query_start, query_len, key_len, ..causal(2, 1, 6, 2, 64) };
+        check_everywhere(&case);
+        check_everywhere(&Case { window: Some(40), ..case });
+    }
+}
+
+#[test]
+fn a_query_that_sees_no_key_gives_zeros() {
+    let case = Case { query_start: 40, query_len: 5, key_len: 10, window: Some(33), ..causal(1, 1, 2, 1, 8) };
+    check_everywhere(&case);
+    let out = Fixture::new(&case, Inputs::<f32>::random(&case, 3)).run(CpuLevel::detect(), 1).out;
+    assert_eq!(out[2 * 2 * 8..], vec![0.0; 3 * 2 * 8]);
+}
+
+#[test]
+fn keys_beyond_the_last_query_are_ignored() {
+    check_everywhere(&Case { query_len: 70, key_len: 140, ..causal(1, 1, 2, 2, 32) });
+}
+
+#[test]
+fn dropout_drops_the_same_probabilities_in_forward_and_backward() {
+    for dropout in [0.1, 0.5, 0.9] {
+        check_everywhere(&Case { dropout, ..causal(2, 90, 2, 1, 32) });
+        let cached = Case { query_start: 33, query_len: 50, key_len: 83, ..causal(1, 1, 3, 3, 16) };
+        check_everywhere(&Case { dropout, window: Some(70), ..cached });
+    }
+}
+
+#[test]
+fn dropout_keeps_the_expected_share() {
+    // With values of one, an output is the sum of the kept probabilities over 1 - p: its mean is one.
+    let case = Case { dropout: 0.2, ..causal(2, 256, 4, 4, 16) };
+    for level in levels() {
+        let mut inputs = Inputs::<f32>::random(&case, 5);
+        inputs.q.fill(0.0);
+        inputs.v.fill(1.0);
+        let out = Fixture::new(&case, inputs).run(level, 2).out;
+        let mean = out.iter().map(|x| f64::from(*x)).sum::<f64>() / out.len() as f64;
+        // Row t has variance p/(1-p)/t: over 8 heads of 256 rows the mean's deviation is about 0.006.
+        assert!((mean - 1.0).abs() < 0.03, "mean {mean} at {level}");
+    }
+}
+
+#[test]
+fn huge_scores_do_not_overflow() {
+    let case = Case { scale: 1e3, ..causal(1, 100, 1, 1, 16) };
+    for level in levels() {
+        let outputs = Fixture::new(&case, Inputs::<f32>::random(&case, 6)).run(level, 1);
+        for (name, values) in [("out", outputs.out), ("dq", outputs.dq), ("dk", outputs.dk)] {
+            assert!(values.iter().all(|x| x.is_finite()), "{name} is not finite at {level}");
+        }
+    }
+}
+
+#[test]
+fn a_nan_in_an_input_reaches_the_output() {
+    let case = causal(1, 70, 1, 1, 16);
+    for level in levels() {
+        for which in 0..3 {
+            let mut inputs = Inputs::<f32>::random(&case, 7);
+            let operand = [&mut inputs.q, &mut inputs.k, &mut inputs.v];
+            operand.into_iter().nth(which).unwrap()[66 * 16 + 3] = f32::NAN;
+            let out = Fixture::new(&case, inputs).run(level, 1).out;
+            assert!(out[66 * 16..67 * 16].iter().any(|x| x.is_nan()), "operand {which} at {level}");
+            // A weight of zero times NaN is NaN, so rows that share a block with the key may be touched.
+            assert!(out[..64 * 16].iter().all(|x| x.is_finite()), "operand {which} at {level}");
+        }
+    }
+}
+
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    let case = Case { dropout: 0.3, ..causal(3, 333, 6, 2, 40) };
+    for level in levels() {
+        let run = |threads| Fixture::new(&case, Inputs::<f32>::random(&case, 8)).run(level, threads);
+        let one = run(1);
+        assert!(one == run(2) && one == run(3), "threads change bits at {level}");
+    }
+}
+
+/// The tokens `tokens` of each sequence of a tensor of `[sequences · len, width]`.
+fn slice_tokens(x: &[f32], len: usize, width: usize, tokens: Range<usize>) -> Vec<f32> {
+    x.chunks(len * width)
+        .flat_map(|sequence| &sequence[tokens.start * width..tokens.end * width])
+        .copied()
+        .collect()
+}
+
+#[test]
+fn a_prefill_in_chunks_gives_the_outputs_of_one_call() {
+    let whole = Case { window: Some(90), ..causal(2, 150, 4, 2, 32) };
+    for level in levels() {
+        let all = Inputs::<f32>::random(&whole, 9);
+        let expected = Fixture::new(&whole, Inputs::<f32>::random(&whole, 9)).run(level, 1).out;
+        for tokens in [0..1, 1..64, 64..65, 65..149, 149..150] {
+            let (width, key_width) = (4 * 32, 2 * 32);
+            let case = Case {
+                query_len: tokens.len(),
+                query_start: tokens.start,
+                key_len: tokens.end,
+                ..whole.clone()
+            };
+            let inputs = Inputs {
+                q: slice_tokens(&all.q, 150, width, tokens.clone()),
+                k: slice_tokens(&all.k, 150, key_width, 0..tokens.end),
+                v: slice_tokens(&all.v, 150, key_width, 0..tokens.end),
+                dout: slice_tokens(&all.dout, 150, width, tokens.clone()),
+            };
+            let out = Fixture::new(&case, inputs).run(level, 1).out;
+            let expected = slice_tokens(&expected, 150, width, tokens.clone());
+            for (actual, expected) in out.iter().zip(&expected) {
+                assert!((actual - expected).abs() < 1e-5, "{actual} != {expected}: {tokens:?} at {level}");
+            }
+        }
+    }
+}
+
+#[test]
+fn scratch_does_not_grow_with_the_length_forward_and_at_most_linearly_backward() {
+    let workspace = |len| {
+        let case = causal(1, len, 1, 1, 16);
+        let fixture = Fixture::new(&case, Inputs::<f32>::random(&case, 10));
+        let queue = CpuQueue::new(1, &fixture.arena).unwrap();
+        let peak = || fixture.arena.peak()[MemoryCategory::Workspace];
+        let x = fixture.tensor(&fixture.inputs.q);
+        let [out, dq, dk, dv] = [(); 4].map(|()| fixture.tensor(&fixture.inputs.q));
+        let statistics = Tensor::zeros(&fixture.arena, DType::F32, [len], CATEGORY).unwrap();
+        let attention = fixture.attention();
+        queue.attention(&attention, x.view(), x.view(), x.view(), out.view(), statistics.view());
+        let forward = peak();
+        queue.attention_backward(
+            &attention,
+            x.view(),
+            x.view(),
+            x.view(),
+            out.view(),
+            statistics.view(),
+            x.view(),
+            dq.view(),
+            dk.view(),
+            dv.view(),
+        );
+        assert_eq!(fixture.arena.in_use()[MemoryCategory::Workspace], 0);
+        (forward, peak())
+    };
+    let (short, long) = (workspace(512), workspace(2048));
+    assert_eq!(short.0, long.0, "forward scratch");
+    assert!(long.1 <= 4 * short.1, "backward scratch grew from {} to {} bytes", short.1, long.1);
+}
+
+#[test]
+fn the_reference_backward_is_the_derivative_of_the_reference_forward() {
+    let case = Case { window: Some(5), dropout: 0.3, query_start: 2, key_len: 9, ..causal(2, 7, 4, 2, 3) };
+    let draw = |seed: u64, n| (0..n).map(|i| f64::from(Philox::new(seed).normal(i))).collect::<Vec<_>>();
+    let (queries, keys) = (case.query_elements() as u64, case.key_elements() as u64);
+    let inputs = [draw(1, queries), draw(2, keys), draw(3, keys)];
+    let dout = draw(4, queries);
+    let gradients = case.backward(&inputs[0], &inputs[1], &inputs[2], &dout);
+    let loss = |x: &[Vec<f64>; 3]| -> f64 {
+        case.forward(&x[0], &x[1], &x[2]).0.iter().zip(&dout).map(|(out, dout)| out * dout).sum()
+    };
+    let step = 1e-5;
+    for (operand, gradient) in gradients.iter().enumerate() {
+        for (i, analytic) in gradient.iter().enumerate() {
+            let at = |offset: f64| {
+                let mut x = inputs.clone();
+                x[operand][i] += offset;
+                loss(&x)
+            };
+            // Central differences are good to step² = 1e-10 and to 1e-16 / step = 1e-11.
+            let numeric = (at(step) - at(-step)) / (2.0 * step);
+            assert!(
+                (numeric - analytic).abs() < 1e-8,
+                "operand {operand}, element {i}: {analytic} analytic, {numeric} numeric"
+            );
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "k of attention is f32 [64]; the geometry says 128 elements")]
+fn a_shape_that_does_not_fit_is_named() {
+    let case = causal(1, 8, 2, 2, 8);
+    let mut inputs = Inputs::<f32>::random(&case, 11);
+    inputs.k.truncate(64);
+    Fixture::new(&case, inputs).run(CpuLevel::Portable, 1);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn any_geometry_agrees_with_the_definition(
+        sequences in 1..3_usize,
+        query_len in 1..100_usize,
+        query_start in 0..150_usize,
+        fewer_keys in 0..4_usize,
+        (group, key_value_heads) in (1..5_usize, 1..3_usize),
+        head_dim in 1..70_usize,
+        window in proptest::option::of(1..200_usize),
+        dropout in prop_oneof![Just(0.0_f32), 0.0..0.95_f32],
+        site in 0..u32::MAX,
+    ) {
+        let heads = group * key_value_heads;
+        let key_len = (query_start + query_len).saturating_sub(fewer_keys).max(1);
+        let plain = causal(sequences, query_len, heads, key_value_heads, head_dim);
+        let case = Case { key_len, query_start, window, dropout, site, ..plain };
+        for level in levels() {
+            check::<f32>(&case, level, 12);
+        }
+    }
+}

@@ -4,6 +4,8 @@
 //! CPUID, which instructions may be used; what the machine lacks is never executed.
 
 mod attention;
+mod cast;
+mod dropout;
 mod elementwise;
 mod embedding;
 mod gemm;
@@ -13,6 +15,7 @@ mod norm;
 mod optimizer;
 mod rope;
 mod simd;
+mod tasks;
 
 use lockstep_plan::exact::ExactSum;
 
@@ -20,6 +23,7 @@ use crate::{
     AdamW, Arena, Attention, Dropout, Gelu, Gemm, Kernels, LayerNorm, Pending, Rotation, Sgd, TensorError,
     View, Write,
 };
+pub use gemm::{Peak, measure_peak};
 pub use level::CpuLevel;
 
 /// A queue that runs every kernel before it returns.
@@ -27,6 +31,7 @@ pub struct CpuQueue {
     pool: rayon::ThreadPool,
     level: CpuLevel,
     arena: Arena,
+    scratch: gemm::Scratch,
 }
 
 impl CpuQueue {
@@ -34,7 +39,7 @@ impl CpuQueue {
     /// Scratch memory of kernels (packed operands) is booked in `arena` as workspace.
     ///
     /// # Errors
-    /// [`TensorError::ThreadPool`] if the threads cannot be started.
+    /// As [`CpuQueue::with_level`].
     pub fn new(threads: usize, arena: &Arena) -> Result<Self, TensorError> {
         Self::with_level(threads, arena, CpuLevel::detect())
     }
@@ -42,14 +47,16 @@ impl CpuQueue {
     /// A queue held to `level`, or to the best level of this CPU if that is lower.
     ///
     /// # Errors
-    /// [`TensorError::ThreadPool`] if the threads cannot be started.
+    /// [`TensorError::ThreadPool`] if the threads cannot be started, [`TensorError::OutOfMemory`] if there is no
+    /// memory for scratch.
     pub fn with_level(threads: usize, arena: &Arena, level: CpuLevel) -> Result<Self, TensorError> {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(|index| format!("lockstep-{index}"))
             .build()
             .map_err(|source| TensorError::ThreadPool { threads, source })?;
-        Ok(Self { pool, level: level.min(CpuLevel::detect()), arena: arena.clone() })
+        let scratch = gemm::Scratch::new(pool.current_num_threads(), arena)?;
+        Ok(Self { pool, level: level.min(CpuLevel::detect()), arena: arena.clone(), scratch })
     }
 
     /// The instructions this queue uses.
@@ -206,7 +213,7 @@ impl Kernels for CpuQueue {
     }
 
     fn dropout(&self, dropout: Dropout<'_>, x: View<'_>, y: View<'_>) {
-        elementwise::dropout(self, dropout, x, y);
+        dropout::dropout(self, dropout, x, y);
     }
 
     fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, log_sum_exp: View<'_>) {
@@ -230,10 +237,10 @@ impl Kernels for CpuQueue {
     }
 
     fn cast(&self, x: View<'_>, y: View<'_>) {
-        elementwise::cast(self, x, y);
+        cast::cast(self, x, y);
     }
 
     fn zero(&self, y: View<'_>) {
-        elementwise::zero(self, y);
+        cast::zero(self, y);
     }
 }

@@ -1,10 +1,133 @@
-//! To be written.
-#![expect(unused_imports, reason = "being written")]
-use super::{
-    CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, exp, with_float},
-};
-use crate::{AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, LayerNorm, Rotation, Sgd, View, Write};
-pub(super) fn gemm(_: &CpuQueue, _: Gemm<'_>) {
-    unimplemented!()
+//! Matrix products, after the method of BLIS (Van Zee and van de Geijn, "BLIS: A Framework for Rapidly
+//! Instantiating BLAS Functionality", 2015): operands are packed into small panels in the order in which a
+//! micro-kernel reads them, and the micro-kernel keeps a tile of C in registers.
+//!
+//! `pack` makes the three layouts and the types alike, `kernel` and `amx` hold one micro-kernel for each CPU
+//! level, `driver` cuts the product into blocks and tasks, `store` finishes a tile (bias, accumulation,
+//! rounding). Products with few rows, as in generation, read the weights in place: `rows`.
+
+mod amx;
+#[cfg(test)]
+mod amx_emulator;
+mod blocks;
+mod driver;
+mod kernel;
+mod lanes;
+mod pack;
+mod peak;
+#[cfg(test)]
+mod reference;
+mod rows;
+mod scratch;
+mod store;
+#[cfg(test)]
+mod tests;
+
+use half::bf16;
+use lockstep_plan::DType;
+
+use super::{CpuLevel, CpuQueue, check_disjoint, simd::Float};
+use crate::{Gemm, GemmLayout, View, Write};
+use kernel::{Avx2, Avx512, Avx512Dot, Portable};
+use lanes::{Bf16Pairs, F32x8, F32x16, Plain};
+use pack::{BfloatPair, Operand, Order, Single, Widened};
+pub use peak::{Peak, measure_peak};
+pub(super) use scratch::Scratch;
+use store::Window;
+
+/// A product whose operands are slices: `C [m, n] (+)= A [m, k] · B [k, n] (+ bias [n])`.
+struct Problem<'a, T, C> {
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Operand<'a, T>,
+    b: Operand<'a, T>,
+    c: Window<C>,
+    bias: Option<&'a [T]>,
+    write: Write,
+}
+
+/// Runs a product; see [`Gemm`].
+pub(super) fn gemm(queue: &CpuQueue, gemm: Gemm<'_>) {
+    check_disjoint(&[gemm.c], &[gemm.a, gemm.b]);
+    if let Some(bias) = gemm.bias {
+        check_disjoint(&[gemm.c], &[bias]);
+    }
+    match (gemm.a.dtype(), gemm.c.dtype()) {
+        (DType::F32, DType::F32) => multiply_f32(queue, &problem(gemm)),
+        (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, &problem(gemm)),
+        (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, &problem(gemm)),
+        (a, c) => panic!("no product of {a} operands into {c}"),
+    }
+}
+
+fn multiply_f32(queue: &CpuQueue, problem: &Problem<'_, f32, f32>) {
+    if rows::fits(problem) {
+        return match queue.level {
+            CpuLevel::Portable => rows::multiply::<Plain, _, _>(queue, problem),
+            CpuLevel::Avx2 => rows::multiply::<F32x8, _, _>(queue, problem),
+            _ => rows::multiply::<F32x16, _, _>(queue, problem),
+        };
+    }
+    match queue.level {
+        CpuLevel::Portable => driver::multiply::<Portable, Single, _>(queue, problem),
+        CpuLevel::Avx2 => driver::multiply::<Avx2, Single, _>(queue, problem),
+        _ => driver::multiply::<Avx512, Single, _>(queue, problem),
+    }
+}
+
+fn multiply_bf16<C: Float>(queue: &CpuQueue, problem: &Problem<'_, bf16, C>) {
+    if rows::fits(problem) {
+        return match queue.level {
+            CpuLevel::Portable => rows::multiply::<Plain, _, _>(queue, problem),
+            CpuLevel::Avx2 => rows::multiply::<F32x8, _, _>(queue, problem),
+            CpuLevel::Avx512 => rows::multiply::<F32x16, _, _>(queue, problem),
+            _ => rows::multiply::<Bf16Pairs, _, _>(queue, problem),
+        };
+    }
+    match queue.level {
+        CpuLevel::Portable => driver::multiply::<Portable, Widened, _>(queue, problem),
+        CpuLevel::Avx2 => driver::multiply::<Avx2, Widened, _>(queue, problem),
+        CpuLevel::Avx512 => driver::multiply::<Avx512, Widened, _>(queue, problem),
+        CpuLevel::Avx512Bf16 => driver::multiply::<Avx512Dot, BfloatPair, _>(queue, problem),
+        CpuLevel::AmxBf16 => driver::multiply::<amx::Tiles, BfloatPair, _>(queue, problem),
+    }
+}
+
+/// Checks the shapes and forms the slices.
+fn problem<'a, T: Float, C: Float>(gemm: Gemm<'a>) -> Problem<'a, T, C> {
+    let Gemm { layout, a, b, c, bias, write } = gemm;
+    let (m, n) = c.shape().as_matrix();
+    let (a_rows, a_columns) = a.shape().as_matrix();
+    let (b_rows, b_columns) = b.shape().as_matrix();
+    let (a_order, k) = match layout {
+        GemmLayout::NN | GemmLayout::NT => (Order::AlongDepth, a_columns),
+        GemmLayout::TN => (Order::AcrossDepth, a_rows),
+    };
+    let b_order = match layout {
+        GemmLayout::NT => Order::AlongDepth,
+        GemmLayout::NN | GemmLayout::TN => Order::AcrossDepth,
+    };
+    let expected = |order, outer| if order == Order::AlongDepth { (outer, k) } else { (k, outer) };
+    assert!(
+        (a_rows, a_columns) == expected(a_order, m)
+            && (b_rows, b_columns) == expected(b_order, n)
+            && bias.is_none_or(|bias| bias.elements() == n),
+        "the shapes of a {layout:?} product do not fit: a {a:?}, b {b:?}, c {c:?}, bias {bias:?}"
+    );
+    // SAFETY: `c` overlaps no other operand (checked by the caller), and no other kernel runs meanwhile:
+    // a queue runs one kernel at a time, and views cannot be sent to another thread.
+    let (a, b, bias, c) = unsafe {
+        (a.slice::<T>(), b.slice::<T>(), bias.map(|bias: View<'a>| bias.slice::<T>()), c.slice_mut::<C>())
+    };
+    Problem {
+        m,
+        n,
+        k,
+        a: Operand::new(a, a_columns, a_order),
+        b: Operand::new(b, b_columns, b_order),
+        c: Window::new(c.as_mut_ptr(), n),
+        bias,
+        write,
+    }
 }

@@ -1,0 +1,121 @@
+//! The micro-kernels: a tile of C in registers, one column of A times one row of B at a time.
+
+use super::{
+    lanes::{self, Lanes},
+    pack::Order,
+    store::Tile,
+};
+
+/// How one CPU level multiplies two packed panels.
+///
+/// A panel of B holds, for each unit of depth, `COLUMNS` units side by side. A panel of A holds `ROWS` units
+/// side by side where `A_ORDER` is [`Order::AcrossDepth`]; otherwise, for each `DEPTH` units of depth,
+/// `ROWS` rows of `DEPTH` units.
+pub(super) trait MicroKernel {
+    /// Rows of the tile.
+    const ROWS: usize;
+    /// Columns of the tile.
+    const COLUMNS: usize;
+    /// The depth of a packed panel is a multiple of this many units.
+    const DEPTH: usize;
+    /// Which way the units of A lie side by side.
+    const A_ORDER: Order;
+
+    /// Runs `work` with the thread in the state that [`MicroKernel::tile`] needs.
+    ///
+    /// # Safety
+    /// The CPU must have the kernel's instructions.
+    unsafe fn prepared<R>(work: impl FnOnce() -> R) -> R {
+        work()
+    }
+
+    /// Writes the product of a panel of A and a panel of B, `ROWS × COLUMNS`, rows side by side, to `tile`.
+    ///
+    /// # Safety
+    /// The CPU must have the kernel's instructions, the thread must be prepared, and both panels must hold
+    /// `depth` units, a multiple of `DEPTH`.
+    unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile);
+}
+
+/// The product as a sum of outer products, `VECTORS` vectors wide.
+///
+/// # Safety
+/// As [`MicroKernel::tile`].
+#[inline(always)]
+unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+    depth: usize,
+    mut a: *const u32,
+    mut b: *const u32,
+    tile: &mut Tile,
+) {
+    const { assert!(ROWS * VECTORS * V::COUNT <= Tile::ELEMENTS) };
+    // SAFETY: the panels hold `depth` steps of `ROWS` and `VECTORS · COUNT` units, and the tile is large
+    // enough, as just checked; the caller vouches for the instructions.
+    unsafe {
+        let mut sums = [[V::zero(); VECTORS]; ROWS];
+        for _ in 0..depth {
+            let columns: [V; VECTORS] = std::array::from_fn(|j| V::load(b.add(j * V::COUNT)));
+            for (i, row) in sums.iter_mut().enumerate() {
+                let x = V::splat(*a.add(i));
+                for (sum, y) in row.iter_mut().zip(columns) {
+                    *sum = V::multiply_add(x, y, *sum);
+                }
+            }
+            a = a.add(ROWS);
+            b = b.add(VECTORS * V::COUNT);
+        }
+        let out = tile.as_mut_ptr();
+        for (i, row) in sums.iter().enumerate() {
+            for (j, sum) in row.iter().enumerate() {
+                sum.store(out.add((i * VECTORS + j) * V::COUNT));
+            }
+        }
+    }
+}
+
+/// Declares a micro-kernel of outer products.
+macro_rules! outer_product_kernel {
+    ($(#[$doc:meta])* $name:ident: $vector:ident, $rows:literal x $vectors:literal) => {
+        $(#[$doc])*
+        pub(super) struct $name;
+
+        impl MicroKernel for $name {
+            const ROWS: usize = $rows;
+            const COLUMNS: usize = $vectors * lanes::$vector::COUNT;
+            const DEPTH: usize = 1;
+            const A_ORDER: Order = Order::AcrossDepth;
+
+            unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    lanes::$vector::compiled(|| {
+                        outer_products::<lanes::$vector, $rows, $vectors>(depth, a, b, tile);
+                    });
+                }
+            }
+        }
+    };
+}
+
+outer_product_kernel!(
+    /// f32 without any instruction beyond the architecture's first.
+    Portable: Plain, 4 x 1
+);
+
+#[cfg(target_arch = "x86_64")]
+outer_product_kernel!(
+    /// f32 by AVX2 and FMA: 12 of 16 registers hold sums.
+    Avx2: F32x8, 6 x 2
+);
+
+#[cfg(target_arch = "x86_64")]
+outer_product_kernel!(
+    /// f32 by AVX-512: 24 of 32 registers hold sums.
+    Avx512: F32x16, 12 x 2
+);
+
+#[cfg(target_arch = "x86_64")]
+outer_product_kernel!(
+    /// bf16 by the pairwise dot products of AVX512-BF16.
+    Avx512Dot: Bf16Pairs, 12 x 2
+);

@@ -1,0 +1,218 @@
+//! One vector of a CPU level, as the micro-kernels see it: the same loops are compiled for each.
+//!
+//! A lane holds an f32 sum. A *unit* is what one lane multiplies at a time: 32 bits, an f32 or a pair of bf16.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+use super::Float;
+
+/// A vector of [`Lanes::COUNT`] lanes.
+///
+/// The methods are unsafe because they may be called only where the CPU has the vector's instructions; they are
+/// fast only inside [`Lanes::compiled`].
+pub(super) trait Lanes: Copy {
+    /// Lanes of a vector.
+    const COUNT: usize;
+    /// Runs `work`, and all that is inlined into it, compiled for the vector's instructions.
+    unsafe fn compiled<R>(work: impl FnOnce() -> R) -> R;
+    /// Sums of zero.
+    unsafe fn zero() -> Self;
+    /// `COUNT` units from any address.
+    unsafe fn load(units: *const u32) -> Self;
+    /// One unit in all lanes.
+    unsafe fn splat(unit: u32) -> Self;
+    /// `sums + x · y`, lane by lane.
+    unsafe fn multiply_add(x: Self, y: Self, sums: Self) -> Self;
+    /// Writes the sums to any address.
+    unsafe fn store(self, sums: *mut f32);
+
+    /// The sum over all lanes, in a fixed order.
+    #[inline(always)]
+    unsafe fn total(self) -> f32 {
+        let mut lanes = [0.0; 16];
+        // SAFETY: the array holds the largest vector; the caller vouches for the instructions.
+        unsafe { self.store(lanes.as_mut_ptr()) };
+        let mut width = Self::COUNT;
+        while width > 1 {
+            width /= 2;
+            for i in 0..width {
+                lanes[i] += lanes[i + width];
+            }
+        }
+        lanes[0]
+    }
+}
+
+/// Eight f32 lanes of plain arithmetic, which the compiler maps to what every CPU has.
+#[derive(Clone, Copy)]
+pub(super) struct Plain([f32; 8]);
+
+impl Lanes for Plain {
+    const COUNT: usize = 8;
+
+    #[inline(always)]
+    unsafe fn compiled<R>(work: impl FnOnce() -> R) -> R {
+        work()
+    }
+
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        Self([0.0; 8])
+    }
+
+    #[inline(always)]
+    unsafe fn load(units: *const u32) -> Self {
+        // SAFETY: the caller has eight units there.
+        Self(unsafe { units.cast::<[f32; 8]>().read_unaligned() })
+    }
+
+    #[inline(always)]
+    unsafe fn splat(unit: u32) -> Self {
+        Self([f32::from_bits(unit); 8])
+    }
+
+    #[inline(always)]
+    unsafe fn multiply_add(x: Self, y: Self, sums: Self) -> Self {
+        Self(std::array::from_fn(|i| x.0[i] * y.0[i] + sums.0[i]))
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, sums: *mut f32) {
+        // SAFETY: the caller has room for eight sums there.
+        unsafe { sums.cast::<[f32; 8]>().write_unaligned(self.0) }
+    }
+}
+
+/// Implements [`Lanes`] by intrinsics.
+#[cfg(target_arch = "x86_64")]
+macro_rules! vector {
+    ($(#[$doc:meta])* $name:ident($vector:ty), $features:literal, $count:literal, $zero:ident, |$units:ident| $load:expr,
+     |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $store:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub(super) struct $name($vector);
+
+        impl Lanes for $name {
+            const COUNT: usize = $count;
+
+            #[target_feature(enable = $features)]
+            unsafe fn compiled<R>(work: impl FnOnce() -> R) -> R {
+                work()
+            }
+
+            #[inline(always)]
+            unsafe fn zero() -> Self {
+                // SAFETY: the caller vouches for the instructions, here and below.
+                Self(unsafe { $zero() })
+            }
+
+            #[inline(always)]
+            unsafe fn load($units: *const u32) -> Self {
+                // SAFETY: the caller has a vector of units there.
+                Self(unsafe { $load })
+            }
+
+            #[inline(always)]
+            unsafe fn splat($unit: u32) -> Self {
+                // SAFETY: as above.
+                Self(unsafe { $splat })
+            }
+
+            #[inline(always)]
+            unsafe fn multiply_add($x: Self, $y: Self, $sums: Self) -> Self {
+                // SAFETY: as above.
+                Self(unsafe { $multiply_add })
+            }
+
+            #[inline(always)]
+            unsafe fn store(self, sums: *mut f32) {
+                // SAFETY: the caller has room for a vector of sums there.
+                unsafe { $store(sums, self.0) }
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+vector!(
+    /// Eight f32 lanes of AVX2 with fused multiply-add.
+    F32x8(__m256), "avx2,fma", 8, _mm256_setzero_ps,
+    |units| _mm256_loadu_ps(units.cast()),
+    |unit| _mm256_set1_ps(f32::from_bits(unit)),
+    |x, y, sums| _mm256_fmadd_ps(x.0, y.0, sums.0),
+    _mm256_storeu_ps
+);
+
+#[cfg(target_arch = "x86_64")]
+vector!(
+    /// Sixteen f32 lanes of AVX-512.
+    F32x16(__m512), "avx512f", 16, _mm512_setzero_ps,
+    |units| _mm512_loadu_ps(units.cast()),
+    |unit| _mm512_set1_ps(f32::from_bits(unit)),
+    |x, y, sums| _mm512_fmadd_ps(x.0, y.0, sums.0),
+    _mm512_storeu_ps
+);
+
+#[cfg(target_arch = "x86_64")]
+vector!(
+    /// Sixteen lanes of AVX512-BF16, each summing the products of a pair of bf16. Subnormals count as zero.
+    Bf16Pairs(__m512), "avx512f,avx512bf16", 16, _mm512_setzero_ps,
+    |units| _mm512_loadu_ps(units.cast()),
+    |unit| _mm512_castsi512_ps(_mm512_set1_epi32(unit.cast_signed())),
+    |x, y, sums| _mm512_dpbf16_ps(sums.0, bits(x.0), bits(y.0)),
+    _mm512_storeu_ps
+);
+
+/// The same 512 bits, as the operand type of the dot product.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn bits(vector: __m512) -> __m512bh {
+    // SAFETY: both are 512 bits without invalid values.
+    unsafe { std::mem::transmute(vector) }
+}
+
+/// A vector that is loaded from elements as they lie in memory, for dot products along the depth.
+pub(super) trait Dot<T>: Lanes {
+    /// Elements that a vector holds.
+    const ELEMENTS: usize;
+    /// `ELEMENTS` elements from any address.
+    unsafe fn load_elements(elements: *const T) -> Self;
+}
+
+/// Implements [`Dot`] for elements that are units, or parts of them, already.
+macro_rules! dot {
+    ($($vector:ty: $element:ty, $per_lane:literal, |$elements:ident| $load:expr;)*) => {$(
+        impl Dot<$element> for $vector {
+            const ELEMENTS: usize = $per_lane * Self::COUNT;
+
+            #[inline(always)]
+            unsafe fn load_elements($elements: *const $element) -> Self {
+                // SAFETY: the caller has the elements there, and the instructions.
+                unsafe { $load }
+            }
+        }
+    )*};
+}
+
+dot! {
+    Plain: f32, 1, |elements| Self::load(elements.cast());
+    Plain: bf16, 1, |elements| Self(elements.cast::<[bf16; 8]>().read_unaligned().map(Float::load));
+}
+
+#[cfg(target_arch = "x86_64")]
+dot! {
+    F32x8: f32, 1, |elements| Self::load(elements.cast());
+    F32x8: bf16, 1, |elements| {
+        let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(elements.cast()));
+        Self(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)))
+    };
+    F32x16: f32, 1, |elements| Self::load(elements.cast());
+    F32x16: bf16, 1, |elements| {
+        let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(elements.cast()));
+        Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
+    };
+    Bf16Pairs: bf16, 2, |elements| Self::load(elements.cast());
+}

@@ -1,0 +1,95 @@
+//! The machine's limit, measured: how fast a level multiplies and adds when nothing comes from memory.
+
+use std::{
+    hint::black_box,
+    time::{Duration, Instant},
+};
+
+use super::{
+    CpuLevel, amx,
+    kernel::MicroKernel,
+    lanes::{Bf16Pairs, F32x8, F32x16, Lanes, Plain},
+    store::Tile,
+};
+
+/// The highest rates measured, in 10⁹ floating-point operations per second; a multiply-add counts two.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Peak {
+    /// f32 multiply-adds.
+    pub f32_gflops: f64,
+    /// bf16 products summed in f32, by the level's bf16 instructions; the f32 rate if it has none.
+    pub bf16_gflops: f64,
+}
+
+/// Measures `threads` threads that run register-only loops at once at `level` (or the best that the CPU
+/// has), in about a third of a second.
+pub fn measure_peak(level: CpuLevel, threads: usize) -> Peak {
+    let level = level.min(CpuLevel::detect());
+    let f32_gflops = measure(threads, || match level {
+        CpuLevel::Portable => vector_loop::<Plain, 4>(1),
+        CpuLevel::Avx2 => vector_loop::<F32x8, 12>(1),
+        _ => vector_loop::<F32x16, 24>(1),
+    });
+    let bf16_gflops = match level {
+        CpuLevel::Avx512Bf16 => measure(threads, || vector_loop::<Bf16Pairs, 24>(2)),
+        CpuLevel::AmxBf16 => measure(threads, tile_loop),
+        _ => f32_gflops,
+    };
+    Peak { f32_gflops, bf16_gflops }
+}
+
+/// The sum over threads of the best of several runs of `run`, which returns how many operations it did.
+fn measure(threads: usize, run: impl Fn() -> f64 + Sync) -> f64 {
+    const TIME: Duration = Duration::from_millis(150);
+    let best = || {
+        let (start, mut best) = (Instant::now(), 0.0_f64);
+        while start.elapsed() < TIME {
+            let begin = Instant::now();
+            let operations = run();
+            best = best.max(operations / begin.elapsed().as_secs_f64());
+        }
+        best
+    };
+    let total: f64 = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(best)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a measuring thread does not panic")).sum()
+    });
+    total / 1e9
+}
+
+/// Multiply-adds into `SUMS` independent sums; each lane does `products` products at a time.
+fn vector_loop<V: Lanes, const SUMS: usize>(products: usize) -> f64 {
+    const ROUNDS: usize = 1 << 15;
+    let unit = black_box(0x3f80_3f80);
+    // SAFETY: the level, which chose `V`, has its instructions.
+    unsafe {
+        V::compiled(|| {
+            let (x, y) = (V::splat(unit), V::splat(unit));
+            let mut sums = [V::zero(); SUMS];
+            for _ in 0..ROUNDS {
+                for sum in &mut sums {
+                    *sum = V::multiply_add(x, y, *sum);
+                }
+            }
+            black_box(sums.map(|sum| sum.total()));
+        });
+    }
+    (2 * products * V::COUNT * SUMS * ROUNDS) as f64
+}
+
+/// The micro-kernel of AMX on one step of panels, again and again, so that all loads hit the first-level cache.
+fn tile_loop() -> f64 {
+    const STEPS: usize = 8;
+    const ROUNDS: usize = 1 << 9;
+    let panel = vec![0_u32; STEPS * amx::Tiles::ROWS * amx::Tiles::DEPTH];
+    let mut tile = Tile::zeros();
+    // SAFETY: the level has tiles, and both panels hold `STEPS` steps.
+    unsafe {
+        amx::Tiles::prepared(|| {
+            for _ in 0..ROUNDS {
+                amx::Tiles::tile(STEPS * amx::Tiles::DEPTH, panel.as_ptr(), panel.as_ptr(), &mut tile);
+            }
+        });
+    }
+    (2 * STEPS * ROUNDS * 2 * amx::Tiles::DEPTH * amx::Tiles::ROWS * amx::Tiles::COLUMNS) as f64
+}

@@ -1,0 +1,144 @@
+//! Products with few rows, `Y = X · Wᵀ` with up to eight rows of X: generation. They are bound by reading W, so
+//! W is read once, in place, and each element of Y is a dot product of a line of X and a line of W.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::{CpuQueue, Float, Problem, lanes::Dot, pack::Order};
+use crate::Write;
+
+/// Rows of X up to which this is faster than packing W.
+const MAX_ROWS: usize = 8;
+/// Elements of W that a task reads, about.
+const TASK_ELEMENTS: usize = 1 << 16;
+/// The longest vector, in elements.
+const MAX_ELEMENTS: usize = 32;
+
+/// Whether a product is of this kind.
+pub(super) fn fits<T, C>(problem: &Problem<'_, T, C>) -> bool {
+    problem.m <= MAX_ROWS && problem.a.order() == Order::AlongDepth && problem.b.order() == Order::AlongDepth
+}
+
+/// Computes `problem`, which [`fits`], with vectors `V`.
+pub(super) fn multiply<V: Dot<T>, T: Float, C: Float>(queue: &CpuQueue, problem: &Problem<'_, T, C>) {
+    let columns = (TASK_ELEMENTS / problem.k.max(1)).clamp(8, 1024);
+    let task = |start: usize| {
+        let columns = start..(start + columns).min(problem.n);
+        // SAFETY: the queue's level has the vector's instructions (the caller chose `V` by it). Tasks
+        // write different columns.
+        unsafe {
+            V::compiled(|| match problem.m {
+                0 => {}
+                1 => dots::<V, T, C, 1, 8>(problem, columns),
+                2 => dots::<V, T, C, 2, 4>(problem, columns),
+                3 => dots::<V, T, C, 3, 2>(problem, columns),
+                4 => dots::<V, T, C, 4, 2>(problem, columns),
+                5 => dots::<V, T, C, 5, 1>(problem, columns),
+                6 => dots::<V, T, C, 6, 1>(problem, columns),
+                7 => dots::<V, T, C, 7, 1>(problem, columns),
+                _ => dots::<V, T, C, MAX_ROWS, 1>(problem, columns),
+            });
+        }
+    };
+    let tasks = problem.n.div_ceil(columns);
+    if tasks <= 1 {
+        (0..tasks).for_each(|i| task(i * columns));
+    } else {
+        queue.pool.install(|| {
+            (0..tasks).into_par_iter().with_max_len(1).for_each(|i| task(i * columns));
+        });
+    }
+}
+
+/// Columns `columns` of the product of `ROWS` rows, `LINES` lines of W at a time.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`, and nothing else may use these columns of C.
+#[inline(always)]
+unsafe fn dots<V: Dot<T>, T: Float, C: Float, const ROWS: usize, const LINES: usize>(
+    problem: &Problem<'_, T, C>,
+    columns: Range<usize>,
+) {
+    let x: [&[T]; ROWS] = std::array::from_fn(|i| problem.a.line(i));
+    let whole = columns.end - columns.len() % LINES;
+    for column in (columns.start..whole).step_by(LINES) {
+        // SAFETY: the caller's promises, here and below.
+        let sums =
+            unsafe { dot::<V, T, ROWS, LINES>(x, std::array::from_fn(|j| problem.b.line(column + j))) };
+        for j in 0..LINES {
+            // SAFETY: as above.
+            unsafe { finish(problem, column + j, sums.map(|row| row[j])) };
+        }
+    }
+    for column in whole..columns.end {
+        // SAFETY: as above.
+        unsafe {
+            let sums = dot::<V, T, ROWS, 1>(x, [problem.b.line(column)]);
+            finish(problem, column, sums.map(|[sum]| sum));
+        }
+    }
+}
+
+/// The dot products of lines of the same length.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn dot<V: Dot<T>, T: Float, const ROWS: usize, const LINES: usize>(
+    x: [&[T]; ROWS],
+    w: [&[T]; LINES],
+) -> [[f32; LINES]; ROWS] {
+    let k = x[0].len();
+    assert!(x.iter().all(|line| line.len() == k) && w.iter().all(|line| line.len() == k));
+    let whole = k - k % V::ELEMENTS;
+    // SAFETY: `V::ELEMENTS` elements follow each index below `whole`, and each padded rest is as long as the
+    // longest vector; the caller vouches for the instructions.
+    unsafe {
+        let mut sums = [[V::zero(); LINES]; ROWS];
+        let mut step = |x: [*const T; ROWS], w: [*const T; LINES]| {
+            let x: [V; ROWS] = x.map(|x| V::load_elements(x));
+            for (j, w) in w.into_iter().enumerate() {
+                let w = V::load_elements(w);
+                for (sums, x) in sums.iter_mut().zip(x) {
+                    sums[j] = V::multiply_add(x, w, sums[j]);
+                }
+            }
+        };
+        for index in (0..whole).step_by(V::ELEMENTS) {
+            step(x.map(|x| x.as_ptr().add(index)), w.map(|w| w.as_ptr().add(index)));
+        }
+        if whole < k {
+            let (x, w) = (x.map(|x| padded(&x[whole..])), w.map(|w| padded(&w[whole..])));
+            step(x.each_ref().map(|x| x.as_ptr()), w.each_ref().map(|w| w.as_ptr()));
+        }
+        sums.map(|row| row.map(|sum| sum.total()))
+    }
+}
+
+/// The elements, followed by zeros.
+#[inline(always)]
+fn padded<T: Float>(rest: &[T]) -> [T; MAX_ELEMENTS] {
+    let mut elements = [T::zeroed(); MAX_ELEMENTS];
+    elements[..rest.len()].copy_from_slice(rest);
+    elements
+}
+
+/// Writes a column of C.
+///
+/// # Safety
+/// Nothing else may use the column.
+#[inline(always)]
+unsafe fn finish<T: Float, C: Float, const ROWS: usize>(
+    problem: &Problem<'_, T, C>,
+    column: usize,
+    sums: [f32; ROWS],
+) {
+    let bias = problem.bias.map_or(0.0, |bias| bias[column].load());
+    for (i, sum) in sums.into_iter().enumerate() {
+        // SAFETY: the caller's promise; C has `ROWS` rows and this column.
+        let out = unsafe { &mut problem.c.at(i, column).row(0, 1)[0] };
+        let sum = sum + bias;
+        *out = C::store(if problem.write == Write::Accumulate { sum + out.load() } else { sum });
+    }
+}

@@ -1,0 +1,57 @@
+//! Memory for packed operands: allocated once with the queue, the same for every product.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use lockstep_plan::MemoryCategory;
+
+use crate::{Arena, Buffer, TensorError};
+
+/// Most units of depth that are packed at a time.
+pub(super) const MAX_DEPTH: usize = 1024;
+/// Units of a task's packed rows of A; with a panel of B they fit a core's second-level cache.
+pub(super) const ROWS_UNITS: usize = 96 * MAX_DEPTH;
+/// Units of the packed columns of B, which all tasks share in the third-level cache.
+pub(super) const COLUMNS_UNITS: usize = 3 << 19;
+/// Rows and columns of the sums kept in f32 while a bf16 product's depth is worked through in parts.
+pub(super) const PARTIAL_ROWS: usize = 1024;
+/// See [`PARTIAL_ROWS`].
+pub(super) const PARTIAL_COLUMNS: usize = 1024;
+
+/// The scratch memory of a queue.
+pub(in crate::cpu) struct Scratch {
+    columns: Mutex<Buffer>,
+    partial: Mutex<Buffer>,
+    rows: Vec<Mutex<Buffer>>,
+}
+
+impl Scratch {
+    /// Scratch for products on `threads` threads.
+    pub(in crate::cpu) fn new(threads: usize, arena: &Arena) -> Result<Self, TensorError> {
+        let buffer = |units| arena.allocate(4 * units, MemoryCategory::Workspace).map(Mutex::new);
+        Ok(Self {
+            columns: buffer(COLUMNS_UNITS)?,
+            partial: buffer(PARTIAL_ROWS * PARTIAL_COLUMNS)?,
+            rows: (0..threads).map(|_| buffer(ROWS_UNITS)).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// The packed columns of B.
+    pub(super) fn columns(&self) -> MutexGuard<'_, Buffer> {
+        lock(&self.columns)
+    }
+
+    /// The partial sums.
+    pub(super) fn partial(&self) -> MutexGuard<'_, Buffer> {
+        lock(&self.partial)
+    }
+
+    /// The packed rows of A of the task that this thread works on.
+    pub(super) fn rows(&self) -> MutexGuard<'_, Buffer> {
+        lock(&self.rows[rayon::current_thread_index().unwrap_or(0) % self.rows.len()])
+    }
+}
+
+/// Packed data left by a panic is never read, so a poisoned lock is as good as any.
+fn lock(buffer: &Mutex<Buffer>) -> MutexGuard<'_, Buffer> {
+    buffer.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,121 @@
+//! What happens to a finished tile of sums: earlier sums, bias and C are added, and it is rounded once.
+
+use super::{CpuLevel, Float};
+use crate::Write;
+
+/// A tile of f32 sums, as a micro-kernel leaves it.
+#[repr(align(64))]
+pub(super) struct Tile([f32; Self::ELEMENTS]);
+
+impl Tile {
+    /// The largest tile of any micro-kernel, 32 × 32.
+    pub(super) const ELEMENTS: usize = 1024;
+
+    /// A tile of zeros.
+    pub(super) fn zeros() -> Self {
+        Self([0.0; Self::ELEMENTS])
+    }
+
+    /// Where a micro-kernel writes.
+    pub(super) fn as_mut_ptr(&mut self) -> *mut f32 {
+        self.0.as_mut_ptr()
+    }
+}
+
+/// A matrix that tasks write disjoint parts of.
+pub(super) struct Window<C> {
+    pointer: *mut C,
+    row_stride: usize,
+}
+
+impl<C> Clone for Window<C> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<C> Copy for Window<C> {}
+
+// SAFETY: a window is an address and a stride; using the address is unsafe and asks for disjointness.
+unsafe impl<C: Send> Send for Window<C> {}
+// SAFETY: as above.
+unsafe impl<C: Send> Sync for Window<C> {}
+
+impl<C> Window<C> {
+    /// A matrix with rows `row_stride` elements apart.
+    pub(super) fn new(pointer: *mut C, row_stride: usize) -> Self {
+        Self { pointer, row_stride }
+    }
+
+    /// The window that starts at an element of this one.
+    ///
+    /// # Safety
+    /// The element must lie in the matrix.
+    pub(super) unsafe fn at(self, row: usize, column: usize) -> Self {
+        // SAFETY: the caller's promise.
+        Self { pointer: unsafe { self.pointer.add(row * self.row_stride + column) }, ..self }
+    }
+
+    /// The first `len` elements of a row.
+    ///
+    /// # Safety
+    /// They must lie in the matrix, and nothing else may use them while the slice lives.
+    pub(super) unsafe fn row<'a>(self, row: usize, len: usize) -> &'a mut [C] {
+        // SAFETY: the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer.add(row * self.row_stride), len) }
+    }
+}
+
+/// What is added to a tile of sums on its way to memory.
+pub(super) struct Finish<'a, T> {
+    /// Sums over earlier parts of the depth.
+    pub(super) partial: Option<Window<f32>>,
+    /// Bias of the tile's columns.
+    pub(super) bias: Option<&'a [T]>,
+    /// Whether what the target holds is added too.
+    pub(super) write: Write,
+}
+
+/// Writes the first `rows × columns` elements of a tile whose rows are `tile_columns` apart.
+///
+/// # Safety
+/// That part of `target` and of the partial sums must exist, and no other thread may use it meanwhile.
+pub(super) unsafe fn store<T: Float, C: Float>(
+    level: CpuLevel,
+    (rows, columns): (usize, usize),
+    tile: &mut Tile,
+    tile_columns: usize,
+    finish: &Finish<'_, T>,
+    target: Window<C>,
+) {
+    level.run(
+        #[inline(always)]
+        || {
+            for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
+                let sums = &mut sums[..columns];
+                if let Some(partial) = finish.partial {
+                    // SAFETY: the caller's promise.
+                    add(sums, unsafe { partial.row(i, columns) });
+                }
+                if let Some(bias) = finish.bias {
+                    add(sums, &bias[..columns]);
+                }
+                // SAFETY: the caller's promise; `partial` and `target` are different matrices.
+                let target = unsafe { target.row(i, columns) };
+                if finish.write == Write::Accumulate {
+                    add(sums, target);
+                }
+                for (out, sum) in target.iter_mut().zip(sums) {
+                    *out = C::store(*sum);
+                }
+            }
+        },
+    );
+}
+
+#[inline(always)]
+fn add<T: Float>(sums: &mut [f32], terms: &[T]) {
+    for (sum, term) in sums.iter_mut().zip(terms) {
+        *sum += term.load();
+    }
+}

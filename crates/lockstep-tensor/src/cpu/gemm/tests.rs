@@ -1,0 +1,279 @@
+//! Every level, layout and type against the reference; bits against the number of threads.
+
+use half::bf16;
+use lockstep_plan::{DType, MemoryCategory};
+use proptest::prelude::*;
+
+use super::{
+    super::{CpuLevel, CpuQueue},
+    amx_emulator,
+    reference::multiply,
+};
+use crate::{Arena, Gemm, GemmLayout, Kernels, Tensor, Write};
+
+const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
+/// The types of operands and of C.
+const TYPES: [(DType, DType); 3] =
+    [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::BF16, DType::BF16)];
+
+/// A product to try, with its operands as f64 values that its types hold exactly.
+#[derive(Debug, Clone)]
+struct Case {
+    layout: GemmLayout,
+    shape: [usize; 3],
+    types: (DType, DType),
+    a: Vec<f64>,
+    b: Vec<f64>,
+    bias: Option<Vec<f64>>,
+    earlier: Option<Vec<f64>>,
+}
+
+impl Case {
+    fn new(layout: GemmLayout, [m, n, k]: [usize; 3], types: (DType, DType), seed: u64) -> Self {
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut values = |count: usize, dtype| -> Vec<f64> {
+            let mut value = || {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                ((state >> 40) as f32 / (1_u64 << 23) as f32) - 1.0
+            };
+            (0..count)
+                .map(|_| if dtype == DType::F32 { value().into() } else { bf16::from_f32(value()).into() })
+                .collect()
+        };
+        let (a, b) = (values(m * k, types.0), values(k * n, types.0));
+        let bias = seed.is_multiple_of(2).then(|| values(n, types.0));
+        let earlier = seed.is_multiple_of(3).then(|| values(m * n, types.1));
+        Self { layout, shape: [m, n, k], types, a, b, bias, earlier }
+    }
+
+    /// C as `queue` computes it.
+    fn run(&self, queue: &CpuQueue) -> Vec<f64> {
+        let arena = Arena::new();
+        let [m, n, k] = self.shape;
+        let (a_shape, b_shape) = match self.layout {
+            GemmLayout::NN => ([m, k], [k, n]),
+            GemmLayout::NT => ([m, k], [n, k]),
+            GemmLayout::TN => ([k, m], [k, n]),
+        };
+        let a = tensor(&arena, self.types.0, a_shape, &self.a);
+        let b = tensor(&arena, self.types.0, b_shape, &self.b);
+        let bias = self.bias.as_ref().map(|bias| tensor(&arena, self.types.0, [1, n], bias));
+        // What is overwritten must not matter, not even if it is NaN.
+        let (earlier, write) = match &self.earlier {
+            Some(earlier) => (earlier.clone(), Write::Accumulate),
+            None => (vec![f64::NAN; m * n], Write::Overwrite),
+        };
+        let c = tensor(&arena, self.types.1, [m, n], &earlier);
+        queue.gemm(Gemm {
+            layout: self.layout,
+            a: a.view(),
+            b: b.view(),
+            c: c.view(),
+            bias: bias.as_ref().map(|bias| bias.view().reshape([n])),
+            write,
+        });
+        values_of(&c)
+    }
+
+    /// Checks the result of `queue` against the reference.
+    fn check(&self, queue: &CpuQueue) {
+        let [_, n, k] = self.shape;
+        let out = self.run(queue);
+        let exact = multiply(
+            self.layout,
+            self.shape,
+            &self.a,
+            &self.b,
+            self.bias.as_deref(),
+            self.earlier.as_deref(),
+        );
+        // Sums are in f32, in some order; a bf16 result is rounded once more.
+        let sum_error = f64::from(f32::EPSILON) * (k as f64 + 4.0);
+        let rounding = if self.types.1 == DType::BF16 { f64::from(bf16::EPSILON) / 2.0 } else { 0.0 };
+        for (index, (out, exact)) in out.iter().zip(&exact).enumerate() {
+            let bound = exact.magnitude * sum_error + exact.value.abs() * rounding * 1.01;
+            assert!(
+                (out - exact.value).abs() <= bound,
+                "{} {:?} {:?} m, n, k = {:?}: C[{}, {}] is {out}, must be {} ± {bound:e}",
+                queue.level,
+                self.layout,
+                self.types,
+                self.shape,
+                index / n,
+                index % n,
+                exact.value,
+            );
+        }
+    }
+}
+
+fn tensor(arena: &Arena, dtype: DType, shape: [usize; 2], values: &[f64]) -> Tensor {
+    match dtype {
+        DType::F32 => {
+            let values: Vec<f32> = values.iter().map(|x| *x as f32).collect();
+            Tensor::from_slice(arena, shape, &values, MemoryCategory::Activations).unwrap()
+        }
+        _ => {
+            let values: Vec<bf16> = values.iter().map(|x| bf16::from_f64(*x)).collect();
+            Tensor::from_slice(arena, shape, &values, MemoryCategory::Activations).unwrap()
+        }
+    }
+}
+
+fn values_of(tensor: &Tensor) -> Vec<f64> {
+    match tensor.view().dtype() {
+        DType::F32 => tensor.view().to_vec::<f32>().into_iter().map(f64::from).collect(),
+        _ => tensor.view().to_vec::<bf16>().into_iter().map(f64::from).collect(),
+    }
+}
+
+/// Queues of every level that can be tried here. AMX is emulated where the CPU lacks it.
+fn queues(threads: usize) -> Vec<CpuQueue> {
+    let mut queues = Vec::new();
+    for level in CpuLevel::ALL {
+        let emulated = level == CpuLevel::AmxBf16 && CpuLevel::detect() == CpuLevel::Avx512Bf16;
+        if level > CpuLevel::detect() && !(emulated && amx_emulator::install()) {
+            eprintln!("SKIPPED: {level}, which this CPU lacks");
+            continue;
+        }
+        let mut queue = CpuQueue::with_level(threads, &Arena::new(), level).unwrap();
+        queue.level = level;
+        queues.push(queue);
+    }
+    queues
+}
+
+fn cases(shapes: &[[usize; 3]]) -> impl Iterator<Item = Case> {
+    shapes.iter().enumerate().flat_map(|(seed, shape)| {
+        LAYOUTS.into_iter().flat_map(move |layout| {
+            TYPES.into_iter().map(move |types| Case::new(layout, *shape, types, seed as u64))
+        })
+    })
+}
+
+#[test]
+fn every_level_agrees_with_the_reference_at_odd_sizes() {
+    let sizes = [1, 2, 3, 7, 17, 31, 33, 63, 65, 129, 255];
+    let mut shapes = Vec::new();
+    for (i, size) in sizes.into_iter().enumerate() {
+        shapes.push([size, sizes[(i + 3) % 11], sizes[(i + 7) % 11]]);
+        shapes.push([sizes[(i + 5) % 11], size, size]);
+        shapes.push([size, size, sizes[(i + 6) % 11]]);
+    }
+    for queue in queues(2) {
+        cases(&shapes).for_each(|case| case.check(&queue));
+    }
+}
+
+#[test]
+fn depths_beyond_one_block_agree_with_the_reference() {
+    for queue in queues(2) {
+        let few_rows = [1, 9, 5000];
+        cases(&[[30, 40, 1025], [13, 70, 2049], [33, 33, 4100], few_rows])
+            .for_each(|case| case.check(&queue));
+    }
+}
+
+#[test]
+fn chunks_of_rows_and_columns_meet_without_a_gap() {
+    // Long enough for several chunks of columns, and, in bf16, of rows with partial sums.
+    for queue in queues(2).into_iter().filter(|queue| queue.level >= CpuLevel::Avx2) {
+        if queue.level == CpuLevel::AmxBf16 && CpuLevel::detect() != CpuLevel::AmxBf16 {
+            continue; // Emulation would take minutes.
+        }
+        cases(&[[2, 9, 3], [1100, 40, 2100], [20, 3300, 1030]])
+            .filter(|case| case.layout == GemmLayout::NT)
+            .for_each(|case| case.check(&queue));
+    }
+}
+
+#[test]
+fn an_empty_depth_gives_the_bias_or_leaves_c() {
+    for queue in queues(1) {
+        cases(&[[3, 40, 0], [20, 5, 0], [20, 5, 0], [20, 40, 0]]).for_each(|case| case.check(&queue));
+    }
+}
+
+#[test]
+fn an_empty_product_writes_nothing() {
+    for queue in queues(1) {
+        for case in cases(&[[0, 5, 7], [5, 0, 7], [0, 0, 0]]) {
+            assert_eq!(case.run(&queue), []);
+        }
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let shapes = [[5, 700, 300], [130, 250, 1100], [257, 129, 63]];
+    let results: Vec<Vec<Vec<Vec<f64>>>> = [1, 2, 3]
+        .map(|threads| {
+            queues(threads).iter().map(|queue| cases(&shapes).map(|case| case.run(queue)).collect()).collect()
+        })
+        .into();
+    assert!(results[0] == results[1], "two threads differ from one");
+    assert!(results[0] == results[2], "three threads differ from one");
+}
+
+#[test]
+fn nan_and_infinity_reach_their_row_and_no_other() {
+    for queue in queues(2) {
+        for (mut case, value) in cases(&[[21, 35, 50], [4, 35, 50]]).zip([f64::NAN, f64::INFINITY].repeat(9))
+        {
+            let [m, n, k] = case.shape;
+            let row = m - 1;
+            case.a[if case.layout == GemmLayout::TN { 7 * m + row } else { row * k + 7 }] = value;
+            let out = case.run(&queue);
+            assert!(out[..row * n].iter().all(|x| x.is_finite()), "{} {:?}", queue.level, case.layout);
+            assert!(out[row * n..].iter().all(|x| !x.is_finite()), "{} {:?}", queue.level, case.layout);
+        }
+    }
+}
+
+#[test]
+fn scratch_does_not_grow_after_the_queue_is_made() {
+    let arena = Arena::new();
+    let queue = CpuQueue::new(2, &arena).unwrap();
+    let booked = arena.in_use();
+    cases(&[[3, 100, 100], [100, 100, 3000], [300, 300, 300]]).for_each(|case| drop(case.run(&queue)));
+    assert_eq!(arena.in_use().total(), booked.total());
+    assert_eq!(booked.total(), booked[MemoryCategory::Workspace]);
+}
+
+#[test]
+#[should_panic(expected = "do not fit")]
+fn operands_that_do_not_fit_are_refused() {
+    let mut case = Case::new(GemmLayout::NN, [4, 5, 6], TYPES[0], 1);
+    case.layout = GemmLayout::NT;
+    let arena = Arena::new();
+    let [a, b, c] = [[4, 6], [6, 5], [4, 5]]
+        .map(|shape| tensor(&arena, DType::F32, shape, &[0.0; 30][..shape[0] * shape[1]]));
+    let queue = CpuQueue::new(1, &arena).unwrap();
+    let (a, b, c) = (a.view(), b.view(), c.view());
+    queue.gemm(Gemm { layout: GemmLayout::NT, a, b, c, bias: None, write: Write::Overwrite });
+}
+
+#[test]
+#[should_panic(expected = "overlaps another operand")]
+fn an_output_that_is_also_an_input_is_refused() {
+    let arena = Arena::new();
+    let a = tensor(&arena, DType::F32, [4, 4], &[0.0; 16]);
+    let queue = CpuQueue::new(1, &arena).unwrap();
+    let (a, b, c) = (a.view(), a.view(), a.view());
+    queue.gemm(Gemm { layout: GemmLayout::NN, a, b, c, bias: None, write: Write::Overwrite });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn random_shapes_agree_with_the_reference(
+        m in 1_usize..300, n in 1_usize..300, k in 1_usize..300,
+        layout in prop::sample::select(&LAYOUTS[..]), types in prop::sample::select(&TYPES[..]), seed: u64,
+    ) {
+        let case = Case::new(layout, [m, n, k], types, seed);
+        for queue in queues(2) {
+            case.check(&queue);
+        }
+    }
+}

@@ -20,13 +20,19 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
-    /// The file system that holds the metrics is full. Rows wait in memory and are written as soon as there is room.
-    #[error("no space left for {}: {waiting_rows} row(s) wait in memory; free some space", path.display())]
+    /// The file system that holds the metrics is full. Rows wait in memory and are written as soon as there
+    /// is room.
+    #[error(
+        "no space left for {}: {waiting_rows} row(s) wait in memory, {lost_rows} lost; free some space",
+        path.display()
+    )]
     MetricsDiskFull {
         /// The metrics file.
         path: PathBuf,
         /// Rows that are not on disk yet.
         waiting_rows: usize,
+        /// Rows given up because too many waited already.
+        lost_rows: usize,
     },
     /// The metrics file cannot be opened, read or written for another reason.
     #[error("cannot {action} {}: {source}", path.display())]

@@ -1,7 +1,7 @@
 //! Ctrl-C and SIGTERM as a flag that the training loop reads between steps.
 //!
-//! The first signal asks: the loop finishes its step, saves and ends with code 75. A second Ctrl-C insists: the
-//! process ends at once with 130, whatever it is doing.
+//! The first signal asks: the loop finishes its step, saves and ends with code 75. A second Ctrl-C insists:
+//! the process ends at once with 130, whatever it is doing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,8 +28,8 @@ impl Interrupt {
     pub fn on_signals() -> Result<Self, Error> {
         let interrupt = Self::default();
         let requested = &interrupt.requested;
-        // Handlers run in the order of registration: at the first Ctrl-C the flag is not set yet when the first one
-        // looks at it.
+        // Handlers run in the order of registration: at the first Ctrl-C the flag is not set yet when the
+        // first one looks at it.
         flag::register_conditional_shutdown(SIGINT, SECOND_INTERRUPT_EXIT_CODE, requested.clone())
             .and_then(|_| flag::register(SIGINT, requested.clone()))
             .and_then(|_| flag::register(SIGTERM, requested.clone()))

@@ -1,7 +1,8 @@
 //! What a person sees of a run, on standard error.
 //!
-//! On a terminal one line is redrawn in place and everything else is printed above it. Elsewhere (a file, a pipe, a
-//! dumb terminal) there is a plain line every `log_every` steps. Both show the same text, made by [`StepLine`].
+//! On a terminal one line is redrawn in place and everything else is printed above it. Elsewhere (a file, a
+//! pipe, a dumb terminal) there is a plain line every `log_every` steps. Both show the same text, made by
+//! [`StepLine`].
 
 use std::env;
 use std::fmt;
@@ -91,7 +92,7 @@ impl Progress {
                 bar.set_message(line.to_string());
                 bar.set_position(metrics.step);
             }
-            Display::Lines(out) if is_due => write_line(out, &line),
+            Display::Lines(out) if is_due => write_line(out, line),
             Display::Lines(_) => {}
         }
     }

@@ -1,7 +1,8 @@
 //! The learning rate as a pure function of the step.
 //!
-//! With `W` warm-up steps, `D` decay steps and `T` steps in all, the rate rises linearly over `W` steps, stays at its
-//! peak for `S = T + 1 - W - D` steps (at least one) and then falls over `D` steps from 1 towards `min_ratio`:
+//! With `W` warm-up steps, `D` decay steps and `T` steps in all, the rate rises linearly over `W` steps,
+//! stays at its peak for `S = T + 1 - W - D` steps (at least one) and then falls over `D` steps from 1
+//! towards `min_ratio`:
 //!
 //! ```text
 //! s < W      (s + 1) / W
@@ -10,8 +11,8 @@
 //!            f = 1 - p | 1 - sqrt(p) | (1 + cos(pi p)) / 2
 //! ```
 //!
-//! `s` counts from 0, so the first step already moves. These are torchtitan's conventions; where `W + D > T` the
-//! curve is not squeezed but cut off by the end of the run, which repeats the beginning of a longer one.
+//! `s` counts from 0, so the first step already moves. These are torchtitan's conventions; where `W + D > T`
+//! the curve is not squeezed but cut off by the end of the run, which repeats the beginning of a longer one.
 
 use serde::Serialize;
 
@@ -23,8 +24,8 @@ pub enum Decay {
     None,
     /// `1 - p`.
     Linear,
-    /// `1 - sqrt(p)`: steep first, as suits a short decay after a long stable phase (Hägele et al. 2024, "Scaling
-    /// Laws and Compute-Optimal Training Beyond Fixed Training Durations", section 4).
+    /// `1 - sqrt(p)`: steep first, as suits a short decay after a long stable phase (Hägele et al. 2024,
+    /// "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", section 4).
     Sqrt,
     /// Half a cosine (Loshchilov and Hutter, "SGDR", 2017, equation 5).
     Cosine,

@@ -1,12 +1,12 @@
 //! Rules between values: what each key alone cannot know.
 
-use super::keys::RunConfig;
+use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{DataFormat, OptimizerKind, ScheduleKind};
 
-/// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over: what
-/// stands in for it is not what the user meant.
+/// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over:
+/// what stands in for it is not what the user meant.
 pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
     let mut checker = Checker { config, reader };
     checker.model();
@@ -35,10 +35,13 @@ impl Checker<'_, '_, '_> {
         self.reader.problems.push(Problem::new(self.config.origin(at), at, what, allowed));
     }
 
-    /// Refuses keys that were set though nothing reads them in this combination.
+    /// Refuses keys that were set though nothing reads them in this combination. An argument that makes another
+    /// choice than the file sets aside what the file says of the old one.
     fn refuse_without_effect(&mut self, keys: &[&str], because: &str, depends_on: &str) {
+        let chosen_by_argument = matches!(self.config.origin(depends_on), Origin::Argument(_));
         for key in keys {
-            if self.given(key) {
+            let set_aside = chosen_by_argument && matches!(self.config.origin(key), Origin::File { .. });
+            if self.given(key) && !set_aside {
                 self.refuse(&[key, depends_on], format!("has no effect with {because}"), "leave it out");
             }
         }
@@ -51,7 +54,7 @@ impl Checker<'_, '_, '_> {
             .collect();
         if let [first, second, ..] = sources[..] {
             let what = format!("is given as well as {first}; each names the model");
-            self.refuse(&[second], what, "one of model.preset, model.path, model.model_type");
+            self.refuse(&[second], what, format!("one of {}", MODEL_SOURCES.join(", ")));
         }
         if self.config.model.from_pretrained && self.config.model.path.is_none() {
             let what = "is true, but there is no directory to take the weights from";

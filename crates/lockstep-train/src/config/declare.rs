@@ -14,7 +14,7 @@ pub struct Key {
     pub name: &'static str,
     /// What it takes.
     pub value_type: ValueType,
-    /// What holds when nobody sets it; `null` where that is derived (see [`Rules::when_absent`]).
+    /// What holds when nobody sets it; `null` where that is derived (the rules say how).
     pub default: Value,
     /// Range and role.
     pub rules: Rules,

@@ -1,7 +1,7 @@
 //! The table of keys: the one place where a key, its type, default, range and meaning are written down.
 //!
-//! The structs of the configuration, parsing, error messages and `docs/configuration.md` all come from it. A key
-//! stands here only once something reads it; a planned one is named under `later` and refused.
+//! The structs of the configuration, parsing, error messages and `docs/configuration.md` all come from it. A
+//! key stands here only once something reads it; a planned one is named under `later` and refused.
 
 use std::path::PathBuf;
 use std::sync::LazyLock;
@@ -22,15 +22,19 @@ pub const DEFAULT_PRESET: &str = "llama-15m";
 /// Other names under which keys are accepted.
 pub(super) const ALIASES: [(&str, &str); 1] = [("train.lr", "optimizer.lr")];
 
+/// The keys that name the model; at most one is given.
+pub(super) const MODEL_SOURCES: [&str; 3] = ["model.preset", "model.path", "model.model_type"];
+
 /// Sections that are planned and not there yet.
 pub(super) const LATER_SECTIONS: [&str; 1] = ["elastic"];
 
 sections! {
-    /// What is trained: one of `preset`, `path` and `model_type`. Any other key is an override of the same key of the
-    /// model's `config.json`, such as `hidden_size = 512`; the model family checks it.
+    /// What is trained: one of `preset`, `path` and `model_type`. Any other key is an override of the same
+    /// key of the model's `config.json`, such as `hidden_size = 512`; the model family checks it.
     model: ModelConfig and any other key in overrides {
         /// A named architecture, such as `llama-60m`.
-        preset: Option<String> = None, rules().when_absent("`llama-15m`, unless `path` or `model_type` is given").defines_numbers();
+        preset: Option<String> = None,
+            rules().when_absent("`llama-15m`, unless `path` or `model_type` is given").defines_numbers();
         /// A directory with a Hugging Face `config.json`.
         path: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
         /// A model family, such as `llama`; its sizes are given as overrides.
@@ -43,16 +47,22 @@ sections! {
     /// What it is trained on.
     data: DataConfig {
         /// Files, directories and glob patterns to train on.
-        train: Vec<String> = Vec::new(), rules().when_absent("text found on the machine: the Rust sources that cargo has downloaded, else the project's own").defines_numbers();
+        train: Vec<String> = Vec::new(),
+            rules()
+                .when_absent("text found on the machine: Rust sources that cargo has downloaded, else our own")
+                .defines_numbers();
         /// Files, directories and glob patterns to evaluate on.
-        valid: Vec<String> = Vec::new(), rules().when_absent("`valid_fraction` of the training text, from its end").defines_numbers();
+        valid: Vec<String> = Vec::new(),
+            rules().when_absent("`valid_fraction` of the training text, from its end").defines_numbers();
         /// The share of the training text that is kept for evaluation when `valid` is not given.
         valid_fraction: f64 = 0.1, rules().at_least(0.0).below(1.0).defines_numbers();
         /// How the files are read; `auto` decides by the file name.
         format: DataFormat = DataFormat::Auto, rules().defines_numbers();
         /// `bytes`, or the path of a `tokenizer.json`.
-        tokenizer: Option<TokenizerSource> = None, rules().when_absent("the one in the model's directory, else `bytes`").defines_numbers();
-        /// `shuffle` draws every window of the corpus once an epoch in an order that depends on the seed; `sequential` reads them from the start.
+        tokenizer: Option<TokenizerSource> = None,
+            rules().when_absent("the one in the model's directory, else `bytes`").defines_numbers();
+        /// `shuffle` draws every window of the corpus once an epoch in an order that depends on the seed;
+        /// `sequential` reads them from the start.
         order: DataOrder = DataOrder::Shuffle, rules().defines_numbers();
         /// The field of a JSON line that holds the text.
         text_field: String = "text".to_owned(), rules().defines_numbers();
@@ -68,12 +78,14 @@ sections! {
         /// Sequences in one optimizer step, over all ranks.
         global_batch: usize = 32, rules().at_least(1.0).at_most(1e6).defines_numbers();
         /// Sequences in one forward and backward; divides `global_batch`.
-        micro_batch: Option<usize> = None, rules().at_least(1.0).at_most(1e6).when_absent("the largest divisor of `global_batch` up to 8");
+        micro_batch: Option<usize> = None,
+            rules().at_least(1.0).at_most(1e6).when_absent("the largest divisor of `global_batch` up to 8");
         /// Tokens in a sequence.
         seq_len: usize = 256, rules().at_least(1.0).at_most(16_777_216.0).defines_numbers();
         /// Decides initial weights, dropout and data order.
         seed: u64 = 1337, rules().defines_numbers();
-        /// The type of activations and of the weights that kernels read; gradients and the optimizer stay in f32.
+        /// The type of activations and of the weights that kernels read; gradients and the optimizer stay in
+        /// f32.
         precision: Precision = Precision::F32, rules().defines_numbers();
         /// The gradient's global L2 norm is clipped to this; 0 switches clipping off.
         max_grad_norm: f64 = 1.0, rules().at_least(0.0).defines_numbers();
@@ -104,19 +116,25 @@ sections! {
         weight_decay: f64 = 0.1, rules().at_least(0.0).defines_numbers();
         /// Momentum of `sgd`.
         momentum: f64 = 0.9, rules().at_least(0.0).below(1.0).defines_numbers();
-        /// Names of the parameters that decay; `*` stands for any characters, as in `*.mlp.*`. An empty list: none.
+        /// Names of the parameters that decay; `*` stands for any characters, as in `*.mlp.*`. An empty list:
+        /// none.
         decay: Option<Vec<String>> = None, rules().when_absent("all matrices").defines_numbers();
     }
     later []
 
     /// The learning rate over the steps: a linear warm-up, then `kind`.
     schedule: ScheduleConfig {
-        /// `linear` and `cosine` fall after the warm-up, `wsd` stays at the peak and falls with 1 - sqrt at the end.
+        /// `linear` and `cosine` fall after the warm-up, `wsd` stays at the peak and falls with 1 - sqrt at
+        /// the end.
         kind: ScheduleKind = ScheduleKind::Cosine, rules().defines_numbers();
         /// Steps in which the learning rate rises to its peak.
-        warmup_steps: Option<u64> = None, rules().when_absent("a tenth of `train.steps`, at most 100").defines_numbers();
+        warmup_steps: Option<u64> = None,
+            rules().when_absent("a tenth of `train.steps`, at most 100").defines_numbers();
         /// Steps in which it falls. It ends with the run, or later if it does not fit after the warm-up.
-        decay_steps: Option<u64> = None, rules().at_least(1.0).at_most(1e12).when_absent("all steps after the warm-up; for `wsd` a fifth of `train.steps`").defines_numbers();
+        decay_steps: Option<u64> = None,
+            rules().at_least(1.0).at_most(1e12)
+                .when_absent("all steps after the warm-up; for `wsd` a fifth of `train.steps`")
+                .defines_numbers();
         /// The learning rate at the end, as a share of the peak.
         min_lr_ratio: f64 = 0.1, rules().at_least(0.0).at_most(1.0).defines_numbers();
     }

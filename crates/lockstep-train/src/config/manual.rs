@@ -3,19 +3,22 @@
 use std::fmt::Write as _;
 
 use super::keys::{ALIASES, KEYS, LATER_SECTIONS, SECTIONS};
+use super::value::ValueType;
 
 const INTRODUCTION: &str = "\
 <!-- Generated from crates/lockstep-train/src/config/keys.rs by `cargo xtask docs`; do not edit. -->
 # Configuration
 
-A run is described by a TOML file, `lockstep train RUN.toml`. Every key has a default, so the file may be empty.
-Any value can be set on the command line as well, where the last one wins:
+A run is described by a TOML file, `lockstep train RUN.toml`. Every key has a default, so the file may be
+empty. Any value can be set on the command line as well, where the last one wins:
 
     lockstep train RUN.toml --set train.steps=200 --set train.lr=3e-4 --set 'data.train=[\"a.txt\"]'
 
-What stands after `=` is a TOML value; a bare word is a string. A key that does not exist, a value that does not fit
-and values that contradict each other are errors; all of them are reported at once, each with its line, and the run
-does not start. So is a key that would have no effect. Paths are relative to the current directory.
+What stands after `=` is a TOML value; a bare word is a string. A key that does not exist, a value that does
+not fit, values that contradict each other and a key that would have no effect are errors; all of them are
+reported at once, each with its line, and the run does not start. An argument that makes another choice than the
+file (another `kind`, another model) sets aside what the file says of the old one. Paths are relative to the
+current directory.
 ";
 
 /// The manual of RUN.toml, in Markdown.
@@ -25,7 +28,11 @@ pub fn configuration_markdown() -> String {
         out.push_str(&format!("\n## [{}]\n\n{}\n\n", section.name, section.doc));
         out.push_str("| key | takes | default | meaning |\n|---|---|---|---|\n");
         for key in KEYS.iter().filter(|key| key.section() == section.name) {
-            let takes = format!("{} {}", key.value_type, key.rules);
+            let takes = match key.value_type {
+                ValueType::Choice { .. } => format!("`{}`", key.value_type),
+                ValueType::TextList => "a list of strings".to_owned(),
+                other => format!("{other} {}", key.rules),
+            };
             let default = match key.rules.when_absent {
                 Some(text) => text.to_owned(),
                 None => format!("`{}`", key.default),

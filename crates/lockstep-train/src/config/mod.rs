@@ -1,8 +1,9 @@
 //! The configuration of a run: RUN.toml, the `--set` arguments, and everything that follows from them.
 //!
-//! [`keys`](KEYS) is the one table. [`RunConfig::load`] reads a file and the arguments into it and either gives a
-//! configuration in which every value fits every other, or the list of all mistakes. Each value knows where it came
-//! from ([`RunConfig::origin`]), and what follows from several values is computed here and nowhere else.
+//! [`keys`](KEYS) is the one table. [`RunConfig::load`] reads a file and the arguments into it and either
+//! gives a configuration in which every value fits every other, or the list of all mistakes. Each value knows
+//! where it came from ([`RunConfig::origin`]), and what follows from several values is computed here and
+//! nowhere else.
 
 mod check;
 mod declare;
@@ -94,8 +95,8 @@ impl RunConfig {
         self.origins.get(key).cloned().unwrap_or(Origin::Default)
     }
 
-    /// A problem that only a later part of the program can see (a preset that does not exist, an override that the
-    /// model family does not know), located where the user wrote it.
+    /// A problem that only a later part of the program can see (a preset that does not exist, an override
+    /// that the model family does not know), located where the user wrote it.
     pub fn problem(&self, key: &str, what: impl Into<String>, allowed: impl Into<String>) -> Problem {
         Problem::new(self.origin(key), key, what, allowed)
     }

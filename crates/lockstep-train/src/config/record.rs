@@ -60,9 +60,9 @@ impl RunConfig {
         json
     }
 
-    /// Hash (blake3, hexadecimal) of the values on which the losses of the run depend beyond rounding. How the work
-    /// is cut, where things are stored and how often they are shown do not enter; nor does the number of steps,
-    /// except through the learning rate.
+    /// Hash (blake3, hexadecimal) of the values on which the losses of the run depend beyond rounding. How
+    /// the work is cut, where things are stored and how often they are shown do not enter; nor does the
+    /// number of steps, except through the learning rate.
     pub fn fingerprint(&self) -> String {
         let values = json!(deciding_values(&self.to_json()));
         blake3::hash(values.to_string().as_bytes()).to_hex().to_string()
@@ -98,7 +98,8 @@ impl RunConfig {
     }
 }
 
-/// The leaves of a stored configuration that decide the numbers, by dotted name; values that are not set are left out.
+/// The leaves of a stored configuration that decide the numbers, by dotted name; values that are not set are
+/// left out.
 fn deciding_values(json: &Value) -> BTreeMap<String, Value> {
     let mut leaves = BTreeMap::new();
     collect_leaves("", json, &mut leaves);

@@ -1,7 +1,7 @@
 //! From text to entries: what RUN.toml and the `--set` arguments say, as JSON values with their origin.
 //!
-//! Nothing here knows what a key means, except that one which takes text may be given as a bare word to `--set`.
-//! Later sources replace earlier ones; a key and its alias are the same key.
+//! Nothing here knows what a key means, except that one which takes text may be given as a bare word to
+//! `--set`. Later sources replace earlier ones; a key and its alias are the same key.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
 
-use super::keys::{ALIASES, KEYS, LATER_SECTIONS, SECTIONS};
+use super::keys::{ALIASES, KEYS, LATER_SECTIONS, MODEL_SOURCES, SECTIONS};
 use super::nearest::{all_sections, nearest_key, nearest_section};
 use super::problem::{Origin, Problem};
 use super::value::shortened;
@@ -41,10 +41,14 @@ impl Entries {
         };
         let (document, errors) = DeTable::parse_recoverable(text);
         if !errors.is_empty() {
-            problems.extend(errors.into_iter().map(|error| {
-                let offset = error.span().map_or(text.len(), |span| span.start);
-                Problem::new(origin_at(offset), "", error.to_string().trim_end(), "")
-            }));
+            let first = problems.len();
+            for error in errors {
+                let origin = origin_at(error.span().map_or(text.len(), |span| span.start));
+                // What follows on the same line is a consequence.
+                if problems[first..].iter().all(|problem| problem.origin != origin) {
+                    problems.push(Problem::new(origin, "", clipped_lines(&error.to_string()), ""));
+                }
+            }
             return;
         }
         for (section, content) in document.get_ref() {
@@ -79,7 +83,8 @@ impl Entries {
         self.0.insert(name.to_owned(), entry);
     }
 
-    /// Adds a `--set` argument: `section.key=VALUE`, VALUE in TOML or a bare word.
+    /// Adds a `--set` argument: `section.key=VALUE`, VALUE in TOML or a bare word. One that names the model sets
+    /// aside another name that a file gives.
     pub(super) fn add_argument(&mut self, argument: &str, problems: &mut Vec<Problem>) {
         let origin = Origin::Argument(shortened(argument).into());
         let Some((written, value)) = argument.split_once('=') else {
@@ -107,6 +112,11 @@ impl Entries {
                 return;
             }
         };
+        if MODEL_SOURCES.contains(&name) {
+            self.0.retain(|key, entry| {
+                !MODEL_SOURCES.contains(&key.as_str()) || matches!(entry.origin, Origin::Argument(_))
+            });
+        }
         match parts[..] {
             // Overrides of the model's configuration may be tables: `model.rope_scaling.factor=8.0`.
             ["model", key, ref path @ ..] if !path.is_empty() => {
@@ -124,6 +134,12 @@ impl Entries {
             }
         }
     }
+}
+
+/// A message that quotes a line of the file, with what is too long for a screen left out.
+fn clipped_lines(message: &str) -> String {
+    let clip = |line: &str| line.chars().take(200).collect::<String>();
+    message.trim_end().lines().map(clip).collect::<Vec<_>>().join("\n")
 }
 
 /// The name a key is stored under.
@@ -150,7 +166,8 @@ fn unknown_section(name: &str, origin: Origin) -> Problem {
     Problem::new(origin, format!("[{}]", shortened(name)), what, format!("the sections {}", all_sections()))
 }
 
-/// The VALUE of a `--set` argument. What does not begin like a structured TOML value and is none is a bare word.
+/// The VALUE of a `--set` argument. What does not begin like a structured TOML value and is none is a bare
+/// word.
 fn argument_value(text: &str, takes_text: bool) -> Result<Value, String> {
     let quoted = text.starts_with(['"', '\'', '[', '{']);
     let (value, errors) = DeValue::parse_recoverable(text);

@@ -1,7 +1,7 @@
 //! The types a key can have, each with the one way to read it.
 //!
-//! TOML is first turned into JSON values (see `sources`), so that what `--set` gives, what a file gives and what a
-//! checkpoint's manifest holds are the same thing; here those become Rust values, or a [`Misfit`].
+//! TOML is first turned into JSON values (see `sources`), so that what `--set` gives, what a file gives and
+//! what a checkpoint's manifest holds are the same thing; here those become Rust values, or a [`Misfit`].
 
 use std::fmt;
 use std::path::{Path, PathBuf};

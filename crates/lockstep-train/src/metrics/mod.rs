@@ -1,7 +1,7 @@
 //! `metrics.jsonl`: one JSON object a line, one line a step or an evaluation.
 //!
-//! A row is a typed record, so that its form cannot drift; a number that is not finite becomes `null`, for JSON
-//! knows no other. The file itself is kept whole by [`MetricsWriter`].
+//! A row is a typed record, so that its form cannot drift; a number that is not finite becomes `null`, for
+//! JSON knows no other. The file itself is kept whole by [`MetricsWriter`].
 
 mod writer;
 

@@ -1,8 +1,8 @@
 //! Keeps `metrics.jsonl` a sequence of whole lines, in the order of steps.
 //!
-//! A row that cannot be written (a full disk) waits in memory, and whatever part of it reached the file is taken back,
-//! so that a reader never sees half a line. A run that resumes after step N first cuts off the rows of later steps,
-//! so that the file of a resumed run has the steps of one that was never stopped.
+//! A row that cannot be written (a full disk) waits in memory, and whatever part of it reached the file is
+//! taken back, so that a reader never sees half a line. A run that resumes after step N first cuts off the
+//! rows of later steps, so that the file of a resumed run has the steps of one that was never stopped.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, ErrorKind, Write};
@@ -88,6 +88,8 @@ pub struct MetricsWriter<S = File> {
     torn: bool,
     waiting: Vec<u8>,
     waiting_rows: usize,
+    /// Rows given up because too many waited already.
+    lost_rows: usize,
 }
 
 impl MetricsWriter<File> {
@@ -126,7 +128,7 @@ impl MetricsWriter<File> {
 impl<S: Sink> MetricsWriter<S> {
     /// A writer over a sink that holds `whole_bytes` bytes of rows; `path` is what errors call it.
     pub fn over(sink: S, path: PathBuf, whole_bytes: u64) -> Self {
-        Self { sink, path, whole_bytes, torn: false, waiting: Vec::new(), waiting_rows: 0 }
+        Self { sink, path, whole_bytes, torn: false, waiting: Vec::new(), waiting_rows: 0, lost_rows: 0 }
     }
 
     /// The file.
@@ -149,14 +151,15 @@ impl<S: Sink> MetricsWriter<S> {
         self.waiting.push(b'\n');
         if self.waiting.len() > MAX_WAITING_BYTES && length > 0 {
             self.waiting.truncate(length);
+            self.lost_rows += 1;
         } else {
             self.waiting_rows += 1;
         }
         self.flush()
     }
 
-    /// Writes what waits and has the system put it on the disk. Call it before a checkpoint is saved: then no step
-    /// that the checkpoint holds can be missing from the file.
+    /// Writes what waits and has the system put it on the disk. Call it before a checkpoint is saved: then no
+    /// step that the checkpoint holds can be missing from the file.
     ///
     /// # Errors
     /// [`Error::MetricsDiskFull`] or [`Error::Metrics`].
@@ -194,7 +197,7 @@ impl<S: Sink> MetricsWriter<S> {
         let path = self.path.clone();
         match source.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-                Error::MetricsDiskFull { path, waiting_rows: self.waiting_rows }
+                Error::MetricsDiskFull { path, waiting_rows: self.waiting_rows, lost_rows: self.lost_rows }
             }
             _ => Error::Metrics { path, action, source },
         }
@@ -219,8 +222,8 @@ fn move_aside(path: &Path) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Length of the rows up to and including `step`: everything before the first whole row of a later step, or before
-/// a last line that was never finished.
+/// Length of the rows up to and including `step`: everything before the first whole row of a later step, or
+/// before a last line that was never finished.
 fn rows_up_to(step: u64, file: &File, damaged_lines: &mut Vec<usize>) -> io::Result<u64> {
     #[derive(Deserialize)]
     struct StepOnly {
@@ -359,7 +362,9 @@ mod tests {
         write_steps(&mut writer, 1..=2);
         for waiting in 1..=3 {
             let error = writer.append(&example(2 + waiting)).unwrap_err();
-            let Error::MetricsDiskFull { path, waiting_rows } = error else { panic!("{error}") };
+            let Error::MetricsDiskFull { path, waiting_rows, lost_rows: 0 } = error else {
+                panic!("{error}")
+            };
             assert_eq!((path, waiting_rows as u64), ("m.jsonl".into(), waiting));
             assert_eq!(writer.sink.content.len(), 2 * row);
         }

@@ -1,0 +1,381 @@
+//! RUN.toml as users write it: values, origins, `--set`, and every way to get it wrong.
+//!
+//! The files under `tests/broken/` each end with one `# expect: TEXT` line per problem they must give.
+
+use std::fs;
+use std::path::Path;
+
+use lockstep_plan::{Initializer, ParameterRecord};
+use lockstep_train::config::{
+    ModelSource, OptimizerKind, Origin, Precision, Problems, RunConfig, TokenizerSource,
+    configuration_markdown,
+};
+use lockstep_train::schedule::Decay;
+use proptest::prelude::*;
+
+const NOTHING: [&str; 0] = [];
+
+fn parse(text: &str) -> RunConfig {
+    RunConfig::parse(text, "RUN.toml", &NOTHING).unwrap_or_else(|problems| panic!("{problems}"))
+}
+
+fn set(arguments: &[&str]) -> RunConfig {
+    RunConfig::parse("", "RUN.toml", arguments).unwrap_or_else(|problems| panic!("{problems}"))
+}
+
+fn problems_of(text: &str, arguments: &[&str]) -> Vec<String> {
+    match RunConfig::parse(text, "RUN.toml", arguments) {
+        Ok(config) => panic!("accepted: {config:?}"),
+        Err(problems) => problems.iter().map(ToString::to_string).collect(),
+    }
+}
+
+#[test]
+fn every_broken_file_gives_exactly_the_problems_it_expects() {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/broken");
+    let mut failures = Vec::new();
+    let mut files = 0;
+    for file in fs::read_dir(directory).unwrap() {
+        let path = file.unwrap().path();
+        let text = fs::read_to_string(&path).unwrap();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let expected: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# expect: ")).collect();
+        assert!(!expected.is_empty(), "{name} expects nothing");
+        let problems: Vec<String> = match RunConfig::parse(&text, name, &NOTHING) {
+            Ok(_) => Vec::new(),
+            Err(problems) => problems.iter().map(ToString::to_string).collect(),
+        };
+        let found = |text: &&str| problems.iter().any(|problem| problem.contains(*text));
+        let located = |problem: &String| problem.starts_with(&format!("{name}:"));
+        if problems.len() != expected.len() || !expected.iter().all(found) || !problems.iter().all(located) {
+            let list = problems.iter().map(|problem| problem.chars().take(300).collect::<String>());
+            failures.push(format!("{name}: expected {expected:#?}, got {:#?}", list.collect::<Vec<_>>()));
+        }
+        files += 1;
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    assert!(files >= 30, "only {files} broken files found");
+}
+
+#[test]
+fn an_empty_file_is_a_whole_configuration() {
+    let config = parse("");
+    assert_eq!(config.to_json(), RunConfig::default().to_json());
+    assert_eq!(config.model_source(), ModelSource::Preset("llama-15m"));
+    assert_eq!((config.train.global_batch, config.micro_batch(), config.accumulation_steps()), (32, 8, 4));
+    assert_eq!(config.origin("train.steps"), Origin::Default);
+    assert!(config.settings().iter().all(|setting| setting.origin == Origin::Default));
+}
+
+#[test]
+fn values_know_their_line_and_arguments_win() {
+    let text = "[train]\n# comment\nsteps = 50\nseed = 1\n\n[optimizer]\nlr = 1e-3\n";
+    let arguments = ["train.lr=2e-3", "train.seed=5", "train.seed=6"];
+    let config = RunConfig::parse(text, "runs/a.toml", &arguments).unwrap();
+    assert_eq!((config.train.steps, config.train.seed, config.optimizer.lr), (50, 6, 2e-3));
+    assert_eq!(config.origin("train.steps").to_string(), "runs/a.toml:3");
+    assert_eq!(config.origin("train.seed").to_string(), "--set train.seed=6");
+    assert_eq!(config.origin("optimizer.lr").to_string(), "--set train.lr=2e-3");
+    assert_eq!(config.origin("train.seq_len").to_string(), "default");
+    let problem = config.problem("train.steps", "is too few for this test", "");
+    assert_eq!(problem.to_string(), "runs/a.toml:3: train.steps: is too few for this test");
+}
+
+#[test]
+fn arguments_take_toml_values_and_bare_words() {
+    let config = set(&[
+        "data.train=[\"a.txt\", \"b/*.jsonl\"]",
+        "train.precision=bf16",
+        "model.preset=gpt2-124m",
+        "data.tokenizer=some dir/tokenizer.json",
+        "checkpoint.dir=2020-01-01",
+        "metrics.dir=17",
+        "optimizer.betas=[0.9, 0.99]",
+        " train.steps = 1_000 ",
+        "metrics.jsonl=false",
+        "model.rope_scaling.factor=8.0",
+        "model.rope_scaling.rope_type=llama3",
+        "model.hidden_size=128",
+        "model.torch_dtype=bfloat16",
+    ]);
+    assert_eq!(config.data.train, ["a.txt", "b/*.jsonl"]);
+    assert_eq!(config.train.precision, Precision::BF16);
+    assert_eq!(config.model_source(), ModelSource::Preset("gpt2-124m"));
+    assert_eq!(config.data.tokenizer, Some(TokenizerSource::File("some dir/tokenizer.json".into())));
+    assert_eq!(config.checkpoint.dir, Path::new("2020-01-01"));
+    assert_eq!(config.metrics.dir, Path::new("17"));
+    assert_eq!(config.train.steps, 1000);
+    assert!(!config.metrics.jsonl);
+    let overrides = serde_json::json!({
+        "hidden_size": 128, "rope_scaling": {"factor": 8.0, "rope_type": "llama3"}, "torch_dtype": "bfloat16",
+    });
+    assert_eq!(serde_json::Value::from(config.model.overrides.clone()), overrides);
+    assert_eq!(config.origin("model.hidden_size").to_string(), "--set model.hidden_size=128");
+}
+
+#[test]
+fn an_argument_that_chooses_otherwise_sets_aside_what_the_file_says_of_the_old_choice() {
+    let text = "[model]\npath = \"dir\"\n[optimizer]\nbetas = [0.9, 0.99]\n[schedule]\nmin_lr_ratio = 0.2\n";
+    let arguments = ["model.preset=gpt2-124m", "optimizer.kind=sgd", "schedule.kind=constant"];
+    let config = RunConfig::parse(text, "RUN.toml", &arguments).unwrap();
+    assert_eq!(config.model_source(), ModelSource::Preset("gpt2-124m"));
+    assert_eq!(config.learning_rate().at(999), 3e-4);
+    let problems =
+        problems_of("", &["model.preset=a", "model.path=b", "optimizer.kind=sgd", "optimizer.eps=1e-6"]);
+    assert_eq!(problems.len(), 2, "{problems:#?}");
+}
+
+#[test]
+fn broken_arguments_are_named_with_what_is_allowed() {
+    let cases = [
+        ("train.steps", "--set train.steps: has no '='; allowed: --set section.key=VALUE"),
+        ("lr=3", "--set lr=3: lr: is not the name of a key; the nearest is optimizer.lr"),
+        (
+            "train..steps=3",
+            "--set train..steps=3: train..steps: is not the name of a key; the nearest is train.steps",
+        ),
+        ("=3", "is not the name of a key"),
+        ("optim.lr=3", "--set optim.lr=3: [optim]: unknown section; the nearest is [optimizer]"),
+        ("train.stpes=3", "--set train.stpes=3: train.stpes: unknown key; the nearest is train.steps"),
+        ("train.steps.more=3", "train.steps.more: unknown key; the nearest is train.steps"),
+        ("train.steps=many", "train.steps: is the string \"many\"; allowed: an integer"),
+        ("train.steps=", "train.steps: broken TOML value"),
+        ("data.train=[\"a.txt\"", "data.train: broken TOML value"),
+        (
+            "data.train=a.txt",
+            "data.train: is the string \"a.txt\"; allowed: a list of strings: write [\"a.txt\"]",
+        ),
+        ("train.precision=f16", "train.precision: \"f16\" is not supported yet; allowed: \"f32\", \"bf16\""),
+        ("parallel.zero_stage=1", "parallel.zero_stage: is not supported yet"),
+        ("elastic.max_restarts=1", "[elastic]: this section is not supported yet"),
+        ("optimizer.lr=1e999", "optimizer.lr: 1e999 is not a finite number"),
+        ("train.steps=3\ntrain.seed=4", "train.steps: broken TOML value"),
+    ];
+    for (argument, expected) in cases {
+        let problems = problems_of("", &[argument]);
+        assert!(problems.len() == 1 && problems[0].contains(expected), "{argument}: {problems:#?}");
+    }
+    let problems = problems_of("", &["model.x=1", "model.x.y=2"]);
+    assert!(problems[0].contains("model.x.y: 1 is set there, which is not a table"), "{problems:?}");
+}
+
+#[test]
+fn problems_come_in_the_order_of_the_text_and_spare_refused_values_their_consequences() {
+    let text = "[optimizer]\nlr = -1\n[train]\nglobal_batch = 0\nmicro_batch = 7\nstpes = 1\n[zzz]\n";
+    let problems = problems_of(text, &["metrics.dirr=x"]);
+    let starts: Vec<&str> = problems.iter().map(|problem| problem.split(": ").next().unwrap()).collect();
+    let expected = ["RUN.toml:2", "RUN.toml:4", "RUN.toml:6", "RUN.toml:7", "--set metrics.dirr=x"];
+    assert_eq!(starts, expected, "{problems:#?}");
+}
+
+#[test]
+fn broken_syntax_shows_the_line_it_is_in() {
+    let problems = RunConfig::parse("[train]\nsteps = = 3\n", "RUN.toml", &NOTHING).unwrap_err();
+    let text = problems.to_string();
+    assert!(text.starts_with("the configuration has a problem:\n  RUN.toml:2: TOML parse error"), "{text}");
+    assert!(text.contains("2 | steps = = 3"), "{text}");
+}
+
+#[test]
+fn files_that_cannot_be_read_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let binary = dir.path().join("binary.toml");
+    fs::write(&binary, [0xff, 0xfe, 0x00]).unwrap();
+    let huge = dir.path().join("huge.toml");
+    fs::write(&huge, "#".repeat(2 << 20)).unwrap();
+    let missing = dir.path().join("missing.toml");
+    for path in [binary.as_path(), &huge, &missing, dir.path()] {
+        let message = RunConfig::load(Some(path), &NOTHING).unwrap_err().to_string();
+        let expected = format!("cannot read the configuration {}: ", path.display());
+        assert!(message.starts_with(&expected), "{message}");
+    }
+    let file = dir.path().join("run.toml");
+    fs::write(&file, "\u{feff}[train]\r\nsteps = 7\r\n").unwrap();
+    assert_eq!(RunConfig::load(Some(&file), &NOTHING).unwrap().train.steps, 7);
+    assert_eq!(RunConfig::load(None, &["train.steps=8"]).unwrap().train.steps, 8);
+}
+
+#[test]
+fn derived_values_follow_from_the_given_ones() {
+    let rate = |text: &str| parse(text).learning_rate();
+    let default = rate("");
+    assert_eq!((default.warmup_steps, default.decay_steps, default.decay), (100, 900, Decay::Cosine));
+    let short = rate("[train]\nsteps = 100\n[schedule]\nkind = \"wsd\"");
+    assert_eq!((short.warmup_steps, short.decay_steps, short.decay), (10, 20, Decay::Sqrt));
+    let constant = rate("[schedule]\nkind = \"constant\"\nwarmup_steps = 0");
+    assert_eq!((constant.at(0), constant.at(999)), (3e-4, 3e-4));
+    let one = rate("[train]\nsteps = 1");
+    assert_eq!(one.at(0), 3e-4);
+    for (global_batch, micro_batch) in [(1, 1), (7, 7), (12, 6), (13, 1), (64, 8)] {
+        assert_eq!(set(&[&format!("train.global_batch={global_batch}")]).micro_batch(), micro_batch);
+    }
+    assert_eq!(parse("").tokens_per_step(), 32 * 256);
+    assert_eq!(set(&["data.cache_dir=here"]).cache_dir(), Path::new("here"));
+    assert!(parse("").cache_dir().ends_with("lockstep"));
+}
+
+#[test]
+fn patterns_choose_which_parameters_decay() {
+    let record = |name: &str, decay| ParameterRecord {
+        name: name.to_owned(),
+        shape: vec![4, 4],
+        initializer: Initializer::Zeros,
+        tie: None,
+        unit: 0,
+        trainable: true,
+        decay,
+        learning_rate_multiplier: 1.0,
+    };
+    let (matrix, norm) =
+        (record("model.layers.0.mlp.up_proj.weight", true), record("model.norm.weight", false));
+    let decays = |patterns: &str| {
+        let config = parse(&format!("[optimizer]\n{patterns}"));
+        (config.optimizer.decays(&matrix), config.optimizer.decays(&norm))
+    };
+    assert_eq!(decays(""), (true, false));
+    assert_eq!(decays("decay = []"), (false, false));
+    assert_eq!(decays("decay = [\"*\"]"), (true, true));
+    assert_eq!(decays("decay = [\"*.mlp.*\"]"), (true, false));
+    assert_eq!(decays("decay = [\"*norm*\", \"lm_head.weight\"]"), (false, true));
+    assert_eq!(decays("decay = [\"model.norm\", \"*.mlp\", \"norm.*\"]"), (false, false));
+    assert_eq!(decays("decay = [\"model.layers.*.mlp.*_proj.weight\"]"), (true, false));
+    assert_eq!(decays("decay = [\"model.norm.weight*weight\"]"), (false, false));
+}
+
+#[test]
+fn the_fingerprint_changes_with_what_decides_the_numbers_and_with_nothing_else() {
+    let base = parse("").fingerprint();
+    assert_eq!(base.len(), 64);
+    for same in [
+        "train.micro_batch=4",
+        "train.threads=1",
+        "train.log_every=3",
+        "train.eval_every=0",
+        "checkpoint.dir=elsewhere",
+        "metrics.jsonl=false",
+        "parallel.recompute=full",
+        "data.cache_dir=x",
+        "model.preset=llama-15m",
+        "schedule.warmup_steps=100",
+        "train.lr=0.0003",
+    ] {
+        assert_eq!(set(&[same]).fingerprint(), base, "{same}");
+    }
+    for other in [
+        "train.seed=1",
+        "train.steps=999",
+        "train.global_batch=16",
+        "train.seq_len=128",
+        "train.precision=bf16",
+        "train.lr=0.0004",
+        "model.hidden_size=64",
+        "model.rope_scaling.factor=8.0",
+        "optimizer.kind=sgd",
+        "optimizer.decay=[]",
+        "schedule.kind=linear",
+        "data.order=sequential",
+        "data.train=[\"x\"]",
+    ] {
+        assert_ne!(set(&[other]).fingerprint(), base, "{other}");
+    }
+    let constant =
+        |steps: &str| set(&["schedule.kind=constant", "schedule.warmup_steps=5", steps]).fingerprint();
+    assert_eq!(constant("train.steps=10"), constant("train.steps=20"), "more steps at a constant rate");
+}
+
+#[test]
+fn differences_from_a_stored_configuration_are_listed() {
+    let stored = set(&["train.seed=1", "train.micro_batch=2", "model.hidden_size=64"]).to_json();
+    let differences = set(&["optimizer.lr=0.5"]).differences(&stored);
+    let lines: Vec<String> = differences.iter().map(ToString::to_string).collect();
+    let expected = [
+        "model.hidden_size was 64, is not set",
+        "optimizer.lr was 0.0003, is 0.5",
+        "train.seed was 1, is 1337",
+    ];
+    assert_eq!(lines, expected);
+    assert!(parse("").differences(&parse("").to_json()).is_empty());
+    assert!(!parse("").differences(&serde_json::Value::Null).is_empty());
+}
+
+#[test]
+fn the_stored_configuration_is_resolved() {
+    let config = set(&["train.global_batch=12", "optimizer.kind=sgd", "model.hidden_size=64"]);
+    assert_eq!(config.optimizer.kind, OptimizerKind::Sgd);
+    let json = config.to_json();
+    for (pointer, value) in [
+        ("/train/micro_batch", serde_json::json!(6)),
+        ("/train/precision", "f32".into()),
+        ("/optimizer/kind", "sgd".into()),
+        ("/model/preset", "llama-15m".into()),
+        ("/model/hidden_size", 64.into()),
+        ("/schedule/warmup_steps", 100.into()),
+        ("/schedule/decay_steps", 900.into()),
+        ("/derived/accumulation_steps", 2.into()),
+        ("/derived/tokens_per_step", 3072.into()),
+    ] {
+        assert_eq!(json.pointer(pointer), Some(&value), "{pointer}");
+    }
+}
+
+/// With LOCKSTEP_WRITE_DOCS set this writes the file instead; that is what `cargo xtask docs` does.
+#[test]
+fn the_manual_is_current() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/configuration.md");
+    let expected = configuration_markdown();
+    if std::env::var_os("LOCKSTEP_WRITE_DOCS").is_some() {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, &expected).unwrap();
+    }
+    let written = fs::read_to_string(&path).unwrap_or_default();
+    let line = written.lines().zip(expected.lines()).position(|(a, b)| a != b);
+    assert!(
+        written == expected,
+        "docs/configuration.md is out of date (from line {}); run `cargo xtask docs`",
+        line.map_or(1, |line| line + 1)
+    );
+}
+
+#[test]
+fn the_first_example_of_the_manual_is_accepted() {
+    let line =
+        configuration_markdown().lines().find(|line| line.contains("--set")).unwrap().replace('\'', "");
+    let arguments: Vec<&str> = line.split(" --set ").skip(1).map(str::trim).collect();
+    assert_eq!(arguments.len(), 3);
+    assert_eq!(set(&arguments).optimizer.lr, 3e-4);
+}
+
+fn accepted_or_located(result: Result<RunConfig, Problems>) -> Result<(), TestCaseError> {
+    if let Err(problems) = result {
+        prop_assert!(problems.iter().count() > 0);
+        prop_assert!(problems.iter().all(|problem| problem.origin != Origin::Default), "{problems}");
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn no_text_makes_it_panic(text in "\\PC{0,80}|[\\[\\]a-z=\".{}\n, 0-9-]{0,80}", argument in "\\PC{0,40}") {
+        accepted_or_located(RunConfig::parse(&text, "RUN.toml", &NOTHING))?;
+        accepted_or_located(RunConfig::parse("", "RUN.toml", &[argument]))?;
+    }
+
+    #[test]
+    fn any_value_of_any_key_is_accepted_or_refused_at_its_line(
+        key in prop::sample::select(lockstep_train::config::KEYS.iter().map(|key| key.name).collect::<Vec<_>>()),
+        value in "-?[0-9]{1,20}|-?[0-9]\\.[0-9]e-?[0-9]{1,3}|true|\"[a-z0-9]{0,9}\"|\\[([0-9],){0,3}\\]|\\{\\}",
+    ) {
+        let (section, name) = key.split_once('.').unwrap();
+        let text = format!("[{section}]\n{name} = {value}\n");
+        let result = RunConfig::parse(&text, "RUN.toml", &NOTHING);
+        if let Ok(config) = &result {
+            prop_assert_eq!(config.origin(key).to_string(), "RUN.toml:2");
+            let rate = config.learning_rate();
+            for step in [0, config.train.steps / 2, config.train.steps - 1] {
+                prop_assert!(rate.at(step).is_finite() && rate.at(step) >= 0.0);
+            }
+            prop_assert_eq!(config.micro_batch() * config.accumulation_steps(), config.train.global_batch);
+        }
+        accepted_or_located(result)?;
+    }
+}

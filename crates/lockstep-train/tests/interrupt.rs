@@ -1,0 +1,59 @@
+//! Signals reach the flag, and a second Ctrl-C ends the process. Both need a process of their own.
+
+use std::env;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus};
+
+use lockstep_train::interrupt::{Interrupt, SECOND_INTERRUPT_EXIT_CODE};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::low_level::raise;
+
+const SIGNALS: &str = "LOCKSTEP_TEST_SIGNALS";
+
+/// Runs this test binary again, with only the test `child`, which raises `signals` one after the other.
+fn process_that_gets(signals: &[i32]) -> ExitStatus {
+    let list: Vec<String> = signals.iter().map(ToString::to_string).collect();
+    let this_binary = env::current_exe().expect("a running test has a path");
+    Command::new(this_binary)
+        .args(["--exact", "child", "--test-threads=1", "--quiet"])
+        .env(SIGNALS, list.join(" "))
+        .output()
+        .expect("a test binary can start itself")
+        .status
+}
+
+/// Does nothing unless [`process_that_gets`] started it.
+#[test]
+fn child() {
+    let Ok(signals) = env::var(SIGNALS) else { return };
+    let interrupt = Interrupt::on_signals().unwrap();
+    assert!(!interrupt.is_requested());
+    for signal in signals.split(' ') {
+        raise(signal.parse().unwrap()).unwrap();
+        assert!(interrupt.clone().is_requested());
+    }
+}
+
+#[test]
+fn one_signal_asks_and_the_process_goes_on() {
+    for signal in [SIGINT, SIGTERM] {
+        let status = process_that_gets(&[signal]);
+        assert_eq!((status.code(), status.signal()), (Some(0), None), "signal {signal}");
+    }
+    assert_eq!(process_that_gets(&[SIGTERM, SIGTERM]).code(), Some(0), "schedulers repeat themselves");
+}
+
+#[test]
+fn a_second_ctrl_c_ends_the_process_at_once() {
+    for signals in [[SIGINT, SIGINT], [SIGTERM, SIGINT]] {
+        assert_eq!(process_that_gets(&signals).code(), Some(SECOND_INTERRUPT_EXIT_CODE), "{signals:?}");
+    }
+}
+
+#[test]
+fn a_request_from_within_is_seen_by_all_clones() {
+    let interrupt = Interrupt::default();
+    let clone = interrupt.clone();
+    interrupt.request();
+    assert!(clone.is_requested());
+}

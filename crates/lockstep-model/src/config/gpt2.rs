@@ -1,0 +1,187 @@
+//! The configuration of GPT-2 (Radford et al. 2019), in transformers' keys (`n_embd`, `n_head`, ...).
+//!
+//! transformers' own aliases (`hidden_size` for `n_embd` and so on) are read as well.
+
+use serde_json::{Map, Value, json};
+
+use super::SpecialTokens;
+use super::keys::{FIXED_FOR_ALL, FIXED_FOR_GPT2};
+use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
+use super::reader::{Entry, Reader};
+use crate::error::ConfigProblem;
+
+/// A GPT-2: learned positions, LayerNorm before attention and feed-forward, GELU.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gpt2Config {
+    /// Tokens in the vocabulary.
+    pub vocab_size: usize,
+    /// Width of the residual stream (`n_embd`).
+    pub hidden_size: usize,
+    /// Width of the feed-forward layer (`n_inner`; by default four times the hidden size).
+    pub intermediate_size: usize,
+    /// Number of blocks (`n_layer`).
+    pub num_hidden_layers: usize,
+    /// Heads of a block (`n_head`).
+    pub num_attention_heads: usize,
+    /// Learned positions, the longest sequence (`n_positions`).
+    pub max_position_embeddings: usize,
+    /// The feed-forward layer's nonlinearity (`activation_function`).
+    pub activation: Activation,
+    /// Added to the variance in LayerNorm.
+    pub layer_norm_epsilon: f64,
+    /// Whether linear layers and norms have biases (`bias`, an extension: nanoGPT has models without).
+    ///
+    /// transformers knows GPT-2 with biases only. A model without is exported with biases of zero, which
+    /// compute the same, and with `"bias": false` in its `config.json`, which transformers ignores; read
+    /// back, the biases must be zero or absent.
+    pub bias: bool,
+    /// Probability of dropping an element of the embeddings' sum (`embd_pdrop`).
+    pub embedding_dropout: f64,
+    /// Probability of dropping an element of what a block adds (`resid_pdrop`).
+    pub residual_dropout: f64,
+    /// Probability of dropping an attention weight (`attn_pdrop`).
+    pub attention_dropout: f64,
+    /// Standard deviation of initial weights; that of the two projections back into the residual stream
+    /// is smaller by √(2 × blocks).
+    pub initializer_range: f64,
+    /// Whether the output layer is the token embedding.
+    pub tie_word_embeddings: bool,
+    /// Special token ids.
+    pub tokens: SpecialTokens,
+}
+
+/// The nonlinearity of a plain feed-forward layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// x Φ(x), by the error function ("gelu").
+    GeluExact,
+    /// Its approximation by tanh ("gelu_new", "gelu_pytorch_tanh").
+    GeluTanh,
+}
+
+/// transformers' alias and the key it stands for.
+const ALIASES: [(&str, &str); 4] = [
+    ("hidden_size", "n_embd"),
+    ("max_position_embeddings", "n_positions"),
+    ("num_attention_heads", "n_head"),
+    ("num_hidden_layers", "n_layer"),
+];
+
+/// The key that `key` is an alias of, or `key` itself.
+pub(super) fn canonical_key(key: &str) -> &str {
+    ALIASES.iter().find(|(alias, _)| *alias == key).map_or(key, |(_, canonical)| canonical)
+}
+
+impl Gpt2Config {
+    /// Elements of one head.
+    pub const fn head_dim(&self) -> usize {
+        self.hidden_size / self.num_attention_heads
+    }
+
+    /// Sets all three dropout probabilities.
+    #[must_use]
+    pub const fn with_dropout(mut self, probability: f64) -> Self {
+        self.embedding_dropout = probability;
+        self.residual_dropout = probability;
+        self.attention_dropout = probability;
+        self
+    }
+
+    pub(super) fn read(table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
+        let mut reader = Reader::new(table, "");
+        reader.fixed(FIXED_FOR_ALL);
+        reader.fixed(FIXED_FOR_GPT2);
+        let hidden_size = aliased(&mut reader, "n_embd", 768);
+        let config = Self {
+            vocab_size: reader.size("vocab_size", 50257),
+            hidden_size,
+            intermediate_size: reader.size("n_inner", hidden_size.saturating_mul(4)),
+            num_hidden_layers: aliased(&mut reader, "n_layer", 12),
+            num_attention_heads: aliased(&mut reader, "n_head", 12),
+            max_position_embeddings: aliased(&mut reader, "n_positions", 1024),
+            activation: Activation::read(&mut reader),
+            layer_norm_epsilon: reader.number("layer_norm_epsilon", 1e-5),
+            bias: reader.flag("bias", true),
+            embedding_dropout: reader.number("embd_pdrop", 0.1),
+            residual_dropout: reader.number("resid_pdrop", 0.1),
+            attention_dropout: reader.number("attn_pdrop", 0.1),
+            initializer_range: reader.number("initializer_range", 0.02),
+            tie_word_embeddings: reader.flag("tie_word_embeddings", true),
+            tokens: SpecialTokens::read(&mut reader),
+        };
+        (config, reader.finish())
+    }
+
+    /// The keys of `config.json`, without those that all families share.
+    pub(super) fn table(&self) -> Map<String, Value> {
+        let four_times = self.intermediate_size == 4 * self.hidden_size;
+        let mut table = Map::new();
+        let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
+        put("vocab_size", json!(self.vocab_size));
+        put("n_embd", json!(self.hidden_size));
+        put("n_inner", if four_times { Value::Null } else { json!(self.intermediate_size) });
+        put("n_layer", json!(self.num_hidden_layers));
+        put("n_head", json!(self.num_attention_heads));
+        put("n_positions", json!(self.max_position_embeddings));
+        put("activation_function", json!(self.activation.name()));
+        put("layer_norm_epsilon", json!(self.layer_norm_epsilon));
+        put("embd_pdrop", json!(self.embedding_dropout));
+        put("resid_pdrop", json!(self.residual_dropout));
+        put("attn_pdrop", json!(self.attention_dropout));
+        put("initializer_range", json!(self.initializer_range));
+        put("tie_word_embeddings", json!(self.tie_word_embeddings));
+        if !self.bias {
+            put("bias", json!(false));
+        }
+        table
+    }
+
+    pub(super) fn problems(&self) -> Vec<ConfigProblem> {
+        let mut checks = Checks::default();
+        checks.size("vocab_size", self.vocab_size, VOCABULARY);
+        checks.size("n_embd", self.hidden_size, WIDTH);
+        checks.size("n_inner", self.intermediate_size, WIDTH);
+        checks.size("n_layer", self.num_hidden_layers, LAYERS);
+        checks.size("n_head", self.num_attention_heads, HEADS);
+        checks.size("n_positions", self.max_position_embeddings, POSITIONS);
+        checks.divides(("n_head", self.num_attention_heads), ("n_embd", self.hidden_size));
+        checks.epsilon("layer_norm_epsilon", self.layer_norm_epsilon);
+        checks.fraction("embd_pdrop", self.embedding_dropout);
+        checks.fraction("resid_pdrop", self.residual_dropout);
+        checks.fraction("attn_pdrop", self.attention_dropout);
+        checks.deviation("initializer_range", self.initializer_range);
+        checks.problems
+    }
+}
+
+impl Activation {
+    fn read(reader: &mut Reader<'_>) -> Self {
+        match reader.text("activation_function") {
+            None | Some("gelu_new" | "gelu_pytorch_tanh") => Self::GeluTanh,
+            Some("gelu") => Self::GeluExact,
+            Some(_) => {
+                reader.unsupported("activation_function", "\"gelu\", \"gelu_new\", \"gelu_pytorch_tanh\"");
+                Self::GeluTanh
+            }
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::GeluExact => "gelu",
+            Self::GeluTanh => "gelu_new",
+        }
+    }
+}
+
+/// A size under `key` or under its alias; under both only if they agree.
+fn aliased(reader: &mut Reader<'_>, key: &'static str, default: usize) -> usize {
+    let alias = ALIASES.iter().find(|(_, canonical)| *canonical == key).map_or(key, |(alias, _)| alias);
+    match (reader.optional_size(key), reader.optional_size(alias)) {
+        (Entry::Given(value), Entry::Given(other)) if value != other => {
+            reader.conflict(format!("`{key}` = {value} and its alias `{alias}` = {other} differ"));
+            value
+        }
+        (value, other) => value.given().or(other.given()).unwrap_or(default),
+    }
+}

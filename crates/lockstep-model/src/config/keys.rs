@@ -1,0 +1,136 @@
+//! Which keys of a `config.json` may be there without changing a number, and which must have one value.
+//!
+//! The lists are explicit: a key on neither of them, and read by no family, is an error.
+
+/// A key that is supported with one value only.
+pub(super) struct Fixed {
+    pub(super) key: &'static str,
+    /// The supported values as JSON text (a number may be written in two ways).
+    pub(super) allowed: &'static [&'static str],
+    /// What to tell who wrote something else.
+    pub(super) supported: &'static str,
+}
+
+const fn fixed(key: &'static str, allowed: &'static [&'static str], supported: &'static str) -> Fixed {
+    Fixed { key, allowed, supported }
+}
+
+/// Options of every family that would change what the model computes.
+pub(super) const FIXED_FOR_ALL: &[Fixed] = &[
+    fixed("is_encoder_decoder", &["false"], "false (decoder-only models)"),
+    fixed("tie_encoder_decoder", &["false"], "false (decoder-only models)"),
+    fixed("add_cross_attention", &["false"], "false (decoder-only models)"),
+    fixed("cross_attention_hidden_size", &[], "null (decoder-only models)"),
+    fixed("pruned_heads", &["{}"], "{} (no pruned heads)"),
+    fixed("quantization_config", &[], "null (weights in f32, bf16 or f16)"),
+    fixed("auto_map", &[], "null (code that comes with a checkpoint is never run)"),
+];
+
+/// Options of GPT-2 that would change what the model computes.
+pub(super) const FIXED_FOR_GPT2: &[Fixed] = &[
+    fixed("scale_attn_weights", &["true"], "true (scores divided by the square root of the head size)"),
+    fixed("scale_attn_by_inverse_layer_idx", &["false"], "false"),
+    fixed("reorder_and_upcast_attn", &["false"], "false (attention accumulates in f32 as it is)"),
+];
+
+/// Options of the Llama-like families that would change what the model computes.
+pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[
+    fixed("hidden_act", &["\"silu\"", "\"swish\""], "\"silu\""),
+    fixed("partial_rotary_factor", &["1", "1.0"], "1.0 (the whole head is rotated)"),
+    fixed("original_max_position_embeddings", &[], "null here (it belongs into the RoPE table)"),
+    fixed("use_mrope", &["false"], "false (text only)"),
+];
+
+/// Options inside a RoPE table that would change what the model computes.
+pub(super) const FIXED_FOR_ROPE: &[Fixed] =
+    &[fixed("partial_rotary_factor", &["1", "1.0"], "1.0 (the whole head is rotated)")];
+
+/// Keys without influence on training or logits: provenance, the tokenizer's special ids that are not
+/// read, generation settings, heads for other tasks, and switches of transformers' own machinery.
+pub(super) const HARMLESS_KEYS: &[&str] = &[
+    // Provenance and storage.
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "finetuning_task",
+    "model_name",
+    "model_type",
+    "name_or_path",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    // Special tokens that nothing here reads.
+    "decoder_start_token_id",
+    "sep_token_id",
+    // Switches of the implementation, equal up to rounding.
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "gradient_checkpointing",
+    "is_decoder",
+    "keys_to_ignore_at_inference",
+    "output_attentions",
+    "output_hidden_states",
+    "pretraining_tp",
+    "return_dict",
+    "tf_legacy_loss",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
+    "use_return_dict",
+    // GPT-2's second name for the number of positions, and its heads for other tasks.
+    "_num_labels",
+    "n_ctx",
+    "n_special",
+    "predict_special_tokens",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    // Heads for other tasks.
+    "id2label",
+    "label2id",
+    "num_labels",
+    "prefix",
+    "problem_type",
+    "task_specific_params",
+    // Generation.
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "target_lookbehind",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+];

@@ -1,0 +1,72 @@
+//! Limits on the sizes in a configuration, far above every published model.
+//!
+//! They keep arithmetic on shapes from overflowing (no allowed model has more than 2^61 parameters) and
+//! turn a hostile or mistyped number into a message.
+
+use crate::error::ConfigProblem;
+
+/// Most tokens in a vocabulary.
+pub(super) const VOCABULARY: usize = 1 << 24;
+/// Widest residual stream and feed-forward layer.
+pub(super) const WIDTH: usize = 1 << 22;
+/// Most blocks.
+pub(super) const LAYERS: usize = 1 << 12;
+/// Most heads, and most elements of a head.
+pub(super) const HEADS: usize = 1 << 12;
+/// Longest context.
+pub(super) const POSITIONS: usize = 1 << 30;
+
+/// Collects problems with sizes and numbers.
+#[derive(Default)]
+pub(super) struct Checks {
+    pub(super) problems: Vec<ConfigProblem>,
+}
+
+impl Checks {
+    /// Demands `1 <= value <= most`.
+    pub(super) fn size(&mut self, key: &str, value: usize, most: usize) {
+        if value == 0 || value > most {
+            self.out_of_range(key, value, format!("1 to {most}"));
+        }
+    }
+
+    /// Demands `0 < value < 1`, as for an epsilon.
+    pub(super) fn epsilon(&mut self, key: &str, value: f64) {
+        if !(value > 0.0 && value < 1.0) {
+            self.out_of_range(key, value, "above 0 and below 1");
+        }
+    }
+
+    /// Demands `0 <= value < 1`, as for a probability of being dropped.
+    pub(super) fn fraction(&mut self, key: &str, value: f64) {
+        if !(0.0..1.0).contains(&value) {
+            self.out_of_range(key, value, "from 0 to below 1");
+        }
+    }
+
+    /// Demands `0 <= value <= 1`, as for the standard deviation of initial weights.
+    pub(super) fn deviation(&mut self, key: &str, value: f64) {
+        if !(0.0..=1.0).contains(&value) {
+            self.out_of_range(key, value, "from 0 to 1");
+        }
+    }
+
+    /// Demands that `divisor` divide `value`. A zero is reported elsewhere.
+    pub(super) fn divides(&mut self, (divisor_key, divisor): (&str, usize), (key, value): (&str, usize)) {
+        if divisor != 0 && !value.is_multiple_of(divisor) {
+            self.conflict(format!("`{divisor_key}` = {divisor} does not divide `{key}` = {value}"));
+        }
+    }
+
+    pub(super) fn conflict(&mut self, message: String) {
+        self.problems.push(ConfigProblem::Conflict { message });
+    }
+
+    fn out_of_range(&mut self, key: &str, value: impl ToString, allowed: impl Into<String>) {
+        self.problems.push(ConfigProblem::OutOfRange {
+            key: key.into(),
+            value: value.to_string(),
+            allowed: allowed.into(),
+        });
+    }
+}

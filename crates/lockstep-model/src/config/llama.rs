@@ -1,0 +1,353 @@
+//! The configuration of the Llama-like families: Llama, Mistral, Qwen2 and Qwen3.
+//!
+//! They share one architecture and differ in which linear layers have biases, in norms on queries and
+//! keys, and in sliding windows; the struct says so by plain fields, and the family by its name.
+
+use serde_json::{Map, Value, json};
+
+use super::keys::{FIXED_FOR_ALL, FIXED_FOR_LLAMA};
+use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
+use super::reader::{Entry, Reader};
+use super::{Rope, SpecialTokens};
+use crate::error::ConfigProblem;
+
+/// A Llama-like model: RMSNorm before attention and feed-forward, RoPE, grouped-query attention, and a
+/// feed-forward layer gated by SiLU.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LlamaConfig {
+    /// Which `model_type` it is.
+    pub family: LlamaFamily,
+    /// Tokens in the vocabulary.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate_size: usize,
+    /// Number of blocks.
+    pub num_hidden_layers: usize,
+    /// Query heads of a block.
+    pub num_attention_heads: usize,
+    /// Key/value heads of a block.
+    pub num_key_value_heads: usize,
+    /// Elements of one head; even. `num_attention_heads * head_dim` need not be the hidden size.
+    pub head_dim: usize,
+    /// The longest sequence the model was made for.
+    pub max_position_embeddings: usize,
+    /// Added to the mean square in RMSNorm.
+    pub rms_norm_eps: f64,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// A position sees itself and the `sliding_window - 1` positions before it; `None`: all before it.
+    pub sliding_window: Option<usize>,
+    /// Whether the query, key and value projections have biases.
+    pub qkv_bias: bool,
+    /// Whether the attention's output projection has a bias.
+    pub output_bias: bool,
+    /// Whether the three feed-forward projections have biases.
+    pub mlp_bias: bool,
+    /// Whether queries and keys pass an RMSNorm over the head before RoPE.
+    pub qk_norm: bool,
+    /// Probability of dropping an attention weight.
+    pub attention_dropout: f64,
+    /// Standard deviation of initial weights.
+    pub initializer_range: f64,
+    /// Whether the output layer is the token embedding.
+    pub tie_word_embeddings: bool,
+    /// Special token ids.
+    pub tokens: SpecialTokens,
+}
+
+/// The Llama-like values of `model_type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LlamaFamily {
+    /// Llama 1 to 3: biases if the configuration says so.
+    Llama,
+    /// Mistral: a sliding window, no biases.
+    Mistral,
+    /// Qwen2 and 2.5: biases on queries, keys and values.
+    Qwen2,
+    /// Qwen3: norms on queries and keys, a head size of its own.
+    Qwen3,
+}
+
+impl LlamaFamily {
+    /// Every family.
+    pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+
+    /// The value of `model_type`.
+    pub const fn model_type(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Mistral => "mistral",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+        }
+    }
+
+    pub(super) const fn architecture(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Mistral => "MistralForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
+            Self::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+
+    const fn is_qwen(self) -> bool {
+        matches!(self, Self::Qwen2 | Self::Qwen3)
+    }
+
+    /// Whether `attention_bias` is a key of this family's `config.json`.
+    const fn has_attention_bias_key(self) -> bool {
+        matches!(self, Self::Llama | Self::Qwen3)
+    }
+}
+
+impl LlamaConfig {
+    pub(super) fn read(family: LlamaFamily, table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
+        let mut reader = Reader::new(table, "");
+        reader.fixed(FIXED_FOR_ALL);
+        reader.fixed(FIXED_FOR_LLAMA);
+        // transformers' defaults, which differ between the families.
+        let (vocabulary, intermediate, key_value_heads, positions) = match family {
+            LlamaFamily::Llama => (32000, 11008, None, 2048),
+            LlamaFamily::Mistral => (32000, 14336, Some(8), 4096 * 32),
+            LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => (151936, 22016, Some(32), 32768),
+        };
+        let hidden_size = reader.size("hidden_size", 4096);
+        let num_hidden_layers = reader.size("num_hidden_layers", 32);
+        let num_attention_heads = reader.size("num_attention_heads", 32);
+        let num_key_value_heads = match reader.optional_size("num_key_value_heads") {
+            Entry::Given(heads) => heads,
+            Entry::Null => num_attention_heads,
+            Entry::Absent => key_value_heads.unwrap_or(num_attention_heads),
+        };
+        let max_position_embeddings = reader.size("max_position_embeddings", positions);
+        let attention_bias = read_attention_bias(&mut reader, family);
+        let config = Self {
+            family,
+            vocab_size: reader.size("vocab_size", vocabulary),
+            hidden_size,
+            intermediate_size: reader.size("intermediate_size", intermediate),
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim: read_head_dim(&mut reader, family, hidden_size, num_attention_heads),
+            max_position_embeddings,
+            rms_norm_eps: reader.number("rms_norm_eps", 1e-6),
+            rope: Rope::read(&mut reader, max_position_embeddings),
+            sliding_window: read_sliding_window(&mut reader, family, num_hidden_layers),
+            qkv_bias: attention_bias || family == LlamaFamily::Qwen2,
+            output_bias: attention_bias,
+            mlp_bias: read_mlp_bias(&mut reader, family),
+            qk_norm: family == LlamaFamily::Qwen3,
+            attention_dropout: reader.number("attention_dropout", 0.0),
+            initializer_range: reader.number("initializer_range", 0.02),
+            tie_word_embeddings: reader.flag("tie_word_embeddings", false),
+            tokens: SpecialTokens::read(&mut reader),
+        };
+        (config, reader.finish())
+    }
+
+    /// The keys of `config.json`, without those that all families share; RoPE in form 4.
+    pub(super) fn table(&self) -> Map<String, Value> {
+        let mut table = Map::new();
+        let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
+        put("vocab_size", json!(self.vocab_size));
+        put("hidden_size", json!(self.hidden_size));
+        put("intermediate_size", json!(self.intermediate_size));
+        put("num_hidden_layers", json!(self.num_hidden_layers));
+        put("num_attention_heads", json!(self.num_attention_heads));
+        put("num_key_value_heads", json!(self.num_key_value_heads));
+        put("head_dim", json!(self.head_dim));
+        put("max_position_embeddings", json!(self.max_position_embeddings));
+        put("hidden_act", json!("silu"));
+        put("rms_norm_eps", json!(self.rms_norm_eps));
+        put("attention_dropout", json!(self.attention_dropout));
+        put("initializer_range", json!(self.initializer_range));
+        put("tie_word_embeddings", json!(self.tie_word_embeddings));
+        if self.family.has_attention_bias_key() {
+            put("attention_bias", json!(self.output_bias));
+        }
+        match self.family {
+            LlamaFamily::Llama => {
+                put("mlp_bias", json!(self.mlp_bias));
+            }
+            LlamaFamily::Mistral => {
+                put("sliding_window", json!(self.sliding_window));
+            }
+            LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
+                // With windows, every layer has one: `max_window_layers` counts the layers before the first.
+                let windows = self.sliding_window.is_some();
+                put("use_sliding_window", json!(windows));
+                put("sliding_window", json!(self.sliding_window));
+                put("max_window_layers", json!(if windows { 0 } else { self.num_hidden_layers }));
+            }
+        }
+        self.rope.write_form_4(&mut table);
+        table
+    }
+
+    pub(super) fn problems(&self) -> Vec<ConfigProblem> {
+        let mut checks = Checks::default();
+        checks.size("vocab_size", self.vocab_size, VOCABULARY);
+        checks.size("hidden_size", self.hidden_size, WIDTH);
+        checks.size("intermediate_size", self.intermediate_size, WIDTH);
+        checks.size("num_hidden_layers", self.num_hidden_layers, LAYERS);
+        checks.size("num_attention_heads", self.num_attention_heads, HEADS);
+        checks.size("num_key_value_heads", self.num_key_value_heads, HEADS);
+        checks.size("head_dim", self.head_dim, HEADS);
+        checks.size("max_position_embeddings", self.max_position_embeddings, POSITIONS);
+        checks.divides(
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("num_attention_heads", self.num_attention_heads),
+        );
+        if self.family == LlamaFamily::Llama {
+            checks.divides(
+                ("num_attention_heads", self.num_attention_heads),
+                ("hidden_size", self.hidden_size),
+            );
+        }
+        checks.divides(("RoPE's pair of elements", 2), ("head_dim", self.head_dim));
+        if let Some(window) = self.sliding_window {
+            checks.size("sliding_window", window, POSITIONS);
+        }
+        checks.epsilon("rms_norm_eps", self.rms_norm_eps);
+        checks.fraction("attention_dropout", self.attention_dropout);
+        checks.deviation("initializer_range", self.initializer_range);
+        self.check_family(&mut checks);
+        checks.problems.extend(self.rope.problems());
+        checks.problems
+    }
+
+    /// A configuration built in code must be one that its family's `config.json` can express.
+    fn check_family(&self, checks: &mut Checks) {
+        let family = self.family;
+        let attention_bias_fits = match family {
+            LlamaFamily::Llama | LlamaFamily::Qwen3 => self.qkv_bias == self.output_bias,
+            LlamaFamily::Mistral => !self.qkv_bias && !self.output_bias,
+            LlamaFamily::Qwen2 => self.qkv_bias && !self.output_bias,
+        };
+        let rules = [
+            (attention_bias_fits, "these attention biases"),
+            (!self.mlp_bias || family == LlamaFamily::Llama, "biases in the feed-forward layer"),
+            (self.qk_norm == (family == LlamaFamily::Qwen3), "this setting of `qk_norm`"),
+            (self.sliding_window.is_none() || family != LlamaFamily::Llama, "a sliding window"),
+        ];
+        for (fits, what) in rules {
+            if !fits {
+                checks.conflict(format!("model type \"{}\" cannot have {what}", family.model_type()));
+            }
+        }
+    }
+}
+
+fn read_head_dim(reader: &mut Reader<'_>, family: LlamaFamily, hidden_size: usize, heads: usize) -> usize {
+    match (reader.optional_size("head_dim"), family) {
+        (Entry::Given(size), _) => size,
+        (Entry::Absent, LlamaFamily::Qwen3) => 128,
+        (Entry::Absent | Entry::Null, _) => {
+            // Zero heads are reported with the other sizes.
+            if heads != 0 && !hidden_size.is_multiple_of(heads) {
+                reader.conflict(format!(
+                    "`head_dim` is absent and `num_attention_heads` = {heads} does not divide `hidden_size` = \
+                     {hidden_size}"
+                ));
+            }
+            hidden_size.checked_div(heads).unwrap_or(2)
+        }
+    }
+}
+
+fn read_attention_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
+    let given = reader.flag("attention_bias", family == LlamaFamily::Qwen2);
+    match family {
+        LlamaFamily::Llama | LlamaFamily::Qwen3 => return given,
+        LlamaFamily::Mistral if given => {
+            reader.unsupported("attention_bias", "false (Mistral has no biases)")
+        }
+        LlamaFamily::Qwen2 if !given => {
+            reader.unsupported("attention_bias", "true (Qwen2 has biases on queries, keys and values)");
+        }
+        LlamaFamily::Mistral | LlamaFamily::Qwen2 => {}
+    }
+    false
+}
+
+fn read_mlp_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
+    let given = reader.flag("mlp_bias", false);
+    if given && family != LlamaFamily::Llama {
+        reader.unsupported("mlp_bias", "false (only Llama can have these biases)");
+        return false;
+    }
+    given
+}
+
+/// The window that every layer has. Qwen can give windows to the upper layers only; that is supported
+/// where it comes to all layers or none.
+fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usize) -> Option<usize> {
+    let mut window = match (reader.optional_size("sliding_window"), family) {
+        (Entry::Absent, LlamaFamily::Llama) => None,
+        (Entry::Absent, _) => Some(4096),
+        (entry, _) => entry.given(),
+    };
+    let mut layers_before_first_window = 0;
+    if family.is_qwen() {
+        layers_before_first_window = reader.size("max_window_layers", 28);
+        if !reader.flag("use_sliding_window", false) {
+            window = None;
+        }
+    }
+    if family == LlamaFamily::Llama && window.is_some() {
+        reader.unsupported("sliding_window", "null (Llama sees all positions; Mistral has windows)");
+        return None;
+    }
+    match read_layer_types(reader, layers) {
+        // Written out, the layer types decide; Mistral's attention reads `sliding_window` alone.
+        Some(LayerTypes::Full) if family.is_qwen() => return None,
+        Some(LayerTypes::Full) if window.is_some() => {
+            reader.unsupported(
+                "layer_types",
+                "\"sliding_attention\" in all layers where there is a sliding window",
+            );
+        }
+        Some(LayerTypes::Sliding) if window.is_none() => {
+            reader.unsupported(
+                "layer_types",
+                "\"full_attention\" in all layers where there is no sliding window",
+            );
+        }
+        Some(LayerTypes::Full | LayerTypes::Sliding) => {}
+        None if layers_before_first_window >= layers => return None,
+        None if window.is_some() && layers_before_first_window > 0 => {
+            let supported = format!("0 (windows in all layers) or at least {layers} (in none)");
+            reader.unsupported("max_window_layers", supported);
+        }
+        None => {}
+    }
+    window
+}
+
+/// A list of layer types in which all are alike.
+enum LayerTypes {
+    Full,
+    Sliding,
+}
+
+fn read_layer_types(reader: &mut Reader<'_>, layers: usize) -> Option<LayerTypes> {
+    let types = reader.value("layer_types")?;
+    let all = |name: &str| {
+        types.as_array().is_some_and(|list| list.len() == layers && list.iter().all(|entry| entry == name))
+    };
+    if all("full_attention") {
+        return Some(LayerTypes::Full);
+    }
+    if all("sliding_attention") {
+        return Some(LayerTypes::Sliding);
+    }
+    reader.unsupported(
+        "layer_types",
+        format!("{layers} entries that are all \"full_attention\" or all \"sliding_attention\""),
+    );
+    None
+}

@@ -1,0 +1,352 @@
+//! A model's configuration: one typed value per family, read from and written as `config.json`.
+//!
+//! Reading has two steps. The family's reader turns keys into a struct, with transformers' defaults for
+//! what is absent; then [`ModelConfig::validate`] checks limits and relations, for configurations built in
+//! code as well.
+
+mod gpt2;
+mod keys;
+mod limits;
+mod llama;
+mod reader;
+mod rope;
+
+use std::path::Path;
+
+use lockstep_plan::DType;
+use serde_json::{Map, Value, json};
+
+pub use self::gpt2::{Activation, Gpt2Config};
+pub use self::llama::{LlamaConfig, LlamaFamily};
+pub use self::rope::{Rope, RopeScaling};
+use crate::error::{ConfigProblem, ModelError};
+use crate::parameters::parameter_records;
+
+use self::reader::shorten;
+
+/// The configuration of a model of any supported family.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ModelConfig {
+    /// `model_type` "gpt2".
+    Gpt2(Gpt2Config),
+    /// `model_type` "llama", "mistral", "qwen2" or "qwen3".
+    Llama(LlamaConfig),
+}
+
+/// Token ids with a meaning of their own. They steer generation; the forward pass does not know them.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SpecialTokens {
+    /// Stands before a text.
+    pub beginning: Option<u32>,
+    /// Any of these ends a text.
+    pub end: Vec<u32>,
+    /// Fills up a batch.
+    pub padding: Option<u32>,
+}
+
+const MODEL_TYPES: &str = "\"gpt2\", \"llama\", \"mistral\", \"qwen2\", \"qwen3\"";
+
+/// The largest `config.json` that is read; real ones have a few kilobytes.
+const LARGEST_FILE_BYTES: u64 = 4 << 20;
+
+impl ModelConfig {
+    /// Reads a `config.json`.
+    ///
+    /// # Errors
+    /// [`ModelError::Read`] or one of those of [`ModelConfig::from_json_text`].
+    pub fn from_file(path: &Path) -> Result<Self, ModelError> {
+        let failed = |source| ModelError::Read { path: path.to_owned(), source };
+        let bytes = std::fs::metadata(path).map_err(failed)?.len();
+        if bytes > LARGEST_FILE_BYTES {
+            let message = format!("it has {bytes} bytes, a config.json at most {LARGEST_FILE_BYTES}");
+            return Err(failed(std::io::Error::new(std::io::ErrorKind::InvalidData, message)));
+        }
+        let text = std::fs::read_to_string(path).map_err(failed)?;
+        Self::from_json_text(&text, &path.display().to_string())
+    }
+
+    /// Reads the text of a `config.json`; `origin` names it in errors.
+    ///
+    /// # Errors
+    /// [`ModelError::Json`] if it is not JSON, else those of [`ModelConfig::from_table`].
+    pub fn from_json_text(text: &str, origin: &str) -> Result<Self, ModelError> {
+        match serde_json::from_str(text) {
+            Ok(Value::Object(table)) => Self::from_table(&table, origin),
+            Ok(other) => {
+                let value = shorten(&other.to_string());
+                let problem = ConfigProblem::WrongType { key: "(all)".into(), value, expected: "a table" };
+                Err(ModelError::Config { origin: origin.to_owned(), problems: vec![problem] })
+            }
+            Err(source) => Err(ModelError::Json { origin: origin.to_owned(), source }),
+        }
+    }
+
+    /// Reads a table with the keys of a `config.json`; `origin` names it in errors. Absent keys have
+    /// transformers' defaults for the model type.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] with every problem: unknown keys, options that would change the numbers and
+    /// are not supported, wrong types, and what [`ModelConfig::validate`] finds.
+    pub fn from_table(table: &Map<String, Value>, origin: &str) -> Result<Self, ModelError> {
+        let refused = |problems| ModelError::Config { origin: origin.to_owned(), problems };
+        let family = LlamaFamily::ALL
+            .into_iter()
+            .find(|family| table.get("model_type").and_then(Value::as_str) == Some(family.model_type()));
+        let (config, mut problems) = match (table.get("model_type"), family) {
+            (_, Some(family)) => {
+                let (config, problems) = LlamaConfig::read(family, table);
+                (Self::Llama(config), problems)
+            }
+            (Some(Value::String(name)), None) if name == "gpt2" => {
+                let (config, problems) = Gpt2Config::read(table);
+                (Self::Gpt2(config), problems)
+            }
+            (Some(other), None) => {
+                return Err(refused(vec![ConfigProblem::Unsupported {
+                    key: "model_type".into(),
+                    value: shorten(&other.to_string()),
+                    supported: MODEL_TYPES.into(),
+                }]));
+            }
+            (None, None) => {
+                return Err(refused(vec![ConfigProblem::Missing {
+                    key: "model_type".into(),
+                    expected: format!("one of {MODEL_TYPES}"),
+                }]));
+            }
+        };
+        // A default that stands in for an unreadable value would break rules that the file keeps.
+        let unreadable = problems.iter().any(|problem| {
+            matches!(problem, ConfigProblem::WrongType { .. } | ConfigProblem::Missing { .. })
+        });
+        if !unreadable {
+            problems.extend(config.problems());
+        }
+        if problems.is_empty() { Ok(config) } else { Err(refused(problems)) }
+    }
+
+    /// This configuration with some keys of `config.json` replaced, as by `[model]` in a run file.
+    ///
+    /// What followed from a replaced value follows from the new one: the head size from hidden size and
+    /// heads, the number of key/value heads from the heads if they were equal. RoPE's settings may be
+    /// replaced in either form.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] with every problem, as for [`ModelConfig::from_table`].
+    pub fn with_overrides(&self, overrides: &Map<String, Value>, origin: &str) -> Result<Self, ModelError> {
+        let mut table = self.table();
+        if let Some(model_type) = overrides.get("model_type")
+            && model_type.as_str() != Some(self.model_type())
+        {
+            let problem = ConfigProblem::Unsupported {
+                key: "model_type".into(),
+                value: shorten(&model_type.to_string()),
+                supported: format!("\"{}\", the type of the model these keys belong to", self.model_type()),
+            };
+            return Err(ModelError::Config { origin: origin.to_owned(), problems: vec![problem] });
+        }
+        if let Self::Llama(config) = self {
+            let heads_change = overrides.contains_key("num_attention_heads");
+            let width_changes = heads_change || overrides.contains_key("hidden_size");
+            if width_changes && config.num_attention_heads * config.head_dim == config.hidden_size {
+                table.insert("head_dim".into(), Value::Null);
+            }
+            if heads_change && config.num_key_value_heads == config.num_attention_heads {
+                table.insert("num_key_value_heads".into(), Value::Null);
+            }
+        }
+        if let Some(rope) = overrides.get("rope_parameters") {
+            table.remove("rope_scaling");
+            if rope.get("rope_theta").is_some() {
+                table.remove("rope_theta");
+            }
+        }
+        for key in overrides.keys() {
+            table.remove(self.canonical_key(key));
+        }
+        table.extend(overrides.iter().map(|(key, value)| (key.clone(), value.clone())));
+        Self::from_table(&table, origin)
+    }
+
+    /// Checks every limit and relation.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] with every problem.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        match self.problems() {
+            problems if problems.is_empty() => Ok(()),
+            problems => Err(ModelError::Config { origin: "the model's configuration".into(), problems }),
+        }
+    }
+
+    /// The contents of a `config.json` that transformers 4 and 5 both load, for weights stored as
+    /// `dtype`. A GPT-2 without biases says `"bias": false`, which transformers ignores: see
+    /// [`Gpt2Config::bias`].
+    pub fn to_json(&self, dtype: DType) -> Value {
+        let mut table = self.table();
+        if let Self::Llama(config) = self {
+            config.rope.write_form_5(&mut table);
+        }
+        table.insert("architectures".into(), json!([self.architecture()]));
+        let torch_name = match dtype {
+            DType::F32 => Some("float32"),
+            DType::BF16 => Some("bfloat16"),
+            DType::F16 => Some("float16"),
+            DType::I32 | DType::U32 | DType::U8 => None,
+        };
+        if let Some(name) = torch_name {
+            table.insert("torch_dtype".into(), json!(name));
+        }
+        Value::Object(table)
+    }
+
+    /// The value of `model_type`.
+    pub fn model_type(&self) -> &'static str {
+        match self {
+            Self::Gpt2(_) => "gpt2",
+            Self::Llama(config) => config.family.model_type(),
+        }
+    }
+
+    /// Tokens in the vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.vocab_size,
+            Self::Llama(config) => config.vocab_size,
+        }
+    }
+
+    /// Width of the residual stream.
+    pub fn hidden_size(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.hidden_size,
+            Self::Llama(config) => config.hidden_size,
+        }
+    }
+
+    /// Width of the feed-forward layers.
+    pub fn intermediate_size(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.intermediate_size,
+            Self::Llama(config) => config.intermediate_size,
+        }
+    }
+
+    /// Number of blocks.
+    pub fn num_hidden_layers(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.num_hidden_layers,
+            Self::Llama(config) => config.num_hidden_layers,
+        }
+    }
+
+    /// Query heads of a block.
+    pub fn num_attention_heads(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.num_attention_heads,
+            Self::Llama(config) => config.num_attention_heads,
+        }
+    }
+
+    /// Key/value heads of a block; each serves `num_attention_heads / num_key_value_heads` query heads.
+    pub fn num_key_value_heads(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.num_attention_heads,
+            Self::Llama(config) => config.num_key_value_heads,
+        }
+    }
+
+    /// Elements of one head.
+    pub fn head_dim(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.head_dim(),
+            Self::Llama(config) => config.head_dim,
+        }
+    }
+
+    /// The longest sequence, in tokens.
+    pub fn max_position_embeddings(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.max_position_embeddings,
+            Self::Llama(config) => config.max_position_embeddings,
+        }
+    }
+
+    /// Whether the output layer is the embedding.
+    pub fn tie_word_embeddings(&self) -> bool {
+        match self {
+            Self::Gpt2(config) => config.tie_word_embeddings,
+            Self::Llama(config) => config.tie_word_embeddings,
+        }
+    }
+
+    /// Special token ids.
+    pub fn tokens(&self) -> &SpecialTokens {
+        match self {
+            Self::Gpt2(config) => &config.tokens,
+            Self::Llama(config) => &config.tokens,
+        }
+    }
+
+    /// Number of parameters, tied ones counted once.
+    pub fn parameter_count(&self) -> u64 {
+        let own = |record: &lockstep_plan::ParameterRecord| record.tie.is_none();
+        parameter_records(self).iter().filter(|record| own(record)).map(|r| r.elements() as u64).sum()
+    }
+
+    /// The class that transformers builds from this configuration.
+    fn architecture(&self) -> &'static str {
+        match self {
+            Self::Gpt2(_) => "GPT2LMHeadModel",
+            Self::Llama(config) => config.family.architecture(),
+        }
+    }
+
+    /// The table that [`ModelConfig::from_table`] reads back as this configuration, RoPE in form 4.
+    fn table(&self) -> Map<String, Value> {
+        let mut table = match self {
+            Self::Gpt2(config) => config.table(),
+            Self::Llama(config) => config.table(),
+        };
+        table.insert("model_type".into(), json!(self.model_type()));
+        self.tokens().write(&mut table);
+        table
+    }
+
+    /// The key under which [`ModelConfig::table`] holds what `key` means.
+    fn canonical_key<'a>(&self, key: &'a str) -> &'a str {
+        match self {
+            Self::Gpt2(_) => gpt2::canonical_key(key),
+            Self::Llama(_) => key,
+        }
+    }
+
+    fn problems(&self) -> Vec<ConfigProblem> {
+        match self {
+            Self::Gpt2(config) => config.problems(),
+            Self::Llama(config) => config.problems(),
+        }
+    }
+}
+
+impl SpecialTokens {
+    fn read(reader: &mut reader::Reader<'_>) -> Self {
+        Self {
+            beginning: reader.token("bos_token_id"),
+            end: reader.tokens("eos_token_id"),
+            padding: reader.token("pad_token_id"),
+        }
+    }
+
+    /// Writes absent ids as `null`: an absent key would bring transformers' defaults back.
+    fn write(&self, out: &mut Map<String, Value>) {
+        out.insert("bos_token_id".into(), json!(self.beginning));
+        let end = match self.end[..] {
+            [] => Value::Null,
+            [single] => json!(single),
+            _ => json!(self.end),
+        };
+        out.insert("eos_token_id".into(), end);
+        out.insert("pad_token_id".into(), json!(self.padding));
+    }
+}

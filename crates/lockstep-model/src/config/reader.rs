@@ -1,0 +1,212 @@
+//! Reads a JSON table key by key and remembers which keys were asked for.
+//!
+//! What nobody asked for, and what is not on the list of harmless keys, is an unknown key. Problems are
+//! collected; a value that cannot be used is replaced by its default so that reading can go on.
+
+use serde_json::{Map, Value};
+
+use super::keys::{Fixed, HARMLESS_KEYS};
+use crate::error::{ConfigProblem, nearest};
+
+/// A table, the keys already asked for, and the problems found so far.
+pub(super) struct Reader<'a> {
+    table: &'a Map<String, Value>,
+    /// Stands before each key in a problem: empty, or `rope_scaling.`.
+    prefix: &'static str,
+    known: Vec<&'static str>,
+    problems: Vec<ConfigProblem>,
+}
+
+/// What a table says about an optional number.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Entry<T> {
+    /// The key is not there: the family's default applies.
+    Absent,
+    /// The key is there and `null`: the value follows from others.
+    Null,
+    /// The value.
+    Given(T),
+}
+
+impl<T> Entry<T> {
+    /// The value, where absence and `null` mean the same.
+    pub(super) fn given(self) -> Option<T> {
+        match self {
+            Self::Given(value) => Some(value),
+            Self::Absent | Self::Null => None,
+        }
+    }
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(table: &'a Map<String, Value>, prefix: &'static str) -> Self {
+        Self { table, prefix, known: Vec::new(), problems: Vec::new() }
+    }
+
+    /// The value under `key`; `null` counts as absent.
+    pub(super) fn value(&mut self, key: &'static str) -> Option<&'a Value> {
+        self.known.push(key);
+        self.table.get(key).filter(|value| !value.is_null())
+    }
+
+    /// A whole number, or `default`.
+    pub(super) fn size(&mut self, key: &'static str, default: usize) -> usize {
+        self.optional_size(key).given().unwrap_or(default)
+    }
+
+    /// A whole number that may be left to follow from others.
+    pub(super) fn optional_size(&mut self, key: &'static str) -> Entry<usize> {
+        self.entry(key, "a whole number", |value| value.as_u64().and_then(|size| usize::try_from(size).ok()))
+    }
+
+    /// A number, or `default`.
+    pub(super) fn number(&mut self, key: &'static str, default: f64) -> f64 {
+        self.optional_number(key).unwrap_or(default)
+    }
+
+    /// A number, if there is one.
+    pub(super) fn optional_number(&mut self, key: &'static str) -> Option<f64> {
+        self.entry(key, "a number", Value::as_f64).given()
+    }
+
+    /// `true` or `false`, or `default`.
+    pub(super) fn flag(&mut self, key: &'static str, default: bool) -> bool {
+        self.entry(key, "true or false", Value::as_bool).given().unwrap_or(default)
+    }
+
+    /// A string, if there is one.
+    pub(super) fn text(&mut self, key: &'static str) -> Option<&'a str> {
+        self.entry(key, "a string", Value::as_str).given()
+    }
+
+    /// A table, if there is one.
+    pub(super) fn table(&mut self, key: &'static str) -> Option<&'a Map<String, Value>> {
+        self.entry(key, "a table", Value::as_object).given()
+    }
+
+    /// A token id, if there is one. Negative ids, which some files use for "none", count as none.
+    pub(super) fn token(&mut self, key: &'static str) -> Option<u32> {
+        self.tokens(key).first().copied()
+    }
+
+    /// A token id or a list of them.
+    pub(super) fn tokens(&mut self, key: &'static str) -> Vec<u32> {
+        let convert = |value: &Value| match value.as_i64() {
+            Some(id) if id < 0 => Some(None),
+            Some(id) => u32::try_from(id).ok().map(Some),
+            None => None,
+        };
+        let ids: Option<Vec<Option<u32>>> = match self.value(key) {
+            None => return Vec::new(),
+            Some(Value::Array(ids)) => ids.iter().map(convert).collect(),
+            Some(id) => convert(id).map(|id| vec![id]),
+        };
+        ids.map(|ids| ids.into_iter().flatten().collect()).unwrap_or_else(|| {
+            self.wrong_type(key, "a token id or a list of token ids");
+            Vec::new()
+        })
+    }
+
+    /// Demands that each of `fixed` be absent or have its one supported value.
+    pub(super) fn fixed(&mut self, fixed: &'static [Fixed]) {
+        for Fixed { key, allowed, supported } in fixed {
+            if let Some(value) = self.value(key)
+                && !allowed.contains(&value.to_string().as_str())
+            {
+                self.unsupported(key, *supported);
+            }
+        }
+    }
+
+    pub(super) fn unsupported(&mut self, key: &'static str, supported: impl Into<String>) {
+        let (key, value) = (self.full(key), self.shown(key));
+        self.problem(ConfigProblem::Unsupported { key, value, supported: supported.into() });
+    }
+
+    pub(super) fn conflict(&mut self, message: impl Into<String>) {
+        self.problem(ConfigProblem::Conflict { message: message.into() });
+    }
+
+    pub(super) fn problem(&mut self, problem: ConfigProblem) {
+        self.problems.push(problem);
+    }
+
+    /// A number that has no default; a missing one is reported, and 1 stands in.
+    pub(super) fn required_number(&mut self, key: &'static str) -> f64 {
+        match self.entry(key, "a number", Value::as_f64) {
+            Entry::Given(value) => value,
+            Entry::Null | Entry::Absent => {
+                if self.table.get(key).is_none_or(Value::is_null) {
+                    let key = self.full(key);
+                    self.problem(ConfigProblem::Missing { key, expected: "a number".into() });
+                }
+                1.0
+            }
+        }
+    }
+
+    /// Takes over what a reader of an inner table found.
+    pub(super) fn absorb(&mut self, problems: Vec<ConfigProblem>) {
+        self.problems.extend(problems);
+    }
+
+    /// The problems found, without looking for unknown keys.
+    pub(super) fn problems(self) -> Vec<ConfigProblem> {
+        self.problems
+    }
+
+    /// The problems found, unknown keys included. Only at the top level (where the prefix is empty) are
+    /// there harmless keys.
+    pub(super) fn finish(mut self) -> Vec<ConfigProblem> {
+        let harmless: &[&str] = if self.prefix.is_empty() { HARMLESS_KEYS } else { &[] };
+        for key in self.table.keys() {
+            if self.known.contains(&key.as_str()) || harmless.contains(&key.as_str()) {
+                continue;
+            }
+            let nearest = nearest(key, self.known.iter().chain(harmless).copied());
+            let key = format!("{}{}", self.prefix, shorten(key));
+            self.problems.push(ConfigProblem::UnknownKey { key, nearest });
+        }
+        self.problems
+    }
+
+    fn entry<T>(
+        &mut self,
+        key: &'static str,
+        expected: &'static str,
+        convert: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Entry<T> {
+        let Some(value) = self.value(key) else {
+            return if self.table.contains_key(key) { Entry::Null } else { Entry::Absent };
+        };
+        match convert(value) {
+            Some(converted) => Entry::Given(converted),
+            None => {
+                self.wrong_type(key, expected);
+                Entry::Absent
+            }
+        }
+    }
+
+    fn wrong_type(&mut self, key: &'static str, expected: &'static str) {
+        let (key, value) = (self.full(key), self.shown(key));
+        self.problem(ConfigProblem::WrongType { key, value, expected });
+    }
+
+    fn full(&self, key: &str) -> String {
+        format!("{}{key}", self.prefix)
+    }
+
+    fn shown(&self, key: &str) -> String {
+        self.table.get(key).map(|value| shorten(&value.to_string())).unwrap_or_default()
+    }
+}
+
+/// At most 80 characters of `text`: a hostile file must not fill the terminal.
+pub(super) fn shorten(text: &str) -> String {
+    const SHOWN_CHARACTERS: usize = 80;
+    match text.char_indices().nth(SHOWN_CHARACTERS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
+    }
+}

@@ -1,0 +1,351 @@
+//! Which tensors a Hugging Face checkpoint of a model has, and where in them each parameter lies.
+//!
+//! [`HfMapping`] is computed from the configuration alone. Export walks its tensors and fills each from
+//! parameters; import matches it with the names and shapes of a file, and reports everything that is
+//! missing, unexpected or of another shape. Both use the same [`HfPlace`], read one way or the other.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use lockstep_plan::ParameterRecord;
+
+use crate::config::{Gpt2Config, ModelConfig};
+use crate::error::{CheckpointProblem, ModelError};
+use crate::hf_transform::HfTransform;
+use crate::parameters::parameter_records;
+
+/// The tensors of a model's Hugging Face checkpoint.
+#[derive(Debug, Clone)]
+pub struct HfMapping {
+    /// What the base model's tensors begin with; checkpoints of the base model alone leave it out.
+    prefix: &'static str,
+    tensors: Vec<HfTensor>,
+    /// (tensor that may be there, parameter it repeats)
+    tied: Vec<(String, String)>,
+    /// Names of the parameters, in the model's order.
+    parameters: Vec<String>,
+}
+
+/// One tensor of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HfTensor {
+    /// Its name, with the family's prefix.
+    pub name: String,
+    /// Its shape as stored.
+    pub shape: Vec<usize>,
+    /// What it is filled with.
+    pub content: HfContent,
+}
+
+/// What a tensor of a checkpoint is filled with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HfContent {
+    /// Parameters, which together cover it exactly.
+    Parameters(Vec<HfPlace>),
+    /// Zeros: a bias that transformers expects and the model has not.
+    Zeros,
+}
+
+/// Where a parameter lies in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HfPlace {
+    /// The parameter's canonical name.
+    pub parameter: String,
+    /// The tensor's name (in an [`HfImport`], as the file spells it).
+    pub tensor: String,
+    /// The tensor's shape as stored.
+    pub tensor_shape: Vec<usize>,
+    /// How the parameter's elements lie in the tensor.
+    pub transform: HfTransform,
+}
+
+/// How a checkpoint is read into a model.
+#[derive(Debug, Clone)]
+pub struct HfImport {
+    /// The place of each parameter that has storage of its own, in the model's order.
+    pub places: Vec<HfPlace>,
+    /// Tensors of the file that must be zero (see [`Gpt2Config::bias`]); [`HfImport::require_zeros`] checks one.
+    pub zeros: Vec<String>,
+    /// Tensors of the file that repeat a tied parameter: (tensor, place of what it must equal).
+    pub tied_copies: Vec<(String, HfPlace)>,
+}
+
+impl HfMapping {
+    /// The checkpoint of the model that `config` describes.
+    pub fn new(config: &ModelConfig) -> Self {
+        let records = parameter_records(config);
+        let (prefix, tensors) = match config {
+            ModelConfig::Gpt2(config) => ("transformer.", gpt2_tensors(config, &records)),
+            ModelConfig::Llama(_) => ("model.", own(&records).map(same).collect()),
+        };
+        let tied = records
+            .iter()
+            .filter_map(|record| record.tie.map(|id| (record.name.clone(), records[id.0].name.clone())))
+            .collect();
+        let parameters = own(&records).map(|record| record.name.clone()).collect();
+        Self { prefix, tensors, tied, parameters }
+    }
+
+    /// The tensors of an exported checkpoint. Tied parameters are left out, as transformers does.
+    pub fn tensors(&self) -> &[HfTensor] {
+        &self.tensors
+    }
+
+    /// Where the parameter called `parameter` lies; `None` if the model has none of that name, or it is
+    /// tied to another.
+    pub fn place(&self, parameter: &str) -> Option<&HfPlace> {
+        self.places().find(|place| place.parameter == parameter)
+    }
+
+    /// Matches the tensors (name, shape) of a checkpoint with the model.
+    ///
+    /// Names are accepted with and without the family's prefix (`transformer.`, `model.`), as
+    /// transformers does. Buffers that older versions saved are passed over: causal masks (`attn.bias`,
+    /// `attn.masked_bias`) and `rotary_emb.inv_freq`.
+    ///
+    /// # Errors
+    /// [`ModelError::Checkpoint`] with every missing, unexpected, duplicate or mis-shaped tensor.
+    pub fn match_checkpoint<'a>(
+        &self,
+        checkpoint: impl IntoIterator<Item = (&'a str, &'a [usize])>,
+    ) -> Result<HfImport, ModelError> {
+        let mut problems = Vec::new();
+        let mut found: BTreeMap<String, (&str, &[usize])> = BTreeMap::new();
+        for (name, shape) in checkpoint {
+            let full = self.full_name(name);
+            if is_buffer(name) {
+                continue;
+            }
+            if let Some((first, _)) = found.insert(full, (name, shape)) {
+                problems.push(CheckpointProblem::Duplicate { tensors: [first.into(), name.into()] });
+            }
+        }
+        let mut places = HashMap::new();
+        let mut zeros = Vec::new();
+        for tensor in &self.tensors {
+            let Some((name, shape)) = found.remove(&tensor.name) else {
+                if tensor.content != HfContent::Zeros {
+                    problems.push(CheckpointProblem::Missing { tensor: tensor.name.clone() });
+                }
+                continue;
+            };
+            problems.extend(wrong_shape(name, &tensor.shape, shape));
+            match &tensor.content {
+                HfContent::Zeros => zeros.push(name.to_owned()),
+                HfContent::Parameters(parts) => places.extend(parts.iter().map(|part| {
+                    (part.parameter.as_str(), HfPlace { tensor: name.to_owned(), ..part.clone() })
+                })),
+            }
+        }
+        let mut tied_copies = Vec::new();
+        for (tensor, parameter) in &self.tied {
+            if let Some((name, shape)) = found.remove(tensor)
+                && let Some(place) = places.get(parameter.as_str())
+            {
+                problems.extend(wrong_shape(name, &place.tensor_shape, shape));
+                tied_copies.push((name.to_owned(), place.clone()));
+            }
+        }
+        problems.extend(
+            found.into_values().map(|(name, _)| CheckpointProblem::Unexpected { tensor: name.to_owned() }),
+        );
+        if !problems.is_empty() {
+            return Err(ModelError::Checkpoint { problems });
+        }
+        let places = self.parameters.iter().filter_map(|name| places.remove(name.as_str())).collect();
+        Ok(HfImport { places, zeros, tied_copies })
+    }
+
+    fn places(&self) -> impl Iterator<Item = &HfPlace> {
+        self.tensors.iter().flat_map(|tensor| match &tensor.content {
+            HfContent::Parameters(places) => places.as_slice(),
+            HfContent::Zeros => &[],
+        })
+    }
+
+    /// The name with the family's prefix, which all tensors but the output layer have.
+    fn full_name(&self, name: &str) -> String {
+        if name.starts_with(self.prefix) || name.starts_with("lm_head.") {
+            name.to_owned()
+        } else {
+            format!("{}{name}", self.prefix)
+        }
+    }
+}
+
+impl HfPlace {
+    /// Copies the parameter's elements, in the canonical order, out of the stored tensor.
+    ///
+    /// # Errors
+    /// [`ModelError::Length`] if a slice has another length than its shape.
+    pub fn read<T: Copy>(&self, stored: &[T], parameter: &mut [T]) -> Result<(), ModelError> {
+        self.check(stored.len(), parameter.len())?;
+        self.transform.read(stored, parameter);
+        Ok(())
+    }
+
+    /// Copies the parameter's elements into the stored tensor and leaves its other elements alone.
+    ///
+    /// # Errors
+    /// [`ModelError::Length`] if a slice has another length than its shape.
+    pub fn write<T: Copy>(&self, parameter: &[T], stored: &mut [T]) -> Result<(), ModelError> {
+        self.check(stored.len(), parameter.len())?;
+        self.transform.write(parameter, stored);
+        Ok(())
+    }
+
+    /// [`HfPlace::read`] on bytes, for elements of `ELEMENT_BYTES` each; no alignment is needed.
+    ///
+    /// # Errors
+    /// [`ModelError::Length`] if a slice has another length than its shape.
+    pub fn read_bytes<const ELEMENT_BYTES: usize>(
+        &self,
+        stored: &[u8],
+        parameter: &mut [u8],
+    ) -> Result<(), ModelError> {
+        let (stored, stored_rest) = stored.as_chunks::<ELEMENT_BYTES>();
+        let (parameter, parameter_rest) = parameter.as_chunks_mut::<ELEMENT_BYTES>();
+        self.check(stored.len() + stored_rest.len(), parameter.len() + parameter_rest.len())?;
+        self.read(stored, parameter)
+    }
+
+    /// [`HfPlace::write`] on bytes, for elements of `ELEMENT_BYTES` each; no alignment is needed.
+    ///
+    /// # Errors
+    /// [`ModelError::Length`] if a slice has another length than its shape.
+    pub fn write_bytes<const ELEMENT_BYTES: usize>(
+        &self,
+        parameter: &[u8],
+        stored: &mut [u8],
+    ) -> Result<(), ModelError> {
+        let (parameter, parameter_rest) = parameter.as_chunks::<ELEMENT_BYTES>();
+        let (stored, stored_rest) = stored.as_chunks_mut::<ELEMENT_BYTES>();
+        self.check(stored.len() + stored_rest.len(), parameter.len() + parameter_rest.len())?;
+        self.write(parameter, stored)
+    }
+
+    /// Elements of the stored tensor.
+    fn stored_elements(&self) -> usize {
+        self.tensor_shape.iter().product()
+    }
+
+    /// Elements of the parameter.
+    pub fn parameter_elements(&self) -> usize {
+        self.transform.parameter_elements(self.stored_elements())
+    }
+
+    fn check(&self, stored: usize, parameter: usize) -> Result<(), ModelError> {
+        let checks = [
+            (&self.tensor, "the stored tensor", self.stored_elements(), stored),
+            (&self.parameter, "the parameter", self.parameter_elements(), parameter),
+        ];
+        for (tensor, what, expected, found) in checks {
+            if expected != found {
+                return Err(ModelError::Length { tensor: tensor.clone(), what, expected, found });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl HfImport {
+    /// Checks that `bytes`, the data of a tensor in [`HfImport::zeros`] with elements of `element_bytes`
+    /// each, are zero.
+    ///
+    /// # Errors
+    /// [`ModelError::NotZero`] with the first element that is not.
+    pub fn require_zeros(tensor: &str, element_bytes: usize, bytes: &[u8]) -> Result<(), ModelError> {
+        match bytes.iter().position(|&byte| byte != 0) {
+            Some(byte) => {
+                Err(ModelError::NotZero { tensor: tensor.to_owned(), element: byte / element_bytes.max(1) })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// The parameters that have storage of their own.
+fn own(records: &[ParameterRecord]) -> impl Iterator<Item = &ParameterRecord> {
+    records.iter().filter(|record| record.tie.is_none())
+}
+
+/// A tensor that is a parameter, under the same name.
+fn same(record: &ParameterRecord) -> HfTensor {
+    let place = HfPlace {
+        parameter: record.name.clone(),
+        tensor: record.name.clone(),
+        tensor_shape: record.shape.clone(),
+        transform: HfTransform::Same,
+    };
+    HfTensor {
+        name: record.name.clone(),
+        shape: record.shape.clone(),
+        content: HfContent::Parameters(vec![place]),
+    }
+}
+
+/// GPT-2's tensors: linear weights `[in, out]`, queries, keys and values side by side in `c_attn`, and
+/// always biases.
+fn gpt2_tensors(config: &Gpt2Config, records: &[ParameterRecord]) -> Vec<HfTensor> {
+    let has: BTreeSet<&str> = records.iter().map(|record| record.name.as_str()).collect();
+    let with_biases = parameter_records(&ModelConfig::Gpt2(Gpt2Config { bias: true, ..config.clone() }));
+    let mut tensors: Vec<HfTensor> = Vec::new();
+    let mut index_of: HashMap<String, usize> = HashMap::new();
+    for record in own(&with_biases) {
+        let Some((name, third)) = gpt2_linear(&record.name) else {
+            tensors.push(if has.contains(record.name.as_str()) { same(record) } else { zeros(record) });
+            continue;
+        };
+        let outputs = record.shape[0];
+        let (columns, stored_columns) = match third {
+            Some(third) => (third * outputs..(third + 1) * outputs, 3 * outputs),
+            None => (0..outputs, outputs),
+        };
+        let shape: Vec<usize> = record.shape[1..].iter().copied().chain([stored_columns]).collect();
+        let index = *index_of.entry(name.clone()).or_insert_with(|| {
+            tensors.push(HfTensor { name: name.clone(), shape: shape.clone(), content: HfContent::Zeros });
+            tensors.len() - 1
+        });
+        if !has.contains(record.name.as_str()) {
+            continue;
+        }
+        let place = HfPlace {
+            parameter: record.name.clone(),
+            tensor: name,
+            tensor_shape: shape,
+            transform: HfTransform::Columns { columns, stored_columns },
+        };
+        match &mut tensors[index].content {
+            HfContent::Parameters(places) => places.push(place),
+            content @ HfContent::Zeros => *content = HfContent::Parameters(vec![place]),
+        }
+    }
+    tensors
+}
+
+/// For a parameter of one of GPT-2's linear layers: the tensor it lies in, and in which third of it if
+/// that is the fused one.
+fn gpt2_linear(parameter: &str) -> Option<(String, Option<usize>)> {
+    const FUSED: [&str; 3] = [".attn.q.", ".attn.k.", ".attn.v."];
+    const PLAIN: [&str; 3] = [".attn.c_proj.", ".mlp.c_fc.", ".mlp.c_proj."];
+    if let Some(third) = FUSED.iter().position(|part| parameter.contains(part)) {
+        return Some((parameter.replace(FUSED[third], ".attn.c_attn."), Some(third)));
+    }
+    PLAIN.iter().any(|part| parameter.contains(part)).then(|| (parameter.to_owned(), None))
+}
+
+fn zeros(record: &ParameterRecord) -> HfTensor {
+    HfTensor { name: record.name.clone(), shape: record.shape.clone(), content: HfContent::Zeros }
+}
+
+/// Whether a tensor is a buffer that older versions of transformers saved and newer ones compute.
+fn is_buffer(name: &str) -> bool {
+    [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"].iter().any(|end| name.ends_with(end))
+}
+
+fn wrong_shape(tensor: &str, expected: &[usize], found: &[usize]) -> Option<CheckpointProblem> {
+    (expected != found).then(|| CheckpointProblem::Shape {
+        tensor: tensor.to_owned(),
+        expected: expected.to_vec(),
+        found: found.to_vec(),
+    })
+}

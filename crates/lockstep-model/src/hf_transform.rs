@@ -1,0 +1,108 @@
+//! How the elements of a parameter lie in a tensor of a Hugging Face checkpoint.
+//!
+//! One form covers everything: the parameter is some columns of a stored matrix, transposed. GPT-2's
+//! Conv1D weights are stored `[in, out]`, the fused `c_attn` holds three parameters side by side, and a
+//! fused bias is a matrix of one row. Elements are moved, never computed with, so both directions are
+//! exact for every dtype.
+
+use std::ops::Range;
+
+/// The relation between a stored tensor and a parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HfTransform {
+    /// Both hold the same elements in the same order.
+    Same,
+    /// Column `columns.start + i` of the stored matrix `[rows, stored_columns]` is row `i` of the parameter
+    /// `[columns.len(), rows]`.
+    Columns {
+        /// Which columns.
+        columns: Range<usize>,
+        /// How many columns the stored matrix has.
+        stored_columns: usize,
+    },
+}
+
+/// Edge of the square tiles that a transposition moves at a time: both sides stay in the cache.
+const TILE: usize = 32;
+
+impl HfTransform {
+    /// Elements of the parameter, given those of the stored tensor.
+    pub(crate) fn parameter_elements(&self, stored_elements: usize) -> usize {
+        match self {
+            Self::Same => stored_elements,
+            Self::Columns { columns, stored_columns } => stored_elements / stored_columns * columns.len(),
+        }
+    }
+
+    /// Copies the parameter's elements out of the stored tensor. Lengths must fit (the caller checks).
+    pub(crate) fn read<T: Copy>(&self, stored: &[T], parameter: &mut [T]) {
+        match self {
+            Self::Same => parameter.copy_from_slice(stored),
+            Self::Columns { stored_columns, .. } => {
+                let rows = stored.len() / stored_columns;
+                self.for_each_pair(rows, |in_stored, in_parameter| {
+                    parameter[in_parameter] = stored[in_stored]
+                });
+            }
+        }
+    }
+
+    /// Copies the parameter's elements into the stored tensor and leaves its other elements alone.
+    pub(crate) fn write<T: Copy>(&self, parameter: &[T], stored: &mut [T]) {
+        match self {
+            Self::Same => stored.copy_from_slice(parameter),
+            Self::Columns { stored_columns, .. } => {
+                let rows = stored.len() / stored_columns;
+                self.for_each_pair(rows, |in_stored, in_parameter| {
+                    stored[in_stored] = parameter[in_parameter]
+                });
+            }
+        }
+    }
+
+    /// Calls `visit` with the two indices of each element, tile by tile.
+    fn for_each_pair(&self, rows: usize, mut visit: impl FnMut(usize, usize)) {
+        let Self::Columns { columns, stored_columns } = self else { return };
+        for first_row in (0..rows).step_by(TILE) {
+            for first_column in columns.clone().step_by(TILE) {
+                for column in first_column..columns.end.min(first_column + TILE) {
+                    for row in first_row..rows.min(first_row + TILE) {
+                        visit(row * stored_columns + column, (column - columns.start) * rows + row);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_become_rows() {
+        let stored = [1, 2, 3, 4, 5, 6]; // [2, 3]
+        let mut parameter = [0; 4];
+        HfTransform::Columns { columns: 1..3, stored_columns: 3 }.read(&stored, &mut parameter);
+        assert_eq!(parameter, [2, 5, 3, 6]); // [2, 2]
+    }
+
+    #[test]
+    fn a_vector_is_a_matrix_of_one_row() {
+        let mut stored = [9; 6];
+        HfTransform::Columns { columns: 2..4, stored_columns: 6 }.write(&[1, 2], &mut stored);
+        assert_eq!(stored, [9, 9, 1, 2, 9, 9]);
+    }
+
+    #[test]
+    fn tiles_meet_without_gap_or_overlap() {
+        let (rows, stored_columns) = (TILE + 5, 2 * TILE + 3);
+        let transform = HfTransform::Columns { columns: 1..stored_columns, stored_columns };
+        let stored: Vec<usize> = (0..rows * stored_columns).collect();
+        let mut parameter = vec![usize::MAX; rows * (stored_columns - 1)];
+        transform.read(&stored, &mut parameter);
+        for (index, &value) in parameter.iter().enumerate() {
+            assert_eq!(value, index % rows * stored_columns + index / rows + 1, "element {index}");
+        }
+    }
+}

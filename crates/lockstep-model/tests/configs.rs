@@ -1,0 +1,308 @@
+//! What reading, writing and overriding a configuration must keep to, on files that transformers wrote.
+
+use std::path::{Path, PathBuf};
+
+use lockstep_model::{
+    Activation, ConfigProblem, Gpt2Config, LlamaConfig, ModelConfig, ModelError, PRESETS, RopeScaling,
+};
+use lockstep_plan::DType;
+use serde_json::{Map, Value, json};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures")
+}
+
+fn fixture(name: &str) -> ModelConfig {
+    ModelConfig::from_file(&fixtures().join(name)).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn table(value: Value) -> Map<String, Value> {
+    value.as_object().expect("a table").clone()
+}
+
+fn read(value: Value) -> Result<ModelConfig, ModelError> {
+    ModelConfig::from_table(&table(value), "config.json")
+}
+
+fn llama(config: &ModelConfig) -> &LlamaConfig {
+    match config {
+        ModelConfig::Llama(config) => config,
+        ModelConfig::Gpt2(_) => panic!("a GPT-2"),
+    }
+}
+
+fn gpt2(config: &ModelConfig) -> &Gpt2Config {
+    match config {
+        ModelConfig::Gpt2(config) => config,
+        ModelConfig::Llama(_) => panic!("a Llama"),
+    }
+}
+
+/// The problems of a configuration that must be refused.
+fn problems(value: Value) -> Vec<ConfigProblem> {
+    match read(value.clone()) {
+        Err(ModelError::Config { problems, .. }) => problems,
+        other => panic!("{value} gave {other:?}"),
+    }
+}
+
+const FAMILIES: [&str; 6] = ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3"];
+
+#[test]
+fn both_forms_of_transformers_mean_the_same() {
+    for model in ["llama3.1-8b", "qwen3-0.6b"] {
+        let old = fixture(&format!("configs/{model}.transformers4.json"));
+        let new = fixture(&format!("configs/{model}.transformers5.json"));
+        assert_eq!(old, new, "{model}");
+    }
+}
+
+#[test]
+fn published_files_are_the_presets() {
+    let mut published = fixture("configs/llama3.1-8b.transformers4.json");
+    if let ModelConfig::Llama(config) = &mut published {
+        config.tokens.end = vec![128_001]; // The file is the instruction-tuned model's.
+    }
+    assert_eq!(published, ModelConfig::preset("llama3-8b").unwrap());
+    assert_eq!(fixture("configs/qwen3-0.6b.transformers5.json"), ModelConfig::preset("qwen3-0.6b").unwrap());
+    let published = gpt2(&fixture("configs/gpt2.transformers4.json")).clone();
+    assert_eq!(ModelConfig::Gpt2(published.with_dropout(0.0)), ModelConfig::preset("gpt2-124m").unwrap());
+    let mistral = fixture("configs/mistral-7b.transformers4.json");
+    assert_eq!((mistral.parameter_count(), llama(&mistral).sliding_window), (7_241_732_096, Some(4096)));
+    let qwen = fixture("configs/qwen2.5-0.5b.transformers4.json");
+    assert_eq!((qwen.parameter_count(), llama(&qwen).sliding_window), (494_032_768, None));
+}
+
+#[test]
+fn the_fixtures_say_what_make_py_put_into_them() {
+    let config = fixture("llama/config.json");
+    let scaling = RopeScaling::Llama3 {
+        factor: 4.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 32,
+    };
+    assert_eq!(llama(&config).rope.scaling, scaling);
+    assert_eq!((llama(&config).head_dim, llama(&config).num_key_value_heads), (12, 2));
+    let config = fixture("llama_bias/config.json");
+    let biases = [llama(&config).qkv_bias, llama(&config).output_bias, llama(&config).mlp_bias];
+    assert_eq!((biases, llama(&config).rope.scaling), ([true; 3], RopeScaling::Linear { factor: 2.5 }));
+    assert_eq!(llama(&fixture("mistral/config.json")).sliding_window, Some(7));
+    let config = fixture("qwen2/config.json");
+    assert_eq!((llama(&config).qkv_bias, llama(&config).output_bias), (true, false));
+    let config = fixture("qwen3/config.json");
+    assert_eq!((llama(&config).qk_norm, llama(&config).head_dim), (true, 16));
+    assert_eq!(gpt2(&fixture("gpt2/config.json")).activation, Activation::GeluTanh);
+}
+
+#[test]
+fn what_is_written_reads_back_the_same() {
+    let presets = PRESETS.map(|name| ModelConfig::preset(name).unwrap());
+    let families = FAMILIES.map(|family| fixture(&format!("{family}/config.json")));
+    let windowed = read(json!({"model_type": "qwen2", "use_sliding_window": true, "max_window_layers": 0}));
+    for config in presets.into_iter().chain(families).chain([windowed.unwrap()]) {
+        let text = config.to_json(DType::BF16).to_string();
+        let back = ModelConfig::from_json_text(&text, "written").unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(back, config, "{text}");
+    }
+}
+
+#[test]
+fn an_absent_key_has_the_default_of_its_family() {
+    let heads = |model_type: &str| read(json!({"model_type": model_type})).unwrap().num_key_value_heads();
+    assert_eq!(["llama", "mistral", "qwen2", "gpt2"].map(heads), [32, 8, 32, 12]);
+    assert_eq!(read(json!({"model_type": "qwen3", "hidden_size": 2048})).unwrap().head_dim(), 128);
+    assert_eq!(read(json!({"model_type": "llama", "hidden_size": 2048})).unwrap().head_dim(), 64);
+}
+
+#[test]
+fn options_that_change_the_numbers_are_refused_by_name() {
+    let cases = [
+        ("gpt2", "scale_attn_by_inverse_layer_idx", json!(true)),
+        ("gpt2", "reorder_and_upcast_attn", json!(true)),
+        ("gpt2", "scale_attn_weights", json!(false)),
+        ("gpt2", "add_cross_attention", json!(true)),
+        ("gpt2", "activation_function", json!("relu")),
+        ("llama", "hidden_act", json!("gelu")),
+        ("llama", "sliding_window", json!(128)),
+        ("llama", "quantization_config", json!({"bits": 4})),
+        ("llama", "auto_map", json!({"AutoModel": "evil.Model"})),
+        ("llama", "partial_rotary_factor", json!(0.5)),
+        ("mistral", "attention_bias", json!(true)),
+        ("mistral", "layer_types", json!(vec!["full_attention"; 32])),
+        ("qwen2", "layer_types", json!(["full_attention"])),
+        ("qwen2", "mlp_bias", json!(true)),
+        ("qwen3", "layer_types", json!(vec!["sliding_attention"; 32])),
+    ];
+    for (model_type, key, value) in cases {
+        match &problems(json!({"model_type": model_type, key: value}))[..] {
+            [ConfigProblem::Unsupported { key: named, value: shown, .. }] => {
+                assert_eq!(named, key);
+                let (shown, value) = (shown.trim_end_matches("..."), value.to_string());
+                assert!(value.starts_with(shown), "{model_type}.{key} = {value} is shown as {shown}");
+            }
+            other => panic!("{model_type}.{key} = {value}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn rope_types_that_are_not_supported_are_refused_by_name() {
+    for rope_type in ["dynamic", "yarn", "longrope", "mrope"] {
+        for key in ["rope_scaling", "rope_parameters"] {
+            let config =
+                json!({"model_type": "llama", key: {"rope_type": rope_type, "factor": 2.0, "beta_fast": 32}});
+            let expected = ConfigProblem::Unsupported {
+                key: format!("{key}.rope_type"),
+                value: format!("\"{rope_type}\""),
+                supported: "\"default\", \"linear\", \"llama3\"".into(),
+            };
+            assert_eq!(problems(config), [expected]);
+        }
+    }
+}
+
+#[test]
+fn rope_settings_that_contradict_each_other_are_refused() {
+    let old = json!({"model_type": "llama", "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}});
+    assert!(matches!(&problems(old)[..], [ConfigProblem::Conflict { .. }]));
+    let linear = json!({"type": "linear", "factor": 2.0});
+    let both =
+        json!({"model_type": "llama", "rope_scaling": linear, "rope_parameters": {"rope_type": "default"}});
+    assert!(matches!(&problems(both)[..], [ConfigProblem::Conflict { .. }]));
+}
+
+#[test]
+fn qwen_may_have_windows_in_all_layers_or_none() {
+    let window = |first: usize| {
+        read(json!({
+            "model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": true,
+            "sliding_window": 64, "max_window_layers": first,
+        }))
+    };
+    assert_eq!(llama(&window(0).unwrap()).sliding_window, Some(64));
+    assert_eq!(llama(&window(4).unwrap()).sliding_window, None);
+    let message = window(2).unwrap_err().to_string();
+    assert!(message.contains("`max_window_layers` = 2"), "{message}");
+}
+
+#[test]
+fn an_unknown_key_names_the_nearest_known_one() {
+    let found = problems(json!({"model_type": "llama", "num_hiden_layers": 2}));
+    let nearest = Some("num_hidden_layers".to_owned());
+    assert_eq!(found, [ConfigProblem::UnknownKey { key: "num_hiden_layers".into(), nearest }]);
+    let found = problems(json!({"model_type": "llama", "rope_scaling": {"type": "linear", "factr": 2}}));
+    assert!(
+        found.contains(&ConfigProblem::UnknownKey {
+            key: "rope_scaling.factr".into(),
+            nearest: Some("factor".into())
+        }),
+        "{found:?}"
+    );
+}
+
+#[test]
+fn an_unknown_model_type_is_refused_with_the_known_ones() {
+    let message = read(json!({"model_type": "mamba"})).unwrap_err().to_string();
+    assert!(message.contains("\"mamba\"") && message.contains("\"qwen3\""), "{message}");
+    let message = read(json!({"hidden_size": 64})).unwrap_err().to_string();
+    assert!(message.contains("`model_type` is missing"), "{message}");
+}
+
+#[test]
+fn every_problem_is_reported_at_once() {
+    let found = problems(json!({
+        "model_type": "llama", "hidden_size": 100, "num_attention_heads": 3, "head_dim": 33,
+        "num_key_value_heads": 2, "vocab_size": 0, "rms_norm_eps": 0.0, "colour": "blue",
+    }));
+    assert_eq!(found.len(), 6, "{found:#?}");
+}
+
+#[test]
+fn hostile_sizes_are_refused_without_overflow() {
+    for value in [json!(0), json!(-1), json!(u64::MAX), json!(1e300), json!("64"), json!([64])] {
+        for key in ["hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "head_dim"] {
+            assert!(!problems(json!({"model_type": "llama", key: value})).is_empty(), "{key} = {value}");
+        }
+        for key in ["n_embd", "n_head", "n_layer", "n_inner", "n_positions"] {
+            assert!(!problems(json!({"model_type": "gpt2", key: value})).is_empty(), "{key} = {value}");
+        }
+    }
+}
+
+#[test]
+fn text_that_is_no_table_is_refused() {
+    for text in ["", "{", "[]", "3", "{\"model_type\": \"llama\", \"rms_norm_eps\": NaN}", "\u{0}"] {
+        let error = ModelConfig::from_json_text(text, "config.json").unwrap_err();
+        assert!(error.to_string().starts_with("config.json"), "{text:?}: {error}");
+    }
+    let missing = ModelConfig::from_file(Path::new("nowhere/config.json")).unwrap_err();
+    assert!(missing.to_string().contains("nowhere/config.json"), "{missing}");
+}
+
+#[test]
+fn an_override_carries_along_what_follows_from_it() {
+    let change = |preset: &str, overrides: Value| {
+        ModelConfig::preset(preset).unwrap().with_overrides(&table(overrides), "[model]").unwrap()
+    };
+    let wider = change("llama-15m", json!({"hidden_size": 768}));
+    assert_eq!((wider.head_dim(), wider.num_key_value_heads()), (128, 2));
+    let qwen = change("qwen3-0.6b", json!({"hidden_size": 512}));
+    assert_eq!(qwen.head_dim(), 128, "Qwen3's head size stands on its own");
+    let gpt2 = change("gpt2-124m", json!({"hidden_size": 1536, "n_layer": 2}));
+    assert_eq!((gpt2.hidden_size(), gpt2.intermediate_size(), gpt2.num_hidden_layers()), (1536, 6144, 2));
+    let plain = change("llama3-8b", json!({"rope_scaling": null}));
+    assert_eq!((llama(&plain).rope.theta, llama(&plain).rope.scaling), (500_000.0, RopeScaling::Default));
+    let linear = change("llama3-8b", json!({"rope_parameters": {"rope_type": "linear", "factor": 2}}));
+    let expected = (500_000.0, RopeScaling::Linear { factor: 2.0 });
+    assert_eq!((llama(&linear).rope.theta, llama(&linear).rope.scaling), expected);
+}
+
+#[test]
+fn an_override_is_checked_like_a_file() {
+    let preset = ModelConfig::preset("llama-15m").unwrap();
+    for (overrides, expected) in [
+        (json!({"num_hiden_layers": 2}), "did you mean `num_hidden_layers`?"),
+        (json!({"num_attention_heads": 5}), "`num_key_value_heads` = 2 does not divide"),
+        (json!({"model_type": "gpt2"}), "`model_type` = \"gpt2\""),
+        (json!({"bias": true}), "unknown key `bias`"),
+    ] {
+        let message = preset.with_overrides(&table(overrides), "[model]").unwrap_err().to_string();
+        assert!(message.starts_with("[model]: ") && message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn a_configuration_that_its_file_cannot_express_is_invalid() {
+    let mut config = llama(&ModelConfig::preset("llama-15m").unwrap()).clone();
+    config.qk_norm = true;
+    config.sliding_window = Some(8);
+    config.output_bias = true;
+    let message = ModelConfig::Llama(config).validate().unwrap_err().to_string();
+    assert!(message.contains("3 problems"), "{message}");
+}
+
+#[test]
+fn inverse_frequencies_are_those_of_transformers() {
+    let text = std::fs::read_to_string(fixtures().join("rope.json")).unwrap();
+    let cases: Vec<Value> = serde_json::from_str(&text).unwrap();
+    assert!(cases.len() >= 6);
+    for case in cases {
+        let head_dim = case["head_dim"].as_u64().unwrap();
+        let config = read(json!({
+            "model_type": "llama", "head_dim": head_dim, "rope_parameters": case["rope_parameters"],
+        }));
+        let found = llama(&config.unwrap()).rope.inverse_frequencies(head_dim as usize);
+        let expected = case["inverse_frequencies"].as_array().unwrap();
+        assert_eq!(found.len(), expected.len());
+        for (pair, (found, expected)) in found.iter().zip(expected).enumerate() {
+            let expected = expected.as_f64().unwrap() as f32;
+            let difference = (found - expected).abs();
+            assert!(
+                difference <= 4.0 * f32::EPSILON * expected,
+                "{}, pair {pair}: {found} and {expected}",
+                case["rope_parameters"]
+            );
+        }
+    }
+}

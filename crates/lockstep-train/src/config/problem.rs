@@ -75,8 +75,11 @@ impl fmt::Display for Problem {
 pub struct Problems(Vec<Problem>);
 
 impl Problems {
-    /// `Err` with all of `problems`, or `Ok` if there are none.
-    pub(super) fn none_of(problems: Vec<Problem>) -> Result<(), Self> {
+    /// Nothing if there are no problems.
+    ///
+    /// # Errors
+    /// All of `problems`, if there are any.
+    pub fn none_of(problems: Vec<Problem>) -> Result<(), Self> {
         if problems.is_empty() { Ok(()) } else { Err(Self(problems)) }
     }
 

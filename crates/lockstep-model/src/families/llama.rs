@@ -1,0 +1,84 @@
+//! Llama, Mistral, Qwen2 and Qwen3: RMSNorm before attention and feed-forward, rotary positions, grouped-query
+//! attention, a feed-forward gated by SiLU (Touvron et al., 2023; Qwen3 adds norms of queries and keys).
+
+use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Value};
+
+use super::Family;
+use crate::LlamaConfig;
+
+impl LlamaConfig {
+    fn linear(&self, g: &mut Recorder, x: Value, name: &str, out_features: usize, bias: bool) -> Value {
+        let std = self.initializer_range as f32;
+        g.linear(x, Linear { name, out_features, bias: bias.into(), std })
+    }
+
+    fn norm(&self, g: &mut Recorder, x: Value, name: &str) -> Value {
+        g.rms_norm(x, name, self.hidden_size, self.rms_norm_eps as f32)
+    }
+
+    /// A query or key: rotated, after its own norm where the family has one.
+    fn rotated(&self, g: &mut Recorder, x: Value, norm: &str) -> Value {
+        let x = if self.qk_norm { g.rms_norm(x, norm, self.head_dim, self.rms_norm_eps as f32) } else { x };
+        g.rope(x, self.head_dim)
+    }
+
+    fn attention(&self, g: &mut Recorder, x: Value) -> Value {
+        let (heads, key_value_heads, head_dim) =
+            (self.num_attention_heads, self.num_key_value_heads, self.head_dim);
+        let q = self.linear(g, x, "self_attn.q_proj", heads * head_dim, self.qkv_bias);
+        let k = self.linear(g, x, "self_attn.k_proj", key_value_heads * head_dim, self.qkv_bias);
+        let v = self.linear(g, x, "self_attn.v_proj", key_value_heads * head_dim, self.qkv_bias);
+        let q = self.rotated(g, q, "self_attn.q_norm");
+        let k = self.rotated(g, k, "self_attn.k_norm");
+        let scale = (head_dim as f32).powf(-0.5);
+        let shape = AttentionShape { heads, key_value_heads, head_dim, scale, window: self.sliding_window };
+        let attended = g.attention(q, k, v, shape, self.attention_dropout as f32);
+        self.linear(g, attended, "self_attn.o_proj", self.hidden_size, self.output_bias)
+    }
+
+    fn feed_forward(&self, g: &mut Recorder, x: Value) -> Value {
+        let gate = self.linear(g, x, "mlp.gate_proj", self.intermediate_size, self.mlp_bias);
+        let up = self.linear(g, x, "mlp.up_proj", self.intermediate_size, self.mlp_bias);
+        let active = g.swiglu(gate, up);
+        self.linear(g, active, "mlp.down_proj", self.hidden_size, self.mlp_bias)
+    }
+}
+
+impl Family for LlamaConfig {
+    fn embedding_prefix(&self) -> String {
+        "model.".into()
+    }
+
+    fn block_prefix(&self, layer: usize) -> String {
+        format!("model.layers.{layer}.")
+    }
+
+    fn embedding(&self, g: &mut Recorder) -> Value {
+        let std = self.initializer_range as f32;
+        g.embedding(BatchInput::Ids, "embed_tokens", self.vocab_size, self.hidden_size, std)
+    }
+
+    fn block(&self, g: &mut Recorder) -> Value {
+        let x = g.input(self.hidden_size);
+        let normed = self.norm(g, x, "input_layernorm");
+        let attended = self.attention(g, normed);
+        let x = g.add(x, attended);
+        let normed = self.norm(g, x, "post_attention_layernorm");
+        let fed = self.feed_forward(g, normed);
+        g.add(x, fed)
+    }
+
+    fn head(&self, g: &mut Recorder) -> Value {
+        let x = g.input(self.hidden_size);
+        let normed = self.norm(g, x, "model.norm");
+        self.linear(g, normed, "lm_head", self.vocab_size, false)
+    }
+
+    fn embedding_table(&self) -> &'static str {
+        "model.embed_tokens.weight"
+    }
+
+    fn inverse_frequencies(&self) -> Option<Vec<f32>> {
+        Some(self.rope.inverse_frequencies(self.head_dim))
+    }
+}

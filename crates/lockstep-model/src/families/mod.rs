@@ -1,0 +1,69 @@
+//! The model families, each written forward-only as if for one micro-batch on one device.
+
+mod gpt2;
+mod llama;
+
+use lockstep_graph::{Recorder, Value};
+
+use crate::ModelConfig;
+
+/// How a family reads a micro-batch: an embedding, a number of equal blocks, a head.
+///
+/// Each method records one unit. The names a unit declares are relative to its prefix.
+pub(crate) trait Family {
+    /// Prefix of the embedding's parameters.
+    fn embedding_prefix(&self) -> String;
+    /// Prefix of block `layer`'s parameters.
+    fn block_prefix(&self, layer: usize) -> String;
+    /// Token ids (and positions) to `[tokens, hidden]`.
+    fn embedding(&self, g: &mut Recorder) -> Value;
+    /// One block of the residual stream.
+    fn block(&self, g: &mut Recorder) -> Value;
+    /// The final norm and the output layer: `[tokens, vocabulary]` logits. Its names have no prefix.
+    fn head(&self, g: &mut Recorder) -> Value;
+    /// Name of the parameter that a tied output layer (`lm_head.weight`) shares.
+    fn embedding_table(&self) -> &'static str;
+    /// The frequencies of rotary embeddings, `[head_dim / 2]`, if the family has them.
+    fn inverse_frequencies(&self) -> Option<Vec<f32>>;
+}
+
+impl ModelConfig {
+    pub(crate) fn family(&self) -> &dyn Family {
+        match self {
+            Self::Gpt2(config) => config,
+            Self::Llama(config) => config,
+        }
+    }
+}
+
+impl ModelConfig {
+    /// Whether training drops anything.
+    pub fn has_dropout(&self) -> bool {
+        match self {
+            Self::Gpt2(config) => {
+                config.embedding_dropout + config.residual_dropout + config.attention_dropout > 0.0
+            }
+            Self::Llama(config) => config.attention_dropout > 0.0,
+        }
+    }
+
+    /// The same model with one probability at every place where its family drops: embedding, residual and
+    /// attention for GPT-2, attention for the Llama-likes (as in transformers).
+    pub fn with_dropout(&self, probability: f64) -> Self {
+        let mut changed = self.clone();
+        match &mut changed {
+            Self::Gpt2(config) => {
+                config.embedding_dropout = probability;
+                config.residual_dropout = probability;
+                config.attention_dropout = probability;
+            }
+            Self::Llama(config) => config.attention_dropout = probability,
+        }
+        changed
+    }
+
+    /// The same model without dropout.
+    pub fn without_dropout(&self) -> Self {
+        self.with_dropout(0.0)
+    }
+}

@@ -127,7 +127,7 @@ impl Dataset {
 
         let row = batch.ids.len();
         self.tokens.read(start..end, &mut batch.ids)?;
-        // An id fits in an i32: `TokenFile` checks it against the vocabulary, and no model has 2^31 rows.
+        // An id fits in an i32: `TokenFile` checks it against a vocabulary that is below 2^31.
         batch.labels.extend(batch.ids[row + 1..].iter().map(|&id| id as i32));
         // The last token is a label only, except that a padded window has room for it as an input.
         batch.ids.truncate(row + seq_len);

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// How much is read at a time, and so about the size of a piece.
-const BLOCK_BYTES: u64 = 1 << 20;
+const BLOCK_BYTES: u64 = 256 << 10;
 
 /// A part of a document, or all of it.
 #[derive(Debug, PartialEq, Eq)]

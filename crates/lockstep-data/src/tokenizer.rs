@@ -3,7 +3,7 @@
 //! A tokenizer is identified by a hash of everything that decides its ids, so a token file made with
 //! another one is never mistaken for it.
 
-use std::{fs, panic, path::Path};
+use std::{fs, io, panic, path::Path};
 
 use serde::Deserialize;
 use tokenizers::ModelWrapper;
@@ -63,7 +63,8 @@ impl Tokenizer {
         let config = path.with_file_name("tokenizer_config.json");
         match fs::read(&config) {
             Ok(config_json) => tokenizer.with_config(&config_json, &config),
-            Err(_) => Ok(tokenizer),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(tokenizer),
+            Err(error) => Err(DataError::io("read", &config)(error)),
         }
     }
 

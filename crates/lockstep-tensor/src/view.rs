@@ -159,6 +159,15 @@ impl<'a> View<'a> {
         out
     }
 
+    /// Where the first element lies, for kernels whose tasks write disjoint parts of one view.
+    ///
+    /// # Panics
+    /// If the type differs.
+    pub(crate) fn pointer<T: Element>(&self) -> NonNull<T> {
+        self.expect_host::<T>(self.elements());
+        self.pointer.cast()
+    }
+
     fn expect_host<T: Element>(&self, elements: usize) {
         assert_eq!(self.dtype, T::DTYPE, "a view of {} is not a view of {}", self.dtype, T::DTYPE);
         assert_eq!(self.elements(), elements, "a view of shape {:?} against {elements} elements", self.shape);

@@ -13,9 +13,13 @@ mod level;
 mod loss;
 mod norm;
 mod optimizer;
+#[cfg(test)]
+mod reference;
 mod rope;
 mod simd;
 mod tasks;
+#[cfg(test)]
+mod testing;
 
 use lockstep_plan::exact::ExactSum;
 

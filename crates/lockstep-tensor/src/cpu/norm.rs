@@ -1,39 +1,454 @@
-//! To be written.
-#![expect(unused_imports, reason = "being written")]
+//! Root-mean-square normalization (Zhang and Sennrich, 2019) and layer normalization (Ba et al., 2016).
+//!
+//! With `n = (x - mean) · rstd` (mean 0 for the former), both are `y = n · weight (+ bias)`, and
+//! `dx = rstd · (g - average(g) - n · average(g · n))` with `g = dy · weight`, where root-mean-square
+//! normalization lacks `average(g)`. So they share their backward, with the mean as an option.
+
+use lockstep_plan::DType;
+
 use super::{
-    CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, exp, with_float},
+    CpuQueue, check_disjoint,
+    simd::{Float, sum, with_float},
+    tasks::{Operand, expect, rows_per_task},
 };
-use crate::{AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, LayerNorm, Rotation, Sgd, View, Write};
-pub(super) fn rms_norm(_: &CpuQueue, _: View<'_>, _: View<'_>, _: f32, _: View<'_>, _: View<'_>) {
-    unimplemented!()
+use crate::{LayerNorm, View, Write};
+
+pub(super) fn rms_norm(
+    queue: &CpuQueue,
+    x: View<'_>,
+    weight: View<'_>,
+    eps: f32,
+    y: View<'_>,
+    rstd: View<'_>,
+) {
+    let (rows, width) = x.shape().as_matrix();
+    expect("rms_norm: weight", weight, x.dtype(), width);
+    expect("rms_norm: y", y, x.dtype(), x.elements());
+    expect("rms_norm: rstd", rstd, DType::F32, rows);
+    check_disjoint(&[y, rstd], &[x, weight]);
+    with_float!(x.dtype(), T => {
+        let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
+        let (weight, rstd) = (Operand::<T>::new(weight), Operand::<f32>::new(rstd));
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows| {
+            // SAFETY: the weight is only read.
+            let weight = unsafe { weight.read(0..width) };
+            for row in rows {
+                let elements = row * width..(row + 1) * width;
+                // SAFETY: no operand overlaps an output, and each row of an output belongs to one task.
+                let (x, y, rstd) = unsafe {
+                    (x.read(elements.clone()), y.write(elements), rstd.write(row..row + 1))
+                };
+                let [squares] = sum([x], #[inline(always)] |[x]| [x * x]);
+                rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
+                scale_row(x, 0.0, rstd[0], weight, y);
+            }
+        });
+    });
 }
+
+/// `y = (x - mean) · rstd · weight`.
+#[inline(always)]
+fn scale_row<T: Float>(x: &[T], mean: f32, rstd: f32, weight: &[T], y: &mut [T]) {
+    for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
+        *y = T::store((x.load() - mean) * rstd * weight.load());
+    }
+}
+
+pub(super) fn layer_norm(
+    queue: &CpuQueue,
+    norm: LayerNorm<'_>,
+    bias: Option<View<'_>>,
+    eps: f32,
+    y: View<'_>,
+) {
+    let (rows, width) = norm.x.shape().as_matrix();
+    expect_layer_norm(&norm, rows, width);
+    expect("layer_norm: y", y, norm.x.dtype(), norm.x.elements());
+    check_disjoint(&[y, norm.mean, norm.rstd], &[norm.x, norm.weight]);
+    if let Some(bias) = bias {
+        expect("layer_norm: bias", bias, norm.x.dtype(), width);
+        check_disjoint(&[y, norm.mean, norm.rstd], &[bias]);
+    }
+    with_float!(norm.x.dtype(), T => {
+        let (x, y) = (Operand::<T>::new(norm.x), Operand::<T>::new(y));
+        let (weight, bias) = (Operand::<T>::new(norm.weight), bias.map(Operand::<T>::new));
+        let (mean, rstd) = (Operand::<f32>::new(norm.mean), Operand::<f32>::new(norm.rstd));
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows| {
+            // SAFETY: weight and bias are only read.
+            let weight = unsafe { weight.read(0..width) };
+            // SAFETY: as above.
+            let bias = bias.as_ref().map(#[inline(always)] |bias| unsafe { bias.read(0..width) });
+            for row in rows {
+                let elements = row * width..(row + 1) * width;
+                // SAFETY: no operand overlaps an output, and each row of an output belongs to one task.
+                let (x, y, mean, rstd) = unsafe {
+                    (
+                        x.read(elements.clone()),
+                        y.write(elements),
+                        mean.write(row..row + 1),
+                        rstd.write(row..row + 1),
+                    )
+                };
+                let [total] = sum([x], #[inline(always)] |[x]| [x]);
+                let average = total / width as f32;
+                // A second pass over the row, because `average(x²) - average(x)²` cancels.
+                let [squares] = sum([x], #[inline(always)] |[x]| [(x - average) * (x - average)]);
+                mean[0] = average;
+                rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
+                match bias {
+                    Some(bias) => scale_and_shift_row(x, average, rstd[0], weight, bias, y),
+                    None => scale_row(x, average, rstd[0], weight, y),
+                }
+            }
+        });
+    });
+}
+
+/// `y = (x - mean) · rstd · weight + bias`.
+#[inline(always)]
+fn scale_and_shift_row<T: Float>(x: &[T], mean: f32, rstd: f32, weight: &[T], bias: &[T], y: &mut [T]) {
+    for (((y, x), weight), bias) in y.iter_mut().zip(x).zip(weight).zip(bias) {
+        *y = T::store((x.load() - mean) * rstd * weight.load() + bias.load());
+    }
+}
+
+fn expect_layer_norm(norm: &LayerNorm<'_>, rows: usize, width: usize) {
+    expect("layer_norm: weight", norm.weight, norm.x.dtype(), width);
+    expect("layer_norm: mean", norm.mean, DType::F32, rows);
+    expect("layer_norm: rstd", norm.rstd, DType::F32, rows);
+}
+
 pub(super) fn rms_norm_backward_input(
-    _: &CpuQueue,
-    _: View<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: Write,
+    queue: &CpuQueue,
+    dy: View<'_>,
+    x: View<'_>,
+    weight: View<'_>,
+    rstd: View<'_>,
+    dx: View<'_>,
+    write: Write,
 ) {
-    unimplemented!()
+    let (rows, width) = x.shape().as_matrix();
+    expect("rms_norm_backward_input: weight", weight, x.dtype(), width);
+    expect("rms_norm_backward_input: rstd", rstd, DType::F32, rows);
+    backward_input(queue, Saved { x, weight, mean: None, rstd }, dy, dx, write);
 }
-pub(super) fn rms_norm_backward_weight(_: &CpuQueue, _: View<'_>, _: View<'_>, _: View<'_>, _: View<'_>) {
-    unimplemented!()
+
+pub(super) fn layer_norm_backward_input(
+    queue: &CpuQueue,
+    norm: LayerNorm<'_>,
+    dy: View<'_>,
+    dx: View<'_>,
+    write: Write,
+) {
+    let (rows, width) = norm.x.shape().as_matrix();
+    expect_layer_norm(&norm, rows, width);
+    let LayerNorm { x, weight, mean, rstd } = norm;
+    backward_input(queue, Saved { x, weight, mean: Some(mean), rstd }, dy, dx, write);
 }
-pub(super) fn layer_norm(_: &CpuQueue, _: LayerNorm<'_>, _: Option<View<'_>>, _: f32, _: View<'_>) {
-    unimplemented!()
+
+/// What the forward left for the backward; no mean for root-mean-square normalization.
+struct Saved<'a> {
+    x: View<'a>,
+    weight: View<'a>,
+    mean: Option<View<'a>>,
+    rstd: View<'a>,
 }
-pub(super) fn layer_norm_backward_input(_: &CpuQueue, _: LayerNorm<'_>, _: View<'_>, _: View<'_>, _: Write) {
-    unimplemented!()
+
+fn backward_input(queue: &CpuQueue, saved: Saved<'_>, dy: View<'_>, dx: View<'_>, write: Write) {
+    let (rows, width) = saved.x.shape().as_matrix();
+    let dtype = saved.x.dtype();
+    expect("norm backward: dy", dy, dtype, rows * width);
+    expect("norm backward: dx", dx, dtype, rows * width);
+    check_disjoint(&[dx], &[dy, saved.x, saved.weight, saved.rstd, saved.mean.unwrap_or(saved.rstd)]);
+    with_float!(dtype, T => {
+        let (x, dy, dx) = (Operand::<T>::new(saved.x), Operand::<T>::new(dy), Operand::<T>::new(dx));
+        let weight = Operand::<T>::new(saved.weight);
+        let (mean, rstd) = (saved.mean.map(Operand::<f32>::new), Operand::<f32>::new(saved.rstd));
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows| {
+            // SAFETY: the weight is only read.
+            let weight = unsafe { weight.read(0..width) };
+            for row in rows {
+                let elements = row * width..(row + 1) * width;
+                // SAFETY: no operand overlaps `dx`, and each of its rows belongs to one task.
+                let (x, dy, dx, rstd) = unsafe {
+                    (
+                        x.read(elements.clone()),
+                        dy.read(elements.clone()),
+                        dx.write(elements),
+                        rstd.read(row..row + 1)[0],
+                    )
+                };
+                // SAFETY: the means are only read.
+                let mean = mean.as_ref().map(#[inline(always)] |mean| unsafe { mean.read(row..row + 1)[0] });
+                backward_input_row(RowSaved { x, weight, mean, rstd }, dy, dx, write);
+            }
+        });
+    });
 }
+
+/// One row of [`Saved`].
+struct RowSaved<'a, T> {
+    x: &'a [T],
+    weight: &'a [T],
+    mean: Option<f32>,
+    rstd: f32,
+}
+
+#[inline(always)]
+fn backward_input_row<T: Float>(saved: RowSaved<'_, T>, dy: &[T], dx: &mut [T], write: Write) {
+    let RowSaved { x, weight, mean, rstd } = saved;
+    let one_over_width = 1.0 / x.len() as f32;
+    let shift = mean.unwrap_or(0.0);
+    let [total, projection] = sum(
+        [dy, weight, x],
+        #[inline(always)]
+        |[dy, weight, x]| {
+            let g = dy * weight;
+            [g, g * (x - shift)]
+        },
+    );
+    let average = if mean.is_some() { total * one_over_width } else { 0.0 };
+    // average(g · n) · n = (x - mean) · rstd² · average(g · (x - mean))
+    let along = projection * one_over_width * rstd * rstd;
+    let terms = dy.iter().zip(weight).zip(x);
+    match write {
+        Write::Overwrite => {
+            for (dx, ((dy, weight), x)) in dx.iter_mut().zip(terms) {
+                let g = dy.load() * weight.load();
+                *dx = T::store(rstd * (g - average - (x.load() - shift) * along));
+            }
+        }
+        Write::Accumulate => {
+            for (dx, ((dy, weight), x)) in dx.iter_mut().zip(terms) {
+                let g = dy.load() * weight.load();
+                *dx = T::store(dx.load() + rstd * (g - average - (x.load() - shift) * along));
+            }
+        }
+    }
+}
+
+pub(super) fn rms_norm_backward_weight(
+    queue: &CpuQueue,
+    dy: View<'_>,
+    x: View<'_>,
+    rstd: View<'_>,
+    dweight: View<'_>,
+) {
+    let (rows, width) = x.shape().as_matrix();
+    expect("rms_norm_backward_weight: dy", dy, x.dtype(), x.elements());
+    expect("rms_norm_backward_weight: rstd", rstd, DType::F32, rows);
+    expect("rms_norm_backward_weight: dweight", dweight, DType::F32, width);
+    check_disjoint(&[dweight], &[dy, x, rstd]);
+    with_float!(x.dtype(), T => {
+        let (dy, x, rstd) = (Operand::<T>::new(dy), Operand::<T>::new(x), Operand::<f32>::new(rstd));
+        queue.add_sum_over_rows(rows, [dweight], #[inline(always)] |rows, [dweight]| {
+            for row in rows {
+                let elements = row * width..(row + 1) * width;
+                // SAFETY: these operands are only read, and overlap no output.
+                let (dy, x, rstd) = unsafe {
+                    (dy.read(elements.clone()), x.read(elements), rstd.read(row..row + 1)[0])
+                };
+                for ((dweight, dy), x) in dweight.iter_mut().zip(dy).zip(x) {
+                    *dweight += dy.load() * (x.load() * rstd);
+                }
+            }
+        });
+    });
+}
+
 pub(super) fn layer_norm_backward_weight(
-    _: &CpuQueue,
-    _: LayerNorm<'_>,
-    _: View<'_>,
-    _: View<'_>,
-    _: Option<View<'_>>,
+    queue: &CpuQueue,
+    norm: LayerNorm<'_>,
+    dy: View<'_>,
+    dweight: View<'_>,
+    dbias: Option<View<'_>>,
 ) {
-    unimplemented!()
+    let (rows, width) = norm.x.shape().as_matrix();
+    expect_layer_norm(&norm, rows, width);
+    expect("layer_norm_backward_weight: dy", dy, norm.x.dtype(), norm.x.elements());
+    expect("layer_norm_backward_weight: dweight", dweight, DType::F32, width);
+    let read = [dy, norm.x, norm.mean, norm.rstd];
+    check_disjoint(&[dweight], &read);
+    if let Some(dbias) = dbias {
+        expect("layer_norm_backward_weight: dbias", dbias, DType::F32, width);
+        check_disjoint(&[dbias, dweight], &read);
+    }
+    with_float!(norm.x.dtype(), T => {
+        let (dy, x) = (Operand::<T>::new(dy), Operand::<T>::new(norm.x));
+        let (mean, rstd) = (Operand::<f32>::new(norm.mean), Operand::<f32>::new(norm.rstd));
+        let operands = |row: usize| {
+            let elements = row * width..(row + 1) * width;
+            // SAFETY: these operands are only read, and overlap no output.
+            unsafe {
+                (
+                    dy.read(elements.clone()),
+                    x.read(elements),
+                    mean.read(row..row + 1)[0],
+                    rstd.read(row..row + 1)[0],
+                )
+            }
+        };
+        match dbias {
+            Some(dbias) => queue.add_sum_over_rows(
+                rows,
+                [dweight, dbias],
+                #[inline(always)]
+                |rows, [dweight, dbias]| {
+                    for row in rows {
+                        let (dy, x, mean, rstd) = operands(row);
+                        for (((dweight, dbias), dy), x) in dweight.iter_mut().zip(dbias.iter_mut()).zip(dy).zip(x) {
+                            *dweight += dy.load() * ((x.load() - mean) * rstd);
+                            *dbias += dy.load();
+                        }
+                    }
+                },
+            ),
+            None => queue.add_sum_over_rows(rows, [dweight], #[inline(always)] |rows, [dweight]| {
+                for row in rows {
+                    let (dy, x, mean, rstd) = operands(row);
+                    for ((dweight, dy), x) in dweight.iter_mut().zip(dy).zip(x) {
+                        *dweight += dy.load() * ((x.load() - mean) * rstd);
+                    }
+                }
+            }),
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use lockstep_plan::DType;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Kernels;
+    use crate::cpu::{
+        reference,
+        testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random, random_of, tolerance, values},
+    };
+
+    /// Rows and widths, small and odd, and large enough to be split.
+    fn shapes() -> impl Strategy<Value = (usize, usize)> {
+        prop_oneof![(1usize..10, 1usize..70), (60usize..200, 500usize..900)]
+    }
+
+    fn check_rms_norm(dtype: DType, rows: usize, width: usize, scale: f64, eps: f32) {
+        let x: Vec<f64> = random_of(dtype, 1, rows * width).iter().map(|x| x * scale).collect();
+        let weight = random_of(dtype, 2, width);
+        let (dy, before) = (random_of(dtype, 3, rows * width), random_of(dtype, 4, rows * width));
+        let dweight_before = random(5, width).iter().map(|x| f64::from(*x as f32)).collect::<Vec<_>>();
+        let run = |queue: &CpuQueue| {
+            let (x, weight) = (floats(dtype, [rows, width], &x), floats(dtype, [width], &weight));
+            let (dy, y) = (floats(dtype, [rows, width], &dy), floats(dtype, [rows, width], &before));
+            let rstd = floats(DType::F32, [rows], &vec![0.0; rows]);
+            let (dx, added) = (floats(dtype, [rows, width], &before), floats(dtype, [rows, width], &before));
+            let dweight = floats(DType::F32, [width], &dweight_before);
+            let [x, weight, dy, y] = [&x, &weight, &dy, &y].map(|tensor| tensor.view());
+            let [rstd, dx, added, dweight] = [&rstd, &dx, &added, &dweight].map(|tensor| tensor.view());
+            queue.rms_norm(x, weight, eps, y, rstd);
+            queue.rms_norm_backward_input(dy, x, weight, rstd, dx, Write::Overwrite);
+            queue.rms_norm_backward_input(dy, x, weight, rstd, added, Write::Accumulate);
+            queue.rms_norm_backward_weight(dy, x, rstd, dweight);
+            [y, rstd, dx, added, dweight].map(values).to_vec()
+        };
+        let (y, rstd) = reference::rms_norm(&x, &weight, f64::from(eps));
+        let (dx, dweight) = reference::rms_norm_backward(&dy, &x, &weight, f64::from(eps));
+        let added: Vec<f64> = dx.iter().zip(&before).map(|(a, b)| a + b).collect();
+        let dweight: Vec<f64> = dweight.iter().zip(&dweight_before).map(|(a, b)| a + b).collect();
+        let largest = dx.iter().fold(0.0, |a: f64, b| a.max(b.abs()));
+        on_every_queue(run, |results| {
+            let relative = tolerance(dtype);
+            assert_close("y", &results[0], &y, relative, 1e-6);
+            assert_close("rstd", &results[1], &rstd, 2e-6, 0.0);
+            assert_close("dx", &results[2], &dx, relative, 2e-6 * largest);
+            assert_close("dx added", &results[3], &added, relative, 2e-6 * (largest + 1.0));
+            assert_close("dweight", &results[4], &dweight, 2e-6, 2e-6 * (rows as f64).sqrt());
+        });
+    }
+
+    fn check_layer_norm(dtype: DType, rows: usize, width: usize, offset: f64, with_bias: bool) {
+        let eps = 1e-5;
+        let x: Vec<f64> = random(1, rows * width).iter().map(|x| x + offset).collect();
+        let x = crate::cpu::testing::rounded(dtype, &x);
+        let weight = random_of(dtype, 2, width);
+        let bias = if with_bias { random_of(dtype, 3, width) } else { vec![0.0; width] };
+        let (dy, before) = (random_of(dtype, 4, rows * width), random_of(dtype, 5, rows * width));
+        let run = |queue: &CpuQueue| {
+            let matrix = |values: &[f64]| floats(dtype, [rows, width], values);
+            let (x, dy, y) = (matrix(&x), matrix(&dy), matrix(&before));
+            let (dx, added) = (matrix(&before), matrix(&before));
+            let (weight, bias) = (floats(dtype, [width], &weight), floats(dtype, [width], &bias));
+            let statistic = || floats(DType::F32, [rows], &vec![0.0; rows]);
+            let gradient = || floats(DType::F32, [width], &vec![1.0; width]);
+            let (mean, rstd, dweight, dbias) = (statistic(), statistic(), gradient(), gradient());
+            let norm = LayerNorm { x: x.view(), weight: weight.view(), mean: mean.view(), rstd: rstd.view() };
+            queue.layer_norm(norm, with_bias.then_some(bias.view()), eps, y.view());
+            queue.layer_norm_backward_input(norm, dy.view(), dx.view(), Write::Overwrite);
+            queue.layer_norm_backward_input(norm, dy.view(), added.view(), Write::Accumulate);
+            let dbias_view = with_bias.then_some(dbias.view());
+            queue.layer_norm_backward_weight(norm, dy.view(), dweight.view(), dbias_view);
+            [&y, &mean, &rstd, &dx, &added, &dweight, &dbias].map(|tensor| values(tensor.view())).to_vec()
+        };
+        let (y, mean, rstd) = reference::layer_norm(&x, &weight, &bias, f64::from(eps));
+        let (dx, dweight, dbias) = reference::layer_norm_backward(&dy, &x, &weight, f64::from(eps));
+        let added: Vec<f64> = dx.iter().zip(&before).map(|(a, b)| a + b).collect();
+        let plus_one = |sums: Vec<f64>| sums.into_iter().map(|sum| sum + 1.0).collect::<Vec<_>>();
+        let (dweight, dbias) = (plus_one(dweight), plus_one(dbias));
+        let largest = dx.iter().fold(1.0, |a: f64, b| a.max(b.abs()));
+        // What rounding the mean costs: it is taken of numbers as large as the offset.
+        let shift = 1e-6 * (1.0 + offset.abs()) * rstd.iter().fold(0.0, |a: f64, b| a.max(*b));
+        on_every_queue(run, |results| {
+            let relative = tolerance(dtype);
+            assert_close("y", &results[0], &y, relative, 4.0 * shift);
+            assert_close("mean", &results[1], &mean, 1e-6, 1e-6);
+            assert_close("rstd", &results[2], &rstd, 4e-6, 0.0);
+            assert_close("dx", &results[3], &dx, relative, (4e-6 + shift) * largest);
+            assert_close("dx added", &results[4], &added, relative, (4e-6 + shift) * (largest + 1.0));
+            let sum = (4e-6 + 4.0 * shift) * (rows as f64).sqrt();
+            assert_close("dweight", &results[5], &dweight, 2e-6, sum);
+            let expected = if with_bias { dbias.clone() } else { vec![1.0; width] };
+            assert_close("dbias", &results[6], &expected, 2e-6, 2e-6 * (rows as f64).sqrt());
+        });
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn rms_norm_and_its_gradients_match_the_reference((rows, width) in shapes()) {
+            for dtype in ACTIVATIONS {
+                check_rms_norm(dtype, rows, width, 1.0, 1e-5);
+            }
+        }
+
+        #[test]
+        fn layer_norm_and_its_gradients_match_the_reference((rows, width) in shapes(), with_bias in any::<bool>()) {
+            // A row of one or two elements has a variance near zero, where rounding is all there is.
+            let width = width + 2;
+            for dtype in ACTIVATIONS {
+                check_layer_norm(dtype, rows, width, 0.0, with_bias);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_zeros_and_of_large_numbers_stay_finite() {
+        check_rms_norm(DType::F32, 3, 33, 0.0, 1e-6);
+        check_rms_norm(DType::F32, 3, 33, 1e15, 1e-6);
+        check_rms_norm(DType::BF16, 3, 33, (1u64 << 40) as f64, 1e-6);
+    }
+
+    #[test]
+    fn a_large_mean_does_not_cancel_the_variance() {
+        check_layer_norm(DType::F32, 5, 129, 300.0, true);
+    }
+
+    #[test]
+    #[should_panic(expected = "rms_norm: weight must be f32 with 4 elements, not f32 [5]")]
+    fn a_weight_of_another_width_is_refused() {
+        let queue = CpuQueue::new(1, &crate::Arena::new()).unwrap();
+        let [x, y] = [(); 2].map(|()| floats(DType::F32, [2, 4], &[0.0; 8]));
+        let (weight, rstd) = (floats(DType::F32, [5], &[0.0; 5]), floats(DType::F32, [2], &[0.0; 2]));
+        queue.rms_norm(x.view(), weight.view(), 1e-5, y.view(), rstd.view());
+    }
 }

@@ -45,17 +45,33 @@ impl Float for bf16 {
     }
 }
 
+// Written out in integer arithmetic, because a call of the conversion instruction would not be vectorized.
 impl Float for f16 {
     #[inline(always)]
     fn load(self) -> f32 {
-        self.to_f32()
+        let bits = u32::from(self.to_bits());
+        // Moving the exponent by a product is exact and takes subnormal numbers along.
+        let finite = f32::from_bits((bits & 0x7fff) << 13) * TWO_POW_112;
+        let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+        f32::from_bits(finite.to_bits() | special | (bits & 0x8000) << 16)
     }
 
     #[inline(always)]
     fn store(x: f32) -> Self {
-        Self::from_f32(x)
+        let sign = x.to_bits() >> 16 & 0x8000;
+        let magnitude = x.to_bits() & 0x7fff_ffff;
+        let rounded = magnitude.wrapping_add(0xfff + (magnitude >> 13 & 1));
+        let normal = (rounded.wrapping_sub(112 << 23) >> 13).min(0x7c00);
+        // The unit in the last place of 0.5 is 2^-24, f16's smallest number: the sum rounds to it.
+        let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
+        let finite = if magnitude < 0x3880_0000 { subnormal } else { normal };
+        let bits = if magnitude > 0x7f80_0000 { 0x7e00 } else { finite };
+        Self::from_bits((bits | sign) as u16)
     }
 }
+
+/// What lies between the exponent biases of f32 and f16.
+const TWO_POW_112: f32 = f32::from_bits((127 + 112) << 23);
 
 /// Calls `$body` with `$T` bound to the float type of a view's dtype.
 macro_rules! with_float {
@@ -106,33 +122,173 @@ fn avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
+/// Adding and subtracting it rounds an f32 of less than 2^22 to the nearest integer, ties to even, and
+/// leaves that integer in the low bits of the sum. (`round_ties_even` is a call on portable CPUs.)
+const ROUND: f32 = 12_582_912.0;
+/// The same for an f64 of less than 2^51.
+const ROUND_F64: f64 = 6_755_399_441_055_744.0;
+
 /// `e^x` to within 2 units in the last place; 0 below the smallest normal number, infinity above the range.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     // e^x = 2^n e^r with |r| <= ln(2)/2; the degree-6 polynomial is the minimax one of Cephes' expf.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    let clamped = x.clamp(-87.4, 88.8);
-    let n = (clamped * std::f32::consts::LOG2_E).round_ties_even();
-    let r = clamped - n * LN2_HIGH - n * LN2_LOW;
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = x - n * LN2_HIGH - n * LN2_LOW;
     let mut p = 1.987_569_2e-4;
     p = p * r + 1.398_2e-3;
     p = p * r + 8.333_452e-3;
     p = p * r + 4.166_579_6e-2;
     p = p * r + 1.666_666_5e-1;
     p = p * r + 0.5;
-    let e = p * r * r + r + 1.0;
-    // 2^n in two halves: n reaches 128, where 2^n itself is not finite.
-    let half = (n * 0.5).round_ties_even();
-    let power = |n: f32| f32::from_bits(((n as i32 + 127) << 23) as u32);
-    let scaled = e * power(half) * power(n - half);
-    if x < -87.33 {
-        0.0
-    } else if x.is_nan() {
-        x
-    } else {
-        scaled
+    let e = p * (r * r) + r + 1.0;
+    // The low bits of `shifted` hold n: moved to the exponent they multiply by 2^n.
+    let scaled = f32::from_bits(e.to_bits().wrapping_add(shifted.to_bits() << 23));
+    let bounded = if x < -87.33 { 0.0 } else { scaled };
+    // Infinity above the range, NaN for NaN.
+    if x <= 88.722_83 { bounded } else { x + f32::INFINITY }
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// The standard normal distribution at `x`: (probability of less than `x`, density).
+///
+/// `Φ(x) = (1 + erf(x/√2)) / 2`, without the cancellation that the formula suffers for negative `x`.
+#[inline(always)]
+pub(crate) fn normal_distribution(x: f32) -> (f32, f32) {
+    const ONE_OVER_SQRT_TAU: f32 = 0.398_942_3;
+    // Mills' ratio (1 - Φ(x))/φ(x) of x >= 0 as a polynomial in t = 1/(1 + 0.35x): a weighted least-squares
+    // fit made for this function, relative error 3.2e-8.
+    let t = 1.0 / (1.0 + 0.35 * x.abs());
+    let mut p = -0.073_102_66;
+    p = p * t + 0.361_104_8;
+    p = p * t - 0.641_446_9;
+    p = p * t + 0.399_534_7;
+    p = p * t - 0.058_311_27;
+    p = p * t + 0.264_635_86;
+    p = p * t + 0.300_333_12;
+    p = p * t + 0.350_587_88;
+    p = p * t + 0.349_978_6;
+    let density = ONE_OVER_SQRT_TAU * exp(-0.5 * x * x);
+    let tail = density * p * t;
+    (if x < 0.0 { tail } else { 1.0 - tail }, density)
+}
+
+/// (sin x, cos x) to within 2e-7 for `|x| <= 2^20`.
+#[inline(always)]
+pub(crate) fn sin_cos(x: f32) -> (f32, f32) {
+    /// π/2 in two parts, the first of 33 bits: its product with a quadrant number is exact.
+    const HALF_PI: [f64; 2] = [1.570_796_326_734_125_6, 6.077_100_506_506_192e-11];
+    let x = f64::from(x);
+    let shifted = x * std::f64::consts::FRAC_2_PI + ROUND_F64;
+    let n = shifted - ROUND_F64;
+    let quadrant = shifted.to_bits() as u32;
+    let r = (x - n * HALF_PI[0] - n * HALF_PI[1]) as f32;
+    // Taylor polynomials: for |r| <= π/4 what they leave out is below 1e-8.
+    let z = r * r;
+    let sin = r + r * z * (-1.0 / 6.0 + z * (1.0 / 120.0 + z * (-1.0 / 5040.0 + z * (1.0 / 362_880.0))));
+    let cos_tail = 1.0 / 24.0 + z * (-1.0 / 720.0 + z * (1.0 / 40_320.0 - z * (1.0 / 3_628_800.0)));
+    let cos = 1.0 - 0.5 * z + z * z * cos_tail;
+    let (s, c) = if quadrant & 1 == 0 { (sin, cos) } else { (cos, sin) };
+    let sin_sign = (quadrant & 2) << 30;
+    let cos_sign = (quadrant.wrapping_add(1) & 2) << 30;
+    (f32::from_bits(s.to_bits() ^ sin_sign), f32::from_bits(c.to_bits() ^ cos_sign))
+}
+
+/// Independent sums that a reduction keeps: enough to hide the latency of an addition, and part of what
+/// the result's bits depend on.
+const LANES: usize = 32;
+
+/// Sums of `M` functions of `N` equally long slices: `Σ f([a[i], b[i], ...])`.
+#[inline(always)]
+pub(crate) fn sum<T: Float, const N: usize, const M: usize>(
+    inputs: [&[T]; N],
+    f: impl Fn([f32; N]) -> [f32; M],
+) -> [f32; M] {
+    let len = inputs[0].len();
+    let mut lanes = [[0.0_f32; LANES]; M];
+    let mut at = 0;
+    while at < len {
+        let n = LANES.min(len - at);
+        if n == LANES {
+            let chunks = inputs.map(
+                #[inline(always)]
+                |input| &input[at..at + LANES],
+            );
+            for lane in 0..LANES {
+                add_lane(
+                    &mut lanes,
+                    lane,
+                    f(chunks.map(
+                        #[inline(always)]
+                        |chunk| chunk[lane].load(),
+                    )),
+                );
+            }
+        } else {
+            for lane in 0..n {
+                add_lane(
+                    &mut lanes,
+                    lane,
+                    f(inputs.map(
+                        #[inline(always)]
+                        |input| input[at + lane].load(),
+                    )),
+                );
+            }
+        }
+        at += LANES;
     }
+    lanes.map(
+        #[inline(always)]
+        |lanes| tree_sum(lanes),
+    )
+}
+
+#[inline(always)]
+fn add_lane<const M: usize>(lanes: &mut [[f32; LANES]; M], lane: usize, terms: [f32; M]) {
+    for (lanes, term) in lanes.iter_mut().zip(terms) {
+        lanes[lane] += term;
+    }
+}
+
+#[inline(always)]
+fn tree_sum(mut lanes: [f32; LANES]) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for lane in 0..half {
+            lanes[lane] += lanes[lane + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+#[inline(always)]
+fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
+}
+
+/// The largest element, NaN aside; negative infinity if there is none.
+#[inline(always)]
+pub(crate) fn max<T: Float>(x: &[T]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut chunks = x.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, x.load());
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane = larger(*lane, x.load());
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, larger)
 }
 
 #[cfg(test)]
@@ -153,6 +309,83 @@ mod tests {
         assert_eq!(exp(f32::INFINITY), f32::INFINITY);
         assert_eq!(exp(0.0), 1.0);
         assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn the_normal_distribution_is_close_to_the_error_function() {
+        for i in -14_000..14_000 {
+            let x = i as f32 * 1e-3;
+            let (probability, density) = normal_distribution(x);
+            let exact = 0.5 * libm::erfc(-f64::from(x) / std::f64::consts::SQRT_2);
+            let exact_density = (-0.5 * f64::from(x).powi(2)).exp() / std::f64::consts::TAU.sqrt();
+            let bound = 4e-7 * exact * (1.0 + f64::from(x).powi(2)) + 1e-36;
+            assert!((f64::from(probability) - exact).abs() < bound, "Φ({x}) = {probability}, not {exact}");
+            assert!((f64::from(probability) - exact).abs() < 2e-7, "Φ({x}) = {probability}, not {exact}");
+            assert!((f64::from(density) - exact_density).abs() < 1e-7, "φ({x}) = {density}");
+        }
+        assert_eq!(normal_distribution(f32::INFINITY), (1.0, 0.0));
+        assert_eq!(normal_distribution(f32::NEG_INFINITY).0, 0.0);
+        assert!(normal_distribution(f32::NAN).0.is_nan());
+    }
+
+    #[test]
+    fn sine_and_cosine_are_close_far_from_zero_too() {
+        let far = (0..200_000).map(|i| i as f32 * 5.243);
+        for x in (-200_000..200_000).map(|i| i as f32 * 1e-4).chain(far) {
+            let (sin, cos) = sin_cos(x);
+            let exact = f64::from(x).sin_cos();
+            let error = (f64::from(sin) - exact.0).abs().max((f64::from(cos) - exact.1).abs());
+            assert!(error < 2e-7, "x = {x}: ({sin}, {cos}), not {exact:?}");
+        }
+        assert_eq!(sin_cos(0.0), (0.0, 1.0));
+    }
+
+    #[test]
+    fn the_sigmoid_is_close_and_saturates() {
+        for i in -80_000..80_000 {
+            let x = i as f32 * 1e-3;
+            let exact = 1.0 / (1.0 + (-f64::from(x)).exp());
+            let error = (f64::from(sigmoid(x)) - exact).abs() / exact;
+            assert!(error < 4e-7, "sigmoid({x}) = {}, not {exact}", sigmoid(x));
+        }
+        assert_eq!((sigmoid(-1000.0), sigmoid(1000.0)), (0.0, 1.0));
+    }
+
+    #[test]
+    fn sums_cover_every_element_of_any_length() {
+        for n in 0..200 {
+            let x: Vec<f32> = (0..n).map(|i| i as f32).collect();
+            let [linear, square] = sum([&x[..], &x[..]], |[a, b]| [a, a * b]);
+            assert_eq!(linear, (0..n).sum::<i32>() as f32, "n = {n}");
+            assert_eq!(square, (0..n).map(|i| i * i).sum::<i32>() as f32, "n = {n}");
+            assert_eq!(max(&x), if n == 0 { f32::NEG_INFINITY } else { (n - 1) as f32 });
+        }
+    }
+
+    #[test]
+    fn f16_converts_exactly_and_rounds_to_nearest_even() {
+        for bits in 0..=u16::MAX {
+            let x = f16::from_bits(bits);
+            let (ours, reference) = (Float::load(x), x.to_f32());
+            assert!(
+                ours.to_bits() == reference.to_bits() || (ours.is_nan() && reference.is_nan()),
+                "{bits:#x} gives {ours}, expected {reference}"
+            );
+        }
+        let border = (0..=0x7bff_u16).flat_map(|bits| {
+            // The value, and the points halfway to the next and just beside them: where rounding turns.
+            let (a, b) = (f16::from_bits(bits).to_f32(), f16::from_bits(bits + 1).to_f32());
+            let half = if b.is_finite() { (a + b) / 2.0 } else { 65_520.0 };
+            [a, half, f32::from_bits(half.to_bits() - 1), f32::from_bits(half.to_bits() + 1)]
+        });
+        let spread = (0..=u32::MAX).step_by(99_991).map(f32::from_bits);
+        for x in border.chain(spread).flat_map(|x| [x, -x]) {
+            let (ours, reference) = (<f16 as Float>::store(x), f16::from_f32(x));
+            assert!(
+                ours.to_bits() == reference.to_bits() || (x.is_nan() && ours.is_nan()),
+                "{x:e} gives {ours}, expected {reference}"
+            );
+        }
     }
 
     #[test]

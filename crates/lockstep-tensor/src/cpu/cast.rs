@@ -1,0 +1,93 @@
+//! Conversions between float types, copies, and zeroing: kernels that only move memory.
+
+use half::{bf16, f16};
+use lockstep_plan::DType;
+
+use super::{
+    CpuQueue, check_disjoint,
+    simd::Float,
+    tasks::{Operand, elements_per_task, expect},
+};
+use crate::{Element, View};
+
+pub(super) fn cast(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
+    expect("cast: y", y, y.dtype(), x.elements());
+    check_disjoint(&[y], &[x]);
+    match (x.dtype(), y.dtype()) {
+        (from, to) if from == to => copy(queue, x, y),
+        (DType::F32, DType::BF16) => convert::<f32, bf16>(queue, x, y),
+        (DType::F32, DType::F16) => convert::<f32, f16>(queue, x, y),
+        (DType::BF16, DType::F32) => convert::<bf16, f32>(queue, x, y),
+        (DType::BF16, DType::F16) => convert::<bf16, f16>(queue, x, y),
+        (DType::F16, DType::F32) => convert::<f16, f32>(queue, x, y),
+        (DType::F16, DType::BF16) => convert::<f16, bf16>(queue, x, y),
+        (from, to) => panic!("cast converts between f32, bf16 and f16, not from {from} to {to}"),
+    }
+}
+
+fn convert<A: Float, B: Float>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
+    let elements = x.elements();
+    let (x, y) = (Operand::<A>::new(x), Operand::<B>::new(y));
+    queue.for_each_range(
+        elements,
+        elements_per_task(elements),
+        #[inline(always)]
+        |range| {
+            // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
+            let (x, y) = unsafe { (x.read(range.clone()), y.write(range)) };
+            for (y, x) in y.iter_mut().zip(x) {
+                *y = B::store(x.load());
+            }
+        },
+    );
+}
+
+/// Calls a function generic over the element type of a view's dtype.
+macro_rules! with_element {
+    ($dtype:expr, $function:ident($($argument:expr),*)) => {
+        match $dtype {
+            DType::F32 => $function::<f32>($($argument),*),
+            DType::BF16 => $function::<bf16>($($argument),*),
+            DType::F16 => $function::<f16>($($argument),*),
+            DType::I32 => $function::<i32>($($argument),*),
+            DType::U32 => $function::<u32>($($argument),*),
+            DType::U8 => $function::<u8>($($argument),*),
+        }
+    };
+}
+
+fn copy(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
+    with_element!(x.dtype(), copy_elements(queue, x, y));
+}
+
+fn copy_elements<T: Element>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
+    let elements = x.elements();
+    let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
+    queue.for_each_range(
+        elements,
+        elements_per_task(elements),
+        #[inline(always)]
+        |range| {
+            // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
+            unsafe { y.write(range.clone()).copy_from_slice(x.read(range)) }
+        },
+    );
+}
+
+pub(super) fn zero(queue: &CpuQueue, y: View<'_>) {
+    with_element!(y.dtype(), zero_elements(queue, y));
+}
+
+fn zero_elements<T: Element>(queue: &CpuQueue, y: View<'_>) {
+    let elements = y.elements();
+    let y = Operand::<T>::new(y);
+    queue.for_each_range(
+        elements,
+        elements_per_task(elements),
+        #[inline(always)]
+        |range| {
+            // SAFETY: each range of `y` belongs to one task.
+            unsafe { y.write(range).fill(T::zeroed()) }
+        },
+    );
+}

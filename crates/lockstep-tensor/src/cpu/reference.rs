@@ -1,0 +1,261 @@
+//! What the kernels compute, as plain scalar formulas in f64: what tests compare them with.
+//!
+//! Backward functions are written from the derivatives and are themselves checked here, by finite differences of
+//! the forward functions.
+
+use crate::Gelu;
+
+/// `y` and `rstd` of root-mean-square normalization.
+pub(super) fn rms_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
+    let width = weight.len();
+    let rstd: Vec<f64> = x
+        .chunks(width)
+        .map(|row| 1.0 / (row.iter().map(|x| x * x).sum::<f64>() / width as f64 + eps).sqrt())
+        .collect();
+    let y = x.iter().enumerate().map(|(i, x)| x * rstd[i / width] * weight[i % width]).collect();
+    (y, rstd)
+}
+
+/// `dx` and `dweight` of root-mean-square normalization.
+pub(super) fn rms_norm_backward(dy: &[f64], x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
+    let width = weight.len();
+    let (_, rstd) = rms_norm(x, weight, eps);
+    let (mut dx, mut dweight) = (vec![0.0; x.len()], vec![0.0; width]);
+    for (row, rstd) in rstd.iter().enumerate() {
+        let at = |i: usize| row * width + i;
+        let dot: f64 = (0..width).map(|i| dy[at(i)] * weight[i] * x[at(i)]).sum();
+        for i in 0..width {
+            dx[at(i)] = rstd * dy[at(i)] * weight[i] - rstd.powi(3) * x[at(i)] * dot / width as f64;
+            dweight[i] += dy[at(i)] * x[at(i)] * rstd;
+        }
+    }
+    (dx, dweight)
+}
+
+/// `y`, mean and `rstd` of layer normalization.
+pub(super) fn layer_norm(
+    x: &[f64],
+    weight: &[f64],
+    bias: &[f64],
+    eps: f64,
+) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+    let width = weight.len();
+    let mean: Vec<f64> = x.chunks(width).map(|row| row.iter().sum::<f64>() / width as f64).collect();
+    let rstd: Vec<f64> = x
+        .chunks(width)
+        .zip(&mean)
+        .map(|(row, mean)| row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64)
+        .map(|variance| 1.0 / (variance + eps).sqrt())
+        .collect();
+    let y = x
+        .iter()
+        .enumerate()
+        .map(|(i, x)| (x - mean[i / width]) * rstd[i / width] * weight[i % width] + bias[i % width])
+        .collect();
+    (y, mean, rstd)
+}
+
+/// `dx`, `dweight` and `dbias` of layer normalization.
+pub(super) fn layer_norm_backward(
+    dy: &[f64],
+    x: &[f64],
+    weight: &[f64],
+    eps: f64,
+) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+    let width = weight.len();
+    let (_, mean, rstd) = layer_norm(x, weight, weight, eps);
+    let (mut dx, mut dweight, mut dbias) = (vec![0.0; x.len()], vec![0.0; width], vec![0.0; width]);
+    for (row, (mean, rstd)) in mean.iter().zip(&rstd).enumerate() {
+        let at = |i: usize| row * width + i;
+        let normal = |i: usize| (x[at(i)] - mean) * rstd;
+        let average = |f: &dyn Fn(usize) -> f64| (0..width).map(f).sum::<f64>() / width as f64;
+        let g = average(&|i| dy[at(i)] * weight[i]);
+        let g_normal = average(&|i| dy[at(i)] * weight[i] * normal(i));
+        for i in 0..width {
+            dx[at(i)] = rstd * (dy[at(i)] * weight[i] - g - normal(i) * g_normal);
+            dweight[i] += dy[at(i)] * normal(i);
+            dbias[i] += dy[at(i)];
+        }
+    }
+    (dx, dweight, dbias)
+}
+
+/// Half-split rotation of `[tokens, heads, head_dim]` by `sign · position · frequency`.
+///
+/// The angle is rounded to f32, which is part of the operation's definition.
+pub(super) fn rope(x: &[f64], positions: &[u32], frequencies: &[f32], sign: f64) -> Vec<f64> {
+    let half = frequencies.len();
+    let width = x.len() / positions.len();
+    let mut y = vec![0.0; x.len()];
+    for (token, position) in positions.iter().enumerate() {
+        for head in (token * width..(token + 1) * width).step_by(2 * half) {
+            for (i, frequency) in frequencies.iter().enumerate() {
+                let (sin, cos) = (sign * f64::from(*position as f32 * frequency)).sin_cos();
+                let (a, b) = (x[head + i], x[head + half + i]);
+                y[head + i] = a * cos - b * sin;
+                y[head + half + i] = b * cos + a * sin;
+            }
+        }
+    }
+    y
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+pub(super) fn swiglu(gate: &[f64], up: &[f64]) -> Vec<f64> {
+    gate.iter().zip(up).map(|(gate, up)| gate * sigmoid(*gate) * up).collect()
+}
+
+/// `dgate` and `dup`.
+pub(super) fn swiglu_backward(dy: &[f64], gate: &[f64], up: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let dgate = |(dy, (gate, up)): (&f64, (&f64, &f64))| {
+        let s = sigmoid(*gate);
+        dy * up * s * (1.0 + gate * (1.0 - s))
+    };
+    let dup = |(dy, gate): (&f64, &f64)| dy * gate * sigmoid(*gate);
+    (dy.iter().zip(gate.iter().zip(up)).map(dgate).collect(), dy.iter().zip(gate).map(dup).collect())
+}
+
+pub(super) fn gelu(kind: Gelu, x: f64) -> f64 {
+    let cubic = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+    match kind {
+        Gelu::Exact => 0.5 * x * libm::erfc(-x / std::f64::consts::SQRT_2),
+        Gelu::Tanh => 0.5 * x * (1.0 + cubic.tanh()),
+    }
+}
+
+pub(super) fn gelu_derivative(kind: Gelu, x: f64) -> f64 {
+    let root = (2.0 / std::f64::consts::PI).sqrt();
+    let tanh = (root * (x + 0.044715 * x.powi(3))).tanh();
+    match kind {
+        Gelu::Exact => {
+            0.5 * libm::erfc(-x / std::f64::consts::SQRT_2)
+                + x * (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt()
+        }
+        Gelu::Tanh => {
+            0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * root * (1.0 + 3.0 * 0.044715 * x * x)
+        }
+    }
+}
+
+/// Losses and log-sum-exps.
+pub(super) fn cross_entropy(logits: &[f64], labels: &[i32]) -> (Vec<f64>, Vec<f64>) {
+    let vocabulary = logits.len() / labels.len();
+    let log_sum_exp: Vec<f64> = logits
+        .chunks(vocabulary)
+        .map(|row| {
+            let largest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            largest + row.iter().map(|x| (x - largest).exp()).sum::<f64>().ln()
+        })
+        .collect();
+    let loss = |(token, label): (usize, &i32)| match label {
+        -100 => 0.0,
+        label => log_sum_exp[token] - logits[token * vocabulary + *label as usize],
+    };
+    (labels.iter().enumerate().map(loss).collect(), log_sum_exp)
+}
+
+/// Gradient of `seed · Σ losses` by the logits.
+pub(super) fn cross_entropy_backward(logits: &[f64], labels: &[i32], seed: f64) -> Vec<f64> {
+    let vocabulary = logits.len() / labels.len();
+    let (_, log_sum_exp) = cross_entropy(logits, labels);
+    logits
+        .iter()
+        .enumerate()
+        .map(|(i, x)| match labels[i / vocabulary] {
+            -100 => 0.0,
+            label => {
+                let one = if label as usize == i % vocabulary { 1.0 } else { 0.0 };
+                seed * ((x - log_sum_exp[i / vocabulary]).exp() - one)
+            }
+        })
+        .collect()
+}
+
+/// The derivative of `f` at `x` by central differences.
+pub(super) fn finite_differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+    const STEP: f64 = 1e-5;
+    let mut x = x.to_vec();
+    (0..x.len())
+        .map(|i| {
+            let centre = x[i];
+            x[i] = centre + STEP;
+            let above = f(&x);
+            x[i] = centre - STEP;
+            let below = f(&x);
+            x[i] = centre;
+            (above - below) / (2.0 * STEP)
+        })
+        .collect()
+}
+
+mod tests {
+    use super::*;
+    use crate::cpu::testing::{assert_close, random};
+
+    fn dot(a: &[f64], b: &[f64]) -> f64 {
+        a.iter().zip(b).map(|(a, b)| a * b).sum()
+    }
+
+    #[test]
+    fn the_gradients_of_rms_norm_match_finite_differences() {
+        let (x, weight, dy) = (random(1, 3 * 7), random(2, 7), random(3, 3 * 7));
+        let (dx, dweight) = rms_norm_backward(&dy, &x, &weight, 1e-3);
+        let by_x = finite_differences(&x, |x| dot(&rms_norm(x, &weight, 1e-3).0, &dy));
+        let by_weight = finite_differences(&weight, |weight| dot(&rms_norm(&x, weight, 1e-3).0, &dy));
+        assert_close("dx", &dx, &by_x, 1e-8, 1e-8);
+        assert_close("dweight", &dweight, &by_weight, 1e-8, 1e-8);
+    }
+
+    #[test]
+    fn the_gradients_of_layer_norm_match_finite_differences() {
+        let (x, weight, bias, dy) = (random(1, 3 * 7), random(2, 7), random(3, 7), random(4, 3 * 7));
+        let (dx, dweight, dbias) = layer_norm_backward(&dy, &x, &weight, 1e-3);
+        let loss = |x: &[f64], weight: &[f64], bias: &[f64]| dot(&layer_norm(x, weight, bias, 1e-3).0, &dy);
+        assert_close("dx", &dx, &finite_differences(&x, |x| loss(x, &weight, &bias)), 1e-8, 1e-8);
+        let by_weight = finite_differences(&weight, |weight| loss(&x, weight, &bias));
+        assert_close("dweight", &dweight, &by_weight, 1e-8, 1e-8);
+        let by_bias = finite_differences(&bias, |bias| loss(&x, &weight, bias));
+        assert_close("dbias", &dbias, &by_bias, 1e-8, 1e-8);
+    }
+
+    #[test]
+    fn the_gradient_of_rope_matches_finite_differences() {
+        let (x, dy) = (random(1, 2 * 3 * 4), random(2, 2 * 3 * 4));
+        let (positions, frequencies) = ([3, 1000], [1.0, 0.01]);
+        let by_x = finite_differences(&x, |x| dot(&rope(x, &positions, &frequencies, 1.0), &dy));
+        assert_close("dx", &rope(&dy, &positions, &frequencies, -1.0), &by_x, 1e-8, 1e-8);
+    }
+
+    #[test]
+    fn the_gradients_of_swiglu_match_finite_differences() {
+        let (gate, up, dy) = (random(1, 20), random(2, 20), random(3, 20));
+        let (dgate, dup) = swiglu_backward(&dy, &gate, &up);
+        let by_gate = finite_differences(&gate, |gate| dot(&swiglu(gate, &up), &dy));
+        let by_up = finite_differences(&up, |up| dot(&swiglu(&gate, up), &dy));
+        assert_close("dgate", &dgate, &by_gate, 1e-8, 1e-8);
+        assert_close("dup", &dup, &by_up, 1e-8, 1e-8);
+    }
+
+    #[test]
+    fn the_derivative_of_gelu_matches_finite_differences() {
+        for kind in [Gelu::Exact, Gelu::Tanh] {
+            let x: Vec<f64> = random(1, 100).iter().map(|x| 5.0 * x).collect();
+            let derivative: Vec<f64> = x.iter().map(|x| gelu_derivative(kind, *x)).collect();
+            let difference = finite_differences(&x, |x| x.iter().map(|x| gelu(kind, *x)).sum());
+            assert_close(&format!("{kind:?}"), &derivative, &difference, 1e-8, 1e-8);
+        }
+    }
+
+    #[test]
+    fn the_gradient_of_cross_entropy_matches_finite_differences() {
+        let logits = random(1, 4 * 9);
+        let labels = [3, -100, 0, 8];
+        let gradient = cross_entropy_backward(&logits, &labels, 0.3);
+        let difference =
+            finite_differences(&logits, |x| 0.3 * cross_entropy(x, &labels).0.iter().sum::<f64>());
+        assert_close("logits", &gradient, &difference, 1e-8, 1e-8);
+    }
+}

@@ -1,0 +1,209 @@
+//! Cutting a kernel into tasks by its shape alone, and what the tasks share.
+//!
+//! A kernel covers `0..count` with ranges of a fixed length; which thread takes which range changes no bit.
+//! Sums over rows are made of partial sums over fixed groups of rows, added in the order of the groups.
+
+use std::{marker::PhantomData, ops::Range, ptr::NonNull, slice};
+
+use lockstep_plan::{DType, MemoryCategory};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+
+use super::CpuQueue;
+use crate::{Element, View};
+
+/// Fewer elements than this are not worth waking a thread for.
+const PARALLEL_ELEMENTS: usize = 64 * 1024;
+/// About this many elements make a task.
+const TASK_ELEMENTS: usize = 16 * 1024;
+/// Rows whose sum makes one partial sum.
+const ROWS_PER_GROUP: usize = 64;
+
+/// Elements that kernels convert to f32 and work on at a time: a buffer on the stack that stays in the first
+/// level of the cache.
+pub(super) const BLOCK: usize = 256;
+
+/// A [`BLOCK`] of f32.
+#[repr(align(64))]
+#[derive(Clone, Copy)]
+pub(super) struct Block(pub(super) [f32; BLOCK]);
+
+impl Block {
+    pub(super) const ZERO: Self = Self([0.0; BLOCK]);
+}
+
+/// A view as the tasks of a kernel see it: each takes its own part.
+pub(super) struct Operand<'a, T> {
+    pointer: NonNull<T>,
+    len: usize,
+    memory: PhantomData<&'a [T]>,
+}
+
+// SAFETY: `Element`s are plain data, and the only access is through the unsafe methods below, whose callers
+// rule out races.
+unsafe impl<T: Element> Sync for Operand<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Element> Send for Operand<'_, T> {}
+
+impl<'a, T: Element> Operand<'a, T> {
+    /// The elements of `view`.
+    ///
+    /// # Panics
+    /// If it holds another type.
+    pub(super) fn new(view: View<'a>) -> Self {
+        Self { pointer: view.pointer(), len: view.elements(), memory: PhantomData }
+    }
+
+    /// Elements `range`, to read.
+    ///
+    /// # Safety
+    /// Nothing may write them while the slice lives.
+    #[inline(always)]
+    pub(super) unsafe fn read(&self, range: Range<usize>) -> &'a [T] {
+        self.check(&range);
+        // SAFETY: the range lies in the view, which is initialized and lives for `'a`; the caller excludes writers.
+        unsafe { slice::from_raw_parts(self.pointer.as_ptr().add(range.start), range.len()) }
+    }
+
+    /// Elements `range`, to write.
+    ///
+    /// # Safety
+    /// The view must be one that the kernel may write, and nothing else may read or write the range while the
+    /// slice lives.
+    #[inline(always)]
+    pub(super) unsafe fn write(&self, range: Range<usize>) -> &'a mut [T] {
+        self.check(&range);
+        // SAFETY: as in `read`; the caller excludes all other access.
+        unsafe { slice::from_raw_parts_mut(self.pointer.as_ptr().add(range.start), range.len()) }
+    }
+
+    #[inline(always)]
+    fn check(&self, range: &Range<usize>) {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "elements {range:?} of {} that a kernel was given",
+            self.len
+        );
+    }
+}
+
+/// Panics unless an operand has the type and the number of elements that the others ask for.
+#[track_caller]
+pub(super) fn expect(name: &str, view: View<'_>, dtype: DType, elements: usize) {
+    assert!(
+        view.dtype() == dtype && view.elements() == elements,
+        "{name} must be {dtype} with {elements} elements, not {view:?}"
+    );
+}
+
+/// Whether a kernel on so many elements is worth waking threads for.
+pub(super) fn is_parallel(elements: usize) -> bool {
+    elements >= PARALLEL_ELEMENTS
+}
+
+/// How many rows of `width` elements make a task of a kernel that works row by row.
+pub(super) fn rows_per_task(rows: usize, width: usize) -> usize {
+    let elements = rows.saturating_mul(width);
+    if is_parallel(elements) { (TASK_ELEMENTS / width.max(1)).max(1) } else { rows.max(1) }
+}
+
+/// How many elements make a task of an elementwise kernel: whole blocks.
+pub(super) fn elements_per_task(elements: usize) -> usize {
+    if is_parallel(elements) { TASK_ELEMENTS } else { elements.max(1) }
+}
+
+impl CpuQueue {
+    /// Calls `work` with consecutive ranges of `grain` (the last may be shorter) that cover `0..count`,
+    /// compiled for the queue's level. The closure given here must be `#[inline(always)]`, or it is
+    /// compiled for the lowest level.
+    #[inline(always)]
+    pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>) + Sync) {
+        let tasks = count.div_ceil(grain);
+        let task = |index: usize| {
+            let range = index * grain..count.min((index + 1) * grain);
+            self.level.run(
+                #[inline(always)]
+                || work(range),
+            );
+        };
+        if tasks <= 1 || self.threads() == 1 {
+            (0..tasks).for_each(task);
+        } else {
+            self.pool.install(|| (0..tasks).into_par_iter().for_each(task));
+        }
+    }
+
+    /// `outputs[m][i] += Σ over rows of what `add_rows` adds for column i`, the same for any number of threads.
+    ///
+    /// `add_rows` is given a range of rows and adds them to `M` partial sums of `width` elements; like the closure
+    /// of [`CpuQueue::for_each_range`] it must be `#[inline(always)]`.
+    #[inline(always)]
+    pub(super) fn add_sum_over_rows<const M: usize>(
+        &self,
+        rows: usize,
+        outputs: [View<'_>; M],
+        add_rows: impl Fn(Range<usize>, [&mut [f32]; M]) + Sync,
+    ) {
+        let width = outputs[0].elements();
+        let groups = rows.div_ceil(ROWS_PER_GROUP);
+        let partial_elements = groups * M * width;
+        if partial_elements == 0 {
+            return;
+        }
+        let scratch = self
+            .arena
+            .allocate(partial_elements * size_of::<f32>(), MemoryCategory::Workspace)
+            .unwrap_or_else(|error| panic!("partial sums of {rows} rows: {error}"));
+        let partials = Operand::<f32>::new(scratch.view(DType::F32, 0, [partial_elements]));
+        let groups_per_task = if is_parallel(rows * width) { 1 } else { groups };
+        self.for_each_range(
+            groups,
+            groups_per_task,
+            #[inline(always)]
+            |task| {
+                for group in task {
+                    let first = group * M * width;
+                    // SAFETY: each group belongs to one task, and its `M` slices do not overlap.
+                    let mut sums: [&mut [f32]; M] = std::array::from_fn(
+                        #[inline(always)]
+                        |m| unsafe { partials.write(first + m * width..first + (m + 1) * width) },
+                    );
+                    for sum in &mut sums {
+                        sum.fill(0.0);
+                    }
+                    add_rows(group * ROWS_PER_GROUP..rows.min((group + 1) * ROWS_PER_GROUP), sums);
+                }
+            },
+        );
+        let outputs = outputs.map(Operand::<f32>::new);
+        let columns_per_task = if is_parallel(partial_elements) { BLOCK } else { width };
+        self.for_each_range(
+            width,
+            columns_per_task,
+            #[inline(always)]
+            |columns| {
+                for (m, output) in outputs.iter().enumerate() {
+                    for start in columns.clone().step_by(BLOCK) {
+                        let n = BLOCK.min(columns.end - start);
+                        let mut total = Block::ZERO;
+                        for group in 0..groups {
+                            let first = (group * M + m) * width + start;
+                            // SAFETY: the partial sums are complete, and now only read.
+                            let partial = unsafe { partials.read(first..first + n) };
+                            add_to(&mut total.0[..n], partial);
+                        }
+                        // SAFETY: each column belongs to one task, and the outputs do not overlap.
+                        add_to(unsafe { output.write(start..start + n) }, &total.0[..n]);
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// `y += x`.
+#[inline(always)]
+pub(super) fn add_to(y: &mut [f32], x: &[f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += x;
+    }
+}

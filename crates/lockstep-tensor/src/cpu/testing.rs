@@ -1,0 +1,118 @@
+//! What the kernels' tests share: operands from f64 values, comparisons, and running on every kind of queue.
+
+use half::{bf16, f16};
+use lockstep_plan::{DType, MemoryCategory, random::Philox};
+
+use super::{CpuLevel, CpuQueue};
+use crate::{Arena, Shape, Tensor, View};
+
+/// Numbers between -2 and 2, the same for the same seed.
+pub(super) fn random(seed: u64, elements: usize) -> Vec<f64> {
+    let philox = Philox::new(seed);
+    (0..elements as u64).map(|i| 4.0 * philox.uniform(i) - 2.0).collect()
+}
+
+/// The values, rounded to what `dtype` can hold.
+pub(super) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
+    let round = |x: f64| match dtype {
+        DType::F32 => f64::from(x as f32),
+        DType::BF16 => bf16::from_f32(x as f32).to_f64(),
+        DType::F16 => f16::from_f32(x as f32).to_f64(),
+        other => panic!("{other} is not a float"),
+    };
+    values.iter().copied().map(round).collect()
+}
+
+/// Random numbers that `dtype` can hold.
+pub(super) fn random_of(dtype: DType, seed: u64, elements: usize) -> Vec<f64> {
+    rounded(dtype, &random(seed, elements))
+}
+
+/// A tensor of floats.
+pub(super) fn floats(dtype: DType, shape: impl Into<Shape>, values: &[f64]) -> Tensor {
+    let arena = Arena::new();
+    let category = MemoryCategory::Activations;
+    let values = values.iter().map(|x| *x as f32);
+    match dtype {
+        DType::F32 => Tensor::from_slice(&arena, shape, &values.collect::<Vec<f32>>(), category),
+        DType::BF16 => {
+            Tensor::from_slice(&arena, shape, &values.map(bf16::from_f32).collect::<Vec<_>>(), category)
+        }
+        DType::F16 => {
+            Tensor::from_slice(&arena, shape, &values.map(f16::from_f32).collect::<Vec<_>>(), category)
+        }
+        other => panic!("{other} is not a float"),
+    }
+    .unwrap()
+}
+
+/// A tensor of other elements.
+pub(super) fn tensor<T: crate::Element>(elements: &[T]) -> Tensor {
+    Tensor::from_slice(&Arena::new(), [elements.len()], elements, MemoryCategory::Activations).unwrap()
+}
+
+/// The elements as f64, which holds each of them exactly.
+pub(super) fn values(view: View<'_>) -> Vec<f64> {
+    match view.dtype() {
+        DType::F32 => view.to_vec::<f32>().into_iter().map(f64::from).collect(),
+        DType::BF16 => view.to_vec::<bf16>().into_iter().map(f64::from).collect(),
+        DType::F16 => view.to_vec::<f16>().into_iter().map(f64::from).collect(),
+        other => panic!("{other} is not a float"),
+    }
+}
+
+/// Rounding of a result, relative to it: f32 kernels may make several roundings, bf16 ones only that of the store.
+pub(super) fn tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F32 { 2e-6 } else { 1.0 / 256.0 + 1e-5 }
+}
+
+/// Panics with the worst pair unless `|actual - expected| <= relative · |expected| + absolute` everywhere.
+#[track_caller]
+pub(super) fn assert_close(name: &str, actual: &[f64], expected: &[f64], relative: f64, absolute: f64) {
+    assert_eq!(actual.len(), expected.len(), "{name}: lengths differ");
+    let excess = |i: usize| {
+        let excess = (actual[i] - expected[i]).abs() - relative * expected[i].abs() - absolute;
+        if excess.is_nan() { f64::INFINITY } else { excess }
+    };
+    let Some(worst) = (0..actual.len()).max_by(|a, b| excess(*a).total_cmp(&excess(*b))) else { return };
+    assert!(
+        excess(worst) <= 0.0,
+        "{name}[{worst}] is {:e}, not {:e} (± {relative:e} relative, {absolute:e} absolute)",
+        actual[worst],
+        expected[worst]
+    );
+}
+
+/// Runs a kernel on a queue of every level that this CPU has and with one, two and three threads. The results
+/// must have the same bits for every number of threads; `check` sees those of each level.
+#[track_caller]
+pub(super) fn on_every_queue(run: impl Fn(&CpuQueue) -> Vec<Vec<f64>>, check: impl Fn(&[Vec<f64>])) {
+    let bits = |results: &[Vec<f64>]| -> Vec<Vec<u64>> {
+        results.iter().map(|result| result.iter().map(|x| x.to_bits()).collect()).collect()
+    };
+    for level in CpuLevel::available() {
+        let on = |threads| run(&CpuQueue::with_level(threads, &Arena::new(), level).unwrap());
+        let first = on(1);
+        for threads in [2, 3] {
+            let other = on(threads);
+            assert!(
+                bits(&first) == bits(&other),
+                "{level}: {threads} threads give {:?}, one gives {:?}",
+                first_difference(&other, &first),
+                first_difference(&first, &other)
+            );
+        }
+        check(&first);
+    }
+}
+
+/// (result, element, value) of the first place where `a` differs from `b`.
+fn first_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> Option<(usize, usize, f64)> {
+    a.iter().zip(b).enumerate().find_map(|(result, (a, b))| {
+        let at = a.iter().zip(b).position(|(a, b)| a.to_bits() != b.to_bits())?;
+        Some((result, at, a[at]))
+    })
+}
+
+/// The types that activations may have.
+pub(super) const ACTIVATIONS: [DType; 2] = [DType::F32, DType::BF16];

@@ -1,0 +1,135 @@
+//! "A save covers the global index space of every tensor exactly once, or fails."
+//!
+//! Slices that lie in the tensor, do not overlap, and have as many elements in all as the tensor,
+//! cover it exactly once. So only overlap needs work: sorted by start, neighbours tell for ranges; for
+//! boxes, a sweep along the first dimension compares those that share an index there.
+
+use std::ops::Range;
+
+use crate::{
+    error::CoverageError,
+    region::{Runs, element_count},
+};
+
+/// Comparing boxes is quadratic at worst; this many slices is far above any mesh and still fast.
+const MAX_BOXES: usize = 16_384;
+
+/// Checks that `slices`, each a (start, shape), cover a tensor of shape `global` exactly once.
+pub(crate) fn check(global: &[usize], slices: &[(&[usize], &[usize])]) -> Result<(), CoverageError> {
+    let elements = element_count(global)?;
+    let mut ranges = Vec::with_capacity(slices.len());
+    let mut boxes = Vec::new();
+    let mut covered = 0usize;
+    for &(start, shape) in slices {
+        let runs = Runs::new(start, shape, global)?;
+        if runs.elements() == 0 {
+            continue;
+        }
+        covered = covered.saturating_add(runs.elements());
+        ranges.push((runs.contiguous(), start));
+        if start.len() == global.len() {
+            boxes.push((start, shape));
+        }
+    }
+
+    let all_ranges: Option<Vec<(Range<usize>, &[usize])>> =
+        ranges.iter().map(|(range, start)| range.clone().map(|range| (range, *start))).collect();
+    match all_ranges {
+        Some(ranges) => check_ranges(ranges)?,
+        None if boxes.len() == ranges.len() => check_boxes(boxes)?,
+        None => return Err(CoverageError::Mixed),
+    }
+    if covered == elements { Ok(()) } else { Err(CoverageError::Missing { covered, elements }) }
+}
+
+fn check_ranges(mut ranges: Vec<(Range<usize>, &[usize])>) -> Result<(), CoverageError> {
+    ranges.sort_by_key(|(range, _)| range.start);
+    match ranges.windows(2).find(|pair| pair[1].0.start < pair[0].0.end) {
+        Some(pair) => Err(overlap(pair[0].1, pair[1].1)),
+        None => Ok(()),
+    }
+}
+
+fn check_boxes(mut boxes: Vec<(&[usize], &[usize])>) -> Result<(), CoverageError> {
+    if boxes.len() > MAX_BOXES {
+        return Err(CoverageError::TooManySlices { found: boxes.len(), limit: MAX_BOXES });
+    }
+    boxes.sort_by_key(|(start, _)| start[0]);
+    for (index, (start, shape)) in boxes.iter().enumerate() {
+        let end = start[0] + shape[0];
+        for (other_start, other_shape) in boxes[index + 1..].iter().take_while(|(other, _)| other[0] < end) {
+            let meet = |dim: usize| {
+                start[dim] < other_start[dim] + other_shape[dim] && other_start[dim] < start[dim] + shape[dim]
+            };
+            if (0..start.len()).all(meet) {
+                return Err(overlap(start, other_start));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn overlap(first: &[usize], second: &[usize]) -> CoverageError {
+    CoverageError::Overlap { first: first.to_vec(), second: second.to_vec() }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn exact_covers_pass() {
+        let whole: (&[usize], &[usize]) = (&[0, 0], &[4, 6]);
+        check(&[4, 6], &[whole]).unwrap();
+        check(&[4, 6], &[(&[0], &[7]), (&[7], &[17])]).unwrap();
+        check(&[4, 6], &[(&[0, 0], &[2, 6]), (&[12], &[12])]).unwrap();
+        check(&[4, 6], &[(&[0, 0], &[4, 3]), (&[0, 3], &[2, 3]), (&[2, 3], &[2, 3])]).unwrap();
+        check(&[], &[(&[], &[])]).unwrap();
+        check(&[0, 3], &[]).unwrap();
+    }
+
+    #[test]
+    fn holes_overlaps_and_mixtures_are_named() {
+        let missing = check(&[4, 6], &[(&[0], &[23])]).unwrap_err();
+        assert_eq!(missing, CoverageError::Missing { covered: 23, elements: 24 });
+        assert_eq!(check(&[], &[]).unwrap_err(), CoverageError::Missing { covered: 0, elements: 1 });
+        // As many elements as the tensor has, one twice and one never.
+        let twice = check(&[4, 6], &[(&[0], &[12]), (&[11], &[12])]).unwrap_err();
+        assert_eq!(twice, CoverageError::Overlap { first: vec![0], second: vec![11] });
+        let boxes = check(&[4, 6], &[(&[0, 0], &[4, 3]), (&[1, 2], &[3, 4])]).unwrap_err();
+        assert_eq!(boxes, CoverageError::Overlap { first: vec![0, 0], second: vec![1, 2] });
+        let mixed = check(&[4, 6], &[(&[0, 0], &[4, 3]), (&[3], &[12])]).unwrap_err();
+        assert_eq!(mixed, CoverageError::Mixed);
+    }
+
+    proptest! {
+        /// Counts every element by hand and compares verdicts.
+        #[test]
+        fn the_verdict_is_that_of_counting(
+            boxes in prop::collection::vec(((0usize..4, 0usize..5), (0usize..4, 0usize..5)), 0..6),
+        ) {
+            let global = [3usize, 4];
+            let slices: Vec<([usize; 2], [usize; 2])> = boxes
+                .iter()
+                .map(|&((r, c), (h, w))| {
+                    let (r, c) = (r.min(3), c.min(4));
+                    ([r, c], [h.min(3 - r), w.min(4 - c)])
+                })
+                .collect();
+            let mut counts = [0; 12];
+            for (start, shape) in &slices {
+                for row in start[0]..start[0] + shape[0] {
+                    for column in start[1]..start[1] + shape[1] {
+                        counts[row * 4 + column] += 1;
+                    }
+                }
+            }
+            let views: Vec<(&[usize], &[usize])> =
+                slices.iter().map(|(start, shape)| (&start[..], &shape[..])).collect();
+            let verdict = check(&global, &views);
+            prop_assert_eq!(verdict.is_ok(), counts == [1; 12], "{:?} for {:?}", verdict, slices);
+        }
+    }
+}

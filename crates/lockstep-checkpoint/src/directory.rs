@@ -1,0 +1,195 @@
+//! A directory of checkpoints: their names, the newest that is whole, and which may go.
+//!
+//! Only `step-NNNNNNNN` is a checkpoint. Hidden names are work in progress, and whoever holds the
+//! directory's lock may clear them away: nobody else is at work.
+
+use std::{
+    fs, io,
+    num::NonZeroUsize,
+    path::{Path, PathBuf},
+};
+
+use crate::{
+    error::CheckpointError,
+    files::{DirectoryLock, sync_directory},
+    load::Checkpoint,
+    manifest::MANIFEST_FILE,
+};
+
+/// In front of the name of a checkpoint that is being written, or has just been replaced.
+pub(crate) const STAGING: &str = ".tmp-";
+/// In front of the name of one that stepped aside for its replacement.
+pub(crate) const SET_ASIDE: &str = ".old-";
+/// In front of the name of one that is being deleted.
+const TRASH: &str = ".trash-";
+
+/// A directory that is named like a checkpoint; whether it is a good one, opening it tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListedCheckpoint {
+    /// The step in its name.
+    pub step: u64,
+    /// Where it lies.
+    pub path: PathBuf,
+}
+
+/// A checkpoint that cannot be used.
+#[derive(Debug)]
+pub struct SkippedCheckpoint {
+    /// Where it lies.
+    pub path: PathBuf,
+    /// What is wrong with it: the file, and the tensor where that is known.
+    pub reason: CheckpointError,
+}
+
+/// What [`latest_good`] found.
+#[derive(Debug)]
+pub struct Latest {
+    /// The newest checkpoint whose every byte is as it was saved.
+    pub checkpoint: Option<Checkpoint>,
+    /// Newer ones that are not, newest first.
+    pub skipped: Vec<SkippedCheckpoint>,
+}
+
+/// The checkpoints in `dir`, oldest first; none if there is no such directory.
+pub fn list(dir: &Path) -> Result<Vec<ListedCheckpoint>, CheckpointError> {
+    let mut found: Vec<_> = names_in(dir)?
+        .into_iter()
+        .filter_map(|name| Some(ListedCheckpoint { step: step_of(&name)?, path: dir.join(name) }))
+        .collect();
+    found.sort_by_key(|listed| listed.step);
+    Ok(found)
+}
+
+/// Verifies the checkpoints in `dir` from the newest back and returns the first that is whole, with the
+/// reason for each that was passed over.
+pub fn latest_good(dir: &Path) -> Result<Latest, CheckpointError> {
+    let mut skipped = Vec::new();
+    for listed in list(dir)?.into_iter().rev() {
+        match open_listed(&listed).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint)) {
+            Ok(checkpoint) => return Ok(Latest { checkpoint: Some(checkpoint), skipped }),
+            Err(reason) => skipped.push(SkippedCheckpoint { path: listed.path, reason }),
+        }
+    }
+    Ok(Latest { checkpoint: None, skipped })
+}
+
+/// Deletes every checkpoint older than the newest `keep` good ones, except the steps in `protect`;
+/// returns what it deleted.
+///
+/// Good means here that the manifest is sound and every file is there with its full size: what was
+/// hashed when it was written is not read again. A broken checkpoint counts for nothing, so with fewer
+/// than `keep` good ones nothing is deleted.
+pub fn prune(dir: &Path, keep: NonZeroUsize, protect: &[u64]) -> Result<Vec<PathBuf>, CheckpointError> {
+    let _lock = DirectoryLock::take(dir)?;
+    let mut good = 0;
+    let mut deleted = Vec::new();
+    for listed in list(dir)?.into_iter().rev() {
+        if good < keep.get() {
+            let present = open_listed(&listed).and_then(|checkpoint| checkpoint.check_sizes());
+            good += usize::from(present.is_ok());
+        } else if !protect.contains(&listed.step) {
+            // A new name first: a deletion that is cut short leaves no half checkpoint behind.
+            let trash = dir.join(format!("{TRASH}{}", step_name(listed.step)));
+            fs::rename(&listed.path, &trash).map_err(CheckpointError::io("delete", &listed.path))?;
+            fs::remove_dir_all(&trash).map_err(CheckpointError::io("delete", &trash))?;
+            deleted.push(listed.path);
+        }
+    }
+    if !deleted.is_empty() {
+        sync_directory(dir)?;
+    }
+    Ok(deleted)
+}
+
+/// Clears away what dead saves and deletions left. The caller holds the lock.
+pub(crate) fn sweep(dir: &Path) -> Result<(), CheckpointError> {
+    for name in names_in(dir)? {
+        let path = dir.join(&name);
+        let is_ours = |prefix: &str| name.strip_prefix(prefix).is_some_and(|rest| step_of(rest).is_some());
+        if is_ours(STAGING) || is_ours(TRASH) {
+            fs::remove_dir_all(&path).map_err(CheckpointError::io("delete", &path))?;
+        } else if is_ours(SET_ASIDE) {
+            let original = dir.join(&name[SET_ASIDE.len()..]);
+            if original.exists() {
+                fs::remove_dir_all(&path).map_err(CheckpointError::io("delete", &path))?;
+            } else {
+                fs::rename(&path, &original).map_err(CheckpointError::io("restore", &original))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Name of the checkpoint of a step.
+pub(crate) fn step_name(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+/// The step that a name stands for, if it is the name of a checkpoint.
+fn step_of(name: &str) -> Option<u64> {
+    let step = name.strip_prefix("step-")?.parse().ok()?;
+    (step_name(step) == name).then_some(step)
+}
+
+fn open_listed(listed: &ListedCheckpoint) -> Result<Checkpoint, CheckpointError> {
+    let checkpoint = Checkpoint::open(&listed.path)?;
+    let step = checkpoint.manifest().step;
+    if step == listed.step {
+        return Ok(checkpoint);
+    }
+    Err(CheckpointError::Manifest {
+        path: listed.path.join(MANIFEST_FILE),
+        reason: format!("it is the manifest of step {step}"),
+    })
+}
+
+fn names_in(dir: &Path) -> Result<Vec<String>, CheckpointError> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(CheckpointError::io("list", dir)(error)),
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        // Names that are not UTF-8 are none of ours.
+        names.extend(entry.map_err(CheckpointError::io("list", dir))?.file_name().into_string().ok());
+    }
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_canonical_name_of_a_step_is_a_checkpoint() {
+        for step in [0, 7, 99_999_999, 100_000_000, u64::MAX] {
+            assert_eq!(step_of(&step_name(step)), Some(step));
+        }
+        for name in
+            ["step-1", "step-+0000001", ".tmp-step-00000001", "step-00000001.bak", "step-0000000a", "x"]
+        {
+            assert_eq!(step_of(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_sweep_removes_leftovers_restores_what_stepped_aside_and_touches_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in [
+            ".tmp-step-00000005",
+            ".trash-step-00000001",
+            ".old-step-00000002",
+            ".old-step-00000003",
+            "step-00000003",
+            ".tmp-mine",
+            "notes",
+        ] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        sweep(dir.path()).unwrap();
+        let mut left = names_in(dir.path()).unwrap();
+        left.sort();
+        assert_eq!(left, [".tmp-mine", "notes", "step-00000002", "step-00000003"]);
+    }
+}

@@ -1,0 +1,346 @@
+//! Everything that can go wrong with a checkpoint, each with the file and the tensor it is about.
+//!
+//! [`CheckpointError::is_corrupt`] separates damaged or hostile input from a machine or a caller that
+//! failed; the command line turns the first into exit code 4.
+
+use std::{io, path::Path, path::PathBuf};
+
+use crate::{safetensors::HeaderError, save::CommitPoint};
+
+/// Why a checkpoint or a safetensors file could not be written or read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The model's configuration, or tensors that do not fit it.
+    #[error(transparent)]
+    Model(#[from] lockstep_model::ModelError),
+    /// Two tensors that the model shares hold different values.
+    #[error("{tensor} and {tied_to} differ, but the configuration ties them (tie_word_embeddings)")]
+    TiedTensorsDiffer {
+        /// The copy.
+        tensor: String,
+        /// What it must equal.
+        tied_to: String,
+    },
+    /// The operating system refused.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried, as a verb.
+        action: &'static str,
+        /// On which file or directory.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The device or the quota is full. Nothing that was saved before is touched.
+    #[error("no space left for {}; earlier checkpoints are untouched", path.display())]
+    DiskFull {
+        /// The file that did not fit.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// Another save or prune is at work in this directory.
+    #[error("another process or thread is saving into {}", dir.display())]
+    Busy {
+        /// The directory of checkpoints.
+        dir: PathBuf,
+    },
+    /// A [`CommitObserver`](crate::CommitObserver) stopped the save.
+    #[error("save stopped by its observer at {point:?}: {source}")]
+    Stopped {
+        /// Where.
+        point: CommitPoint,
+        /// The observer's reason.
+        source: io::Error,
+    },
+    /// Something that is not a regular file stands where a checkpoint's file should be.
+    #[error("{} is not a regular file", path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+
+    /// A safetensors file breaks a rule of its format.
+    #[error("{} is not a valid safetensors file: {source}", path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// The rule, and the tensor that breaks it.
+        source: HeaderError,
+    },
+    /// The tensor asked for is not there.
+    #[error("{} holds no tensor `{tensor}`", path.display())]
+    NoSuchTensor {
+        /// File or directory that was searched.
+        path: PathBuf,
+        /// The name asked for.
+        tensor: String,
+    },
+    /// A tensor is of a type that cannot be converted.
+    #[error("tensor `{tensor}` in {} is {dtype}; {allowed} can be read here", path.display())]
+    UnsupportedDtype {
+        /// File or directory.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its type.
+        dtype: String,
+        /// What would have been accepted.
+        allowed: &'static str,
+    },
+    /// A range reaches past the end of a tensor, or a buffer does not have the tensor's size.
+    #[error("elements {start}..{} of tensor `{tensor}` were asked for; it has {elements}", start.saturating_add(*count))]
+    Range {
+        /// The tensor.
+        tensor: String,
+        /// First element asked for.
+        start: usize,
+        /// How many.
+        count: usize,
+        /// How many there are.
+        elements: usize,
+    },
+
+    /// Two tensors of one file or checkpoint have the same name.
+    #[error("tensor `{tensor}` is given twice")]
+    DuplicateTensor {
+        /// The name.
+        tensor: String,
+    },
+    /// A tensor has the name under which safetensors keeps its metadata.
+    #[error("no tensor can be called `{tensor}`: safetensors keeps its metadata there")]
+    ReservedName {
+        /// The name.
+        tensor: String,
+    },
+    /// A buffer does not have the size its shape and type demand.
+    #[error("tensor `{tensor}` needs {expected} bytes, but {found} were given")]
+    ByteCount {
+        /// The tensor.
+        tensor: String,
+        /// Bytes by shape and type.
+        expected: u64,
+        /// Bytes given.
+        found: u64,
+    },
+    /// A streaming writer was given another tensor than the next one in file order.
+    #[error("the next tensor in the file is {expected:?}, not `{found}`")]
+    OutOfOrder {
+        /// The next tensor, or `None` when all are written.
+        expected: Option<String>,
+        /// The tensor given.
+        found: String,
+    },
+
+    /// The directory holds no safetensors weights.
+    #[error(
+        "{} holds neither model.safetensors nor model.safetensors.index.json (pickled weights are never read)",
+        dir.display()
+    )]
+    NoWeights {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// A file name would leave its directory, or is no plain name.
+    #[error("{} names the file `{name}`, which is not a plain file name", path.display())]
+    UnsafeName {
+        /// The index, manifest or request that names it.
+        path: PathBuf,
+        /// The name.
+        name: String,
+    },
+    /// An index is not what `model.safetensors.index.json` should be.
+    #[error("{} is not a valid index: {reason}", path.display())]
+    Index {
+        /// The index.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// An index names a tensor that its shard does not hold.
+    #[error("{} says that `{tensor}` is in {shard}, which does not hold it", path.display())]
+    MissingWeight {
+        /// The index.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The shard.
+        shard: String,
+    },
+    /// The directory to export to is there already, and not empty.
+    #[error("{} is not empty; choose another directory or remove it", path.display())]
+    OutputExists {
+        /// The directory.
+        path: PathBuf,
+    },
+
+    /// `manifest.json` does not match the hash at its end.
+    #[error("{} is damaged: {reason}", path.display())]
+    ManifestDamaged {
+        /// The manifest.
+        path: PathBuf,
+        /// How that was seen.
+        reason: &'static str,
+    },
+    /// `manifest.json` is whole, but what it says cannot be.
+    #[error("{} is not a valid manifest: {reason}", path.display())]
+    Manifest {
+        /// The manifest.
+        path: PathBuf,
+        /// What cannot be.
+        reason: String,
+    },
+    /// A checkpoint of a format this build does not read.
+    #[error("{} has format version {found}; this build reads version {supported}", path.display())]
+    UnsupportedVersion {
+        /// The manifest.
+        path: PathBuf,
+        /// Its version.
+        found: u64,
+        /// The version this build reads.
+        supported: u64,
+    },
+    /// A file of a checkpoint is longer or shorter than it was when saved.
+    #[error("{} has {found} bytes, but {expected} were saved", path.display())]
+    FileSize {
+        /// The file.
+        path: PathBuf,
+        /// Bytes saved.
+        expected: u64,
+        /// Bytes found.
+        found: u64,
+    },
+    /// A file of a checkpoint does not hash to what was saved.
+    #[error("{} is damaged in {}", path.display(), damaged_parts(tensors))]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// The tensors whose bytes changed; empty when the damage is in the file's header.
+        tensors: Vec<String>,
+    },
+    /// The slices of a tensor do not cover it exactly once.
+    #[error("{kind} of `{tensor}`: {source}")]
+    Coverage {
+        /// The tensor.
+        tensor: String,
+        /// What of it: `parameter`, `exp_avg`, ...
+        kind: String,
+        /// How the cover fails.
+        source: CoverageError,
+    },
+    /// Two ranks describe one tensor differently.
+    #[error("{kind} of `{tensor}` is {first} in one shard and {second} in another")]
+    Disagreement {
+        /// The tensor.
+        tensor: String,
+        /// What of it.
+        kind: String,
+        /// Type and shape first seen.
+        first: String,
+        /// Type and shape that differ.
+        second: String,
+    },
+}
+
+/// How a set of slices fails to cover a tensor exactly once.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CoverageError {
+    /// No slice at all for a tensor that the model has.
+    #[error("nobody saves it")]
+    Absent,
+    /// The saved shape is not the model's.
+    #[error("saved with shape {saved:?}, but the model has {model:?}")]
+    WrongShape {
+        /// Shape of the saved tensor.
+        saved: Vec<usize>,
+        /// Shape in the model.
+        model: Vec<usize>,
+    },
+    /// Shapes whose number of elements or bytes does not fit 64 bits.
+    #[error("shape {shape:?} has more elements than can be counted")]
+    TooLarge {
+        /// The shape.
+        shape: Vec<usize>,
+    },
+    /// A slice reaches outside the tensor, or has another number of dimensions.
+    #[error("slice at {start:?} of shape {shape:?} does not lie in a tensor of shape {global:?}")]
+    Outside {
+        /// Start of the slice.
+        start: Vec<usize>,
+        /// Shape of the slice.
+        shape: Vec<usize>,
+        /// Shape of the tensor.
+        global: Vec<usize>,
+    },
+    /// Two slices hold the same element.
+    #[error("slices at {first:?} and {second:?} overlap")]
+    Overlap {
+        /// Start of one slice.
+        first: Vec<usize>,
+        /// Start of the other.
+        second: Vec<usize>,
+    },
+    /// Some elements are in no slice.
+    #[error("{covered} of {elements} elements are saved")]
+    Missing {
+        /// Elements in some slice.
+        covered: usize,
+        /// Elements of the tensor.
+        elements: usize,
+    },
+    /// Element ranges and boxes of one tensor cannot be compared.
+    #[error("element ranges and boxes that are not contiguous are mixed in one tensor")]
+    Mixed,
+    /// More boxes than a manifest may hold for one tensor.
+    #[error("{found} slices, but at most {limit} are allowed")]
+    TooManySlices {
+        /// Slices of the tensor.
+        found: usize,
+        /// The limit.
+        limit: usize,
+    },
+}
+
+impl CheckpointError {
+    /// Whether the input is damaged, hostile or of another format, as opposed to a full disk, a missing
+    /// permission or a mistake of the caller.
+    pub fn is_corrupt(&self) -> bool {
+        matches!(
+            self,
+            Self::NotAFile { .. }
+                | Self::Header { .. }
+                | Self::UnsafeName { .. }
+                | Self::Index { .. }
+                | Self::MissingWeight { .. }
+                | Self::ManifestDamaged { .. }
+                | Self::Manifest { .. }
+                | Self::UnsupportedVersion { .. }
+                | Self::FileSize { .. }
+                | Self::Corrupt { .. }
+                | Self::Coverage { .. }
+        )
+    }
+
+    /// An adapter for `map_err`: says what was tried on which path, and tells a full disk apart.
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::DiskFull { path, source },
+            _ => Self::Io { action, path, source },
+        }
+    }
+}
+
+fn damaged_parts(tensors: &[String]) -> String {
+    const SHOWN: usize = 3;
+    match tensors {
+        [] => "its header".to_owned(),
+        [only] => format!("tensor `{only}`"),
+        [several @ .., last] if tensors.len() <= SHOWN => {
+            format!("tensors `{}` and `{last}`", several.join("`, `"))
+        }
+        many => format!("tensors `{}` and {} more", many[..SHOWN].join("`, `"), many.len() - SHOWN),
+    }
+}

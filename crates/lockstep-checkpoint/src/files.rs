@@ -1,0 +1,138 @@
+//! The few file-system steps that durability rests on, each with an error that names its path.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    path::{Component, Path, PathBuf},
+};
+
+use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
+use rustix::io::Errno;
+
+use crate::error::CheckpointError;
+
+/// Holds a directory of checkpoints for one save or prune; the system lets go when the process ends,
+/// however it ends, so a lock is never stale.
+#[derive(Debug)]
+pub(crate) struct DirectoryLock(
+    #[expect(dead_code, reason = "the lock lasts as long as the descriptor is open")] File,
+);
+
+impl DirectoryLock {
+    /// Takes the lock at once or says who is [`Busy`](CheckpointError::Busy). On file systems without
+    /// locks it succeeds, and only one process may save at a time.
+    pub(crate) fn take(dir: &Path) -> Result<Self, CheckpointError> {
+        let handle = File::open(dir).map_err(CheckpointError::io("open", dir))?;
+        match flock(&handle, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) | Err(Errno::NOTSUP | Errno::NOSYS | Errno::NOLCK | Errno::BADF | Errno::INVAL) => {
+                Ok(Self(handle))
+            }
+            Err(Errno::WOULDBLOCK) => Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
+            Err(errno) => Err(CheckpointError::io("lock", dir)(errno.into())),
+        }
+    }
+}
+
+/// Makes `dir` and what is missing above it, durably.
+pub(crate) fn create_directories(dir: &Path) -> Result<(), CheckpointError> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    fs::create_dir_all(dir).map_err(CheckpointError::io("create", dir))?;
+    sync_directory(&parent_of(dir))
+}
+
+/// Creates a file that must not be there yet, and reserves its bytes: a disk that is too small is
+/// found before anything is written.
+pub(crate) fn create_file(path: &Path, bytes: u64) -> Result<File, CheckpointError> {
+    let file = File::create_new(path).map_err(CheckpointError::io("create", path))?;
+    if bytes == 0 {
+        return Ok(file);
+    }
+    match fallocate(&file, FallocateFlags::empty(), 0, bytes) {
+        Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => Ok(file),
+        Err(errno) => Err(CheckpointError::io("reserve space for", path)(errno.into())),
+    }
+}
+
+/// Opens a file for reading if it is a regular one: not a pipe, on which opening would wait, and, as
+/// checkpoints hold none, not a link out of its directory.
+pub(crate) fn open_regular(path: &Path) -> Result<File, CheckpointError> {
+    let metadata = fs::symlink_metadata(path).map_err(CheckpointError::io("open", path))?;
+    if !metadata.is_file() {
+        return Err(CheckpointError::NotAFile { path: path.to_path_buf() });
+    }
+    File::open(path).map_err(CheckpointError::io("open", path))
+}
+
+/// Reads a whole small file, refusing one that is not small before any memory is taken.
+///
+/// `None` if it is longer than `limit_bytes`.
+pub(crate) fn read_limited(
+    file: File,
+    path: &Path,
+    limit_bytes: u64,
+) -> Result<Option<Vec<u8>>, CheckpointError> {
+    let mut content = Vec::new();
+    file.take(limit_bytes + 1).read_to_end(&mut content).map_err(CheckpointError::io("read", path))?;
+    Ok((content.len() as u64 <= limit_bytes).then_some(content))
+}
+
+/// Makes the entries of a directory (files created, renamed, removed in it) durable.
+pub(crate) fn sync_directory(dir: &Path) -> Result<(), CheckpointError> {
+    let handle = File::open(dir).map_err(CheckpointError::io("open", dir))?;
+    match handle.sync_all() {
+        // Some network file systems do not sync directories and need no such call.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(()),
+        result => result.map_err(CheckpointError::io("sync", dir)),
+    }
+}
+
+/// Swaps two paths in one step; `false` if the file system cannot.
+pub(crate) fn exchange(a: &Path, b: &Path) -> Result<bool, CheckpointError> {
+    match renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE) {
+        Ok(()) => Ok(true),
+        Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => Ok(false),
+        Err(errno) => Err(CheckpointError::io("rename to", b)(errno.into())),
+    }
+}
+
+/// The directory that `path` is an entry of.
+pub(crate) fn parent_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// Whether `name` is one normal component: it cannot leave the directory that it is joined to.
+pub(crate) fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    matches!((components.next(), components.next()), (Some(Component::Normal(only)), None) if only == name)
+        && !name.contains(['\0', '\\'])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_single_normal_components_are_plain_names() {
+        for name in ["model.safetensors", "rank-00000.safetensors", "..x", ".hidden"] {
+            assert!(is_plain_name(name), "{name:?} is plain");
+        }
+        for name in ["", ".", "..", "/etc/passwd", "a/b", "../a", "a/", "./a", "a\0b", "a\\b", "/"] {
+            assert!(!is_plain_name(name), "{name:?} is not plain");
+        }
+    }
+
+    #[test]
+    fn a_second_holder_is_told_that_the_directory_is_busy() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = DirectoryLock::take(dir.path()).unwrap();
+        let second = DirectoryLock::take(dir.path());
+        assert!(matches!(second, Err(CheckpointError::Busy { .. })), "{second:?}");
+        drop(first);
+        DirectoryLock::take(dir.path()).unwrap();
+    }
+}

@@ -1,0 +1,270 @@
+//! Writing a model directory that `transformers` loads, in memory for one piece of one tensor.
+//!
+//! Shards are filled in the order of the tensors given, greedily, and named as `transformers` names them.
+//! The directory appears under its name when it is complete, and not before.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, BufWriter, Write},
+    path::{Path, PathBuf},
+};
+
+use lockstep_plan::DType;
+use serde_json::json;
+
+use super::{INDEX_FILE, SINGLE_FILE};
+use crate::{
+    convert,
+    error::CheckpointError,
+    files::{DirectoryLock, create_directories, create_file, is_plain_name, parent_of, sync_directory},
+    safetensors::{SafetensorsWriter, TensorSpec, stored_dtype},
+};
+
+/// Weights up to this size go into one file; above it, into shards of at most this size.
+pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// Elements converted at a time.
+const CONVERTED_ELEMENTS: usize = 1 << 20;
+
+/// Fills a buffer with the elements of a tensor from the given one on.
+pub type FillValues<'a> = dyn Fn(usize, &mut [f32]) -> Result<(), CheckpointError> + 'a;
+
+/// Where the elements of an exported tensor come from.
+pub enum ExportData<'a> {
+    /// From memory.
+    Bytes {
+        /// Type of the elements.
+        dtype: DType,
+        /// The elements, little-endian, row-major.
+        bytes: &'a [u8],
+    },
+    /// From a function: a checkpoint that is read while it is exported, or a transposed view.
+    Values(Box<FillValues<'a>>),
+}
+
+/// A tensor to export.
+pub struct ExportTensor<'a> {
+    /// Its Hugging Face name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its elements.
+    pub data: ExportData<'a>,
+}
+
+/// A model directory to write.
+pub struct HfExport<'a> {
+    /// The weights; their order decides which shard holds which.
+    pub tensors: Vec<ExportTensor<'a>>,
+    /// The type that float tensors are stored in; `None` keeps each one's own (`f32` for
+    /// [`ExportData::Values`]). Integers keep theirs in any case.
+    pub dtype: Option<DType>,
+    /// Files to write beside the weights, by name: `config.json` and the like.
+    pub texts: BTreeMap<String, String>,
+    /// Files to copy beside the weights under their own names: the tokenizer's.
+    pub copies: Vec<PathBuf>,
+    /// See [`DEFAULT_SHARD_BYTES`]. One tensor above the limit has a shard of its own.
+    pub shard_bytes: u64,
+}
+
+impl HfExport<'_> {
+    /// Writes the directory `out`, which must not exist or be empty.
+    pub fn write(&self, out: &Path) -> Result<(), CheckpointError> {
+        let Some(name) = out.file_name() else {
+            return Err(CheckpointError::io("create", out)(io::ErrorKind::InvalidInput.into()));
+        };
+        if let Some(dtype) = self.dtype.filter(|&dtype| !convert::is_float(dtype)) {
+            return Err(CheckpointError::UnsupportedDtype {
+                path: out.to_path_buf(),
+                tensor: "*".to_owned(),
+                dtype: dtype.to_string(),
+                allowed: convert::FLOATS,
+            });
+        }
+        let parent = parent_of(out);
+        create_directories(&parent)?;
+        let _lock = DirectoryLock::take(&parent)?;
+        if !is_vacant(out)? {
+            return Err(CheckpointError::OutputExists { path: out.to_path_buf() });
+        }
+        let staging = parent.join(format!(".lockstep-export-{}", name.to_string_lossy()));
+        remove_if_there(&staging)?;
+        let written = self.write_into(&staging).and_then(|()| {
+            fs::rename(&staging, out).map_err(CheckpointError::io("rename to", out))?;
+            sync_directory(&parent)
+        });
+        if written.is_err() {
+            // The first error is the one to report.
+            drop(fs::remove_dir_all(&staging));
+        }
+        written
+    }
+
+    fn write_into(&self, dir: &Path) -> Result<(), CheckpointError> {
+        fs::create_dir(dir).map_err(CheckpointError::io("create", dir))?;
+        for (name, text) in &self.texts {
+            write_file(dir, name, text.as_bytes())?;
+        }
+        for source in &self.copies {
+            let content = fs::read(source).map_err(CheckpointError::io("read", source))?;
+            let name = source.file_name().unwrap_or_default().to_string_lossy();
+            write_file(dir, &name, &content)?;
+        }
+        let specs: Vec<TensorSpec> = self.tensors.iter().map(|tensor| self.spec(tensor)).collect();
+        let shards = self.split(&specs)?;
+        if let [_] | [] = shards[..] {
+            let all: Vec<usize> = (0..specs.len()).collect();
+            self.write_weights(&dir.join(SINGLE_FILE), &specs, &all)?;
+        } else {
+            self.write_shards(dir, &specs, &shards)?;
+        }
+        sync_directory(dir)
+    }
+
+    fn write_shards(
+        &self,
+        dir: &Path,
+        specs: &[TensorSpec],
+        shards: &[Vec<usize>],
+    ) -> Result<(), CheckpointError> {
+        let mut weight_map = BTreeMap::new();
+        for (index, members) in shards.iter().enumerate() {
+            let file = format!("model-{:05}-of-{:05}.safetensors", index + 1, shards.len());
+            self.write_weights(&dir.join(&file), specs, members)?;
+            weight_map.extend(members.iter().map(|&member| (specs[member].name.clone(), file.clone())));
+        }
+        let total_size: u64 = specs.iter().filter_map(TensorSpec::bytes).sum();
+        let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
+        write_file(dir, INDEX_FILE, format!("{index:#}\n").as_bytes())
+    }
+
+    /// The shards, as indices into the tensors.
+    fn split(&self, specs: &[TensorSpec]) -> Result<Vec<Vec<usize>>, CheckpointError> {
+        let mut shards = Vec::new();
+        let mut current = Vec::new();
+        let mut current_bytes = 0u64;
+        for (index, spec) in specs.iter().enumerate() {
+            let bytes = spec.bytes().ok_or_else(|| CheckpointError::Coverage {
+                tensor: spec.name.clone(),
+                kind: "shape".to_owned(),
+                source: crate::CoverageError::TooLarge { shape: spec.shape.clone() },
+            })?;
+            if bytes > self.shard_bytes {
+                shards.push(vec![index]);
+                continue;
+            }
+            if current_bytes + bytes > self.shard_bytes {
+                shards.push(std::mem::take(&mut current));
+                current_bytes = 0;
+            }
+            current.push(index);
+            current_bytes += bytes;
+        }
+        if !current.is_empty() {
+            shards.push(current);
+        }
+        Ok(shards)
+    }
+
+    fn write_weights(
+        &self,
+        path: &Path,
+        specs: &[TensorSpec],
+        members: &[usize],
+    ) -> Result<(), CheckpointError> {
+        let member_specs = members.iter().map(|&member| specs[member].clone()).collect();
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        let by_name: BTreeMap<&str, usize> =
+            members.iter().map(|&member| (specs[member].name.as_str(), member)).collect();
+        let file = create_file(path, 0)?;
+        let mut writer = SafetensorsWriter::new(BufWriter::new(file), path, member_specs, &metadata)?;
+        while let Some(name) = writer.next_tensor().map(|spec| spec.name.clone()) {
+            self.stream(&self.tensors[by_name[name.as_str()]], &mut writer)?;
+        }
+        let file = writer.finish()?.into_inner().map_err(|error| error.into_error());
+        file.and_then(|file: File| file.sync_all()).map_err(CheckpointError::io("write", path))
+    }
+
+    /// One tensor, in its stored type.
+    fn stream<W: Write>(
+        &self,
+        tensor: &ExportTensor<'_>,
+        writer: &mut SafetensorsWriter<W>,
+    ) -> Result<(), CheckpointError> {
+        let stored = self.stored(tensor);
+        let elements: usize = tensor.shape.iter().product();
+        if let ExportData::Bytes { dtype, bytes } = tensor.data {
+            let expected = (elements * dtype.size_bytes()) as u64;
+            if bytes.len() as u64 != expected {
+                let found = bytes.len() as u64;
+                return Err(CheckpointError::ByteCount { tensor: tensor.name.clone(), expected, found });
+            }
+            if dtype == stored {
+                return writer.write(&tensor.name, bytes);
+            }
+        }
+        let mut values = vec![0.0; elements.min(CONVERTED_ELEMENTS)];
+        let mut narrowed = vec![0; values.len() * stored.size_bytes()];
+        for start in (0..elements).step_by(CONVERTED_ELEMENTS) {
+            let count = (elements - start).min(CONVERTED_ELEMENTS);
+            let values = &mut values[..count];
+            match &tensor.data {
+                ExportData::Bytes { dtype, bytes } => {
+                    let size = dtype.size_bytes();
+                    convert::widen(*dtype, &bytes[start * size..(start + count) * size], values);
+                }
+                ExportData::Values(read) => read(start, values)?,
+            }
+            let narrowed = &mut narrowed[..count * stored.size_bytes()];
+            convert::narrow(stored, values, narrowed);
+            writer.write(&tensor.name, narrowed)?;
+        }
+        Ok(())
+    }
+
+    fn spec(&self, tensor: &ExportTensor<'_>) -> TensorSpec {
+        TensorSpec {
+            name: tensor.name.clone(),
+            dtype: stored_dtype(self.stored(tensor)),
+            shape: tensor.shape.clone(),
+        }
+    }
+
+    fn stored(&self, tensor: &ExportTensor<'_>) -> DType {
+        let own = match tensor.data {
+            ExportData::Bytes { dtype, .. } => dtype,
+            ExportData::Values(_) => DType::F32,
+        };
+        if convert::is_float(own) { self.dtype.unwrap_or(own) } else { own }
+    }
+}
+
+/// Whether nothing is there, or an empty directory.
+fn is_vacant(path: &Path) -> Result<bool, CheckpointError> {
+    match fs::read_dir(path) {
+        Ok(mut entries) => Ok(entries.next().is_none()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => Ok(false),
+        Err(error) => Err(CheckpointError::io("open", path)(error)),
+    }
+}
+
+/// Removes what an export that was killed has left.
+fn remove_if_there(path: &Path) -> Result<(), CheckpointError> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(CheckpointError::io("delete", path)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn write_file(dir: &Path, name: &str, content: &[u8]) -> Result<(), CheckpointError> {
+    if !is_plain_name(name) {
+        return Err(CheckpointError::UnsafeName { path: dir.to_path_buf(), name: name.to_owned() });
+    }
+    let path = dir.join(name);
+    let mut file = create_file(&path, content.len() as u64)?;
+    file.write_all(content).and_then(|()| file.sync_all()).map_err(CheckpointError::io("write", &path))
+}

@@ -1,0 +1,125 @@
+//! Reading a model directory through the page cache: opening it reads headers, and a tensor's bytes only
+//! when they are asked for.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs::File,
+    io,
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+
+use super::{INDEX_FILE, SINGLE_FILE};
+use crate::{
+    error::CheckpointError,
+    files::{is_plain_name, read_limited},
+    safetensors::{SafetensorsFile, TensorRef, deserialize_unique_strings},
+};
+
+/// Largest index that is read; the largest public models need about a tenth of it.
+const MAX_INDEX_BYTES: u64 = 100 << 20;
+
+/// The weights of a Hugging Face model directory.
+#[derive(Debug)]
+pub struct HfCheckpoint {
+    dir: PathBuf,
+    shards: Vec<SafetensorsFile>,
+    /// Shard of each tensor.
+    by_name: BTreeMap<String, usize>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    #[serde(deserialize_with = "deserialize_unique_strings")]
+    weight_map: BTreeMap<String, String>,
+}
+
+impl HfCheckpoint {
+    /// Opens `dir`, which holds `model.safetensors` (taken first, as `transformers` does) or an index.
+    ///
+    /// Every shard's header is checked, and that every tensor the index names is in the shard it names.
+    /// Tensors that an index does not name are not part of the model.
+    pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
+        let single = dir.join(SINGLE_FILE);
+        if single.exists() {
+            let file = SafetensorsFile::open(&single)?;
+            let by_name = file.names().map(|name| (name.to_owned(), 0)).collect();
+            return Ok(Self { dir: dir.to_path_buf(), shards: vec![file], by_name });
+        }
+        Self::open_sharded(dir)
+    }
+
+    fn open_sharded(dir: &Path) -> Result<Self, CheckpointError> {
+        let path = dir.join(INDEX_FILE);
+        let invalid = |reason: String| CheckpointError::Index { path: path.clone(), reason };
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(CheckpointError::NoWeights { dir: dir.to_path_buf() });
+            }
+            result => result.map_err(CheckpointError::io("open", &path))?,
+        };
+        let bytes = read_limited(file, &path, MAX_INDEX_BYTES)?
+            .ok_or_else(|| invalid(format!("it is longer than {MAX_INDEX_BYTES} bytes")))?;
+        let index: Index = serde_json::from_slice(&bytes).map_err(|error| invalid(error.to_string()))?;
+
+        let mut shards: Vec<SafetensorsFile> = Vec::new();
+        let mut opened: HashMap<String, usize> = HashMap::new();
+        let mut by_name = BTreeMap::new();
+        for (tensor, shard) in index.weight_map {
+            let number = match opened.get(&shard) {
+                Some(&number) => number,
+                None => {
+                    if !is_plain_name(&shard) {
+                        return Err(CheckpointError::UnsafeName { path, name: shard });
+                    }
+                    shards.push(SafetensorsFile::open(&dir.join(&shard))?);
+                    opened.insert(shard.clone(), shards.len() - 1);
+                    shards.len() - 1
+                }
+            };
+            if shards[number].header().tensor(&tensor).is_none() {
+                return Err(CheckpointError::MissingWeight { path, tensor, shard });
+            }
+            by_name.insert(tensor, number);
+        }
+        Ok(Self { dir: dir.to_path_buf(), shards, by_name })
+    }
+
+    /// All names, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.by_name.keys().map(String::as_str)
+    }
+
+    /// Whether there is a tensor of that name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.by_name.contains_key(name)
+    }
+
+    /// The tensor of that name: stored type, shape and bytes.
+    pub fn tensor(&self, name: &str) -> Result<TensorRef<'_>, CheckpointError> {
+        self.shard_of(name)?.tensor(name)
+    }
+
+    /// Fills `out`, which has as many elements as the tensor, with its values as `f32`.
+    pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), CheckpointError> {
+        let elements = self.tensor(name)?.elements();
+        if out.len() != elements {
+            let tensor = name.to_owned();
+            return Err(CheckpointError::Range { tensor, start: 0, count: out.len(), elements });
+        }
+        self.read_f32_at(name, 0, out)
+    }
+
+    /// Fills `out` with the elements `start..start + out.len()` of a tensor of `f32`, `bf16` or `f16`.
+    pub fn read_f32_at(&self, name: &str, start: usize, out: &mut [f32]) -> Result<(), CheckpointError> {
+        self.shard_of(name)?.read_f32_at(name, start, out)
+    }
+
+    fn shard_of(&self, name: &str) -> Result<&SafetensorsFile, CheckpointError> {
+        self.by_name
+            .get(name)
+            .map(|&number| &self.shards[number])
+            .ok_or_else(|| CheckpointError::NoSuchTensor { path: self.dir.clone(), tensor: name.to_owned() })
+    }
+}

@@ -1,0 +1,246 @@
+//! The part of a tensor that one slice holds.
+//!
+//! A slice is a box of the tensor's index space (`start` and `shape`, one number per dimension: tensor
+//! and expert parallelism) or a range of its elements in row-major order (`start` and `shape` of one
+//! number each, whatever the tensor's rank: ZeRO's flat shards). On a vector the two readings agree, so
+//! the two lists say everything. Both kinds are a sequence of *runs*, contiguous in the tensor and in
+//! the slice; reading any range of elements is copying the runs that meet it.
+
+use std::ops::Range;
+
+use crate::error::CoverageError;
+
+/// Which elements of a tensor a [`TensorSlice`](crate::TensorSlice) carries.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Region {
+    /// All of them.
+    Whole,
+    /// A range of elements in row-major order.
+    Elements {
+        /// The first element.
+        start: usize,
+        /// How many.
+        count: usize,
+    },
+    /// A box, one start and one extent per dimension; its bytes are row-major in the box.
+    Block {
+        /// First index in each dimension.
+        start: Vec<usize>,
+        /// Extent in each dimension.
+        shape: Vec<usize>,
+    },
+}
+
+impl Region {
+    /// `start` and `shape` as the manifest has them.
+    pub(crate) fn extent(&self, global: &[usize]) -> (Vec<usize>, Vec<usize>) {
+        match self {
+            Self::Whole => (vec![0; global.len()], global.to_vec()),
+            Self::Elements { start, count } => (vec![*start], vec![*count]),
+            Self::Block { start, shape } => (start.clone(), shape.clone()),
+        }
+    }
+}
+
+/// Number of elements of a shape, if `usize` can count them and their bytes.
+pub(crate) fn element_count(shape: &[usize]) -> Result<usize, CoverageError> {
+    const LARGEST_ELEMENT_BYTES: usize = 8;
+    shape
+        .iter()
+        .try_fold(1usize, |product, &dim| product.checked_mul(dim))
+        .filter(|elements| elements.checked_mul(LARGEST_ELEMENT_BYTES).is_some())
+        .ok_or_else(|| CoverageError::TooLarge { shape: shape.to_vec() })
+}
+
+/// A slice that lies in its tensor, as runs. Run `i` holds the slice's elements
+/// `i * run_elements..(i + 1) * run_elements`.
+#[derive(Debug)]
+pub(crate) struct Runs<'a> {
+    start: &'a [usize],
+    shape: &'a [usize],
+    global: &'a [usize],
+    /// Dimensions below this one are iterated; it and those above are contiguous. `None`: one run.
+    split: Option<usize>,
+    run_elements: usize,
+    count: usize,
+}
+
+impl<'a> Runs<'a> {
+    /// Checks that the slice lies in a tensor of shape `global`.
+    pub(crate) fn new(
+        start: &'a [usize],
+        shape: &'a [usize],
+        global: &'a [usize],
+    ) -> Result<Self, CoverageError> {
+        let elements = element_count(global)?;
+        let fits = |(start, extent): (&usize, &usize), limit: usize| {
+            start.checked_add(*extent).is_some_and(|end| end <= limit)
+        };
+        let as_block = start.len() == global.len()
+            && shape.len() == global.len()
+            && start.iter().zip(shape).zip(global).all(|(extent, &limit)| fits(extent, limit));
+        if as_block {
+            if shape.contains(&0) {
+                return Ok(Self { start, shape, global, split: None, run_elements: 0, count: 0 });
+            }
+            let Some(last) = global.len().checked_sub(1) else {
+                return Ok(Self { start, shape, global, split: None, run_elements: 1, count: 1 });
+            };
+            let split = (1..=last).rev().find(|&dim| shape[dim] != global[dim]).unwrap_or(0);
+            return Ok(Self {
+                start,
+                shape,
+                global,
+                split: Some(split),
+                run_elements: shape[split..].iter().product(),
+                count: shape[..split].iter().product(),
+            });
+        }
+        match (start, shape) {
+            ([first], [extent]) if fits((first, extent), elements) => {
+                Ok(Self { start, shape, global, split: None, run_elements: *extent, count: 1 })
+            }
+            _ => Err(CoverageError::Outside {
+                start: start.to_vec(),
+                shape: shape.to_vec(),
+                global: global.to_vec(),
+            }),
+        }
+    }
+
+    /// Elements of the slice.
+    pub(crate) fn elements(&self) -> usize {
+        self.run_elements * self.count
+    }
+
+    /// The slice as one range of the tensor's elements, if it is one.
+    pub(crate) fn contiguous(&self) -> Option<Range<usize>> {
+        match self.count {
+            0 => Some(0..0),
+            1 => Some(self.run_start(0)..self.run_start(0) + self.run_elements),
+            _ => None,
+        }
+    }
+
+    /// Where in the tensor run `index` starts. Ascending in `index`.
+    fn run_start(&self, index: usize) -> usize {
+        let Some(split) = self.split else {
+            return self.start.first().copied().unwrap_or(0);
+        };
+        let mut stride: usize = self.global[split + 1..].iter().product();
+        let mut position = self.start[split] * stride;
+        stride *= self.global[split];
+        let mut rest = index;
+        for dim in (0..split).rev() {
+            position += (self.start[dim] + rest % self.shape[dim]) * stride;
+            rest /= self.shape[dim];
+            stride *= self.global[dim];
+        }
+        position
+    }
+
+    /// The pieces of the slice that lie in the tensor's elements `wanted`: for each, where it starts in
+    /// the tensor, where in the slice, and how many elements it has.
+    pub(crate) fn within(&self, wanted: Range<usize>) -> impl Iterator<Item = Piece> + '_ {
+        let first =
+            partition_point(self.count, |run| self.run_start(run) + self.run_elements <= wanted.start);
+        (first..self.count)
+            .map(move |run| (run, self.run_start(run)))
+            .take_while({
+                let end = wanted.end;
+                move |&(_, start)| start < end
+            })
+            .map(move |(run, start)| {
+                let from = start.max(wanted.start);
+                let to = (start + self.run_elements).min(wanted.end);
+                Piece {
+                    in_tensor: from,
+                    in_slice: run * self.run_elements + (from - start),
+                    elements: to.saturating_sub(from),
+                }
+            })
+            .filter(|piece| piece.elements > 0)
+    }
+}
+
+/// Some elements that are contiguous in a tensor and in one of its slices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) in_tensor: usize,
+    pub(crate) in_slice: usize,
+    pub(crate) elements: usize,
+}
+
+/// The first of `0..count` for which `before` no longer holds.
+fn partition_point(count: usize, before: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (0, count);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if before(middle) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    low
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn elements_of(start: &[usize], shape: &[usize], global: &[usize]) -> Vec<usize> {
+        let runs = Runs::new(start, shape, global).unwrap();
+        let total = global.iter().product();
+        let mut found = vec![usize::MAX; runs.elements()];
+        for piece in runs.within(0..total) {
+            for i in 0..piece.elements {
+                found[piece.in_slice + i] = piece.in_tensor + i;
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn a_box_holds_its_elements_in_row_major_order() {
+        assert_eq!(elements_of(&[1, 2], &[2, 2], &[4, 5]), [7, 8, 12, 13]);
+        assert_eq!(elements_of(&[1, 0], &[2, 5], &[4, 5]), (5..15).collect::<Vec<_>>());
+        assert_eq!(elements_of(&[0, 1, 0], &[2, 1, 3], &[2, 2, 3]), [3, 4, 5, 9, 10, 11]);
+        assert_eq!(elements_of(&[], &[], &[]), [0]);
+    }
+
+    #[test]
+    fn one_number_is_a_range_of_elements_whatever_the_rank() {
+        assert_eq!(elements_of(&[7], &[4], &[4, 5]), [7, 8, 9, 10]);
+        assert_eq!(elements_of(&[2], &[2], &[5]), [2, 3]);
+        assert_eq!(elements_of(&[0], &[1], &[]), [0]);
+    }
+
+    #[test]
+    fn a_wanted_range_meets_exactly_the_runs_in_it() {
+        let runs = Runs::new(&[0, 2], &[4, 2], &[4, 5]).unwrap();
+        let pieces: Vec<_> = runs.within(8..14).collect();
+        assert_eq!(
+            pieces,
+            [
+                Piece { in_tensor: 8, in_slice: 3, elements: 1 },
+                Piece { in_tensor: 12, in_slice: 4, elements: 2 }
+            ]
+        );
+    }
+
+    #[test]
+    fn what_reaches_outside_or_overflows_is_refused() {
+        for (start, shape, global) in [
+            (&[3, 0][..], &[2, 5][..], &[4, 5][..]),
+            (&[usize::MAX, 0], &[2, 5], &[4, 5]),
+            (&[19], &[2], &[4, 5]),
+            (&[0, 0, 0], &[1, 1, 1], &[4, 5]),
+            (&[0], &[1, 1], &[4, 5]),
+            (&[], &[], &[4, 5]),
+            (&[0, 0], &[1, 1], &[usize::MAX, 2]),
+        ] {
+            assert!(Runs::new(start, shape, global).is_err(), "{start:?} {shape:?} in {global:?}");
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! The JSON of a safetensors header: maps that may not name a key twice.
+//!
+//! JSON parsers commonly let the last of two equal keys win, and different parsers then see different
+//! tensors in one file. Here a repeated key is an error.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashSet, btree_map},
+    fmt,
+};
+
+use ::safetensors::Dtype;
+use serde::{
+    Deserialize, Deserializer,
+    de::{self, DeserializeSeed, IntoDeserializer, MapAccess, Visitor, value},
+};
+
+use super::header::HeaderError;
+
+/// One tensor as the header has it, with nothing checked but its JSON types.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawEntry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+/// One tensor whose type is known; ranges and sizes are still unchecked.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<u64>,
+    pub(super) begin: u64,
+    pub(super) end: u64,
+}
+
+/// The tensors, in the header's order, and `__metadata__`.
+pub(super) type Entries = (Vec<Entry>, BTreeMap<String, String>);
+
+/// Reads the whole header. serde can carry only text out of a parse, so a typed error is put aside and
+/// taken from there.
+pub(super) fn parse_entries(text: &str) -> Result<Entries, HeaderError> {
+    let failure = RefCell::new(None);
+    let mut deserializer = serde_json::Deserializer::from_str(text);
+    (HeaderSeed { failure: &failure })
+        .deserialize(&mut deserializer)
+        .and_then(|entries| deserializer.end().map(|()| entries))
+        .map_err(|error| failure.take().unwrap_or_else(|| HeaderError::Json { reason: error.to_string() }))
+}
+
+/// Reads a JSON object of strings with unique keys.
+pub(crate) fn deserialize_unique_strings<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, String>, D::Error> {
+    struct UniqueStrings;
+
+    impl<'de> Visitor<'de> for UniqueStrings {
+        type Value = BTreeMap<String, String>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("an object that maps strings to strings")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+            let mut strings = BTreeMap::new();
+            while let Some((key, value)) = map.next_entry::<String, String>()? {
+                match strings.entry(key) {
+                    btree_map::Entry::Vacant(vacant) => vacant.insert(value),
+                    btree_map::Entry::Occupied(occupied) => {
+                        return Err(de::Error::custom(format!("`{}` stands twice", occupied.key())));
+                    }
+                };
+            }
+            Ok(strings)
+        }
+    }
+
+    deserializer.deserialize_map(UniqueStrings)
+}
+
+struct HeaderSeed<'a> {
+    failure: &'a RefCell<Option<HeaderError>>,
+}
+
+impl HeaderSeed<'_> {
+    fn fail<E: de::Error>(&self, error: HeaderError) -> E {
+        let text = error.to_string();
+        self.failure.replace(Some(error));
+        E::custom(text)
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for HeaderSeed<'_> {
+    type Value = Entries;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Entries, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for HeaderSeed<'_> {
+    type Value = Entries;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object that maps tensor names to {dtype, shape, data_offsets}")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
+        let mut entries: Vec<Entry> = Vec::new();
+        let mut names = HashSet::new();
+        let mut metadata = BTreeMap::new();
+        while let Some(name) = map.next_key::<String>()? {
+            if !names.insert(name.clone()) {
+                return Err(self.fail(HeaderError::DuplicateKey { key: name }));
+            }
+            if name == "__metadata__" {
+                metadata = map
+                    .next_value::<UniqueStringMap>()
+                    .map_err(|error| {
+                        self.fail::<A::Error>(HeaderError::Metadata { reason: error.to_string() })
+                    })?
+                    .0;
+                continue;
+            }
+            let raw: RawEntry = map.next_value().map_err(|error: A::Error| {
+                self.fail::<A::Error>(HeaderError::Entry { tensor: name.clone(), reason: error.to_string() })
+            })?;
+            let deserializer: value::StrDeserializer<'_, value::Error> =
+                raw.dtype.as_str().into_deserializer();
+            let Ok(dtype) = Dtype::deserialize(deserializer) else {
+                return Err(self.fail(HeaderError::UnknownDtype { tensor: name, dtype: raw.dtype }));
+            };
+            let (begin, end) = raw.data_offsets;
+            entries.push(Entry { name, dtype, shape: raw.shape, begin, end });
+        }
+        Ok((entries, metadata))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct UniqueStringMap(#[serde(deserialize_with = "deserialize_unique_strings")] BTreeMap<String, String>);

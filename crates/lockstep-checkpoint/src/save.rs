@@ -1,0 +1,322 @@
+//! The commit: how a set of files becomes a checkpoint in one instant.
+//!
+//! ```text
+//!   .tmp-step-00000100/            made while holding the directory's lock; leftovers of dead saves go first
+//!       rank-*.safetensors         each rank: write, fsync, report                    (write_shard)
+//!       manifest.json              one rank, when all reports are in and cover everything; fsync
+//!   fsync the directory
+//!   rename to step-00000100        <- the commit
+//!   fsync the parent
+//! ```
+//!
+//! A process that dies before the rename leaves a hidden directory that the next save removes; one that
+//! dies after it leaves a whole checkpoint. [`save`] does all of it for one rank; with several, one calls
+//! [`Staging::begin`] and [`Staging::commit`] and every rank [`write_shard`](crate::write_shard) in between.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use lockstep_plan::ParameterRecord;
+use serde_json::Value;
+
+use crate::{
+    directory::{self, SET_ASIDE, STAGING},
+    error::{CheckpointError, CoverageError},
+    files::{DirectoryLock, create_directories, create_file, exchange, sync_directory},
+    manifest::{FORMAT_VERSION, MANIFEST_FILE, Manifest, TensorEntry, TensorKind, config_digest},
+    shard::{PlannedShard, ShardReport, TensorSlice},
+};
+
+/// What a checkpoint records of its run, beside the tensors.
+#[derive(Debug, Clone, Default)]
+pub struct SaveRequest<'a> {
+    /// Optimizer steps taken; names the directory.
+    pub step: u64,
+    /// Samples consumed.
+    pub samples_consumed: u64,
+    /// The seed of the run's random numbers.
+    pub seed: u64,
+    /// The run's configuration.
+    pub config: Value,
+    /// The plan, or null.
+    pub plan: Value,
+    /// Counters and scalars that are not tensors. Finite floats keep every bit; JSON has no NaN.
+    pub state: Value,
+    /// The model's parameters: each that is not tied to another must be saved, in its shape.
+    pub parameters: &'a [ParameterRecord],
+}
+
+/// The steps of a commit, in order. A save may die at any of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CommitPoint {
+    /// The hidden directory exists.
+    StagingCreated,
+    /// A rank's file exists and has no content.
+    ShardStarted,
+    /// Half of its tensors have been handed to the disk.
+    ShardHalfWritten,
+    /// All of it has been written.
+    ShardWritten,
+    /// All of it is durable.
+    ShardSynced,
+    /// The manifest is cut off in the middle.
+    ManifestHalfWritten,
+    /// The manifest has been written.
+    ManifestWritten,
+    /// The manifest is durable.
+    ManifestSynced,
+    /// The entries of the hidden directory are durable.
+    StagingSynced,
+    /// The directory has its final name: the checkpoint exists.
+    Renamed,
+    /// The name is durable.
+    ParentSynced,
+}
+
+impl CommitPoint {
+    /// All points in the order in which a save passes them.
+    pub const ALL: [Self; 11] = [
+        Self::StagingCreated,
+        Self::ShardStarted,
+        Self::ShardHalfWritten,
+        Self::ShardWritten,
+        Self::ShardSynced,
+        Self::ManifestHalfWritten,
+        Self::ManifestWritten,
+        Self::ManifestSynced,
+        Self::StagingSynced,
+        Self::Renamed,
+        Self::ParentSynced,
+    ];
+}
+
+/// Sees a save pass its points, and may stop it there: fault tests do, and so may a run that is told to
+/// end at once.
+pub trait CommitObserver {
+    /// Called at each point; an error stops the save and removes what it has written, unless it was
+    /// committed already.
+    fn reached(&self, point: CommitPoint) -> io::Result<()>;
+}
+
+/// Sees nothing.
+impl CommitObserver for () {
+    fn reached(&self, _: CommitPoint) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+pub(crate) fn notify(observer: &dyn CommitObserver, point: CommitPoint) -> Result<(), CheckpointError> {
+    observer.reached(point).map_err(|source| CheckpointError::Stopped { point, source })
+}
+
+/// Saves the state of a run of one rank under `dir` and returns the path of the new checkpoint.
+///
+/// Fails before anything is written if `tensors` do not cover each of their tensors exactly once. A
+/// checkpoint of the same step is replaced in one instant. On any error what was written is removed and
+/// the checkpoints that were there stay.
+pub fn save(
+    dir: &Path,
+    request: &SaveRequest<'_>,
+    tensors: &[TensorSlice<'_>],
+) -> Result<PathBuf, CheckpointError> {
+    save_observed(dir, request, tensors, &())
+}
+
+/// [`save`], watched by `observer`.
+pub fn save_observed(
+    dir: &Path,
+    request: &SaveRequest<'_>,
+    tensors: &[TensorSlice<'_>],
+    observer: &dyn CommitObserver,
+) -> Result<PathBuf, CheckpointError> {
+    let shard = PlannedShard::new(0, tensors)?;
+    check_complete(&shard.tensors, request.parameters)?;
+    let staging = Staging::begin(dir, request.step)?;
+    notify(observer, CommitPoint::StagingCreated)?;
+    let report = shard.write(staging.path(), observer)?;
+    staging.commit_observed(request, vec![report], observer)
+}
+
+/// A save under way: a hidden directory, removed when this is dropped without a commit. While it lives,
+/// nobody else can save into the same directory.
+#[derive(Debug)]
+pub struct Staging {
+    dir: PathBuf,
+    path: PathBuf,
+    step: u64,
+    committed: bool,
+    #[expect(dead_code, reason = "held until the save is over")]
+    lock: DirectoryLock,
+}
+
+impl Staging {
+    /// Makes `dir` if it is missing, removes what dead saves have left in it, and opens a new save.
+    pub fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
+        create_directories(dir)?;
+        let lock = DirectoryLock::take(dir)?;
+        directory::sweep(dir)?;
+        let path = dir.join(format!("{STAGING}{}", directory::step_name(step)));
+        fs::create_dir(&path).map_err(CheckpointError::io("create", &path))?;
+        Ok(Self { dir: dir.to_path_buf(), path, step, committed: false, lock })
+    }
+
+    /// The directory that ranks write their files into.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Commits the files that `reports` describe; fails if together they do not cover every tensor
+    /// exactly once. `request.step` names the checkpoint; it must be the step given to `begin`.
+    pub fn commit(
+        self,
+        request: &SaveRequest<'_>,
+        reports: Vec<ShardReport>,
+    ) -> Result<PathBuf, CheckpointError> {
+        self.commit_observed(request, reports, &())
+    }
+
+    fn commit_observed(
+        mut self,
+        request: &SaveRequest<'_>,
+        reports: Vec<ShardReport>,
+        observer: &dyn CommitObserver,
+    ) -> Result<PathBuf, CheckpointError> {
+        let manifest = self.manifest(request, reports)?;
+        self.write_manifest(&manifest, observer)?;
+        sync_directory(&self.path)?;
+        notify(observer, CommitPoint::StagingSynced)?;
+
+        let target = self.dir.join(directory::step_name(self.step));
+        let replaced = self.rename_to(&target)?;
+        self.committed = true;
+        notify(observer, CommitPoint::Renamed)?;
+        sync_directory(&self.dir)?;
+        notify(observer, CommitPoint::ParentSynced)?;
+        if let Some(replaced) = replaced {
+            // The save has succeeded whatever happens here; the next one tries again.
+            drop(fs::remove_dir_all(replaced));
+        }
+        Ok(target)
+    }
+
+    /// What `manifest.json` will say, if the reports are complete and their files are there.
+    fn manifest(
+        &self,
+        request: &SaveRequest<'_>,
+        reports: Vec<ShardReport>,
+    ) -> Result<Manifest, CheckpointError> {
+        let path = self.path.join(MANIFEST_FILE);
+        if request.step != self.step {
+            let reason = format!("step {} cannot be committed as step {}", request.step, self.step);
+            return Err(CheckpointError::Manifest { path, reason });
+        }
+        let mut files = BTreeMap::new();
+        let mut tensors: Vec<TensorEntry> = Vec::new();
+        let mut known = HashMap::new();
+        for report in reports {
+            let file = self.path.join(&report.file);
+            let found = fs::symlink_metadata(&file).map_err(CheckpointError::io("open", &file))?.len();
+            if found != report.entry.bytes {
+                return Err(CheckpointError::FileSize { path: file, expected: report.entry.bytes, found });
+            }
+            files.insert(report.file, report.entry);
+            for mut part in report.tensors {
+                let index = *known.entry((part.name.clone(), part.kind.clone())).or_insert_with(|| {
+                    tensors.push(TensorEntry { slices: Vec::new(), ..part.clone() });
+                    tensors.len() - 1
+                });
+                tensors[index].must_agree(part.dtype, &part.shape)?;
+                tensors[index].slices.append(&mut part.slices);
+            }
+        }
+        check_complete(&tensors, request.parameters)?;
+        Ok(Manifest {
+            format: Manifest::format_name(),
+            version: FORMAT_VERSION,
+            step: request.step,
+            samples_consumed: request.samples_consumed,
+            seed: request.seed,
+            config_blake3: config_digest(&request.config),
+            config: request.config.clone(),
+            plan: request.plan.clone(),
+            state: request.state.clone(),
+            tensors,
+            files,
+        })
+    }
+
+    fn write_manifest(
+        &self,
+        manifest: &Manifest,
+        observer: &dyn CommitObserver,
+    ) -> Result<(), CheckpointError> {
+        let path = self.path.join(MANIFEST_FILE);
+        let bytes = manifest.to_bytes();
+        let write_error = || CheckpointError::io("write", &path);
+        let mut file = create_file(&path, bytes.len() as u64)?;
+        let (first, second) = bytes.split_at(bytes.len() / 2);
+        file.write_all(first).map_err(write_error())?;
+        notify(observer, CommitPoint::ManifestHalfWritten)?;
+        file.write_all(second).map_err(write_error())?;
+        notify(observer, CommitPoint::ManifestWritten)?;
+        file.sync_all().map_err(CheckpointError::io("sync", &path))?;
+        notify(observer, CommitPoint::ManifestSynced)
+    }
+
+    /// Gives the directory its final name; returns where a checkpoint that had it went.
+    fn rename_to(&self, target: &Path) -> Result<Option<PathBuf>, CheckpointError> {
+        let rename_error = || CheckpointError::io("rename to", target);
+        if fs::symlink_metadata(target).is_err() {
+            fs::rename(&self.path, target).map_err(rename_error())?;
+            return Ok(None);
+        }
+        if exchange(&self.path, target)? {
+            return Ok(Some(self.path.clone()));
+        }
+        // Without an atomic exchange the old one steps aside for a moment; a sweep puts it back if the
+        // process dies in that moment.
+        let aside = self.dir.join(format!("{SET_ASIDE}{}", directory::step_name(self.step)));
+        fs::rename(target, &aside).map_err(rename_error())?;
+        fs::rename(&self.path, target).map_err(rename_error())?;
+        Ok(Some(aside))
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        if !self.committed {
+            // What cannot be removed now is removed by the next save.
+            drop(fs::remove_dir_all(&self.path));
+        }
+    }
+}
+
+/// Every tensor covered exactly once, and no parameter of the model left out.
+fn check_complete(tensors: &[TensorEntry], parameters: &[ParameterRecord]) -> Result<(), CheckpointError> {
+    tensors.iter().try_for_each(TensorEntry::check_coverage)?;
+    let saved: HashMap<&str, &TensorEntry> = tensors
+        .iter()
+        .filter(|entry| entry.kind == TensorKind::Parameter)
+        .map(|entry| (entry.name.as_str(), entry))
+        .collect();
+    for record in parameters.iter().filter(|record| record.tie.is_none()) {
+        let source = match saved.get(record.name.as_str()) {
+            Some(entry) if entry.shape == record.shape => continue,
+            Some(entry) => {
+                CoverageError::WrongShape { saved: entry.shape.clone(), model: record.shape.clone() }
+            }
+            None => CoverageError::Absent,
+        };
+        return Err(CheckpointError::Coverage {
+            tensor: record.name.clone(),
+            kind: TensorKind::Parameter.to_string(),
+            source,
+        });
+    }
+    Ok(())
+}

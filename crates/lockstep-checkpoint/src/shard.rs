@@ -1,0 +1,233 @@
+//! One rank's file: written and hashed at the same time, straight from the caller's memory.
+//!
+//! A writer thread takes the pieces in file order; the calling thread hashes the same pieces meanwhile,
+//! once for the file and once for the tensor. Nothing is copied, and the slower of disk and hash sets
+//! the pace.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs::File,
+    io::{self, BufWriter, Write},
+    panic,
+    path::Path,
+    sync::mpsc::sync_channel,
+    thread,
+};
+
+use lockstep_plan::DType;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    digest::{Digest, Hasher},
+    error::CheckpointError,
+    files::create_file,
+    manifest::{FileEntry, SliceEntry, TensorEntry, TensorKind},
+    region::{Region, Runs},
+    safetensors::{Layout, TensorSpec, stored_dtype},
+    save::{CommitObserver, CommitPoint, notify},
+};
+
+/// Bytes per write and per hash update: large enough for the disk, small enough to share a cache.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// Pieces the hash may be behind the disk or the disk behind the hash.
+const QUEUED_PIECES: usize = 8;
+
+/// A part of a tensor in the memory of this rank.
+#[derive(Debug, Clone)]
+pub struct TensorSlice<'a> {
+    /// Name of the parameter that it is or belongs to.
+    pub name: &'a str,
+    /// What of the parameter.
+    pub kind: TensorKind,
+    /// Element type.
+    pub dtype: DType,
+    /// Shape of the whole tensor.
+    pub global_shape: &'a [usize],
+    /// Which of its elements these are.
+    pub region: Region,
+    /// The elements, little-endian, row-major in the region.
+    pub bytes: &'a [u8],
+}
+
+/// What a rank tells the one that commits: which file it wrote, and what is in it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardReport {
+    /// Name of the file.
+    pub file: String,
+    /// Its size and hash.
+    pub entry: FileEntry,
+    /// The tensors it holds parts of, with those parts as slices.
+    pub tensors: Vec<TensorEntry>,
+}
+
+/// Writes the slices that rank `rank` holds into `staging` ([`Staging::path`](crate::Staging::path)) and
+/// makes them durable.
+pub fn write_shard(
+    staging: &Path,
+    rank: usize,
+    slices: &[TensorSlice<'_>],
+) -> Result<ShardReport, CheckpointError> {
+    PlannedShard::new(rank, slices)?.write(staging, &())
+}
+
+/// A file whose every byte has its place, before the first is written.
+pub(crate) struct PlannedShard<'a, 'b> {
+    file: String,
+    slices: &'b [TensorSlice<'a>],
+    layout: Layout,
+    /// As in the report, but for the hashes.
+    pub(crate) tensors: Vec<TensorEntry>,
+    /// For each slice: its entry in `tensors` and its place in that entry's list.
+    entries: Vec<(usize, usize)>,
+}
+
+impl<'a, 'b> PlannedShard<'a, 'b> {
+    pub(crate) fn new(rank: usize, slices: &'b [TensorSlice<'a>]) -> Result<Self, CheckpointError> {
+        let file = format!("rank-{rank:05}.safetensors");
+        let mut tensors: Vec<TensorEntry> = Vec::new();
+        let mut entries = Vec::with_capacity(slices.len());
+        let mut specs = Vec::with_capacity(slices.len());
+        let mut known = HashMap::new();
+        for slice in slices {
+            let (start, shape) = slice.region.extent(slice.global_shape);
+            check_size(slice, &start, &shape)?;
+            let index = *known.entry((slice.name, &slice.kind)).or_insert_with(|| {
+                tensors.push(TensorEntry {
+                    name: slice.name.to_owned(),
+                    kind: slice.kind.clone(),
+                    dtype: slice.dtype,
+                    shape: slice.global_shape.to_vec(),
+                    slices: Vec::new(),
+                });
+                tensors.len() - 1
+            });
+            let tensor = &mut tensors[index];
+            tensor.must_agree(slice.dtype, slice.global_shape)?;
+            specs.push(TensorSpec {
+                name: name_in_file(slice, tensor.slices.len()),
+                dtype: stored_dtype(slice.dtype),
+                shape: shape.clone(),
+            });
+            entries.push((index, tensor.slices.len()));
+            // Offset and hash are known once the layout is, and the bytes are written.
+            tensor.slices.push(SliceEntry {
+                file: file.clone(),
+                offset: 0,
+                start,
+                shape,
+                blake3: Digest::of(&[]),
+            });
+        }
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        let layout = Layout::new(&specs, &metadata)?;
+        for place in &layout.placed {
+            let (tensor, slice) = entries[place.index];
+            tensors[tensor].slices[slice].offset = place.offset;
+        }
+        Ok(Self { file, slices, layout, tensors, entries })
+    }
+
+    pub(crate) fn write(
+        mut self,
+        staging: &Path,
+        observer: &dyn CommitObserver,
+    ) -> Result<ShardReport, CheckpointError> {
+        let path = staging.join(&self.file);
+        let file = create_file(&path, self.layout.file_bytes)?;
+        notify(observer, CommitPoint::ShardStarted)?;
+
+        let mut file_hash = Hasher::new();
+        let mut hashes = Vec::with_capacity(self.slices.len());
+        let (sent, written) = thread::scope(|scope| {
+            let (send, receive) = sync_channel::<&[u8]>(QUEUED_PIECES);
+            let file = &file;
+            let writer = scope.spawn(move || -> io::Result<()> {
+                let mut out = BufWriter::with_capacity(PIECE_BYTES, file);
+                receive.iter().try_for_each(|piece| out.write_all(piece))?;
+                out.flush()
+            });
+            // A failed send means that the writer has failed; its own error says why.
+            let sent = (|| -> Result<(), CheckpointError> {
+                if send.send(&self.layout.prefix).is_err() {
+                    return Ok(());
+                }
+                file_hash.update(&self.layout.prefix);
+                for (done, place) in self.layout.placed.iter().enumerate() {
+                    if done == self.layout.placed.len() / 2 {
+                        notify(observer, CommitPoint::ShardHalfWritten)?;
+                    }
+                    let mut hash = Hasher::new();
+                    for piece in self.slices[place.index].bytes.chunks(PIECE_BYTES) {
+                        if send.send(piece).is_err() {
+                            return Ok(());
+                        }
+                        file_hash.update(piece);
+                        hash.update(piece);
+                    }
+                    hashes.push((place.index, hash.finish()));
+                }
+                Ok(())
+            })();
+            drop(send);
+            (sent, writer.join().unwrap_or_else(|payload| panic::resume_unwind(payload)))
+        });
+        sent?;
+        written.map_err(CheckpointError::io("write", &path))?;
+        notify(observer, CommitPoint::ShardWritten)?;
+        sync(&file, &path)?;
+        notify(observer, CommitPoint::ShardSynced)?;
+
+        for (index, hash) in hashes {
+            let (tensor, slice) = self.entries[index];
+            self.tensors[tensor].slices[slice].blake3 = hash;
+        }
+        let entry = FileEntry { bytes: self.layout.file_bytes, blake3: file_hash.finish() };
+        Ok(ShardReport { file: self.file, entry, tensors: self.tensors })
+    }
+}
+
+impl TensorEntry {
+    /// All parts of a tensor must be parts of the same one.
+    pub(crate) fn must_agree(&self, dtype: DType, shape: &[usize]) -> Result<(), CheckpointError> {
+        if self.dtype == dtype && self.shape == shape {
+            return Ok(());
+        }
+        Err(CheckpointError::Disagreement {
+            tensor: self.name.clone(),
+            kind: self.kind.to_string(),
+            first: format!("{} {:?}", self.dtype, self.shape),
+            second: format!("{dtype} {shape:?}"),
+        })
+    }
+}
+
+/// A parameter keeps its name, so that any tool finds it; its optimizer state stands beside it.
+fn name_in_file(slice: &TensorSlice<'_>, earlier_slices: usize) -> String {
+    let mut name = match &slice.kind {
+        TensorKind::Parameter => slice.name.to_owned(),
+        kind => format!("{kind}/{}", slice.name),
+    };
+    if earlier_slices > 0 {
+        name.push_str(&format!("#{earlier_slices}"));
+    }
+    name
+}
+
+fn check_size(slice: &TensorSlice<'_>, start: &[usize], shape: &[usize]) -> Result<(), CheckpointError> {
+    let runs = Runs::new(start, shape, slice.global_shape).map_err(|source| CheckpointError::Coverage {
+        tensor: slice.name.to_owned(),
+        kind: slice.kind.to_string(),
+        source,
+    })?;
+    let expected = (runs.elements() * slice.dtype.size_bytes()) as u64;
+    let found = slice.bytes.len() as u64;
+    if expected == found {
+        return Ok(());
+    }
+    Err(CheckpointError::ByteCount { tensor: slice.name.to_owned(), expected, found })
+}
+
+fn sync(file: &File, path: &Path) -> Result<(), CheckpointError> {
+    file.sync_all().map_err(CheckpointError::io("sync", path))
+}

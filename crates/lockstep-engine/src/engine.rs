@@ -63,6 +63,17 @@ pub struct Update {
     pub step: u64,
 }
 
+/// A tensor of a parameter, lent by an [`Engine`].
+#[derive(Debug, Clone, Copy)]
+pub struct StateTensor<'a> {
+    /// The parameter.
+    pub record: &'a ParameterRecord,
+    /// Which of its tensors.
+    pub kind: StateKind,
+    /// Its elements.
+    pub values: &'a [f32],
+}
+
 /// Weights, gradients, optimizer state and the programs that work on them.
 pub struct Engine {
     arena: Arena,
@@ -247,12 +258,18 @@ impl Engine {
         std::iter::once(StateKind::Parameter).chain(kept).collect()
     }
 
-    /// A tensor of a parameter, in full precision.
-    ///
-    /// # Panics
-    /// If the optimizer keeps no such tensor.
-    pub fn read_state(&self, id: ParameterId, kind: StateKind) -> Vec<f32> {
-        self.state_store(kind).expect("the kind is one of `state_kinds`").view(id).to_vec()
+    /// Everything that a checkpoint holds, in full precision and without a copy.
+    pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
+        let records = &self.records;
+        let weights = (StateKind::Parameter, self.master.as_mut().unwrap_or(&mut self.weights));
+        let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
+        std::iter::once(weights)
+            .chain(kept)
+            .flat_map(|(kind, store)| {
+                let tensors = store.tensors().into_iter();
+                tensors.map(move |(id, values)| StateTensor { record: &records[id.0], kind, values })
+            })
+            .collect()
     }
 
     /// Replaces a tensor of a parameter.

@@ -35,6 +35,12 @@ struct Place {
     shape: Shape,
 }
 
+impl Place {
+    fn is_same(&self, other: &Self) -> bool {
+        self.unit == other.unit && self.offset_bytes == other.offset_bytes
+    }
+}
+
 impl FlatStore {
     /// Zeros for every parameter of `records`.
     ///
@@ -71,6 +77,25 @@ impl FlatStore {
     pub fn view(&self, id: ParameterId) -> View<'_> {
         let place = self.places[id.0];
         self.units[place.unit].view(self.dtype, place.offset_bytes, place.shape)
+    }
+
+    /// The f32 tensors of all parameters that own their storage here, without a copy.
+    ///
+    /// # Panics
+    /// If the store is not f32.
+    pub fn tensors(&mut self) -> Vec<(ParameterId, &[f32])> {
+        assert_eq!(self.dtype, DType::F32, "only an f32 store lends its tensors");
+        let units: Vec<&[f32]> = self.units.iter_mut().map(|unit| &*unit.elements_mut::<f32>()).collect();
+        let mut tensors: Vec<(ParameterId, &[f32])> = Vec::with_capacity(self.places.len());
+        for (index, place) in self.places.iter().enumerate() {
+            let start = place.offset_bytes / DType::F32.size_bytes();
+            let values = &units[place.unit][start..start + place.shape.elements()];
+            // A shared place was listed under the parameter that owns it.
+            if !self.places[..index].iter().any(|earlier| earlier.is_same(place)) {
+                tensors.push((ParameterId(index), values));
+            }
+        }
+        tensors
     }
 
     /// Sets everything to zero.

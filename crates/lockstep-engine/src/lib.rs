@@ -17,7 +17,7 @@ mod flat;
 mod runner;
 mod state;
 
-pub use engine::{Engine, EngineOptions, Optimizer, Update};
+pub use engine::{Engine, EngineOptions, Optimizer, StateTensor, Update};
 pub use error::EngineError;
 pub use flat::{FlatStore, Tied, UnitParameters};
 pub use runner::{HostBatch, Runner};

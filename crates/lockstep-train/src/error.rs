@@ -47,4 +47,55 @@ pub enum Error {
     /// The handlers of SIGINT and SIGTERM cannot be installed.
     #[error("cannot watch for Ctrl-C and SIGTERM: {0}")]
     Signals(#[source] io::Error),
+    /// The model's configuration.
+    #[error(transparent)]
+    Model(#[from] lockstep_model::ModelError),
+    /// The corpus or the tokenizer.
+    #[error(transparent)]
+    Data(#[from] lockstep_data::DataError),
+    /// Memory, threads, or state that does not fit the model.
+    #[error(transparent)]
+    Engine(#[from] lockstep_engine::EngineError),
+    /// Saving or loading.
+    #[error(transparent)]
+    Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
+    /// A checkpoint of another run is in the way.
+    #[error(
+        "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, or another checkpoint.dir",
+        path.display(),
+        differences.iter().map(|difference| format!("  {difference}")).collect::<Vec<_>>().join("\n")
+    )]
+    OtherRun {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What differs.
+        differences: Vec<crate::config::Difference>,
+    },
+    /// Every checkpoint in the directory is damaged.
+    #[error("no checkpoint in {} is whole:\n{reasons}\nuse --resume never to begin anew", dir.display())]
+    NoGoodCheckpoint {
+        /// The directory.
+        dir: PathBuf,
+        /// Each checkpoint with what is wrong with it.
+        reasons: String,
+    },
+    /// Losses or gradients stay non-finite.
+    #[error(
+        "step {step}: {consecutive} steps in a row had a loss or a gradient that is not finite; the weights are those \
+         of step {last_good}. Lower optimizer.lr, or train in f32"
+    )]
+    NotFinite {
+        /// The step that gave up.
+        step: u64,
+        /// Steps skipped in a row.
+        consecutive: u64,
+        /// The last step that changed the weights.
+        last_good: u64,
+    },
+    /// No label of a global batch counts.
+    #[error("step {step}: every label of the global batch is masked, so there is no loss to train on")]
+    NothingToPredict {
+        /// The step.
+        step: u64,
+    },
 }

@@ -1,7 +1,8 @@
 //! A training run, from its configuration to its metrics.
 //!
 //! What a run *is* stands in a [`RunConfig`]: read from RUN.toml and `--set`, checked as a whole, every value
-//! with the place it came from. Around the loop stand small parts that know no tensor:
+//! with the place it came from. [`train`] carries it out: it resolves the model, prepares the corpus, resumes
+//! from the newest good checkpoint, and makes the steps. Around the loop stand small parts that know no tensor:
 //!
 //! - [`config`]: the keys of RUN.toml, in one table from which parsing, errors and the manual are made.
 //! - [`schedule`]: the learning rate as a pure function of the step.
@@ -12,12 +13,19 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+mod corpus;
 mod error;
 pub mod human;
 pub mod interrupt;
 pub mod metrics;
 pub mod progress;
 pub mod schedule;
+mod setup;
+mod state;
+mod trainer;
 
 pub use config::RunConfig;
+pub use corpus::{Corpus, load_tokenizer};
 pub use error::Error;
+pub use setup::{ResolvedModel, engine_options, resolve_model};
+pub use trainer::{Resume, Summary, train};

@@ -1,0 +1,132 @@
+//! From a configuration to a model and an engine for it.
+
+use std::collections::HashMap;
+
+use lockstep_checkpoint::ModelDirectory;
+use lockstep_engine::{Engine, EngineOptions, Optimizer, StateKind};
+use lockstep_graph::BlockShape;
+use lockstep_model::ModelConfig;
+use lockstep_plan::{DType, ParameterId};
+use lockstep_tensor::Arena;
+use serde_json::{Map, Value};
+
+use crate::Error;
+use crate::config::{ModelSource, OptimizerKind, Origin, Precision, Recompute, RunConfig};
+
+/// The model of a run.
+#[derive(Debug)]
+pub struct ResolvedModel {
+    /// Its configuration, with overrides and the run's dropout.
+    pub config: ModelConfig,
+    /// Where its first weights come from, if not from the initializers.
+    pub pretrained: Option<ModelDirectory>,
+}
+
+/// The model that `[model]` describes.
+///
+/// # Errors
+/// An unknown preset, a `config.json` that is not supported, overrides that do not fit, a sequence longer than the
+/// model's maximum.
+pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
+    let overrides: Map<String, Value> = config
+        .model
+        .overrides
+        .iter()
+        .map(|(key, value)| (key.clone(), serde_json::to_value(value).unwrap_or_default()))
+        .collect();
+    let mut pretrained = None;
+    let base = match config.model_source() {
+        ModelSource::Preset(name) => ModelConfig::preset(name)?,
+        ModelSource::Path(dir) if config.model.from_pretrained => {
+            let directory = ModelDirectory::open(dir)?;
+            let base = directory.config().clone();
+            pretrained = Some(directory);
+            base
+        }
+        ModelSource::Path(dir) => ModelConfig::from_file(&dir.join("config.json"))?,
+        ModelSource::ModelType(model_type) => {
+            let mut table = overrides.clone();
+            table.insert("model_type".to_owned(), model_type.into());
+            ModelConfig::from_table(&table, "[model]")?
+        }
+    };
+    let mut model = if overrides.is_empty() || matches!(config.model_source(), ModelSource::ModelType(_)) {
+        base
+    } else {
+        base.with_overrides(&overrides, "[model]")?
+    };
+    if config.origin("train.dropout") != Origin::Default {
+        model = model.with_dropout(config.train.dropout);
+    }
+    let longest = model.max_position_embeddings();
+    if config.train.seq_len > longest {
+        let problem = config.problem(
+            "train.seq_len",
+            format!("sequences of {} tokens are longer than the model's maximum", config.train.seq_len),
+            format!("1 to {longest}, or a larger max_position_embeddings in [model]"),
+        );
+        return Err(Error::Configuration(problem.into()));
+    }
+    Ok(ResolvedModel { config: model, pretrained })
+}
+
+/// What the engine is built for.
+pub fn engine_options(config: &RunConfig) -> EngineOptions {
+    let optimizer = &config.optimizer;
+    EngineOptions {
+        shape: BlockShape {
+            sequences: config.micro_batch(),
+            seq_len: config.train.seq_len,
+            dtype: match config.train.precision {
+                Precision::F32 => DType::F32,
+                Precision::BF16 => DType::BF16,
+            },
+        },
+        recompute: match config.parallel.recompute {
+            Recompute::None => lockstep_graph::Recompute::None,
+            Recompute::Selective => lockstep_graph::Recompute::Selective,
+            Recompute::Full => lockstep_graph::Recompute::Full,
+        },
+        optimizer: match optimizer.kind {
+            OptimizerKind::AdamW => Optimizer::AdamW {
+                betas: optimizer.betas.map(|beta| beta as f32),
+                eps: optimizer.eps as f32,
+            },
+            OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum as f32 },
+        },
+        seed: config.train.seed,
+        threads: match config.train.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        },
+    }
+}
+
+/// An engine with the run's first weights.
+///
+/// # Errors
+/// Out of memory, damaged weights.
+pub(crate) fn build_engine(config: &RunConfig, model: &ResolvedModel, arena: &Arena) -> Result<Engine, Error> {
+    let mut engine = Engine::new(&model.config, engine_options(config), arena)?;
+    for record in engine.records_mut() {
+        record.decay = config.optimizer.decays(record);
+    }
+    match &model.pretrained {
+        None => engine.initialize(config.train.seed)?,
+        Some(directory) => load_weights(&mut engine, directory)?,
+    }
+    Ok(engine)
+}
+
+fn load_weights(engine: &mut Engine, directory: &ModelDirectory) -> Result<(), Error> {
+    let ids: HashMap<String, ParameterId> = engine
+        .parameter_ids()
+        .into_iter()
+        .map(|id| (engine.records()[id.0].name.clone(), id))
+        .collect();
+    directory.for_each_parameter(|name, values| -> Result<(), Error> {
+        // The directory was matched with its configuration; overrides may have taken a parameter away.
+        let Some(&id) = ids.get(name) else { return Ok(()) };
+        Ok(engine.write_state(id, StateKind::Parameter, values)?)
+    })
+}

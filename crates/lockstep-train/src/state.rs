@@ -1,0 +1,138 @@
+//! What a run saves and how it goes on from there: tensors, counters, and nothing of the loader but the number of
+//! samples consumed.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use lockstep_checkpoint::{
+    Checkpoint, CheckpointError, DType, Region, SaveRequest, TensorKind, TensorSlice, latest_good, prune, save,
+};
+use lockstep_engine::{Engine, StateKind, StateTensor};
+use serde_json::json;
+
+use crate::trainer::Resume;
+use crate::{Error, ResolvedModel, RunConfig};
+
+/// The counters of a run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Counters {
+    /// Steps made, skipped ones included.
+    pub(crate) step: u64,
+    /// Updates of the weights.
+    pub(crate) updates: u64,
+    /// Samples consumed.
+    pub(crate) samples: u64,
+    /// Tokens seen.
+    pub(crate) tokens: u64,
+}
+
+/// Saves the run and removes checkpoints beyond `checkpoint.keep`.
+pub(crate) fn save_run(
+    config: &RunConfig, model: &ResolvedModel, tokenizer: &str, engine: &mut Engine, counters: Counters,
+) -> Result<PathBuf, CheckpointError> {
+    let parameters = engine.records().to_vec();
+    let tensors = engine.state_tensors();
+    let slices: Vec<TensorSlice<'_>> = tensors.iter().map(slice).collect();
+    let request = SaveRequest {
+        step: counters.step,
+        samples_consumed: counters.samples,
+        seed: config.train.seed,
+        config: json!({
+            "run": config.to_json(),
+            "model": model.config.to_json(DType::F32),
+            "tokenizer": tokenizer,
+        }),
+        state: json!({ "updates": counters.updates, "tokens_seen": counters.tokens }),
+        parameters: &parameters,
+        ..SaveRequest::default()
+    };
+    let dir = &config.checkpoint.dir;
+    let path = save(dir, &request, &slices)?;
+    if let Some(keep) = NonZeroUsize::new(config.checkpoint.keep) {
+        prune(dir, keep, &[counters.step])?;
+    }
+    Ok(path)
+}
+
+fn slice<'a>(tensor: &StateTensor<'a>) -> TensorSlice<'a> {
+    TensorSlice {
+        name: &tensor.record.name,
+        kind: tensor_kind(tensor.kind),
+        dtype: DType::F32,
+        global_shape: &tensor.record.shape,
+        region: Region::Whole,
+        bytes: bytemuck::cast_slice(tensor.values),
+    }
+}
+
+fn tensor_kind(kind: StateKind) -> TensorKind {
+    match kind {
+        StateKind::Parameter => TensorKind::Parameter,
+        StateKind::ExpAvg => TensorKind::ExpAvg,
+        StateKind::ExpAvgSq => TensorKind::ExpAvgSq,
+        StateKind::MomentumBuffer => TensorKind::Momentum,
+    }
+}
+
+/// The checkpoint to go on from, and what to tell the user about those that were passed over.
+pub(crate) fn find_checkpoint(
+    config: &RunConfig, resume: &Resume,
+) -> Result<(Option<Checkpoint>, Vec<String>), Error> {
+    match resume {
+        Resume::Never => Ok((None, Vec::new())),
+        Resume::From(path) => {
+            let checkpoint = Checkpoint::open(path)?;
+            checkpoint.verify()?;
+            Ok((Some(checkpoint), Vec::new()))
+        }
+        Resume::Auto => {
+            let dir = &config.checkpoint.dir;
+            if !dir.is_dir() {
+                return Ok((None, Vec::new()));
+            }
+            let found = latest_good(dir)?;
+            let skipped: Vec<String> = found
+                .skipped
+                .iter()
+                .map(|skipped| format!("{}: {}", skipped.path.display(), skipped.reason))
+                .collect();
+            if found.checkpoint.is_none() && !skipped.is_empty() {
+                let reasons = skipped.iter().map(|reason| format!("  {reason}")).collect::<Vec<_>>().join("\n");
+                return Err(Error::NoGoodCheckpoint { dir: dir.clone(), reasons });
+            }
+            Ok((found.checkpoint, skipped))
+        }
+    }
+}
+
+/// Loads a checkpoint into an engine, after checking that it belongs to this run.
+pub(crate) fn restore(
+    config: &RunConfig, engine: &mut Engine, checkpoint: &Checkpoint,
+) -> Result<Counters, Error> {
+    let manifest = checkpoint.manifest();
+    let differences = manifest.config.get("run").map(|run| config.differences(run)).unwrap_or_default();
+    if !differences.is_empty() {
+        return Err(Error::OtherRun { path: checkpoint.path().to_owned(), differences });
+    }
+    let mut values = Vec::new();
+    for id in engine.parameter_ids() {
+        for kind in engine.state_kinds() {
+            let record = &engine.records()[id.0];
+            values.resize(record.elements(), 0.0);
+            checkpoint.read(&record.name, &tensor_kind(kind), 0, &mut values)?;
+            engine.write_state(id, kind, &values)?;
+        }
+    }
+    let counter = |name: &str| manifest.state.get(name).and_then(serde_json::Value::as_u64).unwrap_or(0);
+    Ok(Counters {
+        step: manifest.step,
+        updates: counter("updates"),
+        samples: manifest.samples_consumed,
+        tokens: counter("tokens_seen"),
+    })
+}
+
+/// Whether `error` means that the disk is full: the run goes on, and the next save may find room.
+pub(crate) fn is_disk_full(error: &CheckpointError) -> bool {
+    matches!(error, CheckpointError::DiskFull { .. })
+}

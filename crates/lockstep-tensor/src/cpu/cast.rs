@@ -91,3 +91,47 @@ fn zero_elements<T: Element>(queue: &CpuQueue, y: View<'_>) {
         },
     );
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::{floats, on_every_queue, random_of, rounded, tensor, values};
+    use crate::{Arena, Kernels};
+
+    const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+    #[test]
+    fn casts_round_to_nearest_between_all_floats() {
+        for (from, to) in FLOATS.into_iter().flat_map(|from| FLOATS.map(|to| (from, to))) {
+            for len in [1, 15, 257, 70_001] {
+                let x = random_of(from, 1, len);
+                let run = |queue: &CpuQueue| {
+                    let (x, y) = (floats(from, [len], &x), floats(to, [len], &vec![0.0; len]));
+                    queue.cast(x.view(), y.view());
+                    vec![values(y.view())]
+                };
+                let expected = rounded(to, &x);
+                on_every_queue(run, |results| assert_eq!(results[0], expected, "{from} to {to}"));
+            }
+        }
+    }
+
+    #[test]
+    fn integers_are_copied_and_everything_can_be_zeroed() {
+        let queue = CpuQueue::new(2, &Arena::new()).unwrap();
+        let numbers: Vec<u32> = (0..70_001).collect();
+        let (x, y) = (tensor(&numbers), tensor(&vec![0_u32; numbers.len()]));
+        queue.cast(x.view(), y.view());
+        assert_eq!(y.view().to_vec::<u32>(), numbers);
+        queue.zero(y.view().rows(1..70_000));
+        assert!(y.view().to_vec::<u32>()[..70_000].iter().all(|x| *x == 0));
+        assert_eq!(y.view().to_vec::<u32>()[70_000], 70_000);
+    }
+
+    #[test]
+    #[should_panic(expected = "not from f32 to u32")]
+    fn a_cast_to_integers_is_refused() {
+        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+        queue.cast(floats(DType::F32, [1], &[1.0]).view(), tensor(&[1_u32]).view());
+    }
+}

@@ -104,3 +104,79 @@ fn drop_block<T: Float>(mask: Mask, key: [u32; 2], position: u32, column: usize,
     }
     block
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::{ACTIVATIONS, floats, on_every_queue, random_of, rounded, tensor, values};
+    use crate::{Arena, Kernels, View};
+
+    const SITE: u32 = 11;
+
+    /// The definition, element by element.
+    fn expected(probability: f32, keys: &[u32], rows: usize, x: &[f64]) -> Vec<f64> {
+        let len = rows / (keys.len() / 2);
+        let width = x.len() / rows;
+        let element = |i: usize| {
+            let (row, column) = (i / width, i % width);
+            let key = &keys[2 * (row / len)..][..2];
+            let philox = Philox::new(u64::from(key[1]) << 32 | u64::from(key[0]));
+            let block = philox.block([(row % len) as u32, 0, (column / 4) as u32, SITE]);
+            let kept = f64::from(block[column % 4]) >= f64::from(probability) * 2.0_f64.powi(32);
+            if kept { f64::from(x[i] as f32 * (1.0 / (1.0 - probability))) } else { 0.0 }
+        };
+        (0..rows * width).map(element).collect()
+    }
+
+    #[test]
+    fn the_mask_is_the_documented_function_of_sequence_position_and_feature() {
+        for (dtype, (sequences, len, width)) in ACTIVATIONS
+            .into_iter()
+            .flat_map(|dtype| [(1, 1, 1), (2, 3, 7), (3, 2, 259), (4, 25, 771)].map(|shape| (dtype, shape)))
+        {
+            let rows = sequences * len;
+            let x = random_of(dtype, 1, rows * width);
+            let keys: Vec<u32> = (0..2 * sequences as u32).map(|i| i.wrapping_mul(0x9e37_79b9)).collect();
+            for probability in [0.0, 0.2, 0.999] {
+                let run = |queue: &CpuQueue| {
+                    let keys = tensor(&keys);
+                    let dropout = Dropout { probability, site: SITE, keys: keys.view() };
+                    let shape = [rows, width];
+                    let (x, y) = (floats(dtype, shape, &x), floats(dtype, shape, &vec![9.0; rows * width]));
+                    queue.dropout(dropout, x.view(), y.view());
+                    queue.dropout(dropout, x.view(), x.view());
+                    vec![values(y.view()), values(x.view())]
+                };
+                let expected = rounded(dtype, &expected(probability, &keys, rows, &x));
+                on_every_queue(run, |results| {
+                    assert_eq!(results[0], expected, "probability {probability}");
+                    assert_eq!(results[1], expected, "in place, probability {probability}");
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn the_share_of_dropped_elements_is_the_probability_and_the_mean_stays() {
+        let queue = CpuQueue::new(2, &Arena::new()).unwrap();
+        let (rows, width) = (200, 1000);
+        let keys = tensor(&[1_u32, 2]);
+        let x = floats(DType::F32, [rows, width], &vec![1.0; rows * width]);
+        let y = floats(DType::F32, [rows, width], &vec![0.0; rows * width]);
+        queue.dropout(Dropout { probability: 0.2, site: 0, keys: keys.view() }, x.view(), y.view());
+        let y = values(y.view());
+        let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
+        let mean = y.iter().sum::<f64>() / y.len() as f64;
+        // Four standard deviations of 200,000 draws.
+        assert!((dropped - 0.2).abs() < 0.0036, "{dropped} of the elements are dropped");
+        assert!((mean - 1.0).abs() < 0.0045, "mean {mean}");
+    }
+
+    #[test]
+    #[should_panic(expected = "dropout probability 1 must lie in [0, 1)")]
+    fn a_probability_of_one_is_refused() {
+        let keys = tensor(&[0_u32, 0]);
+        let view: View<'_> = keys.view();
+        Mask::new(&Dropout { probability: 1.0, site: 0, keys: view });
+    }
+}

@@ -132,7 +132,7 @@ pub(super) fn gelu_backward(queue: &CpuQueue, kind: Gelu, dy: View<'_>, x: View<
 /// `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
 #[inline(always)]
 fn tanh_gate(x: f32) -> (f32, f32) {
-    const TWO_SQRT_2_OVER_PI: f32 = 1.595_769_1;
+    const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
     const CUBIC: f32 = 0.044_715;
     let s = sigmoid(TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
     // Where s(1-s) is zero the other factor may be infinite, but only for |x| > 1e19.
@@ -162,4 +162,147 @@ pub(super) fn sum_rows(queue: &CpuQueue, x: View<'_>, out: View<'_>) {
             }
         });
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::cpu::{
+        reference,
+        testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random, random_of, tolerance, values},
+    };
+    use crate::{Arena, Kernels};
+
+    const GELUS: [Gelu; 2] = [Gelu::Exact, Gelu::Tanh];
+
+    /// Lengths around the borders of blocks, and long enough to be split.
+    fn lengths() -> impl Strategy<Value = usize> {
+        prop_oneof![1usize..600, 70_000usize..90_000]
+    }
+
+    fn map2(a: &[f64], b: &[f64], f: impl Fn(f64, f64) -> f64) -> Vec<f64> {
+        a.iter().zip(b).map(|(a, b)| f(*a, *b)).collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn swiglu_and_its_gradients_match_the_reference(len in lengths()) {
+            for dtype in ACTIVATIONS {
+                let [gate, up, dy] = [1, 2, 3].map(|seed| random_of(dtype, seed, len));
+                let run = |queue: &CpuQueue| {
+                    let [g, u, d] = [&gate, &up, &dy].map(|values| floats(dtype, [len], values));
+                    let [y, dgate, dup] = [(); 3].map(|()| floats(dtype, [len], &vec![0.0; len]));
+                    queue.swiglu(g.view(), u.view(), y.view());
+                    queue.swiglu_backward(d.view(), g.view(), u.view(), dgate.view(), dup.view());
+                    [y, dgate, dup].map(|tensor| values(tensor.view())).to_vec()
+                };
+                let (dgate, dup) = reference::swiglu_backward(&dy, &gate, &up);
+                on_every_queue(run, |results| {
+                    assert_close("y", &results[0], &reference::swiglu(&gate, &up), tolerance(dtype), 1e-6);
+                    assert_close("dgate", &results[1], &dgate, tolerance(dtype), 1e-6);
+                    assert_close("dup", &results[2], &dup, tolerance(dtype), 1e-6);
+                });
+            }
+        }
+
+        #[test]
+        fn gelu_and_its_gradient_match_the_reference_also_in_place(len in lengths()) {
+            for (dtype, kind) in ACTIVATIONS.into_iter().flat_map(|dtype| GELUS.map(|kind| (dtype, kind))) {
+                let x = random_of(dtype, 1, len).iter().map(|x| 4.0 * x).collect::<Vec<_>>();
+                let dy = random_of(dtype, 2, len);
+                let run = |queue: &CpuQueue| {
+                    let [x, dy, in_place] = [&x, &dy, &dy].map(|values| floats(dtype, [len], values));
+                    let [y, dx] = [(); 2].map(|()| floats(dtype, [len], &vec![0.0; len]));
+                    queue.gelu(kind, x.view(), y.view());
+                    queue.gelu_backward(kind, dy.view(), x.view(), dx.view());
+                    queue.gelu_backward(kind, in_place.view(), x.view(), in_place.view());
+                    [y, dx, in_place].map(|tensor| values(tensor.view())).to_vec()
+                };
+                let y: Vec<f64> = x.iter().map(|x| reference::gelu(kind, *x)).collect();
+                let dx = map2(&dy, &x, |dy, x| dy * reference::gelu_derivative(kind, x));
+                on_every_queue(run, |results| {
+                    assert_close("y", &results[0], &y, tolerance(dtype), 1e-6);
+                    assert_close("dx", &results[1], &dx, tolerance(dtype), 1e-6);
+                    assert_eq!(results[1], results[2], "in place");
+                });
+            }
+        }
+
+        #[test]
+        fn add_matches_the_reference_also_in_place_of_either_operand(len in lengths()) {
+            for dtype in ACTIVATIONS {
+                let [a, b] = [1, 2].map(|seed| random_of(dtype, seed, len));
+                let run = |queue: &CpuQueue| {
+                    let [left, right] = [&a, &b].map(|values| floats(dtype, [len], values));
+                    let y = floats(dtype, [len], &vec![0.0; len]);
+                    queue.add(left.view(), right.view(), y.view());
+                    let sum = values(y.view());
+                    let [first, second] = [&a, &b].map(|values| floats(dtype, [len], values));
+                    queue.add(first.view(), right.view(), first.view());
+                    queue.add(left.view(), second.view(), second.view());
+                    queue.add(left.view(), left.view(), left.view());
+                    let [first, second, twice] = [first, second, left].map(|tensor| values(tensor.view()));
+                    vec![sum, first, second, twice]
+                };
+                let expected = crate::cpu::testing::rounded(dtype, &map2(&a, &b, |a, b| a + b));
+                on_every_queue(run, |results| {
+                    for result in &results[..3] {
+                        assert_eq!(*result, expected);
+                    }
+                    assert_eq!(results[3], map2(&a, &a, |a, b| a + b));
+                });
+            }
+        }
+
+        #[test]
+        fn sum_rows_adds_every_row_to_what_was_there(
+            (rows, width) in prop_oneof![(1usize..10, 1usize..70), (60usize..300, 500usize..1200)]
+        ) {
+            for dtype in ACTIVATIONS {
+                let x = random_of(dtype, 1, rows * width);
+                let before = random_of(dtype, 2, width);
+                let run = |queue: &CpuQueue| {
+                    let (x, out) = (floats(dtype, [rows, width], &x), floats(DType::F32, [width], &before));
+                    queue.sum_rows(x.view(), out.view());
+                    vec![values(out.view())]
+                };
+                let expected: Vec<f64> = (0..width)
+                    .map(|i| before[i] + x.iter().skip(i).step_by(width).sum::<f64>())
+                    .collect();
+                on_every_queue(run, |results| {
+                    assert_close("out", &results[0], &expected, 1e-6, 1e-6 * (rows as f64).sqrt());
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn activations_saturate_at_extremes_and_keep_nan() {
+        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+        let x = [-1e30, -1000.0, -100.0, 0.0, 100.0, 1000.0, 1e30, f64::NAN];
+        let expected = [0.0, 0.0, 0.0, 0.0, 100.0, 1000.0, f64::from(1e30_f32)];
+        let (input, ones) = (floats(DType::F32, [8], &x), floats(DType::F32, [8], &[1.0; 8]));
+        let y = floats(DType::F32, [8], &[5.0; 8]);
+        for kind in GELUS {
+            queue.gelu(kind, input.view(), y.view());
+            assert_eq!(values(y.view())[..7], expected, "{kind:?}");
+            assert!(values(y.view())[7].is_nan(), "{kind:?}");
+            queue.gelu_backward(kind, ones.view(), input.view(), y.view());
+            assert_eq!(values(y.view())[1..6], [0.0, 0.0, 0.5, 1.0, 1.0], "{kind:?}");
+        }
+        queue.swiglu(input.view(), ones.view(), y.view());
+        assert_eq!(values(y.view())[..7], expected);
+    }
+
+    #[test]
+    #[should_panic(expected = "overlaps part of an operand")]
+    fn a_sum_may_not_overlap_part_of_an_operand() {
+        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+        let x = floats(DType::F32, [8], &random(1, 8));
+        queue.add(x.view().rows(0..4), x.view().rows(4..8), x.view().rows(2..6));
+    }
 }

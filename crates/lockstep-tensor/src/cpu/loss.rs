@@ -122,3 +122,100 @@ fn check_labels<'a>(labels: View<'a>, vocabulary: usize) -> &'a [i32] {
     }
     labels
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::cpu::{
+        reference,
+        testing::{
+            ACTIVATIONS, assert_close, floats, on_every_queue, random, rounded, tensor, tolerance, values,
+        },
+    };
+    use crate::{Arena, Kernels};
+
+    fn check(dtype: DType, logits: &[f64], labels: &[i32]) {
+        let tokens = labels.len();
+        let vocabulary = logits.len() / tokens;
+        let seed = 0.25;
+        let run = |queue: &CpuQueue| {
+            let logits = floats(dtype, [tokens, vocabulary], logits);
+            let labels = tensor(labels);
+            let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [tokens], &vec![9.0; tokens]));
+            queue.cross_entropy(logits.view(), labels.view(), losses.view(), log_sum_exp.view());
+            queue.cross_entropy_backward(logits.view(), labels.view(), log_sum_exp.view(), seed);
+            [losses, log_sum_exp, logits].map(|tensor| values(tensor.view())).to_vec()
+        };
+        let (losses, log_sum_exp) = reference::cross_entropy(logits, labels);
+        let gradient = reference::cross_entropy_backward(logits, labels, f64::from(seed));
+        // Logits and their log-sum-exp are f32: their differences carry the rounding of the larger.
+        let largest = log_sum_exp.iter().fold(1.0, |a: f64, b| a.max(b.abs()));
+        on_every_queue(run, |results| {
+            assert_close("losses", &results[0], &losses, 1e-6, 2e-7 * largest);
+            assert_close("log_sum_exp", &results[1], &log_sum_exp, 1e-6, 1e-7);
+            assert_close("gradient", &results[2], &gradient, tolerance(dtype) + 2e-7 * largest, 1e-7);
+            for (row, label) in results[2].chunks(vocabulary).zip(labels) {
+                assert!(*label != -100 || row.iter().all(|x| *x == 0.0), "a masked token has a gradient");
+            }
+        });
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn losses_and_gradients_match_the_reference(
+            (tokens, vocabulary) in prop_oneof![(1usize..8, 1usize..600), (20usize..30, 4000usize..5000)],
+            scale in 0.1f64..30.0,
+        ) {
+            let labels: Vec<i32> =
+                (0..tokens).map(|t| if t % 3 == 2 { -100 } else { (t * 7919 % vocabulary) as i32 }).collect();
+            for dtype in ACTIVATIONS {
+                let logits: Vec<f64> = random(1, tokens * vocabulary).iter().map(|x| scale * x).collect();
+                check(dtype, &rounded(dtype, &logits), &labels);
+            }
+        }
+    }
+
+    #[test]
+    fn large_logits_neither_overflow_nor_lose_the_loss() {
+        let logits = [1e4, 1e4, -1e4, 1e4, -1e4, -1e4, -3e4, -3e4, -3e4];
+        check(DType::F32, &logits, &[0, 1, 2]);
+        check(DType::F32, &[3e38, -3e38, 0.0], &[0]);
+    }
+
+    #[test]
+    fn logits_of_negative_infinity_have_no_share() {
+        check(DType::F32, &[f64::NEG_INFINITY, 1.0, 2.0, f64::NEG_INFINITY], &[1]);
+    }
+
+    #[test]
+    fn masked_tokens_have_neither_loss_nor_gradient() {
+        check(DType::F32, &random(1, 3 * 50), &[-100; 3]);
+    }
+
+    #[test]
+    fn nan_logits_are_not_hidden() {
+        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+        let mut values_of_row = vec![1.0; 300];
+        values_of_row[290] = f64::NAN;
+        let logits = floats(DType::F32, [1, 300], &values_of_row);
+        let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [1], &[0.0]));
+        queue.cross_entropy(logits.view(), tensor(&[3]).view(), losses.view(), log_sum_exp.view());
+        assert!(values(losses.view())[0].is_nan());
+    }
+
+    #[test]
+    #[should_panic(expected = "token 1 has label 3, but the vocabulary has 3 entries (-100 = masked)")]
+    fn a_label_outside_the_vocabulary_is_named() {
+        check_labels(tensor(&[0, 3]).view(), 3);
+    }
+
+    #[test]
+    #[should_panic(expected = "token 0 has label -1,")]
+    fn a_negative_label_that_is_not_the_mask_is_named() {
+        check_labels(tensor(&[-1]).view(), 3);
+    }
+}

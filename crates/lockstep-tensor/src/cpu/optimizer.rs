@@ -266,3 +266,172 @@ fn squares_of_block(block: &[f32]) -> f64 {
     }
     lanes.into_iter().sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
+    use crate::{Arena, Kernels, Tensor};
+
+    const LENGTHS: [usize; 4] = [1, 255, 1027, 70_003];
+    const STEPS: u64 = 5;
+    const GRADIENT_SCALE: f32 = 0.75;
+
+    fn gradient(step: u64, len: usize) -> Vec<f64> {
+        random_of(DType::F32, 100 + step, len)
+    }
+
+    /// PyTorch's `_single_tensor_adamw` for one element, in f64.
+    fn adamw_element(p: f64, gradient: impl Fn(u64) -> f64) -> [f64; 3] {
+        let (lr, beta1, beta2, eps, decay) = (1e-2_f32, 0.9_f32, 0.95_f32, 1e-8_f32, 0.1_f32);
+        let [lr, beta1, beta2, eps, decay] = [lr, beta1, beta2, eps, decay].map(f64::from);
+        let (mut p, mut m, mut v) = (p, 0.0, 0.0);
+        for step in 1..=STEPS {
+            let g = gradient(step) * f64::from(GRADIENT_SCALE);
+            p *= 1.0 - lr * decay;
+            m = beta1 * m + (1.0 - beta1) * g;
+            v = beta2 * v + (1.0 - beta2) * g * g;
+            let correction = [beta1, beta2].map(|beta| 1.0 - beta.powi(step as i32));
+            p -= lr / correction[0] * m / (v.sqrt() / correction[1].sqrt() + eps);
+        }
+        [p, m, v]
+    }
+
+    fn adamw_steps(queue: &CpuQueue, weights: &[f64], copy: &Tensor) -> Vec<Vec<f64>> {
+        let len = weights.len();
+        let parameter = floats(DType::F32, [len], weights);
+        let [exp_avg, exp_avg_sq] = [(); 2].map(|()| floats(DType::F32, [len], &vec![0.0; len]));
+        for step in 1..=STEPS {
+            queue.adamw(&AdamW {
+                parameter: parameter.view(),
+                gradient: floats(DType::F32, [len], &gradient(step, len)).view(),
+                exp_avg: exp_avg.view(),
+                exp_avg_sq: exp_avg_sq.view(),
+                rounded: Some(copy.view()),
+                learning_rate: 1e-2,
+                betas: [0.9, 0.95],
+                eps: 1e-8,
+                weight_decay: 0.1,
+                gradient_scale: GRADIENT_SCALE,
+                step,
+            });
+        }
+        [&parameter, &exp_avg, &exp_avg_sq, copy].map(|tensor| values(tensor.view())).to_vec()
+    }
+
+    #[test]
+    fn adamw_follows_pytorch_for_several_steps_and_rounds_its_copy() {
+        for (len, dtype) in LENGTHS.into_iter().flat_map(|len| [DType::BF16, DType::F16].map(|d| (len, d))) {
+            let weights = random_of(DType::F32, 1, len);
+            let gradients: Vec<Vec<f64>> = (1..=STEPS).map(|step| gradient(step, len)).collect();
+            let expected: Vec<[f64; 3]> =
+                (0..len).map(|i| adamw_element(weights[i], |step| gradients[step as usize - 1][i])).collect();
+            let column = |k: usize| expected.iter().map(|row| row[k]).collect::<Vec<f64>>();
+            let run = |queue: &CpuQueue| adamw_steps(queue, &weights, &floats(dtype, [len], &vec![0.0; len]));
+            on_every_queue(run, |results| {
+                assert_close("parameter", &results[0], &column(0), 2e-6, 2e-7);
+                assert_close("exp_avg", &results[1], &column(1), 1e-6, 2e-7);
+                assert_close("exp_avg_sq", &results[2], &column(2), 2e-6, 0.0);
+                assert_eq!(results[3], rounded(dtype, &results[0]), "the {dtype} copy");
+            });
+        }
+    }
+
+    /// PyTorch's `_single_tensor_sgd` for one element, in f64.
+    fn sgd_element(p: f64, momentum: f64, gradient: impl Fn(u64) -> f64) -> [f64; 2] {
+        let (lr, decay) = (f64::from(0.1_f32), f64::from(0.01_f32));
+        let (mut p, mut m) = (p, 0.0);
+        for step in 1..=STEPS {
+            let g = gradient(step) * f64::from(GRADIENT_SCALE) + decay * p;
+            m = if step == 1 { g } else { momentum * m + g };
+            p -= lr * m;
+        }
+        [p, m]
+    }
+
+    #[test]
+    fn sgd_follows_pytorch_for_several_steps_with_and_without_momentum() {
+        for (len, momentum) in LENGTHS.into_iter().flat_map(|len| [0.0_f32, 0.9].map(|m| (len, m))) {
+            let weights = random_of(DType::F32, 1, len);
+            let gradients: Vec<Vec<f64>> = (1..=STEPS).map(|step| gradient(step, len)).collect();
+            let run = |queue: &CpuQueue| {
+                let parameter = floats(DType::F32, [len], &weights);
+                // What an unset buffer holds must not matter.
+                let buffer = floats(DType::F32, [len], &vec![f64::NAN; len]);
+                let copy = floats(DType::BF16, [len], &vec![0.0; len]);
+                for step in 1..=STEPS {
+                    queue.sgd(&Sgd {
+                        parameter: parameter.view(),
+                        gradient: floats(DType::F32, [len], &gradients[step as usize - 1]).view(),
+                        momentum_buffer: (momentum != 0.0).then_some(buffer.view()),
+                        rounded: Some(copy.view()),
+                        learning_rate: 0.1,
+                        momentum,
+                        weight_decay: 0.01,
+                        gradient_scale: GRADIENT_SCALE,
+                        step,
+                    });
+                }
+                let buffer = if momentum == 0.0 { vec![] } else { values(buffer.view()) };
+                vec![values(parameter.view()), buffer, values(copy.view())]
+            };
+            let expected: Vec<[f64; 2]> = (0..len)
+                .map(|i| sgd_element(weights[i], f64::from(momentum), |step| gradients[step as usize - 1][i]))
+                .collect();
+            let column = |k: usize| expected.iter().map(|row| row[k]).collect::<Vec<f64>>();
+            on_every_queue(run, |results| {
+                assert_close("parameter", &results[0], &column(0), 2e-6, 5e-7);
+                if momentum != 0.0 {
+                    assert_close("momentum", &results[1], &column(1), 2e-6, 1e-6);
+                }
+                assert_eq!(results[2], rounded(DType::BF16, &results[0]), "the bf16 copy");
+            });
+        }
+    }
+
+    #[test]
+    fn the_sum_of_squares_does_not_depend_on_how_shards_are_cut() {
+        let len = 300_017;
+        let x = random_of(DType::F32, 1, len);
+        let expected: f64 = x.iter().map(|x| x * x).sum();
+        let run = |queue: &CpuQueue| {
+            let tensor = floats(DType::F32, [len], &x);
+            let whole = queue.sum_of_squares(tensor.view()).wait();
+            let mut cut = queue.sum_of_squares(tensor.view().rows(200 * NORM_BLOCK..len)).wait();
+            cut.merge(&queue.sum_of_squares(tensor.view().rows(0..200 * NORM_BLOCK)).wait());
+            assert_eq!(whole.value().to_bits(), cut.value().to_bits());
+            vec![vec![whole.value()]]
+        };
+        on_every_queue(run, |results| assert_close("sum", &results[0], &[expected], 1e-12, 0.0));
+    }
+
+    #[test]
+    fn the_sum_of_squares_is_nan_if_any_element_is_not_finite() {
+        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+        for bad in [f64::NAN, f64::INFINITY] {
+            let mut x = vec![1.0; 2000];
+            x[1999] = bad;
+            assert!(queue.sum_of_squares(floats(DType::F32, [2000], &x).view()).wait().value().is_nan());
+        }
+        // Squares that no f32 can hold are no reason for NaN.
+        let large = queue.sum_of_squares(floats(DType::F32, [2], &[3e38, 3e38]).view()).wait().value();
+        assert!((large / 1.8e77 - 1.0).abs() < 1e-6, "{large}");
+    }
+
+    #[test]
+    #[should_panic(expected = "momentum 0.9 needs a momentum buffer")]
+    fn momentum_without_a_buffer_is_refused() {
+        let [p, g] = [(); 2].map(|()| floats(DType::F32, [1], &[1.0]));
+        CpuQueue::new(1, &Arena::new()).unwrap().sgd(&Sgd {
+            parameter: p.view(),
+            gradient: g.view(),
+            momentum_buffer: None,
+            rounded: None,
+            learning_rate: 0.1,
+            momentum: 0.9,
+            weight_decay: 0.0,
+            gradient_scale: 1.0,
+            step: 1,
+        });
+    }
+}

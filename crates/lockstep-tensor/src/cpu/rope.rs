@@ -104,3 +104,63 @@ impl Turn {
         [first, second]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::cpu::{
+        reference,
+        testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values},
+    };
+    use crate::{Arena, Kernels};
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn rotations_match_the_reference_in_both_directions_and_in_place(
+            (tokens, heads, half) in
+                prop_oneof![(1usize..5, 1usize..4, 1usize..40), (1usize..3, 1usize..3, 250usize..270), (50usize..90, 12usize..16, 64usize..66)],
+            first_position in 0u32..131_072,
+        ) {
+            for dtype in ACTIVATIONS {
+                let width = 2 * half * heads;
+                let x = random_of(dtype, 1, tokens * width);
+                let positions: Vec<u32> = (0..tokens as u32).map(|t| first_position + t).collect();
+                let frequencies: Vec<f32> =
+                    (0..half).map(|i| 10_000.0_f32.powf(-(i as f32) / half as f32)).collect();
+                let run = |queue: &CpuQueue| {
+                    let shape = [tokens, heads, 2 * half];
+                    let (x, y) = (floats(dtype, shape, &x), floats(dtype, shape, &vec![0.0; tokens * width]));
+                    let (positions, frequencies) = (tensor(&positions), tensor(&frequencies));
+                    let rotate = |x: &crate::Tensor, rotation, y: &crate::Tensor| {
+                        queue.rope(x.view(), positions.view(), frequencies.view(), rotation, y.view());
+                    };
+                    rotate(&x, Rotation::Backward, &y);
+                    let backward = values(y.view());
+                    rotate(&x, Rotation::Forward, &y);
+                    rotate(&x, Rotation::Forward, &x);
+                    vec![backward, values(y.view()), values(x.view())]
+                };
+                let backward = reference::rope(&x, &positions, &frequencies, -1.0);
+                let forward = reference::rope(&x, &positions, &frequencies, 1.0);
+                on_every_queue(run, |results| {
+                    assert_close("backward", &results[0], &backward, tolerance(dtype), 2e-6);
+                    assert_close("forward", &results[1], &forward, tolerance(dtype), 2e-6);
+                    assert_eq!(results[1], results[2], "in place");
+                });
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "rope: f32 [2, 10] is not [2 tokens, heads, 4 elements]")]
+    fn a_width_that_is_no_number_of_heads_is_refused() {
+        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+        let x = floats(DType::F32, [2, 10], &[0.0; 20]);
+        let (positions, frequencies) = (tensor(&[0_u32, 1]), tensor(&[1.0_f32, 0.1]));
+        queue.rope(x.view(), positions.view(), frequencies.view(), Rotation::Forward, x.view());
+    }
+}

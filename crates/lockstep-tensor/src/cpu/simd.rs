@@ -172,7 +172,7 @@ pub(crate) fn normal_distribution(x: f32) -> (f32, f32) {
     p = p * t + 0.399_534_7;
     p = p * t - 0.058_311_27;
     p = p * t + 0.264_635_86;
-    p = p * t + 0.300_333_12;
+    p = p * t + 0.300_333_1;
     p = p * t + 0.350_587_88;
     p = p * t + 0.349_978_6;
     let density = ONE_OVER_SQRT_TAU * exp(-0.5 * x * x);
@@ -245,10 +245,7 @@ pub(crate) fn sum<T: Float, const N: usize, const M: usize>(
         }
         at += LANES;
     }
-    lanes.map(
-        #[inline(always)]
-        |lanes| tree_sum(lanes),
-    )
+    lanes.map(tree_sum)
 }
 
 #[inline(always)]

@@ -1,0 +1,126 @@
+//! Attention, forward and backward, at the shapes of real models on two threads, and one step of generation.
+//!
+//! Throughput counts the floating-point operations of the visible scores: two products forward, five backward.
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use lockstep_tensor::{Arena, Attention, CpuQueue, Dropout, Kernels, Tensor};
+
+const THREADS: usize = 2;
+const CATEGORY: MemoryCategory = MemoryCategory::Activations;
+
+struct Case {
+    name: &'static str,
+    sequences: usize,
+    query_len: usize,
+    key_len: usize,
+    heads: usize,
+    key_value_heads: usize,
+    head_dim: usize,
+    dropout: f32,
+}
+
+impl Case {
+    const fn training(name: &'static str, sequences: usize, len: usize, heads: usize) -> Self {
+        Self {
+            name,
+            sequences,
+            query_len: len,
+            key_len: len,
+            heads,
+            key_value_heads: heads,
+            head_dim: 64,
+            dropout: 0.0,
+        }
+    }
+
+    fn visible_scores(&self) -> u64 {
+        let start = self.key_len - self.query_len;
+        let seen: usize = (start..self.key_len).map(|position| position + 1).sum();
+        (self.sequences * self.heads * seen) as u64
+    }
+}
+
+fn cases() -> [Case; 6] {
+    let llama = Case { key_value_heads: 8, ..Case::training("llama 1x2048, 32/8 heads of 64", 1, 2048, 32) };
+    [
+        Case::training("baby-gpt 8x256, 6 heads of 64", 8, 256, 6),
+        Case { dropout: 0.2, ..Case::training("baby-gpt with dropout", 8, 256, 6) },
+        Case::training("gpt2 2x512, 12 heads of 64", 2, 512, 12),
+        Case { head_dim: 128, name: "llama 1x2048, 32/8 heads of 128", ..llama },
+        llama,
+        Case { query_len: 1, name: "generation, 1 query on 2048 keys, 32/8 heads of 64", ..llama },
+    ]
+}
+
+fn random(arena: &Arena, dtype: DType, elements: usize, queue: &CpuQueue) -> Tensor {
+    let philox = Philox::new(elements as u64);
+    let values: Vec<f32> = (0..elements as u64).map(|i| philox.normal(i)).collect();
+    let source = Tensor::from_slice(arena, [elements], &values, CATEGORY).expect("memory for a bench");
+    let tensor = Tensor::zeros(arena, dtype, [elements], CATEGORY).expect("memory for a bench");
+    queue.cast(source.view(), tensor.view());
+    tensor
+}
+
+fn attention(c: &mut Criterion) {
+    let arena = Arena::new();
+    let queue = CpuQueue::new(THREADS, &arena).expect("threads for a bench");
+    for dtype in [DType::F32, DType::BF16] {
+        for case in cases() {
+            let keys = Tensor::zeros(&arena, DType::U32, [case.sequences, 2], CATEGORY).expect("memory");
+            let geometry = Attention {
+                sequences: case.sequences,
+                query_len: case.query_len,
+                key_len: case.key_len,
+                query_start: case.key_len - case.query_len,
+                heads: case.heads,
+                key_value_heads: case.key_value_heads,
+                head_dim: case.head_dim,
+                scale: (case.head_dim as f32).powf(-0.5),
+                window: None,
+                dropout: (case.dropout > 0.0).then(|| Dropout {
+                    probability: case.dropout,
+                    site: 0,
+                    keys: keys.view(),
+                }),
+            };
+            let queries = case.sequences * case.query_len * case.heads * case.head_dim;
+            let keys = case.sequences * case.key_len * case.key_value_heads * case.head_dim;
+            let new = |elements| random(&arena, dtype, elements, &queue);
+            let [q, out, dout, dq] = [queries; 4].map(new);
+            let [k, v, dk, dv] = [keys; 4].map(new);
+            let statistics = random(&arena, DType::F32, queries / case.head_dim, &queue);
+            let operations_per_product = 2 * case.visible_scores() * case.head_dim as u64;
+
+            let mut group = c.benchmark_group(format!("attention {dtype}, {}", case.name));
+            group.throughput(Throughput::Elements(2 * operations_per_product));
+            let forward = || {
+                queue.attention(&geometry, q.view(), k.view(), v.view(), out.view(), statistics.view());
+            };
+            group.bench_function("forward", |b| b.iter(forward));
+            if case.query_len == case.key_len {
+                group.throughput(Throughput::Elements(5 * operations_per_product));
+                group.bench_function("backward", |b| {
+                    b.iter(|| {
+                        queue.attention_backward(
+                            &geometry,
+                            q.view(),
+                            k.view(),
+                            v.view(),
+                            out.view(),
+                            statistics.view(),
+                            dout.view(),
+                            dq.view(),
+                            dk.view(),
+                            dv.view(),
+                        );
+                    });
+                });
+            }
+            group.finish();
+        }
+    }
+}
+
+criterion_group!(benches, attention);
+criterion_main!(benches);

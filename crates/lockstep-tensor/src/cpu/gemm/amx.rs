@@ -4,7 +4,7 @@
 //! A tile of A is 16 rows of 32 bf16; a tile of B is 16 pairs of rows of 16 columns, the pair side by side.
 //! Inline assembly, because Rust has no stable intrinsics for the tiles.
 
-use super::{kernel::MicroKernel, pack::Order, store::Tile};
+use super::{kernel::MicroKernel, lanes::Bf16Pairs, pack::Order, store::Tile};
 
 /// bf16 by AMX tiles.
 pub(super) struct Tiles;
@@ -28,6 +28,7 @@ static CONFIGURATION: Configuration = Configuration {
 };
 
 impl MicroKernel for Tiles {
+    type Vector = Bf16Pairs;
     const ROWS: usize = 32;
     const COLUMNS: usize = 32;
     const DEPTH: usize = 16;

@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use super::{
     CpuQueue, Float, Problem, Scratch, Window,
     blocks::{Blocks, Grain},
-    kernel::MicroKernel,
-    pack::{Order, Panels, Unit, pack},
+    kernel::{ColumnPanels, MicroKernel, RowPanels},
+    pack::{Unit, pack},
     scratch::PARTIAL_COLUMNS,
     store::{Finish, Tile, store},
 };
@@ -109,8 +109,11 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
         }
         let pack_part = |part: usize, packed: &mut [u32]| {
             let start = columns.start + part * PACKED_PANELS * K::COLUMNS;
-            let panels = Panels { units: packed, width: K::COLUMNS, depth: units, order: Order::AcrossDepth };
-            pack::<U>(self.level, &self.problem.b, start..columns.end, depth.clone(), panels);
+            let b = &self.problem.b;
+            // SAFETY: the queue's level has the kernel's instructions.
+            unsafe {
+                pack::<K::Vector, U, ColumnPanels<K>>(b, start..columns.end, depth.clone(), units, packed);
+            }
         };
         let part_units = PACKED_PANELS * K::COLUMNS * units;
         match self.threads {
@@ -149,8 +152,11 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
         let mut packed_rows = self.scratch.rows();
         let packed_rows =
             &mut packed_rows.elements_mut::<u32>()[..rows.len().next_multiple_of(K::ROWS) * units];
-        let panels = Panels { units: packed_rows, width: K::ROWS, depth: units, order: K::A_ORDER };
-        pack::<U>(self.level, &self.problem.a, rows.clone(), chunk.depth.clone(), panels);
+        let a = &self.problem.a;
+        // SAFETY: the queue's level has the kernel's instructions.
+        unsafe {
+            pack::<K::Vector, U, RowPanels<K>>(a, rows.clone(), chunk.depth.clone(), units, packed_rows)
+        };
 
         let mut tile = Tile::zeros();
         for column in columns.clone().step_by(K::COLUMNS) {

@@ -1,8 +1,10 @@
 //! The micro-kernels: a tile of C in registers, one column of A times one row of B at a time.
 
+use std::marker::PhantomData;
+
 use super::{
     lanes::{self, Lanes},
-    pack::Order,
+    pack::{Order, PanelShape},
     store::Tile,
 };
 
@@ -12,6 +14,8 @@ use super::{
 /// side by side where `A_ORDER` is [`Order::AcrossDepth`]; otherwise, for each `DEPTH` units of depth,
 /// `ROWS` rows of `DEPTH` units.
 pub(super) trait MicroKernel {
+    /// The vectors it works with; packing uses them too.
+    type Vector: Lanes;
     /// Rows of the tile.
     const ROWS: usize;
     /// Columns of the tile.
@@ -35,6 +39,22 @@ pub(super) trait MicroKernel {
     /// The CPU must have the kernel's instructions, the thread must be prepared, and both panels must hold
     /// `depth` units, a multiple of `DEPTH`.
     unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile);
+}
+
+/// The panels of A of a micro-kernel.
+pub(super) struct RowPanels<K>(PhantomData<K>);
+
+impl<K: MicroKernel> PanelShape for RowPanels<K> {
+    const WIDTH: usize = K::ROWS;
+    const ORDER: Order = K::A_ORDER;
+}
+
+/// The panels of B of a micro-kernel.
+pub(super) struct ColumnPanels<K>(PhantomData<K>);
+
+impl<K: MicroKernel> PanelShape for ColumnPanels<K> {
+    const WIDTH: usize = K::COLUMNS;
+    const ORDER: Order = Order::AcrossDepth;
 }
 
 /// The product as a sum of outer products, `VECTORS` vectors wide.
@@ -80,16 +100,17 @@ macro_rules! outer_product_kernel {
         pub(super) struct $name;
 
         impl MicroKernel for $name {
+            type Vector = lanes::$vector;
             const ROWS: usize = $rows;
-            const COLUMNS: usize = $vectors * lanes::$vector::COUNT;
+            const COLUMNS: usize = $vectors * Self::Vector::COUNT;
             const DEPTH: usize = 1;
             const A_ORDER: Order = Order::AcrossDepth;
 
             unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
                 // SAFETY: the caller's promise.
                 unsafe {
-                    lanes::$vector::compiled(|| {
-                        outer_products::<lanes::$vector, $rows, $vectors>(depth, a, b, tile);
+                    Self::Vector::compiled(|| {
+                        outer_products::<Self::Vector, $rows, $vectors>(depth, a, b, tile);
                     });
                 }
             }

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use super::Float;
+use super::{Float, pack::Block, transpose};
 
 /// A vector of [`Lanes::COUNT`] lanes.
 ///
@@ -26,6 +26,8 @@ pub(super) trait Lanes: Copy {
     unsafe fn splat(unit: u32) -> Self;
     /// `sums + x · y`, lane by lane.
     unsafe fn multiply_add(x: Self, y: Self, sums: Self) -> Self;
+    /// Exchanges the rows and columns of a block of units.
+    unsafe fn transpose(block: &mut Block);
     /// Writes the sums to any address.
     unsafe fn store(self, sums: *mut f32);
 
@@ -80,6 +82,11 @@ impl Lanes for Plain {
     }
 
     #[inline(always)]
+    unsafe fn transpose(block: &mut Block) {
+        transpose::transpose(block);
+    }
+
+    #[inline(always)]
     unsafe fn store(self, sums: *mut f32) {
         // SAFETY: the caller has room for eight sums there.
         unsafe { sums.cast::<[f32; 8]>().write_unaligned(self.0) }
@@ -90,7 +97,7 @@ impl Lanes for Plain {
 #[cfg(target_arch = "x86_64")]
 macro_rules! vector {
     ($(#[$doc:meta])* $name:ident($vector:ty), $features:literal, $count:literal, $zero:ident, |$units:ident| $load:expr,
-     |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $store:ident) => {
+     |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $store:ident, $transpose:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         pub(super) struct $name($vector);
@@ -128,6 +135,12 @@ macro_rules! vector {
             }
 
             #[inline(always)]
+            unsafe fn transpose(block: &mut Block) {
+                // SAFETY: as above.
+                unsafe { transpose::$transpose(block) }
+            }
+
+            #[inline(always)]
             unsafe fn store(self, sums: *mut f32) {
                 // SAFETY: the caller has room for a vector of sums there.
                 unsafe { $store(sums, self.0) }
@@ -143,27 +156,30 @@ vector!(
     |units| _mm256_loadu_ps(units.cast()),
     |unit| _mm256_set1_ps(f32::from_bits(unit)),
     |x, y, sums| _mm256_fmadd_ps(x.0, y.0, sums.0),
-    _mm256_storeu_ps
+    _mm256_storeu_ps,
+    transpose_avx2
 );
 
 #[cfg(target_arch = "x86_64")]
 vector!(
     /// Sixteen f32 lanes of AVX-512.
-    F32x16(__m512), "avx512f", 16, _mm512_setzero_ps,
+    F32x16(__m512), "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma", 16, _mm512_setzero_ps,
     |units| _mm512_loadu_ps(units.cast()),
     |unit| _mm512_set1_ps(f32::from_bits(unit)),
     |x, y, sums| _mm512_fmadd_ps(x.0, y.0, sums.0),
-    _mm512_storeu_ps
+    _mm512_storeu_ps,
+    transpose_avx512
 );
 
 #[cfg(target_arch = "x86_64")]
 vector!(
     /// Sixteen lanes of AVX512-BF16, each summing the products of a pair of bf16. Subnormals count as zero.
-    Bf16Pairs(__m512), "avx512f,avx512bf16", 16, _mm512_setzero_ps,
+    Bf16Pairs(__m512), "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma", 16, _mm512_setzero_ps,
     |units| _mm512_loadu_ps(units.cast()),
     |unit| _mm512_castsi512_ps(_mm512_set1_epi32(unit.cast_signed())),
     |x, y, sums| _mm512_dpbf16_ps(sums.0, bits(x.0), bits(y.0)),
-    _mm512_storeu_ps
+    _mm512_storeu_ps,
+    transpose_avx512
 );
 
 /// The same 512 bits, as the operand type of the dot product.

@@ -22,6 +22,7 @@ mod scratch;
 mod store;
 #[cfg(test)]
 mod tests;
+mod transpose;
 
 use half::bf16;
 use lockstep_plan::DType;

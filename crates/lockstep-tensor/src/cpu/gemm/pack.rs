@@ -5,14 +5,17 @@
 //! along the depth. Blocks of 16 × 16 units are read the way they lie in memory, transposed if the panel
 //! wants them the other way, and written; what lies beyond the operand is zero.
 
+use std::ops::Range;
+
 use half::bf16;
 
-use super::{CpuLevel, Float};
+use super::{Float, lanes::Lanes};
 
 /// Side of the blocks that are read, transposed and written at once.
-const SIDE: usize = 16;
+pub(super) const SIDE: usize = 16;
 
-type Block = [[u32; SIDE]; SIDE];
+/// A block of units.
+pub(super) type Block = [[u32; SIDE]; SIDE];
 
 /// Which neighbours lie side by side in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -45,19 +48,28 @@ impl<'a, T> Operand<'a, T> {
     pub(super) fn line(&self, index: usize) -> &'a [T] {
         &self.elements[index * self.stride..][..self.stride]
     }
+
+    /// The elements of one unit of depth, where neighbours across the depth lie side by side: as many lines
+    /// as a unit has elements and the depth has lines before `end`.
+    #[inline(always)]
+    fn lines<U: Unit<Source = T>>(&self, outer: Range<usize>, index: usize, end: usize) -> [&'a [T]; 2] {
+        let line = |index: usize| &self.elements[index * self.stride..][outer.clone()];
+        let second = if U::ELEMENTS == 2 && index + 1 < end { line(index + 1) } else { &[] };
+        [if index < end { line(index) } else { &[] }, second]
+    }
 }
 
 /// How elements become units.
 pub(super) trait Unit {
     /// Type of the operand's elements.
     type Source: Float;
-    /// Elements of one unit.
+    /// Elements of one unit, 1 or 2.
     const ELEMENTS: usize;
-    /// The units of up to `SIDE · ELEMENTS` neighbours along the depth.
-    fn along(elements: &[Self::Source]) -> [u32; SIDE];
-    /// The units of up to `SIDE` neighbours across the depth: `lines` holds them at successive depths, one
-    /// to `ELEMENTS` lines.
-    fn across(lines: [&[Self::Source]; 2]) -> [u32; SIDE];
+    /// The first units of `units`, from as many elements, neighbours along the depth, as there are.
+    fn along(elements: &[Self::Source], units: &mut [u32; SIDE]);
+    /// All of `units`: neighbours across the depth, whose elements are in as many lines as a unit has, of which
+    /// the second is empty beyond the operand.
+    fn across(lines: [&[Self::Source]; 2], units: &mut [u32]);
 }
 
 /// An f32.
@@ -68,15 +80,13 @@ impl Unit for Single {
     const ELEMENTS: usize = 1;
 
     #[inline(always)]
-    fn along(elements: &[f32]) -> [u32; SIDE] {
-        let mut units = [0; SIDE];
+    fn along(elements: &[f32], units: &mut [u32; SIDE]) {
         units[..elements.len()].copy_from_slice(bytemuck::cast_slice(elements));
-        units
     }
 
     #[inline(always)]
-    fn across([line, _]: [&[f32]; 2]) -> [u32; SIDE] {
-        Self::along(line)
+    fn across([line, _]: [&[f32]; 2], units: &mut [u32]) {
+        units.copy_from_slice(bytemuck::cast_slice(line));
     }
 }
 
@@ -88,17 +98,15 @@ impl Unit for Widened {
     const ELEMENTS: usize = 1;
 
     #[inline(always)]
-    fn along(elements: &[bf16]) -> [u32; SIDE] {
-        let mut units = [0; SIDE];
-        for (unit, element) in units.iter_mut().zip(elements) {
-            *unit = u32::from(element.to_bits()) << 16;
-        }
-        units
+    fn along(elements: &[bf16], units: &mut [u32; SIDE]) {
+        Self::across([elements, &[]], &mut units[..elements.len()]);
     }
 
     #[inline(always)]
-    fn across([line, _]: [&[bf16]; 2]) -> [u32; SIDE] {
-        Self::along(line)
+    fn across([line, _]: [&[bf16]; 2], units: &mut [u32]) {
+        for (unit, element) in units.iter_mut().zip(line) {
+            *unit = u32::from(element.to_bits()) << 16;
+        }
     }
 }
 
@@ -110,216 +118,199 @@ impl Unit for BfloatPair {
     const ELEMENTS: usize = 2;
 
     #[inline(always)]
-    fn along(elements: &[bf16]) -> [u32; SIDE] {
-        let mut units = [0; SIDE];
-        bytemuck::cast_slice_mut::<u32, bf16>(&mut units)[..elements.len()].copy_from_slice(elements);
-        units
+    fn along(elements: &[bf16], units: &mut [u32; SIDE]) {
+        bytemuck::cast_slice_mut::<u32, bf16>(units)[..elements.len()].copy_from_slice(elements);
     }
 
     #[inline(always)]
-    fn across([first, second]: [&[bf16]; 2]) -> [u32; SIDE] {
-        let mut units = [0; SIDE];
-        for (unit, element) in units.iter_mut().zip(first) {
-            *unit = u32::from(element.to_bits());
+    fn across([first, second]: [&[bf16]; 2], units: &mut [u32]) {
+        if second.is_empty() {
+            for (unit, first) in units.iter_mut().zip(first) {
+                *unit = u32::from(first.to_bits());
+            }
+        } else {
+            for (unit, (first, second)) in units.iter_mut().zip(first.iter().zip(second)) {
+                *unit = u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
+            }
         }
-        for (unit, element) in units.iter_mut().zip(second) {
-            *unit |= u32::from(element.to_bits()) << 16;
-        }
-        units
     }
 }
 
-/// Where panels go: panel after panel, each `width · depth` units.
-pub(super) struct Panels<'a> {
-    /// The panels' memory.
-    pub(super) units: &'a mut [u32],
+/// What a micro-kernel expects of the panels of one operand.
+pub(super) trait PanelShape {
     /// Rows of A or columns of B in a panel.
-    pub(super) width: usize,
-    /// Depth of a panel in units.
-    pub(super) depth: usize,
-    /// Whether a panel holds `width` units side by side for each unit of depth, or, for each 16 units
-    /// of depth, `width` lines of 16.
-    pub(super) order: Order,
+    const WIDTH: usize;
+    /// Whether a panel holds `WIDTH` units side by side for each unit of depth, or, for each 16 units of
+    /// depth, `WIDTH` lines of 16.
+    const ORDER: Order;
 }
 
-/// Packs `outer` rows of A (or columns of B) at `depth` elements. Both ranges must lie in the operand.
-#[inline(always)]
-pub(super) fn pack<U: Unit>(
-    level: CpuLevel,
+/// Packs `outer` rows of A (or columns of B) at `depth` elements, both inside the operand, into `panels`:
+/// panel after panel, each `WIDTH · units` units.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+pub(super) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
     operand: &Operand<'_, U::Source>,
-    outer: std::ops::Range<usize>,
-    depth: std::ops::Range<usize>,
-    panels: Panels<'_>,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
 ) {
-    level.run(|| {
-        let Panels { units, width, depth: panel_depth, order } = panels;
-        for unit in (0..panel_depth).step_by(SIDE) {
-            let start = (depth.start + unit * U::ELEMENTS).min(depth.end);
-            let end = (start + SIDE * U::ELEMENTS).min(depth.end);
-            let count = SIDE.min(panel_depth - unit);
-            for (index, panel) in units.chunks_exact_mut(width * panel_depth).enumerate() {
-                for column in (0..width).step_by(SIDE) {
-                    let lanes = SIDE.min(width - column);
-                    let first = (outer.start + index * width + column).min(outer.end);
-                    let last = (first + lanes).min(outer.end);
-                    let mut block = read::<U>(operand, first..last, start..end, lanes);
-                    if operand.order != order {
-                        transpose(level, &mut block);
-                    }
-                    match order {
-                        Order::AcrossDepth => {
-                            let target = &mut panel[unit * width..][..count * width];
-                            for (line, row) in target.chunks_exact_mut(width).zip(&block) {
-                                line[column..column + lanes].copy_from_slice(&row[..lanes]);
-                            }
-                        }
-                        Order::AlongDepth => {
-                            let target = &mut panel[unit * width + column * SIDE..][..lanes * SIDE];
-                            target.copy_from_slice(block[..lanes].as_flattened());
-                        }
-                    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        V::compiled(
+            #[inline(always)]
+            || match (operand.order, P::ORDER) {
+                (Order::AcrossDepth, Order::AcrossDepth) => {
+                    copy::<U, P>(operand, outer, depth, units, panels)
                 }
+                (Order::AlongDepth, _) => {
+                    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+                        read_along::<U>(operand, outer, depth, block);
+                        if P::ORDER == Order::AcrossDepth {
+                            V::transpose(block);
+                        }
+                    })
+                }
+                (Order::AcrossDepth, Order::AlongDepth) => {
+                    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+                        read_across::<U>(operand, outer, depth, block);
+                        V::transpose(block);
+                    });
+                }
+            },
+        );
+    }
+}
+
+/// Packs an operand whose neighbours across the depth lie side by side into panels where they do so too.
+#[inline(always)]
+fn copy<U: Unit, P: PanelShape>(
+    operand: &Operand<'_, U::Source>,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    let panel_units = P::WIDTH * units;
+    let whole_panels = outer.len() / P::WIDTH;
+    for unit in 0..units {
+        let lines = operand.lines::<U>(outer.clone(), depth.start + unit * U::ELEMENTS, depth.end);
+        let mut panels = panels.chunks_exact_mut(panel_units);
+        for (index, panel) in panels.by_ref().take(whole_panels).enumerate() {
+            let target = &mut panel[unit * P::WIDTH..][..P::WIDTH];
+            let lines = lines.map(|line| line.get(index * P::WIDTH..).unwrap_or_default());
+            // A constant length makes the copy a few vector moves.
+            if U::ELEMENTS == 1 {
+                U::across([&lines[0][..P::WIDTH], &[]], target);
+            } else if lines[1].is_empty() {
+                across_unlikely::<U>(lines, target);
+            } else {
+                U::across([&lines[0][..P::WIDTH], &lines[1][..P::WIDTH]], target);
             }
         }
-    });
+        if let Some(panel) = panels.next() {
+            let lines = lines.map(|line| line.get(whole_panels * P::WIDTH..).unwrap_or_default());
+            across_unlikely::<U>(lines, &mut panel[unit * P::WIDTH..][..P::WIDTH]);
+        }
+    }
 }
 
-/// The block's units, lines as they lie in the operand. `lanes` is the usual length of `outer`.
+/// [`Unit::across`] at an edge; what lies beyond is zero. Kept apart, so that the usual case has constant lengths.
+#[cold]
+#[inline(never)]
+fn across_unlikely<U: Unit>(lines: [&[U::Source]; 2], units: &mut [u32]) {
+    units.fill(0);
+    let len = units.len().min(lines[0].len());
+    U::across(lines.map(|line| &line[..len.min(line.len())]), &mut units[..len]);
+}
+
+/// [`Unit::along`] at an edge.
+#[cold]
+#[inline(never)]
+fn along_unlikely<U: Unit>(elements: &[U::Source], units: &mut [u32; SIDE]) {
+    U::along(elements, units);
+}
+
+/// Packs by blocks: `read` fills a zeroed one, as it lies in the panel, from a range across and one along the depth.
 #[inline(always)]
-fn read<U: Unit>(
-    operand: &Operand<'_, U::Source>,
-    outer: std::ops::Range<usize>,
-    depth: std::ops::Range<usize>,
-    lanes: usize,
-) -> Block {
-    let mut block = [[0; SIDE]; SIDE];
-    let Operand { elements, stride, order } = operand;
-    match order {
-        Order::AlongDepth => {
-            for (row, line) in block.iter_mut().zip(outer) {
-                let line = &elements[line * stride..][depth.clone()];
-                // A constant length makes the copy a few vector moves.
-                *row = match line.first_chunk::<{ 2 * SIDE }>() {
-                    Some(line) if U::ELEMENTS == 2 => U::along(line),
-                    _ => match line.first_chunk::<SIDE>() {
-                        Some(line) if U::ELEMENTS == 1 => U::along(line),
-                        _ => U::along(line),
-                    },
-                };
+fn blocks<P: PanelShape>(
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    unit_elements: usize,
+    panels: &mut [u32],
+    read: impl Fn(&mut Block, Range<usize>, Range<usize>),
+) {
+    for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
+        for column in (0..P::WIDTH).step_by(SIDE) {
+            let first = outer.start + index * P::WIDTH + column;
+            let lanes = SIDE.min(P::WIDTH - column);
+            let outer = first.min(outer.end)..(first + lanes).min(outer.end);
+            for unit in (0..units).step_by(SIDE) {
+                let start = depth.start + unit * unit_elements;
+                let end = (start + SIDE * unit_elements).min(depth.end);
+                let mut block = [[0; SIDE]; SIDE];
+                read(&mut block, outer.clone(), start.min(end)..end);
+                write::<P>(&block, &mut panel[unit * P::WIDTH..], column);
+            }
+        }
+    }
+}
+
+/// Writes a block at `column` of a panel from its depth on, which may hold less than the block.
+#[inline(always)]
+fn write<P: PanelShape>(block: &Block, panel: &mut [u32], column: usize) {
+    let rest = P::WIDTH % SIDE;
+    match P::ORDER {
+        Order::AcrossDepth if column + SIDE <= P::WIDTH => {
+            for (line, row) in panel.chunks_exact_mut(P::WIDTH).zip(block) {
+                line[column..column + SIDE].copy_from_slice(row);
             }
         }
         Order::AcrossDepth => {
-            let width = outer.len();
-            let line = |index: usize| {
-                if index < depth.end { &elements[index * stride + outer.start..][..width] } else { &[] }
-            };
-            for (row, index) in block.iter_mut().zip(depth.clone().step_by(U::ELEMENTS)) {
-                let (first, second) = (line(index), if U::ELEMENTS == 2 { line(index + 1) } else { &[] });
-                *row = if width == lanes && second.len() == if U::ELEMENTS == 2 { lanes } else { 0 } {
-                    U::across([&first[..lanes], if U::ELEMENTS == 2 { &second[..lanes] } else { &[] }])
-                } else {
-                    U::across([first, second])
-                };
+            for (line, row) in panel.chunks_exact_mut(P::WIDTH).zip(block) {
+                line[P::WIDTH - rest..].copy_from_slice(&row[..rest]);
             }
         }
+        Order::AlongDepth => panel[column * SIDE..][..SIDE * SIDE].copy_from_slice(block.as_flattened()),
     }
-    block
 }
 
+/// Lines of the block are lines of an operand whose neighbours along the depth lie side by side.
 #[inline(always)]
-fn transpose(level: CpuLevel, block: &mut Block) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if level >= CpuLevel::Avx512 {
-            // SAFETY: the level says that the CPU has these instructions.
-            return unsafe { x86::transpose_avx512(block) };
+fn read_along<U: Unit>(
+    operand: &Operand<'_, U::Source>,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    block: &mut Block,
+) {
+    let line = |index: usize| &operand.elements[index * operand.stride..][depth.clone()];
+    if depth.len() == SIDE * U::ELEMENTS {
+        for (row, index) in block.iter_mut().zip(outer) {
+            U::along(&line(index)[..SIDE * U::ELEMENTS], row);
         }
-        if level >= CpuLevel::Avx2 {
-            // SAFETY: as above.
-            return unsafe { x86::transpose_avx2(block) };
-        }
-    }
-    let source = *block;
-    for (i, row) in block.iter_mut().enumerate() {
-        for (j, unit) in row.iter_mut().enumerate() {
-            *unit = source[j][i];
+    } else {
+        for (row, index) in block.iter_mut().zip(outer) {
+            along_unlikely::<U>(line(index), row);
         }
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    //! Transposition by interleaving units, pairs of units, and quarters or halves of vectors.
-
-    use std::arch::x86_64::*;
-
-    use super::{Block, SIDE};
-
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn transpose_avx512(block: &mut Block) {
-        let zero = _mm512_setzero_si512();
-        let mut rows = [zero; SIDE];
-        for (row, units) in rows.iter_mut().zip(&*block) {
-            // SAFETY: a line of the block is 16 units.
-            *row = unsafe { _mm512_loadu_si512(units.as_ptr().cast()) };
-        }
-        // Quarter q of `quads[4 i + j]` holds column 4 q + j of rows 4 i to 4 i + 3.
-        let mut quads = [zero; SIDE];
-        for i in (0..SIDE).step_by(4) {
-            let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
-            let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-            let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-            quads[i] = _mm512_unpacklo_epi64(ab_low, cd_low);
-            quads[i + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
-            quads[i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-            quads[i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
-        }
-        for j in 0..4 {
-            let [a, b, c, d] = [quads[j], quads[4 + j], quads[8 + j], quads[12 + j]];
-            let ab_even = _mm512_shuffle_i32x4::<0x88>(a, b);
-            let ab_odd = _mm512_shuffle_i32x4::<0xdd>(a, b);
-            let cd_even = _mm512_shuffle_i32x4::<0x88>(c, d);
-            let cd_odd = _mm512_shuffle_i32x4::<0xdd>(c, d);
-            rows[j] = _mm512_shuffle_i32x4::<0x88>(ab_even, cd_even);
-            rows[4 + j] = _mm512_shuffle_i32x4::<0x88>(ab_odd, cd_odd);
-            rows[8 + j] = _mm512_shuffle_i32x4::<0xdd>(ab_even, cd_even);
-            rows[12 + j] = _mm512_shuffle_i32x4::<0xdd>(ab_odd, cd_odd);
-        }
-        for (row, units) in rows.iter().zip(block) {
-            // SAFETY: a line of the block is 16 units.
-            unsafe { _mm512_storeu_si512(units.as_mut_ptr().cast(), *row) };
-        }
-    }
-
-    #[target_feature(enable = "avx2")]
-    pub(super) fn transpose_avx2(block: &mut Block) {
-        let source = *block;
-        for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
-            let zero = _mm256_setzero_si256();
-            let mut rows = [zero; 8];
-            for (vector, units) in rows.iter_mut().zip(&source[row..]) {
-                // SAFETY: eight units lie there, as `column` is 0 or 8.
-                *vector = unsafe { _mm256_loadu_si256(units[column..].as_ptr().cast()) };
-            }
-            // Half h of `quads[4 i + j]` holds column 4 h + j of rows 4 i to 4 i + 3.
-            let mut quads = [zero; 8];
-            for i in [0, 4] {
-                let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
-                let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-                let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
-                quads[i] = _mm256_unpacklo_epi64(ab_low, cd_low);
-                quads[i + 1] = _mm256_unpackhi_epi64(ab_low, cd_low);
-                quads[i + 2] = _mm256_unpacklo_epi64(ab_high, cd_high);
-                quads[i + 3] = _mm256_unpackhi_epi64(ab_high, cd_high);
-            }
-            for j in 0..4 {
-                rows[j] = _mm256_permute2x128_si256::<0x20>(quads[j], quads[4 + j]);
-                rows[4 + j] = _mm256_permute2x128_si256::<0x31>(quads[j], quads[4 + j]);
-            }
-            for (vector, units) in rows.iter().zip(&mut block[column..]) {
-                // SAFETY: eight units lie there, as `row` is 0 or 8.
-                unsafe { _mm256_storeu_si256(units[row..].as_mut_ptr().cast(), *vector) };
-            }
+/// Lines of the block are lines of an operand whose neighbours across the depth lie side by side.
+#[inline(always)]
+fn read_across<U: Unit>(
+    operand: &Operand<'_, U::Source>,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    block: &mut Block,
+) {
+    for (row, index) in block.iter_mut().zip(depth.clone().step_by(U::ELEMENTS)) {
+        let lines = operand.lines::<U>(outer.clone(), index, depth.end);
+        match lines.map(|line| line.first_chunk::<SIDE>()) {
+            [Some(first), Some(second)] => U::across([first, second], row),
+            _ => across_unlikely::<U>(lines, &mut row[..outer.len()]),
         }
     }
 }

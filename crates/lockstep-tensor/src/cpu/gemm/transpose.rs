@@ -1,0 +1,92 @@
+//! Transposition of a block of 16 × 16 units: by interleaving units, then pairs of units, then quarters or halves
+//! of vectors.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+use super::pack::{Block, SIDE};
+
+/// Without any instruction beyond the architecture's first.
+#[inline(always)]
+pub(super) fn transpose(block: &mut Block) {
+    let source = *block;
+    for (i, row) in block.iter_mut().enumerate() {
+        for (j, unit) in row.iter_mut().enumerate() {
+            *unit = source[j][i];
+        }
+    }
+}
+
+/// By AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn transpose_avx512(block: &mut Block) {
+    let zero = _mm512_setzero_si512();
+    let mut rows = [zero; SIDE];
+    for (row, units) in rows.iter_mut().zip(&*block) {
+        // SAFETY: a line of the block is 16 units.
+        *row = unsafe { _mm512_loadu_si512(units.as_ptr().cast()) };
+    }
+    // Quarter q of `quads[4 i + j]` holds column 4 q + j of rows 4 i to 4 i + 3.
+    let mut quads = [zero; SIDE];
+    for i in (0..SIDE).step_by(4) {
+        let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
+        let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        quads[i] = _mm512_unpacklo_epi64(ab_low, cd_low);
+        quads[i + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+        quads[i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+        quads[i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+    }
+    for j in 0..4 {
+        let [a, b, c, d] = [quads[j], quads[4 + j], quads[8 + j], quads[12 + j]];
+        let ab_even = _mm512_shuffle_i32x4::<0x88>(a, b);
+        let ab_odd = _mm512_shuffle_i32x4::<0xdd>(a, b);
+        let cd_even = _mm512_shuffle_i32x4::<0x88>(c, d);
+        let cd_odd = _mm512_shuffle_i32x4::<0xdd>(c, d);
+        rows[j] = _mm512_shuffle_i32x4::<0x88>(ab_even, cd_even);
+        rows[4 + j] = _mm512_shuffle_i32x4::<0x88>(ab_odd, cd_odd);
+        rows[8 + j] = _mm512_shuffle_i32x4::<0xdd>(ab_even, cd_even);
+        rows[12 + j] = _mm512_shuffle_i32x4::<0xdd>(ab_odd, cd_odd);
+    }
+    for (row, units) in rows.iter().zip(block) {
+        // SAFETY: a line of the block is 16 units.
+        unsafe { _mm512_storeu_si512(units.as_mut_ptr().cast(), *row) };
+    }
+}
+
+/// By AVX2.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) fn transpose_avx2(block: &mut Block) {
+    let source = *block;
+    for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
+        let zero = _mm256_setzero_si256();
+        let mut rows = [zero; 8];
+        for (vector, units) in rows.iter_mut().zip(&source[row..]) {
+            // SAFETY: eight units lie there, as `column` is 0 or 8.
+            *vector = unsafe { _mm256_loadu_si256(units[column..].as_ptr().cast()) };
+        }
+        // Half h of `quads[4 i + j]` holds column 4 h + j of rows 4 i to 4 i + 3.
+        let mut quads = [zero; 8];
+        for i in [0, 4] {
+            let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
+            let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+            let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+            quads[i] = _mm256_unpacklo_epi64(ab_low, cd_low);
+            quads[i + 1] = _mm256_unpackhi_epi64(ab_low, cd_low);
+            quads[i + 2] = _mm256_unpacklo_epi64(ab_high, cd_high);
+            quads[i + 3] = _mm256_unpackhi_epi64(ab_high, cd_high);
+        }
+        for j in 0..4 {
+            rows[j] = _mm256_permute2x128_si256::<0x20>(quads[j], quads[4 + j]);
+            rows[4 + j] = _mm256_permute2x128_si256::<0x31>(quads[j], quads[4 + j]);
+        }
+        for (vector, units) in rows.iter().zip(&mut block[column..]) {
+            // SAFETY: eight units lie there, as `row` is 0 or 8.
+            unsafe { _mm256_storeu_si256(units[row..].as_mut_ptr().cast(), *vector) };
+        }
+    }
+}

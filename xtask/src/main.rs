@@ -1,2 +1,57 @@
-//! placeholder
-fn main() {}
+//! The one entry point for developers: `cargo xtask ci` runs what CI runs, step by step, and stops at the first failure.
+#![forbid(unsafe_code)]
+
+use std::env;
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+/// The test command of the README, word for word.
+const TEST: &str = "cargo test --release --workspace";
+
+const HELP: &str = "\
+cargo xtask ci      formatting, lints, documentation and the README's test command
+cargo xtask docs    writes docs/configuration.md from the code
+";
+
+fn main() -> ExitCode {
+    let result = match env::args().nth(1).as_deref() {
+        Some("ci") => ci(),
+        Some("docs") => run(
+            "cargo test --release --quiet -p lockstep-train --test configuration the_manual_is_current",
+            &[("LOCKSTEP_WRITE_DOCS", "1")],
+        ),
+        _ => Err(HELP.to_owned()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("{message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn ci() -> Result<(), String> {
+    run("cargo fmt --all -- --check", &[])?;
+    run("cargo clippy --release --workspace --all-targets -- -D warnings", &[])?;
+    run("cargo doc --release --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;
+    run(TEST, &[])
+}
+
+/// Runs a command line whose words hold no spaces.
+fn run(command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
+    println!("== {command}");
+    let begin = Instant::now();
+    let mut words = command.split_whitespace();
+    let program = words.next().unwrap_or_default();
+    let status = Command::new(program)
+        .args(words)
+        .envs(environment.iter().copied())
+        .status()
+        .map_err(|error| format!("cannot run {program}: {error}"))?;
+    if !status.success() {
+        return Err(format!("failed: {command} ({status})"));
+    }
+    println!("== ok in {:.0} s", begin.elapsed().as_secs_f64());
+    Ok(())
+}

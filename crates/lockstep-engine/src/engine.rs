@@ -277,7 +277,10 @@ impl Engine {
     /// # Errors
     /// [`EngineError::WrongSize`].
     pub fn write_state(
-        &mut self, id: ParameterId, kind: StateKind, values: &[f32],
+        &mut self,
+        id: ParameterId,
+        kind: StateKind,
+        values: &[f32],
     ) -> Result<(), EngineError> {
         let record = &self.records[id.0];
         if values.len() != record.elements() {

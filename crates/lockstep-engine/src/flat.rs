@@ -47,7 +47,11 @@ impl FlatStore {
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub fn zeros(
-        arena: &Arena, records: &[ParameterRecord], dtype: DType, category: MemoryCategory, tied: Tied,
+        arena: &Arena,
+        records: &[ParameterRecord],
+        dtype: DType,
+        category: MemoryCategory,
+        tied: Tied,
     ) -> Result<Self, TensorError> {
         let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
         let mut unit_elements = vec![0; unit_count];

@@ -88,7 +88,11 @@ impl Runner {
 
     /// Runs the forward of every unit.
     pub fn forward(
-        &mut self, model: &RecordedModel, queue: &dyn Kernels, weights: &FlatStore, batch: &HostBatch<'_>,
+        &mut self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        weights: &FlatStore,
+        batch: &HostBatch<'_>,
     ) {
         self.load(batch);
         for unit in 0..model.units() {
@@ -97,18 +101,28 @@ impl Runner {
         }
     }
 
+    /// The head's output after a forward: losses or logits, as the model was recorded.
+    pub fn output(&self, model: &RecordedModel) -> View<'_> {
+        let head = model.units() - 1;
+        model.program(head).output(&self.frames[head])
+    }
+
     /// The sum of the losses of the last forward, over the tokens that are not masked.
     pub fn loss_sum(&mut self, model: &RecordedModel) -> f64 {
         let head = model.units() - 1;
         let losses = model.program(head).output(&self.frames[head]);
-        losses.copy_to(&mut self.host_losses);
+        losses.reshape([losses.elements()]).copy_to(&mut self.host_losses);
         self.host_losses.iter().map(|&loss| f64::from(loss)).sum()
     }
 
     /// Runs the backward of every unit after a forward, adding to `gradients`. `seed_gradient` is that of each
     /// token's loss.
     pub fn backward(
-        &mut self, model: &RecordedModel, queue: &dyn Kernels, weights: &FlatStore, gradients: &FlatStore,
+        &mut self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        weights: &FlatStore,
+        gradients: &FlatStore,
         seed_gradient: f32,
     ) {
         let shape = model.program(0).shape();
@@ -139,7 +153,10 @@ impl Runner {
     }
 
     fn replay<'a>(
-        &'a self, model: &'a RecordedModel, unit: usize, queue: &'a dyn Kernels,
+        &'a self,
+        model: &'a RecordedModel,
+        unit: usize,
+        queue: &'a dyn Kernels,
         parameters: &'a UnitParameters<'a>,
     ) -> Replay<'a> {
         Replay {

@@ -71,14 +71,12 @@ pub(crate) struct Phase {
 /// A block, ready to be replayed any number of times.
 #[derive(Debug)]
 pub struct Program {
-    pub(crate) mode: Mode,
     pub(crate) shape: BlockShape,
     pub(crate) values: Vec<ValueInfo>,
     pub(crate) operations: Vec<Operation>,
     pub(crate) gradients: Vec<GradientBuffer>,
     pub(crate) split_gradients: Vec<GradientBuffer>,
     parameters: Vec<ParameterDeclaration>,
-    pub(crate) input: Option<Value>,
     pub(crate) output: Value,
     pub(crate) forward: Phase,
     pub(crate) backward: Phase,
@@ -105,10 +103,8 @@ impl Program {
             split_gradients: Vec::new(),
             frame_bytes: planner.frame_bytes,
             deferred_bytes: 0,
-            mode,
             shape,
             parameters,
-            input,
             output,
             values: Vec::new(),
             operations: Vec::new(),

@@ -88,10 +88,9 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
             Recompute::Full => lockstep_graph::Recompute::Full,
         },
         optimizer: match optimizer.kind {
-            OptimizerKind::AdamW => Optimizer::AdamW {
-                betas: optimizer.betas.map(|beta| beta as f32),
-                eps: optimizer.eps as f32,
-            },
+            OptimizerKind::AdamW => {
+                Optimizer::AdamW { betas: optimizer.betas.map(|beta| beta as f32), eps: optimizer.eps as f32 }
+            }
             OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum as f32 },
         },
         seed: config.train.seed,
@@ -106,7 +105,11 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
 ///
 /// # Errors
 /// Out of memory, damaged weights.
-pub(crate) fn build_engine(config: &RunConfig, model: &ResolvedModel, arena: &Arena) -> Result<Engine, Error> {
+pub(crate) fn build_engine(
+    config: &RunConfig,
+    model: &ResolvedModel,
+    arena: &Arena,
+) -> Result<Engine, Error> {
     let mut engine = Engine::new(&model.config, engine_options(config), arena)?;
     for record in engine.records_mut() {
         record.decay = config.optimizer.decays(record);
@@ -119,11 +122,8 @@ pub(crate) fn build_engine(config: &RunConfig, model: &ResolvedModel, arena: &Ar
 }
 
 fn load_weights(engine: &mut Engine, directory: &ModelDirectory) -> Result<(), Error> {
-    let ids: HashMap<String, ParameterId> = engine
-        .parameter_ids()
-        .into_iter()
-        .map(|id| (engine.records()[id.0].name.clone(), id))
-        .collect();
+    let ids: HashMap<String, ParameterId> =
+        engine.parameter_ids().into_iter().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
     directory.for_each_parameter(|name, values| -> Result<(), Error> {
         // The directory was matched with its configuration; overrides may have taken a parameter away.
         let Some(&id) = ids.get(name) else { return Ok(()) };

@@ -5,7 +5,8 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use lockstep_checkpoint::{
-    Checkpoint, CheckpointError, DType, Region, SaveRequest, TensorKind, TensorSlice, latest_good, prune, save,
+    Checkpoint, CheckpointError, DType, Region, SaveRequest, TensorKind, TensorSlice, latest_good, prune,
+    save,
 };
 use lockstep_engine::{Engine, StateKind, StateTensor};
 use serde_json::json;
@@ -28,7 +29,11 @@ pub(crate) struct Counters {
 
 /// Saves the run and removes checkpoints beyond `checkpoint.keep`.
 pub(crate) fn save_run(
-    config: &RunConfig, model: &ResolvedModel, tokenizer: &str, engine: &mut Engine, counters: Counters,
+    config: &RunConfig,
+    model: &ResolvedModel,
+    tokenizer: &str,
+    engine: &mut Engine,
+    counters: Counters,
 ) -> Result<PathBuf, CheckpointError> {
     let parameters = engine.records().to_vec();
     let tensors = engine.state_tensors();
@@ -76,7 +81,8 @@ fn tensor_kind(kind: StateKind) -> TensorKind {
 
 /// The checkpoint to go on from, and what to tell the user about those that were passed over.
 pub(crate) fn find_checkpoint(
-    config: &RunConfig, resume: &Resume,
+    config: &RunConfig,
+    resume: &Resume,
 ) -> Result<(Option<Checkpoint>, Vec<String>), Error> {
     match resume {
         Resume::Never => Ok((None, Vec::new())),
@@ -97,7 +103,8 @@ pub(crate) fn find_checkpoint(
                 .map(|skipped| format!("{}: {}", skipped.path.display(), skipped.reason))
                 .collect();
             if found.checkpoint.is_none() && !skipped.is_empty() {
-                let reasons = skipped.iter().map(|reason| format!("  {reason}")).collect::<Vec<_>>().join("\n");
+                let reasons =
+                    skipped.iter().map(|reason| format!("  {reason}")).collect::<Vec<_>>().join("\n");
                 return Err(Error::NoGoodCheckpoint { dir: dir.clone(), reasons });
             }
             Ok((found.checkpoint, skipped))
@@ -107,7 +114,9 @@ pub(crate) fn find_checkpoint(
 
 /// Loads a checkpoint into an engine, after checking that it belongs to this run.
 pub(crate) fn restore(
-    config: &RunConfig, engine: &mut Engine, checkpoint: &Checkpoint,
+    config: &RunConfig,
+    engine: &mut Engine,
+    checkpoint: &Checkpoint,
 ) -> Result<Counters, Error> {
     let manifest = checkpoint.manifest();
     let differences = manifest.config.get("run").map(|run| config.differences(run)).unwrap_or_default();

@@ -83,7 +83,8 @@ pub fn train(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Resu
         }
         None => Start::Fresh,
     };
-    let metrics = config.metrics.jsonl.then(|| MetricsWriter::open(&config.metrics.dir, start)).transpose()?;
+    let metrics =
+        config.metrics.jsonl.then(|| MetricsWriter::open(&config.metrics.dir, start)).transpose()?;
     let metrics = metrics.map(|(writer, _)| writer);
     let cursor = SampleCursor::single(
         counters.samples,
@@ -116,7 +117,11 @@ pub fn train(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Resu
 
 /// Everything that is derived from the configuration, said once.
 fn describe(
-    config: &RunConfig, model: &ResolvedModel, corpus: &Corpus, engine: &Engine, progress: &mut Progress,
+    config: &RunConfig,
+    model: &ResolvedModel,
+    corpus: &Corpus,
+    engine: &Engine,
+    progress: &mut Progress,
 ) {
     let options = engine_options(config);
     let name = match config.model_source() {

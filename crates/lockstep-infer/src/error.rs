@@ -1,0 +1,51 @@
+//! What can go wrong while a model is loaded or run.
+
+use lockstep_checkpoint::CheckpointError;
+use lockstep_data::DataError;
+use lockstep_tensor::TensorError;
+
+/// An error of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum InferError {
+    /// The model's directory.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The text or the tokenizer.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// Memory or threads.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// The directory names no tokenizer and the vocabulary is not that of bytes.
+    #[error(
+        "{model}: no tokenizer.json beside the weights, and a vocabulary of {vocab_size} is not that of bytes"
+    )]
+    NoTokenizer {
+        /// The directory.
+        model: String,
+        /// Its vocabulary.
+        vocab_size: usize,
+    },
+    /// The prompt has no token.
+    #[error("the prompt is empty and the tokenizer has no token to begin with")]
+    EmptyPrompt,
+    /// More tokens than positions.
+    #[error("{tokens} tokens do not fit: the model has {allowed} positions")]
+    TooLong {
+        /// Prompt and new tokens.
+        tokens: usize,
+        /// The model's maximum.
+        allowed: usize,
+    },
+    /// A number that has no meaning.
+    #[error("{name} = {value}: allowed is {allowed}")]
+    OutOfRange {
+        /// The option.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What is allowed.
+        allowed: &'static str,
+    },
+}

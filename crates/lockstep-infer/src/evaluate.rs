@@ -1,0 +1,54 @@
+//! Loss and perplexity over a text.
+
+use lockstep_data::{Dataset, MicroBatch};
+use lockstep_engine::{HostBatch, Runner};
+use lockstep_model::HeadOutput;
+
+use crate::{InferError, LoadedModel};
+
+/// Sequences in one forward.
+const BATCH: u64 = 8;
+
+/// The result of an evaluation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Evaluation {
+    /// Mean cross-entropy over all predicted tokens.
+    pub loss: f64,
+    /// How many tokens were predicted.
+    pub tokens: u64,
+}
+
+impl Evaluation {
+    /// `e^loss`.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+}
+
+/// The mean loss over every window of `data`.
+///
+/// # Errors
+/// Out of memory, a damaged token file.
+pub fn evaluate(model: &LoadedModel, data: &Dataset) -> Result<Evaluation, InferError> {
+    let sequences = data.windows().min(BATCH);
+    let recorded = model.record(sequences as usize, data.seq_len(), HeadOutput::Losses);
+    let mut runner = Runner::new(&recorded, &model.arena, 0)?;
+    let mut batch = MicroBatch::default();
+    let (mut loss, mut tokens) = (0.0, 0);
+    for first in (0..data.windows()).step_by(sequences as usize) {
+        data.fill(first..first + sequences, &mut batch)?;
+        // The last batch goes on into windows that were counted already.
+        let counted = (data.windows() - first).min(sequences) as usize * data.seq_len();
+        batch.labels[counted..].fill(lockstep_data::IGNORE_LABEL);
+        let host = HostBatch {
+            ids: &batch.ids,
+            labels: &batch.labels,
+            positions: &batch.positions,
+            sample_numbers: &batch.sample_numbers,
+        };
+        runner.forward(&recorded, &model.queue, &model.weights, &host);
+        loss += runner.loss_sum(&recorded);
+        tokens += batch.valid_tokens();
+    }
+    Ok(Evaluation { loss: loss / tokens as f64, tokens })
+}

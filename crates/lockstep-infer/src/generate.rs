@@ -1,0 +1,205 @@
+//! Text generation with a key-value cache: the prompt in one forward, then one token at a time.
+
+use lockstep_engine::UnitParameters;
+use lockstep_graph::{Batch, KeyValueCache, Replay};
+use lockstep_model::{HeadOutput, RecordedModel};
+use lockstep_plan::{DType, MemoryCategory};
+use lockstep_tensor::{Buffer, Tensor, TensorError, View};
+
+use crate::{InferError, LoadedModel, Sampler};
+
+/// Continues one sequence.
+pub struct Generator<'m> {
+    model: &'m LoadedModel,
+    /// Keys and values of each layer, `[capacity, key/value width]`.
+    caches: Vec<[Tensor; 2]>,
+    filled: usize,
+    capacity: usize,
+    decode: Forward,
+    logits: Vec<f32>,
+}
+
+/// The programs for a number of tokens, with the memory they run in.
+struct Forward {
+    programs: RecordedModel,
+    frames: Vec<Buffer>,
+    workspace: Buffer,
+    ids: Tensor,
+    positions: Tensor,
+    inverse_frequencies: Option<Tensor>,
+}
+
+impl<'m> Generator<'m> {
+    /// A generator with room for `capacity` tokens, prompt included.
+    ///
+    /// # Errors
+    /// More tokens than the model has positions; out of memory.
+    pub fn new(model: &'m LoadedModel, capacity: usize) -> Result<Self, InferError> {
+        let allowed = model.config.max_position_embeddings();
+        if capacity > allowed {
+            return Err(InferError::TooLong { tokens: capacity, allowed });
+        }
+        let width = model.config.num_key_value_heads() * model.config.head_dim();
+        let cache =
+            || Tensor::zeros(&model.arena, DType::F32, [capacity, width], MemoryCategory::Activations);
+        let caches = (0..model.config.num_hidden_layers())
+            .map(|_| Ok([cache()?, cache()?]))
+            .collect::<Result<_, TensorError>>()?;
+        let decode = Forward::new(model, 1)?;
+        let logits = vec![0.0; model.config.vocab_size()];
+        Ok(Self { model, caches, filled: 0, capacity, decode, logits })
+    }
+
+    /// Reads the prompt, then hands `new_tokens` tokens to `emit`, one by one, until it returns
+    /// [`ControlFlow::Break`](std::ops::ControlFlow).
+    ///
+    /// # Errors
+    /// An empty prompt, more tokens than there is room for, out of memory, what `emit` returns.
+    pub fn generate<E: From<InferError>>(
+        &mut self,
+        prompt: &[u32],
+        new_tokens: usize,
+        sampler: &mut Sampler,
+        mut emit: impl FnMut(u32) -> Result<std::ops::ControlFlow<()>, E>,
+    ) -> Result<(), E> {
+        if prompt.is_empty() {
+            return Err(InferError::EmptyPrompt.into());
+        }
+        let tokens = self.filled + prompt.len() + new_tokens;
+        if tokens > self.capacity + 1 {
+            return Err(InferError::TooLong { tokens, allowed: self.capacity }.into());
+        }
+        if new_tokens == 0 {
+            return Ok(());
+        }
+        let prefill = Forward::new(self.model, prompt.len()).map_err(InferError::from)?;
+        self.forward(&prefill, prompt);
+        drop(prefill);
+        for remaining in (0..new_tokens).rev() {
+            let id = sampler.draw(&self.logits);
+            if emit(id)?.is_break() || remaining == 0 {
+                break;
+            }
+            self.step(id);
+        }
+        Ok(())
+    }
+
+    /// The logits that follow the last token read.
+    pub fn logits(&self) -> &[f32] {
+        &self.logits
+    }
+
+    /// Reads a prompt without generating.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn read(&mut self, prompt: &[u32]) -> Result<(), InferError> {
+        let prefill = Forward::new(self.model, prompt.len())?;
+        self.forward(&prefill, prompt);
+        Ok(())
+    }
+
+    /// Reads one token.
+    pub fn step(&mut self, id: u32) {
+        let Self { model, caches, filled, decode, logits, .. } = self;
+        run(model, caches, *filled, decode, decode, &[id], logits);
+        *filled += 1;
+    }
+
+    fn forward(&mut self, forward: &Forward, ids: &[u32]) {
+        let Self { model, caches, filled, decode, logits, .. } = self;
+        run(model, caches, *filled, forward, decode, ids, logits);
+        *filled += ids.len();
+    }
+}
+
+impl Forward {
+    fn new(model: &LoadedModel, tokens: usize) -> Result<Self, TensorError> {
+        let programs = model.record(1, tokens, HeadOutput::Logits);
+        let arena = &model.arena;
+        let frames = (0..programs.units())
+            .map(|unit| arena.allocate(programs.program(unit).frame_bytes(), MemoryCategory::Activations))
+            .collect::<Result<_, _>>()?;
+        let workspace_bytes =
+            (0..programs.units()).map(|unit| programs.program(unit).workspace_bytes()).max();
+        let input = || Tensor::zeros(arena, DType::U32, [tokens], MemoryCategory::Activations);
+        Ok(Self {
+            frames,
+            workspace: arena.allocate(workspace_bytes.unwrap_or(0), MemoryCategory::Workspace)?,
+            ids: input()?,
+            positions: input()?,
+            inverse_frequencies: programs
+                .inverse_frequencies()
+                .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
+                .transpose()?,
+            programs,
+        })
+    }
+
+    fn replay<'a>(
+        &'a self,
+        unit: usize,
+        parameters: &'a UnitParameters<'a>,
+        model: &'a LoadedModel,
+        input: Option<View<'a>>,
+        cache: Option<KeyValueCache<'a>>,
+    ) -> Replay<'a> {
+        Replay {
+            queue: &model.queue,
+            parameters,
+            batch: Batch {
+                ids: self.ids.view(),
+                labels: None,
+                positions: self.positions.view(),
+                dropout_keys: None,
+                inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
+            },
+            input,
+            frame: &self.frames[unit],
+            workspace: &self.workspace,
+            first_dropout_site: 0,
+            cache,
+        }
+    }
+}
+
+/// Runs `ids`, which follow `filled` cached tokens, through the blocks of `forward`, and the last of them through the
+/// head of `decode`, which is recorded for one token.
+fn run(
+    model: &LoadedModel,
+    caches: &[[Tensor; 2]],
+    filled: usize,
+    forward: &Forward,
+    decode: &Forward,
+    ids: &[u32],
+    logits: &mut [f32],
+) {
+    let positions: Vec<u32> = (filled..filled + ids.len()).map(|position| position as u32).collect();
+    forward.ids.view().copy_from(ids);
+    forward.positions.view().copy_from(&positions);
+    let programs = &forward.programs;
+    let head = programs.units() - 1;
+    let parameters = |unit| UnitParameters {
+        ids: programs.unit_parameters(unit),
+        weights: &model.weights,
+        gradients: None,
+    };
+    let output = |unit: usize| programs.program(unit).output(&forward.frames[unit]);
+    for unit in 0..head {
+        let cache = unit.checked_sub(1).map(|layer| KeyValueCache {
+            keys: caches[layer][0].view(),
+            values: caches[layer][1].view(),
+            filled,
+        });
+        let input = unit.checked_sub(1).map(output);
+        let parameters = parameters(unit);
+        programs.program(unit).forward(&forward.replay(unit, &parameters, model, input, cache));
+    }
+    let last = output(head - 1).rows(ids.len() - 1..ids.len());
+    let parameters = parameters(head);
+    let program = decode.programs.program(head);
+    program.forward(&decode.replay(head, &parameters, model, Some(last), None));
+    let out = program.output(&decode.frames[head]);
+    out.reshape([logits.len()]).copy_to(logits);
+}

@@ -1,0 +1,18 @@
+//! Evaluation and text generation.
+//!
+//! Both run the very block code that training records, in [`Mode::Inference`](lockstep_graph::Mode): there is
+//! no second forward. [`LoadedModel`] holds the weights, [`evaluate`] measures the loss over a text, and
+//! [`Generator`] continues a prompt one token at a time with a key-value cache for each layer.
+#![forbid(unsafe_code)]
+
+mod error;
+mod evaluate;
+mod generate;
+mod loaded;
+mod sample;
+
+pub use error::InferError;
+pub use evaluate::{Evaluation, evaluate};
+pub use generate::Generator;
+pub use loaded::LoadedModel;
+pub use sample::{Sampler, Sampling};

@@ -1,0 +1,78 @@
+//! A model in memory, ready to run forward.
+
+use std::path::Path;
+
+use lockstep_checkpoint::{CheckpointError, ModelDirectory};
+use lockstep_data::Tokenizer;
+use lockstep_engine::{FlatStore, Tied};
+use lockstep_graph::{BlockShape, Mode, Recompute};
+use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
+use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_tensor::{Arena, CpuQueue};
+
+use crate::InferError;
+
+/// Weights in f32, with a queue to run them on.
+pub struct LoadedModel {
+    pub(crate) config: ModelConfig,
+    pub(crate) weights: FlatStore,
+    pub(crate) arena: Arena,
+    pub(crate) queue: CpuQueue,
+    tokenizer: Option<String>,
+    name: String,
+}
+
+impl LoadedModel {
+    /// Loads a Hugging Face directory or a checkpoint of a run, to run on `threads` threads.
+    ///
+    /// # Errors
+    /// Files that are missing, damaged or do not fit; out of memory.
+    pub fn open(dir: &Path, threads: usize) -> Result<Self, InferError> {
+        let directory = ModelDirectory::open(dir)?;
+        let config = directory.config().without_dropout();
+        let arena = Arena::new();
+        let records = record(&config, 1, 1, HeadOutput::Logits).records().to_vec();
+        let weights =
+            FlatStore::zeros(&arena, &records, DType::F32, MemoryCategory::Parameters, Tied::Shared)?;
+        directory.for_each_parameter(|name, values| -> Result<(), CheckpointError> {
+            if let Some(index) = records.iter().position(|record| record.name == name) {
+                weights.view(ParameterId(index)).copy_from(values);
+            }
+            Ok(())
+        })?;
+        let queue = CpuQueue::new(threads, &arena)?;
+        let name = dir.display().to_string();
+        Ok(Self { config, weights, arena, queue, tokenizer: directory.tokenizer(), name })
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The tokenizer that belongs to the model; bytes for a vocabulary of 256 to 259 without one.
+    ///
+    /// # Errors
+    /// No tokenizer, or one that does not fit the vocabulary.
+    pub fn tokenizer(&self) -> Result<Tokenizer, InferError> {
+        let vocab_size = self.config.vocab_size();
+        let name = match &self.tokenizer {
+            Some(name) => name.as_str(),
+            None if (256..=259).contains(&vocab_size) => "bytes",
+            None => return Err(InferError::NoTokenizer { model: self.name.clone(), vocab_size }),
+        };
+        let tokenizer = Tokenizer::load(name)?;
+        tokenizer.fits(vocab_size)?;
+        Ok(tokenizer)
+    }
+
+    /// The programs for `sequences` of `seq_len` tokens.
+    pub(crate) fn record(&self, sequences: usize, seq_len: usize, output: HeadOutput) -> RecordedModel {
+        record(&self.config, sequences, seq_len, output)
+    }
+}
+
+fn record(config: &ModelConfig, sequences: usize, seq_len: usize, output: HeadOutput) -> RecordedModel {
+    let shape = BlockShape { sequences, seq_len, dtype: DType::F32 };
+    RecordedModel::new(config, Mode::Inference, shape, Recompute::None, output)
+}

@@ -1,0 +1,156 @@
+//! Choosing the next token from logits: temperature, top-k, top-p, and a counter-based random number, so that a seed
+//! gives the same text on every run.
+
+use lockstep_plan::random::Philox;
+
+use crate::InferError;
+
+/// How the next token is chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits; 0 always takes the most likely token.
+    pub temperature: f32,
+    /// Only the most likely `top_k` tokens; 0 for all.
+    pub top_k: usize,
+    /// Only the most likely tokens that together have this probability.
+    pub top_p: f32,
+    /// Decides the random numbers.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self { temperature: 1.0, top_k: 0, top_p: 1.0, seed: 0 }
+    }
+}
+
+/// Draws tokens.
+#[derive(Debug)]
+pub struct Sampler {
+    sampling: Sampling,
+    drawn: u64,
+    candidates: Vec<(f32, u32)>,
+}
+
+impl Sampler {
+    /// A sampler that has drawn nothing yet.
+    ///
+    /// # Errors
+    /// [`InferError::OutOfRange`].
+    pub fn new(sampling: Sampling) -> Result<Self, InferError> {
+        let Sampling { temperature, top_p, .. } = sampling;
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            let allowed = "0 or more";
+            return Err(InferError::OutOfRange {
+                name: "temperature",
+                value: temperature.to_string(),
+                allowed,
+            });
+        }
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            let allowed = "more than 0 and at most 1";
+            return Err(InferError::OutOfRange { name: "top-p", value: top_p.to_string(), allowed });
+        }
+        Ok(Self { sampling, drawn: 0, candidates: Vec::new() })
+    }
+
+    /// The next token.
+    ///
+    /// # Panics
+    /// If there are no logits.
+    pub fn draw(&mut self, logits: &[f32]) -> u32 {
+        let uniform = Philox::new(self.sampling.seed).uniform(self.drawn);
+        self.drawn += 1;
+        let candidates = &mut self.candidates;
+        candidates.clear();
+        candidates.extend(logits.iter().copied().zip(0..));
+        // The most likely first; equal ones in the order of their ids.
+        candidates.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        let (highest, most_likely) = candidates[0];
+        if self.sampling.temperature == 0.0 {
+            return most_likely;
+        }
+        if self.sampling.top_k > 0 {
+            candidates.truncate(self.sampling.top_k);
+        }
+        for (logit, _) in candidates.iter_mut() {
+            *logit = ((*logit - highest) / self.sampling.temperature).exp();
+        }
+        let total: f32 = candidates.iter().map(|(weight, _)| weight).sum();
+        // The nucleus: as many as it takes to reach `top_p`, and never fewer than one.
+        let mut mass = 0.0;
+        let kept = candidates
+            .iter()
+            .position(|(weight, _)| {
+                mass += weight;
+                mass >= self.sampling.top_p * total
+            })
+            .map_or(candidates.len(), |last| last + 1);
+        candidates.truncate(kept);
+        let total: f64 = candidates.iter().map(|&(weight, _)| f64::from(weight)).sum();
+        let mut left = uniform * total;
+        for &(weight, id) in candidates.iter() {
+            left -= f64::from(weight);
+            if left < 0.0 {
+                return id;
+            }
+        }
+        most_likely
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn draws(sampling: Sampling, logits: &[f32], count: usize) -> Vec<u32> {
+        let mut sampler = Sampler::new(sampling).unwrap();
+        (0..count).map(|_| sampler.draw(logits)).collect()
+    }
+
+    #[test]
+    fn zero_temperature_takes_the_most_likely() {
+        let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
+        assert_eq!(draws(sampling, &[0.1, 3.0, -1.0, 3.0], 3), [1, 1, 1]);
+    }
+
+    #[test]
+    fn draws_follow_the_softmax() {
+        let logits = [1.0_f32, 0.0, 2.0];
+        let total: f32 = logits.iter().map(|logit| logit.exp()).sum();
+        let drawn = draws(Sampling::default(), &logits, 20_000);
+        for (id, logit) in logits.iter().enumerate() {
+            let share = drawn.iter().filter(|&&d| d == id as u32).count() as f32 / 20_000.0;
+            assert!((share - logit.exp() / total).abs() < 0.02, "token {id}: {share}");
+        }
+    }
+
+    #[test]
+    fn top_k_and_top_p_cut_the_tail() {
+        let logits = [5.0, 4.9, 1.0, 0.0];
+        let top_k = Sampling { top_k: 2, ..Sampling::default() };
+        assert!(draws(top_k, &logits, 500).iter().all(|&id| id < 2));
+        let top_p = Sampling { top_p: 0.4, ..Sampling::default() };
+        assert!(draws(top_p, &logits, 500).iter().all(|&id| id == 0));
+    }
+
+    #[test]
+    fn a_seed_gives_the_same_tokens_again() {
+        let logits: Vec<f32> = (0..50).map(|i| (i as f32 * 0.7).sin()).collect();
+        let sampling = Sampling { seed: 7, ..Sampling::default() };
+        assert_eq!(draws(sampling, &logits, 50), draws(sampling, &logits, 50));
+        assert_ne!(draws(sampling, &logits, 50), draws(Sampling::default(), &logits, 50));
+    }
+
+    #[test]
+    fn numbers_without_meaning_are_refused() {
+        for sampling in [
+            Sampling { temperature: -1.0, ..Sampling::default() },
+            Sampling { temperature: f32::NAN, ..Sampling::default() },
+            Sampling { top_p: 0.0, ..Sampling::default() },
+            Sampling { top_p: 1.5, ..Sampling::default() },
+        ] {
+            assert!(Sampler::new(sampling).is_err(), "{sampling:?}");
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! Losses, gradients and training steps agree with Hugging Face transformers, for each model family.
+//!
+//! The reference numbers come from `tests/fixtures/make.py`; CI needs no Python.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use lockstep_checkpoint::{CheckpointError, ModelDirectory, hf::HfCheckpoint, safetensors::SafetensorsFile};
+use lockstep_engine::{
+    Engine, EngineOptions, FlatStore, HostBatch, Optimizer, Runner, StateKind, Tied, Update,
+};
+use lockstep_graph::{BlockShape, Mode, Recompute};
+use lockstep_model::{HeadOutput, HfMapping, ModelConfig, RecordedModel};
+use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_tensor::{Arena, CpuQueue};
+
+const FAMILIES: [&str; 6] = ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3"];
+const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 24, dtype: DType::F32 };
+
+fn fixture(family: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(family)
+}
+
+struct Expected(SafetensorsFile);
+
+impl Expected {
+    fn open(family: &str) -> Self {
+        Self(SafetensorsFile::open(&fixture(family).join("expected.safetensors")).unwrap())
+    }
+
+    fn f32(&self, name: &str) -> Vec<f32> {
+        let mut out = vec![0.0; self.0.tensor(name).unwrap().elements()];
+        self.0.read_f32_at(name, 0, &mut out).unwrap();
+        out
+    }
+
+    fn f64(&self, name: &str) -> Vec<f64> {
+        let bytes = self.0.tensor(name).unwrap().bytes;
+        bytes.chunks_exact(8).map(|word| f64::from_le_bytes(word.try_into().unwrap())).collect()
+    }
+
+    fn i64(&self, name: &str) -> Vec<i64> {
+        let bytes = self.0.tensor(name).unwrap().bytes;
+        bytes.chunks_exact(8).map(|word| i64::from_le_bytes(word.try_into().unwrap())).collect()
+    }
+}
+
+/// A batch in the types the engine takes.
+struct Batch {
+    ids: Vec<u32>,
+    labels: Vec<i32>,
+    positions: Vec<u32>,
+    sample_numbers: Vec<u64>,
+}
+
+impl Batch {
+    fn new(ids: &[i64], labels: &[i64]) -> Self {
+        Self {
+            ids: ids.iter().map(|&id| id as u32).collect(),
+            labels: labels.iter().map(|&label| label as i32).collect(),
+            positions: (0..ids.len()).map(|i| (i % SHAPE.seq_len) as u32).collect(),
+            sample_numbers: vec![0, 1],
+        }
+    }
+
+    fn valid(&self) -> usize {
+        self.labels.iter().filter(|&&label| label != -100).count()
+    }
+
+    fn host(&self) -> HostBatch<'_> {
+        HostBatch {
+            ids: &self.ids,
+            labels: &self.labels,
+            positions: &self.positions,
+            sample_numbers: &self.sample_numbers,
+        }
+    }
+}
+
+fn engine(family: &str, recompute: Recompute) -> Engine {
+    let directory = ModelDirectory::open(&fixture(family)).unwrap();
+    let options = EngineOptions {
+        shape: SHAPE,
+        recompute,
+        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
+        seed: 0,
+        threads: 2,
+    };
+    let mut engine = Engine::new(directory.config(), options, &Arena::new()).unwrap();
+    let ids: HashMap<String, ParameterId> =
+        engine.parameter_ids().into_iter().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
+    let mut loaded = 0;
+    directory
+        .for_each_parameter(|name, values| {
+            engine.write_state(ids[name], StateKind::Parameter, values).unwrap();
+            loaded += 1;
+            Ok::<(), CheckpointError>(())
+        })
+        .unwrap();
+    assert_eq!(loaded, ids.len(), "{family}: every parameter is loaded");
+    engine
+}
+
+/// ‖a − b‖ / ‖b‖
+fn relative(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let square = |x: f64| x * x;
+    let difference: f64 = a.iter().zip(b).map(|(&a, &b)| square(f64::from(a) - f64::from(b))).sum();
+    let norm: f64 = b.iter().map(|&b| square(f64::from(b))).sum();
+    (difference / norm.max(1e-30)).sqrt()
+}
+
+#[test]
+fn losses_agree_with_transformers() {
+    for family in FAMILIES {
+        let expected = Expected::open(family);
+        let batch = Batch::new(&expected.i64("ids"), &expected.i64("labels"));
+        let loss = engine(family, Recompute::None).evaluate(&batch.host()) / batch.valid() as f64;
+        let reference = expected.f64("loss")[0];
+        let error = (loss - reference).abs() / reference;
+        assert!(error < 1e-5, "{family}: loss {loss}, transformers {reference}");
+    }
+}
+
+#[test]
+fn logits_agree_with_transformers() {
+    for family in FAMILIES {
+        let expected = Expected::open(family);
+        let batch = Batch::new(&expected.i64("ids"), &expected.i64("labels"));
+        let directory = ModelDirectory::open(&fixture(family)).unwrap();
+        let arena = Arena::new();
+        let model = RecordedModel::new(
+            directory.config(),
+            Mode::Inference,
+            SHAPE,
+            Recompute::None,
+            HeadOutput::Logits,
+        );
+        let weights =
+            FlatStore::zeros(&arena, model.records(), DType::F32, MemoryCategory::Parameters, Tied::Shared)
+                .unwrap();
+        directory
+            .for_each_parameter(|name, values| {
+                let id = model.records().iter().position(|record| record.name == name).unwrap();
+                weights.view(ParameterId(id)).copy_from(values);
+                Ok::<(), CheckpointError>(())
+            })
+            .unwrap();
+        let queue = CpuQueue::new(2, &arena).unwrap();
+        let mut runner = Runner::new(&model, &arena, 0).unwrap();
+        runner.forward(&model, &queue, &weights, &batch.host());
+        let logits = runner.output(&model).to_vec::<f32>();
+        let error = relative(&logits, &expected.f32("logits"));
+        assert!(error < 1e-5, "{family}: logits differ by {error}");
+    }
+}
+
+#[test]
+fn every_gradient_agrees_with_transformers() {
+    for family in FAMILIES {
+        let expected = Expected::open(family);
+        let batch = Batch::new(&expected.i64("ids"), &expected.i64("labels"));
+        let mut engine = engine(family, Recompute::None);
+        engine.zero_gradients();
+        engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32);
+        engine.finish_gradients();
+
+        let config = ModelConfig::from_file(&fixture(family).join("config.json")).unwrap();
+        let mapping = HfMapping::new(&config);
+        let model_norm: f64 = engine
+            .parameter_ids()
+            .iter()
+            .flat_map(|&id| engine.gradient(id))
+            .map(|g| f64::from(g) * f64::from(g))
+            .sum::<f64>()
+            .sqrt();
+        for id in engine.parameter_ids() {
+            let name = &engine.records()[id.0].name;
+            let place = mapping.place(name).unwrap();
+            let stored = expected.f32(&format!("grad.{}", place.tensor));
+            let mut reference = vec![0.0; place.parameter_elements()];
+            place.read(&stored, &mut reference).unwrap();
+            let gradient = engine.gradient(id);
+            let difference: f64 = gradient
+                .iter()
+                .zip(&reference)
+                .map(|(&a, &b)| (f64::from(a) - f64::from(b)).powi(2))
+                .sum::<f64>()
+                .sqrt();
+            let norm = reference.iter().map(|&b| f64::from(b).powi(2)).sum::<f64>().sqrt();
+            // Some gradients (key biases) are zero in exact arithmetic: they are held to the model's norm.
+            let allowed = 1e-4 * norm + 1e-6 * model_norm;
+            assert!(difference <= allowed, "{family}: {name} differs by {difference} (norm {norm})");
+        }
+    }
+}
+
+#[test]
+fn twenty_training_steps_follow_transformers() {
+    for family in FAMILIES {
+        let expected = Expected::open(family);
+        let (ids, labels) = (expected.i64("train.ids"), expected.i64("train.labels"));
+        let (losses, norms) = (expected.f64("train.loss"), expected.f64("train.grad_norm"));
+        let mut engine = engine(family, Recompute::None);
+        let tokens = SHAPE.tokens();
+        for step in 0..20 {
+            let range = step * tokens..(step + 1) * tokens;
+            let batch = Batch::new(&ids[range.clone()], &labels[range]);
+            let (loss, norm) = training_step(&mut engine, &batch, step as u64 + 1);
+            let loss_error = (loss - losses[step]).abs() / losses[step];
+            let norm_error = (norm - norms[step]).abs() / norms[step];
+            assert!(loss_error < 1e-4, "{family} step {step}: loss {loss}, transformers {}", losses[step]);
+            assert!(norm_error < 1e-3, "{family} step {step}: norm {norm}, transformers {}", norms[step]);
+        }
+    }
+}
+
+fn training_step(engine: &mut Engine, batch: &Batch, step: u64) -> (f64, f64) {
+    engine.zero_gradients();
+    let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32) / batch.valid() as f64;
+    let norm = engine.finish_gradients();
+    engine.update(&Update {
+        learning_rate: 1e-3,
+        weight_decay: 0.1,
+        gradient_scale: (1.0 / (norm + 1e-6)).min(1.0) as f32,
+        step,
+    });
+    (loss, norm)
+}
+
+#[test]
+fn recomputation_changes_no_bit() {
+    for family in FAMILIES {
+        let expected = Expected::open(family);
+        let batch = Batch::new(&expected.i64("ids"), &expected.i64("labels"));
+        let gradients = |recompute| {
+            let mut engine = engine(family, recompute);
+            engine.zero_gradients();
+            let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32);
+            engine.finish_gradients();
+            let gradients: Vec<_> =
+                engine.parameter_ids().into_iter().map(|id| engine.gradient(id)).collect();
+            (loss, gradients)
+        };
+        let reference = gradients(Recompute::None);
+        for recompute in [Recompute::Selective, Recompute::Full] {
+            assert!(gradients(recompute) == reference, "{family}: {recompute:?} changes bits");
+        }
+    }
+}
+
+#[test]
+fn predicted_activations_are_the_measured_ones() {
+    for family in FAMILIES {
+        for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
+            let engine = engine(family, recompute);
+            let measured = engine.arena().in_use()[MemoryCategory::Activations];
+            let predicted = Runner::predicted_activation_bytes(engine.model());
+            assert_eq!(measured, predicted, "{family} {recompute:?}");
+        }
+    }
+}
+
+#[test]
+fn an_exported_directory_holds_the_same_weights() {
+    for family in FAMILIES {
+        let config = ModelConfig::from_file(&fixture(family).join("config.json")).unwrap();
+        let files = HfCheckpoint::open(&fixture(family)).unwrap();
+        let written =
+            ModelConfig::from_json_text(&config.to_json(DType::F32).to_string(), "written").unwrap();
+        assert_eq!(written, config, "{family}: config.json survives a round trip");
+        assert!(files.names().count() > 0);
+    }
+}

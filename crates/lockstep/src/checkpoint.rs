@@ -1,0 +1,174 @@
+//! `lockstep checkpoint list|show|verify|export|import`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Subcommand, ValueEnum};
+use lockstep_checkpoint::{
+    Checkpoint, DType, ModelDirectory, Region, SaveRequest, TensorKind, TensorSlice, export_hf, list, save,
+};
+use lockstep_model::parameter_records;
+use lockstep_train::human;
+use serde_json::json;
+
+use crate::exit::Failure;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// The checkpoints in a directory
+    List {
+        /// The directory that holds step-NNNNNNNN directories
+        dir: PathBuf,
+        /// Print one JSON document
+        #[arg(long)]
+        json: bool,
+    },
+    /// What a checkpoint holds
+    Show {
+        /// A step-NNNNNNNN directory
+        checkpoint: PathBuf,
+        /// Print the manifest as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Read every byte of a checkpoint and compare the hashes
+    Verify {
+        /// A step-NNNNNNNN directory
+        checkpoint: PathBuf,
+    },
+    /// Write a directory that transformers loads
+    Export {
+        /// A step-NNNNNNNN directory
+        checkpoint: PathBuf,
+        /// The directory to write; it must not exist or be empty
+        #[arg(long)]
+        hf: PathBuf,
+        /// Type of the weights
+        #[arg(long, value_enum, default_value_t = Precision::F32)]
+        dtype: Precision,
+    },
+    /// Make a checkpoint (step 0, weights only) from a Hugging Face directory
+    Import {
+        /// The Hugging Face directory
+        hf: PathBuf,
+        /// The directory in which step-00000000 is made
+        #[arg(long)]
+        out: PathBuf,
+    },
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Precision {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<Precision> for DType {
+    fn from(precision: Precision) -> Self {
+        match precision {
+            Precision::F32 => Self::F32,
+            Precision::Bf16 => Self::BF16,
+            Precision::F16 => Self::F16,
+        }
+    }
+}
+
+pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
+    match command {
+        Command::List { dir, json } => print_list(dir, *json)?,
+        Command::Show { checkpoint, json } => show(checkpoint, *json)?,
+        Command::Verify { checkpoint } => {
+            Checkpoint::open(checkpoint)?.verify()?;
+            println!("{}: every byte is as it was written", checkpoint.display());
+        }
+        Command::Export { checkpoint, hf, dtype } => {
+            let checkpoint = Checkpoint::open(checkpoint)?;
+            checkpoint.verify()?;
+            export_hf(&checkpoint, (*dtype).into(), hf)?;
+            println!("wrote {}", hf.display());
+        }
+        Command::Import { hf, out } => import(hf, out)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print_list(dir: &Path, as_json: bool) -> Result<(), Failure> {
+    let found = list(dir)?;
+    if as_json {
+        let rows: Vec<_> =
+            found.iter().map(|entry| json!({ "step": entry.step, "path": entry.path })).collect();
+        println!("{}", json!(rows));
+        return Ok(());
+    }
+    for entry in found {
+        println!("{:>10}  {}", entry.step, entry.path.display());
+    }
+    Ok(())
+}
+
+fn show(path: &Path, as_json: bool) -> Result<(), Failure> {
+    let checkpoint = Checkpoint::open(path)?;
+    let manifest = checkpoint.manifest();
+    if as_json {
+        let text = serde_json::to_string_pretty(manifest)
+            .map_err(|error| Failure { message: error.to_string(), code: crate::exit::FAILED })?;
+        println!("{text}");
+        return Ok(());
+    }
+    let parameters: usize = manifest
+        .tensors
+        .iter()
+        .filter(|entry| entry.kind == TensorKind::Parameter)
+        .map(|entry| entry.shape.iter().product::<usize>())
+        .sum();
+    let bytes: u64 = manifest.files.values().map(|file| file.bytes).sum();
+    println!("step              {}", manifest.step);
+    println!("samples consumed  {}", manifest.samples_consumed);
+    println!("seed              {}", manifest.seed);
+    println!("parameters        {}", human::count(parameters as f64));
+    println!(
+        "tensors           {} in {} file(s), {}",
+        manifest.tensors.len(),
+        manifest.files.len(),
+        human::bytes(bytes)
+    );
+    if let Some(model) = manifest.config.get("model").and_then(|model| model.get("model_type")) {
+        println!("model             {}", model.as_str().unwrap_or("?"));
+    }
+    Ok(())
+}
+
+fn import(hf: &Path, out: &Path) -> Result<(), Failure> {
+    let directory = ModelDirectory::open(hf)?;
+    let records = parameter_records(directory.config());
+    let mut weights: Vec<(String, Vec<f32>)> = Vec::new();
+    directory.for_each_parameter(|name, values| -> Result<(), Failure> {
+        weights.push((name.to_owned(), values.to_vec()));
+        Ok(())
+    })?;
+    let slices: Vec<TensorSlice<'_>> = weights
+        .iter()
+        .filter_map(|(name, values)| {
+            let record = records.iter().find(|record| record.name == *name)?;
+            Some(TensorSlice {
+                name,
+                kind: TensorKind::Parameter,
+                dtype: DType::F32,
+                global_shape: &record.shape,
+                region: Region::Whole,
+                bytes: bytemuck::cast_slice(values),
+            })
+        })
+        .collect();
+    let request = SaveRequest {
+        config: json!({
+            "model": directory.config().to_json(DType::F32),
+            "tokenizer": directory.tokenizer(),
+        }),
+        parameters: &records,
+        ..SaveRequest::default()
+    };
+    println!("wrote {}", save(out, &request, &slices)?.display());
+    Ok(())
+}

@@ -1,0 +1,93 @@
+//! Exit codes, and which error means which.
+
+use lockstep_checkpoint::CheckpointError;
+use lockstep_data::{DataError, ErrorKind};
+use lockstep_infer::InferError;
+use lockstep_model::ModelError;
+
+/// The run failed.
+pub(crate) const FAILED: u8 = 1;
+/// Bad arguments or configuration.
+pub(crate) const CONFIGURATION: u8 = 2;
+/// The input is corrupt.
+pub(crate) const CORRUPT_INPUT: u8 = 4;
+/// Interrupted; resume to go on.
+pub(crate) const INTERRUPTED: u8 = 75;
+
+/// What the user is told, and the code that scripts are.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) message: String,
+    pub(crate) code: u8,
+}
+
+impl Failure {
+    pub(crate) fn configuration(message: impl Into<String>) -> Self {
+        Self { message: message.into(), code: CONFIGURATION }
+    }
+}
+
+impl From<DataError> for Failure {
+    fn from(error: DataError) -> Self {
+        let code = match error.kind() {
+            ErrorKind::Configuration => CONFIGURATION,
+            ErrorKind::CorruptInput => CORRUPT_INPUT,
+            ErrorKind::Failed => FAILED,
+        };
+        Self { message: error.to_string(), code }
+    }
+}
+
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Self {
+        let code = match &error {
+            ModelError::Checkpoint { .. } | ModelError::NotZero { .. } => CORRUPT_INPUT,
+            _ => CONFIGURATION,
+        };
+        Self { message: error.to_string(), code }
+    }
+}
+
+impl From<CheckpointError> for Failure {
+    fn from(error: CheckpointError) -> Self {
+        match error {
+            CheckpointError::Model(error) => error.into(),
+            CheckpointError::Io { source, action, path } if source.kind() == std::io::ErrorKind::NotFound => {
+                Self::configuration(format!("cannot {action} {}: {source}", path.display()))
+            }
+            error @ (CheckpointError::Io { .. } | CheckpointError::DiskFull { .. }) => {
+                Self { message: error.to_string(), code: FAILED }
+            }
+            error => Self { message: error.to_string(), code: CORRUPT_INPUT },
+        }
+    }
+}
+
+impl From<InferError> for Failure {
+    fn from(error: InferError) -> Self {
+        match error {
+            InferError::Checkpoint(error) => error.into(),
+            InferError::Data(error) => error.into(),
+            InferError::Tensor(error) => Self { message: error.to_string(), code: FAILED },
+            error => Self::configuration(error.to_string()),
+        }
+    }
+}
+
+impl From<lockstep_train::Error> for Failure {
+    fn from(error: lockstep_train::Error) -> Self {
+        use lockstep_train::Error;
+        match error {
+            Error::Data(error) => error.into(),
+            Error::Model(error) => error.into(),
+            Error::Checkpoint(error) => error.into(),
+            error @ (Error::Configuration(_) | Error::ReadConfiguration { .. } | Error::OtherRun { .. }) => {
+                Self::configuration(error.to_string())
+            }
+            error @ Error::NoGoodCheckpoint { .. } => {
+                Self { message: error.to_string(), code: CORRUPT_INPUT }
+            }
+            error => Self { message: error.to_string(), code: FAILED },
+        }
+    }
+}

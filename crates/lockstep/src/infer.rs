@@ -1,0 +1,143 @@
+//! `lockstep eval` and `lockstep generate`.
+
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::Args;
+use lockstep_data::{
+    Bar, Dataset, Format, SampleOrder, Tail, TextStream, TokenizeOptions, WindowOptions, expand,
+    tokenize_files,
+};
+use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling, evaluate};
+use lockstep_train::RunConfig;
+use serde_json::json;
+
+use crate::exit::Failure;
+
+#[derive(Debug, Args)]
+pub(crate) struct EvalArguments {
+    /// A Hugging Face directory, or a checkpoint of a run
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Text or JSONL files, directories, globs
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    data: Vec<String>,
+    /// Tokens per window [default: the model's maximum, at most 1024]
+    #[arg(long)]
+    seq_len: Option<usize>,
+    /// Compute threads [default: all cores]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Print one JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
+    let model = LoadedModel::open(&arguments.model, threads(arguments.threads))?;
+    let longest = model.config().max_position_embeddings();
+    let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
+    if seq_len == 0 || seq_len > longest {
+        return Err(Failure::configuration(format!("--seq-len {seq_len}: allowed is 1 to {longest}")));
+    }
+    let files = expand(&arguments.data, Format::Auto)?;
+    let cache_dir = RunConfig::default().cache_dir();
+    let progress = Bar::default();
+    let options = TokenizeOptions { cache_dir: &cache_dir, text_field: "text", progress: &progress };
+    let tokens = Arc::new(tokenize_files(&files, &model.tokenizer()?, &options)?.file);
+    let range = 0..tokens.tokens();
+    let window = WindowOptions { seq_len, order: SampleOrder::Sequential, tail: Tail::Pad };
+    let result = evaluate(&model, &Dataset::new(tokens, range, window, "the text")?)?;
+    let perplexity = result.perplexity();
+    if arguments.json {
+        println!("{}", json!({ "loss": result.loss, "perplexity": perplexity, "tokens": result.tokens }));
+    } else {
+        println!("loss {:.4}  perplexity {perplexity:.3}  tokens {}", result.loss, result.tokens);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArguments {
+    /// A Hugging Face directory, or a checkpoint of a run
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// The text to continue
+    #[arg(long)]
+    prompt: String,
+    /// Tokens to generate
+    #[arg(long, default_value_t = 100)]
+    max_new_tokens: usize,
+    /// Divides the logits; 0 takes the most likely token
+    #[arg(long, default_value_t = 1.0)]
+    temperature: f32,
+    /// Only the K most likely tokens; 0 for all
+    #[arg(long, default_value_t = 0)]
+    top_k: usize,
+    /// Only the most likely tokens that together have this probability
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f32,
+    /// Decides the random numbers
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Compute threads [default: all cores]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Print one JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn generate(arguments: &GenerateArguments) -> Result<ExitCode, Failure> {
+    let model = LoadedModel::open(&arguments.model, threads(arguments.threads))?;
+    let tokenizer = model.tokenizer()?;
+    let prompt = tokenizer.encode_prompt(&arguments.prompt)?;
+    let ends = &model.config().tokens().end;
+    let mut generator = Generator::new(&model, prompt.len() + arguments.max_new_tokens)?;
+    let GenerateArguments { temperature, top_k, top_p, seed, .. } = *arguments;
+    let mut sampler = Sampler::new(Sampling { temperature, top_k, top_p, seed })?;
+    let mut stream = TextStream::new(&tokenizer);
+    let mut tokens = Vec::new();
+    let mut text = String::new();
+    let mut out = std::io::stdout().lock();
+    let mut show = |piece: &str| {
+        if !arguments.json {
+            // A reader that has gone away is no reason to fail.
+            let _ = write!(out, "{piece}");
+            let _ = out.flush();
+        }
+    };
+    show(&arguments.prompt);
+    generator.generate(&prompt, arguments.max_new_tokens, &mut sampler, |id| -> Result<_, Failure> {
+        if ends.contains(&id) {
+            return Ok(ControlFlow::Break(()));
+        }
+        tokens.push(id);
+        let piece = stream.push(id).map_err(InferError::from)?;
+        show(&piece);
+        text += &piece;
+        Ok(ControlFlow::Continue(()))
+    })?;
+    let rest = stream.finish().map_err(InferError::from)?;
+    show(&rest);
+    text += &rest;
+    if arguments.json {
+        let document = json!({
+            "prompt": arguments.prompt, "text": text, "tokens": tokens, "prompt_tokens": prompt.len(),
+        });
+        println!("{document}");
+    } else {
+        println!();
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The number of compute threads: as asked, else all cores.
+pub(crate) fn threads(asked: Option<usize>) -> usize {
+    asked
+        .filter(|&threads| threads > 0)
+        .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+}

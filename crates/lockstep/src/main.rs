@@ -1,0 +1,58 @@
+//! The command line of Lockstep: parse, call, print. Exit codes are an interface; see [`exit`].
+#![forbid(unsafe_code)]
+
+mod bench;
+mod checkpoint;
+mod exit;
+mod infer;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use exit::Failure;
+
+/// Train and run large language models: one model, any plan, the same training run.
+#[derive(Debug, Parser)]
+#[command(name = "lockstep", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train a model; without a file, the built-in demonstration
+    Train(train::Arguments),
+    /// Loss and perplexity of a model on text
+    Eval(infer::EvalArguments),
+    /// Continue a prompt
+    Generate(infer::GenerateArguments),
+    /// List, check, export and import checkpoints
+    #[command(subcommand)]
+    Checkpoint(checkpoint::Command),
+    /// Time training steps and matrix products
+    #[command(subcommand)]
+    Bench(bench::Command),
+}
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("LOCKSTEP_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let result = match Cli::parse().command {
+        Command::Train(arguments) => train::run(&arguments),
+        Command::Eval(arguments) => infer::eval(&arguments),
+        Command::Generate(arguments) => infer::generate(&arguments),
+        Command::Checkpoint(command) => checkpoint::run(&command),
+        Command::Bench(command) => bench::run(&command),
+    };
+    match result {
+        Ok(code) => code,
+        Err(Failure { message, code }) => {
+            eprintln!("error: {message}");
+            ExitCode::from(code)
+        }
+    }
+}

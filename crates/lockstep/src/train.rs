@@ -1,0 +1,88 @@
+//! `lockstep train`.
+
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use lockstep_data::TextStream;
+use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling};
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::{Resume, RunConfig, engine_options, train};
+
+use crate::exit::{Failure, INTERRUPTED};
+
+/// The built-in demonstration: what `lockstep train` does without a file.
+const DEMONSTRATION: &str = include_str!("demonstration.toml");
+/// Tokens of the sample that a demonstration ends with.
+const SAMPLE_TOKENS: usize = 160;
+const SAMPLE_PROMPT: &str = "pub fn ";
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The run's configuration; see docs/configuration.md
+    run: Option<PathBuf>,
+    /// Set a value of the configuration, e.g. --set train.steps=200
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    settings: Vec<String>,
+    /// Where to begin: the newest good checkpoint (auto), the start (never), or a checkpoint's directory
+    #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
+    resume: String,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let config = match &arguments.run {
+        Some(path) => RunConfig::load(Some(path), &arguments.settings)?,
+        None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", &arguments.settings)
+            .map_err(lockstep_train::Error::from)?,
+    };
+    let resume = match arguments.resume.as_str() {
+        "auto" => Resume::Auto,
+        "never" => Resume::Never,
+        path => Resume::From(path.into()),
+    };
+    let interrupt = Interrupt::on_signals()?;
+    let summary = train(&config, &resume, &interrupt)?;
+    if summary.interrupted {
+        eprintln!(
+            "interrupted at step {} of {}; the same command resumes from {}",
+            summary.step,
+            config.train.steps,
+            summary.checkpoint.display()
+        );
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
+    if summary.loss.is_none() {
+        eprintln!(
+            "all {} steps were made before; raise train.steps to go on, or use --resume never to begin anew",
+            summary.step
+        );
+    }
+    if arguments.run.is_none() {
+        eprintln!("\na sample from {}:", summary.checkpoint.display());
+        sample(&summary.checkpoint, engine_options(&config).threads)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints a sample of generated text to standard output.
+fn sample(checkpoint: &Path, threads: usize) -> Result<(), Failure> {
+    let model = LoadedModel::open(checkpoint, threads)?;
+    let tokenizer = model.tokenizer()?;
+    let prompt = tokenizer.encode_prompt(SAMPLE_PROMPT)?;
+    let new_tokens = SAMPLE_TOKENS.min(model.config().max_position_embeddings() - prompt.len());
+    let mut generator = Generator::new(&model, prompt.len() + new_tokens)?;
+    let mut sampler = Sampler::new(Sampling { temperature: 0.8, top_k: 40, ..Sampling::default() })?;
+    let mut stream = TextStream::new(&tokenizer);
+    let mut out = std::io::stdout().lock();
+    let _ = write!(out, "{SAMPLE_PROMPT}");
+    generator.generate(&prompt, new_tokens, &mut sampler, |id| -> Result<_, Failure> {
+        let text = stream.push(id).map_err(InferError::from)?;
+        let _ = write!(out, "{text}");
+        let _ = out.flush();
+        Ok(ControlFlow::Continue(()))
+    })?;
+    let _ = writeln!(out, "{}", stream.finish().map_err(InferError::from)?);
+    Ok(())
+}

@@ -1,0 +1,62 @@
+//! Reading token by token through the key-value cache gives the logits that transformers computes for the whole
+//! sequence at once.
+
+use std::path::{Path, PathBuf};
+
+use lockstep_checkpoint::safetensors::SafetensorsFile;
+use lockstep_infer::{Generator, InferError, LoadedModel};
+
+const FAMILIES: [&str; 6] = ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3"];
+const SEQ_LEN: usize = 24;
+
+fn fixture(family: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(family)
+}
+
+/// The first sequence of a fixture, and the logits after each of its tokens.
+fn expected(family: &str) -> (Vec<u32>, Vec<Vec<f32>>) {
+    let file = SafetensorsFile::open(&fixture(family).join("expected.safetensors")).unwrap();
+    let ids = file.tensor("ids").unwrap().bytes;
+    let ids = ids.chunks_exact(8).map(|word| u32::from_le_bytes(word[..4].try_into().unwrap()));
+    let logits = file.tensor("logits").unwrap();
+    let vocabulary = logits.shape[2];
+    let rows = (0..SEQ_LEN)
+        .map(|row| {
+            let mut out = vec![0.0; vocabulary];
+            file.read_f32_at("logits", row * vocabulary, &mut out).unwrap();
+            out
+        })
+        .collect();
+    (ids.take(SEQ_LEN).collect(), rows)
+}
+
+fn assert_close(found: &[f32], expected: &[f32], what: &str) {
+    let scale = expected.iter().fold(0.0_f32, |most, logit| most.max(logit.abs()));
+    for (index, (a, b)) in found.iter().zip(expected).enumerate() {
+        assert!((a - b).abs() < 1e-4 * scale, "{what}: logit {index} is {a}, transformers has {b}");
+    }
+}
+
+#[test]
+fn one_token_at_a_time_gives_the_logits_of_the_whole_sequence() {
+    for family in FAMILIES {
+        let (ids, logits) = expected(family);
+        let model = LoadedModel::open(&fixture(family), 1).unwrap();
+        for prompt in [1, 7, SEQ_LEN] {
+            let mut generator = Generator::new(&model, SEQ_LEN).unwrap();
+            generator.read(&ids[..prompt]).unwrap();
+            assert_close(generator.logits(), &logits[prompt - 1], &format!("{family}, prompt of {prompt}"));
+            for at in prompt..SEQ_LEN {
+                generator.step(ids[at]);
+                assert_close(generator.logits(), &logits[at], &format!("{family}, token {at} after {prompt}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn more_tokens_than_positions_are_refused() {
+    let model = LoadedModel::open(&fixture("gpt2"), 1).unwrap();
+    let Err(error) = Generator::new(&model, 33) else { panic!("33 tokens do not fit 32 positions") };
+    assert!(matches!(error, InferError::TooLong { tokens: 33, allowed: 32 }), "{error}");
+}

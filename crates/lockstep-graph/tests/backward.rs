@@ -1,0 +1,266 @@
+//! The ways of running a backward agree bit for bit: fused and split, with and without recomputation; and the gradient
+//! is the derivative of the loss.
+
+use lockstep_graph::{
+    AttentionShape, Batch, BatchInput, Bias, BlockShape, Linear, Mode, ParameterIndex, Parameters, Program,
+    Recompute, Recorder, Replay, Value,
+};
+use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use lockstep_tensor::{Arena, CpuQueue, Gelu, Tensor, View};
+
+const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
+const WIDTH: usize = 12;
+
+fn linear<'a>(name: &'a str, out_features: usize, bias: Bias) -> Linear<'a> {
+    Linear { name, out_features, bias, std: 0.3 }
+}
+
+/// A block with every kind of operation: two residual branches, grouped-query attention with rotary positions, a
+/// gated and a plain feed-forward, dropout.
+fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
+    let normed = g.rms_norm(x, "norm_1", WIDTH, 1e-5);
+    let q = g.linear(normed, linear("q", 16, Bias::With));
+    let k = g.linear(normed, linear("k", 8, Bias::Without));
+    let v = g.linear(normed, linear("v", 8, Bias::With));
+    let q = g.rms_norm(q, "q_norm", 4, 1e-5);
+    let (q, k) = (g.rope(q, 4), g.rope(k, 4));
+    let shape = AttentionShape { heads: 4, key_value_heads: 2, head_dim: 4, scale: 0.5, window: None };
+    let attended = g.attention(q, k, v, shape, dropout);
+    let projected = g.linear(attended, linear("o", WIDTH, Bias::With));
+    let dropped = g.dropout(projected, dropout);
+    let x = g.add(x, dropped);
+    let normed = g.layer_norm(x, "norm_2", Bias::With, 1e-5);
+    let gate = g.linear(normed, linear("gate", 20, Bias::Without));
+    let up = g.linear(normed, linear("up", 20, Bias::Without));
+    let active = g.swiglu(gate, up);
+    let down = g.linear(active, linear("down", WIDTH, Bias::Without));
+    let wide = g.linear(normed, linear("wide", 14, Bias::With));
+    let active = g.gelu(Gelu::Tanh, wide);
+    let narrow = g.linear(active, linear("narrow", WIDTH, Bias::With));
+    let fed = g.add(down, narrow);
+    g.add(x, fed)
+}
+
+fn block(recompute: Recompute, dropout: f32) -> Program {
+    let mut g = Recorder::new(Mode::Training, SHAPE);
+    let x = g.input(WIDTH);
+    let y = everything(&mut g, x, dropout);
+    g.finish(y, recompute)
+}
+
+/// The same as a whole model: an embedding before, a loss behind.
+fn with_loss(recompute: Recompute) -> Program {
+    let mut g = Recorder::new(Mode::Training, SHAPE);
+    let x = g.embedding(BatchInput::Ids, "table", 7, WIDTH, 0.5);
+    let y = everything(&mut g, x, 0.0);
+    let logits = g.linear(y, linear("head", 7, Bias::Without));
+    let losses = g.cross_entropy(logits);
+    g.finish(losses, recompute)
+}
+
+struct Store {
+    weights: Vec<Tensor>,
+    gradients: Vec<Tensor>,
+}
+
+impl Store {
+    fn new(program: &Program, arena: &Arena) -> Self {
+        let tensor =
+            |shape: &[usize]| Tensor::zeros(arena, DType::F32, shape, MemoryCategory::Parameters).unwrap();
+        let make = || program.parameters().iter().map(|parameter| tensor(&parameter.shape)).collect();
+        let store = Self { weights: make(), gradients: make() };
+        for (parameter, weight) in program.parameters().iter().zip(&store.weights) {
+            let mut values = vec![0.0; weight.view().elements()];
+            parameter.initializer.fill(3, &parameter.name, 0, &mut values);
+            // Biases start at zero and scales at one, where mistakes hide.
+            let noise = Philox::new(values.len() as u64);
+            (0..).zip(&mut values).for_each(|(i, value)| *value += 0.1 * noise.normal(i));
+            weight.view().copy_from(&values);
+        }
+        store
+    }
+
+    fn gradients(&self) -> Vec<Vec<f32>> {
+        self.gradients.iter().map(|gradient| gradient.view().to_vec()).collect()
+    }
+}
+
+impl Parameters for Store {
+    fn weight(&self, index: ParameterIndex) -> View<'_> {
+        self.weights[index.0].view()
+    }
+
+    fn gradient(&self, index: ParameterIndex) -> View<'_> {
+        self.gradients[index.0].view()
+    }
+}
+
+/// What surrounds a block: the micro-batch, the input, the gradient of the output.
+struct World {
+    arena: Arena,
+    queue: CpuQueue,
+    ids: Tensor,
+    labels: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    frequencies: Tensor,
+    x: Tensor,
+    dy: Tensor,
+}
+
+impl World {
+    fn new() -> Self {
+        let arena = Arena::new();
+        let tokens = SHAPE.tokens();
+        let noise = |seed| -> Vec<f32> {
+            (0..(tokens * WIDTH) as u64).map(|i| Philox::new(seed).normal(i)).collect()
+        };
+        let category = MemoryCategory::Activations;
+        let positions: Vec<u32> = (0..tokens).map(|i| (i % SHAPE.seq_len) as u32).collect();
+        let labels = [1, 2, -100, 0, 3, 4, 5, 6, -100, 2];
+        let ids: [u32; 10] = [0, 1, 2, 2, 0, 3, 4, 5, 6, 1];
+        Self {
+            queue: CpuQueue::new(2, &arena).unwrap(),
+            ids: Tensor::from_slice(&arena, [tokens], &ids, category).unwrap(),
+            labels: Tensor::from_slice(&arena, [tokens], &labels, category).unwrap(),
+            positions: Tensor::from_slice(&arena, [tokens], &positions, category).unwrap(),
+            keys: Tensor::from_slice(&arena, [2, 2], &[1_u32, 2, 3, 4], category).unwrap(),
+            frequencies: Tensor::from_slice(&arena, [2], &[1.0_f32, 0.1], category).unwrap(),
+            x: Tensor::from_slice(&arena, [tokens, WIDTH], &noise(1), category).unwrap(),
+            dy: Tensor::from_slice(&arena, [tokens, WIDTH], &noise(2), category).unwrap(),
+            arena,
+        }
+    }
+
+    /// Runs `work` with a replay whose buffers are full of NaN, so that reading what was not written shows.
+    fn replay<R>(
+        &self,
+        program: &Program,
+        store: &Store,
+        has_input: bool,
+        work: impl FnOnce(&Replay<'_>) -> R,
+    ) -> R {
+        let poisoned = |bytes| {
+            let mut buffer = self.arena.allocate(bytes, MemoryCategory::Workspace).unwrap();
+            buffer.bytes_mut().fill(0xff);
+            buffer
+        };
+        let frame = poisoned(program.frame_bytes());
+        let workspace = poisoned(program.workspace_bytes().max(program.split_workspace_bytes()));
+        work(&Replay {
+            queue: &self.queue,
+            parameters: store,
+            batch: Batch {
+                ids: self.ids.view(),
+                labels: Some(self.labels.view()),
+                positions: self.positions.view(),
+                dropout_keys: Some(self.keys.view()),
+                inverse_frequencies: Some(self.frequencies.view()),
+            },
+            input: has_input.then(|| self.x.view()),
+            frame: &frame,
+            workspace: &workspace,
+            first_dropout_site: 3,
+            cache: None,
+        })
+    }
+
+    fn dx(&self) -> Tensor {
+        Tensor::zeros(&self.arena, DType::F32, [SHAPE.tokens(), WIDTH], MemoryCategory::Activations).unwrap()
+    }
+
+    /// Gradients of the input and of every parameter, in one call.
+    fn fused(&self, program: &Program) -> (Vec<f32>, Vec<Vec<f32>>) {
+        let store = Store::new(program, &self.arena);
+        let dx = self.dx();
+        self.replay(program, &store, true, |replay| {
+            program.forward(replay);
+            program.backward(replay, Some(self.dy.view()), Some(dx.view()), 0.0);
+        });
+        (dx.view().to_vec(), store.gradients())
+    }
+
+    /// The same in two calls, between which the gradient of the output and the workspace are lost.
+    fn split(&self, program: &Program) -> (Vec<f32>, Vec<Vec<f32>>) {
+        let store = Store::new(program, &self.arena);
+        let dx = self.dx();
+        let deferred = self.arena.allocate(program.deferred_bytes(), MemoryCategory::Activations).unwrap();
+        let found = self.replay(program, &store, true, |replay| {
+            program.forward(replay);
+            let dy = self.dx();
+            dy.view().copy_from(&self.dy.view().to_vec::<f32>());
+            program.backward_inputs(replay, Some(dy.view()), Some(dx.view()), 0.0, &deferred);
+            assert!(store.gradients().iter().flatten().all(|&g| g == 0.0), "weights wait for their turn");
+            let found = dx.view().to_vec::<f32>();
+            // Whoever owns these buffers uses them for something else in the meantime.
+            let lost = vec![f32::NAN; SHAPE.tokens() * WIDTH];
+            dy.view().copy_from(&lost);
+            dx.view().copy_from(&lost);
+            let bytes = program.split_workspace_bytes();
+            replay.workspace.view(DType::U8, 0, [bytes]).copy_from(&vec![0xff_u8; bytes]);
+            program.backward_weights(replay, &deferred);
+            found
+        });
+        (found, store.gradients())
+    }
+
+    fn loss(&self, program: &Program, store: &Store) -> f64 {
+        self.replay(program, store, false, |replay| {
+            program.forward(replay);
+            program.output(replay.frame).to_vec::<f32>().iter().map(|&loss| f64::from(loss)).sum()
+        })
+    }
+}
+
+#[test]
+fn every_way_of_running_the_backward_gives_the_same_bits() {
+    let world = World::new();
+    for dropout in [0.0, 0.3] {
+        let reference = world.fused(&block(Recompute::None, dropout));
+        assert!(reference.0.iter().chain(reference.1.iter().flatten()).all(|g| g.is_finite()));
+        for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
+            let program = block(recompute, dropout);
+            assert!(world.fused(&program) == reference, "fused, {recompute:?}, dropout {dropout}");
+            assert!(world.split(&program) == reference, "split, {recompute:?}, dropout {dropout}");
+        }
+    }
+}
+
+#[test]
+fn recomputation_saves_less() {
+    let bytes = |recompute| block(recompute, 0.1).frame_bytes();
+    let (none, selective, full) =
+        (bytes(Recompute::None), bytes(Recompute::Selective), bytes(Recompute::Full));
+    assert!(full < selective && selective < none, "full {full}, selective {selective}, none {none}");
+    assert_eq!(full, (SHAPE.tokens() * WIDTH * 4).next_multiple_of(64), "full saves the output alone");
+}
+
+#[test]
+fn the_gradient_is_the_derivative_of_the_loss() {
+    let world = World::new();
+    let program = with_loss(Recompute::None);
+    let store = Store::new(&program, &world.arena);
+    world.replay(&program, &store, false, |replay| {
+        program.forward(replay);
+        program.backward(replay, None, None, 1.0);
+    });
+    let gradients = store.gradients();
+    for (index, gradient) in gradients.iter().enumerate() {
+        let weight = store.weights[index].view();
+        let values = weight.to_vec::<f32>();
+        // Along a random direction, the central difference is the product of gradient and direction.
+        let direction: Vec<f32> = (0..values.len() as u64).map(|i| Philox::new(9).normal(i)).collect();
+        let h = 3e-3;
+        let mut along = |sign: f32| {
+            let moved: Vec<f32> = values.iter().zip(&direction).map(|(v, d)| v + sign * h * d).collect();
+            weight.copy_from(&moved);
+            world.loss(&program, &store)
+        };
+        let slope = (along(1.0) - along(-1.0)) / (2.0 * f64::from(h));
+        weight.copy_from(&values);
+        let expected: f64 = gradient.iter().zip(&direction).map(|(&g, &d)| f64::from(g) * f64::from(d)).sum();
+        let scale: f64 = gradient.iter().map(|&g| f64::from(g).abs()).sum();
+        let name = &program.parameters()[index].name;
+        assert!((slope - expected).abs() < 2e-3 * scale + 1e-3, "{name}: slope {slope}, gradient {expected}");
+    }
+}

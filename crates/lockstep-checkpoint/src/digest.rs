@@ -5,7 +5,7 @@ use std::{fmt, io, io::Read};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// Above this many bytes, splitting the work over threads costs less than it saves.
-const PARALLEL_BYTES: usize = usize::MAX;
+const PARALLEL_BYTES: usize = 256 << 10;
 
 /// A BLAKE3 digest, written as 64 lower-case hexadecimal digits (what `b3sum` prints).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,8 +1,8 @@
 //! Checkpoints: what a run leaves on disk, written so that no crash can spoil it and read so that no
 //! damaged byte gets in.
 //!
-//! Everything here works on host bytes; devices, models and optimizers are unknown on this floor. Four
-//! ideas carry the crate:
+//! The format works on host bytes and knows no device, no optimizer and no model; only [`ModelDirectory`]
+//! and [`export_hf`] know how a model's parameters are called elsewhere. Four ideas carry the crate:
 //!
 //! - **One logical tensor.** A checkpoint describes whole tensors by name; which rank held which part
 //!   is only *where the bytes lie*. [`Checkpoint::read`] takes any range of elements of any tensor, so

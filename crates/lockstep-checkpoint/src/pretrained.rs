@@ -32,7 +32,7 @@ pub struct ModelDirectory {
 #[derive(Debug)]
 enum Weights {
     HuggingFace { files: HfCheckpoint, import: HfImport },
-    Checkpoint(Checkpoint),
+    Checkpoint(Box<Checkpoint>),
 }
 
 impl ModelDirectory {
@@ -46,7 +46,7 @@ impl ModelDirectory {
         if dir.join(MANIFEST_FILE).is_file() {
             let checkpoint = Checkpoint::open(dir)?;
             let config = checkpoint_model(&checkpoint)?;
-            return Ok(Self { path, config, weights: Weights::Checkpoint(checkpoint) });
+            return Ok(Self { path, config, weights: Weights::Checkpoint(Box::new(checkpoint)) });
         }
         let config = ModelConfig::from_file(&dir.join(CONFIG_FILE))?;
         let files = HfCheckpoint::open(dir)?;

@@ -10,13 +10,13 @@ use std::{
     panic::{self, AssertUnwindSafe},
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use common::State;
 use lockstep_checkpoint::{
     Checkpoint, CheckpointError, CommitObserver, CommitPoint, DType, Region, SaveRequest, TensorKind,
-    TensorSlice, latest_good, save, save_observed,
+    TensorSlice, latest_good, list, save, save_observed,
 };
 use proptest::prelude::*;
 
@@ -151,8 +151,8 @@ fn a_process_killed_at_any_point_leaves_the_last_good_checkpoint_and_a_free_lock
 
 #[test]
 fn child_that_saves_on_and_on() {
-    let Some((dir, _)) = orders() else { return };
-    for step in 2.. {
+    let Some((dir, first)) = orders() else { return };
+    for step in first.parse::<u64>().unwrap().. {
         save_step(&dir, step).unwrap();
         lockstep_checkpoint::prune(&dir, std::num::NonZeroUsize::new(2).unwrap(), &[]).unwrap();
     }
@@ -163,9 +163,15 @@ fn a_process_killed_at_random_times_never_leaves_a_broken_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     save_step(dir.path(), 1).unwrap();
     for round in 0..20u64 {
-        let mut child = start_child("child_that_saves_on_and_on", dir.path(), "");
-        // Spread over start-up and many saves, without a clock or a generator to reproduce.
-        std::thread::sleep(Duration::from_micros(20_000 + round * 7_919 % 40_000));
+        let before = newest_step(dir.path());
+        let mut child = start_child("child_that_saves_on_and_on", dir.path(), &(before + 1).to_string());
+        let started = Instant::now();
+        while newest_step(dir.path()) == before {
+            assert!(started.elapsed() < Duration::from_secs(60), "round {round}: the child saves nothing");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Spread over the phases of a save of a few milliseconds.
+        std::thread::sleep(Duration::from_micros(round * 7_919 % 10_000));
         child.kill().unwrap();
         child.wait().unwrap();
         let found = latest_good(dir.path()).unwrap();
@@ -175,6 +181,10 @@ fn a_process_killed_at_random_times_never_leaves_a_broken_checkpoint() {
     }
     save_step(dir.path(), 1_000_000).unwrap();
     assert_latest(dir.path(), 1_000_000, "after the kills");
+}
+
+fn newest_step(dir: &Path) -> u64 {
+    list(dir).unwrap().last().map_or(0, |listed| listed.step)
 }
 
 fn flip(path: &Path, bit: usize) {

@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 use std::time::Instant;
 
 /// The test command of the README, word for word.
-const TEST: &str = "cargo test --release --workspace";
+const TEST: &str = "cargo test --workspace";
 
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
@@ -17,7 +17,7 @@ fn main() -> ExitCode {
     let result = match env::args().nth(1).as_deref() {
         Some("ci") => ci(),
         Some("docs") => run(
-            "cargo test --release --quiet -p lockstep-train --test configuration the_manual_is_current",
+            "cargo test --quiet -p lockstep-train --test configuration the_manual_is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
         ),
         _ => Err(HELP.to_owned()),
@@ -33,8 +33,8 @@ fn main() -> ExitCode {
 
 fn ci() -> Result<(), String> {
     run("cargo fmt --all -- --check", &[])?;
-    run("cargo clippy --release --workspace --all-targets -- -D warnings", &[])?;
-    run("cargo doc --release --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;
+    run("cargo clippy --workspace --all-targets -- -D warnings", &[])?;
+    run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;
     run(TEST, &[])
 }
 

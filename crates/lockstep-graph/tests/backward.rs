@@ -1,5 +1,6 @@
 //! The ways of running a backward agree bit for bit: fused and split, with and without recomputation; and the gradient
 //! is the derivative of the loss.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{
     AttentionShape, Batch, BatchInput, Bias, BlockShape, Linear, Mode, ParameterIndex, Parameters, Program,
@@ -251,7 +252,7 @@ fn the_gradient_is_the_derivative_of_the_loss() {
         // Along a random direction, the central difference is the product of gradient and direction.
         let direction: Vec<f32> = (0..values.len() as u64).map(|i| Philox::new(9).normal(i)).collect();
         let h = 3e-3;
-        let mut along = |sign: f32| {
+        let along = |sign: f32| {
             let moved: Vec<f32> = values.iter().zip(&direction).map(|(v, d)| v + sign * h * d).collect();
             weight.copy_from(&moved);
             world.loss(&program, &store)

@@ -1,5 +1,6 @@
 //! Reading token by token through the key-value cache gives the logits that transformers computes for the whole
 //! sequence at once.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::{Path, PathBuf};
 
@@ -48,7 +49,11 @@ fn one_token_at_a_time_gives_the_logits_of_the_whole_sequence() {
             assert_close(generator.logits(), &logits[prompt - 1], &format!("{family}, prompt of {prompt}"));
             for at in prompt..SEQ_LEN {
                 generator.step(ids[at]);
-                assert_close(generator.logits(), &logits[at], &format!("{family}, token {at} after {prompt}"));
+                assert_close(
+                    generator.logits(),
+                    &logits[at],
+                    &format!("{family}, token {at} after {prompt}"),
+                );
             }
         }
     }

@@ -9,6 +9,7 @@ use lockstep_tensor::{Arena, Attention, CpuQueue, Dropout, Kernels, Tensor};
 const THREADS: usize = 2;
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
 
+#[derive(Clone, Copy)]
 struct Case {
     name: &'static str,
     sequences: usize,

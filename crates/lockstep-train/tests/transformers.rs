@@ -1,6 +1,7 @@
 //! Losses, gradients and training steps agree with Hugging Face transformers, for each model family.
 //!
 //! The reference numbers come from `tests/fixtures/make.py`; CI needs no Python.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

@@ -32,7 +32,7 @@ fn convert<A: Float, B: Float>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
         elements,
         elements_per_task(elements),
         #[inline(always)]
-        |range| {
+        |range, _| {
             // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
             let (x, y) = unsafe { (x.read(range.clone()), y.write(range)) };
             for (y, x) in y.iter_mut().zip(x) {
@@ -67,7 +67,7 @@ fn copy_elements<T: Element>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
         elements,
         elements_per_task(elements),
         #[inline(always)]
-        |range| {
+        |range, _| {
             // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
             unsafe { y.write(range.clone()).copy_from_slice(x.read(range)) }
         },
@@ -85,7 +85,7 @@ fn zero_elements<T: Element>(queue: &CpuQueue, y: View<'_>) {
         elements,
         elements_per_task(elements),
         #[inline(always)]
-        |range| {
+        |range, _| {
             // SAFETY: each range of `y` belongs to one task.
             unsafe { y.write(range).fill(T::zeroed()) }
         },

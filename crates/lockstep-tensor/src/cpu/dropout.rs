@@ -4,7 +4,7 @@ use lockstep_plan::{DType, random::Philox};
 
 use super::{
     CpuQueue, check_disjoint, check_elementwise,
-    elementwise::{load, store},
+    elementwise::store,
     simd::{Float, with_float},
     tasks::{BLOCK, Block, Operand, expect, rows_per_task},
 };
@@ -31,22 +31,24 @@ impl Mask {
         Self { threshold, scale: 1.0 / (1.0 - probability), site: dropout.site }
     }
 
-    /// The random words of features `first_feature ..` at one position of one head; `first_feature` is a
-    /// multiple of 4.
+    /// The random words of the features from `first_feature` on, a multiple of 4, at one position of one head.
     #[inline(always)]
-    pub(super) fn words(
-        self,
-        key: [u32; 2],
-        position: u32,
-        head: u32,
-        first_feature: usize,
-        words: &mut [[u32; 4]],
-    ) {
+    fn words(self, key: [u32; 2], position: u32, head: u32, first_feature: usize) -> [u32; BLOCK] {
         let philox = Philox::new(u64::from(key[0]) | u64::from(key[1]) << 32);
         let first = (first_feature / 4) as u32;
-        for (i, words) in words.iter_mut().enumerate() {
-            *words = philox.block([position, head, first.wrapping_add(i as u32), self.site]);
+        // One array for each word of a block, so that the loop over blocks vectorizes.
+        let mut columns = [[0; BLOCK / 4]; 4];
+        for i in 0..BLOCK / 4 {
+            let words = philox.block([position, head, first.wrapping_add(i as u32), self.site]);
+            for (column, word) in columns.iter_mut().zip(words) {
+                column[i] = word;
+            }
         }
+        let mut words = [0; BLOCK];
+        for (i, four) in words.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            *four = [columns[0][i], columns[1][i], columns[2][i], columns[3][i]];
+        }
+        words
     }
 
     /// `x`, scaled where its word keeps it, else 0.
@@ -72,37 +74,29 @@ pub(super) fn dropout(queue: &CpuQueue, dropout: Dropout<'_>, x: View<'_>, y: Vi
     with_float!(x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
         let keys = Operand::<u32>::new(dropout.keys);
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows| {
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, _| {
+            let mut results = Block::ZERO;
             for row in rows {
                 let sequence = row / sequence_len;
                 // SAFETY: the keys are only read.
                 let key = unsafe { keys.read(2 * sequence..2 * sequence + 2) };
                 let position = (row % sequence_len) as u32;
                 for column in (0..width).step_by(BLOCK) {
-                    let n = BLOCK.min(width - column);
+                    let words = mask.words([key[0], key[1]], position, 0, column);
                     let first = row * width + column;
+                    let block = first..first + BLOCK.min(width - column);
                     // SAFETY: this task alone writes this row, and not while the slice lives.
-                    let source = unsafe { x.read(first..first + n) };
-                    let result = drop_block(mask, [key[0], key[1]], position, column, source);
-                    // SAFETY: this task alone touches this row, and no slice of it lives.
-                    store(&result.0[..n], unsafe { y.write(first..first + n) });
+                    let source = unsafe { x.read(block.clone()) };
+                    for ((result, x), word) in results.0.iter_mut().zip(source).zip(words) {
+                        *result = mask.apply(word, x.load());
+                    }
+                    // SAFETY: this task alone touches this row, and no slice of it is used any more.
+                    let target = unsafe { y.write(block) };
+                    store(&results.0[..target.len()], target);
                 }
             }
         });
     });
-}
-
-/// Up to a block of one row, from column `column` on.
-#[inline(always)]
-fn drop_block<T: Float>(mask: Mask, key: [u32; 2], position: u32, column: usize, x: &[T]) -> Block {
-    let mut words = [[0; 4]; BLOCK / 4];
-    mask.words(key, position, 0, column, &mut words[..x.len().div_ceil(4)]);
-    let mut block = Block::ZERO;
-    load(x, &mut block.0[..x.len()]);
-    for (x, word) in block.0.iter_mut().zip(words.as_flattened()) {
-        *x = mask.apply(*word, *x);
-    }
-    block
 }
 
 #[cfg(test)]

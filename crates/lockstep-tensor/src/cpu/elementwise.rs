@@ -1,19 +1,19 @@
 //! Kernels that work element by element, and the sum over rows.
 //!
-//! All of the former are one loop, [`map`]: blocks of the operands are converted to f32 on the stack, a
-//! function is applied, and the results are rounded and stored. Inputs are read before outputs are written,
-//! so an output may be one of the inputs, and the loop over the stack buffers vectorizes in either case.
+//! All of the former are one loop, [`map`]: a function is applied to a block of the operands, and its results go to
+//! a block on the stack before they are rounded and stored. Inputs are read before outputs are written, so an
+//! output may be one of the inputs, and the loop vectorizes without knowing whether it is.
 
 use super::{
     CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, normal_distribution, sigmoid, with_float},
+    simd::{Float, Fma, normal_distribution, sigmoid, with_float},
     tasks::{BLOCK, Block, Operand, elements_per_task, expect},
 };
 use crate::{Gelu, View};
 
 use lockstep_plan::DType;
 
-/// `outputs[m][i] = f(inputs[0][i], inputs[1][i], ...)[m]`.
+/// `outputs[m][i] = f(fma, [inputs[0][i], inputs[1][i], ...])[m]`.
 ///
 /// The caller has checked that all views have the same number of elements, and that an output overlaps
 /// another operand only if it is an input in place. `f` must be `#[inline(always)]`.
@@ -22,7 +22,7 @@ fn map<T: Float, const N: usize, const M: usize>(
     queue: &CpuQueue,
     inputs: [View<'_>; N],
     outputs: [View<'_>; M],
-    f: impl Fn([f32; N]) -> [f32; M] + Sync,
+    f: impl Fn(Fma, [f32; N]) -> [f32; M] + Sync,
 ) {
     let elements = outputs[0].elements();
     let inputs = inputs.map(Operand::<T>::new);
@@ -31,39 +31,31 @@ fn map<T: Float, const N: usize, const M: usize>(
         elements,
         elements_per_task(elements),
         #[inline(always)]
-        |range| {
-            let mut x = [Block::ZERO; N];
-            let mut y = [Block::ZERO; M];
+        |range, fma| {
+            let mut results = [Block::ZERO; M];
             for start in range.clone().step_by(BLOCK) {
                 let n = BLOCK.min(range.end - start);
-                for (input, block) in inputs.iter().zip(&mut x) {
-                    // SAFETY: this task alone writes this range of any operand, and not while the slice lives.
-                    load(unsafe { input.read(start..start + n) }, &mut block.0[..n]);
+                let mut x: [&[T]; N] = [&[]; N];
+                for (x, input) in x.iter_mut().zip(&inputs) {
+                    // SAFETY: this task alone writes this range of any operand, and not while the slices live.
+                    *x = unsafe { input.read(start..start + n) };
                 }
                 for i in 0..n {
                     let mut arguments = [0.0; N];
-                    for (argument, block) in arguments.iter_mut().zip(&x) {
-                        *argument = block.0[i];
+                    for (argument, x) in arguments.iter_mut().zip(x) {
+                        *argument = x[i].load();
                     }
-                    let results = f(arguments);
-                    for (block, result) in y.iter_mut().zip(results) {
+                    for (block, result) in results.iter_mut().zip(f(fma, arguments)) {
                         block.0[i] = result;
                     }
                 }
-                for (output, block) in outputs.iter().zip(&y) {
-                    // SAFETY: this task alone touches this range, and no slice of it lives.
+                for (output, block) in outputs.iter().zip(&results) {
+                    // SAFETY: this task alone touches this range, and no slice of it is used any more.
                     store(&block.0[..n], unsafe { output.write(start..start + n) });
                 }
             }
         },
     );
-}
-
-#[inline(always)]
-pub(super) fn load<T: Float>(from: &[T], to: &mut [f32]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = from.load();
-    }
 }
 
 #[inline(always)]
@@ -78,7 +70,7 @@ pub(super) fn swiglu(queue: &CpuQueue, gate: View<'_>, up: View<'_>, y: View<'_>
     expect("swiglu: y", y, gate.dtype(), gate.elements());
     check_disjoint(&[y], &[gate, up]);
     with_float!(gate.dtype(), T => map::<T, 2, 1>(
-        queue, [gate, up], [y], #[inline(always)] |[gate, up]| [gate * sigmoid(gate) * up],
+        queue, [gate, up], [y], #[inline(always)] |fma, [gate, up]| [gate * sigmoid(fma, gate) * up],
     ));
 }
 
@@ -95,8 +87,8 @@ pub(super) fn swiglu_backward(
     }
     check_disjoint(&[dgate, dup], &[dy, gate, up]);
     with_float!(dy.dtype(), T => map::<T, 3, 2>(
-        queue, [dy, gate, up], [dgate, dup], #[inline(always)] |[dy, gate, up]| {
-            let s = sigmoid(gate);
+        queue, [dy, gate, up], [dgate, dup], #[inline(always)] |fma, [dy, gate, up]| {
+            let s = sigmoid(fma, gate);
             // d(g s(g))/dg = s + g s (1 - s)
             [dy * up * (s + gate * s * (1.0 - s)), dy * gate * s]
         },
@@ -107,8 +99,8 @@ pub(super) fn gelu(queue: &CpuQueue, kind: Gelu, x: View<'_>, y: View<'_>) {
     expect("gelu: y", y, x.dtype(), x.elements());
     check_disjoint(&[y], &[x]);
     with_float!(x.dtype(), T => match kind {
-        Gelu::Exact => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |[x]| [x * normal_distribution(x).0]),
-        Gelu::Tanh => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |[x]| [x * tanh_gate(x).0]),
+        Gelu::Exact => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |fma, [x]| [x * normal_distribution(fma, x).0]),
+        Gelu::Tanh => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |fma, [x]| [x * tanh_gate(fma, x).0]),
     });
 }
 
@@ -118,12 +110,12 @@ pub(super) fn gelu_backward(queue: &CpuQueue, kind: Gelu, dy: View<'_>, x: View<
     check_disjoint(&[dx], &[x]);
     check_elementwise(dx, &[dy]);
     with_float!(x.dtype(), T => match kind {
-        Gelu::Exact => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |[dy, x]| {
-            let (probability, density) = normal_distribution(x);
+        Gelu::Exact => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |fma, [dy, x]| {
+            let (probability, density) = normal_distribution(fma, x);
             [dy * (probability + x * density)]
         }),
-        Gelu::Tanh => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |[dy, x]| {
-            let (s, slope) = tanh_gate(x);
+        Gelu::Tanh => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |fma, [dy, x]| {
+            let (s, slope) = tanh_gate(fma, x);
             [dy * (s + x * slope)]
         }),
     });
@@ -131,10 +123,10 @@ pub(super) fn gelu_backward(queue: &CpuQueue, kind: Gelu, dy: View<'_>, x: View<
 
 /// `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
 #[inline(always)]
-fn tanh_gate(x: f32) -> (f32, f32) {
+fn tanh_gate(fma: Fma, x: f32) -> (f32, f32) {
     const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
     const CUBIC: f32 = 0.044_715;
-    let s = sigmoid(TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
+    let s = sigmoid(fma, TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
     // Where s(1-s) is zero the other factor may be infinite, but only for |x| > 1e19.
     (s, s * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x))
 }
@@ -143,7 +135,7 @@ pub(super) fn add(queue: &CpuQueue, a: View<'_>, b: View<'_>, y: View<'_>) {
     expect("add: b", b, a.dtype(), a.elements());
     expect("add: y", y, a.dtype(), a.elements());
     check_elementwise(y, &[a, b]);
-    with_float!(a.dtype(), T => map::<T, 2, 1>(queue, [a, b], [y], #[inline(always)] |[a, b]| [a + b]));
+    with_float!(a.dtype(), T => map::<T, 2, 1>(queue, [a, b], [y], #[inline(always)] |_, [a, b]| [a + b]));
 }
 
 pub(super) fn sum_rows(queue: &CpuQueue, x: View<'_>, out: View<'_>) {

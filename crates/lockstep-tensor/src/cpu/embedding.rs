@@ -24,7 +24,7 @@ pub(super) fn forward(queue: &CpuQueue, ids: View<'_>, table: View<'_>, out: Vie
     let ids = check_ids(ids, vocabulary);
     with_float!(table.dtype(), T => {
         let (table, out) = (Operand::<T>::new(table), Operand::<T>::new(out));
-        queue.for_each_range(tokens, rows_per_task(tokens, width), #[inline(always)] |tokens| {
+        queue.for_each_range(tokens, rows_per_task(tokens, width), #[inline(always)] |tokens, _| {
             for token in tokens {
                 let row = ids[token] as usize * width;
                 // SAFETY: the table is only read, it does not overlap `out`, and each row of `out` belongs to one task.
@@ -48,7 +48,7 @@ pub(super) fn backward(queue: &CpuQueue, ids: View<'_>, dy: View<'_>, gradient: 
         let (dy, gradient) = (Operand::<T>::new(dy), Operand::<f32>::new(gradient));
         let columns_per_task =
             if rows_per_task(tokens, width) >= tokens { width.max(1) } else { COLUMNS_PER_TASK };
-        queue.for_each_range(width, columns_per_task, #[inline(always)] |columns| {
+        queue.for_each_range(width, columns_per_task, #[inline(always)] |columns, _| {
             for (token, &id) in ids.iter().enumerate() {
                 let (from, to) = (token * width, id as usize * width);
                 // SAFETY: `dy` is only read and does not overlap the gradient, of which these columns belong to one task.

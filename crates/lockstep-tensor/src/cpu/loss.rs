@@ -7,7 +7,7 @@ use lockstep_plan::DType;
 
 use super::{
     CpuQueue, check_disjoint,
-    simd::{Float, exp, max, sum, with_float},
+    simd::{Float, Fma, exp, max, sum, with_float},
     tasks::{BLOCK, Block, Operand, expect, rows_per_task},
 };
 use crate::View;
@@ -31,7 +31,7 @@ pub(super) fn cross_entropy(
     with_float!(logits.dtype(), T => {
         let logits = Operand::<T>::new(logits);
         let (losses, log_sum_exp) = (Operand::<f32>::new(losses), Operand::<f32>::new(log_sum_exp));
-        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens| {
+        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, fma| {
             for token in tokens {
                 // SAFETY: the logits are only read; each element of the outputs belongs to one task.
                 let (row, loss, total) = unsafe {
@@ -41,7 +41,7 @@ pub(super) fn cross_entropy(
                         log_sum_exp.write(token..token + 1),
                     )
                 };
-                total[0] = log_sum_exp_of(row);
+                total[0] = log_sum_exp_of(fma, row);
                 loss[0] = match usize::try_from(labels[token]) {
                     Ok(label) => total[0] - row[label].load(),
                     Err(_) => 0.0,
@@ -65,7 +65,7 @@ pub(super) fn cross_entropy_backward(
     let labels = check_labels(labels, vocabulary);
     with_float!(logits.dtype(), T => {
         let (logits, log_sum_exp) = (Operand::<T>::new(logits), Operand::<f32>::new(log_sum_exp));
-        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens| {
+        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, fma| {
             for token in tokens {
                 // SAFETY: each row of the logits belongs to one task; the rest is only read.
                 let (row, total) = unsafe {
@@ -79,9 +79,9 @@ pub(super) fn cross_entropy_backward(
                     continue;
                 };
                 // The label's element is rounded once, like the others.
-                let at_label = seed * (exp(row[label].load() - total) - 1.0);
+                let at_label = seed * (exp(fma, row[label].load() - total) - 1.0);
                 for x in row.iter_mut() {
-                    *x = T::store(seed * exp(x.load() - total));
+                    *x = T::store(seed * exp(fma, x.load() - total));
                 }
                 row[label] = T::store(at_label);
             }
@@ -91,18 +91,19 @@ pub(super) fn cross_entropy_backward(
 
 /// `log Σ exp(x)`.
 #[inline(always)]
-fn log_sum_exp_of<T: Float>(row: &[T]) -> f32 {
+fn log_sum_exp_of<T: Float>(fma: Fma, row: &[T]) -> f32 {
     let largest = max(row);
     let mut total = 0.0_f64;
+    let mut block = Block::ZERO;
     for part in row.chunks(BLOCK) {
-        let mut block = Block::ZERO;
-        for (e, x) in block.0.iter_mut().zip(part) {
-            *e = exp(x.load() - largest);
+        let terms = &mut block.0[..part.len()];
+        for (term, x) in terms.iter_mut().zip(part) {
+            *term = exp(fma, x.load() - largest);
         }
         let [part] = sum(
-            [&block.0],
+            [&*terms],
             #[inline(always)]
-            |[e]| [e],
+            |[term]| [term],
         );
         total += f64::from(part);
     }

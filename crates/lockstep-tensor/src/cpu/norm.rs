@@ -29,7 +29,7 @@ pub(super) fn rms_norm(
     with_float!(x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
         let (weight, rstd) = (Operand::<T>::new(weight), Operand::<f32>::new(rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows| {
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, _| {
             // SAFETY: the weight is only read.
             let weight = unsafe { weight.read(0..width) };
             for row in rows {
@@ -73,7 +73,7 @@ pub(super) fn layer_norm(
         let (x, y) = (Operand::<T>::new(norm.x), Operand::<T>::new(y));
         let (weight, bias) = (Operand::<T>::new(norm.weight), bias.map(Operand::<T>::new));
         let (mean, rstd) = (Operand::<f32>::new(norm.mean), Operand::<f32>::new(norm.rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows| {
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, _| {
             // SAFETY: weight and bias are only read.
             let weight = unsafe { weight.read(0..width) };
             // SAFETY: as above.
@@ -164,7 +164,7 @@ fn backward_input(queue: &CpuQueue, saved: Saved<'_>, dy: View<'_>, dx: View<'_>
         let (x, dy, dx) = (Operand::<T>::new(saved.x), Operand::<T>::new(dy), Operand::<T>::new(dx));
         let weight = Operand::<T>::new(saved.weight);
         let (mean, rstd) = (saved.mean.map(Operand::<f32>::new), Operand::<f32>::new(saved.rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows| {
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, _| {
             // SAFETY: the weight is only read.
             let weight = unsafe { weight.read(0..width) };
             for row in rows {

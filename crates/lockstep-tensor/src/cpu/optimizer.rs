@@ -68,7 +68,7 @@ pub(super) fn adamw(queue: &CpuQueue, step: &AdamW<'_>) {
         elements,
         elements_per_task(elements),
         #[inline(always)]
-        |range| {
+        |range, _| {
             for start in range.clone().step_by(BLOCK) {
                 let block = start..range.end.min(start + BLOCK);
                 // SAFETY: the operands do not overlap, and each range of them belongs to one task.
@@ -161,7 +161,7 @@ pub(super) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
         elements,
         elements_per_task(elements),
         #[inline(always)]
-        |range| {
+        |range, _| {
             for start in range.clone().step_by(BLOCK) {
                 let block = start..range.end.min(start + BLOCK);
                 // SAFETY: the operands do not overlap, and each range of them belongs to one task.

@@ -6,11 +6,13 @@ use lockstep_plan::DType;
 
 use super::{
     CpuQueue, check_disjoint, check_elementwise,
-    elementwise::{load, store},
     simd::{Float, sin_cos, with_float},
     tasks::{BLOCK, Block, Operand, expect, rows_per_task},
 };
 use crate::{Rotation, View};
+
+/// Pairs that are rotated at a time.
+const LANES: usize = 16;
 
 pub(super) fn rope(
     queue: &CpuQueue,
@@ -44,7 +46,8 @@ pub(super) fn rope(
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
         let positions = Operand::<u32>::new(positions);
         let frequencies = Operand::<f32>::new(inverse_frequencies);
-        queue.for_each_range(tokens, rows_per_task(tokens, width), #[inline(always)] |tokens| {
+        queue.for_each_range(tokens, rows_per_task(tokens, width), #[inline(always)] |tokens, _| {
+            let mut turn = Turn { sin: Block::ZERO, cos: Block::ZERO };
             for token in tokens {
                 for start in (0..half).step_by(BLOCK) {
                     let n = BLOCK.min(half - start);
@@ -52,18 +55,10 @@ pub(super) fn rope(
                     let (position, frequencies) = unsafe {
                         (positions.read(token..token + 1)[0], frequencies.read(start..start + n))
                     };
-                    let turn = Turn::new(position, frequencies, sign);
+                    turn.set(position, frequencies, sign);
                     for head in (token * width..(token + 1) * width).step_by(2 * half) {
-                        let first = head + start;
-                        let second = first + half;
-                        // SAFETY: this task alone writes this token, and not while the slices live.
-                        let (a, b) = unsafe { (x.read(first..first + n), x.read(second..second + n)) };
-                        let [a, b] = turn.apply(a, b);
-                        // SAFETY: this task alone touches this token, and the two halves do not overlap.
-                        unsafe {
-                            store(&a.0[..n], y.write(first..first + n));
-                            store(&b.0[..n], y.write(second..second + n));
-                        }
+                        // SAFETY: this task alone touches this token.
+                        unsafe { turn.apply(&x, &y, head + start, half, n) };
                     }
                 }
             }
@@ -80,28 +75,71 @@ struct Turn {
 impl Turn {
     /// The angles are rounded to f32 before the sine is taken, as models were trained with.
     #[inline(always)]
-    fn new(position: u32, frequencies: &[f32], sign: f32) -> Self {
-        let mut turn = Self { sin: Block::ZERO, cos: Block::ZERO };
+    fn set(&mut self, position: u32, frequencies: &[f32], sign: f32) {
         let position = position as f32;
-        for ((sin, cos), frequency) in turn.sin.0.iter_mut().zip(&mut turn.cos.0).zip(frequencies) {
+        for ((sin, cos), frequency) in self.sin.0.iter_mut().zip(&mut self.cos.0).zip(frequencies) {
             let (s, c) = sin_cos(position * frequency);
             *sin = sign * s;
             *cos = c;
         }
-        turn
     }
 
+    /// Rotates the `n` pairs whose first halves start at element `first`, and whose second halves `half` further.
+    ///
+    /// # Safety
+    /// Nothing else may touch these elements of `y`, or write these elements of `x`.
     #[inline(always)]
-    fn apply<T: Float>(&self, a: &[T], b: &[T]) -> [Block; 2] {
-        let n = a.len();
-        let (mut first, mut second) = (Block::ZERO, Block::ZERO);
-        load(a, &mut first.0[..n]);
-        load(b, &mut second.0[..n]);
-        let pairs = first.0[..n].iter_mut().zip(&mut second.0[..n]);
-        for ((a, b), (sin, cos)) in pairs.zip(self.sin.0.iter().zip(&self.cos.0)) {
-            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    unsafe fn apply<T: Float>(
+        &self,
+        x: &Operand<'_, T>,
+        y: &Operand<'_, T>,
+        first: usize,
+        half: usize,
+        n: usize,
+    ) {
+        let whole = n - n % LANES;
+        for i in (0..whole).step_by(LANES) {
+            // SAFETY: promised by the caller.
+            unsafe { self.apply_to::<T, LANES>(x, y, i, first + i, half) };
         }
-        [first, second]
+        for i in whole..n {
+            // SAFETY: promised by the caller.
+            unsafe { self.apply_to::<T, 1>(x, y, i, first + i, half) };
+        }
+    }
+
+    /// Rotates `L` pairs, from the block's pair `i` on. Both halves are read before either is written, so that
+    /// rotating in place is no special case.
+    ///
+    /// # Safety
+    /// As for [`Turn::apply`].
+    #[inline(always)]
+    unsafe fn apply_to<T: Float, const L: usize>(
+        &self,
+        x: &Operand<'_, T>,
+        y: &Operand<'_, T>,
+        i: usize,
+        first: usize,
+        half: usize,
+    ) {
+        let second = first + half;
+        let (mut a, mut b) = ([T::zeroed(); L], [T::zeroed(); L]);
+        // SAFETY: nothing writes these elements before the slices are gone.
+        unsafe {
+            a.copy_from_slice(x.read(first..first + L));
+            b.copy_from_slice(x.read(second..second + L));
+        }
+        let (sin, cos) = (&self.sin.0[i..i + L], &self.cos.0[i..i + L]);
+        for lane in 0..L {
+            let (x0, x1) = (a[lane].load(), b[lane].load());
+            a[lane] = T::store(x0 * cos[lane] - x1 * sin[lane]);
+            b[lane] = T::store(x1 * cos[lane] + x0 * sin[lane]);
+        }
+        // SAFETY: nothing else touches these elements, and no slice of them is left.
+        unsafe {
+            y.write(first..first + L).copy_from_slice(&a);
+            y.write(second..second + L).copy_from_slice(&b);
+        }
     }
 }
 

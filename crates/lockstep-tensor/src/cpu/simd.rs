@@ -108,6 +108,42 @@ impl CpuLevel {
         }
         work()
     }
+
+    /// Like [`CpuLevel::run`], for work that multiplies and adds.
+    #[inline(always)]
+    pub(crate) fn run_with_fma<R>(self, work: impl FnOnce(Fma) -> R) -> R {
+        if self >= Self::Avx2 {
+            self.run(
+                #[inline(always)]
+                || work(Fma(true)),
+            )
+        } else {
+            work(Fma(false))
+        }
+    }
+}
+
+/// Whether the instructions that a loop is compiled for have fused multiply-add. Where they do it is one instruction,
+/// where they do not it would be a call; so loops pass this along, and it is a constant once they are inlined.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fma(bool);
+
+impl Fma {
+    /// `a · b + c`, rounded once or twice.
+    #[inline(always)]
+    pub(crate) fn mul_add(self, a: f32, b: f32, c: f32) -> f32 {
+        if self.0 { a.mul_add(b, c) } else { a * b + c }
+    }
+
+    /// `c[0] + c[1] x + c[2] x² + ...`
+    #[inline(always)]
+    fn polynomial<const N: usize>(self, x: f32, coefficients: [f32; N]) -> f32 {
+        let mut sum = coefficients[N - 1];
+        for i in (0..N - 1).rev() {
+            sum = self.mul_add(sum, x, coefficients[i]);
+        }
+        sum
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -130,20 +166,16 @@ const ROUND_F64: f64 = 6_755_399_441_055_744.0;
 
 /// `e^x` to within 2 units in the last place; 0 below the smallest normal number, infinity above the range.
 #[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
+pub(crate) fn exp(fma: Fma, x: f32) -> f32 {
     // e^x = 2^n e^r with |r| <= ln(2)/2; the degree-6 polynomial is the minimax one of Cephes' expf.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let shifted = fma.mul_add(x, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    let r = x - n * LN2_HIGH - n * LN2_LOW;
-    let mut p = 1.987_569_2e-4;
-    p = p * r + 1.398_2e-3;
-    p = p * r + 8.333_452e-3;
-    p = p * r + 4.166_579_6e-2;
-    p = p * r + 1.666_666_5e-1;
-    p = p * r + 0.5;
-    let e = p * (r * r) + r + 1.0;
+    let r = fma.mul_add(n, -LN2_LOW, fma.mul_add(n, -LN2_HIGH, x));
+    let p =
+        fma.polynomial(r, [0.5, 1.666_666_5e-1, 4.166_579_6e-2, 8.333_452e-3, 1.398_2e-3, 1.987_569_2e-4]);
+    let e = fma.mul_add(p, r * r, r) + 1.0;
     // The low bits of `shifted` hold n: moved to the exponent they multiply by 2^n.
     let scaled = f32::from_bits(e.to_bits().wrapping_add(shifted.to_bits() << 23));
     let bounded = if x < -87.33 { 0.0 } else { scaled };
@@ -153,30 +185,32 @@ pub(crate) fn exp(x: f32) -> f32 {
 
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
-pub(crate) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
+pub(crate) fn sigmoid(fma: Fma, x: f32) -> f32 {
+    1.0 / (1.0 + exp(fma, -x))
 }
 
 /// The standard normal distribution at `x`: (probability of less than `x`, density).
 ///
 /// `Φ(x) = (1 + erf(x/√2)) / 2`, without the cancellation that the formula suffers for negative `x`.
 #[inline(always)]
-pub(crate) fn normal_distribution(x: f32) -> (f32, f32) {
+pub(crate) fn normal_distribution(fma: Fma, x: f32) -> (f32, f32) {
     const ONE_OVER_SQRT_TAU: f32 = 0.398_942_3;
-    // Mills' ratio (1 - Φ(x))/φ(x) of x >= 0 as a polynomial in t = 1/(1 + 0.35x): a weighted least-squares
-    // fit made for this function, relative error 3.2e-8.
-    let t = 1.0 / (1.0 + 0.35 * x.abs());
-    let mut p = -0.073_102_66;
-    p = p * t + 0.361_104_8;
-    p = p * t - 0.641_446_9;
-    p = p * t + 0.399_534_7;
-    p = p * t - 0.058_311_27;
-    p = p * t + 0.264_635_86;
-    p = p * t + 0.300_333_1;
-    p = p * t + 0.350_587_88;
-    p = p * t + 0.349_978_6;
-    let density = ONE_OVER_SQRT_TAU * exp(-0.5 * x * x);
-    let tail = density * p * t;
+    /// Mills' ratio (1 - Φ(x))/φ(x) of x >= 0 is t times this polynomial in t = 1/(1 + 0.35x): a weighted
+    /// least-squares fit made for this function, relative error 3.2e-8.
+    const MILLS: [f32; 9] = [
+        0.349_978_6,
+        0.350_587_88,
+        0.300_333_1,
+        0.264_635_86,
+        -0.058_311_27,
+        0.399_534_7,
+        -0.641_446_9,
+        0.361_104_8,
+        -0.073_102_66,
+    ];
+    let t = 1.0 / fma.mul_add(0.35, x.abs(), 1.0);
+    let density = ONE_OVER_SQRT_TAU * exp(fma, -0.5 * x * x);
+    let tail = density * fma.polynomial(t, MILLS) * t;
     (if x < 0.0 { tail } else { 1.0 - tail }, density)
 }
 
@@ -212,46 +246,40 @@ pub(crate) fn sum<T: Float, const N: usize, const M: usize>(
     f: impl Fn([f32; N]) -> [f32; M],
 ) -> [f32; M] {
     let len = inputs[0].len();
-    let mut lanes = [[0.0_f32; LANES]; M];
-    let mut at = 0;
-    while at < len {
-        let n = LANES.min(len - at);
-        if n == LANES {
-            let chunks = inputs.map(
-                #[inline(always)]
-                |input| &input[at..at + LANES],
-            );
-            for lane in 0..LANES {
-                add_lane(
-                    &mut lanes,
-                    lane,
-                    f(chunks.map(
-                        #[inline(always)]
-                        |chunk| chunk[lane].load(),
-                    )),
-                );
-            }
-        } else {
-            for lane in 0..n {
-                add_lane(
-                    &mut lanes,
-                    lane,
-                    f(inputs.map(
-                        #[inline(always)]
-                        |input| input[at + lane].load(),
-                    )),
-                );
-            }
-        }
-        at += LANES;
+    let whole = len - len % LANES;
+    let mut lanes = [[0.0; LANES]; M];
+    for start in (0..whole).step_by(LANES) {
+        add_lanes(&mut lanes, parts(inputs, start, LANES), LANES, &f);
     }
+    add_lanes(&mut lanes, parts(inputs, whole, len - whole), len - whole, &f);
     lanes.map(tree_sum)
 }
 
+/// `n` elements of each input.
 #[inline(always)]
-fn add_lane<const M: usize>(lanes: &mut [[f32; LANES]; M], lane: usize, terms: [f32; M]) {
-    for (lanes, term) in lanes.iter_mut().zip(terms) {
-        lanes[lane] += term;
+fn parts<T, const N: usize>(inputs: [&[T]; N], start: usize, n: usize) -> [&[T]; N] {
+    let mut parts = inputs;
+    for part in &mut parts {
+        *part = &part[start..start + n];
+    }
+    parts
+}
+
+#[inline(always)]
+fn add_lanes<T: Float, const N: usize, const M: usize>(
+    lanes: &mut [[f32; LANES]; M],
+    inputs: [&[T]; N],
+    n: usize,
+    f: &impl Fn([f32; N]) -> [f32; M],
+) {
+    for lane in 0..n {
+        let mut arguments = [0.0; N];
+        for (argument, input) in arguments.iter_mut().zip(inputs) {
+            *argument = input[lane].load();
+        }
+        for (lanes, term) in lanes.iter_mut().zip(f(arguments)) {
+            lanes[lane] += term;
+        }
     }
 }
 
@@ -292,37 +320,47 @@ pub(crate) fn max<T: Float>(x: &[T]) -> f32 {
 mod tests {
     use super::*;
 
+    /// Fused multiply-add is right everywhere, only slow where the CPU lacks it.
+    const BOTH: [Fma; 2] = [Fma(false), Fma(true)];
+
     #[test]
     fn exp_is_close_to_the_exact_value_over_its_whole_range() {
-        let mut worst = 0.0_f64;
-        for i in -87_000..88_000 {
-            let x = i as f32 * 1e-3;
-            let exact = f64::from(x).exp();
-            worst = worst.max((f64::from(exp(x)) - exact).abs() / exact);
+        for fma in BOTH {
+            let mut worst = 0.0_f64;
+            for i in -87_000..88_000 {
+                let x = i as f32 * 1e-3;
+                let exact = f64::from(x).exp();
+                worst = worst.max((f64::from(exp(fma, x)) - exact).abs() / exact);
+            }
+            assert!(worst < 2.5e-7, "relative error {worst}");
+            assert_eq!(exp(fma, -1000.0), 0.0);
+            assert_eq!(exp(fma, f32::NEG_INFINITY), 0.0);
+            assert_eq!(exp(fma, f32::INFINITY), f32::INFINITY);
+            assert_eq!(exp(fma, 0.0), 1.0);
+            assert!(exp(fma, f32::NAN).is_nan());
         }
-        assert!(worst < 2.5e-7, "relative error {worst}");
-        assert_eq!(exp(-1000.0), 0.0);
-        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
-        assert_eq!(exp(f32::INFINITY), f32::INFINITY);
-        assert_eq!(exp(0.0), 1.0);
-        assert!(exp(f32::NAN).is_nan());
     }
 
     #[test]
     fn the_normal_distribution_is_close_to_the_error_function() {
-        for i in -14_000..14_000 {
-            let x = i as f32 * 1e-3;
-            let (probability, density) = normal_distribution(x);
-            let exact = 0.5 * libm::erfc(-f64::from(x) / std::f64::consts::SQRT_2);
-            let exact_density = (-0.5 * f64::from(x).powi(2)).exp() / std::f64::consts::TAU.sqrt();
-            let bound = 4e-7 * exact * (1.0 + f64::from(x).powi(2)) + 1e-36;
-            assert!((f64::from(probability) - exact).abs() < bound, "Φ({x}) = {probability}, not {exact}");
-            assert!((f64::from(probability) - exact).abs() < 2e-7, "Φ({x}) = {probability}, not {exact}");
-            assert!((f64::from(density) - exact_density).abs() < 1e-7, "φ({x}) = {density}");
+        for fma in BOTH {
+            for i in -14_000..14_000 {
+                let x = i as f32 * 1e-3;
+                let (probability, density) = normal_distribution(fma, x);
+                let exact = 0.5 * libm::erfc(-f64::from(x) / std::f64::consts::SQRT_2);
+                let exact_density = (-0.5 * f64::from(x).powi(2)).exp() / std::f64::consts::TAU.sqrt();
+                let bound = 4e-7 * exact * (1.0 + f64::from(x).powi(2)) + 1e-36;
+                assert!(
+                    (f64::from(probability) - exact).abs() < bound,
+                    "Φ({x}) = {probability}, not {exact}"
+                );
+                assert!((f64::from(probability) - exact).abs() < 2e-7, "Φ({x}) = {probability}, not {exact}");
+                assert!((f64::from(density) - exact_density).abs() < 1e-7, "φ({x}) = {density}");
+            }
+            assert_eq!(normal_distribution(fma, f32::INFINITY), (1.0, 0.0));
+            assert_eq!(normal_distribution(fma, f32::NEG_INFINITY).0, 0.0);
+            assert!(normal_distribution(fma, f32::NAN).0.is_nan());
         }
-        assert_eq!(normal_distribution(f32::INFINITY), (1.0, 0.0));
-        assert_eq!(normal_distribution(f32::NEG_INFINITY).0, 0.0);
-        assert!(normal_distribution(f32::NAN).0.is_nan());
     }
 
     #[test]
@@ -339,13 +377,15 @@ mod tests {
 
     #[test]
     fn the_sigmoid_is_close_and_saturates() {
-        for i in -80_000..80_000 {
-            let x = i as f32 * 1e-3;
-            let exact = 1.0 / (1.0 + (-f64::from(x)).exp());
-            let error = (f64::from(sigmoid(x)) - exact).abs() / exact;
-            assert!(error < 4e-7, "sigmoid({x}) = {}, not {exact}", sigmoid(x));
+        for fma in BOTH {
+            for i in -80_000..80_000 {
+                let x = i as f32 * 1e-3;
+                let exact = 1.0 / (1.0 + (-f64::from(x)).exp());
+                let error = (f64::from(sigmoid(fma, x)) - exact).abs() / exact;
+                assert!(error < 4e-7, "sigmoid(fma, {x}) = {}, not {exact}", sigmoid(fma, x));
+            }
+            assert_eq!((sigmoid(fma, -1000.0), sigmoid(fma, 1000.0)), (0.0, 1.0));
         }
-        assert_eq!((sigmoid(-1000.0), sigmoid(1000.0)), (0.0, 1.0));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::{marker::PhantomData, ops::Range, ptr::NonNull, slice};
 use lockstep_plan::{DType, MemoryCategory};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-use super::CpuQueue;
+use super::{CpuQueue, simd::Fma};
 use crate::{Element, View};
 
 /// Fewer elements than this are not worth waking a thread for.
@@ -113,16 +113,16 @@ pub(super) fn elements_per_task(elements: usize) -> usize {
 
 impl CpuQueue {
     /// Calls `work` with consecutive ranges of `grain` (the last may be shorter) that cover `0..count`,
-    /// compiled for the queue's level. The closure given here must be `#[inline(always)]`, or it is
+    /// compiled for the queue's level, and says whether that has fused multiply-add. The closure given here must be `#[inline(always)]`, or it is
     /// compiled for the lowest level.
     #[inline(always)]
-    pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>) + Sync) {
+    pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>, Fma) + Sync) {
         let tasks = count.div_ceil(grain);
         let task = |index: usize| {
             let range = index * grain..count.min((index + 1) * grain);
-            self.level.run(
+            self.level.run_with_fma(
                 #[inline(always)]
-                || work(range),
+                |fma| work(range, fma),
             );
         };
         if tasks <= 1 || self.threads() == 1 {
@@ -159,7 +159,7 @@ impl CpuQueue {
             groups,
             groups_per_task,
             #[inline(always)]
-            |task| {
+            |task, _| {
                 for group in task {
                     let first = group * M * width;
                     // SAFETY: each group belongs to one task, and its `M` slices do not overlap.
@@ -180,7 +180,7 @@ impl CpuQueue {
             width,
             columns_per_task,
             #[inline(always)]
-            |columns| {
+            |columns, _| {
                 for (m, output) in outputs.iter().enumerate() {
                     for start in columns.clone().step_by(BLOCK) {
                         let n = BLOCK.min(columns.end - start);

@@ -8,13 +8,16 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK, SharedSlice, Worker,
-    block::{gather, kept, pack, score, transpose},
+    BLOCK, Worker,
+    block::{PREFETCH_ROWS, gather, kept, pack, prefetch, score, transpose},
     geometry::{Bits, Geometry, Pair, rows_with},
     lanes::Lanes,
     product::{Left, Output, Right, multiply},
 };
-use crate::{Write, cpu::simd::Float};
+use crate::{
+    Write,
+    cpu::{simd::Float, tasks::Operand},
+};
 
 /// Keys whose gradients are summed together.
 const KEY_STRIP: usize = 4;
@@ -28,9 +31,9 @@ pub(super) struct Backward<'a, T> {
     pub(super) out: &'a [T],
     pub(super) log_sum_exp: &'a [f32],
     pub(super) dout: &'a [T],
-    pub(super) dq: SharedSlice<'a, T>,
-    pub(super) dk: SharedSlice<'a, T>,
-    pub(super) dv: SharedSlice<'a, T>,
+    pub(super) dq: Operand<'a, T>,
+    pub(super) dk: Operand<'a, T>,
+    pub(super) dv: Operand<'a, T>,
 }
 
 /// Scratch of one worker. Blocks of 64 rows unless said otherwise.
@@ -79,14 +82,13 @@ impl<T: Float> Worker for Backward<'_, T> {
         let (queries, rest) = rest.split_at_mut(block);
         let (dout, rest) = rest.split_at_mut(block);
         let (probabilities, dscores) = rest.split_at_mut(BLOCK * BLOCK);
-        let transposed = self.geometry.head_dim * BLOCK;
         let scratch = Scratch {
             dq,
             exponents,
             corrections,
             keys,
-            keys_transposed: &mut keys_transposed[..transposed],
-            values_transposed: &mut values_transposed[..transposed],
+            keys_transposed,
+            values_transposed,
             dk,
             dv,
             queries,
@@ -118,6 +120,10 @@ impl<T: Float> Backward<'_, T> {
             #[inline(always)]
             || {
                 for row in 0..geometry.rows() {
+                    let later = (row + PREFETCH_ROWS < geometry.rows()).then_some(row + PREFETCH_ROWS);
+                    let later = || later.iter().map(|row| geometry.query_vector(pair, *row));
+                    prefetch(self.dout, later());
+                    prefetch(self.out, later());
                     let statistic = self.log_sum_exp[geometry.statistic(pair, row)];
                     scratch.exponents[row] = statistic * std::f32::consts::LOG2_E;
                     let vector = geometry.query_vector(pair, row);
@@ -138,6 +144,10 @@ impl<T: Float> Backward<'_, T> {
         transpose::<V>(scratch.keys, width, block.len(), scratch.values_transposed);
         pack::<V, T>(self.k, places(), 1.0, scratch.keys, width);
         transpose::<V>(scratch.keys, width, block.len(), scratch.keys_transposed);
+        let next = block.end..geometry.key_len.min(block.end + BLOCK);
+        let next = || next.clone().map(|key| geometry.key_vector(pair, key));
+        prefetch(self.k, next());
+        prefetch(self.v, next());
         scratch.dk.fill(0.0);
         scratch.dv.fill(0.0);
         for first_row in (0..geometry.rows()).step_by(BLOCK) {
@@ -169,6 +179,10 @@ impl<T: Float> Backward<'_, T> {
         let places = || rows.clone().map(|row| geometry.query_vector(pair, row));
         pack::<V, T>(self.q, places(), factor, scratch.queries, width);
         pack::<V, T>(self.dout, places(), 1.0, scratch.dout, width);
+        let next = rows.end..geometry.rows().min(rows.end + BLOCK);
+        let next = || next.clone().map(|row| geometry.query_vector(pair, row));
+        prefetch(self.q, next());
+        prefetch(self.dout, next());
         let seen = &visible[..rows.len()];
         score::<V>(geometry, seen, scratch.queries, scratch.keys_transposed, scratch.probabilities);
         score::<V>(geometry, seen, scratch.dout, scratch.values_transposed, scratch.dscores);
@@ -252,15 +266,15 @@ impl Softmax<'_> {
 /// `sum(a · b)` in sixteen interleaved partial sums, so that it vectorizes and its order is fixed.
 #[inline(always)]
 fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
-    const LANES: usize = 16;
-    let mut sums = [0.0; LANES];
-    let (a, b) = (a.chunks(LANES), b.chunks(LANES));
-    for (a, b) in a.zip(b) {
-        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
-            *sum += a.load() * b.load();
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
+    let mut sums = [0.0; 16];
+    for (a, b) in a.iter().zip(b) {
+        for (i, sum) in sums.iter_mut().enumerate() {
+            *sum += a[i].load() * b[i].load();
         }
     }
-    sums.iter().sum()
+    let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a.load() * b.load()).sum();
+    sums.iter().sum::<f32>() + rest
 }
 
 /// Writes packed rows, times `factor`, to their places.
@@ -270,7 +284,7 @@ fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
 unsafe fn unpack<V: Lanes, T: Float>(
     packed: &[f32],
     factor: f32,
-    target: &SharedSlice<'_, T>,
+    target: &Operand<'_, T>,
     places: impl Iterator<Item = Range<usize>>,
     width: usize,
 ) {
@@ -279,7 +293,7 @@ unsafe fn unpack<V: Lanes, T: Float>(
         || {
             for (row, place) in packed.chunks_exact(width).zip(places) {
                 // SAFETY: no other task accesses the place, says the caller.
-                for (target, value) in unsafe { target.range(place) }.iter_mut().zip(row) {
+                for (target, value) in unsafe { target.write(place) }.iter_mut().zip(row) {
                     *target = T::store(value * factor);
                 }
             }

@@ -12,13 +12,16 @@ use super::{
 };
 use crate::{Write, cpu::simd::Float};
 
+/// How far ahead of a pass over rows they are fetched.
+pub(super) const PREFETCH_ROWS: usize = 16;
+
 /// Rows that are scored together where the visible keys differ from row to row.
 const STRIP: usize = 4;
 
 /// Copies vectors, times `factor`, into rows of `width` elements, padded with zeros.
 pub(super) fn pack<V: Lanes, T: Float>(
     source: &[T],
-    vectors: impl Iterator<Item = Range<usize>>,
+    vectors: impl Iterator<Item = Range<usize>> + Clone,
     factor: f32,
     packed: &mut [f32],
     width: usize,
@@ -26,7 +29,9 @@ pub(super) fn pack<V: Lanes, T: Float>(
     V::LEVEL.run(
         #[inline(always)]
         || {
+            let mut later = vectors.clone().skip(PREFETCH_ROWS);
             for (row, vector) in packed.chunks_exact_mut(width).zip(vectors) {
+                prefetch(source, later.next().into_iter());
                 let vector = &source[vector];
                 let (elements, padding) = row.split_at_mut(vector.len());
                 for (element, value) in elements.iter_mut().zip(vector) {
@@ -38,16 +43,42 @@ pub(super) fn pack<V: Lanes, T: Float>(
     );
 }
 
-/// Writes the transpose of `rows` packed rows as `head_dim` rows of a block's width, padded with zeros.
-pub(super) fn transpose<V: Lanes>(packed: &[f32], width: usize, rows: usize, transposed: &mut [f32]) {
+/// Asks for vectors that will be read soon: they lie too far apart for the CPU to foresee them.
+#[inline(always)]
+pub(super) fn prefetch<T>(source: &[T], vectors: impl Iterator<Item = Range<usize>>) {
+    const LINE_BYTES: usize = 64;
+    for vector in vectors {
+        for element in source[vector].iter().step_by(LINE_BYTES / size_of::<T>()) {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a prefetch changes nothing that a program can see; every x86-64 CPU has it.
+            unsafe {
+                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+                _mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(element).cast());
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = element;
+        }
+    }
+}
+
+/// Writes the transpose of `rows` packed rows as rows of a block's width, padded with zeros to whole registers.
+/// What it reads of later rows it clears.
+pub(super) fn transpose<V: Lanes>(packed: &mut [f32], width: usize, rows: usize, transposed: &mut [f32]) {
+    let padded_rows = rows.next_multiple_of(V::LANES);
+    packed[rows * width..padded_rows * width].fill(0.0);
+    assert!(width.is_multiple_of(V::LANES) && padded_rows <= BLOCK && transposed.len() >= width * BLOCK);
     V::LEVEL.run(
         #[inline(always)]
         || {
-            for (column, row) in transposed.chunks_exact_mut(BLOCK).enumerate() {
-                for (i, element) in row[..rows].iter_mut().enumerate() {
-                    *element = packed[i * width + column];
+            for row in (0..padded_rows).step_by(V::LANES) {
+                for column in (0..width).step_by(V::LANES) {
+                    // SAFETY: both squares lie in their slices, as asserted and as the fill checked; this
+                    // runs under `V::LEVEL`.
+                    unsafe {
+                        let source = packed.as_ptr().add(row * width + column);
+                        V::transpose(source, width, transposed.as_mut_ptr().add(column * BLOCK + row));
+                    }
                 }
-                row[rows..].fill(0.0);
             }
         },
     );

@@ -6,12 +6,12 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK, SharedSlice, Worker,
-    block::{gather, kept, pack, score, transpose},
+    BLOCK, Worker,
+    block::{gather, kept, pack, prefetch, score, transpose},
     geometry::{Geometry, Pair},
     lanes::Lanes,
 };
-use crate::cpu::simd::Float;
+use crate::cpu::{simd::Float, tasks::Operand};
 
 /// Rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
 const TASK_ROWS: usize = 256;
@@ -22,8 +22,8 @@ pub(super) struct Forward<'a, T> {
     pub(super) q: &'a [T],
     pub(super) k: &'a [T],
     pub(super) v: &'a [T],
-    pub(super) out: SharedSlice<'a, T>,
-    pub(super) log_sum_exp: SharedSlice<'a, f32>,
+    pub(super) out: Operand<'a, T>,
+    pub(super) log_sum_exp: Operand<'a, f32>,
 }
 
 /// Scratch of one worker.
@@ -86,9 +86,12 @@ impl<T: Float> Forward<'_, T> {
             let block = first_key..geometry.key_len.min(first_key + BLOCK);
             let places = || block.clone().map(|key| geometry.key_vector(pair, key));
             pack::<V, T>(k, places(), 1.0, vectors, width);
-            let transposed = &mut keys_transposed[..geometry.head_dim * BLOCK];
-            transpose::<V>(vectors, width, block.len(), transposed);
+            transpose::<V>(vectors, width, block.len(), keys_transposed);
             pack::<V, T>(v, places(), 1.0, vectors, width);
+            let next = block.end..keys.end.min(block.end + BLOCK);
+            let next = || next.clone().map(|key| geometry.key_vector(pair, key));
+            prefetch(k, next());
+            prefetch(v, next());
 
             for first_row in rows.clone().step_by(BLOCK) {
                 let strip = first_row..rows.end.min(first_row + BLOCK);
@@ -97,7 +100,7 @@ impl<T: Float> Forward<'_, T> {
                 let (kept, kept_scale) = kept::<V>(geometry, pair, strip.clone(), first_key);
                 let local = strip.start - rows.start..strip.end - rows.start;
                 let sums = &mut sums[local.start * width..local.end * width];
-                score::<V>(geometry, visible, &queries[local.start * width..], transposed, scores);
+                score::<V>(geometry, visible, &queries[local.start * width..], keys_transposed, scores);
                 Softmax {
                     visible,
                     kept: &kept,
@@ -130,14 +133,14 @@ impl<T: Float> Forward<'_, T> {
                     // A row that sees no key attends to nothing: zeros.
                     let inverse = if totals[i] == 0.0 { 0.0 } else { 1.0 / totals[i] };
                     // SAFETY: tasks own disjoint rows, and a row's elements are its own.
-                    let out = unsafe { self.out.range(geometry.query_vector(pair, row)) };
+                    let out = unsafe { self.out.write(geometry.query_vector(pair, row)) };
                     for (out, sum) in out.iter_mut().zip(sum) {
                         *out = T::store(sum * inverse);
                     }
                     let statistic = geometry.statistic(pair, row);
                     let value = (maxima[i] + libm::log2f(totals[i])) * std::f32::consts::LN_2;
                     // SAFETY: as above.
-                    let place = unsafe { self.log_sum_exp.range(statistic..statistic + 1) };
+                    let place = unsafe { self.log_sum_exp.write(statistic..statistic + 1) };
                     place[0] = value;
                 }
             },

@@ -6,6 +6,7 @@
 
 use lockstep_plan::random::Philox;
 
+use super::BLOCK;
 use crate::CpuLevel;
 
 /// Coefficients of `2^r - 1` on `[-1/2, 1/2]` from the first power up: minimax in relative error, 2e-9.
@@ -46,6 +47,20 @@ pub(super) trait Lanes: Copy {
     fn select(self, bits: u64, other: Self) -> Self;
     fn sum(self) -> f32;
     fn maximum(self) -> f32;
+
+    /// Writes the transpose of a square of `LANES` rows, which are `row` elements apart, to rows `BLOCK` apart.
+    ///
+    /// # Safety
+    /// See the trait; the squares must be readable and writable.
+    #[inline(always)]
+    unsafe fn transpose(source: *const f32, row: usize, target: *mut f32) {
+        for i in 0..Self::LANES {
+            for j in 0..Self::LANES {
+                // SAFETY: both lie in the squares.
+                unsafe { *target.add(j * BLOCK + i) = *source.add(i * row + j) };
+            }
+        }
+    }
 
     /// Which of 64 keys a dropout keeps: bit `i` is set if word `i % 4` of the block at
     /// `[counter[0], counter[1], counter[2] + i / 4, counter[3]]` is at least `threshold`.
@@ -161,7 +176,7 @@ pub(super) use x86::{Avx2, Avx512};
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{EXP2, Lanes};
+    use super::{BLOCK, EXP2, Lanes};
     use crate::CpuLevel;
 
     const PHILOX_MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
@@ -272,6 +287,50 @@ mod x86 {
         fn maximum(self) -> f32 {
             // SAFETY: as above.
             unsafe { _mm512_reduce_max_ps(self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(source: *const f32, row: usize, target: *mut f32) {
+            // SAFETY: the caller promises the level and the squares.
+            unsafe {
+                // Pairs, then quadruples of rows inside each 128-bit quarter, then the quarters themselves.
+                let x: [__m512; 16] = std::array::from_fn(
+                    #[inline(always)]
+                    |i| _mm512_loadu_ps(source.add(i * row)),
+                );
+                let mut y = x;
+                for i in (0..16).step_by(2) {
+                    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+                    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+                }
+                let mut z = y;
+                for i in (0..16).step_by(4) {
+                    let y: [__m512d; 4] = std::array::from_fn(
+                        #[inline(always)]
+                        |j| _mm512_castps_pd(y[i + j]),
+                    );
+                    z[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(y[0], y[2]));
+                    z[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(y[0], y[2]));
+                    z[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(y[1], y[3]));
+                    z[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(y[1], y[3]));
+                }
+                for j in 0..4 {
+                    // `z[4a + j]` holds rows 4a.. of columns j, 4 + j, 8 + j, 12 + j, one to a quarter.
+                    let even01 = _mm512_shuffle_f32x4::<0b10_00_10_00>(z[j], z[4 + j]);
+                    let odd01 = _mm512_shuffle_f32x4::<0b11_01_11_01>(z[j], z[4 + j]);
+                    let even23 = _mm512_shuffle_f32x4::<0b10_00_10_00>(z[8 + j], z[12 + j]);
+                    let odd23 = _mm512_shuffle_f32x4::<0b11_01_11_01>(z[8 + j], z[12 + j]);
+                    let columns = [
+                        _mm512_shuffle_f32x4::<0b10_00_10_00>(even01, even23),
+                        _mm512_shuffle_f32x4::<0b10_00_10_00>(odd01, odd23),
+                        _mm512_shuffle_f32x4::<0b11_01_11_01>(even01, even23),
+                        _mm512_shuffle_f32x4::<0b11_01_11_01>(odd01, odd23),
+                    ];
+                    for (quarter, column) in columns.into_iter().enumerate() {
+                        _mm512_storeu_ps(target.add((4 * quarter + j) * BLOCK), column);
+                    }
+                }
+            }
         }
 
         #[inline(always)]
@@ -418,6 +477,36 @@ mod x86 {
                 let x = _mm_max_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
                 let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
                 _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(source: *const f32, row: usize, target: *mut f32) {
+            // SAFETY: the caller promises the level and the squares.
+            unsafe {
+                // As for AVX-512, with two halves instead of four quarters.
+                let x: [__m256; 8] = std::array::from_fn(
+                    #[inline(always)]
+                    |i| _mm256_loadu_ps(source.add(i * row)),
+                );
+                let mut y = x;
+                for i in (0..8).step_by(2) {
+                    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+                    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+                }
+                let mut z = y;
+                for i in (0..8).step_by(4) {
+                    z[i] = _mm256_shuffle_ps::<0b01_00_01_00>(y[i], y[i + 2]);
+                    z[i + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(y[i], y[i + 2]);
+                    z[i + 2] = _mm256_shuffle_ps::<0b01_00_01_00>(y[i + 1], y[i + 3]);
+                    z[i + 3] = _mm256_shuffle_ps::<0b11_10_11_10>(y[i + 1], y[i + 3]);
+                }
+                for j in 0..4 {
+                    let low = _mm256_permute2f128_ps::<0x20>(z[j], z[4 + j]);
+                    let high = _mm256_permute2f128_ps::<0x31>(z[j], z[4 + j]);
+                    _mm256_storeu_ps(target.add(j * BLOCK), low);
+                    _mm256_storeu_ps(target.add((4 + j) * BLOCK), high);
+                }
             }
         }
 

@@ -18,18 +18,14 @@ mod reference;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    marker::PhantomData,
-    ops::Range,
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use lockstep_plan::MemoryCategory;
 use rayon::prelude::*;
 
 use self::{backward::Backward, forward::Forward, geometry::Geometry, lanes::Lanes};
-use super::{CpuQueue, check_disjoint, simd::with_float};
-use crate::{Attention, CpuLevel, Element, View};
+use super::{CpuQueue, check_disjoint, simd::with_float, tasks::Operand};
+use crate::{Attention, CpuLevel, View};
 
 /// Rows and keys of a block of scores. The masks of a row are words of as many bits.
 const BLOCK: usize = 64;
@@ -62,15 +58,15 @@ pub(super) fn forward(
     expect_elements(geometry.key_elements(), &[("k", k), ("v", v)]);
     expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
     with_float!(q.dtype(), T => {
-        // SAFETY: outputs overlap nothing, as just checked, and the slices end with this call.
+        // SAFETY: outputs overlap nothing, as just checked, so nothing writes to the inputs during this call.
         let work = unsafe {
             Forward::<T> {
                 geometry,
                 q: q.slice(),
                 k: k.slice(),
                 v: v.slice(),
-                out: SharedSlice::new(out.slice_mut()),
-                log_sum_exp: SharedSlice::new(log_sum_exp.slice_mut()),
+                out: Operand::new(out),
+                log_sum_exp: Operand::new(log_sum_exp),
             }
         };
         run(queue, &work);
@@ -97,7 +93,7 @@ pub(super) fn backward(
     expect_elements(geometry.key_elements(), &[("k", k), ("v", v), ("dk", dk), ("dv", dv)]);
     expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
     with_float!(q.dtype(), T => {
-        // SAFETY: outputs overlap nothing, as just checked, and the slices end with this call.
+        // SAFETY: outputs overlap nothing, as just checked, so nothing writes to the inputs during this call.
         let work = unsafe {
             Backward::<T> {
                 geometry,
@@ -107,9 +103,9 @@ pub(super) fn backward(
                 out: out.slice(),
                 log_sum_exp: log_sum_exp.slice(),
                 dout: dout.slice(),
-                dq: SharedSlice::new(dq.slice_mut()),
-                dk: SharedSlice::new(dk.slice_mut()),
-                dv: SharedSlice::new(dv.slice_mut()),
+                dq: Operand::new(dq),
+                dk: Operand::new(dk),
+                dv: Operand::new(dv),
             }
         };
         run(queue, &work);
@@ -175,32 +171,4 @@ fn run_lanes<V: Lanes>(queue: &CpuQueue, work: &impl Worker) {
             }
         });
     });
-}
-
-/// An output of which tasks write disjoint parts.
-#[derive(Clone, Copy)]
-struct SharedSlice<'a, T> {
-    pointer: *mut T,
-    len: usize,
-    elements: PhantomData<&'a mut [T]>,
-}
-
-// SAFETY: access is by `range` only, whose callers promise that parts are disjoint.
-unsafe impl<T: Element> Sync for SharedSlice<'_, T> {}
-
-impl<'a, T: Element> SharedSlice<'a, T> {
-    fn new(slice: &'a mut [T]) -> Self {
-        Self { pointer: slice.as_mut_ptr(), len: slice.len(), elements: PhantomData }
-    }
-
-    /// A part.
-    ///
-    /// # Safety
-    /// No other access to the part may happen while the returned slice lives.
-    #[expect(clippy::mut_from_ref, reason = "the caller promises that parts are disjoint")]
-    unsafe fn range(&self, range: Range<usize>) -> &mut [T] {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} elements", self.len);
-        // SAFETY: the part lies in the slice this was made of, and is exclusive, says the caller.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer.add(range.start), range.len()) }
-    }
 }

@@ -335,7 +335,9 @@ fn scratch_does_not_grow_with_the_length_forward_and_at_most_linearly_backward()
         let case = causal(1, len, 1, 1, 16);
         let fixture = Fixture::new(&case, Inputs::<f32>::random(&case, 10));
         let queue = CpuQueue::new(1, &fixture.arena).unwrap();
-        let peak = || fixture.arena.peak()[MemoryCategory::Workspace];
+        // What the queue keeps for other kernels does not count.
+        let kept = fixture.arena.in_use()[MemoryCategory::Workspace];
+        let peak = || fixture.arena.peak()[MemoryCategory::Workspace] - kept;
         let x = fixture.tensor(&fixture.inputs.q);
         let [out, dq, dk, dv] = [(); 4].map(|()| fixture.tensor(&fixture.inputs.q));
         let statistics = Tensor::zeros(&fixture.arena, DType::F32, [len], CATEGORY).unwrap();
@@ -354,7 +356,7 @@ fn scratch_does_not_grow_with_the_length_forward_and_at_most_linearly_backward()
             dk.view(),
             dv.view(),
         );
-        assert_eq!(fixture.arena.in_use()[MemoryCategory::Workspace], 0);
+        assert_eq!(fixture.arena.in_use()[MemoryCategory::Workspace], kept);
         (forward, peak())
     };
     let (short, long) = (workspace(512), workspace(2048));

@@ -9,10 +9,17 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::{Float, lanes::Lanes};
+use super::{
+    Float,
+    lanes::{Lanes, prefetch},
+};
 
 /// Side of the blocks that are read, transposed and written at once.
 pub(super) const SIDE: usize = 16;
+
+/// Units of depth by which lines across the depth are asked for before they are read.
+const UNITS_AHEAD: usize = 16;
+const CACHE_LINE_BYTES: usize = 64;
 
 /// A block of units.
 pub(super) type Block = [[u32; SIDE]; SIDE];
@@ -167,7 +174,7 @@ pub(super) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
                 }
                 (Order::AlongDepth, _) => {
                     blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
-                        read_along::<U>(operand, outer, depth, block);
+                        read_along::<U, P>(operand, outer, depth, block);
                         if P::ORDER == Order::AcrossDepth {
                             V::transpose(block);
                         }
@@ -195,8 +202,16 @@ fn copy<U: Unit, P: PanelShape>(
 ) {
     let panel_units = P::WIDTH * units;
     let whole_panels = outer.len() / P::WIDTH;
+    // The lines are too far apart for the CPU to see a pattern.
+    let ahead = UNITS_AHEAD * U::ELEMENTS * operand.stride;
     for unit in 0..units {
         let lines = operand.lines::<U>(outer.clone(), depth.start + unit * U::ELEMENTS, depth.end);
+        for start in (0..lines[0].len()).step_by(CACHE_LINE_BYTES / size_of::<U::Source>()) {
+            prefetch(lines[0].as_ptr().wrapping_add(start + ahead));
+            if U::ELEMENTS == 2 {
+                prefetch(lines[0].as_ptr().wrapping_add(start + ahead + operand.stride));
+            }
+        }
         let mut panels = panels.chunks_exact_mut(panel_units);
         for (index, panel) in panels.by_ref().take(whole_panels).enumerate() {
             let target = &mut panel[unit * P::WIDTH..][..P::WIDTH];
@@ -280,16 +295,20 @@ fn write<P: PanelShape>(block: &Block, panel: &mut [u32], column: usize) {
 
 /// Lines of the block are lines of an operand whose neighbours along the depth lie side by side.
 #[inline(always)]
-fn read_along<U: Unit>(
+fn read_along<U: Unit, P: PanelShape>(
     operand: &Operand<'_, U::Source>,
     outer: Range<usize>,
     depth: Range<usize>,
     block: &mut Block,
 ) {
     let line = |index: usize| &operand.elements[index * operand.stride..][depth.clone()];
+    let next_panel = P::WIDTH * operand.stride;
     if depth.len() == SIDE * U::ELEMENTS {
         for (row, index) in block.iter_mut().zip(outer) {
-            U::along(&line(index)[..SIDE * U::ELEMENTS], row);
+            let line = line(index);
+            // The same place of the next panel: the lines are too short for the CPU to see a pattern.
+            prefetch(line.as_ptr().wrapping_add(next_panel));
+            U::along(&line[..SIDE * U::ELEMENTS], row);
         }
     } else {
         for (row, index) in block.iter_mut().zip(outer) {

@@ -164,6 +164,9 @@ pub(super) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
     units: usize,
     panels: &mut [u32],
 ) {
+    if units == 0 {
+        return;
+    }
     // SAFETY: the caller's promise.
     unsafe {
         V::compiled(

@@ -76,7 +76,39 @@ def initial_model(arguments: argparse.Namespace) -> Gpt:
         load_canonical_tensors(model, load_file(arguments.load_init))
     if arguments.save_init:
         save_file(canonical_tensors(model), arguments.save_init, metadata={"format": "pt"})
+    if arguments.save_hf:
+        save_hugging_face(arguments.save_hf, canonical_tensors(model))
     return model
+
+
+def save_hugging_face(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes the weights as a GPT-2 directory: fused `c_attn`, matrices `[in, out]`, no biases (Lockstep's `"bias"`)."""
+    layers = 1 + max(int(name.split(".")[2]) for name in tensors if ".h." in name)
+    width = tensors["transformer.ln_f.weight"].numel()
+    state = {}
+    for name, tensor in tensors.items():
+        if name.endswith((".attn.q.weight", ".attn.k.weight", ".attn.v.weight")):
+            continue
+        transposed = ".h." in name and tensor.dim() == 2
+        state[name] = tensor.t().contiguous() if transposed else tensor
+    for layer in range(layers):
+        attention = f"transformer.h.{layer}.attn"
+        fused = torch.cat([tensors[f"{attention}.{part}.weight"] for part in "qkv"])
+        state[f"{attention}.c_attn.weight"] = fused.t().contiguous()
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": tensors["transformer.wte.weight"].shape[0],
+        "n_positions": tensors["transformer.wpe.weight"].shape[0],
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": 6,
+        "activation_function": "gelu",
+        "bias": False,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def significant(value: float) -> float:
@@ -94,6 +126,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1337, help="of the initial weights; dropout and data take seed + 1")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-init", type=Path, metavar="FILE.safetensors")
+    parser.add_argument("--save-hf", type=Path, metavar="DIR", help="the initial weights as a Hugging Face directory")
     parser.add_argument("--load-init", type=Path, metavar="FILE.safetensors")
     return parser.parse_args()
 

@@ -11,7 +11,7 @@ use lockstep_plan::ParameterRecord;
 use crate::config::{Gpt2Config, ModelConfig};
 use crate::error::{CheckpointProblem, ModelError};
 use crate::hf_transform::HfTransform;
-use crate::parameters::parameter_records;
+use crate::recorded::parameter_records;
 
 /// The tensors of a model's Hugging Face checkpoint.
 #[derive(Debug, Clone)]

@@ -4,7 +4,7 @@
 //! records come from the same recording as the programs, so nothing about a parameter is said twice.
 
 use lockstep_graph::{BlockShape, Mode, ParameterDeclaration, Program, Recompute, Recorder};
-use lockstep_plan::{ParameterId, ParameterRecord};
+use lockstep_plan::{DType, ParameterId, ParameterRecord};
 
 use crate::ModelConfig;
 
@@ -148,5 +148,63 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
         // Matrices decay, scales and biases do not.
         decay: declared.shape.len() > 1,
         learning_rate_multiplier: 1.0,
+    }
+}
+
+/// Every parameter of the model: embedding, block by block, then the head.
+///
+/// Unit 0 is the embedding, unit `1 + n` block `n`, the last unit the final norm and the output layer. Names are Hugging
+/// Face's, except that a GPT-2's fused `c_attn` is three parameters (`attn.q`, `attn.k`, `attn.v`); every linear
+/// weight is `[out, in]`. A tied output layer is a record whose `tie` points to the embedding. Matrices decay, vectors do
+/// not. Initial weights follow transformers: normal, with GPT-2's projections into the residual stream scaled by
+/// 1/√(2 × blocks); biases zero; norms one.
+pub fn parameter_records(config: &ModelConfig) -> Vec<ParameterRecord> {
+    // Parameters depend on no shape of the input, so that the smallest will do.
+    let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
+    RecordedModel::new(config, Mode::Inference, shape, Recompute::None, HeadOutput::Logits).records
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_units_ascend() {
+        for name in crate::PRESETS {
+            let config = ModelConfig::preset(name).expect("a preset");
+            let records = parameter_records(&config);
+            let names: HashSet<_> = records.iter().map(|record| &record.name).collect();
+            assert_eq!(names.len(), records.len(), "{name}");
+            assert!(records.is_sorted_by_key(|record| record.unit), "{name}");
+            assert_eq!(
+                records.last().map(|record| record.unit),
+                Some(config.num_hidden_layers() + 1),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_tied_head_points_to_the_embedding() {
+        for (name, tied) in [("baby-gpt", true), ("llama3-8b", false), ("qwen3-0.6b", true)] {
+            let records = parameter_records(&ModelConfig::preset(name).expect("a preset"));
+            let head = records.last().expect("a model has parameters");
+            assert_eq!(
+                (head.name.as_str(), head.tie),
+                ("lm_head.weight", tied.then_some(ParameterId(0))),
+                "{name}"
+            );
+            assert_eq!(head.shape, records[0].shape, "{name}");
+        }
+    }
+
+    #[test]
+    fn only_matrices_decay() {
+        let records = parameter_records(&ModelConfig::preset("gpt2-124m").expect("a preset"));
+        for record in records {
+            assert_eq!(record.decay, record.shape.len() == 2, "{}", record.name);
+        }
     }
 }

@@ -20,7 +20,7 @@ pub use self::gpt2::{Activation, Gpt2Config};
 pub use self::llama::{LlamaConfig, LlamaFamily};
 pub use self::rope::{Rope, RopeScaling};
 use crate::error::{ConfigProblem, ModelError};
-use crate::parameters::parameter_records;
+use crate::recorded::parameter_records;
 
 use self::reader::shorten;
 

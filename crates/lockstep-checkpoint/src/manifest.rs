@@ -246,7 +246,7 @@ impl Manifest {
 
 impl TensorEntry {
     /// Elements of the whole tensor; its coverage has been checked.
-    pub(crate) fn elements(&self) -> usize {
+    pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 

@@ -132,7 +132,8 @@ impl Engine {
     /// None that a fitting model can cause.
     pub fn initialize(&mut self, seed: u64) -> Result<(), EngineError> {
         let mut values = Vec::new();
-        for id in self.parameter_ids() {
+        let ids: Vec<_> = self.parameter_ids().collect();
+        for id in ids {
             let record = &self.records[id.0];
             values.resize(record.elements(), 0.0);
             record.initializer.fill(seed, &record.name, 0, &mut values);
@@ -152,8 +153,8 @@ impl Engine {
     }
 
     /// The parameters that own their weights.
-    pub fn parameter_ids(&self) -> Vec<ParameterId> {
-        (0..self.records.len()).map(ParameterId).filter(|id| self.records[id.0].tie.is_none()).collect()
+    pub fn parameter_ids(&self) -> impl Iterator<Item = ParameterId> {
+        (0..self.records.len()).map(ParameterId).filter(|id| self.records[id.0].tie.is_none())
     }
 
     /// The recorded model.
@@ -173,7 +174,7 @@ impl Engine {
 
     /// Starts a step.
     pub fn zero_gradients(&mut self) {
-        self.gradients.clear();
+        self.gradients.clear(&self.queue);
     }
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. `seed_gradient` is `1 / G`.

@@ -5,7 +5,7 @@
 
 use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, Buffer, Shape, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
@@ -103,8 +103,11 @@ impl FlatStore {
     }
 
     /// Sets everything to zero.
-    pub fn clear(&mut self) {
-        self.units.iter_mut().for_each(|unit| unit.bytes_mut().fill(0));
+    pub fn clear(&self, queue: &dyn Kernels) {
+        for unit in &self.units {
+            let elements = unit.len_bytes() / self.dtype.size_bytes();
+            queue.zero(unit.view(self.dtype, 0, [elements]));
+        }
     }
 }
 

@@ -26,6 +26,8 @@ pub struct Corpus {
     pub tokenizer: Tokenizer,
     /// What a checkpoint calls it: `bytes` or a path.
     pub tokenizer_name: String,
+    /// Hash of the training text's tokens: two corpora with the same one give the same samples.
+    pub digest: String,
     /// Whether the token file was there already.
     pub from_cache: bool,
 }
@@ -58,6 +60,7 @@ impl Corpus {
         let tokenized = tokenize_files(&train_files, &tokenizer, &options)?;
         let from_cache = tokenized.from_cache;
         let tokens = Arc::new(tokenized.file);
+        let digest = tokens.header().payload_hash.to_hex().to_string();
         let (train_range, valid_range) = split_validation(
             tokens.tokens(),
             if config.data.valid.is_empty() { config.data.valid_fraction } else { 0.0 },
@@ -80,7 +83,7 @@ impl Corpus {
             let tokens = Arc::new(tokenize_files(&files, &tokenizer, &options)?.file);
             Some(whole(tokens, window)?)
         };
-        Ok(Self { train, valid, tokenizer, tokenizer_name, from_cache })
+        Ok(Self { train, valid, tokenizer, tokenizer_name, digest, from_cache })
     }
 }
 
@@ -101,7 +104,8 @@ fn own_sources() -> &'static Path {
 pub fn load_tokenizer(config: &RunConfig, model: &ResolvedModel) -> Result<(Tokenizer, String), Error> {
     let name = match &config.data.tokenizer {
         Some(TokenizerSource::Bytes) => "bytes".to_owned(),
-        Some(TokenizerSource::File(path)) => path.display().to_string(),
+        // A checkpoint remembers it, and may be read from another directory.
+        Some(TokenizerSource::File(path)) => absolute(path),
         None => in_model_directory(config).unwrap_or_else(|| "bytes".to_owned()),
     };
     if name == "bytes" && config.data.tokenizer.is_none() && !is_byte_level(&model.config) {
@@ -123,5 +127,9 @@ fn is_byte_level(config: &ModelConfig) -> bool {
 fn in_model_directory(config: &RunConfig) -> Option<String> {
     let ModelSource::Path(dir) = config.model_source() else { return None };
     let file = dir.join("tokenizer.json");
-    file.is_file().then(|| file.display().to_string())
+    file.is_file().then(|| absolute(&file))
+}
+
+fn absolute(path: &Path) -> String {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
 }

@@ -101,10 +101,10 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
     }
 }
 
-/// An engine with the run's first weights.
+/// An engine for the run; its weights are zero.
 ///
 /// # Errors
-/// Out of memory, damaged weights.
+/// Out of memory, no threads.
 pub(crate) fn build_engine(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -114,16 +114,27 @@ pub(crate) fn build_engine(
     for record in engine.records_mut() {
         record.decay = config.optimizer.decays(record);
     }
-    match &model.pretrained {
-        None => engine.initialize(config.train.seed)?,
-        Some(directory) => load_weights(&mut engine, directory)?,
-    }
     Ok(engine)
+}
+
+/// The weights that the run starts from: those of the model's directory, or what the initializers give.
+///
+/// # Errors
+/// Damaged weights.
+pub(crate) fn load_first_weights(
+    config: &RunConfig,
+    model: &ResolvedModel,
+    engine: &mut Engine,
+) -> Result<(), Error> {
+    match &model.pretrained {
+        None => Ok(engine.initialize(config.train.seed)?),
+        Some(directory) => load_weights(engine, directory),
+    }
 }
 
 fn load_weights(engine: &mut Engine, directory: &ModelDirectory) -> Result<(), Error> {
     let ids: HashMap<String, ParameterId> =
-        engine.parameter_ids().into_iter().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
+        engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
     directory.for_each_parameter(|name, values| -> Result<(), Error> {
         // The directory was matched with its configuration; overrides may have taken a parameter away.
         let Some(&id) = ids.get(name) else { return Ok(()) };

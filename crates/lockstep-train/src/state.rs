@@ -12,7 +12,7 @@ use lockstep_engine::{Engine, StateKind, StateTensor};
 use serde_json::json;
 
 use crate::trainer::Resume;
-use crate::{Error, ResolvedModel, RunConfig};
+use crate::{Corpus, Error, ResolvedModel, RunConfig};
 
 /// The counters of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub(crate) struct Counters {
 pub(crate) fn save_run(
     config: &RunConfig,
     model: &ResolvedModel,
-    tokenizer: &str,
+    corpus: &Corpus,
     engine: &mut Engine,
     counters: Counters,
 ) -> Result<PathBuf, CheckpointError> {
@@ -45,7 +45,8 @@ pub(crate) fn save_run(
         config: json!({
             "run": config.to_json(),
             "model": model.config.to_json(DType::F32),
-            "tokenizer": tokenizer,
+            "tokenizer": corpus.tokenizer_name,
+            "training_text": corpus.digest,
         }),
         state: json!({ "updates": counters.updates, "tokens_seen": counters.tokens }),
         parameters: &parameters,
@@ -124,7 +125,8 @@ pub(crate) fn restore(
         return Err(Error::OtherRun { path: checkpoint.path().to_owned(), differences });
     }
     let mut values = Vec::new();
-    for id in engine.parameter_ids() {
+    let ids: Vec<_> = engine.parameter_ids().collect();
+    for id in ids {
         for kind in engine.state_kinds() {
             let record = &engine.records()[id.0];
             values.resize(record.elements(), 0.0);
@@ -139,6 +141,12 @@ pub(crate) fn restore(
         samples: manifest.samples_consumed,
         tokens: counter("tokens_seen"),
     })
+}
+
+/// Whether the training text is another than the one that the checkpoint's run read.
+pub(crate) fn text_has_changed(checkpoint: &Checkpoint, corpus: &Corpus) -> bool {
+    let stored = checkpoint.manifest().config.get("training_text");
+    stored.is_some_and(|stored| *stored != corpus.digest)
 }
 
 /// Whether `error` means that the disk is full: the run goes on, and the next save may find room.

@@ -17,8 +17,8 @@ use crate::interrupt::Interrupt;
 use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, MetricsWriter, Start, StepMetrics};
 use crate::progress::{Progress, Steps};
 use crate::schedule::LearningRate;
-use crate::setup::build_engine;
-use crate::state::{Counters, find_checkpoint, is_disk_full, restore, save_run};
+use crate::setup::{build_engine, load_first_weights};
+use crate::state::{Counters, find_checkpoint, is_disk_full, restore, save_run, text_has_changed};
 use crate::{Corpus, Error, ResolvedModel, engine_options, human, resolve_model};
 
 /// Micro-batches read ahead.
@@ -60,11 +60,14 @@ pub fn train(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Resu
     let model = resolve_model(config)?;
     let corpus = Corpus::open(config, &model)?;
     let arena = Arena::new();
-    let mut engine = build_engine(config, &model, &arena)?;
     let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
+    let mut engine = build_engine(config, &model, &arena)?;
     let counters = match &checkpoint {
         Some(checkpoint) => restore(config, &mut engine, checkpoint)?,
-        None => Counters::default(),
+        None => {
+            load_first_weights(config, &model, &mut engine)?;
+            Counters::default()
+        }
     };
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress = Progress::on_stderr(steps);
@@ -79,6 +82,9 @@ pub fn train(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Resu
                 checkpoint.path().display(),
                 counters.step
             ));
+            if text_has_changed(checkpoint, &corpus) {
+                progress.message("the training text is not the one that the checkpoint was trained on");
+            }
             Start::After { step: counters.step }
         }
         None => Start::Fresh,
@@ -362,8 +368,7 @@ impl Run<'_> {
         {
             self.progress.message(&error.to_string());
         }
-        let tokenizer = &self.corpus.tokenizer_name;
-        let path = save_run(self.config, self.model, tokenizer, &mut self.engine, self.counters)?;
+        let path = save_run(self.config, self.model, self.corpus, &mut self.engine, self.counters)?;
         self.checkpoint_stall_ms += begin.elapsed().as_secs_f64() * 1e3;
         self.progress.message(&format!("saved {}", path.display()));
         self.saved = Some((self.counters.step, path.clone()));

@@ -89,7 +89,7 @@ fn engine(family: &str, recompute: Recompute) -> Engine {
     };
     let mut engine = Engine::new(directory.config(), options, &Arena::new()).unwrap();
     let ids: HashMap<String, ParameterId> =
-        engine.parameter_ids().into_iter().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
+        engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
     let mut loaded = 0;
     directory
         .for_each_parameter(|name, values| {
@@ -170,8 +170,7 @@ fn every_gradient_agrees_with_transformers() {
         let mapping = HfMapping::new(&config);
         let model_norm: f64 = engine
             .parameter_ids()
-            .iter()
-            .flat_map(|&id| engine.gradient(id))
+            .flat_map(|id| engine.gradient(id))
             .map(|g| f64::from(g) * f64::from(g))
             .sum::<f64>()
             .sqrt();
@@ -239,8 +238,7 @@ fn recomputation_changes_no_bit() {
             engine.zero_gradients();
             let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32);
             engine.finish_gradients();
-            let gradients: Vec<_> =
-                engine.parameter_ids().into_iter().map(|id| engine.gradient(id)).collect();
+            let gradients: Vec<_> = engine.parameter_ids().map(|id| engine.gradient(id)).collect();
             (loss, gradients)
         };
         let reference = gradients(Recompute::None);

@@ -1,0 +1,314 @@
+//! Whole runs of a tiny model: what resuming, threads, recomputation and broken numbers may and may not change.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use std::path::{Path, PathBuf};
+
+use lockstep_checkpoint::{Checkpoint, ModelDirectory, TensorKind, export_hf, hf::HfCheckpoint};
+use lockstep_plan::DType;
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::{Error, Resume, RunConfig, Summary, train};
+use serde_json::Value;
+
+/// A GPT-2 with dropout, two micro-batches a step, matrices of odd sizes.
+const GPT2: &str = r#"
+[model]
+preset = "baby-gpt"
+n_layer = 2
+n_embd = 36
+n_head = 3
+n_positions = 24
+
+[train]
+global_batch = 4
+micro_batch = 2
+seq_len = 24
+dropout = 0.1
+"#;
+
+/// A Llama with grouped-query attention and an output layer of its own.
+const LLAMA: &str = r#"
+[model]
+preset = "llama-15m"
+hidden_size = 32
+intermediate_size = 56
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 24
+tie_word_embeddings = false
+
+[train]
+global_batch = 4
+micro_batch = 4
+seq_len = 24
+"#;
+
+/// A directory with a text, in which runs keep everything that they write.
+struct Bench(tempfile::TempDir);
+
+impl Bench {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let words = ["tape", "shard", "mesh", "rank", "block", "\n"];
+        let text: String = (0..1500).map(|i| format!("{} ", words[i * i % 17 % 6])).collect();
+        std::fs::write(dir.path().join("text.txt"), text).unwrap();
+        Self(dir)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn config(&self, run: &str, model: &str, settings: &[&str]) -> RunConfig {
+        let text = format!(
+            "{model}\n[data]\ntrain = [{:?}]\ncache_dir = {:?}\n[checkpoint]\ndir = {:?}\n[metrics]\ndir = {:?}\n",
+            self.path("text.txt"),
+            self.path("cache"),
+            self.path(run),
+            self.path(run),
+        );
+        RunConfig::parse(&text, "test", settings).unwrap()
+    }
+
+    fn train(&self, run: &str, model: &str, settings: &[&str]) -> Summary {
+        self.resume(run, model, settings, &Resume::Never)
+    }
+
+    fn resume(&self, run: &str, model: &str, settings: &[&str], resume: &Resume) -> Summary {
+        train(&self.config(run, model, settings), resume, &Interrupt::default()).unwrap()
+    }
+
+    fn step(&self, run: &str, step: u64) -> PathBuf {
+        self.path(run).join(format!("step-{step:08}"))
+    }
+
+    fn rows(&self, run: &str) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    fn losses(&self, run: &str) -> Vec<f64> {
+        self.rows(run).iter().filter_map(|row| row.get("loss")?.as_f64()).collect()
+    }
+}
+
+/// Every tensor that two checkpoints hold has the same bits.
+#[track_caller]
+fn assert_same_state(left: &Path, right: &Path) {
+    let (left, right) = (Checkpoint::open(left).unwrap(), Checkpoint::open(right).unwrap());
+    assert_eq!(left.manifest().tensors.len(), right.manifest().tensors.len());
+    for entry in &left.manifest().tensors {
+        let read = |checkpoint: &Checkpoint| {
+            let mut values = vec![0.0_f32; entry.elements()];
+            checkpoint.read(&entry.name, &entry.kind, 0, &mut values).unwrap();
+            values
+        };
+        let (a, b) = (read(&left), read(&right));
+        let differing = a.iter().zip(&b).position(|(a, b)| a.to_bits() != b.to_bits());
+        if let Some(at) = differing {
+            panic!("{} {:?}, element {at}: {} and {}", entry.name, entry.kind, a[at], b[at]);
+        }
+    }
+}
+
+#[test]
+fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
+    let sgd = ["optimizer.kind=\"sgd\"", "optimizer.momentum=0.9", "optimizer.lr=0.1"];
+    let cases: [(&str, &str, &[&str]); 4] = [
+        ("gpt2", GPT2, &[]),
+        ("llama", LLAMA, &[]),
+        ("bf16", GPT2, &["train.precision=\"bf16\""]),
+        ("sgd", LLAMA, &sgd),
+    ];
+    for (name, model, settings) in cases {
+        let bench = Bench::new();
+        let settings =
+            [settings, &["train.steps=20", "checkpoint.every=10", "schedule.warmup_steps=4"]].concat();
+        bench.train("whole", model, &settings);
+        bench.resume("resumed", model, &settings, &Resume::From(bench.step("whole", 10)));
+        assert_same_state(&bench.step("whole", 20), &bench.step("resumed", 20));
+        let (whole, resumed) = (bench.losses("whole"), bench.losses("resumed"));
+        assert_eq!(whole[10..], resumed[..], "{name}");
+        assert!(whole[19] < whole[0], "{name} learned nothing: {whole:?}");
+    }
+}
+
+#[test]
+fn a_run_asked_to_stop_saves_and_goes_on_without_a_seam() {
+    let bench = Bench::new();
+    let settings = ["train.steps=6", "checkpoint.every=2"];
+    bench.train("whole", GPT2, &settings);
+    let config = bench.config("stopped", GPT2, &settings);
+    let interrupt = Interrupt::default();
+    interrupt.request();
+    let summary = train(&config, &Resume::Auto, &interrupt).unwrap();
+    assert!(summary.interrupted);
+    assert_eq!((summary.step, summary.checkpoint), (0, bench.step("stopped", 0)));
+    let summary = bench.resume("stopped", GPT2, &settings, &Resume::Auto);
+    assert_eq!((summary.step, summary.interrupted), (6, false));
+    assert_same_state(&bench.step("whole", 6), &bench.step("stopped", 6));
+    assert_eq!(bench.losses("whole"), bench.losses("stopped"));
+
+    // All steps are made: nothing changes, nothing is written twice.
+    let rows = bench.rows("stopped").len();
+    let summary = bench.resume("stopped", GPT2, &settings, &Resume::Auto);
+    assert_eq!((summary.step, summary.loss), (6, None));
+    assert_eq!(bench.rows("stopped").len(), rows);
+}
+
+#[test]
+fn threads_and_recomputation_change_no_bit() {
+    let bench = Bench::new();
+    for (model_name, model) in [("gpt2", GPT2), ("llama", LLAMA)] {
+        for precision in ["f32", "bf16"] {
+            let base = ["train.steps=3".to_owned(), format!("train.precision=\"{precision}\"")];
+            let run = |name: &str, setting: &str| {
+                let run = format!("{model_name}-{precision}-{name}");
+                let settings: Vec<&str> = base.iter().map(String::as_str).chain([setting]).collect();
+                bench.train(&run, model, &settings);
+                bench.step(&run, 3)
+            };
+            let expected = run("one-thread", "train.threads=1");
+            for (name, setting) in [
+                ("three-threads", "train.threads=3"),
+                ("selective", "parallel.recompute=\"selective\""),
+                ("full", "parallel.recompute=\"full\""),
+            ] {
+                assert_same_state(&expected, &run(name, setting));
+            }
+        }
+    }
+}
+
+#[test]
+fn cutting_the_global_batch_otherwise_changes_only_rounding() {
+    let bench = Bench::new();
+    for micro_batch in [1, 2, 4] {
+        let setting = format!("train.micro_batch={micro_batch}");
+        bench.train(&format!("by-{micro_batch}"), GPT2, &["train.steps=8", &setting]);
+    }
+    let expected = bench.losses("by-4");
+    for run in ["by-1", "by-2"] {
+        for (step, (loss, expected)) in bench.losses(run).iter().zip(&expected).enumerate() {
+            assert!(
+                (loss - expected).abs() <= 1e-4 * expected,
+                "{run}, step {}: {loss}, {expected}",
+                step + 1
+            );
+        }
+    }
+}
+
+/// A Hugging Face directory with the weights of `step`, after `change` had its way with them.
+fn export(bench: &Bench, step: &Path, change: impl Fn(&str, &mut [f32])) -> PathBuf {
+    let out = bench.path("exported");
+    export_hf(&Checkpoint::open(step).unwrap(), DType::F32, &out).unwrap();
+    let file = out.join("model.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let changed: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
+        .iter()
+        .map(|(name, tensor)| {
+            let words =
+                tensor.data().chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap()));
+            let mut values: Vec<f32> = words.collect();
+            change(name, &mut values);
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            (name.to_owned(), tensor.shape().to_vec(), bytes)
+        })
+        .collect();
+    let views = changed.iter().map(|(name, shape, bytes)| {
+        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes);
+        (name.as_str(), view.unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &file).unwrap();
+    out
+}
+
+/// What continues `exported` as a pretrained model.
+fn pretrained(exported: &Path) -> String {
+    format!(
+        "[model]\npath = {exported:?}\nfrom_pretrained = true\n[train]\nglobal_batch = 1\nseq_len = 24\n\
+         [optimizer]\nweight_decay = 0.0\n[schedule]\nwarmup_steps = 0\n"
+    )
+}
+
+#[test]
+fn a_step_that_is_not_finite_leaves_the_weights_alone() {
+    let bench = Bench::new();
+    bench.train("first", LLAMA, &["train.steps=1"]);
+    // One byte's embedding is broken, and that byte stands in the third step's window only.
+    let hidden = 32;
+    let exported = export(&bench, &bench.step("first", 1), |name, values| {
+        if name == "model.embed_tokens.weight" {
+            values[usize::from(b'#') * hidden..][..hidden].fill(f32::NAN);
+        }
+    });
+    let mut text = std::fs::read(bench.path("text.txt")).unwrap();
+    text[2 * 24 + 5] = b'#';
+    std::fs::write(bench.path("text.txt"), text).unwrap();
+    let model = pretrained(&exported);
+    let settings = ["data.order=\"sequential\"", "train.steps=3", "checkpoint.every=1", "checkpoint.keep=0"];
+    bench.train("guarded", &model, &settings);
+    let skipped: Vec<bool> =
+        bench.rows("guarded").iter().filter_map(|row| row.get("skipped")?.as_bool()).collect();
+    assert_eq!(skipped, [false, false, true]);
+    assert_same_state(&bench.step("guarded", 2), &bench.step("guarded", 3));
+    let before = std::fs::read(bench.step("guarded", 1).join("rank-00000.safetensors")).unwrap();
+    let after = std::fs::read(bench.step("guarded", 2).join("rank-00000.safetensors")).unwrap();
+    assert!(before != after, "the second step did not change the weights");
+}
+
+#[test]
+fn a_model_that_gives_no_finite_loss_ends_the_run_and_saves_nothing() {
+    let bench = Bench::new();
+    bench.train("first", LLAMA, &["train.steps=1"]);
+    let exported = export(&bench, &bench.step("first", 1), |name, values| {
+        if name == "model.norm.weight" {
+            values[0] = f32::INFINITY;
+        }
+    });
+    let config = bench.config("broken", &pretrained(&exported), &["train.steps=50"]);
+    let error = train(&config, &Resume::Never, &Interrupt::default()).unwrap_err();
+    assert!(matches!(error, Error::NotFinite { step: 10, consecutive: 10, last_good: 0 }), "{error}");
+    assert!(!bench.step("broken", 10).exists());
+}
+
+#[test]
+fn an_exported_model_holds_the_bits_of_the_checkpoint() {
+    for (model, fused) in [(GPT2, true), (LLAMA, false)] {
+        let bench = Bench::new();
+        bench.train("run", model, &["train.steps=2"]);
+        let checkpoint = Checkpoint::open(&bench.step("run", 2)).unwrap();
+        let exported = export(&bench, &bench.step("run", 2), |_, _| ());
+        let names: Vec<String> = HfCheckpoint::open(&exported).unwrap().names().map(str::to_owned).collect();
+        assert_eq!(names.iter().any(|name| name.contains("c_attn")), fused, "{names:?}");
+        let directory = ModelDirectory::open(&exported).unwrap();
+        let mut parameters = 0;
+        directory
+            .for_each_parameter(|name, values| -> Result<(), Error> {
+                let mut expected = vec![0.0; values.len()];
+                checkpoint.read(name, &TensorKind::Parameter, 0, &mut expected)?;
+                let same = values.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{name}");
+                parameters += 1;
+                Ok(())
+            })
+            .unwrap();
+        let kept = checkpoint.manifest().tensors.iter().filter(|entry| entry.kind == TensorKind::Parameter);
+        assert_eq!(parameters, kept.count());
+    }
+}
+
+#[test]
+fn another_model_or_seed_is_no_resume() {
+    let bench = Bench::new();
+    bench.train("run", LLAMA, &["train.steps=1"]);
+    for setting in ["train.seed=7", "model.hidden_size=64", "optimizer.lr=1.0"] {
+        let config = bench.config("run", LLAMA, &["train.steps=2", setting]);
+        let error = train(&config, &Resume::Auto, &Interrupt::default()).unwrap_err();
+        let Error::OtherRun { differences, .. } = &error else { panic!("{setting}: {error}") };
+        let key = setting.split('=').next().unwrap();
+        assert!(differences.iter().any(|difference| difference.key == key), "{setting}: {error}");
+    }
+}

@@ -7,6 +7,16 @@ pub fn count(number: f64) -> String {
     scaled(number, 1000.0, &["", "k", "M", "G", "T", "P"])
 }
 
+/// A number of things: `1 thread`, `4 micro-batches`.
+pub fn plural(number: usize, thing: &str) -> String {
+    let ending = match thing {
+        _ if number == 1 => "",
+        thing if thing.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{number} {thing}{ending}")
+}
+
 /// A size in binary units: `512 B`, `1.5 KiB`, `3.4 GiB`.
 pub fn bytes(number: u64) -> String {
     scaled(number as f64, 1024.0, &[" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
@@ -53,6 +63,13 @@ fn scaled(number: f64, base: f64, units: &[&str]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_thing_is_singular() {
+        assert_eq!(plural(1, "micro-batch"), "1 micro-batch");
+        assert_eq!(plural(2, "micro-batch"), "2 micro-batches");
+        assert_eq!(plural(0, "thread"), "0 threads");
+    }
 
     #[test]
     fn counts_keep_three_digits_and_round_up_into_the_next_unit() {

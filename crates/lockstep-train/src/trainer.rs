@@ -42,6 +42,12 @@ pub enum Resume {
 pub struct Summary {
     /// Steps made in all.
     pub step: u64,
+    /// Steps made by this process.
+    pub steps_made: u64,
+    /// Tokens that this process trained on.
+    pub tokens: u64,
+    /// Seconds from the first step to the last save.
+    pub seconds: f64,
     /// Loss of the last step of this process, if it made one.
     pub loss: Option<f64>,
     /// The last evaluation's loss.
@@ -52,11 +58,17 @@ pub struct Summary {
     pub interrupted: bool,
 }
 
-/// Trains as `config` says until the last step or until `interrupt` asks for a stop; saves in either case.
+/// Trains as `config` says until the last step or until `interrupt` asks for a stop; saves in either case. `show` makes
+/// what the run is shown on, usually [`Progress::on_stderr`].
 ///
 /// # Errors
 /// A configuration that does not fit, damaged input, a machine that fails. Whatever was saved stays.
-pub fn train(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Result<Summary, Error> {
+pub fn train(
+    config: &RunConfig,
+    resume: &Resume,
+    interrupt: &Interrupt,
+    show: impl FnOnce(Steps) -> Progress,
+) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
     let corpus = Corpus::open(config, &model)?;
     let arena = Arena::new();
@@ -70,7 +82,7 @@ pub fn train(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Resu
         }
     };
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
-    let mut progress = Progress::on_stderr(steps);
+    let mut progress = show(steps);
     describe(config, &model, &corpus, &engine, &mut progress);
     for reason in passed_over {
         progress.message(&format!("passed over a damaged checkpoint: {reason}"));
@@ -131,7 +143,10 @@ fn describe(
 ) {
     let options = engine_options(config);
     let name = match config.model_source() {
-        ModelSource::Preset(name) => name.to_owned(),
+        ModelSource::Preset(name) if config.model.overrides.is_empty() => name.to_owned(),
+        ModelSource::Preset(name) => {
+            format!("{name} with {}", human::plural(config.model.overrides.len(), "changed key"))
+        }
         ModelSource::Path(path) => path.display().to_string(),
         ModelSource::ModelType(model_type) => model_type.to_owned(),
     };
@@ -153,18 +168,18 @@ fn describe(
         if corpus.from_cache { " (from the cache)" } else { "" },
     ));
     progress.message(&format!(
-        "step       {} sequences of {} tokens = {} micro-batches of {} ({} tokens, {} FLOPs: 6 per parameter of a \
-         product and token, and attention)",
-        config.train.global_batch,
+        "step       {} of {} tokens = {} of {} ({} tokens, {} FLOPs: 6 per parameter of a product and token, and \
+         attention)",
+        human::plural(config.train.global_batch, "sequence"),
         config.train.seq_len,
-        config.accumulation_steps(),
+        human::plural(config.accumulation_steps(), "micro-batch"),
         config.micro_batch(),
         human::count(config.tokens_per_step() as f64),
         human::count((engine.model().training_flops() * config.accumulation_steps() as u64) as f64),
     ));
     progress.message(&format!(
-        "machine    {} threads, {} instructions, {} arithmetic",
-        options.threads,
+        "machine    {}, {} instructions, {} arithmetic",
+        human::plural(options.threads, "thread"),
         engine.queue().level(),
         options.shape.dtype,
     ));
@@ -203,6 +218,7 @@ impl Run<'_> {
     fn run(mut self, interrupt: &Interrupt) -> Result<Summary, Error> {
         let train = &self.config.train;
         let (mut loss, mut eval_loss) = (None, None);
+        let (begin, before) = (Instant::now(), self.counters);
         while self.counters.step < train.steps && !interrupt.is_requested() {
             loss = Some(self.step()?);
             let step = self.counters.step;
@@ -218,7 +234,16 @@ impl Run<'_> {
         let interrupted = self.counters.step < train.steps;
         let path = self.save()?;
         self.progress.finish();
-        Ok(Summary { step: self.counters.step, loss, eval_loss, checkpoint: path, interrupted })
+        Ok(Summary {
+            step: self.counters.step,
+            steps_made: self.counters.step - before.step,
+            tokens: self.counters.tokens - before.tokens,
+            seconds: begin.elapsed().as_secs_f64(),
+            loss,
+            eval_loss,
+            checkpoint: path,
+            interrupted,
+        })
     }
 
     /// One optimizer step; returns its loss.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use lockstep_checkpoint::{Checkpoint, ModelDirectory, TensorKind, export_hf, hf::HfCheckpoint};
 use lockstep_plan::DType;
 use lockstep_train::interrupt::Interrupt;
+use lockstep_train::progress::Progress;
 use lockstep_train::{Error, Resume, RunConfig, Summary, train};
 use serde_json::Value;
 
@@ -75,7 +76,7 @@ impl Bench {
     }
 
     fn resume(&self, run: &str, model: &str, settings: &[&str], resume: &Resume) -> Summary {
-        train(&self.config(run, model, settings), resume, &Interrupt::default()).unwrap()
+        quietly(&self.config(run, model, settings), resume, &Interrupt::default()).unwrap()
     }
 
     fn step(&self, run: &str, step: u64) -> PathBuf {
@@ -90,6 +91,11 @@ impl Bench {
     fn losses(&self, run: &str) -> Vec<f64> {
         self.rows(run).iter().filter_map(|row| row.get("loss")?.as_f64()).collect()
     }
+}
+
+/// [`train`] that shows nothing.
+fn quietly(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Result<Summary, Error> {
+    train(config, resume, interrupt, |steps| Progress::as_lines(steps, Box::new(std::io::sink())))
 }
 
 /// Every tensor that two checkpoints hold has the same bits.
@@ -141,7 +147,7 @@ fn a_run_asked_to_stop_saves_and_goes_on_without_a_seam() {
     let config = bench.config("stopped", GPT2, &settings);
     let interrupt = Interrupt::default();
     interrupt.request();
-    let summary = train(&config, &Resume::Auto, &interrupt).unwrap();
+    let summary = quietly(&config, &Resume::Auto, &interrupt).unwrap();
     assert!(summary.interrupted);
     assert_eq!((summary.step, summary.checkpoint), (0, bench.step("stopped", 0)));
     let summary = bench.resume("stopped", GPT2, &settings, &Resume::Auto);
@@ -269,7 +275,7 @@ fn a_model_that_gives_no_finite_loss_ends_the_run_and_saves_nothing() {
         }
     });
     let config = bench.config("broken", &pretrained(&exported), &["train.steps=50"]);
-    let error = train(&config, &Resume::Never, &Interrupt::default()).unwrap_err();
+    let error = quietly(&config, &Resume::Never, &Interrupt::default()).unwrap_err();
     assert!(matches!(error, Error::NotFinite { step: 10, consecutive: 10, last_good: 0 }), "{error}");
     assert!(!bench.step("broken", 10).exists());
 }
@@ -306,7 +312,7 @@ fn another_model_or_seed_is_no_resume() {
     bench.train("run", LLAMA, &["train.steps=1"]);
     for setting in ["train.seed=7", "model.hidden_size=64", "optimizer.lr=1.0"] {
         let config = bench.config("run", LLAMA, &["train.steps=2", setting]);
-        let error = train(&config, &Resume::Auto, &Interrupt::default()).unwrap_err();
+        let error = quietly(&config, &Resume::Auto, &Interrupt::default()).unwrap_err();
         let Error::OtherRun { differences, .. } = &error else { panic!("{setting}: {error}") };
         let key = setting.split('=').next().unwrap();
         assert!(differences.iter().any(|difference| difference.key == key), "{setting}: {error}");

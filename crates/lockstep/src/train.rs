@@ -9,7 +9,8 @@ use clap::Args;
 use lockstep_data::TextStream;
 use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling};
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::{Resume, RunConfig, engine_options, train};
+use lockstep_train::progress::Progress;
+use lockstep_train::{Resume, RunConfig, Summary, engine_options, human, train};
 
 use crate::exit::{Failure, INTERRUPTED};
 
@@ -43,27 +44,42 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         path => Resume::From(path.into()),
     };
     let interrupt = Interrupt::on_signals()?;
-    let summary = train(&config, &resume, &interrupt)?;
+    let summary = train(&config, &resume, &interrupt, Progress::on_stderr)?;
+    report(&config, &summary);
     if summary.interrupted {
-        eprintln!(
-            "interrupted at step {} of {}; the same command resumes from {}",
-            summary.step,
-            config.train.steps,
-            summary.checkpoint.display()
-        );
         return Ok(ExitCode::from(INTERRUPTED));
     }
-    if summary.loss.is_none() {
-        eprintln!(
-            "all {} steps were made before; raise train.steps to go on, or use --resume never to begin anew",
-            summary.step
-        );
-    }
     if arguments.run.is_none() {
-        eprintln!("\na sample from {}:", summary.checkpoint.display());
+        eprintln!("\na sample:");
         sample(&summary.checkpoint, engine_options(&config).threads)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// How the run ended, and what can be done next.
+fn report(config: &RunConfig, summary: &Summary) {
+    let checkpoint = summary.checkpoint.display();
+    if summary.interrupted {
+        let (step, steps) = (summary.step, config.train.steps);
+        eprintln!("interrupted at step {step} of {steps}; the same command resumes from {checkpoint}");
+        return;
+    }
+    let Some(loss) = summary.loss else {
+        let step = summary.step;
+        eprintln!(
+            "all {step} steps were made before; raise train.steps to go on, or use --resume never to begin anew"
+        );
+        return;
+    };
+    let eval = summary.eval_loss.map_or(String::new(), |loss| format!(", eval loss {loss:.4}"));
+    eprintln!(
+        "done       {} steps in {}, {} tokens/s; loss {loss:.4}{eval}",
+        summary.steps_made,
+        human::seconds(summary.seconds),
+        human::count(summary.tokens as f64 / summary.seconds),
+    );
+    eprintln!("next       lockstep generate --model {checkpoint} --prompt ...");
+    eprintln!("           lockstep checkpoint export {checkpoint} --hf DIR");
 }
 
 /// Prints a sample of generated text to standard output.

@@ -1,7 +1,10 @@
 //! The one entry point for developers: `cargo xtask ci` runs what CI runs, step by step, and stops at the first failure.
 #![forbid(unsafe_code)]
 
+mod picture;
+
 use std::env;
+use std::fs;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
@@ -11,6 +14,7 @@ const TEST: &str = "cargo test --workspace";
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
 cargo xtask docs    writes docs/configuration.md from the code
+cargo xtask picture draws docs/train.svg from a run of the demonstration
 ";
 
 fn main() -> ExitCode {
@@ -20,6 +24,7 @@ fn main() -> ExitCode {
             "cargo test --quiet -p lockstep-train --test configuration the_manual_is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
         ),
+        Some("picture") => picture::draw(),
         _ => Err(HELP.to_owned()),
     };
     match result {
@@ -32,6 +37,11 @@ fn main() -> ExitCode {
 }
 
 fn ci() -> Result<(), String> {
+    let readme =
+        fs::read_to_string("README.md").map_err(|error| format!("cannot read README.md: {error}"))?;
+    if !readme.contains(TEST) {
+        return Err(format!("README.md does not name the test command, {TEST:?}"));
+    }
     run("cargo fmt --all -- --check", &[])?;
     run("cargo clippy --workspace --all-targets -- -D warnings", &[])?;
     run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;

@@ -42,7 +42,23 @@ pub struct Section {
     /// What it is about, as sentences.
     pub doc: String,
     /// Keys that are planned and not there yet.
-    pub later: &'static [&'static str],
+    pub later: &'static [Later],
+}
+
+/// A key that is planned and not there yet.
+#[derive(Debug, Clone, Copy)]
+pub struct Later {
+    /// Its name within the section.
+    pub key: &'static str,
+    /// The one value, as JSON, that asks for what happens anyway; empty if there is none.
+    pub accepted: &'static str,
+}
+
+impl Later {
+    /// Whether `value` asks for nothing that is missing.
+    pub(super) fn accepts(&self, value: &Value) -> bool {
+        serde_json::from_str::<Value>(self.accepted).is_ok_and(|accepted| accepted == *value)
+    }
 }
 
 /// What a key demands of its value beyond the type, and what the value decides.
@@ -133,7 +149,7 @@ macro_rules! sections {
         $section:ident: $Struct:ident $(and any other key in $extra:ident)? {
             $( $(#[doc = $doc:literal])+ $key:ident: $Type:ty = $default:expr, $rules:expr; )+
         }
-        later [$($later:literal),*]
+        later [$($later:literal $(= $accepted:literal)?),*]
     )+) => {
         $(
             $(#[doc = $section_doc])+
@@ -188,7 +204,7 @@ macro_rules! sections {
 
         /// The sections, in the order of the manual.
         pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| vec![
-            $( Section { name: stringify!($section), doc: joined(&[$($section_doc),+]), later: &[$($later),*] }, )+
+            $( Section { name: stringify!($section), doc: joined(&[$($section_doc),+]), later: &[$($crate::config::Later { key: $later, accepted: concat!($($accepted)?) }),*] }, )+
         ]);
     };
 }

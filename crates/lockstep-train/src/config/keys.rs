@@ -146,9 +146,10 @@ sections! {
         recompute: Recompute = Recompute::None, rules();
     }
     later [
-        "data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "sequence_parallel",
-        "pipeline_parallel", "context_parallel", "expert_parallel", "zero_stage", "pipeline_schedule",
-        "virtual_stages", "offload", "expert_tensor_parallel", "context_parallel_method", "wrap", "bucket_mb"
+        "data_parallel_replicate" = "1", "data_parallel_shard" = "1", "tensor_parallel" = "1",
+        "sequence_parallel" = "false", "pipeline_parallel" = "1", "context_parallel" = "1",
+        "expert_parallel" = "1", "zero_stage" = "0", "pipeline_schedule", "virtual_stages" = "1", "offload",
+        "expert_tensor_parallel" = "1", "context_parallel_method", "wrap", "bucket_mb"
     ]
 
     /// Where the run is saved.
@@ -160,7 +161,7 @@ sections! {
         /// How many of the newest checkpoints are kept; 0 keeps all.
         keep: usize = 3, rules();
     }
-    later ["async"]
+    later ["async" = "false"]
 
     /// What is written down about the run.
     metrics: MetricsConfig {
@@ -169,7 +170,7 @@ sections! {
         /// Write `metrics.jsonl`, one object a step.
         jsonl: bool = true, rules();
     }
-    later ["tensorboard", "trace_steps"]
+    later ["tensorboard" = "false", "trace_steps"]
 }
 
 fn json<T: Readable>(value: &T) -> Value {

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::declare::Later;
 use super::keys::{ALIASES, KEYS, LATER_SECTIONS, SECTIONS};
 use super::value::ValueType;
 
@@ -41,7 +42,7 @@ pub fn configuration_markdown() -> String {
             let _ = writeln!(out, "| `{}` | {} | {} | {} |", key.key(), takes.trim_end(), default, key.doc);
         }
         if !section.later.is_empty() {
-            let names: Vec<String> = section.later.iter().map(|name| format!("`{name}`")).collect();
+            let names: Vec<String> = section.later.iter().map(later).collect();
             let _ = writeln!(out, "\nNot supported yet, and refused: {}.", names.join(", "));
         }
     }
@@ -52,4 +53,11 @@ pub fn configuration_markdown() -> String {
     let later: Vec<String> = LATER_SECTIONS.iter().map(|name| format!("`[{name}]`")).collect();
     let _ = writeln!(out, "\nSections that are not supported yet, and refused: {}.", later.join(", "));
     out
+}
+
+fn later(later: &Later) -> String {
+    match later.accepted {
+        "" => format!("`{}`", later.key),
+        accepted => format!("`{}` (unless `{accepted}`)", later.key),
+    }
 }

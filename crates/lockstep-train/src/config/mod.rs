@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 
 use lockstep_plan::ParameterRecord;
 
-pub use declare::{Key, Rules, Section};
+pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
     CheckpointConfig, DEFAULT_PRESET, DataConfig, KEYS, MetricsConfig, ModelConfig, OptimizerConfig,
     ParallelConfig, RunConfig, SECTIONS, ScheduleConfig, TrainConfig,

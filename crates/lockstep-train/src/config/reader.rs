@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use super::declare::Rules;
+use super::declare::{Later, Rules};
 use super::keys::SECTIONS;
 use super::nearest::{is_misspelt_model_key, keys_of, nearest_key};
 use super::problem::{Origin, Problem};
@@ -63,13 +63,21 @@ impl<'p> Reader<'p> {
     pub(super) fn refuse_rest(&mut self) {
         for (name, entry) in std::mem::take(&mut self.entries) {
             let (section, key) = name.split_once('.').unwrap_or((&name, ""));
-            let later = SECTIONS.iter().any(|known| known.name == section && known.later.contains(&key));
-            let what = if later {
-                "is not supported yet".to_owned()
-            } else {
-                format!("unknown key; the nearest is {}", nearest_key(&name))
+            let known = SECTIONS.iter().filter(|known| known.name == section);
+            let later = known.flat_map(|known| known.later).find(|later| later.key == key);
+            let (what, allowed) = match later {
+                Some(later) if later.accepts(&entry.value) => continue,
+                Some(Later { accepted, .. }) if !accepted.is_empty() => {
+                    (format!("{} is not supported yet", entry.value), (*accepted).to_owned())
+                }
+                Some(_) => {
+                    ("is not supported yet".to_owned(), format!("in [{section}] {}", keys_of(section)))
+                }
+                None => (
+                    format!("unknown key; the nearest is {}", nearest_key(&name)),
+                    format!("in [{section}] {}", keys_of(section)),
+                ),
             };
-            let allowed = format!("in [{section}] {}", keys_of(section));
             self.problems.push(Problem::new(entry.origin, shortened(&name), what, allowed));
         }
     }

@@ -1,0 +1,151 @@
+//! Where parameters lie, and what one step of a tiny model must do to them.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use lockstep_engine::{Engine, EngineOptions, FlatStore, HostBatch, Optimizer, StateKind, Tied, Update};
+use lockstep_graph::{BlockShape, Recompute};
+use lockstep_model::ModelConfig;
+use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_tensor::Arena;
+use serde_json::json;
+
+const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
+
+/// A Llama whose output layer is its embedding.
+fn model() -> ModelConfig {
+    let config = json!({
+        "model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 16, "tie_word_embeddings": true,
+    });
+    ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap()
+}
+
+/// An engine for it, with gradient descent.
+fn engine() -> Engine {
+    let optimizer = Optimizer::Sgd { momentum: 0.0 };
+    let options = EngineOptions { shape: SHAPE, recompute: Recompute::None, optimizer, seed: 1, threads: 2 };
+    let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
+    engine.initialize(1).unwrap();
+    engine
+}
+
+/// Forward and backward of a fixed batch, of which the first `masked` labels do not count.
+fn accumulate(engine: &mut Engine, masked: usize) -> f64 {
+    let ids: Vec<u32> = (0..10).map(|i| i * 7 % 11).collect();
+    let mut labels: Vec<i32> = ids.iter().map(|&id| (id as i32 + 3) % 11).collect();
+    labels[..masked].fill(-100);
+    let positions: Vec<u32> = (0..10).map(|i| i % 5).collect();
+    let batch = HostBatch { ids: &ids, labels: &labels, positions: &positions, sample_numbers: &[0, 1] };
+    engine.accumulate(&batch, 0.1)
+}
+
+fn weights(engine: &mut Engine) -> Vec<(String, Vec<f32>)> {
+    let tensors = engine.state_tensors().into_iter();
+    tensors
+        .filter(|tensor| tensor.kind == StateKind::Parameter)
+        .map(|tensor| (tensor.record.name.clone(), tensor.values.to_vec()))
+        .collect()
+}
+
+#[test]
+fn parameters_start_at_multiples_of_1024_elements_of_their_unit() {
+    let engine = engine();
+    let arena = Arena::new();
+    let records = engine.records();
+    let category = MemoryCategory::Parameters;
+    let mut store = FlatStore::zeros(&arena, records, DType::F32, category, Tied::Separate).unwrap();
+    let mut unit_start = 0;
+    let mut unit = usize::MAX;
+    for (id, values) in store.tensors() {
+        let (record, start) = (&records[id.0], values.as_ptr() as usize / size_of::<f32>());
+        if record.unit != unit {
+            (unit, unit_start) = (record.unit, start);
+        }
+        assert_eq!((start - unit_start) % 1024, 0, "{}", record.name);
+    }
+}
+
+#[test]
+fn tied_parameters_share_their_weights_and_not_their_gradients() {
+    let engine = engine();
+    let arena = Arena::new();
+    let records = engine.records();
+    let head = records.iter().position(|record| record.tie.is_some()).unwrap();
+    let target = records[head].tie.unwrap();
+    for (tied, shared) in [(Tied::Shared, true), (Tied::Separate, false)] {
+        let store = FlatStore::zeros(&arena, records, DType::F32, MemoryCategory::Parameters, tied).unwrap();
+        store.view(target).copy_from(&vec![1.0_f32; records[target.0].elements()]);
+        let seen = store.view(ParameterId(head)).to_vec::<f32>();
+        assert_eq!(seen.iter().all(|&value| value == 1.0), shared, "{tied:?}");
+    }
+}
+
+#[test]
+fn the_norm_counts_every_element_once_and_a_tied_gradient_is_the_sum_of_both_uses() {
+    let mut engine = engine();
+    engine.zero_gradients();
+    accumulate(&mut engine, 0);
+    let norm = engine.finish_gradients();
+    let squares =
+        engine.parameter_ids().flat_map(|id| engine.gradient(id)).map(|g| f64::from(g) * f64::from(g));
+    let expected = squares.sum::<f64>().sqrt();
+    assert!((norm - expected).abs() <= 1e-12 * norm, "{norm}, expected {expected}");
+    // Id 10 is no input: its embedding moves through the output layer only.
+    let embedding = engine.gradient(ParameterId(0));
+    assert!(embedding[10 * 8..].iter().any(|&g| g != 0.0), "{embedding:?}");
+}
+
+#[test]
+fn gradient_descent_moves_each_weight_by_its_scaled_gradient_and_decay() {
+    let mut engine = engine();
+    let before = weights(&mut engine);
+    engine.zero_gradients();
+    accumulate(&mut engine, 4);
+    engine.finish_gradients();
+    let ids: Vec<_> = engine.parameter_ids().collect();
+    let gradients: Vec<_> = ids.iter().map(|&id| engine.gradient(id)).collect();
+    let decays: Vec<_> = ids.iter().map(|&id| engine.records()[id.0].decay).collect();
+    let (learning_rate, weight_decay, gradient_scale) = (0.5, 0.1, 0.25);
+    engine.update(&Update { learning_rate, weight_decay, gradient_scale, step: 1 });
+    let after = weights(&mut engine);
+    assert_eq!((before.len(), after.len()), (ids.len(), ids.len()));
+    for (index, (name, old)) in before.iter().enumerate() {
+        let decay = if decays[index] { weight_decay } else { 0.0 };
+        for (element, &weight) in old.iter().enumerate() {
+            let gradient = gradient_scale * gradients[index][element] + decay * weight;
+            let (found, expected) = (after[index].1[element], weight - learning_rate * gradient);
+            assert!((found - expected).abs() <= 1e-6, "{name}[{element}]: {found}, expected {expected}");
+        }
+    }
+}
+
+#[test]
+fn masked_labels_count_in_neither_the_loss_nor_a_gradient() {
+    let mut engine = engine();
+    engine.zero_gradients();
+    let all = accumulate(&mut engine, 0);
+    let most = accumulate(&mut engine, 9);
+    assert!(most > 0.0 && most < all, "{most} of {all}");
+    engine.zero_gradients();
+    assert_eq!(accumulate(&mut engine, 10), 0.0);
+    assert_eq!(engine.finish_gradients(), 0.0);
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_shows_in_the_norm() {
+    let mut engine = engine();
+    let mut values = vec![0.0; engine.records()[0].elements()];
+    values[0] = f32::NAN;
+    engine.write_state(ParameterId(0), StateKind::Parameter, &values).unwrap();
+    engine.zero_gradients();
+    accumulate(&mut engine, 0);
+    let norm = engine.finish_gradients();
+    assert!(norm.is_nan(), "{norm}");
+}
+
+#[test]
+fn a_tensor_of_the_wrong_size_is_refused_by_name() {
+    let mut engine = engine();
+    let error = engine.write_state(ParameterId(0), StateKind::Parameter, &[1.0]).unwrap_err().to_string();
+    assert!(error.contains("model.embed_tokens.weight") && error.contains("88"), "{error}");
+}

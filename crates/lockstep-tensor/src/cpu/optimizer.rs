@@ -57,8 +57,9 @@ impl<'a> Rounded<'a> {
 pub(super) fn adamw(queue: &CpuQueue, step: &AdamW<'_>) {
     let elements = step.parameter.elements();
     let operands = [step.parameter, step.gradient, step.exp_avg, step.exp_avg_sq];
-    for (name, view) in ["parameter", "gradient", "exp_avg", "exp_avg_sq"].into_iter().zip(operands) {
-        expect(&format!("adamw: {name}"), view, DType::F32, elements);
+    let names = ["adamw: parameter", "adamw: gradient", "adamw: exp_avg", "adamw: exp_avg_sq"];
+    for (name, view) in names.into_iter().zip(operands) {
+        expect(name, view, DType::F32, elements);
     }
     check_disjoint(&[step.parameter, step.exp_avg, step.exp_avg_sq], &[step.gradient]);
     let rounded = Rounded::new(step.rounded, elements, &operands);
@@ -297,24 +298,36 @@ mod tests {
         [p, m, v]
     }
 
+    /// The first step, with the scalars of [`adamw_element`].
+    fn adamw_step<'a>(
+        parameter: View<'a>,
+        gradient: View<'a>,
+        exp_avg: View<'a>,
+        exp_avg_sq: View<'a>,
+    ) -> AdamW<'a> {
+        AdamW {
+            parameter,
+            gradient,
+            exp_avg,
+            exp_avg_sq,
+            rounded: None,
+            learning_rate: 1e-2,
+            betas: [0.9, 0.95],
+            eps: 1e-8,
+            weight_decay: 0.1,
+            gradient_scale: GRADIENT_SCALE,
+            step: 1,
+        }
+    }
+
     fn adamw_steps(queue: &CpuQueue, weights: &[f64], copy: &Tensor) -> Vec<Vec<f64>> {
         let len = weights.len();
         let parameter = floats(DType::F32, [len], weights);
         let [exp_avg, exp_avg_sq] = [(); 2].map(|()| floats(DType::F32, [len], &vec![0.0; len]));
         for step in 1..=STEPS {
-            queue.adamw(&AdamW {
-                parameter: parameter.view(),
-                gradient: floats(DType::F32, [len], &gradient(step, len)).view(),
-                exp_avg: exp_avg.view(),
-                exp_avg_sq: exp_avg_sq.view(),
-                rounded: Some(copy.view()),
-                learning_rate: 1e-2,
-                betas: [0.9, 0.95],
-                eps: 1e-8,
-                weight_decay: 0.1,
-                gradient_scale: GRADIENT_SCALE,
-                step,
-            });
+            let gradient = floats(DType::F32, [len], &gradient(step, len));
+            let scalars = adamw_step(parameter.view(), gradient.view(), exp_avg.view(), exp_avg_sq.view());
+            queue.adamw(&AdamW { rounded: Some(copy.view()), step, ..scalars });
         }
         [&parameter, &exp_avg, &exp_avg_sq, copy].map(|tensor| values(tensor.view())).to_vec()
     }
@@ -335,6 +348,29 @@ mod tests {
                 assert_eq!(results[3], rounded(dtype, &results[0]), "the {dtype} copy");
             });
         }
+    }
+
+    #[test]
+    fn a_step_on_shards_gives_the_bits_of_a_step_on_the_whole() {
+        let len = 70_003;
+        let weights = random_of(DType::F32, 1, len);
+        let run = |queue: &CpuQueue, cuts: &[usize]| {
+            let [p, m, v] = [&weights, &gradient(2, len), &vec![0.25; len]]
+                .map(|values| floats(DType::F32, [len], values));
+            let (g, copy) =
+                (floats(DType::F32, [len], &gradient(1, len)), floats(DType::BF16, [len], &weights));
+            for cut in cuts.windows(2) {
+                let [p, g, m, v, copy] =
+                    [&p, &g, &m, &v, &copy].map(|tensor| tensor.view().rows(cut[0]..cut[1]));
+                let scalars = AdamW { step: 3, ..adamw_step(p, g, m, v) };
+                queue.adamw(&AdamW { rounded: Some(copy), ..scalars });
+            }
+            [p, m, v, copy].map(|tensor| values(tensor.view())).to_vec()
+        };
+        // Cut where no vector and no block ends.
+        let both =
+            |queue: &CpuQueue| [run(queue, &[0, len]), run(queue, &[0, 0, 1, 1030, 66_001, len])].concat();
+        on_every_queue(both, |results| assert!(results[..4] == results[4..], "shards change bits"));
     }
 
     /// PyTorch's `_single_tensor_sgd` for one element, in f64.

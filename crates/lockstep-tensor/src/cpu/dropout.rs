@@ -17,7 +17,7 @@ pub(super) struct Mask {
     pub(super) threshold: u32,
     /// Factor on the elements that are kept.
     pub(super) scale: f32,
-    site: u32,
+    pub(super) site: u32,
 }
 
 impl Mask {
@@ -27,7 +27,7 @@ impl Mask {
         let probability = dropout.probability;
         assert!((0.0..1.0).contains(&probability), "dropout probability {probability} must lie in [0, 1)");
         // word >= probability · 2^32, for an integer word; the product is exact in f64.
-        let threshold = (f64::from(probability) * f64::from(1 << 16) * f64::from(1 << 16)).ceil() as u32;
+        let threshold = (f64::from(probability) * 2.0_f64.powi(32)).ceil() as u32;
         Self { threshold, scale: 1.0 / (1.0 - probability), site: dropout.site }
     }
 

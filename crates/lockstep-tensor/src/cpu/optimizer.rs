@@ -271,7 +271,7 @@ fn squares_of_block(block: &[f32]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
+    use crate::cpu::testing::{adamw_step, assert_close, floats, on_every_queue, random_of, rounded, values};
     use crate::{Arena, Kernels, Tensor};
 
     const LENGTHS: [usize; 4] = [1, 255, 1027, 70_003];
@@ -298,36 +298,19 @@ mod tests {
         [p, m, v]
     }
 
-    /// The first step, with the scalars of [`adamw_element`].
-    fn adamw_step<'a>(
-        parameter: View<'a>,
-        gradient: View<'a>,
-        exp_avg: View<'a>,
-        exp_avg_sq: View<'a>,
-    ) -> AdamW<'a> {
-        AdamW {
-            parameter,
-            gradient,
-            exp_avg,
-            exp_avg_sq,
-            rounded: None,
-            learning_rate: 1e-2,
-            betas: [0.9, 0.95],
-            eps: 1e-8,
-            weight_decay: 0.1,
-            gradient_scale: GRADIENT_SCALE,
-            step: 1,
-        }
-    }
-
     fn adamw_steps(queue: &CpuQueue, weights: &[f64], copy: &Tensor) -> Vec<Vec<f64>> {
         let len = weights.len();
         let parameter = floats(DType::F32, [len], weights);
         let [exp_avg, exp_avg_sq] = [(); 2].map(|()| floats(DType::F32, [len], &vec![0.0; len]));
         for step in 1..=STEPS {
             let gradient = floats(DType::F32, [len], &gradient(step, len));
-            let scalars = adamw_step(parameter.view(), gradient.view(), exp_avg.view(), exp_avg_sq.view());
-            queue.adamw(&AdamW { rounded: Some(copy.view()), step, ..scalars });
+            let scalars = adamw_step([&parameter, &gradient, &exp_avg, &exp_avg_sq].map(Tensor::view));
+            queue.adamw(&AdamW {
+                rounded: Some(copy.view()),
+                gradient_scale: GRADIENT_SCALE,
+                step,
+                ..scalars
+            });
         }
         [&parameter, &exp_avg, &exp_avg_sq, copy].map(|tensor| values(tensor.view())).to_vec()
     }
@@ -362,8 +345,7 @@ mod tests {
             for cut in cuts.windows(2) {
                 let [p, g, m, v, copy] =
                     [&p, &g, &m, &v, &copy].map(|tensor| tensor.view().rows(cut[0]..cut[1]));
-                let scalars = AdamW { step: 3, ..adamw_step(p, g, m, v) };
-                queue.adamw(&AdamW { rounded: Some(copy), ..scalars });
+                queue.adamw(&AdamW { rounded: Some(copy), step: 3, ..adamw_step([p, g, m, v]) });
             }
             [p, m, v, copy].map(|tensor| values(tensor.view())).to_vec()
         };

@@ -158,6 +158,22 @@ fn avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
+/// What the CPU fetches at once.
+pub(crate) const CACHE_LINE_BYTES: usize = 64;
+
+/// Asks for a cache line that will be needed soon, to the second level. Any address will do.
+#[inline(always)]
+pub(crate) fn prefetch<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch reads nothing and never faults; every x86-64 CPU has it.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// Adding and subtracting it rounds an f32 of less than 2^22 to the nearest integer, ties to even, and
 /// leaves that integer in the low bits of the sum. (`round_ties_even` is a call on portable CPUs.)
 const ROUND: f32 = 12_582_912.0;

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 
 use super::{CpuLevel, CpuQueue};
-use crate::{Arena, Shape, Tensor, View};
+use crate::{AdamW, Arena, Shape, Tensor, View};
 
 /// Numbers between -2 and 2, the same for the same seed.
 pub(super) fn random(seed: u64, elements: usize) -> Vec<f64> {
@@ -88,6 +88,23 @@ pub(super) fn assert_close(name: &str, actual: &[f64], expected: &[f64], relativ
     );
 }
 
+/// The first step on (parameter, gradient, first and second moment), with a learning rate that shows.
+pub(super) fn adamw_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'a>; 4]) -> AdamW<'a> {
+    AdamW {
+        parameter,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        rounded: None,
+        learning_rate: 1e-2,
+        betas: [0.9, 0.95],
+        eps: 1e-8,
+        weight_decay: 0.1,
+        gradient_scale: 1.0,
+        step: 1,
+    }
+}
+
 /// Says that tests left something out, once for each message. Straight to standard error: what `eprintln!` writes
 /// in a test that passes, nobody sees.
 pub(super) fn report_skipped(what: &str) {
@@ -95,8 +112,8 @@ pub(super) fn report_skipped(what: &str) {
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
     if !said.iter().any(|earlier| earlier == what) {
         said.push(what.to_owned());
-        // If standard error is gone there is nobody to tell.
-        let _ = writeln!(std::io::stderr(), "skipped: {what}");
+        // In one piece, on a line of its own among those of other tests. If standard error is gone there is nobody to tell.
+        let _ = std::io::stderr().write_all(format!("\nskipped: {what}\n").as_bytes());
     }
 }
 

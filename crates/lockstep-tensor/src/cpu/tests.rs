@@ -7,11 +7,10 @@ use lockstep_plan::DType;
 
 use super::{
     CpuLevel, CpuQueue,
-    testing::{ACTIVATIONS, floats, levels, random_of, tensor, values},
+    testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
 };
 use crate::{
-    AdamW, Arena, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, Sgd, Tensor,
-    View, Write,
+    Arena, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, Sgd, Tensor, View, Write,
 };
 
 const ROWS: usize = 3;
@@ -23,22 +22,6 @@ const COLUMN: usize = 41;
 
 fn queue(level: CpuLevel) -> CpuQueue {
     CpuQueue::with_level(2, &Arena::new(), level).unwrap()
-}
-
-fn optimizer_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'a>; 4]) -> AdamW<'a> {
-    AdamW {
-        parameter,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        rounded: None,
-        learning_rate: 0.1,
-        betas: [0.9, 0.95],
-        eps: 1e-8,
-        weight_decay: 0.1,
-        gradient_scale: 1.0,
-        step: 1,
-    }
 }
 
 fn momentum_step<'a>([parameter, gradient, momentum_buffer]: [View<'a>; 3]) -> Sgd<'a> {
@@ -123,12 +106,12 @@ fn no_tokens_leave_every_gradient_as_it_was() {
 }
 
 #[test]
-fn empty_shards_have_a_norm_of_zero_and_an_optimizer_step() {
+fn empty_shards_have_a_norm_of_zero_and_an_adamw_step() {
     for level in levels() {
         let q = queue(level);
         let empty = [(); 4].map(|()| floats(DType::F32, [0], &[]));
         let [p, g, m, v] = empty.each_ref().map(Tensor::view);
-        q.adamw(&optimizer_step([p, g, m, v]));
+        q.adamw(&adamw_step([p, g, m, v]));
         q.sgd(&momentum_step([p, g, m]));
         assert_eq!(q.sum_of_squares(p).wait().value(), 0.0, "{level}");
     }
@@ -280,7 +263,7 @@ fn a_nan_gradient_reaches_its_weight_and_no_other() {
             [parameter, gradient, m, floats(DType::F32, [ROWS, WIDTH], &[0.5; ROWS * WIDTH])]
         };
         let [p, g, m, v] = operands();
-        q.adamw(&optimizer_step([p.view(), g.view(), m.view(), v.view()]));
+        q.adamw(&adamw_step([p.view(), g.view(), m.view(), v.view()]));
         for (name, tensor) in [("adamw parameter", &p), ("exp_avg", &m), ("exp_avg_sq", &v)] {
             assert_nan(name, tensor.view(), is_element);
         }
@@ -366,8 +349,8 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     assert_refused("dropout", || q.dropout(dropout, a.rows(0..3), a.rows(1..4)));
     assert_refused("cross_entropy", || q.cross_entropy(a, labels.view(), row_of_a, row_of_b));
     assert_refused("cross_entropy_backward", || q.cross_entropy_backward(a, labels.view(), row_of_a, 1.0));
-    assert_refused("adamw", || q.adamw(&optimizer_step([a, b, c, c])));
-    assert_refused("adamw's gradient", || q.adamw(&optimizer_step([a, a, c, d])));
+    assert_refused("adamw", || q.adamw(&adamw_step([a, b, c, c])));
+    assert_refused("adamw's gradient", || q.adamw(&adamw_step([a, a, c, d])));
     assert_refused("sgd", || q.sgd(&momentum_step([a, b, a])));
     assert_refused("cast", || q.cast(a, a));
 }

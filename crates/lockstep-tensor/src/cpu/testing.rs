@@ -112,7 +112,7 @@ pub(super) fn report_skipped(what: &str) {
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
     if !said.iter().any(|earlier| earlier == what) {
         said.push(what.to_owned());
-        // In one piece, on a line of its own among those of other tests. If standard error is gone there is nobody to tell.
+        // In one piece, on a line of its own among those of other tests. An error means that nobody listens.
         let _ = std::io::stderr().write_all(format!("\nskipped: {what}\n").as_bytes());
     }
 }

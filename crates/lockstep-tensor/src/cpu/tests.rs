@@ -55,6 +55,14 @@ fn attention(sequences: usize, query_len: usize, key_len: usize) -> Attention<'s
 }
 
 #[test]
+fn a_queue_asked_for_more_than_the_cpu_has_makes_do_with_that() {
+    for level in CpuLevel::ALL {
+        assert_eq!(queue(level).level(), level.min(CpuLevel::detect()));
+    }
+    assert_eq!(CpuQueue::new(1, &Arena::new()).unwrap().level(), CpuLevel::detect());
+}
+
+#[test]
 fn no_tokens_leave_every_gradient_as_it_was() {
     for (level, dtype) in levels().flat_map(|level| ACTIVATIONS.map(|dtype| (level, dtype))) {
         let q = queue(level);

@@ -116,7 +116,8 @@ impl Arena {
     /// How many bytes an allocation of `bytes` is booked as: whole cache lines, at least one.
     pub const fn booked_bytes(bytes: usize) -> usize {
         let lines = bytes.div_ceil(ALIGNMENT);
-        if lines == 0 { ALIGNMENT } else { lines * ALIGNMENT }
+        // More than the address space saturates, and is refused as any impossible allocation.
+        if lines == 0 { ALIGNMENT } else { lines.saturating_mul(ALIGNMENT) }
     }
 
     /// Bytes booked now.
@@ -186,9 +187,9 @@ impl Buffer {
     /// If the window does not lie in the buffer or does not start at a multiple of the element size.
     pub fn view(&self, dtype: DType, offset_bytes: usize, shape: impl Into<Shape>) -> View<'_> {
         let shape = shape.into();
-        let end = offset_bytes + shape.elements() * dtype.size_bytes();
+        let end = offset_bytes.checked_add(shape.elements() * dtype.size_bytes());
         assert!(
-            end <= self.len_bytes() && offset_bytes.is_multiple_of(dtype.size_bytes()),
+            end.is_some_and(|end| end <= self.len_bytes()) && offset_bytes.is_multiple_of(dtype.size_bytes()),
             "a view of {dtype} {shape:?} at byte {offset_bytes} does not lie in {} bytes",
             self.len_bytes()
         );
@@ -259,8 +260,18 @@ mod tests {
     #[test]
     fn an_impossible_allocation_is_an_error_that_says_what_it_was_for() {
         let arena = Arena::new();
-        let error = arena.allocate(1 << 60, MemoryCategory::Optimizer).unwrap_err();
-        assert!(error.to_string().contains("for optimizer"), "{error}");
+        for bytes in [1 << 60, usize::MAX - 70, usize::MAX] {
+            let error = arena.allocate(bytes, MemoryCategory::Optimizer).unwrap_err();
+            assert!(error.to_string().contains("for optimizer"), "{error}");
+        }
+        assert_eq!(arena.in_use().total(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "does not lie in 64 bytes")]
+    fn a_view_whose_end_would_wrap_around_is_refused() {
+        let buffer = Arena::new().allocate(64, MemoryCategory::Workspace).unwrap();
+        let _ = buffer.view(DType::F32, usize::MAX - 3, [4]);
     }
 
     #[test]

@@ -23,7 +23,8 @@ macro_rules! elements {
 }
 elements!(f32 => F32, bf16 => BF16, f16 => F16, i32 => I32, u32 => U32, u8 => U8);
 
-/// Up to four dimensions, row-major, stored in place so that making a view never allocates.
+/// Up to four dimensions, row-major, stored in place so that making a view never allocates. A shape always fits the
+/// address space, so that arithmetic on its dimensions and on offsets into it cannot overflow.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
     dims: [usize; Self::MAX_RANK],
@@ -33,6 +34,9 @@ pub struct Shape {
 impl Shape {
     /// The largest number of dimensions.
     pub const MAX_RANK: usize = 4;
+
+    /// The most elements: as many of the widest type as an allocation can hold.
+    const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
     /// The dimensions, outermost first.
     pub fn dims(&self) -> &[usize] {
@@ -56,6 +60,13 @@ impl Shape {
 impl From<&[usize]> for Shape {
     fn from(dims: &[usize]) -> Self {
         assert!(dims.len() <= Self::MAX_RANK, "a shape has at most {} dimensions: {dims:?}", Self::MAX_RANK);
+        // Dimensions of zero count as one, or the product of the others could still overflow.
+        let elements = dims.iter().try_fold(1_usize, |product, dim| product.checked_mul((*dim).max(1)));
+        assert!(
+            elements.is_some_and(|elements| elements <= Self::MAX_ELEMENTS),
+            "a shape has at most {} elements: {dims:?}",
+            Self::MAX_ELEMENTS
+        );
         let mut shape = Self { dims: [1; Self::MAX_RANK], rank: dims.len() };
         shape.dims[..dims.len()].copy_from_slice(dims);
         shape
@@ -123,7 +134,10 @@ impl<'a> View<'a> {
     /// If the range does not lie in the view.
     pub fn rows(self, rows: Range<usize>) -> Self {
         let mut shape = self.shape;
-        assert!(rows.start <= rows.end && rows.end <= shape.dims[0], "rows {rows:?} of {shape:?}");
+        assert!(
+            shape.rank > 0 && rows.start <= rows.end && rows.end <= shape.dims[0],
+            "rows {rows:?} of {shape:?}"
+        );
         let row_bytes = shape.dims[1..shape.rank].iter().product::<usize>() * self.dtype.size_bytes();
         shape.dims[0] = rows.len();
         // SAFETY: `rows.start` rows lie inside this view, as just checked.
@@ -199,10 +213,10 @@ impl<'a> View<'a> {
         start..start + self.elements() * self.dtype.size_bytes()
     }
 
-    /// Whether the two windows share a byte.
+    /// Whether the two windows share a byte; an empty one shares none.
     pub fn overlaps(&self, other: &View<'_>) -> bool {
         let (a, b) = (self.address_range(), other.address_range());
-        a.start < b.end && b.start < a.end
+        a.start.max(b.start) < a.end.min(b.end)
     }
 
     /// Whether the two windows are the same bytes.
@@ -259,5 +273,69 @@ impl Tensor {
     /// The whole tensor.
     pub fn view(&self) -> View<'_> {
         self.buffer.view(self.dtype, 0, self.shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor<T: Element>(shape: impl Into<Shape>, elements: &[T]) -> Tensor {
+        Tensor::from_slice(&Arena::new(), shape, elements, MemoryCategory::Activations).unwrap()
+    }
+
+    #[test]
+    fn rows_and_reshapes_are_windows_of_the_same_memory() {
+        let tensor = tensor([4, 3], &[0_u32, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
+        let middle = tensor.view().rows(1..3);
+        assert_eq!(middle.shape().dims(), [2, 3]);
+        assert_eq!(middle.to_vec::<u32>(), [3, 4, 5, 6, 7, 8]);
+        middle.reshape([3, 2]).rows(2..3).copy_from(&[70_u32, 80]);
+        assert_eq!(tensor.view().to_vec::<u32>()[6..9], [6, 70, 80]);
+        assert_eq!(tensor.view().reshape([2, 2, 3]).shape().as_matrix(), (4, 3));
+    }
+
+    #[test]
+    fn windows_overlap_where_they_share_a_byte_and_empty_ones_never() {
+        let tensor = tensor([4], &[0.0_f32; 4]);
+        let rows = |range| tensor.view().rows(range);
+        assert!(rows(0..3).overlaps(&rows(2..4)) && rows(0..4).overlaps(&rows(1..2)));
+        assert!(!rows(0..2).overlaps(&rows(2..4)));
+        for empty in [rows(0..0), rows(2..2), rows(4..4)] {
+            assert!(!empty.overlaps(&tensor.view()) && !tensor.view().overlaps(&empty));
+            assert!(!empty.overlaps(&empty));
+        }
+        assert!(rows(1..3).same_memory(&rows(1..3)) && !rows(1..3).same_memory(&rows(1..4)));
+    }
+
+    #[test]
+    #[should_panic(expected = "a shape has at most")]
+    fn a_shape_whose_size_would_wrap_around_is_refused() {
+        // 2^62 elements of four bytes are 2^64 bytes, which would pass for none.
+        let _ = Shape::from([1_usize << 31, 1 << 31]);
+    }
+
+    #[test]
+    #[should_panic(expected = "a shape has at most")]
+    fn an_empty_dimension_does_not_hide_that_the_others_wrap_around() {
+        let _ = Shape::from([usize::MAX, 2, 0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "rows 1..5 of [4]")]
+    fn rows_beyond_the_last_are_refused() {
+        tensor([4], &[0_u8; 4]).view().rows(1..5);
+    }
+
+    #[test]
+    #[should_panic(expected = "cannot view [4] as [5]")]
+    fn a_reshape_to_another_number_of_elements_is_refused() {
+        tensor([4], &[0_u8; 4]).view().reshape([5]);
+    }
+
+    #[test]
+    #[should_panic(expected = "a view of u8 is not a view of i32")]
+    fn elements_of_another_type_are_refused() {
+        tensor([4], &[0_u8; 4]).view().to_vec::<i32>();
     }
 }

@@ -117,6 +117,45 @@ mod tests {
     }
 
     #[test]
+    fn every_level_converts_special_numbers_alike() {
+        // Vectorized conversions are other code than the scalar ones, so the numbers fill whole vectors.
+        let special = [
+            0.0,
+            -0.0,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            f32::NAN,
+            f32::from_bits(0x7f80_0001),
+            f32::MAX,
+            f32::MIN_POSITIVE / 8.0,
+            // Ties in bf16 (to even: down, up), f16's largest number, the tie above it, and its subnormals.
+            f32::from_bits(0x3f80_8000),
+            f32::from_bits(0x3f81_8000),
+            65_504.0,
+            65_520.0,
+            2.0_f32.powi(-24),
+            2.0_f32.powi(-25),
+            3.0 * 2.0_f32.powi(-25),
+            -2.0_f32.powi(-15),
+        ];
+        let x: Vec<f64> = special.repeat(5).into_iter().map(f64::from).collect();
+        // NaNs have one bit pattern here, so that equality is that of bits.
+        let bits = |values: &[f64]| -> Vec<u64> {
+            values.iter().map(|x| if x.is_nan() { f64::NAN } else { *x }.to_bits()).collect()
+        };
+        for (from, to) in FLOATS.into_iter().flat_map(|from| FLOATS.map(|to| (from, to))) {
+            let x = rounded(from, &x);
+            let run = |queue: &CpuQueue| {
+                let (x, y) = (floats(from, [x.len()], &x), floats(to, [x.len()], &vec![1.0; x.len()]));
+                queue.cast(x.view(), y.view());
+                vec![values(y.view())]
+            };
+            let expected = bits(&rounded(to, &x));
+            on_every_queue(run, |results| assert_eq!(bits(&results[0]), expected, "{from} to {to}"));
+        }
+    }
+
+    #[test]
     fn integers_are_copied_and_everything_can_be_zeroed() {
         let queue = CpuQueue::new(2, &Arena::new()).unwrap();
         let numbers: Vec<u32> = (0..70_001).collect();

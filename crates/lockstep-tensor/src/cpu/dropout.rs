@@ -17,7 +17,7 @@ pub(super) struct Mask {
     pub(super) threshold: u32,
     /// Factor on the elements that are kept.
     pub(super) scale: f32,
-    site: u32,
+    pub(super) site: u32,
 }
 
 impl Mask {
@@ -27,7 +27,7 @@ impl Mask {
         let probability = dropout.probability;
         assert!((0.0..1.0).contains(&probability), "dropout probability {probability} must lie in [0, 1)");
         // word >= probability · 2^32, for an integer word; the product is exact in f64.
-        let threshold = (f64::from(probability) * f64::from(1 << 16) * f64::from(1 << 16)).ceil() as u32;
+        let threshold = (f64::from(probability) * 2.0_f64.powi(32)).ceil() as u32;
         Self { threshold, scale: 1.0 / (1.0 - probability), site: dropout.site }
     }
 
@@ -102,7 +102,9 @@ pub(super) fn dropout(queue: &CpuQueue, dropout: Dropout<'_>, x: View<'_>, y: Vi
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::{ACTIVATIONS, floats, on_every_queue, random_of, rounded, tensor, values};
+    use crate::cpu::testing::{
+        ACTIVATIONS, assert_close, floats, on_every_queue, random_of, rounded, tensor, values,
+    };
     use crate::{Arena, Kernels, View};
 
     const SITE: u32 = 11;
@@ -148,6 +150,34 @@ mod tests {
                 });
             }
         }
+    }
+
+    #[test]
+    fn dropout_is_its_own_backward() {
+        let (rows, width, keys) = (4, 5, [1, 2, 3, 4]);
+        let dy = random_of(DType::F32, 1, rows * width);
+        // Dropout is linear, so a difference over ±1 is its derivative; small steps would drown in rounding to f32.
+        let loss =
+            |x: &[f64]| -> f64 { expected(0.4, &keys, rows, x).iter().zip(&dy).map(|(y, dy)| y * dy).sum() };
+        let mut x = vec![0.0; rows * width];
+        let gradient: Vec<f64> = (0..rows * width)
+            .map(|i| {
+                let mut at = |value| {
+                    x[i] = value;
+                    loss(&x)
+                };
+                let difference = (at(1.0) - at(-1.0)) / 2.0;
+                at(0.0);
+                difference
+            })
+            .collect();
+        let backward = |queue: &CpuQueue| {
+            let (keys, dx) = (tensor(&keys), floats(DType::F32, [rows, width], &dy));
+            let dropout = Dropout { probability: 0.4, site: SITE, keys: keys.view() };
+            queue.dropout(dropout, dx.view(), dx.view());
+            vec![values(dx.view())]
+        };
+        on_every_queue(backward, |results| assert_close("dx", &results[0], &gradient, 1e-6, 0.0));
     }
 
     #[test]

@@ -82,9 +82,10 @@ pub(super) fn swiglu_backward(
     dgate: View<'_>,
     dup: View<'_>,
 ) {
-    for (name, view) in [("gate", gate), ("up", up), ("dgate", dgate), ("dup", dup)] {
-        expect(&format!("swiglu_backward: {name}"), view, dy.dtype(), dy.elements());
-    }
+    expect("swiglu_backward: gate", gate, dy.dtype(), dy.elements());
+    expect("swiglu_backward: up", up, dy.dtype(), dy.elements());
+    expect("swiglu_backward: dgate", dgate, dy.dtype(), dy.elements());
+    expect("swiglu_backward: dup", dup, dy.dtype(), dy.elements());
     check_disjoint(&[dgate, dup], &[dy, gate, up]);
     with_float!(dy.dtype(), T => map::<T, 3, 2>(
         queue, [dy, gate, up], [dgate, dup], #[inline(always)] |fma, [dy, gate, up]| {
@@ -270,6 +271,22 @@ mod tests {
                 });
             }
         }
+    }
+
+    #[test]
+    fn a_bias_has_the_sum_of_the_rows_as_its_gradient() {
+        let (rows, width) = (3, 5);
+        let dy = random_of(DType::F32, 1, rows * width);
+        let loss = |bias: &[f64]| -> f64 {
+            dy.iter().enumerate().map(|(i, dy)| dy * (f64::from(i as u32) + bias[i % width])).sum()
+        };
+        let expected = reference::finite_differences(&random(2, width), loss);
+        let run = |queue: &CpuQueue| {
+            let (dy, out) = (floats(DType::F32, [rows, width], &dy), floats(DType::F32, [width], &[0.0; 5]));
+            queue.sum_rows(dy.view(), out.view());
+            vec![values(out.view())]
+        };
+        on_every_queue(run, |results| assert_close("dbias", &results[0], &expected, 1e-6, 1e-6));
     }
 
     #[test]

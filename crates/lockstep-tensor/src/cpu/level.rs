@@ -7,7 +7,7 @@ use std::{fmt, sync::OnceLock};
 pub enum CpuLevel {
     /// What every CPU of the architecture has.
     Portable,
-    /// AVX2 and FMA.
+    /// AVX2 with its companions FMA, F16C and BMI2.
     Avx2,
     /// AVX-512 F, BW, DQ, VL.
     Avx512,
@@ -52,7 +52,12 @@ fn detect() -> CpuLevel {
 
 #[cfg(target_arch = "x86_64")]
 fn detect() -> CpuLevel {
-    if !(is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")) {
+    // All that code of this level is compiled for. A virtual machine may hide any of them.
+    let avx2 = is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+        && is_x86_feature_detected!("bmi2");
+    if !avx2 {
         return CpuLevel::Portable;
     }
     let avx512 = is_x86_feature_detected!("avx512f")

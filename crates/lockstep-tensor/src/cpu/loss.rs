@@ -132,7 +132,8 @@ mod tests {
     use crate::cpu::{
         reference,
         testing::{
-            ACTIVATIONS, assert_close, floats, on_every_queue, random, rounded, tensor, tolerance, values,
+            ACTIVATIONS, assert_close, floats, on_every_queue, random, random_of, rounded, tensor, tolerance,
+            values,
         },
     };
     use crate::{Arena, Kernels};
@@ -198,14 +199,36 @@ mod tests {
     }
 
     #[test]
-    fn nan_logits_are_not_hidden() {
+    fn chunks_of_tokens_give_the_bits_of_the_whole() {
+        let (tokens, vocabulary) = (50, 2003);
+        let logits = random_of(DType::BF16, 1, tokens * vocabulary);
+        let labels: Vec<i32> = (0..tokens as i32).map(|t| if t % 7 == 3 { -100 } else { t * 40 }).collect();
+        let run = |queue: &CpuQueue, chunk: usize| {
+            let (logits, labels) = (floats(DType::BF16, [tokens, vocabulary], &logits), tensor(&labels));
+            let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [tokens], &vec![9.0; tokens]));
+            for start in (0..tokens).step_by(chunk) {
+                let rows = start..tokens.min(start + chunk);
+                let [logits, labels, losses, log_sum_exp] =
+                    [&logits, &labels, &losses, &log_sum_exp].map(|tensor| tensor.view().rows(rows.clone()));
+                queue.cross_entropy(logits, labels, losses, log_sum_exp);
+                queue.cross_entropy_backward(logits, labels, log_sum_exp, 0.1);
+            }
+            [losses, log_sum_exp, logits].map(|tensor| values(tensor.view())).to_vec()
+        };
+        let both = |queue: &CpuQueue| [run(queue, tokens), run(queue, 16)].concat();
+        on_every_queue(both, |results| assert!(results[..3] == results[3..], "chunks change bits"));
+    }
+
+    #[test]
+    fn logits_without_a_largest_one_give_no_number() {
         let queue = CpuQueue::new(1, &Arena::new()).unwrap();
-        let mut values_of_row = vec![1.0; 300];
-        values_of_row[290] = f64::NAN;
-        let logits = floats(DType::F32, [1, 300], &values_of_row);
-        let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [1], &[0.0]));
-        queue.cross_entropy(logits.view(), tensor(&[3]).view(), losses.view(), log_sum_exp.view());
-        assert!(values(losses.view())[0].is_nan());
+        for nowhere in [f64::INFINITY, f64::NEG_INFINITY] {
+            let row = if nowhere > 0.0 { [1.0, nowhere, 2.0] } else { [nowhere; 3] };
+            let logits = floats(DType::F32, [1, 3], &row);
+            let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [1], &[0.0]));
+            queue.cross_entropy(logits.view(), tensor(&[0]).view(), losses.view(), log_sum_exp.view());
+            assert!(!values(losses.view())[0].is_finite(), "{row:?} give {:?}", values(losses.view()));
+        }
     }
 
     #[test]

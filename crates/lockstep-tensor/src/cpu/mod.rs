@@ -20,6 +20,8 @@ mod simd;
 mod tasks;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod tests;
 
 use lockstep_plan::exact::ExactSum;
 

@@ -57,8 +57,9 @@ impl<'a> Rounded<'a> {
 pub(super) fn adamw(queue: &CpuQueue, step: &AdamW<'_>) {
     let elements = step.parameter.elements();
     let operands = [step.parameter, step.gradient, step.exp_avg, step.exp_avg_sq];
-    for (name, view) in ["parameter", "gradient", "exp_avg", "exp_avg_sq"].into_iter().zip(operands) {
-        expect(&format!("adamw: {name}"), view, DType::F32, elements);
+    let names = ["adamw: parameter", "adamw: gradient", "adamw: exp_avg", "adamw: exp_avg_sq"];
+    for (name, view) in names.into_iter().zip(operands) {
+        expect(name, view, DType::F32, elements);
     }
     check_disjoint(&[step.parameter, step.exp_avg, step.exp_avg_sq], &[step.gradient]);
     let rounded = Rounded::new(step.rounded, elements, &operands);
@@ -270,7 +271,7 @@ fn squares_of_block(block: &[f32]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
+    use crate::cpu::testing::{adamw_step, assert_close, floats, on_every_queue, random_of, rounded, values};
     use crate::{Arena, Kernels, Tensor};
 
     const LENGTHS: [usize; 4] = [1, 255, 1027, 70_003];
@@ -302,18 +303,13 @@ mod tests {
         let parameter = floats(DType::F32, [len], weights);
         let [exp_avg, exp_avg_sq] = [(); 2].map(|()| floats(DType::F32, [len], &vec![0.0; len]));
         for step in 1..=STEPS {
+            let gradient = floats(DType::F32, [len], &gradient(step, len));
+            let scalars = adamw_step([&parameter, &gradient, &exp_avg, &exp_avg_sq].map(Tensor::view));
             queue.adamw(&AdamW {
-                parameter: parameter.view(),
-                gradient: floats(DType::F32, [len], &gradient(step, len)).view(),
-                exp_avg: exp_avg.view(),
-                exp_avg_sq: exp_avg_sq.view(),
                 rounded: Some(copy.view()),
-                learning_rate: 1e-2,
-                betas: [0.9, 0.95],
-                eps: 1e-8,
-                weight_decay: 0.1,
                 gradient_scale: GRADIENT_SCALE,
                 step,
+                ..scalars
             });
         }
         [&parameter, &exp_avg, &exp_avg_sq, copy].map(|tensor| values(tensor.view())).to_vec()
@@ -335,6 +331,28 @@ mod tests {
                 assert_eq!(results[3], rounded(dtype, &results[0]), "the {dtype} copy");
             });
         }
+    }
+
+    #[test]
+    fn a_step_on_shards_gives_the_bits_of_a_step_on_the_whole() {
+        let len = 70_003;
+        let weights = random_of(DType::F32, 1, len);
+        let run = |queue: &CpuQueue, cuts: &[usize]| {
+            let [p, m, v] = [&weights, &gradient(2, len), &vec![0.25; len]]
+                .map(|values| floats(DType::F32, [len], values));
+            let (g, copy) =
+                (floats(DType::F32, [len], &gradient(1, len)), floats(DType::BF16, [len], &weights));
+            for cut in cuts.windows(2) {
+                let [p, g, m, v, copy] =
+                    [&p, &g, &m, &v, &copy].map(|tensor| tensor.view().rows(cut[0]..cut[1]));
+                queue.adamw(&AdamW { rounded: Some(copy), step: 3, ..adamw_step([p, g, m, v]) });
+            }
+            [p, m, v, copy].map(|tensor| values(tensor.view())).to_vec()
+        };
+        // Cut where no vector and no block ends.
+        let both =
+            |queue: &CpuQueue| [run(queue, &[0, len]), run(queue, &[0, 0, 1, 1030, 66_001, len])].concat();
+        on_every_queue(both, |results| assert!(results[..4] == results[4..], "shards change bits"));
     }
 
     /// PyTorch's `_single_tensor_sgd` for one element, in f64.

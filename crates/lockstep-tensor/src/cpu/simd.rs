@@ -158,6 +158,22 @@ fn avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
+/// What the CPU fetches at once.
+pub(crate) const CACHE_LINE_BYTES: usize = 64;
+
+/// Asks for a cache line that will be needed soon, to the second level. Any address will do.
+#[inline(always)]
+pub(crate) fn prefetch<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch reads nothing and never faults; every x86-64 CPU has it.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// Adding and subtracting it rounds an f32 of less than 2^22 to the nearest integer, ties to even, and
 /// leaves that integer in the low bits of the sum. (`round_ties_even` is a call on portable CPUs.)
 const ROUND: f32 = 12_582_912.0;
@@ -338,6 +354,9 @@ mod tests {
             assert_eq!(exp(fma, f32::INFINITY), f32::INFINITY);
             assert_eq!(exp(fma, 0.0), 1.0);
             assert!(exp(fma, f32::NAN).is_nan());
+            // The last number whose exponential is finite, and the one after it.
+            let last = f32::MAX.ln().next_down();
+            assert!(exp(fma, last).is_finite() && exp(fma, last.next_up().next_up()).is_infinite());
         }
     }
 
@@ -373,6 +392,12 @@ mod tests {
             assert!(error < 2e-7, "x = {x}: ({sin}, {cos}), not {exact:?}");
         }
         assert_eq!(sin_cos(0.0), (0.0, 1.0));
+        // The largest position at the highest frequency: less exact, but no nonsense.
+        let (far, exact) = (u32::MAX as f32, f64::from(u32::MAX as f32).sin_cos());
+        let (sin, cos) = sin_cos(far);
+        let error = (f64::from(sin) - exact.0).abs().max((f64::from(cos) - exact.1).abs());
+        assert!(error < 2e-6, "x = {far}: ({sin}, {cos}), not {exact:?}");
+        assert!(sin_cos(f32::INFINITY).0.is_nan() && sin_cos(f32::NAN).1.is_nan());
     }
 
     #[test]
@@ -426,15 +451,21 @@ mod tests {
     }
 
     #[test]
-    fn bf16_rounds_to_nearest_even_and_keeps_nan() {
-        for bits in (0..=u32::MAX).step_by(99_991) {
-            let x = f32::from_bits(bits);
-            let ours = <bf16 as Float>::store(x);
-            let reference = bf16::from_f32(x);
+    fn bf16_converts_exactly_and_rounds_to_nearest_even() {
+        let spread = (0..=u32::MAX).step_by(99_991);
+        let border = (0..=u16::MAX).flat_map(|bits| {
+            // The value, NaN and infinity among them, the point halfway to the next, and just beside those.
+            let value = u32::from(bits) << 16;
+            [value, value + 1, value + 0x7fff, value + 0x8000, value + 0x8001, value + 0xffff]
+        });
+        for x in border.chain(spread).map(f32::from_bits) {
+            let (ours, reference) = (<bf16 as Float>::store(x), bf16::from_f32(x));
             assert!(
-                ours == reference || (x.is_nan() && ours.is_nan()),
-                "{x} gives {ours}, expected {reference}"
+                ours.to_bits() == reference.to_bits() || (x.is_nan() && ours.is_nan()),
+                "{x:e} ({:#x}) gives {ours}, expected {reference}",
+                x.to_bits()
             );
+            assert_eq!(Float::load(ours).to_bits(), u32::from(ours.to_bits()) << 16);
         }
     }
 }

@@ -112,9 +112,9 @@ pub(super) fn elements_per_task(elements: usize) -> usize {
 }
 
 impl CpuQueue {
-    /// Calls `work` with consecutive ranges of `grain` (the last may be shorter) that cover `0..count`,
-    /// compiled for the queue's level, and says whether that has fused multiply-add. The closure given here must be `#[inline(always)]`, or it is
-    /// compiled for the lowest level.
+    /// Calls `work` with consecutive ranges of `grain` (the last may be shorter) that cover `0..count`, compiled for
+    /// the queue's level, and says whether that has fused multiply-add. The closure given here must be
+    /// `#[inline(always)]`, or it is compiled for the lowest level.
     #[inline(always)]
     pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>, Fma) + Sync) {
         let tasks = count.div_ceil(grain);

@@ -1,10 +1,15 @@
 //! What the kernels' tests share: operands from f64 values, comparisons, and running on every kind of queue.
 
+use std::{
+    io::Write as _,
+    sync::{Mutex, PoisonError},
+};
+
 use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 
 use super::{CpuLevel, CpuQueue};
-use crate::{Arena, Shape, Tensor, View};
+use crate::{AdamW, Arena, Shape, Tensor, View};
 
 /// Numbers between -2 and 2, the same for the same seed.
 pub(super) fn random(seed: u64, elements: usize) -> Vec<f64> {
@@ -83,6 +88,46 @@ pub(super) fn assert_close(name: &str, actual: &[f64], expected: &[f64], relativ
     );
 }
 
+/// The first step on (parameter, gradient, first and second moment), with a learning rate that shows.
+pub(super) fn adamw_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'a>; 4]) -> AdamW<'a> {
+    AdamW {
+        parameter,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        rounded: None,
+        learning_rate: 1e-2,
+        betas: [0.9, 0.95],
+        eps: 1e-8,
+        weight_decay: 0.1,
+        gradient_scale: 1.0,
+        step: 1,
+    }
+}
+
+/// Says that tests left something out, once for each message. Straight to standard error: what `eprintln!` writes
+/// in a test that passes, nobody sees.
+pub(super) fn report_skipped(what: &str) {
+    static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if !said.iter().any(|earlier| earlier == what) {
+        said.push(what.to_owned());
+        // In one piece, on a line of its own among those of other tests. An error means that nobody listens.
+        let _ = std::io::stderr().write_all(format!("\nskipped: {what}\n").as_bytes());
+    }
+}
+
+/// The levels that this CPU can run, lowest first; it is said which ones are missing.
+pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
+    CpuLevel::ALL.into_iter().filter(|level| {
+        let present = *level <= CpuLevel::detect();
+        if !present {
+            report_skipped(&format!("kernels at level {level}, which this CPU lacks"));
+        }
+        present
+    })
+}
+
 /// Runs a kernel on a queue of every level that this CPU has and with one, two and three threads. The results
 /// must have the same bits for every number of threads; `check` sees those of each level.
 #[track_caller]
@@ -90,7 +135,7 @@ pub(super) fn on_every_queue(run: impl Fn(&CpuQueue) -> Vec<Vec<f64>>, check: im
     let bits = |results: &[Vec<f64>]| -> Vec<Vec<u64>> {
         results.iter().map(|result| result.iter().map(|x| x.to_bits()).collect()).collect()
     };
-    for level in CpuLevel::available() {
+    for level in levels() {
         let on = |threads| run(&CpuQueue::with_level(threads, &Arena::new(), level).unwrap());
         let first = on(1);
         for threads in [2, 3] {

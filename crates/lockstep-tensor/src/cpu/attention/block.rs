@@ -10,7 +10,10 @@ use super::{
     lanes::Lanes,
     product::{Left, Output, Right, multiply},
 };
-use crate::{Write, cpu::simd::Float};
+use crate::{
+    Write,
+    cpu::simd::{self, CACHE_LINE_BYTES, Float},
+};
 
 /// How far ahead of a pass over rows they are fetched.
 pub(super) const PREFETCH_ROWS: usize = 16;
@@ -46,17 +49,9 @@ pub(super) fn pack<V: Lanes, T: Float>(
 /// Asks for vectors that will be read soon: they lie too far apart for the CPU to foresee them.
 #[inline(always)]
 pub(super) fn prefetch<T>(source: &[T], vectors: impl Iterator<Item = Range<usize>>) {
-    const LINE_BYTES: usize = 64;
     for vector in vectors {
-        for element in source[vector].iter().step_by(LINE_BYTES / size_of::<T>()) {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: a prefetch changes nothing that a program can see; every x86-64 CPU has it.
-            unsafe {
-                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-                _mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(element).cast());
-            }
-            #[cfg(not(target_arch = "x86_64"))]
-            let _ = element;
+        for element in source[vector].iter().step_by(CACHE_LINE_BYTES / size_of::<T>()) {
+            simd::prefetch(element);
         }
     }
 }
@@ -134,8 +129,8 @@ pub(super) fn kept<V: Lanes>(
     rows: Range<usize>,
     first_key: usize,
 ) -> (Bits, f32) {
-    let Some(mask) = geometry.mask else { return ([u64::MAX; BLOCK], 1.0) };
-    let key = mask.key(pair.sequence);
+    let Some(dropout) = geometry.dropout else { return ([u64::MAX; BLOCK], 1.0) };
+    let (mask, key) = (dropout.mask, dropout.key(pair.sequence));
     let mut kept = [0; BLOCK];
     V::LEVEL.run(
         #[inline(always)]

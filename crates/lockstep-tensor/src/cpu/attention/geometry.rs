@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::BLOCK;
-use crate::{Attention, Dropout};
+use crate::{Attention, Dropout, cpu::dropout::Mask};
 
 /// A 64-bit mask for each row of a block of scores: bit `j` stands for key `j` of the block.
 pub(super) type Bits = [u64; BLOCK];
@@ -20,7 +20,7 @@ pub(super) struct Geometry<'a> {
     /// `head_dim` rounded up to whole registers of every level.
     pub(super) padded_dim: usize,
     pub(super) scale: f32,
-    pub(super) mask: Option<Mask<'a>>,
+    pub(super) dropout: Option<KeyedMask<'a>>,
     sequences: usize,
     query_start: usize,
     heads: usize,
@@ -52,7 +52,7 @@ impl<'a> Geometry<'a> {
             head_dim,
             padded_dim: head_dim.next_multiple_of(16),
             scale: attention.scale,
-            mask: attention.dropout.map(|dropout| Mask::new(dropout, attention.sequences)),
+            dropout: attention.dropout.map(|dropout| KeyedMask::new(dropout, attention.sequences)),
             sequences: attention.sequences,
             query_start: attention.query_start,
             heads,
@@ -162,29 +162,19 @@ pub(super) fn columns_of(bits: &[u64]) -> Range<usize> {
     }
 }
 
-/// A dropout of probabilities, made ready.
+/// The dropout of the probabilities, and the key of each sequence.
 #[derive(Clone, Copy)]
-pub(super) struct Mask<'a> {
-    /// Words below this are dropped.
-    pub(super) threshold: u32,
-    /// `1 / (1 - probability)`.
-    pub(super) scale: f32,
-    pub(super) site: u32,
+pub(super) struct KeyedMask<'a> {
+    pub(super) mask: Mask,
     keys: &'a [u32],
 }
 
-impl<'a> Mask<'a> {
+impl<'a> KeyedMask<'a> {
     fn new(dropout: Dropout<'a>, sequences: usize) -> Self {
-        let Dropout { probability, site, keys } = dropout;
-        assert!((0.0..1.0).contains(&probability), "a dropout probability lies in [0, 1), not {probability}");
+        let keys = dropout.keys;
         assert_eq!(keys.elements(), 2 * sequences, "a dropout needs one key of two words for each sequence");
-        Self {
-            threshold: (f64::from(probability) * 2.0_f64.powi(32)).ceil() as u32,
-            scale: 1.0 / (1.0 - probability),
-            site,
-            // SAFETY: the callers check that no output overlaps the keys.
-            keys: unsafe { keys.slice() },
-        }
+        // SAFETY: the callers check that no output overlaps the keys.
+        Self { mask: Mask::new(&dropout), keys: unsafe { keys.slice() } }
     }
 
     /// The key of a sequence.

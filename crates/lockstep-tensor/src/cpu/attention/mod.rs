@@ -4,7 +4,7 @@
 //! adds in a fixed order, so any number of threads gives the same bits. Inside a task, blocks of 64 queries
 //! and 64 keys are brought into scratch as f32, and products of blocks run in registers.
 //!
-//! `geometry` says who sees whom, `lanes` is a vector register, `product` multiplies blocks, `block` packs and
+//! `geometry` says who sees whom, `lanes` and `x86` are vector registers, `product` multiplies blocks, `block` packs and
 //! scores them, `forward` and `backward` are the algorithms.
 
 mod backward;
@@ -17,6 +17,8 @@ mod product;
 mod reference;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -137,10 +139,10 @@ fn run(queue: &CpuQueue, work: &impl Worker) {
     #[cfg(target_arch = "x86_64")]
     {
         if queue.level >= CpuLevel::Avx512 {
-            return run_lanes::<lanes::Avx512>(queue, work);
+            return run_lanes::<x86::Avx512>(queue, work);
         }
         if queue.level >= CpuLevel::Avx2 {
-            return run_lanes::<lanes::Avx2>(queue, work);
+            return run_lanes::<x86::Avx2>(queue, work);
         }
     }
     run_lanes::<lanes::Portable>(queue, work);

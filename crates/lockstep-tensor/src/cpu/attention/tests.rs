@@ -7,7 +7,10 @@ use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use proptest::prelude::*;
 
 use super::reference::Case;
-use crate::{Arena, Attention, CpuLevel, CpuQueue, Dropout, Kernels, Tensor, cpu::simd::Float};
+use crate::{
+    Arena, Attention, CpuLevel, CpuQueue, Dropout, Kernels, Tensor,
+    cpu::{simd::Float, testing},
+};
 
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
 
@@ -137,15 +140,9 @@ impl<T: Float> Fixture<T> {
     }
 }
 
-/// The three sets of instructions that attention tells apart; those the CPU lacks are named and left out.
+/// The sets of instructions that attention tells apart, as far as this CPU has them.
 fn levels() -> impl Iterator<Item = CpuLevel> {
-    [CpuLevel::Portable, CpuLevel::Avx2, CpuLevel::Avx512].into_iter().filter(|level| {
-        let present = *level <= CpuLevel::detect();
-        if !present {
-            eprintln!("SKIPPED: attention at level {level}: this CPU lacks it");
-        }
-        present
-    })
+    testing::levels().filter(|level| *level <= CpuLevel::Avx512)
 }
 
 fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expected: &[f64], tolerance: f64) {
@@ -278,6 +275,27 @@ fn a_nan_in_an_input_reaches_the_output() {
             assert!(out[66 * 16..67 * 16].iter().any(|x| x.is_nan()), "operand {which} at {level}");
             // A weight of zero times NaN is NaN, so rows that share a block with the key may be touched.
             assert!(out[..64 * 16].iter().all(|x| x.is_finite()), "operand {which} at {level}");
+        }
+    }
+}
+
+#[test]
+fn a_nan_in_an_input_reaches_the_gradients() {
+    let case = causal(1, 70, 1, 1, 16);
+    let query = 66 * 16..67 * 16;
+    for level in levels() {
+        for which in 0..4 {
+            let mut inputs = Inputs::<f32>::random(&case, 7);
+            let operand = [&mut inputs.q, &mut inputs.k, &mut inputs.v, &mut inputs.dout];
+            operand.into_iter().nth(which).unwrap()[66 * 16 + 3] = f32::NAN;
+            let Outputs { dq, dk, dv, .. } = Fixture::new(&case, inputs).run(level, 1);
+            for (name, gradient) in [("dq", &dq), ("dk", &dk), ("dv", &dv)] {
+                // The values are no factor of their own gradient.
+                let expected = name != "dv" || which != 2;
+                let found = gradient[query.clone()].iter().any(|x| x.is_nan());
+                assert!(found || !expected, "operand {which}: {name} hides it at {level}");
+            }
+            assert!(dq[..64 * 16].iter().all(|x| x.is_finite()), "operand {which} at {level}");
         }
     }
 }

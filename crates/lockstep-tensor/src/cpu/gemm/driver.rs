@@ -49,7 +49,8 @@ pub(super) fn multiply<K: MicroKernel, U: Unit, C: Float>(
         kernel: PhantomData,
     };
     let columns = columns.elements_mut();
-    if problem.m * problem.n * problem.k <= SERIAL_MULTIPLICATIONS {
+    let multiplications = problem.m.saturating_mul(problem.n).saturating_mul(problem.k);
+    if multiplications <= SERIAL_MULTIPLICATIONS {
         product.threads = Threads::Caller;
         product.run(columns);
     } else {

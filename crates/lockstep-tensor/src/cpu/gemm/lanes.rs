@@ -48,18 +48,6 @@ pub(super) trait Lanes: Copy {
     }
 }
 
-/// Asks for a cache line that will be needed soon, to the second level. Any address will do.
-#[inline(always)]
-pub(super) fn prefetch<T>(address: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch reads nothing and never faults.
-    unsafe {
-        _mm_prefetch::<_MM_HINT_T1>(address.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = address;
-}
-
 /// Eight f32 lanes of plain arithmetic, which the compiler maps to what every CPU has.
 #[derive(Clone, Copy)]
 pub(super) struct Plain([f32; 8]);

@@ -9,17 +9,14 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::{
-    Float,
-    lanes::{Lanes, prefetch},
-};
+use super::{Float, lanes::Lanes};
+use crate::cpu::simd::{CACHE_LINE_BYTES, prefetch};
 
 /// Side of the blocks that are read, transposed and written at once.
 pub(super) const SIDE: usize = 16;
 
 /// Units of depth by which lines across the depth are asked for before they are read.
 const UNITS_AHEAD: usize = 16;
-const CACHE_LINE_BYTES: usize = 64;
 
 /// A block of units.
 pub(super) type Block = [[u32; SIDE]; SIDE];

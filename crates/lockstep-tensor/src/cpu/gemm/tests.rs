@@ -5,11 +5,15 @@ use lockstep_plan::{DType, MemoryCategory};
 use proptest::prelude::*;
 
 use super::{
-    super::{CpuLevel, CpuQueue},
+    super::{
+        CpuLevel, CpuQueue,
+        reference::finite_differences,
+        testing::{assert_close, floats, random, report_skipped, values},
+    },
     amx_emulator,
     reference::multiply,
 };
-use crate::{Arena, Gemm, GemmLayout, Kernels, Tensor, Write};
+use crate::{Arena, Gemm, GemmLayout, Kernels, Write};
 
 const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
 /// The types of operands and of C.
@@ -48,31 +52,30 @@ impl Case {
 
     /// C as `queue` computes it.
     fn run(&self, queue: &CpuQueue) -> Vec<f64> {
-        let arena = Arena::new();
         let [m, n, k] = self.shape;
         let (a_shape, b_shape) = match self.layout {
             GemmLayout::NN => ([m, k], [k, n]),
             GemmLayout::NT => ([m, k], [n, k]),
             GemmLayout::TN => ([k, m], [k, n]),
         };
-        let a = tensor(&arena, self.types.0, a_shape, &self.a);
-        let b = tensor(&arena, self.types.0, b_shape, &self.b);
-        let bias = self.bias.as_ref().map(|bias| tensor(&arena, self.types.0, [1, n], bias));
+        let a = floats(self.types.0, a_shape, &self.a);
+        let b = floats(self.types.0, b_shape, &self.b);
+        let bias = self.bias.as_ref().map(|bias| floats(self.types.0, [n], bias));
         // What is overwritten must not matter, not even if it is NaN.
         let (earlier, write) = match &self.earlier {
             Some(earlier) => (earlier.clone(), Write::Accumulate),
             None => (vec![f64::NAN; m * n], Write::Overwrite),
         };
-        let c = tensor(&arena, self.types.1, [m, n], &earlier);
+        let c = floats(self.types.1, [m, n], &earlier);
         queue.gemm(Gemm {
             layout: self.layout,
             a: a.view(),
             b: b.view(),
             c: c.view(),
-            bias: bias.as_ref().map(|bias| bias.view().reshape([n])),
+            bias: bias.as_ref().map(|bias| bias.view()),
             write,
         });
-        values_of(&c)
+        values(c.view())
     }
 
     /// Checks the result of `queue` against the reference.
@@ -107,34 +110,17 @@ impl Case {
     }
 }
 
-fn tensor(arena: &Arena, dtype: DType, shape: [usize; 2], values: &[f64]) -> Tensor {
-    match dtype {
-        DType::F32 => {
-            let values: Vec<f32> = values.iter().map(|x| *x as f32).collect();
-            Tensor::from_slice(arena, shape, &values, MemoryCategory::Activations).unwrap()
-        }
-        _ => {
-            let values: Vec<bf16> = values.iter().map(|x| bf16::from_f64(*x)).collect();
-            Tensor::from_slice(arena, shape, &values, MemoryCategory::Activations).unwrap()
-        }
-    }
-}
-
-fn values_of(tensor: &Tensor) -> Vec<f64> {
-    match tensor.view().dtype() {
-        DType::F32 => tensor.view().to_vec::<f32>().into_iter().map(f64::from).collect(),
-        _ => tensor.view().to_vec::<bf16>().into_iter().map(f64::from).collect(),
-    }
-}
-
 /// Queues of every level that can be tried here. AMX is emulated where the CPU lacks it.
 fn queues(threads: usize) -> Vec<CpuQueue> {
     let mut queues = Vec::new();
     for level in CpuLevel::ALL {
         let emulated = level == CpuLevel::AmxBf16 && CpuLevel::detect() == CpuLevel::Avx512Bf16;
         if level > CpuLevel::detect() && !(emulated && amx_emulator::install()) {
-            eprintln!("SKIPPED: {level}, which this CPU lacks");
+            report_skipped(&format!("matrix products at level {level}, which this CPU lacks"));
             continue;
+        }
+        if level > CpuLevel::detect() {
+            report_skipped(&format!("matrix products on real {level}, which this CPU lacks: it is emulated"));
         }
         let mut queue = CpuQueue::with_level(threads, &Arena::new(), level).unwrap();
         queue.level = level;
@@ -179,7 +165,9 @@ fn chunks_of_rows_and_columns_meet_without_a_gap() {
     // Long enough for several chunks of columns, and, in bf16, of rows with partial sums.
     for queue in queues(2).into_iter().filter(|queue| queue.level >= CpuLevel::Avx2) {
         if queue.level == CpuLevel::AmxBf16 && CpuLevel::detect() != CpuLevel::AmxBf16 {
-            continue; // Emulation would take minutes.
+            // It would take minutes.
+            report_skipped("matrix products of several chunks on emulated AMX");
+            continue;
         }
         cases(&[[2, 9, 3], [1100, 40, 2100], [20, 3300, 1030]])
             .filter(|case| case.layout == GemmLayout::NT)
@@ -216,6 +204,23 @@ fn the_number_of_threads_changes_no_bit() {
 }
 
 #[test]
+fn a_linear_layers_gradients_are_the_nn_and_the_tn_product() {
+    let [tokens, n, k] = [5, 4, 3];
+    let (x, w, dy) = (random(1, tokens * k), random(2, n * k), random(3, tokens * n));
+    let product = |layout, shape, a: &[f64], b: &[f64]| -> Vec<f64> {
+        multiply(layout, shape, a, b, None, None).iter().map(|exact| exact.value).collect()
+    };
+    let loss = |x: &[f64], w: &[f64]| -> f64 {
+        let y = product(GemmLayout::NT, [tokens, n, k], x, w);
+        y.iter().zip(&dy).map(|(y, dy)| y * dy).sum()
+    };
+    let dx = product(GemmLayout::NN, [tokens, k, n], &dy, &w);
+    assert_close("dX", &dx, &finite_differences(&x, |x| loss(x, &w)), 1e-8, 1e-8);
+    let dw = product(GemmLayout::TN, [n, k, tokens], &dy, &x);
+    assert_close("dW", &dw, &finite_differences(&w, |w| loss(&x, w)), 1e-8, 1e-8);
+}
+
+#[test]
 fn nan_and_infinity_reach_their_row_and_no_other() {
     for queue in queues(2) {
         for (mut case, value) in cases(&[[21, 35, 50], [4, 35, 50]]).zip([f64::NAN, f64::INFINITY].repeat(9))
@@ -243,12 +248,9 @@ fn scratch_does_not_grow_after_the_queue_is_made() {
 #[test]
 #[should_panic(expected = "do not fit")]
 fn operands_that_do_not_fit_are_refused() {
-    let mut case = Case::new(GemmLayout::NN, [4, 5, 6], TYPES[0], 1);
-    case.layout = GemmLayout::NT;
-    let arena = Arena::new();
-    let [a, b, c] = [[4, 6], [6, 5], [4, 5]]
-        .map(|shape| tensor(&arena, DType::F32, shape, &[0.0; 30][..shape[0] * shape[1]]));
-    let queue = CpuQueue::new(1, &arena).unwrap();
+    let [a, b, c] =
+        [[4, 6], [6, 5], [4, 5]].map(|shape| floats(DType::F32, shape, &[0.0; 30][..shape[0] * shape[1]]));
+    let queue = CpuQueue::new(1, &Arena::new()).unwrap();
     let (a, b, c) = (a.view(), b.view(), c.view());
     queue.gemm(Gemm { layout: GemmLayout::NT, a, b, c, bias: None, write: Write::Overwrite });
 }
@@ -256,9 +258,8 @@ fn operands_that_do_not_fit_are_refused() {
 #[test]
 #[should_panic(expected = "overlaps another operand")]
 fn an_output_that_is_also_an_input_is_refused() {
-    let arena = Arena::new();
-    let a = tensor(&arena, DType::F32, [4, 4], &[0.0; 16]);
-    let queue = CpuQueue::new(1, &arena).unwrap();
+    let a = floats(DType::F32, [4, 4], &[0.0; 16]);
+    let queue = CpuQueue::new(1, &Arena::new()).unwrap();
     let (a, b, c) = (a.view(), a.view(), a.view());
     queue.gemm(Gemm { layout: GemmLayout::NN, a, b, c, bias: None, write: Write::Overwrite });
 }

@@ -1,0 +1,364 @@
+//! What all kernels promise alike, whatever they compute: nothing to do is no error, NaN never turns into a
+//! number, and an output that shares memory with another operand is refused.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use lockstep_plan::DType;
+
+use super::{
+    CpuLevel, CpuQueue,
+    testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
+};
+use crate::{
+    Arena, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, Sgd, Tensor, View, Write,
+};
+
+const ROWS: usize = 3;
+/// Not a multiple of any vector.
+const WIDTH: usize = 43;
+/// Where the NaN is put: in the last row, beyond the last whole vector.
+const ROW: usize = 2;
+const COLUMN: usize = 41;
+
+fn queue(level: CpuLevel) -> CpuQueue {
+    CpuQueue::with_level(2, &Arena::new(), level).unwrap()
+}
+
+fn momentum_step<'a>([parameter, gradient, momentum_buffer]: [View<'a>; 3]) -> Sgd<'a> {
+    Sgd {
+        parameter,
+        gradient,
+        momentum_buffer: Some(momentum_buffer),
+        rounded: None,
+        learning_rate: 0.1,
+        momentum: 0.9,
+        weight_decay: 0.1,
+        gradient_scale: 1.0,
+        step: 2,
+    }
+}
+
+/// One head of four elements.
+fn attention(sequences: usize, query_len: usize, key_len: usize) -> Attention<'static> {
+    Attention {
+        sequences,
+        query_len,
+        key_len,
+        query_start: 0,
+        heads: 1,
+        key_value_heads: 1,
+        head_dim: 4,
+        scale: 0.5,
+        window: None,
+        dropout: None,
+    }
+}
+
+#[test]
+fn a_queue_asked_for_more_than_the_cpu_has_makes_do_with_that() {
+    for level in CpuLevel::ALL {
+        assert_eq!(queue(level).level(), level.min(CpuLevel::detect()));
+    }
+    assert_eq!(CpuQueue::new(1, &Arena::new()).unwrap().level(), CpuLevel::detect());
+}
+
+#[test]
+fn no_tokens_leave_every_gradient_as_it_was() {
+    for (level, dtype) in levels().flat_map(|level| ACTIVATIONS.map(|dtype| (level, dtype))) {
+        let q = queue(level);
+        let [x, dy, y] = [(); 3].map(|()| floats(dtype, [0, WIDTH], &[]));
+        let [x, dy, y] = [x.view(), dy.view(), y.view()];
+        let [mean, rstd] = [(); 2].map(|()| floats(DType::F32, [0], &[]));
+        let (mean, rstd) = (mean.view(), rstd.view());
+        let weight = floats(dtype, [WIDTH], &[1.0; WIDTH]);
+        let weight = weight.view();
+        let gradient = floats(DType::F32, [1, WIDTH], &[3.0; WIDTH]);
+        let gradient = gradient.view();
+        let sums = gradient.reshape([WIDTH]);
+        let (ids, labels) = (tensor::<u32>(&[]), tensor::<i32>(&[]));
+        q.sum_rows(x, sums);
+        q.embedding(ids.view(), weight.reshape([1, WIDTH]), y);
+        q.embedding_backward(ids.view(), dy, gradient);
+        q.rms_norm(x, weight, 1e-5, y, rstd);
+        q.rms_norm_backward_input(dy, x, weight, rstd, y, Write::Overwrite);
+        q.rms_norm_backward_weight(dy, x, rstd, sums);
+        let norm = LayerNorm { x, weight, mean, rstd };
+        q.layer_norm(norm, Some(weight), 1e-5, y);
+        q.layer_norm_backward_input(norm, dy, y, Write::Accumulate);
+        q.layer_norm_backward_weight(norm, dy, sums, None);
+        q.rope(x, ids.view(), rstd, Rotation::Forward, y);
+        q.swiglu(x, dy, y);
+        let other = floats(dtype, [0, WIDTH], &[]);
+        q.swiglu_backward(dy, x, x, y, other.view());
+        for kind in [Gelu::Exact, Gelu::Tanh] {
+            q.gelu(kind, x, y);
+            q.gelu_backward(kind, dy, x, y);
+        }
+        q.add(x, dy, y);
+        let keys = tensor(&[1_u32, 2]);
+        q.dropout(Dropout { probability: 0.5, site: 0, keys: keys.view() }, x, y);
+        q.cross_entropy(x, labels.view(), mean, rstd);
+        q.cross_entropy_backward(x, labels.view(), rstd, 1.0);
+        q.cast(x, y);
+        q.zero(y);
+        q.gemm(Gemm {
+            layout: GemmLayout::TN,
+            a: dy,
+            b: x,
+            c: floats(DType::F32, [WIDTH, WIDTH], &[0.0; WIDTH * WIDTH]).view(),
+            bias: None,
+            write: Write::Accumulate,
+        });
+        assert_eq!(values(gradient), [3.0; WIDTH], "{level} {dtype}");
+    }
+}
+
+#[test]
+fn empty_shards_have_a_norm_of_zero_and_an_adamw_step() {
+    for level in levels() {
+        let q = queue(level);
+        let empty = [(); 4].map(|()| floats(DType::F32, [0], &[]));
+        let [p, g, m, v] = empty.each_ref().map(Tensor::view);
+        q.adamw(&adamw_step([p, g, m, v]));
+        q.sgd(&momentum_step([p, g, m]));
+        assert_eq!(q.sum_of_squares(p).wait().value(), 0.0, "{level}");
+    }
+}
+
+#[test]
+fn attention_without_sequences_queries_or_keys_writes_what_there_is() {
+    for level in levels() {
+        let q = queue(level);
+        for (sequences, query_len, key_len) in [(0, 5, 5), (2, 0, 5), (2, 5, 0)] {
+            let geometry = attention(sequences, query_len, key_len);
+            let tensor = |rows: usize, width: usize| {
+                floats(DType::F32, [sequences * rows, width], &vec![9.0; sequences * rows * width])
+            };
+            let [query, out, dout, dq] = [(); 4].map(|()| tensor(query_len, 4));
+            let [key, value, dk, dv] = [(); 4].map(|()| tensor(key_len, 4));
+            let statistics = tensor(query_len, 1);
+            let [query, out, dout, dq] = [query.view(), out.view(), dout.view(), dq.view()];
+            let [key, value, dk, dv] = [key.view(), value.view(), dk.view(), dv.view()];
+            q.attention(&geometry, query, key, value, out, statistics.view());
+            q.attention_backward(&geometry, query, key, value, out, statistics.view(), dout, dq, dk, dv);
+            for (name, view) in [("out", out), ("dq", dq), ("dk", dk), ("dv", dv)] {
+                assert!(values(view).iter().all(|x| *x == 0.0), "{name} at {level}: {:?}", values(view));
+            }
+            assert!(values(statistics.view()).iter().all(|x| *x == f64::NEG_INFINITY), "{level}");
+        }
+    }
+}
+
+/// `ROWS × WIDTH` numbers with a NaN at (`ROW`, `COLUMN`).
+fn with_nan(dtype: DType, seed: u64) -> Tensor {
+    let mut x = random_of(dtype, seed, ROWS * WIDTH);
+    x[ROW * WIDTH + COLUMN] = f64::NAN;
+    floats(dtype, [ROWS, WIDTH], &x)
+}
+
+fn numbers(dtype: DType, shape: [usize; 2], seed: u64) -> Tensor {
+    floats(dtype, shape, &random_of(dtype, seed, shape[0] * shape[1]))
+}
+
+/// Panics unless exactly the elements for which `expected` holds are NaN.
+#[track_caller]
+fn assert_nan(name: &str, view: View<'_>, expected: impl Fn(usize) -> bool) {
+    for (i, x) in values(view).into_iter().enumerate() {
+        assert_eq!(x.is_nan(), expected(i), "{name}[{i}] is {x} ({view:?})");
+    }
+}
+
+fn is_row(i: usize) -> bool {
+    i / WIDTH == ROW
+}
+
+fn is_column(i: usize) -> bool {
+    i % WIDTH == COLUMN
+}
+
+fn is_element(i: usize) -> bool {
+    is_row(i) && is_column(i)
+}
+
+#[test]
+fn a_nan_spreads_over_its_row_of_a_norm_and_its_column_of_the_weights_gradient() {
+    for (level, dtype) in levels().flat_map(|level| ACTIVATIONS.map(|dtype| (level, dtype))) {
+        let q = queue(level);
+        let (bad, good) = (with_nan(dtype, 1), numbers(dtype, [ROWS, WIDTH], 2));
+        let (bad, good) = (bad.view(), good.view());
+        let [y, dx] = [(); 2].map(|()| numbers(dtype, [ROWS, WIDTH], 3));
+        let (y, dx) = (y.view(), dx.view());
+        let weight = numbers(dtype, [1, WIDTH], 4);
+        let weight = weight.view().reshape([WIDTH]);
+        let [mean, rstd, dweight, dbias] =
+            [ROWS, ROWS, WIDTH, WIDTH].map(|n| floats(DType::F32, [n], &vec![0.0; n]));
+        let [mean, rstd, dweight, dbias] = [mean.view(), rstd.view(), dweight.view(), dbias.view()];
+
+        q.rms_norm(bad, weight, 1e-5, y, rstd);
+        assert_nan("rms_norm y", y, is_row);
+        assert_nan("rms_norm rstd", rstd, |row| row == ROW);
+        q.rms_norm(good, weight, 1e-5, y, rstd);
+        q.rms_norm_backward_input(bad, good, weight, rstd, dx, Write::Overwrite);
+        assert_nan("rms_norm dx", dx, is_row);
+        q.rms_norm_backward_weight(bad, good, rstd, dweight);
+        assert_nan("rms_norm dweight", dweight, is_column);
+
+        let norm = LayerNorm { x: bad, weight, mean, rstd };
+        q.layer_norm(norm, Some(weight), 1e-5, y);
+        assert_nan("layer_norm y", y, is_row);
+        assert_nan("layer_norm mean", mean, |row| row == ROW);
+        assert_nan("layer_norm rstd", rstd, |row| row == ROW);
+        let norm = LayerNorm { x: good, ..norm };
+        q.layer_norm(norm, None, 1e-5, y);
+        q.layer_norm_backward_input(norm, bad, dx, Write::Overwrite);
+        assert_nan("layer_norm dx", dx, is_row);
+        q.zero(dweight);
+        q.layer_norm_backward_weight(norm, bad, dweight, Some(dbias));
+        assert_nan("layer_norm dweight", dweight, is_column);
+        assert_nan("layer_norm dbias", dbias, is_column);
+        q.zero(dbias);
+        q.sum_rows(bad, dbias);
+        assert_nan("sum_rows", dbias, is_column);
+    }
+}
+
+#[test]
+fn a_nan_stays_in_its_element_of_elementwise_kernels() {
+    for (level, dtype) in levels().flat_map(|level| ACTIVATIONS.map(|dtype| (level, dtype))) {
+        let q = queue(level);
+        let (bad, good) = (with_nan(dtype, 1), numbers(dtype, [ROWS, WIDTH], 2));
+        let (bad, good) = (bad.view(), good.view());
+        let [y, other] = [(); 2].map(|()| numbers(dtype, [ROWS, WIDTH], 3));
+        let (y, other) = (y.view(), other.view());
+        for (a, b) in [(bad, good), (good, bad)] {
+            q.add(a, b, y);
+            assert_nan("add", y, is_element);
+            q.swiglu(a, b, y);
+            assert_nan("swiglu", y, is_element);
+            for kind in [Gelu::Exact, Gelu::Tanh] {
+                q.gelu_backward(kind, a, b, y);
+                assert_nan("gelu_backward", y, is_element);
+            }
+        }
+        q.swiglu_backward(bad, good, good, y, other);
+        assert_nan("swiglu dgate", y, is_element);
+        assert_nan("swiglu dup", other, is_element);
+        let keys = tensor(&[1_u32, 2]);
+        q.dropout(Dropout { probability: 0.0, site: 0, keys: keys.view() }, bad, y);
+        assert_nan("dropout", y, is_element);
+        for to in [DType::F32, DType::BF16, DType::F16] {
+            let converted = floats(to, [ROWS, WIDTH], &[0.0; ROWS * WIDTH]);
+            q.cast(bad, converted.view());
+            assert_nan("cast", converted.view(), is_element);
+        }
+        let (positions, frequencies) = (tensor(&[0_u32, 1, 7]), tensor(&[1.0_f32]));
+        let even = WIDTH - 1;
+        let x: Vec<f64> = values(bad).chunks(WIDTH).flat_map(|row| row[1..].to_vec()).collect();
+        let rotated = floats(dtype, [ROWS, even / 2, 2], &x);
+        let rotated = rotated.view();
+        q.rope(rotated, positions.view(), frequencies.view(), Rotation::Forward, rotated);
+        assert_nan("rope", rotated, |i| i / even == ROW && i % even / 2 == (COLUMN - 1) / 2);
+    }
+}
+
+#[test]
+fn a_nan_gradient_reaches_its_weight_and_no_other() {
+    for level in levels() {
+        let q = queue(level);
+        let operands = || {
+            let gradient = with_nan(DType::F32, 1);
+            let [parameter, m] = [2, 3].map(|seed| numbers(DType::F32, [ROWS, WIDTH], seed));
+            [parameter, gradient, m, floats(DType::F32, [ROWS, WIDTH], &[0.5; ROWS * WIDTH])]
+        };
+        let [p, g, m, v] = operands();
+        q.adamw(&adamw_step([p.view(), g.view(), m.view(), v.view()]));
+        for (name, tensor) in [("adamw parameter", &p), ("exp_avg", &m), ("exp_avg_sq", &v)] {
+            assert_nan(name, tensor.view(), is_element);
+        }
+        let [p, g, m, _] = operands();
+        q.sgd(&momentum_step([p.view(), g.view(), m.view()]));
+        assert_nan("sgd parameter", p.view(), is_element);
+        assert_nan("momentum", m.view(), is_element);
+    }
+}
+
+#[test]
+fn a_nan_logit_spoils_its_token_unless_that_is_masked() {
+    for (level, dtype) in levels().flat_map(|level| ACTIVATIONS.map(|dtype| (level, dtype))) {
+        let q = queue(level);
+        for masked in [false, true] {
+            let logits = with_nan(dtype, 1);
+            let labels = tensor(&[0, 1, if masked { -100 } else { 2 }]);
+            let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [ROWS], &[0.0; ROWS]));
+            let [logits, losses, log_sum_exp] = [logits.view(), losses.view(), log_sum_exp.view()];
+            q.cross_entropy(logits, labels.view(), losses, log_sum_exp);
+            assert_nan("log_sum_exp", log_sum_exp, |row| row == ROW);
+            assert_nan("losses", losses, |row| row == ROW && !masked);
+            q.cross_entropy_backward(logits, labels.view(), log_sum_exp, 1.0);
+            assert_nan("gradient", logits, |i| is_row(i) && !masked);
+        }
+    }
+}
+
+/// Panics unless `kernel` refuses operands that overlap.
+#[track_caller]
+fn assert_refused(name: &str, kernel: impl FnOnce()) {
+    let refusal = catch_unwind(AssertUnwindSafe(kernel)).expect_err(name);
+    let message = refusal.downcast_ref::<String>().map_or("", String::as_str);
+    assert!(message.contains("overlaps"), "{name} panics with {message:?}");
+}
+
+fn row(view: View<'_>, index: usize) -> View<'_> {
+    view.rows(index..index + 1).reshape([4])
+}
+
+#[test]
+fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
+    let q = &queue(CpuLevel::detect());
+    let [a, b, c, d, e] = [(); 5].map(|()| floats(DType::F32, [4, 4], &[0.0; 16]));
+    let [a, b, c, d, e] = [a.view(), b.view(), c.view(), d.view(), e.view()];
+    let [row_of_a, row_of_b, row_of_c] = [a, b, c].map(|view| row(view, 1));
+    let (ids, labels) = (tensor(&[0_u32; 4]), tensor(&[0_i32; 4]));
+    let write = Write::Overwrite;
+    let product = Gemm { layout: GemmLayout::NN, a, b, c, bias: None, write };
+    assert_refused("gemm", || q.gemm(Gemm { c: a, ..product }));
+    assert_refused("gemm's bias", || q.gemm(Gemm { bias: Some(row_of_c), ..product }));
+    assert_refused("sum_rows", || q.sum_rows(a, row_of_a));
+    assert_refused("embedding", || q.embedding(ids.view(), a, a));
+    assert_refused("embedding_backward", || q.embedding_backward(ids.view(), a, a));
+    assert_refused("rms_norm", || q.rms_norm(a, row_of_b, 1e-5, a, row_of_c));
+    assert_refused("rms_norm's statistic", || q.rms_norm(a, row_of_b, 1e-5, c, row_of_c));
+    assert_refused("rms_norm dx", || q.rms_norm_backward_input(a, b, row_of_c, row_of_c, a, write));
+    assert_refused("rms_norm dweight", || q.rms_norm_backward_weight(a, b, row_of_c, row_of_a));
+    let norm = LayerNorm { x: a, weight: row_of_b, mean: row_of_c, rstd: row(d, 0) };
+    assert_refused("layer_norm", || q.layer_norm(norm, None, 1e-5, a));
+    assert_refused("layer_norm's bias", || q.layer_norm(norm, Some(row(e, 0)), 1e-5, e));
+    assert_refused("layer_norm dx", || q.layer_norm_backward_input(norm, e, e, write));
+    assert_refused("layer_norm dweight", || q.layer_norm_backward_weight(norm, e, row(e, 0), None));
+    assert_refused("layer_norm dbias", || q.layer_norm_backward_weight(norm, b, row(e, 0), Some(row(e, 0))));
+    let (positions, frequencies) = (ids.view(), row_of_b.rows(0..2));
+    assert_refused("rope", || {
+        q.rope(a.rows(0..3), positions.rows(0..3), frequencies, Rotation::Forward, a.rows(1..4));
+    });
+    let geometry = attention(1, 4, 4);
+    assert_refused("attention", || q.attention(&geometry, a, b, c, a, row(d, 0)));
+    assert_refused("attention's statistic", || q.attention(&geometry, a, b, c, d, row(d, 0)));
+    let statistics = floats(DType::F32, [4], &[0.0; 4]);
+    assert_refused("attention_backward", || {
+        q.attention_backward(&geometry, a, a, a, a, statistics.view(), a, b, c, c);
+    });
+    assert_refused("swiglu", || q.swiglu(a, b, b));
+    assert_refused("swiglu_backward", || q.swiglu_backward(a, b, c, d, d));
+    assert_refused("gelu", || q.gelu(Gelu::Exact, a, a));
+    assert_refused("gelu_backward", || q.gelu_backward(Gelu::Exact, b, a, a));
+    assert_refused("add", || q.add(a.rows(0..3), b.rows(0..3), a.rows(1..4)));
+    let keys = tensor(&[0_u32, 0]);
+    let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
+    assert_refused("dropout", || q.dropout(dropout, a.rows(0..3), a.rows(1..4)));
+    assert_refused("cross_entropy", || q.cross_entropy(a, labels.view(), row_of_a, row_of_b));
+    assert_refused("cross_entropy_backward", || q.cross_entropy_backward(a, labels.view(), row_of_a, 1.0));
+    assert_refused("adamw", || q.adamw(&adamw_step([a, b, c, c])));
+    assert_refused("adamw's gradient", || q.adamw(&adamw_step([a, a, c, d])));
+    assert_refused("sgd", || q.sgd(&momentum_step([a, b, a])));
+    assert_refused("cast", || q.cast(a, a));
+}

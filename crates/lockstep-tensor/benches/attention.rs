@@ -1,6 +1,7 @@
 //! Attention, forward and backward, at the shapes of real models on two threads, and one step of generation.
 //!
 //! Throughput counts the floating-point operations of the visible scores: two products forward, five backward.
+#![expect(missing_docs, reason = "the function that criterion's macro makes has none")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};

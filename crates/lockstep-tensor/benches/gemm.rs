@@ -2,6 +2,7 @@
 //! the input (NN) and by the weight (TN, accumulated in f32).
 //!
 //! Throughput counts floating-point operations, two for each multiplication and addition.
+#![expect(missing_docs, reason = "the function that criterion's macro makes has none")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, MemoryCategory};

@@ -2,6 +2,7 @@
 //!
 //! The shapes are those of a small model (GPT-2's width and vocabulary); `LOCKSTEP_BENCH_THREADS` sets the
 //! number of threads (default 1). Only the best level of the CPU is run unless `LOCKSTEP_BENCH_LEVELS=all`.
+#![expect(missing_docs, reason = "the function that criterion's macro makes has none")]
 
 use std::hint::black_box;
 

@@ -54,6 +54,14 @@ pub enum CheckpointError {
         /// The observer's reason.
         source: io::Error,
     },
+    /// A file that an index or a manifest names is not there.
+    #[error("{} is missing, but {} names it", path.display(), named_in.display())]
+    MissingFile {
+        /// The file.
+        path: PathBuf,
+        /// The index or the manifest.
+        named_in: PathBuf,
+    },
     /// Something that is not a regular file stands where a checkpoint's file should be.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
@@ -310,6 +318,8 @@ impl CheckpointError {
         matches!(
             self,
             Self::NotAFile { .. }
+                | Self::MissingFile { .. }
+                | Self::TiedTensorsDiffer { .. }
                 | Self::Header { .. }
                 | Self::UnsafeName { .. }
                 | Self::Index { .. }
@@ -320,7 +330,19 @@ impl CheckpointError {
                 | Self::FileSize { .. }
                 | Self::Corrupt { .. }
                 | Self::Coverage { .. }
+                | Self::NoSuchTensor { .. }
+                | Self::UnsupportedDtype { .. }
         )
+    }
+
+    /// Turns "no such file" into [`MissingFile`](Self::MissingFile): somebody promised that `path` is there.
+    pub(crate) fn named_in(self, named_in: PathBuf) -> Self {
+        match self {
+            Self::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                Self::MissingFile { path, named_in }
+            }
+            other => other,
+        }
     }
 
     /// An adapter for `map_err`: says what was tried on which path, and tells a full disk apart.

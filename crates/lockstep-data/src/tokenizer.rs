@@ -3,7 +3,7 @@
 //! A tokenizer is identified by a hash of everything that decides its ids, so a token file made with
 //! another one is never mistaken for it.
 
-use std::{fs, io, panic, path::Path};
+use std::{fs, io, path::Path};
 
 use serde::Deserialize;
 use tokenizers::ModelWrapper;
@@ -11,6 +11,7 @@ use tokenizers::ModelWrapper;
 use crate::{
     documents::Cut,
     error::{DataError, Result},
+    quiet,
 };
 
 /// Turns text into token ids and back.
@@ -75,10 +76,10 @@ impl Tokenizer {
     pub fn from_json(json: &[u8], path: &Path) -> Result<Self> {
         let bad = |problem: String| DataError::BadTokenizer { path: path.to_owned(), problem };
         // The `tokenizers` crate panics on some files: on most that are no JSON, hence the first line, and
-        // on damaged tables of a few normalizers, hence the second.
+        // on damaged tables of a few normalizers, hence the second. What it would print is said by our error.
         serde_json::from_slice::<serde_json::Value>(json).map_err(|e| bad(e.to_string()))?;
-        let mut inner = panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json))
-            .map_err(|_| bad("its contents make no tokenizer".to_owned()))?
+        let mut inner = quiet::caught(|| tokenizers::Tokenizer::from_bytes(json))
+            .ok_or_else(|| bad("its contents make no tokenizer".to_owned()))?
             .map_err(|e| bad(e.to_string()))?;
         // Limits that a file may carry for inference would silently drop or invent training text.
         inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;

@@ -14,6 +14,14 @@ pub enum CheckpointError {
     /// The model's configuration, or tensors that do not fit it.
     #[error(transparent)]
     Model(#[from] lockstep_model::ModelError),
+    /// A directory's tensors are not those of the model that its `config.json` describes.
+    #[error("{}: {source}", dir.display())]
+    DoesNotFit {
+        /// The directory.
+        dir: PathBuf,
+        /// Every tensor that does not fit.
+        source: lockstep_model::ModelError,
+    },
     /// Two tensors that the model shares hold different values.
     #[error("{tensor} and {tied_to} differ, but the configuration ties them (tie_word_embeddings)")]
     TiedTensorsDiffer {
@@ -318,6 +326,7 @@ impl CheckpointError {
         matches!(
             self,
             Self::NotAFile { .. }
+                | Self::DoesNotFit { .. }
                 | Self::MissingFile { .. }
                 | Self::TiedTensorsDiffer { .. }
                 | Self::Header { .. }

@@ -70,9 +70,8 @@ impl FlatStore {
                 }
             });
         }
-        // No allowed model has so many parameters that this overflows.
-        let total_bytes = unit_elements.iter().sum::<usize>().saturating_mul(dtype.size_bytes());
-        arena.require(total_bytes, category)?;
+        let total_elements: usize = unit_elements.iter().sum();
+        arena.require(total_elements.saturating_mul(dtype.size_bytes()), category)?;
         let units = unit_elements
             .iter()
             .map(|&elements| arena.allocate_zeroed(elements * dtype.size_bytes(), category))

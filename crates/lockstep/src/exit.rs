@@ -70,7 +70,10 @@ impl From<CheckpointError> for Failure {
 /// everything else is the machine's refusal.
 fn code_of_io(error: &io::Error) -> u8 {
     match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => CONFIGURATION,
+        io::ErrorKind::NotFound
+        | io::ErrorKind::AlreadyExists
+        | io::ErrorKind::NotADirectory
+        | io::ErrorKind::IsADirectory => CONFIGURATION,
         io::ErrorKind::InvalidData => CORRUPT_INPUT,
         _ => FAILED,
     }

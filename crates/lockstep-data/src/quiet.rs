@@ -3,14 +3,19 @@
 //! The message would stand in front of our own, which says what is wrong with the input. A hook that is set once
 //! passes every panic on to the hook before it, except those of a thread that is in [`caught`].
 
-use std::{cell::Cell, panic, sync::Once};
+use std::{
+    cell::Cell,
+    panic::{self, AssertUnwindSafe},
+    sync::Once,
+};
 
 thread_local! {
     static IS_QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `call` returns; `None` if it panics.
-pub(crate) fn caught<T>(call: impl FnOnce() -> T + panic::UnwindSafe) -> Option<T> {
+/// What `call` returns; `None` if it panics. What it worked on must not be used after that, except to be dropped
+/// or to be asked the same way.
+pub(crate) fn caught<T>(call: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let loud = panic::take_hook();
@@ -21,7 +26,7 @@ pub(crate) fn caught<T>(call: impl FnOnce() -> T + panic::UnwindSafe) -> Option<
         }));
     });
     let before = IS_QUIET.replace(true);
-    let result = panic::catch_unwind(call);
+    let result = panic::catch_unwind(AssertUnwindSafe(call));
     IS_QUIET.set(before);
     result.ok()
 }

@@ -136,7 +136,7 @@ impl Tokenizer {
         match self {
             Self::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Self::HuggingFace(hf) => {
-                let encoding = hf.inner.encode_fast(text, false).map_err(|e| hf.failed(&e))?;
+                let encoding = hf.call(|inner| inner.encode_fast(text, false))?;
                 Ok(encoding.get_ids().to_vec())
             }
         }
@@ -151,7 +151,7 @@ impl Tokenizer {
         match self {
             Self::Bytes => self.encode(text),
             Self::HuggingFace(hf) => {
-                let encoding = hf.inner.encode_fast(text, true).map_err(|e| hf.failed(&e))?;
+                let encoding = hf.call(|inner| inner.encode_fast(text, true))?;
                 Ok(encoding.get_ids().to_vec())
             }
         }
@@ -168,7 +168,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Self::HuggingFace(hf) => hf.inner.decode(ids, true).map_err(|e| hf.failed(&e)),
+            Self::HuggingFace(hf) => hf.call(|inner| inner.decode(ids, true)),
         }
     }
 
@@ -247,8 +247,13 @@ impl Tokenizer {
 }
 
 impl HfTokenizer {
-    fn failed(&self, problem: &tokenizers::Error) -> DataError {
-        DataError::TokenizerFailed { tokenizer: self.name.clone(), problem: problem.to_string() }
+    /// Asks the `tokenizers` crate, which panics on some texts where the file's numbers make no sense (a decoder
+    /// that strips more than there is).
+    fn call<T>(&self, ask: impl FnOnce(&tokenizers::Tokenizer) -> tokenizers::Result<T>) -> Result<T> {
+        let failed = |problem| DataError::TokenizerFailed { tokenizer: self.name.clone(), problem };
+        quiet::caught(|| ask(&self.inner))
+            .ok_or_else(|| failed("its contents make no sense for this text".to_owned()))?
+            .map_err(|problem| failed(problem.to_string()))
     }
 }
 
@@ -347,6 +352,16 @@ mod tests {
                 prop_assert_eq!(&pieces, &tokenizer.encode(&text).unwrap(), "text {:?}", text);
             }
         }
+    }
+
+    #[test]
+    fn a_decoder_on_which_the_library_panics_is_an_error() {
+        let json = r#"{"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
+            "decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 4294967296},
+            "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}"#;
+        let tokenizer = Tokenizer::from_json(json.as_bytes(), Path::new("strip.json")).unwrap();
+        let error = tokenizer.decode(&[0]).unwrap_err();
+        assert!(error.to_string().starts_with("the tokenizer strip.json failed: its contents"), "{error}");
     }
 
     #[test]

@@ -27,7 +27,8 @@ fn with_disk(workshop: &Workshop, options: &str, script: &str) -> Option<Outcome
     let probed = Command::new("unshare").args(["-rm", "sh", "-c", &probe]).output();
     if !probed.as_ref().is_ok_and(|output| output.status.success()) {
         // Not by `eprintln`, which tests that pass keep to themselves.
-        writeln!(std::io::stderr(), "SKIPPED: no small file system can be mounted here: {probed:?}").unwrap();
+        let message = format!("SKIPPED: no small file system can be mounted here: {probed:?}\n");
+        std::io::stderr().write_all(message.as_bytes()).unwrap();
         return None;
     }
     let script = format!("{mount} && {script}");

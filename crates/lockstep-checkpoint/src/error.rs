@@ -14,6 +14,14 @@ pub enum CheckpointError {
     /// The model's configuration, or tensors that do not fit it.
     #[error(transparent)]
     Model(#[from] lockstep_model::ModelError),
+    /// A directory's tensors are not those of the model that its `config.json` describes.
+    #[error("{}: {source}", dir.display())]
+    DoesNotFit {
+        /// The directory.
+        dir: PathBuf,
+        /// Every tensor that does not fit.
+        source: lockstep_model::ModelError,
+    },
     /// Two tensors that the model shares hold different values.
     #[error("{tensor} and {tied_to} differ, but the configuration ties them (tie_word_embeddings)")]
     TiedTensorsDiffer {
@@ -53,6 +61,14 @@ pub enum CheckpointError {
         point: CommitPoint,
         /// The observer's reason.
         source: io::Error,
+    },
+    /// A file that an index or a manifest names is not there.
+    #[error("{} is missing, but {} names it", path.display(), named_in.display())]
+    MissingFile {
+        /// The file.
+        path: PathBuf,
+        /// The index or the manifest.
+        named_in: PathBuf,
     },
     /// Something that is not a regular file stands where a checkpoint's file should be.
     #[error("{} is not a regular file", path.display())]
@@ -310,6 +326,9 @@ impl CheckpointError {
         matches!(
             self,
             Self::NotAFile { .. }
+                | Self::DoesNotFit { .. }
+                | Self::MissingFile { .. }
+                | Self::TiedTensorsDiffer { .. }
                 | Self::Header { .. }
                 | Self::UnsafeName { .. }
                 | Self::Index { .. }
@@ -320,7 +339,19 @@ impl CheckpointError {
                 | Self::FileSize { .. }
                 | Self::Corrupt { .. }
                 | Self::Coverage { .. }
+                | Self::NoSuchTensor { .. }
+                | Self::UnsupportedDtype { .. }
         )
+    }
+
+    /// Turns "no such file" into [`MissingFile`](Self::MissingFile): somebody promised that `path` is there.
+    pub(crate) fn named_in(self, named_in: PathBuf) -> Self {
+        match self {
+            Self::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                Self::MissingFile { path, named_in }
+            }
+            other => other,
+        }
     }
 
     /// An adapter for `map_err`: says what was tried on which path, and tells a full disk apart.

@@ -6,7 +6,9 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
+use rustix::fs::{
+    Access, CWD, FallocateFlags, FlockOperation, RenameFlags, access, fallocate, flock, renameat_with,
+};
 use rustix::io::Errno;
 
 use crate::error::CheckpointError;
@@ -40,6 +42,17 @@ pub(crate) fn create_directories(dir: &Path) -> Result<(), CheckpointError> {
     }
     fs::create_dir_all(dir).map_err(CheckpointError::io("create", dir))?;
     sync_directory(&parent_of(dir))
+}
+
+/// Makes `dir` if it is not there, and checks that files can be made in it: a run asks before its first step
+/// and not when it has something to lose.
+///
+/// # Errors
+/// [`CheckpointError::Io`] or [`CheckpointError::DiskFull`], as a save would say it.
+pub fn prepare_directory(dir: &Path) -> Result<(), CheckpointError> {
+    create_directories(dir)?;
+    access(dir, Access::WRITE_OK | Access::EXEC_OK)
+        .map_err(|errno| CheckpointError::io("write into", dir)(errno.into()))
 }
 
 /// Creates a file that must not be there yet, and reserves its bytes: a disk that is too small is

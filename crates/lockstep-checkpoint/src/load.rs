@@ -191,7 +191,7 @@ impl Checkpoint {
             return Ok(file);
         }
         let path = self.path.join(name);
-        let file = open_regular(&path)?;
+        let file = open_regular(&path).map_err(|error| error.named_in(self.path.join(MANIFEST_FILE)))?;
         let found = file.metadata().map_err(CheckpointError::io("open", &path))?.len();
         let expected = self.manifest.files[name].bytes;
         if found != expected {

@@ -55,7 +55,8 @@ impl ModelDirectory {
             .map(|name| Ok((name.to_owned(), files.tensor(name)?.shape.to_vec())))
             .collect::<Result<_, CheckpointError>>()?;
         let import = HfMapping::new(&config)
-            .match_checkpoint(found.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())))?;
+            .match_checkpoint(found.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())))
+            .map_err(|source| CheckpointError::DoesNotFit { dir: path.clone(), source })?;
         Ok(Self { path, config, weights: Weights::HuggingFace { files, import } })
     }
 

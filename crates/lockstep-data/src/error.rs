@@ -282,7 +282,11 @@ impl DataError {
             | Self::JsonLine { .. }
             | Self::BadTokenizer { .. }
             | Self::BadTokenFile { .. } => ErrorKind::CorruptInput,
-            Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Configuration,
+            Self::Io { source, .. }
+                if matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+            {
+                ErrorKind::Configuration
+            }
             Self::Io { .. }
             | Self::DiskFull { .. }
             | Self::SourceChanged { .. }

@@ -24,6 +24,7 @@ mod error;
 mod order;
 mod prefetch;
 mod progress;
+mod quiet;
 mod sources;
 #[cfg(test)]
 mod testing;

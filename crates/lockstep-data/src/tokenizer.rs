@@ -3,7 +3,7 @@
 //! A tokenizer is identified by a hash of everything that decides its ids, so a token file made with
 //! another one is never mistaken for it.
 
-use std::{fs, io, panic, path::Path};
+use std::{fs, io, path::Path};
 
 use serde::Deserialize;
 use tokenizers::ModelWrapper;
@@ -11,6 +11,7 @@ use tokenizers::ModelWrapper;
 use crate::{
     documents::Cut,
     error::{DataError, Result},
+    quiet,
 };
 
 /// Turns text into token ids and back.
@@ -75,10 +76,10 @@ impl Tokenizer {
     pub fn from_json(json: &[u8], path: &Path) -> Result<Self> {
         let bad = |problem: String| DataError::BadTokenizer { path: path.to_owned(), problem };
         // The `tokenizers` crate panics on some files: on most that are no JSON, hence the first line, and
-        // on damaged tables of a few normalizers, hence the second.
+        // on damaged tables of a few normalizers, hence the second. What it would print is said by our error.
         serde_json::from_slice::<serde_json::Value>(json).map_err(|e| bad(e.to_string()))?;
-        let mut inner = panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json))
-            .map_err(|_| bad("its contents make no tokenizer".to_owned()))?
+        let mut inner = quiet::caught(|| tokenizers::Tokenizer::from_bytes(json))
+            .ok_or_else(|| bad("its contents make no tokenizer".to_owned()))?
             .map_err(|e| bad(e.to_string()))?;
         // Limits that a file may carry for inference would silently drop or invent training text.
         inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
@@ -135,7 +136,7 @@ impl Tokenizer {
         match self {
             Self::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Self::HuggingFace(hf) => {
-                let encoding = hf.inner.encode_fast(text, false).map_err(|e| hf.failed(&e))?;
+                let encoding = hf.call(|inner| inner.encode_fast(text, false))?;
                 Ok(encoding.get_ids().to_vec())
             }
         }
@@ -150,7 +151,7 @@ impl Tokenizer {
         match self {
             Self::Bytes => self.encode(text),
             Self::HuggingFace(hf) => {
-                let encoding = hf.inner.encode_fast(text, true).map_err(|e| hf.failed(&e))?;
+                let encoding = hf.call(|inner| inner.encode_fast(text, true))?;
                 Ok(encoding.get_ids().to_vec())
             }
         }
@@ -167,7 +168,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Self::HuggingFace(hf) => hf.inner.decode(ids, true).map_err(|e| hf.failed(&e)),
+            Self::HuggingFace(hf) => hf.call(|inner| inner.decode(ids, true)),
         }
     }
 
@@ -246,8 +247,13 @@ impl Tokenizer {
 }
 
 impl HfTokenizer {
-    fn failed(&self, problem: &tokenizers::Error) -> DataError {
-        DataError::TokenizerFailed { tokenizer: self.name.clone(), problem: problem.to_string() }
+    /// Asks the `tokenizers` crate, which panics on some texts where the file's numbers make no sense (a decoder
+    /// that strips more than there is).
+    fn call<T>(&self, ask: impl FnOnce(&tokenizers::Tokenizer) -> tokenizers::Result<T>) -> Result<T> {
+        let failed = |problem| DataError::TokenizerFailed { tokenizer: self.name.clone(), problem };
+        quiet::caught(|| ask(&self.inner))
+            .ok_or_else(|| failed("its contents make no sense for this text".to_owned()))?
+            .map_err(|problem| failed(problem.to_string()))
     }
 }
 
@@ -346,6 +352,16 @@ mod tests {
                 prop_assert_eq!(&pieces, &tokenizer.encode(&text).unwrap(), "text {:?}", text);
             }
         }
+    }
+
+    #[test]
+    fn a_decoder_on_which_the_library_panics_is_an_error() {
+        let json = r#"{"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
+            "decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 4294967296},
+            "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}"#;
+        let tokenizer = Tokenizer::from_json(json.as_bytes(), Path::new("strip.json")).unwrap();
+        let error = tokenizer.decode(&[0]).unwrap_err();
+        assert!(error.to_string().starts_with("the tokenizer strip.json failed: its contents"), "{error}");
     }
 
     #[test]

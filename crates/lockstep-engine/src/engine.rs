@@ -109,10 +109,13 @@ impl Engine {
         let state = |kind: &StateKind| -> Result<_, TensorError> {
             Ok((*kind, store(DType::F32, MemoryCategory::Optimizer, Tied::Shared)?))
         };
+        // Parameters come first: a model that is too large is refused for them before its activations, which
+        // nothing can hold either, fill the memory.
+        let weights = store(shape.dtype, MemoryCategory::Parameters, Tied::Shared)?;
         Ok(Self {
             queue: CpuQueue::new(threads, arena)?,
             runner: Runner::new(&model, arena, seed)?,
-            weights: store(shape.dtype, MemoryCategory::Parameters, Tied::Shared)?,
+            weights,
             master: (shape.dtype != DType::F32)
                 .then(|| store(DType::F32, MemoryCategory::Optimizer, Tied::Shared))
                 .transpose()?,

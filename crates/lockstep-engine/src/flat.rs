@@ -70,6 +70,8 @@ impl FlatStore {
                 }
             });
         }
+        let total_elements: usize = unit_elements.iter().sum();
+        arena.require(total_elements.saturating_mul(dtype.size_bytes()), category)?;
         let units = unit_elements
             .iter()
             .map(|&elements| arena.allocate_zeroed(elements * dtype.size_bytes(), category))

@@ -46,6 +46,7 @@ impl Runner {
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, TensorError> {
+        arena.require(Self::predicted_activation_bytes(model), MemoryCategory::Activations)?;
         let shape = model.program(0).shape();
         let tokens = shape.tokens();
         let frames = (0..model.units())
@@ -77,13 +78,13 @@ impl Runner {
     /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
         let shape = model.program(0).shape();
-        let frames: usize =
-            (0..model.units()).map(|unit| Arena::booked_bytes(model.program(unit).frame_bytes())).sum();
+        // The model that overflows this is refused by the arena.
+        let frames = (0..model.units())
+            .map(|unit| Arena::booked_bytes(model.program(unit).frame_bytes()))
+            .fold(0, usize::saturating_add);
         let boundary = shape.tokens() * model.program(0).output_columns() * shape.dtype.size_bytes();
-        frames
-            + 2 * Arena::booked_bytes(boundary)
-            + 3 * Arena::booked_bytes(4 * shape.tokens())
-            + Arena::booked_bytes(8 * shape.sequences)
+        let inputs = 3 * Arena::booked_bytes(4 * shape.tokens()) + Arena::booked_bytes(8 * shape.sequences);
+        frames.saturating_add(2 * Arena::booked_bytes(boundary) + inputs)
     }
 
     /// Runs the forward of every unit.

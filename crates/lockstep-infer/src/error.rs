@@ -31,7 +31,7 @@ pub enum InferError {
     #[error("the prompt is empty and the tokenizer has no token to begin with")]
     EmptyPrompt,
     /// More tokens than positions.
-    #[error("{tokens} tokens do not fit: the model has {allowed} positions")]
+    #[error("{tokens} tokens (the prompt and the new ones) do not fit: the model has {allowed} positions")]
     TooLong {
         /// Prompt and new tokens.
         tokens: usize,

@@ -93,14 +93,30 @@ impl Arena {
                 state.in_use[MemoryCategory::Cached] -= capacity;
                 block
             }
-            None => Block::allocate(capacity).ok_or(TensorError::OutOfMemory {
-                category,
-                requested_bytes: capacity,
-                in_use_bytes: state.in_use.total(),
-            })?,
+            None => state.room_for(capacity).then(|| Block::allocate(capacity)).flatten().ok_or(
+                TensorError::OutOfMemory {
+                    category,
+                    requested_bytes: capacity,
+                    in_use_bytes: state.in_use.total(),
+                },
+            )?,
         };
         state.book(category, capacity);
         Ok(Buffer { block: Some(block), category, arena: self.clone() })
+    }
+
+    /// Whether `bytes` more, in as many buffers as one likes, can be had at all: asked before the first of them
+    /// is taken, since the system finds out only when the last is touched.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`] if the machine does not have that much.
+    pub fn require(&self, bytes: usize, category: MemoryCategory) -> Result<(), TensorError> {
+        let state = self.lock();
+        if state.room_for(bytes) {
+            return Ok(());
+        }
+        let in_use_bytes = state.in_use.total();
+        Err(TensorError::OutOfMemory { category, requested_bytes: bytes, in_use_bytes })
     }
 
     /// Like [`Arena::allocate`], filled with zeros.
@@ -233,6 +249,20 @@ impl std::fmt::Debug for Buffer {
     }
 }
 
+impl State {
+    /// Whether the machine has `bytes` besides what is booked, cached blocks not counted.
+    fn room_for(&self, bytes: usize) -> bool {
+        let booked = self.in_use.total() - self.in_use[MemoryCategory::Cached];
+        booked.checked_add(bytes).is_some_and(|total| total as u64 <= machine_bytes())
+    }
+}
+
+/// Main memory and swap of this machine. More than that was never there to be had.
+fn machine_bytes() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_add(info.totalswap).saturating_mul(u64::from(info.mem_unit.max(1)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -272,6 +302,17 @@ mod tests {
     fn a_view_whose_end_would_wrap_around_is_refused() {
         let buffer = Arena::new().allocate(64, MemoryCategory::Workspace).unwrap();
         let _ = buffer.view(DType::F32, usize::MAX - 3, [4]);
+    }
+
+    #[test]
+    fn more_than_the_machine_has_is_refused_before_anything_is_taken() {
+        let arena = Arena::new();
+        let half = machine_bytes() as usize / 2;
+        arena.require(half, MemoryCategory::Parameters).unwrap();
+        let error = arena.require(3 * half, MemoryCategory::Parameters).unwrap_err();
+        assert!(error.to_string().contains("for parameters (0 bytes already in use)"), "{error}");
+        arena.require(usize::MAX, MemoryCategory::Parameters).unwrap_err();
+        assert_eq!(arena.peak_total_bytes(), 0);
     }
 
     #[test]

@@ -71,6 +71,16 @@ pub enum Error {
         /// What differs.
         differences: Vec<crate::config::Difference>,
     },
+    /// A checkpoint that holds weights and nothing else, as `checkpoint import` makes them.
+    #[error(
+        "{} holds weights only, no state of a run to resume; to start from these weights, export them with \
+         `lockstep checkpoint export` and set model.path and model.from_pretrained",
+        path.display()
+    )]
+    NoRunToResume {
+        /// The checkpoint.
+        path: PathBuf,
+    },
     /// Every checkpoint in the directory is damaged.
     #[error("no checkpoint in {} is whole:\n{reasons}\nuse --resume never to begin anew", dir.display())]
     NoGoodCheckpoint {

@@ -120,7 +120,10 @@ pub(crate) fn restore(
     checkpoint: &Checkpoint,
 ) -> Result<Counters, Error> {
     let manifest = checkpoint.manifest();
-    let differences = manifest.config.get("run").map(|run| config.differences(run)).unwrap_or_default();
+    let Some(run) = manifest.config.get("run") else {
+        return Err(Error::NoRunToResume { path: checkpoint.path().to_owned() });
+    };
+    let differences = config.differences(run);
     if !differences.is_empty() {
         return Err(Error::OtherRun { path: checkpoint.path().to_owned(), differences });
     }

@@ -7,6 +7,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
+use lockstep_checkpoint::prepare_directory;
 use lockstep_data::{Dataset, MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Runner, Update};
 use lockstep_plan::MemoryCategory;
@@ -71,6 +72,7 @@ pub fn train(
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
     let corpus = Corpus::open(config, &model)?;
+    prepare_directory(&config.checkpoint.dir)?;
     let arena = Arena::new();
     let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
     let mut engine = build_engine(config, &model, &arena)?;
@@ -335,7 +337,7 @@ impl Run<'_> {
         let begin = Instant::now();
         let train = &self.config.train;
         let micro_batch = self.config.micro_batch() as u64;
-        let samples = valid.windows().min(train.eval_steps * train.global_batch as u64);
+        let samples = valid.windows().min(train.eval_steps.saturating_mul(train.global_batch as u64));
         let mut batch = MicroBatch::default();
         let (mut loss_sum, mut tokens) = (0.0, 0);
         for first in (0..samples).step_by(micro_batch as usize) {

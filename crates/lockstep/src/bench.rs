@@ -83,6 +83,9 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Most tokens in one forward, as in training.
+const MAX_TOKENS: usize = 1 << 31;
+
 fn step(arguments: &StepArguments) -> Result<(), Failure> {
     let config = ModelConfig::preset(&arguments.model)?;
     let longest = config.max_position_embeddings();
@@ -90,8 +93,13 @@ fn step(arguments: &StepArguments) -> Result<(), Failure> {
     if seq_len == 0 || seq_len > longest {
         return Err(Failure::configuration(format!("--seq-len {seq_len}: allowed is 1 to {longest}")));
     }
-    if arguments.batch == 0 || arguments.steps == 0 {
-        return Err(Failure::configuration("--batch and --steps: allowed is 1 or more"));
+    let most_sequences = MAX_TOKENS / seq_len;
+    if arguments.batch == 0 || arguments.batch > most_sequences {
+        let message = format!("--batch {}: allowed is 1 to {most_sequences}", arguments.batch);
+        return Err(Failure::configuration(message));
+    }
+    if arguments.steps == 0 {
+        return Err(Failure::configuration("--steps 0: allowed is 1 or more"));
     }
     let shape = BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() };
     let options = EngineOptions {
@@ -99,7 +107,7 @@ fn step(arguments: &StepArguments) -> Result<(), Failure> {
         recompute: Recompute::None,
         optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
         seed: 1337,
-        threads: threads(arguments.threads),
+        threads: threads(arguments.threads)?,
     };
     let failed = |error: lockstep_engine::EngineError| Failure { message: error.to_string(), code: FAILED };
     let mut engine = Engine::new(&config, options, &Arena::new()).map_err(failed)?;
@@ -182,7 +190,7 @@ const SHAPES: [(&str, usize, usize, usize); 6] = [
 fn gemm(arguments: &GemmArguments) -> Result<(), Failure> {
     let failed = |error: lockstep_tensor::TensorError| Failure { message: error.to_string(), code: FAILED };
     let arena = Arena::new();
-    let queue = CpuQueue::new(threads(arguments.threads), &arena).map_err(failed)?;
+    let queue = CpuQueue::new(threads(arguments.threads)?, &arena).map_err(failed)?;
     let dtype = DType::from(arguments.precision);
     let mut rows = Vec::new();
     for (name, m, n, k) in SHAPES {

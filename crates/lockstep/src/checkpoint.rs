@@ -94,6 +94,10 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
 }
 
 fn print_list(dir: &Path, as_json: bool) -> Result<(), Failure> {
+    if !dir.is_dir() {
+        let message = format!("{} is not a directory; give the one that holds step-NNNNNNNN", dir.display());
+        return Err(Failure::configuration(message));
+    }
     let found = list(dir)?;
     if as_json {
         let rows: Vec<_> =

@@ -1,5 +1,7 @@
 //! Exit codes, and which error means which.
 
+use std::io;
+
 use lockstep_checkpoint::CheckpointError;
 use lockstep_data::{DataError, ErrorKind};
 use lockstep_infer::InferError;
@@ -41,7 +43,10 @@ impl From<DataError> for Failure {
 impl From<ModelError> for Failure {
     fn from(error: ModelError) -> Self {
         let code = match &error {
-            ModelError::Checkpoint { .. } | ModelError::NotZero { .. } => CORRUPT_INPUT,
+            ModelError::Checkpoint { .. } | ModelError::NotZero { .. } | ModelError::Json { .. } => {
+                CORRUPT_INPUT
+            }
+            ModelError::Read { source, .. } => code_of_io(source),
             _ => CONFIGURATION,
         };
         Self { message: error.to_string(), code }
@@ -50,16 +55,27 @@ impl From<ModelError> for Failure {
 
 impl From<CheckpointError> for Failure {
     fn from(error: CheckpointError) -> Self {
-        match error {
-            CheckpointError::Model(error) => error.into(),
-            CheckpointError::Io { source, action, path } if source.kind() == std::io::ErrorKind::NotFound => {
-                Self::configuration(format!("cannot {action} {}: {source}", path.display()))
-            }
-            error @ (CheckpointError::Io { .. } | CheckpointError::DiskFull { .. }) => {
-                Self { message: error.to_string(), code: FAILED }
-            }
-            error => Self { message: error.to_string(), code: CORRUPT_INPUT },
-        }
+        let code = match error {
+            CheckpointError::Model(error) => return error.into(),
+            _ if error.is_corrupt() => CORRUPT_INPUT,
+            CheckpointError::NoWeights { .. } | CheckpointError::OutputExists { .. } => CONFIGURATION,
+            CheckpointError::Io { ref source, .. } => code_of_io(source),
+            _ => FAILED,
+        };
+        Self { message: error.to_string(), code }
+    }
+}
+
+/// A path that leads nowhere is a mistake of whoever gave it, text that is no text is a corrupt input, and
+/// everything else is the machine's refusal.
+fn code_of_io(error: &io::Error) -> u8 {
+    match error.kind() {
+        io::ErrorKind::NotFound
+        | io::ErrorKind::AlreadyExists
+        | io::ErrorKind::NotADirectory
+        | io::ErrorKind::IsADirectory => CONFIGURATION,
+        io::ErrorKind::InvalidData => CORRUPT_INPUT,
+        _ => FAILED,
     }
 }
 
@@ -81,9 +97,10 @@ impl From<lockstep_train::Error> for Failure {
             Error::Data(error) => error.into(),
             Error::Model(error) => error.into(),
             Error::Checkpoint(error) => error.into(),
-            error @ (Error::Configuration(_) | Error::ReadConfiguration { .. } | Error::OtherRun { .. }) => {
-                Self::configuration(error.to_string())
-            }
+            error @ (Error::Configuration(_)
+            | Error::ReadConfiguration { .. }
+            | Error::OtherRun { .. }
+            | Error::NoRunToResume { .. }) => Self::configuration(error.to_string()),
             error @ Error::NoGoodCheckpoint { .. } => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }

@@ -37,7 +37,7 @@ pub(crate) struct EvalArguments {
 }
 
 pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
-    let model = LoadedModel::open(&arguments.model, threads(arguments.threads))?;
+    let model = LoadedModel::open(&arguments.model, threads(arguments.threads)?)?;
     let longest = model.config().max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
     if seq_len == 0 || seq_len > longest {
@@ -92,11 +92,11 @@ pub(crate) struct GenerateArguments {
 }
 
 pub(crate) fn generate(arguments: &GenerateArguments) -> Result<ExitCode, Failure> {
-    let model = LoadedModel::open(&arguments.model, threads(arguments.threads))?;
+    let model = LoadedModel::open(&arguments.model, threads(arguments.threads)?)?;
     let tokenizer = model.tokenizer()?;
     let prompt = tokenizer.encode_prompt(&arguments.prompt)?;
     let ends = &model.config().tokens().end;
-    let mut generator = Generator::new(&model, prompt.len() + arguments.max_new_tokens)?;
+    let mut generator = Generator::new(&model, prompt.len().saturating_add(arguments.max_new_tokens))?;
     let GenerateArguments { temperature, top_k, top_p, seed, .. } = *arguments;
     let mut sampler = Sampler::new(Sampling { temperature, top_k, top_p, seed })?;
     let mut stream = TextStream::new(&tokenizer);
@@ -135,9 +135,16 @@ pub(crate) fn generate(arguments: &GenerateArguments) -> Result<ExitCode, Failur
     Ok(ExitCode::SUCCESS)
 }
 
-/// The number of compute threads: as asked, else all cores.
-pub(crate) fn threads(asked: Option<usize>) -> usize {
-    asked
-        .filter(|&threads| threads > 0)
-        .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+/// Most threads that may be asked for, as for `train.threads`.
+const MAX_THREADS: usize = 4096;
+
+/// The number of compute threads: as asked, else (and for 0) all cores.
+pub(crate) fn threads(asked: Option<usize>) -> Result<usize, Failure> {
+    match asked {
+        Some(threads) if threads > MAX_THREADS => {
+            Err(Failure::configuration(format!("--threads {threads}: allowed is 0 to {MAX_THREADS}")))
+        }
+        Some(threads) if threads > 0 => Ok(threads),
+        _ => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
+    }
 }

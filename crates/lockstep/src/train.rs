@@ -87,7 +87,11 @@ fn sample(checkpoint: &Path, threads: usize) -> Result<(), Failure> {
     let model = LoadedModel::open(checkpoint, threads)?;
     let tokenizer = model.tokenizer()?;
     let prompt = tokenizer.encode_prompt(SAMPLE_PROMPT)?;
-    let new_tokens = SAMPLE_TOKENS.min(model.config().max_position_embeddings() - prompt.len());
+    let room = model.config().max_position_embeddings().saturating_sub(prompt.len());
+    let new_tokens = SAMPLE_TOKENS.min(room);
+    if new_tokens == 0 {
+        return Ok(());
+    }
     let mut generator = Generator::new(&model, prompt.len() + new_tokens)?;
     let mut sampler = Sampler::new(Sampling { temperature: 0.8, top_k: 40, ..Sampling::default() })?;
     let mut stream = TextStream::new(&tokenizer);

@@ -73,7 +73,8 @@ impl HfCheckpoint {
                     if !is_plain_name(&shard) {
                         return Err(CheckpointError::UnsafeName { path, name: shard });
                     }
-                    shards.push(SafetensorsFile::open(&dir.join(&shard))?);
+                    let file = SafetensorsFile::open(&dir.join(&shard));
+                    shards.push(file.map_err(|error| error.named_in(path.clone()))?);
                     opened.insert(shard.clone(), shards.len() - 1);
                     shards.len() - 1
                 }

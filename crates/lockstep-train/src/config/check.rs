@@ -5,6 +5,9 @@ use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{DataFormat, OptimizerKind, ScheduleKind};
 
+/// Most tokens in one forward. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
+const MAX_MICRO_BATCH_TOKENS: usize = 1 << 31;
+
 /// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over:
 /// what stands in for it is not what the user meant.
 pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
@@ -86,6 +89,13 @@ impl Checker<'_, '_, '_> {
                 .map(|d| d.to_string())
                 .collect();
             self.refuse(&["train.micro_batch", "train.global_batch"], what, divisors.join(", "));
+        }
+        let micro_batch_tokens = self.config.micro_batch().saturating_mul(train.seq_len);
+        if micro_batch_tokens > MAX_MICRO_BATCH_TOKENS {
+            let what =
+                format!("with train.seq_len = {} this makes {micro_batch_tokens} tokens", train.seq_len);
+            let allowed = format!("at most {MAX_MICRO_BATCH_TOKENS} tokens in a micro-batch");
+            self.refuse(&["train.micro_batch", "train.seq_len"], what, allowed);
         }
         let tokens = u128::from(train.steps) * train.global_batch as u128 * train.seq_len as u128;
         if tokens > u128::from(u64::MAX >> 1) {

@@ -1,0 +1,136 @@
+//! For tests only: what every parser of untrusted input must survive.
+//!
+//! A [`Target`] takes any bytes, parses them, and asserts what must hold of whatever was accepted; it never fails
+//! for bytes that are refused. Two drivers feed it: cargo-fuzz (`fuzz/` beside the crates, on nightly) and
+//! this crate's test, which runs on stable in seconds and takes [`mutations`](mutate) of sound [`seeds`].
+#![forbid(unsafe_code)]
+
+pub mod mutate;
+pub mod seeds;
+pub mod targets;
+
+/// A parser with everything needed to try it.
+#[derive(Debug, Clone, Copy)]
+pub struct Target {
+    /// As in `cargo fuzz run NAME`.
+    pub name: &'static str,
+    /// Parses any bytes.
+    ///
+    /// # Panics
+    /// If the parser does, or if something that it accepted breaks a promise.
+    pub parse: fn(&[u8]) -> Verdict,
+    /// Inputs that it accepts.
+    pub seeds: fn() -> Vec<Vec<u8>>,
+    /// Words that mean something in its format.
+    pub words: &'static [&'static str],
+}
+
+/// What a parser made of its input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It was parsed, and everything that must hold of the result held.
+    Accepted,
+    /// It was refused with an error.
+    Refused,
+}
+
+impl<T, E> From<&Result<T, E>> for Verdict {
+    fn from(result: &Result<T, E>) -> Self {
+        if result.is_ok() { Self::Accepted } else { Self::Refused }
+    }
+}
+
+/// One target for each parser of input that others may have written.
+pub const TARGETS: [Target; 7] = [
+    Target {
+        name: "safetensors_header",
+        parse: targets::safetensors_header,
+        seeds: seeds::safetensors,
+        words: &[
+            "\"dtype\"",
+            "\"shape\"",
+            "\"data_offsets\"",
+            "__metadata__",
+            "F32",
+            "BF16",
+            "F4",
+            "[0,0]",
+            "[]",
+        ],
+    },
+    Target {
+        name: "checkpoint_manifest",
+        parse: targets::checkpoint_manifest,
+        seeds: seeds::manifests,
+        words: &[
+            "\"shape\":",
+            "\"start\":",
+            "\"offset\":",
+            "\"slices\":",
+            "[0]",
+            "[]",
+            "../x",
+            "\"f32\"",
+            "\"bf16\"",
+        ],
+    },
+    Target {
+        name: "token_file_header",
+        parse: targets::token_file_header,
+        seeds: seeds::token_files,
+        words: &["LOCKTOKS"],
+    },
+    Target {
+        name: "json_line",
+        parse: targets::json_line,
+        seeds: seeds::json_lines,
+        words: &["\"text\":", "\\ud800", "\\u0000", "null", "[[[[[[[[", "{\"a\":"],
+    },
+    Target {
+        name: "tokenizer_json",
+        parse: targets::tokenizer_json,
+        seeds: seeds::tokenizers,
+        words: &[
+            "null",
+            "\"BPE\"",
+            "\"Unigram\"",
+            "\"Metaspace\"",
+            "\"Precompiled\"",
+            "\"Regex\"",
+            "true",
+            "\"Ġ\"",
+        ],
+    },
+    Target {
+        name: "model_config",
+        parse: targets::model_config,
+        seeds: seeds::model_configs,
+        words: &[
+            "\"hidden_size\":",
+            "\"rope_scaling\":",
+            "\"gpt2\"",
+            "null",
+            "\"qwen3\"",
+            "\"n_embd\":",
+            "0.0",
+            "{}",
+        ],
+    },
+    Target {
+        name: "run_toml",
+        parse: targets::run_toml,
+        seeds: seeds::run_files,
+        words: &[
+            "[train]\n",
+            "[model]\n",
+            "steps = ",
+            "rope_scaling.factor = ",
+            "true",
+            "[[",
+            "'''",
+            "inf",
+            "0x",
+            "= {",
+        ],
+    },
+];

@@ -1,0 +1,105 @@
+//! Mutations of sound inputs: a pure function of the seed and the number of the mutant, so a find is named by both.
+
+use lockstep_plan::random::Philox;
+
+/// Numbers at which parsers break.
+const NUMBERS: [&str; 12] = [
+    "0",
+    "-1",
+    "1e308",
+    "1e-400",
+    "4294967296",
+    "9223372036854775807",
+    "9223372036854775808",
+    "18446744073709551615",
+    "18446744073709551616",
+    "0.5",
+    "-0",
+    "1e999",
+];
+
+/// Mutant number `number` of `seeds`: up to four changes of one of them. `words` are put in now and then.
+///
+/// # Panics
+/// If there are no seeds.
+pub fn mutant(seeds: &[Vec<u8>], words: &[&str], number: u64) -> Vec<u8> {
+    let mut choice = Choice { random: Philox::new(number), drawn: 0 };
+    let mut bytes = seeds[choice.below(seeds.len())].clone();
+    for _ in 0..1 + choice.below(4) {
+        change(&mut bytes, seeds, words, &mut choice);
+    }
+    bytes
+}
+
+/// A stream of random choices.
+struct Choice {
+    random: Philox,
+    drawn: u64,
+}
+
+impl Choice {
+    /// A number below `end`; 0 if there is none.
+    fn below(&mut self, end: usize) -> usize {
+        self.drawn += 1;
+        self.random.at(self.drawn)[0] as usize % end.max(1)
+    }
+
+    /// A short range within `0..len`.
+    fn range(&mut self, len: usize) -> std::ops::Range<usize> {
+        let start = self.below(len + 1);
+        let longest = 1 << self.below(8);
+        start..len.min(start + self.below(longest + 1))
+    }
+}
+
+fn change(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], words: &[&str], choice: &mut Choice) {
+    let at = choice.below(bytes.len());
+    match choice.below(10) {
+        0 if !bytes.is_empty() => bytes[at] ^= 1 << choice.below(8),
+        1 if !bytes.is_empty() => bytes[at] = choice.below(256) as u8,
+        2 => bytes.truncate(at),
+        3 => drop(bytes.drain(choice.range(bytes.len()))),
+        4 => {
+            let copied = bytes[choice.range(bytes.len())].to_vec();
+            bytes.splice(at..at, copied);
+        }
+        // A piece of another seed in place of one of this.
+        5 => {
+            let other = &seeds[choice.below(seeds.len())];
+            let piece = other[choice.range(other.len())].to_vec();
+            bytes.splice(choice.range(bytes.len()), piece);
+        }
+        6 if !words.is_empty() => {
+            let word = words[choice.below(words.len())];
+            bytes.splice(at..at, word.bytes());
+        }
+        // Eight bytes at once, as lengths are.
+        7 if bytes.len() >= 8 => {
+            let at = choice.below(bytes.len() - 7);
+            let value =
+                [0, 1, u64::MAX, u64::MAX / 2, 1 << 32, 1 << 63, 8, bytes.len() as u64][choice.below(8)];
+            bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        }
+        // Another number in place of one that is written in digits.
+        _ => {
+            let Some(start) = (at..bytes.len()).find(|&at| bytes[at].is_ascii_digit()) else { return };
+            let end = (start..bytes.len()).find(|&at| !bytes[at].is_ascii_digit()).unwrap_or(bytes.len());
+            bytes.splice(start..end, NUMBERS[choice.below(NUMBERS.len())].bytes());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mutants_follow_from_their_number_and_differ() {
+        let seeds = [b"{\"shape\": [2, 3]}".to_vec(), b"[0, 1]".to_vec()];
+        let all: Vec<Vec<u8>> = (0..500).map(|number| mutant(&seeds, &["null"], number)).collect();
+        assert_eq!(all[7], mutant(&seeds, &["null"], 7));
+        let distinct: std::collections::HashSet<&Vec<u8>> = all.iter().collect();
+        assert!(distinct.len() > 300, "{} of 500 are distinct", distinct.len());
+        assert!(all.iter().any(|mutant| mutant.windows(4).any(|window| window == b"null")));
+    }
+}

@@ -1,0 +1,174 @@
+//! Sound inputs, from which mutations start: small, and with every feature of their format once.
+
+use lockstep_data::{TokenFileHeader, TokenWidth};
+use lockstep_model::{ModelConfig, PRESETS};
+use lockstep_plan::DType;
+
+fn safetensors_file(header: &str, data_bytes: usize) -> Vec<u8> {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.resize(bytes.len() + data_bytes, 1);
+    bytes
+}
+
+/// Whole safetensors files.
+pub fn safetensors() -> Vec<Vec<u8>> {
+    let two = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},
+        "b":{"dtype":"BF16","shape":[3],"data_offsets":[16,22]}}"#;
+    let odd = r#"{"empty":{"dtype":"U8","shape":[0,7],"data_offsets":[0,0]},"scalar":{"dtype":"I64","shape":[],
+        "data_offsets":[0,8]},"half":{"dtype":"F4","shape":[4],"data_offsets":[8,10]}}   "#;
+    vec![safetensors_file("{}", 0), safetensors_file(two, 22), safetensors_file(odd, 10)]
+}
+
+/// Manifests without their seals.
+pub fn manifests() -> Vec<Vec<u8>> {
+    let hash = "ab".repeat(32);
+    let head = |rest: &str| {
+        format!(
+            r#"{{"format":"lockstep-checkpoint","version":1,"step":7,"samples_consumed":448,"seed":1337,
+"config_blake3":"{hash}","config":{{"model":{{"model_type":"llama"}}}},"plan":null,"state":{{"updates":7}},{rest}"#
+        )
+        .into_bytes()
+    };
+    let whole = format!(
+        r#""files":{{"rank-00000.safetensors":{{"bytes":1000,"blake3":"{hash}"}}}},
+"tensors":[{{"name":"a","kind":"parameter","dtype":"f32","shape":[4,6],"slices":[{{"file":"rank-00000.safetensors",
+"offset":8,"start":[0,0],"shape":[4,6],"blake3":"{hash}"}}]}}]"#
+    );
+    let cut = format!(
+        r#""files":{{"x":{{"bytes":99,"blake3":"{hash}"}},"y":{{"bytes":99,"blake3":"{hash}"}}}},
+"tensors":[{{"name":"a","kind":"exp_avg","dtype":"bf16","shape":[4,6],"slices":[
+{{"file":"x","offset":0,"start":[0],"shape":[5],"blake3":"{hash}"}},
+{{"file":"y","offset":0,"start":[5],"shape":[19],"blake3":"{hash}"}}]}},
+{{"name":"a","kind":"momentum","dtype":"f32","shape":[4,2],"slices":[
+{{"file":"x","offset":10,"start":[0,0],"shape":[4,1],"blake3":"{hash}"}},
+{{"file":"y","offset":38,"start":[0,1],"shape":[4,1],"blake3":"{hash}"}}]}}]"#
+    );
+    vec![head(r#""files":{},"tensors":[]"#), head(&whole), head(&cut)]
+}
+
+/// Starts of token files.
+pub fn token_files() -> Vec<Vec<u8>> {
+    let header = |width, vocab_size| TokenFileHeader {
+        width,
+        tokens: 14,
+        vocab_size,
+        content_key: blake3::hash(b"corpus"),
+        payload_hash: blake3::hash(b"ids"),
+    };
+    let narrow = header(TokenWidth::U16, 256).to_bytes().to_vec();
+    let wide = header(TokenWidth::U32, 1 << 17).to_bytes().to_vec();
+    vec![narrow, [wide, vec![0; 56]].concat()]
+}
+
+/// Lines with documents.
+pub fn json_lines() -> Vec<Vec<u8>> {
+    let nested =
+        r#"{"meta":{"a":[1,2.5e3,null,{"b":true}],"text":"inner"},"text":"a\n\"b\" \ud83e\udd80 ü","n":-0}"#;
+    vec![br#"{"text":"plain"}"#.to_vec(), nested.into(), br#" { "id" : 1 , "text" : "" } "#.to_vec()]
+}
+
+/// Tokenizers of the four kinds of model, with every kind of table around them.
+pub fn tokenizers() -> Vec<Vec<u8>> {
+    let around = |normalizer: &str, pre_tokenizer: &str, decoder: &str, model: &str| {
+        format!(
+            r#"{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{{"id":9,"content":"<|endoftext|>",
+"single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}}],"normalizer":{normalizer},
+"pre_tokenizer":{pre_tokenizer},"post_processor":{{"type":"TemplateProcessing","single":[{{"SpecialToken":{{"id":"A",
+"type_id":0}}}},{{"Sequence":{{"id":"A","type_id":0}}}}],"pair":[{{"Sequence":{{"id":"A","type_id":0}}}}],
+"special_tokens":{{"A":{{"id":"A","ids":[0],"tokens":["A"]}}}}}},"decoder":{decoder},"model":{model}}}"#
+        )
+        .into_bytes()
+    };
+    let byte_level = r#"{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true}"#;
+    let split = r#"{"type":"Sequence","pretokenizers":[{"type":"Split","pattern":{"Regex":"\\p{L}+|\\s+"},
+"behavior":"Isolated","invert":false},{"type":"Digits","individual_digits":true}]}"#;
+    let metaspace = r#"{"type":"Metaspace","replacement":"▁","prepend_scheme":"always","split":true}"#;
+    let normalizers = r#"{"type":"Sequence","normalizers":[{"type":"NFC"},{"type":"Replace","pattern":{"String":" "},
+"content":"▁"},{"type":"Strip","strip_left":true,"strip_right":false},{"type":"Lowercase"},{"type":"Prepend",
+"prepend":"▁"}]}"#;
+    let decoders = r#"{"type":"Sequence","decoders":[{"type":"Replace","pattern":{"String":"▁"},"content":" "},
+{"type":"ByteFallback"},{"type":"Fuse"},{"type":"Strip","content":" ","start":1,"stop":0}]}"#;
+    let bpe = r###"{"type":"BPE","dropout":null,"unk_token":"A","continuing_subword_prefix":null,
+"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,"vocab":{"A":0,"l":1,"a":2,"ll":3,"Ġ":4,"Al":5},
+"merges":[["l","l"],["A","l"]]}"###;
+    let unigram = r#"{"type":"Unigram","unk_id":0,"vocab":[["A",0.0],["▁",-1.5],["l",-2.0],["▁a",-2.5],["<0x0A>",-3.0]],
+"byte_fallback":true}"#;
+    let word_piece = r###"{"type":"WordPiece","unk_token":"A","continuing_subword_prefix":"##",
+"max_input_chars_per_word":100,"vocab":{"A":0,"a":1,"##l":2,"wait":3}}"###;
+    let word_level = r#"{"type":"WordLevel","vocab":{"A":0,"All":1,"ranks":2},"unk_token":"A"}"#;
+    vec![
+        around("null", byte_level, byte_level, bpe),
+        around(normalizers, metaspace, decoders, unigram),
+        around(
+            r#"{"type":"BertNormalizer","clean_text":true,"handle_chinese_chars":true,"strip_accents":null,
+"lowercase":true}"#,
+            r#"{"type":"BertPreTokenizer"}"#,
+            r###"{"type":"WordPiece","prefix":"##","cleanup":true}"###,
+            word_piece,
+        ),
+        around(r#"{"type":"NFKD"}"#, split, "null", word_level),
+    ]
+}
+
+/// The presets as `config.json`, and one with what they do not have.
+pub fn model_configs() -> Vec<Vec<u8>> {
+    let mut texts: Vec<Vec<u8>> = PRESETS
+        .iter()
+        .filter_map(|name| ModelConfig::preset(name).ok())
+        .map(|config| config.to_json(DType::BF16).to_string().into_bytes())
+        .collect();
+    let qwen2 = r#"{"model_type":"qwen2","hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,
+"num_attention_heads":4,"num_key_value_heads":2,"vocab_size":300,"max_position_embeddings":128,"rope_theta":1e6,
+"rope_scaling":null,"sliding_window":null,"use_sliding_window":false,"eos_token_id":[1,2],"tie_word_embeddings":true}"#;
+    let gpt2 = r#"{"model_type":"gpt2","n_embd":48,"n_layer":2,"n_head":3,"n_positions":32,"n_inner":null,
+"vocab_size":100,"activation_function":"gelu_new","layer_norm_epsilon":1e-5,"embd_pdrop":0.1}"#;
+    texts.extend([qwen2.into(), gpt2.into()]);
+    texts
+}
+
+/// Configurations of runs.
+pub fn run_files() -> Vec<Vec<u8>> {
+    let most = r#"[model]
+preset = "llama-15m"
+hidden_size = 64
+rope_scaling = { rope_type = "linear", factor = 2.0 }
+[data]
+train = ["a/*.txt", "b.jsonl"]
+valid = ["c.txt"]
+format = "auto"
+tokenizer = "bytes"
+order = "sequential"
+[train]
+steps = 100
+global_batch = 8
+micro_batch = 4
+seq_len = 64
+seed = 7
+precision = "bf16"
+max_grad_norm = 1.0
+dropout = 0.1
+threads = 2
+[optimizer]
+kind = "sgd"
+lr = 3e-4
+momentum = 0.9
+weight_decay = 0.1
+decay = ["*.mlp.*"]
+[schedule]
+kind = "wsd"
+warmup_steps = 10
+decay_steps = 20
+min_lr_ratio = 0.1
+[parallel]
+recompute = "full"
+[checkpoint]
+dir = "out"
+every = 10
+keep = 2
+[metrics]
+jsonl = false
+"#;
+    let dotted = "train.steps = 3\noptimizer.betas = [0.9, 0.99]\nmodel.model_type = \"llama\"\nmodel.\"hidden_size\" = 0x40\n";
+    vec![Vec::new(), most.into(), dotted.into()]
+}

@@ -1,0 +1,159 @@
+//! The bodies of the fuzz targets: parse, then hold the result to its promises.
+
+use std::path::Path;
+
+use lockstep_checkpoint::safetensors::parse_header;
+use lockstep_checkpoint::{Digest, Manifest};
+use lockstep_data::{TokenFileHeader, Tokenizer, parse_json_line};
+use lockstep_model::ModelConfig;
+use lockstep_plan::DType;
+use lockstep_train::RunConfig;
+use serde_json::Value;
+
+use crate::Verdict;
+
+/// A whole safetensors file. The tensors of an accepted one tile its data.
+///
+/// # Panics
+/// If they do not.
+pub fn safetensors_header(bytes: &[u8]) -> Verdict {
+    let header = parse_header(bytes);
+    if let Ok(header) = &header {
+        let data: usize = header.tensors().iter().map(|tensor| tensor.bytes).sum();
+        let first = header.tensors().first().map_or(bytes.len(), |tensor| tensor.offset);
+        assert_eq!(first + data, bytes.len(), "every byte belongs to one tensor");
+        for pair in header.tensors().windows(2) {
+            assert_eq!(pair[0].offset + pair[0].bytes, pair[1].offset, "{pair:?}");
+        }
+        for tensor in header.tensors() {
+            assert_eq!(header.tensor(&tensor.name), Some(tensor), "found by its name");
+        }
+    }
+    (&header).into()
+}
+
+/// A manifest without its seal, which is put on: mutations are to reach what the seal protects. The slices of an
+/// accepted one lie within their files.
+///
+/// # Panics
+/// If they do not.
+pub fn checkpoint_manifest(body: &[u8]) -> Verdict {
+    let path = Path::new("manifest.json");
+    // As it is: nothing but the seal is read of it.
+    let _ = Manifest::parse(body, path);
+    let seal = format!(",\n\"manifest_blake3\":\"{}\"\n}}\n", Digest::of(body));
+    let manifest = Manifest::parse(&[body, seal.as_bytes()].concat(), path);
+    if let Ok(manifest) = &manifest {
+        for tensor in &manifest.tensors {
+            let elements: usize = tensor.shape.iter().product();
+            let saved: usize = tensor.slices.iter().map(|slice| slice.shape.iter().product::<usize>()).sum();
+            assert_eq!(saved, elements, "each element of {} once", tensor.name);
+            for slice in &tensor.slices {
+                let bytes = (slice.shape.iter().product::<usize>() * tensor.dtype.size_bytes()) as u64;
+                assert!(slice.offset + bytes <= manifest.files[&slice.file].bytes, "{slice:?}");
+                assert!(!slice.file.contains('/') && slice.file != "..", "{slice:?}");
+            }
+        }
+    }
+    (&manifest).into()
+}
+
+/// The start of a token file, as it is and with its checksum made right. An accepted header is written as it was
+/// read.
+///
+/// # Panics
+/// If it is not.
+pub fn token_file_header(bytes: &[u8]) -> Verdict {
+    let _ = TokenFileHeader::parse(bytes);
+    let mut bytes = bytes.to_vec();
+    if let Some((head, rest)) = bytes.split_at_mut_checked(96)
+        && let Some(checksum) = rest.first_chunk_mut::<32>()
+    {
+        *checksum = *blake3::hash(head).as_bytes();
+    }
+    let header = TokenFileHeader::parse(&bytes);
+    if let Ok(header) = &header {
+        assert_eq!(header.to_bytes(), bytes[..TokenFileHeader::BYTES]);
+        assert!(header.tokens.checked_mul(header.width.bytes() as u64).is_some(), "{header:?}");
+    }
+    (&header).into()
+}
+
+/// A line of a JSON lines file. What it gives is what serde_json reads as a whole.
+///
+/// # Panics
+/// If it is not.
+pub fn json_line(bytes: &[u8]) -> Verdict {
+    let Ok(line) = str::from_utf8(bytes) else { return Verdict::Refused };
+    let text = parse_json_line(line, "text");
+    if let Ok(text) = &text {
+        // The two may differ in what they refuse (numbers beyond range in fields that are skipped).
+        if let Ok(value) = serde_json::from_str::<Value>(line) {
+            assert_eq!(value["text"].as_str(), Some(text.as_str()));
+        }
+    }
+    (&text).into()
+}
+
+/// A `tokenizer.json`. An accepted one takes any text, gives ids of its vocabulary, and takes them back.
+///
+/// # Panics
+/// If an id lies beyond the vocabulary.
+pub fn tokenizer_json(bytes: &[u8]) -> Verdict {
+    let tokenizer = Tokenizer::from_json(bytes, Path::new("tokenizer.json"));
+    if let Ok(tokenizer) = &tokenizer {
+        for text in ["", "All ranks wait.\n  über 世界\u{301}\0", "<|endoftext|></s>\n\na"] {
+            for ids in [tokenizer.encode(text), tokenizer.encode_prompt(text)].into_iter().flatten() {
+                let allowed = 0..tokenizer.vocab_size() as u64;
+                assert!(ids.iter().all(|&id| allowed.contains(&u64::from(id))), "{ids:?} beyond {allowed:?}");
+                let _ = tokenizer.decode(&ids);
+            }
+        }
+        let _ = tokenizer.decode(&[0, u32::MAX, tokenizer.vocab_size() as u32]);
+    }
+    (&tokenizer).into()
+}
+
+/// A `config.json`. An accepted one is valid, countable, and reads the same after it was written.
+///
+/// # Panics
+/// If it does not.
+pub fn model_config(bytes: &[u8]) -> Verdict {
+    let Ok(text) = str::from_utf8(bytes) else { return Verdict::Refused };
+    let config = ModelConfig::from_json_text(text, "config.json");
+    if let Ok(config) = &config {
+        config.validate().expect("what was read is valid");
+        let written = config.to_json(DType::F32).to_string();
+        let read = ModelConfig::from_json_text(&written, "written").expect("what was written can be read");
+        assert_eq!(&read, config, "{written}");
+        // Listing the parameters of thousands of layers takes longer than all the rest.
+        if config.num_hidden_layers() <= 64 {
+            assert!(config.parameter_count() > 0);
+        }
+    }
+    (&config).into()
+}
+
+/// A RUN.toml. What follows from an accepted one can be computed, and it differs from itself in nothing.
+///
+/// # Panics
+/// If it does.
+pub fn run_toml(bytes: &[u8]) -> Verdict {
+    let Ok(text) = str::from_utf8(bytes) else { return Verdict::Refused };
+    let config = RunConfig::parse(text, "RUN.toml", &[] as &[&str]);
+    match &config {
+        Ok(config) => {
+            assert_eq!(config.accumulation_steps() * config.micro_batch(), config.train.global_batch);
+            let rate = config.learning_rate();
+            for step in [0, config.train.steps / 2, config.train.steps, u64::MAX] {
+                assert!(rate.at(step) >= 0.0, "learning rate {} at step {step}", rate.at(step));
+            }
+            assert_eq!(config.differences(&config.to_json()), []);
+            assert!(config.tokens_per_step() > 0);
+        }
+        Err(problems) => {
+            assert!(problems.to_string().len() < 4096 + 64 * text.len(), "a message without end")
+        }
+    }
+    (&config).into()
+}

@@ -1,0 +1,68 @@
+//! Every parser against thousands of mutations of sound inputs, on stable and within seconds. A failure prints the
+//! target and the number of the mutant, which is enough to make it again.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use lockstep_testkit::mutate::mutant;
+use lockstep_testkit::{TARGETS, Target, Verdict};
+
+/// A parser that takes longer than this for a mutant of a few kilobytes can be made to hang by a larger one.
+const TIME_LIMIT: Duration = Duration::from_secs(2);
+
+fn survives(name: &str, mutants: u64) {
+    let target: &Target = TARGETS.iter().find(|target| target.name == name).unwrap();
+    let seeds = (target.seeds)();
+    for (number, seed) in seeds.iter().enumerate() {
+        let text = String::from_utf8_lossy(seed);
+        assert_eq!((target.parse)(seed), Verdict::Accepted, "seed {number} of {name}: {text}");
+    }
+    let mut accepted = 0;
+    for number in 0..mutants {
+        let bytes = mutant(&seeds, target.words, number);
+        let begin = Instant::now();
+        let verdict = catch_unwind(AssertUnwindSafe(|| (target.parse)(&bytes)));
+        let shown = || format!("mutant {number} of {name}: {:?}", String::from_utf8_lossy(&bytes));
+        accepted += u64::from(verdict.unwrap_or_else(|_| panic!("{}", shown())) == Verdict::Accepted);
+        assert!(begin.elapsed() < TIME_LIMIT, "{:?} for {}", begin.elapsed(), shown());
+    }
+    // Mutants that are all refused at the door test the door only.
+    assert!(accepted > mutants / 200, "only {accepted} of {mutants} mutants of {name} were accepted");
+    assert!(accepted < mutants, "{name} refuses nothing");
+}
+
+#[test]
+fn any_safetensors_file_is_tiled_or_refused() {
+    survives("safetensors_header", 20_000);
+}
+
+#[test]
+fn any_manifest_stays_in_its_files_or_is_refused() {
+    survives("checkpoint_manifest", 10_000);
+}
+
+#[test]
+fn any_token_file_header_reads_as_it_was_written_or_is_refused() {
+    survives("token_file_header", 20_000);
+}
+
+#[test]
+fn any_json_line_gives_its_text_or_is_refused() {
+    survives("json_line", 20_000);
+}
+
+#[test]
+fn any_tokenizer_gives_ids_of_its_vocabulary_or_is_refused() {
+    survives("tokenizer_json", 3_000);
+}
+
+#[test]
+fn any_model_configuration_reads_as_it_was_written_or_is_refused() {
+    survives("model_config", 10_000);
+}
+
+#[test]
+fn any_run_configuration_is_consistent_or_refused() {
+    survives("run_toml", 10_000);
+}

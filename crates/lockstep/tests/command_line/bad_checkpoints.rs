@@ -1,0 +1,109 @@
+//! Checkpoints that are damaged, missing or of another run: the newest good one is used, and if there is none the
+//! run does not begin.
+
+use std::fs;
+
+use crate::workshop::Workshop;
+
+const OLD: &str = "checkpoints/step-00000002";
+const NEW: &str = "checkpoints/step-00000004";
+
+fn file(checkpoint: &str, name: &str) -> String {
+    format!("{checkpoint}/{name}")
+}
+
+/// Damages a checkpoint in the way of `kind`.
+fn damage(workshop: &Workshop, checkpoint: &str, kind: &str) {
+    let (manifest, tensors) = (file(checkpoint, "manifest.json"), file(checkpoint, "rank-00000.safetensors"));
+    match kind {
+        "flipped weights" => workshop.flip_a_bit(&tensors),
+        "flipped manifest" => workshop.flip_a_bit(&manifest),
+        "cut manifest" => {
+            let bytes = workshop.read(&manifest);
+            workshop.write(&manifest, &bytes[..bytes.len() / 2]);
+        }
+        "empty manifest" => workshop.write(&manifest, ""),
+        "cut weights" => {
+            let bytes = workshop.read(&tensors);
+            workshop.write(&tensors, &bytes[..bytes.len() / 2]);
+        }
+        "no weights" => fs::remove_file(workshop.path(&tensors)).unwrap(),
+        other => panic!("no such damage: {other}"),
+    }
+}
+
+const DAMAGES: [(&str, &str); 6] = [
+    ("flipped weights", "rank-00000.safetensors is damaged in tensor `model."),
+    ("flipped manifest", "manifest.json is damaged: its bytes do not match"),
+    ("cut manifest", "manifest.json is damaged: it does not end with its hash"),
+    ("empty manifest", "manifest.json is damaged: it is too short"),
+    ("cut weights", "rank-00000.safetensors has"),
+    ("no weights", "rank-00000.safetensors is missing, but checkpoints/step-"),
+];
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_passed_over_for_the_previous_good_one() {
+    let workshop = Workshop::trained();
+    for (kind, says) in DAMAGES {
+        damage(&workshop, NEW, kind);
+        workshop.run(&["checkpoint", "verify", NEW]).refuses(4, &[NEW, says]);
+        workshop.run(&["train", "run.toml", "--resume", NEW]).refuses(4, &[NEW, says]);
+        let outcome = workshop.train(&[]).succeeds();
+        for part in
+            ["passed over a damaged checkpoint", says, "resuming from checkpoints/step-00000002 (step 2)"]
+        {
+            assert!(outcome.stderr.contains(part), "{kind}: {part:?} in {outcome:?}");
+        }
+        // The run has replaced it by a good one.
+        workshop.run(&["checkpoint", "verify", NEW]).succeeds();
+    }
+}
+
+#[test]
+fn a_run_of_which_every_checkpoint_is_damaged_does_not_begin_anew_by_itself() {
+    let workshop = Workshop::trained();
+    damage(&workshop, OLD, "cut weights");
+    damage(&workshop, NEW, "cut manifest");
+    workshop.train(&[]).refuses(4, &["no checkpoint in checkpoints is whole", OLD, NEW, "--resume never"]);
+    workshop
+        .run(&["generate", "--model", NEW, "--prompt", "a"])
+        .refuses(4, &[NEW, "manifest.json is damaged"]);
+    workshop.run(&["generate", "--model", OLD, "--prompt", "a"]).refuses(4, &[OLD, "bytes, but"]);
+    workshop.run(&["checkpoint", "export", OLD, "--hf", "out"]).refuses(4, &[OLD, "bytes, but"]);
+    assert!(!workshop.path("out").exists(), "an export that fails leaves nothing");
+    workshop.run(&["train", "run.toml", "--resume", "never"]).succeeds();
+}
+
+#[test]
+fn a_checkpoint_that_is_none_is_refused_with_code_2_by_every_command() {
+    let workshop = Workshop::trained();
+    fs::create_dir(workshop.path("nothing")).unwrap();
+    for path in ["nowhere", "nothing", "text.txt", "checkpoints"] {
+        for command in ["show", "verify"] {
+            workshop.run(&["checkpoint", command, path]).refuses(2, &[path, "manifest.json"]);
+        }
+        workshop.run(&["checkpoint", "export", path, "--hf", "out"]).refuses(2, &[path, "manifest.json"]);
+        workshop.run(&["checkpoint", "import", path, "--out", "out"]).refuses(2, &[path, "config.json"]);
+        workshop.run(&["train", "run.toml", "--resume", path]).refuses(2, &[path, "manifest.json"]);
+    }
+    for path in ["nowhere", "text.txt"] {
+        workshop.run(&["checkpoint", "list", path]).refuses(2, &[path, "is not a directory"]);
+    }
+    workshop
+        .run(&["checkpoint", "export", NEW, "--hf", "hf"])
+        .refuses(2, &["hf is not empty", "another directory"]);
+    assert!(!workshop.path("out").exists(), "what fails leaves nothing");
+}
+
+#[test]
+fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
+    let workshop = Workshop::trained();
+    workshop.train(&["train.lr=1e-2", "train.steps=8"]).refuses(
+        2,
+        &[NEW, "other settings", "optimizer.lr was 0.0003, is 0.01", "--resume never", "checkpoint.dir"],
+    );
+    workshop.train(&["model.intermediate_size=96"]).refuses(2, &["model.intermediate_size was 64, is 96"]);
+    workshop.run(&["checkpoint", "import", "hf", "--out", "imported"]).succeeds();
+    let resume = ["train", "run.toml", "--resume", "imported/step-00000000"];
+    workshop.run(&resume).refuses(2, &["imported/step-00000000", "weights only", "model.from_pretrained"]);
+}

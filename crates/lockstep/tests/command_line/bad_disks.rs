@@ -1,0 +1,97 @@
+//! Directories that cannot be written and disks that are full. Nothing that was saved is lost, and a run that
+//! could not save says so before its first step.
+
+use std::io::Write;
+use std::process::Command;
+
+use crate::workshop::{Outcome, Workshop};
+
+const LOCKSTEP: &str = env!("CARGO_BIN_EXE_lockstep");
+
+#[test]
+fn a_directory_that_cannot_be_made_is_named_before_the_first_step() {
+    let workshop = Workshop::new();
+    workshop.train(&["checkpoint.dir=text.txt/here"]).refuses(2, &["cannot create text.txt/here"]);
+    workshop.train(&["checkpoint.dir=text.txt"]).refuses(2, &["cannot create text.txt", "File exists"]);
+    workshop.train(&["metrics.dir=text.txt/here"]).fails(1, &["cannot create", "text.txt/here"]);
+    workshop.train(&["data.cache_dir=text.txt/here"]).refuses(2, &["cannot create text.txt/here"]);
+    assert!(!workshop.path("checkpoints/step-00000002").exists(), "no step was made");
+}
+
+/// Runs a shell script in which `disk` is a small file system of its own, mounted with `options`, and `$1` is the
+/// program. `None`, loudly, where the system lets nobody mount one.
+fn with_disk(workshop: &Workshop, options: &str, script: &str) -> Option<Outcome> {
+    std::fs::create_dir(workshop.path("disk")).unwrap();
+    let mount = format!("mount -t tmpfs -o {options} tmpfs disk");
+    let probe = format!("cd '{}' && {mount}", workshop.path("").display());
+    let probed = Command::new("unshare").args(["-rm", "sh", "-c", &probe]).output();
+    if !probed.as_ref().is_ok_and(|output| output.status.success()) {
+        // Not by `eprintln`, which tests that pass keep to themselves.
+        let message = format!("SKIPPED: no small file system can be mounted here: {probed:?}\n");
+        std::io::stderr().write_all(message.as_bytes()).unwrap();
+        return None;
+    }
+    let script = format!("{mount} && {script}");
+    Some(workshop.start("unshare", &["-rm", "sh", "-c", &script, "sh", LOCKSTEP]).finish())
+}
+
+#[test]
+fn a_full_disk_stops_no_step_and_spoils_no_checkpoint() {
+    let workshop = Workshop::new();
+    // Room for two checkpoints of this model and not for three. The shell prints what is to be compared.
+    let script = r#"{ $1 train run.toml --set checkpoint.dir=disk --set checkpoint.every=1 --set checkpoint.keep=0
+        echo "code $?"; for saved in disk/step-*; do $1 checkpoint verify $saved; done; ls -A disk
+        $1 train run.toml --set checkpoint.dir=disk --set train.steps=2; echo "code $?"; }"#;
+    let Some(outcome) = with_disk(&workshop, "size=900k", script) else { return };
+    let verified = |step| format!("disk/step-0000000{step}: every byte is as it was written\n");
+    let expected = format!("code 1\n{}{}step-00000001\nstep-00000002\ncode 0\n", verified(1), verified(2));
+    assert_eq!(outcome.stdout, expected, "{outcome:?}");
+    let full = "no space left for disk/";
+    for part in
+        [&format!("not saved: {full}")[..], "step 4/4", &format!("error: {full}"), "earlier checkpoints"]
+    {
+        assert!(outcome.stderr.contains(part), "{part:?} in {outcome:?}");
+    }
+}
+
+#[test]
+fn a_full_disk_under_the_cache_or_an_export_leaves_nothing_half_written() {
+    let workshop = Workshop::trained();
+    let script = r#"{ $1 checkpoint export checkpoints/step-00000004 --hf disk/hf; echo "code $?"
+        $1 checkpoint import hf --out disk/imported; echo "code $?"
+        head -c 400000 /dev/zero | tr '\0' a > long.txt
+        $1 train run.toml --set data.cache_dir=disk/cache --set 'data.train=["long.txt"]' --resume never; echo "code $?"
+        find disk -type f -size +0; }"#;
+    let Some(outcome) = with_disk(&workshop, "size=64k", script) else { return };
+    assert_eq!(outcome.stdout, "code 1\ncode 1\ncode 1\n", "{outcome:?}");
+    let messages: Vec<&str> = outcome.stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+    assert_eq!(messages.len(), 3, "{outcome:?}");
+    for (message, parts) in messages.iter().zip([
+        ["no space left", "disk/"],
+        ["no space left", "disk/imported"],
+        ["disk is full", "disk/cache"],
+    ]) {
+        assert!(parts.iter().all(|part| message.contains(part)), "{parts:?} in {message}");
+    }
+}
+
+#[test]
+fn a_read_only_directory_is_named_before_the_first_step() {
+    let workshop = Workshop::trained();
+    let script = r#"{ $1 train run.toml --resume never --set checkpoint.dir=disk; echo "code $?"
+        $1 train run.toml --set checkpoint.dir=disk/below; echo "code $?"
+        $1 train run.toml --set train.steps=8 --set metrics.dir=disk/runs; echo "code $?"
+        $1 train run.toml --resume never --set data.cache_dir=disk/cache; echo "code $?"
+        $1 checkpoint export checkpoints/step-00000004 --hf disk/hf; echo "code $?"
+        $1 checkpoint import hf --out disk/imported; echo "code $?"; }"#;
+    let Some(outcome) = with_disk(&workshop, "ro", script) else { return };
+    assert_eq!(outcome.stdout, "code 1\n".repeat(6), "{outcome:?}");
+    let messages: Vec<&str> = outcome.stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+    assert_eq!(messages.len(), 6, "{outcome:?}");
+    for (message, path) in
+        messages.iter().zip(["disk", "disk/below", "disk/runs", "disk/cache", "disk/", "disk/imported"])
+    {
+        assert!(message.contains(path) && message.contains("Read-only"), "{path} in {message}");
+    }
+    assert!(!outcome.stderr.contains("step 1/"), "no step was made: {outcome:?}");
+}

@@ -1,0 +1,10 @@
+//! The program as scripts see it: the exit code, standard output, standard error, and what lies on the disk
+//! afterwards. Every child process has a time limit, and none may panic.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+mod bad_checkpoints;
+mod bad_disks;
+mod bad_models;
+mod bad_runs;
+mod whole_way;
+mod workshop;

@@ -1,0 +1,146 @@
+//! The way of a user from text to text: train, stop, resume, look at checkpoints, carry them to transformers and
+//! back, evaluate, generate.
+
+use std::collections::BTreeSet;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::workshop::Workshop;
+
+fn rows(workshop: &Workshop, name: &str) -> Vec<Value> {
+    let text = String::from_utf8(workshop.read(name)).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Step, loss and gradient norm: what must not depend on how often a run was stopped.
+fn numbers(workshop: &Workshop, name: &str) -> Vec<(u64, f64, f64)> {
+    let number = |row: &Value, key: &str| row[key].as_f64().unwrap();
+    let losses = rows(workshop, name).into_iter().filter(|row| row.get("loss").is_some());
+    losses
+        .map(|row| (row["step"].as_u64().unwrap(), number(&row, "loss"), number(&row, "grad_norm")))
+        .collect()
+}
+
+#[test]
+fn a_run_in_two_parts_gives_the_numbers_of_one_and_a_third_start_makes_no_step() {
+    let workshop = Workshop::new();
+    let first = workshop.train(&[]).succeeds();
+    assert_eq!(first.stdout, "", "train with a file prints to standard error only");
+    let second = workshop.train(&["train.steps=8"]).succeeds();
+    assert!(second.stderr.contains("resuming from checkpoints/step-00000004 (step 4)"), "{second:?}");
+    let third = workshop.train(&["train.steps=8"]).succeeds();
+    assert!(third.stderr.contains("all 8 steps were made before"), "{third:?}");
+    workshop.train(&["train.steps=8", "checkpoint.dir=other", "metrics.dir=other"]).succeeds();
+    let whole = numbers(&workshop, "other/metrics.jsonl");
+    assert_eq!(whole.len(), 8);
+    assert_eq!(numbers(&workshop, "runs/metrics.jsonl"), whole);
+    let weights = |dir: &str| workshop.read(&format!("{dir}/step-00000008/rank-00000.safetensors"));
+    assert!(weights("checkpoints") == weights("other"), "the weights of the two runs differ");
+}
+
+#[test]
+fn an_interrupted_run_ends_with_75_and_the_same_command_completes_it() {
+    let workshop = Workshop::new();
+    for signal in [Signal::INT, Signal::TERM] {
+        let many = ["train", "run.toml", "--set", "train.steps=1000000", "--set", "checkpoint.every=0"];
+        let mut run = workshop.start(env!("CARGO_BIN_EXE_lockstep"), &many);
+        run.wait_until("a step", |run| run.stderr().contains("\nstep "));
+        let pid = Pid::from_raw(run.child.id() as i32).unwrap();
+        kill_process(pid, signal).unwrap();
+        let outcome = run.finish();
+        assert_eq!(outcome.code, Some(75), "{outcome:?}");
+        let (_, message) =
+            outcome.stderr.split_once("interrupted at step ").expect("it says where it stopped");
+        assert!(message.contains("the same command resumes from checkpoints/step-"), "{outcome:?}");
+        let step: u64 = message.split(' ').next().unwrap().parse().unwrap();
+        workshop.train(&[&format!("train.steps={}", step + 2)]).succeeds();
+        let steps: Vec<u64> = numbers(&workshop, "runs/metrics.jsonl").iter().map(|row| row.0).collect();
+        assert_eq!(steps, (1..=step + 2).collect::<Vec<_>>(), "every step once");
+    }
+}
+
+#[test]
+fn checkpoints_are_listed_shown_verified_and_carried_to_transformers_and_back() {
+    let workshop = Workshop::trained();
+    let last = "checkpoints/step-00000004";
+    let list = workshop.run(&["checkpoint", "list", "checkpoints", "--json"]).json();
+    let steps: Vec<u64> = list.as_array().unwrap().iter().map(|row| row["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [2, 4], "{list}");
+    assert_eq!(list[1]["path"], last);
+    let listed = workshop.run(&["checkpoint", "list", "checkpoints"]).succeeds();
+    assert_eq!(listed.stdout.lines().count(), 2, "{listed:?}");
+
+    let shown = workshop.run(&["checkpoint", "show", last, "--json"]).json();
+    assert_eq!((shown["step"].as_u64(), shown["samples_consumed"].as_u64()), (Some(4), Some(16)));
+    let shown = workshop.run(&["checkpoint", "show", last]).succeeds().stdout;
+    assert!(shown.contains("step              4\n") && shown.contains("model             llama"), "{shown}");
+    let verified = workshop.run(&["checkpoint", "verify", last]).succeeds();
+    assert_eq!(verified.stdout, format!("{last}: every byte is as it was written\n"));
+
+    let config: Value = serde_json::from_slice(&workshop.read("hf/config.json")).unwrap();
+    assert_eq!((config["model_type"].as_str(), config["hidden_size"].as_u64()), (Some("llama"), Some(32)));
+    let imported = workshop.run(&["checkpoint", "import", "hf", "--out", "imported"]).succeeds();
+    assert_eq!(imported.stdout, "wrote imported/step-00000000\n");
+    workshop.run(&["checkpoint", "verify", "imported/step-00000000"]).succeeds();
+    workshop.run(&["checkpoint", "export", "imported/step-00000000", "--hf", "again"]).succeeds();
+    for file in ["model.safetensors", "config.json"] {
+        let same = workshop.read(&format!("hf/{file}")) == workshop.read(&format!("again/{file}"));
+        assert!(same, "{file} changed on the way through a checkpoint");
+    }
+    workshop.run(&["checkpoint", "export", last, "--hf", "half", "--dtype", "bf16"]).succeeds();
+    assert!(
+        workshop.read("half/model.safetensors").len() < workshop.read("hf/model.safetensors").len() * 6 / 10
+    );
+    workshop.run(&["generate", "--model", "half", "--prompt", "All", "--max-new-tokens", "2"]).succeeds();
+    let from_hf =
+        ["--set", "model.path=hf", "--set", "model.from_pretrained=true", "--set", "checkpoint.dir=tuned"];
+    workshop.write(
+        "tune.toml",
+        "[data]\ntrain = [\"text.txt\"]\n[train]\nsteps = 1\nglobal_batch = 2\nseq_len = 16\n",
+    );
+    workshop.run(&[&["train", "tune.toml"][..], &from_hf].concat()).succeeds();
+}
+
+#[test]
+fn evaluation_and_generation_print_one_json_document_that_does_not_depend_on_the_form_of_the_model() {
+    let workshop = Workshop::trained();
+    let mut seen: BTreeSet<String> = BTreeSet::new();
+    for model in ["hf", "checkpoints/step-00000004"] {
+        let eval = workshop.run(&["eval", "--model", model, "--data", "text.txt", "--json"]).json();
+        assert_eq!(eval["tokens"].as_u64(), Some(40 * 51 - 1), "every token but the first is predicted");
+        let (loss, perplexity) = (eval["loss"].as_f64().unwrap(), eval["perplexity"].as_f64().unwrap());
+        assert!((1.0..6.0).contains(&loss) && (loss.exp() / perplexity - 1.0).abs() < 1e-9, "{eval}");
+        let generate = ["generate", "--model", model, "--prompt", "All ranks", "--max-new-tokens", "8"];
+        let sampled =
+            workshop.run(&[&generate[..], &["--seed", "3", "--top-k", "5", "--json"]].concat()).json();
+        assert_eq!(sampled["prompt"], "All ranks");
+        assert_eq!(sampled["prompt_tokens"].as_u64(), Some(9));
+        assert_eq!(sampled["tokens"].as_array().unwrap().len(), 8);
+        let greedy = workshop.run(&[&generate[..], &["--temperature", "0"]].concat()).succeeds();
+        assert!(greedy.stdout.starts_with("All ranks") && greedy.stderr.is_empty(), "{greedy:?}");
+        seen.insert(format!("{eval} {sampled} {}", greedy.stdout));
+    }
+    assert_eq!(seen.len(), 1, "{seen:?}");
+}
+
+#[test]
+fn a_bench_prints_one_json_document() {
+    let workshop = Workshop::new();
+    let arguments =
+        ["--model", "baby-gpt", "--batch", "1", "--seq-len", "8", "--steps", "2", "--threads", "1"];
+    let bench = workshop.run(&[&["bench", "step"][..], &arguments, &["--json"]].concat()).json();
+    assert!(bench["tokens_per_s"].as_f64().unwrap() > 0.0, "{bench}");
+    assert_eq!(bench["loss"].as_array().unwrap().len(), 2, "{bench}");
+}
+
+#[test]
+fn help_and_version_are_no_errors_and_go_to_standard_output() {
+    let workshop = Workshop::new();
+    for arguments in
+        [&["--help"][..], &["--version"], &["train", "--help"], &["checkpoint", "export", "--help"]]
+    {
+        let outcome = workshop.run(arguments).succeeds();
+        assert!(outcome.stdout.len() > 10 && outcome.stderr.is_empty(), "{outcome:?}");
+    }
+}

@@ -16,9 +16,15 @@ use crate::error::CheckpointError;
 /// Holds a directory of checkpoints for one save or prune; the system lets go when the process ends,
 /// however it ends, so a lock is never stale.
 #[derive(Debug)]
-pub(crate) struct DirectoryLock(
-    #[expect(dead_code, reason = "the lock lasts as long as the descriptor is open")] File,
-);
+pub(crate) struct DirectoryLock(File);
+
+impl Drop for DirectoryLock {
+    fn drop(&mut self) {
+        // Closing is not enough: a process that is being started has a copy of the descriptor for a moment. Where
+        // this fails there was no lock.
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
 
 impl DirectoryLock {
     /// Takes the lock at once or says who is [`Busy`](CheckpointError::Busy). On file systems without

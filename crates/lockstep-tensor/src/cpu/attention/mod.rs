@@ -27,7 +27,9 @@ use rayon::prelude::*;
 
 use self::{backward::Backward, forward::Forward, geometry::Geometry, lanes::Lanes};
 use super::{CpuQueue, check_disjoint, simd::with_float, tasks::Operand};
-use crate::{Attention, CpuLevel, View};
+#[cfg(target_arch = "x86_64")]
+use crate::CpuLevel;
+use crate::{Attention, View};
 
 /// Rows and keys of a block of scores. The masks of a row are words of as many bits.
 const BLOCK: usize = 64;

@@ -6,8 +6,9 @@
 //! level, `driver` cuts the product into blocks and tasks, `store` finishes a tile (bias, accumulation,
 //! rounding). Products with few rows, as in generation, read the weights in place: `rows`.
 
+#[cfg(target_arch = "x86_64")]
 mod amx;
-#[cfg(test)]
+#[cfg(all(test, target_arch = "x86_64"))]
 mod amx_emulator;
 mod blocks;
 mod driver;
@@ -29,9 +30,15 @@ use lockstep_plan::DType;
 
 use super::{CpuLevel, CpuQueue, check_disjoint, simd::Float};
 use crate::{Gemm, GemmLayout, View, Write};
-use kernel::{Avx2, Avx512, Avx512Dot, Portable};
-use lanes::{Bf16Pairs, F32x8, F32x16, Plain};
-use pack::{BfloatPair, Operand, Order, Single, Widened};
+use kernel::Portable;
+#[cfg(target_arch = "x86_64")]
+use kernel::{Avx2, Avx512, Avx512Dot};
+use lanes::Plain;
+#[cfg(target_arch = "x86_64")]
+use lanes::{Bf16Pairs, F32x8, F32x16};
+#[cfg(target_arch = "x86_64")]
+use pack::BfloatPair;
+use pack::{Operand, Order, Single, Widened};
 pub use peak::{Peak, measure_peak};
 pub(super) use scratch::Scratch;
 use store::Window;
@@ -63,35 +70,39 @@ pub(super) fn gemm(queue: &CpuQueue, gemm: Gemm<'_>) {
 }
 
 fn multiply_f32(queue: &CpuQueue, problem: &Problem<'_, f32, f32>) {
-    if rows::fits(problem) {
-        return match queue.level {
-            CpuLevel::Portable => rows::multiply::<Plain, _, _>(queue, problem),
-            CpuLevel::Avx2 => rows::multiply::<F32x8, _, _>(queue, problem),
-            _ => rows::multiply::<F32x16, _, _>(queue, problem),
-        };
-    }
+    let few_rows = rows::fits(problem);
+    #[cfg(target_arch = "x86_64")]
     match queue.level {
-        CpuLevel::Portable => driver::multiply::<Portable, Single, _>(queue, problem),
-        CpuLevel::Avx2 => driver::multiply::<Avx2, Single, _>(queue, problem),
-        _ => driver::multiply::<Avx512, Single, _>(queue, problem),
+        CpuLevel::Portable => {}
+        CpuLevel::Avx2 if few_rows => return rows::multiply::<F32x8, _, _>(queue, problem),
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Single, _>(queue, problem),
+        _ if few_rows => return rows::multiply::<F32x16, _, _>(queue, problem),
+        _ => return driver::multiply::<Avx512, Single, _>(queue, problem),
+    }
+    if few_rows {
+        rows::multiply::<Plain, _, _>(queue, problem);
+    } else {
+        driver::multiply::<Portable, Single, _>(queue, problem);
     }
 }
 
 fn multiply_bf16<C: Float>(queue: &CpuQueue, problem: &Problem<'_, bf16, C>) {
-    if rows::fits(problem) {
-        return match queue.level {
-            CpuLevel::Portable => rows::multiply::<Plain, _, _>(queue, problem),
-            CpuLevel::Avx2 => rows::multiply::<F32x8, _, _>(queue, problem),
-            CpuLevel::Avx512 => rows::multiply::<F32x16, _, _>(queue, problem),
-            _ => rows::multiply::<Bf16Pairs, _, _>(queue, problem),
-        };
-    }
+    let few_rows = rows::fits(problem);
+    #[cfg(target_arch = "x86_64")]
     match queue.level {
-        CpuLevel::Portable => driver::multiply::<Portable, Widened, _>(queue, problem),
-        CpuLevel::Avx2 => driver::multiply::<Avx2, Widened, _>(queue, problem),
-        CpuLevel::Avx512 => driver::multiply::<Avx512, Widened, _>(queue, problem),
-        CpuLevel::Avx512Bf16 => driver::multiply::<Avx512Dot, BfloatPair, _>(queue, problem),
-        CpuLevel::AmxBf16 => driver::multiply::<amx::Tiles, BfloatPair, _>(queue, problem),
+        CpuLevel::Portable => {}
+        CpuLevel::Avx2 if few_rows => return rows::multiply::<F32x8, _, _>(queue, problem),
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened, _>(queue, problem),
+        CpuLevel::Avx512 if few_rows => return rows::multiply::<F32x16, _, _>(queue, problem),
+        CpuLevel::Avx512 => return driver::multiply::<Avx512, Widened, _>(queue, problem),
+        _ if few_rows => return rows::multiply::<Bf16Pairs, _, _>(queue, problem),
+        CpuLevel::Avx512Bf16 => return driver::multiply::<Avx512Dot, BfloatPair, _>(queue, problem),
+        CpuLevel::AmxBf16 => return driver::multiply::<amx::Tiles, BfloatPair, _>(queue, problem),
+    }
+    if few_rows {
+        rows::multiply::<Plain, _, _>(queue, problem);
+    } else {
+        driver::multiply::<Portable, Widened, _>(queue, problem);
     }
 }
 

@@ -115,8 +115,10 @@ impl Unit for Widened {
 }
 
 /// Two bf16, the one of smaller depth in the lower half.
+#[cfg(target_arch = "x86_64")]
 pub(super) struct BfloatPair;
 
+#[cfg(target_arch = "x86_64")]
 impl Unit for BfloatPair {
     type Source = bf16;
     const ELEMENTS: usize = 2;

@@ -6,9 +6,14 @@ use std::{
 };
 
 use super::{
-    CpuLevel, amx,
+    CpuLevel,
+    lanes::{Lanes, Plain},
+};
+#[cfg(target_arch = "x86_64")]
+use super::{
+    amx,
     kernel::MicroKernel,
-    lanes::{Bf16Pairs, F32x8, F32x16, Lanes, Plain},
+    lanes::{Bf16Pairs, F32x8, F32x16},
     store::Tile,
 };
 
@@ -26,12 +31,16 @@ pub struct Peak {
 pub fn measure_peak(level: CpuLevel, threads: usize) -> Peak {
     let level = level.min(CpuLevel::detect());
     let f32_gflops = measure(threads, || match level {
-        CpuLevel::Portable => vector_loop::<Plain, 4>(1),
+        #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2 => vector_loop::<F32x8, 12>(1),
-        _ => vector_loop::<F32x16, 12>(1),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16 => vector_loop::<F32x16, 12>(1),
+        _ => vector_loop::<Plain, 4>(1),
     });
     let bf16_gflops = match level {
+        #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512Bf16 => measure(threads, || vector_loop::<Bf16Pairs, 12>(2)),
+        #[cfg(target_arch = "x86_64")]
         CpuLevel::AmxBf16 => measure(threads, tile_loop),
         _ => f32_gflops,
     };
@@ -78,6 +87,7 @@ fn vector_loop<V: Lanes, const SUMS: usize>(products: usize) -> f64 {
 }
 
 /// The micro-kernel of AMX on one step of panels, again and again, so that all loads hit the first-level cache.
+#[cfg(target_arch = "x86_64")]
 fn tile_loop() -> f64 {
     const STEPS: usize = 8;
     const ROUNDS: usize = 1 << 9;

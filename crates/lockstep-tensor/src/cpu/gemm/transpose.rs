@@ -4,7 +4,9 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::pack::{Block, SIDE};
+use super::pack::Block;
+#[cfg(target_arch = "x86_64")]
+use super::pack::SIDE;
 
 /// Without any instruction beyond the architecture's first.
 #[inline(always)]

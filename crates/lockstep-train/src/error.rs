@@ -61,7 +61,8 @@ pub enum Error {
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
     /// A checkpoint of another run is in the way.
     #[error(
-        "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, or another checkpoint.dir",
+        "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, another \
+         checkpoint.dir, or --resume with the checkpoint's path to go on with other settings of the same model",
         path.display(),
         differences.iter().map(|difference| format!("  {difference}")).collect::<Vec<_>>().join("\n")
     )]

@@ -11,6 +11,7 @@ use lockstep_checkpoint::{
 use lockstep_engine::{Engine, StateKind, StateTensor};
 use serde_json::json;
 
+use crate::config::Difference;
 use crate::trainer::Resume;
 use crate::{Corpus, Error, ResolvedModel, RunConfig};
 
@@ -113,27 +114,42 @@ pub(crate) fn find_checkpoint(
     }
 }
 
-/// Loads a checkpoint into an engine, after checking that it belongs to this run.
-pub(crate) fn restore(
+/// The settings in which this run differs from the one that wrote the checkpoint. Where the user has named the
+/// checkpoint, they are what is wanted, unless its tensors are those of another model or optimizer.
+///
+/// # Errors
+/// [`Error::OtherRun`], [`Error::NoRunToResume`].
+pub(crate) fn changed_settings(
     config: &RunConfig,
-    engine: &mut Engine,
+    resume: &Resume,
     checkpoint: &Checkpoint,
-) -> Result<Counters, Error> {
-    let manifest = checkpoint.manifest();
-    let Some(run) = manifest.config.get("run") else {
-        return Err(Error::NoRunToResume { path: checkpoint.path().to_owned() });
+) -> Result<Vec<Difference>, Error> {
+    let path = checkpoint.path().to_owned();
+    let Some(run) = checkpoint.manifest().config.get("run") else {
+        return Err(Error::NoRunToResume { path });
     };
     let differences = config.differences(run);
-    if !differences.is_empty() {
-        return Err(Error::OtherRun { path: checkpoint.path().to_owned(), differences });
+    let fits =
+        |difference: &Difference| !difference.key.starts_with("model.") && difference.key != "optimizer.kind";
+    let is_wanted = matches!(resume, Resume::From(_)) && differences.iter().all(fits);
+    if is_wanted || differences.is_empty() {
+        Ok(differences)
+    } else {
+        Err(Error::OtherRun { path, differences })
     }
+}
+
+/// Loads a checkpoint into an engine.
+pub(crate) fn restore(engine: &mut Engine, checkpoint: &Checkpoint) -> Result<Counters, Error> {
+    let manifest = checkpoint.manifest();
     let mut values = Vec::new();
     let ids: Vec<_> = engine.parameter_ids().collect();
     for id in ids {
         for kind in engine.state_kinds() {
-            let record = &engine.records()[id.0];
-            values.resize(record.elements(), 0.0);
-            checkpoint.read(&record.name, &tensor_kind(kind), 0, &mut values)?;
+            let name = &engine.records()[id.0].name;
+            let stored = tensor_kind(kind);
+            values.resize(checkpoint.tensor(name, &stored)?.elements(), 0.0);
+            checkpoint.read(name, &stored, 0, &mut values)?;
             engine.write_state(id, kind, &values)?;
         }
     }

@@ -19,7 +19,9 @@ use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, MetricsWriter, St
 use crate::progress::{Progress, Steps};
 use crate::schedule::LearningRate;
 use crate::setup::{build_engine, load_first_weights};
-use crate::state::{Counters, find_checkpoint, is_disk_full, restore, save_run, text_has_changed};
+use crate::state::{
+    Counters, changed_settings, find_checkpoint, is_disk_full, restore, save_run, text_has_changed,
+};
 use crate::{Corpus, Error, ResolvedModel, engine_options, human, resolve_model};
 
 /// Micro-batches read ahead.
@@ -76,11 +78,14 @@ pub fn train(
     let arena = Arena::new();
     let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
     let mut engine = build_engine(config, &model, &arena)?;
-    let counters = match &checkpoint {
-        Some(checkpoint) => restore(config, &mut engine, checkpoint)?,
+    let (counters, changed) = match &checkpoint {
+        Some(checkpoint) => {
+            let changed = changed_settings(config, resume, checkpoint)?;
+            (restore(&mut engine, checkpoint)?, changed)
+        }
         None => {
             load_first_weights(config, &model, &mut engine)?;
-            Counters::default()
+            (Counters::default(), Vec::new())
         }
     };
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
@@ -96,6 +101,9 @@ pub fn train(
                 checkpoint.path().display(),
                 counters.step
             ));
+            for difference in changed {
+                progress.message(&format!("changed: {difference}"));
+            }
             if text_has_changed(checkpoint, &corpus) {
                 progress.message("the training text is not the one that the checkpoint was trained on");
             }

@@ -307,14 +307,32 @@ fn an_exported_model_holds_the_bits_of_the_checkpoint() {
 }
 
 #[test]
-fn another_model_or_seed_is_no_resume() {
+fn other_settings_are_resumed_only_where_the_user_names_the_checkpoint() {
     let bench = Bench::new();
-    bench.train("run", LLAMA, &["train.steps=1"]);
-    for setting in ["train.seed=7", "model.hidden_size=64", "optimizer.lr=1.0"] {
-        let config = bench.config("run", LLAMA, &["train.steps=2", setting]);
-        let error = quietly(&config, &Resume::Auto, &Interrupt::default()).unwrap_err();
-        let Error::OtherRun { differences, .. } = &error else { panic!("{setting}: {error}") };
-        let key = setting.split('=').next().unwrap();
-        assert!(differences.iter().any(|difference| difference.key == key), "{setting}: {error}");
+    bench.train("run", LLAMA, &["train.steps=2"]);
+    let named = Resume::From(bench.step("run", 2));
+    for (setting, fits) in [
+        ("train.seed=7", true),
+        ("optimizer.lr=1e-4", true),
+        ("schedule.kind=\"linear\"", true),
+        ("model.hidden_size=64", false),
+        ("optimizer.kind=\"sgd\"", false),
+    ] {
+        let settings = ["train.steps=4", setting];
+        let config = bench.config("run", LLAMA, &settings);
+        let refused = |resume: &Resume| {
+            let error = quietly(&config, resume, &Interrupt::default()).unwrap_err();
+            let Error::OtherRun { differences, .. } = &error else { panic!("{setting}: {error}") };
+            let key = setting.split('=').next().unwrap();
+            assert!(differences.iter().any(|difference| difference.key == key), "{setting}: {error}");
+        };
+        refused(&Resume::Auto);
+        if fits {
+            let config = bench.config("continued", LLAMA, &settings);
+            let summary = quietly(&config, &named, &Interrupt::default()).unwrap();
+            assert_eq!((summary.step, summary.steps_made), (4, 2), "{setting}");
+        } else {
+            refused(&named);
+        }
     }
 }

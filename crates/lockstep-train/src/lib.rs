@@ -9,9 +9,11 @@
 //! - [`metrics`]: `metrics.jsonl`, one whole line a step, continued without a seam after a resume.
 //! - [`progress`]: the line a person watches, or plain lines where nobody does.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
+//! - [`benchmark`]: how fast the machine at hand makes steps.
 //! - [`human`]: numbers the way people read them.
 #![forbid(unsafe_code)]
 
+pub mod benchmark;
 pub mod config;
 mod corpus;
 mod error;

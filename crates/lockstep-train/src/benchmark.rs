@@ -1,0 +1,209 @@
+//! Timings of the machine at hand: whole training steps on random tokens, and the matrix products they consist of.
+
+use std::time::Instant;
+
+use lockstep_engine::{Engine, EngineError, EngineOptions, HostBatch, Optimizer, Update};
+use lockstep_graph::{BlockShape, Recompute};
+use lockstep_model::ModelConfig;
+use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
+
+const SEED: u64 = 1337;
+/// Runs of each product, of which the fastest counts.
+const GEMM_RUNS: usize = 5;
+
+/// What training steps took.
+#[derive(Debug, Clone)]
+pub struct StepTimes {
+    /// The instructions that kernels used.
+    pub level: CpuLevel,
+    /// Tokens in a step.
+    pub tokens: usize,
+    /// The median.
+    pub step_ms: f64,
+    /// Tokens per second in the median step.
+    pub tokens_per_s: f64,
+    /// Floating-point operations per second in the median step, by the formula that a run prints.
+    pub flops_per_s: f64,
+    /// The loss of each timed step.
+    pub losses: Vec<f64>,
+}
+
+/// Times `steps` steps of AdamW on random tokens, after one that is not counted.
+///
+/// # Errors
+/// Out of memory, no threads.
+pub fn time_steps(
+    config: &ModelConfig,
+    shape: BlockShape,
+    threads: usize,
+    steps: usize,
+) -> Result<StepTimes, EngineError> {
+    let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
+    let options = EngineOptions { shape, recompute: Recompute::None, optimizer, seed: SEED, threads };
+    let mut engine = Engine::new(config, options, &Arena::new())?;
+    engine.initialize(SEED)?;
+    let (mut losses, mut times_ms) = (Vec::with_capacity(steps), Vec::with_capacity(steps));
+    for step in 0..=steps {
+        let tokens = RandomTokens::new(config, shape, step);
+        let begin = Instant::now();
+        let loss = make_step(&mut engine, &tokens.batch(), step as u64 + 1);
+        if step > 0 {
+            times_ms.push(begin.elapsed().as_secs_f64() * 1e3);
+            losses.push(loss);
+        }
+    }
+    times_ms.sort_by(f64::total_cmp);
+    let step_ms = times_ms.get(times_ms.len() / 2).copied().unwrap_or(f64::NAN);
+    Ok(StepTimes {
+        level: engine.queue().level(),
+        tokens: shape.tokens(),
+        step_ms,
+        tokens_per_s: shape.tokens() as f64 / step_ms * 1e3,
+        flops_per_s: engine.model().training_flops() as f64 / step_ms * 1e3,
+        losses,
+    })
+}
+
+fn make_step(engine: &mut Engine, batch: &HostBatch<'_>, step: u64) -> f64 {
+    let tokens = batch.ids.len() as f64;
+    engine.zero_gradients();
+    let loss = engine.accumulate(batch, (1.0 / tokens) as f32) / tokens;
+    let norm = engine.finish_gradients();
+    engine.update(&Update {
+        learning_rate: 3e-4,
+        weight_decay: 0.1,
+        gradient_scale: (1.0 / (norm + 1e-6)).min(1.0) as f32,
+        step,
+    });
+    loss
+}
+
+/// A micro-batch that means nothing.
+struct RandomTokens {
+    /// One more than the batch has tokens: labels are the ids moved by one.
+    ids: Vec<u32>,
+    labels: Vec<i32>,
+    positions: Vec<u32>,
+    sample_numbers: Vec<u64>,
+}
+
+impl RandomTokens {
+    fn new(config: &ModelConfig, shape: BlockShape, step: usize) -> Self {
+        let tokens = shape.tokens();
+        let random = Philox::new(SEED);
+        let first = (step * (tokens + 1)) as u64;
+        let vocabulary = config.vocab_size() as u32;
+        let ids: Vec<u32> = (first..=first + tokens as u64).map(|i| random.at(i)[0] % vocabulary).collect();
+        Self {
+            labels: ids[1..].iter().map(|&id| id as i32).collect(),
+            positions: (0..tokens).map(|i| (i % shape.seq_len) as u32).collect(),
+            sample_numbers: (0..shape.sequences as u64).collect(),
+            ids,
+        }
+    }
+
+    fn batch(&self) -> HostBatch<'_> {
+        HostBatch {
+            ids: &self.ids[..self.labels.len()],
+            labels: &self.labels,
+            positions: &self.positions,
+            sample_numbers: &self.sample_numbers,
+        }
+    }
+}
+
+/// (name, tokens, outputs, inputs): linear layers of `baby-gpt` (8 × 256) and of `gpt2-124m` (2 × 512).
+const LAYERS: [(&str, usize, usize, usize); 6] = [
+    ("baby-gpt projection", 2048, 384, 384),
+    ("baby-gpt feed-forward", 2048, 1536, 384),
+    ("gpt2-124m projection", 1024, 768, 768),
+    ("gpt2-124m feed-forward", 1024, 3072, 768),
+    ("gpt2-124m output layer", 1024, 50257, 768),
+    ("square", 1024, 1024, 1024),
+];
+
+/// One product and what it took.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GemmTime {
+    /// The layer that it belongs to.
+    pub name: &'static str,
+    /// NT is the forward, NN the gradient of the input, TN the gradient of the weight.
+    pub layout: GemmLayout,
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// Products in each sum.
+    pub k: usize,
+    /// The fastest of several runs.
+    pub ms: f64,
+    /// 10⁹ floating-point operations per second in it.
+    pub gflops: f64,
+}
+
+/// Times the products of a few layers in `dtype`, handing each to `show`.
+///
+/// # Errors
+/// Out of memory, no threads.
+pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) -> Result<(), TensorError> {
+    let arena = Arena::new();
+    let queue = CpuQueue::new(threads, &arena)?;
+    for (name, tokens, outputs, inputs) in LAYERS {
+        for layout in [GemmLayout::NT, GemmLayout::NN, GemmLayout::TN] {
+            let (m, n, k) = match layout {
+                GemmLayout::NT => (tokens, outputs, inputs),
+                GemmLayout::NN => (tokens, inputs, outputs),
+                GemmLayout::TN => (outputs, inputs, tokens),
+            };
+            let a = random(&queue, &arena, dtype, if layout == GemmLayout::TN { [k, m] } else { [m, k] })?;
+            let b = random(&queue, &arena, dtype, if layout == GemmLayout::NT { [n, k] } else { [k, n] })?;
+            // Gradients of weights are summed in f32.
+            let out = if layout == GemmLayout::TN { DType::F32 } else { dtype };
+            let c = Tensor::zeros(&arena, out, [m, n], MemoryCategory::Workspace)?;
+            let gemm =
+                Gemm { layout, a: a.view(), b: b.view(), c: c.view(), bias: None, write: Write::Overwrite };
+            let time = |_| {
+                let begin = Instant::now();
+                queue.gemm(gemm);
+                begin.elapsed().as_secs_f64()
+            };
+            let seconds = (0..GEMM_RUNS).map(time).fold(f64::INFINITY, f64::min);
+            let gflops = 2.0 * m as f64 * n as f64 * k as f64 / seconds / 1e9;
+            show(GemmTime { name, layout, m, n, k, ms: seconds * 1e3, gflops });
+        }
+    }
+    Ok(())
+}
+
+/// Numbers in -1..1: some CPUs multiply zeros faster.
+fn random(queue: &CpuQueue, arena: &Arena, dtype: DType, shape: [usize; 2]) -> Result<Tensor, TensorError> {
+    let random = Philox::new(SEED);
+    let elements = (shape[0] * shape[1]) as u64;
+    let values: Vec<f32> = (0..elements).map(|i| random.at(i)[0] as i32 as f32 / i32::MAX as f32).collect();
+    let exact = Tensor::from_slice(arena, shape, &values, MemoryCategory::Workspace)?;
+    let rounded = Tensor::zeros(arena, dtype, shape, MemoryCategory::Workspace)?;
+    queue.cast(exact.view(), rounded.view());
+    Ok(rounded)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_step_is_timed_and_learns_from_nothing() {
+        let table = serde_json::json!({
+            "model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "max_position_embeddings": 8,
+        });
+        let config = ModelConfig::from_table(table.as_object().unwrap(), "test").unwrap();
+        let shape = BlockShape { sequences: 2, seq_len: 8, dtype: DType::F32 };
+        let times = time_steps(&config, shape, 1, 3).unwrap();
+        assert_eq!((times.losses.len(), times.tokens), (3, 16));
+        assert!(times.tokens_per_s > 0.0 && times.flops_per_s > 0.0, "{times:?}");
+        // ln 50, as for any model that has seen random tokens only.
+        assert!(times.losses.iter().all(|loss| (3.5..4.3).contains(loss)), "{:?}", times.losses);
+    }
+}

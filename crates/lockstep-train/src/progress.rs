@@ -9,6 +9,7 @@ use std::fmt;
 use std::io::{self, IsTerminal, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use rustix::termios::tcgetwinsize;
 
 use crate::human;
 use crate::metrics::{EvalMetrics, StepMetrics};
@@ -44,7 +45,9 @@ impl Progress {
     /// On standard error: a line in place if that is a terminal that can move its cursor, else plain lines.
     pub fn on_stderr(steps: Steps) -> Self {
         let is_dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
-        if io::stderr().is_terminal() && !is_dumb {
+        // A pseudo-terminal that nobody looks at often has no size, and what is drawn on it is lost.
+        let has_size = tcgetwinsize(io::stderr()).is_ok_and(|size| size.ws_col > 0 && size.ws_row > 0);
+        if io::stderr().is_terminal() && has_size && !is_dumb {
             Self::in_place(steps, ProgressDrawTarget::stderr())
         } else {
             Self::as_lines(steps, Box::new(io::stderr()))

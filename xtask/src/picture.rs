@@ -6,7 +6,7 @@ use std::fmt::Write;
 use std::process::{Command, Stdio};
 use std::{fs, io};
 
-const COMMAND: &str = "cargo run --release -- train --set train.log_every=50";
+const COMMAND: &str = "cargo run --release -- train";
 const OUT: &str = "docs/train.svg";
 const FONT_SIZE: usize = 13;
 const LINE_HEIGHT: usize = 18;

@@ -178,13 +178,15 @@ fn describe(
         if corpus.from_cache { " (from the cache)" } else { "" },
     ));
     progress.message(&format!(
-        "step       {} of {} tokens = {} of {} ({} tokens, {} FLOPs: 6 per parameter of a product and token, and \
-         attention)",
+        "step       {} of {} tokens = {} of {} ({} tokens)",
         human::plural(config.train.global_batch, "sequence"),
         config.train.seq_len,
         human::plural(config.accumulation_steps(), "micro-batch"),
         config.micro_batch(),
         human::count(config.tokens_per_step() as f64),
+    ));
+    progress.message(&format!(
+        "work       {} FLOPs a step: 6 for each weight of a product and token, and attention",
         human::count((engine.model().training_flops() * config.accumulation_steps() as u64) as f64),
     ));
     progress.message(&format!(

@@ -101,6 +101,26 @@ pub fn prune(dir: &Path, keep: NonZeroUsize, protect: &[u64]) -> Result<Vec<Path
     Ok(deleted)
 }
 
+/// Moves every checkpoint from step `from` on into a new directory `earlier-N` in `dir`, and returns it; nothing
+/// happens if there are none.
+pub fn set_aside(dir: &Path, from: u64) -> Result<Option<PathBuf>, CheckpointError> {
+    let _lock = DirectoryLock::take(dir)?;
+    let moved: Vec<_> = list(dir)?.into_iter().filter(|listed| listed.step >= from).collect();
+    if moved.is_empty() {
+        return Ok(None);
+    }
+    let names = (1..).map(|number| dir.join(format!("earlier-{number}")));
+    let aside = names.into_iter().find(|path| !path.exists()).unwrap_or_else(|| dir.join("earlier"));
+    fs::create_dir(&aside).map_err(CheckpointError::io("create", &aside))?;
+    for listed in moved {
+        let target = aside.join(step_name(listed.step));
+        fs::rename(&listed.path, &target).map_err(CheckpointError::io("move aside", &listed.path))?;
+    }
+    sync_directory(&aside)?;
+    sync_directory(dir)?;
+    Ok(Some(aside))
+}
+
 /// Clears away what dead saves and deletions left. The caller holds the lock.
 pub(crate) fn sweep(dir: &Path) -> Result<(), CheckpointError> {
     for name in names_in(dir)? {

@@ -58,7 +58,7 @@ pub mod hf;
 pub mod safetensors;
 
 pub use digest::Digest;
-pub use directory::{Latest, ListedCheckpoint, SkippedCheckpoint, latest_good, list, prune};
+pub use directory::{Latest, ListedCheckpoint, SkippedCheckpoint, latest_good, list, prune, set_aside};
 pub use error::{CheckpointError, CoverageError};
 pub use files::prepare_directory;
 pub use load::Checkpoint;

@@ -13,9 +13,9 @@ pub enum Optimizer {
     /// AdamW.
     AdamW {
         /// Decay rates of the moments.
-        betas: [f32; 2],
+        betas: [f64; 2],
         /// Added to the root of the second moment.
-        eps: f32,
+        eps: f64,
     },
     /// Gradient descent.
     Sgd {
@@ -54,9 +54,9 @@ pub struct EngineOptions {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Update {
     /// Step size.
-    pub learning_rate: f32,
+    pub learning_rate: f64,
     /// Weight decay of the parameters whose record says that they decay.
-    pub weight_decay: f32,
+    pub weight_decay: f64,
     /// Factor on the gradients, from clipping.
     pub gradient_scale: f32,
     /// Number of this update, from 1.
@@ -221,7 +221,7 @@ impl Engine {
     pub fn update(&mut self, update: &Update) {
         for id in self.parameter_ids() {
             let record = &self.records[id.0];
-            let learning_rate = update.learning_rate * record.learning_rate_multiplier;
+            let learning_rate = update.learning_rate * f64::from(record.learning_rate_multiplier);
             let weight_decay = if record.decay { update.weight_decay } else { 0.0 };
             let rounded = self.master.is_some().then(|| self.weights.view(id));
             let parameter = self.master.as_ref().unwrap_or(&self.weights).view(id);
@@ -246,9 +246,9 @@ impl Engine {
                     gradient,
                     momentum_buffer: state(StateKind::MomentumBuffer),
                     rounded,
-                    learning_rate,
+                    learning_rate: learning_rate as f32,
                     momentum,
-                    weight_decay,
+                    weight_decay: weight_decay as f32,
                     gradient_scale: update.gradient_scale,
                     step: update.step,
                 }),

@@ -112,8 +112,9 @@ fn gradient_descent_moves_each_weight_by_its_scaled_gradient_and_decay() {
     for (index, (name, old)) in before.iter().enumerate() {
         let decay = if decays[index] { weight_decay } else { 0.0 };
         for (element, &weight) in old.iter().enumerate() {
-            let gradient = gradient_scale * gradients[index][element] + decay * weight;
-            let (found, expected) = (after[index].1[element], weight - learning_rate * gradient);
+            let gradient = f64::from(gradient_scale * gradients[index][element]) + decay * f64::from(weight);
+            let (found, expected) =
+                (f64::from(after[index].1[element]), f64::from(weight) - learning_rate * gradient);
             assert!((found - expected).abs() <= 1e-6, "{name}[{element}]: {found}, expected {expected}");
         }
     }

@@ -72,9 +72,7 @@ impl<'m> Generator<'m> {
         if new_tokens == 0 {
             return Ok(());
         }
-        let prefill = Forward::new(self.model, prompt.len()).map_err(InferError::from)?;
-        self.forward(&prefill, prompt);
-        drop(prefill);
+        self.read(prompt)?;
         for remaining in (0..new_tokens).rev() {
             let id = sampler.draw(&self.logits);
             if emit(id)?.is_break() || remaining == 0 {
@@ -93,14 +91,24 @@ impl<'m> Generator<'m> {
     /// Reads a prompt without generating.
     ///
     /// # Errors
-    /// Out of memory.
+    /// An empty prompt, more tokens than there is room for, out of memory.
     pub fn read(&mut self, prompt: &[u32]) -> Result<(), InferError> {
+        if prompt.is_empty() {
+            return Err(InferError::EmptyPrompt);
+        }
+        let tokens = self.filled + prompt.len();
+        if tokens > self.capacity {
+            return Err(InferError::TooLong { tokens, allowed: self.capacity });
+        }
         let prefill = Forward::new(self.model, prompt.len())?;
         self.forward(&prefill, prompt);
         Ok(())
     }
 
     /// Reads one token.
+    ///
+    /// # Panics
+    /// If there is no room for it.
     pub fn step(&mut self, id: u32) {
         let Self { model, caches, filled, decode, logits, .. } = self;
         run(model, caches, *filled, decode, decode, &[id], logits);

@@ -76,19 +76,20 @@ impl Sampler {
         for (logit, _) in candidates.iter_mut() {
             *logit = ((*logit - highest) / self.sampling.temperature).exp();
         }
-        let total: f32 = candidates.iter().map(|(weight, _)| weight).sum();
-        // The nucleus: as many as it takes to reach `top_p`, and never fewer than one.
-        let mut mass = 0.0;
-        let kept = candidates
-            .iter()
-            .position(|(weight, _)| {
-                mass += weight;
-                mass >= self.sampling.top_p * total
-            })
-            .map_or(candidates.len(), |last| last + 1);
-        candidates.truncate(kept);
-        let total: f64 = candidates.iter().map(|&(weight, _)| f64::from(weight)).sum();
-        let mut left = uniform * total;
+        // In f64: the tail of a large vocabulary would be lost beside the sum in f32.
+        let total =
+            |candidates: &[(f32, u32)]| candidates.iter().map(|&(weight, _)| f64::from(weight)).sum::<f64>();
+        if self.sampling.top_p < 1.0 {
+            // The nucleus: as many as it takes to reach `top_p`, and never fewer than one.
+            let enough = f64::from(self.sampling.top_p) * total(candidates);
+            let mut mass = 0.0;
+            let last = candidates.iter().position(|&(weight, _)| {
+                mass += f64::from(weight);
+                mass >= enough
+            });
+            candidates.truncate(last.map_or(candidates.len(), |last| last + 1));
+        }
+        let mut left = uniform * total(candidates);
         for &(weight, id) in candidates.iter() {
             left -= f64::from(weight);
             if left < 0.0 {
@@ -132,6 +133,15 @@ mod tests {
         assert!(draws(top_k, &logits, 500).iter().all(|&id| id < 2));
         let top_p = Sampling { top_p: 0.4, ..Sampling::default() };
         assert!(draws(top_p, &logits, 500).iter().all(|&id| id == 0));
+    }
+
+    #[test]
+    fn the_tail_of_a_large_vocabulary_is_drawn_unless_it_is_cut() {
+        // One token with half of the probability; the rest have a millionth of it each.
+        let mut logits = vec![0.0_f32; 1_000_001];
+        logits[0] = 1e6_f32.ln();
+        let drawn = draws(Sampling::default(), &logits, 40);
+        assert!(drawn.iter().any(|&id| id > 500_000), "{drawn:?}");
     }
 
     #[test]

@@ -137,13 +137,13 @@ pub struct AdamW<'a> {
     /// Where the rounded weights go when kernels read another precision (bf16 or f16).
     pub rounded: Option<View<'a>>,
     /// Step size.
-    pub learning_rate: f32,
+    pub learning_rate: f64,
     /// Decay rates of the moments.
-    pub betas: [f32; 2],
+    pub betas: [f64; 2],
     /// Added to the root of the second moment.
-    pub eps: f32,
+    pub eps: f64,
     /// Decoupled weight decay.
-    pub weight_decay: f32,
+    pub weight_decay: f64,
     /// Factor on the gradient (clipping).
     pub gradient_scale: f32,
     /// Number of this step, from 1, for the bias corrections.

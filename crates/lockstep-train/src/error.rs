@@ -72,6 +72,19 @@ pub enum Error {
         /// What differs.
         differences: Vec<crate::config::Difference>,
     },
+    /// The keys of `[model]` ask for other parameters than the pretrained weights have.
+    #[error(
+        "model.path has not the parameters that the keys of [model] ask for (missing: {}; left over: {}); leave \
+         out the keys that change them, or set model.from_pretrained = false",
+        list(missing),
+        list(left_over)
+    )]
+    OtherParameters {
+        /// Parameters of the model that the directory lacks.
+        missing: Vec<String>,
+        /// Parameters of the directory that the model lacks.
+        left_over: Vec<String>,
+    },
     /// A checkpoint that holds weights and nothing else, as `checkpoint import` makes them.
     #[error(
         "{} holds weights only, no state of a run to resume; to start from these weights, export them with \
@@ -109,4 +122,14 @@ pub enum Error {
         /// The step.
         step: u64,
     },
+}
+
+/// The first few names.
+fn list(names: &[String]) -> String {
+    const SHOWN: usize = 3;
+    match names.len() {
+        0 => "none".to_owned(),
+        all if all <= SHOWN => names.join(", "),
+        all => format!("{} and {} more", names[..SHOWN].join(", "), all - SHOWN),
+    }
 }

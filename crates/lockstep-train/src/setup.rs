@@ -1,6 +1,6 @@
 //! From a configuration to a model and an engine for it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use lockstep_checkpoint::ModelDirectory;
 use lockstep_engine::{Engine, EngineOptions, Optimizer, StateKind};
@@ -88,9 +88,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
             Recompute::Full => lockstep_graph::Recompute::Full,
         },
         optimizer: match optimizer.kind {
-            OptimizerKind::AdamW => {
-                Optimizer::AdamW { betas: optimizer.betas.map(|beta| beta as f32), eps: optimizer.eps as f32 }
-            }
+            OptimizerKind::AdamW => Optimizer::AdamW { betas: optimizer.betas, eps: optimizer.eps },
             OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum as f32 },
         },
         seed: config.train.seed,
@@ -135,9 +133,19 @@ pub(crate) fn load_first_weights(
 fn load_weights(engine: &mut Engine, directory: &ModelDirectory) -> Result<(), Error> {
     let ids: HashMap<String, ParameterId> =
         engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
+    let mut missing: BTreeSet<String> = ids.keys().cloned().collect();
+    let mut left_over = Vec::new();
     directory.for_each_parameter(|name, values| -> Result<(), Error> {
-        // The directory was matched with its configuration; overrides may have taken a parameter away.
-        let Some(&id) = ids.get(name) else { return Ok(()) };
+        // The directory was matched with its own configuration, which [model] may have changed.
+        let Some(&id) = ids.get(name) else {
+            left_over.push(name.to_owned());
+            return Ok(());
+        };
+        missing.remove(name);
         Ok(engine.write_state(id, StateKind::Parameter, values)?)
-    })
+    })?;
+    if missing.is_empty() && left_over.is_empty() {
+        return Ok(());
+    }
+    Err(Error::OtherParameters { missing: missing.into_iter().collect(), left_over })
 }

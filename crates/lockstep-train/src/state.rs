@@ -1,15 +1,16 @@
 //! What a run saves and how it goes on from there: tensors, counters, and nothing of the loader but the number of
 //! samples consumed.
 
+use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use lockstep_checkpoint::{
     Checkpoint, CheckpointError, DType, Region, SaveRequest, TensorKind, TensorSlice, latest_good, prune,
-    save,
+    save, set_aside,
 };
 use lockstep_engine::{Engine, StateKind, StateTensor};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::config::Difference;
 use crate::trainer::Resume;
@@ -28,14 +29,15 @@ pub(crate) struct Counters {
     pub(crate) tokens: u64,
 }
 
-/// Saves the run and removes checkpoints beyond `checkpoint.keep`.
+/// Saves the run and removes checkpoints beyond `checkpoint.keep`. Returns the new one, and why old ones are still
+/// there if they could not be removed.
 pub(crate) fn save_run(
     config: &RunConfig,
     model: &ResolvedModel,
     corpus: &Corpus,
     engine: &mut Engine,
     counters: Counters,
-) -> Result<PathBuf, CheckpointError> {
+) -> Result<(PathBuf, Option<CheckpointError>), CheckpointError> {
     let parameters = engine.records().to_vec();
     let tensors = engine.state_tensors();
     let slices: Vec<TensorSlice<'_>> = tensors.iter().map(slice).collect();
@@ -55,10 +57,9 @@ pub(crate) fn save_run(
     };
     let dir = &config.checkpoint.dir;
     let path = save(dir, &request, &slices)?;
-    if let Some(keep) = NonZeroUsize::new(config.checkpoint.keep) {
-        prune(dir, keep, &[counters.step])?;
-    }
-    Ok(path)
+    let unpruned =
+        NonZeroUsize::new(config.checkpoint.keep).and_then(|keep| prune(dir, keep, &[counters.step]).err());
+    Ok((path, unpruned))
 }
 
 fn slice<'a>(tensor: &StateTensor<'a>) -> TensorSlice<'a> {
@@ -121,6 +122,7 @@ pub(crate) fn find_checkpoint(
 /// [`Error::OtherRun`], [`Error::NoRunToResume`].
 pub(crate) fn changed_settings(
     config: &RunConfig,
+    model: &ResolvedModel,
     resume: &Resume,
     checkpoint: &Checkpoint,
 ) -> Result<Vec<Difference>, Error> {
@@ -128,15 +130,55 @@ pub(crate) fn changed_settings(
     let Some(run) = checkpoint.manifest().config.get("run") else {
         return Err(Error::NoRunToResume { path });
     };
-    let differences = config.differences(run);
-    let fits =
-        |difference: &Difference| !difference.key.starts_with("model.") && difference.key != "optimizer.kind";
+    let mut differences = config.differences(run);
+    let stored = checkpoint.manifest().config.get("model");
+    differences.extend(model_differences(stored, &model.config.to_json(DType::F32)));
+    let fits = |difference: &Difference| {
+        let of_model = difference.key.starts_with("model.") && !difference.key.contains("drop");
+        !of_model && difference.key != "optimizer.kind"
+    };
     let is_wanted = matches!(resume, Resume::From(_)) && differences.iter().all(fits);
     if is_wanted || differences.is_empty() {
         Ok(differences)
     } else {
         Err(Error::OtherRun { path, differences })
     }
+}
+
+/// The keys of `config.json` in which two models differ: the file that `model.path` names may have been edited.
+fn model_differences(stored: Option<&Value>, current: &Value) -> Vec<Difference> {
+    let (Some(Value::Object(stored)), Value::Object(current)) = (stored, current) else { return Vec::new() };
+    let keys: BTreeSet<&String> = stored.keys().chain(current.keys()).collect();
+    keys.into_iter()
+        .filter(|key| stored.get(*key) != current.get(*key))
+        .map(|key| Difference {
+            key: format!("model.{key}"),
+            stored: stored.get(key).cloned(),
+            current: current.get(key).cloned(),
+        })
+        .collect()
+}
+
+/// A run that begins below checkpoints that are there already would lose its own to them: they count as newer.
+/// They are moved to a directory of their own beside them, which is returned.
+pub(crate) fn set_aside_later(
+    config: &RunConfig,
+    resume: &Resume,
+    counters: &Counters,
+) -> Result<Option<PathBuf>, Error> {
+    let from = match resume {
+        Resume::Auto => return Ok(None),
+        Resume::Never => 0,
+        Resume::From(_) => counters.step + 1,
+    };
+    let aside = set_aside(&config.checkpoint.dir, from)?;
+    if let Some(aside) = &aside {
+        // A run that goes on from the middle cuts off the rows of what came after. Where there are none, there is
+        // nothing to keep.
+        let name = "metrics.jsonl";
+        let _ = std::fs::copy(config.metrics.dir.join(name), aside.join(name));
+    }
+    Ok(aside)
 }
 
 /// Loads a checkpoint into an engine.
@@ -166,9 +208,4 @@ pub(crate) fn restore(engine: &mut Engine, checkpoint: &Checkpoint) -> Result<Co
 pub(crate) fn text_has_changed(checkpoint: &Checkpoint, corpus: &Corpus) -> bool {
     let stored = checkpoint.manifest().config.get("training_text");
     stored.is_some_and(|stored| *stored != corpus.digest)
-}
-
-/// Whether `error` means that the disk is full: the run goes on, and the next save may find room.
-pub(crate) fn is_disk_full(error: &CheckpointError) -> bool {
-    matches!(error, CheckpointError::DiskFull { .. })
 }

@@ -20,7 +20,7 @@ use crate::progress::{Progress, Steps};
 use crate::schedule::LearningRate;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
-    Counters, changed_settings, find_checkpoint, is_disk_full, restore, save_run, text_has_changed,
+    Counters, changed_settings, find_checkpoint, restore, save_run, set_aside_later, text_has_changed,
 };
 use crate::{Corpus, Error, ResolvedModel, engine_options, human, resolve_model};
 
@@ -80,7 +80,7 @@ pub fn train(
     let mut engine = build_engine(config, &model, &arena)?;
     let (counters, changed) = match &checkpoint {
         Some(checkpoint) => {
-            let changed = changed_settings(config, resume, checkpoint)?;
+            let changed = changed_settings(config, &model, resume, checkpoint)?;
             (restore(&mut engine, checkpoint)?, changed)
         }
         None => {
@@ -111,6 +111,9 @@ pub fn train(
         }
         None => Start::Fresh,
     };
+    if let Some(aside) = set_aside_later(config, resume, &counters)? {
+        progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
+    }
     let metrics =
         config.metrics.jsonl.then(|| MetricsWriter::open(&config.metrics.dir, start)).transpose()?;
     let metrics = metrics.map(|(writer, _)| writer);
@@ -282,8 +285,8 @@ impl Run<'_> {
         if !skipped {
             self.counters.updates += 1;
             self.engine.update(&Update {
-                learning_rate: learning_rate as f32,
-                weight_decay: self.config.optimizer.weight_decay as f32,
+                learning_rate,
+                weight_decay: self.config.optimizer.weight_decay,
                 gradient_scale: clip_coefficient(self.config.train.max_grad_norm, grad_norm),
                 step: self.counters.updates,
             });
@@ -369,11 +372,11 @@ impl Run<'_> {
         Ok(Some(row.eval_loss))
     }
 
-    /// Appends a row of metrics. A full disk delays rows and does not end the run.
+    /// Appends a row of metrics. A disk that takes none delays rows and does not end the run.
     fn write(&mut self, row: &impl crate::metrics::Row) -> Result<(), Error> {
         let Some(metrics) = &mut self.metrics else { return Ok(()) };
         match metrics.append(row) {
-            Err(error @ Error::MetricsDiskFull { .. }) => {
+            Err(error @ (Error::MetricsDiskFull { .. } | Error::Metrics { .. })) => {
                 self.progress.message(&error.to_string());
                 Ok(())
             }
@@ -381,10 +384,10 @@ impl Run<'_> {
         }
     }
 
-    /// A periodic save: a full disk is reported and the run goes on.
+    /// A periodic save: where it fails, the run says so and goes on, and the next one may succeed.
     fn save_or_warn(&mut self) -> Result<(), Error> {
         match self.save() {
-            Err(Error::Checkpoint(error)) if is_disk_full(&error) => {
+            Err(Error::Checkpoint(error)) => {
                 self.progress.message(&format!("not saved: {error}"));
                 Ok(())
             }
@@ -405,7 +408,11 @@ impl Run<'_> {
         {
             self.progress.message(&error.to_string());
         }
-        let path = save_run(self.config, self.model, self.corpus, &mut self.engine, self.counters)?;
+        let (path, unpruned) =
+            save_run(self.config, self.model, self.corpus, &mut self.engine, self.counters)?;
+        if let Some(error) = unpruned {
+            self.progress.message(&format!("old checkpoints are not removed: {error}"));
+        }
         self.checkpoint_stall_ms += begin.elapsed().as_secs_f64() * 1e3;
         self.progress.message(&format!("saved {}", path.display()));
         self.saved = Some((self.counters.step, path.clone()));

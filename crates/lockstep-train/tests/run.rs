@@ -187,6 +187,20 @@ fn threads_and_recomputation_change_no_bit() {
 }
 
 #[test]
+fn kernels_that_share_their_work_among_threads_give_the_same_bits_too() {
+    // Large enough that every kernel has several tasks.
+    let bench = Bench::new();
+    let large = ["model.n_embd=144", "train.micro_batch=4", "train.global_batch=4", "model.n_positions=128"];
+    let steps = |threads| {
+        let run = format!("by-{threads}");
+        let threads = format!("train.threads={threads}");
+        bench.train(&run, GPT2, &[&large[..], &["train.seq_len=128", "train.steps=2", &threads]].concat());
+        bench.step(&run, 2)
+    };
+    assert_same_state(&steps(1), &steps(3));
+}
+
+#[test]
 fn cutting_the_global_batch_otherwise_changes_only_rounding() {
     let bench = Bench::new();
     for micro_batch in [1, 2, 4] {
@@ -303,6 +317,52 @@ fn an_exported_model_holds_the_bits_of_the_checkpoint() {
             .unwrap();
         let kept = checkpoint.manifest().tensors.iter().filter(|entry| entry.kind == TensorKind::Parameter);
         assert_eq!(parameters, kept.count());
+    }
+}
+
+#[test]
+fn a_run_begun_anew_keeps_its_checkpoints_and_those_of_the_run_before() {
+    let bench = Bench::new();
+    let settings = ["train.steps=6", "checkpoint.every=1", "checkpoint.keep=2"];
+    bench.train("run", LLAMA, &settings);
+    bench.train("run", LLAMA, &["train.steps=2", "checkpoint.every=1", "checkpoint.keep=2"]);
+    let kept = |dir: &str, step: u64| bench.path(dir).join(format!("step-{step:08}")).is_dir();
+    assert!(kept("run", 1) && kept("run", 2) && !kept("run", 6));
+    assert!(kept("run/earlier-1", 5) && kept("run/earlier-1", 6));
+    let rows = std::fs::read_to_string(bench.path("run/earlier-1/metrics.jsonl")).unwrap();
+    assert_eq!(rows.lines().filter(|row| row.contains("\"loss\"")).count(), 6);
+}
+
+#[test]
+fn an_edited_model_is_another_run() {
+    let bench = Bench::new();
+    bench.train("first", LLAMA, &["train.steps=1"]);
+    let exported = export(&bench, &bench.step("first", 1), |_, _| ());
+    let model = pretrained(&exported);
+    bench.train("run", &model, &["train.steps=1"]);
+    let file = exported.join("config.json");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let edited = text.replace("\"rms_norm_eps\": 0.00001", "\"rms_norm_eps\": 1e-3");
+    assert!(edited != text, "{text}");
+    std::fs::write(&file, edited).unwrap();
+    let config = bench.config("run", &model, &["train.steps=2"]);
+    let error = quietly(&config, &Resume::Auto, &Interrupt::default()).unwrap_err();
+    assert!(error.to_string().contains("model.rms_norm_eps"), "{error}");
+}
+
+#[test]
+fn pretrained_weights_must_be_those_of_the_model() {
+    let bench = Bench::new();
+    bench.train("first", LLAMA, &["train.steps=1"]);
+    let exported = export(&bench, &bench.step("first", 1), |_, _| ());
+    for (setting, parameter) in [
+        ("model.num_hidden_layers=3", "model.layers.2."),
+        ("model.tie_word_embeddings=true", "lm_head.weight"),
+    ] {
+        let config = bench.config("run", &pretrained(&exported), &["train.steps=1", setting]);
+        let error = quietly(&config, &Resume::Never, &Interrupt::default()).unwrap_err();
+        assert!(matches!(error, Error::OtherParameters { .. }), "{setting}: {error}");
+        assert!(error.to_string().contains(parameter), "{setting}: {error}");
     }
 }
 

@@ -100,6 +100,7 @@ impl From<lockstep_train::Error> for Failure {
             error @ (Error::Configuration(_)
             | Error::ReadConfiguration { .. }
             | Error::OtherRun { .. }
+            | Error::OtherParameters { .. }
             | Error::NoRunToResume { .. }) => Self::configuration(error.to_string()),
             error @ Error::NoGoodCheckpoint { .. } => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }

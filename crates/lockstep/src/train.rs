@@ -45,7 +45,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let interrupt = Interrupt::on_signals()?;
     let summary = train(&config, &resume, &interrupt, Progress::on_stderr)?;
-    report(&config, &summary);
+    report(&config, &resume, &summary);
     if summary.interrupted {
         return Ok(ExitCode::from(INTERRUPTED));
     }
@@ -57,11 +57,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 /// How the run ended, and what can be done next.
-fn report(config: &RunConfig, summary: &Summary) {
+fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
     let checkpoint = summary.checkpoint.display();
     if summary.interrupted {
         let (step, steps) = (summary.step, config.train.steps);
-        eprintln!("interrupted at step {step} of {steps}; the same command resumes from {checkpoint}");
+        let how = match resume {
+            Resume::Auto => "the same command resumes",
+            _ => "with --resume auto the same command resumes",
+        };
+        eprintln!("interrupted at step {step} of {steps}; {how} from {checkpoint}");
         return;
     }
     let Some(loss) = summary.loss else {

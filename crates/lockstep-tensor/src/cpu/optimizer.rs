@@ -104,18 +104,17 @@ struct AdamWRates {
 impl AdamWRates {
     fn new(step: &AdamW<'_>) -> Self {
         assert!(step.step >= 1, "adamw: steps are counted from 1");
-        let [beta1, beta2] = step.betas.map(f64::from);
-        let learning_rate = f64::from(step.learning_rate);
+        let (learning_rate, [beta1, beta2]) = (step.learning_rate, step.betas);
         let correction1 = 1.0 - libm::pow(beta1, step.step as f64);
         let correction2 = 1.0 - libm::pow(beta2, step.step as f64);
         Self {
             gradient_scale: step.gradient_scale,
-            keep: (1.0 - learning_rate * f64::from(step.weight_decay)) as f32,
+            keep: (1.0 - learning_rate * step.weight_decay) as f32,
             one_minus_beta1: (1.0 - beta1) as f32,
-            beta2: step.betas[1],
+            beta2: beta2 as f32,
             one_minus_beta2: (1.0 - beta2) as f32,
             root_correction2: libm::sqrt(correction2) as f32,
-            eps: step.eps,
+            eps: step.eps as f32,
             step_size: (learning_rate / correction1) as f32,
         }
     }
@@ -284,8 +283,7 @@ mod tests {
 
     /// PyTorch's `_single_tensor_adamw` for one element, in f64.
     fn adamw_element(p: f64, gradient: impl Fn(u64) -> f64) -> [f64; 3] {
-        let (lr, beta1, beta2, eps, decay) = (1e-2_f32, 0.9_f32, 0.95_f32, 1e-8_f32, 0.1_f32);
-        let [lr, beta1, beta2, eps, decay] = [lr, beta1, beta2, eps, decay].map(f64::from);
+        let (lr, beta1, beta2, eps, decay) = (1e-2, 0.9, 0.95, 1e-8, 0.1);
         let (mut p, mut m, mut v) = (p, 0.0, 0.0);
         for step in 1..=STEPS {
             let g = gradient(step) * f64::from(GRADIENT_SCALE);

@@ -90,7 +90,9 @@ sections! {
         /// The gradient's global L2 norm is clipped to this; 0 switches clipping off.
         max_grad_norm: f64 = 1.0, rules().at_least(0.0).defines_numbers();
         /// Probability of dropout, in families that have it.
-        dropout: f64 = 0.0, rules().at_least(0.0).below(1.0).defines_numbers();
+        dropout: f64 = 0.0,
+            rules().at_least(0.0).below(1.0).when_absent("that of the model's `config.json`; `0.0` for a preset")
+                .defines_numbers();
         /// Threads that compute; 0 takes every core.
         threads: usize = 0, rules().at_most(4096.0);
         /// Steps between evaluations; 0 switches them off.

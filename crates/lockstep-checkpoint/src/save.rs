@@ -282,7 +282,11 @@ impl Staging {
         // process dies in that moment.
         let aside = self.dir.join(format!("{SET_ASIDE}{}", directory::step_name(self.step)));
         fs::rename(target, &aside).map_err(rename_error())?;
-        fs::rename(&self.path, target).map_err(rename_error())?;
+        if let Err(error) = fs::rename(&self.path, target) {
+            // The old one stays; where even this fails, the next save's sweep does it.
+            let _ = fs::rename(&aside, target);
+            return Err(rename_error()(error));
+        }
         Ok(Some(aside))
     }
 }

@@ -49,7 +49,7 @@ pub enum CheckpointError {
         source: io::Error,
     },
     /// Another save or prune is at work in this directory.
-    #[error("another process or thread is saving into {}", dir.display())]
+    #[error("another process is at work in {}", dir.display())]
     Busy {
         /// The directory of checkpoints.
         dir: PathBuf,

@@ -13,6 +13,9 @@ use rustix::io::Errno;
 
 use crate::error::CheckpointError;
 
+/// What a [`RunLock`] locks.
+const RUN_LOCK_FILE: &str = ".run.lock";
+
 /// Holds a directory of checkpoints for one save or prune; the system lets go when the process ends,
 /// however it ends, so a lock is never stale.
 #[derive(Debug)]
@@ -30,7 +33,10 @@ impl DirectoryLock {
     /// Takes the lock at once or says who is [`Busy`](CheckpointError::Busy). On file systems without
     /// locks it succeeds, and only one process may save at a time.
     pub(crate) fn take(dir: &Path) -> Result<Self, CheckpointError> {
-        let handle = File::open(dir).map_err(CheckpointError::io("open", dir))?;
+        Self::lock(File::open(dir).map_err(CheckpointError::io("open", dir))?, dir)
+    }
+
+    fn lock(handle: File, dir: &Path) -> Result<Self, CheckpointError> {
         match flock(&handle, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) | Err(Errno::NOTSUP | Errno::NOSYS | Errno::NOLCK | Errno::BADF | Errno::INVAL) => {
                 Ok(Self(handle))
@@ -38,6 +44,23 @@ impl DirectoryLock {
             Err(Errno::WOULDBLOCK) => Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
             Err(errno) => Err(CheckpointError::io("lock", dir)(errno.into())),
         }
+    }
+}
+
+/// Keeps a directory of checkpoints for one run, from its first step to its last; the system lets go when the
+/// process ends, however it ends.
+#[derive(Debug)]
+pub struct RunLock(#[expect(dead_code, reason = "held, not read")] DirectoryLock);
+
+impl RunLock {
+    /// Takes the lock at once.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Busy`] if another run is at work in `dir`, [`CheckpointError::Io`].
+    pub fn take(dir: &Path) -> Result<Self, CheckpointError> {
+        let path = dir.join(RUN_LOCK_FILE);
+        let file = File::options().create(true).truncate(false).write(true).open(&path);
+        DirectoryLock::lock(file.map_err(CheckpointError::io("open", &path))?, dir).map(Self)
     }
 }
 

@@ -60,7 +60,7 @@ pub mod safetensors;
 pub use digest::Digest;
 pub use directory::{Latest, ListedCheckpoint, SkippedCheckpoint, latest_good, list, prune, set_aside};
 pub use error::{CheckpointError, CoverageError};
-pub use files::prepare_directory;
+pub use files::{RunLock, prepare_directory};
 pub use load::Checkpoint;
 pub use lockstep_plan::DType;
 pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_FILE, Manifest, SliceEntry, TensorEntry, TensorKind};

@@ -256,6 +256,17 @@ impl Engine {
         }
     }
 
+    /// The first parameter, if any, that holds a value which is not finite.
+    pub fn parameter_that_is_not_finite(&mut self) -> Option<String> {
+        let is_broken = |tensor: &StateTensor<'_>| {
+            // Not finite: all bits of the exponent are set. A maximum vectorizes, a search does not.
+            let exponent = |value: &f32| value.to_bits() & 0x7f80_0000;
+            tensor.kind == StateKind::Parameter
+                && tensor.values.iter().map(exponent).fold(0, u32::max) == 0x7f80_0000
+        };
+        self.state_tensors().into_iter().find(is_broken).map(|tensor| tensor.record.name.clone())
+    }
+
     /// The kinds of tensors that a checkpoint holds for each parameter.
     pub fn state_kinds(&self) -> Vec<StateKind> {
         let kept = self.optimizer_state.iter().map(|(kind, _)| *kind);

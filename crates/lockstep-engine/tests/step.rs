@@ -145,6 +145,18 @@ fn a_gradient_that_is_not_finite_shows_in_the_norm() {
 }
 
 #[test]
+fn a_weight_that_is_not_finite_is_found_by_name() {
+    let mut engine = engine();
+    assert_eq!(engine.parameter_that_is_not_finite(), None);
+    for broken in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut values = vec![f32::MAX; engine.records()[0].elements()];
+        values[87] = broken;
+        engine.write_state(ParameterId(0), StateKind::Parameter, &values).unwrap();
+        assert_eq!(engine.parameter_that_is_not_finite().as_deref(), Some("model.embed_tokens.weight"));
+    }
+}
+
+#[test]
 fn a_tensor_of_the_wrong_size_is_refused_by_name() {
     let mut engine = engine();
     let error = engine.write_state(ParameterId(0), StateKind::Parameter, &[1.0]).unwrap_err().to_string();

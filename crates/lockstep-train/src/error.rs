@@ -72,6 +72,16 @@ pub enum Error {
         /// What differs.
         differences: Vec<crate::config::Difference>,
     },
+    /// An update has left the range of f32. Nothing of it is saved.
+    #[error(
+        "{name} is not finite after step {step}; nothing is saved; go on from an earlier checkpoint with a lower optimizer.lr"
+    )]
+    WeightsNotFinite {
+        /// Steps made.
+        step: u64,
+        /// The first parameter at fault.
+        name: String,
+    },
     /// The keys of `[model]` ask for other parameters than the pretrained weights have.
     #[error(
         "model.path has not the parameters that the keys of [model] ask for (missing: {}; left over: {}); leave \

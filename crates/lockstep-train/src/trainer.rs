@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use lockstep_checkpoint::prepare_directory;
+use lockstep_checkpoint::{RunLock, prepare_directory};
 use lockstep_data::{Dataset, MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Runner, Update};
 use lockstep_plan::MemoryCategory;
@@ -75,6 +75,7 @@ pub fn train(
     let model = resolve_model(config)?;
     let corpus = Corpus::open(config, &model)?;
     prepare_directory(&config.checkpoint.dir)?;
+    let _lock = RunLock::take(&config.checkpoint.dir)?;
     let arena = Arena::new();
     let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
     let mut engine = build_engine(config, &model, &arena)?;
@@ -402,6 +403,10 @@ impl Run<'_> {
             return Ok(path.clone());
         }
         let begin = Instant::now();
+        // Finite gradients may still carry a weight out of the range of f32.
+        if let Some(name) = self.engine.parameter_that_is_not_finite() {
+            return Err(Error::WeightsNotFinite { step: self.counters.step, name });
+        }
         // Rows reach the disk before the checkpoint that counts them, or a resumed run would miss some.
         if let Some(metrics) = &mut self.metrics
             && let Err(error) = metrics.sync()

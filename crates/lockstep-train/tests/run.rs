@@ -3,7 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_checkpoint::{Checkpoint, ModelDirectory, TensorKind, export_hf, hf::HfCheckpoint};
+use lockstep_checkpoint::{
+    Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind, export_hf, hf::HfCheckpoint,
+};
 use lockstep_plan::DType;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
@@ -254,7 +256,7 @@ fn pretrained(exported: &Path) -> String {
 }
 
 #[test]
-fn a_step_that_is_not_finite_leaves_the_weights_alone() {
+fn a_step_that_is_not_finite_is_skipped_and_broken_weights_are_not_saved() {
     let bench = Bench::new();
     bench.train("first", LLAMA, &["train.steps=1"]);
     // One byte's embedding is broken, and that byte stands in the third step's window only.
@@ -268,15 +270,17 @@ fn a_step_that_is_not_finite_leaves_the_weights_alone() {
     text[2 * 24 + 5] = b'#';
     std::fs::write(bench.path("text.txt"), text).unwrap();
     let model = pretrained(&exported);
-    let settings = ["data.order=\"sequential\"", "train.steps=3", "checkpoint.every=1", "checkpoint.keep=0"];
-    bench.train("guarded", &model, &settings);
-    let skipped: Vec<bool> =
-        bench.rows("guarded").iter().filter_map(|row| row.get("skipped")?.as_bool()).collect();
-    assert_eq!(skipped, [false, false, true]);
-    assert_same_state(&bench.step("guarded", 2), &bench.step("guarded", 3));
-    let before = std::fs::read(bench.step("guarded", 1).join("rank-00000.safetensors")).unwrap();
-    let after = std::fs::read(bench.step("guarded", 2).join("rank-00000.safetensors")).unwrap();
-    assert!(before != after, "the second step did not change the weights");
+    let config = bench.config("guarded", &model, &["data.order=\"sequential\"", "train.steps=4"]);
+    let error = quietly(&config, &Resume::Never, &Interrupt::default()).unwrap_err();
+    let rows = bench.rows("guarded");
+    let skipped: Vec<bool> = rows.iter().filter_map(|row| row.get("skipped")?.as_bool()).collect();
+    assert_eq!(skipped, [false, false, true, false]);
+    // The fourth loss is finite: nothing of the third step has reached the other weights. But what was broken from
+    // the start is not saved.
+    let loss = rows.iter().rev().find_map(|row| row.get("loss")?.as_f64()).unwrap();
+    assert!(loss.is_finite(), "{loss}");
+    assert!(matches!(error, Error::WeightsNotFinite { step: 4, .. }), "{error}");
+    assert!(!bench.step("guarded", 4).exists());
 }
 
 #[test]
@@ -318,6 +322,18 @@ fn an_exported_model_holds_the_bits_of_the_checkpoint() {
         let kept = checkpoint.manifest().tensors.iter().filter(|entry| entry.kind == TensorKind::Parameter);
         assert_eq!(parameters, kept.count());
     }
+}
+
+#[test]
+fn a_directory_of_checkpoints_serves_one_run_at_a_time() {
+    let bench = Bench::new();
+    std::fs::create_dir(bench.path("run")).unwrap();
+    let lock = RunLock::take(&bench.path("run")).unwrap();
+    let config = bench.config("run", LLAMA, &["train.steps=1"]);
+    let error = quietly(&config, &Resume::Auto, &Interrupt::default()).unwrap_err();
+    assert!(matches!(error, Error::Checkpoint(CheckpointError::Busy { .. })), "{error}");
+    drop(lock);
+    bench.train("run", LLAMA, &["train.steps=1"]);
 }
 
 #[test]

@@ -12,6 +12,7 @@ use serde_json::json;
 
 use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
+use crate::output::say;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -110,9 +111,9 @@ fn step(arguments: &StepArguments) -> Result<(), Failure> {
             "tokens_per_s": tokens_per_s, "step_ms": step_ms, "peak_rss_bytes": peak_rss_bytes(), "loss": losses,
             "flops_per_s": flops_per_s, "level": level.to_string(),
         });
-        println!("{document}");
+        say!("{document}");
     } else {
-        println!(
+        say!(
             "{} {} {} x {seq_len}, {}, {level}: {tokens_per_s:.0} tokens/s, {step_ms:.1} ms a step, {:.1} GFLOP/s",
             arguments.model,
             shape.dtype,
@@ -141,12 +142,12 @@ fn gemm(arguments: &GemmArguments) -> Result<(), Failure> {
             "ms": ms, "gflops": gflops,
         }));
         if !arguments.json {
-            println!("{name:24} {layout:?} {m:>6} x {n:>6} x {k:>6}  {ms:>9.3} ms  {gflops:>8.1} GFLOP/s");
+            say!("{name:24} {layout:?} {m:>6} x {n:>6} x {k:>6}  {ms:>9.3} ms  {gflops:>8.1} GFLOP/s");
         }
     })
     .map_err(|error| Failure { message: error.to_string(), code: FAILED })?;
     if arguments.json {
-        println!("{}", json!(rows));
+        say!("{}", json!(rows));
     }
     Ok(())
 }

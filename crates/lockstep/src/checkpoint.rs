@@ -12,6 +12,7 @@ use lockstep_train::human;
 use serde_json::json;
 
 use crate::exit::Failure;
+use crate::output::say;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -80,13 +81,13 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
         Command::Show { checkpoint, json } => show(checkpoint, *json)?,
         Command::Verify { checkpoint } => {
             Checkpoint::open(checkpoint)?.verify()?;
-            println!("{}: every byte is as it was written", checkpoint.display());
+            say!("{}: every byte is as it was written", checkpoint.display());
         }
         Command::Export { checkpoint, hf, dtype } => {
             let checkpoint = Checkpoint::open(checkpoint)?;
             checkpoint.verify()?;
             export_hf(&checkpoint, (*dtype).into(), hf)?;
-            println!("wrote {}", hf.display());
+            say!("wrote {}", hf.display());
         }
         Command::Import { hf, out } => import(hf, out)?,
     }
@@ -102,11 +103,11 @@ fn print_list(dir: &Path, as_json: bool) -> Result<(), Failure> {
     if as_json {
         let rows: Vec<_> =
             found.iter().map(|entry| json!({ "step": entry.step, "path": entry.path })).collect();
-        println!("{}", json!(rows));
+        say!("{}", json!(rows));
         return Ok(());
     }
     for entry in found {
-        println!("{:>10}  {}", entry.step, entry.path.display());
+        say!("{:>10}  {}", entry.step, entry.path.display());
     }
     Ok(())
 }
@@ -117,7 +118,7 @@ fn show(path: &Path, as_json: bool) -> Result<(), Failure> {
     if as_json {
         let text = serde_json::to_string_pretty(manifest)
             .map_err(|error| Failure { message: error.to_string(), code: crate::exit::FAILED })?;
-        println!("{text}");
+        say!("{text}");
         return Ok(());
     }
     let parameters: usize = manifest
@@ -127,18 +128,18 @@ fn show(path: &Path, as_json: bool) -> Result<(), Failure> {
         .map(|entry| entry.shape.iter().product::<usize>())
         .sum();
     let bytes: u64 = manifest.files.values().map(|file| file.bytes).sum();
-    println!("step              {}", manifest.step);
-    println!("samples consumed  {}", manifest.samples_consumed);
-    println!("seed              {}", manifest.seed);
-    println!("parameters        {}", human::count(parameters as f64));
-    println!(
+    say!("step              {}", manifest.step);
+    say!("samples consumed  {}", manifest.samples_consumed);
+    say!("seed              {}", manifest.seed);
+    say!("parameters        {}", human::count(parameters as f64));
+    say!(
         "tensors           {} in {} file(s), {}",
         manifest.tensors.len(),
         manifest.files.len(),
         human::bytes(bytes)
     );
     if let Some(model) = manifest.config.get("model").and_then(|model| model.get("model_type")) {
-        println!("model             {}", model.as_str().unwrap_or("?"));
+        say!("model             {}", model.as_str().unwrap_or("?"));
     }
     Ok(())
 }
@@ -173,6 +174,6 @@ fn import(hf: &Path, out: &Path) -> Result<(), Failure> {
         parameters: &records,
         ..SaveRequest::default()
     };
-    println!("wrote {}", save(out, &request, &slices)?.display());
+    say!("wrote {}", save(out, &request, &slices)?.display());
     Ok(())
 }

@@ -16,6 +16,7 @@ use lockstep_train::RunConfig;
 use serde_json::json;
 
 use crate::exit::Failure;
+use crate::output::say;
 
 #[derive(Debug, Args)]
 pub(crate) struct EvalArguments {
@@ -53,9 +54,9 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
     let result = evaluate(&model, &Dataset::new(tokens, range, window, "the text")?)?;
     let perplexity = result.perplexity();
     if arguments.json {
-        println!("{}", json!({ "loss": result.loss, "perplexity": perplexity, "tokens": result.tokens }));
+        say!("{}", json!({ "loss": result.loss, "perplexity": perplexity, "tokens": result.tokens }));
     } else {
-        println!("loss {:.4}  perplexity {perplexity:.3}  tokens {}", result.loss, result.tokens);
+        say!("loss {:.4}  perplexity {perplexity:.3}  tokens {}", result.loss, result.tokens);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -66,13 +67,13 @@ pub(crate) struct GenerateArguments {
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// The text to continue
-    #[arg(long)]
+    #[arg(long, allow_hyphen_values = true)]
     prompt: String,
-    /// Tokens to generate
-    #[arg(long, default_value_t = 100)]
-    max_new_tokens: usize,
+    /// Tokens to generate [default: 100, or as many as the model has room for]
+    #[arg(long)]
+    max_new_tokens: Option<usize>,
     /// Divides the logits; 0 takes the most likely token
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     temperature: f32,
     /// Only the K most likely tokens; 0 for all
     #[arg(long, default_value_t = 0)]
@@ -91,12 +92,17 @@ pub(crate) struct GenerateArguments {
     json: bool,
 }
 
+/// Tokens that are generated where nobody says how many and the model has room.
+const DEFAULT_NEW_TOKENS: usize = 100;
+
 pub(crate) fn generate(arguments: &GenerateArguments) -> Result<ExitCode, Failure> {
     let model = LoadedModel::open(&arguments.model, threads(arguments.threads)?)?;
     let tokenizer = model.tokenizer()?;
     let prompt = tokenizer.encode_prompt(&arguments.prompt)?;
     let ends = &model.config().tokens().end;
-    let mut generator = Generator::new(&model, prompt.len().saturating_add(arguments.max_new_tokens))?;
+    let room = model.config().max_position_embeddings().saturating_sub(prompt.len());
+    let new_tokens = arguments.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS.min(room));
+    let mut generator = Generator::new(&model, prompt.len().saturating_add(new_tokens))?;
     let GenerateArguments { temperature, top_k, top_p, seed, .. } = *arguments;
     let mut sampler = Sampler::new(Sampling { temperature, top_k, top_p, seed })?;
     let mut stream = TextStream::new(&tokenizer);
@@ -111,7 +117,7 @@ pub(crate) fn generate(arguments: &GenerateArguments) -> Result<ExitCode, Failur
         }
     };
     show(&arguments.prompt);
-    generator.generate(&prompt, arguments.max_new_tokens, &mut sampler, |id| -> Result<_, Failure> {
+    generator.generate(&prompt, new_tokens, &mut sampler, |id| -> Result<_, Failure> {
         if ends.contains(&id) {
             return Ok(ControlFlow::Break(()));
         }
@@ -128,9 +134,9 @@ pub(crate) fn generate(arguments: &GenerateArguments) -> Result<ExitCode, Failur
         let document = json!({
             "prompt": arguments.prompt, "text": text, "tokens": tokens, "prompt_tokens": prompt.len(),
         });
-        println!("{document}");
+        say!("{document}");
     } else {
-        println!();
+        say!("");
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -5,6 +5,7 @@ mod bench;
 mod checkpoint;
 mod exit;
 mod infer;
+mod output;
 mod train;
 
 use std::process::ExitCode;

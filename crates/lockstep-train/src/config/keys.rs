@@ -109,7 +109,7 @@ sections! {
         /// `adamw`, or `sgd` with momentum.
         kind: OptimizerKind = OptimizerKind::AdamW, rules().defines_numbers();
         /// The learning rate at its peak; `train.lr` is another name for it.
-        lr: f64 = 3e-4, rules().above(0.0).defines_numbers();
+        lr: f64 = 3e-4, rules().above(0.0).at_most(1e6).defines_numbers();
         /// Decay rates of AdamW's two averages.
         betas: [f64; 2] = [0.9, 0.95], rules().at_least(0.0).below(1.0).defines_numbers();
         /// Added to AdamW's denominator.

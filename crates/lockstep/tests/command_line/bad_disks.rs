@@ -44,7 +44,8 @@ fn a_full_disk_stops_no_step_and_spoils_no_checkpoint() {
         $1 train run.toml --set checkpoint.dir=disk --set train.steps=2; echo "code $?"; }"#;
     let Some(outcome) = with_disk(&workshop, "size=900k", script) else { return };
     let verified = |step| format!("disk/step-0000000{step}: every byte is as it was written\n");
-    let expected = format!("code 1\n{}{}step-00000001\nstep-00000002\ncode 0\n", verified(1), verified(2));
+    let expected =
+        format!("code 1\n{}{}.run.lock\nstep-00000001\nstep-00000002\ncode 0\n", verified(1), verified(2));
     assert_eq!(outcome.stdout, expected, "{outcome:?}");
     let full = "no space left for disk/";
     for part in

@@ -17,7 +17,7 @@ pub(crate) fn line(text: Arguments<'_>) {
     std::process::exit(i32::from(FAILED));
 }
 
-/// `println!` by way of [`line`].
+/// `println!` by way of [`line()`].
 macro_rules! say {
     ($($argument:tt)*) => { $crate::output::line(format_args!($($argument)*)) };
 }

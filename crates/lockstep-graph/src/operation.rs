@@ -42,6 +42,18 @@ pub struct AttentionShape {
     pub window: Option<usize>,
 }
 
+/// Attention and what it reads and writes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionOperation {
+    pub(crate) q: Value,
+    pub(crate) k: Value,
+    pub(crate) v: Value,
+    pub(crate) shape: AttentionShape,
+    pub(crate) dropout: Option<DropoutSite>,
+    pub(crate) y: Value,
+    pub(crate) log_sum_exp: Value,
+}
+
 /// One recorded operation.
 #[derive(Debug, Clone)]
 pub(crate) enum Operation {
@@ -77,15 +89,7 @@ pub(crate) enum Operation {
         head_dim: usize,
         y: Value,
     },
-    Attention {
-        q: Value,
-        k: Value,
-        v: Value,
-        shape: AttentionShape,
-        dropout: Option<DropoutSite>,
-        y: Value,
-        log_sum_exp: Value,
-    },
+    Attention(AttentionOperation),
     SwiGlu {
         gate: Value,
         up: Value,
@@ -131,7 +135,7 @@ impl Operation {
             | Self::RmsNorm { y, .. }
             | Self::LayerNorm { y, .. }
             | Self::Rope { y, .. }
-            | Self::Attention { y, .. }
+            | Self::Attention(AttentionOperation { y, .. })
             | Self::SwiGlu { y, .. }
             | Self::Gelu { y, .. }
             | Self::Add { y, .. }
@@ -145,7 +149,7 @@ impl Operation {
         match *self {
             Self::RmsNorm { y, rstd, .. } => vec![y, rstd],
             Self::LayerNorm { y, mean, rstd, .. } => vec![y, mean, rstd],
-            Self::Attention { y, log_sum_exp, .. } => vec![y, log_sum_exp],
+            Self::Attention(AttentionOperation { y, log_sum_exp, .. }) => vec![y, log_sum_exp],
             Self::CrossEntropy { losses, log_sum_exp, .. } => vec![losses, log_sum_exp],
             _ => vec![self.output()],
         }
@@ -161,7 +165,7 @@ impl Operation {
             | Self::Rope { x, .. }
             | Self::Gelu { x, .. }
             | Self::Dropout { x, .. } => vec![x],
-            Self::Attention { q, k, v, .. } => vec![q, k, v],
+            Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
             Self::SwiGlu { gate, up, .. } => vec![gate, up],
             Self::Add { a, b, .. } => vec![a, b],
             Self::CrossEntropy { logits, .. } => vec![logits],
@@ -173,7 +177,9 @@ impl Operation {
         match *self {
             Self::RmsNorm { x, rstd, .. } => vec![x, rstd],
             Self::LayerNorm { x, mean, rstd, .. } => vec![x, mean, rstd],
-            Self::Attention { q, k, v, y, log_sum_exp, .. } => vec![q, k, v, y, log_sum_exp],
+            Self::Attention(AttentionOperation { q, k, v, y, log_sum_exp, .. }) => {
+                vec![q, k, v, y, log_sum_exp]
+            }
             Self::SwiGlu { gate, up, .. } => vec![gate, up],
             Self::Gelu { x, .. } => vec![x],
             Self::CrossEntropy { logits, log_sum_exp, .. } => vec![logits, log_sum_exp],

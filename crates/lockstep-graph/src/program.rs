@@ -5,7 +5,7 @@ use lockstep_plan::Initializer;
 use crate::{
     BlockShape, Mode, Recorder, Value,
     backward::{self, Gradient, GradientBuffer, Home, Order},
-    operation::Operation,
+    operation::{AttentionOperation, Operation},
     recorder::ValueInfo,
     storage::{Bump, Lifetime, Region, Slot, pack},
 };
@@ -186,7 +186,7 @@ impl Program {
         let tokens = self.shape.tokens() as u64;
         match operation {
             Operation::Linear { x, y, .. } => 2 * tokens * columns(*x) * columns(*y),
-            Operation::Attention { q, shape, .. } => {
+            Operation::Attention(AttentionOperation { q, shape, .. }) => {
                 let seq_len = self.shape.seq_len as u64;
                 let seen = shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
                 2 * tokens * seen * columns(*q)

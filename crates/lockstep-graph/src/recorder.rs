@@ -8,7 +8,7 @@ use lockstep_tensor::Gelu;
 
 use crate::{
     AttentionShape, BatchInput, DropoutSite, ParameterDeclaration, ParameterIndex, Program, Recompute,
-    operation::Operation,
+    operation::{AttentionOperation, Operation},
 };
 
 /// A handle to a recorded value.
@@ -36,6 +36,9 @@ pub struct BlockShape {
 }
 
 impl BlockShape {
+    /// Most tokens in a micro-batch. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
+    pub const MAX_TOKENS: usize = 1 << 31;
+
     /// Tokens in a micro-batch.
     pub fn tokens(&self) -> usize {
         self.sequences * self.seq_len
@@ -201,7 +204,8 @@ impl Recorder {
         let dropout = self.dropout_site(dropout);
         let y = self.value(heads * head_dim);
         let log_sum_exp = self.statistic(heads);
-        self.operations.push(Operation::Attention { q, k, v, shape, dropout, y, log_sum_exp });
+        let attention = AttentionOperation { q, k, v, shape, dropout, y, log_sum_exp };
+        self.operations.push(Operation::Attention(attention));
         y
     }
 

@@ -10,7 +10,7 @@ use lockstep_tensor::{
 use crate::{
     BatchInput, DropoutSite, ParameterIndex, Program, Value,
     backward::{Gradient, GradientBuffer},
-    operation::{AttentionShape, Operation},
+    operation::{AttentionOperation, AttentionShape, Operation},
     program::{Instruction, Phase},
     recorder::ValueInfo,
     storage::{Region, Slot},
@@ -182,9 +182,7 @@ impl<'a> Run<'a> {
             Operation::Rope { x, head_dim, y } => {
                 self.rope(self.value(x), head_dim, Rotation::Forward, self.value(y));
             }
-            Operation::Attention { q, k, v, shape, dropout, y, log_sum_exp } => {
-                self.attention(q, k, v, shape, dropout, y, log_sum_exp);
-            }
+            Operation::Attention(attention) => self.attention(attention),
             Operation::SwiGlu { gate, up, y } => {
                 queue.swiglu(self.value(gate), self.value(up), self.value(y))
             }
@@ -238,7 +236,7 @@ impl<'a> Run<'a> {
                 queue.layer_norm_backward_input(self.layer_norm(operation), dy, target(0), write);
             }
             Operation::Rope { head_dim, .. } => self.rope(dy, head_dim, Rotation::Backward, target(0)),
-            Operation::Attention { q, k, v, shape, dropout, y, log_sum_exp } => {
+            Operation::Attention(AttentionOperation { q, k, v, shape, dropout, y, log_sum_exp }) => {
                 let attention = self.geometry(shape, dropout);
                 let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
                 let split = |view: View<'a>, heads: usize| split_heads(view, heads, head_dim);
@@ -304,17 +302,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the operation's own fields")]
-    fn attention(
-        &self,
-        q: Value,
-        k: Value,
-        v: Value,
-        shape: AttentionShape,
-        dropout: Option<DropoutSite>,
-        y: Value,
-        log_sum_exp: Value,
-    ) {
+    fn attention(&self, operation: AttentionOperation) {
+        let AttentionOperation { q, k, v, shape, dropout, y, log_sum_exp } = operation;
         let queue = self.replay.queue;
         let mut attention = self.geometry(shape, dropout);
         let (mut keys, mut values) = (self.value(k), self.value(v));

@@ -8,6 +8,8 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
+use crate::trainer::clip_coefficient;
+
 const SEED: u64 = 1337;
 /// Runs of each product, of which the fastest counts.
 const GEMM_RUNS: usize = 5;
@@ -73,7 +75,7 @@ fn make_step(engine: &mut Engine, batch: &HostBatch<'_>, step: u64) -> f64 {
     engine.update(&Update {
         learning_rate: 3e-4,
         weight_decay: 0.1,
-        gradient_scale: (1.0 / (norm + 1e-6)).min(1.0) as f32,
+        gradient_scale: clip_coefficient(1.0, norm),
         step,
     });
     loss

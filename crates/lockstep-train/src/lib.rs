@@ -16,6 +16,7 @@
 pub mod benchmark;
 pub mod config;
 mod corpus;
+mod describe;
 mod error;
 pub mod human;
 pub mod interrupt;

@@ -1,7 +1,7 @@
 //! What a run saves and how it goes on from there: tensors, counters, and nothing of the loader but the number of
 //! samples consumed.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -13,6 +13,7 @@ use lockstep_engine::{Engine, StateKind, StateTensor};
 use serde_json::{Value, json};
 
 use crate::config::Difference;
+use crate::metrics::FILE_NAME;
 use crate::trainer::Resume;
 use crate::{Corpus, Error, ResolvedModel, RunConfig};
 
@@ -131,8 +132,14 @@ pub(crate) fn changed_settings(
         return Err(Error::NoRunToResume { path });
     };
     let mut differences = config.differences(run);
-    let stored = checkpoint.manifest().config.get("model");
-    differences.extend(model_differences(stored, &model.config.to_json(DType::F32)));
+    if let Some(stored) = checkpoint.manifest().config.get("model") {
+        let current = model.config.to_json(DType::F32);
+        let of_model = Difference::between(&model_settings(stored), &model_settings(&current));
+        // A key that the user has set is listed already.
+        let is_new = |found: &Difference| differences.iter().all(|listed| listed.key != found.key);
+        let of_model: Vec<_> = of_model.into_iter().filter(is_new).collect();
+        differences.extend(of_model);
+    }
     let fits = |difference: &Difference| {
         let of_model = difference.key.starts_with("model.") && !difference.key.contains("drop");
         !of_model && difference.key != "optimizer.kind"
@@ -145,18 +152,10 @@ pub(crate) fn changed_settings(
     }
 }
 
-/// The keys of `config.json` in which two models differ: the file that `model.path` names may have been edited.
-fn model_differences(stored: Option<&Value>, current: &Value) -> Vec<Difference> {
-    let (Some(Value::Object(stored)), Value::Object(current)) = (stored, current) else { return Vec::new() };
-    let keys: BTreeSet<&String> = stored.keys().chain(current.keys()).collect();
-    keys.into_iter()
-        .filter(|key| stored.get(*key) != current.get(*key))
-        .map(|key| Difference {
-            key: format!("model.{key}"),
-            stored: stored.get(key).cloned(),
-            current: current.get(key).cloned(),
-        })
-        .collect()
+/// The keys of a model's `config.json`, as settings: the file that `model.path` names may have been edited.
+fn model_settings(config: &Value) -> BTreeMap<String, Value> {
+    let keys = config.as_object().into_iter().flatten();
+    keys.map(|(key, value)| (format!("model.{key}"), value.clone())).collect()
 }
 
 /// A run that begins below checkpoints that are there already would lose its own to them: they count as newer.
@@ -175,8 +174,7 @@ pub(crate) fn set_aside_later(
     if let Some(aside) = &aside {
         // A run that goes on from the middle cuts off the rows of what came after. Where there are none, there is
         // nothing to keep.
-        let name = "metrics.jsonl";
-        let _ = std::fs::copy(config.metrics.dir.join(name), aside.join(name));
+        let _ = std::fs::copy(config.metrics.dir.join(FILE_NAME), aside.join(FILE_NAME));
     }
     Ok(aside)
 }

@@ -1,28 +1,28 @@
 //! The training loop on one rank.
 //!
 //! A step reads the micro-batches of one global batch, counts its valid tokens G, runs forward and backward of each
-//! with the seed 1/G, clips by the global norm and updates. Whatever is not finite never reaches the weights:
-//! the step is counted, shown and skipped.
+//! with the seed 1/G, clips by the global norm and updates. A loss or gradient that is not finite never reaches the
+//! weights: the step is counted, shown and skipped. Weights that leave the range of f32 all the same are not saved.
 
 use std::path::PathBuf;
 use std::time::Instant;
 
 use lockstep_checkpoint::{RunLock, prepare_directory};
-use lockstep_data::{Dataset, MicroBatch, Prefetcher, SampleCursor};
-use lockstep_engine::{Engine, HostBatch, Runner, Update};
-use lockstep_plan::MemoryCategory;
+use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
+use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_tensor::Arena;
 
-use crate::config::{ModelSource, RunConfig};
+use crate::config::RunConfig;
+use crate::describe::describe;
 use crate::interrupt::Interrupt;
-use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, MetricsWriter, Start, StepMetrics};
+use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, MetricsWriter, Row, Start, StepMetrics};
 use crate::progress::{Progress, Steps};
 use crate::schedule::LearningRate;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
     Counters, changed_settings, find_checkpoint, restore, save_run, set_aside_later, text_has_changed,
 };
-use crate::{Corpus, Error, ResolvedModel, engine_options, human, resolve_model};
+use crate::{Corpus, Error, ResolvedModel, resolve_model};
 
 /// Micro-batches read ahead.
 const PREFETCH_DEPTH: usize = 4;
@@ -147,68 +147,6 @@ pub fn train(
     .run(interrupt)
 }
 
-/// Everything that is derived from the configuration, said once.
-fn describe(
-    config: &RunConfig,
-    model: &ResolvedModel,
-    corpus: &Corpus,
-    engine: &Engine,
-    progress: &mut Progress,
-) {
-    let options = engine_options(config);
-    let name = match config.model_source() {
-        ModelSource::Preset(name) if config.model.overrides.is_empty() => name.to_owned(),
-        ModelSource::Preset(name) => {
-            format!("{name} with {}", human::plural(config.model.overrides.len(), "changed key"))
-        }
-        ModelSource::Path(path) => path.display().to_string(),
-        ModelSource::ModelType(model_type) => model_type.to_owned(),
-    };
-    let memory = engine.arena().in_use();
-    let bytes = |category| human::bytes(memory[category] as u64);
-    let predicted = Runner::predicted_activation_bytes(engine.model());
-    progress.message(&format!(
-        "model      {name} ({}): {} parameters, {} layers, vocabulary {}",
-        model.config.model_type(),
-        human::count(model.config.parameter_count() as f64),
-        model.config.num_hidden_layers(),
-        model.config.vocab_size(),
-    ));
-    progress.message(&format!(
-        "data       {} tokens to train on, {} to evaluate on, tokenizer {}{}",
-        human::count(corpus.train.tokens() as f64),
-        human::count(corpus.valid.as_ref().map_or(0, Dataset::tokens) as f64),
-        corpus.tokenizer_name,
-        if corpus.from_cache { " (from the cache)" } else { "" },
-    ));
-    progress.message(&format!(
-        "step       {} of {} tokens = {} of {} ({} tokens)",
-        human::plural(config.train.global_batch, "sequence"),
-        config.train.seq_len,
-        human::plural(config.accumulation_steps(), "micro-batch"),
-        config.micro_batch(),
-        human::count(config.tokens_per_step() as f64),
-    ));
-    progress.message(&format!(
-        "work       {} FLOPs a step: 6 for each weight of a product and token, and attention",
-        human::count((engine.model().training_flops() * config.accumulation_steps() as u64) as f64),
-    ));
-    progress.message(&format!(
-        "machine    {}, {} instructions, {} arithmetic",
-        human::plural(options.threads, "thread"),
-        engine.queue().level(),
-        options.shape.dtype,
-    ));
-    progress.message(&format!(
-        "memory     parameters {}, gradients {}, optimizer {}, activations {} (predicted {})",
-        bytes(MemoryCategory::Parameters),
-        bytes(MemoryCategory::Gradients),
-        bytes(MemoryCategory::Optimizer),
-        bytes(MemoryCategory::Activations),
-        human::bytes(predicted as u64),
-    ));
-}
-
 struct Run<'a> {
     config: &'a RunConfig,
     model: &'a ResolvedModel,
@@ -315,7 +253,7 @@ impl Run<'_> {
             checkpoint_stall_ms: std::mem::take(&mut self.checkpoint_stall_ms),
         };
         self.progress.step(&row);
-        self.write(&row)?;
+        self.write(&row);
         self.guard(step, skipped)?;
         Ok(loss)
     }
@@ -369,19 +307,16 @@ impl Run<'_> {
             eval_ms: begin.elapsed().as_secs_f64() * 1e3,
         };
         self.progress.evaluation(&row);
-        self.write(&row)?;
+        self.write(&row);
         Ok(Some(row.eval_loss))
     }
 
     /// Appends a row of metrics. A disk that takes none delays rows and does not end the run.
-    fn write(&mut self, row: &impl crate::metrics::Row) -> Result<(), Error> {
-        let Some(metrics) = &mut self.metrics else { return Ok(()) };
-        match metrics.append(row) {
-            Err(error @ (Error::MetricsDiskFull { .. } | Error::Metrics { .. })) => {
-                self.progress.message(&error.to_string());
-                Ok(())
-            }
-            result => result,
+    fn write(&mut self, row: &impl Row) {
+        if let Some(metrics) = &mut self.metrics
+            && let Err(error) = metrics.append(row)
+        {
+            self.progress.message(&error.to_string());
         }
     }
 
@@ -426,7 +361,7 @@ impl Run<'_> {
 }
 
 /// `min(1, max_norm / (norm + 1e-6))`, or 1 where clipping is off.
-fn clip_coefficient(max_norm: f64, norm: f64) -> f32 {
+pub(crate) fn clip_coefficient(max_norm: f64, norm: f64) -> f32 {
     if max_norm == 0.0 { 1.0 } else { (max_norm / (norm + 1e-6)).min(1.0) as f32 }
 }
 

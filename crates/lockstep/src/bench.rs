@@ -83,9 +83,6 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Most tokens in one forward, as in training.
-const MAX_TOKENS: usize = 1 << 31;
-
 fn step(arguments: &StepArguments) -> Result<(), Failure> {
     let config = ModelConfig::preset(&arguments.model)?;
     let longest = config.max_position_embeddings();
@@ -93,7 +90,7 @@ fn step(arguments: &StepArguments) -> Result<(), Failure> {
     if seq_len == 0 || seq_len > longest {
         return Err(Failure::configuration(format!("--seq-len {seq_len}: allowed is 1 to {longest}")));
     }
-    let most_sequences = MAX_TOKENS / seq_len;
+    let most_sequences = BlockShape::MAX_TOKENS / seq_len;
     if arguments.batch == 0 || arguments.batch > most_sequences {
         let message = format!("--batch {}: allowed is 1 to {most_sequences}", arguments.batch);
         return Err(Failure::configuration(message));

@@ -97,48 +97,84 @@ const DEFAULT_NEW_TOKENS: usize = 100;
 
 pub(crate) fn generate(arguments: &GenerateArguments) -> Result<ExitCode, Failure> {
     let model = LoadedModel::open(&arguments.model, threads(arguments.threads)?)?;
-    let tokenizer = model.tokenizer()?;
-    let prompt = tokenizer.encode_prompt(&arguments.prompt)?;
-    let ends = &model.config().tokens().end;
-    let room = model.config().max_position_embeddings().saturating_sub(prompt.len());
-    let new_tokens = arguments.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS.min(room));
-    let mut generator = Generator::new(&model, prompt.len().saturating_add(new_tokens))?;
-    let GenerateArguments { temperature, top_k, top_p, seed, .. } = *arguments;
-    let mut sampler = Sampler::new(Sampling { temperature, top_k, top_p, seed })?;
-    let mut stream = TextStream::new(&tokenizer);
-    let mut tokens = Vec::new();
-    let mut text = String::new();
-    let mut out = std::io::stdout().lock();
-    let mut show = |piece: &str| {
-        if !arguments.json {
-            // A reader that has gone away is no reason to fail.
-            let _ = write!(out, "{piece}");
-            let _ = out.flush();
+    let GenerateArguments { temperature, top_k, top_p, seed, json, .. } = *arguments;
+    let length = arguments.max_new_tokens.map_or(Length::UpTo(DEFAULT_NEW_TOKENS), Length::Exactly);
+    let sampling = Sampling { temperature, top_k, top_p, seed };
+    let continuation = continue_text(&model, &arguments.prompt, length, sampling, |piece| {
+        if !json {
+            show(piece);
         }
-    };
-    show(&arguments.prompt);
-    generator.generate(&prompt, new_tokens, &mut sampler, |id| -> Result<_, Failure> {
-        if ends.contains(&id) {
-            return Ok(ControlFlow::Break(()));
-        }
-        tokens.push(id);
-        let piece = stream.push(id).map_err(InferError::from)?;
-        show(&piece);
-        text += &piece;
-        Ok(ControlFlow::Continue(()))
     })?;
-    let rest = stream.finish().map_err(InferError::from)?;
-    show(&rest);
-    text += &rest;
-    if arguments.json {
-        let document = json!({
-            "prompt": arguments.prompt, "text": text, "tokens": tokens, "prompt_tokens": prompt.len(),
-        });
-        say!("{document}");
+    if json {
+        let Continuation { prompt_tokens, tokens, text } = continuation;
+        let prompt = &arguments.prompt;
+        say!(
+            "{}",
+            json!({ "prompt": prompt, "text": text, "tokens": tokens, "prompt_tokens": prompt_tokens })
+        );
     } else {
         say!("");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// How many tokens to generate; an end-of-text token ends it sooner.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Length {
+    /// As many as this; an error if the model has no room for them.
+    Exactly(usize),
+    /// As many as the model has room for, and no more than this.
+    UpTo(usize),
+}
+
+/// A prompt, continued.
+pub(crate) struct Continuation {
+    prompt_tokens: usize,
+    tokens: Vec<u32>,
+    text: String,
+}
+
+/// Continues `prompt`, handing it and each piece of text to `show` as it comes.
+pub(crate) fn continue_text(
+    model: &LoadedModel,
+    prompt: &str,
+    length: Length,
+    sampling: Sampling,
+    mut show: impl FnMut(&str),
+) -> Result<Continuation, Failure> {
+    let tokenizer = model.tokenizer()?;
+    let ids = tokenizer.encode_prompt(prompt)?;
+    let new_tokens = match length {
+        Length::Exactly(tokens) => tokens,
+        Length::UpTo(tokens) => {
+            tokens.min(model.config().max_position_embeddings().saturating_sub(ids.len()))
+        }
+    };
+    let mut generator = Generator::new(model, ids.len().saturating_add(new_tokens))?;
+    let mut sampler = Sampler::new(sampling)?;
+    let mut stream = TextStream::new(&tokenizer);
+    let mut continuation = Continuation { prompt_tokens: ids.len(), tokens: Vec::new(), text: String::new() };
+    show(prompt);
+    let mut add = |piece: &str| {
+        show(piece);
+        continuation.text += piece;
+    };
+    generator.generate(&ids, new_tokens, &mut sampler, |id| -> Result<_, Failure> {
+        if model.config().tokens().end.contains(&id) {
+            return Ok(ControlFlow::Break(()));
+        }
+        continuation.tokens.push(id);
+        add(&stream.push(id).map_err(InferError::from)?);
+        Ok(ControlFlow::Continue(()))
+    })?;
+    add(&stream.finish().map_err(InferError::from)?);
+    Ok(continuation)
+}
+
+/// Shows a piece of text at once. A reader that has gone away is no reason to fail.
+pub(crate) fn show(piece: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_all(piece.as_bytes()).and_then(|()| out.flush());
 }
 
 /// Most threads that may be asked for, as for `train.threads`.

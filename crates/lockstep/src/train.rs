@@ -1,18 +1,17 @@
 //! `lockstep train`.
 
-use std::io::Write;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use lockstep_data::TextStream;
-use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling};
+use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
 use lockstep_train::{Resume, RunConfig, Summary, engine_options, human, train};
 
 use crate::exit::{Failure, INTERRUPTED};
+use crate::infer::{Length, continue_text, show};
+use crate::output::say;
 
 /// The built-in demonstration: what `lockstep train` does without a file.
 const DEMONSTRATION: &str = include_str!("demonstration.toml");
@@ -89,24 +88,11 @@ fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
 /// Prints a sample of generated text to standard output.
 fn sample(checkpoint: &Path, threads: usize) -> Result<(), Failure> {
     let model = LoadedModel::open(checkpoint, threads)?;
-    let tokenizer = model.tokenizer()?;
-    let prompt = tokenizer.encode_prompt(SAMPLE_PROMPT)?;
-    let room = model.config().max_position_embeddings().saturating_sub(prompt.len());
-    let new_tokens = SAMPLE_TOKENS.min(room);
-    if new_tokens == 0 {
+    if model.config().max_position_embeddings() <= SAMPLE_PROMPT.len() {
         return Ok(());
     }
-    let mut generator = Generator::new(&model, prompt.len() + new_tokens)?;
-    let mut sampler = Sampler::new(Sampling { temperature: 0.8, top_k: 40, ..Sampling::default() })?;
-    let mut stream = TextStream::new(&tokenizer);
-    let mut out = std::io::stdout().lock();
-    let _ = write!(out, "{SAMPLE_PROMPT}");
-    generator.generate(&prompt, new_tokens, &mut sampler, |id| -> Result<_, Failure> {
-        let text = stream.push(id).map_err(InferError::from)?;
-        let _ = write!(out, "{text}");
-        let _ = out.flush();
-        Ok(ControlFlow::Continue(()))
-    })?;
-    let _ = writeln!(out, "{}", stream.finish().map_err(InferError::from)?);
+    let sampling = Sampling { temperature: 0.8, top_k: 40, ..Sampling::default() };
+    continue_text(&model, SAMPLE_PROMPT, Length::UpTo(SAMPLE_TOKENS), sampling, show)?;
+    say!("");
     Ok(())
 }

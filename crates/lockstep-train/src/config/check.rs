@@ -1,12 +1,11 @@
 //! Rules between values: what each key alone cannot know.
 
+use lockstep_graph::BlockShape;
+
 use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{DataFormat, OptimizerKind, ScheduleKind};
-
-/// Most tokens in one forward. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
-const MAX_MICRO_BATCH_TOKENS: usize = 1 << 31;
 
 /// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over:
 /// what stands in for it is not what the user meant.
@@ -91,10 +90,10 @@ impl Checker<'_, '_, '_> {
             self.refuse(&["train.micro_batch", "train.global_batch"], what, divisors.join(", "));
         }
         let micro_batch_tokens = self.config.micro_batch().saturating_mul(train.seq_len);
-        if micro_batch_tokens > MAX_MICRO_BATCH_TOKENS {
+        if micro_batch_tokens > BlockShape::MAX_TOKENS {
             let what =
                 format!("with train.seq_len = {} this makes {micro_batch_tokens} tokens", train.seq_len);
-            let allowed = format!("at most {MAX_MICRO_BATCH_TOKENS} tokens in a micro-batch");
+            let allowed = format!("at most {} tokens in a micro-batch", BlockShape::MAX_TOKENS);
             self.refuse(&["train.micro_batch", "train.seq_len"], what, allowed);
         }
         let tokens = u128::from(train.steps) * train.global_batch as u128 * train.seq_len as u128;

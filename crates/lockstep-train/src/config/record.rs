@@ -32,6 +32,21 @@ pub struct Difference {
     pub current: Option<Value>,
 }
 
+impl Difference {
+    /// What two sets of settings, by name, do not have in common.
+    pub(crate) fn between(stored: &BTreeMap<String, Value>, current: &BTreeMap<String, Value>) -> Vec<Self> {
+        let keys: BTreeSet<&String> = current.keys().chain(stored.keys()).collect();
+        keys.into_iter()
+            .filter(|key| current.get(*key) != stored.get(*key))
+            .map(|key| Self {
+                key: key.clone(),
+                stored: stored.get(key).cloned(),
+                current: current.get(key).cloned(),
+            })
+            .collect()
+    }
+}
+
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = |value: &Option<Value>| value.as_ref().map_or("not set".to_owned(), Value::to_string);
@@ -72,15 +87,7 @@ impl RunConfig {
     pub fn differences(&self, stored: &Value) -> Vec<Difference> {
         let current = deciding_values(&self.to_json());
         let stored = deciding_values(stored);
-        let keys: BTreeSet<&String> = current.keys().chain(stored.keys()).collect();
-        keys.into_iter()
-            .filter(|key| current.get(*key) != stored.get(*key))
-            .map(|key| Difference {
-                key: key.clone(),
-                stored: stored.get(key).cloned(),
-                current: current.get(key).cloned(),
-            })
-            .collect()
+        Difference::between(&stored, &current)
     }
 
     /// Every key of the manual and every override, with what holds and who said so.

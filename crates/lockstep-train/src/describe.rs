@@ -1,0 +1,70 @@
+//! What a run says of itself before its first step: everything that is derived from its configuration, once.
+
+use lockstep_data::Dataset;
+use lockstep_engine::{Engine, Runner};
+use lockstep_plan::MemoryCategory;
+
+use crate::config::{ModelSource, RunConfig};
+use crate::progress::Progress;
+use crate::{Corpus, ResolvedModel, human};
+
+/// Shows all of it.
+pub(crate) fn describe(
+    config: &RunConfig,
+    model: &ResolvedModel,
+    corpus: &Corpus,
+    engine: &Engine,
+    progress: &mut Progress,
+) {
+    let name = match config.model_source() {
+        ModelSource::Preset(name) if config.model.overrides.is_empty() => name.to_owned(),
+        ModelSource::Preset(name) => {
+            format!("{name} with {}", human::plural(config.model.overrides.len(), "changed key"))
+        }
+        ModelSource::Path(path) => path.display().to_string(),
+        ModelSource::ModelType(model_type) => model_type.to_owned(),
+    };
+    let memory = engine.arena().in_use();
+    let bytes = |category| human::bytes(memory[category] as u64);
+    let predicted = Runner::predicted_activation_bytes(engine.model());
+    progress.message(&format!(
+        "model      {name} ({}): {} parameters, {} layers, vocabulary {}",
+        model.config.model_type(),
+        human::count(model.config.parameter_count() as f64),
+        model.config.num_hidden_layers(),
+        model.config.vocab_size(),
+    ));
+    progress.message(&format!(
+        "data       {} tokens to train on, {} to evaluate on, tokenizer {}{}",
+        human::count(corpus.train.tokens() as f64),
+        human::count(corpus.valid.as_ref().map_or(0, Dataset::tokens) as f64),
+        corpus.tokenizer_name,
+        if corpus.from_cache { " (from the cache)" } else { "" },
+    ));
+    progress.message(&format!(
+        "step       {} of {} tokens = {} of {} ({} tokens)",
+        human::plural(config.train.global_batch, "sequence"),
+        config.train.seq_len,
+        human::plural(config.accumulation_steps(), "micro-batch"),
+        config.micro_batch(),
+        human::count(config.tokens_per_step() as f64),
+    ));
+    progress.message(&format!(
+        "work       {} FLOPs a step: 6 for each weight of a product and token, and attention",
+        human::count((engine.model().training_flops() * config.accumulation_steps() as u64) as f64),
+    ));
+    progress.message(&format!(
+        "machine    {}, {} instructions, {} arithmetic",
+        human::plural(engine.queue().threads(), "thread"),
+        engine.queue().level(),
+        engine.model().program(0).shape().dtype,
+    ));
+    progress.message(&format!(
+        "memory     parameters {}, gradients {}, optimizer {}, activations {} (predicted {})",
+        bytes(MemoryCategory::Parameters),
+        bytes(MemoryCategory::Gradients),
+        bytes(MemoryCategory::Optimizer),
+        bytes(MemoryCategory::Activations),
+        human::bytes(predicted as u64),
+    ));
+}

@@ -14,6 +14,9 @@ pub struct MicroBatch {
     pub labels: Vec<i32>,
     /// The position of each token in its sequence.
     pub positions: Vec<u32>,
+    /// For each token, the index within its sequence of the first token of its document; 0 everywhere where
+    /// documents are not kept apart.
+    pub document_starts: Vec<u32>,
     /// The global sample number of each sequence (`[sequences]`): dropout is keyed by it. It grows over
     /// epochs, so it names the epoch too.
     pub sample_numbers: Vec<u64>,
@@ -33,6 +36,7 @@ impl MicroBatch {
         self.ids.clear();
         self.labels.clear();
         self.positions.clear();
+        self.document_starts.clear();
         self.sample_numbers.clear();
         self.sequences = 0;
         self.seq_len = seq_len;

@@ -134,6 +134,7 @@ impl Dataset {
         batch.ids.resize(row + seq_len, 0);
         batch.labels.resize(row + seq_len, IGNORE_LABEL);
         batch.positions.extend(0..seq_len as u32);
+        batch.document_starts.resize(row + seq_len, 0);
         batch.sample_numbers.push(sample);
         batch.sequences += 1;
         Ok(())

@@ -19,6 +19,8 @@ pub struct HostBatch<'a> {
     pub labels: &'a [i32],
     /// Position of each token in its sequence.
     pub positions: &'a [u32],
+    /// For each token, the index within its sequence of the first token of its document.
+    pub document_starts: &'a [u32],
     /// Global sample number of each sequence, counted through all epochs: the key of its dropout masks.
     pub sample_numbers: &'a [u64],
 }

@@ -35,7 +35,13 @@ fn accumulate(engine: &mut Engine, masked: usize) -> f64 {
     let mut labels: Vec<i32> = ids.iter().map(|&id| (id as i32 + 3) % 11).collect();
     labels[..masked].fill(-100);
     let positions: Vec<u32> = (0..10).map(|i| i % 5).collect();
-    let batch = HostBatch { ids: &ids, labels: &labels, positions: &positions, sample_numbers: &[0, 1] };
+    let batch = HostBatch {
+        ids: &ids,
+        labels: &labels,
+        positions: &positions,
+        document_starts: &[0; 10],
+        sample_numbers: &[0, 1],
+    };
     engine.accumulate(&batch, 0.1)
 }
 

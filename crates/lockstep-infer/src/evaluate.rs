@@ -44,6 +44,7 @@ pub fn evaluate(model: &LoadedModel, data: &Dataset) -> Result<Evaluation, Infer
             ids: &batch.ids,
             labels: &batch.labels,
             positions: &batch.positions,
+            document_starts: &batch.document_starts,
             sample_numbers: &batch.sample_numbers,
         };
         runner.forward(&recorded, &model.queue, &model.weights, &host);

@@ -87,6 +87,7 @@ struct RandomTokens {
     ids: Vec<u32>,
     labels: Vec<i32>,
     positions: Vec<u32>,
+    document_starts: Vec<u32>,
     sample_numbers: Vec<u64>,
 }
 
@@ -100,6 +101,7 @@ impl RandomTokens {
         Self {
             labels: ids[1..].iter().map(|&id| id as i32).collect(),
             positions: (0..tokens).map(|i| (i % shape.seq_len) as u32).collect(),
+            document_starts: vec![0; tokens],
             sample_numbers: (0..shape.sequences as u64).collect(),
             ids,
         }
@@ -110,6 +112,7 @@ impl RandomTokens {
             ids: &self.ids[..self.labels.len()],
             labels: &self.labels,
             positions: &self.positions,
+            document_starts: &self.document_starts,
             sample_numbers: &self.sample_numbers,
         }
     }

@@ -370,6 +370,7 @@ fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
         ids: &batch.ids,
         labels: &batch.labels,
         positions: &batch.positions,
+        document_starts: &batch.document_starts,
         sample_numbers: &batch.sample_numbers,
     }
 }

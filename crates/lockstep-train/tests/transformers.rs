@@ -51,6 +51,7 @@ struct Batch {
     ids: Vec<u32>,
     labels: Vec<i32>,
     positions: Vec<u32>,
+    document_starts: Vec<u32>,
     sample_numbers: Vec<u64>,
 }
 
@@ -60,6 +61,7 @@ impl Batch {
             ids: ids.iter().map(|&id| id as u32).collect(),
             labels: labels.iter().map(|&label| label as i32).collect(),
             positions: (0..ids.len()).map(|i| (i % SHAPE.seq_len) as u32).collect(),
+            document_starts: vec![0; ids.len()],
             sample_numbers: vec![0, 1],
         }
     }
@@ -73,6 +75,7 @@ impl Batch {
             ids: &self.ids,
             labels: &self.labels,
             positions: &self.positions,
+            document_starts: &self.document_starts,
             sample_numbers: &self.sample_numbers,
         }
     }

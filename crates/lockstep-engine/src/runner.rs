@@ -19,7 +19,8 @@ pub struct HostBatch<'a> {
     pub labels: &'a [i32],
     /// Position of each token in its sequence.
     pub positions: &'a [u32],
-    /// For each token, the index within its sequence of the first token of its document.
+    /// For each token, the index within its sequence of the first token of its document: attention sees nothing
+    /// before it. 0 everywhere costs nothing.
     pub document_starts: &'a [u32],
     /// Global sample number of each sequence, counted through all epochs: the key of its dropout masks.
     pub sample_numbers: &'a [u64],
@@ -35,6 +36,9 @@ pub struct Runner {
     ids: Tensor,
     labels: Tensor,
     positions: Tensor,
+    document_starts: Tensor,
+    /// Whether a sequence of the micro-batch holds more than one document.
+    keeps_documents_apart: bool,
     dropout_keys: Tensor,
     inverse_frequencies: Option<Tensor>,
     host_keys: Vec<u32>,
@@ -65,6 +69,8 @@ impl Runner {
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
             positions: input(DType::U32, &[tokens])?,
+            document_starts: input(DType::U32, &[tokens])?,
+            keeps_documents_apart: false,
             dropout_keys: input(DType::U32, &[shape.sequences, 2])?,
             inverse_frequencies: model
                 .inverse_frequencies()
@@ -85,7 +91,7 @@ impl Runner {
             .map(|unit| Arena::booked_bytes(model.program(unit).frame_bytes()))
             .fold(0, usize::saturating_add);
         let boundary = shape.tokens() * model.program(0).output_columns() * shape.dtype.size_bytes();
-        let inputs = 3 * Arena::booked_bytes(4 * shape.tokens()) + Arena::booked_bytes(8 * shape.sequences);
+        let inputs = 4 * Arena::booked_bytes(4 * shape.tokens()) + Arena::booked_bytes(8 * shape.sequences);
         frames.saturating_add(2 * Arena::booked_bytes(boundary) + inputs)
     }
 
@@ -152,6 +158,8 @@ impl Runner {
         self.ids.view().copy_from(batch.ids);
         self.labels.view().copy_from(batch.labels);
         self.positions.view().copy_from(batch.positions);
+        self.document_starts.view().copy_from(batch.document_starts);
+        self.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
         self.dropout_keys.view().copy_from(&self.host_keys);
     }
 
@@ -169,6 +177,7 @@ impl Runner {
                 ids: self.ids.view(),
                 labels: Some(self.labels.view()),
                 positions: self.positions.view(),
+                document_starts: self.keeps_documents_apart.then(|| self.document_starts.view()),
                 dropout_keys: Some(self.dropout_keys.view()),
                 inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
             },

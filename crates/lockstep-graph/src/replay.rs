@@ -33,6 +33,9 @@ pub struct Batch<'a> {
     pub labels: Option<View<'a>>,
     /// u32 `[tokens]`.
     pub positions: View<'a>,
+    /// u32 `[tokens]`: the index within its sequence of the first token of each token's document. `None`: a
+    /// sequence is one document.
+    pub document_starts: Option<View<'a>>,
     /// u32 `[sequences, 2]`: the key of (seed, sample, epoch) of each sequence. Needed by a program with dropout.
     pub dropout_keys: Option<View<'a>>,
     /// f32 `[head_dim / 2]`. Needed by a program with rotary embeddings.
@@ -338,6 +341,7 @@ impl<'a> Run<'a> {
             head_dim: shape.head_dim,
             scale: shape.scale,
             window: shape.window,
+            document_starts: self.replay.batch.document_starts,
             dropout: dropout.map(|dropout| self.dropout(dropout)),
         }
     }

@@ -155,6 +155,7 @@ impl World {
                 ids: self.ids.view(),
                 labels: Some(self.labels.view()),
                 positions: self.positions.view(),
+                document_starts: None,
                 dropout_keys: Some(self.keys.view()),
                 inverse_frequencies: Some(self.frequencies.view()),
             },

@@ -160,6 +160,7 @@ impl Forward {
                 ids: self.ids.view(),
                 labels: None,
                 positions: self.positions.view(),
+                document_starts: None,
                 dropout_keys: None,
                 inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
             },

@@ -20,6 +20,8 @@ struct Case {
     key_value_heads: usize,
     head_dim: usize,
     dropout: f32,
+    /// Tokens in each document of a sequence.
+    document_len: usize,
 }
 
 impl Case {
@@ -33,17 +35,18 @@ impl Case {
             key_value_heads: heads,
             head_dim: 64,
             dropout: 0.0,
+            document_len: len,
         }
     }
 
     fn visible_scores(&self) -> u64 {
         let start = self.key_len - self.query_len;
-        let seen: usize = (start..self.key_len).map(|position| position + 1).sum();
+        let seen: usize = (start..self.key_len).map(|position| position % self.document_len + 1).sum();
         (self.sequences * self.heads * seen) as u64
     }
 }
 
-fn cases() -> [Case; 6] {
+fn cases() -> [Case; 7] {
     let llama = Case { key_value_heads: 8, ..Case::training("llama 1x2048, 32/8 heads of 64", 1, 2048, 32) };
     [
         Case::training("baby-gpt 8x256, 6 heads of 64", 8, 256, 6),
@@ -51,6 +54,7 @@ fn cases() -> [Case; 6] {
         Case::training("gpt2 2x512, 12 heads of 64", 2, 512, 12),
         Case { head_dim: 128, name: "llama 1x2048, 32/8 heads of 128", ..llama },
         llama,
+        Case { name: "llama 1x2048 in documents of 256, 32/8 heads of 64", document_len: 256, ..llama },
         Case { query_len: 1, name: "generation, 1 query on 2048 keys, 32/8 heads of 64", ..llama },
     ]
 }
@@ -70,6 +74,11 @@ fn attention(c: &mut Criterion) {
     for dtype in [DType::F32, DType::BF16] {
         for case in cases() {
             let keys = Tensor::zeros(&arena, DType::U32, [case.sequences, 2], CATEGORY).expect("memory");
+            let starts = (case.document_len < case.query_len).then(|| {
+                let start = |token| token as u32 / case.document_len as u32 * case.document_len as u32;
+                let starts: Vec<u32> = (0..case.query_len).map(start).collect();
+                Tensor::from_slice(&arena, [starts.len()], &starts, CATEGORY).expect("memory")
+            });
             let geometry = Attention {
                 sequences: case.sequences,
                 query_len: case.query_len,
@@ -80,6 +89,7 @@ fn attention(c: &mut Criterion) {
                 head_dim: case.head_dim,
                 scale: (case.head_dim as f32).powf(-0.5),
                 window: None,
+                document_starts: starts.as_ref().map(Tensor::view),
                 dropout: (case.dropout > 0.0).then(|| Dropout {
                     probability: case.dropout,
                     site: 0,

@@ -85,7 +85,7 @@ pub struct Dropout<'a> {
 }
 
 /// The geometry of a causal attention. Query `i` of a sequence stands at position `query_start + i` and
-/// sees the keys `j` with `position - window < j <= position`.
+/// sees the keys `j` with `position - window < j <= position`, and none before its document.
 #[derive(Debug, Clone, Copy)]
 pub struct Attention<'a> {
     /// Sequences in the batch.
@@ -106,6 +106,9 @@ pub struct Attention<'a> {
     pub scale: f32,
     /// Sliding window in tokens, if any.
     pub window: Option<usize>,
+    /// The first key of each query's document, if documents that share a sequence are kept apart: u32
+    /// `[sequences·query_len]`, never falling within a sequence. Blocks of keys outside are skipped.
+    pub document_starts: Option<View<'a>>,
     /// Dropout of the probabilities: `position` is the query's, `feature` the key's position.
     pub dropout: Option<Dropout<'a>>,
 }

@@ -50,6 +50,7 @@ fn attention(sequences: usize, query_len: usize, key_len: usize) -> Attention<'s
         head_dim: 4,
         scale: 0.5,
         window: None,
+        document_starts: None,
         dropout: None,
     }
 }

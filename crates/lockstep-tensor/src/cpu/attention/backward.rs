@@ -152,7 +152,7 @@ impl<T: Float> Backward<'_, T> {
         scratch.dv.fill(0.0);
         for first_row in (0..geometry.rows()).step_by(BLOCK) {
             let rows = first_row..geometry.rows().min(first_row + BLOCK);
-            if let Some(visible) = geometry.visible(rows.clone(), first_key) {
+            if let Some(visible) = geometry.visible(pair, rows.clone(), first_key) {
                 self.block::<V>(pair, rows, block.clone(), &visible, scratch);
             }
         }

@@ -81,7 +81,7 @@ impl<T: Float> Forward<'_, T> {
         let mut maxima = [f32::NEG_INFINITY; TASK_ROWS];
         let mut totals = [0.0; TASK_ROWS];
 
-        let keys = geometry.keys_of(rows.clone());
+        let keys = geometry.keys_of(pair, rows.clone());
         for first_key in (keys.start / BLOCK * BLOCK..keys.end).step_by(BLOCK) {
             let block = first_key..geometry.key_len.min(first_key + BLOCK);
             let places = || block.clone().map(|key| geometry.key_vector(pair, key));
@@ -95,7 +95,7 @@ impl<T: Float> Forward<'_, T> {
 
             for first_row in rows.clone().step_by(BLOCK) {
                 let strip = first_row..rows.end.min(first_row + BLOCK);
-                let Some(visible) = geometry.visible(strip.clone(), first_key) else { continue };
+                let Some(visible) = geometry.visible(pair, strip.clone(), first_key) else { continue };
                 let visible = &visible[..strip.len()];
                 let (kept, kept_scale) = kept::<V>(geometry, pair, strip.clone(), first_key);
                 let local = strip.start - rows.start..strip.end - rows.start;

@@ -27,6 +27,8 @@ pub(super) struct Geometry<'a> {
     key_value_heads: usize,
     group: usize,
     window: usize,
+    /// The first key of each query's document, `[sequences · query_len]`.
+    document_starts: Option<&'a [u32]>,
 }
 
 /// One key head of one sequence.
@@ -38,7 +40,8 @@ pub(super) struct Pair {
 
 impl<'a> Geometry<'a> {
     /// # Panics
-    /// If the attention makes no sense: no heads, or query heads that the key heads do not divide.
+    /// If the attention makes no sense: no heads, query heads that the key heads do not divide, or documents that
+    /// are not one after the other.
     pub(super) fn new(attention: &Attention<'a>) -> Self {
         let &Attention { heads, key_value_heads, head_dim, window, .. } = attention;
         assert!(
@@ -46,6 +49,17 @@ impl<'a> Geometry<'a> {
             "attention needs elements per head ({head_dim}) and a multiple of {key_value_heads} key heads, not {heads}"
         );
         assert!(window != Some(0), "a window of 0 tokens sees nothing");
+        // SAFETY: the callers check that no output overlaps the starts.
+        let document_starts = attention.document_starts.map(|starts| unsafe { starts.slice::<u32>() });
+        if let Some(starts) = document_starts {
+            let (found, expected) = (starts.len(), attention.sequences * attention.query_len);
+            assert_eq!(found, expected, "attention needs the start of the document of each query");
+            let in_order = |starts: &[u32]| starts.is_sorted();
+            assert!(
+                starts.chunks(attention.query_len.max(1)).all(in_order),
+                "the documents of a sequence of attention must follow each other"
+            );
+        }
         Self {
             query_len: attention.query_len,
             key_len: attention.key_len,
@@ -59,6 +73,7 @@ impl<'a> Geometry<'a> {
             key_value_heads,
             group: heads / key_value_heads,
             window: window.unwrap_or(usize::MAX),
+            document_starts,
         }
     }
 
@@ -118,21 +133,25 @@ impl<'a> Geometry<'a> {
         self.query_start + row / self.group
     }
 
-    /// The keys that some of `rows` (not empty) may see; those between are seen by at least one if any are.
-    pub(super) fn keys_of(&self, rows: Range<usize>) -> Range<usize> {
-        let start = (self.position(rows.start) + 1).saturating_sub(self.window);
-        start..(self.position(rows.end - 1) + 1).min(self.key_len)
+    /// The keys from the first to the last that some of `rows` (not empty) may see.
+    pub(super) fn keys_of(&self, pair: Pair, rows: Range<usize>) -> Range<usize> {
+        let in_window = (self.position(rows.start) + 1).saturating_sub(self.window);
+        // Starts never fall, so the first row sees the furthest back.
+        let in_document = self
+            .document_starts
+            .map_or(0, |starts| starts[pair.sequence * self.query_len + rows.start / self.group] as usize);
+        in_window.max(in_document)..(self.position(rows.end - 1) + 1).min(self.key_len)
     }
 
     /// Which keys of the block that starts at `first_key` each row sees. `None` if no row sees any.
-    pub(super) fn visible(&self, rows: Range<usize>, first_key: usize) -> Option<Bits> {
-        let all = self.keys_of(rows.clone());
+    pub(super) fn visible(&self, pair: Pair, rows: Range<usize>, first_key: usize) -> Option<Bits> {
+        let all = self.keys_of(pair, rows.clone());
         if all.end <= first_key || all.start >= first_key + BLOCK {
             return None;
         }
         let mut bits = [0; BLOCK];
         for (bits, row) in bits.iter_mut().zip(rows) {
-            let keys = self.keys_of(row..row + 1);
+            let keys = self.keys_of(pair, row..row + 1);
             let start = keys.start.max(first_key) - first_key;
             let end = keys.end.min(first_key + BLOCK).saturating_sub(first_key);
             *bits = if start < end { (u64::MAX >> (BLOCK - (end - start))) << start } else { 0 };

@@ -53,10 +53,7 @@ pub(super) fn forward(
     out: View<'_>,
     log_sum_exp: View<'_>,
 ) {
-    match attention.dropout {
-        Some(dropout) => check_disjoint(&[out, log_sum_exp], &[q, k, v, dropout.keys]),
-        None => check_disjoint(&[out, log_sum_exp], &[q, k, v]),
-    }
+    check_operands(attention, &[out, log_sum_exp], &[q, k, v]);
     let geometry = Geometry::new(attention);
     expect_elements(geometry.query_elements(), &[("q", q), ("out", out)]);
     expect_elements(geometry.key_elements(), &[("k", k), ("v", v)]);
@@ -88,10 +85,7 @@ pub(super) fn backward(
     dv: View<'_>,
 ) {
     let Saved { q, k, v, out, log_sum_exp } = saved;
-    match attention.dropout {
-        Some(dropout) => check_disjoint(&[dq, dk, dv], &[q, k, v, out, log_sum_exp, dout, dropout.keys]),
-        None => check_disjoint(&[dq, dk, dv], &[q, k, v, out, log_sum_exp, dout]),
-    }
+    check_operands(attention, &[dq, dk, dv], &[q, k, v, out, log_sum_exp, dout]);
     let geometry = Geometry::new(attention);
     expect_elements(geometry.query_elements(), &[("q", q), ("out", out), ("dout", dout), ("dq", dq)]);
     expect_elements(geometry.key_elements(), &[("k", k), ("v", v), ("dk", dk), ("dv", dv)]);
@@ -114,6 +108,14 @@ pub(super) fn backward(
         };
         run(queue, &work);
     });
+}
+
+/// What is written overlaps neither what is read nor the attention's own tensors.
+fn check_operands(attention: &Attention<'_>, outputs: &[View<'_>], inputs: &[View<'_>]) {
+    check_disjoint(outputs, inputs);
+    for own in attention.dropout.map(|dropout| dropout.keys).into_iter().chain(attention.document_starts) {
+        check_disjoint(outputs, &[own]);
+    }
 }
 
 fn expect_elements(expected: usize, operands: &[(&str, View<'_>)]) {

@@ -14,6 +14,8 @@ pub(super) struct Case {
     pub(super) head_dim: usize,
     pub(super) scale: f32,
     pub(super) window: Option<usize>,
+    /// First key of each query's document, `[sequences · query_len]`.
+    pub(super) document_starts: Option<Vec<u32>>,
     /// Probability; 0 for no dropout.
     pub(super) dropout: f32,
     pub(super) site: u32,
@@ -56,7 +58,11 @@ impl Case {
                 for head in 0..self.heads {
                     let position = self.query_start + query;
                     let key_head = head / (self.heads / self.key_value_heads);
-                    let keys: Vec<_> = (0..self.key_len)
+                    let document_start = self
+                        .document_starts
+                        .as_ref()
+                        .map_or(0, |starts| starts[sequence * self.query_len + query] as usize);
+                    let keys: Vec<_> = (document_start..self.key_len)
                         .filter(|j| *j <= position && self.window.is_none_or(|window| j + window > position))
                         .collect();
                     let place = |token, heads, head| (token * heads + head) * self.head_dim;

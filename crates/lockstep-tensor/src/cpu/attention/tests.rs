@@ -26,6 +26,7 @@ fn causal(sequences: usize, len: usize, heads: usize, key_value_heads: usize, he
         head_dim,
         scale: (head_dim as f32).powf(-0.5),
         window: None,
+        document_starts: None,
         dropout: 0.0,
         site: 3,
     }
@@ -69,6 +70,7 @@ struct Fixture<T> {
     case: Case,
     arena: Arena,
     keys: Tensor,
+    document_starts: Option<Tensor>,
     inputs: Inputs<T>,
 }
 
@@ -79,7 +81,11 @@ impl<T: Float> Fixture<T> {
             .flat_map(|sequence| [Case::key(sequence) as u32, (Case::key(sequence) >> 32) as u32])
             .collect();
         let keys = Tensor::from_slice(&arena, [case.sequences, 2], &words, CATEGORY).unwrap();
-        Self { case: case.clone(), arena, keys, inputs }
+        let document_starts = case
+            .document_starts
+            .as_ref()
+            .map(|starts| Tensor::from_slice(&arena, [starts.len()], starts, CATEGORY).unwrap());
+        Self { case: case.clone(), arena, keys, document_starts, inputs }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -94,6 +100,7 @@ impl<T: Float> Fixture<T> {
             head_dim: case.head_dim,
             scale: case.scale,
             window: case.window,
+            document_starts: self.document_starts.as_ref().map(Tensor::view),
             dropout: (case.dropout > 0.0).then(|| Dropout {
                 probability: case.dropout,
                 site: case.site,
@@ -203,6 +210,67 @@ fn a_window_hides_old_keys() {
     for window in [1, 2, 3, 17, 63, 64, 65, 100, 149, 150, 1000] {
         check_everywhere(&Case { window: Some(window), ..causal(1, 150, 2, 1, 16) });
     }
+}
+
+/// The first token of each token's document, for documents of these lengths one after the other; the last one
+/// goes on to the end of the sequence.
+fn document_starts(len: usize, lengths: &[usize]) -> Vec<u32> {
+    let mut starts = Vec::new();
+    for &length in lengths {
+        let first = starts.len();
+        starts.resize(len.min(first + length), first as u32);
+    }
+    let last = starts.last().copied().unwrap_or(0);
+    starts.resize(len, last);
+    starts
+}
+
+#[test]
+fn a_query_sees_nothing_before_its_document() {
+    for lengths in [&[150][..], &[1; 150], &[64, 64], &[63, 2, 64], &[1, 148], &[149], &[10; 15], &[100, 7]] {
+        // The second sequence is cut elsewhere.
+        let starts = [document_starts(150, lengths), document_starts(150, &[70, 30])].concat();
+        let case = Case { document_starts: Some(starts), ..causal(2, 150, 4, 2, 24) };
+        check_everywhere(&case);
+        check_everywhere(&Case { window: Some(40), dropout: 0.2, ..case });
+    }
+}
+
+#[test]
+fn one_document_gives_the_bits_of_no_documents() {
+    let none = Case { window: Some(90), ..causal(2, 140, 4, 2, 32) };
+    let one = Case { document_starts: Some(vec![0; 280]), ..none };
+    for level in levels() {
+        let run = |case: &Case| Fixture::new(case, Inputs::<f32>::random(case, 13)).run(level, 2);
+        assert!(run(&none) == run(&one), "bits differ at {level}");
+    }
+}
+
+#[test]
+fn what_stands_in_another_document_changes_no_bit() {
+    let starts = document_starts(200, &[90, 60]);
+    let case = Case { document_starts: Some(starts), ..causal(1, 200, 2, 1, 16) };
+    for level in levels() {
+        let run = |first: f32| {
+            let mut inputs = Inputs::<f32>::random(&case, 14);
+            for x in [&mut inputs.q, &mut inputs.dout] {
+                x[..90 * 32].fill(first);
+            }
+            for x in [&mut inputs.k, &mut inputs.v] {
+                x[..90 * 16].fill(first);
+            }
+            let Outputs { out, dq, dk, dv, .. } = Fixture::new(&case, inputs).run(level, 2);
+            [out[90 * 32..].to_vec(), dq[90 * 32..].to_vec(), dk[90 * 16..].to_vec(), dv[90 * 16..].to_vec()]
+        };
+        assert!(run(0.5) == run(-3.0), "the first document is seen from the others at {level}");
+    }
+}
+
+#[test]
+#[should_panic(expected = "the documents of a sequence of attention must follow each other")]
+fn documents_that_go_back_are_refused() {
+    let case = Case { document_starts: Some(vec![0, 1, 0]), ..causal(1, 3, 1, 1, 8) };
+    Fixture::new(&case, Inputs::<f32>::random(&case, 15)).run(CpuLevel::Portable, 1);
 }
 
 #[test]
@@ -384,7 +452,9 @@ fn scratch_does_not_grow_with_the_length_forward_and_at_most_linearly_backward()
 
 #[test]
 fn the_reference_backward_is_the_derivative_of_the_reference_forward() {
+    let starts = [[0, 0, 3, 3, 3, 3, 8], [0, 0, 0, 0, 0, 7, 7]].concat();
     let case = Case { window: Some(5), dropout: 0.3, query_start: 2, key_len: 9, ..causal(2, 7, 4, 2, 3) };
+    let case = Case { document_starts: Some(starts), ..case };
     let draw = |seed: u64, n| (0..n).map(|i| f64::from(Philox::new(seed).normal(i))).collect::<Vec<_>>();
     let (queries, keys) = (case.query_elements() as u64, case.key_elements() as u64);
     let inputs = [draw(1, queries), draw(2, keys), draw(3, keys)];
@@ -434,11 +504,16 @@ proptest! {
         window in proptest::option::of(1..200_usize),
         dropout in prop_oneof![Just(0.0_f32), 0.0..0.95_f32],
         site in 0..u32::MAX,
+        lengths in proptest::option::of(proptest::collection::vec(1..120_usize, 1..8)),
     ) {
         let heads = group * key_value_heads;
         let key_len = (query_start + query_len).saturating_sub(fewer_keys).max(1);
         let plain = causal(sequences, query_len, heads, key_value_heads, head_dim);
-        let case = Case { key_len, query_start, window, dropout, site, ..plain };
+        // Documents stand in the keys; a query's is the one of its position.
+        let starts = lengths.map(|lengths| {
+            document_starts(query_start + query_len, &lengths)[query_start..].repeat(sequences)
+        });
+        let case = Case { key_len, query_start, window, dropout, site, document_starts: starts, ..plain };
         for level in levels() {
             check::<f32>(&case, level, 12);
         }

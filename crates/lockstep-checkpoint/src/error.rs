@@ -54,6 +54,9 @@ pub enum CheckpointError {
         /// The directory of checkpoints.
         dir: PathBuf,
     },
+    /// The thread that saves in the background cannot be started.
+    #[error("cannot start the thread that saves in the background: {0}")]
+    Thread(#[source] rayon::ThreadPoolBuildError),
     /// A [`CommitObserver`](crate::CommitObserver) stopped the save.
     #[error("save stopped by its observer at {point:?}: {source}")]
     Stopped {

@@ -41,6 +41,7 @@
 #[cfg(target_endian = "big")]
 compile_error!("safetensors is little-endian and Lockstep copies its bytes as they are");
 
+mod background;
 mod convert;
 mod coverage;
 mod digest;
@@ -57,6 +58,7 @@ mod shard;
 pub mod hf;
 pub mod safetensors;
 
+pub use background::{PendingSave, SaveThread};
 pub use digest::Digest;
 pub use directory::{Latest, ListedCheckpoint, SkippedCheckpoint, latest_good, list, prune, set_aside};
 pub use error::{CheckpointError, CoverageError};

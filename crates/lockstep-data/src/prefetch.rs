@@ -1,11 +1,14 @@
 //! Micro-batches filled ahead of their use, on a thread of their own.
 //!
-//! Two bounded queues go around: full batches to the consumer, empty ones back. Which samples a batch
+//! Batches go around: full ones to the consumer through a bounded queue, empty ones back. Which samples a batch
 //! holds was decided before the thread began, so its timing changes nothing but the waiting.
 
 use std::{
     ops::Range,
-    sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
     thread::{Builder, JoinHandle},
     time::{Duration, Instant},
 };
@@ -16,12 +19,15 @@ use crate::{
     error::{DataError, Result},
 };
 
+/// Room for batches that are not in use; more of them make it grow, once.
+const USUAL_BATCHES: usize = 64;
+
 /// Keeps a bounded number of micro-batches ready. Dropping it ends its thread.
 #[derive(Debug)]
 pub struct Prefetcher {
     /// Gone as soon as the prefetcher is dropped, which is how the thread hears of it.
     ready: Option<Receiver<Result<MicroBatch>>>,
-    used: Sender<MicroBatch>,
+    used: Used,
     thread: Option<JoinHandle<()>>,
     waited: Duration,
 }
@@ -40,10 +46,11 @@ impl Prefetcher {
         depth: usize,
     ) -> Result<Self> {
         let (ready_sender, ready) = sync_channel(depth);
-        let (used, used_receiver) = channel();
+        let used = Used(Arc::new(Mutex::new(Vec::with_capacity(USUAL_BATCHES))));
+        let to_fill = used.clone();
         let thread = Builder::new()
             .name("lockstep-data".to_owned())
-            .spawn(move || fill_all(&dataset, ranges, &ready_sender, &used_receiver))
+            .spawn(move || fill_all(&dataset, ranges, &ready_sender, &to_fill))
             .map_err(DataError::io("start", "the data thread".as_ref()))?;
         Ok(Self { ready: Some(ready), used, thread: Some(thread), waited: Duration::ZERO })
     }
@@ -64,8 +71,7 @@ impl Prefetcher {
 
     /// Gives a micro-batch back so that its memory is used for a later one.
     pub fn recycle(&mut self, batch: MicroBatch) {
-        // The thread may have filled its last batch already and be gone.
-        let _ = self.used.send(batch);
+        self.used.lock().push(batch);
     }
 
     /// How long [`next_batch`](Self::next_batch) has waited since this was last asked: `data_wait_ms`.
@@ -79,6 +85,16 @@ impl Prefetcher {
             None | Some(Ok(())) => Ok(None),
             Some(Err(_)) => Err(DataError::PrefetcherLost),
         }
+    }
+}
+
+/// Batches whose memory waits to be filled again. A list and not a queue, which would allocate now and then.
+#[derive(Debug, Clone)]
+struct Used(Arc<Mutex<Vec<MicroBatch>>>);
+
+impl Used {
+    fn lock(&self) -> MutexGuard<'_, Vec<MicroBatch>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -96,10 +112,10 @@ fn fill_all(
     dataset: &Dataset,
     ranges: impl Iterator<Item = Range<u64>>,
     ready: &SyncSender<Result<MicroBatch>>,
-    used: &Receiver<MicroBatch>,
+    used: &Used,
 ) {
     for range in ranges {
-        let mut batch = used.try_recv().unwrap_or_default();
+        let mut batch = used.lock().pop().unwrap_or_default();
         let filled = dataset.fill(range, &mut batch).map(|()| batch);
         let failed = filled.is_err();
         // A consumer that hung up wants no more.

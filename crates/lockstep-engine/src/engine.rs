@@ -74,6 +74,19 @@ pub struct StateTensor<'a> {
     pub values: &'a [f32],
 }
 
+impl StateTensor<'_> {
+    /// The first of `tensors`, if any, that is a parameter with a value that is not finite.
+    pub fn first_not_finite<'t>(tensors: &'t [StateTensor<'_>]) -> Option<&'t str> {
+        let is_broken = |tensor: &&StateTensor<'_>| {
+            // Not finite: all bits of the exponent are set. A maximum vectorizes, a search does not.
+            let exponent = |value: &f32| value.to_bits() & 0x7f80_0000;
+            tensor.kind == StateKind::Parameter
+                && tensor.values.iter().map(exponent).fold(0, u32::max) == 0x7f80_0000
+        };
+        tensors.iter().find(is_broken).map(|tensor| tensor.record.name.as_str())
+    }
+}
+
 /// Weights, gradients, optimizer state and the programs that work on them.
 pub struct Engine {
     arena: Arena,
@@ -212,9 +225,17 @@ impl Engine {
         sum.value().sqrt()
     }
 
-    /// The gradient of a parameter after [`Engine::finish_gradients`].
+    /// The gradient of a parameter; that of a tied one is whole after [`Engine::finish_gradients`].
     pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
         self.gradients.view(id).to_vec()
+    }
+
+    /// Replaces the gradient of a parameter.
+    ///
+    /// # Panics
+    /// If the number of elements is not the parameter's.
+    pub fn write_gradient(&mut self, id: ParameterId, values: &[f32]) {
+        self.gradients.view(id).copy_from(values);
     }
 
     /// Updates the weights.
@@ -256,17 +277,6 @@ impl Engine {
         }
     }
 
-    /// The first parameter, if any, that holds a value which is not finite.
-    pub fn parameter_that_is_not_finite(&mut self) -> Option<String> {
-        let is_broken = |tensor: &StateTensor<'_>| {
-            // Not finite: all bits of the exponent are set. A maximum vectorizes, a search does not.
-            let exponent = |value: &f32| value.to_bits() & 0x7f80_0000;
-            tensor.kind == StateKind::Parameter
-                && tensor.values.iter().map(exponent).fold(0, u32::max) == 0x7f80_0000
-        };
-        self.state_tensors().into_iter().find(is_broken).map(|tensor| tensor.record.name.clone())
-    }
-
     /// The kinds of tensors that a checkpoint holds for each parameter.
     pub fn state_kinds(&self) -> Vec<StateKind> {
         let kept = self.optimizer_state.iter().map(|(kind, _)| *kind);
@@ -275,16 +285,23 @@ impl Engine {
 
     /// Everything that a checkpoint holds, in full precision and without a copy.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
-        let records = &self.records;
         let weights = (StateKind::Parameter, self.master.as_mut().unwrap_or(&mut self.weights));
         let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
-        std::iter::once(weights)
-            .chain(kept)
-            .flat_map(|(kind, store)| {
-                let tensors = store.tensors().into_iter();
-                tensors.map(move |(id, values)| StateTensor { record: &records[id.0], kind, values })
-            })
-            .collect()
+        tensors_of(&self.records, std::iter::once(weights).chain(kept))
+    }
+
+    /// The stores of what a checkpoint holds, in its order.
+    pub(crate) fn state_stores(&self) -> impl Iterator<Item = (StateKind, &FlatStore)> {
+        let weights = (StateKind::Parameter, self.master.as_ref().unwrap_or(&self.weights));
+        std::iter::once(weights).chain(self.optimizer_state.iter().map(|(kind, store)| (*kind, store)))
+    }
+
+    /// Rounds the master weights, if there are any, to what kernels read.
+    pub(crate) fn round_weights(&mut self) {
+        let Some(master) = &self.master else { return };
+        for id in self.parameter_ids() {
+            self.queue.cast(master.view(id), self.weights.view(id));
+        }
     }
 
     /// Replaces a tensor of a parameter.
@@ -320,4 +337,17 @@ impl Engine {
             kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
         }
     }
+}
+
+/// The tensors of all parameters in `stores`.
+pub(crate) fn tensors_of<'a>(
+    records: &'a [ParameterRecord],
+    stores: impl Iterator<Item = (StateKind, &'a mut FlatStore)>,
+) -> Vec<StateTensor<'a>> {
+    stores
+        .flat_map(|(kind, store)| {
+            let tensors = store.tensors().into_iter();
+            tensors.map(move |(id, values)| StateTensor { record: &records[id.0], kind, values })
+        })
+        .collect()
 }

@@ -79,6 +79,38 @@ impl FlatStore {
         Ok(Self { dtype, units, places })
     }
 
+    /// A store for the same parameters, whose contents are unspecified: memory that nobody touches before it is
+    /// written.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn like(&self, arena: &Arena, category: MemoryCategory) -> Result<Self, TensorError> {
+        arena.require(self.len_bytes(), category)?;
+        let units = self.units.iter().map(|unit| arena.allocate(unit.len_bytes(), category));
+        Ok(Self { dtype: self.dtype, units: units.collect::<Result<_, _>>()?, places: self.places.clone() })
+    }
+
+    /// Bytes of all parameters, padding included.
+    pub fn len_bytes(&self) -> usize {
+        self.units.iter().map(Buffer::len_bytes).sum()
+    }
+
+    /// Takes the contents of a store of the same parameters and type.
+    ///
+    /// # Panics
+    /// If it is not one.
+    pub fn copy_from(&self, other: &Self, queue: &dyn Kernels) {
+        assert_eq!(
+            (self.dtype, self.units.len()),
+            (other.dtype, other.units.len()),
+            "stores of unlike shape"
+        );
+        for (from, to) in other.units.iter().zip(&self.units) {
+            let elements = from.len_bytes() / self.dtype.size_bytes();
+            queue.cast(from.view(self.dtype, 0, [elements]), to.view(self.dtype, 0, [elements]));
+        }
+    }
+
     /// A parameter's tensor.
     pub fn view(&self, id: ParameterId) -> View<'_> {
         let place = self.places[id.0];

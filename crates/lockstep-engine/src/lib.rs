@@ -15,10 +15,12 @@ mod engine;
 mod error;
 mod flat;
 mod runner;
+mod snapshot;
 mod state;
 
 pub use engine::{Engine, EngineOptions, Optimizer, StateTensor, Update};
 pub use error::EngineError;
 pub use flat::{FlatStore, Tied, UnitParameters};
 pub use runner::{HostBatch, Runner};
+pub use snapshot::Snapshot;
 pub use state::StateKind;

@@ -1,7 +1,9 @@
 //! Where parameters lie, and what one step of a tiny model must do to them.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_engine::{Engine, EngineOptions, FlatStore, HostBatch, Optimizer, StateKind, Tied, Update};
+use lockstep_engine::{
+    Engine, EngineOptions, FlatStore, HostBatch, Optimizer, Snapshot, StateKind, StateTensor, Tied, Update,
+};
 use lockstep_graph::{BlockShape, Recompute};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
@@ -153,12 +155,51 @@ fn a_gradient_that_is_not_finite_shows_in_the_norm() {
 #[test]
 fn a_weight_that_is_not_finite_is_found_by_name() {
     let mut engine = engine();
-    assert_eq!(engine.parameter_that_is_not_finite(), None);
+    assert_eq!(StateTensor::first_not_finite(&engine.state_tensors()), None);
     for broken in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut values = vec![f32::MAX; engine.records()[0].elements()];
         values[87] = broken;
         engine.write_state(ParameterId(0), StateKind::Parameter, &values).unwrap();
-        assert_eq!(engine.parameter_that_is_not_finite().as_deref(), Some("model.embed_tokens.weight"));
+        let found = StateTensor::first_not_finite(&engine.state_tensors()).map(str::to_owned);
+        assert_eq!(found.as_deref(), Some("model.embed_tokens.weight"));
+    }
+}
+
+#[test]
+fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
+    for dtype in [DType::F32, DType::BF16] {
+        let arena = Arena::new();
+        let options = EngineOptions {
+            shape: BlockShape { dtype, ..SHAPE },
+            recompute: Recompute::None,
+            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
+            seed: 1,
+            threads: 2,
+        };
+        let mut engine = Engine::new(&model(), options, &arena).unwrap();
+        engine.initialize(1).unwrap();
+        let step = |engine: &mut Engine, step| {
+            engine.zero_gradients();
+            let loss = accumulate(engine, 0);
+            engine.finish_gradients();
+            engine.update(&Update { learning_rate: 0.1, weight_decay: 0.1, gradient_scale: 1.0, step });
+            loss
+        };
+        step(&mut engine, 1);
+        let state = |tensors: Vec<StateTensor<'_>>| -> Vec<(String, StateKind, Vec<f32>)> {
+            let owned = |t: StateTensor<'_>| (t.record.name.clone(), t.kind, t.values.to_vec());
+            tensors.into_iter().map(owned).collect()
+        };
+        let before = state(engine.state_tensors());
+        let mut snapshot = Snapshot::new(&engine).unwrap();
+        assert_eq!(arena.in_use()[MemoryCategory::Snapshot], Snapshot::bytes_for(&engine));
+        snapshot.take(&engine);
+        let loss = step(&mut engine, 2);
+        assert!(state(snapshot.tensors()) == before && state(engine.state_tensors()) != before, "{dtype}");
+        snapshot.restore(&mut engine);
+        assert!(state(engine.state_tensors()) == before, "{dtype}");
+        // The weights that kernels read have been given back too.
+        assert_eq!(step(&mut engine, 2).to_bits(), loss.to_bits(), "{dtype}");
     }
 }
 

@@ -21,19 +21,22 @@ pub enum MemoryCategory {
     Communication,
     /// What lives inside one block's forward or backward, and packed operands.
     Workspace,
+    /// Copies of the run's state: being saved, or kept to go back to.
+    Snapshot,
     /// Freed blocks the arena keeps for the next allocation.
     Cached,
 }
 
 impl MemoryCategory {
     /// All categories, in the order reports print them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Parameters,
         Self::Gradients,
         Self::Optimizer,
         Self::Activations,
         Self::Communication,
         Self::Workspace,
+        Self::Snapshot,
         Self::Cached,
     ];
 
@@ -46,6 +49,7 @@ impl MemoryCategory {
             Self::Activations => "activations",
             Self::Communication => "communication",
             Self::Workspace => "workspace",
+            Self::Snapshot => "snapshot",
             Self::Cached => "cached",
         }
     }

@@ -23,6 +23,6 @@ pub enum TensorError {
         /// How many threads were asked for.
         threads: usize,
         /// Why.
-        source: rayon::ThreadPoolBuildError,
+        source: std::io::Error,
     },
 }

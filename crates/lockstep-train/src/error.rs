@@ -113,12 +113,12 @@ pub enum Error {
         /// Each checkpoint with what is wrong with it.
         reasons: String,
     },
-    /// Losses or gradients stay non-finite.
+    /// Step after step is refused.
     #[error(
-        "step {step}: {consecutive} steps in a row had a loss or a gradient that is not finite; the weights are those \
-         of step {last_good}. Lower optimizer.lr, or train in f32"
+        "step {step}: {consecutive} steps in a row were skipped, for their loss or gradient was not finite or a spike; the \
+         weights are those of step {last_good}. Lower optimizer.lr, train in f32, or raise train.spike_factor if it is set"
     )]
-    NotFinite {
+    TooManySkipped {
         /// The step that gave up.
         step: u64,
         /// Steps skipped in a row.

@@ -2,52 +2,85 @@
 //!
 //! Three digits say enough; whoever needs more reads `metrics.jsonl`.
 
+use std::fmt;
+
+/// A number that displays itself the way people read it, without a string in between.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Human<'t> {
+    number: f64,
+    form: Form<'t>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Form<'t> {
+    Things(&'t str),
+    Seconds,
+    Scaled { base: f64, units: [&'t str; 6] },
+}
+
 /// A count with a decimal suffix: `950`, `39.7k`, `1.2M`, `124M`.
-pub fn count(number: f64) -> String {
-    scaled(number, 1000.0, &["", "k", "M", "G", "T", "P"])
+pub fn count(number: f64) -> Human<'static> {
+    Human { number, form: Form::Scaled { base: 1000.0, units: ["", "k", "M", "G", "T", "P"] } }
 }
 
 /// A number of things: `1 thread`, `4 micro-batches`.
-pub fn plural(number: usize, thing: &str) -> String {
-    let ending = match thing {
-        _ if number == 1 => "",
-        thing if thing.ends_with("ch") => "es",
-        _ => "s",
-    };
-    format!("{number} {thing}{ending}")
+pub fn plural(number: usize, thing: &str) -> Human<'_> {
+    Human { number: number as f64, form: Form::Things(thing) }
 }
 
 /// A size in binary units: `512 B`, `1.5 KiB`, `3.4 GiB`.
-pub fn bytes(number: u64) -> String {
-    scaled(number as f64, 1024.0, &[" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+pub fn bytes(number: u64) -> Human<'static> {
+    let units = [" B", " KiB", " MiB", " GiB", " TiB", " PiB"];
+    Human { number: number as f64, form: Form::Scaled { base: 1024.0, units } }
 }
 
 /// A length of time with its two leading units: `4.2s`, `42s`, `1m 20s`, `2h 05m`, `3d 04h`.
-pub fn seconds(number: f64) -> String {
+pub fn seconds(number: f64) -> Human<'static> {
+    Human { number, form: Form::Seconds }
+}
+
+impl fmt::Display for Human<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.form {
+            Form::Things(thing) => {
+                let ending = match *thing {
+                    _ if self.number == 1.0 => "",
+                    thing if thing.ends_with("ch") => "es",
+                    _ => "s",
+                };
+                write!(f, "{} {thing}{ending}", self.number)
+            }
+            Form::Seconds => write_seconds(f, self.number),
+            Form::Scaled { base, units } => write_scaled(f, self.number, *base, units),
+        }
+    }
+}
+
+fn write_seconds(f: &mut fmt::Formatter<'_>, number: f64) -> fmt::Result {
     if !number.is_finite() || number < 0.0 {
-        return "?".to_owned();
+        return f.write_str("?");
     }
     // 9.95 would print as 10.0.
     if number < 9.95 {
-        return format!("{number:.1}s");
+        return write!(f, "{number:.1}s");
     }
     let whole = number.round() as u64;
     let (minutes, hours) = (whole / 60, whole / 3600);
     match whole {
-        0..60 => format!("{whole}s"),
-        60..3600 => format!("{minutes}m {:02}s", whole % 60),
-        3600..86_400 => format!("{hours}h {:02}m", minutes % 60),
-        _ => format!("{}d {:02}h", hours / 24, hours % 24),
+        0..60 => write!(f, "{whole}s"),
+        60..3600 => write!(f, "{minutes}m {:02}s", whole % 60),
+        3600..86_400 => write!(f, "{hours}h {:02}m", minutes % 60),
+        _ => write!(f, "{}d {:02}h", hours / 24, hours % 24),
     }
 }
 
 /// `number` in the largest unit in which it is 1 or more, with one decimal below 100.
-fn scaled(number: f64, base: f64, units: &[&str]) -> String {
+fn write_scaled(f: &mut fmt::Formatter<'_>, number: f64, base: f64, units: &[&str]) -> fmt::Result {
     if !number.is_finite() {
-        return format!("{number}{}", units[0]);
+        return write!(f, "{number}{}", units[0]);
     }
     if number.abs().round() < base {
-        return format!("{number:.0}{}", units[0]);
+        return write!(f, "{number:.0}{}", units[0]);
     }
     let mut value = number;
     let mut unit = 0;
@@ -57,7 +90,7 @@ fn scaled(number: f64, base: f64, units: &[&str]) -> String {
         unit += 1;
     }
     let decimals = if value.abs() < 99.95 { 1 } else { 0 };
-    format!("{value:.decimals$}{}", units[unit])
+    write!(f, "{value:.decimals$}{}", units[unit])
 }
 
 #[cfg(test)]
@@ -66,9 +99,9 @@ mod tests {
 
     #[test]
     fn one_thing_is_singular() {
-        assert_eq!(plural(1, "micro-batch"), "1 micro-batch");
-        assert_eq!(plural(2, "micro-batch"), "2 micro-batches");
-        assert_eq!(plural(0, "thread"), "0 threads");
+        assert_eq!(plural(1, "micro-batch").to_string(), "1 micro-batch");
+        assert_eq!(plural(2, "micro-batch").to_string(), "2 micro-batches");
+        assert_eq!(plural(0, "thread").to_string(), "0 threads");
     }
 
     #[test]
@@ -89,7 +122,7 @@ mod tests {
             (f64::NAN, "NaN"),
         ];
         for (number, text) in cases {
-            assert_eq!(count(number), text, "for {number}");
+            assert_eq!(count(number).to_string(), text, "for {number}");
         }
     }
 
@@ -105,9 +138,9 @@ mod tests {
             (3_650_722_202, "3.4 GiB"),
         ];
         for (number, text) in cases {
-            assert_eq!(bytes(number), text, "for {number}");
+            assert_eq!(bytes(number).to_string(), text, "for {number}");
         }
-        assert_eq!(bytes(u64::MAX), "16384 PiB");
+        assert_eq!(bytes(u64::MAX).to_string(), "16384 PiB");
     }
 
     #[test]
@@ -126,7 +159,7 @@ mod tests {
             (f64::INFINITY, "?"),
         ];
         for (number, text) in cases {
-            assert_eq!(seconds(number), text, "for {number}");
+            assert_eq!(seconds(number).to_string(), text, "for {number}");
         }
     }
 }

@@ -33,7 +33,6 @@ pub struct Progress {
     steps: Steps,
     display: Display,
     smoothed_ms: Option<f64>,
-    skipped: u64,
 }
 
 enum Display {
@@ -70,7 +69,7 @@ impl Progress {
     }
 
     fn new(steps: Steps, display: Display) -> Self {
-        Self { steps, display, smoothed_ms: None, skipped: 0 }
+        Self { steps, display, smoothed_ms: None }
     }
 
     /// A step is done.
@@ -79,7 +78,6 @@ impl Progress {
         let previous = self.smoothed_ms.unwrap_or(metrics.step_ms);
         let smoothed_ms = previous + SMOOTHING * (metrics.step_ms - previous);
         self.smoothed_ms = Some(smoothed_ms);
-        self.skipped += u64::from(metrics.skipped);
         let is_due = is_first
             || metrics.step.is_multiple_of(self.steps.log_every.max(1))
             || metrics.step == self.steps.total
@@ -87,7 +85,6 @@ impl Progress {
         let line = StepLine {
             metrics,
             total_steps: self.steps.total,
-            skipped: self.skipped,
             seconds_left: self.steps.total.saturating_sub(metrics.step) as f64 * smoothed_ms / 1e3,
         };
         match &mut self.display {
@@ -141,8 +138,6 @@ pub struct StepLine<'m> {
     pub metrics: &'m StepMetrics,
     /// The last step of the run.
     pub total_steps: u64,
-    /// Steps skipped so far.
-    pub skipped: u64,
     /// Prediction for the rest of the run.
     pub seconds_left: f64,
 }
@@ -157,8 +152,11 @@ impl fmt::Display for StepLine<'_> {
             write!(f, "  mfu {:.1}%", 100.0 * mfu)?;
         }
         write!(f, "  {}", human::bytes(metrics.memory.peak as u64))?;
-        if self.skipped > 0 {
-            write!(f, "  {} skipped", self.skipped)?;
+        if metrics.skipped_steps > 0 {
+            write!(f, "  {} skipped", metrics.skipped_steps)?;
+        }
+        if metrics.rollbacks > 0 {
+            write!(f, "  {}", human::plural(metrics.rollbacks as usize, "rollback"))?;
         }
         if metrics.step < self.total_steps {
             write!(f, "  {} left", human::seconds(self.seconds_left))?;
@@ -204,16 +202,16 @@ mod tests {
     #[test]
     fn a_line_tells_step_loss_rate_speed_memory_and_time_left() {
         let metrics = example(5);
-        let line = StepLine { metrics: &metrics, total_steps: 1000, skipped: 0, seconds_left: 80.0 };
+        let line = StepLine { metrics: &metrics, total_steps: 1000, seconds_left: 80.0 };
         assert_eq!(
             line.to_string(),
             "step    5/1000  loss 5.5483  lr 3.00e-5  39.7k tokens/s  477 MiB  1m 20s left"
         );
-        let metrics = StepMetrics { mfu: Some(0.4123), ..metrics };
-        let line = StepLine { metrics: &metrics, total_steps: 5, skipped: 2, seconds_left: 0.0 };
+        let metrics = StepMetrics { mfu: Some(0.4123), skipped_steps: 2, rollbacks: 1, ..metrics };
+        let line = StepLine { metrics: &metrics, total_steps: 5, seconds_left: 0.0 };
         assert_eq!(
             line.to_string(),
-            "step 5/5  loss 5.5483  lr 3.00e-5  39.7k tokens/s  mfu 41.2%  477 MiB  2 skipped"
+            "step 5/5  loss 5.5483  lr 3.00e-5  39.7k tokens/s  mfu 41.2%  477 MiB  2 skipped  1 rollback"
         );
     }
 
@@ -229,7 +227,7 @@ mod tests {
     fn skipped_steps_evaluations_and_messages_are_never_left_out() {
         let lines = lines_of(Steps { done: 2, ..STEPS }, |progress| {
             progress.step(&example(3));
-            progress.step(&StepMetrics { skipped: true, loss: f64::NAN, ..example(4) });
+            progress.step(&StepMetrics { skipped: true, skipped_steps: 1, loss: f64::NAN, ..example(4) });
             progress.evaluation(&EvalMetrics {
                 step: 4,
                 eval_loss: 2.0,

@@ -1,15 +1,11 @@
-//! What a run saves and how it goes on from there: tensors, counters, and nothing of the loader but the number of
-//! samples consumed.
+//! How a run goes on from a checkpoint: tensors, counters, and nothing of the loader but the number of samples
+//! consumed.
 
 use std::collections::BTreeMap;
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use lockstep_checkpoint::{
-    Checkpoint, CheckpointError, DType, Region, SaveRequest, TensorKind, TensorSlice, latest_good, prune,
-    save, set_aside,
-};
-use lockstep_engine::{Engine, StateKind, StateTensor};
+use lockstep_checkpoint::{Checkpoint, DType, TensorKind, latest_good, set_aside};
+use lockstep_engine::{Engine, StateKind};
 use serde_json::{Value, json};
 
 use crate::config::Difference;
@@ -30,51 +26,24 @@ pub(crate) struct Counters {
     pub(crate) tokens: u64,
 }
 
-/// Saves the run and removes checkpoints beyond `checkpoint.keep`. Returns the new one, and why old ones are still
-/// there if they could not be removed.
-pub(crate) fn save_run(
-    config: &RunConfig,
-    model: &ResolvedModel,
-    corpus: &Corpus,
-    engine: &mut Engine,
-    counters: Counters,
-) -> Result<(PathBuf, Option<CheckpointError>), CheckpointError> {
-    let parameters = engine.records().to_vec();
-    let tensors = engine.state_tensors();
-    let slices: Vec<TensorSlice<'_>> = tensors.iter().map(slice).collect();
-    let request = SaveRequest {
-        step: counters.step,
-        samples_consumed: counters.samples,
-        seed: config.train.seed,
-        config: json!({
-            "run": config.to_json(),
-            "model": model.config.to_json(DType::F32),
-            "tokenizer": corpus.tokenizer_name,
-            "training_text": corpus.digest,
-        }),
-        state: json!({ "updates": counters.updates, "tokens_seen": counters.tokens }),
-        parameters: &parameters,
-        ..SaveRequest::default()
-    };
-    let dir = &config.checkpoint.dir;
-    let path = save(dir, &request, &slices)?;
-    let unpruned =
-        NonZeroUsize::new(config.checkpoint.keep).and_then(|keep| prune(dir, keep, &[counters.step]).err());
-    Ok((path, unpruned))
+/// Everything but tensors that a run must find again when it goes on.
+#[derive(Debug, Clone)]
+pub(crate) struct SavedState {
+    pub(crate) counters: Counters,
+    /// What the guard remembers.
+    pub(crate) guard: Value,
 }
 
-fn slice<'a>(tensor: &StateTensor<'a>) -> TensorSlice<'a> {
-    TensorSlice {
-        name: &tensor.record.name,
-        kind: tensor_kind(tensor.kind),
-        dtype: DType::F32,
-        global_shape: &tensor.record.shape,
-        region: Region::Whole,
-        bytes: bytemuck::cast_slice(tensor.values),
+impl SavedState {
+    /// What a checkpoint's manifest has no field of its own for.
+    pub(crate) fn to_json(&self) -> Value {
+        let Counters { updates, tokens, .. } = self.counters;
+        json!({ "updates": updates, "tokens_seen": tokens, "guard": self.guard })
     }
 }
 
-fn tensor_kind(kind: StateKind) -> TensorKind {
+/// What a checkpoint calls it.
+pub(crate) fn tensor_kind(kind: StateKind) -> TensorKind {
     match kind {
         StateKind::Parameter => TensorKind::Parameter,
         StateKind::ExpAvg => TensorKind::ExpAvg,

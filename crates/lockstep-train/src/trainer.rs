@@ -1,8 +1,8 @@
 //! The training loop on one rank.
 //!
 //! A step reads the micro-batches of one global batch, counts its valid tokens G, runs forward and backward of each
-//! with the seed 1/G, clips by the global norm and updates. A loss or gradient that is not finite never reaches the
-//! weights: the step is counted, shown and skipped. Weights that leave the range of f32 all the same are not saved.
+//! with the seed 1/G, clips by the global norm and updates, if the guard lets it (`guard`). Between steps the run is
+//! saved (`saving`).
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -11,23 +11,24 @@ use lockstep_checkpoint::{RunLock, prepare_directory};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_tensor::Arena;
+use serde_json::Value;
 
 use crate::config::RunConfig;
 use crate::describe::describe;
+use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
 use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, MetricsWriter, Row, Start, StepMetrics};
 use crate::progress::{Progress, Steps};
+use crate::saving::Saver;
 use crate::schedule::LearningRate;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
-    Counters, changed_settings, find_checkpoint, restore, save_run, set_aside_later, text_has_changed,
+    Counters, SavedState, changed_settings, find_checkpoint, restore, set_aside_later, text_has_changed,
 };
-use crate::{Corpus, Error, ResolvedModel, resolve_model};
+use crate::{Corpus, Error, resolve_model};
 
 /// Micro-batches read ahead.
 const PREFETCH_DEPTH: usize = 4;
-/// Steps in a row that may be skipped before the run gives up.
-const MAX_SKIPPED_IN_A_ROW: u64 = 10;
 
 /// Where a run begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,6 +60,22 @@ pub struct Summary {
     pub checkpoint: PathBuf,
     /// Whether it was asked to stop before the last step.
     pub interrupted: bool,
+    /// Steps of the whole run that were skipped: not finite, or spikes.
+    pub skipped: u64,
+    /// Times that the whole run went back to a copy of its state.
+    pub rollbacks: u64,
+}
+
+/// Sees each step between its backward and its update, and may change its gradients: fault tests put in what must
+/// not reach the weights.
+pub trait StepObserver {
+    /// The gradients of step `step` (from 1) are complete.
+    fn gradients_ready(&mut self, step: u64, engine: &mut Engine);
+}
+
+/// Sees nothing.
+impl StepObserver for () {
+    fn gradients_ready(&mut self, _: u64, _: &mut Engine) {}
 }
 
 /// Trains as `config` says until the last step or until `interrupt` asks for a stop; saves in either case. `show` makes
@@ -71,6 +88,20 @@ pub fn train(
     resume: &Resume,
     interrupt: &Interrupt,
     show: impl FnOnce(Steps) -> Progress,
+) -> Result<Summary, Error> {
+    train_observed(config, resume, interrupt, show, &mut ())
+}
+
+/// [`train`], watched by `observer`.
+///
+/// # Errors
+/// As [`train`].
+pub fn train_observed(
+    config: &RunConfig,
+    resume: &Resume,
+    interrupt: &Interrupt,
+    show: impl FnOnce(Steps) -> Progress,
+    observer: &mut dyn StepObserver,
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
     let corpus = Corpus::open(config, &model)?;
@@ -125,10 +156,13 @@ pub fn train(
     )?;
     let remaining = config.train.steps.saturating_sub(counters.step);
     let prefetcher = Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?;
+    let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
+    let guard = Guard::new(config, counters.step, &remembered["guard"]);
+    let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
+    let saver = Saver::new(config, &model, &corpus, saved)?;
     Run {
         config,
-        model: &model,
         learning_rate: config.learning_rate(),
         accumulation_steps: config.accumulation_steps(),
         flops_per_step: engine.model().training_flops() * config.accumulation_steps() as u64,
@@ -138,10 +172,10 @@ pub fn train(
         progress,
         metrics,
         counters,
-        skipped_in_a_row: 0,
-        last_good: counters.step,
-        checkpoint_stall_ms: 0.0,
-        saved,
+        guard,
+        refuge,
+        saver,
+        observer,
         micro_batches: Vec::new(),
     }
     .run(interrupt)
@@ -149,7 +183,6 @@ pub fn train(
 
 struct Run<'a> {
     config: &'a RunConfig,
-    model: &'a ResolvedModel,
     corpus: &'a Corpus,
     engine: Engine,
     prefetcher: Prefetcher,
@@ -159,11 +192,11 @@ struct Run<'a> {
     accumulation_steps: usize,
     flops_per_step: u64,
     counters: Counters,
-    skipped_in_a_row: u64,
-    last_good: u64,
-    checkpoint_stall_ms: f64,
-    /// Step and path of the newest checkpoint.
-    saved: Option<(u64, PathBuf)>,
+    guard: Guard,
+    /// None if the run never goes back.
+    refuge: Option<Refuge>,
+    saver: Saver,
+    observer: &'a mut dyn StepObserver,
     /// The micro-batches of the step at hand.
     micro_batches: Vec<MicroBatch>,
 }
@@ -175,18 +208,28 @@ impl Run<'_> {
         let (begin, before) = (Instant::now(), self.counters);
         while self.counters.step < train.steps && !interrupt.is_requested() {
             loss = Some(self.step()?);
+            self.saver.poll(&mut self.progress)?;
             let step = self.counters.step;
             let is_last = step == train.steps;
             if train.eval_every > 0 && (step.is_multiple_of(train.eval_every) || is_last) {
                 eval_loss = self.evaluate()?.or(eval_loss);
             }
             let every = self.config.checkpoint.every;
-            if every > 0 && step.is_multiple_of(every) && !is_last {
-                self.save_or_warn()?;
+            let is_saved = every > 0 && step.is_multiple_of(every) && !is_last;
+            // A run that resumes from the checkpoint has that to go back to, and this one does the same.
+            if let Some(refuge) = &mut self.refuge
+                && (is_saved || step.is_multiple_of(train.rollback_every))
+            {
+                refuge.renew(&self.engine, self.counters.updates);
+            }
+            if is_saved {
+                self.save_and_go_on()?;
             }
         }
         let interrupted = self.counters.step < train.steps;
-        let path = self.save()?;
+        let state = self.state();
+        let Self { saver, engine, metrics, progress, .. } = &mut self;
+        let path = saver.save_last(engine, &state, metrics.as_mut(), progress)?;
         self.progress.finish();
         Ok(Summary {
             step: self.counters.step,
@@ -197,7 +240,20 @@ impl Run<'_> {
             eval_loss,
             checkpoint: path,
             interrupted,
+            skipped: self.guard.skipped,
+            rollbacks: self.guard.rollbacks,
         })
+    }
+
+    /// What a checkpoint remembers beside the tensors.
+    fn state(&self) -> SavedState {
+        SavedState { counters: self.counters, guard: self.guard.to_json() }
+    }
+
+    fn save_and_go_on(&mut self) -> Result<(), Error> {
+        let state = self.state();
+        let Self { saver, engine, metrics, progress, .. } = self;
+        saver.save_and_go_on(engine, &state, metrics.as_mut(), progress)
     }
 
     /// One optimizer step; returns its loss.
@@ -217,11 +273,13 @@ impl Run<'_> {
             tokens += batch.ids.len() as u64;
             self.prefetcher.recycle(batch);
         }
+        self.observer.gradients_ready(step, &mut self.engine);
         let loss = loss_sum / valid_tokens as f64;
         let grad_norm = self.engine.finish_gradients();
         let learning_rate = self.learning_rate.at(self.counters.step);
-        let skipped = !(loss.is_finite() && grad_norm.is_finite());
-        if !skipped {
+        let verdict = self.guard.judge(loss, grad_norm);
+        if verdict == Verdict::Sound {
+            self.guard.accept(step, loss, grad_norm);
             self.counters.updates += 1;
             self.engine.update(&Update {
                 learning_rate,
@@ -233,6 +291,8 @@ impl Run<'_> {
         self.counters.step = step;
         self.counters.samples += self.config.train.global_batch as u64;
         self.counters.tokens += tokens;
+        // An error ends the run after its row is written.
+        let refused = if verdict == Verdict::Sound { Ok(()) } else { self.refuse(step, verdict) };
         let seconds = begin.elapsed().as_secs_f64();
         let arena = self.engine.arena();
         let row = StepMetrics {
@@ -246,16 +306,17 @@ impl Run<'_> {
             tokens_per_s: tokens as f64 / seconds,
             flops_per_s: self.flops_per_step as f64 / seconds,
             mfu: None,
-            skipped,
+            skipped: verdict != Verdict::Sound,
+            skipped_steps: self.guard.skipped,
+            rollbacks: self.guard.rollbacks,
             memory: MemoryUse { by_category: arena.in_use(), peak: arena.peak_total_bytes() },
             comm: CommunicationUse::default(),
             data_wait_ms: self.prefetcher.take_wait().as_secs_f64() * 1e3,
-            checkpoint_stall_ms: std::mem::take(&mut self.checkpoint_stall_ms),
+            checkpoint_stall_ms: self.saver.take_stall_ms(),
         };
         self.progress.step(&row);
         self.write(&row);
-        self.guard(step, skipped)?;
-        Ok(loss)
+        refused.map(|()| loss)
     }
 
     /// Reads the micro-batches of the next step and returns how many of their labels count.
@@ -269,18 +330,18 @@ impl Run<'_> {
         Ok(valid_tokens)
     }
 
-    fn guard(&mut self, step: u64, skipped: bool) -> Result<(), Error> {
-        if !skipped {
-            self.skipped_in_a_row = 0;
-            self.last_good = step;
-            return Ok(());
+    /// A step that must not change the weights: counts it, tells of it, and goes back if there were too many.
+    fn refuse(&mut self, step: u64, verdict: Verdict) -> Result<(), Error> {
+        self.progress.message(&format!("step {step}: {verdict}; step skipped"));
+        if self.guard.skip(step)? == Action::RollBack
+            && let Some(refuge) = &self.refuge
+        {
+            self.counters.updates = refuge.restore(&mut self.engine);
+            let updates = self.counters.updates;
+            self.progress
+                .message(&format!("step {step}: back to the weights after update {updates}; the data go on"));
         }
-        self.skipped_in_a_row += 1;
-        self.progress.message(&format!("step {step}: the loss or a gradient is not finite; step skipped"));
-        if self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW {
-            return Ok(());
-        }
-        Err(Error::NotFinite { step, consecutive: self.skipped_in_a_row, last_good: self.last_good })
+        Ok(())
     }
 
     /// Loss over the first `eval_steps` global batches of the validation set; none if there is no such set.
@@ -318,45 +379,6 @@ impl Run<'_> {
         {
             self.progress.message(&error.to_string());
         }
-    }
-
-    /// A periodic save: where it fails, the run says so and goes on, and the next one may succeed.
-    fn save_or_warn(&mut self) -> Result<(), Error> {
-        match self.save() {
-            Err(Error::Checkpoint(error)) => {
-                self.progress.message(&format!("not saved: {error}"));
-                Ok(())
-            }
-            result => result.map(|_| ()),
-        }
-    }
-
-    fn save(&mut self) -> Result<PathBuf, Error> {
-        if let Some((step, path)) = &self.saved
-            && *step == self.counters.step
-        {
-            return Ok(path.clone());
-        }
-        let begin = Instant::now();
-        // Finite gradients may still carry a weight out of the range of f32.
-        if let Some(name) = self.engine.parameter_that_is_not_finite() {
-            return Err(Error::WeightsNotFinite { step: self.counters.step, name });
-        }
-        // Rows reach the disk before the checkpoint that counts them, or a resumed run would miss some.
-        if let Some(metrics) = &mut self.metrics
-            && let Err(error) = metrics.sync()
-        {
-            self.progress.message(&error.to_string());
-        }
-        let (path, unpruned) =
-            save_run(self.config, self.model, self.corpus, &mut self.engine, self.counters)?;
-        if let Some(error) = unpruned {
-            self.progress.message(&format!("old checkpoints are not removed: {error}"));
-        }
-        self.checkpoint_stall_ms += begin.elapsed().as_secs_f64() * 1e3;
-        self.progress.message(&format!("saved {}", path.display()));
-        self.saved = Some((self.counters.step, path.clone()));
-        Ok(path)
     }
 }
 

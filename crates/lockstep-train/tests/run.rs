@@ -1,7 +1,9 @@
 //! Whole runs of a tiny model: what resuming, threads, recomputation and broken numbers may and may not change.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use lockstep_checkpoint::{
     Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind, export_hf, hf::HfCheckpoint,
@@ -100,6 +102,26 @@ fn quietly(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Result
     train(config, resume, interrupt, |steps| Progress::as_lines(steps, Box::new(std::io::sink())))
 }
 
+/// A writer whose content the test can read.
+#[derive(Clone, Default)]
+struct Shown(Arc<Mutex<Vec<u8>>>);
+
+impl Shown {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
+
+impl Write for Shown {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Every tensor that two checkpoints hold has the same bits.
 #[track_caller]
 fn assert_same_state(left: &Path, right: &Path) {
@@ -162,6 +184,44 @@ fn a_run_asked_to_stop_saves_and_goes_on_without_a_seam() {
     let summary = bench.resume("stopped", GPT2, &settings, &Resume::Auto);
     assert_eq!((summary.step, summary.loss), (6, None));
     assert_eq!(bench.rows("stopped").len(), rows);
+}
+
+#[test]
+fn a_save_in_the_background_has_the_bytes_of_one_in_the_foreground() {
+    let bench = Bench::new();
+    for (name, setting) in [("beside", "checkpoint.async=true"), ("before", "checkpoint.async=false")] {
+        bench.train(name, GPT2, &["train.steps=5", "checkpoint.every=1", "checkpoint.keep=0", setting]);
+    }
+    for step in 1..=5 {
+        let tensors = |run| std::fs::read(bench.step(run, step).join("rank-00000.safetensors")).unwrap();
+        assert!(tensors("beside") == tensors("before"), "step {step}");
+    }
+    let memory = &bench.rows("beside")[4]["memory"];
+    assert!(memory["snapshot"].as_u64() > Some(0), "the copy is in the ledger: {memory}");
+}
+
+#[test]
+fn a_save_that_fails_in_the_background_is_told_and_costs_nothing_but_itself() {
+    let bench = Bench::new();
+    let settings = ["train.steps=6", "checkpoint.every=2"];
+    bench.train("whole", GPT2, &settings);
+    std::fs::create_dir(bench.path("hindered")).unwrap();
+    // What a save would write into is in the way and cannot be cleared away.
+    std::fs::write(bench.path("hindered").join(".tmp-step-00000002"), "").unwrap();
+    let hindrance = bench.path("hindered").join(".tmp-step-00000002");
+    let shown = Shown::default();
+    let config = bench.config("hindered", GPT2, &settings);
+    let lines = shown.clone();
+    let ended = train(&config, &Resume::Never, &Interrupt::default(), |steps| {
+        Progress::as_lines(steps, Box::new(lines))
+    });
+    let text = shown.text();
+    assert!(matches!(ended, Err(Error::Checkpoint(_))), "the last save is not optional: {ended:?}");
+    assert_eq!(text.matches("not saved: ").count(), 2, "{text}");
+    assert_eq!(bench.losses("hindered"), bench.losses("whole"));
+    std::fs::remove_file(hindrance).unwrap();
+    bench.resume("hindered", GPT2, &settings, &Resume::Auto);
+    assert_same_state(&bench.step("whole", 6), &bench.step("hindered", 6));
 }
 
 #[test]
@@ -294,7 +354,7 @@ fn a_model_that_gives_no_finite_loss_ends_the_run_and_saves_nothing() {
     });
     let config = bench.config("broken", &pretrained(&exported), &["train.steps=50"]);
     let error = quietly(&config, &Resume::Never, &Interrupt::default()).unwrap_err();
-    assert!(matches!(error, Error::NotFinite { step: 10, consecutive: 10, last_good: 0 }), "{error}");
+    assert!(matches!(error, Error::TooManySkipped { step: 10, consecutive: 10, last_good: 0 }), "{error}");
     assert!(!bench.step("broken", 10).exists());
 }
 

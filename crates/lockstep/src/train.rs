@@ -75,8 +75,15 @@ fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
         return;
     };
     let eval = summary.eval_loss.map_or(String::new(), |loss| format!(", eval loss {loss:.4}"));
+    let mut refused = String::new();
+    if summary.skipped > 0 {
+        refused = format!(", {} skipped", human::plural(summary.skipped as usize, "step"));
+    }
+    if summary.rollbacks > 0 {
+        refused += &format!(", {}", human::plural(summary.rollbacks as usize, "rollback"));
+    }
     eprintln!(
-        "done       {} steps in {}, {} tokens/s; loss {loss:.4}{eval}",
+        "done       {} steps in {}, {} tokens/s; loss {loss:.4}{eval}{refused}",
         summary.steps_made,
         human::seconds(summary.seconds),
         human::count(summary.tokens as f64 / summary.seconds),

@@ -13,6 +13,7 @@ mod level;
 mod loss;
 mod norm;
 mod optimizer;
+mod pool;
 #[cfg(test)]
 mod reference;
 mod rope;
@@ -34,14 +35,14 @@ pub use level::CpuLevel;
 
 /// A queue that runs every kernel before it returns.
 pub struct CpuQueue {
-    pool: rayon::ThreadPool,
+    pool: pool::Pool,
     level: CpuLevel,
     arena: Arena,
     scratch: gemm::Scratch,
 }
 
 impl CpuQueue {
-    /// A queue with `threads` compute threads (the calling thread only waits), at the best level of this CPU.
+    /// A queue with `threads` compute threads, the calling thread among them, at the best level of this CPU.
     /// Scratch memory of kernels (packed operands) is booked in `arena` as workspace.
     ///
     /// # Errors
@@ -56,12 +57,8 @@ impl CpuQueue {
     /// [`TensorError::ThreadPool`] if the threads cannot be started, [`TensorError::OutOfMemory`] if there is no
     /// memory for scratch.
     pub fn with_level(threads: usize, arena: &Arena, level: CpuLevel) -> Result<Self, TensorError> {
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .thread_name(|index| format!("lockstep-{index}"))
-            .build()
-            .map_err(|source| TensorError::ThreadPool { threads, source })?;
-        let scratch = gemm::Scratch::new(pool.current_num_threads(), arena)?;
+        let pool = pool::Pool::new(threads).map_err(|source| TensorError::ThreadPool { threads, source })?;
+        let scratch = gemm::Scratch::new(pool.threads(), arena)?;
         Ok(Self { pool, level: level.min(CpuLevel::detect()), arena: arena.clone(), scratch })
     }
 
@@ -72,7 +69,7 @@ impl CpuQueue {
 
     /// Number of compute threads.
     pub fn threads(&self) -> usize {
-        self.pool.current_num_threads()
+        self.pool.threads()
     }
 }
 

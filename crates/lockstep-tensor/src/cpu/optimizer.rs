@@ -1,8 +1,9 @@
 //! The optimizers' steps, each one pass over its operands, and the sum of squares behind gradient clipping.
 
+use std::sync::{Mutex, PoisonError};
+
 use half::{bf16, f16};
 use lockstep_plan::{DType, exact::ExactSum};
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::{
     CpuQueue, check_disjoint,
@@ -231,23 +232,14 @@ pub(super) fn sum_of_squares(queue: &CpuQueue, x: View<'_>) -> ExactSum {
             },
         )
     };
-    let merge = |mut a: ExactSum, b: ExactSum| {
-        a.merge(&b);
-        a
-    };
     // The sum is exact, so the order in which the parts are merged changes nothing.
-    if is_parallel(elements) && queue.threads() > 1 {
-        let part = NORM_BLOCK * NORM_BLOCKS_PER_TASK;
-        let tasks = elements.div_ceil(part);
-        queue.pool.install(|| {
-            (0..tasks)
-                .into_par_iter()
-                .map(|task| sum(&x[task * part..elements.min((task + 1) * part)]))
-                .reduce(ExactSum::default, merge)
-        })
-    } else {
-        sum(x)
-    }
+    let total = Mutex::new(ExactSum::default());
+    let part = if is_parallel(elements) { NORM_BLOCK * NORM_BLOCKS_PER_TASK } else { elements.max(1) };
+    queue.pool.run(elements.div_ceil(part), |task| {
+        let sum = sum(&x[task * part..elements.min((task + 1) * part)]);
+        total.lock().unwrap_or_else(PoisonError::into_inner).merge(&sum);
+    });
+    total.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Each square is exact in f64. The order of the additions is part of the result's definition.

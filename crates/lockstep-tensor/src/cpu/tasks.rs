@@ -6,7 +6,6 @@
 use std::{marker::PhantomData, ops::Range, ptr::NonNull, slice};
 
 use lockstep_plan::{DType, MemoryCategory};
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::{CpuQueue, simd::Fma};
 use crate::{Element, View};
@@ -125,11 +124,7 @@ impl CpuQueue {
                 |fma| work(range, fma),
             );
         };
-        if tasks <= 1 || self.threads() == 1 {
-            (0..tasks).for_each(task);
-        } else {
-            self.pool.install(|| (0..tasks).into_par_iter().for_each(task));
-        }
+        self.pool.run(tasks, task);
     }
 
     /// `outputs[m][i] += Σ over rows of what `add_rows` adds for column i`, the same for any number of threads.

@@ -14,6 +14,7 @@ pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
     checker.model();
     checker.data();
     checker.batch();
+    checker.guard();
     checker.optimizer();
     checker.schedule();
 }
@@ -100,6 +101,18 @@ impl Checker<'_, '_, '_> {
         if tokens > u128::from(u64::MAX >> 1) {
             let what = format!("with train.global_batch and train.seq_len this makes {tokens} tokens");
             self.refuse(&["train.steps", "train.global_batch", "train.seq_len"], what, "fewer than 2^63");
+        }
+    }
+
+    fn guard(&mut self) {
+        let factor = self.config.train.spike_factor;
+        if factor > 0.0 && factor <= 1.0 {
+            let what = format!("{factor} would take the usual for a spike");
+            self.refuse(&["train.spike_factor"], what, "0 (off), or more than 1; 3 to 10 are usual");
+        }
+        if self.config.rollback_after() == 0 {
+            let because = "train.rollback_after = 0";
+            self.refuse_without_effect(&["train.rollback_every"], because, "train.rollback_after");
         }
     }
 

@@ -142,12 +142,24 @@ pub(super) fn joined(lines: &[&str]) -> String {
     lines.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
 }
 
-/// Declares the sections of RUN.toml. A key is `name: Type = default, rules;` under its doc comment.
+/// A key's name: that of its field, unless another one is given (a word that Rust keeps for itself).
+macro_rules! key_name {
+    ($section:ident.$key:ident) => {
+        concat!(stringify!($section), ".", stringify!($key))
+    };
+    ($section:ident.$key:ident $name:literal) => {
+        concat!(stringify!($section), ".", $name)
+    };
+}
+pub(super) use key_name;
+
+/// Declares the sections of RUN.toml. A key is `name: Type = default, rules;` under its doc comment; `name as "word"`
+/// gives it another name than its field has.
 macro_rules! sections {
     ($(
         $(#[doc = $section_doc:literal])+
         $section:ident: $Struct:ident $(and any other key in $extra:ident)? {
-            $( $(#[doc = $doc:literal])+ $key:ident: $Type:ty = $default:expr, $rules:expr; )+
+            $( $(#[doc = $doc:literal])+ $key:ident $(as $name:literal)?: $Type:ty = $default:expr, $rules:expr; )+
         }
         later [$($later:literal $(= $accepted:literal)?),*]
     )+) => {
@@ -155,7 +167,7 @@ macro_rules! sections {
             $(#[doc = $section_doc])+
             #[derive(Debug, Clone, PartialEq, Serialize)]
             pub struct $Struct {
-                $( $(#[doc = $doc])+ pub $key: $Type, )+
+                $( $(#[doc = $doc])+ $(#[serde(rename = $name)])? pub $key: $Type, )+
                 $(
                     /// The other keys given, for whoever knows them to check.
                     #[serde(flatten)]
@@ -167,7 +179,7 @@ macro_rules! sections {
                 fn read(reader: &mut Reader<'_>) -> Self {
                     Self {
                         $( $key: reader.take(
-                            concat!(stringify!($section), ".", stringify!($key)), $default, $rules,
+                            key_name!($section.$key $($name)?), $default, $rules,
                         ), )+
                         $( $extra: reader.take_rest(stringify!($section)), )?
                     }
@@ -194,7 +206,7 @@ macro_rules! sections {
         /// Every key that works, in the order of the manual.
         pub static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| vec![
             $( $( Key {
-                name: concat!(stringify!($section), ".", stringify!($key)),
+                name: key_name!($section.$key $($name)?),
                 value_type: <$Type as Readable>::TYPE,
                 default: json::<$Type>(&$default),
                 rules: $rules,

@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::declare::{Key, Section, joined, rules, sections};
+use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
@@ -95,6 +95,15 @@ sections! {
                 .defines_numbers();
         /// Threads that compute; 0 takes every core.
         threads: usize = 0, rules().at_most(4096.0);
+        /// A step whose loss or gradient norm is more than this many times the median of the last 64 sound steps is a
+        /// spike and is skipped; 0 skips only what is not finite.
+        spike_factor: f64 = 0.0, rules().at_least(0.0).defines_numbers();
+        /// Steps skipped in a row after which the run goes back to the last copy of its state in memory, to go on
+        /// with the data after them; 0 never does. (The tenth in a row ends the run.)
+        rollback_after: Option<u64> = None,
+            rules().at_most(9.0).when_absent("3 with `spike_factor`, else 0").defines_numbers();
+        /// Steps between copies of the state in memory to go back to; one is also made with each checkpoint.
+        rollback_every: u64 = 100, rules().at_least(1.0).defines_numbers();
         /// Steps between evaluations; 0 switches them off.
         eval_every: u64 = 100, rules();
         /// Global batches in one evaluation.
@@ -102,7 +111,7 @@ sections! {
         /// Steps between lines of progress where the output is not a terminal.
         log_every: u64 = 10, rules().at_least(1.0);
     }
-    later ["spike_factor"]
+    later []
 
     /// The rule that turns gradients into updates.
     optimizer: OptimizerConfig {
@@ -162,8 +171,11 @@ sections! {
         every: u64 = 500, rules();
         /// How many of the newest checkpoints are kept; 0 keeps all.
         keep: usize = 3, rules();
+        /// Write checkpoints beside the training, from a copy of the state in memory. Where there is no memory for
+        /// it, the training waits for each save.
+        in_background as "async": bool = true, rules();
     }
-    later ["async" = "false"]
+    later []
 
     /// What is written down about the run.
     metrics: MetricsConfig {

@@ -120,6 +120,11 @@ impl RunConfig {
         })
     }
 
+    /// Steps skipped in a row after which the run goes back to a copy of its state; 0: never.
+    pub fn rollback_after(&self) -> u64 {
+        self.train.rollback_after.unwrap_or(if self.train.spike_factor > 0.0 { 3 } else { 0 })
+    }
+
     /// Micro-batches in one optimizer step.
     pub fn accumulation_steps(&self) -> usize {
         self.train.global_batch / self.micro_batch()

@@ -60,6 +60,9 @@ impl RunConfig {
         let mut json = serde_json::to_value(self).unwrap_or_default();
         let rate = self.learning_rate();
         json["train"]["micro_batch"] = self.micro_batch().into();
+        if self.rollback_after() > 0 {
+            json["train"]["rollback_after"] = self.rollback_after().into();
+        }
         json["schedule"]["warmup_steps"] = rate.warmup_steps.into();
         if rate.decay != Decay::None {
             json["schedule"]["decay_steps"] = rate.decay_steps.into();
@@ -83,10 +86,14 @@ impl RunConfig {
         blake3::hash(values.to_string().as_bytes()).to_hex().to_string()
     }
 
-    /// What decides the numbers and differs from `stored`, the [`RunConfig::to_json`] of another run.
+    /// What decides the numbers and differs from `stored`, the [`RunConfig::to_json`] of another run. A key that an
+    /// older program did not know had its default.
     pub fn differences(&self, stored: &Value) -> Vec<Difference> {
         let current = deciding_values(&self.to_json());
-        let stored = deciding_values(stored);
+        let mut stored = deciding_values(stored);
+        for key in KEYS.iter().filter(|key| key.rules.defines_numbers && !key.default.is_null()) {
+            stored.entry(key.name.to_owned()).or_insert_with(|| key.default.clone());
+        }
         Difference::between(&stored, &current)
     }
 

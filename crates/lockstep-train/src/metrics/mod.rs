@@ -9,7 +9,7 @@ use lockstep_plan::{MemoryBytes, MemoryCategory};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-pub use writer::{FILE_NAME, MetricsWriter, Resumption, Sink, Start};
+pub use writer::{FILE_NAME, MetricsFile, MetricsWriter, Resumption, Sink, Start};
 
 /// What is known of one training step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -34,8 +34,12 @@ pub struct StepMetrics {
     pub flops_per_s: f64,
     /// Share of the device's peak, where that is known.
     pub mfu: Option<f64>,
-    /// Whether the weights were left as they were because a value was not finite.
+    /// Whether the weights were left as they were because a value was not finite or a spike.
     pub skipped: bool,
+    /// Steps skipped up to this one.
+    pub skipped_steps: u64,
+    /// Times the run has gone back to a copy of its state up to this step.
+    pub rollbacks: u64,
     /// Memory by category.
     pub memory: MemoryUse,
     /// What the collectives did; zero on one rank.
@@ -128,6 +132,8 @@ pub(crate) mod tests {
             flops_per_s: 1.2e11,
             mfu: None,
             skipped: false,
+            skipped_steps: 0,
+            rollbacks: 0,
             memory: MemoryUse { by_category, peak: 500_000_000 },
             comm: CommunicationUse::default(),
             data_wait_ms: 0.1,
@@ -143,8 +149,8 @@ pub(crate) mod tests {
             concat!(
                 r#"{"step":1,"loss":5.5483,"grad_norm":1.93,"lr":0.00003,"tokens":16384,"tokens_seen":16384,"#,
                 r#""step_ms":412.7,"tokens_per_s":39702.0,"flops_per_s":120000000000.0,"mfu":null,"skipped":false,"#,
-                r#""memory":{"parameters":400000000,"gradients":0,"optimizer":0,"activations":0,"communication":0,"#,
-                r#""workspace":0,"cached":32013312,"peak":500000000},"#,
+                r#""skipped_steps":0,"rollbacks":0,"memory":{"parameters":400000000,"gradients":0,"optimizer":0,"activations":0,"communication":0,"#,
+                r#""workspace":0,"snapshot":0,"cached":32013312,"peak":500000000},"#,
                 r#""comm":{"bytes":0,"busy_ms":0.0,"exposed_ms":0.0},"data_wait_ms":0.1,"checkpoint_stall_ms":0.0}"#,
             )
         );

@@ -55,12 +55,6 @@ pub trait Sink {
     /// # Errors
     /// What the system says.
     fn truncate(&mut self, length: u64) -> io::Result<()>;
-
-    /// Waits until everything is on the disk.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn sync(&mut self) -> io::Result<()>;
 }
 
 impl Sink for File {
@@ -70,10 +64,6 @@ impl Sink for File {
 
     fn truncate(&mut self, length: u64) -> io::Result<()> {
         self.set_len(length)
-    }
-
-    fn sync(&mut self) -> io::Result<()> {
-        self.sync_data()
     }
 }
 
@@ -123,6 +113,35 @@ impl MetricsWriter<File> {
         }
         Ok((Self::over(sink, path, whole_bytes), found))
     }
+
+    /// Writes what waits and gives the file away to be put on the disk. Do so before a checkpoint is saved: then no
+    /// step that the checkpoint holds can be missing from the file.
+    ///
+    /// # Errors
+    /// [`Error::MetricsDiskFull`] or [`Error::Metrics`].
+    pub fn file(&mut self) -> Result<MetricsFile, Error> {
+        self.flush()?;
+        let file = self.sink.try_clone().map_err(|source| self.failed("open", source))?;
+        Ok(MetricsFile { file, path: self.path.clone() })
+    }
+}
+
+/// The file of metrics as it stood at some step, perhaps in another thread.
+#[derive(Debug)]
+pub struct MetricsFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl MetricsFile {
+    /// Waits until everything written so far is on the disk.
+    ///
+    /// # Errors
+    /// [`Error::Metrics`].
+    pub fn sync(&self) -> Result<(), Error> {
+        let failed = |source| Error::Metrics { path: self.path.clone(), action: "sync", source };
+        self.file.sync_data().map_err(failed)
+    }
 }
 
 impl<S: Sink> MetricsWriter<S> {
@@ -156,16 +175,6 @@ impl<S: Sink> MetricsWriter<S> {
             self.waiting_rows += 1;
         }
         self.flush()
-    }
-
-    /// Writes what waits and has the system put it on the disk. Call it before a checkpoint is saved: then no
-    /// step that the checkpoint holds can be missing from the file.
-    ///
-    /// # Errors
-    /// [`Error::MetricsDiskFull`] or [`Error::Metrics`].
-    pub fn sync(&mut self) -> Result<(), Error> {
-        self.flush()?;
-        self.sink.sync().map_err(|source| self.failed("sync", source))
     }
 
     fn flush(&mut self) -> Result<(), Error> {
@@ -346,10 +355,6 @@ mod tests {
                 return Err(io::Error::other("injected"));
             }
             self.content.truncate(length as usize);
-            Ok(())
-        }
-
-        fn sync(&mut self) -> io::Result<()> {
             Ok(())
         }
     }

@@ -61,6 +61,45 @@ fn an_interrupted_run_ends_with_75_and_the_same_command_completes_it() {
 }
 
 #[test]
+fn a_run_killed_at_any_time_goes_on_from_a_whole_checkpoint_to_the_same_weights() {
+    let workshop = Workshop::new();
+    let settings = |dir: &str| {
+        ["train.steps=40", "checkpoint.every=1", "checkpoint.keep=2"]
+            .map(str::to_owned)
+            .into_iter()
+            .chain([format!("checkpoint.dir={dir}"), format!("metrics.dir={dir}")])
+            .collect::<Vec<_>>()
+    };
+    let arguments = |dir: &str| -> Vec<String> {
+        let sets = settings(dir).into_iter().flat_map(|setting| ["--set".to_owned(), setting]);
+        ["train", "run.toml"].map(str::to_owned).into_iter().chain(sets).collect()
+    };
+    let start = |dir: &str| {
+        let arguments = arguments(dir);
+        workshop
+            .start(env!("CARGO_BIN_EXE_lockstep"), &arguments.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    start("whole").finish().succeeds();
+    for kill in 0..8 {
+        let mut run = start("killed");
+        run.wait_until("a save", |run| run.stderr().contains("saved ") || run.stderr().contains("all 40"));
+        // A different moment of the saves that follow, each of which takes a few milliseconds.
+        std::thread::sleep(std::time::Duration::from_micros(1700 * kill));
+        run.child.kill().unwrap();
+        run.child.wait().unwrap();
+        let listed = workshop.run(&["checkpoint", "list", "killed", "--json"]).json();
+        let paths = listed.as_array().unwrap().iter().map(|row| row["path"].as_str().unwrap());
+        for path in paths {
+            workshop.run(&["checkpoint", "verify", path]).succeeds();
+        }
+    }
+    start("killed").finish().succeeds();
+    let weights = |dir: &str| workshop.read(&format!("{dir}/step-00000040/rank-00000.safetensors"));
+    assert!(weights("killed") == weights("whole"), "the weights of the two runs differ");
+    assert_eq!(numbers(&workshop, "killed/metrics.jsonl"), numbers(&workshop, "whole/metrics.jsonl"));
+}
+
+#[test]
 fn checkpoints_are_listed_shown_verified_and_carried_to_transformers_and_back() {
     let workshop = Workshop::trained();
     let last = "checkpoints/step-00000004";

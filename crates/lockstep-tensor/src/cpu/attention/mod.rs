@@ -22,8 +22,7 @@ mod x86;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use lockstep_plan::MemoryCategory;
-use rayon::prelude::*;
+use lockstep_plan::{DType, MemoryCategory};
 
 use self::{backward::Backward, forward::Forward, geometry::Geometry, lanes::Lanes};
 use super::{CpuQueue, check_disjoint, simd::with_float, tasks::Operand};
@@ -160,21 +159,21 @@ fn run_lanes<V: Lanes>(queue: &CpuQueue, work: &impl Worker) {
         return;
     }
     let elements = work.scratch_elements();
-    let mut scratch = queue
+    let scratch = queue
         .arena
         .allocate(workers * elements * size_of::<f32>(), MemoryCategory::Workspace)
         .unwrap_or_else(|error| panic!("no memory for the blocks of attention: {error}"));
     let next = AtomicUsize::new(0);
-    let scratch = &mut scratch.elements_mut::<f32>()[..workers * elements];
-    queue.pool.install(|| {
-        scratch.par_chunks_exact_mut(elements).with_max_len(1).for_each(|scratch| {
-            loop {
-                let task = next.fetch_add(1, Ordering::Relaxed);
-                if task >= tasks {
-                    break;
-                }
-                work.run::<V>(task, scratch);
+    let scratch = Operand::<f32>::new(scratch.view(DType::F32, 0, [workers * elements]));
+    queue.pool.run(workers, |worker| {
+        // SAFETY: each worker has a part of its own.
+        let scratch = unsafe { scratch.write(worker * elements..(worker + 1) * elements) };
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                break;
             }
-        });
+            work.run::<V>(task, scratch);
+        }
     });
 }

@@ -5,8 +5,6 @@
 
 use std::{marker::PhantomData, ops::Range};
 
-use rayon::prelude::*;
-
 use super::{
     CpuQueue, Float, Problem, Scratch, Window,
     blocks::{Blocks, Grain},
@@ -15,7 +13,7 @@ use super::{
     scratch::PARTIAL_COLUMNS,
     store::{Finish, Tile, store},
 };
-use crate::{CpuLevel, Element, Write};
+use crate::{CpuLevel, Element, Write, cpu::pool::Pool};
 
 /// Products with fewer multiplications are not worth waking threads for.
 const SERIAL_MULTIPLICATIONS: usize = 1 << 16;
@@ -24,9 +22,18 @@ const PACKED_PANELS: usize = 4;
 
 /// Where a product runs.
 #[derive(Clone, Copy)]
-enum Threads {
+enum Threads<'a> {
     Caller,
-    Pool,
+    Pool(&'a Pool),
+}
+
+impl Threads<'_> {
+    fn run(self, tasks: usize, task: impl Fn(usize) + Sync) {
+        match self {
+            Self::Caller => (0..tasks).for_each(task),
+            Self::Pool(pool) => pool.run(tasks, task),
+        }
+    }
 }
 
 /// Computes `problem` with the micro-kernel `K` on operands packed as `U`.
@@ -37,12 +44,12 @@ pub(super) fn multiply<K: MicroKernel, U: Unit, C: Float>(
     if problem.m == 0 || problem.n == 0 {
         return;
     }
-    // Locked by the caller's thread: a pool thread that waits may take up other work of the pool.
+    // Held for the whole product: callers on other threads take turns.
     let (mut columns, mut partial) = (queue.scratch.columns(), queue.scratch.partial());
     let mut product = Product::<K, U, C> {
         level: queue.level,
         scratch: &queue.scratch,
-        threads: Threads::Pool,
+        threads: Threads::Pool(&queue.pool),
         problem,
         blocks: Blocks::new(problem.m, problem.n, problem.k.div_ceil(U::ELEMENTS), grain::<K, C>()),
         partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
@@ -52,10 +59,8 @@ pub(super) fn multiply<K: MicroKernel, U: Unit, C: Float>(
     let multiplications = problem.m.saturating_mul(problem.n).saturating_mul(problem.k);
     if multiplications <= SERIAL_MULTIPLICATIONS {
         product.threads = Threads::Caller;
-        product.run(columns);
-    } else {
-        queue.pool.install(|| product.run(columns));
     }
+    product.run(columns);
 }
 
 fn grain<K: MicroKernel, C: Float>() -> Grain {
@@ -66,7 +71,7 @@ fn grain<K: MicroKernel, C: Float>() -> Grain {
 struct Product<'a, K, U: Unit, C> {
     level: CpuLevel,
     scratch: &'a Scratch,
-    threads: Threads,
+    threads: Threads<'a>,
     problem: &'a Problem<'a, U::Source, C>,
     blocks: Blocks,
     partial: Window<f32>,
@@ -117,16 +122,14 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
             }
         };
         let part_units = PACKED_PANELS * K::COLUMNS * units;
-        match self.threads {
-            Threads::Caller => {
-                packed.chunks_mut(part_units).enumerate().for_each(|(part, packed)| pack_part(part, packed));
-            }
-            Threads::Pool => packed
-                .par_chunks_mut(part_units)
-                .enumerate()
-                .with_max_len(1)
-                .for_each(|(part, packed)| pack_part(part, packed)),
-        }
+        let packed_units = packed.len();
+        let packed = Window::new(packed.as_mut_ptr(), packed_units);
+        self.threads.run(packed_units.div_ceil(part_units), |part| {
+            let start = part * part_units;
+            // SAFETY: the parts of the packed columns do not overlap, and each belongs to one task.
+            let packed = unsafe { packed.at(0, start).row(0, part_units.min(packed_units - start)) };
+            pack_part(part, packed);
+        });
     }
 
     fn tasks(&self, chunk: &Chunk<'_>) {
@@ -141,10 +144,7 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
             // SAFETY: the queue's level has the kernel's instructions.
             unsafe { K::prepared(|| self.task(chunk, rows, columns)) }
         };
-        match self.threads {
-            Threads::Caller => (0..tasks).for_each(task),
-            Threads::Pool => (0..tasks).into_par_iter().with_max_len(1).for_each(task),
-        }
+        self.threads.run(tasks, task);
     }
 
     /// Computes one tile of C, up to `task_rows × task_columns`. The thread is prepared for the kernel.

@@ -3,8 +3,6 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::{CpuQueue, Float, Problem, lanes::Dot, pack::Order};
 use crate::Write;
 
@@ -42,13 +40,7 @@ pub(super) fn multiply<V: Dot<T>, T: Float, C: Float>(queue: &CpuQueue, problem:
         }
     };
     let tasks = problem.n.div_ceil(columns);
-    if tasks <= 1 {
-        (0..tasks).for_each(|i| task(i * columns));
-    } else {
-        queue.pool.install(|| {
-            (0..tasks).into_par_iter().with_max_len(1).for_each(|i| task(i * columns));
-        });
-    }
+    queue.pool.run(tasks, |i| task(i * columns));
 }
 
 /// Columns `columns` of the product of `ROWS` rows, `LINES` lines of W at a time.

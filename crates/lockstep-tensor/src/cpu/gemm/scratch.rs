@@ -4,6 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lockstep_plan::MemoryCategory;
 
+use crate::cpu::pool::worker;
 use crate::{Arena, Buffer, TensorError};
 
 /// Most units of depth that are packed at a time.
@@ -47,7 +48,7 @@ impl Scratch {
 
     /// The packed rows of A of the task that this thread works on.
     pub(super) fn rows(&self) -> MutexGuard<'_, Buffer> {
-        lock(&self.rows[rayon::current_thread_index().unwrap_or(0) % self.rows.len()])
+        lock(&self.rows[worker() % self.rows.len()])
     }
 }
 

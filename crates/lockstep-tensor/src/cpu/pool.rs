@@ -1,0 +1,289 @@
+//! The compute threads: they run the tasks of one kernel at a time, and allocate nothing.
+//!
+//! A kernel is a number of tasks. The caller and the threads take the next task from a counter until none is left;
+//! the caller goes on when the last one is done, and a thread that comes too late for a kernel misses it. Kernels
+//! follow each other within microseconds, so whoever waits watches for a while before it sleeps.
+
+use std::{
+    any::Any,
+    cell::Cell,
+    hint, io,
+    panic::{self, AssertUnwindSafe},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    thread::{Builder, JoinHandle},
+};
+
+/// Looks at a counter before a waiting thread sleeps: about 20 µs.
+const LOOKS: usize = 2000;
+
+thread_local! {
+    /// The number of this thread in the pool whose task it runs.
+    static WORKER: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// The number of the thread that runs a task, below [`Pool::threads`]; 0 outside of tasks.
+pub(super) fn worker() -> usize {
+    WORKER.get().unwrap_or(0)
+}
+
+/// Compute threads, of which the calling one is the first.
+pub(super) struct Pool {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// Held by the caller whose kernel runs.
+    turn: Mutex<()>,
+}
+
+struct Shared {
+    /// Number of the kernel at hand, from 1; 0 before the first.
+    kernel: AtomicU64,
+    /// Threads in it, the caller not counted.
+    at_work: AtomicUsize,
+    next_task: AtomicUsize,
+    state: Mutex<State>,
+    /// A kernel has come, or the end.
+    begin: Condvar,
+    /// `at_work` is 0.
+    done: Condvar,
+}
+
+struct State {
+    /// None as soon as no task is left to be taken: who has not begun by then need not.
+    job: Option<Job>,
+    panic: Option<Box<dyn Any + Send>>,
+    /// Threads that wait for `begin`.
+    asleep: usize,
+    is_over: bool,
+}
+
+/// What a kernel does, without its lifetime.
+#[derive(Clone, Copy)]
+struct Job {
+    tasks: usize,
+    run: *const (dyn Fn(usize) + Sync),
+}
+
+// SAFETY: the closure is `Sync`, and `Pool::run` keeps it alive until no thread uses it.
+unsafe impl Send for Job {}
+
+impl Pool {
+    /// A pool of `threads` threads, the caller's among them.
+    ///
+    /// # Errors
+    /// If the system starts no more.
+    pub(super) fn new(threads: usize) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            kernel: AtomicU64::new(0),
+            at_work: AtomicUsize::new(0),
+            next_task: AtomicUsize::new(0),
+            state: Mutex::new(State { job: None, panic: None, asleep: 0, is_over: false }),
+            begin: Condvar::new(),
+            done: Condvar::new(),
+        });
+        let mut pool = Self { shared, threads: Vec::new(), turn: Mutex::new(()) };
+        for number in 1..threads {
+            let shared = Arc::clone(&pool.shared);
+            let builder = Builder::new().name(format!("lockstep-{number}"));
+            pool.threads.push(builder.spawn(move || shared.work(number))?);
+        }
+        Ok(pool)
+    }
+
+    /// Number of threads, the caller's among them.
+    pub(super) fn threads(&self) -> usize {
+        self.threads.len() + 1
+    }
+
+    /// Calls `run` once with each of `0..tasks`, and returns when all calls have. Within a task it calls them one
+    /// after the other.
+    ///
+    /// # Panics
+    /// If a call does.
+    pub(super) fn run(&self, tasks: usize, run: impl Fn(usize) + Sync) {
+        if tasks <= 1 || self.threads.is_empty() || WORKER.get().is_some() {
+            return (0..tasks).for_each(run);
+        }
+        let _turn = lock(&self.turn);
+        let run: &(dyn Fn(usize) + Sync) = &run;
+        // SAFETY: only the lifetime changes. No thread enters a kernel whose job is gone, and this function does not
+        // return, nor unwind, before the job is gone and those who entered it have left.
+        let run = unsafe {
+            std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync + 'static)>(
+                run,
+            )
+        };
+        let shared = &self.shared;
+        let job = Job { tasks, run };
+        let mut state = lock(&shared.state);
+        shared.next_task.store(0, Ordering::Relaxed);
+        state.job = Some(job);
+        shared.kernel.fetch_add(1, Ordering::Release);
+        let are_asleep = state.asleep > 0;
+        drop(state);
+        if are_asleep {
+            shared.begin.notify_all();
+        }
+        let own = shared.take_tasks(job, 0);
+        lock(&shared.state).job = None;
+        shared.wait_for_others();
+        let panic = own.err().or(lock(&shared.state).panic.take());
+        if let Some(payload) = panic {
+            panic::resume_unwind(payload);
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        lock(&self.shared.state).is_over = true;
+        self.shared.begin.notify_all();
+        for thread in self.threads.drain(..) {
+            // Its tasks' panics were passed on to whoever gave it the tasks.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    /// The life of thread `number`.
+    fn work(&self, number: usize) {
+        let mut seen = 0;
+        while let Some(job) = self.enter(&mut seen) {
+            if let Err(payload) = self.take_tasks(job, number) {
+                lock(&self.state).panic.get_or_insert(payload);
+            }
+            if self.at_work.fetch_sub(1, Ordering::AcqRel) == 1 {
+                // Under the lock, or the caller could look, miss this, and sleep.
+                let _state = lock(&self.state);
+                self.done.notify_one();
+            }
+        }
+    }
+
+    /// Waits for a kernel after the one that was `seen` and enters it; none at the end.
+    fn enter(&self, seen: &mut u64) -> Option<Job> {
+        loop {
+            watch(|| self.kernel.load(Ordering::Acquire) != *seen);
+            let mut state = lock(&self.state);
+            while self.kernel.load(Ordering::Acquire) == *seen {
+                if state.is_over {
+                    return None;
+                }
+                state.asleep += 1;
+                state = self.begin.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.asleep -= 1;
+            }
+            *seen = self.kernel.load(Ordering::Acquire);
+            if let Some(job) = state.job {
+                self.at_work.fetch_add(1, Ordering::Relaxed);
+                return Some(job);
+            }
+        }
+    }
+
+    /// Runs tasks until none is left; a panic ends this thread's part.
+    fn take_tasks(&self, job: Job, number: usize) -> Result<(), Box<dyn Any + Send>> {
+        WORKER.set(Some(number));
+        let ended = panic::catch_unwind(AssertUnwindSafe(|| {
+            loop {
+                let task = self.next_task.fetch_add(1, Ordering::Relaxed);
+                if task >= job.tasks {
+                    break;
+                }
+                // SAFETY: `Pool::run` keeps the closure alive until this thread, which entered in time, has left.
+                unsafe { (*job.run)(task) }
+            }
+        }));
+        WORKER.set(None);
+        ended
+    }
+
+    /// Waits until no thread is at work.
+    fn wait_for_others(&self) {
+        let are_done = || self.at_work.load(Ordering::Acquire) == 0;
+        watch(are_done);
+        if are_done() {
+            return;
+        }
+        let mut state = lock(&self.state);
+        while !are_done() {
+            state = self.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// Looks for something that is expected soon.
+fn watch(has_come: impl Fn() -> bool) {
+    for _ in 0..LOOKS {
+        if has_come() {
+            return;
+        }
+        hint::spin_loop();
+    }
+}
+
+/// Nothing is left half changed when a lock is held, so a poisoned one is as good as any.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once_on_any_number_of_threads_kernel_after_kernel() {
+        for threads in [1, 2, 3, 7] {
+            let pool = Pool::new(threads).unwrap();
+            assert_eq!(pool.threads(), threads);
+            for kernel in 0..300 {
+                let counts: Vec<AtomicU32> = (0..kernel % 40).map(|_| AtomicU32::new(0)).collect();
+                pool.run(counts.len(), |task| {
+                    assert!(worker() < threads);
+                    counts[task].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "kernel {kernel}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_task_that_panics_panics_at_the_caller_and_the_pool_goes_on() {
+        let pool = Pool::new(3).unwrap();
+        for bad in 0..20 {
+            let run = || pool.run(20, |task| assert!(task != bad, "task {task} fails"));
+            let payload = panic::catch_unwind(AssertUnwindSafe(run)).unwrap_err();
+            assert_eq!(*payload.downcast::<String>().unwrap(), format!("task {bad} fails"));
+            let sum = AtomicUsize::new(0);
+            pool.run(20, |task| {
+                sum.fetch_add(task, Ordering::Relaxed);
+            });
+            assert_eq!(sum.into_inner(), 190);
+        }
+    }
+
+    #[test]
+    fn tasks_may_run_tasks_and_callers_take_turns() {
+        let pool = Pool::new(2).unwrap();
+        let sum = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        pool.run(4, |_| {
+                            pool.run(5, |task| {
+                                sum.fetch_add(task, Ordering::Relaxed);
+                            })
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 3 * 50 * 4 * 10);
+    }
+}

@@ -1,0 +1,289 @@
+//! What may change the weights: the judge of every step.
+//!
+//! A step whose loss or gradient norm is not finite, or is beyond a factor of the median of the sound steps
+//! before it, is skipped: its data are passed over and its gradient is dropped. After several in a row the
+//! weights themselves are suspect, and the run goes back to a copy of them in memory; data, steps and the learning
+//! rate go on. All of it follows from the losses and norms alone, so a run and its repetition decide alike.
+
+use std::fmt;
+
+use lockstep_engine::{Engine, Snapshot};
+use serde_json::{Value, json};
+
+use crate::{Error, RunConfig};
+
+/// Sound steps whose median is what is usual.
+const HISTORY: usize = 64;
+/// With fewer sound steps behind it, no step is called a spike.
+const LEAST_HISTORY: usize = 16;
+/// Steps in a row that may be skipped before the run gives up.
+const MAX_SKIPPED_IN_A_ROW: u64 = 10;
+
+/// What is thought of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Verdict {
+    /// It may change the weights.
+    Sound,
+    /// Its loss or gradient norm is not finite.
+    NotFinite,
+    /// It is far from what is usual.
+    Spike {
+        /// What of it.
+        what: &'static str,
+        /// How large that is.
+        value: f64,
+        /// How large it was in the sound steps before.
+        median: f64,
+    },
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sound => f.write_str("sound"),
+            Self::NotFinite => f.write_str("the loss or a gradient is not finite"),
+            Self::Spike { what, value, median } => {
+                write!(f, "the {what} is {value:.4}, {:.1} times the median {median:.4}", value / median)
+            }
+        }
+    }
+}
+
+/// What a run must do after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Nothing but the next one.
+    GoOn,
+    /// Go back to the last copy of the state.
+    RollBack,
+}
+
+/// The judge, and what it remembers.
+#[derive(Debug, Clone)]
+pub(crate) struct Guard {
+    /// None: only what is not finite is refused.
+    spike_factor: Option<f64>,
+    /// 0: never.
+    rollback_after: u64,
+    losses: Window,
+    norms: Window,
+    skipped_in_a_row: u64,
+    /// The last step that changed the weights.
+    last_good: u64,
+    /// Steps skipped in the whole run.
+    pub(crate) skipped: u64,
+    /// Times the run has gone back.
+    pub(crate) rollbacks: u64,
+}
+
+impl Guard {
+    /// The judge of a run that has made `step` steps, with what a checkpoint of it remembers.
+    pub(crate) fn new(config: &RunConfig, step: u64, remembered: &Value) -> Self {
+        let number = |name: &str| remembered[name].as_u64().unwrap_or(0);
+        Self {
+            spike_factor: (config.train.spike_factor > 0.0).then_some(config.train.spike_factor),
+            rollback_after: config.rollback_after(),
+            losses: Window::from_json(&remembered["losses"]),
+            norms: Window::from_json(&remembered["gradient_norms"]),
+            skipped_in_a_row: number("skipped_in_a_row"),
+            last_good: step - number("skipped_in_a_row").min(step),
+            skipped: number("skipped"),
+            rollbacks: number("rollbacks"),
+        }
+    }
+
+    /// What a checkpoint must remember of it.
+    pub(crate) fn to_json(&self) -> Value {
+        json!({
+            "losses": self.losses.to_json(),
+            "gradient_norms": self.norms.to_json(),
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "skipped": self.skipped,
+            "rollbacks": self.rollbacks,
+        })
+    }
+
+    /// What is thought of a step with this loss and gradient norm.
+    pub(crate) fn judge(&self, loss: f64, grad_norm: f64) -> Verdict {
+        if !(loss.is_finite() && grad_norm.is_finite()) {
+            return Verdict::NotFinite;
+        }
+        let Some(factor) = self.spike_factor else { return Verdict::Sound };
+        let usual = [("loss", loss, &self.losses), ("gradient norm", grad_norm, &self.norms)];
+        let spike = usual.into_iter().find_map(|(what, value, window)| {
+            let median = window.median()?;
+            (value > factor * median).then_some(Verdict::Spike { what, value, median })
+        });
+        spike.unwrap_or(Verdict::Sound)
+    }
+
+    /// Remembers a step that changed the weights.
+    pub(crate) fn accept(&mut self, step: u64, loss: f64, grad_norm: f64) {
+        self.skipped_in_a_row = 0;
+        self.last_good = step;
+        if self.spike_factor.is_some() {
+            self.losses.push(loss);
+            self.norms.push(grad_norm);
+        }
+    }
+
+    /// Counts a step that was skipped.
+    ///
+    /// # Errors
+    /// [`Error::TooManySkipped`] if there were too many in a row.
+    pub(crate) fn skip(&mut self, step: u64) -> Result<Action, Error> {
+        self.skipped += 1;
+        self.skipped_in_a_row += 1;
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW {
+            let consecutive = self.skipped_in_a_row;
+            return Err(Error::TooManySkipped { step, consecutive, last_good: self.last_good });
+        }
+        if self.skipped_in_a_row == self.rollback_after {
+            self.rollbacks += 1;
+            return Ok(Action::RollBack);
+        }
+        Ok(Action::GoOn)
+    }
+}
+
+/// The last values of something.
+#[derive(Debug, Clone)]
+struct Window {
+    values: [f64; HISTORY],
+    /// All that there ever were; the newest is at `(count - 1) % HISTORY`.
+    count: usize,
+}
+
+impl Window {
+    fn push(&mut self, value: f64) {
+        self.values[self.count % HISTORY] = value;
+        self.count += 1;
+    }
+
+    /// The (upper) median, once there are enough.
+    fn median(&self) -> Option<f64> {
+        let count = self.count.min(HISTORY);
+        if count < LEAST_HISTORY {
+            return None;
+        }
+        let mut sorted = self.values;
+        let sorted = &mut sorted[..count];
+        sorted.sort_unstable_by(f64::total_cmp);
+        Some(sorted[count / 2])
+    }
+
+    /// From the oldest to the newest.
+    fn to_json(&self) -> Value {
+        let count = self.count.min(HISTORY);
+        (self.count - count..self.count).map(|index| self.values[index % HISTORY]).collect()
+    }
+
+    fn from_json(json: &Value) -> Self {
+        let mut window = Self { values: [0.0; HISTORY], count: 0 };
+        let values = json.as_array().into_iter().flatten().filter_map(Value::as_f64);
+        values.for_each(|value| window.push(value));
+        window
+    }
+}
+
+/// The copy of the state that a run goes back to.
+pub(crate) struct Refuge {
+    snapshot: Snapshot,
+    /// Updates that led to it.
+    updates: u64,
+}
+
+impl Refuge {
+    /// A copy of the engine's state after `updates` updates.
+    ///
+    /// # Errors
+    /// No memory for it.
+    pub(crate) fn new(engine: &Engine, updates: u64) -> Result<Self, Error> {
+        let mut refuge = Self { snapshot: Snapshot::new(engine)?, updates };
+        refuge.renew(engine, updates);
+        Ok(refuge)
+    }
+
+    /// Copies the state anew.
+    pub(crate) fn renew(&mut self, engine: &Engine, updates: u64) {
+        self.snapshot.take(engine);
+        self.updates = updates;
+    }
+
+    /// Gives the engine the copy; returns how many updates led to it.
+    pub(crate) fn restore(&self, engine: &mut Engine) -> u64 {
+        self.snapshot.restore(engine);
+        self.updates
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guard(settings: &[&str]) -> Guard {
+        let config = RunConfig::parse("", "test", settings).unwrap();
+        Guard::new(&config, 0, &Value::Null)
+    }
+
+    fn after_sound_steps(mut guard: Guard, steps: u64) -> Guard {
+        (1..=steps).for_each(|step| guard.accept(step, 4.0, 1.0 + (step % 3) as f64));
+        guard
+    }
+
+    #[test]
+    fn what_is_not_finite_is_refused_from_the_first_step_and_nothing_else_is_by_default() {
+        let guard = after_sound_steps(guard(&[]), 100);
+        for (loss, norm) in [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::INFINITY, 1.0), (1.0, f64::INFINITY)] {
+            assert_eq!(guard.judge(loss, norm), Verdict::NotFinite, "{loss}, {norm}");
+        }
+        assert_eq!(guard.judge(1e30, 1e30), Verdict::Sound);
+    }
+
+    #[test]
+    fn a_loss_or_norm_beyond_the_factor_is_a_spike_once_enough_is_known() {
+        let settings = ["train.spike_factor=5"];
+        let known = after_sound_steps(guard(&settings), LEAST_HISTORY as u64);
+        assert_eq!(known.judge(20.0, 10.0), Verdict::Sound);
+        assert_eq!(known.judge(20.1, 1.0), Verdict::Spike { what: "loss", value: 20.1, median: 4.0 });
+        let norm = known.judge(4.0, 10.1);
+        assert_eq!(norm, Verdict::Spike { what: "gradient norm", value: 10.1, median: 2.0 });
+        assert_eq!(norm.to_string(), "the gradient norm is 10.1000, 5.0 times the median 2.0000");
+        let unknown = after_sound_steps(guard(&settings), LEAST_HISTORY as u64 - 1);
+        assert_eq!(unknown.judge(1e9, 1e9), Verdict::Sound);
+    }
+
+    #[test]
+    fn old_steps_are_forgotten() {
+        let mut guard = after_sound_steps(guard(&["train.spike_factor=5"]), 200);
+        (0..HISTORY as u64).for_each(|step| guard.accept(step, 0.1, 0.1));
+        assert!(matches!(guard.judge(4.0, 0.1), Verdict::Spike { what: "loss", .. }));
+    }
+
+    #[test]
+    fn a_guard_from_a_checkpoint_is_the_one_that_was_saved() {
+        let mut guard = after_sound_steps(guard(&["train.spike_factor=5"]), 150);
+        guard.accept(151, 1.0 / 3.0, 2.0_f64.sqrt());
+        guard.skip(152).unwrap();
+        let config = RunConfig::parse("", "test", &["train.spike_factor=5"]).unwrap();
+        let text = guard.to_json().to_string();
+        let restored = Guard::new(&config, 152, &serde_json::from_str(&text).unwrap());
+        assert_eq!(restored.to_json(), guard.to_json());
+        assert_eq!((restored.last_good, restored.skipped), (151, 1));
+        assert_eq!(restored.judge(21.0, 1.0), guard.judge(21.0, 1.0));
+    }
+
+    #[test]
+    fn after_some_skipped_steps_the_run_goes_back_and_after_more_it_gives_up() {
+        let mut guard = guard(&["train.spike_factor=5"]);
+        guard.accept(1, 1.0, 1.0);
+        let actions: Vec<_> = (2..=10).map(|step| guard.skip(step).unwrap()).collect();
+        let back = |action: &&Action| **action == Action::RollBack;
+        assert_eq!((actions[2], actions.iter().filter(back).count()), (Action::RollBack, 1));
+        let error = guard.skip(11).unwrap_err();
+        assert!(
+            matches!(error, Error::TooManySkipped { step: 11, consecutive: 10, last_good: 1 }),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,56 @@
+//! How much memory the system could still give this process.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Bytes that can be taken without swapping, as far as the system and the process's control group tell.
+pub(crate) fn available_memory_bytes() -> Option<u64> {
+    let of_system = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
+    let of_group = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| left_in_group(&text));
+    of_system.into_iter().chain(of_group).min()
+}
+
+/// `MemAvailable` of /proc/meminfo.
+fn mem_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// What the tightest limit above the process leaves (control groups, version 2). Pages of files that a group
+/// holds count as used here though the system would drop them: this errs to the side of care.
+fn left_in_group(cgroup: &str) -> Option<u64> {
+    let root = Path::new("/sys/fs/cgroup");
+    let own = root.join(cgroup.lines().find_map(|line| line.strip_prefix("0::/"))?);
+    own.ancestors().take_while(|group| group.starts_with(root)).filter_map(left_in).min()
+}
+
+fn left_in(group: &Path) -> Option<u64> {
+    let number = |file: PathBuf| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
+    let limit = number(group.join("memory.max"))?;
+    Some(limit.saturating_sub(number(group.join("memory.current"))?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_available_memory_is_read_in_bytes_and_nothing_else_is_taken_for_it() {
+        let text = "MemTotal:       24689492 kB\nMemFree:   1 kB\nMemAvailable:   20123456 kB\n";
+        assert_eq!(mem_available(text), Some(20_123_456 * 1024));
+        for text in ["", "MemAvailable: many kB", "MemAvailable: 3", "MemTotal: 7 kB"] {
+            assert_eq!(mem_available(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_group_leaves_its_limit_less_what_it_holds() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(left_in(dir.path()), None);
+        fs::write(dir.path().join("memory.current"), "300\n").unwrap();
+        for (limit, left) in [("max\n", None), ("1000\n", Some(700)), ("200\n", Some(0))] {
+            fs::write(dir.path().join("memory.max"), limit).unwrap();
+            assert_eq!(left_in(dir.path()), left, "{limit}");
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! A training step allocates nothing once the run is warm: not in kernels, not for metrics or progress, not in the
+//! thread that reads ahead. Every allocation of the process is counted.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use lockstep_engine::Engine;
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::progress::Progress;
+use lockstep_train::{Resume, RunConfig, StepObserver, train_observed};
+
+/// The system's allocator, with a count.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call is passed on to the system's allocator as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// How often the process had allocated when the gradients of each step were complete.
+struct Counts(Vec<u64>);
+
+impl StepObserver for Counts {
+    fn gradients_ready(&mut self, _: u64, _: &mut Engine) {
+        self.0.push(ALLOCATIONS.load(Ordering::Relaxed));
+    }
+}
+
+const MODELS: [(&str, &str); 2] = [
+    ("gpt2", "preset = \"baby-gpt\"\nn_layer = 2\nn_embd = 96\nn_head = 3\nn_positions = 64\n"),
+    (
+        "llama",
+        "preset = \"llama-15m\"\nnum_hidden_layers = 2\nhidden_size = 96\nintermediate_size = 160\n\
+         num_attention_heads = 4\nnum_key_value_heads = 2\nmax_position_embeddings = 64\n",
+    ),
+];
+
+/// One test, for the count is that of the whole process.
+#[test]
+fn no_step_after_the_second_allocates() {
+    const STEPS: usize = 40;
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("text.txt"), "a rank of the mesh waits for the tape\n".repeat(400))
+        .unwrap();
+    for (name, model) in MODELS {
+        for (precision, recompute) in [("f32", "none"), ("bf16", "full")] {
+            let text = format!(
+                "[model]\n{model}[train]\nsteps = {STEPS}\nglobal_batch = 4\nmicro_batch = 2\nseq_len = 64\n\
+                 precision = {precision:?}\ndropout = 0.1\nthreads = 2\nlog_every = 1\neval_every = 0\nspike_factor = 9\n\
+                 [parallel]\nrecompute = {recompute:?}\n[data]\ntrain = [{:?}]\ncache_dir = {:?}\n\
+                 [checkpoint]\ndir = {:?}\nevery = 0\n[metrics]\ndir = {:?}\n",
+                dir.path().join("text.txt"),
+                dir.path().join("cache"),
+                dir.path().join(name),
+                dir.path().join(name),
+            );
+            let config = RunConfig::parse(&text, "test", &[] as &[&str]).unwrap();
+            let mut counts = Counts(Vec::with_capacity(STEPS));
+            let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
+            train_observed(&config, &Resume::Never, &Interrupt::default(), show, &mut counts).unwrap();
+            // From the end of the third backward: the second step is over.
+            let per_step: Vec<u64> = counts.0.windows(2).map(|pair| pair[1] - pair[0]).collect();
+            assert!(per_step[2..].iter().all(|count| *count == 0), "{name}, {precision}: {per_step:?}");
+        }
+    }
+}

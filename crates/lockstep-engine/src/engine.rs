@@ -1,11 +1,15 @@
 //! One rank's training state and the steps that change it.
 
-use lockstep_graph::{BlockShape, Mode, Recompute};
+use lockstep_graph::{Activity, BlockShape, Cost, Mode, Recompute, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
 use lockstep_tensor::{AdamW, Arena, CpuQueue, Kernels, Sgd, TensorError};
 
 use crate::{EngineError, FlatStore, HostBatch, Runner, StateKind, Tied};
+
+const F32_BYTES: u64 = size_of::<f32>() as u64;
+/// Floating-point operations per element of an update, as in AdamW.
+const UPDATE_FLOPS: u64 = 13;
 
 /// The update rule.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -178,6 +182,11 @@ impl Engine {
         &self.model
     }
 
+    /// Where the times of operations are recorded while it is on.
+    pub fn timeline(&self) -> &Timeline {
+        self.runner.timeline()
+    }
+
     /// The ledger.
     pub fn arena(&self) -> &Arena {
         &self.arena
@@ -190,7 +199,9 @@ impl Engine {
 
     /// Starts a step.
     pub fn zero_gradients(&mut self) {
-        self.gradients.clear(&self.queue);
+        let cost = || Cost::of_bytes(self.gradients.len_bytes() as u64);
+        self.timeline()
+            .span(|| (Activity::of_step("zero gradients"), cost()), || self.gradients.clear(&self.queue));
     }
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. `seed_gradient` is `1 / G`.
@@ -215,13 +226,22 @@ impl Engine {
             if let Some(target) = record.tie {
                 let (head, embedding) =
                     (self.gradients.view(ParameterId(index)), self.gradients.view(target));
-                self.queue.add(head, embedding, embedding);
+                let elements = head.elements() as u64;
+                let cost = Cost { vector_flops: elements, ..Cost::of_bytes(3 * F32_BYTES * elements) };
+                let what = || (Activity::of_step("add tied gradients"), cost);
+                self.timeline().span(what, || self.queue.add(head, embedding, embedding));
             }
         }
+        let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.parameter_ids() {
             sum.merge(&self.queue.sum_of_squares(self.gradients.view(id)).wait());
         }
+        self.timeline().end(begin, || {
+            let elements = self.owned_elements();
+            let cost = Cost { vector_flops: 2 * elements, ..Cost::of_bytes(F32_BYTES * elements) };
+            (Activity::of_step("gradient norm"), cost)
+        });
         sum.value().sqrt()
     }
 
@@ -248,6 +268,7 @@ impl Engine {
             let parameter = self.master.as_ref().unwrap_or(&self.weights).view(id);
             let gradient = self.gradients.view(id);
             let state = |kind| self.state_store(kind).map(|store| store.view(id));
+            let begin = self.timeline().begin();
             match self.optimizer {
                 Optimizer::AdamW { betas, eps } => self.queue.adamw(&AdamW {
                     parameter,
@@ -274,7 +295,27 @@ impl Engine {
                     step: update.step,
                 }),
             }
+            self.timeline().end(begin, || {
+                let activity = Activity { unit: Some(record.unit), ..Activity::of_step("optimizer") };
+                (activity, self.update_cost(id))
+            });
         }
+    }
+
+    /// The gradient and the rounded weights go through memory once, everything else is read and written.
+    fn update_cost(&self, id: ParameterId) -> Cost {
+        let elements = self.records[id.0].elements() as u64;
+        let rounded = self.master.as_ref().map_or(0, |_| self.weights.dtype().size_bytes() as u64);
+        let kept: u64 = self.optimizer_state.iter().map(|(_, store)| store.dtype().size_bytes() as u64).sum();
+        Cost {
+            vector_flops: UPDATE_FLOPS * elements,
+            ..Cost::of_bytes((F32_BYTES + rounded + 2 * (F32_BYTES + kept)) * elements)
+        }
+    }
+
+    /// Elements of the parameters that own their weights.
+    fn owned_elements(&self) -> u64 {
+        self.parameter_ids().map(|id| self.records[id.0].elements() as u64).sum()
     }
 
     /// The kinds of tensors that a checkpoint holds for each parameter.

@@ -90,6 +90,11 @@ impl FlatStore {
         Ok(Self { dtype: self.dtype, units: units.collect::<Result<_, _>>()?, places: self.places.clone() })
     }
 
+    /// Type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     /// Bytes of all parameters, padding included.
     pub fn len_bytes(&self) -> usize {
         self.units.iter().map(Buffer::len_bytes).sum()

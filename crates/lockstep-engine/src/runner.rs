@@ -1,6 +1,6 @@
 //! Runs a recorded model over one micro-batch: the frames, the workspace, and the order of the units.
 
-use lockstep_graph::{Batch, Replay};
+use lockstep_graph::{Activity, Batch, Cost, Replay, Timeline, Trace};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
     DType, MemoryCategory,
@@ -44,6 +44,7 @@ pub struct Runner {
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
     seed: u64,
+    timeline: Timeline,
 }
 
 impl Runner {
@@ -80,6 +81,7 @@ impl Runner {
             host_losses: vec![0.0; tokens],
             // Dropout must not walk in step with the initial weights or the data order.
             seed: mix(seed ^ key_from_name("dropout")),
+            timeline: Timeline::default(),
         })
     }
 
@@ -95,6 +97,11 @@ impl Runner {
         frames.saturating_add(2 * Arena::booked_bytes(boundary) + inputs)
     }
 
+    /// Where the times of operations are recorded while it is on.
+    pub fn timeline(&self) -> &Timeline {
+        &self.timeline
+    }
+
     /// Runs the forward of every unit.
     pub fn forward(
         &mut self,
@@ -103,7 +110,9 @@ impl Runner {
         weights: &FlatStore,
         batch: &HostBatch<'_>,
     ) {
+        let begin = self.timeline.begin();
         self.load(batch);
+        self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
         for unit in 0..model.units() {
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
             model.program(unit).forward(&self.replay(model, unit, queue, &parameters));
@@ -119,9 +128,12 @@ impl Runner {
     /// The sum of the losses of the last forward, over the tokens that are not masked.
     pub fn loss_sum(&mut self, model: &RecordedModel) -> f64 {
         let head = model.units() - 1;
+        let begin = self.timeline.begin();
         let losses = model.program(head).output(&self.frames[head]);
         losses.reshape([losses.elements()]).copy_to(&mut self.host_losses);
-        self.host_losses.iter().map(|&loss| f64::from(loss)).sum()
+        let sum = self.host_losses.iter().map(|&loss| f64::from(loss)).sum();
+        self.timeline.end(begin, || (Activity::of_step("sum losses"), Cost::default()));
+        sum
     }
 
     /// Runs the backward of every unit after a forward, adding to `gradients`. `seed_gradient` is that of each
@@ -186,6 +198,7 @@ impl Runner {
             workspace: &self.workspace,
             first_dropout_site: RecordedModel::first_dropout_site(unit),
             cache: None,
+            trace: Some(Trace { timeline: &self.timeline, unit }),
         }
     }
 }

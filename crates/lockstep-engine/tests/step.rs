@@ -4,7 +4,7 @@
 use lockstep_engine::{
     Engine, EngineOptions, FlatStore, HostBatch, Optimizer, Snapshot, StateKind, StateTensor, Tied, Update,
 };
-use lockstep_graph::{BlockShape, Recompute};
+use lockstep_graph::{BlockShape, Cost, Pass, Recompute, Span};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
 use lockstep_tensor::Arena;
@@ -208,4 +208,71 @@ fn a_tensor_of_the_wrong_size_is_refused_by_name() {
     let mut engine = engine();
     let error = engine.write_state(ParameterId(0), StateKind::Parameter, &[1.0]).unwrap_err().to_string();
     assert!(error.contains("model.embed_tokens.weight") && error.contains("88"), "{error}");
+}
+
+/// One step of a model with one layer of everything, recorded.
+fn recorded_step(recompute: Recompute) -> (Engine, Vec<Span>) {
+    let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
+    let options = EngineOptions { shape: SHAPE, recompute, optimizer, seed: 1, threads: 1 };
+    let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
+    engine.initialize(1).unwrap();
+    engine.timeline().start();
+    engine.zero_gradients();
+    accumulate(&mut engine, 0);
+    engine.finish_gradients();
+    engine.update(&Update { learning_rate: 0.1, weight_decay: 0.0, gradient_scale: 1.0, step: 1 });
+    let spans = engine.timeline().stop();
+    (engine, spans)
+}
+
+#[test]
+fn every_operation_of_a_recorded_step_is_a_span_with_the_work_that_its_shapes_ask_for() {
+    let (engine, spans) = recorded_step(Recompute::None);
+    let calls = |name: &str, pass: Option<Pass>| {
+        spans.iter().filter(|span| span.activity.name == name && span.activity.pass == pass).count()
+    };
+    // Seven linear layers of the block, and the output layer.
+    for pass in [Pass::Forward, Pass::BackwardInputs, Pass::BackwardWeights] {
+        assert_eq!(calls("linear", Some(pass)), 8, "{pass:?}");
+        assert_eq!(calls("RMSNorm", Some(pass)), 3, "{pass:?}");
+    }
+    assert_eq!(calls("attention", Some(Pass::BackwardInputs)), 1);
+    assert_eq!(calls("optimizer", None), engine.parameter_ids().count());
+    for name in ["load batch", "sum losses", "zero gradients", "add tied gradients", "gradient norm"] {
+        assert_eq!(calls(name, None), 1, "{name}");
+    }
+    assert!(spans.is_sorted_by_key(|span| span.start), "one thread does one thing after the other");
+
+    let flops = |is_counted: fn(&Span) -> bool| -> u64 {
+        spans.iter().filter(|span| is_counted(span)).map(|span| span.cost.product_flops).sum()
+    };
+    let attention =
+        flops(|span| span.activity.name == "attention" && span.activity.pass == Some(Pass::Forward));
+    // Attention's backward computes the scores again.
+    assert_eq!(flops(|_| true), engine.model().training_flops() + attention / 2);
+
+    let gate = spans.iter().find(|span| {
+        let unit = span.activity.unit.filter(|&unit| unit == 1);
+        let name = unit
+            .zip(span.activity.parameter)
+            .map(|(unit, parameter)| engine.model().program(unit).parameters()[parameter.0].name.as_str());
+        name == Some("mlp.gate_proj.weight")
+    });
+    // 10 tokens, 8 inputs, 12 outputs.
+    let expected = Cost { product_flops: 2 * 10 * 8 * 12, vector_flops: 0, bytes: 4 * (80 + 120 + 96) };
+    assert_eq!(gate.map(|span| span.cost), Some(expected));
+}
+
+#[test]
+fn what_is_computed_again_is_recorded_as_such() {
+    for (recompute, again) in [(Recompute::None, 0), (Recompute::Selective, 0), (Recompute::Full, 7)] {
+        let (_, spans) = recorded_step(recompute);
+        let is_again =
+            |span: &&Span| span.activity.pass == Some(Pass::Recompute) && span.activity.name == "linear";
+        let found = spans.iter().filter(is_again).count();
+        assert!(
+            found <= again && (found > 0) == (again > 0),
+            "{found} linear layers again with {recompute:?}"
+        );
+    }
 }

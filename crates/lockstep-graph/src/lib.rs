@@ -14,16 +14,20 @@
 //! - A *frame* holds what one block saves for one micro-batch: its output, and what its backward needs.
 //! - The *workspace* holds what lives only inside one call; all blocks share one.
 //! - A *deferred* buffer holds what a split backward keeps for the gradients of the weights.
+//! - A [`Timeline`] learns when each operation ran and what it had to do, for the steps that somebody traces.
 #![forbid(unsafe_code)]
 
 mod backward;
+mod cost;
 mod operation;
 mod program;
 mod recorder;
 mod replay;
 mod storage;
+mod timeline;
 
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex};
 pub use program::{BlockProfile, ParameterDeclaration, Program, Recompute};
 pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay};
+pub use timeline::{Activity, Begin, Cost, Pass, Span, Timeline, Trace};

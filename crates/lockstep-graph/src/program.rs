@@ -5,7 +5,7 @@ use lockstep_plan::Initializer;
 use crate::{
     BlockShape, Mode, Recorder, Value,
     backward::{self, Gradient, GradientBuffer, Home, Order},
-    operation::{AttentionOperation, Operation},
+    operation::Operation,
     recorder::ValueInfo,
     storage::{Bump, Lifetime, Region, Slot, pack},
 };
@@ -169,7 +169,7 @@ impl Program {
     /// What running the block costs.
     pub fn profile(&self) -> BlockProfile {
         BlockProfile {
-            forward_flops: self.operations.iter().map(|operation| self.flops(operation)).sum(),
+            forward_flops: self.operations.iter().map(|operation| self.product_flops(operation)).sum(),
             saved_bytes: self.frame_bytes,
             workspace_bytes: self.workspace_bytes(),
             deferred_bytes: self.deferred_bytes,
@@ -178,20 +178,6 @@ impl Program {
                 .iter()
                 .map(|parameter| parameter.shape.iter().product::<usize>())
                 .sum(),
-        }
-    }
-
-    fn flops(&self, operation: &Operation) -> u64 {
-        let columns = |value: Value| self.values[value.0].columns as u64;
-        let tokens = self.shape.tokens() as u64;
-        match operation {
-            Operation::Linear { x, y, .. } => 2 * tokens * columns(*x) * columns(*y),
-            Operation::Attention(AttentionOperation { q, shape, .. }) => {
-                let seq_len = self.shape.seq_len as u64;
-                let seen = shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
-                2 * tokens * seen * columns(*q)
-            }
-            _ => 0,
         }
     }
 }

@@ -81,8 +81,12 @@ pub(crate) struct ValueInfo {
 }
 
 impl ValueInfo {
+    pub(crate) fn elements(&self) -> usize {
+        self.rows * self.columns
+    }
+
     pub(crate) fn bytes(&self) -> usize {
-        self.rows * self.columns * self.dtype.size_bytes()
+        self.elements() * self.dtype.size_bytes()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Replaying a program: each instruction becomes a kernel call on views of the caller's buffers.
 //!
-//! Nothing here allocates; a replay is a walk over a list.
+//! Nothing here allocates; a replay is a walk over a list. Where it is traced, each instruction is a span.
 
 use lockstep_plan::DType;
 use lockstep_tensor::{
@@ -8,8 +8,9 @@ use lockstep_tensor::{
 };
 
 use crate::{
-    BatchInput, DropoutSite, ParameterIndex, Program, Value,
+    BatchInput, DropoutSite, ParameterIndex, Program, Trace, Value,
     backward::{Gradient, GradientBuffer},
+    cost::Stage,
     operation::{AttentionOperation, AttentionShape, Operation},
     program::{Instruction, Phase},
     recorder::ValueInfo,
@@ -72,12 +73,14 @@ pub struct Replay<'a> {
     pub first_dropout_site: u32,
     /// Keys and values of earlier tokens, in generation.
     pub cache: Option<KeyValueCache<'a>>,
+    /// Where the times of operations are recorded, if they are.
+    pub trace: Option<Trace<'a>>,
 }
 
 impl Program {
     /// Runs the forward; the output is in the frame.
     pub fn forward(&self, replay: &Replay<'_>) {
-        self.run(&self.forward, &self.gradients, replay, Extra::default());
+        self.run((Stage::Forward, &self.forward), &self.gradients, replay, Extra::default());
     }
 
     /// The output, after a forward.
@@ -91,7 +94,8 @@ impl Program {
     /// block that ends in a loss), `dx` receives that of the input (none for a block without one), `seed` is
     /// the gradient of each token's loss.
     pub fn backward(&self, replay: &Replay<'_>, dy: Option<View<'_>>, dx: Option<View<'_>>, seed: f32) {
-        self.run(&self.backward, &self.gradients, replay, Extra { dy, dx, deferred: None, seed });
+        let extra = Extra { dy, dx, deferred: None, seed };
+        self.run((Stage::Backward, &self.backward), &self.gradients, replay, extra);
     }
 
     /// The first half of a split backward: the gradient of the input. What the weights need is kept in `deferred`
@@ -105,19 +109,31 @@ impl Program {
         deferred: &Buffer,
     ) {
         let extra = Extra { dy, dx, deferred: Some(deferred), seed };
-        self.run(&self.backward_inputs, &self.split_gradients, replay, extra);
+        self.run((Stage::Backward, &self.backward_inputs), &self.split_gradients, replay, extra);
     }
 
     /// The second half of a split backward: adds to the gradients of the weights.
     pub fn backward_weights(&self, replay: &Replay<'_>, deferred: &Buffer) {
         let extra = Extra { deferred: Some(deferred), ..Extra::default() };
-        self.run(&self.backward_weights, &self.split_gradients, replay, extra);
+        self.run((Stage::Backward, &self.backward_weights), &self.split_gradients, replay, extra);
     }
 
-    fn run(&self, phase: &Phase, gradients: &[GradientBuffer], replay: &Replay<'_>, extra: Extra<'_>) {
+    fn run(
+        &self,
+        (stage, phase): (Stage, &Phase),
+        gradients: &[GradientBuffer],
+        replay: &Replay<'_>,
+        extra: Extra<'_>,
+    ) {
         let run = Run { program: self, phase, gradients, replay, extra };
         for instruction in &phase.instructions {
-            run.instruction(instruction);
+            match replay.trace {
+                None => run.instruction(instruction),
+                Some(Trace { timeline, unit }) => timeline.span(
+                    || (self.activity(instruction, stage, unit), self.cost(instruction, gradients)),
+                    || run.instruction(instruction),
+                ),
+            }
         }
     }
 }

@@ -164,6 +164,7 @@ impl World {
             workspace: &workspace,
             first_dropout_site: 3,
             cache: None,
+            trace: None,
         })
     }
 

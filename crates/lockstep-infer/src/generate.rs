@@ -169,6 +169,7 @@ impl Forward {
             workspace: &self.workspace,
             first_dropout_site: 0,
             cache,
+            trace: None,
         }
     }
 }

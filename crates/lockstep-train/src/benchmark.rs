@@ -8,6 +8,7 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
+use crate::roofline::{Detail, Limits, Roofline};
 use crate::trainer::clip_coefficient;
 
 const SEED: u64 = 1337;
@@ -29,9 +30,12 @@ pub struct StepTimes {
     pub flops_per_s: f64,
     /// The loss of each timed step.
     pub losses: Vec<f64>,
+    /// Where the time of the median step went, if that was asked for.
+    pub roofline: Option<Roofline>,
 }
 
-/// Times `steps` steps of AdamW on random tokens, after one that is not counted.
+/// Times `steps` steps (at least one) of AdamW on random tokens, after one that is not counted; with `roofline`,
+/// every operation in them as well.
 ///
 /// # Errors
 /// Out of memory, no threads.
@@ -40,30 +44,41 @@ pub fn time_steps(
     shape: BlockShape,
     threads: usize,
     steps: usize,
+    roofline: Option<Detail>,
 ) -> Result<StepTimes, EngineError> {
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
     let options = EngineOptions { shape, recompute: Recompute::None, optimizer, seed: SEED, threads };
     let mut engine = Engine::new(config, options, &Arena::new())?;
     engine.initialize(SEED)?;
-    let (mut losses, mut times_ms) = (Vec::with_capacity(steps), Vec::with_capacity(steps));
+    let steps = steps.max(1);
+    let (mut losses, mut timed) = (Vec::with_capacity(steps), Vec::with_capacity(steps));
     for step in 0..=steps {
         let tokens = RandomTokens::new(config, shape, step);
+        if roofline.is_some() {
+            engine.timeline().start();
+        }
         let begin = Instant::now();
         let loss = make_step(&mut engine, &tokens.batch(), step as u64 + 1);
+        let time = begin.elapsed();
+        let spans = engine.timeline().stop();
         if step > 0 {
-            times_ms.push(begin.elapsed().as_secs_f64() * 1e3);
+            timed.push((time, spans));
             losses.push(loss);
         }
     }
-    times_ms.sort_by(f64::total_cmp);
-    let step_ms = times_ms.get(times_ms.len() / 2).copied().unwrap_or(f64::NAN);
+    timed.sort_by_key(|(time, _)| *time);
+    let (time, spans) = timed.swap_remove(steps / 2);
+    let level = engine.queue().level();
     Ok(StepTimes {
-        level: engine.queue().level(),
+        level,
         tokens: shape.tokens(),
-        step_ms,
-        tokens_per_s: shape.tokens() as f64 / step_ms * 1e3,
-        flops_per_s: engine.model().training_flops() as f64 / step_ms * 1e3,
+        step_ms: time.as_secs_f64() * 1e3,
+        tokens_per_s: shape.tokens() as f64 / time.as_secs_f64(),
+        flops_per_s: engine.model().training_flops() as f64 / time.as_secs_f64(),
         losses,
+        roofline: roofline.map(|detail| {
+            Roofline::new(&spans, time, engine.model(), detail, Some(Limits::measure(level, threads)))
+        }),
     })
 }
 
@@ -205,10 +220,13 @@ mod tests {
         });
         let config = ModelConfig::from_table(table.as_object().unwrap(), "test").unwrap();
         let shape = BlockShape { sequences: 2, seq_len: 8, dtype: DType::F32 };
-        let times = time_steps(&config, shape, 1, 3).unwrap();
+        let times = time_steps(&config, shape, 1, 3, Some(Detail::Kinds)).unwrap();
         assert_eq!((times.losses.len(), times.tokens), (3, 16));
         assert!(times.tokens_per_s > 0.0 && times.flops_per_s > 0.0, "{times:?}");
         // ln 50, as for any model that has seen random tokens only.
         assert!(times.losses.iter().all(|loss| (3.5..4.3).contains(loss)), "{:?}", times.losses);
+        let roofline = times.roofline.unwrap();
+        assert_eq!(roofline.step_ms, times.step_ms);
+        assert!(roofline.covered_ms <= roofline.step_ms, "{roofline}");
     }
 }

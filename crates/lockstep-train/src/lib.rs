@@ -10,6 +10,7 @@
 //! - [`progress`]: the line a person watches, or plain lines where nobody does.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
 //! - [`benchmark`]: how fast the machine at hand makes steps.
+//! - [`roofline`]: where the time of a step goes, against what the machine could do.
 //! - [`human`]: numbers the way people read them.
 #![forbid(unsafe_code)]
 
@@ -24,6 +25,7 @@ pub mod interrupt;
 mod machine;
 pub mod metrics;
 pub mod progress;
+pub mod roofline;
 mod saving;
 pub mod schedule;
 mod setup;

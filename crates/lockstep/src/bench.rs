@@ -8,6 +8,7 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::DType;
 use lockstep_train::benchmark::{GemmTime, StepTimes, time_gemms, time_steps};
 use lockstep_train::human;
+use lockstep_train::roofline::Detail;
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure};
@@ -57,9 +58,29 @@ pub(crate) struct StepArguments {
     /// Timed steps, after one that is not counted
     #[arg(long, default_value_t = 10)]
     steps: usize,
+    /// Show where the time of the median step goes, against what this machine can do at best
+    #[arg(long, value_enum, value_name = "DETAIL", num_args = 0..=1, require_equals = true, default_missing_value = "kinds")]
+    roofline: Option<RooflineDetail>,
     /// Print one JSON document
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum RooflineDetail {
+    /// One row for each kind of operation
+    Kinds,
+    /// Linear layers by name
+    Layers,
+}
+
+impl From<RooflineDetail> for Detail {
+    fn from(detail: RooflineDetail) -> Self {
+        match detail {
+            RooflineDetail::Kinds => Self::Kinds,
+            RooflineDetail::Layers => Self::Layers,
+        }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -100,14 +121,17 @@ fn step(arguments: &StepArguments) -> Result<(), Failure> {
     }
     let shape = BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() };
     let threads = threads(arguments.threads)?;
-    let times = time_steps(&config, shape, threads, arguments.steps)
+    let times = time_steps(&config, shape, threads, arguments.steps, arguments.roofline.map(Detail::from))
         .map_err(|error| Failure { message: error.to_string(), code: FAILED })?;
-    let StepTimes { level, step_ms, tokens_per_s, flops_per_s, losses, .. } = times;
+    let StepTimes { level, step_ms, tokens_per_s, flops_per_s, losses, roofline, .. } = times;
     if arguments.json {
-        let document = json!({
+        let mut document = json!({
             "tokens_per_s": tokens_per_s, "step_ms": step_ms, "peak_rss_bytes": peak_rss_bytes(), "loss": losses,
             "flops_per_s": flops_per_s, "level": level.to_string(),
         });
+        if let Some(roofline) = roofline {
+            document["roofline"] = json!(roofline);
+        }
         say!("{document}");
     } else {
         say!(
@@ -118,6 +142,9 @@ fn step(arguments: &StepArguments) -> Result<(), Failure> {
             human::plural(threads, "thread"),
             flops_per_s / 1e9,
         );
+        if let Some(roofline) = roofline {
+            say!("{roofline}");
+        }
     }
     Ok(())
 }

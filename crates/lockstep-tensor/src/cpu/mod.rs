@@ -4,6 +4,7 @@
 //! CPUID, which instructions may be used; what the machine lacks is never executed.
 
 mod attention;
+mod bandwidth;
 mod cast;
 mod dropout;
 mod elementwise;
@@ -30,6 +31,7 @@ use crate::{
     AdamW, Arena, Attention, Dropout, Gelu, Gemm, Kernels, LayerNorm, Pending, Rotation, Sgd, TensorError,
     View, Write,
 };
+pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak};
 pub use level::CpuLevel;
 

@@ -44,6 +44,20 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// A directory without the records of a run.
+    #[error("no metrics.jsonl in {}; give the metrics.dir of a run that writes it", dir.display())]
+    NoRun {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// Metrics of which no line can be read.
+    #[error("no row of {} can be read ({damaged_lines} damaged line(s))", path.display())]
+    NoRows {
+        /// The metrics file.
+        path: PathBuf,
+        /// Lines that are no rows.
+        damaged_lines: usize,
+    },
     /// The handlers of SIGINT and SIGTERM cannot be installed.
     #[error("cannot watch for Ctrl-C and SIGTERM: {0}")]
     Signals(#[source] io::Error),

@@ -11,6 +11,8 @@
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
 //! - [`benchmark`]: how fast the machine at hand makes steps.
 //! - [`roofline`]: where the time of a step goes, against what the machine could do.
+//! - [`report`]: a run on one page.
+//! - [`doctor`]: what the machine offers and what it lacks.
 //! - [`human`]: numbers the way people read them.
 #![forbid(unsafe_code)]
 
@@ -18,6 +20,7 @@ pub mod benchmark;
 pub mod config;
 mod corpus;
 mod describe;
+pub mod doctor;
 mod error;
 mod guard;
 pub mod human;
@@ -25,11 +28,14 @@ pub mod interrupt;
 mod machine;
 pub mod metrics;
 pub mod progress;
+mod records;
+pub mod report;
 pub mod roofline;
 mod saving;
 pub mod schedule;
 mod setup;
 mod state;
+mod trace;
 mod trainer;
 
 pub use config::RunConfig;

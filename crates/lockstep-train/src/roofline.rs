@@ -171,7 +171,7 @@ fn rate(amount: f64, seconds: f64) -> f64 {
 }
 
 /// What a row calls an operation. The output layer is a linear layer so much wider than others that it stands alone.
-fn name(activity: &Activity, model: &RecordedModel, detail: Detail) -> String {
+pub(crate) fn name(activity: &Activity, model: &RecordedModel, detail: Detail) -> String {
     let is_linear = activity.name == "linear";
     match (detail, layer(activity, model)) {
         (Detail::Layers, Some(layer)) if is_linear => format!("linear {layer}"),

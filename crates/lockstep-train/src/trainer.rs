@@ -10,6 +10,7 @@ use std::time::Instant;
 use lockstep_checkpoint::{RunLock, prepare_directory};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Update};
+use lockstep_graph::{Activity, Cost};
 use lockstep_tensor::Arena;
 use serde_json::Value;
 
@@ -17,8 +18,9 @@ use crate::config::RunConfig;
 use crate::describe::describe;
 use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
-use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, MetricsWriter, Row, Start, StepMetrics};
+use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, Start, StepMetrics};
 use crate::progress::{Progress, Steps};
+use crate::records::Records;
 use crate::saving::Saver;
 use crate::schedule::LearningRate;
 use crate::setup::{build_engine, load_first_weights};
@@ -58,6 +60,8 @@ pub struct Summary {
     pub eval_loss: Option<f64>,
     /// The newest checkpoint.
     pub checkpoint: PathBuf,
+    /// The run on one page, if it has metrics.
+    pub report: Option<PathBuf>,
     /// Whether it was asked to stop before the last step.
     pub interrupted: bool,
     /// Steps of the whole run that were skipped: not finite, or spikes.
@@ -146,9 +150,7 @@ pub fn train_observed(
     if let Some(aside) = set_aside_later(config, resume, &counters)? {
         progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
     }
-    let metrics =
-        config.metrics.jsonl.then(|| MetricsWriter::open(&config.metrics.dir, start)).transpose()?;
-    let metrics = metrics.map(|(writer, _)| writer);
+    let records = Records::open(config, &engine, start)?;
     let cursor = SampleCursor::single(
         counters.samples,
         config.train.global_batch as u64,
@@ -170,7 +172,7 @@ pub fn train_observed(
         engine,
         prefetcher,
         progress,
-        metrics,
+        records,
         counters,
         guard,
         refuge,
@@ -187,7 +189,7 @@ struct Run<'a> {
     engine: Engine,
     prefetcher: Prefetcher,
     progress: Progress,
-    metrics: Option<MetricsWriter>,
+    records: Records,
     learning_rate: LearningRate,
     accumulation_steps: usize,
     flops_per_step: u64,
@@ -228,8 +230,9 @@ impl Run<'_> {
         }
         let interrupted = self.counters.step < train.steps;
         let state = self.state();
-        let Self { saver, engine, metrics, progress, .. } = &mut self;
-        let path = saver.save_last(engine, &state, metrics.as_mut(), progress)?;
+        let Self { saver, engine, records, progress, .. } = &mut self;
+        let path = saver.save_last(engine, &state, records.rows(), progress)?;
+        let report = self.records.finish(&self.engine, |text| self.progress.message(text));
         self.progress.finish();
         Ok(Summary {
             step: self.counters.step,
@@ -239,6 +242,7 @@ impl Run<'_> {
             loss,
             eval_loss,
             checkpoint: path,
+            report,
             interrupted,
             skipped: self.guard.skipped,
             rollbacks: self.guard.rollbacks,
@@ -252,15 +256,21 @@ impl Run<'_> {
 
     fn save_and_go_on(&mut self) -> Result<(), Error> {
         let state = self.state();
-        let Self { saver, engine, metrics, progress, .. } = self;
-        saver.save_and_go_on(engine, &state, metrics.as_mut(), progress)
+        let begin = Instant::now();
+        let Self { saver, engine, records, progress, .. } = self;
+        saver.save_and_go_on(engine, &state, records.rows(), progress)?;
+        self.records.pause("checkpoint", begin);
+        Ok(())
     }
 
     /// One optimizer step; returns its loss.
     fn step(&mut self) -> Result<f64, Error> {
         let begin = Instant::now();
         let step = self.counters.step + 1;
+        self.records.begin_step(step, &self.engine);
+        let waiting = self.engine.timeline().begin();
         let valid_tokens = self.read_global_batch()?;
+        self.engine.timeline().end(waiting, || (Activity::of_step("data wait"), Cost::default()));
         if valid_tokens == 0 {
             return Err(Error::NothingToPredict { step });
         }
@@ -294,6 +304,7 @@ impl Run<'_> {
         // An error ends the run after its row is written.
         let refused = if verdict == Verdict::Sound { Ok(()) } else { self.refuse(step, verdict) };
         let seconds = begin.elapsed().as_secs_f64();
+        self.records.end_step(step, begin, &self.engine, |text| self.progress.message(text));
         let arena = self.engine.arena();
         let row = StepMetrics {
             step,
@@ -315,7 +326,7 @@ impl Run<'_> {
             checkpoint_stall_ms: self.saver.take_stall_ms(),
         };
         self.progress.step(&row);
-        self.write(&row);
+        self.records.append(&row, |text| self.progress.message(text));
         refused.map(|()| loss)
     }
 
@@ -367,18 +378,10 @@ impl Run<'_> {
             eval_tokens: tokens,
             eval_ms: begin.elapsed().as_secs_f64() * 1e3,
         };
+        self.records.pause("evaluation", begin);
         self.progress.evaluation(&row);
-        self.write(&row);
+        self.records.append(&row, |text| self.progress.message(text));
         Ok(Some(row.eval_loss))
-    }
-
-    /// Appends a row of metrics. A disk that takes none delays rows and does not end the run.
-    fn write(&mut self, row: &impl Row) {
-        if let Some(metrics) = &mut self.metrics
-            && let Err(error) = metrics.append(row)
-        {
-            self.progress.message(&error.to_string());
-        }
     }
 }
 

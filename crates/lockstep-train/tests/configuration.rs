@@ -69,8 +69,7 @@ fn an_empty_file_is_a_whole_configuration() {
 
 #[test]
 fn what_one_rank_does_anyway_may_be_said() {
-    let text = "[parallel]\ntensor_parallel = 1\nzero_stage = 0\nsequence_parallel = false\n\
-                [metrics]\ntensorboard = false\n";
+    let text = "[parallel]\ntensor_parallel = 1\nzero_stage = 0\nsequence_parallel = false\n";
     let config = RunConfig::parse(text, "test", &[] as &[&str]).expect("one rank does all of this");
     assert_eq!(config.to_json(), RunConfig::default().to_json());
 }

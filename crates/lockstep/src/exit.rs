@@ -11,6 +11,8 @@ use lockstep_model::ModelError;
 pub(crate) const FAILED: u8 = 1;
 /// Bad arguments or configuration.
 pub(crate) const CONFIGURATION: u8 = 2;
+/// A device or a library is missing.
+pub(crate) const MISSING: u8 = 3;
 /// The input is corrupt.
 pub(crate) const CORRUPT_INPUT: u8 = 4;
 /// Interrupted; resume to go on.
@@ -101,8 +103,9 @@ impl From<lockstep_train::Error> for Failure {
             | Error::ReadConfiguration { .. }
             | Error::OtherRun { .. }
             | Error::OtherParameters { .. }
-            | Error::NoRunToResume { .. }) => Self::configuration(error.to_string()),
-            error @ Error::NoGoodCheckpoint { .. } => {
+            | Error::NoRunToResume { .. }
+            | Error::NoRun { .. }) => Self::configuration(error.to_string()),
+            error @ (Error::NoGoodCheckpoint { .. } | Error::NoRows { .. }) => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }
             error => Self { message: error.to_string(), code: FAILED },

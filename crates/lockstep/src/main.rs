@@ -3,14 +3,17 @@
 
 mod bench;
 mod checkpoint;
+mod completions;
+mod doctor;
 mod exit;
 mod infer;
 mod output;
+mod report;
 mod train;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use exit::Failure;
 
@@ -36,6 +39,12 @@ enum Command {
     /// Time training steps and matrix products
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Make the report of a run: one page that needs nothing else
+    Report(report::Arguments),
+    /// Look at this machine: processor, memory, limits, libraries, and a test of the kernels
+    Doctor(doctor::Arguments),
+    /// Print a script that completes commands in a shell
+    Completions(completions::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -48,6 +57,9 @@ fn main() -> ExitCode {
         Command::Generate(arguments) => infer::generate(&arguments),
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Bench(command) => bench::run(&command),
+        Command::Report(arguments) => report::run(&arguments),
+        Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Completions(arguments) => completions::run(&arguments, Cli::command()),
     };
     match result {
         Ok(code) => code,

@@ -88,6 +88,9 @@ fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
         human::seconds(summary.seconds),
         human::count(summary.tokens as f64 / summary.seconds),
     );
+    if let Some(report) = &summary.report {
+        eprintln!("report     {}", report.display());
+    }
     eprintln!("next       lockstep generate --model {checkpoint} --prompt ...");
     eprintln!("           lockstep checkpoint export {checkpoint} --hf DIR");
 }

@@ -7,6 +7,9 @@ use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{DataFormat, OptimizerKind, ScheduleKind};
 
+/// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
+const MAX_TRACED_STEPS: u64 = 100;
+
 /// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over:
 /// what stands in for it is not what the user meant.
 pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
@@ -17,6 +20,7 @@ pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
     checker.guard();
     checker.optimizer();
     checker.schedule();
+    checker.metrics();
 }
 
 struct Checker<'c, 'r, 'p> {
@@ -145,6 +149,22 @@ impl Checker<'_, '_, '_> {
                 "schedule.kind = \"constant\"",
                 "schedule.kind",
             );
+        }
+    }
+
+    fn metrics(&mut self) {
+        if let Some([first, last]) = self.config.metrics.trace_steps {
+            let most = first.saturating_add(MAX_TRACED_STEPS - 1);
+            if last < first || last > most {
+                let what = format!(
+                    "[{first}, {last}] are not the first and the last of 1 to {MAX_TRACED_STEPS} steps"
+                );
+                self.refuse(
+                    &["metrics.trace_steps"],
+                    what,
+                    format!("[{first}, {first}] to [{first}, {most}]"),
+                );
+            }
         }
     }
 }

@@ -183,8 +183,13 @@ sections! {
         dir: PathBuf = PathBuf::from("runs"), rules();
         /// Write `metrics.jsonl`, one object a step.
         jsonl: bool = true, rules();
+        /// Write the same numbers as TensorBoard event files.
+        tensorboard: bool = true, rules();
+        /// The first and the last step whose operations are written, each with its time, to a trace that Perfetto and
+        /// chrome://tracing open.
+        trace_steps: Option<[u64; 2]> = None, rules().at_least(1.0).when_absent("none");
     }
-    later ["tensorboard" = "false", "trace_steps"]
+    later []
 }
 
 fn json<T: Readable>(value: &T) -> Value {

@@ -20,6 +20,8 @@ pub enum ValueType {
     Number,
     /// Two finite numbers.
     NumberPair,
+    /// Two whole numbers.
+    IntegerPair,
     /// A string.
     Text,
     /// A list of strings.
@@ -47,6 +49,7 @@ impl fmt::Display for ValueType {
             Self::Integer => f.write_str("an integer"),
             Self::Number => f.write_str("a number"),
             Self::NumberPair => f.write_str("two numbers, [a, b]"),
+            Self::IntegerPair => f.write_str("two integers, [a, b]"),
             Self::Text => f.write_str("a string"),
             Self::TextList => f.write_str("a list of strings, [\"a\", \"b\"]"),
             Self::Choice { allowed, .. } => {
@@ -173,6 +176,23 @@ impl Readable for [f64; 2] {
 
     fn numbers(&self) -> Vec<f64> {
         self.to_vec()
+    }
+}
+
+impl Readable for [u64; 2] {
+    const TYPE: ValueType = ValueType::IntegerPair;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let pair = value.as_array().map(Vec::as_slice);
+        let Some([first, second]) = pair else { return Err(wrong_type::<Self>(value)) };
+        match (first.as_u64(), second.as_u64()) {
+            (Some(first), Some(second)) => Ok([first, second]),
+            _ => Err(Misfit { what: format!("is {value}"), allowed: Self::TYPE.to_string() }),
+        }
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.map(|number| number as f64).to_vec()
     }
 }
 

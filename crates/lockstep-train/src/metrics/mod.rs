@@ -1,15 +1,21 @@
 //! `metrics.jsonl`: one JSON object a line, one line a step or an evaluation.
 //!
 //! A row is a typed record, so that its form cannot drift; a number that is not finite becomes `null`, for
-//! JSON knows no other. The file itself is kept whole by [`MetricsWriter`].
+//! JSON knows no other. The file itself is kept whole by [`MetricsWriter`]; [`EventWriter`] writes the same numbers for
+//! TensorBoard.
 
+mod appender;
+mod event_format;
+mod events;
 mod writer;
 
 use lockstep_plan::{MemoryBytes, MemoryCategory};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-pub use writer::{FILE_NAME, MetricsFile, MetricsWriter, Resumption, Sink, Start};
+pub use appender::Sink;
+pub use events::EventWriter;
+pub use writer::{FILE_NAME, MetricsFile, MetricsWriter, Resumption, Start};
 
 /// What is known of one training step.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -1,23 +1,20 @@
 //! Keeps `metrics.jsonl` a sequence of whole lines, in the order of steps.
 //!
-//! A row that cannot be written (a full disk) waits in memory, and whatever part of it reached the file is
-//! taken back, so that a reader never sees half a line. A run that resumes after step N first cuts off the
-//! rows of later steps, so that the file of a resumed run has the steps of one that was never stopped.
+//! A run that resumes after step N first cuts off the rows of later steps, so that the file of a resumed run has
+//! the steps of one that was never stopped.
 
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, ErrorKind, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
 use super::Row;
+use super::appender::{Appender, Sink};
 use crate::error::Error;
 
 /// The name of the file in the directory of the run's records.
 pub const FILE_NAME: &str = "metrics.jsonl";
-
-/// Rows wait up to this size in memory when the disk takes none; about a hundred thousand steps.
-const MAX_WAITING_BYTES: usize = 64 << 20;
 
 /// How a run begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,44 +39,10 @@ pub struct Resumption {
     pub damaged_lines: Vec<usize>,
 }
 
-/// What the writer needs of a file.
-pub trait Sink {
-    /// Writes all bytes at the end.
-    ///
-    /// # Errors
-    /// What the system says; part of the bytes may have been written.
-    fn append(&mut self, bytes: &[u8]) -> io::Result<()>;
-
-    /// Makes the file `length` bytes long.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn truncate(&mut self, length: u64) -> io::Result<()>;
-}
-
-impl Sink for File {
-    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.write_all(bytes)
-    }
-
-    fn truncate(&mut self, length: u64) -> io::Result<()> {
-        self.set_len(length)
-    }
-}
-
 /// Appends rows to `metrics.jsonl`.
 #[derive(Debug)]
 pub struct MetricsWriter<S = File> {
-    sink: S,
-    path: PathBuf,
-    /// Length of the whole lines in the file.
-    whole_bytes: u64,
-    /// Whether part of a line may stand behind them.
-    torn: bool,
-    waiting: Vec<u8>,
-    waiting_rows: usize,
-    /// Rows given up because too many waited already.
-    lost_rows: usize,
+    lines: Appender<S>,
 }
 
 impl MetricsWriter<File> {
@@ -120,9 +83,11 @@ impl MetricsWriter<File> {
     /// # Errors
     /// [`Error::MetricsDiskFull`] or [`Error::Metrics`].
     pub fn file(&mut self) -> Result<MetricsFile, Error> {
-        self.flush()?;
-        let file = self.sink.try_clone().map_err(|source| self.failed("open", source))?;
-        Ok(MetricsFile { file, path: self.path.clone() })
+        let path = self.path().to_owned();
+        match self.lines.flushed()?.try_clone() {
+            Ok(file) => Ok(MetricsFile { file, path }),
+            Err(source) => Err(Error::Metrics { path, action: "open", source }),
+        }
     }
 }
 
@@ -147,12 +112,12 @@ impl MetricsFile {
 impl<S: Sink> MetricsWriter<S> {
     /// A writer over a sink that holds `whole_bytes` bytes of rows; `path` is what errors call it.
     pub fn over(sink: S, path: PathBuf, whole_bytes: u64) -> Self {
-        Self { sink, path, whole_bytes, torn: false, waiting: Vec::new(), waiting_rows: 0, lost_rows: 0 }
+        Self { lines: Appender::new(sink, path, whole_bytes) }
     }
 
     /// The file.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.lines.path()
     }
 
     /// Appends a row, after those that still wait.
@@ -161,55 +126,11 @@ impl<S: Sink> MetricsWriter<S> {
     /// [`Error::MetricsDiskFull`] or [`Error::Metrics`]. The run can go on: the row waits and goes out with the next
     /// one that can be written.
     pub fn append(&mut self, row: &impl Row) -> Result<(), Error> {
-        let length = self.waiting.len();
-        let written = serde_json::to_writer(&mut self.waiting, row);
-        if let Err(error) = written {
-            self.waiting.truncate(length);
-            return Err(self.failed("write a row of", error.into()));
-        }
-        self.waiting.push(b'\n');
-        if self.waiting.len() > MAX_WAITING_BYTES && length > 0 {
-            self.waiting.truncate(length);
-            self.lost_rows += 1;
-        } else {
-            self.waiting_rows += 1;
-        }
-        self.flush()
-    }
-
-    fn flush(&mut self) -> Result<(), Error> {
-        if self.torn {
-            self.take_back().map_err(|source| self.failed("truncate", source))?;
-        }
-        if self.waiting.is_empty() {
-            return Ok(());
-        }
-        if let Err(source) = self.sink.append(&self.waiting) {
-            self.torn = true;
-            // If this fails as well, the next flush tries again before it writes.
-            let _ = self.take_back();
-            return Err(self.failed("append to", source));
-        }
-        self.whole_bytes += self.waiting.len() as u64;
-        self.waiting.clear();
-        self.waiting_rows = 0;
-        Ok(())
-    }
-
-    fn take_back(&mut self) -> io::Result<()> {
-        self.sink.truncate(self.whole_bytes)?;
-        self.torn = false;
-        Ok(())
-    }
-
-    fn failed(&self, action: &'static str, source: io::Error) -> Error {
-        let path = self.path.clone();
-        match source.kind() {
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-                Error::MetricsDiskFull { path, waiting_rows: self.waiting_rows, lost_rows: self.lost_rows }
-            }
-            _ => Error::Metrics { path, action, source },
-        }
+        self.lines.append(|out| {
+            serde_json::to_writer(&mut *out, row)?;
+            out.push(b'\n');
+            Ok(())
+        })
     }
 }
 
@@ -259,6 +180,8 @@ fn rows_up_to(step: u64, file: &File, damaged_lines: &mut Vec<usize>) -> io::Res
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
     use crate::metrics::EvalMetrics;
     use crate::metrics::tests::example;
@@ -371,16 +294,16 @@ mod tests {
                 panic!("{error}")
             };
             assert_eq!((path, waiting_rows as u64), ("m.jsonl".into(), waiting));
-            assert_eq!(writer.sink.content.len(), 2 * row);
+            assert_eq!(writer.lines.sink().content.len(), 2 * row);
         }
         // Not even the torn part can be taken back; it must not end up before the next row.
-        writer.sink.truncate_fails = true;
+        writer.lines.sink().truncate_fails = true;
         writer.append(&example(6)).unwrap_err();
-        writer.sink.capacity = usize::MAX;
+        writer.lines.sink().capacity = usize::MAX;
         assert!(matches!(writer.append(&example(7)), Err(Error::Metrics { action: "truncate", .. })));
-        writer.sink.truncate_fails = false;
+        writer.lines.sink().truncate_fails = false;
         writer.append(&example(8)).unwrap();
-        let steps: Vec<u64> = String::from_utf8(writer.sink.content)
+        let steps: Vec<u64> = String::from_utf8(std::mem::take(&mut writer.lines.sink().content))
             .unwrap()
             .lines()
             .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64().unwrap())

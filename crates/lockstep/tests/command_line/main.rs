@@ -6,5 +6,6 @@ mod bad_checkpoints;
 mod bad_disks;
 mod bad_models;
 mod bad_runs;
+mod records;
 mod whole_way;
 mod workshop;

@@ -1,0 +1,350 @@
+"use strict";
+// Draws the report from the data that stands beside this script. All text goes through textContent.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const page = document.getElementById("report");
+const SVG = "http://www.w3.org/2000/svg";
+const COLORS = ["--a", "--b", "--c", "--d", "--e", "--f", "--g"].map((name) => `var(${name})`);
+
+function element(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+function shape(parent, name, attributes, text) {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  parent.append(node);
+  return node;
+}
+
+// Numbers the way people read them.
+function scaled(value, base, units, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  let unit = 0;
+  while (unit + 1 < units.length && Math.abs(value) >= base * 0.99995) { value /= base; unit += 1; }
+  return Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(Math.abs(value) + 1))))) + units[unit];
+}
+const count = (value) => scaled(value, 1000, ["", "k", "M", "G", "T", "P"]);
+// "290 GFLOP/s": the prefix belongs to the unit.
+const rate = (value, unit) => count(value).replace(/([kMGTP]?)$/, ` $1${unit}`);
+const bytes = (value) => scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
+const plain = (value) => {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2).replace(/\.?0*e\+?/, "e") : String(Number(value.toPrecision(5)));
+};
+const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
+const ms = (value) => (value >= 1000 ? `${(value / 1000).toPrecision(3)} s` : `${Number(value.toPrecision(3))} ms`);
+function seconds(value) {
+  if (value < 1) return ms(value * 1000);
+  if (value < 60) return `${Number(value.toPrecision(2))} s`;
+  const total = Math.round(value), days = Math.floor(total / 86400), hours = Math.floor(total / 3600), minutes = Math.floor(total / 60);
+  if (days > 0) return `${days} d ${hours % 24} h`;
+  return hours > 0 ? `${hours} h ${minutes % 60} min` : `${minutes} min ${total % 60} s`;
+}
+
+function card(title, { wide = false, note } = {}) {
+  const readout = element("span", { class: "readout" });
+  const body = element("section", { class: wide ? "card wide" : "card" },
+    element("div", { class: "head" }, element("h2", {}, title), readout));
+  if (note) body.append(element("p", {}, note));
+  cards.append(body);
+  return { body, readout };
+}
+
+function legend(body, entries) {
+  body.append(element("div", { class: "legend" }, ...entries.map(([name, color, opacity = 1]) =>
+    element("span", {}, element("i", { style: `background:${color};opacity:${opacity}` }), name))));
+}
+
+// About `wanted` round numbers between two values.
+function ticks(low, high, wanted) {
+  const rough = (high - low) / Math.max(1, wanted);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough) ?? power;
+  const found = [];
+  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
+  return found;
+}
+function powers(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) found.push(10 ** power);
+  const shown = found.filter((value) => value >= low * 0.999 && value <= high * 1.001);
+  return shown.length > 1 ? shown : [low, high];
+}
+
+// Draws again whenever the width of the page changes.
+function drawing(body, height, draw) {
+  const svg = shape(body, "svg", { height });
+  let width = 0;
+  const redraw = () => {
+    const now = Math.round(body.clientWidth - parseFloat(getComputedStyle(body).paddingLeft) * 2);
+    if (now === width || now < 40) return;
+    width = now;
+    svg.replaceChildren();
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    draw(svg, width, height);
+  };
+  redraw();
+  new ResizeObserver(redraw).observe(body);
+}
+
+function scale(low, high, from, to, log) {
+  const f = log ? Math.log10 : (value) => value;
+  const span = f(high) - f(low) || 1;
+  return (value) => from + ((f(value) - f(low)) / span) * (to - from);
+}
+
+// A chart of series over steps: {name, color, x, y, lo, hi, dots, thin, bars}. Missing values are null.
+function chart(title, series, { format = plain, height = 210, wide = false, zero = false, marks = [], note } = {}) {
+  series = series.filter((one) => one.y.some((value) => value !== null));
+  if (series.length === 0) return;
+  const { body, readout } = card(title, { wide, note });
+  const values = series.flatMap((one) => [...one.y, ...(one.lo ?? []), ...(one.hi ?? [])]).filter((value) => value !== null);
+  let low = Math.min(...values), high = Math.max(...values);
+  const log = !zero && low > 0 && high / low > 50;
+  if (zero) low = Math.min(0, low);
+  if (low === high) { low -= Math.abs(low) * 0.05 || (zero ? 0 : 1); high += Math.abs(high) * 0.05 || 1; }
+  else if (!log) { const room = (high - low) * 0.05; if (!zero) low -= room; high += room; }
+  const steps = series.flatMap((one) => one.x);
+  const first = Math.min(...steps, ...data.series.loss.x.slice(0, 1)), last = Math.max(...steps, ...data.series.loss.x.slice(-1));
+  drawing(body, height, (svg, width) => {
+    const labels = log ? powers(low, high) : ticks(low, high, 4);
+    const left = 14 + 6.6 * Math.max(...labels.map((value) => format(value).length));
+    const top = 6, bottom = height - 22, right = width - 10;
+    const x = scale(first, last === first ? first + 1 : last, left, right), y = scale(low, high, bottom, top, log);
+    for (const value of labels) {
+      shape(svg, "line", { class: "grid", x1: left, x2: right, y1: y(value), y2: y(value) });
+      shape(svg, "text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, format(value));
+    }
+    const whole = ticks(first, last, width / 80).filter(Number.isInteger);
+    for (const step of whole.length > 0 ? whole : [first]) {
+      shape(svg, "text", { x: x(step), y: height - 6, "text-anchor": x(step) > right - 24 ? "end" : "middle" }, count(step));
+    }
+    shape(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
+    for (const one of series) draw_series(svg, one, x, y, bottom, (right - left) / Math.max(1, last - first + 1));
+    for (const step of marks) shape(svg, "line", { x1: x(step), x2: x(step), y1: bottom - 7, y2: bottom, stroke: "var(--bad)", "stroke-width": 2 });
+    const cursor = shape(svg, "line", { class: "cursor", y1: top, y2: bottom, visibility: "hidden" });
+    const show = (event) => {
+      const box = svg.getBoundingClientRect();
+      const step = first + ((event.clientX - box.left - left) / (right - left)) * (last - first);
+      const near = (one) => one.x.reduce((best, at, index) => (Math.abs(at - step) < Math.abs(one.x[best] - step) ? index : best), 0);
+      const parts = series.map((one) => [one, near(one)]);
+      const at = parts[0][0].x[parts[0][1]];
+      cursor.setAttribute("x1", x(at));
+      cursor.setAttribute("x2", x(at));
+      cursor.setAttribute("visibility", "visible");
+      readout.textContent = `step ${at}: ` + parts.map(([one, index]) =>
+        `${series.length > 1 ? one.name + " " : ""}${format(one.y[index])}${one.x[index] !== at ? ` (step ${one.x[index]})` : ""}`).join(", ");
+    };
+    svg.onpointermove = show;
+    svg.onpointerdown = show;
+    svg.onpointerleave = () => { cursor.setAttribute("visibility", "hidden"); readout.textContent = rest; };
+  });
+  const lead = series.find((one) => !one.thin) ?? series[0];
+  const rest = lead.summary ?? `${format(lead.y.findLast((value) => value !== null))} at the end`;
+  readout.textContent = rest;
+  if (series.length > 1 || marks.length > 0) {
+    legend(body, [...series.map((one) => [one.name, one.color, one.thin ? 0.45 : 1]), ...(marks.length > 0 ? [["skipped steps", "var(--bad)"]] : [])]);
+  }
+}
+
+function draw_series(svg, one, x, y, bottom, pitch) {
+  const known = one.x.map((step, index) => [x(step), one.y[index] === null ? null : y(one.y[index]), index]);
+  if (one.bars) {
+    for (const [at, value] of known) {
+      if (value !== null) shape(svg, "rect", { x: at - Math.max(1, Math.min(4, pitch / 2)), y: value, width: Math.max(2, Math.min(8, pitch)), height: Math.max(0, bottom - value), fill: one.color });
+    }
+    return;
+  }
+  // A run of known values is a line; a single one would not be seen.
+  const runs = [[]];
+  for (const point of known) {
+    if (point[1] === null) runs.push([]);
+    else runs.at(-1).push(point);
+  }
+  for (const run of runs.filter((run) => run.length > 0)) {
+    if (one.lo) {
+      const edge = (bound) => run.map(([at, , index]) => `${at.toFixed(1)},${y(bound[index]).toFixed(1)}`);
+      shape(svg, "polygon", { points: [...edge(one.hi), ...edge(one.lo).reverse()].join(" "), fill: one.color, opacity: 0.18 });
+    }
+    if (run.length > 1) {
+      shape(svg, "polyline", {
+        points: run.map(([at, value]) => `${at.toFixed(1)},${value.toFixed(1)}`).join(" "), fill: "none", stroke: one.color,
+        "stroke-width": one.thin ? 1 : 1.8, "stroke-linejoin": "round", opacity: one.thin ? 0.55 : 1,
+      });
+    }
+    if (one.dots || run.length === 1) for (const [at, value] of run) shape(svg, "circle", { cx: at, cy: value, r: 2.6, fill: one.color });
+  }
+}
+
+function memory() {
+  if (!data.memory) return;
+  const parts = Object.entries(data.memory).filter(([name, size]) => name !== "peak" && size > 0).sort((a, b) => b[1] - a[1]);
+  const total = parts.reduce((sum, [, size]) => sum + size, 0);
+  const peak = Math.max(total, data.memory.peak ?? 0);
+  if (peak === 0) return;
+  const { body, readout } = card("Memory by category");
+  readout.textContent = `peak ${bytes(peak)}`;
+  body.append(element("div", { class: "stack" }, ...parts.map(([name, size], index) =>
+    element("div", { style: `width:${(100 * size) / peak}%;background:${COLORS[index % COLORS.length]}`, title: `${name}: ${bytes(size)}` }))));
+  const rows = parts.map(([name, size], index) => element("tr", {},
+    element("td", {}, element("span", { class: "legend", style: "margin:0" }, element("span", {}, element("i", { style: `background:${COLORS[index % COLORS.length]}` }), name))),
+    element("td", {}, bytes(size)), element("td", {}, percent(size / peak))));
+  body.append(element("div", { class: "scroll" }, element("table", {}, ...rows)));
+}
+
+// The kinds of operation in the order of their time, each with the color that it has in every picture.
+const kinds = new Map();
+for (const row of data.profile?.roofline?.rows ?? []) {
+  const kind = row.operation;
+  if (!kinds.has(kind)) kinds.set(kind, kinds.size < COLORS.length - 1 ? COLORS[kinds.size] : "var(--g)");
+}
+const color_of = (kind) => kinds.get(kind) ?? "var(--g)";
+
+function roofline() {
+  const found = data.profile?.roofline;
+  if (!found) return;
+  const { body, readout } = card("Roofline", { wide: true, note:
+    `Where the time of step ${data.profile.step} went: operations cover ${percent(found.covered_ms / found.step_ms)} of its ${ms(found.step_ms)}.` +
+    (found.limits ? ` With every operation at the machine's limit it would take ${ms(found.limit_ms)}.` : "") });
+  if (found.limits) roofs(body, readout, found);
+  const header = ["operation", "pass", "time", "share", ...(found.limits ? ["of limit", "bound"] : []), "FLOP/s", "B/s", "FLOPs", "bytes", "calls"];
+  const rows = found.rows.map((row) => element("tr", {},
+    element("td", {}, element("span", { class: "legend", style: "margin:0;color:inherit" }, element("span", {}, element("i", { style: `background:${color_of(row.operation)}` }), row.operation))),
+    element("td", { class: "left" }, row.pass ?? ""), element("td", {}, ms(row.ms)),
+    element("td", { class: "bar" }, element("i", { style: `width:${100 * row.share}%` }), element("span", {}, percent(row.share))),
+    ...(found.limits ? [element("td", {}, row.bytes ? percent(row.of_limit) : ""), element("td", { class: "left" }, row.bytes ? row.bound : "")] : []),
+    element("td", {}, row.flops ? count(row.gflops * 1e9) : ""), element("td", {}, row.bytes ? count(row.gb_per_s * 1e9) : ""),
+    element("td", {}, row.flops ? count(row.flops) : ""), element("td", {}, row.bytes ? count(row.bytes) : ""), element("td", {}, String(row.calls))));
+  body.append(element("div", { class: "scroll" }, element("table", {},
+    element("tr", {}, ...header.map((name) => element("th", name === "pass" || name === "bound" ? { class: "left" } : {}, name))), ...rows)));
+}
+
+// Work per byte against work per second: the roofs are what memory and arithmetic allow.
+function roofs(body, readout, found) {
+  const points = found.rows.filter((row) => row.flops > 0 && row.bytes > 0 && row.ms > 0);
+  if (points.length === 0) return;
+  const { limits } = found;
+  const roofs = [["f32", limits.f32_gflops], ...(limits.bf16_gflops > limits.f32_gflops * 1.05 ? [["bf16", limits.bf16_gflops]] : [])];
+  const work = points.map((row) => row.flops / row.bytes);
+  const top = Math.max(...roofs.map(([, peak]) => peak)) * 1.6;
+  const low = Math.min(...points.map((row) => row.gflops)) / 1.6;
+  const from = Math.min(...work) / 1.6, to = Math.max(...work, (2 * top) / limits.memory_gb_per_s) * 1.6;
+  const rest = `memory ${rate(limits.memory_gb_per_s * 1e9, "B/s")}, ` + roofs.map(([name, peak]) => `${name} ${rate(peak * 1e9, "FLOP/s")}`).join(", ");
+  readout.textContent = rest;
+  drawing(body, 260, (svg, width, height) => {
+    const left = 46, right = width - 10, bottom = height - 34;
+    const x = scale(from, to, left, right, true), y = scale(low, top, bottom, 8, true);
+    for (const at of powers(low, top)) {
+      shape(svg, "line", { class: "grid", x1: left, x2: right, y1: y(at), y2: y(at) });
+      shape(svg, "text", { x: left - 6, y: y(at) + 4, "text-anchor": "end" }, count(at * 1e9));
+    }
+    for (const at of powers(from, to)) shape(svg, "text", { x: x(at), y: bottom + 15, "text-anchor": "middle" }, plain(Number(at.toPrecision(2))));
+    shape(svg, "text", { x: right, y: height - 4, "text-anchor": "end" }, "FLOPs per byte; vertical: FLOP/s");
+    for (const [name, peak] of roofs) {
+      const corner = peak / limits.memory_gb_per_s, start = Math.max(from, low / limits.memory_gb_per_s);
+      const path = [[start, start * limits.memory_gb_per_s], [corner, peak], [to, peak]];
+      shape(svg, "polyline", { points: path.map(([a, b]) => `${x(a)},${y(b)}`).join(" "), fill: "none", stroke: "var(--soft)", "stroke-width": 1.4 });
+      shape(svg, "text", { x: right - 4, y: y(peak) - 5, "text-anchor": "end" }, name);
+    }
+    const share = Math.max(...points.map((row) => row.share));
+    for (const row of points) {
+      const dot = shape(svg, "circle", { cx: x(row.flops / row.bytes), cy: y(row.gflops), r: 3.5 + 8 * Math.sqrt(row.share / share), fill: color_of(row.operation), opacity: 0.75 });
+      const say = () => { readout.textContent = `${row.operation} ${row.pass ?? ""}: ${rate(row.gflops * 1e9, "FLOP/s")}, ${percent(row.of_limit)} of the limit, ${percent(row.share)} of the step`; };
+      dot.onpointerenter = say;
+      dot.onpointerdown = say;
+      dot.onpointerleave = () => { readout.textContent = rest; };
+    }
+  });
+}
+
+function timeline() {
+  const profile = data.profile;
+  if (!profile?.spans?.length) return;
+  const { body, readout } = card(`Timeline of step ${profile.step}`, { wide: true });
+  const rest = `${ms(profile.roofline.step_ms)}; touch a part to read it`;
+  readout.textContent = rest;
+  const lanes = ["forward", "recompute", "backward", "step"].filter((lane) => profile.spans.some((span) => span.lane === lane));
+  const row = 30;
+  drawing(body, lanes.length * row + 24, (svg, width, height) => {
+    const left = width < 500 ? 62 : 74, x = scale(0, profile.roofline.step_ms, left, width - 6);
+    lanes.forEach((lane, index) => shape(svg, "text", { x: left - 8, y: index * row + 19, "text-anchor": "end" }, lane));
+    for (const at of ticks(0, profile.roofline.step_ms, width / 110)) {
+      shape(svg, "line", { class: "grid", x1: x(at), x2: x(at), y1: 0, y2: height - 20 });
+      shape(svg, "text", { x: x(at), y: height - 5, "text-anchor": x(at) > width - 30 ? "end" : "middle" }, ms(at));
+    }
+    for (const span of profile.spans) {
+      const part = shape(svg, "rect", {
+        x: x(span.start_ms), y: lanes.indexOf(span.lane) * row + 4, width: Math.max(0.4, x(span.start_ms + span.ms) - x(span.start_ms)), height: row - 8, fill: color_of(span.kind),
+      });
+      const say = () => { readout.textContent = `${span.name}: ${ms(span.ms)} at ${ms(span.start_ms)}`; };
+      part.onpointerenter = say;
+      part.onpointerdown = say;
+    }
+    svg.onpointerleave = () => { readout.textContent = rest; };
+  });
+  const seen = new Set(profile.spans.map((span) => span.kind));
+  legend(body, [...kinds].filter(([kind, color]) => seen.has(kind) && color !== "var(--g)").concat([["everything else", "var(--g)"]]));
+}
+
+function skipped() {
+  if (data.totals.skipped === 0) return;
+  const { body, readout } = card("Skipped steps", { wide: true, note: "Their loss or gradient was not finite; the weights were left as they were." });
+  readout.textContent = `${data.totals.skipped} of ${data.totals.steps}`;
+  const more = data.totals.skipped - data.skipped.length;
+  body.append(element("p", { class: "bad" }, `steps ${data.skipped.join(", ")}${more > 0 ? ` and ${more} more` : ""}`));
+}
+
+function configuration() {
+  const settings = data.run?.settings;
+  if (!Array.isArray(settings)) return;
+  const { body, readout } = card("Configuration", { wide: true });
+  readout.textContent = "highlighted: not the default";
+  const sections = new Map();
+  for (const { key, value, origin } of settings) {
+    const [section, ...rest] = String(key).split(".");
+    if (!sections.has(section)) sections.set(section, []);
+    const text = value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
+    sections.get(section).push(element("div", origin === "default" ? {} : { class: "set", title: String(origin) },
+      element("dt", {}, rest.join(".")), element("dd", {}, text)));
+  }
+  body.append(element("div", { class: "settings" }, ...[...sections].map(([name, rows]) =>
+    element("div", {}, element("h3", {}, `[${name}]`), element("dl", {}, ...rows)))));
+}
+
+function tiles() {
+  const { totals } = data;
+  const found = [
+    [totals.loss, plain, "training loss, smoothed"], [totals.eval_loss, plain, "evaluation loss"], [totals.steps, String, totals.planned ? `of ${totals.planned} steps` : "steps"],
+    [totals.tokens_seen, count, "tokens seen"], [totals.seconds, seconds, "in steps"], [totals.tokens_per_s, count, "tokens/s, median"],
+    [totals.flops_per_s, (value) => rate(value, "FLOP/s"), "model FLOPs, median"], [totals.peak_bytes, bytes, "peak memory"],
+    [totals.stall_share, percent, "waiting for checkpoints"], [totals.data_share, percent, "waiting for data"], [totals.skipped, String, "skipped steps"],
+  ];
+  return element("div", { class: "tiles" }, ...found.filter(([value]) => value !== null && value !== undefined).map(([value, format, name]) =>
+    element("div", { class: "tile" }, element("b", name === "skipped steps" && value > 0 ? { class: "bad" } : {}, format(value)), element("span", {}, name))));
+}
+
+const cards = element("div", { class: "cards" });
+page.replaceChildren(
+  element("header", {}, element("h1", {}, data.title), ...data.lines.map((line) => element("p", {}, line))),
+  tiles(), cards,
+  element("footer", {}, data.footer));
+const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, stall } = data.series;
+chart("Loss", [
+  { name: "training", color: "var(--a)", thin: true, ...loss }, { name: "smoothed", color: "var(--a)", ...smoothed },
+  { name: "evaluation", color: "var(--b)", dots: true, ...eval_loss },
+], { wide: true, height: 300, marks: data.skipped });
+chart("Learning rate", [{ name: "learning rate", color: "var(--c)", ...lr }], { zero: true });
+chart("Gradient norm, before clipping", [{ name: "norm", color: "var(--d)", ...grad_norm }]);
+chart("Throughput", [{ name: "tokens/s", color: "var(--f)", ...tokens_per_s, summary: `${count(data.totals.tokens_per_s)} tokens/s, median` }], { format: count, zero: true });
+memory();
+chart("Checkpoint stalls", [{ name: "stall", color: "var(--e)", bars: true, ...stall, summary: `${seconds(data.totals.stall_seconds)} in all` }], { format: ms, zero: true, wide: true, height: 150 });
+roofline();
+timeline();
+skipped();
+configuration();

@@ -1,0 +1,130 @@
+//! Everything that a run writes down about itself in `metrics.dir`, beside the loop that makes the steps.
+//!
+//! Rows go to `metrics.jsonl` and to TensorBoard's event files; `run.json`, the sampled step and at the end the report
+//! belong to the rows, so a run without `metrics.jsonl` has none of them. Failing to write never ends a run: what
+//! went wrong is handed back as a message.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use lockstep_engine::Engine;
+
+use crate::config::RunConfig;
+use crate::error::Error;
+use crate::human;
+use crate::machine::available_memory_bytes;
+use crate::metrics::{EventWriter, MetricsWriter, Row, Start};
+use crate::report::{self, describe_run};
+use crate::roofline::Limits;
+use crate::trace::Tracer;
+
+/// A run this long can spare the second that measuring the machine takes.
+const LONG_RUN_SECONDS: u64 = 30;
+
+/// Memory that measuring must not press on.
+const SPARE_BYTES: u64 = 1 << 30;
+/// The step of a process that is sampled for the report: the first one pays for memory that was never touched.
+const SAMPLED_STEP: u64 = 2;
+
+/// The records of one run.
+pub(crate) struct Records {
+    dir: PathBuf,
+    rows: Option<MetricsWriter>,
+    events: Option<EventWriter>,
+    tracer: Tracer,
+    begin: Instant,
+}
+
+impl Records {
+    /// Opens the files that `config` asks for.
+    ///
+    /// # Errors
+    /// [`Error::Metrics`]: a run that cannot write anything from the start does not begin.
+    pub(crate) fn open(config: &RunConfig, engine: &Engine, start: Start) -> Result<Self, Error> {
+        let metrics = &config.metrics;
+        let dir = metrics.dir.clone();
+        let rows = metrics.jsonl.then(|| MetricsWriter::open(&dir, start)).transpose()?;
+        let events = metrics.tensorboard.then(|| EventWriter::open(&dir, start)).transpose()?;
+        let done = match start {
+            Start::Fresh => 0,
+            Start::After { step } => step,
+        };
+        if rows.is_some() {
+            describe_run(config, &model_line(engine), &machine_line(engine))?;
+        }
+        let sampled = rows.is_some().then_some(done + SAMPLED_STEP);
+        let tracer = Tracer::new(&dir, sampled, metrics.trace_steps);
+        Ok(Self { dir, rows: rows.map(|(rows, _)| rows), events, tracer, begin: Instant::now() })
+    }
+
+    /// The rows, for whoever must have them on the disk.
+    pub(crate) fn rows(&mut self) -> Option<&mut MetricsWriter> {
+        self.rows.as_mut()
+    }
+
+    /// Appends a row; what could not be written waits, and is told.
+    pub(crate) fn append(&mut self, row: &impl Row, mut tell: impl FnMut(&str)) {
+        let rows = self.rows.as_mut().map(|rows| rows.append(row));
+        let events = self.events.as_mut().map(|events| events.append(row));
+        for error in [rows, events].into_iter().flatten().filter_map(Result::err) {
+            tell(&error.to_string());
+        }
+    }
+
+    /// A step begins.
+    pub(crate) fn begin_step(&mut self, step: u64, engine: &Engine) {
+        self.tracer.begin(step, engine);
+    }
+
+    /// A step is done, `begin` is when it began.
+    pub(crate) fn end_step(&mut self, step: u64, begin: Instant, engine: &Engine, tell: impl FnOnce(&str)) {
+        if let Err(error) = self.tracer.end(step, begin, engine) {
+            tell(&error.to_string());
+        }
+    }
+
+    /// Something between two steps is done.
+    pub(crate) fn pause(&mut self, name: &'static str, begin: Instant) {
+        self.tracer.pause(name, begin);
+    }
+
+    /// The run has ended: writes what is left, and the report, whose path is returned.
+    pub(crate) fn finish(mut self, engine: &Engine, mut tell: impl FnMut(&str)) -> Option<PathBuf> {
+        let can_measure = self.rows.is_some()
+            && self.begin.elapsed().as_secs() >= LONG_RUN_SECONDS
+            && available_memory_bytes().is_none_or(|bytes| bytes >= SPARE_BYTES);
+        let queue = engine.queue();
+        let limits = can_measure.then(|| Limits::measure(queue.level(), queue.threads()));
+        if let Err(error) = self.tracer.finish(engine.model(), limits) {
+            tell(&error.to_string());
+        }
+        self.rows.as_ref()?;
+        match report::write(&self.dir, None) {
+            Ok(path) => Some(path),
+            // No step was ever made.
+            Err(Error::NoRows { .. }) => None,
+            Err(error) => {
+                tell(&format!("no report: {error}"));
+                None
+            }
+        }
+    }
+}
+
+fn model_line(engine: &Engine) -> String {
+    let model = engine.model();
+    let parameters: usize = engine.parameter_ids().map(|id| engine.records()[id.0].elements()).sum();
+    let shape = model.program(0).shape();
+    format!(
+        "{} parameters, {}, {} arithmetic, micro-batches of {} × {} tokens",
+        human::count(parameters as f64),
+        human::plural(model.units() - 2, "layer"),
+        shape.dtype,
+        shape.sequences,
+        shape.seq_len,
+    )
+}
+
+fn machine_line(engine: &Engine) -> String {
+    format!("{}, {} instructions", human::plural(engine.queue().threads(), "thread"), engine.queue().level())
+}

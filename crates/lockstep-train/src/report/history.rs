@@ -1,0 +1,151 @@
+//! A run's rows, read back from `metrics.jsonl`, and what they add up to.
+//!
+//! The file may be of an older version, of a run that was killed, or damaged: what cannot be read is counted and
+//! left out, and every value may be missing.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::series::{Point, maxima, smoothed, thinned, thinned_with_bounds};
+
+/// Skipped steps that are named.
+const MAX_NAMED: usize = 200;
+
+/// A row of either kind.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Row {
+    step: Option<u64>,
+    loss: Option<f64>,
+    grad_norm: Option<f64>,
+    lr: Option<f64>,
+    tokens_seen: Option<u64>,
+    step_ms: Option<f64>,
+    tokens_per_s: Option<f64>,
+    flops_per_s: Option<f64>,
+    skipped: bool,
+    memory: BTreeMap<String, f64>,
+    data_wait_ms: Option<f64>,
+    checkpoint_stall_ms: Option<f64>,
+    eval_loss: Option<f64>,
+}
+
+/// What the report knows of a run.
+#[derive(Debug, Default)]
+pub(super) struct History {
+    loss: Vec<Point>,
+    eval_loss: Vec<Point>,
+    grad_norm: Vec<Point>,
+    lr: Vec<Point>,
+    tokens_per_s: Vec<Point>,
+    stalls: Vec<Point>,
+    flops_per_s: Vec<f64>,
+    skipped: Vec<u64>,
+    memory: BTreeMap<String, f64>,
+    tokens_seen: Option<u64>,
+    step_ms: f64,
+    data_wait_ms: f64,
+    pub(super) damaged_lines: usize,
+}
+
+impl History {
+    pub(super) fn read(path: &Path) -> io::Result<Self> {
+        let mut history = Self::default();
+        let mut reader = BufReader::new(File::open(path)?);
+        let mut line = Vec::new();
+        while reader.read_until(b'\n', &mut line)? > 0 {
+            match serde_json::from_slice::<Row>(&line) {
+                Ok(row @ Row { step: Some(step), .. }) => history.add(step, row),
+                _ => history.damaged_lines += 1,
+            }
+            line.clear();
+        }
+        Ok(history)
+    }
+
+    fn add(&mut self, step: u64, row: Row) {
+        if row.eval_loss.is_some() {
+            self.eval_loss.push((step, row.eval_loss));
+            return;
+        }
+        self.loss.push((step, row.loss));
+        self.grad_norm.push((step, row.grad_norm));
+        self.lr.push((step, row.lr));
+        self.tokens_per_s.push((step, row.tokens_per_s));
+        self.flops_per_s.extend(row.flops_per_s);
+        if let Some(stall) = row.checkpoint_stall_ms.filter(|stall| *stall > 0.0) {
+            self.stalls.push((step, Some(stall)));
+        }
+        if row.skipped {
+            self.skipped.push(step);
+        }
+        if !row.memory.is_empty() {
+            self.memory = row.memory;
+        }
+        self.tokens_seen = row.tokens_seen.or(self.tokens_seen);
+        self.step_ms += row.step_ms.unwrap_or(0.0);
+        self.data_wait_ms += row.data_wait_ms.unwrap_or(0.0);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.loss.is_empty() && self.eval_loss.is_empty()
+    }
+
+    pub(super) fn last_step(&self) -> u64 {
+        self.loss.last().or(self.eval_loss.last()).map_or(0, |point| point.0)
+    }
+
+    /// The first of the skipped steps.
+    pub(super) fn first_skipped(&self) -> &[u64] {
+        &self.skipped[..self.skipped.len().min(MAX_NAMED)]
+    }
+
+    /// Bytes by category, and the peak, in the last step that says so.
+    pub(super) fn memory(&self) -> Option<&BTreeMap<String, f64>> {
+        (!self.memory.is_empty()).then_some(&self.memory)
+    }
+
+    /// The lines of the charts.
+    pub(super) fn series(&self) -> Value {
+        json!({
+            "loss": thinned_with_bounds(&self.loss),
+            "smoothed": thinned(&smoothed(&self.loss)),
+            "eval_loss": thinned(&self.eval_loss),
+            "lr": thinned(&self.lr),
+            "grad_norm": thinned_with_bounds(&self.grad_norm),
+            "tokens_per_s": thinned_with_bounds(&self.tokens_per_s),
+            "stall": maxima(&self.stalls),
+        })
+    }
+
+    /// The numbers that stand above them.
+    pub(super) fn totals(&self) -> Value {
+        let stall_ms: f64 = self.stalls.iter().filter_map(|point| point.1).sum();
+        let all_ms = self.step_ms + stall_ms;
+        let share = |part: f64| (all_ms > 0.0).then(|| part / all_ms);
+        json!({
+            "steps": self.last_step(),
+            "tokens_seen": self.tokens_seen,
+            "seconds": (self.step_ms > 0.0).then_some(self.step_ms / 1e3),
+            "loss": smoothed(&self.loss).last().and_then(|point| point.1),
+            "eval_loss": self.eval_loss.last().and_then(|point| point.1),
+            "tokens_per_s": median(self.tokens_per_s.iter().filter_map(|point| point.1).collect()),
+            "flops_per_s": median(self.flops_per_s.clone()),
+            "peak_bytes": self.memory.get("peak"),
+            "stall_seconds": stall_ms / 1e3,
+            "stall_share": share(stall_ms),
+            "data_share": share(self.data_wait_ms),
+            "skipped": self.skipped.len(),
+        })
+    }
+}
+
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}

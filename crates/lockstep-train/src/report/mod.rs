@@ -1,0 +1,204 @@
+//! `report.html`: a run on one page, in one file that needs nothing else.
+//!
+//! It is made from what a run leaves in its directory (`metrics.jsonl`, and where they are there `run.json` and
+//! `profile.json`), so it can be made at any time, also of a run that was killed. This side reads, adds up and
+//! thins out; a small script in the page draws.
+
+mod history;
+mod series;
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::config::{ModelSource, Origin, RunConfig};
+use crate::error::Error;
+use crate::metrics::FILE_NAME;
+use crate::trace::{PROFILE, write_json};
+use history::History;
+
+/// The page's name where the user gives none.
+pub const REPORT: &str = "report.html";
+
+/// What a run is, in the directory of its records.
+const RUN: &str = "run.json";
+
+const PAGE: &str = include_str!("../../assets/report.html");
+const STYLE: &str = include_str!("../../assets/report.css");
+const SCRIPT: &str = include_str!("../../assets/report.js");
+
+/// Writes down what a run is, for its report; `machine` says what it runs on.
+///
+/// # Errors
+/// [`Error::Metrics`].
+pub(crate) fn describe_run(config: &RunConfig, model: &str, machine: &str) -> Result<(), Error> {
+    let settings: Vec<Value> = config
+        .settings()
+        .into_iter()
+        .map(|setting| {
+            let origin = match &setting.origin {
+                Origin::Default => "default".to_owned(),
+                origin => origin.to_string(),
+            };
+            json!({ "key": setting.key, "value": setting.value, "origin": origin })
+        })
+        .collect();
+    let name = match config.model_source() {
+        ModelSource::Preset(name) | ModelSource::ModelType(name) => name.to_owned(),
+        ModelSource::Path(path) => path.display().to_string(),
+    };
+    let run = json!({
+        "lockstep": env!("CARGO_PKG_VERSION"),
+        "name": name,
+        "model": model,
+        "machine": machine,
+        "steps": config.train.steps,
+        "settings": settings,
+    });
+    write_json(&config.metrics.dir.join(RUN), &run)
+}
+
+/// Writes the report of the run whose records are in `dir` to `out`, or to `report.html` in `dir`; returns where.
+///
+/// # Errors
+/// [`Error::NoRun`] where there is no run, [`Error::NoRows`] if nothing in its metrics can be read,
+/// [`Error::Metrics`].
+pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
+    let path = dir.join(FILE_NAME);
+    let history = match History::read(&path) {
+        Err(source) if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            return Err(Error::NoRun { dir: dir.to_owned() });
+        }
+        history => history.map_err(|source| Error::Metrics { path: path.clone(), action: "read", source })?,
+    };
+    if history.is_empty() {
+        return Err(Error::NoRows { path, damaged_lines: history.damaged_lines });
+    }
+    let run = read_json(&dir.join(RUN));
+    let profile = read_json(&dir.join(PROFILE));
+    let out = out.map_or_else(|| dir.join(REPORT), Path::to_owned);
+    fs::write(&out, page(&history, run, profile)).map_err(|source| Error::Metrics {
+        path: out.clone(),
+        action: "write",
+        source,
+    })?;
+    Ok(out)
+}
+
+/// A file that a report can do without.
+fn read_json(path: &Path) -> Value {
+    fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
+}
+
+fn page(history: &History, run: Value, profile: Value) -> String {
+    let text = |key: &str| run[key].as_str().map(str::to_owned);
+    let title = text("name").unwrap_or_else(|| "a training run".to_owned());
+    let lines: Vec<String> = [text("model"), text("machine")].into_iter().flatten().collect();
+    let mut footer = format!("Written by lockstep {}.", env!("CARGO_PKG_VERSION"));
+    if history.damaged_lines > 0 {
+        footer += &format!(" {} line(s) of {FILE_NAME} could not be read.", history.damaged_lines);
+    }
+    let mut totals = history.totals();
+    totals["planned"] = run["steps"].as_u64().filter(|steps| *steps > history.last_step()).into();
+    let data = json!({
+        "title": title,
+        "lines": lines,
+        "footer": footer,
+        "totals": totals,
+        "series": history.series(),
+        "skipped": history.first_skipped(),
+        "memory": history.memory(),
+        "run": run,
+        "profile": profile,
+    });
+    // In a script element only `</script` and `<!--` mean something, and both need this character.
+    let data = data.to_string().replace('<', "\\u003c");
+    let parts = [
+        ("{{title}}", escaped(&title)),
+        ("{{style}}", STYLE.to_owned()),
+        ("{{script}}", SCRIPT.to_owned()),
+        ("{{data}}", data),
+    ];
+    fill(PAGE, &parts)
+}
+
+/// `template` with each name replaced, once; what is put in is not looked at again.
+fn fill(template: &str, parts: &[(&str, String)]) -> String {
+    let mut out = String::new();
+    let mut rest = template;
+    let next = |rest: &str| {
+        parts
+            .iter()
+            .filter_map(|(name, text)| Some((rest.find(name)?, *name, text)))
+            .min_by_key(|found| found.0)
+    };
+    while let Some((at, name, text)) = next(rest) {
+        out += &rest[..at];
+        out += text;
+        rest = &rest[at + name.len()..];
+    }
+    out + rest
+}
+
+/// Text as HTML shows it.
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write_run(dir: &Path, metrics: &str, run: &Value) {
+        fs::write(dir.join(FILE_NAME), metrics).unwrap();
+        fs::write(dir.join(RUN), run.to_string()).unwrap();
+    }
+
+    /// The data that the page's script reads.
+    fn data(page: &str) -> Value {
+        let start = page.find("id=\"data\">").unwrap() + "id=\"data\">".len();
+        let length = page[start..].find("</script>").unwrap();
+        serde_json::from_str(&page[start..start + length]).unwrap()
+    }
+
+    #[test]
+    fn text_of_the_configuration_is_never_markup() {
+        let dir = tempfile::tempdir().unwrap();
+        let hostile = "</script><script>alert(1)</script><!-- {{script}} &amp;";
+        let run = json!({
+            "name": hostile,
+            "settings": [{ "key": "data.train", "value": [hostile], "origin": "default" }],
+        });
+        write_run(dir.path(), "{\"step\":1,\"loss\":2.5}\n", &run);
+        let page = fs::read_to_string(write(dir.path(), None).unwrap()).unwrap();
+        assert!(!page.contains("<script>alert") && !page.contains("<!--"), "markup from the configuration");
+        assert_eq!(page.matches("<script").count(), 2);
+        assert_eq!(data(&page)["run"]["settings"][0]["value"][0], hostile);
+        assert!(page.contains("<title>&lt;/script&gt;"), "the title is escaped");
+    }
+
+    #[test]
+    fn metrics_alone_are_enough_and_damaged_lines_are_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let rows =
+            "{\"step\":1,\"loss\":3.0}\ngarbage\n{\"step\":2,\"loss\":null,\"skipped\":true}\n{\"step\":3";
+        fs::write(dir.path().join(FILE_NAME), rows).unwrap();
+        fs::write(dir.path().join(PROFILE), "{\"step\": tru").unwrap();
+        let out = dir.path().join("page.html");
+        assert_eq!(write(dir.path(), Some(&out)).unwrap(), out);
+        let data = data(&fs::read_to_string(out).unwrap());
+        assert_eq!(data["series"]["loss"], json!({ "x": [1, 2], "y": [3.0, null] }));
+        assert_eq!(data["skipped"], json!([2]));
+        assert_eq!(data["footer"].as_str().unwrap().matches("2 line(s)").count(), 1, "{}", data["footer"]);
+    }
+
+    #[test]
+    fn where_there_is_no_run_the_error_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(write(dir.path(), None), Err(Error::NoRun { .. })));
+        fs::write(dir.path().join(FILE_NAME), "[]\n").unwrap();
+        assert!(matches!(write(dir.path(), None), Err(Error::NoRows { damaged_lines: 1, .. })));
+    }
+}

@@ -1,0 +1,179 @@
+//! Which steps of a run are recorded operation by operation, and what becomes of them.
+//!
+//! One step is sampled for the report (`profile.json`). The steps that `metrics.trace_steps` names go into a trace
+//! that chrome://tracing and Perfetto open.
+
+mod chrome;
+mod profile;
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use lockstep_engine::Engine;
+use lockstep_graph::{Activity, Span};
+use lockstep_model::RecordedModel;
+use serde_json::Value;
+
+use crate::error::Error;
+use crate::roofline::{Limits, layer};
+
+/// The file of the sampled step, in the directory of the run's records.
+pub(crate) const PROFILE: &str = "profile.json";
+
+/// A step, operation by operation.
+#[derive(Debug)]
+struct RecordedStep {
+    step: u64,
+    /// From the first recorded step on.
+    start: Duration,
+    duration: Duration,
+    spans: Vec<Span>,
+}
+
+/// Something between two recorded steps.
+#[derive(Debug)]
+struct Pause {
+    name: &'static str,
+    start: Duration,
+    duration: Duration,
+}
+
+/// Records the steps of a run that somebody wants to see.
+#[derive(Debug)]
+pub(crate) struct Tracer {
+    dir: PathBuf,
+    /// The step that is sampled, if one is.
+    sampled: Option<u64>,
+    /// The first and the last step to trace.
+    traced: Option<[u64; 2]>,
+    origin: Instant,
+    steps: Vec<RecordedStep>,
+    pauses: Vec<Pause>,
+    sample: Option<RecordedStep>,
+}
+
+impl Tracer {
+    /// A tracer whose files go to `dir`.
+    pub(crate) fn new(dir: &Path, sampled: Option<u64>, traced: Option<[u64; 2]>) -> Self {
+        Self {
+            dir: dir.to_owned(),
+            sampled,
+            traced,
+            origin: Instant::now(),
+            steps: Vec::new(),
+            pauses: Vec::new(),
+            sample: None,
+        }
+    }
+
+    fn is_traced(&self, step: u64) -> bool {
+        self.traced.is_some_and(|[first, last]| (first..=last).contains(&step))
+    }
+
+    /// A step begins.
+    pub(crate) fn begin(&mut self, step: u64, engine: &Engine) {
+        if self.sampled == Some(step) || self.is_traced(step) {
+            if self.steps.is_empty() {
+                self.origin = Instant::now();
+            }
+            engine.timeline().start();
+        }
+    }
+
+    /// A step is done; `begin` is when it began.
+    ///
+    /// # Errors
+    /// The file of the step cannot be written; the run can go on.
+    pub(crate) fn end(&mut self, step: u64, begin: Instant, engine: &Engine) -> Result<(), Error> {
+        if self.sampled != Some(step) && !self.is_traced(step) {
+            return Ok(());
+        }
+        let duration = begin.elapsed();
+        let spans = engine.timeline().stop();
+        let start = begin.saturating_duration_since(self.origin);
+        let recorded = RecordedStep { step, start, duration, spans };
+        if self.is_traced(step) {
+            let spans = recorded.spans.clone();
+            self.steps.push(RecordedStep { spans, ..recorded });
+        }
+        if self.sampled == Some(step) {
+            self.sample = Some(recorded);
+            self.write_profile(engine.model(), None)?;
+        }
+        match self.traced {
+            Some([_, last]) if last == step => self.write_trace(engine.model()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Something that stood between two steps is done.
+    pub(crate) fn pause(&mut self, name: &'static str, begin: Instant) {
+        if !self.steps.is_empty() && self.traced.is_some() {
+            let start = begin.saturating_duration_since(self.origin);
+            self.pauses.push(Pause { name, start, duration: begin.elapsed() });
+        }
+    }
+
+    /// The run ends. What was recorded and is not written yet is written now; with `limits`, the sampled step is held
+    /// against them.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub(crate) fn finish(&mut self, model: &RecordedModel, limits: Option<Limits>) -> Result<(), Error> {
+        if limits.is_some() {
+            self.write_profile(model, limits)?;
+        }
+        self.write_trace(model)
+    }
+
+    fn write_profile(&self, model: &RecordedModel, limits: Option<Limits>) -> Result<(), Error> {
+        let Some(sample) = &self.sample else { return Ok(()) };
+        write_json(&self.dir.join(PROFILE), &profile::describe(sample, model, limits))
+    }
+
+    /// Writes the trace, once.
+    fn write_trace(&mut self, model: &RecordedModel) -> Result<(), Error> {
+        let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else { return Ok(()) };
+        let path = self.dir.join(format!("trace-{:08}-{:08}.json", first.step, last.step));
+        let trace = chrome::trace(&self.steps, &self.pauses, model);
+        self.traced = None;
+        self.steps.clear();
+        self.pauses.clear();
+        write_json(&path, &trace)
+    }
+}
+
+/// Writes a file at once: a reader sees all of it or nothing.
+pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), Error> {
+    let failed = |source: io::Error| Error::Metrics { path: path.to_owned(), action: "write", source };
+    let draft = path.with_extension("tmp");
+    let written = || -> io::Result<()> {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir)?;
+        }
+        let mut file = BufWriter::new(File::create(&draft)?);
+        serde_json::to_writer(&mut file, value)?;
+        file.flush()?;
+        fs::rename(&draft, path)
+    };
+    written().map_err(failed)
+}
+
+/// A unit of the model, in words.
+fn unit_name(unit: usize, model: &RecordedModel) -> String {
+    match unit {
+        0 => "embedding".to_owned(),
+        unit if unit + 1 == model.units() => "head".to_owned(),
+        unit => format!("block {}", unit - 1),
+    }
+}
+
+/// An operation, in words, within its unit.
+fn operation_name(activity: &Activity, model: &RecordedModel) -> String {
+    match layer(activity, model) {
+        Some(layer) => format!("{} {layer}", activity.name),
+        None => activity.name.to_owned(),
+    }
+}

@@ -1,0 +1,54 @@
+//! The sampled step as the report reads it: its roofline, and its spans for a picture of the step.
+
+use lockstep_graph::{Pass, Span};
+use lockstep_model::RecordedModel;
+use serde_json::{Value, json};
+
+use super::{RecordedStep, operation_name, unit_name};
+use crate::roofline::{Detail, Limits, Roofline, name};
+
+/// Spans in the picture; where there are more, those that are too short to be seen are left out.
+const MAX_SPANS: usize = 4000;
+/// What share of a step can be seen.
+const VISIBLE: f64 = 1.0 / 4000.0;
+
+/// Everything that the report shows of a step.
+pub(super) fn describe(step: &RecordedStep, model: &RecordedModel, limits: Option<Limits>) -> Value {
+    let is_shown = |span: &&Span| {
+        step.spans.len() <= MAX_SPANS || span.duration.as_secs_f64() > VISIBLE * step.duration.as_secs_f64()
+    };
+    let spans: Vec<Value> = step
+        .spans
+        .iter()
+        .filter(is_shown)
+        .map(|span| {
+            let name_in_unit = operation_name(&span.activity, model);
+            json!({
+                "name": match span.activity.unit {
+                    Some(unit) => format!("{}, {name_in_unit}", unit_name(unit, model)),
+                    None => name_in_unit,
+                },
+                "kind": name(&span.activity, model, Detail::Kinds),
+                "lane": lane(span.activity.pass),
+                "start_ms": microseconds(span.start.as_secs_f64()),
+                "ms": microseconds(span.duration.as_secs_f64()),
+            })
+        })
+        .collect();
+    let roofline = Roofline::new(&step.spans, step.duration, model, Detail::Kinds, limits);
+    json!({ "step": step.step, "roofline": roofline, "spans": spans })
+}
+
+/// Milliseconds with three decimals.
+fn microseconds(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e3
+}
+
+fn lane(pass: Option<Pass>) -> &'static str {
+    match pass {
+        Some(Pass::Forward) => "forward",
+        Some(Pass::Recompute) => "recompute",
+        Some(Pass::BackwardInputs | Pass::BackwardWeights) => "backward",
+        None => "step",
+    }
+}

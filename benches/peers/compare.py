@@ -26,7 +26,11 @@ from machine import cpu_name
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-DEFAULT_CASES = ["baby-gpt:f32:8x256", "gpt2-124m:f32:2x512", "baby-gpt:bf16:8x256", "gpt2-124m:bf16:2x512"]
+DEFAULT_CASES = [
+    f"{model}:{precision}:{shape}"
+    for precision in ("f32", "bf16")
+    for model, shape in [("baby-gpt", "8x256"), ("gpt2-124m", "2x512"), ("llama-110m", "2x512")]
+]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class LlamaConfig:
 PRESETS = {
     "baby-gpt": GptConfig(6, 6, 384, vocab=256, positions=256, bias=False, gelu="none"),
     "gpt2-124m": GptConfig(12, 12, 768, vocab=50_257, positions=1024, bias=True, gelu="tanh"),
-    "llama-15m": LlamaConfig(6, 6, 288, hidden=768, vocab=32_000, positions=256),
+    "llama-110m": LlamaConfig(12, 12, 768, hidden=2048, vocab=32_000, positions=2048),
 }
 
 

@@ -3,9 +3,9 @@
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Recompute, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
-use lockstep_tensor::{AdamW, Arena, CpuQueue, Kernels, Sgd, TensorError};
+use lockstep_tensor::{AdamW, Arena, CpuQueue, F32Products, Kernels, Sgd, TensorError};
 
-use crate::{EngineError, FlatStore, HostBatch, Runner, StateKind, Tied};
+use crate::{EngineError, FlatStore, Gradients, HostBatch, Runner, StateKind, Tied};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an update, as in AdamW.
@@ -105,7 +105,7 @@ pub struct Engine {
     weights: FlatStore,
     /// f32 weights, if kernels read another type.
     master: Option<FlatStore>,
-    gradients: FlatStore,
+    gradients: Gradients,
     optimizer_state: Vec<(StateKind, FlatStore)>,
 }
 
@@ -136,7 +136,7 @@ impl Engine {
             master: (shape.dtype != DType::F32)
                 .then(|| store(DType::F32, MemoryCategory::Optimizer, Tied::Shared))
                 .transpose()?,
-            gradients: store(DType::F32, MemoryCategory::Gradients, Tied::Separate)?,
+            gradients: Gradients::new(arena, &records)?,
             optimizer_state: optimizer.state_kinds().iter().map(state).collect::<Result<_, _>>()?,
             arena: arena.clone(),
             optimizer,
@@ -156,7 +156,9 @@ impl Engine {
         for id in ids {
             let record = &self.records[id.0];
             values.resize(record.elements(), 0.0);
-            record.initializer.fill(seed, &record.name, 0, &mut values);
+            self.queue.fill(&mut values, |start, part| {
+                record.initializer.fill(seed, &record.name, start as u64, part);
+            });
             self.write_state(id, StateKind::Parameter, &values)?;
         }
         Ok(())
@@ -197,19 +199,21 @@ impl Engine {
         &self.queue
     }
 
+    /// Chooses how f32 matrices are multiplied; of effect only on a CPU with AMX.
+    pub fn set_f32_products(&mut self, f32_products: F32Products) {
+        self.queue.set_f32_products(f32_products);
+    }
+
     /// Starts a step.
-    pub fn zero_gradients(&mut self) {
-        let cost = || Cost::of_bytes(self.gradients.len_bytes() as u64);
-        self.timeline()
-            .span(|| (Activity::of_step("zero gradients"), cost()), || self.gradients.clear(&self.queue));
+    pub fn begin_step(&mut self) {
+        self.gradients.begin();
     }
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. `seed_gradient` is `1 / G`.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> f64 {
-        self.runner.forward(&self.model, &self.queue, &self.weights, batch);
-        let loss = self.runner.loss_sum(&self.model);
+        self.runner.forward_for_backward(&self.model, &self.queue, &self.weights, batch);
         self.runner.backward(&self.model, &self.queue, &self.weights, &self.gradients, seed_gradient);
-        loss
+        self.runner.loss_sum(&self.model)
     }
 
     /// Forward of one micro-batch without dropout; returns the sum of its losses.
@@ -222,6 +226,7 @@ impl Engine {
     /// Sums the gradients of tied parameters and returns the global L2 norm, each element counted once. NaN if
     /// any gradient is not finite.
     pub fn finish_gradients(&mut self) -> f64 {
+        self.gradients.end(&self.queue);
         for (index, record) in self.records.iter().enumerate() {
             if let Some(target) = record.tie {
                 let (head, embedding) =

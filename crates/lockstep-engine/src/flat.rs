@@ -5,7 +5,9 @@
 
 use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
+
+use crate::Gradients;
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
@@ -140,14 +142,6 @@ impl FlatStore {
         }
         tensors
     }
-
-    /// Sets everything to zero.
-    pub fn clear(&self, queue: &dyn Kernels) {
-        for unit in &self.units {
-            let elements = unit.len_bytes() / self.dtype.size_bytes();
-            queue.zero(unit.view(self.dtype, 0, [elements]));
-        }
-    }
 }
 
 /// The parameters of one unit, as its program sees them.
@@ -157,7 +151,7 @@ pub struct UnitParameters<'a> {
     /// Weights that kernels read.
     pub weights: &'a FlatStore,
     /// Gradients, where there is a backward.
-    pub gradients: Option<&'a FlatStore>,
+    pub gradients: Option<&'a Gradients>,
 }
 
 impl Parameters for UnitParameters<'_> {
@@ -165,7 +159,7 @@ impl Parameters for UnitParameters<'_> {
         self.weights.view(self.ids[index.0])
     }
 
-    fn gradient(&self, index: ParameterIndex) -> View<'_> {
-        self.gradients.expect("a backward is given gradients").view(self.ids[index.0])
+    fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write) {
+        self.gradients.expect("a backward is given gradients").contribute(self.ids[index.0])
     }
 }

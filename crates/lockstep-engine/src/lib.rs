@@ -4,7 +4,7 @@
 //! A step is a fixed sequence of calls, each a method of [`Engine`]:
 //!
 //! ```text
-//! zero_gradients -> accumulate (once per micro-batch) -> finish_gradients -> update
+//! begin_step -> accumulate (once per micro-batch) -> finish_gradients -> update
 //! ```
 //!
 //! The loss is a (sum, count) pair and the only division is the seed of the backward, `1 / G` with `G` the
@@ -14,6 +14,7 @@
 mod engine;
 mod error;
 mod flat;
+mod gradients;
 mod runner;
 mod snapshot;
 mod state;
@@ -21,6 +22,7 @@ mod state;
 pub use engine::{Engine, EngineOptions, Optimizer, StateTensor, Update};
 pub use error::EngineError;
 pub use flat::{FlatStore, Tied, UnitParameters};
+pub use gradients::Gradients;
 pub use runner::{HostBatch, Runner};
 pub use snapshot::Snapshot;
 pub use state::StateKind;

@@ -1,6 +1,6 @@
 //! Runs a recorded model over one micro-batch: the frames, the workspace, and the order of the units.
 
-use lockstep_graph::{Activity, Batch, Cost, Replay, Timeline, Trace};
+use lockstep_graph::{Activity, Batch, Cost, Program, Replay, Timeline, Trace};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
     DType, MemoryCategory,
@@ -8,7 +8,7 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
-use crate::{FlatStore, UnitParameters};
+use crate::{FlatStore, Gradients, UnitParameters};
 
 /// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`.
 #[derive(Debug, Clone, Copy)]
@@ -110,12 +110,34 @@ impl Runner {
         weights: &FlatStore,
         batch: &HostBatch<'_>,
     ) {
+        self.run_forward(model, queue, weights, batch, Program::forward);
+    }
+
+    /// Runs the forward of every unit as far as [`Runner::backward`] needs it, which computes the losses.
+    pub fn forward_for_backward(
+        &mut self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        weights: &FlatStore,
+        batch: &HostBatch<'_>,
+    ) {
+        self.run_forward(model, queue, weights, batch, Program::forward_for_backward);
+    }
+
+    fn run_forward(
+        &mut self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        weights: &FlatStore,
+        batch: &HostBatch<'_>,
+        forward: fn(&Program, &Replay<'_>),
+    ) {
         let begin = self.timeline.begin();
         self.load(batch);
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
         for unit in 0..model.units() {
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
-            model.program(unit).forward(&self.replay(model, unit, queue, &parameters));
+            forward(model.program(unit), &self.replay(model, unit, queue, &parameters));
         }
     }
 
@@ -125,7 +147,8 @@ impl Runner {
         model.program(head).output(&self.frames[head])
     }
 
-    /// The sum of the losses of the last forward, over the tokens that are not masked.
+    /// The sum of the losses of the last forward, or of the backward that followed it, over the tokens that are not
+    /// masked.
     pub fn loss_sum(&mut self, model: &RecordedModel) -> f64 {
         let head = model.units() - 1;
         let begin = self.timeline.begin();
@@ -136,14 +159,14 @@ impl Runner {
         sum
     }
 
-    /// Runs the backward of every unit after a forward, adding to `gradients`. `seed_gradient` is that of each
-    /// token's loss.
+    /// Runs the backward of every unit after a forward (of either kind), contributing to `gradients`. `seed_gradient`
+    /// is that of each token's loss.
     pub fn backward(
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
         weights: &FlatStore,
-        gradients: &FlatStore,
+        gradients: &Gradients,
         seed_gradient: f32,
     ) {
         let shape = model.program(0).shape();

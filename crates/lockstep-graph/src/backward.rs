@@ -32,8 +32,6 @@ pub(crate) enum Home {
     OutputGradient,
     /// Handed to the caller.
     InputGradient,
-    /// Written over the value it is the gradient of: the logits.
-    ReplacesValue(Value),
 }
 
 /// When the gradients of the weights are computed.
@@ -73,7 +71,7 @@ pub(crate) fn derive(
         order,
     };
     // A loss seeds itself; any other output is given its gradient.
-    if !matches!(operations.last(), Some(Operation::CrossEntropy { .. })) {
+    if !operations.last().is_some_and(Operation::is_loss) {
         let dy = tape.gradient(output, Home::OutputGradient);
         tape.pinned[dy.0] = true;
         tape.of[output.0] = Some(dy);
@@ -112,10 +110,10 @@ impl Tape<'_> {
     }
 
     fn operation(&mut self, index: usize, operation: &Operation) {
-        if let Operation::CrossEntropy { logits, .. } = *operation {
-            assert!(self.of[logits.0].is_none(), "the loss must be the only reader of the logits");
-            let dx = self.gradient(logits, Home::ReplacesValue(logits));
-            self.of[logits.0] = Some(dx);
+        if let Operation::OutputLoss { x, .. } = *operation {
+            assert!(self.of[x.0].is_none(), "a loss is the last operation");
+            let dx = self.gradient(x, Home::Anywhere);
+            self.of[x.0] = Some(dx);
             let dx = vec![(dx, Write::Overwrite)];
             self.out.inputs.push(Instruction::BackwardInputs { operation: index, dy: None, dx });
             return;

@@ -56,14 +56,22 @@ impl Program {
                 let read = dy.map_or(0, gradient) + self.bytes(operation.needs_for_inputs());
                 // The matrix or the scale; a bias has no part in it.
                 let weight = operation.parameters().next().map_or(0, |index| self.weight_bytes(index));
+                let gradient =
+                    operation.parameters().next().map_or(0, |index| self.parameter_elements(index));
+                let (products, weight_gradient) = match operation {
+                    // The scores, and four products for the three gradients.
+                    Operation::Attention(_) => (self.product_flops(operation) / 2 * 5, 0),
+                    // The logits, and the gradients of both operands.
+                    Operation::OutputLoss { .. } => (
+                        3 * self.product_flops(operation),
+                        gradient * GRADIENT_BYTES * passes(Write::Accumulate),
+                    ),
+                    _ => (self.product_flops(operation), 0),
+                };
                 Cost {
-                    product_flops: match operation {
-                        // The scores, and four products for the three gradients.
-                        Operation::Attention(_) => self.product_flops(operation) / 2 * 5,
-                        _ => self.product_flops(operation),
-                    },
+                    product_flops: products,
                     vector_flops: self.elements(operation) * operation.vector_flops(Pass::BackwardInputs),
-                    bytes: read + written + weight,
+                    bytes: read + written + weight + weight_gradient,
                 }
             }
             Instruction::BackwardWeights { operation, dy } => {
@@ -106,7 +114,9 @@ impl Program {
         let columns = |value: Value| self.values[value.0].columns as u64;
         let tokens = self.shape.tokens() as u64;
         match operation {
-            Operation::Linear { x, y, .. } => 2 * tokens * columns(*x) * columns(*y),
+            Operation::Linear { x, y, .. } | Operation::OutputLoss { x, logits: y, .. } => {
+                2 * tokens * columns(*x) * columns(*y)
+            }
             Operation::Attention(AttentionOperation { q, shape, .. }) => {
                 let seq_len = self.shape.seq_len as u64;
                 let seen = shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
@@ -116,13 +126,14 @@ impl Program {
         }
     }
 
-    /// Elements that an operation goes over: those of its output, or of the logits.
+    /// Elements that an operation goes over: those of its output, or all logits.
     fn elements(&self, operation: &Operation) -> u64 {
-        let value = match *operation {
-            Operation::CrossEntropy { logits, .. } => logits,
-            _ => operation.output(),
-        };
-        self.values[value.0].elements() as u64
+        match *operation {
+            Operation::OutputLoss { logits, .. } => {
+                (self.shape.tokens() * self.values[logits.0].columns) as u64
+            }
+            _ => self.values[operation.output().0].elements() as u64,
+        }
     }
 
     fn bytes(&self, values: impl IntoIterator<Item = Value>) -> u64 {
@@ -160,7 +171,7 @@ impl Operation {
             Self::Gelu { .. } => "GELU",
             Self::Add { .. } => "add",
             Self::Dropout { .. } => "dropout",
-            Self::CrossEntropy { .. } => "cross-entropy",
+            Self::OutputLoss { .. } => "output layer and loss",
         }
     }
 
@@ -169,7 +180,7 @@ impl Operation {
         let (weight, bias) = match *self {
             Self::Embedding { table, .. } => (Some(table), None),
             Self::Linear { weight, bias, .. } | Self::LayerNorm { weight, bias, .. } => (Some(weight), bias),
-            Self::RmsNorm { weight, .. } => (Some(weight), None),
+            Self::RmsNorm { weight, .. } | Self::OutputLoss { weight, .. } => (Some(weight), None),
             _ => (None, None),
         };
         weight.into_iter().chain(bias)
@@ -186,7 +197,7 @@ impl Operation {
             Self::Gelu { .. } => (8, 14, 0),
             Self::Add { .. } => (1, 0, 0),
             Self::Dropout { .. } => (2, 2, 0),
-            Self::CrossEntropy { .. } => (4, 3, 0),
+            Self::OutputLoss { .. } => (4, 7, 0),
             Self::Embedding { .. } => (0, 0, 1),
             Self::Linear { .. } | Self::Attention(_) => (0, 0, 0),
         };

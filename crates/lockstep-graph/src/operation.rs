@@ -110,10 +110,14 @@ pub(crate) enum Operation {
         dropout: DropoutSite,
         y: Value,
     },
-    CrossEntropy {
+    /// The output layer and its cross-entropy, some tokens at a time: all logits never exist at once. In training,
+    /// the backward computes them, losses and gradients together.
+    OutputLoss {
+        x: Value,
+        weight: ParameterIndex,
+        /// Scratch for the logits of as many tokens as it has rows.
         logits: Value,
         losses: Value,
-        log_sum_exp: Value,
     },
 }
 
@@ -140,7 +144,7 @@ impl Operation {
             | Self::Gelu { y, .. }
             | Self::Add { y, .. }
             | Self::Dropout { y, .. } => y,
-            Self::CrossEntropy { losses, .. } => losses,
+            Self::OutputLoss { losses, .. } => losses,
         }
     }
 
@@ -150,7 +154,6 @@ impl Operation {
             Self::RmsNorm { y, rstd, .. } => vec![y, rstd],
             Self::LayerNorm { y, mean, rstd, .. } => vec![y, mean, rstd],
             Self::Attention(AttentionOperation { y, log_sum_exp, .. }) => vec![y, log_sum_exp],
-            Self::CrossEntropy { losses, log_sum_exp, .. } => vec![losses, log_sum_exp],
             _ => vec![self.output()],
         }
     }
@@ -164,12 +167,25 @@ impl Operation {
             | Self::LayerNorm { x, .. }
             | Self::Rope { x, .. }
             | Self::Gelu { x, .. }
-            | Self::Dropout { x, .. } => vec![x],
+            | Self::Dropout { x, .. }
+            | Self::OutputLoss { x, .. } => vec![x],
             Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
             Self::SwiGlu { gate, up, .. } => vec![gate, up],
             Self::Add { a, b, .. } => vec![a, b],
-            Self::CrossEntropy { logits, .. } => vec![logits],
         }
+    }
+
+    /// Memory that it needs while it runs, forward or backward.
+    pub(crate) fn scratch(&self) -> Option<Value> {
+        match *self {
+            Self::OutputLoss { logits, .. } => Some(logits),
+            _ => None,
+        }
+    }
+
+    /// Whether it is a loss: it seeds the backward, which does all of its work.
+    pub(crate) fn is_loss(&self) -> bool {
+        matches!(self, Self::OutputLoss { .. })
     }
 
     /// Values of the forward that the gradient of the inputs needs.
@@ -181,8 +197,7 @@ impl Operation {
                 vec![q, k, v, y, log_sum_exp]
             }
             Self::SwiGlu { gate, up, .. } => vec![gate, up],
-            Self::Gelu { x, .. } => vec![x],
-            Self::CrossEntropy { logits, log_sum_exp, .. } => vec![logits, log_sum_exp],
+            Self::Gelu { x, .. } | Self::OutputLoss { x, .. } => vec![x],
             Self::Embedding { .. }
             | Self::Linear { .. }
             | Self::Rope { .. }
@@ -201,7 +216,7 @@ impl Operation {
         }
     }
 
-    /// Whether it has weights.
+    /// Whether it has weights whose gradients are an instruction of their own.
     pub(crate) fn has_weights(&self) -> bool {
         matches!(
             self,

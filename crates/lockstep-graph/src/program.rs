@@ -274,18 +274,18 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Objects are numbered: first the values, then the gradients. A gradient that replaces its value is that value.
-    fn object(&self, gradient: Gradient, gradients: &[GradientBuffer]) -> usize {
-        match gradients[gradient.0].home {
-            Home::ReplacesValue(value) => value.0,
-            _ => self.values.len() + gradient.0,
-        }
+    /// Objects are numbered: first the values, then the gradients.
+    fn object(&self, gradient: Gradient) -> usize {
+        self.values.len() + gradient.0
     }
 
     /// Everything an instruction reads or writes.
-    fn touches(&self, instruction: &Instruction, gradients: &[GradientBuffer]) -> Vec<usize> {
+    fn touches(&self, instruction: &Instruction) -> Vec<usize> {
         let mut objects: Vec<usize> = self.values_read(instruction).iter().map(|value| value.0).collect();
-        let mut gradient = |gradient: Gradient| objects.push(self.object(gradient, gradients));
+        if let Instruction::Forward(operation) | Instruction::BackwardInputs { operation, .. } = instruction {
+            objects.extend(self.operations[*operation].scratch().map(|value| value.0));
+        }
+        let mut gradient = |gradient: Gradient| objects.push(self.object(gradient));
         match instruction {
             Instruction::Forward(operation) => {
                 objects.extend(self.operations[*operation].outputs().iter().map(|value| value.0));
@@ -311,7 +311,7 @@ impl<'a> Planner<'a> {
     ) -> (Vec<(usize, Slot)>, usize) {
         let objects = |instructions: &[Instruction]| {
             let mut objects: Vec<usize> =
-                instructions.iter().flat_map(|instruction| self.touches(instruction, gradients)).collect();
+                instructions.iter().flat_map(|instruction| self.touches(instruction)).collect();
             objects.sort_unstable();
             objects.dedup();
             objects
@@ -346,7 +346,7 @@ impl<'a> Planner<'a> {
         slots.extend(gradients.iter().map(|gradient| match gradient.home {
             Home::OutputGradient => Some(Slot::start_of(Region::OutputGradient)),
             Home::InputGradient => Some(Slot::start_of(Region::InputGradient)),
-            Home::Anywhere | Home::ReplacesValue(_) => None,
+            Home::Anywhere => None,
         }));
         for &(object, slot) in deferred {
             slots[object] = Some(slot);
@@ -354,7 +354,7 @@ impl<'a> Planner<'a> {
 
         let mut lifetimes: Vec<Option<Lifetime>> = vec![None; count];
         for (time, instruction) in instructions.iter().enumerate() {
-            for object in self.touches(instruction, gradients) {
+            for object in self.touches(instruction) {
                 let bytes = self.bytes(object, gradients);
                 lifetimes[object].get_or_insert(Lifetime { first: time, last: time, bytes }).last = time;
             }
@@ -400,8 +400,7 @@ impl<'a> Planner<'a> {
                 slots[object] = slots[last];
             }
         }
-        let gradient_slots =
-            (0..gradients.len()).map(|g| slots[self.object(Gradient(g), gradients)]).collect();
+        let gradient_slots = (0..gradients.len()).map(|g| slots[self.object(Gradient(g))]).collect();
         slots.truncate(self.values.len());
         debug_assert!(self.input.is_none_or(|input| slots[input.0].is_some()));
         Phase { instructions, values: slots, gradients: gradient_slots, workspace_bytes }

@@ -11,6 +11,10 @@ use crate::{
     operation::{AttentionOperation, Operation},
 };
 
+/// Logits that a loss holds at once, about: few enough to save memory, so many that reading the output layer's
+/// weights and adding to their gradient once for each such part costs little.
+const LOGITS_AT_ONCE: usize = 1 << 24;
+
 /// A handle to a recorded value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Value(pub(crate) usize);
@@ -145,12 +149,7 @@ impl Recorder {
     /// A linear layer.
     pub fn linear(&mut self, x: Value, linear: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = linear;
-        let in_features = self.columns(x);
-        let weight = self.parameter(
-            format!("{name}.weight"),
-            &[out_features, in_features],
-            Initializer::Normal { std },
-        );
+        let weight = self.linear_weight(x, name, out_features, std);
         let bias = (bias == Bias::With)
             .then(|| self.parameter(format!("{name}.bias"), &[out_features], Initializer::Zeros));
         let y = self.value(out_features);
@@ -244,10 +243,20 @@ impl Recorder {
         y
     }
 
-    /// Cross-entropy of the logits against the labels of the batch: one loss per token, 0 where masked.
-    pub fn cross_entropy(&mut self, logits: Value) -> Value {
-        let (losses, log_sum_exp) = (self.statistic(1), self.statistic(1));
-        self.operations.push(Operation::CrossEntropy { logits, losses, log_sum_exp });
+    /// The linear layer `output`, and the cross-entropy of the logits that it would give against the labels of the
+    /// batch: one loss per token, 0 where masked. The logits of all tokens never exist at once.
+    ///
+    /// # Panics
+    /// If the layer has a bias, which no output layer has.
+    pub fn output_loss(&mut self, x: Value, output: Linear<'_>) -> Value {
+        let Linear { name, out_features, bias, std } = output;
+        assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
+        let weight = self.linear_weight(x, name, out_features, std);
+        let rows = (LOGITS_AT_ONCE / out_features).next_multiple_of(64).min(self.shape.tokens());
+        self.values.push(ValueInfo { rows, columns: out_features, dtype: self.shape.dtype });
+        let logits = Value(self.values.len() - 1);
+        let losses = self.statistic(1);
+        self.operations.push(Operation::OutputLoss { x, weight, logits, losses });
         losses
     }
 
@@ -266,6 +275,11 @@ impl Recorder {
         // Sites are counted even where nothing is dropped, so that a number never depends on the mode.
         self.dropout_sites += 1;
         (self.mode == Mode::Training && probability > 0.0).then_some(DropoutSite { site, probability })
+    }
+
+    fn linear_weight(&mut self, x: Value, name: &str, out_features: usize, std: f32) -> ParameterIndex {
+        let shape = [out_features, self.columns(x)];
+        self.parameter(format!("{name}.weight"), &shape, Initializer::Normal { std })
     }
 
     fn parameter(&mut self, name: String, shape: &[usize], initializer: Initializer) -> ParameterIndex {

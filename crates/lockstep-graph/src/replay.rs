@@ -2,6 +2,8 @@
 //!
 //! Nothing here allocates; a replay is a walk over a list. Where it is traced, each instruction is a span.
 
+use std::ops::Range;
+
 use lockstep_plan::DType;
 use lockstep_tensor::{
     Attention, Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, View, Write,
@@ -21,8 +23,9 @@ use crate::{
 pub trait Parameters {
     /// The weights that kernels read, in the type the program was recorded for.
     fn weight(&self, index: ParameterIndex) -> View<'_>;
-    /// The f32 gradient to add to.
-    fn gradient(&self, index: ParameterIndex) -> View<'_>;
+    /// The f32 gradient, asked for once by each kernel that contributes to it, and whether the contribution adds to
+    /// what is there or, as the first one, replaces it.
+    fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write);
 }
 
 /// A micro-batch on the device.
@@ -83,7 +86,16 @@ impl Program {
         self.run((Stage::Forward, &self.forward), &self.gradients, replay, Extra::default());
     }
 
-    /// The output, after a forward.
+    /// The forward of a step that goes on with a backward. Losses are left to [`Program::backward`], which has to
+    /// compute their logits in any case; nothing is left out of a block without a loss.
+    pub fn forward_for_backward(&self, replay: &Replay<'_>) {
+        let phase = (Stage::Forward, &self.forward);
+        self.run_some(phase, &self.gradients, replay, Extra::default(), |instruction| {
+            !matches!(instruction, Instruction::Forward(operation) if self.operations[*operation].is_loss())
+        });
+    }
+
+    /// The output, after a forward; losses also after a backward.
     pub fn output<'a>(&self, frame: &'a Buffer) -> View<'a> {
         let info = self.values[self.output.0];
         let slot = self.forward.values[self.output.0].expect("the output has a place");
@@ -125,8 +137,20 @@ impl Program {
         replay: &Replay<'_>,
         extra: Extra<'_>,
     ) {
+        self.run_some((stage, phase), gradients, replay, extra, |_| true);
+    }
+
+    /// Runs the instructions that `is_wanted`.
+    fn run_some(
+        &self,
+        (stage, phase): (Stage, &Phase),
+        gradients: &[GradientBuffer],
+        replay: &Replay<'_>,
+        extra: Extra<'_>,
+        is_wanted: impl Fn(&Instruction) -> bool,
+    ) {
         let run = Run { program: self, phase, gradients, replay, extra };
-        for instruction in &phase.instructions {
+        for instruction in phase.instructions.iter().filter(|instruction| is_wanted(instruction)) {
             match replay.trace {
                 None => run.instruction(instruction),
                 Some(Trace { timeline, unit }) => timeline.span(
@@ -210,14 +234,9 @@ impl<'a> Run<'a> {
             Operation::Dropout { x, dropout, y } => {
                 queue.dropout(self.dropout(dropout), self.value(x), self.value(y));
             }
-            Operation::CrossEntropy { logits, losses, log_sum_exp } => {
-                queue.cross_entropy(
-                    self.value(logits),
-                    self.labels(),
-                    self.flat(losses),
-                    self.flat(log_sum_exp),
-                );
-            }
+            Operation::OutputLoss { .. } => self.output_loss(operation, |_, logits, labels, losses| {
+                queue.cross_entropy(logits, labels, losses);
+            }),
         }
     }
 
@@ -225,8 +244,16 @@ impl<'a> Run<'a> {
         let queue = self.replay.queue;
         let target = |index: usize| self.gradient(dx[index].0);
         let write = dx[0].1;
-        if let Operation::CrossEntropy { log_sum_exp, .. } = *operation {
-            queue.cross_entropy_backward(target(0), self.labels(), self.flat(log_sum_exp), self.extra.seed);
+        if let Operation::OutputLoss { x, weight, .. } = *operation {
+            let (x, dx) = (self.value(x), target(0));
+            let (weight, (dweight, first)) = (self.weight(weight), self.replay.parameters.gradient(weight));
+            self.output_loss(operation, |tokens, logits, labels, losses| {
+                queue.cross_entropy_with_gradient(logits, labels, losses, self.extra.seed);
+                let product = |layout, b, c, write| Gemm { layout, a: logits, b, c, bias: None, write };
+                queue.gemm(product(GemmLayout::NN, weight, dx.rows(tokens.clone()), write));
+                let add = if tokens.start == 0 { first } else { Write::Accumulate };
+                queue.gemm(product(GemmLayout::TN, x.rows(tokens), dweight, add));
+            });
             return;
         }
         let dy = dy.expect("every operation but a loss is given the gradient of its output");
@@ -277,7 +304,7 @@ impl<'a> Run<'a> {
             }
             Operation::Gelu { kind, x, .. } => queue.gelu_backward(kind, dy, self.value(x), target(0)),
             Operation::Dropout { dropout, .. } => queue.dropout(self.dropout(dropout), dy, target(0)),
-            Operation::Embedding { .. } | Operation::Add { .. } | Operation::CrossEntropy { .. } => {
+            Operation::Embedding { .. } | Operation::Add { .. } | Operation::OutputLoss { .. } => {
                 unreachable!("no such instruction is derived: {operation:?}")
             }
         }
@@ -285,20 +312,21 @@ impl<'a> Run<'a> {
 
     fn backward_weights(&self, operation: &Operation, dy: View<'_>) {
         let queue = self.replay.queue;
-        let gradient = |index: ParameterIndex| self.replay.parameters.gradient(index);
+        // For kernels that can only add.
+        let gradient = |index: ParameterIndex| {
+            let (gradient, write) = self.replay.parameters.gradient(index);
+            if write == Write::Overwrite {
+                queue.zero(gradient);
+            }
+            gradient
+        };
         match *operation {
             Operation::Embedding { input, table, .. } => {
                 queue.embedding_backward(self.indices(input), dy, gradient(table));
             }
             Operation::Linear { x, weight, bias, .. } => {
-                queue.gemm(Gemm {
-                    layout: GemmLayout::TN,
-                    a: dy,
-                    b: self.value(x),
-                    c: gradient(weight),
-                    bias: None,
-                    write: Write::Accumulate,
-                });
+                let (c, write) = self.replay.parameters.gradient(weight);
+                queue.gemm(Gemm { layout: GemmLayout::TN, a: dy, b: self.value(x), c, bias: None, write });
                 if let Some(bias) = bias {
                     queue.sum_rows(dy, gradient(bias));
                 }
@@ -318,6 +346,29 @@ impl<'a> Run<'a> {
                 queue.layer_norm_backward_weight(norm, dy, gradient(weight), bias.map(gradient));
             }
             _ => unreachable!("no such instruction is derived: {operation:?}"),
+        }
+    }
+
+    /// Computes the logits of some tokens after the other and hands `finish` the range of tokens, their logits, labels,
+    /// and the place of their losses.
+    fn output_loss(
+        &self,
+        operation: &Operation,
+        finish: impl Fn(Range<usize>, View<'_>, View<'_>, View<'_>),
+    ) {
+        let Operation::OutputLoss { x, weight, logits, losses } = *operation else {
+            unreachable!("called for a loss: {operation:?}")
+        };
+        let (x, weight, logits) = (self.value(x), self.weight(weight), self.value(logits));
+        let (labels, losses) = (self.labels(), self.flat(losses));
+        let (tokens, step) = (losses.elements(), logits.shape().as_matrix().0);
+        for start in (0..tokens).step_by(step) {
+            let part = start..tokens.min(start + step);
+            let logits = logits.rows(0..part.len());
+            let layout = GemmLayout::NT;
+            let (a, write) = (x.rows(part.clone()), Write::Overwrite);
+            self.replay.queue.gemm(Gemm { layout, a, b: weight, c: logits, bias: None, write });
+            finish(part.clone(), logits, labels.rows(part.clone()), losses.rows(part));
         }
     }
 

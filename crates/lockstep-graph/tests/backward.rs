@@ -7,7 +7,7 @@ use lockstep_graph::{
     Recompute, Recorder, Replay, Value,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
-use lockstep_tensor::{Arena, CpuQueue, Gelu, Tensor, View};
+use lockstep_tensor::{Arena, CpuQueue, Gelu, Tensor, View, Write};
 
 const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
 const WIDTH: usize = 12;
@@ -54,8 +54,7 @@ fn with_loss(recompute: Recompute) -> Program {
     let mut g = Recorder::new(Mode::Training, SHAPE);
     let x = g.embedding(BatchInput::Ids, "table", 7, WIDTH, 0.5);
     let y = everything(&mut g, x, 0.0);
-    let logits = g.linear(y, linear("head", 7, Bias::Without));
-    let losses = g.cross_entropy(logits);
+    let losses = g.output_loss(y, linear("head", 7, Bias::Without));
     g.finish(losses, recompute)
 }
 
@@ -91,8 +90,8 @@ impl Parameters for Store {
         self.weights[index.0].view()
     }
 
-    fn gradient(&self, index: ParameterIndex) -> View<'_> {
-        self.gradients[index.0].view()
+    fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write) {
+        (self.gradients[index.0].view(), Write::Accumulate)
     }
 }
 

@@ -12,11 +12,13 @@ use crate::error::{ModelError, nearest};
 ///
 /// - `baby-gpt`: nanoGPT's recipe for Shakespeare over bytes (10,818,432 parameters).
 /// - `llama-15m`, `llama-60m`: small Llamas over bytes (15,047,040 and 59,134,464 parameters).
+/// - `llama-110m`: the largest of llama2.c's models for stories, with Llama 2's vocabulary of 32,000 (109,529,856).
 /// - the others as their authors published them; `llama3-*` are Llama 3.1.
-pub const PRESETS: [&str; 12] = [
+pub const PRESETS: [&str; 13] = [
     "baby-gpt",
     "llama-15m",
     "llama-60m",
+    "llama-110m",
     "gpt2-124m",
     "gpt2-355m",
     "qwen3-0.6b",
@@ -64,6 +66,16 @@ impl ModelConfig {
                 num_attention_heads: 8,
                 num_key_value_heads: 4,
             })),
+            "llama-110m" => Self::Llama(LlamaConfig {
+                vocab_size: 32_000,
+                ..byte_llama(Shape {
+                    hidden_size: 768,
+                    intermediate_size: 2048,
+                    num_hidden_layers: 12,
+                    num_attention_heads: 12,
+                    num_key_value_heads: 12,
+                })
+            }),
             "llama3.2-1b" => Self::Llama(LlamaConfig {
                 tie_word_embeddings: true,
                 rope: llama3_rope(32.0),
@@ -165,7 +177,7 @@ fn llama(shape: Shape) -> LlamaConfig {
     }
 }
 
-/// Heads of 64, so that even these split over two ranks; the embedding of bytes is tied.
+/// Heads of 64, so that even these split over two ranks; the embedding, of bytes unless said otherwise, is tied.
 fn byte_llama(shape: Shape) -> LlamaConfig {
     LlamaConfig { tie_word_embeddings: true, ..llama(shape) }
 }
@@ -225,6 +237,7 @@ mod tests {
             ("baby-gpt", 10_818_432_u64),
             ("llama-15m", 15_047_040),
             ("llama-60m", 59_134_464),
+            ("llama-110m", 109_529_856),
             ("gpt2-124m", 124_439_808),
             ("gpt2-355m", 354_823_168),
             ("gpt2-774m", 774_030_080),

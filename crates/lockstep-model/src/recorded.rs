@@ -51,10 +51,11 @@ impl RecordedModel {
         let block = g.finish(output, recompute);
 
         let mut g = Recorder::new(mode, shape);
-        let mut output = family.head(&mut g);
-        if head_output == HeadOutput::Losses {
-            output = g.cross_entropy(output);
-        }
+        let (x, output_layer) = family.head(&mut g);
+        let output = match head_output {
+            HeadOutput::Losses => g.output_loss(x, output_layer),
+            HeadOutput::Logits => g.linear(x, output_layer),
+        };
         let head = g.finish(output, Recompute::None);
 
         let layers = config.num_hidden_layers();

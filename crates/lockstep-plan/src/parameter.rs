@@ -34,8 +34,15 @@ impl Initializer {
             Self::Ones => out.fill(1.0),
             Self::Normal { std } => {
                 let philox = Philox::new(seed ^ key_from_name(name));
-                for (element, value) in (start..).zip(out) {
-                    *value = std * philox.normal(element);
+                // Two numbers come from one block: an odd start or end uses half of its own.
+                let (first, pairs) = out.split_at_mut((start % 2) as usize & usize::from(!out.is_empty()));
+                for value in first {
+                    *value = std * philox.normals(start / 2)[1];
+                }
+                for (block, values) in (start.div_ceil(2)..).zip(pairs.chunks_mut(2)) {
+                    for (value, normal) in values.iter_mut().zip(philox.normals(block)) {
+                        *value = std * normal;
+                    }
                 }
             }
         }

@@ -43,16 +43,21 @@ impl Philox {
         self.block([counter as u32, (counter >> 32) as u32, 0, 0])
     }
 
-    /// The standard normal number with index `element` (Box-Muller; two numbers to a block).
-    pub fn normal(self, element: u64) -> f32 {
-        let words = self.at(element / 2);
+    /// The two independent standard normal numbers of a 64-bit counter (Box-Muller).
+    pub fn normals(self, counter: u64) -> [f32; 2] {
+        let words = self.at(counter);
         // 53 random bits in (0, 1]: the logarithm below stays finite.
         let radius_uniform =
             (((u64::from(words[0]) << 21) ^ u64::from(words[1] >> 11)) as f64 + 1.0) / (1u64 << 53) as f64;
         let angle = std::f64::consts::TAU * f64::from(words[2]) / (1u64 << 32) as f64;
         let radius = libm::sqrt(-2.0 * libm::log(radius_uniform));
-        let unit = if element.is_multiple_of(2) { libm::cos(angle) } else { libm::sin(angle) };
-        (radius * unit) as f32
+        let (sine, cosine) = libm::sincos(angle);
+        [(radius * cosine) as f32, (radius * sine) as f32]
+    }
+
+    /// The standard normal number with index `element`.
+    pub fn normal(self, element: u64) -> f32 {
+        self.normals(element / 2)[(element % 2) as usize]
     }
 
     /// A number in `[0, 1)` with 53 random bits.

@@ -125,13 +125,12 @@ fn vocabulary(group: &mut Group<'_>, s: &Setting) {
     let labels: Vec<i32> = (0..LOSS_TOKENS as i32).map(|t| t * 701).collect();
     let labels = Tensor::from_slice(&s.arena, [LOSS_TOKENS], &labels, MemoryCategory::Activations)
         .expect("the machine has the memory");
-    let [losses, log_sum_exp] = [(); 2].map(|()| s.matrix(DType::F32, LOSS_TOKENS, 1));
+    let losses = s.matrix(DType::F32, LOSS_TOKENS, 1);
     let bytes = LOSS_TOKENS * VOCABULARY * s.dtype.size_bytes();
-    let (logits, labels, losses, log_sum_exp) =
-        (logits.view(), labels.view(), losses.view(), log_sum_exp.view());
-    measure(group, "cross_entropy", bytes, || q.cross_entropy(logits, labels, losses, log_sum_exp));
-    measure(group, "cross_entropy_backward", 2 * bytes, || {
-        q.cross_entropy_backward(logits, labels, log_sum_exp, 1e-3);
+    let (logits, labels, losses) = (logits.view(), labels.view(), losses.view());
+    measure(group, "cross_entropy", bytes, || q.cross_entropy(logits, labels, losses));
+    measure(group, "cross_entropy_with_gradient", 2 * bytes, || {
+        q.cross_entropy_with_gradient(logits, labels, losses, 1e-3);
     });
     let ids = s.words(&(0..TOKENS as u32).map(|t| t * 7919 % VOCABULARY as u32).collect::<Vec<_>>());
     let table = s.matrix(s.dtype, VOCABULARY, WIDTH);

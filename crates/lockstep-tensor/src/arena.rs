@@ -11,6 +11,7 @@ use std::{
 };
 
 use lockstep_plan::{DType, MemoryBytes, MemoryCategory};
+use rustix::mm;
 
 use crate::{Element, Shape, TensorError, View};
 
@@ -34,42 +35,82 @@ struct State {
     free: BTreeMap<usize, Vec<Block>>,
 }
 
-/// An allocation of the system, released when dropped.
+/// Zeroed memory of the system, released when dropped.
 struct Block {
     pointer: NonNull<u8>,
     capacity: usize,
+    source: Source,
+}
+
+/// What a buffer holds when it is handed out.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Contents {
+    Zeros,
+    Anything,
+}
+
+/// Where a block came from.
+enum Source {
+    Heap,
+    /// A mapping that holds the block at a multiple of the huge pages' size.
+    Mapping {
+        start: NonNull<u8>,
+        bytes: usize,
+    },
 }
 
 // SAFETY: a block owns its memory; nothing about it is tied to the thread that allocated it.
 unsafe impl Send for Block {}
 
 impl Block {
-    fn layout(capacity: usize) -> Option<Layout> {
-        let alignment = if capacity >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { ALIGNMENT };
-        Layout::from_size_align(capacity, alignment).ok()
+    /// `None` if the system has no more.
+    fn allocate(capacity: usize) -> Option<Self> {
+        if capacity >= HUGE_PAGE_BYTES { Self::map(capacity) } else { Self::allocate_on_heap(capacity) }
     }
 
-    /// Zeroed memory, or `None` if the system has no more.
-    fn allocate(capacity: usize) -> Option<Self> {
-        let layout = Self::layout(capacity)?;
+    fn allocate_on_heap(capacity: usize) -> Option<Self> {
+        let layout = Layout::from_size_align(capacity, ALIGNMENT).ok()?;
         // SAFETY: the layout has a non-zero size: capacities are at least one cache line.
         let pointer = NonNull::new(unsafe { alloc::alloc_zeroed(layout) })?;
-        if capacity >= HUGE_PAGE_BYTES {
-            // SAFETY: the range was just allocated and is owned here; advice changes no contents. A
-            // kernel without huge pages refuses, which costs speed only.
-            let _ = unsafe {
-                rustix::mm::madvise(pointer.as_ptr().cast(), capacity, rustix::mm::Advice::LinuxHugepage)
-            };
-        }
-        Some(Self { pointer, capacity })
+        Some(Self { pointer, capacity, source: Source::Heap })
+    }
+
+    /// Advice must come before the first touch: pages that are there stay small.
+    fn map(capacity: usize) -> Option<Self> {
+        let bytes = capacity.checked_next_multiple_of(HUGE_PAGE_BYTES)?.checked_add(HUGE_PAGE_BYTES)?;
+        // SAFETY: a new mapping at an address of the system's choice touches nothing that exists.
+        let start = unsafe {
+            mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                mm::ProtFlags::READ | mm::ProtFlags::WRITE,
+                mm::MapFlags::PRIVATE,
+            )
+        };
+        let start = NonNull::new(start.ok()?.cast::<u8>())?;
+        let padding = start.as_ptr().align_offset(HUGE_PAGE_BYTES);
+        // SAFETY: the padding is less than a huge page, by which the mapping is longer than the capacity.
+        let pointer = unsafe { start.add(padding) };
+        // SAFETY: the range lies in the mapping. A kernel without huge pages refuses, which costs speed only.
+        let _ = unsafe { mm::madvise(pointer.as_ptr().cast(), bytes - padding, mm::Advice::LinuxHugepage) };
+        Some(Self { pointer, capacity, source: Source::Mapping { start, bytes } })
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let layout = Self::layout(self.capacity).expect("the layout was valid when the block was allocated");
-        // SAFETY: `pointer` came from `alloc_zeroed` with this very layout and is freed once.
-        unsafe { alloc::dealloc(self.pointer.as_ptr(), layout) }
+        match self.source {
+            Source::Heap => {
+                let layout = Layout::from_size_align(self.capacity, ALIGNMENT);
+                let layout = layout.expect("the layout was valid when the block was allocated");
+                // SAFETY: `pointer` came from `alloc_zeroed` with this very layout and is freed once.
+                unsafe { alloc::dealloc(self.pointer.as_ptr(), layout) }
+            }
+            Source::Mapping { start, bytes } => {
+                // SAFETY: the mapping is this block's own and is unmapped once. It fails for no valid mapping.
+                let _ = unsafe { mm::munmap(start.as_ptr().cast(), bytes) };
+            }
+        }
     }
 }
 
@@ -85,24 +126,42 @@ impl Arena {
     /// # Errors
     /// [`TensorError::OutOfMemory`] if the system refuses.
     pub fn allocate(&self, bytes: usize, category: MemoryCategory) -> Result<Buffer, TensorError> {
+        self.take(bytes, category).map(|(buffer, _)| buffer)
+    }
+
+    /// Like [`Arena::allocate`], filled with zeros.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`] if the system refuses.
+    pub fn allocate_zeroed(&self, bytes: usize, category: MemoryCategory) -> Result<Buffer, TensorError> {
+        let (mut buffer, contents) = self.take(bytes, category)?;
+        if contents == Contents::Anything {
+            buffer.bytes_mut().fill(0);
+        }
+        Ok(buffer)
+    }
+
+    fn take(&self, bytes: usize, category: MemoryCategory) -> Result<(Buffer, Contents), TensorError> {
         let capacity = Self::booked_bytes(bytes);
         let mut state = self.lock();
         let cached = state.free.get_mut(&capacity).and_then(Vec::pop);
-        let block = match cached {
+        let (block, contents) = match cached {
             Some(block) => {
                 state.in_use[MemoryCategory::Cached] -= capacity;
-                block
+                (block, Contents::Anything)
             }
-            None => state.room_for(capacity).then(|| Block::allocate(capacity)).flatten().ok_or(
-                TensorError::OutOfMemory {
+            None => {
+                let fresh = state.room_for(capacity).then(|| Block::allocate(capacity)).flatten();
+                let block = fresh.ok_or(TensorError::OutOfMemory {
                     category,
                     requested_bytes: capacity,
                     in_use_bytes: state.in_use.total(),
-                },
-            )?,
+                })?;
+                (block, Contents::Zeros)
+            }
         };
         state.book(category, capacity);
-        Ok(Buffer { block: Some(block), category, arena: self.clone() })
+        Ok((Buffer { block: Some(block), category, arena: self.clone() }, contents))
     }
 
     /// Whether `bytes` more, in as many buffers as one likes, can be had at all: asked before the first of them
@@ -117,16 +176,6 @@ impl Arena {
         }
         let in_use_bytes = state.in_use.total();
         Err(TensorError::OutOfMemory { category, requested_bytes: bytes, in_use_bytes })
-    }
-
-    /// Like [`Arena::allocate`], filled with zeros.
-    ///
-    /// # Errors
-    /// [`TensorError::OutOfMemory`] if the system refuses.
-    pub fn allocate_zeroed(&self, bytes: usize, category: MemoryCategory) -> Result<Buffer, TensorError> {
-        let mut buffer = self.allocate(bytes, category)?;
-        buffer.bytes_mut().fill(0);
-        Ok(buffer)
     }
 
     /// How many bytes an allocation of `bytes` is booked as: whole cache lines, at least one.

@@ -300,11 +300,12 @@ pub trait Kernels {
     fn dropout(&self, dropout: Dropout<'_>, x: View<'_>, y: View<'_>);
 
     /// Cross-entropy of `logits [T, vocabulary]` against `labels` (i32 `[T]`, -100 = masked): writes
-    /// `losses` (f32 `[T]`, 0 where masked) and `log_sum_exp` (f32 `[T]`).
-    fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, log_sum_exp: View<'_>);
+    /// `losses` (f32 `[T]`, 0 where masked).
+    fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>);
 
-    /// Replaces `logits` by `seed · (softmax(logits) - onehot(labels))`, zero where masked; no second copy of the logits.
-    fn cross_entropy_backward(&self, logits: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, seed: f32);
+    /// [`Kernels::cross_entropy`], and its gradient in place of the logits: `seed · (softmax(logits) - onehot(labels))`,
+    /// zero where masked. Each row is finished while it is in the cache.
+    fn cross_entropy_with_gradient(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32);
 
     /// One AdamW step.
     fn adamw(&self, step: &AdamW<'_>);

@@ -18,7 +18,7 @@ mod mapped;
 mod view;
 
 pub use arena::{Arena, Buffer};
-pub use cpu::{CpuLevel, CpuQueue};
+pub use cpu::{CpuLevel, CpuQueue, F32Products};
 pub use error::TensorError;
 pub use kernels::{
     AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Pending, Rotation, Sgd, Write,

@@ -9,6 +9,8 @@ use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
 use crate::roofline::{Detail, Limits, Roofline};
+use lockstep_tensor::cpu::measure_peak;
+
 use crate::trainer::clip_coefficient;
 
 const SEED: u64 = 1337;
@@ -84,7 +86,7 @@ pub fn time_steps(
 
 fn make_step(engine: &mut Engine, batch: &HostBatch<'_>, step: u64) -> f64 {
     let tokens = batch.ids.len() as f64;
-    engine.zero_gradients();
+    engine.begin_step();
     let loss = engine.accumulate(batch, (1.0 / tokens) as f32) / tokens;
     let norm = engine.finish_gradients();
     engine.update(&Update {
@@ -133,13 +135,14 @@ impl RandomTokens {
     }
 }
 
-/// (name, tokens, outputs, inputs): linear layers of `baby-gpt` (8 × 256) and of `gpt2-124m` (2 × 512).
+/// (name, tokens, outputs, inputs): linear layers of `baby-gpt` (8 × 256) and of `gpt2-124m` (2 × 512,
+/// its vocabulary rounded up to whole tiles).
 const LAYERS: [(&str, usize, usize, usize); 6] = [
     ("baby-gpt projection", 2048, 384, 384),
     ("baby-gpt feed-forward", 2048, 1536, 384),
     ("gpt2-124m projection", 1024, 768, 768),
     ("gpt2-124m feed-forward", 1024, 3072, 768),
-    ("gpt2-124m output layer", 1024, 50257, 768),
+    ("gpt2-124m output layer", 1024, 50304, 768),
     ("square", 1024, 1024, 1024),
 ];
 
@@ -160,6 +163,8 @@ pub struct GemmTime {
     pub ms: f64,
     /// 10⁹ floating-point operations per second in it.
     pub gflops: f64,
+    /// What the CPU was measured to do when nothing comes from memory.
+    pub peak_gflops: f64,
 }
 
 /// Times the products of a few layers in `dtype`, handing each to `show`.
@@ -169,6 +174,8 @@ pub struct GemmTime {
 pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) -> Result<(), TensorError> {
     let arena = Arena::new();
     let queue = CpuQueue::new(threads, &arena)?;
+    let peak = measure_peak(queue.level(), threads);
+    let peak_gflops = if dtype == DType::F32 { peak.f32_gflops } else { peak.bf16_gflops };
     for (name, tokens, outputs, inputs) in LAYERS {
         for layout in [GemmLayout::NT, GemmLayout::NN, GemmLayout::TN] {
             let (m, n, k) = match layout {
@@ -190,7 +197,7 @@ pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) 
             };
             let seconds = (0..GEMM_RUNS).map(time).fold(f64::INFINITY, f64::min);
             let gflops = 2.0 * m as f64 * n as f64 * k as f64 / seconds / 1e9;
-            show(GemmTime { name, layout, m, n, k, ms: seconds * 1e3, gflops });
+            show(GemmTime { name, layout, m, n, k, ms: seconds * 1e3, gflops, peak_gflops });
         }
     }
     Ok(())

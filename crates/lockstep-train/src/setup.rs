@@ -11,7 +11,7 @@ use lockstep_tensor::Arena;
 use serde_json::{Map, Value};
 
 use crate::Error;
-use crate::config::{ModelSource, OptimizerKind, Origin, Precision, Recompute, RunConfig};
+use crate::config::{F32Products, ModelSource, OptimizerKind, Origin, Precision, Recompute, RunConfig};
 
 /// The model of a run.
 #[derive(Debug)]
@@ -109,6 +109,10 @@ pub(crate) fn build_engine(
     arena: &Arena,
 ) -> Result<Engine, Error> {
     let mut engine = Engine::new(&model.config, engine_options(config), arena)?;
+    engine.set_f32_products(match config.train.f32_products {
+        F32Products::Split => lockstep_tensor::F32Products::SplitBf16,
+        F32Products::Fma => lockstep_tensor::F32Products::Fma,
+    });
     for record in engine.records_mut() {
         record.decay = config.optimizer.decays(record);
     }

@@ -274,7 +274,7 @@ impl Run<'_> {
         if valid_tokens == 0 {
             return Err(Error::NothingToPredict { step });
         }
-        self.engine.zero_gradients();
+        self.engine.begin_step();
         let seed_gradient = (1.0 / valid_tokens as f64) as f32;
         let mut loss_sum = 0.0;
         let mut tokens = 0;

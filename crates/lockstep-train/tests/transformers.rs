@@ -165,7 +165,7 @@ fn every_gradient_agrees_with_transformers() {
         let expected = Expected::open(family);
         let batch = Batch::new(&expected.i64("ids"), &expected.i64("labels"));
         let mut engine = engine(family, Recompute::None);
-        engine.zero_gradients();
+        engine.begin_step();
         engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32);
         engine.finish_gradients();
 
@@ -219,7 +219,7 @@ fn twenty_training_steps_follow_transformers() {
 }
 
 fn training_step(engine: &mut Engine, batch: &Batch, step: u64) -> (f64, f64) {
-    engine.zero_gradients();
+    engine.begin_step();
     let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32) / batch.valid() as f64;
     let norm = engine.finish_gradients();
     engine.update(&Update {
@@ -238,7 +238,7 @@ fn recomputation_changes_no_bit() {
         let batch = Batch::new(&expected.i64("ids"), &expected.i64("labels"));
         let gradients = |recompute| {
             let mut engine = engine(family, recompute);
-            engine.zero_gradients();
+            engine.begin_step();
             let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32);
             engine.finish_gradients();
             let gradients: Vec<_> = engine.parameter_ids().map(|id| engine.gradient(id)).collect();

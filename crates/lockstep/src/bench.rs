@@ -160,13 +160,14 @@ fn gemm(arguments: &GemmArguments) -> Result<(), Failure> {
     let dtype = DType::from(arguments.precision);
     let mut rows = Vec::new();
     time_gemms(dtype, threads(arguments.threads)?, |time| {
-        let GemmTime { name, layout, m, n, k, ms, gflops } = time;
+        let GemmTime { name, layout, m, n, k, ms, gflops, peak_gflops } = time;
+        let share_of_peak = gflops / peak_gflops;
         rows.push(json!({
             "name": name, "layout": format!("{layout:?}"), "m": m, "n": n, "k": k, "dtype": dtype.to_string(),
-            "ms": ms, "gflops": gflops,
+            "ms": ms, "gflops": gflops, "share_of_peak": share_of_peak,
         }));
         if !arguments.json {
-            say!("{name:24} {layout:?} {m:>6} x {n:>6} x {k:>6}  {ms:>9.3} ms  {gflops:>8.1} GFLOP/s");
+            say!("{name:24} {layout:?} {m:>6} x {n:>6} x {k:>6}  {ms:>9.3} ms  {gflops:>8.1} GFLOP/s  {:>4.0} %", 100.0 * share_of_peak);
         }
     })
     .map_err(|error| Failure { message: error.to_string(), code: FAILED })?;

@@ -79,11 +79,11 @@ impl Family for Gpt2Config {
         g.add(x, fed)
     }
 
-    fn head(&self, g: &mut Recorder) -> Value {
+    fn head(&self, g: &mut Recorder) -> (Value, Linear<'static>) {
         let x = g.input(self.hidden_size);
         let normed = self.norm(g, x, "transformer.ln_f");
         let std = self.initializer_range as f32;
-        g.linear(normed, Linear { name: "lm_head", out_features: self.vocab_size, bias: false.into(), std })
+        (normed, Linear { name: "lm_head", out_features: self.vocab_size, bias: false.into(), std })
     }
 
     fn embedding_table(&self) -> &'static str {

@@ -68,10 +68,11 @@ impl Family for LlamaConfig {
         g.add(x, fed)
     }
 
-    fn head(&self, g: &mut Recorder) -> Value {
+    fn head(&self, g: &mut Recorder) -> (Value, Linear<'static>) {
         let x = g.input(self.hidden_size);
         let normed = self.norm(g, x, "model.norm");
-        self.linear(g, normed, "lm_head", self.vocab_size, false)
+        let std = self.initializer_range as f32;
+        (normed, Linear { name: "lm_head", out_features: self.vocab_size, bias: false.into(), std })
     }
 
     fn embedding_table(&self) -> &'static str {

@@ -3,7 +3,7 @@
 mod gpt2;
 mod llama;
 
-use lockstep_graph::{Recorder, Value};
+use lockstep_graph::{Linear, Recorder, Value};
 
 use crate::ModelConfig;
 
@@ -19,8 +19,8 @@ pub(crate) trait Family {
     fn embedding(&self, g: &mut Recorder) -> Value;
     /// One block of the residual stream.
     fn block(&self, g: &mut Recorder) -> Value;
-    /// The final norm and the output layer: `[tokens, vocabulary]` logits. Its names have no prefix.
-    fn head(&self, g: &mut Recorder) -> Value;
+    /// The final norm, and the output layer to `[tokens, vocabulary]` logits that follows it. Its names have no prefix.
+    fn head(&self, g: &mut Recorder) -> (Value, Linear<'static>);
     /// Name of the parameter that a tied output layer (`lm_head.weight`) shares.
     fn embedding_table(&self) -> &'static str;
     /// The frequencies of rotary embeddings, `[head_dim / 2]`, if the family has them.

@@ -15,35 +15,23 @@ use crate::View;
 /// The label of a token that has no loss.
 const MASKED: i32 = -100;
 
-pub(super) fn cross_entropy(
-    queue: &CpuQueue,
-    logits: View<'_>,
-    labels: View<'_>,
-    losses: View<'_>,
-    log_sum_exp: View<'_>,
-) {
-    let (tokens, vocabulary) = logits.shape().as_matrix();
-    expect("cross_entropy: labels", labels, DType::I32, tokens);
-    expect("cross_entropy: losses", losses, DType::F32, tokens);
-    expect("cross_entropy: log_sum_exp", log_sum_exp, DType::F32, tokens);
-    check_disjoint(&[losses, log_sum_exp], &[logits, labels]);
+pub(super) fn cross_entropy(queue: &CpuQueue, logits: View<'_>, labels: View<'_>, losses: View<'_>) {
+    let (tokens, vocabulary) = check_shapes(logits, labels, losses);
+    check_disjoint(&[losses], &[logits, labels]);
     let labels = check_labels(labels, vocabulary);
     with_float!(logits.dtype(), T => {
-        let logits = Operand::<T>::new(logits);
-        let (losses, log_sum_exp) = (Operand::<f32>::new(losses), Operand::<f32>::new(log_sum_exp));
+        let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
         queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, fma| {
             for token in tokens {
-                // SAFETY: the logits are only read; each element of the outputs belongs to one task.
-                let (row, loss, total) = unsafe {
+                // SAFETY: the logits are only read; each element of the losses belongs to one task.
+                let (row, loss) = unsafe {
                     (
                         logits.read(token * vocabulary..(token + 1) * vocabulary),
                         losses.write(token..token + 1),
-                        log_sum_exp.write(token..token + 1),
                     )
                 };
-                total[0] = log_sum_exp_of(fma, row);
                 loss[0] = match usize::try_from(labels[token]) {
-                    Ok(label) => total[0] - row[label].load(),
+                    Ok(label) => log_sum_exp_of(fma, row) - row[label].load(),
                     Err(_) => 0.0,
                 };
             }
@@ -51,35 +39,36 @@ pub(super) fn cross_entropy(
     });
 }
 
-pub(super) fn cross_entropy_backward(
+pub(super) fn cross_entropy_with_gradient(
     queue: &CpuQueue,
     logits: View<'_>,
     labels: View<'_>,
-    log_sum_exp: View<'_>,
+    losses: View<'_>,
     seed: f32,
 ) {
-    let (tokens, vocabulary) = logits.shape().as_matrix();
-    expect("cross_entropy_backward: labels", labels, DType::I32, tokens);
-    expect("cross_entropy_backward: log_sum_exp", log_sum_exp, DType::F32, tokens);
-    check_disjoint(&[logits], &[labels, log_sum_exp]);
+    let (tokens, vocabulary) = check_shapes(logits, labels, losses);
+    check_disjoint(&[logits, losses], &[labels]);
     let labels = check_labels(labels, vocabulary);
     with_float!(logits.dtype(), T => {
-        let (logits, log_sum_exp) = (Operand::<T>::new(logits), Operand::<f32>::new(log_sum_exp));
+        let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
         queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, fma| {
             for token in tokens {
-                // SAFETY: each row of the logits belongs to one task; the rest is only read.
-                let (row, total) = unsafe {
+                // SAFETY: each row of the logits and each element of the losses belongs to one task.
+                let (row, loss) = unsafe {
                     (
                         logits.write(token * vocabulary..(token + 1) * vocabulary),
-                        log_sum_exp.read(token..token + 1)[0],
+                        losses.write(token..token + 1),
                     )
                 };
                 let Ok(label) = usize::try_from(labels[token]) else {
+                    loss[0] = 0.0;
                     row.fill(T::store(0.0));
                     continue;
                 };
+                let total = log_sum_exp_of(fma, row);
+                loss[0] = total - row[label].load();
                 // The label's element is rounded once, like the others.
-                let at_label = seed * (exp(fma, row[label].load() - total) - 1.0);
+                let at_label = seed * (exp(fma, -loss[0]) - 1.0);
                 for x in row.iter_mut() {
                     *x = T::store(seed * exp(fma, x.load() - total));
                 }
@@ -87,6 +76,14 @@ pub(super) fn cross_entropy_backward(
             }
         });
     });
+}
+
+/// Rows and columns of the logits.
+fn check_shapes(logits: View<'_>, labels: View<'_>, losses: View<'_>) -> (usize, usize) {
+    let (tokens, vocabulary) = logits.shape().as_matrix();
+    expect("labels of a cross-entropy", labels, DType::I32, tokens);
+    expect("losses of a cross-entropy", losses, DType::F32, tokens);
+    (tokens, vocabulary)
 }
 
 /// `log Σ exp(x)`.
@@ -145,10 +142,10 @@ mod tests {
         let run = |queue: &CpuQueue| {
             let logits = floats(dtype, [tokens, vocabulary], logits);
             let labels = tensor(labels);
-            let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [tokens], &vec![9.0; tokens]));
-            queue.cross_entropy(logits.view(), labels.view(), losses.view(), log_sum_exp.view());
-            queue.cross_entropy_backward(logits.view(), labels.view(), log_sum_exp.view(), seed);
-            [losses, log_sum_exp, logits].map(|tensor| values(tensor.view())).to_vec()
+            let [alone, losses] = [(); 2].map(|()| floats(DType::F32, [tokens], &vec![9.0; tokens]));
+            queue.cross_entropy(logits.view(), labels.view(), alone.view());
+            queue.cross_entropy_with_gradient(logits.view(), labels.view(), losses.view(), seed);
+            [alone, losses, logits].map(|tensor| values(tensor.view())).to_vec()
         };
         let (losses, log_sum_exp) = reference::cross_entropy(logits, labels);
         let gradient = reference::cross_entropy_backward(logits, labels, f64::from(seed));
@@ -156,7 +153,7 @@ mod tests {
         let largest = log_sum_exp.iter().fold(1.0, |a: f64, b| a.max(b.abs()));
         on_every_queue(run, |results| {
             assert_close("losses", &results[0], &losses, 1e-6, 2e-7 * largest);
-            assert_close("log_sum_exp", &results[1], &log_sum_exp, 1e-6, 1e-7);
+            assert_eq!(results[0], results[1], "losses without and with the gradient");
             // At a label that is nearly certain, p - 1 cancels and the rounding of p is left.
             let absolute = 1e-7 + f64::from(seed) * 2e-7 * largest;
             assert_close("gradient", &results[2], &gradient, tolerance(dtype) + 2e-7 * largest, absolute);
@@ -207,18 +204,17 @@ mod tests {
         let labels: Vec<i32> = (0..tokens as i32).map(|t| if t % 7 == 3 { -100 } else { t * 40 }).collect();
         let run = |queue: &CpuQueue, chunk: usize| {
             let (logits, labels) = (floats(DType::BF16, [tokens, vocabulary], &logits), tensor(&labels));
-            let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [tokens], &vec![9.0; tokens]));
+            let losses = floats(DType::F32, [tokens], &vec![9.0; tokens]);
             for start in (0..tokens).step_by(chunk) {
                 let rows = start..tokens.min(start + chunk);
-                let [logits, labels, losses, log_sum_exp] =
-                    [&logits, &labels, &losses, &log_sum_exp].map(|tensor| tensor.view().rows(rows.clone()));
-                queue.cross_entropy(logits, labels, losses, log_sum_exp);
-                queue.cross_entropy_backward(logits, labels, log_sum_exp, 0.1);
+                let [logits, labels, losses] =
+                    [&logits, &labels, &losses].map(|tensor| tensor.view().rows(rows.clone()));
+                queue.cross_entropy_with_gradient(logits, labels, losses, 0.1);
             }
-            [losses, log_sum_exp, logits].map(|tensor| values(tensor.view())).to_vec()
+            [losses, logits].map(|tensor| values(tensor.view())).to_vec()
         };
         let both = |queue: &CpuQueue| [run(queue, tokens), run(queue, 16)].concat();
-        on_every_queue(both, |results| assert!(results[..3] == results[3..], "chunks change bits"));
+        on_every_queue(both, |results| assert!(results[..2] == results[2..], "chunks change bits"));
     }
 
     #[test]
@@ -227,8 +223,8 @@ mod tests {
         for nowhere in [f64::INFINITY, f64::NEG_INFINITY] {
             let row = if nowhere > 0.0 { [1.0, nowhere, 2.0] } else { [nowhere; 3] };
             let logits = floats(DType::F32, [1, 3], &row);
-            let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [1], &[0.0]));
-            queue.cross_entropy(logits.view(), tensor(&[0]).view(), losses.view(), log_sum_exp.view());
+            let losses = floats(DType::F32, [1], &[0.0]);
+            queue.cross_entropy(logits.view(), tensor(&[0]).view(), losses.view());
             assert!(!values(losses.view())[0].is_finite(), "{row:?} give {:?}", values(losses.view()));
         }
     }

@@ -25,6 +25,8 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
+use std::sync::{Mutex, PoisonError};
+
 use lockstep_plan::exact::ExactSum;
 
 use crate::{
@@ -35,10 +37,21 @@ pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak};
 pub use level::CpuLevel;
 
+/// How f32 matrices are multiplied where the CPU has AMX.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum F32Products {
+    /// By bf16 tiles: operands in three parts, six products summed in f32, with no larger an error than FMA's.
+    #[default]
+    SplitBf16,
+    /// By vector FMA, as on CPUs without AMX.
+    Fma,
+}
+
 /// A queue that runs every kernel before it returns.
 pub struct CpuQueue {
     pool: pool::Pool,
     level: CpuLevel,
+    f32_products: F32Products,
     arena: Arena,
     scratch: gemm::Scratch,
 }
@@ -61,7 +74,23 @@ impl CpuQueue {
     pub fn with_level(threads: usize, arena: &Arena, level: CpuLevel) -> Result<Self, TensorError> {
         let pool = pool::Pool::new(threads).map_err(|source| TensorError::ThreadPool { threads, source })?;
         let scratch = gemm::Scratch::new(pool.threads(), arena)?;
-        Ok(Self { pool, level: level.min(CpuLevel::detect()), arena: arena.clone(), scratch })
+        let level = level.min(CpuLevel::detect());
+        Ok(Self { pool, level, f32_products: F32Products::default(), arena: arena.clone(), scratch })
+    }
+
+    /// Chooses how f32 matrices are multiplied; of effect only on a CPU with AMX.
+    pub fn set_f32_products(&mut self, f32_products: F32Products) {
+        self.f32_products = f32_products;
+    }
+
+    /// Has the queue's threads fill `values` part by part: `fill` is given the index of a part's first element.
+    pub fn fill(&self, values: &mut [f32], fill: impl Fn(usize, &mut [f32]) + Sync) {
+        const PART: usize = 1 << 14;
+        let parts: Vec<_> = values.chunks_mut(PART).map(Mutex::new).collect();
+        self.pool.run(parts.len(), |part| {
+            let mut values = parts[part].lock().unwrap_or_else(PoisonError::into_inner);
+            fill(part * PART, &mut values);
+        });
     }
 
     /// The instructions this queue uses.
@@ -221,12 +250,12 @@ impl Kernels for CpuQueue {
         dropout::dropout(self, dropout, x, y);
     }
 
-    fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, log_sum_exp: View<'_>) {
-        loss::cross_entropy(self, logits, labels, losses, log_sum_exp);
+    fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>) {
+        loss::cross_entropy(self, logits, labels, losses);
     }
 
-    fn cross_entropy_backward(&self, logits: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, seed: f32) {
-        loss::cross_entropy_backward(self, logits, labels, log_sum_exp, seed);
+    fn cross_entropy_with_gradient(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32) {
+        loss::cross_entropy_with_gradient(self, logits, labels, losses, seed);
     }
 
     fn adamw(&self, step: &AdamW<'_>) {

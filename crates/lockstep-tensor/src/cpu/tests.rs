@@ -98,8 +98,8 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         q.add(x, dy, y);
         let keys = tensor(&[1_u32, 2]);
         q.dropout(Dropout { probability: 0.5, site: 0, keys: keys.view() }, x, y);
-        q.cross_entropy(x, labels.view(), mean, rstd);
-        q.cross_entropy_backward(x, labels.view(), rstd, 1.0);
+        q.cross_entropy(x, labels.view(), rstd);
+        q.cross_entropy_with_gradient(x, labels.view(), rstd, 1.0);
         q.cast(x, y);
         q.zero(y);
         q.gemm(Gemm {
@@ -290,12 +290,12 @@ fn a_nan_logit_spoils_its_token_unless_that_is_masked() {
         for masked in [false, true] {
             let logits = with_nan(dtype, 1);
             let labels = tensor(&[0, 1, if masked { -100 } else { 2 }]);
-            let [losses, log_sum_exp] = [(); 2].map(|()| floats(DType::F32, [ROWS], &[0.0; ROWS]));
-            let [logits, losses, log_sum_exp] = [logits.view(), losses.view(), log_sum_exp.view()];
-            q.cross_entropy(logits, labels.view(), losses, log_sum_exp);
-            assert_nan("log_sum_exp", log_sum_exp, |row| row == ROW);
+            let losses = floats(DType::F32, [ROWS], &[0.0; ROWS]);
+            let [logits, losses] = [logits.view(), losses.view()];
+            q.cross_entropy(logits, labels.view(), losses);
             assert_nan("losses", losses, |row| row == ROW && !masked);
-            q.cross_entropy_backward(logits, labels.view(), log_sum_exp, 1.0);
+            q.cross_entropy_with_gradient(logits, labels.view(), losses, 1.0);
+            assert_nan("losses with the gradient", losses, |row| row == ROW && !masked);
             assert_nan("gradient", logits, |i| is_row(i) && !masked);
         }
     }
@@ -356,8 +356,10 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     let keys = tensor(&[0_u32, 0]);
     let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
     assert_refused("dropout", || q.dropout(dropout, a.rows(0..3), a.rows(1..4)));
-    assert_refused("cross_entropy", || q.cross_entropy(a, labels.view(), row_of_a, row_of_b));
-    assert_refused("cross_entropy_backward", || q.cross_entropy_backward(a, labels.view(), row_of_a, 1.0));
+    assert_refused("cross_entropy", || q.cross_entropy(a, labels.view(), row_of_a));
+    assert_refused("cross_entropy_with_gradient", || {
+        q.cross_entropy_with_gradient(a, labels.view(), row_of_a, 1.0);
+    });
     assert_refused("adamw", || q.adamw(&adamw_step([a, b, c, c])));
     assert_refused("adamw's gradient", || q.adamw(&adamw_step([a, a, c, d])));
     assert_refused("sgd", || q.sgd(&momentum_step([a, b, a])));

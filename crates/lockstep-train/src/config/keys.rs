@@ -13,7 +13,8 @@ use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataOrder, OptimizerKind, Precision, Readable, Recompute, ScheduleKind, TokenizerSource,
+    DataFormat, DataOrder, F32Products, OptimizerKind, Precision, Readable, Recompute, ScheduleKind,
+    TokenizerSource,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -87,6 +88,8 @@ sections! {
         /// The type of activations and of the weights that kernels read; gradients and the optimizer stay in
         /// f32.
         precision: Precision = Precision::F32, rules().defines_numbers();
+        /// How f32 matrices are multiplied where the CPU has AMX: `split` in three parts of bf16 each, or by `fma`.
+        f32_products: F32Products = F32Products::Split, rules().defines_numbers();
         /// The gradient's global L2 norm is clipped to this; 0 switches clipping off.
         max_grad_norm: f64 = 1.0, rules().at_least(0.0).defines_numbers();
         /// Probability of dropout, in families that have it.

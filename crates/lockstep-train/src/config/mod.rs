@@ -32,7 +32,8 @@ pub use manual::configuration_markdown;
 pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
-    DataFormat, DataOrder, OptimizerKind, Precision, Recompute, ScheduleKind, TokenizerSource, ValueType,
+    DataFormat, DataOrder, F32Products, OptimizerKind, Precision, Recompute, ScheduleKind, TokenizerSource,
+    ValueType,
 };
 
 use crate::error::Error;

@@ -349,6 +349,14 @@ choices! {
         BF16 = "bf16",
     } later ["f16"]
 
+    /// How f32 matrices are multiplied on a CPU with AMX.
+    F32Products {
+        /// By bf16 tiles: each operand in three parts, six products summed in f32, no less exact than FMA.
+        Split = "split",
+        /// By vector FMA, as on every other CPU.
+        Fma = "fma",
+    } later []
+
     /// The rule that turns gradients into updates.
     OptimizerKind {
         /// Adam with decoupled weight decay.

@@ -103,7 +103,7 @@ impl<T: Float> Worker for Backward<'_, T> {
 impl<T: Float> Backward<'_, T> {
     fn pair<V: Lanes>(&self, pair: Pair, mut scratch: Scratch<'_>) {
         let geometry = &self.geometry;
-        self.prepare_rows::<V>(pair, &mut scratch);
+        self.prepare_rows::<V>(pair, scratch.dq, scratch.exponents, scratch.corrections);
         for first_key in (0..geometry.key_len).step_by(BLOCK) {
             self.key_block::<V>(pair, first_key, &mut scratch);
         }
@@ -113,9 +113,15 @@ impl<T: Float> Backward<'_, T> {
     }
 
     /// Per row: the exponent and `D`; clears the gradient.
-    fn prepare_rows<V: Lanes>(&self, pair: Pair, scratch: &mut Scratch<'_>) {
+    pub(super) fn prepare_rows<V: Lanes>(
+        &self,
+        pair: Pair,
+        dq: &mut [f32],
+        exponents: &mut [f32],
+        corrections: &mut [f32],
+    ) {
         let geometry = &self.geometry;
-        scratch.dq.fill(0.0);
+        dq.fill(0.0);
         V::LEVEL.run(
             #[inline(always)]
             || {
@@ -125,9 +131,9 @@ impl<T: Float> Backward<'_, T> {
                     prefetch(self.dout, later());
                     prefetch(self.out, later());
                     let statistic = self.log_sum_exp[geometry.statistic(pair, row)];
-                    scratch.exponents[row] = statistic * std::f32::consts::LOG2_E;
+                    exponents[row] = statistic * std::f32::consts::LOG2_E;
                     let vector = geometry.query_vector(pair, row);
-                    scratch.corrections[row] = dot(&self.dout[vector.clone()], &self.out[vector]);
+                    corrections[row] = dot(&self.dout[vector.clone()], &self.out[vector]);
                 }
             },
         );
@@ -220,18 +226,18 @@ impl<T: Float> Backward<'_, T> {
 }
 
 /// The softmax of a strip of rows, known from the forward.
-struct Softmax<'a> {
-    visible: &'a [u64],
-    kept: &'a [u64],
-    kept_scale: f32,
-    exponents: &'a [f32],
-    corrections: &'a [f32],
+pub(super) struct Softmax<'a> {
+    pub(super) visible: &'a [u64],
+    pub(super) kept: &'a [u64],
+    pub(super) kept_scale: f32,
+    pub(super) exponents: &'a [f32],
+    pub(super) corrections: &'a [f32],
 }
 
 impl Softmax<'_> {
     /// Replaces scores by probabilities after dropout, and gradients of the probabilities by those of the scores.
     #[inline(never)]
-    fn differentiate<V: Lanes>(self, scores: &mut [f32], gradients: &mut [f32]) {
+    pub(super) fn differentiate<V: Lanes>(self, scores: &mut [f32], gradients: &mut [f32]) {
         let Self { visible, kept, kept_scale, exponents, corrections } = self;
         V::LEVEL.run(
             #[inline(always)]
@@ -281,7 +287,7 @@ fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
 ///
 /// # Safety
 /// No other task may access the places.
-unsafe fn unpack<V: Lanes, T: Float>(
+pub(super) unsafe fn unpack<V: Lanes, T: Float>(
     packed: &[f32],
     factor: f32,
     target: &Operand<'_, T>,

@@ -14,7 +14,7 @@ use super::{
 use crate::cpu::{simd::Float, tasks::Operand};
 
 /// Rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
-const TASK_ROWS: usize = 256;
+pub(super) const TASK_ROWS: usize = 256;
 
 /// Operands of the forward.
 pub(super) struct Forward<'a, T> {
@@ -47,12 +47,8 @@ impl<T: Float> Worker for Forward<'_, T> {
     }
 
     fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
-        let geometry = &self.geometry;
-        let width = geometry.padded_dim;
-        let pair = geometry.pair(task / self.tasks_per_pair());
-        // The last rows see the most keys: they go first, so that no long task is left to the end.
-        let first_row = (self.tasks_per_pair() - 1 - task % self.tasks_per_pair()) * TASK_ROWS;
-        let rows = first_row..geometry.rows().min(first_row + TASK_ROWS);
+        let width = self.geometry.padded_dim;
+        let (pair, rows) = self.task(task);
         let (queries, rest) = scratch.split_at_mut(self.task_rows() * width);
         let (sums, rest) = rest.split_at_mut(self.task_rows() * width);
         let (keys_transposed, rest) = rest.split_at_mut(BLOCK * width);
@@ -67,7 +63,16 @@ impl<T: Float> Forward<'_, T> {
         self.geometry.rows().div_ceil(TASK_ROWS)
     }
 
-    fn task_rows(&self) -> usize {
+    /// The rows of a task.
+    pub(super) fn task(&self, task: usize) -> (Pair, Range<usize>) {
+        let per_pair = self.tasks_per_pair();
+        // The last rows see the most keys: they go first, so that no long task is left to the end.
+        let first_row = (per_pair - 1 - task % per_pair) * TASK_ROWS;
+        (self.geometry.pair(task / per_pair), first_row..self.geometry.rows().min(first_row + TASK_ROWS))
+    }
+
+    /// The most rows of a task.
+    pub(super) fn task_rows(&self) -> usize {
         self.geometry.rows().min(TASK_ROWS)
     }
 
@@ -116,7 +121,7 @@ impl<T: Float> Forward<'_, T> {
     }
 
     /// Divides by the sums of the weights and writes outputs and log-sum-exps.
-    fn finish<V: Lanes>(
+    pub(super) fn finish<V: Lanes>(
         &self,
         pair: Pair,
         rows: Range<usize>,
@@ -149,21 +154,21 @@ impl<T: Float> Forward<'_, T> {
 }
 
 /// The running softmax of a strip of rows.
-struct Softmax<'a> {
-    visible: &'a [u64],
-    kept: &'a [u64],
-    kept_scale: f32,
+pub(super) struct Softmax<'a> {
+    pub(super) visible: &'a [u64],
+    pub(super) kept: &'a [u64],
+    pub(super) kept_scale: f32,
     /// Largest score so far, in units of powers of two.
-    maxima: &'a mut [f32],
+    pub(super) maxima: &'a mut [f32],
     /// Sum of the weights so far, relative to the maximum.
-    totals: &'a mut [f32],
+    pub(super) totals: &'a mut [f32],
 }
 
 impl Softmax<'_> {
     /// Replaces scores by weights `2^(score - maximum)`, dropout applied, 0 where not visible, and rescales
     /// sums and totals where the maximum grew.
     #[inline(never)]
-    fn update<V: Lanes>(self, scores: &mut [f32], sums: &mut [f32], width: usize) {
+    pub(super) fn update<V: Lanes>(self, scores: &mut [f32], sums: &mut [f32], width: usize) {
         let Self { visible, kept, kept_scale, maxima, totals } = self;
         assert!(scores.len() >= visible.len() * BLOCK && maxima.len() == visible.len());
         V::LEVEL.run(

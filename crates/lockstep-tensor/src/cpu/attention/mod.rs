@@ -5,7 +5,7 @@
 //! and 64 keys are brought into scratch as f32, and products of blocks run in registers.
 //!
 //! `geometry` says who sees whom, `lanes` and `x86` are vector registers, `product` multiplies blocks, `block` packs and
-//! scores them, `forward` and `backward` are the algorithms.
+//! scores them, `forward` and `backward` are the algorithms; `tiles` runs these on bf16 matrix instructions.
 
 mod backward;
 mod block;
@@ -18,13 +18,23 @@ mod reference;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
+mod tiles;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(target_arch = "x86_64")]
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
 use lockstep_plan::{DType, MemoryCategory};
 
+#[cfg(target_arch = "x86_64")]
+use self::tiles::{TileBackward, TileForward};
 use self::{backward::Backward, forward::Forward, geometry::Geometry, lanes::Lanes};
+#[cfg(target_arch = "x86_64")]
+use super::gemm::panels::{Avx512Dot, Tiles};
 use super::{CpuQueue, check_disjoint, simd::with_float, tasks::Operand};
 #[cfg(target_arch = "x86_64")]
 use crate::CpuLevel;
@@ -32,6 +42,10 @@ use crate::{Attention, View};
 
 /// Rows and keys of a block of scores. The masks of a row are words of as many bits.
 const BLOCK: usize = 64;
+
+/// Rows of a key head from which on bf16 goes through the matrix instructions; fewer do not fill them.
+#[cfg(target_arch = "x86_64")]
+const TILED_ROWS: usize = 16;
 
 /// What the forward left for the backward.
 pub(super) struct Saved<'a> {
@@ -57,20 +71,36 @@ pub(super) fn forward(
     expect_elements(geometry.query_elements(), &[("q", q), ("out", out)]);
     expect_elements(geometry.key_elements(), &[("k", k), ("v", v)]);
     expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
-    with_float!(q.dtype(), T => {
-        // SAFETY: outputs overlap nothing, as just checked, so nothing writes to the inputs during this call.
-        let work = unsafe {
-            Forward::<T> {
-                geometry,
-                q: q.slice(),
-                k: k.slice(),
-                v: v.slice(),
-                out: Operand::new(out),
-                log_sum_exp: Operand::new(log_sum_exp),
+    macro_rules! work {
+        ($T:ty) => {
+            // SAFETY: outputs overlap nothing, as just checked: nothing writes to the inputs during this call.
+            unsafe {
+                Forward::<$T> {
+                    geometry,
+                    q: q.slice(),
+                    k: k.slice(),
+                    v: v.slice(),
+                    out: Operand::new(out),
+                    log_sum_exp: Operand::new(log_sum_exp),
+                }
             }
         };
-        run(queue, &work);
-    });
+    }
+    #[cfg(target_arch = "x86_64")]
+    if q.dtype() == DType::BF16 && geometry.rows() >= TILED_ROWS {
+        match queue.level {
+            CpuLevel::AmxBf16 => {
+                let work = TileForward::<Tiles> { forward: work!(bf16), kernel: PhantomData };
+                return run_lanes::<x86::Avx512>(queue, &work);
+            }
+            CpuLevel::Avx512Bf16 => {
+                let work = TileForward::<Avx512Dot> { forward: work!(bf16), kernel: PhantomData };
+                return run_lanes::<x86::Avx512>(queue, &work);
+            }
+            _ => {}
+        }
+    }
+    with_float!(q.dtype(), T => run(queue, &work!(T)));
 }
 
 /// See [`Kernels::attention_backward`](crate::Kernels::attention_backward).
@@ -89,24 +119,40 @@ pub(super) fn backward(
     expect_elements(geometry.query_elements(), &[("q", q), ("out", out), ("dout", dout), ("dq", dq)]);
     expect_elements(geometry.key_elements(), &[("k", k), ("v", v), ("dk", dk), ("dv", dv)]);
     expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
-    with_float!(q.dtype(), T => {
-        // SAFETY: outputs overlap nothing, as just checked, so nothing writes to the inputs during this call.
-        let work = unsafe {
-            Backward::<T> {
-                geometry,
-                q: q.slice(),
-                k: k.slice(),
-                v: v.slice(),
-                out: out.slice(),
-                log_sum_exp: log_sum_exp.slice(),
-                dout: dout.slice(),
-                dq: Operand::new(dq),
-                dk: Operand::new(dk),
-                dv: Operand::new(dv),
+    macro_rules! work {
+        ($T:ty) => {
+            // SAFETY: as in the forward.
+            unsafe {
+                Backward::<$T> {
+                    geometry,
+                    q: q.slice(),
+                    k: k.slice(),
+                    v: v.slice(),
+                    out: out.slice(),
+                    log_sum_exp: log_sum_exp.slice(),
+                    dout: dout.slice(),
+                    dq: Operand::new(dq),
+                    dk: Operand::new(dk),
+                    dv: Operand::new(dv),
+                }
             }
         };
-        run(queue, &work);
-    });
+    }
+    #[cfg(target_arch = "x86_64")]
+    if q.dtype() == DType::BF16 && geometry.rows() >= TILED_ROWS {
+        match queue.level {
+            CpuLevel::AmxBf16 => {
+                let work = TileBackward::<Tiles> { backward: work!(bf16), kernel: PhantomData };
+                return run_lanes::<x86::Avx512>(queue, &work);
+            }
+            CpuLevel::Avx512Bf16 => {
+                let work = TileBackward::<Avx512Dot> { backward: work!(bf16), kernel: PhantomData };
+                return run_lanes::<x86::Avx512>(queue, &work);
+            }
+            _ => {}
+        }
+    }
+    with_float!(q.dtype(), T => run(queue, &work!(T)));
 }
 
 /// What is written overlaps neither what is read nor the attention's own tensors.

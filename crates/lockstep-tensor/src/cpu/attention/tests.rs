@@ -114,7 +114,11 @@ impl<T: Float> Fixture<T> {
     }
 
     fn run(&self, level: CpuLevel, threads: usize) -> Outputs {
-        let queue = CpuQueue::with_level(threads, &self.arena, level).unwrap();
+        let queue = if level <= CpuLevel::detect() {
+            CpuQueue::with_level(threads, &self.arena, level).unwrap()
+        } else {
+            emulated(level, threads, &self.arena).expect("the caller has found that it can be emulated")
+        };
         let attention = self.attention();
         let Inputs { q, k, v, dout } = &self.inputs;
         let [q, k, v, dout] = [q, k, v, dout].map(|elements| self.tensor(elements));
@@ -149,7 +153,12 @@ impl<T: Float> Fixture<T> {
 
 /// The sets of instructions that attention tells apart, as far as this CPU has them.
 fn levels() -> impl Iterator<Item = CpuLevel> {
-    testing::levels().filter(|level| *level <= CpuLevel::Avx512)
+    testing::levels()
+}
+
+/// A queue of a level that the CPU lacks, where its instructions can be emulated.
+fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
+    crate::cpu::gemm::amx_emulator::queue(level, threads, arena)
 }
 
 fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expected: &[f64], tolerance: f64) {
@@ -195,6 +204,21 @@ fn blocks_agree_with_the_definition_for_any_length_and_head_size() {
         [(1, 1), (2, 3), (63, 16), (64, 64), (65, 80), (130, 7), (128, 33), (200, 128), (300, 17)]
     {
         check_everywhere(&causal(2, len, 2, 2, head_dim));
+    }
+}
+
+#[test]
+fn emulated_tiles_agree_with_the_definition() {
+    let level = CpuLevel::AmxBf16;
+    if level <= CpuLevel::detect() || emulated(level, 1, &Arena::new()).is_none() {
+        return;
+    }
+    for case in [
+        causal(1, 70, 2, 1, 33),
+        Case { window: Some(20), ..causal(1, 140, 1, 1, 64) },
+        Case { dropout: 0.3, ..causal(2, 64, 1, 1, 16) },
+    ] {
+        check::<bf16>(&case, level, 3);
     }
 }
 

@@ -7,7 +7,10 @@
 use super::{kernel::MicroKernel, lanes::Bf16Pairs, pack::Order, store::Tile};
 
 /// bf16 by AMX tiles.
-pub(super) struct Tiles;
+pub(in crate::cpu) struct Tiles;
+
+/// f32, split in three parts of bf16 (see `split`), by AMX tiles.
+pub(in crate::cpu) struct SplitTiles;
 
 /// The operand of `ldtilecfg`: palette 1, eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]
@@ -27,6 +30,86 @@ static CONFIGURATION: Configuration = Configuration {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
+/// The four products of the tiles of A in `tmm4` and `tmm5` and those of B in `tmm6` and `tmm7`.
+macro_rules! products {
+    () => {
+        concat!(
+            "tdpbf16ps tmm0, tmm4, tmm6\n",
+            "tdpbf16ps tmm1, tmm4, tmm7\n",
+            "tdpbf16ps tmm2, tmm5, tmm6\n",
+            "tdpbf16ps tmm3, tmm5, tmm7\n",
+        )
+    };
+}
+
+/// Loads a step of a panel of A, whose address is in the named operand.
+macro_rules! load_a {
+    ($panel:literal) => {
+        concat!(
+            "tileloadd tmm4, [{",
+            $panel,
+            "} + {a_stride}]\n",
+            "tileloadd tmm5, [{",
+            $panel,
+            "} + {a_stride} + 1024]\n",
+        )
+    };
+}
+
+/// Loads a step of a panel of B.
+macro_rules! load_b {
+    ($panel:literal) => {
+        concat!(
+            "tileloadd tmm6, [{",
+            $panel,
+            "} + {b_stride}]\n",
+            "tileloadd tmm7, [{",
+            $panel,
+            "} + {b_stride} + 64]\n",
+        )
+    };
+}
+
+macro_rules! clear_sums {
+    () => {
+        "tilezero tmm0\n tilezero tmm1\n tilezero tmm2\n tilezero tmm3\n"
+    };
+}
+
+macro_rules! store_sums {
+    () => {
+        concat!(
+            "tilestored [{c} + {b_stride}], tmm0\n",
+            "tilestored [{c} + {b_stride} + 64], tmm1\n",
+            "tilestored [{c} + {b_stride} + 2048], tmm2\n",
+            "tilestored [{c} + {b_stride} + 2112], tmm3\n",
+        )
+    };
+}
+
+/// Bytes between the rows of a tile of A: they are packed one after the other.
+const A_STRIDE: usize = 64;
+/// Bytes between the rows of a tile of B or C.
+const B_STRIDE: usize = 128;
+/// Bytes of a panel, of A or of B, that a step reads.
+const STEP_BYTES: usize = 2048;
+
+/// Runs `work` with the tiles configured.
+///
+/// # Safety
+/// The CPU must have tiles.
+unsafe fn with_tiles<R>(work: impl FnOnce() -> R) -> R {
+    // SAFETY: the CPU has tiles (the caller's promise); the configuration is a valid one, and nothing
+    // else in the process uses tiles.
+    unsafe {
+        std::arch::asm!("ldtilecfg [{0}]", in(reg) &raw const CONFIGURATION, options(nostack, readonly));
+    }
+    let result = work();
+    // SAFETY: as above.
+    unsafe { std::arch::asm!("tilerelease", options(nostack, nomem)) };
+    result
+}
+
 impl MicroKernel for Tiles {
     type Vector = Bf16Pairs;
     const ROWS: usize = 32;
@@ -35,15 +118,8 @@ impl MicroKernel for Tiles {
     const A_ORDER: Order = Order::AlongDepth;
 
     unsafe fn prepared<R>(work: impl FnOnce() -> R) -> R {
-        // SAFETY: the CPU has tiles (the caller's promise); the configuration is a valid one, and nothing
-        // else in the process uses tiles.
-        unsafe {
-            std::arch::asm!("ldtilecfg [{0}]", in(reg) &raw const CONFIGURATION, options(nostack, readonly));
-        }
-        let result = work();
-        // SAFETY: as above.
-        unsafe { std::arch::asm!("tilerelease", options(nostack, nomem)) };
-        result
+        // SAFETY: the caller's promise.
+        unsafe { with_tiles(work) }
     }
 
     unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
@@ -52,37 +128,102 @@ impl MicroKernel for Tiles {
         // outside: the compiler uses none.
         unsafe {
             std::arch::asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
+                clear_sums!(),
                 "test {steps}, {steps}",
                 "jz 3f",
                 "2:",
-                "tileloadd tmm4, [{a} + {a_stride}]",
-                "tileloadd tmm6, [{b} + {b_stride}]",
-                "tileloadd tmm7, [{b} + {b_stride} + 64]",
-                "tileloadd tmm5, [{a} + {a_stride} + 1024]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
+                load_a!("a"),
+                load_b!("b"),
+                products!(),
                 "add {a}, 2048",
                 "add {b}, 2048",
                 "dec {steps}",
                 "jnz 2b",
                 "3:",
-                "tilestored [{c} + {b_stride}], tmm0",
-                "tilestored [{c} + {b_stride} + 64], tmm1",
-                "tilestored [{c} + {b_stride} + 2048], tmm2",
-                "tilestored [{c} + {b_stride} + 2112], tmm3",
+                store_sums!(),
                 a = inout(reg) a => _,
                 b = inout(reg) b => _,
                 steps = inout(reg) depth / Self::DEPTH => _,
                 c = in(reg) tile.as_mut_ptr(),
-                // Rows of a tile of A are packed one after the other; rows of B and C lie 32 units apart.
-                a_stride = in(reg) 64_usize,
-                b_stride = in(reg) 128_usize,
+                a_stride = in(reg) A_STRIDE,
+                b_stride = in(reg) B_STRIDE,
+                options(nostack),
+            );
+        }
+    }
+}
+
+impl MicroKernel for SplitTiles {
+    type Vector = Bf16Pairs;
+    const ROWS: usize = 32;
+    const COLUMNS: usize = 32;
+    const DEPTH: usize = 16;
+    const A_ORDER: Order = Order::AlongDepth;
+
+    unsafe fn prepared<R>(work: impl FnOnce() -> R) -> R {
+        // SAFETY: the caller's promise.
+        unsafe { with_tiles(work) }
+    }
+
+    /// Sums the six products of parts whose ranks, counted from 0, add up to 2 at most: first those that are small,
+    /// so that a sum is rounded at its full size once for each step of the largest, as few times as can be.
+    unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+        let steps = depth / Self::DEPTH;
+        let plane_bytes = steps * STEP_BYTES;
+        let parts = |panel: *const u32| [0, 1, 2].map(|part| panel.wrapping_byte_add(part * plane_bytes));
+        let ([a0, a1, a2], [b0, b1, b2]) = (parts(a), parts(b));
+        // SAFETY: as for `Tiles`; each panel holds three planes of `depth / 16` steps.
+        unsafe {
+            std::arch::asm!(
+                clear_sums!(),
+                "test {steps}, {steps}",
+                "jz 4f",
+                "xor {offset:e}, {offset:e}",
+                "2:",
+                load_a!("a2"),
+                load_b!("b0"),
+                products!(),
+                load_a!("a1"),
+                products!(),
+                load_b!("b1"),
+                products!(),
+                load_a!("a0"),
+                products!(),
+                load_b!("b2"),
+                products!(),
+                "add {a0}, 2048",
+                "add {a1}, 2048",
+                "add {a2}, 2048",
+                "add {b0}, 2048",
+                "add {b1}, 2048",
+                "add {b2}, 2048",
+                "add {offset}, 2048",
+                "cmp {offset}, {plane}",
+                "jne 2b",
+                "sub {a0}, {plane}",
+                "sub {b0}, {plane}",
+                "3:",
+                load_a!("a0"),
+                load_b!("b0"),
+                products!(),
+                "add {a0}, 2048",
+                "add {b0}, 2048",
+                "dec {steps}",
+                "jnz 3b",
+                "4:",
+                store_sums!(),
+                a0 = inout(reg) a0 => _,
+                a1 = inout(reg) a1 => _,
+                a2 = inout(reg) a2 => _,
+                b0 = inout(reg) b0 => _,
+                b1 = inout(reg) b1 => _,
+                b2 = inout(reg) b2 => _,
+                steps = inout(reg) steps => _,
+                offset = out(reg) _,
+                plane = in(reg) plane_bytes,
+                c = in(reg) tile.as_mut_ptr(),
+                a_stride = in(reg) A_STRIDE,
+                b_stride = in(reg) B_STRIDE,
                 options(nostack),
             );
         }

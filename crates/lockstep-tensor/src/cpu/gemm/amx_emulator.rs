@@ -7,9 +7,7 @@
 
 use std::{cell::UnsafeCell, sync::OnceLock};
 
-use half::bf16;
-
-use super::super::simd::Float;
+use crate::{Arena, CpuLevel, CpuQueue};
 
 /// A tile register: 16 rows of 64 bytes.
 type TileRegister = [[u32; 16]; 16];
@@ -25,8 +23,18 @@ thread_local! {
         const { UnsafeCell::new(State { configuration: None, tiles: [[[0; 16]; 16]; 8] }) };
 }
 
+/// A queue with emulated AMX, if that is the `level` asked for and all that the CPU lacks of it.
+pub(in crate::cpu) fn queue(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
+    if level != CpuLevel::AmxBf16 || CpuLevel::detect() != CpuLevel::Avx512Bf16 || !install() {
+        return None;
+    }
+    let mut queue = CpuQueue::new(threads, arena).ok()?;
+    queue.level = level;
+    Some(queue)
+}
+
 /// Installs the handler, once for the process. Whether that worked.
-pub(super) fn install() -> bool {
+fn install() -> bool {
     static INSTALLED: OnceLock<bool> = OnceLock::new();
     *INSTALLED.get_or_init(|| {
         // SAFETY: an all-zero `sigaction` is a valid one; the handler has the signature that SA_SIGINFO asks for.
@@ -165,14 +173,18 @@ impl Instruction {
                 }
             }
             Self::DotBf16 { sums, x, y } => {
+                // The products of even and of odd elements are summed apart, then together, then added.
                 let (x, y) = (state.tiles[x], state.tiles[y]);
                 for (sums, x) in state.tiles[sums].iter_mut().zip(x) {
+                    let (mut even, mut odd) = ([0.0; 16], [0.0; 16]);
                     for (x, y) in x.into_iter().zip(y) {
-                        for (sum, y) in sums.iter_mut().zip(y) {
-                            let low = half(x).load() * half(y).load();
-                            let high = half(x >> 16).load() * half(y >> 16).load();
-                            *sum = (f32::from_bits(*sum) + low + high).to_bits();
+                        for (column, y) in y.into_iter().enumerate() {
+                            even[column] = normal(half(x).mul_add(half(y), even[column]));
+                            odd[column] = normal(half(x >> 16).mul_add(half(y >> 16), odd[column]));
                         }
+                    }
+                    for (sum, (even, odd)) in sums.iter_mut().zip(even.into_iter().zip(odd)) {
+                        *sum = normal(f32::from_bits(*sum) + normal(even + odd)).to_bits();
                     }
                 }
             }
@@ -181,8 +193,13 @@ impl Instruction {
 }
 
 /// The bf16 in the lower half of a unit.
-fn half(unit: u32) -> bf16 {
-    bf16::from_bits(unit as u16)
+fn half(unit: u32) -> f32 {
+    normal(f32::from_bits(unit << 16))
+}
+
+/// Subnormal numbers count as zero.
+fn normal(x: f32) -> f32 {
+    if x.is_subnormal() { 0.0 } else { x }
 }
 
 /// A general-purpose register by its number in instructions.

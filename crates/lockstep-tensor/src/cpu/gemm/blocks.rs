@@ -26,6 +26,8 @@ pub(super) struct Grain {
     pub(super) columns: usize,
     /// Units that a panel's depth is a multiple of.
     pub(super) depth: usize,
+    /// Times that a panel is packed.
+    pub(super) planes: usize,
     /// Whether sums over parts of the depth need memory of their own (C is not f32).
     pub(super) keeps_partial_sums: bool,
 }
@@ -40,9 +42,11 @@ impl Blocks {
 
     /// The parts of an `m × n` product over `depth` units.
     pub(super) fn new(m: usize, n: usize, depth: usize, grain: Grain) -> Self {
-        let depth_parts = depth.div_ceil(MAX_DEPTH).max(1);
+        let most_depth = MAX_DEPTH / grain.planes / grain.depth * grain.depth;
+        let depth_parts = depth.div_ceil(most_depth).max(1);
         let depth = even_part(depth, depth_parts, grain.depth);
-        let mut chunk_columns = COLUMNS_UNITS / depth.max(1);
+        let column_units = grain.planes * depth.max(1);
+        let mut chunk_columns = COLUMNS_UNITS / column_units;
         let mut chunk_rows = m;
         if grain.keeps_partial_sums && depth_parts > 1 {
             chunk_columns = chunk_columns.min(PARTIAL_COLUMNS);
@@ -51,7 +55,7 @@ impl Blocks {
         let chunk_columns = chunk_columns / grain.columns * grain.columns;
         let chunk_columns = even_part(n, n.div_ceil(chunk_columns), grain.columns);
 
-        let rows_limit = (ROWS_UNITS / depth.max(1)).min(Self::TASK_ROWS) / grain.rows * grain.rows;
+        let rows_limit = (ROWS_UNITS / column_units).min(Self::TASK_ROWS) / grain.rows * grain.rows;
         let task_rows = even_part(chunk_rows, chunk_rows.div_ceil(rows_limit), grain.rows);
         let row_parts = chunk_rows.div_ceil(task_rows);
         let column_parts = Self::TASKS.div_ceil(row_parts).min(chunk_columns / Self::TASK_COLUMNS).max(1);

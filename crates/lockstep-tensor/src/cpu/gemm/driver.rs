@@ -9,7 +9,7 @@ use super::{
     CpuQueue, Float, Problem, Scratch, Window,
     blocks::{Blocks, Grain},
     kernel::{ColumnPanels, MicroKernel, RowPanels},
-    pack::{Unit, pack},
+    pack::{Factors, Packing},
     scratch::PARTIAL_COLUMNS,
     store::{Finish, Tile, store},
 };
@@ -37,7 +37,7 @@ impl Threads<'_> {
 }
 
 /// Computes `problem` with the micro-kernel `K` on operands packed as `U`.
-pub(super) fn multiply<K: MicroKernel, U: Unit, C: Float>(
+pub(super) fn multiply<K: MicroKernel, U: Packing, C: Float>(
     queue: &CpuQueue,
     problem: &Problem<'_, U::Source, C>,
 ) {
@@ -51,7 +51,7 @@ pub(super) fn multiply<K: MicroKernel, U: Unit, C: Float>(
         scratch: &queue.scratch,
         threads: Threads::Pool(&queue.pool),
         problem,
-        blocks: Blocks::new(problem.m, problem.n, problem.k.div_ceil(U::ELEMENTS), grain::<K, C>()),
+        blocks: Blocks::new(problem.m, problem.n, problem.k.div_ceil(U::ELEMENTS), grain::<K, U, C>()),
         partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
         kernel: PhantomData,
     };
@@ -63,12 +63,18 @@ pub(super) fn multiply<K: MicroKernel, U: Unit, C: Float>(
     product.run(columns);
 }
 
-fn grain<K: MicroKernel, C: Float>() -> Grain {
-    Grain { rows: K::ROWS, columns: K::COLUMNS, depth: K::DEPTH, keeps_partial_sums: C::DTYPE != f32::DTYPE }
+fn grain<K: MicroKernel, U: Packing, C: Float>() -> Grain {
+    Grain {
+        rows: K::ROWS,
+        columns: K::COLUMNS,
+        depth: K::DEPTH,
+        planes: U::PLANES,
+        keeps_partial_sums: C::DTYPE != f32::DTYPE,
+    }
 }
 
 /// A product, and how it is cut and run.
-struct Product<'a, K, U: Unit, C> {
+struct Product<'a, K, U: Packing, C> {
     level: CpuLevel,
     scratch: &'a Scratch,
     threads: Threads<'a>,
@@ -88,7 +94,7 @@ struct Chunk<'a> {
     packed_columns: &'a [u32],
 }
 
-impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
+impl<K: MicroKernel, U: Packing, C: Float> Product<'_, K, U, C> {
     fn run(&self, scratch: &mut [u32]) {
         let Problem { m, n, k, .. } = *self.problem;
         let Blocks { chunk_rows, chunk_columns, .. } = self.blocks;
@@ -100,7 +106,7 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
                     let depth = start..(start + block_depth).min(k);
                     let units = depth.len().div_ceil(U::ELEMENTS).next_multiple_of(K::DEPTH);
                     let panels = columns.len().div_ceil(K::COLUMNS);
-                    let packed = &mut scratch[..panels * K::COLUMNS * units];
+                    let packed = &mut scratch[..panels * U::panel_units::<ColumnPanels<K>>(units)];
                     self.pack_columns(columns.clone(), depth.clone(), units, packed);
                     let (rows, columns) = (rows.clone(), columns.clone());
                     self.tasks(&Chunk { rows, columns, depth, units, packed_columns: packed });
@@ -118,10 +124,10 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
             let b = &self.problem.b;
             // SAFETY: the queue's level has the kernel's instructions.
             unsafe {
-                pack::<K::Vector, U, ColumnPanels<K>>(b, start..columns.end, depth.clone(), units, packed);
+                U::pack::<K::Vector, ColumnPanels<K>>(b, start..columns.end, depth.clone(), units, packed);
             }
         };
-        let part_units = PACKED_PANELS * K::COLUMNS * units;
+        let part_units = PACKED_PANELS * U::panel_units::<ColumnPanels<K>>(units);
         let packed_units = packed.len();
         let packed = Window::new(packed.as_mut_ptr(), packed_units);
         self.threads.run(packed_units.div_ceil(part_units), |part| {
@@ -151,24 +157,33 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
     fn task(&self, chunk: &Chunk<'_>, rows: Range<usize>, columns: Range<usize>) {
         let units = chunk.units;
         let mut packed_rows = self.scratch.rows();
+        let row_panel_units = U::panel_units::<RowPanels<K>>(units);
         let packed_rows =
-            &mut packed_rows.elements_mut::<u32>()[..rows.len().next_multiple_of(K::ROWS) * units];
-        let a = &self.problem.a;
+            &mut packed_rows.elements_mut::<u32>()[..rows.len().div_ceil(K::ROWS) * row_panel_units];
+        let Problem { a, b, .. } = self.problem;
         // SAFETY: the queue's level has the kernel's instructions.
         unsafe {
-            pack::<K::Vector, U, RowPanels<K>>(a, rows.clone(), chunk.depth.clone(), units, packed_rows)
+            U::pack::<K::Vector, RowPanels<K>>(a, rows.clone(), chunk.depth.clone(), units, packed_rows)
         };
 
+        let column_panel_units = U::panel_units::<ColumnPanels<K>>(units);
         let mut tile = Tile::zeros();
         for column in columns.clone().step_by(K::COLUMNS) {
-            let b = &chunk.packed_columns[(column - chunk.columns.start) * units..][..K::COLUMNS * units];
-            for row in rows.clone().step_by(K::ROWS) {
-                let a = &packed_rows[(row - rows.start) * units..][..K::ROWS * units];
-                // SAFETY: the level has the kernel's instructions, the thread is prepared, and both panels
-                // hold `units`, a multiple of the kernel's depth.
-                unsafe { K::tile(units, a.as_ptr(), b.as_ptr(), &mut tile) };
-                let size = (K::ROWS.min(rows.end - row), K::COLUMNS.min(columns.end - column));
-                self.store(chunk, &mut tile, (row, column), size);
+            let index = (column - chunk.columns.start) / K::COLUMNS;
+            let packed_b = panel(chunk.packed_columns, index, column_panel_units);
+            for (index, row) in rows.clone().step_by(K::ROWS).enumerate() {
+                let packed_a = panel(packed_rows, index, row_panel_units);
+                let (row_end, column_end) =
+                    (rows.end.min(row + K::ROWS), columns.end.min(column + K::COLUMNS));
+                if U::is_exceptional(packed_a) || U::is_exceptional(packed_b) {
+                    let (rows, columns, depth) = (row..row_end, column..column_end, chunk.depth.clone());
+                    U::exceptional_tile(Factors { a, b, rows, columns, depth }, &mut tile, K::COLUMNS);
+                } else {
+                    // SAFETY: the level has the kernel's instructions, the thread is prepared, and both
+                    // panels hold `units`, a multiple of the kernel's depth.
+                    unsafe { K::tile(units, packed_a.as_ptr(), packed_b.as_ptr(), &mut tile) };
+                }
+                self.store(chunk, &mut tile, (row, column), (row_end - row, column_end - column));
             }
         }
     }
@@ -183,7 +198,7 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
         // alone works on this tile.
         unsafe {
             let target = c.at(row, column);
-            if grain::<K, C>().keeps_partial_sums && !(first && last) {
+            if grain::<K, U, C>().keeps_partial_sums && !(first && last) {
                 let partial = self.partial.at(row - chunk.rows.start, column - chunk.columns.start);
                 if last {
                     let finish = Finish { partial: Some(partial), bias, write };
@@ -198,6 +213,11 @@ impl<K: MicroKernel, U: Unit, C: Float> Product<'_, K, U, C> {
             }
         }
     }
+}
+
+/// Panel `index` of panels of `units` units.
+fn panel(panels: &[u32], index: usize, units: usize) -> &[u32] {
+    &panels[index * units..][..units]
 }
 
 /// The range in parts of `len`; the last may be shorter.

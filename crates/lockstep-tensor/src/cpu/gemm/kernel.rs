@@ -13,7 +13,7 @@ use super::{
 /// A panel of B holds, for each unit of depth, `COLUMNS` units side by side. A panel of A holds `ROWS` units
 /// side by side where `A_ORDER` is [`Order::AcrossDepth`]; otherwise, for each `DEPTH` units of depth,
 /// `ROWS` rows of `DEPTH` units.
-pub(super) trait MicroKernel {
+pub(in crate::cpu) trait MicroKernel {
     /// The vectors it works with; packing uses them too.
     type Vector: Lanes;
     /// Rows of the tile.
@@ -42,7 +42,7 @@ pub(super) trait MicroKernel {
 }
 
 /// The panels of A of a micro-kernel.
-pub(super) struct RowPanels<K>(PhantomData<K>);
+pub(in crate::cpu) struct RowPanels<K>(PhantomData<K>);
 
 impl<K: MicroKernel> PanelShape for RowPanels<K> {
     const WIDTH: usize = K::ROWS;
@@ -50,7 +50,7 @@ impl<K: MicroKernel> PanelShape for RowPanels<K> {
 }
 
 /// The panels of B of a micro-kernel.
-pub(super) struct ColumnPanels<K>(PhantomData<K>);
+pub(in crate::cpu) struct ColumnPanels<K>(PhantomData<K>);
 
 impl<K: MicroKernel> PanelShape for ColumnPanels<K> {
     const WIDTH: usize = K::COLUMNS;
@@ -97,7 +97,7 @@ unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
 macro_rules! outer_product_kernel {
     ($(#[$doc:meta])* $name:ident: $vector:ident, $rows:literal x $vectors:literal) => {
         $(#[$doc])*
-        pub(super) struct $name;
+        pub(in crate::cpu) struct $name;
 
         impl MicroKernel for $name {
             type Vector = lanes::$vector;

@@ -13,7 +13,7 @@ use super::{Float, pack::Block, transpose};
 ///
 /// The methods are unsafe because they may be called only where the CPU has the vector's instructions; they are
 /// fast only inside [`Lanes::compiled`].
-pub(super) trait Lanes: Copy {
+pub(in crate::cpu) trait Lanes: Copy {
     /// Lanes of a vector.
     const COUNT: usize;
     /// Runs `work`, and all that is inlined into it, compiled for the vector's instructions.
@@ -50,7 +50,7 @@ pub(super) trait Lanes: Copy {
 
 /// Eight f32 lanes of plain arithmetic, which the compiler maps to what every CPU has.
 #[derive(Clone, Copy)]
-pub(super) struct Plain([f32; 8]);
+pub(in crate::cpu) struct Plain([f32; 8]);
 
 impl Lanes for Plain {
     const COUNT: usize = 8;
@@ -100,7 +100,7 @@ macro_rules! vector {
      |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $store:ident, $transpose:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
-        pub(super) struct $name($vector);
+        pub(in crate::cpu) struct $name($vector);
 
         impl Lanes for $name {
             const COUNT: usize = $count;
@@ -191,7 +191,7 @@ fn bits(vector: __m512) -> __m512bh {
 }
 
 /// A vector that is loaded from elements as they lie in memory, for dot products along the depth.
-pub(super) trait Dot<T>: Lanes {
+pub(in crate::cpu) trait Dot<T>: Lanes {
     /// Elements that a vector holds.
     const ELEMENTS: usize;
     /// `ELEMENTS` elements from any address.

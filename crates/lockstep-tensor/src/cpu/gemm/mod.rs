@@ -9,7 +9,7 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(all(test, target_arch = "x86_64"))]
-mod amx_emulator;
+pub(super) mod amx_emulator;
 mod blocks;
 mod driver;
 mod kernel;
@@ -20,6 +20,8 @@ mod peak;
 mod reference;
 mod rows;
 mod scratch;
+#[cfg(target_arch = "x86_64")]
+mod split;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -28,6 +30,8 @@ mod transpose;
 use half::bf16;
 use lockstep_plan::DType;
 
+#[cfg(target_arch = "x86_64")]
+use super::F32Products;
 use super::{CpuLevel, CpuQueue, check_disjoint, simd::Float};
 use crate::{Gemm, GemmLayout, View, Write};
 use kernel::Portable;
@@ -40,6 +44,17 @@ use lanes::{Bf16Pairs, F32x8, F32x16};
 use pack::BfloatPair;
 use pack::{Operand, Order, Single, Widened};
 pub use peak::{Peak, measure_peak};
+
+/// What products of blocks outside of this module are made of.
+pub(super) mod panels {
+    #[cfg(target_arch = "x86_64")]
+    pub(in crate::cpu) use super::{
+        amx::Tiles,
+        kernel::{Avx512Dot, ColumnPanels, MicroKernel, RowPanels},
+        pack::{BfloatPair, Operand, Order, Rounded, Unit, pack},
+        store::Tile,
+    };
+}
 pub(super) use scratch::Scratch;
 use store::Window;
 
@@ -77,6 +92,9 @@ fn multiply_f32(queue: &CpuQueue, problem: &Problem<'_, f32, f32>) {
         CpuLevel::Avx2 if few_rows => return rows::multiply::<F32x8, _, _>(queue, problem),
         CpuLevel::Avx2 => return driver::multiply::<Avx2, Single, _>(queue, problem),
         _ if few_rows => return rows::multiply::<F32x16, _, _>(queue, problem),
+        CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => {
+            return driver::multiply::<amx::SplitTiles, split::ThreeParts, _>(queue, problem);
+        }
         _ => return driver::multiply::<Avx512, Single, _>(queue, problem),
     }
     if few_rows {

@@ -9,21 +9,21 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::{Float, lanes::Lanes};
+use super::{Float, lanes::Lanes, store::Tile};
 use crate::cpu::simd::{CACHE_LINE_BYTES, prefetch};
 
 /// Side of the blocks that are read, transposed and written at once.
-pub(super) const SIDE: usize = 16;
+pub(in crate::cpu) const SIDE: usize = 16;
 
 /// Units of depth by which lines across the depth are asked for before they are read.
 const UNITS_AHEAD: usize = 16;
 
 /// A block of units.
-pub(super) type Block = [[u32; SIDE]; SIDE];
+pub(in crate::cpu) type Block = [[u32; SIDE]; SIDE];
 
 /// Which neighbours lie side by side in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Order {
+pub(in crate::cpu) enum Order {
     /// Neighbours along the depth (the summed index).
     AlongDepth,
     /// Neighbours along the other index.
@@ -31,7 +31,7 @@ pub(super) enum Order {
 }
 
 /// A matrix of a product, indexed by a row of A or column of B, and the depth.
-pub(super) struct Operand<'a, T> {
+pub(in crate::cpu) struct Operand<'a, T> {
     elements: &'a [T],
     stride: usize,
     order: Order,
@@ -39,17 +39,17 @@ pub(super) struct Operand<'a, T> {
 
 impl<'a, T> Operand<'a, T> {
     /// A matrix whose lines, in the given order, are `stride` elements apart.
-    pub(super) fn new(elements: &'a [T], stride: usize, order: Order) -> Self {
+    pub(in crate::cpu) fn new(elements: &'a [T], stride: usize, order: Order) -> Self {
         Self { elements, stride, order }
     }
 
     /// Which neighbours lie side by side.
-    pub(super) fn order(&self) -> Order {
+    pub(in crate::cpu) fn order(&self) -> Order {
         self.order
     }
 
     /// Line `index` of the matrix as stored.
-    pub(super) fn line(&self, index: usize) -> &'a [T] {
+    pub(in crate::cpu) fn line(&self, index: usize) -> &'a [T] {
         &self.elements[index * self.stride..][..self.stride]
     }
 
@@ -63,8 +63,79 @@ impl<'a, T> Operand<'a, T> {
     }
 }
 
+/// How an operand is packed for a micro-kernel.
+pub(in crate::cpu) trait Packing {
+    /// Type of the operand's elements.
+    type Source: Float;
+    /// Elements of one unit of depth, 1 or 2.
+    const ELEMENTS: usize;
+    /// How many times each panel is packed, one plane after the other.
+    const PLANES: usize;
+    /// Units that follow the planes of a panel, for its mark.
+    const MARK_UNITS: usize;
+
+    /// Packs as [`pack`] does, all planes of a panel before the next one's.
+    ///
+    /// # Safety
+    /// The CPU must have the instructions of `V`.
+    unsafe fn pack<V: Lanes, P: PanelShape>(
+        operand: &Operand<'_, Self::Source>,
+        outer: Range<usize>,
+        depth: Range<usize>,
+        units: usize,
+        panels: &mut [u32],
+    );
+
+    /// Whether a panel, by its mark, holds values that the micro-kernel cannot multiply.
+    fn is_exceptional(panel: &[u32]) -> bool;
+
+    /// The product that the micro-kernel leaves out: `rows × columns` at `depth`, where one of the two panels is
+    /// exceptional.
+    fn exceptional_tile(factors: Factors<'_, Self::Source>, tile: &mut Tile, tile_columns: usize);
+
+    /// Units of a packed panel with its mark.
+    fn panel_units<P: PanelShape>(units: usize) -> usize {
+        Self::PLANES * P::WIDTH * units + Self::MARK_UNITS
+    }
+}
+
+/// What an element of C in a tile is the sum of products of.
+pub(in crate::cpu) struct Factors<'a, T> {
+    pub(in crate::cpu) a: &'a Operand<'a, T>,
+    pub(in crate::cpu) b: &'a Operand<'a, T>,
+    pub(in crate::cpu) rows: Range<usize>,
+    pub(in crate::cpu) columns: Range<usize>,
+    pub(in crate::cpu) depth: Range<usize>,
+}
+
+impl<U: Unit> Packing for U {
+    type Source = U::Source;
+    const ELEMENTS: usize = U::ELEMENTS;
+    const PLANES: usize = 1;
+    const MARK_UNITS: usize = 0;
+
+    unsafe fn pack<V: Lanes, P: PanelShape>(
+        operand: &Operand<'_, U::Source>,
+        outer: Range<usize>,
+        depth: Range<usize>,
+        units: usize,
+        panels: &mut [u32],
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { pack::<V, U, P>(operand, outer, depth, units, panels) }
+    }
+
+    fn is_exceptional(_: &[u32]) -> bool {
+        false
+    }
+
+    fn exceptional_tile(_: Factors<'_, U::Source>, _: &mut Tile, _: usize) {
+        unreachable!("no panel is exceptional")
+    }
+}
+
 /// How elements become units.
-pub(super) trait Unit {
+pub(in crate::cpu) trait Unit {
     /// Type of the operand's elements.
     type Source: Float;
     /// Elements of one unit, 1 or 2.
@@ -77,7 +148,7 @@ pub(super) trait Unit {
 }
 
 /// An f32.
-pub(super) struct Single;
+pub(in crate::cpu) struct Single;
 
 impl Unit for Single {
     type Source = f32;
@@ -95,7 +166,7 @@ impl Unit for Single {
 }
 
 /// A bf16 as f32, for levels without bf16 arithmetic.
-pub(super) struct Widened;
+pub(in crate::cpu) struct Widened;
 
 impl Unit for Widened {
     type Source = bf16;
@@ -116,7 +187,7 @@ impl Unit for Widened {
 
 /// Two bf16, the one of smaller depth in the lower half.
 #[cfg(target_arch = "x86_64")]
-pub(super) struct BfloatPair;
+pub(in crate::cpu) struct BfloatPair;
 
 #[cfg(target_arch = "x86_64")]
 impl Unit for BfloatPair {
@@ -142,8 +213,38 @@ impl Unit for BfloatPair {
     }
 }
 
+/// Two f32 rounded to bf16.
+#[cfg(target_arch = "x86_64")]
+pub(in crate::cpu) struct Rounded;
+
+#[cfg(target_arch = "x86_64")]
+impl Unit for Rounded {
+    type Source = f32;
+    const ELEMENTS: usize = 2;
+
+    #[inline(always)]
+    fn along(elements: &[f32], units: &mut [u32; SIDE]) {
+        let rounded = bytemuck::cast_slice_mut::<u32, bf16>(units);
+        for (rounded, x) in rounded.iter_mut().zip(elements) {
+            *rounded = bf16::store(*x);
+        }
+    }
+
+    #[inline(always)]
+    fn across([first, second]: [&[f32]; 2], units: &mut [u32]) {
+        let bits = |x: f32| u32::from(bf16::store(x).to_bits());
+        if second.is_empty() {
+            units.iter_mut().zip(first).for_each(|(unit, first)| *unit = bits(*first));
+        } else {
+            for (unit, (first, second)) in units.iter_mut().zip(first.iter().zip(second)) {
+                *unit = bits(*first) | bits(*second) << 16;
+            }
+        }
+    }
+}
+
 /// What a micro-kernel expects of the panels of one operand.
-pub(super) trait PanelShape {
+pub(in crate::cpu) trait PanelShape {
     /// Rows of A or columns of B in a panel.
     const WIDTH: usize;
     /// Whether a panel holds `WIDTH` units side by side for each unit of depth, or, for each 16 units of
@@ -156,7 +257,7 @@ pub(super) trait PanelShape {
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
-pub(super) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
+pub(in crate::cpu) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
     operand: &Operand<'_, U::Source>,
     outer: Range<usize>,
     depth: Range<usize>,

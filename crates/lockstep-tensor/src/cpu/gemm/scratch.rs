@@ -11,6 +11,8 @@ use crate::{Arena, Buffer, TensorError};
 pub(super) const MAX_DEPTH: usize = 1024;
 /// Units of a task's packed rows of A; with a panel of B they fit a core's second-level cache.
 pub(super) const ROWS_UNITS: usize = 96 * MAX_DEPTH;
+/// Units beside them for the marks of panels.
+const MARKS_UNITS: usize = 1 << 15;
 /// Units of the packed columns of B, which all tasks share in the third-level cache.
 pub(super) const COLUMNS_UNITS: usize = 3 << 19;
 /// Rows and columns of the sums kept in f32 while a bf16 product's depth is worked through in parts.
@@ -30,9 +32,9 @@ impl Scratch {
     pub(in crate::cpu) fn new(threads: usize, arena: &Arena) -> Result<Self, TensorError> {
         let buffer = |units| arena.allocate(4 * units, MemoryCategory::Workspace).map(Mutex::new);
         Ok(Self {
-            columns: buffer(COLUMNS_UNITS)?,
+            columns: buffer(COLUMNS_UNITS + MARKS_UNITS)?,
             partial: buffer(PARTIAL_ROWS * PARTIAL_COLUMNS)?,
-            rows: (0..threads).map(|_| buffer(ROWS_UNITS)).collect::<Result<_, _>>()?,
+            rows: (0..threads).map(|_| buffer(ROWS_UNITS + MARKS_UNITS)).collect::<Result<_, _>>()?,
         })
     }
 

@@ -5,25 +5,41 @@ use crate::Write;
 
 /// A tile of f32 sums, as a micro-kernel leaves it.
 #[repr(align(64))]
-pub(super) struct Tile([f32; Self::ELEMENTS]);
+pub(in crate::cpu) struct Tile([f32; Self::ELEMENTS]);
 
 impl Tile {
     /// The largest tile of any micro-kernel, 32 × 32.
-    pub(super) const ELEMENTS: usize = 1024;
+    pub(in crate::cpu) const ELEMENTS: usize = 1024;
 
     /// A tile of zeros.
-    pub(super) fn zeros() -> Self {
+    pub(in crate::cpu) fn zeros() -> Self {
         Self([0.0; Self::ELEMENTS])
     }
 
+    /// Sets all elements to zero.
+    pub(in crate::cpu) fn clear(&mut self) {
+        self.0.fill(0.0);
+    }
+
+    /// Adds the first `count` rows of `other` to the rows from `first` on, all `columns` wide.
+    pub(in crate::cpu) fn add_rows(&mut self, first: usize, other: &Self, count: usize, columns: usize) {
+        let rows = &mut self.0[first * columns..][..count * columns];
+        rows.iter_mut().zip(&other.0).for_each(|(sum, x)| *sum += x);
+    }
+
+    /// Its rows, `columns` wide.
+    pub(in crate::cpu) fn rows(&self, columns: usize) -> impl Iterator<Item = &[f32]> {
+        self.0.chunks_exact(columns)
+    }
+
     /// Where a micro-kernel writes.
-    pub(super) fn as_mut_ptr(&mut self) -> *mut f32 {
+    pub(in crate::cpu) fn as_mut_ptr(&mut self) -> *mut f32 {
         self.0.as_mut_ptr()
     }
 }
 
 /// A matrix that tasks write disjoint parts of.
-pub(super) struct Window<C> {
+pub(in crate::cpu) struct Window<C> {
     pointer: *mut C,
     row_stride: usize,
 }
@@ -43,7 +59,7 @@ unsafe impl<C: Send> Sync for Window<C> {}
 
 impl<C> Window<C> {
     /// A matrix with rows `row_stride` elements apart.
-    pub(super) fn new(pointer: *mut C, row_stride: usize) -> Self {
+    pub(in crate::cpu) fn new(pointer: *mut C, row_stride: usize) -> Self {
         Self { pointer, row_stride }
     }
 
@@ -51,7 +67,7 @@ impl<C> Window<C> {
     ///
     /// # Safety
     /// The element must lie in the matrix.
-    pub(super) unsafe fn at(self, row: usize, column: usize) -> Self {
+    pub(in crate::cpu) unsafe fn at(self, row: usize, column: usize) -> Self {
         // SAFETY: the caller's promise.
         Self { pointer: unsafe { self.pointer.add(row * self.row_stride + column) }, ..self }
     }
@@ -60,27 +76,27 @@ impl<C> Window<C> {
     ///
     /// # Safety
     /// They must lie in the matrix, and nothing else may use them while the slice lives.
-    pub(super) unsafe fn row<'a>(self, row: usize, len: usize) -> &'a mut [C] {
+    pub(in crate::cpu) unsafe fn row<'a>(self, row: usize, len: usize) -> &'a mut [C] {
         // SAFETY: the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.add(row * self.row_stride), len) }
     }
 }
 
 /// What is added to a tile of sums on its way to memory.
-pub(super) struct Finish<'a, T> {
+pub(in crate::cpu) struct Finish<'a, T> {
     /// Sums over earlier parts of the depth.
-    pub(super) partial: Option<Window<f32>>,
+    pub(in crate::cpu) partial: Option<Window<f32>>,
     /// Bias of the tile's columns.
-    pub(super) bias: Option<&'a [T]>,
+    pub(in crate::cpu) bias: Option<&'a [T]>,
     /// Whether what the target holds is added too.
-    pub(super) write: Write,
+    pub(in crate::cpu) write: Write,
 }
 
 /// Writes the first `rows × columns` elements of a tile whose rows are `tile_columns` apart.
 ///
 /// # Safety
 /// That part of `target` and of the partial sums must exist, and no other thread may use it meanwhile.
-pub(super) unsafe fn store<T: Float, C: Float>(
+pub(in crate::cpu) unsafe fn store<T: Float, C: Float>(
     level: CpuLevel,
     (rows, columns): (usize, usize),
     tile: &mut Tile,

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::{
     super::{
-        CpuLevel, CpuQueue,
+        CpuLevel, CpuQueue, F32Products,
         reference::finite_differences,
         testing::{assert_close, floats, random, report_skipped, values},
     },
@@ -114,17 +114,14 @@ impl Case {
 fn queues(threads: usize) -> Vec<CpuQueue> {
     let mut queues = Vec::new();
     for level in CpuLevel::ALL {
-        let emulated = level == CpuLevel::AmxBf16 && CpuLevel::detect() == CpuLevel::Avx512Bf16;
-        if level > CpuLevel::detect() && !(emulated && amx_emulator::install()) {
-            report_skipped(&format!("matrix products at level {level}, which this CPU lacks"));
-            continue;
-        }
-        if level > CpuLevel::detect() {
+        if level <= CpuLevel::detect() {
+            queues.push(CpuQueue::with_level(threads, &Arena::new(), level).unwrap());
+        } else if let Some(queue) = amx_emulator::queue(level, threads, &Arena::new()) {
             report_skipped(&format!("matrix products on real {level}, which this CPU lacks: it is emulated"));
+            queues.push(queue);
+        } else {
+            report_skipped(&format!("matrix products at level {level}, which this CPU lacks"));
         }
-        let mut queue = CpuQueue::with_level(threads, &Arena::new(), level).unwrap();
-        queue.level = level;
-        queues.push(queue);
     }
     queues
 }
@@ -231,6 +228,83 @@ fn nan_and_infinity_reach_their_row_and_no_other() {
             let out = case.run(&queue);
             assert!(out[..row * n].iter().all(|x| x.is_finite()), "{} {:?}", queue.level, case.layout);
             assert!(out[row * n..].iter().all(|x| !x.is_finite()), "{} {:?}", queue.level, case.layout);
+        }
+    }
+}
+
+/// Largest and root-mean-square error of each element of C, relative to |A| |B|, rows times columns.
+fn errors(case: &Case, queue: &CpuQueue) -> [f64; 2] {
+    let [m, n, k] = case.shape;
+    let exact = multiply(case.layout, case.shape, &case.a, &case.b, None, None);
+    let norm = |elements: &[f64], start: usize, step: usize| -> f64 {
+        (0..k).map(|p| elements[start + p * step].powi(2)).sum::<f64>().sqrt()
+    };
+    let (mut largest, mut squares) = (0.0_f64, 0.0);
+    for (index, (out, exact)) in case.run(queue).iter().zip(&exact).enumerate() {
+        let (row, column) = (index / n, index % n);
+        let a = if case.layout == GemmLayout::TN { norm(&case.a, row, m) } else { norm(&case.a, row * k, 1) };
+        let b = if case.layout == GemmLayout::NT {
+            norm(&case.b, column * k, 1)
+        } else {
+            norm(&case.b, column, n)
+        };
+        let error = (out - exact.value).abs() / (a * b);
+        largest = largest.max(error);
+        squares += error * error;
+    }
+    [largest, (squares / (m * n) as f64).sqrt()]
+}
+
+#[test]
+fn f32_products_in_three_parts_err_no_more_than_by_fma() {
+    let Some(mut queue) = queues(2).into_iter().find(|queue| queue.level == CpuLevel::AmxBf16) else {
+        return;
+    };
+    let spread = |x: f64, decades: f64| x * 10.0_f64.powf(decades * ((x.abs() * 7.0).fract() - 0.5));
+    let ranges: [(&str, &dyn Fn(f64) -> f64); 4] = [
+        ("uniform in -1..1", &|x| x),
+        ("uniform in 0..1", &f64::abs),
+        ("four decades", &|x| spread(x, 4.0)),
+        ("eighteen decades", &|x| spread(x, 18.0)),
+    ];
+    for (range, map) in ranges {
+        let [mut split, mut fma] = [[0.0_f64; 2]; 2];
+        for (seed, shape) in
+            [[64, 64, 64], [40, 70, 400], [33, 65, 1100], [64, 64, 2048]].into_iter().enumerate()
+        {
+            for layout in LAYOUTS {
+                let mut case = Case::new(layout, shape, (DType::F32, DType::F32), seed as u64);
+                (case.bias, case.earlier) = (None, None);
+                for operand in [&mut case.a, &mut case.b] {
+                    operand.iter_mut().for_each(|x| *x = f64::from(map(*x) as f32));
+                }
+                for (products, worst) in [(F32Products::SplitBf16, &mut split), (F32Products::Fma, &mut fma)]
+                {
+                    queue.set_f32_products(products);
+                    let found = errors(&case, &queue);
+                    worst.iter_mut().zip(found).for_each(|(worst, found)| *worst = worst.max(found));
+                }
+            }
+        }
+        assert!(
+            split[0] <= fma[0] && split[1] <= fma[1],
+            "{range}: largest and root-mean-square error {split:?} in three parts, {fma:?} by FMA"
+        );
+    }
+}
+
+#[test]
+fn values_that_cannot_be_split_are_multiplied_by_fma() {
+    for queue in queues(2).into_iter().filter(|queue| queue.level >= CpuLevel::Avx512) {
+        for layout in LAYOUTS {
+            // One value spoils a panel of A, another one of B; both reach their products exactly.
+            for value in [1e-38, 1e-44, 1.5e38] {
+                let mut case = Case::new(layout, [70, 80, 300], (DType::F32, DType::F32), 1);
+                case.a.iter_mut().chain(&mut case.b).for_each(|x| *x *= 0.01);
+                case.a[3] = f64::from(value as f32);
+                case.b[5] = f64::from(value as f32).min(1.0);
+                case.check(&queue);
+            }
         }
     }
 }

@@ -41,7 +41,7 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// One target for each parser of input that others may have written.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     Target {
         name: "safetensors_header",
         parse: targets::safetensors_header,
@@ -131,6 +131,22 @@ pub const TARGETS: [Target; 7] = [
             "inf",
             "0x",
             "= {",
+        ],
+    },
+    Target {
+        name: "run_report",
+        parse: targets::run_report,
+        seeds: seeds::run_records,
+        words: &[
+            "</script>",
+            "<!--",
+            "{{data}}",
+            "1e308",
+            "-1",
+            "null",
+            "\"memory\":{",
+            "\"settings\":[",
+            "\n{",
         ],
     },
 ];

@@ -172,3 +172,12 @@ jsonl = false
     let dotted = "train.steps = 3\noptimizer.betas = [0.9, 0.99]\nmodel.model_type = \"llama\"\nmodel.\"hidden_size\" = 0x40\n";
     vec![Vec::new(), most.into(), dotted.into()]
 }
+
+/// Records of runs.
+pub fn run_records() -> Vec<Vec<u8>> {
+    let rows = r#"{"name":"<b>&amp;</b>","step":1,"loss":2.5,"grad_norm":1.5,"lr":1e-3,"tokens_seen":64,"step_ms":10.5}
+{"step":1,"eval_loss":2.5,"eval_tokens":64,"eval_ms":1.0}
+{"step":2,"loss":null,"skipped":true,"memory":{"parameters":400,"peak":500},"checkpoint_stall_ms":3.5}
+"#;
+    vec![rows.into(), b"{\"step\":3,\"loss\":0}".into()]
+}

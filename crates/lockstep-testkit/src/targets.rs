@@ -7,7 +7,7 @@ use lockstep_checkpoint::{Digest, Manifest};
 use lockstep_data::{TokenFileHeader, Tokenizer, parse_json_line};
 use lockstep_model::ModelConfig;
 use lockstep_plan::DType;
-use lockstep_train::RunConfig;
+use lockstep_train::{RunConfig, report};
 use serde_json::Value;
 
 use crate::Verdict;
@@ -156,4 +156,23 @@ pub fn run_toml(bytes: &[u8]) -> Verdict {
         }
     }
     (&config).into()
+}
+
+/// The records of a run: rows, the first line being what the run is as well. No text of theirs becomes markup in the
+/// report, and its script can read all of it.
+///
+/// # Panics
+/// If not.
+pub fn run_report(bytes: &[u8]) -> Verdict {
+    let first = bytes.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    let run: Value = serde_json::from_slice(first).unwrap_or_default();
+    let page = report::page_of(bytes, run.clone(), run);
+    let Ok(Some(page)) = page else { return Verdict::Refused };
+    let lower = page.to_lowercase();
+    for (markup, count) in [("<script", 2), ("</script", 2), ("<!--", 0), ("<title", 1)] {
+        assert_eq!(lower.matches(markup).count(), count, "{markup:?} in the report");
+    }
+    let data = page.split("id=\"data\">").nth(1).and_then(|rest| rest.split("</script>").next());
+    assert!(data.is_some_and(|data| serde_json::from_str::<Value>(data).is_ok()), "the data are JSON");
+    Verdict::Accepted
 }

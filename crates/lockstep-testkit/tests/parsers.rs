@@ -66,3 +66,8 @@ fn any_model_configuration_reads_as_it_was_written_or_is_refused() {
 fn any_run_configuration_is_consistent_or_refused() {
     survives("run_toml", 10_000);
 }
+
+#[test]
+fn no_record_of_a_run_becomes_markup_in_its_report() {
+    survives("run_report", 5_000);
+}

@@ -200,7 +200,8 @@ function memory() {
 
 // The kinds of operation in the order of their time, each with the color that it has in every picture.
 const kinds = new Map();
-for (const row of data.profile?.roofline?.rows ?? []) {
+const rows = data.profile?.roofline?.rows;
+for (const row of Array.isArray(rows) ? rows : []) {
   const kind = row.operation;
   if (!kinds.has(kind)) kinds.set(kind, kinds.size < COLORS.length - 1 ? COLORS[kinds.size] : "var(--g)");
 }
@@ -294,7 +295,7 @@ function timeline() {
 
 function skipped() {
   if (data.totals.skipped === 0) return;
-  const { body, readout } = card("Skipped steps", { wide: true, note: "Their loss or gradient was not finite; the weights were left as they were." });
+  const { body, readout } = card("Skipped steps", { wide: true, note: "Their loss or gradient was not finite, or far beyond the usual; the weights were left as they were." });
   readout.textContent = `${data.totals.skipped} of ${data.totals.steps}`;
   const more = data.totals.skipped - data.skipped.length;
   body.append(element("p", { class: "bad" }, `steps ${data.skipped.join(", ")}${more > 0 ? ` and ${more} more` : ""}`));
@@ -324,9 +325,15 @@ function tiles() {
     [totals.tokens_seen, count, "tokens seen"], [totals.seconds, seconds, "in steps"], [totals.tokens_per_s, count, "tokens/s, median"],
     [totals.flops_per_s, (value) => rate(value, "FLOP/s"), "model FLOPs, median"], [totals.peak_bytes, bytes, "peak memory"],
     [totals.stall_share, percent, "waiting for checkpoints"], [totals.data_share, percent, "waiting for data"], [totals.skipped, String, "skipped steps"],
+    [totals.rollbacks || null, String, "times gone back to earlier weights"],
   ];
   return element("div", { class: "tiles" }, ...found.filter(([value]) => value !== null && value !== undefined).map(([value, format, name]) =>
     element("div", { class: "tile" }, element("b", name === "skipped steps" && value > 0 ? { class: "bad" } : {}, format(value)), element("span", {}, name))));
+}
+
+// A part of a record that was written by hand, or by another version, costs that part and nothing else.
+function part(draw) {
+  try { draw(); } catch (error) { console.warn(`${draw.name}: ${error}`); }
 }
 
 const cards = element("div", { class: "cards" });
@@ -342,9 +349,6 @@ chart("Loss", [
 chart("Learning rate", [{ name: "learning rate", color: "var(--c)", ...lr }], { zero: true });
 chart("Gradient norm, before clipping", [{ name: "norm", color: "var(--d)", ...grad_norm }]);
 chart("Throughput", [{ name: "tokens/s", color: "var(--f)", ...tokens_per_s, summary: `${count(data.totals.tokens_per_s)} tokens/s, median` }], { format: count, zero: true });
-memory();
+part(memory);
 chart("Checkpoint stalls", [{ name: "stall", color: "var(--e)", bars: true, ...stall, summary: `${seconds(data.totals.stall_seconds)} in all` }], { format: ms, zero: true, wide: true, height: 150 });
-roofline();
-timeline();
-skipped();
-configuration();
+for (const draw of [roofline, timeline, skipped, configuration]) part(draw);

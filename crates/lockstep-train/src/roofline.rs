@@ -199,7 +199,7 @@ impl fmt::Display for Roofline {
             write!(f, "  {mb:>8.1}  {gflop:>8.2}  {:>9.3}  {:>5.1}%", row.ms, row.share * 100.0)?;
             write!(f, "  {:>8.1}  {:>6.1}", row.gflops, row.gb_per_s)?;
             match (row.of_limit, row.bound) {
-                // Nothing to do but to wait, or less than a float can tell.
+                // What moves no bytes has no limit.
                 (Some(share), Some(bound)) if row.bytes > 0 => {
                     let bound = if bound == Bound::Compute { "compute" } else { "memory" };
                     writeln!(f, "  {:>4.0}% {bound}", share * 100.0)?;

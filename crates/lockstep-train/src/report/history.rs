@@ -4,9 +4,7 @@
 //! left out, and every value may be missing.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, BufRead, BufReader};
-use std::path::Path;
+use std::io::{self, BufRead};
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -29,6 +27,7 @@ struct Row {
     tokens_per_s: Option<f64>,
     flops_per_s: Option<f64>,
     skipped: bool,
+    rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
     data_wait_ms: Option<f64>,
     checkpoint_stall_ms: Option<f64>,
@@ -46,6 +45,7 @@ pub(super) struct History {
     stalls: Vec<Point>,
     flops_per_s: Vec<f64>,
     skipped: Vec<u64>,
+    rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
     tokens_seen: Option<u64>,
     step_ms: f64,
@@ -54,9 +54,8 @@ pub(super) struct History {
 }
 
 impl History {
-    pub(super) fn read(path: &Path) -> io::Result<Self> {
+    pub(super) fn read(mut reader: impl BufRead) -> io::Result<Self> {
         let mut history = Self::default();
-        let mut reader = BufReader::new(File::open(path)?);
         let mut line = Vec::new();
         while reader.read_until(b'\n', &mut line)? > 0 {
             match serde_json::from_slice::<Row>(&line) {
@@ -87,6 +86,7 @@ impl History {
         if !row.memory.is_empty() {
             self.memory = row.memory;
         }
+        self.rollbacks = row.rollbacks.or(self.rollbacks);
         self.tokens_seen = row.tokens_seen.or(self.tokens_seen);
         self.step_ms += row.step_ms.unwrap_or(0.0);
         self.data_wait_ms += row.data_wait_ms.unwrap_or(0.0);
@@ -141,6 +141,7 @@ impl History {
             "stall_share": share(stall_ms),
             "data_share": share(self.data_wait_ms),
             "skipped": self.skipped.len(),
+            "rollbacks": self.rollbacks,
         })
     }
 }

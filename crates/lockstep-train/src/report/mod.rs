@@ -7,8 +7,8 @@
 mod history;
 mod series;
 
-use std::fs;
-use std::io::ErrorKind;
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -67,12 +67,14 @@ pub(crate) fn describe_run(config: &RunConfig, model: &str, machine: &str) -> Re
 /// [`Error::Metrics`].
 pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     let path = dir.join(FILE_NAME);
-    let history = match History::read(&path) {
+    let failed = |source| Error::Metrics { path: path.clone(), action: "read", source };
+    let rows = match File::open(&path) {
         Err(source) if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             return Err(Error::NoRun { dir: dir.to_owned() });
         }
-        history => history.map_err(|source| Error::Metrics { path: path.clone(), action: "read", source })?,
+        file => BufReader::new(file.map_err(failed)?),
     };
+    let history = History::read(rows).map_err(failed)?;
     if history.is_empty() {
         return Err(Error::NoRows { path, damaged_lines: history.damaged_lines });
     }
@@ -85,6 +87,16 @@ pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
         source,
     })?;
     Ok(out)
+}
+
+/// The page made of rows as in `metrics.jsonl`, and of what `run.json` and `profile.json` hold; none if no row can be
+/// read.
+///
+/// # Errors
+/// Those of the reader.
+pub fn page_of(rows: impl BufRead, run: Value, profile: Value) -> io::Result<Option<String>> {
+    let history = History::read(rows)?;
+    Ok((!history.is_empty()).then(|| page(&history, run, profile)))
 }
 
 /// A file that a report can do without.

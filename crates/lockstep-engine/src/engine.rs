@@ -3,41 +3,18 @@
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Recompute, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
-use lockstep_tensor::{AdamW, Arena, CpuQueue, F32Products, Kernels, Sgd, TensorError};
+use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
-use crate::{EngineError, FlatStore, Gradients, HostBatch, Runner, StateKind, Tied};
+use crate::optimizer::{Operands, Role};
+use crate::state::tensors_of;
+use crate::{
+    EngineError, FlatStore, Gradients, HostBatch, Optimizer, Runner, StateKind, StateTensor, Storage, Tied,
+    WeightStorage,
+};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an update, as in AdamW.
 const UPDATE_FLOPS: u64 = 13;
-
-/// The update rule.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Optimizer {
-    /// AdamW.
-    AdamW {
-        /// Decay rates of the moments.
-        betas: [f64; 2],
-        /// Added to the root of the second moment.
-        eps: f64,
-    },
-    /// Gradient descent.
-    Sgd {
-        /// Momentum; 0 keeps no state.
-        momentum: f32,
-    },
-}
-
-impl Optimizer {
-    /// The state it keeps for each parameter.
-    fn state_kinds(self) -> &'static [StateKind] {
-        match self {
-            Self::AdamW { .. } => &[StateKind::ExpAvg, StateKind::ExpAvgSq],
-            Self::Sgd { momentum } if momentum != 0.0 => &[StateKind::MomentumBuffer],
-            Self::Sgd { .. } => &[],
-        }
-    }
-}
 
 /// What an [`Engine`] is built for.
 #[derive(Debug, Clone, Copy)]
@@ -67,35 +44,13 @@ pub struct Update {
     pub step: u64,
 }
 
-/// A tensor of a parameter, lent by an [`Engine`].
-#[derive(Debug, Clone, Copy)]
-pub struct StateTensor<'a> {
-    /// The parameter.
-    pub record: &'a ParameterRecord,
-    /// Which of its tensors.
-    pub kind: StateKind,
-    /// Its elements.
-    pub values: &'a [f32],
-}
-
-impl StateTensor<'_> {
-    /// The first of `tensors`, if any, that is a parameter with a value that is not finite.
-    pub fn first_not_finite<'t>(tensors: &'t [StateTensor<'_>]) -> Option<&'t str> {
-        let is_broken = |tensor: &&StateTensor<'_>| {
-            // Not finite: all bits of the exponent are set. A maximum vectorizes, a search does not.
-            let exponent = |value: &f32| value.to_bits() & 0x7f80_0000;
-            tensor.kind == StateKind::Parameter
-                && tensor.values.iter().map(exponent).fold(0, u32::max) == 0x7f80_0000
-        };
-        tensors.iter().find(is_broken).map(|tensor| tensor.record.name.as_str())
-    }
-}
-
 /// Weights, gradients, optimizer state and the programs that work on them.
 pub struct Engine {
     arena: Arena,
     queue: CpuQueue,
     optimizer: Optimizer,
+    storage: Storage,
+    seed: u64,
     model: RecordedModel,
     /// The same model without dropout; `None` if it has none.
     evaluation: Option<RecordedModel>,
@@ -115,6 +70,19 @@ impl Engine {
     /// # Errors
     /// Out of memory, or the threads cannot be started.
     pub fn new(config: &ModelConfig, options: EngineOptions, arena: &Arena) -> Result<Self, EngineError> {
+        Self::with_storage(config, options, Storage::default(), arena)
+    }
+
+    /// An engine that keeps weights and optimizer state as `storage` says.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub fn with_storage(
+        config: &ModelConfig,
+        options: EngineOptions,
+        storage: Storage,
+        arena: &Arena,
+    ) -> Result<Self, EngineError> {
         let EngineOptions { shape, recompute, optimizer, seed, threads } = options;
         let record = |config: &ModelConfig| {
             RecordedModel::new(config, Mode::Training, shape, recompute, HeadOutput::Losses)
@@ -123,8 +91,13 @@ impl Engine {
         let evaluation = config.has_dropout().then(|| record(&config.without_dropout()));
         let records = model.records().to_vec();
         let store = |dtype, category, tied| FlatStore::zeros(arena, &records, dtype, category, tied);
-        let state = |kind: &StateKind| -> Result<_, TensorError> {
-            Ok((*kind, store(DType::F32, MemoryCategory::Optimizer, Tied::Shared)?))
+        let units = model.units();
+        let state = |kind: StateKind| -> Result<_, TensorError> {
+            let keeps = |record: &_| optimizer.state_kinds(Role::of(record, units)).contains(&kind);
+            let category = MemoryCategory::Optimizer;
+            let store =
+                FlatStore::zeros_where(arena, &records, storage.state, category, Tied::Shared, keeps)?;
+            Ok(store.map(|store| (kind, store)))
         };
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
@@ -133,13 +106,18 @@ impl Engine {
             queue: CpuQueue::new(threads, arena)?,
             runner: Runner::new(&model, arena, seed)?,
             weights,
-            master: (shape.dtype != DType::F32)
+            master: (shape.dtype != DType::F32 && storage.weights == WeightStorage::Master)
                 .then(|| store(DType::F32, MemoryCategory::Optimizer, Tied::Shared))
                 .transpose()?,
             gradients: Gradients::new(arena, &records)?,
-            optimizer_state: optimizer.state_kinds().iter().map(state).collect::<Result<_, _>>()?,
+            optimizer_state: StateKind::OF_OPTIMIZERS
+                .into_iter()
+                .filter_map(|kind| state(kind).transpose())
+                .collect::<Result<_, _>>()?,
             arena: arena.clone(),
             optimizer,
+            storage,
+            seed,
             model,
             evaluation,
             records,
@@ -267,39 +245,22 @@ impl Engine {
     pub fn update(&mut self, update: &Update) {
         for id in self.parameter_ids() {
             let record = &self.records[id.0];
-            let learning_rate = update.learning_rate * f64::from(record.learning_rate_multiplier);
-            let weight_decay = if record.decay { update.weight_decay } else { 0.0 };
-            let rounded = self.master.is_some().then(|| self.weights.view(id));
-            let parameter = self.master.as_ref().unwrap_or(&self.weights).view(id);
-            let gradient = self.gradients.view(id);
+            let of_parameter = Update {
+                learning_rate: update.learning_rate * f64::from(record.learning_rate_multiplier),
+                weight_decay: if record.decay { update.weight_decay } else { 0.0 },
+                ..*update
+            };
+            let operands = Operands {
+                role: self.role(id),
+                parameter: self.master.as_ref().unwrap_or(&self.weights).view(id),
+                gradient: self.gradients.view(id),
+                rounded: self.master.is_some().then(|| self.weights.view(id)),
+                rounding: self.storage.rounding.of(self.seed, &record.name, update.step),
+                dtype: self.weights.dtype(),
+            };
             let state = |kind| self.state_store(kind).map(|store| store.view(id));
             let begin = self.timeline().begin();
-            match self.optimizer {
-                Optimizer::AdamW { betas, eps } => self.queue.adamw(&AdamW {
-                    parameter,
-                    gradient,
-                    exp_avg: state(StateKind::ExpAvg).expect("AdamW keeps its first moment"),
-                    exp_avg_sq: state(StateKind::ExpAvgSq).expect("AdamW keeps its second moment"),
-                    rounded,
-                    learning_rate,
-                    betas,
-                    eps,
-                    weight_decay,
-                    gradient_scale: update.gradient_scale,
-                    step: update.step,
-                }),
-                Optimizer::Sgd { momentum } => self.queue.sgd(&Sgd {
-                    parameter,
-                    gradient,
-                    momentum_buffer: state(StateKind::MomentumBuffer),
-                    rounded,
-                    learning_rate: learning_rate as f32,
-                    momentum,
-                    weight_decay: weight_decay as f32,
-                    gradient_scale: update.gradient_scale,
-                    step: update.step,
-                }),
-            }
+            self.optimizer.step(&self.queue, &of_parameter, &operands, state);
             self.timeline().end(begin, || {
                 let activity = Activity { unit: Some(record.unit), ..Activity::of_step("optimizer") };
                 (activity, self.update_cost(id))
@@ -310,11 +271,13 @@ impl Engine {
     /// The gradient and the rounded weights go through memory once, everything else is read and written.
     fn update_cost(&self, id: ParameterId) -> Cost {
         let elements = self.records[id.0].elements() as u64;
-        let rounded = self.master.as_ref().map_or(0, |_| self.weights.dtype().size_bytes() as u64);
-        let kept: u64 = self.optimizer_state.iter().map(|(_, store)| store.dtype().size_bytes() as u64).sum();
+        let bytes_of = |store: &FlatStore| store.dtype().size_bytes() as u64;
+        let rounded = self.master.as_ref().map_or(0, |_| bytes_of(&self.weights));
+        let kept: u64 = self.state_kinds(id).filter_map(|kind| self.state_store(kind)).map(bytes_of).sum();
         Cost {
+            product_flops: self.optimizer.product_flops(self.role(id)),
             vector_flops: UPDATE_FLOPS * elements,
-            ..Cost::of_bytes((F32_BYTES + rounded + 2 * (F32_BYTES + kept)) * elements)
+            ..Cost::of_bytes((F32_BYTES + rounded + 2 * kept) * elements)
         }
     }
 
@@ -323,13 +286,21 @@ impl Engine {
         self.parameter_ids().map(|id| self.records[id.0].elements() as u64).sum()
     }
 
-    /// The kinds of tensors that a checkpoint holds for each parameter.
-    pub fn state_kinds(&self) -> Vec<StateKind> {
-        let kept = self.optimizer_state.iter().map(|(kind, _)| *kind);
-        std::iter::once(StateKind::Parameter).chain(kept).collect()
+    fn role(&self, id: ParameterId) -> Role {
+        Role::of(&self.records[id.0], self.model.units())
     }
 
-    /// Everything that a checkpoint holds, in full precision and without a copy.
+    /// The kinds of tensors that a checkpoint holds for a parameter.
+    pub fn state_kinds(&self, id: ParameterId) -> impl Iterator<Item = StateKind> + use<> {
+        std::iter::once(StateKind::Parameter).chain(self.optimizer.state_kinds(self.role(id)).iter().copied())
+    }
+
+    /// The update rule.
+    pub fn optimizer(&self) -> Optimizer {
+        self.optimizer
+    }
+
+    /// Everything that a checkpoint holds, as it is kept and without a copy.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
         let weights = (StateKind::Parameter, self.master.as_mut().unwrap_or(&mut self.weights));
         let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
@@ -350,7 +321,7 @@ impl Engine {
         }
     }
 
-    /// Replaces a tensor of a parameter.
+    /// Replaces a tensor of a parameter, rounded to what it is kept in.
     ///
     /// # Errors
     /// [`EngineError::WrongSize`].
@@ -370,7 +341,7 @@ impl Engine {
             });
         }
         let Some(store) = self.state_store(kind) else { return Ok(()) };
-        store.view(id).copy_from(values);
+        store.write(id, values);
         if let (StateKind::Parameter, Some(master)) = (kind, &self.master) {
             self.queue.cast(master.view(id), self.weights.view(id));
         }
@@ -383,17 +354,4 @@ impl Engine {
             kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
         }
     }
-}
-
-/// The tensors of all parameters in `stores`.
-pub(crate) fn tensors_of<'a>(
-    records: &'a [ParameterRecord],
-    stores: impl Iterator<Item = (StateKind, &'a mut FlatStore)>,
-) -> Vec<StateTensor<'a>> {
-    stores
-        .flat_map(|(kind, store)| {
-            let tensors = store.tensors().into_iter();
-            tensors.map(move |(id, values)| StateTensor { record: &records[id.0], kind, values })
-        })
-        .collect()
 }

@@ -3,6 +3,7 @@
 //! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
 //! gradient norm, a sum over such blocks, does not depend on the cut.
 
+use half::{bf16, f16};
 use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
@@ -26,8 +27,8 @@ pub enum Tied {
 pub struct FlatStore {
     dtype: DType,
     units: Vec<Buffer>,
-    /// By [`ParameterId`].
-    places: Vec<Place>,
+    /// By [`ParameterId`]; parameters that are left out have none.
+    places: Vec<Option<Place>>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -55,22 +56,42 @@ impl FlatStore {
         category: MemoryCategory,
         tied: Tied,
     ) -> Result<Self, TensorError> {
+        let store = Self::zeros_where(arena, records, dtype, category, tied, |_| true)?;
+        Ok(store.unwrap_or(Self { dtype, units: Vec::new(), places: Vec::new() }))
+    }
+
+    /// Zeros for the parameters that `keeps` says; none if that are none.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn zeros_where(
+        arena: &Arena,
+        records: &[ParameterRecord],
+        dtype: DType,
+        category: MemoryCategory,
+        tied: Tied,
+        keeps: impl Fn(&ParameterRecord) -> bool,
+    ) -> Result<Option<Self>, TensorError> {
         let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
         let mut unit_elements = vec![0; unit_count];
-        let mut places: Vec<Place> = Vec::with_capacity(records.len());
+        let mut places: Vec<Option<Place>> = Vec::with_capacity(records.len());
         for record in records {
             let shape = Shape::from(record.shape.as_slice());
             let target = record.tie.filter(|_| tied == Tied::Shared);
             places.push(match target {
                 Some(target) => places[target.0],
+                None if !keeps(record) => None,
                 None => {
                     let offset = &mut unit_elements[record.unit];
                     let place =
                         Place { unit: record.unit, offset_bytes: *offset * dtype.size_bytes(), shape };
                     *offset += shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
-                    place
+                    Some(place)
                 }
             });
+        }
+        if places.iter().all(Option::is_none) {
+            return Ok(None);
         }
         let total_elements: usize = unit_elements.iter().sum();
         arena.require(total_elements.saturating_mul(dtype.size_bytes()), category)?;
@@ -78,7 +99,12 @@ impl FlatStore {
             .iter()
             .map(|&elements| arena.allocate_zeroed(elements * dtype.size_bytes(), category))
             .collect::<Result<_, _>>()?;
-        Ok(Self { dtype, units, places })
+        Ok(Some(Self { dtype, units, places }))
+    }
+
+    /// Type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// A store for the same parameters, whose contents are unspecified: memory that nobody touches before it is
@@ -92,14 +118,14 @@ impl FlatStore {
         Ok(Self { dtype: self.dtype, units: units.collect::<Result<_, _>>()?, places: self.places.clone() })
     }
 
-    /// Type of the elements.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
     /// Bytes of all parameters, padding included.
     pub fn len_bytes(&self) -> usize {
         self.units.iter().map(Buffer::len_bytes).sum()
+    }
+
+    /// Has the system give all of the memory now: it does so page by page, when each is written first.
+    pub fn touch(&mut self) {
+        self.units.iter_mut().for_each(|unit| unit.bytes_mut().fill(0));
     }
 
     /// Takes the contents of a store of the same parameters and type.
@@ -119,25 +145,39 @@ impl FlatStore {
     }
 
     /// A parameter's tensor.
+    ///
+    /// # Panics
+    /// If the store has none for it.
     pub fn view(&self, id: ParameterId) -> View<'_> {
-        let place = self.places[id.0];
+        let place =
+            self.places[id.0].expect("the store has a tensor for each parameter that it is asked for");
         self.units[place.unit].view(self.dtype, place.offset_bytes, place.shape)
     }
 
-    /// The f32 tensors of all parameters that own their storage here, without a copy.
+    /// Replaces a parameter's tensor, rounded to the store's type.
     ///
     /// # Panics
-    /// If the store is not f32.
-    pub fn tensors(&mut self) -> Vec<(ParameterId, &[f32])> {
-        assert_eq!(self.dtype, DType::F32, "only an f32 store lends its tensors");
-        let units: Vec<&[f32]> = self.units.iter_mut().map(|unit| &*unit.elements_mut::<f32>()).collect();
-        let mut tensors: Vec<(ParameterId, &[f32])> = Vec::with_capacity(self.places.len());
+    /// If the store has none for it, or the number of elements differs.
+    pub fn write(&self, id: ParameterId, values: &[f32]) {
+        let view = self.view(id);
+        match self.dtype {
+            DType::BF16 => view.copy_from(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
+            DType::F16 => view.copy_from(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
+            _ => view.copy_from(values),
+        }
+    }
+
+    /// The bytes of all parameters that own their storage here, without a copy.
+    pub fn tensors(&mut self) -> Vec<(ParameterId, &[u8])> {
+        let size = self.dtype.size_bytes();
+        let units: Vec<&[u8]> = self.units.iter_mut().map(|unit| &*unit.bytes_mut()).collect();
+        let mut tensors: Vec<(ParameterId, &[u8])> = Vec::with_capacity(self.places.len());
         for (index, place) in self.places.iter().enumerate() {
-            let start = place.offset_bytes / DType::F32.size_bytes();
-            let values = &units[place.unit][start..start + place.shape.elements()];
+            let Some(place) = place else { continue };
+            let bytes = &units[place.unit][place.offset_bytes..][..place.shape.elements() * size];
             // A shared place was listed under the parameter that owns it.
-            if !self.places[..index].iter().any(|earlier| earlier.is_same(place)) {
-                tensors.push((ParameterId(index), values));
+            if !self.places[..index].iter().flatten().any(|earlier| earlier.is_same(place)) {
+                tensors.push((ParameterId(index), bytes));
             }
         }
         tensors

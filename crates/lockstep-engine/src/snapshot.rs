@@ -7,7 +7,7 @@
 
 use lockstep_plan::{MemoryCategory, ParameterRecord};
 
-use crate::engine::tensors_of;
+use crate::state::tensors_of;
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 
 /// Weights in full precision and optimizer state, as they were between two steps.
@@ -27,6 +27,11 @@ impl Snapshot {
             .state_stores()
             .map(|(kind, store)| Ok((kind, store.like(engine.arena(), MemoryCategory::Snapshot)?)));
         Ok(Self { records: engine.records().to_vec(), stores: stores.collect::<Result<_, EngineError>>()? })
+    }
+
+    /// Has the system give all of the memory now, so that the first copy is as quick as any.
+    pub fn touch(&mut self) {
+        self.stores.iter_mut().for_each(|(_, store)| store.touch());
     }
 
     /// Bytes that a snapshot of `engine` takes.

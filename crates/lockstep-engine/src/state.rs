@@ -1,21 +1,29 @@
 //! The tensors that belong to one parameter.
 
+use half::bf16;
+use lockstep_plan::{DType, ParameterRecord};
+
+use crate::FlatStore;
+
 /// Which tensor of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum StateKind {
     /// The weights, in full precision.
     Parameter,
-    /// AdamW's first moment.
+    /// The first moment of AdamW, the average of Lion.
     ExpAvg,
     /// AdamW's second moment.
     ExpAvgSq,
-    /// SGD's momentum.
+    /// The momentum of SGD and Muon.
     MomentumBuffer,
 }
 
 impl StateKind {
     /// All kinds.
     pub const ALL: [Self; 4] = [Self::Parameter, Self::ExpAvg, Self::ExpAvgSq, Self::MomentumBuffer];
+
+    /// What optimizers keep.
+    pub(crate) const OF_OPTIMIZERS: [Self; 3] = [Self::ExpAvg, Self::ExpAvgSq, Self::MomentumBuffer];
 
     /// The name that checkpoints use.
     pub const fn name(self) -> &'static str {
@@ -26,4 +34,60 @@ impl StateKind {
             Self::MomentumBuffer => "momentum_buffer",
         }
     }
+}
+
+/// A tensor of a parameter, lent by an [`Engine`](crate::Engine) or a [`Snapshot`](crate::Snapshot).
+#[derive(Debug, Clone, Copy)]
+pub struct StateTensor<'a> {
+    /// The parameter.
+    pub record: &'a ParameterRecord,
+    /// Which of its tensors.
+    pub kind: StateKind,
+    /// Type of its elements: f32 or bf16.
+    pub dtype: DType,
+    /// Its elements.
+    pub bytes: &'a [u8],
+}
+
+impl StateTensor<'_> {
+    /// The elements as f32, which holds each of them exactly.
+    pub fn to_vec(&self) -> Vec<f32> {
+        match self.dtype {
+            DType::BF16 => bytemuck::cast_slice(self.bytes).iter().copied().map(bf16::to_f32).collect(),
+            _ => bytemuck::cast_slice(self.bytes).to_vec(),
+        }
+    }
+
+    /// The first of `tensors`, if any, that is a parameter with a value that is not finite.
+    pub fn first_not_finite<'t>(tensors: &'t [StateTensor<'_>]) -> Option<&'t str> {
+        let is_broken = |tensor: &&StateTensor<'_>| {
+            // Not finite: all bits of the exponent are set. A maximum vectorizes, a search does not.
+            let greatest_exponent = match tensor.dtype {
+                DType::BF16 => {
+                    let words: &[u16] = bytemuck::cast_slice(tensor.bytes);
+                    u32::from(words.iter().map(|word| word & 0x7f80).fold(0, u16::max)) << 16
+                }
+                _ => {
+                    let words: &[u32] = bytemuck::cast_slice(tensor.bytes);
+                    words.iter().map(|word| word & 0x7f80_0000).fold(0, u32::max)
+                }
+            };
+            tensor.kind == StateKind::Parameter && greatest_exponent == 0x7f80_0000
+        };
+        tensors.iter().find(is_broken).map(|tensor| tensor.record.name.as_str())
+    }
+}
+
+/// The tensors of all parameters in `stores`.
+pub(crate) fn tensors_of<'a>(
+    records: &'a [ParameterRecord],
+    stores: impl Iterator<Item = (StateKind, &'a mut FlatStore)>,
+) -> Vec<StateTensor<'a>> {
+    stores
+        .flat_map(|(kind, store)| {
+            let dtype = store.dtype();
+            let tensors = store.tensors().into_iter();
+            tensors.map(move |(id, bytes)| StateTensor { record: &records[id.0], kind, dtype, bytes })
+        })
+        .collect()
 }

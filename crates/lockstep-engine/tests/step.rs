@@ -2,7 +2,8 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_engine::{
-    Engine, EngineOptions, FlatStore, HostBatch, Optimizer, Snapshot, StateKind, StateTensor, Tied, Update,
+    Engine, EngineOptions, FlatStore, Granularity, HostBatch, MuonScale, Optimizer, RoundingMode, Snapshot,
+    StateKind, StateTensor, Storage, Tied, Update, WeightStorage,
 };
 use lockstep_graph::{BlockShape, Cost, Pass, Recompute, Span};
 use lockstep_model::ModelConfig;
@@ -51,7 +52,7 @@ fn weights(engine: &mut Engine) -> Vec<(String, Vec<f32>)> {
     let tensors = engine.state_tensors().into_iter();
     tensors
         .filter(|tensor| tensor.kind == StateKind::Parameter)
-        .map(|tensor| (tensor.record.name.clone(), tensor.values.to_vec()))
+        .map(|tensor| (tensor.record.name.clone(), tensor.to_vec()))
         .collect()
 }
 
@@ -64,8 +65,8 @@ fn parameters_start_at_multiples_of_1024_elements_of_their_unit() {
     let mut store = FlatStore::zeros(&arena, records, DType::F32, category, Tied::Separate).unwrap();
     let mut unit_start = 0;
     let mut unit = usize::MAX;
-    for (id, values) in store.tensors() {
-        let (record, start) = (&records[id.0], values.as_ptr() as usize / size_of::<f32>());
+    for (id, bytes) in store.tensors() {
+        let (record, start) = (&records[id.0], bytes.as_ptr() as usize / size_of::<f32>());
         if record.unit != unit {
             (unit, unit_start) = (record.unit, start);
         }
@@ -187,7 +188,7 @@ fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
         };
         step(&mut engine, 1);
         let state = |tensors: Vec<StateTensor<'_>>| -> Vec<(String, StateKind, Vec<f32>)> {
-            let owned = |t: StateTensor<'_>| (t.record.name.clone(), t.kind, t.values.to_vec());
+            let owned = |t: StateTensor<'_>| (t.record.name.clone(), t.kind, t.to_vec());
             tensors.into_iter().map(owned).collect()
         };
         let before = state(engine.state_tensors());
@@ -277,4 +278,120 @@ fn what_is_computed_again_is_recorded_as_such() {
             "{found} linear layers again with {recompute:?}"
         );
     }
+}
+
+/// Weights and state after some steps on the same batch, from an engine whose state `between` may replace.
+fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) -> Engine) -> Vec<Vec<f32>> {
+    let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
+    let options = EngineOptions {
+        shape: BlockShape { dtype, ..SHAPE },
+        recompute: Recompute::None,
+        optimizer,
+        seed: 1,
+        threads: 2,
+    };
+    let mut engine = Engine::with_storage(&model(), options, storage, &Arena::new()).unwrap();
+    engine.initialize(1).unwrap();
+    for step in 1..=6 {
+        if step == 4 {
+            engine = between(engine);
+        }
+        engine.begin_step();
+        accumulate(&mut engine, 0);
+        engine.finish_gradients();
+        engine.update(&Update { learning_rate: 0.01, weight_decay: 0.1, gradient_scale: 1.0, step });
+    }
+    engine.state_tensors().iter().map(StateTensor::to_vec).collect()
+}
+
+const MUON: Optimizer = Optimizer::Muon {
+    momentum: 0.95,
+    scale: MuonScale::MatchAdamW,
+    betas: [0.9, 0.95],
+    eps: 1e-8,
+    adam_ratio: 0.5,
+};
+const NARROW: Storage =
+    Storage { weights: WeightStorage::Kernels, state: DType::BF16, rounding: RoundingMode::Stochastic };
+
+#[test]
+fn every_optimizer_goes_on_from_what_it_has_saved_in_every_precision() {
+    let adamw = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
+    let optimizers = [adamw, Optimizer::Sgd { momentum: 0.9 }, Optimizer::Lion { betas: [0.9, 0.99] }, MUON];
+    for (optimizer, storage) in
+        optimizers.into_iter().flat_map(|o| [Storage::default(), NARROW].map(|s| (o, s)))
+    {
+        let whole = after_steps(optimizer, storage, |engine| engine);
+        let resumed = after_steps(optimizer, storage, |mut engine| {
+            let saved: Vec<_> = engine
+                .state_tensors()
+                .iter()
+                .map(|tensor| (tensor.record.name.clone(), tensor.kind, tensor.to_vec()))
+                .collect();
+            let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
+            let shape = BlockShape { dtype, ..SHAPE };
+            let recompute = Recompute::None;
+            let options = EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1 };
+            let mut fresh = Engine::with_storage(&model(), options, storage, &Arena::new()).unwrap();
+            for (name, kind, values) in saved {
+                let id = fresh.parameter_ids().find(|id| fresh.records()[id.0].name == name).unwrap();
+                assert!(fresh.state_kinds(id).any(|kept| kept == kind), "{name}: {kind:?}");
+                fresh.write_state(id, kind, &values).unwrap();
+            }
+            fresh
+        });
+        assert!(whole == resumed, "{optimizer:?}, {storage:?}");
+    }
+}
+
+#[test]
+fn muon_takes_the_matrices_of_blocks_and_adamw_the_rest() {
+    let options =
+        EngineOptions { shape: SHAPE, recompute: Recompute::None, optimizer: MUON, seed: 1, threads: 1 };
+    let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
+    let kinds = |name: &str| -> Vec<StateKind> {
+        let id = engine.parameter_ids().find(|id| engine.records()[id.0].name == name).unwrap();
+        engine.state_kinds(id).collect()
+    };
+    let adamw = [StateKind::Parameter, StateKind::ExpAvg, StateKind::ExpAvgSq];
+    for name in ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.norm.weight"] {
+        assert_eq!(kinds(name), adamw, "{name}");
+    }
+    for name in ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"] {
+        assert_eq!(kinds(name), [StateKind::Parameter, StateKind::MomentumBuffer], "{name}");
+    }
+    let elements: usize = engine.records().iter().filter(|r| r.tie.is_none()).map(|r| r.elements()).sum();
+    let kept: usize = engine.state_tensors().iter().map(|tensor| tensor.bytes.len() / 4).sum();
+    let matrices: usize = engine
+        .state_tensors()
+        .iter()
+        .filter(|tensor| tensor.kind == StateKind::MomentumBuffer)
+        .map(|tensor| tensor.bytes.len() / 4)
+        .sum();
+    assert_eq!(kept, 3 * elements - matrices, "no memory for moments that nobody reads");
+    assert_eq!(
+        (MUON.granularity(), Optimizer::Lion { betas: [0.9; 2] }.granularity()),
+        (Granularity::WholeMatrix, Granularity::Elementwise)
+    );
+}
+
+#[test]
+fn state_in_bf16_takes_half_the_memory() {
+    let memory = |storage: Storage| {
+        let arena = Arena::new();
+        let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
+        let shape = BlockShape { dtype: DType::BF16, ..SHAPE };
+        let recompute = Recompute::None;
+        let options = EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1 };
+        let _engine = Engine::with_storage(&model(), options, storage, &arena).unwrap();
+        arena.in_use()[MemoryCategory::Optimizer]
+    };
+    let all = memory(Storage::default());
+    assert_eq!(
+        memory(Storage { state: DType::BF16, ..Storage::default() }) * 3,
+        all * 2,
+        "master and moments"
+    );
+    assert_eq!(memory(Storage { weights: WeightStorage::Kernels, ..Storage::default() }) * 3, all * 2);
+    assert_eq!(memory(NARROW) * 3, all, "moments of two bytes");
 }

@@ -11,7 +11,8 @@ use criterion::{
 };
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{
-    AdamW, Arena, CpuLevel, CpuQueue, Dropout, Gelu, Kernels, LayerNorm, Rotation, Sgd, Tensor, Write,
+    AdamW, Arena, CpuLevel, CpuQueue, Dropout, Gelu, Kernels, LayerNorm, Rotation, Rounding, Sgd, Tensor,
+    Write,
 };
 
 const TOKENS: usize = 2048;
@@ -158,6 +159,7 @@ fn optimizers(group: &mut Group<'_>, s: &Setting) {
             exp_avg: m.view(),
             exp_avg_sq: v.view(),
             rounded,
+            rounding: Rounding::Nearest,
             learning_rate: 1e-3,
             betas: [0.9, 0.95],
             eps: 1e-8,
@@ -172,6 +174,7 @@ fn optimizers(group: &mut Group<'_>, s: &Setting) {
             gradient: gradient.view(),
             momentum_buffer: Some(m.view()),
             rounded,
+            rounding: Rounding::Nearest,
             learning_rate: 1e-3,
             momentum: 0.9,
             weight_decay: 0.0,

@@ -7,7 +7,7 @@
 //! are a bug in the caller: the kernel panics and names them. Work is split by shape only, so the bits
 //! do not depend on the number of threads.
 
-use lockstep_plan::exact::ExactSum;
+use lockstep_plan::{DType, exact::ExactSum};
 
 use crate::View;
 
@@ -126,7 +126,25 @@ pub struct LayerNorm<'a> {
     pub rstd: View<'a>,
 }
 
-/// One AdamW step (Loshchilov and Hutter, 2019) on one flat range. All f32.
+/// How a step rounds the weights and the state that it keeps in bf16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// To the nearest number, ties to even.
+    Nearest,
+    /// Up or down at random, so that the mean is exact: small changes add up. The random bits are a function of
+    /// these numbers and the element.
+    Stochastic {
+        /// Of (seed, name of the parameter); each operand makes a key of its own from it.
+        key: u64,
+        /// Number of this step.
+        step: u64,
+        /// Where in its parameter the first element stands; a multiple of 8.
+        first_element: u64,
+    },
+}
+
+/// One AdamW step (Loshchilov and Hutter, 2019) on one flat range. The gradient is f32; weights and moments are f32
+/// or bf16.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamW<'a> {
     /// Weights, or the f32 master weights.
@@ -139,6 +157,8 @@ pub struct AdamW<'a> {
     pub exp_avg_sq: View<'a>,
     /// Where the rounded weights go when kernels read another precision (bf16 or f16).
     pub rounded: Option<View<'a>>,
+    /// How bf16 operands are rounded.
+    pub rounding: Rounding,
     /// Step size.
     pub learning_rate: f64,
     /// Decay rates of the moments.
@@ -164,6 +184,8 @@ pub struct Sgd<'a> {
     pub momentum_buffer: Option<View<'a>>,
     /// Where the rounded weights go when kernels read another precision.
     pub rounded: Option<View<'a>>,
+    /// How bf16 operands are rounded.
+    pub rounding: Rounding,
     /// Step size.
     pub learning_rate: f32,
     /// Momentum.
@@ -174,6 +196,58 @@ pub struct Sgd<'a> {
     pub gradient_scale: f32,
     /// Number of this step, from 1: the first one sets the momentum buffer to the gradient.
     pub step: u64,
+}
+
+/// One step of Lion (Chen et al., 2023) on one flat range: `p -= lr·(sign(β₁·m + (1-β₁)·g) + decay·p);
+/// m = β₂·m + (1-β₂)·g`. The gradient is f32; weights and average are f32 or bf16.
+#[derive(Debug, Clone, Copy)]
+pub struct Lion<'a> {
+    /// Weights, or the f32 master weights.
+    pub parameter: View<'a>,
+    /// Gradient.
+    pub gradient: View<'a>,
+    /// Average of the gradients.
+    pub exp_avg: View<'a>,
+    /// Where the rounded weights go when kernels read another precision.
+    pub rounded: Option<View<'a>>,
+    /// How bf16 operands are rounded.
+    pub rounding: Rounding,
+    /// Step size.
+    pub learning_rate: f64,
+    /// Weights of the old average: in the direction, and in the new average.
+    pub betas: [f64; 2],
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Factor on the gradient (clipping).
+    pub gradient_scale: f32,
+}
+
+/// One step of Muon (Jordan et al., 2024) on a whole matrix. The gradient is f32; weights and momentum are f32 or
+/// bf16.
+#[derive(Debug, Clone, Copy)]
+pub struct Muon<'a> {
+    /// Weights `[rows, columns]`, or the f32 master weights.
+    pub parameter: View<'a>,
+    /// Gradient.
+    pub gradient: View<'a>,
+    /// Average of the gradients.
+    pub momentum_buffer: View<'a>,
+    /// Where the rounded weights go when kernels read another precision.
+    pub rounded: Option<View<'a>>,
+    /// How bf16 operands are rounded.
+    pub rounding: Rounding,
+    /// Type of the products that make the singular values equal: f32 or bf16.
+    pub dtype: DType,
+    /// Step size.
+    pub learning_rate: f64,
+    /// Weight of the old average; Nesterov's form is used.
+    pub momentum: f32,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Factor on the gradient (clipping).
+    pub gradient_scale: f32,
+    /// Factor on the step size that follows from the matrix's shape.
+    pub scale: f32,
 }
 
 /// A value that a queue will have computed once it gets there.
@@ -312,6 +386,12 @@ pub trait Kernels {
 
     /// One SGD step.
     fn sgd(&self, step: &Sgd<'_>);
+
+    /// One Lion step.
+    fn lion(&self, step: &Lion<'_>);
+
+    /// One Muon step.
+    fn muon(&self, step: &Muon<'_>);
 
     /// The sum of squares of an f32 view: f64 sums of blocks of 1,024 elements, added exactly. NaN or infinite
     /// elements make it NaN.

@@ -18,10 +18,11 @@ mod mapped;
 mod view;
 
 pub use arena::{Arena, Buffer};
-pub use cpu::{CpuLevel, CpuQueue, F32Products};
+pub use cpu::{CpuLevel, CpuQueue, F32Products, muon_flops};
 pub use error::TensorError;
 pub use kernels::{
-    AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Pending, Rotation, Sgd, Write,
+    AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon, Pending, Rotation,
+    Rounding, Sgd, Write,
 };
 pub use mapped::MappedFile;
 pub use view::{Element, Shape, Tensor, View};

@@ -92,7 +92,7 @@ fn make_step(engine: &mut Engine, batch: &HostBatch<'_>, step: u64) -> f64 {
     engine.update(&Update {
         learning_rate: 3e-4,
         weight_decay: 0.1,
-        gradient_scale: clip_coefficient(1.0, norm),
+        gradient_scale: clip_coefficient(1.0, norm) as f32,
         step,
     });
     loss

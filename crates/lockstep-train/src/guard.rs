@@ -144,6 +144,11 @@ impl Guard {
         }
         Ok(Action::GoOn)
     }
+
+    /// Counts a step that was skipped to find the right loss scale, which says nothing of the weights.
+    pub(crate) fn skip_for_scale(&mut self) {
+        self.skipped += 1;
+    }
 }
 
 /// The last values of something.

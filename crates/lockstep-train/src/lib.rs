@@ -25,6 +25,7 @@ mod error;
 mod guard;
 pub mod human;
 pub mod interrupt;
+mod loss_scale;
 mod machine;
 pub mod metrics;
 pub mod progress;

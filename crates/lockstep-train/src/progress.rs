@@ -152,6 +152,9 @@ impl fmt::Display for StepLine<'_> {
             write!(f, "  mfu {:.1}%", 100.0 * mfu)?;
         }
         write!(f, "  {}", human::bytes(metrics.memory.peak as u64))?;
+        if let Some(scale) = metrics.loss_scale {
+            write!(f, "  scale {}", human::count(scale))?;
+        }
         if metrics.skipped_steps > 0 {
             write!(f, "  {} skipped", metrics.skipped_steps)?;
         }

@@ -29,13 +29,21 @@ pub(crate) struct Saver {
     record: Value,
     /// None if saves are made in the foreground.
     thread: Option<SaveThread>,
-    /// None before the first save, and while a save is under way.
-    snapshot: Option<Snapshot>,
+    snapshot: Memory,
     /// The step that is being saved.
     pending: Option<(u64, PendingSave<Outcome>)>,
     /// Step and path of the newest checkpoint.
     saved: Option<(u64, PathBuf)>,
     stall_ms: f64,
+}
+
+/// Memory for the copy that is saved.
+enum Memory {
+    /// There is none yet, or the save under way has it.
+    None,
+    /// The thread has the system give it.
+    Coming(PendingSave<Snapshot>),
+    There(Snapshot),
 }
 
 /// Where checkpoints go, and how many of them stay.
@@ -81,7 +89,7 @@ impl Saver {
                 "training_text": corpus.digest,
             }),
             thread: config.checkpoint.in_background.then(SaveThread::start).transpose()?,
-            snapshot: None,
+            snapshot: Memory::None,
             pending: None,
             saved,
             stall_ms: 0.0,
@@ -91,6 +99,18 @@ impl Saver {
     /// Milliseconds that saves have kept the training waiting since this was last asked.
     pub(crate) fn take_stall_ms(&mut self) -> f64 {
         std::mem::take(&mut self.stall_ms)
+    }
+
+    /// Gets the memory that a save in the background needs, beside the training. If there is none, the save says so.
+    pub(crate) fn prepare(&mut self, engine: &Engine) {
+        if let (Some(thread), Memory::None) = (&self.thread, &self.snapshot)
+            && let Ok(mut snapshot) = new_snapshot(engine)
+        {
+            self.snapshot = Memory::Coming(thread.run(move || {
+                snapshot.touch();
+                snapshot
+            }));
+        }
     }
 
     /// Tells of a save that has ended since the last call.
@@ -171,7 +191,7 @@ impl Saver {
     }
 
     fn end(&mut self, step: u64, outcome: Outcome, progress: &mut Progress) -> Result<(), Error> {
-        self.snapshot = Some(outcome.snapshot);
+        self.snapshot = Memory::There(outcome.snapshot);
         self.tell(step, outcome.saved, progress)
     }
 
@@ -197,8 +217,11 @@ impl Saver {
     /// because the run says so or there is no memory for a snapshot.
     fn copy_of(&mut self, engine: &Engine, progress: &mut Progress) -> Option<(&SaveThread, Snapshot)> {
         self.thread.as_ref()?;
-        let kept = self.snapshot.take();
-        let snapshot = kept.map_or_else(|| new_snapshot(engine), Ok);
+        let snapshot = match std::mem::replace(&mut self.snapshot, Memory::None) {
+            Memory::None => new_snapshot(engine),
+            Memory::Coming(pending) => Ok(pending.wait()),
+            Memory::There(snapshot) => Ok(snapshot),
+        };
         match snapshot {
             Ok(mut snapshot) => {
                 snapshot.take(engine);
@@ -235,14 +258,19 @@ impl Saver {
 
 /// Memory for a copy of the engine's state, or why there is none.
 fn new_snapshot(engine: &Engine) -> Result<Snapshot, String> {
-    let needed = Snapshot::bytes_for(engine) as u64;
-    if let Some(available) = available_memory_bytes()
-        && available < needed.saturating_add(RESERVE_BYTES)
-    {
-        let (needed, available) = (human::bytes(needed), human::bytes(available));
-        return Err(format!("a copy of the state takes {needed}, and {available} are available"));
-    }
+    check_room(Snapshot::bytes_for(engine) as u64, available_memory_bytes())?;
     Snapshot::new(engine).map_err(|error| error.to_string())
+}
+
+/// Whether a copy of `needed` bytes leaves the system enough; where it does not say, the copy is tried.
+fn check_room(needed: u64, available: Option<u64>) -> Result<(), String> {
+    match available {
+        Some(available) if available < needed.saturating_add(RESERVE_BYTES) => {
+            let (needed, available) = (human::bytes(needed), human::bytes(available));
+            Err(format!("a copy of the state takes {needed}, and {available} are available"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Everything that one save needs but the tensors.
@@ -290,9 +318,25 @@ fn slice<'a>(tensor: &StateTensor<'a>) -> TensorSlice<'a> {
     TensorSlice {
         name: &tensor.record.name,
         kind: tensor_kind(tensor.kind),
-        dtype: DType::F32,
+        dtype: tensor.dtype,
         global_shape: &tensor.record.shape,
         region: Region::Whole,
-        bytes: bytemuck::cast_slice(tensor.values),
+        bytes: tensor.bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_that_leaves_the_system_too_little_is_not_made() {
+        let gib = 1 << 30;
+        assert_eq!(check_room(gib, Some(2 * gib)), Ok(()));
+        assert_eq!(check_room(gib, None), Ok(()));
+        for available in [0, gib, gib + RESERVE_BYTES - 1] {
+            let reason = check_room(gib, Some(available)).unwrap_err();
+            assert!(reason.starts_with("a copy of the state takes 1.0 GiB, and "), "{reason}");
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use lockstep_checkpoint::ModelDirectory;
-use lockstep_engine::{Engine, EngineOptions, Optimizer, StateKind};
+use lockstep_engine::{Engine, EngineOptions, Optimizer, RoundingMode, StateKind, Storage, WeightStorage};
 use lockstep_graph::BlockShape;
 use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, ParameterId};
@@ -11,7 +11,10 @@ use lockstep_tensor::Arena;
 use serde_json::{Map, Value};
 
 use crate::Error;
-use crate::config::{F32Products, ModelSource, OptimizerKind, Origin, Precision, Recompute, RunConfig};
+use crate::config::{
+    F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Recompute, Rounding, RunConfig,
+    StatePrecision,
+};
 
 /// The model of a run.
 #[derive(Debug)]
@@ -80,6 +83,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
             dtype: match config.train.precision {
                 Precision::F32 => DType::F32,
                 Precision::BF16 => DType::BF16,
+                Precision::F16 => DType::F16,
             },
         },
         recompute: match config.parallel.recompute {
@@ -88,13 +92,39 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
             Recompute::Full => lockstep_graph::Recompute::Full,
         },
         optimizer: match optimizer.kind {
-            OptimizerKind::AdamW => Optimizer::AdamW { betas: optimizer.betas, eps: optimizer.eps },
-            OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum as f32 },
+            OptimizerKind::AdamW => Optimizer::AdamW { betas: optimizer.betas(), eps: optimizer.eps },
+            OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum() as f32 },
+            OptimizerKind::Lion => Optimizer::Lion { betas: optimizer.betas() },
+            OptimizerKind::Muon => Optimizer::Muon {
+                momentum: optimizer.momentum() as f32,
+                scale: match optimizer.muon_scale {
+                    MuonScale::MatchAdamW => lockstep_engine::MuonScale::MatchAdamW,
+                    MuonScale::Original => lockstep_engine::MuonScale::Original,
+                },
+                betas: optimizer.betas(),
+                eps: optimizer.eps,
+                adam_ratio: optimizer.adam_lr.map_or(1.0, |adam_lr| adam_lr / optimizer.lr),
+            },
         },
         seed: config.train.seed,
         threads: match config.train.threads {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
+        },
+    }
+}
+
+/// How the engine keeps weights and optimizer state.
+fn storage(config: &RunConfig) -> Storage {
+    Storage {
+        weights: if config.train.master_weights { WeightStorage::Master } else { WeightStorage::Kernels },
+        state: match config.optimizer.state_precision {
+            StatePrecision::F32 => DType::F32,
+            StatePrecision::BF16 => DType::BF16,
+        },
+        rounding: match config.optimizer.rounding {
+            Rounding::Nearest => RoundingMode::Nearest,
+            Rounding::Stochastic => RoundingMode::Stochastic,
         },
     }
 }
@@ -108,7 +138,7 @@ pub(crate) fn build_engine(
     model: &ResolvedModel,
     arena: &Arena,
 ) -> Result<Engine, Error> {
-    let mut engine = Engine::new(&model.config, engine_options(config), arena)?;
+    let mut engine = Engine::with_storage(&model.config, engine_options(config), storage(config), arena)?;
     engine.set_f32_products(match config.train.f32_products {
         F32Products::Split => lockstep_tensor::F32Products::SplitBf16,
         F32Products::Fma => lockstep_tensor::F32Products::Fma,

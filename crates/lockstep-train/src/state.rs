@@ -32,13 +32,15 @@ pub(crate) struct SavedState {
     pub(crate) counters: Counters,
     /// What the guard remembers.
     pub(crate) guard: Value,
+    /// What the loss scale remembers; null where it is not adjusted.
+    pub(crate) loss_scale: Value,
 }
 
 impl SavedState {
     /// What a checkpoint's manifest has no field of its own for.
     pub(crate) fn to_json(&self) -> Value {
         let Counters { updates, tokens, .. } = self.counters;
-        json!({ "updates": updates, "tokens_seen": tokens, "guard": self.guard })
+        json!({ "updates": updates, "tokens_seen": tokens, "guard": self.guard, "loss_scale": self.loss_scale })
     }
 }
 
@@ -111,7 +113,8 @@ pub(crate) fn changed_settings(
     }
     let fits = |difference: &Difference| {
         let of_model = difference.key.starts_with("model.") && !difference.key.contains("drop");
-        !of_model && difference.key != "optimizer.kind"
+        let of_tensors = ["optimizer.kind", "optimizer.state_precision", "train.master_weights"];
+        !of_model && !of_tensors.contains(&difference.key.as_str())
     };
     let is_wanted = matches!(resume, Resume::From(_)) && differences.iter().all(fits);
     if is_wanted || differences.is_empty() {
@@ -154,7 +157,7 @@ pub(crate) fn restore(engine: &mut Engine, checkpoint: &Checkpoint) -> Result<Co
     let mut values = Vec::new();
     let ids: Vec<_> = engine.parameter_ids().collect();
     for id in ids {
-        for kind in engine.state_kinds() {
+        for kind in engine.state_kinds(id) {
             let name = &engine.records()[id.0].name;
             let stored = tensor_kind(kind);
             values.resize(checkpoint.tensor(name, &stored)?.elements(), 0.0);

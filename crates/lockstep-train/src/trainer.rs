@@ -18,6 +18,7 @@ use crate::config::RunConfig;
 use crate::describe::describe;
 use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
+use crate::loss_scale::{LossScale, Overflow};
 use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, Start, StepMetrics};
 use crate::progress::{Progress, Steps};
 use crate::records::Records;
@@ -160,6 +161,7 @@ pub fn train_observed(
     let prefetcher = Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?;
     let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
     let guard = Guard::new(config, counters.step, &remembered["guard"]);
+    let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
     let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
     let saver = Saver::new(config, &model, &corpus, saved)?;
@@ -175,6 +177,7 @@ pub fn train_observed(
         records,
         counters,
         guard,
+        loss_scale,
         refuge,
         saver,
         observer,
@@ -195,6 +198,8 @@ struct Run<'a> {
     flops_per_step: u64,
     counters: Counters,
     guard: Guard,
+    /// None but in f16.
+    loss_scale: Option<LossScale>,
     /// None if the run never goes back.
     refuge: Option<Refuge>,
     saver: Saver,
@@ -212,11 +217,15 @@ impl Run<'_> {
             loss = Some(self.step()?);
             self.saver.poll(&mut self.progress)?;
             let step = self.counters.step;
+            let every = self.config.checkpoint.every;
+            if step == before.step + 1 && every > 0 && step.next_multiple_of(every) < train.steps {
+                // Not before the first step, which somebody is waiting for.
+                self.saver.prepare(&self.engine);
+            }
             let is_last = step == train.steps;
             if train.eval_every > 0 && (step.is_multiple_of(train.eval_every) || is_last) {
                 eval_loss = self.evaluate()?.or(eval_loss);
             }
-            let every = self.config.checkpoint.every;
             let is_saved = every > 0 && step.is_multiple_of(every) && !is_last;
             // A run that resumes from the checkpoint has that to go back to, and this one does the same.
             if let Some(refuge) = &mut self.refuge
@@ -251,7 +260,11 @@ impl Run<'_> {
 
     /// What a checkpoint remembers beside the tensors.
     fn state(&self) -> SavedState {
-        SavedState { counters: self.counters, guard: self.guard.to_json() }
+        SavedState {
+            counters: self.counters,
+            guard: self.guard.to_json(),
+            loss_scale: self.loss_scale.as_ref().map_or(Value::Null, LossScale::to_json),
+        }
     }
 
     fn save_and_go_on(&mut self) -> Result<(), Error> {
@@ -275,7 +288,8 @@ impl Run<'_> {
             return Err(Error::NothingToPredict { step });
         }
         self.engine.begin_step();
-        let seed_gradient = (1.0 / valid_tokens as f64) as f32;
+        let loss_scale = self.loss_scale.as_ref().map_or(1.0, LossScale::value);
+        let seed_gradient = (loss_scale / valid_tokens as f64) as f32;
         let mut loss_sum = 0.0;
         let mut tokens = 0;
         for batch in self.micro_batches.drain(..) {
@@ -285,16 +299,20 @@ impl Run<'_> {
         }
         self.observer.gradients_ready(step, &mut self.engine);
         let loss = loss_sum / valid_tokens as f64;
-        let grad_norm = self.engine.finish_gradients();
+        let grad_norm = self.engine.finish_gradients() / loss_scale;
         let learning_rate = self.learning_rate.at(self.counters.step);
         let verdict = self.guard.judge(loss, grad_norm);
         if verdict == Verdict::Sound {
             self.guard.accept(step, loss, grad_norm);
+            if let Some(scale) = &mut self.loss_scale {
+                scale.calm();
+            }
             self.counters.updates += 1;
             self.engine.update(&Update {
                 learning_rate,
                 weight_decay: self.config.optimizer.weight_decay,
-                gradient_scale: clip_coefficient(self.config.train.max_grad_norm, grad_norm),
+                gradient_scale: (clip_coefficient(self.config.train.max_grad_norm, grad_norm) / loss_scale)
+                    as f32,
                 step: self.counters.updates,
             });
         }
@@ -320,6 +338,7 @@ impl Run<'_> {
             skipped: verdict != Verdict::Sound,
             skipped_steps: self.guard.skipped,
             rollbacks: self.guard.rollbacks,
+            loss_scale: self.loss_scale.is_some().then_some(loss_scale),
             memory: MemoryUse { by_category: arena.in_use(), peak: arena.peak_total_bytes() },
             comm: CommunicationUse::default(),
             data_wait_ms: self.prefetcher.take_wait().as_secs_f64() * 1e3,
@@ -343,6 +362,14 @@ impl Run<'_> {
 
     /// A step that must not change the weights: counts it, tells of it, and goes back if there were too many.
     fn refuse(&mut self, step: u64, verdict: Verdict) -> Result<(), Error> {
+        if verdict == Verdict::NotFinite
+            && let Some(scale) = &mut self.loss_scale
+            && let Overflow::Adjusts { next } = scale.overflow()
+        {
+            self.guard.skip_for_scale();
+            self.progress.message(&format!("step {step}: overflow in f16; step skipped, loss scale {next}"));
+            return Ok(());
+        }
         self.progress.message(&format!("step {step}: {verdict}; step skipped"));
         if self.guard.skip(step)? == Action::RollBack
             && let Some(refuge) = &self.refuge
@@ -386,8 +413,8 @@ impl Run<'_> {
 }
 
 /// `min(1, max_norm / (norm + 1e-6))`, or 1 where clipping is off.
-pub(crate) fn clip_coefficient(max_norm: f64, norm: f64) -> f32 {
-    if max_norm == 0.0 { 1.0 } else { (max_norm / (norm + 1e-6)).min(1.0) as f32 }
+pub(crate) fn clip_coefficient(max_norm: f64, norm: f64) -> f64 {
+    if max_norm == 0.0 { 1.0 } else { (max_norm / (norm + 1e-6)).min(1.0) }
 }
 
 fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {

@@ -69,11 +69,13 @@ fn no_step_after_the_second_allocates() {
     std::fs::write(dir.path().join("text.txt"), "a rank of the mesh waits for the tape\n".repeat(400))
         .unwrap();
     for (name, model) in MODELS {
-        for (precision, recompute) in [("f32", "none"), ("bf16", "full")] {
+        for (precision, recompute, optimizer) in
+            [("f32", "none", "adamw"), ("bf16", "full", "muon"), ("f16", "selective", "lion")]
+        {
             let text = format!(
                 "[model]\n{model}[train]\nsteps = {STEPS}\nglobal_batch = 4\nmicro_batch = 2\nseq_len = 64\n\
                  precision = {precision:?}\ndropout = 0.1\nthreads = 2\nlog_every = 1\neval_every = 0\nspike_factor = 9\n\
-                 [parallel]\nrecompute = {recompute:?}\n[data]\ntrain = [{:?}]\ncache_dir = {:?}\n\
+                 [optimizer]\nkind = {optimizer:?}\n[parallel]\nrecompute = {recompute:?}\n[data]\ntrain = [{:?}]\ncache_dir = {:?}\n\
                  [checkpoint]\ndir = {:?}\nevery = 0\n[metrics]\ndir = {:?}\n",
                 dir.path().join("text.txt"),
                 dir.path().join("cache"),

@@ -144,11 +144,23 @@ fn assert_same_state(left: &Path, right: &Path) {
 #[test]
 fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
     let sgd = ["optimizer.kind=\"sgd\"", "optimizer.momentum=0.9", "optimizer.lr=0.1"];
-    let cases: [(&str, &str, &[&str]); 4] = [
+    let muon = ["optimizer.kind=\"muon\"", "optimizer.lr=1e-3"];
+    let narrow = [
+        "train.precision=\"bf16\"",
+        "train.master_weights=false",
+        "optimizer.state_precision=\"bf16\"",
+        "optimizer.rounding=\"stochastic\"",
+    ];
+    let cases: [(&str, &str, &[&str]); 8] = [
         ("gpt2", GPT2, &[]),
         ("llama", LLAMA, &[]),
         ("bf16", GPT2, &["train.precision=\"bf16\""]),
         ("sgd", LLAMA, &sgd),
+        ("lion", GPT2, &["optimizer.kind=\"lion\"", "optimizer.lr=1e-4"]),
+        ("muon", LLAMA, &muon),
+        ("narrow", GPT2, &narrow),
+        // The scale grows and overflows before the checkpoint and after it.
+        ("f16", GPT2, &["train.precision=\"f16\"", "train.loss_scale_window=2", "train.hysteresis=1"]),
     ];
     for (name, model, settings) in cases {
         let bench = Bench::new();
@@ -228,7 +240,7 @@ fn a_save_that_fails_in_the_background_is_told_and_costs_nothing_but_itself() {
 fn threads_and_recomputation_change_no_bit() {
     let bench = Bench::new();
     for (model_name, model) in [("gpt2", GPT2), ("llama", LLAMA)] {
-        for precision in ["f32", "bf16"] {
+        for precision in ["f32", "bf16", "f16"] {
             let base = ["train.steps=3".to_owned(), format!("train.precision=\"{precision}\"")];
             let run = |name: &str, setting: &str| {
                 let run = format!("{model_name}-{precision}-{name}");
@@ -246,6 +258,46 @@ fn threads_and_recomputation_change_no_bit() {
             }
         }
     }
+}
+
+#[test]
+fn a_loss_scale_that_is_too_large_comes_down_without_a_trace_in_the_weights() {
+    let bench = Bench::new();
+    let f16 = "train.precision=\"f16\"";
+    let scaled = |run: &str, settings: &[&str]| {
+        bench.train(run, GPT2, &[&["train.steps=24", "schedule.kind=constant", f16], settings].concat())
+    };
+    let summary = scaled("high", &["train.initial_scale_power=32", "train.hysteresis=1"]);
+    let mut rows = bench.rows("high");
+    rows.retain(|row| row.get("loss").is_some());
+    let skipped = rows.iter().filter(|row| row["skipped"] == true).count() as u64;
+    assert!((4..16).contains(&skipped) && summary.skipped == skipped, "{skipped} of {}", summary.skipped);
+    let mut expected = 4_294_967_296.0;
+    for row in &rows {
+        assert_eq!(row["loss_scale"], expected, "{row}");
+        expected /= if row["skipped"] == true { 2.0 } else { 1.0 };
+    }
+    let (losses, last) = (bench.losses("high"), rows.len() - 1);
+    assert!(losses[last] < losses[0] && losses.iter().all(|loss| loss.is_finite()), "{losses:?}");
+    // A power of two on the loss changes no bit of a gradient that neither overflows nor vanishes.
+    scaled("fixed", &["train.loss_scale=1024", "train.steps=2"]);
+    scaled("other", &["train.loss_scale=2048", "train.steps=2"]);
+    for (a, b) in bench.rows("fixed").iter().zip(bench.rows("other")).take(1) {
+        let (a, b) = (a["grad_norm"].as_f64().unwrap(), b["grad_norm"].as_f64().unwrap());
+        assert!((a - b).abs() <= 1e-3 * a, "{a} and {b}");
+    }
+    bench.train("exact", GPT2, &["train.steps=24", "schedule.kind=constant"]);
+    let (half, exact) = (bench.losses("fixed")[0], bench.losses("exact")[0]);
+    assert!((half - exact).abs() <= 2e-3 * exact, "f16 {half}, f32 {exact}");
+}
+
+#[test]
+fn a_model_that_overflows_at_the_least_scale_ends_the_run() {
+    let bench = Bench::new();
+    let settings = ["train.steps=40", "train.precision=\"f16\"", "train.loss_scale=4294967296"];
+    let config = bench.config("run", GPT2, &settings);
+    let error = quietly(&config, &Resume::Never, &Interrupt::default()).unwrap_err();
+    assert!(matches!(error, Error::TooManySkipped { step: 10, .. }), "{error}");
 }
 
 #[test]

@@ -27,6 +27,7 @@ pub(crate) enum Command {
 enum Precision {
     F32,
     Bf16,
+    F16,
 }
 
 impl From<Precision> for DType {
@@ -34,6 +35,7 @@ impl From<Precision> for DType {
         match precision {
             Precision::F32 => Self::F32,
             Precision::Bf16 => Self::BF16,
+            Precision::F16 => Self::F16,
         }
     }
 }

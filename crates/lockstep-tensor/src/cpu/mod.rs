@@ -30,12 +30,13 @@ use std::sync::{Mutex, PoisonError};
 use lockstep_plan::exact::ExactSum;
 
 use crate::{
-    AdamW, Arena, Attention, Dropout, Gelu, Gemm, Kernels, LayerNorm, Pending, Rotation, Sgd, TensorError,
-    View, Write,
+    AdamW, Arena, Attention, Dropout, Gelu, Gemm, Kernels, LayerNorm, Lion, Muon, Pending, Rotation, Sgd,
+    TensorError, View, Write,
 };
 pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak};
 pub use level::CpuLevel;
+pub use optimizer::muon_flops;
 
 /// How f32 matrices are multiplied where the CPU has AMX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -264,6 +265,14 @@ impl Kernels for CpuQueue {
 
     fn sgd(&self, step: &Sgd<'_>) {
         optimizer::sgd(self, step);
+    }
+
+    fn lion(&self, step: &Lion<'_>) {
+        optimizer::lion(self, step);
+    }
+
+    fn muon(&self, step: &Muon<'_>) {
+        optimizer::muon(self, step);
     }
 
     fn sum_of_squares(&self, x: View<'_>) -> Pending<ExactSum> {

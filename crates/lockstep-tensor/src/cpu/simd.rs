@@ -85,7 +85,11 @@ macro_rules! with_float {
                 type $T = half::bf16;
                 $body
             }
-            other => panic!("this kernel works on f32 and bf16, not on {other}"),
+            lockstep_plan::DType::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            other => panic!("this kernel works on f32, bf16 and f16, not on {other}"),
         }
     };
 }

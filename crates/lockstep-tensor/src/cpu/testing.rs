@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 
 use super::{CpuLevel, CpuQueue};
-use crate::{AdamW, Arena, Shape, Tensor, View};
+use crate::{AdamW, Arena, Rounding, Shape, Tensor, View};
 
 /// Numbers between -2 and 2, the same for the same seed.
 pub(super) fn random(seed: u64, elements: usize) -> Vec<f64> {
@@ -96,6 +96,7 @@ pub(super) fn adamw_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'
         exp_avg,
         exp_avg_sq,
         rounded: None,
+        rounding: Rounding::Nearest,
         learning_rate: 1e-2,
         betas: [0.9, 0.95],
         eps: 1e-8,
@@ -160,4 +161,4 @@ fn first_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> Option<(usize, usize, f64
 }
 
 /// The types that activations may have.
-pub(super) const ACTIVATIONS: [DType; 2] = [DType::F32, DType::BF16];
+pub(super) const ACTIVATIONS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];

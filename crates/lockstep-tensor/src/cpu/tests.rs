@@ -10,7 +10,8 @@ use super::{
     testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
 };
 use crate::{
-    Arena, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, Sgd, Tensor, View, Write,
+    Arena, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, Rounding, Sgd, Tensor,
+    View, Write,
 };
 
 const ROWS: usize = 3;
@@ -30,6 +31,7 @@ fn momentum_step<'a>([parameter, gradient, momentum_buffer]: [View<'a>; 3]) -> S
         gradient,
         momentum_buffer: Some(momentum_buffer),
         rounded: None,
+        rounding: Rounding::Nearest,
         learning_rate: 0.1,
         momentum: 0.9,
         weight_decay: 0.1,

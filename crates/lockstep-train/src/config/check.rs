@@ -5,7 +5,7 @@ use lockstep_graph::BlockShape;
 use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
-use super::value::{DataFormat, OptimizerKind, ScheduleKind};
+use super::value::{DataFormat, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision};
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
 const MAX_TRACED_STEPS: u64 = 100;
@@ -18,6 +18,7 @@ pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
     checker.data();
     checker.batch();
     checker.guard();
+    checker.loss_scale();
     checker.optimizer();
     checker.schedule();
     checker.metrics();
@@ -120,18 +121,45 @@ impl Checker<'_, '_, '_> {
         }
     }
 
+    fn loss_scale(&mut self) {
+        const DYNAMIC: [&str; 4] = [
+            "train.initial_scale_power",
+            "train.loss_scale_window",
+            "train.hysteresis",
+            "train.min_loss_scale",
+        ];
+        let train = &self.config.train;
+        if train.precision != Precision::F16 {
+            let because = format!("train.precision = \"{}\"", train.precision.word());
+            self.refuse_without_effect(&["train.loss_scale"], &because, "train.precision");
+            self.refuse_without_effect(&DYNAMIC, &because, "train.precision");
+        } else if train.loss_scale > 0.0 {
+            self.refuse_without_effect(&DYNAMIC, "a fixed train.loss_scale", "train.loss_scale");
+        }
+    }
+
     fn optimizer(&mut self) {
-        match self.config.optimizer.kind {
-            OptimizerKind::AdamW => self.refuse_without_effect(
-                &["optimizer.momentum"],
-                "optimizer.kind = \"adamw\"",
-                "optimizer.kind",
-            ),
-            OptimizerKind::Sgd => self.refuse_without_effect(
-                &["optimizer.betas", "optimizer.eps"],
-                "optimizer.kind = \"sgd\"",
-                "optimizer.kind",
-            ),
+        let kind = self.config.optimizer.kind;
+        let without_effect: &[&str] = match kind {
+            OptimizerKind::AdamW => &["momentum", "adam_lr", "muon_scale"],
+            OptimizerKind::Sgd => &["betas", "eps", "adam_lr", "muon_scale"],
+            OptimizerKind::Lion => &["eps", "momentum", "adam_lr", "muon_scale"],
+            OptimizerKind::Muon => &[],
+        };
+        let because = format!("optimizer.kind = \"{}\"", kind.word());
+        for key in without_effect {
+            self.refuse_without_effect(&[&format!("optimizer.{key}")], &because, "optimizer.kind");
+        }
+        let (precision, master_weights) = (self.config.train.precision, self.config.train.master_weights);
+        if precision != Precision::BF16 && !master_weights {
+            let what = format!("false is for train.precision = \"bf16\", not for \"{}\"", precision.word());
+            self.refuse(&["train.master_weights", "train.precision"], what, "true, or leave it out");
+        }
+        let is_narrow = !master_weights || self.config.optimizer.state_precision == StatePrecision::BF16;
+        if self.config.optimizer.rounding == Rounding::Stochastic && !is_narrow {
+            let what = "\"stochastic\" has nothing to round";
+            let allowed = "with optimizer.state_precision = \"bf16\" or train.master_weights = false";
+            self.refuse(&["optimizer.rounding"], what, allowed);
         }
     }
 

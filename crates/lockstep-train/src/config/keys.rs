@@ -13,8 +13,8 @@ use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataOrder, F32Products, OptimizerKind, Precision, Readable, Recompute, ScheduleKind,
-    TokenizerSource,
+    DataFormat, DataOrder, F32Products, MuonScale, OptimizerKind, Precision, Readable, Recompute, Rounding,
+    ScheduleKind, StatePrecision, TokenizerSource,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -90,6 +90,19 @@ sections! {
         precision: Precision = Precision::F32, rules().defines_numbers();
         /// How f32 matrices are multiplied where the CPU has AMX: `split` in three parts of bf16 each, or by `fma`.
         f32_products: F32Products = F32Products::Split, rules().defines_numbers();
+        /// Keep an f32 copy of weights that kernels read in another precision, and update that. Without it bf16 weights
+        /// are updated in place and should be rounded `stochastic`ally.
+        master_weights: bool = true, rules().defines_numbers();
+        /// With `f16`, a fixed factor on the loss; 0 adjusts it: gradients that overflow are skipped and lower it.
+        loss_scale: f64 = 0.0, rules().at_least(0.0).at_most(4294967296.0).defines_numbers();
+        /// The loss scale of the first step, as a power of two.
+        initial_scale_power: u64 = 16, rules().at_most(32.0).defines_numbers();
+        /// Steps without an overflow after which the loss scale is doubled.
+        loss_scale_window: u64 = 1000, rules().at_least(1.0).defines_numbers();
+        /// Overflows after which the loss scale is halved.
+        hysteresis: u64 = 2, rules().at_least(1.0).defines_numbers();
+        /// The least loss scale. An overflow at this one is a step that is not finite like any other.
+        min_loss_scale: f64 = 1.0, rules().above(0.0).at_most(4294967296.0).defines_numbers();
         /// The gradient's global L2 norm is clipped to this; 0 switches clipping off.
         max_grad_norm: f64 = 1.0, rules().at_least(0.0).defines_numbers();
         /// Probability of dropout, in families that have it.
@@ -118,18 +131,32 @@ sections! {
 
     /// The rule that turns gradients into updates.
     optimizer: OptimizerConfig {
-        /// `adamw`, or `sgd` with momentum.
+        /// `adamw`; `sgd` with momentum; `lion`; or `muon` for the matrices of the blocks, with AdamW for embeddings,
+        /// output layer, norms and biases.
         kind: OptimizerKind = OptimizerKind::AdamW, rules().defines_numbers();
         /// The learning rate at its peak; `train.lr` is another name for it.
         lr: f64 = 3e-4, rules().above(0.0).at_most(1e6).defines_numbers();
-        /// Decay rates of AdamW's two averages.
-        betas: [f64; 2] = [0.9, 0.95], rules().at_least(0.0).below(1.0).defines_numbers();
+        /// Decay rates of AdamW's two averages; Lion's weights of the old average in its direction and its average.
+        betas: Option<[f64; 2]> = None,
+            rules().at_least(0.0).below(1.0).when_absent("`[0.9, 0.95]`; for `lion` `[0.9, 0.99]`").defines_numbers();
         /// Added to AdamW's denominator.
         eps: f64 = 1e-8, rules().above(0.0).defines_numbers();
         /// Strength of the weight decay.
         weight_decay: f64 = 0.1, rules().at_least(0.0).defines_numbers();
-        /// Momentum of `sgd`.
-        momentum: f64 = 0.9, rules().at_least(0.0).below(1.0).defines_numbers();
+        /// Momentum of `sgd` and `muon`.
+        momentum: Option<f64> = None,
+            rules().at_least(0.0).below(1.0).when_absent("`0.9`; for `muon` `0.95`").defines_numbers();
+        /// The learning rate of AdamW for the parameters that `muon` leaves to it.
+        adam_lr: Option<f64> = None,
+            rules().above(0.0).at_most(1e6).when_absent("`lr`").defines_numbers();
+        /// How `muon` scales the learning rate of a matrix: `match_adamw` by 0.2 times the root of its longer side, so that
+        /// AdamW's learning rates fit; `original` by the root of rows by columns, at least 1.
+        muon_scale: MuonScale = MuonScale::MatchAdamW, rules().defines_numbers();
+        /// The type in which moments and momentum are kept; `bf16` halves their memory.
+        state_precision: StatePrecision = StatePrecision::F32, rules().defines_numbers();
+        /// How weights and state that are kept in bf16 are rounded. `stochastic` is right on the average, so that changes
+        /// too small for bf16 are not lost.
+        rounding: Rounding = Rounding::Nearest, rules().defines_numbers();
         /// Names of the parameters that decay; `*` stands for any characters, as in `*.mlp.*`. An empty list:
         /// none.
         decay: Option<Vec<String>> = None, rules().when_absent("all matrices").defines_numbers();

@@ -32,8 +32,8 @@ pub use manual::configuration_markdown;
 pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
-    DataFormat, DataOrder, F32Products, OptimizerKind, Precision, Recompute, ScheduleKind, TokenizerSource,
-    ValueType,
+    DataFormat, DataOrder, F32Products, MuonScale, OptimizerKind, Precision, Recompute, Rounding,
+    ScheduleKind, StatePrecision, TokenizerSource, ValueType,
 };
 
 use crate::error::Error;
@@ -177,6 +177,16 @@ impl Default for RunConfig {
 }
 
 impl OptimizerConfig {
+    /// `betas`, or what is usual with the rule.
+    pub fn betas(&self) -> [f64; 2] {
+        self.betas.unwrap_or(if self.kind == OptimizerKind::Lion { [0.9, 0.99] } else { [0.9, 0.95] })
+    }
+
+    /// `momentum`, or what is usual with the rule.
+    pub fn momentum(&self) -> f64 {
+        self.momentum.unwrap_or(if self.kind == OptimizerKind::Muon { 0.95 } else { 0.9 })
+    }
+
     /// Whether weight decay applies to a parameter: by the patterns if there are any, else by its record.
     pub fn decays(&self, parameter: &ParameterRecord) -> bool {
         match &self.decay {

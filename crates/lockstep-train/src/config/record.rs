@@ -60,6 +60,8 @@ impl RunConfig {
         let mut json = serde_json::to_value(self).unwrap_or_default();
         let rate = self.learning_rate();
         json["train"]["micro_batch"] = self.micro_batch().into();
+        json["optimizer"]["betas"] = json!(self.optimizer.betas());
+        json["optimizer"]["momentum"] = self.optimizer.momentum().into();
         if self.rollback_after() > 0 {
             json["train"]["rollback_after"] = self.rollback_after().into();
         }

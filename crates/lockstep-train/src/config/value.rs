@@ -347,7 +347,9 @@ choices! {
         F32 = "f32",
         /// bfloat16 with f32 master weights and f32 gradients.
         BF16 = "bf16",
-    } later ["f16"]
+        /// Half precision with f32 master weights, f32 gradients and a scaled loss.
+        F16 = "f16",
+    } later []
 
     /// How f32 matrices are multiplied on a CPU with AMX.
     F32Products {
@@ -363,7 +365,35 @@ choices! {
         AdamW = "adamw",
         /// Gradient descent with momentum.
         Sgd = "sgd",
-    } later ["lion", "muon", "onebit_adam"]
+        /// The sign of an average of gradients.
+        Lion = "lion",
+        /// Muon for the matrices of the blocks, AdamW for the rest.
+        Muon = "muon",
+    } later ["onebit_adam"]
+
+    /// How Muon's step size follows from the shape of a matrix.
+    MuonScale {
+        /// Updates as large as AdamW's.
+        MatchAdamW = "match_adamw",
+        /// As in Jordan's own.
+        Original = "original",
+    } later []
+
+    /// The type in which moments and momentum are kept.
+    StatePrecision {
+        /// 32-bit floats.
+        F32 = "f32",
+        /// bfloat16.
+        BF16 = "bf16",
+    } later []
+
+    /// How weights and state that are kept in bf16 are rounded.
+    Rounding {
+        /// To the nearest number.
+        Nearest = "nearest",
+        /// Up or down at random, so that small changes add up.
+        Stochastic = "stochastic",
+    } later []
 
     /// How the learning rate falls after the warm-up.
     ScheduleKind {

@@ -46,6 +46,9 @@ pub struct StepMetrics {
     pub skipped_steps: u64,
     /// Times the run has gone back to a copy of its state up to this step.
     pub rollbacks: u64,
+    /// The factor on the loss; in f16 only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
     /// Memory by category.
     pub memory: MemoryUse,
     /// What the collectives did; zero on one rank.
@@ -140,6 +143,7 @@ pub(crate) mod tests {
             skipped: false,
             skipped_steps: 0,
             rollbacks: 0,
+            loss_scale: None,
             memory: MemoryUse { by_category, peak: 500_000_000 },
             comm: CommunicationUse::default(),
             data_wait_ms: 0.1,

@@ -5,7 +5,7 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::{Float, pack::Block, transpose};
 
@@ -216,6 +216,7 @@ macro_rules! dot {
 dot! {
     Plain: f32, 1, |elements| Self::load(elements.cast());
     Plain: bf16, 1, |elements| Self(elements.cast::<[bf16; 8]>().read_unaligned().map(Float::load));
+    Plain: f16, 1, |elements| Self(elements.cast::<[f16; 8]>().read_unaligned().map(Float::load));
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -230,5 +231,9 @@ dot! {
         let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(elements.cast()));
         Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
     };
+    F32x8: f16, 1, |elements| {
+        Self::load(elements.cast::<[f16; 8]>().read_unaligned().map(Float::load).as_ptr().cast())
+    };
+    F32x16: f16, 1, |elements| Self(_mm512_cvtph_ps(_mm256_loadu_si256(elements.cast())));
     Bf16Pairs: bf16, 2, |elements| Self::load(elements.cast());
 }

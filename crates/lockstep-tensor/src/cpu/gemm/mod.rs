@@ -27,7 +27,7 @@ mod store;
 mod tests;
 mod transpose;
 
-use half::bf16;
+use half::{bf16, f16};
 use lockstep_plan::DType;
 
 #[cfg(target_arch = "x86_64")]
@@ -42,7 +42,7 @@ use lanes::Plain;
 use lanes::{Bf16Pairs, F32x8, F32x16};
 #[cfg(target_arch = "x86_64")]
 use pack::BfloatPair;
-use pack::{Operand, Order, Single, Widened};
+use pack::{Operand, Order, Single, Widened, WidenedHalf};
 pub use peak::{Peak, measure_peak};
 
 /// What products of blocks outside of this module are made of.
@@ -80,6 +80,8 @@ pub(super) fn gemm(queue: &CpuQueue, gemm: Gemm<'_>) {
         (DType::F32, DType::F32) => multiply_f32(queue, &problem(gemm)),
         (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, &problem(gemm)),
         (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, &problem(gemm)),
+        (DType::F16, DType::F32) => multiply_f16::<f32>(queue, &problem(gemm)),
+        (DType::F16, DType::F16) => multiply_f16::<f16>(queue, &problem(gemm)),
         (a, c) => panic!("no product of {a} operands into {c}"),
     }
 }
@@ -121,6 +123,23 @@ fn multiply_bf16<C: Float>(queue: &CpuQueue, problem: &Problem<'_, bf16, C>) {
         rows::multiply::<Plain, _, _>(queue, problem);
     } else {
         driver::multiply::<Portable, Widened, _>(queue, problem);
+    }
+}
+
+fn multiply_f16<C: Float>(queue: &CpuQueue, problem: &Problem<'_, f16, C>) {
+    let few_rows = rows::fits(problem);
+    #[cfg(target_arch = "x86_64")]
+    match queue.level {
+        CpuLevel::Portable => {}
+        CpuLevel::Avx2 if few_rows => return rows::multiply::<F32x8, _, _>(queue, problem),
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, WidenedHalf, _>(queue, problem),
+        _ if few_rows => return rows::multiply::<F32x16, _, _>(queue, problem),
+        _ => return driver::multiply::<Avx512, WidenedHalf, _>(queue, problem),
+    }
+    if few_rows {
+        rows::multiply::<Plain, _, _>(queue, problem);
+    } else {
+        driver::multiply::<Portable, WidenedHalf, _>(queue, problem);
     }
 }
 

@@ -1,13 +1,13 @@
 //! Packing: a block of an operand becomes panels of 32-bit units in the order in which a micro-kernel
 //! reads them. Layouts and types differ only here.
 //!
-//! A unit is what one lane multiplies at once: an f32, a bf16 widened to f32, or a pair of bf16 neighbours
+//! A unit is what one lane multiplies at once: an f32, a bf16 or f16 widened to f32, or a pair of bf16 neighbours
 //! along the depth. Blocks of 16 × 16 units are read the way they lie in memory, transposed if the panel
 //! wants them the other way, and written; what lies beyond the operand is zero.
 
 use std::ops::Range;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::{Float, lanes::Lanes, store::Tile};
 use crate::cpu::simd::{CACHE_LINE_BYTES, prefetch};
@@ -181,6 +181,26 @@ impl Unit for Widened {
     fn across([line, _]: [&[bf16]; 2], units: &mut [u32]) {
         for (unit, element) in units.iter_mut().zip(line) {
             *unit = u32::from(element.to_bits()) << 16;
+        }
+    }
+}
+
+/// An f16 as f32: no level multiplies it as it is.
+pub(super) struct WidenedHalf;
+
+impl Unit for WidenedHalf {
+    type Source = f16;
+    const ELEMENTS: usize = 1;
+
+    #[inline(always)]
+    fn along(elements: &[f16], units: &mut [u32; SIDE]) {
+        Self::across([elements, &[]], &mut units[..elements.len()]);
+    }
+
+    #[inline(always)]
+    fn across([line, _]: [&[f16]; 2], units: &mut [u32]) {
+        for (unit, element) in units.iter_mut().zip(line) {
+            *unit = element.load().to_bits();
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Every level, layout and type against the reference; bits against the number of threads.
 
-use half::bf16;
+use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory};
 use proptest::prelude::*;
 
@@ -17,8 +17,13 @@ use crate::{Arena, Gemm, GemmLayout, Kernels, Write};
 
 const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
 /// The types of operands and of C.
-const TYPES: [(DType, DType); 3] =
-    [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::BF16, DType::BF16)];
+const TYPES: [(DType, DType); 5] = [
+    (DType::F32, DType::F32),
+    (DType::BF16, DType::F32),
+    (DType::BF16, DType::BF16),
+    (DType::F16, DType::F32),
+    (DType::F16, DType::F16),
+];
 
 /// A product to try, with its operands as f64 values that its types hold exactly.
 #[derive(Debug, Clone)]
@@ -41,7 +46,11 @@ impl Case {
                 ((state >> 40) as f32 / (1_u64 << 23) as f32) - 1.0
             };
             (0..count)
-                .map(|_| if dtype == DType::F32 { value().into() } else { bf16::from_f32(value()).into() })
+                .map(|_| match dtype {
+                    DType::BF16 => bf16::from_f32(value()).into(),
+                    DType::F16 => f16::from_f32(value()).into(),
+                    _ => value().into(),
+                })
                 .collect()
         };
         let (a, b) = (values(m * k, types.0), values(k * n, types.0));
@@ -90,11 +99,17 @@ impl Case {
             self.bias.as_deref(),
             self.earlier.as_deref(),
         );
-        // Sums are in f32, in some order; a bf16 result is rounded once more.
+        // Sums are in f32, in some order; a narrower result is rounded once more.
         let sum_error = f64::from(f32::EPSILON) * (k as f64 + 4.0);
-        let rounding = if self.types.1 == DType::BF16 { f64::from(bf16::EPSILON) / 2.0 } else { 0.0 };
+        let rounding = match self.types.1 {
+            DType::BF16 => f64::from(bf16::EPSILON) / 2.0,
+            DType::F16 => f64::from(f16::EPSILON) / 2.0,
+            _ => 0.0,
+        };
         for (index, (out, exact)) in out.iter().zip(&exact).enumerate() {
-            let bound = exact.magnitude * sum_error + exact.value.abs() * rounding * 1.01;
+            // Half the smallest f16, where its numbers are evenly spaced.
+            let smallest = if self.types.1 == DType::F16 { 2.0_f64.powi(-25) } else { 0.0 };
+            let bound = exact.magnitude * sum_error + exact.value.abs() * rounding * 1.01 + smallest;
             assert!(
                 (out - exact.value).abs() <= bound,
                 "{} {:?} {:?} m, n, k = {:?}: C[{}, {}] is {out}, must be {} ± {bound:e}",

@@ -1,0 +1,367 @@
+//! Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024): momentum whose singular
+//! values are all made about one.
+//!
+//! The direction of a matrix is `U·Vᵀ` of its (Nesterov) momentum `U·S·Vᵀ`, approached by five rounds of a quintic
+//! Newton-Schulz iteration, `X ← (a·I + b·A + c·A²)·X` with `A = X·Xᵀ`, which is products only. They are made in the
+//! type of the weights that kernels read, over the shorter side of the matrix.
+
+use lockstep_plan::{DType, MemoryCategory};
+
+use super::{
+    super::{
+        cast, gemm,
+        tasks::{Operand, elements_per_task},
+    },
+    CpuQueue, Operands, sum_of_squares, update,
+};
+use crate::{Buffer, Gemm, GemmLayout, Muon, View, Write};
+
+/// The coefficients (a, b, c), chosen for the steepest slope at zero.
+const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
+const ROUNDS: usize = 5;
+/// Least norm that a direction is divided by.
+const EPS: f64 = 1e-7;
+
+pub(in crate::cpu) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
+    let shape = step.parameter.shape();
+    let &[rows, columns] = shape.dims() else { panic!("muon: a parameter of shape {shape:?} is no matrix") };
+    let scratch = Scratch::new(queue, step.dtype, [rows, columns]);
+    let direction = scratch.direction();
+    momentum(queue, step, direction);
+    let norm = sum_of_squares(queue, direction).value().sqrt().max(EPS);
+    orthogonalize(queue, &scratch, (1.0 / norm) as f32);
+    let keep = (1.0 - step.learning_rate * step.weight_decay) as f32;
+    let learning_rate = (step.learning_rate * f64::from(step.scale)) as f32;
+    let operands = Operands {
+        names: ["muon: parameter"],
+        stored: [step.parameter],
+        gradient: direction,
+        rounded: step.rounded,
+        rounding: step.rounding,
+    };
+    update(
+        queue,
+        &operands,
+        #[inline(always)]
+        |[parameter], direction| {
+            for (p, d) in parameter.iter_mut().zip(direction) {
+                *p = *p * keep - learning_rate * d;
+            }
+        },
+    );
+}
+
+/// `m ← m + (g - m)·(1 - momentum)`; the direction is `g + (m - g)·momentum`.
+fn momentum(queue: &CpuQueue, step: &Muon<'_>, direction: View<'_>) {
+    let (gradient_scale, momentum) = (step.gradient_scale, step.momentum);
+    let one_minus_momentum = (1.0 - f64::from(momentum)) as f32;
+    let operands = Operands {
+        names: ["muon: direction", "muon: momentum buffer"],
+        stored: [direction, step.momentum_buffer],
+        gradient: step.gradient,
+        rounded: None,
+        rounding: step.rounding,
+    };
+    update(
+        queue,
+        &operands,
+        #[inline(always)]
+        |[direction, buffer], gradient| {
+            for ((d, m), g) in direction.iter_mut().zip(buffer).zip(gradient) {
+                let g = g * gradient_scale;
+                *m += (g - *m) * one_minus_momentum;
+                *d = g + (*m - g) * momentum;
+            }
+        },
+    );
+}
+
+/// Floating-point operations of the products in one step on a matrix of this shape.
+pub fn muon_flops(shape: [usize; 2]) -> u64 {
+    let [short, long] = [shape[0].min(shape[1]), shape[0].max(shape[1])].map(|side| side as u64);
+    ROUNDS as u64 * (4 * short * short * long + 2 * short * short * short)
+}
+
+/// Replaces the direction, times `factor`, by the nearest matrix with equal singular values, about.
+fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
+    let direction = scratch.direction();
+    scale(queue, direction, factor);
+    let [mut x, mut next] = [0, 1].map(|i| scratch.iterate(i));
+    cast::cast(queue, direction, x);
+    let multiply = |layout, a, b, c| {
+        gemm::gemm(queue, Gemm { layout, a, b, c, bias: None, write: Write::Overwrite });
+    };
+    let [rows, columns] = scratch.shape;
+    let (gram, square, operand) = (scratch.square(0), scratch.square(1), scratch.operand());
+    for _ in 0..ROUNDS {
+        // A, of the shorter side.
+        let layout = if rows <= columns { GemmLayout::NT } else { GemmLayout::TN };
+        multiply(layout, x, x, gram);
+        cast::cast(queue, gram, operand);
+        multiply(GemmLayout::NN, operand, operand, square);
+        quintic(queue, gram, square);
+        cast::cast(queue, gram, operand);
+        if rows <= columns {
+            multiply(GemmLayout::NN, operand, x, next);
+        } else {
+            multiply(GemmLayout::NN, x, operand, next);
+        }
+        std::mem::swap(&mut x, &mut next);
+    }
+    cast::cast(queue, x, direction);
+}
+
+/// `gram ← a·I + b·gram + c·square`.
+fn quintic(queue: &CpuQueue, gram: View<'_>, square: View<'_>) {
+    let (side, _) = gram.shape().as_matrix();
+    let [a, b, c] = QUINTIC;
+    let (gram, square) = (Operand::<f32>::new(gram), Operand::<f32>::new(square));
+    let rows_per_task = elements_per_task(side * side).div_ceil(side);
+    queue.for_each_range(
+        side,
+        rows_per_task,
+        #[inline(always)]
+        |rows, _| {
+            for row in rows {
+                let line = row * side..(row + 1) * side;
+                // SAFETY: each row belongs to one task, and the operands are two buffers.
+                let (gram, square) = unsafe { (gram.write(line.clone()), square.read(line)) };
+                for (g, s) in gram.iter_mut().zip(square) {
+                    *g = b * *g + c * s;
+                }
+                gram[row] += a;
+            }
+        },
+    );
+}
+
+fn scale(queue: &CpuQueue, x: View<'_>, factor: f32) {
+    let elements = x.elements();
+    let x = Operand::<f32>::new(x);
+    queue.for_each_range(
+        elements,
+        elements_per_task(elements),
+        #[inline(always)]
+        |range, _| {
+            // SAFETY: each range belongs to one task.
+            unsafe { x.write(range) }.iter_mut().for_each(|x| *x *= factor);
+        },
+    );
+}
+
+/// Memory for the iteration of one matrix, in one buffer.
+struct Scratch {
+    buffer: Buffer,
+    dtype: DType,
+    shape: [usize; 2],
+}
+
+impl Scratch {
+    fn new(queue: &CpuQueue, dtype: DType, shape: [usize; 2]) -> Self {
+        let side = shape[0].min(shape[1]);
+        let (matrix, square) = (shape[0] * shape[1], side * side);
+        let wide = aligned(matrix * size_of::<f32>()) + 2 * aligned(square * size_of::<f32>());
+        let narrow = 2 * aligned(matrix * dtype.size_bytes()) + aligned(square * dtype.size_bytes());
+        let buffer = queue
+            .arena
+            .allocate(wide + narrow, MemoryCategory::Workspace)
+            .unwrap_or_else(|error| panic!("no memory for an update of a {shape:?} matrix by muon: {error}"));
+        Self { buffer, dtype, shape }
+    }
+
+    /// The momentum, and in the end what becomes of it; f32.
+    fn direction(&self) -> View<'_> {
+        self.buffer.view(DType::F32, 0, self.shape)
+    }
+
+    /// One of two f32 matrices of the shorter side.
+    fn square(&self, index: usize) -> View<'_> {
+        let start = aligned(self.elements() * size_of::<f32>());
+        let each = aligned(self.side() * self.side() * size_of::<f32>());
+        self.buffer.view(DType::F32, start + index * each, [self.side(); 2])
+    }
+
+    /// One of two iterates, of which a round reads one and writes the other.
+    fn iterate(&self, index: usize) -> View<'_> {
+        self.buffer.view(self.dtype, self.iterates_at() + index * self.iterate_bytes(), self.shape)
+    }
+
+    /// The operand that a round multiplies with.
+    fn operand(&self) -> View<'_> {
+        let start = self.iterates_at() + 2 * self.iterate_bytes();
+        self.buffer.view(self.dtype, start, [self.side(); 2])
+    }
+
+    fn iterates_at(&self) -> usize {
+        let square = self.side() * self.side() * size_of::<f32>();
+        aligned(self.elements() * size_of::<f32>()) + 2 * aligned(square)
+    }
+
+    fn iterate_bytes(&self) -> usize {
+        aligned(self.elements() * self.dtype.size_bytes())
+    }
+
+    fn elements(&self) -> usize {
+        self.shape[0] * self.shape[1]
+    }
+
+    fn side(&self) -> usize {
+        self.shape[0].min(self.shape[1])
+    }
+}
+
+/// A number of bytes that ends at a cache line.
+fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
+    use crate::{Kernels, Rounding};
+
+    const SHAPES: [[usize; 2]; 5] = [[24, 40], [40, 24], [33, 33], [1, 7], [130, 300]];
+    const STEPS: usize = 3;
+
+    /// `a [m, k] · b [k, n]`.
+    fn product(a: &[f64], b: &[f64], [m, k, n]: [usize; 3]) -> Vec<f64> {
+        (0..m * n).map(|i| (0..k).map(|l| a[i / n * k + l] * b[l * n + i % n]).sum()).collect()
+    }
+
+    fn transposed(a: &[f64], [rows, columns]: [usize; 2]) -> Vec<f64> {
+        (0..rows * columns).map(|i| a[i % rows * columns + i / rows]).collect()
+    }
+
+    /// PyTorch's `_zeropower_via_newtonschulz` in f64.
+    fn orthogonalized(x: &[f64], shape: [usize; 2]) -> Vec<f64> {
+        let [rows, columns] = shape;
+        if rows > columns {
+            return transposed(&orthogonalized(&transposed(x, shape), [columns, rows]), [columns, rows]);
+        }
+        let norm = x.iter().map(|x| x * x).sum::<f64>().sqrt().max(EPS);
+        let mut x: Vec<f64> = x.iter().map(|x| x / norm).collect();
+        let [a, b, c] = QUINTIC.map(f64::from);
+        for _ in 0..ROUNDS {
+            let gram = product(&x, &transposed(&x, shape), [rows, columns, rows]);
+            let square = product(&gram, &gram, [rows; 3]);
+            let update: Vec<f64> = gram.iter().zip(&square).map(|(g, s)| b * g + c * s).collect();
+            let change = product(&update, &x, [rows, rows, columns]);
+            x = x.iter().zip(change).map(|(x, change)| a * x + change).collect();
+        }
+        x
+    }
+
+    /// PyTorch's `_single_tensor_muon` in f64: the weights and the momentum.
+    fn reference(weights: &[f64], gradients: &[Vec<f64>], shape: [usize; 2]) -> [Vec<f64>; 2] {
+        let (lr, decay, momentum, scale) = (1e-2, 0.1, f64::from(0.95_f32), f64::from(1.5_f32));
+        let (mut p, mut m) = (weights.to_vec(), vec![0.0; weights.len()]);
+        for gradient in gradients {
+            let g: Vec<f64> = gradient.iter().map(|g| g * 0.75).collect();
+            m = m.iter().zip(&g).map(|(m, g)| m + (g - m) * (1.0 - momentum)).collect();
+            let direction: Vec<f64> = m.iter().zip(&g).map(|(m, g)| g + (m - g) * momentum).collect();
+            let direction = orthogonalized(&direction, shape);
+            p = p.iter().zip(direction).map(|(p, d)| p * (1.0 - lr * decay) - lr * scale * d).collect();
+        }
+        [p, m]
+    }
+
+    fn steps(
+        queue: &CpuQueue,
+        dtype: DType,
+        weights: &[f64],
+        gradients: &[Vec<f64>],
+        shape: [usize; 2],
+    ) -> Vec<Vec<f64>> {
+        let parameter = floats(DType::F32, shape, weights);
+        let buffer = floats(DType::F32, shape, &vec![0.0; weights.len()]);
+        let copy = floats(DType::BF16, shape, &vec![0.0; weights.len()]);
+        for gradient in gradients {
+            queue.muon(&Muon {
+                parameter: parameter.view(),
+                gradient: floats(DType::F32, shape, gradient).view(),
+                momentum_buffer: buffer.view(),
+                rounded: Some(copy.view()),
+                rounding: Rounding::Nearest,
+                dtype,
+                learning_rate: 1e-2,
+                momentum: 0.95,
+                weight_decay: 0.1,
+                gradient_scale: 0.75,
+                scale: 1.5,
+            });
+        }
+        vec![values(parameter.view()), values(buffer.view()), values(copy.view())]
+    }
+
+    #[test]
+    fn muon_follows_pytorch_for_matrices_of_any_shape_and_rounds_its_copy() {
+        for shape in SHAPES {
+            let len = shape[0] * shape[1];
+            let weights = random_of(DType::F32, 1, len);
+            let gradients: Vec<Vec<f64>> =
+                (0..STEPS as u64).map(|step| random_of(DType::F32, 100 + step, len)).collect();
+            let expected = reference(&weights, &gradients, shape);
+            let run = |queue: &CpuQueue| steps(queue, DType::F32, &weights, &gradients, shape);
+            on_every_queue(run, |results| {
+                assert_close("momentum", &results[1], &expected[1], 2e-6, 1e-6);
+                // The direction's elements are about one over the root of the longer side.
+                assert_close("parameter", &results[0], &expected[0], 1e-6, 2e-6);
+                assert_eq!(results[2], rounded(DType::BF16, &results[0]), "{shape:?}: the bf16 copy");
+            });
+        }
+    }
+
+    #[test]
+    fn a_step_in_bf16_differs_from_one_in_f32_by_its_rounding_only() {
+        for shape in SHAPES {
+            let len = shape[0] * shape[1];
+            let (weights, gradients) = (vec![0.0; len], [random_of(DType::F32, 7, len)]);
+            let expected = reference(&weights, &gradients, shape)[0].clone();
+            let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
+            on_every_queue(
+                |queue| steps(queue, DType::BF16, &weights, &gradients, shape),
+                |results| {
+                    let error: Vec<f64> = results[0].iter().zip(&expected).map(|(a, b)| a - b).collect();
+                    let relative = norm(&error) / norm(&expected);
+                    assert!(relative < 0.03, "{shape:?}: {relative}");
+                },
+            );
+        }
+    }
+
+    #[test]
+    fn the_singular_values_of_a_direction_are_about_one_and_nothing_comes_of_nothing() {
+        // A matrix of rank one has one singular value, its Frobenius norm.
+        let shape = [20, 30];
+        let outer: Vec<f64> =
+            (0..600).map(|i| 1e-3 * (1.0 + (i / 30) as f64) * (i as f64 % 30.0 - 11.0)).collect();
+        let one_step = |gradient: &[f64]| {
+            let queue = CpuQueue::new(1, &crate::Arena::new()).unwrap();
+            steps(&queue, DType::F32, &vec![0.0; 600], &[gradient.to_vec()], shape)[0].clone()
+        };
+        let norm = one_step(&outer).iter().map(|x| x * x).sum::<f64>().sqrt() / (1e-2 * 1.5);
+        assert!((0.65..1.25).contains(&norm), "{norm}");
+        assert_eq!(one_step(&vec![0.0; 600]), vec![0.0; 600]);
+    }
+
+    #[test]
+    #[should_panic(expected = "is no matrix")]
+    fn a_vector_is_refused() {
+        let queue = CpuQueue::new(1, &crate::Arena::new()).unwrap();
+        let [p, g, m] = [(); 3].map(|()| floats(DType::F32, [4], &[1.0; 4]));
+        queue.muon(&Muon {
+            parameter: p.view(),
+            gradient: g.view(),
+            momentum_buffer: m.view(),
+            rounded: None,
+            rounding: Rounding::Nearest,
+            dtype: DType::F32,
+            learning_rate: 1e-2,
+            momentum: 0.95,
+            weight_decay: 0.1,
+            gradient_scale: 1.0,
+            scale: 1.0,
+        });
+    }
+}

@@ -1,0 +1,96 @@
+//! The sum of squares behind gradient clipping.
+
+use std::sync::{Mutex, PoisonError};
+
+use lockstep_plan::{DType, exact::ExactSum};
+
+use super::super::{
+    CpuQueue,
+    tasks::{expect, is_parallel},
+};
+use crate::View;
+
+/// Elements whose squares are summed before they enter the exact sum; shards are cut at its multiples.
+const NORM_BLOCK: usize = 1024;
+/// Blocks of squares that make a task.
+const NORM_BLOCKS_PER_TASK: usize = 64;
+
+pub(in crate::cpu) fn sum_of_squares(queue: &CpuQueue, x: View<'_>) -> ExactSum {
+    let elements = x.elements();
+    expect("sum_of_squares: x", x, DType::F32, elements);
+    // SAFETY: this kernel writes nothing.
+    let x = unsafe { x.slice::<f32>() };
+    let sum = |part: &[f32]| {
+        queue.level.run(
+            #[inline(always)]
+            || {
+                let mut sum = ExactSum::default();
+                for block in part.chunks(NORM_BLOCK) {
+                    sum.add(squares_of_block(block));
+                }
+                sum
+            },
+        )
+    };
+    // The sum is exact, so the order in which the parts are merged changes nothing.
+    let total = Mutex::new(ExactSum::default());
+    let part = if is_parallel(elements) { NORM_BLOCK * NORM_BLOCKS_PER_TASK } else { elements.max(1) };
+    queue.pool.run(elements.div_ceil(part), |task| {
+        let sum = sum(&x[task * part..elements.min((task + 1) * part)]);
+        total.lock().unwrap_or_else(PoisonError::into_inner).merge(&sum);
+    });
+    total.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Each square is exact in f64. The order of the additions is part of the result's definition.
+#[inline(always)]
+fn squares_of_block(block: &[f32]) -> f64 {
+    const LANES: usize = 16;
+    let mut lanes = [0.0_f64; LANES];
+    let mut chunks = block.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane += f64::from(*x) * f64::from(*x);
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane += f64::from(*x) * f64::from(*x);
+    }
+    lanes.into_iter().sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of};
+    use crate::{Arena, Kernels};
+
+    #[test]
+    fn the_sum_of_squares_does_not_depend_on_how_shards_are_cut() {
+        let len = 300_017;
+        let x = random_of(DType::F32, 1, len);
+        let expected: f64 = x.iter().map(|x| x * x).sum();
+        let run = |queue: &CpuQueue| {
+            let tensor = floats(DType::F32, [len], &x);
+            let whole = queue.sum_of_squares(tensor.view()).wait();
+            let mut cut = queue.sum_of_squares(tensor.view().rows(200 * NORM_BLOCK..len)).wait();
+            cut.merge(&queue.sum_of_squares(tensor.view().rows(0..200 * NORM_BLOCK)).wait());
+            assert_eq!(whole.value().to_bits(), cut.value().to_bits());
+            vec![vec![whole.value()]]
+        };
+        on_every_queue(run, |results| assert_close("sum", &results[0], &[expected], 1e-12, 0.0));
+    }
+
+    #[test]
+    fn the_sum_of_squares_is_nan_if_any_element_is_not_finite() {
+        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+        for bad in [f64::NAN, f64::INFINITY] {
+            let mut x = vec![1.0; 2000];
+            x[1999] = bad;
+            assert!(queue.sum_of_squares(floats(DType::F32, [2000], &x).view()).wait().value().is_nan());
+        }
+        // Squares that no f32 can hold are no reason for NaN.
+        let large = queue.sum_of_squares(floats(DType::F32, [2], &[3e38, 3e38]).view()).wait().value();
+        assert!((large / 1.8e77 - 1.0).abs() < 1e-6, "{large}");
+    }
+}

@@ -1,16 +1,18 @@
-//! A range of a token file cut into training windows, and the micro-batches made of them.
+//! A range of tokens cut into training windows, or a blend of several, and the micro-batches made of them.
 //!
-//! Window `w` is the `seq_len + 1` tokens from `w * seq_len` on: its inputs are all but the last, its
-//! labels all but the first. Neighbouring windows share one token, so that each token but the very first
-//! is predicted exactly once.
+//! A window is up to `seq_len + 1` tokens: its inputs are all but the last, its labels all but the first. Neighbouring
+//! windows share one token, so that each token but the very first is predicted exactly once. Sample `i` of a blend is a
+//! pure function of the weights, the seed and `i`, as that of a single source is.
 
 use std::{ops::Range, sync::Arc};
 
 use crate::{
     batch::{IGNORE_LABEL, MicroBatch},
+    blend::Blend,
     error::{DataError, Result},
     order::SampleOrder,
-    token_file::TokenFile,
+    packing::{Packing, Windows, keep_apart},
+    tokens::Tokens,
 };
 
 /// How a range of tokens is cut into windows and in which order they are read.
@@ -22,6 +24,8 @@ pub struct WindowOptions {
     pub order: SampleOrder,
     /// What happens to the tokens after the last full window.
     pub tail: Tail,
+    /// How documents are laid into windows.
+    pub packing: Packing,
 }
 
 /// What happens to the tokens after the last full window.
@@ -34,28 +38,41 @@ pub enum Tail {
     Pad,
 }
 
-/// Windows over a range of a token file; cheap to clone.
+/// Windows to draw samples from; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Dataset {
-    tokens: Arc<TokenFile>,
+    sources: Arc<[Source]>,
+    blend: Arc<Blend>,
+    seq_len: usize,
+}
+
+/// The windows over one range of tokens.
+#[derive(Debug, Clone)]
+struct Source {
+    tokens: Arc<Tokens>,
     range: Range<u64>,
+    windows: Windows,
     options: WindowOptions,
-    windows: u64,
+}
+
+/// Where a sample is found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Which source of a blend.
+    pub source: usize,
+    /// How often all its windows have been read before.
+    pub epoch: u64,
+    /// The window.
+    pub window: u64,
 }
 
 impl Dataset {
     /// The windows of `range` of `tokens`. `what` names the set in messages: "the training set".
     ///
     /// # Errors
-    /// [`DataError::TooFewTokens`] if there is no window; a `seq_len` of zero; a range beyond the file.
-    pub fn new(
-        tokens: Arc<TokenFile>,
-        range: Range<u64>,
-        options: WindowOptions,
-        what: &str,
-    ) -> Result<Self> {
-        let seq_len = options.seq_len as u64;
-        if seq_len == 0 {
+    /// [`DataError::TooFewTokens`] if there is no window; a `seq_len` of zero; a range beyond the tokens.
+    pub fn new(tokens: Arc<Tokens>, range: Range<u64>, options: WindowOptions, what: &str) -> Result<Self> {
+        if options.seq_len == 0 {
             return Err(DataError::OutOfRange {
                 name: "seq_len",
                 value: "0".into(),
@@ -69,50 +86,113 @@ impl Dataset {
                 allowed: format!("within 0..{}", tokens.tokens()),
             });
         }
-        let count = range.end - range.start;
-        let predictable = count.saturating_sub(1);
-        let (windows, needed_tokens) = match options.tail {
-            Tail::Drop => (predictable / seq_len, seq_len + 1),
-            Tail::Pad => (predictable.div_ceil(seq_len), 2),
-        };
-        if windows == 0 {
+        let windows = Windows::new(&tokens, range.clone(), options);
+        if windows.count() == 0 {
+            let is_padded = options.tail == Tail::Pad || options.packing == Packing::WholeDocuments;
             return Err(DataError::TooFewTokens {
                 what: what.to_owned(),
-                tokens: count,
-                needed_tokens,
+                tokens: range.end - range.start,
+                needed_tokens: if is_padded { 2 } else { options.seq_len as u64 + 1 },
                 seq_len: options.seq_len,
             });
         }
-        Ok(Self { tokens, range, options, windows })
+        let source = Source { tokens, range, windows, options };
+        Ok(Self { sources: [source].into(), blend: Blend::new(&[1.0]).into(), seq_len: options.seq_len })
     }
 
-    /// How many windows there are: the samples of one epoch.
+    /// Samples of several data sets, as often as their weights say: see [`Dataset::share`]. Each is read in an order
+    /// of its own, and begins again when it is used up.
+    ///
+    /// # Errors
+    /// No data set, weights that are not positive numbers, windows of different lengths.
+    pub fn blend(parts: &[(Self, f64)]) -> Result<Self> {
+        let out_of_range = |name, value, allowed: &str| {
+            Err(DataError::OutOfRange { name, value, allowed: allowed.to_owned() })
+        };
+        let Some((first, _)) = parts.first() else {
+            return out_of_range("the number of sources", "0".to_owned(), "1 or more");
+        };
+        let mut sources = Vec::new();
+        let mut weights = Vec::new();
+        for (part, weight) in parts {
+            if !(weight.is_finite() && *weight > 0.0) {
+                return out_of_range("the weight of a source", weight.to_string(), "a number above 0");
+            }
+            if part.seq_len != first.seq_len {
+                return out_of_range("seq_len", part.seq_len.to_string(), &first.seq_len.to_string());
+            }
+            for (i, source) in part.sources.iter().enumerate() {
+                let order = source.options.order.of_source(sources.len() as u64);
+                sources.push(Source { options: WindowOptions { order, ..source.options }, ..source.clone() });
+                weights.push(weight * part.share(i));
+            }
+        }
+        let (blend, seq_len) = (Blend::new(&weights).into(), first.seq_len);
+        Ok(Self { sources: sources.into(), blend, seq_len })
+    }
+
+    /// How many windows there are in all sources together: the samples of one epoch, where there is one source.
     pub fn windows(&self) -> u64 {
-        self.windows
+        self.sources.iter().map(|source| source.windows.count()).sum()
     }
 
     /// How many tokens the windows are cut from.
     pub fn tokens(&self) -> u64 {
-        self.range.end - self.range.start
+        self.sources.iter().map(|source| source.range.end - source.range.start).sum()
     }
 
     /// Inputs per window.
     pub fn seq_len(&self) -> usize {
-        self.options.seq_len
+        self.seq_len
     }
 
-    /// The (epoch, window) that global sample number `sample` is: a pure function, the same on all ranks.
-    pub fn locate(&self, sample: u64) -> (u64, u64) {
-        self.options.order.locate(sample, self.windows)
+    /// How many sources there are; one, unless this is a blend.
+    pub fn sources(&self) -> usize {
+        self.sources.len()
+    }
+
+    /// The share of all samples that come from `source`: after any number of them, the count is off by less than one.
+    pub fn share(&self, source: usize) -> f64 {
+        self.blend.share(source)
+    }
+
+    /// How often every window of `source` has been read after `samples` samples of the data set.
+    pub fn epochs(&self, source: usize, samples: u64) -> f64 {
+        samples as f64 * self.share(source) / self.sources[source].windows.count() as f64
+    }
+
+    /// The share of all positions in windows that hold a token, and not padding.
+    pub fn filled(&self) -> f64 {
+        let filled: u64 = self
+            .sources
+            .iter()
+            .map(|source| match &source.windows {
+                Windows::Even { range, count, seq_len } => {
+                    (count * seq_len).min((range.end - range.start).saturating_sub(1))
+                }
+                Windows::Listed(windows) => {
+                    windows.iter().map(|&(_, length)| u64::from(length).min(self.seq_len as u64)).sum()
+                }
+            })
+            .sum();
+        filled as f64 / (self.windows() * self.seq_len as u64) as f64
+    }
+
+    /// Where global sample number `sample` is found: a pure function, the same on all ranks.
+    pub fn locate(&self, sample: u64) -> Place {
+        let (source, index) = self.blend.locate(sample);
+        let Source { windows, options, .. } = &self.sources[source];
+        let (epoch, window) = options.order.locate(index, windows.count());
+        Place { source, epoch, window }
     }
 
     /// Fills `batch` with the samples of a range, one row each. What `batch` held is forgotten and its
     /// memory used again: batches of one size cost no allocation after the first.
     ///
     /// # Errors
-    /// [`DataError::BadTokenFile`] if the file turns out to be damaged.
+    /// [`DataError::TokenOutOfRange`] for an id that no embedding belongs to.
     pub fn fill(&self, samples: Range<u64>, batch: &mut MicroBatch) -> Result<()> {
-        batch.clear(self.options.seq_len);
+        batch.clear(self.seq_len);
         for sample in samples {
             self.push_sample(sample, batch)?;
         }
@@ -120,21 +200,25 @@ impl Dataset {
     }
 
     fn push_sample(&self, sample: u64, batch: &mut MicroBatch) -> Result<()> {
-        let seq_len = self.options.seq_len;
-        let (_, window) = self.locate(sample);
-        let start = self.range.start + window * seq_len as u64;
-        let end = self.range.end.min(start + seq_len as u64 + 1);
-
-        let row = batch.ids.len();
-        self.tokens.read(start..end, &mut batch.ids)?;
-        // An id fits in an i32: `TokenFile` checks it against a vocabulary that is below 2^31.
+        let Place { source, window, .. } = self.locate(sample);
+        let Source { tokens, windows, options, .. } = &self.sources[source];
+        let (row, end) = (batch.ids.len(), batch.ids.len() + self.seq_len);
+        let window = windows.tokens_of(window);
+        tokens.read(window.clone(), &mut batch.ids)?;
+        // An id fits in an i32: it was checked against a vocabulary that is below 2^31.
         batch.labels.extend(batch.ids[row + 1..].iter().map(|&id| id as i32));
+        for context in tokens.contexts(window.start + 1..window.end) {
+            let first = row + (context.start - window.start) as usize - 1;
+            batch.labels[first..][..(context.end - context.start) as usize].fill(IGNORE_LABEL);
+        }
         // The last token is a label only, except that a padded window has room for it as an input.
-        batch.ids.truncate(row + seq_len);
-        batch.ids.resize(row + seq_len, 0);
-        batch.labels.resize(row + seq_len, IGNORE_LABEL);
-        batch.positions.extend(0..seq_len as u32);
-        batch.document_starts.resize(row + seq_len, 0);
+        batch.ids.resize(end, 0);
+        batch.labels.resize(end, IGNORE_LABEL);
+        batch.positions.extend(0..self.seq_len as u32);
+        batch.document_starts.resize(end, 0);
+        if options.packing != Packing::Stream {
+            keep_apart(batch, tokens, window);
+        }
         batch.sample_numbers.push(sample);
         batch.sequences += 1;
         Ok(())

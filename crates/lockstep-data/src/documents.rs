@@ -1,19 +1,17 @@
-//! Files to documents: a text file is one, each line of a JSON lines file is one.
+//! Files to documents: a text file is one, each line of a JSON lines file and each row of a table is one.
 //!
 //! A document reaches the tokenizer in pieces, cut where the tokenizer allows it, so that a file larger
 //! than memory streams through and one large file still keeps every core busy.
 
 use std::{
-    fmt,
     fs::File,
-    io::{BufRead, BufReader, Read},
+    io::{BufRead, BufReader, Read, Seek, SeekFrom},
     path::Path,
 };
 
-use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
-
 use crate::{
     error::{DataError, Result},
+    parquet_file::read_parquet,
     sources::{FileFormat, SourceFile},
 };
 
@@ -23,9 +21,32 @@ const BLOCK_BYTES: u64 = 256 << 10;
 /// A part of a document, or all of it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    pub(crate) text: String,
+    pub(crate) content: Content,
     /// Whether the document is complete with this piece.
     pub(crate) ends_document: bool,
+    /// Where in the file reading goes on after it; see [`read_documents`].
+    pub(crate) end: u64,
+}
+
+/// What a piece is made of.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    Text(String),
+    /// A line of JSON, which is parsed where it is tokenized: on all cores.
+    JsonLine {
+        /// Counted from 1.
+        number: u64,
+        line: String,
+    },
+}
+
+impl Content {
+    /// What counts as done with it.
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            Self::Text(text) | Self::JsonLine { line: text, .. } => text.len(),
+        }
+    }
 }
 
 /// Where a text may be cut without changing what it becomes.
@@ -62,16 +83,24 @@ pub(crate) fn is_line_border(text: &str, at: usize) -> bool {
         && after.starts_with(|c: char| c.is_ascii_alphabetic())
 }
 
-/// Sends every piece of `file` to `sink`, in order, and returns the hash of the bytes that were read.
+/// Sends every piece of `file` from `start` on to `sink`, in order, and returns the hash of the bytes that were read.
+/// `text_field` is the column of a table that holds its text.
+/// `start` is 0, or the [`end`](Piece::end) of a piece: what follows it comes again, cut elsewhere perhaps.
 pub(crate) fn read_documents(
     file: &SourceFile,
+    start: u64,
     text_field: &str,
     cut: Cut,
     sink: &mut impl FnMut(Piece) -> Result<()>,
 ) -> Result<blake3::Hash> {
     match file.format {
-        FileFormat::Text => read_text(&file.path, cut, sink),
-        FileFormat::JsonLines => read_json_lines(&file.path, text_field, sink),
+        FileFormat::Text => read_text(&file.path, start, cut, sink),
+        FileFormat::JsonLines => read_json_lines(&file.path, start, sink),
+        FileFormat::Parquet => {
+            read_parquet(&file.path, text_field, start, sink)?;
+            Ok(hash_file(&file.path)?.0)
+        }
+        FileFormat::Indexed | FileFormat::RawTokens => Err(DataError::NotText { path: file.path.clone() }),
     }
 }
 
@@ -83,13 +112,24 @@ pub(crate) fn hash_file(path: &Path) -> Result<(blake3::Hash, u64)> {
     Ok((hasher.finalize(), hasher.count()))
 }
 
-fn read_text(path: &Path, cut: Cut, sink: &mut impl FnMut(Piece) -> Result<()>) -> Result<blake3::Hash> {
+fn open_at(path: &Path, start: u64) -> Result<File> {
     let mut file = File::open(path).map_err(DataError::io("open", path))?;
+    file.seek(SeekFrom::Start(start)).map_err(DataError::io("read", path))?;
+    Ok(file)
+}
+
+fn read_text(
+    path: &Path,
+    start: u64,
+    cut: Cut,
+    sink: &mut impl FnMut(Piece) -> Result<()>,
+) -> Result<blake3::Hash> {
+    let mut file = open_at(path, start)?;
     let mut hasher = blake3::Hasher::new();
     let mut text = String::new();
     // The bytes not yet known to be text: at most the start of one character stays over from a block.
     let mut raw = Vec::new();
-    let mut raw_offset = 0_u64;
+    let mut raw_offset = start;
     loop {
         let kept = raw.len();
         let read =
@@ -114,12 +154,13 @@ fn read_text(path: &Path, cut: Cut, sink: &mut impl FnMut(Piece) -> Result<()>) 
         raw.drain(..valid_bytes);
         raw_offset += valid_bytes as u64;
         if read == 0 {
-            sink(Piece { text, ends_document: true })?;
+            sink(Piece { content: Content::Text(text), ends_document: true, end: raw_offset })?;
             return Ok(hasher.finalize());
         }
         if let Some(border) = cut.last_border(&text) {
             let rest = text.split_off(border);
-            sink(Piece { text, ends_document: false })?;
+            let end = raw_offset - rest.len() as u64;
+            sink(Piece { content: Content::Text(text), ends_document: false, end })?;
             text = rest;
         }
     }
@@ -127,91 +168,36 @@ fn read_text(path: &Path, cut: Cut, sink: &mut impl FnMut(Piece) -> Result<()>) 
 
 fn read_json_lines(
     path: &Path,
-    text_field: &str,
+    start: u64,
     sink: &mut impl FnMut(Piece) -> Result<()>,
 ) -> Result<blake3::Hash> {
-    let file = File::open(path).map_err(DataError::io("open", path))?;
-    let mut reader = BufReader::with_capacity(BLOCK_BYTES as usize, file);
+    let mut reader = BufReader::with_capacity(BLOCK_BYTES as usize, open_at(path, 0)?);
     let mut hasher = blake3::Hasher::new();
     let mut line = Vec::new();
-    let mut offset = 0_u64;
+    let mut end = 0_u64;
     for number in 1.. {
         line.clear();
         let read = reader.read_until(b'\n', &mut line).map_err(DataError::io("read", path))?;
         if read == 0 {
             break;
         }
+        end += read as u64;
+        // Lines that were read before are read again, for their number.
+        if end <= start {
+            continue;
+        }
         hasher.update(&line);
         let text = std::str::from_utf8(&line).map_err(|error| DataError::NotUtf8 {
             path: path.to_owned(),
-            offset_bytes: offset + error.valid_up_to() as u64,
+            offset_bytes: end - read as u64 + error.valid_up_to() as u64,
         })?;
-        offset += read as u64;
         if text.trim_ascii().is_empty() {
             continue;
         }
-        let text = parse_json_line(text, text_field).map_err(|problem| DataError::JsonLine {
-            path: path.to_owned(),
-            line: number,
-            problem,
-        })?;
-        sink(Piece { text, ends_document: true })?;
+        let content = Content::JsonLine { number, line: text.to_owned() };
+        sink(Piece { content, ends_document: true, end })?;
     }
     Ok(hasher.finalize())
-}
-
-/// The text of one line of a JSON lines file: the string in the field `text_field` of its object. Other
-/// fields are skipped without being built.
-///
-/// # Errors
-/// What is wrong with the line, in words, with the column where the parser stopped.
-pub fn parse_json_line(line: &str, text_field: &str) -> Result<String, String> {
-    let mut parser = serde_json::Deserializer::from_str(line);
-    let text = TextField(text_field).deserialize(&mut parser).and_then(|text| parser.end().map(|()| text));
-    // The parser counts lines from the start of what it was given, which is one line.
-    text.map_err(|error| error.to_string().replace(" at line 1 column", " at column"))
-}
-
-/// Reads an object and keeps one string of it.
-struct TextField<'a>(&'a str);
-
-impl<'de> DeserializeSeed<'de> for TextField<'_> {
-    type Value = String;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<String, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
-impl<'de> Visitor<'de> for TextField<'_> {
-    type Value = String;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "an object with a string in its field \"{}\"", self.0)
-    }
-
-    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<String, M::Error> {
-        let mut text = None;
-        let mut others = Vec::new();
-        while let Some(key) = map.next_key::<String>()? {
-            if key == self.0 {
-                text = Some(map.next_value()?);
-            } else {
-                map.next_value::<IgnoredAny>()?;
-                if others.len() < 8 {
-                    others.push(key);
-                }
-            }
-        }
-        text.ok_or_else(|| {
-            de::Error::custom(format_args!(
-                "the object has no field \"{}\" (it has: {}); data.text_field names the one that holds the \
-                 text",
-                self.0,
-                if others.is_empty() { "none".to_owned() } else { others.join(", ") }
-            ))
-        })
-    }
 }
 
 #[cfg(test)]
@@ -222,7 +208,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), bytes).unwrap();
         let mut pieces = Vec::new();
-        let hash = read_text(file.path(), cut, &mut |piece| {
+        let hash = read_text(file.path(), 0, cut, &mut |piece| {
             pieces.push(piece);
             Ok(())
         })?;
@@ -241,10 +227,45 @@ mod tests {
             let pieces = pieces_of(text.as_bytes(), cut).unwrap();
             assert!(pieces.len() >= at_least, "{cut:?}: {} pieces", pieces.len());
             assert!(cut != Cut::Never || pieces.len() == 1);
-            let joined: String = pieces.iter().map(|piece| piece.text.as_str()).collect();
-            assert!(joined == text, "{cut:?}");
+            assert!(pieces.iter().map(text_of).collect::<String>() == text, "{cut:?}");
             assert_eq!(pieces.iter().filter(|piece| piece.ends_document).count(), 1);
             assert!(pieces.last().unwrap().ends_document);
+        }
+    }
+
+    fn text_of(piece: &Piece) -> &str {
+        match &piece.content {
+            Content::Text(text) => text,
+            Content::JsonLine { line, .. } => line,
+        }
+    }
+
+    #[test]
+    fn reading_goes_on_after_any_piece() {
+        let text = "line ä\n".repeat(BLOCK_BYTES as usize / 3);
+        let lines = "{\"text\": \"ä\"}\n\n{\"text\": \"b\"}\n{}";
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for (format, text) in [(FileFormat::Text, text.as_str()), (FileFormat::JsonLines, lines)] {
+            std::fs::write(file.path(), text).unwrap();
+            let source = SourceFile { path: file.path().to_owned(), format };
+            let pieces_from = |start| {
+                let mut pieces = Vec::new();
+                let sink = &mut |piece| {
+                    pieces.push(piece);
+                    Ok(())
+                };
+                read_documents(&source, start, "text", Cut::LineBorders, sink).unwrap();
+                pieces
+            };
+            let whole = pieces_from(0);
+            assert!(whole.len() >= 3, "{format:?}: {} pieces", whole.len());
+            for (done, piece) in whole.iter().enumerate() {
+                let rest: String = pieces_from(piece.end).iter().map(text_of).collect();
+                assert!(
+                    rest == whole[done + 1..].iter().map(text_of).collect::<String>(),
+                    "{format:?} {done}"
+                );
+            }
         }
     }
 
@@ -281,22 +302,6 @@ mod tests {
             ("é\nb", 1, false),
         ] {
             assert_eq!(is_line_border(text, at), expected, "{text:?} at {at}");
-        }
-    }
-
-    #[test]
-    fn a_line_gives_its_text_or_says_what_is_wrong() {
-        assert_eq!(parse_json_line(r#"{"id": [1, {}], "text": "a\nb"}"#, "text").unwrap(), "a\nb");
-        for (line, expected) in [
-            ("{\"text\": \"a\"", "EOF while parsing an object at column 12"),
-            ("[1]", "expected an object with a string in its field \"text\""),
-            (r#"{"body": "a", "id": 1}"#, "no field \"text\" (it has: body, id)"),
-            (r#"{"text": 3}"#, "expected a string at column 10"),
-            (r#"{"text": "a"} {}"#, "trailing characters at column 15"),
-            (r#"{"text": "\ud800"}"#, "column 17"),
-        ] {
-            let problem = parse_json_line(line, "text").unwrap_err();
-            assert!(problem.contains(expected), "{line}: {problem}");
         }
     }
 }

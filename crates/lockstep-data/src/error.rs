@@ -8,6 +8,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use crate::id_type::IdType;
+
 /// The result of every fallible function in this crate.
 pub type Result<T, E = DataError> = std::result::Result<T, E>;
 
@@ -59,9 +61,9 @@ pub enum DataError {
     },
     /// A file whose format cannot be told from its extension.
     #[error(
-        "{}: files of type .{extension} are not read as they are; text (any UTF-8 file) and JSON lines \
-         (.jsonl, .ndjson) are. If this is one of those under another name, set the format to \"text\" or \
-         \"jsonl\"",
+        "{}: files of type .{extension} are not read as they are; text (any UTF-8 file), JSON lines (.jsonl, .ndjson), Parquet, \
+         Megatron's .bin with its .idx, and raw tokens (.bin) are. If this is one of those under another name, \
+         set data.format to \"text\", \"jsonl\", \"indexed\" or \"tokens\"",
         path.display()
     )]
     UnsupportedFormat {
@@ -77,6 +79,80 @@ pub enum DataError {
         name: String,
         /// The names that are known.
         allowed: &'static [&'static str],
+    },
+    /// A name of a type of ids that is not known.
+    #[error("\"{name}\" is not a type in which raw token files are read; allowed: u16, u32")]
+    UnknownIdType {
+        /// The name that was given.
+        name: String,
+    },
+    /// A Parquet file that cannot be read.
+    #[error("{} is not a Parquet file with text: {problem}", path.display())]
+    BadParquet {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A result that would be overwritten.
+    #[error("{} is there already; give another name, or remove it", path.display())]
+    OutputExists {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Another process is at the same work.
+    #[error("another process is writing in {}; wait for its end, or give another name", path.display())]
+    WorkInUse {
+        /// The directory of the work.
+        path: PathBuf,
+    },
+    /// Unfinished work that is not this one.
+    #[error(
+        "{} holds unfinished work on other files, or with another tokenizer or other options; finish that, or remove \
+         the directory to begin anew",
+        path.display()
+    )]
+    OtherWork {
+        /// The directory of the work.
+        path: PathBuf,
+    },
+    /// The file system filled up. What is done is kept.
+    #[error("the disk is full below {}; free some space, and the same command goes on where it was", path.display())]
+    NoSpaceToGoOn {
+        /// The directory of the work.
+        path: PathBuf,
+    },
+    /// Work that was stopped from outside, and kept.
+    #[error("interrupted after {tokens} tokens, which are in {}; the same command goes on from there", path.display())]
+    Interrupted {
+        /// The directory of the work.
+        path: PathBuf,
+        /// How many tokens there are.
+        tokens: u64,
+    },
+    /// Prompts on their way into a format that has no place for them.
+    #[error(
+        "document {document} has a prompt, which is not to be predicted, and an indexed data set cannot say so; train on \
+         the file itself (data.train), or set data.text_field to a field with the whole text"
+    )]
+    NoPlaceForPrompts {
+        /// Which document, from 1.
+        document: u64,
+    },
+    /// Files of tokens where only text will do.
+    #[error("{} holds tokens already", path.display())]
+    NotText {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Text without anything to turn it into tokens.
+    #[error(
+        "{} is text, and no tokenizer is named for it: set data.tokenizer to \"bytes\" or the path of a tokenizer.json",
+        path.display()
+    )]
+    NoTokenizer {
+        /// The first file of text.
+        path: PathBuf,
     },
     /// A byte that is not UTF-8.
     #[error("{} is not UTF-8 text: the byte at offset {offset_bytes} is invalid", path.display())]
@@ -150,6 +226,46 @@ pub enum DataError {
         /// The rule it breaks.
         problem: TokenFileProblem,
     },
+    /// A raw token file whose length cannot be right.
+    #[error(
+        "{} has {bytes} bytes, which is not a whole number of ids of type {id_type}; data.token_type names another",
+        path.display()
+    )]
+    BadRawFile {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        bytes: u64,
+        /// The type it was to be read as.
+        id_type: IdType,
+    },
+    /// An index of a Megatron data set that cannot be trusted.
+    #[error("{} is not a valid index of a Megatron data set: {problem}", path.display())]
+    BadIndex {
+        /// The index.
+        path: PathBuf,
+        /// The rule it breaks.
+        problem: IndexProblem,
+    },
+    /// An id beyond the vocabulary.
+    #[error(
+        "{}: token {index} is {value} (read as {id_type}), but the vocabulary has {vocab_size} entries: 0 to {}; the \
+         tokens were made for another model, or are of another type",
+        path.display(),
+        vocab_size.saturating_sub(1)
+    )]
+    TokenOutOfRange {
+        /// The file.
+        path: PathBuf,
+        /// Which token, from 0.
+        index: u64,
+        /// Its value.
+        value: i64,
+        /// The vocabulary.
+        vocab_size: u64,
+        /// How ids were read.
+        id_type: IdType,
+    },
     /// Too little text for one training window.
     #[error(
         "{what} holds {tokens} tokens, but one window of seq_len {seq_len} needs {needed_tokens} (seq_len + \
@@ -189,6 +305,9 @@ pub enum DataError {
         /// Replicas that share the global batch.
         replicas: u64,
     },
+    /// Several sources of one blend have problems of their own.
+    #[error("{} sources cannot be used:\n{}", .0.len(), .0.iter().map(|problem| format!("  {problem}")).collect::<Vec<_>>().join("\n"))]
+    Several(Vec<DataError>),
     /// The thread that fills micro-batches is gone without an error of its own.
     #[error("the data thread ended unexpectedly; this is a defect of Lockstep")]
     PrefetcherLost,
@@ -242,15 +361,96 @@ pub enum TokenFileProblem {
     /// A valid file of another corpus under this name.
     #[error("it belongs to another corpus, tokenizer or set of options than its name says")]
     OtherContent,
-    /// An id beyond the vocabulary.
-    #[error("token {index} has id {id}, beyond its vocabulary of {vocab_size}")]
-    TokenOutOfRange {
-        /// Which token.
-        index: u64,
-        /// Its id.
-        id: u32,
-        /// The vocabulary.
-        vocab_size: u64,
+    /// Numbers that should ascend and stay within the file.
+    #[error("its {what} do not lie in order within its tokens")]
+    Order {
+        /// What the numbers are of.
+        what: &'static str,
+    },
+}
+
+/// The rule that an index of a Megatron data set breaks.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum IndexProblem {
+    /// Shorter than a header.
+    #[error("it has {bytes} bytes, fewer than its header of 34")]
+    ShorterThanHeader {
+        /// Its length.
+        bytes: u64,
+    },
+    /// Not an index at all.
+    #[error("it does not start with MMIDIDX")]
+    Magic,
+    /// Another version.
+    #[error("its version is {found}; version 1 is read")]
+    Version {
+        /// The version in the file.
+        found: u64,
+    },
+    /// A code that stands for no type of ids.
+    #[error("its type code is {code}; allowed: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16")]
+    IdType {
+        /// The code in the file.
+        code: u8,
+    },
+    /// A length that does not follow from the counts.
+    #[error(
+        "it has {bytes} bytes, which does not fit its {sequences} sequences and {borders} document borders"
+    )]
+    Length {
+        /// Its length.
+        bytes: u64,
+        /// Sequences, as the header says.
+        sequences: u64,
+        /// Borders, as the header says.
+        borders: u64,
+    },
+    /// A sequence of less than no tokens.
+    #[error("sequence {sequence} has {length} tokens")]
+    SequenceLength {
+        /// Which sequence.
+        sequence: usize,
+        /// Its length.
+        length: i32,
+    },
+    /// A sequence that does not begin where the one before it ends.
+    #[error("sequence {sequence} begins at byte {offset}; by the lengths before it that is byte {expected}")]
+    Offset {
+        /// Which sequence.
+        sequence: usize,
+        /// Where it begins, as the file says.
+        offset: i64,
+        /// Where it begins by the lengths.
+        expected: u64,
+    },
+    /// More or fewer tokens than there are.
+    #[error("its sequences ask for {expected} bytes or more of tokens; the .bin has {bin_bytes}")]
+    TokenBytes {
+        /// By the index.
+        expected: u64,
+        /// The length of the `.bin`.
+        bin_bytes: u64,
+    },
+    /// A border that goes back or beyond.
+    #[error(
+        "document border {index} is at sequence {border}; allowed: from 0 in ascending order to {sequences}"
+    )]
+    Border {
+        /// Which border.
+        index: usize,
+        /// The sequence it names.
+        border: i64,
+        /// How many sequences there are.
+        sequences: usize,
+    },
+    /// Sequences that belong to no document.
+    #[error("its last document ends at sequence {border} of {sequences}")]
+    LastBorder {
+        /// The last border; 0 where there is none.
+        border: u64,
+        /// How many sequences there are.
+        sequences: usize,
     },
 }
 
@@ -263,16 +463,25 @@ pub enum ErrorKind {
     CorruptInput,
     /// The machine failed: input and output, disk space.
     Failed,
+    /// Somebody asked for a stop; the same command goes on.
+    Interrupted,
 }
 
 impl DataError {
-    /// Which of the three kinds this is; the command line derives its exit code from it.
+    /// Which kind this is; the command line derives its exit code from it.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::NoMatch { .. }
             | Self::BadPattern { .. }
             | Self::UnsupportedFormat { .. }
             | Self::UnknownFormat { .. }
+            | Self::UnknownIdType { .. }
+            | Self::NotText { .. }
+            | Self::OutputExists { .. }
+            | Self::WorkInUse { .. }
+            | Self::OtherWork { .. }
+            | Self::NoPlaceForPrompts { .. }
+            | Self::NoTokenizer { .. }
             | Self::NoText { .. }
             | Self::TokenizerTooLarge { .. }
             | Self::TooFewTokens { .. }
@@ -281,17 +490,46 @@ impl DataError {
             Self::NotUtf8 { .. }
             | Self::JsonLine { .. }
             | Self::BadTokenizer { .. }
-            | Self::BadTokenFile { .. } => ErrorKind::CorruptInput,
+            | Self::BadParquet { .. }
+            | Self::BadTokenFile { .. }
+            | Self::BadRawFile { .. }
+            | Self::BadIndex { .. }
+            | Self::TokenOutOfRange { .. } => ErrorKind::CorruptInput,
             Self::Io { source, .. }
                 if matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
             {
                 ErrorKind::Configuration
             }
+            Self::Interrupted { .. } => ErrorKind::Interrupted,
+            Self::Several(problems) => problems.first().map_or(ErrorKind::Failed, Self::kind),
             Self::Io { .. }
             | Self::DiskFull { .. }
+            | Self::NoSpaceToGoOn { .. }
             | Self::SourceChanged { .. }
             | Self::TokenizerFailed { .. }
             | Self::PrefetcherLost => ErrorKind::Failed,
+        }
+    }
+
+    /// All results, or every error there is.
+    ///
+    /// # Errors
+    /// The only error, or [`DataError::Several`].
+    pub fn all_of<T>(results: impl IntoIterator<Item = Result<T>>) -> Result<Vec<T>> {
+        let (mut values, mut problems) = (Vec::new(), Vec::new());
+        for result in results {
+            match result {
+                Ok(value) => values.push(value),
+                Err(problem) => problems.push(problem),
+            }
+        }
+        match problems.pop() {
+            None => Ok(values),
+            Some(only) if problems.is_empty() => Err(only),
+            Some(last) => {
+                problems.push(last);
+                Err(Self::Several(problems))
+            }
         }
     }
 

@@ -34,6 +34,16 @@ impl SampleOrder {
             Self::Shuffle { seed } => (epoch, permute(index, windows, seed, epoch)),
         }
     }
+
+    /// The order of one source of a blend: as this one, but independent of those of the others.
+    pub(crate) fn of_source(self, source: u64) -> Self {
+        match self {
+            Self::Shuffle { seed } if source > 0 => {
+                Self::Shuffle { seed: mix(seed ^ mix(source ^ key_from_name("lockstep/blend-source"))) }
+            }
+            order => order,
+        }
+    }
 }
 
 /// Enough for every bit to depend on every other several times over; four are the proven minimum for a

@@ -9,23 +9,32 @@ use std::{
     str::FromStr,
 };
 
-use crate::error::{DataError, Result};
+use crate::{
+    error::{DataError, Result},
+    indexed::pair_of,
+};
 
 /// How a file is read, as a configuration names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Format {
-    /// By the extension: `.jsonl`, `.ndjson` and `.jsonlines` hold JSON lines; archives, tables and the
-    /// like are refused; everything else is text.
+    /// By the extension: `.jsonl`, `.ndjson` and `.jsonlines` hold JSON lines, `.parquet` a table; a `.bin` is one of Megatron's if its
+    /// `.idx` lies beside it, else raw tokens; archives, tables and the like are refused; everything else is text.
     #[default]
     Auto,
     /// UTF-8 text; a file is one document.
     Text,
     /// One JSON object a line; a line is one document.
     JsonLines,
+    /// Parquet; a row is one document.
+    Parquet,
+    /// Megatron's indexed data sets: a `.bin` with its `.idx`.
+    Indexed,
+    /// Ids and nothing else, as nanoGPT writes them.
+    RawTokens,
 }
 
 impl Format {
-    const NAMES: [&'static str; 3] = ["auto", "text", "jsonl"];
+    const NAMES: [&'static str; 6] = ["auto", "text", "jsonl", "parquet", "indexed", "tokens"];
 }
 
 impl FromStr for Format {
@@ -36,6 +45,9 @@ impl FromStr for Format {
             "auto" => Ok(Self::Auto),
             "text" => Ok(Self::Text),
             "jsonl" => Ok(Self::JsonLines),
+            "parquet" => Ok(Self::Parquet),
+            "indexed" => Ok(Self::Indexed),
+            "tokens" => Ok(Self::RawTokens),
             _ => Err(DataError::UnknownFormat { name: name.to_owned(), allowed: &Self::NAMES }),
         }
     }
@@ -53,6 +65,35 @@ pub struct SourceFile {
 pub(crate) enum FileFormat {
     Text,
     JsonLines,
+    Parquet,
+    Indexed,
+    RawTokens,
+}
+
+impl FileFormat {
+    /// Whether a tokenizer is needed to read it.
+    pub(crate) fn is_text(self) -> bool {
+        match self {
+            Self::Text | Self::JsonLines | Self::Parquet => true,
+            Self::Indexed | Self::RawTokens => false,
+        }
+    }
+
+    /// Whether it has fields, of which one is named.
+    pub(crate) fn has_fields(self) -> bool {
+        matches!(self, Self::JsonLines | Self::Parquet)
+    }
+
+    /// What it is called in a configuration.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::JsonLines => "jsonl",
+            Self::Parquet => "parquet",
+            Self::Indexed => "indexed",
+            Self::RawTokens => "tokens",
+        }
+    }
 }
 
 impl SourceFile {
@@ -64,8 +105,15 @@ impl SourceFile {
         let format = match format {
             Format::Text => FileFormat::Text,
             Format::JsonLines => FileFormat::JsonLines,
+            Format::Parquet => FileFormat::Parquet,
+            Format::Indexed => FileFormat::Indexed,
+            Format::RawTokens => FileFormat::RawTokens,
             Format::Auto => match extension_of(&path).as_str() {
                 "jsonl" | "ndjson" | "jsonlines" => FileFormat::JsonLines,
+                "parquet" => FileFormat::Parquet,
+                "idx" => FileFormat::Indexed,
+                "bin" if pair_of(&path).is_some() => FileFormat::Indexed,
+                "bin" => FileFormat::RawTokens,
                 extension if NOT_TEXT.contains(&extension) => {
                     return Err(DataError::UnsupportedFormat { extension: extension.to_owned(), path });
                 }
@@ -74,16 +122,23 @@ impl SourceFile {
         };
         Ok(Self { path, format })
     }
+
+    /// Whether a tokenizer is needed to read it.
+    pub fn is_text(&self) -> bool {
+        self.format.is_text()
+    }
+
+    /// Whether its documents can be told apart by end-of-text tokens only.
+    pub fn hides_documents(&self) -> bool {
+        self.format == FileFormat::RawTokens
+    }
 }
 
 /// Extensions of files that users keep corpora in and that are no plain text, so that the message is about
 /// the format and not about some byte. A `.json` file may be either, so the user has to say.
-const NOT_TEXT: [&str; 18] = [
-    "parquet",
+const NOT_TEXT: [&str; 15] = [
     "arrow",
     "feather",
-    "bin",
-    "idx",
     "npy",
     "npz",
     "pt",
@@ -106,8 +161,8 @@ fn extension_of(path: &Path) -> String {
 /// The files that `patterns` name, pattern by pattern; within a pattern sorted by path.
 ///
 /// A pattern is a file, a directory (all files below it, hidden ones excepted), or a glob in which `*`
-/// stays within one directory and `**` does not. Relative ones start from the current directory. A file
-/// that two patterns name is read twice.
+/// stays within one directory and `**` does not; one of Megatron's data sets may also be named without extension.
+/// Relative ones start from the current directory. A file that two patterns name is read twice.
 ///
 /// # Errors
 /// A pattern that matches no file, a glob that cannot be parsed, a directory that cannot be read, or a
@@ -115,15 +170,30 @@ fn extension_of(path: &Path) -> String {
 pub fn expand<S: AsRef<str>>(patterns: &[S], format: Format) -> Result<Vec<SourceFile>> {
     let mut files = Vec::new();
     for pattern in patterns {
-        for path in expand_one(pattern.as_ref())? {
-            files.push(SourceFile::new(path, format)?);
+        let first = files.len();
+        for path in expand_one(pattern.as_ref(), format)? {
+            let mut file = SourceFile::new(path, format)?;
+            if file.format == FileFormat::Indexed {
+                file.path.set_extension("bin");
+                // A pattern may name both halves of a data set; it is read once.
+                if files[first..].contains(&file) {
+                    continue;
+                }
+            }
+            files.push(file);
         }
     }
     Ok(files)
 }
 
-fn expand_one(pattern: &str) -> Result<Vec<PathBuf>> {
+fn expand_one(pattern: &str, format: Format) -> Result<Vec<PathBuf>> {
     let path = Path::new(pattern);
+    if matches!(format, Format::Auto | Format::Indexed)
+        && !path.exists()
+        && let Some((bin, _)) = pair_of(path)
+    {
+        return Ok(vec![bin]);
+    }
     // What exists under this very name is meant, even if its name looks like a glob.
     if path.is_file() {
         return Ok(vec![path.to_owned()]);
@@ -191,40 +261,29 @@ fn has_hidden_part(relative: &Path) -> bool {
 pub(crate) fn files_below(root: &Path, wanted: &dyn Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
     let start = if root.as_os_str().is_empty() { Path::new(".") } else { root };
     let mut found = Vec::new();
-    let mut open = Vec::new();
-    walk(start, Path::new(""), &mut open, &mut |relative| {
-        if wanted(relative) {
+    for entry in walkdir::WalkDir::new(start).follow_links(true) {
+        let entry = match entry {
+            Ok(entry) => entry,
+            Err(error) => {
+                let path = error.path().unwrap_or(start).to_owned();
+                // A link back up the tree leads to nothing new; one that leads nowhere is no file, and whoever names
+                // it gets an error when it is opened.
+                let is_link = fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.is_symlink());
+                if is_link {
+                    continue;
+                }
+                return Err(DataError::io("read directory", &path)(error.into()));
+            }
+        };
+        if let Ok(relative) = entry.path().strip_prefix(start)
+            && entry.file_type().is_file()
+            && wanted(relative)
+        {
             found.push(root.join(relative));
         }
-    })?;
+    }
     found.sort_unstable_by(|a, b| a.as_os_str().as_encoded_bytes().cmp(b.as_os_str().as_encoded_bytes()));
     Ok(found)
-}
-
-fn walk(
-    directory: &Path,
-    relative: &Path,
-    open: &mut Vec<PathBuf>,
-    visit: &mut dyn FnMut(&Path),
-) -> Result<()> {
-    let canonical = fs::canonicalize(directory).map_err(DataError::io("open directory", directory))?;
-    if open.contains(&canonical) {
-        return Ok(());
-    }
-    open.push(canonical);
-    for entry in fs::read_dir(directory).map_err(DataError::io("read directory", directory))? {
-        let entry = entry.map_err(DataError::io("read directory", directory))?;
-        let (path, relative) = (entry.path(), relative.join(entry.file_name()));
-        // A link that leads nowhere is no file; whoever names it gets an error when it is opened.
-        let Ok(metadata) = fs::metadata(&path) else { continue };
-        if metadata.is_dir() {
-            walk(&path, &relative, open, visit)?;
-        } else if metadata.is_file() {
-            visit(&relative);
-        }
-    }
-    open.pop();
-    Ok(())
 }
 
 #[cfg(test)]
@@ -270,13 +329,29 @@ mod tests {
     }
 
     #[test]
+    fn a_bin_with_its_idx_is_one_data_set_under_any_of_its_names() {
+        let dir = tree();
+        for file in ["sub/m.bin", "sub/m.idx", "sub/raw.bin"] {
+            fs::write(dir.path().join(file), "").unwrap();
+        }
+        for pattern in ["sub/m", "sub/m.bin", "sub/m.idx", "sub/m.*"] {
+            assert_eq!(names(dir.path(), pattern), ["sub/m.bin"], "{pattern}");
+        }
+        let pattern = dir.path().join("sub/*.bin").to_string_lossy().into_owned();
+        let formats: Vec<_> =
+            expand(&[pattern], Format::Auto).unwrap().iter().map(|file| file.format.name()).collect();
+        assert_eq!(formats, ["indexed", "tokens"]);
+    }
+
+    #[test]
     fn the_extension_decides_the_format_unless_it_is_given() {
         let format = |path: &str, format| SourceFile::new(path.into(), format).map(|file| file.format);
         assert_eq!(format("a.JSONL", Format::Auto).unwrap(), FileFormat::JsonLines);
         assert_eq!(format("a.rs", Format::Auto).unwrap(), FileFormat::Text);
         assert_eq!(format("README", Format::Auto).unwrap(), FileFormat::Text);
         assert_eq!(format("a.json", Format::JsonLines).unwrap(), FileFormat::JsonLines);
-        let error = format("a.parquet", Format::Auto).unwrap_err().to_string();
-        assert!(error.contains("a.parquet") && error.contains(".jsonl"), "{error}");
+        assert_eq!(format("a.bin", Format::Auto).unwrap(), FileFormat::RawTokens);
+        let error = format("a.npy", Format::Auto).unwrap_err().to_string();
+        assert!(error.contains("a.npy") && error.contains(".jsonl"), "{error}");
     }
 }

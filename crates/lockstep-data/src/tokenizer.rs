@@ -9,6 +9,7 @@ use serde::Deserialize;
 use tokenizers::ModelWrapper;
 
 use crate::{
+    chat::ChatTemplate,
     documents::Cut,
     error::{DataError, Result},
     quiet,
@@ -33,6 +34,65 @@ pub struct HfTokenizer {
     largest_id: u32,
     eos: Option<u32>,
     cut: Cut,
+    chat: ChatTemplate,
+}
+
+/// What is read of a `tokenizer_config.json`.
+#[derive(Deserialize)]
+struct TokenizerConfig {
+    bos_token: Option<NamedToken>,
+    eos_token: Option<NamedToken>,
+    chat_template: Option<Templates>,
+}
+
+/// Either the token itself, or an object that holds it.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum NamedToken {
+    Plain(String),
+    Object { content: String },
+}
+
+impl NamedToken {
+    fn into_name(self) -> String {
+        match self {
+            Self::Plain(name) | Self::Object { content: name } => name,
+        }
+    }
+}
+
+/// A template, or several of which one is called `default`.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Templates {
+    One(String),
+    Several(Vec<NamedTemplate>),
+}
+
+#[derive(Deserialize)]
+struct NamedTemplate {
+    name: String,
+    template: String,
+}
+
+impl Templates {
+    fn into_default(self) -> Option<String> {
+        match self {
+            Self::One(template) => Some(template),
+            Self::Several(templates) => {
+                templates.into_iter().find(|named| named.name == "default").map(|named| named.template)
+            }
+        }
+    }
+}
+
+/// The bytes of a file, if there is one.
+fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(DataError::io("read", path)(error)),
+    }
 }
 
 /// Labels are `i32`, in which negative numbers mean something else.
@@ -62,10 +122,16 @@ impl Tokenizer {
         let json = fs::read(&path).map_err(DataError::io("read the tokenizer", &path))?;
         let tokenizer = Self::from_json(&json, &path)?;
         let config = path.with_file_name("tokenizer_config.json");
-        match fs::read(&config) {
-            Ok(config_json) => tokenizer.with_config(&config_json, &config),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(tokenizer),
-            Err(error) => Err(DataError::io("read", &config)(error)),
+        // A template in a file of its own goes before one in the configuration.
+        let template = path.with_file_name("chat_template.jinja");
+        let config_json = read_if_there(&config)?.unwrap_or_else(|| b"{}".to_vec());
+        match read_if_there(&template)? {
+            None => tokenizer.with_config(&config_json, &config),
+            Some(source) => {
+                let bad = |problem: String| DataError::BadTokenizer { path: template.clone(), problem };
+                let source = String::from_utf8(source).map_err(|error| bad(error.to_string()))?;
+                tokenizer.with_template(&config_json, &config, Some((source, &template)))
+            }
         }
     }
 
@@ -97,35 +163,52 @@ impl Tokenizer {
             inner,
             largest_id,
             eos,
+            chat: ChatTemplate::default(),
         })))
     }
 
-    /// Takes the end-of-text token from the bytes of a `tokenizer_config.json`; `path` is for messages.
+    /// Takes the end-of-text token and the chat template from the bytes of a `tokenizer_config.json`; `path` is for
+    /// messages.
     ///
     /// # Errors
-    /// A file that is not JSON, or that names a token which the vocabulary does not have.
+    /// A file that is not JSON, that names a token which the vocabulary does not have, or whose template is broken.
     pub fn with_config(self, config_json: &[u8], path: &Path) -> Result<Self> {
-        /// Either the token itself, or an object that holds it.
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Token {
-            Plain(String),
-            Object { content: String },
-        }
-        #[derive(Deserialize)]
-        struct Config {
-            eos_token: Option<Token>,
-        }
+        self.with_template(config_json, path, None)
+    }
+
+    /// As [`with_config`](Self::with_config), with a chat template from another file.
+    fn with_template(
+        self,
+        config_json: &[u8],
+        path: &Path,
+        template: Option<(String, &Path)>,
+    ) -> Result<Self> {
         let bad = |problem: String| DataError::BadTokenizer { path: path.to_owned(), problem };
-        let config: Config = serde_json::from_slice(config_json).map_err(|e| bad(e.to_string()))?;
-        let Some(Token::Plain(name) | Token::Object { content: name }) = config.eos_token else {
-            return Ok(self);
-        };
+        let config: TokenizerConfig = serde_json::from_slice(config_json).map_err(|e| bad(e.to_string()))?;
         let Self::HuggingFace(mut hf) = self else { return Ok(self) };
-        let id = hf.inner.token_to_id(&name);
-        let missing = || bad(format!("eos_token \"{name}\" is not in the tokenizer's vocabulary"));
-        hf.eos = Some(id.ok_or_else(missing)?);
+        let eos_token = config.eos_token.map(NamedToken::into_name);
+        if let Some(name) = &eos_token {
+            let missing = || bad(format!("eos_token \"{name}\" is not in the tokenizer's vocabulary"));
+            hf.eos = Some(hf.inner.token_to_id(name).ok_or_else(missing)?);
+        }
+        let from_config = || Some((config.chat_template?.into_default()?, path));
+        if let Some((source, path)) = template.or_else(from_config) {
+            let bos_token = config.bos_token.map(NamedToken::into_name);
+            let bad = |problem| DataError::BadTokenizer {
+                path: path.to_owned(),
+                problem: format!("its chat template: {problem}"),
+            };
+            hf.chat = ChatTemplate::jinja(&source, bos_token, eos_token).map_err(bad)?;
+        }
         Ok(Self::HuggingFace(hf))
+    }
+
+    /// How chats become text for this tokenizer.
+    pub(crate) fn chat_template(&self) -> &ChatTemplate {
+        match self {
+            Self::Bytes => &ChatTemplate::ChatMl,
+            Self::HuggingFace(hf) => &hf.chat,
+        }
     }
 
     /// The ids of `text`, without any that the tokenizer would add at its ends.
@@ -138,6 +221,21 @@ impl Tokenizer {
             Self::HuggingFace(hf) => {
                 let encoding = hf.call(|inner| inner.encode_fast(text, false))?;
                 Ok(encoding.get_ids().to_vec())
+            }
+        }
+    }
+
+    /// The ids of `text`, and for each the byte of the text after its last.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub(crate) fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>)> {
+        match self {
+            Self::Bytes => Ok((self.encode(text)?, (1..=text.len()).collect())),
+            Self::HuggingFace(hf) => {
+                let encoding = hf.call(|inner| inner.encode(text, false))?;
+                let ends = encoding.get_offsets().iter().map(|&(_, end)| end).collect();
+                Ok((encoding.get_ids().to_vec(), ends))
             }
         }
     }
@@ -205,6 +303,9 @@ impl Tokenizer {
                 hasher.update(b"lockstep tokenizer: tokenizer.json").update(hf.json_hash.as_bytes());
                 if let Some(eos) = hf.eos {
                     hasher.update(&eos.to_le_bytes());
+                }
+                if let Some(template) = hf.chat.hash() {
+                    hasher.update(template.as_bytes());
                 }
                 hasher.finalize()
             }

@@ -41,7 +41,7 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// One target for each parser of input that others may have written.
-pub const TARGETS: [Target; 8] = [
+pub const TARGETS: [Target; 10] = [
     Target {
         name: "safetensors_header",
         parse: targets::safetensors_header,
@@ -79,6 +79,18 @@ pub const TARGETS: [Target; 8] = [
         parse: targets::token_file_header,
         seeds: seeds::token_files,
         words: &["LOCKTOKS"],
+    },
+    Target {
+        name: "index_header",
+        parse: targets::index_header,
+        seeds: seeds::indexes,
+        words: &["MMIDIDX\0\0"],
+    },
+    Target {
+        name: "parquet_file",
+        parse: targets::parquet_file,
+        seeds: seeds::parquet_files,
+        words: &["PAR1", "text"],
     },
     Target {
         name: "json_line",

@@ -1,6 +1,6 @@
 //! Sound inputs, from which mutations start: small, and with every feature of their format once.
 
-use lockstep_data::{TokenFileHeader, TokenWidth};
+use lockstep_data::{IdType, TokenFileHeader};
 use lockstep_model::{ModelConfig, PRESETS};
 use lockstep_plan::DType;
 
@@ -49,23 +49,63 @@ pub fn manifests() -> Vec<Vec<u8>> {
 
 /// Starts of token files.
 pub fn token_files() -> Vec<Vec<u8>> {
-    let header = |width, vocab_size| TokenFileHeader {
-        width,
+    let header = |id_type, vocab_size| TokenFileHeader {
+        id_type,
         tokens: 14,
         vocab_size,
+        documents: 2,
+        contexts: 1,
         content_key: blake3::hash(b"corpus"),
         payload_hash: blake3::hash(b"ids"),
     };
-    let narrow = header(TokenWidth::U16, 256).to_bytes().to_vec();
-    let wide = header(TokenWidth::U32, 1 << 17).to_bytes().to_vec();
+    let narrow = header(IdType::U16, 256).to_bytes().to_vec();
+    let wide = header(IdType::U32, 1 << 17).to_bytes().to_vec();
     vec![narrow, [wide, vec![0; 56]].concat()]
+}
+
+/// Indexes of 7 tokens of two bytes: one with empty sequences, one with modes, one without documents.
+pub fn indexes() -> Vec<Vec<u8>> {
+    let index = |lengths: &[u32], borders: &[u64], modes: usize| {
+        let mut bytes = b"MMIDIDX\0\0".to_vec();
+        bytes.extend(1_u64.to_le_bytes());
+        bytes.push(8);
+        bytes.extend((lengths.len() as u64).to_le_bytes());
+        bytes.extend((borders.len() as u64).to_le_bytes());
+        bytes.extend(lengths.iter().flat_map(|length| length.to_le_bytes()));
+        let ends =
+            lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + 2 * u64::from(length))));
+        bytes.extend(ends.flat_map(u64::to_le_bytes));
+        bytes.extend(borders.iter().flat_map(|border| border.to_le_bytes()));
+        bytes.resize(bytes.len() + modes, 0);
+        bytes
+    };
+    vec![index(&[3, 0, 4, 0], &[0, 1, 1, 4], 0), index(&[3, 4], &[0, 2], 2), index(&[7], &[0], 0)]
+}
+
+/// Parquet files, one for each codec and version of pages.
+pub fn parquet_files() -> Vec<Vec<u8>> {
+    macro_rules! files {
+        ($($name:literal),*) => {
+            vec![$(include_bytes!(concat!("../../../tests/fixtures/data/", $name, ".parquet")).to_vec()),*]
+        };
+    }
+    files!["snappy-1", "snappy-2", "gzip-1", "gzip-2", "brotli-1", "lz4-2", "zstd-1", "zstd-2"]
 }
 
 /// Lines with documents.
 pub fn json_lines() -> Vec<Vec<u8>> {
     let nested =
         r#"{"meta":{"a":[1,2.5e3,null,{"b":true}],"text":"inner"},"text":"a\n\"b\" \ud83e\udd80 ü","n":-0}"#;
-    vec![br#"{"text":"plain"}"#.to_vec(), nested.into(), br#" { "id" : 1 , "text" : "" } "#.to_vec()]
+    let chat =
+        r#"{"messages":[{"role":"user","content":"2+2?"},{"role":"assistant","content":"4","n":1}],"id":7}"#;
+    let pair = r#"{"prompt":"2+2=","completion":"4"}"#;
+    vec![
+        br#"{"text":"plain"}"#.to_vec(),
+        nested.into(),
+        br#" { "id" : 1 , "text" : "" } "#.to_vec(),
+        chat.into(),
+        pair.into(),
+    ]
 }
 
 /// Tokenizers of the four kinds of model, with every kind of table around them.
@@ -134,11 +174,13 @@ preset = "llama-15m"
 hidden_size = 64
 rope_scaling = { rope_type = "linear", factor = 2.0 }
 [data]
-train = ["a/*.txt", "b.jsonl"]
+train = ["a/*.txt", { path = "b.jsonl", weight = 0.3 }]
 valid = ["c.txt"]
 format = "auto"
 tokenizer = "bytes"
 order = "sequential"
+packing = "documents"
+token_type = "u16"
 [train]
 steps = 100
 global_batch = 8

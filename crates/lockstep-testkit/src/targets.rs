@@ -1,10 +1,14 @@
 //! The bodies of the fuzz targets: parse, then hold the result to its promises.
 
+use std::io::Write;
 use std::path::Path;
 
 use lockstep_checkpoint::safetensors::parse_header;
 use lockstep_checkpoint::{Digest, Manifest};
-use lockstep_data::{TokenFileHeader, Tokenizer, parse_json_line};
+use lockstep_data::{
+    ChatTemplate, Document, IndexHeader, PartRole, TokenFileHeader, Tokenizer, parse_json_line,
+    read_text_column,
+};
 use lockstep_model::ModelConfig;
 use lockstep_plan::DType;
 use lockstep_train::{RunConfig, report};
@@ -66,7 +70,7 @@ pub fn checkpoint_manifest(body: &[u8]) -> Verdict {
 pub fn token_file_header(bytes: &[u8]) -> Verdict {
     let _ = TokenFileHeader::parse(bytes);
     let mut bytes = bytes.to_vec();
-    if let Some((head, rest)) = bytes.split_at_mut_checked(96)
+    if let Some((head, rest)) = bytes.split_at_mut_checked(TokenFileHeader::BYTES - 32)
         && let Some(checksum) = rest.first_chunk_mut::<32>()
     {
         *checksum = *blake3::hash(head).as_bytes();
@@ -74,25 +78,65 @@ pub fn token_file_header(bytes: &[u8]) -> Verdict {
     let header = TokenFileHeader::parse(&bytes);
     if let Ok(header) = &header {
         assert_eq!(header.to_bytes(), bytes[..TokenFileHeader::BYTES]);
-        assert!(header.tokens.checked_mul(header.width.bytes() as u64).is_some(), "{header:?}");
+        assert!(header.tokens.checked_mul(header.id_type.bytes() as u64).is_some(), "{header:?}");
     }
     (&header).into()
 }
 
-/// A line of a JSON lines file. What it gives is what serde_json reads as a whole.
+/// A line of a JSON lines file. The text it gives is what serde_json reads as a whole; a document of parts has one that
+/// is predicted.
+///
+/// # Panics
+/// If it is not, or has none.
+pub fn json_line(bytes: &[u8]) -> Verdict {
+    let Ok(line) = str::from_utf8(bytes) else { return Verdict::Refused };
+    let document = parse_json_line(line, "text", &ChatTemplate::default());
+    match &document {
+        Ok(Document::Text(text)) => {
+            // The two may differ in what they refuse (numbers beyond range in fields that are skipped).
+            if let Ok(value) = serde_json::from_str::<Value>(line) {
+                assert_eq!(value["text"].as_str(), Some(text.as_str()));
+            }
+        }
+        Ok(Document::Parts(parts)) => {
+            assert!(parts.iter().any(|part| part.role == PartRole::Answer), "{parts:?}")
+        }
+        Err(problem) => assert!(problem.len() < 4096 + 8 * line.len(), "a message without end"),
+    }
+    (&document).into()
+}
+
+/// The index of a Megatron data set with 14 bytes of tokens. An accepted one is as long as its counts say.
 ///
 /// # Panics
 /// If it is not.
-pub fn json_line(bytes: &[u8]) -> Verdict {
-    let Ok(line) = str::from_utf8(bytes) else { return Verdict::Refused };
-    let text = parse_json_line(line, "text");
-    if let Ok(text) = &text {
-        // The two may differ in what they refuse (numbers beyond range in fields that are skipped).
-        if let Ok(value) = serde_json::from_str::<Value>(line) {
-            assert_eq!(value["text"].as_str(), Some(text.as_str()));
-        }
+pub fn index_header(bytes: &[u8]) -> Verdict {
+    let header = IndexHeader::parse(bytes, 14);
+    if let Ok(header) = &header {
+        let length = 34 + 12 * header.sequences + 8 * header.borders;
+        assert!(
+            [length, length + header.sequences].contains(&bytes.len()),
+            "{header:?} in {} bytes",
+            bytes.len()
+        );
     }
-    (&text).into()
+    (&header).into()
+}
+
+/// A Parquet file with a column `text`.
+///
+/// # Panics
+/// If an error says more than anybody can read.
+pub fn parquet_file(bytes: &[u8]) -> Verdict {
+    let Ok(mut file) = tempfile::NamedTempFile::new() else { return Verdict::Refused };
+    if file.write_all(bytes).is_err() {
+        return Verdict::Refused;
+    }
+    let texts = read_text_column(file.path(), "text");
+    if let Err(error) = &texts {
+        assert!(error.to_string().len() < 4096 + bytes.len(), "a message without end");
+    }
+    (&texts).into()
 }
 
 /// A `tokenizer.json`. An accepted one takes any text, gives ids of its vocabulary, and takes them back.

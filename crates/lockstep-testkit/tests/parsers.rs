@@ -48,6 +48,16 @@ fn any_token_file_header_reads_as_it_was_written_or_is_refused() {
 }
 
 #[test]
+fn any_index_is_as_long_as_it_says_or_refused() {
+    survives("index_header", 20_000);
+}
+
+#[test]
+fn any_parquet_file_gives_texts_or_is_refused() {
+    survives("parquet_file", 3_000);
+}
+
+#[test]
 fn any_json_line_gives_its_text_or_is_refused() {
     survives("json_line", 20_000);
 }

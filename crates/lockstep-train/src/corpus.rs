@@ -1,15 +1,18 @@
-//! The corpus of a run: which text, through which tokenizer, cut into training and validation windows.
+//! The corpus of a run: which sources in which proportions, through which tokenizer, cut into training and validation
+//! windows.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use lockstep_data::{
-    Bar, Dataset, Format, SampleOrder, Tail, TokenFile, TokenizeOptions, Tokenizer, WindowOptions,
-    demo_sources, expand, split_validation, tokenize_files,
+    Bar, DataError, Dataset, FindDocuments, Format, IdType, OpenOptions, Packing, SampleOrder, SourceFile,
+    Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources, expand, split_validation,
 };
 use lockstep_model::ModelConfig;
 
-use crate::config::{DataFormat, DataOrder, ModelSource, RunConfig, TokenizerSource};
+use crate::config::{
+    DataFormat, DataOrder, DataPacking, DataSource, ModelSource, RunConfig, TokenType, TokenizerSource,
+};
 use crate::{Error, ResolvedModel};
 
 /// How much text the built-in demonstration takes.
@@ -18,78 +21,190 @@ const DEMONSTRATION_BYTES: u64 = 8 << 20;
 /// What a run reads.
 #[derive(Debug)]
 pub struct Corpus {
+    /// The sources of the blend that is trained on; one, unless there are weights.
+    pub sources: Vec<CorpusSource>,
     /// Training windows.
     pub train: Dataset,
     /// Validation windows in their order; none if there is too little text for one.
     pub valid: Option<Dataset>,
-    /// The tokenizer.
-    pub tokenizer: Tokenizer,
+    /// The tokenizer; none where all files hold tokens and nobody names one.
+    pub tokenizer: Option<Tokenizer>,
     /// What a checkpoint calls it: `bytes` or a path.
-    pub tokenizer_name: String,
-    /// Hash of the training text's tokens: two corpora with the same one give the same samples.
+    pub tokenizer_name: Option<String>,
+    /// Hash of the training tokens: two corpora with the same one give the same samples.
     pub digest: String,
-    /// Whether the token file was there already.
-    pub from_cache: bool,
+}
+
+/// One source of a blend.
+#[derive(Debug)]
+pub struct CorpusSource {
+    /// The patterns of its files.
+    pub name: String,
+    /// What they hold.
+    pub tokens: Arc<Tokens>,
+}
+
+/// A source before its files are opened.
+struct Source {
+    name: String,
+    weight: f64,
+    files: Vec<SourceFile>,
 }
 
 impl Corpus {
-    /// Finds, tokenizes and cuts the text that `config` names.
+    /// Finds, tokenizes and cuts what `config` names.
     ///
     /// # Errors
-    /// Text that is missing, malformed or too short; a tokenizer that does not fit the model.
+    /// Files that are missing, malformed or too short, those of several sources in one error; a tokenizer that does not
+    /// fit the model.
     pub fn open(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
-        let (tokenizer, tokenizer_name) = load_tokenizer(config, model)?;
-        tokenizer.fits(model.config.vocab_size())?;
-        let format = match config.data.format {
-            DataFormat::Auto => Format::Auto,
-            DataFormat::Text => Format::Text,
-            DataFormat::JsonLines => Format::JsonLines,
+        let sources = sources(config)?;
+        let valid_files = expand(&config.data.valid, format(config))?;
+        let mut files = sources.iter().flat_map(|source| &source.files).chain(&valid_files);
+        let (tokenizer, tokenizer_name) = if files.clone().any(SourceFile::is_text) {
+            let (tokenizer, name) = load_tokenizer(config, model)?;
+            (Some(tokenizer), Some(name))
+        } else {
+            find_tokenizer(config, model)?
+                .map(|(tokenizer, name)| (Some(tokenizer), Some(name)))
+                .unwrap_or_default()
         };
+        if let Some(tokenizer) = &tokenizer {
+            tokenizer.fits(model.config.vocab_size())?;
+        }
+        let packing = match config.data.packing {
+            DataPacking::Stream => Packing::Stream,
+            DataPacking::Documents => Packing::Documents,
+            DataPacking::WholeDocuments => Packing::WholeDocuments,
+        };
+        let has_end_of_text = tokenizer.as_ref().is_some_and(|tokenizer| tokenizer.eos_id().is_some());
+        if packing != Packing::Stream && !has_end_of_text && files.any(SourceFile::hides_documents) {
+            let problem = config.problem(
+                "data.packing",
+                "raw token files show their documents only by the end-of-text token, and no tokenizer names one",
+                "data.tokenizer with it, or packing = \"stream\"",
+            );
+            return Err(Error::Configuration(problem.into()));
+        }
         let cache_dir = config.cache_dir();
         let progress = Bar::default();
-        let options = TokenizeOptions {
+        let options = OpenOptions {
+            tokenizer: tokenizer.as_ref(),
+            vocab_size: model.config.vocab_size() as u64,
+            id_type: config.data.token_type.map(|token_type| match token_type {
+                TokenType::U16 => IdType::U16,
+                TokenType::U32 => IdType::U32,
+            }),
+            documents: match packing {
+                Packing::Stream => FindDocuments::No,
+                Packing::Documents | Packing::WholeDocuments => FindDocuments::ByEndOfText,
+            },
             cache_dir: &cache_dir,
-            text_field: &config.data.text_field,
+            text: TextOptions { text_field: &config.data.text_field },
             progress: &progress,
         };
-        let train_files = if config.data.train.is_empty() {
-            demo_sources(DEMONSTRATION_BYTES, own_sources())?
-        } else {
-            expand(&config.data.train, format)?
+        let opened = sources.iter().map(|source| Tokens::open(&source.files, &options).map(Arc::new));
+        let opened = DataError::all_of(opened)?;
+        let valid_tokens = match valid_files.as_slice() {
+            [] => None,
+            files => Some(Arc::new(Tokens::open(files, &options)?)),
         };
-        let tokenized = tokenize_files(&train_files, &tokenizer, &options)?;
-        let from_cache = tokenized.from_cache;
-        let tokens = Arc::new(tokenized.file);
-        let digest = tokens.header().payload_hash.to_hex().to_string();
-        let (train_range, valid_range) = split_validation(
-            tokens.tokens(),
-            if config.data.valid.is_empty() { config.data.valid_fraction } else { 0.0 },
-        )?;
-        let order = match config.data.order {
-            DataOrder::Sequential => SampleOrder::Sequential,
-            DataOrder::Shuffle => SampleOrder::Shuffle { seed: config.train.seed },
+
+        let fraction = if valid_tokens.is_none() { config.data.valid_fraction } else { 0.0 };
+        let window = WindowOptions {
+            seq_len: config.train.seq_len,
+            order: match config.data.order {
+                DataOrder::Sequential => SampleOrder::Sequential,
+                DataOrder::Shuffle => SampleOrder::Shuffle { seed: config.train.seed },
+            },
+            tail: Tail::Drop,
+            packing,
         };
-        let seq_len = config.train.seq_len;
-        let window = WindowOptions { seq_len, order, tail: Tail::Drop };
-        let train = Dataset::new(Arc::clone(&tokens), train_range, window, "the training set")?;
-        let window = WindowOptions { seq_len, order: SampleOrder::Sequential, tail: Tail::Drop };
-        let valid = if config.data.valid.is_empty() {
-            // A short corpus may have no whole window to spare; then there is nothing to evaluate on.
-            (valid_range.end - valid_range.start > seq_len as u64)
-                .then(|| Dataset::new(tokens, valid_range, window, "the validation set"))
-                .transpose()?
-        } else {
-            let files = expand(&config.data.valid, format)?;
-            let tokens = Arc::new(tokenize_files(&files, &tokenizer, &options)?.file);
-            Some(whole(tokens, window)?)
-        };
-        Ok(Self { train, valid, tokenizer, tokenizer_name, digest, from_cache })
+        let in_order = WindowOptions { order: SampleOrder::Sequential, ..window };
+        let (mut train, mut valid) = (Vec::new(), Vec::new());
+        for (source, tokens) in sources.iter().zip(&opened) {
+            let (train_range, valid_range) = split_validation(tokens.tokens(), fraction)?;
+            let what = match sources.len() {
+                1 => "the training set".to_owned(),
+                _ => format!("the training set of {}", source.name),
+            };
+            let part = Dataset::new(Arc::clone(tokens), train_range, window, &what);
+            train.push(part.map(|part| (part, source.weight)));
+            // A short corpus may have no whole window to spare; then there is nothing of it to evaluate on.
+            if valid_range.end - valid_range.start > window.seq_len as u64 {
+                let part = Dataset::new(Arc::clone(tokens), valid_range, in_order, "the validation set")?;
+                valid.push((part, source.weight));
+            }
+        }
+        if let Some(tokens) = valid_tokens {
+            let range = 0..tokens.tokens();
+            valid = vec![(Dataset::new(tokens, range, in_order, "the validation set")?, 1.0)];
+        }
+        let named = sources.into_iter().zip(opened);
+        let sources: Vec<CorpusSource> =
+            named.map(|(source, tokens)| CorpusSource { name: source.name, tokens }).collect();
+        Ok(Self {
+            train: Dataset::blend(&DataError::all_of(train)?)?,
+            valid: if valid.is_empty() { None } else { Some(Dataset::blend(&valid)?) },
+            tokenizer,
+            tokenizer_name,
+            digest: digest(&sources),
+            sources,
+        })
+    }
+
+    /// Whether there is text among the sources, and its tokens were there already.
+    pub fn from_cache(&self) -> bool {
+        self.sources.iter().any(|source| source.tokens.from_cache())
     }
 }
 
-fn whole(tokens: Arc<TokenFile>, window: WindowOptions) -> Result<Dataset, Error> {
-    let range = 0..tokens.tokens();
-    Ok(Dataset::new(tokens, range, window, "the validation set")?)
+/// The sources that `data.train` names, with their files. Entries without a weight are one source.
+fn sources(config: &RunConfig) -> Result<Vec<Source>, Error> {
+    let format = format(config);
+    if config.data.train.is_empty() {
+        let files = demo_sources(DEMONSTRATION_BYTES, own_sources())?;
+        return Ok(vec![Source { name: "the demonstration's text".to_owned(), weight: 1.0, files }]);
+    }
+    let mut plain = Vec::new();
+    let mut weighted = Vec::new();
+    for source in &config.data.train {
+        match source {
+            DataSource::Plain(path) => plain.push(path.as_str()),
+            DataSource::Weighted { path, weight } => weighted.push((vec![path.as_str()], *weight)),
+        }
+    }
+    if !plain.is_empty() {
+        // What the check of the configuration has left is more than nothing.
+        let rest = 1.0 - weighted.iter().map(|(_, weight)| weight).sum::<f64>();
+        weighted.insert(0, (plain, rest));
+    }
+    let expanded = weighted.into_iter().map(|(patterns, weight)| {
+        let files = expand(&patterns, format)?;
+        Ok(Source { name: patterns.join(", "), weight, files })
+    });
+    Ok(DataError::all_of(expanded)?)
+}
+
+fn format(config: &RunConfig) -> Format {
+    match config.data.format {
+        DataFormat::Auto => Format::Auto,
+        DataFormat::Text => Format::Text,
+        DataFormat::JsonLines => Format::JsonLines,
+        DataFormat::Parquet => Format::Parquet,
+        DataFormat::Indexed => Format::Indexed,
+        DataFormat::Tokens => Format::RawTokens,
+    }
+}
+
+fn digest(sources: &[CorpusSource]) -> String {
+    match sources {
+        [only] => only.tokens.digest(),
+        sources => {
+            let digests: Vec<String> = sources.iter().map(|source| source.tokens.digest()).collect();
+            blake3::hash(digests.concat().as_bytes()).to_hex().to_string()
+        }
+    }
 }
 
 /// The project's own sources, for a machine where cargo has downloaded nothing.
@@ -102,21 +217,27 @@ fn own_sources() -> &'static Path {
 /// # Errors
 /// A file that is missing or that is not a tokenizer; no tokenizer for a model that is not byte-level.
 pub fn load_tokenizer(config: &RunConfig, model: &ResolvedModel) -> Result<(Tokenizer, String), Error> {
-    let name = match &config.data.tokenizer {
-        Some(TokenizerSource::Bytes) => "bytes".to_owned(),
-        // A checkpoint remembers it, and may be read from another directory.
-        Some(TokenizerSource::File(path)) => absolute(path),
-        None => in_model_directory(config).unwrap_or_else(|| "bytes".to_owned()),
-    };
-    if name == "bytes" && config.data.tokenizer.is_none() && !is_byte_level(&model.config) {
+    find_tokenizer(config, model)?.ok_or_else(|| {
         let problem = config.problem(
             "data.tokenizer",
             format!("the model has a vocabulary of {} and no tokenizer is named", model.config.vocab_size()),
             "the path of its tokenizer.json; or \"bytes\", which uses the first 256 ids",
         );
-        return Err(Error::Configuration(problem.into()));
-    }
-    Ok((Tokenizer::load(&name)?, name))
+        Error::Configuration(problem.into())
+    })
+}
+
+/// As [`load_tokenizer`]; none where there is none.
+fn find_tokenizer(config: &RunConfig, model: &ResolvedModel) -> Result<Option<(Tokenizer, String)>, Error> {
+    let name = match &config.data.tokenizer {
+        Some(TokenizerSource::Bytes) => Some("bytes".to_owned()),
+        // A checkpoint remembers it, and may be read from another directory.
+        Some(TokenizerSource::File(path)) => Some(absolute(path)),
+        None => {
+            in_model_directory(config).or_else(|| is_byte_level(&model.config).then(|| "bytes".to_owned()))
+        }
+    };
+    Ok(name.map(|name| Tokenizer::load(&name).map(|tokenizer| (tokenizer, name))).transpose()?)
 }
 
 /// Whether a vocabulary is that of bytes, with room for up to three special tokens.

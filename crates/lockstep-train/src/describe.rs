@@ -35,12 +35,24 @@ pub(crate) fn describe(
         model.config.vocab_size(),
     ));
     progress.message(&format!(
-        "data       {} tokens to train on, {} to evaluate on, tokenizer {}{}",
+        "data       {} tokens to train on, {} to evaluate on, {}{}",
         human::count(corpus.train.tokens() as f64),
         human::count(corpus.valid.as_ref().map_or(0, Dataset::tokens) as f64),
-        corpus.tokenizer_name,
-        if corpus.from_cache { " (from the cache)" } else { "" },
+        corpus.tokenizer_name.as_ref().map_or("no tokenizer".to_owned(), |name| format!("tokenizer {name}")),
+        if corpus.from_cache() { " (from the cache)" } else { "" },
     ));
+    if corpus.sources.len() > 1 {
+        let samples = config.train.steps * config.train.global_batch as u64;
+        for (i, source) in corpus.sources.iter().enumerate() {
+            progress.message(&format!(
+                "blend      {:.4} % from {}: {} tokens, {:.2} epochs in this run",
+                corpus.train.share(i) * 100.0,
+                source.name,
+                human::count(source.tokens.tokens() as f64),
+                corpus.train.epochs(i, samples),
+            ));
+        }
+    }
     progress.message(&format!(
         "step       {} of {} tokens = {} of {} ({} tokens)",
         human::plural(config.train.global_batch, "sequence"),

@@ -40,7 +40,7 @@ mod trace;
 mod trainer;
 
 pub use config::RunConfig;
-pub use corpus::{Corpus, load_tokenizer};
+pub use corpus::{Corpus, CorpusSource, load_tokenizer};
 pub use error::Error;
 pub use setup::{ResolvedModel, engine_options, resolve_model};
 pub use trainer::{Resume, StepObserver, Summary, train, train_observed};

@@ -37,6 +37,7 @@ impl From<DataError> for Failure {
             ErrorKind::Configuration => CONFIGURATION,
             ErrorKind::CorruptInput => CORRUPT_INPUT,
             ErrorKind::Failed => FAILED,
+            ErrorKind::Interrupted => INTERRUPTED,
         };
         Self { message: error.to_string(), code }
     }

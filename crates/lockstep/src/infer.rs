@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use clap::Args;
 use lockstep_data::{
-    Bar, Dataset, Format, SampleOrder, Tail, TextStream, TokenizeOptions, WindowOptions, expand,
-    tokenize_files,
+    Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, SampleOrder, SourceFile, Tail, TextOptions,
+    TextStream, Tokens, WindowOptions, expand,
 };
 use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling, evaluate};
 use lockstep_train::RunConfig;
@@ -23,7 +23,7 @@ pub(crate) struct EvalArguments {
     /// A Hugging Face directory, or a checkpoint of a run
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Text or JSONL files, directories, globs
+    /// Files of text, JSON lines or tokens, directories, globs
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     data: Vec<String>,
     /// Tokens per window [default: the model's maximum, at most 1024]
@@ -47,10 +47,20 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
     let files = expand(&arguments.data, Format::Auto)?;
     let cache_dir = RunConfig::default().cache_dir();
     let progress = Bar::default();
-    let options = TokenizeOptions { cache_dir: &cache_dir, text_field: "text", progress: &progress };
-    let tokens = Arc::new(tokenize_files(&files, &model.tokenizer()?, &options)?.file);
+    let tokenizer = files.iter().any(SourceFile::is_text).then(|| model.tokenizer()).transpose()?;
+    let options = OpenOptions {
+        tokenizer: tokenizer.as_ref(),
+        vocab_size: model.config().vocab_size() as u64,
+        id_type: None,
+        documents: FindDocuments::No,
+        cache_dir: &cache_dir,
+        text: TextOptions { text_field: "text" },
+        progress: &progress,
+    };
+    let tokens = Arc::new(Tokens::open(&files, &options)?);
     let range = 0..tokens.tokens();
-    let window = WindowOptions { seq_len, order: SampleOrder::Sequential, tail: Tail::Pad };
+    let window =
+        WindowOptions { seq_len, order: SampleOrder::Sequential, tail: Tail::Pad, packing: Packing::Stream };
     let result = evaluate(&model, &Dataset::new(tokens, range, window, "the text")?)?;
     let perplexity = result.perplexity();
     if arguments.json {

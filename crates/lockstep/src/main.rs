@@ -4,6 +4,7 @@
 mod bench;
 mod checkpoint;
 mod completions;
+mod data;
 mod doctor;
 mod exit;
 mod infer;
@@ -36,6 +37,9 @@ enum Command {
     /// List, check, export and import checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Tokenize text, and see what data consists of
+    #[command(subcommand)]
+    Data(data::Command),
     /// Time training steps and matrix products
     #[command(subcommand)]
     Bench(bench::Command),
@@ -56,6 +60,7 @@ fn main() -> ExitCode {
         Command::Eval(arguments) => infer::eval(&arguments),
         Command::Generate(arguments) => infer::generate(&arguments),
         Command::Checkpoint(command) => checkpoint::run(&command),
+        Command::Data(command) => data::run(&command),
         Command::Bench(command) => bench::run(&command),
         Command::Report(arguments) => report::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),

@@ -3,21 +3,21 @@
 use std::{sync::Arc, time::Duration};
 
 use lockstep_data::{
-    DataError, Dataset, IGNORE_LABEL, MicroBatch, Prefetcher, SampleCursor, SampleOrder, Tail, TokenFile,
-    WindowOptions,
+    DataError, Dataset, IGNORE_LABEL, MicroBatch, Packing, Place, Prefetcher, SampleCursor, SampleOrder,
+    Tail, TokenFile, Tokens, WindowOptions,
 };
 use proptest::prelude::*;
 
 use crate::workshop::Workshop;
 
 const SEQUENTIAL: WindowOptions =
-    WindowOptions { seq_len: 4, order: SampleOrder::Sequential, tail: Tail::Drop };
+    WindowOptions { seq_len: 4, order: SampleOrder::Sequential, tail: Tail::Drop, packing: Packing::Stream };
 
 fn letters(count: usize) -> Vec<u8> {
     (0..count).map(|i| b'a' + (i % 26) as u8).collect()
 }
 
-fn dataset(tokens: &Arc<TokenFile>, options: WindowOptions) -> Dataset {
+fn dataset(tokens: &Arc<Tokens>, options: WindowOptions) -> Dataset {
     Dataset::new(Arc::clone(tokens), 0..tokens.tokens(), options, "the test set").unwrap()
 }
 
@@ -38,7 +38,7 @@ fn sequential_windows_are_consecutive_and_wrap_by_epoch() {
         seq_len: 4,
     };
     assert_eq!(batch, expected);
-    assert_eq!(dataset.locate(2), (1, 0));
+    assert_eq!(dataset.locate(2), Place { source: 0, epoch: 1, window: 0 });
 }
 
 #[test]
@@ -171,19 +171,18 @@ fn dropping_a_prefetcher_in_the_middle_ends_its_thread() {
 #[test]
 fn an_error_of_the_thread_reaches_the_consumer_in_its_place() {
     let workshop = Workshop::new();
-    let path = workshop.byte_tokens(letters(100)).path().to_owned();
+    let path = workshop.byte_tokens(letters(100)).files()[0].path().to_owned();
     let mut bytes = std::fs::read(&path).unwrap();
     // The ninth window gets a token of id 0xFF00 + 'g', beyond the 256 of the vocabulary.
-    bytes[128 + 2 * (8 * 4 + 2) + 1] = 0xFF;
+    bytes[144 + 2 * (8 * 4 + 2) + 1] = 0xFF;
     std::fs::write(&path, bytes).unwrap();
-    let tokens = Arc::new(TokenFile::open(&path).unwrap());
+    let tokens = Arc::new(Tokens::from(vec![TokenFile::open(&path).unwrap()]));
     let cursor = SampleCursor::single(0, 4, 4).unwrap();
     let mut prefetcher = Prefetcher::start(dataset(&tokens, SEQUENTIAL), cursor.ranges(4), 2).unwrap();
     for _ in 0..2 {
         assert!(prefetcher.next_batch().unwrap().is_some());
     }
     let error = prefetcher.next_batch().unwrap_err();
-    assert!(matches!(error, DataError::BadTokenFile { .. }), "{error:?}");
-    assert!(error.to_string().contains("token 34 has id"), "{error}");
+    assert!(matches!(error, DataError::TokenOutOfRange { index: 34, .. }), "{error:?}");
     assert_eq!(prefetcher.next_batch().unwrap(), None);
 }

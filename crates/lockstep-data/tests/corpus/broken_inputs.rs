@@ -3,8 +3,8 @@
 use std::{fs, path::Path, sync::Arc};
 
 use lockstep_data::{
-    DataError, Dataset, ErrorKind, Format, SampleOrder, SourceFile, Tail, TokenFile, TokenFileProblem,
-    Tokenizer, WindowOptions, expand,
+    DataError, Dataset, ErrorKind, Format, Packing, SampleOrder, SourceFile, Tail, TokenFile,
+    TokenFileProblem, Tokenizer, WindowOptions, expand,
 };
 use proptest::prelude::*;
 
@@ -49,7 +49,7 @@ fn a_file_that_vanishes_after_the_patterns_were_expanded_is_named() {
     let workshop = Workshop::new();
     let options = lockstep_data::TokenizeOptions {
         cache_dir: &workshop.cache(),
-        text_field: "text",
+        text: lockstep_data::TextOptions { text_field: "text" },
         progress: &lockstep_data::Silent,
     };
     let file = SourceFile::new(workshop.path("gone.txt"), Format::Text).unwrap();
@@ -91,10 +91,14 @@ fn a_bad_line_of_json_is_found_at_its_number() {
 #[test]
 fn formats_that_are_not_read_say_which_are() {
     let workshop = Workshop::new();
-    let pattern = workshop.write("a.parquet", "PAR1");
-    let parts = ["a.parquet", ".parquet", ".jsonl", "\"text\""];
+    let pattern = workshop.write("a.npy", "NUMPY");
+    let parts = ["a.npy", ".npy", ".jsonl", "\"text\""];
     assert_says(expand(&[pattern], Format::Auto), ErrorKind::Configuration, &parts);
-    assert_says("csv".parse::<Format>(), ErrorKind::Configuration, &["\"csv\"", "auto, text, jsonl"]);
+    assert_says(
+        "csv".parse::<Format>(),
+        ErrorKind::Configuration,
+        &["\"csv\"", "auto, text, jsonl, parquet, indexed, tokens"],
+    );
 }
 
 #[test]
@@ -146,7 +150,7 @@ fn a_tokenizer_larger_than_the_vocabulary_says_both_sizes() {
 #[test]
 fn a_damaged_token_file_is_refused_for_the_rule_it_breaks() {
     let workshop = Workshop::new();
-    let path = workshop.byte_tokens("the rank waits").path().to_owned();
+    let path = workshop.byte_tokens("the rank waits").files()[0].path().to_owned();
     let sound = fs::read(&path).unwrap();
     let problem_of = |bytes: &[u8]| {
         fs::write(&path, bytes).unwrap();
@@ -160,18 +164,19 @@ fn a_damaged_token_file_is_refused_for_the_rule_it_breaks() {
         bytes[at] ^= 1;
         bytes
     };
-    assert_eq!(problem_of(b""), TokenFileProblem::ShorterThanHeader { bytes: 0, header_bytes: 128 });
+    assert_eq!(problem_of(b""), TokenFileProblem::ShorterThanHeader { bytes: 0, header_bytes: 144 });
     assert_eq!(
-        problem_of(&sound[..127]),
-        TokenFileProblem::ShorterThanHeader { bytes: 127, header_bytes: 128 }
+        problem_of(&sound[..143]),
+        TokenFileProblem::ShorterThanHeader { bytes: 143, header_bytes: 144 }
     );
-    assert_eq!(problem_of(&sound[..150]), TokenFileProblem::Length { bytes: 150, expected_bytes: 156 });
+    assert_eq!(problem_of(&sound[..150]), TokenFileProblem::Length { bytes: 150, expected_bytes: 180 });
     let longer = [sound.as_slice(), &[0]].concat();
-    assert_eq!(problem_of(&longer), TokenFileProblem::Length { bytes: 157, expected_bytes: 156 });
+    assert_eq!(problem_of(&longer), TokenFileProblem::Length { bytes: 181, expected_bytes: 180 });
     assert_eq!(problem_of(&flipped(0)), TokenFileProblem::Magic);
-    assert_eq!(problem_of(&flipped(8)), TokenFileProblem::Version { found: 0, supported: 1 });
+    assert_eq!(problem_of(&flipped(8)), TokenFileProblem::Version { found: 3, supported: 2 });
     assert_eq!(problem_of(&flipped(20)), TokenFileProblem::HeaderChecksum);
-    assert_eq!(problem_of(&flipped(140)), TokenFileProblem::PayloadChecksum);
+    assert_eq!(problem_of(&flipped(150)), TokenFileProblem::PayloadChecksum);
+    assert_eq!(problem_of(&flipped(175)), TokenFileProblem::Order { what: "documents" });
 }
 
 #[test]
@@ -179,7 +184,8 @@ fn fewer_tokens_than_a_window_says_how_many_there_are_and_are_needed() {
     let workshop = Workshop::new();
     let tokens = workshop.byte_tokens("0123456789");
     let build = |range, seq_len, tail| {
-        let options = WindowOptions { seq_len, order: SampleOrder::Sequential, tail };
+        let options =
+            WindowOptions { seq_len, order: SampleOrder::Sequential, tail, packing: Packing::Stream };
         Dataset::new(Arc::clone(&tokens), range, options, "the validation set")
     };
     assert_eq!(build(0..10, 9, Tail::Drop).unwrap().windows(), 1);

@@ -4,5 +4,9 @@
 
 mod batches;
 mod broken_inputs;
+mod exporting;
+mod packing;
+mod parquet;
+mod sources;
 mod tokenizing;
 mod workshop;

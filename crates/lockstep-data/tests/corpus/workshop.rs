@@ -7,8 +7,8 @@ use std::{
 };
 
 use lockstep_data::{
-    Format, Progress, Result, Silent, SourceFile, TokenFile, TokenizeOptions, Tokenized, Tokenizer, expand,
-    tokenize_files,
+    FindDocuments, Format, OpenOptions, Progress, Result, Silent, SourceFile, TextOptions, TokenFile,
+    TokenizeOptions, Tokenized, Tokenizer, Tokens, expand, tokenize_files,
 };
 use tokenizers::{
     AddedToken, TokenizerBuilder,
@@ -56,14 +56,35 @@ impl Workshop {
         tokenizer: &Tokenizer,
         progress: &dyn Progress,
     ) -> Result<Tokenized> {
-        let options = TokenizeOptions { cache_dir: &self.cache(), text_field: "text", progress };
+        let text = TextOptions { text_field: "text" };
+        let options = TokenizeOptions { cache_dir: &self.cache(), text, progress };
         tokenize_files(&self.sources(patterns), tokenizer, &options)
     }
 
-    /// A token file with these bytes as its tokens.
-    pub(crate) fn byte_tokens(&self, bytes: impl AsRef<[u8]>) -> Arc<TokenFile> {
+    /// Opens files as a run does whose model has `vocab_size` ids and keeps documents apart.
+    pub(crate) fn open(
+        &self,
+        patterns: &[String],
+        format: Format,
+        tokenizer: Option<&Tokenizer>,
+        vocab_size: u64,
+    ) -> Result<Arc<Tokens>> {
+        let options = OpenOptions {
+            tokenizer,
+            vocab_size,
+            id_type: None,
+            documents: FindDocuments::ByEndOfText,
+            cache_dir: &self.cache(),
+            text: TextOptions { text_field: "text" },
+            progress: &Silent,
+        };
+        Tokens::open(&expand(patterns, format)?, &options).map(Arc::new)
+    }
+
+    /// A text with these bytes as its tokens.
+    pub(crate) fn byte_tokens(&self, bytes: impl AsRef<[u8]>) -> Arc<Tokens> {
         let pattern = self.write("bytes.txt", bytes);
-        Arc::new(self.tokenize(&[pattern], &Tokenizer::Bytes).unwrap().file)
+        self.open(&[pattern], Format::Auto, Some(&Tokenizer::Bytes), 256).unwrap()
     }
 
     /// Names in the cache directory, sorted.

@@ -5,7 +5,9 @@ use lockstep_graph::BlockShape;
 use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
-use super::value::{DataFormat, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision};
+use super::value::{
+    DataFormat, DataSource, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision,
+};
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
 const MAX_TRACED_STEPS: u64 = 100;
@@ -78,8 +80,35 @@ impl Checker<'_, '_, '_> {
             }
             self.refuse_without_effect(&["data.valid_fraction"], "data.valid", "data.valid");
         }
-        if data.format == DataFormat::Text {
-            self.refuse_without_effect(&["data.text_field"], "data.format = \"text\"", "data.format");
+        let because = format!("data.format = \"{}\"", data.format.word());
+        match data.format {
+            DataFormat::Auto => {}
+            DataFormat::Text => {
+                self.refuse_without_effect(&["data.text_field", "data.token_type"], &because, "data.format");
+            }
+            DataFormat::JsonLines | DataFormat::Parquet => {
+                self.refuse_without_effect(&["data.token_type"], &because, "data.format");
+            }
+            DataFormat::Indexed => {
+                let keys = ["data.text_field", "data.token_type", "data.cache_dir"];
+                self.refuse_without_effect(&keys, &because, "data.format");
+            }
+            DataFormat::Tokens => {
+                self.refuse_without_effect(&["data.text_field", "data.cache_dir"], &because, "data.format");
+            }
+        }
+        let mut weights = 0.0;
+        let mut all_weighted = true;
+        for source in &data.train {
+            match source {
+                DataSource::Weighted { weight, .. } => weights += weight,
+                DataSource::Plain(_) => all_weighted = false,
+            }
+        }
+        if !all_weighted && weights >= 1.0 {
+            let what =
+                format!("the weights sum to {weights}, and nothing is left for the entries without one");
+            self.refuse(&["data.train"], what, "a sum below 1, or a weight for every entry");
         }
     }
 

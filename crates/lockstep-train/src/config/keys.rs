@@ -13,8 +13,8 @@ use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataOrder, F32Products, MuonScale, OptimizerKind, Precision, Readable, Recompute, Rounding,
-    ScheduleKind, StatePrecision, TokenizerSource,
+    DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind, Precision,
+    Readable, Recompute, Rounding, ScheduleKind, StatePrecision, TokenType, TokenizerSource,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -47,8 +47,10 @@ sections! {
 
     /// What it is trained on.
     data: DataConfig {
-        /// Files, directories and glob patterns to train on.
-        train: Vec<String> = Vec::new(),
+        /// Files, directories and glob patterns to train on, one after another. An entry `{ path = "...", weight =
+        /// 0.3 }` is a source of its own, from which that share of the samples is drawn; the entries without a weight
+        /// are one source together, which has the rest. Where every entry has a weight, only the ratios matter.
+        train: Vec<DataSource> = Vec::new(),
             rules()
                 .when_absent("text found on the machine: Rust sources that cargo has downloaded, else our own")
                 .defines_numbers();
@@ -59,13 +61,24 @@ sections! {
         valid_fraction: f64 = 0.1, rules().at_least(0.0).below(1.0).defines_numbers();
         /// How the files are read; `auto` decides by the file name.
         format: DataFormat = DataFormat::Auto, rules().defines_numbers();
-        /// `bytes`, or the path of a `tokenizer.json`.
+        /// `bytes`, or the path of a `tokenizer.json`. Files of tokens need none.
         tokenizer: Option<TokenizerSource> = None,
             rules().when_absent("the one in the model's directory, else `bytes`").defines_numbers();
+        /// The type of the ids in raw token files (`format = "tokens"`), little-endian.
+        token_type: Option<TokenType> = None,
+            rules().when_absent("`u16` for a vocabulary of at most 65,536, else `u32`").defines_numbers();
+        /// How documents are laid into sequences. `stream`: one after another, cut wherever a sequence ends.
+        /// `documents`: as that, but kept apart: a token sees only its own document, positions begin at 0 with each,
+        /// and no token is to predict the first of the next. `whole_documents`: kept apart, and cut only if longer
+        /// than a sequence; what is left of a sequence when the next document does not fit is padding. In raw token
+        /// files a document ends with the tokenizer's end-of-text token.
+        packing: DataPacking = DataPacking::Stream, rules().defines_numbers();
         /// `shuffle` draws every window of the corpus once an epoch in an order that depends on the seed;
         /// `sequential` reads them from the start.
         order: DataOrder = DataOrder::Shuffle, rules().defines_numbers();
-        /// The field of a JSON line that holds the text.
+        /// The field of a JSON line, or the column of a Parquet file (`a.b` within a struct), that holds the text. A line without it may hold `messages` (a list of `{role,
+        /// content}`), or `prompt` and `completion`; then only what the assistant says, or the completion, is
+        /// predicted. Messages are written as the tokenizer's chat template says, else in ChatML.
         text_field: String = "text".to_owned(), rules().defines_numbers();
         /// Where tokenized text is kept between runs.
         cache_dir: Option<PathBuf> = None, rules().when_absent("`lockstep` in the user's cache directory");

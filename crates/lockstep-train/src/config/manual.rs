@@ -32,6 +32,7 @@ pub fn configuration_markdown() -> String {
             let takes = match key.value_type {
                 ValueType::Choice { .. } => format!("`{}`", key.value_type),
                 ValueType::TextList => "a list of strings".to_owned(),
+                ValueType::SourceList => "a list of strings and of tables `{ path, weight }`".to_owned(),
                 other => format!("{other} {}", key.rules),
             };
             let default = match key.rules.when_absent {

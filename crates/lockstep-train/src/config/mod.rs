@@ -32,8 +32,8 @@ pub use manual::configuration_markdown;
 pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
-    DataFormat, DataOrder, F32Products, MuonScale, OptimizerKind, Precision, Recompute, Rounding,
-    ScheduleKind, StatePrecision, TokenizerSource, ValueType,
+    DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind, Precision,
+    Recompute, Rounding, ScheduleKind, StatePrecision, TokenType, TokenizerSource, ValueType,
 };
 
 use crate::error::Error;

@@ -26,6 +26,8 @@ pub enum ValueType {
     Text,
     /// A list of strings.
     TextList,
+    /// A list of strings and tables `{ path, weight }`.
+    SourceList,
     /// One of a list of words.
     Choice {
         /// The words that work.
@@ -52,6 +54,9 @@ impl fmt::Display for ValueType {
             Self::IntegerPair => f.write_str("two integers, [a, b]"),
             Self::Text => f.write_str("a string"),
             Self::TextList => f.write_str("a list of strings, [\"a\", \"b\"]"),
+            Self::SourceList => {
+                f.write_str("a list of strings and tables, [\"a\", { path = \"b\", weight = 0.3 }]")
+            }
             Self::Choice { allowed, .. } => {
                 for (i, word) in allowed.iter().enumerate() {
                     write!(f, "{}\"{word}\"", if i == 0 { "" } else { ", " })?;
@@ -223,26 +228,75 @@ impl Readable for Vec<String> {
     const TYPE: ValueType = ValueType::TextList;
 
     fn read(value: &Value) -> Result<Self, Misfit> {
-        if let Some(text) = value.as_str() {
-            let mut misfit = wrong_type::<Self>(value);
-            misfit.allowed = format!("a list of strings: write [\"{}\"]", shortened(text));
-            return Err(misfit);
-        }
-        let items = value.as_array().ok_or_else(|| wrong_type::<Self>(value))?;
-        items
-            .iter()
-            .enumerate()
-            .map(|(i, item)| match item {
-                Value::Object(_) => Err(Misfit {
-                    what: format!("entry {} is a table, which is not supported yet", i + 1),
-                    allowed: Self::TYPE.to_string(),
-                }),
-                item => String::read(item).map_err(|misfit| Misfit {
-                    what: format!("entry {} {}", i + 1, misfit.what),
-                    allowed: misfit.allowed,
-                }),
+        read_list::<Self, String>(value, String::read)
+    }
+}
+
+/// Reads every entry of a list.
+fn read_list<List: Readable, T>(
+    value: &Value,
+    read: impl Fn(&Value) -> Result<T, Misfit>,
+) -> Result<Vec<T>, Misfit> {
+    if let Some(text) = value.as_str() {
+        let mut misfit = wrong_type::<List>(value);
+        misfit.allowed = format!("a list of strings: write [\"{}\"]", shortened(text));
+        return Err(misfit);
+    }
+    let items = value.as_array().ok_or_else(|| wrong_type::<List>(value))?;
+    let numbered = items.iter().enumerate();
+    numbered
+        .map(|(i, item)| {
+            read(item).map_err(|Misfit { what, allowed }| Misfit {
+                what: format!("entry {} {what}", i + 1),
+                allowed,
             })
-            .collect()
+        })
+        .collect()
+}
+
+/// One entry of `data.train`: files, and how much of a blend they are.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum DataSource {
+    /// A file, a directory or a glob pattern.
+    Plain(String),
+    /// One with a weight.
+    Weighted {
+        /// A file, a directory or a glob pattern.
+        path: String,
+        /// Its share of the samples.
+        weight: f64,
+    },
+}
+
+impl DataSource {
+    /// The file, directory or pattern.
+    pub fn path(&self) -> &str {
+        match self {
+            Self::Plain(path) | Self::Weighted { path, .. } => path,
+        }
+    }
+}
+
+impl Readable for Vec<DataSource> {
+    const TYPE: ValueType = ValueType::SourceList;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        read_list::<Self, DataSource>(value, |item| {
+            let Value::Object(table) = item else { return String::read(item).map(DataSource::Plain) };
+            let misfit = |what: String| Misfit { what, allowed: "{ path = \"a\", weight = 0.3 }".to_owned() };
+            if let Some(key) = table.keys().find(|key| !["path", "weight"].contains(&key.as_str())) {
+                return Err(misfit(format!("has the unknown key \"{}\"", shortened(key))));
+            }
+            let path = table.get("path").ok_or_else(|| misfit("has no path".to_owned()))?;
+            let path =
+                String::read(path).map_err(|found| misfit(format!("has a path that {}", found.what)))?;
+            let Some(weight) = table.get("weight") else { return Ok(DataSource::Plain(path)) };
+            match weight.as_f64() {
+                Some(number) if number > 0.0 => Ok(DataSource::Weighted { path, weight: number }),
+                _ => Err(misfit(format!("has the weight {weight}, which is no number above 0"))),
+            }
+        })
     }
 }
 
@@ -325,13 +379,38 @@ macro_rules! choices {
 choices! {
     /// How training files are read.
     DataFormat {
-        /// By file name: `.jsonl` and `.ndjson` are JSON lines, everything else is text.
+        /// By file name: `.jsonl` and `.ndjson` are JSON lines, a `.bin` is `indexed` if its `.idx` lies beside it and
+        /// `tokens` otherwise, everything else is text.
         Auto = "auto",
         /// UTF-8 text.
         Text = "text",
         /// One JSON object a line.
         JsonLines = "jsonl",
-    } later ["parquet", "indexed", "tokens"]
+        /// A table, of which a column holds the text.
+        Parquet = "parquet",
+        /// Megatron's indexed data sets: a `.bin` with its `.idx`.
+        Indexed = "indexed",
+        /// Files of token ids and nothing else.
+        Tokens = "tokens",
+    } later []
+
+    /// The type of the ids in raw token files.
+    TokenType {
+        /// Two bytes.
+        U16 = "u16",
+        /// Four bytes.
+        U32 = "u32",
+    } later []
+
+    /// How documents are laid into sequences.
+    DataPacking {
+        /// One after another, cut anywhere; a token sees what comes before it, of whatever document.
+        Stream = "stream",
+        /// As `stream`, but a token sees its own document only.
+        Documents = "documents",
+        /// As `documents`, and cut only if longer than a sequence.
+        WholeDocuments = "whole_documents",
+    } later []
 
     /// In which order samples are drawn.
     DataOrder {

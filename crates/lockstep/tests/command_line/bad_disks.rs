@@ -96,3 +96,14 @@ fn a_read_only_directory_is_named_before_the_first_step() {
     }
     assert!(!outcome.stderr.contains("step 1/"), "no step was made: {outcome:?}");
 }
+
+#[test]
+fn a_tokenization_that_fills_the_disk_goes_on_when_there_is_room() {
+    let workshop = Workshop::new();
+    let script = r#"{ head -c 400000 /dev/zero | tr '\0' a > long.txt
+        $1 data tokenize long.txt -o disk/out; echo "code $?"; ls disk
+        mount -o remount,size=2m disk; $1 data tokenize long.txt -o disk/out > /dev/null; echo "code $?"; ls disk; }"#;
+    let Some(outcome) = with_disk(&workshop, "size=256k", script) else { return };
+    assert_eq!(outcome.stdout, "code 1\nout.partial\ncode 0\nout.bin\nout.idx\n", "{outcome:?}");
+    assert!(outcome.stderr.contains("error: the disk is full below disk/out.partial"), "{outcome:?}");
+}

@@ -101,7 +101,7 @@ fn text_that_cannot_be_read_is_refused_with_its_path() {
         ("array.jsonl", 4, &["array.jsonl line 2", "field \"text\""]),
         ("other_field.jsonl", 4, &["other_field.jsonl line 1", "content", "data.text_field"]),
         ("cut.jsonl", 4, &["cut.jsonl line 1"]),
-        ("corpus.parquet", 2, &["corpus.parquet", ".jsonl"]),
+        ("corpus.parquet", 4, &["corpus.parquet", "not a Parquet file"]),
     ];
     for (file, code, parts) in cases {
         workshop.train(&[&format!("data.train=[{file:?}]")]).refuses(code, parts);

@@ -6,6 +6,7 @@ mod bad_checkpoints;
 mod bad_disks;
 mod bad_models;
 mod bad_runs;
+mod data;
 mod records;
 mod whole_way;
 mod workshop;

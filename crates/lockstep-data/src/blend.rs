@@ -1,0 +1,147 @@
+//! Which source each sample of a blend comes from: as the weights say, at every prefix, by arithmetic alone.
+//!
+//! Sources take turns in a fixed pattern that repeats. It is the chairman assignment of Tijdeman ("The chairman
+//! assignment problem", Discrete Mathematics 32, 1980): after any number of samples, each of n sources has been drawn
+//! as often as its weight asks for, give or take at most 1 - 1/(2n - 2) of a sample. (Megatron draws the source that
+//! is furthest behind, which has no such bound, and keeps the pattern of the whole run in memory.)
+
+/// The longest pattern.
+const LONGEST_PERIOD: u64 = 1 << 20;
+
+/// The turns of several sources.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Blend {
+    period: Vec<Turn>,
+    /// How many turns of a period each source has.
+    turns: Vec<u64>,
+}
+
+/// One sample of a period.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Turn {
+    source: u32,
+    /// How many turns of the period the source had before.
+    earlier: u32,
+}
+
+impl Blend {
+    /// The turns of sources with these weights, all of them positive and finite. Only their ratios matter. They are
+    /// kept exactly where they are fractions of at most a million, and to a millionth elsewhere.
+    pub(crate) fn new(weights: &[f64]) -> Self {
+        let turns = whole_turns(weights);
+        let mut period = Vec::new();
+        let mut taken = vec![0_u64; turns.len()];
+        for number in 1..=turns.iter().sum::<u64>() {
+            let source = next_source(&turns, &taken, number);
+            period.push(Turn { source: source as u32, earlier: taken[source] as u32 });
+            taken[source] += 1;
+        }
+        Self { period, turns }
+    }
+
+    /// The source of `sample`, and how many samples of that source came before.
+    pub(crate) fn locate(&self, sample: u64) -> (usize, u64) {
+        let length = self.period.len() as u64;
+        let Turn { source, earlier } = self.period[(sample % length) as usize];
+        let source = source as usize;
+        (source, sample / length * self.turns[source] + u64::from(earlier))
+    }
+
+    /// The share of all samples that come from `source`.
+    pub(crate) fn share(&self, source: usize) -> f64 {
+        self.turns[source] as f64 / self.period.len() as f64
+    }
+}
+
+/// Whole numbers in the ratios of `weights`, with a sum of at most [`LONGEST_PERIOD`] or little more.
+fn whole_turns(weights: &[f64]) -> Vec<u64> {
+    let total: f64 = weights.iter().sum();
+    for decimals in 0..=6 {
+        let scaled = || weights.iter().map(|weight| weight * 10_f64.powi(decimals));
+        let is_whole = |value: f64| value >= 1.0 && (value - value.round()).abs() < 1e-9 * value;
+        if scaled().all(is_whole) && scaled().sum::<f64>() < 1e15 {
+            let divisor = scaled().map(|value| value.round() as u64).fold(0, greatest_common_divisor);
+            let turns: Vec<u64> = scaled().map(|value| value.round() as u64 / divisor).collect();
+            if turns.iter().sum::<u64>() <= LONGEST_PERIOD {
+                return turns;
+            }
+        }
+    }
+    weights.iter().map(|weight| ((weight / total * LONGEST_PERIOD as f64).round() as u64).max(1)).collect()
+}
+
+fn greatest_common_divisor(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
+
+/// Of the sources that may be drawn as sample `number` without getting too far ahead, the one that has to be drawn
+/// soonest. All quantities are multiplied by the length of the period times 2n - 2, and are whole.
+fn next_source(turns: &[u64], taken: &[u64], number: u64) -> usize {
+    let length: u64 = turns.iter().sum();
+    let spread = (2 * turns.len() as i128 - 2).max(1);
+    let behind = |source: usize| {
+        spread
+            * (i128::from(turns[source]) * i128::from(number)
+                - i128::from(length) * i128::from(taken[source]))
+    };
+    // The time that is left until it would be too far behind, times its weight.
+    let slack = |source: usize| i128::from(length) * (spread - 1) - behind(source);
+    let may_be_drawn = |&source: &usize| behind(source) >= i128::from(length);
+    let sooner =
+        |a: &usize, b: &usize| (slack(*a) * i128::from(turns[*b])).cmp(&(slack(*b) * i128::from(turns[*a])));
+    (0..turns.len()).filter(may_be_drawn).min_by(sooner).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn every_prefix_has_the_proportions_asked_for_within_one_sample(
+            weights in prop::collection::vec(1_u32..1000, 1..9), periods in 1_u64..3
+        ) {
+            let weights: Vec<f64> = weights.into_iter().map(|weight| f64::from(weight) / 1000.0).collect();
+            let blend = Blend::new(&weights);
+            let total: f64 = weights.iter().sum();
+            let bound = (1.0 - 1.0 / (2.0 * weights.len() as f64 - 2.0)).max(0.0) + 1e-6;
+            let mut drawn = vec![0_u64; weights.len()];
+            for sample in 0..periods * blend.period.len() as u64 {
+                let (source, index) = blend.locate(sample);
+                prop_assert_eq!(index, drawn[source], "samples of a source come in their order");
+                drawn[source] += 1;
+                for (source, weight) in weights.iter().enumerate() {
+                    let error = (weight / total * (sample + 1) as f64 - drawn[source] as f64).abs();
+                    prop_assert!(error <= bound, "source {} is off by {} after {}", source, error, sample + 1);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn decimal_weights_are_kept_exactly_and_the_pattern_is_short() {
+        for (weights, turns) in [
+            (&[0.3, 0.7][..], &[3, 7][..]),
+            (&[1.0 - 0.1 - 0.2, 0.1, 0.2], &[7, 1, 2]),
+            (&[1.0], &[1]),
+            (&[5.0, 10.0], &[1, 2]),
+            (&[1e-6, 0.999_999], &[1, 999_999]),
+        ] {
+            assert_eq!(Blend::new(weights).turns, turns, "{weights:?}");
+        }
+    }
+
+    #[test]
+    fn weights_that_are_no_short_fractions_are_close() {
+        let weights = [123_456_789.0, 987_654_321.5, 0.001];
+        let blend = Blend::new(&weights);
+        let total: f64 = weights.iter().sum();
+        for (source, weight) in weights.iter().enumerate() {
+            assert!((blend.share(source) - weight / total).abs() < 2e-6, "{source}: {}", blend.share(source));
+        }
+    }
+}

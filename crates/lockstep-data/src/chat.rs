@@ -1,0 +1,251 @@
+//! Chats as text: what each message looks like to the model, and which of it the model is to say.
+//!
+//! The tokenizer's own template decides, the Jinja of `tokenizer_config.json` or `chat_template.jinja`. Where it has
+//! none, a chat is written in ChatML, a message after the other:
+//!
+//! ```text
+//! <|im_start|>ROLE
+//! CONTENT<|im_end|>
+//! ```
+//!
+//! What the assistant says, with the end of its message, is predicted; everything else is context.
+
+use std::sync::Arc;
+
+use minijinja::{Environment, Error, ErrorKind, syntax::SyntaxConfig, value::Serde};
+use serde_json::{Value, json};
+
+use crate::json_line::Part;
+
+/// One message of a chat: an object with a role, a content, and whatever else a template reads of it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Message {
+    object: Value,
+    role: String,
+    content: String,
+}
+
+/// Whose messages are predicted.
+const ASSISTANT: &str = "assistant";
+
+impl Message {
+    /// Reads `{"role": "...", "content": "..."}`, or says what it lacks.
+    pub(crate) fn read(object: Value) -> Result<Self, String> {
+        let string = |key: &str| {
+            let text = object.get(key).and_then(Value::as_str);
+            text.map(str::to_owned).ok_or_else(|| format!("it has no string in \"{key}\""))
+        };
+        let (role, content) = (string("role")?, string("content")?);
+        Ok(Self { object, role, content })
+    }
+
+    fn is_answer(&self) -> bool {
+        self.role == ASSISTANT
+    }
+}
+
+/// How a chat becomes text.
+#[derive(Debug, Clone, Default)]
+pub enum ChatTemplate {
+    /// ChatML.
+    #[default]
+    ChatMl,
+    /// A template in Jinja.
+    Jinja(Arc<JinjaTemplate>),
+}
+
+/// A template as published models have them.
+#[derive(Debug)]
+pub struct JinjaTemplate {
+    environment: Environment<'static>,
+    /// The names of the tokens that begin and end a text, which templates ask for.
+    bos_token: Option<String>,
+    eos_token: Option<String>,
+    hash: blake3::Hash,
+}
+
+/// What the one template of an environment is called.
+const NAME: &str = "chat template";
+
+/// Steps after which a template is taken never to end.
+const FUEL: u64 = 10_000_000;
+
+impl ChatTemplate {
+    /// Reads a template in Jinja.
+    ///
+    /// # Errors
+    /// What is wrong with it, in words.
+    pub(crate) fn jinja(
+        source: &str,
+        bos_token: Option<String>,
+        eos_token: Option<String>,
+    ) -> Result<Self, String> {
+        let mut environment = Environment::new();
+        // As transformers renders them.
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|error| describe(&error))?);
+        environment.set_fuel(Some(FUEL));
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |problem: String| -> Result<String, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, problem))
+        });
+        environment.add_template_owned(NAME, source.to_owned()).map_err(|error| describe(&error))?;
+        let hash = blake3::hash(source.as_bytes());
+        Ok(Self::Jinja(Arc::new(JinjaTemplate { environment, bos_token, eos_token, hash })))
+    }
+
+    /// The hash of a template that is not the built-in one.
+    pub(crate) fn hash(&self) -> Option<blake3::Hash> {
+        match self {
+            Self::ChatMl => None,
+            Self::Jinja(template) => Some(template.hash),
+        }
+    }
+
+    /// The chat in parts.
+    pub(crate) fn parts(&self, messages: &[Message]) -> Result<Vec<Part>, String> {
+        if !messages.iter().any(Message::is_answer) {
+            return Err(format!("there is no message of the role {ASSISTANT}, so nothing to predict"));
+        }
+        match self {
+            Self::ChatMl => Ok(messages.iter().flat_map(chat_ml).collect()),
+            Self::Jinja(template) => template.parts(messages),
+        }
+    }
+}
+
+fn chat_ml(message: &Message) -> [Part; 2] {
+    let said = format!("{}<|im_end|>\n", message.content);
+    let said = if message.is_answer() { Part::answer(said) } else { Part::context(said) };
+    [Part::context(format!("<|im_start|>{}\n", message.role)), said]
+}
+
+impl JinjaTemplate {
+    /// An answer is what the chat up to it has more than the chat before it, with the words that ask for an answer.
+    fn parts(&self, messages: &[Message]) -> Result<Vec<Part>, String> {
+        let mut parts = Vec::new();
+        let mut written = String::new();
+        // A template may write earlier messages otherwise once there are later ones; then no text has them all.
+        let rest_of = |text: &str, written: &str, number: usize| {
+            text.strip_prefix(written).map(str::to_owned).ok_or_else(|| {
+                format!("the chat template writes what stands before message {number} in more than one way")
+            })
+        };
+        for (i, _) in messages.iter().enumerate().filter(|(_, message)| message.is_answer()) {
+            let question = self.render(&messages[..i], Ask::ForAnAnswer)?;
+            parts.push(Part::context(rest_of(&question, &written, i + 1)?));
+            let answer = self.render(&messages[..=i], Ask::Nothing)?;
+            parts.push(Part::answer(rest_of(&answer, &question, i + 1)?));
+            written = answer;
+        }
+        let whole = self.render(messages, Ask::Nothing)?;
+        parts.push(Part::context(rest_of(&whole, &written, messages.len())?));
+        Ok(parts)
+    }
+
+    fn render(&self, messages: &[Message], ask: Ask) -> Result<String, String> {
+        let messages: Vec<&Value> = messages.iter().map(|message| &message.object).collect();
+        let context = json!({
+            "messages": messages,
+            "add_generation_prompt": ask == Ask::ForAnAnswer,
+            "bos_token": self.bos_token.as_deref().unwrap_or_default(),
+            "eos_token": self.eos_token.as_deref().unwrap_or_default(),
+        });
+        let rendered =
+            self.environment.get_template(NAME).and_then(|template| template.render(Serde(context)));
+        rendered.map_err(|error| format!("the chat template refuses the messages: {}", describe(&error)))
+    }
+}
+
+/// What a chat ends with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ask {
+    Nothing,
+    /// The words after which the assistant speaks.
+    ForAnAnswer,
+}
+
+/// An error in one line.
+fn describe(error: &Error) -> String {
+    let line = error.line().map_or(String::new(), |line| format!(" (line {line} of the template)"));
+    let what = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    format!("{what}{line}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::json_line::PartRole;
+
+    fn chat(messages: &[(&str, &str)]) -> Vec<Message> {
+        let message = |&(role, content): &(&str, &str)| {
+            Message::read(json!({"role": role, "content": content})).unwrap()
+        };
+        messages.iter().map(message).collect()
+    }
+
+    fn whole(parts: &[Part]) -> String {
+        parts.iter().map(|part| part.text.as_str()).collect()
+    }
+
+    fn said(parts: &[Part]) -> Vec<&str> {
+        parts.iter().filter(|part| part.role == PartRole::Answer).map(|part| part.text.as_str()).collect()
+    }
+
+    const CHAT: [(&str, &str); 5] = [
+        ("system", "Be brief."),
+        ("user", "2+2?"),
+        ("assistant", "4"),
+        ("user", " And 3?"),
+        ("assistant", "7"),
+    ];
+
+    #[test]
+    fn only_what_the_assistant_says_is_predicted() {
+        let parts = ChatTemplate::ChatMl.parts(&chat(&CHAT[..3])).unwrap();
+        assert_eq!(
+            whole(&parts),
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n\
+             <|im_start|>assistant\n4<|im_end|>\n"
+        );
+        assert_eq!(said(&parts), ["4<|im_end|>\n"]);
+    }
+
+    /// In the manner of Llama 3: filters, methods of Python, a variable that is set, blocks on lines of their own.
+    const TEMPLATE: &str = "{{ bos_token }}
+{%- for message in messages %}
+    {%- set head = '<|' + message['role'] + '|>' %}
+    {{- head }}
+    {{- message.content.strip() + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}";
+
+    #[test]
+    fn a_template_of_a_tokenizer_is_followed() {
+        let template =
+            ChatTemplate::jinja(TEMPLATE, Some("<s>".to_owned()), Some("</s>".to_owned())).unwrap();
+        let parts = template.parts(&chat(&CHAT)).unwrap();
+        assert_eq!(
+            whole(&parts),
+            "<s><|system|>Be brief.</s><|user|>2+2?</s><|assistant|>4</s><|user|>And 3?</s><|assistant|>7</s>"
+        );
+        assert_eq!(said(&parts), ["4</s>", "7</s>"]);
+    }
+
+    #[test]
+    fn a_template_that_is_broken_refuses_or_rewrites_is_an_error() {
+        let jinja = |source: &str| ChatTemplate::jinja(source, None, None);
+        assert!(jinja("{% for %}").unwrap_err().contains("line 1"));
+        for (source, expected) in [
+            ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+            ("{{ messages|length }}", "in more than one way"),
+            ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "fuel"),
+            ("{{ no_such_function() }}", "unknown"),
+        ] {
+            let problem = jinja(source).and_then(|template| template.parts(&chat(&CHAT))).unwrap_err();
+            assert!(problem.contains(expected), "{source}: {problem}");
+        }
+    }
+}

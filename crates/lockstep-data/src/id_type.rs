@@ -1,0 +1,171 @@
+//! How token ids stand in a file: little-endian integers of one to eight bytes.
+
+use std::{fmt, ops::Range, str::FromStr};
+
+use crate::error::{DataError, Result};
+
+/// The type of the ids in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IdType {
+    /// One byte without a sign.
+    U8,
+    /// One byte with a sign.
+    I8,
+    /// Two bytes with a sign.
+    I16,
+    /// Two bytes without a sign: vocabularies up to 65,536.
+    U16,
+    /// Four bytes with a sign.
+    I32,
+    /// Four bytes without a sign.
+    U32,
+    /// Eight bytes with a sign.
+    I64,
+}
+
+/// An id that no embedding belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BadId {
+    /// Which of the ids.
+    pub(crate) index: usize,
+    pub(crate) value: i64,
+}
+
+impl IdType {
+    /// The narrowest type in which this program writes ids below `vocab_size`.
+    pub const fn for_vocabulary(vocab_size: u64) -> Self {
+        if vocab_size <= 1 << 16 { Self::U16 } else { Self::U32 }
+    }
+
+    /// Bytes per id.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::U8 | Self::I8 => 1,
+            Self::I16 | Self::U16 => 2,
+            Self::I32 | Self::U32 => 4,
+            Self::I64 => 8,
+        }
+    }
+
+    /// What it is called in a configuration and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::U8 => "u8",
+            Self::I8 => "i8",
+            Self::I16 => "i16",
+            Self::U16 => "u16",
+            Self::I32 => "i32",
+            Self::U32 => "u32",
+            Self::I64 => "i64",
+        }
+    }
+
+    /// Appends `ids`, which all fit.
+    pub(crate) fn encode(self, ids: &[u32], out: &mut Vec<u8>) {
+        match self.bytes() {
+            1 => out.extend(ids.iter().map(|&id| id as u8)),
+            2 => out.extend(ids.iter().flat_map(|&id| (id as u16).to_le_bytes())),
+            4 => out.extend(ids.iter().flat_map(|&id| id.to_le_bytes())),
+            _ => out.extend(ids.iter().flat_map(|&id| u64::from(id).to_le_bytes())),
+        }
+    }
+
+    /// Appends the ids in `bytes` to `out`, all of them below `vocab_size`, or finds the first that is not.
+    pub(crate) fn decode(self, bytes: &[u8], vocab_size: u64, out: &mut Vec<u32>) -> Result<(), BadId> {
+        /// Whatever the type, a negative number becomes a `u64` beyond any vocabulary.
+        fn all<const N: usize>(
+            bytes: &[u8],
+            vocab_size: u64,
+            out: &mut Vec<u32>,
+            value: impl Fn([u8; N]) -> i64,
+        ) -> Result<(), BadId> {
+            let start = out.len();
+            let limit = vocab_size.min(1 << 31);
+            let mut highest = 0;
+            let ids = bytes.as_chunks::<N>().0;
+            out.extend(ids.iter().map(|&id| {
+                let id = value(id) as u64;
+                highest = highest.max(id);
+                id as u32
+            }));
+            if ids.is_empty() || highest < limit {
+                return Ok(());
+            }
+            out.truncate(start);
+            let bad = ids.iter().map(|&id| value(id)).enumerate().find(|&(_, id)| id as u64 >= limit);
+            bad.map_or(Ok(()), |(index, value)| Err(BadId { index, value }))
+        }
+        match self {
+            Self::U8 => all(bytes, vocab_size, out, |[id]| i64::from(id)),
+            Self::I8 => all(bytes, vocab_size, out, |id| i64::from(i8::from_le_bytes(id))),
+            Self::I16 => all(bytes, vocab_size, out, |id| i64::from(i16::from_le_bytes(id))),
+            Self::U16 => all(bytes, vocab_size, out, |id| i64::from(u16::from_le_bytes(id))),
+            Self::I32 => all(bytes, vocab_size, out, |id| i64::from(i32::from_le_bytes(id))),
+            Self::U32 => all(bytes, vocab_size, out, |id| i64::from(u32::from_le_bytes(id))),
+            Self::I64 => all(bytes, vocab_size, out, i64::from_le_bytes),
+        }
+    }
+
+    /// The bytes in which the ids of `range` stand.
+    pub(crate) fn byte_range(self, range: &Range<u64>) -> Range<usize> {
+        range.start as usize * self.bytes()..range.end as usize * self.bytes()
+    }
+}
+
+impl fmt::Display for IdType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The types in which raw token files are written.
+impl FromStr for IdType {
+    type Err = DataError;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "u16" => Ok(Self::U16),
+            "u32" => Ok(Self::U32),
+            _ => Err(DataError::UnknownIdType { name: name.to_owned() }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ALL: [IdType; 7] =
+        [IdType::U8, IdType::I8, IdType::I16, IdType::U16, IdType::I32, IdType::U32, IdType::I64];
+
+    proptest! {
+        #[test]
+        fn ids_survive_every_type_that_holds_them(ids in prop::collection::vec(0_u32..128, 0..50)) {
+            for id_type in ALL {
+                let mut bytes = Vec::new();
+                id_type.encode(&ids, &mut bytes);
+                prop_assert_eq!(bytes.len(), ids.len() * id_type.bytes());
+                let mut found = vec![7];
+                prop_assert_eq!(id_type.decode(&bytes, 128, &mut found), Ok(()));
+                prop_assert_eq!(&found[1..], &ids[..], "{}", id_type);
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_id_beyond_the_vocabulary_is_found_with_its_sign() {
+        let cases: [(IdType, &[u8], i64); 4] = [
+            (IdType::I8, &[1, 0xFF, 0xFE], -1),
+            (IdType::U16, &[1, 0, 0, 1, 0, 2], 256),
+            (IdType::I32, &[1, 0, 0, 0, 0, 0, 0, 0x80], i64::from(i32::MIN)),
+            (IdType::I64, &[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0], 1 << 32),
+        ];
+        for (id_type, bytes, value) in cases {
+            let mut out = vec![5];
+            assert_eq!(id_type.decode(bytes, 256, &mut out), Err(BadId { index: 1, value }), "{id_type}");
+            assert_eq!(out, [5], "nothing of a bad range is kept");
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! The index of Megatron's indexed data sets: which tokens of a `.bin` are a sequence, which sequences a document.
+//!
+//! ```text
+//!  0  [u8; 9]  magic "MMIDIDX\0\0"
+//!  9  u64      version 1
+//! 17  u8       type of the ids: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 6 f64, 7 f32, 8 u16
+//! 18  u64      number of sequences S
+//! 26  u64      number of document borders D, one more than documents
+//! 34  i32[S]   tokens of each sequence
+//!     i64[S]   byte offset of each sequence in the .bin: the lengths before it, summed
+//!     i64[D]   document borders as numbers of sequences, the first 0
+//!     i8[S]    modes, in data sets of several modalities only
+//! ```
+//!
+//! Megatron itself trusts the file. Here every number is checked once, when it is opened, so that nothing after that
+//! has to be.
+
+use std::{
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use lockstep_tensor::MappedFile;
+
+use crate::{
+    error::{DataError, IndexProblem, Result},
+    id_type::IdType,
+};
+
+const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
+const VERSION: u64 = 1;
+const HEADER_BYTES: usize = 34;
+
+/// The types of ids by their code, from 1 on. Ids are no fractions, so two of the codes name none.
+const ID_TYPES: [Option<IdType>; 8] = [
+    Some(IdType::U8),
+    Some(IdType::I8),
+    Some(IdType::I16),
+    Some(IdType::I32),
+    Some(IdType::I64),
+    None,
+    None,
+    Some(IdType::U16),
+];
+
+/// The sizes of a valid index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IndexHeader {
+    /// The type of the ids in the `.bin`.
+    pub id_type: IdType,
+    /// How many sequences there are.
+    pub sequences: usize,
+    /// How many document borders there are: at least one.
+    pub borders: usize,
+}
+
+impl IndexHeader {
+    /// Checks the whole index in `bytes`, which may be anything, against a `.bin` of `bin_bytes`. Allocates nothing.
+    ///
+    /// # Errors
+    /// The first rule that it breaks.
+    pub fn parse(bytes: &[u8], bin_bytes: u64) -> Result<Self, IndexProblem> {
+        if bytes.len() < HEADER_BYTES {
+            return Err(IndexProblem::ShorterThanHeader { bytes: bytes.len() as u64 });
+        }
+        if !bytes.starts_with(MAGIC) {
+            return Err(IndexProblem::Magic);
+        }
+        let version = number_at(&bytes[9..], 0);
+        if version != VERSION {
+            return Err(IndexProblem::Version { found: version });
+        }
+        let code = bytes[17];
+        let known = usize::from(code).checked_sub(1).and_then(|i| *ID_TYPES.get(i)?);
+        let id_type = known.ok_or(IndexProblem::IdType { code })?;
+        let (sequences, borders) = (number_at(&bytes[18..], 0), number_at(&bytes[26..], 0));
+
+        // In 128 bits no count overflows; once the length of the file agrees, all of them are as small as it is.
+        let without_modes = HEADER_BYTES as u128 + 12 * u128::from(sequences) + 8 * u128::from(borders);
+        let lengths = [without_modes, without_modes + u128::from(sequences)];
+        if !lengths.contains(&(bytes.len() as u128)) {
+            return Err(IndexProblem::Length { bytes: bytes.len() as u64, sequences, borders });
+        }
+        let header = Self { id_type, sequences: sequences as usize, borders: borders as usize };
+        header.check_sequences(bytes, bin_bytes)?;
+        header.check_borders(bytes)?;
+        Ok(header)
+    }
+
+    fn check_sequences(&self, bytes: &[u8], bin_bytes: u64) -> Result<(), IndexProblem> {
+        let lengths = bytes[HEADER_BYTES..self.offsets_at()].as_chunks::<4>().0;
+        let offsets = bytes[self.offsets_at()..self.borders_at()].as_chunks::<8>().0;
+        let mut expected = 0_u64;
+        for (sequence, (&length, &offset)) in lengths.iter().zip(offsets).enumerate() {
+            let (length, offset) = (i32::from_le_bytes(length), i64::from_le_bytes(offset));
+            let Ok(tokens) = u64::try_from(length) else {
+                return Err(IndexProblem::SequenceLength { sequence, length });
+            };
+            if u64::try_from(offset) != Ok(expected) {
+                return Err(IndexProblem::Offset { sequence, offset, expected });
+            }
+            expected += tokens * self.id_type.bytes() as u64;
+            if expected > bin_bytes {
+                break;
+            }
+        }
+        if expected != bin_bytes {
+            return Err(IndexProblem::TokenBytes { expected, bin_bytes });
+        }
+        Ok(())
+    }
+
+    fn check_borders(&self, bytes: &[u8]) -> Result<(), IndexProblem> {
+        let borders = &bytes[self.borders_at()..][..8 * self.borders];
+        let mut previous = 0;
+        for (index, &border) in borders.as_chunks::<8>().0.iter().enumerate() {
+            let border = i64::from_le_bytes(border);
+            let fits = u64::try_from(border)
+                .is_ok_and(|b| b >= previous && b <= self.sequences as u64 && (index > 0 || b == 0));
+            if !fits {
+                return Err(IndexProblem::Border { index, border, sequences: self.sequences });
+            }
+            previous = border as u64;
+        }
+        // A builder that was never told of documents leaves the first border alone.
+        if self.borders == 0 || (self.borders > 1 && previous != self.sequences as u64) {
+            return Err(IndexProblem::LastBorder { border: previous, sequences: self.sequences });
+        }
+        Ok(())
+    }
+
+    fn offsets_at(&self) -> usize {
+        HEADER_BYTES + 4 * self.sequences
+    }
+
+    fn borders_at(&self) -> usize {
+        self.offsets_at() + 8 * self.sequences
+    }
+}
+
+/// An index that has been checked, mapped into memory.
+#[derive(Debug)]
+pub(crate) struct Index {
+    map: MappedFile,
+    header: IndexHeader,
+}
+
+impl Index {
+    /// Maps the index at `path`, which belongs to a `.bin` of `bin_bytes`.
+    pub(crate) fn open(path: &Path, bin_bytes: u64) -> Result<Self> {
+        let map = MappedFile::open(path).map_err(DataError::io("open the index", path))?;
+        let header = IndexHeader::parse(&map, bin_bytes)
+            .map_err(|problem| DataError::BadIndex { path: path.to_owned(), problem })?;
+        Ok(Self { map, header })
+    }
+
+    pub(crate) fn header(&self) -> &IndexHeader {
+        &self.header
+    }
+
+    /// How many documents there are; a file without any border but the first is one.
+    pub(crate) fn documents(&self) -> u64 {
+        (self.header.borders as u64 - 1).max(1)
+    }
+
+    /// The first token of document `document`; that of one which is empty and last lies after the last token.
+    pub(crate) fn document_start(&self, document: u64) -> u64 {
+        let sequence = number_at(&self.map[self.header.borders_at()..], document as usize) as usize;
+        if sequence == 0 {
+            return 0;
+        }
+        let offsets = &self.map[self.header.offsets_at()..];
+        let id_bytes = self.header.id_type.bytes() as u64;
+        if sequence < self.header.sequences {
+            return number_at(offsets, sequence) / id_bytes;
+        }
+        let last = i32::from_le_bytes(self.map[HEADER_BYTES..].as_chunks().0[sequence - 1]);
+        number_at(offsets, sequence - 1) / id_bytes + last as u64
+    }
+}
+
+/// Number `index` of the eight-byte numbers in `bytes`.
+fn number_at(bytes: &[u8], index: usize) -> u64 {
+    u64::from_le_bytes(bytes.as_chunks().0[index])
+}
+
+/// The type in which Megatron writes the ids of a vocabulary.
+pub(crate) fn id_type_for(vocab_size: u64) -> IdType {
+    if vocab_size < 65_500 { IdType::U16 } else { IdType::I32 }
+}
+
+/// Writes an index in which each document is one sequence, of these lengths.
+pub(crate) fn write_index(out: &mut impl Write, id_type: IdType, lengths: &[u32]) -> io::Result<()> {
+    let code = ID_TYPES.iter().position(|&known| known == Some(id_type)).map_or(0, |i| i as u8 + 1);
+    out.write_all(MAGIC)?;
+    out.write_all(&VERSION.to_le_bytes())?;
+    out.write_all(&[code])?;
+    out.write_all(&(lengths.len() as u64).to_le_bytes())?;
+    out.write_all(&(lengths.len() as u64 + 1).to_le_bytes())?;
+    for length in lengths {
+        out.write_all(&length.to_le_bytes())?;
+    }
+    let mut offset = 0_u64;
+    for &length in lengths {
+        out.write_all(&offset.to_le_bytes())?;
+        offset += u64::from(length) * id_type.bytes() as u64;
+    }
+    for border in 0..=lengths.len() as u64 {
+        out.write_all(&border.to_le_bytes())?;
+    }
+    Ok(())
+}
+
+/// The `.bin` and `.idx` that `path` names: either of them, or what their names have in common, as Megatron's
+/// `--data-path` takes it.
+pub(crate) fn pair_of(path: &Path) -> Option<(PathBuf, PathBuf)> {
+    let is_member = path.extension().is_some_and(|extension| extension == "bin" || extension == "idx");
+    let stem = if is_member { path.with_extension("") } else { path.to_owned() };
+    let with = |extension: &str| {
+        let mut name = stem.clone().into_os_string();
+        name.push(extension);
+        PathBuf::from(name)
+    };
+    let (bin, index) = (with(".bin"), with(".idx"));
+    (bin.is_file() && index.is_file()).then_some((bin, index))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn index_of(lengths: &[u32], id_type: IdType) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        write_index(&mut bytes, id_type, lengths).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn an_index_that_was_written_is_read() {
+        let bytes = index_of(&[3, 0, 4], IdType::U16);
+        let header = IndexHeader::parse(&bytes, 14).unwrap();
+        assert_eq!(header, IndexHeader { id_type: IdType::U16, sequences: 3, borders: 4 });
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), &bytes).unwrap();
+        let index = Index::open(file.path(), 14).unwrap();
+        assert_eq!(index.documents(), 3);
+        assert_eq!((0..3).map(|i| index.document_start(i)).collect::<Vec<_>>(), [0, 3, 3]);
+    }
+
+    #[test]
+    fn modes_are_passed_over_and_borders_may_be_missing() {
+        let mut bytes = index_of(&[3, 4], IdType::I32);
+        bytes.extend([0, 0]);
+        assert_eq!(IndexHeader::parse(&bytes, 28).unwrap().sequences, 2);
+        let mut bytes = index_of(&[3, 4], IdType::I32);
+        bytes.truncate(bytes.len() - 16);
+        bytes[26] = 1;
+        assert_eq!(IndexHeader::parse(&bytes, 28).unwrap().borders, 1);
+    }
+
+    #[test]
+    fn each_rule_is_checked() {
+        let sound = index_of(&[3, 4], IdType::U16);
+        let broken = |at: usize, value: u8| {
+            let mut bytes = sound.clone();
+            bytes[at] = value;
+            IndexHeader::parse(&bytes, 14).unwrap_err()
+        };
+        assert_eq!(IndexHeader::parse(&sound[..33], 14), Err(IndexProblem::ShorterThanHeader { bytes: 33 }));
+        assert_eq!(broken(0, b'X'), IndexProblem::Magic);
+        assert_eq!(broken(9, 2), IndexProblem::Version { found: 2 });
+        for code in [0, 6, 7, 9, 255] {
+            assert_eq!(broken(17, code), IndexProblem::IdType { code });
+        }
+        let length = |sequences, borders| IndexProblem::Length { bytes: 82, sequences, borders };
+        assert_eq!(broken(18, 3), length(3, 3));
+        assert_eq!(broken(25, 0xFF), length(2 | 0xFF << 56, 3));
+        assert_eq!(broken(33, 0xFF), length(2, 3 | 0xFF << 56));
+        let negative = i32::from_le_bytes([3, 0, 0, 0x80]);
+        assert_eq!(broken(37, 0x80), IndexProblem::SequenceLength { sequence: 0, length: negative });
+        assert_eq!(broken(34, 2), IndexProblem::Offset { sequence: 1, offset: 6, expected: 4 });
+        assert_eq!(broken(42, 1), IndexProblem::Offset { sequence: 0, offset: 1, expected: 0 });
+        assert_eq!(broken(38, 5), IndexProblem::TokenBytes { expected: 16, bin_bytes: 14 });
+        assert_eq!(broken(58, 1), IndexProblem::Border { index: 0, border: 1, sequences: 2 });
+        assert_eq!(broken(74, 3), IndexProblem::Border { index: 2, border: 3, sequences: 2 });
+        assert_eq!(broken(74, 1), IndexProblem::LastBorder { border: 1, sequences: 2 });
+        let mut none = index_of(&[], IdType::U16);
+        assert!(IndexHeader::parse(&none, 0).is_ok());
+        none.truncate(HEADER_BYTES);
+        none[26] = 0;
+        assert_eq!(IndexHeader::parse(&none, 0), Err(IndexProblem::LastBorder { border: 0, sequences: 0 }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_changed_byte_gives_an_index_that_can_be_used_or_an_error(
+            lengths in prop::collection::vec(0_u32..9, 0..6), at: prop::sample::Index, value: u8
+        ) {
+            let mut bytes = index_of(&lengths, IdType::U16);
+            *at.get_mut(&mut bytes) = value;
+            let bin_bytes = 2 * lengths.iter().sum::<u32>();
+            if let Ok(header) = IndexHeader::parse(&bytes, bin_bytes.into()) {
+                prop_assert!(header.sequences == lengths.len());
+            }
+        }
+    }
+}

@@ -5,7 +5,7 @@
 
 use std::{io, path::Path, path::PathBuf};
 
-use crate::{safetensors::HeaderError, save::CommitPoint};
+use crate::{directory::list, safetensors::HeaderError, save::CommitPoint};
 
 /// Why a checkpoint or a safetensors file could not be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +29,50 @@ pub enum CheckpointError {
         tensor: String,
         /// What it must equal.
         tied_to: String,
+    },
+    /// The model that a fine-tuning run started from cannot be read.
+    #[error("{} holds what was trained of the model in {}: {source}", path.display(), base.display())]
+    BaseModel {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Where its base model lay.
+        base: PathBuf,
+        /// What is wrong there.
+        source: Box<CheckpointError>,
+    },
+    /// The model that a fine-tuning run started from is not the one that it was.
+    #[error(
+        "{} was trained on the model that lay in {}; the weights there are others now",
+        path.display(),
+        base.display()
+    )]
+    BaseModelChanged {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Where its base model lay.
+        base: PathBuf,
+    },
+    /// An adapter that cannot be used with the model.
+    #[error("the adapter in {} cannot be used: {reason}", dir.display())]
+    Adapter {
+        /// Its directory.
+        dir: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A directory that holds checkpoints and is none itself.
+    #[error("{} has neither manifest.json nor config.json, it holds checkpoints; did you mean {}?", path.display(), newest.display())]
+    ParentDirectory {
+        /// The directory.
+        path: PathBuf,
+        /// The newest checkpoint in it.
+        newest: PathBuf,
+    },
+    /// A checkpoint from which no adapter can be written.
+    #[error("{} holds no adapter: its run had no fine_tune.lora_rank", path.display())]
+    NoAdapter {
+        /// The checkpoint.
+        path: PathBuf,
     },
     /// The operating system refused.
     #[error("cannot {action} {}: {source}", path.display())]
@@ -332,6 +376,8 @@ impl CheckpointError {
                 | Self::DoesNotFit { .. }
                 | Self::MissingFile { .. }
                 | Self::TiedTensorsDiffer { .. }
+                | Self::BaseModelChanged { .. }
+                | Self::Adapter { .. }
                 | Self::Header { .. }
                 | Self::UnsafeName { .. }
                 | Self::Index { .. }
@@ -354,6 +400,16 @@ impl CheckpointError {
                 Self::MissingFile { path, named_in }
             }
             other => other,
+        }
+    }
+
+    /// Where a file of `dir` is missing because checkpoints lie below it: says which of them may have been meant.
+    pub(crate) fn or_parent_of_checkpoints(self, dir: &Path) -> Self {
+        let is_missing = matches!(&self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
+        let newest = || list(dir).ok()?.pop();
+        match is_missing.then(newest).flatten() {
+            Some(newest) => Self::ParentDirectory { path: dir.to_owned(), newest: newest.path },
+            None => self,
         }
     }
 

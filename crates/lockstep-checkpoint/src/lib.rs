@@ -2,7 +2,7 @@
 //! damaged byte gets in.
 //!
 //! The format works on host bytes and knows no device, no optimizer and no model; only [`ModelDirectory`]
-//! and [`export_hf`] know how a model's parameters are called elsewhere. Four ideas carry the crate:
+//! knows how a model's parameters are called elsewhere. Four ideas carry the crate:
 //!
 //! - **One logical tensor.** A checkpoint describes whole tensors by name; which rank held which part
 //!   is only *where the bytes lie*. [`Checkpoint::read`] takes any range of elements of any tensor, so
@@ -42,6 +42,7 @@
 compile_error!("safetensors is little-endian and Lockstep copies its bytes as they are");
 
 mod background;
+mod base;
 mod convert;
 mod coverage;
 mod digest;
@@ -50,6 +51,7 @@ mod error;
 mod files;
 mod load;
 mod manifest;
+mod peft;
 mod pretrained;
 mod region;
 mod save;
@@ -59,6 +61,7 @@ pub mod hf;
 pub mod safetensors;
 
 pub use background::{PendingSave, SaveThread};
+pub use base::BaseModel;
 pub use digest::Digest;
 pub use directory::{Latest, ListedCheckpoint, SkippedCheckpoint, latest_good, list, prune, set_aside};
 pub use error::{CheckpointError, CoverageError};
@@ -66,7 +69,8 @@ pub use files::{RunLock, prepare_directory};
 pub use load::Checkpoint;
 pub use lockstep_plan::DType;
 pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_FILE, Manifest, SliceEntry, TensorEntry, TensorKind};
-pub use pretrained::{ModelDirectory, checkpoint_model, export_hf};
+pub use peft::{PeftAdapter, parse_adapter_config};
+pub use pretrained::{ModelDirectory, checkpoint_model};
 pub use region::Region;
 pub use save::{CommitObserver, CommitPoint, SaveRequest, Staging, save, save_observed};
 pub use shard::{ShardReport, TensorSlice, write_shard};

@@ -2,7 +2,8 @@
 //! second to the first.
 //!
 //! A checkpoint of a training run carries the model's `config.json` under `config.model` and the name of its
-//! tokenizer under `config.tokenizer`, so a step directory is a model directory too.
+//! tokenizer under `config.tokenizer`, so a step directory is a model directory too. Where a run has trained a part
+//! of a pretrained model, the rest is read from there and known by its digest.
 
 use std::{
     cell::RefCell,
@@ -10,12 +11,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use lockstep_model::{HfContent, HfImport, HfMapping, HfTensor, ModelConfig};
+use lockstep_model::{
+    Adapter, AdapterTensor, HfContent, HfImport, HfMapping, HfTensor, LoraConfig, ModelConfig,
+};
 use lockstep_plan::DType;
+use rayon::prelude::*;
+use serde::Deserialize;
 
 use crate::{
-    Checkpoint, CheckpointError, MANIFEST_FILE, TensorKind,
-    hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport},
+    BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, TensorKind,
+    digest::Hasher,
+    directory::list,
+    hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport, SINGLE_FILE},
+    peft,
 };
 
 const CONFIG_FILE: &str = "config.json";
@@ -29,10 +37,72 @@ pub struct ModelDirectory {
     weights: Weights,
 }
 
+/// Takes parameters by name.
+type Sink<'s, E> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), E>;
+
 #[derive(Debug)]
 enum Weights {
-    HuggingFace { files: HfCheckpoint, import: HfImport },
+    HuggingFace {
+        files: HfCheckpoint,
+        import: HfImport,
+    },
     Checkpoint(Box<Checkpoint>),
+    /// What has been trained of a model that lies elsewhere.
+    Tuned {
+        base: Box<ModelDirectory>,
+        trained: Trained,
+    },
+}
+
+#[derive(Debug)]
+enum Trained {
+    /// A run's checkpoint.
+    Checkpoint {
+        checkpoint: Box<Checkpoint>,
+        adapter: Option<Adapter>,
+        /// Of the base.
+        digest: Digest,
+    },
+    Peft(Box<PeftAdapter>),
+}
+
+impl Trained {
+    /// Turns a parameter of the base into that of the tuned model.
+    fn tune(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        match self {
+            Self::Checkpoint { checkpoint, adapter, .. } => {
+                if checkpoint.tensor(name, &TensorKind::Parameter).is_ok() {
+                    return read_whole(checkpoint, name, values);
+                }
+                let Some(adapter) = adapter else { return Ok(()) };
+                let Some([name_a, name_b]) = adapter.factors_of(name) else { return Ok(()) };
+                read_whole(checkpoint, &name_a, &mut a)?;
+                read_whole(checkpoint, &name_b, &mut b)?;
+                add_product(adapter.config(), &a, &b, values);
+            }
+            Self::Peft(peft) => {
+                let Some([name_a, name_b]) = peft.adapter().factors_of(name) else { return Ok(()) };
+                if let (Some(a), Some(b)) = (peft.parameter(&name_a), peft.parameter(&name_b)) {
+                    add_product(peft.adapter().config(), a, b, values);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `weight [out, in] += scale · B [out, rank] · A [rank, in]`.
+fn add_product(config: &LoraConfig, a: &[f32], b: &[f32], weight: &mut [f32]) {
+    let (rank, scale) = (config.rank, config.scale() as f32);
+    let inputs = a.len() / rank;
+    weight.par_chunks_exact_mut(inputs).zip(b.par_chunks_exact(rank)).for_each(|(row, b)| {
+        let mut sums = vec![0.0_f32; inputs];
+        for (b, a) in b.iter().zip(a.chunks_exact(inputs)) {
+            sums.iter_mut().zip(a).for_each(|(sum, a)| *sum += b * a);
+        }
+        row.iter_mut().zip(sums).for_each(|(weight, sum)| *weight += scale * sum);
+    });
 }
 
 impl ModelDirectory {
@@ -44,11 +114,15 @@ impl ModelDirectory {
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         let path = dir.to_owned();
         if dir.join(MANIFEST_FILE).is_file() {
-            let checkpoint = Checkpoint::open(dir)?;
-            let config = checkpoint_model(&checkpoint)?;
-            return Ok(Self { path, config, weights: Weights::Checkpoint(Box::new(checkpoint)) });
+            return Self::of_checkpoint(Checkpoint::open(dir)?);
         }
-        let config = ModelConfig::from_file(&dir.join(CONFIG_FILE))?;
+        let config_file = dir.join(CONFIG_FILE);
+        if !config_file.is_file()
+            && let Some(newest) = list(dir).ok().and_then(|mut found| found.pop())
+        {
+            return Err(CheckpointError::ParentDirectory { path, newest: newest.path });
+        }
+        let config = ModelConfig::from_file(&config_file)?;
         let files = HfCheckpoint::open(dir)?;
         let found: Vec<(String, Vec<usize>)> = files
             .names()
@@ -60,17 +134,59 @@ impl ModelDirectory {
         Ok(Self { path, config, weights: Weights::HuggingFace { files, import } })
     }
 
+    /// The model of a checkpoint. That of a fine-tuning run holds what was trained; the rest is where the run found
+    /// it.
+    ///
+    /// # Errors
+    /// As for [`ModelDirectory::open`].
+    pub fn of_checkpoint(checkpoint: Checkpoint) -> Result<Self, CheckpointError> {
+        let path = checkpoint.path().to_owned();
+        let config = checkpoint_model(&checkpoint)?;
+        let weights = match BaseModel::of(&checkpoint)? {
+            None => Weights::Checkpoint(Box::new(checkpoint)),
+            Some(BaseModel { path: base_path, digest }) => {
+                let missing = |source| CheckpointError::BaseModel {
+                    path: path.clone(),
+                    base: base_path.clone(),
+                    source: Box::new(source),
+                };
+                let base = Box::new(Self::open(&base_path).map_err(missing)?);
+                let adapter = adapter_of(&checkpoint, &config)?;
+                let trained = Trained::Checkpoint { checkpoint: Box::new(checkpoint), adapter, digest };
+                Weights::Tuned { base, trained }
+            }
+        };
+        Ok(Self { path, config, weights })
+    }
+
+    /// The model with the adapter that lies in `dir`.
+    ///
+    /// # Errors
+    /// As for [`PeftAdapter::open`].
+    pub fn with_adapter(self, dir: &Path) -> Result<Self, CheckpointError> {
+        let trained = Trained::Peft(Box::new(PeftAdapter::open(dir, &self.config)?));
+        let (path, config) = (self.path.clone(), self.config.clone());
+        Ok(Self { path, config, weights: Weights::Tuned { base: Box::new(self), trained } })
+    }
+
     /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What the run that wrote this called its tokenizer, or the `tokenizer.json` beside the weights.
     pub fn tokenizer(&self) -> Option<String> {
         match &self.weights {
-            Weights::Checkpoint(checkpoint) => {
+            Weights::Checkpoint(checkpoint)
+            | Weights::Tuned { trained: Trained::Checkpoint { checkpoint, .. }, .. } => {
                 checkpoint.manifest().config.get("tokenizer")?.as_str().map(str::to_owned)
             }
+            Weights::Tuned { base, .. } => base.tokenizer(),
             Weights::HuggingFace { .. } => {
                 let file = self.path.join(TOKENIZER_FILES[0]);
                 file.is_file().then(|| file.display().to_string())
@@ -81,32 +197,213 @@ impl ModelDirectory {
     /// Hands every parameter that owns its weights to `sink`, by canonical name, in full precision.
     ///
     /// # Errors
-    /// Damaged files; whatever `sink` returns.
+    /// Damaged files; a base model that has changed; whatever `sink` returns.
     pub fn for_each_parameter<E: From<CheckpointError>>(
         &self,
         mut sink: impl FnMut(&str, &[f32]) -> Result<(), E>,
     ) -> Result<(), E> {
+        self.visit(&mut sink)
+    }
+
+    /// As [`ModelDirectory::for_each_parameter`]; returns the digest of all names and values, by which a run that
+    /// trains a part of the model knows the rest again.
+    ///
+    /// # Errors
+    /// As for [`ModelDirectory::for_each_parameter`].
+    pub fn for_each_parameter_hashed<E: From<CheckpointError>>(
+        &self,
+        mut sink: impl FnMut(&str, &[f32]) -> Result<(), E>,
+    ) -> Result<Digest, E> {
+        let mut hasher = Hasher::new();
+        self.visit(&mut |name: &str, values: &[f32]| {
+            hasher.update(&(name.len() as u64).to_le_bytes());
+            hasher.update(name.as_bytes());
+            hasher.update(&(values.len() as u64).to_le_bytes());
+            hasher.update(bytemuck::cast_slice(values));
+            sink(name, values)
+        })?;
+        Ok(hasher.finish())
+    }
+
+    // A base model is visited by way of its tuned one, which needs a type that does not grow with it.
+    fn visit<E: From<CheckpointError>>(&self, sink: Sink<'_, E>) -> Result<(), E> {
+        let mut values = Vec::new();
         match &self.weights {
             Weights::Checkpoint(checkpoint) => {
-                let mut values = Vec::new();
                 let parameters =
                     checkpoint.manifest().tensors.iter().filter(|entry| entry.kind == TensorKind::Parameter);
                 for entry in parameters {
-                    values.resize(entry.shape.iter().product(), 0.0);
-                    checkpoint.read(&entry.name, &TensorKind::Parameter, 0, &mut values)?;
+                    read_whole(checkpoint, &entry.name, &mut values)?;
                     sink(&entry.name, &values)?;
                 }
                 Ok(())
             }
             Weights::HuggingFace { files, import } => read_imported(files, import, sink),
+            Weights::Tuned { base, trained } => {
+                let found = base.for_each_parameter_hashed(|name, before| -> Result<(), E> {
+                    values.clear();
+                    values.extend_from_slice(before);
+                    trained.tune(name, &mut values)?;
+                    sink(name, &values)
+                })?;
+                match trained {
+                    Trained::Checkpoint { digest, .. } if found != *digest => {
+                        let (path, base) = (self.path.clone(), base.path.clone());
+                        Err(CheckpointError::BaseModelChanged { path, base }.into())
+                    }
+                    _ => Ok(()),
+                }
+            }
         }
     }
+
+    /// Fills `values` with one parameter, in full precision.
+    fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
+        match &self.weights {
+            Weights::Checkpoint(checkpoint) => read_whole(checkpoint, name, values),
+            Weights::Tuned { base, trained } => {
+                base.read(name, values)?;
+                trained.tune(name, values)
+            }
+            Weights::HuggingFace { files, import } => {
+                let place = import.places.iter().find(|place| place.parameter == name);
+                let place = place.ok_or_else(|| CheckpointError::NoSuchTensor {
+                    path: self.path.clone(),
+                    tensor: name.to_owned(),
+                })?;
+                let mut stored = vec![0.0; place.tensor_shape.iter().product()];
+                files.read_f32(&place.tensor, &mut stored)?;
+                values.resize(place.parameter_elements(), 0.0);
+                Ok(place.read(&stored, values)?)
+            }
+        }
+    }
+
+    /// Writes the model as a directory that `transformers` loads: `config.json`, `model.safetensors` (sharded above
+    /// 5 GB), and the tokenizer's files if it has one.
+    ///
+    /// # Errors
+    /// Damaged files, a base model that has changed, an output directory that is not empty, a full disk.
+    pub fn export_hf(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
+        if let Weights::Tuned { .. } = &self.weights {
+            // Parameters are read one by one below; whether the base is the right one shows in all of them.
+            self.for_each_parameter(|_, _| Ok::<(), CheckpointError>(()))?;
+        }
+        let mapping = HfMapping::new(&self.config);
+        let tensors = mapping.tensors().iter().map(|tensor| self.export_tensor(tensor)).collect();
+        let config = serde_json::to_string_pretty(&self.config.to_json(dtype)).unwrap_or_default() + "\n";
+        let tokenizer = self.tokenizer();
+        let copies = tokenizer
+            .filter(|name| name != "bytes")
+            .and_then(|name| Path::new(&name).parent().map(Path::to_owned))
+            .map(|dir| {
+                TOKENIZER_FILES.iter().map(|file| dir.join(file)).filter(|file| file.is_file()).collect()
+            });
+        HfExport {
+            tensors,
+            dtype: Some(dtype),
+            file: SINGLE_FILE,
+            texts: BTreeMap::from([(CONFIG_FILE.to_owned(), config)]),
+            copies: copies.unwrap_or_default(),
+            shard_bytes: DEFAULT_SHARD_BYTES,
+        }
+        .write(out)
+    }
+
+    /// Writes the adapter that a run has trained as a directory that `peft` loads.
+    ///
+    /// # Errors
+    /// [`CheckpointError::NoAdapter`] where nothing but an adapter would do; as for [`ModelDirectory::export_hf`].
+    pub fn export_adapter(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
+        let Weights::Tuned { base, trained: Trained::Checkpoint { checkpoint, adapter: Some(adapter), .. } } =
+            &self.weights
+        else {
+            return Err(CheckpointError::NoAdapter { path: self.path.clone() });
+        };
+        let tensor = |tensor: &AdapterTensor| {
+            let parameters = tensor.parameters.clone();
+            let values = move |start: usize, out: &mut [f32]| -> Result<(), CheckpointError> {
+                let (mut all, mut values) = (Vec::new(), Vec::new());
+                for (name, _) in &parameters {
+                    read_whole(checkpoint, name, &mut values)?;
+                    all.extend_from_slice(&values);
+                }
+                out.copy_from_slice(&all[start..start + out.len()]);
+                Ok(())
+            };
+            ExportTensor {
+                name: format!("{}{}", peft::PREFIX, tensor.name),
+                shape: tensor.shape.clone(),
+                data: ExportData::Values(Box::new(values)),
+            }
+        };
+        let config = peft::config_text(adapter, &self.config, &base.path);
+        HfExport {
+            tensors: adapter.tensors().iter().map(tensor).collect(),
+            dtype: Some(dtype),
+            file: peft::WEIGHTS_FILE,
+            texts: BTreeMap::from([(peft::CONFIG_FILE.to_owned(), config)]),
+            copies: Vec::new(),
+            shard_bytes: u64::MAX,
+        }
+        .write(out)
+    }
+
+    fn export_tensor<'a>(&'a self, tensor: &'a HfTensor) -> ExportTensor<'a> {
+        let elements: usize = tensor.shape.iter().product();
+        // The writer asks for a tensor piece by piece, from the first to the last: it is put together once.
+        let assembled = RefCell::new(Vec::new());
+        let values = move |start: usize, out: &mut [f32]| -> Result<(), CheckpointError> {
+            let mut assembled = assembled.borrow_mut();
+            if start == 0 {
+                *assembled = self.assemble(tensor, elements)?;
+            }
+            out.copy_from_slice(&assembled[start..start + out.len()]);
+            if start + out.len() == elements {
+                *assembled = Vec::new();
+            }
+            Ok(())
+        };
+        ExportTensor {
+            name: tensor.name.clone(),
+            shape: tensor.shape.clone(),
+            data: ExportData::Values(Box::new(values)),
+        }
+    }
+
+    fn assemble(&self, tensor: &HfTensor, elements: usize) -> Result<Vec<f32>, CheckpointError> {
+        let mut stored = vec![0.0; elements];
+        if let HfContent::Parameters(places) = &tensor.content {
+            let mut values = Vec::new();
+            for place in places {
+                self.read(&place.parameter, &mut values)?;
+                place.write(&values, &mut stored)?;
+            }
+        }
+        Ok(stored)
+    }
+}
+
+/// The adapter that a checkpoint holds, if its run had one.
+fn adapter_of(checkpoint: &Checkpoint, model: &ModelConfig) -> Result<Option<Adapter>, CheckpointError> {
+    let stored = checkpoint.manifest().config.get("adapter").filter(|adapter| !adapter.is_null());
+    let Some(stored) = stored else { return Ok(None) };
+    let config = LoraConfig::deserialize(stored).map_err(|error| CheckpointError::Manifest {
+        path: checkpoint.path().join(MANIFEST_FILE),
+        reason: format!("config.adapter: {error}"),
+    })?;
+    Ok(Some(Adapter::new(config, model)?))
+}
+
+fn read_whole(checkpoint: &Checkpoint, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
+    values.resize(checkpoint.tensor(name, &TensorKind::Parameter)?.elements(), 0.0);
+    checkpoint.read(name, &TensorKind::Parameter, 0, values)
 }
 
 fn read_imported<E: From<CheckpointError>>(
     files: &HfCheckpoint,
     import: &HfImport,
-    mut sink: impl FnMut(&str, &[f32]) -> Result<(), E>,
+    sink: Sink<'_, E>,
 ) -> Result<(), E> {
     let mut stored = Vec::new();
     let mut values = Vec::new();
@@ -146,68 +443,4 @@ pub fn checkpoint_model(checkpoint: &Checkpoint) -> Result<ModelConfig, Checkpoi
     let empty = serde_json::Map::new();
     let table = checkpoint.manifest().config.get("model").and_then(|model| model.as_object());
     Ok(ModelConfig::from_table(table.unwrap_or(&empty), &origin)?)
-}
-
-/// Writes the weights of a checkpoint as a directory that `transformers` loads: `config.json`,
-/// `model.safetensors` (sharded above 5 GB), and the tokenizer's files if the run had one.
-///
-/// # Errors
-/// A damaged checkpoint, an output directory that is not empty, a full disk.
-pub fn export_hf(checkpoint: &Checkpoint, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
-    let config = checkpoint_model(checkpoint)?;
-    let mapping = HfMapping::new(&config);
-    let tensors = mapping.tensors().iter().map(|tensor| export_tensor(checkpoint, tensor)).collect();
-    let config_text = serde_json::to_string_pretty(&config.to_json(dtype)).unwrap_or_default() + "\n";
-    let tokenizer = checkpoint.manifest().config.get("tokenizer").and_then(|name| name.as_str());
-    let copies = tokenizer
-        .filter(|&name| name != "bytes")
-        .and_then(|name| Path::new(name).parent())
-        .map(|dir| TOKENIZER_FILES.iter().map(|file| dir.join(file)).filter(|file| file.is_file()).collect());
-    HfExport {
-        tensors,
-        dtype: Some(dtype),
-        texts: BTreeMap::from([(CONFIG_FILE.to_owned(), config_text)]),
-        copies: copies.unwrap_or_default(),
-        shard_bytes: DEFAULT_SHARD_BYTES,
-    }
-    .write(out)
-}
-
-fn export_tensor<'a>(checkpoint: &'a Checkpoint, tensor: &'a HfTensor) -> ExportTensor<'a> {
-    let elements: usize = tensor.shape.iter().product();
-    // The writer asks for a tensor piece by piece, from the first to the last: it is put together once.
-    let assembled = RefCell::new(Vec::new());
-    let values = move |start: usize, out: &mut [f32]| -> Result<(), CheckpointError> {
-        let mut assembled = assembled.borrow_mut();
-        if start == 0 {
-            *assembled = assemble(checkpoint, tensor, elements)?;
-        }
-        out.copy_from_slice(&assembled[start..start + out.len()]);
-        if start + out.len() == elements {
-            *assembled = Vec::new();
-        }
-        Ok(())
-    };
-    ExportTensor {
-        name: tensor.name.clone(),
-        shape: tensor.shape.clone(),
-        data: ExportData::Values(Box::new(values)),
-    }
-}
-
-fn assemble(
-    checkpoint: &Checkpoint,
-    tensor: &HfTensor,
-    elements: usize,
-) -> Result<Vec<f32>, CheckpointError> {
-    let mut stored = vec![0.0; elements];
-    if let HfContent::Parameters(places) = &tensor.content {
-        let mut values = Vec::new();
-        for place in places {
-            values.resize(place.parameter_elements(), 0.0);
-            checkpoint.read(&place.parameter, &TensorKind::Parameter, 0, &mut values)?;
-            place.write(&values, &mut stored)?;
-        }
-    }
-    Ok(stored)
 }

@@ -46,7 +46,7 @@ pub struct SaveRequest<'a> {
     pub plan: Value,
     /// Counters and scalars that are not tensors. Finite floats keep every bit; JSON has no NaN.
     pub state: Value,
-    /// The model's parameters: each that is not tied to another must be saved, in its shape.
+    /// The model's parameters: each that is trained and not tied to another must be saved, in its shape.
     pub parameters: &'a [ParameterRecord],
 }
 
@@ -308,7 +308,7 @@ fn check_complete(tensors: &[TensorEntry], parameters: &[ParameterRecord]) -> Re
         .filter(|entry| entry.kind == TensorKind::Parameter)
         .map(|entry| (entry.name.as_str(), entry))
         .collect();
-    for record in parameters.iter().filter(|record| record.tie.is_none()) {
+    for record in parameters.iter().filter(|record| record.trainable && record.tie.is_none()) {
         let source = match saved.get(record.name.as_str()) {
             Some(entry) if entry.shape == record.shape => continue,
             Some(entry) => {

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fs, os::unix::fs::symlink, path::Path};
 
 use lockstep_checkpoint::{
     CheckpointError, DType,
-    hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport},
+    hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport, SINGLE_FILE},
 };
 
 fn values(seed: usize, elements: usize) -> Vec<f32> {
@@ -29,7 +29,7 @@ fn model() -> Vec<(String, Vec<usize>, Vec<f32>)> {
 
 fn export<'a>(tensors: Vec<ExportTensor<'a>>, dtype: Option<DType>, shard_bytes: u64) -> HfExport<'a> {
     let texts = BTreeMap::from([("config.json".to_owned(), "{\"model_type\": \"llama\"}\n".to_owned())]);
-    HfExport { tensors, dtype, texts, copies: Vec::new(), shard_bytes }
+    HfExport { tensors, dtype, file: SINGLE_FILE, texts, copies: Vec::new(), shard_bytes }
 }
 
 fn files_in(dir: &Path) -> Vec<String> {

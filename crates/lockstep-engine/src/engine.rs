@@ -1,7 +1,7 @@
 //! One rank's training state and the steps that change it.
 
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Recompute, Timeline};
-use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
+use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
@@ -9,7 +9,7 @@ use crate::optimizer::{Operands, Role};
 use crate::state::tensors_of;
 use crate::{
     EngineError, FlatStore, Gradients, HostBatch, Optimizer, Runner, StateKind, StateTensor, Storage, Tied,
-    WeightStorage,
+    WeightStorage, Weights,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -56,16 +56,18 @@ pub struct Engine {
     evaluation: Option<RecordedModel>,
     runner: Runner,
     records: Vec<ParameterRecord>,
-    /// What kernels read.
+    /// What kernels read of the trained parameters.
     weights: FlatStore,
-    /// f32 weights, if kernels read another type.
+    /// The parameters that are not trained, in the type that kernels read; there is nothing else of them.
+    frozen: Option<FlatStore>,
+    /// f32 weights of the trained parameters, if kernels read another type.
     master: Option<FlatStore>,
     gradients: Gradients,
     optimizer_state: Vec<(StateKind, FlatStore)>,
 }
 
 impl Engine {
-    /// An engine for `config` with all weights zero: call [`Engine::initialize`] or load them.
+    /// An engine that trains all of `config`, with all weights zero: call [`Engine::initialize`] or load them.
     ///
     /// # Errors
     /// Out of memory, or the threads cannot be started.
@@ -83,17 +85,41 @@ impl Engine {
         storage: Storage,
         arena: &Arena,
     ) -> Result<Self, EngineError> {
+        Self::tuned(config, &Tuning::default(), options, storage, arena)
+    }
+
+    /// An engine that trains what `tuning` says of `config`, with all weights zero.
+    ///
+    /// # Errors
+    /// As for [`Engine::new`].
+    ///
+    /// # Panics
+    /// If nothing is trained.
+    pub fn tuned(
+        config: &ModelConfig,
+        tuning: &Tuning,
+        options: EngineOptions,
+        storage: Storage,
+        arena: &Arena,
+    ) -> Result<Self, EngineError> {
         let EngineOptions { shape, recompute, optimizer, seed, threads } = options;
-        let record = |config: &ModelConfig| {
-            RecordedModel::new(config, Mode::Training, shape, recompute, HeadOutput::Losses)
+        let record = |config: &ModelConfig, tuning: &Tuning| {
+            RecordedModel::tuned(config, tuning, Mode::Training, shape, recompute, HeadOutput::Losses)
         };
-        let model = record(config);
-        let evaluation = config.has_dropout().then(|| record(&config.without_dropout()));
+        let model = record(config, tuning);
+        let evaluation = (config.has_dropout() || tuning.has_dropout())
+            .then(|| record(&config.without_dropout(), &tuning.without_dropout()));
         let records = model.records().to_vec();
-        let store = |dtype, category, tied| FlatStore::zeros(arena, &records, dtype, category, tied);
+        let store = |dtype, category, tied| -> Result<_, TensorError> {
+            let trained =
+                FlatStore::zeros_where(arena, &records, dtype, category, tied, |record| record.trainable)?;
+            Ok(trained.expect("something is trained"))
+        };
         let units = model.units();
         let state = |kind: StateKind| -> Result<_, TensorError> {
-            let keeps = |record: &_| optimizer.state_kinds(Role::of(record, units)).contains(&kind);
+            let keeps = |record: &ParameterRecord| {
+                record.trainable && optimizer.state_kinds(Role::of(record, units)).contains(&kind)
+            };
             let category = MemoryCategory::Optimizer;
             let store =
                 FlatStore::zeros_where(arena, &records, storage.state, category, Tied::Shared, keeps)?;
@@ -102,10 +128,14 @@ impl Engine {
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
         let weights = store(shape.dtype, MemoryCategory::Parameters, Tied::Shared)?;
+        let category = MemoryCategory::Parameters;
+        let is_frozen = |record: &ParameterRecord| !record.trainable;
+        let frozen = FlatStore::zeros_where(arena, &records, shape.dtype, category, Tied::Shared, is_frozen)?;
         Ok(Self {
             queue: CpuQueue::new(threads, arena)?,
             runner: Runner::new(&model, arena, seed)?,
             weights,
+            frozen,
             master: (shape.dtype != DType::F32 && storage.weights == WeightStorage::Master)
                 .then(|| store(DType::F32, MemoryCategory::Optimizer, Tied::Shared))
                 .transpose()?,
@@ -129,17 +159,21 @@ impl Engine {
     /// # Errors
     /// None that a fitting model can cause.
     pub fn initialize(&mut self, seed: u64) -> Result<(), EngineError> {
-        let mut values = Vec::new();
         let ids: Vec<_> = self.parameter_ids().collect();
-        for id in ids {
-            let record = &self.records[id.0];
-            values.resize(record.elements(), 0.0);
-            self.queue.fill(&mut values, |start, part| {
-                record.initializer.fill(seed, &record.name, start as u64, part);
-            });
-            self.write_state(id, StateKind::Parameter, &values)?;
-        }
-        Ok(())
+        ids.into_iter().try_for_each(|id| self.initialize_parameter(id, seed))
+    }
+
+    /// Fills one parameter by its initializer.
+    ///
+    /// # Errors
+    /// As for [`Engine::initialize`].
+    pub fn initialize_parameter(&mut self, id: ParameterId, seed: u64) -> Result<(), EngineError> {
+        let record = &self.records[id.0];
+        let mut values = vec![0.0; record.elements()];
+        self.queue.fill(&mut values, |start, part| {
+            record.initializer.fill(seed, &record.name, start as u64, part);
+        });
+        self.write_state(id, StateKind::Parameter, &values)
     }
 
     /// The records of all parameters; which of them decay is the caller's to change.
@@ -155,6 +189,11 @@ impl Engine {
     /// The parameters that own their weights.
     pub fn parameter_ids(&self) -> impl Iterator<Item = ParameterId> {
         (0..self.records.len()).map(ParameterId).filter(|id| self.records[id.0].tie.is_none())
+    }
+
+    /// Those of them that are trained.
+    pub fn trained_ids(&self) -> impl Iterator<Item = ParameterId> {
+        self.parameter_ids().filter(|id| self.records[id.0].trainable)
     }
 
     /// The recorded model.
@@ -189,15 +228,17 @@ impl Engine {
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. `seed_gradient` is `1 / G`.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> f64 {
-        self.runner.forward_for_backward(&self.model, &self.queue, &self.weights, batch);
-        self.runner.backward(&self.model, &self.queue, &self.weights, &self.gradients, seed_gradient);
+        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        self.runner.forward_for_backward(&self.model, &self.queue, weights, batch);
+        self.runner.backward(&self.model, &self.queue, weights, &self.gradients, seed_gradient);
         self.runner.loss_sum(&self.model)
     }
 
     /// Forward of one micro-batch without dropout; returns the sum of its losses.
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> f64 {
         let model = self.evaluation.as_ref().unwrap_or(&self.model);
-        self.runner.forward(model, &self.queue, &self.weights, batch);
+        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        self.runner.forward(model, &self.queue, weights, batch);
         self.runner.loss_sum(model)
     }
 
@@ -206,7 +247,7 @@ impl Engine {
     pub fn finish_gradients(&mut self) -> f64 {
         self.gradients.end(&self.queue);
         for (index, record) in self.records.iter().enumerate() {
-            if let Some(target) = record.tie {
+            if let Some(target) = record.tie.filter(|_| record.trainable) {
                 let (head, embedding) =
                     (self.gradients.view(ParameterId(index)), self.gradients.view(target));
                 let elements = head.elements() as u64;
@@ -217,18 +258,18 @@ impl Engine {
         }
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
-        for id in self.parameter_ids() {
+        for id in self.trained_ids() {
             sum.merge(&self.queue.sum_of_squares(self.gradients.view(id)).wait());
         }
         self.timeline().end(begin, || {
-            let elements = self.owned_elements();
+            let elements = self.trained_elements();
             let cost = Cost { vector_flops: 2 * elements, ..Cost::of_bytes(F32_BYTES * elements) };
             (Activity::of_step("gradient norm"), cost)
         });
         sum.value().sqrt()
     }
 
-    /// The gradient of a parameter; that of a tied one is whole after [`Engine::finish_gradients`].
+    /// The gradient of a trained parameter; that of a tied one is whole after [`Engine::finish_gradients`].
     pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
         self.gradients.view(id).to_vec()
     }
@@ -243,7 +284,7 @@ impl Engine {
 
     /// Updates the weights.
     pub fn update(&mut self, update: &Update) {
-        for id in self.parameter_ids() {
+        for id in self.trained_ids() {
             let record = &self.records[id.0];
             let of_parameter = Update {
                 learning_rate: update.learning_rate * f64::from(record.learning_rate_multiplier),
@@ -281,9 +322,9 @@ impl Engine {
         }
     }
 
-    /// Elements of the parameters that own their weights.
-    fn owned_elements(&self) -> u64 {
-        self.parameter_ids().map(|id| self.records[id.0].elements() as u64).sum()
+    /// Elements of the parameters that are trained.
+    fn trained_elements(&self) -> u64 {
+        self.trained_ids().map(|id| self.records[id.0].elements() as u64).sum()
     }
 
     fn role(&self, id: ParameterId) -> Role {
@@ -300,7 +341,8 @@ impl Engine {
         self.optimizer
     }
 
-    /// Everything that a checkpoint holds, as it is kept and without a copy.
+    /// Everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the optimizer's
+    /// state.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
         let weights = (StateKind::Parameter, self.master.as_mut().unwrap_or(&mut self.weights));
         let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
@@ -316,7 +358,7 @@ impl Engine {
     /// Rounds the master weights, if there are any, to what kernels read.
     pub(crate) fn round_weights(&mut self) {
         let Some(master) = &self.master else { return };
-        for id in self.parameter_ids() {
+        for id in self.trained_ids() {
             self.queue.cast(master.view(id), self.weights.view(id));
         }
     }
@@ -339,6 +381,12 @@ impl Engine {
                 found: values.len(),
                 expected: record.elements(),
             });
+        }
+        if let (false, Some(frozen)) = (record.trainable, &self.frozen) {
+            if kind == StateKind::Parameter {
+                frozen.write(id, values);
+            }
+            return Ok(());
         }
         let Some(store) = self.state_store(kind) else { return Ok(()) };
         store.write(id, values);

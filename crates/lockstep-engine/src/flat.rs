@@ -149,9 +149,13 @@ impl FlatStore {
     /// # Panics
     /// If the store has none for it.
     pub fn view(&self, id: ParameterId) -> View<'_> {
-        let place =
-            self.places[id.0].expect("the store has a tensor for each parameter that it is asked for");
-        self.units[place.unit].view(self.dtype, place.offset_bytes, place.shape)
+        self.get(id).expect("the store has a tensor for each parameter that it is asked for")
+    }
+
+    /// A parameter's tensor, if the store has one for it.
+    pub fn get(&self, id: ParameterId) -> Option<View<'_>> {
+        let place = self.places[id.0]?;
+        Some(self.units[place.unit].view(self.dtype, place.offset_bytes, place.shape))
     }
 
     /// Replaces a parameter's tensor, rounded to the store's type.
@@ -184,12 +188,35 @@ impl FlatStore {
     }
 }
 
+/// The weights that kernels read.
+#[derive(Debug, Clone, Copy)]
+pub struct Weights<'a> {
+    /// Those that are trained.
+    pub trained: &'a FlatStore,
+    /// Those that are not, if there are any.
+    pub frozen: Option<&'a FlatStore>,
+}
+
+impl<'a> Weights<'a> {
+    fn view(&self, id: ParameterId) -> View<'a> {
+        let frozen = || self.frozen.and_then(|store| store.get(id));
+        self.trained.get(id).or_else(frozen).expect("a parameter is trained or frozen")
+    }
+}
+
+impl<'a> From<&'a FlatStore> for Weights<'a> {
+    /// Weights in a store that holds all.
+    fn from(trained: &'a FlatStore) -> Self {
+        Self { trained, frozen: None }
+    }
+}
+
 /// The parameters of one unit, as its program sees them.
 pub struct UnitParameters<'a> {
     /// By the program's parameter index.
     pub ids: &'a [ParameterId],
     /// Weights that kernels read.
-    pub weights: &'a FlatStore,
+    pub weights: Weights<'a>,
     /// Gradients, where there is a backward.
     pub gradients: Option<&'a Gradients>,
 }

@@ -1,5 +1,5 @@
 //! Gradients of one step: the first contribution to each replaces what the last step left, so that nothing has to
-//! be set to zero beforehand and read back.
+//! be set to zero beforehand and read back. Parameters that are not trained have none.
 
 use std::cell::Cell;
 
@@ -17,12 +17,19 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Gradients of `records`, all zero.
+    /// Gradients of those of `records` that are trained, all zero.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
+    ///
+    /// # Panics
+    /// If nothing is trained.
     pub fn new(arena: &Arena, records: &[ParameterRecord]) -> Result<Self, TensorError> {
-        let store = FlatStore::zeros(arena, records, DType::F32, MemoryCategory::Gradients, Tied::Separate)?;
+        let category = MemoryCategory::Gradients;
+        let store = FlatStore::zeros_where(arena, records, DType::F32, category, Tied::Separate, |record| {
+            record.trainable
+        })?
+        .expect("something is trained");
         Ok(Self { store, next: vec![Cell::new(Write::Overwrite); records.len()] })
     }
 
@@ -39,8 +46,10 @@ impl Gradients {
     /// Ends a step: what nothing contributed to is zero.
     pub fn end(&self, queue: &dyn Kernels) {
         for (index, next) in self.next.iter().enumerate() {
-            if next.replace(Write::Accumulate) == Write::Overwrite {
-                queue.zero(self.store.view(ParameterId(index)));
+            if next.replace(Write::Accumulate) == Write::Overwrite
+                && let Some(gradient) = self.store.get(ParameterId(index))
+            {
+                queue.zero(gradient);
             }
         }
     }

@@ -23,7 +23,7 @@ mod storage;
 
 pub use engine::{Engine, EngineOptions, Update};
 pub use error::EngineError;
-pub use flat::{FlatStore, Tied, UnitParameters};
+pub use flat::{FlatStore, Tied, UnitParameters, Weights};
 pub use gradients::Gradients;
 pub use optimizer::{Granularity, MuonScale, Optimizer};
 pub use runner::{HostBatch, Runner};

@@ -8,7 +8,7 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
-use crate::{FlatStore, Gradients, UnitParameters};
+use crate::{Gradients, UnitParameters, Weights};
 
 /// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`.
 #[derive(Debug, Clone, Copy)]
@@ -107,7 +107,7 @@ impl Runner {
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
-        weights: &FlatStore,
+        weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) {
         self.run_forward(model, queue, weights, batch, Program::forward);
@@ -118,7 +118,7 @@ impl Runner {
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
-        weights: &FlatStore,
+        weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) {
         self.run_forward(model, queue, weights, batch, Program::forward_for_backward);
@@ -128,7 +128,7 @@ impl Runner {
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
-        weights: &FlatStore,
+        weights: Weights<'_>,
         batch: &HostBatch<'_>,
         forward: fn(&Program, &Replay<'_>),
     ) {
@@ -159,13 +159,13 @@ impl Runner {
         sum
     }
 
-    /// Runs the backward of every unit after a forward (of either kind), contributing to `gradients`. `seed_gradient`
-    /// is that of each token's loss.
+    /// Runs the backward of every unit that has one after a forward (of either kind), contributing to `gradients`.
+    /// `seed_gradient` is that of each token's loss.
     pub fn backward(
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
-        weights: &FlatStore,
+        weights: Weights<'_>,
         gradients: &Gradients,
         seed_gradient: f32,
     ) {
@@ -175,11 +175,12 @@ impl Runner {
             self.boundary[buffer].view(shape.dtype, 0, [shape.tokens(), columns])
         };
         let last = model.units() - 1;
-        for unit in (0..=last).rev() {
+        let Some(first) = model.first_trained_unit() else { return };
+        for unit in (first..=last).rev() {
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(gradients) };
             let dy = (unit < last).then(|| boundary(unit % 2));
-            let dx = (unit > 0).then(|| boundary((unit + 1) % 2));
+            let dx = (unit > first).then(|| boundary((unit + 1) % 2));
             let replay = self.replay(model, unit, queue, &parameters);
             model.program(unit).backward(&replay, dy, dx, seed_gradient);
         }

@@ -11,6 +11,7 @@ use crate::{
     operation::{Accumulation, Operation},
     program::Instruction,
     recorder::ValueInfo,
+    training::Training,
 };
 
 /// Index of a gradient buffer.
@@ -50,12 +51,13 @@ pub(crate) struct Backward {
     pub(crate) gradients: Vec<GradientBuffer>,
 }
 
-/// The instructions of the backward of `operations`.
+/// The instructions of the backward of `operations`; none if nothing waits for a gradient.
 pub(crate) fn derive(
     values: &[ValueInfo],
     operations: &[Operation],
     input: Option<Value>,
     output: Value,
+    training: &Training,
     order: Order,
 ) -> Backward {
     let mut producers = vec![None; values.len()];
@@ -64,12 +66,16 @@ pub(crate) fn derive(
     }
     let mut tape = Tape {
         values,
+        training,
         producers,
         of: vec![None; values.len()],
         pinned: Vec::new(),
         out: Backward { inputs: Vec::new(), weights: Vec::new(), gradients: Vec::new() },
         order,
     };
+    if !training.differentiates(output) {
+        return tape.out;
+    }
     // A loss seeds itself; any other output is given its gradient.
     if !operations.last().is_some_and(Operation::is_loss) {
         let dy = tape.gradient(output, Home::OutputGradient);
@@ -85,7 +91,7 @@ pub(crate) fn derive(
     for (index, operation) in operations.iter().enumerate().rev() {
         tape.operation(index, operation);
     }
-    if let Some(input) = input {
+    if let Some(input) = input.filter(|input| training.differentiates(*input)) {
         tape.deliver(input);
     }
     tape.out
@@ -93,6 +99,7 @@ pub(crate) fn derive(
 
 struct Tape<'a> {
     values: &'a [ValueInfo],
+    training: &'a Training,
     producers: Vec<Option<usize>>,
     /// The gradient of each value, once something has contributed to it.
     of: Vec<Option<Gradient>>,
@@ -113,7 +120,7 @@ impl Tape<'_> {
         if let Operation::OutputLoss { x, .. } = *operation {
             assert!(self.of[x.0].is_none(), "a loss is the last operation");
             let dx = self.gradient(x, Home::Anywhere);
-            self.of[x.0] = Some(dx);
+            self.of[x.0] = self.training.differentiates(x).then_some(dx);
             let dx = vec![(dx, Write::Overwrite)];
             self.out.inputs.push(Instruction::BackwardInputs { operation: index, dy: None, dx });
             return;
@@ -121,7 +128,7 @@ impl Tape<'_> {
         // A value that nothing reads has no gradient, and neither has what made it.
         let Some(dy) = self.of[operation.output().0] else { return };
         if let Operation::Add { a, b, .. } = *operation {
-            for x in [a, b] {
+            for x in [a, b].into_iter().filter(|x| self.training.differentiates(*x)) {
                 match self.of[x.0] {
                     None => self.of[x.0] = Some(dy),
                     Some(_) => {
@@ -132,8 +139,10 @@ impl Tape<'_> {
             }
             return;
         }
-        self.contribute(index, operation, dy);
-        if operation.has_weights() {
+        if self.training.reaches_inputs(operation) {
+            self.contribute(index, operation, dy);
+        }
+        if self.training.reaches_weights(operation) {
             let weights = Instruction::BackwardWeights { operation: index, dy };
             match self.order {
                 Order::Fused => self.out.inputs.push(weights),
@@ -145,16 +154,17 @@ impl Tape<'_> {
         }
     }
 
-    /// Adds an operation's contribution to the gradients of its inputs.
+    /// Adds an operation's contribution to the gradients of its inputs, at least one of which is needed.
     fn contribute(&mut self, index: usize, operation: &Operation, dy: Gradient) {
         let inputs = operation.inputs();
-        if inputs.is_empty() {
-            return;
-        }
         let mut dx = Vec::with_capacity(inputs.len());
         let mut additions = Vec::new();
         for x in inputs {
             let target = match self.of[x.0] {
+                // The kernel writes it all the same; nobody reads it.
+                None if !self.training.differentiates(x) => {
+                    (self.gradient(x, Home::Anywhere), Write::Overwrite)
+                }
                 None => {
                     let in_place = operation.backward_in_place()
                         && !self.pinned[dy.0]

@@ -58,14 +58,16 @@ impl Program {
                 let weight = operation.parameters().next().map_or(0, |index| self.weight_bytes(index));
                 let gradient =
                     operation.parameters().next().map_or(0, |index| self.parameter_elements(index));
-                let (products, weight_gradient) = match operation {
+                let (products, weight_gradient) = match *operation {
                     // The scores, and four products for the three gradients.
                     Operation::Attention(_) => (self.product_flops(operation) / 2 * 5, 0),
-                    // The logits, and the gradients of both operands.
-                    Operation::OutputLoss { .. } => (
-                        3 * self.product_flops(operation),
-                        gradient * GRADIENT_BYTES * passes(Write::Accumulate),
-                    ),
+                    // The logits, and the gradients of the operands that are needed.
+                    Operation::OutputLoss { x, weight, .. } => {
+                        let is_trained = u64::from(self.training.trains(weight));
+                        let products = 1 + u64::from(self.training.differentiates(x)) + is_trained;
+                        let bytes = is_trained * gradient * GRADIENT_BYTES * passes(Write::Accumulate);
+                        (products * self.product_flops(operation), bytes)
+                    }
                     _ => (self.product_flops(operation), 0),
                 };
                 Cost {
@@ -76,13 +78,18 @@ impl Program {
             }
             Instruction::BackwardWeights { operation, dy } => {
                 let operation = &self.operations[*operation];
+                let trained = || operation.parameters().filter(|index| self.training.trains(*index));
                 let elements: u64 = match operation {
                     Operation::Embedding { .. } => self.elements(operation),
-                    _ => operation.parameters().map(|index| self.parameter_elements(index)).sum(),
+                    _ => trained().map(|index| self.parameter_elements(index)).sum(),
                 };
-                let read = gradient(*dy) + self.bytes(operation.needs_for_weights());
+                let read = gradient(*dy) + self.bytes(operation.needs_for_weights(&self.training));
                 Cost {
-                    product_flops: self.product_flops(operation),
+                    product_flops: match operation {
+                        // A bias needs no product.
+                        Operation::Linear { weight, .. } if !self.training.trains(*weight) => 0,
+                        _ => self.product_flops(operation),
+                    },
                     vector_flops: self.elements(operation) * operation.vector_flops(Pass::BackwardWeights),
                     bytes: read + elements * GRADIENT_BYTES * passes(Write::Accumulate),
                 }
@@ -169,21 +176,11 @@ impl Operation {
             Self::Attention(_) => "attention",
             Self::SwiGlu { .. } => "SwiGLU",
             Self::Gelu { .. } => "GELU",
+            Self::Scale { .. } => "scale",
             Self::Add { .. } => "add",
             Self::Dropout { .. } => "dropout",
             Self::OutputLoss { .. } => "output layer and loss",
         }
-    }
-
-    /// Its parameters: the matrix or the scale first, then the bias.
-    fn parameters(&self) -> impl Iterator<Item = ParameterIndex> {
-        let (weight, bias) = match *self {
-            Self::Embedding { table, .. } => (Some(table), None),
-            Self::Linear { weight, bias, .. } | Self::LayerNorm { weight, bias, .. } => (Some(weight), bias),
-            Self::RmsNorm { weight, .. } | Self::OutputLoss { weight, .. } => (Some(weight), None),
-            _ => (None, None),
-        };
-        weight.into_iter().chain(bias)
     }
 
     /// Operations per element beside matrix products, counted in the kernels' formulas; those of attention's
@@ -195,6 +192,7 @@ impl Operation {
             Self::Rope { .. } => (3, 3, 0),
             Self::SwiGlu { .. } => (5, 12, 0),
             Self::Gelu { .. } => (8, 14, 0),
+            Self::Scale { .. } => (1, 1, 0),
             Self::Add { .. } => (1, 0, 0),
             Self::Dropout { .. } => (2, 2, 0),
             Self::OutputLoss { .. } => (4, 7, 0),

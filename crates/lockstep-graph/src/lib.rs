@@ -19,15 +19,19 @@
 
 mod backward;
 mod cost;
+mod low_rank;
 mod operation;
 mod program;
 mod recorder;
 mod replay;
 mod storage;
 mod timeline;
+mod training;
 
+pub use low_rank::LowRank;
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex};
 pub use program::{BlockProfile, ParameterDeclaration, Program, Recompute};
 pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay};
 pub use timeline::{Activity, Begin, Cost, Pass, Span, Timeline, Trace};
+pub use training::InputGradient;

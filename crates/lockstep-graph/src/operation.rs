@@ -3,7 +3,7 @@
 
 use lockstep_tensor::Gelu;
 
-use crate::Value;
+use crate::{Value, training::Training};
 
 /// Index of a parameter in its program's list of declarations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -100,6 +100,11 @@ pub(crate) enum Operation {
         x: Value,
         y: Value,
     },
+    Scale {
+        x: Value,
+        factor: f32,
+        y: Value,
+    },
     Add {
         a: Value,
         b: Value,
@@ -142,6 +147,7 @@ impl Operation {
             | Self::Attention(AttentionOperation { y, .. })
             | Self::SwiGlu { y, .. }
             | Self::Gelu { y, .. }
+            | Self::Scale { y, .. }
             | Self::Add { y, .. }
             | Self::Dropout { y, .. } => y,
             Self::OutputLoss { losses, .. } => losses,
@@ -167,6 +173,7 @@ impl Operation {
             | Self::LayerNorm { x, .. }
             | Self::Rope { x, .. }
             | Self::Gelu { x, .. }
+            | Self::Scale { x, .. }
             | Self::Dropout { x, .. }
             | Self::OutputLoss { x, .. } => vec![x],
             Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
@@ -201,33 +208,37 @@ impl Operation {
             Self::Embedding { .. }
             | Self::Linear { .. }
             | Self::Rope { .. }
+            | Self::Scale { .. }
             | Self::Add { .. }
             | Self::Dropout { .. } => vec![],
         }
     }
 
-    /// Values of the forward that the gradient of the weights needs.
-    pub(crate) fn needs_for_weights(&self) -> Vec<Value> {
+    /// Values of the forward that the gradients of the trained weights need. A bias needs none.
+    pub(crate) fn needs_for_weights(&self, training: &Training) -> Vec<Value> {
         match *self {
-            Self::Linear { x, .. } => vec![x],
-            Self::RmsNorm { x, rstd, .. } => vec![x, rstd],
-            Self::LayerNorm { x, mean, rstd, .. } => vec![x, mean, rstd],
+            Self::Linear { x, weight, .. } if training.trains(weight) => vec![x],
+            Self::RmsNorm { x, rstd, weight, .. } if training.trains(weight) => vec![x, rstd],
+            Self::LayerNorm { x, mean, rstd, weight, .. } if training.trains(weight) => vec![x, mean, rstd],
             _ => vec![],
         }
     }
 
-    /// Whether it has weights whose gradients are an instruction of their own.
-    pub(crate) fn has_weights(&self) -> bool {
-        matches!(
-            self,
-            Self::Embedding { .. } | Self::Linear { .. } | Self::RmsNorm { .. } | Self::LayerNorm { .. }
-        )
+    /// Its parameters: the matrix or the scale first, then the bias.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = ParameterIndex> {
+        let (weight, bias) = match *self {
+            Self::Embedding { table, .. } => (Some(table), None),
+            Self::RmsNorm { weight, .. } | Self::OutputLoss { weight, .. } => (Some(weight), None),
+            Self::Linear { weight, bias, .. } | Self::LayerNorm { weight, bias, .. } => (Some(weight), bias),
+            _ => (None, None),
+        };
+        weight.into_iter().chain(bias)
     }
 
     /// Inputs whose storage the output may take over once nothing else needs them.
     pub(crate) fn in_place_inputs(&self) -> Vec<Value> {
         match *self {
-            Self::Rope { x, .. } | Self::Dropout { x, .. } => vec![x],
+            Self::Rope { x, .. } | Self::Scale { x, .. } | Self::Dropout { x, .. } => vec![x],
             Self::Add { a, b, .. } => vec![b, a],
             _ => vec![],
         }
@@ -235,7 +246,7 @@ impl Operation {
 
     /// Whether the gradient of the input may be computed in the storage of the gradient of the output.
     pub(crate) fn backward_in_place(&self) -> bool {
-        matches!(self, Self::Rope { .. } | Self::Dropout { .. } | Self::Gelu { .. })
+        matches!(self, Self::Rope { .. } | Self::Scale { .. } | Self::Dropout { .. } | Self::Gelu { .. })
     }
 
     /// How a second gradient is added to an input's.

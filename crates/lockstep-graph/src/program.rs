@@ -8,6 +8,7 @@ use crate::{
     operation::Operation,
     recorder::ValueInfo,
     storage::{Bump, Lifetime, Region, Slot, pack},
+    training::Training,
 };
 
 /// A parameter as its block sees it: the name is relative to the block.
@@ -19,6 +20,8 @@ pub struct ParameterDeclaration {
     pub shape: Vec<usize>,
     /// Initial values.
     pub initializer: Initializer,
+    /// Whether it has a gradient.
+    pub trainable: bool,
 }
 
 /// What a block forgets after its forward and computes again in its backward.
@@ -39,6 +42,9 @@ pub struct BlockProfile {
     /// Floating-point operations of one forward: 2 per multiply-add of matrix products, and of attention's two
     /// products over the causal half.
     pub forward_flops: u64,
+    /// The same of one backward: as many again for the gradients of the inputs of each product, and as many for
+    /// those of its weights, where something waits for them.
+    pub backward_flops: u64,
     /// Bytes kept from the forward to the backward, the block's output included.
     pub saved_bytes: usize,
     /// Bytes used inside a forward or a backward.
@@ -77,6 +83,7 @@ pub struct Program {
     pub(crate) gradients: Vec<GradientBuffer>,
     pub(crate) split_gradients: Vec<GradientBuffer>,
     parameters: Vec<ParameterDeclaration>,
+    pub(crate) training: Training,
     pub(crate) output: Value,
     pub(crate) forward: Phase,
     pub(crate) backward: Phase,
@@ -88,8 +95,9 @@ pub struct Program {
 
 impl Program {
     pub(crate) fn compile(recorder: Recorder, output: Value, recompute: Recompute) -> Self {
+        let training = Training::new(&recorder);
         let Recorder { mode, shape, values, operations, parameters, input, .. } = recorder;
-        let planner = Planner::new(&values, &operations, input, output, mode, recompute);
+        let planner = Planner::new(&values, &operations, input, output, &training, (mode, recompute));
         let forward_instructions = (0..operations.len()).map(Instruction::Forward).collect();
         let forward = planner.place(forward_instructions, &[], &[]);
 
@@ -105,17 +113,18 @@ impl Program {
             deferred_bytes: 0,
             shape,
             parameters,
+            training: Training::default(),
             output,
             values: Vec::new(),
             operations: Vec::new(),
         };
         if mode == Mode::Training {
-            let fused = backward::derive(&values, &operations, input, output, Order::Fused);
+            let fused = backward::derive(&values, &operations, input, output, &training, Order::Fused);
             let instructions = planner.with_recomputation(fused.inputs, &mut Vec::new());
             program.backward = planner.place(instructions, &fused.gradients, &[]);
             program.gradients = fused.gradients;
 
-            let split = backward::derive(&values, &operations, input, output, Order::Split);
+            let split = backward::derive(&values, &operations, input, output, &training, Order::Split);
             let mut recomputed = Vec::new();
             let inputs = planner.with_recomputation(split.inputs, &mut recomputed);
             let weights = planner.with_recomputation(split.weights, &mut recomputed.clone());
@@ -125,6 +134,7 @@ impl Program {
             program.split_gradients = split.gradients;
             program.deferred_bytes = bytes;
         }
+        program.training = training;
         program.values = values;
         program.operations = operations;
         program
@@ -138,6 +148,11 @@ impl Program {
     /// What the program was recorded for.
     pub fn shape(&self) -> BlockShape {
         self.shape
+    }
+
+    /// Whether the gradient of its output is of any use: something in it is trained, or a block before it waits.
+    pub fn has_backward(&self) -> bool {
+        self.training.differentiates(self.output)
     }
 
     /// Columns of the output.
@@ -170,6 +185,7 @@ impl Program {
     pub fn profile(&self) -> BlockProfile {
         BlockProfile {
             forward_flops: self.operations.iter().map(|operation| self.product_flops(operation)).sum(),
+            backward_flops: self.operations.iter().map(|operation| self.backward_flops(operation)).sum(),
             saved_bytes: self.frame_bytes,
             workspace_bytes: self.workspace_bytes(),
             deferred_bytes: self.deferred_bytes,
@@ -180,6 +196,22 @@ impl Program {
                 .sum(),
         }
     }
+
+    fn backward_flops(&self, operation: &Operation) -> u64 {
+        let forward = self.product_flops(operation);
+        let inputs = if self.training.reaches_inputs(operation) { forward } else { 0 };
+        let weights = match operation {
+            Operation::Linear { weight, .. } | Operation::OutputLoss { weight, .. }
+                if self.training.trains(*weight) =>
+            {
+                forward
+            }
+            // It has none, and two products for each of the forward.
+            Operation::Attention(_) => inputs,
+            _ => 0,
+        };
+        inputs + weights
+    }
 }
 
 /// What `Program::compile` knows while it decides where values live.
@@ -187,6 +219,7 @@ struct Planner<'a> {
     values: &'a [ValueInfo],
     operations: &'a [Operation],
     input: Option<Value>,
+    training: &'a Training,
     /// Operation that writes each value; the block's input has none.
     producers: Vec<Option<usize>>,
     /// Values that live in the frame, and the block's input.
@@ -200,8 +233,8 @@ impl<'a> Planner<'a> {
         operations: &'a [Operation],
         input: Option<Value>,
         output: Value,
-        mode: Mode,
-        recompute: Recompute,
+        training: &'a Training,
+        (mode, recompute): (Mode, Recompute),
     ) -> Self {
         let mut producers = vec![None; values.len()];
         for (index, operation) in operations.iter().enumerate() {
@@ -212,7 +245,12 @@ impl<'a> Planner<'a> {
         let mut saved = vec![false; values.len()];
         if mode == Mode::Training && recompute != Recompute::Full {
             for operation in operations {
-                for value in operation.needs_for_inputs().into_iter().chain(operation.needs_for_weights()) {
+                let for_inputs = if training.runs_for_inputs(operation) {
+                    operation.needs_for_inputs()
+                } else {
+                    Vec::new()
+                };
+                for value in for_inputs.into_iter().chain(operation.needs_for_weights(training)) {
                     saved[value.0] = true;
                 }
             }
@@ -233,7 +271,7 @@ impl<'a> Planner<'a> {
                 }
             })
             .collect();
-        Self { values, operations, input, producers, fixed, frame_bytes: frame.bytes }
+        Self { values, operations, input, training, producers, fixed, frame_bytes: frame.bytes }
     }
 
     /// Puts the forward of a value that was not saved before the first instruction that needs it. `available`
@@ -269,7 +307,9 @@ impl<'a> Planner<'a> {
         match instruction {
             Instruction::Forward(operation) => self.operations[*operation].inputs(),
             Instruction::BackwardInputs { operation, .. } => self.operations[*operation].needs_for_inputs(),
-            Instruction::BackwardWeights { operation, .. } => self.operations[*operation].needs_for_weights(),
+            Instruction::BackwardWeights { operation, .. } => {
+                self.operations[*operation].needs_for_weights(self.training)
+            }
             Instruction::Copy { .. } | Instruction::Add { .. } => vec![],
         }
     }

@@ -3,11 +3,15 @@
 //! Every value is a matrix `[tokens, columns]`; heads are a way to read the columns. A recorder checks
 //! shapes as it goes, so a model that does not fit together fails while it is recorded, with both shapes.
 
+use std::collections::BTreeSet;
+
 use lockstep_plan::{DType, Initializer};
 use lockstep_tensor::Gelu;
 
 use crate::{
-    AttentionShape, BatchInput, DropoutSite, ParameterDeclaration, ParameterIndex, Program, Recompute,
+    AttentionShape, BatchInput, DropoutSite, InputGradient, LowRank, ParameterDeclaration, ParameterIndex,
+    Program, Recompute,
+    low_rank::Narrow,
     operation::{AttentionOperation, Operation},
 };
 
@@ -103,6 +107,10 @@ pub struct Recorder {
     pub(crate) operations: Vec<Operation>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
     pub(crate) input: Option<Value>,
+    pub(crate) input_gradient: InputGradient,
+    frozen: BTreeSet<String>,
+    pub(crate) low_rank: Option<LowRank>,
+    pub(crate) narrow: Vec<Narrow>,
     dropout_sites: u32,
 }
 
@@ -116,8 +124,22 @@ impl Recorder {
             operations: Vec::new(),
             parameters: Vec::new(),
             input: None,
+            input_gradient: InputGradient::Wanted,
+            frozen: BTreeSet::new(),
+            low_rank: None,
+            narrow: Vec::new(),
             dropout_sites: 0,
         }
+    }
+
+    /// Records parameters of these names, within the block, as ones that are never trained.
+    pub fn freeze(&mut self, names: impl IntoIterator<Item = String>) {
+        self.frozen.extend(names);
+    }
+
+    /// Says whether a block before this one waits for a gradient; it does unless something is said.
+    pub fn set_input_gradient(&mut self, input_gradient: InputGradient) {
+        self.input_gradient = input_gradient;
     }
 
     /// The block's input, `[tokens, columns]`: the output of the block before.
@@ -146,7 +168,7 @@ impl Recorder {
         y
     }
 
-    /// A linear layer.
+    /// A linear layer, with what [`Recorder::adapt`] adds to it.
     pub fn linear(&mut self, x: Value, linear: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = linear;
         let weight = self.linear_weight(x, name, out_features, std);
@@ -154,7 +176,7 @@ impl Recorder {
             .then(|| self.parameter(format!("{name}.bias"), &[out_features], Initializer::Zeros));
         let y = self.value(out_features);
         self.operations.push(Operation::Linear { x, weight, bias, y });
-        y
+        self.adapted(name, x, y)
     }
 
     /// Root-mean-square normalization with the scale `NAME.weight [width]`, over each group of `width` columns: the
@@ -282,16 +304,22 @@ impl Recorder {
         self.parameter(format!("{name}.weight"), &shape, Initializer::Normal { std })
     }
 
-    fn parameter(&mut self, name: String, shape: &[usize], initializer: Initializer) -> ParameterIndex {
+    pub(crate) fn parameter(
+        &mut self,
+        name: String,
+        shape: &[usize],
+        initializer: Initializer,
+    ) -> ParameterIndex {
         assert!(
             self.parameters.iter().all(|parameter| parameter.name != name),
             "the block declares {name} twice"
         );
-        self.parameters.push(ParameterDeclaration { name, shape: shape.to_vec(), initializer });
+        let trainable = !self.frozen.contains(&name);
+        self.parameters.push(ParameterDeclaration { name, shape: shape.to_vec(), initializer, trainable });
         ParameterIndex(self.parameters.len() - 1)
     }
 
-    fn value(&mut self, columns: usize) -> Value {
+    pub(crate) fn value(&mut self, columns: usize) -> Value {
         self.push(columns, self.shape.dtype)
     }
 

@@ -230,6 +230,7 @@ impl<'a> Run<'a> {
                 queue.swiglu(self.value(gate), self.value(up), self.value(y))
             }
             Operation::Gelu { kind, x, y } => queue.gelu(kind, self.value(x), self.value(y)),
+            Operation::Scale { x, factor, y } => queue.scale(factor, self.value(x), self.value(y)),
             Operation::Add { a, b, y } => queue.add(self.value(a), self.value(b), self.value(y)),
             Operation::Dropout { x, dropout, y } => {
                 queue.dropout(self.dropout(dropout), self.value(x), self.value(y));
@@ -245,14 +246,21 @@ impl<'a> Run<'a> {
         let target = |index: usize| self.gradient(dx[index].0);
         let write = dx[0].1;
         if let Operation::OutputLoss { x, weight, .. } = *operation {
+            let needs_dx = self.program.training.differentiates(x);
             let (x, dx) = (self.value(x), target(0));
-            let (weight, (dweight, first)) = (self.weight(weight), self.replay.parameters.gradient(weight));
+            let is_trained = self.program.training.trains(weight);
+            let gradient = is_trained.then(|| self.replay.parameters.gradient(weight));
+            let weight = self.weight(weight);
             self.output_loss(operation, |tokens, logits, labels, losses| {
                 queue.cross_entropy_with_gradient(logits, labels, losses, self.extra.seed);
                 let product = |layout, b, c, write| Gemm { layout, a: logits, b, c, bias: None, write };
-                queue.gemm(product(GemmLayout::NN, weight, dx.rows(tokens.clone()), write));
-                let add = if tokens.start == 0 { first } else { Write::Accumulate };
-                queue.gemm(product(GemmLayout::TN, x.rows(tokens), dweight, add));
+                if needs_dx {
+                    queue.gemm(product(GemmLayout::NN, weight, dx.rows(tokens.clone()), write));
+                }
+                if let Some((dweight, first)) = gradient {
+                    let add = if tokens.start == 0 { first } else { Write::Accumulate };
+                    queue.gemm(product(GemmLayout::TN, x.rows(tokens), dweight, add));
+                }
             });
             return;
         }
@@ -303,6 +311,7 @@ impl<'a> Run<'a> {
                 queue.swiglu_backward(dy, self.value(gate), self.value(up), target(0), target(1));
             }
             Operation::Gelu { kind, x, .. } => queue.gelu_backward(kind, dy, self.value(x), target(0)),
+            Operation::Scale { factor, .. } => queue.scale(factor, dy, target(0)),
             Operation::Dropout { dropout, .. } => queue.dropout(self.dropout(dropout), dy, target(0)),
             Operation::Embedding { .. } | Operation::Add { .. } | Operation::OutputLoss { .. } => {
                 unreachable!("no such instruction is derived: {operation:?}")
@@ -320,14 +329,24 @@ impl<'a> Run<'a> {
             }
             gradient
         };
+        let is_trained = |index: &ParameterIndex| self.program.training.trains(*index);
         match *operation {
             Operation::Embedding { input, table, .. } => {
                 queue.embedding_backward(self.indices(input), dy, gradient(table));
             }
             Operation::Linear { x, weight, bias, .. } => {
-                let (c, write) = self.replay.parameters.gradient(weight);
-                queue.gemm(Gemm { layout: GemmLayout::TN, a: dy, b: self.value(x), c, bias: None, write });
-                if let Some(bias) = bias {
+                if is_trained(&weight) {
+                    let (c, write) = self.replay.parameters.gradient(weight);
+                    queue.gemm(Gemm {
+                        layout: GemmLayout::TN,
+                        a: dy,
+                        b: self.value(x),
+                        c,
+                        bias: None,
+                        write,
+                    });
+                }
+                if let Some(bias) = bias.filter(is_trained) {
                     queue.sum_rows(dy, gradient(bias));
                 }
             }
@@ -341,10 +360,12 @@ impl<'a> Run<'a> {
                     dweight,
                 );
             }
-            Operation::LayerNorm { weight, bias, .. } => {
+            Operation::LayerNorm { weight, bias, .. } if is_trained(&weight) => {
                 let norm = self.layer_norm(operation);
-                queue.layer_norm_backward_weight(norm, dy, gradient(weight), bias.map(gradient));
+                let bias = bias.filter(is_trained).map(gradient);
+                queue.layer_norm_backward_weight(norm, dy, gradient(weight), bias);
             }
+            Operation::LayerNorm { bias: Some(bias), .. } => queue.sum_rows(dy, gradient(bias)),
             _ => unreachable!("no such instruction is derived: {operation:?}"),
         }
     }

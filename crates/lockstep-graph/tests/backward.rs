@@ -3,8 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{
-    AttentionShape, Batch, BatchInput, Bias, BlockShape, Linear, Mode, ParameterIndex, Parameters, Program,
-    Recompute, Recorder, Replay, Value,
+    AttentionShape, Batch, BatchInput, Bias, BlockShape, InputGradient, Linear, LowRank, Mode,
+    ParameterIndex, Parameters, Program, Recompute, Recorder, Replay, Value,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuQueue, Gelu, Tensor, View, Write};
@@ -17,8 +17,11 @@ fn linear<'a>(name: &'a str, out_features: usize, bias: Bias) -> Linear<'a> {
 }
 
 /// A block with every kind of operation: two residual branches, grouped-query attention with rotary positions, a
-/// gated and a plain feed-forward, dropout.
+/// gated and a plain feed-forward, dropout, low-rank additions of which two share their narrow value.
 fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
+    let layers = [("q", "qv"), ("v", "qv"), ("down", "down")];
+    let layers = layers.into_iter().map(|(layer, name)| (layer.to_owned(), name.to_owned())).collect();
+    g.adapt(LowRank { rank: 3, scale: 0.7, dropout, layers });
     let normed = g.rms_norm(x, "norm_1", WIDTH, 1e-5);
     let q = g.linear(normed, linear("q", 16, Bias::With));
     let k = g.linear(normed, linear("k", 8, Bias::Without));
@@ -43,7 +46,14 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
 }
 
 fn block(recompute: Recompute, dropout: f32) -> Program {
+    partly_trained(recompute, dropout, &[], InputGradient::Wanted)
+}
+
+/// The same where parameters of these names are not trained.
+fn partly_trained(recompute: Recompute, dropout: f32, frozen: &[String], input: InputGradient) -> Program {
     let mut g = Recorder::new(Mode::Training, SHAPE);
+    g.freeze(frozen.iter().cloned());
+    g.set_input_gradient(input);
     let x = g.input(WIDTH);
     let y = everything(&mut g, x, dropout);
     g.finish(y, recompute)
@@ -226,6 +236,65 @@ fn every_way_of_running_the_backward_gives_the_same_bits() {
             assert!(world.split(&program) == reference, "split, {recompute:?}, dropout {dropout}");
         }
     }
+}
+
+#[test]
+fn what_is_trained_gets_the_same_gradient_whatever_else_is_not() {
+    let world = World::new();
+    let all = block(Recompute::None, 0.3);
+    let reference = world.fused(&all);
+    let names: Vec<&str> = all.parameters().iter().map(|parameter| parameter.name.as_str()).collect();
+    // Each parameter alone, each left out, none, and some at random.
+    let random = |seed: u64| move |i: usize| Philox::new(seed).at(i as u64)[0].is_multiple_of(2);
+    let mut choices: Vec<Vec<bool>> = vec![vec![false; names.len()]];
+    for only in 0..names.len() {
+        choices.push((0..names.len()).map(|i| i == only).collect());
+        choices.push((0..names.len()).map(|i| i != only).collect());
+    }
+    choices.extend((0..12).map(|seed| (0..names.len()).map(random(seed)).collect()));
+    for trained in choices {
+        let frozen: Vec<String> =
+            names.iter().zip(&trained).filter(|(_, t)| !**t).map(|(name, _)| (*name).to_owned()).collect();
+        for input in [InputGradient::Wanted, InputGradient::Unwanted] {
+            for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
+                let program = partly_trained(recompute, 0.3, &frozen, input);
+                let any = input == InputGradient::Wanted || trained.contains(&true);
+                assert_eq!(program.has_backward(), any);
+                for (dx, gradients) in [world.fused(&program), world.split(&program)] {
+                    let wanted = input == InputGradient::Wanted;
+                    let says = || format!("{input:?}, {recompute:?}, without {frozen:?}");
+                    assert!(
+                        if wanted { dx == reference.0 } else { dx.iter().all(|x| *x == 0.0 || x.is_nan()) },
+                        "{}",
+                        says()
+                    );
+                    for (i, gradient) in gradients.iter().enumerate() {
+                        let right = match trained[i] {
+                            true => *gradient == reference.1[i],
+                            false => gradient.iter().all(|g| *g == 0.0),
+                        };
+                        assert!(right, "{}: {}", names[i], says());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_nothing_waits_for_is_neither_saved_nor_counted() {
+    let all = block(Recompute::None, 0.0).profile();
+    let biases = |name: &&str| name.ends_with("bias");
+    let program = block(Recompute::None, 0.0);
+    let names = || program.parameters().iter().map(|parameter| parameter.name.as_str());
+    let frozen: Vec<String> = names().filter(|name| !biases(name)).map(str::to_owned).collect();
+    let only_biases = partly_trained(Recompute::None, 0.0, &frozen, InputGradient::Wanted).profile();
+    assert_eq!(all.backward_flops, 2 * all.forward_flops);
+    assert!(only_biases.backward_flops < all.backward_flops && only_biases.saved_bytes < all.saved_bytes);
+    let everything: Vec<String> = names().map(str::to_owned).collect();
+    let nothing = partly_trained(Recompute::None, 0.0, &everything, InputGradient::Unwanted).profile();
+    assert_eq!((nothing.backward_flops, nothing.forward_flops), (0, all.forward_flops));
+    assert_eq!(nothing.saved_bytes, (SHAPE.tokens() * WIDTH * 4).next_multiple_of(64), "the output alone");
 }
 
 #[test]

@@ -192,7 +192,7 @@ fn run(
     let head = programs.units() - 1;
     let parameters = |unit| UnitParameters {
         ids: programs.unit_parameters(unit),
-        weights: &model.weights,
+        weights: (&model.weights).into(),
         gradients: None,
     };
     let output = |unit: usize| programs.program(unit).output(&forward.frames[unit]);

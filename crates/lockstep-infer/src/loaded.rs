@@ -28,7 +28,18 @@ impl LoadedModel {
     /// # Errors
     /// Files that are missing, damaged or do not fit; out of memory.
     pub fn open(dir: &Path, threads: usize) -> Result<Self, InferError> {
-        let directory = ModelDirectory::open(dir)?;
+        Self::load(&ModelDirectory::open(dir)?, threads)
+    }
+
+    /// The same with the PEFT adapter in `adapter` merged into the weights.
+    ///
+    /// # Errors
+    /// As for [`LoadedModel::open`]; an adapter for another model.
+    pub fn open_adapted(dir: &Path, adapter: &Path, threads: usize) -> Result<Self, InferError> {
+        Self::load(&ModelDirectory::open(dir)?.with_adapter(adapter)?, threads)
+    }
+
+    fn load(directory: &ModelDirectory, threads: usize) -> Result<Self, InferError> {
         let config = directory.config().without_dropout();
         let arena = Arena::new();
         let records = record(&config, 1, 1, HeadOutput::Logits).records().to_vec();
@@ -41,7 +52,7 @@ impl LoadedModel {
             Ok(())
         })?;
         let queue = CpuQueue::new(threads, &arena)?;
-        let name = dir.display().to_string();
+        let name = directory.path().display().to_string();
         Ok(Self { config, weights, arena, queue, tokenizer: directory.tokenizer(), name })
     }
 

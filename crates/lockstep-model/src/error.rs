@@ -52,6 +52,26 @@ pub enum ModelError {
         /// Everything found, in the order of the model's parameters, then of the file.
         problems: Vec<CheckpointProblem>,
     },
+    /// A rank that no adapter has.
+    #[error("an adapter of rank {rank}; allowed is 1 to {largest}")]
+    LoraRank {
+        /// The rank.
+        rank: usize,
+        /// The largest that is allowed.
+        largest: usize,
+    },
+    /// A target of an adapter that means no linear layer.
+    #[error(
+        "`{target}` is no linear layer of the model that can be adapted; there are {}, and `all-linear` for all of \
+         them",
+        .allowed.join(", ")
+    )]
+    LoraTarget {
+        /// The target.
+        target: String,
+        /// Names that are targets.
+        allowed: Vec<String>,
+    },
     /// A tensor's data has another size than its shape demands.
     #[error("{tensor}: {what} has {found} elements, its shape demands {expected}")]
     Length {

@@ -11,6 +11,7 @@ mod error;
 mod families;
 mod hf_names;
 mod hf_transform;
+mod lora;
 mod presets;
 mod recorded;
 
@@ -20,5 +21,6 @@ pub use config::{
 pub use error::{CheckpointProblem, ConfigProblem, ModelError};
 pub use hf_names::{HfContent, HfImport, HfMapping, HfPlace, HfTensor};
 pub use hf_transform::HfTransform;
+pub use lora::{ALL_LINEAR, Adapter, AdapterTensor, LoraConfig, LoraScaling, MAX_RANK};
 pub use presets::PRESETS;
-pub use recorded::{HeadOutput, RecordedModel, parameter_records};
+pub use recorded::{HeadOutput, RecordedModel, Tuning, parameter_records, tuned_records};

@@ -1,12 +1,17 @@
 //! A model as the engine sees it: one program per kind of unit, and the record of every parameter.
 //!
-//! Units are numbered 0 (embedding), 1 to `layers` (blocks, which share one program), `layers + 1` (head). The
-//! records come from the same recording as the programs, so nothing about a parameter is said twice.
+//! Units are numbered 0 (embedding), 1 to `layers` (blocks), `layers + 1` (head). Blocks of which the same is trained
+//! share one program. The records come from the same recording as the programs, so nothing about a parameter is
+//! said twice.
 
-use lockstep_graph::{BlockShape, Mode, ParameterDeclaration, Program, Recompute, Recorder};
+use std::collections::BTreeSet;
+
+use lockstep_graph::{
+    BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, Recorder, Value,
+};
 use lockstep_plan::{DType, ParameterId, ParameterRecord};
 
-use crate::ModelConfig;
+use crate::{Adapter, ModelConfig};
 
 /// Dropout sites reserved for each unit.
 const DROPOUT_SITES_PER_UNIT: u32 = 16;
@@ -20,12 +25,33 @@ pub enum HeadOutput {
     Logits,
 }
 
+/// What of a model is trained; everything, unless something is said.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Tuning {
+    /// Canonical names of the parameters that are never trained. One that is tied follows the other.
+    pub frozen: BTreeSet<String>,
+    /// What is added to linear layers.
+    pub adapter: Option<Adapter>,
+}
+
+impl Tuning {
+    /// Whether training drops anything beyond what the model does.
+    pub fn has_dropout(&self) -> bool {
+        self.adapter.as_ref().is_some_and(|adapter| adapter.config().dropout > 0.0)
+    }
+
+    /// The same without dropout.
+    pub fn without_dropout(&self) -> Self {
+        Self { frozen: self.frozen.clone(), adapter: self.adapter.as_ref().map(Adapter::without_dropout) }
+    }
+}
+
 /// A recorded model.
 #[derive(Debug)]
 pub struct RecordedModel {
-    embedding: Program,
-    block: Program,
-    head: Program,
+    programs: Vec<Program>,
+    /// The program of each unit.
+    program_of_unit: Vec<usize>,
     layers: usize,
     records: Vec<ParameterRecord>,
     unit_parameters: Vec<Vec<ParameterId>>,
@@ -33,7 +59,8 @@ pub struct RecordedModel {
 }
 
 impl RecordedModel {
-    /// Records the units of `config` for one micro-batch of `shape`. Recomputation applies to the blocks.
+    /// Records the units of `config` for one micro-batch of `shape`, all of it trained. Recomputation applies to the
+    /// blocks.
     pub fn new(
         config: &ModelConfig,
         mode: Mode,
@@ -41,43 +68,65 @@ impl RecordedModel {
         recompute: Recompute,
         head_output: HeadOutput,
     ) -> Self {
+        Self::tuned(config, &Tuning::default(), mode, shape, recompute, head_output)
+    }
+
+    /// Records the units of `config`, of which only what `tuning` says is trained.
+    pub fn tuned(
+        config: &ModelConfig,
+        tuning: &Tuning,
+        mode: Mode,
+        shape: BlockShape,
+        recompute: Recompute,
+        head_output: HeadOutput,
+    ) -> Self {
         let family = config.family();
-        let mut g = Recorder::new(mode, shape);
-        let output = family.embedding(&mut g);
-        let embedding = g.finish(output, Recompute::None);
-
-        let mut g = Recorder::new(mode, shape);
-        let output = family.block(&mut g);
-        let block = g.finish(output, recompute);
-
-        let mut g = Recorder::new(mode, shape);
-        let (x, output_layer) = family.head(&mut g);
-        let output = match head_output {
-            HeadOutput::Losses => g.output_loss(x, output_layer),
-            HeadOutput::Logits => g.linear(x, output_layer),
-        };
-        let head = g.finish(output, Recompute::None);
-
         let layers = config.num_hidden_layers();
         let mut model = Self {
-            embedding,
-            block,
-            head,
+            programs: Vec::new(),
+            program_of_unit: Vec::new(),
             layers,
             records: Vec::new(),
             unit_parameters: Vec::new(),
             inverse_frequencies: family.inverse_frequencies(),
         };
-        for unit in 0..model.units() {
-            let prefix = match unit {
-                0 => family.embedding_prefix(),
-                unit if unit <= layers => family.block_prefix(unit - 1),
-                _ => String::new(),
+        // What each program was recorded for.
+        let mut recorded: Vec<Recording> = Vec::new();
+        for unit in 0..layers + 2 {
+            let (kind, prefix) = match unit {
+                0 => (Unit::Embedding, family.embedding_prefix()),
+                unit if unit <= layers => (Unit::Block, family.block_prefix(unit - 1)),
+                _ => (Unit::Head, String::new()),
             };
+            let mut recording = Recording::new(kind, &prefix, tuning);
+            if kind == Unit::Head && config.tie_word_embeddings() {
+                recording.freeze_tied(OUTPUT_LAYER, tuning.frozen.contains(family.embedding_table()));
+            }
+            if !model.records.iter().any(|record| record.trainable) {
+                recording.input_gradient = InputGradient::Unwanted;
+            }
+            let known = recorded.iter().position(|known| *known == recording);
+            let program = known.unwrap_or_else(|| {
+                let recompute = if kind == Unit::Block { recompute } else { Recompute::None };
+                model.programs.push(recording.run(mode, shape, recompute, |g| match kind {
+                    Unit::Embedding => family.embedding(g),
+                    Unit::Block => family.block(g),
+                    Unit::Head => {
+                        let (x, output_layer) = family.head(g);
+                        match head_output {
+                            HeadOutput::Losses => g.output_loss(x, output_layer),
+                            HeadOutput::Logits => g.linear(x, output_layer),
+                        }
+                    }
+                }));
+                recorded.push(recording);
+                recorded.len() - 1
+            });
+            model.program_of_unit.push(program);
             model.declare(unit, &prefix);
         }
         if config.tie_word_embeddings() {
-            model.tie("lm_head.weight", family.embedding_table());
+            model.tie(OUTPUT_LAYER, family.embedding_table());
         }
         model
     }
@@ -89,11 +138,12 @@ impl RecordedModel {
 
     /// The program of a unit.
     pub fn program(&self, unit: usize) -> &Program {
-        match unit {
-            0 => &self.embedding,
-            unit if unit <= self.layers => &self.block,
-            _ => &self.head,
-        }
+        &self.programs[self.program_of_unit[unit]]
+    }
+
+    /// The first unit that has a backward; none if nothing is trained.
+    pub fn first_trained_unit(&self) -> Option<usize> {
+        (0..self.units()).find(|&unit| self.program(unit).has_backward())
     }
 
     /// Every parameter, in the order of the units.
@@ -117,9 +167,10 @@ impl RecordedModel {
     }
 
     /// Floating-point operations of one training step on one micro-batch, without recomputation: the forward, and
-    /// twice as much for the backward.
+    /// a backward of twice as much, less what nothing that is trained waits for.
     pub fn training_flops(&self) -> u64 {
-        3 * (0..self.units()).map(|unit| self.program(unit).profile().forward_flops).sum::<u64>()
+        let profiles = (0..self.units()).map(|unit| self.program(unit).profile());
+        profiles.map(|profile| profile.forward_flops + profile.backward_flops).sum()
     }
 
     fn declare(&mut self, unit: usize, prefix: &str) {
@@ -138,6 +189,62 @@ impl RecordedModel {
     }
 }
 
+/// The output layer's parameter, which may be tied to the embedding.
+const OUTPUT_LAYER: &str = "lm_head.weight";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unit {
+    Embedding,
+    Block,
+    Head,
+}
+
+/// Everything that decides what recording a unit gives.
+#[derive(Debug, PartialEq)]
+struct Recording {
+    kind: Unit,
+    /// Names within the unit.
+    frozen: BTreeSet<String>,
+    low_rank: Option<LowRank>,
+    input_gradient: InputGradient,
+}
+
+impl Recording {
+    fn new(kind: Unit, prefix: &str, tuning: &Tuning) -> Self {
+        // A head has no prefix; the names of other units mean nothing to it.
+        let within = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
+        let frozen = tuning.frozen.iter().filter_map(within).collect();
+        let low_rank = tuning.adapter.as_ref().map(|adapter| adapter.within(prefix));
+        Self { kind, frozen, low_rank, input_gradient: InputGradient::Wanted }
+    }
+
+    /// A tied parameter is trained if the one it is tied to is.
+    fn freeze_tied(&mut self, name: &str, is_frozen: bool) {
+        if is_frozen {
+            self.frozen.insert(name.to_owned());
+        } else {
+            self.frozen.remove(name);
+        }
+    }
+
+    fn run(
+        &self,
+        mode: Mode,
+        shape: BlockShape,
+        recompute: Recompute,
+        record: impl FnOnce(&mut Recorder) -> Value,
+    ) -> Program {
+        let mut g = Recorder::new(mode, shape);
+        g.freeze(self.frozen.iter().cloned());
+        g.set_input_gradient(self.input_gradient);
+        if let Some(low_rank) = &self.low_rank {
+            g.adapt(low_rank.clone());
+        }
+        let output = record(&mut g);
+        g.finish(output, recompute)
+    }
+}
+
 fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> ParameterRecord {
     ParameterRecord {
         name: format!("{prefix}{}", declared.name),
@@ -145,7 +252,7 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
         initializer: declared.initializer,
         tie: None,
         unit,
-        trainable: true,
+        trainable: declared.trainable,
         // Matrices decay, scales and biases do not.
         decay: declared.shape.len() > 1,
         learning_rate_multiplier: 1.0,
@@ -160,9 +267,15 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
 /// not. Initial weights follow transformers: normal, with GPT-2's projections into the residual stream scaled by
 /// 1/√(2 × blocks); biases zero; norms one.
 pub fn parameter_records(config: &ModelConfig) -> Vec<ParameterRecord> {
+    tuned_records(config, &Tuning::default())
+}
+
+/// The same with what `tuning` freezes and adds.
+pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterRecord> {
     // Parameters depend on no shape of the input, so that the smallest will do.
     let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
-    RecordedModel::new(config, Mode::Inference, shape, Recompute::None, HeadOutput::Logits).records
+    let (mode, recompute) = (Mode::Inference, Recompute::None);
+    RecordedModel::tuned(config, tuning, mode, shape, recompute, HeadOutput::Logits).records
 }
 
 #[cfg(test)]

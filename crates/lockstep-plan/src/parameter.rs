@@ -21,6 +21,11 @@ pub enum Initializer {
         /// Standard deviation.
         std: f32,
     },
+    /// Uniform between the bound and its negative.
+    Uniform {
+        /// The bound.
+        bound: f32,
+    },
 }
 
 impl Initializer {
@@ -32,6 +37,12 @@ impl Initializer {
         match self {
             Self::Zeros => out.fill(0.0),
             Self::Ones => out.fill(1.0),
+            Self::Uniform { bound } => {
+                let philox = Philox::new(seed ^ key_from_name(name));
+                for (element, value) in (start..).zip(out) {
+                    *value = bound * (2.0 * philox.uniform(element) - 1.0) as f32;
+                }
+            }
             Self::Normal { std } => {
                 let philox = Philox::new(seed ^ key_from_name(name));
                 // Two numbers come from one block: an odd start or end uses half of its own.
@@ -84,12 +95,27 @@ mod tests {
 
     #[test]
     fn a_shard_holds_the_bits_of_the_whole() {
-        let initializer = Initializer::Normal { std: 0.02 };
-        let mut whole = vec![0.0; 1000];
-        initializer.fill(1337, "model.embed_tokens.weight", 0, &mut whole);
-        let mut shard = vec![0.0; 300];
-        initializer.fill(1337, "model.embed_tokens.weight", 450, &mut shard);
-        assert_eq!(shard, whole[450..750]);
+        for initializer in [Initializer::Normal { std: 0.02 }, Initializer::Uniform { bound: 0.1 }] {
+            let mut whole = vec![0.0; 1000];
+            initializer.fill(1337, "model.embed_tokens.weight", 0, &mut whole);
+            let mut shard = vec![0.0; 300];
+            initializer.fill(1337, "model.embed_tokens.weight", 450, &mut shard);
+            assert_eq!(shard, whole[450..750]);
+        }
+    }
+
+    #[test]
+    fn uniform_weights_fill_their_range_evenly() {
+        let mut values = vec![0.0; 10_000];
+        Initializer::Uniform { bound: 0.5 }.fill(1, "a", 0, &mut values);
+        assert!(values.iter().all(|value| value.abs() <= 0.5));
+        let mean = values.iter().sum::<f32>() / 1e4;
+        let square = values.iter().map(|value| value * value).sum::<f32>() / 1e4;
+        // The variance of a uniform number is bound² / 3; ten thousand of them give it to about one percent.
+        assert!(
+            mean.abs() < 0.01 && (square - 0.25 / 3.0).abs() < 0.003,
+            "mean {mean}, mean square {square}"
+        );
     }
 
     #[test]

@@ -369,6 +369,9 @@ pub trait Kernels {
     /// `y = a + b`. May be in place.
     fn add(&self, a: View<'_>, b: View<'_>, y: View<'_>);
 
+    /// `y = factor · x`. Its own backward. May be in place.
+    fn scale(&self, factor: f32, x: View<'_>, y: View<'_>);
+
     /// `y = x` where the mask keeps it, scaled, else 0. `x [sequences·len, width]`; row `t` of a sequence has
     /// `position = t`, head 0, feature = column. Its own backward. May be in place.
     fn dropout(&self, dropout: Dropout<'_>, x: View<'_>, y: View<'_>);

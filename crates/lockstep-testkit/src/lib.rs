@@ -41,7 +41,7 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// One target for each parser of input that others may have written.
-pub const TARGETS: [Target; 10] = [
+pub const TARGETS: [Target; 11] = [
     Target {
         name: "safetensors_header",
         parse: targets::safetensors_header,
@@ -127,6 +127,12 @@ pub const TARGETS: [Target; 10] = [
             "0.0",
             "{}",
         ],
+    },
+    Target {
+        name: "adapter_config",
+        parse: targets::adapter_config,
+        seeds: seeds::adapter_configs,
+        words: &["\"r\":", "\"use_dora\":", "\"lora_alpha\":", "null", "true", "{}", "1e999", "\"LORA\""],
     },
     Target {
         name: "run_toml",

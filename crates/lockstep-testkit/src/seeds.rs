@@ -151,6 +151,15 @@ pub fn tokenizers() -> Vec<Vec<u8>> {
     ]
 }
 
+/// What PEFT writes, with and without options.
+pub fn adapter_configs() -> Vec<Vec<u8>> {
+    let plain = r#"{"peft_type":"LORA","r":8,"lora_alpha":16,"lora_dropout":0.05,"bias":"none","use_rslora":false,
+"target_modules":["q_proj","v_proj"],"modules_to_save":null,"rank_pattern":{},"use_dora":false,"task_type":"CAUSAL_LM"}"#;
+    let short =
+        r#"{"peft_type":"LORA","r":1,"lora_alpha":0.5,"use_rslora":true,"target_modules":"all-linear"}"#;
+    [plain, short].map(|text| text.as_bytes().to_vec()).to_vec()
+}
+
 /// The presets as `config.json`, and one with what they do not have.
 pub fn model_configs() -> Vec<Vec<u8>> {
     let mut texts: Vec<Vec<u8>> = PRESETS

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use lockstep_checkpoint::safetensors::parse_header;
-use lockstep_checkpoint::{Digest, Manifest};
+use lockstep_checkpoint::{Digest, Manifest, parse_adapter_config};
 use lockstep_data::{
     ChatTemplate, Document, IndexHeader, PartRole, TokenFileHeader, Tokenizer, parse_json_line,
     read_text_column,
@@ -174,6 +174,18 @@ pub fn model_config(bytes: &[u8]) -> Verdict {
         if config.num_hidden_layers() <= 64 {
             assert!(config.parameter_count() > 0);
         }
+    }
+    (&config).into()
+}
+
+/// A PEFT `adapter_config.json`. The factor of an accepted one is a number.
+///
+/// # Panics
+/// If it is not.
+pub fn adapter_config(bytes: &[u8]) -> Verdict {
+    let config = parse_adapter_config(bytes);
+    if let Ok(config) = &config {
+        assert!(config.scale().is_finite() && config.scale() > 0.0, "{config:?}");
     }
     (&config).into()
 }

@@ -81,3 +81,8 @@ fn any_run_configuration_is_consistent_or_refused() {
 fn no_record_of_a_run_becomes_markup_in_its_report() {
     survives("run_report", 5_000);
 }
+
+#[test]
+fn any_adapter_configuration_is_one_that_can_be_used_or_is_refused() {
+    survives("adapter_config", 10_000);
+}

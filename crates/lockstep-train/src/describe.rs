@@ -2,7 +2,7 @@
 
 use lockstep_data::Dataset;
 use lockstep_engine::{Engine, Runner};
-use lockstep_plan::MemoryCategory;
+use lockstep_plan::{MemoryCategory, ParameterId};
 
 use crate::config::{ModelSource, RunConfig};
 use crate::progress::Progress;
@@ -34,6 +34,9 @@ pub(crate) fn describe(
         model.config.num_hidden_layers(),
         model.config.vocab_size(),
     ));
+    if let Some(trained) = trained_part(engine) {
+        progress.message(&trained);
+    }
     progress.message(&format!(
         "data       {} tokens to train on, {} to evaluate on, {}{}",
         human::count(corpus.train.tokens() as f64),
@@ -61,8 +64,15 @@ pub(crate) fn describe(
         config.micro_batch(),
         human::count(config.tokens_per_step() as f64),
     ));
+    let formula = match trained_part(engine) {
+        None => "6 for each weight of a product and token, and attention",
+        Some(_) => {
+            "2 for each weight of a product and token, 2 for each gradient of an input or weight that is needed, and \
+             attention"
+        }
+    };
     progress.message(&format!(
-        "work       {} FLOPs a step: 6 for each weight of a product and token, and attention",
+        "work       {} FLOPs a step: {formula}",
         human::count((engine.model().training_flops() * config.accumulation_steps() as u64) as f64),
     ));
     progress.message(&format!(
@@ -79,4 +89,20 @@ pub(crate) fn describe(
         bytes(MemoryCategory::Activations),
         human::bytes(predicted as u64),
     ));
+}
+
+/// How much of the model is trained, where it is not all.
+fn trained_part(engine: &Engine) -> Option<String> {
+    let elements = |ids: &mut dyn Iterator<Item = ParameterId>| -> usize {
+        ids.map(|id| engine.records()[id.0].elements()).sum()
+    };
+    let (all, trained) = (elements(&mut engine.parameter_ids()), elements(&mut engine.trained_ids()));
+    (trained < all).then(|| {
+        format!(
+            "trained    {} of {} parameters ({:.2} %); the others keep their values",
+            human::count(trained as f64),
+            human::count(all as f64),
+            100.0 * trained as f64 / all as f64
+        )
+    })
 }

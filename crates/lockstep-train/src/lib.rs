@@ -38,6 +38,7 @@ mod setup;
 mod state;
 mod trace;
 mod trainer;
+mod tuning;
 
 pub use config::RunConfig;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use lockstep_checkpoint::{DType, PendingSave, Region, SaveRequest, SaveThread, TensorSlice, prune, save};
 use lockstep_engine::{Engine, Snapshot, StateTensor};
+use lockstep_model::Adapter;
 use lockstep_plan::ParameterRecord;
 use serde_json::{Value, json};
 
@@ -87,6 +88,8 @@ impl Saver {
                 "model": model.config.to_json(DType::F32),
                 "tokenizer": corpus.tokenizer_name,
                 "training_text": corpus.digest,
+                "base": model.base.get(),
+                "adapter": model.tuning.adapter.as_ref().map(Adapter::config),
             }),
             thread: config.checkpoint.in_background.then(SaveThread::start).transpose()?,
             snapshot: Memory::None,

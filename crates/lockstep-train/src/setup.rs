@@ -1,11 +1,12 @@
 //! From a configuration to a model and an engine for it.
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::OnceLock;
 
-use lockstep_checkpoint::ModelDirectory;
+use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
 use lockstep_engine::{Engine, EngineOptions, Optimizer, RoundingMode, StateKind, Storage, WeightStorage};
 use lockstep_graph::BlockShape;
-use lockstep_model::ModelConfig;
+use lockstep_model::{Adapter, ModelConfig, Tuning};
 use lockstep_plan::{DType, ParameterId};
 use lockstep_tensor::Arena;
 use serde_json::{Map, Value};
@@ -15,14 +16,21 @@ use crate::config::{
     F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Recompute, Rounding, RunConfig,
     StatePrecision,
 };
+use crate::tuning::resolve_tuning;
 
 /// The model of a run.
 #[derive(Debug)]
 pub struct ResolvedModel {
     /// Its configuration, with overrides and the run's dropout.
     pub config: ModelConfig,
+    /// What of it is trained.
+    pub tuning: Tuning,
     /// Where its first weights come from, if not from the initializers.
     pub pretrained: Option<ModelDirectory>,
+    /// The adapter that training goes on from, if it does not begin anew.
+    pub adapter: Option<PeftAdapter>,
+    /// What a checkpoint says of the weights that it does not hold, once they have been read.
+    pub(crate) base: OnceLock<BaseModel>,
 }
 
 /// The model that `[model]` describes.
@@ -70,7 +78,8 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
         );
         return Err(Error::Configuration(problem.into()));
     }
-    Ok(ResolvedModel { config: model, pretrained })
+    let (tuning, adapter) = resolve_tuning(config, &model)?;
+    Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
 }
 
 /// What the engine is built for.
@@ -138,13 +147,15 @@ pub(crate) fn build_engine(
     model: &ResolvedModel,
     arena: &Arena,
 ) -> Result<Engine, Error> {
-    let mut engine = Engine::with_storage(&model.config, engine_options(config), storage(config), arena)?;
+    let (options, storage) = (engine_options(config), storage(config));
+    let mut engine = Engine::tuned(&model.config, &model.tuning, options, storage, arena)?;
     engine.set_f32_products(match config.train.f32_products {
         F32Products::Split => lockstep_tensor::F32Products::SplitBf16,
         F32Products::Fma => lockstep_tensor::F32Products::Fma,
     });
     for record in engine.records_mut() {
         record.decay = config.optimizer.decays(record);
+        record.learning_rate_multiplier = config.optimizer.learning_rate_multiplier(record);
     }
     Ok(engine)
 }
@@ -160,16 +171,49 @@ pub(crate) fn load_first_weights(
 ) -> Result<(), Error> {
     match &model.pretrained {
         None => Ok(engine.initialize(config.train.seed)?),
-        Some(directory) => load_weights(engine, directory),
+        Some(directory) if model.tuning == Tuning::default() => {
+            load_weights(engine, |sink| directory.for_each_parameter(sink))
+        }
+        Some(directory) => {
+            let mut digest = None;
+            load_weights(engine, |sink| {
+                digest = Some(directory.for_each_parameter_hashed(sink)?);
+                Ok(())
+            })?;
+            let path = std::path::absolute(directory.path()).unwrap_or_else(|_| directory.path().to_owned());
+            if let Some(digest) = digest {
+                // It is read once; a second reading would find the same.
+                let _ = model.base.set(BaseModel { path, digest });
+            }
+            load_first_adapter(config, model, engine)
+        }
     }
 }
 
-fn load_weights(engine: &mut Engine, directory: &ModelDirectory) -> Result<(), Error> {
+/// The adapter that the run begins with: the one it goes on from, or what the initializers give.
+fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut Engine) -> Result<(), Error> {
+    let given: HashMap<&str, &[f32]> = model.adapter.iter().flat_map(PeftAdapter::parameters).collect();
+    let is_adapter = |id: &ParameterId| Adapter::owns(&engine.records()[id.0].name);
+    let ids: Vec<ParameterId> = engine.trained_ids().filter(is_adapter).collect();
+    for id in ids {
+        match given.get(engine.records()[id.0].name.as_str()) {
+            Some(values) => engine.write_state(id, StateKind::Parameter, values)?,
+            None => engine.initialize_parameter(id, config.train.seed)?,
+        }
+    }
+    Ok(())
+}
+
+/// Takes weights by name.
+type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
+
+/// Loads the weights that `read` hands over.
+fn load_weights(engine: &mut Engine, read: impl FnOnce(Sink<'_>) -> Result<(), Error>) -> Result<(), Error> {
     let ids: HashMap<String, ParameterId> =
         engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
-    let mut missing: BTreeSet<String> = ids.keys().cloned().collect();
+    let mut missing: BTreeSet<String> = ids.keys().filter(|name| !Adapter::owns(name)).cloned().collect();
     let mut left_over = Vec::new();
-    directory.for_each_parameter(|name, values| -> Result<(), Error> {
+    read(&mut |name, values| -> Result<(), Error> {
         // The directory was matched with its own configuration, which [model] may have changed.
         let Some(&id) = ids.get(name) else {
             left_over.push(name.to_owned());

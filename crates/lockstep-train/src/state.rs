@@ -4,12 +4,15 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use lockstep_checkpoint::{Checkpoint, DType, TensorKind, latest_good, set_aside};
+use lockstep_checkpoint::{
+    BaseModel, Checkpoint, CheckpointError, DType, TensorKind, latest_good, set_aside,
+};
 use lockstep_engine::{Engine, StateKind};
 use serde_json::{Value, json};
 
 use crate::config::Difference;
 use crate::metrics::FILE_NAME;
+use crate::setup::load_first_weights;
 use crate::trainer::Resume;
 use crate::{Corpus, Error, ResolvedModel, RunConfig};
 
@@ -114,7 +117,8 @@ pub(crate) fn changed_settings(
     let fits = |difference: &Difference| {
         let of_model = difference.key.starts_with("model.") && !difference.key.contains("drop");
         let of_tensors = ["optimizer.kind", "optimizer.state_precision", "train.master_weights"];
-        !of_model && !of_tensors.contains(&difference.key.as_str())
+        let of_tuning = difference.key.starts_with("fine_tune.");
+        !of_model && !of_tuning && !of_tensors.contains(&difference.key.as_str())
     };
     let is_wanted = matches!(resume, Resume::From(_)) && differences.iter().all(fits);
     if is_wanted || differences.is_empty() {
@@ -151,11 +155,23 @@ pub(crate) fn set_aside_later(
     Ok(aside)
 }
 
-/// Loads a checkpoint into an engine.
-pub(crate) fn restore(engine: &mut Engine, checkpoint: &Checkpoint) -> Result<Counters, Error> {
+/// Loads a checkpoint into an engine; what it does not hold, from the model that the run started from.
+pub(crate) fn restore(
+    config: &RunConfig,
+    model: &ResolvedModel,
+    engine: &mut Engine,
+    checkpoint: &Checkpoint,
+) -> Result<Counters, Error> {
     let manifest = checkpoint.manifest();
+    if let Some(BaseModel { digest, path: base }) = BaseModel::of(checkpoint)? {
+        load_first_weights(config, model, engine)?;
+        if model.base.get().is_none_or(|found| found.digest != digest) {
+            let path = checkpoint.path().to_owned();
+            return Err(CheckpointError::BaseModelChanged { path, base }.into());
+        }
+    }
     let mut values = Vec::new();
-    let ids: Vec<_> = engine.parameter_ids().collect();
+    let ids: Vec<_> = engine.trained_ids().collect();
     for id in ids {
         for kind in engine.state_kinds(id) {
             let name = &engine.records()[id.0].name;

@@ -118,7 +118,7 @@ pub fn train_observed(
     let (counters, changed) = match &checkpoint {
         Some(checkpoint) => {
             let changed = changed_settings(config, &model, resume, checkpoint)?;
-            (restore(&mut engine, checkpoint)?, changed)
+            (restore(config, &model, &mut engine, checkpoint)?, changed)
         }
         None => {
             load_first_weights(config, &model, &mut engine)?;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use lockstep_checkpoint::{
-    Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind, export_hf, hf::HfCheckpoint,
+    Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind, hf::HfCheckpoint,
 };
 use lockstep_plan::DType;
 use lockstep_train::interrupt::Interrupt;
@@ -336,7 +336,7 @@ fn cutting_the_global_batch_otherwise_changes_only_rounding() {
 /// A Hugging Face directory with the weights of `step`, after `change` had its way with them.
 fn export(bench: &Bench, step: &Path, change: impl Fn(&str, &mut [f32])) -> PathBuf {
     let out = bench.path("exported");
-    export_hf(&Checkpoint::open(step).unwrap(), DType::F32, &out).unwrap();
+    ModelDirectory::open(step).unwrap().export_hf(DType::F32, &out).unwrap();
     let file = out.join("model.safetensors");
     let bytes = std::fs::read(&file).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();

@@ -3,84 +3,20 @@
 //! The reference numbers come from `tests/fixtures/make.py`; CI needs no Python.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+mod reference;
 
-use lockstep_checkpoint::{CheckpointError, ModelDirectory, hf::HfCheckpoint, safetensors::SafetensorsFile};
-use lockstep_engine::{
-    Engine, EngineOptions, FlatStore, HostBatch, Optimizer, Runner, StateKind, Tied, Update,
-};
-use lockstep_graph::{BlockShape, Mode, Recompute};
+use std::collections::HashMap;
+
+use lockstep_checkpoint::{CheckpointError, ModelDirectory, hf::HfCheckpoint};
+use lockstep_engine::{Engine, EngineOptions, FlatStore, Optimizer, Runner, StateKind, Tied};
+use lockstep_graph::{Mode, Recompute};
 use lockstep_model::{HeadOutput, HfMapping, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
 use lockstep_tensor::{Arena, CpuQueue};
 
+use reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
+
 const FAMILIES: [&str; 6] = ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3"];
-const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 24, dtype: DType::F32 };
-
-fn fixture(family: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(family)
-}
-
-struct Expected(SafetensorsFile);
-
-impl Expected {
-    fn open(family: &str) -> Self {
-        Self(SafetensorsFile::open(&fixture(family).join("expected.safetensors")).unwrap())
-    }
-
-    fn f32(&self, name: &str) -> Vec<f32> {
-        let mut out = vec![0.0; self.0.tensor(name).unwrap().elements()];
-        self.0.read_f32_at(name, 0, &mut out).unwrap();
-        out
-    }
-
-    fn f64(&self, name: &str) -> Vec<f64> {
-        let bytes = self.0.tensor(name).unwrap().bytes;
-        bytes.chunks_exact(8).map(|word| f64::from_le_bytes(word.try_into().unwrap())).collect()
-    }
-
-    fn i64(&self, name: &str) -> Vec<i64> {
-        let bytes = self.0.tensor(name).unwrap().bytes;
-        bytes.chunks_exact(8).map(|word| i64::from_le_bytes(word.try_into().unwrap())).collect()
-    }
-}
-
-/// A batch in the types the engine takes.
-struct Batch {
-    ids: Vec<u32>,
-    labels: Vec<i32>,
-    positions: Vec<u32>,
-    document_starts: Vec<u32>,
-    sample_numbers: Vec<u64>,
-}
-
-impl Batch {
-    fn new(ids: &[i64], labels: &[i64]) -> Self {
-        Self {
-            ids: ids.iter().map(|&id| id as u32).collect(),
-            labels: labels.iter().map(|&label| label as i32).collect(),
-            positions: (0..ids.len()).map(|i| (i % SHAPE.seq_len) as u32).collect(),
-            document_starts: vec![0; ids.len()],
-            sample_numbers: vec![0, 1],
-        }
-    }
-
-    fn valid(&self) -> usize {
-        self.labels.iter().filter(|&&label| label != -100).count()
-    }
-
-    fn host(&self) -> HostBatch<'_> {
-        HostBatch {
-            ids: &self.ids,
-            labels: &self.labels,
-            positions: &self.positions,
-            document_starts: &self.document_starts,
-            sample_numbers: &self.sample_numbers,
-        }
-    }
-}
-
 fn engine(family: &str, recompute: Recompute) -> Engine {
     let directory = ModelDirectory::open(&fixture(family)).unwrap();
     let options = EngineOptions {
@@ -103,15 +39,6 @@ fn engine(family: &str, recompute: Recompute) -> Engine {
         .unwrap();
     assert_eq!(loaded, ids.len(), "{family}: every parameter is loaded");
     engine
-}
-
-/// ‖a − b‖ / ‖b‖
-fn relative(a: &[f32], b: &[f32]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let square = |x: f64| x * x;
-    let difference: f64 = a.iter().zip(b).map(|(&a, &b)| square(f64::from(a) - f64::from(b))).sum();
-    let norm: f64 = b.iter().map(|&b| square(f64::from(b))).sum();
-    (difference / norm.max(1e-30)).sqrt()
 }
 
 #[test]
@@ -152,7 +79,7 @@ fn logits_agree_with_transformers() {
             .unwrap();
         let queue = CpuQueue::new(2, &arena).unwrap();
         let mut runner = Runner::new(&model, &arena, 0).unwrap();
-        runner.forward(&model, &queue, &weights, &batch.host());
+        runner.forward(&model, &queue, (&weights).into(), &batch.host());
         let logits = runner.output(&model).to_vec::<f32>();
         let error = relative(&logits, &expected.f32("logits"));
         assert!(error < 1e-5, "{family}: logits differ by {error}");
@@ -209,26 +136,13 @@ fn twenty_training_steps_follow_transformers() {
         for step in 0..20 {
             let range = step * tokens..(step + 1) * tokens;
             let batch = Batch::new(&ids[range.clone()], &labels[range]);
-            let (loss, norm) = training_step(&mut engine, &batch, step as u64 + 1);
+            let (loss, norm) = training_step(&mut engine, &batch, 1e-3, step as u64 + 1);
             let loss_error = (loss - losses[step]).abs() / losses[step];
             let norm_error = (norm - norms[step]).abs() / norms[step];
             assert!(loss_error < 1e-4, "{family} step {step}: loss {loss}, transformers {}", losses[step]);
             assert!(norm_error < 1e-3, "{family} step {step}: norm {norm}, transformers {}", norms[step]);
         }
     }
-}
-
-fn training_step(engine: &mut Engine, batch: &Batch, step: u64) -> (f64, f64) {
-    engine.begin_step();
-    let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32) / batch.valid() as f64;
-    let norm = engine.finish_gradients();
-    engine.update(&Update {
-        learning_rate: 1e-3,
-        weight_decay: 0.1,
-        gradient_scale: (1.0 / (norm + 1e-6)).min(1.0) as f32,
-        step,
-    });
-    (loss, norm)
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Subcommand, ValueEnum};
 use lockstep_checkpoint::{
-    Checkpoint, DType, ModelDirectory, Region, SaveRequest, TensorKind, TensorSlice, export_hf, list, save,
+    BaseModel, Checkpoint, DType, ModelDirectory, Region, SaveRequest, TensorKind, TensorSlice, list, save,
 };
 use lockstep_model::parameter_records;
 use lockstep_train::human;
@@ -37,13 +37,16 @@ pub(crate) enum Command {
         /// A step-NNNNNNNN directory
         checkpoint: PathBuf,
     },
-    /// Write a directory that transformers loads
+    /// Write a directory that transformers loads, or with --adapter one that peft loads
     Export {
         /// A step-NNNNNNNN directory
         checkpoint: PathBuf,
         /// The directory to write; it must not exist or be empty
         #[arg(long)]
         hf: PathBuf,
+        /// Write the adapter that the run has trained and not the whole model
+        #[arg(long)]
+        adapter: bool,
         /// Type of the weights
         #[arg(long, value_enum, default_value_t = Precision::F32)]
         dtype: Precision,
@@ -83,10 +86,15 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
             Checkpoint::open(checkpoint)?.verify()?;
             say!("{}: every byte is as it was written", checkpoint.display());
         }
-        Command::Export { checkpoint, hf, dtype } => {
+        Command::Export { checkpoint, hf, adapter, dtype } => {
             let checkpoint = Checkpoint::open(checkpoint)?;
             checkpoint.verify()?;
-            export_hf(&checkpoint, (*dtype).into(), hf)?;
+            let model = ModelDirectory::of_checkpoint(checkpoint)?;
+            if *adapter {
+                model.export_adapter((*dtype).into(), hf)?;
+            } else {
+                model.export_hf((*dtype).into(), hf)?;
+            }
             say!("wrote {}", hf.display());
         }
         Command::Import { hf, out } => import(hf, out)?,
@@ -138,6 +146,9 @@ fn show(path: &Path, as_json: bool) -> Result<(), Failure> {
         manifest.files.len(),
         human::bytes(bytes)
     );
+    if let Some(base) = BaseModel::of(&checkpoint)? {
+        say!("trained part of   {}", base.path.display());
+    }
     if let Some(model) = manifest.config.get("model").and_then(|model| model.get("model_type")) {
         say!("model             {}", model.as_str().unwrap_or("?"));
     }

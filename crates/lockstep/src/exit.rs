@@ -60,8 +60,15 @@ impl From<CheckpointError> for Failure {
     fn from(error: CheckpointError) -> Self {
         let code = match error {
             CheckpointError::Model(error) => return error.into(),
+            CheckpointError::BaseModel { ref source, .. } => match source.as_ref() {
+                source if source.is_corrupt() => CORRUPT_INPUT,
+                _ => CONFIGURATION,
+            },
             _ if error.is_corrupt() => CORRUPT_INPUT,
-            CheckpointError::NoWeights { .. } | CheckpointError::OutputExists { .. } => CONFIGURATION,
+            CheckpointError::NoWeights { .. }
+            | CheckpointError::NoAdapter { .. }
+            | CheckpointError::ParentDirectory { .. }
+            | CheckpointError::OutputExists { .. } => CONFIGURATION,
             CheckpointError::Io { ref source, .. } => code_of_io(source),
             _ => FAILED,
         };

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -23,6 +23,9 @@ pub(crate) struct EvalArguments {
     /// A Hugging Face directory, or a checkpoint of a run
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
+    /// A directory with an adapter of PEFT's for the model
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Files of text, JSON lines or tokens, directories, globs
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     data: Vec<String>,
@@ -38,7 +41,7 @@ pub(crate) struct EvalArguments {
 }
 
 pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
-    let model = LoadedModel::open(&arguments.model, threads(arguments.threads)?)?;
+    let model = open(&arguments.model, arguments.adapter.as_deref(), arguments.threads)?;
     let longest = model.config().max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
     if seq_len == 0 || seq_len > longest {
@@ -71,11 +74,22 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn open(model: &Path, adapter: Option<&Path>, asked_threads: Option<usize>) -> Result<LoadedModel, Failure> {
+    let threads = threads(asked_threads)?;
+    Ok(match adapter {
+        None => LoadedModel::open(model, threads)?,
+        Some(adapter) => LoadedModel::open_adapted(model, adapter, threads)?,
+    })
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArguments {
     /// A Hugging Face directory, or a checkpoint of a run
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
+    /// A directory with an adapter of PEFT's for the model
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// The text to continue
     #[arg(long, allow_hyphen_values = true)]
     prompt: String,
@@ -106,7 +120,7 @@ pub(crate) struct GenerateArguments {
 const DEFAULT_NEW_TOKENS: usize = 100;
 
 pub(crate) fn generate(arguments: &GenerateArguments) -> Result<ExitCode, Failure> {
-    let model = LoadedModel::open(&arguments.model, threads(arguments.threads)?)?;
+    let model = open(&arguments.model, arguments.adapter.as_deref(), arguments.threads)?;
     let GenerateArguments { temperature, top_k, top_p, seed, json, .. } = *arguments;
     let length = arguments.max_new_tokens.map_or(Length::UpTo(DEFAULT_NEW_TOKENS), Length::Exactly);
     let sampling = Sampling { temperature, top_k, top_p, seed };

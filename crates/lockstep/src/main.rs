@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+#[cfg(test)]
+mod book;
 mod checkpoint;
 mod completions;
 mod data;

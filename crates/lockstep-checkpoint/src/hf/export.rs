@@ -13,7 +13,7 @@ use std::{
 use lockstep_plan::DType;
 use serde_json::json;
 
-use super::{INDEX_FILE, SINGLE_FILE};
+use super::INDEX_FILE;
 use crate::{
     convert,
     error::CheckpointError,
@@ -60,6 +60,8 @@ pub struct HfExport<'a> {
     /// The type that float tensors are stored in; `None` keeps each one's own (`f32` for
     /// [`ExportData::Values`]). Integers keep theirs in any case.
     pub dtype: Option<DType>,
+    /// Name of the file of all weights, where they are not sharded.
+    pub file: &'static str,
     /// Files to write beside the weights, by name: `config.json` and the like.
     pub texts: BTreeMap<String, String>,
     /// Files to copy beside the weights under their own names: the tokenizer's.
@@ -115,7 +117,7 @@ impl HfExport<'_> {
         let shards = self.split(&specs)?;
         if let [_] | [] = shards[..] {
             let all: Vec<usize> = (0..specs.len()).collect();
-            self.write_weights(&dir.join(SINGLE_FILE), &specs, &all)?;
+            self.write_weights(&dir.join(self.file), &specs, &all)?;
         } else {
             self.write_shards(dir, &specs, &shards)?;
         }

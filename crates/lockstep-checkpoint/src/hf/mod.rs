@@ -11,6 +11,6 @@ pub use export::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, FillValues, HfEx
 pub use read::HfCheckpoint;
 
 /// The file that holds all weights of a small model.
-const SINGLE_FILE: &str = "model.safetensors";
+pub const SINGLE_FILE: &str = "model.safetensors";
 /// The file that says which shard holds which weight.
 const INDEX_FILE: &str = "model.safetensors.index.json";

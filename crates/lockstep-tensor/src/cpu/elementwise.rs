@@ -122,6 +122,12 @@ pub(super) fn gelu_backward(queue: &CpuQueue, kind: Gelu, dy: View<'_>, x: View<
     });
 }
 
+pub(super) fn scale(queue: &CpuQueue, factor: f32, x: View<'_>, y: View<'_>) {
+    expect("scale: y", y, x.dtype(), x.elements());
+    check_elementwise(y, &[x]);
+    with_float!(x.dtype(), T => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |_, [x]| [factor * x]));
+}
+
 /// `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
 #[inline(always)]
 fn tanh_gate(fma: Fma, x: f32) -> (f32, f32) {
@@ -247,6 +253,27 @@ mod tests {
                         assert_eq!(*result, expected);
                     }
                     assert_eq!(results[3], map2(&a, &a, |a, b| a + b));
+                });
+            }
+        }
+
+        #[test]
+        fn scale_matches_the_reference_also_in_place(len in lengths(), factor in -4.0_f32..4.0) {
+            for dtype in ACTIVATIONS {
+                let x = random_of(dtype, 1, len);
+                let run = |queue: &CpuQueue| {
+                    let (x, y) = (floats(dtype, [len], &x), floats(dtype, [len], &vec![0.0; len]));
+                    queue.scale(factor, x.view(), y.view());
+                    queue.scale(factor, x.view(), x.view());
+                    vec![values(y.view()), values(x.view())]
+                };
+                let exact: Vec<f64> = x.iter().map(|x| f64::from(factor) * x).collect();
+                // Once to f32, as the kernel computes, then to the type it stores.
+                let product = crate::cpu::testing::rounded(DType::F32, &exact);
+                let expected = crate::cpu::testing::rounded(dtype, &product);
+                on_every_queue(run, |results| {
+                    assert_eq!(results[0], expected);
+                    assert_eq!(results[1], expected, "in place");
                 });
             }
         }

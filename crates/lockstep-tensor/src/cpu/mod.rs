@@ -247,6 +247,10 @@ impl Kernels for CpuQueue {
         elementwise::add(self, a, b, y);
     }
 
+    fn scale(&self, factor: f32, x: View<'_>, y: View<'_>) {
+        elementwise::scale(self, factor, x, y);
+    }
+
     fn dropout(&self, dropout: Dropout<'_>, x: View<'_>, y: View<'_>) {
         dropout::dropout(self, dropout, x, y);
     }

@@ -98,6 +98,7 @@ fn no_tokens_leave_every_gradient_as_it_was() {
             q.gelu_backward(kind, dy, x, y);
         }
         q.add(x, dy, y);
+        q.scale(0.5, x, y);
         let keys = tensor(&[1_u32, 2]);
         q.dropout(Dropout { probability: 0.5, site: 0, keys: keys.view() }, x, y);
         q.cross_entropy(x, labels.view(), rstd);
@@ -355,6 +356,7 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     assert_refused("gelu", || q.gelu(Gelu::Exact, a, a));
     assert_refused("gelu_backward", || q.gelu_backward(Gelu::Exact, b, a, a));
     assert_refused("add", || q.add(a.rows(0..3), b.rows(0..3), a.rows(1..4)));
+    assert_refused("scale", || q.scale(0.5, a.rows(0..3), a.rows(1..4)));
     let keys = tensor(&[0_u32, 0]);
     let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
     assert_refused("dropout", || q.dropout(dropout, a.rows(0..3), a.rows(1..4)));

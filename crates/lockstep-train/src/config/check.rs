@@ -17,6 +17,7 @@ const MAX_TRACED_STEPS: u64 = 100;
 pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
     let mut checker = Checker { config, reader };
     checker.model();
+    checker.fine_tune();
     checker.data();
     checker.batch();
     checker.guard();
@@ -69,6 +70,37 @@ impl Checker<'_, '_, '_> {
         if self.config.model.from_pretrained && self.config.model.path.is_none() {
             let what = "is true, but there is no directory to take the weights from";
             self.refuse(&["model.from_pretrained", "model.path"], what, "model.path = \"DIR\" with it");
+        }
+    }
+
+    fn fine_tune(&mut self) {
+        const LORA: [&str; 4] = [
+            "fine_tune.lora_alpha",
+            "fine_tune.lora_dropout",
+            "fine_tune.lora_targets",
+            "fine_tune.lora_scaling",
+        ];
+        let fine_tune = &self.config.fine_tune;
+        let has_adapter = fine_tune.adapter.is_some() || fine_tune.lora_rank.is_some();
+        if fine_tune.adapter.is_some() {
+            let because = "fine_tune.adapter, which has its own";
+            self.refuse_without_effect(&LORA, because, "fine_tune.adapter");
+            self.refuse_without_effect(&["fine_tune.lora_rank"], because, "fine_tune.adapter");
+        } else if fine_tune.lora_rank.is_none() {
+            self.refuse_without_effect(&LORA, "no fine_tune.lora_rank", "fine_tune.lora_rank");
+        } else if fine_tune.lora_targets.is_empty() {
+            let allowed = "names of linear layers, or [\"all-linear\"]";
+            self.refuse(&["fine_tune.lora_targets"], "names no layer to adapt", allowed);
+        }
+        if has_adapter {
+            let because = "an adapter, which freezes the whole model";
+            self.refuse_without_effect(&["fine_tune.freeze"], because, "fine_tune.lora_rank");
+        }
+        if (has_adapter || !fine_tune.freeze.is_empty()) && !self.config.model.from_pretrained {
+            let keys = ["fine_tune.freeze", "fine_tune.lora_rank", "fine_tune.adapter"];
+            let key = keys.into_iter().find(|key| self.given(key)).unwrap_or(keys[0]);
+            let allowed = "with model.path = \"DIR\" and model.from_pretrained = true";
+            self.refuse(&[key], "would keep random weights as they are", allowed);
         }
     }
 

@@ -3,9 +3,11 @@
 //! The structs of the configuration, parsing, error messages and `docs/configuration.md` all come from it. A
 //! key stands here only once something reads it; a planned one is named under `later` and refused.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
+use lockstep_model::{ALL_LINEAR, MAX_RANK};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -14,7 +16,7 @@ use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
     DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind, Precision,
-    Readable, Recompute, Rounding, ScheduleKind, StatePrecision, TokenType, TokenizerSource,
+    Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, TokenizerSource,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -173,6 +175,9 @@ sections! {
         /// Names of the parameters that decay; `*` stands for any characters, as in `*.mlp.*`. An empty list:
         /// none.
         decay: Option<Vec<String>> = None, rules().when_absent("all matrices").defines_numbers();
+        /// Factors on the learning rate by name of parameter, as in `{ "*.mlp.*" = 0.1 }`. Where several patterns
+        /// describe a name, the longest counts.
+        lr_multipliers: BTreeMap<String, f64> = BTreeMap::new(), rules().above(0.0).at_most(1e6).defines_numbers();
     }
     later []
 
@@ -191,6 +196,29 @@ sections! {
                 .defines_numbers();
         /// The learning rate at the end, as a share of the peak.
         min_lr_ratio: f64 = 0.1, rules().at_least(0.0).at_most(1.0).defines_numbers();
+    }
+    later []
+
+    /// Which part of a pretrained model is trained; all of it, unless something is said.
+    fine_tune: FineTuneConfig {
+        /// Names of the parameters that keep the values they have in `model.path`; `*` stands for any characters, as
+        /// in `model.layers.0.*`. They cost neither gradients nor optimizer state.
+        freeze: Vec<String> = Vec::new(), rules().defines_numbers();
+        /// Trains a low-rank adapter of this rank (LoRA) and freezes the model itself.
+        lora_rank: Option<usize> = None,
+            rules().at_least(1.0).at_most(MAX_RANK as f64).when_absent("no adapter").defines_numbers();
+        /// Strength of the adapter.
+        lora_alpha: f64 = 16.0, rules().above(0.0).at_most(1e6).defines_numbers();
+        /// Probability of dropout of the adapted layers' inputs.
+        lora_dropout: f64 = 0.0, rules().at_least(0.0).below(1.0).defines_numbers();
+        /// Linear layers as PEFT names them: the end of a module's name, such as `q_proj`, or `all-linear` for all but
+        /// the output layer.
+        lora_targets: Vec<String> = vec![ALL_LINEAR.to_owned()], rules().defines_numbers();
+        /// `standard` multiplies what the adapter adds by `lora_alpha / lora_rank`, `rank_stabilized` (rsLoRA) by
+        /// `lora_alpha / sqrt(lora_rank)`.
+        lora_scaling: Scaling = Scaling::Standard, rules().defines_numbers();
+        /// A directory with an adapter of PEFT's to go on from; rank, strength and targets are those of the adapter.
+        adapter: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
     }
     later []
 

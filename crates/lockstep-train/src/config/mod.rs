@@ -10,6 +10,7 @@ mod declare;
 mod keys;
 mod manual;
 mod nearest;
+pub(crate) mod pattern;
 mod problem;
 mod reader;
 mod record;
@@ -25,15 +26,15 @@ use lockstep_plan::ParameterRecord;
 
 pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
-    CheckpointConfig, DEFAULT_PRESET, DataConfig, KEYS, MetricsConfig, ModelConfig, OptimizerConfig,
-    ParallelConfig, RunConfig, SECTIONS, ScheduleConfig, TrainConfig,
+    CheckpointConfig, DEFAULT_PRESET, DataConfig, FineTuneConfig, KEYS, MetricsConfig, ModelConfig,
+    OptimizerConfig, ParallelConfig, RunConfig, SECTIONS, ScheduleConfig, TrainConfig,
 };
 pub use manual::configuration_markdown;
 pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
     DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind, Precision,
-    Recompute, Rounding, ScheduleKind, StatePrecision, TokenType, TokenizerSource, ValueType,
+    Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, TokenizerSource, ValueType,
 };
 
 use crate::error::Error;
@@ -191,23 +192,16 @@ impl OptimizerConfig {
     pub fn decays(&self, parameter: &ParameterRecord) -> bool {
         match &self.decay {
             None => parameter.decay,
-            Some(patterns) => patterns.iter().any(|pattern| matches_pattern(pattern, &parameter.name)),
+            Some(patterns) => patterns.iter().any(|pattern| pattern::describes(pattern, &parameter.name)),
         }
     }
-}
 
-/// Whether `pattern`, in which `*` stands for any characters, describes the whole of `name`.
-fn matches_pattern(pattern: &str, name: &str) -> bool {
-    let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(mut name) = name.strip_prefix(start) else { return false };
-    let mut parts: Vec<&str> = rest.split('*').collect();
-    let end = parts.pop().unwrap_or_default();
-    // The first occurrence of each part leaves the most room for those after it.
-    for part in parts {
-        let Some(at) = name.find(part) else { return false };
-        name = &name[at + part.len()..];
+    /// The factor on a parameter's learning rate.
+    pub fn learning_rate_multiplier(&self, parameter: &ParameterRecord) -> f32 {
+        let describing = |(pattern, _): &(&String, &f64)| pattern::describes(pattern, &parameter.name);
+        let longest = self.lr_multipliers.iter().filter(describing).max_by_key(|(pattern, _)| pattern.len());
+        longest.map_or(1.0, |(_, &factor)| factor as f32)
     }
-    name.ends_with(end)
 }
 
 /// Reads at most [`MAX_FILE_BYTES`] of UTF-8.

@@ -129,7 +129,8 @@ fn deciding_values(json: &Value) -> BTreeMap<String, Value> {
 }
 
 fn collect_leaves(name: &str, value: &Value, leaves: &mut BTreeMap<String, Value>) {
-    let Value::Object(table) = value else {
+    let is_key = || KEYS.iter().any(|key| key.name == name);
+    let Some(table) = value.as_object().filter(|_| !is_key()) else {
         leaves.insert(name.to_owned(), value.clone());
         return;
     };

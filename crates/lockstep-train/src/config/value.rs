@@ -3,6 +3,7 @@
 //! TOML is first turned into JSON values (see `sources`), so that what `--set` gives, what a file gives and
 //! what a checkpoint's manifest holds are the same thing; here those become Rust values, or a [`Misfit`].
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -28,6 +29,8 @@ pub enum ValueType {
     TextList,
     /// A list of strings and tables `{ path, weight }`.
     SourceList,
+    /// Numbers by name.
+    NumberTable,
     /// One of a list of words.
     Choice {
         /// The words that work.
@@ -53,6 +56,7 @@ impl fmt::Display for ValueType {
             Self::NumberPair => f.write_str("two numbers, [a, b]"),
             Self::IntegerPair => f.write_str("two integers, [a, b]"),
             Self::Text => f.write_str("a string"),
+            Self::NumberTable => f.write_str("a table of numbers, { \"a\" = 0.5, \"b\" = 2.0 }"),
             Self::TextList => f.write_str("a list of strings, [\"a\", \"b\"]"),
             Self::SourceList => {
                 f.write_str("a list of strings and tables, [\"a\", { path = \"b\", weight = 0.3 }]")
@@ -300,6 +304,28 @@ impl Readable for Vec<DataSource> {
     }
 }
 
+impl Readable for BTreeMap<String, f64> {
+    const TYPE: ValueType = ValueType::NumberTable;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let table = value.as_object().ok_or_else(|| wrong_type::<Self>(value))?;
+        table
+            .iter()
+            .map(|(name, value)| match value.as_f64() {
+                Some(number) => Ok((name.clone(), number)),
+                None => Err(Misfit {
+                    what: format!("\"{}\" is {value}", shortened(name)),
+                    allowed: Self::TYPE.to_string(),
+                }),
+            })
+            .collect()
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.values().copied().collect()
+    }
+}
+
 /// A key that may be left out.
 impl<T: Readable> Readable for Option<T> {
     const TYPE: ValueType = T::TYPE;
@@ -484,6 +510,14 @@ choices! {
         Cosine = "cosine",
         /// Late: warm-up, a long stable phase, then down with 1 - sqrt.
         WarmupStableDecay = "wsd",
+    } later []
+
+    /// How strongly an adapter acts.
+    Scaling {
+        /// `alpha / rank`.
+        Standard = "standard",
+        /// `alpha / sqrt(rank)`.
+        RankStabilized = "rank_stabilized",
     } later []
 
     /// What a block computes again in its backward, in place of keeping it.

@@ -107,3 +107,17 @@ fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
     let resume = ["train", "run.toml", "--resume", "imported/step-00000000"];
     workshop.run(&resume).refuses(2, &["imported/step-00000000", "weights only", "model.from_pretrained"]);
 }
+
+#[test]
+fn a_directory_of_checkpoints_in_the_place_of_one_names_the_newest() {
+    let workshop = Workshop::trained();
+    for command in [
+        &["checkpoint", "show", "checkpoints"][..],
+        &["checkpoint", "verify", "checkpoints"],
+        &["checkpoint", "export", "checkpoints", "--hf", "out"],
+        &["generate", "--model", "checkpoints", "--prompt", "a"],
+        &["train", "run.toml", "--resume", "checkpoints"],
+    ] {
+        workshop.run(command).fails(2, &["did you mean", "checkpoints/step-00000004"]);
+    }
+}

@@ -168,12 +168,20 @@ impl Engine {
     /// # Errors
     /// As for [`Engine::initialize`].
     pub fn initialize_parameter(&mut self, id: ParameterId, seed: u64) -> Result<(), EngineError> {
+        // Part by part: a copy of the largest parameter may be the most memory that a run ever needs.
+        const PART: usize = 1 << 20;
         let record = &self.records[id.0];
-        let mut values = vec![0.0; record.elements()];
-        self.queue.fill(&mut values, |start, part| {
-            record.initializer.fill(seed, &record.name, start as u64, part);
-        });
-        self.write_state(id, StateKind::Parameter, &values)
+        let elements = record.elements();
+        let mut values = vec![0.0; PART.min(elements)];
+        for start in (0..elements).step_by(PART) {
+            let part = &mut values[..PART.min(elements - start)];
+            self.queue.fill(part, |offset, part| {
+                record.initializer.fill(seed, &record.name, (start + offset) as u64, part);
+            });
+            self.parameter_store(id).write_part(id, start, part);
+        }
+        self.round_parameter(id);
+        Ok(())
     }
 
     /// The records of all parameters; which of them decay is the caller's to change.
@@ -382,18 +390,34 @@ impl Engine {
                 expected: record.elements(),
             });
         }
-        if let (false, Some(frozen)) = (record.trainable, &self.frozen) {
-            if kind == StateKind::Parameter {
-                frozen.write(id, values);
-            }
-            return Ok(());
-        }
-        let Some(store) = self.state_store(kind) else { return Ok(()) };
-        store.write(id, values);
-        if let (StateKind::Parameter, Some(master)) = (kind, &self.master) {
-            self.queue.cast(master.view(id), self.weights.view(id));
+        let store = match kind {
+            StateKind::Parameter => self.parameter_store(id),
+            _ if !record.trainable => return Ok(()),
+            kind => match self.state_store(kind) {
+                Some(store) => store,
+                None => return Ok(()),
+            },
+        };
+        store.write_part(id, 0, values);
+        if kind == StateKind::Parameter {
+            self.round_parameter(id);
         }
         Ok(())
+    }
+
+    /// What holds a parameter in the greatest precision there is.
+    fn parameter_store(&self, id: ParameterId) -> &FlatStore {
+        match &self.frozen {
+            Some(frozen) if !self.records[id.0].trainable => frozen,
+            _ => self.master.as_ref().unwrap_or(&self.weights),
+        }
+    }
+
+    /// Brings what kernels read of a parameter up to its master copy.
+    fn round_parameter(&self, id: ParameterId) {
+        if let Some(master) = self.master.as_ref().filter(|_| self.records[id.0].trainable) {
+            self.queue.cast(master.view(id), self.weights.view(id));
+        }
     }
 
     fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {

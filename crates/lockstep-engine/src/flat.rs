@@ -158,12 +158,13 @@ impl FlatStore {
         Some(self.units[place.unit].view(self.dtype, place.offset_bytes, place.shape))
     }
 
-    /// Replaces a parameter's tensor, rounded to the store's type.
+    /// Replaces the elements from `start` on of a parameter's tensor, rounded to the store's type.
     ///
     /// # Panics
-    /// If the store has none for it, or the number of elements differs.
-    pub fn write(&self, id: ParameterId, values: &[f32]) {
-        let view = self.view(id);
+    /// If the store has none for it, or it has fewer elements.
+    pub fn write_part(&self, id: ParameterId, start: usize, values: &[f32]) {
+        let whole = self.view(id);
+        let view = whole.reshape([whole.elements()]).rows(start..start + values.len());
         match self.dtype {
             DType::BF16 => view.copy_from(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
             DType::F16 => view.copy_from(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),

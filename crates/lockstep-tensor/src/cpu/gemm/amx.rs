@@ -114,6 +114,7 @@ impl MicroKernel for Tiles {
     type Vector = Bf16Pairs;
     const ROWS: usize = 32;
     const COLUMNS: usize = 32;
+    const TASK_ROWS: usize = 96;
     const DEPTH: usize = 16;
     const A_ORDER: Order = Order::AlongDepth;
 
@@ -157,6 +158,7 @@ impl MicroKernel for SplitTiles {
     type Vector = Bf16Pairs;
     const ROWS: usize = 32;
     const COLUMNS: usize = 32;
+    const TASK_ROWS: usize = 96;
     const DEPTH: usize = 16;
     const A_ORDER: Order = Order::AlongDepth;
 

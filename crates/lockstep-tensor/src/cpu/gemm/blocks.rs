@@ -24,6 +24,8 @@ pub(super) struct Grain {
     pub(super) rows: usize,
     /// Columns of a panel of B.
     pub(super) columns: usize,
+    /// Rows of a task, at least, for which a panel of B is worth fetching.
+    pub(super) task_rows: usize,
     /// Units that a panel's depth is a multiple of.
     pub(super) depth: usize,
     /// Times that a panel is packed.
@@ -55,10 +57,12 @@ impl Blocks {
         let chunk_columns = chunk_columns / grain.columns * grain.columns;
         let chunk_columns = even_part(n, n.div_ceil(chunk_columns), grain.columns);
 
+        // Tasks share out the rows first: each column part would pack the same rows again.
         let rows_limit = (ROWS_UNITS / column_units).min(Self::TASK_ROWS) / grain.rows * grain.rows;
-        let task_rows = even_part(chunk_rows, chunk_rows.div_ceil(rows_limit), grain.rows);
+        let wanted_rows = (chunk_rows / Self::TASKS).clamp(grain.task_rows.min(rows_limit), rows_limit);
+        let task_rows = even_part(chunk_rows, chunk_rows.div_ceil(wanted_rows), grain.rows);
         let row_parts = chunk_rows.div_ceil(task_rows);
-        let column_parts = Self::TASKS.div_ceil(row_parts).min(chunk_columns / Self::TASK_COLUMNS).max(1);
+        let column_parts = (Self::TASKS / row_parts).min(chunk_columns / Self::TASK_COLUMNS).max(1);
         let task_columns = even_part(chunk_columns, column_parts, grain.columns);
         Self { depth, chunk_rows, chunk_columns, task_rows, task_columns }
     }

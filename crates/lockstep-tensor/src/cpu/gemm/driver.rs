@@ -67,6 +67,7 @@ fn grain<K: MicroKernel, U: Packing, C: Float>() -> Grain {
     Grain {
         rows: K::ROWS,
         columns: K::COLUMNS,
+        task_rows: K::TASK_ROWS,
         depth: K::DEPTH,
         planes: U::PLANES,
         keeps_partial_sums: C::DTYPE != f32::DTYPE,

@@ -20,6 +20,9 @@ pub(in crate::cpu) trait MicroKernel {
     const ROWS: usize;
     /// Columns of the tile.
     const COLUMNS: usize;
+    /// Rows that a task has at least, if there are so many: a panel of B is fetched from the third-level cache once
+    /// for all of them, and must not take longer than their products.
+    const TASK_ROWS: usize;
     /// The depth of a packed panel is a multiple of this many units.
     const DEPTH: usize;
     /// Which way the units of A lie side by side.
@@ -103,6 +106,7 @@ macro_rules! outer_product_kernel {
             type Vector = lanes::$vector;
             const ROWS: usize = $rows;
             const COLUMNS: usize = $vectors * Self::Vector::COUNT;
+            const TASK_ROWS: usize = 2 * $rows;
             const DEPTH: usize = 1;
             const A_ORDER: Order = Order::AcrossDepth;
 

@@ -157,8 +157,14 @@ fn levels() -> impl Iterator<Item = CpuLevel> {
 }
 
 /// A queue of a level that the CPU lacks, where its instructions can be emulated.
+#[cfg(target_arch = "x86_64")]
 fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
     crate::cpu::gemm::amx_emulator::queue(level, threads, arena)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
+    None
 }
 
 fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expected: &[f64], tolerance: f64) {

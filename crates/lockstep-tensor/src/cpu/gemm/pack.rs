@@ -100,6 +100,10 @@ pub(in crate::cpu) trait Packing {
 }
 
 /// What an element of C in a tile is the sum of products of.
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(dead_code, reason = "exceptional panels come with x86's tiles")
+)]
 pub(in crate::cpu) struct Factors<'a, T> {
     pub(in crate::cpu) a: &'a Operand<'a, T>,
     pub(in crate::cpu) b: &'a Operand<'a, T>,

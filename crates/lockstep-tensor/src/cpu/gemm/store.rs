@@ -17,17 +17,20 @@ impl Tile {
     }
 
     /// Sets all elements to zero.
+    #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) fn clear(&mut self) {
         self.0.fill(0.0);
     }
 
     /// Adds the first `count` rows of `other` to the rows from `first` on, all `columns` wide.
+    #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) fn add_rows(&mut self, first: usize, other: &Self, count: usize, columns: usize) {
         let rows = &mut self.0[first * columns..][..count * columns];
         rows.iter_mut().zip(&other.0).for_each(|(sum, x)| *sum += x);
     }
 
     /// Its rows, `columns` wide.
+    #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) fn rows(&self, columns: usize) -> impl Iterator<Item = &[f32]> {
         self.0.chunks_exact(columns)
     }

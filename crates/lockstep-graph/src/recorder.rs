@@ -17,7 +17,7 @@ use crate::{
 
 /// Logits that a loss holds at once, about: few enough to save memory, so many that reading the output layer's
 /// weights and adding to their gradient once for each such part costs little.
-const LOGITS_AT_ONCE: usize = 1 << 24;
+const LOGITS_AT_ONCE: usize = 1 << 25;
 
 /// A handle to a recorded value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -274,7 +274,9 @@ impl Recorder {
         let Linear { name, out_features, bias, std } = output;
         assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
         let weight = self.linear_weight(x, name, out_features, std);
-        let rows = (LOGITS_AT_ONCE / out_features).next_multiple_of(64).min(self.shape.tokens());
+        let tokens = self.shape.tokens();
+        let parts = (tokens * out_features).div_ceil(LOGITS_AT_ONCE).max(1);
+        let rows = tokens.div_ceil(parts).next_multiple_of(64).min(tokens);
         self.values.push(ValueInfo { rows, columns: out_features, dtype: self.shape.dtype });
         let logits = Value(self.values.len() - 1);
         let losses = self.statistic(1);

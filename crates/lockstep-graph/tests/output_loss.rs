@@ -10,7 +10,7 @@ const SHAPE: BlockShape = BlockShape { sequences: 3, seq_len: 50, dtype: DType::
 const TOKENS: usize = 150;
 const WIDTH: usize = 4;
 /// So large that its logits come in parts of 128 tokens.
-const VOCABULARY: usize = 150_000;
+const VOCABULARY: usize = 250_000;
 const SEED_GRADIENT: f32 = 0.25;
 
 struct OutputLayer {

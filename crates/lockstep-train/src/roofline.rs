@@ -170,14 +170,10 @@ fn rate(amount: f64, seconds: f64) -> f64 {
     if seconds > 0.0 { amount / seconds } else { 0.0 }
 }
 
-/// What a row calls an operation. The output layer is a linear layer so much wider than others that it stands alone.
+/// What a row calls an operation.
 pub(crate) fn name(activity: &Activity, model: &RecordedModel, detail: Detail) -> String {
-    let is_linear = activity.name == "linear";
     match (detail, layer(activity, model)) {
-        (Detail::Layers, Some(layer)) if is_linear => format!("linear {layer}"),
-        (Detail::Kinds, _) if is_linear && activity.unit == Some(model.units() - 1) => {
-            "output layer".to_owned()
-        }
+        (Detail::Layers, Some(layer)) if activity.name == "linear" => format!("linear {layer}"),
         _ => activity.name.to_owned(),
     }
 }
@@ -256,17 +252,18 @@ mod tests {
             span("add", Some(1), 4, Cost { product_flops: 0, vector_flops: 1000, bytes: 10_000_000 }),
             span("linear", Some(1), 2, product),
             span("linear", Some(2), 2, product),
-            span("linear", Some(model(dtype).units() - 1), 1, product),
+            span("output layer and loss", Some(model(dtype).units() - 1), 1, product),
             span("data wait", None, 0, Cost::default()),
         ];
         Roofline::new(&spans, Duration::from_millis(10), &model(dtype), Detail::Kinds, Some(LIMITS))
     }
 
     #[test]
-    fn operations_of_a_kind_are_added_up_and_the_output_layer_stands_alone() {
+    fn operations_of_a_kind_are_added_up() {
         let found = roofline(DType::F32);
         let rows: Vec<_> = found.rows.iter().map(|row| (row.operation.as_str(), row.calls, row.ms)).collect();
-        let expected = [("add", 1, 4.0), ("linear", 2, 4.0), ("output layer", 1, 1.0), ("data wait", 1, 0.0)];
+        let expected =
+            [("add", 1, 4.0), ("linear", 2, 4.0), ("output layer and loss", 1, 1.0), ("data wait", 1, 0.0)];
         assert_eq!(rows, expected);
         assert_eq!((found.covered_ms, found.step_ms), (9.0, 10.0));
     }

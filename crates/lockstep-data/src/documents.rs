@@ -18,6 +18,9 @@ use crate::{
 /// How much is read at a time, and so about the size of a piece.
 const BLOCK_BYTES: u64 = 256 << 10;
 
+/// What some programs put before UTF-8; JSON knows no such thing, and no record begins with it.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
 /// A part of a document, or all of it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
@@ -187,9 +190,10 @@ fn read_json_lines(
             continue;
         }
         hasher.update(&line);
-        let text = std::str::from_utf8(&line).map_err(|error| DataError::NotUtf8 {
+        let line = if number == 1 { line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line) } else { &line };
+        let text = std::str::from_utf8(line).map_err(|error| DataError::NotUtf8 {
             path: path.to_owned(),
-            offset_bytes: end - read as u64 + error.valid_up_to() as u64,
+            offset_bytes: end - line.len() as u64 + error.valid_up_to() as u64,
         })?;
         if text.trim_ascii().is_empty() {
             continue;

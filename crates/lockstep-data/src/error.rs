@@ -63,7 +63,7 @@ pub enum DataError {
     #[error(
         "{}: files of type .{extension} are not read as they are; text (any UTF-8 file), JSON lines (.jsonl, .ndjson), Parquet, \
          Megatron's .bin with its .idx, and raw tokens (.bin) are. If this is one of those under another name, \
-         set data.format to \"text\", \"jsonl\", \"indexed\" or \"tokens\"",
+         set data.format to \"text\", \"jsonl\", \"parquet\", \"indexed\" or \"tokens\"",
         path.display()
     )]
     UnsupportedFormat {
@@ -155,7 +155,11 @@ pub enum DataError {
         path: PathBuf,
     },
     /// A byte that is not UTF-8.
-    #[error("{} is not UTF-8 text: the byte at offset {offset_bytes} is invalid", path.display())]
+    #[error(
+        "{} is not UTF-8 text: the byte at offset {offset_bytes} is invalid; convert the file, or leave it out, by a glob \
+         such as \"*.txt\" in the place of a directory",
+        path.display()
+    )]
     NotUtf8 {
         /// The file.
         path: PathBuf,

@@ -70,6 +70,23 @@ fn an_end_of_text_token_stands_between_documents_and_nowhere_else() {
 }
 
 #[test]
+fn json_lines_may_begin_with_a_byte_order_mark_and_only_the_first_may() {
+    let (workshop, tokenizer) = (Workshop::new(), trained_tokenizer());
+    let lines = "{\"text\": \"the rank\"}\n{\"text\": \"all\"}\n";
+    let patterns = [workshop.write("a.jsonl", lines), workshop.write("b.jsonl", format!("\u{feff}{lines}"))];
+    let [plain, marked] =
+        [0, 1].map(|i| all_ids(&workshop.tokenize(&patterns[i..=i], &tokenizer).unwrap().file));
+    assert_eq!(marked, plain);
+    let error = |name: &str, bytes: Vec<u8>| {
+        workshop.tokenize(&[workshop.write(name, bytes)], &tokenizer).unwrap_err().to_string()
+    };
+    let inside = error("c.jsonl", format!("{lines}\u{feff}{lines}").into());
+    assert!(inside.contains("c.jsonl line 3"), "{inside}");
+    let broken = error("d.jsonl", [&b"\xef\xbb\xbf{\"text\": \"a"[..], b"\xff\"}\n"].concat());
+    assert!(broken.contains("offset 14 is invalid"), "offsets count the mark: {broken}");
+}
+
+#[test]
 fn a_second_run_finds_the_tokens_and_any_change_of_content_does_not() {
     let (workshop, tokenizer) = (Workshop::new(), trained_tokenizer());
     let patterns = [workshop.write("a.txt", "the rank"), workshop.write("b.jsonl", r#"{"text": "all"}"#)];

@@ -16,6 +16,7 @@ use crate::machine::available_memory_bytes;
 use crate::metrics::{EventWriter, MetricsWriter, Row, Start};
 use crate::report::{self, describe_run};
 use crate::roofline::Limits;
+use crate::saving::Ran;
 use crate::trace::Tracer;
 
 /// A run this long can spare the second that measuring the machine takes.
@@ -33,6 +34,9 @@ pub(crate) struct Records {
     events: Option<EventWriter>,
     tracer: Tracer,
     begin: Instant,
+    /// Rows that could not be written at once, and of how many of them the next message will speak.
+    refused: u64,
+    next_told: u64,
 }
 
 impl Records {
@@ -54,7 +58,8 @@ impl Records {
         }
         let sampled = rows.is_some().then_some(done + SAMPLED_STEP);
         let tracer = Tracer::new(&dir, sampled, metrics.trace_steps);
-        Ok(Self { dir, rows: rows.map(|(rows, _)| rows), events, tracer, begin: Instant::now() })
+        let rows = rows.map(|(rows, _)| rows);
+        Ok(Self { dir, rows, events, tracer, begin: Instant::now(), refused: 0, next_told: 1 })
     }
 
     /// The rows, for whoever must have them on the disk.
@@ -62,12 +67,19 @@ impl Records {
         self.rows.as_mut()
     }
 
-    /// Appends a row; what could not be written waits, and is told.
+    /// Appends a row. What could not be written waits, and is told: at first, and whenever it has become twice as much.
     pub(crate) fn append(&mut self, row: &impl Row, mut tell: impl FnMut(&str)) {
         let rows = self.rows.as_mut().map(|rows| rows.append(row));
         let events = self.events.as_mut().map(|events| events.append(row));
-        for error in [rows, events].into_iter().flatten().filter_map(Result::err) {
-            tell(&error.to_string());
+        let mut errors = [rows, events].into_iter().flatten().filter_map(Result::err).peekable();
+        if errors.peek().is_none() {
+            (self.refused, self.next_told) = (0, 1);
+            return;
+        }
+        self.refused += 1;
+        if self.refused == self.next_told {
+            self.next_told *= 2;
+            errors.for_each(|error| tell(&error.to_string()));
         }
     }
 
@@ -76,9 +88,16 @@ impl Records {
         self.tracer.begin(step, engine);
     }
 
-    /// A step is done, `begin` is when it began.
-    pub(crate) fn end_step(&mut self, step: u64, begin: Instant, engine: &Engine, tell: impl FnOnce(&str)) {
-        if let Err(error) = self.tracer.end(step, begin, engine) {
+    /// A step is done, `begin` is when it began; a save has been under way since `saving_since`.
+    pub(crate) fn end_step(
+        &mut self,
+        step: u64,
+        begin: Instant,
+        saving_since: Option<Instant>,
+        engine: &Engine,
+        tell: impl FnOnce(&str),
+    ) {
+        if let Err(error) = self.tracer.end(step, begin, saving_since, engine) {
             tell(&error.to_string());
         }
     }
@@ -86,6 +105,11 @@ impl Records {
     /// Something between two steps is done.
     pub(crate) fn pause(&mut self, name: &'static str, begin: Instant) {
         self.tracer.pause(name, begin);
+    }
+
+    /// A save beside the steps has ended.
+    pub(crate) fn saved(&mut self, Ran { begin, end }: Ran) {
+        self.tracer.saved(begin, end);
     }
 
     /// The run has ended: writes what is left, and the report, whose path is returned.

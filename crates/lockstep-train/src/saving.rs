@@ -31,8 +31,10 @@ pub(crate) struct Saver {
     /// None if saves are made in the foreground.
     thread: Option<SaveThread>,
     snapshot: Memory,
-    /// The step that is being saved.
-    pending: Option<(u64, PendingSave<Outcome>)>,
+    /// The step that is being saved, and since when.
+    pending: Option<(u64, Instant, PendingSave<Outcome>)>,
+    /// The last save in the background that has ended.
+    ended: Option<Ran>,
     /// Step and path of the newest checkpoint.
     saved: Option<(u64, PathBuf)>,
     stall_ms: f64,
@@ -56,8 +58,16 @@ struct Directory {
 
 /// What a save in the background gives back.
 struct Outcome {
+    ran: Ran,
     snapshot: Snapshot,
     saved: Result<Saved, Error>,
+}
+
+/// When a save in the background ran.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ran {
+    pub(crate) begin: Instant,
+    pub(crate) end: Instant,
 }
 
 /// A new checkpoint.
@@ -94,6 +104,7 @@ impl Saver {
             thread: config.checkpoint.in_background.then(SaveThread::start).transpose()?,
             snapshot: Memory::None,
             pending: None,
+            ended: None,
             saved,
             stall_ms: 0.0,
         })
@@ -102,6 +113,16 @@ impl Saver {
     /// Milliseconds that saves have kept the training waiting since this was last asked.
     pub(crate) fn take_stall_ms(&mut self) -> f64 {
         std::mem::take(&mut self.stall_ms)
+    }
+
+    /// Since when a save has been under way in the background.
+    pub(crate) fn saving_since(&self) -> Option<Instant> {
+        self.pending.as_ref().map(|(_, begin, _)| *begin)
+    }
+
+    /// The save in the background that has ended since this was last asked.
+    pub(crate) fn take_ended(&mut self) -> Option<Ran> {
+        self.ended.take()
     }
 
     /// Gets the memory that a save in the background needs, beside the training. If there is none, the save says so.
@@ -121,11 +142,11 @@ impl Saver {
     /// # Errors
     /// Weights that are not finite. What kept the save from being made is a message.
     pub(crate) fn poll(&mut self, progress: &mut Progress) -> Result<(), Error> {
-        let Some((step, pending)) = self.pending.take() else { return Ok(()) };
+        let Some((step, begin, pending)) = self.pending.take() else { return Ok(()) };
         match pending.poll() {
             Ok(outcome) => self.end(step, outcome, progress),
             Err(pending) => {
-                self.pending = Some((step, pending));
+                self.pending = Some((step, begin, pending));
                 Ok(())
             }
         }
@@ -147,11 +168,12 @@ impl Saver {
         let job = self.job(engine, state, metrics, progress);
         match self.copy_of(engine, progress) {
             Some((thread, mut snapshot)) => {
+                let begin = Instant::now();
                 let save = move || {
                     let saved = job.run(&snapshot.tensors());
-                    Outcome { snapshot, saved }
+                    Outcome { ran: Ran { begin, end: Instant::now() }, snapshot, saved }
                 };
-                self.pending = Some((state.counters.step, thread.run(save)));
+                self.pending = Some((state.counters.step, begin, thread.run(save)));
             }
             None => {
                 let saved = job.run(&engine.state_tensors());
@@ -188,13 +210,14 @@ impl Saver {
     /// Waits for the save that is under way.
     fn wait(&mut self, progress: &mut Progress) -> Result<(), Error> {
         match self.pending.take() {
-            Some((step, pending)) => self.end(step, pending.wait(), progress),
+            Some((step, _, pending)) => self.end(step, pending.wait(), progress),
             None => Ok(()),
         }
     }
 
     fn end(&mut self, step: u64, outcome: Outcome, progress: &mut Progress) -> Result<(), Error> {
         self.snapshot = Memory::There(outcome.snapshot);
+        self.ended = Some(outcome.ran);
         self.tell(step, outcome.saved, progress)
     }
 

@@ -55,7 +55,7 @@ pub struct Summary {
     pub tokens: u64,
     /// Seconds from the first step to the last save.
     pub seconds: f64,
-    /// Loss of the last step of this process, if it made one.
+    /// Loss of the last step of this process that was not skipped, if there was one.
     pub loss: Option<f64>,
     /// The last evaluation's loss.
     pub eval_loss: Option<f64>,
@@ -214,8 +214,9 @@ impl Run<'_> {
         let (mut loss, mut eval_loss) = (None, None);
         let (begin, before) = (Instant::now(), self.counters);
         while self.counters.step < train.steps && !interrupt.is_requested() {
-            loss = Some(self.step()?);
+            loss = self.step()?.or(loss);
             self.saver.poll(&mut self.progress)?;
+            self.record_save();
             let step = self.counters.step;
             let every = self.config.checkpoint.every;
             if step == before.step + 1 && every > 0 && step.next_multiple_of(every) < train.steps {
@@ -241,6 +242,7 @@ impl Run<'_> {
         let state = self.state();
         let Self { saver, engine, records, progress, .. } = &mut self;
         let path = saver.save_last(engine, &state, records.rows(), progress)?;
+        self.record_save();
         let report = self.records.finish(&self.engine, |text| self.progress.message(text));
         self.progress.finish();
         Ok(Summary {
@@ -273,11 +275,19 @@ impl Run<'_> {
         let Self { saver, engine, records, progress, .. } = self;
         saver.save_and_go_on(engine, &state, records.rows(), progress)?;
         self.records.pause("checkpoint", begin);
+        self.record_save();
         Ok(())
     }
 
-    /// One optimizer step; returns its loss.
-    fn step(&mut self) -> Result<f64, Error> {
+    /// A trace shows the saves that ran beside its steps.
+    fn record_save(&mut self) {
+        if let Some(ran) = self.saver.take_ended() {
+            self.records.saved(ran);
+        }
+    }
+
+    /// One optimizer step; returns its loss, or none if it was skipped.
+    fn step(&mut self) -> Result<Option<f64>, Error> {
         let begin = Instant::now();
         let step = self.counters.step + 1;
         self.records.begin_step(step, &self.engine);
@@ -322,7 +332,8 @@ impl Run<'_> {
         // An error ends the run after its row is written.
         let refused = if verdict == Verdict::Sound { Ok(()) } else { self.refuse(step, verdict) };
         let seconds = begin.elapsed().as_secs_f64();
-        self.records.end_step(step, begin, &self.engine, |text| self.progress.message(text));
+        let saving_since = self.saver.saving_since();
+        self.records.end_step(step, begin, saving_since, &self.engine, |text| self.progress.message(text));
         let arena = self.engine.arena();
         let row = StepMetrics {
             step,
@@ -346,7 +357,7 @@ impl Run<'_> {
         };
         self.progress.step(&row);
         self.records.append(&row, |text| self.progress.message(text));
-        refused.map(|()| loss)
+        refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
     }
 
     /// Reads the micro-batches of the next step and returns how many of their labels count.

@@ -132,6 +132,7 @@ fn a_nan_and_a_gradient_times_ten_thousand_leave_weights_and_moments_as_they_wer
         let summary = summary.unwrap();
         assert!(tensors(&bench.step("run", 25)) == before, "{name}: the state has changed");
         assert_eq!((summary.skipped, summary.rollbacks), (1, 0), "{name}");
+        assert_eq!(summary.loss, None, "{name}: a skipped step has no loss to report");
         assert!(shown.contains("step 25: ") && shown.contains("step skipped"), "{name}: {shown}");
         assert!(shown.contains("  1 skipped"), "{name}: the line of progress counts it: {shown}");
         let row = bench.rows("run").pop().unwrap();
@@ -158,6 +159,7 @@ fn three_bad_steps_in_a_row_take_the_run_back_and_its_data_go_on() {
     let (summary, shown) = bench.run("run", &[&settings[..], &["train.steps=29"]].concat(), &faults);
     let summary = summary.unwrap();
     assert_eq!((summary.skipped, summary.rollbacks), (3, 1), "{shown}");
+    assert_eq!(summary.loss, bench.rows("run")[25]["loss"].as_f64(), "that of step 26, the last sound one");
     assert!(shown.contains("step 29: back to the weights after update 20"), "{shown}");
     assert!(tensors(&bench.step("run", 29)) == copied, "the run is not back where step 20 left it");
     let manifest = Checkpoint::open(&bench.step("run", 29)).unwrap();

@@ -67,13 +67,15 @@ fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
         eprintln!("interrupted at step {step} of {steps}; {how} from {checkpoint}");
         return;
     }
-    let Some(loss) = summary.loss else {
+    if summary.steps_made == 0 {
         let step = summary.step;
         eprintln!(
             "all {step} steps were made before; raise train.steps to go on, or use --resume never to begin anew"
         );
         return;
-    };
+    }
+    let loss =
+        summary.loss.map_or("no loss: every step was skipped".to_owned(), |loss| format!("loss {loss:.4}"));
     let eval = summary.eval_loss.map_or(String::new(), |loss| format!(", eval loss {loss:.4}"));
     let mut refused = String::new();
     if summary.skipped > 0 {
@@ -83,7 +85,7 @@ fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
         refused += &format!(", {}", human::plural(summary.rollbacks as usize, "rollback"));
     }
     eprintln!(
-        "done       {} steps in {}, {} tokens/s; loss {loss:.4}{eval}{refused}",
+        "done       {} steps in {}, {} tokens/s; {loss}{eval}{refused}",
         summary.steps_made,
         human::seconds(summary.seconds),
         human::count(summary.tokens as f64 / summary.seconds),
@@ -105,4 +107,16 @@ fn sample(checkpoint: &Path, threads: usize) -> Result<(), Failure> {
     continue_text(&model, SAMPLE_PROMPT, Length::UpTo(SAMPLE_TOKENS), sampling, show)?;
     say!("");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_demonstration_can_be_as_short_as_one_likes() {
+        for setting in ["train.steps=1", "train.steps=20", "train.steps=5000"] {
+            RunConfig::parse(DEMONSTRATION, "the built-in demonstration", &[setting]).unwrap();
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Recorded steps in the Trace Event Format (JSON object form), which chrome://tracing and Perfetto open.
 //!
 //! Complete events (`ph: "X"`, times in microseconds) on one track; a step holds its units, a unit its operations.
-//! What stands between steps (evaluations, checkpoints) has a track of its own.
+//! What stands between steps (evaluations, checkpoints) has a track of its own, and so have saves beside them.
 
 use std::time::Duration;
 
@@ -15,13 +15,21 @@ use super::{Pause, RecordedStep, operation_name, unit_name};
 const STEPS: u32 = 1;
 /// The track of what stands between steps.
 const PAUSES: u32 = 2;
+/// The track of saves in the background.
+const SAVES: u32 = 3;
 
 /// The whole file.
-pub(super) fn trace(steps: &[RecordedStep], pauses: &[Pause], model: &RecordedModel) -> Value {
+pub(super) fn trace(
+    steps: &[RecordedStep],
+    pauses: &[Pause],
+    saves: &[Pause],
+    model: &RecordedModel,
+) -> Value {
     let mut events = vec![
         metadata("process_name", 0, "lockstep, rank 0"),
         metadata("thread_name", STEPS, "steps"),
         metadata("thread_name", PAUSES, "between steps"),
+        metadata("thread_name", SAVES, "saves beside the steps"),
     ];
     for step in steps {
         events.push(event(
@@ -46,9 +54,13 @@ pub(super) fn trace(steps: &[RecordedStep], pauses: &[Pause], model: &RecordedMo
             rest = after;
         }
     }
-    events.extend(
-        pauses.iter().map(|pause| event(pause.name, "pause", PAUSES, pause.start, pause.duration, json!({}))),
-    );
+    for (track, category, pauses) in [(PAUSES, "pause", pauses), (SAVES, "save", saves)] {
+        events.extend(
+            pauses
+                .iter()
+                .map(|pause| event(pause.name, category, track, pause.start, pause.duration, json!({}))),
+        );
+    }
     json!({ "displayTimeUnit": "ms", "traceEvents": events })
 }
 
@@ -129,7 +141,9 @@ mod tests {
             start: Duration::from_micros(1040),
             duration: Duration::from_micros(5),
         };
-        let trace = trace(&[step], &[pause], &model);
+        let save =
+            Pause { name: "save", start: Duration::from_micros(1005), duration: Duration::from_micros(90) };
+        let trace = trace(&[step], &[pause], &[save], &model);
         let events: Vec<_> = trace["traceEvents"]
             .as_array()
             .unwrap()
@@ -148,9 +162,10 @@ mod tests {
             ("attention", 1010, 10),
             (&format!("linear {}", layer.trim_end_matches(".weight")), 1020, 10),
             ("evaluation", 1040, 5),
+            ("save", 1005, 90),
         ];
         assert_eq!(events, expected.map(|(name, start, duration)| (name.to_owned(), start, duration)));
-        let operation = &trace["traceEvents"][6];
+        let operation = &trace["traceEvents"][7];
         assert_eq!(operation["args"]["GFLOP/s"].as_f64().map(f64::round), Some(200.0), "{operation}");
     }
 }

@@ -32,7 +32,7 @@ struct RecordedStep {
     spans: Vec<Span>,
 }
 
-/// Something between two recorded steps.
+/// Something between two recorded steps, or beside them.
 #[derive(Debug)]
 struct Pause {
     name: &'static str,
@@ -51,6 +51,8 @@ pub(crate) struct Tracer {
     origin: Instant,
     steps: Vec<RecordedStep>,
     pauses: Vec<Pause>,
+    /// Saves beside the steps.
+    saves: Vec<Pause>,
     sample: Option<RecordedStep>,
 }
 
@@ -64,6 +66,7 @@ impl Tracer {
             origin: Instant::now(),
             steps: Vec::new(),
             pauses: Vec::new(),
+            saves: Vec::new(),
             sample: None,
         }
     }
@@ -82,11 +85,17 @@ impl Tracer {
         }
     }
 
-    /// A step is done; `begin` is when it began.
+    /// A step is done; `begin` is when it began. A save has been under way since `saving_since`.
     ///
     /// # Errors
     /// The file of the step cannot be written; the run can go on.
-    pub(crate) fn end(&mut self, step: u64, begin: Instant, engine: &Engine) -> Result<(), Error> {
+    pub(crate) fn end(
+        &mut self,
+        step: u64,
+        begin: Instant,
+        saving_since: Option<Instant>,
+        engine: &Engine,
+    ) -> Result<(), Error> {
         if self.sampled != Some(step) && !self.is_traced(step) {
             return Ok(());
         }
@@ -103,7 +112,12 @@ impl Tracer {
             self.write_profile(engine.model(), None)?;
         }
         match self.traced {
-            Some([_, last]) if last == step => self.write_trace(engine.model()),
+            Some([_, last]) if last == step => {
+                if let Some(begin) = saving_since {
+                    self.saved(begin, Instant::now());
+                }
+                self.write_trace(engine.model())
+            }
             _ => Ok(()),
         }
     }
@@ -113,6 +127,16 @@ impl Tracer {
         if !self.steps.is_empty() && self.traced.is_some() {
             let start = begin.saturating_duration_since(self.origin);
             self.pauses.push(Pause { name, start, duration: begin.elapsed() });
+        }
+    }
+
+    /// A save beside the steps is over, or as far as the trace shows it.
+    pub(crate) fn saved(&mut self, begin: Instant, end: Instant) {
+        if !self.steps.is_empty() && self.traced.is_some() && end > self.origin {
+            // What began before the first traced step is shown from there on.
+            let begin = begin.max(self.origin);
+            let (start, duration) = (begin - self.origin, end - begin);
+            self.saves.push(Pause { name: "save", start, duration });
         }
     }
 
@@ -137,10 +161,11 @@ impl Tracer {
     fn write_trace(&mut self, model: &RecordedModel) -> Result<(), Error> {
         let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else { return Ok(()) };
         let path = self.dir.join(format!("trace-{:08}-{:08}.json", first.step, last.step));
-        let trace = chrome::trace(&self.steps, &self.pauses, model);
+        let trace = chrome::trace(&self.steps, &self.pauses, &self.saves, model);
         self.traced = None;
         self.steps.clear();
         self.pauses.clear();
+        self.saves.clear();
         write_json(&path, &trace)
     }
 }

@@ -77,6 +77,16 @@ fn a_full_disk_under_the_cache_or_an_export_leaves_nothing_half_written() {
 }
 
 #[test]
+fn metrics_that_find_no_room_are_told_now_and_then_and_not_at_each_step() {
+    let workshop = Workshop::new();
+    let script = r#"{ $1 train run.toml --set train.steps=60 --set checkpoint.every=0 --set metrics.dir=disk/runs; echo "code $?"; }"#;
+    let Some(outcome) = with_disk(&workshop, "size=20k", script) else { return };
+    assert_eq!(outcome.stdout, "code 0\n", "{outcome:?}");
+    let told = outcome.stderr.lines().filter(|line| line.contains("metrics.jsonl: ")).count();
+    assert!((2..=8).contains(&told), "{told} messages: {outcome:?}");
+}
+
+#[test]
 fn a_read_only_directory_is_named_before_the_first_step() {
     let workshop = Workshop::trained();
     let script = r#"{ $1 train run.toml --resume never --set checkpoint.dir=disk; echo "code $?"

@@ -39,6 +39,7 @@ fn a_run_leaves_a_report_event_files_and_the_trace_of_the_steps_asked_for() {
     let count = |name: &str| events.iter().filter(|event| event["name"] == name).count();
     let found = ["step 1", "step 2", "step 3", "step 4", "checkpoint"].map(count);
     assert_eq!(found, [0, 1, 1, 0, 1], "steps 2 and 3, and the checkpoint between them");
+    assert!(count("save") <= 1, "the save beside step 3");
     // Two micro-batches in each of the steps.
     assert_eq!(["block 1 forward", "head backward", "data wait"].map(count), [4, 4, 2]);
 

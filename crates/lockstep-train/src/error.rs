@@ -75,10 +75,12 @@ pub enum Error {
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
     /// A checkpoint of another run is in the way.
     #[error(
-        "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, another \
-         checkpoint.dir, or --resume with the checkpoint's path to go on with other settings of the same model",
+        "{} belongs to a run with other settings:\n{}\n{}use --resume never to begin anew, another \
+         checkpoint.dir, or --resume {} to go on with other settings of the same model",
         path.display(),
-        differences.iter().map(|difference| format!("  {difference}")).collect::<Vec<_>>().join("\n")
+        differences.iter().map(|difference| format!("  {difference}")).collect::<Vec<_>>().join("\n"),
+        schedule_advice(differences),
+        path.display()
     )]
     OtherRun {
         /// The checkpoint.
@@ -155,5 +157,14 @@ fn list(names: &[String]) -> String {
         0 => "none".to_owned(),
         all if all <= SHOWN => names.join(", "),
         all => format!("{} and {} more", names[..SHOWN].join(", "), all - SHOWN),
+    }
+}
+/// Another number of steps is another schedule, which surprises those who only wanted more of them.
+fn schedule_advice(differences: &[crate::config::Difference]) -> &'static str {
+    let is_of_schedule = |difference: &crate::config::Difference| difference.key.starts_with("schedule.");
+    if !differences.is_empty() && differences.iter().all(is_of_schedule) {
+        "the schedule follows train.steps, so that another number of steps is another learning rate\n"
+    } else {
+        ""
     }
 }

@@ -114,6 +114,9 @@ fn print_list(dir: &Path, as_json: bool) -> Result<(), Failure> {
         say!("{}", json!(rows));
         return Ok(());
     }
+    if found.is_empty() {
+        eprintln!("no checkpoints in {}: it holds no step-NNNNNNNN", dir.display());
+    }
     for entry in found {
         say!("{:>10}  {}", entry.step, entry.path.display());
     }

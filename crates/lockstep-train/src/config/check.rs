@@ -253,6 +253,10 @@ impl Checker<'_, '_, '_> {
                     what,
                     format!("[{first}, {first}] to [{first}, {most}]"),
                 );
+            } else if first > self.config.train.steps {
+                let steps = self.config.train.steps;
+                let what = format!("the run ends before step {first}, with train.steps = {steps}");
+                self.refuse(&["metrics.trace_steps"], what, format!("from 1 to {steps}"));
             }
         }
     }

@@ -89,6 +89,8 @@ fn a_checkpoint_that_is_none_is_refused_with_code_2_by_every_command() {
     for path in ["nowhere", "text.txt"] {
         workshop.run(&["checkpoint", "list", path]).refuses(2, &[path, "is not a directory"]);
     }
+    let empty = workshop.run(&["checkpoint", "list", "nothing"]).succeeds();
+    assert!(empty.stdout.is_empty() && empty.stderr.contains("no checkpoints in nothing"), "{empty:?}");
     workshop
         .run(&["checkpoint", "export", NEW, "--hf", "hf"])
         .refuses(2, &["hf is not empty", "another directory"]);
@@ -101,6 +103,10 @@ fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
     workshop.train(&["train.lr=1e-2", "train.steps=8"]).refuses(
         2,
         &[NEW, "other settings", "optimizer.lr was 0.0003, is 0.01", "--resume never", "checkpoint.dir"],
+    );
+    workshop.train(&["schedule.warmup_steps=3"]).refuses(
+        2,
+        &["schedule.warmup_steps", "another number of steps", &format!("--resume {NEW} to go on")],
     );
     workshop.train(&["model.intermediate_size=96"]).refuses(2, &["model.intermediate_size was 64, is 96"]);
     workshop.run(&["checkpoint", "import", "hf", "--out", "imported"]).succeeds();

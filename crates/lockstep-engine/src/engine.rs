@@ -8,7 +8,7 @@ use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 use crate::optimizer::{Operands, Role};
 use crate::state::tensors_of;
 use crate::{
-    EngineError, FlatStore, Gradients, HostBatch, Optimizer, Runner, StateKind, StateTensor, Storage, Tied,
+    EngineError, FlatStore, Gradients, HostBatch, Optimizer, Runner, StateKind, StateTensor, Storage,
     WeightStorage, Weights,
 };
 
@@ -29,6 +29,8 @@ pub struct EngineOptions {
     pub seed: u64,
     /// Compute threads.
     pub threads: usize,
+    /// Micro-batches of a step, at most.
+    pub micro_batches: usize,
 }
 
 /// The numbers of one update.
@@ -102,7 +104,7 @@ impl Engine {
         storage: Storage,
         arena: &Arena,
     ) -> Result<Self, EngineError> {
-        let EngineOptions { shape, recompute, optimizer, seed, threads } = options;
+        let EngineOptions { shape, recompute, optimizer, seed, threads, micro_batches } = options;
         let record = |config: &ModelConfig, tuning: &Tuning| {
             RecordedModel::tuned(config, tuning, Mode::Training, shape, recompute, HeadOutput::Losses)
         };
@@ -110,9 +112,9 @@ impl Engine {
         let evaluation = (config.has_dropout() || tuning.has_dropout())
             .then(|| record(&config.without_dropout(), &tuning.without_dropout()));
         let records = model.records().to_vec();
-        let store = |dtype, category, tied| -> Result<_, TensorError> {
+        let store = |dtype, category| -> Result<_, TensorError> {
             let trained =
-                FlatStore::zeros_where(arena, &records, dtype, category, tied, |record| record.trainable)?;
+                FlatStore::zeros_where(arena, &records, dtype, category, |record| record.trainable)?;
             Ok(trained.expect("something is trained"))
         };
         let units = model.units();
@@ -121,25 +123,24 @@ impl Engine {
                 record.trainable && optimizer.state_kinds(Role::of(record, units)).contains(&kind)
             };
             let category = MemoryCategory::Optimizer;
-            let store =
-                FlatStore::zeros_where(arena, &records, storage.state, category, Tied::Shared, keeps)?;
+            let store = FlatStore::zeros_where(arena, &records, storage.state, category, keeps)?;
             Ok(store.map(|store| (kind, store)))
         };
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
-        let weights = store(shape.dtype, MemoryCategory::Parameters, Tied::Shared)?;
+        let weights = store(shape.dtype, MemoryCategory::Parameters)?;
         let category = MemoryCategory::Parameters;
         let is_frozen = |record: &ParameterRecord| !record.trainable;
-        let frozen = FlatStore::zeros_where(arena, &records, shape.dtype, category, Tied::Shared, is_frozen)?;
+        let frozen = FlatStore::zeros_where(arena, &records, shape.dtype, category, is_frozen)?;
         Ok(Self {
             queue: CpuQueue::new(threads, arena)?,
             runner: Runner::new(&model, arena, seed)?,
             weights,
             frozen,
             master: (shape.dtype != DType::F32 && storage.weights == WeightStorage::Master)
-                .then(|| store(DType::F32, MemoryCategory::Optimizer, Tied::Shared))
+                .then(|| store(DType::F32, MemoryCategory::Optimizer))
                 .transpose()?,
-            gradients: Gradients::new(arena, &records)?,
+            gradients: Gradients::new(arena, &records, shape.tokens(), micro_batches)?,
             optimizer_state: StateKind::OF_OPTIMIZERS
                 .into_iter()
                 .filter_map(|kind| state(kind).transpose())
@@ -235,9 +236,13 @@ impl Engine {
     }
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. `seed_gradient` is `1 / G`.
+    ///
+    /// # Panics
+    /// If a step has more micro-batches than [`EngineOptions`] said.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> f64 {
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
         self.runner.forward_for_backward(&self.model, &self.queue, weights, batch);
+        self.gradients.begin_micro_batch(&self.queue, batch.ids);
         self.runner.backward(&self.model, &self.queue, weights, &self.gradients, seed_gradient);
         self.runner.loss_sum(&self.model)
     }
@@ -250,20 +255,16 @@ impl Engine {
         self.runner.loss_sum(model)
     }
 
-    /// Sums the gradients of tied parameters and returns the global L2 norm, each element counted once. NaN if
+    /// Completes the gradients and returns the global L2 norm, each element counted once. NaN if
     /// any gradient is not finite.
     pub fn finish_gradients(&mut self) -> f64 {
+        let begin = self.timeline().begin();
         self.gradients.end(&self.queue);
-        for (index, record) in self.records.iter().enumerate() {
-            if let Some(target) = record.tie.filter(|_| record.trainable) {
-                let (head, embedding) =
-                    (self.gradients.view(ParameterId(index)), self.gradients.view(target));
-                let elements = head.elements() as u64;
-                let cost = Cost { vector_flops: elements, ..Cost::of_bytes(3 * F32_BYTES * elements) };
-                let what = || (Activity::of_step("add tied gradients"), cost);
-                self.timeline().span(what, || self.queue.add(head, embedding, embedding));
-            }
-        }
+        self.timeline().end(begin, || {
+            let elements = self.gradients.tied_elements() as u64;
+            let cost = Cost { vector_flops: elements, ..Cost::of_bytes(3 * F32_BYTES * elements) };
+            (Activity::of_step("add tied gradients"), cost)
+        });
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
@@ -277,7 +278,7 @@ impl Engine {
         sum.value().sqrt()
     }
 
-    /// The gradient of a trained parameter; that of a tied one is whole after [`Engine::finish_gradients`].
+    /// The gradient of a trained parameter, after [`Engine::finish_gradients`].
     pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
         self.gradients.view(id).to_vec()
     }

@@ -13,16 +13,8 @@ use crate::Gradients;
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
 
-/// Whether a store has room for parameters that share another's weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tied {
-    /// No: a tied parameter is a view of the one it is tied to (weights, moments).
-    Shared,
-    /// Yes: each use accumulates on its own (gradients).
-    Separate,
-}
-
-/// One tensor for each parameter of a model, in one flat buffer per unit.
+/// One tensor for each parameter of a model, in one flat buffer per unit. A tied parameter is a view of the one it is
+/// tied to.
 #[derive(Debug)]
 pub struct FlatStore {
     dtype: DType,
@@ -54,9 +46,8 @@ impl FlatStore {
         records: &[ParameterRecord],
         dtype: DType,
         category: MemoryCategory,
-        tied: Tied,
     ) -> Result<Self, TensorError> {
-        let store = Self::zeros_where(arena, records, dtype, category, tied, |_| true)?;
+        let store = Self::zeros_where(arena, records, dtype, category, |_| true)?;
         Ok(store.unwrap_or(Self { dtype, units: Vec::new(), places: Vec::new() }))
     }
 
@@ -69,7 +60,6 @@ impl FlatStore {
         records: &[ParameterRecord],
         dtype: DType,
         category: MemoryCategory,
-        tied: Tied,
         keeps: impl Fn(&ParameterRecord) -> bool,
     ) -> Result<Option<Self>, TensorError> {
         let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
@@ -77,8 +67,7 @@ impl FlatStore {
         let mut places: Vec<Option<Place>> = Vec::with_capacity(records.len());
         for record in records {
             let shape = Shape::from(record.shape.as_slice());
-            let target = record.tie.filter(|_| tied == Tied::Shared);
-            places.push(match target {
+            places.push(match record.tie {
                 Some(target) => places[target.0],
                 None if !keeps(record) => None,
                 None => {
@@ -229,5 +218,9 @@ impl Parameters for UnitParameters<'_> {
 
     fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write) {
         self.gradients.expect("a backward is given gradients").contribute(self.ids[index.0])
+    }
+
+    fn gradient_rows(&self, table: ParameterIndex) -> Option<View<'_>> {
+        self.gradients.expect("a backward is given gradients").rows(self.ids[table.0])
     }
 }

@@ -15,6 +15,7 @@ mod engine;
 mod error;
 mod flat;
 mod gradients;
+mod looked_up;
 mod optimizer;
 mod runner;
 mod snapshot;
@@ -23,7 +24,7 @@ mod storage;
 
 pub use engine::{Engine, EngineOptions, Update};
 pub use error::EngineError;
-pub use flat::{FlatStore, Tied, UnitParameters, Weights};
+pub use flat::{FlatStore, UnitParameters, Weights};
 pub use gradients::Gradients;
 pub use optimizer::{Granularity, MuonScale, Optimizer};
 pub use runner::{HostBatch, Runner};

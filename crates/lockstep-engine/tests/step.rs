@@ -3,7 +3,7 @@
 
 use lockstep_engine::{
     Engine, EngineOptions, FlatStore, Granularity, HostBatch, MuonScale, Optimizer, RoundingMode, Snapshot,
-    StateKind, StateTensor, Storage, Tied, Update, WeightStorage,
+    StateKind, StateTensor, Storage, Update, WeightStorage,
 };
 use lockstep_graph::{BlockShape, Cost, Pass, Recompute, Span};
 use lockstep_model::ModelConfig;
@@ -15,26 +15,50 @@ const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F
 
 /// A Llama whose output layer is its embedding.
 fn model() -> ModelConfig {
+    model_with(Embedding::Tied)
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Embedding {
+    Tied,
+    Apart,
+}
+
+fn model_with(embedding: Embedding) -> ModelConfig {
     let config = json!({
         "model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 16, "tie_word_embeddings": true,
+        "max_position_embeddings": 16, "tie_word_embeddings": embedding == Embedding::Tied,
     });
     ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap()
 }
 
 /// An engine for it, with gradient descent.
 fn engine() -> Engine {
+    engine_of(&model())
+}
+
+fn engine_of(model: &ModelConfig) -> Engine {
     let optimizer = Optimizer::Sgd { momentum: 0.0 };
-    let options = EngineOptions { shape: SHAPE, recompute: Recompute::None, optimizer, seed: 1, threads: 2 };
-    let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
+    let options = EngineOptions {
+        shape: SHAPE,
+        recompute: Recompute::None,
+        optimizer,
+        seed: 1,
+        threads: 2,
+        micro_batches: 4,
+    };
+    let mut engine = Engine::new(model, options, &Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     engine
 }
 
 /// Forward and backward of a fixed batch, of which the first `masked` labels do not count.
 fn accumulate(engine: &mut Engine, masked: usize) -> f64 {
-    let ids: Vec<u32> = (0..10).map(|i| i * 7 % 11).collect();
+    accumulate_ids(engine, std::array::from_fn(|i| i as u32 * 7 % 11), masked)
+}
+
+fn accumulate_ids(engine: &mut Engine, ids: [u32; 10], masked: usize) -> f64 {
     let mut labels: Vec<i32> = ids.iter().map(|&id| (id as i32 + 3) % 11).collect();
     labels[..masked].fill(-100);
     let positions: Vec<u32> = (0..10).map(|i| i % 5).collect();
@@ -62,7 +86,7 @@ fn parameters_start_at_multiples_of_1024_elements_of_their_unit() {
     let arena = Arena::new();
     let records = engine.records();
     let category = MemoryCategory::Parameters;
-    let mut store = FlatStore::zeros(&arena, records, DType::F32, category, Tied::Separate).unwrap();
+    let mut store = FlatStore::zeros(&arena, records, DType::F32, category).unwrap();
     let mut unit_start = 0;
     let mut unit = usize::MAX;
     for (id, bytes) in store.tensors() {
@@ -75,17 +99,48 @@ fn parameters_start_at_multiples_of_1024_elements_of_their_unit() {
 }
 
 #[test]
-fn tied_parameters_share_their_weights_and_not_their_gradients() {
+fn tied_parameters_share_their_weights() {
     let engine = engine();
     let arena = Arena::new();
     let records = engine.records();
     let head = records.iter().position(|record| record.tie.is_some()).unwrap();
     let target = records[head].tie.unwrap();
-    for (tied, shared) in [(Tied::Shared, true), (Tied::Separate, false)] {
-        let store = FlatStore::zeros(&arena, records, DType::F32, MemoryCategory::Parameters, tied).unwrap();
-        store.view(target).copy_from(&vec![1.0_f32; records[target.0].elements()]);
-        let seen = store.view(ParameterId(head)).to_vec::<f32>();
-        assert_eq!(seen.iter().all(|&value| value == 1.0), shared, "{tied:?}");
+    let store = FlatStore::zeros(&arena, records, DType::F32, MemoryCategory::Parameters).unwrap();
+    store.view(target).copy_from(&vec![1.0_f32; records[target.0].elements()]);
+    assert!(store.view(ParameterId(head)).to_vec::<f32>().iter().all(|&value| value == 1.0));
+}
+
+#[test]
+fn a_tied_gradient_is_the_sum_of_what_both_uses_accumulate_apart() {
+    let mut tied = engine_of(&model_with(Embedding::Tied));
+    let mut apart = engine_of(&model_with(Embedding::Apart));
+    let values: Vec<_> = weights(&mut tied);
+    for id in apart.parameter_ids().collect::<Vec<_>>() {
+        let name = apart.records()[id.0].name.clone();
+        // The output layer of the untied model starts from the table of the tied one.
+        let source = if name == "lm_head.weight" { "model.embed_tokens.weight" } else { &name };
+        let (_, values) = values.iter().find(|(name, _)| name == source).unwrap();
+        apart.write_state(id, StateKind::Parameter, values).unwrap();
+    }
+    // Twice: a second step starts from nothing.
+    for step in 0..2 {
+        for engine in [&mut tied, &mut apart] {
+            engine.begin_step();
+            for batch in 0..3 {
+                // Ids that come twice in a batch, in one batch only, or in all.
+                let ids = std::array::from_fn(|i| (i as u32 * (batch + 2) + step) % 9);
+                accumulate_ids(engine, ids, batch as usize);
+            }
+            engine.finish_gradients();
+        }
+        let gradient = |engine: &Engine, name: &str| {
+            let id = engine.records().iter().position(|record| record.name == name).unwrap();
+            engine.gradient(ParameterId(id))
+        };
+        let [head, embedding] =
+            ["lm_head.weight", "model.embed_tokens.weight"].map(|name| gradient(&apart, name));
+        let expected: Vec<f32> = head.iter().zip(&embedding).map(|(head, row)| head + row).collect();
+        assert_eq!(gradient(&tied, "model.embed_tokens.weight"), expected, "step {step}");
     }
 }
 
@@ -99,9 +154,9 @@ fn the_norm_counts_every_element_once_and_a_tied_gradient_is_the_sum_of_both_use
         engine.parameter_ids().flat_map(|id| engine.gradient(id)).map(|g| f64::from(g) * f64::from(g));
     let expected = squares.sum::<f64>().sqrt();
     assert!((norm - expected).abs() <= 1e-12 * norm, "{norm}, expected {expected}");
-    // Id 10 is no input: its embedding moves through the output layer only.
+    // Id 4 is no input: its embedding moves through the output layer only.
     let embedding = engine.gradient(ParameterId(0));
-    assert!(embedding[10 * 8..].iter().any(|&g| g != 0.0), "{embedding:?}");
+    assert!(embedding[4 * 8..5 * 8].iter().any(|&g| g != 0.0), "{embedding:?}");
 }
 
 #[test]
@@ -176,6 +231,7 @@ fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
             optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
             seed: 1,
             threads: 2,
+            micro_batches: 4,
         };
         let mut engine = Engine::new(&model(), options, &arena).unwrap();
         engine.initialize(1).unwrap();
@@ -214,7 +270,7 @@ fn a_tensor_of_the_wrong_size_is_refused_by_name() {
 /// One step of a model with one layer of everything, recorded.
 fn recorded_step(recompute: Recompute) -> (Engine, Vec<Span>) {
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions { shape: SHAPE, recompute, optimizer, seed: 1, threads: 1 };
+    let options = EngineOptions { shape: SHAPE, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
     let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     engine.timeline().start();
@@ -289,6 +345,7 @@ fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) 
         optimizer,
         seed: 1,
         threads: 2,
+        micro_batches: 4,
     };
     let mut engine = Engine::with_storage(&model(), options, storage, &Arena::new()).unwrap();
     engine.initialize(1).unwrap();
@@ -331,7 +388,8 @@ fn every_optimizer_goes_on_from_what_it_has_saved_in_every_precision() {
             let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
             let shape = BlockShape { dtype, ..SHAPE };
             let recompute = Recompute::None;
-            let options = EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1 };
+            let options =
+                EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
             let mut fresh = Engine::with_storage(&model(), options, storage, &Arena::new()).unwrap();
             for (name, kind, values) in saved {
                 let id = fresh.parameter_ids().find(|id| fresh.records()[id.0].name == name).unwrap();
@@ -346,8 +404,14 @@ fn every_optimizer_goes_on_from_what_it_has_saved_in_every_precision() {
 
 #[test]
 fn muon_takes_the_matrices_of_blocks_and_adamw_the_rest() {
-    let options =
-        EngineOptions { shape: SHAPE, recompute: Recompute::None, optimizer: MUON, seed: 1, threads: 1 };
+    let options = EngineOptions {
+        shape: SHAPE,
+        recompute: Recompute::None,
+        optimizer: MUON,
+        seed: 1,
+        threads: 1,
+        micro_batches: 4,
+    };
     let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
     let kinds = |name: &str| -> Vec<StateKind> {
         let id = engine.parameter_ids().find(|id| engine.records()[id.0].name == name).unwrap();
@@ -382,7 +446,7 @@ fn state_in_bf16_takes_half_the_memory() {
         let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
         let shape = BlockShape { dtype: DType::BF16, ..SHAPE };
         let recompute = Recompute::None;
-        let options = EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1 };
+        let options = EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
         let _engine = Engine::with_storage(&model(), options, storage, &arena).unwrap();
         arena.in_use()[MemoryCategory::Optimizer]
     };

@@ -26,6 +26,8 @@ pub trait Parameters {
     /// The f32 gradient, asked for once by each kernel that contributes to it, and whether the contribution adds to
     /// what is there or, as the first one, replaces it.
     fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write);
+    /// u32 `[tokens]`: the row of a table's gradient that each token contributes to, where that is not its id.
+    fn gradient_rows(&self, table: ParameterIndex) -> Option<View<'_>>;
 }
 
 /// A micro-batch on the device.
@@ -332,7 +334,8 @@ impl<'a> Run<'a> {
         let is_trained = |index: &ParameterIndex| self.program.training.trains(*index);
         match *operation {
             Operation::Embedding { input, table, .. } => {
-                queue.embedding_backward(self.indices(input), dy, gradient(table));
+                let rows = self.replay.parameters.gradient_rows(table);
+                queue.embedding_backward(rows.unwrap_or_else(|| self.indices(input)), dy, gradient(table));
             }
             Operation::Linear { x, weight, bias, .. } => {
                 if is_trained(&weight) {

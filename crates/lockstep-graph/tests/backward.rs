@@ -103,6 +103,10 @@ impl Parameters for Store {
     fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write) {
         (self.gradients[index.0].view(), Write::Accumulate)
     }
+
+    fn gradient_rows(&self, _: ParameterIndex) -> Option<View<'_>> {
+        None
+    }
 }
 
 /// What surrounds a block: the micro-batch, the input, the gradient of the output.

@@ -26,6 +26,10 @@ impl Parameters for OutputLayer {
     fn gradient(&self, _: ParameterIndex) -> (View<'_>, Write) {
         (self.gradient.view(), Write::Overwrite)
     }
+
+    fn gradient_rows(&self, _: ParameterIndex) -> Option<View<'_>> {
+        None
+    }
 }
 
 fn program() -> Program {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use lockstep_checkpoint::{CheckpointError, ModelDirectory};
 use lockstep_data::Tokenizer;
-use lockstep_engine::{FlatStore, Tied};
+use lockstep_engine::FlatStore;
 use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
@@ -43,8 +43,7 @@ impl LoadedModel {
         let config = directory.config().without_dropout();
         let arena = Arena::new();
         let records = record(&config, 1, 1, HeadOutput::Logits).records().to_vec();
-        let weights =
-            FlatStore::zeros(&arena, &records, DType::F32, MemoryCategory::Parameters, Tied::Shared)?;
+        let weights = FlatStore::zeros(&arena, &records, DType::F32, MemoryCategory::Parameters)?;
         directory.for_each_parameter(|name, values| -> Result<(), CheckpointError> {
             if let Some(index) = records.iter().position(|record| record.name == name) {
                 weights.view(ParameterId(index)).copy_from(values);

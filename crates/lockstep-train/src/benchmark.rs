@@ -49,7 +49,8 @@ pub fn time_steps(
     roofline: Option<Detail>,
 ) -> Result<StepTimes, EngineError> {
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions { shape, recompute: Recompute::None, optimizer, seed: SEED, threads };
+    let options =
+        EngineOptions { shape, recompute: Recompute::None, optimizer, seed: SEED, threads, micro_batches: 1 };
     let mut engine = Engine::new(config, options, &Arena::new())?;
     engine.initialize(SEED)?;
     let steps = steps.max(1);

@@ -8,7 +8,7 @@ mod reference;
 use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_checkpoint::{CheckpointError, DType, ModelDirectory, PeftAdapter};
-use lockstep_engine::{Engine, EngineOptions, FlatStore, Optimizer, Runner, StateKind, Storage, Tied};
+use lockstep_engine::{Engine, EngineOptions, FlatStore, Optimizer, Runner, StateKind, Storage};
 use lockstep_graph::{Mode, Recompute};
 use lockstep_model::{Adapter, HeadOutput, ModelConfig, RecordedModel, Tuning, parameter_records};
 use lockstep_plan::{MemoryCategory, ParameterId};
@@ -32,7 +32,7 @@ fn logits(directory: &ModelDirectory, batch: &Batch) -> Vec<f32> {
     let (mode, output) = (Mode::Inference, HeadOutput::Logits);
     let model = RecordedModel::new(directory.config(), mode, SHAPE, Recompute::None, output);
     let category = MemoryCategory::Parameters;
-    let weights = FlatStore::zeros(&arena, model.records(), DType::F32, category, Tied::Shared).unwrap();
+    let weights = FlatStore::zeros(&arena, model.records(), DType::F32, category).unwrap();
     directory
         .for_each_parameter(|name, values| {
             let id = model.records().iter().position(|record| record.name == name).unwrap();
@@ -52,7 +52,7 @@ fn engine(family: &str, recompute: Recompute) -> Engine {
     let frozen: BTreeSet<String> = parameter_records(&config).into_iter().map(|record| record.name).collect();
     let tuning = Tuning { frozen, adapter: Some(adapter.adapter().clone()) };
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions { shape: SHAPE, recompute, optimizer, seed: 0, threads: 2 };
+    let options = EngineOptions { shape: SHAPE, recompute, optimizer, seed: 0, threads: 2, micro_batches: 4 };
     let mut engine = Engine::tuned(&config, &tuning, options, Storage::default(), &Arena::new()).unwrap();
     let ids: BTreeMap<String, ParameterId> =
         engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();

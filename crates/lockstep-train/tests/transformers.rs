@@ -8,7 +8,7 @@ mod reference;
 use std::collections::HashMap;
 
 use lockstep_checkpoint::{CheckpointError, ModelDirectory, hf::HfCheckpoint};
-use lockstep_engine::{Engine, EngineOptions, FlatStore, Optimizer, Runner, StateKind, Tied};
+use lockstep_engine::{Engine, EngineOptions, FlatStore, Optimizer, Runner, StateKind};
 use lockstep_graph::{Mode, Recompute};
 use lockstep_model::{HeadOutput, HfMapping, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
@@ -25,6 +25,7 @@ fn engine(family: &str, recompute: Recompute) -> Engine {
         optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
         seed: 0,
         threads: 2,
+        micro_batches: 4,
     };
     let mut engine = Engine::new(directory.config(), options, &Arena::new()).unwrap();
     let ids: HashMap<String, ParameterId> =
@@ -68,8 +69,7 @@ fn logits_agree_with_transformers() {
             HeadOutput::Logits,
         );
         let weights =
-            FlatStore::zeros(&arena, model.records(), DType::F32, MemoryCategory::Parameters, Tied::Shared)
-                .unwrap();
+            FlatStore::zeros(&arena, model.records(), DType::F32, MemoryCategory::Parameters).unwrap();
         directory
             .for_each_parameter(|name, values| {
                 let id = model.records().iter().position(|record| record.name == name).unwrap();

@@ -4,7 +4,6 @@ use lockstep_plan::{DType, random::Philox};
 
 use super::{
     CpuQueue, check_disjoint, check_elementwise,
-    elementwise::store,
     simd::{Float, with_float},
     tasks::{BLOCK, Block, Operand, expect, rows_per_task},
 };
@@ -74,7 +73,7 @@ pub(super) fn dropout(queue: &CpuQueue, dropout: Dropout<'_>, x: View<'_>, y: Vi
     with_float!(x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
         let keys = Operand::<u32>::new(dropout.keys);
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, _| {
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
             let mut results = Block::ZERO;
             for row in rows {
                 let sequence = row / sequence_len;
@@ -92,7 +91,7 @@ pub(super) fn dropout(queue: &CpuQueue, dropout: Dropout<'_>, x: View<'_>, y: Vi
                     }
                     // SAFETY: this task alone touches this row, and no slice of it is used any more.
                     let target = unsafe { y.write(block) };
-                    store(&results.0[..target.len()], target);
+                    T::store_all(isa, &results.0[..target.len()], target);
                 }
             }
         });

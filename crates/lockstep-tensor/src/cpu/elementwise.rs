@@ -6,14 +6,14 @@
 
 use super::{
     CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, Fma, normal_distribution, sigmoid, with_float},
+    simd::{Float, Isa, map_block, normal_distribution, sigmoid, with_float},
     tasks::{BLOCK, Block, Operand, elements_per_task, expect},
 };
 use crate::{Gelu, View};
 
 use lockstep_plan::DType;
 
-/// `outputs[m][i] = f(fma, [inputs[0][i], inputs[1][i], ...])[m]`.
+/// `outputs[m][i] = f(isa, [inputs[0][i], inputs[1][i], ...])[m]`.
 ///
 /// The caller has checked that all views have the same number of elements, and that an output overlaps
 /// another operand only if it is an input in place. `f` must be `#[inline(always)]`.
@@ -22,7 +22,7 @@ fn map<T: Float, const N: usize, const M: usize>(
     queue: &CpuQueue,
     inputs: [View<'_>; N],
     outputs: [View<'_>; M],
-    f: impl Fn(Fma, [f32; N]) -> [f32; M] + Sync,
+    f: impl Fn(Isa, [f32; N]) -> [f32; M] + Sync,
 ) {
     let elements = outputs[0].elements();
     let inputs = inputs.map(Operand::<T>::new);
@@ -31,7 +31,7 @@ fn map<T: Float, const N: usize, const M: usize>(
         elements,
         elements_per_task(elements),
         #[inline(always)]
-        |range, fma| {
+        |range, isa| {
             let mut results = [Block::ZERO; M];
             for start in range.clone().step_by(BLOCK) {
                 let n = BLOCK.min(range.end - start);
@@ -40,29 +40,20 @@ fn map<T: Float, const N: usize, const M: usize>(
                     // SAFETY: this task alone writes this range of any operand, and not while the slices live.
                     *x = unsafe { input.read(start..start + n) };
                 }
-                for i in 0..n {
-                    let mut arguments = [0.0; N];
-                    for (argument, x) in arguments.iter_mut().zip(x) {
-                        *argument = x[i].load();
-                    }
-                    for (block, result) in results.iter_mut().zip(f(fma, arguments)) {
-                        block.0[i] = result;
-                    }
-                }
+                map_block(
+                    x,
+                    &mut results,
+                    n,
+                    #[inline(always)]
+                    |x| f(isa, x),
+                );
                 for (output, block) in outputs.iter().zip(&results) {
                     // SAFETY: this task alone touches this range, and no slice of it is used any more.
-                    store(&block.0[..n], unsafe { output.write(start..start + n) });
+                    T::store_all(isa, &block.0[..n], unsafe { output.write(start..start + n) });
                 }
             }
         },
     );
-}
-
-#[inline(always)]
-pub(super) fn store<T: Float>(from: &[f32], to: &mut [T]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = T::store(*from);
-    }
 }
 
 pub(super) fn swiglu(queue: &CpuQueue, gate: View<'_>, up: View<'_>, y: View<'_>) {
@@ -70,7 +61,7 @@ pub(super) fn swiglu(queue: &CpuQueue, gate: View<'_>, up: View<'_>, y: View<'_>
     expect("swiglu: y", y, gate.dtype(), gate.elements());
     check_disjoint(&[y], &[gate, up]);
     with_float!(gate.dtype(), T => map::<T, 2, 1>(
-        queue, [gate, up], [y], #[inline(always)] |fma, [gate, up]| [gate * sigmoid(fma, gate) * up],
+        queue, [gate, up], [y], #[inline(always)] |isa, [gate, up]| [gate * sigmoid(isa, gate) * up],
     ));
 }
 
@@ -88,8 +79,8 @@ pub(super) fn swiglu_backward(
     expect("swiglu_backward: dup", dup, dy.dtype(), dy.elements());
     check_disjoint(&[dgate, dup], &[dy, gate, up]);
     with_float!(dy.dtype(), T => map::<T, 3, 2>(
-        queue, [dy, gate, up], [dgate, dup], #[inline(always)] |fma, [dy, gate, up]| {
-            let s = sigmoid(fma, gate);
+        queue, [dy, gate, up], [dgate, dup], #[inline(always)] |isa, [dy, gate, up]| {
+            let s = sigmoid(isa, gate);
             // d(g s(g))/dg = s + g s (1 - s)
             [dy * up * (s + gate * s * (1.0 - s)), dy * gate * s]
         },
@@ -100,8 +91,8 @@ pub(super) fn gelu(queue: &CpuQueue, kind: Gelu, x: View<'_>, y: View<'_>) {
     expect("gelu: y", y, x.dtype(), x.elements());
     check_disjoint(&[y], &[x]);
     with_float!(x.dtype(), T => match kind {
-        Gelu::Exact => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |fma, [x]| [x * normal_distribution(fma, x).0]),
-        Gelu::Tanh => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |fma, [x]| [x * tanh_gate(fma, x).0]),
+        Gelu::Exact => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |isa, [x]| [x * normal_distribution(isa, x).0]),
+        Gelu::Tanh => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |isa, [x]| [x * tanh_gate(isa, x).0]),
     });
 }
 
@@ -111,12 +102,12 @@ pub(super) fn gelu_backward(queue: &CpuQueue, kind: Gelu, dy: View<'_>, x: View<
     check_disjoint(&[dx], &[x]);
     check_elementwise(dx, &[dy]);
     with_float!(x.dtype(), T => match kind {
-        Gelu::Exact => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |fma, [dy, x]| {
-            let (probability, density) = normal_distribution(fma, x);
+        Gelu::Exact => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |isa, [dy, x]| {
+            let (probability, density) = normal_distribution(isa, x);
             [dy * (probability + x * density)]
         }),
-        Gelu::Tanh => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |fma, [dy, x]| {
-            let (s, slope) = tanh_gate(fma, x);
+        Gelu::Tanh => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |isa, [dy, x]| {
+            let (s, slope) = tanh_gate(isa, x);
             [dy * (s + x * slope)]
         }),
     });
@@ -130,10 +121,10 @@ pub(super) fn scale(queue: &CpuQueue, factor: f32, x: View<'_>, y: View<'_>) {
 
 /// `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
 #[inline(always)]
-fn tanh_gate(fma: Fma, x: f32) -> (f32, f32) {
+fn tanh_gate(isa: Isa, x: f32) -> (f32, f32) {
     const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
     const CUBIC: f32 = 0.044_715;
-    let s = sigmoid(fma, TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
+    let s = sigmoid(isa, TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
     // Where s(1-s) is zero the other factor may be infinite, but only for |x| > 1e19.
     (s, s * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x))
 }

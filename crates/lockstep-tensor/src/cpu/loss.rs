@@ -7,7 +7,7 @@ use lockstep_plan::DType;
 
 use super::{
     CpuQueue, check_disjoint,
-    simd::{Float, Fma, exp, max, sum, with_float},
+    simd::{Float, Isa, exp, map_block, max, sum, with_float},
     tasks::{BLOCK, Block, Operand, expect, rows_per_task},
 };
 use crate::View;
@@ -21,7 +21,7 @@ pub(super) fn cross_entropy(queue: &CpuQueue, logits: View<'_>, labels: View<'_>
     let labels = check_labels(labels, vocabulary);
     with_float!(logits.dtype(), T => {
         let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
-        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, fma| {
+        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, isa| {
             for token in tokens {
                 // SAFETY: the logits are only read; each element of the losses belongs to one task.
                 let (row, loss) = unsafe {
@@ -31,7 +31,7 @@ pub(super) fn cross_entropy(queue: &CpuQueue, logits: View<'_>, labels: View<'_>
                     )
                 };
                 loss[0] = match usize::try_from(labels[token]) {
-                    Ok(label) => log_sum_exp_of(fma, row) - row[label].load(),
+                    Ok(label) => log_sum_exp_of(isa, row) - row[label].load(),
                     Err(_) => 0.0,
                 };
             }
@@ -51,7 +51,8 @@ pub(super) fn cross_entropy_with_gradient(
     let labels = check_labels(labels, vocabulary);
     with_float!(logits.dtype(), T => {
         let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
-        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, fma| {
+        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, isa| {
+            let mut gradients = [Block::ZERO];
             for token in tokens {
                 // SAFETY: each row of the logits and each element of the losses belongs to one task.
                 let (row, loss) = unsafe {
@@ -65,12 +66,13 @@ pub(super) fn cross_entropy_with_gradient(
                     row.fill(T::store(0.0));
                     continue;
                 };
-                let total = log_sum_exp_of(fma, row);
+                let total = log_sum_exp_of(isa, row);
                 loss[0] = total - row[label].load();
                 // The label's element is rounded once, like the others.
-                let at_label = seed * (exp(fma, -loss[0]) - 1.0);
-                for x in row.iter_mut() {
-                    *x = T::store(seed * exp(fma, x.load() - total));
+                let at_label = seed * (exp(isa, -loss[0]) - 1.0);
+                for part in row.chunks_mut(BLOCK) {
+                    map_block([&*part], &mut gradients, part.len(), #[inline(always)] |[x]| [seed * exp(isa, x - total)]);
+                    T::store_all(isa, &gradients[0].0[..part.len()], part);
                 }
                 row[label] = T::store(at_label);
             }
@@ -88,19 +90,14 @@ fn check_shapes(logits: View<'_>, labels: View<'_>, losses: View<'_>) -> (usize,
 
 /// `log Σ exp(x)`.
 #[inline(always)]
-fn log_sum_exp_of<T: Float>(fma: Fma, row: &[T]) -> f32 {
+fn log_sum_exp_of<T: Float>(isa: Isa, row: &[T]) -> f32 {
     let largest = max(row);
     let mut total = 0.0_f64;
-    let mut block = Block::ZERO;
     for part in row.chunks(BLOCK) {
-        let terms = &mut block.0[..part.len()];
-        for (term, x) in terms.iter_mut().zip(part) {
-            *term = exp(fma, x.load() - largest);
-        }
         let [part] = sum(
-            [&*terms],
+            [part],
             #[inline(always)]
-            |[term]| [term],
+            |[x]| [exp(isa, x - largest)],
         );
         total += f64::from(part);
     }

@@ -8,7 +8,7 @@ use lockstep_plan::DType;
 
 use super::{
     CpuQueue, check_disjoint,
-    simd::{Float, sum, with_float},
+    simd::{Float, Isa, map_slices, sum, with_float},
     tasks::{Operand, expect, rows_per_task},
 };
 use crate::{LayerNorm, View, Write};
@@ -29,7 +29,7 @@ pub(super) fn rms_norm(
     with_float!(x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
         let (weight, rstd) = (Operand::<T>::new(weight), Operand::<f32>::new(rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, _| {
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
             // SAFETY: the weight is only read.
             let weight = unsafe { weight.read(0..width) };
             for row in rows {
@@ -40,7 +40,7 @@ pub(super) fn rms_norm(
                 };
                 let [squares] = sum([x], #[inline(always)] |[x]| [x * x]);
                 rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
-                scale_row(x, 0.0, rstd[0], weight, y);
+                scale_row(isa, x, 0.0, rstd[0], weight, y);
             }
         });
     });
@@ -48,10 +48,15 @@ pub(super) fn rms_norm(
 
 /// `y = (x - mean) · rstd · weight`.
 #[inline(always)]
-fn scale_row<T: Float>(x: &[T], mean: f32, rstd: f32, weight: &[T], y: &mut [T]) {
-    for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
-        *y = T::store((x.load() - mean) * rstd * weight.load());
-    }
+fn scale_row<T: Float>(isa: Isa, x: &[T], mean: f32, rstd: f32, weight: &[T], y: &mut [T]) {
+    map_slices(
+        isa,
+        [x, weight],
+        y,
+        Write::Overwrite,
+        #[inline(always)]
+        |[x, weight]| (x - mean) * rstd * weight,
+    );
 }
 
 pub(super) fn layer_norm(
@@ -73,7 +78,7 @@ pub(super) fn layer_norm(
         let (x, y) = (Operand::<T>::new(norm.x), Operand::<T>::new(y));
         let (weight, bias) = (Operand::<T>::new(norm.weight), bias.map(Operand::<T>::new));
         let (mean, rstd) = (Operand::<f32>::new(norm.mean), Operand::<f32>::new(norm.rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, _| {
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
             // SAFETY: weight and bias are only read.
             let weight = unsafe { weight.read(0..width) };
             // SAFETY: as above.
@@ -96,8 +101,8 @@ pub(super) fn layer_norm(
                 mean[0] = average;
                 rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
                 match bias {
-                    Some(bias) => scale_and_shift_row(x, average, rstd[0], weight, bias, y),
-                    None => scale_row(x, average, rstd[0], weight, y),
+                    Some(bias) => scale_and_shift_row(isa, x, (average, rstd[0]), weight, bias, y),
+                    None => scale_row(isa, x, average, rstd[0], weight, y),
                 }
             }
         });
@@ -106,10 +111,22 @@ pub(super) fn layer_norm(
 
 /// `y = (x - mean) · rstd · weight + bias`.
 #[inline(always)]
-fn scale_and_shift_row<T: Float>(x: &[T], mean: f32, rstd: f32, weight: &[T], bias: &[T], y: &mut [T]) {
-    for (((y, x), weight), bias) in y.iter_mut().zip(x).zip(weight).zip(bias) {
-        *y = T::store((x.load() - mean) * rstd * weight.load() + bias.load());
-    }
+fn scale_and_shift_row<T: Float>(
+    isa: Isa,
+    x: &[T],
+    (mean, rstd): (f32, f32),
+    weight: &[T],
+    bias: &[T],
+    y: &mut [T],
+) {
+    map_slices(
+        isa,
+        [x, weight, bias],
+        y,
+        Write::Overwrite,
+        #[inline(always)]
+        |[x, weight, bias]| (x - mean) * rstd * weight + bias,
+    );
 }
 
 fn expect_layer_norm(norm: &LayerNorm<'_>, rows: usize, width: usize) {
@@ -164,7 +181,7 @@ fn backward_input(queue: &CpuQueue, saved: Saved<'_>, dy: View<'_>, dx: View<'_>
         let (x, dy, dx) = (Operand::<T>::new(saved.x), Operand::<T>::new(dy), Operand::<T>::new(dx));
         let weight = Operand::<T>::new(saved.weight);
         let (mean, rstd) = (saved.mean.map(Operand::<f32>::new), Operand::<f32>::new(saved.rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, _| {
+        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
             // SAFETY: the weight is only read.
             let weight = unsafe { weight.read(0..width) };
             for row in rows {
@@ -180,7 +197,7 @@ fn backward_input(queue: &CpuQueue, saved: Saved<'_>, dy: View<'_>, dx: View<'_>
                 };
                 // SAFETY: the means are only read.
                 let mean = mean.as_ref().map(#[inline(always)] |mean| unsafe { mean.read(row..row + 1)[0] });
-                backward_input_row(RowSaved { x, weight, mean, rstd }, dy, dx, write);
+                backward_input_row(isa, RowSaved { x, weight, mean, rstd }, dy, dx, write);
             }
         });
     });
@@ -195,7 +212,7 @@ struct RowSaved<'a, T> {
 }
 
 #[inline(always)]
-fn backward_input_row<T: Float>(saved: RowSaved<'_, T>, dy: &[T], dx: &mut [T], write: Write) {
+fn backward_input_row<T: Float>(isa: Isa, saved: RowSaved<'_, T>, dy: &[T], dx: &mut [T], write: Write) {
     let RowSaved { x, weight, mean, rstd } = saved;
     let one_over_width = 1.0 / x.len() as f32;
     let shift = mean.unwrap_or(0.0);
@@ -210,21 +227,14 @@ fn backward_input_row<T: Float>(saved: RowSaved<'_, T>, dy: &[T], dx: &mut [T], 
     let average = if mean.is_some() { total * one_over_width } else { 0.0 };
     // average(g · n) · n = (x - mean) · rstd² · average(g · (x - mean))
     let along = projection * one_over_width * rstd * rstd;
-    let terms = dy.iter().zip(weight).zip(x);
-    match write {
-        Write::Overwrite => {
-            for (dx, ((dy, weight), x)) in dx.iter_mut().zip(terms) {
-                let g = dy.load() * weight.load();
-                *dx = T::store(rstd * (g - average - (x.load() - shift) * along));
-            }
-        }
-        Write::Accumulate => {
-            for (dx, ((dy, weight), x)) in dx.iter_mut().zip(terms) {
-                let g = dy.load() * weight.load();
-                *dx = T::store(dx.load() + rstd * (g - average - (x.load() - shift) * along));
-            }
-        }
-    }
+    map_slices(
+        isa,
+        [dy, weight, x],
+        dx,
+        write,
+        #[inline(always)]
+        |[dy, weight, x]| rstd * (dy * weight - average - (x - shift) * along),
+    );
 }
 
 pub(super) fn rms_norm_backward_weight(

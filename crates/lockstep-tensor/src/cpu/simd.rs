@@ -6,8 +6,11 @@
 
 use half::{bf16, f16};
 
-use super::CpuLevel;
-use crate::Element;
+use super::{
+    CpuLevel,
+    tasks::{BLOCK, Block},
+};
+use crate::{Element, Write};
 
 /// A float storage type. Arithmetic is in f32.
 pub(crate) trait Float: Element {
@@ -15,6 +18,20 @@ pub(crate) trait Float: Element {
     fn load(self) -> f32;
     /// The nearest value to `x`, ties to even.
     fn store(x: f32) -> Self;
+
+    /// [`Float::store`] of as many numbers. Those below the normal range may become zero.
+    #[inline(always)]
+    fn store_all(isa: Isa, from: &[f32], to: &mut [Self]) {
+        let _ = isa;
+        store_each(from, to);
+    }
+}
+
+#[inline(always)]
+fn store_each<T: Float>(from: &[f32], to: &mut [T]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = T::store(*from);
+    }
 }
 
 impl Float for f32 {
@@ -42,6 +59,17 @@ impl Float for bf16 {
         // A NaN whose fraction lies in the lower half must not round to infinity.
         let bits = if x.is_nan() { bits | 0x0040_0000 } else { rounded };
         Self::from_bits((bits >> 16) as u16)
+    }
+
+    #[inline(always)]
+    fn store_all(isa: Isa, from: &[f32], to: &mut [Self]) {
+        #[cfg(target_arch = "x86_64")]
+        if isa.bf16 {
+            // SAFETY: the level has the instruction.
+            return unsafe { round_to_bf16(from, to) };
+        }
+        let _ = isa;
+        store_each(from, to);
     }
 }
 
@@ -99,44 +127,58 @@ impl CpuLevel {
     /// Runs `work` compiled for this level.
     #[inline(always)]
     pub(crate) fn run<R>(self, work: impl FnOnce() -> R) -> R {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if self >= Self::Avx512 {
-                // SAFETY: the level says that the CPU has these instructions.
-                return unsafe { avx512(work) };
-            }
-            if self >= Self::Avx2 {
-                // SAFETY: as above.
-                return unsafe { avx2(work) };
-            }
-        }
-        work()
+        self.run_with_isa(
+            #[inline(always)]
+            |_| work(),
+        )
     }
 
-    /// Like [`CpuLevel::run`], for work that multiplies and adds.
+    /// Like [`CpuLevel::run`], for work that multiplies and adds, or rounds.
     #[inline(always)]
-    pub(crate) fn run_with_fma<R>(self, work: impl FnOnce(Fma) -> R) -> R {
-        if self >= Self::Avx2 {
-            self.run(
-                #[inline(always)]
-                || work(Fma(true)),
-            )
-        } else {
-            work(Fma(false))
+    pub(crate) fn run_with_isa<R>(self, work: impl FnOnce(Isa) -> R) -> R {
+        // One call for each level, so that what a loop asks of `Isa` is a constant in it.
+        #[cfg(target_arch = "x86_64")]
+        macro_rules! run {
+            ($compiled:ident, $isa:expr) => {
+                // SAFETY: the level says that the CPU has these instructions.
+                unsafe {
+                    $compiled(
+                        #[inline(always)]
+                        || work($isa),
+                    )
+                }
+            };
+        }
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => run!(avx2, Isa { fma: true, bf16: false }),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => run!(avx512, Isa { fma: true, bf16: false }),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 | Self::AmxBf16 => run!(avx512_bf16, Isa { fma: true, bf16: true }),
+            _ => work(Isa::PLAIN),
         }
     }
 }
 
-/// Whether the instructions that a loop is compiled for have fused multiply-add. Where they do it is one instruction,
-/// where they do not it would be a call; so loops pass this along, and it is a constant once they are inlined.
+/// What the CPU level that a loop is compiled for has beyond plain arithmetic.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Fma(bool);
+pub(crate) struct Isa {
+    /// Fused multiply-add is one instruction, where it would otherwise be a call. A constant once loops are inlined.
+    fma: bool,
+    /// Vectors are rounded to bf16 by one instruction.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "an instruction of x86"))]
+    bf16: bool,
+}
 
-impl Fma {
+impl Isa {
+    /// Nothing.
+    pub(crate) const PLAIN: Self = Self { fma: false, bf16: false };
+
     /// `a · b + c`, rounded once or twice.
     #[inline(always)]
     pub(crate) fn mul_add(self, a: f32, b: f32, c: f32) -> f32 {
-        if self.0 { a.mul_add(b, c) } else { a * b + c }
+        if self.fma { a.mul_add(b, c) } else { a * b + c }
     }
 
     /// `c[0] + c[1] x + c[2] x² + ...`
@@ -151,6 +193,12 @@ impl Fma {
 }
 
 #[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
+fn avx512_bf16<R>(work: impl FnOnce() -> R) -> R {
+    work()
+}
+
+#[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
 fn avx512<R>(work: impl FnOnce() -> R) -> R {
     work()
@@ -160,6 +208,27 @@ fn avx512<R>(work: impl FnOnce() -> R) -> R {
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
 fn avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
+}
+
+/// Rounds as many numbers as both slices have.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
+    use std::arch::x86_64::*;
+    const COUNT: usize = 16;
+    for (from, to) in from.chunks(COUNT).zip(to.chunks_mut(COUNT)) {
+        let present: __mmask16 = __mmask16::MAX >> (COUNT - from.len().min(to.len()));
+        // SAFETY: only elements of the slices are read and written; the two vectors are the same 256 bits.
+        unsafe {
+            let rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(present, from.as_ptr()));
+            _mm256_mask_storeu_epi16(
+                to.as_mut_ptr().cast(),
+                present,
+                std::mem::transmute::<__m256bh, __m256i>(rounded),
+            );
+        }
+    }
 }
 
 /// What the CPU fetches at once.
@@ -186,16 +255,16 @@ const ROUND_F64: f64 = 6_755_399_441_055_744.0;
 
 /// `e^x` to within 2 units in the last place; 0 below the smallest normal number, infinity above the range.
 #[inline(always)]
-pub(crate) fn exp(fma: Fma, x: f32) -> f32 {
+pub(crate) fn exp(isa: Isa, x: f32) -> f32 {
     // e^x = 2^n e^r with |r| <= ln(2)/2; the degree-6 polynomial is the minimax one of Cephes' expf.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    let shifted = fma.mul_add(x, std::f32::consts::LOG2_E, ROUND);
+    let shifted = isa.mul_add(x, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    let r = fma.mul_add(n, -LN2_LOW, fma.mul_add(n, -LN2_HIGH, x));
+    let r = isa.mul_add(n, -LN2_LOW, isa.mul_add(n, -LN2_HIGH, x));
     let p =
-        fma.polynomial(r, [0.5, 1.666_666_5e-1, 4.166_579_6e-2, 8.333_452e-3, 1.398_2e-3, 1.987_569_2e-4]);
-    let e = fma.mul_add(p, r * r, r) + 1.0;
+        isa.polynomial(r, [0.5, 1.666_666_5e-1, 4.166_579_6e-2, 8.333_452e-3, 1.398_2e-3, 1.987_569_2e-4]);
+    let e = isa.mul_add(p, r * r, r) + 1.0;
     // The low bits of `shifted` hold n: moved to the exponent they multiply by 2^n.
     let scaled = f32::from_bits(e.to_bits().wrapping_add(shifted.to_bits() << 23));
     let bounded = if x < -87.33 { 0.0 } else { scaled };
@@ -205,15 +274,15 @@ pub(crate) fn exp(fma: Fma, x: f32) -> f32 {
 
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
-pub(crate) fn sigmoid(fma: Fma, x: f32) -> f32 {
-    1.0 / (1.0 + exp(fma, -x))
+pub(crate) fn sigmoid(isa: Isa, x: f32) -> f32 {
+    1.0 / (1.0 + exp(isa, -x))
 }
 
 /// The standard normal distribution at `x`: (probability of less than `x`, density).
 ///
 /// `Φ(x) = (1 + erf(x/√2)) / 2`, without the cancellation that the formula suffers for negative `x`.
 #[inline(always)]
-pub(crate) fn normal_distribution(fma: Fma, x: f32) -> (f32, f32) {
+pub(crate) fn normal_distribution(isa: Isa, x: f32) -> (f32, f32) {
     const ONE_OVER_SQRT_TAU: f32 = 0.398_942_3;
     /// Mills' ratio (1 - Φ(x))/φ(x) of x >= 0 is t times this polynomial in t = 1/(1 + 0.35x): a weighted
     /// least-squares fit made for this function, relative error 3.2e-8.
@@ -228,9 +297,9 @@ pub(crate) fn normal_distribution(fma: Fma, x: f32) -> (f32, f32) {
         0.361_104_8,
         -0.073_102_66,
     ];
-    let t = 1.0 / fma.mul_add(0.35, x.abs(), 1.0);
-    let density = ONE_OVER_SQRT_TAU * exp(fma, -0.5 * x * x);
-    let tail = density * fma.polynomial(t, MILLS) * t;
+    let t = 1.0 / isa.mul_add(0.35, x.abs(), 1.0);
+    let density = ONE_OVER_SQRT_TAU * exp(isa, -0.5 * x * x);
+    let tail = density * isa.polynomial(t, MILLS) * t;
     (if x < 0.0 { tail } else { 1.0 - tail }, density)
 }
 
@@ -255,8 +324,71 @@ pub(crate) fn sin_cos(x: f32) -> (f32, f32) {
     (f32::from_bits(s.to_bits() ^ sin_sign), f32::from_bits(c.to_bits() ^ cos_sign))
 }
 
-/// Independent sums that a reduction keeps: enough to hide the latency of an addition, and part of what
-/// the result's bits depend on.
+/// `outputs[m][i] = f([inputs[0][i], inputs[1][i], ...])[m]` for the first `n` elements of each.
+#[inline(always)]
+pub(crate) fn map_block<T: Float, const N: usize, const M: usize>(
+    inputs: [&[T]; N],
+    outputs: &mut [Block; M],
+    n: usize,
+    f: impl Fn([f32; N]) -> [f32; M],
+) {
+    combine_block(inputs, outputs, n, f, |_, result| result);
+}
+
+/// [`map_block`], with `combine` of what `outputs` hold and the results.
+#[inline(always)]
+fn combine_block<T: Float, const N: usize, const M: usize>(
+    inputs: [&[T]; N],
+    outputs: &mut [Block; M],
+    n: usize,
+    f: impl Fn([f32; N]) -> [f32; M],
+    combine: impl Fn(f32, f32) -> f32,
+) {
+    assert!(n <= BLOCK && inputs.iter().all(|input| input.len() >= n));
+    for i in 0..n {
+        // SAFETY: every slice has `n` elements, as just checked. A check for each would keep the last elements of
+        // each block out of the vectors.
+        let arguments = inputs.map(
+            #[inline(always)]
+            |input| unsafe { input.get_unchecked(i) }.load(),
+        );
+        for (output, result) in outputs.iter_mut().zip(f(arguments)) {
+            // SAFETY: as above.
+            let output = unsafe { output.0.get_unchecked_mut(i) };
+            *output = combine(*output, result);
+        }
+    }
+}
+
+/// `to[i] = f([inputs[0][i], inputs[1][i], ...])`, or added to what is there.
+#[inline(always)]
+pub(crate) fn map_slices<T: Float, const N: usize>(
+    isa: Isa,
+    inputs: [&[T]; N],
+    to: &mut [T],
+    write: Write,
+    f: impl Fn([f32; N]) -> f32,
+) {
+    let mut results = [Block::ZERO];
+    for (index, to) in to.chunks_mut(BLOCK).enumerate() {
+        map_block(
+            inputs.map(|input| &input[index * BLOCK..]),
+            &mut results,
+            to.len(),
+            #[inline(always)]
+            |x| [f(x)],
+        );
+        let results = &mut results[0].0[..to.len()];
+        if write == Write::Accumulate {
+            for (result, earlier) in results.iter_mut().zip(&*to) {
+                *result += earlier.load();
+            }
+        }
+        T::store_all(isa, results, to);
+    }
+}
+
+/// Partial results that a reduction ends with, a few vectors of them.
 const LANES: usize = 32;
 
 /// Sums of `M` functions of `N` equally long slices: `Σ f([a[i], b[i], ...])`.
@@ -265,75 +397,59 @@ pub(crate) fn sum<T: Float, const N: usize, const M: usize>(
     inputs: [&[T]; N],
     f: impl Fn([f32; N]) -> [f32; M],
 ) -> [f32; M] {
-    let len = inputs[0].len();
-    let whole = len - len % LANES;
-    let mut lanes = [[0.0; LANES]; M];
-    for start in (0..whole).step_by(LANES) {
-        add_lanes(&mut lanes, parts(inputs, start, LANES), LANES, &f);
-    }
-    add_lanes(&mut lanes, parts(inputs, whole, len - whole), len - whole, &f);
-    lanes.map(tree_sum)
-}
-
-/// `n` elements of each input.
-#[inline(always)]
-fn parts<T, const N: usize>(inputs: [&[T]; N], start: usize, n: usize) -> [&[T]; N] {
-    let mut parts = inputs;
-    for part in &mut parts {
-        *part = &part[start..start + n];
-    }
-    parts
-}
-
-#[inline(always)]
-fn add_lanes<T: Float, const N: usize, const M: usize>(
-    lanes: &mut [[f32; LANES]; M],
-    inputs: [&[T]; N],
-    n: usize,
-    f: &impl Fn([f32; N]) -> [f32; M],
-) {
-    for lane in 0..n {
-        let mut arguments = [0.0; N];
-        for (argument, input) in arguments.iter_mut().zip(inputs) {
-            *argument = input[lane].load();
-        }
-        for (lanes, term) in lanes.iter_mut().zip(f(arguments)) {
-            lanes[lane] += term;
-        }
-    }
-}
-
-#[inline(always)]
-fn tree_sum(mut lanes: [f32; LANES]) -> f32 {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
-}
-
-#[inline(always)]
-fn larger(a: f32, b: f32) -> f32 {
-    if b > a { b } else { a }
+    reduce(inputs, 0.0, f, |a, b| a + b)
 }
 
 /// The largest element, NaN aside; negative infinity if there is none.
 #[inline(always)]
 pub(crate) fn max<T: Float>(x: &[T]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let mut chunks = x.chunks_exact(LANES);
-    for chunk in &mut chunks {
-        for (lane, x) in lanes.iter_mut().zip(chunk) {
-            *lane = larger(*lane, x.load());
+    let [largest] = reduce([x], f32::NEG_INFINITY, |[x]| [x], |a, b| if b > a { b } else { a });
+    largest
+}
+
+/// Combines `M` functions of `N` equally long slices: the blocks of results with each other, then the halves of what
+/// is left.
+#[inline(always)]
+fn reduce<T: Float, const N: usize, const M: usize>(
+    inputs: [&[T]; N],
+    neutral: f32,
+    f: impl Fn([f32; N]) -> [f32; M],
+    combine: impl Fn(f32, f32) -> f32,
+) -> [f32; M] {
+    let len = inputs[0].len();
+    let mut blocks = [Block([neutral; BLOCK]); M];
+    for start in (0..len).step_by(BLOCK) {
+        let inputs = inputs.map(|input| &input[start..]);
+        combine_block(inputs, &mut blocks, BLOCK.min(len - start), &f, &combine);
+    }
+    let used = len.min(BLOCK).next_power_of_two();
+    let mut results = [neutral; M];
+    for (result, block) in results.iter_mut().zip(&mut blocks) {
+        let mut half = used / 2;
+        while half >= LANES {
+            let (low, high) = block.0.split_at_mut(half);
+            combine_into(low, high, &combine);
+            half /= 2;
         }
+        let mut lanes = [neutral; LANES];
+        lanes.copy_from_slice(&block.0[..LANES]);
+        let mut half = LANES / 2;
+        while half > 0 {
+            let (low, high) = lanes.split_at_mut(half);
+            combine_into(low, &high[..half], &combine);
+            half /= 2;
+        }
+        *result = lanes[0];
     }
-    for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane = larger(*lane, x.load());
+    results
+}
+
+/// Combines each element of `a` with that of `b`.
+#[inline(always)]
+fn combine_into(a: &mut [f32], b: &[f32], combine: &impl Fn(f32, f32) -> f32) {
+    for (a, b) in a.iter_mut().zip(b) {
+        *a = combine(*a, *b);
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, larger)
 }
 
 #[cfg(test)]
@@ -341,35 +457,35 @@ mod tests {
     use super::*;
 
     /// Fused multiply-add is right everywhere, only slow where the CPU lacks it.
-    const BOTH: [Fma; 2] = [Fma(false), Fma(true)];
+    const BOTH: [Isa; 2] = [Isa::PLAIN, Isa { fma: true, bf16: false }];
 
     #[test]
     fn exp_is_close_to_the_exact_value_over_its_whole_range() {
-        for fma in BOTH {
+        for isa in BOTH {
             let mut worst = 0.0_f64;
             for i in -87_000..88_000 {
                 let x = i as f32 * 1e-3;
                 let exact = f64::from(x).exp();
-                worst = worst.max((f64::from(exp(fma, x)) - exact).abs() / exact);
+                worst = worst.max((f64::from(exp(isa, x)) - exact).abs() / exact);
             }
             assert!(worst < 2.5e-7, "relative error {worst}");
-            assert_eq!(exp(fma, -1000.0), 0.0);
-            assert_eq!(exp(fma, f32::NEG_INFINITY), 0.0);
-            assert_eq!(exp(fma, f32::INFINITY), f32::INFINITY);
-            assert_eq!(exp(fma, 0.0), 1.0);
-            assert!(exp(fma, f32::NAN).is_nan());
+            assert_eq!(exp(isa, -1000.0), 0.0);
+            assert_eq!(exp(isa, f32::NEG_INFINITY), 0.0);
+            assert_eq!(exp(isa, f32::INFINITY), f32::INFINITY);
+            assert_eq!(exp(isa, 0.0), 1.0);
+            assert!(exp(isa, f32::NAN).is_nan());
             // The last number whose exponential is finite, and the one after it.
             let last = f32::MAX.ln().next_down();
-            assert!(exp(fma, last).is_finite() && exp(fma, last.next_up().next_up()).is_infinite());
+            assert!(exp(isa, last).is_finite() && exp(isa, last.next_up().next_up()).is_infinite());
         }
     }
 
     #[test]
     fn the_normal_distribution_is_close_to_the_error_function() {
-        for fma in BOTH {
+        for isa in BOTH {
             for i in -14_000..14_000 {
                 let x = i as f32 * 1e-3;
-                let (probability, density) = normal_distribution(fma, x);
+                let (probability, density) = normal_distribution(isa, x);
                 let exact = 0.5 * libm::erfc(-f64::from(x) / std::f64::consts::SQRT_2);
                 let exact_density = (-0.5 * f64::from(x).powi(2)).exp() / std::f64::consts::TAU.sqrt();
                 let bound = 4e-7 * exact * (1.0 + f64::from(x).powi(2)) + 1e-36;
@@ -380,9 +496,9 @@ mod tests {
                 assert!((f64::from(probability) - exact).abs() < 2e-7, "Φ({x}) = {probability}, not {exact}");
                 assert!((f64::from(density) - exact_density).abs() < 1e-7, "φ({x}) = {density}");
             }
-            assert_eq!(normal_distribution(fma, f32::INFINITY), (1.0, 0.0));
-            assert_eq!(normal_distribution(fma, f32::NEG_INFINITY).0, 0.0);
-            assert!(normal_distribution(fma, f32::NAN).0.is_nan());
+            assert_eq!(normal_distribution(isa, f32::INFINITY), (1.0, 0.0));
+            assert_eq!(normal_distribution(isa, f32::NEG_INFINITY).0, 0.0);
+            assert!(normal_distribution(isa, f32::NAN).0.is_nan());
         }
     }
 
@@ -406,14 +522,14 @@ mod tests {
 
     #[test]
     fn the_sigmoid_is_close_and_saturates() {
-        for fma in BOTH {
+        for isa in BOTH {
             for i in -80_000..80_000 {
                 let x = i as f32 * 1e-3;
                 let exact = 1.0 / (1.0 + (-f64::from(x)).exp());
-                let error = (f64::from(sigmoid(fma, x)) - exact).abs() / exact;
-                assert!(error < 4e-7, "sigmoid(fma, {x}) = {}, not {exact}", sigmoid(fma, x));
+                let error = (f64::from(sigmoid(isa, x)) - exact).abs() / exact;
+                assert!(error < 4e-7, "sigmoid(isa, {x}) = {}, not {exact}", sigmoid(isa, x));
             }
-            assert_eq!((sigmoid(fma, -1000.0), sigmoid(fma, 1000.0)), (0.0, 1.0));
+            assert_eq!((sigmoid(isa, -1000.0), sigmoid(isa, 1000.0)), (0.0, 1.0));
         }
     }
 

@@ -7,7 +7,7 @@ use std::{marker::PhantomData, ops::Range, ptr::NonNull, slice};
 
 use lockstep_plan::{DType, MemoryCategory};
 
-use super::{CpuQueue, simd::Fma};
+use super::{CpuQueue, simd::Isa};
 use crate::{Element, View};
 
 /// Fewer elements than this are not worth waking a thread for.
@@ -115,13 +115,13 @@ impl CpuQueue {
     /// the queue's level, and says whether that has fused multiply-add. The closure given here must be
     /// `#[inline(always)]`, or it is compiled for the lowest level.
     #[inline(always)]
-    pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>, Fma) + Sync) {
+    pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>, Isa) + Sync) {
         let tasks = count.div_ceil(grain);
         let task = |index: usize| {
             let range = index * grain..count.min((index + 1) * grain);
-            self.level.run_with_fma(
+            self.level.run_with_isa(
                 #[inline(always)]
-                |fma| work(range, fma),
+                |isa| work(range, isa),
             );
         };
         self.pool.run(tasks, task);

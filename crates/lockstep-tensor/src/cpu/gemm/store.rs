@@ -107,9 +107,9 @@ pub(in crate::cpu) unsafe fn store<T: Float, C: Float>(
     finish: &Finish<'_, T>,
     target: Window<C>,
 ) {
-    level.run(
+    level.run_with_isa(
         #[inline(always)]
-        || {
+        |isa| {
             for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
                 let sums = &mut sums[..columns];
                 if let Some(partial) = finish.partial {
@@ -124,9 +124,7 @@ pub(in crate::cpu) unsafe fn store<T: Float, C: Float>(
                 if finish.write == Write::Accumulate {
                     add(sums, target);
                 }
-                for (out, sum) in target.iter_mut().zip(sums) {
-                    *out = C::store(*sum);
-                }
+                C::store_all(isa, sums, target);
             }
         },
     );

@@ -21,8 +21,7 @@ use self::rounding::Rounder;
 pub(super) use self::{adamw::adamw, lion::lion, muon::muon, norm::sum_of_squares, sgd::sgd};
 use super::{
     CpuQueue, check_disjoint,
-    elementwise::store,
-    simd::Float,
+    simd::{Float, Isa},
     tasks::{BLOCK, Block, Operand, elements_per_task, expect},
 };
 use crate::{Rounding, View};
@@ -72,11 +71,11 @@ impl<'a> Stored<'a> {
     /// # Safety
     /// As for [`Stored::load`].
     #[inline(always)]
-    unsafe fn store(&self, range: Range<usize>, values: &[f32]) {
+    unsafe fn store(&self, isa: Isa, range: Range<usize>, values: &[f32]) {
         if let Self::Bf16(operand, rounder) = self {
             let start = range.start;
             // SAFETY: promised by the caller.
-            rounder.round(start, values, unsafe { operand.write(range) });
+            rounder.round(isa, start, values, unsafe { operand.write(range) });
         }
     }
 }
@@ -107,14 +106,14 @@ impl<'a> Rounded<'a> {
     /// # Safety
     /// Nothing else may touch these elements of the copy.
     #[inline(always)]
-    unsafe fn store(&self, start: usize, weights: &[f32]) {
+    unsafe fn store(&self, isa: Isa, start: usize, weights: &[f32]) {
         let range = start..start + weights.len();
         match self {
             Self::None => {}
             // SAFETY: promised by the caller.
-            Self::Bf16(copy) => store(weights, unsafe { copy.write(range) }),
+            Self::Bf16(copy) => Float::store_all(isa, weights, unsafe { copy.write(range) }),
             // SAFETY: promised by the caller.
-            Self::F16(copy) => store(weights, unsafe { copy.write(range) }),
+            Self::F16(copy) => Float::store_all(isa, weights, unsafe { copy.write(range) }),
         }
     }
 }
@@ -153,7 +152,7 @@ fn update<const N: usize>(
         elements,
         elements_per_task(elements),
         #[inline(always)]
-        |range, _| {
+        |range, isa| {
             let mut blocks = [Block::ZERO; N];
             for start in range.clone().step_by(BLOCK) {
                 let block = start..range.end.min(start + BLOCK);
@@ -166,9 +165,9 @@ fn update<const N: usize>(
                     );
                     rule(values.each_mut().map(|values| &mut **values), gradient.read(block.clone()));
                     for (stored, values) in stored.iter().zip(&values) {
-                        stored.store(block.clone(), values);
+                        stored.store(isa, block.clone(), values);
                     }
-                    rounded.store(start, values[0]);
+                    rounded.store(isa, start, values[0]);
                 }
             }
         },

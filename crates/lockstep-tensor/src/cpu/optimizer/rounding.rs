@@ -5,7 +5,10 @@
 use half::bf16;
 use lockstep_plan::random::{Philox, mix};
 
-use super::super::{elementwise::store, tasks::BLOCK};
+use super::super::{
+    simd::{Float, Isa},
+    tasks::BLOCK,
+};
 use crate::Rounding;
 
 /// Random halves of words in one block of the generator.
@@ -34,9 +37,9 @@ impl Rounder {
 
     /// Rounds up to a block of elements that starts at element `start` of the operand.
     #[inline(always)]
-    pub(super) fn round(&self, start: usize, values: &[f32], out: &mut [bf16]) {
+    pub(super) fn round(&self, isa: Isa, start: usize, values: &[f32], out: &mut [bf16]) {
         match self {
-            Self::Nearest => store(values, out),
+            Self::Nearest => bf16::store_all(isa, values, out),
             Self::Stochastic { philox, step, first_element } => {
                 let bits = random_bits(*philox, *step, (first_element + start as u64) / HALVES as u64);
                 for ((out, x), bits) in out.iter_mut().zip(values).zip(bits) {
@@ -98,7 +101,7 @@ mod tests {
             let mut sum = 0.0;
             for step in 0..steps {
                 let mut out = [bf16::ZERO; BLOCK];
-                stochastic(step, 0).round(0, &[x; BLOCK], &mut out);
+                stochastic(step, 0).round(Isa::PLAIN, 0, &[x; BLOCK], &mut out);
                 for rounded in out {
                     assert!([below, above].contains(&rounded.to_f64()), "{x} became {rounded}");
                     sum += rounded.to_f64();
@@ -128,7 +131,7 @@ mod tests {
         let values: Vec<f32> = (0..BLOCK).map(|i| 1.0 + i as f32 * 1e-5).collect();
         let round = |rounder: &Rounder, start: usize, range: std::ops::Range<usize>| {
             let mut out = vec![bf16::ZERO; range.len()];
-            rounder.round(start, &values[range], &mut out);
+            rounder.round(Isa::PLAIN, start, &values[range], &mut out);
             out
         };
         let whole = round(&stochastic(3, 0), 0, 0..BLOCK);

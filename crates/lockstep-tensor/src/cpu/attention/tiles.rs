@@ -17,10 +17,9 @@ use super::{
     lanes::Lanes,
 };
 use crate::{
-    Write,
-    cpu::gemm::panels::{
-        BfloatPair, ColumnPanels, MicroKernel, Operand, Order, Rounded, RowPanels, Tile, Unit, pack,
-    },
+    CpuLevel, Write,
+    cpu::gemm::panels::{BfloatPair, ColumnPanels, MicroKernel, Operand, Order, RowPanels, Tile, pack},
+    cpu::simd::Float,
 };
 
 /// Units of depth of a block of keys or rows: pairs.
@@ -66,6 +65,11 @@ impl<K: MicroKernel> Sizes<K> {
         self.head_dim.next_multiple_of(K::COLUMNS) * BLOCK_UNITS
     }
 
+    /// A block of scores, rounded.
+    fn rounded() -> usize {
+        BLOCK * BLOCK / 2
+    }
+
     /// A block of scores as the left operand.
     fn scores() -> usize {
         BLOCK.next_multiple_of(K::ROWS) * BLOCK_UNITS
@@ -100,7 +104,7 @@ impl<K: MicroKernel> Sizes<K> {
     unsafe fn pack_left(self, vectors: &Operands<'_>, packed: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe {
-            left::<K, BfloatPair>(&vectors.along(), vectors.rows(), self.elements(), self.head_units, packed);
+            left::<K>(&vectors.along(), vectors.rows(), self.elements(), self.head_units, packed);
         }
     }
 
@@ -109,13 +113,7 @@ impl<K: MicroKernel> Sizes<K> {
     unsafe fn pack_right(self, vectors: &Operands<'_>, packed: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe {
-            right::<K, BfloatPair>(
-                &vectors.along(),
-                vectors.rows(),
-                self.elements(),
-                self.head_units,
-                packed,
-            );
+            right::<K>(&vectors.along(), vectors.rows(), self.elements(), self.head_units, packed);
         }
     }
 
@@ -124,7 +122,7 @@ impl<K: MicroKernel> Sizes<K> {
     unsafe fn pack_right_across(self, vectors: &Operands<'_>, packed: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe {
-            right::<K, BfloatPair>(&vectors.across(), self.elements(), vectors.rows(), BLOCK_UNITS, packed);
+            right::<K>(&vectors.across(), self.elements(), vectors.rows(), BLOCK_UNITS, packed);
         }
     }
 
@@ -158,8 +156,8 @@ impl<'a> Operands<'a> {
 ///
 /// # Safety
 /// The CPU must have the instructions of `K`.
-unsafe fn left<K: MicroKernel, U: Unit>(
-    operand: &Operand<'_, U::Source>,
+unsafe fn left<K: MicroKernel>(
+    operand: &Operand<'_, bf16>,
     rows: Range<usize>,
     depth: Range<usize>,
     units: usize,
@@ -167,15 +165,15 @@ unsafe fn left<K: MicroKernel, U: Unit>(
 ) {
     let packed = &mut bytemuck::cast_slice_mut(packed)[..rows.len().next_multiple_of(K::ROWS) * units];
     // SAFETY: the caller's promise.
-    unsafe { pack::<K::Vector, U, RowPanels<K>>(operand, rows, depth, units, packed) }
+    unsafe { pack::<K::Vector, BfloatPair, RowPanels<K>>(operand, rows, depth, units, packed) }
 }
 
 /// Packs `columns` of a right operand.
 ///
 /// # Safety
 /// As [`left`].
-unsafe fn right<K: MicroKernel, U: Unit>(
-    operand: &Operand<'_, U::Source>,
+unsafe fn right<K: MicroKernel>(
+    operand: &Operand<'_, bf16>,
     columns: Range<usize>,
     depth: Range<usize>,
     units: usize,
@@ -183,7 +181,18 @@ unsafe fn right<K: MicroKernel, U: Unit>(
 ) {
     let packed = &mut bytemuck::cast_slice_mut(packed)[..columns.len().next_multiple_of(K::COLUMNS) * units];
     // SAFETY: the caller's promise.
-    unsafe { pack::<K::Vector, U, ColumnPanels<K>>(operand, columns, depth, units, packed) }
+    unsafe { pack::<K::Vector, BfloatPair, ColumnPanels<K>>(operand, columns, depth, units, packed) }
+}
+
+/// Rounds a block of scores.
+fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
+    let rounded = bytemuck::cast_slice_mut::<f32, bf16>(rounded);
+    // Whoever chose tiles for bf16 found the instruction in the CPU.
+    CpuLevel::Avx512Bf16.run_with_isa(
+        #[inline(always)]
+        |isa| bf16::store_all(isa, scores, rounded),
+    );
+    rounded
 }
 
 /// Where a product goes: `rows × columns`, its rows `stride` apart.
@@ -207,25 +216,46 @@ unsafe fn multiply<V: Lanes, K: MicroKernel>(units: usize, a: &[f32], b: &[f32],
     let Target { sums, rows, columns, stride, write, factor } = target;
     let mut tile = Tile::zeros();
     for (column, b) in (0..columns).step_by(K::COLUMNS).zip(b.chunks_exact(K::COLUMNS * units)) {
-        let width = K::COLUMNS.min(columns - column);
         for (row, a) in (0..rows).step_by(K::ROWS).zip(a.chunks_exact(K::ROWS * units)) {
             // SAFETY: the caller's promise; both panels hold `units`.
             unsafe { K::tile(units, a.as_ptr(), b.as_ptr(), &mut tile) };
+            let (rows, columns) = (row..rows.min(row + K::ROWS), column..columns.min(column + K::COLUMNS));
             V::LEVEL.run(
                 #[inline(always)]
                 || {
-                    let targets = sums[row * stride..].chunks_mut(stride);
-                    let height = K::ROWS.min(rows - row);
-                    for (target, products) in targets.zip(tile.rows(K::COLUMNS)).take(height) {
-                        let pairs = target[column..column + width].iter_mut().zip(products);
-                        match write {
-                            Write::Overwrite => pairs.for_each(|(sum, product)| *sum = product * factor),
-                            Write::Accumulate => pairs.for_each(|(sum, product)| *sum += product * factor),
-                        }
+                    let targets = sums[rows.start * stride..].chunks_mut(stride).take(rows.len());
+                    for (target, products) in targets.zip(tile.rows(K::COLUMNS)) {
+                        // SAFETY: this runs under `V::LEVEL`.
+                        unsafe { put::<V>(&mut target[columns.clone()], products, factor, write) };
                     }
                 },
             );
         }
+    }
+}
+
+/// `sums = products · factor`, or added. Whole vectors are written out: the compiler does not know that the two are
+/// different memory.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: Write) {
+    let whole = sums.len() - sums.len() % V::LANES;
+    let products = &products[..sums.len()];
+    // SAFETY: whole vectors lie below `whole`; the caller vouches for the instructions.
+    unsafe {
+        let factor = V::splat(factor);
+        for i in (0..whole).step_by(V::LANES) {
+            let (product, sum) = (V::load(products.as_ptr().add(i)), sums.as_mut_ptr().add(i));
+            match write {
+                Write::Overwrite => product.mul(factor).store(sum),
+                Write::Accumulate => product.mul_add(factor, V::load(sum)).store(sum),
+            }
+        }
+    }
+    for (sum, product) in sums[whole..].iter_mut().zip(&products[whole..]) {
+        *sum = product * factor + if write == Write::Accumulate { *sum } else { 0.0 };
     }
 }
 
@@ -254,7 +284,7 @@ impl<K: MicroKernel> Worker for TileForward<'_, K> {
         let queries = strips * sizes.left();
         let sums = self.forward.task_rows() * geometry.padded_dim;
         let blocks = sizes.right() + sizes.right_across() + sizes.staged();
-        queries + sums + blocks + BLOCK * BLOCK + Sizes::<K>::scores()
+        queries + sums + blocks + BLOCK * BLOCK + Sizes::<K>::rounded() + Sizes::<K>::scores()
     }
 
     fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
@@ -277,6 +307,7 @@ impl<K: MicroKernel> TileForward<'_, K> {
         let values = take(&mut scratch, sizes.right_across());
         let staged = take(&mut scratch, sizes.staged());
         let scores = take(&mut scratch, BLOCK * BLOCK);
+        let rounded = take(&mut scratch, Sizes::<K>::rounded());
         let weights = take(&mut scratch, Sizes::<K>::scores());
 
         for (strip, packed) in strips(rows.clone()).zip(queries.chunks_exact_mut(sizes.left())) {
@@ -333,10 +364,10 @@ impl<K: MicroKernel> TileForward<'_, K> {
                     write: Write::Accumulate,
                     factor: 1.0,
                 };
-                let scores = Operand::new(scores, BLOCK, Order::AlongDepth);
+                let scores = Operand::new(round(scores, rounded), BLOCK, Order::AlongDepth);
                 // SAFETY: the caller's promise.
                 unsafe {
-                    left::<K, Rounded>(&scores, 0..strip.len(), 0..block.len(), BLOCK_UNITS, weights);
+                    left::<K>(&scores, 0..strip.len(), 0..block.len(), BLOCK_UNITS, weights);
                     multiply::<V, K>(BLOCK_UNITS, weights, values, gathered);
                 }
             }
@@ -373,7 +404,9 @@ struct Scratch<'a> {
     probabilities: &'a mut [f32],
     /// Gradients of the probabilities, then of the scores.
     dscores: &'a mut [f32],
-    /// One of these two, packed.
+    /// These two, rounded.
+    rounded: [&'a mut [f32]; 2],
+    /// One of them, packed.
     packed: &'a mut [f32],
     staged: &'a mut [f32],
 }
@@ -389,7 +422,7 @@ impl<K: MicroKernel> Worker for TileBackward<'_, K> {
         let rows = geometry.rows().next_multiple_of(16);
         let strips = geometry.rows().div_ceil(BLOCK) * Self::strip_elements(sizes);
         let keys = 2 * sizes.right() + sizes.right_across() + 2 * BLOCK * geometry.padded_dim;
-        let scores = 2 * BLOCK * BLOCK + Sizes::<K>::scores();
+        let scores = 2 * BLOCK * BLOCK + 2 * Sizes::<K>::rounded() + Sizes::<K>::scores();
         strips + rows * (geometry.padded_dim + 2) + keys + scores + sizes.staged()
     }
 
@@ -410,6 +443,7 @@ impl<K: MicroKernel> Worker for TileBackward<'_, K> {
             dv: next(BLOCK * geometry.padded_dim),
             probabilities: next(BLOCK * BLOCK),
             dscores: next(BLOCK * BLOCK),
+            rounded: [(); 2].map(|()| next(Sizes::<K>::rounded())),
             packed: next(Sizes::<K>::scores()),
             staged: next(sizes.staged()),
         };
@@ -547,18 +581,19 @@ impl<K: MicroKernel> TileBackward<'_, K> {
         }
         .differentiate::<V>(scratch.probabilities, scratch.dscores);
         let (row_count, key_count) = (0..rows.len(), 0..keys.len());
+        let [probabilities, dscores] = &mut scratch.rounded;
+        let probabilities = round(scratch.probabilities, probabilities);
+        let dscores = round(scratch.dscores, dscores);
         let across = |block| Operand::new(block, BLOCK, Order::AcrossDepth);
-        let dscores = Operand::new(&*scratch.dscores, BLOCK, Order::AlongDepth);
+        let along = Operand::new(dscores, BLOCK, Order::AlongDepth);
         let packed = &mut *scratch.packed;
         // SAFETY: the caller's promise.
         unsafe {
-            let probabilities = across(&*scratch.probabilities);
-            left::<K, Rounded>(&probabilities, key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
+            left::<K>(&across(probabilities), key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
             multiply::<V, K>(BLOCK_UNITS, packed, dout_across, gradients(scratch.dv, keys.len()));
-            let transposed = across(&*scratch.dscores);
-            left::<K, Rounded>(&transposed, key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
+            left::<K>(&across(dscores), key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
             multiply::<V, K>(BLOCK_UNITS, packed, queries_across, gradients(scratch.dk, keys.len()));
-            left::<K, Rounded>(&dscores, row_count, key_count, BLOCK_UNITS, packed);
+            left::<K>(&along, row_count, key_count, BLOCK_UNITS, packed);
             let dq = &mut scratch.dq[rows.start * width..];
             multiply::<V, K>(BLOCK_UNITS, packed, scratch.keys_across, gradients(dq, rows.len()));
         }

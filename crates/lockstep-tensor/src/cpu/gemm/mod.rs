@@ -51,7 +51,7 @@ pub(super) mod panels {
     pub(in crate::cpu) use super::{
         amx::Tiles,
         kernel::{Avx512Dot, ColumnPanels, MicroKernel, RowPanels},
-        pack::{BfloatPair, Operand, Order, Rounded, Unit, pack},
+        pack::{BfloatPair, Operand, Order, pack},
         store::Tile,
     };
 }

@@ -237,36 +237,6 @@ impl Unit for BfloatPair {
     }
 }
 
-/// Two f32 rounded to bf16.
-#[cfg(target_arch = "x86_64")]
-pub(in crate::cpu) struct Rounded;
-
-#[cfg(target_arch = "x86_64")]
-impl Unit for Rounded {
-    type Source = f32;
-    const ELEMENTS: usize = 2;
-
-    #[inline(always)]
-    fn along(elements: &[f32], units: &mut [u32; SIDE]) {
-        let rounded = bytemuck::cast_slice_mut::<u32, bf16>(units);
-        for (rounded, x) in rounded.iter_mut().zip(elements) {
-            *rounded = bf16::store(*x);
-        }
-    }
-
-    #[inline(always)]
-    fn across([first, second]: [&[f32]; 2], units: &mut [u32]) {
-        let bits = |x: f32| u32::from(bf16::store(x).to_bits());
-        if second.is_empty() {
-            units.iter_mut().zip(first).for_each(|(unit, first)| *unit = bits(*first));
-        } else {
-            for (unit, (first, second)) in units.iter_mut().zip(first.iter().zip(second)) {
-                *unit = bits(*first) | bits(*second) << 16;
-            }
-        }
-    }
-}
-
 /// What a micro-kernel expects of the panels of one operand.
 pub(in crate::cpu) trait PanelShape {
     /// Rows of A or columns of B in a panel.

@@ -1,19 +1,26 @@
 //! Where memory comes from, and the ledger that counts it.
 //!
 //! An [`Arena`] hands out [`Buffer`]s and books their bytes by category. A dropped buffer goes back to the
-//! arena's cache, so a loop that asks for the same sizes again never reaches the system allocator.
+//! arena's cache, so a loop that asks for the same sizes again never reaches the system allocator. Buffers of chosen
+//! categories come from memory that other processes can map, and part of a buffer can be lent to another thread.
 
 use std::{
     alloc::{self, Layout},
+    cell::Cell,
     collections::BTreeMap,
+    marker::PhantomData,
+    ops::Range,
     ptr::NonNull,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use lockstep_plan::{DType, MemoryBytes, MemoryCategory};
 use rustix::mm;
 
-use crate::{Element, Shape, TensorError, View};
+use crate::{Element, Shape, SharedHeap, TensorError, View};
 
 /// Every buffer starts at a cache line, so vector loads and tile loads are aligned.
 const ALIGNMENT: usize = 64;
@@ -31,8 +38,22 @@ struct State {
     in_use: MemoryBytes,
     peak: MemoryBytes,
     peak_total_bytes: usize,
-    /// Freed blocks by capacity.
-    free: BTreeMap<usize, Vec<Block>>,
+    /// Freed blocks by place and capacity.
+    free: BTreeMap<(Place, usize), Vec<Block>>,
+    shared: Option<Sharing>,
+}
+
+/// Which buffers lie in shared memory.
+struct Sharing {
+    heap: Arc<SharedHeap>,
+    categories: Vec<MemoryCategory>,
+}
+
+/// Whether others can map a block.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Place {
+    Private,
+    Shared,
 }
 
 /// Zeroed memory of the system, released when dropped.
@@ -57,10 +78,16 @@ enum Source {
         start: NonNull<u8>,
         bytes: usize,
     },
+    Shared {
+        heap: Arc<SharedHeap>,
+        offset: usize,
+    },
 }
 
 // SAFETY: a block owns its memory; nothing about it is tied to the thread that allocated it.
 unsafe impl Send for Block {}
+// SAFETY: a shared block gives out its address and size only; `Buffer` and `Loan` see to who may use the memory.
+unsafe impl Sync for Block {}
 
 impl Block {
     /// `None` if the system has no more.
@@ -95,11 +122,24 @@ impl Block {
         let _ = unsafe { mm::madvise(pointer.as_ptr().cast(), bytes - padding, mm::Advice::LinuxHugepage) };
         Some(Self { pointer, capacity, source: Source::Mapping { start, bytes } })
     }
+
+    /// Memory that others can map; `None` if there is no room for it.
+    fn share(heap: &Arc<SharedHeap>, capacity: usize) -> Option<Self> {
+        let (offset, pointer) = heap.take(capacity)?;
+        Some(Self { pointer, capacity, source: Source::Shared { heap: Arc::clone(heap), offset } })
+    }
+
+    fn place(&self) -> Place {
+        match self.source {
+            Source::Heap | Source::Mapping { .. } => Place::Private,
+            Source::Shared { .. } => Place::Shared,
+        }
+    }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        match self.source {
+        match &self.source {
             Source::Heap => {
                 let layout = Layout::from_size_align(self.capacity, ALIGNMENT);
                 let layout = layout.expect("the layout was valid when the block was allocated");
@@ -108,8 +148,9 @@ impl Drop for Block {
             }
             Source::Mapping { start, bytes } => {
                 // SAFETY: the mapping is this block's own and is unmapped once. It fails for no valid mapping.
-                let _ = unsafe { mm::munmap(start.as_ptr().cast(), bytes) };
+                let _ = unsafe { mm::munmap(start.as_ptr().cast(), *bytes) };
             }
+            Source::Shared { heap, offset } => heap.give_back(*offset, self.capacity),
         }
     }
 }
@@ -118,6 +159,14 @@ impl Arena {
     /// An arena with nothing booked.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// An arena whose buffers of `categories` lie in `heap`, where the other ranks of this machine reach them; in
+    /// private memory as soon as the heap is full.
+    pub fn sharing(heap: Arc<SharedHeap>, categories: &[MemoryCategory]) -> Self {
+        let arena = Self::default();
+        arena.lock().shared = Some(Sharing { heap, categories: categories.to_vec() });
+        arena
     }
 
     /// A buffer of at least `bytes` bytes, booked under `category`. Its contents are unspecified (zero
@@ -144,14 +193,18 @@ impl Arena {
     fn take(&self, bytes: usize, category: MemoryCategory) -> Result<(Buffer, Contents), TensorError> {
         let capacity = Self::booked_bytes(bytes);
         let mut state = self.lock();
-        let cached = state.free.get_mut(&capacity).and_then(Vec::pop);
+        let heap = state.heap_for(category);
+        let place = if heap.is_some() { Place::Shared } else { Place::Private };
+        let cached = state.free.get_mut(&(place, capacity)).and_then(Vec::pop);
         let (block, contents) = match cached {
             Some(block) => {
                 state.in_use[MemoryCategory::Cached] -= capacity;
                 (block, Contents::Anything)
             }
             None => {
-                let fresh = state.room_for(capacity).then(|| Block::allocate(capacity)).flatten();
+                let shared = || heap.as_ref().and_then(|heap| Block::share(heap, capacity));
+                let new = || shared().or_else(|| Block::allocate(capacity));
+                let fresh = state.room_for(capacity).then(new).flatten();
                 let block = fresh.ok_or(TensorError::OutOfMemory {
                     category,
                     requested_bytes: capacity,
@@ -161,7 +214,14 @@ impl Arena {
             }
         };
         state.book(category, capacity);
-        Ok((Buffer { block: Some(block), category, arena: self.clone() }, contents))
+        let held = Held {
+            block: Some(block),
+            category,
+            arena: self.clone(),
+            loans: Mutex::default(),
+            lent: AtomicUsize::new(0),
+        };
+        Ok((Buffer { held: Arc::new(held), not_sync: PhantomData }, contents))
     }
 
     /// Whether `bytes` more, in as many buffers as one likes, can be had at all: asked before the first of them
@@ -220,6 +280,11 @@ impl Arena {
 }
 
 impl State {
+    fn heap_for(&self, category: MemoryCategory) -> Option<Arc<SharedHeap>> {
+        let sharing = self.shared.as_ref()?;
+        sharing.categories.contains(&category).then(|| Arc::clone(&sharing.heap))
+    }
+
     fn book(&mut self, category: MemoryCategory, bytes: usize) {
         self.in_use[category] += bytes;
         self.peak[category] = self.peak[category].max(self.in_use[category]);
@@ -229,27 +294,37 @@ impl State {
 
 /// Memory of one device, booked under one category. `Send`, but not `Sync`: see the crate's documentation.
 pub struct Buffer {
+    held: Arc<Held>,
+    not_sync: PhantomData<Cell<()>>,
+}
+
+/// A block and what is known of it, until its buffer and all loans are gone.
+struct Held {
     /// `None` only while it is being dropped.
     block: Option<Block>,
     category: MemoryCategory,
     arena: Arena,
+    /// Ranges of bytes that are lent.
+    loans: Mutex<Vec<Range<usize>>>,
+    /// How many those are, to be asked without the lock.
+    lent: AtomicUsize,
 }
 
 impl Buffer {
     /// Size in bytes: what was asked for, rounded up to whole cache lines.
     pub fn len_bytes(&self) -> usize {
-        self.block().capacity
+        self.held.block().capacity
     }
 
     /// The category it is booked under.
     pub fn category(&self) -> MemoryCategory {
-        self.category
+        self.held.category
     }
 
     /// A window of `shape` that starts `offset_bytes` into the buffer.
     ///
     /// # Panics
-    /// If the window does not lie in the buffer or does not start at a multiple of the element size.
+    /// If the window does not lie in the buffer, does not start at a multiple of the element size, or is lent in part.
     pub fn view(&self, dtype: DType, offset_bytes: usize, shape: impl Into<Shape>) -> View<'_> {
         let shape = shape.into();
         let end = offset_bytes.checked_add(shape.elements() * dtype.size_bytes());
@@ -258,43 +333,126 @@ impl Buffer {
             "a view of {dtype} {shape:?} at byte {offset_bytes} does not lie in {} bytes",
             self.len_bytes()
         );
+        self.held.expect_not_lent(offset_bytes..end.unwrap_or(usize::MAX));
         // SAFETY: the offset lies in the allocation, as just checked.
-        let pointer = unsafe { self.block().pointer.add(offset_bytes) };
+        let pointer = unsafe { self.held.block().pointer.add(offset_bytes) };
         // SAFETY: the window lies in this buffer, which the view's lifetime borrows.
         unsafe { View::new(pointer, dtype, shape) }
     }
 
     /// The bytes. Exclusive access to the buffer means that no view of it exists.
+    ///
+    /// # Panics
+    /// If part of them is lent.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        let block = self.block();
+        self.held.expect_not_lent(0..self.len_bytes());
+        let block = self.held.block();
         // SAFETY: the block is live, initialized (allocated zeroed), and `&mut self` excludes all views.
         unsafe { std::slice::from_raw_parts_mut(block.pointer.as_ptr(), block.capacity) }
     }
 
     /// The contents as elements of `T`.
+    ///
+    /// # Panics
+    /// If part of them is lent.
     pub fn elements_mut<T: Element>(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(self.bytes_mut())
     }
 
-    fn block(&self) -> &Block {
-        self.block.as_ref().expect("a buffer has its block until it is dropped")
+    /// Gives the bytes `range` away until the loan is dropped, which any thread may do. Until then no view of any of
+    /// them can be made; the rest of the buffer can be used.
+    ///
+    /// # Panics
+    /// If the range does not lie in the buffer, or is lent in part already.
+    pub fn lend(&mut self, range: Range<usize>) -> Loan {
+        assert!(
+            range.start <= range.end && range.end <= self.len_bytes(),
+            "bytes {range:?} of {} cannot be lent",
+            self.len_bytes()
+        );
+        self.held.expect_not_lent(range.clone());
+        self.held.lock_loans().push(range.clone());
+        self.held.lent.fetch_add(1, Ordering::Relaxed);
+        Loan { held: Arc::clone(&self.held), range }
     }
 }
 
-impl Drop for Buffer {
+impl Held {
+    fn block(&self) -> &Block {
+        self.block.as_ref().expect("a buffer has its block until it is dropped")
+    }
+
+    fn lock_loans(&self) -> MutexGuard<'_, Vec<Range<usize>>> {
+        self.loans.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[track_caller]
+    fn expect_not_lent(&self, range: Range<usize>) {
+        // Pairs with the end of a loan: what the borrower wrote is there.
+        if self.lent.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let loans = self.lock_loans().clone();
+        let is_free = loans.iter().all(|loan| loan.start.max(range.start) >= loan.end.min(range.end));
+        assert!(is_free, "bytes {range:?} of a buffer are lent in part: {loans:?}");
+    }
+}
+
+impl Drop for Held {
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
             let mut state = self.arena.lock();
             state.in_use[self.category] -= block.capacity;
             state.in_use[MemoryCategory::Cached] += block.capacity;
-            state.free.entry(block.capacity).or_default().push(block);
+            state.free.entry((block.place(), block.capacity)).or_default().push(block);
         }
+    }
+}
+
+/// Part of a [`Buffer`], for one borrower on any thread. The memory lives until both are dropped.
+pub struct Loan {
+    held: Arc<Held>,
+    range: Range<usize>,
+}
+
+impl Loan {
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the range lies in the live block, and is this loan's alone while it is lent.
+        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.range.len()) }
+    }
+
+    /// The bytes, to change them.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`; `&mut self` excludes other references.
+        unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.range.len()) }
+    }
+
+    /// Where they lie, for whoever hands them to another process or device.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.held.block().pointer.as_ptr().wrapping_add(self.range.start)
+    }
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        let mut loans = self.held.lock_loans();
+        if let Some(index) = loans.iter().position(|range| *range == self.range) {
+            loans.swap_remove(index);
+        }
+        self.held.lent.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl std::fmt::Debug for Loan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Loan of bytes {:?} of {} bytes", self.range, self.held.block().capacity)
     }
 }
 
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({} bytes of {})", self.len_bytes(), self.category.name())
+        write!(f, "Buffer({} bytes of {})", self.len_bytes(), self.category().name())
     }
 }
 
@@ -334,6 +492,46 @@ mod tests {
         assert_eq!(arena.in_use().total(), 0);
         assert_eq!(arena.peak()[MemoryCategory::Parameters], 1024);
         assert_eq!(arena.peak_total_bytes(), 1024 + 64);
+    }
+
+    #[test]
+    fn what_is_lent_cannot_be_viewed_until_it_is_given_back_and_outlives_its_buffer() {
+        let arena = Arena::new();
+        let mut buffer = arena.allocate_zeroed(1024, MemoryCategory::Gradients).unwrap();
+        let mut loan = buffer.lend(256..512);
+        let rest = buffer.lend(512..520);
+        buffer.view(DType::F32, 0, [64]).copy_from(&[1.0_f32; 64]);
+        for (start, floats) in [(0, 65), (256, 64), (508, 2), (516, 1)] {
+            let view = || drop(buffer.view(DType::F32, start, [floats]).shape());
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(view)).is_err(), "{start}");
+        }
+        std::thread::spawn(move || loan.bytes_mut().fill(7)).join().unwrap();
+        assert_eq!(buffer.view(DType::U8, 256, [256]).to_vec::<u8>(), [7; 256]);
+        drop(buffer);
+        assert_eq!(rest.bytes(), [0; 8]);
+        assert_eq!(arena.in_use()[MemoryCategory::Gradients], 1024);
+        drop(rest);
+        assert_eq!(arena.in_use()[MemoryCategory::Gradients], 0);
+    }
+
+    #[test]
+    fn chosen_categories_lie_in_shared_memory_as_long_as_there_is_room() {
+        let memory = Arc::new(crate::SharedMemory::create(1 << 20).unwrap());
+        let heap = SharedHeap::new(Arc::clone(&memory), 0);
+        let arena = Arena::sharing(heap, &[MemoryCategory::Gradients]);
+        let is_shared = |buffer: &Buffer| memory.offset_of(buffer.view(DType::U8, 0, [1]).as_ptr()).is_some();
+        let gradients = arena.allocate_zeroed(600_000, MemoryCategory::Gradients).unwrap();
+        let weights = arena.allocate_zeroed(600_000, MemoryCategory::Parameters).unwrap();
+        assert!(is_shared(&gradients) && !is_shared(&weights));
+        let more = arena.allocate(600_000, MemoryCategory::Gradients).unwrap();
+        assert!(!is_shared(&more));
+        drop(gradients);
+        // Other memory of the same size does not pass for shared.
+        assert!(!is_shared(&arena.allocate(600_000, MemoryCategory::Parameters).unwrap()));
+        assert!(is_shared(&arena.allocate(600_000, MemoryCategory::Gradients).unwrap()));
+        arena.trim();
+        let mut anew = arena.allocate_zeroed(1 << 20, MemoryCategory::Gradients).unwrap();
+        assert!(is_shared(&anew) && anew.bytes_mut().iter().all(|byte| *byte == 0));
     }
 
     #[test]

@@ -15,14 +15,16 @@ pub mod cpu;
 mod error;
 mod kernels;
 mod mapped;
+mod shared;
 mod view;
 
-pub use arena::{Arena, Buffer};
-pub use cpu::{CpuLevel, CpuQueue, F32Products, muon_flops};
+pub use arena::{Arena, Buffer, Loan};
+pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
 pub use error::TensorError;
 pub use kernels::{
     AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon, Pending, Rotation,
     Rounding, Sgd, Write,
 };
 pub use mapped::MappedFile;
+pub use shared::{SharedHeap, SharedMemory};
 pub use view::{Element, Shape, Tensor, View};

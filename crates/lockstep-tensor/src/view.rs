@@ -173,6 +173,12 @@ impl<'a> View<'a> {
         out
     }
 
+    /// Where the first byte lies, for whoever hands the memory to another process or device. Whether it may be
+    /// used is for those to see to.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.pointer.as_ptr()
+    }
+
     /// Where the first element lies, for kernels whose tasks write disjoint parts of one view.
     ///
     /// # Panics

@@ -25,7 +25,7 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use lockstep_plan::exact::ExactSum;
 
@@ -50,11 +50,36 @@ pub enum F32Products {
 
 /// A queue that runs every kernel before it returns.
 pub struct CpuQueue {
-    pool: pool::Pool,
+    pool: Arc<pool::Pool>,
     level: CpuLevel,
     f32_products: F32Products,
     arena: Arena,
     scratch: gemm::Scratch,
+}
+
+/// The compute threads of a [`CpuQueue`]. Clones share them; callers take turns.
+#[derive(Clone)]
+pub struct Workers(Arc<pool::Pool>);
+
+impl std::fmt::Debug for Workers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Workers({} threads)", self.threads())
+    }
+}
+
+impl Workers {
+    /// Calls `run` once with each of `0..tasks`, and returns when all calls have.
+    ///
+    /// # Panics
+    /// If a call does.
+    pub fn run(&self, tasks: usize, run: impl Fn(usize) + Sync) {
+        self.0.run(tasks, run);
+    }
+
+    /// Number of threads, the caller's among them.
+    pub fn threads(&self) -> usize {
+        self.0.threads()
+    }
 }
 
 impl CpuQueue {
@@ -74,6 +99,7 @@ impl CpuQueue {
     /// memory for scratch.
     pub fn with_level(threads: usize, arena: &Arena, level: CpuLevel) -> Result<Self, TensorError> {
         let pool = pool::Pool::new(threads).map_err(|source| TensorError::ThreadPool { threads, source })?;
+        let pool = Arc::new(pool);
         let scratch = gemm::Scratch::new(pool.threads(), arena)?;
         let level = level.min(CpuLevel::detect());
         Ok(Self { pool, level, f32_products: F32Products::default(), arena: arena.clone(), scratch })
@@ -92,6 +118,11 @@ impl CpuQueue {
             let mut values = parts[part].lock().unwrap_or_else(PoisonError::into_inner);
             fill(part * PART, &mut values);
         });
+    }
+
+    /// Its threads, for work that is no kernel.
+    pub fn workers(&self) -> Workers {
+        Workers(Arc::clone(&self.pool))
     }
 
     /// The instructions this queue uses.

@@ -124,6 +124,12 @@ macro_rules! with_float {
 pub(crate) use with_float;
 
 impl CpuLevel {
+    /// Runs `work`, which must be `#[inline(always)]`, compiled for the best level of this CPU.
+    #[inline(always)]
+    pub fn run_at_best<R>(work: impl FnOnce() -> R) -> R {
+        Self::detect().run(work)
+    }
+
     /// Runs `work` compiled for this level.
     #[inline(always)]
     pub(crate) fn run<R>(self, work: impl FnOnce() -> R) -> R {

@@ -1,0 +1,413 @@
+//! What can go wrong between ranks. An error that ends a run is the same on every rank, whoever found it: it travels as
+//! words in shared memory ([`CommError::to_words`]) or on the wire.
+
+use std::{fmt, io};
+
+use crate::{Kind, call::Call};
+
+/// An error of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// A rank is gone, or as good as gone.
+    #[error("rank {rank} was lost: it {cause}{}", during(.occasion))]
+    PeerLost {
+        /// Rank of the world.
+        rank: usize,
+        /// How.
+        cause: LossCause,
+        /// What this rank was waiting for; `None` if it was not.
+        occasion: Option<Occasion>,
+    },
+    /// Ranks of a group called different operations. The group's order of operations is lost, so this ends the run.
+    #[error("rank {rank} called {found} where rank {reference} called {expected}: operation {} of {}", occasion.sequence, occasion.group)]
+    Mismatch {
+        /// The odd one: a rank of the world.
+        rank: usize,
+        /// What it called.
+        found: Call,
+        /// A rank of the world that called what most did.
+        reference: usize,
+        /// What that was.
+        expected: Call,
+        /// Where it was noticed.
+        occasion: Occasion,
+    },
+    /// A deadline has passed.
+    #[error("rank {waiting} waited {waited_ms} ms for rank {rank}, which has not come to {occasion}")]
+    TimedOut {
+        /// The rank of the world that lags.
+        rank: usize,
+        /// The rank of the world whose deadline it was.
+        waiting: usize,
+        /// How long that rank was ready to wait.
+        waited_ms: u64,
+        /// What for.
+        occasion: Occasion,
+    },
+    /// A call that cannot be right, whatever the other ranks call.
+    #[error("rank {rank} called {}, which is no valid operation: {problem}", occasion.call)]
+    Misuse {
+        /// The rank of the world that called it.
+        rank: usize,
+        /// What is wrong.
+        problem: Problem,
+        /// The call.
+        occasion: Occasion,
+    },
+    /// Somebody ended the run on purpose.
+    #[error("the run was stopped by {}", by.map_or("its launcher".to_owned(), |rank| format!("rank {rank}")))]
+    Stopped {
+        /// The rank of the world that did; `None` for the launcher.
+        by: Option<usize>,
+    },
+    /// The ranks did not come together.
+    #[error("cannot join the other ranks: {0}")]
+    Join(JoinProblem),
+    /// The system refused something.
+    #[error("cannot {what}: {source}")]
+    Io {
+        /// What was to be done.
+        what: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// Where in the order of operations something happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Occasion {
+    /// The operation, as the reporting rank called it.
+    pub call: Call,
+    /// Its number in its group, from 0; for `send` and `receive`, its number between the two ranks.
+    pub sequence: u32,
+    /// The group.
+    pub group: GroupName,
+}
+
+impl fmt::Display for Occasion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, operation {} of {}", self.call, self.sequence, self.group)
+    }
+}
+
+/// Which group: groups made by one partition share the index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupName {
+    /// 0 for the world, then in the order of the partitions.
+    pub index: usize,
+    /// The lowest rank of the world in it.
+    pub first: usize,
+    /// Number of ranks.
+    pub size: usize,
+}
+
+impl fmt::Display for GroupName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.index {
+            0 => write!(f, "the group of all {} ranks", self.size),
+            index => write!(f, "group {index} ({} ranks from rank {})", self.size, self.first),
+        }
+    }
+}
+
+/// How a rank was lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LossCause {
+    /// Its process ended; nobody knows how.
+    Died,
+    /// A signal killed its process.
+    Signal(i32),
+    /// Its process ended with this code.
+    Exit(i32),
+    /// It left while others still counted on it.
+    Left,
+    /// It panicked.
+    Panicked,
+    /// Its process is there, but has not moved for so many milliseconds.
+    Silent(u64),
+}
+
+impl fmt::Display for LossCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Died => f.write_str("died"),
+            Self::Signal(signal) => write!(f, "was killed by signal {signal}"),
+            Self::Exit(code) => write!(f, "ended with exit code {code}"),
+            Self::Left => f.write_str("left the run"),
+            Self::Panicked => f.write_str("panicked"),
+            Self::Silent(ms) => write!(f, "has not moved for {ms} ms"),
+        }
+    }
+}
+
+/// What is wrong with a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// The number of elements is not a multiple of the number of ranks.
+    #[error("its elements cannot be divided evenly among the ranks")]
+    Uneven,
+    /// A buffer is longer or shorter than the operation needs it.
+    #[error("a buffer has another length than the operation needs")]
+    Length,
+    /// There is not one length for each rank, or their sum is not the buffer's length.
+    #[error("the lengths of the blocks are not one for each rank, or do not add up to the buffer's")]
+    Counts,
+    /// Two buffers hold different types.
+    #[error("its buffers hold different types")]
+    Types,
+    /// Two buffers that must not share memory do.
+    #[error("its buffers overlap")]
+    Overlap,
+    /// There is no such rank in the group.
+    #[error("the group has no such rank")]
+    Rank,
+    /// A rank can send nothing to itself.
+    #[error("it is the calling rank itself")]
+    Itself,
+    /// A partition names a rank twice, or one that there is not.
+    #[error("a rank is named twice, or is not in the group")]
+    Partition,
+    /// No room for another partition.
+    #[error("there are {} partitions already", crate::MAX_PARTITIONS)]
+    TooManyGroups,
+}
+
+impl Problem {
+    const ALL: [Self; 9] = [
+        Self::Uneven,
+        Self::Length,
+        Self::Counts,
+        Self::Types,
+        Self::Overlap,
+        Self::Rank,
+        Self::Itself,
+        Self::Partition,
+        Self::TooManyGroups,
+    ];
+}
+
+/// Why ranks did not come together.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum JoinProblem {
+    /// The other end is no Lockstep, or another version.
+    #[error("the other end speaks version {theirs}, this program {ours}")]
+    Version {
+        /// What they speak; 0 if it is not ours at all.
+        theirs: u32,
+        /// What we speak.
+        ours: u32,
+    },
+    /// The descriptor that was inherited is not one.
+    #[error("{variable} = {value:?} is not a descriptor of a socket")]
+    Descriptor {
+        /// Name of the environment variable.
+        variable: &'static str,
+        /// What it holds.
+        value: String,
+    },
+    /// A number that cannot be.
+    #[error("{what} {value} is not allowed: {allowed}")]
+    OutOfRange {
+        /// Of what.
+        what: &'static str,
+        /// The number.
+        value: usize,
+        /// What is.
+        allowed: String,
+    },
+    /// The other end hung up.
+    #[error("the launcher has gone")]
+    HungUp,
+}
+
+/// Words that an error takes in shared memory.
+pub(crate) const ERROR_WORDS: usize = 16;
+
+impl CommError {
+    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { what, source }
+    }
+
+    /// The error as words for other ranks. What is local to one rank travels as "stopped by" it.
+    pub(crate) fn to_words(&self, own_rank: usize) -> [u64; ERROR_WORDS] {
+        let mut words = [0; ERROR_WORDS];
+        let mut put = |kind: u64, numbers: [u64; 4], occasion: Option<&Occasion>, other: Option<Call>| {
+            words[0] = kind;
+            words[1..5].copy_from_slice(&numbers);
+            if let Some(Occasion { call, sequence, group }) = occasion {
+                words[5] = 1;
+                words[6..9].copy_from_slice(&call.to_words());
+                words[9] = u64::from(*sequence);
+                words[10..13].copy_from_slice(&[group.index as u64, group.first as u64, group.size as u64]);
+            }
+            if let Some(call) = other {
+                words[13..16].copy_from_slice(&call.to_words());
+            }
+        };
+        match self {
+            Self::PeerLost { rank, cause, .. } => {
+                let (code, value) = cause.to_numbers();
+                put(1, [*rank as u64, code, value, 0], None, None);
+            }
+            Self::Mismatch { rank, found, reference, expected, occasion } => {
+                let reported = Occasion { call: *expected, ..*occasion };
+                put(2, [*rank as u64, *reference as u64, 0, 0], Some(&reported), Some(*found));
+            }
+            Self::TimedOut { rank, waiting, waited_ms, occasion } => {
+                put(3, [*rank as u64, *waiting as u64, *waited_ms, 0], Some(occasion), None);
+            }
+            Self::Misuse { rank, problem, occasion } => {
+                let problem = Problem::ALL.iter().position(|other| other == problem).unwrap_or(0);
+                put(4, [*rank as u64, problem as u64, 0, 0], Some(occasion), None);
+            }
+            Self::Stopped { by } => put(5, [by.map_or(0, |rank| rank as u64 + 1), 0, 0, 0], None, None),
+            Self::Join(_) | Self::Io { .. } => put(5, [own_rank as u64 + 1, 0, 0, 0], None, None),
+        }
+        words
+    }
+
+    /// The error that was made into `words`. Words that make no sense are a stop by the launcher.
+    pub(crate) fn from_words(words: [u64; ERROR_WORDS]) -> Self {
+        Self::decode(words).unwrap_or(Self::Stopped { by: None })
+    }
+
+    fn decode(words: [u64; ERROR_WORDS]) -> Option<Self> {
+        let call = |at: usize| Call::from_words([words[at], words[at + 1], words[at + 2]]);
+        let occasion = || {
+            let group =
+                GroupName { index: words[10] as usize, first: words[11] as usize, size: words[12] as usize };
+            Some(Occasion { call: call(6)?, sequence: words[9] as u32, group })
+        };
+        let rank = words[1] as usize;
+        Some(match words[0] {
+            1 => Self::PeerLost { rank, cause: LossCause::from_numbers(words[2], words[3])?, occasion: None },
+            2 => Self::Mismatch {
+                rank,
+                found: call(13)?,
+                reference: words[2] as usize,
+                expected: call(6)?,
+                occasion: occasion()?,
+            },
+            3 => Self::TimedOut {
+                rank,
+                waiting: words[2] as usize,
+                waited_ms: words[3],
+                occasion: occasion()?,
+            },
+            4 => Self::Misuse { rank, problem: *Problem::ALL.get(words[2] as usize)?, occasion: occasion()? },
+            5 => Self::Stopped { by: rank.checked_sub(1) },
+            _ => return None,
+        })
+    }
+}
+
+impl LossCause {
+    fn to_numbers(self) -> (u64, u64) {
+        match self {
+            Self::Died => (0, 0),
+            Self::Signal(signal) => (1, signal as u64),
+            Self::Exit(code) => (2, code as u64),
+            Self::Left => (3, 0),
+            Self::Panicked => (4, 0),
+            Self::Silent(ms) => (5, ms),
+        }
+    }
+
+    fn from_numbers(code: u64, value: u64) -> Option<Self> {
+        Some(match code {
+            0 => Self::Died,
+            1 => Self::Signal(value as i32),
+            2 => Self::Exit(value as i32),
+            3 => Self::Left,
+            4 => Self::Panicked,
+            5 => Self::Silent(value),
+            _ => return None,
+        })
+    }
+}
+
+/// `, during ...`, if there is anything to say.
+fn during(occasion: &Option<Occasion>) -> String {
+    match occasion {
+        Some(occasion) if occasion.call.kind != Kind::Partition => format!(" (during {occasion})"),
+        _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{NumberType, ReduceOp};
+
+    #[test]
+    fn an_error_reads_the_same_on_the_rank_that_it_was_sent_to() {
+        let call = Call {
+            elements: 7,
+            number: NumberType::Bf16,
+            op: Some(ReduceOp::Max),
+            ..Call::bare(Kind::AllReduce)
+        };
+        let group = GroupName { index: 3, first: 1, size: 2 };
+        let occasion = Occasion { call, sequence: 17, group };
+        let mut errors = vec![
+            CommError::Mismatch {
+                rank: 3,
+                found: Call::bare(Kind::Barrier),
+                reference: 1,
+                expected: call,
+                occasion,
+            },
+            CommError::TimedOut { rank: 1, waiting: 3, waited_ms: 5000, occasion },
+            CommError::Stopped { by: None },
+            CommError::Stopped { by: Some(0) },
+        ];
+        let problems = Problem::ALL.map(|problem| CommError::Misuse { rank: 1, problem, occasion });
+        errors.extend(problems);
+        let causes = [
+            LossCause::Died,
+            LossCause::Signal(9),
+            LossCause::Exit(-1),
+            LossCause::Left,
+            LossCause::Panicked,
+            LossCause::Silent(5000),
+        ];
+        errors.extend(causes.map(|cause| CommError::PeerLost { rank: 2, cause, occasion: None }));
+        for error in errors {
+            let arrived = CommError::from_words(error.to_words(0));
+            assert_eq!(arrived.to_string(), error.to_string());
+        }
+        let local = CommError::Io { what: "map memory", source: io::ErrorKind::OutOfMemory.into() };
+        assert!(matches!(CommError::from_words(local.to_words(4)), CommError::Stopped { by: Some(4) }));
+    }
+
+    #[test]
+    fn words_without_sense_are_a_stop() {
+        for words in [[0; ERROR_WORDS], [u64::MAX; ERROR_WORDS], [2; ERROR_WORDS], [4; ERROR_WORDS]] {
+            let error = CommError::from_words(words);
+            assert!(matches!(error, CommError::Stopped { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn messages_name_rank_operation_number_size_and_group() {
+        let call = Call {
+            elements: 9,
+            number: NumberType::F32,
+            op: Some(ReduceOp::Sum),
+            ..Call::bare(Kind::Reduce)
+        };
+        let occasion = Occasion { call, sequence: 4, group: GroupName { index: 0, first: 0, size: 2 } };
+        let lost = CommError::PeerLost { rank: 1, cause: LossCause::Signal(9), occasion: Some(occasion) };
+        assert_eq!(
+            lost.to_string(),
+            "rank 1 was lost: it was killed by signal 9 (during reduce(sum) of 9 f32, operation 4 of the group of all 2 ranks)"
+        );
+        let found = Call { elements: 8, ..call };
+        let mismatch = CommError::Mismatch { rank: 1, found, reference: 0, expected: call, occasion };
+        assert_eq!(
+            mismatch.to_string(),
+            "rank 1 called reduce(sum) of 8 f32 where rank 0 called reduce(sum) of 9 f32: operation 4 of the group of all 2 ranks"
+        );
+    }
+}

@@ -1,0 +1,173 @@
+//! Operations that only move data, as a table: which bytes of whose stream go where.
+//!
+//! Every rank offers one stream, a stretch of its memory, and every rank pulls one piece at most from each stream into its
+//! target. Broadcast, scatter, gather, all-gather and all-to-all differ in nothing else.
+
+use crate::blocks::Blocks;
+
+/// One of the operations, in bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Exchange {
+    /// The root's data to all.
+    Broadcast { root: usize, bytes: usize },
+    /// Every rank's block to all.
+    AllGather(Blocks),
+    /// Every rank's block to the root.
+    Gather { root: usize, blocks: Blocks },
+    /// A block of the root's data to each.
+    Scatter { root: usize, blocks: Blocks },
+    /// A block of every rank's data to each.
+    AllToAll(Matrix),
+}
+
+/// How much each rank sends to each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Matrix {
+    /// As much.
+    Even { bytes: usize, ranks: usize },
+    /// Row after row, one for each sender.
+    Uneven { sends: Vec<usize>, ranks: usize },
+}
+
+/// Bytes that a rank pulls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// Where they are in the other's stream.
+    pub(crate) from: usize,
+    /// Where they belong in the target.
+    pub(crate) to: usize,
+    /// How many.
+    pub(crate) bytes: usize,
+}
+
+impl Exchange {
+    /// Length of the stream that `rank` offers.
+    pub(crate) fn stream(&self, rank: usize) -> usize {
+        match self {
+            Self::Broadcast { root, bytes } => {
+                if rank == *root {
+                    *bytes
+                } else {
+                    0
+                }
+            }
+            Self::AllGather(blocks) => blocks.range(rank).len(),
+            Self::Gather { blocks, .. } => blocks.range(rank).len(),
+            Self::Scatter { root, blocks } => {
+                if rank == *root {
+                    blocks.total()
+                } else {
+                    0
+                }
+            }
+            Self::AllToAll(matrix) => matrix.row(rank).sum(),
+        }
+    }
+
+    /// What `rank` pulls from the stream of `from`, its own included.
+    pub(crate) fn piece(&self, rank: usize, from: usize) -> Piece {
+        let none = Piece { from: 0, to: 0, bytes: 0 };
+        match self {
+            Self::Broadcast { root, bytes } if from == *root => Piece { bytes: *bytes, ..none },
+            Self::AllGather(blocks) => {
+                let range = blocks.range(from);
+                Piece { from: 0, to: range.start, bytes: range.len() }
+            }
+            Self::Gather { root, blocks } if rank == *root => {
+                let range = blocks.range(from);
+                Piece { from: 0, to: range.start, bytes: range.len() }
+            }
+            Self::Scatter { root, blocks } if from == *root => {
+                let range = blocks.range(rank);
+                Piece { from: range.start, to: 0, bytes: range.len() }
+            }
+            Self::AllToAll(matrix) => Piece {
+                from: matrix.row(from).take(rank).sum(),
+                to: (0..from).map(|sender| matrix.bytes(sender, rank)).sum(),
+                bytes: matrix.bytes(from, rank),
+            },
+            _ => none,
+        }
+    }
+}
+
+impl Matrix {
+    /// What `from` sends to `to`.
+    pub(crate) fn bytes(&self, from: usize, to: usize) -> usize {
+        match self {
+            Self::Even { bytes, .. } => *bytes,
+            Self::Uneven { sends, ranks } => sends[from * ranks + to],
+        }
+    }
+
+    fn row(&self, from: usize) -> impl Iterator<Item = usize> {
+        let (Self::Even { ranks, .. } | Self::Uneven { ranks, .. }) = self;
+        (0..*ranks).map(move |to| self.bytes(from, to))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// One exchange of each kind.
+    fn exchanges(ranks: usize, lengths: &[usize], root: usize) -> Vec<Exchange> {
+        let blocks = Blocks::of_lengths(&lengths[..ranks]).unwrap();
+        let sends = lengths.iter().cycle().take(ranks * ranks).copied().collect();
+        vec![
+            Exchange::Broadcast { root, bytes: lengths[0] },
+            Exchange::AllGather(blocks.clone()),
+            Exchange::Gather { root, blocks: blocks.clone() },
+            Exchange::Scatter { root, blocks },
+            Exchange::AllToAll(Matrix::Even { bytes: lengths[0], ranks }),
+            Exchange::AllToAll(Matrix::Uneven { sends, ranks }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_lie_in_their_streams_and_fill_their_targets_without_a_gap(
+            ranks in 1_usize..7, root in 0_usize..7, lengths in proptest::collection::vec(0_usize..20, 7..12)
+        ) {
+            for exchange in exchanges(ranks, &lengths, root % ranks) {
+                for rank in 0..ranks {
+                    let mut pieces: Vec<Piece> = (0..ranks).map(|from| exchange.piece(rank, from)).collect();
+                    for (from, piece) in pieces.iter().enumerate() {
+                        prop_assert!(piece.from + piece.bytes <= exchange.stream(from), "{:?}", exchange);
+                    }
+                    pieces.retain(|piece| piece.bytes > 0);
+                    pieces.sort_by_key(|piece| piece.to);
+                    let mut end = 0;
+                    for piece in pieces {
+                        prop_assert_eq!(piece.to, end);
+                        end += piece.bytes;
+                    }
+                    let all = (0..ranks).map(|from| exchange.piece(rank, from).bytes).sum::<usize>();
+                    prop_assert_eq!(end, all);
+                }
+            }
+        }
+
+        #[test]
+        fn all_of_a_scattered_or_exchanged_stream_is_pulled_once(
+            ranks in 1_usize..7, root in 0_usize..7, lengths in proptest::collection::vec(0_usize..20, 7..12)
+        ) {
+            for exchange in exchanges(ranks, &lengths, root % ranks) {
+                if !matches!(exchange, Exchange::Scatter { .. } | Exchange::AllToAll(_)) {
+                    continue;
+                }
+                for from in 0..ranks {
+                    let mut end = 0;
+                    for rank in 0..ranks {
+                        let piece = exchange.piece(rank, from);
+                        prop_assert!(piece.bytes == 0 || piece.from == end);
+                        end += piece.bytes;
+                    }
+                    prop_assert_eq!(end, exchange.stream(from));
+                }
+            }
+        }
+    }
+}

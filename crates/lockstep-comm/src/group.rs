@@ -1,0 +1,301 @@
+//! A group of ranks: what everything above is given to talk to other ranks.
+//!
+//! All ranks of a group call the same operations in the same order. Each call says until when it may wait. An error ends the
+//! run on all ranks, with the same message: the order of operations is lost, and nobody is left waiting. What an operation
+//! was to write is unspecified then.
+
+use std::{
+    panic::Location,
+    sync::{Arc, PoisonError, atomic::Ordering},
+};
+
+use lockstep_plan::MemoryCategory;
+use lockstep_tensor::{Arena, Workers};
+
+use crate::{
+    Collective, CommError, Deadline, GroupName, Lent, ReduceOp, Source, Target,
+    memory::Stretch,
+    recorder::Recorded,
+    shm::{Machine, Ticket},
+    task::Task,
+};
+
+/// Some ranks of the world, in an order of their own. Clones are the same group.
+#[derive(Debug, Clone)]
+pub struct Group {
+    machine: Arc<Machine>,
+    /// Of the partition that made it.
+    index: usize,
+    rank: usize,
+    size: usize,
+}
+
+impl Group {
+    /// The group of all ranks.
+    pub(crate) fn world(machine: Machine) -> Self {
+        Self::new(Arc::new(machine), 0)
+    }
+
+    fn new(machine: Arc<Machine>, index: usize) -> Self {
+        let ranks = machine.ranks(index);
+        let rank = ranks.iter().position(|rank| *rank == machine.rank);
+        let rank = rank.expect("a group's handle is only given to its members");
+        Self { machine, index, rank, size: ranks.len() }
+    }
+
+    /// The own rank in the group.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Its name in messages.
+    pub fn name(&self) -> GroupName {
+        self.machine.name(self.index)
+    }
+
+    /// Ranks of the world, in the order of the group.
+    pub fn ranks(&self) -> Vec<usize> {
+        self.machine.ranks(self.index)
+    }
+
+    /// An arena whose buffers of `categories` the other ranks of this machine can reach: operations on them copy less.
+    pub fn arena(&self, categories: &[MemoryCategory]) -> Arena {
+        Arena::sharing(Arc::clone(&self.machine.heap), categories)
+    }
+
+    /// Has the rank's own compute threads share the work of operations, in all its groups. They take part while this
+    /// rank is in a call.
+    pub fn set_workers(&self, workers: Workers) {
+        self.machine.set_workers(Some(workers));
+    }
+
+    /// Makes groups of ranks of the world, which all ranks of the world call with the same lists, through any of their
+    /// groups. Returns the one that this rank is in.
+    ///
+    /// # Errors
+    /// [`CommError`]; among them [`Problem::Partition`](crate::Problem::Partition) if a rank is listed twice, and a
+    /// mismatch if the lists differ from rank to rank.
+    #[track_caller]
+    pub fn partition(&self, groups: &[Vec<usize>], deadline: Deadline) -> Result<Option<Self>, CommError> {
+        let index = self.machine.partition(groups, deadline, Location::caller())?;
+        Ok(index.map(|index| Self::new(Arc::clone(&self.machine), index)))
+    }
+
+    /// Carries out an operation, and waits until it is done.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn run(
+        &self,
+        collective: &mut Collective<Source<'_>, Target<'_>>,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        let task = self.task(collective)?;
+        let ticket = self.machine.begin(self.index, task, Vec::new(), deadline, Location::caller())?;
+        self.machine.wait(self.index, &ticket, deadline)
+    }
+
+    /// Begins an operation on memory that is lent to it. It goes on whenever this rank is in a call of any of its groups. The
+    /// deadline is for the beginning, which waits only if many operations are under way.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn start(
+        &self,
+        collective: Collective<Lent, Lent>,
+        deadline: Deadline,
+    ) -> Result<Pending, CommError> {
+        let task = self.task(&collective)?;
+        let memory = collective.into_memory();
+        let ticket = self.machine.begin(self.index, task, memory, deadline, Location::caller())?;
+        Ok(Pending { machine: Arc::clone(&self.machine), group: self.index, ticket })
+    }
+
+    fn task<I, O>(&self, collective: &Collective<I, O>) -> Result<Task, CommError>
+    where
+        for<'a> Stretch: From<&'a I> + From<&'a O>,
+    {
+        Task::new(collective, self.rank, self.size)
+            .map_err(|(call, problem)| self.machine.misuse(self.index, call, problem))
+    }
+
+    /// Carries on with what was started, in all groups, as far as it goes without waiting.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn progress(&self) -> Result<(), CommError> {
+        self.machine.progress()
+    }
+
+    /// Ends the run on all ranks: their calls fail with [`CommError::Stopped`].
+    pub fn stop(&self) {
+        self.machine.fail(CommError::Stopped { by: Some(self.machine.rank) });
+    }
+
+    /// What a rank of the world called last, oldest first; also if it is dead.
+    pub fn recorded(&self, rank: usize) -> Vec<Recorded> {
+        self.machine.segments.records(rank)
+    }
+
+    /// Waits until all ranks have called it.
+    ///
+    /// # Errors
+    /// [`CommError`], as all that follow.
+    #[track_caller]
+    pub fn barrier(&self, deadline: Deadline) -> Result<(), CommError> {
+        self.run(&mut Collective::Barrier, deadline)
+    }
+
+    /// Replaces `data` by the root's.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn broadcast<'a>(
+        &self,
+        data: impl Into<Target<'a>>,
+        root: usize,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        self.run(&mut Collective::Broadcast { data: data.into(), root }, deadline)
+    }
+
+    /// Replaces the root's `data` by the reduction of all ranks'.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn reduce<'a>(
+        &self,
+        data: impl Into<Target<'a>>,
+        op: ReduceOp,
+        root: usize,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        self.run(&mut Collective::Reduce { data: data.into(), op, root }, deadline)
+    }
+
+    /// Replaces `data` by the reduction of all ranks'.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn all_reduce<'a>(
+        &self,
+        data: impl Into<Target<'a>>,
+        op: ReduceOp,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        self.run(&mut Collective::AllReduce { data: data.into(), op }, deadline)
+    }
+
+    /// Writes the own one of equal blocks of the reduction of all ranks' `input`.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn reduce_scatter<'a>(
+        &self,
+        input: impl Into<Source<'a>>,
+        output: impl Into<Target<'a>>,
+        op: ReduceOp,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        let (input, output) = (input.into(), output.into());
+        self.run(&mut Collective::ReduceScatter { input, output, op, counts: None }, deadline)
+    }
+
+    /// Writes all ranks' `input`, of one length, one after the other.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn all_gather<'a>(
+        &self,
+        input: impl Into<Source<'a>>,
+        output: impl Into<Target<'a>>,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        let (input, output) = (input.into(), output.into());
+        self.run(&mut Collective::AllGather { input, output, counts: None }, deadline)
+    }
+
+    /// Sends one of equal blocks of `input` to each rank, and writes what they sent in the order of the senders.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn all_to_all<'a>(
+        &self,
+        input: impl Into<Source<'a>>,
+        output: impl Into<Target<'a>>,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        let (input, output) = (input.into(), output.into());
+        self.run(&mut Collective::AllToAll { input, output, counts: None }, deadline)
+    }
+
+    /// Sends `input` to rank `to` of the group, which calls [`Group::receive`].
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn send<'a>(
+        &self,
+        input: impl Into<Source<'a>>,
+        to: usize,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        self.run(&mut Collective::Send { input: input.into(), to }, deadline)
+    }
+
+    /// Replaces `output` by what rank `from` of the group sends.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    #[track_caller]
+    pub fn receive<'a>(
+        &self,
+        output: impl Into<Target<'a>>,
+        from: usize,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        self.run(&mut Collective::Receive { output: output.into(), from }, deadline)
+    }
+}
+
+/// An operation under way. Dropped, it goes on all the same.
+#[derive(Debug)]
+#[must_use = "the operation is not known to be done before it has been waited for"]
+pub struct Pending {
+    machine: Arc<Machine>,
+    group: usize,
+    ticket: Arc<Ticket>,
+}
+
+impl Pending {
+    /// Carries on as far as it goes without waiting, and says whether the operation is done.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn is_done(&self) -> Result<bool, CommError> {
+        self.machine.progress()?;
+        Ok(self.ticket.is_complete.load(Ordering::Acquire))
+    }
+
+    /// Waits until it is done. Returns what was lent, inputs first.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn wait(self, deadline: Deadline) -> Result<Vec<Lent>, CommError> {
+        self.machine.wait(self.group, &self.ticket, deadline)?;
+        Ok(std::mem::take(&mut *self.ticket.memory.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+}

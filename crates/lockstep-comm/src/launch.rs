@@ -1,0 +1,245 @@
+//! Starts the ranks of one machine, and watches them: a rank that fails ends the run on all others, and is named.
+//!
+//! Each rank inherits a socket, over which it is handed the shared memory of all, and torchrun's variables. It dies with
+//! its launcher: to be exact, with the thread that started it.
+
+use std::{
+    ffi::OsString,
+    io,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::{
+            net::UnixStream,
+            process::{CommandExt, ExitStatusExt},
+        },
+    },
+    path::PathBuf,
+    process::{Child, Command, ExitStatus},
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::{FdFlags, fcntl_setfd},
+    process::{Pid, PidfdFlags, Signal, getppid, pidfd_open, set_parent_process_death_signal},
+    thread::{CpuSet, sched_getaffinity, sched_setaffinity},
+};
+
+use crate::{CommError, LossCause, SOCKET_VARIABLE, World, WorldOptions};
+
+/// What the ranks that are left have to end by themselves after one has failed.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// What is to be started.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    /// The program of every rank.
+    pub program: PathBuf,
+    /// Its arguments.
+    pub arguments: Vec<OsString>,
+    /// Variables besides those of the launcher, and those that say who the rank is.
+    pub environment: Vec<(OsString, OsString)>,
+    /// How many.
+    pub ranks: usize,
+    /// Their world.
+    pub options: WorldOptions,
+    /// Where they run.
+    pub pinning: Pinning,
+}
+
+/// On which cores a rank runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pinning {
+    /// On all that the launcher has.
+    Free,
+    /// On its share of those.
+    Share,
+}
+
+/// Ranks that were started. Dropped, it kills those that are left.
+#[derive(Debug)]
+pub struct Agent {
+    world: World,
+    ranks: Vec<Rank>,
+    failure: Option<Failure>,
+    kill_at: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Rank {
+    child: Child,
+    process: OwnedFd,
+    has_ended: bool,
+}
+
+/// The first failure of a run.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct Failure {
+    /// The rank that failed first.
+    pub rank: usize,
+    /// How its process ended.
+    pub cause: LossCause,
+    /// Why the run ended: the rank's loss, or what the ranks found before it.
+    pub error: CommError,
+}
+
+impl Launch {
+    /// Starts all ranks.
+    ///
+    /// # Errors
+    /// [`CommError::Join`] for a number of ranks that cannot be, [`CommError::Io`] if the program cannot be started.
+    pub fn start(&self) -> Result<Agent, CommError> {
+        let world = World::new(self.ranks, self.options)?;
+        let mut agent = Agent { world, ranks: Vec::new(), failure: None, kill_at: None };
+        for rank in 0..self.ranks {
+            let started = self.start_rank(&agent.world, rank)?;
+            agent.ranks.push(started);
+        }
+        Ok(agent)
+    }
+
+    fn start_rank(&self, world: &World, rank: usize) -> Result<Rank, CommError> {
+        let (ours, theirs) = UnixStream::pair().map_err(CommError::io("make a socket for a rank"))?;
+        world.welcome(&ours, rank)?;
+        let mut command = Command::new(&self.program);
+        command.args(&self.arguments).envs(self.environment.iter().cloned());
+        for (name, value) in [
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            ("WORLD_SIZE", self.ranks),
+            ("LOCAL_WORLD_SIZE", self.ranks),
+        ] {
+            command.env(name, value.to_string());
+        }
+        command.env(SOCKET_VARIABLE, theirs.as_raw_fd().to_string());
+        let cores = match self.pinning {
+            Pinning::Free => None,
+            Pinning::Share => Some(share_of_cores(&cores(), rank, self.ranks)),
+        };
+        let parent = rustix::process::getpid();
+        let prepare = move || -> io::Result<()> {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            // It may have died before that.
+            if getppid() != Some(parent) {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            if let Some(cores) = &cores {
+                sched_setaffinity(None, cores)?;
+            }
+            Ok(fcntl_setfd(&theirs, FdFlags::empty())?)
+        };
+        // SAFETY: between fork and exec it makes system calls only; it neither allocates nor locks.
+        unsafe { command.pre_exec(prepare) };
+        let child = command.spawn().map_err(CommError::io("start a rank"))?;
+        let process = Pid::from_raw(child.id() as i32).ok_or(rustix::io::Errno::SRCH);
+        let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
+        let process = process.map_err(|error| CommError::io("watch a rank")(error.into()))?;
+        Ok(Rank { child, process, has_ended: false })
+    }
+}
+
+impl Agent {
+    /// Process ids, by rank.
+    pub fn pids(&self) -> Vec<u32> {
+        self.ranks.iter().map(|rank| rank.child.id()).collect()
+    }
+
+    /// The ranks' world.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Watches for at most `limit`. Returns how the run ended once all ranks have.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn watch(&mut self, limit: Duration) -> Result<Option<Result<(), Failure>>, CommError> {
+        let what = "watch the ranks";
+        let limit = self.kill_at.map_or(limit, |at| limit.min(at.saturating_duration_since(Instant::now())));
+        let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+        let alive = self.ranks.iter().filter(|rank| !rank.has_ended);
+        let mut polled: Vec<_> = alive.map(|rank| PollFd::new(&rank.process, PollFlags::IN)).collect();
+        match poll(&mut polled, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(CommError::io(what)(error.into())),
+        }
+        for rank in 0..self.ranks.len() {
+            if !self.ranks[rank].has_ended
+                && let Some(status) = self.ranks[rank].child.try_wait().map_err(CommError::io(what))?
+            {
+                self.ranks[rank].has_ended = true;
+                self.note_end(rank, status);
+            }
+        }
+        if self.kill_at.is_some_and(|at| Instant::now() >= at) {
+            self.kill();
+        }
+        Ok(self.ranks.iter().all(|rank| rank.has_ended).then(|| self.failure.take().map_or(Ok(()), Err)))
+    }
+
+    fn note_end(&mut self, rank: usize, status: ExitStatus) {
+        let cause = match (status.code(), status.signal()) {
+            (Some(code), _) => LossCause::Exit(code),
+            (None, Some(signal)) => LossCause::Signal(signal),
+            (None, None) => LossCause::Died,
+        };
+        if cause == LossCause::Exit(0) && self.world.has_left(rank) {
+            return;
+        }
+        let error = self.world.end(&CommError::PeerLost { rank, cause, occasion: None });
+        self.failure.get_or_insert(Failure { rank, cause, error });
+        self.kill_at.get_or_insert(Instant::now() + GRACE);
+    }
+
+    fn kill(&mut self) {
+        for rank in self.ranks.iter_mut().filter(|rank| !rank.has_ended) {
+            // It may have ended just now.
+            let _ = rank.child.kill();
+        }
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.kill();
+        for rank in &mut self.ranks {
+            let _ = rank.child.wait();
+        }
+    }
+}
+
+/// The cores that this thread may use.
+fn cores() -> Vec<usize> {
+    let allowed = sched_getaffinity(None).ok();
+    allowed.map_or(Vec::new(), |allowed| (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect())
+}
+
+/// Neighbouring cores for each rank, as many for each; or one, where ranks have to share.
+fn share_of_cores(cores: &[usize], rank: usize, ranks: usize) -> CpuSet {
+    let mut share = CpuSet::new();
+    if ranks <= cores.len() {
+        let border = |rank: usize| rank * cores.len() / ranks;
+        cores[border(rank)..border(rank + 1)].iter().for_each(|core| share.set(*core));
+    } else if !cores.is_empty() {
+        share.set(cores[rank % cores.len()]);
+    }
+    share
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cores_are_shared_out_whole_and_without_a_rest() {
+        let of = |cores: &[usize], rank, ranks| -> Vec<usize> {
+            let share = share_of_cores(cores, rank, ranks);
+            (0..100).filter(|core| share.is_set(*core)).collect()
+        };
+        assert_eq!([0, 1].map(|rank| of(&[0, 1], rank, 2)), [vec![0], vec![1]]);
+        assert_eq!([0, 1].map(|rank| of(&[2, 3, 9, 10, 11], rank, 2)), [vec![2, 3], vec![9, 10, 11]]);
+        assert_eq!([0, 1, 2, 3].map(|rank| of(&[4, 7], rank, 4)), [vec![4], vec![7], vec![4], vec![7]]);
+        assert_eq!(of(&[5, 6], 0, 1), [5, 6]);
+    }
+}

@@ -1,0 +1,41 @@
+//! Many ranks as one: process groups, and collectives that give the same bits on every rank and every run.
+//!
+//! A [`Group`] is what everything above is given. Its operations are [`Collective`]s; each is either carried out at once
+//! ([`Group::run`], and a method for each) or started on memory that is lent to it ([`Group::start`]). Every call that can wait
+//! takes a [`Deadline`]; every error is a [`CommError`] that is the same on all ranks, and names the one it is about.
+//!
+//! Reductions follow a fixed binary tree over the ranks of a group ([`mod@reduce`]), whatever the size of a message, however it is
+//! cut and by whatever way it travels. What is pure stands apart from what waits: [`call`] describes an operation, [`task`]
+//! works out what it means for a rank, [`blocks`] and [`exchange`] say which bytes go where. [`shm`] carries it out between
+//! ranks of one machine, which [`world`] brings together.
+
+mod blocks;
+mod call;
+mod deadline;
+mod error;
+mod exchange;
+mod group;
+mod launch;
+mod memory;
+mod number;
+mod recorder;
+mod reduce;
+mod shm;
+mod task;
+mod world;
+
+pub use call::{Call, Kind};
+pub use deadline::Deadline;
+pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
+pub use group::{Group, Pending};
+pub use launch::{Agent, Failure, Launch, Pinning};
+pub use memory::{Lent, Source, Target};
+pub use number::{Number, NumberType, ReduceOp};
+pub use recorder::Recorded;
+pub use task::Collective;
+pub use world::{SOCKET_VARIABLE, World, WorldOptions, join, join_from_environment};
+
+/// The most ranks of one machine.
+pub const MAX_RANKS: usize = 64;
+/// The most partitions of the world, that of all ranks in one group included.
+pub const MAX_PARTITIONS: usize = 64;

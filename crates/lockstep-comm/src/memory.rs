@@ -1,0 +1,128 @@
+//! What operations are given: memory to read, memory to write, and memory lent for the time of an operation.
+
+use std::marker::PhantomData;
+
+use lockstep_plan::DType;
+use lockstep_tensor::{Loan, View};
+
+use crate::{Number, NumberType};
+
+/// Elements that an operation reads: a slice, or a view of a tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct Source<'a> {
+    pointer: *const u8,
+    number: NumberType,
+    elements: usize,
+    memory: PhantomData<&'a [u8]>,
+}
+
+/// Elements that an operation writes, and may read: a mutable slice, or a view of a tensor.
+#[derive(Debug)]
+pub struct Target<'a> {
+    pointer: *mut u8,
+    number: NumberType,
+    elements: usize,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a, T: Number> From<&'a [T]> for Source<'a> {
+    fn from(slice: &'a [T]) -> Self {
+        Self { pointer: slice.as_ptr().cast(), number: T::TYPE, elements: slice.len(), memory: PhantomData }
+    }
+}
+
+impl<'a> From<View<'a>> for Source<'a> {
+    fn from(view: View<'a>) -> Self {
+        let number = view.dtype().into();
+        Self { pointer: view.as_ptr(), number, elements: view.elements(), memory: PhantomData }
+    }
+}
+
+impl<'a, T: Number> From<&'a mut [T]> for Target<'a> {
+    fn from(slice: &'a mut [T]) -> Self {
+        Self {
+            pointer: slice.as_mut_ptr().cast(),
+            number: T::TYPE,
+            elements: slice.len(),
+            memory: PhantomData,
+        }
+    }
+}
+
+impl<'a> From<View<'a>> for Target<'a> {
+    fn from(view: View<'a>) -> Self {
+        let number = view.dtype().into();
+        Self { pointer: view.as_ptr(), number, elements: view.elements(), memory: PhantomData }
+    }
+}
+
+/// Part of a buffer, lent to an operation that runs on while its rank does something else.
+#[derive(Debug)]
+pub struct Lent {
+    loan: Loan,
+    number: NumberType,
+}
+
+impl Lent {
+    /// The bytes of a loan as elements of `dtype`; left-over bytes take no part.
+    pub fn new(loan: Loan, dtype: DType) -> Self {
+        Self { loan, number: dtype.into() }
+    }
+
+    /// The loan.
+    pub fn into_loan(self) -> Loan {
+        self.loan
+    }
+}
+
+/// A stretch of memory without its lifetime, for as long as whoever made it sees to that.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stretch {
+    pub(crate) pointer: *mut u8,
+    pub(crate) number: NumberType,
+    pub(crate) elements: usize,
+}
+
+// SAFETY: a stretch is an address; those who use the memory see to who may.
+unsafe impl Send for Stretch {}
+
+impl Stretch {
+    /// Of no element.
+    pub(crate) const EMPTY: Self =
+        Self { pointer: std::ptr::dangling_mut(), number: NumberType::U8, elements: 0 };
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.elements * self.number.size_bytes()
+    }
+
+    /// Elements from `start` on, `elements` of them.
+    pub(crate) fn part(&self, start: usize, elements: usize) -> Self {
+        debug_assert!(start + elements <= self.elements);
+        Self { pointer: self.pointer.wrapping_add(start * self.number.size_bytes()), elements, ..*self }
+    }
+
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        let range = |stretch: &Self| stretch.pointer as usize..stretch.pointer as usize + stretch.bytes();
+        let (a, b) = (range(self), range(other));
+        a.start.max(b.start) < a.end.min(b.end)
+    }
+}
+
+impl From<&Source<'_>> for Stretch {
+    fn from(source: &Source<'_>) -> Self {
+        Self { pointer: source.pointer.cast_mut(), number: source.number, elements: source.elements }
+    }
+}
+
+impl From<&Target<'_>> for Stretch {
+    fn from(target: &Target<'_>) -> Self {
+        Self { pointer: target.pointer, number: target.number, elements: target.elements }
+    }
+}
+
+impl From<&Lent> for Stretch {
+    fn from(lent: &Lent) -> Self {
+        let elements = lent.loan.bytes().len() / lent.number.size_bytes();
+        Self { pointer: lent.loan.as_ptr(), number: lent.number, elements }
+    }
+}

@@ -1,0 +1,113 @@
+//! What can be sent and reduced: element types, and how two elements become one.
+
+use std::fmt;
+
+use bytemuck::Pod;
+use half::{bf16, f16};
+use lockstep_plan::DType;
+
+/// The type of the elements that a collective works on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum NumberType {
+    /// IEEE 754 binary32.
+    F32,
+    /// The upper half of a binary32; reduced in f32 and rounded once.
+    Bf16,
+    /// IEEE 754 binary16; reduced in f32 and rounded once.
+    F16,
+    /// Signed 64-bit integers, whose sums wrap around.
+    I64,
+    /// Signed 32-bit integers, whose sums wrap around.
+    I32,
+    /// Unsigned 32-bit integers, whose sums wrap around.
+    U32,
+    /// Bytes, whose sums wrap around.
+    U8,
+}
+
+impl NumberType {
+    /// All of them; the position is the type's code in shared memory and on the wire.
+    pub const ALL: [Self; 7] = [Self::F32, Self::Bf16, Self::F16, Self::I64, Self::I32, Self::U32, Self::U8];
+
+    /// Size of one element in bytes.
+    pub const fn size_bytes(self) -> usize {
+        match self {
+            Self::I64 => 8,
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+            Self::U8 => 1,
+        }
+    }
+
+    /// The name users know: `f32`, `bf16`, ...
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::I64 => "i64",
+            Self::I32 => "i32",
+            Self::U32 => "u32",
+            Self::U8 => "u8",
+        }
+    }
+}
+
+impl fmt::Display for NumberType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl From<DType> for NumberType {
+    fn from(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => Self::F32,
+            DType::BF16 => Self::Bf16,
+            DType::F16 => Self::F16,
+            DType::I32 => Self::I32,
+            DType::U32 => Self::U32,
+            DType::U8 => Self::U8,
+        }
+    }
+}
+
+/// A Rust type that is one of [`NumberType`].
+pub trait Number: Pod + Send + Sync {
+    /// Which.
+    const TYPE: NumberType;
+}
+
+macro_rules! numbers {
+    ($($type:ty => $number:ident),*) => {$(
+        impl Number for $type {
+            const TYPE: NumberType = NumberType::$number;
+        }
+    )*};
+}
+numbers!(f32 => F32, bf16 => Bf16, f16 => F16, i64 => I64, i32 => I32, u32 => U32, u8 => U8);
+
+/// How elements of several ranks become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// Their sum, over the fixed tree of [`reduce`](crate::reduce).
+    Sum,
+    /// The largest; a NaN if there is one.
+    Max,
+    /// The smallest; a NaN if there is one.
+    Min,
+}
+
+impl ReduceOp {
+    /// All of them; the position is the operation's code in shared memory and on the wire.
+    pub const ALL: [Self; 3] = [Self::Sum, Self::Max, Self::Min];
+
+    /// `sum`, `max` or `min`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+            Self::Min => "min",
+        }
+    }
+}

@@ -1,0 +1,368 @@
+//! A rank with all its groups, and how it waits.
+//!
+//! Whoever waits carries on with everything that the rank has under way, in all groups: else two ranks that wait in
+//! different groups could wait for each other for ever. After a while without news it sleeps until its bell rings.
+
+use std::{
+    panic::Location,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    time::Duration,
+};
+
+use lockstep_tensor::{SharedHeap, Workers};
+
+use super::{
+    heart::Heart,
+    layout::Status,
+    members::Members,
+    queue::{Queue, Ticket},
+    segments::Segments,
+};
+use crate::{
+    Call, CommError, Deadline, GroupName, LossCause, MAX_PARTITIONS, Occasion, Problem, call,
+    memory::Lent,
+    recorder,
+    task::{Flow, Task},
+};
+
+/// The longest sleep without a look at the deadline and at who has left.
+const NAP: Duration = Duration::from_millis(10);
+
+/// One rank, with every group that it is in.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    pub(crate) segments: Segments,
+    pub(crate) rank: usize,
+    pub(crate) heap: Arc<SharedHeap>,
+    patience: Patience,
+    state: Mutex<State>,
+    /// Ends before the segments do.
+    heart: Option<Heart>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// By index of the partition; `None` where this rank is in no group of it.
+    queues: Vec<Option<Queue>>,
+    workers: Option<Workers>,
+    recorded: u64,
+}
+
+/// How often to look before sleeping.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    /// Looks in a row.
+    looks: u32,
+    /// Looks with the core given to others in between.
+    yields: u32,
+}
+
+impl Patience {
+    /// For `ranks` ranks that share `cores` cores.
+    pub(crate) fn new(ranks: usize, cores: usize) -> Self {
+        if ranks <= cores { Self { looks: 2000, yields: 0 } } else { Self { looks: 0, yields: 4 } }
+    }
+}
+
+impl Machine {
+    /// Comes into the world as `rank`.
+    pub(crate) fn new(
+        segments: Segments,
+        rank: usize,
+        cores: usize,
+        silence: Duration,
+    ) -> Result<Self, CommError> {
+        let header = segments.header(rank);
+        header.pid.store(std::process::id(), Ordering::Relaxed);
+        let namespace = rustix::fs::stat("/proc/self/ns/pid").map_or(0, |file| file.st_ino);
+        header.pid_namespace.store(namespace, Ordering::Relaxed);
+        header.status.store(Status::Here as u32, Ordering::SeqCst);
+        let heap = SharedHeap::new(Arc::clone(segments.memory(rank)), segments.layout.heap_at());
+        let heart = Heart::start(&segments, rank, silence).map_err(CommError::io("start a thread"))?;
+        let patience = Patience::new(segments.ranks(), cores);
+        let machine = Self { segments, rank, heap, patience, state: Mutex::default(), heart: Some(heart) };
+        machine.add_group((0..machine.segments.ranks()).collect());
+        Ok(machine)
+    }
+
+    pub(crate) fn set_workers(&self, workers: Option<Workers>) {
+        self.lock().workers = workers;
+    }
+
+    /// The name of a group.
+    pub(crate) fn name(&self, group: usize) -> GroupName {
+        self.with_queue(group, |queue| queue.members.name())
+    }
+
+    /// Ranks of the world in a group, in its order.
+    pub(crate) fn ranks(&self, group: usize) -> Vec<usize> {
+        self.with_queue(group, |queue| queue.members.ranks.clone())
+    }
+
+    fn with_queue<R>(&self, group: usize, ask: impl FnOnce(&Queue) -> R) -> R {
+        ask(self.lock().queue(group))
+    }
+
+    /// Begins an operation; waits only if too many are under way.
+    pub(crate) fn begin(
+        &self,
+        group: usize,
+        task: Task,
+        memory: Vec<Lent>,
+        deadline: Deadline,
+        caller: &Location<'_>,
+    ) -> Result<Arc<Ticket>, CommError> {
+        let ticket = Arc::new(Ticket { memory: Mutex::new(memory), ..Ticket::default() });
+        let call = task.call;
+        let mut waiting = Some(task);
+        let begin = |state: &mut State| {
+            let recorded = state.recorded;
+            let queue = state.queue_mut(group);
+            let task = waiting.take_if(|task| queue.has_room(task))?;
+            let sequence = queue.next(&task);
+            let memory = self.segments.memory(self.rank);
+            let record = self.segments.layout.record(memory, recorded as usize);
+            recorder::write(record, recorded, call, queue.members.name(), sequence, caller);
+            queue.begin(task, recorded, Arc::clone(&ticket));
+            state.recorded = recorded + 1;
+            self.segments.header(self.rank).recorded.store(state.recorded, Ordering::Release);
+            Some(())
+        };
+        let late = |state: &State| {
+            let queue = state.queue(group);
+            (queue.slowest(), Some(Occasion { call, sequence: queue.begun(), group: queue.members.name() }))
+        };
+        self.drive(group, deadline, begin, late)?;
+        Ok(ticket)
+    }
+
+    /// Waits for an operation to complete.
+    pub(crate) fn wait(&self, group: usize, ticket: &Ticket, deadline: Deadline) -> Result<(), CommError> {
+        let is_complete = |_: &mut State| ticket.is_complete.load(Ordering::Acquire).then_some(());
+        let late = |state: &State| match state.queue(group).awaited() {
+            Some((rank, occasion)) => (rank, Some(occasion)),
+            None => (self.rank, None),
+        };
+        self.drive(group, deadline, is_complete, late)
+    }
+
+    /// Carries on with everything, without waiting.
+    pub(crate) fn progress(&self) -> Result<(), CommError> {
+        self.attempt(&mut |_| None::<()>).map(|_| ()).map_err(|error| self.fail(error))
+    }
+
+    /// Adds the group of `ranks`, made by the next partition; with no ranks, one that this rank is not in.
+    fn add_group(&self, ranks: Vec<usize>) -> usize {
+        let mut state = self.lock();
+        let index = state.queues.len();
+        let own = ranks.iter().position(|rank| *rank == self.rank);
+        let queue = own.map(|own| Queue::new(Members { segments: self.segments.clone(), index, ranks, own }));
+        state.queues.push(queue);
+        index
+    }
+
+    /// Makes groups of ranks of the world, on all ranks at once. Returns the index of the own group, if there is one.
+    pub(crate) fn partition(
+        &self,
+        groups: &[Vec<usize>],
+        deadline: Deadline,
+        caller: &Location<'_>,
+    ) -> Result<Option<usize>, CommError> {
+        let words = groups.iter().flat_map(|group| std::iter::once(group.len()).chain(group.iter().copied()));
+        let call = Call { detail: call::hash(words), ..Call::bare(crate::Kind::Partition) };
+        let mut seen = vec![false; self.segments.ranks()];
+        let is_new = |rank: &usize| *rank < seen.len() && !std::mem::replace(&mut seen[*rank], true);
+        if !groups.iter().flatten().all(is_new) {
+            return Err(self.misuse(0, call, Problem::Partition));
+        }
+        if self.lock().queues.len() == MAX_PARTITIONS {
+            return Err(self.misuse(0, call, Problem::TooManyGroups));
+        }
+        // All ranks agree on the groups before anybody uses them.
+        let task = Task {
+            call,
+            flow: Flow::Barrier,
+            source: crate::memory::Stretch::EMPTY,
+            target: crate::memory::Stretch::EMPTY,
+        };
+        let ticket = self.begin(0, task, Vec::new(), deadline, caller)?;
+        self.wait(0, &ticket, deadline)?;
+        let own = groups.iter().find(|group| group.contains(&self.rank)).cloned();
+        let is_in_one = own.is_some();
+        let index = self.add_group(own.unwrap_or_default());
+        Ok(is_in_one.then_some(index))
+    }
+
+    /// Ends the run because of a call that cannot be right.
+    pub(crate) fn misuse(&self, group: usize, call: Call, problem: Problem) -> CommError {
+        let occasion =
+            Occasion { call, sequence: self.with_queue(group, Queue::begun), group: self.name(group) };
+        self.fail(CommError::Misuse { rank: self.rank, problem, occasion })
+    }
+
+    /// Ends the run for all; returns why it has ended.
+    pub(crate) fn fail(&self, error: CommError) -> CommError {
+        let ending = self.segments.end(&error, self.rank);
+        // Nothing may touch the callers' memory after they have been told.
+        self.lock().queues.iter_mut().flatten().for_each(Queue::abandon);
+        match ending {
+            // Only this rank knows the details of what happened to it alone.
+            CommError::Stopped { by: Some(rank) } if rank == self.rank => error,
+            ending => ending,
+        }
+    }
+
+    /// Carries on until `attempt` has succeeded.
+    fn drive<R>(
+        &self,
+        group: usize,
+        deadline: Deadline,
+        mut attempt: impl FnMut(&mut State) -> Option<R>,
+        late: impl Fn(&State) -> (usize, Option<Occasion>),
+    ) -> Result<R, CommError> {
+        let (mut looks, mut suspect) = (0, None);
+        loop {
+            let is_patient = looks < self.patience.looks + self.patience.yields;
+            // From here on others ring; what they did before is seen by the attempt.
+            let bell = (!is_patient).then(|| Bell::listen(&self.segments, self.rank));
+            match self.attempt(&mut attempt) {
+                Ok(Attempt { result: Some(result), .. }) => return Ok(result),
+                Ok(Attempt { has_moved: true, .. }) => looks = 0,
+                Ok(_) => looks += 1,
+                Err(error) => {
+                    let occasion = late(&self.lock()).1;
+                    return Err(during(self.fail(error), occasion));
+                }
+            }
+            let Some(bell) = bell else {
+                if looks > self.patience.looks {
+                    std::thread::yield_now()
+                } else {
+                    std::hint::spin_loop()
+                }
+                continue;
+            };
+            let (rank, occasion) = late(&self.lock());
+            // Twice, since the last thing that it did may have come between the attempt and now.
+            let cause = self.cause_of_loss(rank);
+            if let (Some(cause), Some((suspected, _))) = (cause, suspect)
+                && suspected == rank
+            {
+                return Err(during(self.fail(CommError::PeerLost { rank, cause, occasion: None }), occasion));
+            }
+            suspect = cause.map(|cause| (rank, cause));
+            if deadline.has_passed() {
+                return Err(self.fail(self.timed_out(group, rank, occasion, deadline)));
+            }
+            if suspect.is_none() && looks > 0 {
+                bell.sleep(NAP.min(deadline.remaining()));
+            }
+        }
+    }
+
+    fn timed_out(
+        &self,
+        group: usize,
+        rank: usize,
+        occasion: Option<Occasion>,
+        deadline: Deadline,
+    ) -> CommError {
+        let nothing =
+            || Occasion { call: Call::bare(crate::Kind::Barrier), sequence: 0, group: self.name(group) };
+        let waited_ms = deadline.limit().as_millis() as u64;
+        CommError::TimedOut {
+            rank,
+            waiting: self.rank,
+            waited_ms,
+            occasion: occasion.unwrap_or_else(nothing),
+        }
+    }
+
+    /// How a rank was lost that has said so itself.
+    fn cause_of_loss(&self, rank: usize) -> Option<LossCause> {
+        match self.segments.status(rank) {
+            Status::Absent | Status::Here => None,
+            Status::Left => Some(LossCause::Left),
+            Status::Panicked => Some(LossCause::Panicked),
+        }
+    }
+
+    fn attempt<R>(&self, attempt: &mut impl FnMut(&mut State) -> Option<R>) -> Result<Attempt<R>, CommError> {
+        if let Some(error) = self.segments.ending() {
+            return Err(error);
+        }
+        let mut state = self.lock();
+        let State { queues, workers, .. } = &mut *state;
+        let mut has_moved = false;
+        for queue in queues.iter_mut().flatten().filter(|queue| !queue.is_idle()) {
+            has_moved |= queue.advance(workers.as_ref())?;
+        }
+        Ok(Attempt { result: attempt(&mut state), has_moved })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A loss is told with what this rank was waiting for.
+fn during(error: CommError, occasion: Option<Occasion>) -> CommError {
+    match error {
+        CommError::PeerLost { rank, cause, occasion: None } => CommError::PeerLost { rank, cause, occasion },
+        error => error,
+    }
+}
+
+/// What came of one look at everything.
+struct Attempt<R> {
+    result: Option<R>,
+    has_moved: bool,
+}
+
+impl State {
+    fn queue(&self, group: usize) -> &Queue {
+        self.queues[group].as_ref().expect("a group's handle is only given to its members")
+    }
+
+    fn queue_mut(&mut self, group: usize) -> &mut Queue {
+        self.queues[group].as_mut().expect("a group's handle is only given to its members")
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // Its peers are told before its thread stops to beat.
+        let status = if std::thread::panicking() { Status::Panicked } else { Status::Left };
+        self.segments.header(self.rank).status.store(status as u32, Ordering::SeqCst);
+        for rank in (0..self.segments.ranks()).filter(|rank| *rank != self.rank) {
+            self.segments.ring(rank);
+        }
+        self.heart = None;
+    }
+}
+
+/// A rank that is about to sleep, which others can see.
+struct Bell<'a> {
+    segments: &'a Segments,
+    rank: usize,
+    heard: u32,
+}
+
+impl<'a> Bell<'a> {
+    fn listen(segments: &'a Segments, rank: usize) -> Self {
+        let header = segments.header(rank);
+        let heard = header.bell.0.load(Ordering::SeqCst);
+        header.asleep.0.fetch_add(1, Ordering::SeqCst);
+        Self { segments, rank, heard }
+    }
+
+    fn sleep(&self, limit: Duration) {
+        self.segments.sleep(self.rank, self.heard, limit);
+    }
+}
+
+impl Drop for Bell<'_> {
+    fn drop(&mut self) {
+        self.segments.header(self.rank).asleep.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}

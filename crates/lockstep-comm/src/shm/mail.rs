@@ -1,0 +1,226 @@
+//! Messages between two ranks of a group: parts in slots of the sender's segment, or one part that says where all of it lies.
+//!
+//! Messages from one rank to another are received in the order in which they were sent. They wait for nobody else.
+
+use std::{collections::VecDeque, sync::atomic::Ordering};
+
+use lockstep_tensor::Workers;
+
+use super::{
+    layout::{MAIL_BYTES, MAIL_SLOTS, Mailbox, SMALL_BYTES},
+    members::{Members, copy, has_reached},
+    place::Place,
+    queue::{Running, Step, post, posted_words},
+};
+use crate::{
+    Call, CommError, Kind, Occasion,
+    blocks::window,
+    task::{Flow, Task},
+};
+
+/// A rank's messages to and from each member of a group.
+#[derive(Debug)]
+pub(crate) struct Mail {
+    to: Vec<Lane>,
+    from: Vec<Lane>,
+}
+
+/// Messages one way.
+#[derive(Debug, Default)]
+struct Lane {
+    /// Messages begun.
+    begun: u32,
+    /// Parts sent, or received.
+    parts: u32,
+    messages: VecDeque<Running>,
+}
+
+impl Mail {
+    pub(crate) fn new(members: usize) -> Self {
+        let lanes = || (0..members).map(|_| Lane::default()).collect();
+        Self { to: lanes(), from: lanes() }
+    }
+
+    /// The number that a message would have if it began now; `None` for another operation.
+    pub(crate) fn next(&self, task: &Task) -> Option<u32> {
+        match task.flow {
+            Flow::Send { to } => Some(self.to[to].begun),
+            Flow::Receive { from } => Some(self.from[from].begun),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn begin(&mut self, running: Running) {
+        let lane = match running.task.flow {
+            Flow::Send { to } => &mut self.to[to],
+            Flow::Receive { from } => &mut self.from[from],
+            _ => return,
+        };
+        lane.begun = lane.begun.wrapping_add(1);
+        lane.messages.push_back(running);
+    }
+
+    /// Moves what can be moved; says whether anything was.
+    pub(crate) fn advance(
+        &mut self,
+        members: &Members,
+        workers: Option<&Workers>,
+    ) -> Result<bool, CommError> {
+        let mut has_moved = false;
+        for peer in 0..members.len() {
+            let post = Post { members, peer, workers };
+            let Lane { parts, messages, .. } = &mut self.to[peer];
+            while let Some(running) = messages.front_mut() {
+                has_moved |= post.send(running, parts);
+                if !end_if_done(messages, members) {
+                    break;
+                }
+            }
+            let Lane { parts, messages, .. } = &mut self.from[peer];
+            while let Some(running) = messages.front_mut() {
+                has_moved |= post.receive(running, parts)?;
+                if !end_if_done(messages, members) {
+                    break;
+                }
+            }
+        }
+        Ok(has_moved)
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.to.iter().chain(&self.from).all(|lane| lane.messages.is_empty())
+    }
+
+    pub(crate) fn abandon(&mut self) {
+        self.to.iter_mut().chain(&mut self.from).for_each(|lane| lane.messages.clear());
+    }
+
+    /// Whom the first message that is under way waits for, as a rank of the world; and the message.
+    pub(crate) fn awaited(&self, members: &Members) -> Option<(usize, Occasion)> {
+        let lanes = self.to.iter().chain(&self.from).zip((0..members.len()).cycle());
+        let waiting = lanes.filter_map(|(lane, peer)| Some((peer, lane.messages.front()?)));
+        waiting.map(|(peer, running)| (members.ranks[peer], running.occasion(members))).next()
+    }
+}
+
+/// Ends the first message if it is done; says whether it was.
+fn end_if_done(messages: &mut VecDeque<Running>, members: &Members) -> bool {
+    let Some(running) = messages.pop_front_if(|running| running.step == Step::Done) else { return false };
+    running.stamp(members, 1);
+    running.complete();
+    true
+}
+
+/// The two mailboxes between this rank and a peer.
+struct Post<'a> {
+    members: &'a Members,
+    peer: usize,
+    workers: Option<&'a Workers>,
+}
+
+impl Post<'_> {
+    fn own(&self) -> &Mailbox {
+        self.mailbox(self.members.own, self.peer)
+    }
+
+    fn peers(&self) -> &Mailbox {
+        self.mailbox(self.peer, self.members.own)
+    }
+
+    fn mailbox(&self, of: usize, with: usize) -> &Mailbox {
+        let segments = &self.members.segments;
+        segments.layout.mailbox(segments.memory(self.members.ranks[of]), self.members.index, with)
+    }
+
+    /// Sends as many parts as there is room for; says whether that are any.
+    fn send(&self, running: &mut Running, sent: &mut u32) -> bool {
+        let (source, mut has_moved) = (running.task.source, false);
+        let shared = Some(self.members.place_of(&source)).filter(|_| source.bytes() > SMALL_BYTES);
+        while running.step != Step::Done {
+            let received = self.peers().received.load(Ordering::SeqCst);
+            // The window of a message that lies in shared memory is the count of parts that ends it.
+            if running.step == Step::Filled {
+                if !has_reached(received, running.window as u32) {
+                    break;
+                }
+                running.step = Step::Done;
+            } else if !has_reached(received, sent.wrapping_add(1).wrapping_sub(MAIL_SLOTS)) {
+                break;
+            } else {
+                let part = &self.own().parts[(*sent % MAIL_SLOTS) as usize];
+                if let Some(place @ Place::Shared(_)) = shared {
+                    part.bytes.store(source.bytes() as u64, Ordering::Relaxed);
+                    post(part, running.task.call, place, place);
+                    running.window = sent.wrapping_add(1) as usize;
+                    running.step = Step::Filled;
+                } else {
+                    let bytes = window(&(0..source.bytes()), MAIL_BYTES, running.window);
+                    let slot = self.members.segments.layout.mail_slot(self.members.index, self.peer, *sent);
+                    let to = self.members.at(self.members.own, slot);
+                    // SAFETY: the source is the caller's; the slot is this rank's, and what was in it has been received.
+                    unsafe { copy(self.workers, source.pointer.wrapping_add(bytes.start), to, bytes.len()) };
+                    part.bytes.store(bytes.len() as u64, Ordering::Relaxed);
+                    post(part, running.task.call, Place::Private, Place::Private);
+                    running.window += 1;
+                    if bytes.end == source.bytes() {
+                        running.step = Step::Done;
+                    }
+                }
+                *sent = sent.wrapping_add(1);
+                self.own().sent.store(*sent, Ordering::SeqCst);
+                self.members.segments.ring(self.members.ranks[self.peer]);
+            }
+            has_moved = true;
+        }
+        has_moved
+    }
+
+    /// Receives as many parts as are there; says whether that are any.
+    fn receive(&self, running: &mut Running, received: &mut u32) -> Result<bool, CommError> {
+        let (target, mut has_moved) = (running.task.target, false);
+        while running.step != Step::Done
+            && has_reached(self.peers().sent.load(Ordering::SeqCst), received.wrapping_add(1))
+        {
+            let part = &self.peers().parts[(*received % MAIL_SLOTS) as usize];
+            if running.window == 0 {
+                self.compare(running, posted_words(part))?;
+                running.stamp(self.members, 0);
+            }
+            let (from, bytes) = match Place::from_word(part.source.load(Ordering::Relaxed)) {
+                Place::Shared(offset) => (self.members.at(self.peer, offset), 0..target.bytes()),
+                _ => {
+                    let slot = self.members.segments.layout.mail_slot(
+                        self.members.index,
+                        self.members.own,
+                        *received,
+                    );
+                    (
+                        self.members.at(self.peer, slot),
+                        window(&(0..target.bytes()), MAIL_BYTES, running.window),
+                    )
+                }
+            };
+            // SAFETY: the part stays as it is until it is received; the target is the caller's, and as long as what is sent.
+            unsafe { copy(self.workers, from, target.pointer.wrapping_add(bytes.start), bytes.len()) };
+            running.window += 1;
+            if bytes.end == target.bytes() {
+                running.step = Step::Done;
+            }
+            *received = received.wrapping_add(1);
+            self.own().received.store(*received, Ordering::SeqCst);
+            self.members.segments.ring(self.members.ranks[self.peer]);
+            has_moved = true;
+        }
+        Ok(has_moved)
+    }
+
+    /// Sees that what is sent is what is waited for.
+    fn compare(&self, running: &Running, sent: [u64; 3]) -> Result<(), CommError> {
+        let expected = Call { kind: Kind::Send, root: Some(self.members.own), ..running.task.call };
+        if sent == expected.to_words() {
+            return Ok(());
+        }
+        let found = Call::from_words(sent).unwrap_or(expected);
+        Err(running.mismatch(self.members, self.peer, found, self.members.own, running.task.call))
+    }
+}

@@ -1,0 +1,146 @@
+//! A group as one of its ranks sees it: the words and the memory of all members.
+
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use lockstep_tensor::Workers;
+
+use super::{
+    layout::{Line, Posted, RING},
+    place::Place,
+    segments::Segments,
+};
+use crate::{GroupName, memory::Stretch};
+
+/// Bytes that make it worth to wake a compute thread.
+const BYTES_PER_TASK: usize = 128 << 10;
+
+/// The ranks of a group.
+#[derive(Debug, Clone)]
+pub(crate) struct Members {
+    pub(crate) segments: Segments,
+    /// Index of the partition that made the group.
+    pub(crate) index: usize,
+    /// Ranks of the world, in the order of the group.
+    pub(crate) ranks: Vec<usize>,
+    /// The own position.
+    pub(crate) own: usize,
+}
+
+/// One of the counters in a rank's [`Line`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Counter {
+    Arrived,
+    Finished,
+    Turn,
+}
+
+/// Whether a counter that wraps around has reached `goal`.
+pub(crate) fn has_reached(count: u32, goal: u32) -> bool {
+    count.wrapping_sub(goal) as i32 >= 0
+}
+
+impl Members {
+    pub(crate) fn len(&self) -> usize {
+        self.ranks.len()
+    }
+
+    pub(crate) fn name(&self) -> GroupName {
+        let first = self.ranks.iter().min().copied().unwrap_or(0);
+        GroupName { index: self.index, first, size: self.len() }
+    }
+
+    pub(crate) fn line(&self, member: usize) -> &Line {
+        self.segments.layout.line(self.segments.memory(self.ranks[member]), self.index)
+    }
+
+    pub(crate) fn posted(&self, member: usize, sequence: u32) -> &Posted {
+        &self.line(member).posted[(sequence % RING) as usize]
+    }
+
+    fn counter(&self, member: usize, counter: Counter) -> &AtomicU32 {
+        let line = self.line(member);
+        match counter {
+            Counter::Arrived => &line.arrived,
+            Counter::Finished => &line.finished,
+            Counter::Turn => &line.turn,
+        }
+    }
+
+    pub(crate) fn count(&self, member: usize, counter: Counter) -> u32 {
+        // Sequentially consistent for the sake of `Segments::ring`.
+        self.counter(member, counter).load(Ordering::SeqCst)
+    }
+
+    /// The first member whose counter has not reached `goal`.
+    pub(crate) fn behind(&self, counter: Counter, goal: u32) -> Option<usize> {
+        (0..self.len()).find(|member| !has_reached(self.count(*member, counter), goal))
+    }
+
+    /// Sets an own counter; everything written before is there for whoever sees it.
+    pub(crate) fn publish(&self, counter: Counter, count: u32) {
+        self.counter(self.own, counter).store(count, Ordering::SeqCst);
+        for (member, rank) in self.ranks.iter().enumerate() {
+            if member != self.own {
+                self.segments.ring(*rank);
+            }
+        }
+    }
+
+    /// Where a member's stream lies in operation `sequence`, which it has begun.
+    pub(crate) fn source_place(&self, member: usize, sequence: u32) -> Place {
+        Place::from_word(self.posted(member, sequence).source.load(Ordering::Relaxed))
+    }
+
+    /// Where its result goes.
+    pub(crate) fn target_place(&self, member: usize, sequence: u32) -> Place {
+        Place::from_word(self.posted(member, sequence).target.load(Ordering::Relaxed))
+    }
+
+    /// Where byte `offset` of a member's segment lies here.
+    pub(crate) fn at(&self, member: usize, offset: usize) -> *mut u8 {
+        self.segments.memory(self.ranks[member]).at(offset)
+    }
+
+    /// How others find memory of this rank: in its segment, or not at all.
+    pub(crate) fn place_of(&self, memory: &Stretch) -> Place {
+        let own = self.segments.memory(self.ranks[self.own]);
+        let heap = self.segments.layout.heap_at();
+        let offset = own.offset_of(memory.pointer).filter(|offset| *offset >= heap);
+        match offset {
+            Some(offset) if offset + memory.bytes() <= own.len_bytes() => Place::Shared(offset),
+            _ => Place::Private,
+        }
+    }
+}
+
+/// Copies bytes, on several threads if they are many.
+///
+/// # Safety
+/// Both ranges are valid, do not overlap, and nobody else writes them or reads the target.
+pub(crate) unsafe fn copy(workers: Option<&Workers>, from: *const u8, to: *mut u8, bytes: usize) {
+    let (from, to) = (from as usize, to as usize);
+    in_parts(workers, bytes, 1, |range| {
+        let (from, to) = ((from + range.start) as *const u8, (to + range.start) as *mut u8);
+        // SAFETY: parts do not overlap; the rest is the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, range.len()) }
+    });
+}
+
+/// Calls `work` with parts of `0..elements` that cover it, on the compute threads if that is worth it.
+pub(crate) fn in_parts(
+    workers: Option<&Workers>,
+    elements: usize,
+    bytes_each: usize,
+    work: impl Fn(Range<usize>) + Sync,
+) {
+    let part = BYTES_PER_TASK / bytes_each;
+    match workers {
+        Some(workers) if workers.threads() > 1 && elements > part => {
+            workers.run(elements.div_ceil(part), |task| work(task * part..elements.min((task + 1) * part)));
+        }
+        _ => work(0..elements),
+    }
+}

@@ -1,0 +1,376 @@
+//! A group's operations on one rank: begun at once, carried out in order, each as far as the other ranks permit.
+//!
+//! Nothing here waits. A step that would have to says so and is tried again when something may have changed.
+//!
+//! An operation that moves little is copied to the rank's small slot when it begins, and everybody reads it there. A larger
+//! one says where its memory lies. What lies in shared memory is read, and reductions write it, in place; it is done when all
+//! ranks have finished. The rest goes through chunks, turn by turn.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use lockstep_tensor::Workers;
+
+use super::{
+    layout::{Posted, RING, SMALL_BYTES, SMALL_SLOTS},
+    mail::Mail,
+    members::{Counter, Members, has_reached},
+    place::Place,
+};
+use crate::{
+    Call, CommError, Occasion,
+    call::odd_one_out,
+    exchange::{Exchange, Matrix},
+    memory::Lent,
+    recorder,
+    task::{Flow, Task},
+};
+
+/// The operations of one group.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    pub(crate) members: Members,
+    /// Operations begun.
+    begun: u32,
+    /// Operations carried out: as far as this rank is concerned they are finished.
+    finished: u32,
+    /// Every member has finished so many.
+    finished_by_all: u32,
+    /// Begun, and not yet complete. Those that are carried out come first.
+    tasks: VecDeque<Running>,
+    pub(crate) chunks: Chunks,
+    pub(crate) mail: Mail,
+}
+
+/// How far the group's use of its chunks has come.
+#[derive(Debug, Default)]
+pub(crate) struct Chunks {
+    /// Turns that this rank has taken.
+    pub(crate) turn: u32,
+    /// Windows that all ranks have filled.
+    pub(crate) window: u32,
+}
+
+/// An operation that has begun.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub(crate) task: Task,
+    pub(crate) sequence: u32,
+    pub(crate) step: Step,
+    /// The window at hand, where there are several.
+    pub(crate) window: usize,
+    /// Number in the flight recorder.
+    recorded: u64,
+    /// Whom to tell when it is complete.
+    ticket: Arc<Ticket>,
+}
+
+/// What comes next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// All have to come.
+    Meet,
+    /// The own part of a window goes to a chunk.
+    Fill,
+    /// All have to have filled theirs.
+    Filled,
+    /// All have to have written their results.
+    Combined,
+    Done,
+}
+
+/// The other end of an operation that runs on by itself.
+#[derive(Debug, Default)]
+pub(crate) struct Ticket {
+    pub(crate) is_complete: AtomicBool,
+    /// What was lent to the operation.
+    pub(crate) memory: Mutex<Vec<Lent>>,
+}
+
+impl Queue {
+    pub(crate) fn new(members: Members) -> Self {
+        let mail = Mail::new(members.len());
+        Self {
+            members,
+            begun: 0,
+            finished: 0,
+            finished_by_all: 0,
+            tasks: VecDeque::new(),
+            chunks: Chunks::default(),
+            mail,
+        }
+    }
+
+    /// Whether `task` can begin: its slots may still be read by somebody.
+    pub(crate) fn has_room(&mut self, task: &Task) -> bool {
+        match task.flow {
+            Flow::Send { .. } | Flow::Receive { .. } => return true,
+            _ => {}
+        }
+        let slots = if self.is_small(task) { SMALL_SLOTS } else { RING };
+        let goal = self.begun.wrapping_add(1).wrapping_sub(slots);
+        if !has_reached(self.finished_by_all, goal) {
+            self.look_who_has_finished();
+        }
+        has_reached(self.finished_by_all, goal)
+    }
+
+    /// The number that an operation would have if it began now.
+    pub(crate) fn next(&self, task: &Task) -> u32 {
+        self.mail.next(task).unwrap_or(self.begun)
+    }
+
+    /// Begins an operation for which there is room.
+    pub(crate) fn begin(&mut self, task: Task, recorded: u64, ticket: Arc<Ticket>) {
+        let (sequence, step) = (self.next(&task), Step::Meet);
+        let running = Running { task, sequence, step, window: 0, recorded, ticket };
+        if matches!(running.task.flow, Flow::Send { .. } | Flow::Receive { .. }) {
+            return self.mail.begin(running);
+        }
+        let (source, target) = self.places(&running.task);
+        let posted = self.members.posted(self.members.own, sequence);
+        post(posted, running.task.call, source, target);
+        if source == Place::Small {
+            let slot = self.members.segments.layout.small_slot(self.members.index, sequence);
+            let from = running.task.source;
+            // SAFETY: the source is the caller's for the time of the operation; the slot is this rank's, and `has_room` has
+            // found that nobody reads it any more.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    from.pointer,
+                    self.members.at(self.members.own, slot),
+                    from.bytes(),
+                )
+            };
+        }
+        if let Flow::Unknown { sends, receives } = &running.task.flow {
+            let memory = self.members.segments.memory(self.members.ranks[self.members.own]);
+            for (index, bytes) in sends.iter().chain(receives).enumerate() {
+                let word = self.members.segments.layout.table(memory, self.members.index, sequence, index);
+                word.store(*bytes as u64, Ordering::Relaxed);
+            }
+        }
+        self.begun = sequence.wrapping_add(1);
+        self.members.publish(Counter::Arrived, self.begun);
+        self.tasks.push_back(running);
+    }
+
+    /// How others find the task's source and target.
+    fn places(&self, task: &Task) -> (Place, Place) {
+        let source = if self.is_small(task) { Place::Small } else { self.members.place_of(&task.source) };
+        (source, self.members.place_of(&task.target))
+    }
+
+    /// Whether the task's source goes through the small slot.
+    fn is_small(&self, task: &Task) -> bool {
+        task.source.bytes() <= SMALL_BYTES
+    }
+
+    /// Carries out what can be; says whether anything was.
+    ///
+    /// # Errors
+    /// [`CommError::Mismatch`].
+    pub(crate) fn advance(&mut self, workers: Option<&Workers>) -> Result<bool, CommError> {
+        let mut has_moved = self.mail.advance(&self.members, workers)?;
+        while let Some(running) =
+            self.tasks.get_mut(self.finished.wrapping_sub(first(&self.tasks, self.finished)) as usize)
+        {
+            let before = (running.step, running.window);
+            running.advance(&self.members, &mut self.chunks, workers)?;
+            has_moved |= before != (running.step, running.window);
+            if running.step != Step::Done {
+                break;
+            }
+            running.stamp(&self.members, 1);
+            self.finished = self.finished.wrapping_add(1);
+            self.members.publish(Counter::Finished, self.finished);
+        }
+        while let Some(running) = self.tasks.front()
+            && running.step == Step::Done
+        {
+            let goal = running.sequence.wrapping_add(1);
+            if running.lingers(&self.members) && !has_reached(self.finished_by_all, goal) {
+                self.look_who_has_finished();
+                if !has_reached(self.finished_by_all, goal) {
+                    break;
+                }
+            }
+            if let Some(running) = self.tasks.pop_front() {
+                running.complete();
+            }
+            has_moved = true;
+        }
+        Ok(has_moved)
+    }
+
+    /// Number of collectives begun.
+    pub(crate) fn begun(&self) -> u32 {
+        self.begun
+    }
+
+    /// Whether nothing is under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.tasks.is_empty() && self.mail.is_idle()
+    }
+
+    /// Forgets everything that is under way.
+    pub(crate) fn abandon(&mut self) {
+        self.tasks.clear();
+        self.mail.abandon();
+    }
+
+    /// Whom the first operation that is not complete waits for, as a rank of the world; and the operation.
+    pub(crate) fn awaited(&self) -> Option<(usize, Occasion)> {
+        let running = self.tasks.iter().find(|running| running.step != Step::Done).or(self.tasks.front());
+        let Some(running) = running else { return self.mail.awaited(&self.members) };
+        let behind = match running.step {
+            Step::Meet => self.members.behind(Counter::Arrived, running.sequence.wrapping_add(1)),
+            Step::Done => self.members.behind(Counter::Finished, running.sequence.wrapping_add(1)),
+            Step::Fill | Step::Filled | Step::Combined => {
+                self.members.behind(Counter::Turn, self.chunks.turn)
+            }
+        };
+        Some((self.members.ranks[behind.unwrap_or(self.members.own)], running.occasion(&self.members)))
+    }
+
+    /// Whom the beginning of another operation waits for: a rank of the world that has not finished enough.
+    pub(crate) fn slowest(&self) -> usize {
+        let behind = self.members.behind(Counter::Finished, self.finished_by_all.wrapping_add(1));
+        self.members.ranks[behind.unwrap_or(self.members.own)]
+    }
+
+    fn look_who_has_finished(&mut self) {
+        let members = 0..self.members.len();
+        let counts = members.map(|member| self.members.count(member, Counter::Finished));
+        let least = counts.reduce(|least, count| if has_reached(least, count) { count } else { least });
+        self.finished_by_all = least.unwrap_or(self.finished);
+    }
+}
+
+/// Number of the first of `tasks`; `next` if there is none.
+fn first(tasks: &VecDeque<Running>, next: u32) -> u32 {
+    tasks.front().map_or(next, |running| running.sequence)
+}
+
+/// Describes an operation, or a part of one, to others.
+pub(crate) fn post(posted: &Posted, call: Call, source: Place, target: Place) {
+    for (word, shared) in call.to_words().into_iter().zip(&posted.call) {
+        shared.store(word, Ordering::Relaxed);
+    }
+    posted.source.store(source.to_word(), Ordering::Relaxed);
+    posted.target.store(target.to_word(), Ordering::Relaxed);
+}
+
+/// What a rank has posted.
+pub(crate) fn posted_words(posted: &Posted) -> [u64; 3] {
+    [0, 1, 2].map(|index: usize| posted.call[index].load(Ordering::Relaxed))
+}
+
+impl Running {
+    pub(crate) fn occasion(&self, members: &Members) -> Occasion {
+        Occasion { call: self.task.call, sequence: self.sequence, group: members.name() }
+    }
+
+    pub(crate) fn stamp(&self, members: &Members, which: usize) {
+        let memory = members.segments.memory(members.ranks[members.own]);
+        recorder::stamp(members.segments.layout.record(memory, self.recorded as usize), self.recorded, which);
+    }
+
+    pub(crate) fn complete(self) {
+        self.ticket.is_complete.store(true, Ordering::Release);
+    }
+
+    fn advance(
+        &mut self,
+        members: &Members,
+        chunks: &mut Chunks,
+        workers: Option<&Workers>,
+    ) -> Result<(), CommError> {
+        if self.step == Step::Meet {
+            if members.behind(Counter::Arrived, self.sequence.wrapping_add(1)).is_some() {
+                return Ok(());
+            }
+            self.compare(members)?;
+            self.stamp(members, 0);
+        }
+        match &self.task.flow {
+            Flow::Reduction { op, blocks, receiver } => {
+                let (op, blocks, receiver) = (*op, blocks.clone(), *receiver);
+                self.advance_reduction(members, chunks, workers, op, &blocks, receiver);
+            }
+            Flow::Exchange(_) => self.advance_exchange(members, chunks, workers),
+            Flow::Barrier | Flow::Unknown { .. } | Flow::Send { .. } | Flow::Receive { .. } => {
+                self.step = Step::Done
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether others may read or write the rank's memory after the rank's own part is done.
+    fn lingers(&self, members: &Members) -> bool {
+        // A target that others write is the source as well.
+        matches!(members.source_place(members.own, self.sequence), Place::Shared(_))
+    }
+
+    /// Sees that all ranks have called the same, and learns what they could not know before.
+    fn compare(&mut self, members: &Members) -> Result<(), CommError> {
+        let calls: Vec<[u64; 3]> =
+            (0..members.len()).map(|member| posted_words(members.posted(member, self.sequence))).collect();
+        if let Some((odd, reference)) = odd_one_out(&calls) {
+            let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.task.call);
+            return Err(self.mismatch(members, odd, call(odd), reference, call(reference)));
+        }
+        if !matches!(self.task.flow, Flow::Unknown { .. }) {
+            return Ok(());
+        }
+        let ranks = members.len();
+        let word = |member: usize, index: usize| {
+            let memory = members.segments.memory(members.ranks[member]);
+            members.segments.layout.table(memory, members.index, self.sequence, index).load(Ordering::Relaxed)
+                as usize
+        };
+        let matrix = Matrix::Uneven {
+            sends: (0..ranks * ranks).map(|index| word(index / ranks, index % ranks)).collect(),
+            ranks,
+        };
+        for sender in 0..ranks {
+            for receiver in 0..ranks {
+                let (sent, expected) = (matrix.bytes(sender, receiver), word(receiver, ranks + sender));
+                if sent != expected {
+                    let size = self.task.call.number.size_bytes();
+                    let call = |bytes: usize| Call {
+                        elements: bytes / size,
+                        root: Some(receiver),
+                        detail: 0,
+                        ..self.task.call
+                    };
+                    return Err(self.mismatch(members, sender, call(sent), receiver, call(expected)));
+                }
+            }
+        }
+        self.task.flow = Flow::Exchange(Exchange::AllToAll(matrix));
+        Ok(())
+    }
+
+    pub(crate) fn mismatch(
+        &self,
+        members: &Members,
+        odd: usize,
+        found: Call,
+        reference: usize,
+        expected: Call,
+    ) -> CommError {
+        CommError::Mismatch {
+            rank: members.ranks[odd],
+            found,
+            reference: members.ranks[reference],
+            expected,
+            occasion: self.occasion(members),
+        }
+    }
+}

@@ -1,0 +1,459 @@
+//! One operation of one rank, checked and worked out, but bound to no transport yet.
+
+use crate::{
+    Call, Kind, Problem, ReduceOp,
+    blocks::Blocks,
+    call,
+    exchange::{Exchange, Matrix},
+    memory::{Lent, Stretch},
+};
+
+/// An operation of a group on given memory: `I` is what it reads, `O` what it writes.
+///
+/// In place means that a rank's own block lies in the larger buffer already.
+#[derive(Debug)]
+pub enum Collective<I, O> {
+    /// Nobody goes on before all have come.
+    Barrier,
+    /// The root's data to all.
+    Broadcast {
+        /// What is sent or replaced.
+        data: O,
+        /// Rank of the group.
+        root: usize,
+    },
+    /// The reduction of all ranks' data, in the root's place of it. The others keep theirs.
+    Reduce {
+        /// As long on all ranks.
+        data: O,
+        /// How elements become one.
+        op: ReduceOp,
+        /// Rank of the group.
+        root: usize,
+    },
+    /// The reduction of all ranks' data, in its place.
+    AllReduce {
+        /// As long on all ranks.
+        data: O,
+        /// How elements become one.
+        op: ReduceOp,
+    },
+    /// Block r of the reduction of all ranks' inputs to rank r.
+    ReduceScatter {
+        /// As long on all ranks.
+        input: I,
+        /// The own block.
+        output: O,
+        /// How elements become one.
+        op: ReduceOp,
+        /// Elements of each block; `None` if they are all as long.
+        counts: Option<Vec<usize>>,
+    },
+    /// As `ReduceScatter`, with the own block of the reduction in its place in the data. The rest is unspecified.
+    ReduceScatterInPlace {
+        /// As long on all ranks.
+        data: O,
+        /// How elements become one.
+        op: ReduceOp,
+        /// Elements of each block; `None` if they are all as long.
+        counts: Option<Vec<usize>>,
+    },
+    /// All ranks' inputs, one after the other, to all.
+    AllGather {
+        /// The own block.
+        input: I,
+        /// Room for all.
+        output: O,
+        /// Elements of each block; `None` if they are all as long.
+        counts: Option<Vec<usize>>,
+    },
+    /// As `AllGather`, with the own block in its place already.
+    AllGatherInPlace {
+        /// All blocks.
+        data: O,
+        /// Elements of each block; `None` if they are all as long.
+        counts: Option<Vec<usize>>,
+    },
+    /// Block r of every rank's input to rank r, in the order of the senders.
+    AllToAll {
+        /// A block for each rank.
+        input: I,
+        /// A block from each rank.
+        output: O,
+        /// Elements sent to, and received from, each rank; `None` if they are all alike.
+        counts: Option<(Vec<usize>, Vec<usize>)>,
+    },
+    /// Block r of the root's input to rank r.
+    Scatter {
+        /// All blocks; `None` but on the root.
+        input: Option<I>,
+        /// The own block.
+        output: O,
+        /// Rank of the group.
+        root: usize,
+        /// Elements of each block; `None` if they are all as long.
+        counts: Option<Vec<usize>>,
+    },
+    /// All ranks' inputs, one after the other, to the root.
+    Gather {
+        /// The own block.
+        input: I,
+        /// Room for all; `None` but on the root.
+        output: Option<O>,
+        /// Rank of the group.
+        root: usize,
+        /// Elements of each block; `None` if they are all as long.
+        counts: Option<Vec<usize>>,
+    },
+    /// Data to one other rank.
+    Send {
+        /// What is sent.
+        input: I,
+        /// Rank of the group.
+        to: usize,
+    },
+    /// Data from one other rank.
+    Receive {
+        /// What is replaced: as much as is sent.
+        output: O,
+        /// Rank of the group.
+        from: usize,
+    },
+}
+
+impl Collective<Lent, Lent> {
+    /// Everything that is lent to it, inputs first.
+    pub(crate) fn into_memory(self) -> Vec<Lent> {
+        match self {
+            Self::Barrier => Vec::new(),
+            Self::Broadcast { data, .. }
+            | Self::Reduce { data, .. }
+            | Self::AllReduce { data, .. }
+            | Self::ReduceScatterInPlace { data, .. }
+            | Self::AllGatherInPlace { data, .. } => vec![data],
+            Self::ReduceScatter { input, output, .. }
+            | Self::AllGather { input, output, .. }
+            | Self::AllToAll { input, output, .. } => vec![input, output],
+            Self::Scatter { input, output, .. } => input.into_iter().chain([output]).collect(),
+            Self::Gather { input, output, .. } => [input].into_iter().chain(output).collect(),
+            Self::Send { input, .. } => vec![input],
+            Self::Receive { output, .. } => vec![output],
+        }
+    }
+}
+
+/// What a transport carries out.
+#[derive(Debug)]
+pub(crate) struct Task {
+    pub(crate) call: Call,
+    pub(crate) flow: Flow,
+    /// What others may read.
+    pub(crate) source: Stretch,
+    /// Where the result belongs.
+    pub(crate) target: Stretch,
+}
+
+#[derive(Debug)]
+pub(crate) enum Flow {
+    Barrier,
+    Reduction {
+        op: ReduceOp,
+        blocks: Blocks,
+        receiver: Receiver,
+    },
+    Exchange(Exchange),
+    /// An all-to-all whose exchange is known when all have come: bytes sent to, and received from, each rank.
+    Unknown {
+        sends: Vec<usize>,
+        receives: Vec<usize>,
+    },
+    Send {
+        to: usize,
+    },
+    Receive {
+        from: usize,
+    },
+}
+
+/// Who wants the result of a reduction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Receiver {
+    All,
+    One(usize),
+    /// Each its own block.
+    Owner,
+}
+
+impl Task {
+    /// Works out `collective` for `rank` of `ranks`.
+    ///
+    /// # Errors
+    /// The call, and what is wrong with it whatever the other ranks call.
+    pub(crate) fn new<I, O>(
+        collective: &Collective<I, O>,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<Self, (Call, Problem)>
+    where
+        for<'a> Stretch: From<&'a I> + From<&'a O>,
+    {
+        let builder = Builder { rank, ranks };
+        match collective {
+            Collective::Barrier => {
+                let call = Call::bare(Kind::Barrier);
+                Ok(Self { call, flow: Flow::Barrier, source: Stretch::EMPTY, target: Stretch::EMPTY })
+            }
+            Collective::Broadcast { data, root } => builder.broadcast(Stretch::from(data), *root),
+            Collective::Reduce { data, op, root } => builder.reduce(Stretch::from(data), *op, Some(*root)),
+            Collective::AllReduce { data, op } => builder.reduce(Stretch::from(data), *op, None),
+            Collective::ReduceScatter { input, output, op, counts } => builder.reduce_scatter(
+                Stretch::from(input),
+                Some(Stretch::from(output)),
+                *op,
+                counts.as_deref(),
+            ),
+            Collective::ReduceScatterInPlace { data, op, counts } => {
+                builder.reduce_scatter(Stretch::from(data), None, *op, counts.as_deref())
+            }
+            Collective::AllGather { input, output, counts } => {
+                builder.all_gather(Some(Stretch::from(input)), Stretch::from(output), counts.as_deref())
+            }
+            Collective::AllGatherInPlace { data, counts } => {
+                builder.all_gather(None, Stretch::from(data), counts.as_deref())
+            }
+            Collective::AllToAll { input, output, counts } => {
+                let counts = counts.as_ref().map(|(sends, receives)| (sends.as_slice(), receives.as_slice()));
+                builder.all_to_all(Stretch::from(input), Stretch::from(output), counts)
+            }
+            Collective::Scatter { input, output, root, counts } => {
+                let whole = input.as_ref().map(Stretch::from);
+                builder.rooted(Kind::Scatter, whole, Stretch::from(output), *root, counts.as_deref())
+            }
+            Collective::Gather { input, output, root, counts } => {
+                let whole = output.as_ref().map(Stretch::from);
+                builder.rooted(Kind::Gather, whole, Stretch::from(input), *root, counts.as_deref())
+            }
+            Collective::Send { input, to } => builder.between(Kind::Send, Stretch::from(input), *to),
+            Collective::Receive { output, from } => {
+                builder.between(Kind::Receive, Stretch::from(output), *from)
+            }
+        }
+    }
+}
+
+struct Builder {
+    rank: usize,
+    ranks: usize,
+}
+
+type Built = Result<Task, (Call, Problem)>;
+
+impl Builder {
+    fn broadcast(&self, data: Stretch, root: usize) -> Built {
+        let call = Call { root: Some(root), ..of(Kind::Broadcast, data) };
+        self.check(call, root < self.ranks, Problem::Rank)?;
+        let flow = Flow::Exchange(Exchange::Broadcast { root, bytes: data.bytes() });
+        let source = if self.rank == root { data } else { Stretch { number: data.number, ..Stretch::EMPTY } };
+        Ok(Task { call, flow, source, target: data })
+    }
+
+    fn reduce(&self, data: Stretch, op: ReduceOp, root: Option<usize>) -> Built {
+        let kind = if root.is_some() { Kind::Reduce } else { Kind::AllReduce };
+        let call = Call { op: Some(op), root, ..of(kind, data) };
+        self.check(call, root.is_none_or(|root| root < self.ranks), Problem::Rank)?;
+        let receiver = root.map_or(Receiver::All, Receiver::One);
+        let flow = Flow::Reduction { op, blocks: Blocks::shares(data.elements, self.ranks), receiver };
+        Ok(Task { call, flow, source: data, target: data })
+    }
+
+    fn reduce_scatter(
+        &self,
+        data: Stretch,
+        output: Option<Stretch>,
+        op: ReduceOp,
+        counts: Option<&[usize]>,
+    ) -> Built {
+        let call = Call { op: Some(op), detail: detail(counts), ..of(Kind::ReduceScatter, data) };
+        let blocks = self.blocks(call, data.elements, counts)?;
+        let own = blocks.range(self.rank);
+        let target = output.unwrap_or_else(|| data.part(own.start, own.len()));
+        self.check(call, target.number == data.number, Problem::Types)?;
+        self.check(call, target.elements == own.len(), Problem::Length)?;
+        self.check(call, output.is_none() || !target.overlaps(&data), Problem::Overlap)?;
+        let flow = Flow::Reduction { op, blocks, receiver: Receiver::Owner };
+        Ok(Task { call, flow, source: data, target })
+    }
+
+    fn all_gather(&self, input: Option<Stretch>, data: Stretch, counts: Option<&[usize]>) -> Built {
+        let call = Call { detail: detail(counts), ..of(Kind::AllGather, data) };
+        let blocks = self.blocks(call, data.elements, counts)?;
+        let own = blocks.range(self.rank);
+        let source = input.unwrap_or_else(|| data.part(own.start, own.len()));
+        self.check(call, source.number == data.number, Problem::Types)?;
+        self.check(call, source.elements == own.len(), Problem::Length)?;
+        self.check(call, input.is_none() || !source.overlaps(&data), Problem::Overlap)?;
+        let flow = Flow::Exchange(Exchange::AllGather(blocks.scaled(data.number.size_bytes())));
+        Ok(Task { call, flow, source, target: data })
+    }
+
+    fn all_to_all(&self, input: Stretch, output: Stretch, counts: Option<(&[usize], &[usize])>) -> Built {
+        let (ranks, size) = (self.ranks, input.number.size_bytes());
+        // Uneven blocks differ from rank to rank; they are compared pair by pair.
+        let elements = if counts.is_some() { 0 } else { input.elements };
+        let call = Call { elements, detail: u64::from(counts.is_some()), ..of(Kind::AllToAll, input) };
+        self.check(call, input.number == output.number, Problem::Types)?;
+        self.check(call, !input.overlaps(&output), Problem::Overlap)?;
+        let flow = match counts {
+            None => {
+                self.check(call, input.elements == output.elements, Problem::Length)?;
+                self.check(call, input.elements.is_multiple_of(ranks), Problem::Uneven)?;
+                Flow::Exchange(Exchange::AllToAll(Matrix::Even { bytes: input.bytes() / ranks, ranks }))
+            }
+            Some((sends, receives)) => {
+                self.blocks(call, input.elements, Some(sends))?;
+                self.blocks(call, output.elements, Some(receives))?;
+                let bytes = |counts: &[usize]| counts.iter().map(|count| count * size).collect();
+                Flow::Unknown { sends: bytes(sends), receives: bytes(receives) }
+            }
+        };
+        Ok(Task { call, flow, source: input, target: output })
+    }
+
+    /// Scatter and gather: `whole` is the root's, `own` is each rank's.
+    fn rooted(
+        &self,
+        kind: Kind,
+        whole: Option<Stretch>,
+        own: Stretch,
+        root: usize,
+        counts: Option<&[usize]>,
+    ) -> Built {
+        let total = match (counts, whole) {
+            (Some(counts), _) => counts.iter().fold(0_usize, |sum, count| sum.saturating_add(*count)),
+            (None, _) => own.elements.saturating_mul(self.ranks),
+        };
+        let call = Call { root: Some(root), elements: total, detail: detail(counts), ..of(kind, own) };
+        self.check(call, root < self.ranks, Problem::Rank)?;
+        let blocks = self.blocks(call, total, counts)?;
+        self.check(call, own.elements == blocks.range(self.rank).len(), Problem::Length)?;
+        self.check(call, whole.is_some() || self.rank != root, Problem::Length)?;
+        // Only the root's counts.
+        let whole = whole.filter(|_| self.rank == root);
+        if let Some(whole) = whole {
+            self.check(call, whole.number == own.number, Problem::Types)?;
+            self.check(call, whole.elements == total, Problem::Length)?;
+            self.check(call, !whole.overlaps(&own), Problem::Overlap)?;
+        }
+        let blocks = blocks.scaled(own.number.size_bytes());
+        let whole = whole.unwrap_or(Stretch { number: own.number, ..Stretch::EMPTY });
+        Ok(if kind == Kind::Scatter {
+            Task {
+                call,
+                flow: Flow::Exchange(Exchange::Scatter { root, blocks }),
+                source: whole,
+                target: own,
+            }
+        } else {
+            Task { call, flow: Flow::Exchange(Exchange::Gather { root, blocks }), source: own, target: whole }
+        })
+    }
+
+    fn between(&self, kind: Kind, data: Stretch, peer: usize) -> Built {
+        let call = Call { root: Some(peer), ..of(kind, data) };
+        self.check(call, peer < self.ranks, Problem::Rank)?;
+        self.check(call, peer != self.rank, Problem::Itself)?;
+        Ok(if kind == Kind::Send {
+            Task { call, flow: Flow::Send { to: peer }, source: data, target: Stretch::EMPTY }
+        } else {
+            Task { call, flow: Flow::Receive { from: peer }, source: Stretch::EMPTY, target: data }
+        })
+    }
+
+    fn blocks(&self, call: Call, total: usize, counts: Option<&[usize]>) -> Result<Blocks, (Call, Problem)> {
+        let Some(counts) = counts else {
+            return Blocks::even(total, self.ranks).ok_or((call, Problem::Uneven));
+        };
+        self.check(call, counts.len() == self.ranks, Problem::Counts)?;
+        let blocks = Blocks::of_lengths(counts).filter(|blocks| blocks.total() == total);
+        blocks.ok_or((call, Problem::Counts))
+    }
+
+    fn check(&self, call: Call, is_right: bool, problem: Problem) -> Result<(), (Call, Problem)> {
+        if is_right { Ok(()) } else { Err((call, problem)) }
+    }
+}
+
+fn of(kind: Kind, data: Stretch) -> Call {
+    Call { number: data.number, elements: data.elements, ..Call::bare(kind) }
+}
+
+fn detail(counts: Option<&[usize]>) -> u64 {
+    counts.map_or(0, |counts| call::hash(counts.iter().copied()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Source, Target};
+
+    #[test]
+    fn what_cannot_be_right_is_told_with_its_reason() {
+        let (mut a, mut b) = ([0.0_f32; 8], [0.0_f32; 8]);
+        let mut ids = [0_u8; 8];
+        let check = |collective: Collective<Source<'_>, Target<'_>>| {
+            Task::new(&collective, 1, 4).err().map(|(_, problem)| problem)
+        };
+        let sum = ReduceOp::Sum;
+        assert_eq!(
+            check(Collective::Broadcast { data: a[..].as_mut().into(), root: 4 }),
+            Some(Problem::Rank)
+        );
+        assert_eq!(
+            check(Collective::Reduce { data: a[..].as_mut().into(), op: sum, root: 9 }),
+            Some(Problem::Rank)
+        );
+        let scattered = |input: &[f32], output: &mut [f32], counts: Option<&[usize]>| {
+            let counts = counts.map(<[usize]>::to_vec);
+            check(Collective::ReduceScatter { input: input.into(), output: output.into(), op: sum, counts })
+        };
+        assert_eq!(scattered(&a[..7], &mut b[..2], None), Some(Problem::Uneven));
+        assert_eq!(scattered(&a[..8], &mut b[..3], None), Some(Problem::Length));
+        assert_eq!(scattered(&a[..8], &mut b[..2], None), None);
+        assert_eq!(scattered(&a[..8], &mut b[..3], Some(&[1, 3, 2, 1])), Some(Problem::Counts));
+        assert_eq!(scattered(&a[..8], &mut b[..3], Some(&[1, 3, 4])), Some(Problem::Counts));
+        assert_eq!(scattered(&a[..8], &mut b[..3], Some(&[1, 3, 0, 4])), None);
+        let typed = Collective::AllGather {
+            input: ids[..2].as_ref().into(),
+            output: a[..].as_mut().into(),
+            counts: None,
+        };
+        assert_eq!(check(typed), Some(Problem::Types));
+        let to_itself = Collective::Send { input: ids[..].as_ref().into(), to: 1 };
+        assert_eq!(check(to_itself), Some(Problem::Itself));
+        let no_input =
+            Collective::Scatter { input: None, output: ids[..].as_mut().into(), root: 1, counts: None };
+        assert_eq!(check(no_input), Some(Problem::Length));
+        let counts = Some((vec![2, 2, 2, 2], vec![2, 2, 2, 1]));
+        let received =
+            Collective::AllToAll { input: a[..].as_ref().into(), output: b[..].as_mut().into(), counts };
+        assert_eq!(check(received), Some(Problem::Counts));
+    }
+
+    #[test]
+    fn an_output_that_overlaps_its_input_is_refused() {
+        let arena = lockstep_tensor::Arena::new();
+        let buffer = arena.allocate(256, lockstep_plan::MemoryCategory::Workspace).unwrap();
+        let view = |start: usize, floats: usize| buffer.view(lockstep_plan::DType::F32, start * 4, [floats]);
+        let gather = |input, output| {
+            let collective: Collective<Source<'_>, Target<'_>> = Collective::AllGather {
+                input: Source::from(input),
+                output: Target::from(output),
+                counts: None,
+            };
+            Task::new(&collective, 0, 2).err().map(|(_, problem)| problem)
+        };
+        assert_eq!(gather(view(0, 4), view(4, 8)), None);
+        assert_eq!(gather(view(4, 4), view(4, 8)), Some(Problem::Overlap));
+        assert_eq!(gather(view(3, 4), view(4, 8)), Some(Problem::Overlap));
+    }
+}

@@ -1,0 +1,223 @@
+//! How ranks come together: as threads of one process, or as processes that are handed their shared memory by whoever
+//! started them, over a socket that they inherit. Nothing has a name, so nothing can be guessed or left behind.
+
+use std::{
+    env,
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    time::Duration,
+};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+use crate::{
+    CommError, Deadline, Group, JoinProblem, MAX_RANKS,
+    recorder::Recorded,
+    shm::{
+        Machine,
+        layout::{MAGIC, Status, VERSION},
+        segments::Segments,
+    },
+};
+
+/// The environment variable that names the inherited socket.
+pub const SOCKET_VARIABLE: &str = "LOCKSTEP_COMM_FD";
+
+/// Bytes of the message that comes with the segments.
+const WELCOME_BYTES: usize = 40;
+
+/// What a world of local ranks is like.
+#[derive(Debug, Clone, Copy)]
+pub struct WorldOptions {
+    /// Room for each rank's shared buffers. Memory is taken when it is touched, so it may be generous.
+    pub arena_bytes: usize,
+    /// Cores that the ranks share.
+    pub cores: usize,
+    /// How long a rank may not move before it counts as lost.
+    pub silence: Duration,
+}
+
+impl Default for WorldOptions {
+    /// All memory and cores of the machine, and 5 s of silence.
+    fn default() -> Self {
+        let info = rustix::system::sysinfo();
+        let memory = info.totalram.saturating_mul(u64::from(info.mem_unit.max(1)));
+        Self {
+            arena_bytes: usize::try_from(memory).unwrap_or(usize::MAX / 4),
+            cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            silence: Duration::from_secs(5),
+        }
+    }
+}
+
+/// The shared memory of a world, for whoever starts its ranks.
+#[derive(Debug)]
+pub struct World {
+    segments: Segments,
+    options: WorldOptions,
+}
+
+impl World {
+    /// A world for `ranks` ranks, none of which is there yet.
+    ///
+    /// # Errors
+    /// [`JoinProblem::OutOfRange`], and what the system says.
+    pub fn new(ranks: usize, options: WorldOptions) -> Result<Self, CommError> {
+        if ranks == 0 || ranks > MAX_RANKS {
+            let allowed = format!("1 to {MAX_RANKS} on one machine");
+            return Err(CommError::Join(JoinProblem::OutOfRange {
+                what: "number of ranks",
+                value: ranks,
+                allowed,
+            }));
+        }
+        let segments =
+            Segments::create(ranks, options.arena_bytes).map_err(CommError::io("make shared memory"))?;
+        Ok(Self { segments, options })
+    }
+
+    /// All ranks, for threads of this process.
+    ///
+    /// # Errors
+    /// As [`World::new`].
+    pub fn in_process(ranks: usize, options: WorldOptions) -> Result<Vec<Group>, CommError> {
+        let world = Self::new(ranks, options)?;
+        let join = |rank| {
+            // Mapped anew by each, as if they were processes.
+            let files = (0..ranks).map(|rank| world.segments.memory(rank).file().try_clone_to_owned());
+            let segments = files.collect::<io::Result<Vec<_>>>().and_then(Segments::open);
+            let segments = segments.map_err(CommError::io("map shared memory"))?;
+            Machine::new(segments, rank, options.cores, options.silence).map(Group::world)
+        };
+        (0..ranks).map(join).collect()
+    }
+
+    /// Sends `rank` what it needs to [`join`].
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn welcome(&self, socket: &UnixStream, rank: usize) -> Result<(), CommError> {
+        let ranks = self.segments.ranks();
+        let mut message = [0; WELCOME_BYTES];
+        let numbers = [
+            MAGIC,
+            u64::from(VERSION),
+            (rank as u64) << 32 | ranks as u64,
+            self.options.cores as u64,
+            self.options.silence.as_millis() as u64,
+        ];
+        for (bytes, number) in message.chunks_exact_mut(8).zip(numbers) {
+            bytes.copy_from_slice(&number.to_le_bytes());
+        }
+        let files: Vec<BorrowedFd<'_>> = (0..ranks).map(|rank| self.segments.memory(rank).file()).collect();
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_RANKS))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        ancillary.push(SendAncillaryMessage::ScmRights(&files));
+        sendmsg(socket, &[IoSlice::new(&message)], &mut ancillary, SendFlags::NOSIGNAL)
+            .map_err(|error| CommError::io("send shared memory to a rank")(error.into()))?;
+        Ok(())
+    }
+
+    /// Ends the run on all ranks, unless it has ended; returns why it has.
+    pub fn end(&self, error: &CommError) -> CommError {
+        self.segments.end(error, usize::MAX - 1)
+    }
+
+    /// Why the run has ended, if it has.
+    pub fn ending(&self) -> Option<CommError> {
+        self.segments.ending()
+    }
+
+    /// Whether a rank has said that it leaves.
+    pub fn has_left(&self, rank: usize) -> bool {
+        matches!(self.segments.status(rank), Status::Left | Status::Absent)
+    }
+
+    /// What a rank called last, oldest first; also if it is dead.
+    pub fn recorded(&self, rank: usize) -> Vec<Recorded> {
+        self.segments.records(rank)
+    }
+}
+
+/// Joins the world whose launcher holds the other end of `socket`; returns when all ranks have.
+///
+/// # Errors
+/// [`CommError::Join`] if the other end is something else, [`CommError::TimedOut`] if a rank does not come.
+pub fn join(socket: &UnixStream, deadline: Deadline) -> Result<Group, CommError> {
+    let (message, files) = receive_welcome(socket, deadline)?;
+    let number = |index: usize| {
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&message[index * 8..index * 8 + 8]);
+        u64::from_le_bytes(bytes)
+    };
+    let theirs = if number(0) == MAGIC { number(1) as u32 } else { 0 };
+    if theirs != VERSION {
+        return Err(CommError::Join(JoinProblem::Version { theirs, ours: VERSION }));
+    }
+    let (rank, ranks) = ((number(2) >> 32) as usize, number(2) as u32 as usize);
+    if rank >= ranks || ranks != files.len() {
+        let allowed = format!("below {} shared segments", files.len());
+        return Err(CommError::Join(JoinProblem::OutOfRange { what: "rank", value: rank, allowed }));
+    }
+    let segments = Segments::open(files).map_err(CommError::io("map shared memory"))?;
+    let machine = Machine::new(segments, rank, number(3) as usize, Duration::from_millis(number(4)))?;
+    let group = Group::world(machine);
+    group.barrier(deadline)?;
+    Ok(group)
+}
+
+/// Joins the world of the launcher that started this process; `None` if none did.
+///
+/// # Errors
+/// As [`join`].
+pub fn join_from_environment(deadline: Deadline) -> Result<Option<Group>, CommError> {
+    let Some(value) = env::var_os(SOCKET_VARIABLE) else { return Ok(None) };
+    let value = value.to_string_lossy().into_owned();
+    let descriptor = value.parse::<RawFd>().ok().filter(|descriptor| *descriptor > 2);
+    let is_socket = |descriptor: &RawFd| {
+        // SAFETY: borrowed for one question, which any number may be asked.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(*descriptor) };
+        rustix::fs::fstat(borrowed)
+            .is_ok_and(|file| rustix::fs::FileType::from_raw_mode(file.st_mode).is_socket())
+    };
+    let Some(descriptor) = descriptor.filter(is_socket) else {
+        return Err(CommError::Join(JoinProblem::Descriptor { variable: SOCKET_VARIABLE, value }));
+    };
+    // SAFETY: the launcher opened it for this process, and nothing else here knows of it; a copy is taken, so that a second
+    // call finds it as well.
+    let socket = unsafe { BorrowedFd::borrow_raw(descriptor) }.try_clone_to_owned();
+    let socket = socket.map_err(CommError::io("use the launcher's socket"))?;
+    join(&UnixStream::from(socket), deadline).map(Some)
+}
+
+fn receive_welcome(
+    socket: &UnixStream,
+    deadline: Deadline,
+) -> Result<([u8; WELCOME_BYTES], Vec<OwnedFd>), CommError> {
+    let what = "receive shared memory from the launcher";
+    let limit = deadline.remaining().max(Duration::from_millis(1));
+    socket.set_read_timeout(Some(limit)).map_err(CommError::io(what))?;
+    let mut message = [0; WELCOME_BYTES];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_RANKS))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
+    let received = recvmsg(socket.as_fd(), &mut [IoSliceMut::new(&mut message)], &mut ancillary, flags)
+        .map_err(|error| CommError::io(what)(error.into()))?;
+    if received.bytes != WELCOME_BYTES {
+        return Err(CommError::Join(JoinProblem::HungUp));
+    }
+    let mut files = Vec::new();
+    for control in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = control {
+            files.extend(descriptors);
+        }
+    }
+    Ok((message, files))
+}

@@ -1,0 +1,290 @@
+//! Whatever one rank does wrong, every rank is told the same, and soon: operations that do not match, ranks that leave,
+//! panic, or never come.
+
+mod common;
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use common::{in_world, soon};
+use lockstep_comm::{
+    Collective, CommError, Deadline, Group, Kind, LossCause, NumberType, Problem, ReduceOp, Source, Target,
+};
+
+/// Runs `work` as each of `ranks` ranks; returns what each was told, by rank.
+fn told(ranks: usize, work: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
+    let errors = Mutex::new(Vec::new());
+    in_world(ranks, |group| {
+        // A rank that fails stays until the others have failed too: they must not learn of it by its leaving.
+        if let Err(error) = work(group) {
+            errors.lock().unwrap().push((group.rank(), error));
+            let begin = Instant::now();
+            while errors.lock().unwrap().len() < ranks && begin.elapsed() < Duration::from_secs(5) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    });
+    let mut errors = errors.into_inner().unwrap();
+    errors.sort_by_key(|(rank, _)| *rank);
+    errors.into_iter().map(|(_, error)| error).collect()
+}
+
+/// One call of each operation, with `elements` for each rank.
+fn call(group: &Group, kind: Kind, elements: usize, deadline: Deadline) -> Result<(), CommError> {
+    let ranks = group.size();
+    let (block, whole) = (vec![1.0_f32; elements], vec![1.0_f32; elements * ranks]);
+    let (mut own, mut all) = (block.clone(), whole.clone());
+    let (own, all) = (&mut own[..], &mut all[..]);
+    let is_root = group.rank() == 0;
+    let op = ReduceOp::Sum;
+    let mut collective = match kind {
+        Kind::Barrier => Collective::Barrier,
+        Kind::Broadcast => Collective::Broadcast { data: own.into(), root: 0 },
+        Kind::Reduce => Collective::Reduce { data: own.into(), op, root: 0 },
+        Kind::AllReduce => Collective::AllReduce { data: own.into(), op },
+        Kind::ReduceScatter => Collective::ReduceScatter {
+            input: Source::from(&whole[..]),
+            output: own.into(),
+            op,
+            counts: None,
+        },
+        Kind::AllGather => {
+            Collective::AllGather { input: Source::from(&block[..]), output: Target::from(all), counts: None }
+        }
+        Kind::AllToAll => {
+            Collective::AllToAll { input: Source::from(&whole[..]), output: all.into(), counts: None }
+        }
+        Kind::Scatter => {
+            let input = is_root.then(|| Source::from(&whole[..]));
+            Collective::Scatter { input, output: own.into(), root: 0, counts: None }
+        }
+        Kind::Gather => {
+            let output = is_root.then(|| Target::from(all));
+            Collective::Gather { input: Source::from(&block[..]), output, root: 0, counts: None }
+        }
+        Kind::Send | Kind::Receive => {
+            let (from, to) = (0, 1);
+            return match group.rank() {
+                0 => group.send(&block[..], to, deadline),
+                1 => group.receive(own, from, deadline),
+                _ => group.barrier(deadline),
+            };
+        }
+        Kind::Partition => {
+            let groups: Vec<Vec<usize>> = (0..ranks).map(|rank| vec![(rank + elements) % ranks]).collect();
+            return group.partition(&groups, deadline).map(|_| ());
+        }
+    };
+    group.run(&mut collective, deadline)
+}
+
+/// Sizes for which data goes through small slots, and through chunks.
+const SIZES: [usize; 2] = [10, 50_000];
+
+#[test]
+fn another_size_on_one_rank_is_named_on_every_rank_for_every_operation() {
+    for kind in Kind::ALL.into_iter().filter(|kind| !matches!(kind, Kind::Barrier | Kind::Receive)) {
+        for elements in SIZES {
+            let errors = told(3, |group| {
+                call(group, kind, elements, soon())?;
+                call(group, kind, elements + usize::from(group.rank() == 1), soon())?;
+                group.barrier(soon())
+            });
+            assert_eq!(errors.len(), 3, "{kind:?} of {elements}");
+            for error in &errors {
+                assert_eq!(error.to_string(), errors[0].to_string());
+                let CommError::Mismatch { rank, found, reference, occasion, .. } = error else {
+                    panic!("{kind:?} of {elements}: {error}")
+                };
+                // Between two ranks the sender is asked first.
+                let expected = if kind == Kind::Send { (0, 1) } else { (1, 0) };
+                assert_eq!((*rank, *reference), expected, "{error}");
+                let sequence =
+                    if kind == Kind::Send { 1 } else { 1 + u32::from(found.kind == Kind::Barrier) };
+                assert_eq!((occasion.sequence, occasion.group.size), (sequence, 3), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn another_type_operation_root_or_reduction_on_one_rank_is_a_mismatch_on_every_rank() {
+    let odd_calls: [fn(&Group) -> Result<(), CommError>; 5] = [
+        |group| group.all_reduce(&mut [1_i64; 64][..], ReduceOp::Sum, soon()),
+        |group| group.all_reduce(&mut [1.0_f32; 64][..], ReduceOp::Max, soon()),
+        |group| group.reduce(&mut [1.0_f32; 64][..], ReduceOp::Sum, 0, soon()),
+        |group| group.barrier(soon()),
+        |group| group.broadcast(&mut [1.0_f32; 64][..], 2, soon()),
+    ];
+    for odd in odd_calls {
+        let errors = told(4, |group| {
+            if group.rank() == 3 {
+                odd(group)
+            } else {
+                group.all_reduce(&mut [1.0_f32; 64][..], ReduceOp::Sum, soon())
+            }
+        });
+        assert_eq!(errors.len(), 4);
+        for error in errors {
+            let CommError::Mismatch { rank: 3, reference: 0, expected, .. } = error else {
+                panic!("{error}")
+            };
+            assert_eq!(
+                (expected.kind, expected.number, expected.elements),
+                (Kind::AllReduce, NumberType::F32, 64)
+            );
+        }
+    }
+}
+
+#[test]
+fn uneven_blocks_that_two_ranks_see_unlike_are_named_on_every_rank() {
+    let errors = told(3, |group| {
+        let sends = vec![1, 2, 3];
+        let mut receives = vec![group.rank() + 1; 3];
+        if group.rank() == 2 {
+            receives[1] = 2;
+        }
+        let input = vec![0_u8; 6];
+        let mut output = vec![0_u8; receives.iter().sum()];
+        let counts = Some((sends, receives));
+        let output = Target::from(&mut output[..]);
+        group.run(&mut Collective::AllToAll { input: Source::from(&input[..]), output, counts }, soon())
+    });
+    assert_eq!(errors.len(), 3);
+    for error in errors {
+        let CommError::Mismatch { rank: 1, reference: 2, found, expected, .. } = error else {
+            panic!("{error}")
+        };
+        assert_eq!((found.elements, expected.elements), (3, 2));
+    }
+}
+
+#[test]
+fn a_call_that_cannot_be_right_ends_the_run_on_every_rank() {
+    let errors = told(3, |group| {
+        let rank = group.rank();
+        group.reduce(&mut [0_u8; 4][..], ReduceOp::Sum, if rank == 2 { 3 } else { 0 }, soon())
+    });
+    assert_eq!(errors.len(), 3);
+    for error in errors {
+        let CommError::Misuse { rank: 2, problem: Problem::Rank, occasion } = error else {
+            panic!("{error}")
+        };
+        assert_eq!(occasion.call.root, Some(3));
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_when_the_time_is_up() {
+    for kind in Kind::ALL.into_iter().filter(|kind| !matches!(kind, Kind::Send | Kind::Receive)) {
+        for elements in SIZES {
+            let errors = told(3, |group| {
+                if group.rank() == 2 {
+                    std::thread::sleep(Duration::from_millis(200));
+                }
+                call(group, kind, elements, Deadline::after(Duration::from_millis(30)))
+            });
+            assert_eq!(errors.len(), 3, "{kind:?}");
+            for error in errors {
+                let CommError::TimedOut { rank: 2, waited_ms: 30, ref occasion, .. } = error else {
+                    panic!("{kind:?}: {error}")
+                };
+                assert_eq!((occasion.call.kind, occasion.sequence), (kind, 0));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_message_that_nobody_sends_or_receives_is_late() {
+    let late = |group: &Group| match group.rank() {
+        0 => group.receive(&mut [0_u8; 3][..], 1, Deadline::after(Duration::from_millis(30))),
+        _ => group.barrier(soon()),
+    };
+    for error in told(2, late) {
+        assert!(matches!(error, CommError::TimedOut { rank: 1, waiting: 0, .. }), "{error}");
+    }
+    let full = |group: &Group| match group.rank() {
+        0 => group.send(&vec![0_u8; 1 << 20][..], 1, Deadline::after(Duration::from_millis(30))),
+        _ => group.barrier(soon()),
+    };
+    for error in told(2, full) {
+        assert!(matches!(error, CommError::TimedOut { rank: 1, waiting: 0, .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_or_panics_is_known_within_200_ms_in_every_operation() {
+    for kind in Kind::ALL.into_iter().filter(|kind| !matches!(kind, Kind::Send | Kind::Receive)) {
+        for (elements, panics) in [(10, false), (50_000, true)] {
+            let gone = Mutex::new(None);
+            let late = Mutex::new(Vec::new());
+            let world = || {
+                in_world(3, |group| {
+                    if group.rank() != 1 {
+                        let error = call(group, kind, elements, soon()).unwrap_err();
+                        let since = gone.lock().unwrap().map(|gone: Instant| gone.elapsed());
+                        late.lock().unwrap().push((error, since.unwrap_or_default()));
+                    } else {
+                        std::thread::sleep(Duration::from_millis(20));
+                        *gone.lock().unwrap() = Some(Instant::now());
+                        if panics {
+                            // As `panic!`, without a message, which takes its time.
+                            std::panic::resume_unwind(Box::new(()));
+                        }
+                    }
+                });
+            };
+            assert_eq!(catch_unwind(AssertUnwindSafe(world)).is_err(), panics);
+            let lost = if panics { LossCause::Panicked } else { LossCause::Left };
+            let late = late.into_inner().unwrap();
+            assert_eq!(late.len(), 2);
+            for (error, since) in late {
+                let CommError::PeerLost { rank: 1, cause, occasion: Some(occasion) } = error else {
+                    panic!("{kind:?}: {error}")
+                };
+                assert_eq!((cause, occasion.call.kind), (lost, kind));
+                assert!(since < Duration::from_millis(200), "{kind:?}: {since:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_stop_by_one_rank_reaches_those_who_wait_and_those_who_come_later() {
+    let errors = told(3, |group| match group.rank() {
+        0 => {
+            std::thread::sleep(Duration::from_millis(20));
+            group.stop();
+            group.barrier(soon())
+        }
+        1 => group.barrier(soon()),
+        _ => {
+            std::thread::sleep(Duration::from_millis(60));
+            group.all_reduce(&mut [0_u8; 9][..], ReduceOp::Max, soon())
+        }
+    });
+    assert_eq!(errors.len(), 3);
+    assert!(errors.iter().all(|error| matches!(error, CommError::Stopped { by: Some(0) })), "{errors:?}");
+}
+
+#[test]
+fn the_flight_recorder_shows_who_has_not_come() {
+    in_world(2, |group| {
+        group.barrier(soon()).unwrap();
+        if group.rank() == 0 {
+            let time = Deadline::after(Duration::from_millis(50));
+            group.all_reduce(&mut [0.0_f32; 5][..], ReduceOp::Sum, time).unwrap_err();
+            let (own, other) = (group.recorded(0), group.recorded(1));
+            assert_eq!((own.len(), other.len()), (2, 1));
+            assert!(own[0].done_us.is_some() && own[1].met_us.is_none());
+            assert!(own[1].caller.contains("faults.rs:"), "{}", own[1]);
+        } else {
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    });
+}

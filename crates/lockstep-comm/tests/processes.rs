@@ -1,0 +1,252 @@
+//! Ranks as processes: the launcher starts this very test program anew, with [`a_rank`] as the only test.
+//!
+//! Each rank reports by a file: the moment at which its work ended, on the clock that all processes share, and why.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use lockstep_comm::{
+    Agent, CommError, Deadline, Failure, Group, Launch, LossCause, Pinning, ReduceOp, WorldOptions,
+    join_from_environment,
+};
+use lockstep_plan::MemoryCategory;
+use rustix::{
+    process::{Pid, Signal, kill_process},
+    time::{ClockId, clock_gettime},
+};
+
+/// What the ranks do.
+const ROLE: &str = "LOCKSTEP_TEST_ROLE";
+/// Where they report.
+const REPORTS: &str = "LOCKSTEP_TEST_REPORTS";
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(30))
+}
+
+/// What each rank runs; in the launching process, nothing.
+#[test]
+fn a_rank() {
+    let (Some(role), Some(reports)) = (env::var_os(ROLE), env::var_os(REPORTS)) else { return };
+    let group = join_from_environment(soon()).unwrap().unwrap();
+    let result = match role.to_str().unwrap() {
+        "sum" => sum_once(&group),
+        "work" => work(&group, usize::MAX),
+        "skip" => work(&group, 3),
+        "exit" if group.rank() == 1 => std::process::exit(7),
+        "exit" => group.barrier(soon()),
+        role => panic!("no such role: {role}"),
+    };
+    let text = result.as_ref().err().map_or("done".to_owned(), CommError::to_string);
+    fs::write(Path::new(&reports).join(group.rank().to_string()), format!("{} {text}", now_us())).unwrap();
+    drop(group);
+    std::process::exit(if result.is_ok() { 0 } else { 1 });
+}
+
+fn now_us() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000
+}
+
+fn sum_once(group: &Group) -> Result<(), CommError> {
+    let arena = group.arena(&[MemoryCategory::Gradients]);
+    for elements in [10, 300_000] {
+        let mut buffer = arena.allocate_zeroed(elements * 4, MemoryCategory::Gradients).unwrap();
+        let floats = &mut buffer.elements_mut::<f32>()[..elements];
+        floats.iter_mut().enumerate().for_each(|(i, x)| *x = (i + group.rank()) as f32);
+        group.all_reduce(&mut *floats, ReduceOp::Sum, soon())?;
+        let (ranks, rest) = (group.size(), group.size() * (group.size() - 1) / 2);
+        assert!(floats.iter().enumerate().all(|(i, x)| *x == (i * ranks + rest) as f32));
+    }
+    group.barrier(soon())
+}
+
+/// Operations of all sizes, over and over; rank 1 leaves out the one with number `skipped`.
+fn work(group: &Group, skipped: usize) -> Result<(), CommError> {
+    let arena = group.arena(&[MemoryCategory::Gradients]);
+    let mut shared = arena.allocate_zeroed(4 << 20, MemoryCategory::Gradients).unwrap();
+    let mut private = vec![0.0_f32; 1 << 20];
+    for round in 0.. {
+        let elements = [10, 1 << 20, 3000, 100_000][round % 4];
+        if group.rank() == 1 && round == skipped {
+            continue;
+        }
+        let deadline = Deadline::after(Duration::from_secs(20));
+        if round % 8 < 4 {
+            group.all_reduce(&mut private[..elements], ReduceOp::Max, deadline)?;
+        } else {
+            group.all_reduce(&mut shared.elements_mut::<f32>()[..elements], ReduceOp::Max, deadline)?;
+        }
+    }
+    Ok(())
+}
+
+/// Ranks that are running, and where they report.
+struct Run {
+    agent: Agent,
+    reports: PathBuf,
+}
+
+impl Run {
+    fn start(role: &str, ranks: usize, silence: Duration) -> Self {
+        static RUNS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let run = RUNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let reports = env::temp_dir().join(format!("lockstep-comm-{}-{run}", std::process::id()));
+        fs::create_dir_all(&reports).unwrap();
+        let launch = Launch {
+            program: env::current_exe().unwrap(),
+            arguments: ["--exact", "a_rank", "--nocapture"].map(Into::into).to_vec(),
+            environment: vec![(ROLE.into(), role.into()), (REPORTS.into(), reports.clone().into())],
+            ranks,
+            options: WorldOptions { arena_bytes: 1 << 30, silence, ..WorldOptions::default() },
+            pinning: Pinning::Free,
+        };
+        Self { agent: launch.start().unwrap(), reports }
+    }
+
+    /// Waits until every rank has carried out so many operations.
+    fn wait_for_operations(&mut self, operations: usize) {
+        let begin = Instant::now();
+        for rank in 0..self.agent.pids().len() {
+            while self
+                .agent
+                .world()
+                .recorded(rank)
+                .last()
+                .is_none_or(|last| (last.number as usize) < operations)
+            {
+                assert!(begin.elapsed() < Duration::from_secs(60), "rank {rank} does nothing");
+                assert!(self.agent.watch(Duration::from_millis(1)).unwrap().is_none(), "the run ended");
+            }
+        }
+    }
+
+    fn signal(&self, rank: usize, signal: Signal) -> u64 {
+        kill_process(Pid::from_raw(self.agent.pids()[rank] as i32).unwrap(), signal).unwrap();
+        now_us()
+    }
+
+    fn end(&mut self) -> Result<(), Failure> {
+        let begin = Instant::now();
+        loop {
+            if let Some(ended) = self.agent.watch(Duration::from_millis(100)).unwrap() {
+                return ended;
+            }
+            assert!(begin.elapsed() < Duration::from_secs(60), "the run does not end");
+        }
+    }
+
+    /// What each rank said last, and when. Ranks that were killed said nothing.
+    fn reports(&self) -> Vec<Option<(u64, String)>> {
+        let read = |rank: usize| {
+            let text = fs::read_to_string(self.reports.join(rank.to_string())).ok()?;
+            let (time, text) = text.split_once(' ')?;
+            Some((time.parse().ok()?, text.to_owned()))
+        };
+        (0..self.agent.pids().len()).map(read).collect()
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.reports);
+    }
+}
+
+const SILENCE: Duration = Duration::from_secs(5);
+
+#[test]
+fn processes_sum_as_threads_do_and_leave_nothing_behind() {
+    for ranks in [1, 2, 4] {
+        let mut run = Run::start("sum", ranks, SILENCE);
+        run.end().unwrap();
+        assert!(run.reports().into_iter().all(|report| report.is_some_and(|(_, text)| text == "done")));
+    }
+    let names = fs::read_dir("/dev/shm").map_or(0, |files| {
+        files
+            .filter(|file| {
+                file.as_ref().is_ok_and(|file| file.file_name().to_string_lossy().contains("lockstep"))
+            })
+            .count()
+    });
+    assert_eq!(names, 0, "files in /dev/shm");
+}
+
+#[test]
+fn a_killed_rank_is_known_to_all_others_within_200_ms() {
+    let mut delays_ms = Vec::new();
+    for seed in 0..8_usize {
+        let ranks = 2 + seed % 3;
+        let victim = seed % ranks;
+        let mut run = Run::start("work", ranks, SILENCE);
+        run.wait_for_operations(3 + seed * 7);
+        std::thread::sleep(Duration::from_micros((seed * 1777 % 5000) as u64));
+        let killed_us = run.signal(victim, Signal::KILL);
+        let failure = run.end().unwrap_err();
+        assert_eq!((failure.rank, failure.cause), (victim, LossCause::Signal(9)), "{failure}");
+        for (rank, report) in run.reports().into_iter().enumerate().filter(|(rank, _)| *rank != victim) {
+            let (time_us, text) = report.unwrap_or_else(|| panic!("rank {rank} said nothing"));
+            assert!(text.starts_with(&format!("rank {victim} was lost")), "rank {rank}: {text}");
+            delays_ms.push(time_us.saturating_sub(killed_us) / 1000);
+        }
+    }
+    delays_ms.sort_unstable();
+    // The machine may be busy with other tests; a promise that is broken is broken more often than that.
+    assert!(
+        delays_ms[delays_ms.len() / 2] < 200 && delays_ms[delays_ms.len() - 1] < 2000,
+        "{delays_ms:?} ms"
+    );
+}
+
+#[test]
+fn a_stopped_rank_is_known_to_be_silent() {
+    let silence = Duration::from_millis(600);
+    let mut run = Run::start("work", 3, silence);
+    run.wait_for_operations(5);
+    let stopped_us = run.signal(2, Signal::STOP);
+    let failure = run.end().unwrap_err();
+    let lost = matches!(failure.error, CommError::PeerLost { rank: 2, cause: LossCause::Silent(600), .. });
+    assert!(lost, "{failure}");
+    for (time_us, text) in run.reports().into_iter().take(2).map(Option::unwrap) {
+        assert!(text.starts_with("rank 2 was lost: it has not moved for 600 ms"), "{text}");
+        assert!(time_us - stopped_us < 3_000_000, "{} us", time_us - stopped_us);
+    }
+}
+
+#[test]
+fn a_rank_that_skips_an_operation_is_named_by_all() {
+    let mut run = Run::start("skip", 3, SILENCE);
+    let failure = run.end().unwrap_err();
+    assert!(matches!(failure.error, CommError::Mismatch { rank: 1, .. }), "{failure}");
+    for (_, text) in run.reports().into_iter().map(Option::unwrap) {
+        assert_eq!(
+            text,
+            "rank 1 called all_reduce(max) of 10 f32 where rank 0 called all_reduce(max) of 100000 f32: \
+             operation 4 of the group of all 3 ranks"
+        );
+    }
+}
+
+#[test]
+fn a_rank_that_exits_without_leaving_is_reported_with_its_code() {
+    let mut run = Run::start("exit", 2, SILENCE);
+    let failure = run.end().unwrap_err();
+    assert_eq!((failure.rank, failure.cause), (1, LossCause::Exit(7)), "{failure}");
+    let (_, text) = run.reports()[0].clone().unwrap();
+    assert!(text.starts_with("rank 1 was lost: it ended with exit code 7 (during barrier"), "{text}");
+}
+
+#[test]
+fn ranks_die_with_their_agent() {
+    let mut run = Run::start("work", 2, SILENCE);
+    run.wait_for_operations(2);
+    let pids = run.agent.pids();
+    drop(run);
+    for pid in pids {
+        let is_there = Path::new(&format!("/proc/{pid}/stat")).exists();
+        assert!(!is_there, "process {pid} is still there");
+    }
+}

@@ -207,7 +207,8 @@ mod tests {
 
     #[test]
     fn the_minority_is_the_odd_one_and_rank_0_decides_a_tie() {
-        let table: [(&[u64], Option<(usize, usize)>); 8] = [
+        type Row = (&'static [u64], Option<(usize, usize)>);
+        let table: [Row; 8] = [
             (&[1], None),
             (&[1, 1, 1], None),
             (&[1, 2], Some((1, 0))),

@@ -20,7 +20,7 @@ pub enum CommError {
         occasion: Option<Occasion>,
     },
     /// Ranks of a group called different operations. The group's order of operations is lost, so this ends the run.
-    #[error("rank {rank} called {found} where rank {reference} called {expected}: operation {} of {}", occasion.sequence, occasion.group)]
+    #[error("rank {rank} called {found} where rank {reference} called {}: operation {} of {}", occasion.call, occasion.sequence, occasion.group)]
     Mismatch {
         /// The odd one: a rank of the world.
         rank: usize,
@@ -29,8 +29,6 @@ pub enum CommError {
         /// A rank of the world that called what most did.
         reference: usize,
         /// What that was.
-        expected: Call,
-        /// Where it was noticed.
         occasion: Occasion,
     },
     /// A deadline has passed.
@@ -95,11 +93,11 @@ impl fmt::Display for Occasion {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupName {
     /// 0 for the world, then in the order of the partitions.
-    pub index: usize,
+    pub index: u32,
     /// The lowest rank of the world in it.
-    pub first: usize,
+    pub first: u32,
     /// Number of ranks.
-    pub size: usize,
+    pub size: u32,
 }
 
 impl fmt::Display for GroupName {
@@ -239,7 +237,7 @@ impl CommError {
                 words[5] = 1;
                 words[6..9].copy_from_slice(&call.to_words());
                 words[9] = u64::from(*sequence);
-                words[10..13].copy_from_slice(&[group.index as u64, group.first as u64, group.size as u64]);
+                words[10..13].copy_from_slice(&[group.index, group.first, group.size].map(u64::from));
             }
             if let Some(call) = other {
                 words[13..16].copy_from_slice(&call.to_words());
@@ -250,9 +248,8 @@ impl CommError {
                 let (code, value) = cause.to_numbers();
                 put(1, [*rank as u64, code, value, 0], None, None);
             }
-            Self::Mismatch { rank, found, reference, expected, occasion } => {
-                let reported = Occasion { call: *expected, ..*occasion };
-                put(2, [*rank as u64, *reference as u64, 0, 0], Some(&reported), Some(*found));
+            Self::Mismatch { rank, found, reference, occasion } => {
+                put(2, [*rank as u64, *reference as u64, 0, 0], Some(occasion), Some(*found));
             }
             Self::TimedOut { rank, waiting, waited_ms, occasion } => {
                 put(3, [*rank as u64, *waiting as u64, *waited_ms, 0], Some(occasion), None);
@@ -276,19 +273,15 @@ impl CommError {
         let call = |at: usize| Call::from_words([words[at], words[at + 1], words[at + 2]]);
         let occasion = || {
             let group =
-                GroupName { index: words[10] as usize, first: words[11] as usize, size: words[12] as usize };
+                GroupName { index: words[10] as u32, first: words[11] as u32, size: words[12] as u32 };
             Some(Occasion { call: call(6)?, sequence: words[9] as u32, group })
         };
         let rank = words[1] as usize;
         Some(match words[0] {
             1 => Self::PeerLost { rank, cause: LossCause::from_numbers(words[2], words[3])?, occasion: None },
-            2 => Self::Mismatch {
-                rank,
-                found: call(13)?,
-                reference: words[2] as usize,
-                expected: call(6)?,
-                occasion: occasion()?,
-            },
+            2 => {
+                Self::Mismatch { rank, found: call(13)?, reference: words[2] as usize, occasion: occasion()? }
+            }
             3 => Self::TimedOut {
                 rank,
                 waiting: words[2] as usize,
@@ -351,13 +344,7 @@ mod tests {
         let group = GroupName { index: 3, first: 1, size: 2 };
         let occasion = Occasion { call, sequence: 17, group };
         let mut errors = vec![
-            CommError::Mismatch {
-                rank: 3,
-                found: Call::bare(Kind::Barrier),
-                reference: 1,
-                expected: call,
-                occasion,
-            },
+            CommError::Mismatch { rank: 3, found: Call::bare(Kind::Barrier), reference: 1, occasion },
             CommError::TimedOut { rank: 1, waiting: 3, waited_ms: 5000, occasion },
             CommError::Stopped { by: None },
             CommError::Stopped { by: Some(0) },
@@ -404,7 +391,7 @@ mod tests {
             "rank 1 was lost: it was killed by signal 9 (during reduce(sum) of 9 f32, operation 4 of the group of all 2 ranks)"
         );
         let found = Call { elements: 8, ..call };
-        let mismatch = CommError::Mismatch { rank: 1, found, reference: 0, expected: call, occasion };
+        let mismatch = CommError::Mismatch { rank: 1, found, reference: 0, occasion };
         assert_eq!(
             mismatch.to_string(),
             "rank 1 called reduce(sum) of 8 f32 where rank 0 called reduce(sum) of 9 f32: operation 4 of the group of all 2 ranks"

@@ -72,6 +72,15 @@ struct Rank {
     has_ended: bool,
 }
 
+/// How a run ended.
+#[derive(Debug)]
+pub enum Ended {
+    /// All ranks have done what they were to do.
+    Well,
+    /// One of them has not.
+    Badly(Failure),
+}
+
 /// The first failure of a run.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
@@ -154,7 +163,7 @@ impl Agent {
     ///
     /// # Errors
     /// What the system says.
-    pub fn watch(&mut self, limit: Duration) -> Result<Option<Result<(), Failure>>, CommError> {
+    pub fn watch(&mut self, limit: Duration) -> Result<Option<Ended>, CommError> {
         let what = "watch the ranks";
         let limit = self.kill_at.map_or(limit, |at| limit.min(at.saturating_duration_since(Instant::now())));
         let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
@@ -175,7 +184,8 @@ impl Agent {
         if self.kill_at.is_some_and(|at| Instant::now() >= at) {
             self.kill();
         }
-        Ok(self.ranks.iter().all(|rank| rank.has_ended).then(|| self.failure.take().map_or(Ok(()), Err)))
+        let have_all_ended = self.ranks.iter().all(|rank| rank.has_ended);
+        Ok(have_all_ended.then(|| self.failure.take().map_or(Ended::Well, Ended::Badly)))
     }
 
     fn note_end(&mut self, rank: usize, status: ExitStatus) {

@@ -9,6 +9,7 @@
 //! works out what it means for a rank, [`blocks`] and [`exchange`] say which bytes go where. [`shm`] carries it out between
 //! ranks of one machine, which [`world`] brings together.
 
+pub mod benchmark;
 mod blocks;
 mod call;
 mod deadline;
@@ -28,7 +29,7 @@ pub use call::{Call, Kind};
 pub use deadline::Deadline;
 pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
 pub use group::{Group, Pending};
-pub use launch::{Agent, Failure, Launch, Pinning};
+pub use launch::{Agent, Ended, Failure, Launch, Pinning};
 pub use memory::{Lent, Source, Target};
 pub use number::{Number, NumberType, ReduceOp};
 pub use recorder::Recorded;

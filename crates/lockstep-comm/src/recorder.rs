@@ -71,8 +71,8 @@ pub(crate) fn write(
     for (word, shared) in call.to_words().into_iter().zip(&record.call) {
         shared.store(word, Ordering::Relaxed);
     }
-    let packed = group.index | group.first << 16 | group.size << 32;
-    record.group.store(packed as u64, Ordering::Relaxed);
+    let packed = u64::from(group.index) | u64::from(group.first) << 16 | u64::from(group.size) << 32;
+    record.group.store(packed, Ordering::Relaxed);
     record.sequence.store(sequence.into(), Ordering::Relaxed);
     record.times_us[0].store(now_us(), Ordering::Relaxed);
     record.times_us[1].store(0, Ordering::Relaxed);
@@ -108,14 +108,18 @@ fn read_one(record: &Record, number: u64) -> Option<Recorded> {
     if record.number.load(Ordering::Acquire) != number + 1 {
         return None;
     }
-    let group = get(&record.group) as usize;
+    let group = get(&record.group);
     let name: Vec<u8> =
         record.file.iter().flat_map(|word| get(word).to_le_bytes()).filter(|byte| *byte != 0).collect();
     let time = |index: usize| Some(get(&record.times_us[index])).filter(|time| *time != 0);
     let recorded = Recorded {
         number,
         call: Call::from_words([get(&record.call[0]), get(&record.call[1]), get(&record.call[2])])?,
-        group: GroupName { index: group & 0xffff, first: group >> 16 & 0xffff, size: group >> 32 },
+        group: GroupName {
+            index: u32::from(group as u16),
+            first: u32::from((group >> 16) as u16),
+            size: (group >> 32) as u32,
+        },
         sequence: get(&record.sequence) as u32,
         posted_us: get(&record.times_us[0]),
         met_us: time(1),

@@ -51,17 +51,19 @@ pub(crate) unsafe fn reduce(
 unsafe fn reduce_as<T: Reducible>(op: ReduceOp, sources: &[*const u8], targets: &[*mut u8], elements: usize) {
     let operands = Operands::<T> { sources, targets, elements, stored: std::marker::PhantomData };
     match op {
-        // SAFETY (of all three): as the caller promises.
         ReduceOp::Sum => CpuLevel::run_at_best(
             #[inline(always)]
+            // SAFETY: as the caller promises.
             || unsafe { operands.reduce(T::sum) },
         ),
         ReduceOp::Max => CpuLevel::run_at_best(
             #[inline(always)]
+            // SAFETY: as the caller promises.
             || unsafe { operands.reduce(T::max) },
         ),
         ReduceOp::Min => CpuLevel::run_at_best(
             #[inline(always)]
+            // SAFETY: as the caller promises.
             || unsafe { operands.reduce(T::min) },
         ),
     }
@@ -361,7 +363,7 @@ mod tests {
 
     #[test]
     fn a_target_may_be_a_source() {
-        let mut data = vec![vec![1.0_f32; 100], vec![2.0; 100], vec![4.0; 100]];
+        let mut data = [vec![1.0_f32; 100], vec![2.0; 100], vec![4.0; 100]];
         let pointers: Vec<*mut u8> = data.iter_mut().map(|data| data.as_mut_ptr().cast()).collect();
         let sources: Vec<*const u8> = pointers.iter().map(|pointer| pointer.cast_const()).collect();
         // SAFETY: three vectors of that length.

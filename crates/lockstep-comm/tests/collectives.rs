@@ -1,11 +1,15 @@
 //! Every operation against a reference that knows nothing of ranks, to the bit: random sizes, types, roots and blocks, from
 //! private and from shared memory, on worlds of threads.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
 
 use common::{in_world, soon};
 use half::{bf16, f16};
-use lockstep_comm::{Collective, Group, Lent, Number, ReduceOp, Source, Target};
+use lockstep_comm::{
+    Collective, Group, Kind, Lent, Number, NumberType, ReduceOp, Source, Target,
+    benchmark::{Benchmark, BenchmarkMemory},
+};
 use lockstep_plan::{DType, MemoryCategory};
 use proptest::prelude::*;
 
@@ -400,6 +404,27 @@ fn messages_between_two_ranks_arrive_whole_and_in_order() {
             let sent = group.start(Collective::Send { input, to: peer }, soon()).unwrap();
             drop((sent.wait(soon()).unwrap(), received.wait(soon()).unwrap()));
             assert!(back.bytes_mut()[..400_000].iter().all(|byte| *byte == peer as u8 + 1));
+        }
+    });
+}
+
+#[test]
+fn benchmarks_find_no_wrong_element_and_count_bandwidth_as_nccl_tests_do() {
+    in_world(3, |group| {
+        for kind in Benchmark::KINDS {
+            for (number, memory) in
+                [(NumberType::F32, BenchmarkMemory::Shared), (NumberType::Bf16, BenchmarkMemory::Private)]
+            {
+                let time = std::time::Duration::from_millis(1);
+                let timing = Benchmark { kind, number, bytes: 300_001, memory, time }.run(group).unwrap();
+                assert_eq!((timing.wrong, timing.bytes % 12), (0, 0), "{kind:?} {number}");
+                let factor = match kind {
+                    Kind::AllReduce => 4.0 / 3.0,
+                    Kind::Broadcast | Kind::Reduce => 1.0,
+                    _ => 2.0 / 3.0,
+                };
+                assert!((timing.bus_gbps / timing.algorithm_gbps - factor).abs() < 1e-9, "{kind:?}");
+            }
         }
     });
 }

@@ -1,6 +1,7 @@
 //! Ranks as processes: the launcher starts this very test program anew, with [`a_rank`] as the only test.
 //!
 //! Each rank reports by a file: the moment at which its work ended, on the clock that all processes share, and why.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{
     env, fs,
@@ -9,7 +10,7 @@ use std::{
 };
 
 use lockstep_comm::{
-    Agent, CommError, Deadline, Failure, Group, Launch, LossCause, Pinning, ReduceOp, WorldOptions,
+    Agent, CommError, Deadline, Ended, Failure, Group, Launch, LossCause, Pinning, ReduceOp, WorldOptions,
     join_from_environment,
 };
 use lockstep_plan::MemoryCategory;
@@ -31,19 +32,24 @@ fn soon() -> Deadline {
 #[test]
 fn a_rank() {
     let (Some(role), Some(reports)) = (env::var_os(ROLE), env::var_os(REPORTS)) else { return };
-    let group = join_from_environment(soon()).unwrap().unwrap();
-    let result = match role.to_str().unwrap() {
-        "sum" => sum_once(&group),
-        "work" => work(&group, usize::MAX),
-        "skip" => work(&group, 3),
+    // It may end while the last is still joining: that is told in the same way.
+    let result =
+        join_from_environment(soon()).and_then(|group| play(role.to_str().unwrap(), &group.unwrap()));
+    let text = result.as_ref().err().map_or("done".to_owned(), CommError::to_string);
+    let report = Path::new(&reports).join(env::var("RANK").unwrap());
+    fs::write(report, format!("{} {text}", now_us())).unwrap();
+    std::process::exit(if result.is_ok() { 0 } else { 1 });
+}
+
+fn play(role: &str, group: &Group) -> Result<(), CommError> {
+    match role {
+        "sum" => sum_once(group),
+        "work" => work(group, usize::MAX),
+        "skip" => work(group, 3),
         "exit" if group.rank() == 1 => std::process::exit(7),
         "exit" => group.barrier(soon()),
         role => panic!("no such role: {role}"),
-    };
-    let text = result.as_ref().err().map_or("done".to_owned(), CommError::to_string);
-    fs::write(Path::new(&reports).join(group.rank().to_string()), format!("{} {text}", now_us())).unwrap();
-    drop(group);
-    std::process::exit(if result.is_ok() { 0 } else { 1 });
+    }
 }
 
 fn now_us() -> u64 {
@@ -129,13 +135,20 @@ impl Run {
         now_us()
     }
 
-    fn end(&mut self) -> Result<(), Failure> {
+    fn end(&mut self) -> Ended {
         let begin = Instant::now();
         loop {
             if let Some(ended) = self.agent.watch(Duration::from_millis(100)).unwrap() {
                 return ended;
             }
             assert!(begin.elapsed() < Duration::from_secs(60), "the run does not end");
+        }
+    }
+
+    fn failure(&mut self) -> Failure {
+        match self.end() {
+            Ended::Badly(failure) => failure,
+            Ended::Well => panic!("the run ended well"),
         }
     }
 
@@ -162,7 +175,7 @@ const SILENCE: Duration = Duration::from_secs(5);
 fn processes_sum_as_threads_do_and_leave_nothing_behind() {
     for ranks in [1, 2, 4] {
         let mut run = Run::start("sum", ranks, SILENCE);
-        run.end().unwrap();
+        assert!(matches!(run.end(), Ended::Well));
         assert!(run.reports().into_iter().all(|report| report.is_some_and(|(_, text)| text == "done")));
     }
     let names = fs::read_dir("/dev/shm").map_or(0, |files| {
@@ -185,7 +198,7 @@ fn a_killed_rank_is_known_to_all_others_within_200_ms() {
         run.wait_for_operations(3 + seed * 7);
         std::thread::sleep(Duration::from_micros((seed * 1777 % 5000) as u64));
         let killed_us = run.signal(victim, Signal::KILL);
-        let failure = run.end().unwrap_err();
+        let failure = run.failure();
         assert_eq!((failure.rank, failure.cause), (victim, LossCause::Signal(9)), "{failure}");
         for (rank, report) in run.reports().into_iter().enumerate().filter(|(rank, _)| *rank != victim) {
             let (time_us, text) = report.unwrap_or_else(|| panic!("rank {rank} said nothing"));
@@ -207,7 +220,7 @@ fn a_stopped_rank_is_known_to_be_silent() {
     let mut run = Run::start("work", 3, silence);
     run.wait_for_operations(5);
     let stopped_us = run.signal(2, Signal::STOP);
-    let failure = run.end().unwrap_err();
+    let failure = run.failure();
     let lost = matches!(failure.error, CommError::PeerLost { rank: 2, cause: LossCause::Silent(600), .. });
     assert!(lost, "{failure}");
     for (time_us, text) in run.reports().into_iter().take(2).map(Option::unwrap) {
@@ -219,7 +232,7 @@ fn a_stopped_rank_is_known_to_be_silent() {
 #[test]
 fn a_rank_that_skips_an_operation_is_named_by_all() {
     let mut run = Run::start("skip", 3, SILENCE);
-    let failure = run.end().unwrap_err();
+    let failure = run.failure();
     assert!(matches!(failure.error, CommError::Mismatch { rank: 1, .. }), "{failure}");
     for (_, text) in run.reports().into_iter().map(Option::unwrap) {
         assert_eq!(
@@ -233,7 +246,7 @@ fn a_rank_that_skips_an_operation_is_named_by_all() {
 #[test]
 fn a_rank_that_exits_without_leaving_is_reported_with_its_code() {
     let mut run = Run::start("exit", 2, SILENCE);
-    let failure = run.end().unwrap_err();
+    let failure = run.failure();
     assert_eq!((failure.rank, failure.cause), (1, LossCause::Exit(7)), "{failure}");
     let (_, text) = run.reports()[0].clone().unwrap();
     assert!(text.starts_with("rank 1 was lost: it ended with exit code 7 (during barrier"), "{text}");

@@ -1,4 +1,4 @@
-//! `lockstep bench step|gemm`.
+//! `lockstep bench step|gemm|collectives`.
 
 use std::process::ExitCode;
 
@@ -11,6 +11,7 @@ use lockstep_train::human;
 use lockstep_train::roofline::Detail;
 use serde_json::json;
 
+use crate::collectives;
 use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
 use crate::output::say;
@@ -21,6 +22,8 @@ pub(crate) enum Command {
     Step(StepArguments),
     /// Time the matrix products of a transformer
     Gemm(GemmArguments),
+    /// Time operations between ranks of this machine, in the manner of nccl-tests
+    Collectives(collectives::Arguments),
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -102,6 +105,7 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     match command {
         Command::Step(arguments) => step(arguments)?,
         Command::Gemm(arguments) => gemm(arguments)?,
+        Command::Collectives(arguments) => collectives::run(arguments)?,
     }
     Ok(ExitCode::SUCCESS)
 }

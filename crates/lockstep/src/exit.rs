@@ -3,6 +3,7 @@
 use std::io;
 
 use lockstep_checkpoint::CheckpointError;
+use lockstep_comm::CommError;
 use lockstep_data::{DataError, ErrorKind};
 use lockstep_infer::InferError;
 use lockstep_model::ModelError;
@@ -15,6 +16,8 @@ pub(crate) const CONFIGURATION: u8 = 2;
 pub(crate) const MISSING: u8 = 3;
 /// The input is corrupt.
 pub(crate) const CORRUPT_INPUT: u8 = 4;
+/// Another rank was lost.
+pub(crate) const PEER_LOST: u8 = 5;
 /// Interrupted; resume to go on.
 pub(crate) const INTERRUPTED: u8 = 75;
 
@@ -86,6 +89,17 @@ fn code_of_io(error: &io::Error) -> u8 {
         | io::ErrorKind::IsADirectory => CONFIGURATION,
         io::ErrorKind::InvalidData => CORRUPT_INPUT,
         _ => FAILED,
+    }
+}
+
+impl From<CommError> for Failure {
+    fn from(error: CommError) -> Self {
+        let code = match error {
+            CommError::PeerLost { .. } => PEER_LOST,
+            CommError::Join(_) => CONFIGURATION,
+            _ => FAILED,
+        };
+        Self { message: error.to_string(), code }
     }
 }
 

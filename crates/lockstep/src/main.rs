@@ -5,6 +5,7 @@ mod bench;
 #[cfg(test)]
 mod book;
 mod checkpoint;
+mod collectives;
 mod completions;
 mod data;
 mod doctor;
@@ -42,7 +43,7 @@ enum Command {
     /// Tokenize text, and see what data consists of
     #[command(subcommand)]
     Data(data::Command),
-    /// Time training steps and matrix products
+    /// Time training steps, matrix products and collectives
     #[command(subcommand)]
     Bench(bench::Command),
     /// Make the report of a run: one page that needs nothing else

@@ -7,8 +7,9 @@ use std::{collections::VecDeque, sync::atomic::Ordering};
 use lockstep_tensor::Workers;
 
 use super::{
+    copy::copy,
     layout::{MAIL_BYTES, MAIL_SLOTS, Mailbox, SMALL_BYTES},
-    members::{Members, copy, has_reached},
+    members::{Members, has_reached},
     place::Place,
     queue::{Running, Step, post, posted_words},
 };

@@ -1,11 +1,6 @@
 //! A group as one of its ranks sees it: the words and the memory of all members.
 
-use std::{
-    ops::Range,
-    sync::atomic::{AtomicU32, Ordering},
-};
-
-use lockstep_tensor::Workers;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::{
     layout::{Line, Posted, RING},
@@ -13,9 +8,6 @@ use super::{
     segments::Segments,
 };
 use crate::{GroupName, memory::Stretch};
-
-/// Bytes that make it worth to wake a compute thread.
-const BYTES_PER_TASK: usize = 128 << 10;
 
 /// The ranks of a group.
 #[derive(Debug, Clone)]
@@ -49,7 +41,7 @@ impl Members {
 
     pub(crate) fn name(&self) -> GroupName {
         let first = self.ranks.iter().min().copied().unwrap_or(0);
-        GroupName { index: self.index, first, size: self.len() }
+        GroupName { index: self.index as u32, first: first as u32, size: self.len() as u32 }
     }
 
     pub(crate) fn line(&self, member: usize) -> &Line {
@@ -113,34 +105,5 @@ impl Members {
             Some(offset) if offset + memory.bytes() <= own.len_bytes() => Place::Shared(offset),
             _ => Place::Private,
         }
-    }
-}
-
-/// Copies bytes, on several threads if they are many.
-///
-/// # Safety
-/// Both ranges are valid, do not overlap, and nobody else writes them or reads the target.
-pub(crate) unsafe fn copy(workers: Option<&Workers>, from: *const u8, to: *mut u8, bytes: usize) {
-    let (from, to) = (from as usize, to as usize);
-    in_parts(workers, bytes, 1, |range| {
-        let (from, to) = ((from + range.start) as *const u8, (to + range.start) as *mut u8);
-        // SAFETY: parts do not overlap; the rest is the caller's promise.
-        unsafe { std::ptr::copy_nonoverlapping(from, to, range.len()) }
-    });
-}
-
-/// Calls `work` with parts of `0..elements` that cover it, on the compute threads if that is worth it.
-pub(crate) fn in_parts(
-    workers: Option<&Workers>,
-    elements: usize,
-    bytes_each: usize,
-    work: impl Fn(Range<usize>) + Sync,
-) {
-    let part = BYTES_PER_TASK / bytes_each;
-    match workers {
-        Some(workers) if workers.threads() > 1 && elements > part => {
-            workers.run(elements.div_ceil(part), |task| work(task * part..elements.min((task + 1) * part)));
-        }
-        _ => work(0..elements),
     }
 }

@@ -7,6 +7,7 @@
 //! - [`machine`]: a rank with all its groups, and how it waits.
 //! - [`heart`]: a thread that shows that the rank moves, and watches the others.
 
+mod copy;
 mod heart;
 pub(crate) mod layout;
 pub(crate) mod machine;

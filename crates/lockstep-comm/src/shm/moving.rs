@@ -4,8 +4,9 @@
 use lockstep_tensor::Workers;
 
 use super::{
+    copy::copy,
     layout::CHUNK_BYTES,
-    members::{Counter, Members, copy},
+    members::{Counter, Members},
     place::Place,
     queue::{Chunks, Running, Step},
     reduction::take_turn,

@@ -369,8 +369,7 @@ impl Running {
             rank: members.ranks[odd],
             found,
             reference: members.ranks[reference],
-            expected,
-            occasion: self.occasion(members),
+            occasion: Occasion { call: expected, ..self.occasion(members) },
         }
     }
 }

@@ -6,8 +6,9 @@
 use lockstep_tensor::Workers;
 
 use super::{
+    copy::{copy, in_parts},
     layout::CHUNK_BYTES,
-    members::{Counter, Members, copy, in_parts},
+    members::{Counter, Members},
     place::Place,
     queue::{Chunks, Running, Step},
 };

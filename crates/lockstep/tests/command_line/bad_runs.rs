@@ -170,7 +170,7 @@ fn a_token_file_that_was_damaged_in_the_cache_is_refused_or_made_again() {
 #[test]
 fn arguments_that_cannot_be_used_are_refused_with_code_2() {
     let workshop = Workshop::new();
-    let cases: [(&[&str], &[&str]); 9] = [
+    let cases: [(&[&str], &[&str]); 11] = [
         (&["trian"], &["trian", "train"]),
         (&["train", "--sett", "a=b"], &["--sett", "--set"]),
         (&["checkpoint", "verifi", "x"], &["verifi", "verify"]),
@@ -183,6 +183,8 @@ fn arguments_that_cannot_be_used_are_refused_with_code_2() {
         ),
         (&["bench", "step", "--model", "baby-gpt", "--seq-len", "257"], &["--seq-len 257", "1 to 256"]),
         (&["bench", "gemm", "--threads", "100000"], &["--threads 100000", "0 to 4096"]),
+        (&["bench", "collectives", "--nproc-per-node", "65"], &["number of ranks 65", "1 to 64"]),
+        (&["bench", "collectives", "--sizes", "4XB"], &["4XB", "KiB"]),
     ];
     for (arguments, parts) in cases {
         workshop.run(arguments).refuses(2, parts);

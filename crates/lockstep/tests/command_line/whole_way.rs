@@ -183,3 +183,20 @@ fn help_and_version_are_no_errors_and_go_to_standard_output() {
         assert!(outcome.stdout.len() > 10 && outcome.stderr.is_empty(), "{outcome:?}");
     }
 }
+
+#[test]
+fn a_bench_of_collectives_prints_a_row_for_each_size_without_a_wrong_element() {
+    let workshop = Workshop::new();
+    let sizes = ["--nproc-per-node", "3", "--sizes", "3000,300kB", "--seconds", "0.01", "--json"];
+    for op in ["all_reduce", "all_to_all"] {
+        let rows = workshop.run(&[&["bench", "collectives", "--op", op], &sizes[..]].concat()).json();
+        let bytes: Vec<u64> =
+            rows.as_array().unwrap().iter().map(|row| row["bytes"].as_u64().unwrap()).collect();
+        assert_eq!(bytes, [3000, 300_000], "{rows}");
+        for row in rows.as_array().unwrap() {
+            assert_eq!((row["op"].as_str(), row["wrong"].as_u64()), (Some(op), Some(0)), "{row}");
+            let bytes = row["algbw_GBps"].as_f64().unwrap() * 1e3 * row["median_us"].as_f64().unwrap();
+            assert!((bytes / row["bytes"].as_f64().unwrap() - 1.0).abs() < 1e-6, "{row}");
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! `lockstep bench collectives`: the command starts itself once for each rank; rank 0 prints.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory, Timing};
+use lockstep_comm::{
+    Deadline, Ended, Group, Kind, Launch, NumberType, Pinning, WorldOptions, join_from_environment,
+};
+use serde_json::json;
+
+use crate::exit::{FAILED, Failure};
+use crate::output::say;
+
+/// The ranks start at once; the first of them need not wait long for the last.
+const JOIN_LIMIT: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// Which operation
+    #[arg(long, value_enum, default_value_t = Operation::AllReduce)]
+    op: Operation,
+    /// Ranks on this machine
+    #[arg(long, default_value_t = 2)]
+    nproc_per_node: usize,
+    /// Sizes of the larger buffer of a rank, such as 4KiB,1MiB,64MiB
+    #[arg(long, value_delimiter = ',', value_parser = bytes, default_value = "4KiB,64KiB,1MiB,16MiB,64MiB")]
+    sizes: Vec<usize>,
+    /// Type of the elements
+    #[arg(long, value_enum, default_value_t = Type::F32)]
+    dtype: Type,
+    /// Where the buffers lie: in the ranks' shared arena, as gradients do, or in memory of their own
+    #[arg(long, value_enum, default_value_t = Memory::Shared)]
+    memory: Memory,
+    /// Seconds for each size
+    #[arg(long, default_value_t = 0.5)]
+    seconds: f64,
+    /// Let the ranks run on any core, not on their share
+    #[arg(long)]
+    no_pinning: bool,
+    /// Print one JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Operation {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    AllToAll,
+    Broadcast,
+    Reduce,
+}
+
+impl From<Operation> for Kind {
+    fn from(operation: Operation) -> Self {
+        match operation {
+            Operation::AllReduce => Self::AllReduce,
+            Operation::ReduceScatter => Self::ReduceScatter,
+            Operation::AllGather => Self::AllGather,
+            Operation::AllToAll => Self::AllToAll,
+            Operation::Broadcast => Self::Broadcast,
+            Operation::Reduce => Self::Reduce,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Type {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<Type> for NumberType {
+    fn from(number: Type) -> Self {
+        match number {
+            Type::F32 => Self::F32,
+            Type::Bf16 => Self::Bf16,
+            Type::F16 => Self::F16,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Memory {
+    Shared,
+    Private,
+}
+
+impl From<Memory> for BenchmarkMemory {
+    fn from(memory: Memory) -> Self {
+        match memory {
+            Memory::Shared => Self::Shared,
+            Memory::Private => Self::Private,
+        }
+    }
+}
+
+/// A number of bytes with a unit: `4096`, `4KiB`, `64MiB`, `1GB`.
+fn bytes(text: &str) -> Result<usize, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let factor: usize = match unit.trim() {
+        "" | "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        "kB" | "KB" => 1000,
+        "MB" => 1_000_000,
+        "GB" => 1_000_000_000,
+        other => return Err(format!("no unit {other:?}: B, KiB, MiB, GiB, kB, MB and GB are")),
+    };
+    let number = number.parse::<usize>().map_err(|error| error.to_string())?;
+    number.checked_mul(factor).filter(|bytes| *bytes > 0).ok_or_else(|| "allowed is 1 B or more".to_owned())
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
+    match join_from_environment(Deadline::after(JOIN_LIMIT))? {
+        Some(group) => time(arguments, &group),
+        None => launch(arguments),
+    }
+}
+
+/// Starts this command again, as each of the ranks.
+fn launch(arguments: &Arguments) -> Result<(), Failure> {
+    if !(arguments.seconds > 0.0 && arguments.seconds <= 60.0) {
+        return Err(Failure::configuration(format!("--seconds {}: allowed is 0 to 60", arguments.seconds)));
+    }
+    let program = std::env::current_exe()
+        .map_err(|error| Failure { message: format!("cannot find this program: {error}"), code: FAILED })?;
+    let launch = Launch {
+        program,
+        arguments: std::env::args_os().skip(1).collect(),
+        environment: Vec::new(),
+        ranks: arguments.nproc_per_node,
+        options: WorldOptions::default(),
+        pinning: if arguments.no_pinning { Pinning::Free } else { Pinning::Share },
+    };
+    let mut agent = launch.start()?;
+    loop {
+        match agent.watch(Duration::from_secs(1))? {
+            None => {}
+            Some(Ended::Well) => return Ok(()),
+            Some(Ended::Badly(failure)) => return Err(failure.error.into()),
+        }
+    }
+}
+
+/// What each rank does.
+fn time(arguments: &Arguments, group: &Group) -> Result<(), Failure> {
+    let is_first = group.rank() == 0;
+    let kind = Kind::from(arguments.op);
+    let mut rows = Vec::new();
+    if is_first && !arguments.json {
+        say!("{:>12} {:>12} {:>14} {:>14} {:>7}", "bytes", "median us", "algbw GB/s", "busbw GB/s", "wrong");
+    }
+    for &bytes in &arguments.sizes {
+        let number = arguments.dtype.into();
+        let time = Duration::from_secs_f64(arguments.seconds);
+        let benchmark = Benchmark { kind, number, bytes, memory: arguments.memory.into(), time };
+        let Timing { bytes, median_us, algorithm_gbps, bus_gbps, wrong } = benchmark.run(group)?;
+        rows.push(json!({
+            "op": kind.name(), "bytes": bytes, "median_us": median_us, "algbw_GBps": algorithm_gbps,
+            "busbw_GBps": bus_gbps, "wrong": wrong,
+        }));
+        if is_first && !arguments.json {
+            say!("{bytes:>12} {median_us:>12.2} {algorithm_gbps:>14.3} {bus_gbps:>14.3} {wrong:>7}");
+        }
+    }
+    if is_first && arguments.json {
+        say!("{}", json!(rows));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::bytes;
+
+    #[test]
+    fn sizes_are_read_with_their_units() {
+        let table =
+            [("4096", 4096), ("4KiB", 4096), ("64MiB", 64 << 20), ("1 GiB", 1 << 30), ("16MB", 16_000_000)];
+        for (text, expected) in table {
+            assert_eq!(bytes(text), Ok(expected), "{text}");
+        }
+        for text in ["", "KiB", "4XB", "0", "-1", "99999999999GiB"] {
+            assert!(bytes(text).is_err(), "{text}");
+        }
+    }
+}

@@ -4,15 +4,16 @@
 //! ([`Group::run`], and a method for each) or started on memory that is lent to it ([`Group::start`]). Every call that can wait
 //! takes a [`Deadline`]; every error is a [`CommError`] that is the same on all ranks, and names the one it is about.
 //!
-//! Reductions follow a fixed binary tree over the ranks of a group ([`mod@reduce`]), whatever the size of a message, however it is
-//! cut and by whatever way it travels. What is pure stands apart from what waits: [`call`] describes an operation, [`task`]
-//! works out what it means for a rank, [`blocks`] and [`exchange`] say which bytes go where. [`shm`] carries it out between
-//! ranks of one machine, which [`world`] brings together.
+//! Reductions follow a fixed binary tree over the ranks of a group (`reduce`), whatever the size of a message, however it is
+//! cut and by whatever way it travels. What is pure stands apart from what waits: `call` describes an operation, `task`
+//! works out what it means for a rank, `blocks` and `exchange` say which bytes go where. `shm` carries it out between
+//! ranks of one machine, which `world` brings together, `launch` starts, and [`environment`] finds others to have started.
 
 pub mod benchmark;
 mod blocks;
 mod call;
 mod deadline;
+pub mod environment;
 mod error;
 mod exchange;
 mod group;

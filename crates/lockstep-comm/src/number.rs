@@ -90,7 +90,7 @@ numbers!(f32 => F32, bf16 => Bf16, f16 => F16, i64 => I64, i32 => I32, u32 => U3
 /// How elements of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// Their sum, over the fixed tree of [`reduce`](crate::reduce).
+    /// Their sum, over a fixed tree of the ranks.
     Sum,
     /// The largest; a NaN if there is one.
     Max,

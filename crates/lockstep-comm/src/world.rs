@@ -135,9 +135,15 @@ impl World {
         self.segments.ending()
     }
 
-    /// Whether a rank has said that it leaves.
+    /// Whether a rank has said that it leaves, or nobody has ever come.
     pub fn has_left(&self, rank: usize) -> bool {
-        matches!(self.segments.status(rank), Status::Left | Status::Absent)
+        let is_here = |rank| self.segments.status(rank) == Status::Here;
+        match self.segments.status(rank) {
+            Status::Left => true,
+            // A program that is none of ours, and says so on all ranks.
+            Status::Absent => !(0..self.segments.ranks()).any(is_here),
+            Status::Here | Status::Panicked => false,
+        }
     }
 
     /// What a rank called last, oldest first; also if it is dead.

@@ -39,7 +39,7 @@ struct State {
     peak: MemoryBytes,
     peak_total_bytes: usize,
     /// Freed blocks by place and capacity.
-    free: BTreeMap<(Place, usize), Vec<Block>>,
+    free: BTreeMap<(Place, usize), Vec<Arc<Held>>>,
     shared: Option<Sharing>,
 }
 
@@ -196,10 +196,10 @@ impl Arena {
         let heap = state.heap_for(category);
         let place = if heap.is_some() { Place::Shared } else { Place::Private };
         let cached = state.free.get_mut(&(place, capacity)).and_then(Vec::pop);
-        let (block, contents) = match cached {
-            Some(block) => {
+        let (held, contents) = match cached {
+            Some(held) => {
                 state.in_use[MemoryCategory::Cached] -= capacity;
-                (block, Contents::Anything)
+                (held, Contents::Anything)
             }
             None => {
                 let shared = || heap.as_ref().and_then(|heap| Block::share(heap, capacity));
@@ -210,18 +210,13 @@ impl Arena {
                     requested_bytes: capacity,
                     in_use_bytes: state.in_use.total(),
                 })?;
-                (block, Contents::Zeros)
+                let held = Held { block, loans: Mutex::default(), lent: AtomicUsize::new(0) };
+                (Arc::new(held), Contents::Zeros)
             }
         };
         state.book(category, capacity);
-        let held = Held {
-            block: Some(block),
-            category,
-            arena: self.clone(),
-            loans: Mutex::default(),
-            lent: AtomicUsize::new(0),
-        };
-        Ok((Buffer { held: Arc::new(held), not_sync: PhantomData }, contents))
+        let home = Home { arena: self.clone(), category };
+        Ok((Buffer { held, home, not_sync: PhantomData }, contents))
     }
 
     /// Whether `bytes` more, in as many buffers as one likes, can be had at all: asked before the first of them
@@ -295,30 +290,52 @@ impl State {
 /// Memory of one device, booked under one category. `Send`, but not `Sync`: see the crate's documentation.
 pub struct Buffer {
     held: Arc<Held>,
+    home: Home,
     not_sync: PhantomData<Cell<()>>,
 }
 
-/// A block and what is known of it, until its buffer and all loans are gone.
+/// A block, and which parts of it are lent.
 struct Held {
-    /// `None` only while it is being dropped.
-    block: Option<Block>,
-    category: MemoryCategory,
-    arena: Arena,
-    /// Ranges of bytes that are lent.
-    loans: Mutex<Vec<Range<usize>>>,
-    /// How many those are, to be asked without the lock.
+    block: Block,
+    loans: Mutex<Loans>,
+    /// How many ranges are lent, to be asked without the lock.
     lent: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Loans {
+    /// Bytes that are lent.
+    ranges: Vec<Range<usize>>,
+    /// Where the block belongs if its buffer was dropped while part of it was lent.
+    home: Option<Home>,
+}
+
+/// Where a block goes when it is free, and as what it is booked until then.
+#[derive(Clone)]
+struct Home {
+    arena: Arena,
+    category: MemoryCategory,
+}
+
+impl Home {
+    fn take_back(&self, held: Arc<Held>) {
+        let (place, capacity) = (held.block.place(), held.block.capacity);
+        let mut state = self.arena.lock();
+        state.in_use[self.category] -= capacity;
+        state.in_use[MemoryCategory::Cached] += capacity;
+        state.free.entry((place, capacity)).or_default().push(held);
+    }
 }
 
 impl Buffer {
     /// Size in bytes: what was asked for, rounded up to whole cache lines.
     pub fn len_bytes(&self) -> usize {
-        self.held.block().capacity
+        self.held.block.capacity
     }
 
     /// The category it is booked under.
     pub fn category(&self) -> MemoryCategory {
-        self.held.category
+        self.home.category
     }
 
     /// A window of `shape` that starts `offset_bytes` into the buffer.
@@ -335,7 +352,7 @@ impl Buffer {
         );
         self.held.expect_not_lent(offset_bytes..end.unwrap_or(usize::MAX));
         // SAFETY: the offset lies in the allocation, as just checked.
-        let pointer = unsafe { self.held.block().pointer.add(offset_bytes) };
+        let pointer = unsafe { self.held.block.pointer.add(offset_bytes) };
         // SAFETY: the window lies in this buffer, which the view's lifetime borrows.
         unsafe { View::new(pointer, dtype, shape) }
     }
@@ -346,7 +363,7 @@ impl Buffer {
     /// If part of them is lent.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.held.expect_not_lent(0..self.len_bytes());
-        let block = self.held.block();
+        let block = &self.held.block;
         // SAFETY: the block is live, initialized (allocated zeroed), and `&mut self` excludes all views.
         unsafe { std::slice::from_raw_parts_mut(block.pointer.as_ptr(), block.capacity) }
     }
@@ -371,18 +388,14 @@ impl Buffer {
             self.len_bytes()
         );
         self.held.expect_not_lent(range.clone());
-        self.held.lock_loans().push(range.clone());
+        self.held.lock_loans().ranges.push(range.clone());
         self.held.lent.fetch_add(1, Ordering::Relaxed);
         Loan { held: Arc::clone(&self.held), range }
     }
 }
 
 impl Held {
-    fn block(&self) -> &Block {
-        self.block.as_ref().expect("a buffer has its block until it is dropped")
-    }
-
-    fn lock_loans(&self) -> MutexGuard<'_, Vec<Range<usize>>> {
+    fn lock_loans(&self) -> MutexGuard<'_, Loans> {
         self.loans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -392,19 +405,20 @@ impl Held {
         if self.lent.load(Ordering::Acquire) == 0 {
             return;
         }
-        let loans = self.lock_loans().clone();
-        let is_free = loans.iter().all(|loan| loan.start.max(range.start) >= loan.end.min(range.end));
-        assert!(is_free, "bytes {range:?} of a buffer are lent in part: {loans:?}");
+        let ranges = self.lock_loans().ranges.clone();
+        let is_free = ranges.iter().all(|loan| loan.start.max(range.start) >= loan.end.min(range.end));
+        assert!(is_free, "bytes {range:?} of a buffer are lent in part: {ranges:?}");
     }
 }
 
-impl Drop for Held {
+impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some(block) = self.block.take() {
-            let mut state = self.arena.lock();
-            state.in_use[self.category] -= block.capacity;
-            state.in_use[MemoryCategory::Cached] += block.capacity;
-            state.free.entry((block.place(), block.capacity)).or_default().push(block);
+        let mut loans = self.held.lock_loans();
+        if loans.ranges.is_empty() {
+            drop(loans);
+            self.home.take_back(Arc::clone(&self.held));
+        } else {
+            loans.home = Some(self.home.clone());
         }
     }
 }
@@ -430,23 +444,28 @@ impl Loan {
 
     /// Where they lie, for whoever hands them to another process or device.
     pub fn as_ptr(&self) -> *mut u8 {
-        self.held.block().pointer.as_ptr().wrapping_add(self.range.start)
+        self.held.block.pointer.as_ptr().wrapping_add(self.range.start)
     }
 }
 
 impl Drop for Loan {
     fn drop(&mut self) {
         let mut loans = self.held.lock_loans();
-        if let Some(index) = loans.iter().position(|range| *range == self.range) {
-            loans.swap_remove(index);
+        if let Some(index) = loans.ranges.iter().position(|range| *range == self.range) {
+            loans.ranges.swap_remove(index);
         }
         self.held.lent.fetch_sub(1, Ordering::Release);
+        let home = if loans.ranges.is_empty() { loans.home.take() } else { None };
+        drop(loans);
+        if let Some(home) = home {
+            home.take_back(Arc::clone(&self.held));
+        }
     }
 }
 
 impl std::fmt::Debug for Loan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Loan of bytes {:?} of {} bytes", self.range, self.held.block().capacity)
+        write!(f, "Loan of bytes {:?} of {} bytes", self.range, self.held.block.capacity)
     }
 }
 

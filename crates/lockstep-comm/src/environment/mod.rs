@@ -1,0 +1,419 @@
+//! Who started this process, and as which of how many ranks: read off the environment by a pure function.
+//!
+//! Launchers are looked for from the innermost to the outermost, since one is often started by another: torchrun's variables
+//! (ours, too), OpenMPI, MPICH, SLURM, Kubernetes. The first whole set counts. Numbers that cannot be, half a set, and two
+//! launchers that both claim to have started this very rank and differ, are errors.
+
+mod node_list;
+
+use std::fmt;
+
+pub use node_list::{first_node, tasks_on_node};
+
+/// The most ranks of a run.
+pub const MAX_WORLD: usize = 1 << 20;
+
+/// A launcher whose variables are understood.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Launcher {
+    /// `RANK` and its kin: `lockstep`'s own agent, torchrun, Kubeflow.
+    Torchrun,
+    /// `mpirun` of OpenMPI.
+    OpenMpi,
+    /// `mpirun` of MPICH and its kin (hydra).
+    Mpich,
+    /// `srun`.
+    Slurm,
+    /// A Job with completion mode `Indexed`: one process for each pod.
+    Kubernetes,
+}
+
+impl fmt::Display for Launcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Torchrun => "torchrun",
+            Self::OpenMpi => "OpenMPI",
+            Self::Mpich => "MPICH",
+            Self::Slurm => "SLURM",
+            Self::Kubernetes => "Kubernetes",
+        })
+    }
+}
+
+/// A process's place in a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProcessPlace {
+    /// Who says so.
+    pub launcher: Launcher,
+    /// Rank in the world.
+    pub rank: usize,
+    /// Number of ranks; `None` where only the run's configuration knows (Kubernetes).
+    pub world_size: Option<usize>,
+    /// Rank among those of the host.
+    pub local_rank: usize,
+    /// Ranks of the host.
+    pub local_size: usize,
+    /// Where ranks meet, if the launcher says.
+    pub leader: Option<Leader>,
+}
+
+/// The address where ranks meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Leader {
+    /// Name or address of the host.
+    pub host: String,
+    /// Port, if it is given.
+    pub port: Option<u16>,
+}
+
+/// Why an environment makes no sense.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum EnvironmentProblem {
+    /// A value that is no number of its kind.
+    #[error("{variable}={value:?}: allowed is {allowed}")]
+    Value {
+        /// Name of the variable.
+        variable: &'static str,
+        /// What it holds.
+        value: String,
+        /// What it may hold.
+        allowed: String,
+    },
+    /// Some variables of a set without the others.
+    #[error("{present} is set, but {missing} is not ({launcher})")]
+    Incomplete {
+        /// Whose set.
+        launcher: Launcher,
+        /// The one that is there.
+        present: &'static str,
+        /// The one that is not.
+        missing: &'static str,
+    },
+    /// Two launchers that both started this rank, and disagree.
+    #[error(
+        "{first} says rank {first_rank} of {first_size}, {second} says rank {second_rank} of {second_size}: unset the variables of one of them"
+    )]
+    Contradiction {
+        /// One.
+        first: Launcher,
+        /// What it says.
+        first_rank: usize,
+        /// What it says.
+        first_size: usize,
+        /// The other.
+        second: Launcher,
+        /// What it says.
+        second_rank: usize,
+        /// What it says.
+        second_size: usize,
+    },
+}
+
+/// The place of the process with this environment; `None` if nobody started it as a rank.
+///
+/// # Errors
+/// [`EnvironmentProblem`].
+pub fn detect(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+    let environment = Environment { variable };
+    let torchrun = environment.torchrun()?;
+    let mpi = match environment.open_mpi()? {
+        Some(place) => Some(place),
+        None => environment.mpich()?,
+    };
+    if let (Some(first), Some(second)) = (&torchrun, &mpi)
+        && (first.rank, first.world_size) != (second.rank, second.world_size)
+    {
+        return Err(EnvironmentProblem::Contradiction {
+            first: first.launcher,
+            first_rank: first.rank,
+            first_size: first.world_size.unwrap_or(0),
+            second: second.launcher,
+            second_rank: second.rank,
+            second_size: second.world_size.unwrap_or(0),
+        });
+    }
+    if let Some(place) = torchrun.or(mpi) {
+        return Ok(Some(place));
+    }
+    match environment.slurm()? {
+        Some(place) => Ok(Some(place)),
+        None => environment.kubernetes(),
+    }
+}
+
+struct Environment<'a> {
+    variable: &'a dyn Fn(&str) -> Option<String>,
+}
+
+/// The names under which a launcher tells four numbers.
+struct Names {
+    launcher: Launcher,
+    rank: &'static str,
+    world_size: &'static str,
+    local_rank: &'static str,
+    local_size: &'static str,
+}
+
+const TORCHRUN: Names = Names {
+    launcher: Launcher::Torchrun,
+    rank: "RANK",
+    world_size: "WORLD_SIZE",
+    local_rank: "LOCAL_RANK",
+    local_size: "LOCAL_WORLD_SIZE",
+};
+const OPEN_MPI: Names = Names {
+    launcher: Launcher::OpenMpi,
+    rank: "OMPI_COMM_WORLD_RANK",
+    world_size: "OMPI_COMM_WORLD_SIZE",
+    local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
+};
+const MPICH: Names = Names {
+    launcher: Launcher::Mpich,
+    rank: "PMI_RANK",
+    world_size: "PMI_SIZE",
+    local_rank: "MPI_LOCALRANKID",
+    local_size: "MPI_LOCALNRANKS",
+};
+
+impl Environment<'_> {
+    fn torchrun(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        let Some(place) = self.four_numbers(&TORCHRUN)? else { return Ok(None) };
+        Ok(Some(ProcessPlace { leader: self.leader("MASTER_ADDR", "MASTER_PORT")?, ..place }))
+    }
+
+    fn open_mpi(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        self.four_numbers(&OPEN_MPI)
+    }
+
+    fn mpich(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        // SLURM's own PMI sets the first two without the others, which are SLURM's to tell.
+        if self.get("SLURM_PROCID").is_some() && self.get(MPICH.local_rank).is_none() {
+            return Ok(None);
+        }
+        self.four_numbers(&MPICH)
+    }
+
+    /// A step of `srun`. The shell of an allocation is none: its variables say what it has, not what was started.
+    fn slurm(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        let is_shell = |name: String| matches!(name.as_str(), "bash" | "interactive");
+        if self.get("SLURM_STEP_ID").is_none() || self.get("SLURM_JOB_NAME").is_some_and(is_shell) {
+            return Ok(None);
+        }
+        let Some(rank) = self.number("SLURM_PROCID")? else { return Ok(None) };
+        let missing = |missing| EnvironmentProblem::Incomplete {
+            launcher: Launcher::Slurm,
+            present: "SLURM_PROCID",
+            missing,
+        };
+        let world_size = self.number("SLURM_NTASKS")?.ok_or_else(|| missing("SLURM_NTASKS"))?;
+        let local_rank = self.number("SLURM_LOCALID")?.ok_or_else(|| missing("SLURM_LOCALID"))?;
+        let node = self.number("SLURM_NODEID")?.unwrap_or(0);
+        let name = "SLURM_STEP_TASKS_PER_NODE";
+        let tasks = self.get(name).ok_or_else(|| missing(name))?;
+        let local_size = tasks_on_node(&tasks, node).ok_or_else(|| EnvironmentProblem::Value {
+            variable: name,
+            value: tasks,
+            allowed: format!("a list such as 4(x2),3 that has a node {node}"),
+        })?;
+        let leader = match self.get("SLURM_STEP_NODELIST") {
+            None => None,
+            Some(list) => match first_node(&list) {
+                Some(host) => Some(Leader { host, port: None }),
+                None => {
+                    let allowed = "a list of nodes such as gnode[10,20-23]".to_owned();
+                    return Err(EnvironmentProblem::Value {
+                        variable: "SLURM_STEP_NODELIST",
+                        value: list,
+                        allowed,
+                    });
+                }
+            },
+        };
+        let names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", name];
+        check(names, rank, world_size, local_rank, local_size)?;
+        let world_size = Some(world_size);
+        Ok(Some(ProcessPlace { launcher: Launcher::Slurm, rank, world_size, local_rank, local_size, leader }))
+    }
+
+    fn kubernetes(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        let Some(rank) = self.number("JOB_COMPLETION_INDEX")? else { return Ok(None) };
+        let launcher = Launcher::Kubernetes;
+        let leader = self.leader("MASTER_ADDR", "MASTER_PORT")?;
+        Ok(Some(ProcessPlace { launcher, rank, world_size: None, local_rank: 0, local_size: 1, leader }))
+    }
+
+    fn four_numbers(&self, names: &Names) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        let variables = [names.rank, names.world_size, names.local_rank, names.local_size];
+        let numbers = [
+            self.number(variables[0])?,
+            self.number(variables[1])?,
+            self.number(variables[2])?,
+            self.number(variables[3])?,
+        ];
+        let [Some(rank), Some(world_size), Some(local_rank), Some(local_size)] = numbers else {
+            let present = numbers.iter().position(Option::is_some);
+            let missing = numbers.iter().position(Option::is_none);
+            return match (present, missing) {
+                (Some(present), Some(missing)) => Err(EnvironmentProblem::Incomplete {
+                    launcher: names.launcher,
+                    present: variables[present],
+                    missing: variables[missing],
+                }),
+                _ => Ok(None),
+            };
+        };
+        check(variables, rank, world_size, local_rank, local_size)?;
+        let (launcher, world_size) = (names.launcher, Some(world_size));
+        Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size, leader: None }))
+    }
+
+    fn leader(&self, host: &'static str, port: &'static str) -> Result<Option<Leader>, EnvironmentProblem> {
+        let Some(name) = self.get(host) else { return Ok(None) };
+        let number = match self.get(port) {
+            None => None,
+            Some(value) => match value.parse::<u16>() {
+                Ok(number) if number > 0 => Some(number),
+                _ => {
+                    let allowed = "1 to 65535".to_owned();
+                    return Err(EnvironmentProblem::Value { variable: port, value, allowed });
+                }
+            },
+        };
+        Ok(Some(Leader { host: name, port: number }))
+    }
+
+    /// A variable that is set, and not empty.
+    fn get(&self, variable: &str) -> Option<String> {
+        (self.variable)(variable).filter(|value| !value.is_empty())
+    }
+
+    fn number(&self, variable: &'static str) -> Result<Option<usize>, EnvironmentProblem> {
+        let Some(value) = self.get(variable) else { return Ok(None) };
+        match value.parse::<usize>() {
+            Ok(number) if number <= MAX_WORLD => Ok(Some(number)),
+            _ => Err(EnvironmentProblem::Value { variable, value, allowed: format!("0 to {MAX_WORLD}") }),
+        }
+    }
+}
+
+/// Sees that ranks lie below sizes; `names` are those of the four numbers.
+fn check(
+    names: [&'static str; 4],
+    rank: usize,
+    world_size: usize,
+    local_rank: usize,
+    local_size: usize,
+) -> Result<(), EnvironmentProblem> {
+    let below = |variable, value: usize, limit: usize, name| {
+        if value < limit {
+            return Ok(());
+        }
+        let allowed = format!("below {name}={limit}");
+        Err(EnvironmentProblem::Value { variable, value: value.to_string(), allowed })
+    };
+    below(names[0], rank, world_size, names[1])?;
+    below(names[2], local_rank, local_size, names[3])?;
+    if local_size > world_size {
+        let allowed = format!("at most {}={world_size}", names[1]);
+        return Err(EnvironmentProblem::Value { variable: names[3], value: local_size.to_string(), allowed });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    /// `A=1 B=2` as an environment.
+    fn detect_in(text: &str) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        let pairs = text.split_whitespace().filter_map(|pair| pair.split_once('='));
+        let variables: HashMap<&str, &str> = pairs.collect();
+        detect(&|name| variables.get(name).map(|value| (*value).to_owned()))
+    }
+
+    const OURS: &str = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4";
+    const OMPI: &str = "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4";
+    const HYDRA: &str = "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4";
+    const STEP: &str = "SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_NODEID=1 \
+                        SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=gnode[08,11-13]";
+
+    #[test]
+    fn each_launcher_is_understood_and_the_innermost_counts() {
+        let table: [(String, Option<Launcher>); 10] = [
+            (String::new(), None),
+            (OURS.to_owned(), Some(Launcher::Torchrun)),
+            (OMPI.to_owned(), Some(Launcher::OpenMpi)),
+            (HYDRA.to_owned(), Some(Launcher::Mpich)),
+            (STEP.to_owned(), Some(Launcher::Slurm)),
+            ("JOB_COMPLETION_INDEX=5".to_owned(), Some(Launcher::Kubernetes)),
+            (format!("{OURS} {OMPI} {STEP}"), Some(Launcher::Torchrun)),
+            (format!("{OMPI} {STEP}"), Some(Launcher::OpenMpi)),
+            // srun with PMI2 sets these two.
+            (format!("PMI_RANK=5 PMI_SIZE=8 {STEP}"), Some(Launcher::Slurm)),
+            (format!("{STEP} JOB_COMPLETION_INDEX=3"), Some(Launcher::Slurm)),
+        ];
+        for (environment, launcher) in table {
+            let place = detect_in(&environment).unwrap();
+            assert_eq!(place.as_ref().map(|place| place.launcher), launcher, "{environment}");
+            assert!(place.is_none_or(|place| place.rank == 5), "{environment}");
+        }
+        let place = detect_in(STEP).unwrap().unwrap();
+        let numbers = (place.world_size, place.local_rank, place.local_size);
+        assert_eq!(numbers, (Some(8), 1, 4));
+        assert_eq!(place.leader, Some(Leader { host: "gnode08".to_owned(), port: None }));
+        let place = detect_in(&format!("{OURS} MASTER_ADDR=node1 MASTER_PORT=29500")).unwrap().unwrap();
+        assert_eq!(place.leader, Some(Leader { host: "node1".to_owned(), port: Some(29500) }));
+    }
+
+    #[test]
+    fn the_shell_of_an_allocation_is_no_rank() {
+        for shell in ["SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0", &format!("{STEP} SLURM_JOB_NAME=bash")]
+        {
+            assert_eq!(detect_in(shell), Ok(None), "{shell}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_told_with_its_variable() {
+        let table = [
+            (
+                "RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
+                "RANK=\"8\": allowed is below WORLD_SIZE=8",
+            ),
+            (
+                "RANK=5 WORLD_SIZE=8 LOCAL_RANK=4 LOCAL_WORLD_SIZE=4",
+                "LOCAL_RANK=\"4\": allowed is below LOCAL_WORLD_SIZE=4",
+            ),
+            (
+                "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
+                "LOCAL_WORLD_SIZE=\"4\": allowed is at most WORLD_SIZE=2",
+            ),
+            ("RANK=-1 WORLD_SIZE=2", "RANK=\"-1\": allowed is 0 to 1048576"),
+            ("RANK=0 WORLD_SIZE=99999999", "WORLD_SIZE=\"99999999\": allowed is 0 to 1048576"),
+            ("RANK=0", "RANK is set, but WORLD_SIZE is not (torchrun)"),
+            ("PMI_RANK=0 PMI_SIZE=2", "PMI_RANK is set, but MPI_LOCALRANKID is not (MPICH)"),
+            ("SLURM_STEP_ID=0 SLURM_PROCID=0", "SLURM_PROCID is set, but SLURM_NTASKS is not (SLURM)"),
+        ];
+        for (environment, message) in table {
+            assert_eq!(detect_in(environment).unwrap_err().to_string(), message, "{environment}");
+        }
+        let port = format!("{OURS} MASTER_ADDR=a MASTER_PORT=0");
+        assert_eq!(detect_in(&port).unwrap_err().to_string(), "MASTER_PORT=\"0\": allowed is 1 to 65535");
+        let nodes = STEP.replace("gnode[08,11-13]", "gnode[08");
+        assert!(detect_in(&nodes).unwrap_err().to_string().contains("SLURM_STEP_NODELIST=\"gnode[08\""));
+        let tasks = STEP.replace("4(x2)", "8");
+        assert!(detect_in(&tasks).unwrap_err().to_string().contains("that has a node 1"));
+    }
+
+    #[test]
+    fn two_launchers_of_one_rank_that_differ_are_an_error() {
+        let environment = format!("{} {HYDRA}", OURS.replace("RANK=5 ", "RANK=2 "));
+        assert_eq!(
+            detect_in(&environment).unwrap_err().to_string(),
+            "torchrun says rank 2 of 8, MPICH says rank 5 of 8: unset the variables of one of them"
+        );
+    }
+}

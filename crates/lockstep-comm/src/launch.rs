@@ -45,6 +45,8 @@ pub struct Launch {
     pub options: WorldOptions,
     /// Where they run.
     pub pinning: Pinning,
+    /// Exit codes of a rank that has done what it was to do; once it has left the world, none of them is a failure.
+    pub sound_codes: Vec<i32>,
 }
 
 /// On which cores a rank runs.
@@ -61,6 +63,9 @@ pub enum Pinning {
 pub struct Agent {
     world: World,
     ranks: Vec<Rank>,
+    sound_codes: Vec<i32>,
+    /// The greatest exit code so far.
+    code: i32,
     failure: Option<Failure>,
     kill_at: Option<Instant>,
 }
@@ -75,8 +80,8 @@ struct Rank {
 /// How a run ended.
 #[derive(Debug)]
 pub enum Ended {
-    /// All ranks have done what they were to do.
-    Well,
+    /// All ranks have done what they were to do; with the greatest of their exit codes.
+    Well(i32),
     /// One of them has not.
     Badly(Failure),
 }
@@ -100,7 +105,9 @@ impl Launch {
     /// [`CommError::Join`] for a number of ranks that cannot be, [`CommError::Io`] if the program cannot be started.
     pub fn start(&self) -> Result<Agent, CommError> {
         let world = World::new(self.ranks, self.options)?;
-        let mut agent = Agent { world, ranks: Vec::new(), failure: None, kill_at: None };
+        let sound_codes = self.sound_codes.clone();
+        let mut agent =
+            Agent { world, ranks: Vec::new(), sound_codes, code: 0, failure: None, kill_at: None };
         for rank in 0..self.ranks {
             let started = self.start_rank(&agent.world, rank)?;
             agent.ranks.push(started);
@@ -185,7 +192,7 @@ impl Agent {
             self.kill();
         }
         let have_all_ended = self.ranks.iter().all(|rank| rank.has_ended);
-        Ok(have_all_ended.then(|| self.failure.take().map_or(Ended::Well, Ended::Badly)))
+        Ok(have_all_ended.then(|| self.failure.take().map_or(Ended::Well(self.code), Ended::Badly)))
     }
 
     fn note_end(&mut self, rank: usize, status: ExitStatus) {
@@ -194,7 +201,11 @@ impl Agent {
             (None, Some(signal)) => LossCause::Signal(signal),
             (None, None) => LossCause::Died,
         };
-        if cause == LossCause::Exit(0) && self.world.has_left(rank) {
+        if let LossCause::Exit(code) = cause
+            && self.sound_codes.contains(&code)
+            && self.world.has_left(rank)
+        {
+            self.code = self.code.max(code);
             return;
         }
         let error = self.world.end(&CommError::PeerLost { rank, cause, occasion: None });

@@ -109,6 +109,7 @@ impl Run {
             ranks,
             options: WorldOptions { arena_bytes: 1 << 30, silence, ..WorldOptions::default() },
             pinning: Pinning::Free,
+            sound_codes: vec![0],
         };
         Self { agent: launch.start().unwrap(), reports }
     }
@@ -148,7 +149,7 @@ impl Run {
     fn failure(&mut self) -> Failure {
         match self.end() {
             Ended::Badly(failure) => failure,
-            Ended::Well => panic!("the run ended well"),
+            Ended::Well(_) => panic!("the run ended well"),
         }
     }
 
@@ -175,7 +176,7 @@ const SILENCE: Duration = Duration::from_secs(5);
 fn processes_sum_as_threads_do_and_leave_nothing_behind() {
     for ranks in [1, 2, 4] {
         let mut run = Run::start("sum", ranks, SILENCE);
-        assert!(matches!(run.end(), Ended::Well));
+        assert!(matches!(run.end(), Ended::Well(0)));
         assert!(run.reports().into_iter().all(|report| report.is_some_and(|(_, text)| text == "done")));
     }
     let names = fs::read_dir("/dev/shm").map_or(0, |files| {

@@ -1,5 +1,8 @@
 //! One rank's training state and the steps that change it.
 
+use std::convert::Infallible;
+
+use lockstep_comm::CommError;
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Recompute, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
@@ -8,8 +11,8 @@ use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 use crate::optimizer::{Operands, Role};
 use crate::state::tensors_of;
 use crate::{
-    EngineError, FlatStore, Gradients, HostBatch, Optimizer, Runner, StateKind, StateTensor, Storage,
-    WeightStorage, Weights,
+    EngineError, FlatStore, Gradients, HostBatch, Optimizer, Reducer, Runner, StateKind, StateTensor,
+    Storage, WeightStorage, Weights,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -243,8 +246,40 @@ impl Engine {
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
         self.runner.forward_for_backward(&self.model, &self.queue, weights, batch);
         self.gradients.begin_micro_batch(&self.queue, batch.ids);
-        self.runner.backward(&self.model, &self.queue, weights, &self.gradients, seed_gradient);
+        let queue = &self.queue;
+        let go_on = |_: &mut Gradients, _| Ok::<(), Infallible>(());
+        let Ok(()) =
+            self.runner.backward(&self.model, queue, weights, &mut self.gradients, seed_gradient, go_on);
         self.runner.loss_sum(&self.model)
+    }
+
+    /// [`Engine::accumulate`] of the last micro-batch of a step: the gradients of each unit are summed over the replicas as
+    /// soon as they are complete.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    ///
+    /// # Panics
+    /// As [`Engine::accumulate`].
+    pub fn accumulate_and_reduce(
+        &mut self,
+        batch: &HostBatch<'_>,
+        seed_gradient: f32,
+        reducer: &mut Reducer,
+    ) -> Result<f64, CommError> {
+        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        let queue = &self.queue;
+        self.runner.forward_for_backward(&self.model, queue, weights, batch);
+        self.gradients.begin_micro_batch(queue, batch.ids);
+        let reduce = |gradients: &mut Gradients, unit| {
+            gradients.end_unit(queue, unit);
+            gradients.unit_mut(unit).map_or(Ok(()), |gradients| reducer.start(gradients))
+        };
+        self.runner.backward(&self.model, queue, weights, &mut self.gradients, seed_gradient, reduce)?;
+        let begin = self.timeline().begin();
+        reducer.wait()?;
+        self.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
+        Ok(self.runner.loss_sum(&self.model))
     }
 
     /// Forward of one micro-batch without dropout; returns the sum of its losses.
@@ -255,16 +290,23 @@ impl Engine {
         self.runner.loss_sum(model)
     }
 
-    /// Completes the gradients and returns the global L2 norm, each element counted once. NaN if
-    /// any gradient is not finite.
-    pub fn finish_gradients(&mut self) -> f64 {
+    /// Completes the gradients of a step after its last micro-batch: those that nothing contributed to, and tied ones.
+    pub fn complete_gradients(&mut self) {
         let begin = self.timeline().begin();
-        self.gradients.end(&self.queue);
+        let elements = self.gradients.tied_elements() as u64;
+        for unit in 0..self.model.units() {
+            self.gradients.end_unit(&self.queue, unit);
+        }
         self.timeline().end(begin, || {
-            let elements = self.gradients.tied_elements() as u64;
             let cost = Cost { vector_flops: elements, ..Cost::of_bytes(3 * F32_BYTES * elements) };
             (Activity::of_step("add tied gradients"), cost)
         });
+    }
+
+    /// Completes the gradients if they are not, and returns the global L2 norm, each element counted once. NaN if any
+    /// gradient is not finite.
+    pub fn finish_gradients(&mut self) -> f64 {
+        self.complete_gradients();
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
@@ -278,7 +320,7 @@ impl Engine {
         sum.value().sqrt()
     }
 
-    /// The gradient of a trained parameter, after [`Engine::finish_gradients`].
+    /// The gradient of a trained parameter, after [`Engine::complete_gradients`].
     pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
         self.gradients.view(id).to_vec()
     }

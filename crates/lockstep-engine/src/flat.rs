@@ -107,6 +107,16 @@ impl FlatStore {
         Ok(Self { dtype: self.dtype, units: units.collect::<Result<_, _>>()?, places: self.places.clone() })
     }
 
+    /// The buffer of a unit, to lend from; none if nothing of the unit is kept.
+    pub(crate) fn unit_mut(&mut self, unit: usize) -> Option<&mut Buffer> {
+        self.units.get_mut(unit).filter(|buffer| buffer.len_bytes() > 0)
+    }
+
+    /// The unit in whose buffer a parameter lies.
+    pub(crate) fn unit_of(&self, id: ParameterId) -> Option<usize> {
+        self.places[id.0].map(|place| place.unit)
+    }
+
     /// Bytes of all parameters, padding included.
     pub fn len_bytes(&self) -> usize {
         self.units.iter().map(Buffer::len_bytes).sum()

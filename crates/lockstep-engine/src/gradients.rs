@@ -4,7 +4,7 @@
 use std::cell::Cell;
 
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, Kernels, TensorError, View, Write};
+use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View, Write};
 
 use crate::{FlatStore, looked_up::LookedUp};
 
@@ -79,20 +79,30 @@ impl Gradients {
         self.looked_up(table).map(LookedUp::token_rows)
     }
 
-    /// Ends a step: what nothing contributed to is zero, and tied gradients are the sums of both uses.
-    pub fn end(&self, queue: &dyn Kernels) {
+    /// Completes the gradients of a unit, to which nothing contributes any more: what nothing contributed to is zero, and
+    /// tied gradients are the sums of both uses. What is complete stays as it is.
+    pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) {
         for (index, next) in self.next.iter().enumerate() {
             let id = ParameterId(index);
             if self.looked_up(id).is_none()
+                && self.store.unit_of(id) == Some(unit)
                 && next.replace(Write::Accumulate) == Write::Overwrite
                 && let Some(gradient) = self.store.get(id)
             {
                 queue.zero(gradient);
             }
         }
-        for Tied { output, embedding } in &self.tied {
-            embedding.add_to(queue, self.store.view(*output));
+        for Tied { output, embedding } in &mut self.tied {
+            if self.store.unit_of(*output) == Some(unit) {
+                embedding.add_to(queue, self.store.view(*output));
+                embedding.clear();
+            }
         }
+    }
+
+    /// The gradients of a unit, one after the other; none if nothing of it is trained.
+    pub(crate) fn unit_mut(&mut self, unit: usize) -> Option<&mut Buffer> {
+        self.store.unit_mut(unit)
     }
 
     /// The gradient of a step that has ended.
@@ -100,7 +110,7 @@ impl Gradients {
         self.store.view(id)
     }
 
-    /// Elements that [`Gradients::end`] adds to tied gradients.
+    /// Elements that are still to be added to tied gradients.
     pub fn tied_elements(&self) -> usize {
         self.tied.iter().map(|tied| tied.embedding.elements()).sum()
     }

@@ -159,31 +159,37 @@ impl Runner {
         sum
     }
 
-    /// Runs the backward of every unit that has one after a forward (of either kind), contributing to `gradients`.
-    /// `seed_gradient` is that of each token's loss.
-    pub fn backward(
+    /// Runs the backward of every unit that has one after a forward (of either kind), contributing to `gradients`, and
+    /// calls `after_unit` with each. `seed_gradient` is that of each token's loss.
+    ///
+    /// # Errors
+    /// What `after_unit` says, at once.
+    pub fn backward<E>(
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
         weights: Weights<'_>,
-        gradients: &Gradients,
+        gradients: &mut Gradients,
         seed_gradient: f32,
-    ) {
+        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), E>,
+    ) -> Result<(), E> {
         let shape = model.program(0).shape();
         let boundary = |buffer: usize| -> View<'_> {
             let columns = model.program(0).output_columns();
             self.boundary[buffer].view(shape.dtype, 0, [shape.tokens(), columns])
         };
         let last = model.units() - 1;
-        let Some(first) = model.first_trained_unit() else { return };
+        let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first..=last).rev() {
             let parameters =
-                UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(gradients) };
+                UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
             let dy = (unit < last).then(|| boundary(unit % 2));
             let dx = (unit > first).then(|| boundary((unit + 1) % 2));
             let replay = self.replay(model, unit, queue, &parameters);
             model.program(unit).backward(&replay, dy, dx, seed_gradient);
+            after_unit(gradients, unit)?;
         }
+        Ok(())
     }
 
     fn load(&mut self, batch: &HostBatch<'_>) {

@@ -70,6 +70,25 @@ pub enum Error {
     /// Memory, threads, or state that does not fit the model.
     #[error(transparent)]
     Engine(#[from] lockstep_engine::EngineError),
+    /// The program itself is not to be found, to start ranks of it.
+    #[error("cannot find the program to start its ranks: {0}")]
+    Program(#[source] io::Error),
+    /// The other ranks of the run.
+    #[error(transparent)]
+    Comm(#[from] lockstep_comm::CommError),
+    /// A rank whose weights are not those of the others.
+    #[error(
+        "the weights of rank {rank} differ from those of rank {reference} after step {step}: a fault of its memory or its \
+         arithmetic, or another build; go on from the last checkpoint without the machine it ran on"
+    )]
+    WeightsDiffer {
+        /// Steps made.
+        step: u64,
+        /// The odd one.
+        rank: usize,
+        /// A rank with what most have.
+        reference: usize,
+    },
     /// Saving or loading.
     #[error(transparent)]
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),

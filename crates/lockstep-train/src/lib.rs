@@ -8,6 +8,7 @@
 //! - [`schedule`]: the learning rate as a pure function of the step.
 //! - [`metrics`]: `metrics.jsonl`, one whole line a step, continued without a seam after a resume.
 //! - [`progress`]: the line a person watches, or plain lines where nobody does.
+//! - [`launch`]: the ranks of a run on this machine, started and watched.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
 //! - [`benchmark`]: how fast the machine at hand makes steps.
 //! - [`roofline`]: where the time of a step goes, against what the machine could do.
@@ -25,10 +26,12 @@ mod error;
 mod guard;
 pub mod human;
 pub mod interrupt;
+pub mod launch;
 mod loss_scale;
 mod machine;
 pub mod metrics;
 pub mod progress;
+mod ranks;
 mod records;
 pub mod report;
 pub mod roofline;
@@ -43,5 +46,6 @@ mod tuning;
 pub use config::RunConfig;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};
 pub use error::Error;
+pub use ranks::Ranks;
 pub use setup::{ResolvedModel, engine_options, resolve_model};
 pub use trainer::{Resume, StepObserver, Summary, train, train_observed};

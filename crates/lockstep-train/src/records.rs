@@ -62,6 +62,13 @@ impl Records {
         Ok(Self { dir, rows, events, tracer, begin: Instant::now(), refused: 0, next_told: 1 })
     }
 
+    /// Nothing is written.
+    pub(crate) fn none(config: &RunConfig) -> Self {
+        let dir = config.metrics.dir.clone();
+        let tracer = Tracer::new(&dir, None, None);
+        Self { dir, rows: None, events: None, tracer, begin: Instant::now(), refused: 0, next_told: 1 }
+    }
+
     /// The rows, for whoever must have them on the disk.
     pub(crate) fn rows(&mut self) -> Option<&mut MetricsWriter> {
         self.rows.as_mut()

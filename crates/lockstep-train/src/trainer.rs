@@ -1,17 +1,17 @@
-//! The training loop on one rank.
+//! The training loop of a rank.
 //!
-//! A step reads the micro-batches of one global batch, counts its valid tokens G, runs forward and backward of each
-//! with the seed 1/G, clips by the global norm and updates, if the guard lets it (`guard`). Between steps the run is
-//! saved (`saving`).
+//! A step reads the rank's micro-batches of one global batch, counts the valid tokens G of all ranks, runs forward and
+//! backward of each with the seed 1/G, sums the gradients over the ranks, clips by the global norm and updates, if the
+//! guard lets it (`guard`). All ranks decide alike, for they see the same numbers. Between steps the first one saves the
+//! run (`saving`) and speaks of it.
 
 use std::path::PathBuf;
 use std::time::Instant;
 
 use lockstep_checkpoint::{RunLock, prepare_directory};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
-use lockstep_engine::{Engine, HostBatch, Update};
+use lockstep_engine::{Engine, HostBatch, Reducer, Update};
 use lockstep_graph::{Activity, Cost};
-use lockstep_tensor::Arena;
 use serde_json::Value;
 
 use crate::config::RunConfig;
@@ -21,6 +21,7 @@ use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
 use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, Start, StepMetrics};
 use crate::progress::{Progress, Steps};
+use crate::ranks::Ranks;
 use crate::records::Records;
 use crate::saving::Saver;
 use crate::schedule::LearningRate;
@@ -51,7 +52,7 @@ pub struct Summary {
     pub step: u64,
     /// Steps made by this process.
     pub steps_made: u64,
-    /// Tokens that this process trained on.
+    /// Tokens that all ranks trained on while this process ran.
     pub tokens: u64,
     /// Seconds from the first step to the last save.
     pub seconds: f64,
@@ -59,7 +60,7 @@ pub struct Summary {
     pub loss: Option<f64>,
     /// The last evaluation's loss.
     pub eval_loss: Option<f64>,
-    /// The newest checkpoint.
+    /// The newest checkpoint; empty but on the first rank, which alone saves.
     pub checkpoint: PathBuf,
     /// The run on one page, if it has metrics.
     pub report: Option<PathBuf>,
@@ -83,18 +84,19 @@ impl StepObserver for () {
     fn gradients_ready(&mut self, _: u64, _: &mut Engine) {}
 }
 
-/// Trains as `config` says until the last step or until `interrupt` asks for a stop; saves in either case. `show` makes
-/// what the run is shown on, usually [`Progress::on_stderr`].
+/// Trains as `config` says, as one of `ranks`, until the last step or until `interrupt` asks any of them for a stop; saves
+/// in either case. `show` makes what the run is shown on, usually [`Progress::on_stderr`].
 ///
 /// # Errors
 /// A configuration that does not fit, damaged input, a machine that fails. Whatever was saved stays.
 pub fn train(
     config: &RunConfig,
     resume: &Resume,
+    ranks: &Ranks,
     interrupt: &Interrupt,
     show: impl FnOnce(Steps) -> Progress,
 ) -> Result<Summary, Error> {
-    train_observed(config, resume, interrupt, show, &mut ())
+    train_observed(config, resume, ranks, interrupt, show, &mut ())
 }
 
 /// [`train`], watched by `observer`.
@@ -104,15 +106,20 @@ pub fn train(
 pub fn train_observed(
     config: &RunConfig,
     resume: &Resume,
+    ranks: &Ranks,
     interrupt: &Interrupt,
     show: impl FnOnce(Steps) -> Progress,
     observer: &mut dyn StepObserver,
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
-    let corpus = Corpus::open(config, &model)?;
-    prepare_directory(&config.checkpoint.dir)?;
-    let _lock = RunLock::take(&config.checkpoint.dir)?;
-    let arena = Arena::new();
+    // The first rank tokenizes; the others read what it has kept.
+    let corpus = ranks.first_then_others(|| Corpus::open(config, &model))?;
+    let lock = || {
+        prepare_directory(&config.checkpoint.dir)?;
+        Ok::<_, Error>(RunLock::take(&config.checkpoint.dir)?)
+    };
+    let _lock = ranks.is_first().then(lock).transpose()?;
+    let arena = ranks.arena();
     let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
     let mut engine = build_engine(config, &model, &arena)?;
     let (counters, changed) = match &checkpoint {
@@ -126,7 +133,7 @@ pub fn train_observed(
         }
     };
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
-    let mut progress = show(steps);
+    let mut progress = ranks.progress(steps, show);
     describe(config, &model, &corpus, &engine, &mut progress);
     for reason in passed_over {
         progress.message(&format!("passed over a damaged checkpoint: {reason}"));
@@ -148,15 +155,24 @@ pub fn train_observed(
         }
         None => Start::Fresh,
     };
-    if let Some(aside) = set_aside_later(config, resume, &counters)? {
-        progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
-    }
-    let records = Records::open(config, &engine, start)?;
-    let cursor = SampleCursor::single(
-        counters.samples,
-        config.train.global_batch as u64,
-        config.micro_batch() as u64,
-    )?;
+    // All have read what they begin with before anything is moved or written.
+    ranks.check_weights(&mut engine, counters.step)?;
+    let records = if ranks.is_first() {
+        if let Some(aside) = set_aside_later(config, resume, &counters)? {
+            progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
+        }
+        Records::open(config, &engine, start)?
+    } else {
+        Records::none(config)
+    };
+    let cursor = SampleCursor {
+        samples_consumed: counters.samples,
+        global_batch: config.train.global_batch as u64,
+        micro_batch: config.micro_batch() as u64,
+        replica: ranks.rank() as u64,
+        replicas: ranks.size() as u64,
+    };
+    cursor.validate()?;
     let remaining = config.train.steps.saturating_sub(counters.step);
     let prefetcher = Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?;
     let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
@@ -164,12 +180,16 @@ pub fn train_observed(
     let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
     let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
-    let saver = Saver::new(config, &model, &corpus, saved)?;
+    let saver = ranks.is_first().then(|| Saver::new(config, &model, &corpus, saved)).transpose()?;
+    let bucket_bytes = (config.parallel.bucket_mb * f64::from(1 << 20)) as usize;
+    let reducer = ranks.reducer(&engine, bucket_bytes);
     Run {
         config,
         learning_rate: config.learning_rate(),
         accumulation_steps: config.accumulation_steps(),
-        flops_per_step: engine.model().training_flops() * config.accumulation_steps() as u64,
+        flops_per_step: engine.model().training_flops() * (config.accumulation_steps() * ranks.size()) as u64,
+        ranks,
+        reducer,
         corpus: &corpus,
         engine,
         prefetcher,
@@ -188,6 +208,9 @@ pub fn train_observed(
 
 struct Run<'a> {
     config: &'a RunConfig,
+    ranks: &'a Ranks,
+    /// None for one rank.
+    reducer: Option<Reducer>,
     corpus: &'a Corpus,
     engine: Engine,
     prefetcher: Prefetcher,
@@ -202,7 +225,8 @@ struct Run<'a> {
     loss_scale: Option<LossScale>,
     /// None if the run never goes back.
     refuge: Option<Refuge>,
-    saver: Saver,
+    /// The first rank's.
+    saver: Option<Saver>,
     observer: &'a mut dyn StepObserver,
     /// The micro-batches of the step at hand.
     micro_batches: Vec<MicroBatch>,
@@ -213,15 +237,23 @@ impl Run<'_> {
         let train = &self.config.train;
         let (mut loss, mut eval_loss) = (None, None);
         let (begin, before) = (Instant::now(), self.counters);
-        while self.counters.step < train.steps && !interrupt.is_requested() {
+        while self.counters.step < train.steps && !self.ranks.any(interrupt.is_requested())? {
             loss = self.step()?.or(loss);
-            self.saver.poll(&mut self.progress)?;
+            if let Some(saver) = &mut self.saver {
+                saver.poll(&mut self.progress)?;
+            }
             self.record_save();
             let step = self.counters.step;
             let every = self.config.checkpoint.every;
             if step == before.step + 1 && every > 0 && step.next_multiple_of(every) < train.steps {
                 // Not before the first step, which somebody is waiting for.
-                self.saver.prepare(&self.engine);
+                if let Some(saver) = &mut self.saver {
+                    saver.prepare(&self.engine);
+                }
+            }
+            let check_every = self.config.parallel.check_every;
+            if check_every > 0 && step.is_multiple_of(check_every) {
+                self.ranks.check_weights(&mut self.engine, step)?;
             }
             let is_last = step == train.steps;
             if train.eval_every > 0 && (step.is_multiple_of(train.eval_every) || is_last) {
@@ -241,7 +273,10 @@ impl Run<'_> {
         let interrupted = self.counters.step < train.steps;
         let state = self.state();
         let Self { saver, engine, records, progress, .. } = &mut self;
-        let path = saver.save_last(engine, &state, records.rows(), progress)?;
+        let path = match saver {
+            Some(saver) => saver.save_last(engine, &state, records.rows(), progress)?,
+            None => PathBuf::new(),
+        };
         self.record_save();
         let report = self.records.finish(&self.engine, |text| self.progress.message(text));
         self.progress.finish();
@@ -272,7 +307,7 @@ impl Run<'_> {
     fn save_and_go_on(&mut self) -> Result<(), Error> {
         let state = self.state();
         let begin = Instant::now();
-        let Self { saver, engine, records, progress, .. } = self;
+        let Self { saver: Some(saver), engine, records, progress, .. } = self else { return Ok(()) };
         saver.save_and_go_on(engine, &state, records.rows(), progress)?;
         self.records.pause("checkpoint", begin);
         self.record_save();
@@ -281,7 +316,7 @@ impl Run<'_> {
 
     /// A trace shows the saves that ran beside its steps.
     fn record_save(&mut self) {
-        if let Some(ran) = self.saver.take_ended() {
+        if let Some(ran) = self.saver.as_mut().and_then(Saver::take_ended) {
             self.records.saved(ran);
         }
     }
@@ -302,12 +337,20 @@ impl Run<'_> {
         let seed_gradient = (loss_scale / valid_tokens as f64) as f32;
         let mut loss_sum = 0.0;
         let mut tokens = 0;
-        for batch in self.micro_batches.drain(..) {
-            loss_sum += self.engine.accumulate(&host_batch(&batch), seed_gradient);
+        let last = self.micro_batches.len().saturating_sub(1);
+        for (index, batch) in self.micro_batches.drain(..).enumerate() {
+            loss_sum += match &mut self.reducer {
+                Some(reducer) if index == last => {
+                    self.engine.accumulate_and_reduce(&host_batch(&batch), seed_gradient, reducer)?
+                }
+                _ => self.engine.accumulate(&host_batch(&batch), seed_gradient),
+            };
             tokens += batch.ids.len() as u64;
             self.prefetcher.recycle(batch);
         }
+        self.engine.complete_gradients();
         self.observer.gradients_ready(step, &mut self.engine);
+        let (loss_sum, tokens) = self.ranks.sum(loss_sum, tokens)?;
         let loss = loss_sum / valid_tokens as f64;
         let grad_norm = self.engine.finish_gradients() / loss_scale;
         let learning_rate = self.learning_rate.at(self.counters.step);
@@ -332,7 +375,7 @@ impl Run<'_> {
         // An error ends the run after its row is written.
         let refused = if verdict == Verdict::Sound { Ok(()) } else { self.refuse(step, verdict) };
         let seconds = begin.elapsed().as_secs_f64();
-        let saving_since = self.saver.saving_since();
+        let saving_since = self.saver.as_ref().and_then(Saver::saving_since);
         self.records.end_step(step, begin, saving_since, &self.engine, |text| self.progress.message(text));
         let arena = self.engine.arena();
         let row = StepMetrics {
@@ -351,16 +394,20 @@ impl Run<'_> {
             rollbacks: self.guard.rollbacks,
             loss_scale: self.loss_scale.is_some().then_some(loss_scale),
             memory: MemoryUse { by_category: arena.in_use(), peak: arena.peak_total_bytes() },
-            comm: CommunicationUse::default(),
+            comm: self
+                .reducer
+                .as_mut()
+                .map(Reducer::take_traffic)
+                .map_or_else(CommunicationUse::default, Into::into),
             data_wait_ms: self.prefetcher.take_wait().as_secs_f64() * 1e3,
-            checkpoint_stall_ms: self.saver.take_stall_ms(),
+            checkpoint_stall_ms: self.saver.as_mut().map_or(0.0, Saver::take_stall_ms),
         };
         self.progress.step(&row);
         self.records.append(&row, |text| self.progress.message(text));
         refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
     }
 
-    /// Reads the micro-batches of the next step and returns how many of their labels count.
+    /// Reads the own micro-batches of the next step and returns how many labels of all ranks' count.
     fn read_global_batch(&mut self) -> Result<u64, Error> {
         let mut valid_tokens = 0;
         for _ in 0..self.accumulation_steps {
@@ -368,7 +415,8 @@ impl Run<'_> {
             valid_tokens += batch.valid_tokens();
             self.micro_batches.push(batch);
         }
-        Ok(valid_tokens)
+        let of_ranks = self.ranks.gather([valid_tokens])?;
+        Ok(of_ranks.iter().map(|[valid_tokens]| valid_tokens).sum())
     }
 
     /// A step that must not change the weights: counts it, tells of it, and goes back if there were too many.
@@ -402,7 +450,8 @@ impl Run<'_> {
         let samples = valid.windows().min(train.eval_steps.saturating_mul(train.global_batch as u64));
         let mut batch = MicroBatch::default();
         let (mut loss_sum, mut tokens) = (0.0, 0);
-        for first in (0..samples).step_by(micro_batch as usize) {
+        let starts = (0..samples).step_by(micro_batch as usize);
+        for first in starts.skip(self.ranks.rank()).step_by(self.ranks.size()) {
             valid.fill(first..first + micro_batch, &mut batch)?;
             // The last micro-batch goes on into samples that do not count.
             let counted = (samples - first).min(micro_batch) as usize * train.seq_len;
@@ -410,6 +459,7 @@ impl Run<'_> {
             loss_sum += self.engine.evaluate(&host_batch(&batch));
             tokens += batch.valid_tokens();
         }
+        let (loss_sum, tokens) = self.ranks.sum(loss_sum, tokens)?;
         let row = EvalMetrics {
             step: self.counters.step,
             eval_loss: loss_sum / tokens as f64,

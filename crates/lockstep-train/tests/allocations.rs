@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lockstep_engine::Engine;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Resume, RunConfig, StepObserver, train_observed};
+use lockstep_train::{Ranks, Resume, RunConfig, StepObserver, train_observed};
 
 /// The system's allocator, with a count.
 struct Counting;
@@ -85,7 +85,15 @@ fn no_step_after_the_second_allocates() {
             let config = RunConfig::parse(&text, "test", &[] as &[&str]).unwrap();
             let mut counts = Counts(Vec::with_capacity(STEPS));
             let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-            train_observed(&config, &Resume::Never, &Interrupt::default(), show, &mut counts).unwrap();
+            train_observed(
+                &config,
+                &Resume::Never,
+                &Ranks::alone(),
+                &Interrupt::default(),
+                show,
+                &mut counts,
+            )
+            .unwrap();
             // From the end of the third backward: the second step is over.
             let per_step: Vec<u64> = counts.0.windows(2).map(|pair| pair[1] - pair[0]).collect();
             assert!(per_step[2..].iter().all(|count| *count == 0), "{name}, {precision}: {per_step:?}");

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use lockstep_checkpoint::{Checkpoint, CheckpointError, DType, ModelDirectory, TensorKind};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Resume, RunConfig, Summary, resolve_model, train};
+use lockstep_train::{Error, Ranks, Resume, RunConfig, Summary, resolve_model, train};
 
 /// The model that is fine-tuned.
 const BASE: &str = r#"
@@ -69,7 +69,7 @@ impl Bench {
 
     fn run(&self, run: &str, model: &str, settings: &[&str], resume: &Resume) -> Result<Summary, Error> {
         let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-        train(&self.config(run, model, settings), resume, &Interrupt::default(), show)
+        train(&self.config(run, model, settings), resume, &Ranks::alone(), &Interrupt::default(), show)
     }
 
     /// A run that starts from the pretrained model.

@@ -9,7 +9,7 @@ use lockstep_checkpoint::{Checkpoint, TensorKind};
 use lockstep_engine::Engine;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Resume, RunConfig, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train_observed};
 use serde_json::Value;
 
 const RUN: &str = r#"
@@ -89,7 +89,14 @@ impl Bench {
         let shown = Arc::new(Mutex::new(Vec::new()));
         let writer = Shown(shown.clone());
         let show = |steps| Progress::as_lines(steps, Box::new(writer));
-        let ended = train_observed(&config, &Resume::Auto, &Interrupt::default(), show, &mut Faults(faults));
+        let ended = train_observed(
+            &config,
+            &Resume::Auto,
+            &Ranks::alone(),
+            &Interrupt::default(),
+            show,
+            &mut Faults(faults),
+        );
         (ended, String::from_utf8(shown.lock().unwrap().clone()).unwrap())
     }
 

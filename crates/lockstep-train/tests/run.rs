@@ -11,7 +11,7 @@ use lockstep_checkpoint::{
 use lockstep_plan::DType;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Resume, RunConfig, Summary, train};
+use lockstep_train::{Error, Ranks, Resume, RunConfig, Summary, train};
 use serde_json::Value;
 
 /// A GPT-2 with dropout, two micro-batches a step, matrices of odd sizes.
@@ -99,7 +99,9 @@ impl Bench {
 
 /// [`train`] that shows nothing.
 fn quietly(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Result<Summary, Error> {
-    train(config, resume, interrupt, |steps| Progress::as_lines(steps, Box::new(std::io::sink())))
+    train(config, resume, &Ranks::alone(), interrupt, |steps| {
+        Progress::as_lines(steps, Box::new(std::io::sink()))
+    })
 }
 
 /// A writer whose content the test can read.
@@ -224,7 +226,7 @@ fn a_save_that_fails_in_the_background_is_told_and_costs_nothing_but_itself() {
     let shown = Shown::default();
     let config = bench.config("hindered", GPT2, &settings);
     let lines = shown.clone();
-    let ended = train(&config, &Resume::Never, &Interrupt::default(), |steps| {
+    let ended = train(&config, &Resume::Never, &Ranks::alone(), &Interrupt::default(), |steps| {
         Progress::as_lines(steps, Box::new(lines))
     });
     let text = shown.text();

@@ -138,12 +138,13 @@ fn launch(arguments: &Arguments) -> Result<(), Failure> {
         ranks: arguments.nproc_per_node,
         options: WorldOptions::default(),
         pinning: if arguments.no_pinning { Pinning::Free } else { Pinning::Share },
+        sound_codes: vec![0],
     };
     let mut agent = launch.start()?;
     loop {
         match agent.watch(Duration::from_secs(1))? {
             None => {}
-            Some(Ended::Well) => return Ok(()),
+            Some(Ended::Well(_)) => return Ok(()),
             Some(Ended::Badly(failure)) => return Err(failure.error.into()),
         }
     }

@@ -130,6 +130,7 @@ impl From<lockstep_train::Error> for Failure {
             error @ (Error::NoGoodCheckpoint { .. } | Error::NoRows { .. }) => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }
+            Error::Comm(error) => error.into(),
             error => Self { message: error.to_string(), code: FAILED },
         }
     }

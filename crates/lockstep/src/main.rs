@@ -72,7 +72,10 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(Failure { message, code }) => {
-            eprintln!("error: {message}");
+            // A rank that has nothing to say of its own leaves it to its launcher.
+            if !message.is_empty() {
+                eprintln!("error: {message}");
+            }
             ExitCode::from(code)
         }
     }

@@ -5,11 +5,13 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_infer::{LoadedModel, Sampling};
+use lockstep_train::config::Origin;
 use lockstep_train::interrupt::Interrupt;
+use lockstep_train::launch::{Ended, RankCodes, run_ranks, started_group};
 use lockstep_train::progress::Progress;
-use lockstep_train::{Resume, RunConfig, Summary, engine_options, human, train};
+use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, train};
 
-use crate::exit::{Failure, INTERRUPTED};
+use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 use crate::infer::{Length, continue_text, show};
 use crate::output::say;
 
@@ -17,6 +19,8 @@ use crate::output::say;
 const DEMONSTRATION: &str = include_str!("demonstration.toml");
 /// Tokens of the sample that a demonstration ends with.
 const SAMPLE_TOKENS: usize = 160;
+/// What `--nproc-per-node` sets.
+const REPLICAS: &str = "parallel.data_parallel_replicate";
 const SAMPLE_PROMPT: &str = "pub fn ";
 
 #[derive(Debug, Args)]
@@ -29,13 +33,19 @@ pub(crate) struct Arguments {
     /// Where to begin: the newest good checkpoint (auto), the start (never), or a checkpoint's directory
     #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
     resume: String,
+    /// Ranks on this machine, each with the whole model and its share of the batch: a number, or one for each core (auto)
+    #[arg(long, value_name = "N|auto", value_parser = ranks)]
+    nproc_per_node: Option<usize>,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let config = match &arguments.run {
-        Some(path) => RunConfig::load(Some(path), &arguments.settings)?,
-        None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", &arguments.settings)
-            .map_err(lockstep_train::Error::from)?,
+    let config = configuration(arguments)?;
+    let ranks = match started_group()? {
+        Some(group) => Ranks::of(group, &config)?,
+        None if config.parallel.data_parallel_replicate > 1 => {
+            return launch(config.parallel.data_parallel_replicate);
+        }
+        None => Ranks::alone(),
     };
     let resume = match arguments.resume.as_str() {
         "auto" => Resume::Auto,
@@ -43,16 +53,71 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         path => Resume::From(path.into()),
     };
     let interrupt = Interrupt::on_signals()?;
-    let summary = train(&config, &resume, &interrupt, Progress::on_stderr)?;
-    report(&config, &resume, &summary);
+    let summary = train(&config, &resume, &ranks, &interrupt, Progress::on_stderr)
+        .map_err(|error| of_rank(error, &ranks))?;
+    if ranks.is_first() {
+        report(&config, &resume, &summary);
+    }
     if summary.interrupted {
         return Ok(ExitCode::from(INTERRUPTED));
     }
-    if arguments.run.is_none() {
+    if arguments.run.is_none() && ranks.is_first() {
         eprintln!("\na sample:");
         sample(&summary.checkpoint, engine_options(&config).threads)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// `--nproc-per-node` is another name for the number of replicas.
+fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
+    let load = |settings: &[String]| match &arguments.run {
+        Some(path) => RunConfig::load(Some(path), settings),
+        None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", settings).map_err(Into::into),
+    };
+    let config = load(&arguments.settings)?;
+    let Some(ranks) = arguments.nproc_per_node else { return Ok(config) };
+    let found = config.parallel.data_parallel_replicate;
+    if config.origin(REPLICAS) == Origin::Default {
+        let mut settings = arguments.settings.clone();
+        settings.push(format!("{REPLICAS}={ranks}"));
+        return Ok(load(&settings)?);
+    }
+    if found != ranks {
+        let message =
+            format!("--nproc-per-node is {ranks}, and {REPLICAS} is {found}: leave one of them out");
+        return Err(Failure::configuration(message));
+    }
+    Ok(config)
+}
+
+fn ranks(text: &str) -> Result<usize, String> {
+    if text == "auto" {
+        return Ok(std::thread::available_parallelism().map_or(1, usize::from));
+    }
+    text.parse().ok().filter(|ranks| *ranks > 0).ok_or_else(|| "a number from 1, or auto".to_owned())
+}
+
+/// Starts this command once for each rank.
+fn launch(replicas: usize) -> Result<ExitCode, Failure> {
+    let interrupt = Interrupt::on_signals()?;
+    let arguments = std::env::args_os().skip(1).collect();
+    let codes = RankCodes { interrupted: INTERRUPTED.into(), lost: PEER_LOST.into() };
+    match run_ranks(replicas, arguments, codes, &interrupt)? {
+        Ended::With(code) => Ok(ExitCode::from(code as u8)),
+        Ended::Lost(error) => Err(Failure { message: error.to_string(), code: PEER_LOST }),
+    }
+}
+
+/// What a rank says of its failure: nothing of what all ranks know, for that is the launcher's to say.
+fn of_rank(error: lockstep_train::Error, ranks: &Ranks) -> Failure {
+    let is_known_to_all = matches!(error, lockstep_train::Error::Comm(_));
+    let failure = Failure::from(error);
+    let message = match ranks.rank() {
+        _ if is_known_to_all => String::new(),
+        0 => failure.message,
+        rank => format!("rank {rank}: {}", failure.message),
+    };
+    Failure { message, ..failure }
 }
 
 /// How the run ended, and what can be done next.

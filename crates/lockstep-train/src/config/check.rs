@@ -146,14 +146,22 @@ impl Checker<'_, '_, '_> {
 
     fn batch(&mut self) {
         let train = &self.config.train;
-        if let Some(micro_batch) = train.micro_batch
-            && !train.global_batch.is_multiple_of(micro_batch)
+        let replicas = self.config.parallel.data_parallel_replicate;
+        let of_rank = train.global_batch / replicas;
+        if !train.global_batch.is_multiple_of(replicas) {
+            let what = format!("{replicas} ranks cannot share train.global_batch = {}", train.global_batch);
+            let (below, above) = (of_rank * replicas, (of_rank + 1) * replicas);
+            let nearest = if below > 0 { format!("{below} or {above}") } else { above.to_string() };
+            let allowed = format!("train.global_batch = {nearest}, or another number of ranks");
+            self.refuse(&["parallel.data_parallel_replicate", "train.global_batch"], what, allowed);
+        } else if let Some(micro_batch) = train.micro_batch
+            && !of_rank.is_multiple_of(micro_batch)
         {
-            let what = format!("{micro_batch} does not divide train.global_batch = {}", train.global_batch);
-            let divisors: Vec<String> = divisors(train.global_batch)
-                .filter(|&d| d <= 2 * micro_batch)
-                .map(|d| d.to_string())
-                .collect();
+            let of_each = if replicas == 1 { String::new() } else { format!(" / {replicas} ranks") };
+            let what =
+                format!("{micro_batch} does not divide train.global_batch = {}{of_each}", train.global_batch);
+            let divisors: Vec<String> =
+                divisors(of_rank).filter(|&d| d <= 2 * micro_batch).map(|d| d.to_string()).collect();
             self.refuse(&["train.micro_batch", "train.global_batch"], what, divisors.join(", "));
         }
         let micro_batch_tokens = self.config.micro_batch().saturating_mul(train.seq_len);

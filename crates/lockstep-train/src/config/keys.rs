@@ -224,14 +224,23 @@ sections! {
 
     /// How the work is laid out.
     parallel: ParallelConfig {
+        /// Ranks that each hold the whole model and read their share of every global batch. Left out: as many as
+        /// `--nproc-per-node` says.
+        data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(64.0);
+        /// Gradients are summed over the ranks in buckets of so many MiB, while the backward goes on.
+        bucket_mb: f64 = 25.0, rules().above(0.0).at_most(1e6);
+        /// Steps between comparisons of all ranks' weights; 0 compares them at the start only.
+        check_every: u64 = 100, rules();
+        /// Seconds that a rank waits for the others before the run ends with an error.
+        timeout_s: f64 = 600.0, rules().above(0.0).at_most(86400.0);
         /// What a block computes again in its backward to save memory; no bit of the result depends on it.
         recompute: Recompute = Recompute::None, rules();
     }
     later [
-        "data_parallel_replicate" = "1", "data_parallel_shard" = "1", "tensor_parallel" = "1",
+        "data_parallel_shard" = "1", "tensor_parallel" = "1",
         "sequence_parallel" = "false", "pipeline_parallel" = "1", "context_parallel" = "1",
         "expert_parallel" = "1", "zero_stage" = "0", "pipeline_schedule", "virtual_stages" = "1", "offload",
-        "expert_tensor_parallel" = "1", "context_parallel_method", "wrap", "bucket_mb"
+        "expert_tensor_parallel" = "1", "context_parallel_method", "wrap"
     ]
 
     /// Where the run is saved.

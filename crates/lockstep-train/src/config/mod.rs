@@ -116,10 +116,10 @@ impl RunConfig {
 
     /// Sequences in one forward and backward.
     pub fn micro_batch(&self) -> usize {
-        let global_batch = self.train.global_batch;
-        self.train.micro_batch.unwrap_or_else(|| {
-            (1..=8).rev().find(|&candidate| global_batch.is_multiple_of(candidate)).unwrap_or(1)
-        })
+        let batch = self.train.global_batch / self.parallel.data_parallel_replicate;
+        self.train
+            .micro_batch
+            .unwrap_or_else(|| (1..=8).rev().find(|&candidate| batch.is_multiple_of(candidate)).unwrap_or(1))
     }
 
     /// Steps skipped in a row after which the run goes back to a copy of its state; 0: never.
@@ -127,9 +127,9 @@ impl RunConfig {
         self.train.rollback_after.unwrap_or(if self.train.spike_factor > 0.0 { 3 } else { 0 })
     }
 
-    /// Micro-batches in one optimizer step.
+    /// Micro-batches of a rank in one optimizer step.
     pub fn accumulation_steps(&self) -> usize {
-        self.train.global_batch / self.micro_batch()
+        self.train.global_batch / self.parallel.data_parallel_replicate / self.micro_batch()
     }
 
     /// Tokens in one optimizer step.

@@ -9,6 +9,7 @@ mod event_format;
 mod events;
 mod writer;
 
+use lockstep_engine::Traffic;
 use lockstep_plan::{MemoryBytes, MemoryCategory};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
@@ -88,6 +89,13 @@ pub struct CommunicationUse {
     pub busy_ms: f64,
     /// Milliseconds in which computing waited for one.
     pub exposed_ms: f64,
+}
+
+impl From<Traffic> for CommunicationUse {
+    fn from(traffic: Traffic) -> Self {
+        let ms = |time: std::time::Duration| time.as_secs_f64() * 1e3;
+        Self { bytes: traffic.bytes, busy_ms: ms(traffic.busy), exposed_ms: ms(traffic.exposed) }
+    }
 }
 
 /// The result of one evaluation.

@@ -1,0 +1,81 @@
+//! Gradients summed over the replicas of a model, while the backward goes on.
+//!
+//! A unit whose gradients are complete is lent to the group in buckets. Where they lie in the shared arena they are summed
+//! in place, over the group's fixed tree: all replicas end with the same bits.
+
+use std::time::{Duration, Instant};
+
+use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
+use lockstep_plan::DType;
+use lockstep_tensor::Buffer;
+
+/// Buckets end where blocks of the gradient norm do.
+const BUCKET_GRAIN_BYTES: usize = 4096;
+
+/// Sums gradients over a group of replicas.
+#[derive(Debug)]
+pub struct Reducer {
+    group: Group,
+    bucket_bytes: usize,
+    limit: Duration,
+    pending: Vec<Pending>,
+    traffic: Traffic,
+}
+
+/// What sums over replicas cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Traffic {
+    /// Bytes that this rank sent: of S bytes that are summed over P ranks, 2 (P-1)/P S.
+    pub bytes: u64,
+    /// Time in which this rank worked on them.
+    pub busy: Duration,
+    /// The part of it after the backward.
+    pub exposed: Duration,
+}
+
+impl Reducer {
+    /// Sums over `group` in buckets of up to `bucket_bytes`; no wait is longer than `limit`.
+    pub fn new(group: Group, bucket_bytes: usize, limit: Duration) -> Self {
+        let bucket_bytes = bucket_bytes.next_multiple_of(BUCKET_GRAIN_BYTES).max(BUCKET_GRAIN_BYTES);
+        Self { group, bucket_bytes, limit, pending: Vec::new(), traffic: Traffic::default() }
+    }
+
+    /// What has been summed since this was last asked.
+    pub fn take_traffic(&mut self) -> Traffic {
+        std::mem::take(&mut self.traffic)
+    }
+
+    /// Begins to sum gradients that are complete.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn start(&mut self, gradients: &mut Buffer) -> Result<(), CommError> {
+        let begin = Instant::now();
+        let len = gradients.len_bytes();
+        for start in (0..len).step_by(self.bucket_bytes) {
+            let loan = gradients.lend(start..len.min(start + self.bucket_bytes));
+            let data = Lent::new(loan, DType::F32);
+            let sum = Collective::AllReduce { data, op: ReduceOp::Sum };
+            self.pending.push(self.group.start(sum, Deadline::after(self.limit))?);
+        }
+        self.group.progress()?;
+        let ranks = self.group.size() as u64;
+        self.traffic.bytes += 2 * (ranks - 1) * len as u64 / ranks;
+        self.traffic.busy += begin.elapsed();
+        Ok(())
+    }
+
+    /// Waits until everything is summed.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn wait(&mut self) -> Result<(), CommError> {
+        let begin = Instant::now();
+        for pending in self.pending.drain(..) {
+            pending.wait(Deadline::after(self.limit))?;
+        }
+        self.traffic.busy += begin.elapsed();
+        self.traffic.exposed += begin.elapsed();
+        Ok(())
+    }
+}

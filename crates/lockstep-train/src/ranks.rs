@@ -1,0 +1,169 @@
+//! What a rank of a run knows of the others, and what they agree on: whether to go on, how many tokens count, the loss, and
+//! that all hold the same weights. A run on one rank has nobody to ask.
+
+use std::io;
+use std::time::Duration;
+
+use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
+use lockstep_engine::{Engine, Reducer, StateKind};
+use lockstep_plan::MemoryCategory;
+use lockstep_tensor::Arena;
+
+use crate::config::RunConfig;
+use crate::progress::{Progress, Steps};
+use crate::{Error, human};
+
+/// Bytes of a digest of the weights.
+const DIGEST_BYTES: usize = 32;
+
+/// The ranks of a run: replicas of one model, each with its share of every global batch.
+#[derive(Debug, Clone)]
+pub struct Ranks {
+    group: Option<Group>,
+    limit: Duration,
+}
+
+impl Ranks {
+    /// One rank.
+    pub fn alone() -> Self {
+        Self { group: None, limit: Duration::ZERO }
+    }
+
+    /// The ranks of `group`, none of which waits longer than `config` says.
+    ///
+    /// # Errors
+    /// A group of another size than the configuration's.
+    pub fn of(group: Group, config: &RunConfig) -> Result<Self, Error> {
+        let (ranks, replicas) = (group.size(), config.parallel.data_parallel_replicate);
+        if ranks != replicas {
+            let key = "parallel.data_parallel_replicate";
+            let what = format!("is {replicas}, and {} were started", human::plural(ranks, "rank"));
+            let problem = config.problem(key, what, format!("{ranks}, or another --nproc-per-node"));
+            return Err(Error::Configuration(problem.into()));
+        }
+        let limit = Duration::from_secs_f64(config.parallel.timeout_s);
+        Ok(Self { group: Some(group), limit })
+    }
+
+    /// The own rank.
+    pub fn rank(&self) -> usize {
+        self.group.as_ref().map_or(0, Group::rank)
+    }
+
+    /// How many there are.
+    pub fn size(&self) -> usize {
+        self.group.as_ref().map_or(1, Group::size)
+    }
+
+    /// Whether this is the rank that writes and speaks.
+    pub fn is_first(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// An arena from which the others can reach the gradients.
+    pub(crate) fn arena(&self) -> Arena {
+        self.group.as_ref().map_or_else(Arena::new, |group| group.arena(&[MemoryCategory::Gradients]))
+    }
+
+    /// What sums gradients over the ranks, with the help of the engine's threads; none for one rank.
+    pub(crate) fn reducer(&self, engine: &Engine, bucket_bytes: usize) -> Option<Reducer> {
+        let group = self.group.as_ref()?;
+        group.set_workers(engine.queue().workers());
+        Some(Reducer::new(group.clone(), bucket_bytes, self.limit))
+    }
+
+    /// What shows the run: the first rank's is seen.
+    pub(crate) fn progress(&self, steps: Steps, show: impl FnOnce(Steps) -> Progress) -> Progress {
+        if self.is_first() { show(steps) } else { Progress::as_lines(steps, Box::new(io::sink())) }
+    }
+
+    /// Does `work` on the first rank, and then on the others, which find what it has left.
+    pub(crate) fn first_then_others<T>(&self, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+        if self.is_first() {
+            let done = work()?;
+            self.barrier()?;
+            Ok(done)
+        } else {
+            self.barrier()?;
+            work()
+        }
+    }
+
+    /// Waits until all ranks have come.
+    pub(crate) fn barrier(&self) -> Result<(), CommError> {
+        self.group.as_ref().map_or(Ok(()), |group| group.barrier(self.deadline()))
+    }
+
+    /// Whether it is so on any rank.
+    pub(crate) fn any(&self, here: bool) -> Result<bool, CommError> {
+        let mut answer = [u8::from(here)];
+        if let Some(group) = &self.group {
+            group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline())?;
+        }
+        Ok(answer[0] != 0)
+    }
+
+    /// What each rank says, in the order of the ranks.
+    pub(crate) fn gather<const N: usize>(&self, words: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
+        let Some(group) = &self.group else { return Ok(vec![words]) };
+        let mut all = vec![0_i64; N * group.size()];
+        group.all_gather(&words.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
+        let (ranks, _) = all.as_chunks::<N>();
+        Ok(ranks.iter().map(|words| words.map(i64::cast_unsigned)).collect())
+    }
+
+    /// Sums of what each rank has, added in the order of the ranks.
+    pub(crate) fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
+        let all = self.gather([loss.to_bits(), tokens])?;
+        let loss = all.iter().map(|[loss, _]| f64::from_bits(*loss)).sum();
+        Ok((loss, all.iter().map(|[_, tokens]| tokens).sum()))
+    }
+
+    /// Checks that all ranks hold the same weights after `step` steps.
+    ///
+    /// # Errors
+    /// [`Error::WeightsDiffer`], which names the odd one.
+    pub(crate) fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), Error> {
+        let Some(group) = &self.group else { return Ok(()) };
+        let mut hasher = blake3::Hasher::new();
+        for tensor in engine.state_tensors() {
+            if tensor.kind == StateKind::Parameter {
+                hasher.update(tensor.bytes);
+            }
+        }
+        let mut digests = vec![0_u8; DIGEST_BYTES * group.size()];
+        group.all_gather(&hasher.finalize().as_bytes()[..], &mut digests[..], self.deadline())?;
+        let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
+        match odd_one(digests) {
+            Some((rank, reference)) => Err(Error::WeightsDiffer { step, rank, reference }),
+            None => Ok(()),
+        }
+    }
+
+    fn deadline(&self) -> Deadline {
+        Deadline::after(self.limit)
+    }
+}
+
+/// The first that differs from what most have, and the first that has that.
+fn odd_one<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
+    let votes = |value: &T| values.iter().filter(|other| *other == value).count();
+    let most = values.iter().map(votes).max()?;
+    let reference = values.iter().position(|value| votes(value) == most)?;
+    let odd = values.iter().position(|value| *value != values[reference])?;
+    Some((odd, reference))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_odd_one_is_the_one_that_most_differ_from() {
+        assert_eq!(odd_one(&[1, 1, 1]), None);
+        assert_eq!(odd_one(&[7]), None);
+        assert_eq!(odd_one(&[1, 2, 1]), Some((1, 0)));
+        assert_eq!(odd_one(&[3, 1, 1, 1]), Some((0, 1)));
+        assert_eq!(odd_one(&[1, 2]), Some((1, 0)));
+    }
+}

@@ -1,0 +1,294 @@
+//! A run on several ranks is the run on one rank: the same losses, gradients and weights within the rounding of sums, with
+//! the same bits on every rank. Ranks are threads here, over the same shared memory as processes.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use lockstep_comm::{World, WorldOptions};
+use lockstep_engine::Engine;
+use lockstep_plan::ParameterId;
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::progress::Progress;
+use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train_observed};
+use serde_json::Value;
+
+/// Tied embeddings, learned positions, dropout; prompts that do not count, so that ranks differ in their tokens.
+const GPT2: &str = r#"
+[model]
+preset = "baby-gpt"
+n_layer = 2
+n_embd = 36
+n_head = 3
+n_positions = 24
+
+[train]
+steps = 20
+global_batch = 8
+micro_batch = 2
+seq_len = 24
+dropout = 0.1
+threads = 1
+"#;
+
+/// Rotary positions, grouped-query attention, an output layer of its own.
+const LLAMA: &str = r#"
+[model]
+preset = "llama-15m"
+hidden_size = 32
+intermediate_size = 56
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 24
+tie_word_embeddings = false
+
+[train]
+steps = 20
+global_batch = 8
+micro_batch = 1
+seq_len = 24
+threads = 1
+"#;
+
+/// The gradients of each step, by name.
+type Gradients = Vec<BTreeMap<String, Vec<f32>>>;
+
+/// Watches the gradients of one rank, and may spoil its weights or ask for a stop.
+#[derive(Default)]
+struct Watch {
+    gradients: Gradients,
+    spoil_weights_at: Option<u64>,
+    stop_at: Option<(u64, Interrupt)>,
+}
+
+impl StepObserver for Watch {
+    fn gradients_ready(&mut self, step: u64, engine: &mut Engine) {
+        let ids: Vec<ParameterId> = engine.trained_ids().collect();
+        let named = ids.iter().map(|&id| (engine.records()[id.0].name.clone(), engine.gradient(id)));
+        self.gradients.push(named.collect());
+        if self.spoil_weights_at == Some(step) {
+            engine.initialize_parameter(ids[0], 12345).unwrap();
+        }
+        if let Some((_, interrupt)) = self.stop_at.as_ref().filter(|(at, _)| *at == step) {
+            interrupt.request();
+        }
+    }
+}
+
+/// A directory with conversations, in which runs keep everything that they write.
+struct Bench(tempfile::TempDir);
+
+impl Bench {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let words = ["tape", "shard", "mesh", "rank", "block"];
+        let say = |i: usize, count: usize| -> String {
+            (0..count).map(|j| format!("{} ", words[(i * i + j * 7) % 5])).collect()
+        };
+        let lines: String = (0..200)
+            .map(|i| {
+                let (prompt, completion) = (say(i, 1 + i % 7), say(i + 3, 1 + i % 5));
+                format!("{{\"prompt\": \"{prompt}\", \"completion\": \"{completion}\"}}\n")
+            })
+            .collect();
+        std::fs::write(dir.path().join("text.jsonl"), lines).unwrap();
+        Self(dir)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn config(&self, run: &str, model: &str, settings: &[&str]) -> RunConfig {
+        let text = format!(
+            "{model}\n[data]\ntrain = [{:?}]\ncache_dir = {:?}\n[checkpoint]\ndir = {:?}\n[metrics]\ndir = {:?}\n",
+            self.path("text.jsonl"),
+            self.path("cache"),
+            self.path(run),
+            self.path(run),
+        );
+        RunConfig::parse(&text, "test", settings).unwrap()
+    }
+
+    /// A run on `ranks` ranks, each watched by what `watch` makes for it.
+    fn run(
+        &self,
+        run: &str,
+        model: &str,
+        ranks: usize,
+        settings: &[&str],
+        watch: impl Fn(usize, &Interrupt) -> Watch + Sync,
+    ) -> Vec<(Result<Summary, Error>, Watch)> {
+        let replicas = format!("parallel.data_parallel_replicate={ranks}");
+        let config = self.config(run, model, &[settings, &[&replicas, "parallel.timeout_s=60"]].concat());
+        let options = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
+        let groups = World::in_process(ranks, options).unwrap();
+        std::thread::scope(|scope| {
+            let rank = |(rank, group)| {
+                let (config, watch) = (&config, &watch);
+                scope.spawn(move || {
+                    let ranks = if rank_count(config) == 1 {
+                        Ranks::alone()
+                    } else {
+                        Ranks::of(group, config).unwrap()
+                    };
+                    let interrupt = Interrupt::default();
+                    let mut watch = watch(rank, &interrupt);
+                    let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
+                    let ended = train_observed(config, &Resume::Auto, &ranks, &interrupt, show, &mut watch);
+                    (ended, watch)
+                })
+            };
+            let threads: Vec<_> = groups.into_iter().enumerate().map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    fn rows(&self, run: &str) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    fn column(&self, run: &str, key: &str) -> Vec<f64> {
+        self.rows(run).iter().filter_map(|row| row.get(key)?.as_f64()).collect()
+    }
+}
+
+fn rank_count(config: &RunConfig) -> usize {
+    config.parallel.data_parallel_replicate
+}
+
+fn plain(_: usize, _: &Interrupt) -> Watch {
+    Watch::default()
+}
+
+fn gradients(ended: Vec<(Result<Summary, Error>, Watch)>) -> Vec<Gradients> {
+    ended.into_iter().map(|(summary, watch)| summary.map(|_| watch.gradients).unwrap()).collect()
+}
+
+fn norm(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(|value| value * value).sum::<f64>().sqrt()
+}
+
+#[test]
+fn losses_and_gradients_are_those_of_one_rank_and_the_same_bits_on_all() {
+    let bench = Bench::new();
+    for (name, model) in [("gpt2", GPT2), ("llama", LLAMA)] {
+        let alone = format!("{name}-1");
+        let expected = gradients(bench.run(&alone, model, 1, &[], plain)).remove(0);
+        for ranks in [2, 4] {
+            let run = format!("{name}-{ranks}");
+            let found = gradients(bench.run(&run, model, ranks, &[], plain));
+            assert!(found.iter().all(|gradients| *gradients == found[0]), "{run}: ranks differ");
+            let first = (&expected[0], &found[0][0]);
+            let of_model = norm(first.0.values().flatten().map(|&g| f64::from(g)));
+            for (parameter, expected) in first.0 {
+                let pairs = expected.iter().zip(&first.1[parameter]);
+                let difference = norm(pairs.map(|(a, b)| f64::from(*a) - f64::from(*b)));
+                let allowed = 1e-5 * norm(expected.iter().map(|&g| f64::from(g))) + 1e-7 * of_model;
+                assert!(
+                    difference <= allowed,
+                    "{run}: {parameter} differs by {difference:e}, allowed {allowed:e}"
+                );
+            }
+            let losses = bench.column(&alone, "loss").into_iter().zip(bench.column(&run, "loss"));
+            for (step, (expected, found)) in losses.enumerate() {
+                let allowed = if step == 0 { 1e-5 } else { 1e-4 };
+                let difference = (found - expected).abs() / expected;
+                assert!(difference <= allowed, "{run}, step {}: {found}, on one rank {expected}", step + 1);
+            }
+            assert_eq!(bench.column(&alone, "tokens_seen"), bench.column(&run, "tokens_seen"), "{run}");
+            assert_eq!(bench.column(&alone, "loss").len(), 20);
+        }
+    }
+}
+
+#[test]
+fn a_run_on_ranks_gives_the_same_bits_again_whatever_the_buckets() {
+    let bench = Bench::new();
+    let once = gradients(bench.run("once", GPT2, 3, &["train.global_batch=6"], plain));
+    let small = ["train.global_batch=6", "parallel.bucket_mb=0.01"];
+    assert_eq!(once, gradients(bench.run("again", GPT2, 3, &small, plain)));
+    assert_eq!(bench.column("once", "loss"), bench.column("again", "loss"));
+}
+
+#[test]
+fn a_checkpoint_goes_on_under_another_number_of_ranks() {
+    let bench = Bench::new();
+    gradients(bench.run("whole", LLAMA, 1, &[], plain));
+    let half = &["train.steps=10", "schedule.decay_steps=18", "schedule.warmup_steps=2"];
+    let rest = &["schedule.decay_steps=18", "schedule.warmup_steps=2"];
+    for (from, to) in [(1, 2), (2, 4), (4, 1)] {
+        let run = format!("{from}-to-{to}");
+        for (ranks, settings) in [(from, &half[..]), (to, &rest[..])] {
+            gradients(bench.run(&run, LLAMA, ranks, settings, plain));
+        }
+        let losses = bench.column(&run, "loss");
+        assert_eq!(losses.len(), 20, "{run}");
+        for (found, expected) in losses.into_iter().zip(bench.column("whole", "loss")) {
+            assert!((found - expected).abs() <= 1e-4 * expected, "{run}: {found}, on one rank {expected}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_whose_weights_went_astray_is_named() {
+    let bench = Bench::new();
+    let settings = ["parallel.check_every=3", "train.global_batch=6"];
+    let ended = bench.run("astray", GPT2, 3, &settings, |rank, _| Watch {
+        spoil_weights_at: (rank == 1).then_some(2),
+        ..Watch::default()
+    });
+    for (summary, _) in ended {
+        assert!(
+            matches!(summary, Err(Error::WeightsDiffer { step: 3, rank: 1, reference: 0 })),
+            "{summary:?}"
+        );
+    }
+}
+
+#[test]
+fn a_stop_that_one_rank_is_asked_for_ends_all_after_the_same_step() {
+    let bench = Bench::new();
+    let ended = bench.run("stopped", LLAMA, 2, &[], |rank, interrupt| Watch {
+        stop_at: (rank == 1).then(|| (7, interrupt.clone())),
+        ..Watch::default()
+    });
+    for (summary, _) in &ended {
+        let summary = summary.as_ref().unwrap();
+        assert_eq!((summary.step, summary.interrupted), (7, true));
+    }
+    assert!(ended[0].0.as_ref().unwrap().checkpoint.ends_with("step-00000007"));
+    gradients(bench.run("stopped", LLAMA, 2, &[], plain));
+    gradients(bench.run("undisturbed", LLAMA, 2, &[], plain));
+    assert_eq!(bench.column("stopped", "loss"), bench.column("undisturbed", "loss"));
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_after_the_time_given() {
+    let bench = Bench::new();
+    let config =
+        bench.config("late", LLAMA, &["parallel.data_parallel_replicate=2", "parallel.timeout_s=0.3"]);
+    let options = WorldOptions { silence: Duration::from_secs(30), ..WorldOptions::default() };
+    let mut groups = World::in_process(2, options).unwrap();
+    let late = groups.pop().unwrap();
+    let ranks = Ranks::of(groups.pop().unwrap(), &config).unwrap();
+    let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
+    let ended = train_observed(&config, &Resume::Never, &ranks, &Interrupt::default(), show, &mut ());
+    let message = ended.unwrap_err().to_string();
+    assert!(message.contains("rank 1"), "{message}");
+    drop(late);
+}
+
+#[test]
+fn metrics_tell_what_the_sums_cost() {
+    let bench = Bench::new();
+    gradients(bench.run("two", LLAMA, 2, &[], plain));
+    for row in bench.rows("two").iter().filter(|row| row.get("loss").is_some()) {
+        let comm = &row["comm"];
+        assert!(comm["bytes"].as_u64().unwrap() > 4 * 10_000, "{comm}");
+        assert!(comm["busy_ms"].as_f64().unwrap() >= comm["exposed_ms"].as_f64().unwrap(), "{comm}");
+    }
+}

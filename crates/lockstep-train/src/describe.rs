@@ -56,10 +56,12 @@ pub(crate) fn describe(
             ));
         }
     }
+    let ranks = config.parallel.data_parallel_replicate;
     progress.message(&format!(
-        "step       {} of {} tokens = {} of {} ({} tokens)",
+        "step       {} of {} tokens = {}{} of {} ({} tokens)",
         human::plural(config.train.global_batch, "sequence"),
         config.train.seq_len,
+        if ranks == 1 { String::new() } else { format!("{ranks} ranks × ") },
         human::plural(config.accumulation_steps(), "micro-batch"),
         config.micro_batch(),
         human::count(config.tokens_per_step() as f64),
@@ -73,10 +75,11 @@ pub(crate) fn describe(
     };
     progress.message(&format!(
         "work       {} FLOPs a step: {formula}",
-        human::count((engine.model().training_flops() * config.accumulation_steps() as u64) as f64),
+        human::count((engine.model().training_flops() * (ranks * config.accumulation_steps()) as u64) as f64),
     ));
     progress.message(&format!(
-        "machine    {}, {} instructions, {} arithmetic",
+        "machine    {}{}, {} instructions, {} arithmetic",
+        if ranks == 1 { String::new() } else { format!("{ranks} ranks × ") },
         human::plural(engine.queue().threads(), "thread"),
         engine.queue().level(),
         engine.model().program(0).shape().dtype,

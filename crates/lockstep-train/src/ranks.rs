@@ -103,20 +103,15 @@ impl Ranks {
         Ok(answer[0] != 0)
     }
 
-    /// What each rank says, in the order of the ranks.
-    pub(crate) fn gather<const N: usize>(&self, words: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
-        let Some(group) = &self.group else { return Ok(vec![words]) };
-        let mut all = vec![0_i64; N * group.size()];
-        group.all_gather(&words.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
-        let (ranks, _) = all.as_chunks::<N>();
-        Ok(ranks.iter().map(|words| words.map(i64::cast_unsigned)).collect())
-    }
-
     /// Sums of what each rank has, added in the order of the ranks.
     pub(crate) fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
-        let all = self.gather([loss.to_bits(), tokens])?;
-        let loss = all.iter().map(|[loss, _]| f64::from_bits(*loss)).sum();
-        Ok((loss, all.iter().map(|[_, tokens]| tokens).sum()))
+        let Some(group) = &self.group else { return Ok((loss, tokens)) };
+        let mut all = vec![0_i64; 2 * group.size()];
+        let own = [loss.to_bits(), tokens].map(u64::cast_signed);
+        group.all_gather(&own[..], &mut all[..], self.deadline())?;
+        let (all, _) = all.as_chunks::<2>();
+        let loss = all.iter().map(|[loss, _]| f64::from_bits(loss.cast_unsigned())).sum();
+        Ok((loss, all.iter().map(|[_, tokens]| tokens.cast_unsigned()).sum()))
     }
 
     /// Checks that all ranks hold the same weights after `step` steps.

@@ -415,8 +415,8 @@ impl Run<'_> {
             valid_tokens += batch.valid_tokens();
             self.micro_batches.push(batch);
         }
-        let of_ranks = self.ranks.gather([valid_tokens])?;
-        Ok(of_ranks.iter().map(|[valid_tokens]| valid_tokens).sum())
+        let (_, of_all) = self.ranks.sum(0.0, valid_tokens)?;
+        Ok(of_all)
     }
 
     /// A step that must not change the weights: counts it, tells of it, and goes back if there were too many.

@@ -104,7 +104,10 @@ fn launch(replicas: usize) -> Result<ExitCode, Failure> {
     let codes = RankCodes { interrupted: INTERRUPTED.into(), lost: PEER_LOST.into() };
     match run_ranks(replicas, arguments, codes, &interrupt)? {
         Ended::With(code) => Ok(ExitCode::from(code as u8)),
-        Ended::Lost(error) => Err(Failure { message: error.to_string(), code: PEER_LOST }),
+        Ended::Lost(error) => {
+            let message = format!("{error}; the same command goes on from the last checkpoint");
+            Err(Failure { message, code: PEER_LOST })
+        }
     }
 }
 

@@ -1,0 +1,96 @@
+//! A run on several ranks of this machine: the same numbers, one voice, and an end that names who is to blame.
+
+use std::time::Instant;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::workshop::{Started, Workshop};
+
+const MANY: [&str; 4] = ["--set", "train.steps=1000000", "--set", "checkpoint.every=1000000"];
+
+fn start(workshop: &Workshop, ranks: &str) -> Started {
+    let arguments = [&["train", "run.toml", "--nproc-per-node", ranks], &MANY[..]].concat();
+    let mut run = workshop.start(env!("CARGO_BIN_EXE_lockstep"), &arguments);
+    run.wait_until("a step", |run| run.stderr().contains("\nstep "));
+    run
+}
+
+/// The processes that `run` has started, oldest first.
+fn ranks_of(run: &Started) -> Vec<Pid> {
+    let children = format!("/proc/{pid}/task/{pid}/children", pid = run.child.id());
+    let children = std::fs::read_to_string(children).unwrap();
+    children.split_whitespace().map(|pid| Pid::from_raw(pid.parse().unwrap()).unwrap()).collect()
+}
+
+fn losses(workshop: &Workshop, name: &str) -> Vec<f64> {
+    let text = String::from_utf8(workshop.read(name)).unwrap();
+    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    rows.filter_map(|row| row["loss"].as_f64()).collect()
+}
+
+#[test]
+fn two_ranks_train_as_one_and_speak_once() {
+    let workshop = Workshop::new();
+    workshop.train(&["checkpoint.dir=alone", "metrics.dir=alone"]).succeeds();
+    let both = workshop.run(&["train", "run.toml", "--nproc-per-node", "2"]).succeeds();
+    assert_eq!(both.stderr.matches("saved checkpoints/step-00000004").count(), 1, "{both:?}");
+    assert!(both.stderr.contains("2 ranks × 1 micro-batch of 2"), "{both:?}");
+    let pairs =
+        losses(&workshop, "alone/metrics.jsonl").into_iter().zip(losses(&workshop, "runs/metrics.jsonl"));
+    let mut steps = 0;
+    for (alone, both) in pairs {
+        assert!((alone - both).abs() <= 1e-5 * alone, "{both}, on one rank {alone}");
+        steps += 1;
+    }
+    assert_eq!(steps, 4);
+    // The plan says how many ranks there are; nobody else need.
+    let planned = workshop.train(&["train.steps=6", "parallel.data_parallel_replicate=2"]).succeeds();
+    assert!(planned.stderr.contains("resuming from checkpoints/step-00000004"), "{planned:?}");
+}
+
+#[test]
+fn a_killed_rank_ends_the_run_at_once_and_is_named() {
+    let workshop = Workshop::new();
+    for rank in [0, 1] {
+        let run = start(&workshop, "2");
+        let pid = ranks_of(&run)[rank];
+        let begin = Instant::now();
+        kill_process(pid, Signal::KILL).unwrap();
+        let outcome = run.finish();
+        assert_eq!(outcome.code, Some(5), "{outcome:?}");
+        let expected = format!("error: rank {rank} was lost: it was killed by signal 9");
+        assert!(outcome.stderr.contains(&expected), "{outcome:?}");
+        assert_eq!(outcome.stderr.matches("error:").count(), 1, "{outcome:?}");
+        assert!(begin.elapsed().as_secs() < 5, "it took {:?}", begin.elapsed());
+    }
+}
+
+#[test]
+fn a_signal_to_the_launcher_or_to_one_rank_saves_and_ends_all_with_75() {
+    let workshop = Workshop::new();
+    for to_rank in [None, Some(1)] {
+        let run = start(&workshop, "2");
+        let launcher = Pid::from_raw(run.child.id() as i32).unwrap();
+        kill_process(to_rank.map_or(launcher, |rank| ranks_of(&run)[rank]), Signal::TERM).unwrap();
+        let outcome = run.finish();
+        assert_eq!(outcome.code, Some(75), "{outcome:?}");
+        assert_eq!(outcome.stderr.matches("the same command resumes from").count(), 1, "{outcome:?}");
+    }
+}
+
+#[test]
+fn ranks_that_do_not_fit_are_refused_before_any_starts() {
+    let workshop = Workshop::new();
+    let refused = |arguments: &[&str], parts: &[&str]| {
+        workshop.run(&[&["train", "run.toml"], arguments].concat()).refuses(2, parts);
+    };
+    refused(&["--nproc-per-node", "3"], &["3 ranks cannot share train.global_batch = 4", "3 or 6"]);
+    refused(&["--nproc-per-node", "4"], &["2 does not divide train.global_batch = 4 / 4 ranks"]);
+    refused(&["--nproc-per-node", "0"], &["0", "a number from 1, or auto"]);
+    refused(
+        &["--nproc-per-node", "4", "--set", "parallel.data_parallel_replicate=2"],
+        &["leave one of them out"],
+    );
+    refused(&["--nproc-per-node", "2", "--set", "data.train=['none.txt']"], &["none.txt"]);
+}

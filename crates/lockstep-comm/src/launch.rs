@@ -209,7 +209,11 @@ impl Agent {
             return;
         }
         let error = self.world.end(&CommError::PeerLost { rank, cause, occasion: None });
-        self.failure.get_or_insert(Failure { rank, cause, error });
+        // Others may have found out and ended before the one that they lost.
+        let is_to_blame = matches!(error, CommError::PeerLost { rank: lost, .. } if lost == rank);
+        if is_to_blame || self.failure.is_none() {
+            self.failure = Some(Failure { rank, cause, error });
+        }
         self.kill_at.get_or_insert(Instant::now() + GRACE);
     }
 

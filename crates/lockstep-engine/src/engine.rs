@@ -243,13 +243,7 @@ impl Engine {
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> f64 {
-        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
-        self.runner.forward_for_backward(&self.model, &self.queue, weights, batch);
-        self.gradients.begin_micro_batch(&self.queue, batch.ids);
-        let queue = &self.queue;
-        let go_on = |_: &mut Gradients, _| Ok::<(), Infallible>(());
-        let Ok(()) =
-            self.runner.backward(&self.model, queue, weights, &mut self.gradients, seed_gradient, go_on);
+        let Ok(()) = self.micro_batch(batch, seed_gradient, |_, _, _| Ok::<(), Infallible>(()));
         self.runner.loss_sum(&self.model)
     }
 
@@ -267,19 +261,29 @@ impl Engine {
         seed_gradient: f32,
         reducer: &mut Reducer,
     ) -> Result<f64, CommError> {
-        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
-        let queue = &self.queue;
-        self.runner.forward_for_backward(&self.model, queue, weights, batch);
-        self.gradients.begin_micro_batch(queue, batch.ids);
-        let reduce = |gradients: &mut Gradients, unit| {
+        self.micro_batch(batch, seed_gradient, |queue, gradients, unit| {
             gradients.end_unit(queue, unit);
             gradients.unit_mut(unit).map_or(Ok(()), |gradients| reducer.start(gradients))
-        };
-        self.runner.backward(&self.model, queue, weights, &mut self.gradients, seed_gradient, reduce)?;
+        })?;
         let begin = self.timeline().begin();
         reducer.wait()?;
         self.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
         Ok(self.runner.loss_sum(&self.model))
+    }
+
+    /// Forward and backward of one micro-batch; `after_unit` sees the gradients after the backward of each unit.
+    fn micro_batch<E>(
+        &mut self,
+        batch: &HostBatch<'_>,
+        seed_gradient: f32,
+        mut after_unit: impl FnMut(&CpuQueue, &mut Gradients, usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        let queue = &self.queue;
+        self.runner.forward_for_backward(&self.model, queue, weights, batch);
+        self.gradients.begin_micro_batch(queue, batch.ids);
+        let after_unit = |gradients: &mut Gradients, unit| after_unit(queue, gradients, unit);
+        self.runner.backward(&self.model, queue, weights, &mut self.gradients, seed_gradient, after_unit)
     }
 
     /// Forward of one micro-batch without dropout; returns the sum of its losses.

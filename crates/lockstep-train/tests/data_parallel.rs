@@ -129,7 +129,7 @@ impl Bench {
             let rank = |(rank, group)| {
                 let (config, watch) = (&config, &watch);
                 scope.spawn(move || {
-                    let ranks = if rank_count(config) == 1 {
+                    let ranks = if config.parallel.data_parallel_replicate == 1 {
                         Ranks::alone()
                     } else {
                         Ranks::of(group, config).unwrap()
@@ -154,10 +154,6 @@ impl Bench {
     fn column(&self, run: &str, key: &str) -> Vec<f64> {
         self.rows(run).iter().filter_map(|row| row.get(key)?.as_f64()).collect()
     }
-}
-
-fn rank_count(config: &RunConfig) -> usize {
-    config.parallel.data_parallel_replicate
 }
 
 fn plain(_: usize, _: &Interrupt) -> Watch {

@@ -4,26 +4,24 @@
 //! run on all ranks, with the same message: the order of operations is lost, and nobody is left waiting. What an operation
 //! was to write is unspecified then.
 
-use std::{
-    panic::Location,
-    sync::{Arc, PoisonError, atomic::Ordering},
-};
+use std::{panic::Location, sync::Arc};
 
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
 use crate::{
-    Collective, CommError, Deadline, GroupName, Lent, ReduceOp, Source, Target,
+    Call, Collective, CommError, Deadline, GroupName, Kind, Lent, MAX_PARTITIONS, Occasion, Problem,
+    ReduceOp, Source, Target, call,
     memory::Stretch,
     recorder::Recorded,
-    shm::{Machine, Ticket},
-    task::Task,
+    task::{Flow, Task},
+    transport::{self, Ticket, Transport},
 };
 
 /// Some ranks of the world, in an order of their own. Clones are the same group.
 #[derive(Debug, Clone)]
 pub struct Group {
-    machine: Arc<Machine>,
+    transport: Arc<dyn Transport>,
     /// Of the partition that made it.
     index: usize,
     rank: usize,
@@ -32,15 +30,15 @@ pub struct Group {
 
 impl Group {
     /// The group of all ranks.
-    pub(crate) fn world(machine: Machine) -> Self {
-        Self::new(Arc::new(machine), 0)
+    pub(crate) fn world(transport: impl Transport + 'static) -> Self {
+        Self::new(Arc::new(transport), 0)
     }
 
-    fn new(machine: Arc<Machine>, index: usize) -> Self {
-        let ranks = machine.ranks(index);
-        let rank = ranks.iter().position(|rank| *rank == machine.rank);
+    fn new(transport: Arc<dyn Transport>, index: usize) -> Self {
+        let ranks = transport.members(index);
+        let rank = ranks.iter().position(|rank| *rank == transport.rank());
         let rank = rank.expect("a group's handle is only given to its members");
-        Self { machine, index, rank, size: ranks.len() }
+        Self { transport, index, rank, size: ranks.len() }
     }
 
     /// The own rank in the group.
@@ -55,23 +53,23 @@ impl Group {
 
     /// Its name in messages.
     pub fn name(&self) -> GroupName {
-        self.machine.name(self.index)
+        transport::name(self.index, &self.ranks())
     }
 
     /// Ranks of the world, in the order of the group.
     pub fn ranks(&self) -> Vec<usize> {
-        self.machine.ranks(self.index)
+        self.transport.members(self.index)
     }
 
     /// An arena whose buffers of `categories` the other ranks of this machine can reach: operations on them copy less.
     pub fn arena(&self, categories: &[MemoryCategory]) -> Arena {
-        Arena::sharing(Arc::clone(&self.machine.heap), categories)
+        self.transport.arena(categories)
     }
 
     /// Has the rank's own compute threads share the work of operations, in all its groups. They take part while this
     /// rank is in a call.
     pub fn set_workers(&self, workers: Workers) {
-        self.machine.set_workers(Some(workers));
+        self.transport.set_workers(workers);
     }
 
     /// Makes groups of ranks of the world, which all ranks of the world call with the same lists, through any of their
@@ -82,8 +80,24 @@ impl Group {
     /// mismatch if the lists differ from rank to rank.
     #[track_caller]
     pub fn partition(&self, groups: &[Vec<usize>], deadline: Deadline) -> Result<Option<Self>, CommError> {
-        let index = self.machine.partition(groups, deadline, Location::caller())?;
-        Ok(index.map(|index| Self::new(Arc::clone(&self.machine), index)))
+        let words = groups.iter().flat_map(|group| std::iter::once(group.len()).chain(group.iter().copied()));
+        let call = Call { detail: call::hash(words), ..Call::bare(Kind::Partition) };
+        let mut seen = vec![false; self.transport.members(0).len()];
+        let is_new = |rank: &usize| *rank < seen.len() && !std::mem::replace(&mut seen[*rank], true);
+        if !groups.iter().flatten().all(is_new) {
+            return Err(self.misuse(0, call, Problem::Partition));
+        }
+        if self.transport.groups() == MAX_PARTITIONS {
+            return Err(self.misuse(0, call, Problem::TooManyGroups));
+        }
+        // All ranks agree on the groups before anybody uses them.
+        let task = Task { call, flow: Flow::Barrier, source: Stretch::EMPTY, target: Stretch::EMPTY };
+        let ticket = self.transport.begin(0, task, Vec::new(), deadline, Location::caller())?;
+        self.transport.wait(0, &ticket, deadline)?;
+        let own = groups.iter().find(|group| group.contains(&self.transport.rank())).cloned();
+        let is_in_one = own.is_some();
+        let index = self.transport.add_group(own.unwrap_or_default());
+        Ok(is_in_one.then(|| Self::new(Arc::clone(&self.transport), index)))
     }
 
     /// Carries out an operation, and waits until it is done.
@@ -97,8 +111,8 @@ impl Group {
         deadline: Deadline,
     ) -> Result<(), CommError> {
         let task = self.task(collective)?;
-        let ticket = self.machine.begin(self.index, task, Vec::new(), deadline, Location::caller())?;
-        self.machine.wait(self.index, &ticket, deadline)
+        let ticket = self.transport.begin(self.index, task, Vec::new(), deadline, Location::caller())?;
+        self.transport.wait(self.index, &ticket, deadline)
     }
 
     /// Begins an operation on memory that is lent to it. It goes on whenever this rank is in a call of any of its groups. The
@@ -114,8 +128,8 @@ impl Group {
     ) -> Result<Pending, CommError> {
         let task = self.task(&collective)?;
         let memory = collective.into_memory();
-        let ticket = self.machine.begin(self.index, task, memory, deadline, Location::caller())?;
-        Ok(Pending { machine: Arc::clone(&self.machine), group: self.index, ticket })
+        let ticket = self.transport.begin(self.index, task, memory, deadline, Location::caller())?;
+        Ok(Pending { transport: Arc::clone(&self.transport), group: self.index, ticket })
     }
 
     fn task<I, O>(&self, collective: &Collective<I, O>) -> Result<Task, CommError>
@@ -123,7 +137,14 @@ impl Group {
         for<'a> Stretch: From<&'a I> + From<&'a O>,
     {
         Task::new(collective, self.rank, self.size)
-            .map_err(|(call, problem)| self.machine.misuse(self.index, call, problem))
+            .map_err(|(call, problem)| self.misuse(self.index, call, problem))
+    }
+
+    /// Ends the run because of a call that cannot be right.
+    fn misuse(&self, group: usize, call: Call, problem: Problem) -> CommError {
+        let name = transport::name(group, &self.transport.members(group));
+        let occasion = Occasion { call, sequence: self.transport.begun(group), group: name };
+        self.transport.fail(CommError::Misuse { rank: self.transport.rank(), problem, occasion })
     }
 
     /// Carries on with what was started, in all groups, as far as it goes without waiting.
@@ -131,17 +152,17 @@ impl Group {
     /// # Errors
     /// [`CommError`].
     pub fn progress(&self) -> Result<(), CommError> {
-        self.machine.progress()
+        self.transport.progress()
     }
 
     /// Ends the run on all ranks: their calls fail with [`CommError::Stopped`].
     pub fn stop(&self) {
-        self.machine.fail(CommError::Stopped { by: Some(self.machine.rank) });
+        self.transport.fail(CommError::Stopped { by: Some(self.transport.rank()) });
     }
 
     /// What a rank of the world called last, oldest first; also if it is dead.
     pub fn recorded(&self, rank: usize) -> Vec<Recorded> {
-        self.machine.segments.records(rank)
+        self.transport.recorded(rank)
     }
 
     /// Waits until all ranks have called it.
@@ -275,7 +296,7 @@ impl Group {
 #[derive(Debug)]
 #[must_use = "the operation is not known to be done before it has been waited for"]
 pub struct Pending {
-    machine: Arc<Machine>,
+    transport: Arc<dyn Transport>,
     group: usize,
     ticket: Arc<Ticket>,
 }
@@ -286,8 +307,8 @@ impl Pending {
     /// # Errors
     /// [`CommError`].
     pub fn is_done(&self) -> Result<bool, CommError> {
-        self.machine.progress()?;
-        Ok(self.ticket.is_complete.load(Ordering::Acquire))
+        self.transport.progress()?;
+        Ok(self.ticket.is_complete())
     }
 
     /// Waits until it is done. Returns what was lent, inputs first.
@@ -295,7 +316,7 @@ impl Pending {
     /// # Errors
     /// [`CommError`].
     pub fn wait(self, deadline: Deadline) -> Result<Vec<Lent>, CommError> {
-        self.machine.wait(self.group, &self.ticket, deadline)?;
-        Ok(std::mem::take(&mut *self.ticket.memory.lock().unwrap_or_else(PoisonError::into_inner)))
+        self.transport.wait(self.group, &self.ticket, deadline)?;
+        Ok(self.ticket.take_memory())
     }
 }

@@ -24,6 +24,7 @@ mod recorder;
 mod reduce;
 mod shm;
 mod task;
+mod transport;
 mod world;
 
 pub use call::{Call, Kind};

@@ -9,20 +9,16 @@ use std::{
     time::Duration,
 };
 
-use lockstep_tensor::{SharedHeap, Workers};
+use lockstep_plan::MemoryCategory;
+use lockstep_tensor::{Arena, SharedHeap, Workers};
 
-use super::{
-    heart::Heart,
-    layout::Status,
-    members::Members,
-    queue::{Queue, Ticket},
-    segments::Segments,
-};
+use super::{heart::Heart, layout::Status, members::Members, queue::Queue, segments::Segments};
 use crate::{
-    Call, CommError, Deadline, GroupName, LossCause, MAX_PARTITIONS, Occasion, Problem, call,
+    Call, CommError, Deadline, LossCause, Occasion,
     memory::Lent,
-    recorder,
-    task::{Flow, Task},
+    recorder::{self, Recorded},
+    task::Task,
+    transport::{self, Ticket, Transport},
 };
 
 /// The longest sleep without a look at the deadline and at who has left.
@@ -31,9 +27,9 @@ const NAP: Duration = Duration::from_millis(10);
 /// One rank, with every group that it is in.
 #[derive(Debug)]
 pub(crate) struct Machine {
-    pub(crate) segments: Segments,
-    pub(crate) rank: usize,
-    pub(crate) heap: Arc<SharedHeap>,
+    segments: Segments,
+    rank: usize,
+    heap: Arc<SharedHeap>,
     patience: Patience,
     state: Mutex<State>,
     /// Ends before the segments do.
@@ -85,131 +81,8 @@ impl Machine {
         Ok(machine)
     }
 
-    pub(crate) fn set_workers(&self, workers: Option<Workers>) {
-        self.lock().workers = workers;
-    }
-
-    /// The name of a group.
-    pub(crate) fn name(&self, group: usize) -> GroupName {
-        self.with_queue(group, |queue| queue.members.name())
-    }
-
-    /// Ranks of the world in a group, in its order.
-    pub(crate) fn ranks(&self, group: usize) -> Vec<usize> {
-        self.with_queue(group, |queue| queue.members.ranks.clone())
-    }
-
     fn with_queue<R>(&self, group: usize, ask: impl FnOnce(&Queue) -> R) -> R {
         ask(self.lock().queue(group))
-    }
-
-    /// Begins an operation; waits only if too many are under way.
-    pub(crate) fn begin(
-        &self,
-        group: usize,
-        task: Task,
-        memory: Vec<Lent>,
-        deadline: Deadline,
-        caller: &Location<'_>,
-    ) -> Result<Arc<Ticket>, CommError> {
-        let ticket = Arc::new(Ticket { memory: Mutex::new(memory), ..Ticket::default() });
-        let call = task.call;
-        let mut waiting = Some(task);
-        let begin = |state: &mut State| {
-            let recorded = state.recorded;
-            let queue = state.queue_mut(group);
-            let task = waiting.take_if(|task| queue.has_room(task))?;
-            let sequence = queue.next(&task);
-            let memory = self.segments.memory(self.rank);
-            let record = self.segments.layout.record(memory, recorded as usize);
-            recorder::write(record, recorded, call, queue.members.name(), sequence, caller);
-            queue.begin(task, recorded, Arc::clone(&ticket));
-            state.recorded = recorded + 1;
-            self.segments.header(self.rank).recorded.store(state.recorded, Ordering::Release);
-            Some(())
-        };
-        let late = |state: &State| {
-            let queue = state.queue(group);
-            (queue.slowest(), Some(Occasion { call, sequence: queue.begun(), group: queue.members.name() }))
-        };
-        self.drive(group, deadline, begin, late)?;
-        Ok(ticket)
-    }
-
-    /// Waits for an operation to complete.
-    pub(crate) fn wait(&self, group: usize, ticket: &Ticket, deadline: Deadline) -> Result<(), CommError> {
-        let is_complete = |_: &mut State| ticket.is_complete.load(Ordering::Acquire).then_some(());
-        let late = |state: &State| match state.queue(group).awaited() {
-            Some((rank, occasion)) => (rank, Some(occasion)),
-            None => (self.rank, None),
-        };
-        self.drive(group, deadline, is_complete, late)
-    }
-
-    /// Carries on with everything, without waiting.
-    pub(crate) fn progress(&self) -> Result<(), CommError> {
-        self.attempt(&mut |_| None::<()>).map(|_| ()).map_err(|error| self.fail(error))
-    }
-
-    /// Adds the group of `ranks`, made by the next partition; with no ranks, one that this rank is not in.
-    fn add_group(&self, ranks: Vec<usize>) -> usize {
-        let mut state = self.lock();
-        let index = state.queues.len();
-        let own = ranks.iter().position(|rank| *rank == self.rank);
-        let queue = own.map(|own| Queue::new(Members { segments: self.segments.clone(), index, ranks, own }));
-        state.queues.push(queue);
-        index
-    }
-
-    /// Makes groups of ranks of the world, on all ranks at once. Returns the index of the own group, if there is one.
-    pub(crate) fn partition(
-        &self,
-        groups: &[Vec<usize>],
-        deadline: Deadline,
-        caller: &Location<'_>,
-    ) -> Result<Option<usize>, CommError> {
-        let words = groups.iter().flat_map(|group| std::iter::once(group.len()).chain(group.iter().copied()));
-        let call = Call { detail: call::hash(words), ..Call::bare(crate::Kind::Partition) };
-        let mut seen = vec![false; self.segments.ranks()];
-        let is_new = |rank: &usize| *rank < seen.len() && !std::mem::replace(&mut seen[*rank], true);
-        if !groups.iter().flatten().all(is_new) {
-            return Err(self.misuse(0, call, Problem::Partition));
-        }
-        if self.lock().queues.len() == MAX_PARTITIONS {
-            return Err(self.misuse(0, call, Problem::TooManyGroups));
-        }
-        // All ranks agree on the groups before anybody uses them.
-        let task = Task {
-            call,
-            flow: Flow::Barrier,
-            source: crate::memory::Stretch::EMPTY,
-            target: crate::memory::Stretch::EMPTY,
-        };
-        let ticket = self.begin(0, task, Vec::new(), deadline, caller)?;
-        self.wait(0, &ticket, deadline)?;
-        let own = groups.iter().find(|group| group.contains(&self.rank)).cloned();
-        let is_in_one = own.is_some();
-        let index = self.add_group(own.unwrap_or_default());
-        Ok(is_in_one.then_some(index))
-    }
-
-    /// Ends the run because of a call that cannot be right.
-    pub(crate) fn misuse(&self, group: usize, call: Call, problem: Problem) -> CommError {
-        let occasion =
-            Occasion { call, sequence: self.with_queue(group, Queue::begun), group: self.name(group) };
-        self.fail(CommError::Misuse { rank: self.rank, problem, occasion })
-    }
-
-    /// Ends the run for all; returns why it has ended.
-    pub(crate) fn fail(&self, error: CommError) -> CommError {
-        let ending = self.segments.end(&error, self.rank);
-        // Nothing may touch the callers' memory after they have been told.
-        self.lock().queues.iter_mut().flatten().for_each(Queue::abandon);
-        match ending {
-            // Only this rank knows the details of what happened to it alone.
-            CommError::Stopped { by: Some(rank) } if rank == self.rank => error,
-            ending => ending,
-        }
     }
 
     /// Carries on until `attempt` has succeeded.
@@ -267,8 +140,11 @@ impl Machine {
         occasion: Option<Occasion>,
         deadline: Deadline,
     ) -> CommError {
-        let nothing =
-            || Occasion { call: Call::bare(crate::Kind::Barrier), sequence: 0, group: self.name(group) };
+        let nothing = || Occasion {
+            call: Call::bare(crate::Kind::Barrier),
+            sequence: 0,
+            group: transport::name(group, &self.members(group)),
+        };
         let waited_ms = deadline.limit().as_millis() as u64;
         CommError::TimedOut {
             rank,
@@ -302,6 +178,101 @@ impl Machine {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Transport for Machine {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn members(&self, group: usize) -> Vec<usize> {
+        self.with_queue(group, |queue| queue.members.ranks.clone())
+    }
+
+    fn groups(&self) -> usize {
+        self.lock().queues.len()
+    }
+
+    fn begun(&self, group: usize) -> u32 {
+        self.with_queue(group, Queue::begun)
+    }
+
+    fn arena(&self, categories: &[MemoryCategory]) -> Arena {
+        Arena::sharing(Arc::clone(&self.heap), categories)
+    }
+
+    fn set_workers(&self, workers: Workers) {
+        self.lock().workers = Some(workers);
+    }
+
+    fn recorded(&self, rank: usize) -> Vec<Recorded> {
+        self.segments.records(rank)
+    }
+
+    fn begin(
+        &self,
+        group: usize,
+        task: Task,
+        memory: Vec<Lent>,
+        deadline: Deadline,
+        caller: &Location<'_>,
+    ) -> Result<Arc<Ticket>, CommError> {
+        let ticket = Ticket::new(memory);
+        let call = task.call;
+        let mut waiting = Some(task);
+        let begin = |state: &mut State| {
+            let recorded = state.recorded;
+            let queue = state.queue_mut(group);
+            let task = waiting.take_if(|task| queue.has_room(task))?;
+            let sequence = queue.next(&task);
+            let memory = self.segments.memory(self.rank);
+            let record = self.segments.layout.record(memory, recorded as usize);
+            recorder::write(record, recorded, call, queue.members.name(), sequence, caller);
+            queue.begin(task, recorded, Arc::clone(&ticket));
+            state.recorded = recorded + 1;
+            self.segments.header(self.rank).recorded.store(state.recorded, Ordering::Release);
+            Some(())
+        };
+        let late = |state: &State| {
+            let queue = state.queue(group);
+            (queue.slowest(), Some(Occasion { call, sequence: queue.begun(), group: queue.members.name() }))
+        };
+        self.drive(group, deadline, begin, late)?;
+        Ok(ticket)
+    }
+
+    fn wait(&self, group: usize, ticket: &Ticket, deadline: Deadline) -> Result<(), CommError> {
+        let is_complete = |_: &mut State| ticket.is_complete().then_some(());
+        let late = |state: &State| match state.queue(group).awaited() {
+            Some((rank, occasion)) => (rank, Some(occasion)),
+            None => (self.rank, None),
+        };
+        self.drive(group, deadline, is_complete, late)
+    }
+
+    fn progress(&self) -> Result<(), CommError> {
+        self.attempt(&mut |_| None::<()>).map(|_| ()).map_err(|error| self.fail(error))
+    }
+
+    fn add_group(&self, ranks: Vec<usize>) -> usize {
+        let mut state = self.lock();
+        let index = state.queues.len();
+        let own = ranks.iter().position(|rank| *rank == self.rank);
+        let queue = own.map(|own| Queue::new(Members { segments: self.segments.clone(), index, ranks, own }));
+        state.queues.push(queue);
+        index
+    }
+
+    fn fail(&self, error: CommError) -> CommError {
+        let ending = self.segments.end(&error, self.rank);
+        // Nothing may touch the callers' memory after they have been told.
+        self.lock().queues.iter_mut().flatten().for_each(Queue::abandon);
+        match ending {
+            // Only this rank knows the details of what happened to it alone.
+            CommError::Stopped { by: Some(rank) } if rank == self.rank => error,
+            ending => ending,
+        }
     }
 }
 

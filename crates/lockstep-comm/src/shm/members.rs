@@ -7,7 +7,7 @@ use super::{
     place::Place,
     segments::Segments,
 };
-use crate::{GroupName, memory::Stretch};
+use crate::{GroupName, memory::Stretch, transport};
 
 /// The ranks of a group.
 #[derive(Debug, Clone)]
@@ -40,8 +40,7 @@ impl Members {
     }
 
     pub(crate) fn name(&self) -> GroupName {
-        let first = self.ranks.iter().min().copied().unwrap_or(0);
-        GroupName { index: self.index as u32, first: first as u32, size: self.len() as u32 }
+        transport::name(self.index, &self.ranks)
     }
 
     pub(crate) fn line(&self, member: usize) -> &Line {

@@ -20,4 +20,3 @@ mod reduction;
 pub(crate) mod segments;
 
 pub(crate) use machine::Machine;
-pub(crate) use queue::Ticket;

@@ -8,10 +8,7 @@
 
 use std::{
     collections::VecDeque,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, atomic::Ordering},
 };
 
 use lockstep_tensor::Workers;
@@ -26,9 +23,9 @@ use crate::{
     Call, CommError, Occasion,
     call::odd_one_out,
     exchange::{Exchange, Matrix},
-    memory::Lent,
     recorder,
     task::{Flow, Task},
+    transport::Ticket,
 };
 
 /// The operations of one group.
@@ -82,14 +79,6 @@ pub(crate) enum Step {
     /// All have to have written their results.
     Combined,
     Done,
-}
-
-/// The other end of an operation that runs on by itself.
-#[derive(Debug, Default)]
-pub(crate) struct Ticket {
-    pub(crate) is_complete: AtomicBool,
-    /// What was lent to the operation.
-    pub(crate) memory: Mutex<Vec<Lent>>,
 }
 
 impl Queue {
@@ -282,7 +271,7 @@ impl Running {
     }
 
     pub(crate) fn complete(self) {
-        self.ticket.is_complete.store(true, Ordering::Release);
+        self.ticket.complete();
     }
 
     fn advance(

@@ -1,7 +1,7 @@
 //! What can go wrong between ranks. An error that ends a run is the same on every rank, whoever found it: it travels as
 //! words in shared memory ([`CommError::to_words`]) or on the wire.
 
-use std::{fmt, io};
+use std::{fmt, io, path::PathBuf};
 
 use crate::{Kind, call::Call};
 
@@ -62,6 +62,14 @@ pub enum CommError {
     /// The ranks did not come together.
     #[error("cannot join the other ranks: {0}")]
     Join(JoinProblem),
+    /// What ranks print cannot be kept.
+    #[error("cannot write {}: {source}", path.display())]
+    Log {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
     /// The system refused something.
     #[error("cannot {what}: {source}")]
     Io {
@@ -227,6 +235,11 @@ impl CommError {
         move |source| Self::Io { what, source }
     }
 
+    /// Whether every rank is told it; what happened to one rank alone only stops the others.
+    pub fn is_known_to_all(&self) -> bool {
+        !matches!(self, Self::Join(_) | Self::Log { .. } | Self::Io { .. })
+    }
+
     /// The error as words for other ranks. What is local to one rank travels as "stopped by" it.
     pub(crate) fn to_words(&self, own_rank: usize) -> [u64; ERROR_WORDS] {
         let mut words = [0; ERROR_WORDS];
@@ -259,7 +272,9 @@ impl CommError {
                 put(4, [*rank as u64, problem as u64, 0, 0], Some(occasion), None);
             }
             Self::Stopped { by } => put(5, [by.map_or(0, |rank| rank as u64 + 1), 0, 0, 0], None, None),
-            Self::Join(_) | Self::Io { .. } => put(5, [own_rank as u64 + 1, 0, 0, 0], None, None),
+            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => {
+                put(5, [own_rank as u64 + 1, 0, 0, 0], None, None)
+            }
         }
         words
     }

@@ -25,7 +25,10 @@ use rustix::{
     thread::{CpuSet, sched_getaffinity, sched_setaffinity},
 };
 
-use crate::{CommError, LossCause, SOCKET_VARIABLE, World, WorldOptions};
+use crate::{
+    CommError, LossCause, Output, SOCKET_VARIABLE, World, WorldOptions,
+    output::{Relay, Stream},
+};
 
 /// What the ranks that are left have to end by themselves after one has failed.
 const GRACE: Duration = Duration::from_secs(2);
@@ -45,6 +48,8 @@ pub struct Launch {
     pub options: WorldOptions,
     /// Where they run.
     pub pinning: Pinning,
+    /// Where what they print goes.
+    pub output: Output,
     /// Exit codes of a rank that has done what it was to do; once it has left the world, none of them is a failure.
     pub sound_codes: Vec<i32>,
 }
@@ -63,6 +68,9 @@ pub enum Pinning {
 pub struct Agent {
     world: World,
     ranks: Vec<Rank>,
+    output: Output,
+    /// As long as there is something to be carried.
+    relay: Option<Relay>,
     sound_codes: Vec<i32>,
     /// The greatest exit code so far.
     code: i32,
@@ -96,26 +104,38 @@ pub struct Failure {
     pub cause: LossCause,
     /// Why the run ended: the rank's loss, or what the ranks found before it.
     pub error: CommError,
+    /// The file with what the rank wrote to standard error, if there is one.
+    pub log: Option<PathBuf>,
 }
 
 impl Launch {
     /// Starts all ranks.
     ///
     /// # Errors
-    /// [`CommError::Join`] for a number of ranks that cannot be, [`CommError::Io`] if the program cannot be started.
+    /// [`CommError::Join`] for a number of ranks that cannot be, [`CommError::Log`] for files that cannot be written,
+    /// [`CommError::Io`] if the program cannot be started.
     pub fn start(&self) -> Result<Agent, CommError> {
-        let world = World::new(self.ranks, self.options)?;
-        let sound_codes = self.sound_codes.clone();
-        let mut agent =
-            Agent { world, ranks: Vec::new(), sound_codes, code: 0, failure: None, kill_at: None };
+        let mut agent = Agent {
+            world: World::new(self.ranks, self.options)?,
+            ranks: Vec::new(),
+            output: self.output.clone(),
+            relay: None,
+            sound_codes: self.sound_codes.clone(),
+            code: 0,
+            failure: None,
+            kill_at: None,
+        };
+        let mut streams = Vec::new();
         for rank in 0..self.ranks {
-            let started = self.start_rank(&agent.world, rank)?;
+            let (started, printed) = self.start_rank(&agent.world, rank)?;
             agent.ranks.push(started);
+            streams.extend(printed);
         }
+        agent.relay = Some(Relay::start(streams)?);
         Ok(agent)
     }
 
-    fn start_rank(&self, world: &World, rank: usize) -> Result<Rank, CommError> {
+    fn start_rank(&self, world: &World, rank: usize) -> Result<(Rank, Vec<Stream>), CommError> {
         let (ours, theirs) = UnixStream::pair().map_err(CommError::io("make a socket for a rank"))?;
         world.welcome(&ours, rank)?;
         let mut command = Command::new(&self.program);
@@ -129,6 +149,7 @@ impl Launch {
             command.env(name, value.to_string());
         }
         command.env(SOCKET_VARIABLE, theirs.as_raw_fd().to_string());
+        self.output.prepare(rank, &mut command)?;
         let cores = match self.pinning {
             Pinning::Free => None,
             Pinning::Share => Some(share_of_cores(&cores(), rank, self.ranks)),
@@ -147,11 +168,12 @@ impl Launch {
         };
         // SAFETY: between fork and exec it makes system calls only; it neither allocates nor locks.
         unsafe { command.pre_exec(prepare) };
-        let child = command.spawn().map_err(CommError::io("start a rank"))?;
+        let mut child = command.spawn().map_err(CommError::io("start a rank"))?;
+        let streams = self.output.streams(rank, &mut child);
         let process = Pid::from_raw(child.id() as i32).ok_or(rustix::io::Errno::SRCH);
         let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
         let process = process.map_err(|error| CommError::io("watch a rank")(error.into()))?;
-        Ok(Rank { child, process, has_ended: false })
+        Ok((Rank { child, process, has_ended: false }, streams?))
     }
 }
 
@@ -191,8 +213,12 @@ impl Agent {
         if self.kill_at.is_some_and(|at| Instant::now() >= at) {
             self.kill();
         }
-        let have_all_ended = self.ranks.iter().all(|rank| rank.has_ended);
-        Ok(have_all_ended.then(|| self.failure.take().map_or(Ended::Well(self.code), Ended::Badly)))
+        if !self.ranks.iter().all(|rank| rank.has_ended) {
+            return Ok(None);
+        }
+        // What the ranks said comes before what is said of them.
+        self.relay = None;
+        Ok(Some(self.failure.take().map_or(Ended::Well(self.code), Ended::Badly)))
     }
 
     fn note_end(&mut self, rank: usize, status: ExitStatus) {
@@ -212,7 +238,7 @@ impl Agent {
         // Others may have found out and ended before the one that they lost.
         let is_to_blame = matches!(error, CommError::PeerLost { rank: lost, .. } if lost == rank);
         if is_to_blame || self.failure.is_none() {
-            self.failure = Some(Failure { rank, cause, error });
+            self.failure = Some(Failure { rank, cause, error, log: self.output.error_log(rank) });
         }
         self.kill_at.get_or_insert(Instant::now() + GRACE);
     }

@@ -10,8 +10,8 @@ use std::{
 };
 
 use lockstep_comm::{
-    Agent, CommError, Deadline, Ended, Failure, Group, Launch, LossCause, Pinning, ReduceOp, WorldOptions,
-    join_from_environment,
+    Agent, CommError, Deadline, Ended, Failure, Group, Launch, LossCause, Output, Pinning, ReduceOp,
+    WorldOptions, join_from_environment,
 };
 use lockstep_plan::MemoryCategory;
 use rustix::{
@@ -23,6 +23,8 @@ use rustix::{
 const ROLE: &str = "LOCKSTEP_TEST_ROLE";
 /// Where they report.
 const REPORTS: &str = "LOCKSTEP_TEST_REPORTS";
+/// The role that [`a_launcher`] starts ranks for.
+const LAUNCHED: &str = "LOCKSTEP_TEST_LAUNCHED";
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(30))
@@ -48,6 +50,7 @@ fn play(role: &str, group: &Group) -> Result<(), CommError> {
         "skip" => work(group, 3),
         "exit" if group.rank() == 1 => std::process::exit(7),
         "exit" => group.barrier(soon()),
+        "speak" => speak(group),
         role => panic!("no such role: {role}"),
     }
 }
@@ -90,6 +93,18 @@ fn work(group: &Group, skipped: usize) -> Result<(), CommError> {
     Ok(())
 }
 
+/// Rank 1 dies in the middle of a line.
+fn speak(group: &Group) -> Result<(), CommError> {
+    let rank = group.rank();
+    println!("rank {rank} says\ntwo lines");
+    group.barrier(soon())?;
+    if rank == 1 {
+        eprint!("the last of rank 1");
+        rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
+    }
+    group.barrier(soon())
+}
+
 /// Ranks that are running, and where they report.
 struct Run {
     agent: Agent,
@@ -98,6 +113,10 @@ struct Run {
 
 impl Run {
     fn start(role: &str, ranks: usize, silence: Duration) -> Self {
+        Self::start_with(role, ranks, silence, Output::Labelled)
+    }
+
+    fn start_with(role: &str, ranks: usize, silence: Duration, output: Output) -> Self {
         static RUNS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         let run = RUNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let reports = env::temp_dir().join(format!("lockstep-comm-{}-{run}", std::process::id()));
@@ -109,6 +128,7 @@ impl Run {
             ranks,
             options: WorldOptions { arena_bytes: 1 << 30, silence, ..WorldOptions::default() },
             pinning: Pinning::Free,
+            output,
             sound_codes: vec![0],
         };
         Self { agent: launch.start().unwrap(), reports }
@@ -263,4 +283,55 @@ fn ranks_die_with_their_agent() {
         let is_there = Path::new(&format!("/proc/{pid}/stat")).exists();
         assert!(!is_there, "process {pid} is still there");
     }
+}
+
+/// What [`ranks_speak_in_whole_lines_that_say_whose_they_are`] looks at.
+#[test]
+fn a_launcher() {
+    let Some(role) = env::var_os(LAUNCHED) else { return };
+    let _ = Run::start(role.to_str().unwrap(), 3, SILENCE).end();
+}
+
+#[test]
+fn ranks_speak_in_whole_lines_that_say_whose_they_are() {
+    let mut launcher = std::process::Command::new(env::current_exe().unwrap());
+    launcher.args(["--exact", "a_launcher", "--nocapture"]).env(LAUNCHED, "speak");
+    let printed = launcher.output().unwrap();
+    let (out, err) = [printed.stdout, printed.stderr].map(|text| String::from_utf8(text).unwrap()).into();
+    for line in
+        ["rank 0 says\ntwo lines\n", "[rank 1] rank 1 says\n[rank 1] two lines\n", "[rank 2] two lines\n"]
+    {
+        assert!(out.contains(line), "{line:?} in {out}");
+    }
+    assert!(err.contains("[rank 1] the last of rank 1\n"), "{err}");
+}
+
+#[test]
+fn what_ranks_print_is_kept_in_files_that_a_failure_names() {
+    let logs = tempfile::tempdir().unwrap();
+    for times in 1..=2 {
+        let mut run = Run::start_with("speak", 3, SILENCE, Output::Files(logs.path().join("logs")));
+        let failure = run.failure();
+        assert_eq!((failure.rank, failure.cause), (1, LossCause::Signal(9)), "{failure}");
+        assert_eq!(fs::read_to_string(failure.log.unwrap()).unwrap(), "the last of rank 1".repeat(times));
+        for rank in 0..3 {
+            let out = fs::read_to_string(logs.path().join(format!("logs/rank-{rank:05}.out"))).unwrap();
+            let said = format!("rank {rank} says\ntwo lines\n");
+            assert_eq!(out.matches(&said).count(), times, "{out}");
+        }
+    }
+    let in_the_way = logs.path().join("file");
+    fs::write(&in_the_way, "").unwrap();
+    let launch = Launch {
+        program: env::current_exe().unwrap(),
+        arguments: vec!["--list".into()],
+        environment: Vec::new(),
+        ranks: 2,
+        options: WorldOptions::default(),
+        pinning: Pinning::Free,
+        output: Output::Files(in_the_way),
+        sound_codes: vec![0],
+    };
+    let error = launch.start().unwrap_err().to_string();
+    assert!(error.contains("file/rank-00000.out"), "{error}");
 }

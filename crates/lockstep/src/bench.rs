@@ -105,7 +105,7 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     match command {
         Command::Step(arguments) => step(arguments)?,
         Command::Gemm(arguments) => gemm(arguments)?,
-        Command::Collectives(arguments) => collectives::run(arguments)?,
+        Command::Collectives(arguments) => return collectives::run(arguments),
     }
     Ok(ExitCode::SUCCESS)
 }

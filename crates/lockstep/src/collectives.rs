@@ -1,19 +1,18 @@
 //! `lockstep bench collectives`: the command starts itself once for each rank; rank 0 prints.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory, Timing};
-use lockstep_comm::{
-    Deadline, Ended, Group, Kind, Launch, NumberType, Pinning, WorldOptions, join_from_environment,
-};
+use lockstep_comm::{CommError, Group, Kind, NumberType, Output, Pinning};
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::launch::started_group;
 use serde_json::json;
 
-use crate::exit::{FAILED, Failure};
+use crate::exit::Failure;
 use crate::output::say;
-
-/// The ranks start at once; the first of them need not wait long for the last.
-const JOIN_LIMIT: Duration = Duration::from_secs(60);
+use crate::ranks;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -117,41 +116,27 @@ fn bytes(text: &str) -> Result<usize, String> {
     number.checked_mul(factor).filter(|bytes| *bytes > 0).ok_or_else(|| "allowed is 1 B or more".to_owned())
 }
 
-pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
-    match join_from_environment(Deadline::after(JOIN_LIMIT))? {
-        Some(group) => time(arguments, &group),
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    match started_group().map_err(|error| ranks::told_by(error, 0))? {
+        Some(group) => {
+            time(arguments, &group).map_err(|error| ranks::told_by(error.into(), group.rank()))?;
+            Ok(ExitCode::SUCCESS)
+        }
         None => launch(arguments),
     }
 }
 
 /// Starts this command again, as each of the ranks.
-fn launch(arguments: &Arguments) -> Result<(), Failure> {
+fn launch(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if !(arguments.seconds > 0.0 && arguments.seconds <= 60.0) {
         return Err(Failure::configuration(format!("--seconds {}: allowed is 0 to 60", arguments.seconds)));
     }
-    let program = std::env::current_exe()
-        .map_err(|error| Failure { message: format!("cannot find this program: {error}"), code: FAILED })?;
-    let launch = Launch {
-        program,
-        arguments: std::env::args_os().skip(1).collect(),
-        environment: Vec::new(),
-        ranks: arguments.nproc_per_node,
-        options: WorldOptions::default(),
-        pinning: if arguments.no_pinning { Pinning::Free } else { Pinning::Share },
-        sound_codes: vec![0],
-    };
-    let mut agent = launch.start()?;
-    loop {
-        match agent.watch(Duration::from_secs(1))? {
-            None => {}
-            Some(Ended::Well(_)) => return Ok(()),
-            Some(Ended::Badly(failure)) => return Err(failure.error.into()),
-        }
-    }
+    let pinning = if arguments.no_pinning { Pinning::Free } else { Pinning::Share };
+    ranks::run(arguments.nproc_per_node, pinning, Output::Labelled, &Interrupt::default())
 }
 
 /// What each rank does.
-fn time(arguments: &Arguments, group: &Group) -> Result<(), Failure> {
+fn time(arguments: &Arguments, group: &Group) -> Result<(), CommError> {
     let is_first = group.rank() == 0;
     let kind = Kind::from(arguments.op);
     let mut rows = Vec::new();

@@ -97,6 +97,7 @@ impl From<CommError> for Failure {
         let code = match error {
             CommError::PeerLost { .. } => PEER_LOST,
             CommError::Join(_) => CONFIGURATION,
+            CommError::Log { ref source, .. } => code_of_io(source),
             _ => FAILED,
         };
         Self { message: error.to_string(), code }

@@ -12,6 +12,7 @@ mod doctor;
 mod exit;
 mod infer;
 mod output;
+mod ranks;
 mod report;
 mod train;
 

@@ -3,17 +3,19 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::Args;
+use clap::{Args, ValueHint};
+use lockstep_comm::{Output, Pinning};
 use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_train::config::Origin;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::launch::{Ended, RankCodes, run_ranks, started_group};
+use lockstep_train::launch::started_group;
 use lockstep_train::progress::Progress;
 use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, train};
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 use crate::infer::{Length, continue_text, show};
 use crate::output::say;
+use crate::ranks;
 
 /// The built-in demonstration: what `lockstep train` does without a file.
 const DEMONSTRATION: &str = include_str!("demonstration.toml");
@@ -36,16 +38,23 @@ pub(crate) struct Arguments {
     /// Ranks on this machine, each with the whole model and its share of the batch: a number, or one for each core (auto)
     #[arg(long, value_name = "N|auto", value_parser = ranks)]
     nproc_per_node: Option<usize>,
+    /// Append what each rank prints to rank-00000.out and .err, ... in DIR; rank 0 is shown as well. Without it, lines of
+    /// the other ranks are shown as "[rank 1] ..."
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    log_dir: Option<PathBuf>,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let config = configuration(arguments)?;
-    let ranks = match started_group()? {
-        Some(group) => Ranks::of(group, &config)?,
-        None if config.parallel.data_parallel_replicate > 1 => {
-            return launch(config.parallel.data_parallel_replicate);
+    let replicas = config.parallel.data_parallel_replicate;
+    let ranks = match started_group().map_err(|error| ranks::told_by(error, 0))? {
+        Some(group) if group.size() > 1 || replicas > 1 => Ranks::of(group, &config)?,
+        None if replicas > 1 || arguments.log_dir.is_some() => {
+            let output = arguments.log_dir.clone().map_or(Output::Labelled, Output::Files);
+            return ranks::run(replicas, Pinning::Share, output, &Interrupt::on_signals()?)
+                .map_err(resumable);
         }
-        None => Ranks::alone(),
+        _ => Ranks::alone(),
     };
     let resume = match arguments.resume.as_str() {
         "auto" => Resume::Auto,
@@ -54,7 +63,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let interrupt = Interrupt::on_signals()?;
     let summary = train(&config, &resume, &ranks, &interrupt, Progress::on_stderr)
-        .map_err(|error| of_rank(error, &ranks))?;
+        .map_err(|error| ranks::told_by(error, ranks.rank()))?;
     if ranks.is_first() {
         report(&config, &resume, &summary);
     }
@@ -97,30 +106,15 @@ fn ranks(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|ranks| *ranks > 0).ok_or_else(|| "a number from 1, or auto".to_owned())
 }
 
-/// Starts this command once for each rank.
-fn launch(replicas: usize) -> Result<ExitCode, Failure> {
-    let interrupt = Interrupt::on_signals()?;
-    let arguments = std::env::args_os().skip(1).collect();
-    let codes = RankCodes { interrupted: INTERRUPTED.into(), lost: PEER_LOST.into() };
-    match run_ranks(replicas, arguments, codes, &interrupt)? {
-        Ended::With(code) => Ok(ExitCode::from(code as u8)),
-        Ended::Lost(error) => {
-            let message = format!("{error}; the same command goes on from the last checkpoint");
-            Err(Failure { message, code: PEER_LOST })
-        }
+/// A loss is no fault of the run's: it can go on.
+fn resumable(failure: Failure) -> Failure {
+    match failure {
+        Failure { message, code: PEER_LOST } if !message.is_empty() => Failure {
+            message: message + "; the same command goes on from the last checkpoint",
+            code: PEER_LOST,
+        },
+        failure => failure,
     }
-}
-
-/// What a rank says of its failure: nothing of what all ranks know, for that is the launcher's to say.
-fn of_rank(error: lockstep_train::Error, ranks: &Ranks) -> Failure {
-    let is_known_to_all = matches!(error, lockstep_train::Error::Comm(_));
-    let failure = Failure::from(error);
-    let message = match ranks.rank() {
-        _ if is_known_to_all => String::new(),
-        0 => failure.message,
-        rank => format!("rank {rank}: {}", failure.message),
-    };
-    Failure { message, ..failure }
 }
 
 /// How the run ended, and what can be done next.

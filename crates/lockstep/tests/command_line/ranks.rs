@@ -93,4 +93,24 @@ fn ranks_that_do_not_fit_are_refused_before_any_starts() {
         &["leave one of them out"],
     );
     refused(&["--nproc-per-node", "2", "--set", "data.train=['none.txt']"], &["none.txt"]);
+    refused(&["--nproc-per-node", "2", "--log-dir", "run.toml"], &["cannot write run.toml/rank-00000.out"]);
+}
+
+#[test]
+fn what_ranks_print_is_kept_where_a_failure_says() {
+    let workshop = Workshop::new();
+    let arguments = ["train", "run.toml", "--nproc-per-node", "2", "--log-dir", "logs"];
+    let mut run = workshop.start(env!("CARGO_BIN_EXE_lockstep"), &[&arguments[..], &MANY[..]].concat());
+    run.wait_until("a step", |run| run.stderr().contains("\nstep "));
+    kill_process(ranks_of(&run)[1], Signal::KILL).unwrap();
+    let outcome = run.finish();
+    assert_eq!(outcome.code, Some(5), "{outcome:?}");
+    assert!(outcome.stderr.contains("what it said is in logs/rank-00001.err"), "{outcome:?}");
+    let kept = String::from_utf8(workshop.read("logs/rank-00000.err")).unwrap();
+    assert!(outcome.stderr.starts_with(&kept), "rank 0 is shown as well: {kept}, {outcome:?}");
+    // One rank is a run of ranks as well, and its bad end has no other teller.
+    let alone = ["train", "run.toml", "--log-dir", "logs", "--set", "data.train=['none.txt']"];
+    workshop.run(&alone).refuses(2, &["none.txt"]);
+    let kept = String::from_utf8(workshop.read("logs/rank-00000.err")).unwrap();
+    assert!(kept.ends_with("\n") && kept.contains("none.txt"), "{kept}");
 }

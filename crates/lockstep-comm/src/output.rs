@@ -1,0 +1,287 @@
+//! What ranks print, on its way to the terminal and to files.
+//!
+//! Lines of several ranks never mix: each is written whole, with the rank before it. A thread of the launcher carries them;
+//! it holds no more than one line of each rank, and what a rank wrote before it died is read to the last byte.
+
+use std::{
+    fs::{self, File},
+    io::{self, IsTerminal, Write},
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    thread::{Builder, JoinHandle},
+};
+
+use rustix::{
+    event::{EventfdFlags, PollFd, PollFlags, eventfd, poll},
+    fs::{OFlags, fcntl_getfl, fcntl_setfl},
+};
+
+use crate::CommError;
+
+/// A line that is longer is cut.
+const LINE_BYTES: usize = 64 << 10;
+/// Bytes that are read at a time.
+const READ_BYTES: usize = 16 << 10;
+/// Reads of a pipe whose writer has ended; a pipe holds less than this, unless somebody else still writes.
+const LAST_READS: usize = (1 << 20) / READ_BYTES;
+/// Clears the line that a progress bar may be drawn on.
+const CLEAR_LINE: &str = "\r\x1b[K";
+
+/// Where the output of ranks goes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Output {
+    /// To the launcher's own: rank 0's as it is, that of the others line by line as `[rank 3] ...`.
+    #[default]
+    Labelled,
+    /// To the end of `rank-00003.out` and `rank-00003.err` in this directory; rank 0's is shown by the launcher as well.
+    Files(PathBuf),
+}
+
+impl Output {
+    /// The file that has what `rank` wrote to standard error, if there is one.
+    pub fn error_log(&self, rank: usize) -> Option<PathBuf> {
+        match self {
+            Self::Labelled => None,
+            Self::Files(dir) => Some(file(dir, rank, "err")),
+        }
+    }
+
+    /// Has the process of `rank` write where it should.
+    ///
+    /// # Errors
+    /// [`CommError::Log`].
+    pub(crate) fn prepare(&self, rank: usize, command: &mut Command) -> Result<(), CommError> {
+        match self {
+            Self::Labelled if rank == 0 => {}
+            Self::Files(dir) if rank > 0 => {
+                command.stdout(Stdio::from(open(dir, rank, "out")?));
+                command.stderr(Stdio::from(open(dir, rank, "err")?));
+            }
+            _ => {
+                command.stdout(Stdio::piped()).stderr(Stdio::piped());
+            }
+        }
+        Ok(())
+    }
+
+    /// What is to be carried of a rank that was started as prepared.
+    ///
+    /// # Errors
+    /// [`CommError::Log`], and what the system says.
+    pub(crate) fn streams(&self, rank: usize, child: &mut Child) -> Result<Vec<Stream>, CommError> {
+        let label = (rank > 0).then(|| format!("[rank {rank}] "));
+        let copy = |extension| match self {
+            Self::Labelled => Ok(None),
+            Self::Files(dir) => open(dir, rank, extension).map(Some),
+        };
+        let mut streams = Vec::new();
+        if let Some(pipe) = child.stdout.take() {
+            streams.push(Stream::new(pipe.into(), label.clone(), Box::new(io::stdout()), copy("out")?)?);
+        }
+        if let Some(pipe) = child.stderr.take() {
+            // Nobody draws a progress bar but rank 0, on the launcher's terminal.
+            let is_drawn_on = io::stderr().is_terminal();
+            let label = label.map(|label| if is_drawn_on { format!("{CLEAR_LINE}{label}") } else { label });
+            streams.push(Stream::new(pipe.into(), label, Box::new(io::stderr()), copy("err")?)?);
+        }
+        Ok(streams)
+    }
+}
+
+fn file(dir: &Path, rank: usize, extension: &str) -> PathBuf {
+    dir.join(format!("rank-{rank:05}.{extension}"))
+}
+
+fn open(dir: &Path, rank: usize, extension: &str) -> Result<File, CommError> {
+    let path = file(dir, rank, extension);
+    // What an earlier run left there may say why it ended.
+    let opened = fs::create_dir_all(dir).and_then(|()| File::options().append(true).create(true).open(&path));
+    opened.map_err(|source| CommError::Log { path, source })
+}
+
+/// One of the two outputs of a rank.
+pub(crate) struct Stream {
+    pipe: OwnedFd,
+    /// Before each line; without it everything goes on as it comes.
+    label: Option<String>,
+    out: Box<dyn Write + Send>,
+    copy: Option<File>,
+    /// A line that has not ended yet.
+    line: Vec<u8>,
+}
+
+impl Stream {
+    fn new(
+        pipe: OwnedFd,
+        label: Option<String>,
+        out: Box<dyn Write + Send>,
+        copy: Option<File>,
+    ) -> Result<Self, CommError> {
+        let flags = fcntl_getfl(&pipe).and_then(|flags| fcntl_setfl(&pipe, flags | OFlags::NONBLOCK));
+        flags.map_err(|error| CommError::io("read the output of a rank")(error.into()))?;
+        Ok(Self { pipe, label, out, copy, line: Vec::new() })
+    }
+
+    /// Carries what is there, in at most so many reads; says whether there may be more to come.
+    fn carry(&mut self, reads: usize) -> bool {
+        let mut bytes = [0; READ_BYTES];
+        for _ in 0..reads {
+            match rustix::io::read(&self.pipe, &mut bytes) {
+                Ok(0) => return false,
+                Ok(count) => self.take(&bytes[..count]),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return true,
+                Err(_) => return false,
+            }
+        }
+        true
+    }
+
+    fn take(&mut self, bytes: &[u8]) {
+        let Some(label) = &self.label else { return self.put(bytes) };
+        let mut text = Vec::with_capacity(bytes.len() + 2 * label.len());
+        for part in bytes.split_inclusive(|byte| *byte == b'\n') {
+            self.line.extend_from_slice(part);
+            if part.ends_with(b"\n") || self.line.len() >= LINE_BYTES {
+                text.extend_from_slice(label.as_bytes());
+                text.append(&mut self.line);
+                if !part.ends_with(b"\n") {
+                    text.push(b'\n');
+                }
+            }
+        }
+        self.put(&text);
+    }
+
+    /// Nothing more will come: a line that was begun is all there is of it.
+    fn end(&mut self) {
+        if !self.line.is_empty() {
+            self.take(b"\n");
+        }
+    }
+
+    /// A terminal that has gone, or a disk that is full, must not end the run.
+    fn put(&mut self, bytes: &[u8]) {
+        let _ = self.out.write_all(bytes).and_then(|()| self.out.flush());
+        if let Some(copy) = &mut self.copy {
+            let _ = copy.write_all(bytes);
+        }
+    }
+}
+
+/// The thread that carries. Dropped, it carries what is there and ends.
+#[derive(Debug)]
+pub(crate) struct Relay {
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Relay {
+    pub(crate) fn start(streams: Vec<Stream>) -> Result<Self, CommError> {
+        let failed = CommError::io("start a thread");
+        let start = || -> io::Result<Self> {
+            let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+            let watched = Arc::clone(&stop);
+            let thread = Builder::new()
+                .name("lockstep-relay".to_owned())
+                .spawn(move || carry_all(streams, &watched))?;
+            Ok(Self { stop, thread: Some(thread) })
+        };
+        start().map_err(failed)
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        // An event counter at its limit would refuse; this one is written once.
+        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn carry_all(mut streams: Vec<Stream>, stop: &OwnedFd) {
+    let mut is_last = false;
+    while !streams.is_empty() && !is_last {
+        let pipes = streams.iter().map(|stream| PollFd::new(&stream.pipe, PollFlags::IN));
+        let mut polled: Vec<_> = pipes.chain([PollFd::new(stop, PollFlags::IN)]).collect();
+        if poll(&mut polled, None).is_err() {
+            continue;
+        }
+        let mut has_news: Vec<bool> = polled.iter().map(|polled| !polled.revents().is_empty()).collect();
+        is_last = has_news.pop().unwrap_or(true);
+        let mut news = has_news.into_iter();
+        streams.retain_mut(|stream| {
+            let has_news = news.next().unwrap_or(true);
+            let is_open = if is_last { stream.carry(LAST_READS) } else { !has_news || stream.carry(1) };
+            if is_last || !is_open {
+                stream.end();
+            }
+            is_open
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Shared(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Shared {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// What becomes of `parts`, each written at once.
+    fn carried(label: Option<&str>, parts: &[&[u8]]) -> String {
+        let (out, (read, write)) = (Shared::default(), io::pipe().unwrap());
+        let stream = Stream::new(read.into(), label.map(str::to_owned), Box::new(out.clone()), None).unwrap();
+        let relay = Relay::start(vec![stream]).unwrap();
+        for part in parts {
+            let mut rest = *part;
+            while !rest.is_empty() {
+                let count = rustix::io::write(&write, rest).unwrap();
+                rest = &rest[count..];
+            }
+        }
+        // The writing end is open still, as where a rank has left a child of its own behind.
+        drop(relay);
+        drop(write);
+        let text = out.0.lock().unwrap().clone();
+        String::from_utf8(text).unwrap()
+    }
+
+    #[test]
+    fn lines_are_whole_and_say_whose_they_are_and_the_last_one_is_not_lost() {
+        assert_eq!(
+            carried(Some("[1] "), &[b"one\ntw", b"o\n\nthree"]),
+            "[1] one\n[1] two\n[1] \n[1] three\n"
+        );
+        assert_eq!(carried(Some("[1] "), &[]), "");
+        assert_eq!(carried(None, &[b"one\ntw", b"o\r"]), "one\ntwo\r");
+    }
+
+    #[test]
+    fn a_line_without_end_is_cut_and_nothing_of_it_is_lost() {
+        let long = vec![b'x'; 5 * LINE_BYTES / 2];
+        let text = carried(Some("> "), &[&long]);
+        assert_eq!(text.matches('x').count(), long.len());
+        let longest = text.lines().map(str::len).max().unwrap();
+        assert!(
+            (3..=4).contains(&text.lines().count()) && longest < LINE_BYTES + READ_BYTES + 3,
+            "{longest}"
+        );
+    }
+}

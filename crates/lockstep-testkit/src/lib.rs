@@ -41,7 +41,7 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// One target for each parser of input that others may have written.
-pub const TARGETS: [Target; 11] = [
+pub const TARGETS: [Target; 12] = [
     Target {
         name: "safetensors_header",
         parse: targets::safetensors_header,
@@ -149,6 +149,20 @@ pub const TARGETS: [Target; 11] = [
             "inf",
             "0x",
             "= {",
+        ],
+    },
+    Target {
+        name: "flight_records",
+        parse: targets::flight_records,
+        seeds: seeds::flight_records,
+        words: &[
+            "\"sequence\":",
+            "\"send\"",
+            "\"receive\"",
+            "\"index\":",
+            "\"root\":",
+            "null",
+            "18446744073709551615",
         ],
     },
     Target {

@@ -232,3 +232,25 @@ pub fn run_records() -> Vec<Vec<u8>> {
 "#;
     vec![rows.into(), b"{\"step\":3,\"loss\":0}".into()]
 }
+
+/// Files of the flight recorder.
+pub fn flight_records() -> Vec<Vec<u8>> {
+    let call = |number: u64, kind: &str, index: u64, done: &str| {
+        format!(
+            r#"{{"number":{number},"group":{{"index":{index},"first":0,"size":2}},"sequence":{number},"what":"{kind}","kind":"{kind}","op":null,"dtype":"f32","elements":8,"root":1,"detail":0,"posted_us":9,"met_us":null,"done_us":{done},"caller":"a.rs:1"}}"#
+        )
+    };
+    let dump = |first: &str, second: &str| {
+        format!(
+            r#"{{"format":"lockstep flight recorder","version":1,"host":"a","written_us":99,"ended":{{"message":"m","lost":null}},"world_size":3,"ranks":[{{"rank":0,"operations":[{first}]}},{{"rank":2,"operations":[{second}]}}]}}"#
+        )
+    };
+    let both = |kind: &str| {
+        [call(3, "barrier", 0, "12"), call(4, kind, 1, "null"), call(5, "send", 0, "null")].join(",")
+    };
+    vec![
+        dump(&both("reduce"), &both("reduce")).into(),
+        dump(&both("reduce"), &both("gather")).into(),
+        dump(&both("receive"), "").into(),
+    ]
+}

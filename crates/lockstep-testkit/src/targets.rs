@@ -11,6 +11,7 @@ use lockstep_data::{
 };
 use lockstep_model::ModelConfig;
 use lockstep_plan::DType;
+use lockstep_train::flight::{Dump, analyse};
 use lockstep_train::{RunConfig, report};
 use serde_json::Value;
 
@@ -231,4 +232,18 @@ pub fn run_report(bytes: &[u8]) -> Verdict {
     let data = page.split("id=\"data\">").nth(1).and_then(|rest| rest.split("</script>").next());
     assert!(data.is_some_and(|data| serde_json::from_str::<Value>(data).is_ok()), "the data are JSON");
     Verdict::Accepted
+}
+
+/// A file of the flight recorder. What an accepted one tells can be told, and blames ranks that there are.
+///
+/// # Panics
+/// If not.
+pub fn flight_records(bytes: &[u8]) -> Verdict {
+    let dump = Dump::parse(bytes);
+    if let Ok(dump) = &dump {
+        let analysis = analyse(std::slice::from_ref(dump));
+        assert!(!analysis.to_string().is_empty());
+        assert!(analysis.culprits.iter().all(|rank| *rank < dump.world_size), "{analysis:?}");
+    }
+    (&dump).into()
 }

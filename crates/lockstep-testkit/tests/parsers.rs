@@ -86,3 +86,8 @@ fn no_record_of_a_run_becomes_markup_in_its_report() {
 fn any_adapter_configuration_is_one_that_can_be_used_or_is_refused() {
     survives("adapter_config", 10_000);
 }
+
+#[test]
+fn any_flight_record_is_told_in_words_or_refused() {
+    survives("flight_records", 5_000);
+}

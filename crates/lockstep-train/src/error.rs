@@ -58,6 +58,22 @@ pub enum Error {
         /// Lines that are no rows.
         damaged_lines: usize,
     },
+    /// A file of the flight recorder cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    ReadRecords {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A file of the flight recorder that cannot be believed.
+    #[error("{} holds no records of ranks that can be used: {problem}", path.display())]
+    BadRecords {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The handlers of SIGINT and SIGTERM cannot be installed.
     #[error("cannot watch for Ctrl-C and SIGTERM: {0}")]
     Signals(#[source] io::Error),

@@ -1,17 +1,24 @@
 //! The ranks of a run on this machine: started as processes of the program itself, watched, and asked to stop together.
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lockstep_comm::{Deadline, Ended, Group, Launch, Output, Pinning, WorldOptions, join_from_environment};
+use lockstep_comm::{
+    self as comm, Agent, CommError, Deadline, Failure, Group, Launch, LossCause, Output, Pinning,
+    WorldOptions, join_from_environment,
+};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
+use crate::flight::{Dump, Ending};
 use crate::interrupt::Interrupt;
 
 /// How often the launcher looks for a signal to pass on.
 const LOOK: Duration = Duration::from_millis(100);
 /// How long the first rank waits for the last one to start.
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
+/// The exit code of a rank that has panicked.
+const PANICKED: i32 = 101;
 
 /// How this program is started once for each rank.
 #[derive(Debug, Clone)]
@@ -22,8 +29,32 @@ pub struct RankProcesses {
     pub pinning: Pinning,
     /// Where what they print goes.
     pub output: Output,
+    /// Where the records of the flight recorder go after a bad end, if anywhere.
+    pub records: Option<PathBuf>,
     /// The exit code of a rank that has stopped because it was asked to.
     pub interrupted: i32,
+    /// The exit code of a rank that has lost another.
+    pub lost: i32,
+}
+
+/// How the ranks ended.
+#[derive(Debug)]
+pub enum Ended {
+    /// As they should, with the greatest of their exit codes.
+    Well(i32),
+    /// One of them has failed.
+    Badly(Box<BadEnd>),
+}
+
+/// How a run of ranks ended that did not end well.
+#[derive(Debug)]
+pub struct BadEnd {
+    /// Who failed first, and how.
+    pub failure: Failure,
+    /// Whether that rank has said why; what all ranks know none of them says.
+    pub has_told: bool,
+    /// The file with what the ranks called last, if there is something to be learned from it.
+    pub records: Option<Result<PathBuf, Error>>,
 }
 
 /// The group of the ranks that this process was started with; none if nobody started any.
@@ -40,7 +71,7 @@ pub fn started_group() -> Result<Option<Group>, Error> {
 /// # Errors
 /// What kept them from being started.
 pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ended, Error> {
-    let RankProcesses { ranks, pinning, output, interrupted } = processes;
+    let RankProcesses { ranks, pinning, output, records, interrupted, lost } = processes;
     let launch = Launch {
         program: std::env::current_exe().map_err(Error::Program)?,
         arguments: std::env::args_os().skip(1).collect(),
@@ -54,8 +85,12 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
     let mut agent = launch.start()?;
     let mut is_passed_on = false;
     loop {
-        if let Some(ended) = agent.watch(LOOK)? {
-            return Ok(ended);
+        match agent.watch(LOOK)? {
+            None => {}
+            Some(comm::Ended::Well(code)) => return Ok(Ended::Well(code)),
+            Some(comm::Ended::Badly(failure)) => {
+                return Ok(Ended::Badly(Box::new(bad_end(&agent, failure, records.as_deref(), lost))));
+            }
         }
         if interrupt.is_requested() && !is_passed_on {
             is_passed_on = true;
@@ -65,4 +100,22 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
             }
         }
     }
+}
+
+fn bad_end(agent: &Agent, failure: Failure, records: Option<&Path>, lost: i32) -> BadEnd {
+    let is_of_one = matches!(failure.error, CommError::PeerLost { .. } | CommError::Stopped { .. });
+    let has_told = is_of_one && matches!(failure.cause, LossCause::Exit(code) if code != lost);
+    let records = records.filter(|_| !has_told || failure.cause == LossCause::Exit(PANICKED));
+    let written = records.and_then(|dir| {
+        let lost = match failure.error {
+            CommError::PeerLost { rank, .. } => Some(rank),
+            _ => None,
+        };
+        let ending = Ending { message: failure.error.to_string(), lost };
+        let ranks = agent.pids().len();
+        let recorded = (0..ranks).map(|rank| (rank, agent.world().recorded(rank)));
+        let dump = Dump::new(ranks, Some(ending), recorded);
+        (!dump.is_empty()).then(|| dump.write(dir))
+    });
+    BadEnd { failure, has_told, records: written }
 }

@@ -9,6 +9,7 @@
 //! - [`metrics`]: `metrics.jsonl`, one whole line a step, continued without a seam after a resume.
 //! - [`progress`]: the line a person watches, or plain lines where nobody does.
 //! - [`launch`]: the ranks of a run on this machine, started and watched.
+//! - [`flight`]: what ranks called last, when a run ended badly.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
 //! - [`benchmark`]: how fast the machine at hand makes steps.
 //! - [`roofline`]: where the time of a step goes, against what the machine could do.
@@ -23,6 +24,7 @@ mod corpus;
 mod describe;
 pub mod doctor;
 mod error;
+pub mod flight;
 mod guard;
 pub mod human;
 pub mod interrupt;

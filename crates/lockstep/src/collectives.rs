@@ -132,7 +132,7 @@ fn launch(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Err(Failure::configuration(format!("--seconds {}: allowed is 0 to 60", arguments.seconds)));
     }
     let pinning = if arguments.no_pinning { Pinning::Free } else { Pinning::Share };
-    ranks::run(arguments.nproc_per_node, pinning, Output::Labelled, &Interrupt::default())
+    ranks::run(arguments.nproc_per_node, pinning, Output::Labelled, None, &Interrupt::default())
 }
 
 /// What each rank does.

@@ -1,11 +1,13 @@
 //! `lockstep doctor`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
+use lockstep_data::{Format, expand};
 use lockstep_train::RunConfig;
 use lockstep_train::doctor::{Peaks, Status, examine, worst};
+use lockstep_train::flight::{analyse, read_all};
 use serde_json::json;
 
 use crate::exit::{Failure, MISSING};
@@ -19,12 +21,19 @@ pub(crate) struct Arguments {
     /// Measure the peaks of arithmetic and memory as well
     #[arg(long)]
     bench: bool,
+    /// Say on which operation ranks differ, from the records that a run of several ranks left when it ended badly: files,
+    /// globs, or directories with flight-*.json
+    #[arg(long, value_name = "FILE", num_args = 1.., value_hint = ValueHint::AnyPath, conflicts_with_all = ["bench", "checkpoint_dir"])]
+    trace: Vec<String>,
     /// Print one JSON document
     #[arg(long)]
     json: bool,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    if !arguments.trace.is_empty() {
+        return trace(&arguments.trace, arguments.json);
+    }
     let dir = arguments.checkpoint_dir.clone().unwrap_or_else(|| RunConfig::default().checkpoint.dir);
     let findings = examine(&dir, if arguments.bench { Peaks::Measured } else { Peaks::Skipped });
     let worst = worst(&findings);
@@ -44,4 +53,20 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         }
     }
     Ok(if worst == Status::Missing { ExitCode::from(MISSING) } else { ExitCode::SUCCESS })
+}
+
+fn trace(patterns: &[String], as_json: bool) -> Result<ExitCode, Failure> {
+    let pattern = |pattern: &String| match Path::new(pattern) {
+        dir if dir.is_dir() => dir.join("flight-*.json").display().to_string(),
+        _ => pattern.clone(),
+    };
+    let patterns: Vec<String> = patterns.iter().map(pattern).collect();
+    let files = expand(&patterns, Format::JsonLines)?;
+    let analysis = analyse(&read_all(&files.into_iter().map(|file| file.path).collect::<Vec<_>>())?);
+    if as_json {
+        say!("{}", json!(analysis))
+    } else {
+        say!("{}", analysis.to_string().trim_end())
+    }
+    Ok(ExitCode::SUCCESS)
 }

@@ -128,7 +128,11 @@ impl From<lockstep_train::Error> for Failure {
             | Error::OtherParameters { .. }
             | Error::NoRunToResume { .. }
             | Error::NoRun { .. }) => Self::configuration(error.to_string()),
-            error @ (Error::NoGoodCheckpoint { .. } | Error::NoRows { .. }) => {
+            Error::ReadRecords { ref source, .. } => {
+                let code = code_of_io(source);
+                Self { message: error.to_string(), code }
+            }
+            error @ (Error::NoGoodCheckpoint { .. } | Error::NoRows { .. } | Error::BadRecords { .. }) => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }
             Error::Comm(error) => error.into(),

@@ -51,7 +51,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Some(group) if group.size() > 1 || replicas > 1 => Ranks::of(group, &config)?,
         None if replicas > 1 || arguments.log_dir.is_some() => {
             let output = arguments.log_dir.clone().map_or(Output::Labelled, Output::Files);
-            return ranks::run(replicas, Pinning::Share, output, &Interrupt::on_signals()?)
+            let records = arguments.log_dir.clone().unwrap_or_else(|| config.metrics.dir.clone());
+            return ranks::run(replicas, Pinning::Share, output, Some(records), &Interrupt::on_signals()?)
                 .map_err(resumable);
         }
         _ => Ranks::alone(),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use lockstep_engine::Engine;
 use lockstep_graph::{Activity, Span};
 use lockstep_model::RecordedModel;
-use serde_json::Value;
+use serde::Serialize;
 
 use crate::error::Error;
 use crate::roofline::{Limits, layer};
@@ -171,7 +171,7 @@ impl Tracer {
 }
 
 /// Writes a file at once: a reader sees all of it or nothing.
-pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), Error> {
+pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Error> {
     let failed = |source: io::Error| Error::Metrics { path: path.to_owned(), action: "write", source };
     let draft = path.with_extension("tmp");
     let written = || -> io::Result<()> {

@@ -63,7 +63,21 @@ fn a_killed_rank_ends_the_run_at_once_and_is_named() {
         assert!(outcome.stderr.contains(&expected), "{outcome:?}");
         assert_eq!(outcome.stderr.matches("error:").count(), 1, "{outcome:?}");
         assert!(begin.elapsed().as_secs() < 5, "it took {:?}", begin.elapsed());
+        let command =
+            outcome.stderr.lines().find(|line| line.starts_with("lockstep doctor --trace runs/flight-"));
+        let file = command.unwrap().split(' ').nth(3).unwrap();
+        for trace in [file, "runs", "runs/flight-*.json"] {
+            let found = workshop.run(&["doctor", "--trace", trace, "--json"]).json();
+            assert_eq!(found["culprits"], serde_json::json!([rank]), "{found}");
+        }
+        let told = workshop.run(&["doctor", "--trace", file]).succeeds().stdout;
+        assert!(told.contains(&format!("the run ended: rank {rank} was lost")), "{told}");
+        assert!(told.contains("ranks.rs:") || told.contains("reducer.rs:"), "{told}");
+        assert!(told.contains("\n  rank    median ms"), "{told}");
     }
+    workshop.write("broken.json", "{\"format\": \"lockstep flight recorder\", \"version\": 1, \"ranks\"");
+    workshop.run(&["doctor", "--trace", "broken.json"]).refuses(4, &["broken.json", "EOF"]);
+    workshop.run(&["doctor", "--trace", "none.json"]).refuses(2, &["none.json"]);
 }
 
 #[test]

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use crate::{NumberType, ReduceOp};
+use crate::{Algorithm, NumberType, ReduceOp};
 
 /// Which operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -139,7 +139,11 @@ impl fmt::Display for Call {
             (_, Some(root)) => write!(f, " to rank {root}")?,
             _ => {}
         }
-        if self.detail != 0 { write!(f, " in parts #{:04x}", self.detail as u16) } else { Ok(()) }
+        match Algorithm::of(self) {
+            Some(algorithm) if self.detail != 0 => write!(f, " by {algorithm}"),
+            None if self.detail != 0 => write!(f, " in parts #{:04x}", self.detail as u16),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -132,6 +132,12 @@ pub enum LossCause {
     Panicked,
     /// Its process is there, but has not moved for so many milliseconds.
     Silent(u64),
+    /// Its connection was closed from the other end, or broke.
+    Disconnected,
+    /// It sent what no rank of this program sends.
+    Malformed,
+    /// What was sent to it has not arrived for a while.
+    Unreachable,
 }
 
 impl fmt::Display for LossCause {
@@ -143,6 +149,9 @@ impl fmt::Display for LossCause {
             Self::Left => f.write_str("left the run"),
             Self::Panicked => f.write_str("panicked"),
             Self::Silent(ms) => write!(f, "has not moved for {ms} ms"),
+            Self::Disconnected => f.write_str("closed its connections without a word"),
+            Self::Malformed => f.write_str("sent what no rank of this program sends"),
+            Self::Unreachable => f.write_str("cannot be reached any more"),
         }
     }
 }
@@ -225,6 +234,93 @@ pub enum JoinProblem {
     /// The other end hung up.
     #[error("the launcher has gone")]
     HungUp,
+    /// The other end does not know the run's secret, or this one does not.
+    #[error("the other end has another secret than this one, or none")]
+    Secret,
+    /// A secret that cannot be used.
+    #[error("the secret in {path:?} cannot be used: {what}")]
+    SecretFile {
+        /// Where it is.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Ranks are to meet where others can reach them, without a secret.
+    #[error(
+        "{host} can be reached from other machines, and this run has no secret to keep strangers out: put 32 random bytes into a file that only you can read, and name it on every machine by LOCKSTEP_SECRET_FILE"
+    )]
+    NoSecret {
+        /// Where they are to meet.
+        host: String,
+    },
+    /// Another run meets at the same address.
+    #[error("the other end belongs to another run (--rdzv-id)")]
+    OtherRun,
+    /// A connection broke, or took too long.
+    #[error("a connection failed: {0}")]
+    Connection(io::ErrorKind),
+    /// The place where ranks meet cannot be used.
+    #[error("cannot meet at {address}: {what}")]
+    Address {
+        /// Where.
+        address: String,
+        /// Why not.
+        what: String,
+    },
+    /// Some did not come in time.
+    #[error(
+        "{} did not come within {waited_s} s: {}",
+        list(what, missing),
+        "are they running, and can they reach this machine?"
+    )]
+    Missing {
+        /// `rank` or `node`.
+        what: &'static str,
+        /// Which.
+        missing: Vec<usize>,
+        /// How long they were waited for.
+        waited_s: u64,
+    },
+    /// Two say that they are the same one.
+    #[error("two processes say that they are {what} {number}")]
+    Duplicate {
+        /// `rank` or `node`.
+        what: &'static str,
+        /// Which.
+        number: usize,
+    },
+    /// One believes that there are more or fewer of them.
+    #[error("{what} {number} was started as one of {theirs}, {what} 0 as one of {ours}")]
+    OtherSize {
+        /// `rank` or `node`.
+        what: &'static str,
+        /// Which.
+        number: usize,
+        /// How many it expects.
+        theirs: usize,
+        /// How many the first one expects.
+        ours: usize,
+    },
+    /// One was given another configuration.
+    #[error(
+        "rank {rank} was started with other settings than rank 0: give all ranks the same file and the same --set"
+    )]
+    OtherPlan {
+        /// Which.
+        rank: usize,
+    },
+}
+
+/// `ranks 2, 5 and 7`.
+fn list(what: &str, numbers: &[usize]) -> String {
+    match numbers {
+        [number] => format!("{what} {number}"),
+        [numbers @ .., last] => {
+            let numbers: Vec<String> = numbers.iter().map(usize::to_string).collect();
+            format!("{what}s {} and {last}", numbers.join(", "))
+        }
+        [] => format!("no {what}"),
+    }
 }
 
 /// Words that an error takes in shared memory.
@@ -238,6 +334,11 @@ impl CommError {
     /// Whether every rank is told it; what happened to one rank alone only stops the others.
     pub fn is_known_to_all(&self) -> bool {
         !matches!(self, Self::Join(_) | Self::Log { .. } | Self::Io { .. })
+    }
+
+    /// The same error once more, for one more caller. What is local to one rank is left out of it.
+    pub(crate) fn copy(&self) -> Self {
+        Self::from_words(self.to_words(0))
     }
 
     /// The error as words for other ranks. What is local to one rank travels as "stopped by" it.
@@ -319,6 +420,9 @@ impl LossCause {
             Self::Left => (3, 0),
             Self::Panicked => (4, 0),
             Self::Silent(ms) => (5, ms),
+            Self::Disconnected => (6, 0),
+            Self::Malformed => (7, 0),
+            Self::Unreachable => (8, 0),
         }
     }
 
@@ -330,6 +434,9 @@ impl LossCause {
             3 => Self::Left,
             4 => Self::Panicked,
             5 => Self::Silent(value),
+            6 => Self::Disconnected,
+            7 => Self::Malformed,
+            8 => Self::Unreachable,
             _ => return None,
         })
     }
@@ -373,6 +480,9 @@ mod tests {
             LossCause::Left,
             LossCause::Panicked,
             LossCause::Silent(5000),
+            LossCause::Disconnected,
+            LossCause::Malformed,
+            LossCause::Unreachable,
         ];
         errors.extend(causes.map(|cause| CommError::PeerLost { rank: 2, cause, occasion: None }));
         for error in errors {

@@ -10,8 +10,8 @@ use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
 use crate::{
-    Call, Collective, CommError, Deadline, GroupName, Kind, Lent, MAX_PARTITIONS, Occasion, Problem,
-    ReduceOp, Source, Target, call,
+    Algorithm, Call, Collective, CommError, Deadline, GroupName, Kind, Lent, MAX_PARTITIONS, Occasion,
+    Problem, ReduceOp, Source, Target, call,
     memory::Stretch,
     recorder::Recorded,
     task::{Flow, Task},
@@ -26,6 +26,7 @@ pub struct Group {
     index: usize,
     rank: usize,
     size: usize,
+    algorithm: Algorithm,
 }
 
 impl Group {
@@ -38,7 +39,7 @@ impl Group {
         let ranks = transport.members(index);
         let rank = ranks.iter().position(|rank| *rank == transport.rank());
         let rank = rank.expect("a group's handle is only given to its members");
-        Self { transport, index, rank, size: ranks.len() }
+        Self { transport, index, rank, size: ranks.len(), algorithm: Algorithm::Tree }
     }
 
     /// The own rank in the group.
@@ -59,6 +60,12 @@ impl Group {
     /// Ranks of the world, in the order of the group.
     pub fn ranks(&self) -> Vec<usize> {
         self.transport.members(self.index)
+    }
+
+    /// The same group, whose all-reduces go by `algorithm` where they go over a network. All ranks choose the same.
+    #[must_use]
+    pub fn with_algorithm(self, algorithm: Algorithm) -> Self {
+        Self { algorithm, ..self }
     }
 
     /// An arena whose buffers of `categories` the other ranks of this machine can reach: operations on them copy less.
@@ -136,8 +143,12 @@ impl Group {
     where
         for<'a> Stretch: From<&'a I> + From<&'a O>,
     {
-        Task::new(collective, self.rank, self.size)
-            .map_err(|(call, problem)| self.misuse(self.index, call, problem))
+        let mut task = Task::new(collective, self.rank, self.size)
+            .map_err(|(call, problem)| self.misuse(self.index, call, problem))?;
+        if task.call.kind == Kind::AllReduce {
+            task.call.detail = self.algorithm.detail();
+        }
+        Ok(task)
     }
 
     /// Ends the run because of a call that cannot be right.

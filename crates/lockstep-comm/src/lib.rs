@@ -9,6 +9,7 @@
 //! works out what it means for a rank, `blocks` and `exchange` say which bytes go where. `shm` carries it out between
 //! ranks of one machine, which `world` brings together, `launch` starts, and [`environment`] finds others to have started.
 
+mod algorithm;
 pub mod benchmark;
 mod blocks;
 mod call;
@@ -25,9 +26,11 @@ mod recorder;
 mod reduce;
 mod shm;
 mod task;
+mod tcp;
 mod transport;
 mod world;
 
+pub use algorithm::Algorithm;
 pub use call::{Call, Kind};
 pub use deadline::Deadline;
 pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
@@ -38,9 +41,12 @@ pub use number::{Number, NumberType, ReduceOp};
 pub use output::Output;
 pub use recorder::Recorded;
 pub use task::Collective;
+pub use tcp::{Meeting, Secret, TcpOptions, join_by_address, read_frames};
 pub use world::{SOCKET_VARIABLE, World, WorldOptions, join, join_from_environment};
 
 /// The most ranks of one machine.
 pub const MAX_RANKS: usize = 64;
+/// The most ranks of a world.
+pub const MAX_WORLD: usize = 256;
 /// The most partitions of the world, that of all ranks in one group included.
 pub const MAX_PARTITIONS: usize = 64;

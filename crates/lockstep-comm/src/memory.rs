@@ -101,6 +101,12 @@ impl Stretch {
         Self { pointer: self.pointer.wrapping_add(start * self.number.size_bytes()), elements, ..*self }
     }
 
+    /// Bytes from `start` on, `bytes` of them.
+    pub(crate) fn bytes_at(&self, start: usize, bytes: usize) -> Self {
+        debug_assert!(start + bytes <= self.bytes());
+        Self { pointer: self.pointer.wrapping_add(start), number: NumberType::U8, elements: bytes }
+    }
+
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         let range = |stretch: &Self| stretch.pointer as usize..stretch.pointer as usize + stretch.bytes();
         let (a, b) = (range(self), range(other));

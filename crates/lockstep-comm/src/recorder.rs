@@ -52,6 +52,51 @@ impl fmt::Display for Recorded {
     }
 }
 
+/// The records of a rank that shares no memory with others.
+pub(crate) struct Recorder {
+    records: Box<[Record]>,
+    count: u64,
+}
+
+impl fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recorder").field("count", &self.count).finish_non_exhaustive()
+    }
+}
+
+impl Recorder {
+    pub(crate) fn new() -> Self {
+        Self { records: (0..RECORDS).map(|_| Record::default()).collect(), count: 0 }
+    }
+
+    /// Records an operation; returns its number.
+    pub(crate) fn write(
+        &mut self,
+        call: Call,
+        group: GroupName,
+        sequence: u32,
+        caller: &Location<'_>,
+    ) -> u64 {
+        let number = self.count;
+        self.count += 1;
+        write(&self.records[number as usize % RECORDS], number, call, group, sequence, caller);
+        number
+    }
+
+    /// As [`stamp`].
+    pub(crate) fn stamp(&self, number: u64, which: usize) {
+        stamp(&self.records[number as usize % RECORDS], number, which);
+    }
+
+    /// The last records, oldest first.
+    pub(crate) fn read(&self) -> Vec<Recorded> {
+        let first = self.count.saturating_sub(RECORDS as u64);
+        (first..self.count)
+            .filter_map(|number| read_one(&self.records[number as usize % RECORDS], number))
+            .collect()
+    }
+}
+
 /// The machine's monotonic clock in microseconds, the same for all its processes.
 pub(crate) fn now_us() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);

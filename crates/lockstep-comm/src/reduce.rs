@@ -13,12 +13,12 @@
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use lockstep_tensor::CpuLevel;
 
-use crate::{MAX_RANKS, Number, NumberType, ReduceOp};
+use crate::{MAX_WORLD, Number, NumberType, ReduceOp};
 
 /// Elements that are reduced at a time: the partial results of the whole tree stay in the first level of the cache.
 const LANES: usize = 64;
-/// Levels of the tree over [`MAX_RANKS`] leaves, the leaves' own included.
-const LEVELS: usize = MAX_RANKS.ilog2() as usize + 1;
+/// Levels of the tree over [`MAX_WORLD`] leaves, the leaves' own included.
+const LEVELS: usize = MAX_WORLD.ilog2() as usize + 1;
 
 /// Reduces `elements` elements of the sources, in the order of the ranks, and writes the result to every target.
 ///

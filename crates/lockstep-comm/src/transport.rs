@@ -42,7 +42,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn begun(&self, group: usize) -> u32;
 
     /// Waits for an operation to complete.
-    fn wait(&self, group: usize, ticket: &Ticket, deadline: Deadline) -> Result<(), CommError>;
+    fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError>;
 
     /// Carries on with everything, without waiting.
     fn progress(&self) -> Result<(), CommError>;

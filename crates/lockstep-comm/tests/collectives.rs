@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{in_world, soon};
+use common::{Way, in_world_by, soon};
 use half::{bf16, f16};
 use lockstep_comm::{
     Collective, Group, Kind, Lent, Number, NumberType, ReduceOp, Source, Target,
@@ -12,6 +12,13 @@ use lockstep_comm::{
 };
 use lockstep_plan::{DType, MemoryCategory};
 use proptest::prelude::*;
+
+/// Runs `work` as each of `ranks` ranks: in one world, then in one of another kind.
+fn in_world(ranks: usize, work: impl Fn(&Group) + Sync) {
+    for way in Way::ALL {
+        in_world_by(way, ranks, &work);
+    }
+}
 
 /// A type with its reference arithmetic.
 trait Value: Number + PartialEq {

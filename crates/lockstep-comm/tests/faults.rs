@@ -13,15 +13,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{in_world, soon};
+use common::{Way, in_world_by, soon};
 use lockstep_comm::{
     Collective, CommError, Deadline, Group, Kind, LossCause, NumberType, Problem, ReduceOp, Source, Target,
 };
 
-/// Runs `work` as each of `ranks` ranks; returns what each was told, by rank.
+/// Runs `work` as each of `ranks` ranks, in a world of each kind; returns what each was told, by rank, which is the same in
+/// all worlds.
 fn told(ranks: usize, work: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
+    let [shared, tcp] = Way::ALL.map(|way| told_by(way, ranks, &work));
+    let text = |errors: &[CommError]| errors.iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert_eq!(text(&tcp), text(&shared), "by TCP, and in shared memory");
+    shared
+}
+
+/// As [`told`], in a world of one kind.
+fn told_by(way: Way, ranks: usize, work: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
     let errors = Mutex::new(Vec::new());
-    in_world(ranks, |group| {
+    in_world_by(way, ranks, |group| {
         // A rank that fails stays until the others have failed too: they must not learn of it by its leaving.
         if let Err(error) = work(group) {
             errors.lock().unwrap().push((group.rank(), error));
@@ -184,9 +193,9 @@ fn a_call_that_cannot_be_right_ends_the_run_on_every_rank() {
 #[test]
 fn a_rank_that_does_not_come_is_named_when_the_time_is_up() {
     for kind in Kind::ALL.into_iter().filter(|kind| !matches!(kind, Kind::Send | Kind::Receive)) {
-        for elements in SIZES {
+        for (way, elements) in Way::ALL.into_iter().flat_map(|way| SIZES.map(|elements| (way, elements))) {
             let failed = AtomicU32::new(0);
-            let errors = told(3, |group| {
+            let errors = told_by(way, 3, |group| {
                 while group.rank() == 2 && failed.load(Ordering::Relaxed) < 2 {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -227,11 +236,12 @@ fn a_message_that_nobody_sends_or_receives_is_late() {
 fn a_rank_that_leaves_or_panics_is_known_within_200_ms_in_every_operation() {
     let mut delays = Vec::new();
     for kind in Kind::ALL.into_iter().filter(|kind| !matches!(kind, Kind::Send | Kind::Receive)) {
-        for (elements, panics) in [(10, false), (50_000, true)] {
+        let cases = Way::ALL.map(|way| [(way, 10, false), (way, 50_000, true)]);
+        for (way, elements, panics) in cases.into_iter().flatten() {
             let gone = Mutex::new(None);
             let late = Mutex::new(Vec::new());
             let world = || {
-                in_world(3, |group| {
+                in_world_by(way, 3, |group| {
                     if group.rank() != 1 {
                         let error = call(group, kind, elements, soon()).unwrap_err();
                         let since = gone.lock().unwrap().map(|gone: Instant| gone.elapsed());
@@ -285,17 +295,20 @@ fn a_stop_by_one_rank_reaches_those_who_wait_and_those_who_come_later() {
 
 #[test]
 fn the_flight_recorder_shows_who_has_not_come() {
-    in_world(2, |group| {
-        group.barrier(soon()).unwrap();
-        if group.rank() == 0 {
-            let time = Deadline::after(Duration::from_millis(50));
-            group.all_reduce(&mut [0.0_f32; 5][..], ReduceOp::Sum, time).unwrap_err();
-            let (own, other) = (group.recorded(0), group.recorded(1));
-            assert_eq!((own.len(), other.len()), (2, 1));
-            assert!(own[0].done_us.is_some() && own[1].met_us.is_none());
-            assert!(own[1].caller.contains("faults.rs:"), "{}", own[1]);
-        } else {
-            std::thread::sleep(Duration::from_millis(200));
-        }
-    });
+    // Only who shares memory sees another rank's records.
+    for (way, others) in [(Way::SharedMemory, 1), (Way::Tcp, 0)] {
+        in_world_by(way, 2, |group| {
+            group.barrier(soon()).unwrap();
+            if group.rank() == 0 {
+                let time = Deadline::after(Duration::from_millis(50));
+                group.all_reduce(&mut [0.0_f32; 5][..], ReduceOp::Sum, time).unwrap_err();
+                let (own, other) = (group.recorded(0), group.recorded(1));
+                assert_eq!((own.len(), other.len()), (2, others), "{way:?}");
+                assert!(own[0].done_us.is_some() && own[1].met_us.is_none());
+                assert!(own[1].caller.contains("faults.rs:"), "{}", own[1]);
+            } else {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+        });
+    }
 }

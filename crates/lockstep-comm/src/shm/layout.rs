@@ -208,6 +208,7 @@ impl Layout {
 }
 
 /// One operation in the flight recorder.
+#[derive(Default)]
 #[repr(C, align(64))]
 pub(crate) struct Record {
     /// 1 more than the number of the operation of the rank; 0 while it is being written.

@@ -242,7 +242,7 @@ impl Transport for Machine {
         Ok(ticket)
     }
 
-    fn wait(&self, group: usize, ticket: &Ticket, deadline: Deadline) -> Result<(), CommError> {
+    fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError> {
         let is_complete = |_: &mut State| ticket.is_complete().then_some(());
         let late = |state: &State| match state.queue(group).awaited() {
             Some((rank, occasion)) => (rank, Some(occasion)),

@@ -1,22 +1,35 @@
 //! What tests of ranks share.
 
-use std::time::Duration;
+mod tcp;
 
-use lockstep_comm::{Deadline, Group, World, WorldOptions};
+use lockstep_comm::{Group, World, WorldOptions};
 
-/// Long enough for any operation of a test, on a machine that has other things to do.
-pub(crate) fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(30))
+pub(crate) use tcp::soon;
+
+/// How ranks reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    SharedMemory,
+    Tcp,
+}
+
+impl Way {
+    pub(crate) const ALL: [Self; 2] = [Self::SharedMemory, Self::Tcp];
 }
 
 /// Runs `work` as each of `ranks` ranks, on threads.
-pub(crate) fn in_world(ranks: usize, work: impl Fn(&Group) + Sync) {
-    let options = WorldOptions { arena_bytes: 1 << 30, ..WorldOptions::default() };
-    let groups = World::in_process(ranks, options).unwrap();
+pub(crate) fn in_world_by(way: Way, ranks: usize, work: impl Fn(&Group) + Sync) {
     let work = &work;
-    std::thread::scope(|scope| {
-        for group in groups {
-            scope.spawn(move || work(&group));
+    match way {
+        Way::SharedMemory => {
+            let options = WorldOptions { arena_bytes: 1 << 30, ..WorldOptions::default() };
+            let groups = World::in_process(ranks, options).unwrap();
+            std::thread::scope(|scope| {
+                for group in groups {
+                    scope.spawn(move || work(&group));
+                }
+            });
         }
-    });
+        Way::Tcp => tcp::in_tcp_world(ranks, work),
+    }
 }

@@ -1,0 +1,299 @@
+//! All operations of a rank that are under way, and what has come for them before they began. No sockets, no waiting.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+};
+
+use super::{
+    frame::{Channel, ENDING_BYTES, Header, Key, Kind, Malformed},
+    operation::{self, Members, Movement, Post, Running, Sending},
+    stream::{Room, Sink},
+};
+use crate::{
+    CommError, MAX_PARTITIONS, Occasion,
+    error::ERROR_WORDS,
+    recorder::Recorder,
+    task::{Flow, Task},
+    transport::{self, Ticket},
+};
+
+/// Operations of a group that a rank may have begun and not completed.
+const RING: usize = 32;
+/// Small messages to one rank that may be sent before the first of them is received.
+const SMALL_AHEAD: usize = 4;
+/// Posts of one rank in one channel that may wait: more than those two permit.
+const POSTS: usize = 2 * RING;
+
+/// What a rank knows of its operations.
+#[derive(Debug)]
+pub(crate) struct Board {
+    pub(crate) rank: usize,
+    pub(crate) groups: Vec<Option<Operations>>,
+    pub(crate) sending: Sending,
+    pub(crate) recorder: Recorder,
+    /// What ranks have posted that has not begun here: by group, rank and channel.
+    posts: HashMap<(u32, usize, Channel), VecDeque<(u32, Post)>>,
+    /// What other ranks have said of themselves and of the run.
+    pub(crate) said: VecDeque<(usize, Said)>,
+}
+
+/// What a rank says that is about no operation.
+#[derive(Debug)]
+pub(crate) enum Said {
+    Leaving { in_panic: bool },
+    Ending(CommError),
+}
+
+/// The operations of one group.
+#[derive(Debug)]
+pub(crate) struct Operations {
+    pub(crate) members: Members,
+    pub(crate) begun: u32,
+    /// Messages begun to and from each member.
+    mail: Vec<Mail>,
+    running: Vec<Running>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Mail {
+    sent: u32,
+    received: u32,
+}
+
+impl Operations {
+    fn new(index: usize, ranks: Vec<usize>, own: usize) -> Self {
+        let name = transport::name(index, &ranks);
+        let mail = vec![Mail::default(); ranks.len()];
+        Self { members: Members { name, ranks, own }, begun: 0, mail, running: Vec::new() }
+    }
+
+    /// Channel, other end and number that an operation would have if it began now.
+    fn next(&self, task: &Task) -> (Channel, Option<usize>, u32) {
+        match task.flow {
+            Flow::Send { to } => (Channel::Send, Some(to), self.mail[to].sent),
+            Flow::Receive { from } => (Channel::Receive, Some(from), self.mail[from].received),
+            _ => (Channel::Collective, None, self.begun),
+        }
+    }
+
+    /// The oldest operation of those whose beginning stands in the way of another one.
+    pub(crate) fn oldest(&self) -> Option<(usize, Occasion)> {
+        self.running.first().map(|running| running.waits_for(&self.members))
+    }
+
+    /// What the operation of a ticket waits for.
+    pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<(usize, Occasion)> {
+        let running = self.running.iter().find(|running| Arc::ptr_eq(&running.ticket, ticket))?;
+        Some(running.waits_for(&self.members))
+    }
+}
+
+impl Board {
+    pub(crate) fn new(rank: usize, ranks: usize) -> Self {
+        let mut sending = Sending::default();
+        sending.control.resize_with(ranks, VecDeque::new);
+        sending.data.resize_with(ranks, VecDeque::new);
+        let mut board = Self {
+            rank,
+            groups: Vec::new(),
+            sending,
+            recorder: Recorder::new(),
+            posts: HashMap::new(),
+            said: VecDeque::new(),
+        };
+        board.add_group((0..ranks).collect());
+        board
+    }
+
+    pub(crate) fn add_group(&mut self, ranks: Vec<usize>) -> usize {
+        let index = self.groups.len();
+        let own = ranks.iter().position(|rank| *rank == self.rank);
+        self.groups.push(own.map(|own| Operations::new(index, ranks, own)));
+        index
+    }
+
+    pub(crate) fn group(&self, group: usize) -> &Operations {
+        self.groups[group].as_ref().expect("a group's handle is only given to its members")
+    }
+
+    /// Whether an operation may begin.
+    pub(crate) fn has_room(&self, group: usize, task: &Task) -> bool {
+        let operations = self.group(group);
+        let (channel, peer, _) = operations.next(task);
+        let same = operations
+            .running
+            .iter()
+            .filter(|running| running.key.channel == channel && running.peer == peer);
+        same.count() < if channel == Channel::Send { SMALL_AHEAD } else { RING }
+    }
+
+    /// Begins an operation: tells the others, and takes what they have told.
+    pub(crate) fn begin(
+        &mut self,
+        group: usize,
+        task: Task,
+        ticket: Arc<Ticket>,
+        caller: &std::panic::Location<'_>,
+    ) {
+        let operations = self.groups[group].as_mut().expect("a group's handle is only given to its members");
+        let (channel, peer, sequence) = operations.next(&task);
+        let key = Key { group: group as u32, channel, sequence };
+        match (channel, peer) {
+            (Channel::Send, Some(to)) => operations.mail[to].sent += 1,
+            (Channel::Receive, Some(from)) => operations.mail[from].received += 1,
+            _ => operations.begun += 1,
+        }
+        let members = &operations.members;
+        let recorded = self.recorder.write(task.call, members.name, sequence, caller);
+        let data = if channel == Channel::Receive { Vec::new() } else { Running::eager(&task) };
+        if channel == Channel::Send && operation::is_small(&task, task.source.bytes()) {
+            // What is sent is copied; whether it is what the other end waits for is told there.
+            ticket.complete();
+        }
+        let header = Header::of(Kind::Post(task.call.to_words()), key, &data);
+        let mut posts = vec![None; members.len()];
+        let told = |member: &usize| peer.map_or(*member != members.own, |peer| peer == *member);
+        for member in (0..members.len()).filter(told) {
+            let rank = members.ranks[member];
+            self.sending.control[rank].push_back((header, data.clone()));
+            if let Some(waiting) = self.posts.get_mut(&(key.group, rank, channel.turned()))
+                && let Some(at) = waiting.iter().position(|(number, _)| *number == sequence)
+            {
+                posts[member] = waiting.remove(at).map(|(_, post)| post);
+            }
+        }
+        let arrived_bytes = vec![0; members.len()];
+        let movement = Movement::Meeting;
+        operations.running.push(Running {
+            key,
+            peer,
+            task,
+            ticket,
+            recorded,
+            posts,
+            movement,
+            unsent_bytes: 0,
+            arrived_bytes,
+        });
+    }
+
+    /// Carries out what can be; says whether anything has completed.
+    ///
+    /// # Errors
+    /// What ends the run.
+    pub(crate) fn advance(&mut self) -> Result<bool, CommError> {
+        let Self { groups, sending, recorder, .. } = self;
+        let mut has_completed = false;
+        for operations in groups.iter_mut().flatten() {
+            let Operations { members, running, .. } = operations;
+            for operation in running.iter_mut() {
+                if operation.meet(members, sending)? {
+                    recorder.stamp(operation.recorded, 0);
+                }
+                if operation.advance(members, sending) {
+                    recorder.stamp(operation.recorded, 1);
+                    operation.ticket.complete();
+                    operation.movement = Movement::Done;
+                    has_completed = true;
+                }
+            }
+            running.retain(|operation| !matches!(operation.movement, Movement::Done));
+        }
+        Ok(has_completed)
+    }
+
+    /// Forgets all operations.
+    pub(crate) fn abandon(&mut self) {
+        self.groups.iter_mut().flatten().for_each(|operations| operations.running.clear());
+        self.sending.data.iter_mut().for_each(VecDeque::clear);
+    }
+
+    /// The operation that a frame from `rank` is about, and that rank's place in its group.
+    fn find(&mut self, rank: usize, key: Key) -> Result<(&mut Running, &Members, usize), Malformed> {
+        let group = self.groups.get_mut(key.group as usize).and_then(Option::as_mut);
+        let Operations { members, running, .. } = group.ok_or(Malformed::Operation)?;
+        let member = members.ranks.iter().position(|other| *other == rank).ok_or(Malformed::Operation)?;
+        let channel = key.channel.turned();
+        let is_it = |running: &&mut Running| {
+            running.key.channel == channel
+                && running.key.sequence == key.sequence
+                && running.peer.is_none_or(|peer| peer == member)
+        };
+        let running = running.iter_mut().find(is_it).ok_or(Malformed::Operation)?;
+        Ok((running, members, member))
+    }
+
+    fn take_post(
+        &mut self,
+        from: usize,
+        header: &Header,
+        call: [u64; 3],
+        data: Vec<u8>,
+    ) -> Result<(), Malformed> {
+        let key = header.key;
+        let post = Post { call, data };
+        if let Ok((running, _, member)) = self.find(from, key) {
+            if running.posts[member].is_some() {
+                return Err(Malformed::Operation);
+            }
+            running.posts[member] = Some(post);
+            return Ok(());
+        }
+        if key.group as usize >= MAX_PARTITIONS {
+            return Err(Malformed::Operation);
+        }
+        let waiting = self.posts.entry((key.group, from, key.channel)).or_default();
+        if waiting.len() >= POSTS {
+            return Err(Malformed::Operation);
+        }
+        waiting.push_back((key.sequence, post));
+        Ok(())
+    }
+}
+
+impl Sink for Board {
+    fn accept(&mut self, from: usize, header: &Header) -> Result<Option<Room>, Malformed> {
+        match header.kind {
+            Kind::Direct { .. } | Kind::Part { .. } => {
+                let (running, members, member) = self.find(from, header.key)?;
+                running.room(members, member, header)
+            }
+            _ => Ok(Some(Room::Kept(vec![0; header.bytes as usize]))),
+        }
+    }
+
+    fn take(&mut self, from: usize, header: &Header, kept: Vec<u8>) -> Result<(), Malformed> {
+        match header.kind {
+            Kind::Post(call) => self.take_post(from, header, call, kept)?,
+            Kind::Direct { .. } | Kind::Part { .. } => {
+                let (running, _, member) = self.find(from, header.key)?;
+                running.take(member, header)?;
+            }
+            // The operation may be done, if the room was for nothing more.
+            Kind::Turn { index } => {
+                if let Ok((running, _, member)) = self.find(from, header.key) {
+                    running.turn(member, index);
+                }
+            }
+            Kind::Beat => {}
+            Kind::Leaving { in_panic } => self.said.push_back((from, Said::Leaving { in_panic })),
+            Kind::Ending => {
+                let mut words = [0; ERROR_WORDS];
+                debug_assert_eq!(kept.len(), ENDING_BYTES);
+                for (word, bytes) in words.iter_mut().zip(kept.as_chunks::<8>().0) {
+                    *word = u64::from_le_bytes(*bytes);
+                }
+                self.said.push_back((from, Said::Ending(CommError::from_words(words))));
+            }
+        }
+        Ok(())
+    }
+
+    fn sent(&mut self, to: usize, key: Key, bytes: usize) {
+        let turned = Key { channel: key.channel.turned(), ..key };
+        if let Ok((running, ..)) = self.find(to, turned) {
+            running.unsent_bytes -= bytes;
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! How ranks become a world over sockets: they meet, learn where each of them listens, and join every two of them by one
+//! connection for what must not wait and some for data.
+
+use std::{
+    net::{SocketAddr, TcpListener, TcpStream},
+    time::Duration,
+};
+
+use super::{
+    Machine,
+    handshake::{Hello, Purpose, Secret, greet},
+    meeting::{CARD_BYTES, Door, Guest, Meeting},
+};
+use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD};
+
+/// What a rank brings to join others over sockets.
+#[derive(Debug, Clone, Copy)]
+pub struct TcpOptions {
+    /// Connections for data between every two ranks: one does not fill a fast or a long link.
+    pub streams: usize,
+    /// How long a rank may be silent before it counts as lost.
+    pub silence: Duration,
+    /// A digest of everything that must be alike on all ranks.
+    pub settings: [u8; 32],
+}
+
+impl Default for TcpOptions {
+    /// Two connections for data, 5 s of silence, and no settings.
+    fn default() -> Self {
+        Self { streams: 2, silence: Duration::from_secs(5), settings: [0; 32] }
+    }
+}
+
+/// The most connections for data between two ranks.
+const MAX_STREAMS: usize = 16;
+
+/// Joins, as `rank` of `ranks`, all others that come to the same meeting. Returns when this one is joined to all.
+///
+/// # Errors
+/// [`CommError::Join`], which is the same on all ranks that came.
+pub fn join_by_address(
+    rank: usize,
+    ranks: usize,
+    mut meeting: Meeting,
+    options: TcpOptions,
+    deadline: Deadline,
+) -> Result<Group, CommError> {
+    let out_of_range =
+        |what, value, allowed| Err(CommError::Join(JoinProblem::OutOfRange { what, value, allowed }));
+    if ranks == 0 || ranks > MAX_WORLD {
+        return out_of_range("number of ranks", ranks, format!("1 to {MAX_WORLD}"));
+    }
+    if rank >= ranks {
+        return out_of_range("rank", rank, format!("below the number of ranks, {ranks}"));
+    }
+    if options.streams == 0 || options.streams > MAX_STREAMS {
+        return out_of_range("number of connections", options.streams, format!("1 to {MAX_STREAMS}"));
+    }
+    let secret = meeting.key()?;
+    let listener = if rank == 0 { None } else { Some(listen(&meeting)?) };
+    let port =
+        listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
+    let card = Card { port: port.map_err(CommError::io("listen for ranks"))?, settings: options.settings };
+    let (guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
+    let cards: Vec<Card> = guests.iter().map(|guest| Card::decode(&guest.card)).collect();
+    if let Some(rank) = cards.iter().position(|card| card.settings != cards[0].settings) {
+        return Err(CommError::Join(JoinProblem::OtherPlan { rank }));
+    }
+    let mesh =
+        Mesh { rank, ranks, streams: options.streams + 1, run: meeting.run_digest(), secret, deadline };
+    // Those above come while this rank is on its way to those below.
+    let open = |listener| Door::open(listener, &mesh.secret, &mesh.hello(0));
+    let door = door.map_or_else(|| listener.map(open).transpose(), |door| Ok(Some(door)));
+    let door = door.map_err(CommError::io("listen for ranks"))?;
+    let sockets = mesh.connect(&meeting, door.as_ref(), &guests, &cards)?;
+    Ok(Group::world(Machine::new(rank, sockets, options.silence)?))
+}
+
+/// A socket for the other ranks, on any port: reachable from where the meeting is.
+fn listen(meeting: &Meeting) -> Result<TcpListener, CommError> {
+    let address = if meeting.is_local() { "localhost:0" } else { "[::]:0" };
+    let bound = TcpListener::bind(address);
+    // A machine may have no IPv6.
+    let bound = if meeting.is_local() { bound } else { bound.or_else(|_| TcpListener::bind("0.0.0.0:0")) };
+    bound.map_err(CommError::io("listen for ranks"))
+}
+
+/// What a rank tells all others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Card {
+    port: u16,
+    settings: [u8; 32],
+}
+
+impl Card {
+    fn encode(&self) -> [u8; CARD_BYTES] {
+        let mut out = [0; CARD_BYTES];
+        out[..2].copy_from_slice(&self.port.to_le_bytes());
+        out[32..64].copy_from_slice(&self.settings);
+        out
+    }
+
+    fn decode(bytes: &[u8; CARD_BYTES]) -> Self {
+        let mut settings = [0; 32];
+        settings.copy_from_slice(&bytes[32..64]);
+        Self { port: u16::from_le_bytes([bytes[0], bytes[1]]), settings }
+    }
+}
+
+struct Mesh {
+    rank: usize,
+    ranks: usize,
+    /// Connections between every two ranks.
+    streams: usize,
+    run: [u8; 32],
+    secret: Secret,
+    deadline: Deadline,
+}
+
+impl Mesh {
+    /// Connects to the ranks below, and waits for those above.
+    fn connect(
+        &self,
+        meeting: &Meeting,
+        door: Option<&Door>,
+        guests: &[Guest],
+        cards: &[Card],
+    ) -> Result<Vec<Vec<TcpStream>>, CommError> {
+        let mut sockets: Vec<Vec<Option<TcpStream>>> =
+            (0..self.ranks).map(|_| (0..self.streams).map(|_| None).collect()).collect();
+        for (peer, sockets) in sockets.iter_mut().enumerate().take(self.rank) {
+            let port = if peer == 0 { meeting.port } else { cards[peer].port };
+            let address = SocketAddr::new(guests[peer].address, port);
+            for (index, socket) in sockets.iter_mut().enumerate() {
+                let stream = meeting.connect(address, self.deadline)?;
+                let server = greet(&stream, &self.secret, &self.hello(index), self.deadline);
+                if server.map_err(CommError::Join)?.rank as usize != peer {
+                    return Err(CommError::Join(JoinProblem::Duplicate { what: "rank", number: peer }));
+                }
+                *socket = Some(stream);
+            }
+        }
+        let mut open = (self.ranks - 1 - self.rank) * self.streams;
+        while open > 0 {
+            let Some(visitor) = door.and_then(|door| door.next(self.deadline)) else {
+                let is_missing = |rank: &usize| sockets[*rank].iter().any(Option::is_none);
+                let missing = (self.rank + 1..self.ranks).filter(is_missing).collect();
+                let waited_s = self.deadline.limit().as_secs();
+                return Err(CommError::Join(JoinProblem::Missing { what: "rank", missing, waited_s }));
+            };
+            let (rank, index) = (visitor.hello.rank as usize, visitor.hello.stream as usize);
+            let is_expected = visitor.hello.purpose == Purpose::Frames && rank > self.rank;
+            let place =
+                sockets.get_mut(rank).filter(|_| is_expected).and_then(|sockets| sockets.get_mut(index));
+            if let Some(place @ None) = place {
+                *place = Some(visitor.stream);
+                open -= 1;
+            }
+        }
+        Ok(sockets.into_iter().map(|sockets| sockets.into_iter().flatten().collect()).collect())
+    }
+
+    fn hello(&self, stream: usize) -> Hello {
+        Hello {
+            purpose: Purpose::Frames,
+            rank: self.rank as u32,
+            ranks: self.ranks as u32,
+            stream: stream as u32,
+            run: self.run,
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! All sockets to one other rank: one for what must not wait behind data, and some for data.
+
+use std::{
+    io::{self, ErrorKind},
+    net::{Shutdown, TcpStream},
+    sync::Arc,
+    time::Duration,
+};
+
+use rustix::{event::PollFlags, net::sockopt::set_tcp_user_timeout};
+
+use super::{
+    board::Board,
+    stream::{Broken, Outbox, Stream},
+};
+use crate::LossCause;
+
+/// Bytes that are read or written on a socket before others have their turn.
+const TURN_BYTES: usize = 512 << 10;
+
+/// The connections to one rank.
+#[derive(Debug)]
+pub(crate) struct Link {
+    rank: usize,
+    streams: Vec<Joined>,
+    pub(crate) status: Status,
+    /// Whether anything has come since the last beat, and how many beats have passed since it had.
+    heard: bool,
+    silence: u32,
+    /// Whether a connection was closed at the last beat.
+    is_closed: bool,
+}
+
+#[derive(Debug)]
+struct Joined {
+    stream: Stream,
+    is_open: bool,
+}
+
+/// What a rank has said of itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Status {
+    Here,
+    Left,
+    Panicked,
+}
+
+impl Link {
+    /// Over `sockets`, the first of which is not for data.
+    pub(crate) fn new(rank: usize, sockets: Vec<TcpStream>, silence: Duration) -> io::Result<Self> {
+        let mut streams = Vec::new();
+        for socket in sockets {
+            set_tcp_user_timeout(&socket, u32::try_from(silence.as_millis()).unwrap_or(u32::MAX))?;
+            streams.push(Joined { stream: Stream::new(socket)?, is_open: true });
+        }
+        Ok(Self { rank, streams, status: Status::Here, heard: true, silence: 0, is_closed: false })
+    }
+
+    /// Whether nothing can come from the rank any more.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.streams.iter().all(|joined| !joined.is_open)
+    }
+
+    /// Reads what has come; says whether that is anything.
+    ///
+    /// # Errors
+    /// How the rank was lost.
+    pub(crate) fn read(&mut self, board: &mut Board) -> Result<bool, LossCause> {
+        let mut has_read = false;
+        for index in 0..self.streams.len() {
+            let Joined { stream, is_open: true } = &mut self.streams[index] else { continue };
+            match stream.read(self.rank, TURN_BYTES, board) {
+                Ok(count) => has_read |= count > 0,
+                Err(broken) => {
+                    has_read = true;
+                    self.close(index, &broken, board)?;
+                }
+            }
+        }
+        self.heard |= has_read;
+        Ok(has_read)
+    }
+
+    /// Writes what waits, as much as the sockets take; says whether that is anything.
+    ///
+    /// # Errors
+    /// As [`Link::read`].
+    pub(crate) fn write(&mut self, board: &mut Board) -> Result<bool, LossCause> {
+        let mut has_written = false;
+        for index in 0..self.streams.len() {
+            let Joined { stream, is_open: true } = &mut self.streams[index] else { continue };
+            let mut control = std::mem::take(&mut board.sending.control[self.rank]);
+            let mut data = std::mem::take(&mut board.sending.data[self.rank]);
+            let mut outbox = if index == 0 { Outbox::Control(&mut control) } else { Outbox::Data(&mut data) };
+            let written = stream.write(self.rank, TURN_BYTES, &mut outbox, board);
+            (board.sending.control[self.rank], board.sending.data[self.rank]) = (control, data);
+            match written {
+                Ok(count) => has_written |= count > 0,
+                Err(broken) => {
+                    has_written = true;
+                    self.close(index, &broken, board)?;
+                }
+            }
+        }
+        Ok(has_written)
+    }
+
+    /// Gives up a connection that has broken.
+    fn close(&mut self, index: usize, broken: &Broken, board: &mut Board) -> Result<(), LossCause> {
+        self.streams[index].is_open = false;
+        // The rank may have said why, before.
+        if let Joined { stream, is_open: true } = &mut self.streams[0] {
+            while matches!(stream.read(self.rank, TURN_BYTES, board), Ok(count) if count > 0) {}
+        }
+        if self.status != Status::Here || board.said.iter().any(|(rank, _)| *rank == self.rank) {
+            return Ok(());
+        }
+        match broken {
+            Broken::Malformed => Err(LossCause::Malformed),
+            Broken::Failed(ErrorKind::TimedOut) => Err(LossCause::Unreachable),
+            Broken::Closed | Broken::Failed(_) if index == 0 => Err(LossCause::Disconnected),
+            // A farewell on another connection may be on its way; the next beats will tell.
+            Broken::Closed | Broken::Failed(_) => Ok(()),
+        }
+    }
+
+    /// Counts a beat; says how the rank is lost if it has been silent for `limit` of them, or half of its connections have
+    /// been closed for one.
+    pub(crate) fn beat(&mut self, limit: u32, silence: Duration) -> Option<LossCause> {
+        self.silence = if std::mem::take(&mut self.heard) { 0 } else { self.silence + 1 };
+        let was_closed =
+            std::mem::replace(&mut self.is_closed, self.streams.iter().any(|joined| !joined.is_open));
+        match self.status {
+            Status::Here if was_closed => Some(LossCause::Disconnected),
+            Status::Here if self.silence >= limit => Some(LossCause::Silent(silence.as_millis() as u64)),
+            _ => None,
+        }
+    }
+
+    /// The sockets, and what to wait for on each.
+    pub(crate) fn interests(&self, board: &Board) -> impl Iterator<Item = (Arc<TcpStream>, PollFlags)> {
+        let (control, data) = (&board.sending.control[self.rank], &board.sending.data[self.rank]);
+        let waiting = [!control.is_empty(), !data.is_empty()];
+        let open = self.streams.iter().enumerate().filter(|(_, joined)| joined.is_open);
+        open.map(move |(index, joined)| {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, joined.stream.is_readable());
+            flags.set(PollFlags::OUT, joined.stream.is_writing() || waiting[index.min(1)]);
+            (Arc::clone(&joined.stream.socket), flags)
+        })
+    }
+
+    /// Forgets what points to the memory of operations: no data go out any more, nor are any taken.
+    pub(crate) fn abandon(&mut self) {
+        self.streams.iter_mut().for_each(|joined| joined.stream.abandon());
+    }
+
+    /// Says that nothing more will come.
+    pub(crate) fn hang_up(&self) {
+        for joined in self.streams.iter().filter(|joined| joined.is_open) {
+            // It may be gone already.
+            let _ = joined.stream.socket.shutdown(Shutdown::Write);
+        }
+    }
+
+    /// Throws away what has come; says whether nothing more can.
+    pub(crate) fn drain(&mut self) -> bool {
+        for joined in self.streams.iter_mut().filter(|joined| joined.is_open) {
+            joined.is_open = joined.stream.drain();
+        }
+        self.is_gone()
+    }
+}

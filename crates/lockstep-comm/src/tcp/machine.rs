@@ -1,0 +1,450 @@
+//! A rank that reaches the others by sockets: a thread that carries on with everything, and callers who begin and wait.
+//!
+//! Everything is behind one lock. Whoever begins or waits carries on once himself, which saves small operations the way over
+//! the thread; the rest of the time the thread does, while its rank computes.
+
+use std::{
+    io,
+    net::TcpStream,
+    os::fd::{AsFd, OwnedFd},
+    panic::Location,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{Builder, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use lockstep_plan::MemoryCategory;
+use lockstep_tensor::{Arena, Workers};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use super::{
+    board::{Board, Said},
+    frame::{Channel, Header, Key, Kind},
+    link::{Link, Status},
+};
+use crate::{
+    Call, CommError, Deadline, LossCause, Occasion,
+    memory::Lent,
+    recorder::Recorded,
+    task::Task,
+    transport::{Ticket, Transport, name},
+};
+
+/// Beats in the time after which a silent rank counts as lost.
+const BEATS: u32 = 20;
+/// The longest sleep without a look at the deadline.
+const NAP: Duration = Duration::from_millis(50);
+/// What a rank that leaves has to say so.
+const FAREWELL: Duration = Duration::from_millis(300);
+
+/// One rank.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    rank: usize,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Something has completed, or has ended.
+    news: Condvar,
+    /// Wakes the thread, which waits for sockets.
+    wake: OwnedFd,
+    silence: Duration,
+}
+
+#[derive(Debug)]
+struct State {
+    board: Board,
+    /// By rank; none to oneself.
+    links: Vec<Option<Link>>,
+    ending: Option<CommError>,
+    /// The rank leaves, in peace or in panic.
+    leaving: Option<Kind>,
+}
+
+impl Machine {
+    /// Comes into the world as `rank`, over sockets to each other rank. Ranks may be silent for `silence`.
+    pub(crate) fn new(
+        rank: usize,
+        sockets: Vec<Vec<TcpStream>>,
+        silence: Duration,
+    ) -> Result<Self, CommError> {
+        let ranks = sockets.len();
+        let link = |(peer, sockets)| (peer != rank).then(|| Link::new(peer, sockets, silence)).transpose();
+        let links = sockets.into_iter().enumerate().map(link).collect::<io::Result<Vec<_>>>();
+        let links = links.map_err(CommError::io("use a connection to a rank"))?;
+        let state = State { board: Board::new(rank, ranks), links, ending: None, leaving: None };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let wake = wake.map_err(|error| CommError::io("make an event counter")(error.into()))?;
+        let shared = Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake, silence });
+        let carrier = Arc::clone(&shared);
+        let thread = Builder::new().name("lockstep-tcp".to_owned()).spawn(move || carrier.carry());
+        let thread = Some(thread.map_err(CommError::io("start a thread"))?);
+        Ok(Self { rank, shared, thread })
+    }
+
+    /// Waits until `attempt` has succeeded; `late` says who is waited for, and with what.
+    fn drive<R>(
+        &self,
+        group: usize,
+        deadline: Deadline,
+        mut attempt: impl FnMut(&mut State) -> Option<R>,
+        late: impl Fn(&State) -> Option<(usize, Occasion)>,
+    ) -> Result<R, CommError> {
+        let mut state = self.shared.lock();
+        let mut awaited = late(&state);
+        loop {
+            if let Some(error) = &state.ending {
+                return Err(during(error.copy(), awaited.map(|(_, occasion)| occasion)));
+            }
+            if let Some(result) = attempt(&mut state) {
+                return Ok(result);
+            }
+            if state.pump() {
+                self.shared.tell();
+                continue;
+            }
+            awaited = late(&state);
+            let (rank, occasion) = awaited.unzip();
+            let rank = rank.unwrap_or(self.rank);
+            let error = match state.links[rank].as_ref().filter(|link| link.is_gone()).map(|link| link.status)
+            {
+                Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, occasion },
+                Some(_) => CommError::PeerLost { rank, cause: LossCause::Left, occasion },
+                None if deadline.has_passed() => {
+                    let nothing = || Occasion {
+                        call: Call::bare(crate::Kind::Barrier),
+                        sequence: 0,
+                        group: name(group, &state.board.group(group).members.ranks),
+                    };
+                    CommError::TimedOut {
+                        rank,
+                        waiting: self.rank,
+                        waited_ms: deadline.limit().as_millis() as u64,
+                        occasion: occasion.unwrap_or_else(nothing),
+                    }
+                }
+                None => {
+                    let nap = NAP.min(deadline.remaining());
+                    state =
+                        self.shared.news.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0;
+                    continue;
+                }
+            };
+            let error = state.end(error);
+            self.shared.tell();
+            return Err(during(error, occasion));
+        }
+    }
+}
+
+impl Transport for Machine {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn members(&self, group: usize) -> Vec<usize> {
+        self.shared.lock().board.group(group).members.ranks.clone()
+    }
+
+    fn groups(&self) -> usize {
+        self.shared.lock().board.groups.len()
+    }
+
+    fn add_group(&self, ranks: Vec<usize>) -> usize {
+        self.shared.lock().board.add_group(ranks)
+    }
+
+    fn begin(
+        &self,
+        group: usize,
+        task: Task,
+        memory: Vec<Lent>,
+        deadline: Deadline,
+        caller: &Location<'_>,
+    ) -> Result<Arc<Ticket>, CommError> {
+        let ticket = Ticket::new(memory);
+        let call = task.call;
+        let mut waiting = Some(task);
+        let begin = |state: &mut State| {
+            let task = waiting.take_if(|task| state.board.has_room(group, task))?;
+            state.board.begin(group, task, Arc::clone(&ticket), caller);
+            state.pump();
+            Some(())
+        };
+        let late = |state: &State| {
+            let operations = state.board.group(group);
+            let (rank, _) = operations.oldest()?;
+            let group = operations.members.name;
+            Some((rank, Occasion { call, sequence: operations.begun, group }))
+        };
+        self.drive(group, deadline, begin, late)?;
+        self.shared.tell();
+        Ok(ticket)
+    }
+
+    fn begun(&self, group: usize) -> u32 {
+        self.shared.lock().board.group(group).begun
+    }
+
+    fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError> {
+        let is_complete = |_: &mut State| ticket.is_complete().then_some(());
+        let late = |state: &State| state.board.group(group).waits_for(ticket);
+        self.drive(group, deadline, is_complete, late)
+    }
+
+    fn progress(&self) -> Result<(), CommError> {
+        let mut state = self.shared.lock();
+        if state.pump() {
+            self.shared.tell();
+        }
+        state.ending.as_ref().map_or(Ok(()), |error| Err(error.copy()))
+    }
+
+    fn fail(&self, error: CommError) -> CommError {
+        let ending = self.shared.lock().end(error);
+        self.shared.tell();
+        ending
+    }
+
+    fn arena(&self, _: &[MemoryCategory]) -> Arena {
+        Arena::new()
+    }
+
+    /// The thread carries on while the rank computes, so it leaves the compute threads alone.
+    fn set_workers(&self, _: Workers) {}
+
+    fn recorded(&self, rank: usize) -> Vec<Recorded> {
+        if rank == self.rank { self.shared.lock().board.recorder.read() } else { Vec::new() }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.shared.lock().leaving = Some(Kind::Leaving { in_panic: std::thread::panicking() });
+        self.shared.tell();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A loss is told with what this rank was waiting for.
+fn during(error: CommError, occasion: Option<Occasion>) -> CommError {
+    match error {
+        CommError::PeerLost { rank, cause, occasion: None } => CommError::PeerLost { rank, cause, occasion },
+        error => error,
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes the thread and everybody who waits.
+    fn tell(&self) {
+        self.news.notify_all();
+        // An event counter at its limit would refuse; the thread is awake then.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// What the thread does: carries on until its rank leaves.
+    fn carry(&self) {
+        let interval = self.silence / BEATS;
+        let mut next_beat = Instant::now() + interval;
+        loop {
+            let mut state = self.lock();
+            if let Some(farewell) = state.leaving {
+                return self.leave(state, farewell);
+            }
+            if Instant::now() >= next_beat {
+                next_beat = Instant::now() + interval;
+                state.beat(self.silence);
+            }
+            let has_moved = state.pump();
+            self.news.notify_all();
+            if has_moved {
+                continue;
+            }
+            let interests = state.interests();
+            drop(state);
+            self.sleep(&interests, next_beat.saturating_duration_since(Instant::now()));
+        }
+    }
+
+    /// Sleeps until a socket is ready, somebody wakes the thread, or `limit` has passed.
+    fn sleep(&self, interests: &[(Arc<TcpStream>, PollFlags)], limit: Duration) {
+        let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+        let mut polled: Vec<_> = interests
+            .iter()
+            .map(|(socket, flags)| PollFd::from_borrowed_fd(socket.as_fd(), *flags))
+            .collect();
+        polled.push(PollFd::new(&self.wake, PollFlags::IN));
+        // Whatever comes of it, the next round looks at everything.
+        if poll(&mut polled, Some(&timeout)).is_ok_and(|ready| ready > 0) {
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        }
+    }
+
+    /// Says farewell, and waits a little until it has arrived: until then closing would take it back.
+    fn leave<'a>(&'a self, mut state: MutexGuard<'a, State>, farewell: Kind) {
+        state.abandon();
+        if state.ending.is_none() {
+            state.tell_all(Header::bare(farewell), &[]);
+        }
+        let deadline = Instant::now() + FAREWELL;
+        let mut is_said = false;
+        loop {
+            state.write();
+            let outgoing = state.interests().into_iter().any(|(_, flags)| flags.contains(PollFlags::OUT));
+            if !outgoing && !std::mem::replace(&mut is_said, true) {
+                state.links.iter().flatten().for_each(Link::hang_up);
+            }
+            let open =
+                state.links.iter_mut().flatten().filter_map(|link| (!link.drain()).then_some(())).count();
+            if open == 0 || Instant::now() >= deadline {
+                return;
+            }
+            let flags = PollFlags::IN | if is_said { PollFlags::empty() } else { PollFlags::OUT };
+            let links = state.links.iter().flatten();
+            let interests: Vec<_> = links.flat_map(|link| link.interests(&state.board)).collect();
+            let interests: Vec<_> = interests
+                .into_iter()
+                .map(|(socket, found)| (socket, (found | PollFlags::IN) & flags))
+                .collect();
+            drop(state);
+            self.sleep(&interests, Duration::from_millis(20));
+            state = self.lock();
+        }
+    }
+}
+
+impl State {
+    /// Reads, carries on and writes, as far as it goes without waiting; says whether anything moved.
+    fn pump(&mut self) -> bool {
+        if self.ending.is_some() {
+            return self.write();
+        }
+        let mut has_moved = self.read();
+        self.listen();
+        if self.ending.is_none() {
+            match self.board.advance() {
+                Ok(has_completed) => has_moved |= has_completed,
+                Err(error) => {
+                    self.end(error);
+                }
+            }
+        }
+        self.write() || has_moved
+    }
+
+    fn read(&mut self) -> bool {
+        let Self { board, links, .. } = self;
+        let (mut has_read, mut lost) = (false, None);
+        for (rank, link) in links.iter_mut().enumerate() {
+            match link.as_mut().map_or(Ok(false), |link| link.read(board)) {
+                Ok(here) => has_read |= here,
+                Err(cause) => lost = lost.or(Some((rank, cause))),
+            }
+        }
+        self.lose(lost);
+        has_read
+    }
+
+    fn write(&mut self) -> bool {
+        let Self { board, links, .. } = self;
+        let (mut has_written, mut lost) = (false, None);
+        for (rank, link) in links.iter_mut().enumerate() {
+            match link.as_mut().map_or(Ok(false), |link| link.write(board)) {
+                Ok(here) => has_written |= here,
+                Err(cause) => lost = lost.or(Some((rank, cause))),
+            }
+        }
+        self.lose(lost);
+        has_written
+    }
+
+    fn lose(&mut self, lost: Option<(usize, LossCause)>) {
+        // What others have said explains it better.
+        self.listen();
+        if let Some((rank, cause)) = lost {
+            self.end(CommError::PeerLost { rank, cause, occasion: None });
+        }
+    }
+
+    /// Takes note of what ranks have said of themselves and of the run.
+    fn listen(&mut self) {
+        while let Some((rank, said)) = self.board.said.pop_front() {
+            match said {
+                Said::Leaving { in_panic } => {
+                    if let Some(link) = &mut self.links[rank] {
+                        link.status = if in_panic { Status::Panicked } else { Status::Left };
+                    }
+                }
+                Said::Ending(error) => {
+                    self.end(error);
+                }
+            }
+        }
+    }
+
+    /// Shows that this rank moves, and looks who does not.
+    fn beat(&mut self, silence: Duration) {
+        let mut lost = None;
+        for (rank, link) in self.links.iter_mut().enumerate() {
+            let Some(link) = link else { continue };
+            lost = lost.or(link.beat(BEATS, silence).map(|cause| (rank, cause)));
+            let control = &mut self.board.sending.control[rank];
+            if link.status == Status::Here && control.is_empty() {
+                control.push_back((Header::bare(Kind::Beat), Vec::new()));
+            }
+        }
+        self.lose(lost);
+    }
+
+    /// Ends the run, unless it has ended; returns why it has. No operation touches memory afterwards.
+    fn end(&mut self, error: CommError) -> CommError {
+        if let Some(ending) = &self.ending {
+            return ending.copy();
+        }
+        let words = error.to_words(self.board.rank);
+        let ending = self.ending.insert(CommError::from_words(words)).copy();
+        self.abandon();
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let key = Key { group: 0, channel: Channel::Collective, sequence: 0 };
+        self.tell_all(Header::of(Kind::Ending, key, &bytes), &bytes);
+        self.write();
+        match ending {
+            // Only this rank knows the details of what happened to it alone.
+            CommError::Stopped { by: Some(rank) } if rank == self.board.rank => error,
+            ending => ending,
+        }
+    }
+
+    /// Forgets all operations, and everything that points to their memory.
+    fn abandon(&mut self) {
+        self.board.abandon();
+        self.links.iter_mut().flatten().for_each(Link::abandon);
+    }
+
+    /// Queues a frame for everybody who is here.
+    fn tell_all(&mut self, header: Header, bytes: &[u8]) {
+        for (rank, link) in self.links.iter().enumerate() {
+            if link.as_ref().is_some_and(|link| link.status == Status::Here) {
+                self.board.sending.control[rank].push_back((header, bytes.to_vec()));
+            }
+        }
+    }
+
+    fn interests(&self) -> Vec<(Arc<TcpStream>, PollFlags)> {
+        let links = self.links.iter().flatten();
+        let all = links.flat_map(|link| link.interests(&self.board));
+        // After the end nobody reads any more; what comes would keep the thread awake.
+        let keep = if self.ending.is_some() { PollFlags::OUT } else { PollFlags::IN | PollFlags::OUT };
+        all.map(|(socket, flags)| (socket, flags & keep)).filter(|(_, flags)| !flags.is_empty()).collect()
+    }
+}

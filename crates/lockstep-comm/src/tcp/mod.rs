@@ -1,0 +1,25 @@
+//! Ranks joined by sockets, on one machine or on many.
+//!
+//! - [`frame`]: what they say to each other; [`stream`]: one socket, [`link`]: all sockets to one rank.
+//! - [`operation`]: one operation under way; [`reduction`] and [`script`] are how it reduces.
+//! - [`board`]: all operations of a rank, and what has come for them.
+//! - [`machine`]: the thread that carries on, and those who wait for it.
+//! - [`handshake`]: how two ends prove who they are; [`meeting`]: how many find each other; [`join`]: how ranks do.
+
+mod board;
+pub(crate) mod frame;
+mod handshake;
+mod join;
+mod link;
+mod machine;
+mod meeting;
+mod operation;
+mod reduction;
+mod script;
+mod stream;
+
+pub use frame::read_frames;
+pub use handshake::Secret;
+pub use join::{TcpOptions, join_by_address};
+pub(crate) use machine::Machine;
+pub use meeting::Meeting;

@@ -1,0 +1,433 @@
+//! One operation under way between ranks that are joined by sockets, and how it moves data.
+//!
+//! First all ranks post how they call it, small data included. When a rank has all posts it compares them, and from then on
+//! data flows: pieces straight into the memory of whoever they are for, parts of reductions into buffers of whoever
+//! reduces them, which says when it has room for more. Nothing here waits or knows of sockets: what is to be sent goes to
+//! [`Sending`].
+
+use std::{collections::VecDeque, sync::Arc};
+
+use super::{
+    frame::{Header, Key, Kind, Malformed},
+    reduction::Reduction,
+    script::Script,
+    stream::{Message, Room},
+};
+use crate::{
+    Call, CommError, GroupName, LossCause, Occasion,
+    call::odd_one_out,
+    exchange::{Exchange, Matrix},
+    memory::Stretch,
+    shm::layout::SMALL_BYTES,
+    task::{Flow, Task},
+    transport::Ticket,
+};
+
+/// Frames and messages for each rank of the world.
+#[derive(Debug, Default)]
+pub(crate) struct Sending {
+    pub(crate) control: Vec<VecDeque<(Header, Vec<u8>)>>,
+    pub(crate) data: Vec<VecDeque<Message>>,
+}
+
+/// A group, as its operations see it.
+#[derive(Debug)]
+pub(crate) struct Members {
+    pub(crate) name: GroupName,
+    /// Ranks of the world, in the order of the group.
+    pub(crate) ranks: Vec<usize>,
+    /// The own position.
+    pub(crate) own: usize,
+}
+
+impl Members {
+    pub(crate) fn len(&self) -> usize {
+        self.ranks.len()
+    }
+
+    pub(crate) fn others(&self) -> impl Iterator<Item = usize> {
+        let own = self.own;
+        (0..self.len()).filter(move |member| *member != own)
+    }
+}
+
+/// How a rank has called an operation, and the data that came along.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Post {
+    pub(crate) call: [u64; 3],
+    pub(crate) data: Vec<u8>,
+}
+
+/// An operation that has begun.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub(crate) key: Key,
+    /// The other end, of a message between two ranks.
+    pub(crate) peer: Option<usize>,
+    pub(crate) task: Task,
+    pub(crate) ticket: Arc<Ticket>,
+    /// Number in the flight recorder.
+    pub(crate) recorded: u64,
+    /// By member; of messages between two ranks only the peer's.
+    pub(crate) posts: Vec<Option<Post>>,
+    pub(crate) movement: Movement,
+    /// Bytes handed over to be sent that are not sent.
+    pub(crate) unsent_bytes: usize,
+    /// Bytes of pieces that have come, by member.
+    pub(crate) arrived_bytes: Vec<usize>,
+}
+
+/// What an operation does once all have come.
+#[derive(Debug)]
+pub(crate) enum Movement {
+    /// Not all have come.
+    Meeting,
+    /// Pieces go to where they belong.
+    Pieces,
+    /// Every rank reduces its share.
+    Shares(Reduction),
+    /// Steps that a plan has chosen.
+    Steps(Script),
+    Done,
+}
+
+impl Running {
+    /// Small data that comes along with the post.
+    pub(crate) fn eager(task: &Task) -> Vec<u8> {
+        match &task.flow {
+            Flow::Unknown { sends, receives } => {
+                sends.iter().chain(receives).flat_map(|bytes| (*bytes as u64).to_le_bytes()).collect()
+            }
+            _ if is_small(task, task.source.bytes()) => {
+                // SAFETY: the source is the caller's for the time of the operation.
+                unsafe { std::slice::from_raw_parts(task.source.pointer, task.source.bytes()) }.to_vec()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Members whose posts are waited for.
+    fn awaited(&self, members: &Members) -> Option<usize> {
+        let is_missing = |member: &usize| self.posts[*member].is_none();
+        match self.peer {
+            Some(peer) => Some(peer).filter(is_missing),
+            None => members.others().find(is_missing),
+        }
+    }
+
+    /// Begins to move data, if all have come.
+    ///
+    /// # Errors
+    /// [`CommError::Mismatch`].
+    pub(crate) fn meet(&mut self, members: &Members, sending: &mut Sending) -> Result<bool, CommError> {
+        if !matches!(self.movement, Movement::Meeting) || self.awaited(members).is_some() {
+            return Ok(false);
+        }
+        match self.peer {
+            Some(peer) => self.compare_with(members, peer)?,
+            None => self.compare(members)?,
+        }
+        self.movement = match &self.task.flow {
+            Flow::Reduction { op, blocks, receiver } => {
+                if is_small(&self.task, self.task.source.bytes()) {
+                    let posts: Vec<&[u8]> = self
+                        .posts
+                        .iter()
+                        .map(|post| post.as_ref().map_or(&[][..], |post| &post.data[..]))
+                        .collect();
+                    super::reduction::reduce_small(&self.task, *op, blocks, *receiver, members, &posts)
+                        .map_err(|()| self.malformed(members))?;
+                    Movement::Pieces
+                } else if let Some(script) = Script::new(&self.task, members) {
+                    Movement::Steps(script)
+                } else {
+                    Movement::Shares(Reduction::new(&self.task, *op, blocks, *receiver, members))
+                }
+            }
+            Flow::Exchange(_) | Flow::Send { .. } | Flow::Receive { .. } => {
+                self.exchange(members, sending)?;
+                Movement::Pieces
+            }
+            Flow::Barrier | Flow::Unknown { .. } => Movement::Pieces,
+        };
+        Ok(true)
+    }
+
+    /// Carries on; says whether the operation is done.
+    pub(crate) fn advance(&mut self, members: &Members, sending: &mut Sending) -> bool {
+        let Self { key, task, movement, unsent_bytes, .. } = self;
+        let is_moved = match movement {
+            Movement::Meeting | Movement::Done => return false,
+            Movement::Pieces => true,
+            Movement::Shares(reduction) => reduction.advance(*key, task, members, sending, unsent_bytes),
+            Movement::Steps(script) => script.advance(*key, task, members, sending, unsent_bytes),
+        };
+        is_moved
+            && self.unsent_bytes == 0
+            && (0..members.len())
+                .all(|member| self.arrived_bytes[member] == self.expected_bytes(members, member))
+    }
+
+    /// Where a frame's bytes from `member` go; `None` if that is not known before all have come.
+    pub(crate) fn room(
+        &mut self,
+        members: &Members,
+        member: usize,
+        header: &Header,
+    ) -> Result<Option<Room>, Malformed> {
+        let bytes = header.bytes as usize;
+        if matches!(self.movement, Movement::Meeting) {
+            return Ok(None);
+        }
+        match header.kind {
+            Kind::Direct { offset } => {
+                let piece = self.piece(members, member);
+                let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
+                if end.is_none_or(|end| end > piece.bytes()) {
+                    return Err(Malformed::Range);
+                }
+                Ok(Some(Room::At(piece.pointer.wrapping_add(offset as usize))))
+            }
+            Kind::Part { index, offset } => {
+                let offset = usize::try_from(offset).map_err(|_| Malformed::Range)?;
+                match &mut self.movement {
+                    Movement::Shares(reduction) => {
+                        reduction.room(&self.task, members, member, index, offset, bytes)
+                    }
+                    Movement::Steps(script) => script.room(&self.task, member, index, offset, bytes),
+                    Movement::Meeting | Movement::Pieces | Movement::Done => Err(Malformed::Operation),
+                }
+                .map(Some)
+            }
+            _ => Err(Malformed::Operation),
+        }
+    }
+
+    /// A frame's bytes have come.
+    pub(crate) fn take(&mut self, member: usize, header: &Header) -> Result<(), Malformed> {
+        let bytes = header.bytes as usize;
+        match (header.kind, &mut self.movement) {
+            (Kind::Direct { .. }, _) => self.arrived_bytes[member] += bytes,
+            (Kind::Part { index, .. }, Movement::Shares(reduction)) => reduction.take(member, index, bytes),
+            (Kind::Part { index, .. }, Movement::Steps(script)) => script.take(member, index, bytes),
+            _ => return Err(Malformed::Operation),
+        }
+        Ok(())
+    }
+
+    /// A member has room for more.
+    pub(crate) fn turn(&mut self, member: usize, index: u32) {
+        match &mut self.movement {
+            Movement::Shares(reduction) => reduction.turn(member, index),
+            Movement::Steps(script) => script.turn(member, index),
+            Movement::Meeting | Movement::Pieces | Movement::Done => {}
+        }
+    }
+
+    /// Whom it waits for, as a rank of the world; and what it is.
+    pub(crate) fn waits_for(&self, members: &Members) -> (usize, Occasion) {
+        let late = match &self.movement {
+            Movement::Meeting => self.awaited(members),
+            Movement::Shares(reduction) => reduction.waits_for(&self.task, members),
+            Movement::Steps(script) => script.waits_for(),
+            Movement::Pieces | Movement::Done => None,
+        };
+        let is_short = |member: &usize| self.arrived_bytes[*member] < self.expected_bytes(members, *member);
+        let late = late.or_else(|| members.others().find(is_short)).or(self.peer);
+        let late = late.or_else(|| members.others().next()).unwrap_or(members.own);
+        (members.ranks[late], self.occasion(members))
+    }
+
+    pub(crate) fn occasion(&self, members: &Members) -> Occasion {
+        Occasion { call: self.task.call, sequence: self.key.sequence, group: members.name }
+    }
+
+    /// Where the bytes belong that come from `member` without being asked for.
+    fn piece(&self, members: &Members, member: usize) -> Stretch {
+        let target = self.task.target;
+        match (&self.task.flow, &self.movement) {
+            (_, Movement::Shares(reduction)) => reduction.piece(&self.task, members, member),
+            (Flow::Exchange(exchange), _) if member != members.own => {
+                let piece = exchange.piece(members.own, member);
+                if is_small(&self.task, exchange.stream(member)) {
+                    Stretch::EMPTY
+                } else {
+                    target.bytes_at(piece.to, piece.bytes)
+                }
+            }
+            (Flow::Receive { from }, _) if *from == member && !is_small(&self.task, target.bytes()) => target,
+            _ => Stretch::EMPTY,
+        }
+    }
+
+    fn expected_bytes(&self, members: &Members, member: usize) -> usize {
+        self.piece(members, member).bytes()
+    }
+
+    /// Takes what came along with the posts, and hands over what did not.
+    fn exchange(&mut self, members: &Members, sending: &mut Sending) -> Result<(), CommError> {
+        let (source, target) = (self.task.source, self.task.target);
+        match &self.task.flow {
+            Flow::Exchange(exchange) => {
+                for member in 0..members.len() {
+                    let piece = exchange.piece(members.own, member);
+                    let to = target.pointer.wrapping_add(piece.to);
+                    if member == members.own {
+                        let from = source.pointer.wrapping_add(piece.from);
+                        // SAFETY: the own piece lies in source and target, which are one place or do not overlap.
+                        unsafe { std::ptr::copy(from, to, piece.bytes) };
+                        continue;
+                    }
+                    if is_small(&self.task, exchange.stream(member)) {
+                        let data = self.posts[member].as_ref().and_then(|post| post.data.get(piece.from..));
+                        let Some(data) = data.and_then(|data| data.get(..piece.bytes)) else {
+                            return Err(self.malformed(members));
+                        };
+                        // SAFETY: the piece lies in the target.
+                        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, piece.bytes) };
+                    }
+                    let sent = exchange.piece(member, members.own);
+                    if !is_small(&self.task, source.bytes()) {
+                        let piece = source.bytes_at(sent.from, sent.bytes);
+                        send(
+                            sending,
+                            members.ranks[member],
+                            self.key,
+                            Kind::Direct { offset: 0 },
+                            piece,
+                            &mut self.unsent_bytes,
+                        );
+                    }
+                }
+            }
+            Flow::Send { to } if !is_small(&self.task, source.bytes()) => {
+                send(
+                    sending,
+                    members.ranks[*to],
+                    self.key,
+                    Kind::Direct { offset: 0 },
+                    source,
+                    &mut self.unsent_bytes,
+                );
+            }
+            Flow::Receive { from } if is_small(&self.task, target.bytes()) => {
+                let data = self.posts[*from].as_ref().map_or(&[][..], |post| &post.data[..]);
+                if data.len() != target.bytes() {
+                    return Err(self.malformed(members));
+                }
+                // SAFETY: the target is as long.
+                unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), target.pointer, data.len()) };
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// A rank whose data are not what its call says: it is none of ours.
+    fn malformed(&self, members: &Members) -> CommError {
+        let rank = self.waits_for(members).0;
+        CommError::PeerLost { rank, cause: LossCause::Malformed, occasion: Some(self.occasion(members)) }
+    }
+
+    /// Sees that all ranks have called the same, and learns what they could not know before.
+    fn compare(&mut self, members: &Members) -> Result<(), CommError> {
+        let own = self.task.call.to_words();
+        let calls: Vec<[u64; 3]> =
+            self.posts.iter().map(|post| post.as_ref().map_or(own, |post| post.call)).collect();
+        if let Some((odd, reference)) = odd_one_out(&calls) {
+            let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.task.call);
+            return Err(self.mismatch(members, odd, call(odd), reference, call(reference)));
+        }
+        if !matches!(self.task.flow, Flow::Unknown { .. }) {
+            return Ok(());
+        }
+        let ranks = members.len();
+        let own = Self::eager(&self.task);
+        let mut table = Vec::with_capacity(ranks);
+        for post in &self.posts {
+            let row = post.as_ref().map_or(&own, |post| &post.data);
+            let (words, rest) = row.as_chunks::<8>();
+            if words.len() != 2 * ranks || !rest.is_empty() {
+                return Err(self.malformed(members));
+            }
+            table.push(words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect::<Vec<_>>());
+        }
+        for (sender, row) in table.iter().enumerate() {
+            for (receiver, sent) in row[..ranks].iter().copied().enumerate() {
+                let expected = table[receiver][ranks + sender];
+                if sent != expected {
+                    let size = self.task.call.number.size_bytes();
+                    let call = |bytes: usize| Call {
+                        elements: bytes / size,
+                        root: Some(receiver),
+                        detail: 0,
+                        ..self.task.call
+                    };
+                    return Err(self.mismatch(members, sender, call(sent), receiver, call(expected)));
+                }
+            }
+        }
+        let sends = table.iter().flat_map(|row| row[..ranks].iter().copied()).collect();
+        self.task.flow = Flow::Exchange(Exchange::AllToAll(Matrix::Uneven { sends, ranks }));
+        Ok(())
+    }
+
+    /// Sees that what one sends is what the other waits for.
+    fn compare_with(&self, members: &Members, peer: usize) -> Result<(), CommError> {
+        let Some(post) = &self.posts[peer] else { return Ok(()) };
+        let own = self.task.call;
+        // Between two ranks the sender is told of first.
+        let turned = |call: Call, root: usize| Call {
+            kind: if call.kind == crate::Kind::Send { crate::Kind::Receive } else { crate::Kind::Send },
+            root: Some(root),
+            ..call
+        };
+        if post.call == turned(own, members.own).to_words() {
+            return Ok(());
+        }
+        let theirs = Call::from_words(post.call).unwrap_or(own);
+        Err(if own.kind == crate::Kind::Send {
+            self.mismatch(members, members.own, own, peer, theirs)
+        } else {
+            self.mismatch(members, peer, theirs, members.own, own)
+        })
+    }
+
+    fn mismatch(
+        &self,
+        members: &Members,
+        odd: usize,
+        found: Call,
+        reference: usize,
+        expected: Call,
+    ) -> CommError {
+        CommError::Mismatch {
+            rank: members.ranks[odd],
+            found,
+            reference: members.ranks[reference],
+            occasion: Occasion { call: expected, ..self.occasion(members) },
+        }
+    }
+}
+
+/// Whether a rank's stream of so many bytes comes along with its post. An all-to-all of uneven blocks posts their lengths.
+pub(crate) fn is_small(task: &Task, bytes: usize) -> bool {
+    let is_uneven_exchange = task.call.kind == crate::Kind::AllToAll && task.call.detail != 0;
+    bytes <= SMALL_BYTES && !is_uneven_exchange
+}
+
+/// Hands over a piece to be sent.
+pub(crate) fn send(
+    sending: &mut Sending,
+    rank: usize,
+    key: Key,
+    kind: Kind,
+    piece: Stretch,
+    unsent_bytes: &mut usize,
+) {
+    if piece.bytes() > 0 {
+        *unsent_bytes += piece.bytes();
+        let message = Message { key, kind, start: piece.pointer, len: piece.bytes(), framed: 0 };
+        sending.data[rank].push_back(message);
+    }
+}

@@ -1,0 +1,27 @@
+//! Ranks that are joined by sockets.
+
+use std::{net::TcpListener, thread, time::Duration};
+
+use lockstep_comm::{Deadline, Group, Meeting, TcpOptions, join_by_address};
+
+/// Long enough for any operation of a test, on a machine that has other things to do.
+pub(crate) fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(30))
+}
+
+/// Runs `work` as each of `ranks` ranks, on threads that reach each other by sockets.
+pub(crate) fn in_tcp_world(ranks: usize, work: impl Fn(&Group) + Sync) {
+    let work = &work;
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    thread::scope(|scope| {
+        for rank in 0..ranks {
+            let listener = (rank == 0).then(|| listener.try_clone().unwrap());
+            let run = format!("test on port {port}");
+            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret: None };
+            scope.spawn(move || {
+                work(&join_by_address(rank, ranks, meeting, TcpOptions::default(), soon()).unwrap());
+            });
+        }
+    });
+}

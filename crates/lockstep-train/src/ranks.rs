@@ -10,6 +10,7 @@ use lockstep_plan::MemoryCategory;
 use lockstep_tensor::Arena;
 
 use crate::config::RunConfig;
+use crate::metrics::MemoryUse;
 use crate::progress::{Progress, Steps};
 use crate::{Error, human};
 
@@ -105,13 +106,34 @@ impl Ranks {
 
     /// Sums of what each rank has, added in the order of the ranks.
     pub(crate) fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
-        let Some(group) = &self.group else { return Ok((loss, tokens)) };
-        let mut all = vec![0_i64; 2 * group.size()];
-        let own = [loss.to_bits(), tokens].map(u64::cast_signed);
-        group.all_gather(&own[..], &mut all[..], self.deadline())?;
-        let (all, _) = all.as_chunks::<2>();
-        let loss = all.iter().map(|[loss, _]| f64::from_bits(loss.cast_unsigned())).sum();
-        Ok((loss, all.iter().map(|[_, tokens]| tokens.cast_unsigned()).sum()))
+        let shares = self.exchange([loss.to_bits(), tokens])?;
+        let loss = shares.iter().map(|[loss, _]| f64::from_bits(*loss)).sum();
+        Ok((loss, shares.iter().map(|[_, tokens]| tokens).sum()))
+    }
+
+    /// [`Ranks::sum`], and with it what each rank uses of its memory, in the order of the ranks.
+    pub(crate) fn sum_and_memory(
+        &self,
+        loss: f64,
+        tokens: u64,
+        arena: &Arena,
+    ) -> Result<(f64, u64, Vec<MemoryUse>), CommError> {
+        let mut own = [0; 2 + MemoryUse::WORDS];
+        own[..2].copy_from_slice(&[loss.to_bits(), tokens]);
+        own[2..].copy_from_slice(&MemoryUse::of(arena).to_words());
+        let shares = self.exchange(own)?;
+        let loss = shares.iter().map(|share| f64::from_bits(share[0])).sum();
+        let memory = shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect();
+        Ok((loss, shares.iter().map(|share| share[1]).sum(), memory))
+    }
+
+    /// The numbers of every rank, in the order of the ranks.
+    fn exchange<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
+        let Some(group) = &self.group else { return Ok(vec![own]) };
+        let mut all = vec![0_i64; N * group.size()];
+        group.all_gather(&own.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
+        let (all, _) = all.as_chunks::<N>();
+        Ok(all.iter().map(|numbers| numbers.map(i64::cast_unsigned)).collect())
     }
 
     /// Checks that all ranks hold the same weights after `step` steps.

@@ -350,7 +350,8 @@ impl Run<'_> {
         }
         self.engine.complete_gradients();
         self.observer.gradients_ready(step, &mut self.engine);
-        let (loss_sum, tokens) = self.ranks.sum(loss_sum, tokens)?;
+        let (loss_sum, tokens, mut memory) =
+            self.ranks.sum_and_memory(loss_sum, tokens, self.engine.arena())?;
         let loss = loss_sum / valid_tokens as f64;
         let grad_norm = self.engine.finish_gradients() / loss_scale;
         let learning_rate = self.learning_rate.at(self.counters.step);
@@ -377,7 +378,8 @@ impl Run<'_> {
         let seconds = begin.elapsed().as_secs_f64();
         let saving_since = self.saver.as_ref().and_then(Saver::saving_since);
         self.records.end_step(step, begin, saving_since, &self.engine, |text| self.progress.message(text));
-        let arena = self.engine.arena();
+        // The update may have taken more here; it did so on the others in the step before.
+        memory[self.ranks.rank()] = MemoryUse::of(self.engine.arena());
         let row = StepMetrics {
             step,
             loss,
@@ -393,7 +395,8 @@ impl Run<'_> {
             skipped_steps: self.guard.skipped,
             rollbacks: self.guard.rollbacks,
             loss_scale: self.loss_scale.is_some().then_some(loss_scale),
-            memory: MemoryUse { by_category: arena.in_use(), peak: arena.peak_total_bytes() },
+            memory: MemoryUse::maximum(&memory),
+            memory_by_rank: if memory.len() > 1 { memory } else { Vec::new() },
             comm: self
                 .reducer
                 .as_mut()

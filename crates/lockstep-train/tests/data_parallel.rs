@@ -286,5 +286,12 @@ fn metrics_tell_what_the_sums_cost() {
         let comm = &row["comm"];
         assert!(comm["bytes"].as_u64().unwrap() > 4 * 10_000, "{comm}");
         assert!(comm["busy_ms"].as_f64().unwrap() >= comm["exposed_ms"].as_f64().unwrap(), "{comm}");
+        let by_rank = row["memory_by_rank"].as_array().unwrap();
+        assert_eq!(by_rank.len(), 2, "{row}");
+        for category in ["parameters", "gradients", "activations", "peak"] {
+            let bytes = |memory: &Value| memory[category].as_u64().unwrap();
+            let most = by_rank.iter().map(bytes).max();
+            assert!(most > Some(0) && most == Some(bytes(&row["memory"])), "{category}: {row}");
+        }
     }
 }

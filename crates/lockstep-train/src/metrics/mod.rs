@@ -11,6 +11,7 @@ mod writer;
 
 use lockstep_engine::Traffic;
 use lockstep_plan::{MemoryBytes, MemoryCategory};
+use lockstep_tensor::Arena;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -50,8 +51,11 @@ pub struct StepMetrics {
     /// The factor on the loss; in f16 only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
-    /// Memory by category.
+    /// Memory by category: of several ranks, the most that any has in each.
     pub memory: MemoryUse,
+    /// The memory of each, where there are several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub memory_by_rank: Vec<MemoryUse>,
     /// What the collectives did; zero on one rank.
     pub comm: CommunicationUse,
     /// Milliseconds spent waiting for data.
@@ -67,6 +71,38 @@ pub struct MemoryUse {
     pub by_category: MemoryBytes,
     /// The most bytes that all categories together have taken.
     pub peak: usize,
+}
+
+impl MemoryUse {
+    /// How many words it is to other ranks.
+    pub(crate) const WORDS: usize = MemoryCategory::ALL.len() + 1;
+
+    /// What is in use of an arena.
+    pub fn of(arena: &Arena) -> Self {
+        Self { by_category: arena.in_use(), peak: arena.peak_total_bytes() }
+    }
+
+    /// The most of each category that any of `all` has.
+    pub fn maximum(all: &[Self]) -> Self {
+        let words = all.iter().map(|memory| memory.to_words());
+        let most = words.fold([0; Self::WORDS], |most, words| std::array::from_fn(|i| most[i].max(words[i])));
+        Self::from_words(&most)
+    }
+
+    pub(crate) fn to_words(self) -> [u64; Self::WORDS] {
+        std::array::from_fn(|i| match MemoryCategory::ALL.get(i) {
+            Some(category) => self.by_category[*category] as u64,
+            None => self.peak as u64,
+        })
+    }
+
+    pub(crate) fn from_words(words: &[u64]) -> Self {
+        let mut memory = Self::default();
+        for (category, word) in MemoryCategory::ALL.into_iter().zip(words) {
+            memory.by_category[category] = *word as usize;
+        }
+        Self { peak: words.last().map_or(0, |peak| *peak as usize), ..memory }
+    }
 }
 
 impl Serialize for MemoryUse {
@@ -153,6 +189,7 @@ pub(crate) mod tests {
             rollbacks: 0,
             loss_scale: None,
             memory: MemoryUse { by_category, peak: 500_000_000 },
+            memory_by_rank: Vec::new(),
             comm: CommunicationUse::default(),
             data_wait_ms: 0.1,
             checkpoint_stall_ms: 0.0,
@@ -188,6 +225,20 @@ pub(crate) mod tests {
         let metrics = StepMetrics { loss: f64::NAN, grad_norm: f64::INFINITY, skipped: true, ..example(1) };
         let value = serde_json::to_value(metrics).unwrap();
         assert!(value["loss"].is_null() && value["grad_norm"].is_null(), "{value}");
+    }
+
+    #[test]
+    fn the_memory_of_ranks_survives_the_way_through_words_and_its_maximum_is_that_of_each_category() {
+        let (mut one, other) = (example(1).memory, example(1).memory);
+        one.by_category[MemoryCategory::Gradients] = 7;
+        one.by_category[MemoryCategory::Parameters] = 1;
+        assert_eq!(MemoryUse::from_words(&one.to_words()), one);
+        let most = MemoryUse::maximum(&[one, other]);
+        assert_eq!(most.by_category[MemoryCategory::Gradients], 7);
+        assert_eq!((most.by_category[MemoryCategory::Parameters], most.peak), (400_000_000, 500_000_000));
+        let row = StepMetrics { memory: most, memory_by_rank: vec![one, other], ..example(1) };
+        let row = serde_json::to_value(row).unwrap();
+        assert_eq!(row["memory_by_rank"][0]["gradients"], 7, "{row}");
     }
 
     #[test]

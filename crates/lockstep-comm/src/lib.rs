@@ -39,7 +39,7 @@ pub use launch::{Agent, Ended, Failure, Launch, Pinning};
 pub use memory::{Lent, Source, Target};
 pub use number::{Number, NumberType, ReduceOp};
 pub use output::Output;
-pub use recorder::Recorded;
+pub use recorder::{Recorded, now_us};
 pub use task::Collective;
 pub use tcp::{Meeting, Secret, TcpOptions, join_by_address, read_frames};
 pub use world::{SOCKET_VARIABLE, World, WorldOptions, join, join_from_environment};

@@ -97,8 +97,8 @@ impl Recorder {
     }
 }
 
-/// The machine's monotonic clock in microseconds, the same for all its processes.
-pub(crate) fn now_us() -> u64 {
+/// The clock of [`Recorded`]: the machine's monotonic one in microseconds, the same for all its processes.
+pub fn now_us() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000
 }

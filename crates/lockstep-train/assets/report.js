@@ -198,6 +198,21 @@ function memory() {
   body.append(element("div", { class: "scroll" }, element("table", {}, ...rows)));
 }
 
+function memory_by_rank() {
+  const ranks = data.memory_by_rank;
+  if (!ranks?.length) return;
+  const most = Math.max(...ranks.map((memory) => memory.peak ?? 0));
+  const names = Object.entries(data.memory).filter(([name, size]) => name !== "peak" && size > 0).sort((a, b) => b[1] - a[1]).map(([name]) => name);
+  const { body, readout } = card("Memory by rank", { wide: true });
+  readout.textContent = `${bytes(ranks.reduce((sum, memory) => sum + (memory.peak ?? 0), 0))} in all at their peaks`;
+  const rows = ranks.map((memory, rank) => element("tr", {}, element("td", {}, `rank ${rank}`),
+    element("td", { style: "width:100%" }, element("div", { class: "stack", style: "margin:0;height:14px" }, ...names.map((name, index) =>
+      element("div", { style: `width:${(100 * (memory[name] ?? 0)) / most}%;background:${COLORS[index % COLORS.length]}`, title: `${name}: ${bytes(memory[name])}` })))),
+    element("td", {}, bytes(memory.peak))));
+  body.append(element("div", { class: "scroll" }, element("table", {}, ...rows)));
+  legend(body, names.map((name, index) => [name, COLORS[index % COLORS.length]]));
+}
+
 // The kinds of operation in the order of their time, each with the color that it has in every picture.
 const kinds = new Map();
 const rows = data.profile?.roofline?.rows;
@@ -205,7 +220,7 @@ for (const row of Array.isArray(rows) ? rows : []) {
   const kind = row.operation;
   if (!kinds.has(kind)) kinds.set(kind, kinds.size < COLORS.length - 1 ? COLORS[kinds.size] : "var(--g)");
 }
-const color_of = (kind) => kinds.get(kind) ?? "var(--g)";
+const color_of = (kind) => kinds.get(kind) ?? (kind === "communication" ? "var(--soft)" : "var(--g)");
 
 function roofline() {
   const found = data.profile?.roofline;
@@ -270,7 +285,7 @@ function timeline() {
   const { body, readout } = card(`Timeline of step ${profile.step}`, { wide: true });
   const rest = `${ms(profile.roofline.step_ms)}; touch a part to read it`;
   readout.textContent = rest;
-  const lanes = ["forward", "recompute", "backward", "step"].filter((lane) => profile.spans.some((span) => span.lane === lane));
+  const lanes = ["forward", "recompute", "backward", "step", "ranks"].filter((lane) => profile.spans.some((span) => span.lane === lane));
   const row = 30;
   drawing(body, lanes.length * row + 24, (svg, width, height) => {
     const left = width < 500 ? 62 : 74, x = scale(0, profile.roofline.step_ms, left, width - 6);
@@ -290,7 +305,7 @@ function timeline() {
     svg.onpointerleave = () => { readout.textContent = rest; };
   });
   const seen = new Set(profile.spans.map((span) => span.kind));
-  legend(body, [...kinds].filter(([kind, color]) => seen.has(kind) && color !== "var(--g)").concat([["everything else", "var(--g)"]]));
+  legend(body, [...kinds].filter(([kind, color]) => seen.has(kind) && color !== "var(--g)").concat([["everything else", "var(--g)"]], seen.has("communication") ? [["between ranks", "var(--soft)"]] : []));
 }
 
 function skipped() {
@@ -324,6 +339,7 @@ function tiles() {
     [totals.loss, plain, "training loss, smoothed"], [totals.eval_loss, plain, "evaluation loss"], [totals.steps, String, totals.planned ? `of ${totals.planned} steps` : "steps"],
     [totals.tokens_seen, count, "tokens seen"], [totals.seconds, seconds, "in steps"], [totals.tokens_per_s, count, "tokens/s, median"],
     [totals.flops_per_s, (value) => rate(value, "FLOP/s"), "model FLOPs, median"], [totals.peak_bytes, bytes, "peak memory"],
+    [totals.ranks, String, "ranks"], [totals.comm_bytes, bytes, "sent by a rank in a step"], [totals.comm_share, percent, "waiting for other ranks"],
     [totals.stall_share, percent, "waiting for checkpoints"], [totals.data_share, percent, "waiting for data"], [totals.skipped, String, "skipped steps"],
     [totals.rollbacks || null, String, "times gone back to earlier weights"],
   ];
@@ -341,7 +357,7 @@ page.replaceChildren(
   element("header", {}, element("h1", {}, data.title), ...data.lines.map((line) => element("p", {}, line))),
   tiles(), cards,
   element("footer", {}, data.footer));
-const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, stall } = data.series;
+const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, stall, comm_busy, comm_exposed } = data.series;
 chart("Loss", [
   { name: "training", color: "var(--a)", thin: true, ...loss }, { name: "smoothed", color: "var(--a)", ...smoothed },
   { name: "evaluation", color: "var(--b)", dots: true, ...eval_loss },
@@ -350,5 +366,9 @@ chart("Learning rate", [{ name: "learning rate", color: "var(--c)", ...lr }], { 
 chart("Gradient norm, before clipping", [{ name: "norm", color: "var(--d)", ...grad_norm }]);
 chart("Throughput", [{ name: "tokens/s", color: "var(--f)", ...tokens_per_s, summary: `${count(data.totals.tokens_per_s)} tokens/s, median` }], { format: count, zero: true });
 part(memory);
+part(memory_by_rank);
+chart("Sums over ranks", [{ name: "busy", color: "var(--c)", ...comm_busy }, { name: "exposed", color: "var(--b)", ...comm_exposed }], {
+  format: ms, zero: true, wide: true, height: 150, note: "Milliseconds of a step in which the first rank worked on sums of gradients (busy), and those of them after its backward (exposed).",
+});
 chart("Checkpoint stalls", [{ name: "stall", color: "var(--e)", bars: true, ...stall, summary: `${seconds(data.totals.stall_seconds)} in all` }], { format: ms, zero: true, wide: true, height: 150 });
 for (const draw of [roofline, timeline, skipped, configuration]) part(draw);

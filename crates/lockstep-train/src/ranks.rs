@@ -2,9 +2,11 @@
 //! that all hold the same weights. A run on one rank has nobody to ask.
 
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
+use lockstep_comm::{
+    Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
+};
 use lockstep_engine::{Engine, Reducer, StateKind};
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::Arena;
@@ -22,6 +24,17 @@ const DIGEST_BYTES: usize = 32;
 pub struct Ranks {
     group: Option<Group>,
     limit: Duration,
+}
+
+/// An operation between ranks, as one of them saw it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Called {
+    pub(crate) call: Call,
+    pub(crate) sequence: u32,
+    pub(crate) start: Duration,
+    /// When all ranks had come.
+    pub(crate) met: Duration,
+    pub(crate) end: Duration,
 }
 
 impl Ranks {
@@ -106,34 +119,74 @@ impl Ranks {
 
     /// Sums of what each rank has, added in the order of the ranks.
     pub(crate) fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
-        let shares = self.exchange([loss.to_bits(), tokens])?;
+        let Some(group) = &self.group else { return Ok((loss, tokens)) };
+        let shares = self.exchange(group, [loss.to_bits(), tokens])?;
         let loss = shares.iter().map(|[loss, _]| f64::from_bits(*loss)).sum();
         Ok((loss, shares.iter().map(|[_, tokens]| tokens).sum()))
     }
 
-    /// [`Ranks::sum`], and with it what each rank uses of its memory, in the order of the ranks.
+    /// [`Ranks::sum`], and with it what each of several ranks uses of its memory, in their order.
     pub(crate) fn sum_and_memory(
         &self,
         loss: f64,
         tokens: u64,
         arena: &Arena,
     ) -> Result<(f64, u64, Vec<MemoryUse>), CommError> {
+        let Some(group) = &self.group else { return Ok((loss, tokens, Vec::new())) };
         let mut own = [0; 2 + MemoryUse::WORDS];
         own[..2].copy_from_slice(&[loss.to_bits(), tokens]);
         own[2..].copy_from_slice(&MemoryUse::of(arena).to_words());
-        let shares = self.exchange(own)?;
+        let shares = self.exchange(group, own)?;
         let loss = shares.iter().map(|share| f64::from_bits(share[0])).sum();
         let memory = shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect();
         Ok((loss, shares.iter().map(|share| share[1]).sum(), memory))
     }
 
-    /// The numbers of every rank, in the order of the ranks.
-    fn exchange<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
+    /// The number of every rank, in the order of the ranks.
+    pub(crate) fn all_numbers(&self, own: u64) -> Result<Vec<u64>, CommError> {
         let Some(group) = &self.group else { return Ok(vec![own]) };
+        Ok(self.exchange(group, [own])?.into_iter().map(|[number]| number).collect())
+    }
+
+    /// The numbers of every rank, in the order of the ranks.
+    fn exchange<const N: usize>(&self, group: &Group, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
         let mut all = vec![0_i64; N * group.size()];
         group.all_gather(&own.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
         let (all, _) = all.as_chunks::<N>();
         Ok(all.iter().map(|numbers| numbers.map(i64::cast_unsigned)).collect())
+    }
+
+    /// Everybody's `bytes` for the first rank, in the order of the ranks; nothing for the others.
+    pub(crate) fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let Some(group) = &self.group else { return Ok(vec![bytes.to_vec()]) };
+        let lengths = self.all_numbers(bytes.len() as u64)?;
+        let counts: Vec<usize> = lengths.iter().map(|length| *length as usize).collect();
+        let mut all = vec![0_u8; if self.is_first() { counts.iter().sum() } else { 0 }];
+        let output = self.is_first().then(|| Target::from(&mut all[..]));
+        let (input, counts) = (Source::from(bytes), Some(counts));
+        group.run(&mut Collective::Gather { input, output, root: 0, counts }, self.deadline())?;
+        let mut rest = all.as_slice();
+        let part = |length: u64| rest.split_off(..length as usize).map(<[u8]>::to_vec);
+        Ok(lengths.into_iter().map_while(part).collect())
+    }
+
+    /// What this rank has called of the others, and been done with, since `begin`; when, counted from there.
+    pub(crate) fn called_since(&self, begin: Instant) -> Vec<Called> {
+        let Some(group) = &self.group else { return Vec::new() };
+        let begin_us = now_us().saturating_sub(begin.elapsed().as_micros() as u64);
+        let since = |us: u64| Duration::from_micros(us.saturating_sub(begin_us));
+        let called = |recorded: Recorded| {
+            let Recorded { call, sequence, posted_us, met_us, done_us, .. } = recorded;
+            let end = since(done_us?);
+            (posted_us >= begin_us).then(|| Called {
+                call,
+                sequence,
+                start: since(posted_us),
+                met: met_us.map_or(end, since),
+                end,
+            })
+        };
+        group.recorded(group.rank()).into_iter().filter_map(called).collect()
     }
 
     /// Checks that all ranks hold the same weights after `step` steps.

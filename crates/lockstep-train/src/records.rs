@@ -14,6 +14,7 @@ use crate::error::Error;
 use crate::human;
 use crate::machine::available_memory_bytes;
 use crate::metrics::{EventWriter, MetricsWriter, Row, Start};
+use crate::ranks::Ranks;
 use crate::report::{self, describe_run};
 use crate::roofline::Limits;
 use crate::saving::Ran;
@@ -54,7 +55,8 @@ impl Records {
             Start::After { step } => step,
         };
         if rows.is_some() {
-            describe_run(config, &model_line(engine), &machine_line(engine))?;
+            let ranks = config.parallel.data_parallel_replicate;
+            describe_run(config, &model_line(engine), &machine_line(engine, ranks))?;
         }
         let sampled = rows.is_some().then_some(done + SAMPLED_STEP);
         let tracer = Tracer::new(&dir, sampled, metrics.trace_steps);
@@ -62,10 +64,10 @@ impl Records {
         Ok(Self { dir, rows, events, tracer, begin: Instant::now(), refused: 0, next_told: 1 })
     }
 
-    /// Nothing is written.
-    pub(crate) fn none(config: &RunConfig) -> Self {
+    /// Those of a rank other than the first: nothing but its part of a trace.
+    pub(crate) fn of_trace(config: &RunConfig) -> Self {
         let dir = config.metrics.dir.clone();
-        let tracer = Tracer::new(&dir, None, None);
+        let tracer = Tracer::new(&dir, None, config.metrics.trace_steps);
         Self { dir, rows: None, events: None, tracer, begin: Instant::now(), refused: 0, next_told: 1 }
     }
 
@@ -96,17 +98,32 @@ impl Records {
     }
 
     /// A step is done, `begin` is when it began; a save has been under way since `saving_since`.
+    ///
+    /// # Errors
+    /// [`Error::Comm`]; anything else is told.
     pub(crate) fn end_step(
         &mut self,
         step: u64,
         begin: Instant,
         saving_since: Option<Instant>,
         engine: &Engine,
+        ranks: &Ranks,
         tell: impl FnOnce(&str),
-    ) {
-        if let Err(error) = self.tracer.end(step, begin, saving_since, engine) {
-            tell(&error.to_string());
-        }
+    ) -> Result<(), Error> {
+        unless_told(self.tracer.end(step, begin, saving_since, engine, ranks), tell)
+    }
+
+    /// The last step is done: a trace that was to go on is written as far as it goes.
+    ///
+    /// # Errors
+    /// [`Error::Comm`]; anything else is told.
+    pub(crate) fn end_trace(
+        &mut self,
+        engine: &Engine,
+        ranks: &Ranks,
+        tell: impl FnOnce(&str),
+    ) -> Result<(), Error> {
+        unless_told(self.tracer.write_trace(engine.model(), ranks), tell)
     }
 
     /// Something between two steps is done.
@@ -126,7 +143,9 @@ impl Records {
             && available_memory_bytes().is_none_or(|bytes| bytes >= SPARE_BYTES);
         let queue = engine.queue();
         let limits = can_measure.then(|| Limits::measure(queue.level(), queue.threads()));
-        if let Err(error) = self.tracer.finish(engine.model(), limits) {
+        if let Some(limits) = limits
+            && let Err(error) = self.tracer.judge_sample(engine.model(), limits)
+        {
             tell(&error.to_string());
         }
         self.rows.as_ref()?;
@@ -139,6 +158,18 @@ impl Records {
                 None
             }
         }
+    }
+}
+
+/// What cannot be written is told; what separates the ranks ends the run.
+fn unless_told(result: Result<(), Error>, tell: impl FnOnce(&str)) -> Result<(), Error> {
+    match result {
+        Err(error @ Error::Comm(_)) => Err(error),
+        Err(error) => {
+            tell(&error.to_string());
+            Ok(())
+        }
+        Ok(()) => Ok(()),
     }
 }
 
@@ -156,6 +187,8 @@ fn model_line(engine: &Engine) -> String {
     )
 }
 
-fn machine_line(engine: &Engine) -> String {
-    format!("{}, {} instructions", human::plural(engine.queue().threads(), "thread"), engine.queue().level())
+fn machine_line(engine: &Engine, ranks: usize) -> String {
+    let ranks = if ranks == 1 { String::new() } else { format!("{ranks} ranks × ") };
+    let threads = human::plural(engine.queue().threads(), "thread");
+    format!("{ranks}{threads}, {} instructions", engine.queue().level())
 }

@@ -163,7 +163,7 @@ pub fn train_observed(
         }
         Records::open(config, &engine, start)?
     } else {
-        Records::none(config)
+        Records::of_trace(config)
     };
     let cursor = SampleCursor {
         samples_consumed: counters.samples,
@@ -272,7 +272,9 @@ impl Run<'_> {
         }
         let interrupted = self.counters.step < train.steps;
         let state = self.state();
-        let Self { saver, engine, records, progress, .. } = &mut self;
+        let Self { saver, engine, records, progress, ranks, .. } = &mut self;
+        // While all ranks are here.
+        records.end_trace(engine, ranks, |text| progress.message(text))?;
         let path = match saver {
             Some(saver) => saver.save_last(engine, &state, records.rows(), progress)?,
             None => PathBuf::new(),
@@ -350,7 +352,7 @@ impl Run<'_> {
         }
         self.engine.complete_gradients();
         self.observer.gradients_ready(step, &mut self.engine);
-        let (loss_sum, tokens, mut memory) =
+        let (loss_sum, tokens, mut memory_by_rank) =
             self.ranks.sum_and_memory(loss_sum, tokens, self.engine.arena())?;
         let loss = loss_sum / valid_tokens as f64;
         let grad_norm = self.engine.finish_gradients() / loss_scale;
@@ -377,9 +379,13 @@ impl Run<'_> {
         let refused = if verdict == Verdict::Sound { Ok(()) } else { self.refuse(step, verdict) };
         let seconds = begin.elapsed().as_secs_f64();
         let saving_since = self.saver.as_ref().and_then(Saver::saving_since);
-        self.records.end_step(step, begin, saving_since, &self.engine, |text| self.progress.message(text));
+        let tell = |text: &str| self.progress.message(text);
+        self.records.end_step(step, begin, saving_since, &self.engine, self.ranks, tell)?;
         // The update may have taken more here; it did so on the others in the step before.
-        memory[self.ranks.rank()] = MemoryUse::of(self.engine.arena());
+        let own_memory = MemoryUse::of(self.engine.arena());
+        if let Some(own) = memory_by_rank.get_mut(self.ranks.rank()) {
+            *own = own_memory;
+        }
         let row = StepMetrics {
             step,
             loss,
@@ -395,8 +401,8 @@ impl Run<'_> {
             skipped_steps: self.guard.skipped,
             rollbacks: self.guard.rollbacks,
             loss_scale: self.loss_scale.is_some().then_some(loss_scale),
-            memory: MemoryUse::maximum(&memory),
-            memory_by_rank: if memory.len() > 1 { memory } else { Vec::new() },
+            memory: memory_by_rank.iter().fold(own_memory, MemoryUse::maximum),
+            memory_by_rank,
             comm: self
                 .reducer
                 .as_mut()

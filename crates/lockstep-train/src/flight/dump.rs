@@ -6,8 +6,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use lockstep_comm::{GroupName, Recorded};
-use rustix::time::{ClockId, clock_gettime};
+use lockstep_comm::{GroupName, Recorded, now_us};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -116,8 +115,7 @@ impl Dump {
         ranks: impl IntoIterator<Item = (usize, Vec<Recorded>)>,
     ) -> Self {
         let written_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_micros() as u64);
-        let now = clock_gettime(ClockId::Monotonic);
-        let now_us = now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000;
+        let now_us = now_us();
         let at = |us: u64| written_us.saturating_sub(now_us.saturating_sub(us));
         let records = |(rank, recorded): (usize, Vec<Recorded>)| RankRecords {
             rank,

@@ -82,11 +82,10 @@ impl MemoryUse {
         Self { by_category: arena.in_use(), peak: arena.peak_total_bytes() }
     }
 
-    /// The most of each category that any of `all` has.
-    pub fn maximum(all: &[Self]) -> Self {
-        let words = all.iter().map(|memory| memory.to_words());
-        let most = words.fold([0; Self::WORDS], |most, words| std::array::from_fn(|i| most[i].max(words[i])));
-        Self::from_words(&most)
+    /// The greater of both in each category.
+    pub fn maximum(self, other: &Self) -> Self {
+        let (own, other) = (self.to_words(), other.to_words());
+        Self::from_words(&std::array::from_fn::<_, { Self::WORDS }, _>(|i| own[i].max(other[i])))
     }
 
     pub(crate) fn to_words(self) -> [u64; Self::WORDS] {
@@ -228,12 +227,12 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_memory_of_ranks_survives_the_way_through_words_and_its_maximum_is_that_of_each_category() {
+    fn memory_survives_the_way_through_words_and_its_maximum_is_that_of_each_category() {
         let (mut one, other) = (example(1).memory, example(1).memory);
         one.by_category[MemoryCategory::Gradients] = 7;
         one.by_category[MemoryCategory::Parameters] = 1;
         assert_eq!(MemoryUse::from_words(&one.to_words()), one);
-        let most = MemoryUse::maximum(&[one, other]);
+        let most = one.maximum(&other);
         assert_eq!(most.by_category[MemoryCategory::Gradients], 7);
         assert_eq!((most.by_category[MemoryCategory::Parameters], most.peak), (400_000_000, 500_000_000));
         let row = StepMetrics { memory: most, memory_by_rank: vec![one, other], ..example(1) };

@@ -29,9 +29,20 @@ struct Row {
     skipped: bool,
     rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
+    memory_by_rank: Vec<BTreeMap<String, f64>>,
+    comm: Communication,
     data_wait_ms: Option<f64>,
     checkpoint_stall_ms: Option<f64>,
     eval_loss: Option<f64>,
+}
+
+/// What sums over ranks cost in a step.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Communication {
+    bytes: Option<f64>,
+    busy_ms: Option<f64>,
+    exposed_ms: Option<f64>,
 }
 
 /// What the report knows of a run.
@@ -47,6 +58,10 @@ pub(super) struct History {
     skipped: Vec<u64>,
     rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
+    memory_by_rank: Vec<BTreeMap<String, f64>>,
+    comm_bytes: Option<f64>,
+    comm_busy: Vec<Point>,
+    comm_exposed: Vec<Point>,
     tokens_seen: Option<u64>,
     step_ms: f64,
     data_wait_ms: f64,
@@ -85,6 +100,12 @@ impl History {
         }
         if !row.memory.is_empty() {
             self.memory = row.memory;
+            self.memory_by_rank = row.memory_by_rank;
+        }
+        if let Some(bytes) = row.comm.bytes.filter(|bytes| *bytes > 0.0) {
+            self.comm_bytes = Some(bytes);
+            self.comm_busy.push((step, row.comm.busy_ms));
+            self.comm_exposed.push((step, row.comm.exposed_ms));
         }
         self.rollbacks = row.rollbacks.or(self.rollbacks);
         self.tokens_seen = row.tokens_seen.or(self.tokens_seen);
@@ -110,6 +131,11 @@ impl History {
         (!self.memory.is_empty()).then_some(&self.memory)
     }
 
+    /// As [`History::memory`], of each rank; empty if there is one only.
+    pub(super) fn memory_by_rank(&self) -> &[BTreeMap<String, f64>] {
+        &self.memory_by_rank
+    }
+
     /// The lines of the charts.
     pub(super) fn series(&self) -> Value {
         json!({
@@ -120,6 +146,8 @@ impl History {
             "grad_norm": thinned_with_bounds(&self.grad_norm),
             "tokens_per_s": thinned_with_bounds(&self.tokens_per_s),
             "stall": maxima(&self.stalls),
+            "comm_busy": thinned(&self.comm_busy),
+            "comm_exposed": thinned(&self.comm_exposed),
         })
     }
 
@@ -127,6 +155,7 @@ impl History {
     pub(super) fn totals(&self) -> Value {
         let stall_ms: f64 = self.stalls.iter().filter_map(|point| point.1).sum();
         let all_ms = self.step_ms + stall_ms;
+        let exposed_ms: f64 = self.comm_exposed.iter().filter_map(|point| point.1).sum();
         let share = |part: f64| (all_ms > 0.0).then(|| part / all_ms);
         json!({
             "steps": self.last_step(),
@@ -140,6 +169,9 @@ impl History {
             "stall_seconds": stall_ms / 1e3,
             "stall_share": share(stall_ms),
             "data_share": share(self.data_wait_ms),
+            "ranks": (self.memory_by_rank.len() > 1).then_some(self.memory_by_rank.len()),
+            "comm_bytes": self.comm_bytes,
+            "comm_share": self.comm_bytes.and_then(|_| share(exposed_ms)),
             "skipped": self.skipped.len(),
             "rollbacks": self.rollbacks,
         })

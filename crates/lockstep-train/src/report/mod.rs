@@ -122,6 +122,7 @@ fn page(history: &History, run: Value, profile: Value) -> String {
         "series": history.series(),
         "skipped": history.first_skipped(),
         "memory": history.memory(),
+        "memory_by_rank": history.memory_by_rank(),
         "run": run,
         "profile": profile,
     });
@@ -204,6 +205,27 @@ mod tests {
         assert_eq!(data["series"]["loss"], json!({ "x": [1, 2], "y": [3.0, null] }));
         assert_eq!(data["skipped"], json!([2]));
         assert_eq!(data["footer"].as_str().unwrap().matches("2 line(s)").count(), 1, "{}", data["footer"]);
+    }
+
+    #[test]
+    fn a_run_on_ranks_shows_what_they_cost() {
+        let row = |step: u64, busy: f64| {
+            let memory = |peak: u64| json!({ "gradients": 10, "peak": peak });
+            json!({
+                "step": step, "loss": 1.0, "step_ms": 10.0, "memory": memory(50), "memory_by_rank": [memory(50), memory(40)],
+                "comm": { "bytes": 800, "busy_ms": busy, "exposed_ms": busy / 2.0 },
+            })
+            .to_string()
+        };
+        let rows = format!("{}\n{}\n", row(1, 2.0), row(2, 4.0));
+        let data = data(&page_of(rows.as_bytes(), Value::Null, Value::Null).unwrap().unwrap());
+        let totals = &data["totals"];
+        assert_eq!((&totals["ranks"], &totals["comm_bytes"]), (&json!(2), &json!(800.0)), "{totals}");
+        assert_eq!(totals["comm_share"], json!(0.15), "{totals}");
+        assert_eq!(data["series"]["comm_exposed"], json!({ "x": [1, 2], "y": [1.0, 2.0] }));
+        assert_eq!(data["memory_by_rank"][1]["peak"], json!(40.0));
+        let alone = page_of(&b"{\"step\":1,\"comm\":{\"bytes\":0}}\n"[..], Value::Null, Value::Null);
+        assert_eq!(self::data(&alone.unwrap().unwrap())["totals"]["comm_bytes"], Value::Null);
     }
 
     #[test]

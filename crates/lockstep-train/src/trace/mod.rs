@@ -1,7 +1,7 @@
 //! Which steps of a run are recorded operation by operation, and what becomes of them.
 //!
 //! One step is sampled for the report (`profile.json`). The steps that `metrics.trace_steps` names go into a trace
-//! that chrome://tracing and Perfetto open.
+//! that chrome://tracing and Perfetto open: one file, with a process for each rank.
 
 mod chrome;
 mod profile;
@@ -9,27 +9,31 @@ mod profile;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockstep_engine::Engine;
-use lockstep_graph::{Activity, Span};
+use lockstep_graph::{Activity, Cost, Span};
 use lockstep_model::RecordedModel;
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::error::Error;
+use crate::ranks::{Called, Ranks};
 use crate::roofline::{Limits, layer};
 
 /// The file of the sampled step, in the directory of the run's records.
 pub(crate) const PROFILE: &str = "profile.json";
 
 /// A step, operation by operation.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct RecordedStep {
     step: u64,
     /// From the first recorded step on.
     start: Duration,
     duration: Duration,
     spans: Vec<Span>,
+    /// Operations between ranks.
+    called: Vec<Called>,
 }
 
 /// Something between two recorded steps, or beside them.
@@ -48,7 +52,9 @@ pub(crate) struct Tracer {
     sampled: Option<u64>,
     /// The first and the last step to trace.
     traced: Option<[u64; 2]>,
+    /// When the first recorded step began, here and for other ranks.
     origin: Instant,
+    origin_us: u64,
     steps: Vec<RecordedStep>,
     pauses: Vec<Pause>,
     /// Saves beside the steps.
@@ -64,6 +70,7 @@ impl Tracer {
             sampled,
             traced,
             origin: Instant::now(),
+            origin_us: 0,
             steps: Vec::new(),
             pauses: Vec::new(),
             saves: Vec::new(),
@@ -80,6 +87,8 @@ impl Tracer {
         if self.sampled == Some(step) || self.is_traced(step) {
             if self.steps.is_empty() {
                 self.origin = Instant::now();
+                let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
+                self.origin_us = since_1970.map_or(0, |time| time.as_micros() as u64);
             }
             engine.timeline().start();
         }
@@ -88,13 +97,14 @@ impl Tracer {
     /// A step is done; `begin` is when it began. A save has been under way since `saving_since`.
     ///
     /// # Errors
-    /// The file of the step cannot be written; the run can go on.
+    /// The file of the step cannot be written; the run can go on unless it is [`Error::Comm`].
     pub(crate) fn end(
         &mut self,
         step: u64,
         begin: Instant,
         saving_since: Option<Instant>,
         engine: &Engine,
+        ranks: &Ranks,
     ) -> Result<(), Error> {
         if self.sampled != Some(step) && !self.is_traced(step) {
             return Ok(());
@@ -102,10 +112,9 @@ impl Tracer {
         let duration = begin.elapsed();
         let spans = engine.timeline().stop();
         let start = begin.saturating_duration_since(self.origin);
-        let recorded = RecordedStep { step, start, duration, spans };
+        let recorded = RecordedStep { step, start, duration, spans, called: ranks.called_since(begin) };
         if self.is_traced(step) {
-            let spans = recorded.spans.clone();
-            self.steps.push(RecordedStep { spans, ..recorded });
+            self.steps.push(recorded.clone());
         }
         if self.sampled == Some(step) {
             self.sample = Some(recorded);
@@ -116,7 +125,7 @@ impl Tracer {
                 if let Some(begin) = saving_since {
                     self.saved(begin, Instant::now());
                 }
-                self.write_trace(engine.model())
+                self.write_trace(engine.model(), ranks)
             }
             _ => Ok(()),
         }
@@ -140,16 +149,12 @@ impl Tracer {
         }
     }
 
-    /// The run ends. What was recorded and is not written yet is written now; with `limits`, the sampled step is held
-    /// against them.
+    /// Holds the sampled step against `limits`.
     ///
     /// # Errors
-    /// A file cannot be written.
-    pub(crate) fn finish(&mut self, model: &RecordedModel, limits: Option<Limits>) -> Result<(), Error> {
-        if limits.is_some() {
-            self.write_profile(model, limits)?;
-        }
-        self.write_trace(model)
+    /// The file cannot be written.
+    pub(crate) fn judge_sample(&mut self, model: &RecordedModel, limits: Limits) -> Result<(), Error> {
+        self.write_profile(model, Some(limits))
     }
 
     fn write_profile(&self, model: &RecordedModel, limits: Option<Limits>) -> Result<(), Error> {
@@ -157,16 +162,33 @@ impl Tracer {
         write_json(&self.dir.join(PROFILE), &profile::describe(sample, model, limits))
     }
 
-    /// Writes the trace, once.
-    fn write_trace(&mut self, model: &RecordedModel) -> Result<(), Error> {
+    /// Writes the trace, once, if there is anything to be written; all ranks call it together, and the first one writes.
+    ///
+    /// # Errors
+    /// The file cannot be written; [`Error::Comm`].
+    pub(crate) fn write_trace(&mut self, model: &RecordedModel, ranks: &Ranks) -> Result<(), Error> {
         let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else { return Ok(()) };
         let path = self.dir.join(format!("trace-{:08}-{:08}.json", first.step, last.step));
-        let trace = chrome::trace(&self.steps, &self.pauses, &self.saves, model);
+        let origins_us = ranks.all_numbers(self.origin_us)?;
+        let rank = ranks.rank();
+        let shift_us = origins_us[rank] as f64 - origins_us[0] as f64;
+        let events = chrome::events(rank, shift_us, &self.steps, &self.pauses, &self.saves, model);
         self.traced = None;
         self.steps.clear();
         self.pauses.clear();
         self.saves.clear();
-        write_json(&path, &trace)
+        let failed = |source: serde_json::Error| Error::Metrics {
+            path: path.clone(),
+            action: "write",
+            source: source.into(),
+        };
+        if ranks.size() == 1 {
+            return write_json(&path, &chrome::file(events));
+        }
+        let parts = ranks.gather(&serde_json::to_vec(&events).map_err(failed)?)?;
+        let events = parts.iter().map(|part| serde_json::from_slice::<Vec<Value>>(part));
+        let events: Vec<Vec<Value>> = events.collect::<Result<_, _>>().map_err(failed)?;
+        if ranks.is_first() { write_json(&path, &chrome::file(events.concat())) } else { Ok(()) }
     }
 }
 
@@ -200,5 +222,28 @@ fn operation_name(activity: &Activity, model: &RecordedModel) -> String {
     match layer(activity, model) {
         Some(layer) => format!("{} {layer}", activity.name),
         None => activity.name.to_owned(),
+    }
+}
+
+/// An operation between ranks from when the one before it was done: they are carried out in their order.
+struct Turn {
+    called: Called,
+    start: Duration,
+    /// How much of it lies beside work of this rank.
+    hidden: Duration,
+}
+
+impl RecordedStep {
+    fn turns(&self) -> Vec<Turn> {
+        let mut before = Duration::ZERO;
+        let turn = |called: &Called| {
+            let (start, end) = (called.start.max(before).min(called.end), called.end);
+            before = end;
+            let is_work = |span: &&Span| span.cost != Cost::default();
+            let overlap =
+                |span: &Span| end.min(span.start + span.duration).saturating_sub(start.max(span.start));
+            Turn { called: *called, start, hidden: self.spans.iter().filter(is_work).map(overlap).sum() }
+        };
+        self.called.iter().map(turn).collect()
     }
 }

@@ -4,7 +4,7 @@ use lockstep_graph::{Pass, Span};
 use lockstep_model::RecordedModel;
 use serde_json::{Value, json};
 
-use super::{RecordedStep, operation_name, unit_name};
+use super::{RecordedStep, Turn, operation_name, unit_name};
 use crate::roofline::{Detail, Limits, Roofline, name};
 
 /// Spans in the picture; where there are more, those that are too short to be seen are left out.
@@ -17,7 +17,7 @@ pub(super) fn describe(step: &RecordedStep, model: &RecordedModel, limits: Optio
     let is_shown = |span: &&Span| {
         step.spans.len() <= MAX_SPANS || span.duration.as_secs_f64() > VISIBLE * step.duration.as_secs_f64()
     };
-    let spans: Vec<Value> = step
+    let mut spans: Vec<Value> = step
         .spans
         .iter()
         .filter(is_shown)
@@ -35,6 +35,16 @@ pub(super) fn describe(step: &RecordedStep, model: &RecordedModel, limits: Optio
             })
         })
         .collect();
+    spans.extend(step.turns().iter().map(|Turn { called, start, hidden }| {
+        let seconds = (called.end - *start).as_secs_f64();
+        json!({
+            "name": format!("{}, {:.0} % beside work", called.call, 100.0 * hidden.as_secs_f64() / seconds.max(1e-9)),
+            "kind": "communication",
+            "lane": "ranks",
+            "start_ms": microseconds(start.as_secs_f64()),
+            "ms": microseconds(seconds),
+        })
+    }));
     let roofline = Roofline::new(&step.spans, step.duration, model, Detail::Kinds, limits);
     json!({ "step": step.step, "roofline": roofline, "spans": spans })
 }

@@ -33,7 +33,9 @@ fn losses(workshop: &Workshop, name: &str) -> Vec<f64> {
 fn two_ranks_train_as_one_and_speak_once() {
     let workshop = Workshop::new();
     workshop.train(&["checkpoint.dir=alone", "metrics.dir=alone"]).succeeds();
-    let both = workshop.run(&["train", "run.toml", "--nproc-per-node", "2"]).succeeds();
+    let traced = ["--set", "metrics.trace_steps=[2, 3]"];
+    let both =
+        workshop.run(&[&["train", "run.toml", "--nproc-per-node", "2"], &traced[..]].concat()).succeeds();
     assert_eq!(both.stderr.matches("saved checkpoints/step-00000004").count(), 1, "{both:?}");
     assert!(both.stderr.contains("2 ranks × 1 micro-batch of 2"), "{both:?}");
     let pairs =
@@ -44,6 +46,17 @@ fn two_ranks_train_as_one_and_speak_once() {
         steps += 1;
     }
     assert_eq!(steps, 4);
+    // One trace, with a process for each rank.
+    let trace: Value = serde_json::from_slice(&workshop.read("runs/trace-00000002-00000003.json")).unwrap();
+    for rank in [0, 1] {
+        let events = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["pid"] == rank);
+        let buckets = events.clone().filter(|event| event["name"] == "all_reduce, bucket 0");
+        let bytes: Vec<u64> = buckets.map(|event| event["args"]["bytes"].as_u64().unwrap()).collect();
+        assert!(bytes.len() == 2 && bytes[0] > 0, "rank {rank}: {bytes:?}");
+        assert_eq!(events.filter(|event| event["cat"] == "step").count(), 2, "rank {rank}");
+    }
+    let report = String::from_utf8(workshop.read("runs/report.html")).unwrap();
+    assert!(report.contains("\"comm_exposed\":{") && report.contains("\"memory_by_rank\":[{"), "{report}");
     // The plan says how many ranks there are; nobody else need.
     let planned = workshop.train(&["train.steps=6", "parallel.data_parallel_replicate=2"]).succeeds();
     assert!(planned.stderr.contains("resuming from checkpoints/step-00000004"), "{planned:?}");

@@ -2,27 +2,46 @@
 
 use std::time::Instant;
 
-use lockstep_engine::{Engine, EngineError, EngineOptions, HostBatch, Optimizer, Update};
+use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, Reducer, Traffic, Update};
 use lockstep_graph::{BlockShape, Recompute};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
-use crate::roofline::{Detail, Limits, Roofline};
 use lockstep_tensor::cpu::measure_peak;
 
+use crate::config::RunConfig;
+use crate::machine::{peak_own_bytes, peak_resident_bytes};
+use crate::metrics::CommunicationUse;
+use crate::roofline::{Detail, Limits, Roofline};
 use crate::trainer::clip_coefficient;
+use crate::{Error, Ranks};
 
 const SEED: u64 = 1337;
 /// Runs of each product, of which the fastest counts.
 const GEMM_RUNS: usize = 5;
+
+/// Steps to be timed.
+#[derive(Debug, Clone, Copy)]
+pub struct StepBenchmark {
+    /// A micro-batch of each rank, and the type that kernels read.
+    pub shape: BlockShape,
+    /// Micro-batches of each rank in a step.
+    pub accumulation: usize,
+    /// Compute threads of each rank.
+    pub threads: usize,
+    /// How many are timed, after one that is not; at least one.
+    pub steps: usize,
+    /// How finely every operation in them is timed as well, if it is.
+    pub roofline: Option<Detail>,
+}
 
 /// What training steps took.
 #[derive(Debug, Clone)]
 pub struct StepTimes {
     /// The instructions that kernels used.
     pub level: CpuLevel,
-    /// Tokens in a step.
+    /// Tokens in a step, on all ranks.
     pub tokens: usize,
     /// The median.
     pub step_ms: f64,
@@ -32,63 +51,97 @@ pub struct StepTimes {
     pub flops_per_s: f64,
     /// The loss of each timed step.
     pub losses: Vec<f64>,
+    /// The most memory that all ranks together ever had resident, shared pages counted once.
+    pub peak_bytes: u64,
+    /// What the first rank's sums over the ranks took in the median step.
+    pub comm: CommunicationUse,
     /// Where the time of the median step went, if that was asked for.
     pub roofline: Option<Roofline>,
 }
 
-/// Times `steps` steps (at least one) of AdamW on random tokens, after one that is not counted; with `roofline`,
-/// every operation in them as well.
+/// Times steps of AdamW on random tokens, on `ranks` that call it together.
 ///
 /// # Errors
-/// Out of memory, no threads.
+/// Out of memory, no threads; [`Error::Comm`].
 pub fn time_steps(
     config: &ModelConfig,
-    shape: BlockShape,
-    threads: usize,
-    steps: usize,
-    roofline: Option<Detail>,
-) -> Result<StepTimes, EngineError> {
+    benchmark: &StepBenchmark,
+    ranks: &Ranks,
+) -> Result<StepTimes, Error> {
+    let StepBenchmark { shape, accumulation, threads, steps, roofline } = *benchmark;
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
+    let micro_batches = accumulation.max(1);
     let options =
-        EngineOptions { shape, recompute: Recompute::None, optimizer, seed: SEED, threads, micro_batches: 1 };
-    let mut engine = Engine::new(config, options, &Arena::new())?;
+        EngineOptions { shape, recompute: Recompute::None, optimizer, seed: SEED, threads, micro_batches };
+    let mut engine = Engine::new(config, options, &ranks.arena())?;
     engine.initialize(SEED)?;
+    let mut reducer = ranks.reducer(&engine, RunConfig::default().parallel.bucket_bytes());
+    let tokens_per_step = shape.tokens() * micro_batches * ranks.size();
     let steps = steps.max(1);
     let (mut losses, mut timed) = (Vec::with_capacity(steps), Vec::with_capacity(steps));
     for step in 0..=steps {
-        let tokens = RandomTokens::new(config, shape, step);
+        let batch = |index| {
+            let number = (step * micro_batches + index) * ranks.size() + ranks.rank();
+            RandomTokens::new(config, shape, number)
+        };
+        let batches: Vec<RandomTokens> = (0..micro_batches).map(batch).collect();
         if roofline.is_some() {
             engine.timeline().start();
         }
         let begin = Instant::now();
-        let loss = make_step(&mut engine, &tokens.batch(), step as u64 + 1);
+        let loss = make_step(&mut engine, &batches, tokens_per_step, &mut reducer, step as u64 + 1)?;
         let time = begin.elapsed();
         let spans = engine.timeline().stop();
+        let traffic = reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic);
         if step > 0 {
-            timed.push((time, spans));
+            timed.push((time, spans, traffic));
             losses.push(loss);
         }
     }
-    timed.sort_by_key(|(time, _)| *time);
-    let (time, spans) = timed.swap_remove(steps / 2);
+    for loss in &mut losses {
+        *loss = ranks.sum(*loss, 0)?.0;
+    }
+    // Shared pages are shared as long as all are here.
+    let own_bytes = if ranks.size() == 1 { peak_resident_bytes() } else { peak_own_bytes() };
+    let (_, peak_bytes) = ranks.sum(0.0, own_bytes)?;
+    timed.sort_by_key(|(time, ..)| *time);
+    let (time, spans, traffic) = timed.swap_remove(steps / 2);
     let level = engine.queue().level();
+    let flops_per_step = engine.model().training_flops() * (micro_batches * ranks.size()) as u64;
     Ok(StepTimes {
         level,
-        tokens: shape.tokens(),
+        tokens: tokens_per_step,
         step_ms: time.as_secs_f64() * 1e3,
-        tokens_per_s: shape.tokens() as f64 / time.as_secs_f64(),
-        flops_per_s: engine.model().training_flops() as f64 / time.as_secs_f64(),
+        tokens_per_s: tokens_per_step as f64 / time.as_secs_f64(),
+        flops_per_s: flops_per_step as f64 / time.as_secs_f64(),
         losses,
+        peak_bytes,
+        comm: traffic.into(),
         roofline: roofline.map(|detail| {
             Roofline::new(&spans, time, engine.model(), detail, Some(Limits::measure(level, threads)))
         }),
     })
 }
 
-fn make_step(engine: &mut Engine, batch: &HostBatch<'_>, step: u64) -> f64 {
-    let tokens = batch.ids.len() as f64;
+/// Returns this rank's part of the loss.
+fn make_step(
+    engine: &mut Engine,
+    batches: &[RandomTokens],
+    tokens: usize,
+    reducer: &mut Option<Reducer>,
+    step: u64,
+) -> Result<f64, Error> {
     engine.begin_step();
-    let loss = engine.accumulate(batch, (1.0 / tokens) as f32) / tokens;
+    let seed_gradient = (1.0 / tokens as f64) as f32;
+    let mut loss = 0.0;
+    for (index, batch) in batches.iter().enumerate() {
+        loss += match reducer {
+            Some(reducer) if index + 1 == batches.len() => {
+                engine.accumulate_and_reduce(&batch.batch(), seed_gradient, reducer)?
+            }
+            _ => engine.accumulate(&batch.batch(), seed_gradient),
+        };
+    }
     let norm = engine.finish_gradients();
     engine.update(&Update {
         learning_rate: 3e-4,
@@ -96,7 +149,7 @@ fn make_step(engine: &mut Engine, batch: &HostBatch<'_>, step: u64) -> f64 {
         gradient_scale: clip_coefficient(1.0, norm) as f32,
         step,
     });
-    loss
+    Ok(loss / tokens as f64)
 }
 
 /// A micro-batch that means nothing.
@@ -110,10 +163,10 @@ struct RandomTokens {
 }
 
 impl RandomTokens {
-    fn new(config: &ModelConfig, shape: BlockShape, step: usize) -> Self {
+    fn new(config: &ModelConfig, shape: BlockShape, number: usize) -> Self {
         let tokens = shape.tokens();
         let random = Philox::new(SEED);
-        let first = (step * (tokens + 1)) as u64;
+        let first = (number * (tokens + 1)) as u64;
         let vocabulary = config.vocab_size() as u32;
         let ids: Vec<u32> = (first..=first + tokens as u64).map(|i| random.at(i)[0] % vocabulary).collect();
         Self {
@@ -217,18 +270,51 @@ fn random(queue: &CpuQueue, arena: &Arena, dtype: DType, shape: [usize; 2]) -> R
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use lockstep_comm::{World, WorldOptions};
+
     use super::*;
 
-    #[test]
-    fn every_step_is_timed_and_learns_from_nothing() {
+    fn tiny() -> ModelConfig {
         let table = serde_json::json!({
             "model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
             "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
             "max_position_embeddings": 8,
         });
-        let config = ModelConfig::from_table(table.as_object().unwrap(), "test").unwrap();
-        let shape = BlockShape { sequences: 2, seq_len: 8, dtype: DType::F32 };
-        let times = time_steps(&config, shape, 1, 3, Some(Detail::Kinds)).unwrap();
+        ModelConfig::from_table(table.as_object().unwrap(), "test").unwrap()
+    }
+
+    const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 8, dtype: DType::F32 };
+
+    #[test]
+    fn ranks_and_micro_batches_share_the_same_step() {
+        let benchmark =
+            |accumulation| StepBenchmark { shape: SHAPE, accumulation, threads: 1, steps: 3, roofline: None };
+        let alone = time_steps(&tiny(), &benchmark(2), &Ranks::alone()).unwrap();
+        let groups = World::in_process(2, WorldOptions { arena_bytes: 1 << 24, ..WorldOptions::default() });
+        let both: Vec<StepTimes> = std::thread::scope(|scope| {
+            let rank = |group| {
+                let ranks = Ranks::in_group(group, Duration::from_secs(60));
+                scope.spawn(move || time_steps(&tiny(), &benchmark(1), &ranks).unwrap())
+            };
+            let threads: Vec<_> = groups.unwrap().into_iter().map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert_eq!((alone.tokens, both[0].tokens, alone.comm.bytes), (32, 32, 0));
+        assert_eq!(both[0].losses, both[1].losses);
+        for (alone, both) in alone.losses.iter().zip(&both[0].losses) {
+            assert!((alone - both).abs() <= 1e-5 * alone, "{both}, on one rank {alone}");
+        }
+        assert!(both[0].comm.bytes > 0 && both[0].comm.busy_ms >= both[0].comm.exposed_ms, "{both:?}");
+        assert!(both[0].peak_bytes > 0);
+    }
+
+    #[test]
+    fn every_step_is_timed_and_learns_from_nothing() {
+        let roofline = Some(Detail::Kinds);
+        let benchmark = StepBenchmark { shape: SHAPE, accumulation: 1, threads: 1, steps: 3, roofline };
+        let times = time_steps(&tiny(), &benchmark, &Ranks::alone()).unwrap();
         assert_eq!((times.losses.len(), times.tokens), (3, 16));
         assert!(times.tokens_per_s > 0.0 && times.flops_per_s > 0.0, "{times:?}");
         // ln 50, as for any model that has seen random tokens only.

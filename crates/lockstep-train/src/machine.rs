@@ -1,4 +1,4 @@
-//! How much memory the system could still give this process.
+//! How much memory the system could still give this process, and how much it has taken.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,30 @@ pub(crate) fn available_memory_bytes() -> Option<u64> {
     of_system.into_iter().chain(of_group).min()
 }
 
+/// The most bytes that this process ever had resident; 0 where the system does not say.
+pub(crate) fn peak_resident_bytes() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    kib(&status, "VmHWM:").map_or(0, |kib| kib * 1024)
+}
+
+/// [`peak_resident_bytes`] without what other processes answer for of the pages that are shared with them now.
+pub(crate) fn peak_own_bytes() -> u64 {
+    let maps = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
+    let of_others = match (kib(&maps, "Rss:"), kib(&maps, "Pss:")) {
+        (Some(resident), Some(own)) => resident.saturating_sub(own) * 1024,
+        _ => 0,
+    };
+    peak_resident_bytes().saturating_sub(of_others)
+}
+
+fn kib(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    line.trim().strip_suffix("kB")?.trim().parse().ok()
+}
+
 /// `MemAvailable` of /proc/meminfo.
 fn mem_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+    kib(meminfo, "MemAvailable:")?.checked_mul(1024)
 }
 
 /// What the tightest limit above the process leaves (control groups, version 2). Pages of files that a group
@@ -41,6 +61,12 @@ mod tests {
         for text in ["", "MemAvailable: many kB", "MemAvailable: 3", "MemTotal: 7 kB"] {
             assert_eq!(mem_available(text), None, "{text:?}");
         }
+    }
+
+    #[test]
+    fn pages_that_are_shared_with_nobody_are_all_this_process_s_own() {
+        let (resident, own) = (peak_resident_bytes(), peak_own_bytes());
+        assert!(own > 0 && own <= resident && resident - own < resident / 2, "{own} of {resident}");
     }
 
     #[test]

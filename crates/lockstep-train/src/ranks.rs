@@ -55,8 +55,12 @@ impl Ranks {
             let problem = config.problem(key, what, format!("{ranks}, or another --nproc-per-node"));
             return Err(Error::Configuration(problem.into()));
         }
-        let limit = Duration::from_secs_f64(config.parallel.timeout_s);
-        Ok(Self { group: Some(group), limit })
+        Ok(Self::in_group(group, Duration::from_secs_f64(config.parallel.timeout_s)))
+    }
+
+    /// The ranks of `group`, none of which waits longer than `limit`.
+    pub fn in_group(group: Group, limit: Duration) -> Self {
+        Self { group: Some(group), limit }
     }
 
     /// The own rank.

@@ -181,8 +181,7 @@ pub fn train_observed(
     let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
     let saver = ranks.is_first().then(|| Saver::new(config, &model, &corpus, saved)).transpose()?;
-    let bucket_bytes = (config.parallel.bucket_mb * f64::from(1 << 20)) as usize;
-    let reducer = ranks.reducer(&engine, bucket_bytes);
+    let reducer = ranks.reducer(&engine, config.parallel.bucket_bytes());
     Run {
         config,
         learning_rate: config.learning_rate(),

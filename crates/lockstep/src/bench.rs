@@ -1,20 +1,29 @@
 //! `lockstep bench step|gemm|collectives`.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
+use lockstep_comm::{Output, Pinning};
 use lockstep_graph::BlockShape;
 use lockstep_model::ModelConfig;
 use lockstep_plan::DType;
-use lockstep_train::benchmark::{GemmTime, StepTimes, time_gemms, time_steps};
-use lockstep_train::human;
+use lockstep_train::benchmark::{GemmTime, StepBenchmark, StepTimes, time_gemms, time_steps};
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::launch::started_group;
+use lockstep_train::metrics::CommunicationUse;
 use lockstep_train::roofline::Detail;
+use lockstep_train::{Ranks, human};
 use serde_json::json;
 
 use crate::collectives;
 use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
 use crate::output::say;
+use crate::ranks;
+
+/// How long a rank waits for another: for one that makes a step.
+const STEP_LIMIT: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -51,13 +60,19 @@ pub(crate) struct StepArguments {
     /// Arithmetic
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
-    /// Sequences per step
+    /// Sequences in a micro-batch of a rank
     #[arg(long, default_value_t = 8)]
     batch: usize,
+    /// Micro-batches of a rank in a step
+    #[arg(long, default_value_t = 1)]
+    accumulation: usize,
+    /// Ranks on this machine: a number, or one for each core (auto)
+    #[arg(long, value_name = "N|auto", default_value = "1", value_parser = ranks::number)]
+    nproc_per_node: usize,
     /// Tokens per sequence [default: the model's maximum, at most 1024]
     #[arg(long)]
     seq_len: Option<usize>,
-    /// Compute threads [default: all cores]
+    /// Compute threads of a rank [default: all cores, or its share of them]
     #[arg(long)]
     threads: Option<usize>,
     /// Timed steps, after one that is not counted
@@ -103,14 +118,13 @@ pub(crate) struct GemmArguments {
 
 pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     match command {
-        Command::Step(arguments) => step(arguments)?,
-        Command::Gemm(arguments) => gemm(arguments)?,
-        Command::Collectives(arguments) => return collectives::run(arguments),
+        Command::Step(arguments) => step(arguments),
+        Command::Gemm(arguments) => gemm(arguments).map(|()| ExitCode::SUCCESS),
+        Command::Collectives(arguments) => collectives::run(arguments),
     }
-    Ok(ExitCode::SUCCESS)
 }
 
-fn step(arguments: &StepArguments) -> Result<(), Failure> {
+fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     let config = ModelConfig::preset(&arguments.model)?;
     let longest = config.max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
@@ -122,44 +136,71 @@ fn step(arguments: &StepArguments) -> Result<(), Failure> {
         let message = format!("--batch {}: allowed is 1 to {most_sequences}", arguments.batch);
         return Err(Failure::configuration(message));
     }
-    if arguments.steps == 0 {
-        return Err(Failure::configuration("--steps 0: allowed is 1 or more"));
+    for (name, value) in [("steps", arguments.steps), ("accumulation", arguments.accumulation)] {
+        if value == 0 {
+            return Err(Failure::configuration(format!("--{name} 0: allowed is 1 or more")));
+        }
     }
-    let shape = BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() };
-    let threads = threads(arguments.threads)?;
-    let times = time_steps(&config, shape, threads, arguments.steps, arguments.roofline.map(Detail::from))
-        .map_err(|error| Failure { message: error.to_string(), code: FAILED })?;
-    let StepTimes { level, step_ms, tokens_per_s, flops_per_s, losses, roofline, .. } = times;
+    let ranks = match started_group().map_err(|error| ranks::told_by(error, 0))? {
+        Some(group) => Ranks::in_group(group, STEP_LIMIT),
+        None if arguments.nproc_per_node > 1 => {
+            let (ranks, interrupt) = (arguments.nproc_per_node, Interrupt::default());
+            return ranks::run(ranks, Pinning::Share, Output::Labelled, None, &interrupt);
+        }
+        None => Ranks::alone(),
+    };
+    let benchmark = StepBenchmark {
+        shape: BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() },
+        accumulation: arguments.accumulation,
+        threads: threads(arguments.threads)?,
+        steps: arguments.steps,
+        roofline: arguments.roofline.map(Detail::from),
+    };
+    let times =
+        time_steps(&config, &benchmark, &ranks).map_err(|error| ranks::told_by(error, ranks.rank()))?;
+    if ranks.is_first() {
+        show(arguments, &benchmark, &ranks, &times);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, times: &StepTimes) {
+    let StepTimes { level, step_ms, tokens_per_s, flops_per_s, losses, peak_bytes, comm, roofline, .. } =
+        times;
     if arguments.json {
         let mut document = json!({
-            "tokens_per_s": tokens_per_s, "step_ms": step_ms, "peak_rss_bytes": peak_rss_bytes(), "loss": losses,
-            "flops_per_s": flops_per_s, "level": level.to_string(),
+            "tokens_per_s": tokens_per_s, "step_ms": step_ms, "peak_rss_bytes": peak_bytes, "loss": losses,
+            "flops_per_s": flops_per_s, "level": level.to_string(), "ranks": ranks.size(), "comm": comm,
         });
         if let Some(roofline) = roofline {
             document["roofline"] = json!(roofline);
         }
         say!("{document}");
-    } else {
-        say!(
-            "{} {} {} x {seq_len}, {}, {level}: {tokens_per_s:.0} tokens/s, {step_ms:.1} ms a step, {:.1} GFLOP/s",
-            arguments.model,
-            shape.dtype,
-            arguments.batch,
-            human::plural(threads, "thread"),
-            flops_per_s / 1e9,
-        );
-        if let Some(roofline) = roofline {
-            say!("{roofline}");
-        }
+        return;
     }
-    Ok(())
-}
-
-/// The most memory this process ever had resident; 0 where the system does not say.
-fn peak_rss_bytes() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    line.and_then(|value| value.split_whitespace().next()?.parse::<u64>().ok()).map_or(0, |kib| kib * 1024)
+    let BlockShape { sequences, seq_len, dtype } = benchmark.shape;
+    let times_of = |number: usize, thing: &str| match number {
+        1 => String::new(),
+        number => format!("{} x ", human::plural(number, thing)),
+    };
+    say!(
+        "{} {dtype} {}{}{sequences} x {seq_len}, {}, {level}: {tokens_per_s:.0} tokens/s, {step_ms:.1} ms a step, {:.1} GFLOP/s",
+        arguments.model,
+        times_of(ranks.size(), "rank"),
+        times_of(benchmark.accumulation, "micro-batch"),
+        human::plural(benchmark.threads, "thread"),
+        flops_per_s / 1e9,
+    );
+    if ranks.size() > 1 {
+        let CommunicationUse { bytes, busy_ms, exposed_ms } = *comm;
+        say!(
+            "sums over ranks: {} a step, {busy_ms:.1} ms busy, {exposed_ms:.1} ms exposed",
+            human::bytes(bytes)
+        );
+    }
+    if let Some(roofline) = roofline {
+        say!("{roofline}");
+    }
 }
 
 fn gemm(arguments: &GemmArguments) -> Result<(), Failure> {

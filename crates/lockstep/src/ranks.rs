@@ -9,6 +9,14 @@ use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 
+/// What `--nproc-per-node` takes.
+pub(crate) fn number(text: &str) -> Result<usize, String> {
+    if text == "auto" {
+        return Ok(std::thread::available_parallelism().map_or(1, usize::from));
+    }
+    text.parse().ok().filter(|ranks| *ranks > 0).ok_or_else(|| "a number from 1, or auto".to_owned())
+}
+
 /// Starts this command once for each of `ranks` ranks, and watches them. What they called last is written to `records` if
 /// they end badly.
 pub(crate) fn run(

@@ -36,7 +36,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
     resume: String,
     /// Ranks on this machine, each with the whole model and its share of the batch: a number, or one for each core (auto)
-    #[arg(long, value_name = "N|auto", value_parser = ranks)]
+    #[arg(long, value_name = "N|auto", value_parser = ranks::number)]
     nproc_per_node: Option<usize>,
     /// Append what each rank prints to rank-00000.out and .err, ... in DIR; rank 0 is shown as well. Without it, lines of
     /// the other ranks are shown as "[rank 1] ..."
@@ -98,13 +98,6 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
         return Err(Failure::configuration(message));
     }
     Ok(config)
-}
-
-fn ranks(text: &str) -> Result<usize, String> {
-    if text == "auto" {
-        return Ok(std::thread::available_parallelism().map_or(1, usize::from));
-    }
-    text.parse().ok().filter(|ranks| *ranks > 0).ok_or_else(|| "a number from 1, or auto".to_owned())
 }
 
 /// A loss is no fault of the run's: it can go on.

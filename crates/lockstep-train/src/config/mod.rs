@@ -177,6 +177,13 @@ impl Default for RunConfig {
     }
 }
 
+impl ParallelConfig {
+    /// `bucket_mb` in bytes.
+    pub fn bucket_bytes(&self) -> usize {
+        (self.bucket_mb * f64::from(1 << 20)) as usize
+    }
+}
+
 impl OptimizerConfig {
     /// `betas`, or what is usual with the rule.
     pub fn betas(&self) -> [f64; 2] {

@@ -141,3 +141,22 @@ fn what_ranks_print_is_kept_where_a_failure_says() {
     let kept = String::from_utf8(workshop.read("logs/rank-00000.err")).unwrap();
     assert!(kept.ends_with("\n") && kept.contains("none.txt"), "{kept}");
 }
+
+#[test]
+fn steps_of_several_ranks_are_timed_together() {
+    let workshop = Workshop::new();
+    let bench = |more: &[&str]| {
+        let small = ["--batch", "1", "--seq-len", "8", "--steps", "1", "--threads", "1", "--json"];
+        workshop.run(&[&["bench", "step", "--model", "llama-15m"], &small[..], more].concat())
+    };
+    let alone = bench(&["--accumulation", "2"]).json();
+    let both = bench(&["--nproc-per-node", "2"]).json();
+    let loss = |found: &Value| found["loss"][0].as_f64().unwrap();
+    assert!((loss(&alone) - loss(&both)).abs() < 1e-4, "{alone} {both}");
+    assert_eq!((&alone["ranks"], &alone["comm"]["bytes"], &both["ranks"]), (&1.into(), &0.into(), &2.into()));
+    assert!(both["comm"]["bytes"].as_u64() > Some(1 << 20), "{both}");
+    let bytes = |found: &Value| found["peak_rss_bytes"].as_u64().unwrap();
+    // Two copies of everything, and shared gradients once.
+    assert!((bytes(&alone) * 3 / 2..bytes(&alone) * 5 / 2).contains(&bytes(&both)), "{alone} {both}");
+    bench(&["--accumulation", "0"]).refuses(2, &["--accumulation 0: allowed is 1 or more"]);
+}

@@ -3,12 +3,14 @@
 
 The two engines run by turns (A B A B ...), so that a machine that speeds up or slows down does so for both, and the
 ratio is taken round by round. At bf16 PyTorch runs in both of its modes and the faster one counts. A case is written
-MODEL:PRECISION:BATCHxSEQ_LEN.
+MODEL:PRECISION:BATCHxSEQ_LEN. With `--ranks N` both run on N processes of `--threads` threads with the batch on each:
+PyTorch as DistributedDataParallel over Gloo, at bf16 with autocast.
 
     cargo build --release
     python3 -m venv /tmp/peers && /tmp/peers/bin/pip install -r benches/peers/requirements.txt
     /tmp/peers/bin/python benches/peers/compare.py --rounds 5
     /tmp/peers/bin/python benches/peers/compare.py --case baby-gpt:f32:8x256 --markdown >> benches/RESULTS.md
+    /tmp/peers/bin/python benches/peers/compare.py --ranks 2 --threads 1
 """
 
 import argparse
@@ -102,15 +104,19 @@ def run(command: list[str], steps: int) -> dict:
 def measure(case: Case, arguments: argparse.Namespace) -> Row:
     flags = case.flags(arguments.threads, arguments.steps)
     lockstep_command = [str(arguments.lockstep), "bench", "step", *flags]
-    modes = ["autocast", "pure"] if case.precision == "bf16" else ["f32"]
+    peer = [sys.executable, str(HERE / "pytorch_step.py"), *flags]
+    modes = {"f32": [], "autocast": ["--bf16-mode", "autocast"], "pure": ["--bf16-mode", "pure"]}
+    modes = {name: more for name, more in modes.items() if (name == "f32") == (case.precision == "f32")}
+    if arguments.ranks > 1:
+        lockstep_command += ["--nproc-per-node", str(arguments.ranks)]
+        peer = [sys.executable, str(HERE / "ddp_step.py"), *flags, "--ranks", str(arguments.ranks)]
+        modes = {"DDP" if case.precision == "f32" else "DDP, autocast": []}
     lockstep_runs: list[dict] = []
     pytorch_runs: dict[str, list[dict]] = {mode: [] for mode in modes}
     for number in range(1, arguments.rounds + 1):
         lockstep_runs.append(run(lockstep_command, arguments.steps))
-        for mode in modes:
-            mode_flags = [] if mode == "f32" else ["--bf16-mode", mode]
-            command = [sys.executable, str(HERE / "pytorch_step.py"), *flags, *mode_flags]
-            pytorch_runs[mode].append(run(command, arguments.steps))
+        for mode, mode_flags in modes.items():
+            pytorch_runs[mode].append(run([*peer, *mode_flags], arguments.steps))
         speeds = [f"{mode} {runs[-1]['tokens_per_s']:.0f}" for mode, runs in pytorch_runs.items()]
         print(
             f"{case}, round {number} of {arguments.rounds}: lockstep {lockstep_runs[-1]['tokens_per_s']:.0f}, "
@@ -165,7 +171,8 @@ def markdown_table(rows: list[list[str]]) -> str:
 
 def circumstances(arguments: argparse.Namespace, load: float, pytorch_version: str) -> str:
     return (
-        f"{datetime.date.today().isoformat()}, {cpu_name()}, {os.cpu_count()} logical CPUs, {arguments.threads} threads, "
+        f"{datetime.date.today().isoformat()}, {cpu_name()}, {os.cpu_count()} logical CPUs, "
+        f"{f'{arguments.ranks} ranks of ' if arguments.ranks > 1 else ''}{arguments.threads} threads, "
         f"load average {load:.1f} at the start. {lockstep_version(arguments.lockstep)} against PyTorch {pytorch_version}, "
         f"eager. {arguments.rounds} rounds by turns, {arguments.steps} steps each."
     )
@@ -198,7 +205,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=10, help="steps timed in each run")
-    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--ranks", type=positive, default=1)
+    parser.add_argument("--threads", type=positive, default=2, help="of each rank")
     parser.add_argument("--lockstep", type=Path, default=REPOSITORY / "target" / "release" / "lockstep")
     parser.add_argument("--markdown", action="store_true", help="print the table for benches/RESULTS.md")
     return parser.parse_args()

@@ -20,3 +20,14 @@ def peak_rss_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no VmHWM line")
+
+
+def peak_own_bytes() -> int:
+    """`peak_rss_bytes` without what other processes answer for of the pages that are shared with them now."""
+    sizes = {}
+    with open("/proc/self/smaps_rollup", encoding="utf-8") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key in ("Rss", "Pss"):
+                sizes[key] = int(value.split()[0]) * 1024
+    return peak_rss_bytes() - (sizes["Rss"] - sizes["Pss"])

@@ -93,10 +93,17 @@ class Comparison(unittest.TestCase):
 
     def test_a_round_yields_one_ratio(self):
         case = compare.Case("baby-gpt", "f32", 1, 16)
-        arguments = argparse.Namespace(lockstep=self.engine("[5.5] * steps"), rounds=1, steps=1, threads=1)
+        arguments = argparse.Namespace(lockstep=self.engine("[5.5] * steps"), rounds=1, steps=1, threads=1, ranks=1)
         row = compare.measure(case, arguments)
         self.assertEqual(row.ratios, [1e4 / row.pytorch["tokens_per_s"]])
         self.assertEqual(row.pytorch["environment"]["threads"], 1)
+
+    def test_ranks_are_compared_with_ddp(self):
+        case = compare.Case("baby-gpt", "f32", 1, 16)
+        arguments = argparse.Namespace(lockstep=self.engine("[5.5] * steps"), rounds=1, steps=2, threads=1, ranks=2)
+        row = compare.measure(case, arguments)
+        self.assertEqual((row.pytorch_mode, len(row.ratios)), ("DDP", 1))
+        self.assertGreater(row.pytorch["peak_rss_bytes"], 2 * 10_000_000 * 16)
 
     def test_an_engine_that_diverges_or_skips_steps_has_no_speed(self):
         for losses in ("[float('nan')] * steps", "[5.5]"):

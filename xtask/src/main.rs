@@ -20,6 +20,7 @@ const LIMIT: Duration = Duration::from_secs(15 * 60);
 
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
+cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments
 cargo xtask docs    writes docs/configuration.md from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration
 ";
@@ -30,6 +31,10 @@ fn main() -> ExitCode {
         Some("docs") => run(
             "cargo test --quiet -p lockstep-train --test configuration the_manual_is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
+        ),
+        Some("soak") => run(
+            "cargo test -p lockstep-comm --test processes a_rank_that_dies -- --nocapture",
+            &[("LOCKSTEP_SEEDS", "1000")],
         ),
         Some("picture") => picture::draw(),
         _ => Err(HELP.to_owned()),

@@ -107,11 +107,7 @@ fn bad_end(agent: &Agent, failure: Failure, records: Option<&Path>, lost: i32) -
     let has_told = is_of_one && matches!(failure.cause, LossCause::Exit(code) if code != lost);
     let records = records.filter(|_| !has_told || failure.cause == LossCause::Exit(PANICKED));
     let written = records.and_then(|dir| {
-        let lost = match failure.error {
-            CommError::PeerLost { rank, .. } => Some(rank),
-            _ => None,
-        };
-        let ending = Ending { message: failure.error.to_string(), lost };
+        let ending = Ending::by(&failure.error);
         let ranks = agent.pids().len();
         let recorded = (0..ranks).map(|rank| (rank, agent.world().recorded(rank)));
         let dump = Dump::new(ranks, Some(ending), recorded);

@@ -2,6 +2,7 @@
 //! that all hold the same weights. A run on one rank has nobody to ask.
 
 use std::io;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{
@@ -12,6 +13,7 @@ use lockstep_plan::MemoryCategory;
 use lockstep_tensor::Arena;
 
 use crate::config::RunConfig;
+use crate::flight::{Dump, Ending};
 use crate::metrics::MemoryUse;
 use crate::progress::{Progress, Steps};
 use crate::{Error, human};
@@ -191,6 +193,17 @@ impl Ranks {
             })
         };
         group.recorded(group.rank()).into_iter().filter_map(called).collect()
+    }
+
+    /// Writes what this rank called last to a file in `dir`, for ranks that no launcher of ours watches; returns where, or nothing
+    /// for one rank.
+    ///
+    /// # Errors
+    /// [`Error::Metrics`].
+    pub fn write_records(&self, error: &CommError, dir: &Path) -> Result<Option<PathBuf>, Error> {
+        let Some(group) = &self.group else { return Ok(None) };
+        let own = (group.rank(), group.recorded(group.rank()));
+        Dump::new(group.size(), Some(Ending::by(error)), [own]).write(dir).map(Some)
     }
 
     /// Checks that all ranks hold the same weights after `step` steps.

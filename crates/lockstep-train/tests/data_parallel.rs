@@ -9,6 +9,7 @@ use std::time::Duration;
 use lockstep_comm::{World, WorldOptions};
 use lockstep_engine::Engine;
 use lockstep_plan::ParameterId;
+use lockstep_train::flight::{analyse, read_all};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
 use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train_observed};
@@ -273,9 +274,15 @@ fn a_rank_that_does_not_come_is_named_after_the_time_given() {
     let ranks = Ranks::of(groups.pop().unwrap(), &config).unwrap();
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
     let ended = train_observed(&config, &Resume::Never, &ranks, &Interrupt::default(), show, &mut ());
-    let message = ended.unwrap_err().to_string();
-    assert!(message.contains("rank 1"), "{message}");
-    drop(late);
+    let Error::Comm(error) = ended.unwrap_err() else { panic!("it is the other rank's fault") };
+    assert!(error.to_string().contains("rank 1"), "{error}");
+    // Ranks that nobody watches leave what they called last themselves.
+    let own = ranks.write_records(&error, &bench.path("late")).unwrap().unwrap();
+    assert!(own.ends_with("flight-00000.json"), "{}", own.display());
+    let late = Ranks::of(late, &config).unwrap();
+    let other = late.write_records(&error, &bench.path("late")).unwrap().unwrap();
+    let analysis = analyse(&read_all(&[own, other]).unwrap());
+    assert_eq!((&analysis.culprits[..], &analysis.ended), (&[1][..], &vec![error.to_string()]), "{analysis}");
 }
 
 #[test]

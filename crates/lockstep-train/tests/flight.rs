@@ -227,7 +227,7 @@ fn files_of_several_hosts_are_put_together_if_they_are_of_one_run() {
     let first = write("a.json", dump(2, &[(0, waiting(2))]));
     let second = write("b.json", dump(2, &[(1, idle)]));
     let analysis = analyse(&read_all(&[first.clone(), second]).unwrap());
-    assert_eq!((analysis.culprits, analysis.hosts.len()), (vec![1], 2));
+    assert_eq!((analysis.culprits, analysis.known, analysis.hosts.len()), (vec![1], vec![0, 1], 1));
     let again = write("c.json", dump(2, &[(0, waiting(2))]));
     let of_three = write("d.json", dump(3, &[(2, waiting(3))]));
     for (other, expected) in [(again, "has records of rank 0 as well"), (of_three, "a run of 3 ranks")] {

@@ -68,11 +68,7 @@ fn end(agent: &mut Agent) -> (Failure, Analysis) {
             None => assert!(begin.elapsed() < Duration::from_secs(60), "the run does not end"),
         }
     };
-    let lost = match failure.error {
-        CommError::PeerLost { rank, .. } => Some(rank),
-        _ => None,
-    };
-    let ending = Ending { message: failure.error.to_string(), lost };
+    let ending = Ending::by(&failure.error);
     let dump = Dump::new(RANKS, Some(ending), (0..RANKS).map(|rank| (rank, agent.world().recorded(rank))));
     let dir = tempfile::tempdir().unwrap();
     let analysis = analyse(&[Dump::read(&dump.write(dir.path()).unwrap()).unwrap()]);

@@ -1,9 +1,11 @@
 //! Ranks as processes of the command at hand: who of them, or of their launcher, tells what went wrong, and with which code.
 
-use std::path::PathBuf;
+use std::env;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use lockstep_comm::{self as comm, LossCause, Output, Pinning};
+use lockstep_comm::{self as comm, LossCause, Output, Pinning, SOCKET_VARIABLE};
+use lockstep_train::Ranks;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
 
@@ -49,20 +51,42 @@ fn judge(end: BadEnd) -> Failure {
     if let Some(log) = log.filter(|_| !failure.message.is_empty()) {
         failure.message += &format!("; what it said is in {}", log.display());
     }
-    match end.records {
-        Some(Ok(path)) => eprintln!("lockstep doctor --trace {} tells who called what last", path.display()),
-        Some(Err(error)) => eprintln!("no records of what ranks called last: {error}"),
-        None => {}
+    if let Some(records) = end.records {
+        hint(records);
     }
     failure
 }
 
-/// What a rank tells of its failure: nothing of what all ranks know, for that is the launcher's to say.
+/// Where to read who called what last.
+fn hint(records: Result<PathBuf, lockstep_train::Error>) {
+    match records {
+        Ok(path) => eprintln!("lockstep doctor --trace {} tells who called what last", path.display()),
+        Err(error) => eprintln!("no records of what ranks called last: {error}"),
+    }
+}
+
+/// A rank without a launcher of ours leaves what it called last in `dir` itself, if `error` is one of all ranks.
+pub(crate) fn leave_records(ranks: &Ranks, error: &lockstep_train::Error, dir: &Path) {
+    if let lockstep_train::Error::Comm(error) = error
+        && error.is_known_to_all()
+        && !is_launched()
+        && let Some(records) = ranks.write_records(error, dir).transpose()
+    {
+        hint(records);
+    }
+}
+
+/// Whether our own launcher has started this process.
+fn is_launched() -> bool {
+    env::var_os(SOCKET_VARIABLE).is_some()
+}
+
+/// What a rank tells of its failure: nothing of what all ranks know, for that is our launcher's to say, if there is one.
 pub(crate) fn told_by(error: lockstep_train::Error, rank: usize) -> Failure {
     let is_known = matches!(&error, lockstep_train::Error::Comm(error) if error.is_known_to_all());
     let failure = Failure::from(error);
     let message = match rank {
-        _ if is_known => String::new(),
+        _ if is_known && is_launched() => String::new(),
         0 => failure.message,
         rank => format!("rank {rank}: {}", failure.message),
     };

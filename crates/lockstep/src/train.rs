@@ -64,6 +64,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let interrupt = Interrupt::on_signals()?;
     let summary = train(&config, &resume, &ranks, &interrupt, Progress::on_stderr)
+        .inspect_err(|error| ranks::leave_records(&ranks, error, &config.metrics.dir))
         .map_err(|error| ranks::told_by(error, ranks.rank()))?;
     if ranks.is_first() {
         report(&config, &resume, &summary);

@@ -187,7 +187,7 @@ pub fn analyse(dumps: &[Dump]) -> Analysis {
     }
     let (compared, stragglers) = records.stragglers();
     Analysis {
-        hosts: dumps.iter().map(|dump| dump.host.clone()).collect(),
+        hosts: dumps.iter().map(|dump| dump.host.clone()).collect::<BTreeSet<_>>().into_iter().collect(),
         world_size,
         known: records.ranks.keys().copied().collect(),
         ended,

@@ -1,4 +1,5 @@
-//! What ranks called last, as a file: JSON, one for each host. Times are of the host's clock, as all its ranks see it.
+//! What ranks called last, as a file: JSON, one for each host, or for each rank where no launcher of ours writes them. Times
+//! are of the host's clock, as all its ranks see it.
 
 use std::fmt;
 use std::fs::File;
@@ -6,7 +7,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use lockstep_comm::{GroupName, Recorded, now_us};
+use lockstep_comm::{CommError, GroupName, Recorded, now_us};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -21,7 +22,7 @@ const MOST_RANKS: usize = 1 << 20;
 /// No time is later: the year 2286.
 const LAST_US: u64 = 10_000_000_000_000_000;
 
-/// The records of the ranks of one host.
+/// The records of ranks of one host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dump {
     format: String,
@@ -107,6 +108,17 @@ impl fmt::Display for Group {
     }
 }
 
+impl Ending {
+    /// By `error`.
+    pub fn by(error: &CommError) -> Self {
+        let lost = match error {
+            CommError::PeerLost { rank, .. } => Some(*rank),
+            _ => None,
+        };
+        Self { message: error.to_string(), lost }
+    }
+}
+
 impl Dump {
     /// Records of this host as they are now: pairs of a rank and what it called.
     pub fn new(
@@ -137,13 +149,13 @@ impl Dump {
         self.ranks.iter().all(|rank| rank.operations.is_empty())
     }
 
-    /// Writes `flight-HOST.json` in `dir`, over what an earlier run left there; returns where.
+    /// Writes `flight-00000.json` in `dir`, named by the first rank in it, over what an earlier run left there; returns where.
     ///
     /// # Errors
     /// [`Error::Metrics`].
     pub fn write(&self, dir: &Path) -> Result<PathBuf, Error> {
-        let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
-        let path = dir.join(format!("flight-{}.json", self.host.chars().map(plain).collect::<String>()));
+        let first = self.ranks.iter().map(|rank| rank.rank).min().unwrap_or(0);
+        let path = dir.join(format!("flight-{first:05}.json"));
         write_json(&path, self)?;
         Ok(path)
     }

@@ -3,7 +3,11 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use crate::{Kind, call::Call};
+use crate::{
+    Kind,
+    call::Call,
+    environment::{EnvironmentProblem, Launcher},
+};
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -300,6 +304,25 @@ pub enum JoinProblem {
         theirs: usize,
         /// How many the first one expects.
         ours: usize,
+    },
+    /// The variables of whoever started this process make no sense.
+    #[error("{0}")]
+    Environment(EnvironmentProblem),
+    /// Ranks on several machines do not know where to meet.
+    #[error(
+        "{launcher} does not say where ranks of several machines meet: set MASTER_ADDR, and MASTER_PORT, alike for all of them"
+    )]
+    NoLeader {
+        /// Who started them.
+        launcher: Launcher,
+    },
+    /// Ranks that share no memory are to use it.
+    #[error(
+        "shared memory is for ranks that lockstep itself starts on one machine; these were started by {launcher}"
+    )]
+    NoSharedMemory {
+        /// Who started them.
+        launcher: Launcher,
     },
     /// One was given another configuration.
     #[error(

@@ -6,6 +6,7 @@
 use std::{
     ffi::OsString,
     io,
+    net::{Ipv4Addr, TcpListener},
     os::{
         fd::{AsRawFd, OwnedFd},
         unix::{
@@ -15,6 +16,7 @@ use std::{
     },
     path::PathBuf,
     process::{Child, Command, ExitStatus},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -26,8 +28,10 @@ use rustix::{
 };
 
 use crate::{
-    CommError, LossCause, Output, SOCKET_VARIABLE, World, WorldOptions,
+    CommError, LossCause, Output, Recorded, SOCKET_VARIABLE, World, WorldOptions,
+    environment::Leader,
     output::{Relay, Stream},
+    started::{DEFAULT_PORT, LISTENER_VARIABLE},
 };
 
 /// What the ranks that are left have to end by themselves after one has failed.
@@ -44,14 +48,56 @@ pub struct Launch {
     pub environment: Vec<(OsString, OsString)>,
     /// How many.
     pub ranks: usize,
-    /// Their world.
+    /// Their world on this machine.
     pub options: WorldOptions,
+    /// Their place among the ranks of other machines.
+    pub placement: Placement,
     /// Where they run.
     pub pinning: Pinning,
     /// Where what they print goes.
     pub output: Output,
     /// Exit codes of a rank that has done what it was to do; once it has left the world, none of them is a failure.
     pub sound_codes: Vec<i32>,
+}
+
+/// Where the ranks of this machine stand among those of all.
+#[derive(Debug, Clone)]
+pub struct Placement {
+    /// Number of this machine, and how many there are.
+    pub node: usize,
+    /// Number of machines.
+    pub nodes: usize,
+    /// The first rank of this machine.
+    pub first_rank: usize,
+    /// Ranks of all machines.
+    pub world_size: usize,
+    /// Where ranks meet that share no memory.
+    pub leader: Option<Leader>,
+    /// The socket that rank 0 listens on there.
+    pub listener: Option<Arc<TcpListener>>,
+    /// Name of the run.
+    pub run: String,
+}
+
+impl Placement {
+    /// On one machine.
+    pub fn alone(ranks: usize) -> Self {
+        let run = String::new();
+        Self { node: 0, nodes: 1, first_rank: 0, world_size: ranks, leader: None, listener: None, run }
+    }
+
+    /// On one machine, with an address where ranks can meet as if they were on several.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn on_loopback(ranks: usize) -> Result<Self, CommError> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+        let listener = listener.map_err(CommError::io("listen for ranks"))?;
+        let port = listener.local_addr().map_err(CommError::io("listen for ranks"))?.port();
+        let leader = Leader { host: Ipv4Addr::LOCALHOST.to_string(), port: Some(port) };
+        let alone = Self::alone(ranks);
+        Ok(Self { leader: Some(leader), listener: Some(Arc::new(listener)), run: port.to_string(), ..alone })
+    }
 }
 
 /// On which cores a rank runs.
@@ -67,6 +113,7 @@ pub enum Pinning {
 #[derive(Debug)]
 pub struct Agent {
     world: World,
+    first_rank: usize,
     ranks: Vec<Rank>,
     output: Output,
     /// As long as there is something to be carried.
@@ -115,8 +162,10 @@ impl Launch {
     /// [`CommError::Join`] for a number of ranks that cannot be, [`CommError::Log`] for files that cannot be written,
     /// [`CommError::Io`] if the program cannot be started.
     pub fn start(&self) -> Result<Agent, CommError> {
+        let options = WorldOptions { first_rank: self.placement.first_rank, ..self.options };
         let mut agent = Agent {
-            world: World::new(self.ranks, self.options)?,
+            world: World::new(self.ranks, options)?,
+            first_rank: self.placement.first_rank,
             ranks: Vec::new(),
             output: self.output.clone(),
             relay: None,
@@ -140,16 +189,29 @@ impl Launch {
         world.welcome(&ours, rank)?;
         let mut command = Command::new(&self.program);
         command.args(&self.arguments).envs(self.environment.iter().cloned());
+        let placement = &self.placement;
+        let world_rank = placement.first_rank + rank;
         for (name, value) in [
-            ("RANK", rank),
+            ("RANK", world_rank),
             ("LOCAL_RANK", rank),
-            ("WORLD_SIZE", self.ranks),
+            ("WORLD_SIZE", placement.world_size),
             ("LOCAL_WORLD_SIZE", self.ranks),
+            ("GROUP_RANK", placement.node),
+            ("GROUP_WORLD_SIZE", placement.nodes),
         ] {
             command.env(name, value.to_string());
         }
+        if let Some(Leader { host, port }) = &placement.leader {
+            command.env("MASTER_ADDR", host).env("TORCHELASTIC_RUN_ID", &placement.run);
+            command.env("MASTER_PORT", port.unwrap_or(DEFAULT_PORT).to_string());
+        }
         command.env(SOCKET_VARIABLE, theirs.as_raw_fd().to_string());
-        self.output.prepare(rank, &mut command)?;
+        let listener = placement.listener.clone().filter(|_| world_rank == 0);
+        match &listener {
+            Some(listener) => command.env(LISTENER_VARIABLE, listener.as_raw_fd().to_string()),
+            None => command.env_remove(LISTENER_VARIABLE),
+        };
+        self.output.prepare(world_rank, &mut command)?;
         let cores = match self.pinning {
             Pinning::Free => None,
             Pinning::Share => Some(share_of_cores(&cores(), rank, self.ranks)),
@@ -164,12 +226,15 @@ impl Launch {
             if let Some(cores) = &cores {
                 sched_setaffinity(None, cores)?;
             }
+            if let Some(listener) = &listener {
+                fcntl_setfd(listener, FdFlags::empty())?;
+            }
             Ok(fcntl_setfd(&theirs, FdFlags::empty())?)
         };
         // SAFETY: between fork and exec it makes system calls only; it neither allocates nor locks.
         unsafe { command.pre_exec(prepare) };
         let mut child = command.spawn().map_err(CommError::io("start a rank"))?;
-        let streams = self.output.streams(rank, &mut child);
+        let streams = self.output.streams(world_rank, &mut child);
         let process = Pid::from_raw(child.id() as i32).ok_or(rustix::io::Errno::SRCH);
         let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
         let process = process.map_err(|error| CommError::io("watch a rank")(error.into()))?;
@@ -183,7 +248,12 @@ impl Agent {
         self.ranks.iter().map(|rank| rank.child.id()).collect()
     }
 
-    /// The ranks' world.
+    /// Ranks of the world, each with what it called last.
+    pub fn recorded(&self) -> impl Iterator<Item = (usize, Vec<Recorded>)> {
+        (0..self.ranks.len()).map(|rank| (self.first_rank + rank, self.world.recorded(rank)))
+    }
+
+    /// The ranks' world on this machine.
     pub fn world(&self) -> &World {
         &self.world
     }
@@ -234,6 +304,7 @@ impl Agent {
             self.code = self.code.max(code);
             return;
         }
+        let rank = self.first_rank + rank;
         let error = self.world.end(&CommError::PeerLost { rank, cause, occasion: None });
         // Others may have found out and ended before the one that they lost.
         let is_to_blame = matches!(error, CommError::PeerLost { rank: lost, .. } if lost == rank);
@@ -260,10 +331,29 @@ impl Drop for Agent {
     }
 }
 
+/// Keeps this process to its share of the cores, as one of `ranks` on this machine, unless somebody has bound it already.
+pub(crate) fn pin_to_share(rank: usize, ranks: usize) {
+    let allowed = cores();
+    if allowed.len() >= online_cores() && ranks > 1 {
+        // It runs all the same where it may not choose.
+        let _ = sched_setaffinity(None, &share_of_cores(&allowed, rank, ranks));
+    }
+}
+
 /// The cores that this thread may use.
 fn cores() -> Vec<usize> {
     let allowed = sched_getaffinity(None).ok();
     allowed.map_or(Vec::new(), |allowed| (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect())
+}
+
+/// The cores that the machine has, as far as it says.
+fn online_cores() -> usize {
+    let list = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
+    let count = |range: &str| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        Some(last.parse::<usize>().ok()?.checked_sub(first.parse().ok()?)? + 1)
+    };
+    list.trim().split(',').filter_map(count).sum()
 }
 
 /// Neighbouring cores for each rank, as many for each; or one, where ranks have to share.

@@ -25,6 +25,7 @@ mod output;
 mod recorder;
 mod reduce;
 mod shm;
+mod started;
 mod task;
 mod tcp;
 mod transport;
@@ -35,14 +36,18 @@ pub use call::{Call, Kind};
 pub use deadline::Deadline;
 pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
 pub use group::{Group, Pending};
-pub use launch::{Agent, Ended, Failure, Launch, Pinning};
+pub use launch::{Agent, Ended, Failure, Launch, Pinning, Placement};
 pub use memory::{Lent, Source, Target};
 pub use number::{Number, NumberType, ReduceOp};
 pub use output::Output;
 pub use recorder::{Recorded, now_us};
+pub use started::{
+    DEFAULT_PORT, JoinOptions, MEETING_LIMIT, SECRET_VARIABLE, Way, is_launched, join_from_environment,
+    place, secret,
+};
 pub use task::Collective;
-pub use tcp::{Meeting, Secret, TcpOptions, join_by_address, read_frames};
-pub use world::{SOCKET_VARIABLE, World, WorldOptions, join, join_from_environment};
+pub use tcp::{Meeting, Secret, TcpOptions, join_by_address, meet_nodes, read_frames};
+pub use world::{SOCKET_VARIABLE, World, WorldOptions, join};
 
 /// The most ranks of one machine.
 pub const MAX_RANKS: usize = 64;

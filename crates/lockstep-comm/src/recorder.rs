@@ -14,7 +14,10 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::{
     Call, GroupName,
-    shm::layout::{Layout, RECORDS, Record},
+    shm::{
+        layout::{Layout, RECORDS, Record},
+        segments::Segments,
+    },
 };
 
 /// Bytes of a source file's name that are kept: its end.
@@ -52,10 +55,16 @@ impl fmt::Display for Recorded {
     }
 }
 
-/// The records of a rank that shares no memory with others.
+/// The records of a rank that reaches others by sockets.
 pub(crate) struct Recorder {
-    records: Box<[Record]>,
+    records: Records,
     count: u64,
+}
+
+enum Records {
+    Own(Box<[Record]>),
+    /// In this rank's segment, where they outlive it.
+    Shared(Segments, usize),
 }
 
 impl fmt::Debug for Recorder {
@@ -65,8 +74,22 @@ impl fmt::Debug for Recorder {
 }
 
 impl Recorder {
-    pub(crate) fn new() -> Self {
-        Self { records: (0..RECORDS).map(|_| Record::default()).collect(), count: 0 }
+    /// In the segment of a rank of this machine, if there is one.
+    pub(crate) fn new(segment: Option<(Segments, usize)>) -> Self {
+        let own = || Records::Own((0..RECORDS).map(|_| Record::default()).collect());
+        Self {
+            records: segment.map_or_else(own, |(segments, rank)| Records::Shared(segments, rank)),
+            count: 0,
+        }
+    }
+
+    fn record(&self, number: u64) -> &Record {
+        match &self.records {
+            Records::Own(records) => &records[number as usize % RECORDS],
+            Records::Shared(segments, rank) => {
+                segments.layout.record(segments.memory(*rank), number as usize)
+            }
+        }
     }
 
     /// Records an operation; returns its number.
@@ -79,21 +102,22 @@ impl Recorder {
     ) -> u64 {
         let number = self.count;
         self.count += 1;
-        write(&self.records[number as usize % RECORDS], number, call, group, sequence, caller);
+        write(self.record(number), number, call, group, sequence, caller);
+        if let Records::Shared(segments, rank) = &self.records {
+            segments.header(*rank).recorded.store(self.count, Ordering::Release);
+        }
         number
     }
 
     /// As [`stamp`].
     pub(crate) fn stamp(&self, number: u64, which: usize) {
-        stamp(&self.records[number as usize % RECORDS], number, which);
+        stamp(self.record(number), number, which);
     }
 
     /// The last records, oldest first.
     pub(crate) fn read(&self) -> Vec<Recorded> {
         let first = self.count.saturating_sub(RECORDS as u64);
-        (first..self.count)
-            .filter_map(|number| read_one(&self.records[number as usize % RECORDS], number))
-            .collect()
+        (first..self.count).filter_map(|number| read_one(self.record(number), number)).collect()
     }
 }
 

@@ -31,7 +31,7 @@ use crate::{
 pub const SOCKET_VARIABLE: &str = "LOCKSTEP_COMM_FD";
 
 /// Bytes of the message that comes with the segments.
-const WELCOME_BYTES: usize = 40;
+const WELCOME_BYTES: usize = 48;
 
 /// What a world of local ranks is like.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +42,8 @@ pub struct WorldOptions {
     pub cores: usize,
     /// How long a rank may not move before it counts as lost.
     pub silence: Duration,
+    /// Rank of the first of them in a world that spans several machines.
+    pub first_rank: usize,
 }
 
 impl Default for WorldOptions {
@@ -53,6 +55,7 @@ impl Default for WorldOptions {
             arena_bytes: usize::try_from(memory).unwrap_or(usize::MAX / 4),
             cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             silence: Duration::from_secs(5),
+            first_rank: 0,
         }
     }
 }
@@ -94,6 +97,7 @@ impl World {
             let files = (0..ranks).map(|rank| world.segments.memory(rank).file().try_clone_to_owned());
             let segments = files.collect::<io::Result<Vec<_>>>().and_then(Segments::open);
             let segments = segments.map_err(CommError::io("map shared memory"))?;
+            let segments = segments.beginning_at(options.first_rank);
             Machine::new(segments, rank, options.cores, options.silence).map(Group::world)
         };
         (0..ranks).map(join).collect()
@@ -112,6 +116,7 @@ impl World {
             (rank as u64) << 32 | ranks as u64,
             self.options.cores as u64,
             self.options.silence.as_millis() as u64,
+            self.options.first_rank as u64,
         ];
         for (bytes, number) in message.chunks_exact_mut(8).zip(numbers) {
             bytes.copy_from_slice(&number.to_le_bytes());
@@ -157,6 +162,13 @@ impl World {
 /// # Errors
 /// [`CommError::Join`] if the other end is something else, [`CommError::TimedOut`] if a rank does not come.
 pub fn join(socket: &UnixStream, deadline: Deadline) -> Result<Group, CommError> {
+    let group = Group::world(enter(socket, deadline)?);
+    group.barrier(deadline)?;
+    Ok(group)
+}
+
+/// Comes into the world of the launcher at the other end of `socket`.
+pub(crate) fn enter(socket: &UnixStream, deadline: Deadline) -> Result<Machine, CommError> {
     let (message, files) = receive_welcome(socket, deadline)?;
     let number = |index: usize| {
         let mut bytes = [0; 8];
@@ -173,18 +185,18 @@ pub fn join(socket: &UnixStream, deadline: Deadline) -> Result<Group, CommError>
         return Err(CommError::Join(JoinProblem::OutOfRange { what: "rank", value: rank, allowed }));
     }
     let segments = Segments::open(files).map_err(CommError::io("map shared memory"))?;
-    let machine = Machine::new(segments, rank, number(3) as usize, Duration::from_millis(number(4)))?;
-    let group = Group::world(machine);
-    group.barrier(deadline)?;
-    Ok(group)
+    let segments = segments.beginning_at(number(5) as usize);
+    Machine::new(segments, rank, number(3) as usize, Duration::from_millis(number(4)))
 }
 
-/// Joins the world of the launcher that started this process; `None` if none did.
-///
-/// # Errors
-/// As [`join`].
-pub fn join_from_environment(deadline: Deadline) -> Result<Option<Group>, CommError> {
-    let Some(value) = env::var_os(SOCKET_VARIABLE) else { return Ok(None) };
+/// The socket that the launcher of this process has left to it; `None` if none has.
+pub(crate) fn inherited_socket() -> Result<Option<UnixStream>, CommError> {
+    inherited(SOCKET_VARIABLE).map(|socket| socket.map(UnixStream::from))
+}
+
+/// A copy of the socket whose number stands in an environment variable.
+pub(crate) fn inherited(variable: &'static str) -> Result<Option<OwnedFd>, CommError> {
+    let Some(value) = env::var_os(variable) else { return Ok(None) };
     let value = value.to_string_lossy().into_owned();
     let descriptor = value.parse::<RawFd>().ok().filter(|descriptor| *descriptor > 2);
     let is_socket = |descriptor: &RawFd| {
@@ -194,13 +206,12 @@ pub fn join_from_environment(deadline: Deadline) -> Result<Option<Group>, CommEr
             .is_ok_and(|file| rustix::fs::FileType::from_raw_mode(file.st_mode).is_socket())
     };
     let Some(descriptor) = descriptor.filter(is_socket) else {
-        return Err(CommError::Join(JoinProblem::Descriptor { variable: SOCKET_VARIABLE, value }));
+        return Err(CommError::Join(JoinProblem::Descriptor { variable, value }));
     };
     // SAFETY: the launcher opened it for this process, and nothing else here knows of it; a copy is taken, so that a second
     // call finds it as well.
     let socket = unsafe { BorrowedFd::borrow_raw(descriptor) }.try_clone_to_owned();
-    let socket = socket.map_err(CommError::io("use the launcher's socket"))?;
-    join(&UnixStream::from(socket), deadline).map(Some)
+    socket.map(Some).map_err(CommError::io("use the launcher's socket"))
 }
 
 fn receive_welcome(

@@ -6,14 +6,16 @@
 use std::{
     collections::BTreeSet,
     env, fs,
+    net::TcpListener,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use lockstep_comm::{
-    Agent, Collective, CommError, Deadline, Ended, Failure, Group, Launch, Lent, LossCause, Output, Pinning,
-    ReduceOp, WorldOptions, join_from_environment,
+    Agent, Collective, CommError, Deadline, Ended, Failure, Group, JoinOptions, Launch, Lent, LossCause,
+    Meeting, Output, Pinning, Placement, ReduceOp, TcpOptions, WorldOptions, join_from_environment,
+    meet_nodes,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use rustix::{
@@ -25,6 +27,8 @@ use rustix::{
 const ROLE: &str = "LOCKSTEP_TEST_ROLE";
 /// Where they report.
 const REPORTS: &str = "LOCKSTEP_TEST_REPORTS";
+/// How long a rank on another node may be silent.
+const SILENCE_MS: &str = "LOCKSTEP_TEST_SILENCE_MS";
 /// The role that [`a_launcher`] starts ranks for.
 const LAUNCHED: &str = "LOCKSTEP_TEST_LAUNCHED";
 
@@ -37,12 +41,18 @@ fn soon() -> Deadline {
 fn a_rank() {
     let (Some(role), Some(reports)) = (env::var_os(ROLE), env::var_os(REPORTS)) else { return };
     // It may end while the last is still joining: that is told in the same way.
-    let result =
-        join_from_environment(soon()).and_then(|group| play(role.to_str().unwrap(), &group.unwrap()));
+    let result = join_from_environment(options(), soon())
+        .and_then(|group| play(role.to_str().unwrap(), &group.unwrap()));
     let text = result.as_ref().err().map_or("done".to_owned(), CommError::to_string);
     let report = Path::new(&reports).join(env::var("RANK").unwrap());
     fs::write(report, format!("{} {text}", now_us())).unwrap();
     std::process::exit(if result.is_ok() { 0 } else { 1 });
+}
+
+fn options() -> JoinOptions {
+    let silence =
+        env::var(SILENCE_MS).ok().and_then(|text| text.parse().ok()).map_or(SILENCE, Duration::from_millis);
+    JoinOptions { tcp: TcpOptions { silence, ..TcpOptions::default() }, ..JoinOptions::default() }
 }
 
 fn play(role: &str, group: &Group) -> Result<(), CommError> {
@@ -165,7 +175,17 @@ fn speak(group: &Group) -> Result<(), CommError> {
 /// Ranks that are running, and where they report.
 struct Run {
     agent: Agent,
+    first_rank: usize,
     reports: PathBuf,
+}
+
+/// A new directory for reports.
+fn reports() -> PathBuf {
+    static RUNS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let run = RUNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let reports = env::temp_dir().join(format!("lockstep-comm-{}-{run}", std::process::id()));
+    fs::create_dir_all(&reports).unwrap();
+    reports
 }
 
 impl Run {
@@ -174,21 +194,57 @@ impl Run {
     }
 
     fn start_with(role: &str, ranks: usize, silence: Duration, output: Output) -> Self {
-        static RUNS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let run = RUNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let reports = env::temp_dir().join(format!("lockstep-comm-{}-{run}", std::process::id()));
-        fs::create_dir_all(&reports).unwrap();
+        Self::start_at(Placement::alone(ranks), role, ranks, silence, output, reports())
+    }
+
+    /// Ranks of several nodes, all of which are this machine.
+    fn start_on_nodes(role: &str, nodes: &[usize], silence: Duration) -> Vec<Self> {
+        let (listener, reports) = (TcpListener::bind("127.0.0.1:0").unwrap(), reports());
+        let port = listener.local_addr().unwrap().port();
+        let placements: Vec<Placement> = std::thread::scope(|scope| {
+            let meet = |(node, ranks): (usize, &usize)| {
+                let listener = (node == 0).then(|| listener.try_clone().unwrap());
+                let run = format!("nodes on port {port}");
+                let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret: None };
+                let (ranks, count) = (*ranks, nodes.len());
+                // The last two take the numbers that are left, in whatever order they come.
+                let node = (node == 0 || node + 2 < count).then_some(node);
+                scope.spawn(move || meet_nodes(meeting, node, count, ranks, soon()).unwrap())
+            };
+            let threads: Vec<_> = nodes.iter().enumerate().map(meet).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let start = |(placement, ranks): (Placement, &usize)| {
+            Self::start_at(placement, role, *ranks, silence, Output::Labelled, reports.clone())
+        };
+        placements.into_iter().zip(nodes).map(start).collect()
+    }
+
+    fn start_at(
+        placement: Placement,
+        role: &str,
+        ranks: usize,
+        silence: Duration,
+        output: Output,
+        reports: PathBuf,
+    ) -> Self {
+        let first_rank = placement.first_rank;
         let launch = Launch {
             program: env::current_exe().unwrap(),
             arguments: ["--exact", "a_rank", "--nocapture"].map(Into::into).to_vec(),
-            environment: vec![(ROLE.into(), role.into()), (REPORTS.into(), reports.clone().into())],
+            environment: vec![
+                (ROLE.into(), role.into()),
+                (REPORTS.into(), reports.clone().into()),
+                (SILENCE_MS.into(), silence.as_millis().to_string().into()),
+            ],
             ranks,
+            placement,
             options: WorldOptions { arena_bytes: 1 << 30, silence, ..WorldOptions::default() },
             pinning: Pinning::Free,
             output,
             sound_codes: vec![0],
         };
-        Self { agent: launch.start().unwrap(), reports }
+        Self { agent: launch.start().unwrap(), first_rank, reports }
     }
 
     /// Waits until every rank has carried out so many operations.
@@ -233,7 +289,8 @@ impl Run {
     /// What each rank said last, and when. Ranks that were killed said nothing.
     fn reports(&self) -> Vec<Option<(u64, String)>> {
         let read = |rank: usize| {
-            let text = fs::read_to_string(self.reports.join(rank.to_string())).ok()?;
+            let report = self.reports.join((self.first_rank + rank).to_string());
+            let text = fs::read_to_string(report).ok()?;
             let (time, text) = text.split_once(' ')?;
             Some((time.parse().ok()?, text.to_owned()))
         };
@@ -336,6 +393,65 @@ fn a_stopped_rank_is_known_to_be_silent() {
 }
 
 #[test]
+fn ranks_of_several_nodes_sum_as_those_of_one_do() {
+    for nodes in [&[1, 1][..], &[2, 2], &[1, 2, 1]] {
+        let mut runs = Run::start_on_nodes("sum", nodes, SILENCE);
+        for run in &mut runs {
+            assert!(matches!(run.end(), Ended::Well(0)), "{nodes:?}");
+            assert!(run.reports().into_iter().all(|report| report.is_some_and(|(_, text)| text == "done")));
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_on_another_node_is_known_to_all_within_a_second() {
+    let mut delays_ms = Vec::new();
+    for seed in 0..4_usize {
+        let mut runs = Run::start_on_nodes("work", &[2, 2], SILENCE);
+        runs.iter_mut().for_each(|run| run.wait_for_operations(2 + seed * 3));
+        // Numbers are given by arrival: ranks of `runs[n]` need not be the n-th.
+        let (node, local) = (seed % 2, seed / 2);
+        let victim = runs[node].first_rank + local;
+        let killed_us = runs[node].signal(local, Signal::KILL);
+        for run in &mut runs {
+            let failure = run.failure();
+            // One thread watches the launchers in turn, so the cause may be what peers have seen.
+            let lost = matches!(failure.error, CommError::PeerLost { rank, .. } if rank == victim);
+            assert!(lost, "{failure}, not rank {victim}");
+            for (rank, report) in run.reports().into_iter().enumerate() {
+                let rank = run.first_rank + rank;
+                let Some((time_us, text)) = report else {
+                    assert_eq!(rank, victim, "rank {rank} said nothing");
+                    continue;
+                };
+                let expected = format!("rank {victim} was lost: it");
+                assert!(text.starts_with(&expected), "rank {rank}: {text}");
+                delays_ms.push(time_us.saturating_sub(killed_us) / 1000);
+            }
+        }
+    }
+    delays_ms.sort_unstable();
+    assert!(
+        delays_ms[delays_ms.len() / 2] < 1000 && delays_ms[delays_ms.len() - 1] < 3000,
+        "{delays_ms:?} ms"
+    );
+}
+
+#[test]
+fn a_rank_that_is_stopped_on_another_node_is_known_to_be_silent() {
+    let silence = Duration::from_millis(600);
+    let mut runs = Run::start_on_nodes("work", &[1, 1], silence);
+    runs.iter_mut().for_each(|run| run.wait_for_operations(5));
+    let stopped_us = runs[1].signal(0, Signal::STOP);
+    let victim = runs[1].first_rank;
+    let failure = runs[0].failure();
+    let lost = matches!(failure.error, CommError::PeerLost { rank, cause: LossCause::Silent(600), .. } if rank == victim);
+    assert!(lost, "{failure}");
+    let (time_us, _) = runs[0].reports()[0].clone().unwrap();
+    assert!(time_us - stopped_us < 3_000_000, "{} us", time_us - stopped_us);
+}
+
+#[test]
 fn a_rank_that_skips_an_operation_is_named_by_all() {
     let mut run = Run::start("skip", 3, SILENCE);
     let failure = run.failure();
@@ -412,6 +528,7 @@ fn what_ranks_print_is_kept_in_files_that_a_failure_names() {
         arguments: vec!["--list".into()],
         environment: Vec::new(),
         ranks: 2,
+        placement: Placement::alone(2),
         options: WorldOptions::default(),
         pinning: Pinning::Free,
         output: Output::Files(in_the_way),

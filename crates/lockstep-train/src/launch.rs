@@ -1,15 +1,17 @@
 //! The ranks of a run on this machine: started as processes of the program itself, watched, and asked to stop together.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use lockstep_comm::{
-    self as comm, Agent, CommError, Deadline, Failure, Group, Launch, LossCause, Output, Pinning,
-    WorldOptions, join_from_environment,
+    self as comm, Agent, CommError, Deadline, Failure, Group, JoinOptions, Launch, LossCause, MEETING_LIMIT,
+    Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched, join_from_environment,
 };
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
+use crate::config::RunConfig;
 use crate::flight::{Dump, Ending};
 use crate::interrupt::Interrupt;
 
@@ -25,6 +27,10 @@ const PANICKED: i32 = 101;
 pub struct RankProcesses {
     /// How many.
     pub ranks: usize,
+    /// Their place among those of other machines.
+    pub placement: Placement,
+    /// Variables for them.
+    pub environment: Vec<(OsString, OsString)>,
     /// Where they run.
     pub pinning: Pinning,
     /// Where what they print goes.
@@ -61,8 +67,21 @@ pub struct BadEnd {
 ///
 /// # Errors
 /// What kept the ranks from coming together.
-pub fn started_group() -> Result<Option<Group>, Error> {
-    Ok(join_from_environment(Deadline::after(JOIN_LIMIT))?)
+pub fn started_group(options: JoinOptions) -> Result<Option<Group>, Error> {
+    let limit = if is_launched() { JOIN_LIMIT } else { MEETING_LIMIT };
+    Ok(join_from_environment(options, Deadline::after(limit))?)
+}
+
+impl RunConfig {
+    /// How the ranks of this run join.
+    pub fn join_options(&self) -> JoinOptions {
+        let tcp = TcpOptions {
+            streams: self.parallel.tcp_connections,
+            settings: self.digest(),
+            ..TcpOptions::default()
+        };
+        JoinOptions { way: self.parallel.transport.into(), tcp }
+    }
 }
 
 /// Starts this program with its own arguments as each of the ranks, and watches them to their end. A request for a stop is
@@ -71,17 +90,20 @@ pub fn started_group() -> Result<Option<Group>, Error> {
 /// # Errors
 /// What kept them from being started.
 pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ended, Error> {
-    let RankProcesses { ranks, pinning, output, records, interrupted, lost } = processes;
+    let RankProcesses { ranks, placement, environment, pinning, output, records, interrupted, lost } =
+        processes;
     let launch = Launch {
         program: std::env::current_exe().map_err(Error::Program)?,
         arguments: std::env::args_os().skip(1).collect(),
-        environment: Vec::new(),
+        environment,
         ranks,
         options: WorldOptions::default(),
+        placement,
         pinning,
         output,
         sound_codes: vec![0, interrupted],
     };
+    let world_size = launch.placement.world_size;
     let mut agent = launch.start()?;
     let mut is_passed_on = false;
     loop {
@@ -89,7 +111,13 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
             None => {}
             Some(comm::Ended::Well(code)) => return Ok(Ended::Well(code)),
             Some(comm::Ended::Badly(failure)) => {
-                return Ok(Ended::Badly(Box::new(bad_end(&agent, failure, records.as_deref(), lost))));
+                return Ok(Ended::Badly(Box::new(bad_end(
+                    &agent,
+                    world_size,
+                    failure,
+                    records.as_deref(),
+                    lost,
+                ))));
             }
         }
         if interrupt.is_requested() && !is_passed_on {
@@ -102,15 +130,12 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
     }
 }
 
-fn bad_end(agent: &Agent, failure: Failure, records: Option<&Path>, lost: i32) -> BadEnd {
+fn bad_end(agent: &Agent, world_size: usize, failure: Failure, records: Option<&Path>, lost: i32) -> BadEnd {
     let is_of_one = matches!(failure.error, CommError::PeerLost { .. } | CommError::Stopped { .. });
     let has_told = is_of_one && matches!(failure.cause, LossCause::Exit(code) if code != lost);
     let records = records.filter(|_| !has_told || failure.cause == LossCause::Exit(PANICKED));
     let written = records.and_then(|dir| {
-        let ending = Ending::by(&failure.error);
-        let ranks = agent.pids().len();
-        let recorded = (0..ranks).map(|rank| (rank, agent.world().recorded(rank)));
-        let dump = Dump::new(ranks, Some(ending), recorded);
+        let dump = Dump::new(world_size, Some(Ending::by(&failure.error)), agent.recorded());
         (!dump.is_empty()).then(|| dump.write(dir))
     });
     BadEnd { failure, has_told, records: written }

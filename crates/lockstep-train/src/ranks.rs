@@ -54,9 +54,14 @@ impl Ranks {
         if ranks != replicas {
             let key = "parallel.data_parallel_replicate";
             let what = format!("is {replicas}, and {} were started", human::plural(ranks, "rank"));
-            let problem = config.problem(key, what, format!("{ranks}, or another --nproc-per-node"));
+            let problem = config.problem(
+                key,
+                what,
+                format!("{ranks}, or another number of ranks (--nproc-per-node, srun -n, mpirun -n)"),
+            );
             return Err(Error::Configuration(problem.into()));
         }
+        let group = group.with_algorithm(config.parallel.all_reduce.into());
         Ok(Self::in_group(group, Duration::from_secs_f64(config.parallel.timeout_s)))
     }
 

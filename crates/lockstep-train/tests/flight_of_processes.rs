@@ -7,8 +7,8 @@ use std::env;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{
-    Agent, CommError, Deadline, Ended, Failure, Group, Launch, Output, Pinning, ReduceOp, WorldOptions,
-    join_from_environment,
+    Agent, CommError, Deadline, Ended, Failure, Group, JoinOptions, Launch, Output, Pinning, Placement,
+    ReduceOp, WorldOptions, join_from_environment,
 };
 use lockstep_train::flight::{Analysis, Dump, Ending, Finding, analyse};
 use rustix::process::{Pid, Signal, kill_process};
@@ -23,7 +23,9 @@ const AT: usize = 20;
 #[test]
 fn a_rank() {
     let Some(fault) = env::var_os(FAULT) else { return };
-    let group = join_from_environment(Deadline::after(Duration::from_secs(30))).unwrap().unwrap();
+    let group = join_from_environment(JoinOptions::default(), Deadline::after(Duration::from_secs(30)))
+        .unwrap()
+        .unwrap();
     let result = work(&group, fault.to_str().unwrap());
     std::process::exit(if result.is_ok() { 0 } else { 1 });
 }
@@ -50,6 +52,7 @@ fn start(fault: &str, silence: Duration) -> Agent {
         arguments: ["--exact", "a_rank", "--nocapture"].map(Into::into).to_vec(),
         environment: vec![(FAULT.into(), fault.into())],
         ranks: RANKS,
+        placement: Placement::alone(RANKS),
         options: WorldOptions { arena_bytes: 1 << 24, silence, ..WorldOptions::default() },
         pinning: Pinning::Free,
         output: Output::Labelled,

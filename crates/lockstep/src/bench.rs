@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
-use lockstep_comm::{Output, Pinning};
+use lockstep_comm::{JoinOptions, Way};
 use lockstep_graph::BlockShape;
 use lockstep_model::ModelConfig;
 use lockstep_plan::DType;
@@ -141,11 +141,11 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
             return Err(Failure::configuration(format!("--{name} 0: allowed is 1 or more")));
         }
     }
-    let ranks = match started_group().map_err(|error| ranks::told_by(error, 0))? {
+    let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => Ranks::in_group(group, STEP_LIMIT),
         None if arguments.nproc_per_node > 1 => {
-            let (ranks, interrupt) = (arguments.nproc_per_node, Interrupt::default());
-            return ranks::run(ranks, Pinning::Share, Output::Labelled, None, &interrupt);
+            let start = ranks::Start::here(arguments.nproc_per_node, Way::Auto)?;
+            return ranks::run(start, &Interrupt::default());
         }
         None => Ranks::alone(),
     };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory, Timing};
-use lockstep_comm::{CommError, Group, Kind, NumberType, Output, Pinning};
+use lockstep_comm::{Algorithm, CommError, Group, JoinOptions, Kind, NumberType, Pinning, TcpOptions, Way};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use serde_json::json;
@@ -34,6 +34,15 @@ pub(crate) struct Arguments {
     /// Seconds for each size
     #[arg(long, default_value_t = 0.5)]
     seconds: f64,
+    /// How ranks reach each other. Those that srun, mpirun or torchrun has started are joined by TCP
+    #[arg(long, value_enum, default_value_t = Transport::Auto)]
+    transport: Transport,
+    /// How all-reduces go over TCP
+    #[arg(long, value_enum, default_value_t = Route::Tree)]
+    algorithm: Route,
+    /// TCP connections for data between every two ranks
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    connections: usize,
     /// Let the ranks run on any core, not on their share
     #[arg(long)]
     no_pinning: bool,
@@ -84,6 +93,43 @@ impl From<Type> for NumberType {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Transport {
+    Auto,
+    Shared,
+    Tcp,
+}
+
+impl From<Transport> for Way {
+    fn from(transport: Transport) -> Self {
+        match transport {
+            Transport::Auto => Self::Auto,
+            Transport::Shared => Self::SharedMemory,
+            Transport::Tcp => Self::Tcp,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Route {
+    Tree,
+    Ring,
+    RecursiveDoubling,
+    Rabenseifner,
+}
+
+impl From<Route> for Algorithm {
+    fn from(route: Route) -> Self {
+        match route {
+            Route::Tree => Self::Tree,
+            Route::Ring => Self::Ring,
+            Route::RecursiveDoubling => Self::RecursiveDoubling,
+            Route::Rabenseifner => Self::Rabenseifner,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Memory {
     Shared,
     Private,
@@ -117,12 +163,19 @@ fn bytes(text: &str) -> Result<usize, String> {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    match started_group().map_err(|error| ranks::told_by(error, 0))? {
+    match started_group(arguments.join_options()).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => {
             time(arguments, &group).map_err(|error| ranks::told_by(error.into(), group.rank()))?;
             Ok(ExitCode::SUCCESS)
         }
         None => launch(arguments),
+    }
+}
+
+impl Arguments {
+    fn join_options(&self) -> JoinOptions {
+        let tcp = TcpOptions { streams: self.connections, ..TcpOptions::default() };
+        JoinOptions { way: self.transport.into(), tcp }
     }
 }
 
@@ -132,11 +185,14 @@ fn launch(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Err(Failure::configuration(format!("--seconds {}: allowed is 0 to 60", arguments.seconds)));
     }
     let pinning = if arguments.no_pinning { Pinning::Free } else { Pinning::Share };
-    ranks::run(arguments.nproc_per_node, pinning, Output::Labelled, None, &Interrupt::default())
+    let start =
+        ranks::Start { pinning, ..ranks::Start::here(arguments.nproc_per_node, arguments.transport.into())? };
+    ranks::run(start, &Interrupt::default())
 }
 
 /// What each rank does.
 fn time(arguments: &Arguments, group: &Group) -> Result<(), CommError> {
+    let group = &group.clone().with_algorithm(arguments.algorithm.into());
     let is_first = group.rank() == 0;
     let kind = Kind::from(arguments.op);
     let mut rows = Vec::new();

@@ -11,6 +11,7 @@ mod data;
 mod doctor;
 mod exit;
 mod infer;
+mod nodes;
 mod output;
 mod ranks;
 mod report;

@@ -1,10 +1,10 @@
 //! Ranks as processes of the command at hand: who of them, or of their launcher, tells what went wrong, and with which code.
 
-use std::env;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use lockstep_comm::{self as comm, LossCause, Output, Pinning, SOCKET_VARIABLE};
+use lockstep_comm::{self as comm, LossCause, Output, Pinning, Placement, Way, is_launched};
 use lockstep_train::Ranks;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
@@ -19,17 +19,38 @@ pub(crate) fn number(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|ranks| *ranks > 0).ok_or_else(|| "a number from 1, or auto".to_owned())
 }
 
-/// Starts this command once for each of `ranks` ranks, and watches them. What they called last is written to `records` if
-/// they end badly.
-pub(crate) fn run(
-    ranks: usize,
-    pinning: Pinning,
-    output: Output,
-    records: Option<PathBuf>,
-    interrupt: &Interrupt,
-) -> Result<ExitCode, Failure> {
+/// How ranks of this machine are started.
+pub(crate) struct Start {
+    /// How many.
+    pub(crate) ranks: usize,
+    /// Their place among those of other machines.
+    pub(crate) placement: Placement,
+    /// Variables for them.
+    pub(crate) environment: Vec<(OsString, OsString)>,
+    /// Where they run.
+    pub(crate) pinning: Pinning,
+    /// Where what they print goes.
+    pub(crate) output: Output,
+    /// Where what they called last is written to if they end badly.
+    pub(crate) records: Option<PathBuf>,
+}
+
+impl Start {
+    /// As many on this machine alone, on their shares of its cores, with `way` between them.
+    pub(crate) fn here(ranks: usize, way: Way) -> Result<Self, Failure> {
+        let placement =
+            if way == Way::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
+        let (environment, pinning, output) = (Vec::new(), Pinning::Share, Output::Labelled);
+        Ok(Self { ranks, placement, environment, pinning, output, records: None })
+    }
+}
+
+/// Starts this command once for each rank of this machine, and watches them.
+pub(crate) fn run(start: Start, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
+    let Start { ranks, placement, environment, pinning, output, records } = start;
     let (interrupted, lost) = (INTERRUPTED.into(), PEER_LOST.into());
-    let processes = RankProcesses { ranks, pinning, output, records, interrupted, lost };
+    let processes =
+        RankProcesses { ranks, placement, environment, pinning, output, records, interrupted, lost };
     match run_ranks(processes, interrupt)? {
         Ended::Well(code) => Ok(ExitCode::from(code as u8)),
         Ended::Badly(end) => Err(judge(*end)),
@@ -74,11 +95,6 @@ pub(crate) fn leave_records(ranks: &Ranks, error: &lockstep_train::Error, dir: &
     {
         hint(records);
     }
-}
-
-/// Whether our own launcher has started this process.
-fn is_launched() -> bool {
-    env::var_os(SOCKET_VARIABLE).is_some()
 }
 
 /// What a rank tells of its failure: nothing of what all ranks know, for that is our launcher's to say, if there is one.

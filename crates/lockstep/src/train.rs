@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
-use lockstep_comm::{Output, Pinning};
+use lockstep_comm::{Output, is_launched};
 use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_train::config::Origin;
 use lockstep_train::interrupt::Interrupt;
@@ -15,7 +15,7 @@ use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, t
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 use crate::infer::{Length, continue_text, show};
 use crate::output::say;
-use crate::ranks;
+use crate::{nodes, ranks};
 
 /// The built-in demonstration: what `lockstep train` does without a file.
 const DEMONSTRATION: &str = include_str!("demonstration.toml");
@@ -36,8 +36,10 @@ pub(crate) struct Arguments {
     #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
     resume: String,
     /// Ranks on this machine, each with the whole model and its share of the batch: a number, or one for each core (auto)
-    #[arg(long, value_name = "N|auto", value_parser = ranks::number)]
+    #[arg(long, value_name = "N|auto", alias = "nproc_per_node", value_parser = ranks::number)]
     nproc_per_node: Option<usize>,
+    #[command(flatten)]
+    nodes: nodes::Arguments,
     /// Append what each rank prints to rank-00000.out and .err, ... in DIR; rank 0 is shown as well. Without it, lines of
     /// the other ranks are shown as "[rank 1] ..."
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
@@ -45,15 +47,16 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let config = configuration(arguments)?;
-    let replicas = config.parallel.data_parallel_replicate;
-    let ranks = match started_group().map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) if group.size() > 1 || replicas > 1 => Ranks::of(group, &config)?,
-        None if replicas > 1 || arguments.log_dir.is_some() => {
-            let output = arguments.log_dir.clone().map_or(Output::Labelled, Output::Files);
-            let records = arguments.log_dir.clone().unwrap_or_else(|| config.metrics.dir.clone());
-            return ranks::run(replicas, Pinning::Share, output, Some(records), &Interrupt::on_signals()?)
-                .map_err(resumable);
+    let place = lockstep_comm::place()?;
+    if !is_launched()
+        && let Some(exit) = launch(arguments, place.is_some())?
+    {
+        return Ok(exit);
+    }
+    let config = configuration(arguments, place.and_then(|place| place.world_size))?;
+    let ranks = match started_group(config.join_options()).map_err(|error| ranks::told_by(error, 0))? {
+        Some(group) if group.size() > 1 || config.parallel.data_parallel_replicate > 1 => {
+            Ranks::of(group, &config)?
         }
         _ => Ranks::alone(),
     };
@@ -79,21 +82,42 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// `--nproc-per-node` is another name for the number of replicas.
-fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
+/// Starts this command once for each rank of this machine, if there are to be several and nobody else has started them.
+fn launch(arguments: &Arguments, is_started: bool) -> Result<Option<ExitCode>, Failure> {
+    let config = configuration(arguments, None)?;
+    let replicas = config.parallel.data_parallel_replicate;
+    let here = arguments.nproc_per_node.unwrap_or(if arguments.nodes.are_several() { 1 } else { replicas });
+    let alone = ranks::Start::here(replicas, config.parallel.transport.into());
+    let start = match arguments.nodes.meet(here)? {
+        Some(placement) => ranks::Start { ranks: here, placement, ..alone? },
+        None if is_started || (replicas == 1 && arguments.log_dir.is_none()) => return Ok(None),
+        None => alone?,
+    };
+    let start = ranks::Start {
+        environment: arguments.nodes.environment(),
+        output: arguments.log_dir.clone().map_or(Output::Labelled, Output::Files),
+        records: Some(arguments.log_dir.clone().unwrap_or_else(|| config.metrics.dir.clone())),
+        ..start
+    };
+    ranks::run(start, &Interrupt::on_signals()?).map(Some).map_err(resumable)
+}
+
+/// The configuration of a run on `started` ranks: unless it says otherwise, each of them is a replica. Before they are
+/// started, `--nproc-per-node` says how many.
+fn configuration(arguments: &Arguments, started: Option<usize>) -> Result<RunConfig, Failure> {
     let load = |settings: &[String]| match &arguments.run {
         Some(path) => RunConfig::load(Some(path), settings),
         None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", settings).map_err(Into::into),
     };
     let config = load(&arguments.settings)?;
-    let Some(ranks) = arguments.nproc_per_node else { return Ok(config) };
+    let Some(ranks) = started.or(arguments.nproc_per_node) else { return Ok(config) };
     let found = config.parallel.data_parallel_replicate;
     if config.origin(REPLICAS) == Origin::Default {
         let mut settings = arguments.settings.clone();
         settings.push(format!("{REPLICAS}={ranks}"));
         return Ok(load(&settings)?);
     }
-    if found != ranks {
+    if found != ranks && started.is_none() && !arguments.nodes.are_several() {
         let message =
             format!("--nproc-per-node is {ranks}, and {REPLICAS} is {found}: leave one of them out");
         return Err(Failure::configuration(message));

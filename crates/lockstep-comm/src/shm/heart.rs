@@ -183,6 +183,7 @@ impl Watch {
     }
 
     fn lost(&self, rank: usize, cause: LossCause) {
+        let rank = self.segments.world_rank(rank);
         self.segments.end(&CommError::PeerLost { rank, cause, occasion: None }, self.rank);
     }
 }

@@ -27,8 +27,8 @@ const NAP: Duration = Duration::from_millis(10);
 /// One rank, with every group that it is in.
 #[derive(Debug)]
 pub(crate) struct Machine {
-    segments: Segments,
-    rank: usize,
+    pub(crate) segments: Segments,
+    pub(crate) rank: usize,
     heap: Arc<SharedHeap>,
     patience: Patience,
     state: Mutex<State>,

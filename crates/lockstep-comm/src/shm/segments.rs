@@ -24,6 +24,8 @@ const ENDING_TIME: Duration = Duration::from_millis(20);
 pub(crate) struct Segments {
     pub(crate) layout: Layout,
     memories: Arc<[Arc<SharedMemory>]>,
+    /// Rank of the first of these in the world.
+    first_rank: usize,
 }
 
 impl Segments {
@@ -33,7 +35,7 @@ impl Segments {
         let bytes = layout.heap_at().saturating_add(arena_bytes);
         let memories: Vec<_> =
             (0..ranks).map(|_| SharedMemory::create(bytes).map(Arc::new)).collect::<Result<_, _>>()?;
-        let segments = Self { layout, memories: memories.into() };
+        let segments = Self { layout, memories: memories.into(), first_rank: 0 };
         for rank in 0..ranks {
             segments.header(rank).version.store(VERSION, Ordering::Relaxed);
             segments.header(rank).magic.store(MAGIC, Ordering::Release);
@@ -56,7 +58,22 @@ impl Segments {
         if !memories.iter().all(are_ours) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "shared memory of another program"));
         }
-        Ok(Self { layout, memories: memories.into() })
+        Ok(Self { layout, memories: memories.into(), first_rank: 0 })
+    }
+
+    /// The same segments, of ranks of a larger world.
+    pub(crate) fn beginning_at(self, first_rank: usize) -> Self {
+        Self { first_rank, ..self }
+    }
+
+    /// The rank in the world of rank `local` of this machine.
+    pub(crate) fn world_rank(&self, local: usize) -> usize {
+        self.first_rank + local
+    }
+
+    /// The rank on this machine of rank `rank` of the world, if it is here.
+    pub(crate) fn local_rank(&self, rank: usize) -> Option<usize> {
+        rank.checked_sub(self.first_rank).filter(|local| *local < self.ranks())
     }
 
     pub(crate) fn ranks(&self) -> usize {

@@ -90,7 +90,7 @@ impl Operations {
 }
 
 impl Board {
-    pub(crate) fn new(rank: usize, ranks: usize) -> Self {
+    pub(crate) fn new(rank: usize, ranks: usize, recorder: Recorder) -> Self {
         let mut sending = Sending::default();
         sending.control.resize_with(ranks, VecDeque::new);
         sending.data.resize_with(ranks, VecDeque::new);
@@ -98,7 +98,7 @@ impl Board {
             rank,
             groups: Vec::new(),
             sending,
-            recorder: Recorder::new(),
+            recorder,
             posts: HashMap::new(),
             said: VecDeque::new(),
         };

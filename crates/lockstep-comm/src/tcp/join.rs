@@ -11,7 +11,7 @@ use super::{
     handshake::{Hello, Purpose, Secret, greet},
     meeting::{CARD_BYTES, Door, Guest, Meeting},
 };
-use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD};
+use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, shm};
 
 /// What a rank brings to join others over sockets.
 #[derive(Debug, Clone, Copy)]
@@ -41,8 +41,20 @@ const MAX_STREAMS: usize = 16;
 pub fn join_by_address(
     rank: usize,
     ranks: usize,
+    meeting: Meeting,
+    options: TcpOptions,
+    deadline: Deadline,
+) -> Result<Group, CommError> {
+    join_with(rank, ranks, meeting, options, None, deadline)
+}
+
+/// As [`join_by_address`], of a rank that shares memory with others of this machine.
+pub(crate) fn join_with(
+    rank: usize,
+    ranks: usize,
     mut meeting: Meeting,
     options: TcpOptions,
+    local: Option<shm::Machine>,
     deadline: Deadline,
 ) -> Result<Group, CommError> {
     let out_of_range =
@@ -61,7 +73,7 @@ pub fn join_by_address(
     let port =
         listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
     let card = Card { port: port.map_err(CommError::io("listen for ranks"))?, settings: options.settings };
-    let (guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
+    let (_, guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
     let cards: Vec<Card> = guests.iter().map(|guest| Card::decode(&guest.card)).collect();
     if let Some(rank) = cards.iter().position(|card| card.settings != cards[0].settings) {
         return Err(CommError::Join(JoinProblem::OtherPlan { rank }));
@@ -73,7 +85,7 @@ pub fn join_by_address(
     let door = door.map_or_else(|| listener.map(open).transpose(), |door| Ok(Some(door)));
     let door = door.map_err(CommError::io("listen for ranks"))?;
     let sockets = mesh.connect(&meeting, door.as_ref(), &guests, &cards)?;
-    Ok(Group::world(Machine::new(rank, sockets, options.silence)?))
+    Ok(Group::world(Machine::new(rank, sockets, options.silence, local)?))
 }
 
 /// A socket for the other ranks, on any port: reachable from where the meeting is.

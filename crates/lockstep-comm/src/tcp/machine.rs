@@ -25,13 +25,16 @@ use super::{
 use crate::{
     Call, CommError, Deadline, LossCause, Occasion,
     memory::Lent,
-    recorder::Recorded,
+    recorder::{Recorded, Recorder},
+    shm,
     task::Task,
     transport::{Ticket, Transport, name},
 };
 
 /// Beats in the time after which a silent rank counts as lost.
 const BEATS: u32 = 20;
+/// What it may take to hear how a rank ended that has closed its connections.
+const RUMOUR: Duration = Duration::from_millis(100);
 /// The longest sleep without a look at the deadline.
 const NAP: Duration = Duration::from_millis(50);
 /// What a rank that leaves has to say so.
@@ -61,22 +64,28 @@ struct State {
     /// By rank; none to oneself.
     links: Vec<Option<Link>>,
     ending: Option<CommError>,
+    /// The ranks of this machine, with which memory is shared: who ends the run there, ends it here.
+    local: Option<shm::Machine>,
     /// The rank leaves, in peace or in panic.
     leaving: Option<Kind>,
 }
 
 impl Machine {
-    /// Comes into the world as `rank`, over sockets to each other rank. Ranks may be silent for `silence`.
+    /// Comes into the world as `rank`, over sockets to each other rank, some of which may be on this machine as well. Ranks
+    /// may be silent for `silence`.
     pub(crate) fn new(
         rank: usize,
         sockets: Vec<Vec<TcpStream>>,
         silence: Duration,
+        local: Option<shm::Machine>,
     ) -> Result<Self, CommError> {
         let ranks = sockets.len();
         let link = |(peer, sockets)| (peer != rank).then(|| Link::new(peer, sockets, silence)).transpose();
         let links = sockets.into_iter().enumerate().map(link).collect::<io::Result<Vec<_>>>();
         let links = links.map_err(CommError::io("use a connection to a rank"))?;
-        let state = State { board: Board::new(rank, ranks), links, ending: None, leaving: None };
+        let recorder = Recorder::new(local.as_ref().map(|local| (local.segments.clone(), local.rank)));
+        let board = Board::new(rank, ranks, recorder);
+        let state = State { board, links, ending: None, local, leaving: None };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let wake = wake.map_err(|error| CommError::io("make an event counter")(error.into()))?;
         let shared = Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake, silence });
@@ -218,7 +227,13 @@ impl Transport for Machine {
     fn set_workers(&self, _: Workers) {}
 
     fn recorded(&self, rank: usize) -> Vec<Recorded> {
-        if rank == self.rank { self.shared.lock().board.recorder.read() } else { Vec::new() }
+        let state = self.shared.lock();
+        if rank == self.rank {
+            return state.board.recorder.read();
+        }
+        let segments = state.local.as_ref().map(|local| &local.segments);
+        let found = segments.and_then(|segments| Some(segments.records(segments.local_rank(rank)?)));
+        found.unwrap_or_default()
     }
 }
 
@@ -369,15 +384,27 @@ impl State {
     }
 
     fn lose(&mut self, lost: Option<(usize, LossCause)>) {
-        // What others have said explains it better.
         self.listen();
-        if let Some((rank, cause)) = lost {
-            self.end(CommError::PeerLost { rank, cause, occasion: None });
+        let Some((rank, cause)) = lost else { return };
+        let begin = Instant::now();
+        // Its launcher knows better, and has told the ranks of its machine, who tell all others.
+        while cause == LossCause::Disconnected && self.ending.is_none() && begin.elapsed() < RUMOUR {
+            std::thread::sleep(RUMOUR / 20);
+            let Self { board, links, .. } = self;
+            for link in links.iter_mut().flatten() {
+                // More may be lost; one is enough to end the run.
+                let _ = link.read(board);
+            }
+            self.listen();
         }
+        self.end(CommError::PeerLost { rank, cause, occasion: None });
     }
 
     /// Takes note of what ranks have said of themselves and of the run.
     fn listen(&mut self) {
+        if let Some(error) = self.local.as_ref().and_then(|local| local.segments.ending()) {
+            self.end(error);
+        }
         while let Some((rank, said)) = self.board.said.pop_front() {
             match said {
                 Said::Leaving { in_panic } => {
@@ -413,6 +440,9 @@ impl State {
         }
         let words = error.to_words(self.board.rank);
         let ending = self.ending.insert(CommError::from_words(words)).copy();
+        if let Some(local) = &self.local {
+            local.segments.end(&ending, self.board.rank);
+        }
         self.abandon();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let key = Key { group: 0, channel: Channel::Collective, sequence: 0 };

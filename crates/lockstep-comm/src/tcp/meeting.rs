@@ -34,6 +34,9 @@ const GREETING: Duration = Duration::from_secs(5);
 /// Between two attempts to reach whoever is to listen.
 const RETRY: Duration = Duration::from_millis(100);
 
+/// The number of one who takes what is left.
+pub(crate) const ANY: usize = u32::MAX as usize;
+
 /// Where a run meets, and what keeps strangers out.
 #[derive(Debug)]
 pub struct Meeting {
@@ -100,8 +103,20 @@ impl Meeting {
         })
     }
 
-    /// Brings `card` as number `own` of `count`, and waits until all have come. Returns all cards in order, and the
-    /// open door of the first one.
+    /// Whether the host is this machine.
+    pub(crate) fn is_here(&self) -> Result<bool, CommError> {
+        let address = SocketAddr::new(self.resolve()?.ip(), 0);
+        Ok(self.listener.is_some() || TcpListener::bind(address).is_ok())
+    }
+
+    /// Whether somebody on this machine listens there already.
+    pub(crate) fn port_is_taken(&self) -> bool {
+        let bound = self.resolve().map(TcpListener::bind);
+        matches!(bound, Ok(Err(error)) if error.kind() == io::ErrorKind::AddrInUse)
+    }
+
+    /// Brings `card` as number `own` of `count`, or as [`ANY`], and waits until all have come. Returns the own number and
+    /// all cards in order, and the open door of the first one.
     pub(crate) fn meet(
         &mut self,
         purpose: Purpose,
@@ -109,7 +124,7 @@ impl Meeting {
         count: usize,
         card: [u8; CARD_BYTES],
         deadline: Deadline,
-    ) -> Result<(Vec<Guest>, Option<Door>), CommError> {
+    ) -> Result<(usize, Vec<Guest>, Option<Door>), CommError> {
         let secret = self.key()?;
         let run = self.run_digest();
         let hello = Hello { purpose, rank: own as u32, ranks: count as u32, stream: 0, run };
@@ -118,7 +133,7 @@ impl Meeting {
             let own = listener.local_addr().map_err(CommError::io(LISTEN))?.ip();
             let door = Door::open(listener, &secret, &hello).map_err(CommError::io(LISTEN))?;
             let guests = receive(&door, own, &hello, card, deadline)?;
-            return Ok((guests, Some(door)));
+            return Ok((0, guests, Some(door)));
         }
         let address = self.resolve()?;
         let stream = self.connect(address, deadline)?;
@@ -129,9 +144,7 @@ impl Meeting {
         let patience = Deadline::after(deadline.remaining() + GREETING);
         let mut timed = Timed { stream: &stream, deadline: patience };
         let verdict: [u8; 16] = timed.receive().map_err(CommError::Join)?;
-        if let Some(problem) = refusal(purpose, verdict, deadline) {
-            return Err(CommError::Join(problem));
-        }
+        let number = understand(purpose, verdict, deadline).map_err(CommError::Join)?;
         let mut guests = Vec::with_capacity(count);
         for _ in 0..count {
             let entry: [u8; ENTRY_BYTES] = timed.receive().map_err(CommError::Join)?;
@@ -146,7 +159,7 @@ impl Meeting {
             }
             guests.push(guest);
         }
-        Ok((guests, None))
+        Ok((number, guests, None))
     }
 
     /// Connects as soon as somebody listens.
@@ -253,8 +266,11 @@ fn receive(
     let mut guests: Vec<Option<(Guest, TcpStream)>> = (0..count).map(|_| None).collect();
     // The address by which others reach this machine, if one of them shows it.
     let mut outside = Some(own).filter(|own| !own.is_unspecified());
-    let mut problem = None;
-    while problem.is_none() && guests.iter().skip(1).any(Option::is_none) {
+    let (mut problem, mut unnumbered) = (None, Vec::new());
+    let is_open = |guests: &[Option<_>], more: usize| {
+        guests.iter().skip(1).filter(|guest| guest.is_none()).count() > more
+    };
+    while problem.is_none() && is_open(&guests, unnumbered.len()) {
         let Some(visitor) = door.next(deadline) else {
             let missing = (1..count).filter(|number| guests[*number].is_none()).collect();
             let waited_s = deadline.limit().as_secs();
@@ -264,9 +280,12 @@ fn receive(
         if visitor.hello.purpose != hello.purpose {
             continue;
         }
-        problem = take(&mut guests, &mut outside, hello, visitor);
+        problem = take(&mut guests, &mut unnumbered, &mut outside, hello, visitor);
     }
-    let verdict = problem.as_ref().map_or([0; 16], refuse);
+    // In the order in which they came.
+    for place in guests.iter_mut().skip(1).filter(|guest| guest.is_none()).zip(unnumbered) {
+        *place.0 = Some(place.1);
+    }
     let entries: Vec<Guest> = std::iter::once(Guest { card, address: own })
         .chain(guests.iter().skip(1).flatten().map(|(guest, _)| *guest))
         .map(|guest| {
@@ -276,9 +295,10 @@ fn receive(
         })
         .collect();
     let table: Vec<u8> = entries.iter().flat_map(encode).collect();
-    for (_, stream) in guests.iter().flatten() {
+    for (number, (_, stream)) in guests.iter().enumerate().filter_map(|(n, guest)| Some((n, guest.as_ref()?)))
+    {
         let mut timed = Timed { stream, deadline: Deadline::after(GREETING) };
-        let told = timed.send(&verdict);
+        let told = timed.send(&verdict(number, problem.as_ref()));
         if problem.is_none() {
             told.and_then(|()| timed.send(&table)).map_err(CommError::Join)?;
         }
@@ -289,6 +309,7 @@ fn receive(
 /// Takes the card of one who has come in; returns what is wrong with him.
 fn take(
     guests: &mut [Option<(Guest, TcpStream)>],
+    unnumbered: &mut Vec<(Guest, TcpStream)>,
     outside: &mut Option<IpAddr>,
     hello: &Hello,
     visitor: Visitor,
@@ -301,6 +322,8 @@ fn take(
     let card = timed.receive().ok()?;
     let problem = if theirs != ours {
         Some(JoinProblem::OtherSize { what, number, theirs, ours })
+    } else if number == ANY {
+        None
     } else if number >= ours {
         Some(JoinProblem::OutOfRange { what, value: number, allowed: format!("0 to {}", ours - 1) })
     } else if number == 0 || guests[number].is_some() {
@@ -314,10 +337,11 @@ fn take(
     let guest = (Guest { card, address: visitor.address }, visitor.stream);
     match guests.get_mut(number) {
         Some(place @ None) => *place = Some(guest),
+        None if number == ANY && problem.is_none() => unnumbered.push(guest),
         // He is told as well.
         _ => {
             let mut timed = Timed { stream: &guest.1, deadline: Deadline::after(GREETING) };
-            let _ = timed.send(&problem.as_ref().map_or([0; 16], refuse));
+            let _ = timed.send(&verdict(number, problem.as_ref()));
         }
     }
     problem
@@ -339,18 +363,19 @@ fn encode(guest: &Guest) -> [u8; ENTRY_BYTES] {
     out
 }
 
-/// A problem in four words, for those who wait.
-fn refuse(problem: &JoinProblem) -> [u8; 16] {
+/// What one is told who waits: his number, or why it cannot be.
+fn verdict(number: usize, problem: Option<&JoinProblem>) -> [u8; 16] {
     let words: [u32; 4] = match problem {
-        JoinProblem::Duplicate { number, .. } => [1, *number as u32, 0, 0],
-        JoinProblem::OtherSize { number, theirs, ours, .. } => {
+        None => [0, number as u32, 0, 0],
+        Some(JoinProblem::Duplicate { number, .. }) => [1, *number as u32, 0, 0],
+        Some(JoinProblem::OtherSize { number, theirs, ours, .. }) => {
             [2, *number as u32, *theirs as u32, *ours as u32]
         }
-        JoinProblem::OutOfRange { value, .. } => [3, *value as u32, 0, 0],
-        JoinProblem::Missing { missing, .. } => {
-            [4, missing.first().map_or(0, |first| *first as u32), missing.len() as u32, 0]
+        Some(JoinProblem::OutOfRange { value, .. }) => [3, *value as u32, 0, 0],
+        Some(JoinProblem::Missing { missing, .. }) => {
+            [4, missing.first().map_or(0, |first| *first as u32), 0, 0]
         }
-        _ => [5, 0, 0, 0],
+        Some(_) => [5, 0, 0, 0],
     };
     let mut out = [0; 16];
     for (word, bytes) in words.iter().zip(out.chunks_exact_mut(4)) {
@@ -359,13 +384,13 @@ fn refuse(problem: &JoinProblem) -> [u8; 16] {
     out
 }
 
-fn refusal(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Option<JoinProblem> {
+fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result<usize, JoinProblem> {
     let word = |at: usize| {
         u32::from_le_bytes([verdict[at], verdict[at + 1], verdict[at + 2], verdict[at + 3]]) as usize
     };
     let what = name(purpose);
-    Some(match word(0) {
-        0 => return None,
+    Err(match word(0) {
+        0 => return Ok(word(4)),
         1 => JoinProblem::Duplicate { what, number: word(4) },
         2 => JoinProblem::OtherSize { what, number: word(4), theirs: word(8), ours: word(12) },
         3 => {

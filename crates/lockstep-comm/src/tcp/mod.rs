@@ -4,15 +4,17 @@
 //! - [`operation`]: one operation under way; [`reduction`] and [`script`] are how it reduces.
 //! - [`board`]: all operations of a rank, and what has come for them.
 //! - [`machine`]: the thread that carries on, and those who wait for it.
-//! - [`handshake`]: how two ends prove who they are; [`meeting`]: how many find each other; [`join`]: how ranks do.
+//! - [`handshake`]: how two ends prove who they are; [`meeting`]: how many find each other; [`join`]: how ranks do,
+//!   [`nodes`]: and machines.
 
 mod board;
 pub(crate) mod frame;
-mod handshake;
+pub(crate) mod handshake;
 mod join;
 mod link;
 mod machine;
-mod meeting;
+pub(crate) mod meeting;
+mod nodes;
 mod operation;
 mod reduction;
 mod script;
@@ -20,6 +22,8 @@ mod stream;
 
 pub use frame::read_frames;
 pub use handshake::Secret;
+pub(crate) use join::join_with;
 pub use join::{TcpOptions, join_by_address};
 pub(crate) use machine::Machine;
 pub use meeting::Meeting;
+pub use nodes::meet_nodes;

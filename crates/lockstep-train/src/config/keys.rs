@@ -15,8 +15,9 @@ use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind, Precision,
-    Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, TokenizerSource,
+    AllReduce, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind,
+    Precision, Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType,
+    TokenizerSource, Transport,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -225,14 +226,22 @@ sections! {
     /// How the work is laid out.
     parallel: ParallelConfig {
         /// Ranks that each hold the whole model and read their share of every global batch. Left out: as many as
-        /// `--nproc-per-node` says.
-        data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(64.0);
+        /// were started.
+        data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// Gradients are summed over the ranks in buckets of so many MiB, while the backward goes on.
         bucket_mb: f64 = 25.0, rules().above(0.0).at_most(1e6);
         /// Steps between comparisons of all ranks' weights; 0 compares them at the start only.
         check_every: u64 = 100, rules();
         /// Seconds that a rank waits for the others before the run ends with an error.
         timeout_s: f64 = 600.0, rules().above(0.0).at_most(86400.0);
+        /// How ranks reach each other. `auto`: by shared memory where they are all on one machine and were started by
+        /// `lockstep` itself, else by TCP.
+        transport: Transport = Transport::Auto, rules();
+        /// How gradients are summed where they go over a network. `tree` keeps the order of additions that shared memory
+        /// has, and so its bits; the others give bits of their own, the same on all ranks.
+        all_reduce: AllReduce = AllReduce::Tree, rules();
+        /// Connections for data between every two ranks that are joined by TCP.
+        tcp_connections: usize = 2, rules().at_least(1.0).at_most(16.0);
         /// What a block computes again in its backward to save memory; no bit of the result depends on it.
         recompute: Recompute = Recompute::None, rules();
     }

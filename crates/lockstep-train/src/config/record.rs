@@ -88,6 +88,13 @@ impl RunConfig {
         blake3::hash(values.to_string().as_bytes()).to_hex().to_string()
     }
 
+    /// Digest of everything that must be alike on all ranks: all but the number of threads.
+    pub fn digest(&self) -> [u8; 32] {
+        let mut values = self.to_json();
+        values["train"]["threads"] = Value::Null;
+        *blake3::hash(values.to_string().as_bytes()).as_bytes()
+    }
+
     /// What decides the numbers and differs from `stored`, the [`RunConfig::to_json`] of another run. A key that an
     /// older program did not know had its default.
     pub fn differences(&self, stored: &Value) -> Vec<Difference> {

@@ -529,4 +529,47 @@ choices! {
         /// The whole block from its input.
         Full = "full",
     } later []
+
+    /// How ranks reach each other.
+    Transport {
+        /// By shared memory on one machine, by TCP between machines and where another launcher has started them.
+        Auto = "auto",
+        /// By shared memory, on one machine.
+        Shared = "shared",
+        /// By TCP.
+        Tcp = "tcp",
+    } later ["mpi", "nccl"]
+
+    /// How gradients are summed over a network.
+    AllReduce {
+        /// In the order of a fixed tree, as shared memory does: the same bits by every way.
+        Tree = "tree",
+        /// Around a ring.
+        Ring = "ring",
+        /// By recursive doubling.
+        RecursiveDoubling = "recursive_doubling",
+        /// By recursive halving and doubling.
+        Rabenseifner = "rabenseifner",
+    } later []
+}
+
+impl From<Transport> for lockstep_comm::Way {
+    fn from(transport: Transport) -> Self {
+        match transport {
+            Transport::Auto => Self::Auto,
+            Transport::Shared => Self::SharedMemory,
+            Transport::Tcp => Self::Tcp,
+        }
+    }
+}
+
+impl From<AllReduce> for lockstep_comm::Algorithm {
+    fn from(all_reduce: AllReduce) -> Self {
+        match all_reduce {
+            AllReduce::Tree => Self::Tree,
+            AllReduce::Ring => Self::Ring,
+            AllReduce::RecursiveDoubling => Self::RecursiveDoubling,
+            AllReduce::Rabenseifner => Self::Rabenseifner,
+        }
+    }
 }

@@ -1,0 +1,143 @@
+//! How a process finds the other ranks when somebody has started it as one of them: our own launcher, on one machine or on
+//! several, or a launcher that only sets variables (torchrun, `mpirun`, `srun`).
+
+use std::{
+    collections::hash_map::DefaultHasher,
+    env,
+    hash::{Hash, Hasher},
+    net::TcpListener,
+    path::PathBuf,
+    time::Duration,
+};
+
+use crate::{
+    CommError, Deadline, Group, JoinProblem,
+    environment::{self, Launcher, ProcessPlace},
+    launch, shm,
+    tcp::{self, Meeting, Secret, TcpOptions},
+    world,
+};
+
+/// The variable that names the file with the job's secret.
+pub const SECRET_VARIABLE: &str = "LOCKSTEP_SECRET_FILE";
+/// The variable with the number of a socket that rank 0 inherits.
+pub(crate) const LISTENER_VARIABLE: &str = "LOCKSTEP_LISTENER_FD";
+/// Where ranks meet if nobody says: torchrun's port.
+pub const DEFAULT_PORT: u16 = 29500;
+/// Ports for launchers that name a job, but no port.
+const JOB_PORTS: std::ops::Range<u16> = 20_000..29_000;
+
+/// How ranks reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Way {
+    /// By shared memory where all are on one machine and our launcher has started them, else by TCP.
+    #[default]
+    Auto,
+    /// By shared memory: all are on one machine.
+    SharedMemory,
+    /// By TCP, wherever they are.
+    Tcp,
+}
+
+/// What a rank brings when it joins the others.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct JoinOptions {
+    /// How they reach each other.
+    pub way: Way,
+    /// What it says over TCP.
+    pub tcp: TcpOptions,
+}
+
+/// The place of this process among those that were started with it; `None` if it was started alone.
+///
+/// # Errors
+/// [`JoinProblem::Environment`].
+pub fn place() -> Result<Option<ProcessPlace>, CommError> {
+    let variable = |name: &str| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+    let place = environment::detect(&variable);
+    let place = place.map_err(|problem| CommError::Join(JoinProblem::Environment(problem)))?;
+    Ok(place.filter(|place| place.world_size.is_some_and(|ranks| ranks > 1) || is_launched()))
+}
+
+/// Whether our own launcher has started this process.
+pub fn is_launched() -> bool {
+    env::var_os(world::SOCKET_VARIABLE).is_some()
+}
+
+/// Joins the ranks that this process was started with; `None` if it was started alone.
+///
+/// # Errors
+/// [`CommError::Join`] if they cannot come together, [`CommError::TimedOut`] if one of them does not come.
+pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result<Option<Group>, CommError> {
+    let Some(place) = place()? else { return Ok(None) };
+    let ranks = place.world_size.unwrap_or(place.local_size);
+    let are_near = place.local_size == ranks;
+    if options.way == Way::SharedMemory && !(are_near && is_launched()) {
+        return Err(CommError::Join(JoinProblem::NoSharedMemory { launcher: place.launcher }));
+    }
+    let Some(socket) = world::inherited_socket()? else {
+        launch::pin_to_share(place.local_rank, place.local_size);
+        let meeting = meeting(&place, are_near)?;
+        return tcp::join_by_address(place.rank, ranks, meeting, options.tcp, deadline).map(Some);
+    };
+    if are_near && options.way != Way::Tcp {
+        return world::join(&socket, deadline).map(Some);
+    }
+    let local: shm::Machine = world::enter(&socket, deadline)?;
+    let meeting = meeting(&place, are_near)?;
+    tcp::join_with(place.rank, ranks, meeting, options.tcp, Some(local), deadline).map(Some)
+}
+
+/// Where the ranks of `place` meet.
+fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
+    let named = place.leader.clone().filter(|leader| leader.port.is_some() || !are_near);
+    let host = env::var("MASTER_ADDR").ok().filter(|host| !host.is_empty());
+    let host = host.or_else(|| named.as_ref().map(|leader| leader.host.clone()));
+    let host = match host {
+        Some(host) => host,
+        None if are_near => "127.0.0.1".to_owned(),
+        None => return Err(CommError::Join(JoinProblem::NoLeader { launcher: place.launcher })),
+    };
+    let run = env::var("TORCHELASTIC_RUN_ID").ok().filter(|run| !run.is_empty());
+    let run = run.unwrap_or_else(|| job(place.launcher));
+    let port = named.and_then(|leader| leader.port);
+    let port = port.or_else(|| env::var("MASTER_PORT").ok()?.parse().ok()).unwrap_or_else(|| port_of(&run));
+    let listener = world::inherited(LISTENER_VARIABLE)?.map(TcpListener::from);
+    Ok(Meeting { host, port, listener, run, secret: secret()? })
+}
+
+/// The job's secret, if there is one.
+///
+/// # Errors
+/// [`JoinProblem::SecretFile`].
+pub fn secret() -> Result<Option<Secret>, CommError> {
+    let path = env::var_os(SECRET_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    path.map(|path| Secret::from_file(&path)).transpose().map_err(CommError::Join)
+}
+
+/// A name that the ranks of a launcher share, and those of another run do not; empty if there is none.
+fn job(launcher: Launcher) -> String {
+    let join = |names: &[&str]| {
+        let values: Vec<String> = names.iter().filter_map(|name| env::var(name).ok()).collect();
+        values.join(".")
+    };
+    match launcher {
+        Launcher::Slurm => join(&["SLURM_JOB_ID", "SLURM_STEP_ID"]),
+        Launcher::OpenMpi => join(&["PMIX_NAMESPACE"]),
+        // All ranks of a machine are children of one proxy.
+        Launcher::Mpich => rustix::process::getppid().map_or(String::new(), |pid| pid.to_string()),
+        Launcher::Torchrun | Launcher::Kubernetes => String::new(),
+    }
+}
+
+fn port_of(job: &str) -> u16 {
+    if job.is_empty() {
+        return DEFAULT_PORT;
+    }
+    let mut hasher = DefaultHasher::new();
+    job.hash(&mut hasher);
+    JOB_PORTS.start + (hasher.finish() % u64::from(JOB_PORTS.end - JOB_PORTS.start)) as u16
+}
+
+/// How long ranks of several machines may take to come.
+pub const MEETING_LIMIT: Duration = Duration::from_secs(300);

@@ -46,7 +46,9 @@ pub use started::{
     place, secret,
 };
 pub use task::Collective;
-pub use tcp::{Meeting, Secret, TcpOptions, join_by_address, meet_nodes, read_frames};
+pub use tcp::{
+    Meeting, Secret, TcpOptions, join_by_address, meet_nodes, read_frames, sample_frames, seal_frames,
+};
 pub use world::{SOCKET_VARIABLE, World, WorldOptions, join};
 
 /// The most ranks of one machine.

@@ -41,7 +41,8 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// One target for each parser of input that others may have written.
-pub const TARGETS: [Target; 12] = [
+pub const TARGETS: [Target; 13] = [
+    Target { name: "frames", parse: targets::frames, seeds: seeds::frames, words: &[] },
     Target {
         name: "safetensors_header",
         parse: targets::safetensors_header,

@@ -20,6 +20,11 @@ pub fn safetensors() -> Vec<Vec<u8>> {
     vec![safetensors_file("{}", 0), safetensors_file(two, 22), safetensors_file(odd, 10)]
 }
 
+/// Frames between ranks.
+pub fn frames() -> Vec<Vec<u8>> {
+    vec![Vec::new(), lockstep_comm::sample_frames()]
+}
+
 /// Manifests without their seals.
 pub fn manifests() -> Vec<Vec<u8>> {
     let hash = "ab".repeat(32);

@@ -124,6 +124,15 @@ pub fn index_header(bytes: &[u8]) -> Verdict {
     (&header).into()
 }
 
+/// What another rank sends over a socket: as it is, and with check sums that are right.
+///
+/// # Panics
+/// If a frame that is read would be written otherwise.
+pub fn frames(bytes: &[u8]) -> Verdict {
+    let _ = lockstep_comm::read_frames(bytes);
+    (&lockstep_comm::read_frames(&lockstep_comm::seal_frames(bytes))).into()
+}
+
 /// A Parquet file with a column `text`.
 ///
 /// # Panics

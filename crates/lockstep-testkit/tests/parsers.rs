@@ -53,6 +53,11 @@ fn any_index_is_as_long_as_it_says_or_refused() {
 }
 
 #[test]
+fn any_frame_is_read_as_it_was_written_or_refused() {
+    survives("frames", 20_000);
+}
+
+#[test]
 fn any_parquet_file_gives_texts_or_is_refused() {
     survives("parquet_file", 3_000);
 }

@@ -14,9 +14,9 @@ const RENDEZVOUS_PORT: u16 = 29400;
 
 /// Flags as torchrun has them, `_` for `-` included. Kubeflow's `PET_` variables stand for those that are not given.
 #[derive(Debug, Args)]
-pub(crate) struct Arguments {
+pub(crate) struct Nodes {
     /// Machines that the run is started on, each by this command
-    #[arg(long, value_name = "N", alias = "nnodes", value_parser = nodes)]
+    #[arg(long, value_name = "N", value_parser = nodes)]
     nnodes: Option<usize>,
     /// Number of this machine, from 0. Left out: the machine of --rdzv-endpoint is 0, the others are numbered as they come
     #[arg(long, value_name = "R", alias = "node_rank")]
@@ -61,7 +61,7 @@ struct Wishes {
     run: String,
 }
 
-impl Arguments {
+impl Nodes {
     /// Where `ranks` ranks of this machine stand among those of all machines, once all have come; `None` if there is only
     /// this one.
     pub(crate) fn meet(&self, ranks: usize) -> Result<Option<Placement>, Failure> {
@@ -158,7 +158,7 @@ fn endpoint(text: &str) -> Result<(String, u16), Failure> {
 mod tests {
     use super::*;
 
-    const NONE: Arguments = Arguments {
+    const NONE: Nodes = Nodes {
         nnodes: None,
         node_rank: None,
         rdzv_endpoint: None,
@@ -169,7 +169,7 @@ mod tests {
     };
 
     fn wishes(
-        arguments: &Arguments,
+        arguments: &Nodes,
         environment: &[(&str, &str)],
     ) -> (usize, Option<usize>, Option<(String, u16)>) {
         let variable = |name: &str| {
@@ -206,7 +206,7 @@ mod tests {
         let flags =
             Arguments { nnodes: Some(4), node_rank: Some(2), rdzv_endpoint: Some("b:9".to_owned()), ..NONE };
         assert_eq!(wishes(&flags, &pet), (4, Some(2), Some(("b".to_owned(), 9))));
-        let slurm = Arguments { nnodes: Some(4), ..NONE };
+        let slurm = Nodes { nnodes: Some(4), ..NONE };
         let step = [("SLURM_NODEID", "3"), ("MASTER_ADDR", "c")];
         assert_eq!(wishes(&slurm, &step), (4, Some(3), Some(("c".to_owned(), DEFAULT_PORT))));
     }

@@ -14,8 +14,9 @@ use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, t
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 use crate::infer::{Length, continue_text, show};
+use crate::nodes::Nodes;
 use crate::output::say;
-use crate::{nodes, ranks};
+use crate::ranks;
 
 /// The built-in demonstration: what `lockstep train` does without a file.
 const DEMONSTRATION: &str = include_str!("demonstration.toml");
@@ -39,7 +40,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N|auto", alias = "nproc_per_node", value_parser = ranks::number)]
     nproc_per_node: Option<usize>,
     #[command(flatten)]
-    nodes: nodes::Arguments,
+    nodes: Nodes,
     /// Append what each rank prints to rank-00000.out and .err, ... in DIR; rank 0 is shown as well. Without it, lines of
     /// the other ranks are shown as "[rank 1] ..."
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]

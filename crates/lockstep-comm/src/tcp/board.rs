@@ -297,3 +297,76 @@ impl Sink for Board {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Call, Collective, Kind as Operation, ReduceOp, Source, Target};
+
+    /// A frame that a rank may send, sound or not.
+    fn frame() -> impl Strategy<Value = (usize, Header, Vec<u8>)> {
+        let words = prop_oneof![
+            2 => Just(None),
+            1 => any::<[u64; 3]>().prop_map(Some),
+        ];
+        let offset = prop_oneof![0_u64..100_000, any::<u64>()];
+        let bytes = prop_oneof![Just(0), Just(48), 1_usize..600, Just(20_000)];
+        let kind = (0_u8..7, words, offset, 0_u32..5, any::<bool>());
+        let key = (0_u32..3, 0_usize..3, 0_u32..3);
+        (1_usize..3, kind, key, bytes).prop_map(
+            |(from, (kind, words, offset, index, in_panic), key, bytes)| {
+                let same = Call {
+                    op: Some(ReduceOp::Sum),
+                    elements: 100_000,
+                    number: crate::NumberType::F32,
+                    ..Call::bare(Operation::AllReduce)
+                };
+                let kind = match kind {
+                    0 | 1 => Kind::Post(words.unwrap_or(same.to_words())),
+                    2 => Kind::Direct { offset },
+                    3 => Kind::Part { index, offset },
+                    4 => Kind::Turn { index },
+                    5 => Kind::Leaving { in_panic },
+                    _ => Kind::Beat,
+                };
+                let channel = [Channel::Collective, Channel::Send, Channel::Receive][key.1];
+                let data = vec![7; bytes];
+                (from, Header::of(kind, Key { group: key.0, channel, sequence: key.2 }, &data), data)
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_ranks_send_nothing_panics_and_little_is_kept(
+            frames in proptest::collection::vec(frame(), 0..40)
+        ) {
+            let mut board = Board::new(0, 3, Recorder::new(None));
+            let (mut large, mut small) = (vec![1.0_f32; 100_000], [1.0_f32; 9]);
+            let (input, mut output) = ([1_u8; 6], [0_u8; 6]);
+            let counts = Some((vec![2, 2, 2], vec![2, 2, 2]));
+            let collectives: [Collective<Source<'_>, Target<'_>>; 3] = [
+                Collective::AllReduce { data: large[..].as_mut().into(), op: ReduceOp::Sum },
+                Collective::AllToAll { input: input[..].as_ref().into(), output: output[..].as_mut().into(), counts },
+                Collective::Receive { output: small[..].as_mut().into(), from: 1 },
+            ];
+            for collective in &collectives {
+                let task = Task::new(collective, 0, 3).map_err(|(call, problem)| format!("{call}: {problem}")).unwrap();
+                board.begin(0, task, Ticket::new(Vec::new()), std::panic::Location::caller());
+            }
+            for (from, header, data) in frames {
+                let Ok(room) = board.accept(from, &header) else { break };
+                let Some(room) = room else { continue };
+                // What has a place of its own is not written here.
+                let kept = if matches!(room, Room::Kept(_)) { data } else { Vec::new() };
+                if board.take(from, &header, kept).is_err() || board.advance().is_err() {
+                    break;
+                }
+            }
+            let kept: usize = board.posts.values().map(VecDeque::len).sum();
+            prop_assert!(kept <= 40);
+        }
+    }
+}

@@ -189,6 +189,38 @@ pub fn read_frames(mut bytes: &[u8]) -> Result<usize, String> {
     if bytes.is_empty() { Ok(frames) } else { Err("the bytes end within a header".to_owned()) }
 }
 
+/// The same bytes with the check sums that a sender would have given them, so that what is behind them is tried as well.
+pub fn seal_frames(bytes: &[u8]) -> Vec<u8> {
+    let mut sealed = bytes.to_vec();
+    let mut at = 0;
+    while sealed.len() - at >= HEADER_BYTES {
+        let length = [0, 1, 2, 3].map(|byte| sealed[at + 48 + byte]);
+        let end = (at + HEADER_BYTES).saturating_add(u32::from_le_bytes(length) as usize).min(sealed.len());
+        let crc = crc32c::crc32c(&sealed[at + HEADER_BYTES..end]);
+        sealed[at + 52..at + CHECKED_BYTES].copy_from_slice(&crc.to_le_bytes());
+        let crc = crc32c::crc32c(&sealed[at..at + CHECKED_BYTES]);
+        sealed[at + CHECKED_BYTES..at + HEADER_BYTES].copy_from_slice(&crc.to_le_bytes());
+        at = end;
+    }
+    sealed
+}
+
+/// Frames of every kind, one after another.
+pub fn sample_frames() -> Vec<u8> {
+    let key = Key { group: 3, channel: Channel::Receive, sequence: 7 };
+    let kinds = [
+        (Kind::Post([1, 2, 3]), &b"payload"[..]),
+        (Kind::Direct { offset: 1 << 40 }, b"x"),
+        (Kind::Part { index: 7, offset: 9 }, b"yz"),
+        (Kind::Turn { index: 5 }, b""),
+        (Kind::Beat, b""),
+        (Kind::Leaving { in_panic: true }, b""),
+        (Kind::Ending, &[7; ENDING_BYTES]),
+    ];
+    let frame = |(kind, bytes): (Kind, &[u8])| [&Header::of(kind, key, bytes).encode()[..], bytes].concat();
+    kinds.into_iter().flat_map(frame).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -206,6 +238,13 @@ mod tests {
             (Kind::Ending, &[7; ENDING_BYTES]),
         ];
         kinds.map(|(kind, bytes)| Header::of(kind, key, bytes)).to_vec()
+    }
+
+    #[test]
+    fn samples_are_read_and_sealing_them_changes_nothing() {
+        let sample = sample_frames();
+        assert_eq!(read_frames(&sample), Ok(7));
+        assert_eq!(seal_frames(&sample), sample);
     }
 
     #[test]

@@ -20,7 +20,7 @@ mod reduction;
 mod script;
 mod stream;
 
-pub use frame::read_frames;
+pub use frame::{read_frames, sample_frames, seal_frames};
 pub use handshake::Secret;
 pub(crate) use join::join_with;
 pub use join::{TcpOptions, join_by_address};

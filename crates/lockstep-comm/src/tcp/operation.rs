@@ -350,7 +350,11 @@ impl Running {
             if words.len() != 2 * ranks || !rest.is_empty() {
                 return Err(self.malformed(members));
             }
-            table.push(words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect::<Vec<_>>());
+            let row: Vec<usize> = words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect();
+            if row.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes)).is_none() {
+                return Err(self.malformed(members));
+            }
+            table.push(row);
         }
         for (sender, row) in table.iter().enumerate() {
             for (receiver, sent) in row[..ranks].iter().copied().enumerate() {

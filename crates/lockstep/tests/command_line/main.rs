@@ -7,6 +7,7 @@ mod bad_disks;
 mod bad_models;
 mod bad_runs;
 mod data;
+mod nodes;
 mod ranks;
 mod records;
 mod whole_way;

@@ -102,6 +102,11 @@ impl Workshop {
 
     /// Starts any program here, with the caches of this directory.
     pub(crate) fn start(&self, program: &str, arguments: &[&str]) -> Started {
+        self.start_in(program, arguments, &[])
+    }
+
+    /// As [`Workshop::start`], with more variables.
+    pub(crate) fn start_in(&self, program: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Started {
         let number = self.commands.fetch_add(1, Ordering::Relaxed);
         let stdout = self.path(&format!(".stdout-{number}"));
         let stderr = self.path(&format!(".stderr-{number}"));
@@ -111,6 +116,7 @@ impl Workshop {
             .env("XDG_CACHE_HOME", self.path("cache"))
             .env("RUST_BACKTRACE", "0")
             .env_remove("LOCKSTEP_LOG")
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(File::create(&stdout).unwrap())
             .stderr(File::create(&stderr).unwrap())

@@ -18,6 +18,7 @@ use lockstep_comm::{
     meet_nodes,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use lockstep_tensor::Buffer;
 use rustix::{
     process::{Pid, Signal, kill_process},
     time::{ClockId, clock_gettime},
@@ -85,7 +86,46 @@ fn sum_once(group: &Group) -> Result<(), CommError> {
         let (ranks, rest) = (group.size(), group.size() * (group.size() - 1) / 2);
         assert!(floats.iter().enumerate().all(|(i, x)| *x == (i * ranks + rest) as f32));
     }
+    // Several at once, of numbers whose sum depends on the order in which they are added.
+    let value = |rank: usize, i: usize| {
+        let bits = (rank * 7919 + i + 1).wrapping_mul(0x9e37_79b9) as u32;
+        (bits as f32 / 4e9 - 0.5) * [1.0, 1e6, 1e-6][bits as usize % 3]
+    };
+    let elements = 50_000;
+    let lent = |round: usize| {
+        let mut buffer = arena.allocate_zeroed(elements * 4, MemoryCategory::Gradients).unwrap();
+        for (i, x) in buffer.elements_mut::<f32>()[..elements].iter_mut().enumerate() {
+            *x = value(group.rank(), i + round);
+        }
+        buffer
+    };
+    let mut buffers: Vec<_> = (0..12).map(lent).collect();
+    let start = |buffer: &mut Buffer| {
+        let data = Lent::new(buffer.lend(0..elements * 4), DType::F32);
+        group.start(Collective::AllReduce { data, op: ReduceOp::Sum }, soon())
+    };
+    let pending = buffers.iter_mut().map(start).collect::<Result<Vec<_>, _>>()?;
+    for pending in pending {
+        drop(pending.wait(soon())?);
+    }
+    for (round, buffer) in buffers.iter_mut().enumerate() {
+        for (i, x) in buffer.elements_mut::<f32>()[..elements].iter().enumerate() {
+            let values: Vec<f32> = (0..group.size()).map(|rank| value(rank, i + round)).collect();
+            assert_eq!(x.to_bits(), tree(&values).to_bits(), "element {i} of sum {round}");
+        }
+    }
     group.barrier(soon())
+}
+
+/// The sum of `values` in the order of the tree.
+fn tree(values: &[f32]) -> f32 {
+    match values {
+        [value] => *value,
+        _ => {
+            let (left, right) = values.split_at(1 << (values.len() - 1).ilog2());
+            tree(left) + tree(right)
+        }
+    }
 }
 
 /// Operations of all sizes, over and over; rank 1 leaves out the one with number `skipped`.
@@ -394,7 +434,7 @@ fn a_stopped_rank_is_known_to_be_silent() {
 
 #[test]
 fn ranks_of_several_nodes_sum_as_those_of_one_do() {
-    for nodes in [&[1, 1][..], &[2, 2], &[1, 2, 1]] {
+    for nodes in [&[1, 1][..], &[2, 2], &[1, 2, 1], &[2, 2, 2], &[4, 4]] {
         let mut runs = Run::start_on_nodes("sum", nodes, SILENCE);
         for run in &mut runs {
             assert!(matches!(run.end(), Ended::Well(0)), "{nodes:?}");

@@ -204,7 +204,7 @@ mod tests {
             [("PET_NNODES", "2"), ("PET_NODE_RANK", "1"), ("PET_MASTER_ADDR", "a"), ("PET_MASTER_PORT", "7")];
         assert_eq!(wishes(&NONE, &pet), (2, Some(1), Some(("a".to_owned(), 7))));
         let flags =
-            Arguments { nnodes: Some(4), node_rank: Some(2), rdzv_endpoint: Some("b:9".to_owned()), ..NONE };
+            Nodes { nnodes: Some(4), node_rank: Some(2), rdzv_endpoint: Some("b:9".to_owned()), ..NONE };
         assert_eq!(wishes(&flags, &pet), (4, Some(2), Some(("b".to_owned(), 9))));
         let slurm = Nodes { nnodes: Some(4), ..NONE };
         let step = [("SLURM_NODEID", "3"), ("MASTER_ADDR", "c")];

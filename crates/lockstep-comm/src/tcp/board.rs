@@ -7,6 +7,7 @@ use std::{
 
 use super::{
     frame::{Channel, ENDING_BYTES, Header, Key, Kind, Malformed},
+    layered::Machines,
     operation::{self, Members, Movement, Post, Running, Sending},
     stream::{Room, Sink},
 };
@@ -32,6 +33,8 @@ pub(crate) struct Board {
     pub(crate) groups: Vec<Option<Operations>>,
     pub(crate) sending: Sending,
     pub(crate) recorder: Recorder,
+    /// This machine's ranks, if all machines are alike.
+    pub(crate) machines: Option<Machines>,
     /// What ranks have posted that has not begun here: by group, rank and channel.
     posts: HashMap<(u32, usize, Channel), VecDeque<(u32, Post)>>,
     /// What other ranks have said of themselves and of the run.
@@ -99,6 +102,7 @@ impl Board {
             groups: Vec::new(),
             sending,
             recorder,
+            machines: None,
             posts: HashMap::new(),
             said: VecDeque::new(),
         };
@@ -183,15 +187,20 @@ impl Board {
     /// # Errors
     /// What ends the run.
     pub(crate) fn advance(&mut self) -> Result<bool, CommError> {
-        let Self { groups, sending, recorder, .. } = self;
+        let Self { groups, sending, recorder, machines, .. } = self;
         let mut has_completed = false;
-        for operations in groups.iter_mut().flatten() {
-            let Operations { members, running, .. } = operations;
+        for (index, operations) in groups.iter_mut().enumerate() {
+            let Some(Operations { members, running, .. }) = operations else { continue };
+            // Only the group of all has the same order on all ranks of a machine.
+            let mut machines = machines.as_mut().filter(|_| index == 0);
+            let mut is_next = true;
             for operation in running.iter_mut() {
-                if operation.meet(members, sending)? {
+                if operation.meet(members, sending, machines.as_deref_mut())? {
                     recorder.stamp(operation.recorded, 0);
                 }
-                if operation.advance(members, sending) {
+                let is_done = operation.advance(members, sending, machines.as_deref_mut(), is_next);
+                is_next &= operation.has_had_its_turn();
+                if is_done {
                     recorder.stamp(operation.recorded, 1);
                     operation.ticket.complete();
                     operation.movement = Movement::Done;
@@ -267,13 +276,13 @@ impl Sink for Board {
         match header.kind {
             Kind::Post(call) => self.take_post(from, header, call, kept)?,
             Kind::Direct { .. } | Kind::Part { .. } => {
-                let (running, _, member) = self.find(from, header.key)?;
-                running.take(member, header)?;
+                let (running, members, member) = self.find(from, header.key)?;
+                running.take(members, member, header)?;
             }
             // The operation may be done, if the room was for nothing more.
             Kind::Turn { index } => {
-                if let Ok((running, _, member)) = self.find(from, header.key) {
-                    running.turn(member, index);
+                if let Ok((running, members, member)) = self.find(from, header.key) {
+                    running.turn(members, member, index);
                 }
             }
             Kind::Beat => {}

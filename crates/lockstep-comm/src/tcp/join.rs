@@ -3,11 +3,12 @@
 
 use std::{
     net::{SocketAddr, TcpListener, TcpStream},
+    sync::Arc,
     time::Duration,
 };
 
 use super::{
-    Machine,
+    Local, Machine,
     handshake::{Hello, Purpose, Secret, greet},
     meeting::{CARD_BYTES, Door, Guest, Meeting},
 };
@@ -72,7 +73,10 @@ pub(crate) fn join_with(
     let listener = if rank == 0 { None } else { Some(listen(&meeting)?) };
     let port =
         listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
-    let card = Card { port: port.map_err(CommError::io("listen for ranks"))?, settings: options.settings };
+    let port = port.map_err(CommError::io("listen for ranks"))?;
+    let near =
+        local.as_ref().map_or((rank, 0), |local| (local.segments.world_rank(0), local.segments.ranks()));
+    let card = Card { port, first: near.0 as u32, near: near.1 as u32, settings: options.settings };
     let (_, guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
     let cards: Vec<Card> = guests.iter().map(|guest| Card::decode(&guest.card)).collect();
     if let Some(rank) = cards.iter().position(|card| card.settings != cards[0].settings) {
@@ -85,7 +89,19 @@ pub(crate) fn join_with(
     let door = door.map_or_else(|| listener.map(open).transpose(), |door| Ok(Some(door)));
     let door = door.map_err(CommError::io("listen for ranks"))?;
     let sockets = mesh.connect(&meeting, door.as_ref(), &guests, &cards)?;
+    let of_each = ranks_of_each(&cards);
+    let local = local.map(|machine| Local { machine: Arc::new(machine), of_each });
     Ok(Group::world(Machine::new(rank, sockets, options.silence, local)?))
+}
+
+/// Ranks of each of several machines, if all share memory with as many, and those are a power of two.
+fn ranks_of_each(cards: &[Card]) -> Option<usize> {
+    let each = cards[0].near as usize;
+    let is_alike = |(rank, card): (usize, &Card)| {
+        card.near as usize == each && card.first as usize == rank - rank % each
+    };
+    let is_plain = each.is_power_of_two() && each > 1 && each < cards.len();
+    (is_plain && cards.iter().enumerate().all(is_alike)).then_some(each)
 }
 
 /// A socket for the other ranks, on any port: reachable from where the meeting is.
@@ -101,6 +117,9 @@ fn listen(meeting: &Meeting) -> Result<TcpListener, CommError> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Card {
     port: u16,
+    /// The first rank of those that it shares memory with, and how many they are; 0 if there are none.
+    first: u32,
+    near: u32,
     settings: [u8; 32],
 }
 
@@ -108,6 +127,8 @@ impl Card {
     fn encode(&self) -> [u8; CARD_BYTES] {
         let mut out = [0; CARD_BYTES];
         out[..2].copy_from_slice(&self.port.to_le_bytes());
+        out[4..8].copy_from_slice(&self.first.to_le_bytes());
+        out[8..12].copy_from_slice(&self.near.to_le_bytes());
         out[32..64].copy_from_slice(&self.settings);
         out
     }
@@ -115,7 +136,9 @@ impl Card {
     fn decode(bytes: &[u8; CARD_BYTES]) -> Self {
         let mut settings = [0; 32];
         settings.copy_from_slice(&bytes[32..64]);
-        Self { port: u16::from_le_bytes([bytes[0], bytes[1]]), settings }
+        let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let port = u16::from_le_bytes([bytes[0], bytes[1]]);
+        Self { port, first: number(4), near: number(8), settings }
     }
 }
 

@@ -20,6 +20,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use super::{
     board::{Board, Said},
     frame::{Channel, Header, Key, Kind},
+    layered::Machines,
     link::{Link, Status},
 };
 use crate::{
@@ -33,12 +34,22 @@ use crate::{
 
 /// Beats in the time after which a silent rank counts as lost.
 const BEATS: u32 = 20;
+/// Between two looks at what ranks of this machine do together, of which no socket tells.
+const NEIGHBOURS: Duration = Duration::from_micros(100);
 /// What it may take to hear how a rank ended that has closed its connections.
 const RUMOUR: Duration = Duration::from_millis(100);
 /// The longest sleep without a look at the deadline.
 const NAP: Duration = Duration::from_millis(50);
 /// What a rank that leaves has to say so.
 const FAREWELL: Duration = Duration::from_millis(300);
+
+/// The ranks of this machine.
+#[derive(Debug)]
+pub(crate) struct Local {
+    pub(crate) machine: Arc<shm::Machine>,
+    /// How many each machine has, if that is the same power of two on all of several.
+    pub(crate) of_each: Option<usize>,
+}
 
 /// One rank.
 #[derive(Debug)]
@@ -65,7 +76,7 @@ struct State {
     links: Vec<Option<Link>>,
     ending: Option<CommError>,
     /// The ranks of this machine, with which memory is shared: who ends the run there, ends it here.
-    local: Option<shm::Machine>,
+    local: Option<Arc<shm::Machine>>,
     /// The rank leaves, in peace or in panic.
     leaving: Option<Kind>,
 }
@@ -77,15 +88,18 @@ impl Machine {
         rank: usize,
         sockets: Vec<Vec<TcpStream>>,
         silence: Duration,
-        local: Option<shm::Machine>,
+        local: Option<Local>,
     ) -> Result<Self, CommError> {
         let ranks = sockets.len();
         let link = |(peer, sockets)| (peer != rank).then(|| Link::new(peer, sockets, silence)).transpose();
         let links = sockets.into_iter().enumerate().map(link).collect::<io::Result<Vec<_>>>();
         let links = links.map_err(CommError::io("use a connection to a rank"))?;
-        let recorder = Recorder::new(local.as_ref().map(|local| (local.segments.clone(), local.rank)));
-        let board = Board::new(rank, ranks, recorder);
-        let state = State { board, links, ending: None, local, leaving: None };
+        let machine = local.as_ref().map(|local| Arc::clone(&local.machine));
+        let recorder = Recorder::new(machine.as_ref().map(|local| (local.segments.clone(), local.rank)));
+        let mut board = Board::new(rank, ranks, recorder);
+        let machines = |local: Local| Some(Machines::new(local.machine, local.of_each?));
+        board.machines = local.and_then(machines);
+        let state = State { board, links, ending: None, local: machine, leaving: None };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let wake = wake.map_err(|error| CommError::io("make an event counter")(error.into()))?;
         let shared = Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake, silence });
@@ -219,8 +233,8 @@ impl Transport for Machine {
         ending
     }
 
-    fn arena(&self, _: &[MemoryCategory]) -> Arena {
-        Arena::new()
+    fn arena(&self, categories: &[MemoryCategory]) -> Arena {
+        self.shared.lock().local.as_ref().map_or_else(Arena::new, |local| local.arena(categories))
     }
 
     /// The thread carries on while the rank computes, so it leaves the compute threads alone.
@@ -286,8 +300,10 @@ impl Shared {
                 continue;
             }
             let interests = state.interests();
+            let is_busy = state.board.machines.as_ref().is_some_and(Machines::is_busy);
             drop(state);
-            self.sleep(&interests, next_beat.saturating_duration_since(Instant::now()));
+            let limit = next_beat.saturating_duration_since(Instant::now());
+            self.sleep(&interests, if is_busy { limit.min(NEIGHBOURS) } else { limit });
         }
     }
 
@@ -345,6 +361,10 @@ impl State {
             return self.write();
         }
         let mut has_moved = self.read();
+        if let Some(machines) = self.board.machines.as_ref().filter(|machines| machines.is_busy()) {
+            // Why it failed stands where it is looked for next.
+            let _ = machines.local.progress();
+        }
         self.listen();
         if self.ending.is_none() {
             match self.board.advance() {
@@ -441,7 +461,7 @@ impl State {
         let words = error.to_words(self.board.rank);
         let ending = self.ending.insert(CommError::from_words(words)).copy();
         if let Some(local) = &self.local {
-            local.segments.end(&ending, self.board.rank);
+            local.fail(ending.copy());
         }
         self.abandon();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();

@@ -9,6 +9,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use super::{
     frame::{Header, Key, Kind, Malformed},
+    layered::{Layered, Machines},
     reduction::Reduction,
     script::Script,
     stream::{Message, Room},
@@ -86,6 +87,8 @@ pub(crate) enum Movement {
     Pieces,
     /// Every rank reduces its share.
     Shares(Reduction),
+    /// The same within machines, and between them.
+    Layers(Box<Layered>),
     /// Steps that a plan has chosen.
     Steps(Script),
     Done,
@@ -119,8 +122,17 @@ impl Running {
     ///
     /// # Errors
     /// [`CommError::Mismatch`].
-    pub(crate) fn meet(&mut self, members: &Members, sending: &mut Sending) -> Result<bool, CommError> {
+    pub(crate) fn meet(
+        &mut self,
+        members: &Members,
+        sending: &mut Sending,
+        machines: Option<&mut Machines>,
+    ) -> Result<bool, CommError> {
         if !matches!(self.movement, Movement::Meeting) || self.awaited(members).is_some() {
+            return Ok(false);
+        }
+        let machines = machines.filter(|machines| self.goes_by_machines(machines));
+        if machines.as_ref().is_some_and(|machines| !machines.have_room()) {
             return Ok(false);
         }
         match self.peer {
@@ -140,6 +152,8 @@ impl Running {
                     Movement::Pieces
                 } else if let Some(script) = Script::new(&self.task, members) {
                     Movement::Steps(script)
+                } else if let Some(machines) = machines {
+                    Movement::Layers(Box::new(Layered::new(machines, &self.task, *op, members)))
                 } else {
                     Movement::Shares(Reduction::new(&self.task, *op, blocks, *receiver, members))
                 }
@@ -153,19 +167,46 @@ impl Running {
         Ok(true)
     }
 
-    /// Carries on; says whether the operation is done.
-    pub(crate) fn advance(&mut self, members: &Members, sending: &mut Sending) -> bool {
+    /// Whether it is a sum that all ranks want, and that machines are to sum first.
+    fn goes_by_machines(&self, machines: &Machines) -> bool {
+        let is_plain = self.task.call.kind == crate::Kind::AllReduce && self.task.call.detail == 0;
+        is_plain && machines.suit(self.task.call.number) && !is_small(&self.task, self.task.source.bytes())
+    }
+
+    /// Carries on; says whether the operation is done. `is_next` says that all before it that go by machines have had their
+    /// turn there.
+    pub(crate) fn advance(
+        &mut self,
+        members: &Members,
+        sending: &mut Sending,
+        machines: Option<&mut Machines>,
+        is_next: bool,
+    ) -> bool {
         let Self { key, task, movement, unsent_bytes, .. } = self;
-        let is_moved = match movement {
-            Movement::Meeting | Movement::Done => return false,
-            Movement::Pieces => true,
-            Movement::Shares(reduction) => reduction.advance(*key, task, members, sending, unsent_bytes),
-            Movement::Steps(script) => script.advance(*key, task, members, sending, unsent_bytes),
+        let is_moved = match (movement, machines) {
+            (Movement::Meeting | Movement::Done, _) => return false,
+            (Movement::Pieces, _) => true,
+            (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, sending, unsent_bytes),
+            (Movement::Steps(script), _) => script.advance(*key, task, members, sending, unsent_bytes),
+            (Movement::Layers(layered), Some(machines)) => {
+                let turn = Turn { key: *key, is_next };
+                layered.advance(machines, turn, task, members, sending, unsent_bytes)
+            }
+            (Movement::Layers(_), None) => false,
         };
         is_moved
             && self.unsent_bytes == 0
             && (0..members.len())
-                .all(|member| self.arrived_bytes[member] == self.expected_bytes(members, member))
+                .all(|member| self.arrived_bytes[member] == self.piece(members, member).bytes())
+    }
+
+    /// Whether it keeps none of those after it from their last part within the machine.
+    pub(crate) fn has_had_its_turn(&self) -> bool {
+        match &self.movement {
+            Movement::Layers(layered) => layered.is_past_its_turn(),
+            Movement::Meeting => false,
+            _ => true,
+        }
     }
 
     /// Where a frame's bytes from `member` go; `None` if that is not known before all have come.
@@ -176,51 +217,69 @@ impl Running {
         header: &Header,
     ) -> Result<Option<Room>, Malformed> {
         let bytes = header.bytes as usize;
-        if matches!(self.movement, Movement::Meeting) {
+        if matches!(&self.movement, Movement::Layers(layered) if layered.is_early()) {
             return Ok(None);
         }
-        match header.kind {
-            Kind::Direct { offset } => {
+        let Self { movement, task, .. } = self;
+        match (header.kind, movement) {
+            (_, Movement::Meeting) => return Ok(None),
+            (Kind::Part { index, offset }, movement) => {
+                let offset = usize::try_from(offset).map_err(|_| Malformed::Range)?;
+                if let Movement::Steps(script) = movement {
+                    return script.room(task, member, index, offset, bytes).map(Some);
+                }
+                let (reduction, task, members, member) = reduction_of(movement, task, members, member)?;
+                reduction.room(task, members, member, index, offset, bytes)
+            }
+            (Kind::Direct { offset }, Movement::Pieces) => {
                 let piece = self.piece(members, member);
                 let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
                 if end.is_none_or(|end| end > piece.bytes()) {
                     return Err(Malformed::Range);
                 }
-                Ok(Some(Room::At(piece.pointer.wrapping_add(offset as usize))))
+                Ok(Room::At(piece.pointer.wrapping_add(offset as usize)))
             }
-            Kind::Part { index, offset } => {
-                let offset = usize::try_from(offset).map_err(|_| Malformed::Range)?;
-                match &mut self.movement {
-                    Movement::Shares(reduction) => {
-                        reduction.room(&self.task, members, member, index, offset, bytes)
-                    }
-                    Movement::Steps(script) => script.room(&self.task, member, index, offset, bytes),
-                    Movement::Meeting | Movement::Pieces | Movement::Done => Err(Malformed::Operation),
-                }
-                .map(Some)
+            (Kind::Direct { offset }, movement) => {
+                let (reduction, task, members, member) = reduction_of(movement, task, members, member)?;
+                reduction.place(task, members, member, offset, bytes)
             }
             _ => Err(Malformed::Operation),
         }
+        .map(Some)
     }
 
     /// A frame's bytes have come.
-    pub(crate) fn take(&mut self, member: usize, header: &Header) -> Result<(), Malformed> {
+    pub(crate) fn take(
+        &mut self,
+        members: &Members,
+        member: usize,
+        header: &Header,
+    ) -> Result<(), Malformed> {
         let bytes = header.bytes as usize;
-        match (header.kind, &mut self.movement) {
-            (Kind::Direct { .. }, _) => self.arrived_bytes[member] += bytes,
-            (Kind::Part { index, .. }, Movement::Shares(reduction)) => reduction.take(member, index, bytes),
+        let Self { movement, task, arrived_bytes, .. } = self;
+        match (header.kind, movement) {
+            (Kind::Direct { .. }, Movement::Pieces) => arrived_bytes[member] += bytes,
             (Kind::Part { index, .. }, Movement::Steps(script)) => script.take(member, index, bytes),
-            _ => return Err(Malformed::Operation),
+            (kind, movement) => {
+                let (reduction, _, _, member) = reduction_of(movement, task, members, member)?;
+                match kind {
+                    Kind::Direct { .. } => reduction.take_results(member, bytes),
+                    Kind::Part { index, .. } => reduction.take(member, index, bytes),
+                    _ => return Err(Malformed::Operation),
+                }
+            }
         }
         Ok(())
     }
 
     /// A member has room for more.
-    pub(crate) fn turn(&mut self, member: usize, index: u32) {
-        match &mut self.movement {
-            Movement::Shares(reduction) => reduction.turn(member, index),
-            Movement::Steps(script) => script.turn(member, index),
-            Movement::Meeting | Movement::Pieces | Movement::Done => {}
+    pub(crate) fn turn(&mut self, members: &Members, member: usize, index: u32) {
+        if let Movement::Steps(script) = &mut self.movement {
+            return script.turn(member, index);
+        }
+        // It may be over, if the room is for nothing more.
+        if let Ok((reduction, _, _, member)) = reduction_of(&mut self.movement, &self.task, members, member) {
+            reduction.turn(member, index);
         }
     }
 
@@ -229,10 +288,11 @@ impl Running {
         let late = match &self.movement {
             Movement::Meeting => self.awaited(members),
             Movement::Shares(reduction) => reduction.waits_for(&self.task, members),
+            Movement::Layers(layered) => layered.waits_for(members),
             Movement::Steps(script) => script.waits_for(),
             Movement::Pieces | Movement::Done => None,
         };
-        let is_short = |member: &usize| self.arrived_bytes[*member] < self.expected_bytes(members, *member);
+        let is_short = |member: &usize| self.arrived_bytes[*member] < self.piece(members, *member).bytes();
         let late = late.or_else(|| members.others().find(is_short)).or(self.peer);
         let late = late.or_else(|| members.others().next()).unwrap_or(members.own);
         (members.ranks[late], self.occasion(members))
@@ -245,9 +305,8 @@ impl Running {
     /// Where the bytes belong that come from `member` without being asked for.
     fn piece(&self, members: &Members, member: usize) -> Stretch {
         let target = self.task.target;
-        match (&self.task.flow, &self.movement) {
-            (_, Movement::Shares(reduction)) => reduction.piece(&self.task, members, member),
-            (Flow::Exchange(exchange), _) if member != members.own => {
+        match &self.task.flow {
+            Flow::Exchange(exchange) if member != members.own => {
                 let piece = exchange.piece(members.own, member);
                 if is_small(&self.task, exchange.stream(member)) {
                     Stretch::EMPTY
@@ -255,13 +314,9 @@ impl Running {
                     target.bytes_at(piece.to, piece.bytes)
                 }
             }
-            (Flow::Receive { from }, _) if *from == member && !is_small(&self.task, target.bytes()) => target,
+            Flow::Receive { from } if *from == member && !is_small(&self.task, target.bytes()) => target,
             _ => Stretch::EMPTY,
         }
-    }
-
-    fn expected_bytes(&self, members: &Members, member: usize) -> usize {
-        self.piece(members, member).bytes()
     }
 
     /// Takes what came along with the posts, and hands over what did not.
@@ -411,6 +466,28 @@ impl Running {
             reference: members.ranks[reference],
             occasion: Occasion { call: expected, ..self.occasion(members) },
         }
+    }
+}
+
+/// An operation's place in the order of its group.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Turn {
+    pub(crate) key: Key,
+    /// All before it that go by machines have had their turn there.
+    pub(crate) is_next: bool,
+}
+
+/// The reduction that frames from `member` are for, with its task, its members, and `member`'s place among them.
+fn reduction_of<'a>(
+    movement: &'a mut Movement,
+    task: &'a Task,
+    members: &'a Members,
+    member: usize,
+) -> Result<(&'a mut Reduction, &'a Task, &'a Members, usize), Malformed> {
+    match movement {
+        Movement::Shares(reduction) => Ok((reduction, task, members, member)),
+        Movement::Layers(layered) => layered.between(members, member).ok_or(Malformed::Operation),
+        _ => Err(Malformed::Operation),
     }
 }
 

@@ -39,6 +39,8 @@ struct Peer {
     sent: u32,
     /// It has room for parts below this.
     room: u32,
+    /// Bytes of its results that have come.
+    arrived_bytes: usize,
     /// Buffers of the parts that come, in turn.
     inbox: [Inbox; PARTS_AHEAD as usize],
 }
@@ -97,7 +99,7 @@ impl Reduction {
         window(&self.blocks.range(member), Self::width(task), index as usize)
     }
 
-    /// Carries on; says whether everything is reduced and handed over to be sent.
+    /// Carries on; says whether everything is reduced and handed over to be sent, and everybody's results are here.
     pub(crate) fn advance(
         &mut self,
         key: Key,
@@ -132,7 +134,7 @@ impl Reduction {
             }
         }
         let is_sent = |member: usize| self.peers[member].sent == self.parts(task, member);
-        self.reduced == own_parts && members.others().all(is_sent)
+        self.reduced == own_parts && members.others().all(is_sent) && self.owes(task, members).is_none()
     }
 
     /// Whether a member gets this rank's results.
@@ -211,11 +213,40 @@ impl Reduction {
         if self.reduced < self.parts(task, members.own) {
             return self.missing(task, members);
         }
-        members.others().find(|member| self.peers[*member].sent < self.parts(task, *member))
+        let is_unsent = |member: &usize| self.peers[*member].sent < self.parts(task, *member);
+        members.others().find(is_unsent).or_else(|| self.owes(task, members))
     }
 
-    /// Where a member's results go.
-    pub(crate) fn piece(&self, task: &Task, members: &Members, member: usize) -> Stretch {
+    /// Where bytes of a member's results go.
+    pub(crate) fn place(
+        &self,
+        task: &Task,
+        members: &Members,
+        member: usize,
+        offset: u64,
+        bytes: usize,
+    ) -> Result<Room, Malformed> {
+        let results = self.results_of(task, members, member);
+        let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
+        match end {
+            Some(end) if end <= results.bytes() => Ok(Room::At(results.pointer.wrapping_add(end - bytes))),
+            _ => Err(Malformed::Range),
+        }
+    }
+
+    pub(crate) fn take_results(&mut self, member: usize, bytes: usize) {
+        self.peers[member].arrived_bytes += bytes;
+    }
+
+    /// A member whose results have not all come.
+    pub(crate) fn owes(&self, task: &Task, members: &Members) -> Option<usize> {
+        let is_short = |member: &usize| {
+            self.peers[*member].arrived_bytes < self.results_of(task, members, *member).bytes()
+        };
+        members.others().find(is_short)
+    }
+
+    fn results_of(&self, task: &Task, members: &Members, member: usize) -> Stretch {
         if member == members.own || !self.wants(members.own) {
             return Stretch::EMPTY;
         }

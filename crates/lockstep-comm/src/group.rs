@@ -4,7 +4,7 @@
 //! run on all ranks, with the same message: the order of operations is lost, and nobody is left waiting. What an operation
 //! was to write is unspecified then.
 
-use std::{panic::Location, sync::Arc};
+use std::{panic::Location, sync::Arc, time::Instant};
 
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
@@ -71,6 +71,11 @@ impl Group {
     /// An arena whose buffers of `categories` the other ranks of this machine can reach: operations on them copy less.
     pub fn arena(&self, categories: &[MemoryCategory]) -> Arena {
         self.transport.arena(categories)
+    }
+
+    /// Whether what is started goes on by itself while this rank computes; if not, it goes on within calls.
+    pub fn is_in_background(&self) -> bool {
+        self.transport.is_in_background()
     }
 
     /// Has the rank's own compute threads share the work of operations, in all its groups. They take part while this
@@ -322,12 +327,21 @@ impl Pending {
         Ok(self.ticket.is_complete())
     }
 
+    /// Waits until it is done. Returns what was lent, inputs first, and when it was done.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn wait_with_time(self, deadline: Deadline) -> Result<(Vec<Lent>, Instant), CommError> {
+        self.transport.wait(self.group, &self.ticket, deadline)?;
+        let done = self.ticket.completed_at().unwrap_or_else(Instant::now);
+        Ok((self.ticket.take_memory(), done))
+    }
+
     /// Waits until it is done. Returns what was lent, inputs first.
     ///
     /// # Errors
     /// [`CommError`].
     pub fn wait(self, deadline: Deadline) -> Result<Vec<Lent>, CommError> {
-        self.transport.wait(self.group, &self.ticket, deadline)?;
-        Ok(self.ticket.take_memory())
+        self.wait_with_time(deadline).map(|(memory, _)| memory)
     }
 }

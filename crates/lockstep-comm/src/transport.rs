@@ -4,9 +4,10 @@ use std::{
     fmt,
     panic::Location,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
+    time::Instant,
 };
 
 use lockstep_plan::MemoryCategory;
@@ -50,6 +51,9 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     /// Ends the run for all; returns why it has ended. Afterwards no operation touches the callers' memory.
     fn fail(&self, error: CommError) -> CommError;
 
+    /// Whether operations go on by themselves while their rank does something else.
+    fn is_in_background(&self) -> bool;
+
     /// An arena whose buffers of `categories` operations like best.
     fn arena(&self, categories: &[MemoryCategory]) -> Arena;
 
@@ -64,6 +68,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 #[derive(Debug, Default)]
 pub(crate) struct Ticket {
     is_complete: AtomicBool,
+    completed_at: OnceLock<Instant>,
     /// What was lent to the operation.
     memory: Mutex<Vec<Lent>>,
 }
@@ -71,15 +76,21 @@ pub(crate) struct Ticket {
 impl Ticket {
     /// For an operation that `memory` is lent to.
     pub(crate) fn new(memory: Vec<Lent>) -> Arc<Self> {
-        Arc::new(Self { is_complete: AtomicBool::new(false), memory: Mutex::new(memory) })
+        Arc::new(Self { memory: Mutex::new(memory), ..Self::default() })
     }
 
     pub(crate) fn complete(&self) {
+        self.completed_at.get_or_init(Instant::now);
         self.is_complete.store(true, Ordering::Release);
     }
 
     pub(crate) fn is_complete(&self) -> bool {
         self.is_complete.load(Ordering::Acquire)
+    }
+
+    /// When it was complete, if it is.
+    pub(crate) fn completed_at(&self) -> Option<Instant> {
+        self.completed_at.get().copied()
     }
 
     /// Gives back what was lent.

@@ -18,7 +18,8 @@ pub struct Reducer {
     group: Group,
     bucket_bytes: usize,
     limit: Duration,
-    pending: Vec<Pending>,
+    /// Each with the moment at which it began.
+    pending: Vec<(Instant, Pending)>,
     traffic: Traffic,
 }
 
@@ -27,7 +28,7 @@ pub struct Reducer {
 pub struct Traffic {
     /// Bytes that this rank sent: of S bytes that are summed over P ranks, 2 (P-1)/P S.
     pub bytes: u64,
-    /// Time in which this rank worked on them.
+    /// Time in which this rank worked on them, or, where that is not the work of its compute threads, they were under way.
     pub busy: Duration,
     /// The part of it after the backward.
     pub exposed: Duration,
@@ -56,12 +57,15 @@ impl Reducer {
             let loan = gradients.lend(start..len.min(start + self.bucket_bytes));
             let data = Lent::new(loan, DType::F32);
             let sum = Collective::AllReduce { data, op: ReduceOp::Sum };
-            self.pending.push(self.group.start(sum, Deadline::after(self.limit))?);
+            let started = Instant::now();
+            self.pending.push((started, self.group.start(sum, Deadline::after(self.limit))?));
         }
         self.group.progress()?;
         let ranks = self.group.size() as u64;
         self.traffic.bytes += 2 * (ranks - 1) * len as u64 / ranks;
-        self.traffic.busy += begin.elapsed();
+        if !self.group.is_in_background() {
+            self.traffic.busy += begin.elapsed();
+        }
         Ok(())
     }
 
@@ -71,10 +75,18 @@ impl Reducer {
     /// [`CommError`].
     pub(crate) fn wait(&mut self) -> Result<(), CommError> {
         let begin = Instant::now();
-        for pending in self.pending.drain(..) {
-            pending.wait(Deadline::after(self.limit))?;
+        let mut counted_until = None;
+        for (started, pending) in self.pending.drain(..) {
+            let (_, done) = pending.wait_with_time(Deadline::after(self.limit))?;
+            if self.group.is_in_background() {
+                let from = counted_until.map_or(started, |until| started.max(until));
+                self.traffic.busy += done.saturating_duration_since(from);
+                counted_until = Some(from.max(done));
+            }
         }
-        self.traffic.busy += begin.elapsed();
+        if !self.group.is_in_background() {
+            self.traffic.busy += begin.elapsed();
+        }
         self.traffic.exposed += begin.elapsed();
         Ok(())
     }

@@ -198,6 +198,10 @@ impl Transport for Machine {
         self.with_queue(group, Queue::begun)
     }
 
+    fn is_in_background(&self) -> bool {
+        false
+    }
+
     fn arena(&self, categories: &[MemoryCategory]) -> Arena {
         Arena::sharing(Arc::clone(&self.heap), categories)
     }

@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Operations of a group that a rank may have begun and not completed.
-const RING: usize = 32;
+const RING: usize = 256;
 /// Small messages to one rank that may be sent before the first of them is received.
 const SMALL_AHEAD: usize = 4;
 /// Posts of one rank in one channel that may wait: more than those two permit.

@@ -233,6 +233,10 @@ impl Transport for Machine {
         ending
     }
 
+    fn is_in_background(&self) -> bool {
+        true
+    }
+
     fn arena(&self, categories: &[MemoryCategory]) -> Arena {
         self.shared.lock().local.as_ref().map_or_else(Arena::new, |local| local.arena(categories))
     }

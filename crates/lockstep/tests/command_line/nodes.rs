@@ -116,6 +116,41 @@ fn a_rank_that_is_killed_on_another_machine_ends_the_run_on_all_and_is_named() {
         assert!(outcome.stderr.contains(&expected), "{outcome:?}");
         assert_eq!(outcome.stderr.matches("error:").count(), 1, "{outcome:?}");
     }
+    // Each machine has left the records of its rank.
+    let found = workshop.run(&["doctor", "--trace", "runs", "--json"]).json();
+    assert_eq!(found["culprits"], serde_json::json!([1]), "{found}");
+    assert_eq!(found["known"], serde_json::json!([0, 1]), "{found}");
+}
+
+#[test]
+fn ranks_of_another_launcher_tell_of_a_lost_one_and_leave_their_records_themselves() {
+    let workshop = Workshop::new();
+    let port = port().to_string();
+    let start = |rank: &str| {
+        let variables = [
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", &port),
+        ];
+        workshop.start_in(PROGRAM, &[&["train", "run.toml"], &MANY[..]].concat(), &variables)
+    };
+    let (mut first, mut second) = (start("0"), start("1"));
+    first.wait_until("a step", |run| run.stderr().contains("\nstep "));
+    kill_process(Pid::from_raw(second.child.id() as i32).unwrap(), Signal::KILL).unwrap();
+    second.child.wait().unwrap();
+    let outcome = first.finish();
+    assert_eq!(outcome.code, Some(5), "{outcome:?}");
+    assert!(outcome.stderr.contains("error: rank 1 was lost"), "{outcome:?}");
+    assert!(outcome.stderr.contains("lockstep doctor --trace runs/flight-00000.json"), "{outcome:?}");
+    let found = workshop.run(&["doctor", "--trace", "runs", "--json"]).json();
+    assert_eq!(
+        (&found["culprits"], &found["known"]),
+        (&serde_json::json!([1]), &serde_json::json!([0])),
+        "{found}"
+    );
 }
 
 #[test]

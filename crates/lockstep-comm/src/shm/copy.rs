@@ -6,6 +6,8 @@ use lockstep_tensor::{CpuLevel, Workers};
 
 /// Bytes that make it worth to wake a compute thread.
 const BYTES_PER_TASK: usize = 128 << 10;
+/// From so many bytes on a copy goes past the cache, where that is asked for.
+const STREAM_BYTES: usize = 1 << 20;
 /// Bytes that are copied at a time: some vectors.
 const BLOCK_BYTES: usize = 256;
 
@@ -26,6 +28,59 @@ pub(crate) unsafe fn copy(workers: Option<&Workers>, from: *const u8, to: *mut u
             || unsafe { copy_blocks(from, to, range.len()) },
         );
     });
+}
+
+/// As [`copy`], to where the bytes are not read again soon: many of them go past the cache, which spares reading what they
+/// replace.
+///
+/// # Safety
+/// As for [`copy`].
+pub(crate) unsafe fn copy_past_cache(workers: Option<&Workers>, from: *const u8, to: *mut u8, bytes: usize) {
+    if bytes < STREAM_BYTES {
+        // SAFETY: as the caller promises.
+        return unsafe { copy(workers, from, to, bytes) };
+    }
+    let (from, to) = (from as usize, to as usize);
+    in_parts(workers, bytes, 1, |range| {
+        let (from, to) = ((from + range.start) as *const u8, (to + range.start) as *mut u8);
+        // SAFETY: parts do not overlap; the rest is the caller's promise.
+        unsafe { stream(from, to, range.len()) };
+    });
+}
+
+/// # Safety
+/// As for [`copy`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+
+    const LINE: usize = 64;
+    let head = to.align_offset(LINE).min(bytes);
+    let lines = (bytes - head) / LINE;
+    // SAFETY: all lies in both ranges; from `head` on the target is aligned to lines. The fence orders these stores before
+    // whatever tells others of them. SSE2 is part of the architecture.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, to, head);
+        for line in 0..lines {
+            let at = head + line * LINE;
+            let (from, to) = (from.add(at).cast::<__m128i>(), to.add(at).cast::<__m128i>());
+            let parts = [0, 1, 2, 3].map(|part| _mm_loadu_si128(from.add(part)));
+            for (part, value) in parts.into_iter().enumerate() {
+                _mm_stream_si128(to.add(part), value);
+            }
+        }
+        _mm_sfence();
+        let done = head + lines * LINE;
+        std::ptr::copy_nonoverlapping(from.add(done), to.add(done), bytes - done);
+    }
+}
+
+/// # Safety
+/// As for [`copy`].
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: as the caller promises.
+    unsafe { copy_blocks(from, to, bytes) };
 }
 
 /// # Safety
@@ -67,11 +122,15 @@ mod tests {
 
     #[test]
     fn every_byte_is_copied_and_no_other_is_touched() {
-        for bytes in [0, 1, 255, 256, 257, 1000, 300_000] {
+        for bytes in [0, 1, 255, 256, 257, 1000, 300_000, STREAM_BYTES, STREAM_BYTES + 77] {
             let source: Vec<u8> = (0..bytes).map(|i| (i % 251) as u8).collect();
             let mut target = vec![7; bytes + 2];
             // SAFETY: the target has room, a byte off.
             unsafe { copy(None, source.as_ptr(), target[1..].as_mut_ptr(), bytes) };
+            assert_eq!(target[1..=bytes], source);
+            target[1..=bytes].fill(0);
+            // SAFETY: as above.
+            unsafe { copy_past_cache(None, source.as_ptr(), target[1..].as_mut_ptr(), bytes) };
             assert_eq!(target[1..=bytes], source);
             assert_eq!((target[0], target[bytes + 1]), (7, 7));
         }

@@ -4,7 +4,7 @@
 use lockstep_tensor::Workers;
 
 use super::{
-    copy::copy,
+    copy::{copy, copy_past_cache},
     layout::CHUNK_BYTES,
     members::{Counter, Members},
     place::Place,
@@ -71,7 +71,7 @@ impl Running {
             if from != to.cast_const() {
                 // SAFETY: the piece lies in the other's stream, which stays as it is until this rank has finished, and in
                 // the target; the own source is the target's own place, or overlaps it nowhere.
-                unsafe { copy(workers, from, to, piece.bytes) };
+                unsafe { copy_past_cache(workers, from, to, piece.bytes) };
             }
         }
     }

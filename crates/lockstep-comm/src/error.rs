@@ -332,6 +332,12 @@ pub enum JoinProblem {
         /// Which.
         rank: usize,
     },
+    /// MPI is asked for, and not there.
+    #[error("this program was built without MPI: cargo build --release --features mpi")]
+    NotBuilt,
+    /// MPI can be started once in a process.
+    #[error("MPI was started before")]
+    Again,
 }
 
 /// `ranks 2, 5 and 7`.
@@ -362,6 +368,18 @@ impl CommError {
     /// The same error once more, for one more caller. What is local to one rank is left out of it.
     pub(crate) fn copy(&self) -> Self {
         Self::from_words(self.to_words(0))
+    }
+
+    /// The rank of the world that tells of an error that all know, where no launcher does: one that has seen it and is left.
+    pub fn teller(&self) -> Option<usize> {
+        match self {
+            Self::Mismatch { reference, .. } => Some(*reference),
+            Self::TimedOut { waiting, .. } => Some(*waiting),
+            Self::Misuse { rank, .. } => Some(*rank),
+            Self::Stopped { by } => *by,
+            Self::PeerLost { rank, .. } => Some(usize::from(*rank == 0)),
+            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => None,
+        }
     }
 
     /// The error as words for other ranks. What is local to one rank travels as "stopped by" it.

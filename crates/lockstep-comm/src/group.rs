@@ -176,6 +176,12 @@ impl Group {
         self.transport.fail(CommError::Stopped { by: Some(self.transport.rank()) });
     }
 
+    /// Ends the processes of all ranks with exit code `code`, where nobody else would: with MPI, which cannot go on after a
+    /// failure. To be called after that was told; returns where the ranks end by themselves.
+    pub fn abort(&self, code: i32) {
+        self.transport.abort(code);
+    }
+
     /// What a rank of the world called last, oldest first; also if it is dead.
     pub fn recorded(&self, rank: usize) -> Vec<Recorded> {
         self.transport.recorded(rank)

@@ -7,7 +7,8 @@
 //! Reductions follow a fixed binary tree over the ranks of a group (`reduce`), whatever the size of a message, however it is
 //! cut and by whatever way it travels. What is pure stands apart from what waits: `call` describes an operation, `task`
 //! works out what it means for a rank, `blocks` and `exchange` say which bytes go where. `shm` carries it out between
-//! ranks of one machine, which `world` brings together, `launch` starts, and [`environment`] finds others to have started.
+//! ranks of one machine, which `world` brings together, `launch` starts, and [`environment`] finds others to have started;
+//! `mpi` leaves it to MPI.
 
 mod algorithm;
 pub mod benchmark;
@@ -20,6 +21,7 @@ mod exchange;
 mod group;
 mod launch;
 mod memory;
+mod mpi;
 mod number;
 mod output;
 mod recorder;
@@ -38,6 +40,7 @@ pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem}
 pub use group::{Group, Pending};
 pub use launch::{Agent, Ended, Failure, Launch, Pinning, Placement};
 pub use memory::{Lent, Source, Target};
+pub use mpi::{MpiOptions, join_mpi};
 pub use number::{Number, NumberType, ReduceOp};
 pub use output::Output;
 pub use recorder::{Recorded, now_us};

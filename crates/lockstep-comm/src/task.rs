@@ -1,7 +1,7 @@
 //! One operation of one rank, checked and worked out, but bound to no transport yet.
 
 use crate::{
-    Call, Kind, Problem, ReduceOp,
+    Call, CommError, Kind, Occasion, Problem, ReduceOp,
     blocks::Blocks,
     call,
     exchange::{Exchange, Matrix},
@@ -237,6 +237,59 @@ impl Task {
             Collective::Receive { output, from } => {
                 builder.between(Kind::Receive, Stretch::from(output), *from)
             }
+        }
+    }
+}
+
+/// What the members of a group say of one operation, against each other.
+pub(crate) struct Comparison<'a> {
+    /// Ranks of the world, in the order of the group.
+    pub(crate) ranks: &'a [usize],
+    /// As the own rank calls it.
+    pub(crate) occasion: Occasion,
+}
+
+impl Comparison<'_> {
+    /// Sees that all members have called the same.
+    ///
+    /// # Errors
+    /// [`CommError::Mismatch`], the same on all ranks.
+    pub(crate) fn of_calls(&self, calls: &[[u64; 3]]) -> Result<(), CommError> {
+        let Some((odd, reference)) = call::odd_one_out(calls) else { return Ok(()) };
+        let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.occasion.call);
+        Err(self.mismatch(odd, call(odd), reference, call(reference)))
+    }
+
+    /// The exchange of an all-to-all that is known when all have come: word `index` of a member's table is the number of bytes
+    /// that it sends to each member, and then that it receives from each.
+    ///
+    /// # Errors
+    /// [`CommError::Mismatch`], the same on all ranks.
+    pub(crate) fn of_tables(&self, word: impl Fn(usize, usize) -> usize) -> Result<Exchange, CommError> {
+        let ranks = self.ranks.len();
+        for sender in 0..ranks {
+            for receiver in 0..ranks {
+                let (sent, expected) = (word(sender, receiver), word(receiver, ranks + sender));
+                if sent != expected {
+                    let own = self.occasion.call;
+                    let size = own.number.size_bytes();
+                    let call =
+                        |bytes| Call { elements: bytes / size, root: Some(receiver), detail: 0, ..own };
+                    return Err(self.mismatch(sender, call(sent), receiver, call(expected)));
+                }
+            }
+        }
+        let sends = (0..ranks * ranks).map(|index| word(index / ranks, index % ranks)).collect();
+        Ok(Exchange::AllToAll(Matrix::Uneven { sends, ranks }))
+    }
+
+    /// Member `odd` has called `found` where `reference` called `expected`.
+    pub(crate) fn mismatch(&self, odd: usize, found: Call, reference: usize, expected: Call) -> CommError {
+        CommError::Mismatch {
+            rank: self.ranks[odd],
+            found,
+            reference: self.ranks[reference],
+            occasion: Occasion { call: expected, ..self.occasion },
         }
     }
 }

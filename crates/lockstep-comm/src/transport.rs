@@ -54,6 +54,9 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     /// Whether operations go on by themselves while their rank does something else.
     fn is_in_background(&self) -> bool;
 
+    /// Ends the processes of all ranks with `code`, after an error that leaves the others no way to end by themselves.
+    fn abort(&self, _code: i32) {}
+
     /// An arena whose buffers of `categories` operations like best.
     fn arena(&self, categories: &[MemoryCategory]) -> Arena;
 
@@ -91,6 +94,12 @@ impl Ticket {
     /// When it was complete, if it is.
     pub(crate) fn completed_at(&self) -> Option<Instant> {
         self.completed_at.get().copied()
+    }
+
+    /// Whether something is lent to it.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn has_memory(&self) -> bool {
+        !self.memory.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
     /// Gives back what was lent.

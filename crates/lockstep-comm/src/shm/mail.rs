@@ -222,6 +222,6 @@ impl Post<'_> {
             return Ok(());
         }
         let found = Call::from_words(sent).unwrap_or(expected);
-        Err(running.mismatch(self.members, self.peer, found, self.members.own, running.task.call))
+        Err(running.comparison(self.members).mismatch(self.peer, found, self.members.own, running.task.call))
     }
 }

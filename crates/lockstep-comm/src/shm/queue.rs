@@ -20,11 +20,8 @@ use super::{
     place::Place,
 };
 use crate::{
-    Call, CommError, Occasion,
-    call::odd_one_out,
-    exchange::{Exchange, Matrix},
-    recorder,
-    task::{Flow, Task},
+    Call, CommError, Occasion, recorder,
+    task::{Comparison, Flow, Task},
     transport::Ticket,
 };
 
@@ -306,59 +303,23 @@ impl Running {
         matches!(members.source_place(members.own, self.sequence), Place::Shared(_))
     }
 
+    pub(crate) fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
+        Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
+    }
+
     /// Sees that all ranks have called the same, and learns what they could not know before.
     fn compare(&mut self, members: &Members) -> Result<(), CommError> {
         let calls: Vec<[u64; 3]> =
             (0..members.len()).map(|member| posted_words(members.posted(member, self.sequence))).collect();
-        if let Some((odd, reference)) = odd_one_out(&calls) {
-            let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.task.call);
-            return Err(self.mismatch(members, odd, call(odd), reference, call(reference)));
+        self.comparison(members).of_calls(&calls)?;
+        if matches!(self.task.flow, Flow::Unknown { .. }) {
+            let word = |member: usize, index: usize| {
+                let memory = members.segments.memory(members.ranks[member]);
+                let table = members.segments.layout.table(memory, members.index, self.sequence, index);
+                table.load(Ordering::Relaxed) as usize
+            };
+            self.task.flow = Flow::Exchange(self.comparison(members).of_tables(word)?);
         }
-        if !matches!(self.task.flow, Flow::Unknown { .. }) {
-            return Ok(());
-        }
-        let ranks = members.len();
-        let word = |member: usize, index: usize| {
-            let memory = members.segments.memory(members.ranks[member]);
-            members.segments.layout.table(memory, members.index, self.sequence, index).load(Ordering::Relaxed)
-                as usize
-        };
-        let matrix = Matrix::Uneven {
-            sends: (0..ranks * ranks).map(|index| word(index / ranks, index % ranks)).collect(),
-            ranks,
-        };
-        for sender in 0..ranks {
-            for receiver in 0..ranks {
-                let (sent, expected) = (matrix.bytes(sender, receiver), word(receiver, ranks + sender));
-                if sent != expected {
-                    let size = self.task.call.number.size_bytes();
-                    let call = |bytes: usize| Call {
-                        elements: bytes / size,
-                        root: Some(receiver),
-                        detail: 0,
-                        ..self.task.call
-                    };
-                    return Err(self.mismatch(members, sender, call(sent), receiver, call(expected)));
-                }
-            }
-        }
-        self.task.flow = Flow::Exchange(Exchange::AllToAll(matrix));
         Ok(())
-    }
-
-    pub(crate) fn mismatch(
-        &self,
-        members: &Members,
-        odd: usize,
-        found: Call,
-        reference: usize,
-        expected: Call,
-    ) -> CommError {
-        CommError::Mismatch {
-            rank: members.ranks[odd],
-            found,
-            reference: members.ranks[reference],
-            occasion: Occasion { call: expected, ..self.occasion(members) },
-        }
     }
 }

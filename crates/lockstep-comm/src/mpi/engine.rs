@@ -1,0 +1,378 @@
+//! The one thread of a process that calls MPI. It carries on with all operations, hears what other ranks say of the run, and
+//! rests where there is nothing to do: for MPI moves only while it is called.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, mpsc::Sender},
+    time::{Duration, Instant},
+};
+
+use super::{
+    MpiOptions,
+    machine::{Job, Shared, TELLERS_TURN},
+    operation::{Lanes, Members, Running, Step, Tag},
+    shim::{Mpi, Request},
+};
+use crate::{
+    CommError, LossCause,
+    error::ERROR_WORDS,
+    transport::{self, Ticket},
+};
+
+/// Between two looks while nothing is under way.
+const IDLE_NAP: Duration = Duration::from_millis(5);
+/// The shortest and the longest nap while something is.
+const NAPS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
+/// Looks before a nap, where ranks share cores.
+const LOOKS: u32 = 16;
+/// Looks in a row, where a rank that waits has a core.
+const LOOKS_ALONE: u32 = 100_000;
+/// What a rank that has left may still have on its way.
+const LAST_WORDS: Duration = Duration::from_millis(20);
+/// What MPI has to let go of memory after the end of the run.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// Tags of messages with which MPI makes groups, which OpenMPI does not keep apart from ours.
+const GROUP_TAGS: usize = 1000;
+
+/// Words of a message about the run: what it is, who sends it, and an error.
+const SAID_WORDS: usize = 2 + ERROR_WORDS;
+const LEAVING: u64 = 1;
+const ENDING: u64 = 2;
+
+pub(super) struct Engine {
+    mpi: Mpi,
+    shared: Arc<Shared>,
+    options: MpiOptions,
+    /// By index of the partition; `None` where this rank is in no group of it.
+    groups: Vec<Option<Lanes>>,
+    heard: Box<[u64; SAID_WORDS]>,
+    hearing: [Request; 1],
+    said: Vec<([Request; 1], Box<[u64; SAID_WORDS]>)>,
+    /// Ranks that have left.
+    left: Vec<bool>,
+    /// One of those that something waits for, and since when.
+    suspect: Option<(usize, Instant)>,
+    is_leaving: bool,
+    ended_at: Option<Instant>,
+    /// Operations that did not get to move data, with the memory that MPI knows of.
+    abandoned: Vec<Running>,
+    /// Whether the ranks of this host have a core each.
+    has_core: bool,
+    looks: u32,
+}
+
+impl Engine {
+    /// Starts MPI, tells rank and size, and carries on until the rank leaves.
+    pub(super) fn run(
+        shared: Arc<Shared>,
+        options: MpiOptions,
+        tell: Sender<Result<(usize, usize), CommError>>,
+    ) {
+        // Whoever asked waits for the answer.
+        match Mpi::start().and_then(|mpi| Self::new(mpi, shared, options)) {
+            Ok(engine) => {
+                let _ = tell.send(Ok((engine.mpi.rank, engine.mpi.ranks)));
+                engine.carry_on();
+            }
+            Err(error) => drop(tell.send(Err(error))),
+        }
+    }
+
+    fn new(mpi: Mpi, shared: Arc<Shared>, options: MpiOptions) -> Result<Self, CommError> {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let (has_core, ranks) = (mpi.local_ranks <= cores, mpi.ranks);
+        let mut engine = Self {
+            mpi,
+            shared,
+            options,
+            groups: Vec::new(),
+            heard: Box::new([0; SAID_WORDS]),
+            hearing: [Request::default()],
+            said: Vec::new(),
+            left: vec![false; ranks],
+            suspect: None,
+            is_leaving: false,
+            ended_at: None,
+            abandoned: Vec::new(),
+            has_core,
+            looks: 0,
+        };
+        engine.listen()?;
+        engine.add_group((0..ranks).collect())?;
+        Ok(engine)
+    }
+
+    fn carry_on(mut self) {
+        loop {
+            let jobs = std::mem::take(&mut self.shared.lock().jobs);
+            let mut has_moved = !jobs.is_empty();
+            for job in jobs {
+                if let Err(error) = self.take(job) {
+                    self.end(error);
+                }
+            }
+            if self.ended_at.is_some() {
+                self.settle();
+            } else {
+                match self.advance() {
+                    Ok(moved) => has_moved |= moved,
+                    Err(error) => self.end(error),
+                }
+            }
+            if self.has_left() {
+                break;
+            }
+            self.rest(has_moved);
+        }
+        let Self { mpi, hearing: [hearing], .. } = self;
+        if let Err(error) = mpi.finish(hearing) {
+            eprintln!("error: {error}");
+        }
+    }
+
+    fn take(&mut self, job: Job) -> Result<(), CommError> {
+        match job {
+            Job::Abort(code) => self.mpi.abort(code),
+            Job::Leave => self.is_leaving = true,
+            // Nothing begins after the end.
+            _ if self.ended_at.is_some() => {}
+            Job::Begin { group, sequence, recorded, task, ticket } => {
+                let Self { mpi, groups, .. } = self;
+                let Some(lanes) = &mut groups[group] else { return Ok(()) };
+                let running = Running::begin(mpi, &lanes.members, task, sequence, recorded, ticket)?;
+                let is_sent = running.ticket.is_complete();
+                lanes.lane(&running.task).push_back(running);
+                if is_sent {
+                    self.shared.tell();
+                }
+            }
+            Job::AddGroup { ranks } => self.add_group(ranks)?,
+            Job::Expire { group, ticket, limit } => self.expire(group, &ticket, limit)?,
+            Job::Fail(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    fn add_group(&mut self, ranks: Vec<usize>) -> Result<(), CommError> {
+        let index = self.groups.len();
+        let Some(own) = ranks.iter().position(|rank| *rank == self.mpi.rank) else {
+            self.groups.push(None);
+            return Ok(());
+        };
+        let comm = if index == 0 { self.mpi.world } else { self.mpi.group(&ranks, GROUP_TAGS + index)? };
+        let (name, per_call) = (transport::name(index, &ranks), self.options.per_call.min(i32::MAX as usize));
+        self.groups.push(Some(Lanes::new(Members { comm, name, ranks, own, per_call })));
+        Ok(())
+    }
+
+    /// Carries on with everything; says whether anything has moved.
+    fn advance(&mut self) -> Result<bool, CommError> {
+        let mut has_moved = self.hear()?;
+        for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
+            for lane in lanes {
+                for running in lane.iter_mut() {
+                    let (before, was_complete) = (running.step, running.ticket.is_complete());
+                    has_moved |= running.advance(&self.mpi, members)?;
+                    if before == Step::Meet && running.step != Step::Meet {
+                        self.shared.lock().recorder.stamp(running.recorded, 0);
+                    }
+                    if running.step == Step::Done {
+                        self.shared.lock().recorder.stamp(running.recorded, 1);
+                    }
+                    if !was_complete && running.ticket.is_complete() {
+                        self.shared.tell();
+                    }
+                    // Data moves in the order of the operations.
+                    if matches!(running.step, Step::Meet | Step::Tables) {
+                        break;
+                    }
+                }
+                while lane.pop_front_if(|running| running.step == Step::Done).is_some() {}
+            }
+        }
+        self.look_for_the_lost()?;
+        Ok(has_moved)
+    }
+
+    /// Begins to hear what is said next.
+    fn listen(&mut self) -> Result<(), CommError> {
+        let (to, bytes) = (self.heard.as_mut_ptr().cast(), size_of_val(&*self.heard));
+        // SAFETY: the words stay where they are, and are not looked at before the request is complete.
+        self.hearing = [unsafe { self.mpi.receive(self.mpi.world, to, bytes, None, Tag::Control as i32)? }];
+        Ok(())
+    }
+
+    /// Hears what others have said.
+    fn hear(&mut self) -> Result<bool, CommError> {
+        let mut has_heard = false;
+        while self.mpi.test(&mut self.hearing)?.is_none() {
+            has_heard = true;
+            let [what, rank, words @ ..] = *self.heard;
+            self.listen()?;
+            if what == LEAVING {
+                self.left[rank as usize] = true;
+            } else {
+                self.end_by(words, None);
+                break;
+            }
+        }
+        Ok(has_heard)
+    }
+
+    /// Says something to all other ranks.
+    fn say(&mut self, what: u64, error: [u64; ERROR_WORDS]) -> Result<(), CommError> {
+        let mut words = Box::new([0; SAID_WORDS]);
+        words[0] = what;
+        words[1] = self.mpi.rank as u64;
+        words[2..].copy_from_slice(&error);
+        for rank in (0..self.mpi.ranks).filter(|rank| *rank != self.mpi.rank) {
+            let words = words.clone();
+            let (from, bytes) = (words.as_ptr().cast(), size_of_val(&*words));
+            // SAFETY: the words are kept until the request is complete.
+            let sent = unsafe { self.mpi.send(self.mpi.world, from, bytes, rank, Tag::Control as i32)? };
+            self.said.push(([sent], words));
+        }
+        Ok(())
+    }
+
+    /// Sees whether something waits for a rank that has left.
+    fn look_for_the_lost(&mut self) -> Result<(), CommError> {
+        if !self.left.contains(&true) {
+            return Ok(());
+        }
+        let mut lost = None;
+        for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
+            for running in lanes.iter_mut().filter_map(|lane| lane.front_mut()) {
+                let awaited = running.awaited(&self.mpi, members)?.filter(|rank| self.left[*rank]);
+                lost = lost.or(awaited.map(|rank| (rank, running.occasion(members))));
+            }
+        }
+        match (lost, self.suspect) {
+            (Some((rank, occasion)), Some((suspect, since))) if rank == suspect => {
+                if since.elapsed() > LAST_WORDS {
+                    let cause = LossCause::Left;
+                    return Err(CommError::PeerLost { rank, cause, occasion: Some(occasion) });
+                }
+            }
+            (lost, _) => self.suspect = lost.map(|(rank, _)| (rank, Instant::now())),
+        }
+        Ok(())
+    }
+
+    /// Judges why an operation is late.
+    fn expire(&mut self, group: usize, ticket: &Arc<Ticket>, limit: Duration) -> Result<(), CommError> {
+        let Some(Lanes { members, lanes }) = &mut self.groups[group] else { return Ok(()) };
+        let is_it = |running: &Running| Arc::ptr_eq(&running.ticket, ticket);
+        let Some(lane) = lanes.iter_mut().find(|lane| lane.iter().any(is_it)) else { return Ok(()) };
+        let Some(running) = lane.iter_mut().find(|running| running.step != Step::Done) else { return Ok(()) };
+        let (awaited, occasion) = (running.awaited(&self.mpi, members)?, running.occasion(members));
+        let waited_ms = limit.as_millis() as u64;
+        Err(match awaited {
+            Some(rank) => CommError::TimedOut { rank, waiting: self.mpi.rank, waited_ms, occasion },
+            None => {
+                let words =
+                    format!("{occasion} was not done after {waited_ms} ms, though all ranks had come");
+                CommError::io("go on over MPI")(std::io::Error::other(words))
+            }
+        })
+    }
+
+    /// Ends the run for all, unless it has ended.
+    fn end(&mut self, error: CommError) {
+        if self.ended_at.is_none() {
+            let words = error.to_words(self.mpi.rank);
+            // If MPI cannot say it, it ends by itself.
+            let _ = self.say(ENDING, words);
+            self.end_by(words, Some(error));
+        }
+    }
+
+    fn end_by(&mut self, words: [u64; ERROR_WORDS], details: Option<CommError>) {
+        self.ended_at = Some(Instant::now());
+        for lane in self.groups.iter_mut().flatten().flat_map(|group| &mut group.lanes) {
+            let (moving, others) = lane.drain(..).partition(|running| running.step == Step::Move);
+            *lane = moving;
+            self.abandoned.extend::<VecDeque<_>>(others);
+        }
+        let mut desk = self.shared.lock();
+        desk.ending = Some(words);
+        desk.details = details;
+        drop(desk);
+        self.settle();
+    }
+
+    /// After the end of the run: sees whether MPI still holds memory of callers, who may not go on before it does not. What can
+    /// be finished is. If that takes too long the process ends here.
+    fn settle(&mut self) {
+        let mut holds_memory = false;
+        for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
+            for running in lanes.iter_mut().flatten() {
+                // After an error there is nothing that another one could add.
+                let _ = running.advance(&self.mpi, members);
+                holds_memory |= running.holds_borrowed_memory();
+            }
+        }
+        let since = self.ended_at.map_or(Duration::ZERO, |at| at.elapsed());
+        if !holds_memory {
+            self.shared.lock().is_settled = true;
+            self.shared.tell();
+        }
+        let time = if holds_memory { GRACE } else { TELLERS_TURN };
+        if (holds_memory || self.is_leaving) && since > time {
+            let desk = self.shared.lock();
+            let ending = desk.ending.map_or(CommError::Stopped { by: None }, CommError::from_words);
+            if holds_memory {
+                eprintln!("error: rank {}: {}", self.mpi.rank, desk.details.as_ref().unwrap_or(&ending));
+            }
+            drop(desk);
+            self.mpi.abort((self.options.exit_code)(&ending));
+        }
+    }
+
+    /// Whether this rank is to leave, and all others have.
+    fn has_left(&mut self) -> bool {
+        let is_busy = |engine: &Self| {
+            engine.groups.iter().flatten().flat_map(|group| &group.lanes).any(|lane| !lane.is_empty())
+        };
+        if !self.is_leaving || self.ended_at.is_some() || is_busy(self) {
+            return false;
+        }
+        let own = self.mpi.rank;
+        if !std::mem::replace(&mut self.left[own], true)
+            && let Err(error) = self.say(LEAVING, [0; ERROR_WORDS])
+        {
+            self.end(error);
+        }
+        self.said.retain_mut(|(sent, _)| !matches!(self.mpi.test(sent), Ok(None)));
+        self.ended_at.is_none() && self.said.is_empty() && self.left.iter().all(|left| *left)
+    }
+
+    /// Sleeps until it is worth to look again, or something is asked for.
+    fn rest(&mut self, has_moved: bool) {
+        if has_moved {
+            self.looks = 0;
+            return;
+        }
+        self.looks = self.looks.saturating_add(1);
+        let desk = self.shared.lock();
+        if !desk.jobs.is_empty() {
+            return;
+        }
+        let is_busy =
+            self.groups.iter().flatten().flat_map(|group| &group.lanes).any(|lane| !lane.is_empty());
+        let nap = if !is_busy && !self.is_leaving {
+            IDLE_NAP
+        } else if self.has_core && desk.callers > 0 && self.looks < LOOKS_ALONE {
+            drop(desk);
+            return std::hint::spin_loop();
+        } else if self.looks < LOOKS {
+            drop(desk);
+            return std::thread::yield_now();
+        } else {
+            NAPS[0].saturating_mul(1 << ((self.looks - LOOKS) / 64).min(10)).min(NAPS[1])
+        };
+        // Woken or not, it looks again.
+        let _ = self.shared.bell.wait_timeout(desk, nap);
+    }
+}

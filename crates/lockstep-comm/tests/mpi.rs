@@ -1,0 +1,151 @@
+//! Operations and faults over MPI. Started by `mpirun` (`cargo xtask mpi`); by itself it is a world of one rank.
+//!
+//! The first argument names a part; without one, what needs no fault is tried. A part that ends in an error ends by
+//! [`AS_EXPECTED`], for MPI ends by an abort.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+#[path = "common/cases.rs"]
+mod cases;
+
+use std::{env, process::ExitCode, thread::sleep, time::Duration};
+
+use cases::{case, check_number};
+use lockstep_comm::{
+    Collective, CommError, Deadline, Group, LossCause, MpiOptions, ReduceOp, Source, Target, join_mpi,
+};
+use proptest::{
+    strategy::{Strategy, ValueTree},
+    test_runner::TestRunner,
+};
+
+/// The exit code of a part that was to end in an error, and did.
+const AS_EXPECTED: i32 = 42;
+/// Cases of operations.
+const CASES: usize = 120;
+
+/// Long enough for any operation of a test, on a machine that has other things to do.
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(30))
+}
+
+fn main() -> ExitCode {
+    let part = env::args().nth(1).filter(|part| !part.starts_with('-')).unwrap_or_default();
+    // What is longer is cut: in the second part nearly everything.
+    let per_call = if part == "cut" { 1000 } else { MpiOptions::default().per_call };
+    let group = join_mpi(MpiOptions { per_call, exit_code: |_| AS_EXPECTED }).unwrap();
+    let error = match part.as_str() {
+        "" | "cut" => {
+            operations(&group);
+            println!("rank {} of {}: all operations are right", group.rank(), group.size());
+            return ExitCode::SUCCESS;
+        }
+        "mismatch" => mismatch(&group),
+        "tables" => tables(&group),
+        "late" => late(&group),
+        // Ends by what the others say.
+        "left" if group.rank() == 1 => return ExitCode::FAILURE,
+        "left" => left(&group),
+        "panic" => panicked(&group),
+        "moving" => moving(&group),
+        other => panic!("no part {other:?}"),
+    };
+    if error.teller().is_none_or(|rank| rank == group.rank()) {
+        println!("rank {} tells: {error}", group.rank());
+    }
+    group.abort(AS_EXPECTED);
+    ExitCode::FAILURE
+}
+
+fn operations(group: &Group) {
+    let mut runner = TestRunner::deterministic();
+    for _ in 0..CASES {
+        let case = case().new_tree(&mut runner).unwrap().current();
+        check_number(group, &case, group.size() as f64);
+    }
+    cases::many_small_operations_never_mix(group, 200);
+    cases::what_is_started_goes_on(group);
+    if group.size() == 4 {
+        cases::groups_work_side_by_side(group);
+    }
+    if group.size() > 1 {
+        cases::messages_arrive_whole_and_in_order(group);
+    }
+    for op in [ReduceOp::Max, ReduceOp::Min] {
+        let mut value = [if group.rank() == 0 { f32::NAN } else { 1.0 }];
+        group.all_reduce(&mut value[..], op, soon()).unwrap();
+        assert!(value[0].is_nan(), "{op:?}");
+    }
+}
+
+/// One rank calls another size.
+fn mismatch(group: &Group) -> CommError {
+    let mut data = vec![1.0_f32; if group.rank() == 1 { 9 } else { 10 }];
+    let error = group.all_reduce(&mut data[..], ReduceOp::Sum, soon()).unwrap_err();
+    let CommError::Mismatch { rank: 1, reference: 0, found, occasion } = &error else { panic!("{error}") };
+    assert_eq!((found.elements, occasion.call.elements), (9, 10));
+    error
+}
+
+/// One rank expects more than another sends it.
+fn tables(group: &Group) -> CommError {
+    let ranks = group.size();
+    let mut receives = vec![group.rank() + 1; ranks];
+    if group.rank() == 2 {
+        receives[1] = 2;
+    }
+    let input = vec![0_u8; ranks * (ranks + 1) / 2];
+    let mut output = vec![0_u8; receives.iter().sum()];
+    let (input, output) = (Source::from(&input[..]), Target::from(&mut output[..]));
+    let counts = Some(((1..=ranks).collect(), receives));
+    let error = group.run(&mut Collective::AllToAll { input, output, counts }, soon()).unwrap_err();
+    let CommError::Mismatch { rank: 1, reference: 2, .. } = &error else { panic!("{error}") };
+    error
+}
+
+/// One rank does not come.
+fn late(group: &Group) -> CommError {
+    if group.rank() == 2 {
+        loop {
+            sleep(Duration::from_millis(20));
+            if let Err(error) = group.progress() {
+                return error;
+            }
+        }
+    }
+    let limit = if group.rank() == 0 { 300 } else { 20_000 };
+    let deadline = Deadline::after(Duration::from_millis(limit));
+    let error = group.barrier(deadline).unwrap_err();
+    let CommError::TimedOut { rank: 2, waiting: 0, waited_ms: 300, .. } = &error else { panic!("{error}") };
+    error
+}
+
+/// One rank ends while the others wait for it.
+fn left(group: &Group) -> CommError {
+    let error = group.barrier(soon()).unwrap_err();
+    let CommError::PeerLost { rank: 1, cause: LossCause::Left | LossCause::Panicked, .. } = &error else {
+        panic!("{error}")
+    };
+    error
+}
+
+/// One rank panics while the others wait for it.
+fn panicked(group: &Group) -> CommError {
+    if group.rank() == 1 {
+        std::panic::resume_unwind(Box::new(()));
+    }
+    left(group)
+}
+
+/// A rank's deadline passes while data moves that it has borrowed.
+fn moving(group: &Group) -> CommError {
+    let mut data = vec![1_u8; 64 << 20];
+    let result = if group.rank() == 0 {
+        group.send(&data[..], 1, Deadline::after(Duration::from_millis(200)))
+    } else {
+        sleep(Duration::from_millis(600));
+        group.receive(&mut data[..], 0, soon())
+    };
+    let error = result.unwrap_err();
+    let CommError::TimedOut { rank: 1, waiting: 0, .. } = &error else { panic!("{error}") };
+    error
+}

@@ -1,6 +1,7 @@
 //! The one entry point for developers: `cargo xtask ci` runs what CI runs, step by step, and stops at the first failure.
 #![forbid(unsafe_code)]
 
+mod mpi;
 mod picture;
 
 use std::env;
@@ -21,6 +22,7 @@ const LIMIT: Duration = Duration::from_secs(15 * 60);
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
 cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments
+cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration
 ";
@@ -28,6 +30,7 @@ cargo xtask picture draws docs/train.svg from a run of the demonstration
 fn main() -> ExitCode {
     let result = match env::args().nth(1).as_deref() {
         Some("ci") => ci(),
+        Some("mpi") => mpi::check(),
         Some("docs") => run(
             "cargo test --quiet -p lockstep-train --test configuration the_manual_is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
@@ -62,7 +65,8 @@ fn ci() -> Result<(), String> {
         println!("== skipped: no standard library for {OTHER_TARGET} (rustup target add {OTHER_TARGET})");
     }
     run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;
-    run(TEST, &[])
+    run(TEST, &[])?;
+    mpi::check_if_possible()
 }
 
 /// Whether rustup has the standard library of `target`.

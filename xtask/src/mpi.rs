@@ -1,0 +1,144 @@
+//! The feature `mpi` for real: built with the MPI of this machine, and run by its `mpirun`.
+//!
+//! MPICC and MPIRUN name another MPI than the machine's first one. Where there is none, CI installs the distribution's if it
+//! may, and says what it could not do.
+
+use std::env;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use super::run;
+
+/// The exit code of a part of the test that ends in the error that it expects.
+const AS_EXPECTED: i32 = 42;
+/// No part takes this long unless something hangs.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Parts of `tests/mpi.rs`: ranks, name, exit code, and what somebody says.
+const PARTS: [(usize, &str, i32, &str); 11] = [
+    (1, "", 0, "all operations are right"),
+    (2, "", 0, "all operations are right"),
+    (3, "", 0, "all operations are right"),
+    (4, "", 0, "all operations are right"),
+    (4, "cut", 0, "all operations are right"),
+    (4, "mismatch", AS_EXPECTED, "rank 0 tells: rank 1 called all_reduce(sum) of 9 f32"),
+    (4, "tables", AS_EXPECTED, "rank 2 tells: rank 1 called all_to_all of 3 u8 to rank 2"),
+    (4, "late", AS_EXPECTED, "rank 0 tells: rank 0 waited 300 ms for rank 2"),
+    (4, "left", AS_EXPECTED, "rank 0 tells: rank 1 was lost: it left the run"),
+    (4, "panic", AS_EXPECTED, "rank 0 tells: rank 1 was lost: it panicked"),
+    (4, "moving", AS_EXPECTED, "rank 0 waited 200 ms for rank 1"),
+];
+
+/// As [`check`], after installing an MPI where none is; where that is not possible it says so.
+pub(crate) fn check_if_possible() -> Result<(), String> {
+    if !can_run(&mpicc()) {
+        println!("== installing OpenMPI");
+        let apt = |arguments: &[&str]| {
+            Command::new("apt-get").args(arguments).env("DEBIAN_FRONTEND", "noninteractive").status()
+        };
+        let _ = apt(&["update", "-q"]);
+        let _ = apt(&["install", "-qy", "--no-install-recommends", "libopenmpi-dev", "openmpi-bin"]);
+    }
+    if can_run(&mpicc()) && can_run(&mpirun()) {
+        return check();
+    }
+    println!(
+        "== NOT TESTED: the feature mpi; there is no {} and {}, nor could they be installed",
+        mpicc(),
+        mpirun()
+    );
+    Ok(())
+}
+
+/// Lints the feature, and runs the tests of operations and faults.
+pub(crate) fn check() -> Result<(), String> {
+    run("cargo clippy -p lockstep-comm --all-targets --features mpi -- -D warnings", &[])?;
+    let test = build(&["test", "-p", "lockstep-comm", "--features", "mpi", "--test", "mpi", "--no-run"])?;
+    for (ranks, part, code, words) in PARTS {
+        let mut command = launch(ranks);
+        command.arg(&test);
+        command.args(Some(part).filter(|part| !part.is_empty()));
+        expect(command, &format!("{ranks} ranks of {}: {part}", mpirun()), code, words)?;
+    }
+    Ok(())
+}
+
+fn mpicc() -> String {
+    env::var("MPICC").unwrap_or_else(|_| "mpicc".to_owned())
+}
+
+fn mpirun() -> String {
+    env::var("MPIRUN").unwrap_or_else(|_| "mpirun".to_owned())
+}
+
+fn can_run(program: &str) -> bool {
+    version(program).is_some()
+}
+
+fn version(program: &str) -> Option<String> {
+    let output = Command::new(program).arg("--version").output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// `mpirun` for so many ranks, which may be more than there are cores.
+fn launch(ranks: usize) -> Command {
+    let mut command = Command::new(mpirun());
+    if version(&mpirun()).is_some_and(|version| version.contains("Open MPI")) {
+        command.args(["--oversubscribe", "--quiet"]);
+        // CI is root, in a container of its own.
+        command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    }
+    command.args(["-n", &ranks.to_string()]);
+    command
+}
+
+/// Builds something with cargo; returns the program.
+fn build(arguments: &[&str]) -> Result<PathBuf, String> {
+    println!("== cargo {}", arguments.join(" "));
+    let output = Command::new("cargo")
+        .args(arguments)
+        .args(["--quiet", "--message-format", "json-render-diagnostics"])
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|error| format!("cannot run cargo: {error}"))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let program =
+        text.lines().rev().find_map(|line| line.split_once("\"executable\":\"")?.1.split('"').next());
+    match program {
+        Some(program) if output.status.success() => Ok(program.into()),
+        _ => Err(format!("failed: cargo {}", arguments.join(" "))),
+    }
+}
+
+/// Runs a command to its end, which must come with `code` after `words` were said.
+fn expect(mut command: Command, what: &str, code: i32, words: &str) -> Result<(), String> {
+    let begin = Instant::now();
+    let log = env::temp_dir().join(format!("lockstep-mpi-{}.log", std::process::id()));
+    let failed = |error: std::io::Error| format!("{what}: {error}");
+    let file = std::fs::File::create(&log).map_err(failed)?;
+    command.stdout(file.try_clone().map_err(failed)?).stderr(file).stdin(Stdio::null());
+    let mut child = command.spawn().map_err(failed)?;
+    let status = loop {
+        match child.try_wait().map_err(failed)? {
+            Some(status) => break Some(status),
+            None if begin.elapsed() > LIMIT => break None,
+            None => sleep(Duration::from_millis(20)),
+        }
+    };
+    if status.is_none() {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    let said = std::fs::read_to_string(&log).map_err(failed)?;
+    let _ = std::fs::remove_file(&log);
+    let found = status.and_then(|status| status.code());
+    if found != Some(code) || !said.contains(words) {
+        return Err(format!(
+            "{what}: ended with {found:?} where {code} and {words:?} were expected:\n{said}"
+        ));
+    }
+    println!("== ok in {:.1} s: {what}", begin.elapsed().as_secs_f64());
+    Ok(())
+}

@@ -140,9 +140,12 @@ impl Engine {
             Job::Begin { group, sequence, recorded, task, ticket } => {
                 let Self { mpi, groups, .. } = self;
                 let Some(lanes) = &mut groups[group] else { return Ok(()) };
-                let running = Running::begin(mpi, &lanes.members, task, sequence, recorded, ticket)?;
+                let mut running = Running::new(task, sequence, recorded, ticket);
+                let begun = running.begin(mpi, &lanes.members);
                 let is_sent = running.ticket.is_complete();
+                // Whatever came of it: MPI may know of its memory.
                 lanes.lane(&running.task).push_back(running);
+                begun?;
                 if is_sent {
                     self.shared.tell();
                 }

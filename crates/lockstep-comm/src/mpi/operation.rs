@@ -67,6 +67,8 @@ pub(super) struct Running {
     pub(super) recorded: u64,
     pub(super) ticket: Arc<Ticket>,
     pub(super) step: Step,
+    /// Whether MPI has refused something, so that what it completes is not the whole.
+    is_broken: bool,
     /// Of the step at hand.
     requests: Vec<Request>,
     /// What members have said, one after the other; the own words are among them.
@@ -92,41 +94,38 @@ pub(super) enum Step {
 }
 
 impl Running {
-    /// Begins an operation: tells the others.
-    pub(super) fn begin(
-        mpi: &Mpi,
-        members: &Members,
-        task: Task,
-        sequence: u32,
-        recorded: u64,
-        ticket: Arc<Ticket>,
-    ) -> Result<Self, CommError> {
-        let mut running = Self {
+    /// An operation that is about to begin.
+    pub(super) fn new(task: Task, sequence: u32, recorded: u64, ticket: Arc<Ticket>) -> Self {
+        Self {
             task,
             sequence,
             recorded,
             ticket,
             step: Step::Meet,
+            is_broken: false,
             requests: Vec::new(),
             words: Vec::new(),
             letter: Vec::new(),
             lists: Vec::new(),
             scratch: Vec::new(),
-        };
-        let call = running.task.call.to_words();
-        match running.task.flow {
-            Flow::Send { to } => running.begin_send(mpi, members, to, call)?,
-            Flow::Receive { from } => {
-                running.letter = vec![0; size_of_val(&call) + SMALL_BYTES];
-                let (letter, room) = (running.letter.as_mut_ptr(), running.letter.len());
-                // SAFETY: the letter stays where it is until it has come.
-                let request =
-                    unsafe { mpi.receive(members.comm, letter, room, Some(from), Tag::Letter as i32)? };
-                running.requests.push(request);
-            }
-            _ => running.tell(mpi, members, &call, Tag::Meeting)?,
         }
-        Ok(running)
+    }
+
+    /// Tells the others.
+    pub(super) fn begin(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
+        let call = self.task.call.to_words();
+        let begun = match self.task.flow {
+            Flow::Send { to } => self.begin_send(mpi, members, to, call),
+            Flow::Receive { from } => {
+                self.letter = vec![0; size_of_val(&call) + SMALL_BYTES];
+                let (letter, room) = (self.letter.as_mut_ptr(), self.letter.len());
+                // SAFETY: the letter stays where it is until it has come.
+                unsafe { mpi.receive(members.comm, letter, room, Some(from), Tag::Letter as i32) }
+                    .map(|request| self.requests.push(request))
+            }
+            _ => self.tell(mpi, members, &call, Tag::Meeting),
+        };
+        begun.inspect_err(|_| self.is_broken = true)
     }
 
     fn begin_send(
@@ -137,6 +136,7 @@ impl Running {
         call: [u64; CALL_WORDS],
     ) -> Result<(), CommError> {
         let source = self.task.source;
+        self.step = Step::Move;
         self.letter = bytemuck::cast_slice(&call).to_vec();
         let is_small = source.bytes() <= SMALL_BYTES;
         if is_small {
@@ -148,12 +148,10 @@ impl Running {
         let (letter, bytes) = (self.letter.as_ptr(), self.letter.len());
         // SAFETY: the letter stays where it is until it is sent.
         self.requests.push(unsafe { mpi.send(members.comm, letter, bytes, to, Tag::Letter as i32)? });
-        if is_small {
-            self.ticket.complete();
-        } else {
-            self.send(mpi, members, source, to, Tag::Parcel)?;
+        if !is_small {
+            return self.send(mpi, members, source, to, Tag::Parcel);
         }
-        self.step = Step::Move;
+        self.ticket.complete();
         Ok(())
     }
 
@@ -182,34 +180,32 @@ impl Running {
         let before = self.step;
         while self.step != Step::Done && mpi.test(&mut self.requests)?.is_none() {
             self.requests.clear();
-            self.step = match self.step {
-                Step::Meet => self.meet(mpi, members)?,
-                Step::Tables => {
-                    let ranks = members.ranks.len();
-                    let word = |member: usize, index: usize| self.words[member * 2 * ranks + index] as usize;
-                    self.task.flow = Flow::Exchange(self.comparison(members).of_tables(word)?);
-                    self.start(mpi, members)?
-                }
+            match self.step {
+                Step::Meet => self.meet(mpi, members),
+                Step::Tables => self.read_tables(mpi, members),
                 Step::Move | Step::Done => {
-                    let target = self.task.target;
-                    // SAFETY: MPI is done with the caller's memory, which the target still lies in.
-                    unsafe {
-                        std::ptr::copy_nonoverlapping(
-                            self.scratch.as_ptr(),
-                            target.pointer,
-                            self.scratch.len(),
-                        )
-                    };
-                    self.ticket.complete();
-                    Step::Done
+                    self.finish();
+                    Ok(())
                 }
-            };
+            }
+            .inspect_err(|_| self.is_broken = true)?;
         }
         Ok(self.step != before)
     }
 
+    /// MPI is done with the caller's memory.
+    fn finish(&mut self) {
+        let (target, bytes) = (self.task.target, self.scratch.len().min(self.task.target.bytes()));
+        // SAFETY: nobody else uses the target, which is the caller's until the operation is complete.
+        unsafe { std::ptr::copy_nonoverlapping(self.scratch.as_ptr(), target.pointer, bytes) };
+        self.step = Step::Done;
+        if !self.is_broken {
+            self.ticket.complete();
+        }
+    }
+
     /// All have come.
-    fn meet(&mut self, mpi: &Mpi, members: &Members) -> Result<Step, CommError> {
+    fn meet(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
         if let Flow::Receive { from } = self.task.flow {
             return self.open(mpi, members, from);
         }
@@ -218,15 +214,23 @@ impl Running {
         match &self.task.flow {
             Flow::Unknown { sends, receives } => {
                 let table: Vec<u64> = sends.iter().chain(receives).map(|bytes| *bytes as u64).collect();
-                self.tell(mpi, members, &table, Tag::Table)?;
-                Ok(Step::Tables)
+                self.step = Step::Tables;
+                self.tell(mpi, members, &table, Tag::Table)
             }
             _ => self.start(mpi, members),
         }
     }
 
+    /// All have said how much they send and receive.
+    fn read_tables(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
+        let words = 2 * members.ranks.len();
+        let word = |member: usize, index: usize| self.words[member * words + index] as usize;
+        self.task.flow = Flow::Exchange(self.comparison(members).of_tables(word)?);
+        self.start(mpi, members)
+    }
+
     /// Reads a letter, and begins to receive what did not fit into it.
-    fn open(&mut self, mpi: &Mpi, members: &Members, from: usize) -> Result<Step, CommError> {
+    fn open(&mut self, mpi: &Mpi, members: &Members, from: usize) -> Result<(), CommError> {
         let target = self.task.target;
         let (call, small) = self.letter.split_at(size_of::<[u64; CALL_WORDS]>());
         let expected = Call { kind: Kind::Send, root: Some(members.own), ..self.task.call };
@@ -236,29 +240,29 @@ impl Running {
             let found = Call::from_words(words).unwrap_or(expected);
             return Err(self.comparison(members).mismatch(from, found, members.own, self.task.call));
         }
-        if target.bytes() <= SMALL_BYTES {
-            // SAFETY: the target is the caller's for the time of the operation.
-            unsafe { std::ptr::copy_nonoverlapping(small.as_ptr(), target.pointer, target.bytes()) };
-        } else {
-            self.receive(mpi, members, target, from, Tag::Parcel)?;
+        self.step = Step::Move;
+        if target.bytes() > SMALL_BYTES {
+            return self.receive(mpi, members, target, from, Tag::Parcel);
         }
-        Ok(Step::Move)
+        // SAFETY: the target is the caller's for the time of the operation.
+        unsafe { std::ptr::copy_nonoverlapping(small.as_ptr(), target.pointer, target.bytes()) };
+        Ok(())
     }
 
     /// Begins to move data. All members do so in the order of the operations.
-    fn start(&mut self, mpi: &Mpi, members: &Members) -> Result<Step, CommError> {
+    fn start(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
+        self.step = Step::Move;
         match &self.task.flow {
             Flow::Reduction { op, blocks, receiver } => {
                 let (op, blocks, receiver) = (*op, blocks.clone(), *receiver);
-                self.reduce(mpi, members, op, &blocks, receiver)?;
+                self.reduce(mpi, members, op, &blocks, receiver)
             }
             Flow::Exchange(exchange) => {
                 let exchange = exchange.clone();
-                self.exchange(mpi, members, &exchange)?;
+                self.exchange(mpi, members, &exchange)
             }
-            Flow::Barrier | Flow::Unknown { .. } | Flow::Send { .. } | Flow::Receive { .. } => {}
+            Flow::Barrier | Flow::Unknown { .. } | Flow::Send { .. } | Flow::Receive { .. } => Ok(()),
         }
-        Ok(Step::Move)
     }
 
     fn reduce(

@@ -11,9 +11,9 @@ use std::{
 };
 
 use crate::{
-    CommError, Deadline, Group, JoinProblem,
+    CommError, Deadline, Group, JoinProblem, MpiOptions,
     environment::{self, Launcher, ProcessPlace},
-    launch, shm,
+    join_mpi, launch, shm,
     tcp::{self, Meeting, Secret, TcpOptions},
     world,
 };
@@ -37,6 +37,8 @@ pub enum Way {
     SharedMemory,
     /// By TCP, wherever they are.
     Tcp,
+    /// By MPI, which knows where they are.
+    Mpi,
 }
 
 /// What a rank brings when it joins the others.
@@ -46,6 +48,8 @@ pub struct JoinOptions {
     pub way: Way,
     /// What it says over TCP.
     pub tcp: TcpOptions,
+    /// How it talks over MPI.
+    pub mpi: MpiOptions,
 }
 
 /// The place of this process among those that were started with it; `None` if it was started alone.
@@ -69,6 +73,9 @@ pub fn is_launched() -> bool {
 /// # Errors
 /// [`CommError::Join`] if they cannot come together, [`CommError::TimedOut`] if one of them does not come.
 pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result<Option<Group>, CommError> {
+    if options.way == Way::Mpi {
+        return join_mpi(options.mpi).map(Some);
+    }
     let Some(place) = place()? else { return Ok(None) };
     let ranks = place.world_size.unwrap_or(place.local_size);
     let are_near = place.local_size == ranks;

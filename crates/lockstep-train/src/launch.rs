@@ -80,7 +80,7 @@ impl RunConfig {
             settings: self.digest(),
             ..TcpOptions::default()
         };
-        JoinOptions { way: self.parallel.transport.into(), tcp }
+        JoinOptions { way: self.parallel.transport.into(), tcp, ..JoinOptions::default() }
     }
 }
 

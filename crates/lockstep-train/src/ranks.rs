@@ -70,6 +70,13 @@ impl Ranks {
         Self { group: Some(group), limit }
     }
 
+    /// Ends all ranks with this exit code, where one that fails leaves the others no way to end by themselves (MPI).
+    pub fn abort(&self, code: u8) {
+        if let Some(group) = &self.group {
+            group.abort(code.into());
+        }
+    }
+
     /// The own rank.
     pub fn rank(&self) -> usize {
         self.group.as_ref().map_or(0, Group::rank)

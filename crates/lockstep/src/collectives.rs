@@ -97,6 +97,8 @@ enum Transport {
     Auto,
     Shared,
     Tcp,
+    /// Of a program built with the feature `mpi`, and started by mpirun
+    Mpi,
 }
 
 impl From<Transport> for Way {
@@ -105,6 +107,7 @@ impl From<Transport> for Way {
             Transport::Auto => Self::Auto,
             Transport::Shared => Self::SharedMemory,
             Transport::Tcp => Self::Tcp,
+            Transport::Mpi => Self::Mpi,
         }
     }
 }
@@ -165,7 +168,8 @@ fn bytes(text: &str) -> Result<usize, String> {
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     match started_group(arguments.join_options()).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => {
-            time(arguments, &group).map_err(|error| ranks::told_by(error.into(), group.rank()))?;
+            let abort = |code: u8| group.abort(code.into());
+            time(arguments, &group).map_err(|error| ranks::ended_by(error.into(), group.rank(), abort))?;
             Ok(ExitCode::SUCCESS)
         }
         None => launch(arguments),
@@ -175,7 +179,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 impl Arguments {
     fn join_options(&self) -> JoinOptions {
         let tcp = TcpOptions { streams: self.connections, ..TcpOptions::default() };
-        JoinOptions { way: self.transport.into(), tcp }
+        JoinOptions { way: self.transport.into(), tcp, mpi: ranks::mpi() }
     }
 }
 

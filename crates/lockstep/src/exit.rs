@@ -92,15 +92,19 @@ fn code_of_io(error: &io::Error) -> u8 {
     }
 }
 
+/// The code of an error between ranks.
+pub(crate) fn code_of(error: &CommError) -> u8 {
+    match error {
+        CommError::PeerLost { .. } => PEER_LOST,
+        CommError::Join(_) => CONFIGURATION,
+        CommError::Log { source, .. } => code_of_io(source),
+        _ => FAILED,
+    }
+}
+
 impl From<CommError> for Failure {
     fn from(error: CommError) -> Self {
-        let code = match error {
-            CommError::PeerLost { .. } => PEER_LOST,
-            CommError::Join(_) => CONFIGURATION,
-            CommError::Log { ref source, .. } => code_of_io(source),
-            _ => FAILED,
-        };
-        Self { message: error.to_string(), code }
+        Self { message: error.to_string(), code: code_of(&error) }
     }
 }
 

@@ -11,12 +11,9 @@ mod data;
 mod doctor;
 mod exit;
 mod infer;
-<<<<<<< HEAD
-mod nodes;
-=======
 #[cfg(test)]
 mod manifests;
->>>>>>> a86ecfa (deploy/: SLURM, Kubernetes and JobSet; SLURM tried on one machine)
+mod nodes;
 mod output;
 mod ranks;
 mod report;

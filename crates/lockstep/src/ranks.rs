@@ -4,12 +4,12 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use lockstep_comm::{self as comm, LossCause, Output, Pinning, Placement, Way, is_launched};
+use lockstep_comm::{self as comm, LossCause, MpiOptions, Output, Pinning, Placement, Way, is_launched};
 use lockstep_train::Ranks;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
 
-use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
+use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
 
 /// What `--nproc-per-node` takes.
 pub(crate) fn number(text: &str) -> Result<usize, String> {
@@ -97,14 +97,35 @@ pub(crate) fn leave_records(ranks: &Ranks, error: &lockstep_train::Error, dir: &
     }
 }
 
-/// What a rank tells of its failure: nothing of what all ranks know, for that is our launcher's to say, if there is one.
+/// What a rank tells of its failure: nothing of what all ranks know, for that is our launcher's to say. Where there is none, it
+/// is one rank's.
 pub(crate) fn told_by(error: lockstep_train::Error, rank: usize) -> Failure {
-    let is_known = matches!(&error, lockstep_train::Error::Comm(error) if error.is_known_to_all());
+    let is_told_elsewhere = match &error {
+        lockstep_train::Error::Comm(error) if error.is_known_to_all() => {
+            is_launched() || error.teller() != Some(rank)
+        }
+        _ => false,
+    };
     let failure = Failure::from(error);
     let message = match rank {
-        _ if is_known && is_launched() => String::new(),
+        _ if is_told_elsewhere => String::new(),
         0 => failure.message,
         rank => format!("rank {rank}: {}", failure.message),
     };
     Failure { message, ..failure }
+}
+
+/// Tells of a rank's failure, and ends all ranks by `abort`, which returns where they end by themselves.
+pub(crate) fn ended_by(error: lockstep_train::Error, rank: usize, abort: impl FnOnce(u8)) -> Failure {
+    let Failure { message, code } = told_by(error, rank);
+    if !message.is_empty() {
+        eprintln!("error: {message}");
+    }
+    abort(code);
+    Failure { message: String::new(), code }
+}
+
+/// How ranks talk over MPI.
+pub(crate) fn mpi() -> MpiOptions {
+    MpiOptions { exit_code: |error| code_of(error).into(), ..MpiOptions::default() }
 }

@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
-use lockstep_comm::{Output, is_launched};
+use lockstep_comm::{JoinOptions, Output, is_launched};
 use lockstep_infer::{LoadedModel, Sampling};
-use lockstep_train::config::Origin;
+use lockstep_train::config::{Origin, Transport};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::progress::Progress;
@@ -55,7 +55,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Ok(exit);
     }
     let config = configuration(arguments, place.and_then(|place| place.world_size))?;
-    let ranks = match started_group(config.join_options()).map_err(|error| ranks::told_by(error, 0))? {
+    let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
+    let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) if group.size() > 1 || config.parallel.data_parallel_replicate > 1 => {
             Ranks::of(group, &config)?
         }
@@ -69,7 +70,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let interrupt = Interrupt::on_signals()?;
     let summary = train(&config, &resume, &ranks, &interrupt, Progress::on_stderr)
         .inspect_err(|error| ranks::leave_records(&ranks, error, &config.metrics.dir))
-        .map_err(|error| ranks::told_by(error, ranks.rank()))?;
+        .map_err(|error| ranks::ended_by(error, ranks.rank(), |code| ranks.abort(code)))?;
     if ranks.is_first() {
         report(&config, &resume, &summary);
     }
@@ -86,6 +87,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 /// Starts this command once for each rank of this machine, if there are to be several and nobody else has started them.
 fn launch(arguments: &Arguments, is_started: bool) -> Result<Option<ExitCode>, Failure> {
     let config = configuration(arguments, None)?;
+    // mpirun has started them, or there is one.
+    if config.parallel.transport == Transport::Mpi {
+        return Ok(None);
+    }
     let replicas = config.parallel.data_parallel_replicate;
     let here = arguments.nproc_per_node.unwrap_or(if arguments.nodes.are_several() { 1 } else { replicas });
     let alone = ranks::Start::here(replicas, config.parallel.transport.into());

@@ -144,7 +144,7 @@ impl Machine {
             details: None,
             is_settled: false,
             callers: 0,
-            recorder: Recorder::new(),
+            recorder: Recorder::new(None),
         };
         let shared = Shared { desk: Mutex::new(desk), bell: Condvar::new(), news: Condvar::new() };
         let shared = Arc::new(shared);

@@ -6,7 +6,7 @@ use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataSource, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision,
+    DataFormat, DataSource, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision, Transport,
 };
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
@@ -24,6 +24,7 @@ pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
     checker.loss_scale();
     checker.optimizer();
     checker.schedule();
+    checker.parallel();
     checker.metrics();
 }
 
@@ -246,6 +247,14 @@ impl Checker<'_, '_, '_> {
                 "schedule.kind = \"constant\"",
                 "schedule.kind",
             );
+        }
+    }
+
+    fn parallel(&mut self) {
+        if self.config.parallel.transport == Transport::Mpi {
+            let keys = ["parallel.all_reduce", "parallel.tcp_connections"];
+            let because = "parallel.transport = \"mpi\", which sums in its own way";
+            self.refuse_without_effect(&keys, because, "parallel.transport");
         }
     }
 

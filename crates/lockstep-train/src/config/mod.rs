@@ -34,7 +34,8 @@ pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
     DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind, Precision,
-    Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, TokenizerSource, ValueType,
+    Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, TokenizerSource, Transport,
+    ValueType,
 };
 
 use crate::error::Error;

@@ -538,7 +538,9 @@ choices! {
         Shared = "shared",
         /// By TCP.
         Tcp = "tcp",
-    } later ["mpi", "nccl"]
+        /// By MPI, in a program that was built with the feature `mpi` and started by `mpirun`. Its sums have bits of their own.
+        Mpi = "mpi",
+    } later ["nccl"]
 
     /// How gradients are summed over a network.
     AllReduce {
@@ -559,6 +561,7 @@ impl From<Transport> for lockstep_comm::Way {
             Transport::Auto => Self::Auto,
             Transport::Shared => Self::SharedMemory,
             Transport::Tcp => Self::Tcp,
+            Transport::Mpi => Self::Mpi,
         }
     }
 }

@@ -4,7 +4,7 @@
 //! may, and says what it could not do.
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -15,6 +15,15 @@ use super::run;
 const AS_EXPECTED: i32 = 42;
 /// No part takes this long unless something hangs.
 const LIMIT: Duration = Duration::from_secs(120);
+
+/// A run that takes no time.
+const RUN: &str = "[model]\nmodel_type = \"llama\"\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 2\n\
+    num_attention_heads = 4\nnum_key_value_heads = 2\nmax_position_embeddings = 64\nvocab_size = 256\n\
+    [data]\ntrain = [\"text.txt\"]\ncache_dir = \"cache\"\ntokenizer = \"bytes\"\n\
+    [train]\nsteps = 20\nglobal_batch = 8\nmicro_batch = 2\nseq_len = 32\nthreads = 1\neval_every = 0\n";
+
+/// How far losses of several ranks may be from those of one.
+const TOLERANCE: f64 = 1e-4;
 
 /// Parts of `tests/mpi.rs`: ranks, name, exit code, and what somebody says.
 const PARTS: [(usize, &str, i32, &str); 11] = [
@@ -52,9 +61,12 @@ pub(crate) fn check_if_possible() -> Result<(), String> {
     Ok(())
 }
 
-/// Lints the feature, and runs the tests of operations and faults.
+/// Lints the feature, runs the tests of operations and faults, and trains.
 pub(crate) fn check() -> Result<(), String> {
-    run("cargo clippy -p lockstep-comm --all-targets --features mpi -- -D warnings", &[])?;
+    run(
+        "cargo clippy -p lockstep -p lockstep-comm --all-targets --features lockstep/mpi,lockstep-comm/mpi -- -D warnings",
+        &[],
+    )?;
     let test = build(&["test", "-p", "lockstep-comm", "--features", "mpi", "--test", "mpi", "--no-run"])?;
     for (ranks, part, code, words) in PARTS {
         let mut command = launch(ranks);
@@ -62,7 +74,37 @@ pub(crate) fn check() -> Result<(), String> {
         command.args(Some(part).filter(|part| !part.is_empty()));
         expect(command, &format!("{ranks} ranks of {}: {part}", mpirun()), code, words)?;
     }
-    Ok(())
+    train(&build(&["build", "-p", "lockstep", "--features", "mpi"])?)
+}
+
+/// Trains on one rank, and on four that are joined by MPI: the losses must agree.
+fn train(program: &Path) -> Result<(), String> {
+    let dir = env::temp_dir().join(format!("lockstep-mpi-{}", std::process::id()));
+    let failed = |error: std::io::Error| format!("{}: {error}", dir.display());
+    std::fs::create_dir_all(&dir).map_err(failed)?;
+    std::fs::write(dir.join("run.toml"), RUN).map_err(failed)?;
+    std::fs::write(dir.join("text.txt"), "a rank of the mesh waits for the tape\n".repeat(400))
+        .map_err(failed)?;
+    let mut losses = Vec::new();
+    for (ranks, transport) in [(1, "auto"), (4, "mpi")] {
+        let mut command = if ranks == 1 { Command::new(program) } else { launch(ranks) };
+        if ranks > 1 {
+            command.arg(program);
+        }
+        command.args(["train", "run.toml", "--set", &format!("parallel.transport={transport}")]);
+        command.args(["--set", &format!("metrics.dir={transport}")]);
+        command.args(["--set", &format!("checkpoint.dir={transport}")]).current_dir(&dir);
+        expect(command, &format!("20 steps on {ranks} ranks"), 0, "done       20 steps")?;
+        let rows = std::fs::read_to_string(dir.join(transport).join("metrics.jsonl")).map_err(failed)?;
+        let loss = |row: &str| row.split_once("\"loss\":")?.1.split(',').next()?.parse::<f64>().ok();
+        losses.push(rows.lines().filter_map(loss).collect::<Vec<f64>>());
+    }
+    std::fs::remove_dir_all(&dir).map_err(failed)?;
+    let is_close = |pair: (&f64, &f64)| (pair.0 - pair.1).abs() <= TOLERANCE * pair.0;
+    if losses[0].len() == 20 && losses[1].len() == 20 && losses[0].iter().zip(&losses[1]).all(is_close) {
+        return Ok(());
+    }
+    Err(format!("losses of one rank and of four differ by more than {TOLERANCE}: {losses:?}"))
 }
 
 fn mpicc() -> String {

@@ -126,6 +126,11 @@ impl Ranks {
         self.group.as_ref().map_or(Ok(()), |group| group.barrier(self.deadline()))
     }
 
+    /// Waits until the first rank has saved, however long that takes: some launchers end all ranks when one ends.
+    pub(crate) fn leave_together(&self) -> Result<(), CommError> {
+        self.group.as_ref().map_or(Ok(()), |group| group.barrier(Deadline::after(Duration::MAX)))
+    }
+
     /// Whether it is so on any rank.
     pub(crate) fn any(&self, here: bool) -> Result<bool, CommError> {
         let mut answer = [u8::from(here)];

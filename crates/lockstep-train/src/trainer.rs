@@ -278,6 +278,7 @@ impl Run<'_> {
             Some(saver) => saver.save_last(engine, &state, records.rows(), progress)?,
             None => PathBuf::new(),
         };
+        self.ranks.leave_together()?;
         self.record_save();
         let report = self.records.finish(&self.engine, |text| self.progress.message(text));
         self.progress.finish();

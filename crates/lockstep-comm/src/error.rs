@@ -365,6 +365,14 @@ impl CommError {
         !matches!(self, Self::Join(_) | Self::Log { .. } | Self::Io { .. })
     }
 
+    /// A loss, told with what this rank was waiting for; other errors as they are.
+    pub(crate) fn during(self, occasion: Option<Occasion>) -> Self {
+        match self {
+            Self::PeerLost { rank, cause, occasion: None } => Self::PeerLost { rank, cause, occasion },
+            error => error,
+        }
+    }
+
     /// The same error once more, for one more caller. What is local to one rank is left out of it.
     pub(crate) fn copy(&self) -> Self {
         Self::from_words(self.to_words(0))

@@ -1,17 +1,10 @@
 //! How a process finds the other ranks when somebody has started it as one of them: our own launcher, on one machine or on
 //! several, or a launcher that only sets variables (torchrun, `mpirun`, `srun`).
 
-use std::{
-    collections::hash_map::DefaultHasher,
-    env,
-    hash::{Hash, Hasher},
-    net::TcpListener,
-    path::PathBuf,
-    time::Duration,
-};
+use std::{env, net::TcpListener, path::PathBuf, time::Duration};
 
 use crate::{
-    CommError, Deadline, Group, JoinProblem, MpiOptions,
+    CommError, Deadline, Group, JoinProblem, MpiOptions, call,
     environment::{self, Launcher, ProcessPlace},
     join_mpi, launch, shm,
     tcp::{self, Meeting, Secret, TcpOptions},
@@ -26,6 +19,9 @@ pub(crate) const LISTENER_VARIABLE: &str = "LOCKSTEP_LISTENER_FD";
 pub const DEFAULT_PORT: u16 = 29500;
 /// Ports for launchers that name a job, but no port.
 const JOB_PORTS: std::ops::Range<u16> = 20_000..29_000;
+
+/// How long ranks of several machines may take to come.
+pub const MEETING_LIMIT: Duration = Duration::from_secs(300);
 
 /// How ranks reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -141,10 +137,6 @@ fn port_of(job: &str) -> u16 {
     if job.is_empty() {
         return DEFAULT_PORT;
     }
-    let mut hasher = DefaultHasher::new();
-    job.hash(&mut hasher);
-    JOB_PORTS.start + (hasher.finish() % u64::from(JOB_PORTS.end - JOB_PORTS.start)) as u16
+    let hash = call::hash(job.bytes().map(usize::from));
+    JOB_PORTS.start + (hash % u64::from(JOB_PORTS.end - JOB_PORTS.start)) as u16
 }
-
-/// How long ranks of several machines may take to come.
-pub const MEETING_LIMIT: Duration = Duration::from_secs(300);

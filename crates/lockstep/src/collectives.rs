@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory, Timing};
 use lockstep_comm::{Algorithm, CommError, Group, JoinOptions, Kind, NumberType, Pinning, TcpOptions, Way};
@@ -38,8 +39,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_enum, default_value_t = Transport::Auto)]
     transport: Transport,
     /// How all-reduces go over TCP
-    #[arg(long, value_enum, default_value_t = Route::Tree)]
-    algorithm: Route,
+    #[arg(long, default_value_t = Algorithm::Tree, value_parser = algorithms())]
+    algorithm: Algorithm,
     /// TCP connections for data between every two ranks
     #[arg(long, default_value_t = 2, value_name = "N")]
     connections: usize,
@@ -113,26 +114,6 @@ impl From<Transport> for Way {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-enum Route {
-    Tree,
-    Ring,
-    RecursiveDoubling,
-    Rabenseifner,
-}
-
-impl From<Route> for Algorithm {
-    fn from(route: Route) -> Self {
-        match route {
-            Route::Tree => Self::Tree,
-            Route::Ring => Self::Ring,
-            Route::RecursiveDoubling => Self::RecursiveDoubling,
-            Route::Rabenseifner => Self::Rabenseifner,
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Memory {
     Shared,
     Private,
@@ -145,6 +126,12 @@ impl From<Memory> for BenchmarkMemory {
             Memory::Private => Self::Private,
         }
     }
+}
+
+fn algorithms() -> impl TypedValueParser<Value = Algorithm> {
+    let named = |name: String| Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name);
+    PossibleValuesParser::new(Algorithm::ALL.map(Algorithm::name))
+        .map(move |name| named(name).unwrap_or_default())
 }
 
 /// A number of bytes with a unit: `4096`, `4KiB`, `64MiB`, `1GB`.
@@ -196,7 +183,7 @@ fn launch(arguments: &Arguments) -> Result<ExitCode, Failure> {
 
 /// What each rank does.
 fn time(arguments: &Arguments, group: &Group) -> Result<(), CommError> {
-    let group = &group.clone().with_algorithm(arguments.algorithm.into());
+    let group = &group.clone().with_algorithm(arguments.algorithm);
     let is_first = group.rank() == 0;
     let kind = Kind::from(arguments.op);
     let mut rows = Vec::new();

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
-use lockstep_comm::{JoinOptions, Output, is_launched};
+use lockstep_comm::{JoinOptions, Output, Way, is_launched};
 use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_train::config::{Origin, Transport};
 use lockstep_train::interrupt::Interrupt;
@@ -48,13 +48,13 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let place = lockstep_comm::place()?;
+    let started = lockstep_comm::place()?.and_then(|place| place.world_size);
+    let config = configuration(arguments, started)?;
     if !is_launched()
-        && let Some(exit) = launch(arguments, place.is_some())?
+        && let Some(exit) = launch(arguments, &config, started.is_some())?
     {
         return Ok(exit);
     }
-    let config = configuration(arguments, place.and_then(|place| place.world_size))?;
     let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) if group.size() > 1 || config.parallel.data_parallel_replicate > 1 => {
@@ -85,19 +85,17 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 /// Starts this command once for each rank of this machine, if there are to be several and nobody else has started them.
-fn launch(arguments: &Arguments, is_started: bool) -> Result<Option<ExitCode>, Failure> {
-    let config = configuration(arguments, None)?;
+fn launch(arguments: &Arguments, config: &RunConfig, is_started: bool) -> Result<Option<ExitCode>, Failure> {
     // mpirun has started them, or there is one.
     if config.parallel.transport == Transport::Mpi {
         return Ok(None);
     }
     let replicas = config.parallel.data_parallel_replicate;
     let here = arguments.nproc_per_node.unwrap_or(if arguments.nodes.are_several() { 1 } else { replicas });
-    let alone = ranks::Start::here(replicas, config.parallel.transport.into());
     let start = match arguments.nodes.meet(here)? {
-        Some(placement) => ranks::Start { ranks: here, placement, ..alone? },
+        Some(placement) => ranks::Start { placement, ..ranks::Start::here(here, Way::Auto)? },
         None if is_started || (replicas == 1 && arguments.log_dir.is_none()) => return Ok(None),
-        None => alone?,
+        None => ranks::Start::here(replicas, config.parallel.transport.into())?,
     };
     let start = ranks::Start {
         environment: arguments.nodes.environment(),

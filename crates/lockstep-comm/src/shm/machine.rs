@@ -104,7 +104,7 @@ impl Machine {
                 Ok(_) => looks += 1,
                 Err(error) => {
                     let occasion = late(&self.lock()).1;
-                    return Err(during(self.fail(error), occasion));
+                    return Err(self.fail(error).during(occasion));
                 }
             }
             let Some(bell) = bell else {
@@ -121,7 +121,7 @@ impl Machine {
             if let (Some(cause), Some((suspected, _))) = (cause, suspect)
                 && suspected == rank
             {
-                return Err(during(self.fail(CommError::PeerLost { rank, cause, occasion: None }), occasion));
+                return Err(self.fail(CommError::PeerLost { rank, cause, occasion: None }).during(occasion));
             }
             suspect = cause.map(|cause| (rank, cause));
             if deadline.has_passed() {
@@ -277,14 +277,6 @@ impl Transport for Machine {
             CommError::Stopped { by: Some(rank) } if rank == self.rank => error,
             ending => ending,
         }
-    }
-}
-
-/// A loss is told with what this rank was waiting for.
-fn during(error: CommError, occasion: Option<Occasion>) -> CommError {
-    match error {
-        CommError::PeerLost { rank, cause, occasion: None } => CommError::PeerLost { rank, cause, occasion },
-        error => error,
     }
 }
 

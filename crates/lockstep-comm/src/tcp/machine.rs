@@ -121,7 +121,7 @@ impl Machine {
         let mut awaited = late(&state);
         loop {
             if let Some(error) = &state.ending {
-                return Err(during(error.copy(), awaited.map(|(_, occasion)| occasion)));
+                return Err(error.copy().during(awaited.map(|(_, occasion)| occasion)));
             }
             if let Some(result) = attempt(&mut state) {
                 return Ok(result);
@@ -159,7 +159,7 @@ impl Machine {
             };
             let error = state.end(error);
             self.shared.tell();
-            return Err(during(error, occasion));
+            return Err(error.during(occasion));
         }
     }
 }
@@ -262,14 +262,6 @@ impl Drop for Machine {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-    }
-}
-
-/// A loss is told with what this rank was waiting for.
-fn during(error: CommError, occasion: Option<Occasion>) -> CommError {
-    match error {
-        CommError::PeerLost { rank, cause, occasion: None } => CommError::PeerLost { rank, cause, occasion },
-        error => error,
     }
 }
 
@@ -382,29 +374,25 @@ impl State {
     }
 
     fn read(&mut self) -> bool {
-        let Self { board, links, .. } = self;
-        let (mut has_read, mut lost) = (false, None);
-        for (rank, link) in links.iter_mut().enumerate() {
-            match link.as_mut().map_or(Ok(false), |link| link.read(board)) {
-                Ok(here) => has_read |= here,
-                Err(cause) => lost = lost.or(Some((rank, cause))),
-            }
-        }
-        self.lose(lost);
-        has_read
+        self.with_links(Link::read)
     }
 
     fn write(&mut self) -> bool {
+        self.with_links(Link::write)
+    }
+
+    /// Does `work` with all links; says whether anything moved on any.
+    fn with_links(&mut self, work: impl Fn(&mut Link, &mut Board) -> Result<bool, LossCause>) -> bool {
         let Self { board, links, .. } = self;
-        let (mut has_written, mut lost) = (false, None);
+        let (mut has_moved, mut lost) = (false, None);
         for (rank, link) in links.iter_mut().enumerate() {
-            match link.as_mut().map_or(Ok(false), |link| link.write(board)) {
-                Ok(here) => has_written |= here,
+            match link.as_mut().map_or(Ok(false), |link| work(link, board)) {
+                Ok(here) => has_moved |= here,
                 Err(cause) => lost = lost.or(Some((rank, cause))),
             }
         }
         self.lose(lost);
-        has_written
+        has_moved
     }
 
     fn lose(&mut self, lost: Option<(usize, LossCause)>) {

@@ -16,13 +16,14 @@ use super::{
 };
 use crate::{
     Call, CommError, GroupName, LossCause, Occasion,
-    call::odd_one_out,
-    exchange::{Exchange, Matrix},
     memory::Stretch,
     shm::layout::SMALL_BYTES,
-    task::{Flow, Task},
+    task::{Comparison, Flow, Task},
     transport::Ticket,
 };
+
+/// A piece from its first byte on.
+const WHOLE: Kind = Kind::Direct { offset: 0 };
 
 /// Frames and messages for each rank of the world.
 #[derive(Debug, Default)]
@@ -344,26 +345,12 @@ impl Running {
                     let sent = exchange.piece(member, members.own);
                     if !is_small(&self.task, source.bytes()) {
                         let piece = source.bytes_at(sent.from, sent.bytes);
-                        send(
-                            sending,
-                            members.ranks[member],
-                            self.key,
-                            Kind::Direct { offset: 0 },
-                            piece,
-                            &mut self.unsent_bytes,
-                        );
+                        send(sending, members.ranks[member], self.key, WHOLE, piece, &mut self.unsent_bytes);
                     }
                 }
             }
             Flow::Send { to } if !is_small(&self.task, source.bytes()) => {
-                send(
-                    sending,
-                    members.ranks[*to],
-                    self.key,
-                    Kind::Direct { offset: 0 },
-                    source,
-                    &mut self.unsent_bytes,
-                );
+                send(sending, members.ranks[*to], self.key, WHOLE, source, &mut self.unsent_bytes);
             }
             Flow::Receive { from } if is_small(&self.task, target.bytes()) => {
                 let data = self.posts[*from].as_ref().map_or(&[][..], |post| &post.data[..]);
@@ -384,88 +371,52 @@ impl Running {
         CommError::PeerLost { rank, cause: LossCause::Malformed, occasion: Some(self.occasion(members)) }
     }
 
+    fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
+        Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
+    }
+
     /// Sees that all ranks have called the same, and learns what they could not know before.
     fn compare(&mut self, members: &Members) -> Result<(), CommError> {
         let own = self.task.call.to_words();
         let calls: Vec<[u64; 3]> =
             self.posts.iter().map(|post| post.as_ref().map_or(own, |post| post.call)).collect();
-        if let Some((odd, reference)) = odd_one_out(&calls) {
-            let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.task.call);
-            return Err(self.mismatch(members, odd, call(odd), reference, call(reference)));
+        self.comparison(members).of_calls(&calls)?;
+        if matches!(self.task.flow, Flow::Unknown { .. }) {
+            let tables = self.tables(members.len()).ok_or_else(|| self.malformed(members))?;
+            let word = |member: usize, index: usize| tables[member][index];
+            self.task.flow = Flow::Exchange(self.comparison(members).of_tables(word)?);
         }
-        if !matches!(self.task.flow, Flow::Unknown { .. }) {
-            return Ok(());
-        }
-        let ranks = members.len();
-        let own = Self::eager(&self.task);
-        let mut table = Vec::with_capacity(ranks);
-        for post in &self.posts {
-            let row = post.as_ref().map_or(&own, |post| &post.data);
-            let (words, rest) = row.as_chunks::<8>();
-            if words.len() != 2 * ranks || !rest.is_empty() {
-                return Err(self.malformed(members));
-            }
-            let row: Vec<usize> = words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect();
-            if row.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes)).is_none() {
-                return Err(self.malformed(members));
-            }
-            table.push(row);
-        }
-        for (sender, row) in table.iter().enumerate() {
-            for (receiver, sent) in row[..ranks].iter().copied().enumerate() {
-                let expected = table[receiver][ranks + sender];
-                if sent != expected {
-                    let size = self.task.call.number.size_bytes();
-                    let call = |bytes: usize| Call {
-                        elements: bytes / size,
-                        root: Some(receiver),
-                        detail: 0,
-                        ..self.task.call
-                    };
-                    return Err(self.mismatch(members, sender, call(sent), receiver, call(expected)));
-                }
-            }
-        }
-        let sends = table.iter().flat_map(|row| row[..ranks].iter().copied()).collect();
-        self.task.flow = Flow::Exchange(Exchange::AllToAll(Matrix::Uneven { sends, ranks }));
         Ok(())
     }
 
-    /// Sees that what one sends is what the other waits for.
+    /// What each of `ranks` members sends to and receives from each, if that is what they have posted.
+    fn tables(&self, ranks: usize) -> Option<Vec<Vec<usize>>> {
+        let own = Self::eager(&self.task);
+        let table = |post: &Option<Post>| {
+            let (words, rest) = post.as_ref().map_or(&own, |post| &post.data).as_chunks::<8>();
+            let table: Vec<usize> = words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect();
+            let total = table.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
+            (table.len() == 2 * ranks && rest.is_empty() && total.is_some()).then_some(table)
+        };
+        self.posts.iter().map(table).collect()
+    }
+
+    /// Sees that what one sends is what the other waits for. Of the two the sender is told of first.
     fn compare_with(&self, members: &Members, peer: usize) -> Result<(), CommError> {
         let Some(post) = &self.posts[peer] else { return Ok(()) };
         let own = self.task.call;
-        // Between two ranks the sender is told of first.
-        let turned = |call: Call, root: usize| Call {
-            kind: if call.kind == crate::Kind::Send { crate::Kind::Receive } else { crate::Kind::Send },
-            root: Some(root),
-            ..call
-        };
-        if post.call == turned(own, members.own).to_words() {
+        let is_sender = own.kind == crate::Kind::Send;
+        let kind = if is_sender { crate::Kind::Receive } else { crate::Kind::Send };
+        if post.call == (Call { kind, root: Some(members.own), ..own }).to_words() {
             return Ok(());
         }
         let theirs = Call::from_words(post.call).unwrap_or(own);
-        Err(if own.kind == crate::Kind::Send {
-            self.mismatch(members, members.own, own, peer, theirs)
+        let comparison = self.comparison(members);
+        Err(if is_sender {
+            comparison.mismatch(members.own, own, peer, theirs)
         } else {
-            self.mismatch(members, peer, theirs, members.own, own)
+            comparison.mismatch(peer, theirs, members.own, own)
         })
-    }
-
-    fn mismatch(
-        &self,
-        members: &Members,
-        odd: usize,
-        found: Call,
-        reference: usize,
-        expected: Call,
-    ) -> CommError {
-        CommError::Mismatch {
-            rank: members.ranks[odd],
-            found,
-            reference: members.ranks[reference],
-            occasion: Occasion { call: expected, ..self.occasion(members) },
-        }
     }
 }
 

@@ -32,7 +32,7 @@ pub struct EngineOptions {
     pub seed: u64,
     /// Compute threads.
     pub threads: usize,
-    /// Micro-batches of a step, at most.
+    /// Micro-batches of a step, at most, on all replicas together.
     pub micro_batches: usize,
 }
 
@@ -247,23 +247,48 @@ impl Engine {
         self.runner.loss_sum(&self.model)
     }
 
-    /// [`Engine::accumulate`] of the last micro-batch of a step: the gradients of each unit are summed over the replicas as
-    /// soon as they are complete.
+    /// Forward and backward of all micro-batches of a step; returns the sum of their losses. `seed_gradient` is `1 / G`.
+    /// With a reducer gradients are summed over its replicas, those of each unit as soon as the last micro-batch has
+    /// contributed to them.
     ///
     /// # Errors
     /// [`CommError`].
     ///
     /// # Panics
     /// As [`Engine::accumulate`].
-    pub fn accumulate_and_reduce(
+    pub fn forward_backward<'a>(
+        &mut self,
+        batches: impl Iterator<Item = HostBatch<'a>> + Clone,
+        seed_gradient: f32,
+        mut reducer: Option<&mut Reducer>,
+    ) -> Result<f64, CommError> {
+        self.begin_step();
+        if let Some(reducer) = &mut reducer {
+            self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
+        }
+        let mut batches = batches.peekable();
+        let mut loss_sum = 0.0;
+        while let Some(batch) = batches.next() {
+            loss_sum += match &mut reducer {
+                Some(reducer) if batches.peek().is_none() => {
+                    self.accumulate_and_reduce(&batch, seed_gradient, reducer)?
+                }
+                _ => self.accumulate(&batch, seed_gradient),
+            };
+        }
+        self.complete_gradients();
+        Ok(loss_sum)
+    }
+
+    /// [`Engine::accumulate`] of the last micro-batch of a step.
+    fn accumulate_and_reduce(
         &mut self,
         batch: &HostBatch<'_>,
         seed_gradient: f32,
         reducer: &mut Reducer,
     ) -> Result<f64, CommError> {
         self.micro_batch(batch, seed_gradient, |queue, gradients, unit| {
-            gradients.end_unit(queue, unit);
-            gradients.unit_mut(unit).map_or(Ok(()), |gradients| reducer.start(gradients))
+            gradients.reduce_unit(queue, unit, reducer)
         })?;
         let begin = self.timeline().begin();
         reducer.wait()?;
@@ -295,7 +320,7 @@ impl Engine {
     }
 
     /// Completes the gradients of a step after its last micro-batch: those that nothing contributed to, and tied ones.
-    pub fn complete_gradients(&mut self) {
+    fn complete_gradients(&mut self) {
         let begin = self.timeline().begin();
         let elements = self.gradients.tied_elements() as u64;
         for unit in 0..self.model.units() {
@@ -324,7 +349,7 @@ impl Engine {
         sum.value().sqrt()
     }
 
-    /// The gradient of a trained parameter, after [`Engine::complete_gradients`].
+    /// The gradient of a trained parameter, after [`Engine::forward_backward`] or [`Engine::finish_gradients`].
     pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
         self.gradients.view(id).to_vec()
     }

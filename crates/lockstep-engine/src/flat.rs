@@ -3,6 +3,8 @@
 //! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
 //! gradient norm, a sum over such blocks, does not depend on the cut.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
@@ -112,9 +114,16 @@ impl FlatStore {
         self.units.get_mut(unit).filter(|buffer| buffer.len_bytes() > 0)
     }
 
-    /// The unit in whose buffer a parameter lies.
-    pub(crate) fn unit_of(&self, id: ParameterId) -> Option<usize> {
-        self.places[id.0].map(|place| place.unit)
+    /// The buffer in which a parameter lies, and its bytes there, padding included.
+    ///
+    /// # Panics
+    /// If the store has none for it.
+    pub(crate) fn bytes_of(&mut self, id: ParameterId) -> (&mut Buffer, Range<usize>) {
+        let place =
+            self.places[id.0].expect("the store has a tensor for each parameter that it is asked for");
+        let elements = place.shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
+        let end = place.offset_bytes + elements * self.dtype.size_bytes();
+        (&mut self.units[place.unit], place.offset_bytes..end)
     }
 
     /// Bytes of all parameters, padding included.

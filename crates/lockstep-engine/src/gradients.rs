@@ -3,16 +3,19 @@
 
 use std::cell::Cell;
 
+use lockstep_comm::CommError;
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View, Write};
+use lockstep_tensor::{Arena, Kernels, TensorError, View, Write};
 
-use crate::{FlatStore, looked_up::LookedUp};
+use crate::{FlatStore, Reducer, looked_up::LookedUp};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
 #[derive(Debug)]
 pub struct Gradients {
     store: FlatStore,
+    /// The unit that contributes to each. By [`ParameterId`].
+    units: Vec<usize>,
     /// What the next contribution to each does. By [`ParameterId`].
     next: Vec<Cell<Write>>,
     tied: Vec<Tied>,
@@ -26,7 +29,8 @@ struct Tied {
 }
 
 impl Gradients {
-    /// Gradients of those of `records` that are trained, all zero, for steps of up to `micro_batches` of `tokens`.
+    /// Gradients of those of `records` that are trained, all zero, for steps of up to `micro_batches` of `tokens` on all
+    /// replicas together.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
@@ -49,13 +53,30 @@ impl Gradients {
             Some(embedding.map(|embedding| Tied { output: ParameterId(index), embedding }))
         };
         let tied = records.iter().enumerate().filter_map(tied).collect::<Result<_, _>>()?;
-        Ok(Self { store, next: vec![Cell::new(Write::Overwrite); records.len()], tied })
+        let units = records.iter().map(|record| record.unit).collect();
+        Ok(Self { store, units, next: vec![Cell::new(Write::Overwrite); records.len()], tied })
     }
 
     /// Starts a step: what is there no longer counts.
     pub fn begin(&mut self) {
         self.next.iter().for_each(|next| next.set(Write::Overwrite));
         self.tied.iter_mut().for_each(|tied| tied.embedding.clear());
+    }
+
+    /// Has all replicas of `reducer` agree on what the embeddings among tied ones contribute to in this step; `ids` are the
+    /// token ids of the own micro-batches.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn share<'a>(
+        &mut self,
+        queue: &dyn Kernels,
+        ids: impl Iterator<Item = &'a [u32]> + Clone,
+        reducer: &mut Reducer,
+    ) -> Result<(), CommError> {
+        self.tied.iter_mut().try_for_each(|Tied { embedding, .. }| {
+            embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks))
+        })
     }
 
     /// Prepares for the backward of a micro-batch with these token ids.
@@ -69,7 +90,7 @@ impl Gradients {
     /// The gradient, and what its next contribution has to do; the one after that adds.
     pub fn contribute(&self, id: ParameterId) -> (View<'_>, Write) {
         match self.looked_up(id) {
-            Some(embedding) => (embedding.gradient(), Write::Accumulate),
+            Some(embedding) => (embedding.gradient(0..embedding.rows()), Write::Accumulate),
             None => (self.store.view(id), self.next[id.0].replace(Write::Accumulate)),
         }
     }
@@ -82,27 +103,58 @@ impl Gradients {
     /// Completes the gradients of a unit, to which nothing contributes any more: what nothing contributed to is zero, and
     /// tied gradients are the sums of both uses. What is complete stays as it is.
     pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) {
-        for (index, next) in self.next.iter().enumerate() {
-            let id = ParameterId(index);
-            if self.looked_up(id).is_none()
-                && self.store.unit_of(id) == Some(unit)
-                && next.replace(Write::Accumulate) == Write::Overwrite
-                && let Some(gradient) = self.store.get(id)
-            {
-                queue.zero(gradient);
-            }
-        }
+        self.zero_untouched(queue, unit);
         for Tied { output, embedding } in &mut self.tied {
-            if self.store.unit_of(*output) == Some(unit) {
+            if self.units[embedding.table().0] == unit {
                 embedding.add_to(queue, self.store.view(*output));
                 embedding.clear();
             }
         }
     }
 
-    /// The gradients of a unit, one after the other; none if nothing of it is trained.
-    pub(crate) fn unit_mut(&mut self, unit: usize) -> Option<&mut Buffer> {
-        self.store.unit_mut(unit)
+    /// Begins to sum the gradients of a unit, to which nothing contributes any more, over the replicas of `reducer`. Both
+    /// uses of a tied one are summed apart, each when its unit ends; [`Gradients::end_unit`] adds them after that.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn reduce_unit(
+        &mut self,
+        queue: &dyn Kernels,
+        unit: usize,
+        reducer: &mut Reducer,
+    ) -> Result<(), CommError> {
+        self.zero_untouched(queue, unit);
+        let Self { store, units, tied, .. } = self;
+        for Tied { output, .. } in tied.iter().filter(|tied| units[tied.output.0] == unit) {
+            let (buffer, table) = store.bytes_of(*output);
+            reducer.start(buffer, table)?;
+        }
+        let mut rest = 0;
+        for Tied { embedding, .. } in tied.iter_mut().filter(|tied| units[tied.embedding.table().0] == unit) {
+            let (buffer, table) = store.bytes_of(embedding.table());
+            reducer.start(buffer, rest..table.start)?;
+            rest = table.end;
+            let (rows, bytes) = embedding.gradient_mut();
+            reducer.start(rows, 0..bytes)?;
+        }
+        store.unit_mut(unit).map_or(Ok(()), |buffer| {
+            let end = buffer.len_bytes();
+            reducer.start(buffer, rest..end)
+        })
+    }
+
+    /// What nothing of the unit has contributed to is zero.
+    fn zero_untouched(&self, queue: &dyn Kernels, unit: usize) {
+        for (index, next) in self.next.iter().enumerate() {
+            let id = ParameterId(index);
+            if self.units[index] == unit
+                && self.looked_up(id).is_none()
+                && next.replace(Write::Accumulate) == Write::Overwrite
+                && let Some(gradient) = self.store.get(id)
+            {
+                queue.zero(gradient);
+            }
+        }
     }
 
     /// The gradient of a step that has ended.

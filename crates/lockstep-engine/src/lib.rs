@@ -4,7 +4,7 @@
 //! A step is a fixed sequence of calls, each a method of [`Engine`]:
 //!
 //! ```text
-//! begin_step -> accumulate (once per micro-batch) -> finish_gradients -> update
+//! forward_backward (all micro-batches) -> finish_gradients -> update
 //! ```
 //!
 //! The loss is a (sum, count) pair and the only division is the seed of the backward, `1 / G` with `G` the

@@ -3,6 +3,7 @@
 //! A unit whose gradients are complete is lent to the group in buckets. Where they lie in the shared arena they are summed
 //! in place, over the group's fixed tree: all replicas end with the same bits.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
@@ -30,7 +31,7 @@ pub struct Traffic {
     pub bytes: u64,
     /// Time in which this rank worked on them, or, where that is not the work of its compute threads, they were under way.
     pub busy: Duration,
-    /// The part of it after the backward.
+    /// The part of it before and after the backward.
     pub exposed: Duration,
 }
 
@@ -46,27 +47,45 @@ impl Reducer {
         std::mem::take(&mut self.traffic)
     }
 
-    /// Begins to sum gradients that are complete.
+    /// Adds to the marks, which are not 0, those of all replicas.
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn start(&mut self, gradients: &mut Buffer) -> Result<(), CommError> {
+    pub(crate) fn mark_all(&mut self, marks: &mut [u8]) -> Result<(), CommError> {
         let begin = Instant::now();
-        let len = gradients.len_bytes();
-        for start in (0..len).step_by(self.bucket_bytes) {
-            let loan = gradients.lend(start..len.min(start + self.bucket_bytes));
+        let bytes = marks.len();
+        self.group.all_reduce(marks, ReduceOp::Max, Deadline::after(self.limit))?;
+        self.traffic.bytes += self.bytes_sent(bytes);
+        self.traffic.busy += begin.elapsed();
+        self.traffic.exposed += begin.elapsed();
+        Ok(())
+    }
+
+    /// Begins to sum f32 gradients that are complete: the bytes `range` of `gradients`.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn start(&mut self, gradients: &mut Buffer, range: Range<usize>) -> Result<(), CommError> {
+        let begin = Instant::now();
+        for start in range.clone().step_by(self.bucket_bytes) {
+            let loan = gradients.lend(start..range.end.min(start + self.bucket_bytes));
             let data = Lent::new(loan, DType::F32);
             let sum = Collective::AllReduce { data, op: ReduceOp::Sum };
             let started = Instant::now();
             self.pending.push((started, self.group.start(sum, Deadline::after(self.limit))?));
         }
         self.group.progress()?;
-        let ranks = self.group.size() as u64;
-        self.traffic.bytes += 2 * (ranks - 1) * len as u64 / ranks;
+        self.traffic.bytes += self.bytes_sent(range.len());
         if !self.group.is_in_background() {
             self.traffic.busy += begin.elapsed();
         }
         Ok(())
+    }
+
+    /// Bytes that a rank sends when `len` are summed.
+    fn bytes_sent(&self, len: usize) -> u64 {
+        let ranks = self.group.size() as u64;
+        2 * (ranks - 1) * len as u64 / ranks
     }
 
     /// Waits until everything is summed.

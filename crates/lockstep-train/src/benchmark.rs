@@ -71,8 +71,14 @@ pub fn time_steps(
     let StepBenchmark { shape, accumulation, threads, steps, roofline } = *benchmark;
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
     let micro_batches = accumulation.max(1);
-    let options =
-        EngineOptions { shape, recompute: Recompute::None, optimizer, seed: SEED, threads, micro_batches };
+    let options = EngineOptions {
+        shape,
+        recompute: Recompute::None,
+        optimizer,
+        seed: SEED,
+        threads,
+        micro_batches: micro_batches * ranks.size(),
+    };
     let mut engine = Engine::new(config, options, &ranks.arena())?;
     engine.initialize(SEED)?;
     let mut reducer = ranks.reducer(&engine, RunConfig::default().parallel.bucket_bytes());
@@ -131,17 +137,9 @@ fn make_step(
     reducer: &mut Option<Reducer>,
     step: u64,
 ) -> Result<f64, Error> {
-    engine.begin_step();
     let seed_gradient = (1.0 / tokens as f64) as f32;
-    let mut loss = 0.0;
-    for (index, batch) in batches.iter().enumerate() {
-        loss += match reducer {
-            Some(reducer) if index + 1 == batches.len() => {
-                engine.accumulate_and_reduce(&batch.batch(), seed_gradient, reducer)?
-            }
-            _ => engine.accumulate(&batch.batch(), seed_gradient),
-        };
-    }
+    let loss =
+        engine.forward_backward(batches.iter().map(RandomTokens::batch), seed_gradient, reducer.as_mut())?;
     let norm = engine.finish_gradients();
     engine.update(&Update {
         learning_rate: 3e-4,

@@ -334,23 +334,12 @@ impl Run<'_> {
         if valid_tokens == 0 {
             return Err(Error::NothingToPredict { step });
         }
-        self.engine.begin_step();
         let loss_scale = self.loss_scale.as_ref().map_or(1.0, LossScale::value);
         let seed_gradient = (loss_scale / valid_tokens as f64) as f32;
-        let mut loss_sum = 0.0;
-        let mut tokens = 0;
-        let last = self.micro_batches.len().saturating_sub(1);
-        for (index, batch) in self.micro_batches.drain(..).enumerate() {
-            loss_sum += match &mut self.reducer {
-                Some(reducer) if index == last => {
-                    self.engine.accumulate_and_reduce(&host_batch(&batch), seed_gradient, reducer)?
-                }
-                _ => self.engine.accumulate(&host_batch(&batch), seed_gradient),
-            };
-            tokens += batch.ids.len() as u64;
-            self.prefetcher.recycle(batch);
-        }
-        self.engine.complete_gradients();
+        let batches = self.micro_batches.iter().map(host_batch);
+        let loss_sum = self.engine.forward_backward(batches, seed_gradient, self.reducer.as_mut())?;
+        let tokens = self.micro_batches.iter().map(|batch| batch.ids.len() as u64).sum();
+        self.micro_batches.drain(..).for_each(|batch| self.prefetcher.recycle(batch));
         self.observer.gradients_ready(step, &mut self.engine);
         let (loss_sum, tokens, mut memory_by_rank) =
             self.ranks.sum_and_memory(loss_sum, tokens, self.engine.arena())?;

@@ -6,6 +6,7 @@
 //! - [`DType`] and [`MemoryCategory`]: what an element is, and under which heading its bytes are booked.
 //! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
 //!   checkpoints and fine-tuning read it and nothing else.
+//! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`random`]: the counter-based generator behind initial weights, dropout and shuffling, so that no
 //!   number depends on how many ranks share the work.
 //! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
@@ -14,9 +15,13 @@
 mod dtype;
 pub mod exact;
 mod memory;
+mod mesh;
+mod nearest;
 mod parameter;
 pub mod random;
 
 pub use dtype::DType;
 pub use memory::{MemoryBytes, MemoryCategory};
+pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
+pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};

@@ -1,0 +1,472 @@
+//! Who is where: ranks laid out on the axes of a mesh, and the groups of ranks along any of them.
+//!
+//! A mesh is arithmetic and nothing else. Ranks are counted like the digits of a number, the slowest axis first:
+//! pipeline, replicate, shard, context, tensor. Neighbouring ranks, which usually share a machine, therefore
+//! differ in the axis that talks most. Experts look at the same ranks through a second view: the product of shard,
+//! context and tensor is cut again into what remains of the shards, experts, and the tensor axis inside an expert.
+//!
+//! ```text
+//!     pipeline │ replicate │ shard        │ context │ tensor             View<Axis>
+//!     pipeline │ replicate │ expert shard │ expert  │ expert tensor      View<ExpertAxis>
+//! ```
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::nearest::{Choices, nearest_divisor};
+
+/// An axis of the view that everything but experts uses, slowest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Axis {
+    /// Stages of the model, one after another.
+    Pipeline,
+    /// Copies of the parameters, each with its own part of the batch.
+    Replicate,
+    /// Parts of the batch whose ranks share out parameters, gradients or optimizer state.
+    Shard,
+    /// Parts of each sequence.
+    Context,
+    /// Parts of each matrix.
+    Tensor,
+}
+
+impl Axis {
+    /// All axes, slowest first.
+    pub const ALL: [Self; 5] = [Self::Pipeline, Self::Replicate, Self::Shard, Self::Context, Self::Tensor];
+    /// The axes over which parts of the batch are spread: each holds other sequences.
+    pub const BATCH: [Self; 2] = [Self::Replicate, Self::Shard];
+    /// The axes whose ranks see other tokens, so that gradients are summed over them.
+    pub const TOKENS: [Self; 3] = [Self::Replicate, Self::Shard, Self::Context];
+
+    /// The name in a plan file.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Pipeline => "pipeline",
+            Self::Replicate => "replicate",
+            Self::Shard => "shard",
+            Self::Context => "context",
+            Self::Tensor => "tensor",
+        }
+    }
+}
+
+impl fmt::Display for Axis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// An axis of the view that experts use, slowest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExpertAxis {
+    /// Stages of the model: the same as [`Axis::Pipeline`].
+    Pipeline,
+    /// Copies of the parameters: the same as [`Axis::Replicate`].
+    Replicate,
+    /// Ranks that hold the same experts, and may share out their parameters.
+    ExpertShard,
+    /// Ranks that hold different experts.
+    Expert,
+    /// Parts of each expert's matrices.
+    ExpertTensor,
+}
+
+/// The degrees of a mesh as a person writes them: what is not said is 1. [`Mesh::new`] checks them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Degrees {
+    /// Pipeline ranks.
+    pub pipeline: usize,
+    /// Replicas.
+    pub replicate: usize,
+    /// Ranks that share out what each replica holds.
+    pub shard: usize,
+    /// Ranks that share out each sequence.
+    pub context: usize,
+    /// Ranks that share out each matrix.
+    pub tensor: usize,
+    /// Ranks that share out the experts; they are borrowed from tensor, context and shard, in this order.
+    pub expert: usize,
+    /// Ranks that share out each matrix of an expert: a divisor of `tensor`.
+    pub expert_tensor: usize,
+}
+
+impl Default for Degrees {
+    fn default() -> Self {
+        Self { pipeline: 1, replicate: 1, shard: 1, context: 1, tensor: 1, expert: 1, expert_tensor: 1 }
+    }
+}
+
+impl Degrees {
+    /// The degree of an axis.
+    pub const fn of(&self, axis: Axis) -> usize {
+        match axis {
+            Axis::Pipeline => self.pipeline,
+            Axis::Replicate => self.replicate,
+            Axis::Shard => self.shard,
+            Axis::Context => self.context,
+            Axis::Tensor => self.tensor,
+        }
+    }
+
+    /// The number of ranks; `None` if it fits no `u32`.
+    pub fn world_size(&self) -> Option<usize> {
+        let product = Axis::ALL.iter().try_fold(1_usize, |world, &axis| world.checked_mul(self.of(axis)));
+        product.filter(|&world| u32::try_from(world).is_ok())
+    }
+
+    /// Everything that keeps these degrees from being a mesh; empty if nothing does.
+    pub fn problems(&self) -> Vec<MeshProblem> {
+        let expert_degrees = [("expert", self.expert), ("expert_tensor", self.expert_tensor)];
+        let mut problems: Vec<_> = Axis::ALL
+            .iter()
+            .map(|&axis| (axis.name(), self.of(axis)))
+            .chain(expert_degrees)
+            .filter(|&(_, degree)| degree == 0)
+            .map(|(axis, _)| MeshProblem::Zero { axis })
+            .collect();
+        if !problems.is_empty() {
+            return problems;
+        }
+        if self.world_size().is_none() {
+            return vec![MeshProblem::TooManyRanks];
+        }
+        if !self.tensor.is_multiple_of(self.expert_tensor) {
+            problems.push(MeshProblem::ExpertTensor {
+                expert_tensor: self.expert_tensor,
+                tensor: self.tensor,
+                nearest: nearest_divisor(self.expert_tensor, self.tensor),
+            });
+            return problems;
+        }
+        let ranks = self.shard * self.context * self.tensor / self.expert_tensor;
+        if !ranks.is_multiple_of(self.expert) {
+            problems.push(MeshProblem::Expert {
+                expert: self.expert,
+                ranks,
+                nearest: nearest_divisor(self.expert, ranks),
+            });
+        }
+        problems
+    }
+}
+
+/// What keeps [`Degrees`] from being a mesh.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MeshProblem {
+    /// A degree is zero.
+    #[error("the degree of {axis} is 0; an axis that is not used has degree 1")]
+    Zero {
+        /// Name of the axis.
+        axis: &'static str,
+    },
+    /// The product of the degrees is no number.
+    #[error("the degrees multiply to more ranks than can be counted")]
+    TooManyRanks,
+    /// The tensor axis of experts does not divide that of everything else.
+    #[error("expert_tensor {expert_tensor} does not divide tensor {tensor}; {nearest}")]
+    ExpertTensor {
+        /// Its degree.
+        expert_tensor: usize,
+        /// What it should divide.
+        tensor: usize,
+        /// The valid degrees next to it.
+        nearest: Choices,
+    },
+    /// Experts cannot be cut from shard, context and tensor.
+    #[error("expert {expert} does not divide shard x context x tensor / expert_tensor = {ranks}; {nearest}")]
+    Expert {
+        /// Their degree.
+        expert: usize,
+        /// The ranks that it is taken from.
+        ranks: usize,
+        /// The valid degrees next to it.
+        nearest: Choices,
+    },
+}
+
+/// All problems of some degrees.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}", crate::nearest::lines(.0))]
+pub struct MeshError(pub Vec<MeshProblem>);
+
+/// A mesh of ranks: [`Degrees`] that fit together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Degrees", into = "Degrees")]
+pub struct Mesh(Degrees);
+
+impl Mesh {
+    /// A mesh of the given degrees, or all that is wrong with them.
+    pub fn new(degrees: Degrees) -> Result<Self, MeshError> {
+        let problems = degrees.problems();
+        if problems.is_empty() { Ok(Self(degrees)) } else { Err(MeshError(problems)) }
+    }
+
+    /// The degrees.
+    pub const fn degrees(&self) -> Degrees {
+        self.0
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.ranks().world_size()
+    }
+
+    /// The ranks as everything but experts sees them.
+    pub fn ranks(&self) -> View<Axis> {
+        View { axes: Axis::ALL.map(|axis| (axis, self.0.of(axis))) }
+    }
+
+    /// The same ranks as experts see them.
+    pub fn experts(&self) -> View<ExpertAxis> {
+        let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = self.0;
+        View {
+            axes: [
+                (ExpertAxis::Pipeline, pipeline),
+                (ExpertAxis::Replicate, replicate),
+                (ExpertAxis::ExpertShard, shard * context * tensor / expert / expert_tensor),
+                (ExpertAxis::Expert, expert),
+                (ExpertAxis::ExpertTensor, expert_tensor),
+            ],
+        }
+    }
+}
+
+impl TryFrom<Degrees> for Mesh {
+    type Error = MeshError;
+
+    fn try_from(degrees: Degrees) -> Result<Self, MeshError> {
+        Self::new(degrees)
+    }
+}
+
+impl From<Mesh> for Degrees {
+    fn from(mesh: Mesh) -> Self {
+        mesh.0
+    }
+}
+
+/// The ranks of a [`Mesh`] laid out on five axes, slowest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct View<A> {
+    axes: [(A, usize); 5],
+}
+
+impl<A: Copy + PartialEq> View<A> {
+    /// The axes and their degrees, slowest first.
+    pub const fn axes(&self) -> &[(A, usize); 5] {
+        &self.axes
+    }
+
+    /// The degree of an axis.
+    pub fn degree(&self, axis: A) -> usize {
+        self.axes.iter().filter(|(candidate, _)| *candidate == axis).map(|(_, degree)| degree).product()
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.axes.iter().map(|(_, degree)| degree).product()
+    }
+
+    /// The place of a rank on each axis, slowest first. The rank is below the world size.
+    pub fn coordinates(&self, rank: usize) -> [usize; 5] {
+        let mut rest = rank;
+        let mut coordinates = [0; 5];
+        for (coordinate, (_, degree)) in coordinates.iter_mut().zip(self.axes).rev() {
+            *coordinate = rest % degree;
+            rest /= degree;
+        }
+        coordinates
+    }
+
+    /// The place of a rank on one axis.
+    pub fn coordinate(&self, rank: usize, axis: A) -> usize {
+        let coordinates = self.coordinates(rank);
+        self.axes.iter().zip(coordinates).find(|((a, _), _)| *a == axis).map_or(0, |(_, place)| place)
+    }
+
+    /// The rank at a place: the inverse of [`View::coordinates`].
+    pub fn rank(&self, coordinates: [usize; 5]) -> usize {
+        self.axes.iter().zip(coordinates).fold(0, |rank, (&(_, degree), place)| rank * degree + place)
+    }
+
+    /// The groups of ranks that differ in the given axes only. Each is in ascending order; the groups are in the order
+    /// of their first ranks, and every rank is in exactly one. No axes: each rank alone.
+    pub fn groups(&self, axes: &[A]) -> Vec<Vec<usize>> {
+        let inside: usize =
+            self.axes.iter().filter(|(axis, _)| axes.contains(axis)).map(|(_, degree)| degree).product();
+        let mut groups: Vec<Vec<usize>> = Vec::with_capacity(self.world_size() / inside);
+        let mut of_first = vec![usize::MAX; self.world_size()];
+        for rank in 0..self.world_size() {
+            let first = self.first_of_group(rank, axes);
+            if first == rank {
+                of_first[rank] = groups.len();
+                groups.push(Vec::with_capacity(inside));
+            }
+            groups[of_first[first]].push(rank);
+        }
+        groups
+    }
+
+    /// The group of one rank along the given axes, in ascending order.
+    pub fn group_of(&self, rank: usize, axes: &[A]) -> Vec<usize> {
+        let first = self.first_of_group(rank, axes);
+        let mut group = vec![first];
+        // The slowest axis first, so that ranks come in ascending order.
+        let mut stride = self.world_size();
+        for (axis, degree) in self.axes {
+            stride /= degree;
+            if axes.contains(&axis) {
+                group = group
+                    .iter()
+                    .flat_map(|&base| (0..degree).map(move |place| base + place * stride))
+                    .collect();
+            }
+        }
+        group
+    }
+
+    /// The lowest rank of the group of `rank` along the given axes.
+    fn first_of_group(&self, rank: usize, axes: &[A]) -> usize {
+        let mut coordinates = self.coordinates(rank);
+        for ((axis, _), place) in self.axes.iter().zip(&mut coordinates) {
+            if axes.contains(axis) {
+                *place = 0;
+            }
+        }
+        self.rank(coordinates)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::{prelude::*, sample::select, sample::subsequence};
+
+    use super::*;
+
+    /// Meshes of up to a few hundred ranks, with any expert view that they permit.
+    fn meshes() -> impl Strategy<Value = Mesh> {
+        [1..4_usize, 1..4, 1..5, 1..4, 1..5]
+            .prop_flat_map(|[pipeline, replicate, shard, context, tensor]| {
+                let divisors =
+                    |n: usize| select((1..=n).filter(|d| n.is_multiple_of(*d)).collect::<Vec<_>>());
+                let dense = Degrees { pipeline, replicate, shard, context, tensor, ..Degrees::default() };
+                divisors(tensor).prop_flat_map(move |expert_tensor| {
+                    divisors(shard * context * tensor / expert_tensor).prop_map(move |expert| Degrees {
+                        expert,
+                        expert_tensor,
+                        ..dense
+                    })
+                })
+            })
+            .prop_map(|degrees| Mesh::new(degrees).unwrap())
+    }
+
+    const EXPERT_AXES: [ExpertAxis; 5] = [
+        ExpertAxis::Pipeline,
+        ExpertAxis::Replicate,
+        ExpertAxis::ExpertShard,
+        ExpertAxis::Expert,
+        ExpertAxis::ExpertTensor,
+    ];
+
+    fn check_groups<A: Copy + PartialEq>(view: &View<A>, axes: &[A]) -> Result<(), TestCaseError> {
+        let groups = view.groups(axes);
+        let size: usize = axes.iter().map(|&axis| view.degree(axis)).product();
+        let mut seen: Vec<usize> = groups.concat();
+        for group in &groups {
+            prop_assert_eq!(group.len(), size);
+            prop_assert!(group.is_sorted(), "{:?}", group);
+            prop_assert_eq!(group, &view.group_of(group[size / 2], axes));
+            for &(axis, _) in view.axes().iter().filter(|(axis, _)| !axes.contains(axis)) {
+                let places: Vec<_> = group.iter().map(|&rank| view.coordinate(rank, axis)).collect();
+                prop_assert!(places.windows(2).all(|pair| pair[0] == pair[1]), "{:?}", places);
+            }
+        }
+        prop_assert!(groups.is_sorted_by_key(|group| group[0]));
+        seen.sort_unstable();
+        prop_assert_eq!(seen, (0..view.world_size()).collect::<Vec<_>>());
+        Ok(())
+    }
+
+    proptest! {
+        #[test]
+        fn groups_along_any_axes_partition_the_world(
+            mesh in meshes(),
+            axes in subsequence(Axis::ALL.to_vec(), 0..=5),
+            expert_axes in subsequence(EXPERT_AXES.to_vec(), 0..=5),
+        ) {
+            check_groups(&mesh.ranks(), &axes)?;
+            check_groups(&mesh.experts(), &expert_axes)?;
+        }
+
+        #[test]
+        fn coordinates_lead_back_to_their_rank(mesh in meshes()) {
+            prop_assert_eq!(mesh.experts().world_size(), mesh.world_size());
+            for rank in 0..mesh.world_size() {
+                prop_assert_eq!(mesh.ranks().rank(mesh.ranks().coordinates(rank)), rank);
+                prop_assert_eq!(mesh.experts().rank(mesh.experts().coordinates(rank)), rank);
+            }
+        }
+
+        #[test]
+        fn experts_stay_within_their_stage_and_replica(mesh in meshes()) {
+            for rank in 0..mesh.world_size() {
+                let (dense, expert) = (mesh.ranks().coordinates(rank), mesh.experts().coordinates(rank));
+                prop_assert_eq!(dense[..2].to_vec(), expert[..2].to_vec());
+            }
+        }
+    }
+
+    fn mesh(degrees: Degrees) -> Mesh {
+        Mesh::new(degrees).unwrap()
+    }
+
+    #[test]
+    fn tensor_ranks_are_neighbours_and_pipeline_ranks_are_far_apart() {
+        let mesh = mesh(Degrees { pipeline: 2, shard: 2, tensor: 2, ..Degrees::default() });
+        assert_eq!(mesh.ranks().groups(&[Axis::Tensor]), [[0, 1], [2, 3], [4, 5], [6, 7]]);
+        assert_eq!(mesh.ranks().groups(&[Axis::Shard]), [[0, 2], [1, 3], [4, 6], [5, 7]]);
+        assert_eq!(mesh.ranks().groups(&[Axis::Pipeline]), [[0, 4], [1, 5], [2, 6], [3, 7]]);
+        assert_eq!(mesh.ranks().groups(&[Axis::Tensor, Axis::Pipeline]), [[0, 1, 4, 5], [2, 3, 6, 7]]);
+    }
+
+    #[test]
+    fn experts_borrow_the_fastest_axes_first() {
+        let degrees = Degrees { shard: 2, context: 2, tensor: 2, expert: 4, ..Degrees::default() };
+        let experts = mesh(degrees).experts();
+        assert_eq!(experts.groups(&[ExpertAxis::Expert]), [[0, 1, 2, 3], [4, 5, 6, 7]]);
+        assert_eq!(experts.groups(&[ExpertAxis::ExpertShard]), [[0, 4], [1, 5], [2, 6], [3, 7]]);
+        // With a tensor axis of their own, experts leave that axis alone.
+        let experts = mesh(Degrees { expert_tensor: 2, ..degrees }).experts();
+        assert_eq!(experts.groups(&[ExpertAxis::ExpertTensor]), [[0, 1], [2, 3], [4, 5], [6, 7]]);
+        assert_eq!(experts.groups(&[ExpertAxis::Expert]), [[0, 2, 4, 6], [1, 3, 5, 7]]);
+    }
+
+    #[test]
+    fn degrees_that_are_no_mesh_are_told_with_the_nearest_that_are() {
+        let message = |degrees| Mesh::new(degrees).unwrap_err().to_string();
+        let degrees = Degrees::default();
+        assert_eq!(
+            message(Degrees { shard: 0, expert: 0, ..degrees }),
+            "the degree of shard is 0; an axis that is not used has degree 1\n\
+             the degree of expert is 0; an axis that is not used has degree 1"
+        );
+        assert_eq!(
+            message(Degrees { tensor: 4, expert_tensor: 3, ..degrees }),
+            "expert_tensor 3 does not divide tensor 4; nearest: 2 or 4"
+        );
+        assert_eq!(
+            message(Degrees { shard: 3, tensor: 4, expert: 5, ..degrees }),
+            "expert 5 does not divide shard x context x tensor / expert_tensor = 12; nearest: 4 or 6"
+        );
+        assert_eq!(
+            message(Degrees { shard: usize::MAX, tensor: 2, ..degrees }),
+            "the degrees multiply to more ranks than can be counted"
+        );
+    }
+}

@@ -1,0 +1,50 @@
+//! The valid numbers next to one that is not: every refusal of a number names them.
+
+use std::fmt;
+
+/// The valid choices next to a number: the largest below and the smallest above it. At least one is there unless
+/// nothing would do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choices {
+    /// The largest valid choice below.
+    pub below: Option<usize>,
+    /// The smallest valid choice above.
+    pub above: Option<usize>,
+}
+
+impl fmt::Display for Choices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.below, self.above) {
+            (Some(below), Some(above)) => write!(f, "nearest: {below} or {above}"),
+            (Some(only), None) | (None, Some(only)) => write!(f, "nearest: {only}"),
+            (None, None) => f.write_str("no number would do"),
+        }
+    }
+}
+
+/// The divisors of `of` next to `number`, in time that grows with the root of `of`.
+pub(crate) fn nearest_divisor(number: usize, of: usize) -> Choices {
+    let small = (1..=of.isqrt()).filter(|&candidate| of.is_multiple_of(candidate));
+    let divisors: Vec<usize> = small.flat_map(|divisor| [divisor, of / divisor]).collect();
+    Choices {
+        below: divisors.iter().copied().filter(|&divisor| divisor < number).max(),
+        above: divisors.iter().copied().filter(|&divisor| divisor > number).min(),
+    }
+}
+
+/// One line for each problem.
+pub(crate) fn lines<T: fmt::Display>(problems: &[T]) -> String {
+    problems.iter().map(T::to_string).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_divisors_lie_on_both_sides() {
+        assert_eq!(nearest_divisor(5, 12), Choices { below: Some(4), above: Some(6) });
+        assert_eq!(nearest_divisor(13, 12), Choices { below: Some(12), above: None });
+        assert_eq!(nearest_divisor(2, 7), Choices { below: Some(1), above: Some(7) });
+    }
+}

@@ -157,7 +157,12 @@ impl LookedUp {
     pub(crate) fn add_to(&self, queue: &dyn Kernels, gradient: View<'_>) {
         let rows = 0..self.rows();
         if !rows.is_empty() {
-            queue.embedding_backward(self.row_ids.view().rows(rows.clone()), self.gradient(rows), gradient);
+            queue.embedding_backward(
+                self.row_ids.view().rows(rows.clone()),
+                self.gradient(rows),
+                0,
+                gradient,
+            );
         }
     }
 

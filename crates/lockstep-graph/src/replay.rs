@@ -205,7 +205,7 @@ impl<'a> Run<'a> {
         let queue = self.replay.queue;
         match *operation {
             Operation::Embedding { input, table, y } => {
-                queue.embedding(self.indices(input), self.weight(table), self.value(y));
+                queue.embedding(self.indices(input), self.weight(table), 0, self.value(y));
             }
             Operation::Linear { x, weight, bias, y } => queue.gemm(Gemm {
                 layout: GemmLayout::NT,
@@ -335,7 +335,8 @@ impl<'a> Run<'a> {
         match *operation {
             Operation::Embedding { input, table, .. } => {
                 let rows = self.replay.parameters.gradient_rows(table);
-                queue.embedding_backward(rows.unwrap_or_else(|| self.indices(input)), dy, gradient(table));
+                let rows = rows.unwrap_or_else(|| self.indices(input));
+                queue.embedding_backward(rows, dy, 0, gradient(table));
             }
             Operation::Linear { x, weight, bias, .. } => {
                 if is_trained(&weight) {

@@ -138,9 +138,9 @@ fn vocabulary(group: &mut Group<'_>, s: &Setting) {
     let gradient = s.matrix(DType::F32, VOCABULARY, WIDTH);
     let out = s.activation();
     let bytes = TOKENS * WIDTH * s.dtype.size_bytes();
-    measure(group, "embedding", 2 * bytes, || q.embedding(ids.view(), table.view(), out.view()));
+    measure(group, "embedding", 2 * bytes, || q.embedding(ids.view(), table.view(), 0, out.view()));
     measure(group, "embedding_backward", bytes + 8 * TOKENS * WIDTH, || {
-        q.embedding_backward(ids.view(), out.view(), gradient.view());
+        q.embedding_backward(ids.view(), out.view(), 0, gradient.view());
     });
 }
 

@@ -274,11 +274,14 @@ pub trait Kernels {
     /// `out [n] += sum over rows of x [rows, n]`; `out` is f32. The gradient of a bias.
     fn sum_rows(&self, x: View<'_>, out: View<'_>);
 
-    /// `out [T, width] = table[ids]`, ids u32 `[T]`.
-    fn embedding(&self, ids: View<'_>, table: View<'_>, out: View<'_>);
+    /// `out [T, width] = table[ids - first_id]`, ids u32 `[T]`: the table `[rows, width]` holds rows `first_id..` of the
+    /// whole. An id outside gives a row of zeros, so that the sum over all parts of a table is what the whole gives;
+    /// whether ids lie in the vocabulary is for the caller to see to.
+    fn embedding(&self, ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>);
 
-    /// `gradient [rows, width] (f32) += scatter of dy [T, width] by ids`, tokens added in ascending order.
-    fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, gradient: View<'_>);
+    /// `gradient [rows, width] (f32) += scatter of dy [T, width] by ids - first_id`, tokens added in ascending order. An
+    /// id outside contributes nothing.
+    fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, first_id: u32, gradient: View<'_>);
 
     /// `y = x · rstd · weight` over the last dimension, `rstd (f32 [rows]) = 1/sqrt(mean(x²) + eps)` is an output.
     fn rms_norm(&self, x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>);

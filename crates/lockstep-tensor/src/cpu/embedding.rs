@@ -1,4 +1,5 @@
-//! Rows of a table by token id, and their gradient.
+//! Rows of a table by token id, and their gradient. The table may be part of a whole: it holds the rows from
+//! `first_id` on, and ids outside are somebody else's.
 //!
 //! The backward is split by columns, so that each element of the gradient is the work of one task, which adds
 //! the tokens in ascending order.
@@ -15,42 +16,47 @@ use crate::View;
 /// Columns of the gradient that make a task: whole cache lines, and long enough to load fast.
 const COLUMNS_PER_TASK: usize = 128;
 
-pub(super) fn forward(queue: &CpuQueue, ids: View<'_>, table: View<'_>, out: View<'_>) {
-    let (vocabulary, width) = table.shape().as_matrix();
+pub(super) fn forward(queue: &CpuQueue, ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>) {
+    let (rows, width) = table.shape().as_matrix();
     let tokens = ids.elements();
     expect("embedding: ids", ids, DType::U32, tokens);
     expect("embedding: out", out, table.dtype(), tokens * width);
     check_disjoint(&[out], &[ids, table]);
-    let ids = check_ids(ids, vocabulary);
+    // SAFETY: the ids overlap no output, and kernels write nothing else.
+    let ids = unsafe { ids.slice::<u32>() };
     with_float!(table.dtype(), T => {
         let (table, out) = (Operand::<T>::new(table), Operand::<T>::new(out));
         queue.for_each_range(tokens, rows_per_task(tokens, width), #[inline(always)] |tokens, _| {
             for token in tokens {
-                let row = ids[token] as usize * width;
-                // SAFETY: the table is only read, it does not overlap `out`, and each row of `out` belongs to one task.
-                unsafe {
-                    out.write(token * width..(token + 1) * width).copy_from_slice(table.read(row..row + width));
+                // SAFETY: each row of `out` belongs to one task.
+                let out = unsafe { out.write(token * width..(token + 1) * width) };
+                match row_of(ids[token], first_id, rows) {
+                    // SAFETY: the table is only read, and it does not overlap `out`.
+                    Some(row) => out.copy_from_slice(unsafe { table.read(row * width..(row + 1) * width) }),
+                    None => out.fill(T::store(0.0)),
                 }
             }
         });
     });
 }
 
-pub(super) fn backward(queue: &CpuQueue, ids: View<'_>, dy: View<'_>, gradient: View<'_>) {
-    let (vocabulary, width) = gradient.shape().as_matrix();
+pub(super) fn backward(queue: &CpuQueue, ids: View<'_>, dy: View<'_>, first_id: u32, gradient: View<'_>) {
+    let (rows, width) = gradient.shape().as_matrix();
     let tokens = ids.elements();
     expect("embedding_backward: ids", ids, DType::U32, tokens);
     expect("embedding_backward: dy", dy, dy.dtype(), tokens * width);
-    expect("embedding_backward: gradient", gradient, DType::F32, vocabulary * width);
+    expect("embedding_backward: gradient", gradient, DType::F32, rows * width);
     check_disjoint(&[gradient], &[ids, dy]);
-    let ids = check_ids(ids, vocabulary);
+    // SAFETY: as in the forward.
+    let ids = unsafe { ids.slice::<u32>() };
     with_float!(dy.dtype(), T => {
         let (dy, gradient) = (Operand::<T>::new(dy), Operand::<f32>::new(gradient));
         let columns_per_task =
             if rows_per_task(tokens, width) >= tokens { width.max(1) } else { COLUMNS_PER_TASK };
         queue.for_each_range(width, columns_per_task, #[inline(always)] |columns, _| {
             for (token, &id) in ids.iter().enumerate() {
-                let (from, to) = (token * width, id as usize * width);
+                let Some(row) = row_of(id, first_id, rows) else { continue };
+                let (from, to) = (token * width, row * width);
                 // SAFETY: `dy` is only read and does not overlap the gradient, of which these columns belong to one task.
                 let (dy, gradient) = unsafe {
                     (
@@ -66,14 +72,12 @@ pub(super) fn backward(queue: &CpuQueue, ids: View<'_>, dy: View<'_>, gradient: 
     });
 }
 
-/// The ids, all of which lie in the vocabulary.
-fn check_ids<'a>(ids: View<'a>, vocabulary: usize) -> &'a [u32] {
-    // SAFETY: the caller has checked that ids overlap no output, and kernels write nothing else.
-    let ids = unsafe { ids.slice::<u32>() };
-    if let Some((token, id)) = ids.iter().enumerate().find(|(_, id)| **id as usize >= vocabulary) {
-        panic!("token {token} has id {id}, but the vocabulary has {vocabulary} entries");
-    }
-    ids
+/// The row of an id in a table of `rows` rows that starts with `first_id`, if it is there.
+#[inline(always)]
+fn row_of(id: u32, first_id: u32, rows: usize) -> Option<usize> {
+    // An id before the first wraps around, to beyond the last.
+    let row = id.wrapping_sub(first_id) as usize;
+    (row < rows).then_some(row)
 }
 
 #[cfg(test)]
@@ -102,8 +106,8 @@ mod tests {
                     let out = floats(dtype, [tokens, width], &vec![0.0; tokens * width]);
                     let dy = floats(dtype, [tokens, width], &dy);
                     let gradient = floats(DType::F32, [vocabulary, width], &before);
-                    queue.embedding(ids.view(), table.view(), out.view());
-                    queue.embedding_backward(ids.view(), dy.view(), gradient.view());
+                    queue.embedding(ids.view(), table.view(), 0, out.view());
+                    queue.embedding_backward(ids.view(), dy.view(), 0, gradient.view());
                     vec![values(out.view()), values(gradient.view())]
                 };
                 let rows = ids.iter().flat_map(|id| table[*id as usize * width..][..width].to_vec());
@@ -137,16 +141,45 @@ mod tests {
         queue.embedding_backward(
             tensor(&ids).view(),
             floats(DType::F32, [3, 3], &dy).view(),
+            0,
             gradient.view(),
         );
         assert_close("gradient", &values(gradient.view()), &expected, 1e-6, 1e-6);
     }
 
+    /// Parts of a table that are neighbours or empty, ids in all of them and beyond: what each part gives is what
+    /// the whole table gives, if the id is there, and zeros if not.
     #[test]
-    #[should_panic(expected = "token 1 has id 5, but the vocabulary has 5 entries")]
-    fn an_id_outside_the_vocabulary_is_named() {
-        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
-        let (table, out) = (floats(DType::F32, [5, 2], &[0.0; 10]), floats(DType::F32, [2, 2], &[0.0; 4]));
-        queue.embedding(tensor(&[4_u32, 5]).view(), table.view(), out.view());
+    fn parts_of_a_table_add_up_to_the_whole() {
+        let (vocabulary, width, cuts) = (300, 260, [0, 7, 7, 130, 300]);
+        let ids: Vec<u32> = (0..250).map(|i| i * i % 300).chain([300, 1000, u32::MAX]).collect();
+        let within = ids.len() - 3;
+        for dtype in ACTIVATIONS {
+            let table = random_of(dtype, 1, vocabulary * width);
+            let (dy, before) =
+                (random_of(dtype, 2, ids.len() * width), random_of(DType::F32, 3, vocabulary * width));
+            let run = |queue: &CpuQueue, cuts: &[usize]| {
+                let (ids, dy) = (tensor(&ids), floats(dtype, [ids.len(), width], &dy));
+                let table = floats(dtype, [vocabulary, width], &table);
+                let gradient = floats(DType::F32, [vocabulary, width], &before);
+                let outs = cuts.windows(2).map(|cut| {
+                    let out = floats(dtype, [ids.view().elements(), width], &vec![9.0; dy.view().elements()]);
+                    let rows = cut[0]..cut[1];
+                    let (table, gradient) = (table.view().rows(rows.clone()), gradient.view().rows(rows));
+                    queue.embedding(ids.view(), table, cut[0] as u32, out.view());
+                    queue.embedding_backward(ids.view(), dy.view(), cut[0] as u32, gradient);
+                    values(out.view())
+                });
+                let outs: Vec<_> = outs.collect();
+                let sum = (0..outs[0].len()).map(|i| outs.iter().map(|out| out[i]).sum()).collect();
+                vec![sum, values(gradient.view())]
+            };
+            let both = |queue: &CpuQueue| [run(queue, &cuts), run(queue, &[0, vocabulary])].concat();
+            on_every_queue(both, |results| {
+                assert_eq!(results[0], results[2], "rows of the parts and of the whole");
+                assert_eq!(results[1], results[3], "gradients of the parts and of the whole");
+                assert!(results[0][within * width..].iter().all(|x| *x == 0.0), "ids that nobody has");
+            });
+        }
     }
 }

@@ -165,12 +165,12 @@ impl Kernels for CpuQueue {
         elementwise::sum_rows(self, x, out);
     }
 
-    fn embedding(&self, ids: View<'_>, table: View<'_>, out: View<'_>) {
-        embedding::forward(self, ids, table, out);
+    fn embedding(&self, ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>) {
+        embedding::forward(self, ids, table, first_id, out);
     }
 
-    fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, gradient: View<'_>) {
-        embedding::backward(self, ids, dy, gradient);
+    fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, first_id: u32, gradient: View<'_>) {
+        embedding::backward(self, ids, dy, first_id, gradient);
     }
 
     fn rms_norm(&self, x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>) {

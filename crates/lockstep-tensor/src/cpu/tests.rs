@@ -80,8 +80,8 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         let sums = gradient.reshape([WIDTH]);
         let (ids, labels) = (tensor::<u32>(&[]), tensor::<i32>(&[]));
         q.sum_rows(x, sums);
-        q.embedding(ids.view(), weight.reshape([1, WIDTH]), y);
-        q.embedding_backward(ids.view(), dy, gradient);
+        q.embedding(ids.view(), weight.reshape([1, WIDTH]), 0, y);
+        q.embedding_backward(ids.view(), dy, 0, gradient);
         q.rms_norm(x, weight, 1e-5, y, rstd);
         q.rms_norm_backward_input(dy, x, weight, rstd, y, Write::Overwrite);
         q.rms_norm_backward_weight(dy, x, rstd, sums);
@@ -328,8 +328,8 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     assert_refused("gemm", || q.gemm(Gemm { c: a, ..product }));
     assert_refused("gemm's bias", || q.gemm(Gemm { bias: Some(row_of_c), ..product }));
     assert_refused("sum_rows", || q.sum_rows(a, row_of_a));
-    assert_refused("embedding", || q.embedding(ids.view(), a, a));
-    assert_refused("embedding_backward", || q.embedding_backward(ids.view(), a, a));
+    assert_refused("embedding", || q.embedding(ids.view(), a, 0, a));
+    assert_refused("embedding_backward", || q.embedding_backward(ids.view(), a, 0, a));
     assert_refused("rms_norm", || q.rms_norm(a, row_of_b, 1e-5, a, row_of_c));
     assert_refused("rms_norm's statistic", || q.rms_norm(a, row_of_b, 1e-5, c, row_of_c));
     assert_refused("rms_norm dx", || q.rms_norm_backward_input(a, b, row_of_c, row_of_c, a, write));

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use lockstep_plan::DType;
 use lockstep_tensor::{
-    Attention, Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, View, Write,
+    Attention, Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, TokenPlaces, View, Write,
 };
 
 use crate::{
@@ -235,7 +235,7 @@ impl<'a> Run<'a> {
             Operation::Scale { x, factor, y } => queue.scale(factor, self.value(x), self.value(y)),
             Operation::Add { a, b, y } => queue.add(self.value(a), self.value(b), self.value(y)),
             Operation::Dropout { x, dropout, y } => {
-                queue.dropout(self.dropout(dropout), self.value(x), self.value(y));
+                queue.dropout(self.dropout(dropout), self.places(), 0, self.value(x), self.value(y));
             }
             Operation::OutputLoss { .. } => self.output_loss(operation, |_, logits, labels, losses| {
                 queue.cross_entropy(logits, labels, losses);
@@ -314,7 +314,9 @@ impl<'a> Run<'a> {
             }
             Operation::Gelu { kind, x, .. } => queue.gelu_backward(kind, dy, self.value(x), target(0)),
             Operation::Scale { factor, .. } => queue.scale(factor, dy, target(0)),
-            Operation::Dropout { dropout, .. } => queue.dropout(self.dropout(dropout), dy, target(0)),
+            Operation::Dropout { dropout, .. } => {
+                queue.dropout(self.dropout(dropout), self.places(), 0, dy, target(0));
+            }
             Operation::Embedding { .. } | Operation::Add { .. } | Operation::OutputLoss { .. } => {
                 unreachable!("no such instruction is derived: {operation:?}")
             }
@@ -434,8 +436,13 @@ impl<'a> Run<'a> {
             scale: shape.scale,
             window: shape.window,
             document_starts: self.replay.batch.document_starts,
+            first_head: 0,
             dropout: dropout.map(|dropout| self.dropout(dropout)),
         }
+    }
+
+    fn places(&self) -> TokenPlaces {
+        TokenPlaces::whole(self.program.shape.seq_len)
     }
 
     fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {

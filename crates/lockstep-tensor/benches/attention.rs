@@ -90,6 +90,7 @@ fn attention(c: &mut Criterion) {
                 scale: (case.head_dim as f32).powf(-0.5),
                 window: None,
                 document_starts: starts.as_ref().map(Tensor::view),
+                first_head: 0,
                 dropout: (case.dropout > 0.0).then(|| Dropout {
                     probability: case.dropout,
                     site: 0,

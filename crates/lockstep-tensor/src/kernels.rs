@@ -84,6 +84,39 @@ pub struct Dropout<'a> {
     pub keys: View<'a>,
 }
 
+/// Where the rows of a tensor of activations stand in their sequences, if they are part of a micro-batch.
+///
+/// Row `r` is row `first_row + r` of this rank's micro-batch `[sequences · seq_len]`. Of a sequence a rank may hold two
+/// stretches of equal length (context parallelism gives one from each end of the sequence, so that all ranks have as
+/// much attention to do): index `i` of it stands at `halves[0] + i` for `i < seq_len / 2`, else at
+/// `halves[1] + i - seq_len / 2`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TokenPlaces {
+    /// Row of the micro-batch that is the first one here.
+    pub first_row: usize,
+    /// Tokens of each sequence on this rank.
+    pub seq_len: usize,
+    /// Positions of the first token and of token `seq_len / 2` within the whole sequence.
+    pub halves: [usize; 2],
+}
+
+impl TokenPlaces {
+    /// All rows of whole sequences.
+    pub fn whole(seq_len: usize) -> Self {
+        Self { first_row: 0, seq_len, halves: [0, seq_len / 2] }
+    }
+
+    /// The sequence of a row, and the row's position within that.
+    #[inline(always)]
+    pub fn of(&self, row: usize) -> (usize, usize) {
+        let row = self.first_row + row;
+        let (sequence, index) = (row / self.seq_len, row % self.seq_len);
+        let half = self.seq_len / 2;
+        let position = if index < half { self.halves[0] + index } else { self.halves[1] + (index - half) };
+        (sequence, position)
+    }
+}
+
 /// The geometry of a causal attention. Query `i` of a sequence stands at position `query_start + i` and
 /// sees the keys `j` with `position - window < j <= position`, and none before its document.
 #[derive(Debug, Clone, Copy)]
@@ -109,6 +142,9 @@ pub struct Attention<'a> {
     /// The first key of each query's document, if documents that share a sequence are kept apart: u32
     /// `[sequences·query_len]`, never falling within a sequence. Blocks of keys outside are skipped.
     pub document_starts: Option<View<'a>>,
+    /// Number of the first query head among those of the whole model, if heads are split over ranks; only the
+    /// dropout asks.
+    pub first_head: usize,
     /// Dropout of the probabilities: `position` is the query's, `feature` the key's position.
     pub dropout: Option<Dropout<'a>>,
 }
@@ -375,9 +411,17 @@ pub trait Kernels {
     /// `y = factor · x`. Its own backward. May be in place.
     fn scale(&self, factor: f32, x: View<'_>, y: View<'_>);
 
-    /// `y = x` where the mask keeps it, scaled, else 0. `x [sequences·len, width]`; row `t` of a sequence has
-    /// `position = t`, head 0, feature = column. Its own backward. May be in place.
-    fn dropout(&self, dropout: Dropout<'_>, x: View<'_>, y: View<'_>);
+    /// `y = x` where the mask keeps it, scaled, else 0. `x [rows, width]`; `places` says which sequence and position a
+    /// row has, head is 0, and feature `first_feature + column`: the mask of a part is that part of the whole one's.
+    /// Its own backward. May be in place.
+    fn dropout(
+        &self,
+        dropout: Dropout<'_>,
+        places: TokenPlaces,
+        first_feature: u32,
+        x: View<'_>,
+        y: View<'_>,
+    );
 
     /// Cross-entropy of `logits [T, vocabulary]` against `labels` (i32 `[T]`, -100 = masked): writes
     /// `losses` (f32 `[T]`, 0 where masked).

@@ -23,7 +23,7 @@ pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
 pub use error::TensorError;
 pub use kernels::{
     AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon, Pending, Rotation,
-    Rounding, Sgd, Write,
+    Rounding, Sgd, TokenPlaces, Write,
 };
 pub use mapped::MappedFile;
 pub use shared::{SharedHeap, SharedMemory};

@@ -7,7 +7,7 @@ use super::{
     simd::{Float, with_float},
     tasks::{BLOCK, Block, Operand, expect, rows_per_task},
 };
-use crate::{Dropout, View};
+use crate::{Dropout, TokenPlaces, View};
 
 /// What of a [`Dropout`] is the same for every element.
 #[derive(Debug, Clone, Copy)]
@@ -57,36 +57,49 @@ impl Mask {
     }
 }
 
-pub(super) fn dropout(queue: &CpuQueue, dropout: Dropout<'_>, x: View<'_>, y: View<'_>) {
+pub(super) fn dropout(
+    queue: &CpuQueue,
+    dropout: Dropout<'_>,
+    places: TokenPlaces,
+    first_feature: u32,
+    x: View<'_>,
+    y: View<'_>,
+) {
     let mask = Mask::new(&dropout);
     let (rows, width) = x.shape().as_matrix();
     let sequences = dropout.keys.elements() / 2;
     expect("dropout: keys", dropout.keys, DType::U32, sequences * 2);
     expect("dropout: y", y, x.dtype(), x.elements());
     assert!(
-        sequences > 0 && rows.is_multiple_of(sequences),
-        "dropout: {rows} rows cannot be cut into {sequences} sequences"
+        places.first_row + rows <= sequences * places.seq_len,
+        "dropout: {rows} rows from row {} on are not among those of {sequences} sequences of {} tokens",
+        places.first_row,
+        places.seq_len
     );
     check_elementwise(y, &[x]);
     check_disjoint(&[y], &[dropout.keys]);
-    let sequence_len = rows / sequences;
+    // Words come in fours, of which the first feature may be any.
+    let unused = first_feature as usize % 4;
     with_float!(x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
         let keys = Operand::<u32>::new(dropout.keys);
         queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
             let mut results = Block::ZERO;
             for row in rows {
-                let sequence = row / sequence_len;
+                let (sequence, position) = places.of(row);
                 // SAFETY: the keys are only read.
                 let key = unsafe { keys.read(2 * sequence..2 * sequence + 2) };
-                let position = (row % sequence_len) as u32;
-                for column in (0..width).step_by(BLOCK) {
-                    let words = mask.words([key[0], key[1]], position, 0, column);
+                let (mut column, mut unused) = (0, unused);
+                while column < width {
+                    let feature = first_feature as usize + column - unused;
+                    let words = mask.words([key[0], key[1]], position as u32, 0, feature);
+                    let words = &words[unused..];
                     let first = row * width + column;
-                    let block = first..first + BLOCK.min(width - column);
+                    let block = first..first + words.len().min(width - column);
+                    (column, unused) = (column + words.len(), 0);
                     // SAFETY: this task alone writes this row, and not while the slice lives.
                     let source = unsafe { x.read(block.clone()) };
-                    for ((result, x), word) in results.0.iter_mut().zip(source).zip(words) {
+                    for ((result, x), word) in results.0.iter_mut().zip(source).zip(words.iter().copied()) {
                         *result = mask.apply(word, x.load());
                     }
                     // SAFETY: this task alone touches this row, and no slice of it is used any more.
@@ -100,6 +113,8 @@ pub(super) fn dropout(queue: &CpuQueue, dropout: Dropout<'_>, x: View<'_>, y: Vi
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use super::*;
     use crate::cpu::testing::{
         ACTIVATIONS, assert_close, floats, on_every_queue, random_of, rounded, tensor, values,
@@ -138,8 +153,9 @@ mod tests {
                     let dropout = Dropout { probability, site: SITE, keys: keys.view() };
                     let shape = [rows, width];
                     let (x, y) = (floats(dtype, shape, &x), floats(dtype, shape, &vec![9.0; rows * width]));
-                    queue.dropout(dropout, x.view(), y.view());
-                    queue.dropout(dropout, x.view(), x.view());
+                    let places = TokenPlaces::whole(len);
+                    queue.dropout(dropout, places, 0, x.view(), y.view());
+                    queue.dropout(dropout, places, 0, x.view(), x.view());
                     vec![values(y.view()), values(x.view())]
                 };
                 let expected = rounded(dtype, &expected(probability, &keys, rows, &x));
@@ -173,10 +189,66 @@ mod tests {
         let backward = |queue: &CpuQueue| {
             let (keys, dx) = (tensor(&keys), floats(DType::F32, [rows, width], &dy));
             let dropout = Dropout { probability: 0.4, site: SITE, keys: keys.view() };
-            queue.dropout(dropout, dx.view(), dx.view());
+            queue.dropout(dropout, TokenPlaces::whole(2), 0, dx.view(), dx.view());
             vec![values(dx.view())]
         };
         on_every_queue(backward, |results| assert_close("dx", &results[0], &gradient, 1e-6, 0.0));
+    }
+
+    /// The columns `columns` of some rows.
+    fn part_of(x: &[f64], width: usize, rows: &[usize], columns: Range<usize>) -> Vec<f64> {
+        rows.iter().flat_map(|row| x[row * width..][columns.clone()].to_vec()).collect()
+    }
+
+    #[test]
+    fn parts_are_masked_like_the_whole_tensor() {
+        let (sequences, len, width) = (3, 12, 531);
+        let whole: Vec<usize> = (0..sequences * len).collect();
+        // From both ends of each sequence, as context parallelism cuts it: the second of three ranks.
+        let zigzag: Vec<usize> =
+            (0..sequences).flat_map(|s| [2, 3, 8, 9].map(|position| s * len + position)).collect();
+        let places = TokenPlaces { first_row: 0, seq_len: 4, halves: [2, 8] };
+        // An odd number of tokens: the second half is the longer one.
+        let odd: Vec<usize> =
+            (0..sequences).flat_map(|s| [0, 6, 7].map(|position| s * len + position)).collect();
+        let odd_places = TokenPlaces { first_row: 0, seq_len: 3, halves: [0, 6] };
+        let cases = [
+            (whole.clone(), TokenPlaces::whole(len)),
+            (whole[7..25].to_vec(), TokenPlaces { first_row: 7, ..TokenPlaces::whole(len) }),
+            (zigzag.clone(), places),
+            (zigzag[5..11].to_vec(), TokenPlaces { first_row: 5, ..places }),
+            (odd, odd_places),
+        ];
+        let keys: Vec<u32> = (0..2 * sequences as u32).map(|i| i.wrapping_mul(0x9e37_79b9)).collect();
+        for dtype in ACTIVATIONS {
+            let x = random_of(dtype, 1, sequences * len * width);
+            let masked = rounded(dtype, &expected(0.3, &keys, sequences * len, &x));
+            for (rows, places) in &cases {
+                for columns in [0..width, 4..261, 1..width, 259..262, 530..531, 7..7] {
+                    let part = part_of(&x, width, rows, columns.clone());
+                    let run = |queue: &CpuQueue| {
+                        let (keys, x) = (tensor(&keys), floats(dtype, [rows.len(), columns.len()], &part));
+                        let dropout = Dropout { probability: 0.3, site: SITE, keys: keys.view() };
+                        queue.dropout(dropout, *places, columns.start as u32, x.view(), x.view());
+                        vec![values(x.view())]
+                    };
+                    let expected = part_of(&masked, width, rows, columns.clone());
+                    on_every_queue(run, |results| {
+                        assert_eq!(results[0], expected, "{places:?}, columns {columns:?}");
+                    });
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "3 rows from row 2 on are not among those of 1 sequences of 4 tokens")]
+    fn rows_beyond_the_last_sequence_are_refused() {
+        let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+        let (keys, x) = (tensor(&[0_u32, 0]), floats(DType::F32, [3, 2], &[0.0; 6]));
+        let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
+        let places = TokenPlaces { first_row: 2, ..TokenPlaces::whole(4) };
+        queue.dropout(dropout, places, 0, x.view(), x.view());
     }
 
     #[test]
@@ -186,7 +258,8 @@ mod tests {
         let keys = tensor(&[1_u32, 2]);
         let x = floats(DType::F32, [rows, width], &vec![1.0; rows * width]);
         let y = floats(DType::F32, [rows, width], &vec![0.0; rows * width]);
-        queue.dropout(Dropout { probability: 0.2, site: 0, keys: keys.view() }, x.view(), y.view());
+        let dropout = Dropout { probability: 0.2, site: 0, keys: keys.view() };
+        queue.dropout(dropout, TokenPlaces::whole(rows), 0, x.view(), y.view());
         let y = values(y.view());
         let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
         let mean = y.iter().sum::<f64>() / y.len() as f64;

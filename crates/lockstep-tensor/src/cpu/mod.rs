@@ -31,7 +31,7 @@ use lockstep_plan::exact::ExactSum;
 
 use crate::{
     AdamW, Arena, Attention, Dropout, Gelu, Gemm, Kernels, LayerNorm, Lion, Muon, Pending, Rotation, Sgd,
-    TensorError, View, Write,
+    TensorError, TokenPlaces, View, Write,
 };
 pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak};
@@ -282,8 +282,15 @@ impl Kernels for CpuQueue {
         elementwise::scale(self, factor, x, y);
     }
 
-    fn dropout(&self, dropout: Dropout<'_>, x: View<'_>, y: View<'_>) {
-        dropout::dropout(self, dropout, x, y);
+    fn dropout(
+        &self,
+        dropout: Dropout<'_>,
+        places: TokenPlaces,
+        first_feature: u32,
+        x: View<'_>,
+        y: View<'_>,
+    ) {
+        dropout::dropout(self, dropout, places, first_feature, x, y);
     }
 
     fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>) {

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Arena, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, Rounding, Sgd, Tensor,
-    View, Write,
+    TokenPlaces, View, Write,
 };
 
 const ROWS: usize = 3;
@@ -53,6 +53,7 @@ fn attention(sequences: usize, query_len: usize, key_len: usize) -> Attention<'s
         scale: 0.5,
         window: None,
         document_starts: None,
+        first_head: 0,
         dropout: None,
     }
 }
@@ -100,7 +101,8 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         q.add(x, dy, y);
         q.scale(0.5, x, y);
         let keys = tensor(&[1_u32, 2]);
-        q.dropout(Dropout { probability: 0.5, site: 0, keys: keys.view() }, x, y);
+        let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
+        q.dropout(dropout, TokenPlaces::whole(0), 0, x, y);
         q.cross_entropy(x, labels.view(), rstd);
         q.cross_entropy_with_gradient(x, labels.view(), rstd, 1.0);
         q.cast(x, y);
@@ -248,7 +250,8 @@ fn a_nan_stays_in_its_element_of_elementwise_kernels() {
         assert_nan("swiglu dgate", y, is_element);
         assert_nan("swiglu dup", other, is_element);
         let keys = tensor(&[1_u32, 2]);
-        q.dropout(Dropout { probability: 0.0, site: 0, keys: keys.view() }, bad, y);
+        let dropout = Dropout { probability: 0.0, site: 0, keys: keys.view() };
+        q.dropout(dropout, TokenPlaces::whole(ROWS), 0, bad, y);
         assert_nan("dropout", y, is_element);
         for to in [DType::F32, DType::BF16, DType::F16] {
             let converted = floats(to, [ROWS, WIDTH], &[0.0; ROWS * WIDTH]);
@@ -359,7 +362,9 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     assert_refused("scale", || q.scale(0.5, a.rows(0..3), a.rows(1..4)));
     let keys = tensor(&[0_u32, 0]);
     let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
-    assert_refused("dropout", || q.dropout(dropout, a.rows(0..3), a.rows(1..4)));
+    assert_refused("dropout", || {
+        q.dropout(dropout, TokenPlaces::whole(3), 0, a.rows(0..3), a.rows(1..4));
+    });
     assert_refused("cross_entropy", || q.cross_entropy(a, labels.view(), row_of_a));
     assert_refused("cross_entropy_with_gradient", || {
         q.cross_entropy_with_gradient(a, labels.view(), row_of_a, 1.0);

@@ -24,6 +24,7 @@ pub(super) struct Geometry<'a> {
     sequences: usize,
     query_start: usize,
     heads: usize,
+    first_head: usize,
     key_value_heads: usize,
     group: usize,
     window: usize,
@@ -70,6 +71,7 @@ impl<'a> Geometry<'a> {
             sequences: attention.sequences,
             query_start: attention.query_start,
             heads,
+            first_head: attention.first_head,
             key_value_heads,
             group: heads / key_value_heads,
             window: window.unwrap_or(usize::MAX),
@@ -161,7 +163,8 @@ impl<'a> Geometry<'a> {
 
     /// The counter of the dropout block that holds a row's words for the keys from `first_key`.
     pub(super) fn dropout_counter(&self, pair: Pair, row: usize, first_key: usize, site: u32) -> [u32; 4] {
-        [self.position(row) as u32, self.head(pair, row) as u32, first_key as u32 / 4, site]
+        let head = self.first_head + self.head(pair, row);
+        [self.position(row) as u32, head as u32, first_key as u32 / 4, site]
     }
 }
 

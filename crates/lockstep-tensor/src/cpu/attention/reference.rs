@@ -16,6 +16,8 @@ pub(super) struct Case {
     pub(super) window: Option<usize>,
     /// First key of each query's document, `[sequences · query_len]`.
     pub(super) document_starts: Option<Vec<u32>>,
+    /// Number of the first head in the whole model.
+    pub(super) first_head: usize,
     /// Probability; 0 for no dropout.
     pub(super) dropout: f32,
     pub(super) site: u32,
@@ -45,7 +47,7 @@ impl Case {
             return 1.0;
         }
         let position = (self.query_start + query) as u32;
-        let counter = [position, head as u32, key as u32 / 4, self.site];
+        let counter = [position, (self.first_head + head) as u32, key as u32 / 4, self.site];
         let word = Philox::new(Self::key(sequence)).block(counter)[key % 4];
         let probability = f64::from(self.dropout);
         if f64::from(word) >= probability * 2.0_f64.powi(32) { 1.0 / (1.0 - probability) } else { 0.0 }

@@ -431,6 +431,35 @@ pub trait Kernels {
     /// zero where masked. Each row is finished while it is in the cache.
     fn cross_entropy_with_gradient(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32);
 
+    /// What the other parts of a split vocabulary need of this one: writes f32 `[3, T]`, for each token the largest of
+    /// `logits [T, columns]`, the sum of `exp(logit - largest)`, and the label's logit (0 if it is not in this part).
+    /// The columns are those from `first_column` on of the whole; there may be none. Labels are i32 `[T]`; a token with
+    /// label -100 is masked: its statistics are those of no columns. Labels outside the whole vocabulary are for the
+    /// caller to see to.
+    fn softmax_statistics(
+        &self,
+        logits: View<'_>,
+        labels: View<'_>,
+        first_column: usize,
+        statistics: View<'_>,
+    );
+
+    /// The cross-entropy of a vocabulary in `P` parts: combines their statistics `parts` (f32 `[P, 3, T]`, of
+    /// [`Kernels::softmax_statistics`]) in their order, and writes `log_sum_exp` (f32 `[T]`, negative infinity where
+    /// masked) and `losses` (f32 `[T]`, 0 where masked).
+    fn merge_softmax(&self, parts: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, losses: View<'_>);
+
+    /// The gradient of a cross-entropy in place of part of the logits: `seed · (exp(logit - log_sum_exp) - onehot)`, zero
+    /// where masked. The operands are those of [`Kernels::softmax_statistics`] and [`Kernels::merge_softmax`].
+    fn softmax_gradient(
+        &self,
+        logits: View<'_>,
+        labels: View<'_>,
+        first_column: usize,
+        log_sum_exp: View<'_>,
+        seed: f32,
+    );
+
     /// One AdamW step.
     fn adamw(&self, step: &AdamW<'_>);
 

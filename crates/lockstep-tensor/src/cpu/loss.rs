@@ -1,7 +1,9 @@
 //! Cross-entropy on logits: one row of the vocabulary at a time, in place in the backward.
 //!
 //! `loss = log Σ exp(logit) - logit[label]`; the sum is taken relative to the largest logit, so that it
-//! neither overflows nor vanishes.
+//! neither overflows nor vanishes. Where ranks hold columns of the logits, each takes its sum relative to its own
+//! largest one, and the sums are brought to the largest of all (vocabulary parallelism: Shoeybi et al., Megatron-LM,
+//! 2019, section 3; three numbers for each token and rank are exchanged instead of its logits).
 
 use lockstep_plan::DType;
 
@@ -52,7 +54,6 @@ pub(super) fn cross_entropy_with_gradient(
     with_float!(logits.dtype(), T => {
         let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
         queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, isa| {
-            let mut gradients = [Block::ZERO];
             for token in tokens {
                 // SAFETY: each row of the logits and each element of the losses belongs to one task.
                 let (row, loss) = unsafe {
@@ -68,16 +69,155 @@ pub(super) fn cross_entropy_with_gradient(
                 };
                 let total = log_sum_exp_of(isa, row);
                 loss[0] = total - row[label].load();
-                // The label's element is rounded once, like the others.
-                let at_label = seed * (exp(isa, -loss[0]) - 1.0);
-                for part in row.chunks_mut(BLOCK) {
-                    map_block([&*part], &mut gradients, part.len(), #[inline(always)] |[x]| [seed * exp(isa, x - total)]);
-                    T::store_all(isa, &gradients[0].0[..part.len()], part);
-                }
-                row[label] = T::store(at_label);
+                differentiate(isa, row, Some(label), total, seed);
             }
         });
     });
+}
+
+pub(super) fn softmax_statistics(
+    queue: &CpuQueue,
+    logits: View<'_>,
+    labels: View<'_>,
+    first_column: usize,
+    statistics: View<'_>,
+) {
+    let (tokens, columns) = logits.shape().as_matrix();
+    expect("labels of softmax_statistics", labels, DType::I32, tokens);
+    expect("statistics of softmax_statistics", statistics, DType::F32, 3 * tokens);
+    check_disjoint(&[statistics], &[logits, labels]);
+    let labels = check_labels_of_parts(labels);
+    with_float!(logits.dtype(), T => {
+        let (logits, statistics) = (Operand::<T>::new(logits), Operand::<f32>::new(statistics));
+        queue.for_each_range(tokens, rows_per_task(tokens, columns), #[inline(always)] |tokens, isa| {
+            for token in tokens {
+                // SAFETY: the logits are only read.
+                let row = unsafe { logits.read(token * columns..(token + 1) * columns) };
+                let (largest, total, at_label) = if labels[token] == MASKED {
+                    (f32::NEG_INFINITY, 0.0, 0.0)
+                } else {
+                    let label = column_of(labels[token], first_column, columns);
+                    let (largest, total) = sum_of_exp(isa, row);
+                    (largest, total as f32, label.map_or(0.0, |label| row[label].load()))
+                };
+                for (which, value) in [largest, total, at_label].into_iter().enumerate() {
+                    let place = which * labels.len() + token;
+                    // SAFETY: the three statistics of a token belong to one task.
+                    let statistic = unsafe { statistics.write(place..place + 1) };
+                    statistic[0] = value;
+                }
+            }
+        });
+    });
+}
+
+pub(super) fn merge_softmax(
+    queue: &CpuQueue,
+    parts: View<'_>,
+    labels: View<'_>,
+    log_sum_exp: View<'_>,
+    losses: View<'_>,
+) {
+    let tokens = labels.elements();
+    // Without tokens any number of parts has no elements.
+    let count = parts.elements() / (3 * tokens).max(1);
+    expect("parts of merge_softmax", parts, DType::F32, count * 3 * tokens);
+    expect("labels of merge_softmax", labels, DType::I32, tokens);
+    expect("log_sum_exp of merge_softmax", log_sum_exp, DType::F32, tokens);
+    expect("losses of merge_softmax", losses, DType::F32, tokens);
+    check_disjoint(&[log_sum_exp, losses], &[parts, labels]);
+    let labels = check_labels_of_parts(labels);
+    let parts = Operand::<f32>::new(parts);
+    let [log_sum_exp, losses] = [log_sum_exp, losses].map(Operand::<f32>::new);
+    queue.for_each_range(
+        tokens,
+        rows_per_task(tokens, 3 * count),
+        #[inline(always)]
+        |range, _| {
+            for token in range {
+                let statistic = |part: usize, which: usize| {
+                    let place = (3 * part + which) * tokens + token;
+                    // SAFETY: the parts are only read.
+                    let statistic = unsafe { parts.read(place..place + 1) };
+                    statistic[0]
+                };
+                let (total, loss) = if labels[token] == MASKED {
+                    (f32::NEG_INFINITY, 0.0)
+                } else {
+                    let largest = (0..count).map(|part| statistic(part, 0)).fold(f32::NEG_INFINITY, f32::max);
+                    let reference = f64::from(finite_reference(largest));
+                    let (mut total, mut at_label) = (0.0, 0.0);
+                    for part in 0..count {
+                        let own = f64::from(finite_reference(statistic(part, 0)));
+                        let share = f64::from(statistic(part, 1));
+                        // No columns, or none above negative infinity: nothing, but NaN stays NaN.
+                        total += if share == 0.0 { 0.0 } else { share * libm::exp(own - reference) };
+                        at_label += statistic(part, 2);
+                    }
+                    let total = (reference + libm::log(total)) as f32;
+                    (total, total - at_label)
+                };
+                // SAFETY: each element belongs to one task.
+                let places = unsafe { [&log_sum_exp, &losses].map(|output| output.write(token..token + 1)) };
+                for (place, value) in places.into_iter().zip([total, loss]) {
+                    place[0] = value;
+                }
+            }
+        },
+    );
+}
+
+pub(super) fn softmax_gradient(
+    queue: &CpuQueue,
+    logits: View<'_>,
+    labels: View<'_>,
+    first_column: usize,
+    log_sum_exp: View<'_>,
+    seed: f32,
+) {
+    let (tokens, columns) = logits.shape().as_matrix();
+    expect("labels of softmax_gradient", labels, DType::I32, tokens);
+    expect("log_sum_exp of softmax_gradient", log_sum_exp, DType::F32, tokens);
+    check_disjoint(&[logits], &[labels, log_sum_exp]);
+    let labels = check_labels_of_parts(labels);
+    // SAFETY: as just checked it overlaps no output, and kernels write nothing else.
+    let log_sum_exp = unsafe { log_sum_exp.slice::<f32>() };
+    with_float!(logits.dtype(), T => {
+        let logits = Operand::<T>::new(logits);
+        queue.for_each_range(tokens, rows_per_task(tokens, columns), #[inline(always)] |tokens, isa| {
+            for token in tokens {
+                // SAFETY: each row of the logits belongs to one task.
+                let row = unsafe { logits.write(token * columns..(token + 1) * columns) };
+                if labels[token] == MASKED {
+                    row.fill(T::store(0.0));
+                } else {
+                    let label = column_of(labels[token], first_column, columns);
+                    differentiate(isa, row, label, log_sum_exp[token], seed);
+                }
+            }
+        });
+    });
+}
+
+/// Replaces a row of logits by its gradient.
+#[inline(always)]
+fn differentiate<T: Float>(isa: Isa, row: &mut [T], label: Option<usize>, log_sum_exp: f32, seed: f32) {
+    // The label's element is rounded once, like the others.
+    let at_label = label.map(|label| seed * (exp(isa, row[label].load() - log_sum_exp) - 1.0));
+    let mut gradients = [Block::ZERO];
+    for part in row.chunks_mut(BLOCK) {
+        map_block(
+            [&*part],
+            &mut gradients,
+            part.len(),
+            #[inline(always)]
+            |[x]| [seed * exp(isa, x - log_sum_exp)],
+        );
+        T::store_all(isa, &gradients[0].0[..part.len()], part);
+    }
+    if let (Some(label), Some(at_label)) = (label, at_label) {
+        row[label] = T::store(at_label);
+    }
 }
 
 /// Rows and columns of the logits.
@@ -91,17 +231,38 @@ fn check_shapes(logits: View<'_>, labels: View<'_>, losses: View<'_>) -> (usize,
 /// `log Σ exp(x)`.
 #[inline(always)]
 fn log_sum_exp_of<T: Float>(isa: Isa, row: &[T]) -> f32 {
+    let (largest, total) = sum_of_exp(isa, row);
+    (f64::from(largest) + libm::log(total)) as f32
+}
+
+/// The largest element (negative infinity if there is none) and `Σ exp(x - largest)`.
+#[inline(always)]
+fn sum_of_exp<T: Float>(isa: Isa, row: &[T]) -> (f32, f64) {
     let largest = max(row);
+    let reference = finite_reference(largest);
     let mut total = 0.0_f64;
     for part in row.chunks(BLOCK) {
         let [part] = sum(
             [part],
             #[inline(always)]
-            |[x]| [exp(isa, x - largest)],
+            |[x]| [exp(isa, x - reference)],
         );
         total += f64::from(part);
     }
-    (f64::from(largest) + libm::log(total)) as f32
+    (largest, total)
+}
+
+/// What exponents are taken relative to. Where all are negative infinity any finite number makes them vanish.
+#[inline(always)]
+fn finite_reference(largest: f32) -> f32 {
+    if largest == f32::NEG_INFINITY { 0.0 } else { largest }
+}
+
+/// The column of a label in the part of the vocabulary that starts with `first_column`, if it is there.
+#[inline(always)]
+fn column_of(label: i32, first_column: usize, columns: usize) -> Option<usize> {
+    let column = usize::try_from(label).ok()?.checked_sub(first_column)?;
+    (column < columns).then_some(column)
 }
 
 /// The labels, each of which is masked or lies in the vocabulary.
@@ -118,6 +279,17 @@ fn check_labels<'a>(labels: View<'a>, vocabulary: usize) -> &'a [i32] {
     labels
 }
 
+/// The labels, each of which is masked or no less than 0: a part does not know where the vocabulary ends.
+fn check_labels_of_parts<'a>(labels: View<'a>) -> &'a [i32] {
+    // SAFETY: as in `check_labels`.
+    let labels = unsafe { labels.slice::<i32>() };
+    let bad = |label: &i32| *label < 0 && *label != MASKED;
+    if let Some((token, label)) = labels.iter().enumerate().find(|(_, label)| bad(label)) {
+        panic!("token {token} has label {label}, which no vocabulary has ({MASKED} = masked)");
+    }
+    labels
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -130,7 +302,7 @@ mod tests {
             values,
         },
     };
-    use crate::{Arena, Kernels};
+    use crate::{Arena, Kernels, Tensor};
 
     fn check(dtype: DType, logits: &[f64], labels: &[i32]) {
         let tokens = labels.len();
@@ -175,6 +347,123 @@ mod tests {
                 check(dtype, &rounded(dtype, &logits), &labels);
             }
         }
+    }
+
+    /// Losses, log-sum-exps and gradients of logits whose columns are cut at `cuts`.
+    fn in_parts(
+        queue: &CpuQueue,
+        dtype: DType,
+        logits: &[f64],
+        labels: &[i32],
+        cuts: &[usize],
+    ) -> [Vec<f64>; 3] {
+        let tokens = labels.len();
+        let vocabulary = logits.len() / tokens;
+        let labels = tensor(labels);
+        let columns = |x: &[f64], from: usize, to: usize| -> Vec<f64> {
+            x.chunks(vocabulary).flat_map(|row| row[from..to].to_vec()).collect()
+        };
+        let parts: Vec<Tensor> = cuts
+            .windows(2)
+            .map(|cut| floats(dtype, [tokens, cut[1] - cut[0]], &columns(logits, cut[0], cut[1])))
+            .collect();
+        let statistics = floats(DType::F32, [parts.len(), 3, tokens], &vec![9.0; parts.len() * 3 * tokens]);
+        for (i, (part, cut)) in parts.iter().zip(cuts).enumerate() {
+            queue.softmax_statistics(part.view(), labels.view(), *cut, statistics.view().rows(i..i + 1));
+        }
+        let [log_sum_exp, losses] = [(); 2].map(|()| floats(DType::F32, [tokens], &vec![9.0; tokens]));
+        queue.merge_softmax(statistics.view(), labels.view(), log_sum_exp.view(), losses.view());
+        let mut gradient = vec![9.0; logits.len()];
+        for (part, cut) in parts.iter().zip(cuts.windows(2)) {
+            queue.softmax_gradient(part.view(), labels.view(), cut[0], log_sum_exp.view(), 0.25);
+            let width = cut[1] - cut[0];
+            for (row, part) in gradient.chunks_mut(vocabulary).zip(values(part.view()).chunks(width.max(1))) {
+                row[cut[0]..cut[1]].copy_from_slice(&part[..width]);
+            }
+        }
+        [values(losses.view()), values(log_sum_exp.view()), gradient]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn columns_in_parts_give_the_losses_and_gradients_of_the_whole(
+            (tokens, vocabulary) in prop_oneof![(1usize..8, 4usize..600), (20usize..30, 4000usize..5000)],
+            scale in 0.1f64..30.0,
+        ) {
+            let labels: Vec<i32> =
+                (0..tokens).map(|t| if t % 3 == 2 { -100 } else { (t * 7919 % vocabulary) as i32 }).collect();
+            let cut = vocabulary / 3;
+            for dtype in ACTIVATIONS {
+                let logits: Vec<f64> = random(1, tokens * vocabulary).iter().map(|x| scale * x).collect();
+                let logits = rounded(dtype, &logits);
+                let (expected, log_sum_exp) = reference::cross_entropy(&logits, &labels);
+                let gradient = reference::cross_entropy_backward(&logits, &labels, 0.25);
+                let largest = log_sum_exp.iter().fold(1.0, |a: f64, b| a.max(b.abs()));
+                // The last part but one has no columns.
+                for cuts in [&[0, vocabulary][..], &[0, 1, cut, 2 * cut, 2 * cut, vocabulary]] {
+                    let run = |queue: &CpuQueue| in_parts(queue, dtype, &logits, &labels, cuts).to_vec();
+                    on_every_queue(run, |results| {
+                        assert_close("losses", &results[0], &expected, 1e-6, 2e-7 * largest);
+                        for (token, label) in labels.iter().enumerate() {
+                            let expected = if *label == -100 { f64::NEG_INFINITY } else { log_sum_exp[token] };
+                            let found = results[1][token];
+                            assert!(
+                                found == expected || (found - expected).abs() <= 1e-6 * largest,
+                                "log-sum-exp {found} instead of {expected}"
+                            );
+                        }
+                        let relative = tolerance(dtype) + 2e-7 * largest;
+                        assert_close("gradient", &results[2], &gradient, relative, 1e-7 + 1e-7 * largest);
+                    });
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_part_gives_the_numbers_of_the_whole() {
+        let (tokens, vocabulary) = (9, 1003);
+        let logits = random_of(DType::F32, 1, tokens * vocabulary);
+        let labels: Vec<i32> = (0..tokens as i32).map(|t| if t == 4 { -100 } else { t * 111 }).collect();
+        let run = |queue: &CpuQueue| {
+            let whole = floats(DType::F32, [tokens, vocabulary], &logits);
+            let losses = floats(DType::F32, [tokens], &vec![9.0; tokens]);
+            queue.cross_entropy_with_gradient(whole.view(), tensor(&labels).view(), losses.view(), 0.25);
+            let [in_parts, _, gradient] = in_parts(queue, DType::F32, &logits, &labels, &[0, vocabulary]);
+            vec![in_parts, values(losses.view()), gradient, values(whole.view())]
+        };
+        on_every_queue(run, |results| {
+            assert_close("losses", &results[0], &results[1], 1e-7, 2.4e-7);
+            assert_close("gradient", &results[2], &results[3], 1e-6, 0.0);
+        });
+    }
+
+    #[test]
+    fn a_part_of_nothing_but_negative_infinity_has_no_share() {
+        let nothing = f64::NEG_INFINITY;
+        let logits = [1.0, 2.0, nothing, nothing, 3.0, 0.5, nothing, nothing];
+        let run = |queue: &CpuQueue| in_parts(queue, DType::F32, &logits, &[0, 0], &[0, 2, 4]).to_vec();
+        let (losses, _) = reference::cross_entropy(&logits, &[0, 0]);
+        let gradient = reference::cross_entropy_backward(&logits, &[0, 0], 0.25);
+        on_every_queue(run, |results| {
+            assert_close("losses", &results[0], &losses, 1e-6, 5e-7);
+            assert_close("gradient", &results[2], &gradient, 1e-6, 1e-8);
+        });
+    }
+
+    #[test]
+    fn a_nan_in_one_part_spoils_the_token_in_all() {
+        let logits = [f64::NEG_INFINITY, f64::NAN, 1.0, 2.0, 1.0, 2.0, 3.0, 4.0];
+        let run = |queue: &CpuQueue| in_parts(queue, DType::F32, &logits, &[2, 2], &[0, 2, 4]).to_vec();
+        on_every_queue(run, |results| {
+            assert!(results[0][0].is_nan() && results[2][..4].iter().all(|x| x.is_nan()), "{results:?}");
+            assert!(
+                results[0][1].is_finite() && results[2][4..].iter().all(|x| x.is_finite()),
+                "{results:?}"
+            );
+        });
     }
 
     #[test]
@@ -236,5 +525,11 @@ mod tests {
     #[should_panic(expected = "token 0 has label -1,")]
     fn a_negative_label_that_is_not_the_mask_is_named() {
         check_labels(tensor(&[-1]).view(), 3);
+    }
+
+    #[test]
+    #[should_panic(expected = "token 1 has label -2, which no vocabulary has (-100 = masked)")]
+    fn a_negative_label_is_named_by_parts_as_well() {
+        check_labels_of_parts(tensor(&[5, -2]).view());
     }
 }

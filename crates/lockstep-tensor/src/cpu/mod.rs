@@ -301,6 +301,31 @@ impl Kernels for CpuQueue {
         loss::cross_entropy_with_gradient(self, logits, labels, losses, seed);
     }
 
+    fn softmax_statistics(
+        &self,
+        logits: View<'_>,
+        labels: View<'_>,
+        first_column: usize,
+        statistics: View<'_>,
+    ) {
+        loss::softmax_statistics(self, logits, labels, first_column, statistics);
+    }
+
+    fn merge_softmax(&self, parts: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, losses: View<'_>) {
+        loss::merge_softmax(self, parts, labels, log_sum_exp, losses);
+    }
+
+    fn softmax_gradient(
+        &self,
+        logits: View<'_>,
+        labels: View<'_>,
+        first_column: usize,
+        log_sum_exp: View<'_>,
+        seed: f32,
+    ) {
+        loss::softmax_gradient(self, logits, labels, first_column, log_sum_exp, seed);
+    }
+
     fn adamw(&self, step: &AdamW<'_>) {
         optimizer::adamw(self, step);
     }

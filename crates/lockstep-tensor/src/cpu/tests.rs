@@ -105,6 +105,11 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         q.dropout(dropout, TokenPlaces::whole(0), 0, x, y);
         q.cross_entropy(x, labels.view(), rstd);
         q.cross_entropy_with_gradient(x, labels.view(), rstd, 1.0);
+        let statistics = floats(DType::F32, [2, 3, 0], &[]);
+        q.softmax_statistics(x, labels.view(), 7, statistics.view().rows(0..1));
+        let losses = floats(DType::F32, [0], &[]);
+        q.merge_softmax(statistics.view(), labels.view(), rstd, losses.view());
+        q.softmax_gradient(x, labels.view(), 7, rstd, 1.0);
         q.cast(x, y);
         q.zero(y);
         q.gemm(Gemm {
@@ -369,6 +374,12 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     assert_refused("cross_entropy_with_gradient", || {
         q.cross_entropy_with_gradient(a, labels.view(), row_of_a, 1.0);
     });
+    let parts = floats(DType::F32, [1, 3, 4], &[0.0; 12]);
+    assert_refused("softmax_statistics", || q.softmax_statistics(a, labels.view(), 0, a.rows(0..3)));
+    assert_refused("merge_softmax", || {
+        q.merge_softmax(parts.view(), labels.view(), row_of_a, row_of_a);
+    });
+    assert_refused("softmax_gradient", || q.softmax_gradient(a, labels.view(), 0, row_of_a, 1.0));
     assert_refused("adamw", || q.adamw(&adamw_step([a, b, c, c])));
     assert_refused("adamw's gradient", || q.adamw(&adamw_step([a, a, c, d])));
     assert_refused("sgd", || q.sgd(&momentum_step([a, b, a])));

@@ -7,6 +7,7 @@
 //! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
+//! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
 //! - [`random`]: the counter-based generator behind initial weights, dropout and shuffling, so that no
 //!   number depends on how many ranks share the work.
 //! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
@@ -19,6 +20,7 @@ mod mesh;
 mod nearest;
 mod parameter;
 pub mod random;
+pub mod schedule;
 
 pub use dtype::DType;
 pub use memory::{MemoryBytes, MemoryCategory};

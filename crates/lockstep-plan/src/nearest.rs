@@ -12,6 +12,13 @@ pub struct Choices {
     pub above: Option<usize>,
 }
 
+impl Choices {
+    /// The only valid choice.
+    pub(crate) const fn only(choice: usize) -> Self {
+        Self { below: Some(choice), above: None }
+    }
+}
+
 impl fmt::Display for Choices {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.below, self.above) {
@@ -32,6 +39,12 @@ pub(crate) fn nearest_divisor(number: usize, of: usize) -> Choices {
     }
 }
 
+/// The positive multiples of `of` next to `number`.
+pub(crate) fn nearest_multiple(number: usize, of: usize) -> Choices {
+    let below = number / of * of;
+    Choices { below: (below > 0).then_some(below), above: (number / of + 1).checked_mul(of) }
+}
+
 /// One line for each problem.
 pub(crate) fn lines<T: fmt::Display>(problems: &[T]) -> String {
     problems.iter().map(T::to_string).collect::<Vec<_>>().join("\n")
@@ -40,6 +53,12 @@ pub(crate) fn lines<T: fmt::Display>(problems: &[T]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_nearest_multiples_lie_on_both_sides() {
+        assert_eq!(nearest_multiple(10, 4), Choices { below: Some(8), above: Some(12) });
+        assert_eq!(nearest_multiple(3, 4), Choices { below: None, above: Some(4) });
+    }
 
     #[test]
     fn the_nearest_divisors_lie_on_both_sides() {

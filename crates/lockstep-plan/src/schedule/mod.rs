@@ -8,14 +8,16 @@
 //! - [`Kind`] names the published schedules; each is a pure function to lists of [`Pass`]es (`generate`).
 //! - One function derives sends, receives and the rest from such lists, whoever wrote them (`lower`). A user may
 //!   give a CSV file ([`passes_from_csv`]).
-//! - A `Schedule` can only be made of lists that are complete (`validate`) and cannot deadlock (`deadlock`); otherwise there is a
-//!   [`ScheduleError`] with everything that is wrong.
+//! - A `Schedule` can only be made of lists that are complete (`validate`) and cannot deadlock (`deadlock`); otherwise
+//!   there is a [`ScheduleError`] with everything that is wrong.
+//! - [`Schedule::simulate`] tells what happens when, and what memory is held, given the durations of the passes.
 
 mod csv;
 mod deadlock;
 mod generate;
 mod lower;
 mod problem;
+mod simulate;
 #[cfg(test)]
 mod tests;
 mod validate;
@@ -27,6 +29,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 pub use csv::passes_from_csv;
 pub use generate::Kind;
 pub use problem::{ScheduleError, ScheduleProblem, Wait};
+pub use simulate::{Costs, CostsError, Simulation, Span, StageCost};
 
 /// The longest schedules that are made, in forwards of all ranks: enough for anything but a mistake.
 const MOST_PASSES: usize = 1 << 22;

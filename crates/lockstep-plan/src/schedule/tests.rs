@@ -3,7 +3,7 @@ use proptest::{prelude::*, sample::select};
 use super::*;
 
 /// Any published schedule with numbers that it permits.
-pub(crate) fn published() -> impl Strategy<Value = (Kind, usize, usize, usize)> {
+pub(super) fn published() -> impl Strategy<Value = (Kind, usize, usize, usize)> {
     (select(Kind::ALL.to_vec()), 1..7_usize, 1..20_usize, 1..5_usize).prop_map(
         |(kind, ranks, micro_batches, chunks)| {
             let (fewest, most) = kind.chunks();

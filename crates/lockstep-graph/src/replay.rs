@@ -6,7 +6,8 @@ use std::ops::Range;
 
 use lockstep_plan::DType;
 use lockstep_tensor::{
-    Attention, Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, TokenPlaces, View, Write,
+    Attention, AttentionWrite, Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, TokenPlaces,
+    TokenSpan, View, Write,
 };
 
 use crate::{
@@ -307,6 +308,7 @@ impl<'a> Run<'a> {
                     split_heads(target(0), heads, head_dim),
                     split_heads(target(1), key_value_heads, head_dim),
                     split_heads(target(2), key_value_heads, head_dim),
+                    AttentionWrite::OVERWRITE,
                 );
             }
             Operation::SwiGlu { gate, up, .. } => {
@@ -405,12 +407,12 @@ impl<'a> Run<'a> {
         let mut attention = self.geometry(shape, dropout);
         let (mut keys, mut values) = (self.value(k), self.value(v));
         if let Some(cache) = self.replay.cache {
-            let end = cache.filled + attention.query_len;
+            let end = cache.filled + attention.queries.len;
             queue.cast(keys, cache.keys.rows(cache.filled..end));
             queue.cast(values, cache.values.rows(cache.filled..end));
             (keys, values) = (cache.keys.rows(0..end), cache.values.rows(0..end));
-            attention.key_len = end;
-            attention.query_start = cache.filled;
+            attention.keys = TokenSpan::whole(end);
+            attention.queries.position = cache.filled;
         }
         let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
         queue.attention(
@@ -420,6 +422,7 @@ impl<'a> Run<'a> {
             split_heads(values, key_value_heads, head_dim),
             split_heads(self.value(y), heads, head_dim),
             self.log_sum_exp(log_sum_exp, heads),
+            Write::Overwrite,
         );
     }
 
@@ -427,9 +430,8 @@ impl<'a> Run<'a> {
         let block = self.program.shape;
         Attention {
             sequences: block.sequences,
-            query_len: block.seq_len,
-            key_len: block.seq_len,
-            query_start: 0,
+            queries: TokenSpan::whole(block.seq_len),
+            keys: TokenSpan::whole(block.seq_len),
             heads: shape.heads,
             key_value_heads: shape.key_value_heads,
             head_dim: shape.head_dim,

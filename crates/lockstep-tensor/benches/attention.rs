@@ -5,7 +5,9 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
-use lockstep_tensor::{Arena, Attention, CpuQueue, Dropout, Kernels, Tensor};
+use lockstep_tensor::{
+    Arena, Attention, AttentionWrite, CpuQueue, Dropout, Kernels, Tensor, TokenSpan, Write,
+};
 
 const THREADS: usize = 2;
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
@@ -81,9 +83,11 @@ fn attention(c: &mut Criterion) {
             });
             let geometry = Attention {
                 sequences: case.sequences,
-                query_len: case.query_len,
-                key_len: case.key_len,
-                query_start: case.key_len - case.query_len,
+                queries: TokenSpan {
+                    position: case.key_len - case.query_len,
+                    ..TokenSpan::whole(case.query_len)
+                },
+                keys: TokenSpan::whole(case.key_len),
                 heads: case.heads,
                 key_value_heads: case.key_value_heads,
                 head_dim: case.head_dim,
@@ -108,7 +112,16 @@ fn attention(c: &mut Criterion) {
             let mut group = c.benchmark_group(format!("attention {dtype}, {}", case.name));
             group.throughput(Throughput::Elements(2 * operations_per_product));
             let forward = || {
-                queue.attention(&geometry, q.view(), k.view(), v.view(), out.view(), statistics.view());
+                let write = Write::Overwrite;
+                queue.attention(
+                    &geometry,
+                    q.view(),
+                    k.view(),
+                    v.view(),
+                    out.view(),
+                    statistics.view(),
+                    write,
+                );
             };
             group.bench_function("forward", |b| b.iter(forward));
             if case.query_len == case.key_len {
@@ -126,6 +139,7 @@ fn attention(c: &mut Criterion) {
                             dq.view(),
                             dk.view(),
                             dv.view(),
+                            AttentionWrite::OVERWRITE,
                         );
                     });
                 });

@@ -117,18 +117,40 @@ impl TokenPlaces {
     }
 }
 
-/// The geometry of a causal attention. Query `i` of a sequence stands at position `query_start + i` and
-/// sees the keys `j` with `position - window < j <= position`, and none before its document.
+/// Which tokens of each sequence take part in an attention: of those that a tensor holds, `len` from `first` on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TokenSpan {
+    /// Tokens of each sequence that the tensor holds.
+    pub stored: usize,
+    /// The first of them that takes part.
+    pub first: usize,
+    /// How many take part.
+    pub len: usize,
+    /// Where the first one stands in the whole sequence.
+    pub position: usize,
+}
+
+impl TokenSpan {
+    /// All tokens of a tensor that holds whole sequences, or their beginnings.
+    pub fn whole(len: usize) -> Self {
+        Self { stored: len, first: 0, len, position: 0 }
+    }
+}
+
+/// The geometry of a causal attention. A query at a position sees the keys with
+/// `position - window < key's position <= position`, and none before its document.
+///
+/// Queries and keys are spans of each sequence, so that ranks may hold parts of sequences and take the keys of others
+/// part by part (ring attention: Liu et al., 2023): the results of calls on one span of queries and several of keys
+/// are merged, see [`Kernels::attention`].
 #[derive(Debug, Clone, Copy)]
 pub struct Attention<'a> {
     /// Sequences in the batch.
     pub sequences: usize,
-    /// Queries per sequence.
-    pub query_len: usize,
-    /// Keys (and values) per sequence.
-    pub key_len: usize,
-    /// Position of the first query; 0 in training, the number of cached tokens in generation.
-    pub query_start: usize,
+    /// Queries of each sequence.
+    pub queries: TokenSpan,
+    /// Keys (and values) of each sequence.
+    pub keys: TokenSpan,
     /// Query heads.
     pub heads: usize,
     /// Key and value heads; query head `h` reads head `h / (heads / key_value_heads)`.
@@ -139,14 +161,28 @@ pub struct Attention<'a> {
     pub scale: f32,
     /// Sliding window in tokens, if any.
     pub window: Option<usize>,
-    /// The first key of each query's document, if documents that share a sequence are kept apart: u32
-    /// `[sequences·query_len]`, never falling within a sequence. Blocks of keys outside are skipped.
+    /// Where each query's document starts in the whole sequence, if documents that share a sequence are kept apart: u32
+    /// `[sequences·queries.stored]`, never falling within a sequence. Blocks of keys outside are skipped.
     pub document_starts: Option<View<'a>>,
     /// Number of the first query head among those of the whole model, if heads are split over ranks; only the
     /// dropout asks.
     pub first_head: usize,
     /// Dropout of the probabilities: `position` is the query's, `feature` the key's position.
     pub dropout: Option<Dropout<'a>>,
+}
+
+/// How [`Kernels::attention_backward`] writes its results.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AttentionWrite {
+    /// The gradient of the queries.
+    pub queries: Write,
+    /// The gradients of keys and values.
+    pub keys: Write,
+}
+
+impl AttentionWrite {
+    /// For a call that has all queries and all keys.
+    pub const OVERWRITE: Self = Self { queries: Write::Overwrite, keys: Write::Overwrite };
 }
 
 /// The operands of layer normalization, `y = (x - mean) · rstd · weight + bias` over the last dimension.
@@ -364,9 +400,16 @@ pub trait Kernels {
         y: View<'_>,
     );
 
-    /// Causal attention. `q`, `out`: `[sequences·query_len, heads, head_dim]`; `k`, `v`:
-    /// `[sequences·key_len, key_value_heads, head_dim]`; `log_sum_exp`: f32 `[sequences, heads, query_len]`, of the
-    /// scaled scores, before dropout. Never holds a `query_len × key_len` matrix.
+    /// Causal attention. `q`, `out`: `[sequences·queries.stored, heads, head_dim]`; `k`, `v`:
+    /// `[sequences·keys.stored, key_value_heads, head_dim]`; `log_sum_exp`: f32 `[sequences, heads, queries.stored]`, of
+    /// the scaled scores, before dropout. Never holds a matrix of queries by keys. Rows of `out` and `log_sum_exp` that
+    /// are not among the queries stay as they are.
+    ///
+    /// With [`Write::Accumulate`] `out` and `log_sum_exp` hold the attention to other keys, disjoint from these, and
+    /// become that to both: `lse = log(e^a + e^b)`, `out = e^(a - lse) out_a + e^(b - lse) out_b`. `out` may be f32
+    /// whatever the type of `q`, and must be where it is added to: parts of a softmax are kept in f32 and rounded once,
+    /// by [`Kernels::cast`], when all are in. Keys after all queries change nothing and need no call.
+    #[expect(clippy::too_many_arguments, reason = "three inputs, two outputs, and how these are written")]
     fn attention(
         &self,
         attention: &Attention<'_>,
@@ -375,9 +418,13 @@ pub trait Kernels {
         v: View<'_>,
         out: View<'_>,
         log_sum_exp: View<'_>,
+        write: Write,
     );
 
-    /// Gradients of [`Kernels::attention`]: writes `dq`, `dk`, `dv`.
+    /// Gradients of [`Kernels::attention`]: `dq` of the queries, `dk` and `dv` of the keys. `out` and `log_sum_exp` are
+    /// those of all keys, `out` in the type of `q`; a call gives the share that its keys have in `dq` and its queries
+    /// in `dk` and `dv`. `write` says which are replaced and which added to. Each of the
+    /// three may be f32 whatever the type of `q`, and must be where it is added to.
     #[expect(clippy::too_many_arguments, reason = "six inputs and three outputs, all of the mathematics")]
     fn attention_backward(
         &self,
@@ -391,6 +438,7 @@ pub trait Kernels {
         dq: View<'_>,
         dk: View<'_>,
         dv: View<'_>,
+        write: AttentionWrite,
     );
 
     /// `y = silu(gate) · up`.

@@ -22,8 +22,8 @@ pub use arena::{Arena, Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
 pub use error::TensorError;
 pub use kernels::{
-    AdamW, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon, Pending, Rotation,
-    Rounding, Sgd, TokenPlaces, Write,
+    AdamW, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon,
+    Pending, Rotation, Rounding, Sgd, TokenPlaces, TokenSpan, Write,
 };
 pub use mapped::MappedFile;
 pub use shared::{SharedHeap, SharedMemory};

@@ -30,8 +30,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lockstep_plan::exact::ExactSum;
 
 use crate::{
-    AdamW, Arena, Attention, Dropout, Gelu, Gemm, Kernels, LayerNorm, Lion, Muon, Pending, Rotation, Sgd,
-    TensorError, TokenPlaces, View, Write,
+    AdamW, Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, Kernels, LayerNorm, Lion, Muon, Pending,
+    Rotation, Sgd, TensorError, TokenPlaces, View, Write,
 };
 pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak};
@@ -230,8 +230,9 @@ impl Kernels for CpuQueue {
         v: View<'_>,
         out: View<'_>,
         log_sum_exp: View<'_>,
+        write: Write,
     ) {
-        attention::forward(self, attention, q, k, v, out, log_sum_exp);
+        attention::forward(self, attention, [q, k, v], out, log_sum_exp, write);
     }
 
     fn attention_backward(
@@ -246,16 +247,10 @@ impl Kernels for CpuQueue {
         dq: View<'_>,
         dk: View<'_>,
         dv: View<'_>,
+        write: AttentionWrite,
     ) {
-        attention::backward(
-            self,
-            attention,
-            attention::Saved { q, k, v, out, log_sum_exp },
-            dout,
-            dq,
-            dk,
-            dv,
-        );
+        let saved = attention::Saved { q, k, v, out, log_sum_exp };
+        attention::backward(self, attention, saved, dout, [dq, dk, dv], write);
     }
 
     fn swiglu(&self, gate: View<'_>, up: View<'_>, y: View<'_>) {

@@ -10,8 +10,8 @@ use super::{
     testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
 };
 use crate::{
-    Arena, Attention, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, Rounding, Sgd, Tensor,
-    TokenPlaces, View, Write,
+    Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation,
+    Rounding, Sgd, Tensor, TokenPlaces, TokenSpan, View, Write,
 };
 
 const ROWS: usize = 3;
@@ -44,9 +44,8 @@ fn momentum_step<'a>([parameter, gradient, momentum_buffer]: [View<'a>; 3]) -> S
 fn attention(sequences: usize, query_len: usize, key_len: usize) -> Attention<'static> {
     Attention {
         sequences,
-        query_len,
-        key_len,
-        query_start: 0,
+        queries: TokenSpan::whole(query_len),
+        keys: TokenSpan::whole(key_len),
         heads: 1,
         key_value_heads: 1,
         head_dim: 4,
@@ -150,12 +149,13 @@ fn attention_without_sequences_queries_or_keys_writes_what_there_is() {
             let statistics = tensor(query_len, 1);
             let [query, out, dout, dq] = [query.view(), out.view(), dout.view(), dq.view()];
             let [key, value, dk, dv] = [key.view(), value.view(), dk.view(), dv.view()];
-            q.attention(&geometry, query, key, value, out, statistics.view());
-            q.attention_backward(&geometry, query, key, value, out, statistics.view(), dout, dq, dk, dv);
+            q.attention(&geometry, query, key, value, out, statistics.view(), Write::Overwrite);
+            let (statistics, all) = (statistics.view(), AttentionWrite::OVERWRITE);
+            q.attention_backward(&geometry, query, key, value, out, statistics, dout, dq, dk, dv, all);
             for (name, view) in [("out", out), ("dq", dq), ("dk", dk), ("dv", dv)] {
                 assert!(values(view).iter().all(|x| *x == 0.0), "{name} at {level}: {:?}", values(view));
             }
-            assert!(values(statistics.view()).iter().all(|x| *x == f64::NEG_INFINITY), "{level}");
+            assert!(values(statistics).iter().all(|x| *x == f64::NEG_INFINITY), "{level}");
         }
     }
 }
@@ -353,11 +353,12 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
         q.rope(a.rows(0..3), positions.rows(0..3), frequencies, Rotation::Forward, a.rows(1..4));
     });
     let geometry = attention(1, 4, 4);
-    assert_refused("attention", || q.attention(&geometry, a, b, c, a, row(d, 0)));
-    assert_refused("attention's statistic", || q.attention(&geometry, a, b, c, d, row(d, 0)));
+    assert_refused("attention", || q.attention(&geometry, a, b, c, a, row(d, 0), write));
+    assert_refused("attention's statistic", || q.attention(&geometry, a, b, c, d, row(d, 0), write));
     let statistics = floats(DType::F32, [4], &[0.0; 4]);
     assert_refused("attention_backward", || {
-        q.attention_backward(&geometry, a, a, a, a, statistics.view(), a, b, c, c);
+        let all = AttentionWrite::OVERWRITE;
+        q.attention_backward(&geometry, a, a, a, a, statistics.view(), a, b, c, c, all);
     });
     assert_refused("swiglu", || q.swiglu(a, b, b));
     assert_refused("swiglu_backward", || q.swiglu_backward(a, b, c, d, d));

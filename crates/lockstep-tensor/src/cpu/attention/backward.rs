@@ -12,12 +12,10 @@ use super::{
     block::{PREFETCH_ROWS, gather, kept, pack, prefetch, score, transpose},
     geometry::{Bits, Geometry, Pair, rows_with},
     lanes::Lanes,
+    output::Output as Gradient,
     product::{Left, Output, Right, multiply},
 };
-use crate::{
-    Write,
-    cpu::{simd::Float, tasks::Operand},
-};
+use crate::{Write, cpu::simd::Float};
 
 /// Keys whose gradients are summed together.
 const KEY_STRIP: usize = 4;
@@ -31,9 +29,9 @@ pub(super) struct Backward<'a, T> {
     pub(super) out: &'a [T],
     pub(super) log_sum_exp: &'a [f32],
     pub(super) dout: &'a [T],
-    pub(super) dq: Operand<'a, T>,
-    pub(super) dk: Operand<'a, T>,
-    pub(super) dv: Operand<'a, T>,
+    pub(super) dq: Gradient<'a, T>,
+    pub(super) dk: Gradient<'a, T>,
+    pub(super) dv: Gradient<'a, T>,
 }
 
 /// Scratch of one worker. Blocks of 64 rows unless said otherwise.
@@ -290,7 +288,7 @@ fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
 pub(super) unsafe fn unpack<V: Lanes, T: Float>(
     packed: &[f32],
     factor: f32,
-    target: &Operand<'_, T>,
+    target: &Gradient<'_, T>,
     places: impl Iterator<Item = Range<usize>>,
     width: usize,
 ) {
@@ -299,9 +297,7 @@ pub(super) unsafe fn unpack<V: Lanes, T: Float>(
         || {
             for (row, place) in packed.chunks_exact(width).zip(places) {
                 // SAFETY: no other task accesses the place, says the caller.
-                for (target, value) in unsafe { target.write(place) }.iter_mut().zip(row) {
-                    *target = T::store(value * factor);
-                }
+                unsafe { target.row(place, 1.0, factor, row) };
             }
         },
     );

@@ -136,9 +136,16 @@ pub(super) fn kept<V: Lanes>(
         #[inline(always)]
         || {
             for (bits, row) in kept.iter_mut().zip(rows) {
-                let counter = geometry.dropout_counter(pair, row, first_key, mask.site);
+                let (counter, unused) = geometry.dropout_counter(pair, row, first_key, mask.site);
                 // SAFETY: this runs under `V::LEVEL`, which the queue found in the CPU.
-                *bits = unsafe { V::keep_bits(key, counter, mask.threshold) };
+                let keep_bits = |counter| unsafe { V::keep_bits(key, counter, mask.threshold) };
+                *bits = keep_bits(counter);
+                if unused > 0 {
+                    // Words come in fours, of which the first key may have any: the last ones are those of the next block.
+                    let [position, head, four, site] = counter;
+                    let next = keep_bits([position, head, four.wrapping_add(BLOCK as u32 / 4), site]);
+                    *bits = *bits >> unused | next << (BLOCK - unused);
+                }
             }
         },
     );

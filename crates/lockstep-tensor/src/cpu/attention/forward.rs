@@ -10,8 +10,12 @@ use super::{
     block::{gather, kept, pack, prefetch, score, transpose},
     geometry::{Geometry, Pair},
     lanes::Lanes,
+    output::Output,
 };
-use crate::cpu::{simd::Float, tasks::Operand};
+use crate::{
+    Write,
+    cpu::{simd::Float, tasks::Operand},
+};
 
 /// Rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
 pub(super) const TASK_ROWS: usize = 256;
@@ -22,7 +26,7 @@ pub(super) struct Forward<'a, T> {
     pub(super) q: &'a [T],
     pub(super) k: &'a [T],
     pub(super) v: &'a [T],
-    pub(super) out: Operand<'a, T>,
+    pub(super) out: Output<'a, T>,
     pub(super) log_sum_exp: Operand<'a, f32>,
 }
 
@@ -137,20 +141,37 @@ impl<T: Float> Forward<'_, T> {
                     let sum = &sums[i * geometry.padded_dim..];
                     // A row that sees no key attends to nothing: zeros.
                     let inverse = if totals[i] == 0.0 { 0.0 } else { 1.0 / totals[i] };
-                    // SAFETY: tasks own disjoint rows, and a row's elements are its own.
-                    let out = unsafe { self.out.write(geometry.query_vector(pair, row)) };
-                    for (out, sum) in out.iter_mut().zip(sum) {
-                        *out = T::store(sum * inverse);
-                    }
-                    let statistic = geometry.statistic(pair, row);
                     let value = (maxima[i] + libm::log2f(totals[i])) * std::f32::consts::LN_2;
-                    // SAFETY: as above.
+                    let statistic = geometry.statistic(pair, row);
+                    // SAFETY: tasks own disjoint rows, and a row's elements are its own.
                     let place = unsafe { self.log_sum_exp.write(statistic..statistic + 1) };
-                    place[0] = value;
+                    let (total, [keep, share]) = match self.out.write() {
+                        Write::Overwrite => (value, [0.0, 1.0]),
+                        Write::Accumulate => merge(place[0], value),
+                    };
+                    // SAFETY: as above.
+                    unsafe { self.out.row(geometry.query_vector(pair, row), keep, share * inverse, sum) };
+                    place[0] = total;
                 }
             },
         );
     }
+}
+
+/// `log(e^a + e^b)`, and the shares of both in it.
+fn merge(a: f32, b: f32) -> (f32, [f32; 2]) {
+    // Nothing was seen there, or is seen here.
+    if a == f32::NEG_INFINITY {
+        return (b, [0.0, 1.0]);
+    }
+    if b == f32::NEG_INFINITY {
+        return (a, [1.0, 0.0]);
+    }
+    let (a, b) = (f64::from(a), f64::from(b));
+    let largest = if a > b { a } else { b };
+    let [a, b] = [a, b].map(|x| libm::exp(x - largest));
+    let total = a + b;
+    ((largest + libm::log(total)) as f32, [a, b].map(|x| (x / total) as f32))
 }
 
 /// The running softmax of a strip of rows.

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::BLOCK;
-use crate::{Attention, Dropout, cpu::dropout::Mask};
+use crate::{Attention, Dropout, TokenSpan, cpu::dropout::Mask};
 
 /// A 64-bit mask for each row of a block of scores: bit `j` stands for key `j` of the block.
 pub(super) type Bits = [u64; BLOCK];
@@ -14,7 +14,7 @@ pub(super) type Bits = [u64; BLOCK];
 /// An [`Attention`] with what follows from it.
 #[derive(Clone, Copy)]
 pub(super) struct Geometry<'a> {
-    pub(super) query_len: usize,
+    /// Keys that take part; they are counted from the first one.
     pub(super) key_len: usize,
     pub(super) head_dim: usize,
     /// `head_dim` rounded up to whole registers of every level.
@@ -22,13 +22,14 @@ pub(super) struct Geometry<'a> {
     pub(super) scale: f32,
     pub(super) dropout: Option<KeyedMask<'a>>,
     sequences: usize,
-    query_start: usize,
+    queries: TokenSpan,
+    keys: TokenSpan,
     heads: usize,
     first_head: usize,
     key_value_heads: usize,
     group: usize,
     window: usize,
-    /// The first key of each query's document, `[sequences · query_len]`.
+    /// Where the document of each query starts, `[sequences · queries.stored]`.
     document_starts: Option<&'a [u32]>,
 }
 
@@ -44,32 +45,39 @@ impl<'a> Geometry<'a> {
     /// If the attention makes no sense: no heads, query heads that the key heads do not divide, or documents that
     /// are not one after the other.
     pub(super) fn new(attention: &Attention<'a>) -> Self {
-        let &Attention { heads, key_value_heads, head_dim, window, .. } = attention;
+        let &Attention { queries, keys, heads, key_value_heads, head_dim, window, .. } = attention;
         assert!(
             head_dim > 0 && key_value_heads > 0 && heads.is_multiple_of(key_value_heads),
             "attention needs elements per head ({head_dim}) and a multiple of {key_value_heads} key heads, not {heads}"
         );
         assert!(window != Some(0), "a window of 0 tokens sees nothing");
+        for (name, span) in [("queries", queries), ("keys", keys)] {
+            let TokenSpan { stored, first, len, .. } = span;
+            assert!(
+                first <= stored && len <= stored - first,
+                "{name} of attention: {len} from {first} on are more than the {stored} of a sequence"
+            );
+        }
         // SAFETY: the callers check that no output overlaps the starts.
         let document_starts = attention.document_starts.map(|starts| unsafe { starts.slice::<u32>() });
         if let Some(starts) = document_starts {
-            let (found, expected) = (starts.len(), attention.sequences * attention.query_len);
+            let (found, expected) = (starts.len(), attention.sequences * queries.stored);
             assert_eq!(found, expected, "attention needs the start of the document of each query");
             let in_order = |starts: &[u32]| starts.is_sorted();
             assert!(
-                starts.chunks(attention.query_len.max(1)).all(in_order),
+                starts.chunks(queries.stored.max(1)).all(in_order),
                 "the documents of a sequence of attention must follow each other"
             );
         }
         Self {
-            query_len: attention.query_len,
-            key_len: attention.key_len,
+            key_len: keys.len,
             head_dim,
             padded_dim: head_dim.next_multiple_of(16),
             scale: attention.scale,
             dropout: attention.dropout.map(|dropout| KeyedMask::new(dropout, attention.sequences)),
             sequences: attention.sequences,
-            query_start: attention.query_start,
+            queries,
+            keys,
             heads,
             first_head: attention.first_head,
             key_value_heads,
@@ -90,59 +98,65 @@ impl<'a> Geometry<'a> {
 
     /// Rows of a pair.
     pub(super) fn rows(&self) -> usize {
-        self.query_len * self.group
+        self.queries.len * self.group
     }
 
-    /// Elements of a tensor of queries, `[sequences · query_len, heads, head_dim]`.
+    /// Elements of a tensor of queries, `[sequences · queries.stored, heads, head_dim]`.
     pub(super) fn query_elements(&self) -> usize {
-        self.sequences * self.query_len * self.heads * self.head_dim
+        self.sequences * self.queries.stored * self.heads * self.head_dim
     }
 
-    /// Elements of a tensor of keys, `[sequences · key_len, key_value_heads, head_dim]`.
+    /// Elements of a tensor of keys, `[sequences · keys.stored, key_value_heads, head_dim]`.
     pub(super) fn key_elements(&self) -> usize {
-        self.sequences * self.key_len * self.key_value_heads * self.head_dim
+        self.sequences * self.keys.stored * self.key_value_heads * self.head_dim
     }
 
-    /// Elements of the log-sum-exps, `[sequences, heads, query_len]`.
+    /// Elements of the log-sum-exps, `[sequences, heads, queries.stored]`.
     pub(super) fn statistic_elements(&self) -> usize {
-        self.sequences * self.query_len * self.heads
+        self.sequences * self.queries.stored * self.heads
     }
 
     /// Where a row's vector lies in a tensor of queries.
     pub(super) fn query_vector(&self, pair: Pair, row: usize) -> Range<usize> {
-        let token = pair.sequence * self.query_len + row / self.group;
+        let token = pair.sequence * self.queries.stored + self.query(row);
         let start = (token * self.heads + self.head(pair, row)) * self.head_dim;
         start..start + self.head_dim
     }
 
     /// Where a key's vector lies in a tensor of keys.
     pub(super) fn key_vector(&self, pair: Pair, key: usize) -> Range<usize> {
-        let token = pair.sequence * self.key_len + key;
+        let token = pair.sequence * self.keys.stored + self.keys.first + key;
         let start = (token * self.key_value_heads + pair.key_head) * self.head_dim;
         start..start + self.head_dim
     }
 
     /// Where a row's log-sum-exp lies.
     pub(super) fn statistic(&self, pair: Pair, row: usize) -> usize {
-        (pair.sequence * self.heads + self.head(pair, row)) * self.query_len + row / self.group
+        (pair.sequence * self.heads + self.head(pair, row)) * self.queries.stored + self.query(row)
     }
 
     fn head(&self, pair: Pair, row: usize) -> usize {
         pair.key_head * self.group + row % self.group
     }
 
+    /// A row's query among those that a tensor holds of its sequence.
+    fn query(&self, row: usize) -> usize {
+        self.queries.first + row / self.group
+    }
+
     fn position(&self, row: usize) -> usize {
-        self.query_start + row / self.group
+        self.queries.position + row / self.group
     }
 
     /// The keys from the first to the last that some of `rows` (not empty) may see.
     pub(super) fn keys_of(&self, pair: Pair, rows: Range<usize>) -> Range<usize> {
         let in_window = (self.position(rows.start) + 1).saturating_sub(self.window);
         // Starts never fall, so the first row sees the furthest back.
-        let in_document = self
-            .document_starts
-            .map_or(0, |starts| starts[pair.sequence * self.query_len + rows.start / self.group] as usize);
-        in_window.max(in_document)..(self.position(rows.end - 1) + 1).min(self.key_len)
+        let in_document = self.document_starts.map_or(0, |starts| {
+            starts[pair.sequence * self.queries.stored + self.query(rows.start)] as usize
+        });
+        let key_at = |position: usize| position.saturating_sub(self.keys.position);
+        key_at(in_window.max(in_document))..key_at(self.position(rows.end - 1) + 1).min(self.key_len)
     }
 
     /// Which keys of the block that starts at `first_key` each row sees. `None` if no row sees any.
@@ -161,10 +175,17 @@ impl<'a> Geometry<'a> {
         bits.iter().any(|bits| *bits != 0).then_some(bits)
     }
 
-    /// The counter of the dropout block that holds a row's words for the keys from `first_key`.
-    pub(super) fn dropout_counter(&self, pair: Pair, row: usize, first_key: usize, site: u32) -> [u32; 4] {
+    /// The counter of the dropout block that holds a row's word for `first_key`, and which of its four words that is.
+    pub(super) fn dropout_counter(
+        &self,
+        pair: Pair,
+        row: usize,
+        first_key: usize,
+        site: u32,
+    ) -> ([u32; 4], usize) {
         let head = self.first_head + self.head(pair, row);
-        [self.position(row) as u32, head as u32, first_key as u32 / 4, site]
+        let key = self.keys.position + first_key;
+        ([self.position(row) as u32, head as u32, key as u32 / 4, site], key % 4)
     }
 }
 

@@ -4,17 +4,24 @@
 //! adds in a fixed order, so any number of threads gives the same bits. Inside a task, blocks of 64 queries
 //! and 64 keys are brought into scratch as f32, and products of blocks run in registers.
 //!
+//! Ranks that hold parts of sequences call it for one span of queries and one of keys at a time; what the calls give is
+//! merged where it is written.
+//!
 //! `geometry` says who sees whom, `lanes` and `x86` are vector registers, `product` multiplies blocks, `block` packs and
-//! scores them, `forward` and `backward` are the algorithms; `tiles` runs these on bf16 matrix instructions.
+//! scores them, `forward` and `backward` are the algorithms, `output` is where they write; `tiles` runs these on bf16
+//! matrix instructions.
 
 mod backward;
 mod block;
 mod forward;
 mod geometry;
 mod lanes;
+mod output;
 mod product;
 #[cfg(test)]
 mod reference;
+#[cfg(test)]
+mod span_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
@@ -32,13 +39,13 @@ use lockstep_plan::{DType, MemoryCategory};
 
 #[cfg(target_arch = "x86_64")]
 use self::tiles::{TileBackward, TileForward};
-use self::{backward::Backward, forward::Forward, geometry::Geometry, lanes::Lanes};
+use self::{backward::Backward, forward::Forward, geometry::Geometry, lanes::Lanes, output::Output};
 #[cfg(target_arch = "x86_64")]
 use super::gemm::panels::{Avx512Dot, Tiles};
 use super::{CpuQueue, check_disjoint, simd::with_float, tasks::Operand};
 #[cfg(target_arch = "x86_64")]
 use crate::CpuLevel;
-use crate::{Attention, View};
+use crate::{Attention, AttentionWrite, View, Write};
 
 /// Rows and keys of a block of scores. The masks of a row are words of as many bits.
 const BLOCK: usize = 64;
@@ -60,11 +67,10 @@ pub(super) struct Saved<'a> {
 pub(super) fn forward(
     queue: &CpuQueue,
     attention: &Attention<'_>,
-    q: View<'_>,
-    k: View<'_>,
-    v: View<'_>,
+    [q, k, v]: [View<'_>; 3],
     out: View<'_>,
     log_sum_exp: View<'_>,
+    write: Write,
 ) {
     check_operands(attention, &[out, log_sum_exp], &[q, k, v]);
     let geometry = Geometry::new(attention);
@@ -80,7 +86,7 @@ pub(super) fn forward(
                     q: q.slice(),
                     k: k.slice(),
                     v: v.slice(),
-                    out: Operand::new(out),
+                    out: Output::new("out", out, write),
                     log_sum_exp: Operand::new(log_sum_exp),
                 }
             }
@@ -109,9 +115,8 @@ pub(super) fn backward(
     attention: &Attention<'_>,
     saved: Saved<'_>,
     dout: View<'_>,
-    dq: View<'_>,
-    dk: View<'_>,
-    dv: View<'_>,
+    [dq, dk, dv]: [View<'_>; 3],
+    write: AttentionWrite,
 ) {
     let Saved { q, k, v, out, log_sum_exp } = saved;
     check_operands(attention, &[dq, dk, dv], &[q, k, v, out, log_sum_exp, dout]);
@@ -131,9 +136,9 @@ pub(super) fn backward(
                     out: out.slice(),
                     log_sum_exp: log_sum_exp.slice(),
                     dout: dout.slice(),
-                    dq: Operand::new(dq),
-                    dk: Operand::new(dk),
-                    dv: Operand::new(dv),
+                    dq: Output::new("dq", dq, write.queries),
+                    dk: Output::new("dk", dk, write.keys),
+                    dv: Output::new("dv", dv, write.keys),
                 }
             }
         };

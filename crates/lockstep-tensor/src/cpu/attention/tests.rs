@@ -8,14 +8,20 @@ use proptest::prelude::*;
 
 use super::reference::Case;
 use crate::{
-    Arena, Attention, CpuLevel, CpuQueue, Dropout, Kernels, Tensor,
+    Arena, Attention, AttentionWrite, CpuLevel, CpuQueue, Dropout, Kernels, Tensor, TokenSpan, Write,
     cpu::{simd::Float, testing},
 };
 
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
 
 /// A plain causal attention over `len` tokens.
-fn causal(sequences: usize, len: usize, heads: usize, key_value_heads: usize, head_dim: usize) -> Case {
+pub(super) fn causal(
+    sequences: usize,
+    len: usize,
+    heads: usize,
+    key_value_heads: usize,
+    head_dim: usize,
+) -> Case {
     Case {
         sequences,
         query_len: len,
@@ -34,15 +40,15 @@ fn causal(sequences: usize, len: usize, heads: usize, key_value_heads: usize, he
 }
 
 /// What both implementations are given, rounded to `T`.
-struct Inputs<T> {
-    q: Vec<T>,
-    k: Vec<T>,
-    v: Vec<T>,
-    dout: Vec<T>,
+pub(super) struct Inputs<T> {
+    pub(super) q: Vec<T>,
+    pub(super) k: Vec<T>,
+    pub(super) v: Vec<T>,
+    pub(super) dout: Vec<T>,
 }
 
 impl<T: Float> Inputs<T> {
-    fn random(case: &Case, seed: u64) -> Self {
+    pub(super) fn random(case: &Case, seed: u64) -> Self {
         let draw = |which: u64, elements: usize| {
             let philox = Philox::new(seed * 4 + which);
             (0..elements).map(|i| T::store(philox.normal(i as u64))).collect()
@@ -58,12 +64,12 @@ impl<T: Float> Inputs<T> {
 
 /// What the kernels give.
 #[derive(PartialEq, Debug)]
-struct Outputs {
-    out: Vec<f32>,
-    log_sum_exp: Vec<f32>,
-    dq: Vec<f32>,
-    dk: Vec<f32>,
-    dv: Vec<f32>,
+pub(super) struct Outputs {
+    pub(super) out: Vec<f32>,
+    pub(super) log_sum_exp: Vec<f32>,
+    pub(super) dq: Vec<f32>,
+    pub(super) dk: Vec<f32>,
+    pub(super) dv: Vec<f32>,
 }
 
 /// Tensors and dropout keys of a case, on an arena of their own.
@@ -93,9 +99,8 @@ impl<T: Float> Fixture<T> {
         let case = &self.case;
         Attention {
             sequences: case.sequences,
-            query_len: case.query_len,
-            key_len: case.key_len,
-            query_start: case.query_start,
+            queries: TokenSpan { position: case.query_start, ..TokenSpan::whole(case.query_len) },
+            keys: TokenSpan::whole(case.key_len),
             heads: case.heads,
             key_value_heads: case.key_value_heads,
             head_dim: case.head_dim,
@@ -129,7 +134,8 @@ impl<T: Float> Fixture<T> {
         let [dk, dv] = [(); 2].map(|()| self.tensor(&vec![T::store(f32::NAN); self.case.key_elements()]));
         let statistics = self.case.statistic_elements();
         let log_sum_exp = Tensor::zeros(&self.arena, DType::F32, [statistics], CATEGORY).unwrap();
-        queue.attention(&attention, q.view(), k.view(), v.view(), out.view(), log_sum_exp.view());
+        let write = Write::Overwrite;
+        queue.attention(&attention, q.view(), k.view(), v.view(), out.view(), log_sum_exp.view(), write);
         queue.attention_backward(
             &attention,
             q.view(),
@@ -141,6 +147,7 @@ impl<T: Float> Fixture<T> {
             dq.view(),
             dk.view(),
             dv.view(),
+            AttentionWrite::OVERWRITE,
         );
         let widened = |tensor: &Tensor| tensor.view().to_vec::<T>().into_iter().map(T::load).collect();
         Outputs {
@@ -154,18 +161,18 @@ impl<T: Float> Fixture<T> {
 }
 
 /// The sets of instructions that attention tells apart, as far as this CPU has them.
-fn levels() -> impl Iterator<Item = CpuLevel> {
+pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
     testing::levels()
 }
 
 /// A queue of a level that the CPU lacks, where its instructions can be emulated.
 #[cfg(target_arch = "x86_64")]
-fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
+pub(super) fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
     crate::cpu::gemm::amx_emulator::queue(level, threads, arena)
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
+pub(super) fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
     None
 }
 
@@ -180,12 +187,16 @@ fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expect
 
 /// Compares all outputs at a level with the reference.
 fn check<T: Float>(case: &Case, level: CpuLevel, seed: u64) {
-    let inputs = Inputs::<T>::random(case, seed);
+    let actual = Fixture::new(case, Inputs::<T>::random(case, seed)).run(level, 2);
+    assert_agrees(case, level, &Inputs::<T>::random(case, seed), &actual);
+}
+
+/// Panics unless the outputs are those of the reference.
+pub(super) fn assert_agrees<T: Float>(case: &Case, level: CpuLevel, inputs: &Inputs<T>, actual: &Outputs) {
     let wide = |x: &[T]| x.iter().map(|x| f64::from(x.load())).collect::<Vec<_>>();
     let (q, k, v, dout) = (wide(&inputs.q), wide(&inputs.k), wide(&inputs.v), wide(&inputs.dout));
     let (out, log_sum_exp) = case.forward(&q, &k, &v);
     let [dq, dk, dv] = case.backward(&q, &k, &v, &dout);
-    let actual = Fixture::new(case, inputs).run(level, 2);
     // f32: a few hundred roundings of 6e-8, which add like a random walk. bf16: inputs are exact, outputs round
     // to 2^-9 relative, and the backward sees the rounded output in rowsum(dO ∘ O).
     let (forward, backward) = if T::DTYPE == DType::F32 { (1e-6, 4e-6) } else { (3e-3, 6e-3) };
@@ -246,7 +257,7 @@ fn a_window_hides_old_keys() {
 
 /// The first token of each token's document, for documents of these lengths one after the other; the last one
 /// goes on to the end of the sequence.
-fn document_starts(len: usize, lengths: &[usize]) -> Vec<u32> {
+pub(super) fn document_starts(len: usize, lengths: &[usize]) -> Vec<u32> {
     let mut starts = Vec::new();
     for &length in lengths {
         let first = starts.len();
@@ -460,7 +471,8 @@ fn scratch_does_not_grow_with_the_length_forward_and_at_most_linearly_backward()
         let [out, dq, dk, dv] = [(); 4].map(|()| fixture.tensor(&fixture.inputs.q));
         let statistics = Tensor::zeros(&fixture.arena, DType::F32, [len], CATEGORY).unwrap();
         let attention = fixture.attention();
-        queue.attention(&attention, x.view(), x.view(), x.view(), out.view(), statistics.view());
+        let write = Write::Overwrite;
+        queue.attention(&attention, x.view(), x.view(), x.view(), out.view(), statistics.view(), write);
         let forward = peak();
         queue.attention_backward(
             &attention,
@@ -473,6 +485,7 @@ fn scratch_does_not_grow_with_the_length_forward_and_at_most_linearly_backward()
             dq.view(),
             dk.view(),
             dv.view(),
+            AttentionWrite::OVERWRITE,
         );
         assert_eq!(fixture.arena.in_use()[MemoryCategory::Workspace], kept);
         (forward, peak())

@@ -1,0 +1,73 @@
+//! Where results go: rows of the type of the operands, or f32, replaced or added to.
+
+use std::ops::Range;
+
+use lockstep_plan::DType;
+
+use crate::{
+    View, Write,
+    cpu::{simd::Float, tasks::Operand},
+};
+
+/// An output of a kernel whose operands are `T`.
+pub(super) struct Output<'a, T> {
+    place: Place<'a, T>,
+    write: Write,
+}
+
+enum Place<'a, T> {
+    Own(Operand<'a, T>),
+    Wide(Operand<'a, f32>),
+}
+
+impl<'a, T: Float> Output<'a, T> {
+    /// # Panics
+    /// If the view holds neither `T` nor f32, or is added to and does not hold f32.
+    pub(super) fn new(name: &str, view: View<'a>, write: Write) -> Self {
+        assert!(
+            write == Write::Overwrite || view.dtype() == DType::F32,
+            "{name} of attention is {view:?}; what is added to must be f32"
+        );
+        let is_own = view.dtype() == T::DTYPE;
+        let place = if is_own { Place::Own(Operand::new(view)) } else { Place::Wide(Operand::new(view)) };
+        Self { place, write }
+    }
+
+    /// Writes `factor · values`, or `keep · what is there + factor · values` where that is added to. Numbers beyond the
+    /// width of the place are padding.
+    ///
+    /// # Safety
+    /// No other task may access the place.
+    #[inline(always)]
+    pub(super) unsafe fn row(&self, place: Range<usize>, keep: f32, factor: f32, values: &[f32]) {
+        // SAFETY: no other task accesses the place, says the caller.
+        unsafe {
+            match (&self.place, self.write) {
+                (Place::Own(out), Write::Overwrite) => {
+                    for (out, value) in out.write(place).iter_mut().zip(values) {
+                        *out = T::store(value * factor);
+                    }
+                }
+                (Place::Wide(out), Write::Overwrite) => {
+                    for (out, value) in out.write(place).iter_mut().zip(values) {
+                        *out = value * factor;
+                    }
+                }
+                (Place::Own(out), Write::Accumulate) => {
+                    for (out, value) in out.write(place).iter_mut().zip(values) {
+                        *out = T::store(keep * out.load() + value * factor);
+                    }
+                }
+                (Place::Wide(out), Write::Accumulate) => {
+                    for (out, value) in out.write(place).iter_mut().zip(values) {
+                        *out = keep * *out + value * factor;
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn write(&self) -> Write {
+        self.write
+    }
+}

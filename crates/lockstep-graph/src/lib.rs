@@ -28,9 +28,10 @@ mod storage;
 mod timeline;
 mod training;
 
+pub use lockstep_plan::Recompute;
 pub use low_rank::LowRank;
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex};
-pub use program::{BlockProfile, ParameterDeclaration, Program, Recompute};
+pub use program::{BlockProfile, ParameterDeclaration, Program};
 pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay};
 pub use timeline::{Activity, Begin, Cost, Pass, Span, Timeline, Trace};

@@ -1,6 +1,6 @@
 //! A recorded block: its parameters, its instructions, and how much memory each way of running it takes.
 
-use lockstep_plan::Initializer;
+use lockstep_plan::{Initializer, Recompute};
 
 use crate::{
     BlockShape, Mode, Recorder, Value,
@@ -22,18 +22,6 @@ pub struct ParameterDeclaration {
     pub initializer: Initializer,
     /// Whether it has a gradient.
     pub trainable: bool,
-}
-
-/// What a block forgets after its forward and computes again in its backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Recompute {
-    /// Nothing: everything the backward needs is saved.
-    #[default]
-    None,
-    /// The outputs of norms, activations and dropouts: cheap to compute, wide to keep.
-    Selective,
-    /// Everything but the block's input.
-    Full,
 }
 
 /// What running a block costs, known as soon as it is recorded.

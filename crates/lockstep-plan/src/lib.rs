@@ -8,6 +8,7 @@
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
+//! - [`Plan`]: how a training step is split, as a JSON file that is checked against the model, the batch and the world.
 //! - [`random`]: the counter-based generator behind initial weights, dropout and shuffling, so that no
 //!   number depends on how many ranks share the work.
 //! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
@@ -19,6 +20,7 @@ mod memory;
 mod mesh;
 mod nearest;
 mod parameter;
+mod plan;
 pub mod random;
 pub mod schedule;
 
@@ -27,3 +29,6 @@ pub use memory::{MemoryBytes, MemoryCategory};
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
+pub use plan::{
+    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute, ValidPlan,
+};

@@ -32,11 +32,15 @@ impl fmt::Display for Choices {
 /// The divisors of `of` next to `number`, in time that grows with the root of `of`.
 pub(crate) fn nearest_divisor(number: usize, of: usize) -> Choices {
     let small = (1..=of.isqrt()).filter(|&candidate| of.is_multiple_of(candidate));
-    let divisors: Vec<usize> = small.flat_map(|divisor| [divisor, of / divisor]).collect();
-    Choices {
-        below: divisors.iter().copied().filter(|&divisor| divisor < number).max(),
-        above: divisors.iter().copied().filter(|&divisor| divisor > number).min(),
-    }
+    next_to(number, small.flat_map(|divisor| [divisor, of / divisor]))
+}
+
+/// The candidates next to `number`.
+pub(crate) fn next_to(number: usize, candidates: impl Iterator<Item = usize>) -> Choices {
+    candidates.fold(Choices { below: None, above: None }, |nearest, candidate| Choices {
+        below: nearest.below.max(Some(candidate).filter(|&candidate| candidate < number)),
+        above: [nearest.above, Some(candidate)].into_iter().flatten().filter(|&choice| choice > number).min(),
+    })
 }
 
 /// The positive multiples of `of` next to `number`.

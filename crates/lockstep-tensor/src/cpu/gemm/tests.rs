@@ -198,7 +198,7 @@ fn an_empty_depth_gives_the_bias_or_leaves_c() {
 fn an_empty_product_writes_nothing() {
     for queue in queues(1) {
         for case in cases(&[[0, 5, 7], [5, 0, 7], [0, 0, 0]]) {
-            assert_eq!(case.run(&queue), []);
+            assert_eq!(case.run(&queue), [0.0_f64; 0]);
         }
     }
 }

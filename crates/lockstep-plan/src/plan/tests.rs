@@ -1,0 +1,235 @@
+use proptest::{prelude::*, sample::select};
+
+use super::*;
+
+/// A model of 12 layers on 8 ranks.
+fn facts() -> Facts {
+    Facts {
+        model: "a model".to_owned(),
+        layers: 12,
+        heads: 12,
+        key_value_heads: 4,
+        intermediate: 3072,
+        vocab: 50_257,
+        experts: 0,
+        expert_intermediate: 0,
+        seq_len: 1024,
+        global_batch: 32,
+        world_size: 8,
+    }
+}
+
+fn plan() -> Plan {
+    Plan {
+        version: PLAN_VERSION,
+        model: "a model".to_owned(),
+        mesh: Degrees { pipeline: 2, shard: 2, tensor: 2, ..Degrees::default() },
+        micro_batch: 2,
+        schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
+        stages: vec![4, 3, 3, 4],
+        recompute: Recompute::Selective,
+        sequence_parallel: true,
+        context_method: ContextMethod::Ring,
+        zero_stage: 1,
+    }
+}
+
+/// All problems of a plan, as text.
+fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
+    match plan.validate(facts) {
+        Err(PlanError::Invalid(problems)) => problems.iter().map(PlanProblem::to_string).collect(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_plan_that_fits_gives_its_mesh_schedule_and_stages() {
+    let valid = plan().validate(&facts()).unwrap();
+    assert_eq!(valid.mesh.world_size(), 8);
+    assert_eq!((valid.schedule.stages(), valid.schedule.micro_batches()), (4, 8));
+    assert_eq!(valid.stages, [0..4, 4..7, 7..10, 10..14]);
+}
+
+#[test]
+fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
+    let rows = Plan { schedule: PipelineSchedule::Rows(vec!["F0,B0".to_owned()]), ..plan() };
+    for plan in [plan(), rows] {
+        assert_eq!(Plan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
+    }
+    let short = r#"{"version": 1, "model": "m", "micro_batch": 3, "stages": [14]}"#;
+    let expected = Plan {
+        version: 1,
+        model: "m".to_owned(),
+        mesh: Degrees::default(),
+        micro_batch: 3,
+        schedule: PipelineSchedule::Published { kind: Kind::OneForwardOneBackward, chunks: 1 },
+        stages: vec![14],
+        recompute: Recompute::None,
+        sequence_parallel: false,
+        context_method: ContextMethod::Ring,
+        zero_stage: 0,
+    };
+    assert_eq!(Plan::from_json(short).unwrap(), expected);
+}
+
+#[test]
+fn a_text_that_is_no_plan_is_refused_with_the_reason() {
+    let message = |text: &str| Plan::from_json(text).unwrap_err().to_string();
+    let with =
+        |field: &str| format!(r#"{{"version": 1, "model": "", "micro_batch": 1, "stages": [], {field}}}"#);
+    for (text, expected) in [
+        ("{".to_owned(), "EOF while parsing"),
+        (with(r#""mesch": {}"#), "unknown field `mesch`, expected one of `version`, `model`, `mesh`"),
+        (with(r#""mesh": {"tensors": 2}"#), "unknown field `tensors`"),
+        (with(r#""schedule": {"kind": "2f2b"}"#), "unknown variant `2f2b`, expected one of `gpipe`, `1f1b`"),
+        (
+            with(r#""schedule": {"kind": "1f1b", "rows": []}"#),
+            "either a kind, with its number of chunks, or rows",
+        ),
+        (with(r#""zero_stage": -1"#), "invalid value: integer `-1`, expected u8"),
+    ] {
+        let message = message(&text);
+        assert!(message.starts_with("this is no plan: ") && message.contains(expected), "{message}");
+    }
+    // A later version is told as such, not by its first unknown field.
+    assert_eq!(
+        message(r#"{"version": 2, "news": 1}"#),
+        "the plan's format has version 2; this program reads version 1"
+    );
+}
+
+#[test]
+fn every_problem_is_told_at_once_with_its_numbers_and_the_nearest_valid_choice() {
+    let wrong = Plan {
+        model: "another".to_owned(),
+        mesh: Degrees { pipeline: 2, replicate: 3, tensor: 5, expert: 3, ..Degrees::default() },
+        micro_batch: 3,
+        schedule: PipelineSchedule::Published { kind: Kind::Interleaved, chunks: 1 },
+        stages: vec![5, 0, 4],
+        zero_stage: 4,
+        ..plan()
+    };
+    assert_eq!(
+        problems(&wrong, &facts()),
+        [
+            "the plan is for the model another, and this one is a model",
+            "zero_stage 4 does not exist; it is 0, 1, 2 or 3",
+            "expert 3 does not divide shard x context x tensor / expert_tensor = 5; nearest: 1 or 5",
+            "the mesh has 30 ranks and the world 8; its other axes have 10, so it can have any multiple of that; \
+             nearest: 10",
+            "tensor 5 does not divide the 12 attention heads; nearest: 4 or 12",
+            "tensor 5 is neither a divisor nor a multiple of the 4 key/value heads; nearest: 4 or 12",
+            "tensor 5 does not divide the 3072 columns of the feed-forward layers; nearest: 4 or 12",
+            "expert 3 needs a model with experts, and this one has none; nearest: 1",
+            "seq_len 1024 is not a multiple of context x tensor = 5; nearest: 1020 or 1025",
+            "global_batch 32 is not a multiple of replicate x shard x micro_batch = 9; nearest: 27 or 36",
+            "the plan splits the model into 3 stages and its schedule has 2, 1 on each of 2 ranks",
+            "stage 1 has no unit; it has at least 1",
+            "the stages have 9 units and the model 14: embedding, 12 blocks and head",
+            "schedule of 4 micro-batches: interleaved_1f1b cannot have 1 stages on each rank; nearest: 2",
+        ]
+    );
+}
+
+#[test]
+fn a_world_of_another_size_is_told_with_the_replicas_that_would_fill_it() {
+    assert_eq!(
+        problems(&plan(), &Facts { world_size: 24, ..facts() }),
+        ["the mesh has 8 ranks and the world 24; with replicate 3 it would have as many"]
+    );
+}
+
+#[test]
+fn context_parallel_splits_sequences_and_for_all_to_all_heads() {
+    let mesh = Degrees { context: 4, tensor: 2, ..Degrees::default() };
+    let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
+    let short = Facts { seq_len: 1004, ..facts() };
+    assert_eq!(
+        problems(&plan, &short),
+        ["seq_len 1004 is not a multiple of 2 x context and context x tensor = 8; nearest: 1000 or 1008"]
+    );
+    let plan = Plan { sequence_parallel: false, context_method: ContextMethod::AllToAll, ..plan };
+    assert_eq!(
+        problems(&plan, &short),
+        ["context x tensor 8 does not divide the 12 attention heads; nearest: 4 or 12"]
+    );
+    let fewer = Facts { heads: 16, key_value_heads: 4, ..short };
+    assert!(plan.validate(&fewer).is_ok(), "{:?}", plan.validate(&fewer));
+}
+
+#[test]
+fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
+    let mesh = Degrees { tensor: 8, ..Degrees::default() };
+    let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
+    let fits = |heads, key_value_heads| plan.validate(&Facts { heads, key_value_heads, ..facts() }).is_ok();
+    assert!(fits(16, 4) && fits(16, 8) && fits(16, 16) && fits(8, 1));
+    assert!(!fits(24, 6) && !fits(12, 4));
+}
+
+#[test]
+fn experts_are_split_evenly() {
+    let mesh = Degrees { shard: 2, tensor: 4, expert: 4, expert_tensor: 2, ..Degrees::default() };
+    let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
+    let facts = Facts { experts: 6, expert_intermediate: 1023, ..facts() };
+    assert_eq!(
+        problems(&plan, &facts),
+        [
+            "expert 4 does not divide the 6 experts; nearest: 3 or 6",
+            "expert_tensor 2 does not divide the 1023 columns of an expert; nearest: 1 or 3",
+        ]
+    );
+    assert!(plan.validate(&Facts { experts: 8, expert_intermediate: 1024, ..facts }).is_ok());
+}
+
+#[test]
+fn a_users_schedule_is_checked_with_the_plan() {
+    let rows = |rows: &[&str]| PipelineSchedule::Rows(rows.iter().map(|row| (*row).to_owned()).collect());
+    let mesh = Degrees { pipeline: 2, replicate: 4, ..Degrees::default() };
+    let facts = Facts { global_batch: 16, ..facts() };
+    let schedule = rows(&["F0,F1,B0,B1", ",F0,B0,F1,B1"]);
+    let plan = Plan { mesh, schedule, stages: vec![7, 7], sequence_parallel: false, ..plan() };
+    assert!(plan.validate(&facts).is_ok(), "{:?}", plan.validate(&facts));
+    let wrong = Plan { schedule: rows(&["F0,B0,F1,B1", "F0,F1,B0"]), ..plan.clone() };
+    assert_eq!(
+        problems(&wrong, &facts),
+        [
+            "schedule of 2 micro-batches: rank 1 forgets 1B1",
+            "schedule of 2 micro-batches: deadlock: rank 0 waits before 0B0 for 1SEND_B0 of rank 1; \
+             rank 1 waits before 1F1 for 0SEND_F1 of rank 0",
+        ]
+    );
+    let wrong = Plan { schedule: rows(&["F0"]), ..plan };
+    assert_eq!(
+        problems(&wrong, &facts),
+        ["schedule of 2 micro-batches: the schedule has 1 rows for 2 pipeline ranks; it needs one for each"]
+    );
+}
+
+proptest! {
+    #[test]
+    fn no_numbers_whatever_make_validation_panic(
+        degrees in prop::array::uniform7(select(vec![0, 1, 2, 3, 4, 6, 8, 1 << 20, usize::MAX])),
+        numbers in prop::array::uniform10(select(vec![0, 1, 2, 3, 4, 5, 8, 12, 100])),
+        stages in prop::collection::vec(select(vec![0, 1, 2, 7, usize::MAX]), 0..5),
+        kind in select(Kind::ALL.to_vec()), chunks in select(vec![0, 1, 2, usize::MAX]),
+        context_method in select(vec![ContextMethod::Ring, ContextMethod::AllToAll]),
+        micro_batch in select(vec![0, 1, 2, usize::MAX]),
+    ) {
+        let [pipeline, replicate, shard, context, tensor, expert, expert_tensor] = degrees;
+        let [layers, heads, key_value_heads, intermediate, vocab, experts, expert_intermediate, seq_len, global_batch,
+            world_size] = numbers;
+        let facts = Facts {
+            model: "a model".to_owned(), layers, heads, key_value_heads, intermediate, vocab, experts,
+            expert_intermediate, seq_len, global_batch, world_size,
+        };
+        let plan = Plan {
+            mesh: Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor },
+            schedule: PipelineSchedule::Published { kind, chunks },
+            stages, context_method, micro_batch, ..plan()
+        };
+        if let Ok(valid) = plan.validate(&facts) {
+            prop_assert_eq!(valid.mesh.world_size(), world_size);
+            prop_assert_eq!(valid.stages.last().unwrap().end, layers + 2);
+        }
+    }
+}

@@ -8,6 +8,7 @@
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
+//! - [`split_units`]: how many layers each stage of a pipeline gets, by what they cost.
 //! - [`Plan`]: how a training step is split, as a JSON file that is checked against the model, the batch and the world.
 //! - [`random`]: the counter-based generator behind initial weights, dropout and shuffling, so that no
 //!   number depends on how many ranks share the work.
@@ -23,6 +24,7 @@ mod parameter;
 mod plan;
 pub mod random;
 pub mod schedule;
+mod split;
 
 pub use dtype::DType;
 pub use memory::{MemoryBytes, MemoryCategory};
@@ -32,3 +34,4 @@ pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use plan::{
     ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute, ValidPlan,
 };
+pub use split::{SplitError, split_units};

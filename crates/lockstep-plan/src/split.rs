@@ -1,0 +1,270 @@
+//! Splits a model into the stages of a pipeline, by what its parts cost.
+//!
+//! A model is a row of units: the embedding, the blocks, the head. They cost unlike amounts (the head of a small model is
+//! worth several blocks), and a pipeline is as slow as its largest stage. So a stage is a run of neighbouring units, at
+//! least one, and the runs are chosen so that
+//!
+//! 1. the largest stage is as small as it can be;
+//! 2. then, where two stages of each rank lie as a V, the largest rank is;
+//! 3. then the sum of the squares of the stages is: all are as even as the rest permits.
+//!
+//! All three are exact, by dynamic programming. Where equals are left, later stages are the larger ones: of those fewer
+//! micro-batches are held at a time.
+
+use crate::schedule::Kind;
+
+/// Beyond this the squares of sums would be no numbers.
+const LARGEST_COST: f64 = 1e100;
+
+/// Why units cannot be split.
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SplitError {
+    /// More stages than units, or none.
+    #[error("{units} units cannot be split into {stages} stages; each stage has at least one")]
+    Stages {
+        /// Units of the model.
+        units: usize,
+        /// Stages of the pipeline.
+        stages: usize,
+    },
+    /// A cost that is no cost.
+    #[error("unit {unit} cannot cost {cost}")]
+    Cost {
+        /// Which.
+        unit: usize,
+        /// What was given.
+        cost: f64,
+    },
+}
+
+/// How many units each stage has, in the order of the stages, for a schedule of `ranks` with `chunks` stages each.
+pub fn split_units(kind: Kind, costs: &[f64], ranks: usize, chunks: usize) -> Result<Vec<usize>, SplitError> {
+    let stages = ranks.saturating_mul(chunks);
+    if stages == 0 || stages > costs.len() {
+        return Err(SplitError::Stages { units: costs.len(), stages });
+    }
+    if let Some(unit) = costs.iter().position(|cost| !(0.0..=LARGEST_COST).contains(cost)) {
+        return Err(SplitError::Cost { unit, cost: costs[unit] });
+    }
+    let runs = Runs::new(costs);
+    let (largest, _) = runs.split_in_a_row(stages, f64::max);
+    let square = |cost: f64| if is_less(largest, cost) { f64::INFINITY } else { cost * cost };
+    if !kind.is_v_shaped() || chunks != 2 {
+        return Ok(runs.split_in_a_row(stages, |cost, rest| square(cost) + rest).1);
+    }
+    let (largest_rank, _) = runs.split_as_a_v(ranks, largest, |down, up, rest| rest.max(down + up));
+    let (_, stages) = runs.split_as_a_v(ranks, largest, |down, up, rest| {
+        if is_less(largest_rank, down + up) { f64::INFINITY } else { square(down) + square(up) + rest }
+    });
+    Ok(stages)
+}
+
+/// What runs of neighbouring units cost.
+struct Runs {
+    /// Costs of all units before each.
+    before: Vec<f64>,
+}
+
+impl Runs {
+    fn new(costs: &[f64]) -> Self {
+        let mut before = vec![0.0];
+        before.extend(costs.iter().scan(0.0, |sum, cost| {
+            *sum += cost;
+            Some(*sum)
+        }));
+        Self { before }
+    }
+
+    fn units(&self) -> usize {
+        self.before.len() - 1
+    }
+
+    fn cost(&self, from: usize, to: usize) -> f64 {
+        self.before[to] - self.before[from]
+    }
+
+    /// The least value of a split into `stages` runs, and their lengths. `add` gives the value of a last run's cost and
+    /// of the runs before it.
+    fn split_in_a_row(&self, stages: usize, add: impl Fn(f64, f64) -> f64) -> (f64, Vec<usize>) {
+        // For each number of units from the left: the least value of this many runs, and where the last one starts.
+        let mut tables = vec![vec![(f64::INFINITY, 0); self.units() + 1]];
+        tables[0][0].0 = 0.0;
+        for stage in 0..stages {
+            let before = &tables[stage];
+            let best = |to: usize| {
+                let starts = (stage..to).map(|from| (add(self.cost(from, to), before[from].0), from));
+                starts.fold(
+                    (f64::INFINITY, 0),
+                    |best, start| if is_less(start.0, best.0) { start } else { best },
+                )
+            };
+            let table = (0..=self.units()).map(best).collect();
+            tables.push(table);
+        }
+        let mut to = self.units();
+        let mut lengths = vec![0; stages];
+        for (stage, length) in lengths.iter_mut().enumerate().rev() {
+            let (_, from) = tables[stage + 1][to];
+            *length = to - from;
+            to = from;
+        }
+        (tables[stages][self.units()].0, lengths)
+    }
+
+    /// The least value of a split into a V of `2 ranks` runs none of which costs more than `largest`, and their lengths.
+    /// `add` gives the value of a rank's two runs and of the ranks after it, which lie between them.
+    fn split_as_a_v(
+        &self,
+        ranks: usize,
+        largest: f64,
+        add: impl Fn(f64, f64, f64) -> f64,
+    ) -> (f64, Vec<usize>) {
+        let width = self.units() + 1;
+        // For each pair (from, to) of what is left for this rank and those after it: the least value, and what is left
+        // after this rank. After the last rank nothing may be left.
+        let mut table: Vec<(f64, usize, usize)> = (0..width * width)
+            .map(|pair| (if pair / width == pair % width { 0.0 } else { f64::INFINITY }, 0, 0))
+            .collect();
+        let mut tables = Vec::with_capacity(ranks);
+        for rank in (0..ranks).rev() {
+            let best = |from: usize, to: usize| {
+                let mut best = (f64::INFINITY, 0, 0);
+                for down in (from + 1..to).take_while(|&down| !is_less(largest, self.cost(from, down))) {
+                    for up in (down..to).rev().take_while(|&up| !is_less(largest, self.cost(up, to))) {
+                        let rest = table[down * width + up].0;
+                        let value = add(self.cost(from, down), self.cost(up, to), rest);
+                        if is_less(value, best.0) {
+                            best = (value, down, up);
+                        }
+                    }
+                }
+                best
+            };
+            let mut next = vec![(f64::INFINITY, 0, 0); width * width];
+            let from_to = |from: usize| (from..width).map(move |to| (from, to));
+            // The first rank has everything left.
+            let left: Vec<(usize, usize)> =
+                if rank == 0 { vec![(0, self.units())] } else { (0..width).flat_map(from_to).collect() };
+            for (from, to) in left {
+                next[from * width + to] = best(from, to);
+            }
+            tables.push(std::mem::replace(&mut table, next));
+        }
+        let (value, ..) = table[self.units()];
+        let mut lengths = vec![0; 2 * ranks];
+        let (mut from, mut to) = (0, self.units());
+        for rank in 0..ranks {
+            let (_, down, up) = table[from * width + to];
+            lengths[rank] = down - from;
+            lengths[2 * ranks - 1 - rank] = to - up;
+            (from, to) = (down, up);
+            table = tables.pop().unwrap_or_default();
+        }
+        (value, lengths)
+    }
+}
+
+/// Whether a value is less than another by more than rounding, so that equals stay equal.
+fn is_less(value: f64, than: f64) -> bool {
+    value < than - 1e-12 * value.abs()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ONE_EACH: Kind = Kind::OneForwardOneBackward;
+
+    /// Every split of `units` into `stages` runs.
+    fn all_splits(units: usize, stages: usize) -> Vec<Vec<usize>> {
+        if stages == 1 {
+            return vec![vec![units]];
+        }
+        let first = |length: usize| {
+            all_splits(units - length, stages - 1).into_iter().map(move |rest| [vec![length], rest].concat())
+        };
+        (1..=units - (stages - 1)).flat_map(first).collect()
+    }
+
+    /// The largest stage, the largest rank of a V (if it is one), and the sum of squares.
+    fn value(kind: Kind, costs: &[f64], split: &[usize]) -> (f64, f64, f64) {
+        let mut units = costs.iter();
+        let stages: Vec<f64> = split.iter().map(|&length| units.by_ref().take(length).sum()).collect();
+        let pairs = stages.iter().zip(stages.iter().rev()).map(|(a, b)| a + b);
+        let largest_rank = if kind.is_v_shaped() { pairs.fold(0.0, f64::max) } else { 0.0 };
+        let squares = stages.iter().map(|cost| cost * cost).sum();
+        (stages.iter().copied().fold(0.0, f64::max), largest_rank, squares)
+    }
+
+    proptest! {
+        #[test]
+        fn no_other_split_is_better(
+            costs in prop::collection::vec(0_u32..12, 2..11), ranks in 1..5_usize, chunks in 1..4_usize,
+            v_shaped in any::<bool>(),
+        ) {
+            let costs: Vec<f64> = costs.into_iter().map(f64::from).collect();
+            let (kind, chunks) = if v_shaped { (Kind::ZeroBubbleV, 2) } else { (Kind::LoopedBreadthFirst, chunks) };
+            let split = split_units(kind, &costs, ranks, chunks);
+            if ranks * chunks > costs.len() {
+                prop_assert_eq!(split, Err(SplitError::Stages { units: costs.len(), stages: ranks * chunks }));
+                return Ok(());
+            }
+            let split = split.unwrap();
+            prop_assert_eq!((split.len(), split.iter().sum()), (ranks * chunks, costs.len()));
+            let best = all_splits(costs.len(), ranks * chunks)
+                .into_iter()
+                .min_by(|a, b| value(kind, &costs, a).partial_cmp(&value(kind, &costs, b)).unwrap())
+                .unwrap();
+            prop_assert_eq!(value(kind, &costs, &split), value(kind, &costs, &best), "{:?}, not {:?}", split, best);
+        }
+    }
+
+    #[test]
+    fn a_large_head_gets_fewer_blocks_beside_it() {
+        // gpt2-124m by parameters that take part in products: a block has 7.1 million, the head 38.6.
+        let mut costs = vec![7.1; 14];
+        (costs[0], costs[13]) = (0.0, 38.6);
+        assert_eq!(split_units(ONE_EACH, &costs, 2, 1).unwrap(), [10, 4]);
+        assert_eq!(split_units(ONE_EACH, &costs, 4, 1).unwrap(), [5, 4, 4, 1]);
+        // As a V the head's rank has the first stage as well, and so a smaller one.
+        assert_eq!(split_units(Kind::ZeroBubbleV, &costs, 2, 2).unwrap(), [4, 4, 5, 1]);
+    }
+
+    #[test]
+    fn equal_blocks_leave_the_larger_stages_at_the_end() {
+        assert_eq!(split_units(ONE_EACH, &[0.1; 10], 4, 1).unwrap(), [2, 2, 3, 3]);
+        assert_eq!(split_units(Kind::Interleaved, &[0.1; 12], 4, 2).unwrap(), [1, 1, 1, 1, 2, 2, 2, 2]);
+        let v = split_units(Kind::DualPipeV, &[0.1; 12], 4, 2).unwrap();
+        assert!(v.iter().zip(v.iter().rev()).all(|(a, b)| a + b == 3), "{v:?}");
+    }
+
+    #[test]
+    fn a_large_model_is_split_at_once() {
+        let mut costs: Vec<f64> = (0..130).map(|unit| 1.0 + f64::from(unit % 7) / 100.0).collect();
+        costs[129] = 3.0;
+        for (kind, ranks, chunks) in
+            [(Kind::Interleaved, 16, 4), (Kind::ZeroBubbleV, 16, 2), (Kind::ZeroBubbleV, 3, 2)]
+        {
+            let split = split_units(kind, &costs, ranks, chunks).unwrap();
+            assert_eq!(split.iter().sum::<usize>(), 130, "{split:?}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_split_is_told() {
+        let message = |costs: &[f64], ranks| split_units(ONE_EACH, costs, ranks, 1).unwrap_err().to_string();
+        assert_eq!(
+            message(&[1.0; 3], 4),
+            "3 units cannot be split into 4 stages; each stage has at least one"
+        );
+        assert_eq!(
+            message(&[1.0; 3], 0),
+            "3 units cannot be split into 0 stages; each stage has at least one"
+        );
+        assert_eq!(message(&[1.0, f64::NAN], 2), "unit 1 cannot cost NaN");
+        assert_eq!(message(&[-1.0, 1.0], 2), "unit 0 cannot cost -1");
+    }
+}

@@ -11,8 +11,13 @@ use super::{Action, Message, Schedule, ScheduleProblem, Wait};
 
 /// The circles of ranks that wait for each other; none if all lists run to their end.
 pub(super) fn deadlocks(schedule: &Schedule) -> Vec<ScheduleProblem> {
-    let everything: HashSet<Action> = schedule.actions.iter().flatten().copied().collect();
-    let mut play = Play { schedule, everything, next: vec![0; schedule.ranks()], happened: HashSet::new() };
+    let messages = schedule.actions.iter().flatten().filter(|action| is_message(action));
+    let mut play = Play {
+        schedule,
+        pending: messages.copied().collect(),
+        next: vec![0; schedule.ranks()],
+        step: schedule.actions.iter().map(|list| list.iter().position(|a| *a == Action::Step)).collect(),
+    };
     let mut moved = true;
     while moved {
         moved = false;
@@ -20,7 +25,9 @@ pub(super) fn deadlocks(schedule: &Schedule) -> Vec<ScheduleProblem> {
             while let Some(action) = play.next_of(rank)
                 && play.wait_of(rank, action).is_none()
             {
-                play.happened.insert(action);
+                if is_message(&action) {
+                    play.pending.remove(&action);
+                }
                 play.next[rank] += 1;
                 moved = true;
             }
@@ -32,11 +39,17 @@ pub(super) fn deadlocks(schedule: &Schedule) -> Vec<ScheduleProblem> {
     circles(&waits)
 }
 
+fn is_message(action: &Action) -> bool {
+    matches!(action, Action::Send(_) | Action::Receive(_))
+}
+
 struct Play<'a> {
     schedule: &'a Schedule,
-    everything: HashSet<Action>,
+    /// Sends and receives that have not happened.
+    pending: HashSet<Action>,
     next: Vec<usize>,
-    happened: HashSet<Action>,
+    /// Where each list has its update of the weights.
+    step: Vec<Option<usize>>,
 }
 
 impl Play<'_> {
@@ -51,21 +64,16 @@ impl Play<'_> {
             Action::Compute(pass) => {
                 let message = Message::needed_by(pass, self.schedule.stages())?;
                 let send = Action::Send(message);
-                let pending = self.everything.contains(&send) && !self.happened.contains(&send);
                 let on = *self.schedule.rank_of.get(message.from)?;
-                pending.then(|| wait(on, send))
+                self.pending.contains(&send).then(|| wait(on, send))
             }
             Action::Send(message) => {
                 let receive = Action::Receive(message);
-                let pending = self.everything.contains(&receive) && !self.happened.contains(&receive);
                 let on = *self.schedule.rank_of.get(message.to)?;
-                pending.then(|| wait(on, receive))
+                self.pending.contains(&receive).then(|| wait(on, receive))
             }
             Action::Step => (0..self.schedule.ranks())
-                .find(|&other| {
-                    let list = &self.schedule.actions[other];
-                    list[self.next[other]..].iter().position(|action| *action == Action::Step) > Some(0)
-                })
+                .find(|&other| self.step[other].is_some_and(|step| step > self.next[other]))
                 .map(|other| wait(other, Action::Step)),
             Action::Receive(_) | Action::ReduceGradients { .. } => None,
         }

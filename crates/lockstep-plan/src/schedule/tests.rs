@@ -215,6 +215,29 @@ proptest! {
     }
 
     #[test]
+    fn every_send_follows_its_pass_and_every_receive_stands_before_its_own(
+        (kind, ranks, micro_batches, chunks) in published(),
+    ) {
+        let schedule = Schedule::new(kind, ranks, micro_batches, chunks).unwrap();
+        let stages = schedule.stages();
+        for rank in 0..ranks {
+            let list = schedule.actions(rank);
+            for (place, action) in list.iter().enumerate() {
+                if let Action::Send(message) = action {
+                    let Action::Compute(pass) = list[place - 1] else { panic!("{}: {action}", text(&schedule, rank)) };
+                    prop_assert_eq!(Message::made_by(pass, stages), Some(*message));
+                }
+                if let Action::Receive(message) = action {
+                    let needs = |action: &Action| {
+                        matches!(action, Action::Compute(pass) if Message::needed_by(*pass, stages) == Some(*message))
+                    };
+                    prop_assert!(list[place..].iter().any(needs), "{}: {action}", text(&schedule, rank));
+                }
+            }
+        }
+    }
+
+    #[test]
     fn a_pass_taken_out_or_moved_is_always_noticed(
         (kind, ranks, micro_batches, chunks) in published(), at in any::<prop::sample::Index>(), rank in 0..6_usize,
     ) {

@@ -14,7 +14,7 @@ use lockstep_checkpoint::{
     Checkpoint, CheckpointError, CoverageError, DType, Digest, Region, SaveRequest, Staging, TensorKind,
     TensorSlice, latest_good, list, prune, safetensors::SafetensorsFile, save, write_shard,
 };
-use lockstep_plan::{Initializer, ParameterRecord};
+use lockstep_plan::{Initializer, ParameterRecord, Share};
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -214,6 +214,7 @@ fn a_save_that_does_not_cover_everything_once_fails_and_leaves_nothing() {
 fn every_untied_parameter_of_the_model_must_be_saved() {
     let dir = tempfile::tempdir().unwrap();
     let record = |name: &str, shape: &[usize], tie| ParameterRecord {
+        share: Share::default(),
         name: name.to_owned(),
         shape: shape.to_vec(),
         initializer: Initializer::Zeros,

@@ -1,18 +1,16 @@
 //! One rank's training state and the steps that change it.
 
-use std::convert::Infallible;
-
 use lockstep_comm::CommError;
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Recompute, Timeline};
-use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, Tuning};
+use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
 use crate::optimizer::{Operands, Role};
 use crate::state::tensors_of;
 use crate::{
-    EngineError, FlatStore, Gradients, HostBatch, Optimizer, Reducer, Runner, StateKind, StateTensor,
-    Storage, WeightStorage, Weights,
+    EngineError, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StateTensor, Storage,
+    Traffic, WeightStorage, Weights, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -49,6 +47,13 @@ pub struct Update {
     pub step: u64,
 }
 
+/// Where a micro-batch stands in its step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    BeforeOthers,
+    Last,
+}
+
 /// Weights, gradients, optimizer state and the programs that work on them.
 pub struct Engine {
     arena: Arena,
@@ -69,6 +74,9 @@ pub struct Engine {
     master: Option<FlatStore>,
     gradients: Gradients,
     optimizer_state: Vec<(StateKind, FlatStore)>,
+    groups: Groups,
+    /// None if all gradients are whole.
+    reducer: Option<Reducer>,
 }
 
 impl Engine {
@@ -107,10 +115,30 @@ impl Engine {
         storage: Storage,
         arena: &Arena,
     ) -> Result<Self, EngineError> {
+        Self::in_groups(config, tuning, options, storage, arena, Groups::alone())
+    }
+
+    /// An engine that trains what `tuning` says of `config`, with all weights zero, together with the other ranks of
+    /// `groups`, which call this, and all that follows, in the same order.
+    ///
+    /// # Errors
+    /// As for [`Engine::new`], and [`EngineError::Comm`].
+    ///
+    /// # Panics
+    /// If nothing is trained.
+    pub fn in_groups(
+        config: &ModelConfig,
+        tuning: &Tuning,
+        options: EngineOptions,
+        storage: Storage,
+        arena: &Arena,
+        groups: Groups,
+    ) -> Result<Self, EngineError> {
         let EngineOptions { shape, recompute, optimizer, seed, threads, micro_batches } = options;
-        let record = |config: &ModelConfig, tuning: &Tuning| {
-            RecordedModel::tuned(config, tuning, Mode::Training, shape, recompute, HeadOutput::Losses)
-        };
+        let head_output = HeadOutput::Losses;
+        let tensor = groups.tensor_place();
+        let recording = RecordingOptions { mode: Mode::Training, shape, recompute, head_output, tensor };
+        let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
         let model = record(config, tuning);
         let evaluation = (config.has_dropout() || tuning.has_dropout())
             .then(|| record(&config.without_dropout(), &tuning.without_dropout()));
@@ -135,9 +163,11 @@ impl Engine {
         let category = MemoryCategory::Parameters;
         let is_frozen = |record: &ParameterRecord| !record.trainable;
         let frozen = FlatStore::zeros_where(arena, &records, shape.dtype, category, is_frozen)?;
+        let queue = CpuQueue::new(threads, arena)?;
         Ok(Self {
-            queue: CpuQueue::new(threads, arena)?,
-            runner: Runner::new(&model, arena, seed)?,
+            reducer: Reducer::new(&groups, &records, queue.workers())?,
+            queue,
+            runner: Runner::in_groups(&model, arena, seed, groups.clone())?,
             weights,
             frozen,
             master: (shape.dtype != DType::F32 && storage.weights == WeightStorage::Master)
@@ -155,6 +185,7 @@ impl Engine {
             model,
             evaluation,
             records,
+            groups,
         })
     }
 
@@ -175,14 +206,18 @@ impl Engine {
         // Part by part: a copy of the largest parameter may be the most memory that a run ever needs.
         const PART: usize = 1 << 20;
         let record = &self.records[id.0];
-        let elements = record.elements();
-        let mut values = vec![0.0; PART.min(elements)];
-        for start in (0..elements).step_by(PART) {
-            let part = &mut values[..PART.min(elements - start)];
-            self.queue.fill(part, |offset, part| {
-                record.initializer.fill(seed, &record.name, (start + offset) as u64, part);
-            });
-            self.parameter_store(id).write_part(id, start, part);
+        let mut values = vec![0.0; PART.min(record.local_elements())];
+        let mut place = 0;
+        for (first, len) in record.share.stretches(&record.shape) {
+            for start in (0..len).step_by(PART) {
+                let part = &mut values[..PART.min(len - start)];
+                self.queue.fill(part, |offset, part| {
+                    let first = (first + start + offset) as u64;
+                    record.initializer.fill(seed, &record.name, first, part);
+                });
+                self.parameter_store(id).write_part(id, place, part);
+                place += part.len();
+            }
         }
         self.round_parameter(id);
         Ok(())
@@ -240,15 +275,17 @@ impl Engine {
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. `seed_gradient` is `1 / G`.
     ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    ///
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
-    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> f64 {
-        let Ok(()) = self.micro_batch(batch, seed_gradient, |_, _, _| Ok::<(), Infallible>(()));
-        self.runner.loss_sum(&self.model)
+    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> Result<f64, CommError> {
+        self.micro_batch(batch, seed_gradient, Place::BeforeOthers)
     }
 
     /// Forward and backward of all micro-batches of a step; returns the sum of their losses. `seed_gradient` is `1 / G`.
-    /// With a reducer gradients are summed over its replicas, those of each unit as soon as the last micro-batch has
+    /// Gradients are summed over the ranks that have summands of them, those of each unit as soon as the last micro-batch has
     /// contributed to them.
     ///
     /// # Errors
@@ -260,63 +297,61 @@ impl Engine {
         &mut self,
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
         seed_gradient: f32,
-        mut reducer: Option<&mut Reducer>,
     ) -> Result<f64, CommError> {
         self.begin_step();
-        if let Some(reducer) = &mut reducer {
+        if let Some(reducer) = &mut self.reducer {
             self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
         }
         let mut batches = batches.peekable();
         let mut loss_sum = 0.0;
         while let Some(batch) = batches.next() {
-            loss_sum += match &mut reducer {
-                Some(reducer) if batches.peek().is_none() => {
-                    self.accumulate_and_reduce(&batch, seed_gradient, reducer)?
-                }
-                _ => self.accumulate(&batch, seed_gradient),
-            };
+            let place = if batches.peek().is_some() { Place::BeforeOthers } else { Place::Last };
+            loss_sum += self.micro_batch(&batch, seed_gradient, place)?;
         }
         self.complete_gradients();
         Ok(loss_sum)
     }
 
-    /// [`Engine::accumulate`] of the last micro-batch of a step.
-    fn accumulate_and_reduce(
-        &mut self,
-        batch: &HostBatch<'_>,
-        seed_gradient: f32,
-        reducer: &mut Reducer,
-    ) -> Result<f64, CommError> {
-        self.micro_batch(batch, seed_gradient, |queue, gradients, unit| {
-            gradients.reduce_unit(queue, unit, reducer)
-        })?;
-        let begin = self.timeline().begin();
-        reducer.wait()?;
-        self.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
-        Ok(self.runner.loss_sum(&self.model))
+    /// What sums of gradients have cost since this was last asked.
+    pub fn take_traffic(&mut self) -> Traffic {
+        self.reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic)
     }
 
-    /// Forward and backward of one micro-batch; `after_unit` sees the gradients after the backward of each unit.
-    fn micro_batch<E>(
+    /// Forward and backward of one micro-batch; returns the sum of its losses. After the last of a step the gradients are summed
+    /// over ranks.
+    fn micro_batch(
         &mut self,
         batch: &HostBatch<'_>,
         seed_gradient: f32,
-        mut after_unit: impl FnMut(&CpuQueue, &mut Gradients, usize) -> Result<(), E>,
-    ) -> Result<(), E> {
+        place: Place,
+    ) -> Result<f64, CommError> {
+        let Self { model, queue, runner, gradients, reducer, .. } = self;
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
-        let queue = &self.queue;
-        self.runner.forward_for_backward(&self.model, queue, weights, batch);
-        self.gradients.begin_micro_batch(queue, batch.ids);
-        let after_unit = |gradients: &mut Gradients, unit| after_unit(queue, gradients, unit);
-        self.runner.backward(&self.model, queue, weights, &mut self.gradients, seed_gradient, after_unit)
+        runner.forward_for_backward(model, queue, weights, batch)?;
+        gradients.begin_micro_batch(queue, batch.ids);
+        let mut reducer = reducer.as_mut().filter(|_| place == Place::Last);
+        let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
+            Some(reducer) => gradients.reduce_unit(queue, unit, reducer),
+            None => Ok(()),
+        };
+        runner.backward(model, queue, weights, gradients, seed_gradient, after_unit)?;
+        if let Some(reducer) = reducer {
+            let begin = runner.timeline().begin();
+            reducer.wait()?;
+            runner.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
+        }
+        Ok(runner.loss_sum(model))
     }
 
     /// Forward of one micro-batch without dropout; returns the sum of its losses.
-    pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> f64 {
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, CommError> {
         let model = self.evaluation.as_ref().unwrap_or(&self.model);
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
-        self.runner.forward(model, &self.queue, weights, batch);
-        self.runner.loss_sum(model)
+        self.runner.forward(model, &self.queue, weights, batch)?;
+        Ok(self.runner.loss_sum(model))
     }
 
     /// Completes the gradients of a step after its last micro-batch: those that nothing contributed to, and tied ones.
@@ -332,24 +367,33 @@ impl Engine {
         });
     }
 
-    /// Completes the gradients if they are not, and returns the global L2 norm, each element counted once. NaN if any
-    /// gradient is not finite.
-    pub fn finish_gradients(&mut self) -> f64 {
+    /// Completes the gradients if they are not, and returns the global L2 norm over all ranks that share the model, each
+    /// element counted once. NaN if any gradient is not finite.
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    pub fn finish_gradients(&mut self) -> Result<f64, CommError> {
         self.complete_gradients();
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
+        let rank = self.groups.tensor_place().rank;
         for id in self.trained_ids() {
-            sum.merge(&self.queue.sum_of_squares(self.gradients.view(id)).wait());
+            // The first of the ranks that hold the same counts it.
+            if rank.is_multiple_of(self.records[id.0].share.copies) {
+                sum.merge(&self.queue.sum_of_squares(self.gradients.view(id)).wait());
+            }
         }
+        let sum = self.groups.sum_over_model(&sum)?;
         self.timeline().end(begin, || {
             let elements = self.trained_elements();
             let cost = Cost { vector_flops: 2 * elements, ..Cost::of_bytes(F32_BYTES * elements) };
             (Activity::of_step("gradient norm"), cost)
         });
-        sum.value().sqrt()
+        Ok(sum.value().sqrt())
     }
 
-    /// The gradient of a trained parameter, after [`Engine::forward_backward`] or [`Engine::finish_gradients`].
+    /// The gradient of what this rank holds of a trained parameter, after [`Engine::forward_backward`] or
+    /// [`Engine::finish_gradients`].
     pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
         self.gradients.view(id).to_vec()
     }
@@ -391,7 +435,7 @@ impl Engine {
 
     /// The gradient and the rounded weights go through memory once, everything else is read and written.
     fn update_cost(&self, id: ParameterId) -> Cost {
-        let elements = self.records[id.0].elements() as u64;
+        let elements = self.records[id.0].local_elements() as u64;
         let bytes_of = |store: &FlatStore| store.dtype().size_bytes() as u64;
         let rounded = self.master.as_ref().map_or(0, |_| bytes_of(&self.weights));
         let kept: u64 = self.state_kinds(id).filter_map(|kind| self.state_store(kind)).map(bytes_of).sum();
@@ -404,7 +448,7 @@ impl Engine {
 
     /// Elements of the parameters that are trained.
     fn trained_elements(&self) -> u64 {
-        self.trained_ids().map(|id| self.records[id.0].elements() as u64).sum()
+        self.trained_ids().map(|id| self.records[id.0].local_elements() as u64).sum()
     }
 
     fn role(&self, id: ParameterId) -> Role {
@@ -443,7 +487,8 @@ impl Engine {
         }
     }
 
-    /// Replaces a tensor of a parameter, rounded to what it is kept in.
+    /// Replaces a tensor of a parameter by its part of `values`, which are those of all ranks together, rounded to what it is
+    /// kept in.
     ///
     /// # Errors
     /// [`EngineError::WrongSize`].
@@ -470,7 +515,11 @@ impl Engine {
                 None => return Ok(()),
             },
         };
-        store.write_part(id, 0, values);
+        let mut place = 0;
+        for (first, len) in record.share.stretches(&record.shape) {
+            store.write_part(id, place, &values[first..first + len]);
+            place += len;
+        }
         if kind == StateKind::Parameter {
             self.round_parameter(id);
         }

@@ -1,5 +1,6 @@
 //! What can go wrong in the engine.
 
+use lockstep_comm::CommError;
 use lockstep_tensor::TensorError;
 
 use crate::StateKind;
@@ -11,6 +12,9 @@ pub enum EngineError {
     /// Memory or threads.
     #[error(transparent)]
     Tensor(#[from] TensorError),
+    /// Other ranks.
+    #[error(transparent)]
+    Comm(#[from] CommError),
     /// A tensor that is loaded does not have its parameter's size.
     #[error("{} of {name}: {found} elements, the model has {expected}", kind.name())]
     WrongSize {

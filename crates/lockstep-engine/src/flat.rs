@@ -1,7 +1,8 @@
 //! Flat buffers: one for each unit, holding one number per parameter element (weights, gradients, moments).
 //!
 //! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
-//! gradient norm, a sum over such blocks, does not depend on the cut.
+//! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are summed over the same
+//! ranks stand together.
 
 use std::ops::Range;
 
@@ -66,20 +67,23 @@ impl FlatStore {
     ) -> Result<Option<Self>, TensorError> {
         let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
         let mut unit_elements = vec![0; unit_count];
-        let mut places: Vec<Option<Place>> = Vec::with_capacity(records.len());
-        for record in records {
-            let shape = Shape::from(record.shape.as_slice());
-            places.push(match record.tie {
-                Some(target) => places[target.0],
-                None if !keeps(record) => None,
-                None => {
-                    let offset = &mut unit_elements[record.unit];
-                    let place =
-                        Place { unit: record.unit, offset_bytes: *offset * dtype.size_bytes(), shape };
-                    *offset += shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
-                    Some(place)
-                }
-            });
+        let mut places: Vec<Option<Place>> = vec![None; records.len()];
+        let mut kept: Vec<usize> = (0..records.len())
+            .filter(|&index| records[index].tie.is_none() && keeps(&records[index]))
+            .collect();
+        kept.sort_by_key(|&index| records[index].share.summands);
+        for index in kept {
+            let record = &records[index];
+            let shape = Shape::from(record.local_shape().as_slice());
+            let offset = &mut unit_elements[record.unit];
+            let offset_bytes = *offset * dtype.size_bytes();
+            places[index] = Some(Place { unit: record.unit, offset_bytes, shape });
+            *offset += shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
+        }
+        for (index, record) in records.iter().enumerate() {
+            if let Some(target) = record.tie {
+                places[index] = places[target.0];
+            }
         }
         if places.iter().all(Option::is_none) {
             return Ok(None);
@@ -109,21 +113,17 @@ impl FlatStore {
         Ok(Self { dtype: self.dtype, units: units.collect::<Result<_, _>>()?, places: self.places.clone() })
     }
 
-    /// The buffer of a unit, to lend from; none if nothing of the unit is kept.
-    pub(crate) fn unit_mut(&mut self, unit: usize) -> Option<&mut Buffer> {
-        self.units.get_mut(unit).filter(|buffer| buffer.len_bytes() > 0)
-    }
-
-    /// The buffer in which a parameter lies, and its bytes there, padding included.
-    ///
-    /// # Panics
-    /// If the store has none for it.
-    pub(crate) fn bytes_of(&mut self, id: ParameterId) -> (&mut Buffer, Range<usize>) {
-        let place =
-            self.places[id.0].expect("the store has a tensor for each parameter that it is asked for");
+    /// The unit in whose buffer a parameter lies, and its bytes there, padding included; none if it is not kept.
+    pub(crate) fn place_of(&self, id: ParameterId) -> Option<(usize, Range<usize>)> {
+        let place = self.places[id.0]?;
         let elements = place.shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
         let end = place.offset_bytes + elements * self.dtype.size_bytes();
-        (&mut self.units[place.unit], place.offset_bytes..end)
+        Some((place.unit, place.offset_bytes..end))
+    }
+
+    /// The buffer of a unit, to lend from.
+    pub(crate) fn unit_mut(&mut self, unit: usize) -> &mut Buffer {
+        &mut self.units[unit]
     }
 
     /// Bytes of all parameters, padding included.

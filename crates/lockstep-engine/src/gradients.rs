@@ -2,12 +2,13 @@
 //! be set to zero beforehand and read back. Parameters that are not trained have none.
 
 use std::cell::Cell;
+use std::ops::Range;
 
 use lockstep_comm::CommError;
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, Kernels, TensorError, View, Write};
 
-use crate::{FlatStore, Reducer, looked_up::LookedUp};
+use crate::{FlatStore, looked_up::LookedUp, reducer::Reducer};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
@@ -16,9 +17,21 @@ pub struct Gradients {
     store: FlatStore,
     /// The unit that contributes to each. By [`ParameterId`].
     units: Vec<usize>,
+    /// What is to be summed over ranks when a unit has ended. By unit.
+    sums: Vec<Vec<Stretch>>,
     /// What the next contribution to each does. By [`ParameterId`].
     next: Vec<Cell<Write>>,
     tied: Vec<Tied>,
+}
+
+/// Gradients that stand side by side and are summed over the same ranks.
+#[derive(Debug)]
+struct Stretch {
+    /// The unit in whose buffer they stand.
+    buffer: usize,
+    bytes: Range<usize>,
+    /// [`Share::summands`](lockstep_plan::Share::summands).
+    summands: usize,
 }
 
 /// A table that an output layer and an embedding share.
@@ -26,6 +39,7 @@ pub struct Gradients {
 struct Tied {
     output: ParameterId,
     embedding: LookedUp,
+    summands: usize,
 }
 
 impl Gradients {
@@ -50,11 +64,13 @@ impl Gradients {
         let tied = |(index, record): (usize, &ParameterRecord)| {
             let table = record.tie.filter(|_| record.trainable)?;
             let embedding = LookedUp::new(arena, table, &records[table.0], tokens, micro_batches);
-            Some(embedding.map(|embedding| Tied { output: ParameterId(index), embedding }))
+            let summands = records[table.0].share.summands;
+            Some(embedding.map(|embedding| Tied { output: ParameterId(index), embedding, summands }))
         };
-        let tied = records.iter().enumerate().filter_map(tied).collect::<Result<_, _>>()?;
+        let tied: Vec<Tied> = records.iter().enumerate().filter_map(tied).collect::<Result<_, _>>()?;
         let units = records.iter().map(|record| record.unit).collect();
-        Ok(Self { store, units, next: vec![Cell::new(Write::Overwrite); records.len()], tied })
+        let sums = sums(&store, records, &tied);
+        Ok(Self { store, units, sums, next: vec![Cell::new(Write::Overwrite); records.len()], tied })
     }
 
     /// Starts a step: what is there no longer counts.
@@ -74,8 +90,8 @@ impl Gradients {
         ids: impl Iterator<Item = &'a [u32]> + Clone,
         reducer: &mut Reducer,
     ) -> Result<(), CommError> {
-        self.tied.iter_mut().try_for_each(|Tied { embedding, .. }| {
-            embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks))
+        self.tied.iter_mut().try_for_each(|Tied { embedding, summands, .. }| {
+            embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summands))
         })
     }
 
@@ -104,7 +120,7 @@ impl Gradients {
     /// tied gradients are the sums of both uses. What is complete stays as it is.
     pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) {
         self.zero_untouched(queue, unit);
-        for Tied { output, embedding } in &mut self.tied {
+        for Tied { output, embedding, .. } in &mut self.tied {
             if self.units[embedding.table().0] == unit {
                 embedding.add_to(queue, self.store.view(*output));
                 embedding.clear();
@@ -124,23 +140,17 @@ impl Gradients {
         reducer: &mut Reducer,
     ) -> Result<(), CommError> {
         self.zero_untouched(queue, unit);
-        let Self { store, units, tied, .. } = self;
-        for Tied { output, .. } in tied.iter().filter(|tied| units[tied.output.0] == unit) {
-            let (buffer, table) = store.bytes_of(*output);
-            reducer.start(buffer, table)?;
+        let Self { store, units, sums, tied, .. } = self;
+        for Stretch { buffer, bytes, summands } in sums.get(unit).into_iter().flatten() {
+            reducer.start(store.unit_mut(*buffer), bytes.clone(), *summands)?;
         }
-        let mut rest = 0;
-        for Tied { embedding, .. } in tied.iter_mut().filter(|tied| units[tied.embedding.table().0] == unit) {
-            let (buffer, table) = store.bytes_of(embedding.table());
-            reducer.start(buffer, rest..table.start)?;
-            rest = table.end;
+        for Tied { embedding, summands, .. } in
+            tied.iter_mut().filter(|tied| units[tied.embedding.table().0] == unit)
+        {
             let (rows, bytes) = embedding.gradient_mut();
-            reducer.start(rows, 0..bytes)?;
+            reducer.start(rows, 0..bytes, *summands)?;
         }
-        store.unit_mut(unit).map_or(Ok(()), |buffer| {
-            let end = buffer.len_bytes();
-            reducer.start(buffer, rest..end)
-        })
+        Ok(())
     }
 
     /// What nothing of the unit has contributed to is zero.
@@ -170,4 +180,35 @@ impl Gradients {
     fn looked_up(&self, id: ParameterId) -> Option<&LookedUp> {
         self.tied.iter().map(|tied| &tied.embedding).find(|embedding| embedding.table() == id)
     }
+}
+
+/// What each unit completes but rows of embeddings, by unit.
+fn sums(store: &FlatStore, records: &[ParameterRecord], tied: &[Tied]) -> Vec<Vec<Stretch>> {
+    let is_looked_up = |id: ParameterId| tied.iter().any(|tied| tied.embedding.table() == id);
+    let is_shared = |id: ParameterId| tied.iter().any(|tied| tied.output == id);
+    let mut stretches: Vec<(usize, Stretch)> = Vec::new();
+    for (index, record) in records.iter().enumerate() {
+        let id = ParameterId(index);
+        if !is_looked_up(id)
+            && (record.tie.is_none() || is_shared(id))
+            && let Some((buffer, bytes)) = store.place_of(id)
+        {
+            stretches.push((record.unit, Stretch { buffer, bytes, summands: record.share.summands }));
+        }
+    }
+    stretches.sort_by_key(|(unit, stretch)| (*unit, stretch.buffer, stretch.bytes.start));
+    let units = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
+    let mut sums: Vec<Vec<Stretch>> = (0..units).map(|_| Vec::new()).collect();
+    for (unit, stretch) in stretches {
+        match sums[unit].last_mut() {
+            Some(before)
+                if (before.buffer, before.bytes.end, before.summands)
+                    == (stretch.buffer, stretch.bytes.start, stretch.summands) =>
+            {
+                before.bytes.end = stretch.bytes.end;
+            }
+            _ => sums[unit].push(stretch),
+        }
+    }
+    sums
 }

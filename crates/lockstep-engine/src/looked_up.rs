@@ -5,7 +5,8 @@
 //! both uses are summed apart, without a second gradient of the table's size.
 //!
 //! Replicas agree on the rows before they start: those that any of them looks up, in the order of the ids. So the output
-//! layer's share, which is complete first, need not wait for the embedding's to be summed over them.
+//! layer's share, which is complete first, need not wait for the embedding's to be summed over them. Of a table that ranks
+//! split only the ids that are here count.
 
 use std::ops::Range;
 
@@ -19,16 +20,18 @@ const NONE: u32 = u32::MAX;
 #[derive(Debug)]
 pub(crate) struct LookedUp {
     table: ParameterId,
-    /// The id of each row in use.
+    /// The id of the first row of the table that is here.
+    first_id: u32,
+    /// The id of each row in use, counted from there.
     ids: Vec<u32>,
-    /// The row of each id, or [`NONE`].
+    /// The row of each of these ids, or [`NONE`].
     row_of: Vec<u32>,
     /// f32 `[capacity, columns]`: gradients.
     rows: Buffer,
     columns: usize,
     /// u32 `[capacity]`: `ids`, for kernels.
     row_ids: Tensor,
-    /// u32 `[tokens]`: the row of each token of the last micro-batch.
+    /// u32 `[tokens]`: the row of each token of the last micro-batch, or [`NONE`] if its id is not here.
     token_rows: Tensor,
     host_rows: Vec<u32>,
     /// For each id, whether it has a row.
@@ -47,13 +50,15 @@ impl LookedUp {
         tokens: usize,
         micro_batches: usize,
     ) -> Result<Self, TensorError> {
-        let (ids, columns) = (record.shape[0], record.shape[1]);
+        let shape = record.local_shape();
+        let (ids, columns) = (shape[0], shape[1]);
         let capacity = ids.min(tokens.saturating_mul(micro_batches));
         let category = MemoryCategory::Gradients;
         let zeros = |shape: usize| Tensor::zeros(arena, DType::U32, [shape], category);
         let row_bytes = columns * size_of::<f32>();
         Ok(Self {
             table,
+            first_id: record.share.shard.map_or(0, |shard| shard.start as u32),
             ids: Vec::with_capacity(capacity),
             row_of: vec![NONE; ids],
             rows: arena.allocate_zeroed(capacity.saturating_mul(row_bytes), category)?,
@@ -89,7 +94,11 @@ impl LookedUp {
         agree: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.marks.fill(0);
-        ids.flatten().for_each(|&id| self.marks[id as usize] = 1);
+        for id in ids.flatten() {
+            if let Some(mark) = self.marks.get_mut(id.wrapping_sub(self.first_id) as usize) {
+                *mark = 1;
+            }
+        }
         agree(&mut self.marks)?;
         let marked = |(id, mark): (usize, &u8)| (*mark != 0).then_some(id as u32);
         let Self { ids, row_of, marks, .. } = self;
@@ -108,8 +117,11 @@ impl LookedUp {
     pub(crate) fn look_up(&mut self, queue: &dyn Kernels, ids: &[u32]) {
         let before = self.ids.len();
         self.host_rows.clear();
-        for &id in ids {
-            let row = &mut self.row_of[id as usize];
+        for id in ids.iter().map(|id| id.wrapping_sub(self.first_id)) {
+            let Some(row) = self.row_of.get_mut(id as usize) else {
+                self.host_rows.push(NONE);
+                continue;
+            };
             if *row == NONE {
                 *row = self.ids.len() as u32;
                 self.ids.push(id);

@@ -7,21 +7,31 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
-use lockstep_plan::DType;
-use lockstep_tensor::Buffer;
+use lockstep_plan::{DType, ParameterRecord};
+use lockstep_tensor::{Buffer, Workers};
+
+use crate::{GroupOptions, Groups};
 
 /// Buckets end where blocks of the gradient norm do.
 const BUCKET_GRAIN_BYTES: usize = 4096;
 
-/// Sums gradients over a group of replicas.
+/// Sums gradients over the ranks that have summands of them.
 #[derive(Debug)]
-pub struct Reducer {
-    group: Group,
+pub(crate) struct Reducer {
+    /// By how many neighbours on the tensor axis have summands: see [`Groups::of_gradients`].
+    groups: Vec<(usize, Group)>,
     bucket_bytes: usize,
     limit: Duration,
-    /// Each with the moment at which it began.
-    pending: Vec<(Instant, Pending)>,
+    pending: Vec<Bucket>,
     traffic: Traffic,
+}
+
+/// A sum that is under way.
+#[derive(Debug)]
+struct Bucket {
+    started: Instant,
+    is_in_background: bool,
+    sum: Pending,
 }
 
 /// What sums over replicas cost.
@@ -36,26 +46,40 @@ pub struct Traffic {
 }
 
 impl Reducer {
-    /// Sums over `group` in buckets of up to `bucket_bytes`; no wait is longer than `limit`.
-    pub fn new(group: Group, bucket_bytes: usize, limit: Duration) -> Self {
-        let bucket_bytes = bucket_bytes.next_multiple_of(BUCKET_GRAIN_BYTES).max(BUCKET_GRAIN_BYTES);
-        Self { group, bucket_bytes, limit, pending: Vec::new(), traffic: Traffic::default() }
-    }
-
-    /// What has been summed since this was last asked.
-    pub fn take_traffic(&mut self) -> Traffic {
-        std::mem::take(&mut self.traffic)
-    }
-
-    /// Adds to the marks, which are not 0, those of all replicas.
+    /// Sums the gradients of `records` over `groups`; none where nothing is to be summed. The engine's threads help.
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn mark_all(&mut self, marks: &mut [u8]) -> Result<(), CommError> {
+    pub(crate) fn new(
+        groups: &Groups,
+        records: &[ParameterRecord],
+        workers: Workers,
+    ) -> Result<Option<Self>, CommError> {
+        let Some(GroupOptions { bucket_bytes, limit, .. }) = groups.options() else { return Ok(None) };
+        if let Some(world) = groups.world() {
+            world.set_workers(workers);
+        }
+        let groups = groups.of_gradients(records)?;
+        let bucket_bytes = bucket_bytes.next_multiple_of(BUCKET_GRAIN_BYTES).max(BUCKET_GRAIN_BYTES);
+        let (pending, traffic) = (Vec::new(), Traffic::default());
+        Ok((!groups.is_empty()).then_some(Self { groups, bucket_bytes, limit, pending, traffic }))
+    }
+
+    /// What has been summed since this was last asked.
+    pub(crate) fn take_traffic(&mut self) -> Traffic {
+        std::mem::take(&mut self.traffic)
+    }
+
+    /// Adds to the marks, which are not 0, those of all ranks that have summands of what they mark.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn mark_all(&mut self, marks: &mut [u8], summands: usize) -> Result<(), CommError> {
+        let Some(group) = self.group(summands) else { return Ok(()) };
         let begin = Instant::now();
-        let bytes = marks.len();
-        self.group.all_reduce(marks, ReduceOp::Max, Deadline::after(self.limit))?;
-        self.traffic.bytes += self.bytes_sent(bytes);
+        let bytes = bytes_sent(&group, marks.len());
+        group.all_reduce(marks, ReduceOp::Max, Deadline::after(self.limit))?;
+        self.traffic.bytes += bytes;
         self.traffic.busy += begin.elapsed();
         self.traffic.exposed += begin.elapsed();
         Ok(())
@@ -65,27 +89,29 @@ impl Reducer {
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn start(&mut self, gradients: &mut Buffer, range: Range<usize>) -> Result<(), CommError> {
+    pub(crate) fn start(
+        &mut self,
+        gradients: &mut Buffer,
+        range: Range<usize>,
+        summands: usize,
+    ) -> Result<(), CommError> {
+        let Some(group) = self.group(summands) else { return Ok(()) };
         let begin = Instant::now();
+        let is_in_background = group.is_in_background();
         for start in range.clone().step_by(self.bucket_bytes) {
             let loan = gradients.lend(start..range.end.min(start + self.bucket_bytes));
             let data = Lent::new(loan, DType::F32);
             let sum = Collective::AllReduce { data, op: ReduceOp::Sum };
             let started = Instant::now();
-            self.pending.push((started, self.group.start(sum, Deadline::after(self.limit))?));
+            let sum = group.start(sum, Deadline::after(self.limit))?;
+            self.pending.push(Bucket { started, is_in_background, sum });
         }
-        self.group.progress()?;
-        self.traffic.bytes += self.bytes_sent(range.len());
-        if !self.group.is_in_background() {
+        group.progress()?;
+        self.traffic.bytes += bytes_sent(&group, range.len());
+        if !is_in_background {
             self.traffic.busy += begin.elapsed();
         }
         Ok(())
-    }
-
-    /// Bytes that a rank sends when `len` are summed.
-    fn bytes_sent(&self, len: usize) -> u64 {
-        let ranks = self.group.size() as u64;
-        2 * (ranks - 1) * len as u64 / ranks
     }
 
     /// Waits until everything is summed.
@@ -94,19 +120,30 @@ impl Reducer {
     /// [`CommError`].
     pub(crate) fn wait(&mut self) -> Result<(), CommError> {
         let begin = Instant::now();
-        let mut counted_until = None;
-        for (started, pending) in self.pending.drain(..) {
-            let (_, done) = pending.wait_with_time(Deadline::after(self.limit))?;
-            if self.group.is_in_background() {
+        let (mut counted_until, mut is_own_work) = (None, false);
+        for Bucket { started, is_in_background, sum } in self.pending.drain(..) {
+            let (_, done) = sum.wait_with_time(Deadline::after(self.limit))?;
+            if is_in_background {
                 let from = counted_until.map_or(started, |until| started.max(until));
                 self.traffic.busy += done.saturating_duration_since(from);
                 counted_until = Some(from.max(done));
             }
+            is_own_work |= !is_in_background;
         }
-        if !self.group.is_in_background() {
+        if is_own_work {
             self.traffic.busy += begin.elapsed();
         }
         self.traffic.exposed += begin.elapsed();
         Ok(())
     }
+
+    fn group(&self, summands: usize) -> Option<Group> {
+        self.groups.iter().find(|(neighbours, _)| *neighbours == summands).map(|(_, group)| group.clone())
+    }
+}
+
+/// Bytes that a rank sends when `len` are summed over a group.
+fn bytes_sent(group: &Group, len: usize) -> u64 {
+    let ranks = group.size() as u64;
+    2 * (ranks - 1) * len as u64 / ranks
 }

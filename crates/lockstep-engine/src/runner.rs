@@ -1,5 +1,6 @@
 //! Runs a recorded model over one micro-batch: the frames, the workspace, and the order of the units.
 
+use lockstep_comm::CommError;
 use lockstep_graph::{Activity, Batch, Cost, Program, Replay, Timeline, Trace};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
@@ -8,7 +9,7 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
-use crate::{Gradients, UnitParameters, Weights};
+use crate::{Gradients, Groups, UnitParameters, Weights};
 
 /// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`.
 #[derive(Debug, Clone, Copy)]
@@ -44,15 +45,30 @@ pub struct Runner {
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
     seed: u64,
+    /// Those who share the model's blocks.
+    groups: Groups,
     timeline: Timeline,
 }
 
 impl Runner {
-    /// Memory for `model`, whose dropout masks follow from `seed`.
+    /// Memory for `model` on one rank, whose dropout masks follow from `seed`.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, TensorError> {
+        Self::in_groups(model, arena, seed, Groups::alone())
+    }
+
+    /// Memory for `model`, which was recorded for this rank of `groups`.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn in_groups(
+        model: &RecordedModel,
+        arena: &Arena,
+        seed: u64,
+        groups: Groups,
+    ) -> Result<Self, TensorError> {
         arena.require(Self::predicted_activation_bytes(model), MemoryCategory::Activations)?;
         let shape = model.program(0).shape();
         let tokens = shape.tokens();
@@ -60,7 +76,7 @@ impl Runner {
             .map(|unit| arena.allocate(model.program(unit).frame_bytes(), MemoryCategory::Activations))
             .collect::<Result<_, _>>()?;
         let workspace_bytes = (0..model.units()).map(|unit| model.program(unit).workspace_bytes()).max();
-        let boundary_bytes = tokens * model.program(0).output_columns() * shape.dtype.size_bytes();
+        let boundary_bytes = boundary_bytes(model);
         let boundary = || arena.allocate(boundary_bytes, MemoryCategory::Activations);
         let input = |dtype, dims: &[usize]| Tensor::zeros(arena, dtype, dims, MemoryCategory::Activations);
         Ok(Self {
@@ -81,6 +97,7 @@ impl Runner {
             host_losses: vec![0.0; tokens],
             // Dropout must not walk in step with the initial weights or the data order.
             seed: mix(seed ^ key_from_name("dropout")),
+            groups,
             timeline: Timeline::default(),
         })
     }
@@ -92,7 +109,7 @@ impl Runner {
         let frames = (0..model.units())
             .map(|unit| Arena::booked_bytes(model.program(unit).frame_bytes()))
             .fold(0, usize::saturating_add);
-        let boundary = shape.tokens() * model.program(0).output_columns() * shape.dtype.size_bytes();
+        let boundary = boundary_bytes(model);
         let inputs = 4 * Arena::booked_bytes(4 * shape.tokens()) + Arena::booked_bytes(8 * shape.sequences);
         frames.saturating_add(2 * Arena::booked_bytes(boundary) + inputs)
     }
@@ -103,25 +120,31 @@ impl Runner {
     }
 
     /// Runs the forward of every unit.
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
     pub fn forward(
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
         weights: Weights<'_>,
         batch: &HostBatch<'_>,
-    ) {
-        self.run_forward(model, queue, weights, batch, Program::forward);
+    ) -> Result<(), CommError> {
+        self.run_forward(model, queue, weights, batch, Program::forward)
     }
 
     /// Runs the forward of every unit as far as [`Runner::backward`] needs it, which computes the losses.
+    ///
+    /// # Errors
+    /// [`CommError`].
     pub fn forward_for_backward(
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
         weights: Weights<'_>,
         batch: &HostBatch<'_>,
-    ) {
-        self.run_forward(model, queue, weights, batch, Program::forward_for_backward);
+    ) -> Result<(), CommError> {
+        self.run_forward(model, queue, weights, batch, Program::forward_for_backward)
     }
 
     fn run_forward(
@@ -130,15 +153,16 @@ impl Runner {
         queue: &dyn Kernels,
         weights: Weights<'_>,
         batch: &HostBatch<'_>,
-        forward: fn(&Program, &Replay<'_>),
-    ) {
+        forward: fn(&Program, &Replay<'_>) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
         let begin = self.timeline.begin();
         self.load(batch);
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
         for unit in 0..model.units() {
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
-            forward(model.program(unit), &self.replay(model, unit, queue, &parameters));
+            forward(model.program(unit), &self.replay(model, unit, queue, &parameters))?;
         }
+        Ok(())
     }
 
     /// The head's output after a forward: losses or logits, as the model was recorded.
@@ -163,8 +187,8 @@ impl Runner {
     /// calls `after_unit` with each. `seed_gradient` is that of each token's loss.
     ///
     /// # Errors
-    /// What `after_unit` says, at once.
-    pub fn backward<E>(
+    /// [`CommError`], and what `after_unit` says, at once.
+    pub fn backward<E: From<CommError>>(
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
@@ -173,10 +197,10 @@ impl Runner {
         seed_gradient: f32,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), E>,
     ) -> Result<(), E> {
-        let shape = model.program(0).shape();
+        let between = model.program(0);
         let boundary = |buffer: usize| -> View<'_> {
-            let columns = model.program(0).output_columns();
-            self.boundary[buffer].view(shape.dtype, 0, [shape.tokens(), columns])
+            let shape = [between.output_rows(), between.output_columns()];
+            self.boundary[buffer].view(between.shape().dtype, 0, shape)
         };
         let last = model.units() - 1;
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
@@ -186,7 +210,7 @@ impl Runner {
             let dy = (unit < last).then(|| boundary(unit % 2));
             let dx = (unit > first).then(|| boundary((unit + 1) % 2));
             let replay = self.replay(model, unit, queue, &parameters);
-            model.program(unit).backward(&replay, dy, dx, seed_gradient);
+            model.program(unit).backward(&replay, dy, dx, seed_gradient)?;
             after_unit(gradients, unit)?;
         }
         Ok(())
@@ -228,7 +252,14 @@ impl Runner {
             workspace: &self.workspace,
             first_dropout_site: RecordedModel::first_dropout_site(unit),
             cache: None,
+            peers: self.groups.peers(),
             trace: Some(Trace { timeline: &self.timeline, unit }),
         }
     }
+}
+
+/// Bytes of the values between units.
+fn boundary_bytes(model: &RecordedModel) -> usize {
+    let between = model.program(0);
+    between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()
 }

@@ -45,7 +45,7 @@ fn train(config: &ModelConfig, ids: &[u32], lengths: &[usize]) -> (f64, Vec<Vec<
         document_starts: &starts,
         sample_numbers: &[0],
     };
-    let loss = engine.accumulate(&batch, 0.01);
+    let loss = engine.accumulate(&batch, 0.01).unwrap();
     (loss, (0..engine.records().len()).map(|id| engine.gradient(ParameterId(id))).collect())
 }
 

@@ -69,7 +69,7 @@ fn accumulate_ids(engine: &mut Engine, ids: [u32; 10], masked: usize) -> f64 {
         document_starts: &[0; 10],
         sample_numbers: &[0, 1],
     };
-    engine.accumulate(&batch, 0.1)
+    engine.accumulate(&batch, 0.1).unwrap()
 }
 
 fn weights(engine: &mut Engine) -> Vec<(String, Vec<f32>)> {
@@ -131,7 +131,7 @@ fn a_tied_gradient_is_the_sum_of_what_both_uses_accumulate_apart() {
                 let ids = std::array::from_fn(|i| (i as u32 * (batch + 2) + step) % 9);
                 accumulate_ids(engine, ids, batch as usize);
             }
-            engine.finish_gradients();
+            engine.finish_gradients().unwrap();
         }
         let gradient = |engine: &Engine, name: &str| {
             let id = engine.records().iter().position(|record| record.name == name).unwrap();
@@ -149,7 +149,7 @@ fn the_norm_counts_every_element_once_and_a_tied_gradient_is_the_sum_of_both_use
     let mut engine = engine();
     engine.begin_step();
     accumulate(&mut engine, 0);
-    let norm = engine.finish_gradients();
+    let norm = engine.finish_gradients().unwrap();
     let squares =
         engine.parameter_ids().flat_map(|id| engine.gradient(id)).map(|g| f64::from(g) * f64::from(g));
     let expected = squares.sum::<f64>().sqrt();
@@ -165,7 +165,7 @@ fn gradient_descent_moves_each_weight_by_its_scaled_gradient_and_decay() {
     let before = weights(&mut engine);
     engine.begin_step();
     accumulate(&mut engine, 4);
-    engine.finish_gradients();
+    engine.finish_gradients().unwrap();
     let ids: Vec<_> = engine.parameter_ids().collect();
     let gradients: Vec<_> = ids.iter().map(|&id| engine.gradient(id)).collect();
     let decays: Vec<_> = ids.iter().map(|&id| engine.records()[id.0].decay).collect();
@@ -193,7 +193,7 @@ fn masked_labels_count_in_neither_the_loss_nor_a_gradient() {
     assert!(most > 0.0 && most < all, "{most} of {all}");
     engine.begin_step();
     assert_eq!(accumulate(&mut engine, 10), 0.0);
-    assert_eq!(engine.finish_gradients(), 0.0);
+    assert_eq!(engine.finish_gradients().unwrap(), 0.0);
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn a_gradient_that_is_not_finite_shows_in_the_norm() {
     engine.write_state(ParameterId(0), StateKind::Parameter, &values).unwrap();
     engine.begin_step();
     accumulate(&mut engine, 0);
-    let norm = engine.finish_gradients();
+    let norm = engine.finish_gradients().unwrap();
     assert!(norm.is_nan(), "{norm}");
 }
 
@@ -238,7 +238,7 @@ fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
         let step = |engine: &mut Engine, step| {
             engine.begin_step();
             let loss = accumulate(engine, 0);
-            engine.finish_gradients();
+            engine.finish_gradients().unwrap();
             engine.update(&Update { learning_rate: 0.1, weight_decay: 0.1, gradient_scale: 1.0, step });
             loss
         };
@@ -276,7 +276,7 @@ fn recorded_step(recompute: Recompute) -> (Engine, Vec<Span>) {
     engine.timeline().start();
     engine.begin_step();
     accumulate(&mut engine, 0);
-    engine.finish_gradients();
+    engine.finish_gradients().unwrap();
     engine.update(&Update { learning_rate: 0.1, weight_decay: 0.0, gradient_scale: 1.0, step: 1 });
     let spans = engine.timeline().stop();
     (engine, spans)
@@ -355,7 +355,7 @@ fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) 
         }
         engine.begin_step();
         accumulate(&mut engine, 0);
-        engine.finish_gradients();
+        engine.finish_gradients().unwrap();
         engine.update(&Update { learning_rate: 0.01, weight_decay: 0.1, gradient_scale: 1.0, step });
     }
     engine.state_tensors().iter().map(StateTensor::to_vec).collect()

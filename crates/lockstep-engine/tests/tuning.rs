@@ -46,8 +46,8 @@ fn gradients(engine: &mut Engine) -> (f64, f64, Vec<(String, Vec<f32>)>) {
         sample_numbers: &[0, 1],
     };
     engine.begin_step();
-    let loss = engine.accumulate(&batch, 0.1);
-    let norm = engine.finish_gradients();
+    let loss = engine.accumulate(&batch, 0.1).unwrap();
+    let norm = engine.finish_gradients().unwrap();
     let gradient = |id: ParameterId| (engine.records()[id.0].name.clone(), engine.gradient(id));
     (loss, norm, engine.trained_ids().map(gradient).collect())
 }

@@ -127,8 +127,8 @@ impl Tape<'_> {
         }
         // A value that nothing reads has no gradient, and neither has what made it.
         let Some(dy) = self.of[operation.output().0] else { return };
-        if let Operation::Add { a, b, .. } = *operation {
-            for x in [a, b].into_iter().filter(|x| self.training.differentiates(*x)) {
+        if operation.passes_gradient_on() {
+            for x in operation.inputs().into_iter().filter(|x| self.training.differentiates(*x)) {
                 match self.of[x.0] {
                     None => self.of[x.0] = Some(dy),
                     Some(_) => {

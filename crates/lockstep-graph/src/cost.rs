@@ -121,9 +121,8 @@ impl Program {
         let columns = |value: Value| self.values[value.0].columns as u64;
         let tokens = self.shape.tokens() as u64;
         match operation {
-            Operation::Linear { x, y, .. } | Operation::OutputLoss { x, logits: y, .. } => {
-                2 * tokens * columns(*x) * columns(*y)
-            }
+            Operation::Linear { x, y, .. } => 2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y),
+            Operation::OutputLoss { x, logits, .. } => 2 * tokens * columns(*x) * columns(*logits),
             Operation::Attention(AttentionOperation { q, shape, .. }) => {
                 let seq_len = self.shape.seq_len as u64;
                 let seen = shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
@@ -148,7 +147,10 @@ impl Program {
     }
 
     fn parameter_elements(&self, index: ParameterIndex) -> u64 {
-        self.parameters()[index.0].shape.iter().product::<usize>() as u64
+        {
+            let parameter = &self.parameters()[index.0];
+            parameter.share.shape_of(&parameter.shape).iter().product::<usize>() as u64
+        }
     }
 
     fn weight_bytes(&self, index: ParameterIndex) -> u64 {
@@ -179,6 +181,7 @@ impl Operation {
             Self::Scale { .. } => "scale",
             Self::Add { .. } => "add",
             Self::Dropout { .. } => "dropout",
+            Self::Exchange { exchange, .. } => exchange.name(),
             Self::OutputLoss { .. } => "output layer and loss",
         }
     }
@@ -197,7 +200,7 @@ impl Operation {
             Self::Dropout { .. } => (2, 2, 0),
             Self::OutputLoss { .. } => (4, 7, 0),
             Self::Embedding { .. } => (0, 0, 1),
-            Self::Linear { .. } | Self::Attention(_) => (0, 0, 0),
+            Self::Linear { .. } | Self::Attention(_) | Self::Exchange { .. } => (0, 0, 0),
         };
         match pass {
             Pass::Forward | Pass::Recompute => forward,

@@ -14,13 +14,17 @@
 //! - A *frame* holds what one block saves for one micro-batch: its output, and what its backward needs.
 //! - The *workspace* holds what lives only inside one call; all blocks share one.
 //! - A *deferred* buffer holds what a split backward keeps for the gradients of the weights.
+//! - Where ranks share a block, each records its part ([`Recorder::split`]), and its program exchanges values with its [`Peers`].
 //! - A [`Timeline`] learns when each operation ran and what it had to do, for the steps that somebody traces.
 #![forbid(unsafe_code)]
 
 mod backward;
 mod cost;
+mod layout;
+mod loss;
 mod low_rank;
 mod operation;
+mod peers;
 mod program;
 mod recorder;
 mod replay;
@@ -28,9 +32,11 @@ mod storage;
 mod timeline;
 mod training;
 
+pub use layout::Split;
 pub use lockstep_plan::Recompute;
 pub use low_rank::LowRank;
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex};
+pub use peers::Peers;
 pub use program::{BlockProfile, ParameterDeclaration, Program};
 pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use lockstep_plan::Initializer;
 
-use crate::{Recorder, Value, operation::Operation};
+use crate::{Bias, Recorder, Split, Value, operation::Operation};
 
 /// Additions to some linear layers of a block: `y = x Wᵀ + b + scale · (dropout(x) Aᵀ) Bᵀ` with `A [rank, in]` and
 /// `B [out, rank]` (Hu et al., 2021, section 4.1).
@@ -40,6 +40,10 @@ impl Recorder {
         let Some(low_rank) = &self.low_rank else { return y };
         let Some(name) = low_rank.layers.get(layer).cloned() else { return y };
         let (rank, scale, dropout) = (low_rank.rank, low_rank.scale, low_rank.dropout);
+        // Where ranks share the layer, `A` is split as it is by inputs, and `B` by outputs.
+        let split = self.split_of(layer);
+        let by_inputs = split.filter(|split| *split == Split::Inputs);
+        let by_outputs = split.filter(|split| matches!(split, Split::Outputs { .. }));
         let known = self.narrow.iter().find(|narrow| narrow.name == name);
         let narrow = match known {
             Some(narrow) => {
@@ -50,30 +54,23 @@ impl Recorder {
                 let dropped = self.dropout(x, dropout);
                 // What PEFT starts from: Kaiming's uniform with a = √5.
                 let bound = (self.columns(x) as f32).powf(-0.5);
-                let weight = format!("{name}.lora_A.weight");
-                let reduced = self.product(dropped, weight, rank, Initializer::Uniform { bound });
+                let initializer = (Bias::Without, Initializer::Uniform { bound });
+                let reduced = self.product(dropped, &format!("{name}.lora_A"), rank, by_inputs, initializer);
                 let value = self.scale(reduced, scale);
                 self.narrow.push(Narrow { name, of: x, value });
                 value
             }
         };
-        let weight = format!("{layer}.lora_B.weight");
-        let added = self.product(narrow, weight, self.columns(y), Initializer::Zeros);
+        let module = format!("{layer}.lora_B");
+        let initializer = (Bias::Without, Initializer::Zeros);
+        let added = self.product(narrow, &module, self.columns(y), by_outputs, initializer);
         self.add(y, added)
     }
 
     /// `factor · x`.
     pub fn scale(&mut self, x: Value, factor: f32) -> Value {
-        let y = self.value(self.columns(x));
+        let y = self.value_like(x, self.columns(x));
         self.operations.push(Operation::Scale { x, factor, y });
-        y
-    }
-
-    /// `x Wᵀ` with a weight of this name.
-    fn product(&mut self, x: Value, weight: String, out_features: usize, initializer: Initializer) -> Value {
-        let weight = self.parameter(weight, &[out_features, self.columns(x)], initializer);
-        let y = self.value(out_features);
-        self.operations.push(Operation::Linear { x, weight, bias: None, y });
         y
     }
 }

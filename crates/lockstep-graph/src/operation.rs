@@ -3,7 +3,7 @@
 
 use lockstep_tensor::Gelu;
 
-use crate::{Value, training::Training};
+use crate::{Value, layout::Exchange, training::Training};
 
 /// Index of a parameter in its program's list of declarations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -48,9 +48,30 @@ pub(crate) struct AttentionOperation {
     pub(crate) q: Value,
     pub(crate) k: Value,
     pub(crate) v: Value,
+    /// What is here of it, where ranks share the heads.
     pub(crate) shape: AttentionShape,
+    /// Number of the first query head that is here.
+    pub(crate) first_head: usize,
     pub(crate) dropout: Option<DropoutSite>,
     pub(crate) y: Value,
+    pub(crate) log_sum_exp: Value,
+}
+
+/// Consecutive tokens of a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TokenRange {
+    pub(crate) first: usize,
+    pub(crate) len: usize,
+}
+
+/// What a loss whose vocabulary is split needs beside its logits: scratch for as many tokens.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SplitLoss {
+    pub(crate) first_column: usize,
+    /// Three numbers for each token: see [`Kernels::softmax_statistics`](lockstep_tensor::Kernels::softmax_statistics).
+    pub(crate) statistics: Value,
+    /// Those of all ranks.
+    pub(crate) gathered: Value,
     pub(crate) log_sum_exp: Value,
 }
 
@@ -60,12 +81,18 @@ pub(crate) enum Operation {
     Embedding {
         input: BatchInput,
         table: ParameterIndex,
+        /// The id of the first row of the table that is here.
+        first_id: u32,
+        /// The tokens that are looked up.
+        tokens: TokenRange,
         y: Value,
     },
     Linear {
         x: Value,
         weight: ParameterIndex,
         bias: Option<ParameterIndex>,
+        /// Whether the bias is added here, and not by another rank whose summand this one's is added to.
+        adds_bias: bool,
         y: Value,
     },
     RmsNorm {
@@ -113,6 +140,15 @@ pub(crate) enum Operation {
     Dropout {
         x: Value,
         dropout: DropoutSite,
+        /// The tokens and the first of the columns that are here.
+        tokens: TokenRange,
+        first_feature: u32,
+        y: Value,
+    },
+    /// What ranks do to get a value that they share in another layout.
+    Exchange {
+        exchange: Exchange,
+        x: Value,
         y: Value,
     },
     /// The output layer and its cross-entropy, some tokens at a time: all logits never exist at once. In training,
@@ -122,6 +158,7 @@ pub(crate) enum Operation {
         weight: ParameterIndex,
         /// Scratch for the logits of as many tokens as it has rows.
         logits: Value,
+        split: Option<SplitLoss>,
         losses: Value,
     },
 }
@@ -149,7 +186,8 @@ impl Operation {
             | Self::Gelu { y, .. }
             | Self::Scale { y, .. }
             | Self::Add { y, .. }
-            | Self::Dropout { y, .. } => y,
+            | Self::Dropout { y, .. }
+            | Self::Exchange { y, .. } => y,
             Self::OutputLoss { losses, .. } => losses,
         }
     }
@@ -175,6 +213,7 @@ impl Operation {
             | Self::Gelu { x, .. }
             | Self::Scale { x, .. }
             | Self::Dropout { x, .. }
+            | Self::Exchange { x, .. }
             | Self::OutputLoss { x, .. } => vec![x],
             Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
             Self::SwiGlu { gate, up, .. } => vec![gate, up],
@@ -183,11 +222,27 @@ impl Operation {
     }
 
     /// Memory that it needs while it runs, forward or backward.
-    pub(crate) fn scratch(&self) -> Option<Value> {
+    pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
-            Self::OutputLoss { logits, .. } => Some(logits),
+            Self::OutputLoss { logits, split: None, .. } => vec![logits],
+            Self::OutputLoss { logits, split: Some(split), .. } => {
+                vec![logits, split.statistics, split.gathered, split.log_sum_exp]
+            }
+            _ => vec![],
+        }
+    }
+
+    /// The value that its output is another name of: only their gradients differ.
+    pub(crate) fn renamed(&self) -> Option<Value> {
+        match *self {
+            Self::Exchange { exchange: Exchange::SumGradients, x, .. } => Some(x),
             _ => None,
         }
+    }
+
+    /// Whether its output has the gradient that its inputs have.
+    pub(crate) fn passes_gradient_on(&self) -> bool {
+        matches!(self, Self::Add { .. } | Self::Exchange { exchange: Exchange::Sum, .. })
     }
 
     /// Whether it is a loss: it seeds the backward, which does all of its work.
@@ -210,7 +265,8 @@ impl Operation {
             | Self::Rope { .. }
             | Self::Scale { .. }
             | Self::Add { .. }
-            | Self::Dropout { .. } => vec![],
+            | Self::Dropout { .. }
+            | Self::Exchange { .. } => vec![],
         }
     }
 
@@ -238,7 +294,10 @@ impl Operation {
     /// Inputs whose storage the output may take over once nothing else needs them.
     pub(crate) fn in_place_inputs(&self) -> Vec<Value> {
         match *self {
-            Self::Rope { x, .. } | Self::Scale { x, .. } | Self::Dropout { x, .. } => vec![x],
+            Self::Rope { x, .. }
+            | Self::Scale { x, .. }
+            | Self::Dropout { x, .. }
+            | Self::Exchange { exchange: Exchange::Sum, x, .. } => vec![x],
             Self::Add { a, b, .. } => vec![b, a],
             _ => vec![],
         }
@@ -246,7 +305,14 @@ impl Operation {
 
     /// Whether the gradient of the input may be computed in the storage of the gradient of the output.
     pub(crate) fn backward_in_place(&self) -> bool {
-        matches!(self, Self::Rope { .. } | Self::Scale { .. } | Self::Dropout { .. } | Self::Gelu { .. })
+        matches!(
+            self,
+            Self::Rope { .. }
+                | Self::Scale { .. }
+                | Self::Dropout { .. }
+                | Self::Gelu { .. }
+                | Self::Exchange { exchange: Exchange::SumGradients, .. }
+        )
     }
 
     /// How a second gradient is added to an input's.
@@ -255,6 +321,11 @@ impl Operation {
             Self::Linear { .. } | Self::RmsNorm { .. } | Self::LayerNorm { .. } => Accumulation::InKernel,
             _ => Accumulation::Aside,
         }
+    }
+
+    /// Whether its output is never saved, but made again: other ranks keep the parts of it that this one does not.
+    pub(crate) fn is_gathered(&self) -> bool {
+        matches!(self, Self::Exchange { exchange: Exchange::GatherTokens, .. })
     }
 
     /// Whether selective recomputation drops its output: cheap to compute again, and as wide as an activation.

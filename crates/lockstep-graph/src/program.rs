@@ -1,6 +1,6 @@
 //! A recorded block: its parameters, its instructions, and how much memory each way of running it takes.
 
-use lockstep_plan::{Initializer, Recompute};
+use lockstep_plan::{Initializer, Recompute, Share};
 
 use crate::{
     BlockShape, Mode, Recorder, Value,
@@ -16,8 +16,10 @@ use crate::{
 pub struct ParameterDeclaration {
     /// Name within the block, e.g. `self_attn.q_proj.weight`.
     pub name: String,
-    /// Shape.
+    /// Shape, of all ranks together.
     pub shape: Vec<usize>,
+    /// What this rank holds of it.
+    pub share: Share,
     /// Initial values.
     pub initializer: Initializer,
     /// Whether it has a gradient.
@@ -39,7 +41,7 @@ pub struct BlockProfile {
     pub workspace_bytes: usize,
     /// Bytes kept between the two halves of a split backward.
     pub deferred_bytes: usize,
-    /// Number of parameter elements.
+    /// Number of parameter elements that this rank holds.
     pub parameter_elements: usize,
 }
 
@@ -86,7 +88,9 @@ impl Program {
         let training = Training::new(&recorder);
         let Recorder { mode, shape, values, operations, parameters, input, .. } = recorder;
         let planner = Planner::new(&values, &operations, input, output, &training, (mode, recompute));
-        let forward_instructions = (0..operations.len()).map(Instruction::Forward).collect();
+        let does_something = |index: &usize| operations[*index].renamed().is_none();
+        let forward_instructions =
+            (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();
         let forward = planner.place(forward_instructions, &[], &[]);
 
         let empty = || planner.place(Vec::new(), &[], &[]);
@@ -148,6 +152,11 @@ impl Program {
         self.values[self.output.0].columns
     }
 
+    /// Rows of the input and of the output: the tokens of a micro-batch, or those that are here of them.
+    pub fn output_rows(&self) -> usize {
+        self.values[self.output.0].rows
+    }
+
     /// Bytes of a frame.
     pub fn frame_bytes(&self) -> usize {
         self.frame_bytes
@@ -180,7 +189,7 @@ impl Program {
             parameter_elements: self
                 .parameters
                 .iter()
-                .map(|parameter| parameter.shape.iter().product::<usize>())
+                .map(|parameter| parameter.share.shape_of(&parameter.shape).iter().product::<usize>())
                 .sum(),
         }
     }
@@ -210,6 +219,8 @@ struct Planner<'a> {
     training: &'a Training,
     /// Operation that writes each value; the block's input has none.
     producers: Vec<Option<usize>>,
+    /// The value whose memory each shares: itself, unless it is another name for one.
+    stored_as: Vec<usize>,
     /// Values that live in the frame, and the block's input.
     fixed: Vec<Option<Slot>>,
     frame_bytes: usize,
@@ -230,6 +241,12 @@ impl<'a> Planner<'a> {
                 producers[value.0] = Some(index);
             }
         }
+        let mut stored_as: Vec<usize> = (0..values.len()).collect();
+        for operation in operations {
+            if let Some(value) = operation.renamed() {
+                stored_as[operation.output().0] = stored_as[value.0];
+            }
+        }
         let mut saved = vec![false; values.len()];
         if mode == Mode::Training && recompute != Recompute::Full {
             for operation in operations {
@@ -239,14 +256,14 @@ impl<'a> Planner<'a> {
                     Vec::new()
                 };
                 for value in for_inputs.into_iter().chain(operation.needs_for_weights(training)) {
-                    saved[value.0] = true;
+                    saved[stored_as[value.0]] = true;
                 }
             }
         }
-        if recompute == Recompute::Selective {
-            for operation in operations.iter().filter(|operation| operation.is_cheap()) {
-                saved[operation.output().0] = false;
-            }
+        let is_cheap = |operation: &&Operation| recompute == Recompute::Selective && operation.is_cheap();
+        for operation in operations.iter().filter(|operation| is_cheap(operation) || operation.is_gathered())
+        {
+            saved[operation.output().0] = false;
         }
         saved[output.0] = true;
         let mut frame = Bump::default();
@@ -259,7 +276,8 @@ impl<'a> Planner<'a> {
                 }
             })
             .collect();
-        Self { values, operations, input, training, producers, fixed, frame_bytes: frame.bytes }
+        let frame_bytes = frame.bytes;
+        Self { values, operations, input, training, producers, stored_as, fixed, frame_bytes }
     }
 
     /// Puts the forward of a value that was not saved before the first instruction that needs it. `available`
@@ -284,22 +302,27 @@ impl<'a> Planner<'a> {
             return;
         }
         let producer = self.producers[value.0].expect("a value that is not the block's input has a producer");
-        for input in self.operations[producer].inputs() {
+        for input in self.stored(self.operations[producer].inputs()) {
             self.ensure(input, available, out);
         }
         out.push(Instruction::Forward(producer));
         available.extend(self.operations[producer].outputs());
     }
 
+    /// The values whose memory these are in.
+    fn stored(&self, values: Vec<Value>) -> Vec<Value> {
+        values.into_iter().map(|value| Value(self.stored_as[value.0])).collect()
+    }
+
     fn values_read(&self, instruction: &Instruction) -> Vec<Value> {
-        match instruction {
+        self.stored(match instruction {
             Instruction::Forward(operation) => self.operations[*operation].inputs(),
             Instruction::BackwardInputs { operation, .. } => self.operations[*operation].needs_for_inputs(),
             Instruction::BackwardWeights { operation, .. } => {
                 self.operations[*operation].needs_for_weights(self.training)
             }
             Instruction::Copy { .. } | Instruction::Add { .. } => vec![],
-        }
+        })
     }
 
     /// Objects are numbered: first the values, then the gradients.
@@ -311,7 +334,7 @@ impl<'a> Planner<'a> {
     fn touches(&self, instruction: &Instruction) -> Vec<usize> {
         let mut objects: Vec<usize> = self.values_read(instruction).iter().map(|value| value.0).collect();
         if let Instruction::Forward(operation) | Instruction::BackwardInputs { operation, .. } = instruction {
-            objects.extend(self.operations[*operation].scratch().map(|value| value.0));
+            objects.extend(self.operations[*operation].scratch().iter().map(|value| value.0));
         }
         let mut gradient = |gradient: Gradient| objects.push(self.object(gradient));
         match instruction {
@@ -394,12 +417,13 @@ impl<'a> Planner<'a> {
             let Instruction::Forward(operation) = instruction else { continue };
             let operation = &self.operations[*operation];
             let output = operation.output().0;
-            let dying = operation.in_place_inputs().into_iter().map(|value| value.0).find(|&input| {
-                slots[input].is_none()
-                    && input != output
-                    && lifetimes[input].is_some_and(|lifetime| lifetime.last == time)
-                    && self.bytes(input, gradients) == self.bytes(output, gradients)
-            });
+            let dying =
+                operation.in_place_inputs().into_iter().map(|value| self.stored_as[value.0]).find(|&input| {
+                    slots[input].is_none()
+                        && input != output
+                        && lifetimes[input].is_some_and(|lifetime| lifetime.last == time)
+                        && self.bytes(input, gradients) == self.bytes(output, gradients)
+                });
             if let Some(input) = dying {
                 heir[input] = output;
                 let first = lifetimes[input].map_or(time, |lifetime| lifetime.first);
@@ -427,6 +451,9 @@ impl<'a> Planner<'a> {
             if lifetimes[object].is_some() {
                 slots[object] = slots[last];
             }
+        }
+        for value in 0..self.values.len() {
+            slots[value] = slots[self.stored_as[value]];
         }
         let gradient_slots = (0..gradients.len()).map(|g| slots[self.object(Gradient(g))]).collect();
         slots.truncate(self.values.len());

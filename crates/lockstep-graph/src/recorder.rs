@@ -1,18 +1,20 @@
 //! What model code is written against: storage-less values and the operations on them.
 //!
 //! Every value is a matrix `[tokens, columns]`; heads are a way to read the columns. A recorder checks
-//! shapes as it goes, so a model that does not fit together fails while it is recorded, with both shapes.
+//! shapes as it goes, so a model that does not fit together fails while it is recorded, with both shapes. Where ranks share
+//! the block ([`Recorder::split`]) values are named by what all ranks hold together, and the recorder knows which part is here.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_plan::{DType, Initializer};
+use lockstep_plan::{DType, Initializer, Share, TensorPlace};
 use lockstep_tensor::Gelu;
 
 use crate::{
     AttentionShape, BatchInput, DropoutSite, InputGradient, LowRank, ParameterDeclaration, ParameterIndex,
-    Program, Recompute,
+    Program, Recompute, Split,
+    layout::Layout,
     low_rank::Narrow,
-    operation::{AttentionOperation, Operation},
+    operation::{AttentionOperation, Operation, SplitLoss, TokenRange},
 };
 
 /// Logits that a loss holds at once, about: few enough to save memory, so many that reading the output layer's
@@ -104,6 +106,11 @@ pub struct Recorder {
     pub(crate) mode: Mode,
     pub(crate) shape: BlockShape,
     pub(crate) values: Vec<ValueInfo>,
+    /// How ranks share each value.
+    pub(crate) layouts: Vec<Layout>,
+    pub(crate) place: TensorPlace,
+    /// How the weights of modules are split, by name within the block.
+    pub(crate) splits: BTreeMap<String, Split>,
     pub(crate) operations: Vec<Operation>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
     pub(crate) input: Option<Value>,
@@ -121,6 +128,9 @@ impl Recorder {
             mode,
             shape,
             values: Vec::new(),
+            layouts: Vec::new(),
+            place: TensorPlace::default(),
+            splits: BTreeMap::new(),
             operations: Vec::new(),
             parameters: Vec::new(),
             input: None,
@@ -148,12 +158,15 @@ impl Recorder {
     /// If called twice.
     pub fn input(&mut self, columns: usize) -> Value {
         assert!(self.input.is_none(), "a block has one input");
-        let value = self.value(columns);
+        let value = self.value_in(columns, self.stream());
         self.input = Some(value);
         value
     }
 
     /// Rows of the table `NAME.weight [rows, columns]`, one for each token.
+    ///
+    /// # Panics
+    /// If the table is split otherwise than by its rows.
     pub fn embedding(
         &mut self,
         input: BatchInput,
@@ -162,21 +175,69 @@ impl Recorder {
         columns: usize,
         std: f32,
     ) -> Value {
-        let table = self.parameter(format!("{name}.weight"), &[rows, columns], Initializer::Normal { std });
-        let y = self.value(columns);
-        self.operations.push(Operation::Embedding { input, table, y });
-        y
+        let (share, layout) = match self.split_of(name) {
+            None => (self.whole_share(self.stream()), self.stream()),
+            Some(Split::Vocabulary) => (self.vocabulary_shard(rows), Layout::Summands),
+            Some(split) => panic!("{name}: a table is split by its rows, not by {split:?}"),
+        };
+        let initializer = Initializer::Normal { std };
+        let table = self.parameter_shared(format!("{name}.weight"), &[rows, columns], initializer, share);
+        let first_id = share.shard.map_or(0, |shard| shard.start as u32);
+        let y = self.value_in(columns, layout);
+        let tokens = self.tokens_of(layout);
+        self.operations.push(Operation::Embedding { input, table, first_id, tokens, y });
+        self.settled(y)
     }
 
     /// A linear layer, with what [`Recorder::adapt`] adds to it.
+    ///
+    /// # Panics
+    /// If the input is not shared by the ranks as the layer's split needs it.
     pub fn linear(&mut self, x: Value, linear: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = linear;
-        let weight = self.linear_weight(x, name, out_features, std);
-        let bias = (bias == Bias::With)
-            .then(|| self.parameter(format!("{name}.bias"), &[out_features], Initializer::Zeros));
-        let y = self.value(out_features);
-        self.operations.push(Operation::Linear { x, weight, bias, y });
+        let (split, initializer) = (self.split_of(name), Initializer::Normal { std });
+        let y = self.product(x, name, out_features, split, (bias, initializer));
         self.adapted(name, x, y)
+    }
+
+    /// `x Wᵀ + b` with the parameters `NAME.weight` and, if asked for, `NAME.bias`.
+    pub(crate) fn product(
+        &mut self,
+        x: Value,
+        name: &str,
+        out_features: usize,
+        split: Option<Split>,
+        (bias, initializer): (Bias, Initializer),
+    ) -> Value {
+        let shape = [out_features, self.columns(x)];
+        let (x, weight, of_bias, layout) = match split {
+            None => {
+                let layout = self.layout(x);
+                self.expect_layout(x, |layout| matches!(layout, Layout::Whole | Layout::Tokens), name);
+                (x, self.whole_share(layout), self.whole_share(layout), layout)
+            }
+            Some(Split::Outputs { pieces }) => {
+                let parts = self.parts(name, pieces);
+                let share = self.shard(0, out_features, parts);
+                (self.spread(x), share, share, Layout::Columns { parts })
+            }
+            Some(Split::Inputs) => {
+                let parts = self.place.ranks;
+                self.expect_layout(x, |layout| layout == Layout::Columns { parts }, name);
+                let whole = self.whole_share(Layout::Summands);
+                (x, self.shard(1, shape[1], parts), whole, Layout::Summands)
+            }
+            Some(Split::Vocabulary) => panic!("{name}: only an output layer is split by a vocabulary"),
+        };
+        let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, weight);
+        let bias = (bias == Bias::With).then(|| {
+            self.parameter_shared(format!("{name}.bias"), &[out_features], Initializer::Zeros, of_bias)
+        });
+        let y = self.value_in(out_features, layout);
+        // Of summands one has the bias in it.
+        let adds_bias = layout != Layout::Summands || self.place.rank == 0;
+        self.operations.push(Operation::Linear { x, weight, bias, adds_bias, y });
+        self.settled(y)
     }
 
     /// Root-mean-square normalization with the scale `NAME.weight [width]`, over each group of `width` columns: the
@@ -185,23 +246,28 @@ impl Recorder {
     /// # Panics
     /// If `width` does not divide the columns.
     pub fn rms_norm(&mut self, x: Value, name: &str, width: usize, eps: f32) -> Value {
-        let columns = self.columns(x);
-        assert!(columns.is_multiple_of(width), "{name}: a norm over {width} of {columns} columns");
-        let weight = self.parameter(format!("{name}.weight"), &[width], Initializer::Ones);
-        let y = self.value(columns);
-        let rstd = self.statistic(columns / width);
+        let (columns, held) = (self.columns(x), self.values[x.0].columns);
+        assert!(held.is_multiple_of(width), "{name}: a norm over {width} of {held} columns");
+        let share = self.whole_share(self.layout(x));
+        let weight = self.parameter_shared(format!("{name}.weight"), &[width], Initializer::Ones, share);
+        let y = self.value_like(x, columns);
+        let rstd = self.statistic(x, held / width);
         self.operations.push(Operation::RmsNorm { x, weight, eps, y, rstd });
         y
     }
 
     /// Layer normalization with `NAME.weight` and, if asked for, `NAME.bias`.
+    ///
+    /// # Panics
+    /// If no rank has whole rows.
     pub fn layer_norm(&mut self, x: Value, name: &str, bias: Bias, eps: f32) -> Value {
-        let columns = self.columns(x);
-        let weight = self.parameter(format!("{name}.weight"), &[columns], Initializer::Ones);
+        self.expect_layout(x, |layout| matches!(layout, Layout::Whole | Layout::Tokens), name);
+        let (columns, share) = (self.columns(x), self.whole_share(self.layout(x)));
+        let weight = self.parameter_shared(format!("{name}.weight"), &[columns], Initializer::Ones, share);
         let bias = (bias == Bias::With)
-            .then(|| self.parameter(format!("{name}.bias"), &[columns], Initializer::Zeros));
-        let y = self.value(columns);
-        let (mean, rstd) = (self.statistic(1), self.statistic(1));
+            .then(|| self.parameter_shared(format!("{name}.bias"), &[columns], Initializer::Zeros, share));
+        let y = self.value_like(x, columns);
+        let (mean, rstd) = (self.statistic(x, 1), self.statistic(x, 1));
         self.operations.push(Operation::LayerNorm { x, weight, bias, eps, y, mean, rstd });
         y
     }
@@ -210,12 +276,16 @@ impl Recorder {
     pub fn rope(&mut self, x: Value, head_dim: usize) -> Value {
         let columns = self.columns(x);
         assert!(columns.is_multiple_of(head_dim), "heads of {head_dim} in {columns} columns");
-        let y = self.value(columns);
+        self.expect_layout(x, |layout| layout != Layout::Tokens, "rotary embedding");
+        let y = self.value_like(x, columns);
         self.operations.push(Operation::Rope { x, head_dim, y });
         y
     }
 
     /// Causal attention, with dropout of the probabilities.
+    ///
+    /// # Panics
+    /// If queries, keys and values do not fit together.
     pub fn attention(&mut self, q: Value, k: Value, v: Value, shape: AttentionShape, dropout: f32) -> Value {
         let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
         for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
@@ -226,10 +296,23 @@ impl Recorder {
                 "{name} has {columns} columns for {heads} heads of {head_dim}"
             );
         }
+        let (of_queries, of_keys) = (self.layout(q), self.layout(k));
+        let ranks = self.place.ranks;
+        let fits = match (of_queries, of_keys) {
+            (Layout::Whole, Layout::Whole) => true,
+            (Layout::Columns { parts }, Layout::Columns { parts: of_keys }) => {
+                parts == ranks && key_value_heads.is_multiple_of(of_keys)
+            }
+            _ => false,
+        };
+        assert!(fits && of_keys == self.layout(v), "attention of {of_queries:?} to {of_keys:?}");
+        let held = |value: Value| self.values[value.0].columns / head_dim;
+        let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
+        let first_head = if of_queries == Layout::Whole { 0 } else { self.place.rank * shape.heads };
         let dropout = self.dropout_site(dropout);
-        let y = self.value(heads * head_dim);
-        let log_sum_exp = self.statistic(heads);
-        let attention = AttentionOperation { q, k, v, shape, dropout, y, log_sum_exp };
+        let y = self.value_like(q, heads * head_dim);
+        let log_sum_exp = self.statistic(q, shape.heads);
+        let attention = AttentionOperation { q, k, v, shape, first_head, dropout, y, log_sum_exp };
         self.operations.push(Operation::Attention(attention));
         y
     }
@@ -237,14 +320,14 @@ impl Recorder {
     /// `silu(gate) · up`.
     pub fn swiglu(&mut self, gate: Value, up: Value) -> Value {
         self.expect_same(gate, up);
-        let y = self.value(self.columns(gate));
+        let y = self.value_like(gate, self.columns(gate));
         self.operations.push(Operation::SwiGlu { gate, up, y });
         y
     }
 
     /// Gaussian error linear unit.
     pub fn gelu(&mut self, kind: Gelu, x: Value) -> Value {
-        let y = self.value(self.columns(x));
+        let y = self.value_like(x, self.columns(x));
         self.operations.push(Operation::Gelu { kind, x, y });
         y
     }
@@ -252,7 +335,7 @@ impl Recorder {
     /// `a + b`.
     pub fn add(&mut self, a: Value, b: Value) -> Value {
         self.expect_same(a, b);
-        let y = self.value(self.columns(a));
+        let y = self.value_like(a, self.columns(a));
         self.operations.push(Operation::Add { a, b, y });
         y
     }
@@ -260,27 +343,58 @@ impl Recorder {
     /// Dropout; nothing is recorded in inference or for probability 0.
     pub fn dropout(&mut self, x: Value, probability: f32) -> Value {
         let Some(dropout) = self.dropout_site(probability) else { return x };
-        let y = self.value(self.columns(x));
-        self.operations.push(Operation::Dropout { x, dropout, y });
+        let layout = self.layout(x);
+        let first_feature = match layout {
+            Layout::Columns { parts } => {
+                self.place.rank * parts / self.place.ranks * self.values[x.0].columns
+            }
+            _ => 0,
+        };
+        let y = self.value_like(x, self.columns(x));
+        let tokens = self.tokens_of(layout);
+        self.operations.push(Operation::Dropout {
+            x,
+            dropout,
+            tokens,
+            first_feature: first_feature as u32,
+            y,
+        });
         y
     }
 
     /// The linear layer `output`, and the cross-entropy of the logits that it would give against the labels of the
-    /// batch: one loss per token, 0 where masked. The logits of all tokens never exist at once.
+    /// batch: one loss per token, 0 where masked. The logits of all tokens never exist at once, and no rank ever holds those
+    /// of another.
     ///
     /// # Panics
     /// If the layer has a bias, which no output layer has.
     pub fn output_loss(&mut self, x: Value, output: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = output;
         assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
-        let weight = self.linear_weight(x, name, out_features, std);
+        let (x, share) = match self.split_of(name) {
+            None => {
+                self.expect_layout(x, |layout| layout == Layout::Whole, name);
+                (x, self.whole_share(Layout::Whole))
+            }
+            Some(Split::Vocabulary) => (self.spread(x), self.vocabulary_shard(out_features)),
+            Some(split) => panic!("{name}: an output layer is split by the vocabulary, not by {split:?}"),
+        };
+        let shape = [out_features, self.columns(x)];
+        let held = share.shape_of(&shape)[0];
+        let weight =
+            self.parameter_shared(format!("{name}.weight"), &shape, Initializer::Normal { std }, share);
         let tokens = self.shape.tokens();
-        let parts = (tokens * out_features).div_ceil(LOGITS_AT_ONCE).max(1);
+        let parts = (tokens * held).div_ceil(LOGITS_AT_ONCE).max(1);
         let rows = tokens.div_ceil(parts).next_multiple_of(64).min(tokens);
-        self.values.push(ValueInfo { rows, columns: out_features, dtype: self.shape.dtype });
-        let logits = Value(self.values.len() - 1);
-        let losses = self.statistic(1);
-        self.operations.push(Operation::OutputLoss { x, weight, logits, losses });
+        let logits = self.scratch(rows, held, self.shape.dtype);
+        let split = share.shard.map(|shard| SplitLoss {
+            first_column: shard.start,
+            statistics: self.scratch(rows, 3, DType::F32),
+            gathered: self.scratch(rows, 3 * self.place.ranks, DType::F32),
+            log_sum_exp: self.scratch(rows, 1, DType::F32),
+        });
+        let losses = self.push(1, DType::F32, Layout::Whole);
+        self.operations.push(Operation::OutputLoss { x, weight, logits, split, losses });
         losses
     }
 
@@ -289,9 +403,13 @@ impl Recorder {
         Program::compile(self, output, recompute)
     }
 
-    /// Columns of a value.
+    /// Columns of a value, those of all ranks together.
     pub fn columns(&self, value: Value) -> usize {
-        self.values[value.0].columns
+        let held = self.values[value.0].columns;
+        match self.layout(value) {
+            Layout::Columns { parts } => held * parts,
+            _ => held,
+        }
     }
 
     fn dropout_site(&mut self, probability: f32) -> Option<DropoutSite> {
@@ -301,42 +419,64 @@ impl Recorder {
         (self.mode == Mode::Training && probability > 0.0).then_some(DropoutSite { site, probability })
     }
 
-    fn linear_weight(&mut self, x: Value, name: &str, out_features: usize, std: f32) -> ParameterIndex {
-        let shape = [out_features, self.columns(x)];
-        self.parameter(format!("{name}.weight"), &shape, Initializer::Normal { std })
-    }
-
-    pub(crate) fn parameter(
+    fn parameter_shared(
         &mut self,
         name: String,
         shape: &[usize],
         initializer: Initializer,
+        share: Share,
     ) -> ParameterIndex {
         assert!(
             self.parameters.iter().all(|parameter| parameter.name != name),
             "the block declares {name} twice"
         );
         let trainable = !self.frozen.contains(&name);
-        self.parameters.push(ParameterDeclaration { name, shape: shape.to_vec(), initializer, trainable });
+        let shape = shape.to_vec();
+        self.parameters.push(ParameterDeclaration { name, shape, share, initializer, trainable });
         ParameterIndex(self.parameters.len() - 1)
     }
 
-    pub(crate) fn value(&mut self, columns: usize) -> Value {
-        self.push(columns, self.shape.dtype)
+    /// The tokens of which a value in `layout` holds a row.
+    fn tokens_of(&self, layout: Layout) -> TokenRange {
+        let len = self.rows_of(layout);
+        TokenRange { first: if layout == Layout::Tokens { self.place.rank * len } else { 0 }, len }
     }
 
-    /// An f32 value of `columns` numbers per token.
-    fn statistic(&mut self, columns: usize) -> Value {
-        self.push(columns, DType::F32)
+    /// A value of `columns`, of all ranks together, that ranks share as they share `other`.
+    pub(crate) fn value_like(&mut self, other: Value, columns: usize) -> Value {
+        self.value_in(columns, self.layout(other))
     }
 
-    fn push(&mut self, columns: usize, dtype: DType) -> Value {
-        self.values.push(ValueInfo { rows: self.shape.tokens(), columns, dtype });
+    pub(crate) fn value_in(&mut self, columns: usize, layout: Layout) -> Value {
+        let held = match layout {
+            Layout::Columns { parts } => columns / parts,
+            _ => columns,
+        };
+        self.push(held, self.shape.dtype, layout)
+    }
+
+    /// An f32 value of `columns` numbers for each row of `of`.
+    fn statistic(&mut self, of: Value, columns: usize) -> Value {
+        self.push(columns, DType::F32, self.layout(of))
+    }
+
+    /// Memory that an operation needs while it runs.
+    fn scratch(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
+        self.values.push(ValueInfo { rows, columns, dtype });
+        self.layouts.push(Layout::Whole);
+        Value(self.values.len() - 1)
+    }
+
+    fn push(&mut self, columns: usize, dtype: DType, layout: Layout) -> Value {
+        self.values.push(ValueInfo { rows: self.rows_of(layout), columns, dtype });
+        self.layouts.push(layout);
         Value(self.values.len() - 1)
     }
 
     fn expect_same(&self, a: Value, b: Value) {
-        let (a, b) = (self.columns(a), self.columns(b));
-        assert_eq!(a, b, "operands of {a} and {b} columns");
+        let kind = |value: Value| (self.columns(value), self.layout(value));
+        let (a, b) = (kind(a), kind(b));
+        assert_eq!(a, b, "operands of unlike columns or layouts");
+        assert!(a.1 != Layout::Summands, "summands are summed before anything is done with them");
     }
 }

@@ -2,8 +2,7 @@
 //!
 //! Nothing here allocates; a replay is a walk over a list. Where it is traced, each instruction is a span.
 
-use std::ops::Range;
-
+use lockstep_comm::CommError;
 use lockstep_plan::DType;
 use lockstep_tensor::{
     Attention, AttentionWrite, Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, TokenPlaces,
@@ -11,10 +10,12 @@ use lockstep_tensor::{
 };
 
 use crate::{
-    BatchInput, DropoutSite, ParameterIndex, Program, Trace, Value,
+    BatchInput, DropoutSite, ParameterIndex, Peers, Program, Trace, Value,
     backward::{Gradient, GradientBuffer},
     cost::Stage,
-    operation::{AttentionOperation, AttentionShape, Operation},
+    layout::Exchange,
+    loss::PartialLoss,
+    operation::{AttentionOperation, AttentionShape, Operation, TokenRange},
     program::{Instruction, Phase},
     recorder::ValueInfo,
     storage::{Region, Slot},
@@ -79,23 +80,31 @@ pub struct Replay<'a> {
     pub first_dropout_site: u32,
     /// Keys and values of earlier tokens, in generation.
     pub cache: Option<KeyValueCache<'a>>,
+    /// The ranks that share the block, if it was recorded for several.
+    pub peers: Option<Peers<'a>>,
     /// Where the times of operations are recorded, if they are.
     pub trace: Option<Trace<'a>>,
 }
 
 impl Program {
     /// Runs the forward; the output is in the frame.
-    pub fn forward(&self, replay: &Replay<'_>) {
-        self.run((Stage::Forward, &self.forward), &self.gradients, replay, Extra::default());
+    ///
+    /// # Errors
+    /// [`CommError`], as for all replays: none without peers.
+    pub fn forward(&self, replay: &Replay<'_>) -> Result<(), CommError> {
+        self.run((Stage::Forward, &self.forward), &self.gradients, replay, Extra::default())
     }
 
     /// The forward of a step that goes on with a backward. Losses are left to [`Program::backward`], which has to
     /// compute their logits in any case; nothing is left out of a block without a loss.
-    pub fn forward_for_backward(&self, replay: &Replay<'_>) {
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn forward_for_backward(&self, replay: &Replay<'_>) -> Result<(), CommError> {
         let phase = (Stage::Forward, &self.forward);
         self.run_some(phase, &self.gradients, replay, Extra::default(), |instruction| {
             !matches!(instruction, Instruction::Forward(operation) if self.operations[*operation].is_loss())
-        });
+        })
     }
 
     /// The output, after a forward; losses also after a backward.
@@ -108,13 +117,25 @@ impl Program {
     /// Gradients of the input and of the weights, after a forward. `dy` is the gradient of the output (none for a
     /// block that ends in a loss), `dx` receives that of the input (none for a block without one), `seed` is
     /// the gradient of each token's loss.
-    pub fn backward(&self, replay: &Replay<'_>, dy: Option<View<'_>>, dx: Option<View<'_>>, seed: f32) {
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn backward(
+        &self,
+        replay: &Replay<'_>,
+        dy: Option<View<'_>>,
+        dx: Option<View<'_>>,
+        seed: f32,
+    ) -> Result<(), CommError> {
         let extra = Extra { dy, dx, deferred: None, seed };
-        self.run((Stage::Backward, &self.backward), &self.gradients, replay, extra);
+        self.run((Stage::Backward, &self.backward), &self.gradients, replay, extra)
     }
 
     /// The first half of a split backward: the gradient of the input. What the weights need is kept in `deferred`
     /// (at least [`Program::deferred_bytes`]) and in the frame.
+    ///
+    /// # Errors
+    /// [`CommError`].
     pub fn backward_inputs(
         &self,
         replay: &Replay<'_>,
@@ -122,15 +143,18 @@ impl Program {
         dx: Option<View<'_>>,
         seed: f32,
         deferred: &Buffer,
-    ) {
+    ) -> Result<(), CommError> {
         let extra = Extra { dy, dx, deferred: Some(deferred), seed };
-        self.run((Stage::Backward, &self.backward_inputs), &self.split_gradients, replay, extra);
+        self.run((Stage::Backward, &self.backward_inputs), &self.split_gradients, replay, extra)
     }
 
     /// The second half of a split backward: adds to the gradients of the weights.
-    pub fn backward_weights(&self, replay: &Replay<'_>, deferred: &Buffer) {
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn backward_weights(&self, replay: &Replay<'_>, deferred: &Buffer) -> Result<(), CommError> {
         let extra = Extra { deferred: Some(deferred), ..Extra::default() };
-        self.run((Stage::Backward, &self.backward_weights), &self.split_gradients, replay, extra);
+        self.run((Stage::Backward, &self.backward_weights), &self.split_gradients, replay, extra)
     }
 
     fn run(
@@ -139,8 +163,8 @@ impl Program {
         gradients: &[GradientBuffer],
         replay: &Replay<'_>,
         extra: Extra<'_>,
-    ) {
-        self.run_some((stage, phase), gradients, replay, extra, |_| true);
+    ) -> Result<(), CommError> {
+        self.run_some((stage, phase), gradients, replay, extra, |_| true)
     }
 
     /// Runs the instructions that `is_wanted`.
@@ -151,45 +175,46 @@ impl Program {
         replay: &Replay<'_>,
         extra: Extra<'_>,
         is_wanted: impl Fn(&Instruction) -> bool,
-    ) {
+    ) -> Result<(), CommError> {
         let run = Run { program: self, phase, gradients, replay, extra };
         for instruction in phase.instructions.iter().filter(|instruction| is_wanted(instruction)) {
             match replay.trace {
-                None => run.instruction(instruction),
+                None => run.instruction(instruction)?,
                 Some(Trace { timeline, unit }) => timeline.span(
                     || (self.activity(instruction, stage, unit), self.cost(instruction, gradients)),
                     || run.instruction(instruction),
-                ),
+                )?,
             }
         }
+        Ok(())
     }
 }
 
 /// What only backward calls have.
 #[derive(Clone, Copy, Default)]
-struct Extra<'a> {
+pub(crate) struct Extra<'a> {
     dy: Option<View<'a>>,
     dx: Option<View<'a>>,
     deferred: Option<&'a Buffer>,
-    seed: f32,
+    pub(crate) seed: f32,
 }
 
-struct Run<'a> {
+pub(crate) struct Run<'a> {
     program: &'a Program,
     phase: &'a Phase,
     gradients: &'a [GradientBuffer],
-    replay: &'a Replay<'a>,
-    extra: Extra<'a>,
+    pub(crate) replay: &'a Replay<'a>,
+    pub(crate) extra: Extra<'a>,
 }
 
 impl<'a> Run<'a> {
-    fn instruction(&self, instruction: &Instruction) {
+    fn instruction(&self, instruction: &Instruction) -> Result<(), CommError> {
         let queue = self.replay.queue;
         match instruction {
-            Instruction::Forward(operation) => self.forward(&self.program.operations[*operation]),
+            Instruction::Forward(operation) => self.forward(&self.program.operations[*operation])?,
             Instruction::BackwardInputs { operation, dy, dx } => {
                 let dy = dy.map(|dy| self.gradient(dy));
-                self.backward_inputs(&self.program.operations[*operation], dy, dx);
+                self.backward_inputs(&self.program.operations[*operation], dy, dx)?;
             }
             Instruction::BackwardWeights { operation, dy } => {
                 self.backward_weights(&self.program.operations[*operation], self.gradient(*dy));
@@ -200,20 +225,21 @@ impl<'a> Run<'a> {
                 queue.add(to, self.gradient(*from), to);
             }
         }
+        Ok(())
     }
 
-    fn forward(&self, operation: &Operation) {
+    fn forward(&self, operation: &Operation) -> Result<(), CommError> {
         let queue = self.replay.queue;
         match *operation {
-            Operation::Embedding { input, table, y } => {
-                queue.embedding(self.indices(input), self.weight(table), 0, self.value(y));
+            Operation::Embedding { input, table, first_id, tokens, y } => {
+                queue.embedding(self.indices(input, tokens), self.weight(table), first_id, self.value(y));
             }
-            Operation::Linear { x, weight, bias, y } => queue.gemm(Gemm {
+            Operation::Linear { x, weight, bias, adds_bias, y } => queue.gemm(Gemm {
                 layout: GemmLayout::NT,
                 a: self.value(x),
                 b: self.weight(weight),
                 c: self.value(y),
-                bias: bias.map(|bias| self.weight(bias)),
+                bias: bias.filter(|_| adds_bias).map(|bias| self.weight(bias)),
                 write: Write::Overwrite,
             }),
             Operation::RmsNorm { x, weight, eps, y, rstd } => {
@@ -235,16 +261,30 @@ impl<'a> Run<'a> {
             Operation::Gelu { kind, x, y } => queue.gelu(kind, self.value(x), self.value(y)),
             Operation::Scale { x, factor, y } => queue.scale(factor, self.value(x), self.value(y)),
             Operation::Add { a, b, y } => queue.add(self.value(a), self.value(b), self.value(y)),
-            Operation::Dropout { x, dropout, y } => {
-                queue.dropout(self.dropout(dropout), self.places(), 0, self.value(x), self.value(y));
+            Operation::Dropout { x, dropout, tokens, first_feature, y } => {
+                let places = self.places(tokens);
+                queue.dropout(self.dropout(dropout), places, first_feature, self.value(x), self.value(y));
             }
-            Operation::OutputLoss { .. } => self.output_loss(operation, |_, logits, labels, losses| {
-                queue.cross_entropy(logits, labels, losses);
-            }),
+            Operation::Exchange { exchange, x, y } => {
+                let (x, y) = (self.value(x), self.value(y));
+                match exchange {
+                    Exchange::SumGradients => unreachable!("its output is its input"),
+                    Exchange::GatherTokens => self.peers().gather(x, y)?,
+                    Exchange::Sum => self.sum(x, y)?,
+                    Exchange::SumTokens => self.peers().sum_rows(x, y)?,
+                }
+            }
+            Operation::OutputLoss { .. } => self.output_loss(operation, |part| self.losses(&part))?,
         }
+        Ok(())
     }
 
-    fn backward_inputs(&self, operation: &Operation, dy: Option<View<'_>>, dx: &[(Gradient, Write)]) {
+    fn backward_inputs(
+        &self,
+        operation: &Operation,
+        dy: Option<View<'_>>,
+        dx: &[(Gradient, Write)],
+    ) -> Result<(), CommError> {
         let queue = self.replay.queue;
         let target = |index: usize| self.gradient(dx[index].0);
         let write = dx[0].1;
@@ -254,8 +294,9 @@ impl<'a> Run<'a> {
             let is_trained = self.program.training.trains(weight);
             let gradient = is_trained.then(|| self.replay.parameters.gradient(weight));
             let weight = self.weight(weight);
-            self.output_loss(operation, |tokens, logits, labels, losses| {
-                queue.cross_entropy_with_gradient(logits, labels, losses, self.extra.seed);
+            return self.output_loss(operation, |part| {
+                self.losses_with_gradient(&part)?;
+                let PartialLoss { tokens, logits, .. } = part;
                 let product = |layout, b, c, write| Gemm { layout, a: logits, b, c, bias: None, write };
                 if needs_dx {
                     queue.gemm(product(GemmLayout::NN, weight, dx.rows(tokens.clone()), write));
@@ -264,8 +305,8 @@ impl<'a> Run<'a> {
                     let add = if tokens.start == 0 { first } else { Write::Accumulate };
                     queue.gemm(product(GemmLayout::TN, x.rows(tokens), dweight, add));
                 }
+                Ok(())
             });
-            return;
         }
         let dy = dy.expect("every operation but a loss is given the gradient of its output");
         match *operation {
@@ -293,8 +334,9 @@ impl<'a> Run<'a> {
                 queue.layer_norm_backward_input(self.layer_norm(operation), dy, target(0), write);
             }
             Operation::Rope { head_dim, .. } => self.rope(dy, head_dim, Rotation::Backward, target(0)),
-            Operation::Attention(AttentionOperation { q, k, v, shape, dropout, y, log_sum_exp }) => {
-                let attention = self.geometry(shape, dropout);
+            Operation::Attention(operation) => {
+                let AttentionOperation { q, k, v, shape, y, log_sum_exp, .. } = operation;
+                let attention = self.geometry(&operation);
                 let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
                 let split = |view: View<'a>, heads: usize| split_heads(view, heads, head_dim);
                 queue.attention_backward(
@@ -316,13 +358,20 @@ impl<'a> Run<'a> {
             }
             Operation::Gelu { kind, x, .. } => queue.gelu_backward(kind, dy, self.value(x), target(0)),
             Operation::Scale { factor, .. } => queue.scale(factor, dy, target(0)),
-            Operation::Dropout { dropout, .. } => {
-                queue.dropout(self.dropout(dropout), self.places(), 0, dy, target(0));
+            Operation::Dropout { dropout, tokens, first_feature, .. } => {
+                queue.dropout(self.dropout(dropout), self.places(tokens), first_feature, dy, target(0));
             }
+            Operation::Exchange { exchange, .. } => match exchange {
+                Exchange::SumGradients => self.sum(dy, target(0))?,
+                Exchange::GatherTokens => self.peers().sum_rows(dy, target(0))?,
+                Exchange::SumTokens => self.peers().gather(dy, target(0))?,
+                Exchange::Sum => unreachable!("the gradient of its input is that of its output"),
+            },
             Operation::Embedding { .. } | Operation::Add { .. } | Operation::OutputLoss { .. } => {
                 unreachable!("no such instruction is derived: {operation:?}")
             }
         }
+        Ok(())
     }
 
     fn backward_weights(&self, operation: &Operation, dy: View<'_>) {
@@ -337,10 +386,12 @@ impl<'a> Run<'a> {
         };
         let is_trained = |index: &ParameterIndex| self.program.training.trains(*index);
         match *operation {
-            Operation::Embedding { input, table, .. } => {
-                let rows = self.replay.parameters.gradient_rows(table);
-                let rows = rows.unwrap_or_else(|| self.indices(input));
-                queue.embedding_backward(rows, dy, 0, gradient(table));
+            Operation::Embedding { input, table, first_id, tokens, .. } => {
+                let (rows, first) = match self.replay.parameters.gradient_rows(table) {
+                    Some(rows) => (rows, 0),
+                    None => (self.indices(input, tokens), first_id),
+                };
+                queue.embedding_backward(rows, dy, first, gradient(table));
             }
             Operation::Linear { x, weight, bias, .. } => {
                 if is_trained(&weight) {
@@ -378,33 +429,18 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Computes the logits of some tokens after the other and hands `finish` the range of tokens, their logits, labels,
-    /// and the place of their losses.
-    fn output_loss(
-        &self,
-        operation: &Operation,
-        finish: impl Fn(Range<usize>, View<'_>, View<'_>, View<'_>),
-    ) {
-        let Operation::OutputLoss { x, weight, logits, losses } = *operation else {
-            unreachable!("called for a loss: {operation:?}")
-        };
-        let (x, weight, logits) = (self.value(x), self.weight(weight), self.value(logits));
-        let (labels, losses) = (self.labels(), self.flat(losses));
-        let (tokens, step) = (losses.elements(), logits.shape().as_matrix().0);
-        for start in (0..tokens).step_by(step) {
-            let part = start..tokens.min(start + step);
-            let logits = logits.rows(0..part.len());
-            let layout = GemmLayout::NT;
-            let (a, write) = (x.rows(part.clone()), Write::Overwrite);
-            self.replay.queue.gemm(Gemm { layout, a, b: weight, c: logits, bias: None, write });
-            finish(part.clone(), logits, labels.rows(part.clone()), losses.rows(part));
+    /// `y = ` the sum of `x` over the ranks; may be in place.
+    fn sum(&self, x: View<'_>, y: View<'_>) -> Result<(), CommError> {
+        if x.as_ptr() != y.as_ptr() {
+            self.replay.queue.cast(x, y);
         }
+        self.peers().sum(y)
     }
 
     fn attention(&self, operation: AttentionOperation) {
-        let AttentionOperation { q, k, v, shape, dropout, y, log_sum_exp } = operation;
+        let AttentionOperation { q, k, v, shape, y, log_sum_exp, .. } = operation;
         let queue = self.replay.queue;
-        let mut attention = self.geometry(shape, dropout);
+        let mut attention = self.geometry(&operation);
         let (mut keys, mut values) = (self.value(k), self.value(v));
         if let Some(cache) = self.replay.cache {
             let end = cache.filled + attention.queries.len;
@@ -426,7 +462,8 @@ impl<'a> Run<'a> {
         );
     }
 
-    fn geometry(&self, shape: AttentionShape, dropout: Option<DropoutSite>) -> Attention<'a> {
+    fn geometry(&self, operation: &AttentionOperation) -> Attention<'a> {
+        let AttentionOperation { shape, first_head, dropout, .. } = *operation;
         let block = self.program.shape;
         Attention {
             sequences: block.sequences,
@@ -438,13 +475,14 @@ impl<'a> Run<'a> {
             scale: shape.scale,
             window: shape.window,
             document_starts: self.replay.batch.document_starts,
-            first_head: 0,
+            first_head,
             dropout: dropout.map(|dropout| self.dropout(dropout)),
         }
     }
 
-    fn places(&self) -> TokenPlaces {
-        TokenPlaces::whole(self.program.shape.seq_len)
+    /// Where the rows of some tokens stand in their sequences.
+    fn places(&self, tokens: TokenRange) -> TokenPlaces {
+        TokenPlaces { first_row: tokens.first, ..TokenPlaces::whole(self.program.shape.seq_len) }
     }
 
     fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {
@@ -481,23 +519,28 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn indices(&self, input: BatchInput) -> View<'a> {
-        match input {
+    fn indices(&self, input: BatchInput, tokens: TokenRange) -> View<'a> {
+        let all = match input {
             BatchInput::Ids => self.replay.batch.ids,
             BatchInput::Positions => self.replay.batch.positions,
-        }
+        };
+        all.rows(tokens.first..tokens.first + tokens.len)
     }
 
-    fn labels(&self) -> View<'a> {
+    pub(crate) fn peers(&self) -> Peers<'a> {
+        self.replay.peers.expect("a program that was recorded for several ranks is given them")
+    }
+
+    pub(crate) fn labels(&self) -> View<'a> {
         self.replay.batch.labels.expect("a program with a loss is given labels")
     }
 
-    fn weight(&self, index: ParameterIndex) -> View<'a> {
+    pub(crate) fn weight(&self, index: ParameterIndex) -> View<'a> {
         self.replay.parameters.weight(index)
     }
 
     /// A value as `[tokens, columns]`.
-    fn value(&self, value: Value) -> View<'a> {
+    pub(crate) fn value(&self, value: Value) -> View<'a> {
         let slot = self.phase.values[value.0].expect("every value an instruction touches has a place");
         self.at(slot, self.program.values[value.0])
     }
@@ -508,7 +551,7 @@ impl<'a> Run<'a> {
     }
 
     /// A statistic as a vector.
-    fn flat(&self, value: Value) -> View<'a> {
+    pub(crate) fn flat(&self, value: Value) -> View<'a> {
         let view = self.value(value);
         view.reshape([view.elements()])
     }

@@ -177,6 +177,7 @@ impl World {
             workspace: &workspace,
             first_dropout_site: 3,
             cache: None,
+            peers: None,
             trace: None,
         })
     }
@@ -190,8 +191,8 @@ impl World {
         let store = Store::new(program, &self.arena);
         let dx = self.dx();
         self.replay(program, &store, true, |replay| {
-            program.forward(replay);
-            program.backward(replay, Some(self.dy.view()), Some(dx.view()), 0.0);
+            program.forward(replay).unwrap();
+            program.backward(replay, Some(self.dy.view()), Some(dx.view()), 0.0).unwrap();
         });
         (dx.view().to_vec(), store.gradients())
     }
@@ -202,10 +203,10 @@ impl World {
         let dx = self.dx();
         let deferred = self.arena.allocate(program.deferred_bytes(), MemoryCategory::Activations).unwrap();
         let found = self.replay(program, &store, true, |replay| {
-            program.forward(replay);
+            program.forward(replay).unwrap();
             let dy = self.dx();
             dy.view().copy_from(&self.dy.view().to_vec::<f32>());
-            program.backward_inputs(replay, Some(dy.view()), Some(dx.view()), 0.0, &deferred);
+            program.backward_inputs(replay, Some(dy.view()), Some(dx.view()), 0.0, &deferred).unwrap();
             assert!(store.gradients().iter().flatten().all(|&g| g == 0.0), "weights wait for their turn");
             let found = dx.view().to_vec::<f32>();
             // Whoever owns these buffers uses them for something else in the meantime.
@@ -214,7 +215,7 @@ impl World {
             dx.view().copy_from(&lost);
             let bytes = program.split_workspace_bytes();
             replay.workspace.view(DType::U8, 0, [bytes]).copy_from(&vec![0xff_u8; bytes]);
-            program.backward_weights(replay, &deferred);
+            program.backward_weights(replay, &deferred).unwrap();
             found
         });
         (found, store.gradients())
@@ -222,7 +223,7 @@ impl World {
 
     fn loss(&self, program: &Program, store: &Store) -> f64 {
         self.replay(program, store, false, |replay| {
-            program.forward(replay);
+            program.forward(replay).unwrap();
             program.output(replay.frame).to_vec::<f32>().iter().map(|&loss| f64::from(loss)).sum()
         })
     }
@@ -316,8 +317,8 @@ fn the_gradient_is_the_derivative_of_the_loss() {
     let program = with_loss(Recompute::None);
     let store = Store::new(&program, &world.arena);
     world.replay(&program, &store, false, |replay| {
-        program.forward(replay);
-        program.backward(replay, None, None, 1.0);
+        program.forward(replay).unwrap();
+        program.backward(replay, None, None, 1.0).unwrap();
     });
     let gradients = store.gradients();
     for (index, gradient) in gradients.iter().enumerate() {

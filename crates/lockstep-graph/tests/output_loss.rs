@@ -82,14 +82,15 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         workspace: &workspace,
         first_dropout_site: 0,
         cache: None,
+        peers: None,
         trace: None,
     };
     let losses = || program.output(&frame).to_vec::<f32>();
-    program.forward(&replay);
+    program.forward(&replay).unwrap();
     let from_forward = losses();
     program.output(&frame).copy_from(&[f32::NAN; TOKENS]);
-    program.forward_for_backward(&replay);
-    program.backward(&replay, None, Some(dx.view()), SEED_GRADIENT);
+    program.forward_for_backward(&replay).unwrap();
+    program.backward(&replay, None, Some(dx.view()), SEED_GRADIENT).unwrap();
     assert_eq!(from_forward, losses(), "losses of the forward and of the backward");
 
     let logits = zeros([TOKENS, VOCABULARY]);

@@ -1,6 +1,7 @@
 //! What can go wrong while a model is loaded or run.
 
 use lockstep_checkpoint::CheckpointError;
+use lockstep_comm::CommError;
 use lockstep_data::DataError;
 use lockstep_tensor::TensorError;
 
@@ -17,6 +18,9 @@ pub enum InferError {
     /// Memory or threads.
     #[error(transparent)]
     Tensor(#[from] TensorError),
+    /// Other ranks.
+    #[error(transparent)]
+    Comm(#[from] CommError),
     /// The directory names no tokenizer and the vocabulary is not that of bytes.
     #[error(
         "{model}: no tokenizer.json beside the weights, and a vocabulary of {vocab_size} is not that of bytes"

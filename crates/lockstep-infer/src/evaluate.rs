@@ -47,7 +47,7 @@ pub fn evaluate(model: &LoadedModel, data: &Dataset) -> Result<Evaluation, Infer
             document_starts: &batch.document_starts,
             sample_numbers: &batch.sample_numbers,
         };
-        runner.forward(&recorded, &model.queue, (&model.weights).into(), &host);
+        runner.forward(&recorded, &model.queue, (&model.weights).into(), &host)?;
         loss += runner.loss_sum(&recorded);
         tokens += batch.valid_tokens();
     }

@@ -78,7 +78,7 @@ impl<'m> Generator<'m> {
             if emit(id)?.is_break() || remaining == 0 {
                 break;
             }
-            self.step(id);
+            self.step(id)?;
         }
         Ok(())
     }
@@ -101,24 +101,28 @@ impl<'m> Generator<'m> {
             return Err(InferError::TooLong { tokens, allowed: self.capacity });
         }
         let prefill = Forward::new(self.model, prompt.len())?;
-        self.forward(&prefill, prompt);
-        Ok(())
+        self.forward(&prefill, prompt)
     }
 
     /// Reads one token.
     ///
+    /// # Errors
+    /// [`InferError::Comm`]: none on one rank.
+    ///
     /// # Panics
     /// If there is no room for it.
-    pub fn step(&mut self, id: u32) {
+    pub fn step(&mut self, id: u32) -> Result<(), InferError> {
         let Self { model, caches, filled, decode, logits, .. } = self;
-        run(model, caches, *filled, decode, decode, &[id], logits);
+        run(model, caches, *filled, decode, decode, &[id], logits)?;
         *filled += 1;
+        Ok(())
     }
 
-    fn forward(&mut self, forward: &Forward, ids: &[u32]) {
+    fn forward(&mut self, forward: &Forward, ids: &[u32]) -> Result<(), InferError> {
         let Self { model, caches, filled, decode, logits, .. } = self;
-        run(model, caches, *filled, forward, decode, ids, logits);
+        run(model, caches, *filled, forward, decode, ids, logits)?;
         *filled += ids.len();
+        Ok(())
     }
 }
 
@@ -169,6 +173,7 @@ impl Forward {
             workspace: &self.workspace,
             first_dropout_site: 0,
             cache,
+            peers: None,
             trace: None,
         }
     }
@@ -184,7 +189,7 @@ fn run(
     decode: &Forward,
     ids: &[u32],
     logits: &mut [f32],
-) {
+) -> Result<(), InferError> {
     let positions: Vec<u32> = (filled..filled + ids.len()).map(|position| position as u32).collect();
     forward.ids.view().copy_from(ids);
     forward.positions.view().copy_from(&positions);
@@ -204,12 +209,13 @@ fn run(
         });
         let input = unit.checked_sub(1).map(output);
         let parameters = parameters(unit);
-        programs.program(unit).forward(&forward.replay(unit, &parameters, model, input, cache));
+        programs.program(unit).forward(&forward.replay(unit, &parameters, model, input, cache))?;
     }
     let last = output(head - 1).rows(ids.len() - 1..ids.len());
     let parameters = parameters(head);
     let program = decode.programs.program(head);
-    program.forward(&decode.replay(head, &parameters, model, Some(last), None));
+    program.forward(&decode.replay(head, &parameters, model, Some(last), None))?;
     let out = program.output(&decode.frames[head]);
     out.reshape([logits.len()]).copy_to(logits);
+    Ok(())
 }

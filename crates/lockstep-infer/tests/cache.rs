@@ -48,7 +48,7 @@ fn one_token_at_a_time_gives_the_logits_of_the_whole_sequence() {
             generator.read(&ids[..prompt]).unwrap();
             assert_close(generator.logits(), &logits[prompt - 1], &format!("{family}, prompt of {prompt}"));
             for at in prompt..SEQ_LEN {
-                generator.step(ids[at]);
+                generator.step(ids[at]).unwrap();
                 assert_close(
                     generator.logits(),
                     &logits[at],

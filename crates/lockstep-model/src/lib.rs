@@ -23,4 +23,4 @@ pub use hf_names::{HfContent, HfImport, HfMapping, HfPlace, HfTensor};
 pub use hf_transform::HfTransform;
 pub use lora::{ALL_LINEAR, Adapter, AdapterTensor, LoraConfig, LoraScaling, MAX_RANK};
 pub use presets::PRESETS;
-pub use recorded::{HeadOutput, RecordedModel, Tuning, parameter_records, tuned_records};
+pub use recorded::{HeadOutput, RecordedModel, RecordingOptions, Tuning, parameter_records, tuned_records};

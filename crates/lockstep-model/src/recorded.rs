@@ -7,9 +7,10 @@
 use std::collections::BTreeSet;
 
 use lockstep_graph::{
-    BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, Recorder, Value,
+    BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, Recorder, Split,
+    Value,
 };
-use lockstep_plan::{DType, ParameterId, ParameterRecord};
+use lockstep_plan::{DType, ParameterId, ParameterRecord, TensorPlace};
 
 use crate::{Adapter, ModelConfig};
 
@@ -46,6 +47,21 @@ impl Tuning {
     }
 }
 
+/// What a model is recorded for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecordingOptions {
+    /// Forward and backward, or the forward alone.
+    pub mode: Mode,
+    /// The micro-batch, and the type that kernels read.
+    pub shape: BlockShape,
+    /// What the blocks forget and compute again.
+    pub recompute: Recompute,
+    /// What the head ends in.
+    pub head_output: HeadOutput,
+    /// The rank's place among those that share each block.
+    pub tensor: TensorPlace,
+}
+
 /// A recorded model.
 #[derive(Debug)]
 pub struct RecordedModel {
@@ -68,18 +84,17 @@ impl RecordedModel {
         recompute: Recompute,
         head_output: HeadOutput,
     ) -> Self {
-        Self::tuned(config, &Tuning::default(), mode, shape, recompute, head_output)
+        let tensor = TensorPlace::default();
+        let options = RecordingOptions { mode, shape, recompute, head_output, tensor };
+        Self::tuned(config, &Tuning::default(), options)
     }
 
     /// Records the units of `config`, of which only what `tuning` says is trained.
-    pub fn tuned(
-        config: &ModelConfig,
-        tuning: &Tuning,
-        mode: Mode,
-        shape: BlockShape,
-        recompute: Recompute,
-        head_output: HeadOutput,
-    ) -> Self {
+    ///
+    /// # Panics
+    /// If the ranks that share the blocks do not divide what they split: see `Mesh`'s checks, which find that before.
+    pub fn tuned(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> Self {
+        let head_output = options.head_output;
         let family = config.family();
         let layers = config.num_hidden_layers();
         let mut model = Self {
@@ -107,8 +122,10 @@ impl RecordedModel {
             }
             let known = recorded.iter().position(|known| *known == recording);
             let program = known.unwrap_or_else(|| {
-                let recompute = if kind == Unit::Block { recompute } else { Recompute::None };
-                model.programs.push(recording.run(mode, shape, recompute, |g| match kind {
+                let recompute = if kind == Unit::Block { options.recompute } else { Recompute::None };
+                let options = RecordingOptions { recompute, ..options };
+                let splits = family.tensor_splits();
+                model.programs.push(recording.run(options, &splits, |g| match kind {
                     Unit::Embedding => family.embedding(g),
                     Unit::Block => family.block(g),
                     Unit::Head => {
@@ -229,12 +246,13 @@ impl Recording {
 
     fn run(
         &self,
-        mode: Mode,
-        shape: BlockShape,
-        recompute: Recompute,
+        options: RecordingOptions,
+        splits: &[(&str, Split)],
         record: impl FnOnce(&mut Recorder) -> Value,
     ) -> Program {
+        let RecordingOptions { mode, shape, recompute, tensor, .. } = options;
         let mut g = Recorder::new(mode, shape);
+        g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
         g.freeze(self.frozen.iter().cloned());
         g.set_input_gradient(self.input_gradient);
         if let Some(low_rank) = &self.low_rank {
@@ -249,6 +267,7 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
     ParameterRecord {
         name: format!("{prefix}{}", declared.name),
         shape: declared.shape.clone(),
+        share: declared.share,
         initializer: declared.initializer,
         tie: None,
         unit,
@@ -274,8 +293,9 @@ pub fn parameter_records(config: &ModelConfig) -> Vec<ParameterRecord> {
 pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterRecord> {
     // Parameters depend on no shape of the input, so that the smallest will do.
     let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
-    let (mode, recompute) = (Mode::Inference, Recompute::None);
-    RecordedModel::tuned(config, tuning, mode, shape, recompute, HeadOutput::Logits).records
+    let (mode, recompute, head_output) = (Mode::Inference, Recompute::None, HeadOutput::Logits);
+    let options = RecordingOptions { mode, shape, recompute, head_output, tensor: TensorPlace::default() };
+    RecordedModel::tuned(config, tuning, options).records
 }
 
 #[cfg(test)]

@@ -27,6 +27,9 @@ impl Default for ExactSum {
 }
 
 impl ExactSum {
+    /// How many words [`ExactSum::to_words`] gives.
+    pub const WORDS: usize = LIMBS + 1;
+
     /// Adds one value. A NaN or an infinity makes the sum NaN for good.
     pub fn add(&mut self, value: f64) {
         if !value.is_finite() {
@@ -61,6 +64,24 @@ impl ExactSum {
         }
         self.additions = 2;
         self.non_finite |= other.non_finite;
+    }
+
+    /// Words whose sums, word by word, are those of the sum of up to 2^30 exact sums.
+    pub fn to_words(&self) -> [i64; ExactSum::WORDS] {
+        let mut sum = self.clone();
+        sum.normalize();
+        let mut words = [0; Self::WORDS];
+        words[..LIMBS].copy_from_slice(&sum.limbs);
+        words[LIMBS] = i64::from(sum.non_finite);
+        words
+    }
+
+    /// The sum that [`ExactSum::to_words`] has made words of.
+    pub fn from_words(words: &[i64; ExactSum::WORDS]) -> Self {
+        let mut sum = Self { non_finite: words[LIMBS] != 0, ..Self::default() };
+        sum.limbs.copy_from_slice(&words[..LIMBS]);
+        sum.normalize();
+        sum
     }
 
     /// The sum, rounded once to within one unit in the last place.
@@ -108,6 +129,23 @@ mod tests {
         let mut sum = ExactSum::default();
         values.into_iter().for_each(|value| sum.add(value));
         sum.value()
+    }
+
+    #[test]
+    fn sums_of_words_are_words_of_the_sum() {
+        let terms = [1e300, -3.5, 1e-300, 7.25, f64::MAX / 4.0, -1e300, 2.0];
+        let (mut whole, mut words) = (ExactSum::default(), [0; ExactSum::WORDS]);
+        for term in terms {
+            whole.add(term);
+            let mut part = ExactSum::default();
+            part.add(term);
+            words.iter_mut().zip(part.to_words()).for_each(|(word, of_part)| *word += of_part);
+        }
+        assert_eq!(ExactSum::from_words(&words).value().to_bits(), whole.value().to_bits());
+        let mut broken = ExactSum::default();
+        broken.add(f64::NAN);
+        words.iter_mut().zip(broken.to_words()).for_each(|(word, of_part)| *word += of_part);
+        assert!(ExactSum::from_words(&words).value().is_nan());
     }
 
     #[test]

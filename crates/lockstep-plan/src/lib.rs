@@ -6,6 +6,7 @@
 //! - [`DType`] and [`MemoryCategory`]: what an element is, and under which heading its bytes are booked.
 //! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
 //!   checkpoints and fine-tuning read it and nothing else.
+//! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
 //! - [`split_units`]: how many layers each stage of a pipeline gets, by what they cost.
@@ -24,6 +25,7 @@ mod parameter;
 mod plan;
 pub mod random;
 pub mod schedule;
+mod share;
 mod split;
 
 pub use dtype::DType;
@@ -34,4 +36,5 @@ pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use plan::{
     ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute, ValidPlan,
 };
+pub use share::{Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};

@@ -236,6 +236,13 @@ impl Mesh {
     }
 }
 
+impl Default for Mesh {
+    /// One rank.
+    fn default() -> Self {
+        Self(Degrees::default())
+    }
+}
+
 impl TryFrom<Degrees> for Mesh {
     type Error = MeshError;
 

@@ -2,7 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::random::{Philox, key_from_name};
+use crate::{
+    Share,
+    random::{Philox, key_from_name},
+};
 
 /// Index of a parameter in its model's list of [`ParameterRecord`]s. Programs hold these, never weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -68,6 +71,8 @@ pub struct ParameterRecord {
     pub name: String,
     /// Global shape; linear weights are `[out, in]`.
     pub shape: Vec<usize>,
+    /// What this rank holds of it.
+    pub share: Share,
     /// How it is filled when a run starts from nothing.
     pub initializer: Initializer,
     /// The parameter whose storage this one shares, if any (an output layer tied to the embedding).
@@ -83,9 +88,19 @@ pub struct ParameterRecord {
 }
 
 impl ParameterRecord {
-    /// Number of elements.
+    /// Number of elements, of all ranks together.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Shape of what this rank holds.
+    pub fn local_shape(&self) -> Vec<usize> {
+        self.share.shape_of(&self.shape)
+    }
+
+    /// Number of elements that this rank holds.
+    pub fn local_elements(&self) -> usize {
+        self.local_shape().iter().product()
     }
 }
 

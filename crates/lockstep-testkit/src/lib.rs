@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod mutate;
+pub mod parity;
 pub mod seeds;
 pub mod targets;
 

@@ -2,15 +2,14 @@
 
 use std::time::Instant;
 
-use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, Reducer, Traffic, Update};
+use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, Storage, Update};
 use lockstep_graph::{BlockShape, Recompute};
-use lockstep_model::ModelConfig;
+use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
 use lockstep_tensor::cpu::measure_peak;
 
-use crate::config::RunConfig;
 use crate::machine::{peak_own_bytes, peak_resident_bytes};
 use crate::metrics::CommunicationUse;
 use crate::roofline::{Detail, Limits, Roofline};
@@ -77,17 +76,17 @@ pub fn time_steps(
         optimizer,
         seed: SEED,
         threads,
-        micro_batches: micro_batches * ranks.size(),
+        micro_batches: micro_batches * ranks.replicas(),
     };
-    let mut engine = Engine::new(config, options, &ranks.arena())?;
+    let (tuning, arena, groups) = (Tuning::default(), ranks.arena(), ranks.groups().clone());
+    let mut engine = Engine::in_groups(config, &tuning, options, Storage::default(), &arena, groups)?;
     engine.initialize(SEED)?;
-    let mut reducer = ranks.reducer(&engine, RunConfig::default().parallel.bucket_bytes());
-    let tokens_per_step = shape.tokens() * micro_batches * ranks.size();
+    let tokens_per_step = shape.tokens() * micro_batches * ranks.replicas();
     let steps = steps.max(1);
     let (mut losses, mut timed) = (Vec::with_capacity(steps), Vec::with_capacity(steps));
     for step in 0..=steps {
         let batch = |index| {
-            let number = (step * micro_batches + index) * ranks.size() + ranks.rank();
+            let number = (step * micro_batches + index) * ranks.replicas() + ranks.replica();
             RandomTokens::new(config, shape, number)
         };
         let batches: Vec<RandomTokens> = (0..micro_batches).map(batch).collect();
@@ -95,10 +94,10 @@ pub fn time_steps(
             engine.timeline().start();
         }
         let begin = Instant::now();
-        let loss = make_step(&mut engine, &batches, tokens_per_step, &mut reducer, step as u64 + 1)?;
+        let loss = make_step(&mut engine, &batches, tokens_per_step, step as u64 + 1)?;
         let time = begin.elapsed();
         let spans = engine.timeline().stop();
-        let traffic = reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic);
+        let traffic = engine.take_traffic();
         if step > 0 {
             timed.push((time, spans, traffic));
             losses.push(loss);
@@ -109,11 +108,11 @@ pub fn time_steps(
     }
     // Shared pages are shared as long as all are here.
     let own_bytes = if ranks.size() == 1 { peak_resident_bytes() } else { peak_own_bytes() };
-    let (_, peak_bytes) = ranks.sum(0.0, own_bytes)?;
+    let peak_bytes = ranks.sum_of_all(own_bytes)?;
     timed.sort_by_key(|(time, ..)| *time);
     let (time, spans, traffic) = timed.swap_remove(steps / 2);
     let level = engine.queue().level();
-    let flops_per_step = engine.model().training_flops() * (micro_batches * ranks.size()) as u64;
+    let flops_per_step = engine.model().training_flops() * (micro_batches * ranks.replicas()) as u64;
     Ok(StepTimes {
         level,
         tokens: tokens_per_step,
@@ -130,17 +129,10 @@ pub fn time_steps(
 }
 
 /// Returns this rank's part of the loss.
-fn make_step(
-    engine: &mut Engine,
-    batches: &[RandomTokens],
-    tokens: usize,
-    reducer: &mut Option<Reducer>,
-    step: u64,
-) -> Result<f64, Error> {
+fn make_step(engine: &mut Engine, batches: &[RandomTokens], tokens: usize, step: u64) -> Result<f64, Error> {
     let seed_gradient = (1.0 / tokens as f64) as f32;
-    let loss =
-        engine.forward_backward(batches.iter().map(RandomTokens::batch), seed_gradient, reducer.as_mut())?;
-    let norm = engine.finish_gradients();
+    let loss = engine.forward_backward(batches.iter().map(RandomTokens::batch), seed_gradient)?;
+    let norm = engine.finish_gradients()?;
     engine.update(&Update {
         learning_rate: 3e-4,
         weight_decay: 0.1,
@@ -268,11 +260,11 @@ fn random(queue: &CpuQueue, arena: &Arena, dtype: DType, shape: [usize; 2]) -> R
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
 
     use lockstep_comm::{World, WorldOptions};
 
     use super::*;
+    use crate::RunConfig;
 
     fn tiny() -> ModelConfig {
         let table = serde_json::json!({
@@ -293,8 +285,10 @@ mod tests {
         let groups = World::in_process(2, WorldOptions { arena_bytes: 1 << 24, ..WorldOptions::default() });
         let both: Vec<StepTimes> = std::thread::scope(|scope| {
             let rank = |group| {
-                let ranks = Ranks::in_group(group, Duration::from_secs(60));
-                scope.spawn(move || time_steps(&tiny(), &benchmark(1), &ranks).unwrap())
+                let config = RunConfig::parse("", "test", &["parallel.data_parallel_replicate=2"]).unwrap();
+                scope.spawn(move || {
+                    time_steps(&tiny(), &benchmark(1), &Ranks::of(group, &config).unwrap()).unwrap()
+                })
             };
             let threads: Vec<_> = groups.unwrap().into_iter().map(rank).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()

@@ -89,6 +89,9 @@ pub enum Error {
     /// The program itself is not to be found, to start ranks of it.
     #[error("cannot find the program to start its ranks: {0}")]
     Program(#[source] io::Error),
+    /// The layout of the ranks.
+    #[error(transparent)]
+    Mesh(#[from] lockstep_plan::MeshError),
     /// The other ranks of the run.
     #[error(transparent)]
     Comm(#[from] lockstep_comm::CommError),

@@ -44,6 +44,7 @@ mod state;
 mod trace;
 mod trainer;
 mod tuning;
+pub mod verify;
 
 pub use config::RunConfig;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{
     Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
 };
-use lockstep_engine::{Engine, Reducer, StateKind};
-use lockstep_plan::MemoryCategory;
+use lockstep_engine::{Engine, GroupOptions, Groups, StateKind};
+use lockstep_plan::{Axis, Degrees, MemoryCategory, Mesh};
 use lockstep_tensor::Arena;
 
 use crate::config::RunConfig;
@@ -21,10 +21,11 @@ use crate::{Error, human};
 /// Bytes of a digest of the weights.
 const DIGEST_BYTES: usize = 32;
 
-/// The ranks of a run: replicas of one model, each with its share of every global batch.
+/// The ranks of a run: replicas of one model, each with its share of every global batch, and the ranks that share each.
 #[derive(Debug, Clone)]
 pub struct Ranks {
-    group: Option<Group>,
+    groups: Groups,
+    mesh: Mesh,
     limit: Duration,
 }
 
@@ -42,7 +43,7 @@ pub(crate) struct Called {
 impl Ranks {
     /// One rank.
     pub fn alone() -> Self {
-        Self { group: None, limit: Duration::ZERO }
+        Self { groups: Groups::alone(), mesh: Mesh::default(), limit: Duration::ZERO }
     }
 
     /// The ranks of `group`, none of which waits longer than `config` says.
@@ -51,40 +52,85 @@ impl Ranks {
     /// A group of another size than the configuration's.
     pub fn of(group: Group, config: &RunConfig) -> Result<Self, Error> {
         let (ranks, replicas) = (group.size(), config.parallel.data_parallel_replicate);
-        if ranks != replicas {
+        let of_each = config.ranks_of_a_replica();
+        if ranks != replicas * of_each {
             let key = "parallel.data_parallel_replicate";
-            let what = format!("is {replicas}, and {} were started", human::plural(ranks, "rank"));
+            let shared =
+                if of_each == 1 { String::new() } else { format!(" replicas of {of_each} ranks each") };
+            let what = format!("is {replicas}{shared}, and {} were started", human::plural(ranks, "rank"));
+            let fits = if ranks.is_multiple_of(of_each) { ranks / of_each } else { replicas };
+            let needed =
+                if fits == replicas { format!("{} ranks", replicas * of_each) } else { format!("{fits}") };
             let problem = config.problem(
                 key,
                 what,
-                format!("{ranks}, or another number of ranks (--nproc-per-node, srun -n, mpirun -n)"),
+                format!("{needed}, or another number of ranks (--nproc-per-node, srun -n, mpirun -n)"),
             );
             return Err(Error::Configuration(problem.into()));
         }
         let group = group.with_algorithm(config.parallel.all_reduce.into());
-        Ok(Self::in_group(group, Duration::from_secs_f64(config.parallel.timeout_s)))
+        let options = GroupOptions {
+            splits_tokens: config.parallel.sequence_parallel,
+            bucket_bytes: config.parallel.bucket_bytes(),
+            limit: Duration::from_secs_f64(config.parallel.timeout_s),
+        };
+        Self::in_group(group, config.degrees(), options)
     }
 
-    /// The ranks of `group`, none of which waits longer than `limit`.
-    pub fn in_group(group: Group, limit: Duration) -> Self {
-        Self { group: Some(group), limit }
+    /// The ranks of `group`, laid out as `degrees` say.
+    ///
+    /// # Errors
+    /// [`Error::Mesh`], [`Error::Comm`].
+    pub fn in_group(group: Group, degrees: Degrees, options: GroupOptions) -> Result<Self, Error> {
+        let mesh = Mesh::new(degrees)?;
+        Ok(Self { groups: Groups::new(group, mesh, options)?, mesh, limit: options.limit })
+    }
+
+    fn group(&self) -> Option<&Group> {
+        self.groups.world()
+    }
+
+    /// The groups of ranks that the mesh makes.
+    pub(crate) fn groups(&self) -> &Groups {
+        &self.groups
+    }
+
+    /// Which replica of the model this rank is of.
+    pub(crate) fn replica(&self) -> usize {
+        self.replica_of(self.rank())
+    }
+
+    /// How many replicas there are.
+    pub fn replicas(&self) -> usize {
+        Axis::BATCH.iter().map(|axis| self.mesh.ranks().degree(*axis)).product()
+    }
+
+    fn replica_of(&self, rank: usize) -> usize {
+        let view = self.mesh.ranks();
+        Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
+    }
+
+    /// Whether a rank is the one that speaks for its replica.
+    fn is_first_of_replica(&self, rank: usize) -> bool {
+        let view = self.mesh.ranks();
+        [Axis::Pipeline, Axis::Context, Axis::Tensor].iter().all(|axis| view.coordinate(rank, *axis) == 0)
     }
 
     /// Ends all ranks with this exit code, where one that fails leaves the others no way to end by themselves (MPI).
     pub fn abort(&self, code: u8) {
-        if let Some(group) = &self.group {
+        if let Some(group) = self.group() {
             group.abort(code.into());
         }
     }
 
     /// The own rank.
     pub fn rank(&self) -> usize {
-        self.group.as_ref().map_or(0, Group::rank)
+        self.group().map_or(0, Group::rank)
     }
 
     /// How many there are.
     pub fn size(&self) -> usize {
-        self.group.as_ref().map_or(1, Group::size)
+        self.group().map_or(1, Group::size)
     }
 
     /// Whether this is the rank that writes and speaks.
@@ -92,16 +138,11 @@ impl Ranks {
         self.rank() == 0
     }
 
-    /// An arena from which the others can reach the gradients.
+    /// An arena from which the others can reach the gradients, and what ranks that share a model exchange.
     pub(crate) fn arena(&self) -> Arena {
-        self.group.as_ref().map_or_else(Arena::new, |group| group.arena(&[MemoryCategory::Gradients]))
-    }
-
-    /// What sums gradients over the ranks, with the help of the engine's threads; none for one rank.
-    pub(crate) fn reducer(&self, engine: &Engine, bucket_bytes: usize) -> Option<Reducer> {
-        let group = self.group.as_ref()?;
-        group.set_workers(engine.queue().workers());
-        Some(Reducer::new(group.clone(), bucket_bytes, self.limit))
+        let all = [MemoryCategory::Gradients, MemoryCategory::Activations, MemoryCategory::Workspace];
+        let shared = if self.replicas() == self.size() { &all[..1] } else { &all[..] };
+        self.group().map_or_else(Arena::new, |group| group.arena(shared))
     }
 
     /// What shows the run: the first rank's is seen.
@@ -123,29 +164,42 @@ impl Ranks {
 
     /// Waits until all ranks have come.
     pub(crate) fn barrier(&self) -> Result<(), CommError> {
-        self.group.as_ref().map_or(Ok(()), |group| group.barrier(self.deadline()))
+        self.group().map_or(Ok(()), |group| group.barrier(self.deadline()))
     }
 
     /// Waits until the first rank has saved, however long that takes: some launchers end all ranks when one ends.
     pub(crate) fn leave_together(&self) -> Result<(), CommError> {
-        self.group.as_ref().map_or(Ok(()), |group| group.barrier(Deadline::after(Duration::MAX)))
+        self.group().map_or(Ok(()), |group| group.barrier(Deadline::after(Duration::MAX)))
     }
 
     /// Whether it is so on any rank.
     pub(crate) fn any(&self, here: bool) -> Result<bool, CommError> {
         let mut answer = [u8::from(here)];
-        if let Some(group) = &self.group {
+        if let Some(group) = self.group() {
             group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline())?;
         }
         Ok(answer[0] != 0)
     }
 
-    /// Sums of what each rank has, added in the order of the ranks.
+    /// Sums of what each replica has, added in the order of the ranks.
     pub(crate) fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
-        let Some(group) = &self.group else { return Ok((loss, tokens)) };
-        let shares = self.exchange(group, [loss.to_bits(), tokens])?;
-        let loss = shares.iter().map(|[loss, _]| f64::from_bits(*loss)).sum();
-        Ok((loss, shares.iter().map(|[_, tokens]| tokens).sum()))
+        let Some(group) = self.group() else { return Ok((loss, tokens)) };
+        Ok(self.sum_of(&self.exchange(group, [loss.to_bits(), tokens])?))
+    }
+
+    /// The sums of the loss and the tokens that each rank has of its replica: those that speak for it count.
+    fn sum_of<const N: usize>(&self, shares: &[[u64; N]]) -> (f64, u64) {
+        let counted = || {
+            let shares = shares.iter().enumerate();
+            shares.filter(|(rank, _)| self.is_first_of_replica(*rank)).map(|(_, share)| share)
+        };
+        let loss = counted().map(|share| f64::from_bits(share[0])).sum();
+        (loss, counted().map(|share| share[1]).sum())
+    }
+
+    /// The sum of what each rank has.
+    pub(crate) fn sum_of_all(&self, own: u64) -> Result<u64, CommError> {
+        Ok(self.all_numbers(own)?.into_iter().sum())
     }
 
     /// [`Ranks::sum`], and with it what each of several ranks uses of its memory, in their order.
@@ -155,19 +209,18 @@ impl Ranks {
         tokens: u64,
         arena: &Arena,
     ) -> Result<(f64, u64, Vec<MemoryUse>), CommError> {
-        let Some(group) = &self.group else { return Ok((loss, tokens, Vec::new())) };
+        let Some(group) = self.group() else { return Ok((loss, tokens, Vec::new())) };
         let mut own = [0; 2 + MemoryUse::WORDS];
         own[..2].copy_from_slice(&[loss.to_bits(), tokens]);
         own[2..].copy_from_slice(&MemoryUse::of(arena).to_words());
         let shares = self.exchange(group, own)?;
-        let loss = shares.iter().map(|share| f64::from_bits(share[0])).sum();
-        let memory = shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect();
-        Ok((loss, shares.iter().map(|share| share[1]).sum(), memory))
+        let (loss, tokens) = self.sum_of(&shares);
+        Ok((loss, tokens, shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect()))
     }
 
     /// The number of every rank, in the order of the ranks.
     pub(crate) fn all_numbers(&self, own: u64) -> Result<Vec<u64>, CommError> {
-        let Some(group) = &self.group else { return Ok(vec![own]) };
+        let Some(group) = self.group() else { return Ok(vec![own]) };
         Ok(self.exchange(group, [own])?.into_iter().map(|[number]| number).collect())
     }
 
@@ -181,7 +234,7 @@ impl Ranks {
 
     /// Everybody's `bytes` for the first rank, in the order of the ranks; nothing for the others.
     pub(crate) fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        let Some(group) = &self.group else { return Ok(vec![bytes.to_vec()]) };
+        let Some(group) = self.group() else { return Ok(vec![bytes.to_vec()]) };
         let lengths = self.all_numbers(bytes.len() as u64)?;
         let counts: Vec<usize> = lengths.iter().map(|length| *length as usize).collect();
         let mut all = vec![0_u8; if self.is_first() { counts.iter().sum() } else { 0 }];
@@ -195,7 +248,7 @@ impl Ranks {
 
     /// What this rank has called of the others, and been done with, since `begin`; when, counted from there.
     pub(crate) fn called_since(&self, begin: Instant) -> Vec<Called> {
-        let Some(group) = &self.group else { return Vec::new() };
+        let Some(group) = self.group() else { return Vec::new() };
         let begin_us = now_us().saturating_sub(begin.elapsed().as_micros() as u64);
         let since = |us: u64| Duration::from_micros(us.saturating_sub(begin_us));
         let called = |recorded: Recorded| {
@@ -218,17 +271,17 @@ impl Ranks {
     /// # Errors
     /// [`Error::Metrics`].
     pub fn write_records(&self, error: &CommError, dir: &Path) -> Result<Option<PathBuf>, Error> {
-        let Some(group) = &self.group else { return Ok(None) };
+        let Some(group) = self.group() else { return Ok(None) };
         let own = (group.rank(), group.recorded(group.rank()));
         Dump::new(group.size(), Some(Ending::by(error)), [own]).write(dir).map(Some)
     }
 
-    /// Checks that all ranks hold the same weights after `step` steps.
+    /// Checks that all replicas hold the same weights after `step` steps.
     ///
     /// # Errors
     /// [`Error::WeightsDiffer`], which names the odd one.
     pub(crate) fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), Error> {
-        let Some(group) = &self.group else { return Ok(()) };
+        let Some(group) = self.group() else { return Ok(()) };
         let mut hasher = blake3::Hasher::new();
         for tensor in engine.state_tensors() {
             if tensor.kind == StateKind::Parameter {
@@ -238,10 +291,14 @@ impl Ranks {
         let mut digests = vec![0_u8; DIGEST_BYTES * group.size()];
         group.all_gather(&hasher.finalize().as_bytes()[..], &mut digests[..], self.deadline())?;
         let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
-        match odd_one(digests) {
-            Some((rank, reference)) => Err(Error::WeightsDiffer { step, rank, reference }),
-            None => Ok(()),
+        for ranks in self.mesh.ranks().groups(&Axis::BATCH) {
+            let digests: Vec<_> = ranks.iter().map(|rank| digests[*rank]).collect();
+            if let Some((rank, reference)) = odd_one(&digests) {
+                let (rank, reference) = (ranks[rank], ranks[reference]);
+                return Err(Error::WeightsDiffer { step, rank, reference });
+            }
         }
+        Ok(())
     }
 
     fn deadline(&self) -> Deadline {

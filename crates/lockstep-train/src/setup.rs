@@ -11,12 +11,12 @@ use lockstep_plan::{DType, ParameterId};
 use lockstep_tensor::Arena;
 use serde_json::{Map, Value};
 
-use crate::Error;
 use crate::config::{
     F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Recompute, Rounding, RunConfig,
     StatePrecision,
 };
 use crate::tuning::resolve_tuning;
+use crate::{Error, Ranks};
 
 /// The model of a run.
 #[derive(Debug)]
@@ -146,10 +146,12 @@ fn storage(config: &RunConfig) -> Storage {
 pub(crate) fn build_engine(
     config: &RunConfig,
     model: &ResolvedModel,
+    ranks: &Ranks,
     arena: &Arena,
 ) -> Result<Engine, Error> {
     let (options, storage) = (engine_options(config), storage(config));
-    let mut engine = Engine::tuned(&model.config, &model.tuning, options, storage, arena)?;
+    let groups = ranks.groups().clone();
+    let mut engine = Engine::in_groups(&model.config, &model.tuning, options, storage, arena, groups)?;
     engine.set_f32_products(match config.train.f32_products {
         F32Products::Split => lockstep_tensor::F32Products::SplitBf16,
         F32Products::Fma => lockstep_tensor::F32Products::Fma,

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use lockstep_checkpoint::{RunLock, prepare_directory};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
-use lockstep_engine::{Engine, HostBatch, Reducer, Update};
+use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_graph::{Activity, Cost};
 use serde_json::Value;
 
@@ -19,7 +19,7 @@ use crate::describe::describe;
 use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
-use crate::metrics::{CommunicationUse, EvalMetrics, MemoryUse, Start, StepMetrics};
+use crate::metrics::{EvalMetrics, MemoryUse, Start, StepMetrics};
 use crate::progress::{Progress, Steps};
 use crate::ranks::Ranks;
 use crate::records::Records;
@@ -75,13 +75,30 @@ pub struct Summary {
 /// Sees each step between its backward and its update, and may change its gradients: fault tests put in what must
 /// not reach the weights.
 pub trait StepObserver {
-    /// The gradients of step `step` (from 1) are complete.
-    fn gradients_ready(&mut self, step: u64, engine: &mut Engine);
+    /// The gradients of step `step` (from 1) are complete, on all ranks.
+    ///
+    /// # Errors
+    /// End the run.
+    fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error>;
+
+    /// A step has ended with these numbers.
+    fn step_ended(&mut self, _row: &StepMetrics) {}
 }
 
 /// Sees nothing.
 impl StepObserver for () {
-    fn gradients_ready(&mut self, _: u64, _: &mut Engine) {}
+    fn gradients_ready(&mut self, _: u64, _: &mut Engine) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+/// What a run leaves behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Leaves {
+    /// Checkpoints and metrics.
+    Everything,
+    /// Nothing but what its observer has seen.
+    Nothing,
 }
 
 /// Trains as `config` says, as one of `ranks`, until the last step or until `interrupt` asks any of them for a stop; saves
@@ -111,6 +128,18 @@ pub fn train_observed(
     show: impl FnOnce(Steps) -> Progress,
     observer: &mut dyn StepObserver,
 ) -> Result<Summary, Error> {
+    run(config, resume, ranks, interrupt, show, (observer, Leaves::Everything))
+}
+
+/// [`train_observed`], which leaves what `leaves` says.
+pub(crate) fn run(
+    config: &RunConfig,
+    resume: &Resume,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+    show: impl FnOnce(Steps) -> Progress,
+    (observer, leaves): (&mut dyn StepObserver, Leaves),
+) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
     // The first rank tokenizes; the others read what it has kept.
     let corpus = ranks.first_then_others(|| Corpus::open(config, &model))?;
@@ -118,10 +147,11 @@ pub fn train_observed(
         prepare_directory(&config.checkpoint.dir)?;
         Ok::<_, Error>(RunLock::take(&config.checkpoint.dir)?)
     };
-    let _lock = ranks.is_first().then(lock).transpose()?;
+    let writes = ranks.is_first() && leaves == Leaves::Everything;
+    let _lock = writes.then(lock).transpose()?;
     let arena = ranks.arena();
     let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
-    let mut engine = build_engine(config, &model, &arena)?;
+    let mut engine = build_engine(config, &model, ranks, &arena)?;
     let (counters, changed) = match &checkpoint {
         Some(checkpoint) => {
             let changed = changed_settings(config, &model, resume, checkpoint)?;
@@ -157,7 +187,7 @@ pub fn train_observed(
     };
     // All have read what they begin with before anything is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
-    let records = if ranks.is_first() {
+    let records = if writes {
         if let Some(aside) = set_aside_later(config, resume, &counters)? {
             progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
         }
@@ -169,8 +199,8 @@ pub fn train_observed(
         samples_consumed: counters.samples,
         global_batch: config.train.global_batch as u64,
         micro_batch: config.micro_batch() as u64,
-        replica: ranks.rank() as u64,
-        replicas: ranks.size() as u64,
+        replica: ranks.replica() as u64,
+        replicas: ranks.replicas() as u64,
     };
     cursor.validate()?;
     let remaining = config.train.steps.saturating_sub(counters.step);
@@ -180,15 +210,14 @@ pub fn train_observed(
     let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
     let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
-    let saver = ranks.is_first().then(|| Saver::new(config, &model, &corpus, saved)).transpose()?;
-    let reducer = ranks.reducer(&engine, config.parallel.bucket_bytes());
+    let saver = writes.then(|| Saver::new(config, &model, &corpus, saved)).transpose()?;
     Run {
         config,
         learning_rate: config.learning_rate(),
         accumulation_steps: config.accumulation_steps(),
-        flops_per_step: engine.model().training_flops() * (config.accumulation_steps() * ranks.size()) as u64,
+        flops_per_step: engine.model().training_flops()
+            * (config.accumulation_steps() * ranks.replicas()) as u64,
         ranks,
-        reducer,
         corpus: &corpus,
         engine,
         prefetcher,
@@ -208,8 +237,6 @@ pub fn train_observed(
 struct Run<'a> {
     config: &'a RunConfig,
     ranks: &'a Ranks,
-    /// None for one rank.
-    reducer: Option<Reducer>,
     corpus: &'a Corpus,
     engine: Engine,
     prefetcher: Prefetcher,
@@ -337,14 +364,14 @@ impl Run<'_> {
         let loss_scale = self.loss_scale.as_ref().map_or(1.0, LossScale::value);
         let seed_gradient = (loss_scale / valid_tokens as f64) as f32;
         let batches = self.micro_batches.iter().map(host_batch);
-        let loss_sum = self.engine.forward_backward(batches, seed_gradient, self.reducer.as_mut())?;
+        let loss_sum = self.engine.forward_backward(batches, seed_gradient)?;
         let tokens = self.micro_batches.iter().map(|batch| batch.ids.len() as u64).sum();
         self.micro_batches.drain(..).for_each(|batch| self.prefetcher.recycle(batch));
-        self.observer.gradients_ready(step, &mut self.engine);
+        self.observer.gradients_ready(step, &mut self.engine)?;
         let (loss_sum, tokens, mut memory_by_rank) =
             self.ranks.sum_and_memory(loss_sum, tokens, self.engine.arena())?;
         let loss = loss_sum / valid_tokens as f64;
-        let grad_norm = self.engine.finish_gradients() / loss_scale;
+        let grad_norm = self.engine.finish_gradients()? / loss_scale;
         let learning_rate = self.learning_rate.at(self.counters.step);
         let verdict = self.guard.judge(loss, grad_norm);
         if verdict == Verdict::Sound {
@@ -392,15 +419,12 @@ impl Run<'_> {
             loss_scale: self.loss_scale.is_some().then_some(loss_scale),
             memory: memory_by_rank.iter().fold(own_memory, MemoryUse::maximum),
             memory_by_rank,
-            comm: self
-                .reducer
-                .as_mut()
-                .map(Reducer::take_traffic)
-                .map_or_else(CommunicationUse::default, Into::into),
+            comm: self.engine.take_traffic().into(),
             data_wait_ms: self.prefetcher.take_wait().as_secs_f64() * 1e3,
             checkpoint_stall_ms: self.saver.as_mut().map_or(0.0, Saver::take_stall_ms),
         };
         self.progress.step(&row);
+        self.observer.step_ended(&row);
         self.records.append(&row, |text| self.progress.message(text));
         refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
     }
@@ -449,12 +473,12 @@ impl Run<'_> {
         let mut batch = MicroBatch::default();
         let (mut loss_sum, mut tokens) = (0.0, 0);
         let starts = (0..samples).step_by(micro_batch as usize);
-        for first in starts.skip(self.ranks.rank()).step_by(self.ranks.size()) {
+        for first in starts.skip(self.ranks.replica()).step_by(self.ranks.replicas()) {
             valid.fill(first..first + micro_batch, &mut batch)?;
             // The last micro-batch goes on into samples that do not count.
             let counted = (samples - first).min(micro_batch) as usize * train.seq_len;
             batch.labels[counted..].fill(lockstep_data::IGNORE_LABEL);
-            loss_sum += self.engine.evaluate(&host_batch(&batch));
+            loss_sum += self.engine.evaluate(&host_batch(&batch))?;
             tokens += batch.valid_tokens();
         }
         let (loss_sum, tokens) = self.ranks.sum(loss_sum, tokens)?;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lockstep_engine::Engine;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Ranks, Resume, RunConfig, StepObserver, train_observed};
+use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, train_observed};
 
 /// The system's allocator, with a count.
 struct Counting;
@@ -47,8 +47,9 @@ static ALLOCATOR: Counting = Counting;
 struct Counts(Vec<u64>);
 
 impl StepObserver for Counts {
-    fn gradients_ready(&mut self, _: u64, _: &mut Engine) {
+    fn gradients_ready(&mut self, _: u64, _: &mut Engine) -> Result<(), Error> {
         self.0.push(ALLOCATIONS.load(Ordering::Relaxed));
+        Ok(())
     }
 }
 

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::Path;
 
-use lockstep_plan::{Initializer, ParameterRecord};
+use lockstep_plan::{Initializer, ParameterRecord, Share};
 use lockstep_train::config::{
     DataSource, ModelSource, OptimizerKind, Origin, Precision, Problems, RunConfig, TokenizerSource,
     configuration_markdown,
@@ -224,6 +224,7 @@ fn derived_values_follow_from_the_given_ones() {
 #[test]
 fn patterns_choose_which_parameters_decay() {
     let record = |name: &str, decay| ParameterRecord {
+        share: Share::default(),
         name: name.to_owned(),
         shape: vec![4, 4],
         initializer: Initializer::Zeros,

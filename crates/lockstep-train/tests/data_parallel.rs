@@ -65,7 +65,7 @@ struct Watch {
 }
 
 impl StepObserver for Watch {
-    fn gradients_ready(&mut self, step: u64, engine: &mut Engine) {
+    fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error> {
         let ids: Vec<ParameterId> = engine.trained_ids().collect();
         let named = ids.iter().map(|&id| (engine.records()[id.0].name.clone(), engine.gradient(id)));
         self.gradients.push(named.collect());
@@ -75,6 +75,7 @@ impl StepObserver for Watch {
         if let Some((_, interrupt)) = self.stop_at.as_ref().filter(|(at, _)| *at == step) {
             interrupt.request();
         }
+        Ok(())
     }
 }
 

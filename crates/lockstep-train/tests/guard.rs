@@ -43,8 +43,8 @@ enum Fault {
 struct Faults<'a>(&'a [(u64, Fault)]);
 
 impl StepObserver for Faults<'_> {
-    fn gradients_ready(&mut self, step: u64, engine: &mut Engine) {
-        let Some((_, fault)) = self.0.iter().find(|(at, _)| *at == step) else { return };
+    fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error> {
+        let Some((_, fault)) = self.0.iter().find(|(at, _)| *at == step) else { return Ok(()) };
         let ids: Vec<_> = engine.parameter_ids().collect();
         for id in ids {
             let mut gradient = engine.gradient(id);
@@ -55,6 +55,7 @@ impl StepObserver for Faults<'_> {
             }
             engine.write_gradient(id, &gradient);
         }
+        Ok(())
     }
 }
 

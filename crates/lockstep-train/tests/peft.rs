@@ -42,7 +42,7 @@ fn logits(directory: &ModelDirectory, batch: &Batch) -> Vec<f32> {
         .unwrap();
     let queue = CpuQueue::new(2, &arena).unwrap();
     let mut runner = Runner::new(&model, &arena, 0).unwrap();
-    runner.forward(&model, &queue, (&weights).into(), &batch.host());
+    runner.forward(&model, &queue, (&weights).into(), &batch.host()).unwrap();
     runner.output(&model).to_vec()
 }
 
@@ -100,7 +100,7 @@ fn twenty_steps_of_an_adapter_follow_peft() {
                 assert!(norm_error < 1e-3, "{family} step {step}: norm {norm}, peft {}", norms[step]);
             }
             let batch = Batch::new(&inputs.i64("ids"), &inputs.i64("labels"));
-            let loss = engine.evaluate(&batch.host()) / batch.valid() as f64;
+            let loss = engine.evaluate(&batch.host()).unwrap() / batch.valid() as f64;
             let reference = cross_entropy(&expected.f32("trained.logits"), &inputs.i64("labels"));
             assert!((loss - reference).abs() < 1e-3 * reference, "{family}: loss {loss}, peft {reference}");
         }
@@ -129,12 +129,12 @@ fn only_the_adapter_is_trained_and_a_new_one_changes_nothing() {
     assert!(engine.trained_ids().all(|id| Adapter::owns(&engine.records()[id.0].name)));
     let inputs = Expected::open("gpt2");
     let batch = Batch::new(&inputs.i64("ids"), &inputs.i64("labels"));
-    let with = engine.evaluate(&batch.host());
+    let with = engine.evaluate(&batch.host()).unwrap();
     let ids: Vec<ParameterId> = engine.trained_ids().collect();
     for id in ids {
         engine.initialize_parameter(id, 3).unwrap();
     }
-    let new = engine.evaluate(&batch.host()) / batch.valid() as f64;
+    let new = engine.evaluate(&batch.host()).unwrap() / batch.valid() as f64;
     assert!((new - inputs.f64("loss")[0]).abs() < 1e-5 * new, "{new}, with an adapter {with}");
     let adapter_elements: usize = engine.trained_ids().map(|id| engine.records()[id.0].elements()).sum();
     assert!(adapter_elements < parameter_records(&config).iter().map(|r| r.elements()).sum::<usize>() / 10);

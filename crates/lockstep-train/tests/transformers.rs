@@ -47,7 +47,7 @@ fn losses_agree_with_transformers() {
     for family in FAMILIES {
         let expected = Expected::open(family);
         let batch = Batch::new(&expected.i64("ids"), &expected.i64("labels"));
-        let loss = engine(family, Recompute::None).evaluate(&batch.host()) / batch.valid() as f64;
+        let loss = engine(family, Recompute::None).evaluate(&batch.host()).unwrap() / batch.valid() as f64;
         let reference = expected.f64("loss")[0];
         let error = (loss - reference).abs() / reference;
         assert!(error < 1e-5, "{family}: loss {loss}, transformers {reference}");
@@ -79,7 +79,7 @@ fn logits_agree_with_transformers() {
             .unwrap();
         let queue = CpuQueue::new(2, &arena).unwrap();
         let mut runner = Runner::new(&model, &arena, 0).unwrap();
-        runner.forward(&model, &queue, (&weights).into(), &batch.host());
+        runner.forward(&model, &queue, (&weights).into(), &batch.host()).unwrap();
         let logits = runner.output(&model).to_vec::<f32>();
         let error = relative(&logits, &expected.f32("logits"));
         assert!(error < 1e-5, "{family}: logits differ by {error}");
@@ -93,8 +93,8 @@ fn every_gradient_agrees_with_transformers() {
         let batch = Batch::new(&expected.i64("ids"), &expected.i64("labels"));
         let mut engine = engine(family, Recompute::None);
         engine.begin_step();
-        engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32);
-        engine.finish_gradients();
+        engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32).unwrap();
+        engine.finish_gradients().unwrap();
 
         let config = ModelConfig::from_file(&fixture(family).join("config.json")).unwrap();
         let mapping = HfMapping::new(&config);
@@ -153,8 +153,8 @@ fn recomputation_changes_no_bit() {
         let gradients = |recompute| {
             let mut engine = engine(family, recompute);
             engine.begin_step();
-            let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32);
-            engine.finish_gradients();
+            let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32).unwrap();
+            engine.finish_gradients().unwrap();
             let gradients: Vec<_> = engine.parameter_ids().map(|id| engine.gradient(id)).collect();
             (loss, gradients)
         };

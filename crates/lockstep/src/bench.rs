@@ -1,7 +1,6 @@
 //! `lockstep bench step|gemm|collectives`.
 
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use lockstep_comm::{JoinOptions, Way};
@@ -13,7 +12,7 @@ use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::metrics::CommunicationUse;
 use lockstep_train::roofline::Detail;
-use lockstep_train::{Ranks, human};
+use lockstep_train::{Ranks, RunConfig, human};
 use serde_json::json;
 
 use crate::collectives;
@@ -21,9 +20,6 @@ use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
 use crate::output::say;
 use crate::ranks;
-
-/// How long a rank waits for another: for one that makes a step.
-const STEP_LIMIT: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -60,15 +56,18 @@ pub(crate) struct StepArguments {
     /// Arithmetic
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
-    /// Sequences in a micro-batch of a rank
+    /// Sequences in a micro-batch of a replica
     #[arg(long, default_value_t = 8)]
     batch: usize,
-    /// Micro-batches of a rank in a step
+    /// Micro-batches of a replica in a step
     #[arg(long, default_value_t = 1)]
     accumulation: usize,
     /// Ranks on this machine: a number, or one for each core (auto)
     #[arg(long, value_name = "N|auto", default_value = "1", value_parser = ranks::number)]
     nproc_per_node: usize,
+    /// How ranks share the model, as in a run's configuration, e.g. --set parallel.tensor_parallel=2; the others are replicas
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    settings: Vec<String>,
     /// Tokens per sequence [default: the model's maximum, at most 1024]
     #[arg(long)]
     seq_len: Option<usize>,
@@ -124,6 +123,21 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     }
 }
 
+/// How the ranks of a benchmark are laid out: as it is said, and each that is left is a replica.
+fn layout(arguments: &StepArguments) -> Result<RunConfig, Failure> {
+    let load = |settings: &[String]| {
+        RunConfig::parse("", "lockstep bench step", settings).map_err(lockstep_train::Error::from)
+    };
+    let said = load(&arguments.settings)?;
+    let replicas = said.replicas_of(arguments.nproc_per_node.max(said.ranks()))?;
+    let batch = [
+        format!("train.global_batch={}", replicas * arguments.batch * arguments.accumulation),
+        format!("train.micro_batch={}", arguments.batch),
+        format!("parallel.data_parallel_replicate={replicas}"),
+    ];
+    Ok(load(&[&arguments.settings[..], &batch].concat())?)
+}
+
 fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     let config = ModelConfig::preset(&arguments.model)?;
     let longest = config.max_position_embeddings();
@@ -142,9 +156,9 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
         }
     }
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) => Ranks::in_group(group, STEP_LIMIT),
-        None if arguments.nproc_per_node > 1 => {
-            let start = ranks::Start::here(arguments.nproc_per_node, Way::Auto)?;
+        Some(group) => Ranks::of(group, &layout(arguments)?)?,
+        None if layout(arguments)?.ranks() > 1 => {
+            let start = ranks::Start::here(layout(arguments)?.ranks(), Way::Auto)?;
             return ranks::run(start, &Interrupt::default());
         }
         None => Ranks::alone(),

@@ -57,9 +57,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     }
     let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) if group.size() > 1 || config.parallel.data_parallel_replicate > 1 => {
-            Ranks::of(group, &config)?
-        }
+        Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, &config)?,
         _ => Ranks::alone(),
     };
     let resume = match arguments.resume.as_str() {
@@ -90,12 +88,12 @@ fn launch(arguments: &Arguments, config: &RunConfig, is_started: bool) -> Result
     if config.parallel.transport == Transport::Mpi {
         return Ok(None);
     }
-    let replicas = config.parallel.data_parallel_replicate;
-    let here = arguments.nproc_per_node.unwrap_or(if arguments.nodes.are_several() { 1 } else { replicas });
+    let all = config.ranks();
+    let here = arguments.nproc_per_node.unwrap_or(if arguments.nodes.are_several() { 1 } else { all });
     let start = match arguments.nodes.meet(here)? {
         Some(placement) => ranks::Start { placement, ..ranks::Start::here(here, Way::Auto)? },
-        None if is_started || (replicas == 1 && arguments.log_dir.is_none()) => return Ok(None),
-        None => ranks::Start::here(replicas, config.parallel.transport.into())?,
+        None if is_started || (all == 1 && arguments.log_dir.is_none()) => return Ok(None),
+        None => ranks::Start::here(all, config.parallel.transport.into())?,
     };
     let start = ranks::Start {
         environment: arguments.nodes.environment(),
@@ -106,8 +104,8 @@ fn launch(arguments: &Arguments, config: &RunConfig, is_started: bool) -> Result
     ranks::run(start, &Interrupt::on_signals()?).map(Some).map_err(resumable)
 }
 
-/// The configuration of a run on `started` ranks: unless it says otherwise, each of them is a replica. Before they are
-/// started, `--nproc-per-node` says how many.
+/// The configuration of a run on `started` ranks: unless it says otherwise, they are as many replicas as they make. Before they
+/// are started, `--nproc-per-node` says how many.
 fn configuration(arguments: &Arguments, started: Option<usize>) -> Result<RunConfig, Failure> {
     let load = |settings: &[String]| match &arguments.run {
         Some(path) => RunConfig::load(Some(path), settings),
@@ -115,15 +113,19 @@ fn configuration(arguments: &Arguments, started: Option<usize>) -> Result<RunCon
     };
     let config = load(&arguments.settings)?;
     let Some(ranks) = started.or(arguments.nproc_per_node) else { return Ok(config) };
-    let found = config.parallel.data_parallel_replicate;
+    let found = config.ranks();
     if config.origin(REPLICAS) == Origin::Default {
         let mut settings = arguments.settings.clone();
-        settings.push(format!("{REPLICAS}={ranks}"));
+        settings.push(format!("{REPLICAS}={}", config.replicas_of(ranks)?));
         return Ok(load(&settings)?);
     }
     if found != ranks && started.is_none() && !arguments.nodes.are_several() {
-        let message =
-            format!("--nproc-per-node is {ranks}, and {REPLICAS} is {found}: leave one of them out");
+        let message = match config.ranks_of_a_replica() {
+            1 => format!("--nproc-per-node is {ranks}, and {REPLICAS} is {found}: leave one of them out"),
+            _ => format!(
+                "--nproc-per-node is {ranks}, and [parallel] is for {found} ranks: leave one of them out"
+            ),
+        };
         return Err(Failure::configuration(message));
     }
     Ok(config)

@@ -1,7 +1,7 @@
 //! GPT-2: learned positions, LayerNorm before attention and feed-forward, GELU, dropout after the embedding and
 //! after each projection into the residual stream (Radford et al., 2019).
 
-use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Value};
+use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Split, Value};
 use lockstep_tensor::Gelu;
 
 use super::Family;
@@ -92,5 +92,20 @@ impl Family for Gpt2Config {
 
     fn inverse_frequencies(&self) -> Option<Vec<f32>> {
         None
+    }
+
+    fn tensor_splits(&self) -> Vec<(&'static str, Split)> {
+        let heads = Split::Outputs { pieces: self.num_attention_heads };
+        let features = Split::Outputs { pieces: self.intermediate_size };
+        vec![
+            ("wte", Split::Vocabulary),
+            ("attn.q", heads),
+            ("attn.k", heads),
+            ("attn.v", heads),
+            ("attn.c_proj", Split::Inputs),
+            ("mlp.c_fc", features),
+            ("mlp.c_proj", Split::Inputs),
+            ("lm_head", Split::Vocabulary),
+        ]
     }
 }

@@ -1,7 +1,7 @@
 //! Llama, Mistral, Qwen2 and Qwen3: RMSNorm before attention and feed-forward, rotary positions, grouped-query
 //! attention, a feed-forward gated by SiLU (Touvron et al., 2023; Qwen3 adds norms of queries and keys).
 
-use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Value};
+use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Split, Value};
 
 use super::Family;
 use crate::LlamaConfig;
@@ -81,5 +81,22 @@ impl Family for LlamaConfig {
 
     fn inverse_frequencies(&self) -> Option<Vec<f32>> {
         Some(self.rope.inverse_frequencies(self.head_dim))
+    }
+
+    fn tensor_splits(&self) -> Vec<(&'static str, Split)> {
+        let heads = Split::Outputs { pieces: self.num_attention_heads };
+        let key_value_heads = Split::Outputs { pieces: self.num_key_value_heads };
+        let features = Split::Outputs { pieces: self.intermediate_size };
+        vec![
+            ("embed_tokens", Split::Vocabulary),
+            ("self_attn.q_proj", heads),
+            ("self_attn.k_proj", key_value_heads),
+            ("self_attn.v_proj", key_value_heads),
+            ("self_attn.o_proj", Split::Inputs),
+            ("mlp.gate_proj", features),
+            ("mlp.up_proj", features),
+            ("mlp.down_proj", Split::Inputs),
+            ("lm_head", Split::Vocabulary),
+        ]
     }
 }

@@ -3,7 +3,7 @@
 mod gpt2;
 mod llama;
 
-use lockstep_graph::{Linear, Recorder, Value};
+use lockstep_graph::{Linear, Recorder, Split, Value};
 
 use crate::ModelConfig;
 
@@ -25,6 +25,8 @@ pub(crate) trait Family {
     fn embedding_table(&self) -> &'static str;
     /// The frequencies of rotary embeddings, `[head_dim / 2]`, if the family has them.
     fn inverse_frequencies(&self) -> Option<Vec<f32>>;
+    /// How tensor-parallel ranks split the weights, by module within its unit; they share the others.
+    fn tensor_splits(&self) -> Vec<(&'static str, Split)>;
 }
 
 impl ModelConfig {

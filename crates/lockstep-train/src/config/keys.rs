@@ -225,9 +225,13 @@ sections! {
 
     /// How the work is laid out.
     parallel: ParallelConfig {
-        /// Ranks that each hold the whole model and read their share of every global batch. Left out: as many as
-        /// were started.
+        /// Copies of the model, each of which reads its share of every global batch. Left out: as many as the ranks that
+        /// were started make.
         data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(256.0);
+        /// Ranks that share each matrix of the model: heads, features and the vocabulary are split over them.
+        tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        /// Whether these ranks split what stands between the products by tokens, so that activations shrink with their number.
+        sequence_parallel: bool = false, rules();
         /// Gradients are summed over the ranks in buckets of so many MiB, while the backward goes on.
         bucket_mb: f64 = 25.0, rules().above(0.0).at_most(1e6);
         /// Steps between comparisons of all ranks' weights; 0 compares them at the start only.
@@ -246,8 +250,7 @@ sections! {
         recompute: Recompute = Recompute::None, rules();
     }
     later [
-        "data_parallel_shard" = "1", "tensor_parallel" = "1",
-        "sequence_parallel" = "false", "pipeline_parallel" = "1", "context_parallel" = "1",
+        "data_parallel_shard" = "1", "pipeline_parallel" = "1", "context_parallel" = "1",
         "expert_parallel" = "1", "zero_stage" = "0", "pipeline_schedule", "virtual_stages" = "1", "offload",
         "expert_tensor_parallel" = "1", "context_parallel_method", "wrap"
     ]

@@ -22,7 +22,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::ParameterRecord;
+use lockstep_plan::{Degrees, ParameterRecord};
 
 pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
@@ -113,6 +113,42 @@ impl RunConfig {
             (None, None, Some(model_type)) => ModelSource::ModelType(model_type),
             (None, None, None) => ModelSource::Preset(DEFAULT_PRESET),
         }
+    }
+
+    /// How many ranks there are along each axis.
+    pub fn degrees(&self) -> Degrees {
+        let parallel = &self.parallel;
+        Degrees {
+            replicate: parallel.data_parallel_replicate,
+            tensor: parallel.tensor_parallel,
+            ..Degrees::default()
+        }
+    }
+
+    /// Ranks that share each copy of the model.
+    pub fn ranks_of_a_replica(&self) -> usize {
+        self.parallel.tensor_parallel
+    }
+
+    /// All ranks.
+    pub fn ranks(&self) -> usize {
+        self.parallel.data_parallel_replicate * self.ranks_of_a_replica()
+    }
+
+    /// How many copies of the model so many ranks make.
+    ///
+    /// # Errors
+    /// [`Error::Configuration`] if one of them is left over.
+    pub fn replicas_of(&self, ranks: usize) -> Result<usize, Error> {
+        let of_each = self.ranks_of_a_replica();
+        if ranks.is_multiple_of(of_each) && ranks > 0 {
+            return Ok(ranks / of_each);
+        }
+        let (below, above) = (ranks / of_each * of_each, (ranks / of_each + 1) * of_each);
+        let nearest = if below > 0 { format!("{below} or {above}") } else { above.to_string() };
+        let what = format!("{of_each} ranks share each copy of the model, and {ranks} were asked for");
+        let problem = self.problem("parallel.tensor_parallel", what, format!("{nearest} ranks"));
+        Err(Error::Configuration(problem.into()))
     }
 
     /// Sequences in one forward and backward.

@@ -87,8 +87,8 @@ pub(crate) fn relative(a: &[f32], b: &[f32]) -> f64 {
 /// One step as the fixtures' scripts make it; returns loss and norm.
 pub(crate) fn training_step(engine: &mut Engine, batch: &Batch, learning_rate: f64, step: u64) -> (f64, f64) {
     engine.begin_step();
-    let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32) / batch.valid() as f64;
-    let norm = engine.finish_gradients();
+    let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32).unwrap() / batch.valid() as f64;
+    let norm = engine.finish_gradients().unwrap();
     engine.update(&Update {
         learning_rate,
         weight_decay: 0.1,

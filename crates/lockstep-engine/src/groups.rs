@@ -1,0 +1,143 @@
+//! The groups of ranks that a mesh makes of the world, as the engine uses them: who shares its blocks, and over whom its
+//! gradients are summed.
+
+use std::time::Duration;
+
+use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
+use lockstep_graph::Peers;
+use lockstep_plan::{Axis, Mesh, ParameterRecord, TensorPlace, exact::ExactSum};
+
+/// How ranks work together, beside the degrees of their mesh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupOptions {
+    /// Whether tensor-parallel ranks split values by tokens between the products (sequence parallelism).
+    pub splits_tokens: bool,
+    /// Gradients are summed in buckets of up to so many bytes.
+    pub bucket_bytes: usize,
+    /// No wait for another rank is longer.
+    pub limit: Duration,
+}
+
+/// The groups that a rank is in.
+#[derive(Debug, Clone)]
+pub struct Groups {
+    world: Option<World>,
+    place: TensorPlace,
+}
+
+/// What there is only with other ranks.
+#[derive(Debug, Clone)]
+struct World {
+    group: Group,
+    mesh: Mesh,
+    options: GroupOptions,
+    /// Those that share its blocks.
+    tensor: Option<Group>,
+}
+
+impl Groups {
+    /// One rank.
+    pub fn alone() -> Self {
+        Self { world: None, place: TensorPlace::default() }
+    }
+
+    /// The groups of `mesh` over the ranks of `group`, which all call this together.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    ///
+    /// # Panics
+    /// If the mesh has another number of ranks.
+    pub fn new(group: Group, mesh: Mesh, options: GroupOptions) -> Result<Self, CommError> {
+        assert_eq!(group.size(), mesh.world_size(), "a mesh of another size than its world");
+        let place = TensorPlace {
+            ranks: mesh.ranks().degree(Axis::Tensor),
+            rank: mesh.ranks().coordinate(group.rank(), Axis::Tensor),
+            splits_tokens: options.splits_tokens,
+        };
+        let mut world = World { group, mesh, options, tensor: None };
+        world.tensor = world.along(&[Axis::Tensor])?;
+        Ok(Self { world: Some(world), place })
+    }
+
+    /// Where the rank is among those that share its blocks.
+    pub fn tensor_place(&self) -> TensorPlace {
+        self.place
+    }
+
+    /// Those that share its blocks, if there are any.
+    pub(crate) fn peers(&self) -> Option<Peers<'_>> {
+        let World { tensor, options, .. } = self.world.as_ref()?;
+        tensor.as_ref().map(|group| Peers { group, limit: options.limit })
+    }
+
+    /// The exact sum of what the ranks that share a model have of it.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn sum_over_model(&self, sum: &ExactSum) -> Result<ExactSum, CommError> {
+        let mut words = sum.to_words();
+        if let Some(Peers { group, limit }) = self.peers() {
+            group.all_reduce(&mut words[..], ReduceOp::Sum, Deadline::after(limit))?;
+        }
+        Ok(ExactSum::from_words(&words))
+    }
+
+    /// The groups over which gradients of `records` are summed, by how many neighbours on the tensor axis have summands of
+    /// each; none where that is the rank alone.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn of_gradients(&self, records: &[ParameterRecord]) -> Result<Vec<(usize, Group)>, CommError> {
+        let Some(world) = &self.world else { return Ok(Vec::new()) };
+        let mut summands: Vec<usize> = records.iter().map(|record| record.share.summands).collect();
+        summands.sort_unstable();
+        summands.dedup();
+        let group = |summands| Ok(world.of_summands(summands)?.map(|group| (summands, group)));
+        summands.into_iter().filter_map(|summands| group(summands).transpose()).collect()
+    }
+
+    /// The groups' options, with other ranks.
+    pub(crate) fn options(&self) -> Option<GroupOptions> {
+        self.world.as_ref().map(|world| world.options)
+    }
+
+    /// All ranks, if there are others.
+    pub fn world(&self) -> Option<&Group> {
+        self.world.as_ref().map(|world| &world.group)
+    }
+}
+
+impl World {
+    /// The rank's group along some axes, unless it is alone there.
+    fn along(&self, axes: &[Axis]) -> Result<Option<Group>, CommError> {
+        self.made_of(self.mesh.ranks().groups(axes))
+    }
+
+    /// Ranks that see other tokens, with `summands` neighbours on the tensor axis of each.
+    fn of_summands(&self, summands: usize) -> Result<Option<Group>, CommError> {
+        let view = self.mesh.ranks();
+        let [replicate, shard, context] = Axis::TOKENS;
+        let groups = view.groups(&[replicate, shard, context, Axis::Tensor]);
+        let mut neighbours = Vec::new();
+        for group in groups {
+            for first in (0..view.degree(Axis::Tensor)).step_by(summands) {
+                let is_in =
+                    |rank: &usize| (first..first + summands).contains(&view.coordinate(*rank, Axis::Tensor));
+                neighbours.push(group.iter().copied().filter(is_in).collect());
+            }
+        }
+        self.made_of(neighbours)
+    }
+
+    /// The one of `groups` that the rank is in. No group of one rank is made.
+    fn made_of(&self, groups: Vec<Vec<usize>>) -> Result<Option<Group>, CommError> {
+        if groups.iter().all(|group| group.len() == 1) {
+            return Ok(None);
+        }
+        if groups.len() == 1 {
+            return Ok(Some(self.group.clone()));
+        }
+        self.group.partition(&groups, Deadline::after(self.options.limit))
+    }
+}

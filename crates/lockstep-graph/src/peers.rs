@@ -1,0 +1,36 @@
+//! The ranks that share a block's tensors, while it is replayed.
+
+use std::time::Duration;
+
+use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
+use lockstep_tensor::View;
+
+/// Those ranks, in the order of their parts.
+#[derive(Debug, Clone, Copy)]
+pub struct Peers<'a> {
+    /// They and this one.
+    pub group: &'a Group,
+    /// How long each exchange may take.
+    pub limit: Duration,
+}
+
+impl Peers<'_> {
+    /// Replaces `data` by its sum over the ranks.
+    pub(crate) fn sum(&self, data: View<'_>) -> Result<(), CommError> {
+        self.group.all_reduce(data, ReduceOp::Sum, self.deadline())
+    }
+
+    /// Writes the rows that are this rank's of the sum of `summands` over the ranks.
+    pub(crate) fn sum_rows(&self, summands: View<'_>, rows: View<'_>) -> Result<(), CommError> {
+        self.group.reduce_scatter(summands, rows, ReduceOp::Sum, self.deadline())
+    }
+
+    /// Writes the rows of all ranks, one after the other.
+    pub(crate) fn gather(&self, rows: View<'_>, all: View<'_>) -> Result<(), CommError> {
+        self.group.all_gather(rows, all, self.deadline())
+    }
+
+    fn deadline(&self) -> Deadline {
+        Deadline::after(self.limit)
+    }
+}

@@ -9,7 +9,7 @@
 
 use lockstep_plan::{DType, exact::ExactSum};
 
-use crate::View;
+use crate::{GroupedGemm, Permutation, Routed, Router, RouterGradients, View};
 
 /// Which operands of a matrix product are stored transposed. `C` is always `[m, n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -343,6 +343,9 @@ pub trait Kernels {
     /// Matrix product; see [`Gemm`].
     fn gemm(&self, gemm: Gemm<'_>);
 
+    /// Matrix products of groups of rows; see [`GroupedGemm`].
+    fn grouped_gemm(&self, gemm: GroupedGemm<'_>);
+
     /// `out [n] += sum over rows of x [rows, n]`; `out` is f32. The gradient of a bias.
     fn sum_rows(&self, x: View<'_>, out: View<'_>);
 
@@ -506,6 +509,56 @@ pub trait Kernels {
         first_column: usize,
         log_sum_exp: View<'_>,
         seed: f32,
+    );
+
+    /// Chooses experts by `logits [T, experts]`, writes all of `routed`; see [`Router`].
+    fn router_top_k(&self, router: &Router<'_>, logits: View<'_>, routed: Routed<'_>);
+
+    /// Gradient of [`Kernels::router_top_k`]'s logits; the choice itself has none. `places` says which sequence a token
+    /// belongs to.
+    fn router_top_k_backward(
+        &self,
+        router: &Router<'_>,
+        logits: View<'_>,
+        routed: Routed<'_>,
+        gradients: RouterGradients<'_>,
+        places: TokenPlaces,
+        dlogits: View<'_>,
+    );
+
+    /// What a load-balancing loss (Fedus et al., "Switch Transformers", 2021, section 2.2) is made of: writes `counts`
+    /// (f32 `[sequences, experts]`), how many slots of a sequence's tokens chose an expert, and `probabilities` (alike),
+    /// the sum of its probabilities over these tokens.
+    fn router_load(&self, routed: Routed<'_>, places: TokenPlaces, counts: View<'_>, probabilities: View<'_>);
+
+    /// Sorts slots by expert, those of one expert in ascending order. `experts` (u32) are the slots', `offsets`
+    /// (u32 `[G + 1]`) becomes the first row of each of the experts `first_expert..first_expert + G`. Slots of other
+    /// experts get no row. For slots that arrive by rows of one each `T` is their number, and `top_k` is 1.
+    fn sort_slots(
+        &self,
+        experts: View<'_>,
+        first_expert: u32,
+        permutation: Permutation<'_>,
+        offsets: View<'_>,
+    );
+
+    /// `rows [T·top_k, width]` become those of `x [T, width]` that their slots say. Rows without a slot stay as they are.
+    fn permute(&self, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>);
+
+    /// `y [T, width] = Σ weights [T, top_k] · rows [T·top_k, width]`, the slots of a token in ascending order, without
+    /// those that have no row; without weights (f32) each is 1, which makes it the backward of [`Kernels::permute`].
+    fn unpermute(&self, permutation: Permutation<'_>, rows: View<'_>, weights: Option<View<'_>>, y: View<'_>);
+
+    /// Gradients of [`Kernels::unpermute`]: `drows` (rows without a slot stay as they are) and `dweights` (f32, 0 for
+    /// slots without a row).
+    fn unpermute_backward(
+        &self,
+        permutation: Permutation<'_>,
+        dy: View<'_>,
+        rows: View<'_>,
+        weights: View<'_>,
+        drows: View<'_>,
+        dweights: View<'_>,
     );
 
     /// One AdamW step.

@@ -13,6 +13,7 @@
 mod arena;
 pub mod cpu;
 mod error;
+mod experts;
 mod kernels;
 mod mapped;
 mod shared;
@@ -21,6 +22,9 @@ mod view;
 pub use arena::{Arena, Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
 pub use error::TensorError;
+pub use experts::{
+    ExpertGroups, GroupedGemm, Permutation, Routed, Router, RouterGradients, RouterScores, RouterWeights,
+};
 pub use kernels::{
     AdamW, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon,
     Pending, Rotation, Rounding, Sgd, TokenPlaces, TokenSpan, Write,

@@ -237,7 +237,7 @@ fn log_sum_exp_of<T: Float>(isa: Isa, row: &[T]) -> f32 {
 
 /// The largest element (negative infinity if there is none) and `Σ exp(x - largest)`.
 #[inline(always)]
-fn sum_of_exp<T: Float>(isa: Isa, row: &[T]) -> (f32, f64) {
+pub(super) fn sum_of_exp<T: Float>(isa: Isa, row: &[T]) -> (f32, f64) {
     let largest = max(row);
     let reference = finite_reference(largest);
     let mut total = 0.0_f64;

@@ -14,10 +14,12 @@ mod level;
 mod loss;
 mod norm;
 mod optimizer;
+mod permute;
 mod pool;
 #[cfg(test)]
 mod reference;
 mod rope;
+mod router;
 mod simd;
 mod tasks;
 #[cfg(test)]
@@ -30,8 +32,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lockstep_plan::exact::ExactSum;
 
 use crate::{
-    AdamW, Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, Kernels, LayerNorm, Lion, Muon, Pending,
-    Rotation, Sgd, TensorError, TokenPlaces, View, Write,
+    AdamW, Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, GroupedGemm, Kernels, LayerNorm, Lion,
+    Muon, Pending, Permutation, Rotation, Routed, Router, RouterGradients, Sgd, TensorError, TokenPlaces,
+    View, Write,
 };
 pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak};
@@ -159,6 +162,10 @@ pub(crate) fn check_elementwise(output: View<'_>, inputs: &[View<'_>]) {
 impl Kernels for CpuQueue {
     fn gemm(&self, gemm: Gemm<'_>) {
         gemm::gemm(self, gemm);
+    }
+
+    fn grouped_gemm(&self, gemm: GroupedGemm<'_>) {
+        gemm::grouped(self, gemm);
     }
 
     fn sum_rows(&self, x: View<'_>, out: View<'_>) {
@@ -319,6 +326,68 @@ impl Kernels for CpuQueue {
         seed: f32,
     ) {
         loss::softmax_gradient(self, logits, labels, first_column, log_sum_exp, seed);
+    }
+
+    fn router_top_k(&self, router: &Router<'_>, logits: View<'_>, routed: Routed<'_>) {
+        router::forward(self, router, logits, routed);
+    }
+
+    fn router_top_k_backward(
+        &self,
+        router: &Router<'_>,
+        logits: View<'_>,
+        routed: Routed<'_>,
+        gradients: RouterGradients<'_>,
+        places: TokenPlaces,
+        dlogits: View<'_>,
+    ) {
+        router::backward(self, router, logits, routed, gradients, places, dlogits);
+    }
+
+    fn router_load(
+        &self,
+        routed: Routed<'_>,
+        places: TokenPlaces,
+        counts: View<'_>,
+        probabilities: View<'_>,
+    ) {
+        router::load(self, routed, places, counts, probabilities);
+    }
+
+    fn sort_slots(
+        &self,
+        experts: View<'_>,
+        first_expert: u32,
+        permutation: Permutation<'_>,
+        offsets: View<'_>,
+    ) {
+        permute::sort_slots(experts, first_expert, permutation, offsets);
+    }
+
+    fn permute(&self, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>) {
+        permute::permute(self, permutation, x, rows);
+    }
+
+    fn unpermute(
+        &self,
+        permutation: Permutation<'_>,
+        rows: View<'_>,
+        weights: Option<View<'_>>,
+        y: View<'_>,
+    ) {
+        permute::unpermute(self, permutation, rows, weights, y);
+    }
+
+    fn unpermute_backward(
+        &self,
+        permutation: Permutation<'_>,
+        dy: View<'_>,
+        rows: View<'_>,
+        weights: View<'_>,
+        drows: View<'_>,
+        dweights: View<'_>,
+    ) {
+        permute::unpermute_backward(self, permutation, dy, rows, weights, [drows, dweights]);
     }
 
     fn adamw(&self, step: &AdamW<'_>) {

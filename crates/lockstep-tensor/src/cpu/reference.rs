@@ -174,6 +174,42 @@ pub(super) fn cross_entropy_backward(logits: &[f64], labels: &[i32], seed: f64) 
         .collect()
 }
 
+/// What a router makes of logits.
+pub(super) struct Routing {
+    pub(super) scores: Vec<f64>,
+    pub(super) probabilities: Vec<f64>,
+    pub(super) log_sum_exp: Vec<f64>,
+    pub(super) weights: Vec<f64>,
+}
+
+/// Scores of `[tokens, experts]` logits, and the weights of the experts that each token has chosen.
+pub(super) fn route(
+    logits: &[f64],
+    experts: usize,
+    chosen: &[u32],
+    is_softmax: bool,
+    is_normalized: bool,
+    scale: f64,
+) -> Routing {
+    let tokens = logits.len() / experts;
+    let top_k = chosen.len() / tokens;
+    let (_, log_sum_exp) = cross_entropy(logits, &vec![0; tokens]);
+    let score = |(i, x): (usize, &f64)| {
+        if is_softmax { (x - log_sum_exp[i / experts]).exp() } else { sigmoid(*x) }
+    };
+    let scores: Vec<f64> = logits.iter().enumerate().map(score).collect();
+    let probabilities =
+        scores.chunks(experts).flat_map(|row| row.iter().map(move |s| s / row.iter().sum::<f64>())).collect();
+    let of_slot = |slot: usize| scores[slot / top_k * experts + chosen[slot] as usize];
+    let weight = |slot: usize| {
+        let first = slot / top_k * top_k;
+        let total = if is_normalized { (first..first + top_k).map(of_slot).sum() } else { 1.0 };
+        scale * of_slot(slot) / total
+    };
+    let weights = (0..chosen.len()).map(weight).collect();
+    Routing { scores, probabilities, log_sum_exp, weights }
+}
+
 /// The derivative of `f` at `x` by central differences.
 pub(super) fn finite_differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     const STEP: f64 = 1e-5;

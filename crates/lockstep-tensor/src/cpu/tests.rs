@@ -10,8 +10,9 @@ use super::{
     testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
 };
 use crate::{
-    Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Rotation,
-    Rounding, Sgd, Tensor, TokenPlaces, TokenSpan, View, Write,
+    Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, GroupedGemm, Kernels, LayerNorm,
+    Permutation, Rotation, Rounding, Routed, Router, RouterGradients, RouterScores, RouterWeights, Sgd,
+    Tensor, TokenPlaces, TokenSpan, View, Write,
 };
 
 const ROWS: usize = 3;
@@ -109,6 +110,7 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         let losses = floats(DType::F32, [0], &[]);
         q.merge_softmax(statistics.view(), labels.view(), rstd, losses.view());
         q.softmax_gradient(x, labels.view(), 7, rstd, 1.0);
+        route_nobody(&q, x, y);
         q.cast(x, y);
         q.zero(y);
         q.gemm(Gemm {
@@ -121,6 +123,46 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         });
         assert_eq!(values(gradient), [3.0; WIDTH], "{level} {dtype}");
     }
+}
+
+/// The kernels of a mixture of experts on no tokens.
+fn route_nobody(q: &CpuQueue, x: View<'_>, y: View<'_>) {
+    let floats = |shape: [usize; 2]| floats(DType::F32, shape, &vec![9.0; shape[0] * shape[1]]);
+    let [scores, log_sum_exp, weights, counts, sums] = [WIDTH, 1, 2, WIDTH, WIDTH].map(|n| floats([0, n]));
+    let [experts, slots, rows] = [(); 3].map(|()| tensor::<u32>(&[]));
+    let offsets = tensor(&[7_u32, 7]);
+    let routed = Routed {
+        scores: scores.view(),
+        log_sum_exp: log_sum_exp.view(),
+        experts: experts.view().reshape([0, 2]),
+        weights: weights.view(),
+    };
+    let router = Router {
+        top_k: 2,
+        scores: RouterScores::Softmax,
+        selection_bias: None,
+        groups: None,
+        weights: RouterWeights::Normalized,
+        scale: 1.0,
+    };
+    let dweights = floats([0, 2]);
+    let gradients =
+        RouterGradients { weights: dweights.view(), probabilities: None, squared_log_sum_exp: 0.1 };
+    let permutation = Permutation { slots: slots.view(), rows: rows.view() };
+    q.router_top_k(&router, x, routed);
+    q.router_top_k_backward(&router, x, routed, gradients, TokenPlaces::whole(0), y);
+    q.router_load(routed, TokenPlaces::whole(0), counts.view(), sums.view());
+    q.sort_slots(experts.view(), 0, permutation, offsets.view());
+    assert_eq!(offsets.view().to_vec::<u32>(), [0, 0]);
+    q.permute(permutation, x, y);
+    q.unpermute(permutation, x, None, y);
+    let drows = numbers(x.dtype(), [0, WIDTH], 1);
+    q.unpermute_backward(permutation, x, y, weights.view(), drows.view(), dweights.view());
+    let c = floats([1, WIDTH * WIDTH]);
+    let c = c.view().reshape([1, WIDTH, WIDTH]);
+    let (layout, write, offsets) = (GemmLayout::TN, Write::Overwrite, offsets.view());
+    q.grouped_gemm(GroupedGemm { layout, a: x, b: y, c, offsets, write });
+    assert!(values(c).iter().all(|x| *x == 0.0), "products of no rows are not zero: {:?}", values(c));
 }
 
 #[test]
@@ -381,6 +423,38 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
         q.merge_softmax(parts.view(), labels.view(), row_of_a, row_of_a);
     });
     assert_refused("softmax_gradient", || q.softmax_gradient(a, labels.view(), 0, row_of_a, 1.0));
+    let words = [(); 4].map(|()| tensor(&[0_u32; 4]));
+    let [experts, slots, rows, offsets] = words.each_ref().map(Tensor::view);
+    let permutation = Permutation { slots, rows };
+    let stacked = b.reshape([1, 4, 4]);
+    let grouped =
+        GroupedGemm { layout: GemmLayout::NN, a, b: stacked, c, offsets: offsets.rows(0..2), write };
+    assert_refused("grouped_gemm", || q.grouped_gemm(GroupedGemm { c: a, ..grouped }));
+    assert_refused("sort_slots", || q.sort_slots(slots, 0, permutation, offsets));
+    assert_refused("permute", || q.permute(permutation, a, a));
+    assert_refused("unpermute", || q.unpermute(permutation, a, Some(row_of_b), b));
+    assert_refused("unpermute drows", || q.unpermute_backward(permutation, a, b, row_of_c, a, row(d, 0)));
+    assert_refused("unpermute dweights", || {
+        q.unpermute_backward(permutation, a, b, row_of_c, d, row_of_c);
+    });
+    let router = Router {
+        top_k: 1,
+        scores: RouterScores::Softmax,
+        selection_bias: None,
+        groups: None,
+        weights: RouterWeights::Scores,
+        scale: 1.0,
+    };
+    let routed = Routed { scores: b, log_sum_exp: row_of_c, experts, weights: row(d, 0) };
+    assert_refused("router_top_k", || q.router_top_k(&router, a, Routed { weights: row_of_a, ..routed }));
+    assert_refused("router_top_k's bias", || {
+        q.router_top_k(&Router { selection_bias: Some(row_of_b), ..router }, a, routed);
+    });
+    let gradients = RouterGradients { weights: row(e, 0), probabilities: None, squared_log_sum_exp: 0.0 };
+    assert_refused("router_top_k_backward", || {
+        q.router_top_k_backward(&router, a, routed, gradients, TokenPlaces::whole(4), b);
+    });
+    assert_refused("router_load", || q.router_load(routed, TokenPlaces::whole(1), b, e));
     assert_refused("adamw", || q.adamw(&adamw_step([a, b, c, c])));
     assert_refused("adamw's gradient", || q.adamw(&adamw_step([a, a, c, d])));
     assert_refused("sgd", || q.sgd(&momentum_step([a, b, a])));

@@ -4,7 +4,8 @@
 //!
 //! `pack` makes the three layouts and the types alike, `kernel` and `amx` hold one micro-kernel for each CPU
 //! level, `driver` cuts the product into blocks and tasks, `store` finishes a tile (bias, accumulation,
-//! rounding). Products with few rows, as in generation, read the weights in place: `rows`.
+//! rounding). Products with few rows, as in generation, read the weights in place: `rows`. `grouped` makes one product
+//! for each expert of a mixture.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -12,6 +13,7 @@ mod amx;
 pub(super) mod amx_emulator;
 mod blocks;
 mod driver;
+mod grouped;
 mod kernel;
 mod lanes;
 mod pack;
@@ -34,6 +36,7 @@ use lockstep_plan::DType;
 use super::F32Products;
 use super::{CpuLevel, CpuQueue, check_disjoint, simd::Float};
 use crate::{Gemm, GemmLayout, View, Write};
+pub(super) use grouped::grouped;
 use kernel::Portable;
 #[cfg(target_arch = "x86_64")]
 use kernel::{Avx2, Avx512, Avx512Dot};

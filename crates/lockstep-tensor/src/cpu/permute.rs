@@ -1,0 +1,403 @@
+//! Bringing tokens into the order of their experts, and back.
+//!
+//! Each of these kernels writes along its own order (rows, or tokens) and reads wherever the permutation says, so tasks
+//! share nothing but what they read; sums over a token's slots are in ascending order.
+
+use lockstep_plan::DType;
+
+use super::{
+    CpuQueue, check_disjoint,
+    simd::{Float, sum, with_float},
+    tasks::{BLOCK, Block, Operand, expect, rows_per_task},
+};
+use crate::{Permutation, View};
+
+const NONE: u32 = Permutation::NONE;
+
+/// A counting sort, whose counters are the offsets.
+pub(super) fn sort_slots(
+    experts: View<'_>,
+    first_expert: u32,
+    permutation: Permutation<'_>,
+    offsets: View<'_>,
+) {
+    let count = experts.elements();
+    let groups = offsets.elements().checked_sub(1).expect("offsets of experts have at least one element");
+    expect("sort_slots: experts", experts, DType::U32, count);
+    expect("sort_slots: slots", permutation.slots, DType::U32, count);
+    expect("sort_slots: rows", permutation.rows, DType::U32, count);
+    expect("sort_slots: offsets", offsets, DType::U32, groups + 1);
+    assert!(count < NONE as usize, "{count} slots are more than can be numbered");
+    check_disjoint(&[permutation.slots, permutation.rows, offsets], &[experts]);
+    // SAFETY: the four views share no memory, and nothing else touches them meanwhile.
+    let (experts, slots, rows, offsets) = unsafe {
+        (
+            experts.slice::<u32>(),
+            permutation.slots.slice_mut::<u32>(),
+            permutation.rows.slice_mut::<u32>(),
+            offsets.slice_mut::<u32>(),
+        )
+    };
+    // An expert before the first wraps around, to beyond the last.
+    let group_of =
+        |expert: u32| Some(expert.wrapping_sub(first_expert) as usize).filter(|group| *group < groups);
+    offsets.fill(0);
+    for group in experts.iter().filter_map(|expert| group_of(*expert)) {
+        offsets[group + 1] += 1;
+    }
+    for group in 0..groups {
+        offsets[group + 1] += offsets[group];
+    }
+    slots.fill(NONE);
+    for (slot, (expert, row)) in experts.iter().zip(rows).enumerate() {
+        *row = group_of(*expert).map_or(NONE, |group| {
+            let row = offsets[group];
+            offsets[group] += 1;
+            slots[row as usize] = slot as u32;
+            row
+        });
+    }
+    // Each offset has moved to where the next one was.
+    offsets.copy_within(0..groups, 1);
+    offsets[0] = 0;
+}
+
+/// The tables of a permutation of `count` rows.
+struct Tables<'a> {
+    slots: &'a [u32],
+    rows: &'a [u32],
+    top_k: usize,
+}
+
+impl<'a> Tables<'a> {
+    /// # Safety
+    /// The caller must have checked that no output overlaps the tables.
+    ///
+    /// # Panics
+    /// If the tables are not those of so many tokens.
+    unsafe fn new(permutation: Permutation<'a>, tokens: usize, rows: usize) -> Self {
+        expect("slots of a permutation", permutation.slots, DType::U32, rows);
+        expect("rows of a permutation", permutation.rows, DType::U32, rows);
+        let top_k = rows.checked_div(tokens).unwrap_or(0);
+        assert_eq!(top_k * tokens, rows, "a permutation of {rows} rows for {tokens} tokens");
+        // SAFETY: kernels write nothing but their outputs.
+        unsafe { Self { slots: permutation.slots.slice(), rows: permutation.rows.slice(), top_k } }
+    }
+
+    /// The slot of a row.
+    fn slot(&self, row: usize) -> Option<usize> {
+        Some(self.slots[row]).filter(|slot| *slot != NONE).map(|slot| slot as usize)
+    }
+
+    /// The slots of a token and their rows, without those that have none.
+    fn slots_of(&self, token: usize) -> impl Iterator<Item = (usize, usize)> {
+        let slots = token * self.top_k..(token + 1) * self.top_k;
+        slots
+            .map(|slot| (slot, self.rows[slot]))
+            .filter(|(_, row)| *row != NONE)
+            .map(|(slot, row)| (slot, row as usize))
+    }
+}
+
+pub(super) fn permute(queue: &CpuQueue, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>) {
+    let ((tokens, width), (count, _)) = (x.shape().as_matrix(), rows.shape().as_matrix());
+    expect("permute: rows", rows, x.dtype(), count * width);
+    check_disjoint(&[rows], &[x, permutation.slots, permutation.rows]);
+    // SAFETY: as just checked.
+    let tables = unsafe { Tables::new(permutation, tokens, count) };
+    with_float!(x.dtype(), T => {
+        let (x, rows) = (Operand::<T>::new(x), Operand::<T>::new(rows));
+        queue.for_each_range(count, rows_per_task(count, width), #[inline(always)] |range, _| {
+            for row in range {
+                let Some(slot) = tables.slot(row) else { continue };
+                let token = slot / tables.top_k;
+                // SAFETY: `x` is only read, it does not overlap the rows, and each row belongs to one task.
+                unsafe {
+                    let row = rows.write(row * width..(row + 1) * width);
+                    row.copy_from_slice(x.read(token * width..(token + 1) * width));
+                }
+            }
+        });
+    });
+}
+
+pub(super) fn unpermute(
+    queue: &CpuQueue,
+    permutation: Permutation<'_>,
+    rows: View<'_>,
+    weights: Option<View<'_>>,
+    y: View<'_>,
+) {
+    let ((tokens, width), (count, _)) = (y.shape().as_matrix(), rows.shape().as_matrix());
+    expect("unpermute: rows", rows, y.dtype(), count * width);
+    check_disjoint(&[y], &[rows, permutation.slots, permutation.rows]);
+    if let Some(weights) = weights {
+        expect("unpermute: weights", weights, DType::F32, count);
+        check_disjoint(&[y], &[weights]);
+    }
+    // SAFETY: as just checked; kernels write nothing but their outputs.
+    let (tables, weights) = unsafe {
+        (Tables::new(permutation, tokens, count), weights.map(|weights: View<'_>| weights.slice::<f32>()))
+    };
+    with_float!(y.dtype(), T => {
+        let (rows, y) = (Operand::<T>::new(rows), Operand::<T>::new(y));
+        let grain = rows_per_task(tokens, width * (tables.top_k + 1));
+        queue.for_each_range(tokens, grain, #[inline(always)] |range, isa| {
+            for token in range {
+                for column in (0..width).step_by(BLOCK) {
+                    let n = BLOCK.min(width - column);
+                    let mut total = Block::ZERO;
+                    for (slot, row) in tables.slots_of(token) {
+                        let weight = weights.map_or(1.0, |weights| weights[slot]);
+                        let first = row * width + column;
+                        // SAFETY: the rows are only read.
+                        let row = unsafe { rows.read(first..first + n) };
+                        for (total, x) in total.0[..n].iter_mut().zip(row) {
+                            *total = isa.mul_add(weight, x.load(), *total);
+                        }
+                    }
+                    let first = token * width + column;
+                    // SAFETY: each token belongs to one task.
+                    T::store_all(isa, &total.0[..n], unsafe { y.write(first..first + n) });
+                }
+            }
+        });
+    });
+}
+
+pub(super) fn unpermute_backward(
+    queue: &CpuQueue,
+    permutation: Permutation<'_>,
+    dy: View<'_>,
+    rows: View<'_>,
+    weights: View<'_>,
+    [drows, dweights]: [View<'_>; 2],
+) {
+    let ((tokens, width), (count, _)) = (dy.shape().as_matrix(), rows.shape().as_matrix());
+    expect("unpermute_backward: rows", rows, dy.dtype(), count * width);
+    expect("unpermute_backward: weights", weights, DType::F32, count);
+    expect("unpermute_backward: drows", drows, dy.dtype(), count * width);
+    expect("unpermute_backward: dweights", dweights, DType::F32, count);
+    check_disjoint(&[drows, dweights], &[dy, rows, weights, permutation.slots, permutation.rows]);
+    // SAFETY: as just checked; kernels write nothing but their outputs.
+    let (tables, weights) = unsafe { (Tables::new(permutation, tokens, count), weights.slice::<f32>()) };
+    with_float!(dy.dtype(), T => {
+        let [dy, rows, drows] = [dy, rows, drows].map(Operand::<T>::new);
+        let dweights = Operand::<f32>::new(dweights);
+        queue.for_each_range(count, rows_per_task(count, width), #[inline(always)] |range, isa| {
+            let mut results = Block::ZERO;
+            for row in range {
+                let Some(slot) = tables.slot(row) else { continue };
+                let (token, weight) = (slot / tables.top_k, weights[slot]);
+                for column in (0..width).step_by(BLOCK) {
+                    let n = BLOCK.min(width - column);
+                    let (from, to) = (token * width + column, row * width + column);
+                    // SAFETY: the gradient is only read.
+                    let gradient = unsafe { dy.read(from..from + n) };
+                    for (result, dy) in results.0.iter_mut().zip(gradient) {
+                        *result = weight * dy.load();
+                    }
+                    // SAFETY: each row belongs to one task.
+                    T::store_all(isa, &results.0[..n], unsafe { drows.write(to..to + n) });
+                }
+            }
+        });
+        let grain = rows_per_task(tokens, width * (tables.top_k + 1));
+        queue.for_each_range(tokens, grain, #[inline(always)] |range, _| {
+            for token in range {
+                // SAFETY: the gradient and the rows are only read; the slots of a token belong to one task.
+                let (dy, dweights) = unsafe {
+                    (
+                        dy.read(token * width..(token + 1) * width),
+                        dweights.write(token * tables.top_k..(token + 1) * tables.top_k),
+                    )
+                };
+                dweights.fill(0.0);
+                for (slot, row) in tables.slots_of(token) {
+                    // SAFETY: as above.
+                    let row = unsafe { rows.read(row * width..(row + 1) * width) };
+                    [dweights[slot % tables.top_k]] = sum([dy, row], #[inline(always)] |[dy, x]| [dy * x]);
+                }
+            }
+        });
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::cpu::testing::{
+        ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values,
+    };
+    use crate::{Arena, Kernels, Tensor};
+
+    /// Tables of slots with these experts, of which `first..first + groups` are here.
+    struct Sorted {
+        slots: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+    }
+
+    impl Sorted {
+        fn new(queue: &CpuQueue, experts: &[u32], first: u32, groups: usize) -> Self {
+            let [slots, rows] = [(); 2].map(|()| tensor(&vec![77_u32; experts.len()]));
+            let sorted = Self { slots, rows, offsets: tensor(&vec![77_u32; groups + 1]) };
+            queue.sort_slots(tensor(experts).view(), first, sorted.permutation(), sorted.offsets.view());
+            sorted
+        }
+
+        fn permutation(&self) -> Permutation<'_> {
+            Permutation { slots: self.slots.view(), rows: self.rows.view() }
+        }
+
+        fn tables(&self) -> [Vec<u32>; 3] {
+            [&self.slots, &self.rows, &self.offsets].map(|table| table.view().to_vec())
+        }
+    }
+
+    fn queue() -> CpuQueue {
+        CpuQueue::new(1, &Arena::new()).unwrap()
+    }
+
+    #[test]
+    fn slots_are_sorted_by_expert_and_then_by_number() {
+        let [slots, rows, offsets] = Sorted::new(&queue(), &[2, 0, 2, 1, 0, 2], 0, 4).tables();
+        assert_eq!(slots, [1, 4, 3, 0, 2, 5]);
+        assert_eq!(rows, [3, 0, 4, 2, 1, 5]);
+        assert_eq!(offsets, [0, 2, 3, 6, 6]);
+    }
+
+    #[test]
+    fn slots_of_experts_that_are_elsewhere_have_no_row() {
+        let [slots, rows, offsets] = Sorted::new(&queue(), &[2, 0, 3, 1, 0, 2], 1, 2).tables();
+        assert_eq!(slots, [3, 0, 5, NONE, NONE, NONE]);
+        assert_eq!(rows, [1, NONE, NONE, 0, NONE, 2]);
+        assert_eq!(offsets, [0, 1, 3]);
+        let [slots, rows, offsets] = Sorted::new(&queue(), &[], 0, 2).tables();
+        assert_eq!((slots.len(), rows.len(), offsets), (0, 0, vec![0, 0, 0]));
+    }
+
+    /// `y` and the gradients of rows and weights by the definition; rows without a slot are not counted.
+    fn expected(
+        slots: &[u32],
+        (tokens, top_k, width): (usize, usize, usize),
+        rows: &[f64],
+        weights: &[f64],
+        dy: &[f64],
+    ) -> [Vec<f64>; 3] {
+        let (mut y, mut drows, mut dweights) =
+            (vec![0.0; tokens * width], vec![0.0; rows.len()], vec![0.0; weights.len()]);
+        for (row, slot) in slots.iter().enumerate().filter(|(_, slot)| **slot != NONE) {
+            let (slot, token) = (*slot as usize, *slot as usize / top_k);
+            for i in 0..width {
+                y[token * width + i] += weights[slot] * rows[row * width + i];
+                drows[row * width + i] = weights[slot] * dy[token * width + i];
+                dweights[slot] += dy[token * width + i] * rows[row * width + i];
+            }
+        }
+        [y, drows, dweights]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn tokens_go_to_their_rows_and_come_back_weighted(
+            (tokens, width) in prop_oneof![(1usize..20, 1usize..40), (60usize..90, 450usize..800)],
+            top_k in 1usize..5,
+            is_part in proptest::bool::ANY,
+        ) {
+            let count = tokens * top_k;
+            let expert = |slot: u32| (slot.wrapping_mul(0x9e37_79b9) >> 16) % 7;
+            let experts: Vec<u32> = (0..count as u32).map(expert).collect();
+            let (first, groups) = if is_part { (2, 3) } else { (0, 7) };
+            for dtype in ACTIVATIONS {
+                let (x, dy) = (random_of(dtype, 1, tokens * width), random_of(dtype, 2, tokens * width));
+                let (rows, weights) = (random_of(dtype, 3, count * width), random_of(DType::F32, 4, count));
+                let [slots, _, offsets] = Sorted::new(&queue(), &experts, first, groups).tables();
+                let used = offsets[groups] as usize * width;
+                let run = |queue: &CpuQueue| {
+                    let sorted = Sorted::new(queue, &experts, first, groups);
+                    let permutation = sorted.permutation();
+                    let (x, dy) = (floats(dtype, [tokens, width], &x), floats(dtype, [tokens, width], &dy));
+                    let rows = floats(dtype, [count, width], &rows);
+                    let weights = floats(DType::F32, [count], &weights);
+                    let [permuted, drows] =
+                        [(); 2].map(|()| floats(dtype, [count, width], &vec![9.0; count * width]));
+                    let [y, dx] = [(); 2].map(|()| floats(dtype, [tokens, width], &vec![9.0; tokens * width]));
+                    let dweights = floats(DType::F32, [count], &vec![9.0; count]);
+                    queue.permute(permutation, x.view(), permuted.view());
+                    queue.unpermute(permutation, rows.view(), Some(weights.view()), y.view());
+                    queue.unpermute(permutation, rows.view(), None, dx.view());
+                    let [dy, rows, weights] = [&dy, &rows, &weights].map(Tensor::view);
+                    queue.unpermute_backward(permutation, dy, rows, weights, drows.view(), dweights.view());
+                    [permuted, y, dx, drows, dweights].map(|tensor| values(tensor.view())).to_vec()
+                };
+                let shape = (tokens, top_k, width);
+                let [y, drows, dweights] = expected(&slots, shape, &rows, &weights, &dy);
+                let [dx, _, _] = expected(&slots, shape, &rows, &vec![1.0; count], &dy);
+                let permuted = slots.iter().filter(|slot| **slot != NONE);
+                let permuted: Vec<f64> =
+                    permuted.flat_map(|slot| x[*slot as usize / top_k * width..][..width].to_vec()).collect();
+                on_every_queue(run, |results| {
+                    assert_eq!(results[0][..used], permuted);
+                    let relative = tolerance(dtype);
+                    assert_close("y", &results[1], &y, relative, 4e-6);
+                    assert_close("dx", &results[2], &dx, relative, 4e-6);
+                    // Half the smallest f16, where its numbers are evenly spaced.
+                    assert_close("drows", &results[3][..used], &drows[..used], relative, 2.0_f64.powi(-25));
+                    assert_close("dweights", &results[4], &dweights, 1e-5, 1e-4);
+                    let beyond = |result: &[f64]| result[used..].iter().all(|x| *x == 9.0);
+                    assert!(beyond(&results[0]) && beyond(&results[3]), "rows without a slot were written");
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn the_gradients_match_finite_differences() {
+        let (tokens, top_k, width, experts) = (3, 2, 4, [1_u32, 0, 2, 1, 0, 2]);
+        let sorted = Sorted::new(&queue(), &experts, 0, 3);
+        let [slots, _, _] = sorted.tables();
+        let [x, dy] = [1, 2].map(|seed| random_of(DType::F32, seed, tokens * width));
+        let (rows, weights) = (random_of(DType::F32, 3, 6 * width), random_of(DType::F32, 4, 6));
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let loss = |rows: &[f64], weights: &[f64]| {
+            dot(&expected(&slots, (tokens, top_k, width), rows, weights, &dy)[0], &dy)
+        };
+        let by_rows = crate::cpu::reference::finite_differences(&rows, |rows| loss(rows, &weights));
+        let by_weights = crate::cpu::reference::finite_differences(&weights, |weights| loss(&rows, weights));
+        let permuted = |x: &[f64]| -> Vec<f64> {
+            slots.iter().flat_map(|slot| x[*slot as usize / top_k * width..][..width].to_vec()).collect()
+        };
+        let by_x = crate::cpu::reference::finite_differences(&x, |x| dot(&permuted(x), &rows));
+        let vector = |x: &[f64]| floats(DType::F32, [x.len() / width, width], x);
+        let (row_values, dweights) = (vector(&rows), floats(DType::F32, [6], &[0.0; 6]));
+        let (drows, dx) = (vector(&[0.0; 24]), vector(&[0.0; 12]));
+        let (queue, permutation) = (queue(), sorted.permutation());
+        let weights = floats(DType::F32, [6], &weights);
+        let (dy, row_values) = (vector(&dy), row_values.view());
+        queue.unpermute_backward(
+            permutation,
+            dy.view(),
+            row_values,
+            weights.view(),
+            drows.view(),
+            dweights.view(),
+        );
+        queue.unpermute(permutation, row_values, None, dx.view());
+        assert_close("drows", &values(drows.view()), &by_rows, 1e-6, 1e-6);
+        assert_close("dweights", &values(dweights.view()), &by_weights, 1e-6, 1e-6);
+        assert_close("dx", &values(dx.view()), &by_x, 1e-6, 1e-6);
+    }
+
+    #[test]
+    #[should_panic(expected = "a permutation of 5 rows for 2 tokens")]
+    fn a_permutation_of_other_tokens_is_refused() {
+        let sorted = Sorted::new(&queue(), &[0; 5], 0, 1);
+        let (x, rows) = (floats(DType::F32, [2, 1], &[0.0; 2]), floats(DType::F32, [5, 1], &[0.0; 5]));
+        queue().permute(sorted.permutation(), x.view(), rows.view());
+    }
+}

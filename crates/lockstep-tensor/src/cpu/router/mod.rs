@@ -1,0 +1,383 @@
+//! The router of a mixture of experts: scores, the choice of experts, their weights, and the gradient of the logits.
+//!
+//! With scores `s` (a softmax, or sigmoids), chosen experts `K` and `N = Σ_{j∈K} s_j`, weights are `c s_i`, or
+//! `c s_i / N`. The gradient goes through the weights of the chosen experts and through what auxiliary losses ask of
+//! all: those by probabilities `p = s / Σ s`, and by the squared log-sum-exp.
+
+#[cfg(test)]
+mod tests;
+
+use lockstep_plan::DType;
+
+use super::{
+    CpuQueue, check_disjoint,
+    loss::sum_of_exp,
+    simd::{Float, Isa, exp, map_block, sigmoid, sum, with_float},
+    tasks::{BLOCK, Block, Operand, add_to, expect, is_parallel, rows_per_task},
+};
+use crate::{ExpertGroups, Routed, Router, RouterGradients, RouterScores, RouterWeights, TokenPlaces, View};
+
+/// The most experts of a router: a row of them is kept on the stack.
+const MAX_EXPERTS: usize = 1024;
+/// Added to sums of scores that are divided by, which may all have vanished.
+const TINY: f32 = 1e-20;
+
+/// A [`Router`] for so many experts.
+struct Choice<'a> {
+    experts: usize,
+    groups: Option<ExpertGroups>,
+    bias: Option<&'a [f32]>,
+    weights: RouterWeights,
+    scale: f32,
+}
+
+impl<'a> Choice<'a> {
+    /// # Safety
+    /// The caller must have checked that no output overlaps the bias.
+    ///
+    /// # Panics
+    /// If there are fewer experts than a token must choose, or the groups do not fit.
+    unsafe fn new(router: &Router<'a>, experts: usize) -> Self {
+        let top_k = router.top_k;
+        assert!(experts <= MAX_EXPERTS, "a router has at most {MAX_EXPERTS} experts, not {experts}");
+        assert!((1..=experts).contains(&top_k), "a token cannot choose {top_k} of {experts} experts");
+        if let Some(groups) = router.groups {
+            let (count, kept) = (groups.count, groups.kept);
+            assert!(
+                count > 0
+                    && experts.is_multiple_of(count)
+                    && kept <= count
+                    && top_k <= kept * (experts / count),
+                "a token cannot choose {top_k} of {experts} experts in {kept} of {count} groups"
+            );
+        }
+        if let Some(bias) = router.selection_bias {
+            expect("selection bias of a router", bias, DType::F32, experts);
+        }
+        let &Router { groups, weights, scale, .. } = router;
+        // SAFETY: kernels write nothing but their outputs.
+        let bias = router.selection_bias.map(|bias| unsafe { bias.slice() });
+        Self { experts, groups, bias, weights, scale }
+    }
+
+    /// Chooses experts by their scores, best first.
+    fn choose(&self, scores: &[f32], chosen: &mut [u32]) {
+        let value = |expert: usize| scores[expert] + self.bias.map_or(0.0, |bias| bias[expert]);
+        let mut excluded = Marks::default();
+        if let Some(groups) = self.groups {
+            let size = self.experts / groups.count;
+            let members = |group: usize| group * size..(group + 1) * size;
+            let best_two = |group: usize| {
+                let mut taken = Marks::default();
+                let mut next = || {
+                    let best = best(members(group), &taken, value);
+                    best.map_or(0.0, |best| {
+                        taken.set(best);
+                        value(best)
+                    })
+                };
+                next() + next()
+            };
+            let mut kept = Marks::default();
+            for _ in 0..groups.kept {
+                if let Some(group) = best(0..groups.count, &kept, best_two) {
+                    kept.set(group);
+                }
+            }
+            for group in (0..groups.count).filter(|group| !kept.has(*group)) {
+                members(group).for_each(|expert| excluded.set(expert));
+            }
+        }
+        for chosen in chosen {
+            let expert = best(0..self.experts, &excluded, value).expect("there are experts left, as checked");
+            excluded.set(expert);
+            *chosen = expert as u32;
+        }
+    }
+
+    /// The sum that scores are divided by; `None` if they are not.
+    fn divisor(&self, scores: &[f32], chosen: &[u32]) -> Option<f32> {
+        match self.weights {
+            RouterWeights::Scores => None,
+            RouterWeights::Normalized => {
+                Some(chosen.iter().map(|expert| scores[*expert as usize]).sum::<f32>() + TINY)
+            }
+        }
+    }
+}
+
+/// A set of experts.
+#[derive(Default)]
+struct Marks([u64; MAX_EXPERTS / 64]);
+
+impl Marks {
+    fn has(&self, index: usize) -> bool {
+        self.0[index / 64] >> (index % 64) & 1 == 1
+    }
+
+    fn set(&mut self, index: usize) {
+        self.0[index / 64] |= 1 << (index % 64);
+    }
+}
+
+/// The first of the largest values that are not excluded. NaN is never larger, but the first one may be NaN.
+fn best(candidates: std::ops::Range<usize>, excluded: &Marks, value: impl Fn(usize) -> f32) -> Option<usize> {
+    let mut best: Option<(usize, f32)> = None;
+    for index in candidates.filter(|index| !excluded.has(*index)) {
+        let value = value(index);
+        if best.is_none_or(|(_, largest)| value > largest) {
+            best = Some((index, value));
+        }
+    }
+    best.map(|(index, _)| index)
+}
+
+pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, routed: Routed<'_>) {
+    let (tokens, experts) = logits.shape().as_matrix();
+    let &Router { top_k, scores: kind, .. } = router;
+    check_routed(routed, tokens, experts, top_k);
+    let outputs = [routed.scores, routed.log_sum_exp, routed.experts, routed.weights];
+    check_disjoint(&outputs, &[logits]);
+    router.selection_bias.into_iter().for_each(|bias| check_disjoint(&outputs, &[bias]));
+    // SAFETY: as just checked.
+    let choice = unsafe { Choice::new(router, experts) };
+    with_float!(logits.dtype(), T => {
+        let logits = Operand::<T>::new(logits);
+        let [scores, log_sum_exp, weights] =
+            [routed.scores, routed.log_sum_exp, routed.weights].map(Operand::<f32>::new);
+        let chosen = Operand::<u32>::new(routed.experts);
+        let grain = rows_per_task(tokens, experts * (1 + top_k));
+        queue.for_each_range(tokens, grain, #[inline(always)] |tokens, isa| {
+            for token in tokens {
+                let (row, slots) = (token * experts..(token + 1) * experts, token * top_k..(token + 1) * top_k);
+                // SAFETY: the logits are only read; what is a token's belongs to one task.
+                let (logits, scores, log_sum_exp, chosen, weights) = unsafe {
+                    (
+                        logits.read(row.clone()),
+                        scores.write(row),
+                        log_sum_exp.write(token..token + 1),
+                        chosen.write(slots.clone()),
+                        weights.write(slots),
+                    )
+                };
+                log_sum_exp[0] = score(isa, kind, logits, scores);
+                choice.choose(scores, chosen);
+                let divisor = choice.divisor(scores, chosen);
+                let factor = divisor.map_or(choice.scale, |divisor| choice.scale / divisor);
+                for (weight, expert) in weights.iter_mut().zip(&*chosen) {
+                    *weight = factor * scores[*expert as usize];
+                }
+            }
+        });
+    });
+}
+
+/// Scores of a row of logits, and their log-sum-exp.
+#[inline(always)]
+fn score<T: Float>(isa: Isa, kind: RouterScores, logits: &[T], scores: &mut [f32]) -> f32 {
+    let (largest, total) = sum_of_exp(isa, logits);
+    let share = (1.0 / total) as f32;
+    let mut results = [Block::ZERO];
+    for (logits, scores) in logits.chunks(BLOCK).zip(scores.chunks_mut(BLOCK)) {
+        match kind {
+            RouterScores::Softmax => map_block(
+                [logits],
+                &mut results,
+                scores.len(),
+                #[inline(always)]
+                |[x]| [exp(isa, x - largest) * share],
+            ),
+            RouterScores::Sigmoid => map_block(
+                [logits],
+                &mut results,
+                scores.len(),
+                #[inline(always)]
+                |[x]| [sigmoid(isa, x)],
+            ),
+        }
+        scores.copy_from_slice(&results[0].0[..scores.len()]);
+    }
+    (f64::from(largest) + libm::log(total)) as f32
+}
+
+pub(super) fn backward(
+    queue: &CpuQueue,
+    router: &Router<'_>,
+    logits: View<'_>,
+    routed: Routed<'_>,
+    gradients: RouterGradients<'_>,
+    places: TokenPlaces,
+    dlogits: View<'_>,
+) {
+    let (tokens, experts) = logits.shape().as_matrix();
+    let &Router { top_k, scores: kind, .. } = router;
+    check_routed(routed, tokens, experts, top_k);
+    expect("router_top_k_backward: dlogits", dlogits, logits.dtype(), tokens * experts);
+    expect("router_top_k_backward: dweights", gradients.weights, DType::F32, tokens * top_k);
+    let Routed { scores, log_sum_exp, experts: chosen, weights } = routed;
+    check_disjoint(&[dlogits], &[logits, scores, log_sum_exp, chosen, weights, gradients.weights]);
+    if let Some(probabilities) = gradients.probabilities {
+        check_disjoint(&[dlogits], &[probabilities]);
+        check_sequences("router_top_k_backward", probabilities, places, tokens, experts);
+    }
+    router.selection_bias.into_iter().for_each(|bias| check_disjoint(&[dlogits], &[bias]));
+    // SAFETY: as just checked; kernels write nothing but their outputs.
+    let (choice, chosen, log_sum_exp) =
+        unsafe { (Choice::new(router, experts), chosen.slice::<u32>(), log_sum_exp.slice::<f32>()) };
+    if let Some((slot, expert)) = chosen.iter().enumerate().find(|(_, expert)| **expert as usize >= experts) {
+        panic!("token {} has chosen expert {expert} of {experts}", slot / top_k);
+    }
+    with_float!(logits.dtype(), T => {
+        let [logits, dlogits] = [logits, dlogits].map(Operand::<T>::new);
+        let [scores, dweights] = [scores, gradients.weights].map(Operand::<f32>::new);
+        let dprobabilities = gradients.probabilities.map(Operand::<f32>::new);
+        queue.for_each_range(tokens, rows_per_task(tokens, 4 * experts), #[inline(always)] |tokens, isa| {
+            let mut dscores = [0.0; MAX_EXPERTS];
+            let dscores = &mut dscores[..experts];
+            for token in tokens {
+                let (row, slots) = (token * experts..(token + 1) * experts, token * top_k..(token + 1) * top_k);
+                // SAFETY: all of these are only read.
+                let (logits, scores, dweights) = unsafe {
+                    (logits.read(row.clone()), scores.read(row.clone()), dweights.read(slots.clone()))
+                };
+                dscores.fill(0.0);
+                if let Some(gradient) = &dprobabilities {
+                    let (sequence, _) = places.of(token);
+                    // SAFETY: as above.
+                    let gradient = unsafe { gradient.read(sequence * experts..(sequence + 1) * experts) };
+                    by_probabilities(kind, scores, gradient, dscores);
+                }
+                let chosen = &chosen[slots];
+                by_weights(&choice, scores, chosen, dweights, dscores);
+                let [mean] = sum([scores, &*dscores], #[inline(always)] |[s, ds]| [s * ds]);
+                let statistic = log_sum_exp[token];
+                let squared = 2.0 * gradients.squared_log_sum_exp * statistic;
+                // Where nothing is asked of it, an infinite sum must spoil nothing.
+                let squared = if gradients.squared_log_sum_exp == 0.0 { 0.0 } else { squared };
+                for (i, dscore) in dscores.iter_mut().enumerate() {
+                    let s = scores[i];
+                    *dscore = match kind {
+                        RouterScores::Softmax => s * (*dscore - mean),
+                        RouterScores::Sigmoid => *dscore * s * (1.0 - s),
+                    };
+                }
+                if squared != 0.0 {
+                    for (dscore, x) in dscores.iter_mut().zip(logits) {
+                        *dscore += squared * exp(isa, x.load() - statistic);
+                    }
+                }
+                // SAFETY: each row belongs to one task.
+                T::store_all(isa, dscores, unsafe { dlogits.write(row) });
+            }
+        });
+    });
+}
+
+/// Adds the gradient by the weights to that of the scores.
+#[inline(always)]
+fn by_weights(choice: &Choice<'_>, scores: &[f32], chosen: &[u32], dweights: &[f32], dscores: &mut [f32]) {
+    let scale = choice.scale;
+    let slots = || chosen.iter().map(|expert| *expert as usize).zip(dweights);
+    let (factor, common) = match choice.divisor(scores, chosen) {
+        None => (scale, 0.0),
+        Some(divisor) => {
+            let mean = slots().map(|(expert, dweight)| scores[expert] * dweight).sum::<f32>() / divisor;
+            (scale / divisor, mean)
+        }
+    };
+    for (expert, dweight) in slots() {
+        dscores[expert] += factor * (dweight - common);
+    }
+}
+
+/// Adds the gradient by the probabilities to that of the scores.
+#[inline(always)]
+fn by_probabilities(kind: RouterScores, scores: &[f32], gradient: &[f32], dscores: &mut [f32]) {
+    match kind {
+        RouterScores::Softmax => add_to(dscores, gradient),
+        RouterScores::Sigmoid => {
+            let [total, mean] = sum(
+                [scores, gradient],
+                #[inline(always)]
+                |[s, g]| [s, s * g],
+            );
+            let total = total + TINY;
+            for (dscore, gradient) in dscores.iter_mut().zip(gradient) {
+                *dscore += (gradient - mean / total) / total;
+            }
+        }
+    }
+}
+
+pub(super) fn load(
+    queue: &CpuQueue,
+    routed: Routed<'_>,
+    places: TokenPlaces,
+    counts: View<'_>,
+    probabilities: View<'_>,
+) {
+    let (tokens, experts) = routed.scores.shape().as_matrix();
+    let (sequences, _) = counts.shape().as_matrix();
+    let top_k = routed.experts.elements().checked_div(tokens).unwrap_or(0);
+    expect("router_load: experts", routed.experts, DType::U32, tokens * top_k);
+    expect("router_load: probabilities", probabilities, DType::F32, counts.elements());
+    check_sequences("router_load", counts, places, tokens, experts);
+    check_disjoint(&[counts, probabilities], &[routed.scores, routed.experts]);
+    let [scores, counts, sums] = [routed.scores, counts, probabilities].map(Operand::<f32>::new);
+    // SAFETY: as just checked; kernels write nothing but their outputs.
+    let chosen = unsafe { routed.experts.slice::<u32>() };
+    let sequences_per_task = if is_parallel(tokens * experts) { 1 } else { sequences.max(1) };
+    queue.for_each_range(
+        sequences,
+        sequences_per_task,
+        #[inline(always)]
+        |range, _| {
+            for sequence in range {
+                let row = sequence * experts..(sequence + 1) * experts;
+                // SAFETY: what is a sequence's belongs to one task.
+                let (counts, sums) = unsafe { (counts.write(row.clone()), sums.write(row)) };
+                counts.fill(0.0);
+                sums.fill(0.0);
+                let here =
+                    |row: usize| row.clamp(places.first_row, places.first_row + tokens) - places.first_row;
+                for token in here(sequence * places.seq_len)..here((sequence + 1) * places.seq_len) {
+                    // SAFETY: the scores are only read.
+                    let scores = unsafe { scores.read(token * experts..(token + 1) * experts) };
+                    let [total] = sum(
+                        [scores],
+                        #[inline(always)]
+                        |[s]| [s],
+                    );
+                    let share = 1.0 / (total + TINY);
+                    for (sum, score) in sums.iter_mut().zip(scores) {
+                        *sum += score * share;
+                    }
+                    for expert in &chosen[token * top_k..(token + 1) * top_k] {
+                        counts[*expert as usize] += 1.0;
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// Panics unless there is a row for each sequence of the tokens.
+fn check_sequences(kernel: &str, rows: View<'_>, places: TokenPlaces, tokens: usize, experts: usize) {
+    let (sequences, columns) = rows.shape().as_matrix();
+    assert!(
+        rows.dtype() == DType::F32
+            && columns == experts
+            && places.first_row + tokens <= sequences * places.seq_len,
+        "{kernel}: {rows:?} must be f32 with {experts} experts for each sequence of rows {} to {} of {} tokens each",
+        places.first_row,
+        places.first_row + tokens,
+        places.seq_len
+    );
+}
+
+fn check_routed(routed: Routed<'_>, tokens: usize, experts: usize, top_k: usize) {
+    expect("scores of a router", routed.scores, DType::F32, tokens * experts);
+    expect("log_sum_exp of a router", routed.log_sum_exp, DType::F32, tokens);
+    expect("experts of a router", routed.experts, DType::U32, tokens * top_k);
+    expect("weights of a router", routed.weights, DType::F32, tokens * top_k);
+}

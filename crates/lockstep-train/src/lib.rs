@@ -14,6 +14,7 @@
 //! - [`benchmark`]: how fast the machine at hand makes steps.
 //! - [`roofline`]: where the time of a step goes, against what the machine could do.
 //! - [`report`]: a run on one page.
+//! - [`plan`]: how a run is split over its ranks, and whether that fits its model.
 //! - [`doctor`]: what the machine offers and what it lacks.
 //! - [`human`]: numbers the way people read them.
 #![forbid(unsafe_code)]
@@ -32,6 +33,7 @@ pub mod launch;
 mod loss_scale;
 mod machine;
 pub mod metrics;
+pub mod plan;
 pub mod progress;
 mod ranks;
 mod records;

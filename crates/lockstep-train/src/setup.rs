@@ -12,9 +12,10 @@ use lockstep_tensor::Arena;
 use serde_json::{Map, Value};
 
 use crate::config::{
-    F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Recompute, Rounding, RunConfig,
-    StatePrecision,
+    F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Problems, Recompute, Rounding,
+    RunConfig, StatePrecision,
 };
+use crate::plan::misfits;
 use crate::tuning::resolve_tuning;
 use crate::{Error, Ranks};
 
@@ -37,7 +38,7 @@ pub struct ResolvedModel {
 ///
 /// # Errors
 /// An unknown preset, a `config.json` that is not supported, overrides that do not fit, a sequence longer than the
-/// model's maximum.
+/// model's maximum, ranks that cannot share the model.
 pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     let overrides: Map<String, Value> = config
         .model
@@ -69,15 +70,17 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     if config.origin("train.dropout") != Origin::Default {
         model = model.with_dropout(config.train.dropout);
     }
+    let mut problems = Vec::new();
     let longest = model.max_position_embeddings();
     if config.train.seq_len > longest {
-        let problem = config.problem(
+        problems.push(config.problem(
             "train.seq_len",
             format!("sequences of {} tokens are longer than the model's maximum", config.train.seq_len),
             format!("1 to {longest}, or a larger max_position_embeddings in [model]"),
-        );
-        return Err(Error::Configuration(problem.into()));
+        ));
     }
+    problems.extend(misfits(config, &model));
+    Problems::none_of(problems)?;
     let (tuning, adapter) = resolve_tuning(config, &model)?;
     Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
 }

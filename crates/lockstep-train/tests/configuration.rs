@@ -11,6 +11,7 @@ use lockstep_train::config::{
     configuration_markdown,
 };
 use lockstep_train::schedule::Decay;
+use lockstep_train::{Error, resolve_model};
 use proptest::prelude::*;
 
 const NOTHING: [&str; 0] = [];
@@ -326,6 +327,46 @@ fn the_stored_configuration_is_resolved() {
     }
 }
 
+#[test]
+fn ranks_that_cannot_share_the_model_are_refused_all_at_once_where_they_were_set() {
+    let text = "[model]\npreset = \"llama-15m\"\nnum_attention_heads = 8\nhidden_size = 64\nnum_key_value_heads = 4\n\
+                intermediate_size = 100\n[train]\nseq_len = 32\n[parallel]\ntensor_parallel = 3\nsequence_parallel = true\n";
+    let problems = |arguments: &[&str]| -> Vec<String> {
+        let config =
+            RunConfig::parse(text, "RUN.toml", arguments).unwrap_or_else(|problems| panic!("{problems}"));
+        match resolve_model(&config) {
+            Ok(_) => Vec::new(),
+            Err(Error::Configuration(problems)) => problems.iter().map(ToString::to_string).collect(),
+            Err(error) => panic!("{error}"),
+        }
+    };
+    assert_eq!(
+        problems(&[]),
+        [
+            "RUN.toml:10: parallel.tensor_parallel: tensor 3 does not divide the 8 attention heads; nearest: 2 or 4",
+            "RUN.toml:10: parallel.tensor_parallel: tensor 3 is neither a divisor nor a multiple of the 4 key/value heads; \
+             nearest: 2 or 4",
+            "RUN.toml:10: parallel.tensor_parallel: tensor 3 does not divide the 100 columns of the feed-forward layers; \
+             nearest: 2 or 4",
+            "RUN.toml:8: train.seq_len: seq_len 32 is not a multiple of context x tensor = 3; nearest: 30 or 33",
+        ]
+    );
+    assert_eq!(problems(&["parallel.tensor_parallel=4"]), NOTHING);
+    assert_eq!(
+        problems(&["parallel.tensor_parallel=4", "model.vocab_size=3", "train.seq_len=10"]),
+        [
+            "--set parallel.tensor_parallel=4: parallel.tensor_parallel: tensor 4 leaves ranks without a token of the \
+             vocabulary of 3; nearest: 3",
+            "--set train.seq_len=10: train.seq_len: seq_len 10 is not a multiple of context x tensor = 4; nearest: 8 or 12",
+        ]
+    );
+    assert_eq!(
+        problems(&["parallel.tensor_parallel=1"]),
+        NOTHING,
+        "an argument sets aside what depends on the file's choice"
+    );
+}
+
 /// With LOCKSTEP_WRITE_DOCS set this writes the file instead; that is what `cargo xtask docs` does.
 #[test]
 fn the_manual_is_current() {
@@ -382,7 +423,8 @@ proptest! {
             for step in [0, config.train.steps / 2, config.train.steps - 1] {
                 prop_assert!(rate.at(step).is_finite() && rate.at(step) >= 0.0);
             }
-            prop_assert_eq!(config.micro_batch() * config.accumulation_steps(), config.train.global_batch);
+            let of_replica = config.micro_batch() * config.accumulation_steps();
+            prop_assert_eq!(of_replica * config.parallel.data_parallel_replicate, config.train.global_batch);
         }
         accepted_or_located(result)?;
     }

@@ -256,6 +256,18 @@ impl Checker<'_, '_, '_> {
             let because = "parallel.transport = \"mpi\", which sums in its own way";
             self.refuse_without_effect(&keys, because, "parallel.transport");
         }
+        let tensor_parallel = self.config.parallel.tensor_parallel;
+        if tensor_parallel == 1 && self.config.parallel.sequence_parallel {
+            let because = "parallel.tensor_parallel = 1, whose one rank has all tokens";
+            self.refuse_without_effect(&["parallel.sequence_parallel"], because, "parallel.tensor_parallel");
+        }
+        if tensor_parallel > 1 && self.config.optimizer.kind == OptimizerKind::Muon {
+            let what = format!(
+                "\"muon\" needs whole matrices, and parallel.tensor_parallel = {tensor_parallel} splits them"
+            );
+            let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.tensor_parallel = 1";
+            self.refuse(&["optimizer.kind", "parallel.tensor_parallel"], what, allowed);
+        }
     }
 
     fn metrics(&mut self) {

@@ -120,6 +120,22 @@ fn ranks_that_do_not_fit_are_refused_before_any_starts() {
         &["leave one of them out"],
     );
     refused(&["--nproc-per-node", "2", "--set", "data.train=['none.txt']"], &["none.txt"]);
+    let set = |settings: &[&str], parts: &[&str]| {
+        let sets: Vec<&str> = settings.iter().flat_map(|setting| ["--set", setting]).collect();
+        refused(&sets, parts);
+    };
+    set(
+        &["parallel.tensor_parallel=3", "parallel.sequence_parallel=true"],
+        &[
+            "the configuration has 3 problems",
+            "tensor 3 does not divide the 2 attention heads; nearest: 2",
+            "tensor 3 does not divide the 64 columns of the feed-forward layers; nearest: 2",
+            "seq_len 16 is not a multiple of context x tensor = 3; nearest: 15 or 18",
+        ],
+    );
+    set(&["parallel.tensor_parallel=2", "optimizer.kind=muon"], &["needs whole matrices"]);
+    set(&["parallel.sequence_parallel=true"], &["has no effect with parallel.tensor_parallel = 1"]);
+    set(&["parallel.tensor_parallel=2", "model.preset=llama-15n"], &["did you mean `llama-15m`"]);
     refused(&["--nproc-per-node", "2", "--log-dir", "run.toml"], &["cannot write run.toml/rank-00000.out"]);
 }
 

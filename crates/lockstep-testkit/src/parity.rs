@@ -10,7 +10,9 @@ use std::sync::{Mutex, PoisonError};
 
 use lockstep_comm::{World, WorldOptions};
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::verify::{Difference, Numbers, Tolerance, alone, numbers};
+use lockstep_train::verify::{
+    Difference, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, numbers, sample_text,
+};
 use lockstep_train::{Error, Ranks, RunConfig};
 
 /// A model of the matrix, as a run's configuration.
@@ -36,19 +38,7 @@ pub const GPT2: TinyModel = TinyModel {
 };
 
 /// Rotary positions, RMSNorm, grouped-query attention, tied embeddings.
-pub const LLAMA: TinyModel = TinyModel {
-    name: "llama",
-    settings: &[
-        "model.preset=llama-15m",
-        "model.hidden_size=32",
-        "model.intermediate_size=48",
-        "model.num_hidden_layers=4",
-        "model.num_attention_heads=8",
-        "model.num_key_value_heads=2",
-        "model.max_position_embeddings=16",
-        "model.tie_word_embeddings=true",
-    ],
-};
+pub const LLAMA: TinyModel = TinyModel { name: "llama", settings: &TINY_LLAMA };
 
 /// Norms of queries and keys, an output layer of its own.
 pub const QWEN3: TinyModel = TinyModel {
@@ -70,20 +60,6 @@ pub const QWEN3: TinyModel = TinyModel {
 /// All models of the matrix.
 pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
 
-/// Settings that all runs share: a global batch that eight replicas can share, and tokens that do not count.
-const RUN: &str = "
-[train]
-steps = 1
-global_batch = 8
-micro_batch = 1
-seq_len = 16
-threads = 1
-eval_every = 0
-
-[parallel]
-timeout_s = 60.0
-";
-
 /// A text, and what one rank has computed on it.
 pub struct Workbench {
     dir: tempfile::TempDir,
@@ -97,15 +73,7 @@ impl Workbench {
     /// What the system says.
     pub fn new() -> io::Result<Self> {
         let dir = tempfile::tempdir()?;
-        let words = ["tape", "shard", "mesh", "rank", "block"];
-        let say = |i: usize, count: usize| -> String {
-            (0..count).map(|j| format!("{} ", words[(i * i + j * 7) % 5])).collect()
-        };
-        let line = |i: usize| {
-            let (prompt, completion) = (say(i, 1 + i % 4), say(i + 3, 1 + i % 5));
-            format!("{{\"prompt\": \"{prompt}\", \"completion\": \"{completion}\"}}\n")
-        };
-        std::fs::write(dir.path().join("text.jsonl"), (0..300).map(line).collect::<String>())?;
+        std::fs::write(dir.path().join("text.jsonl"), sample_text())?;
         Ok(Self { dir, alone: Mutex::default() })
     }
 
@@ -119,11 +87,12 @@ impl Workbench {
     /// [`Error::Configuration`].
     pub fn config(&self, model: TinyModel, settings: &[&str]) -> Result<RunConfig, Error> {
         let text = format!(
-            "[data]\ntrain = [{:?}]\ncache_dir = {:?}\n{RUN}",
+            "[data]\ntrain = [{:?}]\ncache_dir = {:?}\n{SAMPLE_RUN}",
             self.path("text.jsonl"),
             self.path("cache"),
         );
-        let settings: Vec<&str> = model.settings.iter().chain(settings).copied().collect();
+        let settings: Vec<&str> =
+            model.settings.iter().chain(&["train.steps=1"]).chain(settings).copied().collect();
         Ok(RunConfig::parse(&text, "the parity matrix", &settings)?)
     }
 

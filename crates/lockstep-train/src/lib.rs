@@ -15,11 +15,13 @@
 //! - [`roofline`]: where the time of a step goes, against what the machine could do.
 //! - [`report`]: a run on one page.
 //! - [`plan`]: how a run is split over its ranks, and whether that fits its model.
+//! - [`verify`]: a plan's numbers against those of one rank.
 //! - [`doctor`]: what the machine offers and what it lacks.
 //! - [`human`]: numbers the way people read them.
 #![forbid(unsafe_code)]
 
 pub mod benchmark;
+mod comparison;
 pub mod config;
 mod corpus;
 mod describe;

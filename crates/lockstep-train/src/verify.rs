@@ -1,7 +1,7 @@
 //! A plan's numbers against those of one rank: loss, gradient norm and every parameter's gradient, step by step.
 //!
 //! Both are ordinary runs that leave nothing behind. How far they may lie apart is in [`Tolerance`]: sums are made of other
-//! summands, and that is all that a plan may change.
+//! summands, and that is all that a plan may change. [`Comparison`] is what a person is shown, and the verdict.
 
 use std::collections::BTreeMap;
 
@@ -9,11 +9,14 @@ use lockstep_engine::Engine;
 use lockstep_plan::Share;
 use serde::{Deserialize, Serialize};
 
+use crate::config::{Precision, Rounding, StatePrecision};
 use crate::interrupt::Interrupt;
 use crate::metrics::StepMetrics;
 use crate::progress::Progress;
 use crate::trainer::{Leaves, run};
 use crate::{Error, Ranks, Resume, RunConfig, StepObserver};
+
+pub use crate::comparison::{ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR};
 
 /// What a run computed.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -133,8 +136,37 @@ impl Numbers {
     }
 }
 
-fn norm(values: impl Iterator<Item = f64>) -> f64 {
+pub(crate) fn norm(values: impl Iterator<Item = f64>) -> f64 {
     values.map(|value| value * value).sum::<f64>().sqrt()
+}
+
+/// A run on a small text, for a tiny model that is named by the first of its settings; [`TINY_LLAMA`] is one.
+pub const SAMPLE_RUN: &str = include_str!("sample.toml");
+
+/// Rotary positions, RMSNorm, grouped-query attention, tied embeddings: settings for [`SAMPLE_RUN`].
+pub const TINY_LLAMA: [&str; 8] = [
+    "model.preset=llama-15m",
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "model.num_hidden_layers=4",
+    "model.num_attention_heads=8",
+    "model.num_key_value_heads=2",
+    "model.max_position_embeddings=16",
+    "model.tie_word_embeddings=true",
+];
+
+/// The text of [`SAMPLE_RUN`], as JSON lines: prompts, which do not count, and completions, so that ranks differ in their valid
+/// tokens.
+pub fn sample_text() -> String {
+    let words = ["tape", "shard", "mesh", "rank", "block"];
+    let say = |i: usize, count: usize| -> String {
+        (0..count).map(|j| format!("{} ", words[(i * i + j * 7) % 5])).collect()
+    };
+    let line = |i: usize| {
+        let (prompt, completion) = (say(i, 1 + i % 4), say(i + 3, 1 + i % 5));
+        format!("{{\"prompt\": \"{prompt}\", \"completion\": \"{completion}\"}}\n")
+    };
+    (0..300).map(line).collect()
 }
 
 /// Runs as `config` says and returns what was computed: on the first rank, and nothing on the others.
@@ -142,9 +174,24 @@ fn norm(values: impl Iterator<Item = f64>) -> f64 {
 /// # Errors
 /// As [`train`](crate::train).
 pub fn numbers(config: &RunConfig, ranks: &Ranks, interrupt: &Interrupt) -> Result<Option<Numbers>, Error> {
-    let mut watch = Watch { ranks, numbers: Numbers::default() };
+    first_numbers(config, u64::MAX, ranks, interrupt)
+}
+
+/// What the first `steps` steps of a run compute: [`numbers`] of no more than these.
+///
+/// # Errors
+/// As [`train`](crate::train).
+pub fn first_numbers(
+    config: &RunConfig,
+    steps: u64,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+) -> Result<Option<Numbers>, Error> {
+    // The learning rate of a step depends on how many there are, so that the run is stopped and not shortened.
+    let stop = Interrupt::default();
+    let mut watch = Watch { ranks, steps, asked: interrupt, stop: stop.clone(), numbers: Numbers::default() };
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-    run(config, &Resume::Never, ranks, interrupt, show, (&mut watch, Leaves::Nothing))?;
+    run(config, &Resume::Never, ranks, &stop, show, (&mut watch, Leaves::Nothing))?;
     Ok(ranks.is_first().then_some(watch.numbers))
 }
 
@@ -157,8 +204,23 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config
 }
 
+/// The same run in f32.
+pub fn exact(config: &RunConfig) -> RunConfig {
+    let mut config = config.clone();
+    config.train.precision = Precision::F32;
+    config.train.master_weights = true;
+    config.optimizer.state_precision = StatePrecision::F32;
+    config.optimizer.rounding = Rounding::Nearest;
+    config
+}
+
 struct Watch<'a> {
     ranks: &'a Ranks,
+    /// After so many the run is stopped.
+    steps: u64,
+    /// Whether it is to stop before.
+    asked: &'a Interrupt,
+    stop: Interrupt,
     numbers: Numbers,
 }
 
@@ -173,6 +235,14 @@ impl StepObserver for Watch<'_> {
 
     fn step_ended(&mut self, row: &StepMetrics) {
         self.numbers.steps.push([row.loss, row.grad_norm]);
+        if row.step == 1
+            && let Some(scale) = row.loss_scale
+        {
+            self.numbers.gradients.values_mut().flatten().for_each(|g| *g /= scale as f32);
+        }
+        if row.step >= self.steps || self.asked.is_requested() {
+            self.stop.request();
+        }
     }
 }
 

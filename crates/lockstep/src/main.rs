@@ -18,6 +18,7 @@ mod output;
 mod ranks;
 mod report;
 mod train;
+mod verify;
 
 use std::process::ExitCode;
 
@@ -37,6 +38,8 @@ struct Cli {
 enum Command {
     /// Train a model; without a file, the built-in demonstration
     Train(train::Arguments),
+    /// Hold a plan's numbers against those of one rank
+    Verify(verify::Arguments),
     /// Loss and perplexity of a model on text
     Eval(infer::EvalArguments),
     /// Continue a prompt
@@ -64,6 +67,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let result = match Cli::parse().command {
         Command::Train(arguments) => train::run(&arguments),
+        Command::Verify(arguments) => verify::run(&arguments),
         Command::Eval(arguments) => infer::eval(&arguments),
         Command::Generate(arguments) => infer::generate(&arguments),
         Command::Checkpoint(command) => checkpoint::run(&command),

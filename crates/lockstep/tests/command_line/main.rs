@@ -10,5 +10,6 @@ mod data;
 mod nodes;
 mod ranks;
 mod records;
+mod verify;
 mod whole_way;
 mod workshop;

@@ -1,0 +1,235 @@
+//! Verdicts on a plan's numbers: every number beside one rank's, how far apart they are, and how far they may be.
+//!
+//! In f32 a plan is held against one rank. In narrower types two right programs differ by what both lose to rounding, so that
+//! one rank in f32 is the measure of both: the plan may lie [`NARROW_FACTOR`] times as far from it as one rank in the narrow type.
+
+use serde::Serialize;
+
+use crate::verify::{Difference, Numbers, Tolerance, norm};
+
+/// How far a plan in bf16 or f16 may lie from one rank in f32, against how far one rank in that type does.
+pub const NARROW_FACTOR: f64 = 1.5;
+/// Half a unit in the last place of bf16: what one rounding of a loss may cost, if one rank happens to lose nothing.
+const ROUNDING: f64 = 1.0 / 512.0;
+
+/// In place of a name: the whole model.
+const ALL_PARAMETERS: &str = "all parameters";
+
+/// A number of a step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ComparedStep {
+    /// The step, from 1.
+    pub step: usize,
+    /// `loss` or `gradient norm`.
+    pub what: &'static str,
+    /// The plan's.
+    pub plan: f64,
+    /// One rank's.
+    pub one_rank: f64,
+    /// One rank's in f32, where both others are narrower.
+    pub f32: Option<f64>,
+    /// How far the plan's lies from the last of these, relative to it.
+    pub difference: f64,
+    /// How far it may; none where it is shown and not judged.
+    pub allowed: Option<f64>,
+}
+
+/// The gradient of a parameter in the first step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ComparedGradient {
+    /// The parameter.
+    pub name: String,
+    /// Norm of one rank's gradient, in f32.
+    pub norm: f64,
+    /// Norm of what the plan's differs by.
+    pub difference: f64,
+    /// How large that may be.
+    pub allowed: f64,
+}
+
+/// A plan's numbers and one rank's.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Comparison {
+    /// Loss and gradient norm of each step.
+    pub steps: Vec<ComparedStep>,
+    /// The gradients of the first step; first those that differ most from what is allowed.
+    pub gradients: Vec<ComparedGradient>,
+    /// What lies too far apart, in words.
+    pub failures: Vec<String>,
+}
+
+impl Comparison {
+    /// A plan in f32 beside one rank.
+    pub fn of_f32(plan: &Numbers, one_rank: &Numbers, tolerance: Tolerance) -> Self {
+        let compared = |index: usize, what, [plan, one_rank]: [f64; 2]| {
+            // The norm of later steps has wandered further than the loss: it is shown, and not judged.
+            let later = (what == "loss").then_some(tolerance.later);
+            let allowed = if index == 0 { Some(tolerance.first) } else { later };
+            let difference = (plan - one_rank).abs() / one_rank.abs();
+            ComparedStep { step: index + 1, what, plan, one_rank, f32: None, difference, allowed }
+        };
+        let of_model = norm_of_model(one_rank);
+        let gradients =
+            gradients(plan, one_rank, |_, own| tolerance.gradient * own + tolerance.model * of_model);
+        let failures = plan.differences(one_rank, tolerance).iter().map(Difference::to_string).collect();
+        Self { steps: steps(plan, one_rank, compared), gradients, failures }.sorted()
+    }
+
+    /// A plan in a narrower type beside one rank in that type, both against one rank in f32.
+    pub fn of_narrow(plan: &Numbers, one_rank: &Numbers, exact: &Numbers) -> Self {
+        let compared = |index: usize, what, [plan, one_rank]: [f64; 2]| {
+            let at = usize::from(what != "loss");
+            let exact = exact.steps.get(index).map_or(f64::NAN, |step| step[at]);
+            let off = |number: f64| (number - exact).abs() / exact.abs();
+            let allowed = (index == 0).then(|| NARROW_FACTOR * off(one_rank).max(ROUNDING));
+            let f32 = Some(exact);
+            ComparedStep { step: index + 1, what, plan, one_rank, f32, difference: off(plan), allowed }
+        };
+        let steps = steps(plan, one_rank, compared);
+        let of_model = norm_of_model(exact);
+        // As one rank's of this parameter, or of the whole model relative to its norm: small gradients may be lucky.
+        let relative = error_of_model(one_rank, exact) / of_model;
+        let error = |name: &str| distance(one_rank.gradients.get(name), exact.gradients.get(name));
+        let gradients = gradients(plan, exact, |name, own| NARROW_FACTOR * error(name).max(relative * own));
+        let whole = ComparedGradient {
+            name: ALL_PARAMETERS.to_owned(),
+            norm: of_model,
+            difference: error_of_model(plan, exact),
+            allowed: NARROW_FACTOR * relative * of_model,
+        };
+        let mut failures: Vec<String> =
+            steps.iter().filter(|step| !step.is_within()).map(ComparedStep::failure).collect();
+        let wide = gradients.iter().chain([&whole]).filter(|gradient| gradient.is_outside());
+        failures.extend(wide.map(ComparedGradient::failure));
+        let mut comparison = Self { steps, gradients, failures }.sorted();
+        comparison.gradients.insert(0, whole);
+        comparison
+    }
+
+    /// Whether everything is as near as it has to be.
+    pub fn is_within(&self) -> bool {
+        self.failures.is_empty()
+    }
+
+    /// Parameters whose gradients are compared.
+    pub fn parameters(&self) -> usize {
+        self.gradients.iter().filter(|gradient| gradient.name != ALL_PARAMETERS).count()
+    }
+
+    fn sorted(mut self) -> Self {
+        self.gradients.sort_by(|a, b| b.share().total_cmp(&a.share()));
+        self
+    }
+}
+
+impl ComparedStep {
+    fn is_within(&self) -> bool {
+        self.allowed.is_none_or(|allowed| self.difference <= allowed)
+    }
+
+    fn failure(&self) -> String {
+        let Self { step, what, plan, one_rank, f32, .. } = self;
+        let exact = f32.map_or(String::new(), |exact| format!(", in f32 {exact}"));
+        format!("step {step}: {what} {plan}, on one rank {one_rank}{exact}")
+    }
+}
+
+impl ComparedGradient {
+    /// The difference as a share of what is allowed.
+    pub fn share(&self) -> f64 {
+        if self.difference == 0.0 { 0.0 } else { self.difference / self.allowed }
+    }
+
+    fn is_outside(&self) -> bool {
+        self.difference.is_nan() || self.difference > self.allowed
+    }
+
+    fn failure(&self) -> String {
+        let Self { name, difference, allowed, .. } = self;
+        format!("gradient of {name}: differs by {difference:.3e}, allowed is {allowed:.3e}")
+    }
+}
+
+fn steps(
+    plan: &Numbers,
+    one_rank: &Numbers,
+    compared: impl Fn(usize, &'static str, [f64; 2]) -> ComparedStep,
+) -> Vec<ComparedStep> {
+    let mut steps = Vec::new();
+    for (index, (plan, one_rank)) in plan.steps.iter().zip(&one_rank.steps).enumerate() {
+        for (at, what) in ["loss", "gradient norm"].into_iter().enumerate() {
+            steps.push(compared(index, what, [plan[at], one_rank[at]]));
+        }
+    }
+    steps
+}
+
+fn gradients(plan: &Numbers, measure: &Numbers, allowed: impl Fn(&str, f64) -> f64) -> Vec<ComparedGradient> {
+    let names = measure.gradients.iter();
+    let compared = |(name, gradient): (&String, &Vec<f32>)| {
+        let own = norm(gradient.iter().map(|g| f64::from(*g)));
+        let difference = distance(plan.gradients.get(name), Some(gradient));
+        ComparedGradient { name: name.clone(), norm: own, difference, allowed: allowed(name, own) }
+    };
+    names.map(compared).collect()
+}
+
+/// Norm of the difference; NaN if it is not the same parameter.
+fn distance(a: Option<&Vec<f32>>, b: Option<&Vec<f32>>) -> f64 {
+    match (a, b) {
+        (Some(a), Some(b)) if a.len() == b.len() => {
+            norm(a.iter().zip(b).map(|(a, b)| f64::from(*a) - f64::from(*b)))
+        }
+        _ => f64::NAN,
+    }
+}
+
+fn norm_of_model(numbers: &Numbers) -> f64 {
+    norm(numbers.gradients.values().flatten().map(|g| f64::from(*g)))
+}
+
+fn error_of_model(numbers: &Numbers, exact: &Numbers) -> f64 {
+    norm(exact.gradients.iter().map(|(name, gradient)| distance(numbers.gradients.get(name), Some(gradient))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(loss: f64, gradient: [f32; 2]) -> Numbers {
+        let gradients = [("w".to_owned(), gradient.to_vec())].into();
+        Numbers { steps: vec![[loss, 1.0]], gradients }
+    }
+
+    #[test]
+    fn f32_plans_are_held_against_one_rank() {
+        let one_rank = numbers(2.0, [3.0, 4.0]);
+        let near = Comparison::of_f32(&numbers(2.000_001, [3.0, 4.000_01]), &one_rank, Tolerance::F32);
+        assert!(near.is_within(), "{near:?}");
+        let far = Comparison::of_f32(&numbers(2.1, [3.0, 4.1]), &one_rank, Tolerance::F32);
+        assert_eq!(far.failures.len(), 2, "{far:?}");
+    }
+
+    #[test]
+    fn narrow_plans_may_lose_half_as_much_again_as_one_rank() {
+        let (exact, one_rank) = (numbers(2.0, [3.0, 4.0]), numbers(2.02, [3.0, 4.1]));
+        let near = Comparison::of_narrow(&numbers(1.98, [3.0, 3.86]), &one_rank, &exact);
+        assert!(near.is_within(), "{near:?}");
+        let far = Comparison::of_narrow(&numbers(1.96, [3.0, 3.84]), &one_rank, &exact);
+        let words =
+            ["step 1: loss 1.96, on one rank 2.02, in f32 2", "gradient of w", "gradient of all parameters"];
+        assert_eq!(far.failures.len(), words.len(), "{far:?}");
+        for (failure, words) in far.failures.iter().zip(words) {
+            assert!(failure.starts_with(words), "{far:?}");
+        }
+    }
+
+    #[test]
+    fn gradients_of_other_sizes_or_that_are_no_numbers_are_never_near() {
+        let (exact, one_rank) = (numbers(2.0, [3.0, 4.0]), numbers(2.0, [3.0, 4.1]));
+        let broken = numbers(f64::NAN, [f32::NAN, 4.0]);
+        assert_eq!(Comparison::of_narrow(&broken, &one_rank, &exact).failures.len(), 3);
+        assert_eq!(Comparison::of_narrow(&Numbers::default(), &one_rank, &exact).failures.len(), 2);
+        assert_eq!(Comparison::of_f32(&broken, &exact, Tolerance::F32).failures.len(), 2);
+    }
+}

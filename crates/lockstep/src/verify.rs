@@ -1,0 +1,221 @@
+//! `lockstep verify`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, ValueHint};
+use lockstep_comm::{JoinOptions, is_launched};
+use lockstep_plan::{Facts, Plan};
+use lockstep_train::config::{DataSource, Precision, Transport};
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::launch::started_group;
+use lockstep_train::plan::{facts_of, settings_of};
+use lockstep_train::verify::{
+    ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance,
+    alone, exact, first_numbers, sample_text,
+};
+use lockstep_train::{Ranks, RunConfig, human, resolve_model};
+use serde_json::json;
+
+use crate::exit::{FAILED, Failure, INTERRUPTED};
+use crate::output::say;
+use crate::ranks;
+
+/// Gradients that are shown.
+const SHOWN_GRADIENTS: usize = 5;
+/// Numbers outside of the tolerance that are shown.
+const SHOWN_FAILURES: usize = 10;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The run's configuration; without one, a tiny Llama on a built-in text
+    run: Option<PathBuf>,
+    /// Set a value of the configuration, e.g. --set parallel.tensor_parallel=2
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    settings: Vec<String>,
+    /// A plan file, which says what [parallel] and train.micro_batch would
+    #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
+    plan: Option<PathBuf>,
+    /// Steps that are compared, from the run's first on
+    #[arg(long, value_name = "K", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
+    steps: u64,
+    /// Print one JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let mut config = configuration(arguments)?;
+    let interrupt = Interrupt::on_signals()?;
+    let is_of_mpi = config.parallel.transport == Transport::Mpi;
+    if !is_launched() && lockstep_comm::place()?.is_none() && config.ranks() > 1 && !is_of_mpi {
+        let start = ranks::Start::here(config.ranks(), config.parallel.transport.into())?;
+        return ranks::run(start, &interrupt);
+    }
+    let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
+    let _sample = arguments.run.is_none().then(|| sample(&mut config)).transpose()?;
+    let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
+        Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, &config)?,
+        _ => Ranks::alone(),
+    };
+    let found = first_numbers(&config, arguments.steps, &ranks, &interrupt)
+        .map_err(|error| ranks::ended_by(error, ranks.rank(), |code| ranks.abort(code)))?;
+    // The others are not waited for any more.
+    drop(ranks);
+    let Some(found) = found else { return Ok(ExitCode::SUCCESS) };
+    let expected = |config: &RunConfig| -> Result<Numbers, Failure> {
+        let found = first_numbers(&alone(config), arguments.steps, &Ranks::alone(), &interrupt)?;
+        Ok(found.unwrap_or_default())
+    };
+    let one_rank = expected(&config)?;
+    let comparison = match config.train.precision {
+        Precision::F32 => Comparison::of_f32(&found, &one_rank, Tolerance::F32),
+        Precision::BF16 | Precision::F16 => {
+            Comparison::of_narrow(&found, &one_rank, &expected(&exact(&config))?)
+        }
+    };
+    if interrupt.is_requested() {
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
+    if arguments.json {
+        print_json(&config, &comparison);
+    } else {
+        print(&config, &comparison);
+    }
+    Ok(ExitCode::from(if comparison.is_within() { 0 } else { FAILED }))
+}
+
+/// The run that is verified: of what it writes and evaluates nothing is left. Whatever does not fit its model is refused.
+fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
+    let plan = arguments.plan.as_deref().map(read_plan).transpose()?;
+    let mut settings = Vec::new();
+    let names_model = |setting: &String| {
+        ["model.preset=", "model.path=", "model.model_type="].iter().any(|key| setting.starts_with(key))
+    };
+    if arguments.run.is_none() && !arguments.settings.iter().any(names_model) {
+        settings.extend(TINY_LLAMA.map(str::to_owned));
+    }
+    settings.extend(plan.iter().flat_map(|(_, settings)| settings.clone()));
+    settings.extend(arguments.settings.clone());
+    let mut config = match &arguments.run {
+        Some(path) => RunConfig::load(Some(path), &settings)?,
+        None => RunConfig::parse(SAMPLE_RUN, "the built-in run", &settings)
+            .map_err(lockstep_train::Error::from)?,
+    };
+    let model = resolve_model(&config)?;
+    if let Some((plan, _)) = &plan {
+        let facts = Facts { model: plan.model.clone(), ..facts_of(&config, &model.config) };
+        plan.validate(&facts).map_err(|error| unusable(arguments.plan.as_deref(), &error.to_string()))?;
+    }
+    config.train.eval_every = 0;
+    config.metrics.trace_steps = None;
+    Ok(config)
+}
+
+/// A plan from its file, and the settings that it makes.
+fn read_plan(path: &Path) -> Result<(Plan, Vec<String>), Failure> {
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        Failure::configuration(format!("cannot read the plan {}: {error}", path.display()))
+    })?;
+    let plan = Plan::from_json(&text).map_err(|error| unusable(Some(path), &error.to_string()))?;
+    let settings = settings_of(&plan).map_err(|missing| unusable(Some(path), &missing.join("\n")))?;
+    Ok((plan, settings))
+}
+
+fn unusable(path: Option<&Path>, problems: &str) -> Failure {
+    let path = path.unwrap_or(Path::new("")).display();
+    Failure::configuration(format!("the plan {path} cannot be used:\n  {}", problems.replace('\n', "\n  ")))
+}
+
+/// Writes the built-in text to a directory of this rank's own, unless the settings name another one.
+fn sample(config: &mut RunConfig) -> Result<Option<tempfile::TempDir>, Failure> {
+    if !config.data.train.is_empty() {
+        return Ok(None);
+    }
+    let failed = |error: std::io::Error| Failure {
+        message: format!("cannot write the built-in text to {}: {error}", std::env::temp_dir().display()),
+        code: FAILED,
+    };
+    let dir = tempfile::Builder::new().prefix("lockstep-verify-").tempdir().map_err(failed)?;
+    let path = dir.path().join("text.jsonl");
+    std::fs::write(&path, sample_text()).map_err(failed)?;
+    config.data.train = vec![DataSource::Plain(path.display().to_string())];
+    config.data.cache_dir = Some(dir.path().join("cache"));
+    Ok(Some(dir))
+}
+
+/// The plan in a few words: `2 replicas of 2 tensor-parallel ranks with sequence parallelism`.
+fn plan_in_words(config: &RunConfig) -> String {
+    let parallel = &config.parallel;
+    let mut words = Vec::new();
+    if parallel.data_parallel_replicate > 1 {
+        words.push(human::plural(parallel.data_parallel_replicate, "replica").to_string());
+    }
+    if parallel.tensor_parallel > 1 {
+        let by_tokens = if parallel.sequence_parallel { " with sequence parallelism" } else { "" };
+        words.push(format!("{} tensor-parallel ranks{by_tokens}", parallel.tensor_parallel));
+    }
+    if words.is_empty() { "one rank".to_owned() } else { words.join(" of ") }
+}
+
+fn print(config: &RunConfig, comparison: &Comparison) {
+    let precision = config.train.precision;
+    let steps = comparison.steps.len() / 2;
+    say!(
+        "plan       {}, recompute {}, {}; {}",
+        plan_in_words(config),
+        config.parallel.recompute.word(),
+        precision.word(),
+        human::plural(steps, "step"),
+    );
+    match precision {
+        Precision::F32 => say!("against    the same run on one rank"),
+        _ => say!(
+            "against    one rank in f32: {NARROW_FACTOR} times as far as one rank in {} is allowed",
+            precision.word()
+        ),
+    }
+    say!("");
+    let is_narrow = precision != Precision::F32;
+    let exact = |text: &str| if is_narrow { format!("{text:>12}") } else { String::new() };
+    say!("step                  {:>12}{:>12}{}  difference  allowed", "plan", "one rank", exact("f32"));
+    for ComparedStep { step, what, plan, one_rank, f32, difference, allowed } in &comparison.steps {
+        let exact = f32.map_or(String::new(), |exact| format!("{exact:>12.7}"));
+        let allowed = allowed.map_or("not judged".to_owned(), |allowed| format!("{allowed:.1e}"));
+        say!("{step:>4}  {what:<14}  {plan:>12.7}{one_rank:>12.7}{exact}  {difference:>10.1e}  {allowed}");
+    }
+    let shown = comparison.gradients.len().min(SHOWN_GRADIENTS);
+    say!("\ngradients of step 1 that differ most, against what is allowed");
+    say!("{:>10}{:>12}{:>10}  of {} parameters", "norm", "difference", "allowed", comparison.parameters());
+    for ComparedGradient { name, norm, difference, allowed } in &comparison.gradients[..shown] {
+        say!("{norm:>10.3e}{difference:>12.1e}{allowed:>10.1e}  {name}");
+    }
+    say!("");
+    let failures = &comparison.failures;
+    if failures.is_empty() {
+        say!("verdict    the plan computes what one rank computes");
+        if config.ranks() == 1 {
+            say!("           (it is one rank: choose a plan, e.g. --set parallel.tensor_parallel=2)");
+        }
+        return;
+    }
+    say!("verdict    NOT what one rank computes: {} outside", human::plural(failures.len(), "number"));
+    for failure in failures.iter().take(SHOWN_FAILURES) {
+        say!("           {failure}");
+    }
+    if let Some(more) = failures.len().checked_sub(SHOWN_FAILURES + 1) {
+        say!("           and {} more", more + 1);
+    }
+}
+
+fn print_json(config: &RunConfig, comparison: &Comparison) {
+    let Comparison { steps, gradients, failures } = comparison;
+    say!(
+        "{}",
+        json!({
+            "within": comparison.is_within(), "ranks": config.ranks(), "mesh": config.degrees(),
+            "sequence_parallel": config.parallel.sequence_parallel, "recompute": config.parallel.recompute,
+            "precision": config.train.precision, "steps": steps, "gradients": gradients, "failures": failures,
+        })
+    );
+}

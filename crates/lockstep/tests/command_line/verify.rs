@@ -1,0 +1,116 @@
+//! `verify`: the same numbers under a plan as on one rank, and what it says where that cannot be.
+
+use serde_json::Value;
+
+use crate::workshop::{Outcome, Workshop};
+
+fn verify(workshop: &Workshop, settings: &[&str], more: &[&str]) -> Outcome {
+    let sets = settings.iter().flat_map(|setting| ["--set", setting]);
+    workshop.run(&["verify"].into_iter().chain(sets).chain(more.iter().copied()).collect::<Vec<_>>())
+}
+
+#[test]
+fn a_built_in_run_agrees_with_one_rank_under_every_plan() {
+    let workshop = Workshop::new();
+    let plans: [(&[&str], &str); 3] = [
+        (&[], "one rank, recompute none, f32; 2 steps"),
+        (&["parallel.tensor_parallel=2"], "2 tensor-parallel ranks, recompute none"),
+        (
+            &[
+                "parallel.tensor_parallel=2",
+                "parallel.sequence_parallel=true",
+                "parallel.data_parallel_replicate=2",
+            ],
+            "2 replicas of 2 tensor-parallel ranks with sequence parallelism",
+        ),
+    ];
+    for (settings, words) in plans {
+        let outcome = verify(&workshop, settings, &[]).succeeds();
+        assert!(outcome.stdout.contains(words), "{outcome:?}");
+        assert!(
+            outcome.stdout.contains("verdict    the plan computes what one rank computes"),
+            "{outcome:?}"
+        );
+        assert_eq!(outcome.stderr, "", "{outcome:?}");
+    }
+    for left in ["runs", "checkpoints", "cache"] {
+        assert!(!workshop.path(left).exists(), "{left} is left behind");
+    }
+}
+
+#[test]
+fn what_is_compared_is_told_as_json_as_well() {
+    let workshop = Workshop::new();
+    let found = verify(&workshop, &["parallel.tensor_parallel=2"], &["--steps", "1", "--json"]).json();
+    assert_eq!(
+        (&found["within"], &found["ranks"], &found["mesh"]["tensor"]),
+        (&true.into(), &2.into(), &2.into())
+    );
+    let steps = found["steps"].as_array().unwrap();
+    assert_eq!(steps.len(), 2, "loss and gradient norm of one step: {steps:?}");
+    let relative = steps[0]["difference"].as_f64().unwrap();
+    assert!(relative <= 1e-5 && steps[0]["allowed"] == 1e-5, "{steps:?}");
+    let gradients = found["gradients"].as_array().unwrap();
+    assert!(gradients.len() > 30 && gradients[0]["difference"].as_f64() > Some(0.0), "{gradients:?}");
+    assert_eq!(found["failures"], Value::Array(Vec::new()));
+}
+
+#[test]
+fn a_run_of_ones_own_is_verified_and_left_alone() {
+    let workshop = Workshop::new();
+    let arguments = ["verify", "run.toml", "--set", "parallel.tensor_parallel=2", "--steps", "3"];
+    let outcome = workshop.run(&arguments).succeeds();
+    assert!(outcome.stdout.contains("   3  loss"), "{outcome:?}");
+    assert!(!workshop.path("runs").exists() && !workshop.path("checkpoints").exists());
+}
+
+#[test]
+fn bf16_plans_are_held_against_f32() {
+    let workshop = Workshop::new();
+    for plan in [
+        &["parallel.tensor_parallel=2"][..],
+        &["parallel.tensor_parallel=2", "parallel.sequence_parallel=true"],
+    ] {
+        let settings = [&["train.precision=bf16"], plan].concat();
+        let outcome = verify(&workshop, &settings, &[]).succeeds();
+        assert!(outcome.stdout.contains("1.5 times as far as one rank in bf16"), "{outcome:?}");
+        assert!(outcome.stdout.contains("all parameters"), "{outcome:?}");
+    }
+}
+
+#[test]
+fn a_plan_file_says_what_the_keys_would() {
+    let workshop = Workshop::new();
+    let plan = |mesh: &str, more: &str| {
+        let text = format!(
+            "{{\"version\": 1, \"model\": \"tiny\", \"mesh\": {mesh}, \"micro_batch\": 2, \"stages\": [6]{more}}}"
+        );
+        workshop.write("plan.json", text);
+        verify(&workshop, &[], &["--plan", "plan.json"])
+    };
+    let outcome = plan("{\"tensor\": 2, \"replicate\": 2}", ", \"recompute\": \"full\"").succeeds();
+    assert!(outcome.stdout.contains("2 replicas of 2 tensor-parallel ranks, recompute full"), "{outcome:?}");
+    plan("{\"pipeline\": 2, \"shard\": 2}", ", \"zero_stage\": 2")
+        .refuses(2, &["plan.json", "mesh.pipeline 2: not supported yet", "mesh.shard 2", "zero_stage 2"]);
+    plan("{\"tensor\": 3}", "")
+        .refuses(2, &["tensor 3 does not divide the 8 attention heads; nearest: 2 or 4"]);
+    plan("{\"tensor\": 2}", ", \"tensr\": 2").refuses(2, &["plan.json", "tensr"]);
+    plan("{\"tensor\": 2}", ", \"schedule\": {\"kind\": \"zb_v\", \"chunks\": 3}")
+        .refuses(2, &["plan.json", "zb_v"]);
+    verify(&workshop, &[], &["--plan", "none.json"]).refuses(2, &["none.json", "No such file"]);
+}
+
+#[test]
+fn degrees_that_do_not_fit_are_refused_before_any_rank_starts() {
+    let workshop = Workshop::new();
+    verify(&workshop, &["parallel.tensor_parallel=5"], &[]).refuses(
+        2,
+        &[
+            "tensor 5 does not divide the 8 attention heads; nearest: 4 or 8",
+            "neither a divisor nor a multiple of the 2 key/value heads",
+            "48 columns",
+        ],
+    );
+    verify(&workshop, &["parallel.data_parallel_replicate=3"], &[]).refuses(2, &["3 ranks cannot share"]);
+    verify(&workshop, &[], &["--steps", "0"]).refuses(2, &["--steps"]);
+}

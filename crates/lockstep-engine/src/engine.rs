@@ -1,12 +1,14 @@
 //! One rank's training state and the steps that change it.
 
 use lockstep_comm::CommError;
-use lockstep_graph::{Activity, BlockShape, Cost, Mode, Recompute, Timeline};
+use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
 use crate::optimizer::{Operands, Role};
+use crate::pipeline::{Pipeline, Work};
+use crate::runner::{Half, StageMemory};
 use crate::state::tensors_of;
 use crate::{
     EngineError, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StateTensor, Storage,
@@ -77,6 +79,20 @@ pub struct Engine {
     groups: Groups,
     /// None if all gradients are whole.
     reducer: Option<Reducer>,
+    /// The rank's part in a pipeline, if there is one.
+    pipeline: Option<Pipeline>,
+    /// Which units are on this rank.
+    is_here: Vec<bool>,
+    /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
+    shared_table: Option<SharedTable>,
+}
+
+/// A table that the first and the last unit share, on one of the ranks that have them.
+#[derive(Debug, Clone, Copy)]
+struct SharedTable {
+    id: ParameterId,
+    /// Whether it is the output layer that is here.
+    is_copy: bool,
 }
 
 impl Engine {
@@ -142,16 +158,26 @@ impl Engine {
         let model = record(config, tuning);
         let evaluation = (config.has_dropout() || tuning.has_dropout())
             .then(|| record(&config.without_dropout(), &tuning.without_dropout()));
-        let records = model.records().to_vec();
+        let mut records = model.records().to_vec();
+        let stages = match groups.pipeline_plan() {
+            Some((plan, rank)) => plan.memory_of(rank),
+            None => vec![StageMemory { units: 0..model.units(), slots: 1, splits_backward: false }],
+        };
+        let is_here: Vec<bool> =
+            (0..model.units()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect();
+        let queue = CpuQueue::new(threads, arena)?;
+        let reducer = Reducer::new(&groups, &records, queue.workers())?;
+        let shared_table = SharedTable::of(&mut records, &is_here);
         let store = |dtype, category| -> Result<_, TensorError> {
-            let trained =
-                FlatStore::zeros_where(arena, &records, dtype, category, |record| record.trainable)?;
+            let is_kept = |record: &ParameterRecord| record.trainable && is_here[record.unit];
+            let trained = FlatStore::zeros_where(arena, &records, dtype, category, is_kept)?;
             Ok(trained.expect("something is trained"))
         };
         let units = model.units();
         let state = |kind: StateKind| -> Result<_, TensorError> {
             let keeps = |record: &ParameterRecord| {
-                record.trainable && optimizer.state_kinds(Role::of(record, units)).contains(&kind)
+                let is_kept = record.trainable && is_here[record.unit];
+                is_kept && optimizer.state_kinds(Role::of(record, units)).contains(&kind)
             };
             let category = MemoryCategory::Optimizer;
             let store = FlatStore::zeros_where(arena, &records, storage.state, category, keeps)?;
@@ -161,19 +187,19 @@ impl Engine {
         // nothing can hold either, fill the memory.
         let weights = store(shape.dtype, MemoryCategory::Parameters)?;
         let category = MemoryCategory::Parameters;
-        let is_frozen = |record: &ParameterRecord| !record.trainable;
+        let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
         let frozen = FlatStore::zeros_where(arena, &records, shape.dtype, category, is_frozen)?;
-        let queue = CpuQueue::new(threads, arena)?;
+        let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages)?;
         Ok(Self {
-            reducer: Reducer::new(&groups, &records, queue.workers())?,
+            reducer,
             queue,
-            runner: Runner::in_groups(&model, arena, seed, groups.clone())?,
+            runner,
             weights,
             frozen,
             master: (shape.dtype != DType::F32 && storage.weights == WeightStorage::Master)
                 .then(|| store(DType::F32, MemoryCategory::Optimizer))
                 .transpose()?,
-            gradients: Gradients::new(arena, &records, shape.tokens(), micro_batches)?,
+            gradients: Gradients::new(arena, &records, shape.tokens(), micro_batches, |unit| is_here[unit])?,
             optimizer_state: StateKind::OF_OPTIMIZERS
                 .into_iter()
                 .filter_map(|kind| state(kind).transpose())
@@ -185,7 +211,10 @@ impl Engine {
             model,
             evaluation,
             records,
+            pipeline: groups.pipeline(),
             groups,
+            is_here,
+            shared_table,
         })
     }
 
@@ -233,9 +262,20 @@ impl Engine {
         &self.records
     }
 
-    /// The parameters that own their weights.
+    /// The parameters that own their weights and are on this rank.
     pub fn parameter_ids(&self) -> impl Iterator<Item = ParameterId> {
-        (0..self.records.len()).map(ParameterId).filter(|id| self.records[id.0].tie.is_none())
+        let is_owned = |id: &ParameterId| {
+            let record = &self.records[id.0];
+            record.tie.is_none() && self.is_here[record.unit]
+        };
+        (0..self.records.len()).map(ParameterId).filter(is_owned)
+    }
+
+    /// Whether this rank is the one, of those that hold the same of a parameter of one copy of the model, that counts it and
+    /// saves it.
+    pub fn speaks_for(&self, id: ParameterId) -> bool {
+        let is_copy = self.shared_table.is_some_and(|table| table.id == id && table.is_copy);
+        !is_copy && self.groups.tensor_place().rank.is_multiple_of(self.records[id.0].share.copies)
     }
 
     /// Those of them that are trained.
@@ -302,6 +342,11 @@ impl Engine {
         if let Some(reducer) = &mut self.reducer {
             self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
         }
+        if self.pipeline.is_some() {
+            let loss_sum = self.run_pipeline(batches, seed_gradient)?;
+            self.complete_gradients();
+            return Ok(loss_sum);
+        }
         let mut batches = batches.peekable();
         let mut loss_sum = 0.0;
         while let Some(batch) = batches.next() {
@@ -309,6 +354,34 @@ impl Engine {
             loss_sum += self.micro_batch(&batch, seed_gradient, place)?;
         }
         self.complete_gradients();
+        Ok(loss_sum)
+    }
+
+    /// The rank's part of a step in a pipeline.
+    fn run_pipeline<'a>(
+        &mut self,
+        batches: impl Iterator<Item = HostBatch<'a>> + Clone,
+        seed_gradient: f32,
+    ) -> Result<f64, CommError> {
+        let Self { pipeline, model, queue, runner, gradients, reducer, .. } = self;
+        let Some(pipeline) = pipeline else { return Ok(0.0) };
+        assert_eq!(
+            batches.clone().count(),
+            pipeline.micro_batches(),
+            "a step has the micro-batches of its schedule"
+        );
+        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        let reducer = reducer.as_mut();
+        let mut work = Work { model, queue, weights, runner, gradients, reducer, seed_gradient };
+        let loss_sum = pipeline.run(&mut work, batches)?;
+        if let Some(reducer) = work.reducer {
+            let begin = work.runner.timeline().begin();
+            reducer.wait()?;
+            work.runner.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
+        }
+        if let Some(SharedTable { id, .. }) = self.shared_table {
+            self.groups.sum_over_ends(self.gradients.view(id))?;
+        }
         Ok(loss_sum)
     }
 
@@ -327,14 +400,17 @@ impl Engine {
     ) -> Result<f64, CommError> {
         let Self { model, queue, runner, gradients, reducer, .. } = self;
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
-        runner.forward_for_backward(model, queue, weights, batch)?;
+        let only = (0, 0);
+        runner.load(only.0, only.1, batch);
+        runner.forward_stage(model, only, queue, weights, Program::forward_for_backward)?;
         gradients.begin_micro_batch(queue, batch.ids);
         let mut reducer = reducer.as_mut().filter(|_| place == Place::Last);
         let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
             Some(reducer) => gradients.reduce_unit(queue, unit, reducer),
             None => Ok(()),
         };
-        runner.backward(model, queue, weights, gradients, seed_gradient, after_unit)?;
+        let (seed, half) = (seed_gradient, Half::Both);
+        runner.backward_stage(model, only, queue, weights, gradients, seed, half, after_unit)?;
         if let Some(reducer) = reducer {
             let begin = runner.timeline().begin();
             reducer.wait()?;
@@ -350,6 +426,9 @@ impl Engine {
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, CommError> {
         let model = self.evaluation.as_ref().unwrap_or(&self.model);
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        if let Some(pipeline) = &mut self.pipeline {
+            return pipeline.evaluate((model, &self.queue, weights), &mut self.runner, batch);
+        }
         self.runner.forward(model, &self.queue, weights, batch)?;
         Ok(self.runner.loss_sum(model))
     }
@@ -358,7 +437,7 @@ impl Engine {
     fn complete_gradients(&mut self) {
         let begin = self.timeline().begin();
         let elements = self.gradients.tied_elements() as u64;
-        for unit in 0..self.model.units() {
+        for unit in (0..self.model.units()).filter(|unit| self.is_here[*unit]) {
             self.gradients.end_unit(&self.queue, unit);
         }
         self.timeline().end(begin, || {
@@ -376,10 +455,8 @@ impl Engine {
         self.complete_gradients();
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
-        let rank = self.groups.tensor_place().rank;
         for id in self.trained_ids() {
-            // The first of the ranks that hold the same counts it.
-            if rank.is_multiple_of(self.records[id.0].share.copies) {
+            if self.speaks_for(id) {
                 sum.merge(&self.queue.sum_of_squares(self.gradients.view(id)).wait());
             }
         }
@@ -507,6 +584,9 @@ impl Engine {
                 expected: record.elements(),
             });
         }
+        if !self.is_here[record.unit] {
+            return Ok(());
+        }
         let store = match kind {
             StateKind::Parameter => self.parameter_store(id),
             _ if !record.trainable => return Ok(()),
@@ -545,6 +625,23 @@ impl Engine {
         match kind {
             StateKind::Parameter => Some(self.master.as_ref().unwrap_or(&self.weights)),
             kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
+        }
+    }
+}
+
+impl SharedTable {
+    /// Finds the table that a tied output layer of `records` shares with an embedding on another rank, where one of both is
+    /// here. If that is the output layer, the table counts as of its unit.
+    fn of(records: &mut [ParameterRecord], is_here: &[bool]) -> Option<Self> {
+        let tied = |record: &ParameterRecord| Some((record.unit, record.tie?));
+        let (unit, id) = records.iter().find_map(tied)?;
+        match (is_here[records[id.0].unit], is_here[unit]) {
+            (true, false) => Some(Self { id, is_copy: false }),
+            (false, true) => {
+                records[id.0].unit = unit;
+                Some(Self { id, is_copy: true })
+            }
+            _ => None,
         }
     }
 }

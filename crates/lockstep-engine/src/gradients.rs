@@ -17,6 +17,9 @@ pub struct Gradients {
     store: FlatStore,
     /// The unit that contributes to each. By [`ParameterId`].
     units: Vec<usize>,
+    /// Whether it is another's contribution that it holds: that of the output layer, where the embedding of a shared table is
+    /// on another rank. By [`ParameterId`].
+    is_borrowed: Vec<bool>,
     /// What is to be summed over ranks when a unit has ended. By unit.
     sums: Vec<Vec<Stretch>>,
     /// What the next contribution to each does. By [`ParameterId`].
@@ -44,7 +47,7 @@ struct Tied {
 
 impl Gradients {
     /// Gradients of those of `records` that are trained, all zero, for steps of up to `micro_batches` of `tokens` on all
-    /// replicas together.
+    /// replicas together. Of the units only those that `is_here` says are on this rank.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
@@ -56,21 +59,38 @@ impl Gradients {
         records: &[ParameterRecord],
         tokens: usize,
         micro_batches: usize,
+        is_here: impl Fn(usize) -> bool,
     ) -> Result<Self, TensorError> {
         let category = MemoryCategory::Gradients;
-        let is_trained = |record: &ParameterRecord| record.trainable;
+        let is_trained = |record: &ParameterRecord| record.trainable && is_here(record.unit);
         let store = FlatStore::zeros_where(arena, records, DType::F32, category, is_trained)?
             .expect("something is trained");
-        let tied = |(index, record): (usize, &ParameterRecord)| {
-            let table = record.tie.filter(|_| record.trainable)?;
-            let embedding = LookedUp::new(arena, table, &records[table.0], tokens, micro_batches);
-            let summands = records[table.0].share.summands;
-            Some(embedding.map(|embedding| Tied { output: ParameterId(index), embedding, summands }))
-        };
-        let tied: Vec<Tied> = records.iter().enumerate().filter_map(tied).collect::<Result<_, _>>()?;
+        let mut is_borrowed = vec![false; records.len()];
+        let mut tied = Vec::new();
+        for (index, record) in records.iter().enumerate() {
+            let Some(table) = record.tie.filter(|_| record.trainable && is_here(record.unit)) else {
+                continue;
+            };
+            let of_table = &records[table.0];
+            // A table that this rank has for its output layer alone counts as of that layer's unit.
+            if of_table.unit == record.unit {
+                is_borrowed[table.0] = true;
+            } else {
+                let embedding = LookedUp::new(arena, table, of_table, tokens, micro_batches)?;
+                let summands = of_table.share.summands;
+                tied.push(Tied { output: ParameterId(index), embedding, summands });
+            }
+        }
         let units = records.iter().map(|record| record.unit).collect();
         let sums = sums(&store, records, &tied);
-        Ok(Self { store, units, sums, next: vec![Cell::new(Write::Overwrite); records.len()], tied })
+        Ok(Self {
+            store,
+            units,
+            is_borrowed,
+            sums,
+            next: vec![Cell::new(Write::Overwrite); records.len()],
+            tied,
+        })
     }
 
     /// Starts a step: what is there no longer counts.
@@ -158,6 +178,7 @@ impl Gradients {
         for (index, next) in self.next.iter().enumerate() {
             let id = ParameterId(index);
             if self.units[index] == unit
+                && !self.is_borrowed[index]
                 && self.looked_up(id).is_none()
                 && next.replace(Write::Accumulate) == Write::Overwrite
                 && let Some(gradient) = self.store.get(id)

@@ -1,11 +1,14 @@
 //! The groups of ranks that a mesh makes of the world, as the engine uses them: who shares its blocks, and over whom its
 //! gradients are summed.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
 use lockstep_graph::Peers;
 use lockstep_plan::{Axis, Mesh, ParameterRecord, TensorPlace, exact::ExactSum};
+use lockstep_tensor::View;
+
+use crate::{PipelinePlan, pipeline::Pipeline};
 
 /// How ranks work together, beside the degrees of their mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,6 +36,12 @@ struct World {
     options: GroupOptions,
     /// Those that share its blocks.
     tensor: Option<Group>,
+    /// Those that have the other stages of the model, and what all of them do.
+    pipeline: Option<(Group, Arc<PipelinePlan>)>,
+    /// Those that share the model in either way.
+    model: Option<Group>,
+    /// Those that have its first and its last unit, if that are several.
+    ends: Option<Group>,
 }
 
 impl Groups {
@@ -41,22 +50,36 @@ impl Groups {
         Self { world: None, place: TensorPlace::default() }
     }
 
-    /// The groups of `mesh` over the ranks of `group`, which all call this together.
+    /// The groups of `mesh` over the ranks of `group`, which all call this together; `pipeline` says what the ranks of its pipeline
+    /// do, if it has one.
     ///
     /// # Errors
     /// [`CommError`].
     ///
     /// # Panics
-    /// If the mesh has another number of ranks.
-    pub fn new(group: Group, mesh: Mesh, options: GroupOptions) -> Result<Self, CommError> {
+    /// If the mesh has another number of ranks, or its pipeline is not that of the plan.
+    pub fn new(
+        group: Group,
+        mesh: Mesh,
+        options: GroupOptions,
+        pipeline: Option<PipelinePlan>,
+    ) -> Result<Self, CommError> {
         assert_eq!(group.size(), mesh.world_size(), "a mesh of another size than its world");
+        let ranks = mesh.ranks().degree(Axis::Pipeline);
+        let planned = pipeline.as_ref().map_or(1, |plan| plan.schedule.ranks());
+        assert_eq!(planned, ranks, "a plan for another pipeline than the mesh's");
         let place = TensorPlace {
             ranks: mesh.ranks().degree(Axis::Tensor),
             rank: mesh.ranks().coordinate(group.rank(), Axis::Tensor),
             splits_tokens: options.splits_tokens,
         };
-        let mut world = World { group, mesh, options, tensor: None };
+        let mut world = World { group, mesh, options, tensor: None, pipeline: None, model: None, ends: None };
         world.tensor = world.along(&[Axis::Tensor])?;
+        if let Some(plan) = pipeline {
+            world.ends = world.ends_of(&plan)?;
+            world.pipeline = world.along(&[Axis::Pipeline])?.map(|group| (group, Arc::new(plan)));
+        }
+        world.model = world.along(&[Axis::Pipeline, Axis::Tensor])?;
         Ok(Self { world: Some(world), place })
     }
 
@@ -71,14 +94,36 @@ impl Groups {
         tensor.as_ref().map(|group| Peers { group, limit: options.limit })
     }
 
+    /// The rank's part in the pipeline, if there is one.
+    pub(crate) fn pipeline(&self) -> Option<Pipeline> {
+        let World { pipeline, options, .. } = self.world.as_ref()?;
+        let (group, plan) = pipeline.clone()?;
+        Some(Pipeline::new(plan, group, options.limit))
+    }
+
+    /// What the ranks of the pipeline do, and which of them this is.
+    pub fn pipeline_plan(&self) -> Option<(&PipelinePlan, usize)> {
+        let (group, plan) = self.world.as_ref()?.pipeline.as_ref()?;
+        Some((plan, group.rank()))
+    }
+
+    /// Adds what the ranks with the first and the last unit have of a gradient, on these ranks.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn sum_over_ends(&self, gradient: View<'_>) -> Result<(), CommError> {
+        let Some(World { ends: Some(group), options, .. }) = &self.world else { return Ok(()) };
+        group.all_reduce(gradient, ReduceOp::Sum, Deadline::after(options.limit))
+    }
+
     /// The exact sum of what the ranks that share a model have of it.
     ///
     /// # Errors
     /// [`CommError`].
     pub(crate) fn sum_over_model(&self, sum: &ExactSum) -> Result<ExactSum, CommError> {
         let mut words = sum.to_words();
-        if let Some(Peers { group, limit }) = self.peers() {
-            group.all_reduce(&mut words[..], ReduceOp::Sum, Deadline::after(limit))?;
+        if let Some(World { model: Some(group), options, .. }) = &self.world {
+            group.all_reduce(&mut words[..], ReduceOp::Sum, Deadline::after(options.limit))?;
         }
         Ok(ExactSum::from_words(&words))
     }
@@ -114,6 +159,17 @@ impl World {
         self.made_of(self.mesh.ranks().groups(axes))
     }
 
+    /// Ranks that have the first and the last unit of one copy of the model and the same part of them.
+    fn ends_of(&self, plan: &PipelinePlan) -> Result<Option<Group>, CommError> {
+        let [first, last] = [0, plan.schedule.stages() - 1].map(|stage| plan.schedule.rank_of(stage));
+        let view = self.mesh.ranks();
+        let mut groups = view.groups(&[Axis::Pipeline]);
+        for group in &mut groups {
+            group.retain(|rank| [first, last].contains(&view.coordinate(*rank, Axis::Pipeline)));
+        }
+        self.made_of(groups)
+    }
+
     /// Ranks that see other tokens, with `summands` neighbours on the tensor axis of each.
     fn of_summands(&self, summands: usize) -> Result<Option<Group>, CommError> {
         let view = self.mesh.ranks();
@@ -135,7 +191,7 @@ impl World {
         if groups.iter().all(|group| group.len() == 1) {
             return Ok(None);
         }
-        if groups.len() == 1 {
+        if groups.len() == 1 && groups[0].len() == self.group.size() {
             return Ok(Some(self.group.clone()));
         }
         self.group.partition(&groups, Deadline::after(self.options.limit))

@@ -1,4 +1,9 @@
-//! Runs a recorded model over one micro-batch: the frames, the workspace, and the order of the units.
+//! Runs a recorded model over micro-batches: the frames, the workspace, and the order of the units.
+//!
+//! A rank runs one stage of the model, which without a pipeline is all of it, or several. For each micro-batch that is on
+//! its way through a stage there is a slot: a frame for each unit, and what the stage was given.
+
+use std::ops::Range;
 
 use lockstep_comm::CommError;
 use lockstep_graph::{Activity, Batch, Cost, Program, Replay, Timeline, Trace};
@@ -27,20 +32,12 @@ pub struct HostBatch<'a> {
     pub sample_numbers: &'a [u64],
 }
 
-/// The memory of one micro-batch in flight.
+/// The memory of the micro-batches in flight.
 pub struct Runner {
-    /// One frame for each unit.
-    frames: Vec<Buffer>,
+    stages: Vec<Stage>,
     workspace: Buffer,
     /// Gradients of the values between units; a unit reads one and writes the other.
     boundary: [Buffer; 2],
-    ids: Tensor,
-    labels: Tensor,
-    positions: Tensor,
-    document_starts: Tensor,
-    /// Whether a sequence of the micro-batch holds more than one document.
-    keeps_documents_apart: bool,
-    dropout_keys: Tensor,
     inverse_frequencies: Option<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
@@ -50,50 +47,135 @@ pub struct Runner {
     timeline: Timeline,
 }
 
-impl Runner {
-    /// Memory for `model` on one rank, whose dropout masks follow from `seed`.
-    ///
-    /// # Errors
-    /// [`TensorError::OutOfMemory`].
-    pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, TensorError> {
-        Self::in_groups(model, arena, seed, Groups::alone())
-    }
+/// How a rank takes part in a model: its stages from the model's first layer on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StageMemory {
+    /// The units.
+    pub(crate) units: Range<usize>,
+    /// Micro-batches that are in it at once.
+    pub(crate) slots: usize,
+    /// Whether the gradients of weights may come later than those of inputs.
+    pub(crate) splits_backward: bool,
+}
 
-    /// Memory for `model`, which was recorded for this rank of `groups`.
-    ///
-    /// # Errors
-    /// [`TensorError::OutOfMemory`].
-    pub fn in_groups(
-        model: &RecordedModel,
-        arena: &Arena,
-        seed: u64,
-        groups: Groups,
-    ) -> Result<Self, TensorError> {
-        arena.require(Self::predicted_activation_bytes(model), MemoryCategory::Activations)?;
+#[derive(Debug)]
+struct Stage {
+    units: Range<usize>,
+    slots: Vec<Slot>,
+}
+
+/// A micro-batch in a stage.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    /// One frame for each unit.
+    pub(crate) frames: Vec<Buffer>,
+    /// What the gradients of weights need, for each unit; none where they come with those of inputs.
+    deferred: Vec<Buffer>,
+    /// The output of the stage before; none for the first.
+    pub(crate) input: Option<Buffer>,
+    /// The gradient of that, for the stage before.
+    pub(crate) input_gradient: Option<Buffer>,
+    /// The gradient of the output, from the stage after; none for the last.
+    pub(crate) output_gradient: Option<Buffer>,
+    ids: Tensor,
+    labels: Tensor,
+    positions: Tensor,
+    document_starts: Tensor,
+    /// Whether a sequence of the micro-batch holds more than one document.
+    keeps_documents_apart: bool,
+    dropout_keys: Tensor,
+}
+
+impl Slot {
+    fn new(model: &RecordedModel, stage: &StageMemory, arena: &Arena) -> Result<Self, TensorError> {
+        let StageMemory { units, splits_backward, .. } = stage;
         let shape = model.program(0).shape();
         let tokens = shape.tokens();
-        let frames = (0..model.units())
-            .map(|unit| arena.allocate(model.program(unit).frame_bytes(), MemoryCategory::Activations))
-            .collect::<Result<_, _>>()?;
-        let workspace_bytes = (0..model.units()).map(|unit| model.program(unit).workspace_bytes()).max();
-        let boundary_bytes = boundary_bytes(model);
-        let boundary = || arena.allocate(boundary_bytes, MemoryCategory::Activations);
-        let input = |dtype, dims: &[usize]| Tensor::zeros(arena, dtype, dims, MemoryCategory::Activations);
+        let category = MemoryCategory::Activations;
+        let input = |dtype, dims: &[usize]| Tensor::zeros(arena, dtype, dims, category);
+        let boundary =
+            |is_there: bool| is_there.then(|| arena.allocate(boundary_bytes(model), category)).transpose();
+        let (has_before, has_after) = (units.start > 0, units.end < model.units());
+        let deferred = units.clone().filter(|_| *splits_backward);
         Ok(Self {
-            frames,
-            workspace: arena.allocate(workspace_bytes.unwrap_or(0), MemoryCategory::Workspace)?,
-            boundary: [boundary()?, boundary()?],
+            frames: units
+                .clone()
+                .map(|unit| arena.allocate(model.program(unit).frame_bytes(), category))
+                .collect::<Result<_, _>>()?,
+            deferred: deferred
+                .map(|unit| arena.allocate(model.program(unit).deferred_bytes(), category))
+                .collect::<Result<_, _>>()?,
+            input: boundary(has_before)?,
+            input_gradient: boundary(has_before)?,
+            output_gradient: boundary(has_after)?,
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
             positions: input(DType::U32, &[tokens])?,
             document_starts: input(DType::U32, &[tokens])?,
             keeps_documents_apart: false,
             dropout_keys: input(DType::U32, &[shape.sequences, 2])?,
+        })
+    }
+}
+
+/// Which gradients a backward computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Half {
+    /// Those of inputs and weights.
+    Both,
+    /// Those of inputs; those of weights come later.
+    Inputs,
+}
+
+impl Runner {
+    /// Memory for `model` on one rank, whose dropout masks follow from `seed`.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, TensorError> {
+        let all = StageMemory { units: 0..model.units(), slots: 1, splits_backward: false };
+        Self::in_groups(model, arena, seed, Groups::alone(), &[all])
+    }
+
+    /// Memory for `stages` of `model`, which was recorded for this rank of `groups`.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub(crate) fn in_groups(
+        model: &RecordedModel,
+        arena: &Arena,
+        seed: u64,
+        groups: Groups,
+        stages: &[StageMemory],
+    ) -> Result<Self, TensorError> {
+        arena.require(predicted_bytes(model, stages), MemoryCategory::Activations)?;
+        let tokens = model.program(0).shape().tokens();
+        let sequences = model.program(0).shape().sequences;
+        let memory = |stage: &StageMemory| {
+            let slots = (0..stage.slots).map(|_| Slot::new(model, stage, arena));
+            Ok(Stage { units: stage.units.clone(), slots: slots.collect::<Result<_, TensorError>>()? })
+        };
+        let units = || stages.iter().flat_map(|stage| stage.units.clone());
+        let workspace_bytes = |splits: bool, unit: usize| {
+            let program = model.program(unit);
+            if splits {
+                program.workspace_bytes().max(program.split_workspace_bytes())
+            } else {
+                program.workspace_bytes()
+            }
+        };
+        let splits = stages.iter().any(|stage| stage.splits_backward);
+        let workspace_bytes = units().map(|unit| workspace_bytes(splits, unit)).max();
+        let boundary = || arena.allocate(boundary_bytes(model), MemoryCategory::Activations);
+        Ok(Self {
+            stages: stages.iter().map(memory).collect::<Result<_, TensorError>>()?,
+            workspace: arena.allocate(workspace_bytes.unwrap_or(0), MemoryCategory::Workspace)?,
+            boundary: [boundary()?, boundary()?],
             inverse_frequencies: model
                 .inverse_frequencies()
                 .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
                 .transpose()?,
-            host_keys: vec![0; 2 * shape.sequences],
+            host_keys: vec![0; 2 * sequences],
             host_losses: vec![0.0; tokens],
             // Dropout must not walk in step with the initial weights or the data order.
             seed: mix(seed ^ key_from_name("dropout")),
@@ -104,14 +186,7 @@ impl Runner {
 
     /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
-        let shape = model.program(0).shape();
-        // The model that overflows this is refused by the arena.
-        let frames = (0..model.units())
-            .map(|unit| Arena::booked_bytes(model.program(unit).frame_bytes()))
-            .fold(0, usize::saturating_add);
-        let boundary = boundary_bytes(model);
-        let inputs = 4 * Arena::booked_bytes(4 * shape.tokens()) + Arena::booked_bytes(8 * shape.sequences);
-        frames.saturating_add(2 * Arena::booked_bytes(boundary) + inputs)
+        predicted_bytes(model, &[StageMemory { units: 0..model.units(), slots: 1, splits_backward: false }])
     }
 
     /// Where the times of operations are recorded while it is on.
@@ -130,125 +205,212 @@ impl Runner {
         weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) -> Result<(), CommError> {
-        self.run_forward(model, queue, weights, batch, Program::forward)
+        self.load(0, 0, batch);
+        self.forward_stage(model, (0, 0), queue, weights, Program::forward)
     }
 
-    /// Runs the forward of every unit as far as [`Runner::backward`] needs it, which computes the losses.
+    /// Runs the forward of a stage, with what was loaded into a slot of it.
     ///
     /// # Errors
     /// [`CommError`].
-    pub fn forward_for_backward(
-        &mut self,
+    pub(crate) fn forward_stage(
+        &self,
         model: &RecordedModel,
+        (stage, slot): (usize, usize),
         queue: &dyn Kernels,
         weights: Weights<'_>,
-        batch: &HostBatch<'_>,
-    ) -> Result<(), CommError> {
-        self.run_forward(model, queue, weights, batch, Program::forward_for_backward)
-    }
-
-    fn run_forward(
-        &mut self,
-        model: &RecordedModel,
-        queue: &dyn Kernels,
-        weights: Weights<'_>,
-        batch: &HostBatch<'_>,
         forward: fn(&Program, &Replay<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let begin = self.timeline.begin();
-        self.load(batch);
-        self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
-        for unit in 0..model.units() {
+        let Stage { units, slots } = &self.stages[stage];
+        for unit in units.clone() {
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
-            forward(model.program(unit), &self.replay(model, unit, queue, &parameters))?;
+            let replay = self.replay(model, (units, &slots[slot]), unit, queue, &parameters);
+            forward(model.program(unit), &replay)?;
         }
         Ok(())
     }
 
     /// The head's output after a forward: losses or logits, as the model was recorded.
+    ///
+    /// # Panics
+    /// If the head is not here.
     pub fn output(&self, model: &RecordedModel) -> View<'_> {
-        let head = model.units() - 1;
-        model.program(head).output(&self.frames[head])
+        let slot = &self.stages.last().expect("a rank has a stage").slots[0];
+        model.program(model.units() - 1).output(slot.frames.last().expect("a stage has units"))
     }
 
     /// The sum of the losses of the last forward, or of the backward that followed it, over the tokens that are not
     /// masked.
+    ///
+    /// # Panics
+    /// If the head is not here.
     pub fn loss_sum(&mut self, model: &RecordedModel) -> f64 {
-        let head = model.units() - 1;
+        self.loss_sum_of(model, self.stages.len() - 1, 0)
+    }
+
+    /// The sum of the losses of a micro-batch, in the stage that ends in the head.
+    pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, stage: usize, slot: usize) -> f64 {
         let begin = self.timeline.begin();
-        let losses = model.program(head).output(&self.frames[head]);
+        let frames = &self.stages[stage].slots[slot].frames;
+        let losses = model.program(model.units() - 1).output(&frames[frames.len() - 1]);
         losses.reshape([losses.elements()]).copy_to(&mut self.host_losses);
         let sum = self.host_losses.iter().map(|&loss| f64::from(loss)).sum();
         self.timeline.end(begin, || (Activity::of_step("sum losses"), Cost::default()));
         sum
     }
 
-    /// Runs the backward of every unit that has one after a forward (of either kind), contributing to `gradients`, and
-    /// calls `after_unit` with each. `seed_gradient` is that of each token's loss.
+    /// Runs the backward of every unit of a stage that has one after a forward (of either kind), contributing to `gradients`,
+    /// and calls `after_unit` with each. `seed_gradient` is that of each token's loss.
     ///
     /// # Errors
     /// [`CommError`], and what `after_unit` says, at once.
-    pub fn backward<E: From<CommError>>(
-        &mut self,
+    #[expect(clippy::too_many_arguments, reason = "what is run, where, and what it contributes to")]
+    pub(crate) fn backward_stage(
+        &self,
         model: &RecordedModel,
+        (stage, slot): (usize, usize),
         queue: &dyn Kernels,
         weights: Weights<'_>,
         gradients: &mut Gradients,
         seed_gradient: f32,
-        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let between = model.program(0);
-        let boundary = |buffer: usize| -> View<'_> {
-            let shape = [between.output_rows(), between.output_columns()];
-            self.boundary[buffer].view(between.shape().dtype, 0, shape)
-        };
-        let last = model.units() - 1;
+        half: Half,
+        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let Stage { units, slots } = &self.stages[stage];
+        let slot = &slots[slot];
+        let between = |buffer| boundary(model, buffer);
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
-        for unit in (first..=last).rev() {
+        for unit in (first.max(units.start)..units.end).rev() {
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
-            let dy = (unit < last).then(|| boundary(unit % 2));
-            let dx = (unit > first).then(|| boundary((unit + 1) % 2));
-            let replay = self.replay(model, unit, queue, &parameters);
-            model.program(unit).backward(&replay, dy, dx, seed_gradient)?;
+            let dy = if unit + 1 < units.end {
+                Some(between(&self.boundary[unit % 2]))
+            } else {
+                slot.output_gradient.as_ref().map(between)
+            };
+            let dx = if unit > units.start {
+                (unit > first).then(|| between(&self.boundary[(unit + 1) % 2]))
+            } else {
+                slot.input_gradient.as_ref().filter(|_| unit > first).map(between)
+            };
+            let replay = self.replay(model, (units, slot), unit, queue, &parameters);
+            let program = model.program(unit);
+            match half {
+                Half::Both => program.backward(&replay, dy, dx, seed_gradient)?,
+                Half::Inputs => {
+                    let deferred = &slot.deferred[unit - units.start];
+                    program.backward_inputs(&replay, dy, dx, seed_gradient, deferred)?;
+                }
+            }
             after_unit(gradients, unit)?;
         }
         Ok(())
     }
 
-    fn load(&mut self, batch: &HostBatch<'_>) {
+    /// Runs what a backward of inputs has left of every unit of a stage.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn weights_stage(
+        &self,
+        model: &RecordedModel,
+        (stage, slot): (usize, usize),
+        queue: &dyn Kernels,
+        weights: Weights<'_>,
+        gradients: &Gradients,
+    ) -> Result<(), CommError> {
+        let Stage { units, slots } = &self.stages[stage];
+        let slot = &slots[slot];
+        let Some(first) = model.first_trained_unit() else { return Ok(()) };
+        for unit in (first.max(units.start)..units.end).rev() {
+            let parameters =
+                UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(gradients) };
+            let replay = self.replay(model, (units, slot), unit, queue, &parameters);
+            model.program(unit).backward_weights(&replay, &slot.deferred[unit - units.start])?;
+        }
+        Ok(())
+    }
+
+    /// A slot of a stage, to lend from or copy to.
+    pub(crate) fn slot_mut(&mut self, stage: usize, slot: usize) -> &mut Slot {
+        &mut self.stages[stage].slots[slot]
+    }
+
+    /// Copies the output of a stage to where the next one, on the same rank, reads it.
+    pub(crate) fn hand_on(
+        &self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        from: (usize, usize),
+        to: (usize, usize),
+    ) {
+        let Stage { units, slots } = &self.stages[from.0];
+        let frames = &slots[from.1].frames;
+        let output = model.program(units.end - 1).output(&frames[frames.len() - 1]);
+        let input = self.stages[to.0].slots[to.1].input.as_ref().map(|buffer| boundary(model, buffer));
+        queue.cast(output, input.expect("a stage that follows another has an input"));
+    }
+
+    /// Copies the gradient of the input of a stage to where the one before, on the same rank, reads it.
+    pub(crate) fn hand_back(
+        &self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        from: (usize, usize),
+        to: (usize, usize),
+    ) {
+        let slot = |(stage, slot): (usize, usize)| &self.stages[stage].slots[slot];
+        let gradient = slot(from).input_gradient.as_ref().map(|buffer| boundary(model, buffer));
+        let output = slot(to).output_gradient.as_ref().map(|buffer| boundary(model, buffer));
+        queue.cast(
+            gradient.expect("a stage that follows another has a gradient for it"),
+            output.expect("a stage that another follows gets a gradient from it"),
+        );
+    }
+
+    /// Puts a micro-batch into a slot.
+    pub(crate) fn load(&mut self, stage: usize, slot: usize, batch: &HostBatch<'_>) {
+        let begin = self.timeline.begin();
         for (pair, &sample) in self.host_keys.chunks_exact_mut(2).zip(batch.sample_numbers) {
             let key = mix(self.seed ^ mix(sample));
             pair.copy_from_slice(&[key as u32, (key >> 32) as u32]);
         }
-        self.ids.view().copy_from(batch.ids);
-        self.labels.view().copy_from(batch.labels);
-        self.positions.view().copy_from(batch.positions);
-        self.document_starts.view().copy_from(batch.document_starts);
-        self.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
-        self.dropout_keys.view().copy_from(&self.host_keys);
+        let slot = &mut self.stages[stage].slots[slot];
+        slot.ids.view().copy_from(batch.ids);
+        slot.labels.view().copy_from(batch.labels);
+        slot.positions.view().copy_from(batch.positions);
+        slot.document_starts.view().copy_from(batch.document_starts);
+        slot.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
+        slot.dropout_keys.view().copy_from(&self.host_keys);
+        self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
     }
 
     fn replay<'a>(
         &'a self,
         model: &'a RecordedModel,
+        (units, slot): (&Range<usize>, &'a Slot),
         unit: usize,
         queue: &'a dyn Kernels,
         parameters: &'a UnitParameters<'a>,
     ) -> Replay<'a> {
+        let input = if unit > units.start {
+            Some(model.program(unit - 1).output(&slot.frames[unit - 1 - units.start]))
+        } else {
+            slot.input.as_ref().map(|buffer| boundary(model, buffer))
+        };
         Replay {
             queue,
             parameters,
             batch: Batch {
-                ids: self.ids.view(),
-                labels: Some(self.labels.view()),
-                positions: self.positions.view(),
-                document_starts: self.keeps_documents_apart.then(|| self.document_starts.view()),
-                dropout_keys: Some(self.dropout_keys.view()),
+                ids: slot.ids.view(),
+                labels: Some(slot.labels.view()),
+                positions: slot.positions.view(),
+                document_starts: slot.keeps_documents_apart.then(|| slot.document_starts.view()),
+                dropout_keys: Some(slot.dropout_keys.view()),
                 inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
             },
-            input: unit.checked_sub(1).map(|before| model.program(before).output(&self.frames[before])),
-            frame: &self.frames[unit],
+            input,
+            frame: &slot.frames[unit - units.start],
             workspace: &self.workspace,
             first_dropout_site: RecordedModel::first_dropout_site(unit),
             cache: None,
@@ -258,8 +420,34 @@ impl Runner {
     }
 }
 
+/// A buffer as a value between units.
+fn boundary<'a>(model: &RecordedModel, buffer: &'a Buffer) -> View<'a> {
+    let between = model.program(0);
+    buffer.view(between.shape().dtype, 0, [between.output_rows(), between.output_columns()])
+}
+
 /// Bytes of the values between units.
-fn boundary_bytes(model: &RecordedModel) -> usize {
+pub(crate) fn boundary_bytes(model: &RecordedModel) -> usize {
     let between = model.program(0);
     between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()
+}
+
+/// Bytes of activations that stages book.
+fn predicted_bytes(model: &RecordedModel, stages: &[StageMemory]) -> usize {
+    let shape = model.program(0).shape();
+    let boundary = Arena::booked_bytes(boundary_bytes(model));
+    // The model that overflows this is refused by the arena.
+    let of_unit = |splits: bool, unit: usize| {
+        let program = model.program(unit);
+        let deferred = if splits { Arena::booked_bytes(program.deferred_bytes()) } else { 0 };
+        Arena::booked_bytes(program.frame_bytes()).saturating_add(deferred)
+    };
+    let of_stage = |stage: &StageMemory| {
+        let units = stage.units.clone().map(|unit| of_unit(stage.splits_backward, unit));
+        let before = if stage.units.start > 0 { 2 * boundary } else { 0 };
+        let after = if stage.units.end < model.units() { boundary } else { 0 };
+        let inputs = 4 * Arena::booked_bytes(4 * shape.tokens()) + Arena::booked_bytes(8 * shape.sequences);
+        units.fold(before + after + inputs, usize::saturating_add).saturating_mul(stage.slots)
+    };
+    stages.iter().map(of_stage).fold(2 * boundary, usize::saturating_add)
 }

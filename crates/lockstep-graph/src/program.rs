@@ -1,5 +1,7 @@
 //! A recorded block: its parameters, its instructions, and how much memory each way of running it takes.
 
+use std::ops::Range;
+
 use lockstep_plan::{Initializer, Recompute, Share};
 
 use crate::{
@@ -150,6 +152,12 @@ impl Program {
     /// Columns of the output.
     pub fn output_columns(&self) -> usize {
         self.values[self.output.0].columns
+    }
+
+    /// The bytes of a frame that hold the output.
+    pub fn output_bytes(&self) -> Range<usize> {
+        let start = self.forward.values[self.output.0].map_or(0, |slot| slot.offset_bytes);
+        start..start + self.values[self.output.0].bytes()
     }
 
     /// Rows of the input and of the output: the tokens of a micro-batch, or those that are here of them.

@@ -72,6 +72,7 @@ pub struct RecordedModel {
     records: Vec<ParameterRecord>,
     unit_parameters: Vec<Vec<ParameterId>>,
     inverse_frequencies: Option<Vec<f32>>,
+    training_flops: u64,
 }
 
 impl RecordedModel {
@@ -104,6 +105,7 @@ impl RecordedModel {
             records: Vec::new(),
             unit_parameters: Vec::new(),
             inverse_frequencies: family.inverse_frequencies(),
+            training_flops: 0,
         };
         // What each program was recorded for.
         let mut recorded: Vec<Recording> = Vec::new();
@@ -145,6 +147,15 @@ impl RecordedModel {
         if config.tie_word_embeddings() {
             model.tie(OUTPUT_LAYER, family.embedding_table());
         }
+        model.training_flops = if options.tensor.ranks == 1 {
+            let profiles = (0..model.units()).map(|unit| model.program(unit).profile());
+            // A model that overflows this is refused for its memory.
+            let flops = profiles.map(|profile| profile.forward_flops.saturating_add(profile.backward_flops));
+            flops.fold(0, u64::saturating_add)
+        } else {
+            let alone = RecordingOptions { tensor: TensorPlace::default(), ..options };
+            Self::tuned(config, tuning, alone).training_flops
+        };
         model
     }
 
@@ -183,11 +194,10 @@ impl RecordedModel {
         unit as u32 * DROPOUT_SITES_PER_UNIT
     }
 
-    /// Floating-point operations of one training step on one micro-batch, without recomputation: the forward, and
-    /// a backward of twice as much, less what nothing that is trained waits for.
+    /// Floating-point operations of one training step on one micro-batch, of all ranks that share the model together and without
+    /// recomputation: the forward, and a backward of twice as much, less what nothing that is trained waits for.
     pub fn training_flops(&self) -> u64 {
-        let profiles = (0..self.units()).map(|unit| self.program(unit).profile());
-        profiles.map(|profile| profile.forward_flops + profile.backward_flops).sum()
+        self.training_flops
     }
 
     fn declare(&mut self, unit: usize, prefix: &str) {

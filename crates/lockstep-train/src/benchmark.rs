@@ -287,7 +287,12 @@ mod tests {
             let rank = |group| {
                 let config = RunConfig::parse("", "test", &["parallel.data_parallel_replicate=2"]).unwrap();
                 scope.spawn(move || {
-                    time_steps(&tiny(), &benchmark(1), &Ranks::of(group, &config).unwrap()).unwrap()
+                    time_steps(
+                        &tiny(),
+                        &benchmark(1),
+                        &Ranks::of_model(group, &config, &tiny(), &Tuning::default()).unwrap(),
+                    )
+                    .unwrap()
                 })
             };
             let threads: Vec<_> = groups.unwrap().into_iter().map(rank).collect();

@@ -32,6 +32,7 @@ mod guard;
 pub mod human;
 pub mod interrupt;
 pub mod launch;
+mod layout;
 mod loss_scale;
 mod machine;
 pub mod metrics;

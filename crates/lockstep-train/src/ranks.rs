@@ -9,14 +9,16 @@ use lockstep_comm::{
     Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
 };
 use lockstep_engine::{Engine, GroupOptions, Groups, StateKind};
-use lockstep_plan::{Axis, Degrees, MemoryCategory, Mesh};
+use lockstep_model::{ModelConfig, Tuning};
+use lockstep_plan::{Axis, MemoryCategory, Mesh};
 use lockstep_tensor::Arena;
 
 use crate::config::RunConfig;
 use crate::flight::{Dump, Ending};
+use crate::layout::pipeline_plan;
 use crate::metrics::MemoryUse;
 use crate::progress::{Progress, Steps};
-use crate::{Error, human};
+use crate::{Error, human, resolve_model};
 
 /// Bytes of a digest of the weights.
 const DIGEST_BYTES: usize = 32;
@@ -46,11 +48,25 @@ impl Ranks {
         Self { groups: Groups::alone(), mesh: Mesh::default(), limit: Duration::ZERO }
     }
 
-    /// The ranks of `group`, none of which waits longer than `config` says.
+    /// The ranks of `group`, laid out as `config` says for its model.
     ///
     /// # Errors
-    /// A group of another size than the configuration's.
+    /// A group of another size than the configuration's, a model that cannot be laid out so, [`Error::Comm`].
     pub fn of(group: Group, config: &RunConfig) -> Result<Self, Error> {
+        let model = resolve_model(config)?;
+        Self::of_model(group, config, &model.config, &model.tuning)
+    }
+
+    /// The ranks of `group`, laid out as `config` says for another model than its own.
+    ///
+    /// # Errors
+    /// As [`Ranks::of`].
+    pub fn of_model(
+        group: Group,
+        config: &RunConfig,
+        model: &ModelConfig,
+        tuning: &Tuning,
+    ) -> Result<Self, Error> {
         let (ranks, replicas) = (group.size(), config.parallel.data_parallel_replicate);
         let of_each = config.ranks_of_a_replica();
         if ranks != replicas * of_each {
@@ -74,16 +90,9 @@ impl Ranks {
             bucket_bytes: config.parallel.bucket_bytes(),
             limit: Duration::from_secs_f64(config.parallel.timeout_s),
         };
-        Self::in_group(group, config.degrees(), options)
-    }
-
-    /// The ranks of `group`, laid out as `degrees` say.
-    ///
-    /// # Errors
-    /// [`Error::Mesh`], [`Error::Comm`].
-    pub fn in_group(group: Group, degrees: Degrees, options: GroupOptions) -> Result<Self, Error> {
-        let mesh = Mesh::new(degrees)?;
-        Ok(Self { groups: Groups::new(group, mesh, options)?, mesh, limit: options.limit })
+        let mesh = Mesh::new(config.degrees())?;
+        let pipeline = pipeline_plan(config, model, tuning)?;
+        Ok(Self { groups: Groups::new(group, mesh, options, pipeline)?, mesh, limit: options.limit })
     }
 
     fn group(&self) -> Option<&Group> {
@@ -110,10 +119,9 @@ impl Ranks {
         Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
     }
 
-    /// Whether a rank is the one that speaks for its replica.
-    fn is_first_of_replica(&self, rank: usize) -> bool {
-        let view = self.mesh.ranks();
-        [Axis::Pipeline, Axis::Context, Axis::Tensor].iter().all(|axis| view.coordinate(rank, *axis) == 0)
+    /// Whether a rank is the first along some axes.
+    fn is_first_along(&self, axes: &[Axis], rank: usize) -> bool {
+        axes.iter().all(|axis| self.mesh.ranks().coordinate(rank, *axis) == 0)
     }
 
     /// Ends all ranks with this exit code, where one that fails leaves the others no way to end by themselves (MPI).
@@ -187,14 +195,15 @@ impl Ranks {
         Ok(self.sum_of(&self.exchange(group, [loss.to_bits(), tokens])?))
     }
 
-    /// The sums of the loss and the tokens that each rank has of its replica: those that speak for it count.
+    /// The sums of the loss and the tokens that each rank has of its replica. Tokens are counted by the first rank of each; the
+    /// loss is known to those that have the head, and zero on other stages.
     fn sum_of<const N: usize>(&self, shares: &[[u64; N]]) -> (f64, u64) {
-        let counted = || {
+        let counted = |axes: &'static [Axis]| {
             let shares = shares.iter().enumerate();
-            shares.filter(|(rank, _)| self.is_first_of_replica(*rank)).map(|(_, share)| share)
+            shares.filter(|(rank, _)| self.is_first_along(axes, *rank)).map(|(_, share)| share)
         };
-        let loss = counted().map(|share| f64::from_bits(share[0])).sum();
-        (loss, counted().map(|share| share[1]).sum())
+        let loss = counted(&[Axis::Tensor]).map(|share| f64::from_bits(share[0])).sum();
+        (loss, counted(&[Axis::Pipeline, Axis::Context, Axis::Tensor]).map(|share| share[1]).sum())
     }
 
     /// The sum of what each rank has.

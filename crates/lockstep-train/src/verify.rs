@@ -201,6 +201,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.data_parallel_replicate = 1;
     config.parallel.tensor_parallel = 1;
     config.parallel.sequence_parallel = false;
+    config.parallel.pipeline_parallel = 1;
     config
 }
 
@@ -256,10 +257,7 @@ struct Held {
 
 /// The gradients that this rank is the one to speak for: how long their description is, it, and their elements.
 fn held(ranks: &Ranks, engine: &Engine) -> Vec<u8> {
-    let tensor_rank = ranks.groups().tensor_place().rank;
-    let speaks_for = |id: &lockstep_plan::ParameterId| {
-        ranks.replica() == 0 && tensor_rank.is_multiple_of(engine.records()[id.0].share.copies)
-    };
+    let speaks_for = |id: &lockstep_plan::ParameterId| ranks.replica() == 0 && engine.speaks_for(*id);
     let ids: Vec<_> = engine.trained_ids().filter(speaks_for).collect();
     let describe = |id: &lockstep_plan::ParameterId| {
         let record = &engine.records()[id.0];

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand, ValueEnum};
 use lockstep_comm::{JoinOptions, Way};
 use lockstep_graph::BlockShape;
-use lockstep_model::ModelConfig;
+use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::DType;
 use lockstep_train::benchmark::{GemmTime, StepBenchmark, StepTimes, time_gemms, time_steps};
 use lockstep_train::interrupt::Interrupt;
@@ -156,7 +156,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
         }
     }
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) => Ranks::of(group, &layout(arguments)?)?,
+        Some(group) => Ranks::of_model(group, &layout(arguments)?, &config, &Tuning::default())?,
         None if layout(arguments)?.ranks() > 1 => {
             let start = ranks::Start::here(layout(arguments)?.ranks(), Way::Auto)?;
             return ranks::run(start, &Interrupt::default());

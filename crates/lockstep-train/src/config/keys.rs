@@ -232,6 +232,14 @@ sections! {
         tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// Whether these ranks split what stands between the products by tokens, so that activations shrink with their number.
         sequence_parallel: bool = false, rules();
+        /// Ranks that each hold some of the layers; micro-batches go through them one after the other.
+        pipeline_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        /// What the ranks of a pipeline do in which order: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1`, `zb_v`,
+        /// `dualpipe_v`, or a CSV file with a row for each rank, as of `torch.distributed.pipelining`. No bit of the result
+        /// depends on it.
+        pipeline_schedule: String = "1f1b".to_owned(), rules();
+        /// Stages of each rank of a pipeline. Left out: as many as its schedule has at least.
+        virtual_stages: Option<usize> = None, rules().at_least(1.0).at_most(256.0).when_absent("the schedule's");
         /// Gradients are summed over the ranks in buckets of so many MiB, while the backward goes on.
         bucket_mb: f64 = 25.0, rules().above(0.0).at_most(1e6);
         /// Steps between comparisons of all ranks' weights; 0 compares them at the start only.
@@ -250,8 +258,8 @@ sections! {
         recompute: Recompute = Recompute::None, rules();
     }
     later [
-        "data_parallel_shard" = "1", "pipeline_parallel" = "1", "context_parallel" = "1",
-        "expert_parallel" = "1", "zero_stage" = "0", "pipeline_schedule", "virtual_stages" = "1", "offload",
+        "data_parallel_shard" = "1", "context_parallel" = "1",
+        "expert_parallel" = "1", "zero_stage" = "0", "offload",
         "expert_tensor_parallel" = "1", "context_parallel_method", "wrap"
     ]
 

@@ -121,13 +121,14 @@ impl RunConfig {
         Degrees {
             replicate: parallel.data_parallel_replicate,
             tensor: parallel.tensor_parallel,
+            pipeline: parallel.pipeline_parallel,
             ..Degrees::default()
         }
     }
 
     /// Ranks that share each copy of the model.
     pub fn ranks_of_a_replica(&self) -> usize {
-        self.parallel.tensor_parallel
+        self.parallel.tensor_parallel * self.parallel.pipeline_parallel
     }
 
     /// All ranks.

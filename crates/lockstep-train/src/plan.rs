@@ -1,35 +1,34 @@
 //! How a run is split over its ranks, held against its model before any of them starts.
 //!
-//! The keys of `[parallel]` and a plan file say the same thing: [`plan_of`] makes a [`Plan`] of the keys, and
-//! [`settings_of`] makes keys of a plan. What does not fit is found by [`Plan::validate`] in either case.
+//! The keys of `[parallel]` and a plan file say the same thing. [`Plan::validate`] finds what does not fit in either;
+//! [`settings_of`] makes keys of a plan.
 
 use lockstep_model::ModelConfig;
 use lockstep_plan::{
     ContextMethod, Degrees, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem,
 };
 
-use crate::RunConfig;
 use crate::config::{Origin, Problem, Recompute};
+use crate::layout::pipeline_plan;
+use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 
-/// The plan that the keys of a run make.
-pub fn plan_of(config: &RunConfig, model: &ModelConfig) -> Plan {
-    let facts = facts_of(config, model);
-    Plan {
-        version: PLAN_VERSION,
-        stages: vec![facts.units()],
-        model: facts.model,
-        mesh: config.degrees(),
-        micro_batch: config.micro_batch(),
-        schedule: PipelineSchedule::default(),
-        recompute: match config.parallel.recompute {
-            Recompute::None => lockstep_plan::Recompute::None,
-            Recompute::Selective => lockstep_plan::Recompute::Selective,
-            Recompute::Full => lockstep_plan::Recompute::Full,
-        },
-        sequence_parallel: config.parallel.sequence_parallel,
-        context_method: ContextMethod::default(),
-        zero_stage: 0,
-    }
+/// The model of a run, if its ranks can share it as the run says.
+///
+/// # Errors
+/// As [`resolve_model`], and a pipeline that the model or the batch does not permit.
+pub fn check(config: &RunConfig) -> Result<ResolvedModel, Error> {
+    let model = resolve_model(config)?;
+    pipeline_plan(config, &model.config, &model.tuning)?;
+    Ok(model)
+}
+
+/// How many of the model's units each stage of the run's pipeline has; all in one without a pipeline.
+///
+/// # Errors
+/// As [`check`].
+pub fn stages_of(config: &RunConfig, model: &ResolvedModel) -> Result<Vec<usize>, Error> {
+    let pipeline = pipeline_plan(config, &model.config, &model.tuning)?;
+    Ok(pipeline.map_or_else(|| vec![facts_of(config, &model.config).units()], |pipeline| pipeline.stages))
 }
 
 /// What a plan for the run is compared with. Models have no digest yet, so that a plan fits whatever model it names.
@@ -49,14 +48,26 @@ pub fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
     }
 }
 
-/// Everything in the run's keys that does not fit its model, each where it was set.
+/// Everything in the run's keys that does not fit its model, each where it was set. What a pipeline asks for is checked where
+/// its schedule is made.
 pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
     // The batch is checked with the keys, so that one micro-batch of each replica stands for all.
-    let micro_batches = config.parallel.data_parallel_replicate * config.micro_batch();
-    let facts = Facts { global_batch: micro_batches, ..facts_of(config, model) };
-    let Err(PlanError::Invalid(problems)) = plan_of(config, model).validate(&facts) else {
-        return Vec::new();
+    let global_batch = config.parallel.data_parallel_replicate * config.micro_batch();
+    let world_size = config.ranks() / config.parallel.pipeline_parallel;
+    let facts = Facts { global_batch, world_size, ..facts_of(config, model) };
+    let plan = Plan {
+        version: PLAN_VERSION,
+        stages: vec![facts.units()],
+        model: facts.model.clone(),
+        mesh: Degrees { pipeline: 1, ..config.degrees() },
+        micro_batch: config.micro_batch(),
+        schedule: PipelineSchedule::default(),
+        recompute: lockstep_plan::Recompute::None,
+        sequence_parallel: config.parallel.sequence_parallel,
+        context_method: ContextMethod::default(),
+        zero_stage: 0,
     };
+    let Err(PlanError::Invalid(problems)) = plan.validate(&facts) else { return Vec::new() };
     let problem = |problem: PlanProblem| {
         let keys: &[&str] = match &problem {
             PlanProblem::NotMultiple { name: "seq_len", .. } => {
@@ -80,13 +91,8 @@ pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
 /// Everything in the plan that this program cannot do yet, a line each.
 pub fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
     let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = plan.mesh;
-    let later = [
-        ("pipeline", pipeline),
-        ("shard", shard),
-        ("context", context),
-        ("expert", expert),
-        ("expert_tensor", expert_tensor),
-    ];
+    let later =
+        [("shard", shard), ("context", context), ("expert", expert), ("expert_tensor", expert_tensor)];
     let mut missing: Vec<String> = later
         .into_iter()
         .filter(|(_, degree)| *degree > 1)
@@ -95,9 +101,16 @@ pub fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
     if plan.zero_stage > 0 {
         missing.push(format!("zero_stage {}: not supported yet; allowed: 0", plan.zero_stage));
     }
+    let published = match &plan.schedule {
+        PipelineSchedule::Published { kind, chunks } => Some((kind, chunks)),
+        PipelineSchedule::Rows(_) => {
+            missing.push("schedule.rows: not supported yet; allowed: schedule.kind".to_owned());
+            None
+        }
+    };
     if plan.stages.len() > 1 && pipeline == 1 {
         let stages = plan.stages.len();
-        missing.push(format!("stages {stages}: not supported yet; allowed: 1, with all units"));
+        missing.push(format!("stages: {stages} without a pipeline; allowed: 1, with all units"));
     }
     if !missing.is_empty() {
         return Err(missing);
@@ -107,52 +120,65 @@ pub fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
         lockstep_plan::Recompute::Selective => Recompute::Selective,
         lockstep_plan::Recompute::Full => Recompute::Full,
     };
-    Ok(vec![
+    let mut settings = vec![
         format!("parallel.data_parallel_replicate={replicate}"),
         format!("parallel.tensor_parallel={tensor}"),
         // Without tensor ranks it is of no effect, which a plan may say and keys may not.
         format!("parallel.sequence_parallel={}", plan.sequence_parallel && tensor > 1),
         format!("parallel.recompute={}", recompute.word()),
         format!("train.micro_batch={}", plan.micro_batch),
-    ])
+        format!("parallel.pipeline_parallel={pipeline}"),
+    ];
+    if let Some((kind, chunks)) = published.filter(|_| pipeline > 1) {
+        settings.push(format!("parallel.pipeline_schedule={}", kind.name()));
+        settings.push(format!("parallel.virtual_stages={chunks}"));
+    }
+    Ok(settings)
 }
 
 #[cfg(test)]
 mod tests {
+    use lockstep_plan::schedule::Kind;
+
     use super::*;
 
-    fn model() -> ModelConfig {
-        ModelConfig::preset("llama-15m").unwrap()
-    }
-
-    fn config(settings: &[String]) -> RunConfig {
-        RunConfig::parse("", "RUN.toml", settings).unwrap_or_else(|problems| panic!("{problems}"))
+    fn plan() -> Plan {
+        Plan {
+            version: PLAN_VERSION,
+            model: String::new(),
+            mesh: Degrees { pipeline: 2, replicate: 2, tensor: 2, ..Degrees::default() },
+            micro_batch: 2,
+            schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
+            stages: vec![2, 2, 2, 2],
+            recompute: lockstep_plan::Recompute::Full,
+            sequence_parallel: true,
+            context_method: ContextMethod::default(),
+            zero_stage: 0,
+        }
     }
 
     #[test]
-    fn keys_and_plans_say_the_same() {
-        let settings = [
-            "parallel.data_parallel_replicate=2",
-            "parallel.tensor_parallel=2",
-            "parallel.sequence_parallel=true",
-            "parallel.recompute=full",
-            "train.micro_batch=4",
-        ];
-        let settings = settings.map(str::to_owned);
-        let plan = plan_of(&config(&settings), &model());
-        assert_eq!(settings_of(&plan).unwrap(), settings);
-        assert_eq!(plan.mesh.world_size(), Some(4));
+    fn keys_say_what_a_plan_says() {
+        let settings = settings_of(&plan()).unwrap();
+        let config =
+            RunConfig::parse("", "RUN.toml", &settings).unwrap_or_else(|problems| panic!("{problems}"));
+        assert_eq!(config.degrees(), plan().mesh);
+        assert_eq!((config.micro_batch(), config.parallel.recompute), (2, Recompute::Full));
+        assert!(config.parallel.sequence_parallel);
+        assert_eq!(
+            (&config.parallel.pipeline_schedule[..], config.parallel.virtual_stages),
+            ("zb_v", Some(2))
+        );
     }
 
     #[test]
     fn what_cannot_be_done_yet_is_told_at_once() {
-        let plan = Plan {
-            mesh: Degrees { pipeline: 2, shard: 2, context: 2, ..Degrees::default() },
-            zero_stage: 1,
-            ..plan_of(&config(&[]), &model())
-        };
-        let missing = settings_of(&plan).unwrap_err();
-        let names: Vec<&str> = missing.iter().filter_map(|line| line.split(' ').next()).collect();
-        assert_eq!(names, ["mesh.pipeline", "mesh.shard", "mesh.context", "zero_stage"], "{missing:?}");
+        let mesh = Degrees { shard: 2, context: 2, expert: 2, ..Degrees::default() };
+        let schedule = PipelineSchedule::Rows(vec!["F0,B0".to_owned()]);
+        let missing =
+            settings_of(&Plan { mesh, schedule, zero_stage: 1, stages: vec![8], ..plan() }).unwrap_err();
+        let names: Vec<&str> = missing.iter().filter_map(|line| line.split([' ', ':']).next()).collect();
+        let expected = ["mesh.shard", "mesh.context", "mesh.expert", "zero_stage", "schedule.rows"];
+        assert_eq!(names, expected, "{missing:?}");
     }
 }

@@ -9,8 +9,9 @@ use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_train::config::{Origin, Transport};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
+use lockstep_train::plan::check;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, resolve_model, train};
+use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, train};
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 use crate::infer::{Length, continue_text, show};
@@ -91,7 +92,7 @@ fn launch(arguments: &Arguments, config: &RunConfig, is_started: bool) -> Result
     let all = config.ranks();
     if all > 1 {
         // One message before anything is started, and not one of each rank.
-        resolve_model(config)?;
+        check(config)?;
     }
     let here = arguments.nproc_per_node.unwrap_or(if arguments.nodes.are_several() { 1 } else { all });
     let start = match arguments.nodes.meet(here)? {

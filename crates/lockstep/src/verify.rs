@@ -9,12 +9,12 @@ use lockstep_plan::{Facts, Plan};
 use lockstep_train::config::{DataSource, Precision, Transport};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::plan::{facts_of, settings_of};
+use lockstep_train::plan::{check, facts_of, settings_of, stages_of};
 use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance,
     alone, exact, first_numbers, sample_text,
 };
-use lockstep_train::{Ranks, RunConfig, human, resolve_model};
+use lockstep_train::{Ranks, RunConfig, human};
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure, INTERRUPTED};
@@ -102,10 +102,18 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
         None => RunConfig::parse(SAMPLE_RUN, "the built-in run", &settings)
             .map_err(lockstep_train::Error::from)?,
     };
-    let model = resolve_model(&config)?;
+    let model = check(&config)?;
     if let Some((plan, _)) = &plan {
         let facts = Facts { model: plan.model.clone(), ..facts_of(&config, &model.config) };
-        plan.validate(&facts).map_err(|error| unusable(arguments.plan.as_deref(), &error.to_string()))?;
+        let refuse = |problems: String| unusable(arguments.plan.as_deref(), &problems);
+        plan.validate(&facts).map_err(|error| refuse(error.to_string()))?;
+        let stages = stages_of(&config, &model)?;
+        if stages != plan.stages {
+            let given = &plan.stages;
+            return Err(refuse(format!(
+                "stages {given:?}: other splits than {stages:?} are not supported yet"
+            )));
+        }
     }
     config.train.eval_every = 0;
     config.metrics.trace_steps = None;
@@ -150,6 +158,10 @@ fn plan_in_words(config: &RunConfig) -> String {
     let mut words = Vec::new();
     if parallel.data_parallel_replicate > 1 {
         words.push(human::plural(parallel.data_parallel_replicate, "replica").to_string());
+    }
+    if parallel.pipeline_parallel > 1 {
+        let (stages, schedule) = (parallel.pipeline_parallel, &parallel.pipeline_schedule);
+        words.push(format!("{stages} pipeline ranks ({schedule})"));
     }
     if parallel.tensor_parallel > 1 {
         let by_tokens = if parallel.sequence_parallel { " with sequence parallelism" } else { "" };

@@ -12,9 +12,13 @@ fn verify(workshop: &Workshop, settings: &[&str], more: &[&str]) -> Outcome {
 #[test]
 fn a_built_in_run_agrees_with_one_rank_under_every_plan() {
     let workshop = Workshop::new();
-    let plans: [(&[&str], &str); 3] = [
+    let plans: [(&[&str], &str); 4] = [
         (&[], "one rank, recompute none, f32; 2 steps"),
         (&["parallel.tensor_parallel=2"], "2 tensor-parallel ranks, recompute none"),
+        (
+            &["parallel.pipeline_parallel=2", "parallel.tensor_parallel=2"],
+            "2 pipeline ranks (1f1b) of 2 tensor-parallel ranks",
+        ),
         (
             &[
                 "parallel.tensor_parallel=2",
@@ -90,8 +94,9 @@ fn a_plan_file_says_what_the_keys_would() {
     };
     let outcome = plan("{\"tensor\": 2, \"replicate\": 2}", ", \"recompute\": \"full\"").succeeds();
     assert!(outcome.stdout.contains("2 replicas of 2 tensor-parallel ranks, recompute full"), "{outcome:?}");
-    plan("{\"pipeline\": 2, \"shard\": 2}", ", \"zero_stage\": 2")
-        .refuses(2, &["plan.json", "mesh.pipeline 2: not supported yet", "mesh.shard 2", "zero_stage 2"]);
+    plan("{\"context\": 2, \"shard\": 2}", ", \"zero_stage\": 2")
+        .refuses(2, &["plan.json", "mesh.context 2: not supported yet", "mesh.shard 2", "zero_stage 2"]);
+    plan("{\"pipeline\": 2}", "").refuses(2, &["plan.json", "1 stages and its schedule has 2"]);
     plan("{\"tensor\": 3}", "")
         .refuses(2, &["tensor 3 does not divide the 8 attention heads; nearest: 2 or 4"]);
     plan("{\"tensor\": 2}", ", \"tensr\": 2").refuses(2, &["plan.json", "tensr"]);

@@ -109,6 +109,14 @@ pub enum CheckpointError {
         /// The observer's reason.
         source: io::Error,
     },
+    /// Another rank could not write its part of a checkpoint.
+    #[error("rank {rank}: {reason}")]
+    OfRank {
+        /// The rank.
+        rank: usize,
+        /// What it said.
+        reason: String,
+    },
     /// A file that an index or a manifest names is not there.
     #[error("{} is missing, but {} names it", path.display(), named_in.display())]
     MissingFile {

@@ -73,4 +73,4 @@ pub use peft::{PeftAdapter, parse_adapter_config};
 pub use pretrained::{ModelDirectory, checkpoint_model};
 pub use region::Region;
 pub use save::{CommitObserver, CommitPoint, SaveRequest, Staging, save, save_observed};
-pub use shard::{ShardReport, TensorSlice, write_shard};
+pub use shard::{ShardReport, TensorSlice, write_shard, write_shard_observed};

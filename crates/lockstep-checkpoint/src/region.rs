@@ -8,6 +8,8 @@
 
 use std::ops::Range;
 
+use lockstep_plan::{Shard, Share};
+
 use crate::error::CoverageError;
 
 /// Which elements of a tensor a [`TensorSlice`](crate::TensorSlice) carries.
@@ -32,6 +34,14 @@ pub enum Region {
 }
 
 impl Region {
+    /// What a rank holds of a parameter of this shape, and of the tensors that belong to it.
+    pub fn of_share(share: &Share, whole: &[usize]) -> Self {
+        let Some(Shard { dim, start: first, .. }) = share.shard else { return Self::Whole };
+        let mut start = vec![0; whole.len()];
+        start[dim] = first;
+        Self::Block { start, shape: share.shape_of(whole) }
+    }
+
     /// `start` and `shape` as the manifest has them.
     pub(crate) fn extent(&self, global: &[usize]) -> (Vec<usize>, Vec<usize>) {
         match self {

@@ -136,8 +136,7 @@ pub fn save_observed(
 ) -> Result<PathBuf, CheckpointError> {
     let shard = PlannedShard::new(0, tensors)?;
     check_complete(&shard.tensors, request.parameters)?;
-    let staging = Staging::begin(dir, request.step)?;
-    notify(observer, CommitPoint::StagingCreated)?;
+    let staging = Staging::begin_observed(dir, request.step, observer)?;
     let report = shard.write(staging.path(), observer)?;
     staging.commit_observed(request, vec![report], observer)
 }
@@ -157,12 +156,28 @@ pub struct Staging {
 impl Staging {
     /// Makes `dir` if it is missing, removes what dead saves have left in it, and opens a new save.
     pub fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
+        Self::begin_observed(dir, step, &())
+    }
+
+    /// [`Staging::begin`], watched by `observer`.
+    pub fn begin_observed(
+        dir: &Path,
+        step: u64,
+        observer: &dyn CommitObserver,
+    ) -> Result<Self, CheckpointError> {
         create_directories(dir)?;
         let lock = DirectoryLock::take(dir)?;
         directory::sweep(dir)?;
-        let path = dir.join(format!("{STAGING}{}", directory::step_name(step)));
+        let path = Self::path_in(dir, step);
         fs::create_dir(&path).map_err(CheckpointError::io("create", &path))?;
-        Ok(Self { dir: dir.to_path_buf(), path, step, committed: false, lock })
+        let staging = Self { dir: dir.to_path_buf(), path, step, committed: false, lock };
+        notify(observer, CommitPoint::StagingCreated)?;
+        Ok(staging)
+    }
+
+    /// Where ranks write the files of a save of `step` that another rank has begun in `dir`.
+    pub fn path_in(dir: &Path, step: u64) -> PathBuf {
+        dir.join(format!("{STAGING}{}", directory::step_name(step)))
     }
 
     /// The directory that ranks write their files into.
@@ -180,7 +195,8 @@ impl Staging {
         self.commit_observed(request, reports, &())
     }
 
-    fn commit_observed(
+    /// [`Staging::commit`], watched by `observer`.
+    pub fn commit_observed(
         mut self,
         request: &SaveRequest<'_>,
         reports: Vec<ShardReport>,

@@ -68,7 +68,17 @@ pub fn write_shard(
     rank: usize,
     slices: &[TensorSlice<'_>],
 ) -> Result<ShardReport, CheckpointError> {
-    PlannedShard::new(rank, slices)?.write(staging, &())
+    write_shard_observed(staging, rank, slices, &())
+}
+
+/// [`write_shard`], watched by `observer`.
+pub fn write_shard_observed(
+    staging: &Path,
+    rank: usize,
+    slices: &[TensorSlice<'_>],
+    observer: &dyn CommitObserver,
+) -> Result<ShardReport, CheckpointError> {
+    PlannedShard::new(rank, slices)?.write(staging, observer)
 }
 
 /// A file whose every byte has its place, before the first is written.

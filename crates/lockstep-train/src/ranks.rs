@@ -31,6 +31,15 @@ pub struct Ranks {
     limit: Duration,
 }
 
+/// How long a rank waits for the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Patience {
+    /// As long as the run says.
+    Limited,
+    /// As long as it takes, where they may be at work on a disk. Those that have died are known without waiting.
+    Unlimited,
+}
+
 /// An operation between ranks, as one of them saw it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Called {
@@ -119,6 +128,11 @@ impl Ranks {
         Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
     }
 
+    /// Whether several ranks share each replica.
+    pub(crate) fn share_models(&self) -> bool {
+        self.replicas() != self.size()
+    }
+
     /// Whether a rank is the first along some axes.
     fn is_first_along(&self, axes: &[Axis], rank: usize) -> bool {
         axes.iter().all(|axis| self.mesh.ranks().coordinate(rank, *axis) == 0)
@@ -149,7 +163,7 @@ impl Ranks {
     /// An arena from which the others can reach the gradients, and what ranks that share a model exchange.
     pub(crate) fn arena(&self) -> Arena {
         let all = [MemoryCategory::Gradients, MemoryCategory::Activations, MemoryCategory::Workspace];
-        let shared = if self.replicas() == self.size() { &all[..1] } else { &all[..] };
+        let shared = if self.share_models() { &all[..] } else { &all[..1] };
         self.group().map_or_else(Arena::new, |group| group.arena(shared))
     }
 
@@ -175,16 +189,21 @@ impl Ranks {
         self.group().map_or(Ok(()), |group| group.barrier(self.deadline()))
     }
 
-    /// Waits until the first rank has saved, however long that takes: some launchers end all ranks when one ends.
-    pub(crate) fn leave_together(&self) -> Result<(), CommError> {
-        self.group().map_or(Ok(()), |group| group.barrier(Deadline::after(Duration::MAX)))
+    /// Waits until all ranks have saved, however long that takes.
+    pub(crate) fn meet(&self) -> Result<(), CommError> {
+        self.group().map_or(Ok(()), |group| group.barrier(self.deadline_of(Patience::Unlimited)))
     }
 
     /// Whether it is so on any rank.
     pub(crate) fn any(&self, here: bool) -> Result<bool, CommError> {
+        self.any_in_time(here, Patience::Limited)
+    }
+
+    /// [`Ranks::any`], with as much patience.
+    pub(crate) fn any_in_time(&self, here: bool, patience: Patience) -> Result<bool, CommError> {
         let mut answer = [u8::from(here)];
         if let Some(group) = self.group() {
-            group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline())?;
+            group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline_of(patience))?;
         }
         Ok(answer[0] != 0)
     }
@@ -311,7 +330,14 @@ impl Ranks {
     }
 
     fn deadline(&self) -> Deadline {
-        Deadline::after(self.limit)
+        self.deadline_of(Patience::Limited)
+    }
+
+    fn deadline_of(&self, patience: Patience) -> Deadline {
+        Deadline::after(match patience {
+            Patience::Limited => self.limit,
+            Patience::Unlimited => Duration::MAX,
+        })
     }
 }
 

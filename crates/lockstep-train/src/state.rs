@@ -174,10 +174,14 @@ pub(crate) fn restore(
     let ids: Vec<_> = engine.trained_ids().collect();
     for id in ids {
         for kind in engine.state_kinds(id) {
-            let name = &engine.records()[id.0].name;
+            let record = &engine.records()[id.0];
             let stored = tensor_kind(kind);
-            values.resize(checkpoint.tensor(name, &stored)?.elements(), 0.0);
-            checkpoint.read(name, &stored, 0, &mut values)?;
+            values.resize(checkpoint.tensor(&record.name, &stored)?.elements(), 0.0);
+            // Of what other ranks hold, nothing is read; a tensor of another shape is refused as a whole.
+            let fits = values.len() == record.elements();
+            for (first, len) in record.share.stretches(&record.shape).filter(|_| fits) {
+                checkpoint.read(&record.name, &stored, first, &mut values[first..first + len])?;
+            }
             engine.write_state(id, kind, &values)?;
         }
     }

@@ -2,13 +2,13 @@
 //!
 //! A step reads the rank's micro-batches of one global batch, counts the valid tokens G of all ranks, runs forward and
 //! backward of each with the seed 1/G, sums the gradients over the ranks, clips by the global norm and updates, if the
-//! guard lets it (`guard`). All ranks decide alike, for they see the same numbers. Between steps the first one saves the
-//! run (`saving`) and speaks of it.
+//! guard lets it (`guard`). All ranks decide alike, for they see the same numbers. Between steps the ranks of the first replica
+//! save the run (`saving`), and the first one speaks of it.
 
 use std::path::PathBuf;
 use std::time::Instant;
 
-use lockstep_checkpoint::{RunLock, prepare_directory};
+use lockstep_checkpoint::{CommitObserver, RunLock, prepare_directory};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_graph::{Activity, Cost};
@@ -60,7 +60,7 @@ pub struct Summary {
     pub loss: Option<f64>,
     /// The last evaluation's loss.
     pub eval_loss: Option<f64>,
-    /// The newest checkpoint; empty but on the first rank, which alone saves.
+    /// The newest checkpoint; empty but on the first rank.
     pub checkpoint: PathBuf,
     /// The run on one page, if it has metrics.
     pub report: Option<PathBuf>,
@@ -80,6 +80,11 @@ pub trait StepObserver {
     /// # Errors
     /// End the run.
     fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error>;
+
+    /// What sees this rank's part of the save after step `step`, and may stop it.
+    fn saving(&mut self, _step: u64) -> Box<dyn CommitObserver + Send + Sync> {
+        Box::new(())
+    }
 
     /// A step has ended with these numbers.
     fn step_ended(&mut self, _row: &StepMetrics) {}
@@ -210,7 +215,10 @@ pub(crate) fn run(
     let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
     let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
-    let saver = writes.then(|| Saver::new(config, &model, &corpus, saved)).transpose()?;
+    let saver = match leaves {
+        Leaves::Everything => Saver::new(config, &model, &corpus, ranks, saved)?,
+        Leaves::Nothing => None,
+    };
     Run {
         config,
         learning_rate: config.learning_rate(),
@@ -251,7 +259,7 @@ struct Run<'a> {
     loss_scale: Option<LossScale>,
     /// None if the run never goes back.
     refuge: Option<Refuge>,
-    /// The first rank's.
+    /// None on ranks that do not save.
     saver: Option<Saver>,
     observer: &'a mut dyn StepObserver,
     /// The micro-batches of the step at hand.
@@ -298,14 +306,15 @@ impl Run<'_> {
         }
         let interrupted = self.counters.step < train.steps;
         let state = self.state();
-        let Self { saver, engine, records, progress, ranks, .. } = &mut self;
+        let Self { saver, engine, records, progress, ranks, observer, .. } = &mut self;
         // While all ranks are here.
         records.end_trace(engine, ranks, |text| progress.message(text))?;
         let path = match saver {
-            Some(saver) => saver.save_last(engine, &state, records.rows(), progress)?,
+            Some(saver) => saver.save_last(engine, &state, records.rows(), *observer, progress)?,
             None => PathBuf::new(),
         };
-        self.ranks.leave_together()?;
+        // Some launchers end all ranks when one ends.
+        self.ranks.meet()?;
         self.record_save();
         let report = self.records.finish(&self.engine, |text| self.progress.message(text));
         self.progress.finish();
@@ -336,8 +345,10 @@ impl Run<'_> {
     fn save_and_go_on(&mut self) -> Result<(), Error> {
         let state = self.state();
         let begin = Instant::now();
-        let Self { saver: Some(saver), engine, records, progress, .. } = self else { return Ok(()) };
-        saver.save_and_go_on(engine, &state, records.rows(), progress)?;
+        let Self { saver: Some(saver), engine, records, progress, observer, .. } = self else {
+            return Ok(());
+        };
+        saver.save_and_go_on(engine, &state, records.rows(), *observer, progress)?;
         self.records.pause("checkpoint", begin);
         self.record_save();
         Ok(())
@@ -345,7 +356,7 @@ impl Run<'_> {
 
     /// A trace shows the saves that ran beside its steps.
     fn record_save(&mut self) {
-        if let Some(ran) = self.saver.as_mut().and_then(Saver::take_ended) {
+        for ran in self.saver.as_mut().map(Saver::take_ended).unwrap_or_default() {
             self.records.saved(ran);
         }
     }

@@ -1,0 +1,219 @@
+//! The work of a save: each rank writes its part, and the first makes a checkpoint of all parts.
+//!
+//! Of a tensor that several ranks hold, one writes it. What came of a part travels to the first rank as JSON, so that it knows
+//! of every failure, and of which rank it was.
+
+use std::collections::HashSet;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use lockstep_checkpoint::{
+    CheckpointError, CommitObserver, Region, SaveRequest, ShardReport, Staging, TensorSlice, prune,
+    write_shard_observed,
+};
+use lockstep_engine::StateTensor;
+use lockstep_plan::ParameterRecord;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::Error;
+use crate::metrics::MetricsFile;
+use crate::ranks::Ranks;
+use crate::state::{Counters, SavedState, tensor_kind};
+
+/// The largest report of a part that is sent: a description of its tensors, some hundred bytes for each.
+const MAX_REPORT_BYTES: usize = 256 << 20;
+
+/// Who watches a save.
+pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
+
+/// Where checkpoints go, and how many of them stay.
+#[derive(Debug, Clone)]
+pub(super) struct Directory {
+    pub(super) path: PathBuf,
+    pub(super) keep: Option<NonZeroUsize>,
+}
+
+/// What a rank has to write, but for the tensors.
+pub(super) struct Part {
+    pub(super) step: u64,
+    pub(super) directory: Directory,
+    pub(super) rank: usize,
+    /// The parameters that are this rank's to write, and with them what belongs to them.
+    pub(super) own: HashSet<String>,
+    pub(super) observer: Observer,
+}
+
+/// What came of a part: a report, or nothing where there was nothing to write.
+pub(super) type Written = Result<Option<ShardReport>, Error>;
+
+impl Part {
+    /// Writes those of `tensors` that are this rank's to write.
+    pub(super) fn write(&self, tensors: &[StateTensor<'_>]) -> Written {
+        // Finite gradients may still carry a weight out of the range of f32.
+        if let Some(name) = StateTensor::first_not_finite(tensors) {
+            return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
+        }
+        let is_own = |tensor: &&StateTensor<'_>| self.own.contains(&tensor.record.name);
+        let slices: Vec<_> = tensors.iter().filter(is_own).map(slice).collect();
+        if slices.is_empty() {
+            return Ok(None);
+        }
+        let staging = Staging::path_in(&self.directory.path, self.step);
+        Ok(Some(write_shard_observed(&staging, self.rank, &slices, &*self.observer)?))
+    }
+}
+
+fn slice<'a>(tensor: &StateTensor<'a>) -> TensorSlice<'a> {
+    TensorSlice {
+        name: &tensor.record.name,
+        kind: tensor_kind(tensor.kind),
+        dtype: tensor.dtype,
+        global_shape: &tensor.record.shape,
+        region: Region::of_share(&tensor.record.share, &tensor.record.shape),
+        bytes: tensor.bytes,
+    }
+}
+
+/// What came of another rank's part.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+enum Told {
+    Written(Option<ShardReport>),
+    NotFinite { parameter: String },
+    Failed { reason: String },
+}
+
+impl Told {
+    fn of(written: &Written) -> Self {
+        match written {
+            Ok(report) => Self::Written(report.clone()),
+            Err(Error::WeightsNotFinite { name, .. }) => Self::NotFinite { parameter: name.clone() },
+            Err(error) => Self::Failed { reason: error.to_string() },
+        }
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        let failed = |reason: String| {
+            serde_json::json!(Self::Failed { reason: format!("the report of its part {reason}") })
+                .to_string()
+                .into_bytes()
+        };
+        match serde_json::to_vec(self) {
+            Ok(bytes) if bytes.len() <= MAX_REPORT_BYTES => bytes,
+            Ok(bytes) => failed(format!("has {} bytes; at most {MAX_REPORT_BYTES} are sent", bytes.len())),
+            Err(error) => failed(format!("cannot be written: {error}")),
+        }
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        serde_json::from_slice(bytes).unwrap_or_else(|error| Self::Failed {
+            reason: format!("the report of its part cannot be read: {error}"),
+        })
+    }
+
+    /// What the first rank makes of it.
+    fn of_rank(self, rank: usize, step: u64) -> Written {
+        match self {
+            Self::Written(report) => Ok(report),
+            Self::NotFinite { parameter } => Err(Error::WeightsNotFinite { step, name: parameter }),
+            Self::Failed { reason } => Err(CheckpointError::OfRank { rank, reason }.into()),
+        }
+    }
+}
+
+/// The reports of all parts, on the first of `ranks`, to which all come with what came of theirs. None on the others.
+///
+/// # Errors
+/// Of the first rank that failed, on the first; [`Error::WeightsNotFinite`] also on the rank itself. [`Error::Comm`].
+pub(super) fn gather(ranks: &Ranks, step: u64, own: Written) -> Result<Option<Vec<ShardReport>>, Error> {
+    let told = ranks.gather(&Told::of(&own).to_bytes())?;
+    if !ranks.is_first() {
+        return match own {
+            Err(error @ Error::WeightsNotFinite { .. }) => Err(error),
+            _ => Ok(None),
+        };
+    }
+    let of_others = told.iter().enumerate().skip(1);
+    let of_others = of_others.map(|(rank, bytes)| Told::from_bytes(bytes).of_rank(rank, step));
+    let reports: Vec<Option<ShardReport>> =
+        std::iter::once(own).chain(of_others).collect::<Result<_, _>>()?;
+    Ok(Some(reports.into_iter().flatten().collect()))
+}
+
+/// What is left to do when all parts are written.
+pub(super) struct Commit {
+    pub(super) staging: Staging,
+    pub(super) directory: Directory,
+    /// What the checkpoint says of the run's configuration.
+    pub(super) record: Value,
+    pub(super) state: SavedState,
+    pub(super) parameters: Vec<ParameterRecord>,
+    pub(super) metrics: Option<MetricsFile>,
+    pub(super) observer: Observer,
+}
+
+/// A new checkpoint.
+pub(super) struct Saved {
+    pub(super) path: PathBuf,
+    /// What went wrong and did not keep it from being made.
+    pub(super) warnings: Vec<String>,
+}
+
+impl Commit {
+    /// Makes a checkpoint of the parts and removes those beyond `checkpoint.keep`.
+    pub(super) fn run(self, reports: Vec<ShardReport>) -> Result<Saved, Error> {
+        let Counters { step, samples, .. } = self.state.counters;
+        let mut warnings = Vec::new();
+        // Rows reach the disk before the checkpoint that counts them, or a resumed run would miss some.
+        if let Some(error) = self.metrics.and_then(|metrics| metrics.sync().err()) {
+            warnings.push(error.to_string());
+        }
+        let request = SaveRequest {
+            step,
+            samples_consumed: samples,
+            seed: self.record["run"]["train"]["seed"].as_u64().unwrap_or_default(),
+            config: self.record,
+            state: self.state.to_json(),
+            parameters: &self.parameters,
+            ..SaveRequest::default()
+        };
+        let path = self.staging.commit_observed(&request, reports, &*self.observer)?;
+        let Directory { path: dir, keep } = &self.directory;
+        if let Some(error) = keep.and_then(|keep| prune(dir, keep, &[step]).err()) {
+            warnings.push(format!("old checkpoints are not removed: {error}"));
+        }
+        Ok(Saved { path, warnings })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_came_of_a_part_is_known_on_the_first_rank_with_its_number() {
+        let not_finite = Error::WeightsNotFinite { step: 7, name: "w".to_owned() };
+        let full = CheckpointError::Busy { dir: "runs".into() };
+        let reason = format!("rank 3: {full}");
+        for (own, expected) in [
+            (Ok(None), None),
+            (Err(not_finite), Some("w is not finite after step 7".to_owned())),
+            (Err(full.into()), Some(reason)),
+        ] {
+            let arrived = Told::from_bytes(&Told::of(&own).to_bytes()).of_rank(3, 7);
+            match (arrived, expected) {
+                (Ok(report), None) => assert_eq!(report, None),
+                (Err(error), Some(expected)) => {
+                    assert!(error.to_string().starts_with(&expected), "{error}, expected {expected}");
+                }
+                (arrived, expected) => panic!("{arrived:?}, expected {expected:?}"),
+            }
+        }
+        let garbled = Told::from_bytes(b"{\"Written\":").of_rank(2, 7).unwrap_err();
+        assert!(
+            garbled.to_string().starts_with("rank 2: the report of its part cannot be read"),
+            "{garbled}"
+        );
+    }
+}

@@ -220,6 +220,18 @@ mod tests {
     }
 
     #[test]
+    fn the_shares_of_ranks_are_boxes_of_the_dimension_that_they_split() {
+        assert_eq!(Region::of_share(&Share::default(), &[4, 6]), Region::Whole);
+        let split = |dim, start, len| Share { shard: Some(Shard { dim, start, len }), ..Share::default() };
+        for share in [split(0, 1, 2), split(1, 3, 3)] {
+            let whole = [4, 6];
+            let (start, shape) = Region::of_share(&share, &whole).extent(&whole);
+            let held: Vec<_> = share.stretches(&whole).flat_map(|(first, len)| first..first + len).collect();
+            assert_eq!(elements_of(&start, &shape, &whole), held, "{share:?}");
+        }
+    }
+
+    #[test]
     fn one_number_is_a_range_of_elements_whatever_the_rank() {
         assert_eq!(elements_of(&[7], &[4], &[4, 5]), [7, 8, 9, 10]);
         assert_eq!(elements_of(&[2], &[2], &[5]), [2, 3]);

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use lockstep_checkpoint::{
     Checkpoint, CommitObserver, CommitPoint, ModelDirectory, TensorKind, latest_good, list,
@@ -96,6 +97,8 @@ impl Plan {
 struct Fate {
     /// The own part of the save after this step fails at this point.
     save_fails: Option<(u64, CommitPoint)>,
+    /// The own part of the save after each of these steps takes so long.
+    saves_slowly: Option<(Vec<u64>, Duration)>,
     /// These steps' gradients are not numbers.
     spoiled: Vec<u64>,
     /// After this step a weight is infinite.
@@ -125,8 +128,9 @@ impl StepObserver for Fate {
     }
 
     fn saving(&mut self, step: u64) -> Box<dyn CommitObserver + Send + Sync> {
-        match self.save_fails {
-            Some((at, point)) if at == step => Box::new(FailsAt(point)),
+        match (&self.save_fails, &self.saves_slowly) {
+            (Some((at, point)), _) if *at == step => Box::new(FailsAt(*point)),
+            (_, Some((steps, time))) if steps.contains(&step) => Box::new(Slow(*time)),
             _ => Box::new(()),
         }
     }
@@ -143,6 +147,18 @@ struct FailsAt(CommitPoint);
 impl CommitObserver for FailsAt {
     fn reached(&self, point: CommitPoint) -> io::Result<()> {
         if point == self.0 { Err(io::Error::other("no disk today")) } else { Ok(()) }
+    }
+}
+
+/// A disk that takes its time.
+struct Slow(Duration);
+
+impl CommitObserver for Slow {
+    fn reached(&self, point: CommitPoint) -> io::Result<()> {
+        if point == CommitPoint::ShardHalfWritten {
+            std::thread::sleep(self.0);
+        }
+        Ok(())
     }
 }
 
@@ -344,6 +360,39 @@ fn a_checkpoint_of_ranks_that_share_the_model_is_that_of_one_rank_and_goes_on_on
 }
 
 #[test]
+fn the_stages_of_a_pipeline_save_together_too() {
+    let bench = Bench::new();
+    // The first and the last stage both have the table of the tied embedding.
+    let pipeline = ["parallel.pipeline_parallel=2", "parallel.pipeline_schedule=1f1b"];
+    let with = |settings: &[&'static str]| [&pipeline[..], settings].concat();
+    bench.run(("alone", LLAMA), ONE_RANK, &["checkpoint.every=3"]);
+    for plan in [ONE_RANK, Plan(2, 1, true)] {
+        let runs = ["whole", "resumed", "one-rank", "from-one-rank"].map(|run| format!("{run}-{plan:?}"));
+        let [whole, resumed, to_one, from_one] = &runs;
+        bench.run((whole, LLAMA), plan, &with(&["checkpoint.every=3"]));
+        bench.run((resumed, LLAMA), plan, &with(&["train.steps=3"]));
+        bench.run((resumed, LLAMA), plan, &with(&[]));
+        assert_eq!(bench.losses(whole), bench.losses(resumed), "{resumed}");
+        bench.run((to_one, LLAMA), plan, &with(&["train.steps=3"]));
+        bench.run((to_one, LLAMA), ONE_RANK, &[]);
+        bench.run((from_one, LLAMA), ONE_RANK, &["train.steps=3"]);
+        bench.run((from_one, LLAMA), plan, &with(&[]));
+        for run in &runs {
+            assert_eq!(bench.losses(run).len(), 6, "{run}");
+            for (found, expected) in bench.losses(run).iter().zip(bench.losses("alone")) {
+                assert!(
+                    (found - expected).abs() <= 1e-5 * expected,
+                    "{run}: {found}, on one rank {expected}"
+                );
+            }
+            assert_eq!(bench.saved_steps(run), [3, 6], "{run}");
+            assert_near(&bench.tensors(run, 6), &bench.tensors("alone", 6), 1e-3, run);
+        }
+        assert_near(&bench.tensors(resumed, 6), &bench.tensors(whole, 6), 0.0, resumed);
+    }
+}
+
+#[test]
 fn each_element_is_written_once_by_the_first_rank_that_holds_it() {
     let bench = Bench::new();
     bench.run(("four", LLAMA), Plan(4, 2, false), &["train.steps=1"]);
@@ -411,6 +460,24 @@ fn a_rank_that_cannot_write_costs_the_checkpoint_and_not_the_run() {
             assert!(ended.shown.contains(message), "{run}: {}", ended.shown);
             assert_eq!(bench.saved_steps(&run), [2, 6], "{run}");
         }
+    }
+}
+
+#[test]
+fn a_save_may_take_longer_than_ranks_wait_for_each_other_in_a_step() {
+    let bench = Bench::new();
+    for beside in [true, false] {
+        let run = format!("slow-{beside}");
+        let beside = format!("checkpoint.async={beside}");
+        let settings = ["checkpoint.every=4", "parallel.timeout_s=1", &beside];
+        let ended = bench.run_with((&run, LLAMA), Plan(2, 1, false), &settings, |rank| Fate {
+            saves_slowly: (rank == 1).then(|| (vec![4, 6], Duration::from_millis(1500))),
+            ..Fate::default()
+        });
+        for summary in &ended.summaries {
+            assert!(summary.is_ok(), "{run}: {summary:?}");
+        }
+        assert_eq!(bench.saved_steps(&run), [4, 6], "{run}");
     }
 }
 

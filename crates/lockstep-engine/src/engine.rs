@@ -298,6 +298,11 @@ impl Engine {
         &self.arena
     }
 
+    /// Bytes of activations that were predicted for this rank: of all micro-batches that are in its stages at once.
+    pub fn predicted_activation_bytes(&self) -> usize {
+        self.runner.predicted_bytes()
+    }
+
     /// The queue.
     pub fn queue(&self) -> &CpuQueue {
         &self.queue

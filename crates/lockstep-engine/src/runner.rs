@@ -45,6 +45,7 @@ pub struct Runner {
     /// Those who share the model's blocks.
     groups: Groups,
     timeline: Timeline,
+    predicted_bytes: usize,
 }
 
 /// How a rank takes part in a model: its stages from the model's first layer on.
@@ -148,7 +149,8 @@ impl Runner {
         groups: Groups,
         stages: &[StageMemory],
     ) -> Result<Self, TensorError> {
-        arena.require(predicted_bytes(model, stages), MemoryCategory::Activations)?;
+        let predicted_bytes = predicted_bytes(model, stages);
+        arena.require(predicted_bytes, MemoryCategory::Activations)?;
         let tokens = model.program(0).shape().tokens();
         let sequences = model.program(0).shape().sequences;
         let memory = |stage: &StageMemory| {
@@ -181,12 +183,18 @@ impl Runner {
             seed: mix(seed ^ key_from_name("dropout")),
             groups,
             timeline: Timeline::default(),
+            predicted_bytes,
         })
     }
 
     /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
         predicted_bytes(model, &[StageMemory { units: 0..model.units(), slots: 1, splits_backward: false }])
+    }
+
+    /// Bytes of activations that were predicted for the stages of this rank before any was allocated.
+    pub(crate) fn predicted_bytes(&self) -> usize {
+        self.predicted_bytes
     }
 
     /// Where the times of operations are recorded while it is on.

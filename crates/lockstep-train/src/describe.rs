@@ -1,7 +1,7 @@
 //! What a run says of itself before its first step: everything that is derived from its configuration, once.
 
 use lockstep_data::Dataset;
-use lockstep_engine::{Engine, Runner};
+use lockstep_engine::Engine;
 use lockstep_plan::{MemoryCategory, ParameterId};
 
 use crate::config::{ModelSource, RunConfig};
@@ -26,7 +26,7 @@ pub(crate) fn describe(
     };
     let memory = engine.arena().in_use();
     let bytes = |category| human::bytes(memory[category] as u64);
-    let predicted = Runner::predicted_activation_bytes(engine.model());
+    let predicted = engine.predicted_activation_bytes();
     progress.message(&format!(
         "model      {name} ({}): {} parameters, {} layers, vocabulary {}",
         model.config.model_type(),

@@ -22,6 +22,7 @@ const LIMIT: Duration = Duration::from_secs(15 * 60);
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
 cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments
+cargo xtask mutations  faults put into sums over ranks, each of which a test must notice
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration
@@ -31,6 +32,10 @@ fn main() -> ExitCode {
     let result = match env::args().nth(1).as_deref() {
         Some("ci") => ci(),
         Some("mpi") => mpi::check(),
+        Some("mutations") => run(
+            "cargo test --workspace --features lockstep-testkit/mutations --test mutations -- --nocapture",
+            &[],
+        ),
         Some("docs") => run(
             "cargo test --quiet -p lockstep-train --test configuration the_manual_is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],

@@ -1,6 +1,7 @@
 //! One rank's training state and the steps that change it.
 
 use lockstep_comm::CommError;
+use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
@@ -238,6 +239,7 @@ impl Engine {
         let mut values = vec![0.0; PART.min(record.local_elements())];
         let mut place = 0;
         for (first, len) in record.share.stretches(&record.shape) {
+            let first = if active(Mutation::WeightsFromFirstElement) { 0 } else { first };
             for start in (0..len).step_by(PART) {
                 let part = &mut values[..PART.min(len - start)];
                 self.queue.fill(part, |offset, part| {
@@ -461,7 +463,7 @@ impl Engine {
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
-            if self.speaks_for(id) {
+            if self.speaks_for(id) || active(Mutation::NormCountsCopies) {
                 sum.merge(&self.queue.sum_of_squares(self.gradients.view(id)).wait());
             }
         }

@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 use lockstep_comm::CommError;
+use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, Kernels, TensorError, View, Write};
 
@@ -141,7 +142,7 @@ impl Gradients {
     pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) {
         self.zero_untouched(queue, unit);
         for Tied { output, embedding, .. } in &mut self.tied {
-            if self.units[embedding.table().0] == unit {
+            if self.units[embedding.table().0] == unit && !active(Mutation::TiedRowsNotAdded) {
                 embedding.add_to(queue, self.store.view(*output));
                 embedding.clear();
             }
@@ -164,8 +165,9 @@ impl Gradients {
         for Stretch { buffer, bytes, summands } in sums.get(unit).into_iter().flatten() {
             reducer.start(store.unit_mut(*buffer), bytes.clone(), *summands)?;
         }
-        for Tied { embedding, summands, .. } in
-            tied.iter_mut().filter(|tied| units[tied.embedding.table().0] == unit)
+        for Tied { embedding, summands, .. } in tied
+            .iter_mut()
+            .filter(|tied| units[tied.embedding.table().0] == unit && !active(Mutation::TiedRowsNotSummed))
         {
             let (rows, bytes) = embedding.gradient_mut();
             reducer.start(rows, 0..bytes, *summands)?;

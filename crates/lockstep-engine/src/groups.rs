@@ -5,6 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
 use lockstep_graph::Peers;
+use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{Axis, Mesh, ParameterRecord, TensorPlace, exact::ExactSum};
 use lockstep_tensor::View;
 
@@ -122,7 +123,8 @@ impl Groups {
     /// [`CommError`].
     pub(crate) fn sum_over_model(&self, sum: &ExactSum) -> Result<ExactSum, CommError> {
         let mut words = sum.to_words();
-        if let Some(World { model: Some(group), options, .. }) = &self.world {
+        let world = self.world.as_ref().filter(|_| !active(Mutation::NormOfOwnShards));
+        if let Some(World { model: Some(group), options, .. }) = world {
             group.all_reduce(&mut words[..], ReduceOp::Sum, Deadline::after(options.limit))?;
         }
         Ok(ExactSum::from_words(&words))

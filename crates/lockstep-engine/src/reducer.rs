@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
+use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::{Buffer, Workers};
 
@@ -75,7 +76,8 @@ impl Reducer {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn mark_all(&mut self, marks: &mut [u8], summands: usize) -> Result<(), CommError> {
-        let Some(group) = self.group(summands) else { return Ok(()) };
+        let group = self.group(summands).filter(|_| !active(Mutation::MarksNotAgreed));
+        let Some(group) = group else { return Ok(()) };
         let begin = Instant::now();
         let bytes = bytes_sent(&group, marks.len());
         group.all_reduce(marks, ReduceOp::Max, Deadline::after(self.limit))?;
@@ -95,7 +97,9 @@ impl Reducer {
         range: Range<usize>,
         summands: usize,
     ) -> Result<(), CommError> {
-        let Some(group) = self.group(summands) else { return Ok(()) };
+        let left_out =
+            if summands > 1 { Mutation::SharedGradientsNotSummed } else { Mutation::ReplicasNotSummed };
+        let Some(group) = self.group(summands).filter(|_| !active(left_out)) else { return Ok(()) };
         let begin = Instant::now();
         let is_in_background = group.is_in_background();
         for start in range.clone().step_by(self.bucket_bytes) {

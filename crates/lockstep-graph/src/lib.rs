@@ -20,9 +20,12 @@
 
 mod backward;
 mod cost;
+mod exchange;
 mod layout;
 mod loss;
 mod low_rank;
+#[doc(hidden)]
+pub mod mutation;
 mod operation;
 mod peers;
 mod program;

@@ -7,6 +7,7 @@ use lockstep_comm::CommError;
 use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 
 use crate::{
+    mutation::Mutation,
     operation::{Operation, SplitLoss},
     replay::Run,
 };
@@ -72,14 +73,13 @@ impl<'a> Run<'a> {
     /// of all logits of each token, f32 `[tokens]`.
     fn split_losses(&self, part: &PartialLoss<'a>, split: SplitLoss) -> Result<View<'a>, CommError> {
         let SplitLoss { first_column, statistics, gathered, log_sum_exp } = split;
-        let (queue, peers, tokens) = (self.replay.queue, self.peers(), part.tokens.len());
-        let ranks = peers.group.size();
+        let (queue, ranks, tokens) = (self.replay.queue, self.peers().group.size(), part.tokens.len());
         let first = |value, elements: usize| self.flat(value).rows(0..elements);
         let statistics = first(statistics, 3 * tokens).reshape([3, tokens]);
         let gathered = first(gathered, 3 * ranks * tokens).reshape([ranks, 3, tokens]);
         let log_sum_exp = first(log_sum_exp, tokens);
         queue.softmax_statistics(part.logits, part.labels, first_column, statistics);
-        peers.gather(statistics, gathered)?;
+        self.gather(statistics, gathered, Mutation::StatisticsNotGathered)?;
         queue.merge_softmax(gathered, part.labels, log_sum_exp, part.losses);
         Ok(log_sum_exp)
     }

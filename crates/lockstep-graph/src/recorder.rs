@@ -14,6 +14,7 @@ use crate::{
     Program, Recompute, Split,
     layout::Layout,
     low_rank::Narrow,
+    mutation::{Mutation, active},
     operation::{AttentionOperation, Operation, SplitLoss, TokenRange},
 };
 
@@ -182,7 +183,8 @@ impl Recorder {
         };
         let initializer = Initializer::Normal { std };
         let table = self.parameter_shared(format!("{name}.weight"), &[rows, columns], initializer, share);
-        let first_id = share.shard.map_or(0, |shard| shard.start as u32);
+        let shard = share.shard.filter(|_| !active(Mutation::VocabularyFromZero));
+        let first_id = shard.map_or(0, |shard| shard.start as u32);
         let y = self.value_in(columns, layout);
         let tokens = self.tokens_of(layout);
         self.operations.push(Operation::Embedding { input, table, first_id, tokens, y });
@@ -235,7 +237,8 @@ impl Recorder {
         });
         let y = self.value_in(out_features, layout);
         // Of summands one has the bias in it.
-        let adds_bias = layout != Layout::Summands || self.place.rank == 0;
+        let is_whole = layout != Layout::Summands || active(Mutation::BiasOnEveryRank);
+        let adds_bias = is_whole || self.place.rank == 0;
         self.operations.push(Operation::Linear { x, weight, bias, adds_bias, y });
         self.settled(y)
     }
@@ -308,7 +311,8 @@ impl Recorder {
         assert!(fits && of_keys == self.layout(v), "attention of {of_queries:?} to {of_keys:?}");
         let held = |value: Value| self.values[value.0].columns / head_dim;
         let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
-        let first_head = if of_queries == Layout::Whole { 0 } else { self.place.rank * shape.heads };
+        let from_first = of_queries == Layout::Whole || active(Mutation::DropoutFromFirstHead);
+        let first_head = if from_first { 0 } else { self.place.rank * shape.heads };
         let dropout = self.dropout_site(dropout);
         let y = self.value_like(q, heads * head_dim);
         let log_sum_exp = self.statistic(q, shape.heads);

@@ -13,8 +13,8 @@ use crate::{
     BatchInput, DropoutSite, ParameterIndex, Peers, Program, Trace, Value,
     backward::{Gradient, GradientBuffer},
     cost::Stage,
-    layout::Exchange,
     loss::PartialLoss,
+    mutation::{Mutation, active},
     operation::{AttentionOperation, AttentionShape, Operation, TokenRange},
     program::{Instruction, Phase},
     recorder::ValueInfo,
@@ -266,13 +266,7 @@ impl<'a> Run<'a> {
                 queue.dropout(self.dropout(dropout), places, first_feature, self.value(x), self.value(y));
             }
             Operation::Exchange { exchange, x, y } => {
-                let (x, y) = (self.value(x), self.value(y));
-                match exchange {
-                    Exchange::SumGradients => unreachable!("its output is its input"),
-                    Exchange::GatherTokens => self.peers().gather(x, y)?,
-                    Exchange::Sum => self.sum(x, y)?,
-                    Exchange::SumTokens => self.peers().sum_rows(x, y)?,
-                }
+                self.exchange(exchange, self.value(x), self.value(y))?;
             }
             Operation::OutputLoss { .. } => self.output_loss(operation, |part| self.losses(&part))?,
         }
@@ -361,12 +355,7 @@ impl<'a> Run<'a> {
             Operation::Dropout { dropout, tokens, first_feature, .. } => {
                 queue.dropout(self.dropout(dropout), self.places(tokens), first_feature, dy, target(0));
             }
-            Operation::Exchange { exchange, .. } => match exchange {
-                Exchange::SumGradients => self.sum(dy, target(0))?,
-                Exchange::GatherTokens => self.peers().sum_rows(dy, target(0))?,
-                Exchange::SumTokens => self.peers().gather(dy, target(0))?,
-                Exchange::Sum => unreachable!("the gradient of its input is that of its output"),
-            },
+            Operation::Exchange { exchange, .. } => self.exchange_gradient(exchange, dy, target(0))?,
             Operation::Embedding { .. } | Operation::Add { .. } | Operation::OutputLoss { .. } => {
                 unreachable!("no such instruction is derived: {operation:?}")
             }
@@ -429,14 +418,6 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// `y = ` the sum of `x` over the ranks; may be in place.
-    fn sum(&self, x: View<'_>, y: View<'_>) -> Result<(), CommError> {
-        if x.as_ptr() != y.as_ptr() {
-            self.replay.queue.cast(x, y);
-        }
-        self.peers().sum(y)
-    }
-
     fn attention(&self, operation: AttentionOperation) {
         let AttentionOperation { q, k, v, shape, y, log_sum_exp, .. } = operation;
         let queue = self.replay.queue;
@@ -482,7 +463,8 @@ impl<'a> Run<'a> {
 
     /// Where the rows of some tokens stand in their sequences.
     fn places(&self, tokens: TokenRange) -> TokenPlaces {
-        TokenPlaces { first_row: tokens.first, ..TokenPlaces::whole(self.program.shape.seq_len) }
+        let first_row = if active(Mutation::DropoutFromFirstToken) { 0 } else { tokens.first };
+        TokenPlaces { first_row, ..TokenPlaces::whole(self.program.shape.seq_len) }
     }
 
     fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {
@@ -524,7 +506,8 @@ impl<'a> Run<'a> {
             BatchInput::Ids => self.replay.batch.ids,
             BatchInput::Positions => self.replay.batch.positions,
         };
-        all.rows(tokens.first..tokens.first + tokens.len)
+        let first = if active(Mutation::PositionsFromZero) { 0 } else { tokens.first };
+        all.rows(first..first + tokens.len)
     }
 
     pub(crate) fn peers(&self) -> Peers<'a> {

@@ -33,6 +33,7 @@ pub const GPT2: TinyModel = TinyModel {
         "model.n_embd=32",
         "model.n_head=4",
         "model.n_positions=16",
+        "model.bias=true",
         "train.dropout=0.1",
     ],
 };

@@ -9,6 +9,7 @@ use lockstep_comm::{
     Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
 };
 use lockstep_engine::{Engine, GroupOptions, Groups, StateKind};
+use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{Axis, MemoryCategory, Mesh};
 use lockstep_tensor::Arena;
@@ -219,7 +220,9 @@ impl Ranks {
     fn sum_of<const N: usize>(&self, shares: &[[u64; N]]) -> (f64, u64) {
         let counted = |axes: &'static [Axis]| {
             let shares = shares.iter().enumerate();
-            shares.filter(|(rank, _)| self.is_first_along(axes, *rank)).map(|(_, share)| share)
+            let is_counted =
+                |rank: usize| self.is_first_along(axes, rank) || active(Mutation::EveryRankCounts);
+            shares.filter(move |(rank, _)| is_counted(*rank)).map(|(_, share)| share)
         };
         let loss = counted(&[Axis::Tensor]).map(|share| f64::from_bits(share[0])).sum();
         (loss, counted(&[Axis::Pipeline, Axis::Context, Axis::Tensor]).map(|share| share[1]).sum())

@@ -11,6 +11,7 @@ use std::time::Instant;
 use lockstep_checkpoint::{CommitObserver, RunLock, prepare_directory};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Update};
+use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, Cost};
 use serde_json::Value;
 
@@ -204,7 +205,7 @@ pub(crate) fn run(
         samples_consumed: counters.samples,
         global_batch: config.train.global_batch as u64,
         micro_batch: config.micro_batch() as u64,
-        replica: ranks.replica() as u64,
+        replica: if active(Mutation::SamplesOfFirstReplica) { 0 } else { ranks.replica() as u64 },
         replicas: ranks.replicas() as u64,
     };
     cursor.validate()?;
@@ -449,7 +450,7 @@ impl Run<'_> {
             self.micro_batches.push(batch);
         }
         let (_, of_all) = self.ranks.sum(0.0, valid_tokens)?;
-        Ok(of_all)
+        Ok(if active(Mutation::OwnTokensOnly) { valid_tokens } else { of_all })
     }
 
     /// A step that must not change the weights: counts it, tells of it, and goes back if there were too many.

@@ -1,0 +1,69 @@
+//! Exchanges between the ranks that share a block, as they are replayed.
+
+use lockstep_comm::CommError;
+use lockstep_tensor::View;
+
+use crate::{
+    layout::Exchange,
+    mutation::{Mutation, active},
+    replay::Run,
+};
+
+impl Run<'_> {
+    /// `y` is `x` in another layout.
+    pub(crate) fn exchange(&self, exchange: Exchange, x: View<'_>, y: View<'_>) -> Result<(), CommError> {
+        match exchange {
+            Exchange::SumGradients => unreachable!("its output is its input"),
+            Exchange::GatherTokens => self.gather(x, y, Mutation::TokensNotGathered),
+            Exchange::Sum => self.sum(x, y, Mutation::SummandsNotSummed),
+            Exchange::SumTokens => self.sum_rows(x, y, Mutation::SummandsOfTokensNotSummed),
+        }
+    }
+
+    /// `dx` is the gradient of the value whose gradient in another layout is `dy`.
+    pub(crate) fn exchange_gradient(
+        &self,
+        exchange: Exchange,
+        dy: View<'_>,
+        dx: View<'_>,
+    ) -> Result<(), CommError> {
+        match exchange {
+            Exchange::SumGradients => self.sum(dy, dx, Mutation::GradientsNotSummed),
+            Exchange::GatherTokens => self.sum_rows(dy, dx, Mutation::GatheredGradientsNotSummed),
+            Exchange::SumTokens => self.gather(dy, dx, Mutation::GradientsOfTokensNotGathered),
+            Exchange::Sum => unreachable!("the gradient of its input is that of its output"),
+        }
+    }
+
+    /// `y = ` the sum of `x` over the ranks; may be in place.
+    fn sum(&self, x: View<'_>, y: View<'_>, left_out: Mutation) -> Result<(), CommError> {
+        if x.as_ptr() != y.as_ptr() {
+            self.replay.queue.cast(x, y);
+        }
+        if active(left_out) {
+            return Ok(());
+        }
+        self.peers().sum(y)
+    }
+
+    /// `rows = ` those of the sum of `summands` over the ranks that are this rank's.
+    fn sum_rows(&self, summands: View<'_>, rows: View<'_>, left_out: Mutation) -> Result<(), CommError> {
+        if active(left_out) {
+            let (len, rank) = (rows.shape().as_matrix().0, self.peers().group.rank());
+            self.replay.queue.cast(summands.rows(rank * len..(rank + 1) * len), rows);
+            return Ok(());
+        }
+        self.peers().sum_rows(summands, rows)
+    }
+
+    /// `all = ` the `part` of each rank, one after the other.
+    pub(crate) fn gather(&self, part: View<'_>, all: View<'_>, left_out: Mutation) -> Result<(), CommError> {
+        if active(left_out) {
+            let (len, parts) = (part.elements(), all.elements() / part.elements());
+            let (part, all) = (part.reshape([1, len]), all.reshape([parts, len]));
+            (0..parts).for_each(|to| self.replay.queue.cast(part, all.rows(to..to + 1)));
+            return Ok(());
+        }
+        self.peers().gather(part, all)
+    }
+}

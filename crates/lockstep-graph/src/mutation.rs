@@ -1,0 +1,106 @@
+//! Faults that a test puts in, to see whether it would be noticed: each is a sum left out or a number taken from the wrong place.
+//!
+//! Without the feature `mutations`, which nothing but that test asks for, none can be active and the compiler removes the
+//! places where they would act.
+
+/// A fault. What it is said to do happens on every rank alike, so that none waits for an operation that others leave out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Mutation {
+    /// The gradients of what all ranks read are not summed.
+    GradientsNotSummed = 1,
+    /// The tokens of other ranks are taken to be the own ones.
+    TokensNotGathered,
+    /// Of the gradients of gathered tokens only the own summand counts.
+    GatheredGradientsNotSummed,
+    /// Of summands only the own one counts.
+    SummandsNotSummed,
+    /// Of summands of the own tokens only the own one counts.
+    SummandsOfTokensNotSummed,
+    /// The gradients of other ranks' tokens are taken to be the own ones.
+    GradientsOfTokensNotGathered,
+    /// The softmax statistics of other parts of the vocabulary are taken to be the own ones.
+    StatisticsNotGathered,
+    /// Each summand has the bias in it.
+    BiasOnEveryRank,
+    /// Every part of a vocabulary is looked up as if it began with token 0.
+    VocabularyFromZero,
+    /// Tokens are at the positions that they have among the rank's own.
+    PositionsFromZero,
+    /// Dropout masks are those of the first heads.
+    DropoutFromFirstHead,
+    /// Dropout masks are those of the first tokens.
+    DropoutFromFirstToken,
+    /// Gradients of which tensor-parallel ranks have summands are not summed.
+    SharedGradientsNotSummed,
+    /// Gradients are not summed over replicas.
+    ReplicasNotSummed,
+    /// What an embedding contributes to a tied table is not summed over ranks.
+    TiedRowsNotSummed,
+    /// What an embedding contributes to a tied table is left out.
+    TiedRowsNotAdded,
+    /// Ranks do not agree on the rows that embeddings look up.
+    MarksNotAgreed,
+    /// The gradient norm is that of the own shards.
+    NormOfOwnShards,
+    /// The gradient norm counts what several ranks hold once for each.
+    NormCountsCopies,
+    /// Initial weights of a shard are those of the tensor's first elements.
+    WeightsFromFirstElement,
+    /// 1/G counts the own replica's tokens only.
+    OwnTokensOnly,
+    /// Tokens and losses of all ranks are summed, not those of one rank of each replica.
+    EveryRankCounts,
+    /// All replicas read the samples of the first.
+    SamplesOfFirstReplica,
+}
+
+impl Mutation {
+    /// All of them.
+    pub const ALL: [Self; 23] = [
+        Self::GradientsNotSummed,
+        Self::TokensNotGathered,
+        Self::GatheredGradientsNotSummed,
+        Self::SummandsNotSummed,
+        Self::SummandsOfTokensNotSummed,
+        Self::GradientsOfTokensNotGathered,
+        Self::StatisticsNotGathered,
+        Self::BiasOnEveryRank,
+        Self::VocabularyFromZero,
+        Self::PositionsFromZero,
+        Self::DropoutFromFirstHead,
+        Self::DropoutFromFirstToken,
+        Self::SharedGradientsNotSummed,
+        Self::ReplicasNotSummed,
+        Self::TiedRowsNotSummed,
+        Self::TiedRowsNotAdded,
+        Self::MarksNotAgreed,
+        Self::NormOfOwnShards,
+        Self::NormCountsCopies,
+        Self::WeightsFromFirstElement,
+        Self::OwnTokensOnly,
+        Self::EveryRankCounts,
+        Self::SamplesOfFirstReplica,
+    ];
+}
+
+#[cfg(feature = "mutations")]
+static ACTIVE: std::sync::atomic::AtomicU8 = std::sync::atomic::AtomicU8::new(0);
+
+/// Puts a fault into the whole process, or takes it out.
+#[cfg(feature = "mutations")]
+pub fn activate(mutation: Option<Mutation>) {
+    ACTIVE.store(mutation.map_or(0, |mutation| mutation as u8), std::sync::atomic::Ordering::SeqCst);
+}
+
+/// Whether the fault is in.
+#[cfg(feature = "mutations")]
+pub fn active(mutation: Mutation) -> bool {
+    ACTIVE.load(std::sync::atomic::Ordering::SeqCst) == mutation as u8
+}
+
+/// Whether the fault is in: no.
+#[cfg(not(feature = "mutations"))]
+pub const fn active(_: Mutation) -> bool {
+    false
+}

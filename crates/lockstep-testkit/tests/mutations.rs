@@ -1,0 +1,68 @@
+//! A test of the parity matrix: whatever sum is left out or number is taken from the wrong place, some plan notices.
+//!
+//! `cargo xtask mutations` runs it; the faults are compiled in with the feature `mutations` only.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use lockstep_graph::mutation::{Mutation, activate};
+use lockstep_testkit::parity::{GPT2, LLAMA, TinyModel, Workbench};
+use lockstep_train::verify::Tolerance;
+
+/// Biases are zero at first: only after a step do they differ. Plain gradient descent keeps rounding small.
+const STEPS: [&str; 5] = [
+    "train.steps=3",
+    "optimizer.kind=sgd",
+    "optimizer.lr=0.5",
+    "schedule.kind=constant",
+    "schedule.warmup_steps=0",
+];
+
+/// A few of the matrix, the most general first.
+fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
+    let all = [
+        "parallel.tensor_parallel=2",
+        "parallel.sequence_parallel=true",
+        "parallel.data_parallel_replicate=2",
+    ];
+    vec![
+        (GPT2, all.to_vec()),
+        (LLAMA, all.to_vec()),
+        (GPT2, vec!["parallel.tensor_parallel=2"]),
+        (LLAMA, vec!["parallel.tensor_parallel=4"]),
+        (GPT2, [&["parallel.tensor_parallel=2"], &STEPS[..]].concat()),
+        // Few tokens, so that the replicas look up different rows.
+        (LLAMA, vec!["parallel.data_parallel_replicate=2", "train.global_batch=2"]),
+    ]
+}
+
+#[test]
+fn every_fault_is_noticed_by_a_plan() {
+    let bench = Workbench::new().unwrap();
+    // The numbers of one rank are computed here, once and without a fault.
+    for (model, plan) in plans() {
+        let lines = bench.differences(model, &plan, Tolerance::F32).unwrap();
+        assert!(
+            lines.is_empty(),
+            "without a fault: {}, {}: {}",
+            model.name,
+            plan.join(" "),
+            lines.join("\n")
+        );
+    }
+    let mut unnoticed = Vec::new();
+    for mutation in Mutation::ALL {
+        activate(Some(mutation));
+        let noticed = plans().into_iter().find_map(|(model, plan)| {
+            let words = match bench.differences(model, &plan, Tolerance::F32) {
+                Ok(lines) => lines.into_iter().next()?,
+                Err(error) => error.to_string(),
+            };
+            Some(format!("{}, {}: {words}", model.name, plan.join(" ")))
+        });
+        activate(None);
+        match noticed {
+            Some(how) => println!("{mutation:?}: {how}"),
+            None => unnoticed.push(mutation),
+        }
+    }
+    assert!(unnoticed.is_empty(), "no plan notices {unnoticed:?}");
+}

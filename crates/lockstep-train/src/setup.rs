@@ -215,8 +215,10 @@ type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
 
 /// Loads the weights that `read` hands over.
 fn load_weights(engine: &mut Engine, read: impl FnOnce(Sink<'_>) -> Result<(), Error>) -> Result<(), Error> {
+    // Also those that other stages of a pipeline hold: this one passes them over.
+    let owned = engine.records().iter().enumerate().filter(|(_, record)| record.tie.is_none());
     let ids: HashMap<String, ParameterId> =
-        engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
+        owned.map(|(index, record)| (record.name.clone(), ParameterId(index))).collect();
     let mut missing: BTreeSet<String> = ids.keys().filter(|name| !Adapter::owns(name)).cloned().collect();
     let mut left_over = Vec::new();
     read(&mut |name, values| -> Result<(), Error> {

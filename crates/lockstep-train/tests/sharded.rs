@@ -436,6 +436,27 @@ fn a_checkpoint_of_ranks_that_share_the_model_is_exported_as_that_of_one_rank() 
 }
 
 #[test]
+fn pretrained_weights_are_read_by_ranks_that_share_the_model() {
+    let bench = Bench::new();
+    bench.run(("two", LLAMA), Plan(2, 1, false), &["train.steps=2"]);
+    let exported = bench.path("exported");
+    let checkpoint = Checkpoint::open(&bench.step("two", 2)).unwrap();
+    let directory = ModelDirectory::of_checkpoint(checkpoint).unwrap();
+    directory.export_hf(lockstep_checkpoint::DType::F32, &exported).unwrap();
+    let run = LLAMA.split_once("[train]").unwrap().1;
+    let model = format!("[model]\npath = {exported:?}\nfrom_pretrained = true\n[train]{run}");
+    bench.run(("alone", &model), ONE_RANK, &[]);
+    bench.run(("tensor", &model), Plan(2, 1, true), &[]);
+    bench.run(("pipeline", &model), ONE_RANK, &["parallel.pipeline_parallel=2"]);
+    for run in ["tensor", "pipeline"] {
+        for (found, expected) in bench.losses(run).iter().zip(bench.losses("alone")) {
+            assert!((found - expected).abs() <= 1e-5 * expected, "{run}: {found}, on one rank {expected}");
+        }
+        assert_eq!(bench.losses(run).len(), 6, "{run}");
+    }
+}
+
+#[test]
 fn a_rank_that_cannot_write_costs_the_checkpoint_and_not_the_run() {
     let bench = Bench::new();
     let cases = [

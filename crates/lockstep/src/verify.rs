@@ -33,7 +33,7 @@ pub(crate) struct Arguments {
     /// Set a value of the configuration, e.g. --set parallel.tensor_parallel=2
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     settings: Vec<String>,
-    /// A plan file, which says what [parallel] and train.micro_batch would
+    /// A plan file, which says what the keys of parallel and train.micro_batch would
     #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
     plan: Option<PathBuf>,
     /// Steps that are compared, from the run's first on

@@ -53,7 +53,7 @@ pub struct Update {
 /// Where a micro-batch stands in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
-    BeforeOthers,
+    Earlier,
     Last,
 }
 
@@ -328,7 +328,7 @@ impl Engine {
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> Result<f64, CommError> {
-        self.micro_batch(batch, seed_gradient, Place::BeforeOthers)
+        self.micro_batch(batch, seed_gradient, Place::Earlier)
     }
 
     /// Forward and backward of all micro-batches of a step; returns the sum of their losses. `seed_gradient` is `1 / G`.
@@ -357,7 +357,7 @@ impl Engine {
         let mut batches = batches.peekable();
         let mut loss_sum = 0.0;
         while let Some(batch) = batches.next() {
-            let place = if batches.peek().is_some() { Place::BeforeOthers } else { Place::Last };
+            let place = if batches.peek().is_some() { Place::Earlier } else { Place::Last };
             loss_sum += self.micro_batch(&batch, seed_gradient, place)?;
         }
         self.complete_gradients();

@@ -92,11 +92,8 @@ impl Recorder {
 
     /// The layout of values between the products: those that blocks hand on.
     pub(crate) fn stream(&self) -> Layout {
-        match self.place {
-            TensorPlace { ranks: 1, .. } => Layout::Whole,
-            TensorPlace { splits_tokens: true, .. } => Layout::Tokens,
-            TensorPlace { .. } => Layout::Whole,
-        }
+        let TensorPlace { ranks, splits_tokens, .. } = self.place;
+        if ranks > 1 && splits_tokens { Layout::Tokens } else { Layout::Whole }
     }
 
     /// Tokens of a micro-batch that this rank holds of a value in `layout`.

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use lockstep_comm::{World, WorldOptions};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::verify::{
-    Difference, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, numbers, sample_text,
+    Comparison, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, numbers, sample_text,
 };
 use lockstep_train::{Error, Ranks, RunConfig};
 
@@ -150,8 +150,7 @@ impl Workbench {
                 expected
             }
         };
-        let differences = found.differences(&expected, tolerance);
-        let mut lines: Vec<String> = differences.iter().map(Difference::to_string).collect();
+        let mut lines = Comparison::of_f32(&found, &expected, tolerance).failures;
         if !lines.is_empty() {
             let set = model.settings.iter().chain(plan).map(|setting| format!(" --set {setting}"));
             lines.push(format!("again: lockstep verify{}", set.collect::<String>()));

@@ -7,7 +7,7 @@
 
 use serde::Serialize;
 
-use crate::verify::{Difference, Numbers, Tolerance, norm};
+use crate::verify::{Numbers, Tolerance};
 
 /// How far a plan in bf16 or f16 may lie from one rank in f32, against how far one rank in that type does.
 pub const NARROW_FACTOR: f64 = 1.5;
@@ -51,6 +51,19 @@ pub struct ComparedGradient {
     pub difference: f64,
     /// How large that may be.
     pub allowed: f64,
+    /// Where it differs most; none for the whole model, or a parameter that is not the same on both sides.
+    pub worst: Option<ComparedElement>,
+}
+
+/// One element of a gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ComparedElement {
+    /// Its index in the parameter.
+    pub index: usize,
+    /// The plan's.
+    pub plan: f32,
+    /// One rank's.
+    pub one_rank: f32,
 }
 
 /// A plan's numbers and one rank's.
@@ -74,11 +87,16 @@ impl Comparison {
             let difference = (plan - one_rank).abs() / one_rank.abs();
             ComparedStep { step: index + 1, what, plan, one_rank, f32: None, difference, allowed }
         };
+        let steps = steps(plan, one_rank, compared);
         let of_model = norm_of_model(one_rank);
         let gradients =
             gradients(plan, one_rank, |_, own| tolerance.gradient * own + tolerance.model * of_model);
-        let failures = plan.differences(one_rank, tolerance).iter().map(Difference::to_string).collect();
-        Self { steps: steps(plan, one_rank, compared), gradients, failures }.sorted()
+        let mut failures = failures(&steps, &gradients);
+        let (made, expected) = (plan.steps.len(), one_rank.steps.len());
+        if made != expected {
+            failures.push(format!("{made} steps were made, on one rank {expected}"));
+        }
+        Self { steps, gradients, failures }.sorted()
     }
 
     /// A plan in a narrower type beside one rank in that type, both against one rank in f32.
@@ -105,11 +123,9 @@ impl Comparison {
             norm: of_model,
             difference: error_of_model(plan, exact),
             allowed: NARROW_FACTOR * relative * of_model,
+            worst: None,
         };
-        let mut failures: Vec<String> =
-            steps.iter().filter(|step| !step.is_within()).map(ComparedStep::failure).collect();
-        let wide = gradients.iter().chain([&whole]).filter(|gradient| gradient.is_outside());
-        failures.extend(wide.map(ComparedGradient::failure));
+        let failures = failures(&steps, gradients.iter().chain([&whole]));
         let mut comparison = Self { steps, gradients, failures }.sorted();
         comparison.gradients.insert(0, whole);
         comparison
@@ -154,9 +170,22 @@ impl ComparedGradient {
     }
 
     fn failure(&self) -> String {
-        let Self { name, difference, allowed, .. } = self;
-        format!("gradient of {name}: differs by {difference:.3e}, allowed is {allowed:.3e}")
+        let Self { name, difference, allowed, worst, .. } = self;
+        let element = worst.map_or(String::new(), |ComparedElement { index, plan, one_rank }| {
+            format!("; element {index} is {plan:e}, on one rank {one_rank:e}")
+        });
+        format!("gradient of {name}: differs by {difference:.3e}, allowed is {allowed:.3e}{element}")
     }
+}
+
+/// What lies too far apart, in words.
+fn failures<'a>(
+    steps: &[ComparedStep],
+    gradients: impl IntoIterator<Item = &'a ComparedGradient>,
+) -> Vec<String> {
+    let steps = steps.iter().filter(|step| !step.is_within()).map(ComparedStep::failure);
+    let gradients = gradients.into_iter().filter(|gradient| gradient.is_outside());
+    steps.chain(gradients.map(ComparedGradient::failure)).collect()
 }
 
 fn steps(
@@ -174,13 +203,31 @@ fn steps(
 }
 
 fn gradients(plan: &Numbers, measure: &Numbers, allowed: impl Fn(&str, f64) -> f64) -> Vec<ComparedGradient> {
-    let names = measure.gradients.iter();
-    let compared = |(name, gradient): (&String, &Vec<f32>)| {
-        let own = norm(gradient.iter().map(|g| f64::from(*g)));
-        let difference = distance(plan.gradients.get(name), Some(gradient));
-        ComparedGradient { name: name.clone(), norm: own, difference, allowed: allowed(name, own) }
+    let of_plan_alone = plan.gradients.keys().filter(|name| !measure.gradients.contains_key(*name));
+    let compared = |name: &String| {
+        let (found, expected) = (plan.gradients.get(name), measure.gradients.get(name));
+        let own = norm(expected.into_iter().flatten().map(|g| f64::from(*g)));
+        ComparedGradient {
+            name: name.clone(),
+            norm: own,
+            difference: distance(found, expected),
+            allowed: allowed(name, own),
+            worst: worst(found, expected),
+        }
     };
-    names.map(compared).collect()
+    measure.gradients.keys().chain(of_plan_alone).map(compared).collect()
+}
+
+/// The element that differs most.
+fn worst(plan: Option<&Vec<f32>>, one_rank: Option<&Vec<f32>>) -> Option<ComparedElement> {
+    let pairs = plan?.iter().zip(one_rank?).enumerate();
+    let apart = |(_, (plan, one_rank)): &(usize, (&f32, &f32))| (**plan - **one_rank).abs();
+    let (index, (plan, one_rank)) = pairs.max_by(|a, b| apart(a).total_cmp(&apart(b)))?;
+    Some(ComparedElement { index, plan: *plan, one_rank: *one_rank })
+}
+
+fn norm(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(|value| value * value).sum::<f64>().sqrt()
 }
 
 /// Norm of the difference; NaN if it is not the same parameter.

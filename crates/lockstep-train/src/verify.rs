@@ -16,7 +16,7 @@ use crate::progress::Progress;
 use crate::trainer::{Leaves, run};
 use crate::{Error, Ranks, Resume, RunConfig, StepObserver};
 
-pub use crate::comparison::{ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR};
+pub use crate::comparison::{ComparedElement, ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR};
 
 /// What a run computed.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -43,101 +43,6 @@ pub struct Tolerance {
 impl Tolerance {
     /// What f32 plans keep to.
     pub const F32: Self = Self { first: 1e-5, later: 1e-4, gradient: 1e-5, model: 1e-7 };
-}
-
-/// A number that lies too far from one rank's.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Difference {
-    /// Of a step.
-    Step {
-        /// Its number, from 1.
-        step: usize,
-        /// `loss` or `gradient norm`.
-        what: &'static str,
-        /// The plan's and one rank's.
-        found: [f64; 2],
-    },
-    /// The gradient of a parameter in the first step.
-    Gradient {
-        /// The parameter.
-        name: String,
-        /// Norm of the difference, and how large it may be.
-        norm: [f64; 2],
-        /// The element that differs most, with the plan's and one rank's value.
-        element: usize,
-        /// See there.
-        found: [f32; 2],
-    },
-    /// A parameter that only one of both has, or in another size.
-    Parameter {
-        /// Its name.
-        name: String,
-    },
-}
-
-impl std::fmt::Display for Difference {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Step { step, what, found: [plan, alone] } => {
-                write!(f, "step {step}: {what} {plan}, on one rank {alone}")
-            }
-            Self::Gradient { name, norm: [norm, allowed], element, found: [plan, alone] } => write!(
-                f,
-                "gradient of {name}: differs by {norm:.3e}, allowed is {allowed:.3e}; element {element} is {plan:e}, on one \
-                 rank {alone:e}"
-            ),
-            Self::Parameter { name } => write!(f, "{name}: not the same parameter on one rank"),
-        }
-    }
-}
-
-impl Numbers {
-    /// Where these numbers lie too far from those of one rank.
-    pub fn differences(&self, alone: &Self, tolerance: Tolerance) -> Vec<Difference> {
-        let mut differences = Vec::new();
-        for (index, (found, expected)) in self.steps.iter().zip(&alone.steps).enumerate() {
-            let allowed = if index == 0 { tolerance.first } else { tolerance.later };
-            for (what, (found, expected)) in
-                ["loss", "gradient norm"].into_iter().zip(found.iter().zip(expected))
-            {
-                // The norm of later steps has wandered further than the loss: it is shown, and not judged.
-                let is_judged = index == 0 || what == "loss";
-                let is_near = (found - expected).abs() <= allowed * expected.abs();
-                if is_judged && !is_near {
-                    differences.push(Difference::Step { step: index + 1, what, found: [*found, *expected] });
-                }
-            }
-        }
-        let of_model = norm(alone.gradients.values().flatten().map(|g| f64::from(*g)));
-        for name in
-            self.gradients.keys().chain(alone.gradients.keys().filter(|n| !self.gradients.contains_key(*n)))
-        {
-            let (Some(found), Some(expected)) = (self.gradients.get(name), alone.gradients.get(name)) else {
-                differences.push(Difference::Parameter { name: name.clone() });
-                continue;
-            };
-            if found.len() != expected.len() {
-                differences.push(Difference::Parameter { name: name.clone() });
-                continue;
-            }
-            let apart = |(a, b): (&f32, &f32)| f64::from(*a) - f64::from(*b);
-            let distance = norm(found.iter().zip(expected).map(apart));
-            let own = norm(expected.iter().map(|g| f64::from(*g)));
-            let allowed = tolerance.gradient * own + tolerance.model * of_model;
-            if distance.is_nan() || distance > allowed {
-                let worst = |index: &usize| apart((&found[*index], &expected[*index])).abs();
-                let element = (0..found.len()).max_by(|a, b| worst(a).total_cmp(&worst(b))).unwrap_or(0);
-                let found = [found[element], expected[element]];
-                let norm = [distance, allowed];
-                differences.push(Difference::Gradient { name: name.clone(), norm, element, found });
-            }
-        }
-        differences
-    }
-}
-
-pub(crate) fn norm(values: impl Iterator<Item = f64>) -> f64 {
-    values.map(|value| value * value).sum::<f64>().sqrt()
 }
 
 /// A run on a small text, for a tiny model that is named by the first of its settings; [`TINY_LLAMA`] is one.

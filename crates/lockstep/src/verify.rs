@@ -199,7 +199,7 @@ fn print(config: &RunConfig, comparison: &Comparison) {
     let shown = comparison.gradients.len().min(SHOWN_GRADIENTS);
     say!("\ngradients of step 1 that differ most, against what is allowed");
     say!("{:>10}{:>12}{:>10}  of {} parameters", "norm", "difference", "allowed", comparison.parameters());
-    for ComparedGradient { name, norm, difference, allowed } in &comparison.gradients[..shown] {
+    for ComparedGradient { name, norm, difference, allowed, .. } in &comparison.gradients[..shown] {
         say!("{norm:>10.3e}{difference:>12.1e}{allowed:>10.1e}  {name}");
     }
     say!("");

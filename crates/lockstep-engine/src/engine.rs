@@ -23,7 +23,7 @@ const UPDATE_FLOPS: u64 = 13;
 /// What an [`Engine`] is built for.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineOptions {
-    /// Micro-batch and the type that kernels read.
+    /// Micro-batch, of whole sequences, and the type that kernels read.
     pub shape: BlockShape,
     /// What the blocks forget and compute again.
     pub recompute: Recompute,
@@ -153,8 +153,9 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let EngineOptions { shape, recompute, optimizer, seed, threads, micro_batches } = options;
         let head_output = HeadOutput::Losses;
-        let tensor = groups.tensor_place();
-        let recording = RecordingOptions { mode: Mode::Training, shape, recompute, head_output, tensor };
+        let (tensor, context) = (groups.tensor_place(), groups.context_place());
+        let mode = Mode::Training;
+        let recording = RecordingOptions { mode, shape, recompute, head_output, tensor, context };
         let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
         let model = record(config, tuning);
         let evaluation = (config.has_dropout() || tuning.has_dropout())
@@ -191,6 +192,7 @@ impl Engine {
         let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
         let frozen = FlatStore::zeros_where(arena, &records, shape.dtype, category, is_frozen)?;
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages)?;
+        let own_tokens = model.program(0).shape().tokens();
         Ok(Self {
             reducer,
             queue,
@@ -200,7 +202,9 @@ impl Engine {
             master: (shape.dtype != DType::F32 && storage.weights == WeightStorage::Master)
                 .then(|| store(DType::F32, MemoryCategory::Optimizer))
                 .transpose()?,
-            gradients: Gradients::new(arena, &records, shape.tokens(), micro_batches, |unit| is_here[unit])?,
+            gradients: Gradients::new(arena, &records, own_tokens, micro_batches * context.ranks, |unit| {
+                is_here[unit]
+            })?,
             optimizer_state: StateKind::OF_OPTIMIZERS
                 .into_iter()
                 .filter_map(|kind| state(kind).transpose())
@@ -410,7 +414,7 @@ impl Engine {
         let only = (0, 0);
         runner.load(only.0, only.1, batch);
         runner.forward_stage(model, only, queue, weights, Program::forward_for_backward)?;
-        gradients.begin_micro_batch(queue, batch.ids);
+        gradients.begin_micro_batch(queue, runner.own_tokens(batch.ids));
         let mut reducer = reducer.as_mut().filter(|_| place == Place::Last);
         let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
             Some(reducer) => gradients.reduce_unit(queue, unit, reducer),

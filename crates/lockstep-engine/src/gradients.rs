@@ -116,12 +116,16 @@ impl Gradients {
         })
     }
 
-    /// Prepares for the backward of a micro-batch with these token ids.
+    /// Prepares for the backward of a micro-batch with these token ids, in one stretch or several.
     ///
     /// # Panics
     /// If there are more micro-batches in the step than there is room for.
-    pub fn begin_micro_batch(&mut self, queue: &dyn Kernels, ids: &[u32]) {
-        self.tied.iter_mut().for_each(|tied| tied.embedding.look_up(queue, ids));
+    pub fn begin_micro_batch<'a>(
+        &mut self,
+        queue: &dyn Kernels,
+        ids: impl Iterator<Item = &'a [u32]> + Clone,
+    ) {
+        self.tied.iter_mut().for_each(|tied| tied.embedding.look_up(queue, ids.clone()));
     }
 
     /// The gradient, and what its next contribution has to do; the one after that adds.

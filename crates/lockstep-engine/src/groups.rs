@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
 use lockstep_graph::Peers;
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{Axis, Mesh, ParameterRecord, TensorPlace, exact::ExactSum};
+use lockstep_plan::{Axis, ContextMethod, ContextPlace, Mesh, ParameterRecord, TensorPlace, exact::ExactSum};
 use lockstep_tensor::View;
 
 use crate::{PipelinePlan, pipeline::Pipeline};
@@ -16,6 +16,8 @@ use crate::{PipelinePlan, pipeline::Pipeline};
 pub struct GroupOptions {
     /// Whether tensor-parallel ranks split values by tokens between the products (sequence parallelism).
     pub splits_tokens: bool,
+    /// How attention reaches the tokens that other context-parallel ranks hold.
+    pub context_method: ContextMethod,
     /// Gradients are summed in buckets of up to so many bytes.
     pub bucket_bytes: usize,
     /// No wait for another rank is longer.
@@ -27,6 +29,7 @@ pub struct GroupOptions {
 pub struct Groups {
     world: Option<World>,
     place: TensorPlace,
+    context: ContextPlace,
 }
 
 /// What there is only with other ranks.
@@ -37,6 +40,8 @@ struct World {
     options: GroupOptions,
     /// Those that share its blocks.
     tensor: Option<Group>,
+    /// Those that share its sequences.
+    context: Option<Group>,
     /// Those that have the other stages of the model, and what all of them do.
     pipeline: Option<(Group, Arc<PipelinePlan>)>,
     /// Those that share the model in either way.
@@ -48,7 +53,7 @@ struct World {
 impl Groups {
     /// One rank.
     pub fn alone() -> Self {
-        Self { world: None, place: TensorPlace::default() }
+        Self { world: None, place: TensorPlace::default(), context: ContextPlace::default() }
     }
 
     /// The groups of `mesh` over the ranks of `group`, which all call this together; `pipeline` says what the ranks of its pipeline
@@ -74,19 +79,45 @@ impl Groups {
             rank: mesh.ranks().coordinate(group.rank(), Axis::Tensor),
             splits_tokens: options.splits_tokens,
         };
-        let mut world = World { group, mesh, options, tensor: None, pipeline: None, model: None, ends: None };
+        let context = ContextPlace {
+            ranks: mesh.ranks().degree(Axis::Context),
+            rank: mesh.ranks().coordinate(group.rank(), Axis::Context),
+            method: options.context_method,
+        };
+        let mut world = World {
+            group,
+            mesh,
+            options,
+            tensor: None,
+            context: None,
+            pipeline: None,
+            model: None,
+            ends: None,
+        };
         world.tensor = world.along(&[Axis::Tensor])?;
+        world.context = world.along(&[Axis::Context])?;
         if let Some(plan) = pipeline {
             world.ends = world.ends_of(&plan)?;
             world.pipeline = world.along(&[Axis::Pipeline])?.map(|group| (group, Arc::new(plan)));
         }
         world.model = world.along(&[Axis::Pipeline, Axis::Tensor])?;
-        Ok(Self { world: Some(world), place })
+        Ok(Self { world: Some(world), place, context })
     }
 
     /// Where the rank is among those that share its blocks.
     pub fn tensor_place(&self) -> TensorPlace {
         self.place
+    }
+
+    /// Where the rank is among those that share its sequences.
+    pub fn context_place(&self) -> ContextPlace {
+        self.context
+    }
+
+    /// Those that share its sequences, if there are any.
+    pub(crate) fn context_peers(&self) -> Option<Peers<'_>> {
+        let World { context, options, .. } = self.world.as_ref()?;
+        context.as_ref().map(|group| Peers { group, limit: options.limit })
     }
 
     /// Those that share its blocks, if there are any.

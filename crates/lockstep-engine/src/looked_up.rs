@@ -114,10 +114,10 @@ impl LookedUp {
     ///
     /// # Panics
     /// If there are more micro-batches than there is room for.
-    pub(crate) fn look_up(&mut self, queue: &dyn Kernels, ids: &[u32]) {
+    pub(crate) fn look_up<'a>(&mut self, queue: &dyn Kernels, ids: impl Iterator<Item = &'a [u32]>) {
         let before = self.ids.len();
         self.host_rows.clear();
-        for id in ids.iter().map(|id| id.wrapping_sub(self.first_id)) {
+        for id in ids.flatten().map(|id| id.wrapping_sub(self.first_id)) {
             let Some(row) = self.row_of.get_mut(id as usize) else {
                 self.host_rows.push(NONE);
                 continue;

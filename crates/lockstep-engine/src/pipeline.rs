@@ -231,7 +231,7 @@ impl Pipeline {
             self.await_message(work, Message { from: stage + 1, to: stage, micro_batch }, place)?;
         }
         if kind.makes_weight_gradient() {
-            work.gradients.begin_micro_batch(queue, batch.ids);
+            work.gradients.begin_micro_batch(queue, work.runner.own_tokens(batch.ids));
         }
         let half = if kind == PassKind::BackwardInput { Half::Inputs } else { Half::Both };
         if kind.makes_input_gradient() {

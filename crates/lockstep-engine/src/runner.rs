@@ -6,17 +6,19 @@
 use std::ops::Range;
 
 use lockstep_comm::CommError;
-use lockstep_graph::{Activity, Batch, Cost, Program, Replay, Timeline, Trace};
+use lockstep_graph::mutation::{Mutation, active};
+use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Timeline, Trace};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
-    DType, MemoryCategory,
+    ContextMethod, ContextPlace, DType, MemoryCategory,
     random::{key_from_name, mix},
 };
-use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, Element, Kernels, Tensor, TensorError, View};
 
 use crate::{Gradients, Groups, UnitParameters, Weights};
 
-/// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`.
+/// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`, of whole sequences also where ranks
+/// share these.
 #[derive(Debug, Clone, Copy)]
 pub struct HostBatch<'a> {
     /// Token ids.
@@ -44,6 +46,8 @@ pub struct Runner {
     seed: u64,
     /// Those who share the model's blocks.
     groups: Groups,
+    /// Where keys and values of other ranks come by, if they do.
+    ring: Option<Ring>,
     timeline: Timeline,
     predicted_bytes: usize,
 }
@@ -88,7 +92,12 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    fn new(model: &RecordedModel, stage: &StageMemory, arena: &Arena) -> Result<Self, TensorError> {
+    fn new(
+        model: &RecordedModel,
+        stage: &StageMemory,
+        arena: &Arena,
+        context: ContextPlace,
+    ) -> Result<Self, TensorError> {
         let StageMemory { units, splits_backward, .. } = stage;
         let shape = model.program(0).shape();
         let tokens = shape.tokens();
@@ -112,7 +121,7 @@ impl Slot {
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
             positions: input(DType::U32, &[tokens])?,
-            document_starts: input(DType::U32, &[tokens])?,
+            document_starts: input(DType::U32, &[tokens * attended(context)])?,
             keeps_documents_apart: false,
             dropout_keys: input(DType::U32, &[shape.sequences, 2])?,
         })
@@ -149,12 +158,13 @@ impl Runner {
         groups: Groups,
         stages: &[StageMemory],
     ) -> Result<Self, TensorError> {
-        let predicted_bytes = predicted_bytes(model, stages);
+        let context = groups.context_place();
+        let predicted_bytes = predicted_bytes(model, stages, context);
         arena.require(predicted_bytes, MemoryCategory::Activations)?;
         let tokens = model.program(0).shape().tokens();
         let sequences = model.program(0).shape().sequences;
         let memory = |stage: &StageMemory| {
-            let slots = (0..stage.slots).map(|_| Slot::new(model, stage, arena));
+            let slots = (0..stage.slots).map(|_| Slot::new(model, stage, arena, context));
             Ok(Stage { units: stage.units.clone(), slots: slots.collect::<Result<_, TensorError>>()? })
         };
         let units = || stages.iter().flat_map(|stage| stage.units.clone());
@@ -181,6 +191,7 @@ impl Runner {
             host_losses: vec![0.0; tokens],
             // Dropout must not walk in step with the initial weights or the data order.
             seed: mix(seed ^ key_from_name("dropout")),
+            ring: Ring::new(units().map(|unit| model.program(unit)), arena)?,
             groups,
             timeline: Timeline::default(),
             predicted_bytes,
@@ -189,7 +200,8 @@ impl Runner {
 
     /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
-        predicted_bytes(model, &[StageMemory { units: 0..model.units(), slots: 1, splits_backward: false }])
+        let all = StageMemory { units: 0..model.units(), slots: 1, splits_backward: false };
+        predicted_bytes(model, &[all], ContextPlace::default())
     }
 
     /// Bytes of activations that were predicted for the stages of this rank before any was allocated.
@@ -377,20 +389,47 @@ impl Runner {
     }
 
     /// Puts a micro-batch into a slot.
-    pub(crate) fn load(&mut self, stage: usize, slot: usize, batch: &HostBatch<'_>) {
+    pub(crate) fn load(&mut self, stage: usize, slot_index: usize, batch: &HostBatch<'_>) {
         let begin = self.timeline.begin();
         for (pair, &sample) in self.host_keys.chunks_exact_mut(2).zip(batch.sample_numbers) {
             let key = mix(self.seed ^ mix(sample));
             pair.copy_from_slice(&[key as u32, (key >> 32) as u32]);
         }
-        let slot = &mut self.stages[stage].slots[slot];
-        slot.ids.view().copy_from(batch.ids);
-        slot.labels.view().copy_from(batch.labels);
-        slot.positions.view().copy_from(batch.positions);
-        slot.document_starts.view().copy_from(batch.document_starts);
+        let slot = &self.stages[stage].slots[slot_index];
+        self.copy_own(batch.ids, &slot.ids);
+        self.copy_own(batch.labels, &slot.labels);
+        self.copy_own(batch.positions, &slot.positions);
+        if attended(self.groups.context_place()) == 1 {
+            self.copy_own(batch.document_starts, &slot.document_starts);
+        } else {
+            slot.document_starts.view().copy_from(batch.document_starts);
+        }
+        let slot = &mut self.stages[stage].slots[slot_index];
         slot.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
         slot.dropout_keys.view().copy_from(&self.host_keys);
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
+    }
+
+    /// Of something that a micro-batch has of each token, what is of the own tokens, stretch by stretch.
+    pub(crate) fn own_tokens<'b, T>(
+        &self,
+        all: &'b [T],
+    ) -> impl Iterator<Item = &'b [T]> + Clone + use<'b, T> {
+        let mut place = self.groups.context_place();
+        if active(Mutation::TokensOfFirstContextRank) {
+            place.rank = 0;
+        }
+        let sequences = self.host_keys.len() / 2;
+        let seq_len = all.len() / sequences.max(1);
+        place.stretches(sequences, seq_len).map(move |range| &all[range])
+    }
+
+    fn copy_own<T: Element>(&self, all: &[T], tensor: &Tensor) {
+        let mut row = 0;
+        for stretch in self.own_tokens(all) {
+            tensor.view().rows(row..row + stretch.len()).copy_from(stretch);
+            row += stretch.len();
+        }
     }
 
     fn replay<'a>(
@@ -423,6 +462,10 @@ impl Runner {
             first_dropout_site: RecordedModel::first_dropout_site(unit),
             cache: None,
             peers: self.groups.peers(),
+            context: self
+                .groups
+                .context_peers()
+                .map(|peers| ContextPeers { peers, ring: self.ring.as_ref() }),
             trace: Some(Trace { timeline: &self.timeline, unit }),
         }
     }
@@ -440,8 +483,13 @@ pub(crate) fn boundary_bytes(model: &RecordedModel) -> usize {
     between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()
 }
 
+/// How many times its own tokens of each sequence a rank attends with.
+fn attended(context: ContextPlace) -> usize {
+    if context.method == ContextMethod::AllToAll { context.ranks } else { 1 }
+}
+
 /// Bytes of activations that stages book.
-fn predicted_bytes(model: &RecordedModel, stages: &[StageMemory]) -> usize {
+fn predicted_bytes(model: &RecordedModel, stages: &[StageMemory], context: ContextPlace) -> usize {
     let shape = model.program(0).shape();
     let boundary = Arena::booked_bytes(boundary_bytes(model));
     // The model that overflows this is refused by the arena.
@@ -454,7 +502,9 @@ fn predicted_bytes(model: &RecordedModel, stages: &[StageMemory]) -> usize {
         let units = stage.units.clone().map(|unit| of_unit(stage.splits_backward, unit));
         let before = if stage.units.start > 0 { 2 * boundary } else { 0 };
         let after = if stage.units.end < model.units() { boundary } else { 0 };
-        let inputs = 4 * Arena::booked_bytes(4 * shape.tokens()) + Arena::booked_bytes(8 * shape.sequences);
+        let of_tokens = |tokens: usize| Arena::booked_bytes(4 * tokens);
+        let starts = of_tokens(shape.tokens() * attended(context));
+        let inputs = 3 * of_tokens(shape.tokens()) + starts + Arena::booked_bytes(8 * shape.sequences);
         units.fold(before + after + inputs, usize::saturating_add).saturating_mul(stage.slots)
     };
     stages.iter().map(of_stage).fold(2 * boundary, usize::saturating_add)

@@ -124,9 +124,9 @@ impl Program {
             Operation::Linear { x, y, .. } => 2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y),
             Operation::OutputLoss { x, logits, .. } => 2 * tokens * columns(*x) * columns(*logits),
             Operation::Attention(AttentionOperation { q, shape, .. }) => {
-                let seq_len = self.shape.seq_len as u64;
+                let seq_len = (self.shape.seq_len * self.context.ranks) as u64;
                 let seen = shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
-                2 * tokens * seen * columns(*q)
+                2 * self.values[q.0].rows as u64 * seen * columns(*q)
             }
             _ => 0,
         }
@@ -182,6 +182,7 @@ impl Operation {
             Self::Add { .. } => "add",
             Self::Dropout { .. } => "dropout",
             Self::Exchange { exchange, .. } => exchange.name(),
+            Self::SequenceExchange(exchange) => exchange.name(),
             Self::OutputLoss { .. } => "output layer and loss",
         }
     }
@@ -200,7 +201,9 @@ impl Operation {
             Self::Dropout { .. } => (2, 2, 0),
             Self::OutputLoss { .. } => (4, 7, 0),
             Self::Embedding { .. } => (0, 0, 1),
-            Self::Linear { .. } | Self::Attention(_) | Self::Exchange { .. } => (0, 0, 0),
+            Self::Linear { .. } | Self::Attention(_) | Self::Exchange { .. } | Self::SequenceExchange(_) => {
+                (0, 0, 0)
+            }
         };
         match pass {
             Pass::Forward | Pass::Recompute => forward,

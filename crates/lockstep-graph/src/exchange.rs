@@ -4,6 +4,7 @@ use lockstep_comm::CommError;
 use lockstep_tensor::View;
 
 use crate::{
+    Peers,
     layout::Exchange,
     mutation::{Mutation, active},
     replay::Run,
@@ -48,22 +49,44 @@ impl Run<'_> {
 
     /// `rows = ` those of the sum of `summands` over the ranks that are this rank's.
     fn sum_rows(&self, summands: View<'_>, rows: View<'_>, left_out: Mutation) -> Result<(), CommError> {
+        self.sum_rows_from(self.peers(), summands, rows, left_out)
+    }
+
+    /// [`Run::sum_rows`] over some ranks.
+    pub(crate) fn sum_rows_from(
+        &self,
+        peers: Peers<'_>,
+        summands: View<'_>,
+        rows: View<'_>,
+        left_out: Mutation,
+    ) -> Result<(), CommError> {
         if active(left_out) {
-            let (len, rank) = (rows.shape().as_matrix().0, self.peers().group.rank());
+            let (len, rank) = (rows.shape().as_matrix().0, peers.group.rank());
             self.replay.queue.cast(summands.rows(rank * len..(rank + 1) * len), rows);
             return Ok(());
         }
-        self.peers().sum_rows(summands, rows)
+        peers.sum_rows(summands, rows)
     }
 
     /// `all = ` the `part` of each rank, one after the other.
     pub(crate) fn gather(&self, part: View<'_>, all: View<'_>, left_out: Mutation) -> Result<(), CommError> {
+        self.gather_from(self.peers(), part, all, left_out)
+    }
+
+    /// [`Run::gather`] from some ranks.
+    pub(crate) fn gather_from(
+        &self,
+        peers: Peers<'_>,
+        part: View<'_>,
+        all: View<'_>,
+        left_out: Mutation,
+    ) -> Result<(), CommError> {
         if active(left_out) {
             let (len, parts) = (part.elements(), all.elements() / part.elements());
             let (part, all) = (part.reshape([1, len]), all.reshape([parts, len]));
             (0..parts).for_each(|to| self.replay.queue.cast(part, all.rows(to..to + 1)));
             return Ok(());
         }
-        self.peers().gather(part, all)
+        peers.gather(part, all)
     }
 }

@@ -15,10 +15,13 @@
 //! - The *workspace* holds what lives only inside one call; all blocks share one.
 //! - A *deferred* buffer holds what a split backward keeps for the gradients of the weights.
 //! - Where ranks share a block, each records its part ([`Recorder::split`]), and its program exchanges values with its [`Peers`].
+//! - Where they share the sequences ([`Recorder::share_sequences`]), attention reaches the others' tokens by its [`ContextPeers`].
 //! - A [`Timeline`] learns when each operation ran and what it had to do, for the steps that somebody traces.
 #![forbid(unsafe_code)]
 
+mod attention;
 mod backward;
+mod context;
 mod cost;
 mod exchange;
 mod layout;
@@ -31,10 +34,12 @@ mod peers;
 mod program;
 mod recorder;
 mod replay;
+mod ring;
 mod storage;
 mod timeline;
 mod training;
 
+pub use context::ContextPeers;
 pub use layout::Split;
 pub use lockstep_plan::Recompute;
 pub use low_rank::LowRank;
@@ -43,5 +48,6 @@ pub use peers::Peers;
 pub use program::{BlockProfile, ParameterDeclaration, Program};
 pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay};
+pub use ring::Ring;
 pub use timeline::{Activity, Begin, Cost, Pass, Span, Timeline, Trace};
 pub use training::InputGradient;

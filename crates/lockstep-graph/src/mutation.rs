@@ -53,11 +53,29 @@ pub enum Mutation {
     EveryRankCounts,
     /// All replicas read the samples of the first.
     SamplesOfFirstReplica,
+    /// Keys and values of other ranks on the ring are taken to be the own ones.
+    KeysNotPassedOn,
+    /// Of the gradients of keys and values that went round only the last rank's summand counts.
+    KeyGradientsNotPassedOn,
+    /// Gathered keys and values of other ranks are taken to be the own ones.
+    KeysNotGathered,
+    /// Of the gradients of gathered keys and values only the own summand counts.
+    GatheredKeyGradientsNotSummed,
+    /// Tokens that others should have sent for heads are taken to be the own ones.
+    TokensNotExchanged,
+    /// Heads that others should have sent for tokens are taken to be the own ones.
+    HeadsNotExchanged,
+    /// Gradients of tokens that were exchanged for heads do not go back.
+    TokenGradientsNotExchanged,
+    /// Gradients of heads that were exchanged for tokens do not go back.
+    HeadGradientsNotExchanged,
+    /// All ranks that share sequences read the tokens of the first.
+    TokensOfFirstContextRank,
 }
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 32] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -81,6 +99,15 @@ impl Mutation {
         Self::OwnTokensOnly,
         Self::EveryRankCounts,
         Self::SamplesOfFirstReplica,
+        Self::KeysNotPassedOn,
+        Self::KeyGradientsNotPassedOn,
+        Self::KeysNotGathered,
+        Self::GatheredKeyGradientsNotSummed,
+        Self::TokensNotExchanged,
+        Self::HeadsNotExchanged,
+        Self::TokenGradientsNotExchanged,
+        Self::HeadGradientsNotExchanged,
+        Self::TokensOfFirstContextRank,
     ];
 }
 

@@ -3,7 +3,12 @@
 
 use lockstep_tensor::Gelu;
 
-use crate::{Value, layout::Exchange, training::Training};
+use crate::{
+    Value,
+    context::{Reach, SequenceChange, SequenceExchange},
+    layout::Exchange,
+    training::Training,
+};
 
 /// Index of a parameter in its program's list of declarations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -53,6 +58,8 @@ pub(crate) struct AttentionOperation {
     /// Number of the first query head that is here.
     pub(crate) first_head: usize,
     pub(crate) dropout: Option<DropoutSite>,
+    /// Where its keys are.
+    pub(crate) reach: Reach,
     pub(crate) y: Value,
     pub(crate) log_sum_exp: Value,
 }
@@ -151,6 +158,8 @@ pub(crate) enum Operation {
         x: Value,
         y: Value,
     },
+    /// What ranks do to get at the tokens of sequences that others hold.
+    SequenceExchange(SequenceExchange),
     /// The output layer and its cross-entropy, some tokens at a time: all logits never exist at once. In training,
     /// the backward computes them, losses and gradients together.
     OutputLoss {
@@ -187,7 +196,8 @@ impl Operation {
             | Self::Scale { y, .. }
             | Self::Add { y, .. }
             | Self::Dropout { y, .. }
-            | Self::Exchange { y, .. } => y,
+            | Self::Exchange { y, .. }
+            | Self::SequenceExchange(SequenceExchange { y, .. }) => y,
             Self::OutputLoss { losses, .. } => losses,
         }
     }
@@ -214,6 +224,7 @@ impl Operation {
             | Self::Scale { x, .. }
             | Self::Dropout { x, .. }
             | Self::Exchange { x, .. }
+            | Self::SequenceExchange(SequenceExchange { x, .. })
             | Self::OutputLoss { x, .. } => vec![x],
             Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
             Self::SwiGlu { gate, up, .. } => vec![gate, up],
@@ -224,6 +235,8 @@ impl Operation {
     /// Memory that it needs while it runs, forward or backward.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
+            Self::Attention(ref attention) => attention.reach.scratch(),
+            Self::SequenceExchange(ref exchange) => exchange.scratch(),
             Self::OutputLoss { logits, split: None, .. } => vec![logits],
             Self::OutputLoss { logits, split: Some(split), .. } => {
                 vec![logits, split.statistics, split.gathered, split.log_sum_exp]
@@ -266,7 +279,8 @@ impl Operation {
             | Self::Scale { .. }
             | Self::Add { .. }
             | Self::Dropout { .. }
-            | Self::Exchange { .. } => vec![],
+            | Self::Exchange { .. }
+            | Self::SequenceExchange(_) => vec![],
         }
     }
 
@@ -325,7 +339,12 @@ impl Operation {
 
     /// Whether its output is never saved, but made again: other ranks keep the parts of it that this one does not.
     pub(crate) fn is_gathered(&self) -> bool {
-        matches!(self, Self::Exchange { exchange: Exchange::GatherTokens, .. })
+        matches!(self, Self::Exchange { exchange: Exchange::GatherTokens, .. }) || self.gathers_sequences()
+    }
+
+    /// Whether its output is keys or values of whole sequences: those of the own tokens are saved instead.
+    pub(crate) fn gathers_sequences(&self) -> bool {
+        matches!(self, Self::SequenceExchange(SequenceExchange { change: SequenceChange::Gather, .. }))
     }
 
     /// Whether selective recomputation drops its output: cheap to compute again, and as wide as an activation.

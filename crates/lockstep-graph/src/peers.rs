@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
+use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
 use lockstep_tensor::View;
 
 /// Those ranks, in the order of their parts.
@@ -28,6 +28,28 @@ impl Peers<'_> {
     /// Writes the rows of all ranks, one after the other.
     pub(crate) fn gather(&self, rows: View<'_>, all: View<'_>) -> Result<(), CommError> {
         self.group.all_gather(rows, all, self.deadline())
+    }
+
+    /// Sends one of equal blocks of `sent` to each rank, and writes theirs in their order.
+    pub(crate) fn exchange(&self, sent: View<'_>, received: View<'_>) -> Result<(), CommError> {
+        self.group.all_to_all(sent, received, self.deadline())
+    }
+
+    /// Begins an operation that goes on while this rank computes.
+    pub(crate) fn start(&self, collective: Collective<Lent, Lent>) -> Result<Pending, CommError> {
+        let pending = self.group.start(collective, self.deadline())?;
+        self.progress()?;
+        Ok(pending)
+    }
+
+    /// Carries on with what was begun.
+    pub(crate) fn progress(&self) -> Result<(), CommError> {
+        self.group.progress()
+    }
+
+    /// Waits for an operation; what was lent to it is back.
+    pub(crate) fn wait(&self, pending: Pending) -> Result<(), CommError> {
+        pending.wait(self.deadline()).map(drop)
     }
 
     fn deadline(&self) -> Deadline {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use lockstep_plan::{Initializer, Recompute, Share};
+use lockstep_plan::{ContextPlace, Initializer, Recompute, Share};
 
 use crate::{
     BlockShape, Mode, Recorder, Value,
@@ -70,6 +70,7 @@ pub(crate) struct Phase {
 #[derive(Debug)]
 pub struct Program {
     pub(crate) shape: BlockShape,
+    pub(crate) context: ContextPlace,
     pub(crate) values: Vec<ValueInfo>,
     pub(crate) operations: Vec<Operation>,
     pub(crate) gradients: Vec<GradientBuffer>,
@@ -88,7 +89,7 @@ pub struct Program {
 impl Program {
     pub(crate) fn compile(recorder: Recorder, output: Value, recompute: Recompute) -> Self {
         let training = Training::new(&recorder);
-        let Recorder { mode, shape, values, operations, parameters, input, .. } = recorder;
+        let Recorder { mode, shape, context, values, operations, parameters, input, .. } = recorder;
         let planner = Planner::new(&values, &operations, input, output, &training, (mode, recompute));
         let does_something = |index: &usize| operations[*index].renamed().is_none();
         let forward_instructions =
@@ -106,6 +107,7 @@ impl Program {
             frame_bytes: planner.frame_bytes,
             deferred_bytes: 0,
             shape,
+            context,
             parameters,
             training: Training::default(),
             output,
@@ -139,7 +141,7 @@ impl Program {
         &self.parameters
     }
 
-    /// What the program was recorded for.
+    /// What the program was recorded for: where ranks share sequences, the tokens of each that are here.
     pub fn shape(&self) -> BlockShape {
         self.shape
     }
@@ -271,7 +273,11 @@ impl<'a> Planner<'a> {
         let is_cheap = |operation: &&Operation| recompute == Recompute::Selective && operation.is_cheap();
         for operation in operations.iter().filter(|operation| is_cheap(operation) || operation.is_gathered())
         {
-            saved[operation.output().0] = false;
+            let is_needed = std::mem::replace(&mut saved[operation.output().0], false);
+            // Not to be computed again for the sake of what is gathered.
+            if is_needed && operation.gathers_sequences() {
+                operation.inputs().iter().for_each(|input| saved[stored_as[input.0]] = true);
+            }
         }
         saved[output.0] = true;
         let mut frame = Bump::default();

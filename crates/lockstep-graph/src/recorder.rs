@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_plan::{DType, Initializer, Share, TensorPlace};
+use lockstep_plan::{ContextPlace, DType, Initializer, Share, TensorPlace};
 use lockstep_tensor::Gelu;
 
 use crate::{
@@ -110,6 +110,8 @@ pub struct Recorder {
     /// How ranks share each value.
     pub(crate) layouts: Vec<Layout>,
     pub(crate) place: TensorPlace,
+    /// Where the rank is among those that share each sequence; the shape is that of what is here.
+    pub(crate) context: ContextPlace,
     /// How the weights of modules are split, by name within the block.
     pub(crate) splits: BTreeMap<String, Split>,
     pub(crate) operations: Vec<Operation>,
@@ -131,6 +133,7 @@ impl Recorder {
             values: Vec::new(),
             layouts: Vec::new(),
             place: TensorPlace::default(),
+            context: ContextPlace::default(),
             splits: BTreeMap::new(),
             operations: Vec::new(),
             parameters: Vec::new(),
@@ -311,14 +314,16 @@ impl Recorder {
         assert!(fits && of_keys == self.layout(v), "attention of {of_queries:?} to {of_keys:?}");
         let held = |value: Value| self.values[value.0].columns / head_dim;
         let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
-        let from_first = of_queries == Layout::Whole || active(Mutation::DropoutFromFirstHead);
-        let first_head = if from_first { 0 } else { self.place.rank * shape.heads };
+        let first_head = if of_queries == Layout::Whole { 0 } else { self.place.rank * shape.heads };
         let dropout = self.dropout_site(dropout);
-        let y = self.value_like(q, heads * head_dim);
+        let heads = shape.heads;
+        let ([q, k, v], skipped, shape, reach) = self.reached([q, k, v], shape);
+        let first_head = if active(Mutation::DropoutFromFirstHead) { 0 } else { first_head + skipped };
+        let y = self.beside(q);
         let log_sum_exp = self.statistic(q, shape.heads);
-        let attention = AttentionOperation { q, k, v, shape, first_head, dropout, y, log_sum_exp };
+        let attention = AttentionOperation { q, k, v, shape, first_head, dropout, reach, y, log_sum_exp };
         self.operations.push(Operation::Attention(attention));
-        y
+        self.returned(y, heads)
     }
 
     /// `silu(gate) · up`.
@@ -459,13 +464,22 @@ impl Recorder {
         self.push(held, self.shape.dtype, layout)
     }
 
+    /// A value as large as another.
+    fn beside(&mut self, other: Value) -> Value {
+        self.values.push(self.values[other.0]);
+        self.layouts.push(self.layout(other));
+        Value(self.values.len() - 1)
+    }
+
     /// An f32 value of `columns` numbers for each row of `of`.
     fn statistic(&mut self, of: Value, columns: usize) -> Value {
-        self.push(columns, DType::F32, self.layout(of))
+        let value = self.beside(of);
+        self.values[value.0] = ValueInfo { columns, dtype: DType::F32, ..self.values[of.0] };
+        value
     }
 
     /// Memory that an operation needs while it runs.
-    fn scratch(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
+    pub(crate) fn scratch(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
         self.values.push(ValueInfo { rows, columns, dtype });
         self.layouts.push(Layout::Whole);
         Value(self.values.len() - 1)

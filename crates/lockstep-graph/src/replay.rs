@@ -5,17 +5,17 @@
 use lockstep_comm::CommError;
 use lockstep_plan::DType;
 use lockstep_tensor::{
-    Attention, AttentionWrite, Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, TokenPlaces,
-    TokenSpan, View, Write,
+    Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, TokenPlaces, View, Write,
 };
 
 use crate::{
-    BatchInput, DropoutSite, ParameterIndex, Peers, Program, Trace, Value,
+    BatchInput, ContextPeers, DropoutSite, ParameterIndex, Peers, Program, Trace, Value,
+    attention::AttentionGradients,
     backward::{Gradient, GradientBuffer},
     cost::Stage,
     loss::PartialLoss,
     mutation::{Mutation, active},
-    operation::{AttentionOperation, AttentionShape, Operation, TokenRange},
+    operation::{Operation, TokenRange},
     program::{Instruction, Phase},
     recorder::ValueInfo,
     storage::{Region, Slot},
@@ -32,7 +32,7 @@ pub trait Parameters {
     fn gradient_rows(&self, table: ParameterIndex) -> Option<View<'_>>;
 }
 
-/// A micro-batch on the device.
+/// A micro-batch on the device: where ranks share sequences, the tokens that are here.
 #[derive(Debug, Clone, Copy)]
 pub struct Batch<'a> {
     /// u32 `[tokens]`.
@@ -42,7 +42,7 @@ pub struct Batch<'a> {
     /// u32 `[tokens]`.
     pub positions: View<'a>,
     /// u32 `[tokens]`: the index within its sequence of the first token of each token's document. `None`: a
-    /// sequence is one document.
+    /// sequence is one document. Ranks that exchange tokens for heads need those of whole sequences.
     pub document_starts: Option<View<'a>>,
     /// u32 `[sequences, 2]`: the key of (seed, sample, epoch) of each sequence. Needed by a program with dropout.
     pub dropout_keys: Option<View<'a>>,
@@ -82,6 +82,8 @@ pub struct Replay<'a> {
     pub cache: Option<KeyValueCache<'a>>,
     /// The ranks that share the block, if it was recorded for several.
     pub peers: Option<Peers<'a>>,
+    /// The ranks that share each sequence, if it was recorded for several.
+    pub context: Option<ContextPeers<'a>>,
     /// Where the times of operations are recorded, if they are.
     pub trace: Option<Trace<'a>>,
 }
@@ -200,7 +202,7 @@ pub(crate) struct Extra<'a> {
 }
 
 pub(crate) struct Run<'a> {
-    program: &'a Program,
+    pub(crate) program: &'a Program,
     phase: &'a Phase,
     gradients: &'a [GradientBuffer],
     pub(crate) replay: &'a Replay<'a>,
@@ -254,7 +256,10 @@ impl<'a> Run<'a> {
             Operation::Rope { x, head_dim, y } => {
                 self.rope(self.value(x), head_dim, Rotation::Forward, self.value(y));
             }
-            Operation::Attention(attention) => self.attention(attention),
+            Operation::Attention(ref attention) => self.attention(attention)?,
+            Operation::SequenceExchange(ref exchange) => {
+                self.exchange_sequences(exchange, self.value(exchange.x), self.value(exchange.y))?;
+            }
             Operation::SwiGlu { gate, up, y } => {
                 queue.swiglu(self.value(gate), self.value(up), self.value(y))
             }
@@ -276,7 +281,7 @@ impl<'a> Run<'a> {
     fn backward_inputs(
         &self,
         operation: &Operation,
-        dy: Option<View<'_>>,
+        dy: Option<View<'a>>,
         dx: &[(Gradient, Write)],
     ) -> Result<(), CommError> {
         let queue = self.replay.queue;
@@ -328,24 +333,12 @@ impl<'a> Run<'a> {
                 queue.layer_norm_backward_input(self.layer_norm(operation), dy, target(0), write);
             }
             Operation::Rope { head_dim, .. } => self.rope(dy, head_dim, Rotation::Backward, target(0)),
-            Operation::Attention(operation) => {
-                let AttentionOperation { q, k, v, shape, y, log_sum_exp, .. } = operation;
-                let attention = self.geometry(&operation);
-                let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
-                let split = |view: View<'a>, heads: usize| split_heads(view, heads, head_dim);
-                queue.attention_backward(
-                    &attention,
-                    split(self.value(q), heads),
-                    split(self.value(k), key_value_heads),
-                    split(self.value(v), key_value_heads),
-                    split(self.value(y), heads),
-                    self.log_sum_exp(log_sum_exp, heads),
-                    split_heads(dy, heads, head_dim),
-                    split_heads(target(0), heads, head_dim),
-                    split_heads(target(1), key_value_heads, head_dim),
-                    split_heads(target(2), key_value_heads, head_dim),
-                    AttentionWrite::OVERWRITE,
-                );
+            Operation::Attention(ref attention) => {
+                let gradients = AttentionGradients { dq: target(0), dk: target(1), dv: target(2) };
+                self.attention_backward(attention, dy, gradients)?;
+            }
+            Operation::SequenceExchange(ref exchange) => {
+                self.exchange_sequence_gradients(exchange, dy, target(0))?;
             }
             Operation::SwiGlu { gate, up, .. } => {
                 queue.swiglu_backward(dy, self.value(gate), self.value(up), target(0), target(1));
@@ -418,56 +411,14 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn attention(&self, operation: AttentionOperation) {
-        let AttentionOperation { q, k, v, shape, y, log_sum_exp, .. } = operation;
-        let queue = self.replay.queue;
-        let mut attention = self.geometry(&operation);
-        let (mut keys, mut values) = (self.value(k), self.value(v));
-        if let Some(cache) = self.replay.cache {
-            let end = cache.filled + attention.queries.len;
-            queue.cast(keys, cache.keys.rows(cache.filled..end));
-            queue.cast(values, cache.values.rows(cache.filled..end));
-            (keys, values) = (cache.keys.rows(0..end), cache.values.rows(0..end));
-            attention.keys = TokenSpan::whole(end);
-            attention.queries.position = cache.filled;
-        }
-        let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
-        queue.attention(
-            &attention,
-            split_heads(self.value(q), heads, head_dim),
-            split_heads(keys, key_value_heads, head_dim),
-            split_heads(values, key_value_heads, head_dim),
-            split_heads(self.value(y), heads, head_dim),
-            self.log_sum_exp(log_sum_exp, heads),
-            Write::Overwrite,
-        );
-    }
-
-    fn geometry(&self, operation: &AttentionOperation) -> Attention<'a> {
-        let AttentionOperation { shape, first_head, dropout, .. } = *operation;
-        let block = self.program.shape;
-        Attention {
-            sequences: block.sequences,
-            queries: TokenSpan::whole(block.seq_len),
-            keys: TokenSpan::whole(block.seq_len),
-            heads: shape.heads,
-            key_value_heads: shape.key_value_heads,
-            head_dim: shape.head_dim,
-            scale: shape.scale,
-            window: shape.window,
-            document_starts: self.replay.batch.document_starts,
-            first_head,
-            dropout: dropout.map(|dropout| self.dropout(dropout)),
-        }
-    }
-
     /// Where the rows of some tokens stand in their sequences.
     fn places(&self, tokens: TokenRange) -> TokenPlaces {
         let first_row = if active(Mutation::DropoutFromFirstToken) { 0 } else { tokens.first };
-        TokenPlaces { first_row, ..TokenPlaces::whole(self.program.shape.seq_len) }
+        let (seq_len, context) = (self.program.shape.seq_len, self.program.context);
+        TokenPlaces { first_row, seq_len, halves: context.halves(seq_len * context.ranks) }
     }
 
-    fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {
+    pub(crate) fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {
         Dropout {
             probability: dropout.probability,
             site: self.replay.first_dropout_site + dropout.site,
@@ -539,11 +490,6 @@ impl<'a> Run<'a> {
         view.reshape([view.elements()])
     }
 
-    fn log_sum_exp(&self, value: Value, heads: usize) -> View<'a> {
-        let block = self.program.shape;
-        self.value(value).reshape([block.sequences, heads, block.seq_len])
-    }
-
     fn gradient(&self, gradient: Gradient) -> View<'a> {
         let slot =
             self.phase.gradients[gradient.0].expect("every gradient an instruction touches has a place");
@@ -577,6 +523,6 @@ fn group(view: View<'_>, width: usize) -> View<'_> {
     view.reshape([view.elements() / width, width])
 }
 
-fn split_heads(view: View<'_>, heads: usize, head_dim: usize) -> View<'_> {
+pub(crate) fn split_heads(view: View<'_>, heads: usize, head_dim: usize) -> View<'_> {
     view.reshape([view.elements() / (heads * head_dim), heads, head_dim])
 }

@@ -178,6 +178,7 @@ impl World {
             first_dropout_site: 3,
             cache: None,
             peers: None,
+            context: None,
             trace: None,
         })
     }

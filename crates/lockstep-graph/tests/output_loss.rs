@@ -83,6 +83,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         first_dropout_site: 0,
         cache: None,
         peers: None,
+        context: None,
         trace: None,
     };
     let losses = || program.output(&frame).to_vec::<f32>();

@@ -174,6 +174,7 @@ impl Forward {
             first_dropout_site: 0,
             cache,
             peers: None,
+            context: None,
             trace: None,
         }
     }

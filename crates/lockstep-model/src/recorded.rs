@@ -10,7 +10,7 @@ use lockstep_graph::{
     BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, Recorder, Split,
     Value,
 };
-use lockstep_plan::{DType, ParameterId, ParameterRecord, TensorPlace};
+use lockstep_plan::{ContextPlace, DType, ParameterId, ParameterRecord, TensorPlace};
 
 use crate::{Adapter, ModelConfig};
 
@@ -52,7 +52,7 @@ impl Tuning {
 pub struct RecordingOptions {
     /// Forward and backward, or the forward alone.
     pub mode: Mode,
-    /// The micro-batch, and the type that kernels read.
+    /// The micro-batch, of whole sequences, and the type that kernels read.
     pub shape: BlockShape,
     /// What the blocks forget and compute again.
     pub recompute: Recompute,
@@ -60,6 +60,8 @@ pub struct RecordingOptions {
     pub head_output: HeadOutput,
     /// The rank's place among those that share each block.
     pub tensor: TensorPlace,
+    /// The rank's place among those that share each sequence.
+    pub context: ContextPlace,
 }
 
 /// A recorded model.
@@ -85,8 +87,8 @@ impl RecordedModel {
         recompute: Recompute,
         head_output: HeadOutput,
     ) -> Self {
-        let tensor = TensorPlace::default();
-        let options = RecordingOptions { mode, shape, recompute, head_output, tensor };
+        let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
+        let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context };
         Self::tuned(config, &Tuning::default(), options)
     }
 
@@ -147,13 +149,14 @@ impl RecordedModel {
         if config.tie_word_embeddings() {
             model.tie(OUTPUT_LAYER, family.embedding_table());
         }
-        model.training_flops = if options.tensor.ranks == 1 {
+        model.training_flops = if options.tensor.ranks == 1 && options.context.ranks == 1 {
             let profiles = (0..model.units()).map(|unit| model.program(unit).profile());
             // A model that overflows this is refused for its memory.
             let flops = profiles.map(|profile| profile.forward_flops.saturating_add(profile.backward_flops));
             flops.fold(0, u64::saturating_add)
         } else {
-            let alone = RecordingOptions { tensor: TensorPlace::default(), ..options };
+            let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
+            let alone = RecordingOptions { tensor, context, ..options };
             Self::tuned(config, tuning, alone).training_flops
         };
         model
@@ -260,8 +263,9 @@ impl Recording {
         splits: &[(&str, Split)],
         record: impl FnOnce(&mut Recorder) -> Value,
     ) -> Program {
-        let RecordingOptions { mode, shape, recompute, tensor, .. } = options;
+        let RecordingOptions { mode, shape, recompute, tensor, context, .. } = options;
         let mut g = Recorder::new(mode, shape);
+        g.share_sequences(context);
         g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
         g.freeze(self.frozen.iter().cloned());
         g.set_input_gradient(self.input_gradient);
@@ -304,7 +308,8 @@ pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterReco
     // Parameters depend on no shape of the input, so that the smallest will do.
     let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
     let (mode, recompute, head_output) = (Mode::Inference, Recompute::None, HeadOutput::Logits);
-    let options = RecordingOptions { mode, shape, recompute, head_output, tensor: TensorPlace::default() };
+    let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
+    let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context };
     RecordedModel::tuned(config, tuning, options).records
 }
 

@@ -7,6 +7,7 @@
 //! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
+//! - [`ContextPlace`]: which tokens of each sequence a rank holds where ranks share sequences.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
 //! - [`split_units`]: how many layers each stage of a pipeline gets, by what they cost.
@@ -16,6 +17,7 @@
 //! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
 #![forbid(unsafe_code)]
 
+mod context;
 mod dtype;
 pub mod exact;
 mod memory;
@@ -28,6 +30,7 @@ pub mod schedule;
 mod share;
 mod split;
 
+pub use context::ContextPlace;
 pub use dtype::DType;
 pub use memory::{MemoryBytes, MemoryCategory};
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};

@@ -580,6 +580,9 @@ pub trait Kernels {
     /// Converts between f32, bf16 and f16 (round to nearest even), or copies.
     fn cast(&self, x: View<'_>, y: View<'_>);
 
+    /// `y [b, a, width]` becomes `x [a, b, width]` with its first two dimensions exchanged. Float types.
+    fn transpose_blocks(&self, x: View<'_>, y: View<'_>);
+
     /// Sets every byte to zero.
     fn zero(&self, y: View<'_>);
 }

@@ -58,6 +58,22 @@ pub const QWEN3: TinyModel = TinyModel {
     ],
 };
 
+/// As Llama, and no position sees further back than its window.
+pub const MISTRAL: TinyModel = TinyModel {
+    name: "mistral",
+    settings: &[
+        "model.model_type=mistral",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.num_hidden_layers=2",
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=2",
+        "model.max_position_embeddings=16",
+        "model.sliding_window=5",
+    ],
+};
+
 /// All models of the matrix.
 pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
 

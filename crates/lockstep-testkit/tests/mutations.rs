@@ -16,6 +16,8 @@ const STEPS: [&str; 5] = [
     "schedule.warmup_steps=0",
 ];
 
+const CONTEXT_2: &str = "parallel.context_parallel=2";
+
 /// A few of the matrix, the most general first.
 fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
     let all = [
@@ -29,6 +31,9 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
         (GPT2, vec!["parallel.tensor_parallel=2"]),
         (LLAMA, vec!["parallel.tensor_parallel=4"]),
         (GPT2, [&["parallel.tensor_parallel=2"], &STEPS[..]].concat()),
+        (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=ring"]),
+        (LLAMA, vec![CONTEXT_2, "parallel.context_parallel_method=all_gather"]),
+        (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=all_to_all"]),
         // Few tokens, so that the replicas look up different rows.
         (LLAMA, vec!["parallel.data_parallel_replicate=2", "train.global_batch=2"]),
     ]

@@ -1,7 +1,7 @@
 //! One model, any plan: the numbers are those of one rank.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_testkit::parity::{GPT2, LLAMA, MODELS, TinyModel, Workbench};
+use lockstep_testkit::parity::{GPT2, LLAMA, MISTRAL, MODELS, QWEN3, TinyModel, Workbench};
 use lockstep_train::verify::{Numbers, Tolerance};
 
 /// Checks models under plans, and tells all that differ at once.
@@ -28,6 +28,15 @@ const SEQUENCE: &str = "parallel.sequence_parallel=true";
 const PIPELINE_2: &str = "parallel.pipeline_parallel=2";
 const PIPELINE_4: &str = "parallel.pipeline_parallel=4";
 const REPLICAS_2: &str = "parallel.data_parallel_replicate=2";
+
+const CONTEXT_2: &str = "parallel.context_parallel=2";
+const CONTEXT_4: &str = "parallel.context_parallel=4";
+const MICRO_BATCH_2: &str = "train.micro_batch=2";
+const METHODS: [&str; 3] = [
+    "parallel.context_parallel_method=ring",
+    "parallel.context_parallel_method=all_gather",
+    "parallel.context_parallel_method=all_to_all",
+];
 
 const SCHEDULES: [&str; 7] =
     ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_v", "dualpipe_v"];
@@ -96,6 +105,57 @@ fn schedules_and_recomputation_change_no_bit() {
 }
 
 #[test]
+fn ranks_that_share_sequences_have_the_numbers_of_one_by_every_method() {
+    for method in METHODS {
+        check(&MODELS, &[&[CONTEXT_2, method, MICRO_BATCH_2], &[CONTEXT_4, method]]);
+    }
+    // More ranks than key/value heads, and one token in each half.
+    check(
+        &[LLAMA, QWEN3],
+        &METHODS.map(|method| ["parallel.context_parallel=8", method]).each_ref().map(|plan| &plan[..]),
+    );
+}
+
+#[test]
+fn so_they_have_with_packed_documents_and_sliding_windows() {
+    for method in METHODS {
+        for packing in ["data.packing=documents", "data.packing=whole_documents"] {
+            check(&[GPT2, LLAMA], &[&[CONTEXT_2, method, packing, MICRO_BATCH_2]]);
+        }
+        check(&[MISTRAL], &[&[CONTEXT_2, method], &[CONTEXT_4, method, "data.packing=documents"]]);
+    }
+}
+
+#[test]
+fn so_they_have_whatever_they_recompute() {
+    for method in METHODS {
+        check(
+            &[GPT2, LLAMA],
+            &[
+                &[CONTEXT_2, method, "parallel.recompute=selective"],
+                &[CONTEXT_2, method, MICRO_BATCH_2, "parallel.recompute=full"],
+            ],
+        );
+    }
+}
+
+#[test]
+fn context_composes_with_tensor_parallel_pipelines_and_replicas() {
+    for method in METHODS {
+        check(
+            &MODELS,
+            &[
+                &[CONTEXT_2, method, REPLICAS_2],
+                &[CONTEXT_2, method, TENSOR_2],
+                &[CONTEXT_2, method, TENSOR_2, SEQUENCE, REPLICAS_2],
+                &[CONTEXT_2, method, PIPELINE_2, "parallel.pipeline_schedule=zb_h1"],
+                &[CONTEXT_2, method, PIPELINE_2, TENSOR_2, SEQUENCE],
+            ],
+        );
+    }
+}
+
+#[test]
 fn runs_of_twenty_steps_stay_together() {
     check(
         &[LLAMA],
@@ -103,6 +163,9 @@ fn runs_of_twenty_steps_stay_together() {
             &["train.steps=20", TENSOR_2, SEQUENCE],
             &["train.steps=20", PIPELINE_2],
             &["train.steps=20", PIPELINE_2, TENSOR_2, REPLICAS_2],
+            &["train.steps=20", CONTEXT_2, METHODS[0]],
+            &["train.steps=20", CONTEXT_2, METHODS[1]],
+            &["train.steps=20", CONTEXT_2, METHODS[2]],
         ],
     );
 }

@@ -13,8 +13,9 @@ use lockstep_tensor::cpu::measure_peak;
 use crate::machine::{peak_own_bytes, peak_resident_bytes};
 use crate::metrics::CommunicationUse;
 use crate::roofline::{Detail, Limits, Roofline};
+use crate::setup::overrides_of;
 use crate::trainer::clip_coefficient;
-use crate::{Error, Ranks};
+use crate::{Error, Ranks, RunConfig};
 
 const SEED: u64 = 1337;
 /// Runs of each product, of which the fastest counts.
@@ -23,7 +24,7 @@ const GEMM_RUNS: usize = 5;
 /// Steps to be timed.
 #[derive(Debug, Clone, Copy)]
 pub struct StepBenchmark {
-    /// A micro-batch of each rank, and the type that kernels read.
+    /// A micro-batch of each replica, and the type that kernels read.
     pub shape: BlockShape,
     /// Micro-batches of each rank in a step.
     pub accumulation: usize,
@@ -56,6 +57,15 @@ pub struct StepTimes {
     pub comm: CommunicationUse,
     /// Where the time of the median step went, if that was asked for.
     pub roofline: Option<Roofline>,
+}
+
+/// The model of a benchmark: a preset, and what `[model]` of its configuration changes in it.
+///
+/// # Errors
+/// An unknown preset, keys that do not fit.
+pub fn benchmark_model(preset: &str, config: &RunConfig) -> Result<ModelConfig, Error> {
+    let (model, overrides) = (ModelConfig::preset(preset)?, overrides_of(config));
+    if overrides.is_empty() { Ok(model) } else { Ok(model.with_overrides(&overrides, "--set")?) }
 }
 
 /// Times steps of AdamW on random tokens, on `ranks` that call it together.
@@ -264,7 +274,6 @@ mod tests {
     use lockstep_comm::{World, WorldOptions};
 
     use super::*;
-    use crate::RunConfig;
 
     fn tiny() -> ModelConfig {
         let table = serde_json::json!({

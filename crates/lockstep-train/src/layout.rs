@@ -6,7 +6,7 @@ use lockstep_engine::PipelinePlan;
 use lockstep_graph::{BlockShape, Mode};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::schedule::{Kind, Schedule, passes_from_csv};
-use lockstep_plan::{DType, TensorPlace, split_units};
+use lockstep_plan::{ContextPlace, DType, TensorPlace, split_units};
 
 use crate::config::RunConfig;
 use crate::{Error, engine_options};
@@ -72,6 +72,7 @@ fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f
         recompute: lockstep_graph::Recompute::None,
         head_output: HeadOutput::Losses,
         tensor: TensorPlace::default(),
+        context: ContextPlace::default(),
     };
     let recorded = RecordedModel::tuned(model, tuning, options);
     let cost = |unit: usize| {

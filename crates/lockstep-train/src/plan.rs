@@ -4,11 +4,9 @@
 //! [`settings_of`] makes keys of a plan.
 
 use lockstep_model::ModelConfig;
-use lockstep_plan::{
-    ContextMethod, Degrees, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem,
-};
+use lockstep_plan::{Degrees, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem};
 
-use crate::config::{Origin, Problem, Recompute};
+use crate::config::{ContextMethod, Origin, Problem, Recompute};
 use crate::layout::pipeline_plan;
 use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 
@@ -64,14 +62,18 @@ pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
         schedule: PipelineSchedule::default(),
         recompute: lockstep_plan::Recompute::None,
         sequence_parallel: config.parallel.sequence_parallel,
-        context_method: ContextMethod::default(),
+        context_method: config.parallel.context_parallel_method.into(),
         zero_stage: 0,
     };
     let Err(PlanError::Invalid(problems)) = plan.validate(&facts) else { return Vec::new() };
     let problem = |problem: PlanProblem| {
         let keys: &[&str] = match &problem {
             PlanProblem::NotMultiple { name: "seq_len", .. } => {
-                &["train.seq_len", "parallel.sequence_parallel"]
+                &["train.seq_len", "parallel.context_parallel", "parallel.sequence_parallel"]
+            }
+            PlanProblem::Degree { degree: "context x tensor", .. }
+            | PlanProblem::KeyValueHeads { degree: "context x tensor", .. } => {
+                &["parallel.context_parallel", "parallel.context_parallel_method"]
             }
             PlanProblem::NotMultiple { .. } | PlanProblem::World { .. } => {
                 &["train.global_batch", "parallel.data_parallel_replicate"]
@@ -91,8 +93,7 @@ pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
 /// Everything in the plan that this program cannot do yet, a line each.
 pub fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
     let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = plan.mesh;
-    let later =
-        [("shard", shard), ("context", context), ("expert", expert), ("expert_tensor", expert_tensor)];
+    let later = [("shard", shard), ("expert", expert), ("expert_tensor", expert_tensor)];
     let mut missing: Vec<String> = later
         .into_iter()
         .filter(|(_, degree)| *degree > 1)
@@ -125,10 +126,16 @@ pub fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
         format!("parallel.tensor_parallel={tensor}"),
         // Without tensor ranks it is of no effect, which a plan may say and keys may not.
         format!("parallel.sequence_parallel={}", plan.sequence_parallel && tensor > 1),
+        format!("parallel.context_parallel={context}"),
         format!("parallel.recompute={}", recompute.word()),
         format!("train.micro_batch={}", plan.micro_batch),
         format!("parallel.pipeline_parallel={pipeline}"),
     ];
+    // As sequence parallelism.
+    if context > 1 {
+        let method = ContextMethod::from(plan.context_method);
+        settings.push(format!("parallel.context_parallel_method={}", method.word()));
+    }
     if let Some((kind, chunks)) = published.filter(|_| pipeline > 1) {
         settings.push(format!("parallel.pipeline_schedule={}", kind.name()));
         settings.push(format!("parallel.virtual_stages={chunks}"));
@@ -146,13 +153,13 @@ mod tests {
         Plan {
             version: PLAN_VERSION,
             model: String::new(),
-            mesh: Degrees { pipeline: 2, replicate: 2, tensor: 2, ..Degrees::default() },
+            mesh: Degrees { pipeline: 2, replicate: 2, context: 4, tensor: 2, ..Degrees::default() },
             micro_batch: 2,
             schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
             stages: vec![2, 2, 2, 2],
             recompute: lockstep_plan::Recompute::Full,
             sequence_parallel: true,
-            context_method: ContextMethod::default(),
+            context_method: lockstep_plan::ContextMethod::AllToAll,
             zero_stage: 0,
         }
     }
@@ -165,6 +172,7 @@ mod tests {
         assert_eq!(config.degrees(), plan().mesh);
         assert_eq!((config.micro_batch(), config.parallel.recompute), (2, Recompute::Full));
         assert!(config.parallel.sequence_parallel);
+        assert_eq!(config.parallel.context_parallel_method, ContextMethod::AllToAll);
         assert_eq!(
             (&config.parallel.pipeline_schedule[..], config.parallel.virtual_stages),
             ("zb_v", Some(2))
@@ -173,12 +181,12 @@ mod tests {
 
     #[test]
     fn what_cannot_be_done_yet_is_told_at_once() {
-        let mesh = Degrees { shard: 2, context: 2, expert: 2, ..Degrees::default() };
+        let mesh = Degrees { shard: 2, expert: 2, ..Degrees::default() };
         let schedule = PipelineSchedule::Rows(vec!["F0,B0".to_owned()]);
         let missing =
             settings_of(&Plan { mesh, schedule, zero_stage: 1, stages: vec![8], ..plan() }).unwrap_err();
         let names: Vec<&str> = missing.iter().filter_map(|line| line.split([' ', ':']).next()).collect();
-        let expected = ["mesh.shard", "mesh.context", "mesh.expert", "zero_stage", "schedule.rows"];
+        let expected = ["mesh.shard", "mesh.expert", "zero_stage", "schedule.rows"];
         assert_eq!(names, expected, "{missing:?}");
     }
 }

@@ -97,6 +97,7 @@ impl Ranks {
         let group = group.with_algorithm(config.parallel.all_reduce.into());
         let options = GroupOptions {
             splits_tokens: config.parallel.sequence_parallel,
+            context_method: config.parallel.context_parallel_method.into(),
             bucket_bytes: config.parallel.bucket_bytes(),
             limit: Duration::from_secs_f64(config.parallel.timeout_s),
         };
@@ -129,9 +130,15 @@ impl Ranks {
         Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
     }
 
-    /// Whether several ranks share each replica.
+    /// Whether several ranks share each copy of the model.
     pub(crate) fn share_models(&self) -> bool {
-        self.replicas() != self.size()
+        let copies: usize = Axis::TOKENS.iter().map(|axis| self.mesh.ranks().degree(*axis)).product();
+        copies != self.size()
+    }
+
+    /// Whether this rank has the first copy of the model, or a part of it: what others have is the same.
+    pub(crate) fn is_of_first_copy(&self) -> bool {
+        self.is_first_along(&Axis::TOKENS, self.rank())
     }
 
     /// Whether a rank is the first along some axes.
@@ -161,10 +168,15 @@ impl Ranks {
         self.rank() == 0
     }
 
-    /// An arena from which the others can reach the gradients, and what ranks that share a model exchange.
+    /// An arena from which the others can reach the gradients, and what ranks that share a model or sequences exchange.
     pub(crate) fn arena(&self) -> Arena {
-        let all = [MemoryCategory::Gradients, MemoryCategory::Activations, MemoryCategory::Workspace];
-        let shared = if self.share_models() { &all[..] } else { &all[..1] };
+        let all = [
+            MemoryCategory::Gradients,
+            MemoryCategory::Activations,
+            MemoryCategory::Workspace,
+            MemoryCategory::Communication,
+        ];
+        let shared = if self.replicas() == self.size() { &all[..1] } else { &all[..] };
         self.group().map_or_else(Arena::new, |group| group.arena(shared))
     }
 
@@ -307,7 +319,7 @@ impl Ranks {
         Dump::new(group.size(), Some(Ending::by(error)), [own]).write(dir).map(Some)
     }
 
-    /// Checks that all replicas hold the same weights after `step` steps.
+    /// Checks that all copies of the model are the same after `step` steps.
     ///
     /// # Errors
     /// [`Error::WeightsDiffer`], which names the odd one.
@@ -322,7 +334,7 @@ impl Ranks {
         let mut digests = vec![0_u8; DIGEST_BYTES * group.size()];
         group.all_gather(&hasher.finalize().as_bytes()[..], &mut digests[..], self.deadline())?;
         let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
-        for ranks in self.mesh.ranks().groups(&Axis::BATCH) {
+        for ranks in self.mesh.ranks().groups(&Axis::TOKENS) {
             let digests: Vec<_> = ranks.iter().map(|rank| digests[*rank]).collect();
             if let Some((rank, reference)) = odd_one(&digests) {
                 let (rank, reference) = (ranks[rank], ranks[reference]);

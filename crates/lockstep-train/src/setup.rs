@@ -40,12 +40,7 @@ pub struct ResolvedModel {
 /// An unknown preset, a `config.json` that is not supported, overrides that do not fit, a sequence longer than the
 /// model's maximum, ranks that cannot share the model.
 pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
-    let overrides: Map<String, Value> = config
-        .model
-        .overrides
-        .iter()
-        .map(|(key, value)| (key.clone(), serde_json::to_value(value).unwrap_or_default()))
-        .collect();
+    let overrides = overrides_of(config);
     let mut pretrained = None;
     let base = match config.model_source() {
         ModelSource::Preset(name) => ModelConfig::preset(name)?,
@@ -83,6 +78,12 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     Problems::none_of(problems)?;
     let (tuning, adapter) = resolve_tuning(config, &model)?;
     Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
+}
+
+/// The keys of the model that `[model]` changes.
+pub(crate) fn overrides_of(config: &RunConfig) -> Map<String, Value> {
+    let overrides = config.model.overrides.iter();
+    overrides.map(|(key, value)| (key.clone(), serde_json::to_value(value).unwrap_or_default())).collect()
 }
 
 /// What the engine is built for.

@@ -107,6 +107,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.tensor_parallel = 1;
     config.parallel.sequence_parallel = false;
     config.parallel.pipeline_parallel = 1;
+    config.parallel.context_parallel = 1;
     config
 }
 
@@ -162,7 +163,7 @@ struct Held {
 
 /// The gradients that this rank is the one to speak for: how long their description is, it, and their elements.
 fn held(ranks: &Ranks, engine: &Engine) -> Vec<u8> {
-    let speaks_for = |id: &lockstep_plan::ParameterId| ranks.replica() == 0 && engine.speaks_for(*id);
+    let speaks_for = |id: &lockstep_plan::ParameterId| ranks.is_of_first_copy() && engine.speaks_for(*id);
     let ids: Vec<_> = engine.trained_ids().filter(speaks_for).collect();
     let describe = |id: &lockstep_plan::ParameterId| {
         let record = &engine.records()[id.0];

@@ -5,14 +5,16 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand, ValueEnum};
 use lockstep_comm::{JoinOptions, Way};
 use lockstep_graph::BlockShape;
-use lockstep_model::{ModelConfig, Tuning};
+use lockstep_model::Tuning;
 use lockstep_plan::DType;
-use lockstep_train::benchmark::{GemmTime, StepBenchmark, StepTimes, time_gemms, time_steps};
+use lockstep_train::benchmark::{
+    GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
+};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::metrics::CommunicationUse;
 use lockstep_train::roofline::Detail;
-use lockstep_train::{Ranks, RunConfig, human};
+use lockstep_train::{Ranks, RunConfig, human, resolve_model};
 use serde_json::json;
 
 use crate::collectives;
@@ -65,7 +67,8 @@ pub(crate) struct StepArguments {
     /// Ranks on this machine: a number, or one for each core (auto)
     #[arg(long, value_name = "N|auto", default_value = "1", value_parser = ranks::number)]
     nproc_per_node: usize,
-    /// How ranks share the model, as in a run's configuration, e.g. --set parallel.tensor_parallel=2; the others are replicas
+    /// How ranks share the model, and what is changed in it, as in a run's configuration: --set parallel.tensor_parallel=2
+    /// --set model.n_positions=4096; ranks that are left are replicas
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     settings: Vec<String>,
     /// Tokens per sequence [default: the model's maximum, at most 1024]
@@ -124,23 +127,29 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
 }
 
 /// How the ranks of a benchmark are laid out: as it is said, and each that is left is a replica.
-fn layout(arguments: &StepArguments) -> Result<RunConfig, Failure> {
-    let load = |settings: &[String]| {
-        RunConfig::parse("", "lockstep bench step", settings).map_err(lockstep_train::Error::from)
-    };
-    let said = load(&arguments.settings)?;
+fn layout(arguments: &StepArguments, said: &RunConfig, seq_len: usize) -> Result<RunConfig, Failure> {
     let replicas = said.replicas_of(arguments.nproc_per_node.max(said.ranks()))?;
     let batch = [
         format!("train.global_batch={}", replicas * arguments.batch * arguments.accumulation),
         format!("train.micro_batch={}", arguments.batch),
+        format!("train.seq_len={seq_len}"),
+        format!("model.preset={}", arguments.model),
         format!("parallel.data_parallel_replicate={replicas}"),
     ];
-    Ok(load(&[&arguments.settings[..], &batch].concat())?)
+    let config = settings(&[&arguments.settings[..], &batch].concat())?;
+    // Ranks that cannot share the model are told here.
+    resolve_model(&config)?;
+    Ok(config)
+}
+
+fn settings(settings: &[String]) -> Result<RunConfig, Failure> {
+    Ok(RunConfig::parse("", "lockstep bench step", settings).map_err(lockstep_train::Error::from)?)
 }
 
 fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
-    let config = ModelConfig::preset(&arguments.model)?;
-    let longest = config.max_position_embeddings();
+    let said = settings(&arguments.settings)?;
+    let model = benchmark_model(&arguments.model, &said)?;
+    let longest = model.max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
     if seq_len == 0 || seq_len > longest {
         return Err(Failure::configuration(format!("--seq-len {seq_len}: allowed is 1 to {longest}")));
@@ -155,10 +164,11 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
             return Err(Failure::configuration(format!("--{name} 0: allowed is 1 or more")));
         }
     }
+    let config = layout(arguments, &said, seq_len)?;
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) => Ranks::of_model(group, &layout(arguments)?, &config, &Tuning::default())?,
-        None if layout(arguments)?.ranks() > 1 => {
-            let start = ranks::Start::here(layout(arguments)?.ranks(), Way::Auto)?;
+        Some(group) => Ranks::of_model(group, &config, &model, &Tuning::default())?,
+        None if config.ranks() > 1 => {
+            let start = ranks::Start::here(config.ranks(), Way::Auto)?;
             return ranks::run(start, &Interrupt::default());
         }
         None => Ranks::alone(),
@@ -171,7 +181,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
         roofline: arguments.roofline.map(Detail::from),
     };
     let times =
-        time_steps(&config, &benchmark, &ranks).map_err(|error| ranks::told_by(error, ranks.rank()))?;
+        time_steps(&model, &benchmark, &ranks).map_err(|error| ranks::told_by(error, ranks.rank()))?;
     if ranks.is_first() {
         show(arguments, &benchmark, &ranks, &times);
     }

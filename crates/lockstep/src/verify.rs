@@ -163,6 +163,10 @@ fn plan_in_words(config: &RunConfig) -> String {
         let (stages, schedule) = (parallel.pipeline_parallel, &parallel.pipeline_schedule);
         words.push(format!("{stages} pipeline ranks ({schedule})"));
     }
+    if parallel.context_parallel > 1 {
+        let method = parallel.context_parallel_method.word();
+        words.push(format!("{} context-parallel ranks ({method})", parallel.context_parallel));
+    }
     if parallel.tensor_parallel > 1 {
         let by_tokens = if parallel.sequence_parallel { " with sequence parallelism" } else { "" };
         words.push(format!("{} tensor-parallel ranks{by_tokens}", parallel.tensor_parallel));
@@ -226,7 +230,8 @@ fn print_json(config: &RunConfig, comparison: &Comparison) {
         "{}",
         json!({
             "within": comparison.is_within(), "ranks": config.ranks(), "mesh": config.degrees(),
-            "sequence_parallel": config.parallel.sequence_parallel, "recompute": config.parallel.recompute,
+            "sequence_parallel": config.parallel.sequence_parallel,
+            "context_parallel_method": config.parallel.context_parallel_method, "recompute": config.parallel.recompute,
             "precision": config.train.precision, "steps": steps, "gradients": gradients, "failures": failures,
         })
     );

@@ -1,12 +1,12 @@
-//! Conversions between float types, copies, and zeroing: kernels that only move memory.
+//! Conversions between float types, copies, transpositions, and zeroing: kernels that only move memory.
 
 use half::{bf16, f16};
 use lockstep_plan::DType;
 
 use super::{
     CpuQueue, check_disjoint,
-    simd::Float,
-    tasks::{Operand, elements_per_task, expect},
+    simd::{Float, with_float},
+    tasks::{Operand, elements_per_task, expect, rows_per_task},
 };
 use crate::{Element, View};
 
@@ -74,6 +74,28 @@ fn copy_elements<T: Element>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
     );
 }
 
+pub(super) fn transpose_blocks(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
+    let &[a, b, width] = x.shape().dims() else {
+        panic!("blocks of three dimensions are transposed, not {x:?}");
+    };
+    assert_eq!(y.shape().dims(), [b, a, width], "{x:?} with its first two dimensions exchanged");
+    expect("transpose_blocks: y", y, x.dtype(), x.elements());
+    check_disjoint(&[y], &[x]);
+    with_float!(x.dtype(), T => {
+        let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
+        queue.for_each_range(a * b, rows_per_task(a * b, width), #[inline(always)] |range, _| {
+            for row in range {
+                let from = (row % a * b + row / a) * width;
+                // SAFETY: the views do not overlap, and each row of `y` belongs to one task.
+                unsafe {
+                    let y = y.write(row * width..(row + 1) * width);
+                    y.copy_from_slice(x.read(from..from + width));
+                }
+            }
+        });
+    });
+}
+
 pub(super) fn zero(queue: &CpuQueue, y: View<'_>) {
     with_element!(y.dtype(), zero_elements(queue, y));
 }
@@ -113,6 +135,26 @@ mod tests {
                 let expected = rounded(to, &x);
                 on_every_queue(run, |results| assert_eq!(results[0], expected, "{from} to {to}"));
             }
+        }
+    }
+
+    #[test]
+    fn blocks_are_transposed() {
+        for (dtype, [a, b, width]) in FLOATS
+            .into_iter()
+            .flat_map(|dtype| [[1, 4, 3], [3, 1, 17], [2, 3, 5], [70, 3, 500]].map(|dims| (dtype, dims)))
+        {
+            let x = random_of(dtype, 1, a * b * width);
+            let run = |queue: &CpuQueue| {
+                let (x, y) =
+                    (floats(dtype, [a, b, width], &x), floats(dtype, [b, a, width], &vec![0.0; x.len()]));
+                queue.transpose_blocks(x.view(), y.view());
+                vec![values(y.view())]
+            };
+            let row = |block: usize| x[block * width..(block + 1) * width].iter();
+            let expected: Vec<f64> =
+                (0..b).flat_map(|j| (0..a).flat_map(move |i| row(i * b + j))).copied().collect();
+            on_every_queue(run, |results| assert_eq!(results[0], expected, "{dtype} {a} x {b} x {width}"));
         }
     }
 

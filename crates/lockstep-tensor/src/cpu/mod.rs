@@ -414,6 +414,10 @@ impl Kernels for CpuQueue {
         cast::cast(self, x, y);
     }
 
+    fn transpose_blocks(&self, x: View<'_>, y: View<'_>) {
+        cast::transpose_blocks(self, x, y);
+    }
+
     fn zero(&self, y: View<'_>) {
         cast::zero(self, y);
     }

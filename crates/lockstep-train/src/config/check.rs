@@ -261,6 +261,11 @@ impl Checker<'_, '_, '_> {
             let because = "parallel.tensor_parallel = 1, whose one rank has all tokens";
             self.refuse_without_effect(&["parallel.sequence_parallel"], because, "parallel.tensor_parallel");
         }
+        if self.config.parallel.context_parallel == 1 {
+            let because = "parallel.context_parallel = 1, whose one rank has whole sequences";
+            let keys = ["parallel.context_parallel_method"];
+            self.refuse_without_effect(&keys, because, "parallel.context_parallel");
+        }
         if tensor_parallel > 1 && self.config.optimizer.kind == OptimizerKind::Muon {
             let what = format!(
                 "\"muon\" needs whole matrices, and parallel.tensor_parallel = {tensor_parallel} splits them"

@@ -15,9 +15,9 @@ use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
-    AllReduce, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind,
-    Precision, Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType,
-    TokenizerSource, Transport,
+    AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale,
+    OptimizerKind, Precision, Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision,
+    TokenType, TokenizerSource, Transport,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -232,6 +232,11 @@ sections! {
         tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// Whether these ranks split what stands between the products by tokens, so that activations shrink with their number.
         sequence_parallel: bool = false, rules();
+        /// Ranks that share each sequence: each holds some of its tokens, and what attention needs of the others' goes between them.
+        context_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        /// How: with `ring` keys and values go round the ranks, with `all_gather` each rank has all of them for the time of an
+        /// attention, with `all_to_all` ranks exchange tokens for heads.
+        context_parallel_method: ContextMethod = ContextMethod::Ring, rules();
         /// Ranks that each hold some of the layers; micro-batches go through them one after the other.
         pipeline_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// What the ranks of a pipeline do in which order: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1`, `zb_v`,
@@ -258,9 +263,8 @@ sections! {
         recompute: Recompute = Recompute::None, rules();
     }
     later [
-        "data_parallel_shard" = "1", "context_parallel" = "1",
-        "expert_parallel" = "1", "zero_stage" = "0", "offload",
-        "expert_tensor_parallel" = "1", "context_parallel_method", "wrap"
+        "data_parallel_shard" = "1", "expert_parallel" = "1", "zero_stage" = "0", "offload",
+        "expert_tensor_parallel" = "1", "wrap"
     ]
 
     /// Where the run is saved.

@@ -33,9 +33,9 @@ pub use manual::configuration_markdown;
 pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
-    DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind, Precision,
-    Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, TokenizerSource, Transport,
-    ValueType,
+    ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind,
+    Precision, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, TokenizerSource,
+    Transport, ValueType,
 };
 
 use crate::error::Error;
@@ -120,15 +120,16 @@ impl RunConfig {
         let parallel = &self.parallel;
         Degrees {
             replicate: parallel.data_parallel_replicate,
+            context: parallel.context_parallel,
             tensor: parallel.tensor_parallel,
             pipeline: parallel.pipeline_parallel,
             ..Degrees::default()
         }
     }
 
-    /// Ranks that share each copy of the model.
+    /// Ranks that work on the same part of the batch: they share a copy of the model, or its sequences.
     pub fn ranks_of_a_replica(&self) -> usize {
-        self.parallel.tensor_parallel * self.parallel.pipeline_parallel
+        self.parallel.tensor_parallel * self.parallel.pipeline_parallel * self.parallel.context_parallel
     }
 
     /// All ranks.
@@ -147,7 +148,7 @@ impl RunConfig {
         }
         let (below, above) = (ranks / of_each * of_each, (ranks / of_each + 1) * of_each);
         let nearest = if below > 0 { format!("{below} or {above}") } else { above.to_string() };
-        let what = format!("{of_each} ranks share each copy of the model, and {ranks} were asked for");
+        let what = format!("{of_each} ranks share each part of the batch, and {ranks} were asked for");
         let problem = self.problem("parallel.tensor_parallel", what, format!("{nearest} ranks"));
         Err(Error::Configuration(problem.into()))
     }

@@ -542,6 +542,16 @@ choices! {
         Mpi = "mpi",
     } later ["nccl"]
 
+    /// How attention reaches the tokens that other ranks hold.
+    ContextMethod {
+        /// Keys and values go round.
+        Ring = "ring",
+        /// Keys and values are gathered.
+        AllGather = "all_gather",
+        /// Tokens are exchanged for heads.
+        AllToAll = "all_to_all",
+    } later []
+
     /// How gradients are summed over a network.
     AllReduce {
         /// In the order of a fixed tree, as shared memory does: the same bits by every way.
@@ -573,6 +583,26 @@ impl From<AllReduce> for lockstep_comm::Algorithm {
             AllReduce::Ring => Self::Ring,
             AllReduce::RecursiveDoubling => Self::RecursiveDoubling,
             AllReduce::Rabenseifner => Self::Rabenseifner,
+        }
+    }
+}
+
+impl From<ContextMethod> for lockstep_plan::ContextMethod {
+    fn from(method: ContextMethod) -> Self {
+        match method {
+            ContextMethod::Ring => Self::Ring,
+            ContextMethod::AllGather => Self::AllGather,
+            ContextMethod::AllToAll => Self::AllToAll,
+        }
+    }
+}
+
+impl From<lockstep_plan::ContextMethod> for ContextMethod {
+    fn from(method: lockstep_plan::ContextMethod) -> Self {
+        match method {
+            lockstep_plan::ContextMethod::Ring => Self::Ring,
+            lockstep_plan::ContextMethod::AllGather => Self::AllGather,
+            lockstep_plan::ContextMethod::AllToAll => Self::AllToAll,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! When and how a run is saved: beside the training if it may, and where nothing better is possible in front of it.
 //!
 //! Ranks that share a model save together: the first opens a save, each writes the part that it holds (`part`), and when all have,
-//! the first makes a checkpoint of the parts. Of replicas the first rank of the first one saves alone. Whatever happens on
+//! the first makes a checkpoint of the parts. Where each holds all of it the first saves alone. Whatever happens on
 //! a rank, it comes to each meeting with the others: one that cannot write says so there.
 //!
 //! A save in the background works on a snapshot, so that its bytes are those of a save in the foreground. One is
@@ -138,7 +138,7 @@ impl Saver {
             false if ranks.is_first() => Ranks::alone(),
             false => return Ok(None),
         };
-        let in_background = config.checkpoint.in_background && ranks.replica() == 0;
+        let in_background = config.checkpoint.in_background && ranks.is_of_first_copy();
         Ok(Some(Self {
             directory: Directory {
                 path: config.checkpoint.dir.clone(),
@@ -318,8 +318,8 @@ impl Saver {
     ) -> Result<Option<Opened>, Error> {
         let step = state.counters.step;
         let observer: Observer = Arc::from(observer.saving(step));
-        // Other replicas hold the same.
-        let is_own = |id: &ParameterId| self.ranks.replica() == 0 && engine.speaks_for(*id);
+        // Other copies hold the same.
+        let is_own = |id: &ParameterId| self.ranks.is_of_first_copy() && engine.speaks_for(*id);
         let own = engine.trained_ids().filter(is_own);
         let own = own.map(|id| engine.records()[id.0].name.clone()).collect();
         let (rank, directory) = (self.ranks.rank(), &self.directory);
@@ -381,8 +381,8 @@ impl Saver {
     }
 
     fn write_in_foreground(&self, part: &Part, engine: &mut Engine) -> Written {
-        // The other replicas hold the same.
-        if self.ranks.replica() == 0 { part.write(&engine.state_tensors()) } else { Ok(None) }
+        // The other copies hold the same.
+        if self.ranks.is_of_first_copy() { part.write(&engine.state_tensors()) } else { Ok(None) }
     }
 
     /// All ranks have written their parts, or failed to: the first makes a checkpoint of them, or says what went wrong.

@@ -94,8 +94,10 @@ fn a_plan_file_says_what_the_keys_would() {
     };
     let outcome = plan("{\"tensor\": 2, \"replicate\": 2}", ", \"recompute\": \"full\"").succeeds();
     assert!(outcome.stdout.contains("2 replicas of 2 tensor-parallel ranks, recompute full"), "{outcome:?}");
-    plan("{\"context\": 2, \"shard\": 2}", ", \"zero_stage\": 2")
-        .refuses(2, &["plan.json", "mesh.context 2: not supported yet", "mesh.shard 2", "zero_stage 2"]);
+    let outcome = plan("{\"context\": 2}", ", \"context_method\": \"all_gather\"").succeeds();
+    assert!(outcome.stdout.contains("2 context-parallel ranks (all_gather)"), "{outcome:?}");
+    plan("{\"shard\": 2}", ", \"zero_stage\": 2")
+        .refuses(2, &["plan.json", "mesh.shard 2: not supported yet", "zero_stage 2"]);
     plan("{\"pipeline\": 2}", "").refuses(2, &["plan.json", "1 stages and its schedule has 2"]);
     plan("{\"tensor\": 3}", "")
         .refuses(2, &["tensor 3 does not divide the 8 attention heads; nearest: 2 or 4"]);
@@ -114,6 +116,19 @@ fn degrees_that_do_not_fit_are_refused_before_any_rank_starts() {
             "tensor 5 does not divide the 8 attention heads; nearest: 4 or 8",
             "neither a divisor nor a multiple of the 2 key/value heads",
             "48 columns",
+        ],
+    );
+    verify(
+        &workshop,
+        &["parallel.context_parallel=3", "parallel.context_parallel_method=all_to_all", "train.seq_len=14"],
+        &[],
+    )
+    .refuses(
+        2,
+        &[
+            "train.seq_len: seq_len 14 is not a multiple of context = 3; nearest: 12 or 15",
+            "parallel.context_parallel: context x tensor 3 does not divide the 8 attention heads; nearest: 2 or 4",
+            "parallel.context_parallel: context x tensor 3 is neither a divisor nor a multiple of the 2 key/value heads",
         ],
     );
     verify(&workshop, &["parallel.data_parallel_replicate=3"], &[]).refuses(2, &["3 ranks cannot share"]);

@@ -1,0 +1,177 @@
+//! Attention as it is replayed: one call of the kernel where queries and keys are those of whole sequences, and some where ranks
+//! share these.
+
+use lockstep_comm::CommError;
+use lockstep_tensor::{Attention, AttentionWrite, TokenSpan, View, Write};
+
+use crate::{
+    Value,
+    context::{Reach, spans},
+    operation::{AttentionOperation, AttentionShape},
+    replay::{Run, split_heads},
+};
+
+/// Where the gradients of an attention go.
+#[derive(Clone, Copy)]
+pub(crate) struct AttentionGradients<'a> {
+    pub(crate) dq: View<'a>,
+    pub(crate) dk: View<'a>,
+    pub(crate) dv: View<'a>,
+}
+
+impl<'a> Run<'a> {
+    /// The forward.
+    pub(crate) fn attention(&self, operation: &AttentionOperation) -> Result<(), CommError> {
+        let AttentionOperation { q, k, v, y, .. } = *operation;
+        match operation.reach {
+            Reach::Whole => self.whole_attention(operation),
+            Reach::Ring { sums } => return self.ring_attention(operation, sums),
+            Reach::Gathered { .. } => {
+                let operands = [q, k, v].map(|value| self.value(value));
+                for spans in self.spans_of_gathered() {
+                    self.attend(operation, spans, operands, self.value(y), Write::Overwrite);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The gradients of its operands.
+    pub(crate) fn attention_backward(
+        &self,
+        operation: &AttentionOperation,
+        dy: View<'a>,
+        gradients: AttentionGradients<'a>,
+    ) -> Result<(), CommError> {
+        let block = [operation.k, operation.v].map(|value| self.value(value));
+        match operation.reach {
+            Reach::Ring { sums } => return self.ring_attention_backward(operation, sums, dy, gradients),
+            Reach::Whole => {
+                let spans = [TokenSpan::whole(self.seq_len_of(operation.q)); 2];
+                self.attend_backward(operation, spans, block, dy, gradients, AttentionWrite::OVERWRITE);
+            }
+            Reach::Gathered { sums } => {
+                let AttentionGradients { dq, dk, dv } = gradients;
+                let [keys, values] = sums.map_or([dk, dv], |sums| sums.map(|sum| self.value(sum)));
+                let queue = self.replay.queue;
+                // Both stretches of queries add to them, and neither reaches all.
+                queue.zero(keys);
+                queue.zero(values);
+                let write = AttentionWrite { queries: Write::Overwrite, keys: Write::Accumulate };
+                for spans in self.spans_of_gathered() {
+                    let gradients = AttentionGradients { dq, dk: keys, dv: values };
+                    self.attend_backward(operation, spans, block, dy, gradients, write);
+                }
+                if sums.is_some() {
+                    queue.cast(keys, dk);
+                    queue.cast(values, dv);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Queries and keys of whole sequences, or, with a cache, of one that goes on.
+    fn whole_attention(&self, operation: &AttentionOperation) {
+        let AttentionOperation { q, k, v, y, .. } = *operation;
+        let len = self.seq_len_of(q);
+        let (mut keys, mut values) = (self.value(k), self.value(v));
+        let [mut of_queries, mut of_keys] = [TokenSpan::whole(len); 2];
+        if let Some(cache) = self.replay.cache {
+            let end = cache.filled + len;
+            self.replay.queue.cast(keys, cache.keys.rows(cache.filled..end));
+            self.replay.queue.cast(values, cache.values.rows(cache.filled..end));
+            (keys, values) = (cache.keys.rows(0..end), cache.values.rows(0..end));
+            of_keys = TokenSpan::whole(end);
+            of_queries.position = cache.filled;
+        }
+        let operands = [self.value(q), keys, values];
+        self.attend(operation, [of_queries, of_keys], operands, self.value(y), Write::Overwrite);
+    }
+
+    /// Each of the own stretches of queries, and the keys of whole sequences up to its end.
+    fn spans_of_gathered(&self) -> [[TokenSpan; 2]; 2] {
+        let (place, held) = (self.program.context, self.program.shape.seq_len);
+        spans(place, place.rank, held).map(|queries| {
+            let len = queries.position + queries.len;
+            [queries, TokenSpan { stored: held * place.ranks, first: 0, len, position: 0 }]
+        })
+    }
+
+    /// The kernel on spans of queries and keys.
+    pub(crate) fn attend(
+        &self,
+        operation: &AttentionOperation,
+        spans: [TokenSpan; 2],
+        [q, k, v]: [View<'_>; 3],
+        out: View<'_>,
+        write: Write,
+    ) {
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = operation.shape;
+        self.replay.queue.attention(
+            &self.geometry(operation, spans),
+            split_heads(q, heads, head_dim),
+            split_heads(k, key_value_heads, head_dim),
+            split_heads(v, key_value_heads, head_dim),
+            split_heads(out, heads, head_dim),
+            self.log_sum_exp(operation),
+            write,
+        );
+    }
+
+    /// The kernel of the backward on spans of queries and keys.
+    pub(crate) fn attend_backward(
+        &self,
+        operation: &AttentionOperation,
+        spans: [TokenSpan; 2],
+        [k, v]: [View<'_>; 2],
+        dy: View<'_>,
+        AttentionGradients { dq, dk, dv }: AttentionGradients<'_>,
+        write: AttentionWrite,
+    ) {
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = operation.shape;
+        let of_queries = |view| split_heads(view, heads, head_dim);
+        let [k, v, dk, dv] = [k, v, dk, dv].map(|view| split_heads(view, key_value_heads, head_dim));
+        self.replay.queue.attention_backward(
+            &self.geometry(operation, spans),
+            of_queries(self.value(operation.q)),
+            k,
+            v,
+            of_queries(self.value(operation.y)),
+            self.log_sum_exp(operation),
+            of_queries(dy),
+            of_queries(dq),
+            dk,
+            dv,
+            write,
+        );
+    }
+
+    fn geometry(&self, operation: &AttentionOperation, [queries, keys]: [TokenSpan; 2]) -> Attention<'a> {
+        let AttentionOperation { shape, first_head, dropout, .. } = *operation;
+        Attention {
+            sequences: self.program.shape.sequences,
+            queries,
+            keys,
+            heads: shape.heads,
+            key_value_heads: shape.key_value_heads,
+            head_dim: shape.head_dim,
+            scale: shape.scale,
+            window: shape.window,
+            document_starts: self.replay.batch.document_starts,
+            first_head,
+            dropout: dropout.map(|dropout| self.dropout(dropout)),
+        }
+    }
+
+    fn log_sum_exp(&self, operation: &AttentionOperation) -> View<'a> {
+        let (sequences, heads) = (self.program.shape.sequences, operation.shape.heads);
+        let view = self.value(operation.log_sum_exp);
+        view.reshape([sequences, heads, self.seq_len_of(operation.q)])
+    }
+
+    /// Tokens of each sequence that a value has a row of.
+    fn seq_len_of(&self, value: Value) -> usize {
+        self.program.values[value.0].rows / self.program.shape.sequences
+    }
+}

@@ -1,0 +1,284 @@
+//! Ring attention (Liu et al., 2023): keys and values go round the ranks that share each sequence, and what each rank's
+//! queries make of them is merged by their log-sum-exps. In the backward the gradients of keys and values follow them,
+//! growing with each rank, until they are home.
+//!
+//! A rank sends on what it has before it computes with it, so that transfers and products overlap wherever the transport works by
+//! itself. What is added in which order is fixed: no bit depends on timing.
+
+use std::cell::RefCell;
+
+use lockstep_comm::{Collective, CommError, Lent, Pending};
+use lockstep_plan::{ContextPlace, DType, MemoryCategory};
+use lockstep_tensor::{Arena, AttentionWrite, Buffer, TensorError, TokenSpan, View, Write};
+
+use crate::{
+    Peers, Program, Value,
+    attention::AttentionGradients,
+    context::{Reach, may_see, spans},
+    mutation::{Mutation, active},
+    operation::{AttentionOperation, Operation},
+    replay::Run,
+};
+
+/// Memory for keys and values that go round, and for their gradients.
+#[derive(Debug)]
+pub struct Ring {
+    /// One that goes, one that comes, and a copy to compute with of what has to go on at once.
+    blocks: RefCell<[Buffer; 3]>,
+    /// f32: two that are added to and sent by turns, and one that comes.
+    gradients: RefCell<[Buffer; 3]>,
+}
+
+/// The slot of a block that is computed with while it goes on.
+const COPY: usize = 2;
+/// The slot of gradients that come.
+const COMING: usize = 2;
+
+impl Ring {
+    /// Memory for the blocks of any of `programs`, if their attention needs any.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub fn new<'a>(
+        programs: impl Iterator<Item = &'a Program> + Clone,
+        arena: &Arena,
+    ) -> Result<Option<Self>, TensorError> {
+        let Some(elements) = programs.clone().map(Program::ring_elements).max().filter(|max| *max > 0) else {
+            return Ok(None);
+        };
+        let dtype_bytes = programs.clone().map(|program| program.shape.dtype.size_bytes()).max().unwrap_or(0);
+        let slots = |bytes: usize| -> Result<_, TensorError> {
+            let slot = || arena.allocate_zeroed(bytes, MemoryCategory::Communication);
+            Ok(RefCell::new([slot()?, slot()?, slot()?]))
+        };
+        let has_gradients = programs.clone().any(Program::has_backward);
+        let gradients = slots(if has_gradients { elements * DType::F32.size_bytes() } else { 0 })?;
+        Ok(Some(Self { blocks: slots(elements * dtype_bytes)?, gradients }))
+    }
+}
+
+impl Program {
+    /// Elements of the largest block of keys and values that goes round.
+    fn ring_elements(&self) -> usize {
+        let of = |operation: &Operation| match operation {
+            Operation::Attention(AttentionOperation { reach: Reach::Ring { .. }, k, v, .. }) => {
+                self.values[k.0].elements() + self.values[v.0].elements()
+            }
+            _ => 0,
+        };
+        self.operations.iter().map(of).max().unwrap_or(0)
+    }
+}
+
+/// Messages to the next rank of the ring and from the one before.
+struct Neighbours<'a> {
+    peers: Peers<'a>,
+    next: usize,
+    before: usize,
+}
+
+impl<'a> Neighbours<'a> {
+    fn new(peers: Peers<'a>) -> Self {
+        let (rank, ranks) = (peers.group.rank(), peers.group.size());
+        Self { peers, next: (rank + 1) % ranks, before: (rank + ranks - 1) % ranks }
+    }
+
+    fn send(&self, buffer: &mut Buffer, bytes: usize) -> Result<Pending, CommError> {
+        self.peers.start(Collective::Send { input: lent(buffer, bytes), to: self.next })
+    }
+
+    fn receive(&self, buffer: &mut Buffer, bytes: usize) -> Result<Pending, CommError> {
+        self.peers.start(Collective::Receive { output: lent(buffer, bytes), from: self.before })
+    }
+
+    /// Waits for a message; gives back what was lent.
+    fn wait(&self, pending: Option<Pending>) -> Result<(), CommError> {
+        pending.map_or(Ok(()), |pending| self.peers.wait(pending))
+    }
+}
+
+fn lent(buffer: &mut Buffer, bytes: usize) -> Lent {
+    Lent::new(buffer.lend(0..bytes), DType::U8)
+}
+
+/// Keys and values on their way round: those of one rank after the other, from the own ones to those of the next rank.
+struct Blocks<'a> {
+    neighbours: Neighbours<'a>,
+    bytes: usize,
+    /// The slots of the block that goes and of the one that comes.
+    going: usize,
+    coming: usize,
+    sent: Option<Pending>,
+    received: Option<Pending>,
+}
+
+impl<'a> Blocks<'a> {
+    /// Sends the own block, which is in the slot that goes, and has the next one come.
+    fn start(neighbours: Neighbours<'a>, blocks: &mut [Buffer; 3], bytes: usize) -> Result<Self, CommError> {
+        let (going, coming) = (0, 1);
+        let sent = Some(neighbours.send(&mut blocks[going], bytes)?);
+        let received = Some(neighbours.receive(&mut blocks[coming], bytes)?);
+        Ok(Self { neighbours, bytes, going, coming, sent, received })
+    }
+
+    /// Waits for the block that comes; sends it on, unless it `is_last`. Returns the slot of it.
+    fn next(&mut self, run: &Run<'_>, blocks: &mut [Buffer; 3], is_last: bool) -> Result<usize, CommError> {
+        self.neighbours.wait(self.received.take())?;
+        if is_last {
+            return Ok(self.coming);
+        }
+        self.neighbours.wait(self.sent.take())?;
+        std::mem::swap(&mut self.going, &mut self.coming);
+        let view = |slot: usize| blocks[slot].view(DType::U8, 0, [self.bytes]);
+        run.replay.queue.cast(view(self.going), view(COPY));
+        self.sent = Some(self.neighbours.send(&mut blocks[self.going], self.bytes)?);
+        self.received = Some(self.neighbours.receive(&mut blocks[self.coming], self.bytes)?);
+        Ok(COPY)
+    }
+
+    /// Waits until the last block that was sent has left.
+    fn end(self) -> Result<(), CommError> {
+        self.neighbours.wait(self.sent)
+    }
+}
+
+/// Keys and values of one rank, or their gradients, in one buffer.
+#[derive(Clone, Copy)]
+struct Pair<'a> {
+    keys: View<'a>,
+    values: View<'a>,
+}
+
+impl<'a> Pair<'a> {
+    fn in_buffer(buffer: &'a Buffer, dtype: DType, [keys, values]: [View<'_>; 2]) -> Self {
+        Self {
+            keys: buffer.view(dtype, 0, keys.shape()),
+            values: buffer.view(dtype, keys.elements() * dtype.size_bytes(), values.shape()),
+        }
+    }
+}
+
+impl<'a> Run<'a> {
+    /// The forward of an attention whose keys go round.
+    pub(crate) fn ring_attention(
+        &self,
+        operation: &AttentionOperation,
+        sums: Option<Value>,
+    ) -> Result<(), CommError> {
+        let (q, y) = (self.value(operation.q), self.value(operation.y));
+        let out = sums.map_or(y, |sums| self.value(sums));
+        self.around(operation, |_, keys_of, Pair { keys, values }| {
+            self.for_each_call(operation, keys_of, |spans, write| {
+                self.attend(operation, spans, [q, keys, values], out, write);
+                self.peers_of_context().progress()
+            })
+        })?;
+        if sums.is_some() {
+            self.replay.queue.cast(out, y);
+        }
+        Ok(())
+    }
+
+    /// The backward of an attention whose keys go round, and their gradients after them.
+    pub(crate) fn ring_attention_backward(
+        &self,
+        operation: &AttentionOperation,
+        sums: Option<Value>,
+        dy: View<'a>,
+        gradients: AttentionGradients<'a>,
+    ) -> Result<(), CommError> {
+        let queue = self.replay.queue;
+        let AttentionGradients { dq, dk, dv } = gradients;
+        let sum = sums.map_or(dq, |sums| self.value(sums));
+        let neighbours = Neighbours::new(self.peers_of_context());
+        let bytes = (dk.elements() + dv.elements()) * DType::F32.size_bytes();
+        let mut slots = self.ring().gradients.borrow_mut();
+        let (mut received, mut sent) = (None, [None, None]);
+        self.around(operation, |step, keys_of, block| {
+            let turn = step % 2;
+            neighbours.wait(sent[turn].take())?;
+            let own = Pair::in_buffer(&slots[turn], DType::F32, [dk, dv]);
+            queue.zero(own.keys);
+            queue.zero(own.values);
+            self.for_each_call(operation, keys_of, |spans, write| {
+                let write = AttentionWrite { queries: write, keys: Write::Accumulate };
+                let gradients = AttentionGradients { dq: sum, dk: own.keys, dv: own.values };
+                self.attend_backward(operation, spans, [block.keys, block.values], dy, gradients, write);
+                neighbours.peers.progress()
+            })?;
+            // And what the ranks have that these keys come from.
+            neighbours.wait(received.take())?;
+            if step > 0 && !active(Mutation::KeyGradientsNotPassedOn) {
+                let before = Pair::in_buffer(&slots[COMING], DType::F32, [dk, dv]);
+                queue.add(own.keys, before.keys, own.keys);
+                queue.add(own.values, before.values, own.values);
+            }
+            sent[turn] = Some(neighbours.send(&mut slots[turn], bytes)?);
+            received = Some(neighbours.receive(&mut slots[COMING], bytes)?);
+            Ok(())
+        })?;
+        [received].into_iter().chain(sent).try_for_each(|pending| neighbours.wait(pending))?;
+        let whole = Pair::in_buffer(&slots[COMING], DType::F32, [dk, dv]);
+        queue.cast(whole.keys, dk);
+        queue.cast(whole.values, dv);
+        if sums.is_some() {
+            queue.cast(sum, dq);
+        }
+        Ok(())
+    }
+
+    /// Calls `visit` with (step, rank, keys and values of that rank): first with the own ones, then with those of the rank
+    /// before, and so on.
+    fn around(
+        &self,
+        operation: &AttentionOperation,
+        mut visit: impl FnMut(usize, usize, Pair<'_>) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let ContextPlace { ranks, rank, .. } = self.program.context;
+        let own = Pair { keys: self.value(operation.k), values: self.value(operation.v) };
+        let (dtype, like) = (own.keys.dtype(), [own.keys, own.values]);
+        let mut slots = self.ring().blocks.borrow_mut();
+        let first = Pair::in_buffer(&slots[0], dtype, like);
+        self.replay.queue.cast(own.keys, first.keys);
+        self.replay.queue.cast(own.values, first.values);
+        let bytes = (own.keys.elements() + own.values.elements()) * dtype.size_bytes();
+        let mut blocks = Blocks::start(Neighbours::new(self.peers_of_context()), &mut slots, bytes)?;
+        visit(0, rank, own)?;
+        for step in 1..ranks {
+            let slot = blocks.next(self, &mut slots, step + 1 == ranks)?;
+            let block = Pair::in_buffer(&slots[slot], dtype, like);
+            let block = if active(Mutation::KeysNotPassedOn) { own } else { block };
+            visit(step, (rank + ranks - step) % ranks, block)?;
+        }
+        blocks.end()
+    }
+
+    /// Calls `visit` with spans of the own queries and of the keys of a rank, and how the result for the queries is
+    /// written. The first call on queries is that with their own keys, of which each sees some.
+    fn for_each_call(
+        &self,
+        operation: &AttentionOperation,
+        keys_of: usize,
+        mut visit: impl FnMut([TokenSpan; 2], Write) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let (place, held) = (self.program.context, self.program.shape.seq_len);
+        let keys = spans(place, keys_of, held);
+        for (half, queries) in spans(place, place.rank, held).into_iter().enumerate() {
+            let is_own = |index: usize| keys_of == place.rank && index == half;
+            if is_own(half) {
+                visit([queries, keys[half]], Write::Overwrite)?;
+            }
+            for (index, keys) in keys.into_iter().enumerate() {
+                if !is_own(index) && may_see(queries, keys, operation.shape.window) {
+                    visit([queries, keys], Write::Accumulate)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn ring(&self) -> &'a Ring {
+        let ring = self.replay.context.and_then(|context| context.ring);
+        ring.expect("a program whose keys go round is given memory for them")
+    }
+}

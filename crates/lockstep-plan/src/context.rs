@@ -1,0 +1,128 @@
+//! Which tokens of each sequence a rank of the context axis holds.
+//!
+//! Under causal attention late tokens see more than early ones. So each rank holds two stretches of a sequence, one as far
+//! from its beginning as the other from its end, and all have as much to do:
+//!
+//! ```text
+//! 2 ranks   0 1 1 0
+//! 4 ranks   0 1 2 3 3 2 1 0
+//! ```
+//!
+//! Ranks that exchange tokens for heads have whole sequences to attend to, and hold one stretch each.
+
+use std::ops::Range;
+
+use crate::ContextMethod;
+
+/// A rank's place among those that share each sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ContextPlace {
+    /// Ranks on the axis.
+    pub ranks: usize,
+    /// Which of them this is.
+    pub rank: usize,
+    /// How attention reaches what the others hold.
+    pub method: ContextMethod,
+}
+
+impl Default for ContextPlace {
+    /// Alone.
+    fn default() -> Self {
+        Self { ranks: 1, rank: 0, method: ContextMethod::default() }
+    }
+}
+
+impl ContextPlace {
+    /// How many tokens of a sequence each rank holds.
+    ///
+    /// # Panics
+    /// If the ranks do not divide the sequence as their method needs it.
+    pub fn held(&self, seq_len: usize) -> usize {
+        let Self { ranks, .. } = *self;
+        let parts = if self.is_folded() { 2 * ranks } else { ranks };
+        assert!(seq_len.is_multiple_of(parts), "{seq_len} tokens are not split evenly into {parts} parts");
+        seq_len / ranks
+    }
+
+    /// Where the two stretches of a rank begin in a sequence. They follow each other in its tensors, and the second begins with
+    /// token `held / 2` of these.
+    pub fn halves_of(&self, rank: usize, seq_len: usize) -> [usize; 2] {
+        let (held, half) = (self.held(seq_len), self.held(seq_len) / 2);
+        if self.is_folded() {
+            [rank * half, (2 * self.ranks - 1 - rank) * half]
+        } else {
+            [rank * held, rank * held + half]
+        }
+    }
+
+    /// Where the own two stretches begin.
+    pub fn halves(&self, seq_len: usize) -> [usize; 2] {
+        self.halves_of(self.rank, seq_len)
+    }
+
+    /// The own tokens among those of a micro-batch `[sequences · seq_len]`, in the order in which the rank holds them.
+    pub fn stretches(
+        &self,
+        sequences: usize,
+        seq_len: usize,
+    ) -> impl Iterator<Item = Range<usize>> + Clone + use<> {
+        let (held, halves) = (self.held(seq_len), self.halves(seq_len));
+        let lengths = [held / 2, held - held / 2];
+        (0..sequences).flat_map(move |sequence| {
+            [0, 1].map(|half| {
+                let start = sequence * seq_len + halves[half];
+                start..start + lengths[half]
+            })
+        })
+    }
+
+    /// Whether a rank's stretches are as far from both ends of a sequence.
+    fn is_folded(&self) -> bool {
+        self.ranks > 1 && self.method != ContextMethod::AllToAll
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const METHODS: [ContextMethod; 3] =
+        [ContextMethod::Ring, ContextMethod::AllGather, ContextMethod::AllToAll];
+
+    proptest! {
+        #[test]
+        fn every_token_is_held_once(ranks in 1_usize..6, piece in 1_usize..5, sequences in 1_usize..4) {
+            for method in METHODS {
+                let seq_len = 2 * ranks * piece;
+                let mut seen = vec![0; sequences * seq_len];
+                for rank in 0..ranks {
+                    let place = ContextPlace { ranks, rank, method };
+                    let held: usize = place.stretches(sequences, seq_len).map(|range| range.len()).sum();
+                    prop_assert_eq!(held, sequences * place.held(seq_len));
+                    place.stretches(sequences, seq_len).flatten().for_each(|token| seen[token] += 1);
+                }
+                prop_assert!(seen.iter().all(|count| *count == 1), "{:?}: {:?}", method, seen);
+            }
+        }
+
+        #[test]
+        fn folded_ranks_have_as_many_pairs_of_query_and_key(ranks in 1_usize..6, piece in 1_usize..5) {
+            let seq_len = 2 * ranks * piece;
+            let pairs = |rank| -> usize {
+                let place = ContextPlace { ranks, rank, method: ContextMethod::Ring };
+                place.stretches(1, seq_len).flatten().map(|position| position + 1).sum()
+            };
+            prop_assert!((1..ranks).all(|rank| pairs(rank) == pairs(0)));
+        }
+    }
+
+    #[test]
+    fn a_rank_alone_holds_all_even_of_odd_sequences() {
+        let ranges: Vec<_> = ContextPlace::default().stretches(2, 5).collect();
+        assert_eq!(ranges, [0..2, 2..5, 5..7, 7..10]);
+        let place = ContextPlace { ranks: 2, rank: 1, method: ContextMethod::AllToAll };
+        assert_eq!(place.stretches(1, 6).collect::<Vec<_>>(), [3..4, 4..6]);
+    }
+}

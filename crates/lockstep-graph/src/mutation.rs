@@ -71,11 +71,13 @@ pub enum Mutation {
     HeadGradientsNotExchanged,
     /// All ranks that share sequences read the tokens of the first.
     TokensOfFirstContextRank,
+    /// Dropout masks are those of the tokens of the first of the ranks that share sequences.
+    DropoutOfFirstContextRank,
 }
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 32] = [
+    pub const ALL: [Self; 33] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -108,6 +110,7 @@ impl Mutation {
         Self::TokenGradientsNotExchanged,
         Self::HeadGradientsNotExchanged,
         Self::TokensOfFirstContextRank,
+        Self::DropoutOfFirstContextRank,
     ];
 }
 

@@ -415,7 +415,8 @@ impl<'a> Run<'a> {
     fn places(&self, tokens: TokenRange) -> TokenPlaces {
         let first_row = if active(Mutation::DropoutFromFirstToken) { 0 } else { tokens.first };
         let (seq_len, context) = (self.program.shape.seq_len, self.program.context);
-        TokenPlaces { first_row, seq_len, halves: context.halves(seq_len * context.ranks) }
+        let rank = if active(Mutation::DropoutOfFirstContextRank) { 0 } else { context.rank };
+        TokenPlaces { first_row, seq_len, halves: context.halves_of(rank, seq_len * context.ranks) }
     }
 
     pub(crate) fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {

@@ -40,7 +40,7 @@ impl Ring {
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub fn new<'a>(
-        programs: impl Iterator<Item = &'a Program> + Clone,
+        mut programs: impl Iterator<Item = &'a Program> + Clone,
         arena: &Arena,
     ) -> Result<Option<Self>, TensorError> {
         let Some(elements) = programs.clone().map(Program::ring_elements).max().filter(|max| *max > 0) else {
@@ -51,7 +51,7 @@ impl Ring {
             let slot = || arena.allocate_zeroed(bytes, MemoryCategory::Communication);
             Ok(RefCell::new([slot()?, slot()?, slot()?]))
         };
-        let has_gradients = programs.clone().any(Program::has_backward);
+        let has_gradients = programs.any(Program::has_backward);
         let gradients = slots(if has_gradients { elements * DType::F32.size_bytes() } else { 0 })?;
         Ok(Some(Self { blocks: slots(elements * dtype_bytes)?, gradients }))
     }

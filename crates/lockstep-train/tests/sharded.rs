@@ -237,9 +237,14 @@ impl Bench {
     }
 
     fn losses(&self, run: &str) -> Vec<f64> {
+        self.measured(run, "loss")
+    }
+
+    /// A number of each row of a run's metrics that has it.
+    fn measured(&self, run: &str, what: &str) -> Vec<f64> {
         let text = std::fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
         let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-        rows.filter_map(|row| row.get("loss")?.as_f64()).collect()
+        rows.filter_map(|row| row.get(what)?.as_f64()).collect()
     }
 
     /// All tensors of a checkpoint, by name and kind.
@@ -389,6 +394,44 @@ fn the_stages_of_a_pipeline_save_together_too() {
             assert_near(&bench.tensors(run, 6), &bench.tensors("alone", 6), 1e-3, run);
         }
         assert_near(&bench.tensors(resumed, 6), &bench.tensors(whole, 6), 0.0, resumed);
+    }
+}
+
+#[test]
+fn ranks_that_share_sequences_save_and_evaluate_as_one_and_go_on_under_any_plan() {
+    let bench = Bench::new();
+    let evaluated = ["train.eval_every=3", "train.eval_steps=2", "checkpoint.every=3"];
+    bench.run(("alone", GPT2), ONE_RANK, &evaluated);
+    for method in ["ring", "all_gather", "all_to_all"] {
+        let method_key = format!("parallel.context_parallel_method={method}");
+        let context = ["parallel.context_parallel=2", &method_key, evaluated[0], evaluated[1]];
+        let half = [&context[..], &["train.steps=3"]].concat();
+        let runs = ["whole", "resumed", "one-rank", "shared"].map(|run| format!("{method}-{run}"));
+        let [whole, resumed, to_one, shared] = &runs;
+        bench.run((whole, GPT2), ONE_RANK, &[&context[..], &evaluated[2..]].concat());
+        bench.run((resumed, GPT2), ONE_RANK, &half);
+        bench.run((resumed, GPT2), ONE_RANK, &context);
+        bench.run((to_one, GPT2), ONE_RANK, &half);
+        bench.run((to_one, GPT2), ONE_RANK, &evaluated[..2]);
+        bench.run((shared, GPT2), Plan(2, 2, true), &[&evaluated[..2], &["train.steps=3"]].concat());
+        bench.run((shared, GPT2), Plan(2, 1, true), &context);
+        for run in &runs {
+            for what in ["loss", "eval_loss"] {
+                let (found, expected) = (bench.measured(run, what), bench.measured("alone", what));
+                assert_eq!(found.len(), expected.len(), "{run}: {what} {found:?}, on one rank {expected:?}");
+                for (found, expected) in found.iter().zip(expected) {
+                    let is_near = (found - expected).abs() <= 1e-5 * expected;
+                    assert!(is_near, "{run}: {what} {found}, on one rank {expected}");
+                }
+            }
+            assert_eq!(bench.saved_steps(run), [3, 6], "{run}");
+            assert_near(&bench.tensors(run, 6), &bench.tensors("alone", 6), 1e-3, run);
+        }
+        assert_eq!(bench.losses(whole), bench.losses(resumed), "{resumed}");
+        assert_near(&bench.tensors(resumed, 6), &bench.tensors(whole, 6), 0.0, resumed);
+        // Both ranks hold all of it, and one of them writes.
+        let checkpoint = Checkpoint::open(&bench.step(whole, 6)).unwrap();
+        assert_eq!(checkpoint.manifest().files.len(), 1, "{whole}: {:?}", checkpoint.manifest().files);
     }
 }
 

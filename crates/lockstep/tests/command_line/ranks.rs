@@ -174,5 +174,11 @@ fn steps_of_several_ranks_are_timed_together() {
     let bytes = |found: &Value| found["peak_rss_bytes"].as_u64().unwrap();
     // Two copies of everything, and shared gradients once.
     assert!((bytes(&alone) * 3 / 2..bytes(&alone) * 5 / 2).contains(&bytes(&both)), "{alone} {both}");
+    let context = bench(&["--accumulation", "2", "--set", "parallel.context_parallel=2"]).json();
+    assert!((loss(&alone) - loss(&context)).abs() < 1e-4, "{alone} {context}");
+    assert_eq!(context["ranks"], 2, "{context}");
+    bench(&["--set", "parallel.context_parallel=3"])
+        .refuses(2, &["seq_len 8 is not a multiple of 2 x context = 6"]);
+    bench(&["--set", "model.max_position_embeddings=4"]).refuses(2, &["--seq-len 8: allowed is 1 to 4"]);
     bench(&["--accumulation", "0"]).refuses(2, &["--accumulation 0: allowed is 1 or more"]);
 }

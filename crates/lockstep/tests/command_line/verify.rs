@@ -12,7 +12,7 @@ fn verify(workshop: &Workshop, settings: &[&str], more: &[&str]) -> Outcome {
 #[test]
 fn a_built_in_run_agrees_with_one_rank_under_every_plan() {
     let workshop = Workshop::new();
-    let plans: [(&[&str], &str); 4] = [
+    let plans: [(&[&str], &str); 5] = [
         (&[], "one rank, recompute none, f32; 2 steps"),
         (&["parallel.tensor_parallel=2"], "2 tensor-parallel ranks, recompute none"),
         (
@@ -26,6 +26,10 @@ fn a_built_in_run_agrees_with_one_rank_under_every_plan() {
                 "parallel.data_parallel_replicate=2",
             ],
             "2 replicas of 2 tensor-parallel ranks with sequence parallelism",
+        ),
+        (
+            &["parallel.context_parallel=2", "parallel.tensor_parallel=2"],
+            "2 context-parallel ranks (ring) of 2 tensor-parallel ranks",
         ),
     ];
     for (settings, words) in plans {
@@ -74,6 +78,9 @@ fn bf16_plans_are_held_against_f32() {
     for plan in [
         &["parallel.tensor_parallel=2"][..],
         &["parallel.tensor_parallel=2", "parallel.sequence_parallel=true"],
+        &["parallel.context_parallel=4"],
+        &["parallel.context_parallel=2", "parallel.context_parallel_method=all_gather"],
+        &["parallel.context_parallel=4", "parallel.context_parallel_method=all_to_all"],
     ] {
         let settings = [&["train.precision=bf16"], plan].concat();
         let outcome = verify(&workshop, &settings, &[]).succeeds();

@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(15 * 60);
 
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
-cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments
+cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments, 2,000 random plans
 cargo xtask mutations  faults put into sums over ranks, each of which a test must notice
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md from the code
@@ -37,13 +37,10 @@ fn main() -> ExitCode {
             &[],
         ),
         Some("docs") => run(
-            "cargo test --quiet -p lockstep-train --test configuration the_manual_is_current",
+            "cargo test --quiet --workspace --test configuration the_manual_is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
         ),
-        Some("soak") => run(
-            "cargo test -p lockstep-comm --test processes a_rank_that_dies -- --nocapture",
-            &[("LOCKSTEP_SEEDS", "1000")],
-        ),
+        Some("soak") => soak(),
         Some("picture") => picture::draw(),
         _ => Err(HELP.to_owned()),
     };
@@ -54,6 +51,14 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn soak() -> Result<(), String> {
+    run(
+        "cargo test --workspace --test processes a_rank_that_dies -- --nocapture",
+        &[("LOCKSTEP_SEEDS", "1000")],
+    )?;
+    run("cargo test --workspace --test parity random_plans", &[("LOCKSTEP_PLANS", "2000")])
 }
 
 fn ci() -> Result<(), String> {

@@ -1,12 +1,16 @@
-//! For tests only: what every parser of untrusted input must survive.
+//! For tests only: what every parser of untrusted input must survive, and what every plan must compute.
 //!
 //! A [`Target`] takes any bytes, parses them, and asserts what must hold of whatever was accepted; it never fails
 //! for bytes that are refused. Two drivers feed it: cargo-fuzz (`fuzz/` beside the crates, on nightly) and
 //! this crate's test, which runs on stable in seconds and takes [`mutations`](mutate) of sound [`seeds`].
+//!
+//! The [`parity`] matrix runs tiny models under every kind of plan, and under [plans drawn at random](random_plan), and
+//! holds them against one rank.
 #![forbid(unsafe_code)]
 
 pub mod mutate;
 pub mod parity;
+pub mod random_plan;
 pub mod seeds;
 pub mod targets;
 

@@ -9,11 +9,14 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use lockstep_comm::{World, WorldOptions};
+use lockstep_plan::schedule::Kind;
 use lockstep_train::interrupt::Interrupt;
+use lockstep_train::progress::Progress;
 use lockstep_train::verify::{
     Comparison, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, numbers, sample_text,
 };
-use lockstep_train::{Error, Ranks, RunConfig};
+use lockstep_train::{Error, Ranks, Resume, RunConfig, train};
+use serde_json::Value;
 
 /// A model of the matrix, as a run's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,6 +80,52 @@ pub const MISTRAL: TinyModel = TinyModel {
 /// All models of the matrix.
 pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
 
+/// Units of each of these models: the embedding, four blocks and the head.
+pub const UNITS: usize = 6;
+
+/// One way to split a run over ranks.
+#[derive(Debug, Clone)]
+pub struct Split {
+    /// The kind: two of one kind do not combine.
+    pub kind: &'static str,
+    /// Ranks.
+    pub ranks: usize,
+    /// Its settings.
+    pub settings: Vec<String>,
+}
+
+/// Every way to split a run over `ranks` ranks: replicas, tensor parallelism with and without sequence parallelism, shared
+/// sequences by every method, pipelines under every schedule that the models have units for.
+pub fn splits(ranks: usize) -> Vec<Split> {
+    let split = |kind, settings: &[String]| Split { kind, ranks, settings: settings.to_vec() };
+    let tensor = format!("parallel.tensor_parallel={ranks}");
+    let mut all = vec![
+        split("replicas", &[format!("parallel.data_parallel_replicate={ranks}")]),
+        split("tensor", std::slice::from_ref(&tensor)),
+        split("tensor", &[tensor, "parallel.sequence_parallel=true".to_owned()]),
+    ];
+    all.extend(["ring", "all_gather", "all_to_all"].map(|method| {
+        let method = format!("parallel.context_parallel_method={method}");
+        split("context", &[format!("parallel.context_parallel={ranks}"), method])
+    }));
+    let schedules = Kind::ALL.into_iter().filter(|kind| kind.chunks().0 * ranks <= UNITS);
+    all.extend(schedules.map(|kind| {
+        let schedule = format!("parallel.pipeline_schedule={}", kind.name());
+        split("pipeline", &[format!("parallel.pipeline_parallel={ranks}"), schedule])
+    }));
+    all
+}
+
+/// Every pair of ways that are not of one kind, on two ranks each.
+pub fn pairs() -> Vec<Vec<String>> {
+    let all = splits(2);
+    let with_later = |(i, first): (usize, &Split)| -> Vec<Vec<String>> {
+        let others = all[i + 1..].iter().filter(|second| second.kind != first.kind);
+        others.map(|second| [&first.settings[..], &second.settings].concat()).collect()
+    };
+    all.iter().enumerate().flat_map(with_later).collect()
+}
+
 /// A text, and what one rank has computed on it.
 pub struct Workbench {
     dir: tempfile::TempDir,
@@ -118,24 +167,48 @@ impl Workbench {
     /// # Errors
     /// What keeps any rank from running.
     pub fn numbers(&self, config: &RunConfig) -> Result<Numbers, Error> {
-        let ranks = config.ranks();
-        if ranks == 1 {
-            let found = numbers(config, &Ranks::alone(), &Interrupt::default())?;
-            return Ok(found.unwrap_or_default());
+        let found = on_ranks(config, |ranks| numbers(config, ranks, &Interrupt::default()))?;
+        Ok(found.into_iter().flatten().next().unwrap_or_default())
+    }
+
+    /// Trains under the first plan for half of the steps and goes on from its checkpoint under the second: the losses of all
+    /// steps.
+    ///
+    /// # Errors
+    /// What keeps any rank from running, what the system says.
+    pub fn losses_of_both(
+        &self,
+        model: TinyModel,
+        plans: [&[&str]; 2],
+        steps: u64,
+    ) -> Result<Vec<f64>, Box<dyn std::error::Error>> {
+        let dir = tempfile::tempdir_in(self.dir.path())?;
+        let half = steps.div_ceil(2);
+        let common = [
+            format!("train.steps={steps}"),
+            format!("checkpoint.every={half}"),
+            "metrics.tensorboard=false".to_owned(),
+        ];
+        let mut resume = Resume::Never;
+        let mut losses = Vec::new();
+        for (part, plan) in plans.into_iter().enumerate() {
+            let dir = dir.path().join(part.to_string());
+            let dirs = [
+                format!("checkpoint.dir={:?}", dir.join("checkpoints")),
+                format!("metrics.dir={:?}", dir.join("runs")),
+            ];
+            let settings = common.iter().chain(&dirs).map(String::as_str).chain(plan.iter().copied());
+            let config = self.config(model, &settings.collect::<Vec<_>>())?;
+            let show = |steps| Progress::as_lines(steps, Box::new(io::sink()));
+            on_ranks(&config, |ranks| train(&config, &resume, ranks, &Interrupt::default(), show))?;
+            let rows = std::fs::read_to_string(config.metrics.dir.join("metrics.jsonl"))?;
+            let rows = rows.lines().filter_map(|row| serde_json::from_str::<Value>(row).ok());
+            let found: Vec<f64> = rows.filter_map(|row| row["loss"].as_f64()).collect();
+            // The second part begins where the first one's checkpoint is.
+            losses.extend(if part == 0 { &found[..half as usize] } else { &found });
+            resume = Resume::From(config.checkpoint.dir.join(format!("step-{half:08}")));
         }
-        let options = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
-        let groups = World::in_process(ranks, options)?;
-        let of_ranks: Vec<Result<Option<Numbers>, Error>> = std::thread::scope(|scope| {
-            let rank =
-                |group| scope.spawn(|| numbers(config, &Ranks::of(group, config)?, &Interrupt::default()));
-            let threads: Vec<_> = groups.into_iter().map(rank).collect();
-            threads
-                .into_iter()
-                .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
-        });
-        let found: Result<Vec<Option<Numbers>>, Error> = of_ranks.into_iter().collect();
-        Ok(found?.into_iter().flatten().next().unwrap_or_default())
+        Ok(losses)
     }
 
     /// Where a plan's numbers lie too far from those of one rank, a line for each with the command that shows it at the end.
@@ -173,4 +246,24 @@ impl Workbench {
         }
         Ok(lines)
     }
+}
+
+/// Runs something on as many ranks as `config` says, which are threads, and returns what came of each.
+fn on_ranks<T: Send>(
+    config: &RunConfig,
+    run: impl Fn(&Ranks) -> Result<T, Error> + Sync,
+) -> Result<Vec<T>, Error> {
+    if config.ranks() == 1 {
+        return Ok(vec![run(&Ranks::alone())?]);
+    }
+    let options = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
+    let groups = World::in_process(config.ranks(), options)?;
+    std::thread::scope(|scope| {
+        let rank = |group| scope.spawn(|| run(&Ranks::of(group, config)?));
+        let threads: Vec<_> = groups.into_iter().map(rank).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
 }

@@ -1,16 +1,44 @@
 //! One model, any plan: the numbers are those of one rank.
+//!
+//! `LOCKSTEP_PLANS` says how many random plans are tried, `LOCKSTEP_SEED` which.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_testkit::parity::{GPT2, LLAMA, MISTRAL, MODELS, QWEN3, TinyModel, Workbench};
-use lockstep_train::verify::{Numbers, Tolerance};
+use std::env;
 
-/// Checks models under plans, and tells all that differ at once.
-fn check(models: &[TinyModel], plans: &[&[&str]]) {
-    let bench = Workbench::new().unwrap();
+use lockstep_plan::schedule::Kind;
+use lockstep_testkit::parity::{
+    GPT2, LLAMA, MISTRAL, MODELS, QWEN3, Split, TinyModel, Workbench, pairs, splits,
+};
+use lockstep_testkit::random_plan::random_plans;
+use lockstep_train::verify::{Numbers, Tolerance};
+use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
+
+/// Random plans of an ordinary run of the tests.
+const PLANS: u32 = 50;
+
+const TENSOR_2: &str = "parallel.tensor_parallel=2";
+const SEQUENCE: &str = "parallel.sequence_parallel=true";
+const PIPELINE_2: &str = "parallel.pipeline_parallel=2";
+const REPLICAS_2: &str = "parallel.data_parallel_replicate=2";
+
+const CONTEXT_2: &str = "parallel.context_parallel=2";
+const METHODS: [&str; 3] = [
+    "parallel.context_parallel_method=ring",
+    "parallel.context_parallel_method=all_gather",
+    "parallel.context_parallel_method=all_to_all",
+];
+
+/// Everything that differs between models under plans and one rank.
+fn differences<Setting: AsRef<str>>(
+    bench: &Workbench,
+    models: &[TinyModel],
+    plans: &[Vec<Setting>],
+) -> Vec<String> {
     let mut failures = Vec::new();
     for model in models {
         for plan in plans {
-            let lines = match bench.differences(*model, plan, Tolerance::F32) {
+            let plan: Vec<&str> = plan.iter().map(AsRef::as_ref).collect();
+            let lines = match bench.differences(*model, &plan, Tolerance::F32) {
                 Ok(lines) => lines,
                 Err(error) => vec![error.to_string()],
             };
@@ -19,153 +47,120 @@ fn check(models: &[TinyModel], plans: &[&[&str]]) {
             }
         }
     }
+    failures
+}
+
+fn check<Setting: AsRef<str>>(models: &[TinyModel], plans: &[Vec<Setting>]) {
+    let failures = differences(&Workbench::new().unwrap(), models, plans);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-const TENSOR_2: &str = "parallel.tensor_parallel=2";
-const TENSOR_4: &str = "parallel.tensor_parallel=4";
-const SEQUENCE: &str = "parallel.sequence_parallel=true";
-const PIPELINE_2: &str = "parallel.pipeline_parallel=2";
-const PIPELINE_4: &str = "parallel.pipeline_parallel=4";
-const REPLICAS_2: &str = "parallel.data_parallel_replicate=2";
-
-const CONTEXT_2: &str = "parallel.context_parallel=2";
-const CONTEXT_4: &str = "parallel.context_parallel=4";
-const MICRO_BATCH_2: &str = "train.micro_batch=2";
-const METHODS: [&str; 3] = [
-    "parallel.context_parallel_method=ring",
-    "parallel.context_parallel_method=all_gather",
-    "parallel.context_parallel_method=all_to_all",
-];
-
-const SCHEDULES: [&str; 7] =
-    ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_v", "dualpipe_v"];
-
-#[test]
-fn tensor_parallel_ranks_have_the_numbers_of_one() {
-    check(&MODELS, &[&[TENSOR_2], &[TENSOR_4], &[TENSOR_2, REPLICAS_2]]);
+fn with(splits: &[Split], more: &[&str]) -> Vec<Vec<String>> {
+    let more = more.iter().map(ToString::to_string);
+    splits.iter().map(|split| split.settings.iter().cloned().chain(more.clone()).collect()).collect()
 }
 
 #[test]
-fn so_have_ranks_that_split_tokens_between_products_whatever_they_recompute() {
+fn every_split_has_the_numbers_of_one_rank_for_twenty_steps() {
+    check(&MODELS, &with(&splits(2), &["train.steps=20"]));
+}
+
+#[test]
+fn so_has_every_split_over_four_ranks_whatever_it_recomputes() {
     for recompute in ["none", "selective", "full"] {
-        let recompute = format!("parallel.recompute={recompute}");
-        check(&MODELS, &[&[TENSOR_2, SEQUENCE, &recompute], &[TENSOR_4, SEQUENCE, &recompute]]);
+        check(&MODELS, &with(&splits(4), &[&format!("parallel.recompute={recompute}")]));
     }
-    check(&MODELS, &[&[TENSOR_2, SEQUENCE, REPLICAS_2]]);
 }
 
 #[test]
-fn a_pipeline_has_the_numbers_of_one_rank_under_every_schedule() {
-    for schedule in SCHEDULES {
-        let schedule = format!("parallel.pipeline_schedule={schedule}");
-        check(&MODELS, &[&[PIPELINE_2, &schedule]]);
+fn every_pair_of_splits_has_the_numbers_of_one_rank() {
+    check(&MODELS, &pairs());
+}
+
+#[test]
+fn eight_ranks_are_split_in_three_ways_at_once() {
+    let schedules =
+        ["1f1b", "interleaved_1f1b", "zb_v"].map(|name| format!("parallel.pipeline_schedule={name}"));
+    let mut plans = schedules
+        .each_ref()
+        .map(|schedule| vec![PIPELINE_2, TENSOR_2, SEQUENCE, REPLICAS_2, schedule])
+        .to_vec();
+    plans.extend(METHODS.map(|method| vec![CONTEXT_2, method, TENSOR_2, SEQUENCE, REPLICAS_2]));
+    plans.extend(METHODS.map(|method| vec![CONTEXT_2, method, TENSOR_2, SEQUENCE, PIPELINE_2]));
+    check(&MODELS, &plans);
+}
+
+#[test]
+fn more_ranks_than_key_value_heads_share_sequences_down_to_two_tokens_each() {
+    let plans = METHODS.map(|method| vec!["parallel.context_parallel=8", method]);
+    check(&[LLAMA, QWEN3], &plans);
+}
+
+#[test]
+fn ranks_that_share_sequences_respect_packed_documents_and_sliding_windows() {
+    for method in METHODS {
+        for packing in ["data.packing=documents", "data.packing=whole_documents"] {
+            check(&[GPT2, LLAMA], &[vec![CONTEXT_2, method, packing, "train.micro_batch=2"]]);
+        }
+        let over_four = vec!["parallel.context_parallel=4", method, "data.packing=documents"];
+        check(&[MISTRAL], &[vec![CONTEXT_2, method], over_four]);
     }
-    check(&[GPT2, LLAMA], &[&[PIPELINE_4], &[PIPELINE_4, "parallel.pipeline_schedule=zb_h1"]]);
 }
 
 #[test]
-fn pipelines_compose_with_tensor_parallel_and_replicas() {
-    let h1 = "parallel.pipeline_schedule=zb_h1";
-    let v = "parallel.pipeline_schedule=zb_v";
-    check(
-        &MODELS,
-        &[
-            &[PIPELINE_2, REPLICAS_2],
-            &[PIPELINE_2, REPLICAS_2, v],
-            &[PIPELINE_2, TENSOR_2],
-            &[PIPELINE_2, TENSOR_2, SEQUENCE, h1],
-            &[PIPELINE_2, TENSOR_2, SEQUENCE, REPLICAS_2, v],
-        ],
-    );
+fn random_plans_have_the_numbers_of_one_rank() {
+    let number = |name: &str| env::var(name).ok().map(|text| text.parse::<u64>().unwrap());
+    let cases = number("LOCKSTEP_PLANS").map_or(PLANS, |plans| plans.try_into().unwrap());
+    let mut seed = [0; 32];
+    seed[..8].copy_from_slice(&number("LOCKSTEP_SEED").unwrap_or(1).to_le_bytes());
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
+    let mut runner =
+        TestRunner::new_with_rng(Config { cases, failure_persistence: None, ..Config::default() }, rng);
+    let bench = Workbench::new().unwrap();
+    let plans = random_plans(|model, settings| bench.config(model, settings).ok());
+    let outcome = runner.run(&plans, |plan| {
+        let failures = differences(&bench, &[plan.model], &[plan.settings]);
+        if failures.is_empty() { Ok(()) } else { Err(TestCaseError::fail(failures.join("\n"))) }
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 #[test]
-fn schedules_and_recomputation_change_no_bit() {
+fn schedules_stages_and_recomputation_change_no_bit() {
     let bench = Workbench::new().unwrap();
     let numbers = |settings: &[&str]| -> Numbers {
         let settings: Vec<&str> = settings.iter().copied().chain(["train.steps=3"]).collect();
         bench.numbers(&bench.config(GPT2, &settings).unwrap()).unwrap()
     };
     let expected = numbers(&[]);
-    for schedule in SCHEDULES {
-        for recompute in ["none", "full"] {
-            let [schedule, recompute] =
-                [format!("pipeline_schedule={schedule}"), format!("recompute={recompute}")]
-                    .map(|setting| format!("parallel.{setting}"));
-            let found = numbers(&[PIPELINE_2, &schedule, &recompute]);
-            assert!(
-                found == expected,
-                "{schedule}, {recompute}: {:?}, one rank {:?}",
-                found.steps,
-                expected.steps
-            );
+    let same = |plan: &[&str]| {
+        let found = numbers(plan);
+        assert!(found == expected, "{}: {:?}, one rank {:?}", plan.join(" "), found.steps, expected.steps);
+    };
+    for schedule in Kind::ALL.map(Kind::name) {
+        let schedule = format!("parallel.pipeline_schedule={schedule}");
+        for recompute in ["none", "selective", "full"] {
+            same(&[PIPELINE_2, &schedule, &format!("parallel.recompute={recompute}")]);
         }
     }
-}
-
-#[test]
-fn ranks_that_share_sequences_have_the_numbers_of_one_by_every_method() {
-    for method in METHODS {
-        check(&MODELS, &[&[CONTEXT_2, method, MICRO_BATCH_2], &[CONTEXT_4, method]]);
-    }
-    // More ranks than key/value heads, and one token in each half.
-    check(
-        &[LLAMA, QWEN3],
-        &METHODS.map(|method| ["parallel.context_parallel=8", method]).each_ref().map(|plan| &plan[..]),
-    );
-}
-
-#[test]
-fn so_they_have_with_packed_documents_and_sliding_windows() {
-    for method in METHODS {
-        for packing in ["data.packing=documents", "data.packing=whole_documents"] {
-            check(&[GPT2, LLAMA], &[&[CONTEXT_2, method, packing, MICRO_BATCH_2]]);
-        }
-        check(&[MISTRAL], &[&[CONTEXT_2, method], &[CONTEXT_4, method, "data.packing=documents"]]);
+    for stages in ["[1, 5]", "[4, 2]", "[5, 1]"] {
+        same(&[PIPELINE_2, &format!("parallel.pipeline_stages={stages}")]);
     }
 }
 
 #[test]
-fn so_they_have_whatever_they_recompute() {
-    for method in METHODS {
-        check(
-            &[GPT2, LLAMA],
-            &[
-                &[CONTEXT_2, method, "parallel.recompute=selective"],
-                &[CONTEXT_2, method, MICRO_BATCH_2, "parallel.recompute=full"],
-            ],
+fn any_split_goes_on_from_the_checkpoint_of_any_other() {
+    let bench = Workbench::new().unwrap();
+    let expected = bench.losses_of_both(LLAMA, [&[], &[]], 6).unwrap();
+    let all = splits(2);
+    for (first, second) in all.iter().zip(all.iter().cycle().skip(1)) {
+        let [first, second] =
+            [first, second].map(|split| split.settings.iter().map(String::as_str).collect::<Vec<_>>());
+        let found = bench.losses_of_both(LLAMA, [&first, &second], 6).unwrap();
+        let is_near = |(found, expected): (&f64, &f64)| (found - expected).abs() <= 1e-4 * expected;
+        assert!(
+            found.len() == expected.len() && found.iter().zip(&expected).all(is_near),
+            "{first:?}, then {second:?}: {found:?}, one rank {expected:?}"
         );
     }
-}
-
-#[test]
-fn context_composes_with_tensor_parallel_pipelines_and_replicas() {
-    for method in METHODS {
-        check(
-            &MODELS,
-            &[
-                &[CONTEXT_2, method, REPLICAS_2],
-                &[CONTEXT_2, method, TENSOR_2],
-                &[CONTEXT_2, method, TENSOR_2, SEQUENCE, REPLICAS_2],
-                &[CONTEXT_2, method, PIPELINE_2, "parallel.pipeline_schedule=zb_h1"],
-                &[CONTEXT_2, method, PIPELINE_2, TENSOR_2, SEQUENCE],
-            ],
-        );
-    }
-}
-
-#[test]
-fn runs_of_twenty_steps_stay_together() {
-    check(
-        &[LLAMA],
-        &[
-            &["train.steps=20", TENSOR_2, SEQUENCE],
-            &["train.steps=20", PIPELINE_2],
-            &["train.steps=20", PIPELINE_2, TENSOR_2, REPLICAS_2],
-            &["train.steps=20", CONTEXT_2, METHODS[0]],
-            &["train.steps=20", CONTEXT_2, METHODS[1]],
-            &["train.steps=20", CONTEXT_2, METHODS[2]],
-        ],
-    );
 }

@@ -20,6 +20,14 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// A plan file that cannot be used for the run.
+    #[error("the plan {} cannot be used:\n  {}", path.display(), problems.replace('\n', "\n  "))]
+    Plan {
+        /// The file.
+        path: PathBuf,
+        /// Everything that is wrong, a line each.
+        problems: String,
+    },
     /// The file system that holds the metrics is full. Rows wait in memory and are written as soon as there
     /// is room.
     #[error(

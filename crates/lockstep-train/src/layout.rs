@@ -5,67 +5,82 @@ use std::path::Path;
 use lockstep_engine::PipelinePlan;
 use lockstep_graph::{BlockShape, Mode};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::schedule::{Kind, Schedule, passes_from_csv};
-use lockstep_plan::{ContextPlace, DType, TensorPlace, split_units};
+use lockstep_plan::schedule::{Kind, passes_from_csv};
+use lockstep_plan::{ContextPlace, DType, PipelineSchedule, SplitError, TensorPlace, split_units};
 
-use crate::config::RunConfig;
+use crate::config::{Problem, RunConfig};
+use crate::plan::valid_plan;
 use crate::{Error, engine_options};
+
+/// The schedule that the run's keys name.
+///
+/// # Errors
+/// A word that is neither a schedule nor a file that can be read.
+pub(crate) fn schedule_of(config: &RunConfig) -> Result<PipelineSchedule, Problem> {
+    let parallel = &config.parallel;
+    if parallel.pipeline_parallel == 1 {
+        return Ok(PipelineSchedule::default());
+    }
+    let name = parallel.pipeline_schedule.as_str();
+    let rows = |text: &str| PipelineSchedule::Rows(text.lines().map(str::to_owned).collect());
+    if let Some(kind) = Kind::from_name(name) {
+        let chunks = parallel.virtual_stages.unwrap_or(kind.chunks().0);
+        return Ok(PipelineSchedule::Published { kind, chunks });
+    }
+    if name.contains('\n') {
+        return Ok(rows(name));
+    }
+    std::fs::read_to_string(Path::new(name)).map(|text| rows(&text)).map_err(|error| {
+        let what = format!("\"{name}\" is no schedule, and as a file it cannot be read: {error}");
+        let names: Vec<&str> = Kind::ALL.iter().map(|kind| kind.name()).collect();
+        config.problem("parallel.pipeline_schedule", what, format!("{}, or a CSV file", names.join(", ")))
+    })
+}
+
+/// How many units each stage has: as the run says, else so that stages cost as much as each other. Without a pipeline one
+/// stage has all.
+///
+/// # Errors
+/// More stages than units.
+pub(crate) fn stages_of(
+    config: &RunConfig,
+    schedule: &PipelineSchedule,
+    costs: &[f64],
+) -> Result<Vec<usize>, SplitError> {
+    let ranks = config.parallel.pipeline_parallel;
+    if let Some(stages) = &config.parallel.pipeline_stages {
+        return Ok(stages.clone());
+    }
+    match schedule {
+        PipelineSchedule::Published { kind, chunks } => split_units(*kind, costs, ranks, *chunks),
+        PipelineSchedule::Rows(rows) => {
+            // What is wrong with the rows is told when the plan is validated.
+            let passes = passes_from_csv(&rows.join("\n"), ranks).unwrap_or_default();
+            let stages = passes.iter().flatten().map(|pass| pass.stage.saturating_add(1)).max();
+            split_units(Kind::OneForwardOneBackward, costs, stages.unwrap_or(ranks), 1)
+        }
+    }
+}
 
 /// What the ranks of the run's pipeline do, if it has one.
 ///
 /// # Errors
-/// [`Error::Configuration`], with everything that is wrong with the schedule; a CSV file that cannot be read.
+/// [`Error::Configuration`], with everything that does not fit.
 pub(crate) fn pipeline_plan(
     config: &RunConfig,
     model: &ModelConfig,
     tuning: &Tuning,
 ) -> Result<Option<PipelinePlan>, Error> {
-    let parallel = &config.parallel;
-    let ranks = parallel.pipeline_parallel;
-    if ranks == 1 {
+    if config.parallel.pipeline_parallel == 1 {
         return Ok(None);
     }
-    let refuse = |key: &str, what: String, allowed: &str| -> Error {
-        Error::Configuration(config.problem(key, what, allowed.to_owned()).into())
-    };
-    let name = parallel.pipeline_schedule.as_str();
-    let micro_batches = config.accumulation_steps();
-    let key = "parallel.pipeline_schedule";
-    let (kind, schedule) = match Kind::from_name(name) {
-        Some(kind) => {
-            let chunks = parallel.virtual_stages.unwrap_or(kind.chunks().0);
-            let schedule = Schedule::new(kind, ranks, micro_batches, chunks)
-                .map_err(|error| refuse(key, error.to_string(), "a schedule that the numbers permit"))?;
-            (kind, schedule)
-        }
-        None => {
-            let text = std::fs::read_to_string(Path::new(name)).map_err(|error| {
-                let what = format!("\"{name}\" is no schedule, and as a file it cannot be read: {error}");
-                refuse(
-                    key,
-                    what,
-                    "gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_v, dualpipe_v, or a CSV file",
-                )
-            })?;
-            let schedule = passes_from_csv(&text, ranks)
-                .and_then(|passes| Schedule::from_passes(micro_batches, &passes));
-            let schedule = schedule.map_err(|error| {
-                refuse(key, error.to_string(), "a file in which each rank's passes are complete")
-            })?;
-            (Kind::OneForwardOneBackward, schedule)
-        }
-    };
-    let costs = unit_costs(config, model, tuning);
-    let chunks = schedule.stages() / ranks;
-    let stages = split_units(kind, &costs, ranks, chunks).map_err(|error| {
-        refuse("parallel.pipeline_parallel", error.to_string(), "at most one stage for each unit")
-    })?;
-    Ok(Some(PipelinePlan { schedule, stages }))
+    let (plan, valid) = valid_plan(config, model, tuning)?;
+    Ok(Some(PipelinePlan { schedule: valid.schedule, stages: plan.stages }))
 }
 
 /// What a forward and a backward of each unit cost: the operations of their products. An embedding has none and costs nothing to
 /// speak of.
-fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f64> {
+pub(crate) fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f64> {
     let options = RecordingOptions {
         mode: Mode::Training,
         shape: BlockShape { dtype: DType::F32, ..engine_options(config).shape },

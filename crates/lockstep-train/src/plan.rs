@@ -1,38 +1,89 @@
 //! How a run is split over its ranks, held against its model before any of them starts.
 //!
-//! The keys of `[parallel]` and a plan file say the same thing. [`Plan::validate`] finds what does not fit in either;
-//! [`settings_of`] makes keys of a plan.
+//! The keys of `[parallel]` and a plan file say the same thing: `plan_of` makes a plan of the keys, a
+//! [`PlanFile`](crate::PlanFile) makes keys of a plan, and [`Plan::validate`] finds what does not fit in either.
 
-use lockstep_model::ModelConfig;
-use lockstep_plan::{Degrees, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem};
+use lockstep_model::{ModelConfig, Tuning};
+use lockstep_plan::{DType, Facts, PLAN_VERSION, Plan, PlanError, PlanProblem, ValidPlan};
 
-use crate::config::{ContextMethod, Origin, Problem, Recompute};
-use crate::layout::pipeline_plan;
+use crate::config::{Origin, Problem, Problems, Recompute};
+use crate::layout::{schedule_of, stages_of, unit_costs};
 use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 
-/// The model of a run, if its ranks can share it as the run says.
+/// The run's plan, if its ranks can share its model so, and the model.
 ///
 /// # Errors
-/// As [`resolve_model`], and a pipeline that the model or the batch does not permit.
-pub fn check(config: &RunConfig) -> Result<ResolvedModel, Error> {
+/// As [`resolve_model`].
+pub fn check(config: &RunConfig) -> Result<(Plan, ResolvedModel), Error> {
     let model = resolve_model(config)?;
-    pipeline_plan(config, &model.config, &model.tuning)?;
-    Ok(model)
+    let (plan, _) = valid_plan(config, &model.config, &model.tuning)?;
+    Ok((plan, model))
 }
 
-/// How many of the model's units each stage of the run's pipeline has; all in one without a pipeline.
+/// The run's plan, and what it comes to.
 ///
 /// # Errors
-/// As [`check`].
-pub fn stages_of(config: &RunConfig, model: &ResolvedModel) -> Result<Vec<usize>, Error> {
-    let pipeline = pipeline_plan(config, &model.config, &model.tuning)?;
-    Ok(pipeline.map_or_else(|| vec![facts_of(config, &model.config).units()], |pipeline| pipeline.stages))
+/// [`Error::Configuration`], with everything that does not fit.
+pub(crate) fn valid_plan(
+    config: &RunConfig,
+    model: &ModelConfig,
+    tuning: &Tuning,
+) -> Result<(Plan, ValidPlan), Error> {
+    let costs = || unit_costs(config, model, tuning);
+    let facts = facts_of(config, model);
+    let plan = plan_of(config, &facts, costs).map_err(Problems::from)?;
+    match plan.validate(&facts) {
+        Ok(valid) => Ok((plan, valid)),
+        Err(error) => Err(Problems::all_of(problems_of(config, error)).into()),
+    }
 }
 
-/// What a plan for the run is compared with. Models have no digest yet, so that a plan fits whatever model it names.
-pub fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
+/// Everything in the run's keys that does not fit its model, each where it was set.
+pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
+    let facts = facts_of(config, model);
+    // Which units make a stage does not matter here, and what they cost is known only when they are recorded.
+    match plan_of(config, &facts, || vec![1.0; facts.units()]) {
+        Ok(plan) => match plan.validate(&facts) {
+            Ok(_) => Vec::new(),
+            Err(error) => problems_of(config, error),
+        },
+        Err(problem) => vec![problem],
+    }
+}
+
+/// The plan that the run's keys describe, whether it fits or not.
+fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) -> Result<Plan, Problem> {
+    let schedule = schedule_of(config)?;
+    let costs = if config.parallel.pipeline_parallel == 1 { vec![1.0; facts.units()] } else { costs() };
+    let stages = stages_of(config, &schedule, &costs).map_err(|error| {
+        config.problem(
+            "parallel.pipeline_parallel",
+            format!("{error}: the embedding, {} blocks and the head", facts.layers),
+            format!("at most {} stages", facts.units()),
+        )
+    })?;
+    Ok(Plan {
+        version: PLAN_VERSION,
+        model: facts.model.clone(),
+        mesh: config.degrees(),
+        micro_batch: config.micro_batch(),
+        schedule,
+        stages,
+        recompute: match config.parallel.recompute {
+            Recompute::None => lockstep_plan::Recompute::None,
+            Recompute::Selective => lockstep_plan::Recompute::Selective,
+            Recompute::Full => lockstep_plan::Recompute::Full,
+        },
+        sequence_parallel: config.parallel.sequence_parallel,
+        context_method: config.parallel.context_parallel_method.into(),
+        zero_stage: 0,
+    })
+}
+
+/// What a plan for the run is compared with.
+pub(crate) fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
     Facts {
-        model: String::new(),
+        model: digest_of(model),
         layers: model.num_hidden_layers(),
         heads: model.num_attention_heads(),
         key_value_heads: model.num_key_value_heads(),
@@ -46,26 +97,19 @@ pub fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
     }
 }
 
-/// Everything in the run's keys that does not fit its model, each where it was set. What a pipeline asks for is checked where
-/// its schedule is made.
-pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
-    // The batch is checked with the keys, so that one micro-batch of each replica stands for all.
-    let global_batch = config.parallel.data_parallel_replicate * config.micro_batch();
-    let world_size = config.ranks() / config.parallel.pipeline_parallel;
-    let facts = Facts { global_batch, world_size, ..facts_of(config, model) };
-    let plan = Plan {
-        version: PLAN_VERSION,
-        stages: vec![facts.units()],
-        model: facts.model.clone(),
-        mesh: Degrees { pipeline: 1, ..config.degrees() },
-        micro_batch: config.micro_batch(),
-        schedule: PipelineSchedule::default(),
-        recompute: lockstep_plan::Recompute::None,
-        sequence_parallel: config.parallel.sequence_parallel,
-        context_method: config.parallel.context_parallel_method.into(),
-        zero_stage: 0,
+/// What tells a model from others in a plan: a digest of its `config.json` as this program writes it. Dropout, which no plan
+/// depends on, is not in it.
+fn digest_of(model: &ModelConfig) -> String {
+    let text = model.clone().with_dropout(0.0).to_json(DType::F32).to_string();
+    blake3::hash(text.as_bytes()).to_hex()[..32].to_owned()
+}
+
+/// What is wrong with a plan of the run's keys, each where it was set.
+fn problems_of(config: &RunConfig, error: PlanError) -> Vec<Problem> {
+    let problems = match error {
+        PlanError::Invalid(problems) => problems,
+        error => return vec![config.problem("parallel.tensor_parallel", error.to_string(), "")],
     };
-    let Err(PlanError::Invalid(problems)) = plan.validate(&facts) else { return Vec::new() };
     let problem = |problem: PlanProblem| {
         let keys: &[&str] = match &problem {
             PlanProblem::NotMultiple { name: "seq_len", .. } => {
@@ -78,6 +122,11 @@ pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
             PlanProblem::NotMultiple { .. } | PlanProblem::World { .. } => {
                 &["train.global_batch", "parallel.data_parallel_replicate"]
             }
+            PlanProblem::Schedule { .. } => &["parallel.pipeline_schedule", "parallel.pipeline_parallel"],
+            PlanProblem::StageCount { .. } | PlanProblem::EmptyStage { .. } | PlanProblem::Units { .. } => {
+                &["parallel.pipeline_stages", "parallel.pipeline_parallel"]
+            }
+            PlanProblem::TooManyStages { .. } => &["parallel.pipeline_parallel"],
             _ => &["parallel.tensor_parallel"],
         };
         let is_given = |key: &&&str| config.origin(key) != Origin::Default;
@@ -87,106 +136,55 @@ pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
     problems.into_iter().map(problem).collect()
 }
 
-/// The keys of a run that a plan sets, as `--set` takes them.
-///
-/// # Errors
-/// Everything in the plan that this program cannot do yet, a line each.
-pub fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
-    let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = plan.mesh;
-    let later = [("shard", shard), ("expert", expert), ("expert_tensor", expert_tensor)];
-    let mut missing: Vec<String> = later
-        .into_iter()
-        .filter(|(_, degree)| *degree > 1)
-        .map(|(axis, degree)| format!("mesh.{axis} {degree}: not supported yet; allowed: 1"))
-        .collect();
-    if plan.zero_stage > 0 {
-        missing.push(format!("zero_stage {}: not supported yet; allowed: 0", plan.zero_stage));
-    }
-    let published = match &plan.schedule {
-        PipelineSchedule::Published { kind, chunks } => Some((kind, chunks)),
-        PipelineSchedule::Rows(_) => {
-            missing.push("schedule.rows: not supported yet; allowed: schedule.kind".to_owned());
-            None
-        }
-    };
-    if plan.stages.len() > 1 && pipeline == 1 {
-        let stages = plan.stages.len();
-        missing.push(format!("stages: {stages} without a pipeline; allowed: 1, with all units"));
-    }
-    if !missing.is_empty() {
-        return Err(missing);
-    }
-    let recompute = match plan.recompute {
-        lockstep_plan::Recompute::None => Recompute::None,
-        lockstep_plan::Recompute::Selective => Recompute::Selective,
-        lockstep_plan::Recompute::Full => Recompute::Full,
-    };
-    let mut settings = vec![
-        format!("parallel.data_parallel_replicate={replicate}"),
-        format!("parallel.tensor_parallel={tensor}"),
-        // Without tensor ranks it is of no effect, which a plan may say and keys may not.
-        format!("parallel.sequence_parallel={}", plan.sequence_parallel && tensor > 1),
-        format!("parallel.context_parallel={context}"),
-        format!("parallel.recompute={}", recompute.word()),
-        format!("train.micro_batch={}", plan.micro_batch),
-        format!("parallel.pipeline_parallel={pipeline}"),
-    ];
-    // As sequence parallelism.
-    if context > 1 {
-        let method = ContextMethod::from(plan.context_method);
-        settings.push(format!("parallel.context_parallel_method={}", method.word()));
-    }
-    if let Some((kind, chunks)) = published.filter(|_| pipeline > 1) {
-        settings.push(format!("parallel.pipeline_schedule={}", kind.name()));
-        settings.push(format!("parallel.virtual_stages={chunks}"));
-    }
-    Ok(settings)
-}
-
 #[cfg(test)]
 mod tests {
-    use lockstep_plan::schedule::Kind;
-
     use super::*;
 
-    fn plan() -> Plan {
-        Plan {
-            version: PLAN_VERSION,
-            model: String::new(),
-            mesh: Degrees { pipeline: 2, replicate: 2, context: 4, tensor: 2, ..Degrees::default() },
-            micro_batch: 2,
-            schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
-            stages: vec![2, 2, 2, 2],
-            recompute: lockstep_plan::Recompute::Full,
-            sequence_parallel: true,
-            context_method: lockstep_plan::ContextMethod::AllToAll,
-            zero_stage: 0,
+    fn config(settings: &[&str]) -> RunConfig {
+        let model = [
+            "model.preset=baby-gpt",
+            "model.n_layer=4",
+            "train.global_batch=8",
+            "train.micro_batch=2",
+            "data.train=[\"a.txt\"]",
+        ];
+        let settings: Vec<&str> = model.iter().chain(settings).copied().collect();
+        RunConfig::parse("", "RUN.toml", &settings).unwrap_or_else(|problems| panic!("{problems}"))
+    }
+
+    #[test]
+    fn a_plan_is_for_its_model_with_whatever_dropout() {
+        let (plan, _) = check(&config(&["train.dropout=0.1"])).unwrap();
+        let (other, _) = check(&config(&["model.n_layer=5"])).unwrap();
+        assert_eq!(plan.model, check(&config(&[])).unwrap().0.model);
+        assert_ne!(plan.model, other.model);
+        assert_eq!(plan.model.len(), 32);
+    }
+
+    #[test]
+    fn stages_are_those_of_the_user_or_as_even_as_can_be() {
+        let pipeline = "parallel.pipeline_parallel=2";
+        let (plan, _) = check(&config(&[pipeline, "parallel.pipeline_stages=[1, 5]"])).unwrap();
+        assert_eq!(plan.stages, [1, 5]);
+        // The head costs as much as a part of a block, the embedding nothing.
+        assert_eq!(check(&config(&[pipeline])).unwrap().0.stages, [3, 3]);
+    }
+
+    #[test]
+    fn everything_that_does_not_fit_is_told_at_once() {
+        let settings = [
+            "parallel.tensor_parallel=5",
+            "parallel.pipeline_parallel=2",
+            "parallel.pipeline_stages=[2, 3]",
+            "parallel.pipeline_schedule=\"F0,B0\\nF0,F0\"",
+        ];
+        let message = check(&config(&settings)).unwrap_err().to_string();
+        for part in [
+            "tensor 5 does not divide the 6 attention heads",
+            "the stages have 5 units and the model 6",
+            "micro-batch",
+        ] {
+            assert!(message.contains(part), "{part:?} is not in {message}");
         }
-    }
-
-    #[test]
-    fn keys_say_what_a_plan_says() {
-        let settings = settings_of(&plan()).unwrap();
-        let config =
-            RunConfig::parse("", "RUN.toml", &settings).unwrap_or_else(|problems| panic!("{problems}"));
-        assert_eq!(config.degrees(), plan().mesh);
-        assert_eq!((config.micro_batch(), config.parallel.recompute), (2, Recompute::Full));
-        assert!(config.parallel.sequence_parallel);
-        assert_eq!(config.parallel.context_parallel_method, ContextMethod::AllToAll);
-        assert_eq!(
-            (&config.parallel.pipeline_schedule[..], config.parallel.virtual_stages),
-            ("zb_v", Some(2))
-        );
-    }
-
-    #[test]
-    fn what_cannot_be_done_yet_is_told_at_once() {
-        let mesh = Degrees { shard: 2, expert: 2, ..Degrees::default() };
-        let schedule = PipelineSchedule::Rows(vec!["F0,B0".to_owned()]);
-        let missing =
-            settings_of(&Plan { mesh, schedule, zero_stage: 1, stages: vec![8], ..plan() }).unwrap_err();
-        let names: Vec<&str> = missing.iter().filter_map(|line| line.split([' ', ':']).next()).collect();
-        let expected = ["mesh.shard", "mesh.expert", "zero_stage", "schedule.rows"];
-        assert_eq!(names, expected, "{missing:?}");
     }
 }

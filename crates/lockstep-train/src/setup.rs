@@ -40,6 +40,27 @@ pub struct ResolvedModel {
 /// An unknown preset, a `config.json` that is not supported, overrides that do not fit, a sequence longer than the
 /// model's maximum, ranks that cannot share the model.
 pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
+    let (model, pretrained) = named_model(config)?;
+    let mut problems = Vec::new();
+    let longest = model.max_position_embeddings();
+    if config.train.seq_len > longest {
+        problems.push(config.problem(
+            "train.seq_len",
+            format!("sequences of {} tokens are longer than the model's maximum", config.train.seq_len),
+            format!("1 to {longest}, or a larger max_position_embeddings in [model]"),
+        ));
+    }
+    problems.extend(misfits(config, &model));
+    Problems::none_of(problems)?;
+    let (tuning, adapter) = resolve_tuning(config, &model)?;
+    Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
+}
+
+/// The model that `[model]` names, whether it fits the run or not, and the directory of its weights if it takes them from one.
+///
+/// # Errors
+/// An unknown preset, a `config.json` that is not supported, overrides that do not fit.
+pub(crate) fn named_model(config: &RunConfig) -> Result<(ModelConfig, Option<ModelDirectory>), Error> {
     let overrides = overrides_of(config);
     let mut pretrained = None;
     let base = match config.model_source() {
@@ -65,19 +86,7 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     if config.origin("train.dropout") != Origin::Default {
         model = model.with_dropout(config.train.dropout);
     }
-    let mut problems = Vec::new();
-    let longest = model.max_position_embeddings();
-    if config.train.seq_len > longest {
-        problems.push(config.problem(
-            "train.seq_len",
-            format!("sequences of {} tokens are longer than the model's maximum", config.train.seq_len),
-            format!("1 to {longest}, or a larger max_position_embeddings in [model]"),
-        ));
-    }
-    problems.extend(misfits(config, &model));
-    Problems::none_of(problems)?;
-    let (tuning, adapter) = resolve_tuning(config, &model)?;
-    Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
+    Ok((model, pretrained))
 }
 
 /// The keys of the model that `[model]` changes.

@@ -108,6 +108,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.sequence_parallel = false;
     config.parallel.pipeline_parallel = 1;
     config.parallel.context_parallel = 1;
+    config.parallel.pipeline_stages = None;
     config
 }
 

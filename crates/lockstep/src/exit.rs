@@ -128,6 +128,7 @@ impl From<lockstep_train::Error> for Failure {
             Error::Checkpoint(error) => error.into(),
             error @ (Error::Configuration(_)
             | Error::ReadConfiguration { .. }
+            | Error::Plan { .. }
             | Error::OtherRun { .. }
             | Error::OtherParameters { .. }
             | Error::NoRunToResume { .. }

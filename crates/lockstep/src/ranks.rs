@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use lockstep_comm::{self as comm, LossCause, MpiOptions, Output, Pinning, Placement, Way, is_launched};
-use lockstep_train::Ranks;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
+use lockstep_train::{PlanFile, Ranks};
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
 
@@ -94,6 +94,14 @@ pub(crate) fn leave_records(ranks: &Ranks, error: &lockstep_train::Error, dir: &
         && let Some(records) = ranks.write_records(error, dir).transpose()
     {
         hint(records);
+    }
+}
+
+/// The same error, as one of the plan file if there is one and it is to blame.
+pub(crate) fn blamed(plan: Option<&PlanFile>, error: lockstep_train::Error) -> lockstep_train::Error {
+    match plan {
+        Some(plan) => plan.blamed(error),
+        None => error,
     }
 }
 

@@ -11,13 +11,13 @@ use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, train};
+use lockstep_train::{Error, PlanFile, Ranks, Resume, RunConfig, Summary, engine_options, human, train};
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 use crate::infer::{Length, continue_text, show};
 use crate::nodes::Nodes;
 use crate::output::say;
-use crate::ranks;
+use crate::ranks::{self, blamed};
 
 /// The built-in demonstration: what `lockstep train` does without a file.
 const DEMONSTRATION: &str = include_str!("demonstration.toml");
@@ -34,6 +34,9 @@ pub(crate) struct Arguments {
     /// Set a value of the configuration, e.g. --set train.steps=200
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     settings: Vec<String>,
+    /// A plan file, which says what the keys of parallel and train.micro_batch would
+    #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
+    plan: Option<PathBuf>,
     /// Where to begin: the newest good checkpoint (auto), the start (never), or a checkpoint's directory
     #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
     resume: String,
@@ -50,9 +53,10 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let started = lockstep_comm::place()?.and_then(|place| place.world_size);
-    let config = configuration(arguments, started)?;
+    let plan = arguments.plan.as_deref().map(PlanFile::read).transpose()?;
+    let config = configuration(arguments, plan.as_ref(), started)?;
     if !is_launched()
-        && let Some(exit) = launch(arguments, &config, started.is_some())?
+        && let Some(exit) = launch(arguments, &config, plan.as_ref(), started.is_some())?
     {
         return Ok(exit);
     }
@@ -84,15 +88,22 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 /// Starts this command once for each rank of this machine, if there are to be several and nobody else has started them.
-fn launch(arguments: &Arguments, config: &RunConfig, is_started: bool) -> Result<Option<ExitCode>, Failure> {
+fn launch(
+    arguments: &Arguments,
+    config: &RunConfig,
+    plan: Option<&PlanFile>,
+    is_started: bool,
+) -> Result<Option<ExitCode>, Failure> {
+    let all = config.ranks();
+    // One message before anything is started, and not one of each rank.
+    match plan {
+        Some(plan) => plan.check(config)?,
+        None if all > 1 => drop(check(config)?),
+        None => {}
+    }
     // mpirun has started them, or there is one.
     if config.parallel.transport == Transport::Mpi {
         return Ok(None);
-    }
-    let all = config.ranks();
-    if all > 1 {
-        // One message before anything is started, and not one of each rank.
-        check(config)?;
     }
     let here = arguments.nproc_per_node.unwrap_or(if arguments.nodes.are_several() { 1 } else { all });
     let start = match arguments.nodes.meet(here)? {
@@ -111,16 +122,21 @@ fn launch(arguments: &Arguments, config: &RunConfig, is_started: bool) -> Result
 
 /// The configuration of a run on `started` ranks: unless it says otherwise, they are as many replicas as they make. Before they
 /// are started, `--nproc-per-node` says how many.
-fn configuration(arguments: &Arguments, started: Option<usize>) -> Result<RunConfig, Failure> {
+fn configuration(
+    arguments: &Arguments,
+    plan: Option<&PlanFile>,
+    started: Option<usize>,
+) -> Result<RunConfig, Failure> {
     let load = |settings: &[String]| match &arguments.run {
         Some(path) => RunConfig::load(Some(path), settings),
-        None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", settings).map_err(Into::into),
+        None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", settings).map_err(Error::from),
     };
-    let config = load(&arguments.settings)?;
+    let mut settings: Vec<String> = plan.map_or_else(Vec::new, |plan| plan.settings().to_vec());
+    settings.extend(arguments.settings.iter().cloned());
+    let config = load(&settings).map_err(|error| blamed(plan, error))?;
     let Some(ranks) = started.or(arguments.nproc_per_node) else { return Ok(config) };
     let found = config.ranks();
     if config.origin(REPLICAS) == Origin::Default {
-        let mut settings = arguments.settings.clone();
         settings.push(format!("{REPLICAS}={}", config.replicas_of(ranks)?));
         return Ok(load(&settings)?);
     }

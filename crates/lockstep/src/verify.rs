@@ -1,25 +1,24 @@
 //! `lockstep verify`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{JoinOptions, is_launched};
-use lockstep_plan::{Facts, Plan};
 use lockstep_train::config::{DataSource, Precision, Transport};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::plan::{check, facts_of, settings_of, stages_of};
+use lockstep_train::plan::check;
 use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance,
     alone, exact, first_numbers, sample_text,
 };
-use lockstep_train::{Ranks, RunConfig, human};
+use lockstep_train::{PlanFile, Ranks, RunConfig, human};
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure, INTERRUPTED};
 use crate::output::say;
-use crate::ranks;
+use crate::ranks::{self, blamed};
 
 /// Gradients that are shown.
 const SHOWN_GRADIENTS: usize = 5;
@@ -87,7 +86,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 
 /// The run that is verified: of what it writes and evaluates nothing is left. Whatever does not fit its model is refused.
 fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
-    let plan = arguments.plan.as_deref().map(read_plan).transpose()?;
+    let plan = arguments.plan.as_deref().map(PlanFile::read).transpose()?;
     let mut settings = Vec::new();
     let names_model = |setting: &String| {
         ["model.preset=", "model.path=", "model.model_type="].iter().any(|key| setting.starts_with(key))
@@ -95,44 +94,20 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
     if arguments.run.is_none() && !arguments.settings.iter().any(names_model) {
         settings.extend(TINY_LLAMA.map(str::to_owned));
     }
-    settings.extend(plan.iter().flat_map(|(_, settings)| settings.clone()));
+    settings.extend(plan.iter().flat_map(PlanFile::settings).cloned());
     settings.extend(arguments.settings.clone());
-    let mut config = match &arguments.run {
-        Some(path) => RunConfig::load(Some(path), &settings)?,
-        None => RunConfig::parse(SAMPLE_RUN, "the built-in run", &settings)
-            .map_err(lockstep_train::Error::from)?,
+    let config = match &arguments.run {
+        Some(path) => RunConfig::load(Some(path), &settings),
+        None => RunConfig::parse(SAMPLE_RUN, "the built-in run", &settings).map_err(Into::into),
     };
-    let model = check(&config)?;
-    if let Some((plan, _)) = &plan {
-        let facts = Facts { model: plan.model.clone(), ..facts_of(&config, &model.config) };
-        let refuse = |problems: String| unusable(arguments.plan.as_deref(), &problems);
-        plan.validate(&facts).map_err(|error| refuse(error.to_string()))?;
-        let stages = stages_of(&config, &model)?;
-        if stages != plan.stages {
-            let given = &plan.stages;
-            return Err(refuse(format!(
-                "stages {given:?}: other splits than {stages:?} are not supported yet"
-            )));
-        }
+    let mut config = config.map_err(|error| blamed(plan.as_ref(), error))?;
+    match &plan {
+        Some(plan) => plan.check(&config)?,
+        None => drop(check(&config)?),
     }
     config.train.eval_every = 0;
     config.metrics.trace_steps = None;
     Ok(config)
-}
-
-/// A plan from its file, and the settings that it makes.
-fn read_plan(path: &Path) -> Result<(Plan, Vec<String>), Failure> {
-    let text = std::fs::read_to_string(path).map_err(|error| {
-        Failure::configuration(format!("cannot read the plan {}: {error}", path.display()))
-    })?;
-    let plan = Plan::from_json(&text).map_err(|error| unusable(Some(path), &error.to_string()))?;
-    let settings = settings_of(&plan).map_err(|missing| unusable(Some(path), &missing.join("\n")))?;
-    Ok((plan, settings))
-}
-
-fn unusable(path: Option<&Path>, problems: &str) -> Failure {
-    let path = path.unwrap_or(Path::new("")).display();
-    Failure::configuration(format!("the plan {path} cannot be used:\n  {}", problems.replace('\n', "\n  ")))
 }
 
 /// Writes the built-in text to a directory of this rank's own, unless the settings name another one.

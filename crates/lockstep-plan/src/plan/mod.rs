@@ -45,7 +45,8 @@ pub const PLAN_VERSION: u32 = 1;
 pub struct Plan {
     /// Version of the file's format: [`PLAN_VERSION`].
     pub version: u32,
-    /// Digest of the model that the plan is for.
+    /// Digest of the model that the plan is for; empty for whatever model it fits.
+    #[serde(default)]
     pub model: String,
     /// The degrees of the mesh; what is not said is 1.
     #[serde(default)]

@@ -43,7 +43,7 @@ impl Check<'_> {
         if plan.version != PLAN_VERSION {
             self.problems.push(PlanProblem::Version { version: plan.version });
         }
-        if plan.model != facts.model {
+        if !plan.model.is_empty() && plan.model != facts.model {
             let (plan, model) = (plan.model.clone(), facts.model.clone());
             self.problems.push(PlanProblem::OtherModel { plan, model });
         }

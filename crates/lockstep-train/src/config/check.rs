@@ -266,6 +266,11 @@ impl Checker<'_, '_, '_> {
             let keys = ["parallel.context_parallel_method"];
             self.refuse_without_effect(&keys, because, "parallel.context_parallel");
         }
+        if self.config.parallel.pipeline_parallel == 1 {
+            let keys = ["parallel.pipeline_schedule", "parallel.virtual_stages", "parallel.pipeline_stages"];
+            let because = "parallel.pipeline_parallel = 1, which is no pipeline";
+            self.refuse_without_effect(&keys, because, "parallel.pipeline_parallel");
+        }
         if tensor_parallel > 1 && self.config.optimizer.kind == OptimizerKind::Muon {
             let what = format!(
                 "\"muon\" needs whole matrices, and parallel.tensor_parallel = {tensor_parallel} splits them"

@@ -240,11 +240,15 @@ sections! {
         /// Ranks that each hold some of the layers; micro-batches go through them one after the other.
         pipeline_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// What the ranks of a pipeline do in which order: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1`, `zb_v`,
-        /// `dualpipe_v`, or a CSV file with a row for each rank, as of `torch.distributed.pipelining`. No bit of the result
-        /// depends on it.
+        /// `dualpipe_v`, or a CSV file with a row for each rank, as of `torch.distributed.pipelining` (or such rows themselves,
+        /// with a line break after each). No bit of the result depends on it.
         pipeline_schedule: String = "1f1b".to_owned(), rules();
         /// Stages of each rank of a pipeline. Left out: as many as its schedule has at least.
         virtual_stages: Option<usize> = None, rules().at_least(1.0).at_most(256.0).when_absent("the schedule's");
+        /// How many of the model's units (the embedding, each block, the head) every stage of a pipeline has, from the
+        /// first on. Left out: so that the stages cost as much as each other.
+        pipeline_stages: Option<Vec<usize>> = None,
+            rules().at_least(1.0).when_absent("even by operations");
         /// Gradients are summed over the ranks in buckets of so many MiB, while the backward goes on.
         bucket_mb: f64 = 25.0, rules().above(0.0).at_most(1e6);
         /// Steps between comparisons of all ranks' weights; 0 compares them at the start only.

@@ -83,6 +83,12 @@ impl Problems {
         if problems.is_empty() { Ok(()) } else { Err(Self(problems)) }
     }
 
+    /// All of `problems`, of which there is at least one.
+    pub(crate) fn all_of(problems: Vec<Problem>) -> Self {
+        debug_assert!(!problems.is_empty());
+        Self(problems)
+    }
+
     /// The mistakes: those of the text first, in its order, then those between values.
     pub fn iter(&self) -> impl Iterator<Item = &Problem> {
         self.0.iter()

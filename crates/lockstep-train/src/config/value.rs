@@ -27,6 +27,8 @@ pub enum ValueType {
     Text,
     /// A list of strings.
     TextList,
+    /// A list of whole numbers.
+    IntegerList,
     /// A list of strings and tables `{ path, weight }`.
     SourceList,
     /// Numbers by name.
@@ -58,6 +60,7 @@ impl fmt::Display for ValueType {
             Self::Text => f.write_str("a string"),
             Self::NumberTable => f.write_str("a table of numbers, { \"a\" = 0.5, \"b\" = 2.0 }"),
             Self::TextList => f.write_str("a list of strings, [\"a\", \"b\"]"),
+            Self::IntegerList => f.write_str("a list of integers, [4, 3, 3]"),
             Self::SourceList => {
                 f.write_str("a list of strings and tables, [\"a\", { path = \"b\", weight = 0.3 }]")
             }
@@ -232,8 +235,28 @@ impl Readable for Vec<String> {
     const TYPE: ValueType = ValueType::TextList;
 
     fn read(value: &Value) -> Result<Self, Misfit> {
+        is_list_of_strings::<Self>(value)?;
         read_list::<Self, String>(value, String::read)
     }
+}
+
+impl Readable for Vec<usize> {
+    const TYPE: ValueType = ValueType::IntegerList;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        read_list::<Self, usize>(value, usize::read)
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.iter().map(|number| *number as f64).collect()
+    }
+}
+
+/// A misfit for one string where a list of them is meant.
+fn is_list_of_strings<List: Readable>(value: &Value) -> Result<(), Misfit> {
+    let Some(text) = value.as_str() else { return Ok(()) };
+    let allowed = format!("a list of strings: write [\"{}\"]", shortened(text));
+    Err(Misfit { allowed, ..wrong_type::<List>(value) })
 }
 
 /// Reads every entry of a list.
@@ -241,11 +264,6 @@ fn read_list<List: Readable, T>(
     value: &Value,
     read: impl Fn(&Value) -> Result<T, Misfit>,
 ) -> Result<Vec<T>, Misfit> {
-    if let Some(text) = value.as_str() {
-        let mut misfit = wrong_type::<List>(value);
-        misfit.allowed = format!("a list of strings: write [\"{}\"]", shortened(text));
-        return Err(misfit);
-    }
     let items = value.as_array().ok_or_else(|| wrong_type::<List>(value))?;
     let numbered = items.iter().enumerate();
     numbered
@@ -286,6 +304,7 @@ impl Readable for Vec<DataSource> {
     const TYPE: ValueType = ValueType::SourceList;
 
     fn read(value: &Value) -> Result<Self, Misfit> {
+        is_list_of_strings::<Self>(value)?;
         read_list::<Self, DataSource>(value, |item| {
             let Value::Object(table) = item else { return String::read(item).map(DataSource::Plain) };
             let misfit = |what: String| Misfit { what, allowed: "{ path = \"a\", weight = 0.3 }".to_owned() };

@@ -24,6 +24,7 @@ use serde_json::{Value, json};
 use self::part::{Commit, Directory, Observer, Part, Saved, Written, gather};
 use crate::machine::available_memory_bytes;
 use crate::metrics::MetricsWriter;
+use crate::plan::valid_plan;
 use crate::progress::Progress;
 use crate::ranks::{Patience, Ranks};
 use crate::state::SavedState;
@@ -39,6 +40,8 @@ pub(crate) struct Saver {
     directory: Directory,
     /// What a checkpoint says of the run's configuration.
     record: Value,
+    /// What it says of the plan.
+    plan: Value,
     /// None if saves are made in the foreground.
     thread: Option<SaveThread>,
     snapshot: Memory,
@@ -125,7 +128,7 @@ impl Saver {
     /// save.
     ///
     /// # Errors
-    /// No thread for saves in the background.
+    /// No thread for saves in the background; a plan that does not fit.
     pub(crate) fn new(
         config: &RunConfig,
         model: &ResolvedModel,
@@ -152,6 +155,7 @@ impl Saver {
                 "base": model.base.get(),
                 "adapter": model.tuning.adapter.as_ref().map(Adapter::config),
             }),
+            plan: json!(valid_plan(config, &model.config, &model.tuning)?.0),
             thread: in_background.then(SaveThread::start).transpose()?,
             snapshot: Memory::None,
             under_way: None,
@@ -338,6 +342,7 @@ impl Saver {
             staging: staging?,
             directory: directory.clone(),
             record: self.record.clone(),
+            plan: self.plan.clone(),
             state: state.clone(),
             parameters: engine.records().to_vec(),
             metrics,

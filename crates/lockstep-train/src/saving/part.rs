@@ -147,6 +147,8 @@ pub(super) struct Commit {
     pub(super) directory: Directory,
     /// What the checkpoint says of the run's configuration.
     pub(super) record: Value,
+    /// And of the plan.
+    pub(super) plan: Value,
     pub(super) state: SavedState,
     pub(super) parameters: Vec<ParameterRecord>,
     pub(super) metrics: Option<MetricsFile>,
@@ -174,9 +176,9 @@ impl Commit {
             samples_consumed: samples,
             seed: self.record["run"]["train"]["seed"].as_u64().unwrap_or_default(),
             config: self.record,
+            plan: self.plan,
             state: self.state.to_json(),
             parameters: &self.parameters,
-            ..SaveRequest::default()
         };
         let path = self.staging.commit_observed(&request, reports, &*self.observer)?;
         let Directory { path: dir, keep } = &self.directory;

@@ -182,3 +182,52 @@ fn steps_of_several_ranks_are_timed_together() {
     bench(&["--set", "model.max_position_embeddings=4"]).refuses(2, &["--seq-len 8: allowed is 1 to 4"]);
     bench(&["--accumulation", "0"]).refuses(2, &["--accumulation 0: allowed is 1 or more"]);
 }
+
+/// `{ "version": 1, "micro_batch": 1, ... }`
+fn plan(rest: &str) -> String {
+    format!("{{ \"version\": 1, \"micro_batch\": 1, {rest} }}")
+}
+
+#[test]
+fn a_plan_file_says_how_a_run_is_split() {
+    let workshop = Workshop::new();
+    workshop.write(
+        "plan.json",
+        plan(
+            r#""mesh": { "pipeline": 2, "replicate": 2 }, "stages": [1, 3],
+               "schedule": { "rows": ["F0,F1,B0,B1", "F0,F1,B0,B1"] }"#,
+        ),
+    );
+    workshop.run(&["train", "run.toml", "--plan", "plan.json"]).succeeds();
+    let manifest: serde_json::Value =
+        serde_json::from_slice(&workshop.read("checkpoints/step-00000004/manifest.json")).unwrap();
+    let saved = &manifest["plan"];
+    assert_eq!((&saved["mesh"]["pipeline"], &saved["stages"]), (&2.into(), &serde_json::json!([1, 3])));
+    // A plan that a checkpoint names can be used again, for its model and no other.
+    workshop.write("saved.json", saved.to_string());
+    workshop.run(&["train", "run.toml", "--plan", "saved.json", "--set", "train.steps=5"]).succeeds();
+    workshop
+        .run(&["train", "run.toml", "--plan", "saved.json", "--set", "model.intermediate_size=128"])
+        .refuses(2, &["saved.json cannot be used", "the plan is for the model"]);
+}
+
+#[test]
+fn a_plan_file_that_does_not_fit_is_refused_before_any_rank_starts() {
+    let workshop = Workshop::new();
+    let run = |rest: &str, more: &[&str]| {
+        workshop.write("plan.json", plan(rest));
+        workshop.run(&[&["train", "run.toml", "--plan", "plan.json"], more].concat())
+    };
+    run(r#""mesh": { "tensor": 4 }, "stages": [3]"#, &[]).refuses(
+        2,
+        &["tensor 4 does not divide the 2 attention heads", "the stages have 3 units and the model 4"],
+    );
+    run(r#""mesh": { "pipeline": 2 }, "stages": [2, 2]"#, &["--set", "parallel.pipeline_stages=[1, 3]"])
+        .refuses(2, &["stages is [2, 2] in the plan, and the run's keys say [1, 3]"]);
+    run(r#""mesh": { "pipeline": 2 }, "stages": [2, 2]"#, &["--nproc-per-node", "3"])
+        .refuses(2, &["--nproc-per-node is 3", "for 2 ranks"]);
+    let forgets = r#""mesh": { "pipeline": 2 }, "stages": [2, 2],
+        "schedule": { "rows": ["F0,F1,F2,F3,B0,B1,B2,B3", "B0,F0,F1,B1,F2,B2,F3"] }"#;
+    run(forgets, &[]).refuses(2, &["plan.json cannot be used"]);
+    workshop.run(&["train", "run.toml", "--plan", "none.json"]).refuses(2, &["none.json", "No such file"]);
+}

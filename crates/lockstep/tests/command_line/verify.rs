@@ -93,9 +93,7 @@ fn bf16_plans_are_held_against_f32() {
 fn a_plan_file_says_what_the_keys_would() {
     let workshop = Workshop::new();
     let plan = |mesh: &str, more: &str| {
-        let text = format!(
-            "{{\"version\": 1, \"model\": \"tiny\", \"mesh\": {mesh}, \"micro_batch\": 2, \"stages\": [6]{more}}}"
-        );
+        let text = format!("{{\"version\": 1, \"mesh\": {mesh}, \"micro_batch\": 2, \"stages\": [6]{more}}}");
         workshop.write("plan.json", text);
         verify(&workshop, &[], &["--plan", "plan.json"])
     };

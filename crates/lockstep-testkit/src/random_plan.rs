@@ -1,0 +1,88 @@
+//! Plans drawn at random: any degrees of up to eight ranks, any schedule, any split into stages, any recomputation.
+//!
+//! They are settings of a run, so that whatever fails can be shown again by `lockstep verify`. A plan that does not fit its
+//! model is not one of them.
+
+use lockstep_plan::schedule::Kind;
+use lockstep_train::RunConfig;
+use lockstep_train::plan::check;
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use crate::parity::{MODELS, TinyModel, UNITS};
+
+/// The most ranks of a plan.
+const MOST_RANKS: usize = 8;
+
+/// A model and the settings of a plan for it.
+#[derive(Debug, Clone)]
+pub struct RandomPlan {
+    /// The model.
+    pub model: TinyModel,
+    /// What is set beside the model: keys of `[parallel]`, and how the batch is cut.
+    pub settings: Vec<String>,
+}
+
+/// Plans for more than one rank that fit their models, as `config` makes runs of them.
+pub fn random_plans(
+    config: impl Fn(TinyModel, &[&str]) -> Option<RunConfig>,
+) -> impl Strategy<Value = RandomPlan> {
+    let degrees = (degree(), degree(), degree(), degree());
+    let method = select(vec!["ring", "all_gather", "all_to_all"]);
+    let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
+    let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
+    let recompute = select(vec!["none", "selective", "full"]);
+    (select(MODELS.to_vec()), degrees, any::<bool>(), method, pipeline, batch, recompute)
+        .prop_map(|(model, degrees, by_tokens, method, stages, batch, recompute)| {
+            let (replicate, tensor, context, pipeline) = degrees;
+            let (kind, chunks, given, cuts) = stages;
+            let (micro_batch, global_batch) = batch;
+            let mut settings = vec![
+                format!("parallel.data_parallel_replicate={replicate}"),
+                format!("parallel.tensor_parallel={tensor}"),
+                format!("parallel.sequence_parallel={}", by_tokens && tensor > 1),
+                format!("parallel.context_parallel={context}"),
+                format!("parallel.pipeline_parallel={pipeline}"),
+                format!("parallel.recompute={recompute}"),
+                format!("train.micro_batch={micro_batch}"),
+                format!("train.global_batch={global_batch}"),
+            ];
+            if context > 1 {
+                settings.push(format!("parallel.context_parallel_method={method}"));
+            }
+            if pipeline > 1 {
+                let (least, most) = kind.chunks();
+                let chunks = chunks.clamp(least, most);
+                settings.push(format!("parallel.pipeline_schedule={}", kind.name()));
+                settings.push(format!("parallel.virtual_stages={chunks}"));
+                if given && pipeline * chunks <= UNITS {
+                    let stages = stages_of(&cuts, pipeline * chunks);
+                    settings.push(format!("parallel.pipeline_stages={stages:?}"));
+                }
+            }
+            RandomPlan { model, settings }
+        })
+        .prop_filter("fits", move |plan| {
+            let settings: Vec<&str> = plan.settings.iter().map(String::as_str).collect();
+            config(plan.model, &settings)
+                .is_some_and(|config| (2..=MOST_RANKS).contains(&config.ranks()) && check(&config).is_ok())
+        })
+}
+
+/// Smaller ones first, so that a failure shrinks to few ranks.
+fn degree() -> impl Strategy<Value = usize> {
+    select(vec![1_usize, 2, 4, 8])
+}
+
+/// The places between units, in an order at random: the first of them are the cuts.
+fn select_stages() -> impl Strategy<Value = Vec<usize>> {
+    Just((1..UNITS).collect::<Vec<_>>()).prop_shuffle()
+}
+
+/// How many units each of `stages` stages has, with the first cuts of `order`.
+fn stages_of(order: &[usize], stages: usize) -> Vec<usize> {
+    let mut cuts = order[..stages - 1].to_vec();
+    cuts.extend([0, UNITS]);
+    cuts.sort_unstable();
+    cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
+}

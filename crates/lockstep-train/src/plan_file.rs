@@ -1,0 +1,213 @@
+//! A plan file, as a run takes it: the keys that it stands for, and whether the run keeps to it.
+
+use std::path::{Path, PathBuf};
+
+use lockstep_plan::{Degrees, PipelineSchedule, Plan};
+
+use crate::config::{ContextMethod, Origin, Problem, Recompute};
+use crate::setup::named_model;
+use crate::{Error, RunConfig, plan};
+
+/// A plan, and where it stands.
+#[derive(Debug, Clone)]
+pub struct PlanFile {
+    path: PathBuf,
+    plan: Plan,
+    settings: Vec<String>,
+}
+
+impl PlanFile {
+    /// Reads a plan from its file.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] with what keeps it from being read, or with everything in it that this program cannot do.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let refuse = |problems: String| Error::Plan { path: path.to_owned(), problems };
+        let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
+        let plan = Plan::from_json(&text).map_err(|error| refuse(error.to_string()))?;
+        let settings = settings_of(&plan).map_err(|missing| refuse(missing.join("\n")))?;
+        Ok(Self { path: path.to_owned(), plan, settings })
+    }
+
+    /// The keys that it sets, as `--set` takes them.
+    pub fn settings(&self) -> &[String] {
+        &self.settings
+    }
+
+    /// Whether a run that has these settings keeps to the plan, and its model is the plan's.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] with everything that does not fit, or differs; as [`plan::check`].
+    pub fn check(&self, config: &RunConfig) -> Result<(), Error> {
+        let (model, _) = named_model(config)?;
+        let facts = plan::facts_of(config, &model);
+        self.plan.validate(&facts).map_err(|error| self.refuse(error.to_string()))?;
+        let (plan, _) = plan::check(config).map_err(|error| self.blamed(error))?;
+        let differences = differences(&self.plan, &plan);
+        if differences.is_empty() { Ok(()) } else { Err(self.refuse(differences.join("\n"))) }
+    }
+
+    /// The same error, as one of this file if all that is wrong are settings of its.
+    pub fn blamed(&self, error: Error) -> Error {
+        let Error::Configuration(problems) = &error else { return error };
+        let is_own = |origin: &Origin| match origin {
+            Origin::Argument(text) => self.settings.iter().any(|setting| **setting == **text),
+            _ => false,
+        };
+        if !problems.iter().all(|problem| is_own(&problem.origin)) {
+            return error;
+        }
+        let line = |problem: &Problem| match problem.allowed.as_str() {
+            "" => problem.what.clone(),
+            allowed => format!("{}: {}; allowed: {allowed}", problem.key, problem.what),
+        };
+        self.refuse(problems.iter().map(line).collect::<Vec<_>>().join("\n"))
+    }
+
+    fn refuse(&self, problems: String) -> Error {
+        Error::Plan { path: self.path.clone(), problems }
+    }
+}
+
+/// What a run says otherwise than its plan file, by keys that were given beside it.
+fn differences(file: &Plan, run: &Plan) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut compare = |what: &str, file: &dyn std::fmt::Debug, run: &dyn std::fmt::Debug| {
+        let (file, run) = (format!("{file:?}"), format!("{run:?}"));
+        if file != run {
+            lines.push(format!("{what} is {file} in the plan, and the run's keys say {run}: leave one out"));
+        }
+    };
+    compare("mesh", &file.mesh, &run.mesh);
+    compare("micro_batch", &file.micro_batch, &run.micro_batch);
+    compare("recompute", &file.recompute, &run.recompute);
+    compare("zero_stage", &file.zero_stage, &run.zero_stage);
+    // Where there is nothing to split, it does not matter what the plan says.
+    if file.mesh.tensor > 1 {
+        compare("sequence_parallel", &file.sequence_parallel, &run.sequence_parallel);
+    }
+    if file.mesh.context > 1 {
+        compare("context_method", &file.context_method, &run.context_method);
+    }
+    if file.mesh.pipeline > 1 {
+        compare("schedule", &file.schedule, &run.schedule);
+        compare("stages", &file.stages, &run.stages);
+    }
+    lines
+}
+
+/// The keys of a run that a plan sets; or everything in it that this program cannot do yet, a line each.
+fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
+    let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = plan.mesh;
+    let later = [("shard", shard), ("expert", expert), ("expert_tensor", expert_tensor)];
+    let mut missing: Vec<String> = later
+        .into_iter()
+        .filter(|(_, degree)| *degree > 1)
+        .map(|(axis, degree)| format!("mesh.{axis} {degree}: not supported yet; allowed: 1"))
+        .collect();
+    if plan.zero_stage > 0 {
+        missing.push(format!("zero_stage {}: not supported yet; allowed: 0", plan.zero_stage));
+    }
+    if !missing.is_empty() {
+        return Err(missing);
+    }
+    let recompute = match plan.recompute {
+        lockstep_plan::Recompute::None => Recompute::None,
+        lockstep_plan::Recompute::Selective => Recompute::Selective,
+        lockstep_plan::Recompute::Full => Recompute::Full,
+    };
+    let mut settings = vec![
+        format!("parallel.data_parallel_replicate={replicate}"),
+        format!("parallel.tensor_parallel={tensor}"),
+        // Without tensor ranks it is of no effect, which a plan may say and keys may not.
+        format!("parallel.sequence_parallel={}", plan.sequence_parallel && tensor > 1),
+        format!("parallel.context_parallel={context}"),
+        format!("parallel.recompute={}", recompute.word()),
+        format!("train.micro_batch={}", plan.micro_batch),
+        format!("parallel.pipeline_parallel={pipeline}"),
+    ];
+    // As sequence parallelism.
+    if context > 1 {
+        let method = ContextMethod::from(plan.context_method);
+        settings.push(format!("parallel.context_parallel_method={}", method.word()));
+    }
+    if pipeline > 1 {
+        match &plan.schedule {
+            PipelineSchedule::Published { kind, chunks } => {
+                settings.push(format!("parallel.pipeline_schedule={}", kind.name()));
+                settings.push(format!("parallel.virtual_stages={chunks}"));
+            }
+            PipelineSchedule::Rows(rows) => {
+                let rows: String = rows.iter().map(|row| format!("{row}\n")).collect();
+                settings.push(format!("parallel.pipeline_schedule={rows:?}"));
+            }
+        }
+        settings.push(format!("parallel.pipeline_stages={:?}", plan.stages));
+    }
+    Ok(settings)
+}
+
+#[cfg(test)]
+mod tests {
+    use lockstep_plan::PLAN_VERSION;
+    use lockstep_plan::schedule::Kind;
+
+    use super::*;
+
+    fn plan() -> Plan {
+        Plan {
+            version: PLAN_VERSION,
+            model: String::new(),
+            mesh: Degrees { pipeline: 2, replicate: 2, context: 2, tensor: 2, ..Degrees::default() },
+            micro_batch: 2,
+            schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
+            stages: vec![2, 2, 1, 3],
+            recompute: lockstep_plan::Recompute::Full,
+            sequence_parallel: true,
+            context_method: lockstep_plan::ContextMethod::AllToAll,
+            zero_stage: 0,
+        }
+    }
+
+    /// The plan of a run with the keys of `file`, for a model of as many units.
+    fn run_of(file: &Plan, more: &[&str]) -> Plan {
+        let mut settings = settings_of(file).unwrap();
+        let layers = file.stages.iter().sum::<usize>() - 2;
+        settings.extend(["model.preset=baby-gpt".to_owned(), "model.n_head=8".to_owned()]);
+        settings.extend([format!("model.n_layer={layers}")]);
+        settings.extend(["train.global_batch=16".to_owned(), "data.train=[\"a.txt\"]".to_owned()]);
+        settings.extend(more.iter().map(ToString::to_string));
+        let config =
+            RunConfig::parse("", "RUN.toml", &settings).unwrap_or_else(|problems| panic!("{problems}"));
+        crate::plan::check(&config).unwrap_or_else(|error| panic!("{error}")).0
+    }
+
+    #[test]
+    fn keys_say_what_a_plan_says() {
+        let rows = PipelineSchedule::Rows(vec![
+            "F0,F1,F2,F3,B0,B1,B2,B3".to_owned(),
+            "F0,F1,F2,F3,B0,B1,B2,B3".to_owned(),
+        ]);
+        let by_rows = Plan { schedule: rows, stages: vec![1, 5], ..plan() };
+        for file in [plan(), by_rows] {
+            let run = run_of(&file, &[]);
+            assert_eq!(Plan { model: String::new(), ..run }, file);
+        }
+    }
+
+    #[test]
+    fn keys_beside_a_plan_that_say_something_else_are_told() {
+        let run = run_of(&plan(), &["parallel.recompute=none", "parallel.pipeline_stages=[2, 2, 2, 2]"]);
+        let lines = differences(&plan(), &run);
+        assert!(lines.len() == 2 && lines[0].contains("recompute is Full in the plan"), "{lines:?}");
+        assert!(lines[1].contains("stages is [2, 2, 1, 3]"), "{lines:?}");
+    }
+
+    #[test]
+    fn what_cannot_be_done_yet_is_told_at_once() {
+        let mesh = Degrees { shard: 2, expert: 2, ..Degrees::default() };
+        let missing = settings_of(&Plan { mesh, zero_stage: 1, ..plan() }).unwrap_err();
+        let names: Vec<&str> = missing.iter().filter_map(|line| line.split([' ', ':']).next()).collect();
+        assert_eq!(names, ["mesh.shard", "mesh.expert", "zero_stage"], "{missing:?}");
+    }
+}

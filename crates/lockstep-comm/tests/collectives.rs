@@ -9,10 +9,15 @@ mod common;
 use cases::{Case, case, check_number};
 use common::{Way, in_world_by, soon};
 use lockstep_comm::{
-    Group, Kind, NumberType, ReduceOp,
+    Collective, Deadline, Group, Kind, Lent, NumberType, ReduceOp,
     benchmark::{Benchmark, BenchmarkMemory},
 };
+use lockstep_plan::{DType, MemoryCategory};
 use proptest::prelude::*;
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
 
 /// Runs `work` as each of `ranks` ranks: in one world, then in one of another kind.
 fn in_world(ranks: usize, work: impl Fn(&Group) + Sync) {
@@ -68,6 +73,47 @@ fn benchmarks_find_no_wrong_element_and_count_bandwidth_as_nccl_tests_do() {
                 };
                 assert!((timing.bus_gbps / timing.algorithm_gbps - factor).abs() < 1e-9, "{kind:?}");
             }
+        }
+    });
+}
+
+#[test]
+fn messages_in_shared_memory_are_fetched_while_their_sender_is_busy() {
+    const BYTES: usize = 100_000;
+    const MESSAGES: u8 = 5;
+    const LONG: Duration = Duration::from_secs(20);
+    let fetched = AtomicBool::new(false);
+    in_world(2, |group| {
+        let limit = || Deadline::after(LONG);
+        if group.rank() == 1 {
+            let mut found = vec![0_u8; BYTES];
+            for message in 0..MESSAGES {
+                group.receive(&mut found[..], 0, limit()).unwrap();
+                assert!(found.iter().all(|byte| *byte == message), "message {message}: {found:?}");
+            }
+            fetched.store(true, Ordering::SeqCst);
+            return;
+        }
+        fetched.store(false, Ordering::SeqCst);
+        let arena = group.arena(&[MemoryCategory::Communication]);
+        let mut buffers = Vec::new();
+        let send = |message| {
+            let mut buffer = arena.allocate_zeroed(BYTES, MemoryCategory::Communication).unwrap();
+            buffer.bytes_mut().fill(message);
+            let input = Lent::new(buffer.lend(0..BYTES), DType::U8);
+            buffers.push(buffer);
+            group.start(Collective::Send { input, to: 1 }, limit()).unwrap()
+        };
+        let sent: Vec<_> = (0..MESSAGES).map(send).collect();
+        group.progress().unwrap();
+        // Busy with something else until all are fetched.
+        let begin = Instant::now();
+        while !fetched.load(Ordering::SeqCst) {
+            assert!(begin.elapsed() < LONG, "not all messages left by themselves");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        for pending in sent {
+            pending.wait(limit()).unwrap();
         }
     });
 }

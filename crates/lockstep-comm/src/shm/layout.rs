@@ -21,7 +21,7 @@ use crate::{MAX_PARTITIONS, error::ERROR_WORDS};
 /// `LOCKSTEP` in the order of bytes.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"LOCKSTEP");
 /// Changes with every change of what is below or of the hand-shake.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// Operations of a group that a rank may have begun before the slowest one has ended the first of them.
 pub(crate) const RING: u32 = 32;
@@ -35,6 +35,8 @@ pub(crate) const CHUNK_BYTES: usize = 512 << 10;
 pub(crate) const MAIL_BYTES: usize = 256 << 10;
 /// Of which so many are there.
 pub(crate) const MAIL_SLOTS: u32 = 2;
+/// Parts that a rank may have been told of before it fetches the first, if they lie in shared memory. A multiple of the former.
+pub(crate) const MAIL_PARTS: u32 = 16;
 /// Operations that the flight recorder remembers.
 pub(crate) const RECORDS: usize = 1024;
 
@@ -106,7 +108,7 @@ pub(crate) struct Mailbox {
     pub(crate) sent: AtomicU32,
     /// Parts received from it.
     pub(crate) received: AtomicU32,
-    pub(crate) parts: [Posted; MAIL_SLOTS as usize],
+    pub(crate) parts: [Posted; MAIL_PARTS as usize],
 }
 
 /// Offsets in every segment of a world.

@@ -1,6 +1,7 @@
 //! Messages between two ranks of a group: parts in slots of the sender's segment, or one part that says where all of it lies.
 //!
-//! Messages from one rank to another are received in the order in which they were sent. They wait for nobody else.
+//! Messages from one rank to another are received in the order in which they were sent. They wait for nobody else. Several that lie
+//! in shared memory can be told of before the first is fetched: their sender need not come back for the others to leave.
 
 use std::{collections::VecDeque, sync::atomic::Ordering};
 
@@ -8,7 +9,7 @@ use lockstep_tensor::Workers;
 
 use super::{
     copy::copy,
-    layout::{MAIL_BYTES, MAIL_SLOTS, Mailbox, SMALL_BYTES},
+    layout::{MAIL_BYTES, MAIL_PARTS, MAIL_SLOTS, Mailbox, SMALL_BYTES},
     members::{Members, has_reached},
     place::Place,
     queue::{Running, Step, post, posted_words},
@@ -71,12 +72,13 @@ impl Mail {
         for peer in 0..members.len() {
             let post = Post { members, peer, workers };
             let Lane { parts, messages, .. } = &mut self.to[peer];
-            while let Some(running) = messages.front_mut() {
+            for running in &mut *messages {
                 has_moved |= post.send(running, parts);
-                if !end_if_done(messages, members) {
+                if !matches!(running.step, Step::Filled | Step::Done) {
                     break;
                 }
             }
+            while end_if_done(messages, members) {}
             let Lane { parts, messages, .. } = &mut self.from[peer];
             while let Some(running) = messages.front_mut() {
                 has_moved |= post.receive(running, parts)?;
@@ -136,7 +138,10 @@ impl Post<'_> {
     /// Sends as many parts as there is room for; says whether that are any.
     fn send(&self, running: &mut Running, sent: &mut u32) -> bool {
         let (source, mut has_moved) = (running.task.source, false);
-        let shared = Some(self.members.place_of(&source)).filter(|_| source.bytes() > SMALL_BYTES);
+        let place = self.members.place_of(&source);
+        let shared =
+            Some(place).filter(|place| matches!(place, Place::Shared(_)) && source.bytes() > SMALL_BYTES);
+        let room = if shared.is_some() { MAIL_PARTS } else { MAIL_SLOTS };
         while running.step != Step::Done {
             let received = self.peers().received.load(Ordering::SeqCst);
             // The window of a message that lies in shared memory is the count of parts that ends it.
@@ -145,11 +150,11 @@ impl Post<'_> {
                     break;
                 }
                 running.step = Step::Done;
-            } else if !has_reached(received, sent.wrapping_add(1).wrapping_sub(MAIL_SLOTS)) {
+            } else if !has_reached(received, sent.wrapping_add(1).wrapping_sub(room)) {
                 break;
             } else {
-                let part = &self.own().parts[(*sent % MAIL_SLOTS) as usize];
-                if let Some(place @ Place::Shared(_)) = shared {
+                let part = &self.own().parts[(*sent % MAIL_PARTS) as usize];
+                if let Some(place) = shared {
                     part.bytes.store(source.bytes() as u64, Ordering::Relaxed);
                     post(part, running.task.call, place, place);
                     running.window = sent.wrapping_add(1) as usize;
@@ -182,7 +187,7 @@ impl Post<'_> {
         while running.step != Step::Done
             && has_reached(self.peers().sent.load(Ordering::SeqCst), received.wrapping_add(1))
         {
-            let part = &self.peers().parts[(*received % MAIL_SLOTS) as usize];
+            let part = &self.peers().parts[(*received % MAIL_PARTS) as usize];
             if running.window == 0 {
                 self.compare(running, posted_words(part))?;
                 running.stamp(self.members, 0);

@@ -13,6 +13,7 @@ use crate::{
     Algorithm, Call, Collective, CommError, Deadline, GroupName, Kind, Lent, MAX_PARTITIONS, Occasion,
     Problem, ReduceOp, Source, Target, call,
     memory::Stretch,
+    meter::Meter,
     recorder::Recorded,
     task::{Flow, Task},
     transport::{self, Ticket, Transport},
@@ -27,6 +28,7 @@ pub struct Group {
     rank: usize,
     size: usize,
     algorithm: Algorithm,
+    meter: Option<Arc<Meter>>,
 }
 
 impl Group {
@@ -39,7 +41,7 @@ impl Group {
         let ranks = transport.members(index);
         let rank = ranks.iter().position(|rank| *rank == transport.rank());
         let rank = rank.expect("a group's handle is only given to its members");
-        Self { transport, index, rank, size: ranks.len(), algorithm: Algorithm::Tree }
+        Self { transport, index, rank, size: ranks.len(), algorithm: Algorithm::Tree, meter: None }
     }
 
     /// The own rank in the group.
@@ -66,6 +68,12 @@ impl Group {
     #[must_use]
     pub fn with_algorithm(self, algorithm: Algorithm) -> Self {
         Self { algorithm, ..self }
+    }
+
+    /// The same group, whose operations `meter` counts.
+    #[must_use]
+    pub fn with_meter(self, meter: Arc<Meter>) -> Self {
+        Self { meter: Some(meter), ..self }
     }
 
     /// An arena whose buffers of `categories` the other ranks of this machine can reach: operations on them copy less.
@@ -123,8 +131,13 @@ impl Group {
         deadline: Deadline,
     ) -> Result<(), CommError> {
         let task = self.task(collective)?;
+        let begin = self.meter.as_ref().map(|meter| meter.begin(&task.call, self.size));
         let ticket = self.transport.begin(self.index, task, Vec::new(), deadline, Location::caller())?;
-        self.transport.wait(self.index, &ticket, deadline)
+        self.transport.wait(self.index, &ticket, deadline)?;
+        if let (Some(meter), Some(begin)) = (&self.meter, begin) {
+            meter.waited(begin);
+        }
+        Ok(())
     }
 
     /// Begins an operation on memory that is lent to it. It goes on whenever this rank is in a call of any of its groups. The
@@ -140,8 +153,15 @@ impl Group {
     ) -> Result<Pending, CommError> {
         let task = self.task(&collective)?;
         let memory = collective.into_memory();
+        let is_sent_beside_work = task.call.kind == Kind::Send && self.is_in_background();
+        let begin = self.meter.as_ref().map(|meter| meter.begin(&task.call, self.size));
         let ticket = self.transport.begin(self.index, task, memory, deadline, Location::caller())?;
-        Ok(Pending { transport: Arc::clone(&self.transport), group: self.index, ticket })
+        if let (Some(meter), Some(begin)) = (&self.meter, begin) {
+            meter.waited(begin);
+        }
+        let (transport, meter) = (Arc::clone(&self.transport), self.meter.clone());
+        let sent = begin.filter(|_| is_sent_beside_work);
+        Ok(Pending { transport, group: self.index, ticket, meter, sent })
     }
 
     fn task<I, O>(&self, collective: &Collective<I, O>) -> Result<Task, CommError>
@@ -168,7 +188,12 @@ impl Group {
     /// # Errors
     /// [`CommError`].
     pub fn progress(&self) -> Result<(), CommError> {
-        self.transport.progress()
+        let begin = self.meter.as_ref().map(|_| Instant::now());
+        self.transport.progress()?;
+        if let (Some(meter), Some(begin)) = (&self.meter, begin) {
+            meter.waited(begin);
+        }
+        Ok(())
     }
 
     /// Ends the run on all ranks: their calls fail with [`CommError::Stopped`].
@@ -321,6 +346,9 @@ pub struct Pending {
     transport: Arc<dyn Transport>,
     group: usize,
     ticket: Arc<Ticket>,
+    meter: Option<Arc<Meter>>,
+    /// When it began, for the meter, if it is sent beside this rank's work.
+    sent: Option<Instant>,
 }
 
 impl Pending {
@@ -338,8 +366,15 @@ impl Pending {
     /// # Errors
     /// [`CommError`].
     pub fn wait_with_time(self, deadline: Deadline) -> Result<(Vec<Lent>, Instant), CommError> {
+        let begin = self.meter.as_ref().map(|_| Instant::now());
         self.transport.wait(self.group, &self.ticket, deadline)?;
         let done = self.ticket.completed_at().unwrap_or_else(Instant::now);
+        if let (Some(meter), Some(begin)) = (&self.meter, begin) {
+            if let Some(sent) = self.sent {
+                meter.was_sent(sent, done);
+            }
+            meter.waited(begin);
+        }
         Ok((self.ticket.take_memory(), done))
     }
 

@@ -21,6 +21,7 @@ mod exchange;
 mod group;
 mod launch;
 mod memory;
+mod meter;
 mod mpi;
 mod number;
 mod output;
@@ -40,6 +41,7 @@ pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem}
 pub use group::{Group, Pending};
 pub use launch::{Agent, Ended, Failure, Launch, Pinning, Placement};
 pub use memory::{Lent, Source, Target};
+pub use meter::{Meter, Metered};
 pub use mpi::{MpiOptions, join_mpi};
 pub use number::{Number, NumberType, ReduceOp};
 pub use output::Output;

@@ -1,6 +1,6 @@
 //! One rank's training state and the steps that change it.
 
-use lockstep_comm::CommError;
+use lockstep_comm::{CommError, Metered};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
@@ -8,12 +8,13 @@ use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
 use crate::optimizer::{Operands, Role};
-use crate::pipeline::{Pipeline, Work};
+use crate::passes::{Place, Work};
+use crate::pipeline::Pipeline;
 use crate::runner::{Half, StageMemory};
 use crate::state::tensors_of;
 use crate::{
-    EngineError, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StateTensor, Storage,
-    Traffic, WeightStorage, Weights, reducer::Reducer,
+    EngineError, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StateTensor,
+    StepTimes, Storage, Traffic, WeightStorage, Weights, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -52,7 +53,7 @@ pub struct Update {
 
 /// Where a micro-batch stands in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum Turn {
     Earlier,
     Last,
 }
@@ -332,7 +333,7 @@ impl Engine {
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> Result<f64, CommError> {
-        self.micro_batch(batch, seed_gradient, Place::Earlier)
+        self.micro_batch(batch, seed_gradient, Turn::Earlier)
     }
 
     /// Forward and backward of all micro-batches of a step; returns the sum of their losses. `seed_gradient` is `1 / G`.
@@ -361,8 +362,8 @@ impl Engine {
         let mut batches = batches.peekable();
         let mut loss_sum = 0.0;
         while let Some(batch) = batches.next() {
-            let place = if batches.peek().is_some() { Place::Earlier } else { Place::Last };
-            loss_sum += self.micro_batch(&batch, seed_gradient, place)?;
+            let turn = if batches.peek().is_some() { Turn::Earlier } else { Turn::Last };
+            loss_sum += self.micro_batch(&batch, seed_gradient, turn)?;
         }
         self.complete_gradients();
         Ok(loss_sum)
@@ -383,8 +384,8 @@ impl Engine {
         );
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
         let reducer = reducer.as_mut();
-        let mut work = Work { model, queue, weights, runner, gradients, reducer, seed_gradient };
-        let loss_sum = pipeline.run(&mut work, batches)?;
+        let mut work = Work { model, queue, weights, runner, gradients, reducer, seed_gradient, batches };
+        let loss_sum = pipeline.run(&mut work)?;
         if let Some(reducer) = work.reducer {
             let begin = work.runner.timeline().begin();
             reducer.wait()?;
@@ -396,9 +397,11 @@ impl Engine {
         Ok(loss_sum)
     }
 
-    /// What sums of gradients have cost since this was last asked.
+    /// What sums of gradients, and exchanges with the ranks that share the model, have cost since this was last asked.
     pub fn take_traffic(&mut self) -> Traffic {
-        self.reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic)
+        let sums = self.reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic);
+        let Metered { bytes, busy, exposed } = self.groups.take_metered();
+        Traffic { bytes: sums.bytes + bytes, busy: sums.busy + busy, exposed: sums.exposed + exposed }
     }
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. After the last of a step the gradients are summed
@@ -407,15 +410,15 @@ impl Engine {
         &mut self,
         batch: &HostBatch<'_>,
         seed_gradient: f32,
-        place: Place,
+        turn: Turn,
     ) -> Result<f64, CommError> {
         let Self { model, queue, runner, gradients, reducer, .. } = self;
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
-        let only = (0, 0);
-        runner.load(only.0, only.1, batch);
+        let only = Place::default();
+        runner.load(only, batch);
         runner.forward_stage(model, only, queue, weights, Program::forward_for_backward)?;
         gradients.begin_micro_batch(queue, runner.own_tokens(batch.ids));
-        let mut reducer = reducer.as_mut().filter(|_| place == Place::Last);
+        let mut reducer = reducer.as_mut().filter(|_| turn == Turn::Last);
         let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
             Some(reducer) => gradients.reduce_unit(queue, unit, reducer),
             None => Ok(()),
@@ -519,6 +522,14 @@ impl Engine {
                 (activity, self.update_cost(id))
             });
         }
+        if let Some(pipeline) = &mut self.pipeline {
+            pipeline.end_step();
+        }
+    }
+
+    /// When this rank did what in the last step, if it is one of a pipeline.
+    pub fn pipeline_times(&self) -> Option<&StepTimes> {
+        self.pipeline.as_ref().map(Pipeline::times)
     }
 
     /// The gradient and the rounded weights go through memory once, everything else is read and written.

@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use lockstep_comm::{CommError, Deadline, Group, ReduceOp};
+use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
 use lockstep_graph::Peers;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{Axis, ContextMethod, ContextPlace, Mesh, ParameterRecord, TensorPlace, exact::ExactSum};
@@ -48,6 +48,8 @@ struct World {
     model: Option<Group>,
     /// Those that have its first and its last unit, if that are several.
     ends: Option<Group>,
+    /// Counts what is exchanged with those that share the model.
+    meter: Arc<Meter>,
 }
 
 impl Groups {
@@ -93,6 +95,7 @@ impl Groups {
             pipeline: None,
             model: None,
             ends: None,
+            meter: Arc::default(),
         };
         world.tensor = world.along(&[Axis::Tensor])?;
         world.context = world.along(&[Axis::Context])?;
@@ -175,6 +178,11 @@ impl Groups {
         summands.into_iter().filter_map(|summands| group(summands).transpose()).collect()
     }
 
+    /// What exchanges with those that share the model have cost since this was last asked. Sums of gradients are not among them.
+    pub(crate) fn take_metered(&self) -> Metered {
+        self.world.as_ref().map_or_else(Metered::default, |world| world.meter.take())
+    }
+
     /// The groups' options, with other ranks.
     pub(crate) fn options(&self) -> Option<GroupOptions> {
         self.world.as_ref().map(|world| world.options)
@@ -187,9 +195,15 @@ impl Groups {
 }
 
 impl World {
-    /// The rank's group along some axes, unless it is alone there.
+    /// The rank's group along some axes that share the model, unless it is alone there.
     fn along(&self, axes: &[Axis]) -> Result<Option<Group>, CommError> {
-        self.made_of(self.mesh.ranks().groups(axes))
+        self.metered(self.mesh.ranks().groups(axes))
+    }
+
+    /// As [`World::made_of`], with the meter.
+    fn metered(&self, groups: Vec<Vec<usize>>) -> Result<Option<Group>, CommError> {
+        let group = self.made_of(groups)?;
+        Ok(group.map(|group| group.with_meter(Arc::clone(&self.meter))))
     }
 
     /// Ranks that have the first and the last unit of one copy of the model and the same part of them.
@@ -200,7 +214,7 @@ impl World {
         for group in &mut groups {
             group.retain(|rank| [first, last].contains(&view.coordinate(*rank, Axis::Pipeline)));
         }
-        self.made_of(groups)
+        self.metered(groups)
     }
 
     /// Ranks that see other tokens, with `summands` neighbours on the tensor axis of each.

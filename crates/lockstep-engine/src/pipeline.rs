@@ -4,21 +4,22 @@
 //! only begin where they stand in the list; a pass waits for what it needs, and memory that is used again for what was sent
 //! from it. Between two stages of one rank values are copied.
 
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending};
 use lockstep_graph::{Activity, Cost, Program};
 use lockstep_model::RecordedModel;
-use lockstep_plan::{
-    DType,
-    schedule::{Action, Message, Pass, PassKind, Schedule},
-};
+use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
 use lockstep_tensor::CpuQueue;
 
 use crate::{
-    Gradients, HostBatch, Runner, Weights,
-    reducer::Reducer,
-    runner::{Half, StageMemory, boundary_bytes},
+    HostBatch, Runner, Weights,
+    passes::{Border, PassTime, Passes, Place, StepTimes},
+    runner::StageMemory,
 };
 
 /// How a model is cut into stages, and what each rank of the pipeline does with them.
@@ -69,17 +70,6 @@ impl PipelinePlan {
     }
 }
 
-/// Everything a pass works with, beside the runner.
-pub(crate) struct Work<'a> {
-    pub(crate) model: &'a RecordedModel,
-    pub(crate) queue: &'a CpuQueue,
-    pub(crate) weights: Weights<'a>,
-    pub(crate) runner: &'a mut Runner,
-    pub(crate) gradients: &'a mut Gradients,
-    pub(crate) reducer: Option<&'a mut Reducer>,
-    pub(crate) seed_gradient: f32,
-}
-
 /// A rank of a pipeline.
 #[derive(Debug)]
 pub(crate) struct Pipeline {
@@ -93,6 +83,7 @@ pub(crate) struct Pipeline {
     receives: Vec<(Message, Pending)>,
     /// The loss of each micro-batch, where the head is.
     losses: Vec<f64>,
+    times: StepTimes,
 }
 
 #[derive(Debug)]
@@ -103,12 +94,14 @@ struct OwnStage {
     /// The slot that each was in last: what it left there is sent right after its last pass.
     left: Vec<usize>,
     free: Vec<usize>,
+    outboxes: usize,
 }
 
-/// A message that may still be on its way, and the memory that it is in: own stage and slot.
+/// A message that may still be on its way, and the memory that it is in.
 #[derive(Debug)]
 struct Sent {
-    place: (usize, usize),
+    place: Place,
+    border: Border,
     pending: Pending,
 }
 
@@ -123,10 +116,12 @@ impl Pipeline {
             slot_of: vec![None; micro_batches],
             left: vec![0; micro_batches],
             free: (0..memory.slots).rev().collect(),
+            outboxes: memory.outboxes(),
         };
         let stages = plan.schedule.stages_of(rank).zip(&memory).map(stage).collect();
         let (sends, receives, losses) = (Vec::new(), Vec::new(), vec![0.0; micro_batches]);
-        Self { plan, group, limit, stages, sends, receives, losses }
+        let times = StepTimes::of(plan.schedule.passes(rank).count());
+        Self { plan, group, limit, stages, sends, receives, losses, times }
     }
 
     /// The micro-batches of a step.
@@ -139,38 +134,35 @@ impl Pipeline {
     ///
     /// # Errors
     /// [`CommError`].
-    ///
-    /// # Panics
-    /// If there are fewer batches than the schedule has micro-batches.
-    pub(crate) fn run<'b>(
-        &mut self,
-        work: &mut Work<'_>,
-        batches: impl Iterator<Item = HostBatch<'b>> + Clone,
-    ) -> Result<f64, CommError> {
+    pub(crate) fn run(&mut self, passes: &mut dyn Passes) -> Result<f64, CommError> {
         self.losses.fill(0.0);
+        self.times.start();
         let plan = Arc::clone(&self.plan);
         for action in plan.schedule.actions(self.group.rank()) {
             match *action {
-                Action::Compute(pass) => {
-                    let batch = batches.clone().nth(pass.micro_batch);
-                    self.compute(work, pass, &batch.expect("as many batches as the schedule has"))?;
-                }
-                Action::Send(message) => self.send(work, message)?,
-                Action::Receive(message) => self.receive(work, message)?,
-                Action::ReduceGradients { stage } => {
-                    for unit in plan.units_of(stage).rev() {
-                        if let Some(reducer) = &mut work.reducer {
-                            work.gradients.reduce_unit(work.queue, unit, reducer)?;
-                        }
-                    }
-                }
+                Action::Compute(pass) => self.compute(passes, pass)?,
+                Action::Send(message) => self.send(passes, message)?,
+                Action::Receive(message) => self.receive(passes, message)?,
+                Action::ReduceGradients { stage } => passes.reduce(plan.units_of(stage))?,
                 Action::Step => {}
             }
         }
         for Sent { pending, .. } in self.sends.drain(..) {
             pending.wait(Deadline::after(self.limit))?;
         }
+        self.times.passed = Instant::now();
+        self.times.end = self.times.passed;
         Ok(self.losses.iter().sum())
+    }
+
+    /// The step that was [`run`](Self::run) is over.
+    pub(crate) fn end_step(&mut self) {
+        self.times.end = Instant::now();
+    }
+
+    /// When what was done in the last step.
+    pub(crate) fn times(&self) -> &StepTimes {
+        &self.times
     }
 
     /// The forward alone of a micro-batch, on all ranks; returns the sum of its losses, which is zero where the head is not.
@@ -187,73 +179,66 @@ impl Pipeline {
         let mut loss_sum = 0.0;
         for own in 0..self.stages.len() {
             let number = self.stages[own].number;
-            let bytes = boundary_bytes(model);
-            runner.load(own, 0, batch);
+            let place = Place::first(own);
+            runner.load(place, batch);
             if number > 0 {
                 let from = self.plan.schedule.rank_of(number - 1);
                 match self.own(number - 1) {
-                    Some(before) => runner.hand_on(model, queue, (before, 0), (own, 0)),
+                    Some(before) => runner.hand_on(model, queue, Place::first(before), place),
                     None => {
-                        let input = runner.slot_mut(own, 0).input.as_mut();
-                        let loan = input.expect("a stage that follows another").lend(0..bytes);
-                        let receive = Collective::Receive { output: Lent::new(loan, DType::U8), from };
-                        self.start(receive)?.wait(Deadline::after(self.limit))?;
+                        let output = runner.lend(model, place, Border::Input);
+                        self.start(Collective::Receive { output, from })?
+                            .wait(Deadline::after(self.limit))?;
                     }
                 }
             }
-            runner.forward_stage(model, (own, 0), queue, weights, Program::forward)?;
+            runner.forward_stage(model, place, queue, weights, Program::forward)?;
             if number + 1 == stages {
-                loss_sum = runner.loss_sum_of(model, own, 0);
+                loss_sum = runner.loss_sum_of(model, place);
             } else if self.own(number + 1).is_none() {
                 let to = self.plan.schedule.rank_of(number + 1);
-                let loan = self.lend_output(model, runner, (own, 0));
-                self.start(Collective::Send { input: loan, to })?.wait(Deadline::after(self.limit))?;
+                let input = runner.lend(model, place, Border::Output);
+                self.start(Collective::Send { input, to })?.wait(Deadline::after(self.limit))?;
             }
         }
         Ok(loss_sum)
     }
 
-    fn compute(&mut self, work: &mut Work<'_>, pass: Pass, batch: &HostBatch<'_>) -> Result<(), CommError> {
+    fn compute(&mut self, passes: &mut dyn Passes, pass: Pass) -> Result<(), CommError> {
         let Pass { kind, stage, micro_batch } = pass;
         let own = self.own(stage).expect("a rank's list has passes of its stages");
-        let (model, queue, weights) = (work.model, work.queue, work.weights);
+        let place = self.place(own, micro_batch)?;
+        let last = self.plan.schedule.stages() - 1;
         if kind == PassKind::Forward {
-            let place = (own, self.slot(own, micro_batch)?);
-            work.runner.load(place.0, place.1, batch);
+            passes.load(place, micro_batch);
             if stage > 0 {
-                self.await_message(work, Message { from: stage - 1, to: stage, micro_batch }, place)?;
+                self.await_message(passes, Message { from: stage - 1, to: stage, micro_batch }, place)?;
             }
-            let forward = Program::forward_for_backward;
-            return work.runner.forward_stage(model, place, queue, weights, forward);
+        } else if kind.makes_input_gradient() && stage < last {
+            self.await_message(passes, Message { from: stage + 1, to: stage, micro_batch }, place)?;
         }
-        let place = (own, self.slot(own, micro_batch)?);
-        if kind.makes_input_gradient() && stage + 1 < self.plan.schedule.stages() {
-            self.await_message(work, Message { from: stage + 1, to: stage, micro_batch }, place)?;
-        }
-        if kind.makes_weight_gradient() {
-            work.gradients.begin_micro_batch(queue, work.runner.own_tokens(batch.ids));
-        }
-        let half = if kind == PassKind::BackwardInput { Half::Inputs } else { Half::Both };
         if kind.makes_input_gradient() {
-            let (gradients, seed) = (&mut *work.gradients, work.seed_gradient);
-            work.runner.backward_stage(model, place, queue, weights, gradients, seed, half, |_, _| Ok(()))?;
-            if stage + 1 == self.plan.schedule.stages() {
-                self.losses[micro_batch] = work.runner.loss_sum_of(model, place.0, place.1);
+            self.await_sent(|sent| sent.is_in_outbox(place))?;
+        }
+        let begin = Instant::now();
+        passes.run(pass, place)?;
+        self.times.passes.push(PassTime { pass, begin, end: Instant::now() });
+        if kind.makes_input_gradient() {
+            if stage == last {
+                self.losses[micro_batch] = passes.loss_sum(place);
             }
             if stage > 0
                 && let Some(before) = self.own(stage - 1)
             {
-                let to = (before, self.slot(before, micro_batch)?);
-                work.runner.hand_back(model, queue, place, to);
+                let to = self.place(before, micro_batch)?;
+                passes.hand_over(Message { from: stage, to: stage - 1, micro_batch }, place, to);
             }
-        } else {
-            work.runner.weights_stage(model, place, queue, weights, work.gradients)?;
         }
         if kind.makes_weight_gradient() {
             let stage = &mut self.stages[own];
             stage.slot_of[micro_batch] = None;
-            stage.left[micro_batch] = place.1;
-            stage.free.push(place.1);
+            stage.left[micro_batch] = place.slot;
+            stage.free.push(place.slot);
         }
         Ok(())
     }
@@ -261,53 +246,43 @@ impl Pipeline {
     /// Waits until what a pass needs of another stage is in its slot.
     fn await_message(
         &mut self,
-        work: &mut Work<'_>,
+        passes: &mut dyn Passes,
         message: Message,
-        place: (usize, usize),
+        place: Place,
     ) -> Result<(), CommError> {
         if let Some(from) = self.own(message.from) {
             if message.is_activation() {
-                let from = (from, self.slot(from, message.micro_batch)?);
-                work.runner.hand_on(work.model, work.queue, from, place);
+                let from = self.place(from, message.micro_batch)?;
+                passes.hand_over(message, from, place);
             }
             return Ok(());
         }
-        let begin = work.runner.timeline().begin();
+        let begin = passes.timeline().begin();
         let index = self.receives.iter().position(|(other, _)| *other == message);
         let (_, pending) = self.receives.swap_remove(index.expect("a receive stands before what needs it"));
         pending.wait(Deadline::after(self.limit))?;
-        work.runner.timeline().end(begin, || (Activity::of_step("wait for a stage"), Cost::default()));
+        passes.timeline().end(begin, || (Activity::of_step("wait for a stage"), Cost::default()));
         Ok(())
     }
 
-    fn send(&mut self, work: &mut Work<'_>, message: Message) -> Result<(), CommError> {
+    fn send(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), CommError> {
         let own = self.own(message.from).expect("a rank's list has sends of its stages");
         let to = self.plan.schedule.rank_of(message.to);
         let OwnStage { slot_of, left, .. } = &self.stages[own];
         let slot = slot_of[message.micro_batch].unwrap_or(left[message.micro_batch]);
-        let place = (own, slot);
-        let input = if message.is_activation() {
-            self.lend_output(work.model, work.runner, place)
-        } else {
-            let bytes = boundary_bytes(work.model);
-            let gradient = work.runner.slot_mut(own, slot).input_gradient.as_mut();
-            let loan = gradient.expect("a stage that follows another").lend(0..bytes);
-            Lent::new(loan, DType::U8)
-        };
+        let (place, border) = (self.stages[own].place(own, slot, message.micro_batch), Border::sent(message));
+        let input = passes.lend(place, border);
         let pending = self.start(Collective::Send { input, to })?;
-        self.sends.push(Sent { place, pending });
+        self.sends.push(Sent { place, border, pending });
         Ok(())
     }
 
-    fn receive(&mut self, work: &mut Work<'_>, message: Message) -> Result<(), CommError> {
+    fn receive(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), CommError> {
         let own = self.own(message.to).expect("a rank's list has receives of its stages");
-        let slot = self.slot(own, message.micro_batch)?;
-        let bytes = boundary_bytes(work.model);
-        let slot = work.runner.slot_mut(own, slot);
-        let buffer = if message.is_activation() { &mut slot.input } else { &mut slot.output_gradient };
-        let loan = buffer.as_mut().expect("a stage has memory for what others send it").lend(0..bytes);
+        let place = self.place(own, message.micro_batch)?;
         let from = self.plan.schedule.rank_of(message.from);
-        let pending = self.start(Collective::Receive { output: Lent::new(loan, DType::U8), from })?;
+        let output = passes.lend(place, Border::received(message));
+        let pending = self.start(Collective::Receive { output, from })?;
         self.receives.push((message, pending));
         Ok(())
     }
@@ -318,28 +293,47 @@ impl Pipeline {
         Ok(pending)
     }
 
-    fn lend_output(&self, model: &RecordedModel, runner: &mut Runner, (own, slot): (usize, usize)) -> Lent {
-        let last = self.plan.units_of(self.stages[own].number).end - 1;
-        let frames = &mut runner.slot_mut(own, slot).frames;
-        let frame = frames.last_mut().expect("a stage has units");
-        Lent::new(frame.lend(model.program(last).output_bytes()), DType::U8)
-    }
-
     /// The place of a stage among the own ones.
     fn own(&self, stage: usize) -> Option<usize> {
         self.stages.iter().position(|own| own.number == stage)
     }
 
-    /// The slot of a micro-batch in an own stage: a free one if it comes only now. What was sent from there has left.
-    fn slot(&mut self, own: usize, micro_batch: usize) -> Result<usize, CommError> {
-        if let Some(slot) = self.stages[own].slot_of[micro_batch] {
-            return Ok(slot);
+    /// Where a micro-batch is in an own stage: in a free slot if it comes only now. What was sent from there has left.
+    fn place(&mut self, own: usize, micro_batch: usize) -> Result<Place, CommError> {
+        let stage = &mut self.stages[own];
+        if let Some(slot) = stage.slot_of[micro_batch] {
+            return Ok(stage.place(own, slot, micro_batch));
         }
-        let slot = self.stages[own].free.pop().expect("as many slots as the schedule needs");
-        self.stages[own].slot_of[micro_batch] = Some(slot);
-        while let Some(index) = self.sends.iter().position(|sent| sent.place == (own, slot)) {
+        let slot = stage.free.pop().expect("as many slots as the schedule needs");
+        stage.slot_of[micro_batch] = Some(slot);
+        let place = stage.place(own, slot, micro_batch);
+        self.await_sent(|sent| sent.is_in_slot(place))?;
+        Ok(place)
+    }
+
+    /// Waits until messages have left.
+    fn await_sent(&mut self, which: impl Fn(&Sent) -> bool) -> Result<(), CommError> {
+        while let Some(index) = self.sends.iter().position(&which) {
             self.sends.swap_remove(index).pending.wait(Deadline::after(self.limit))?;
         }
-        Ok(slot)
+        Ok(())
+    }
+}
+
+impl OwnStage {
+    /// The place of a micro-batch that is in a slot of this stage, the own one of this number.
+    fn place(&self, own: usize, slot: usize, micro_batch: usize) -> Place {
+        Place { stage: own, slot, outbox: micro_batch % self.outboxes.max(1) }
+    }
+}
+
+impl Sent {
+    fn is_in_slot(&self, place: Place) -> bool {
+        self.border == Border::Output && (self.place.stage, self.place.slot) == (place.stage, place.slot)
+    }
+
+    fn is_in_outbox(&self, place: Place) -> bool {
+        let here = (self.place.stage, self.place.outbox) == (place.stage, place.outbox);
+        self.border == Border::InputGradient && here
     }
 }

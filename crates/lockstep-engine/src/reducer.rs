@@ -35,14 +35,14 @@ struct Bucket {
     sum: Pending,
 }
 
-/// What sums over replicas cost.
+/// What talking to other ranks costs.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Traffic {
-    /// Bytes that this rank sent: of S bytes that are summed over P ranks, 2 (P-1)/P S.
+    /// Bytes that this rank sent, by the best of algorithms: of S bytes that are summed over P ranks, 2 (P-1)/P S.
     pub bytes: u64,
     /// Time in which this rank worked on them, or, where that is not the work of its compute threads, they were under way.
     pub busy: Duration,
-    /// The part of it before and after the backward.
+    /// The part of it in which nothing was computed: of sums of gradients that before and after the backward.
     pub exposed: Duration,
 }
 

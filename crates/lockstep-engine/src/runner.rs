@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use lockstep_comm::CommError;
+use lockstep_comm::{CommError, Lent};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Timeline, Trace};
 use lockstep_model::RecordedModel;
@@ -15,7 +15,10 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{Arena, Buffer, Element, Kernels, Tensor, TensorError, View};
 
-use crate::{Gradients, Groups, UnitParameters, Weights};
+use crate::{
+    Gradients, Groups, UnitParameters, Weights,
+    passes::{Border, Place},
+};
 
 /// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`, of whole sequences also where ranks
 /// share these.
@@ -63,25 +66,32 @@ pub(crate) struct StageMemory {
     pub(crate) splits_backward: bool,
 }
 
+impl StageMemory {
+    /// Buffers for gradients of the input, which are written while the last one may still be on its way.
+    pub(crate) fn outboxes(&self) -> usize {
+        if self.units.start > 0 { self.slots.max(2) } else { 0 }
+    }
+}
+
 #[derive(Debug)]
 struct Stage {
     units: Range<usize>,
     slots: Vec<Slot>,
+    /// Gradients of the stage's input, for the stage before; none for the first.
+    outboxes: Vec<Buffer>,
 }
 
 /// A micro-batch in a stage.
 #[derive(Debug)]
-pub(crate) struct Slot {
+struct Slot {
     /// One frame for each unit.
-    pub(crate) frames: Vec<Buffer>,
+    frames: Vec<Buffer>,
     /// What the gradients of weights need, for each unit; none where they come with those of inputs.
     deferred: Vec<Buffer>,
     /// The output of the stage before; none for the first.
-    pub(crate) input: Option<Buffer>,
-    /// The gradient of that, for the stage before.
-    pub(crate) input_gradient: Option<Buffer>,
+    input: Option<Buffer>,
     /// The gradient of the output, from the stage after; none for the last.
-    pub(crate) output_gradient: Option<Buffer>,
+    output_gradient: Option<Buffer>,
     ids: Tensor,
     labels: Tensor,
     positions: Tensor,
@@ -116,7 +126,6 @@ impl Slot {
                 .map(|unit| arena.allocate(model.program(unit).deferred_bytes(), category))
                 .collect::<Result<_, _>>()?,
             input: boundary(has_before)?,
-            input_gradient: boundary(has_before)?,
             output_gradient: boundary(has_after)?,
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
@@ -165,7 +174,12 @@ impl Runner {
         let sequences = model.program(0).shape().sequences;
         let memory = |stage: &StageMemory| {
             let slots = (0..stage.slots).map(|_| Slot::new(model, stage, arena, context));
-            Ok(Stage { units: stage.units.clone(), slots: slots.collect::<Result<_, TensorError>>()? })
+            let outbox = |_| arena.allocate(boundary_bytes(model), MemoryCategory::Activations);
+            Ok(Stage {
+                units: stage.units.clone(),
+                slots: slots.collect::<Result<_, TensorError>>()?,
+                outboxes: (0..stage.outboxes()).map(outbox).collect::<Result<_, TensorError>>()?,
+            })
         };
         let units = || stages.iter().flat_map(|stage| stage.units.clone());
         let workspace_bytes = |splits: bool, unit: usize| {
@@ -225,8 +239,8 @@ impl Runner {
         weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) -> Result<(), CommError> {
-        self.load(0, 0, batch);
-        self.forward_stage(model, (0, 0), queue, weights, Program::forward)
+        self.load(Place::default(), batch);
+        self.forward_stage(model, Place::default(), queue, weights, Program::forward)
     }
 
     /// Runs the forward of a stage, with what was loaded into a slot of it.
@@ -236,12 +250,12 @@ impl Runner {
     pub(crate) fn forward_stage(
         &self,
         model: &RecordedModel,
-        (stage, slot): (usize, usize),
+        Place { stage, slot, .. }: Place,
         queue: &dyn Kernels,
         weights: Weights<'_>,
         forward: fn(&Program, &Replay<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let Stage { units, slots } = &self.stages[stage];
+        let Stage { units, slots, .. } = &self.stages[stage];
         for unit in units.clone() {
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
             let replay = self.replay(model, (units, &slots[slot]), unit, queue, &parameters);
@@ -265,11 +279,12 @@ impl Runner {
     /// # Panics
     /// If the head is not here.
     pub fn loss_sum(&mut self, model: &RecordedModel) -> f64 {
-        self.loss_sum_of(model, self.stages.len() - 1, 0)
+        self.loss_sum_of(model, Place::first(self.stages.len() - 1))
     }
 
     /// The sum of the losses of a micro-batch, in the stage that ends in the head.
-    pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, stage: usize, slot: usize) -> f64 {
+    pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, place: Place) -> f64 {
+        let Place { stage, slot, .. } = place;
         let begin = self.timeline.begin();
         let frames = &self.stages[stage].slots[slot].frames;
         let losses = model.program(model.units() - 1).output(&frames[frames.len() - 1]);
@@ -288,7 +303,7 @@ impl Runner {
     pub(crate) fn backward_stage(
         &self,
         model: &RecordedModel,
-        (stage, slot): (usize, usize),
+        Place { stage, slot, outbox }: Place,
         queue: &dyn Kernels,
         weights: Weights<'_>,
         gradients: &mut Gradients,
@@ -296,7 +311,7 @@ impl Runner {
         half: Half,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let Stage { units, slots } = &self.stages[stage];
+        let Stage { units, slots, outboxes } = &self.stages[stage];
         let slot = &slots[slot];
         let between = |buffer| boundary(model, buffer);
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
@@ -311,7 +326,7 @@ impl Runner {
             let dx = if unit > units.start {
                 (unit > first).then(|| between(&self.boundary[(unit + 1) % 2]))
             } else {
-                slot.input_gradient.as_ref().filter(|_| unit > first).map(between)
+                outboxes.get(outbox).filter(|_| unit > first).map(between)
             };
             let replay = self.replay(model, (units, slot), unit, queue, &parameters);
             let program = model.program(unit);
@@ -334,12 +349,12 @@ impl Runner {
     pub(crate) fn weights_stage(
         &self,
         model: &RecordedModel,
-        (stage, slot): (usize, usize),
+        Place { stage, slot, .. }: Place,
         queue: &dyn Kernels,
         weights: Weights<'_>,
         gradients: &Gradients,
     ) -> Result<(), CommError> {
-        let Stage { units, slots } = &self.stages[stage];
+        let Stage { units, slots, .. } = &self.stages[stage];
         let slot = &slots[slot];
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
@@ -351,37 +366,39 @@ impl Runner {
         Ok(())
     }
 
-    /// A slot of a stage, to lend from or copy to.
-    pub(crate) fn slot_mut(&mut self, stage: usize, slot: usize) -> &mut Slot {
-        &mut self.stages[stage].slots[slot]
+    /// Lends what crosses a border of a stage, for as long as it is on its way.
+    pub(crate) fn lend(&mut self, model: &RecordedModel, place: Place, border: Border) -> Lent {
+        let Stage { units, slots, outboxes } = &mut self.stages[place.stage];
+        let slot = &mut slots[place.slot];
+        let buffer = match border {
+            Border::Input => slot.input.as_mut(),
+            Border::InputGradient => outboxes.get_mut(place.outbox),
+            Border::OutputGradient => slot.output_gradient.as_mut(),
+            Border::Output => {
+                let output = model.program(units.end - 1).output_bytes();
+                let frame = slot.frames.last_mut().expect("a stage has units");
+                return Lent::new(frame.lend(output), DType::U8);
+            }
+        };
+        let buffer = buffer.expect("a stage has memory for what crosses its borders");
+        Lent::new(buffer.lend(0..boundary_bytes(model)), DType::U8)
     }
 
     /// Copies the output of a stage to where the next one, on the same rank, reads it.
-    pub(crate) fn hand_on(
-        &self,
-        model: &RecordedModel,
-        queue: &dyn Kernels,
-        from: (usize, usize),
-        to: (usize, usize),
-    ) {
-        let Stage { units, slots } = &self.stages[from.0];
-        let frames = &slots[from.1].frames;
+    pub(crate) fn hand_on(&self, model: &RecordedModel, queue: &dyn Kernels, from: Place, to: Place) {
+        let Stage { units, slots, .. } = &self.stages[from.stage];
+        let frames = &slots[from.slot].frames;
         let output = model.program(units.end - 1).output(&frames[frames.len() - 1]);
-        let input = self.stages[to.0].slots[to.1].input.as_ref().map(|buffer| boundary(model, buffer));
+        let input = self.stages[to.stage].slots[to.slot].input.as_ref().map(|buffer| boundary(model, buffer));
         queue.cast(output, input.expect("a stage that follows another has an input"));
     }
 
     /// Copies the gradient of the input of a stage to where the one before, on the same rank, reads it.
-    pub(crate) fn hand_back(
-        &self,
-        model: &RecordedModel,
-        queue: &dyn Kernels,
-        from: (usize, usize),
-        to: (usize, usize),
-    ) {
-        let slot = |(stage, slot): (usize, usize)| &self.stages[stage].slots[slot];
-        let gradient = slot(from).input_gradient.as_ref().map(|buffer| boundary(model, buffer));
-        let output = slot(to).output_gradient.as_ref().map(|buffer| boundary(model, buffer));
+    pub(crate) fn hand_back(&self, model: &RecordedModel, queue: &dyn Kernels, from: Place, to: Place) {
+        let gradient = self.stages[from.stage].outboxes.get(from.outbox);
+        let gradient = gradient.map(|buffer| boundary(model, buffer));
+        let output = self.stages[to.stage].slots[to.slot].output_gradient.as_ref();
+        let output = output.map(|buffer| boundary(model, buffer));
         queue.cast(
             gradient.expect("a stage that follows another has a gradient for it"),
             output.expect("a stage that another follows gets a gradient from it"),
@@ -389,13 +406,13 @@ impl Runner {
     }
 
     /// Puts a micro-batch into a slot.
-    pub(crate) fn load(&mut self, stage: usize, slot_index: usize, batch: &HostBatch<'_>) {
+    pub(crate) fn load(&mut self, place: Place, batch: &HostBatch<'_>) {
         let begin = self.timeline.begin();
         for (pair, &sample) in self.host_keys.chunks_exact_mut(2).zip(batch.sample_numbers) {
             let key = mix(self.seed ^ mix(sample));
             pair.copy_from_slice(&[key as u32, (key >> 32) as u32]);
         }
-        let slot = &self.stages[stage].slots[slot_index];
+        let slot = &self.stages[place.stage].slots[place.slot];
         self.copy_own(batch.ids, &slot.ids);
         self.copy_own(batch.labels, &slot.labels);
         self.copy_own(batch.positions, &slot.positions);
@@ -404,7 +421,7 @@ impl Runner {
         } else {
             slot.document_starts.view().copy_from(batch.document_starts);
         }
-        let slot = &mut self.stages[stage].slots[slot_index];
+        let slot = &mut self.stages[place.stage].slots[place.slot];
         slot.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
         slot.dropout_keys.view().copy_from(&self.host_keys);
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
@@ -478,7 +495,7 @@ fn boundary<'a>(model: &RecordedModel, buffer: &'a Buffer) -> View<'a> {
 }
 
 /// Bytes of the values between units.
-pub(crate) fn boundary_bytes(model: &RecordedModel) -> usize {
+fn boundary_bytes(model: &RecordedModel) -> usize {
     let between = model.program(0);
     between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()
 }
@@ -500,12 +517,13 @@ fn predicted_bytes(model: &RecordedModel, stages: &[StageMemory], context: Conte
     };
     let of_stage = |stage: &StageMemory| {
         let units = stage.units.clone().map(|unit| of_unit(stage.splits_backward, unit));
-        let before = if stage.units.start > 0 { 2 * boundary } else { 0 };
+        let before = if stage.units.start > 0 { boundary } else { 0 };
         let after = if stage.units.end < model.units() { boundary } else { 0 };
         let of_tokens = |tokens: usize| Arena::booked_bytes(4 * tokens);
         let starts = of_tokens(shape.tokens() * attended(context));
         let inputs = 3 * of_tokens(shape.tokens()) + starts + Arena::booked_bytes(8 * shape.sequences);
-        units.fold(before + after + inputs, usize::saturating_add).saturating_mul(stage.slots)
+        let slots = units.fold(before + after + inputs, usize::saturating_add).saturating_mul(stage.slots);
+        slots.saturating_add(stage.outboxes() * boundary)
     };
     stages.iter().map(of_stage).fold(2 * boundary, usize::saturating_add)
 }

@@ -12,6 +12,7 @@
 //! - [`flight`]: what ranks called last, when a run ended badly.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
 //! - [`benchmark`]: how fast the machine at hand makes steps.
+//! - [`rehearsal`]: pipeline schedules measured beside simulated.
 //! - [`roofline`]: where the time of a step goes, against what the machine could do.
 //! - [`report`]: a run on one page.
 //! - [`plan`]: how a run is split over its ranks, and whether that fits its model.
@@ -41,6 +42,7 @@ mod plan_file;
 pub mod progress;
 mod ranks;
 mod records;
+pub mod rehearsal;
 pub mod report;
 pub mod roofline;
 mod saving;

@@ -1,4 +1,4 @@
-//! `lockstep bench step|gemm|collectives`.
+//! `lockstep bench step|gemm|collectives|pipeline`.
 
 use std::process::ExitCode;
 
@@ -21,6 +21,7 @@ use crate::collectives;
 use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
 use crate::output::say;
+use crate::pipelines;
 use crate::ranks;
 
 #[derive(Debug, Subcommand)]
@@ -31,6 +32,8 @@ pub(crate) enum Command {
     Gemm(GemmArguments),
     /// Time operations between ranks of this machine, in the manner of nccl-tests
     Collectives(collectives::Arguments),
+    /// Hold pipeline schedules against their simulation: real ranks and messages, passes that sleep
+    Pipeline(pipelines::Arguments),
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -123,6 +126,7 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
         Command::Step(arguments) => step(arguments),
         Command::Gemm(arguments) => gemm(arguments).map(|()| ExitCode::SUCCESS),
         Command::Collectives(arguments) => collectives::run(arguments),
+        Command::Pipeline(arguments) => pipelines::run(arguments),
     }
 }
 
@@ -218,7 +222,7 @@ fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, tim
     if ranks.size() > 1 {
         let CommunicationUse { bytes, busy_ms, exposed_ms } = *comm;
         say!(
-            "sums over ranks: {} a step, {busy_ms:.1} ms busy, {exposed_ms:.1} ms exposed",
+            "between ranks: {} a step, {busy_ms:.1} ms busy, {exposed_ms:.1} ms exposed",
             human::bytes(bytes)
         );
     }

@@ -94,7 +94,7 @@ impl From<Type> for NumberType {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Transport {
+pub(crate) enum Transport {
     Auto,
     Shared,
     Tcp,
@@ -135,7 +135,7 @@ fn algorithms() -> impl TypedValueParser<Value = Algorithm> {
 }
 
 /// A number of bytes with a unit: `4096`, `4KiB`, `64MiB`, `1GB`.
-fn bytes(text: &str) -> Result<usize, String> {
+pub(crate) fn bytes(text: &str) -> Result<usize, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);
     let factor: usize = match unit.trim() {

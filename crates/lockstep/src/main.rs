@@ -15,6 +15,7 @@ mod infer;
 mod manifests;
 mod nodes;
 mod output;
+mod pipelines;
 mod ranks;
 mod report;
 mod train;
@@ -50,7 +51,7 @@ enum Command {
     /// Tokenize text, and see what data consists of
     #[command(subcommand)]
     Data(data::Command),
-    /// Time training steps, matrix products and collectives
+    /// Time training steps, matrix products, collectives and pipelines
     #[command(subcommand)]
     Bench(bench::Command),
     /// Make the report of a run: one page that needs nothing else

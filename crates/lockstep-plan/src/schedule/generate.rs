@@ -38,7 +38,9 @@ pub enum Kind {
     ZeroBubbleV,
     /// The V-shaped half of DualPipe (DeepSeek-AI 2025, DeepSeek-V3 report, section 3.2.1). In its steady state a forward
     /// stands directly before a backward of another chunk, so that an engine may overlap the communication of each
-    /// with the other's arithmetic.
+    /// with the other's arithmetic. Engine and simulator run the two one after the other, and the forward's output leaves before
+    /// the backward: a rank then waits for P - 1 passes, half of (P - 1)(F&B + B - 3W), what DeepSeek gives for pairs whose
+    /// results leave together, with F&B = F + B and B = 2F = 2W.
     #[serde(rename = "dualpipe_v")]
     DualPipeV,
 }

@@ -1,0 +1,138 @@
+//! What operations between ranks cost the one that calls them: bytes, and time.
+
+use std::{
+    mem,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use crate::{Call, Kind};
+
+/// Adds up what the operations of some groups cost ([`Group::with_meter`](crate::Group::with_meter)).
+#[derive(Debug, Default)]
+pub struct Meter(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    sums: Metered,
+    /// Until when time has been counted as busy.
+    counted_until: Option<Instant>,
+}
+
+/// What operations have cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Metered {
+    /// Bytes that this rank has to send by the best of algorithms.
+    pub bytes: u64,
+    /// Time in which at least one of them was waited for, or was sent beside other work.
+    pub busy: Duration,
+    /// Time in which this rank did nothing but carry them out, or wait for them.
+    pub exposed: Duration,
+}
+
+impl Meter {
+    /// What has been counted since this was last asked.
+    pub fn take(&self) -> Metered {
+        mem::take(&mut self.state().sums)
+    }
+
+    /// An operation among `ranks` begins now.
+    pub(crate) fn begin(&self, call: &Call, ranks: usize) -> Instant {
+        self.state().sums.bytes += bytes_sent(call, ranks);
+        Instant::now()
+    }
+
+    /// This rank has done nothing else since `begin`.
+    pub(crate) fn waited(&self, begin: Instant) {
+        let now = Instant::now();
+        let mut state = self.state();
+        state.sums.exposed += now - begin;
+        state.count(begin, now);
+    }
+
+    /// Something was on its way.
+    pub(crate) fn was_sent(&self, begin: Instant, end: Instant) {
+        self.state().count(begin, end);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Counts as busy what of this time is not counted yet.
+    fn count(&mut self, begin: Instant, end: Instant) {
+        let from = self.counted_until.map_or(begin, |until| begin.max(until));
+        self.sums.busy += end.saturating_duration_since(from);
+        self.counted_until = Some(from.max(end));
+    }
+}
+
+/// What a rank has to send of an operation, as nccl-tests count it.
+fn bytes_sent(call: &Call, ranks: usize) -> u64 {
+    let bytes = (call.elements * call.number.size_bytes()) as u64;
+    let (ranks, others) = (ranks as u64, ranks as u64 - 1);
+    match call.kind {
+        Kind::AllReduce => 2 * others * bytes / ranks,
+        Kind::ReduceScatter | Kind::AllGather | Kind::AllToAll | Kind::Scatter | Kind::Gather => {
+            others * bytes / ranks
+        }
+        Kind::Broadcast | Kind::Reduce | Kind::Send => bytes,
+        Kind::Barrier | Kind::Receive | Kind::Partition => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Arc, thread};
+
+    use super::*;
+    use crate::{Deadline, Group, NumberType, ReduceOp, World, WorldOptions};
+
+    #[test]
+    fn time_that_two_operations_share_is_busy_once() {
+        let meter = Meter::default();
+        let begin = Instant::now();
+        let at = |ms: u64| begin + Duration::from_millis(ms);
+        for (from, to) in [(0, 10), (4, 6), (8, 15), (20, 21)] {
+            meter.was_sent(at(from), at(to));
+        }
+        assert_eq!(meter.take().busy, Duration::from_millis(16));
+        assert_eq!(meter.take(), Metered::default(), "what was taken is not counted again");
+    }
+
+    #[test]
+    fn a_rank_sends_what_an_operation_takes_at_least() {
+        let of = |kind| bytes_sent(&Call { elements: 100, number: NumberType::F32, ..Call::bare(kind) }, 4);
+        let found = [Kind::AllReduce, Kind::AllGather, Kind::Send, Kind::Receive].map(of);
+        assert_eq!(found, [600, 300, 400, 0]);
+    }
+
+    #[test]
+    fn only_groups_with_a_meter_are_counted_and_waiting_for_others_is_exposed() {
+        const LATE: Duration = Duration::from_millis(30);
+        let options = WorldOptions { arena_bytes: 1 << 20, ..WorldOptions::default() };
+        let groups = World::in_process(2, options).unwrap();
+        let found: Vec<Metered> = thread::scope(|scope| {
+            let rank = |group: Group| {
+                scope.spawn(move || {
+                    let limit = || Deadline::after(Duration::from_secs(20));
+                    let meter = Arc::new(Meter::default());
+                    let metered = group.clone().with_meter(Arc::clone(&meter));
+                    let mut numbers = [1.0_f32; 8];
+                    group.all_reduce(&mut numbers[..], ReduceOp::Sum, limit()).unwrap();
+                    if group.rank() == 1 {
+                        thread::sleep(LATE);
+                    }
+                    metered.all_reduce(&mut numbers[..], ReduceOp::Sum, limit()).unwrap();
+                    meter.take()
+                })
+            };
+            let threads: Vec<_> = groups.into_iter().map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert_eq!(found.iter().map(|rank| rank.bytes).collect::<Vec<_>>(), [32, 32]);
+        assert!(found[0].exposed > LATE / 2 && found[0].busy == found[0].exposed, "{found:?}");
+    }
+}

@@ -1,0 +1,146 @@
+//! Pipeline schedules measured beside simulated: the real executor with real messages, whose passes only sleep.
+//!
+//! A rank's share of the model takes the same time under every schedule: where it is cut into several stages, each of them takes
+//! its part of that.
+
+use std::time::{Duration, Instant};
+
+use lockstep_comm::Group;
+use lockstep_engine::{GroupOptions, Groups, PassTime, PipelinePlan, Rehearsal, StepTimes};
+use lockstep_plan::schedule::{Costs, Schedule, StageCost};
+use lockstep_plan::{ContextMethod, Degrees, MemoryCategory, Mesh};
+use serde::Serialize;
+
+use crate::Error;
+
+/// No wait for another rank is longer than this and the step itself.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What is rehearsed.
+#[derive(Debug, Clone, Copy)]
+pub struct PipelineBenchmark {
+    /// What a micro-batch takes in all stages of a rank together; memory is not looked at.
+    pub rank_cost: StageCost,
+    /// Bytes of a message from one stage to the next.
+    pub message_bytes: usize,
+    /// Steps that are timed, after one that is not; at least one.
+    pub steps: usize,
+}
+
+/// What a step took.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct StepShare {
+    /// From the start, which all ranks have in common, to the end.
+    pub step_ms: f64,
+    /// The share of all ranks' time in which no pass ran.
+    pub bubble: f64,
+}
+
+/// A schedule, measured beside simulated.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Rehearsed {
+    /// The median of the steps.
+    pub measured: StepShare,
+    /// What the lists promise.
+    pub simulated: StepShare,
+    /// By how much a pass ended later than it should have: the mean over the median step.
+    pub late_us: f64,
+}
+
+impl PipelineBenchmark {
+    /// Rehearses `schedule`, which has as many ranks as `group`; all of them call it together.
+    ///
+    /// # Errors
+    /// [`Error::Comm`], no memory for the messages.
+    ///
+    /// # Panics
+    /// If there is one rank only.
+    pub fn run(&self, group: &Group, schedule: &Schedule) -> Result<Rehearsed, Error> {
+        let cost = self.stage_cost(schedule);
+        let costs = Costs::uniform(schedule.stages(), cost);
+        let Ok(simulation) = schedule.simulate(&costs) else {
+            unreachable!("there is a cost for each stage");
+        };
+        let simulated = StepShare { step_ms: simulation.step_ms, bubble: simulation.bubble };
+        let limit = PATIENCE + Duration::from_secs_f64(simulated.step_ms / 1e3);
+        let options = GroupOptions {
+            splits_tokens: false,
+            context_method: ContextMethod::default(),
+            bucket_bytes: 0,
+            limit,
+        };
+        let mesh = Mesh::new(Degrees { pipeline: schedule.ranks(), ..Degrees::default() })?;
+        let plan = PipelinePlan { schedule: schedule.clone(), stages: vec![1; schedule.stages()] };
+        let groups = Groups::new(group.clone(), mesh, options, Some(plan))?;
+        let arena = group.arena(&[MemoryCategory::Activations]);
+        let mut rehearsal = Rehearsal::new(&groups, &costs.stages, self.message_bytes, &arena)?;
+        rehearsal.step()?;
+        let mut steps = Vec::with_capacity(self.steps.max(1));
+        for _ in 0..self.steps.max(1) {
+            let own = OwnStep::of(rehearsal.step()?, cost).to_words();
+            let mut all = vec![0_i64; own.len() * group.size()];
+            let deadline = lockstep_comm::Deadline::after(limit);
+            group.all_gather(&own.map(f64::to_bits).map(u64::cast_signed)[..], &mut all[..], deadline)?;
+            let (all, _) = all.as_chunks::<3>();
+            let ranks = all
+                .iter()
+                .map(|words| OwnStep::from_words(words.map(|word| f64::from_bits(word.cast_unsigned()))));
+            steps.push(step_of_all(&ranks.collect::<Vec<_>>()));
+        }
+        steps.sort_by(|(a, _), (b, _)| a.step_ms.total_cmp(&b.step_ms));
+        let (measured, late_us) = steps.swap_remove(steps.len() / 2);
+        Ok(Rehearsed { measured, simulated, late_us })
+    }
+
+    /// Each stage's part of what a rank's stages cost together.
+    fn stage_cost(&self, schedule: &Schedule) -> StageCost {
+        let part = schedule.ranks() as f64 / schedule.stages() as f64;
+        let StageCost { forward_ms, backward_input_ms, backward_weight_ms, .. } = self.rank_cost;
+        StageCost {
+            forward_ms: forward_ms * part,
+            backward_input_ms: backward_input_ms * part,
+            backward_weight_ms: backward_weight_ms * part,
+            ..self.rank_cost
+        }
+    }
+}
+
+/// A rank's own part of a step.
+#[derive(Debug, Clone, Copy)]
+struct OwnStep {
+    step_ms: f64,
+    /// The time of its passes.
+    worked_ms: f64,
+    late_us: f64,
+}
+
+impl OwnStep {
+    fn of(times: &StepTimes, cost: StageCost) -> Self {
+        let StepTimes { begin, passes, end, .. } = times;
+        let lasted = |PassTime { begin, end, .. }: &PassTime| ms(*begin, *end);
+        let worked_ms = passes.iter().map(lasted).sum();
+        let planned_ms: f64 = passes.iter().map(|time| cost.duration_ms(time.pass.kind)).sum();
+        let late_us = 1e3 * (worked_ms - planned_ms) / passes.len() as f64;
+        Self { step_ms: ms(*begin, *end), worked_ms, late_us }
+    }
+
+    fn to_words(self) -> [f64; 3] {
+        [self.step_ms, self.worked_ms, self.late_us]
+    }
+
+    fn from_words([step_ms, worked_ms, late_us]: [f64; 3]) -> Self {
+        Self { step_ms, worked_ms, late_us }
+    }
+}
+
+/// All begin and end together, but for the time in which they are woken.
+fn step_of_all(ranks: &[OwnStep]) -> (StepShare, f64) {
+    let step_ms = ranks.iter().map(|rank| rank.step_ms).fold(0.0, f64::max);
+    let worked_ms: f64 = ranks.iter().map(|rank| rank.worked_ms).sum();
+    let late_us = ranks.iter().map(|rank| rank.late_us).sum::<f64>() / ranks.len() as f64;
+    (StepShare { step_ms, bubble: 1.0 - worked_ms / (step_ms * ranks.len() as f64) }, late_us)
+}
+
+fn ms(begin: Instant, end: Instant) -> f64 {
+    end.saturating_duration_since(begin).as_secs_f64() * 1e3
+}

@@ -11,8 +11,9 @@ use lockstep_data::{
 };
 use lockstep_model::ModelConfig;
 use lockstep_plan::DType;
+use lockstep_train::RunConfig;
 use lockstep_train::flight::{Dump, analyse};
-use lockstep_train::{RunConfig, report};
+use lockstep_train::report::{self, Parts};
 use serde_json::Value;
 
 use crate::Verdict;
@@ -232,7 +233,8 @@ pub fn run_toml(bytes: &[u8]) -> Verdict {
 pub fn run_report(bytes: &[u8]) -> Verdict {
     let first = bytes.split(|&byte| byte == b'\n').next().unwrap_or_default();
     let run: Value = serde_json::from_slice(first).unwrap_or_default();
-    let page = report::page_of(bytes, run.clone(), run);
+    let parts = Parts { run: run.clone(), profile: run.clone(), layout: run.clone(), timeline: run };
+    let page = report::page_of(bytes, parts);
     let Ok(Some(page)) = page else { return Verdict::Refused };
     let lower = page.to_lowercase();
     for (markup, count) in [("<script", 2), ("</script", 2), ("<!--", 0), ("<title", 1)] {

@@ -308,6 +308,119 @@ function timeline() {
   legend(body, [...kinds].filter(([kind, color]) => seen.has(kind) && color !== "var(--g)").concat([["everything else", "var(--g)"]], seen.has("communication") ? [["between ranks", "var(--soft)"]] : []));
 }
 
+// Who is where: a column for each stage of a pipeline, a row for each replica, and in a cell the ranks that share them.
+function mesh() {
+  const { layout } = data;
+  if (!Array.isArray(layout?.ranks) || layout.ranks.length < 2) return;
+  const degree = Object.fromEntries(layout.axes), names = layout.axes.map(([name]) => name);
+  const used = layout.axes.filter(([, size]) => size > 1);
+  const at = (rank, name) => layout.ranks[rank].coordinates[names.indexOf(name)];
+  const { body, readout } = card("Who holds what", { wide: true });
+  const rest = used.map(([name, size]) => `${name} ${size}`).join(" × ");
+  readout.textContent = rest;
+  const across = degree.context * degree.tensor, rows = degree.replicate * degree.shard;
+  const columns = degree.pipeline;
+  const inner = across * Math.ceil(layout.ranks.length / (across * rows * columns));
+  const tall = 34, gap = 10;
+  const bottom = columns > 1 ? 12 : 0;
+  drawing(body, rows * (tall + gap) + bottom, (svg, width, height) => {
+    const left = rows > 1 ? 74 : 4, cell = Math.min((width - left) / columns - gap, inner * 110), box = cell / inner;
+    for (let row = 0; row < rows && rows > 1; row += 1) shape(svg, "text", { x: left - 10, y: row * (tall + gap) + tall / 2 + 4, "text-anchor": "end" }, `replica ${row}`);
+    for (let stage = 0; stage < columns && columns > 1; stage += 1) {
+      shape(svg, "text", { x: left + stage * (cell + gap) + cell / 2, y: height - 5, "text-anchor": "middle" }, cell < 90 ? String(stage) : `pipeline rank ${stage}`);
+    }
+    layout.ranks.forEach((holds, rank) => {
+      const stage = at(rank, "pipeline"), row = at(rank, "replicate") * degree.shard + at(rank, "shard");
+      const within = at(rank, "context") * degree.tensor + at(rank, "tensor");
+      const x = left + stage * (cell + gap) + within * box, y = row * (tall + gap);
+      const part = shape(svg, "rect", { x: x + 1, y: y + 1, width: Math.max(1, box - 2), height: tall - 2, rx: 3, fill: COLORS[stage % COLORS.length], opacity: within % 2 ? 0.72 : 0.92 });
+      if (box > 26) shape(svg, "text", { class: "in", x: x + box / 2, y: y + tall / 2 + 4 }, box > 58 ? `rank ${rank}` : String(rank));
+      const say = () => { readout.textContent = `rank ${rank}: ${used.map(([name]) => `${name} ${at(rank, name)}`).join(", ")}; ${held(holds)}`; };
+      part.onpointerenter = say;
+      part.onpointerdown = say;
+    });
+    svg.onpointerleave = () => { readout.textContent = rest; };
+  });
+  const splits = layout.ranks.some((holds) => holds.split > 0);
+  const header = ["rank", ...used.map(([name]) => name), "holds", "elements", ...(splits ? ["tensors split, whole"] : []), "weights", "gradients", "optimizer"];
+  const table = layout.ranks.map((holds, rank) => element("tr", {}, element("td", {},
+    element("span", { class: "legend", style: "margin:0;color:inherit" }, element("span", {}, element("i", { style: `background:${COLORS[at(rank, "pipeline") % COLORS.length]}` }), `rank ${rank}`))),
+    ...used.map(([name]) => element("td", {}, String(at(rank, name)))), element("td", { class: "left" }, held(holds)), element("td", {}, count(holds.elements)),
+    ...(splits ? [element("td", {}, `${holds.split}, ${holds.whole}`)] : []), element("td", {}, bytes(holds.parameters)), element("td", {}, bytes(holds.gradients)), element("td", {}, bytes(holds.optimizer))));
+  body.append(element("div", { class: "scroll" }, element("table", {},
+    element("tr", {}, ...header.map((name) => element("th", name === "holds" ? { class: "left" } : {}, name))), ...table)));
+}
+
+function held(holds) {
+  const stages = Object.fromEntries(data.layout.axes).pipeline > 1;
+  return holds.stages.map(({ stage, holds: what }) => (stages ? `stage ${stage}: ${what}` : what)).join("; ");
+}
+
+// A step of a pipeline as its ranks made it, and below as its schedule promises it.
+const PASSES = {
+  F: ["forward", "--a"], B: ["backward", "--b"], I: ["backward for inputs", "--b"], W: ["backward for weights", "--c"], U: ["gradient norm, update", "--g"],
+};
+function pipelines() {
+  const found = data.pipelines;
+  if (!found?.pipelines?.length) return;
+  const { body, readout } = card(`Pipeline in step ${found.step}, ${found.schedule}`, { wide: true });
+  const kinds = (one) => new Set(one.measured.rows.flat().map(([kind]) => kind));
+  let shown = 0;
+  const host = element("div", {});
+  if (found.pipelines.length > 1) {
+    const choice = element("select", {}, ...found.pipelines.map(({ ranks }, index) => element("option", { value: index }, `ranks ${ranks.join(", ")}`)));
+    choice.onchange = () => { shown = Number(choice.value); draw(); };
+    body.append(element("p", {}, `One of ${found.of} pipelines: `, choice));
+  }
+  body.append(host);
+  const draw = () => {
+    host.replaceChildren();
+    const one = found.pipelines[shown];
+    const both = [["measured", one.measured], ["simulated", one.simulated]];
+    const all_ms = Math.max(...both.map(([, step]) => step.step_ms));
+    const rest = both.map(([name, step]) => `${name} ${ms(step.step_ms)}, bubble ${percent(step.bubble)}`).join("; ");
+    readout.textContent = rest;
+    const tall = one.ranks.length > 16 ? 14 : 24, title = 20, block = title + one.ranks.length * tall + 6;
+    drawing(host, 2 * block + 22, (svg, width, height) => {
+      const left = 62, x = scale(0, all_ms, left, width - 6);
+      for (const at of ticks(0, all_ms, width / 110)) {
+        shape(svg, "line", { class: "grid", x1: x(at), x2: x(at), y1: title - 4, y2: height - 20 });
+        shape(svg, "text", { x: x(at), y: height - 5, "text-anchor": x(at) > width - 30 ? "end" : "middle" }, ms(at));
+      }
+      both.forEach(([name, step], which) => {
+        const top = which * block;
+        shape(svg, "text", { class: "name", x: left, y: top + 13 }, `${name}: ${ms(step.step_ms)}, bubble ${percent(step.bubble)}`);
+        step.rows.forEach((row, index) => {
+          const y = top + title + index * tall, stages = [...new Set(row.filter(([kind]) => kind !== "U").map(([, stage]) => stage))].sort((a, b) => a - b);
+          shape(svg, "text", { x: left - 8, y: y + tall / 2 + 4, "text-anchor": "end" }, `rank ${one.ranks[index]}`);
+          shape(svg, "rect", { x: left, y: y + 1, width: Math.max(0, x(step.step_ms) - left), height: tall - 2, fill: "var(--grid)", opacity: 0.6 });
+          for (const [kind, stage, micro_batch, start, length] of row) {
+            const [what, color] = PASSES[kind], wide = x(start + length) - x(start);
+            const part = shape(svg, "rect", {
+              x: x(start), y: y + 1, width: Math.max(0.5, wide - (wide > 4 ? 0.8 : 0)), height: tall - 2, fill: `var(${color})`,
+              opacity: kind === "U" ? 0.8 : 1 - (0.45 * stages.indexOf(stage)) / stages.length,
+            });
+            const say = () => {
+              readout.textContent = kind === "U" ? `rank ${one.ranks[index]}, ${name}: ${what}, ${ms(length)} at ${ms(start)}`
+                : `rank ${one.ranks[index]}, ${name}: ${what} of micro-batch ${micro_batch}${stages.length > 1 ? `, stage ${stage}` : ""}, ${ms(length)} at ${ms(start)}`;
+            };
+            part.onpointerenter = say;
+            part.onpointerdown = say;
+            if (kind !== "U" && tall > 20 && wide > 7 + 6 * String(micro_batch).length) shape(svg, "text", { class: "in", x: x(start) + wide / 2, y: y + tall / 2 + 4 }, micro_batch);
+          }
+        });
+      });
+      svg.onpointerleave = () => { readout.textContent = rest; };
+    });
+    const seen = kinds(one), stages = one.measured.rows[0].filter(([kind]) => kind === "F").map(([, stage]) => stage);
+    const entries = Object.entries(PASSES).filter(([kind]) => seen.has(kind) && !(kind === "I" && seen.has("B")));
+    legend(host, [...entries.map(([kind, [name, color]]) => [kind === "B" && seen.has("I") ? "backward, whole or for inputs" : name, `var(${color})`]), ["waiting", "var(--grid)"]]);
+    host.append(element("p", {}, "Numbers are micro-batches." + (new Set(stages).size > 1 ? " Fainter: later stages of a rank." : "") +
+      " Simulated: the same lists, with passes that take what they took on average, and messages that take no time."));
+  };
+  draw();
+}
+
 function skipped() {
   if (data.totals.skipped === 0) return;
   const { body, readout } = card("Skipped steps", { wide: true, note: "Their loss or gradient was not finite, or far beyond the usual; the weights were left as they were." });
@@ -367,8 +480,8 @@ chart("Gradient norm, before clipping", [{ name: "norm", color: "var(--d)", ...g
 chart("Throughput", [{ name: "tokens/s", color: "var(--f)", ...tokens_per_s, summary: `${count(data.totals.tokens_per_s)} tokens/s, median` }], { format: count, zero: true });
 part(memory);
 part(memory_by_rank);
-chart("Sums over ranks", [{ name: "busy", color: "var(--c)", ...comm_busy }, { name: "exposed", color: "var(--b)", ...comm_exposed }], {
-  format: ms, zero: true, wide: true, height: 150, note: "Milliseconds of a step in which the first rank worked on sums of gradients (busy), and those of them after its backward (exposed).",
+chart("Between ranks", [{ name: "busy", color: "var(--c)", ...comm_busy }, { name: "exposed", color: "var(--b)", ...comm_exposed }], {
+  format: ms, zero: true, wide: true, height: 150, note: "Milliseconds of a step in which the first rank talked to others or waited for them (busy), and those of them in which it computed nothing (exposed).",
 });
 chart("Checkpoint stalls", [{ name: "stall", color: "var(--e)", bars: true, ...stall, summary: `${seconds(data.totals.stall_seconds)} in all` }], { format: ms, zero: true, wide: true, height: 150 });
-for (const draw of [roofline, timeline, skipped, configuration]) part(draw);
+for (const draw of [mesh, pipelines, roofline, timeline, skipped, configuration]) part(draw);

@@ -30,6 +30,7 @@ pub mod doctor;
 mod error;
 pub mod flight;
 mod guard;
+mod holdings;
 pub mod human;
 pub mod interrupt;
 pub mod launch;

@@ -13,6 +13,7 @@ use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{Axis, MemoryCategory, Mesh};
 use lockstep_tensor::Arena;
+use serde::{Serialize, de::DeserializeOwned};
 
 use crate::config::RunConfig;
 use crate::flight::{Dump, Ending};
@@ -113,6 +114,11 @@ impl Ranks {
     /// The groups of ranks that the mesh makes.
     pub(crate) fn groups(&self) -> &Groups {
         &self.groups
+    }
+
+    /// How they are laid out.
+    pub(crate) fn mesh(&self) -> &Mesh {
+        &self.mesh
     }
 
     /// Which replica of the model this rank is of.
@@ -287,6 +293,27 @@ impl Ranks {
         let mut rest = all.as_slice();
         let part = |length: u64| rest.split_off(..length as usize).map(<[u8]>::to_vec);
         Ok(lengths.into_iter().map_while(part).collect())
+    }
+
+    /// What each rank has to tell the first one, in the order of the ranks; nothing for the others.
+    pub(crate) fn gather_json<T: Serialize + DeserializeOwned>(
+        &self,
+        own: &T,
+    ) -> Result<Option<Vec<T>>, Error> {
+        let unreadable = |error: serde_json::Error| Error::Metrics {
+            path: PathBuf::from("what a rank tells"),
+            action: "read",
+            source: error.into(),
+        };
+        let parts = self.gather(&serde_json::to_vec(own).map_err(unreadable)?)?;
+        if !self.is_first() {
+            return Ok(None);
+        }
+        parts
+            .iter()
+            .map(|part| serde_json::from_slice(part).map_err(unreadable))
+            .collect::<Result<_, _>>()
+            .map(Some)
     }
 
     /// What this rank has called of the others, and been done with, since `begin`; when, counted from there.

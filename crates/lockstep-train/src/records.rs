@@ -1,16 +1,19 @@
 //! Everything that a run writes down about itself in `metrics.dir`, beside the loop that makes the steps.
 //!
-//! Rows go to `metrics.jsonl` and to TensorBoard's event files; `run.json`, the sampled step and at the end the report
+//! Rows go to `metrics.jsonl` and to TensorBoard's event files; `run.json`, what ranks hold, the sampled step and at the end the report
 //! belong to the rows, so a run without `metrics.jsonl` has none of them. Failing to write never ends a run: what
 //! went wrong is handed back as a message.
 
+use std::fs;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use lockstep_engine::Engine;
+use lockstep_plan::ParameterRecord;
 
 use crate::config::RunConfig;
 use crate::error::Error;
+use crate::holdings::{self, LAYOUT};
 use crate::human;
 use crate::machine::available_memory_bytes;
 use crate::metrics::{EventWriter, MetricsWriter, Row, Start};
@@ -19,6 +22,7 @@ use crate::report::{self, describe_run};
 use crate::roofline::Limits;
 use crate::saving::Ran;
 use crate::trace::Tracer;
+use crate::trace::pipeline::{self, TIMELINE};
 
 /// A run this long can spare the second that measuring the machine takes.
 const LONG_RUN_SECONDS: u64 = 30;
@@ -34,10 +38,34 @@ pub(crate) struct Records {
     rows: Option<MetricsWriter>,
     events: Option<EventWriter>,
     tracer: Tracer,
+    /// What becomes of the steps of pipelines, if the report is to show one.
+    picture: Option<Picture>,
     begin: Instant,
     /// Rows that could not be written at once, and of how many of them the next message will speak.
     refused: u64,
     next_told: u64,
+}
+
+/// A step of a pipeline that is shown, with what all ranks did: the sampled one, or better the last.
+#[derive(Debug)]
+struct Picture {
+    schedule: String,
+    sampled: u64,
+    /// The last step that was made, and the last that was written down.
+    made: u64,
+    written: u64,
+}
+
+impl Picture {
+    /// None where nobody keeps rows.
+    fn of(config: &RunConfig, start: Start) -> Option<Self> {
+        config.metrics.jsonl.then(|| Self {
+            schedule: config.parallel.pipeline_schedule.clone(),
+            sampled: start.done() + SAMPLED_STEP,
+            made: 0,
+            written: 0,
+        })
+    }
 }
 
 impl Records {
@@ -50,25 +78,58 @@ impl Records {
         let dir = metrics.dir.clone();
         let rows = metrics.jsonl.then(|| MetricsWriter::open(&dir, start)).transpose()?;
         let events = metrics.tensorboard.then(|| EventWriter::open(&dir, start)).transpose()?;
-        let done = match start {
-            Start::Fresh => 0,
-            Start::After { step } => step,
-        };
         if rows.is_some() {
-            let ranks = config.parallel.data_parallel_replicate;
+            let ranks = config.ranks();
             describe_run(config, &model_line(engine), &machine_line(engine, ranks))?;
+            // What an earlier process left may be of another plan.
+            for name in [LAYOUT, TIMELINE] {
+                let _ = fs::remove_file(dir.join(name));
+            }
         }
-        let sampled = rows.is_some().then_some(done + SAMPLED_STEP);
+        let sampled = rows.is_some().then_some(start.done() + SAMPLED_STEP);
         let tracer = Tracer::new(&dir, sampled, metrics.trace_steps);
         let rows = rows.map(|(rows, _)| rows);
-        Ok(Self { dir, rows, events, tracer, begin: Instant::now(), refused: 0, next_told: 1 })
+        let picture = Picture::of(config, start);
+        Ok(Self { dir, rows, events, tracer, picture, begin: Instant::now(), refused: 0, next_told: 1 })
     }
 
-    /// Those of a rank other than the first: nothing but its part of a trace.
+    /// Those of a rank other than the first: nothing but its part of what the first one writes.
+    pub(crate) fn of_other(config: &RunConfig, start: Start) -> Self {
+        Self { picture: Picture::of(config, start), ..Self::of_trace(config) }
+    }
+
+    /// Those of a run that leaves nothing but a trace.
     pub(crate) fn of_trace(config: &RunConfig) -> Self {
         let dir = config.metrics.dir.clone();
         let tracer = Tracer::new(&dir, None, config.metrics.trace_steps);
-        Self { dir, rows: None, events: None, tracer, begin: Instant::now(), refused: 0, next_told: 1 }
+        let (rows, events, picture) = (None, None, None);
+        Self { dir, rows, events, tracer, picture, begin: Instant::now(), refused: 0, next_told: 1 }
+    }
+
+    /// Writes down what each rank holds; all of them call it together.
+    ///
+    /// # Errors
+    /// [`Error::Comm`]; anything else is told.
+    pub(crate) fn describe_ranks(
+        &self,
+        engine: &Engine,
+        ranks: &Ranks,
+        tell: impl FnOnce(&str),
+    ) -> Result<(), Error> {
+        if self.picture.is_none() {
+            return Ok(());
+        }
+        unless_told(holdings::write(&self.dir, engine, ranks), tell)
+    }
+
+    /// Writes down the last step of a pipeline; all ranks call it together.
+    fn draw(&mut self, engine: &Engine, ranks: &Ranks) -> Result<(), Error> {
+        let Some(picture) = &mut self.picture else { return Ok(()) };
+        if picture.written == picture.made {
+            return Ok(());
+        }
+        picture.written = picture.made;
+        pipeline::write(&self.dir, picture.made, &picture.schedule, engine, ranks)
     }
 
     /// The rows, for whoever must have them on the disk.
@@ -108,12 +169,16 @@ impl Records {
         saving_since: Option<Instant>,
         engine: &Engine,
         ranks: &Ranks,
-        tell: impl FnOnce(&str),
+        mut tell: impl FnMut(&str),
     ) -> Result<(), Error> {
-        unless_told(self.tracer.end(step, begin, saving_since, engine, ranks), tell)
+        unless_told(self.tracer.end(step, begin, saving_since, engine, ranks), &mut tell)?;
+        let Some(picture) = &mut self.picture else { return Ok(()) };
+        picture.made = step;
+        if picture.sampled == step { unless_told(self.draw(engine, ranks), tell) } else { Ok(()) }
     }
 
-    /// The last step is done: a trace that was to go on is written as far as it goes.
+    /// The last step is done: a trace that was to go on is written as far as it goes, and the report shows this step of a
+    /// pipeline.
     ///
     /// # Errors
     /// [`Error::Comm`]; anything else is told.
@@ -121,9 +186,10 @@ impl Records {
         &mut self,
         engine: &Engine,
         ranks: &Ranks,
-        tell: impl FnOnce(&str),
+        mut tell: impl FnMut(&str),
     ) -> Result<(), Error> {
-        unless_told(self.tracer.write_trace(engine.model(), ranks), tell)
+        unless_told(self.tracer.write_trace(engine.model(), ranks), &mut tell)?;
+        unless_told(self.draw(engine, ranks), tell)
     }
 
     /// Something between two steps is done.
@@ -175,7 +241,9 @@ fn unless_told(result: Result<(), Error>, tell: impl FnOnce(&str)) -> Result<(),
 
 fn model_line(engine: &Engine) -> String {
     let model = engine.model();
-    let parameters: usize = engine.parameter_ids().map(|id| engine.records()[id.0].elements()).sum();
+    // Those of all ranks together.
+    let owned = engine.records().iter().filter(|record| record.tie.is_none());
+    let parameters: usize = owned.map(ParameterRecord::elements).sum();
     let shape = model.program(0).shape();
     format!(
         "{} parameters, {}, {} arithmetic, micro-batches of {} × {} tokens",

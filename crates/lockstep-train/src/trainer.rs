@@ -198,9 +198,12 @@ pub(crate) fn run(
             progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
         }
         Records::open(config, &engine, start)?
+    } else if leaves == Leaves::Everything {
+        Records::of_other(config, start)
     } else {
         Records::of_trace(config)
     };
+    records.describe_ranks(&engine, ranks, |text| progress.message(text))?;
     let cursor = SampleCursor {
         samples_consumed: counters.samples,
         global_batch: config.train.global_batch as u64,
@@ -494,6 +497,8 @@ impl Run<'_> {
             tokens += batch.valid_tokens();
         }
         let (loss_sum, tokens) = self.ranks.sum(loss_sum, tokens)?;
+        // What was exchanged is not the next step's.
+        self.engine.take_traffic();
         let row = EvalMetrics {
             step: self.counters.step,
             eval_loss: loss_sum / tokens as f64,

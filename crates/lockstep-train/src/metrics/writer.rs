@@ -28,6 +28,16 @@ pub enum Start {
     },
 }
 
+impl Start {
+    /// The steps that are done.
+    pub const fn done(self) -> u64 {
+        match self {
+            Self::Fresh => 0,
+            Self::After { step } => step,
+        }
+    }
+}
+
 /// What was found in the directory when the writer was opened.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Resumption {

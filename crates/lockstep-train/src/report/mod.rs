@@ -1,7 +1,7 @@
 //! `report.html`: a run on one page, in one file that needs nothing else.
 //!
-//! It is made from what a run leaves in its directory (`metrics.jsonl`, and where they are there `run.json` and
-//! `profile.json`), so it can be made at any time, also of a run that was killed. This side reads, adds up and
+//! It is made from what a run leaves in its directory (`metrics.jsonl`, and where they are there `run.json`, `profile.json`,
+//! `layout.json` and `timeline.json`), so it can be made at any time, also of a run that was killed. This side reads, adds up and
 //! thins out; a small script in the page draws.
 
 mod history;
@@ -15,7 +15,9 @@ use serde_json::{Value, json};
 
 use crate::config::{ModelSource, Origin, RunConfig};
 use crate::error::Error;
+use crate::holdings::LAYOUT;
 use crate::metrics::FILE_NAME;
+use crate::trace::pipeline::TIMELINE;
 use crate::trace::{PROFILE, write_json};
 use history::History;
 
@@ -78,10 +80,14 @@ pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     if history.is_empty() {
         return Err(Error::NoRows { path, damaged_lines: history.damaged_lines });
     }
-    let run = read_json(&dir.join(RUN));
-    let profile = read_json(&dir.join(PROFILE));
+    let parts = Parts {
+        run: read_json(&dir.join(RUN)),
+        profile: read_json(&dir.join(PROFILE)),
+        layout: read_json(&dir.join(LAYOUT)),
+        timeline: read_json(&dir.join(TIMELINE)),
+    };
     let out = out.map_or_else(|| dir.join(REPORT), Path::to_owned);
-    fs::write(&out, page(&history, run, profile)).map_err(|source| Error::Metrics {
+    fs::write(&out, page(&history, parts)).map_err(|source| Error::Metrics {
         path: out.clone(),
         action: "write",
         source,
@@ -89,14 +95,26 @@ pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     Ok(out)
 }
 
-/// The page made of rows as in `metrics.jsonl`, and of what `run.json` and `profile.json` hold; none if no row can be
-/// read.
+/// What a run leaves beside its rows; null where it has not.
+#[derive(Debug, Clone, Default)]
+pub struct Parts {
+    /// `run.json`: what it is.
+    pub run: Value,
+    /// `profile.json`: a step, operation by operation.
+    pub profile: Value,
+    /// `layout.json`: which rank holds what.
+    pub layout: Value,
+    /// `timeline.json`: a step of its pipelines.
+    pub timeline: Value,
+}
+
+/// The page made of rows as in `metrics.jsonl` and of what else a run leaves; none if no row can be read.
 ///
 /// # Errors
 /// Those of the reader.
-pub fn page_of(rows: impl BufRead, run: Value, profile: Value) -> io::Result<Option<String>> {
+pub fn page_of(rows: impl BufRead, parts: Parts) -> io::Result<Option<String>> {
     let history = History::read(rows)?;
-    Ok((!history.is_empty()).then(|| page(&history, run, profile)))
+    Ok((!history.is_empty()).then(|| page(&history, parts)))
 }
 
 /// A file that a report can do without.
@@ -104,7 +122,8 @@ fn read_json(path: &Path) -> Value {
     fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
 }
 
-fn page(history: &History, run: Value, profile: Value) -> String {
+fn page(history: &History, parts: Parts) -> String {
+    let Parts { run, profile, layout, timeline } = parts;
     let text = |key: &str| run[key].as_str().map(str::to_owned);
     let title = text("name").unwrap_or_else(|| "a training run".to_owned());
     let lines: Vec<String> = [text("model"), text("machine")].into_iter().flatten().collect();
@@ -125,6 +144,8 @@ fn page(history: &History, run: Value, profile: Value) -> String {
         "memory_by_rank": history.memory_by_rank(),
         "run": run,
         "profile": profile,
+        "layout": layout,
+        "pipelines": timeline,
     });
     // In a script element only `</script` and `<!--` mean something, and both need this character.
     let data = data.to_string().replace('<', "\\u003c");
@@ -218,13 +239,13 @@ mod tests {
             .to_string()
         };
         let rows = format!("{}\n{}\n", row(1, 2.0), row(2, 4.0));
-        let data = data(&page_of(rows.as_bytes(), Value::Null, Value::Null).unwrap().unwrap());
+        let data = data(&page_of(rows.as_bytes(), Parts::default()).unwrap().unwrap());
         let totals = &data["totals"];
         assert_eq!((&totals["ranks"], &totals["comm_bytes"]), (&json!(2), &json!(800.0)), "{totals}");
         assert_eq!(totals["comm_share"], json!(0.15), "{totals}");
         assert_eq!(data["series"]["comm_exposed"], json!({ "x": [1, 2], "y": [1.0, 2.0] }));
         assert_eq!(data["memory_by_rank"][1]["peak"], json!(40.0));
-        let alone = page_of(&b"{\"step\":1,\"comm\":{\"bytes\":0}}\n"[..], Value::Null, Value::Null);
+        let alone = page_of(&b"{\"step\":1,\"comm\":{\"bytes\":0}}\n"[..], Parts::default());
         assert_eq!(self::data(&alone.unwrap().unwrap())["totals"]["comm_bytes"], Value::Null);
     }
 

@@ -1,9 +1,11 @@
 //! Which steps of a run are recorded operation by operation, and what becomes of them.
 //!
 //! One step is sampled for the report (`profile.json`). The steps that `metrics.trace_steps` names go into a trace
-//! that chrome://tracing and Perfetto open: one file, with a process for each rank.
+//! that chrome://tracing and Perfetto open: one file, with a process for each rank. Of a pipeline the report shows what all ranks
+//! did in one step (`timeline.json`).
 
 mod chrome;
+pub(crate) mod pipeline;
 mod profile;
 
 use std::fs::{self, File};

@@ -147,7 +147,8 @@ impl Groups {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn sum_over_ends(&self, gradient: View<'_>) -> Result<(), CommError> {
-        let Some(World { ends: Some(group), options, .. }) = &self.world else { return Ok(()) };
+        let world = self.world.as_ref().filter(|_| !active(Mutation::TiedEndsNotSummed));
+        let Some(World { ends: Some(group), options, .. }) = world else { return Ok(()) };
         group.all_reduce(gradient, ReduceOp::Sum, Deadline::after(options.limit))
     }
 

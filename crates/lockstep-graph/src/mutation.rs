@@ -53,6 +53,12 @@ pub enum Mutation {
     EveryRankCounts,
     /// All replicas read the samples of the first.
     SamplesOfFirstReplica,
+    /// A stage of a pipeline reads zeros for what the stage before computed.
+    ActivationsNotSent,
+    /// A stage of a pipeline reads zeros for the gradient from the stage after.
+    GradientsNotSentBack,
+    /// A tied table of the first and the last stage is not summed over both.
+    TiedEndsNotSummed,
     /// Keys and values of other ranks on the ring are taken to be the own ones.
     KeysNotPassedOn,
     /// Of the gradients of keys and values that went round only the last rank's summand counts.
@@ -77,7 +83,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 33] = [
+    pub const ALL: [Self; 36] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -101,6 +107,9 @@ impl Mutation {
         Self::OwnTokensOnly,
         Self::EveryRankCounts,
         Self::SamplesOfFirstReplica,
+        Self::ActivationsNotSent,
+        Self::GradientsNotSentBack,
+        Self::TiedEndsNotSummed,
         Self::KeysNotPassedOn,
         Self::KeyGradientsNotPassedOn,
         Self::KeysNotGathered,

@@ -34,6 +34,7 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
         (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=ring"]),
         (LLAMA, vec![CONTEXT_2, "parallel.context_parallel_method=all_gather"]),
         (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=all_to_all"]),
+        (LLAMA, vec!["parallel.pipeline_parallel=2"]),
         // Few tokens, so that the replicas look up different rows.
         (LLAMA, vec!["parallel.data_parallel_replicate=2", "train.global_batch=2"]),
     ]

@@ -13,6 +13,10 @@ use std::{fs, io};
 /// The test command of the README, word for word.
 const TEST: &str = "cargo test --workspace";
 
+/// The test of the parity matrix: faults, compiled in, of which each must be noticed.
+const MUTATIONS: &str =
+    "cargo test --workspace --features lockstep-testkit/mutations --test mutations -- --nocapture";
+
 /// A target without x86's vectors: the portable kernels must build alone.
 const OTHER_TARGET: &str = "aarch64-unknown-linux-gnu";
 
@@ -32,10 +36,7 @@ fn main() -> ExitCode {
     let result = match env::args().nth(1).as_deref() {
         Some("ci") => ci(),
         Some("mpi") => mpi::check(),
-        Some("mutations") => run(
-            "cargo test --workspace --features lockstep-testkit/mutations --test mutations -- --nocapture",
-            &[],
-        ),
+        Some("mutations") => run(MUTATIONS, &[]),
         Some("docs") => run(
             "cargo test --quiet --workspace --test configuration the_manual_is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
@@ -76,6 +77,7 @@ fn ci() -> Result<(), String> {
     }
     run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;
     run(TEST, &[])?;
+    run(MUTATIONS, &[])?;
     mpi::check_if_possible()
 }
 

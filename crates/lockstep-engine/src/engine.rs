@@ -123,9 +123,6 @@ impl Engine {
     ///
     /// # Errors
     /// As for [`Engine::new`].
-    ///
-    /// # Panics
-    /// If nothing is trained.
     pub fn tuned(
         config: &ModelConfig,
         tuning: &Tuning,
@@ -141,9 +138,6 @@ impl Engine {
     ///
     /// # Errors
     /// As for [`Engine::new`], and [`EngineError::Comm`].
-    ///
-    /// # Panics
-    /// If nothing is trained.
     pub fn in_groups(
         config: &ModelConfig,
         tuning: &Tuning,
@@ -171,10 +165,10 @@ impl Engine {
         let queue = CpuQueue::new(threads, arena)?;
         let reducer = Reducer::new(&groups, &records, queue.workers())?;
         let shared_table = SharedTable::of(&mut records, &is_here);
+        // A stage of a pipeline may have nothing that is trained.
         let store = |dtype, category| -> Result<_, TensorError> {
             let is_kept = |record: &ParameterRecord| record.trainable && is_here[record.unit];
-            let trained = FlatStore::zeros_where(arena, &records, dtype, category, is_kept)?;
-            Ok(trained.expect("something is trained"))
+            FlatStore::zeros_where(arena, &records, dtype, category, is_kept)
         };
         let units = model.units();
         let state = |kind: StateKind| -> Result<_, TensorError> {
@@ -184,7 +178,7 @@ impl Engine {
             };
             let category = MemoryCategory::Optimizer;
             let store = FlatStore::zeros_where(arena, &records, storage.state, category, keeps)?;
-            Ok(store.map(|store| (kind, store)))
+            Ok((!store.is_empty()).then_some((kind, store)))
         };
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
@@ -199,7 +193,7 @@ impl Engine {
             queue,
             runner,
             weights,
-            frozen,
+            frozen: (!frozen.is_empty()).then_some(frozen),
             master: (shape.dtype != DType::F32 && storage.weights == WeightStorage::Master)
                 .then(|| store(DType::F32, MemoryCategory::Optimizer))
                 .transpose()?,
@@ -391,7 +385,9 @@ impl Engine {
             reducer.wait()?;
             work.runner.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
         }
-        if let Some(SharedTable { id, .. }) = self.shared_table {
+        if let Some(SharedTable { id, .. }) = self.shared_table
+            && self.records[id.0].trainable
+        {
             self.groups.sum_over_ends(self.gradients.view(id))?;
         }
         Ok(loss_sum)

@@ -50,11 +50,10 @@ impl FlatStore {
         dtype: DType,
         category: MemoryCategory,
     ) -> Result<Self, TensorError> {
-        let store = Self::zeros_where(arena, records, dtype, category, |_| true)?;
-        Ok(store.unwrap_or(Self { dtype, units: Vec::new(), places: Vec::new() }))
+        Self::zeros_where(arena, records, dtype, category, |_| true)
     }
 
-    /// Zeros for the parameters that `keeps` says; none if that are none.
+    /// Zeros for the parameters that `keeps` says; that may be none.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
@@ -64,7 +63,7 @@ impl FlatStore {
         dtype: DType,
         category: MemoryCategory,
         keeps: impl Fn(&ParameterRecord) -> bool,
-    ) -> Result<Option<Self>, TensorError> {
+    ) -> Result<Self, TensorError> {
         let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
         let mut unit_elements = vec![0; unit_count];
         let mut places: Vec<Option<Place>> = vec![None; records.len()];
@@ -85,16 +84,18 @@ impl FlatStore {
                 places[index] = places[target.0];
             }
         }
-        if places.iter().all(Option::is_none) {
-            return Ok(None);
-        }
         let total_elements: usize = unit_elements.iter().sum();
         arena.require(total_elements.saturating_mul(dtype.size_bytes()), category)?;
         let units = unit_elements
             .iter()
             .map(|&elements| arena.allocate_zeroed(elements * dtype.size_bytes(), category))
             .collect::<Result<_, _>>()?;
-        Ok(Some(Self { dtype, units, places }))
+        Ok(Self { dtype, units, places })
+    }
+
+    /// Whether it keeps no parameter.
+    pub fn is_empty(&self) -> bool {
+        self.places.iter().all(Option::is_none)
     }
 
     /// Type of the elements.

@@ -52,9 +52,6 @@ impl Gradients {
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
-    ///
-    /// # Panics
-    /// If nothing is trained.
     pub fn new(
         arena: &Arena,
         records: &[ParameterRecord],
@@ -64,8 +61,7 @@ impl Gradients {
     ) -> Result<Self, TensorError> {
         let category = MemoryCategory::Gradients;
         let is_trained = |record: &ParameterRecord| record.trainable && is_here(record.unit);
-        let store = FlatStore::zeros_where(arena, records, DType::F32, category, is_trained)?
-            .expect("something is trained");
+        let store = FlatStore::zeros_where(arena, records, DType::F32, category, is_trained)?;
         let mut is_borrowed = vec![false; records.len()];
         let mut tied = Vec::new();
         for (index, record) in records.iter().enumerate() {

@@ -46,7 +46,7 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// One target for each parser of input that others may have written.
-pub const TARGETS: [Target; 13] = [
+pub const TARGETS: [Target; 15] = [
     Target { name: "frames", parse: targets::frames, seeds: seeds::frames, words: &[] },
     Target {
         name: "safetensors_header",
@@ -186,5 +186,28 @@ pub const TARGETS: [Target; 13] = [
             "\"settings\":[",
             "\n{",
         ],
+    },
+    Target {
+        name: "plan",
+        parse: targets::plan,
+        seeds: seeds::plans,
+        words: &[
+            "\"pipeline\":",
+            "\"tensor\":",
+            "\"expert\":",
+            "\"chunks\":",
+            "\"rows\":",
+            "\"zb_v\"",
+            "\"stages\":",
+            "0",
+            "2",
+            "18446744073709551615",
+        ],
+    },
+    Target {
+        name: "schedule_csv",
+        parse: targets::schedule_csv,
+        seeds: seeds::schedules,
+        words: &["F", "B", "I", "W", ",", "\n", "0F0", "1B1", ")OVERLAP_F_B", "18446744073709551615"],
     },
 ];

@@ -259,3 +259,23 @@ pub fn flight_records() -> Vec<Vec<u8>> {
         dump(&both("receive"), "").into(),
     ]
 }
+
+/// Plan files.
+pub fn plans() -> Vec<Vec<u8>> {
+    let whole = r#"{"version":1,"model":"ab12","mesh":{"pipeline":2,"replicate":2,"context":2,"tensor":2},"micro_batch":1,
+"schedule":{"kind":"zb_v","chunks":2},"stages":[2,2,1,3],"recompute":"selective","sequence_parallel":true,
+"context_method":"all_gather","zero_stage":0}"#;
+    let rows = r#"{"version":1,"mesh":{"pipeline":2},"micro_batch":8,"stages":[4,4],
+"schedule":{"rows":["F0,F1,B0,B1","F0,B0,F1,B1"]}}"#;
+    let experts = r#"{"version":1,"mesh":{"shard":2,"tensor":2,"expert":4},"micro_batch":2,"stages":[8],"zero_stage":1}"#;
+    vec![whole.into(), rows.into(), experts.into()]
+}
+
+/// Users' schedules for two ranks.
+pub fn schedules() -> Vec<Vec<u8>> {
+    vec![
+        b"F0,F1,,B0,B1\n,F0,B0,F1,B1\n".into(),
+        b"0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1W0,1F1,1I1,1W1".into(),
+        b"0F0,3F0,3B0,0B0\n1F0,2F0,(2B0;1B0)OVERLAP_F_B".into(),
+    ]
+}

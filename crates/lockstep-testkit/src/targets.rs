@@ -1,5 +1,6 @@
 //! The bodies of the fuzz targets: parse, then hold the result to its promises.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::Path;
 
@@ -10,7 +11,8 @@ use lockstep_data::{
     read_text_column,
 };
 use lockstep_model::ModelConfig;
-use lockstep_plan::DType;
+use lockstep_plan::schedule::{Costs, PassKind, Schedule, StageCost, passes_from_csv};
+use lockstep_plan::{Axis, DType, Facts, Plan};
 use lockstep_train::RunConfig;
 use lockstep_train::flight::{Dump, analyse};
 use lockstep_train::report::{self, Parts};
@@ -257,4 +259,69 @@ pub fn flight_records(bytes: &[u8]) -> Verdict {
         assert!(analysis.culprits.iter().all(|rank| *rank < dump.world_size), "{analysis:?}");
     }
     (&dump).into()
+}
+
+/// A plan file. An accepted one reads as it was written, gives each of its ranks a place of its own and each stage its units,
+/// and can be simulated.
+///
+/// # Panics
+/// If not.
+pub fn plan(bytes: &[u8]) -> Verdict {
+    let Ok(text) = std::str::from_utf8(bytes) else { return Verdict::Refused };
+    let Ok(plan) = Plan::from_json(text) else { return Verdict::Refused };
+    let written = plan.to_json().expect("what was read can be written");
+    assert_eq!(Plan::from_json(&written).ok().as_ref(), Some(&plan), "{written}");
+    let facts = Facts {
+        model: plan.model.clone(),
+        layers: 6,
+        heads: 8,
+        key_value_heads: 2,
+        intermediate: 48,
+        vocab: 256,
+        experts: 8,
+        expert_intermediate: 16,
+        seq_len: 32,
+        global_batch: 16,
+        // As many as it asks for, if that is a number of ranks.
+        world_size: plan.mesh.world_size().filter(|ranks| *ranks <= 64).unwrap_or(8),
+    };
+    let Ok(valid) = plan.validate(&facts) else { return Verdict::Refused };
+    let ranks = valid.mesh.ranks();
+    let place = |rank| Axis::ALL.map(|axis| ranks.coordinate(rank, axis));
+    let places: BTreeSet<_> = (0..facts.world_size).map(place).collect();
+    assert_eq!(places.len(), facts.world_size, "each rank has a place of its own");
+    assert_eq!(valid.stages.iter().map(|units| units.len()).sum::<usize>(), facts.units());
+    simulated(&valid.schedule);
+    Verdict::Accepted
+}
+
+/// A user's schedule. An accepted one ends, with every pass made once.
+///
+/// # Panics
+/// If not.
+pub fn schedule_csv(bytes: &[u8]) -> Verdict {
+    let Ok(text) = std::str::from_utf8(bytes) else { return Verdict::Refused };
+    let Ok(passes) = passes_from_csv(text, 2) else { return Verdict::Refused };
+    let last = passes.iter().flatten().map(|pass| pass.micro_batch).max().unwrap_or(0);
+    let schedule = Schedule::from_passes(last.saturating_add(1), &passes);
+    if let Ok(schedule) = &schedule {
+        simulated(schedule);
+    }
+    (&schedule).into()
+}
+
+/// Runs a schedule that was found to be sound on a clock.
+fn simulated(schedule: &Schedule) {
+    let cost = StageCost {
+        forward_ms: 1.0,
+        backward_input_ms: 1.0,
+        backward_weight_ms: 1.0,
+        ..StageCost::default()
+    };
+    let costs = Costs::uniform(schedule.stages(), cost);
+    let simulation = schedule.simulate(&costs).expect("a cost for each stage");
+    let forwards = (0..schedule.ranks()).flat_map(|rank| schedule.passes(rank));
+    let forwards = forwards.filter(|pass| pass.kind == PassKind::Forward).count();
+    assert_eq!(forwards, schedule.stages() * schedule.micro_batches(), "each forward once");
+    assert!(simulation.step_ms.is_finite() && simulation.step_ms > 0.0, "it ends");
 }

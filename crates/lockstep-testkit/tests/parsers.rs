@@ -96,3 +96,13 @@ fn any_adapter_configuration_is_one_that_can_be_used_or_is_refused() {
 fn any_flight_record_is_told_in_words_or_refused() {
     survives("flight_records", 5_000);
 }
+
+#[test]
+fn any_plan_gives_every_rank_a_place_or_is_refused() {
+    survives("plan", 20_000);
+}
+
+#[test]
+fn any_schedule_of_a_user_ends_or_is_refused() {
+    survives("schedule_csv", 20_000);
+}

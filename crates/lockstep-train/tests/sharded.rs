@@ -488,14 +488,36 @@ fn pretrained_weights_are_read_by_ranks_that_share_the_model() {
     directory.export_hf(lockstep_checkpoint::DType::F32, &exported).unwrap();
     let run = LLAMA.split_once("[train]").unwrap().1;
     let model = format!("[model]\npath = {exported:?}\nfrom_pretrained = true\n[train]{run}");
-    bench.run(("alone", &model), ONE_RANK, &[]);
-    bench.run(("tensor", &model), Plan(2, 1, true), &[]);
-    bench.run(("pipeline", &model), ONE_RANK, &["parallel.pipeline_parallel=2"]);
-    for run in ["tensor", "pipeline"] {
-        for (found, expected) in bench.losses(run).iter().zip(bench.losses("alone")) {
-            assert!((found - expected).abs() <= 1e-5 * expected, "{run}: {found}, on one rank {expected}");
+    let two = ["parallel.pipeline_parallel=2", "parallel.pipeline_stages=[2, 2]"];
+    let four = ["parallel.pipeline_parallel=4", "parallel.pipeline_schedule=zb_h1"];
+    // Whatever of it is trained: the first stage has nothing that is, or the last, or neither the embedding's nor the head's.
+    let tunings: [(&str, &[&str]); 4] = [
+        ("whole", &[]),
+        ("late", &[r#"fine_tune.freeze=["model.embed_tokens.*", "model.layers.0.*"]"#]),
+        ("early", &[r#"fine_tune.freeze=["model.embed_tokens.*", "model.layers.1.*", "model.norm.*"]"#]),
+        ("lora", &["fine_tune.lora_rank=2", "fine_tune.lora_dropout=0.1"]),
+    ];
+    for (tuning, settings) in tunings {
+        let run = |name: &str, plan: Plan, more: &[&str]| {
+            let name = format!("{tuning}-{name}");
+            bench.run((&name, &model), plan, &[settings, more].concat());
+            bench.losses(&name)
+        };
+        let alone = run("alone", ONE_RANK, &[]);
+        let plans: [(&str, Plan, &[&str]); 4] = [
+            ("tensor", Plan(2, 1, true), &[]),
+            ("replicas", Plan(2, 2, false), &[]),
+            ("pipeline", ONE_RANK, &two),
+            ("four", ONE_RANK, &four),
+        ];
+        for (name, plan, more) in plans {
+            let losses = run(name, plan, more);
+            for (found, expected) in losses.iter().zip(&alone) {
+                let is_near = (found - expected).abs() <= 1e-5 * expected;
+                assert!(is_near, "{tuning}, {name}: {losses:?}, on one rank {alone:?}");
+            }
+            assert_eq!(losses.len(), 6, "{tuning}, {name}");
         }
-        assert_eq!(bench.losses(run).len(), 6, "{run}");
     }
 }
 

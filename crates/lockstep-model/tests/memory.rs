@@ -1,0 +1,63 @@
+//! What a block keeps for its backward, against the published count.
+//!
+//! Korthikanti et al. (2022, section 4): a transformer layer in 16 bits keeps `s b h (10 + 24/t + 5 a s / (h t))` bytes on each of
+//! `t` tensor-parallel ranks, `s b h (34/t + 5 a s / (h t))` with sequence parallelism, and without the last term where
+//! attention's matrices are computed again.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use lockstep_graph::{BlockShape, Mode, Recompute};
+use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
+use lockstep_plan::{ContextPlace, DType, TensorPlace};
+
+const SHAPE: BlockShape = BlockShape { sequences: 4, seq_len: 1024, dtype: DType::BF16 };
+
+/// Bytes that a block keeps for each element of its input, times `ranks`.
+fn kept(ranks: usize, splits_tokens: bool, recompute: Recompute) -> f64 {
+    let model = ModelConfig::preset("gpt2-124m").unwrap().with_dropout(0.1);
+    let options = RecordingOptions {
+        mode: Mode::Training,
+        shape: SHAPE,
+        recompute,
+        head_output: HeadOutput::Losses,
+        tensor: TensorPlace { rank: 0, ranks, splits_tokens },
+        context: ContextPlace::default(),
+    };
+    let recorded = RecordedModel::tuned(&model, &Tuning::default(), options);
+    let sbh = SHAPE.tokens() * model.hidden_size();
+    recorded.program(1).profile().saved_bytes as f64 * ranks as f64 / sbh as f64
+}
+
+/// Whether two counts are the same but for the statistics of norms and of the softmax, a few numbers a row.
+fn assert_is(found: f64, expected: f64, what: &str) {
+    assert!((expected..expected + 0.2).contains(&found), "{what}: {found} s b h, and not {expected}");
+}
+
+#[test]
+fn a_block_keeps_what_is_published_but_for_the_masks() {
+    // The masks of the two dropouts outside of attention, a byte each, are drawn again in the backward.
+    for ranks in [1, 2, 4] {
+        let published = 10.0 * ranks as f64 + 24.0;
+        let masks = 2.0 * ranks as f64;
+        let found = kept(ranks, false, Recompute::None);
+        assert_is(found, published - masks, &format!("{ranks} ranks"));
+    }
+}
+
+#[test]
+fn with_sequence_parallelism_all_of_it_is_shared_out() {
+    // Besides the masks, the outputs of the two norms are not kept: they are made again when they are gathered again.
+    let (published, masks, norms) = (34.0, 2.0, 4.0);
+    for ranks in [2, 4] {
+        let found = kept(ranks, true, Recompute::None);
+        assert_is(found, published - masks - norms, &format!("{ranks} ranks"));
+    }
+}
+
+#[test]
+fn recomputation_keeps_less() {
+    // Norms and GELU are computed again: their outputs take 4 + 8; of a whole block the output alone is kept.
+    assert_is(kept(1, false, Recompute::Selective), 20.0, "selective");
+    assert_is(kept(1, false, Recompute::Full), 2.0, "full");
+    assert_is(kept(2, true, Recompute::Selective), 20.0, "selective, on two ranks");
+    assert_is(kept(2, true, Recompute::Full), 2.0, "full, on two ranks");
+}

@@ -43,17 +43,23 @@ impl Ring {
         mut programs: impl Iterator<Item = &'a Program> + Clone,
         arena: &Arena,
     ) -> Result<Option<Self>, TensorError> {
-        let Some(elements) = programs.clone().map(Program::ring_elements).max().filter(|max| *max > 0) else {
+        let Some(program) = programs.clone().max_by_key(|program| program.ring_elements()) else {
             return Ok(None);
         };
-        let dtype_bytes = programs.clone().map(|program| program.shape.dtype.size_bytes()).max().unwrap_or(0);
-        let slots = |bytes: usize| -> Result<_, TensorError> {
-            let slot = || arena.allocate_zeroed(bytes, MemoryCategory::Communication);
-            Ok(RefCell::new([slot()?, slot()?, slot()?]))
+        let elements = program.ring_elements();
+        if elements == 0 {
+            return Ok(None);
+        }
+        let slots = |bytes: [usize; 3]| -> Result<_, TensorError> {
+            let [a, b, c] = bytes.map(|bytes| arena.allocate_zeroed(bytes, MemoryCategory::Communication));
+            Ok(RefCell::new([a?, b?, c?]))
         };
+        let bytes = elements * program.shape.dtype.size_bytes();
+        // The last of two ranks sends nothing on.
+        let blocks = slots([bytes, bytes, if program.context.ranks > 2 { bytes } else { 0 }])?;
         let has_gradients = programs.any(Program::has_backward);
-        let gradients = slots(if has_gradients { elements * DType::F32.size_bytes() } else { 0 })?;
-        Ok(Some(Self { blocks: slots(elements * dtype_bytes)?, gradients }))
+        let gradients = slots([if has_gradients { elements * DType::F32.size_bytes() } else { 0 }; 3])?;
+        Ok(Some(Self { blocks, gradients }))
     }
 }
 

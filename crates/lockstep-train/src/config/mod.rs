@@ -149,7 +149,10 @@ impl RunConfig {
         let (below, above) = (ranks / of_each * of_each, (ranks / of_each + 1) * of_each);
         let nearest = if below > 0 { format!("{below} or {above}") } else { above.to_string() };
         let what = format!("{of_each} ranks share each part of the batch, and {ranks} were asked for");
-        let problem = self.problem("parallel.tensor_parallel", what, format!("{nearest} ranks"));
+        let keys = ["tensor_parallel", "pipeline_parallel", "context_parallel"];
+        let keys = keys.map(|key| format!("parallel.{key}"));
+        let given = keys.iter().find(|key| self.origin(key) != Origin::Default).unwrap_or(&keys[0]);
+        let problem = self.problem(given, what, format!("{nearest} ranks"));
         Err(Error::Configuration(problem.into()))
     }
 

@@ -12,7 +12,7 @@ fn verify(workshop: &Workshop, settings: &[&str], more: &[&str]) -> Outcome {
 #[test]
 fn a_built_in_run_agrees_with_one_rank_under_every_plan() {
     let workshop = Workshop::new();
-    let plans: [(&[&str], &str); 5] = [
+    let plans: [(&[&str], &str); 6] = [
         (&[], "one rank, recompute none, f32; 2 steps"),
         (&["parallel.tensor_parallel=2"], "2 tensor-parallel ranks, recompute none"),
         (
@@ -31,6 +31,8 @@ fn a_built_in_run_agrees_with_one_rank_under_every_plan() {
             &["parallel.context_parallel=2", "parallel.tensor_parallel=2"],
             "2 context-parallel ranks (ring) of 2 tensor-parallel ranks",
         ),
+        // Keys on their way round while a thread of the transport's own carries them.
+        (&["parallel.context_parallel=4", "parallel.transport=tcp"], "4 context-parallel ranks (ring)"),
     ];
     for (settings, words) in plans {
         let outcome = verify(&workshop, settings, &[]).succeeds();

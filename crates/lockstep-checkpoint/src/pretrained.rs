@@ -8,6 +8,7 @@
 use std::{
     cell::RefCell,
     collections::BTreeMap,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
@@ -266,17 +267,37 @@ impl ModelDirectory {
                 trained.tune(name, values)
             }
             Weights::HuggingFace { files, import } => {
-                let place = import.places.iter().find(|place| place.parameter == name);
-                let place = place.ok_or_else(|| CheckpointError::NoSuchTensor {
-                    path: self.path.clone(),
-                    tensor: name.to_owned(),
-                })?;
-                let mut stored = vec![0.0; place.tensor_shape.iter().product()];
-                files.read_f32(&place.tensor, &mut stored)?;
-                values.resize(place.parameter_elements(), 0.0);
-                Ok(place.read(&stored, values)?)
+                values.clear();
+                for place in import.places.iter().filter(|place| place.parameter == name) {
+                    let mut stored = vec![0.0; place.tensor_shape.iter().product()];
+                    files.read_f32(&place.tensor, &mut stored)?;
+                    values.resize(place.part().end, 0.0);
+                    place.read(&stored, &mut values[place.part()])?;
+                }
+                if values.is_empty() {
+                    let (path, tensor) = (self.path.clone(), name.to_owned());
+                    return Err(CheckpointError::NoSuchTensor { path, tensor });
+                }
+                Ok(())
             }
         }
+    }
+
+    /// Fills `values` with a part of one parameter.
+    fn read_part(
+        &self,
+        name: &str,
+        part: Range<usize>,
+        values: &mut Vec<f32>,
+    ) -> Result<(), CheckpointError> {
+        if let Weights::Checkpoint(checkpoint) = &self.weights {
+            values.resize(part.len(), 0.0);
+            return checkpoint.read(name, &TensorKind::Parameter, part.start, values);
+        }
+        self.read(name, values)?;
+        values.truncate(part.end);
+        values.drain(..part.start);
+        Ok(())
     }
 
     /// Writes the model as a directory that `transformers` loads: `config.json`, `model.safetensors` (sharded above
@@ -376,7 +397,7 @@ impl ModelDirectory {
         if let HfContent::Parameters(places) = &tensor.content {
             let mut values = Vec::new();
             for place in places {
-                self.read(&place.parameter, &mut values)?;
+                self.read_part(&place.parameter, place.part(), &mut values)?;
                 place.write(&values, &mut stored)?;
             }
         }
@@ -409,15 +430,20 @@ fn read_imported<E: From<CheckpointError>>(
     let mut values = Vec::new();
     // Parameters that share a tensor (GPT-2's q, k and v) follow each other: it is read once.
     let mut loaded = "";
-    for place in &import.places {
+    let mut places = import.places.iter().peekable();
+    while let Some(place) = places.next() {
         if loaded != place.tensor {
             stored.resize(place.tensor_shape.iter().product(), 0.0);
             files.read_f32(&place.tensor, &mut stored)?;
             loaded = &place.tensor;
         }
-        values.resize(place.parameter_elements(), 0.0);
-        place.read(&stored, &mut values).map_err(CheckpointError::from)?;
-        sink(&place.parameter, &values)?;
+        // Those of experts that are stacked here follow each other.
+        values.resize(place.part().end, 0.0);
+        place.read(&stored, &mut values[place.part()]).map_err(CheckpointError::from)?;
+        let is_last = places.peek().is_none_or(|next| next.parameter != place.parameter);
+        if is_last {
+            sink(&place.parameter, &values)?;
+        }
     }
     for (tensor, place) in &import.tied_copies {
         if files.tensor(tensor)?.bytes != files.tensor(&place.tensor)?.bytes {

@@ -2,7 +2,7 @@
 
 use lockstep_comm::{CommError, Metered};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Timeline};
+use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Seed, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
@@ -319,18 +319,18 @@ impl Engine {
         self.gradients.begin();
     }
 
-    /// Forward and backward of one micro-batch; returns the sum of its losses. `seed_gradient` is `1 / G`.
+    /// Forward and backward of one micro-batch; returns the sum of its losses.
     ///
     /// # Errors
     /// [`CommError`]: none on one rank.
     ///
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
-    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed_gradient: f32) -> Result<f64, CommError> {
-        self.micro_batch(batch, seed_gradient, Turn::Earlier)
+    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, CommError> {
+        self.micro_batch(batch, seed, Turn::Earlier)
     }
 
-    /// Forward and backward of all micro-batches of a step; returns the sum of their losses. `seed_gradient` is `1 / G`.
+    /// Forward and backward of all micro-batches of a step; returns the sum of their losses.
     /// Gradients are summed over the ranks that have summands of them, those of each unit as soon as the last micro-batch has
     /// contributed to them.
     ///
@@ -342,14 +342,14 @@ impl Engine {
     pub fn forward_backward<'a>(
         &mut self,
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
-        seed_gradient: f32,
+        seed: Seed,
     ) -> Result<f64, CommError> {
         self.begin_step();
         if let Some(reducer) = &mut self.reducer {
             self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
         }
         if self.pipeline.is_some() {
-            let loss_sum = self.run_pipeline(batches, seed_gradient)?;
+            let loss_sum = self.run_pipeline(batches, seed)?;
             self.complete_gradients();
             return Ok(loss_sum);
         }
@@ -357,7 +357,7 @@ impl Engine {
         let mut loss_sum = 0.0;
         while let Some(batch) = batches.next() {
             let turn = if batches.peek().is_some() { Turn::Earlier } else { Turn::Last };
-            loss_sum += self.micro_batch(&batch, seed_gradient, turn)?;
+            loss_sum += self.micro_batch(&batch, seed, turn)?;
         }
         self.complete_gradients();
         Ok(loss_sum)
@@ -367,7 +367,7 @@ impl Engine {
     fn run_pipeline<'a>(
         &mut self,
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
-        seed_gradient: f32,
+        seed: Seed,
     ) -> Result<f64, CommError> {
         let Self { pipeline, model, queue, runner, gradients, reducer, .. } = self;
         let Some(pipeline) = pipeline else { return Ok(0.0) };
@@ -378,7 +378,7 @@ impl Engine {
         );
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
         let reducer = reducer.as_mut();
-        let mut work = Work { model, queue, weights, runner, gradients, reducer, seed_gradient, batches };
+        let mut work = Work { model, queue, weights, runner, gradients, reducer, seed, batches };
         let loss_sum = pipeline.run(&mut work)?;
         if let Some(reducer) = work.reducer {
             let begin = work.runner.timeline().begin();
@@ -402,12 +402,7 @@ impl Engine {
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. After the last of a step the gradients are summed
     /// over ranks.
-    fn micro_batch(
-        &mut self,
-        batch: &HostBatch<'_>,
-        seed_gradient: f32,
-        turn: Turn,
-    ) -> Result<f64, CommError> {
+    fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, CommError> {
         let Self { model, queue, runner, gradients, reducer, .. } = self;
         let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
         let only = Place::default();
@@ -419,7 +414,7 @@ impl Engine {
             Some(reducer) => gradients.reduce_unit(queue, unit, reducer),
             None => Ok(()),
         };
-        let (seed, half) = (seed_gradient, Half::Both);
+        let half = Half::Both;
         runner.backward_stage(model, only, queue, weights, gradients, seed, half, after_unit)?;
         if let Some(reducer) = reducer {
             let begin = runner.timeline().begin();

@@ -7,7 +7,7 @@ use std::{ops::Range, time::Instant};
 
 use lockstep_comm::{CommError, Lent};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Program, Timeline};
+use lockstep_graph::{Program, Seed, Timeline};
 use lockstep_model::RecordedModel;
 use lockstep_plan::schedule::{Message, Pass, PassKind};
 use lockstep_tensor::CpuQueue;
@@ -122,7 +122,7 @@ pub(crate) struct Work<'a, B> {
     pub(crate) runner: &'a mut Runner,
     pub(crate) gradients: &'a mut Gradients,
     pub(crate) reducer: Option<&'a mut Reducer>,
-    pub(crate) seed_gradient: f32,
+    pub(crate) seed: Seed,
     /// Those of the step, at least as many as the schedule has.
     pub(crate) batches: B,
 }
@@ -166,7 +166,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
             return self.runner.weights_stage(model, place, queue, weights, self.gradients);
         }
         let half = if pass.kind == PassKind::BackwardInput { Half::Inputs } else { Half::Both };
-        let (gradients, seed) = (&mut *self.gradients, self.seed_gradient);
+        let (gradients, seed) = (&mut *self.gradients, self.seed);
         self.runner.backward_stage(model, place, queue, weights, gradients, seed, half, |_, _| Ok(()))
     }
 

@@ -7,7 +7,9 @@ use std::ops::Range;
 
 use lockstep_comm::{CommError, Lent};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Timeline, Trace};
+use lockstep_graph::{
+    Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Seed, Timeline, Trace,
+};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
     ContextMethod, ContextPlace, DType, MemoryCategory,
@@ -295,7 +297,7 @@ impl Runner {
     }
 
     /// Runs the backward of every unit of a stage that has one after a forward (of either kind), contributing to `gradients`,
-    /// and calls `after_unit` with each. `seed_gradient` is that of each token's loss.
+    /// and calls `after_unit` with each.
     ///
     /// # Errors
     /// [`CommError`], and what `after_unit` says, at once.
@@ -307,7 +309,7 @@ impl Runner {
         queue: &dyn Kernels,
         weights: Weights<'_>,
         gradients: &mut Gradients,
-        seed_gradient: f32,
+        seed: Seed,
         half: Half,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
@@ -331,10 +333,10 @@ impl Runner {
             let replay = self.replay(model, (units, slot), unit, queue, &parameters);
             let program = model.program(unit);
             match half {
-                Half::Both => program.backward(&replay, dy, dx, seed_gradient)?,
+                Half::Both => program.backward(&replay, dy, dx, seed)?,
                 Half::Inputs => {
                     let deferred = &slot.deferred[unit - units.start];
-                    program.backward_inputs(&replay, dy, dx, seed_gradient, deferred)?;
+                    program.backward_inputs(&replay, dy, dx, seed, deferred)?;
                 }
             }
             after_unit(gradients, unit)?;

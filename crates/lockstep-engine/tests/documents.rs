@@ -2,7 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer};
-use lockstep_graph::{BlockShape, Recompute};
+use lockstep_graph::{BlockShape, Recompute, Seed};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, ParameterId};
 use lockstep_tensor::Arena;
@@ -45,7 +45,7 @@ fn train(config: &ModelConfig, ids: &[u32], lengths: &[usize]) -> (f64, Vec<Vec<
         document_starts: &starts,
         sample_numbers: &[0],
     };
-    let loss = engine.accumulate(&batch, 0.01).unwrap();
+    let loss = engine.accumulate(&batch, Seed::of_tokens(0.01)).unwrap();
     (loss, (0..engine.records().len()).map(|id| engine.gradient(ParameterId(id))).collect())
 }
 

@@ -5,7 +5,7 @@ use lockstep_engine::{
     Engine, EngineOptions, FlatStore, Granularity, HostBatch, MuonScale, Optimizer, RoundingMode, Snapshot,
     StateKind, StateTensor, Storage, Update, WeightStorage,
 };
-use lockstep_graph::{BlockShape, Cost, Pass, Recompute, Span};
+use lockstep_graph::{BlockShape, Cost, Pass, Recompute, Seed, Span};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
 use lockstep_tensor::Arena;
@@ -69,7 +69,7 @@ fn accumulate_ids(engine: &mut Engine, ids: [u32; 10], masked: usize) -> f64 {
         document_starts: &[0; 10],
         sample_numbers: &[0, 1],
     };
-    engine.accumulate(&batch, 0.1).unwrap()
+    engine.accumulate(&batch, Seed::of_tokens(0.1)).unwrap()
 }
 
 fn weights(engine: &mut Engine) -> Vec<(String, Vec<f32>)> {

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, StateKind, Storage, Update};
-use lockstep_graph::{BlockShape, Recompute};
+use lockstep_graph::{BlockShape, Recompute, Seed};
 use lockstep_model::{ModelConfig, Tuning, parameter_records};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
 use lockstep_tensor::Arena;
@@ -46,7 +46,7 @@ fn gradients(engine: &mut Engine) -> (f64, f64, Vec<(String, Vec<f32>)>) {
         sample_numbers: &[0, 1],
     };
     engine.begin_step();
-    let loss = engine.accumulate(&batch, 0.1).unwrap();
+    let loss = engine.accumulate(&batch, Seed::of_tokens(0.1)).unwrap();
     let norm = engine.finish_gradients().unwrap();
     let gradient = |id: ParameterId| (engine.records()[id.0].name.clone(), engine.gradient(id));
     (loss, norm, engine.trained_ids().map(gradient).collect())

@@ -8,7 +8,7 @@ use lockstep_tensor::Write;
 use crate::{
     Activity, Cost, ParameterIndex, Pass, Program, Value,
     backward::{Gradient, GradientBuffer},
-    operation::{AttentionOperation, Operation},
+    operation::{AttentionOperation, Operation, RouteOperation},
     program::Instruction,
 };
 
@@ -111,7 +111,7 @@ impl Program {
         Cost {
             product_flops: self.product_flops(operation),
             vector_flops: self.elements(operation) * operation.vector_flops(Pass::Forward),
-            bytes: self.bytes(operation.inputs()) + self.bytes(operation.outputs()) + weights,
+            bytes: self.bytes(operation.reads()) + self.bytes(operation.outputs()) + weights,
         }
     }
 
@@ -121,7 +121,9 @@ impl Program {
         let columns = |value: Value| self.values[value.0].columns as u64;
         let tokens = self.shape.tokens() as u64;
         match operation {
-            Operation::Linear { x, y, .. } => 2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y),
+            Operation::Linear { x, y, .. } | Operation::GroupedLinear { x, y, .. } => {
+                2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y)
+            }
             Operation::OutputLoss { x, logits, .. } => 2 * tokens * columns(*x) * columns(*logits),
             Operation::Attention(AttentionOperation { q, shape, .. }) => {
                 let seq_len = (self.shape.seq_len * self.context.ranks) as u64;
@@ -138,6 +140,9 @@ impl Program {
             Operation::OutputLoss { logits, .. } => {
                 (self.shape.tokens() * self.values[logits.0].columns) as u64
             }
+            Operation::Route(RouteOperation { scores, .. }) => self.values[scores.0].elements() as u64,
+            // Rows go over once for each slot, however many make a token.
+            Operation::Combine { rows, .. } => self.values[rows.0].elements() as u64,
             _ => self.values[operation.output().0].elements() as u64,
         }
     }
@@ -183,6 +188,11 @@ impl Operation {
             Self::Dropout { .. } => "dropout",
             Self::Exchange { exchange, .. } => exchange.name(),
             Self::SequenceExchange(exchange) => exchange.name(),
+            Self::Route(_) => "router",
+            Self::Dispatch { .. } => "dispatch to experts",
+            Self::GroupedLinear { .. } => "linear of experts",
+            Self::Combine { .. } => "combine experts",
+            Self::GateRows { .. } => "gate rows",
             Self::OutputLoss { .. } => "output layer and loss",
         }
     }
@@ -201,7 +211,16 @@ impl Operation {
             Self::Dropout { .. } => (2, 2, 0),
             Self::OutputLoss { .. } => (4, 7, 0),
             Self::Embedding { .. } => (0, 0, 1),
-            Self::Linear { .. } | Self::Attention(_) | Self::Exchange { .. } | Self::SequenceExchange(_) => {
+            // For each score.
+            Self::Route(_) => (4, 6, 0),
+            Self::Combine { .. } => (2, 3, 0),
+            Self::GateRows { .. } => (1, 3, 0),
+            Self::Dispatch { .. } => (0, 1, 0),
+            Self::Linear { .. }
+            | Self::GroupedLinear { .. }
+            | Self::Attention(_)
+            | Self::Exchange { .. }
+            | Self::SequenceExchange(_) => {
                 (0, 0, 0)
             }
         };

@@ -58,7 +58,7 @@ impl<'a> Run<'a> {
     /// Writes the losses of some tokens, and their gradients in place of the logits.
     pub(crate) fn losses_with_gradient(&self, part: &PartialLoss<'a>) -> Result<(), CommError> {
         let PartialLoss { logits, labels, losses, split, .. } = *part;
-        let (queue, seed) = (self.replay.queue, self.extra.seed);
+        let (queue, seed) = (self.replay.queue, self.extra.seed.of_tokens);
         match split {
             None => queue.cross_entropy_with_gradient(logits, labels, losses, seed),
             Some(split) => {

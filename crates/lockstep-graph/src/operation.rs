@@ -4,7 +4,7 @@
 use lockstep_tensor::Gelu;
 
 use crate::{
-    Value,
+    Routing, Value,
     context::{Reach, SequenceChange, SequenceExchange},
     layout::Exchange,
     training::Training,
@@ -82,6 +82,34 @@ pub(crate) struct SplitLoss {
     pub(crate) log_sum_exp: Value,
 }
 
+/// A router, and what it reads and writes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RouteOperation {
+    pub(crate) logits: Value,
+    pub(crate) bias: Option<ParameterIndex>,
+    pub(crate) routing: Routing,
+    /// Slots of a sequence that an expert takes, if that is limited.
+    pub(crate) capacity: Option<usize>,
+    pub(crate) scores: Value,
+    pub(crate) log_sum_exp: Value,
+    pub(crate) experts: Value,
+    pub(crate) weights: Value,
+    /// How many slots of each sequence have chosen each expert.
+    pub(crate) counts: Value,
+    /// Scratch: sums of probabilities, or the gradient by them.
+    pub(crate) probabilities: Value,
+    /// The experts without the slots that they do not take, if that is limited.
+    pub(crate) kept: Option<Value>,
+}
+
+/// Which row belongs to which slot, and which rows to which expert.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SlotTables {
+    pub(crate) slots: Value,
+    pub(crate) rows: Value,
+    pub(crate) offsets: Value,
+}
+
 /// One recorded operation.
 #[derive(Debug, Clone)]
 pub(crate) enum Operation {
@@ -128,6 +156,8 @@ pub(crate) enum Operation {
         gate: Value,
         up: Value,
         y: Value,
+        /// Where only some rows count: those before the last of these.
+        offsets: Option<Value>,
     },
     Gelu {
         kind: Gelu,
@@ -160,6 +190,35 @@ pub(crate) enum Operation {
     },
     /// What ranks do to get at the tokens of sequences that others hold.
     SequenceExchange(SequenceExchange),
+    /// A router's choice.
+    Route(RouteOperation),
+    /// A row for each slot, in the order of the experts.
+    Dispatch {
+        x: Value,
+        chosen: Value,
+        tables: SlotTables,
+        rows: Value,
+    },
+    /// A linear layer of each expert on its rows.
+    GroupedLinear {
+        x: Value,
+        weight: ParameterIndex,
+        offsets: Value,
+        y: Value,
+    },
+    /// The sum of the rows of each token's slots, weighted.
+    Combine {
+        rows: Value,
+        weights: Value,
+        tables: SlotTables,
+        y: Value,
+    },
+    /// Rows scaled by the sigmoid of a number each.
+    GateRows {
+        gate: Value,
+        x: Value,
+        y: Value,
+    },
     /// The output layer and its cross-entropy, some tokens at a time: all logits never exist at once. In training,
     /// the backward computes them, losses and gradients together.
     OutputLoss {
@@ -196,8 +255,13 @@ impl Operation {
             | Self::Scale { y, .. }
             | Self::Add { y, .. }
             | Self::Dropout { y, .. }
+            | Self::GroupedLinear { y, .. }
+            | Self::Combine { y, .. }
+            | Self::GateRows { y, .. }
             | Self::Exchange { y, .. }
             | Self::SequenceExchange(SequenceExchange { y, .. }) => y,
+            Self::Route(RouteOperation { weights, .. }) => weights,
+            Self::Dispatch { rows, .. } => rows,
             Self::OutputLoss { losses, .. } => losses,
         }
     }
@@ -208,11 +272,39 @@ impl Operation {
             Self::RmsNorm { y, rstd, .. } => vec![y, rstd],
             Self::LayerNorm { y, mean, rstd, .. } => vec![y, mean, rstd],
             Self::Attention(AttentionOperation { y, log_sum_exp, .. }) => vec![y, log_sum_exp],
+            Self::Route(route) => {
+                let RouteOperation { weights, scores, log_sum_exp, experts, counts, kept, .. } = route;
+                [weights, scores, log_sum_exp, experts, counts].into_iter().chain(kept).collect()
+            }
+            Self::Dispatch { tables: SlotTables { slots, rows: of_slots, offsets }, rows, .. } => {
+                vec![rows, slots, of_slots, offsets]
+            }
             _ => vec![self.output()],
         }
     }
 
-    /// The values it reads, all of which have gradients.
+    /// The values that its forward reads.
+    pub(crate) fn reads(&self) -> Vec<Value> {
+        let mut values = self.inputs();
+        match *self {
+            Self::SwiGlu { offsets, .. } => values.extend(offsets),
+            Self::GroupedLinear { offsets, .. } => values.push(offsets),
+            Self::Dispatch { chosen, .. } => values.push(chosen),
+            Self::Combine { tables: SlotTables { slots, rows, .. }, .. } => values.extend([slots, rows]),
+            _ => {}
+        }
+        values
+    }
+
+    /// What it writes that is saved whatever is recomputed: somebody outside looks at it.
+    pub(crate) fn always_saved(&self) -> Option<Value> {
+        match *self {
+            Self::Route(RouteOperation { counts, .. }) => Some(counts),
+            _ => None,
+        }
+    }
+
+    /// The values it reads that have gradients.
     pub(crate) fn inputs(&self) -> Vec<Value> {
         match *self {
             Self::Embedding { .. } => vec![],
@@ -229,6 +321,10 @@ impl Operation {
             Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
             Self::SwiGlu { gate, up, .. } => vec![gate, up],
             Self::Add { a, b, .. } => vec![a, b],
+            Self::Route(RouteOperation { logits, .. }) => vec![logits],
+            Self::Dispatch { x, .. } | Self::GroupedLinear { x, .. } => vec![x],
+            Self::Combine { rows, weights, .. } => vec![rows, weights],
+            Self::GateRows { gate, x, .. } => vec![gate, x],
         }
     }
 
@@ -241,6 +337,7 @@ impl Operation {
             Self::OutputLoss { logits, split: Some(split), .. } => {
                 vec![logits, split.statistics, split.gathered, split.log_sum_exp]
             }
+            Self::Route(RouteOperation { probabilities, .. }) => vec![probabilities],
             _ => vec![],
         }
     }
@@ -271,8 +368,17 @@ impl Operation {
             Self::Attention(AttentionOperation { q, k, v, y, log_sum_exp, .. }) => {
                 vec![q, k, v, y, log_sum_exp]
             }
-            Self::SwiGlu { gate, up, .. } => vec![gate, up],
+            Self::SwiGlu { gate, up, offsets, .. } => [gate, up].into_iter().chain(offsets).collect(),
             Self::Gelu { x, .. } | Self::OutputLoss { x, .. } => vec![x],
+            Self::Route(RouteOperation { logits, scores, log_sum_exp, experts, weights, counts, .. }) => {
+                vec![logits, scores, log_sum_exp, experts, weights, counts]
+            }
+            Self::Dispatch { tables: SlotTables { slots, rows, .. }, .. } => vec![slots, rows],
+            Self::GroupedLinear { offsets, .. } => vec![offsets],
+            Self::Combine { rows: x, weights, tables: SlotTables { slots, rows, .. }, .. } => {
+                vec![x, weights, slots, rows]
+            }
+            Self::GateRows { gate, x, .. } => vec![gate, x],
             Self::Embedding { .. }
             | Self::Linear { .. }
             | Self::Rope { .. }
@@ -288,6 +394,7 @@ impl Operation {
     pub(crate) fn needs_for_weights(&self, training: &Training) -> Vec<Value> {
         match *self {
             Self::Linear { x, weight, .. } if training.trains(weight) => vec![x],
+            Self::GroupedLinear { x, weight, offsets, .. } if training.trains(weight) => vec![x, offsets],
             Self::RmsNorm { x, rstd, weight, .. } if training.trains(weight) => vec![x, rstd],
             Self::LayerNorm { x, mean, rstd, weight, .. } if training.trains(weight) => vec![x, mean, rstd],
             _ => vec![],
@@ -298,7 +405,9 @@ impl Operation {
     pub(crate) fn parameters(&self) -> impl Iterator<Item = ParameterIndex> {
         let (weight, bias) = match *self {
             Self::Embedding { table, .. } => (Some(table), None),
-            Self::RmsNorm { weight, .. } | Self::OutputLoss { weight, .. } => (Some(weight), None),
+            Self::RmsNorm { weight, .. }
+            | Self::GroupedLinear { weight, .. }
+            | Self::OutputLoss { weight, .. } => (Some(weight), None),
             Self::Linear { weight, bias, .. } | Self::LayerNorm { weight, bias, .. } => (Some(weight), bias),
             _ => (None, None),
         };
@@ -332,7 +441,10 @@ impl Operation {
     /// How a second gradient is added to an input's.
     pub(crate) fn accumulation(&self) -> Accumulation {
         match self {
-            Self::Linear { .. } | Self::RmsNorm { .. } | Self::LayerNorm { .. } => Accumulation::InKernel,
+            Self::Linear { .. }
+            | Self::GroupedLinear { .. }
+            | Self::RmsNorm { .. }
+            | Self::LayerNorm { .. } => Accumulation::InKernel,
             _ => Accumulation::Aside,
         }
     }
@@ -355,6 +467,7 @@ impl Operation {
                 | Self::LayerNorm { .. }
                 | Self::SwiGlu { .. }
                 | Self::Gelu { .. }
+                | Self::Dispatch { .. }
                 | Self::Dropout { .. }
         )
     }

@@ -208,7 +208,9 @@ impl Program {
         let forward = self.product_flops(operation);
         let inputs = if self.training.reaches_inputs(operation) { forward } else { 0 };
         let weights = match operation {
-            Operation::Linear { weight, .. } | Operation::OutputLoss { weight, .. }
+            Operation::Linear { weight, .. }
+            | Operation::GroupedLinear { weight, .. }
+            | Operation::OutputLoss { weight, .. }
                 if self.training.trains(*weight) =>
             {
                 forward
@@ -280,6 +282,7 @@ impl<'a> Planner<'a> {
             }
         }
         saved[output.0] = true;
+        operations.iter().filter_map(Operation::always_saved).for_each(|value| saved[value.0] = true);
         let mut frame = Bump::default();
         let fixed = (0..values.len())
             .map(|index| {
@@ -316,7 +319,7 @@ impl<'a> Planner<'a> {
             return;
         }
         let producer = self.producers[value.0].expect("a value that is not the block's input has a producer");
-        for input in self.stored(self.operations[producer].inputs()) {
+        for input in self.stored(self.operations[producer].reads()) {
             self.ensure(input, available, out);
         }
         out.push(Instruction::Forward(producer));
@@ -330,7 +333,7 @@ impl<'a> Planner<'a> {
 
     fn values_read(&self, instruction: &Instruction) -> Vec<Value> {
         self.stored(match instruction {
-            Instruction::Forward(operation) => self.operations[*operation].inputs(),
+            Instruction::Forward(operation) => self.operations[*operation].reads(),
             Instruction::BackwardInputs { operation, .. } => self.operations[*operation].needs_for_inputs(),
             Instruction::BackwardWeights { operation, .. } => {
                 self.operations[*operation].needs_for_weights(self.training)

@@ -330,7 +330,7 @@ impl Recorder {
     pub fn swiglu(&mut self, gate: Value, up: Value) -> Value {
         self.expect_same(gate, up);
         let y = self.value_like(gate, self.columns(gate));
-        self.operations.push(Operation::SwiGlu { gate, up, y });
+        self.operations.push(Operation::SwiGlu { gate, up, y, offsets: None });
         y
     }
 
@@ -428,7 +428,7 @@ impl Recorder {
         (self.mode == Mode::Training && probability > 0.0).then_some(DropoutSite { site, probability })
     }
 
-    fn parameter_shared(
+    pub(crate) fn parameter_shared(
         &mut self,
         name: String,
         shape: &[usize],
@@ -480,6 +480,11 @@ impl Recorder {
 
     /// Memory that an operation needs while it runs.
     pub(crate) fn scratch(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
+        self.table(rows, columns, dtype)
+    }
+
+    /// A value of any shape, which is nobody else's.
+    pub(crate) fn table(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
         self.values.push(ValueInfo { rows, columns, dtype });
         self.layouts.push(Layout::Whole);
         Value(self.values.len() - 1)

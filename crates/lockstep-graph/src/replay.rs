@@ -5,7 +5,7 @@
 use lockstep_comm::CommError;
 use lockstep_plan::DType;
 use lockstep_tensor::{
-    Buffer, Dropout, Gemm, GemmLayout, Kernels, LayerNorm, Rotation, TokenPlaces, View, Write,
+    Buffer, Dropout, Gemm, GemmLayout, GroupedGemm, Kernels, LayerNorm, Rotation, TokenPlaces, View, Write,
 };
 
 use crate::{
@@ -25,6 +25,10 @@ use crate::{
 pub trait Parameters {
     /// The weights that kernels read, in the type the program was recorded for.
     fn weight(&self, index: ParameterIndex) -> View<'_>;
+    /// The weight in the greatest precision that there is.
+    fn exact(&self, index: ParameterIndex) -> View<'_> {
+        self.weight(index)
+    }
     /// The f32 gradient, asked for once by each kernel that contributes to it, and whether the contribution adds to
     /// what is there or, as the first one, replaces it.
     fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write);
@@ -88,6 +92,23 @@ pub struct Replay<'a> {
     pub trace: Option<Trace<'a>>,
 }
 
+/// The gradients that a backward begins with. Both are quotients of the whole step's numbers, so that sums over micro-batches and
+/// ranks are means.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Seed {
+    /// Of the loss of each token that counts: one by their number.
+    pub of_tokens: f32,
+    /// Of each sequence's losses of routers: one by the number of sequences.
+    pub of_sequences: f32,
+}
+
+impl Seed {
+    /// Of a step of a model without routers: `1 / G`.
+    pub fn of_tokens(of_tokens: f32) -> Self {
+        Self { of_tokens, of_sequences: 0.0 }
+    }
+}
+
 impl Program {
     /// Runs the forward; the output is in the frame.
     ///
@@ -117,8 +138,7 @@ impl Program {
     }
 
     /// Gradients of the input and of the weights, after a forward. `dy` is the gradient of the output (none for a
-    /// block that ends in a loss), `dx` receives that of the input (none for a block without one), `seed` is
-    /// the gradient of each token's loss.
+    /// block that ends in a loss), `dx` receives that of the input (none for a block without one).
     ///
     /// # Errors
     /// [`CommError`].
@@ -127,7 +147,7 @@ impl Program {
         replay: &Replay<'_>,
         dy: Option<View<'_>>,
         dx: Option<View<'_>>,
-        seed: f32,
+        seed: Seed,
     ) -> Result<(), CommError> {
         let extra = Extra { dy, dx, deferred: None, seed };
         self.run((Stage::Backward, &self.backward), &self.gradients, replay, extra)
@@ -143,7 +163,7 @@ impl Program {
         replay: &Replay<'_>,
         dy: Option<View<'_>>,
         dx: Option<View<'_>>,
-        seed: f32,
+        seed: Seed,
         deferred: &Buffer,
     ) -> Result<(), CommError> {
         let extra = Extra { dy, dx, deferred: Some(deferred), seed };
@@ -198,7 +218,7 @@ pub(crate) struct Extra<'a> {
     dy: Option<View<'a>>,
     dx: Option<View<'a>>,
     deferred: Option<&'a Buffer>,
-    pub(crate) seed: f32,
+    pub(crate) seed: Seed,
 }
 
 pub(crate) struct Run<'a> {
@@ -260,8 +280,10 @@ impl<'a> Run<'a> {
             Operation::SequenceExchange(ref exchange) => {
                 self.exchange_sequences(exchange, self.value(exchange.x), self.value(exchange.y))?;
             }
-            Operation::SwiGlu { gate, up, y } => {
-                queue.swiglu(self.value(gate), self.value(up), self.value(y))
+            Operation::SwiGlu { gate, up, y, offsets } => {
+                let rows = self.used_rows(offsets);
+                let [gate, up, y] = [gate, up, y].map(|value| used(self.value(value), rows));
+                queue.swiglu(gate, up, y);
             }
             Operation::Gelu { kind, x, y } => queue.gelu(kind, self.value(x), self.value(y)),
             Operation::Scale { x, factor, y } => queue.scale(factor, self.value(x), self.value(y)),
@@ -272,6 +294,24 @@ impl<'a> Run<'a> {
             }
             Operation::Exchange { exchange, x, y } => {
                 self.exchange(exchange, self.value(x), self.value(y))?;
+            }
+            Operation::Route(route) => self.route(&route)?,
+            Operation::Dispatch { x, chosen, tables, rows } => {
+                self.dispatch(self.value(x), self.value(chosen), tables, self.value(rows))?;
+            }
+            Operation::GroupedLinear { x, weight, offsets, y } => queue.grouped_gemm(GroupedGemm {
+                layout: GemmLayout::NT,
+                a: self.value(x),
+                b: self.weight(weight),
+                c: self.value(y),
+                offsets: self.flat(offsets),
+                write: Write::Overwrite,
+            }),
+            Operation::Combine { rows, weights, tables, y } => {
+                self.combine(self.value(rows), self.value(weights), tables, self.value(y))?;
+            }
+            Operation::GateRows { gate, x, y } => {
+                queue.gate_rows(self.value(gate), self.value(x), self.value(y));
             }
             Operation::OutputLoss { .. } => self.output_loss(operation, |part| self.losses(&part))?,
         }
@@ -340,8 +380,28 @@ impl<'a> Run<'a> {
             Operation::SequenceExchange(ref exchange) => {
                 self.exchange_sequence_gradients(exchange, dy, target(0))?;
             }
-            Operation::SwiGlu { gate, up, .. } => {
-                queue.swiglu_backward(dy, self.value(gate), self.value(up), target(0), target(1));
+            Operation::SwiGlu { gate, up, offsets, .. } => {
+                let rows = self.used_rows(offsets);
+                let operands = [dy, self.value(gate), self.value(up), target(0), target(1)];
+                let [dy, gate, up, dgate, dup] = operands.map(|view| used(view, rows));
+                queue.swiglu_backward(dy, gate, up, dgate, dup);
+            }
+            Operation::Route(route) => self.route_gradient(&route, dy, target(0)),
+            Operation::Dispatch { tables, .. } => self.dispatch_gradient(dy, tables, target(0))?,
+            Operation::GroupedLinear { weight, offsets, .. } => queue.grouped_gemm(GroupedGemm {
+                layout: GemmLayout::NN,
+                a: dy,
+                b: self.weight(weight),
+                c: target(0),
+                offsets: self.flat(offsets),
+                write,
+            }),
+            Operation::Combine { rows, weights, tables, .. } => {
+                let (rows, weights) = (self.value(rows), self.value(weights));
+                self.combine_gradient(dy, rows, weights, tables, [target(0), target(1)])?;
+            }
+            Operation::GateRows { gate, x, .. } => {
+                queue.gate_rows_backward(dy, self.value(gate), self.value(x), target(0), target(1));
             }
             Operation::Gelu { kind, x, .. } => queue.gelu_backward(kind, dy, self.value(x), target(0)),
             Operation::Scale { factor, .. } => queue.scale(factor, dy, target(0)),
@@ -391,6 +451,17 @@ impl<'a> Run<'a> {
                     queue.sum_rows(dy, gradient(bias));
                 }
             }
+            Operation::GroupedLinear { x, weight, offsets, .. } => {
+                let (c, write) = self.replay.parameters.gradient(weight);
+                queue.grouped_gemm(GroupedGemm {
+                    layout: GemmLayout::TN,
+                    a: dy,
+                    b: self.value(x),
+                    c,
+                    offsets: self.flat(offsets),
+                    write,
+                });
+            }
             Operation::RmsNorm { x, weight, rstd, .. } => {
                 let dweight = gradient(weight);
                 let width = dweight.elements();
@@ -412,7 +483,7 @@ impl<'a> Run<'a> {
     }
 
     /// Where the rows of some tokens stand in their sequences.
-    fn places(&self, tokens: TokenRange) -> TokenPlaces {
+    pub(crate) fn places(&self, tokens: TokenRange) -> TokenPlaces {
         let first_row = if active(Mutation::DropoutFromFirstToken) { 0 } else { tokens.first };
         let (seq_len, context) = (self.program.shape.seq_len, self.program.context);
         let rank = if active(Mutation::DropoutOfFirstContextRank) { 0 } else { context.rank };
@@ -451,6 +522,16 @@ impl<'a> Run<'a> {
             mean: self.flat(mean),
             rstd: self.flat(rstd),
         }
+    }
+
+    /// How many rows count, where not all do.
+    fn used_rows(&self, offsets: Option<Value>) -> Option<usize> {
+        offsets.map(|offsets| last(self.flat(offsets)) as usize)
+    }
+
+    /// Tokens of each sequence.
+    pub(crate) fn seq_len(&self) -> usize {
+        self.program.shape.seq_len
     }
 
     fn indices(&self, input: BatchInput, tokens: TokenRange) -> View<'a> {
@@ -518,6 +599,19 @@ impl<'a> Run<'a> {
 fn check(view: View<'_>, dtype: DType) -> View<'_> {
     assert_eq!(view.dtype(), dtype, "a program recorded for {dtype} was given {view:?}");
     view
+}
+
+/// The first rows, where not all count.
+fn used(view: View<'_>, rows: Option<usize>) -> View<'_> {
+    rows.map_or(view, |rows| view.rows(0..rows))
+}
+
+/// The last number of a table.
+fn last(table: View<'_>) -> u32 {
+    let mut number = [0];
+    let elements = table.elements();
+    table.rows(elements - 1..elements).copy_to(&mut number);
+    number[0]
 }
 
 fn group(view: View<'_>, width: usize) -> View<'_> {

@@ -3,14 +3,15 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{
-    AttentionShape, Batch, BatchInput, Bias, BlockShape, InputGradient, Linear, LowRank, Mode,
-    ParameterIndex, Parameters, Program, Recompute, Recorder, Replay, Value,
+    AttentionShape, Batch, BatchInput, Bias, BlockShape, InputGradient, Linear, LowRank, Mixture, Mode,
+    ParameterIndex, Parameters, Program, Recompute, Recorder, Replay, Routing, Seed, Value,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
-use lockstep_tensor::{Arena, CpuQueue, Gelu, Tensor, View, Write};
+use lockstep_tensor::{Arena, CpuQueue, Gelu, RouterScores, RouterWeights, Tensor, View, Write};
 
 const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
 const WIDTH: usize = 12;
+const SEED: Seed = Seed { of_tokens: 1.0, of_sequences: 0.5 };
 
 fn linear<'a>(name: &'a str, out_features: usize, bias: Bias) -> Linear<'a> {
     Linear { name, out_features, bias, std: 0.3 }
@@ -42,8 +43,32 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     let active = g.gelu(Gelu::Tanh, wide);
     let narrow = g.linear(active, linear("narrow", WIDTH, Bias::With));
     let fed = g.add(down, narrow);
+    let routed = g.mixture(normed, &MIXTURE);
+    let share = g.linear(normed, linear("share", 1, Bias::Without));
+    let shared = g.gate_rows(share, fed);
+    let fed = g.add(routed, shared);
     g.add(x, fed)
 }
+
+/// Experts that take less than all slots, so that one has none in some sequences.
+const MIXTURE: Mixture<'_> = Mixture {
+    router: "router",
+    selection_bias: None,
+    layers: ["experts.gate", "experts.up", "experts.down"],
+    experts: 4,
+    intermediate_size: 6,
+    routing: Routing {
+        top_k: 2,
+        scores: RouterScores::Softmax,
+        weights: RouterWeights::Normalized,
+        scale: 1.5,
+        groups: None,
+        auxiliary_loss: 0.3,
+        z_loss: 0.2,
+        capacity_factor: Some(1.2),
+    },
+    std: 0.3,
+};
 
 fn block(recompute: Recompute, dropout: f32) -> Program {
     partly_trained(recompute, dropout, &[], InputGradient::Wanted)
@@ -193,7 +218,7 @@ impl World {
         let dx = self.dx();
         self.replay(program, &store, true, |replay| {
             program.forward(replay).unwrap();
-            program.backward(replay, Some(self.dy.view()), Some(dx.view()), 0.0).unwrap();
+            program.backward(replay, Some(self.dy.view()), Some(dx.view()), SEED).unwrap();
         });
         (dx.view().to_vec(), store.gradients())
     }
@@ -207,7 +232,7 @@ impl World {
             program.forward(replay).unwrap();
             let dy = self.dx();
             dy.view().copy_from(&self.dy.view().to_vec::<f32>());
-            program.backward_inputs(replay, Some(dy.view()), Some(dx.view()), 0.0, &deferred).unwrap();
+            program.backward_inputs(replay, Some(dy.view()), Some(dx.view()), SEED, &deferred).unwrap();
             assert!(store.gradients().iter().flatten().all(|&g| g == 0.0), "weights wait for their turn");
             let found = dx.view().to_vec::<f32>();
             // Whoever owns these buffers uses them for something else in the meantime.
@@ -319,7 +344,8 @@ fn the_gradient_is_the_derivative_of_the_loss() {
     let store = Store::new(&program, &world.arena);
     world.replay(&program, &store, false, |replay| {
         program.forward(replay).unwrap();
-        program.backward(replay, None, None, 1.0).unwrap();
+        // The losses of routers are not among those that are summed here.
+        program.backward(replay, None, None, Seed::of_tokens(1.0)).unwrap();
     });
     let gradients = store.gradients();
     for (index, gradient) in gradients.iter().enumerate() {

@@ -5,6 +5,7 @@
 //! missing, unexpected or of another shape. Both use the same [`HfPlace`], read one way or the other.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 
 use lockstep_plan::ParameterRecord;
 
@@ -54,14 +55,17 @@ pub struct HfPlace {
     pub tensor: String,
     /// The tensor's shape as stored.
     pub tensor_shape: Vec<usize>,
-    /// How the parameter's elements lie in the tensor.
+    /// The first of the parameter's elements that lie there. Of a stack of experts each has a tensor of its own.
+    pub first_element: usize,
+    /// How these elements lie in the tensor.
     pub transform: HfTransform,
 }
 
 /// How a checkpoint is read into a model.
 #[derive(Debug, Clone)]
 pub struct HfImport {
-    /// The place of each parameter that has storage of its own, in the model's order.
+    /// The places of each parameter that has storage of its own, in the model's order; those of one parameter follow each other,
+    /// in the order of its elements.
     pub places: Vec<HfPlace>,
     /// Tensors of the file that must be zero (see [`Gpt2Config::bias`]); [`HfImport::require_zeros`] checks one.
     pub zeros: Vec<String>,
@@ -75,7 +79,7 @@ impl HfMapping {
         let records = parameter_records(config);
         let (prefix, tensors) = match config {
             ModelConfig::Gpt2(config) => ("transformer.", gpt2_tensors(config, &records)),
-            ModelConfig::Llama(_) => ("model.", own(&records).map(same).collect()),
+            ModelConfig::Llama(_) => ("model.", own(&records).flat_map(unstacked).collect()),
         };
         let tied = records
             .iter()
@@ -90,10 +94,10 @@ impl HfMapping {
         &self.tensors
     }
 
-    /// Where the parameter called `parameter` lies; `None` if the model has none of that name, or it is
-    /// tied to another.
-    pub fn place(&self, parameter: &str) -> Option<&HfPlace> {
-        self.places().find(|place| place.parameter == parameter)
+    /// Where the parameter called `parameter` lies, in the order of its elements; nowhere if the model has none of that name, or
+    /// it is tied to another.
+    pub fn places_of(&self, parameter: &str) -> impl Iterator<Item = &HfPlace> {
+        self.places().filter(move |place| place.parameter == parameter)
     }
 
     /// Matches the tensors (name, shape) of a checkpoint with the model.
@@ -119,7 +123,7 @@ impl HfMapping {
                 problems.push(CheckpointProblem::Duplicate { tensors: [first.into(), name.into()] });
             }
         }
-        let mut places = HashMap::new();
+        let mut places: HashMap<&str, Vec<HfPlace>> = HashMap::new();
         let mut zeros = Vec::new();
         for tensor in &self.tensors {
             let Some((name, shape)) = found.remove(&tensor.name) else {
@@ -131,15 +135,18 @@ impl HfMapping {
             problems.extend(wrong_shape(name, &tensor.shape, shape));
             match &tensor.content {
                 HfContent::Zeros => zeros.push(name.to_owned()),
-                HfContent::Parameters(parts) => places.extend(parts.iter().map(|part| {
-                    (part.parameter.as_str(), HfPlace { tensor: name.to_owned(), ..part.clone() })
-                })),
+                HfContent::Parameters(parts) => {
+                    for part in parts {
+                        let place = HfPlace { tensor: name.to_owned(), ..part.clone() };
+                        places.entry(part.parameter.as_str()).or_default().push(place);
+                    }
+                }
             }
         }
         let mut tied_copies = Vec::new();
         for (tensor, parameter) in &self.tied {
             if let Some((name, shape)) = found.remove(tensor)
-                && let Some(place) = places.get(parameter.as_str())
+                && let Some(place) = places.get(parameter.as_str()).and_then(|places| places.first())
             {
                 problems.extend(wrong_shape(name, &place.tensor_shape, shape));
                 tied_copies.push((name.to_owned(), place.clone()));
@@ -151,7 +158,8 @@ impl HfMapping {
         if !problems.is_empty() {
             return Err(ModelError::Checkpoint { problems });
         }
-        let places = self.parameters.iter().filter_map(|name| places.remove(name.as_str())).collect();
+        let places =
+            self.parameters.iter().filter_map(|name| places.remove(name.as_str())).flatten().collect();
         Ok(HfImport { places, zeros, tied_copies })
     }
 
@@ -173,7 +181,12 @@ impl HfMapping {
 }
 
 impl HfPlace {
-    /// Copies the parameter's elements, in the canonical order, out of the stored tensor.
+    /// The elements of the parameter that lie there.
+    pub fn part(&self) -> Range<usize> {
+        self.first_element..self.first_element + self.parameter_elements()
+    }
+
+    /// Copies these elements of the parameter, in the canonical order, out of the stored tensor.
     ///
     /// # Errors
     /// [`ModelError::Length`] if a slice has another length than its shape.
@@ -183,7 +196,7 @@ impl HfPlace {
         Ok(())
     }
 
-    /// Copies the parameter's elements into the stored tensor and leaves its other elements alone.
+    /// Copies these elements of the parameter into the stored tensor and leaves its other elements alone.
     ///
     /// # Errors
     /// [`ModelError::Length`] if a slice has another length than its shape.
@@ -228,7 +241,7 @@ impl HfPlace {
         self.tensor_shape.iter().product()
     }
 
-    /// Elements of the parameter.
+    /// How many elements of the parameter lie there.
     pub fn parameter_elements(&self) -> usize {
         self.transform.parameter_elements(self.stored_elements())
     }
@@ -274,6 +287,7 @@ fn same(record: &ParameterRecord) -> HfTensor {
         parameter: record.name.clone(),
         tensor: record.name.clone(),
         tensor_shape: record.shape.clone(),
+        first_element: 0,
         transform: HfTransform::Same,
     };
     HfTensor {
@@ -281,6 +295,29 @@ fn same(record: &ParameterRecord) -> HfTensor {
         shape: record.shape.clone(),
         content: HfContent::Parameters(vec![place]),
     }
+}
+
+/// What the stacked weights of experts have in their names, before the number of each where they are not stacked.
+const EXPERTS: &str = ".experts.";
+
+/// The tensors that a parameter is: one, or one for each expert.
+fn unstacked(record: &ParameterRecord) -> Vec<HfTensor> {
+    let (Some(at), &[experts, rows, columns]) = (record.name.find(EXPERTS), &record.shape[..]) else {
+        return vec![same(record)];
+    };
+    let (before, behind) = record.name.split_at(at + EXPERTS.len());
+    let tensor = |expert: usize| {
+        let (name, shape) = (format!("{before}{expert}.{behind}"), vec![rows, columns]);
+        let place = HfPlace {
+            parameter: record.name.clone(),
+            tensor: name.clone(),
+            tensor_shape: shape.clone(),
+            first_element: expert * rows * columns,
+            transform: HfTransform::Same,
+        };
+        HfTensor { name, shape, content: HfContent::Parameters(vec![place]) }
+    };
+    (0..experts).map(tensor).collect()
 }
 
 /// GPT-2's tensors: linear weights `[in, out]`, queries, keys and values side by side in `c_attn`, and
@@ -312,6 +349,7 @@ fn gpt2_tensors(config: &Gpt2Config, records: &[ParameterRecord]) -> Vec<HfTenso
             parameter: record.name.clone(),
             tensor: name,
             tensor_shape: shape,
+            first_element: 0,
             transform: HfTransform::Columns { columns, stored_columns },
         };
         match &mut tensors[index].content {

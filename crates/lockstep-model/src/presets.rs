@@ -3,8 +3,11 @@
 //! Published configurations keep everything that changes a number except dropout, which is zero: a run
 //! says how much it wants.
 
+use lockstep_tensor::{RouterScores, RouterWeights};
+
 use crate::config::{
-    Activation, Gpt2Config, LlamaConfig, LlamaFamily, ModelConfig, Rope, RopeScaling, SpecialTokens,
+    Activation, ExpertsConfig, Gpt2Config, LlamaConfig, LlamaFamily, ModelConfig, Rope, RopeScaling,
+    SpecialTokens,
 };
 use crate::error::{ModelError, nearest};
 
@@ -12,11 +15,13 @@ use crate::error::{ModelError, nearest};
 ///
 /// - `baby-gpt`: nanoGPT's recipe for Shakespeare over bytes (10,818,432 parameters).
 /// - `llama-15m`, `llama-60m`: small Llamas over bytes (15,047,040 and 59,134,464 parameters).
+/// - `mixtral-20m`: a small Mixtral over bytes, of whose 20,135,168 parameters a token uses 5,979,392.
 /// - `llama-110m`: the largest of llama2.c's models for stories, with Llama 2's vocabulary of 32,000 (109,529,856).
 /// - the others as their authors published them; `llama3-*` are Llama 3.1.
-pub const PRESETS: [&str; 13] = [
+pub const PRESETS: [&str; 16] = [
     "baby-gpt",
     "llama-15m",
+    "mixtral-20m",
     "llama-60m",
     "llama-110m",
     "gpt2-124m",
@@ -26,6 +31,8 @@ pub const PRESETS: [&str; 13] = [
     "llama3.2-1b",
     "gpt2-1558m",
     "llama3-8b",
+    "qwen3-30b-a3b",
+    "mixtral-8x7b",
     "llama3-70b",
     "llama3-405b",
 ];
@@ -109,6 +116,18 @@ impl ModelConfig {
                 num_key_value_heads: 8,
             })),
             "qwen3-0.6b" => Self::Llama(qwen3_0_6b()),
+            "mixtral-20m" => Self::Llama(LlamaConfig {
+                tie_word_embeddings: true,
+                ..mixtral(Shape {
+                    hidden_size: 256,
+                    intermediate_size: 512,
+                    num_hidden_layers: 6,
+                    num_attention_heads: 4,
+                    num_key_value_heads: 2,
+                })
+            }),
+            "mixtral-8x7b" => Self::Llama(mixtral_8x7b()),
+            "qwen3-30b-a3b" => Self::Llama(qwen3_30b_a3b()),
             _ => {
                 return Err(ModelError::UnknownPreset {
                     name: name.to_owned(),
@@ -122,6 +141,7 @@ impl ModelConfig {
 }
 
 /// The sizes in which the Llamas differ.
+#[derive(Clone, Copy)]
 struct Shape {
     hidden_size: usize,
     intermediate_size: usize,
@@ -171,6 +191,7 @@ fn llama(shape: Shape) -> LlamaConfig {
         mlp_bias: false,
         qk_norm: false,
         attention_dropout: 0.0,
+        experts: None,
         initializer_range: 0.02,
         tie_word_embeddings: false,
         tokens: SpecialTokens::default(),
@@ -227,6 +248,71 @@ fn qwen3_0_6b() -> LlamaConfig {
     }
 }
 
+/// Eight experts in each layer, of which a token uses two.
+fn mixtral(shape: Shape) -> LlamaConfig {
+    let experts = ExpertsConfig {
+        count: 8,
+        per_token: 2,
+        intermediate_size: shape.intermediate_size,
+        shared_intermediate_size: None,
+        scores: RouterScores::Softmax,
+        weights: RouterWeights::Normalized,
+        scale: 1.0,
+        auxiliary_loss: 0.02,
+        z_loss: 0.0,
+        capacity_factor: None,
+        every: 1,
+        dense_layers: Vec::new(),
+    };
+    LlamaConfig { family: LlamaFamily::Mixtral, experts: Some(experts), ..llama(shape) }
+}
+
+/// Mixtral 8x7B (Jiang et al., 2024).
+fn mixtral_8x7b() -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: 32_000,
+        max_position_embeddings: 32_768,
+        rope: Rope::new(1_000_000.0),
+        tokens: SpecialTokens { beginning: Some(1), end: vec![2], padding: None },
+        ..mixtral(Shape {
+            hidden_size: 4096,
+            intermediate_size: 14336,
+            num_hidden_layers: 32,
+            num_attention_heads: 32,
+            num_key_value_heads: 8,
+        })
+    }
+}
+
+/// Qwen3 30B-A3B (Yang et al. 2025): many narrow experts.
+fn qwen3_30b_a3b() -> LlamaConfig {
+    let shape = Shape {
+        hidden_size: 2048,
+        intermediate_size: 6144,
+        num_hidden_layers: 48,
+        num_attention_heads: 32,
+        num_key_value_heads: 4,
+    };
+    let experts = mixtral(shape).experts.map(|experts| ExpertsConfig {
+        count: 128,
+        per_token: 8,
+        intermediate_size: 768,
+        auxiliary_loss: 0.001,
+        ..experts
+    });
+    LlamaConfig {
+        family: LlamaFamily::Qwen3Moe,
+        intermediate_size: shape.intermediate_size,
+        num_hidden_layers: shape.num_hidden_layers,
+        num_attention_heads: shape.num_attention_heads,
+        num_key_value_heads: shape.num_key_value_heads,
+        hidden_size: shape.hidden_size,
+        experts,
+        tie_word_embeddings: false,
+        ..qwen3_0_6b()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -247,6 +333,9 @@ mod tests {
             ("llama3-70b", 70_553_706_496),
             ("llama3-405b", 405_853_388_800),
             ("qwen3-0.6b", 596_049_920),
+            ("mixtral-20m", 20_135_168),
+            ("qwen3-30b-a3b", 30_532_122_624),
+            ("mixtral-8x7b", 46_702_792_704),
         ];
         assert_eq!(published.len(), PRESETS.len());
         for (name, count) in published {

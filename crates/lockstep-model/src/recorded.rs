@@ -114,7 +114,9 @@ impl RecordedModel {
         for unit in 0..layers + 2 {
             let (kind, prefix) = match unit {
                 0 => (Unit::Embedding, family.embedding_prefix()),
-                unit if unit <= layers => (Unit::Block, family.block_prefix(unit - 1)),
+                unit if unit <= layers => {
+                    (Unit::Block { kind: family.block_kind(unit - 1) }, family.block_prefix(unit - 1))
+                }
                 _ => (Unit::Head, String::new()),
             };
             let mut recording = Recording::new(kind, &prefix, tuning);
@@ -126,12 +128,13 @@ impl RecordedModel {
             }
             let known = recorded.iter().position(|known| *known == recording);
             let program = known.unwrap_or_else(|| {
-                let recompute = if kind == Unit::Block { options.recompute } else { Recompute::None };
+                let is_block = matches!(kind, Unit::Block { .. });
+                let recompute = if is_block { options.recompute } else { Recompute::None };
                 let options = RecordingOptions { recompute, ..options };
                 let splits = family.tensor_splits();
                 model.programs.push(recording.run(options, &splits, |g| match kind {
                     Unit::Embedding => family.embedding(g),
-                    Unit::Block => family.block(g),
+                    Unit::Block { kind } => family.block(kind, g),
                     Unit::Head => {
                         let (x, output_layer) = family.head(g);
                         match head_output {
@@ -225,7 +228,7 @@ const OUTPUT_LAYER: &str = "lm_head.weight";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Unit {
     Embedding,
-    Block,
+    Block { kind: usize },
     Head,
 }
 

@@ -10,7 +10,8 @@ use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 6] = ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3"];
+const FAMILIES: [&str; 9] =
+    ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"];
 
 fn fixture(file: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(file);
@@ -48,11 +49,12 @@ fn problems(result: Result<HfImport, ModelError>) -> Vec<CheckpointProblem> {
 
 /// Reads every parameter out of a checkpoint.
 fn import(config: &ModelConfig, checkpoint: &HashMap<String, Vec<u16>>) -> HashMap<String, Vec<u16>> {
-    let mut parameters = HashMap::new();
+    let mut parameters: HashMap<String, Vec<u16>> = HashMap::new();
     for place in matched(config, |_| ()).expect("the model's own tensors").places {
-        let mut parameter = vec![0; place.parameter_elements()];
-        place.read(&checkpoint[&place.tensor], &mut parameter).expect("fitting lengths");
-        parameters.insert(place.parameter, parameter);
+        let part = place.part();
+        let parameter = parameters.entry(place.parameter.clone()).or_default();
+        parameter.resize(part.end, 0);
+        place.read(&checkpoint[&place.tensor], &mut parameter[part]).expect("fitting lengths");
     }
     parameters
 }
@@ -67,7 +69,8 @@ fn export(config: &ModelConfig, parameters: &HashMap<String, Vec<u16>>) -> HashM
             HfContent::Parameters(places) => {
                 let mut stored = vec![u16::MAX; elements];
                 for place in places {
-                    place.write(&parameters[&place.parameter], &mut stored).expect("fitting lengths");
+                    let part = &parameters[&place.parameter][place.part()];
+                    place.write(part, &mut stored).expect("fitting lengths");
                 }
                 stored
             }
@@ -83,7 +86,7 @@ proptest! {
     #[test]
     fn export_then_import_keeps_every_bit(
         (heads, head_dim, inner, vocab) in (1usize..4, 1usize..20, 1usize..70, 1usize..40),
-        (bias, tied, family) in (any::<bool>(), any::<bool>(), 0usize..3),
+        (bias, tied, family) in (any::<bool>(), any::<bool>(), 0usize..5),
         seed in any::<u64>(),
     ) {
         let hidden = heads * head_dim;
@@ -91,6 +94,17 @@ proptest! {
             0 => tiny(json!({
                 "model_type": "gpt2", "n_embd": hidden, "n_head": heads, "n_layer": 2, "n_inner": inner,
                 "n_positions": 7, "vocab_size": vocab, "bias": bias, "tie_word_embeddings": tied,
+            })),
+            3 => tiny(json!({
+                "model_type": "mixtral", "hidden_size": 2 * hidden, "head_dim": 2 * head_dim, "num_local_experts": 3,
+                "num_attention_heads": heads, "num_key_value_heads": 1, "num_hidden_layers": 2,
+                "intermediate_size": inner, "vocab_size": vocab, "tie_word_embeddings": tied,
+            })),
+            4 => tiny(json!({
+                "model_type": "qwen2_moe", "hidden_size": 2 * hidden, "head_dim": 2 * head_dim, "num_experts": 4,
+                "num_attention_heads": heads, "num_key_value_heads": 1, "num_hidden_layers": 2, "decoder_sparse_step": 2,
+                "intermediate_size": inner, "moe_intermediate_size": inner, "vocab_size": vocab,
+                "tie_word_embeddings": tied,
             })),
             family => tiny(json!({
                 "model_type": (["llama", "qwen3"][family - 1]), "hidden_size": hidden, "head_dim": 2 * head_dim,
@@ -128,16 +142,19 @@ fn importing_and_exporting_a_checkpoint_of_transformers_gives_its_bytes_back() {
         let import = mapping.match_checkpoint(views.iter().map(|(name, view)| (name.as_str(), view.shape())));
         let mut parameters = HashMap::new();
         for place in import.unwrap_or_else(|error| panic!("{family}: {error}")).places {
-            let mut parameter = vec![0; 4 * place.parameter_elements()];
-            place.read_bytes::<4>(file.tensor(&place.tensor).unwrap().data(), &mut parameter).unwrap();
-            parameters.insert(place.parameter, parameter);
+            let part = place.part();
+            let parameter: &mut Vec<u8> = parameters.entry(place.parameter.clone()).or_default();
+            parameter.resize(4 * part.end, 0);
+            let parameter = &mut parameter[4 * part.start..];
+            place.read_bytes::<4>(file.tensor(&place.tensor).unwrap().data(), parameter).unwrap();
         }
         assert_eq!(mapping.tensors().len(), views.len(), "{family}");
         for tensor in mapping.tensors() {
             let HfContent::Parameters(places) = &tensor.content else { panic!("{} is zero", tensor.name) };
             let mut stored = vec![0xff; 4 * tensor.shape.iter().product::<usize>()];
             for place in places {
-                place.write_bytes::<4>(&parameters[&place.parameter], &mut stored).unwrap();
+                let part = 4 * place.part().start..4 * place.part().end;
+                place.write_bytes::<4>(&parameters[&place.parameter][part], &mut stored).unwrap();
             }
             assert!(stored == file.tensor(&tensor.name).unwrap().data(), "{family}: {} differs", tensor.name);
         }
@@ -150,8 +167,11 @@ fn every_parameter_has_a_place_of_its_size() {
         let config = fixture_config(family);
         let mapping = HfMapping::new(&config);
         for record in parameter_records(&config) {
-            let elements = mapping.place(&record.name).map(|place| place.parameter_elements());
-            let expected = record.tie.is_none().then_some(record.elements());
+            let elements = mapping.places_of(&record.name).fold(0, |end, place| {
+                assert_eq!(place.part().start, end, "{family}: {} is read in order", record.name);
+                place.part().end
+            });
+            let expected = if record.tie.is_none() { record.elements() } else { 0 };
             assert_eq!(elements, expected, "{family}: {}", record.name);
         }
     }
@@ -244,7 +264,7 @@ fn a_model_without_biases_is_exported_with_zeros_and_takes_no_others_back() {
 #[test]
 fn data_of_another_length_is_refused() {
     let mapping = HfMapping::new(&fixture_config("gpt2"));
-    let place = mapping.place("transformer.h.0.attn.k.weight").unwrap();
+    let place = mapping.places_of("transformer.h.0.attn.k.weight").next().unwrap();
     let (stored, parameter) = (48 * 144, 48 * 48);
     assert!(place.read(&vec![0_u8; stored], &mut vec![0; parameter]).is_ok());
     assert!(place.read(&vec![0_u8; stored - 1], &mut vec![0; parameter]).is_err());

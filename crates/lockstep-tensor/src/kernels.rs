@@ -542,6 +542,24 @@ pub trait Kernels {
         offsets: View<'_>,
     );
 
+    /// Leaves each expert its first `capacity` slots of every sequence, in the order of tokens and of their slots: `kept`
+    /// (u32 `[T, top_k]`) is `experts` with [`Permutation::NONE`] for the others. `before` (f32 `[sequences, experts]`) says
+    /// how many slots of a sequence's earlier tokens, which are elsewhere, have chosen an expert; none have without it.
+    fn limit_slots(
+        &self,
+        experts: View<'_>,
+        places: TokenPlaces,
+        capacity: usize,
+        before: Option<View<'_>>,
+        kept: View<'_>,
+    );
+
+    /// `y [T, width] = sigmoid(gate [T]) · x [T, width]`, row by row.
+    fn gate_rows(&self, gate: View<'_>, x: View<'_>, y: View<'_>);
+
+    /// Gradients of [`Kernels::gate_rows`].
+    fn gate_rows_backward(&self, dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>);
+
     /// `rows [T·top_k, width]` become those of `x [T, width]` that their slots say. Rows without a slot stay as they are.
     fn permute(&self, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>);
 

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, Storage, Update};
-use lockstep_graph::{BlockShape, Recompute};
+use lockstep_graph::{BlockShape, Recompute, Seed};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
@@ -140,8 +140,11 @@ pub fn time_steps(
 
 /// Returns this rank's part of the loss.
 fn make_step(engine: &mut Engine, batches: &[RandomTokens], tokens: usize, step: u64) -> Result<f64, Error> {
-    let seed_gradient = (1.0 / tokens as f64) as f32;
-    let loss = engine.forward_backward(batches.iter().map(RandomTokens::batch), seed_gradient)?;
+    let of_micro_batch = batches[0].batch();
+    let seq_len = of_micro_batch.ids.len() / of_micro_batch.sample_numbers.len();
+    let (tokens, sequences) = (tokens as f64, (tokens / seq_len) as f64);
+    let seed = Seed { of_tokens: (1.0 / tokens) as f32, of_sequences: (1.0 / sequences) as f32 };
+    let loss = engine.forward_backward(batches.iter().map(RandomTokens::batch), seed)?;
     let norm = engine.finish_gradients()?;
     engine.update(&Update {
         learning_rate: 3e-4,

@@ -12,7 +12,7 @@ use lockstep_checkpoint::{CommitObserver, RunLock, prepare_directory};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Activity, Cost};
+use lockstep_graph::{Activity, Cost, Seed};
 use serde_json::Value;
 
 use crate::config::RunConfig;
@@ -377,9 +377,12 @@ impl Run<'_> {
             return Err(Error::NothingToPredict { step });
         }
         let loss_scale = self.loss_scale.as_ref().map_or(1.0, LossScale::value);
-        let seed_gradient = (loss_scale / valid_tokens as f64) as f32;
+        let seed = Seed {
+            of_tokens: (loss_scale / valid_tokens as f64) as f32,
+            of_sequences: (loss_scale / self.config.train.global_batch as f64) as f32,
+        };
         let batches = self.micro_batches.iter().map(host_batch);
-        let loss_sum = self.engine.forward_backward(batches, seed_gradient)?;
+        let loss_sum = self.engine.forward_backward(batches, seed)?;
         let tokens = self.micro_batches.iter().map(|batch| batch.ids.len() as u64).sum();
         self.micro_batches.drain(..).for_each(|batch| self.prefetcher.recycle(batch));
         self.observer.gradients_ready(step, &mut self.engine)?;

@@ -41,6 +41,10 @@ pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[
     fixed("use_mrope", &["false"], "false (text only)"),
 ];
 
+/// Options of the families with experts that would change what the model computes.
+pub(super) const FIXED_FOR_EXPERTS: &[Fixed] =
+    &[fixed("router_jitter_noise", &["0", "0.0"], "0 (routers see what the experts see)")];
+
 /// Options inside a RoPE table that would change what the model computes.
 pub(super) const FIXED_FOR_ROPE: &[Fixed] =
     &[fixed("partial_rotary_factor", &["1", "1.0"], "1.0 (the whole head is rotated)")];
@@ -75,6 +79,7 @@ pub(super) const HARMLESS_KEYS: &[&str] = &[
     "keys_to_ignore_at_inference",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pretraining_tp",
     "return_dict",
     "tf_legacy_loss",

@@ -13,6 +13,8 @@ pub(super) const WIDTH: usize = 1 << 22;
 pub(super) const LAYERS: usize = 1 << 12;
 /// Most heads, and most elements of a head.
 pub(super) const HEADS: usize = 1 << 12;
+/// Most experts of a layer.
+pub(super) const EXPERTS: usize = 1 << 10;
 /// Longest context.
 pub(super) const POSITIONS: usize = 1 << 30;
 
@@ -48,6 +50,20 @@ impl Checks {
     pub(super) fn deviation(&mut self, key: &str, value: f64) {
         if !(0.0..=1.0).contains(&value) {
             self.out_of_range(key, value, "from 0 to 1");
+        }
+    }
+
+    /// Demands a coefficient of a loss: `0 <= value <= 1e6`.
+    pub(super) fn coefficient(&mut self, key: &str, value: f64) {
+        if !(0.0..=1e6).contains(&value) {
+            self.out_of_range(key, value, "from 0 to 1e6");
+        }
+    }
+
+    /// Demands `0 < value <= 1e6`.
+    pub(super) fn factor(&mut self, key: &str, value: f64) {
+        if !(value > 0.0 && value <= 1e6) {
+            self.out_of_range(key, value, "above 0 and at most 1e6");
         }
     }
 

@@ -5,7 +5,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::keys::{FIXED_FOR_ALL, FIXED_FOR_LLAMA};
+use super::experts::ExpertsConfig;
+use super::keys::{FIXED_FOR_ALL, FIXED_FOR_EXPERTS, FIXED_FOR_LLAMA};
 use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
 use super::reader::{Entry, Reader};
 use super::{Rope, SpecialTokens};
@@ -49,6 +50,8 @@ pub struct LlamaConfig {
     pub qk_norm: bool,
     /// Probability of dropping an attention weight.
     pub attention_dropout: f64,
+    /// Mixtures of experts in the place of feed-forward layers, in the families that have them.
+    pub experts: Option<ExpertsConfig>,
     /// Standard deviation of initial weights.
     pub initializer_range: f64,
     /// Whether the output layer is the token embedding.
@@ -68,11 +71,18 @@ pub enum LlamaFamily {
     Qwen2,
     /// Qwen3: norms on queries and keys, a head size of its own.
     Qwen3,
+    /// Mistral with experts in every layer.
+    Mixtral,
+    /// Qwen2 with experts, and one that all tokens share.
+    Qwen2Moe,
+    /// Qwen3 with experts.
+    Qwen3Moe,
 }
 
 impl LlamaFamily {
     /// Every family.
-    pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+    pub const ALL: [Self; 7] =
+        [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Mixtral, Self::Qwen2Moe, Self::Qwen3Moe];
 
     /// The value of `model_type`.
     pub const fn model_type(self) -> &'static str {
@@ -81,6 +91,9 @@ impl LlamaFamily {
             Self::Mistral => "mistral",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Mixtral => "mixtral",
+            Self::Qwen2Moe => "qwen2_moe",
+            Self::Qwen3Moe => "qwen3_moe",
         }
     }
 
@@ -90,16 +103,34 @@ impl LlamaFamily {
             Self::Mistral => "MistralForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Mixtral => "MixtralForCausalLM",
+            Self::Qwen2Moe => "Qwen2MoeForCausalLM",
+            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
         }
     }
 
     const fn is_qwen(self) -> bool {
-        matches!(self, Self::Qwen2 | Self::Qwen3)
+        matches!(self, Self::Qwen2 | Self::Qwen3 | Self::Qwen2Moe | Self::Qwen3Moe)
+    }
+
+    /// Whether queries, keys and values always have biases.
+    const fn has_qkv_biases(self) -> bool {
+        matches!(self, Self::Qwen2 | Self::Qwen2Moe)
+    }
+
+    /// Whether queries and keys have norms.
+    const fn has_qk_norm(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Qwen3Moe)
+    }
+
+    /// Whether it has experts.
+    pub const fn has_experts(self) -> bool {
+        matches!(self, Self::Mixtral | Self::Qwen2Moe | Self::Qwen3Moe)
     }
 
     /// Whether `attention_bias` is a key of this family's `config.json`.
     const fn has_attention_bias_key(self) -> bool {
-        matches!(self, Self::Llama | Self::Qwen3)
+        matches!(self, Self::Llama | Self::Qwen3 | Self::Qwen3Moe)
     }
 }
 
@@ -113,10 +144,21 @@ impl LlamaConfig {
             LlamaFamily::Llama => (32000, 11008, None, 2048),
             LlamaFamily::Mistral => (32000, 14336, Some(8), 4096 * 32),
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => (151936, 22016, Some(32), 32768),
+            LlamaFamily::Mixtral => (32000, 14336, Some(8), 4096 * 32),
+            LlamaFamily::Qwen2Moe => (151936, 5632, Some(16), 32768),
+            LlamaFamily::Qwen3Moe => (151936, 6144, Some(4), 32768),
         };
-        let hidden_size = reader.size("hidden_size", 4096);
-        let num_hidden_layers = reader.size("num_hidden_layers", 32);
-        let num_attention_heads = reader.size("num_attention_heads", 32);
+        let (hidden, layers, heads) = match family {
+            LlamaFamily::Qwen2Moe => (2048, 24, 16),
+            LlamaFamily::Qwen3Moe => (2048, 24, 32),
+            _ => (4096, 32, 32),
+        };
+        if family.has_experts() {
+            reader.fixed(FIXED_FOR_EXPERTS);
+        }
+        let hidden_size = reader.size("hidden_size", hidden);
+        let num_hidden_layers = reader.size("num_hidden_layers", layers);
+        let num_attention_heads = reader.size("num_attention_heads", heads);
         let num_key_value_heads = match reader.optional_size("num_key_value_heads") {
             Entry::Given(heads) => heads,
             Entry::Null => num_attention_heads,
@@ -124,24 +166,27 @@ impl LlamaConfig {
         };
         let max_position_embeddings = reader.size("max_position_embeddings", positions);
         let attention_bias = read_attention_bias(&mut reader, family);
+        let intermediate_size = reader.size("intermediate_size", intermediate);
+        let epsilon = if family == LlamaFamily::Mixtral { 1e-5 } else { 1e-6 };
         let config = Self {
             family,
             vocab_size: reader.size("vocab_size", vocabulary),
             hidden_size,
-            intermediate_size: reader.size("intermediate_size", intermediate),
+            intermediate_size,
             num_hidden_layers,
             num_attention_heads,
             num_key_value_heads,
             head_dim: read_head_dim(&mut reader, family, hidden_size, num_attention_heads),
             max_position_embeddings,
-            rms_norm_eps: reader.number("rms_norm_eps", 1e-6),
+            rms_norm_eps: reader.number("rms_norm_eps", epsilon),
             rope: Rope::read(&mut reader, max_position_embeddings),
             sliding_window: read_sliding_window(&mut reader, family, num_hidden_layers),
-            qkv_bias: attention_bias || family == LlamaFamily::Qwen2,
+            qkv_bias: attention_bias || family.has_qkv_biases(),
             output_bias: attention_bias,
             mlp_bias: read_mlp_bias(&mut reader, family),
-            qk_norm: family == LlamaFamily::Qwen3,
+            qk_norm: family.has_qk_norm(),
             attention_dropout: reader.number("attention_dropout", 0.0),
+            experts: ExpertsConfig::read(&mut reader, family, intermediate_size),
             initializer_range: reader.number("initializer_range", 0.02),
             tie_word_embeddings: reader.flag("tie_word_embeddings", false),
             tokens: SpecialTokens::read(&mut reader),
@@ -173,16 +218,19 @@ impl LlamaConfig {
             LlamaFamily::Llama => {
                 put("mlp_bias", json!(self.mlp_bias));
             }
-            LlamaFamily::Mistral => {
+            LlamaFamily::Mistral | LlamaFamily::Mixtral => {
                 put("sliding_window", json!(self.sliding_window));
             }
-            LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
+            LlamaFamily::Qwen2 | LlamaFamily::Qwen3 | LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => {
                 // With windows, every layer has one: `max_window_layers` counts the layers before the first.
                 let windows = self.sliding_window.is_some();
                 put("use_sliding_window", json!(windows));
                 put("sliding_window", json!(self.sliding_window));
                 put("max_window_layers", json!(if windows { 0 } else { self.num_hidden_layers }));
             }
+        }
+        if let Some(experts) = &self.experts {
+            experts.write(self.family, &mut table);
         }
         self.rope.write_form_4(&mut table);
         table
@@ -215,6 +263,9 @@ impl LlamaConfig {
         checks.epsilon("rms_norm_eps", self.rms_norm_eps);
         checks.fraction("attention_dropout", self.attention_dropout);
         checks.deviation("initializer_range", self.initializer_range);
+        if let Some(experts) = &self.experts {
+            experts.check(&mut checks);
+        }
         self.check_family(&mut checks);
         checks.problems.extend(self.rope.problems());
         checks.problems
@@ -224,14 +275,17 @@ impl LlamaConfig {
     fn check_family(&self, checks: &mut Checks) {
         let family = self.family;
         let attention_bias_fits = match family {
-            LlamaFamily::Llama | LlamaFamily::Qwen3 => self.qkv_bias == self.output_bias,
-            LlamaFamily::Mistral => !self.qkv_bias && !self.output_bias,
-            LlamaFamily::Qwen2 => self.qkv_bias && !self.output_bias,
+            LlamaFamily::Llama | LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => {
+                self.qkv_bias == self.output_bias
+            }
+            LlamaFamily::Mistral | LlamaFamily::Mixtral => !self.qkv_bias && !self.output_bias,
+            LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe => self.qkv_bias && !self.output_bias,
         };
         let rules = [
             (attention_bias_fits, "these attention biases"),
             (!self.mlp_bias || family == LlamaFamily::Llama, "biases in the feed-forward layer"),
-            (self.qk_norm == (family == LlamaFamily::Qwen3), "this setting of `qk_norm`"),
+            (self.qk_norm == family.has_qk_norm(), "this setting of `qk_norm`"),
+            (self.experts.is_some() == family.has_experts(), "this setting of `experts`"),
             (self.sliding_window.is_none() || family != LlamaFamily::Llama, "a sliding window"),
         ];
         for (fits, what) in rules {
@@ -260,16 +314,19 @@ fn read_head_dim(reader: &mut Reader<'_>, family: LlamaFamily, hidden_size: usiz
 }
 
 fn read_attention_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
-    let given = reader.flag("attention_bias", family == LlamaFamily::Qwen2);
+    if family == LlamaFamily::Qwen2Moe && !reader.flag("qkv_bias", true) {
+        reader.unsupported("qkv_bias", "true (Qwen2 has biases on queries, keys and values)");
+    }
+    let given = reader.flag("attention_bias", family.has_qkv_biases());
     match family {
-        LlamaFamily::Llama | LlamaFamily::Qwen3 => return given,
-        LlamaFamily::Mistral if given => {
+        LlamaFamily::Llama | LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => return given,
+        LlamaFamily::Mistral | LlamaFamily::Mixtral if given => {
             reader.unsupported("attention_bias", "false (Mistral has no biases)")
         }
-        LlamaFamily::Qwen2 if !given => {
+        LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe if !given => {
             reader.unsupported("attention_bias", "true (Qwen2 has biases on queries, keys and values)");
         }
-        LlamaFamily::Mistral | LlamaFamily::Qwen2 => {}
+        LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe => {}
     }
     false
 }
@@ -287,8 +344,10 @@ fn read_mlp_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
 /// where it comes to all layers or none.
 fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usize) -> Option<usize> {
     let mut window = match (reader.optional_size("sliding_window"), family) {
-        (Entry::Absent, LlamaFamily::Llama) => None,
+        (Entry::Absent, LlamaFamily::Llama | LlamaFamily::Mixtral) => None,
         (Entry::Absent, _) => Some(4096),
+        // What transformers writes for Qwen2-MoE without windows.
+        (Entry::Given(0), LlamaFamily::Qwen2Moe) => None,
         (entry, _) => entry.given(),
     };
     let mut layers_before_first_window = 0;

@@ -4,6 +4,7 @@
 //! what is absent; then [`ModelConfig::validate`] checks limits and relations, for configurations built in
 //! code as well.
 
+mod experts;
 mod gpt2;
 mod keys;
 mod limits;
@@ -16,6 +17,7 @@ use std::path::Path;
 use lockstep_plan::DType;
 use serde_json::{Map, Value, json};
 
+pub use self::experts::ExpertsConfig;
 pub use self::gpt2::{Activation, Gpt2Config};
 pub use self::llama::{LlamaConfig, LlamaFamily};
 pub use self::rope::{Rope, RopeScaling};
@@ -29,7 +31,7 @@ use self::reader::shorten;
 pub enum ModelConfig {
     /// `model_type` "gpt2".
     Gpt2(Gpt2Config),
-    /// `model_type` "llama", "mistral", "qwen2" or "qwen3".
+    /// `model_type` "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe" or "qwen3_moe".
     Llama(LlamaConfig),
 }
 
@@ -44,7 +46,8 @@ pub struct SpecialTokens {
     pub padding: Option<u32>,
 }
 
-const MODEL_TYPES: &str = "\"gpt2\", \"llama\", \"mistral\", \"qwen2\", \"qwen3\"";
+const MODEL_TYPES: &str =
+    "\"gpt2\", \"llama\", \"mistral\", \"qwen2\", \"qwen3\", \"mixtral\", \"qwen2_moe\", \"qwen3_moe\"";
 
 /// The largest `config.json` that is read; real ones have a few kilobytes.
 const LARGEST_FILE_BYTES: u64 = 4 << 20;
@@ -232,6 +235,14 @@ impl ModelConfig {
         }
     }
 
+    /// The mixtures of experts, if the family has them.
+    pub fn experts(&self) -> Option<&ExpertsConfig> {
+        match self {
+            Self::Gpt2(_) => None,
+            Self::Llama(config) => config.experts.as_ref(),
+        }
+    }
+
     /// Number of blocks.
     pub fn num_hidden_layers(&self) -> usize {
         match self {
@@ -317,6 +328,10 @@ impl ModelConfig {
     fn canonical_key<'a>(&self, key: &'a str) -> &'a str {
         match self {
             Self::Gpt2(_) => gpt2::canonical_key(key),
+            // transformers 5 writes the second for the first.
+            Self::Llama(config) if config.family != LlamaFamily::Mixtral && key == "num_local_experts" => {
+                "num_experts"
+            }
             Self::Llama(_) => key,
         }
     }

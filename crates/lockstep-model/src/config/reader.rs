@@ -59,6 +59,15 @@ impl<'a> Reader<'a> {
         self.entry(key, "a whole number", |value| value.as_u64().and_then(|size| usize::try_from(size).ok()))
     }
 
+    /// A list of whole numbers; none if there is none.
+    pub(super) fn sizes(&mut self, key: &'static str) -> Vec<usize> {
+        let convert = |value: &Value| -> Option<Vec<usize>> {
+            let numbers = value.as_array()?.iter();
+            numbers.map(|number| number.as_u64().and_then(|size| usize::try_from(size).ok())).collect()
+        };
+        self.entry(key, "a list of whole numbers", convert).given().unwrap_or_default()
+    }
+
     /// A number, or `default`.
     pub(super) fn number(&mut self, key: &'static str, default: f64) -> f64 {
         self.optional_number(key).unwrap_or(default)

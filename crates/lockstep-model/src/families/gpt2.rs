@@ -69,7 +69,7 @@ impl Family for Gpt2Config {
         g.dropout(x, self.embedding_dropout as f32)
     }
 
-    fn block(&self, g: &mut Recorder) -> Value {
+    fn block(&self, _: usize, g: &mut Recorder) -> Value {
         let x = g.input(self.hidden_size);
         let normed = self.norm(g, x, "ln_1");
         let attended = self.attention(g, normed);

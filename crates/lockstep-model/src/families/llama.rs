@@ -1,10 +1,10 @@
-//! Llama, Mistral, Qwen2 and Qwen3: RMSNorm before attention and feed-forward, rotary positions, grouped-query
+//! Llama, Mistral, Qwen2 and Qwen3, and with experts Mixtral, Qwen2-MoE and Qwen3-MoE: RMSNorm before attention and feed-forward, rotary positions, grouped-query
 //! attention, a feed-forward gated by SiLU (Touvron et al., 2023; Qwen3 adds norms of queries and keys).
 
 use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Split, Value};
 
-use super::Family;
-use crate::LlamaConfig;
+use super::{Family, experts::ExpertNames};
+use crate::{ExpertsConfig, LlamaConfig, LlamaFamily};
 
 impl LlamaConfig {
     fn linear(&self, g: &mut Recorder, x: Value, name: &str, out_features: usize, bias: bool) -> Value {
@@ -42,6 +42,15 @@ impl LlamaConfig {
         let active = g.swiglu(gate, up);
         self.linear(g, active, "mlp.down_proj", self.hidden_size, self.mlp_bias)
     }
+
+    /// The mixture of a layer that has one.
+    fn experts_of(&self, layer: usize) -> Option<&ExpertsConfig> {
+        self.experts.as_ref().filter(|experts| experts.is_in(layer))
+    }
+
+    fn expert_names(&self) -> &'static ExpertNames {
+        if self.family == LlamaFamily::Mixtral { &ExpertNames::MIXTRAL } else { &ExpertNames::QWEN }
+    }
 }
 
 impl Family for LlamaConfig {
@@ -58,13 +67,21 @@ impl Family for LlamaConfig {
         g.embedding(BatchInput::Ids, "embed_tokens", self.vocab_size, self.hidden_size, std)
     }
 
-    fn block(&self, g: &mut Recorder) -> Value {
+    /// 1 has experts.
+    fn block_kind(&self, layer: usize) -> usize {
+        usize::from(self.experts_of(layer).is_some())
+    }
+
+    fn block(&self, kind: usize, g: &mut Recorder) -> Value {
         let x = g.input(self.hidden_size);
         let normed = self.norm(g, x, "input_layernorm");
         let attended = self.attention(g, normed);
         let x = g.add(x, attended);
         let normed = self.norm(g, x, "post_attention_layernorm");
-        let fed = self.feed_forward(g, normed);
+        let fed = match self.experts.as_ref().filter(|_| kind == 1) {
+            Some(experts) => experts.record(g, normed, self.expert_names(), self.initializer_range as f32),
+            None => self.feed_forward(g, normed),
+        };
         g.add(x, fed)
     }
 
@@ -87,7 +104,8 @@ impl Family for LlamaConfig {
         let heads = Split::Outputs { pieces: self.num_attention_heads };
         let key_value_heads = Split::Outputs { pieces: self.num_key_value_heads };
         let features = Split::Outputs { pieces: self.intermediate_size };
-        vec![
+        let of_experts = self.experts.iter().flat_map(ExpertsConfig::tensor_splits);
+        let of_model = [
             ("embed_tokens", Split::Vocabulary),
             ("self_attn.q_proj", heads),
             ("self_attn.k_proj", key_value_heads),
@@ -97,6 +115,7 @@ impl Family for LlamaConfig {
             ("mlp.up_proj", features),
             ("mlp.down_proj", Split::Inputs),
             ("lm_head", Split::Vocabulary),
-        ]
+        ];
+        of_model.into_iter().chain(of_experts).collect()
     }
 }

@@ -1,5 +1,6 @@
 //! The model families, each written forward-only as if for one micro-batch on one device.
 
+mod experts;
 mod gpt2;
 mod llama;
 
@@ -17,8 +18,12 @@ pub(crate) trait Family {
     fn block_prefix(&self, layer: usize) -> String;
     /// Token ids (and positions) to `[tokens, hidden]`.
     fn embedding(&self, g: &mut Recorder) -> Value;
-    /// One block of the residual stream.
-    fn block(&self, g: &mut Recorder) -> Value;
+    /// Which kind of block a layer is; those of one kind differ in their weights alone.
+    fn block_kind(&self, _layer: usize) -> usize {
+        0
+    }
+    /// A block of the residual stream.
+    fn block(&self, kind: usize, g: &mut Recorder) -> Value;
     /// The final norm, and the output layer to `[tokens, vocabulary]` logits that follows it. Its names have no prefix.
     fn head(&self, g: &mut Recorder) -> (Value, Linear<'static>);
     /// Name of the parameter that a tied output layer (`lm_head.weight`) shares.

@@ -5,10 +5,12 @@
 
 mod attention;
 mod bandwidth;
+mod capacity;
 mod cast;
 mod dropout;
 mod elementwise;
 mod embedding;
+mod gate;
 mod gemm;
 mod level;
 mod loss;
@@ -362,6 +364,25 @@ impl Kernels for CpuQueue {
         offsets: View<'_>,
     ) {
         permute::sort_slots(experts, first_expert, permutation, offsets);
+    }
+
+    fn limit_slots(
+        &self,
+        experts: View<'_>,
+        places: TokenPlaces,
+        capacity: usize,
+        before: Option<View<'_>>,
+        kept: View<'_>,
+    ) {
+        capacity::limit_slots(experts, places, capacity, before, kept);
+    }
+
+    fn gate_rows(&self, gate: View<'_>, x: View<'_>, y: View<'_>) {
+        gate::gate_rows(self, gate, x, y);
+    }
+
+    fn gate_rows_backward(&self, dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>) {
+        gate::gate_rows_backward(self, dy, gate, x, [dgate, dx]);
     }
 
     fn permute(&self, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>) {

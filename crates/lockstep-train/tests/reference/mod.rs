@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::safetensors::SafetensorsFile;
 use lockstep_engine::{Engine, HostBatch, Update};
-use lockstep_graph::BlockShape;
+use lockstep_graph::{BlockShape, Seed};
 use lockstep_plan::DType;
 
 /// What the scripts feed their models with.
@@ -64,6 +64,10 @@ impl Batch {
         self.labels.iter().filter(|&&label| label != -100).count()
     }
 
+    pub(crate) fn seed(&self) -> Seed {
+        Seed { of_tokens: 1.0 / self.valid() as f32, of_sequences: 1.0 / self.sample_numbers.len() as f32 }
+    }
+
     pub(crate) fn host(&self) -> HostBatch<'_> {
         HostBatch {
             ids: &self.ids,
@@ -87,7 +91,7 @@ pub(crate) fn relative(a: &[f32], b: &[f32]) -> f64 {
 /// One step as the fixtures' scripts make it; returns loss and norm.
 pub(crate) fn training_step(engine: &mut Engine, batch: &Batch, learning_rate: f64, step: u64) -> (f64, f64) {
     engine.begin_step();
-    let loss = engine.accumulate(&batch.host(), 1.0 / batch.valid() as f32).unwrap() / batch.valid() as f64;
+    let loss = engine.accumulate(&batch.host(), batch.seed()).unwrap() / batch.valid() as f64;
     let norm = engine.finish_gradients().unwrap();
     engine.update(&Update {
         learning_rate,

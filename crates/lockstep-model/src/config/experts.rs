@@ -1,0 +1,127 @@
+//! What a configuration says of experts: how many, how wide, how tokens choose them, and what keeps the choice even.
+
+use lockstep_tensor::{RouterScores, RouterWeights};
+use serde_json::{Map, Value, json};
+
+use super::limits::{Checks, EXPERTS, WIDTH};
+use super::llama::LlamaFamily;
+use super::reader::Reader;
+
+/// Mixtures of experts in the place of feed-forward layers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExpertsConfig {
+    /// Experts of a layer.
+    pub count: usize,
+    /// Experts that a token chooses.
+    pub per_token: usize,
+    /// Width of each.
+    pub intermediate_size: usize,
+    /// Width of the expert that all tokens share, if there is one; a gate says how much of it each takes.
+    pub shared_intermediate_size: Option<usize>,
+    /// How router logits become scores.
+    pub scores: RouterScores,
+    /// What scores become as weights.
+    pub weights: RouterWeights,
+    /// Factor on the weights.
+    pub scale: f64,
+    /// Coefficient of the auxiliary loss, `router_aux_loss_coef`.
+    pub auxiliary_loss: f64,
+    /// Coefficient of the z-loss, `router_z_loss_coef`: a key of ours.
+    pub z_loss: f64,
+    /// How many times its even share of a sequence's slots an expert takes in training, `expert_capacity_factor`: a key
+    /// of ours. Without it nothing is dropped.
+    pub capacity_factor: Option<f64>,
+    /// Of so many layers the last has experts.
+    pub every: usize,
+    /// Layers that have none all the same.
+    pub dense_layers: Vec<usize>,
+}
+
+impl ExpertsConfig {
+    /// Whether a layer has experts.
+    pub fn is_in(&self, layer: usize) -> bool {
+        (layer + 1).is_multiple_of(self.every.max(1)) && !self.dense_layers.contains(&layer)
+    }
+
+    /// Reads the keys of a family that has experts; `intermediate_size` is that of its configuration.
+    pub(super) fn read(
+        reader: &mut Reader<'_>,
+        family: LlamaFamily,
+        intermediate_size: usize,
+    ) -> Option<Self> {
+        let has_shared = family == LlamaFamily::Qwen2Moe;
+        let (count, per_token, width) = match family {
+            LlamaFamily::Mixtral => (8, 2, intermediate_size),
+            LlamaFamily::Qwen2Moe => (60, 4, 1408),
+            LlamaFamily::Qwen3Moe => (128, 8, 768),
+            LlamaFamily::Llama | LlamaFamily::Mistral | LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
+                return None;
+            }
+        };
+        let is_mixtral = family == LlamaFamily::Mixtral;
+        let normalizes = is_mixtral || reader.flag("norm_topk_prob", false);
+        // transformers 5 calls them `num_local_experts` in all families.
+        let local = reader.optional_size("num_local_experts").given();
+        let experts = if is_mixtral { None } else { reader.optional_size("num_experts").given() };
+        if let (Some(local), Some(experts)) = (local, experts)
+            && local != experts
+        {
+            reader.conflict(format!("`num_experts` = {experts} is not `num_local_experts` = {local}"));
+        }
+        Some(Self {
+            count: local.or(experts).unwrap_or(count),
+            per_token: reader.size("num_experts_per_tok", per_token),
+            intermediate_size: if is_mixtral { width } else { reader.size("moe_intermediate_size", width) },
+            shared_intermediate_size: has_shared
+                .then(|| reader.size("shared_expert_intermediate_size", 5632)),
+            scores: RouterScores::Softmax,
+            weights: if normalizes { RouterWeights::Normalized } else { RouterWeights::Scores },
+            scale: 1.0,
+            auxiliary_loss: reader.number("router_aux_loss_coef", 0.001),
+            z_loss: reader.number("router_z_loss_coef", 0.0),
+            capacity_factor: reader.optional_number("expert_capacity_factor"),
+            every: if is_mixtral { 1 } else { reader.size("decoder_sparse_step", 1) },
+            dense_layers: if is_mixtral { Vec::new() } else { reader.sizes("mlp_only_layers") },
+        })
+    }
+
+    /// Adds the keys of a family's `config.json`.
+    pub(super) fn write(&self, family: LlamaFamily, table: &mut Map<String, Value>) {
+        let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
+        put("num_experts_per_tok", json!(self.per_token));
+        put("router_aux_loss_coef", json!(self.auxiliary_loss));
+        if self.z_loss != 0.0 {
+            put("router_z_loss_coef", json!(self.z_loss));
+        }
+        if let Some(factor) = self.capacity_factor {
+            put("expert_capacity_factor", json!(factor));
+        }
+        if family == LlamaFamily::Mixtral {
+            put("num_local_experts", json!(self.count));
+            return;
+        }
+        put("num_experts", json!(self.count));
+        put("moe_intermediate_size", json!(self.intermediate_size));
+        put("norm_topk_prob", json!(self.weights == RouterWeights::Normalized));
+        put("decoder_sparse_step", json!(self.every));
+        put("mlp_only_layers", json!(self.dense_layers));
+        if let Some(width) = self.shared_intermediate_size {
+            put("shared_expert_intermediate_size", json!(width));
+        }
+    }
+
+    pub(super) fn check(&self, checks: &mut Checks) {
+        checks.size("number of experts", self.count, EXPERTS);
+        checks.size("num_experts_per_tok", self.per_token, self.count.max(1));
+        checks.size("moe_intermediate_size", self.intermediate_size, WIDTH);
+        checks.size("decoder_sparse_step", self.every, usize::MAX);
+        if let Some(width) = self.shared_intermediate_size {
+            checks.size("shared_expert_intermediate_size", width, WIDTH);
+        }
+        checks.coefficient("router_aux_loss_coef", self.auxiliary_loss);
+        checks.coefficient("router_z_loss_coef", self.z_loss);
+        if let Some(factor) = self.capacity_factor {
+            checks.factor("expert_capacity_factor", factor);
+        }
+    }
+}

@@ -13,7 +13,7 @@ use crate::pipeline::Pipeline;
 use crate::runner::{Half, StageMemory};
 use crate::state::tensors_of;
 use crate::{
-    EngineError, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StateTensor,
+    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StateTensor,
     StepTimes, Storage, Traffic, WeightStorage, Weights, reducer::Reducer,
 };
 
@@ -66,7 +66,7 @@ pub struct Engine {
     storage: Storage,
     seed: u64,
     model: RecordedModel,
-    /// The same model without dropout; `None` if it has none.
+    /// The same model without dropout, with experts that take all tokens; `None` if that is the model itself.
     evaluation: Option<RecordedModel>,
     runner: Runner,
     records: Vec<ParameterRecord>,
@@ -153,8 +153,8 @@ impl Engine {
         let recording = RecordingOptions { mode, shape, recompute, head_output, tensor, context };
         let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
         let model = record(config, tuning);
-        let evaluation = (config.has_dropout() || tuning.has_dropout())
-            .then(|| record(&config.without_dropout(), &tuning.without_dropout()));
+        let evaluation = (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
+            .then(|| record(&config.without_dropout().without_capacity(), &tuning.without_dropout()));
         let mut records = model.records().to_vec();
         let stages = match groups.pipeline_plan() {
             Some((plan, rank)) => plan.memory_of(rank),
@@ -314,9 +314,15 @@ impl Engine {
         self.queue.set_f32_products(f32_products);
     }
 
+    /// How many tokens of all ranks have chosen each expert in the step that [`Engine::forward_backward`] has made.
+    pub fn expert_load(&self) -> &ExpertLoad {
+        self.runner.expert_load()
+    }
+
     /// Starts a step.
     pub fn begin_step(&mut self) {
         self.gradients.begin();
+        self.runner.expert_load_mut().clear();
     }
 
     /// Forward and backward of one micro-batch; returns the sum of its losses.
@@ -351,6 +357,7 @@ impl Engine {
         if self.pipeline.is_some() {
             let loss_sum = self.run_pipeline(batches, seed)?;
             self.complete_gradients();
+            self.runner.expert_load_mut().sum(&self.groups)?;
             return Ok(loss_sum);
         }
         let mut batches = batches.peekable();
@@ -360,6 +367,7 @@ impl Engine {
             loss_sum += self.micro_batch(&batch, seed, turn)?;
         }
         self.complete_gradients();
+        self.runner.expert_load_mut().sum(&self.groups)?;
         Ok(loss_sum)
     }
 

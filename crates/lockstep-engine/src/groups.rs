@@ -165,6 +165,15 @@ impl Groups {
         Ok(ExactSum::from_words(&words))
     }
 
+    /// Adds the numbers of all ranks.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn sum_over_world(&self, numbers: &mut [i64]) -> Result<(), CommError> {
+        let Some(World { group, options, .. }) = &self.world else { return Ok(()) };
+        group.all_reduce(numbers, ReduceOp::Sum, Deadline::after(options.limit))
+    }
+
     /// The groups over which gradients of `records` are summed, by how many neighbours on the tensor axis have summands of
     /// each; none where that is the rank alone.
     ///

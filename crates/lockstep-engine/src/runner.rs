@@ -18,7 +18,7 @@ use lockstep_plan::{
 use lockstep_tensor::{Arena, Buffer, Element, Kernels, Tensor, TensorError, View};
 
 use crate::{
-    Gradients, Groups, UnitParameters, Weights,
+    ExpertLoad, Gradients, Groups, UnitParameters, Weights,
     passes::{Border, Place},
 };
 
@@ -55,6 +55,7 @@ pub struct Runner {
     ring: Option<Ring>,
     timeline: Timeline,
     predicted_bytes: usize,
+    load: ExpertLoad,
 }
 
 /// How a rank takes part in a model: its stages from the model's first layer on.
@@ -211,6 +212,7 @@ impl Runner {
             groups,
             timeline: Timeline::default(),
             predicted_bytes,
+            load: ExpertLoad::new(model),
         })
     }
 
@@ -223,6 +225,15 @@ impl Runner {
     /// Bytes of activations that were predicted for the stages of this rank before any was allocated.
     pub(crate) fn predicted_bytes(&self) -> usize {
         self.predicted_bytes
+    }
+
+    /// How many tokens have chosen each expert since the step began.
+    pub(crate) fn expert_load(&self) -> &ExpertLoad {
+        &self.load
+    }
+
+    pub(crate) fn expert_load_mut(&mut self) -> &mut ExpertLoad {
+        &mut self.load
     }
 
     /// Where the times of operations are recorded while it is on.
@@ -250,18 +261,22 @@ impl Runner {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn forward_stage(
-        &self,
+        &mut self,
         model: &RecordedModel,
         Place { stage, slot, .. }: Place,
         queue: &dyn Kernels,
         weights: Weights<'_>,
         forward: fn(&Program, &Replay<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let Stage { units, slots, .. } = &self.stages[stage];
-        for unit in units.clone() {
+        for unit in self.stages[stage].units.clone() {
+            let Stage { units, slots, .. } = &self.stages[stage];
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
             let replay = self.replay(model, (units, &slots[slot]), unit, queue, &parameters);
             forward(model.program(unit), &replay)?;
+            let frame = &slots[slot].frames[unit - units.start];
+            if let Some(counts) = model.program(unit).load(frame) {
+                self.load.add(unit, counts);
+            }
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use lockstep_plan::{ContextPlace, Initializer, Recompute, Share};
+use lockstep_tensor::{Buffer, View};
 
 use crate::{
     BlockShape, Mode, Recorder, Value,
@@ -160,6 +161,20 @@ impl Program {
     pub fn output_bytes(&self) -> Range<usize> {
         let start = self.forward.values[self.output.0].map_or(0, |slot| slot.offset_bytes);
         start..start + self.values[self.output.0].bytes()
+    }
+
+    /// How many experts the block has, if it has any.
+    pub fn experts(&self) -> Option<usize> {
+        let counts = self.operations.iter().find_map(Operation::always_saved)?;
+        Some(self.values[counts.0].columns)
+    }
+
+    /// How many slots of each sequence have chosen each expert in the last forward, f32 `[sequences, experts]`; none in a block
+    /// without experts.
+    pub fn load<'a>(&self, frame: &'a Buffer) -> Option<View<'a>> {
+        let counts = self.operations.iter().find_map(Operation::always_saved)?;
+        let (info, slot) = (self.values[counts.0], self.forward.values[counts.0]?);
+        Some(frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns]))
     }
 
     /// Rows of the input and of the output: the tokens of a micro-batch, or those that are here of them.

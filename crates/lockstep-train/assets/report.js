@@ -213,6 +213,24 @@ function memory_by_rank() {
   legend(body, names.map((name, index) => [name, COLORS[index % COLORS.length]]));
 }
 
+// A row for each layer, a cell for each expert: the darker, the more tokens have chosen it.
+function expert_load() {
+  const layers = data.expert_load;
+  if (!layers?.length) return;
+  const share = (counts, count) => (count * counts.length) / Math.max(1, counts.reduce((sum, other) => sum + other, 0));
+  const most = Math.max(2, ...layers.flatMap((counts) => counts.map((count) => share(counts, count))));
+  const { body, readout } = card("Load of experts", { wide: true });
+  readout.textContent = `last shown step; darkest: ${most.toPrecision(3)} times the even share`;
+  const cell = (counts, count, expert) => element("div", {
+    style: `flex:1;min-width:2px;background:color-mix(in srgb, var(--c) ${((100 * share(counts, count)) / most).toFixed(1)}%, transparent)`,
+    title: `expert ${expert}: ${count} slots, ${share(counts, count).toPrecision(3)} times the even share`,
+  });
+  const rows = layers.map((counts, layer) => element("tr", {}, element("td", {}, `${layer}`),
+    element("td", { style: "width:100%" }, element("div", { class: "stack", style: "margin:0;height:14px" },
+      ...counts.map((count, expert) => cell(counts, count, expert))))));
+  body.append(element("div", { class: "scroll" }, element("table", {}, ...rows)));
+}
+
 // The kinds of operation in the order of their time, each with the color that it has in every picture.
 const kinds = new Map();
 const rows = data.profile?.roofline?.rows;
@@ -470,7 +488,7 @@ page.replaceChildren(
   element("header", {}, element("h1", {}, data.title), ...data.lines.map((line) => element("p", {}, line))),
   tiles(), cards,
   element("footer", {}, data.footer));
-const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, stall, comm_busy, comm_exposed } = data.series;
+const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, stall, expert_imbalance, comm_busy, comm_exposed } = data.series;
 chart("Loss", [
   { name: "training", color: "var(--a)", thin: true, ...loss }, { name: "smoothed", color: "var(--a)", ...smoothed },
   { name: "evaluation", color: "var(--b)", dots: true, ...eval_loss },
@@ -478,6 +496,10 @@ chart("Loss", [
 chart("Learning rate", [{ name: "learning rate", color: "var(--c)", ...lr }], { zero: true });
 chart("Gradient norm, before clipping", [{ name: "norm", color: "var(--d)", ...grad_norm }]);
 chart("Throughput", [{ name: "tokens/s", color: "var(--f)", ...tokens_per_s, summary: `${count(data.totals.tokens_per_s)} tokens/s, median` }], { format: count, zero: true });
+chart("Balance of experts", [{ name: "most chosen", color: "var(--c)", ...expert_imbalance }], {
+  format: (times) => `${times.toPrecision(3)}x`, zero: true, note: "How many times its even share the most chosen expert of any layer has.",
+});
+part(expert_load);
 part(memory);
 part(memory_by_rank);
 chart("Between ranks", [{ name: "busy", color: "var(--c)", ...comm_busy }, { name: "exposed", color: "var(--b)", ...comm_exposed }], {

@@ -20,7 +20,7 @@ use crate::describe::describe;
 use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
-use crate::metrics::{EvalMetrics, MemoryUse, Start, StepMetrics};
+use crate::metrics::{EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
 use crate::progress::{Progress, Steps};
 use crate::ranks::Ranks;
 use crate::records::Records;
@@ -420,6 +420,11 @@ impl Run<'_> {
         if let Some(own) = memory_by_rank.get_mut(self.ranks.rank()) {
             *own = own_memory;
         }
+        let load = self.engine.expert_load();
+        let expert_imbalance = load.layers().filter_map(imbalance).max_by(f64::total_cmp);
+        let every = self.config.train.log_every.max(1);
+        let is_shown = step == 1 || step.is_multiple_of(every) || step == self.config.train.steps;
+        let expert_load = load.layers().filter(|_| is_shown).map(<[i64]>::to_vec).collect();
         let row = StepMetrics {
             step,
             loss,
@@ -435,6 +440,8 @@ impl Run<'_> {
             skipped_steps: self.guard.skipped,
             rollbacks: self.guard.rollbacks,
             loss_scale: self.loss_scale.is_some().then_some(loss_scale),
+            expert_imbalance,
+            expert_load,
             memory: memory_by_rank.iter().fold(own_memory, MemoryUse::maximum),
             memory_by_rank,
             comm: self.engine.take_traffic().into(),

@@ -6,7 +6,7 @@ mod llama;
 
 use lockstep_graph::{Linear, Recorder, Split, Value};
 
-use crate::ModelConfig;
+use crate::{LlamaConfig, ModelConfig};
 
 /// How a family reads a micro-batch: an embedding, a number of equal blocks, a head.
 ///
@@ -65,6 +65,20 @@ impl ModelConfig {
                 config.attention_dropout = probability;
             }
             Self::Llama(config) => config.attention_dropout = probability,
+        }
+        changed
+    }
+
+    /// Whether experts take a limited number of slots in training, so that some are dropped.
+    pub fn has_capacity(&self) -> bool {
+        self.experts().is_some_and(|experts| experts.capacity_factor.is_some())
+    }
+
+    /// The same model where experts take all slots.
+    pub fn without_capacity(&self) -> Self {
+        let mut changed = self.clone();
+        if let Self::Llama(LlamaConfig { experts: Some(experts), .. }) = &mut changed {
+            experts.capacity_factor = None;
         }
         changed
     }

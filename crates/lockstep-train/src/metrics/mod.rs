@@ -51,6 +51,12 @@ pub struct StepMetrics {
     /// The factor on the loss; in f16 only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
+    /// How many times its even share the most chosen expert of any layer has; in models with experts only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expert_imbalance: Option<f64>,
+    /// How many slots of the step's tokens have chosen each expert, by layer that has experts. Steps that are not shown leave it out.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub expert_load: Vec<Vec<i64>>,
     /// Memory by category: of several ranks, the most that any has in each.
     pub memory: MemoryUse,
     /// The memory of each, where there are several.
@@ -62,6 +68,12 @@ pub struct StepMetrics {
     pub data_wait_ms: f64,
     /// Milliseconds in which saving kept the step from going on.
     pub checkpoint_stall_ms: f64,
+}
+
+/// How many times its even share the most chosen of some experts has; none where nobody chose.
+pub(crate) fn imbalance(counts: &[i64]) -> Option<f64> {
+    let (total, most) = (counts.iter().sum::<i64>(), counts.iter().max()?);
+    (total > 0).then(|| *most as f64 * counts.len() as f64 / total as f64)
 }
 
 /// Memory in bytes by category, and the peak of their sum.
@@ -187,6 +199,8 @@ pub(crate) mod tests {
             skipped_steps: 0,
             rollbacks: 0,
             loss_scale: None,
+            expert_imbalance: None,
+            expert_load: Vec::new(),
             memory: MemoryUse { by_category, peak: 500_000_000 },
             memory_by_rank: Vec::new(),
             comm: CommunicationUse::default(),
@@ -208,6 +222,18 @@ pub(crate) mod tests {
                 r#""comm":{"bytes":0,"busy_ms":0.0,"exposed_ms":0.0},"data_wait_ms":0.1,"checkpoint_stall_ms":0.0}"#,
             )
         );
+    }
+
+    #[test]
+    fn experts_are_shown_by_layer_with_the_greatest_imbalance() {
+        let row = StepMetrics {
+            expert_imbalance: imbalance(&[1, 3, 0, 0]),
+            expert_load: vec![vec![1, 3, 0, 0]],
+            ..example(1)
+        };
+        let row = serde_json::to_value(row).unwrap();
+        assert_eq!((&row["expert_imbalance"], &row["expert_load"][0][1]), (&3.0.into(), &3.into()), "{row}");
+        assert_eq!(imbalance(&[0, 0]), None);
     }
 
     #[test]

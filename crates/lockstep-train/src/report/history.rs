@@ -34,6 +34,8 @@ struct Row {
     data_wait_ms: Option<f64>,
     checkpoint_stall_ms: Option<f64>,
     eval_loss: Option<f64>,
+    expert_imbalance: Option<f64>,
+    expert_load: Vec<Vec<f64>>,
 }
 
 /// What sums over ranks cost in a step.
@@ -59,6 +61,8 @@ pub(super) struct History {
     rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
     memory_by_rank: Vec<BTreeMap<String, f64>>,
+    expert_imbalance: Vec<Point>,
+    expert_load: Vec<Vec<f64>>,
     comm_bytes: Option<f64>,
     comm_busy: Vec<Point>,
     comm_exposed: Vec<Point>,
@@ -102,6 +106,12 @@ impl History {
             self.memory = row.memory;
             self.memory_by_rank = row.memory_by_rank;
         }
+        if row.expert_imbalance.is_some() {
+            self.expert_imbalance.push((step, row.expert_imbalance));
+        }
+        if !row.expert_load.is_empty() {
+            self.expert_load = row.expert_load;
+        }
         if let Some(bytes) = row.comm.bytes.filter(|bytes| *bytes > 0.0) {
             self.comm_bytes = Some(bytes);
             self.comm_busy.push((step, row.comm.busy_ms));
@@ -136,6 +146,11 @@ impl History {
         &self.memory_by_rank
     }
 
+    /// How often each expert was chosen, by layer, in the last step that says so.
+    pub(super) fn expert_load(&self) -> &[Vec<f64>] {
+        &self.expert_load
+    }
+
     /// The lines of the charts.
     pub(super) fn series(&self) -> Value {
         json!({
@@ -146,6 +161,7 @@ impl History {
             "grad_norm": thinned_with_bounds(&self.grad_norm),
             "tokens_per_s": thinned_with_bounds(&self.tokens_per_s),
             "stall": maxima(&self.stalls),
+            "expert_imbalance": thinned_with_bounds(&self.expert_imbalance),
             "comm_busy": thinned(&self.comm_busy),
             "comm_exposed": thinned(&self.comm_exposed),
         })

@@ -142,6 +142,7 @@ fn page(history: &History, parts: Parts) -> String {
         "skipped": history.first_skipped(),
         "memory": history.memory(),
         "memory_by_rank": history.memory_by_rank(),
+        "expert_load": history.expert_load(),
         "run": run,
         "profile": profile,
         "layout": layout,
@@ -247,6 +248,18 @@ mod tests {
         assert_eq!(data["memory_by_rank"][1]["peak"], json!(40.0));
         let alone = page_of(&b"{\"step\":1,\"comm\":{\"bytes\":0}}\n"[..], Parts::default());
         assert_eq!(self::data(&alone.unwrap().unwrap())["totals"]["comm_bytes"], Value::Null);
+    }
+
+    #[test]
+    fn a_run_with_experts_shows_who_was_chosen_last() {
+        let rows = concat!(
+            r#"{"step":1,"loss":2.0,"expert_imbalance":3.0,"expert_load":[[1,3,0,0]]}"#,
+            "\n",
+            r#"{"step":2,"loss":2.0,"expert_imbalance":2.0}"#,
+        );
+        let data = data(&page_of(rows.as_bytes(), Value::Null, Value::Null).unwrap().unwrap());
+        assert_eq!(data["series"]["expert_imbalance"], json!({ "x": [1, 2], "y": [3.0, 2.0] }));
+        assert_eq!(data["expert_load"], json!([[1.0, 3.0, 0.0, 0.0]]));
     }
 
     #[test]

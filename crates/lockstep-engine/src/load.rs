@@ -1,0 +1,59 @@
+//! How many tokens have chosen each expert in a step.
+
+use lockstep_comm::CommError;
+use lockstep_model::RecordedModel;
+use lockstep_tensor::View;
+
+use crate::Groups;
+
+/// Counts by layer and expert, of the layers that have experts.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ExpertLoad {
+    experts: usize,
+    /// The number of each unit's layer among those with experts.
+    layers: Vec<Option<usize>>,
+    counts: Vec<i64>,
+    /// A micro-batch's, on the host.
+    scratch: Vec<f32>,
+}
+
+impl ExpertLoad {
+    /// Room for the experts of `model`; none in one without.
+    pub(crate) fn new(model: &RecordedModel) -> Self {
+        let experts = (0..model.units()).filter_map(|unit| model.program(unit).experts()).max().unwrap_or(0);
+        let mut layers = 0;
+        let mut number = |has_experts: bool| {
+            let number = layers;
+            layers += usize::from(has_experts);
+            has_experts.then_some(number)
+        };
+        let layers_of: Vec<_> =
+            (0..model.units()).map(|unit| number(model.program(unit).experts().is_some())).collect();
+        Self { experts, layers: layers_of, counts: vec![0; layers * experts], scratch: Vec::new() }
+    }
+
+    /// The counts of each layer that has experts, slots of all tokens of the step.
+    pub fn layers(&self) -> impl Iterator<Item = &[i64]> {
+        self.counts.chunks_exact(self.experts.max(1))
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.counts.fill(0);
+    }
+
+    /// Adds what a micro-batch has chosen in a unit: f32 `[sequences, experts]`.
+    pub(crate) fn add(&mut self, unit: usize, counts: View<'_>) {
+        let Some(layer) = self.layers[unit] else { return };
+        self.scratch.resize(counts.elements(), 0.0);
+        counts.copy_to(&mut self.scratch);
+        let total = &mut self.counts[layer * self.experts..(layer + 1) * self.experts];
+        for of_sequence in self.scratch.chunks_exact(self.experts) {
+            total.iter_mut().zip(of_sequence).for_each(|(total, count)| *total += *count as i64);
+        }
+    }
+
+    /// Adds those of all other ranks.
+    pub(crate) fn sum(&mut self, groups: &Groups) -> Result<(), CommError> {
+        if self.counts.is_empty() { Ok(()) } else { groups.sum_over_world(&mut self.counts) }
+    }
+}

@@ -152,7 +152,7 @@ fn make_step(engine: &mut Engine, batches: &[RandomTokens], tokens: usize, step:
         gradient_scale: clip_coefficient(1.0, norm) as f32,
         step,
     });
-    Ok(loss / tokens as f64)
+    Ok(loss / tokens)
 }
 
 /// A micro-batch that means nothing.

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use lockstep_plan::{Shard, Share};
+use lockstep_plan::Share;
 
 use crate::error::CoverageError;
 
@@ -36,10 +36,10 @@ pub enum Region {
 impl Region {
     /// What a rank holds of a parameter of this shape, and of the tensors that belong to it.
     pub fn of_share(share: &Share, whole: &[usize]) -> Self {
-        let Some(Shard { dim, start: first, .. }) = share.shard else { return Self::Whole };
-        let mut start = vec![0; whole.len()];
-        start[dim] = first;
-        Self::Block { start, shape: share.shape_of(whole) }
+        if share.shard.is_none() && share.inner.is_none() {
+            return Self::Whole;
+        }
+        Self::Block { start: share.start_in(whole), shape: share.shape_of(whole) }
     }
 
     /// `start` and `shape` as the manifest has them.
@@ -197,6 +197,8 @@ fn partition_point(count: usize, before: impl Fn(usize) -> bool) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use lockstep_plan::Shard;
+
     use super::*;
 
     fn elements_of(start: &[usize], shape: &[usize], global: &[usize]) -> Vec<usize> {
@@ -223,7 +225,8 @@ mod tests {
     fn the_shares_of_ranks_are_boxes_of_the_dimension_that_they_split() {
         assert_eq!(Region::of_share(&Share::default(), &[4, 6]), Region::Whole);
         let split = |dim, start, len| Share { shard: Some(Shard { dim, start, len }), ..Share::default() };
-        for share in [split(0, 1, 2), split(1, 3, 3)] {
+        let of_experts = Share { inner: Some(Shard { dim: 1, start: 2, len: 3 }), ..split(0, 1, 2) };
+        for share in [split(0, 1, 2), split(1, 3, 3), of_experts] {
             let whole = [4, 6];
             let (start, shape) = Region::of_share(&share, &whole).extent(&whole);
             let held: Vec<_> = share.stretches(&whole).flat_map(|(first, len)| first..first + len).collect();

@@ -149,8 +149,8 @@ impl Engine {
         let EngineOptions { shape, recompute, optimizer, seed, threads, micro_batches } = options;
         let head_output = HeadOutput::Losses;
         let (tensor, context) = (groups.tensor_place(), groups.context_place());
-        let mode = Mode::Training;
-        let recording = RecordingOptions { mode, shape, recompute, head_output, tensor, context };
+        let (mode, experts) = (Mode::Training, groups.expert_place());
+        let recording = RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts };
         let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
         let model = record(config, tuning);
         let evaluation = (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
@@ -276,7 +276,7 @@ impl Engine {
     /// saves it.
     pub fn speaks_for(&self, id: ParameterId) -> bool {
         let is_copy = self.shared_table.is_some_and(|table| table.id == id && table.is_copy);
-        !is_copy && self.groups.tensor_place().rank.is_multiple_of(self.records[id.0].share.copies)
+        !is_copy && self.groups.speaks_for(&self.records[id.0].share)
     }
 
     /// Those of them that are trained.

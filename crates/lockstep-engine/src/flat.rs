@@ -11,7 +11,7 @@ use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
 
-use crate::Gradients;
+use crate::{Gradients, groups::Summing};
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
@@ -70,7 +70,7 @@ impl FlatStore {
         let mut kept: Vec<usize> = (0..records.len())
             .filter(|&index| records[index].tie.is_none() && keeps(&records[index]))
             .collect();
-        kept.sort_by_key(|&index| records[index].share.summands);
+        kept.sort_by_key(|&index| Summing::of(&records[index].share));
         for index in kept {
             let record = &records[index];
             let shape = Shape::from(record.local_shape().as_slice());

@@ -9,7 +9,7 @@ use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, Kernels, TensorError, View, Write};
 
-use crate::{FlatStore, looked_up::LookedUp, reducer::Reducer};
+use crate::{FlatStore, groups::Summing, looked_up::LookedUp, reducer::Reducer};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
@@ -34,8 +34,7 @@ struct Stretch {
     /// The unit in whose buffer they stand.
     buffer: usize,
     bytes: Range<usize>,
-    /// [`Share::summands`](lockstep_plan::Share::summands).
-    summands: usize,
+    summing: Summing,
 }
 
 /// A table that an output layer and an embedding share.
@@ -43,7 +42,7 @@ struct Stretch {
 struct Tied {
     output: ParameterId,
     embedding: LookedUp,
-    summands: usize,
+    summing: Summing,
 }
 
 impl Gradients {
@@ -74,8 +73,8 @@ impl Gradients {
                 is_borrowed[table.0] = true;
             } else {
                 let embedding = LookedUp::new(arena, table, of_table, tokens, micro_batches)?;
-                let summands = of_table.share.summands;
-                tied.push(Tied { output: ParameterId(index), embedding, summands });
+                let summing = Summing::of(&of_table.share);
+                tied.push(Tied { output: ParameterId(index), embedding, summing });
             }
         }
         let units = records.iter().map(|record| record.unit).collect();
@@ -107,8 +106,8 @@ impl Gradients {
         ids: impl Iterator<Item = &'a [u32]> + Clone,
         reducer: &mut Reducer,
     ) -> Result<(), CommError> {
-        self.tied.iter_mut().try_for_each(|Tied { embedding, summands, .. }| {
-            embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summands))
+        self.tied.iter_mut().try_for_each(|Tied { embedding, summing, .. }| {
+            embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summing))
         })
     }
 
@@ -162,15 +161,15 @@ impl Gradients {
     ) -> Result<(), CommError> {
         self.zero_untouched(queue, unit);
         let Self { store, units, sums, tied, .. } = self;
-        for Stretch { buffer, bytes, summands } in sums.get(unit).into_iter().flatten() {
-            reducer.start(store.unit_mut(*buffer), bytes.clone(), *summands)?;
+        for Stretch { buffer, bytes, summing } in sums.get(unit).into_iter().flatten() {
+            reducer.start(store.unit_mut(*buffer), bytes.clone(), *summing)?;
         }
-        for Tied { embedding, summands, .. } in tied
+        for Tied { embedding, summing, .. } in tied
             .iter_mut()
             .filter(|tied| units[tied.embedding.table().0] == unit && !active(Mutation::TiedRowsNotSummed))
         {
             let (rows, bytes) = embedding.gradient_mut();
-            reducer.start(rows, 0..bytes, *summands)?;
+            reducer.start(rows, 0..bytes, *summing)?;
         }
         Ok(())
     }
@@ -216,7 +215,7 @@ fn sums(store: &FlatStore, records: &[ParameterRecord], tied: &[Tied]) -> Vec<Ve
             && (record.tie.is_none() || is_shared(id))
             && let Some((buffer, bytes)) = store.place_of(id)
         {
-            stretches.push((record.unit, Stretch { buffer, bytes, summands: record.share.summands }));
+            stretches.push((record.unit, Stretch { buffer, bytes, summing: Summing::of(&record.share) }));
         }
     }
     stretches.sort_by_key(|(unit, stretch)| (*unit, stretch.buffer, stretch.bytes.start));
@@ -225,8 +224,8 @@ fn sums(store: &FlatStore, records: &[ParameterRecord], tied: &[Tied]) -> Vec<Ve
     for (unit, stretch) in stretches {
         match sums[unit].last_mut() {
             Some(before)
-                if (before.buffer, before.bytes.end, before.summands)
-                    == (stretch.buffer, stretch.bytes.start, stretch.summands) =>
+                if (before.buffer, before.bytes.end, before.summing)
+                    == (stretch.buffer, stretch.bytes.start, stretch.summing) =>
             {
                 before.bytes.end = stretch.bytes.end;
             }

@@ -6,7 +6,10 @@ use std::{sync::Arc, time::Duration};
 use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
 use lockstep_graph::Peers;
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{Axis, ContextMethod, ContextPlace, Mesh, ParameterRecord, TensorPlace, exact::ExactSum};
+use lockstep_plan::{
+    Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Share,
+    TensorPlace, exact::ExactSum,
+};
 use lockstep_tensor::View;
 
 use crate::{PipelinePlan, pipeline::Pipeline};
@@ -32,6 +35,29 @@ pub struct Groups {
     context: ContextPlace,
 }
 
+/// Over whom a gradient is summed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Summing {
+    among: Among,
+    /// Neighbours on the tensor axis that have summands.
+    summands: usize,
+}
+
+impl Summing {
+    pub(crate) fn of(share: &Share) -> Self {
+        Self { among: share.among, summands: share.summands }
+    }
+
+    /// The fault of leaving it out.
+    pub(crate) fn left_out(self) -> Mutation {
+        match self {
+            Self { among: Among::Experts, .. } => Mutation::ExpertsNotSummed,
+            Self { summands: 1, .. } => Mutation::ReplicasNotSummed,
+            _ => Mutation::SharedGradientsNotSummed,
+        }
+    }
+}
+
 /// What there is only with other ranks.
 #[derive(Debug, Clone)]
 struct World {
@@ -40,11 +66,15 @@ struct World {
     options: GroupOptions,
     /// Those that share its blocks.
     tensor: Option<Group>,
+    /// Those that share out the experts of its layers.
+    experts: Option<Group>,
     /// Those that share its sequences.
     context: Option<Group>,
+    /// Those that share its sequences or its blocks: experts get other tokens of the same sequences from each.
+    sequence: Option<Group>,
     /// Those that have the other stages of the model, and what all of them do.
     pipeline: Option<(Group, Arc<PipelinePlan>)>,
-    /// Those that share the model in either way.
+    /// Those that share the model in any way.
     model: Option<Group>,
     /// Those that have its first and its last unit, if that are several.
     ends: Option<Group>,
@@ -91,6 +121,8 @@ impl Groups {
             mesh,
             options,
             tensor: None,
+            experts: None,
+            sequence: None,
             context: None,
             pipeline: None,
             model: None,
@@ -99,11 +131,14 @@ impl Groups {
         };
         world.tensor = world.along(&[Axis::Tensor])?;
         world.context = world.along(&[Axis::Context])?;
+        world.sequence = world.along(&[Axis::Context, Axis::Tensor])?;
+        let axes = [ExpertAxis::Expert, ExpertAxis::ExpertTensor];
+        world.experts = world.made_of(mesh.experts().groups(&axes))?;
         if let Some(plan) = pipeline {
             world.ends = world.ends_of(&plan)?;
             world.pipeline = world.along(&[Axis::Pipeline])?.map(|group| (group, Arc::new(plan)));
         }
-        world.model = world.along(&[Axis::Pipeline, Axis::Tensor])?;
+        world.model = world.along(&[Axis::Pipeline, Axis::Shard, Axis::Context, Axis::Tensor])?;
         Ok(Self { world: Some(world), place, context })
     }
 
@@ -121,6 +156,45 @@ impl Groups {
     pub(crate) fn context_peers(&self) -> Option<Peers<'_>> {
         let World { context, options, .. } = self.world.as_ref()?;
         context.as_ref().map(|group| Peers { group, limit: options.limit })
+    }
+
+    /// Where the rank is among those that share out experts.
+    pub fn expert_place(&self) -> ExpertPlace {
+        let Some(World { group, mesh, .. }) = &self.world else { return ExpertPlace::default() };
+        let view = mesh.experts();
+        ExpertPlace {
+            ranks: view.degree(ExpertAxis::Expert),
+            rank: view.coordinate(group.rank(), ExpertAxis::Expert),
+            tensor_ranks: view.degree(ExpertAxis::ExpertTensor),
+            tensor_rank: view.coordinate(group.rank(), ExpertAxis::ExpertTensor),
+        }
+    }
+
+    /// Whether the rank is the one, of those that hold the same of one copy of the model, that counts and saves it.
+    pub(crate) fn speaks_for(&self, share: &Share) -> bool {
+        let Some(World { group, mesh, .. }) = &self.world else { return true };
+        let rank = group.rank();
+        match share.among {
+            Among::Tensor => {
+                let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
+                is_first(Axis::Shard)
+                    && is_first(Axis::Context)
+                    && self.place.rank.is_multiple_of(share.copies)
+            }
+            Among::Experts => mesh.experts().coordinate(rank, ExpertAxis::ExpertShard) == 0,
+        }
+    }
+
+    /// Those that route other tokens of the same sequences, if there are any.
+    pub(crate) fn sequence_peers(&self) -> Option<Peers<'_>> {
+        let World { sequence, options, .. } = self.world.as_ref()?;
+        sequence.as_ref().map(|group| Peers { group, limit: options.limit })
+    }
+
+    /// Those that share out the experts of its layers, if there are any.
+    pub(crate) fn expert_peers(&self) -> Option<Peers<'_>> {
+        let World { experts, options, .. } = self.world.as_ref()?;
+        experts.as_ref().map(|group| Peers { group, limit: options.limit })
     }
 
     /// Those that share its blocks, if there are any.
@@ -174,18 +248,29 @@ impl Groups {
         group.all_reduce(numbers, ReduceOp::Sum, Deadline::after(options.limit))
     }
 
-    /// The groups over which gradients of `records` are summed, by how many neighbours on the tensor axis have summands of
-    /// each; none where that is the rank alone.
+    /// The groups over which gradients of `records` are summed; none where that is the rank alone.
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn of_gradients(&self, records: &[ParameterRecord]) -> Result<Vec<(usize, Group)>, CommError> {
+    pub(crate) fn of_gradients(
+        &self,
+        records: &[ParameterRecord],
+    ) -> Result<Vec<(Summing, Group)>, CommError> {
         let Some(world) = &self.world else { return Ok(Vec::new()) };
-        let mut summands: Vec<usize> = records.iter().map(|record| record.share.summands).collect();
-        summands.sort_unstable();
-        summands.dedup();
-        let group = |summands| Ok(world.of_summands(summands)?.map(|group| (summands, group)));
-        summands.into_iter().filter_map(|summands| group(summands).transpose()).collect()
+        let mut kinds: Vec<Summing> = records.iter().map(|record| Summing::of(&record.share)).collect();
+        kinds.sort_unstable();
+        kinds.dedup();
+        let group = |kind: Summing| {
+            let group = match kind.among {
+                Among::Tensor => world.of_summands(kind.summands)?,
+                Among::Experts => {
+                    let axes = [ExpertAxis::Replicate, ExpertAxis::ExpertShard];
+                    world.made_of(world.mesh.experts().groups(&axes))?
+                }
+            };
+            Ok(group.map(|group| (kind, group)))
+        };
+        kinds.into_iter().filter_map(|kind| group(kind).transpose()).collect()
     }
 
     /// What exchanges with those that share the model have cost since this was last asked. Sums of gradients are not among them.

@@ -11,7 +11,7 @@ use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::{Buffer, Workers};
 
-use crate::{GroupOptions, Groups};
+use crate::{GroupOptions, Groups, groups::Summing};
 
 /// Buckets end where blocks of the gradient norm do.
 const BUCKET_GRAIN_BYTES: usize = 4096;
@@ -19,8 +19,8 @@ const BUCKET_GRAIN_BYTES: usize = 4096;
 /// Sums gradients over the ranks that have summands of them.
 #[derive(Debug)]
 pub(crate) struct Reducer {
-    /// By how many neighbours on the tensor axis have summands: see [`Groups::of_gradients`].
-    groups: Vec<(usize, Group)>,
+    /// See [`Groups::of_gradients`].
+    groups: Vec<(Summing, Group)>,
     bucket_bytes: usize,
     limit: Duration,
     pending: Vec<Bucket>,
@@ -75,8 +75,8 @@ impl Reducer {
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn mark_all(&mut self, marks: &mut [u8], summands: usize) -> Result<(), CommError> {
-        let group = self.group(summands).filter(|_| !active(Mutation::MarksNotAgreed));
+    pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: Summing) -> Result<(), CommError> {
+        let group = self.group(summing).filter(|_| !active(Mutation::MarksNotAgreed));
         let Some(group) = group else { return Ok(()) };
         let begin = Instant::now();
         let bytes = bytes_sent(&group, marks.len());
@@ -95,11 +95,9 @@ impl Reducer {
         &mut self,
         gradients: &mut Buffer,
         range: Range<usize>,
-        summands: usize,
+        summing: Summing,
     ) -> Result<(), CommError> {
-        let left_out =
-            if summands > 1 { Mutation::SharedGradientsNotSummed } else { Mutation::ReplicasNotSummed };
-        let Some(group) = self.group(summands).filter(|_| !active(left_out)) else { return Ok(()) };
+        let Some(group) = self.group(summing).filter(|_| !active(summing.left_out())) else { return Ok(()) };
         let begin = Instant::now();
         let is_in_background = group.is_in_background();
         for start in range.clone().step_by(self.bucket_bytes) {
@@ -141,8 +139,8 @@ impl Reducer {
         Ok(())
     }
 
-    fn group(&self, summands: usize) -> Option<Group> {
-        self.groups.iter().find(|(neighbours, _)| *neighbours == summands).map(|(_, group)| group.clone())
+    fn group(&self, summing: Summing) -> Option<Group> {
+        self.groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group.clone())
     }
 }
 

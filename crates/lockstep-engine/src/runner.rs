@@ -7,9 +7,7 @@ use std::ops::Range;
 
 use lockstep_comm::{CommError, Lent};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{
-    Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Seed, Timeline, Trace,
-};
+use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Seed, Timeline, Trace};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
     ContextMethod, ContextPlace, DType, MemoryCategory,
@@ -505,6 +503,8 @@ impl Runner {
             first_dropout_site: RecordedModel::first_dropout_site(unit),
             cache: None,
             peers: self.groups.peers(),
+            expert_peers: self.groups.expert_peers(),
+            sequence_peers: self.groups.sequence_peers(),
             context: self
                 .groups
                 .context_peers()

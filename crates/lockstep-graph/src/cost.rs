@@ -121,8 +121,9 @@ impl Program {
         let columns = |value: Value| self.values[value.0].columns as u64;
         let tokens = self.shape.tokens() as u64;
         match operation {
-            Operation::Linear { x, y, .. } | Operation::GroupedLinear { x, y, .. } => {
-                2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y)
+            Operation::Linear { x, y, .. } => 2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y),
+            Operation::GroupedLinear { x, y, even_rows, .. } => {
+                2 * *even_rows as u64 * columns(*x) * columns(*y)
             }
             Operation::OutputLoss { x, logits, .. } => 2 * tokens * columns(*x) * columns(*logits),
             Operation::Attention(AttentionOperation { q, shape, .. }) => {
@@ -220,9 +221,7 @@ impl Operation {
             | Self::GroupedLinear { .. }
             | Self::Attention(_)
             | Self::Exchange { .. }
-            | Self::SequenceExchange(_) => {
-                (0, 0, 0)
-            }
+            | Self::SequenceExchange(_) => (0, 0, 0),
         };
         match pass {
             Pass::Forward | Pass::Recompute => forward,

@@ -18,6 +18,11 @@ impl Run<'_> {
             Exchange::GatherTokens => self.gather(x, y, Mutation::TokensNotGathered),
             Exchange::Sum => self.sum(x, y, Mutation::SummandsNotSummed),
             Exchange::SumTokens => self.sum_rows(x, y, Mutation::SummandsOfTokensNotSummed),
+            Exchange::OwnTokens => {
+                self.own_rows(x, y);
+                Ok(())
+            }
+            Exchange::AllTokens => self.gather(x, y, Mutation::TokensOfExpertsNotGathered),
         }
     }
 
@@ -32,6 +37,11 @@ impl Run<'_> {
             Exchange::SumGradients => self.sum(dy, dx, Mutation::GradientsNotSummed),
             Exchange::GatherTokens => self.sum_rows(dy, dx, Mutation::GatheredGradientsNotSummed),
             Exchange::SumTokens => self.gather(dy, dx, Mutation::GradientsOfTokensNotGathered),
+            Exchange::OwnTokens => self.gather(dy, dx, Mutation::GradientsForExpertsNotGathered),
+            Exchange::AllTokens => {
+                self.own_rows(dy, dx);
+                Ok(())
+            }
             Exchange::Sum => unreachable!("the gradient of its input is that of its output"),
         }
     }
@@ -50,6 +60,12 @@ impl Run<'_> {
     /// `rows = ` those of the sum of `summands` over the ranks that are this rank's.
     fn sum_rows(&self, summands: View<'_>, rows: View<'_>, left_out: Mutation) -> Result<(), CommError> {
         self.sum_rows_from(self.peers(), summands, rows, left_out)
+    }
+
+    /// `rows = ` those of `all` that are this rank's.
+    fn own_rows(&self, all: View<'_>, rows: View<'_>) {
+        let (len, rank) = (rows.shape().as_matrix().0, self.peers().group.rank());
+        self.replay.queue.cast(all.rows(rank * len..(rank + 1) * len), rows);
     }
 
     /// [`Run::sum_rows`] over some ranks.

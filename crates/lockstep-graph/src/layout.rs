@@ -17,6 +17,8 @@
 //! Tokens   -> Spread   gather                 sum, each its rows
 //! Summands -> Whole    sum                    nothing
 //! Summands -> Tokens   sum, each its rows     gather
+//! Whole    -> Tokens   each its rows          gather
+//! Tokens   -> Whole    gather                 each its rows
 //! ```
 
 use lockstep_plan::{Shard, Share, TensorPlace};
@@ -64,6 +66,10 @@ pub(crate) enum Exchange {
     Sum,
     /// From `Summands` to `Tokens`.
     SumTokens,
+    /// From `Whole` to `Tokens`.
+    OwnTokens,
+    /// From `Tokens` to `Whole`.
+    AllTokens,
 }
 
 impl Exchange {
@@ -74,6 +80,8 @@ impl Exchange {
             Self::GatherTokens => "gather tokens of ranks",
             Self::Sum => "sum over ranks",
             Self::SumTokens => "sum tokens over ranks",
+            Self::OwnTokens => "own tokens",
+            Self::AllTokens => "gather tokens of ranks",
         }
     }
 }
@@ -133,6 +141,23 @@ impl Recorder {
         }
     }
 
+    /// The value by tokens: for what ranks need not do twice.
+    pub(crate) fn by_tokens(&mut self, x: Value) -> Value {
+        match self.layout(x) {
+            Layout::Whole if self.place.ranks > 1 => self.exchange(x, Exchange::OwnTokens, Layout::Tokens),
+            Layout::Whole | Layout::Tokens => x,
+            layout => panic!("tokens of {layout:?} are not shared out"),
+        }
+    }
+
+    /// The value by tokens as blocks hand it on.
+    pub(crate) fn in_stream(&mut self, x: Value) -> Value {
+        match (self.layout(x), self.stream()) {
+            (Layout::Tokens, Layout::Whole) => self.exchange(x, Exchange::AllTokens, Layout::Whole),
+            _ => x,
+        }
+    }
+
     fn exchange(&mut self, x: Value, exchange: Exchange, layout: Layout) -> Value {
         let y = self.value_in(self.columns(x), layout);
         self.operations.push(Operation::Exchange { exchange, x, y });
@@ -157,7 +182,7 @@ impl Recorder {
     pub(crate) fn shard(&self, dim: usize, total: usize, parts: usize) -> Share {
         let (copies, len) = (self.place.ranks / parts, total / parts);
         let shard = Some(Shard { dim, start: self.place.rank / copies * len, len });
-        Share { shard, copies, summands: copies }
+        Share { shard, copies, summands: copies, ..Share::default() }
     }
 
     /// The range of a vocabulary that is this rank's.
@@ -175,7 +200,7 @@ impl Recorder {
             Layout::Whole | Layout::Summands => 1,
             Layout::Spread | Layout::Columns { .. } | Layout::Tokens => ranks,
         };
-        Share { shard: None, copies: ranks, summands }
+        Share { copies: ranks, summands, ..Share::default() }
     }
 
     pub(crate) fn expect_layout(&self, value: Value, allowed: impl Fn(Layout) -> bool, what: &str) {

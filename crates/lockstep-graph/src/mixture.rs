@@ -18,12 +18,13 @@
 //! and so does the capacity: an expert takes the first `ceil(c k T / E)` slots of each sequence. Nothing of it depends on which
 //! sequences are routed together.
 
-use lockstep_plan::{DType, Initializer, Share};
+use lockstep_plan::{Among, DType, ExpertPlace, Initializer, Shard, Share};
 use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
 
 use crate::{
     Bias, Linear, Mode, Recorder, Value,
-    operation::{Operation, RouteOperation, SlotTables},
+    mutation::{Mutation, active},
+    operation::{Operation, PartCounts, RemoteRows, RemoteSlots, RouteOperation, SlotTables},
 };
 
 /// How tokens choose experts, and what keeps the choice even.
@@ -67,25 +68,41 @@ pub struct Mixture<'a> {
 }
 
 impl Recorder {
-    /// What the experts that tokens choose make of them.
+    /// Records the block as one of the ranks that share out its experts.
+    pub fn share_experts(&mut self, place: ExpertPlace) {
+        self.experts = place;
+    }
+
+    /// What the experts that tokens choose make of them. Where tensor-parallel ranks have the same tokens, each brings its share
+    /// of them to the experts, so that none is routed twice.
     ///
     /// # Panics
-    /// If `x` is not whole rows.
+    /// If `x` is not whole rows, or ranks do not divide the tokens or the experts.
     pub fn mixture(&mut self, x: Value, mixture: &Mixture<'_>) -> Value {
         let Mixture { router, layers, experts, intermediate_size, routing, std, .. } = *mixture;
+        let x = self.by_tokens(x);
         let hidden = self.columns(x);
         let linear = Linear { name: router, out_features: experts, bias: Bias::Without, std };
         let logits = self.linear(x, linear);
         let (weights, chosen) = self.route(logits, mixture);
-        let (rows, tables) = self.dispatch(x, chosen, experts, routing.top_k);
-        let [gate, up] = [layers[0], layers[1]]
-            .map(|name| self.grouped_linear(rows, name, [experts, intermediate_size, hidden], tables, std));
-        let active = self.table(self.values[gate.0].rows, intermediate_size, self.shape.dtype);
+        let (rows, tables) = self.dispatch(x, chosen, mixture);
+        let [gate, up] = [layers[0], layers[1]].map(|name| {
+            self.expert_linear((rows, tables), name, [experts, intermediate_size, hidden], 1, mixture)
+        });
+        let (rows, columns) = (self.values[gate.0].rows, self.values[gate.0].columns);
+        let active = self.table(rows, columns, self.shape.dtype);
         self.operations.push(Operation::SwiGlu { gate, up, y: active, offsets: Some(tables.offsets) });
-        let down = self.grouped_linear(active, layers[2], [experts, hidden, intermediate_size], tables, std);
+        let shape = [experts, hidden, intermediate_size];
+        let down = self.expert_linear((active, tables), layers[2], shape, 2, mixture);
+        let slots = self.values[x.0].rows * routing.top_k;
+        let parts = self.experts.tensor_ranks;
+        let remote = tables.remote.map(|_| RemoteSlots {
+            returned: self.table(slots * parts, hidden, self.shape.dtype),
+            weights: (parts > 1).then(|| [(); 2].map(|()| self.table(slots, parts, DType::F32))),
+        });
         let y = self.value_like(x, hidden);
-        self.operations.push(Operation::Combine { rows: down, weights, tables, y });
-        y
+        self.operations.push(Operation::Combine { rows: down, weights, tables, remote, y });
+        self.in_stream(y)
     }
 
     /// `sigmoid(gate) · x`, with one number of `gate` for each row.
@@ -109,9 +126,13 @@ impl Recorder {
             let share = Share { summands: 1, ..share };
             self.parameter_shared(name.to_owned(), &[experts], Initializer::Zeros, share)
         });
-        let sequences = self.shape.sequences;
+        let (sequences, ranks) = (self.shape.sequences, self.place.ranks);
+        let tokens_here = self.tokens_of(self.layout(logits));
+        let ranks = ranks * self.context.ranks;
+        let has_parts = ranks > 1 && (routing.auxiliary_loss != 0.0 || routing.capacity_factor.is_some());
         let capacity = routing.capacity_factor.filter(|_| self.mode == Mode::Training).map(|factor| {
-            let even = (routing.top_k * self.shape.seq_len) as f32 / experts as f32;
+            let seq_len = self.shape.seq_len * self.context.ranks;
+            let even = (routing.top_k * seq_len) as f32 / experts as f32;
             (factor * even).ceil() as usize
         });
         let route = RouteOperation {
@@ -123,7 +144,13 @@ impl Recorder {
             log_sum_exp: self.table(tokens, 1, DType::F32),
             experts: self.table(tokens, routing.top_k, DType::U32),
             weights: self.table(tokens, routing.top_k, DType::F32),
+            tokens: tokens_here,
             counts: self.table(sequences, experts, DType::F32),
+            parts: has_parts.then(|| PartCounts {
+                totals: self.table(sequences, experts, DType::F32),
+                gathered: self.table(ranks, sequences * experts, DType::F32),
+                before: self.table(sequences, experts, DType::F32),
+            }),
             probabilities: self.table(sequences, experts, DType::F32),
             kept: capacity.map(|_| self.table(tokens, routing.top_k, DType::U32)),
         };
@@ -131,32 +158,78 @@ impl Recorder {
         (route.weights, route.kept.unwrap_or(route.experts))
     }
 
-    /// A row for each slot, in the order of the experts.
-    fn dispatch(&mut self, x: Value, chosen: Value, experts: usize, top_k: usize) -> (Value, SlotTables) {
-        let slots = self.values[x.0].rows * top_k;
+    /// A row for each slot that comes to the experts which are here, in their order.
+    fn dispatch(&mut self, x: Value, chosen: Value, mixture: &Mixture<'_>) -> (Value, SlotTables) {
+        let Mixture { routing, .. } = *mixture;
+        let (place, hidden) = (self.experts, self.columns(x));
+        let (ranks, parts, here) = (place.group_size(), place.tensor_ranks, self.experts_here(mixture));
+        let slots = self.values[x.0].rows * routing.top_k * parts;
+        // If all tokens of all ranks came here, each would have no more slots than there are experts.
+        let rows = if ranks == 1 { slots } else { self.values[x.0].rows * routing.top_k.min(here) * ranks };
+        let mut numbers = |rows: usize| self.table(rows, 1, DType::U32);
         let tables = SlotTables {
-            slots: self.table(slots, 1, DType::U32),
-            rows: self.table(slots, 1, DType::U32),
-            offsets: self.table(experts + 1, 1, DType::U32),
+            slots: numbers(slots),
+            rows: numbers(slots),
+            offsets: numbers(here + 1),
+            remote: (ranks > 1).then(|| RemoteRows {
+                place,
+                experts: (parts > 1).then(|| numbers(slots)),
+                sent: numbers(here * ranks + 1),
+                received: numbers(here * ranks),
+                arrived: numbers(rows),
+                arrived_slots: numbers(rows),
+                arrived_rows: numbers(rows),
+                // Given their shape below.
+                sending: x,
+                receiving: x,
+            }),
         };
-        let rows = self.table(slots, self.columns(x), self.shape.dtype);
+        let remote = tables.remote.map(|remote| RemoteRows {
+            sending: self.table(slots, hidden, self.shape.dtype),
+            receiving: self.table(rows, hidden, self.shape.dtype),
+            ..remote
+        });
+        let tables = SlotTables { remote, ..tables };
+        let rows = self.table(rows, hidden, self.shape.dtype);
         self.operations.push(Operation::Dispatch { x, chosen, tables, rows });
         (rows, tables)
     }
 
-    /// A product of each expert's rows with its matrix of `NAME.weight [experts, out, in]`.
-    fn grouped_linear(
+    fn experts_here(&self, mixture: &Mixture<'_>) -> usize {
+        let (experts, ranks) = (mixture.experts, self.experts.ranks);
+        assert!(experts.is_multiple_of(ranks), "{experts} experts are not shared out over {ranks} ranks");
+        experts / ranks
+    }
+
+    /// A product of each expert's rows with its matrix of `NAME.weight [experts, out, in]`, of which ranks that share experts have
+    /// a range of dimension `cut`.
+    fn expert_linear(
         &mut self,
-        x: Value,
+        (x, tables): (Value, SlotTables),
         name: &str,
         shape: [usize; 3],
-        tables: SlotTables,
-        std: f32,
+        cut: usize,
+        mixture: &Mixture<'_>,
     ) -> Value {
-        let initializer = Initializer::Normal { std };
-        let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, Share::default());
-        let y = self.table(self.values[x.0].rows, shape[1], self.shape.dtype);
-        self.operations.push(Operation::GroupedLinear { x, weight, offsets: tables.offsets, y });
+        let ExpertPlace { ranks, rank, tensor_ranks, tensor_rank } = self.experts;
+        let rank = if active(Mutation::ExpertsFromFirst) { 0 } else { rank };
+        let range = |dim: usize, ranks: usize, rank: usize| {
+            let len = shape[dim] / ranks;
+            (ranks > 1).then_some(Shard { dim, start: rank * len, len })
+        };
+        assert!(shape[cut].is_multiple_of(tensor_ranks), "{name}: {shape:?} for {tensor_ranks} parts");
+        let share = Share {
+            shard: range(0, ranks, rank),
+            inner: range(cut, tensor_ranks, tensor_rank),
+            among: Among::Experts,
+            ..Share::default()
+        };
+        let initializer = Initializer::Normal { std: mixture.std };
+        let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, share);
+        let held = share.shape_of(&shape);
+        let y = self.table(self.values[x.0].rows, held[1], self.shape.dtype);
+        let even_rows = self.values[tables.slots.0].rows;
+        self.operations.push(Operation::GroupedLinear { x, weight, offsets: tables.offsets, even_rows, y });
         y
     }
 }

@@ -59,6 +59,24 @@ pub enum Mutation {
     GradientsNotSentBack,
     /// A tied table of the first and the last stage is not summed over both.
     TiedEndsNotSummed,
+    /// What experts have made of other ranks' tokens is taken to be that of the own ones.
+    TokensOfExpertsNotGathered,
+    /// The gradients of other ranks' tokens for experts are taken to be the own ones.
+    GradientsForExpertsNotGathered,
+    /// A router counts the own part of each sequence as if it were all of them.
+    RoutersCountOwnTokens,
+    /// Rows that have come from other ranks to their experts are lost.
+    RowsForExpertsLost,
+    /// What experts of other ranks have made of rows is lost.
+    RowsOfExpertsLost,
+    /// Gradients that have come from other ranks to the experts of their rows are lost.
+    GradientsForRowsLost,
+    /// The gradients of rows that other ranks' experts have had are lost.
+    GradientsOfRowsLost,
+    /// Gradients of experts are not summed over the ranks that hold them.
+    ExpertsNotSummed,
+    /// Experts have the numbers of the first rank's.
+    ExpertsFromFirst,
     /// Keys and values of other ranks on the ring are taken to be the own ones.
     KeysNotPassedOn,
     /// Of the gradients of keys and values that went round only the last rank's summand counts.
@@ -83,7 +101,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 36] = [
+    pub const ALL: [Self; 45] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -110,6 +128,15 @@ impl Mutation {
         Self::ActivationsNotSent,
         Self::GradientsNotSentBack,
         Self::TiedEndsNotSummed,
+        Self::TokensOfExpertsNotGathered,
+        Self::GradientsForExpertsNotGathered,
+        Self::RoutersCountOwnTokens,
+        Self::RowsForExpertsLost,
+        Self::RowsOfExpertsLost,
+        Self::GradientsForRowsLost,
+        Self::GradientsOfRowsLost,
+        Self::ExpertsNotSummed,
+        Self::ExpertsFromFirst,
         Self::KeysNotPassedOn,
         Self::KeyGradientsNotPassedOn,
         Self::KeysNotGathered,

@@ -1,6 +1,7 @@
 //! The operations a recorded block is made of: what each reads, what it writes, and what its two backward
 //! functions need. The kernels they call are in `replay`.
 
+use lockstep_plan::ExpertPlace;
 use lockstep_tensor::Gelu;
 
 use crate::{
@@ -94,12 +95,47 @@ pub(crate) struct RouteOperation {
     pub(crate) log_sum_exp: Value,
     pub(crate) experts: Value,
     pub(crate) weights: Value,
-    /// How many slots of each sequence have chosen each expert.
+    /// The tokens that are routed here.
+    pub(crate) tokens: TokenRange,
+    /// How many slots of what is here of each sequence have chosen each expert.
     pub(crate) counts: Value,
+    /// The same of whole sequences, where other ranks have parts of them.
+    pub(crate) parts: Option<PartCounts>,
     /// Scratch: sums of probabilities, or the gradient by them.
     pub(crate) probabilities: Value,
     /// The experts without the slots that they do not take, if that is limited.
     pub(crate) kept: Option<Value>,
+}
+
+/// What ranks that have parts of the same sequences know of each other's counts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PartCounts {
+    /// Of whole sequences.
+    pub(crate) totals: Value,
+    /// Scratch: those of each rank.
+    pub(crate) gathered: Value,
+    /// Scratch: of the tokens before the own ones.
+    pub(crate) before: Value,
+}
+
+/// What takes rows to the experts of other ranks and back. A part of an expert counts as an expert here.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RemoteRows {
+    pub(crate) place: ExpertPlace,
+    /// The experts of each slot, once for each part of them; none where they have no parts.
+    pub(crate) experts: Option<Value>,
+    /// The first of the own rows for each expert, in the order of the ranks that hold them.
+    pub(crate) sent: Value,
+    /// How many rows came for each of the own experts from each rank.
+    pub(crate) received: Value,
+    /// Scratch: the expert of each row that came.
+    pub(crate) arrived: Value,
+    /// Which row in the order of the experts belongs to which that came, and the reverse.
+    pub(crate) arrived_slots: Value,
+    pub(crate) arrived_rows: Value,
+    /// Scratch: rows as they are sent, and as they come.
+    pub(crate) sending: Value,
+    pub(crate) receiving: Value,
 }
 
 /// Which row belongs to which slot, and which rows to which expert.
@@ -108,6 +144,33 @@ pub(crate) struct SlotTables {
     pub(crate) slots: Value,
     pub(crate) rows: Value,
     pub(crate) offsets: Value,
+    /// Where the experts are on several ranks.
+    pub(crate) remote: Option<RemoteRows>,
+}
+
+impl SlotTables {
+    /// Everything that leads from rows to slots and back.
+    fn values(&self) -> Vec<Value> {
+        let mut values = vec![self.slots, self.rows];
+        if let Some(remote) = self.remote {
+            let RemoteRows { sent, received, arrived_slots, arrived_rows, .. } = remote;
+            values.extend([sent, received, arrived_slots, arrived_rows]);
+        }
+        values
+    }
+
+    fn scratch(&self) -> Vec<Value> {
+        self.remote.map_or_else(Vec::new, |remote| vec![remote.sending, remote.receiving])
+    }
+}
+
+/// What a combination of other ranks' rows needs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RemoteSlots {
+    /// The rows of the own slots, come back.
+    pub(crate) returned: Value,
+    /// Scratch: weights, or their gradients, once for each part of an expert; none where they have no parts.
+    pub(crate) weights: Option<[Value; 2]>,
 }
 
 /// One recorded operation.
@@ -204,6 +267,8 @@ pub(crate) enum Operation {
         x: Value,
         weight: ParameterIndex,
         offsets: Value,
+        /// Rows that experts have to multiply if all have as many as any other.
+        even_rows: usize,
         y: Value,
     },
     /// The sum of the rows of each token's slots, weighted.
@@ -211,6 +276,7 @@ pub(crate) enum Operation {
         rows: Value,
         weights: Value,
         tables: SlotTables,
+        remote: Option<RemoteSlots>,
         y: Value,
     },
     /// Rows scaled by the sigmoid of a number each.
@@ -273,12 +339,17 @@ impl Operation {
             Self::LayerNorm { y, mean, rstd, .. } => vec![y, mean, rstd],
             Self::Attention(AttentionOperation { y, log_sum_exp, .. }) => vec![y, log_sum_exp],
             Self::Route(route) => {
-                let RouteOperation { weights, scores, log_sum_exp, experts, counts, kept, .. } = route;
-                [weights, scores, log_sum_exp, experts, counts].into_iter().chain(kept).collect()
+                let RouteOperation { weights, scores, log_sum_exp, experts, counts, parts, kept, .. } = route;
+                let totals = parts.map(|parts| parts.totals);
+                let always = [weights, scores, log_sum_exp, experts, counts];
+                always.into_iter().chain(totals).chain(kept).collect()
             }
-            Self::Dispatch { tables: SlotTables { slots, rows: of_slots, offsets }, rows, .. } => {
-                vec![rows, slots, of_slots, offsets]
+            Self::Dispatch { tables, rows, .. } => {
+                let experts = tables.remote.and_then(|remote| remote.experts);
+                let tables = tables.values().into_iter().chain([tables.offsets]);
+                [rows].into_iter().chain(tables).chain(experts).collect()
             }
+            Self::Combine { remote: Some(remote), y, .. } => vec![y, remote.returned],
             _ => vec![self.output()],
         }
     }
@@ -290,7 +361,7 @@ impl Operation {
             Self::SwiGlu { offsets, .. } => values.extend(offsets),
             Self::GroupedLinear { offsets, .. } => values.push(offsets),
             Self::Dispatch { chosen, .. } => values.push(chosen),
-            Self::Combine { tables: SlotTables { slots, rows, .. }, .. } => values.extend([slots, rows]),
+            Self::Combine { tables, .. } => values.extend(tables.values()),
             _ => {}
         }
         values
@@ -337,7 +408,18 @@ impl Operation {
             Self::OutputLoss { logits, split: Some(split), .. } => {
                 vec![logits, split.statistics, split.gathered, split.log_sum_exp]
             }
-            Self::Route(RouteOperation { probabilities, .. }) => vec![probabilities],
+            Self::Route(RouteOperation { probabilities, parts, .. }) => {
+                let parts = parts.into_iter().flat_map(|parts| [parts.gathered, parts.before]);
+                parts.chain([probabilities]).collect()
+            }
+            Self::Dispatch { tables, .. } => {
+                let arrived = tables.remote.map(|remote| remote.arrived);
+                tables.scratch().into_iter().chain(arrived).collect()
+            }
+            Self::Combine { tables, remote, .. } => {
+                let weights = remote.and_then(|remote| remote.weights).into_iter().flatten();
+                tables.scratch().into_iter().chain(weights).collect()
+            }
             _ => vec![],
         }
     }
@@ -370,13 +452,24 @@ impl Operation {
             }
             Self::SwiGlu { gate, up, offsets, .. } => [gate, up].into_iter().chain(offsets).collect(),
             Self::Gelu { x, .. } | Self::OutputLoss { x, .. } => vec![x],
-            Self::Route(RouteOperation { logits, scores, log_sum_exp, experts, weights, counts, .. }) => {
+            Self::Route(RouteOperation {
+                logits,
+                scores,
+                log_sum_exp,
+                experts,
+                weights,
+                counts,
+                parts,
+                ..
+            }) => {
+                let counts = parts.map_or(counts, |parts| parts.totals);
                 vec![logits, scores, log_sum_exp, experts, weights, counts]
             }
-            Self::Dispatch { tables: SlotTables { slots, rows, .. }, .. } => vec![slots, rows],
+            Self::Dispatch { tables, .. } => tables.values(),
             Self::GroupedLinear { offsets, .. } => vec![offsets],
-            Self::Combine { rows: x, weights, tables: SlotTables { slots, rows, .. }, .. } => {
-                vec![x, weights, slots, rows]
+            Self::Combine { rows, weights, tables, remote, .. } => {
+                let rows = remote.map_or(rows, |remote| remote.returned);
+                [rows, weights].into_iter().chain(tables.values()).collect()
             }
             Self::GateRows { gate, x, .. } => vec![gate, x],
             Self::Embedding { .. }
@@ -451,7 +544,8 @@ impl Operation {
 
     /// Whether its output is never saved, but made again: other ranks keep the parts of it that this one does not.
     pub(crate) fn is_gathered(&self) -> bool {
-        matches!(self, Self::Exchange { exchange: Exchange::GatherTokens, .. }) || self.gathers_sequences()
+        matches!(self, Self::Exchange { exchange: Exchange::GatherTokens | Exchange::AllTokens, .. })
+            || self.gathers_sequences()
     }
 
     /// Whether its output is keys or values of whole sequences: those of the own tokens are saved instead.
@@ -467,7 +561,7 @@ impl Operation {
                 | Self::LayerNorm { .. }
                 | Self::SwiGlu { .. }
                 | Self::Gelu { .. }
-                | Self::Dispatch { .. }
+                | Self::Dispatch { tables: SlotTables { remote: None, .. }, .. }
                 | Self::Dropout { .. }
         )
     }

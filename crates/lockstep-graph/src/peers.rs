@@ -52,6 +52,26 @@ impl Peers<'_> {
         pending.wait(self.deadline()).map(drop)
     }
 
+    /// Writes block r of each rank's numbers to rank r, in the order of the senders; all blocks are as long.
+    pub(crate) fn trade_numbers(&self, numbers: &[i64], theirs: &mut [i64]) -> Result<(), CommError> {
+        self.group.all_to_all(numbers, theirs, self.deadline())
+    }
+
+    /// Writes rows for each rank to it, in the order of the senders: so many as `sent` and `received` say of each.
+    pub(crate) fn trade_rows(
+        &self,
+        rows: View<'_>,
+        theirs: View<'_>,
+        sent: &[usize],
+        received: &[usize],
+    ) -> Result<(), CommError> {
+        let width = rows.shape().as_matrix().1;
+        let elements = |counts: &[usize]| counts.iter().map(|count| count * width).collect::<Vec<_>>();
+        let counts = Some((elements(sent), elements(received)));
+        let (input, output) = (rows.into(), theirs.into());
+        self.group.run(&mut Collective::AllToAll { input, output, counts }, self.deadline())
+    }
+
     fn deadline(&self) -> Deadline {
         Deadline::after(self.limit)
     }

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_plan::{ContextPlace, DType, Initializer, Share, TensorPlace};
+use lockstep_plan::{ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
 use lockstep_tensor::Gelu;
 
 use crate::{
@@ -110,6 +110,7 @@ pub struct Recorder {
     /// How ranks share each value.
     pub(crate) layouts: Vec<Layout>,
     pub(crate) place: TensorPlace,
+    pub(crate) experts: ExpertPlace,
     /// Where the rank is among those that share each sequence; the shape is that of what is here.
     pub(crate) context: ContextPlace,
     /// How the weights of modules are split, by name within the block.
@@ -133,6 +134,7 @@ impl Recorder {
             values: Vec::new(),
             layouts: Vec::new(),
             place: TensorPlace::default(),
+            experts: ExpertPlace::default(),
             context: ContextPlace::default(),
             splits: BTreeMap::new(),
             operations: Vec::new(),
@@ -446,7 +448,7 @@ impl Recorder {
     }
 
     /// The tokens of which a value in `layout` holds a row.
-    fn tokens_of(&self, layout: Layout) -> TokenRange {
+    pub(crate) fn tokens_of(&self, layout: Layout) -> TokenRange {
         let len = self.rows_of(layout);
         TokenRange { first: if layout == Layout::Tokens { self.place.rank * len } else { 0 }, len }
     }

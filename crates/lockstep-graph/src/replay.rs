@@ -86,6 +86,10 @@ pub struct Replay<'a> {
     pub cache: Option<KeyValueCache<'a>>,
     /// The ranks that share the block, if it was recorded for several.
     pub peers: Option<Peers<'a>>,
+    /// The ranks that share out its experts, if they are on several.
+    pub expert_peers: Option<Peers<'a>>,
+    /// The ranks that route other tokens of the same sequences, if there are any.
+    pub sequence_peers: Option<Peers<'a>>,
     /// The ranks that share each sequence, if it was recorded for several.
     pub context: Option<ContextPeers<'a>>,
     /// Where the times of operations are recorded, if they are.
@@ -299,7 +303,7 @@ impl<'a> Run<'a> {
             Operation::Dispatch { x, chosen, tables, rows } => {
                 self.dispatch(self.value(x), self.value(chosen), tables, self.value(rows))?;
             }
-            Operation::GroupedLinear { x, weight, offsets, y } => queue.grouped_gemm(GroupedGemm {
+            Operation::GroupedLinear { x, weight, offsets, y, .. } => queue.grouped_gemm(GroupedGemm {
                 layout: GemmLayout::NT,
                 a: self.value(x),
                 b: self.weight(weight),
@@ -307,8 +311,8 @@ impl<'a> Run<'a> {
                 offsets: self.flat(offsets),
                 write: Write::Overwrite,
             }),
-            Operation::Combine { rows, weights, tables, y } => {
-                self.combine(self.value(rows), self.value(weights), tables, self.value(y))?;
+            Operation::Combine { rows, weights, tables, remote, y } => {
+                self.combine(self.value(rows), self.value(weights), (tables, remote), self.value(y))?;
             }
             Operation::GateRows { gate, x, y } => {
                 queue.gate_rows(self.value(gate), self.value(x), self.value(y));
@@ -396,9 +400,10 @@ impl<'a> Run<'a> {
                 offsets: self.flat(offsets),
                 write,
             }),
-            Operation::Combine { rows, weights, tables, .. } => {
-                let (rows, weights) = (self.value(rows), self.value(weights));
-                self.combine_gradient(dy, rows, weights, tables, [target(0), target(1)])?;
+            Operation::Combine { rows, weights, tables, remote, .. } => {
+                let rows = self.value(remote.map_or(rows, |remote| remote.returned));
+                let weights = self.value(weights);
+                self.combine_gradient(dy, rows, weights, (tables, remote), [target(0), target(1)])?;
             }
             Operation::GateRows { gate, x, .. } => {
                 queue.gate_rows_backward(dy, self.value(gate), self.value(x), target(0), target(1));
@@ -529,9 +534,9 @@ impl<'a> Run<'a> {
         offsets.map(|offsets| last(self.flat(offsets)) as usize)
     }
 
-    /// Tokens of each sequence.
-    pub(crate) fn seq_len(&self) -> usize {
-        self.program.shape.seq_len
+    /// Tokens of each sequence, those of other ranks included.
+    pub(crate) fn whole_seq_len(&self) -> usize {
+        self.program.shape.seq_len * self.program.context.ranks
     }
 
     fn indices(&self, input: BatchInput, tokens: TokenRange) -> View<'a> {

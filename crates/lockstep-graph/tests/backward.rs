@@ -205,6 +205,8 @@ impl World {
             first_dropout_site: 3,
             cache: None,
             peers: None,
+            expert_peers: None,
+            sequence_peers: None,
             context: None,
             trace: None,
         })

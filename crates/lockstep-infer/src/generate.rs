@@ -174,6 +174,8 @@ impl Forward {
             first_dropout_site: 0,
             cache,
             peers: None,
+            expert_peers: None,
+            sequence_peers: None,
             context: None,
             trace: None,
         }

@@ -10,7 +10,7 @@ use lockstep_graph::{
     BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, Recorder, Split,
     Value,
 };
-use lockstep_plan::{ContextPlace, DType, ParameterId, ParameterRecord, TensorPlace};
+use lockstep_plan::{ContextPlace, DType, ExpertPlace, ParameterId, ParameterRecord, TensorPlace};
 
 use crate::{Adapter, ModelConfig};
 
@@ -62,6 +62,8 @@ pub struct RecordingOptions {
     pub tensor: TensorPlace,
     /// The rank's place among those that share each sequence.
     pub context: ContextPlace,
+    /// The rank's place among those that share out the experts.
+    pub experts: ExpertPlace,
 }
 
 /// A recorded model.
@@ -88,7 +90,8 @@ impl RecordedModel {
         head_output: HeadOutput,
     ) -> Self {
         let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
-        let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context };
+        let experts = ExpertPlace::default();
+        let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts };
         Self::tuned(config, &Tuning::default(), options)
     }
 
@@ -152,14 +155,15 @@ impl RecordedModel {
         if config.tie_word_embeddings() {
             model.tie(OUTPUT_LAYER, family.embedding_table());
         }
-        model.training_flops = if options.tensor.ranks == 1 && options.context.ranks == 1 {
+        let is_alone = options.tensor.ranks * options.context.ranks * options.experts.group_size() == 1;
+        model.training_flops = if is_alone {
             let profiles = (0..model.units()).map(|unit| model.program(unit).profile());
             // A model that overflows this is refused for its memory.
             let flops = profiles.map(|profile| profile.forward_flops.saturating_add(profile.backward_flops));
             flops.fold(0, u64::saturating_add)
         } else {
             let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
-            let alone = RecordingOptions { tensor, context, ..options };
+            let alone = RecordingOptions { tensor, context, experts: ExpertPlace::default(), ..options };
             Self::tuned(config, tuning, alone).training_flops
         };
         model
@@ -266,10 +270,11 @@ impl Recording {
         splits: &[(&str, Split)],
         record: impl FnOnce(&mut Recorder) -> Value,
     ) -> Program {
-        let RecordingOptions { mode, shape, recompute, tensor, context, .. } = options;
+        let RecordingOptions { mode, shape, recompute, tensor, context, experts, .. } = options;
         let mut g = Recorder::new(mode, shape);
         g.share_sequences(context);
         g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
+        g.share_experts(experts);
         g.freeze(self.frozen.iter().cloned());
         g.set_input_gradient(self.input_gradient);
         if let Some(low_rank) = &self.low_rank {
@@ -312,7 +317,8 @@ pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterReco
     let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
     let (mode, recompute, head_output) = (Mode::Inference, Recompute::None, HeadOutput::Logits);
     let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
-    let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context };
+    let experts = ExpertPlace::default();
+    let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts };
     RecordedModel::tuned(config, tuning, options).records
 }
 

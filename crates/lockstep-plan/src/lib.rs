@@ -39,5 +39,5 @@ pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use plan::{
     ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute, ValidPlan,
 };
-pub use share::{Shard, Share, TensorPlace};
+pub use share::{Among, ExpertPlace, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};

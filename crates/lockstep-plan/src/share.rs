@@ -1,7 +1,8 @@
-//! How the ranks of a tensor-parallel axis share a parameter.
+//! How ranks share a parameter.
 //!
-//! A rank holds the whole of a parameter, or a range of one of its dimensions. Neighbouring ranks may hold the same (key and
-//! value heads fewer than ranks), and what each computes of a gradient may be the gradient or one summand of it.
+//! Those of a tensor-parallel axis hold the whole of it, or a range of one of its dimensions. Neighbouring ranks may hold the same
+//! (key and value heads fewer than ranks), and what each computes of a gradient may be the gradient or one summand of it. Of stacked
+//! experts a rank holds a range of the experts, and may hold a range of each one's matrix.
 
 use std::ops::Range;
 
@@ -44,6 +45,44 @@ impl TensorPlace {
     }
 }
 
+/// A rank's place among those that share out the experts of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ExpertPlace {
+    /// Ranks that hold other experts.
+    pub ranks: usize,
+    /// Which of them this is.
+    pub rank: usize,
+    /// Ranks that hold other parts of the same experts.
+    pub tensor_ranks: usize,
+    /// Which of them this is.
+    pub tensor_rank: usize,
+}
+
+impl Default for ExpertPlace {
+    /// Alone.
+    fn default() -> Self {
+        Self { ranks: 1, rank: 0, tensor_ranks: 1, tensor_rank: 0 }
+    }
+}
+
+impl ExpertPlace {
+    /// Ranks over which tokens are spread to reach their experts.
+    pub fn group_size(&self) -> usize {
+        self.ranks * self.tensor_ranks
+    }
+}
+
+/// Who the ranks are that a [`Share`] speaks of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Among {
+    /// Those of the tensor-parallel axis.
+    #[default]
+    Tensor,
+    /// Those that share out experts. All others hold the same experts, and gradients are summed over these.
+    Experts,
+}
+
 /// A range of one dimension of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
@@ -60,6 +99,12 @@ pub struct Shard {
 pub struct Share {
     /// The part it holds; the whole if none.
     pub shard: Option<Shard>,
+    /// Of that a range of another dimension, behind the first; all of it if none.
+    #[serde(default)]
+    pub inner: Option<Shard>,
+    /// Who else holds parts or the same of it.
+    #[serde(default)]
+    pub among: Among,
     /// How many neighbouring ranks of the axis hold the same, this one included.
     pub copies: usize,
     /// Over how many neighbouring ranks of the axis gradients have to be summed.
@@ -69,7 +114,7 @@ pub struct Share {
 impl Default for Share {
     /// All of it, alone.
     fn default() -> Self {
-        Self { shard: None, copies: 1, summands: 1 }
+        Self { shard: None, inner: None, among: Among::Tensor, copies: 1, summands: 1 }
     }
 }
 
@@ -77,21 +122,46 @@ impl Share {
     /// The shape of what the rank holds of a parameter of this shape.
     pub fn shape_of(&self, whole: &[usize]) -> Vec<usize> {
         let mut shape = whole.to_vec();
-        if let Some(Shard { dim, len, .. }) = self.shard {
+        for Shard { dim, len, .. } in self.shards() {
             shape[dim] = len;
         }
         shape
     }
 
+    /// The first index of that in each dimension.
+    pub fn start_in(&self, whole: &[usize]) -> Vec<usize> {
+        let mut first = vec![0; whole.len()];
+        for Shard { dim, start, .. } in self.shards() {
+            first[dim] = start;
+        }
+        first
+    }
+
+    fn shards(&self) -> impl Iterator<Item = Shard> {
+        self.shard.into_iter().chain(self.inner)
+    }
+
     /// The ranges of a parameter's elements that the rank holds, in their order: each as its first element in a parameter of
     /// this shape, and how many elements follow.
     pub fn stretches(&self, whole: &[usize]) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let Shard { dim, start, len } =
-            self.shard.unwrap_or(Shard { dim: 0, start: 0, len: whole.first().copied().unwrap_or(1) });
-        let outer: usize = whole.iter().take(dim).product();
-        let inner: usize = whole.iter().skip(dim + 1).product();
-        let extent = whole.get(dim).copied().unwrap_or(1);
-        (0..outer).map(move |row| ((row * extent + start) * inner, len * inner))
+        let (whole, held, start) = (whole.to_vec(), self.shape_of(whole), self.start_in(whole));
+        // Everything behind the last dimension that is cut lies together.
+        let cut = self.shards().map(|shard| shard.dim).max().unwrap_or(0);
+        let inner: usize = whole.iter().skip(cut + 1).product();
+        let len = held.get(cut).map_or(1, |len| len * inner);
+        let outer: usize = held.iter().take(cut).product();
+        (0..outer).map(move |mut row| {
+            let (mut first, mut stride) = (0, inner);
+            for dim in (0..held.len().min(cut + 1)).rev() {
+                let index = if dim == cut { 0 } else { row % held[dim] };
+                if dim < cut {
+                    row /= held[dim];
+                }
+                first += (start[dim] + index) * stride;
+                stride *= whole[dim];
+            }
+            (first, len)
+        })
     }
 }
 
@@ -133,6 +203,30 @@ mod tests {
                 end = range.end;
             }
             prop_assert_eq!(end, total);
+        }
+    }
+
+    #[test]
+    fn parts_of_experts_cover_every_element_once() {
+        let whole = [4, 3, 6];
+        for dim in [1, 2] {
+            let mut seen = vec![0; 72];
+            let parts = if dim == 1 { 3 } else { 2 };
+            for (rank, part) in (0..2).flat_map(|rank| (0..parts).map(move |part| (rank, part))) {
+                let len = whole[dim] / parts;
+                let share = Share {
+                    shard: Some(Shard { dim: 0, start: 2 * rank, len: 2 }),
+                    inner: Some(Shard { dim, start: part * len, len }),
+                    among: Among::Experts,
+                    ..Share::default()
+                };
+                let held: usize = share.stretches(&whole).map(|(_, len)| len).sum();
+                assert_eq!(held, share.shape_of(&whole).iter().product::<usize>());
+                for (start, len) in share.stretches(&whole) {
+                    seen[start..start + len].iter_mut().for_each(|count| *count += 1);
+                }
+            }
+            assert!(seen.iter().all(|count| *count == 1), "{seen:?}");
         }
     }
 

@@ -77,7 +77,48 @@ pub const MISTRAL: TinyModel = TinyModel {
     ],
 };
 
-/// All models of the matrix.
+/// Experts with an auxiliary loss, a z-loss, and less room than their tokens would take.
+pub const MIXTRAL: TinyModel = TinyModel {
+    name: "mixtral",
+    settings: &[
+        "model.preset=mixtral-20m",
+        "model.hidden_size=32",
+        "model.intermediate_size=24",
+        "model.num_hidden_layers=4",
+        "model.num_attention_heads=8",
+        "model.num_key_value_heads=4",
+        "model.num_local_experts=4",
+        "model.router_aux_loss_coef=0.1",
+        "model.router_z_loss_coef=0.01",
+        "model.expert_capacity_factor=1.5",
+        "model.max_position_embeddings=16",
+        "model.initializer_range=0.2",
+    ],
+};
+
+/// An expert that all tokens share beside those that they choose, and layers without experts.
+pub const QWEN2_MOE: TinyModel = TinyModel {
+    name: "qwen2_moe",
+    settings: &[
+        "model.model_type=qwen2_moe",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.moe_intermediate_size=16",
+        "model.shared_expert_intermediate_size=32",
+        "model.num_hidden_layers=4",
+        "model.decoder_sparse_step=2",
+        "model.num_attention_heads=8",
+        "model.num_key_value_heads=4",
+        "model.num_experts=8",
+        "model.num_experts_per_tok=3",
+        "model.router_aux_loss_coef=0.05",
+        "model.max_position_embeddings=16",
+        "model.initializer_range=0.2",
+    ],
+};
+
+/// All models of the matrix without experts.
 pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
 
 /// Units of each of these models: the embedding, four blocks and the head.
@@ -125,6 +166,8 @@ pub fn pairs() -> Vec<Vec<String>> {
     };
     all.iter().enumerate().flat_map(with_later).collect()
 }
+/// Those with experts.
+pub const MIXTURES: [TinyModel; 2] = [MIXTRAL, QWEN2_MOE];
 
 /// A text, and what one rank has computed on it.
 pub struct Workbench {

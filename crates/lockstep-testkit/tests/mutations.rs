@@ -4,7 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::mutation::{Mutation, activate};
-use lockstep_testkit::parity::{GPT2, LLAMA, TinyModel, Workbench};
+use lockstep_testkit::parity::{GPT2, LLAMA, MIXTRAL, TinyModel, Workbench};
 use lockstep_train::verify::Tolerance;
 
 /// Biases are zero at first: only after a step do they differ. Plain gradient descent keeps rounding small.
@@ -35,6 +35,15 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
         (LLAMA, vec![CONTEXT_2, "parallel.context_parallel_method=all_gather"]),
         (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=all_to_all"]),
         (LLAMA, vec!["parallel.pipeline_parallel=2"]),
+        (
+            MIXTRAL,
+            vec![
+                "parallel.tensor_parallel=2",
+                "parallel.data_parallel_shard=2",
+                "parallel.expert_parallel=2",
+            ],
+        ),
+        (MIXTRAL, vec!["parallel.tensor_parallel=2", "parallel.expert_tensor_parallel=2"]),
         // Few tokens, so that the replicas look up different rows.
         (LLAMA, vec!["parallel.data_parallel_replicate=2", "train.global_batch=2"]),
     ]

@@ -96,6 +96,10 @@ impl Comparison {
         if made != expected {
             failures.push(format!("{made} steps were made, on one rank {expected}"));
         }
+        let loads = plan.load.iter().zip(&one_rank.load).enumerate();
+        failures.extend(loads.filter(|(_, (plan, one_rank))| plan != one_rank).map(|(layer, (plan, one_rank))| {
+            format!("layer {layer} of those with experts: they were chosen {plan:?} times, on one rank {one_rank:?}")
+        }));
         Self { steps, gradients, failures }.sorted()
     }
 
@@ -254,7 +258,7 @@ mod tests {
 
     fn numbers(loss: f64, gradient: [f32; 2]) -> Numbers {
         let gradients = [("w".to_owned(), gradient.to_vec())].into();
-        Numbers { steps: vec![[loss, 1.0]], gradients }
+        Numbers { steps: vec![[loss, 1.0]], gradients, load: vec![vec![3, 1]] }
     }
 
     #[test]
@@ -264,6 +268,8 @@ mod tests {
         assert!(near.is_within(), "{near:?}");
         let far = Comparison::of_f32(&numbers(2.1, [3.0, 4.1]), &one_rank, Tolerance::F32);
         assert_eq!(far.failures.len(), 2, "{far:?}");
+        let elsewhere = Numbers { load: vec![vec![2, 2]], ..one_rank.clone() };
+        assert_eq!(Comparison::of_f32(&elsewhere, &one_rank, Tolerance::F32).failures.len(), 1);
     }
 
     #[test]

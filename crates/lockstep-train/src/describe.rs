@@ -56,7 +56,7 @@ pub(crate) fn describe(
             ));
         }
     }
-    let ranks = config.parallel.data_parallel_replicate;
+    let ranks = config.batch_parts();
     progress.message(&format!(
         "step       {} of {} tokens = {}{} of {} ({} tokens)",
         human::plural(config.train.global_batch, "sequence"),

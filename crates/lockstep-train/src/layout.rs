@@ -6,7 +6,7 @@ use lockstep_engine::PipelinePlan;
 use lockstep_graph::{BlockShape, Mode};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::schedule::{Kind, passes_from_csv};
-use lockstep_plan::{ContextPlace, DType, PipelineSchedule, SplitError, TensorPlace, split_units};
+use lockstep_plan::{ContextPlace, DType, ExpertPlace, PipelineSchedule, SplitError, TensorPlace, split_units};
 
 use crate::config::{Problem, RunConfig};
 use crate::plan::valid_plan;
@@ -87,6 +87,7 @@ pub(crate) fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tunin
         recompute: lockstep_graph::Recompute::None,
         head_output: HeadOutput::Losses,
         tensor: TensorPlace::default(),
+        experts: ExpertPlace::default(),
         context: ContextPlace::default(),
     };
     let recorded = RecordedModel::tuned(model, tuning, options);

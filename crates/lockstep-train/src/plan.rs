@@ -4,7 +4,7 @@
 //! [`PlanFile`](crate::PlanFile) makes keys of a plan, and [`Plan::validate`] finds what does not fit in either.
 
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{DType, Facts, PLAN_VERSION, Plan, PlanError, PlanProblem, ValidPlan};
+use lockstep_plan::{DType, Facts, MeshProblem, PLAN_VERSION, Plan, PlanError, PlanProblem, ValidPlan};
 
 use crate::config::{Origin, Problem, Problems, Recompute};
 use crate::layout::{schedule_of, stages_of, unit_costs};
@@ -42,13 +42,20 @@ pub(crate) fn valid_plan(
 pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
     let facts = facts_of(config, model);
     // Which units make a stage does not matter here, and what they cost is known only when they are recorded.
-    match plan_of(config, &facts, || vec![1.0; facts.units()]) {
+    let mut problems = match plan_of(config, &facts, || vec![1.0; facts.units()]) {
         Ok(plan) => match plan.validate(&facts) {
             Ok(_) => Vec::new(),
             Err(error) => problems_of(config, error),
         },
         Err(problem) => vec![problem],
+    };
+    if config.parallel.context_parallel > 1 && model.has_capacity() {
+        let what = "ranks that share sequences do not know which of their tokens come first to an expert, and this \
+                    model's `expert_capacity_factor` limits how many do";
+        let allowed = "1, or a model without `expert_capacity_factor`";
+        problems.push(config.problem("parallel.context_parallel", what, allowed));
     }
+    problems
 }
 
 /// The plan that the run's keys describe, whether it fits or not.
@@ -127,6 +134,12 @@ fn problems_of(config: &RunConfig, error: PlanError) -> Vec<Problem> {
                 &["parallel.pipeline_stages", "parallel.pipeline_parallel"]
             }
             PlanProblem::TooManyStages { .. } => &["parallel.pipeline_parallel"],
+            PlanProblem::Mesh(MeshProblem::ExpertTensor { .. })
+            | PlanProblem::Degree { degree: "expert_tensor", .. }
+            | PlanProblem::NoExperts { degree: "expert_tensor", .. } => &["parallel.expert_tensor_parallel"],
+            PlanProblem::Mesh(MeshProblem::Expert { .. })
+            | PlanProblem::Degree { degree: "expert", .. }
+            | PlanProblem::NoExperts { .. } => &["parallel.expert_parallel"],
             _ => &["parallel.tensor_parallel"],
         };
         let is_given = |key: &&&str| config.origin(key) != Origin::Default;

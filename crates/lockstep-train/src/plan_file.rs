@@ -99,17 +99,8 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
 /// The keys of a run that a plan sets; or everything in it that this program cannot do yet, a line each.
 fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
     let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = plan.mesh;
-    let later = [("shard", shard), ("expert", expert), ("expert_tensor", expert_tensor)];
-    let mut missing: Vec<String> = later
-        .into_iter()
-        .filter(|(_, degree)| *degree > 1)
-        .map(|(axis, degree)| format!("mesh.{axis} {degree}: not supported yet; allowed: 1"))
-        .collect();
     if plan.zero_stage > 0 {
-        missing.push(format!("zero_stage {}: not supported yet; allowed: 0", plan.zero_stage));
-    }
-    if !missing.is_empty() {
-        return Err(missing);
+        return Err(vec![format!("zero_stage {}: not supported yet; allowed: 0", plan.zero_stage)]);
     }
     let recompute = match plan.recompute {
         lockstep_plan::Recompute::None => Recompute::None,
@@ -118,6 +109,9 @@ fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
     };
     let mut settings = vec![
         format!("parallel.data_parallel_replicate={replicate}"),
+        format!("parallel.data_parallel_shard={shard}"),
+        format!("parallel.expert_parallel={expert}"),
+        format!("parallel.expert_tensor_parallel={expert_tensor}"),
         format!("parallel.tensor_parallel={tensor}"),
         // Without tensor ranks it is of no effect, which a plan may say and keys may not.
         format!("parallel.sequence_parallel={}", plan.sequence_parallel && tensor > 1),
@@ -204,10 +198,16 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_done_yet_is_told_at_once() {
-        let mesh = Degrees { shard: 2, expert: 2, ..Degrees::default() };
-        let missing = settings_of(&Plan { mesh, zero_stage: 1, ..plan() }).unwrap_err();
-        let names: Vec<&str> = missing.iter().filter_map(|line| line.split([' ', ':']).next()).collect();
-        assert_eq!(names, ["mesh.shard", "mesh.expert", "zero_stage"], "{missing:?}");
+    fn what_cannot_be_done_yet_is_told() {
+        let missing = settings_of(&Plan { zero_stage: 1, ..plan() }).unwrap_err();
+        assert!(missing.len() == 1 && missing[0].starts_with("zero_stage 1: not supported yet"), "{missing:?}");
+    }
+
+    #[test]
+    fn experts_are_shared_out_as_a_plan_says() {
+        let mesh = Degrees { shard: 2, tensor: 2, expert: 2, expert_tensor: 2, ..Degrees::default() };
+        let settings = settings_of(&Plan { mesh, stages: vec![8], ..plan() }).unwrap();
+        let config = RunConfig::parse("", "RUN.toml", &settings).unwrap();
+        assert_eq!(config.degrees(), mesh);
     }
 }

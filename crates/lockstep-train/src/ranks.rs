@@ -11,7 +11,7 @@ use lockstep_comm::{
 use lockstep_engine::{Engine, GroupOptions, Groups, StateKind};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{Axis, MemoryCategory, Mesh};
+use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh};
 use lockstep_tensor::Arena;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -138,13 +138,21 @@ impl Ranks {
 
     /// Whether several ranks share each copy of the model.
     pub(crate) fn share_models(&self) -> bool {
-        let copies: usize = Axis::TOKENS.iter().map(|axis| self.mesh.ranks().degree(*axis)).product();
+        let copies: usize =
+            self.axes_of_copies().iter().map(|axis| self.mesh.ranks().degree(*axis)).product();
         copies != self.size()
+    }
+
+    /// The axes whose ranks hold the same of the model. Those from which experts are taken do not.
+    fn axes_of_copies(&self) -> &'static [Axis] {
+        let view = self.mesh.experts();
+        let experts = view.degree(ExpertAxis::Expert) * view.degree(ExpertAxis::ExpertTensor);
+        if experts > 1 { &[Axis::Replicate] } else { &Axis::TOKENS }
     }
 
     /// Whether this rank has the first copy of the model, or a part of it: what others have is the same.
     pub(crate) fn is_of_first_copy(&self) -> bool {
-        self.is_first_along(&Axis::TOKENS, self.rank())
+        self.is_first_along(self.axes_of_copies(), self.rank())
     }
 
     /// Whether a rank is the first along some axes.
@@ -352,20 +360,24 @@ impl Ranks {
     /// [`Error::WeightsDiffer`], which names the odd one.
     pub(crate) fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), Error> {
         let Some(group) = self.group() else { return Ok(()) };
-        let mut hasher = blake3::Hasher::new();
-        for tensor in engine.state_tensors() {
-            if tensor.kind == StateKind::Parameter {
-                hasher.update(tensor.bytes);
+        let experts = self.mesh.experts().groups(&[ExpertAxis::Replicate, ExpertAxis::ExpertShard]);
+        let holders = [(Among::Tensor, self.mesh.ranks().groups(&Axis::TOKENS)), (Among::Experts, experts)];
+        for (among, groups) in holders {
+            let mut hasher = blake3::Hasher::new();
+            for tensor in engine.state_tensors() {
+                if tensor.kind == StateKind::Parameter && tensor.record.share.among == among {
+                    hasher.update(tensor.bytes);
+                }
             }
-        }
-        let mut digests = vec![0_u8; DIGEST_BYTES * group.size()];
-        group.all_gather(&hasher.finalize().as_bytes()[..], &mut digests[..], self.deadline())?;
-        let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
-        for ranks in self.mesh.ranks().groups(&Axis::TOKENS) {
-            let digests: Vec<_> = ranks.iter().map(|rank| digests[*rank]).collect();
-            if let Some((rank, reference)) = odd_one(&digests) {
-                let (rank, reference) = (ranks[rank], ranks[reference]);
-                return Err(Error::WeightsDiffer { step, rank, reference });
+            let mut digests = vec![0_u8; DIGEST_BYTES * group.size()];
+            group.all_gather(&hasher.finalize().as_bytes()[..], &mut digests[..], self.deadline())?;
+            let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
+            for ranks in groups {
+                let digests: Vec<_> = ranks.iter().map(|rank| digests[*rank]).collect();
+                if let Some((rank, reference)) = odd_one(&digests) {
+                    let (rank, reference) = (ranks[rank], ranks[reference]);
+                    return Err(Error::WeightsDiffer { step, rank, reference });
+                }
             }
         }
         Ok(())

@@ -133,7 +133,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
         },
-        micro_batches: config.accumulation_steps() * config.parallel.data_parallel_replicate,
+        micro_batches: config.accumulation_steps() * config.batch_parts(),
     }
 }
 

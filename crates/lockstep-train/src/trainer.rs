@@ -497,11 +497,14 @@ impl Run<'_> {
         let samples = valid.windows().min(train.eval_steps.saturating_mul(train.global_batch as u64));
         let mut batch = MicroBatch::default();
         let (mut loss_sum, mut tokens) = (0.0, 0);
-        let starts = (0..samples).step_by(micro_batch as usize);
-        for first in starts.skip(self.ranks.replica()).step_by(self.ranks.replicas()) {
+        // All ranks make as many forwards, for those that share experts need each other: some may read again what does not count.
+        let starts: Vec<u64> = (0..samples).step_by(micro_batch as usize).collect();
+        for starts in starts.chunks(self.ranks.replicas()) {
+            let own = starts.get(self.ranks.replica()).copied();
+            let first = own.unwrap_or(starts[0]);
             valid.fill(first..first + micro_batch, &mut batch)?;
             // The last micro-batch goes on into samples that do not count.
-            let counted = (samples - first).min(micro_batch) as usize * train.seq_len;
+            let counted = own.map_or(0, |first| (samples - first).min(micro_batch)) as usize * train.seq_len;
             batch.labels[counted..].fill(lockstep_data::IGNORE_LABEL);
             loss_sum += self.engine.evaluate(&host_batch(&batch))?;
             tokens += batch.valid_tokens();

@@ -25,6 +25,8 @@ pub struct Numbers {
     pub steps: Vec<[f64; 2]>,
     /// The gradients of the first step by parameter, whole.
     pub gradients: BTreeMap<String, Vec<f32>>,
+    /// How many slots of the first step have chosen each expert, by layer that has experts.
+    pub load: Vec<Vec<i64>>,
 }
 
 /// How far a plan's numbers may lie from one rank's.
@@ -104,6 +106,9 @@ pub fn first_numbers(
 pub fn alone(config: &RunConfig) -> RunConfig {
     let mut config = config.clone();
     config.parallel.data_parallel_replicate = 1;
+    config.parallel.data_parallel_shard = 1;
+    config.parallel.expert_parallel = 1;
+    config.parallel.expert_tensor_parallel = 1;
     config.parallel.tensor_parallel = 1;
     config.parallel.sequence_parallel = false;
     config.parallel.pipeline_parallel = 1;
@@ -143,6 +148,9 @@ impl StepObserver for Watch<'_> {
 
     fn step_ended(&mut self, row: &StepMetrics) {
         self.numbers.steps.push([row.loss, row.grad_norm]);
+        if row.step == 1 {
+            self.numbers.load.clone_from(&row.expert_load);
+        }
         if row.step == 1
             && let Some(scale) = row.loss_scale
         {

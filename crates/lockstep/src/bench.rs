@@ -134,7 +134,10 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
 fn layout(arguments: &StepArguments, said: &RunConfig, seq_len: usize) -> Result<RunConfig, Failure> {
     let replicas = said.replicas_of(arguments.nproc_per_node.max(said.ranks()))?;
     let batch = [
-        format!("train.global_batch={}", replicas * arguments.batch * arguments.accumulation),
+        format!(
+            "train.global_batch={}",
+            replicas * said.parallel.data_parallel_shard * arguments.batch * arguments.accumulation
+        ),
         format!("train.micro_batch={}", arguments.batch),
         format!("train.seq_len={seq_len}"),
         format!("model.preset={}", arguments.model),

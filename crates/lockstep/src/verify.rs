@@ -134,6 +134,16 @@ fn plan_in_words(config: &RunConfig) -> String {
     if parallel.data_parallel_replicate > 1 {
         words.push(human::plural(parallel.data_parallel_replicate, "replica").to_string());
     }
+    if parallel.data_parallel_shard > 1 {
+        words.push(format!("{} data-parallel ranks", parallel.data_parallel_shard));
+    }
+    if parallel.expert_parallel * parallel.expert_tensor_parallel > 1 {
+        let parts = match parallel.expert_tensor_parallel {
+            1 => String::new(),
+            parts => format!(" in {parts} parts each"),
+        };
+        words.push(format!("experts on {} ranks{parts}", parallel.expert_parallel));
+    }
     if parallel.pipeline_parallel > 1 {
         let (stages, schedule) = (parallel.pipeline_parallel, &parallel.pipeline_schedule);
         words.push(format!("{stages} pipeline ranks ({schedule})"));

@@ -132,7 +132,9 @@ impl Check<'_> {
         let (context, tensor) = (self.plan.mesh.context, self.plan.mesh.tensor);
         let halves = context > 1 && self.plan.context_method != ContextMethod::AllToAll;
         let parts = if halves { 2 * context } else { context };
-        let (factor, factors) = match (self.plan.sequence_parallel && tensor > 1, halves) {
+        // Tensor ranks share out the tokens that they bring to experts.
+        let splits_tokens = self.plan.sequence_parallel || self.facts.experts > 0;
+        let (factor, factors) = match (splits_tokens && tensor > 1, halves) {
             (true, true) => {
                 (least_common_multiple(parts, context * tensor), "2 x context and context x tensor")
             }

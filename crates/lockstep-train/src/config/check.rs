@@ -147,7 +147,7 @@ impl Checker<'_, '_, '_> {
 
     fn batch(&mut self) {
         let train = &self.config.train;
-        let replicas = self.config.parallel.data_parallel_replicate;
+        let replicas = self.config.batch_parts();
         let of_rank = train.global_batch / replicas;
         if !train.global_batch.is_multiple_of(replicas) {
             let what = format!("{replicas} ranks cannot share train.global_batch = {}", train.global_batch);

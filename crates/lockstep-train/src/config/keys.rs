@@ -228,6 +228,14 @@ sections! {
         /// Copies of the model, each of which reads its share of every global batch. Left out: as many as the ranks that
         /// were started make.
         data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(256.0);
+        /// Ranks of each copy that read other parts of the global batch. Of experts they can have a part each
+        /// (`expert_parallel`); of everything else all have the same, as replicas have.
+        data_parallel_shard: usize = 1, rules().at_least(1.0).at_most(256.0);
+        /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
+        /// taken from `tensor_parallel` times `data_parallel_shard`.
+        expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        /// Ranks that share each expert's matrices; a divisor of `tensor_parallel`.
+        expert_tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// Ranks that share each matrix of the model: heads, features and the vocabulary are split over them.
         tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// Whether these ranks split what stands between the products by tokens, so that activations shrink with their number.
@@ -266,10 +274,7 @@ sections! {
         /// What a block computes again in its backward to save memory; no bit of the result depends on it.
         recompute: Recompute = Recompute::None, rules();
     }
-    later [
-        "data_parallel_shard" = "1", "expert_parallel" = "1", "zero_stage" = "0", "offload",
-        "expert_tensor_parallel" = "1", "wrap"
-    ]
+    later ["zero_stage" = "0", "offload", "wrap"]
 
     /// Where the run is saved.
     checkpoint: CheckpointConfig {

@@ -120,16 +120,24 @@ impl RunConfig {
         let parallel = &self.parallel;
         Degrees {
             replicate: parallel.data_parallel_replicate,
+            shard: parallel.data_parallel_shard,
+            expert: parallel.expert_parallel,
+            expert_tensor: parallel.expert_tensor_parallel,
             context: parallel.context_parallel,
             tensor: parallel.tensor_parallel,
             pipeline: parallel.pipeline_parallel,
-            ..Degrees::default()
         }
     }
 
     /// Ranks that work on the same part of the batch: they share a copy of the model, or its sequences.
     pub fn ranks_of_a_replica(&self) -> usize {
-        self.parallel.tensor_parallel * self.parallel.pipeline_parallel * self.parallel.context_parallel
+        let Degrees { shard, context, tensor, pipeline, .. } = self.degrees();
+        shard * context * tensor * pipeline
+    }
+
+    /// How many parts a global batch is read in, each by ranks of its own.
+    pub fn batch_parts(&self) -> usize {
+        self.parallel.data_parallel_replicate * self.parallel.data_parallel_shard
     }
 
     /// All ranks.
@@ -158,7 +166,7 @@ impl RunConfig {
 
     /// Sequences in one forward and backward.
     pub fn micro_batch(&self) -> usize {
-        let batch = self.train.global_batch / self.parallel.data_parallel_replicate;
+        let batch = self.train.global_batch / self.batch_parts();
         self.train
             .micro_batch
             .unwrap_or_else(|| (1..=8).rev().find(|&candidate| batch.is_multiple_of(candidate)).unwrap_or(1))
@@ -171,7 +179,7 @@ impl RunConfig {
 
     /// Micro-batches of a rank in one optimizer step.
     pub fn accumulation_steps(&self) -> usize {
-        self.train.global_batch / self.parallel.data_parallel_replicate / self.micro_batch()
+        self.train.global_batch / self.batch_parts() / self.micro_batch()
     }
 
     /// Tokens in one optimizer step.

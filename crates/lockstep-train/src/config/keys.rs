@@ -232,7 +232,7 @@ sections! {
         /// (`expert_parallel`); of everything else all have the same, as replicas have.
         data_parallel_shard: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
-        /// taken from `tensor_parallel` times `data_parallel_shard`.
+        /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// Ranks that share each expert's matrices; a divisor of `tensor_parallel`.
         expert_tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);

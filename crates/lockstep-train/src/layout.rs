@@ -6,7 +6,9 @@ use lockstep_engine::PipelinePlan;
 use lockstep_graph::{BlockShape, Mode};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::schedule::{Kind, passes_from_csv};
-use lockstep_plan::{ContextPlace, DType, ExpertPlace, PipelineSchedule, SplitError, TensorPlace, split_units};
+use lockstep_plan::{
+    ContextPlace, DType, ExpertPlace, PipelineSchedule, SplitError, TensorPlace, split_units,
+};
 
 use crate::config::{Problem, RunConfig};
 use crate::plan::valid_plan;

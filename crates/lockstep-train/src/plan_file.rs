@@ -200,7 +200,10 @@ mod tests {
     #[test]
     fn what_cannot_be_done_yet_is_told() {
         let missing = settings_of(&Plan { zero_stage: 1, ..plan() }).unwrap_err();
-        assert!(missing.len() == 1 && missing[0].starts_with("zero_stage 1: not supported yet"), "{missing:?}");
+        assert!(
+            missing.len() == 1 && missing[0].starts_with("zero_stage 1: not supported yet"),
+            "{missing:?}"
+        );
     }
 
     #[test]

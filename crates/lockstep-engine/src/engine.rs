@@ -13,8 +13,8 @@ use crate::pipeline::Pipeline;
 use crate::runner::{Half, StageMemory};
 use crate::state::tensors_of;
 use crate::{
-    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StateTensor,
-    StepTimes, Storage, Traffic, WeightStorage, Weights, reducer::Reducer,
+    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
+    StateTensor, StepTimes, Storage, Traffic, WeightStorage, Weights, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;

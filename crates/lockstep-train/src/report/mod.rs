@@ -257,7 +257,7 @@ mod tests {
             "\n",
             r#"{"step":2,"loss":2.0,"expert_imbalance":2.0}"#,
         );
-        let data = data(&page_of(rows.as_bytes(), Value::Null, Value::Null).unwrap().unwrap());
+        let data = data(&page_of(rows.as_bytes(), Parts::default()).unwrap().unwrap());
         assert_eq!(data["series"]["expert_imbalance"], json!({ "x": [1, 2], "y": [3.0, 2.0] }));
         assert_eq!(data["expert_load"], json!([[1.0, 3.0, 0.0, 0.0]]));
     }

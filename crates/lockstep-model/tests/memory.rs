@@ -7,7 +7,7 @@
 
 use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{ContextPlace, DType, TensorPlace};
+use lockstep_plan::{ContextPlace, DType, ExpertPlace, TensorPlace};
 
 const SHAPE: BlockShape = BlockShape { sequences: 4, seq_len: 1024, dtype: DType::BF16 };
 
@@ -21,6 +21,7 @@ fn kept(ranks: usize, splits_tokens: bool, recompute: Recompute) -> f64 {
         head_output: HeadOutput::Losses,
         tensor: TensorPlace { rank: 0, ranks, splits_tokens },
         context: ContextPlace::default(),
+        experts: ExpertPlace::default(),
     };
     let recorded = RecordedModel::tuned(&model, &Tuning::default(), options);
     let sbh = SHAPE.tokens() * model.hidden_size();

@@ -11,6 +11,7 @@
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
 //! - [`split_units`]: how many layers each stage of a pipeline gets, by what they cost.
+//! - [`TensorLayout`]: what tensor parallelism in one, two, two and a half and three dimensions sends.
 //! - [`Plan`]: how a training step is split, as a JSON file that is checked against the model, the batch and the world.
 //! - [`random`]: the counter-based generator behind initial weights, dropout and shuffling, so that no
 //!   number depends on how many ranks share the work.
@@ -29,6 +30,7 @@ pub mod random;
 pub mod schedule;
 mod share;
 mod split;
+mod tensor_cost;
 
 pub use context::ContextPlace;
 pub use dtype::DType;
@@ -41,3 +43,4 @@ pub use plan::{
 };
 pub use share::{Among, ExpertPlace, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};
+pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};

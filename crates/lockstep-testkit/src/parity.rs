@@ -121,6 +121,9 @@ pub const QWEN2_MOE: TinyModel = TinyModel {
 /// All models of the matrix without experts.
 pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
 
+/// Those with experts.
+pub const MIXTURES: [TinyModel; 2] = [MIXTRAL, QWEN2_MOE];
+
 /// Units of each of these models: the embedding, four blocks and the head.
 pub const UNITS: usize = 6;
 
@@ -157,17 +160,34 @@ pub fn splits(ranks: usize) -> Vec<Split> {
     all
 }
 
-/// Every pair of ways that are not of one kind, on two ranks each.
-pub fn pairs() -> Vec<Vec<String>> {
-    let all = splits(2);
+/// Every way to split the experts of a mixture over `ranks` ranks.
+pub fn expert_splits(ranks: usize) -> Vec<Split> {
+    let split = |axis: &str, experts: &str| {
+        let settings = vec![format!("parallel.{axis}={ranks}"), format!("parallel.{experts}={ranks}")];
+        Split { kind: "experts", ranks, settings }
+    };
+    vec![
+        split("data_parallel_shard", "expert_parallel"),
+        split("tensor_parallel", "expert_parallel"),
+        split("tensor_parallel", "expert_tensor_parallel"),
+    ]
+}
+
+/// Every pair of ways that are not of one kind and do not say otherwise of the same axis.
+pub fn pairs(all: &[Split]) -> Vec<Vec<String>> {
+    let is_apart = |first: &Split, second: &Split| {
+        let axes = |split: &Split| -> Vec<String> {
+            let axis = |setting: &String| setting.split('=').next().unwrap_or_default().to_owned();
+            split.settings.iter().map(axis).collect()
+        };
+        first.kind != second.kind && axes(first).iter().all(|axis| !axes(second).contains(axis))
+    };
     let with_later = |(i, first): (usize, &Split)| -> Vec<Vec<String>> {
-        let others = all[i + 1..].iter().filter(|second| second.kind != first.kind);
+        let others = all[i + 1..].iter().filter(|second| is_apart(first, second));
         others.map(|second| [&first.settings[..], &second.settings].concat()).collect()
     };
     all.iter().enumerate().flat_map(with_later).collect()
 }
-/// Those with experts.
-pub const MIXTURES: [TinyModel; 2] = [MIXTRAL, QWEN2_MOE];
 
 /// A text, and what one rank has computed on it.
 pub struct Workbench {

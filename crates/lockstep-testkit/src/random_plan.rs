@@ -1,4 +1,5 @@
-//! Plans drawn at random: any degrees of up to eight ranks, any schedule, any split into stages, any recomputation.
+//! Plans drawn at random: any degrees of up to eight ranks, experts shared out or not, any schedule, any split into
+//! stages, any recomputation.
 //!
 //! They are settings of a run, so that whatever fails can be shown again by `lockstep verify`. A plan that does not fit its
 //! model is not one of them.
@@ -9,7 +10,7 @@ use lockstep_train::plan::check;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use crate::parity::{MODELS, TinyModel, UNITS};
+use crate::parity::{MIXTURES, MODELS, TinyModel, UNITS};
 
 /// The most ranks of a plan.
 const MOST_RANKS: usize = 8;
@@ -27,13 +28,15 @@ pub struct RandomPlan {
 pub fn random_plans(
     config: impl Fn(TinyModel, &[&str]) -> Option<RunConfig>,
 ) -> impl Strategy<Value = RandomPlan> {
+    let models: Vec<_> = MODELS.into_iter().chain(MIXTURES).collect();
     let degrees = (degree(), degree(), degree(), degree());
+    let experts = (select(vec![1_usize, 2]), select(vec![1_usize, 2, 4]), select(vec![1_usize, 2]));
     let method = select(vec!["ring", "all_gather", "all_to_all"]);
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
     let recompute = select(vec!["none", "selective", "full"]);
-    (select(MODELS.to_vec()), degrees, any::<bool>(), method, pipeline, batch, recompute)
-        .prop_map(|(model, degrees, by_tokens, method, stages, batch, recompute)| {
+    (select(models), degrees, any::<bool>(), method, experts, pipeline, batch, recompute)
+        .prop_map(|(model, degrees, by_tokens, method, experts, stages, batch, recompute)| {
             let (replicate, tensor, context, pipeline) = degrees;
             let (kind, chunks, given, cuts) = stages;
             let (micro_batch, global_batch) = batch;
@@ -47,6 +50,12 @@ pub fn random_plans(
                 format!("train.micro_batch={micro_batch}"),
                 format!("train.global_batch={global_batch}"),
             ];
+            if MIXTURES.contains(&model) {
+                let (shard, expert, parts) = experts;
+                settings.push(format!("parallel.data_parallel_shard={shard}"));
+                settings.push(format!("parallel.expert_parallel={expert}"));
+                settings.push(format!("parallel.expert_tensor_parallel={parts}"));
+            }
             if context > 1 {
                 settings.push(format!("parallel.context_parallel_method={method}"));
             }

@@ -7,7 +7,8 @@ use std::env;
 
 use lockstep_plan::schedule::Kind;
 use lockstep_testkit::parity::{
-    GPT2, LLAMA, MISTRAL, MODELS, QWEN3, Split, TinyModel, Workbench, pairs, splits,
+    GPT2, LLAMA, MISTRAL, MIXTRAL, MODELS, QWEN2_MOE, QWEN3, Split, TinyModel, Workbench, expert_splits,
+    pairs, splits,
 };
 use lockstep_testkit::random_plan::random_plans;
 use lockstep_train::verify::{Numbers, Tolerance};
@@ -74,7 +75,18 @@ fn so_has_every_split_over_four_ranks_whatever_it_recomputes() {
 
 #[test]
 fn every_pair_of_splits_has_the_numbers_of_one_rank() {
-    check(&MODELS, &pairs());
+    check(&MODELS, &pairs(&splits(2)));
+}
+
+#[test]
+fn so_has_every_split_of_a_mixture_and_every_pair_of_them() {
+    let all: Vec<Split> = expert_splits(2).into_iter().chain(splits(2)).collect();
+    // Where experts have a capacity, ranks cannot share sequences.
+    let whole_sequences: Vec<Split> = all.iter().filter(|split| split.kind != "context").cloned().collect();
+    for (model, splits) in [(MIXTRAL, whole_sequences), (QWEN2_MOE, all)] {
+        check(&[model], &with(&splits, &["train.steps=20"]));
+        check(&[model], &pairs(&splits));
+    }
 }
 
 #[test]

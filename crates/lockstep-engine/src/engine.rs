@@ -384,7 +384,8 @@ impl Engine {
             pipeline.micro_batches(),
             "a step has the micro-batches of its schedule"
         );
-        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        let weights =
+            Weights { trained: &self.weights, frozen: self.frozen.as_ref(), exact: self.master.as_ref() };
         let reducer = reducer.as_mut();
         let mut work = Work { model, queue, weights, runner, gradients, reducer, seed, batches };
         let loss_sum = pipeline.run(&mut work)?;
@@ -412,7 +413,8 @@ impl Engine {
     /// over ranks.
     fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, CommError> {
         let Self { model, queue, runner, gradients, reducer, .. } = self;
-        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        let weights =
+            Weights { trained: &self.weights, frozen: self.frozen.as_ref(), exact: self.master.as_ref() };
         let only = Place::default();
         runner.load(only, batch);
         runner.forward_stage(model, only, queue, weights, Program::forward_for_backward)?;
@@ -438,7 +440,8 @@ impl Engine {
     /// [`CommError`]: none on one rank.
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, CommError> {
         let model = self.evaluation.as_ref().unwrap_or(&self.model);
-        let weights = Weights { trained: &self.weights, frozen: self.frozen.as_ref() };
+        let weights =
+            Weights { trained: &self.weights, frozen: self.frozen.as_ref(), exact: self.master.as_ref() };
         if let Some(pipeline) = &mut self.pipeline {
             return pipeline.evaluate((model, &self.queue, weights), &mut self.runner, batch);
         }
@@ -498,7 +501,8 @@ impl Engine {
 
     /// Updates the weights.
     pub fn update(&mut self, update: &Update) {
-        for id in self.trained_ids() {
+        let balanced = self.balance();
+        for id in self.trained_ids().filter(|id| !balanced.contains(id)) {
             let record = &self.records[id.0];
             let of_parameter = Update {
                 learning_rate: update.learning_rate * f64::from(record.learning_rate_multiplier),
@@ -529,6 +533,21 @@ impl Engine {
     /// When this rank did what in the last step, if it is one of a pipeline.
     pub fn pipeline_times(&self) -> Option<&StepTimes> {
         self.pipeline.as_ref().map(Pipeline::times)
+    }
+
+    /// Moves the biases by which experts are chosen against the load of the step, alike on all ranks; returns which they are.
+    fn balance(&mut self) -> Vec<ParameterId> {
+        let rate = self.model.bias_update_rate() as f32;
+        let here = (0..self.model.units()).filter(|unit| self.is_here[*unit]);
+        let biases: Vec<_> = here.filter_map(|unit| Some((unit, self.model.selection_bias(unit)?))).collect();
+        for &(unit, id) in biases.iter().filter(|(_, id)| self.records[id.0].trainable) {
+            let Some(steps) = self.runner.expert_load().steps_to_balance(unit, rate) else { continue };
+            let mut values = self.parameter_store(id).to_f32(id);
+            values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
+            self.parameter_store(id).write_part(id, 0, &values);
+            self.round_parameter(id);
+        }
+        biases.into_iter().map(|(_, id)| id).collect()
     }
 
     /// The gradient and the rounded weights go through memory once, everything else is read and written.

@@ -181,6 +181,16 @@ impl FlatStore {
         }
     }
 
+    /// A parameter's elements as f32, which holds each of them exactly.
+    pub(crate) fn to_f32(&self, id: ParameterId) -> Vec<f32> {
+        let view = self.view(id);
+        match self.dtype {
+            DType::BF16 => view.to_vec::<bf16>().into_iter().map(bf16::to_f32).collect(),
+            DType::F16 => view.to_vec::<f16>().into_iter().map(f16::to_f32).collect(),
+            _ => view.to_vec(),
+        }
+    }
+
     /// The bytes of all parameters that own their storage here, without a copy.
     pub fn tensors(&mut self) -> Vec<(ParameterId, &[u8])> {
         let size = self.dtype.size_bytes();
@@ -205,6 +215,8 @@ pub struct Weights<'a> {
     pub trained: &'a FlatStore,
     /// Those that are not, if there are any.
     pub frozen: Option<&'a FlatStore>,
+    /// The former in full precision, if kernels read another.
+    pub exact: Option<&'a FlatStore>,
 }
 
 impl<'a> Weights<'a> {
@@ -217,7 +229,7 @@ impl<'a> Weights<'a> {
 impl<'a> From<&'a FlatStore> for Weights<'a> {
     /// Weights in a store that holds all.
     fn from(trained: &'a FlatStore) -> Self {
-        Self { trained, frozen: None }
+        Self { trained, frozen: None, exact: None }
     }
 }
 
@@ -234,6 +246,11 @@ pub struct UnitParameters<'a> {
 impl Parameters for UnitParameters<'_> {
     fn weight(&self, index: ParameterIndex) -> View<'_> {
         self.weights.view(self.ids[index.0])
+    }
+
+    fn exact(&self, index: ParameterIndex) -> View<'_> {
+        let id = self.ids[index.0];
+        self.weights.exact.and_then(|store| store.get(id)).unwrap_or_else(|| self.weights.view(id))
     }
 
     fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write) {

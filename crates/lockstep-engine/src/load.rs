@@ -37,6 +37,12 @@ impl ExpertLoad {
         self.counts.chunks_exact(self.experts.max(1))
     }
 
+    /// Those of a unit's layer.
+    pub(crate) fn of_unit(&self, unit: usize) -> Option<&[i64]> {
+        let layer = self.layers[unit]?;
+        Some(&self.counts[layer * self.experts..(layer + 1) * self.experts])
+    }
+
     pub(crate) fn clear(&mut self) {
         self.counts.fill(0);
     }
@@ -52,8 +58,32 @@ impl ExpertLoad {
         }
     }
 
+    /// How the biases of a unit's experts move: up by `rate` for those with less than the mean, down for those with more (Wang et
+    /// al., 2024, algorithm 1).
+    pub(crate) fn steps_to_balance(&self, unit: usize, rate: f32) -> Option<impl Iterator<Item = f32>> {
+        let counts = self.of_unit(unit)?;
+        let (total, experts) = (counts.iter().sum::<i64>(), counts.len() as i64);
+        Some(counts.iter().map(move |count| rate * (total - count * experts).signum() as f32))
+    }
+
     /// Adds those of all other ranks.
     pub(crate) fn sum(&mut self, groups: &Groups) -> Result<(), CommError> {
         if self.counts.is_empty() { Ok(()) } else { groups.sum_over_world(&mut self.counts) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn biases_move_against_the_load_and_stay_where_it_is_even() {
+        let counts = vec![3, 1, 0, 4, 2, 2, 2, 2];
+        let load =
+            ExpertLoad { experts: 4, layers: vec![None, Some(0), Some(1)], counts, scratch: Vec::new() };
+        let steps = |unit| load.steps_to_balance(unit, 0.5).map(Iterator::collect::<Vec<_>>);
+        assert_eq!(steps(0), None);
+        assert_eq!(steps(1), Some(vec![-0.5, 0.5, 0.5, -0.5]));
+        assert_eq!(steps(2), Some(vec![0.0; 4]));
     }
 }

@@ -194,6 +194,8 @@ impl Operation {
             Self::GroupedLinear { .. } => "linear of experts",
             Self::Combine { .. } => "combine experts",
             Self::GateRows { .. } => "gate rows",
+            Self::JoinHeads { .. } => "join heads",
+            Self::ResizeHeads { .. } => "resize heads",
             Self::OutputLoss { .. } => "output layer and loss",
         }
     }
@@ -220,6 +222,8 @@ impl Operation {
             Self::Linear { .. }
             | Self::GroupedLinear { .. }
             | Self::Attention(_)
+            | Self::JoinHeads { .. }
+            | Self::ResizeHeads { .. }
             | Self::Exchange { .. }
             | Self::SequenceExchange(_) => (0, 0, 0),
         };

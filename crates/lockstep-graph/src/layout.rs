@@ -150,6 +150,11 @@ impl Recorder {
         }
     }
 
+    /// The value with all tokens, which heads need.
+    pub fn whole_tokens(&mut self, x: Value) -> Value {
+        if self.layout(x) == Layout::Tokens { self.spread(x) } else { x }
+    }
+
     /// The value by tokens as blocks hand it on.
     pub(crate) fn in_stream(&mut self, x: Value) -> Value {
         match (self.layout(x), self.stream()) {

@@ -46,7 +46,7 @@ pub use layout::Split;
 pub use lockstep_plan::Recompute;
 pub use low_rank::LowRank;
 pub use mixture::{Mixture, Routing};
-pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex};
+pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex, RotaryPairs};
 pub use peers::Peers;
 pub use program::{BlockProfile, ParameterDeclaration, Program};
 pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};

@@ -124,7 +124,8 @@ impl Recorder {
         let bias = mixture.selection_bias.map(|name| {
             let share = self.whole_share(self.layout(logits));
             let share = Share { summands: 1, ..share };
-            self.parameter_shared(name.to_owned(), &[experts], Initializer::Zeros, share)
+            let parameter = self.parameter_shared(name.to_owned(), &[experts], Initializer::Zeros, share);
+            (parameter, self.table(1, experts, DType::F32))
         });
         let (sequences, ranks) = (self.shape.sequences, self.place.ranks);
         let tokens_here = self.tokens_of(self.layout(logits));

@@ -33,6 +33,15 @@ pub struct DropoutSite {
     pub probability: f32,
 }
 
+/// Which elements of a head a rotary embedding turns together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RotaryPairs {
+    /// Those at the same place of both halves.
+    Halves,
+    /// Each second one with that before it.
+    Neighbours,
+}
+
 /// What the model says of an attention; the batch says the rest.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {
@@ -87,7 +96,8 @@ pub(crate) struct SplitLoss {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RouteOperation {
     pub(crate) logits: Value,
-    pub(crate) bias: Option<ParameterIndex>,
+    /// What is added to scores where experts are chosen, and scratch for it in f32.
+    pub(crate) bias: Option<(ParameterIndex, Value)>,
     pub(crate) routing: Routing,
     /// Slots of a sequence that an expert takes, if that is limited.
     pub(crate) capacity: Option<usize>,
@@ -212,6 +222,22 @@ pub(crate) enum Operation {
     Rope {
         x: Value,
         head_dim: usize,
+        pairs: RotaryPairs,
+        y: Value,
+    },
+    /// Heads of two parts.
+    JoinHeads {
+        own: Value,
+        tail: Value,
+        heads: usize,
+        /// As many, or one for all.
+        tails: usize,
+        y: Value,
+    },
+    /// The first elements of each head, and zeros beyond.
+    ResizeHeads {
+        x: Value,
+        heads: usize,
         y: Value,
     },
     Attention(AttentionOperation),
@@ -324,6 +350,8 @@ impl Operation {
             | Self::GroupedLinear { y, .. }
             | Self::Combine { y, .. }
             | Self::GateRows { y, .. }
+            | Self::JoinHeads { y, .. }
+            | Self::ResizeHeads { y, .. }
             | Self::Exchange { y, .. }
             | Self::SequenceExchange(SequenceExchange { y, .. }) => y,
             Self::Route(RouteOperation { weights, .. }) => weights,
@@ -367,6 +395,14 @@ impl Operation {
         values
     }
 
+    /// The parameter whose values choose experts.
+    pub(crate) fn selection_bias(&self) -> Option<ParameterIndex> {
+        match self {
+            Self::Route(RouteOperation { bias, .. }) => bias.map(|(parameter, _)| parameter),
+            _ => None,
+        }
+    }
+
     /// What it writes that is saved whatever is recomputed: somebody outside looks at it.
     pub(crate) fn always_saved(&self) -> Option<Value> {
         match *self {
@@ -386,9 +422,11 @@ impl Operation {
             | Self::Gelu { x, .. }
             | Self::Scale { x, .. }
             | Self::Dropout { x, .. }
+            | Self::ResizeHeads { x, .. }
             | Self::Exchange { x, .. }
             | Self::SequenceExchange(SequenceExchange { x, .. })
             | Self::OutputLoss { x, .. } => vec![x],
+            Self::JoinHeads { own, tail, .. } => vec![own, tail],
             Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
             Self::SwiGlu { gate, up, .. } => vec![gate, up],
             Self::Add { a, b, .. } => vec![a, b],
@@ -408,9 +446,9 @@ impl Operation {
             Self::OutputLoss { logits, split: Some(split), .. } => {
                 vec![logits, split.statistics, split.gathered, split.log_sum_exp]
             }
-            Self::Route(RouteOperation { probabilities, parts, .. }) => {
+            Self::Route(RouteOperation { probabilities, parts, bias, .. }) => {
                 let parts = parts.into_iter().flat_map(|parts| [parts.gathered, parts.before]);
-                parts.chain([probabilities]).collect()
+                parts.chain(bias.map(|(_, scratch)| scratch)).chain([probabilities]).collect()
             }
             Self::Dispatch { tables, .. } => {
                 let arrived = tables.remote.map(|remote| remote.arrived);
@@ -478,6 +516,8 @@ impl Operation {
             | Self::Scale { .. }
             | Self::Add { .. }
             | Self::Dropout { .. }
+            | Self::JoinHeads { .. }
+            | Self::ResizeHeads { .. }
             | Self::Exchange { .. }
             | Self::SequenceExchange(_) => vec![],
         }

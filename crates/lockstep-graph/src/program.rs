@@ -6,7 +6,7 @@ use lockstep_plan::{ContextPlace, Initializer, Recompute, Share};
 use lockstep_tensor::{Buffer, View};
 
 use crate::{
-    BlockShape, Mode, Recorder, Value,
+    BlockShape, Mode, ParameterIndex, Recorder, Value,
     backward::{self, Gradient, GradientBuffer, Home, Order},
     operation::Operation,
     recorder::ValueInfo,
@@ -161,6 +161,11 @@ impl Program {
     pub fn output_bytes(&self) -> Range<usize> {
         let start = self.forward.values[self.output.0].map_or(0, |slot| slot.offset_bytes);
         start..start + self.values[self.output.0].bytes()
+    }
+
+    /// The parameter whose values choose experts, which no gradient changes but the load of the experts.
+    pub fn selection_bias(&self) -> Option<ParameterIndex> {
+        self.operations.iter().find_map(Operation::selection_bias)
     }
 
     /// How many experts the block has, if it has any.

@@ -15,7 +15,7 @@ use crate::{
     layout::Layout,
     low_rank::Narrow,
     mutation::{Mutation, active},
-    operation::{AttentionOperation, Operation, SplitLoss, TokenRange},
+    operation::{AttentionOperation, Operation, RotaryPairs, SplitLoss, TokenRange},
 };
 
 /// Logits that a loss holds at once, about: few enough to save memory, so many that reading the output layer's
@@ -282,11 +282,40 @@ impl Recorder {
 
     /// Rotary position embedding of each head, in the half-split form.
     pub fn rope(&mut self, x: Value, head_dim: usize) -> Value {
+        self.rope_in_pairs(x, head_dim, RotaryPairs::Halves)
+    }
+
+    /// Rotary position embedding of each head, in either form.
+    pub fn rope_in_pairs(&mut self, x: Value, head_dim: usize, pairs: RotaryPairs) -> Value {
         let columns = self.columns(x);
         assert!(columns.is_multiple_of(head_dim), "heads of {head_dim} in {columns} columns");
         self.expect_layout(x, |layout| layout != Layout::Tokens, "rotary embedding");
         let y = self.value_like(x, columns);
-        self.operations.push(Operation::Rope { x, head_dim, y });
+        self.operations.push(Operation::Rope { x, head_dim, pairs, y });
+        y
+    }
+
+    /// Heads of `own`, each with its part of `tail` behind, or with all of it if that is one for all heads.
+    ///
+    /// # Panics
+    /// If ranks do not share both alike; a tail for all heads must be whole.
+    pub fn join_heads(&mut self, own: Value, tail: Value, heads: usize, tails: usize) -> Value {
+        let is_split = matches!(self.layout(own), Layout::Columns { .. });
+        let tail = if tails == 1 && is_split { self.spread(tail) } else { tail };
+        let fits = tails == 1 || self.layout(own) == self.layout(tail);
+        assert!(fits, "heads of {:?} with tails of {:?}", self.layout(own), self.layout(tail));
+        let y = self.value_like(own, self.columns(own) + self.columns(tail) * heads / tails);
+        let held = heads * self.values[own.0].columns / self.columns(own);
+        let tails = if tails == 1 { 1 } else { held };
+        self.operations.push(Operation::JoinHeads { own, tail, heads: held, tails, y });
+        y
+    }
+
+    /// The first `width` elements of each head, with zeros behind where it has fewer.
+    pub fn resize_heads(&mut self, x: Value, heads: usize, width: usize) -> Value {
+        let y = self.value_like(x, heads * width);
+        let heads = heads * self.values[x.0].columns / self.columns(x);
+        self.operations.push(Operation::ResizeHeads { x, heads, y });
         y
     }
 

@@ -15,7 +15,7 @@ use crate::{
     cost::Stage,
     loss::PartialLoss,
     mutation::{Mutation, active},
-    operation::{Operation, TokenRange},
+    operation::{Operation, RotaryPairs, TokenRange},
     program::{Instruction, Phase},
     recorder::ValueInfo,
     storage::{Region, Slot},
@@ -277,8 +277,15 @@ impl<'a> Run<'a> {
                 let bias = bias.map(|bias| self.weight(bias));
                 queue.layer_norm(self.layer_norm(operation), bias, eps, self.value(y));
             }
-            Operation::Rope { x, head_dim, y } => {
-                self.rope(self.value(x), head_dim, Rotation::Forward, self.value(y));
+            Operation::Rope { x, head_dim, pairs, y } => {
+                self.rope(self.value(x), (head_dim, pairs), Rotation::Forward, self.value(y));
+            }
+            Operation::JoinHeads { own, tail, heads, tails, y } => {
+                let [own, y] = [own, y].map(|value| in_heads(self.value(value), heads));
+                queue.join_heads(own, in_heads(self.value(tail), tails), y);
+            }
+            Operation::ResizeHeads { x, heads, y } => {
+                queue.resize_heads(in_heads(self.value(x), heads), in_heads(self.value(y), heads));
             }
             Operation::Attention(ref attention) => self.attention(attention)?,
             Operation::SequenceExchange(ref exchange) => {
@@ -376,7 +383,16 @@ impl<'a> Run<'a> {
             Operation::LayerNorm { .. } => {
                 queue.layer_norm_backward_input(self.layer_norm(operation), dy, target(0), write);
             }
-            Operation::Rope { head_dim, .. } => self.rope(dy, head_dim, Rotation::Backward, target(0)),
+            Operation::Rope { head_dim, pairs, .. } => {
+                self.rope(dy, (head_dim, pairs), Rotation::Backward, target(0));
+            }
+            Operation::JoinHeads { heads, tails, .. } => {
+                let (down, dtail) = (in_heads(target(0), heads), in_heads(target(1), tails));
+                queue.join_heads_backward(in_heads(dy, heads), down, dtail);
+            }
+            Operation::ResizeHeads { heads, .. } => {
+                queue.resize_heads(in_heads(dy, heads), in_heads(target(0), heads));
+            }
             Operation::Attention(ref attention) => {
                 let gradients = AttentionGradients { dq: target(0), dk: target(1), dv: target(2) };
                 self.attention_backward(attention, dy, gradients)?;
@@ -503,18 +519,19 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn rope(&self, x: View<'_>, head_dim: usize, rotation: Rotation, y: View<'_>) {
+    fn rope(&self, x: View<'_>, (head_dim, pairs): (usize, RotaryPairs), rotation: Rotation, y: View<'_>) {
         let batch = &self.replay.batch;
         let frequencies =
             batch.inverse_frequencies.expect("a program with rotary embeddings is given frequencies");
         let heads = x.shape().as_matrix().1 / head_dim;
-        self.replay.queue.rope(
-            split_heads(x, heads, head_dim),
-            batch.positions,
-            frequencies,
-            rotation,
-            split_heads(y, heads, head_dim),
-        );
+        let (x, y) = (split_heads(x, heads, head_dim), split_heads(y, heads, head_dim));
+        let queue = self.replay.queue;
+        match pairs {
+            RotaryPairs::Halves => queue.rope(x, batch.positions, frequencies, rotation, y),
+            RotaryPairs::Neighbours => {
+                queue.rope_neighbours(x, batch.positions, frequencies, rotation, y);
+            }
+        }
     }
 
     fn layer_norm(&self, operation: &Operation) -> LayerNorm<'a> {
@@ -621,6 +638,12 @@ fn last(table: View<'_>) -> u32 {
 
 fn group(view: View<'_>, width: usize) -> View<'_> {
     view.reshape([view.elements() / width, width])
+}
+
+/// A value by heads.
+fn in_heads(view: View<'_>, heads: usize) -> View<'_> {
+    let (rows, columns) = view.shape().as_matrix();
+    view.reshape([rows, heads, columns / heads])
 }
 
 pub(crate) fn split_heads(view: View<'_>, heads: usize, head_dim: usize) -> View<'_> {

@@ -246,10 +246,15 @@ impl<'a> Run<'a> {
 
     fn router(&self, route: &RouteOperation) -> Router<'a> {
         let RouteOperation { bias, routing, .. } = *route;
+        let bias = bias.map(|(parameter, scratch)| {
+            let exact = self.flat(scratch);
+            self.replay.queue.cast(self.replay.parameters.exact(parameter), exact);
+            exact
+        });
         Router {
             top_k: routing.top_k,
             scores: routing.scores,
-            selection_bias: bias.map(|bias| self.replay.parameters.exact(bias)),
+            selection_bias: bias,
             groups: routing.groups,
             weights: routing.weights,
             scale: routing.scale,

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use lockstep_plan::ParameterRecord;
 
-use crate::config::{Gpt2Config, ModelConfig};
+use crate::config::{Gpt2Config, LatentAttention, LlamaConfig, ModelConfig};
 use crate::error::{CheckpointProblem, ModelError};
 use crate::hf_transform::HfTransform;
 use crate::recorded::parameter_records;
@@ -79,7 +79,7 @@ impl HfMapping {
         let records = parameter_records(config);
         let (prefix, tensors) = match config {
             ModelConfig::Gpt2(config) => ("transformer.", gpt2_tensors(config, &records)),
-            ModelConfig::Llama(_) => ("model.", own(&records).flat_map(unstacked).collect()),
+            ModelConfig::Llama(config) => ("model.", llama_tensors(config, &records)),
         };
         let tied = records
             .iter()
@@ -318,6 +318,66 @@ fn unstacked(record: &ParameterRecord) -> Vec<HfTensor> {
         HfTensor { name, shape, content: HfContent::Parameters(vec![place]) }
     };
     (0..experts).map(tensor).collect()
+}
+
+/// The tensors of a Llama-like model: those of latent attention hold two parameters each.
+fn llama_tensors(config: &LlamaConfig, records: &[ParameterRecord]) -> Vec<HfTensor> {
+    let mut tensors: Vec<HfTensor> = Vec::new();
+    for record in own(records) {
+        let part = config.latent.as_ref().and_then(|latent| latent_part(config, latent, &record.name));
+        let Some((name, transform)) = part else {
+            tensors.extend(unstacked(record));
+            continue;
+        };
+        let HfTransform::Rows { of, blocks, .. } = transform else { continue };
+        let shape = vec![of * blocks, record.shape[1]];
+        let place = HfPlace {
+            parameter: record.name.clone(),
+            tensor: name.clone(),
+            tensor_shape: shape.clone(),
+            first_element: 0,
+            transform,
+        };
+        match tensors.iter_mut().find(|tensor| tensor.name == name) {
+            Some(HfTensor { content: HfContent::Parameters(places), .. }) => places.push(place),
+            _ => tensors.push(HfTensor { name, shape, content: HfContent::Parameters(vec![place]) }),
+        }
+    }
+    tensors
+}
+
+/// For a parameter of latent attention that shares a tensor with another: the tensor, and how it lies there.
+fn latent_part(
+    config: &LlamaConfig,
+    latent: &LatentAttention,
+    parameter: &str,
+) -> Option<(String, HfTransform)> {
+    let LatentAttention { plain_dim, rotary_dim, value_dim, key_value_rank, .. } = *latent;
+    let heads = config.num_attention_heads;
+    // The parameter's ending, the tensor's, the rows of each block before and in it, those of a block, and blocks.
+    let parts = [
+        ("q_proj_plain", "q_proj", 0, plain_dim, plain_dim + rotary_dim, heads),
+        ("q_proj_rotary", "q_proj", plain_dim, rotary_dim, plain_dim + rotary_dim, heads),
+        ("q_b_proj_plain", "q_b_proj", 0, plain_dim, plain_dim + rotary_dim, heads),
+        ("q_b_proj_rotary", "q_b_proj", plain_dim, rotary_dim, plain_dim + rotary_dim, heads),
+        ("kv_a_proj_narrow", "kv_a_proj_with_mqa", 0, key_value_rank, key_value_rank + rotary_dim, 1),
+        (
+            "kv_a_proj_rotary",
+            "kv_a_proj_with_mqa",
+            key_value_rank,
+            rotary_dim,
+            key_value_rank + rotary_dim,
+            1,
+        ),
+        ("kv_b_proj_key", "kv_b_proj", 0, plain_dim, plain_dim + value_dim, heads),
+        ("kv_b_proj_value", "kv_b_proj", plain_dim, value_dim, plain_dim + value_dim, heads),
+    ];
+    let module = parameter.strip_suffix(".weight")?;
+    parts.into_iter().find_map(|(own, stored, first, len, of, blocks)| {
+        let before = module.strip_suffix(own)?.strip_suffix('.').map(|before| format!("{before}."))?;
+        let transform = HfTransform::Rows { rows: first..first + len, of, blocks };
+        Some((format!("{before}{stored}.weight"), transform))
+    })
 }
 
 /// GPT-2's tensors: linear weights `[in, out]`, queries, keys and values side by side in `c_attn`, and

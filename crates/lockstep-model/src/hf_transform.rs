@@ -1,8 +1,7 @@
 //! How the elements of a parameter lie in a tensor of a Hugging Face checkpoint.
 //!
-//! One form covers everything: the parameter is some columns of a stored matrix, transposed. GPT-2's
-//! Conv1D weights are stored `[in, out]`, the fused `c_attn` holds three parameters side by side, and a
-//! fused bias is a matrix of one row. Elements are moved, never computed with, so both directions are
+//! One form is some columns of a stored matrix, transposed. GPT-2's Conv1D weights are stored `[in, out]`, the fused `c_attn`
+//! holds three parameters side by side, and a fused bias is a matrix of one row. Another is some rows of each head. Elements are moved, never computed with, so both directions are
 //! exact for every dtype.
 
 use std::ops::Range;
@@ -20,6 +19,15 @@ pub enum HfTransform {
         /// How many columns the stored matrix has.
         stored_columns: usize,
     },
+    /// The stored matrix is of blocks of `of` rows, and the parameter has `rows` of each: one part of every head.
+    Rows {
+        /// Which rows.
+        rows: Range<usize>,
+        /// Of how many.
+        of: usize,
+        /// How many blocks there are.
+        blocks: usize,
+    },
 }
 
 /// Edge of the square tiles that a transposition moves at a time: both sides stay in the cache.
@@ -31,6 +39,7 @@ impl HfTransform {
         match self {
             Self::Same => stored_elements,
             Self::Columns { columns, stored_columns } => stored_elements / stored_columns * columns.len(),
+            Self::Rows { rows, of, .. } => stored_elements / of * rows.len(),
         }
     }
 
@@ -44,6 +53,13 @@ impl HfTransform {
                     parameter[in_parameter] = stored[in_stored]
                 });
             }
+            Self::Rows { rows, of, blocks } => {
+                let (stored_len, len) = (stored.len() / blocks, parameter.len() / blocks);
+                let first = stored_len / of * rows.start;
+                for (stored, parameter) in stored.chunks(stored_len).zip(parameter.chunks_mut(len)) {
+                    parameter.copy_from_slice(&stored[first..first + len]);
+                }
+            }
         }
     }
 
@@ -56,6 +72,13 @@ impl HfTransform {
                 self.for_each_pair(rows, |in_stored, in_parameter| {
                     stored[in_stored] = parameter[in_parameter]
                 });
+            }
+            Self::Rows { rows, of, blocks } => {
+                let (stored_len, len) = (stored.len() / blocks, parameter.len() / blocks);
+                let first = stored_len / of * rows.start;
+                for (stored, parameter) in stored.chunks_mut(stored_len).zip(parameter.chunks(len)) {
+                    stored[first..first + len].copy_from_slice(parameter);
+                }
             }
         }
     }
@@ -85,6 +108,18 @@ mod tests {
         let mut parameter = [0; 4];
         HfTransform::Columns { columns: 1..3, stored_columns: 3 }.read(&stored, &mut parameter);
         assert_eq!(parameter, [2, 5, 3, 6]); // [2, 2]
+    }
+
+    #[test]
+    fn parts_of_heads_are_rows_of_each() {
+        let stored = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]; // [2 heads, 3, 2]
+        let transform = HfTransform::Rows { rows: 1..3, of: 3, blocks: 2 };
+        let mut parameter = [0; 8];
+        transform.read(&stored, &mut parameter);
+        assert_eq!(parameter, [3, 4, 5, 6, 9, 10, 11, 12]);
+        let mut back = [0; 12];
+        transform.write(&parameter, &mut back);
+        assert_eq!(back, [0, 0, 3, 4, 5, 6, 0, 0, 9, 10, 11, 12]);
     }
 
     #[test]

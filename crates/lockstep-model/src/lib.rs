@@ -16,8 +16,8 @@ mod presets;
 mod recorded;
 
 pub use config::{
-    Activation, ExpertsConfig, Gpt2Config, LlamaConfig, LlamaFamily, ModelConfig, Rope, RopeScaling,
-    SpecialTokens,
+    Activation, ExpertsConfig, Gpt2Config, LatentAttention, LlamaConfig, LlamaFamily, ModelConfig, Rope,
+    RopeScaling, SpecialTokens,
 };
 pub use error::{CheckpointProblem, ConfigProblem, ModelError};
 pub use hf_names::{HfContent, HfImport, HfMapping, HfPlace, HfTensor};

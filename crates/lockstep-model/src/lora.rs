@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use lockstep_graph::LowRank;
 use serde::{Deserialize, Serialize};
 
-use crate::{HfContent, HfMapping, ModelConfig, ModelError, parameter_records};
+use crate::{HfContent, HfMapping, HfTransform, ModelConfig, ModelError, parameter_records};
 
 /// The target that stands for every linear layer but the output layer.
 pub const ALL_LINEAR: &str = "all-linear";
@@ -200,7 +200,9 @@ fn linear_layers(model: &ModelConfig) -> Vec<LinearLayer> {
     let mut module_of: BTreeMap<&str, &str> = BTreeMap::new();
     for tensor in mapping.tensors() {
         if let HfContent::Parameters(places) = &tensor.content {
-            module_of.extend(places.iter().map(|place| (place.parameter.as_str(), tensor.name.as_str())));
+            // Of layers whose rows are parts of others' heads PEFT would want an adapter for all at once.
+            let whole = places.iter().filter(|place| !matches!(place.transform, HfTransform::Rows { .. }));
+            module_of.extend(whole.map(|place| (place.parameter.as_str(), tensor.name.as_str())));
         }
     }
     let blocks = model.num_hidden_layers();

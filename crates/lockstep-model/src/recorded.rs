@@ -77,6 +77,7 @@ pub struct RecordedModel {
     unit_parameters: Vec<Vec<ParameterId>>,
     inverse_frequencies: Option<Vec<f32>>,
     training_flops: u64,
+    bias_update_rate: f64,
 }
 
 impl RecordedModel {
@@ -111,6 +112,7 @@ impl RecordedModel {
             unit_parameters: Vec::new(),
             inverse_frequencies: family.inverse_frequencies(),
             training_flops: 0,
+            bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
         };
         // What each program was recorded for.
         let mut recorded: Vec<Recording> = Vec::new();
@@ -192,6 +194,17 @@ impl RecordedModel {
     /// The parameters of a unit, in the order in which its program declares them.
     pub fn unit_parameters(&self, unit: usize) -> &[ParameterId] {
         &self.unit_parameters[unit]
+    }
+
+    /// The parameter of a unit whose values choose experts, if it has one: no gradient changes it, but the load of the experts.
+    pub fn selection_bias(&self, unit: usize) -> Option<ParameterId> {
+        let index = self.program(unit).selection_bias()?;
+        Some(self.unit_parameters[unit][index.0])
+    }
+
+    /// How far the load of a step moves these.
+    pub fn bias_update_rate(&self) -> f64 {
+        self.bias_update_rate
     }
 
     /// The frequencies of rotary embeddings, if the model has them.

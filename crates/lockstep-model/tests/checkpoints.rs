@@ -10,8 +10,18 @@ use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 9] =
-    ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"];
+const FAMILIES: [&str; 10] = [
+    "gpt2",
+    "llama",
+    "llama_bias",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+];
 
 fn fixture(file: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(file);

@@ -46,7 +46,18 @@ fn problems(value: Value) -> Vec<ConfigProblem> {
     }
 }
 
-const FAMILIES: [&str; 6] = ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3"];
+const FAMILIES: [&str; 10] = [
+    "gpt2",
+    "llama",
+    "llama_bias",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+];
 
 #[test]
 fn both_forms_of_transformers_mean_the_same() {

@@ -403,6 +403,27 @@ pub trait Kernels {
         y: View<'_>,
     );
 
+    /// As [`Kernels::rope`], for pairs of neighbours: `(x[2i], x[2i + 1])`.
+    fn rope_neighbours(
+        &self,
+        x: View<'_>,
+        positions: View<'_>,
+        inverse_frequencies: View<'_>,
+        rotation: Rotation,
+        y: View<'_>,
+    );
+
+    /// Heads of two parts: `y [T, heads, a + b]` of `own [T, heads, a]` and `tail [T, heads, b]`, or of one tail for all heads,
+    /// `[T, 1, b]`.
+    fn join_heads(&self, own: View<'_>, tail: View<'_>, y: View<'_>);
+
+    /// Gradients of [`Kernels::join_heads`]; that of a shared tail is the sum over heads.
+    fn join_heads_backward(&self, dy: View<'_>, down: View<'_>, dtail: View<'_>);
+
+    /// `y [T, heads, b]` has the first elements of each head of `x [T, heads, a]`, and zeros where those end. Its own backward, the
+    /// other way.
+    fn resize_heads(&self, x: View<'_>, y: View<'_>);
+
     /// Causal attention. `q`, `out`: `[sequences·queries.stored, heads, head_dim]`; `k`, `v`:
     /// `[sequences·keys.stored, key_value_heads, head_dim]`; `log_sum_exp`: f32 `[sequences, heads, queries.stored]`, of
     /// the scaled scores, before dropout. Never holds a matrix of queries by keys. Rows of `out` and `log_sum_exp` that

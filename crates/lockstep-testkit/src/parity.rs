@@ -118,11 +118,38 @@ pub const QWEN2_MOE: TinyModel = TinyModel {
     ],
 };
 
+/// Latent attention, experts chosen in groups, and a bias that keeps their load even.
+pub const DEEPSEEK: TinyModel = TinyModel {
+    name: "deepseek_v3",
+    settings: &[
+        "model.model_type=deepseek_v3",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.moe_intermediate_size=16",
+        "model.num_hidden_layers=4",
+        "model.num_attention_heads=8",
+        "model.q_lora_rank=16",
+        "model.kv_lora_rank=16",
+        "model.qk_nope_head_dim=4",
+        "model.qk_rope_head_dim=4",
+        "model.v_head_dim=6",
+        "model.n_routed_experts=8",
+        "model.n_group=4",
+        "model.topk_group=2",
+        "model.num_experts_per_tok=3",
+        "model.first_k_dense_replace=1",
+        "model.router_bias_update_rate=0.05",
+        "model.max_position_embeddings=16",
+        "model.initializer_range=0.2",
+    ],
+};
+
 /// All models of the matrix without experts.
 pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
 
 /// Those with experts.
-pub const MIXTURES: [TinyModel; 2] = [MIXTRAL, QWEN2_MOE];
+pub const MIXTURES: [TinyModel; 3] = [MIXTRAL, QWEN2_MOE, DEEPSEEK];
 
 /// Units of each of these models: the embedding, four blocks and the head.
 pub const UNITS: usize = 6;

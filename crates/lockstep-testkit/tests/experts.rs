@@ -1,7 +1,7 @@
 //! Models with experts under plans that share them out: the numbers are those of one rank.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_testkit::parity::{MIXTURES, QWEN2_MOE, Workbench};
+use lockstep_testkit::parity::{DEEPSEEK, MIXTRAL, MIXTURES, QWEN2_MOE, Workbench};
 use lockstep_train::verify::Tolerance;
 
 /// Checks the models with experts under plans, and tells all that differ at once.
@@ -81,4 +81,23 @@ fn whatever_is_computed_again_tokens_find_their_experts() {
 #[test]
 fn runs_of_twenty_steps_stay_together() {
     check(&[&["train.steps=20", SHARD_2, EXPERT_2], &["train.steps=20", TENSOR_2, EXPERT_2, SEQUENCE]]);
+}
+
+#[test]
+fn any_plan_goes_on_from_the_checkpoint_of_any_other() {
+    let bench = Workbench::new().unwrap();
+    let parts = [TENSOR_2, PARTS_2, SHARD_2, EXPERT_2];
+    let plans: [&[&str]; 4] = [&[], &[SHARD_2, EXPERT_2], &parts, &[PIPELINE_2, SHARD_2, EXPERT_2]];
+    for model in [MIXTRAL, DEEPSEEK] {
+        let expected = bench.losses_of_both(model, [&[], &[]], 6).unwrap();
+        for (first, second) in plans.iter().zip(plans.iter().cycle().skip(1)) {
+            let found = bench.losses_of_both(model, [first, second], 6).unwrap();
+            let is_near = |(found, expected): (&f64, &f64)| (found - expected).abs() <= 1e-4 * expected;
+            assert!(
+                found.len() == expected.len() && found.iter().zip(&expected).all(is_near),
+                "{}, {first:?}, then {second:?}: {found:?}, one rank {expected:?}",
+                model.name
+            );
+        }
+    }
 }

@@ -16,8 +16,18 @@ use lockstep_tensor::{Arena, CpuQueue};
 
 use reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
 
-const FAMILIES: [&str; 9] =
-    ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"];
+const FAMILIES: [&str; 10] = [
+    "gpt2",
+    "llama",
+    "llama_bias",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+];
 
 fn engine(family: &str, recompute: Recompute) -> Engine {
     let directory = ModelDirectory::open(&fixture(family)).unwrap();

@@ -1,9 +1,9 @@
 //! What a configuration says of experts: how many, how wide, how tokens choose them, and what keeps the choice even.
 
-use lockstep_tensor::{RouterScores, RouterWeights};
+use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
 use serde_json::{Map, Value, json};
 
-use super::limits::{Checks, EXPERTS, WIDTH};
+use super::limits::{Checks, EXPERTS, LAYERS, WIDTH};
 use super::llama::LlamaFamily;
 use super::reader::Reader;
 
@@ -24,6 +24,11 @@ pub struct ExpertsConfig {
     pub weights: RouterWeights,
     /// Factor on the weights.
     pub scale: f64,
+    /// Groups that limit the choice.
+    pub groups: Option<ExpertGroups>,
+    /// How far the load of a step moves the bias by which experts are chosen, `router_bias_update_rate`: a key of ours, for the
+    /// families that have one.
+    pub bias_update_rate: f64,
     /// Coefficient of the auxiliary loss, `router_aux_loss_coef`.
     pub auxiliary_loss: f64,
     /// Coefficient of the z-loss, `router_z_loss_coef`: a key of ours.
@@ -49,14 +54,15 @@ impl ExpertsConfig {
         family: LlamaFamily,
         intermediate_size: usize,
     ) -> Option<Self> {
+        if family == LlamaFamily::DeepseekV3 {
+            return Some(Self::read_deepseek(reader));
+        }
         let has_shared = family == LlamaFamily::Qwen2Moe;
         let (count, per_token, width) = match family {
             LlamaFamily::Mixtral => (8, 2, intermediate_size),
             LlamaFamily::Qwen2Moe => (60, 4, 1408),
             LlamaFamily::Qwen3Moe => (128, 8, 768),
-            LlamaFamily::Llama | LlamaFamily::Mistral | LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
-                return None;
-            }
+            _ => return None,
         };
         let is_mixtral = family == LlamaFamily::Mixtral;
         let normalizes = is_mixtral || reader.flag("norm_topk_prob", false);
@@ -77,12 +83,38 @@ impl ExpertsConfig {
             scores: RouterScores::Softmax,
             weights: if normalizes { RouterWeights::Normalized } else { RouterWeights::Scores },
             scale: 1.0,
+            groups: None,
+            bias_update_rate: 0.0,
             auxiliary_loss: reader.number("router_aux_loss_coef", 0.001),
             z_loss: reader.number("router_z_loss_coef", 0.0),
             capacity_factor: reader.optional_number("expert_capacity_factor"),
             every: if is_mixtral { 1 } else { reader.size("decoder_sparse_step", 1) },
             dense_layers: if is_mixtral { Vec::new() } else { reader.sizes("mlp_only_layers") },
         })
+    }
+
+    fn read_deepseek(reader: &mut Reader<'_>) -> Self {
+        let width = reader.size("moe_intermediate_size", 2048);
+        let shared = reader.size("n_shared_experts", 1);
+        let (count, kept) = (reader.size("n_group", 8), reader.size("topk_group", 4));
+        let first = reader.size("first_k_dense_replace", 3);
+        let normalizes = reader.flag("norm_topk_prob", true);
+        Self {
+            count: reader.size("n_routed_experts", 256),
+            per_token: reader.size("num_experts_per_tok", 8),
+            intermediate_size: width,
+            shared_intermediate_size: Some(shared.saturating_mul(width)).filter(|width| *width > 0),
+            scores: RouterScores::Sigmoid,
+            weights: if normalizes { RouterWeights::Normalized } else { RouterWeights::Scores },
+            scale: reader.number("routed_scaling_factor", 2.5),
+            groups: Some(ExpertGroups { count, kept }),
+            bias_update_rate: reader.number("router_bias_update_rate", 0.001),
+            auxiliary_loss: reader.number("router_aux_loss_coef", 0.0),
+            z_loss: reader.number("router_z_loss_coef", 0.0),
+            capacity_factor: reader.optional_number("expert_capacity_factor"),
+            every: 1,
+            dense_layers: (0..first.min(LAYERS)).collect(),
+        }
     }
 
     /// Adds the keys of a family's `config.json`.
@@ -98,6 +130,19 @@ impl ExpertsConfig {
         }
         if family == LlamaFamily::Mixtral {
             put("num_local_experts", json!(self.count));
+            return;
+        }
+        if family == LlamaFamily::DeepseekV3 {
+            put("n_routed_experts", json!(self.count));
+            put("moe_intermediate_size", json!(self.intermediate_size));
+            let shared = self.shared_intermediate_size.unwrap_or(0) / self.intermediate_size.max(1);
+            put("n_shared_experts", json!(shared));
+            put("n_group", json!(self.groups.map_or(1, |groups| groups.count)));
+            put("topk_group", json!(self.groups.map_or(1, |groups| groups.kept)));
+            put("first_k_dense_replace", json!(self.dense_layers.len()));
+            put("norm_topk_prob", json!(self.weights == RouterWeights::Normalized));
+            put("routed_scaling_factor", json!(self.scale));
+            put("router_bias_update_rate", json!(self.bias_update_rate));
             return;
         }
         put("num_experts", json!(self.count));
@@ -118,6 +163,20 @@ impl ExpertsConfig {
         if let Some(width) = self.shared_intermediate_size {
             checks.size("shared_expert_intermediate_size", width, WIDTH);
         }
+        if let Some(groups) = self.groups {
+            checks.size("n_group", groups.count, self.count.max(1));
+            checks.size("topk_group", groups.kept, groups.count.max(1));
+            checks.divides(("n_group", groups.count), ("n_routed_experts", self.count));
+            let room = groups.kept.saturating_mul(self.count / groups.count.max(1));
+            if self.per_token > room {
+                checks.conflict(format!(
+                    "`num_experts_per_tok` = {} is more than the {room} experts of `topk_group` = {} groups",
+                    self.per_token, groups.kept
+                ));
+            }
+        }
+        checks.coefficient("router_bias_update_rate", self.bias_update_rate);
+        checks.factor("routed_scaling_factor", self.scale);
         checks.coefficient("router_aux_loss_coef", self.auxiliary_loss);
         checks.coefficient("router_z_loss_coef", self.z_loss);
         if let Some(factor) = self.capacity_factor {

@@ -45,6 +45,14 @@ pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[
 pub(super) const FIXED_FOR_EXPERTS: &[Fixed] =
     &[fixed("router_jitter_noise", &["0", "0.0"], "0 (routers see what the experts see)")];
 
+/// Options of DeepSeek-V3 that would change what the model computes.
+pub(super) const FIXED_FOR_DEEPSEEK: &[Fixed] = &[
+    fixed("scoring_func", &["\"sigmoid\""], "\"sigmoid\""),
+    fixed("topk_method", &["\"noaux_tc\""], "\"noaux_tc\""),
+    fixed("moe_layer_freq", &["1"], "1 (experts in all layers but the first)"),
+    fixed("num_nextn_predict_layers", &["0"], "0 (no layers that predict further tokens)"),
+];
+
 /// Options inside a RoPE table that would change what the model computes.
 pub(super) const FIXED_FOR_ROPE: &[Fixed] =
     &[fixed("partial_rotary_factor", &["1", "1.0"], "1.0 (the whole head is rotated)")];

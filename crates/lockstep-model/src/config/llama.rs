@@ -6,7 +6,8 @@
 use serde_json::{Map, Value, json};
 
 use super::experts::ExpertsConfig;
-use super::keys::{FIXED_FOR_ALL, FIXED_FOR_EXPERTS, FIXED_FOR_LLAMA};
+use super::keys::{FIXED_FOR_ALL, FIXED_FOR_DEEPSEEK, FIXED_FOR_EXPERTS, FIXED_FOR_LLAMA};
+use super::latent::LatentAttention;
 use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
 use super::reader::{Entry, Reader};
 use super::{Rope, SpecialTokens};
@@ -52,6 +53,8 @@ pub struct LlamaConfig {
     pub attention_dropout: f64,
     /// Mixtures of experts in the place of feed-forward layers, in the families that have them.
     pub experts: Option<ExpertsConfig>,
+    /// Latent attention, in the family that has it; head size and key/value heads follow from it.
+    pub latent: Option<LatentAttention>,
     /// Standard deviation of initial weights.
     pub initializer_range: f64,
     /// Whether the output layer is the token embedding.
@@ -77,12 +80,22 @@ pub enum LlamaFamily {
     Qwen2Moe,
     /// Qwen3 with experts.
     Qwen3Moe,
+    /// DeepSeek-V3: latent attention, experts that are chosen in groups and balanced by a bias.
+    DeepseekV3,
 }
 
 impl LlamaFamily {
     /// Every family.
-    pub const ALL: [Self; 7] =
-        [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Mixtral, Self::Qwen2Moe, Self::Qwen3Moe];
+    pub const ALL: [Self; 8] = [
+        Self::Llama,
+        Self::Mistral,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::Mixtral,
+        Self::Qwen2Moe,
+        Self::Qwen3Moe,
+        Self::DeepseekV3,
+    ];
 
     /// The value of `model_type`.
     pub const fn model_type(self) -> &'static str {
@@ -94,6 +107,7 @@ impl LlamaFamily {
             Self::Mixtral => "mixtral",
             Self::Qwen2Moe => "qwen2_moe",
             Self::Qwen3Moe => "qwen3_moe",
+            Self::DeepseekV3 => "deepseek_v3",
         }
     }
 
@@ -106,6 +120,7 @@ impl LlamaFamily {
             Self::Mixtral => "MixtralForCausalLM",
             Self::Qwen2Moe => "Qwen2MoeForCausalLM",
             Self::Qwen3Moe => "Qwen3MoeForCausalLM",
+            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
         }
     }
 
@@ -123,9 +138,14 @@ impl LlamaFamily {
         matches!(self, Self::Qwen3 | Self::Qwen3Moe)
     }
 
+    /// Whether attention can have a sliding window.
+    const fn has_windows(self) -> bool {
+        !matches!(self, Self::Llama | Self::DeepseekV3)
+    }
+
     /// Whether it has experts.
     pub const fn has_experts(self) -> bool {
-        matches!(self, Self::Mixtral | Self::Qwen2Moe | Self::Qwen3Moe)
+        matches!(self, Self::Mixtral | Self::Qwen2Moe | Self::Qwen3Moe | Self::DeepseekV3)
     }
 
     /// Whether `attention_bias` is a key of this family's `config.json`.
@@ -147,15 +167,22 @@ impl LlamaConfig {
             LlamaFamily::Mixtral => (32000, 14336, Some(8), 4096 * 32),
             LlamaFamily::Qwen2Moe => (151936, 5632, Some(16), 32768),
             LlamaFamily::Qwen3Moe => (151936, 6144, Some(4), 32768),
+            LlamaFamily::DeepseekV3 => (129280, 18432, None, 4096),
         };
         let (hidden, layers, heads) = match family {
             LlamaFamily::Qwen2Moe => (2048, 24, 16),
             LlamaFamily::Qwen3Moe => (2048, 24, 32),
+            LlamaFamily::DeepseekV3 => (7168, 61, 128),
             _ => (4096, 32, 32),
         };
         if family.has_experts() {
             reader.fixed(FIXED_FOR_EXPERTS);
         }
+        let has_latent = family == LlamaFamily::DeepseekV3;
+        if has_latent {
+            reader.fixed(FIXED_FOR_DEEPSEEK);
+        }
+        let latent = has_latent.then(|| LatentAttention::read(&mut reader));
         let hidden_size = reader.size("hidden_size", hidden);
         let num_hidden_layers = reader.size("num_hidden_layers", layers);
         let num_attention_heads = reader.size("num_attention_heads", heads);
@@ -176,7 +203,10 @@ impl LlamaConfig {
             num_hidden_layers,
             num_attention_heads,
             num_key_value_heads,
-            head_dim: read_head_dim(&mut reader, family, hidden_size, num_attention_heads),
+            head_dim: match &latent {
+                Some(latent) => latent.head_dim(),
+                None => read_head_dim(&mut reader, family, hidden_size, num_attention_heads),
+            },
             max_position_embeddings,
             rms_norm_eps: reader.number("rms_norm_eps", epsilon),
             rope: Rope::read(&mut reader, max_position_embeddings),
@@ -186,6 +216,7 @@ impl LlamaConfig {
             mlp_bias: read_mlp_bias(&mut reader, family),
             qk_norm: family.has_qk_norm(),
             attention_dropout: reader.number("attention_dropout", 0.0),
+            latent,
             experts: ExpertsConfig::read(&mut reader, family, intermediate_size),
             initializer_range: reader.number("initializer_range", 0.02),
             tie_word_embeddings: reader.flag("tie_word_embeddings", false),
@@ -204,7 +235,9 @@ impl LlamaConfig {
         put("num_hidden_layers", json!(self.num_hidden_layers));
         put("num_attention_heads", json!(self.num_attention_heads));
         put("num_key_value_heads", json!(self.num_key_value_heads));
-        put("head_dim", json!(self.head_dim));
+        if self.latent.is_none() {
+            put("head_dim", json!(self.head_dim));
+        }
         put("max_position_embeddings", json!(self.max_position_embeddings));
         put("hidden_act", json!("silu"));
         put("rms_norm_eps", json!(self.rms_norm_eps));
@@ -217,6 +250,9 @@ impl LlamaConfig {
         match self.family {
             LlamaFamily::Llama => {
                 put("mlp_bias", json!(self.mlp_bias));
+            }
+            LlamaFamily::DeepseekV3 => {
+                put("num_nextn_predict_layers", json!(0));
             }
             LlamaFamily::Mistral | LlamaFamily::Mixtral => {
                 put("sliding_window", json!(self.sliding_window));
@@ -231,6 +267,9 @@ impl LlamaConfig {
         }
         if let Some(experts) = &self.experts {
             experts.write(self.family, &mut table);
+        }
+        if let Some(latent) = &self.latent {
+            latent.write(&mut table);
         }
         self.rope.write_form_4(&mut table);
         table
@@ -266,6 +305,14 @@ impl LlamaConfig {
         if let Some(experts) = &self.experts {
             experts.check(&mut checks);
         }
+        if let Some(latent) = &self.latent {
+            latent.check(&mut checks);
+            if self.num_key_value_heads != self.num_attention_heads || self.head_dim != latent.head_dim() {
+                checks.conflict(
+                    "latent attention has as many keys and values as heads, of its own size".to_owned(),
+                );
+            }
+        }
         self.check_family(&mut checks);
         checks.problems.extend(self.rope.problems());
         checks.problems
@@ -278,7 +325,9 @@ impl LlamaConfig {
             LlamaFamily::Llama | LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => {
                 self.qkv_bias == self.output_bias
             }
-            LlamaFamily::Mistral | LlamaFamily::Mixtral => !self.qkv_bias && !self.output_bias,
+            LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::DeepseekV3 => {
+                !self.qkv_bias && !self.output_bias
+            }
             LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe => self.qkv_bias && !self.output_bias,
         };
         let rules = [
@@ -286,7 +335,8 @@ impl LlamaConfig {
             (!self.mlp_bias || family == LlamaFamily::Llama, "biases in the feed-forward layer"),
             (self.qk_norm == family.has_qk_norm(), "this setting of `qk_norm`"),
             (self.experts.is_some() == family.has_experts(), "this setting of `experts`"),
-            (self.sliding_window.is_none() || family != LlamaFamily::Llama, "a sliding window"),
+            (self.latent.is_some() == (family == LlamaFamily::DeepseekV3), "this setting of `latent`"),
+            (self.sliding_window.is_none() || family.has_windows(), "a sliding window"),
         ];
         for (fits, what) in rules {
             if !fits {
@@ -320,13 +370,17 @@ fn read_attention_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
     let given = reader.flag("attention_bias", family.has_qkv_biases());
     match family {
         LlamaFamily::Llama | LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => return given,
-        LlamaFamily::Mistral | LlamaFamily::Mixtral if given => {
-            reader.unsupported("attention_bias", "false (Mistral has no biases)")
+        LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::DeepseekV3 if given => {
+            reader.unsupported("attention_bias", "false (this family has no biases)");
         }
         LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe if !given => {
             reader.unsupported("attention_bias", "true (Qwen2 has biases on queries, keys and values)");
         }
-        LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe => {}
+        LlamaFamily::Mistral
+        | LlamaFamily::Mixtral
+        | LlamaFamily::DeepseekV3
+        | LlamaFamily::Qwen2
+        | LlamaFamily::Qwen2Moe => {}
     }
     false
 }
@@ -344,7 +398,7 @@ fn read_mlp_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
 /// where it comes to all layers or none.
 fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usize) -> Option<usize> {
     let mut window = match (reader.optional_size("sliding_window"), family) {
-        (Entry::Absent, LlamaFamily::Llama | LlamaFamily::Mixtral) => None,
+        (Entry::Absent, LlamaFamily::Llama | LlamaFamily::Mixtral | LlamaFamily::DeepseekV3) => None,
         (Entry::Absent, _) => Some(4096),
         // What transformers writes for Qwen2-MoE without windows.
         (Entry::Given(0), LlamaFamily::Qwen2Moe) => None,
@@ -357,8 +411,8 @@ fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usi
             window = None;
         }
     }
-    if family == LlamaFamily::Llama && window.is_some() {
-        reader.unsupported("sliding_window", "null (Llama sees all positions; Mistral has windows)");
+    if !family.has_windows() && window.is_some() {
+        reader.unsupported("sliding_window", "null (this family sees all positions; Mistral has windows)");
         return None;
     }
     match read_layer_types(reader, layers) {

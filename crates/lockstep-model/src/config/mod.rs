@@ -7,6 +7,7 @@
 mod experts;
 mod gpt2;
 mod keys;
+mod latent;
 mod limits;
 mod llama;
 mod reader;
@@ -19,6 +20,7 @@ use serde_json::{Map, Value, json};
 
 pub use self::experts::ExpertsConfig;
 pub use self::gpt2::{Activation, Gpt2Config};
+pub use self::latent::LatentAttention;
 pub use self::llama::{LlamaConfig, LlamaFamily};
 pub use self::rope::{Rope, RopeScaling};
 use crate::error::{ConfigProblem, ModelError};
@@ -31,7 +33,7 @@ use self::reader::shorten;
 pub enum ModelConfig {
     /// `model_type` "gpt2".
     Gpt2(Gpt2Config),
-    /// `model_type` "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe" or "qwen3_moe".
+    /// `model_type` "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe" or "deepseek_v3".
     Llama(LlamaConfig),
 }
 
@@ -46,8 +48,8 @@ pub struct SpecialTokens {
     pub padding: Option<u32>,
 }
 
-const MODEL_TYPES: &str =
-    "\"gpt2\", \"llama\", \"mistral\", \"qwen2\", \"qwen3\", \"mixtral\", \"qwen2_moe\", \"qwen3_moe\"";
+const MODEL_TYPES: &str = "\"gpt2\", \"llama\", \"mistral\", \"qwen2\", \"qwen3\", \"mixtral\", \"qwen2_moe\", \"qwen3_moe\", \
+     \"deepseek_v3\"";
 
 /// The largest `config.json` that is read; real ones have a few kilobytes.
 const LARGEST_FILE_BYTES: u64 = 4 << 20;
@@ -150,8 +152,10 @@ impl ModelConfig {
         }
         if let Self::Llama(config) = self {
             let heads_change = overrides.contains_key("num_attention_heads");
+            let is_plain = config.latent.is_none();
             let width_changes = heads_change || overrides.contains_key("hidden_size");
-            if width_changes && config.num_attention_heads * config.head_dim == config.hidden_size {
+            if is_plain && width_changes && config.num_attention_heads * config.head_dim == config.hidden_size
+            {
                 table.insert("head_dim".into(), Value::Null);
             }
             if heads_change && config.num_key_value_heads == config.num_attention_heads {
@@ -329,9 +333,10 @@ impl ModelConfig {
         match self {
             Self::Gpt2(_) => gpt2::canonical_key(key),
             // transformers 5 writes the second for the first.
-            Self::Llama(config) if config.family != LlamaFamily::Mixtral && key == "num_local_experts" => {
-                "num_experts"
-            }
+            Self::Llama(config) if key == "num_local_experts" => match config.family {
+                LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => "num_experts",
+                _ => key,
+            },
             Self::Llama(_) => key,
         }
     }

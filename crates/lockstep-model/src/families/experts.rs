@@ -10,17 +10,37 @@ pub(crate) struct ExpertNames {
     router: &'static str,
     /// Gate, up and down.
     layers: [&'static str; 3],
+    /// What is added to scores where experts are chosen.
+    selection_bias: Option<&'static str>,
+    /// The expert that all tokens share, and the layer that says how much of it each takes.
+    shared: [&'static str; 3],
+    shared_gate: Option<&'static str>,
 }
 
 impl ExpertNames {
     pub(crate) const MIXTRAL: Self = Self {
         router: "block_sparse_moe.gate",
         layers: ["block_sparse_moe.experts.w1", "block_sparse_moe.experts.w3", "block_sparse_moe.experts.w2"],
+        ..Self::QWEN
     };
 
     pub(crate) const QWEN: Self = Self {
         router: "mlp.gate",
         layers: ["mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"],
+        selection_bias: None,
+        shared: ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"],
+        shared_gate: Some("mlp.shared_expert_gate"),
+    };
+
+    pub(crate) const DEEPSEEK: Self = Self {
+        selection_bias: Some("mlp.gate.e_score_correction_bias"),
+        shared: [
+            "mlp.shared_experts.gate_proj",
+            "mlp.shared_experts.up_proj",
+            "mlp.shared_experts.down_proj",
+        ],
+        shared_gate: None,
+        ..Self::QWEN
     };
 }
 
@@ -31,7 +51,7 @@ impl ExpertsConfig {
             x,
             &Mixture {
                 router: names.router,
-                selection_bias: None,
+                selection_bias: names.selection_bias,
                 layers: names.layers,
                 experts: self.count,
                 intermediate_size: self.intermediate_size,
@@ -41,34 +61,41 @@ impl ExpertsConfig {
         );
         match self.shared_intermediate_size {
             Some(width) => {
-                let shared = self.shared(g, x, width, std);
+                let shared = Self::shared(g, x, names, width, std);
                 g.add(routed, shared)
             }
             None => routed,
         }
     }
 
-    fn shared(&self, g: &mut Recorder, x: Value, width: usize, std: f32) -> Value {
+    fn shared(g: &mut Recorder, x: Value, names: &ExpertNames, width: usize, std: f32) -> Value {
         let hidden = g.columns(x);
         let linear = |g: &mut Recorder, x, name, out_features| {
             g.linear(x, Linear { name, out_features, bias: Bias::Without, std })
         };
-        let gate = linear(g, x, "mlp.shared_expert.gate_proj", width);
-        let up = linear(g, x, "mlp.shared_expert.up_proj", width);
+        let [gate, up, down] = names.shared;
+        let (gate, up) = (linear(g, x, gate, width), linear(g, x, up, width));
         let active = g.swiglu(gate, up);
-        let y = linear(g, active, "mlp.shared_expert.down_proj", hidden);
-        let share = linear(g, x, "mlp.shared_expert_gate", 1);
-        g.gate_rows(share, y)
+        let y = linear(g, active, down, hidden);
+        match names.shared_gate {
+            Some(name) => {
+                let share = linear(g, x, name, 1);
+                g.gate_rows(share, y)
+            }
+            None => y,
+        }
     }
 
     /// How tensor-parallel ranks split the shared expert.
     pub(crate) fn tensor_splits(&self) -> Vec<(&'static str, Split)> {
         let Some(pieces) = self.shared_intermediate_size else { return Vec::new() };
-        vec![
-            ("mlp.shared_expert.gate_proj", Split::Outputs { pieces }),
-            ("mlp.shared_expert.up_proj", Split::Outputs { pieces }),
-            ("mlp.shared_expert.down_proj", Split::Inputs),
-        ]
+        let splits = |[gate, up, down]: [&'static str; 3]| {
+            [(gate, Split::Outputs { pieces }), (up, Split::Outputs { pieces }), (down, Split::Inputs)]
+        };
+        [&ExpertNames::QWEN, &ExpertNames::DEEPSEEK]
+            .into_iter()
+            .flat_map(|names| splits(names.shared))
+            .collect()
     }
 
     fn routing(&self) -> Routing {
@@ -77,7 +104,7 @@ impl ExpertsConfig {
             scores: self.scores,
             weights: self.weights,
             scale: self.scale as f32,
-            groups: None,
+            groups: self.groups,
             auxiliary_loss: self.auxiliary_loss as f32,
             z_loss: self.z_loss as f32,
             capacity_factor: self.capacity_factor.map(|factor| factor as f32),

@@ -1,4 +1,4 @@
-//! Llama, Mistral, Qwen2 and Qwen3, and with experts Mixtral, Qwen2-MoE and Qwen3-MoE: RMSNorm before attention and feed-forward, rotary positions, grouped-query
+//! Llama, Mistral, Qwen2 and Qwen3, and with experts Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3: RMSNorm before attention and feed-forward, rotary positions, grouped-query
 //! attention, a feed-forward gated by SiLU (Touvron et al., 2023; Qwen3 adds norms of queries and keys).
 
 use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Split, Value};
@@ -7,7 +7,14 @@ use super::{Family, experts::ExpertNames};
 use crate::{ExpertsConfig, LlamaConfig, LlamaFamily};
 
 impl LlamaConfig {
-    fn linear(&self, g: &mut Recorder, x: Value, name: &str, out_features: usize, bias: bool) -> Value {
+    pub(super) fn linear(
+        &self,
+        g: &mut Recorder,
+        x: Value,
+        name: &str,
+        out_features: usize,
+        bias: bool,
+    ) -> Value {
         let std = self.initializer_range as f32;
         g.linear(x, Linear { name, out_features, bias: bias.into(), std })
     }
@@ -23,6 +30,9 @@ impl LlamaConfig {
     }
 
     fn attention(&self, g: &mut Recorder, x: Value) -> Value {
+        if let Some(latent) = &self.latent {
+            return self.latent_attention(g, x, latent);
+        }
         let (heads, key_value_heads, head_dim) =
             (self.num_attention_heads, self.num_key_value_heads, self.head_dim);
         let q = self.linear(g, x, "self_attn.q_proj", heads * head_dim, self.qkv_bias);
@@ -49,7 +59,11 @@ impl LlamaConfig {
     }
 
     fn expert_names(&self) -> &'static ExpertNames {
-        if self.family == LlamaFamily::Mixtral { &ExpertNames::MIXTRAL } else { &ExpertNames::QWEN }
+        match self.family {
+            LlamaFamily::Mixtral => &ExpertNames::MIXTRAL,
+            LlamaFamily::DeepseekV3 => &ExpertNames::DEEPSEEK,
+            _ => &ExpertNames::QWEN,
+        }
     }
 }
 
@@ -97,7 +111,8 @@ impl Family for LlamaConfig {
     }
 
     fn inverse_frequencies(&self) -> Option<Vec<f32>> {
-        Some(self.rope.inverse_frequencies(self.head_dim))
+        let rotated = self.latent.as_ref().map_or(self.head_dim, |latent| latent.rotary_dim);
+        Some(self.rope.inverse_frequencies(rotated))
     }
 
     fn tensor_splits(&self) -> Vec<(&'static str, Split)> {
@@ -116,6 +131,6 @@ impl Family for LlamaConfig {
             ("mlp.down_proj", Split::Inputs),
             ("lm_head", Split::Vocabulary),
         ];
-        of_model.into_iter().chain(of_experts).collect()
+        of_model.into_iter().chain(of_experts).chain(self.latent_splits()).collect()
     }
 }

@@ -2,6 +2,7 @@
 
 mod experts;
 mod gpt2;
+mod latent;
 mod llama;
 
 use lockstep_graph::{Linear, Recorder, Split, Value};

@@ -12,6 +12,7 @@ mod elementwise;
 mod embedding;
 mod gate;
 mod gemm;
+mod heads;
 mod level;
 mod loss;
 mod norm;
@@ -375,6 +376,29 @@ impl Kernels for CpuQueue {
         kept: View<'_>,
     ) {
         capacity::limit_slots(experts, places, capacity, before, kept);
+    }
+
+    fn rope_neighbours(
+        &self,
+        x: View<'_>,
+        positions: View<'_>,
+        inverse_frequencies: View<'_>,
+        rotation: Rotation,
+        y: View<'_>,
+    ) {
+        heads::rope_neighbours(self, x, positions, inverse_frequencies, rotation, y);
+    }
+
+    fn join_heads(&self, own: View<'_>, tail: View<'_>, y: View<'_>) {
+        heads::join_heads(self, own, tail, y);
+    }
+
+    fn join_heads_backward(&self, dy: View<'_>, down: View<'_>, dtail: View<'_>) {
+        heads::join_heads_backward(self, dy, [down, dtail]);
+    }
+
+    fn resize_heads(&self, x: View<'_>, y: View<'_>) {
+        heads::resize_heads(self, x, y);
     }
 
     fn gate_rows(&self, gate: View<'_>, x: View<'_>, y: View<'_>) {

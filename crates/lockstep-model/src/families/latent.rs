@@ -1,0 +1,76 @@
+//! Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): keys and values are made of a narrow value, and positions are in a
+//! part of each head of their own, which for keys is the same for all heads.
+//!
+//! Heads of values are narrower than those of queries and keys: for the attention itself they are filled up with zeros.
+
+use lockstep_graph::{AttentionShape, Recorder, RotaryPairs, Split, Value};
+
+use crate::{LatentAttention, LlamaConfig};
+
+/// What the norms of narrow values add to the mean square, whatever the configuration says of the others.
+const EPSILON: f32 = 1e-6;
+
+impl LlamaConfig {
+    pub(super) fn latent_attention(&self, g: &mut Recorder, x: Value, latent: &LatentAttention) -> Value {
+        let LatentAttention { plain_dim, rotary_dim, value_dim, key_value_rank, .. } = *latent;
+        let (heads, head_dim) = (self.num_attention_heads, latent.head_dim());
+        let q = match latent.query_rank {
+            None => self.latent_queries(g, x, latent, ["self_attn.q_proj_plain", "self_attn.q_proj_rotary"]),
+            Some(rank) => {
+                let narrow = self.linear(g, x, "self_attn.q_a_proj", rank, false);
+                let narrow = g.rms_norm(narrow, "self_attn.q_a_layernorm", rank, EPSILON);
+                let names = ["self_attn.q_b_proj_plain", "self_attn.q_b_proj_rotary"];
+                self.latent_queries(g, narrow, latent, names)
+            }
+        };
+        let narrow = self.linear(g, x, "self_attn.kv_a_proj_narrow", key_value_rank, false);
+        let narrow = g.rms_norm(narrow, "self_attn.kv_a_layernorm", key_value_rank, EPSILON);
+        let rotary = self.linear(g, x, "self_attn.kv_a_proj_rotary", rotary_dim, false);
+        let rotary = g.whole_tokens(rotary);
+        let rotary = g.rope_in_pairs(rotary, rotary_dim, latent.pairs());
+        let plain = self.linear(g, narrow, "self_attn.kv_b_proj_key", heads * plain_dim, false);
+        let k = g.join_heads(plain, rotary, heads, 1);
+        let v = self.linear(g, narrow, "self_attn.kv_b_proj_value", heads * value_dim, false);
+        let v = g.resize_heads(v, heads, head_dim);
+        let scale = (head_dim as f32).powf(-0.5);
+        let shape = AttentionShape { heads, key_value_heads: heads, head_dim, scale, window: None };
+        let attended = g.attention(q, k, v, shape, self.attention_dropout as f32);
+        let attended = g.resize_heads(attended, heads, value_dim);
+        self.linear(g, attended, "self_attn.o_proj", self.hidden_size, false)
+    }
+
+    fn latent_queries(
+        &self,
+        g: &mut Recorder,
+        x: Value,
+        latent: &LatentAttention,
+        [plain, rotary]: [&str; 2],
+    ) -> Value {
+        let heads = self.num_attention_heads;
+        let plain = self.linear(g, x, plain, heads * latent.plain_dim, false);
+        let rotary = self.linear(g, x, rotary, heads * latent.rotary_dim, false);
+        let rotary = g.rope_in_pairs(rotary, latent.rotary_dim, latent.pairs());
+        g.join_heads(plain, rotary, heads, heads)
+    }
+
+    /// How tensor-parallel ranks split latent attention: by heads, behind the narrow values.
+    pub(super) fn latent_splits(&self) -> Vec<(&'static str, Split)> {
+        let heads = Split::Outputs { pieces: self.num_attention_heads };
+        let by_heads = [
+            "self_attn.q_proj_plain",
+            "self_attn.q_proj_rotary",
+            "self_attn.q_b_proj_plain",
+            "self_attn.q_b_proj_rotary",
+            "self_attn.kv_b_proj_key",
+            "self_attn.kv_b_proj_value",
+        ];
+        let splits = by_heads.map(|name| (name, heads));
+        if self.latent.is_some() { splits.into() } else { Vec::new() }
+    }
+}
+
+impl LatentAttention {
+    fn pairs(&self) -> RotaryPairs {
+        if self.rotates_neighbours { RotaryPairs::Neighbours } else { RotaryPairs::Halves }
+    }
+}

@@ -7,7 +7,18 @@ use std::path::{Path, PathBuf};
 use lockstep_checkpoint::safetensors::SafetensorsFile;
 use lockstep_infer::{Generator, InferError, LoadedModel};
 
-const FAMILIES: [&str; 6] = ["gpt2", "llama", "llama_bias", "mistral", "qwen2", "qwen3"];
+const FAMILIES: [&str; 10] = [
+    "gpt2",
+    "llama",
+    "llama_bias",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+];
 const SEQ_LEN: usize = 24;
 
 fn fixture(family: &str) -> PathBuf {

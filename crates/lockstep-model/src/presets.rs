@@ -267,7 +267,7 @@ fn mixtral(shape: Shape) -> LlamaConfig {
         every: 1,
         dense_layers: Vec::new(),
     };
-    LlamaConfig { family: LlamaFamily::Mixtral, experts: Some(experts), ..llama(shape) }
+    LlamaConfig { family: LlamaFamily::Mixtral, experts: Some(Box::new(experts)), ..llama(shape) }
 }
 
 /// Mixtral 8x7B (Jiang et al., 2024).
@@ -296,12 +296,14 @@ fn qwen3_30b_a3b() -> LlamaConfig {
         num_attention_heads: 32,
         num_key_value_heads: 4,
     };
-    let experts = mixtral(shape).experts.map(|experts| ExpertsConfig {
-        count: 128,
-        per_token: 8,
-        intermediate_size: 768,
-        auxiliary_loss: 0.001,
-        ..experts
+    let experts = mixtral(shape).experts.map(|experts| {
+        Box::new(ExpertsConfig {
+            count: 128,
+            per_token: 8,
+            intermediate_size: 768,
+            auxiliary_loss: 0.001,
+            ..*experts
+        })
     });
     LlamaConfig {
         family: LlamaFamily::Qwen3Moe,

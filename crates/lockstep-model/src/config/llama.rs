@@ -52,7 +52,7 @@ pub struct LlamaConfig {
     /// Probability of dropping an attention weight.
     pub attention_dropout: f64,
     /// Mixtures of experts in the place of feed-forward layers, in the families that have them.
-    pub experts: Option<ExpertsConfig>,
+    pub experts: Option<Box<ExpertsConfig>>,
     /// Latent attention, in the family that has it; head size and key/value heads follow from it.
     pub latent: Option<LatentAttention>,
     /// Standard deviation of initial weights.
@@ -217,7 +217,7 @@ impl LlamaConfig {
             qk_norm: family.has_qk_norm(),
             attention_dropout: reader.number("attention_dropout", 0.0),
             latent,
-            experts: ExpertsConfig::read(&mut reader, family, intermediate_size),
+            experts: ExpertsConfig::read(&mut reader, family, intermediate_size).map(Box::new),
             initializer_range: reader.number("initializer_range", 0.02),
             tie_word_embeddings: reader.flag("tie_word_embeddings", false),
             tokens: SpecialTokens::read(&mut reader),

@@ -243,7 +243,7 @@ impl ModelConfig {
     pub fn experts(&self) -> Option<&ExpertsConfig> {
         match self {
             Self::Gpt2(_) => None,
-            Self::Llama(config) => config.experts.as_ref(),
+            Self::Llama(config) => config.experts.as_deref(),
         }
     }
 

@@ -55,7 +55,7 @@ impl LlamaConfig {
 
     /// The mixture of a layer that has one.
     fn experts_of(&self, layer: usize) -> Option<&ExpertsConfig> {
-        self.experts.as_ref().filter(|experts| experts.is_in(layer))
+        self.experts.as_deref().filter(|experts| experts.is_in(layer))
     }
 
     fn expert_names(&self) -> &'static ExpertNames {
@@ -119,7 +119,7 @@ impl Family for LlamaConfig {
         let heads = Split::Outputs { pieces: self.num_attention_heads };
         let key_value_heads = Split::Outputs { pieces: self.num_key_value_heads };
         let features = Split::Outputs { pieces: self.intermediate_size };
-        let of_experts = self.experts.iter().flat_map(ExpertsConfig::tensor_splits);
+        let of_experts = self.experts.iter().flat_map(|experts| experts.tensor_splits());
         let of_model = [
             ("embed_tokens", Split::Vocabulary),
             ("self_attn.q_proj", heads),

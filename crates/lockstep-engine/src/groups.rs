@@ -133,7 +133,7 @@ impl Groups {
         world.context = world.along(&[Axis::Context])?;
         world.sequence = world.along(&[Axis::Context, Axis::Tensor])?;
         let axes = [ExpertAxis::Expert, ExpertAxis::ExpertTensor];
-        world.experts = world.made_of(mesh.experts().groups(&axes))?;
+        world.experts = world.metered(mesh.experts().groups(&axes))?;
         if let Some(plan) = pipeline {
             world.ends = world.ends_of(&plan)?;
             world.pipeline = world.along(&[Axis::Pipeline])?.map(|group| (group, Arc::new(plan)));

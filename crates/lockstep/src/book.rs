@@ -90,8 +90,22 @@ fn every_page_that_a_page_links_to_is_there() {
     for (path, page) in pages() {
         let targets = page.split("](").skip(1).filter_map(|rest| rest.split(')').next());
         for target in targets.filter(|target| !target.contains("://") && !target.starts_with('#')) {
-            let file = path.parent().expect("a page lies in a directory").join(target);
+            let (file, heading) =
+                target.split_once('#').map_or((target, None), |(file, id)| (file, Some(id)));
+            let file = path.parent().expect("a page lies in a directory").join(file);
             assert!(file.exists(), "{}: {target} is not there", path.display());
+            if let Some(heading) = heading {
+                let text = std::fs::read_to_string(&file).unwrap();
+                let ids: Vec<String> = text.lines().filter(|line| line.starts_with('#')).map(id_of).collect();
+                assert!(ids.iter().any(|id| id == heading), "{}: {target}: {ids:?}", path.display());
+            }
         }
     }
+}
+
+/// What a heading is linked by: its words in lower case, joined by hyphens.
+fn id_of(heading: &str) -> String {
+    let text = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = text.chars().filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
 }

@@ -40,7 +40,7 @@ fn a_set_argument_that_cannot_be_used_is_refused_with_code_2() {
         ("model.vocab_size=99999999999", &["vocab_size", "99999999999", "1 to"]),
         ("train.seq_len=65", &["train.seq_len", "65", "1 to 64", "max_position_embeddings"]),
         ("train.micro_batch=3", &["train.micro_batch", "3", "train.global_batch = 4", "1, 2, 4"]),
-        ("parallel.data_parallel_shard=2", &["parallel.data_parallel_shard", "not supported yet"]),
+        ("parallel.zero_stage=2", &["parallel.zero_stage", "not supported yet"]),
         ("data.train=[]]", &["data.train", "broken TOML"]),
         ("data.tokenizer=nowhere.json", &["nowhere.json", "No such file"]),
         ("model.vocab_size=1000", &["data.tokenizer", "1000", "tokenizer.json"]),

@@ -91,14 +91,6 @@ impl std::ops::Add for TensorCost {
     }
 }
 
-impl TensorCost {
-    /// How long its communication takes where nothing hides it: `latency_ms` for each collective, and
-    /// `bytes_per_element` for each element at `bytes_per_ms`.
-    pub fn duration_ms(&self, latency_ms: f64, bytes_per_element: f64, bytes_per_ms: f64) -> f64 {
-        self.collectives as f64 * latency_ms + self.received_elements * bytes_per_element / bytes_per_ms
-    }
-}
-
 impl TensorLayout {
     /// Every layout of so many ranks, those in a row first. Sides of squares and cubes and the depth are 2 or more.
     pub fn all_of(ranks: usize) -> Vec<Self> {

@@ -1,6 +1,6 @@
 //! How a model is laid out over the ranks of a pipeline: which units each stage has, and what the ranks do in which order.
 
-use std::path::Path;
+use std::{fs, io};
 
 use lockstep_engine::PipelinePlan;
 use lockstep_graph::{BlockShape, Mode};
@@ -24,19 +24,25 @@ pub(crate) fn schedule_of(config: &RunConfig) -> Result<PipelineSchedule, Proble
         return Ok(PipelineSchedule::default());
     }
     let name = parallel.pipeline_schedule.as_str();
-    let rows = |text: &str| PipelineSchedule::Rows(text.lines().map(str::to_owned).collect());
-    if let Some(kind) = Kind::from_name(name) {
-        let chunks = parallel.virtual_stages.unwrap_or(kind.chunks().0);
-        return Ok(PipelineSchedule::Published { kind, chunks });
-    }
-    if name.contains('\n') {
-        return Ok(rows(name));
-    }
-    std::fs::read_to_string(Path::new(name)).map(|text| rows(&text)).map_err(|error| {
+    let chunks = |kind: Kind| parallel.virtual_stages.unwrap_or(kind.chunks().0);
+    named_schedule(name, chunks).map_err(|error| {
         let what = format!("\"{name}\" is no schedule, and as a file it cannot be read: {error}");
         let names: Vec<&str> = Kind::ALL.iter().map(|kind| kind.name()).collect();
         config.problem("parallel.pipeline_schedule", what, format!("{}, or a CSV file", names.join(", ")))
     })
+}
+
+/// The schedule that a word names, with `chunks` stages on each rank; else that of the CSV file of this name, or of the rows that it
+/// is itself, each with a line break.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn named_schedule(name: &str, chunks: impl FnOnce(Kind) -> usize) -> io::Result<PipelineSchedule> {
+    if let Some(kind) = Kind::from_name(name) {
+        return Ok(PipelineSchedule::Published { kind, chunks: chunks(kind) });
+    }
+    let rows = |text: &str| PipelineSchedule::Rows(text.lines().map(str::to_owned).collect());
+    if name.contains('\n') { Ok(rows(name)) } else { fs::read_to_string(name).map(|text| rows(&text)) }
 }
 
 /// How many units each stage has: as the run says, else so that stages cost as much as each other. Without a pipeline one

@@ -58,6 +58,7 @@ pub mod verify;
 pub use config::RunConfig;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};
 pub use error::Error;
+pub use layout::named_schedule;
 pub use plan_file::PlanFile;
 pub use ranks::Ranks;
 pub use setup::{ResolvedModel, engine_options, resolve_model};

@@ -6,7 +6,7 @@
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{DType, Facts, MeshProblem, PLAN_VERSION, Plan, PlanError, PlanProblem, ValidPlan};
 
-use crate::config::{Origin, Problem, Problems, Recompute};
+use crate::config::{Origin, Problem, Problems};
 use crate::layout::{schedule_of, stages_of, unit_costs};
 use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 
@@ -76,11 +76,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         micro_batch: config.micro_batch(),
         schedule,
         stages,
-        recompute: match config.parallel.recompute {
-            Recompute::None => lockstep_plan::Recompute::None,
-            Recompute::Selective => lockstep_plan::Recompute::Selective,
-            Recompute::Full => lockstep_plan::Recompute::Full,
-        },
+        recompute: config.parallel.recompute.into(),
         sequence_parallel: config.parallel.sequence_parallel,
         context_method: config.parallel.context_parallel_method.into(),
         zero_stage: 0,

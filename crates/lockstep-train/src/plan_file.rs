@@ -71,29 +71,24 @@ impl PlanFile {
 
 /// What a run says otherwise than its plan file, by keys that were given beside it.
 fn differences(file: &Plan, run: &Plan) -> Vec<String> {
-    let mut lines = Vec::new();
-    let mut compare = |what: &str, file: &dyn std::fmt::Debug, run: &dyn std::fmt::Debug| {
-        let (file, run) = (format!("{file:?}"), format!("{run:?}"));
-        if file != run {
-            lines.push(format!("{what} is {file} in the plan, and the run's keys say {run}: leave one out"));
-        }
+    let Degrees { tensor, context, pipeline, .. } = file.mesh;
+    // Where there is nothing to split, it does not matter what the plan says of how.
+    let is_of_no_effect = |field: &str| match field {
+        "model" => file.model.is_empty(),
+        "sequence_parallel" => tensor == 1,
+        "context_method" => context == 1,
+        "schedule" | "stages" => pipeline == 1,
+        _ => false,
     };
-    compare("mesh", &file.mesh, &run.mesh);
-    compare("micro_batch", &file.micro_batch, &run.micro_batch);
-    compare("recompute", &file.recompute, &run.recompute);
-    compare("zero_stage", &file.zero_stage, &run.zero_stage);
-    // Where there is nothing to split, it does not matter what the plan says.
-    if file.mesh.tensor > 1 {
-        compare("sequence_parallel", &file.sequence_parallel, &run.sequence_parallel);
-    }
-    if file.mesh.context > 1 {
-        compare("context_method", &file.context_method, &run.context_method);
-    }
-    if file.mesh.pipeline > 1 {
-        compare("schedule", &file.schedule, &run.schedule);
-        compare("stages", &file.stages, &run.stages);
-    }
-    lines
+    let [file, run] = [file, run].map(|plan| serde_json::to_value(plan).unwrap_or_default());
+    let fields = file.as_object().into_iter().flatten();
+    fields
+        .filter(|(field, value)| !is_of_no_effect(field) && run[*field] != **value)
+        .map(|(field, value)| {
+            let run = &run[field];
+            format!("{field} is {value} in the plan, and the run's keys say {run}: leave one out")
+        })
+        .collect()
 }
 
 /// The keys of a run that a plan sets; or everything in it that this program cannot do yet, a line each.
@@ -102,11 +97,6 @@ fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
     if plan.zero_stage > 0 {
         return Err(vec![format!("zero_stage {}: not supported yet; allowed: 0", plan.zero_stage)]);
     }
-    let recompute = match plan.recompute {
-        lockstep_plan::Recompute::None => Recompute::None,
-        lockstep_plan::Recompute::Selective => Recompute::Selective,
-        lockstep_plan::Recompute::Full => Recompute::Full,
-    };
     let mut settings = vec![
         format!("parallel.data_parallel_replicate={replicate}"),
         format!("parallel.data_parallel_shard={shard}"),
@@ -116,7 +106,7 @@ fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
         // Without tensor ranks it is of no effect, which a plan may say and keys may not.
         format!("parallel.sequence_parallel={}", plan.sequence_parallel && tensor > 1),
         format!("parallel.context_parallel={context}"),
-        format!("parallel.recompute={}", recompute.word()),
+        format!("parallel.recompute={}", Recompute::from(plan.recompute).word()),
         format!("train.micro_batch={}", plan.micro_batch),
         format!("parallel.pipeline_parallel={pipeline}"),
     ];
@@ -193,8 +183,8 @@ mod tests {
     fn keys_beside_a_plan_that_say_something_else_are_told() {
         let run = run_of(&plan(), &["parallel.recompute=none", "parallel.pipeline_stages=[2, 2, 2, 2]"]);
         let lines = differences(&plan(), &run);
-        assert!(lines.len() == 2 && lines[0].contains("recompute is Full in the plan"), "{lines:?}");
-        assert!(lines[1].contains("stages is [2, 2, 1, 3]"), "{lines:?}");
+        assert!(lines.len() == 2 && lines[0].contains("recompute is \"full\" in the plan"), "{lines:?}");
+        assert!(lines[1].contains("stages is [2,2,1,3]"), "{lines:?}");
     }
 
     #[test]

@@ -12,8 +12,8 @@ use lockstep_tensor::Arena;
 use serde_json::{Map, Value};
 
 use crate::config::{
-    F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Problems, Recompute, Rounding,
-    RunConfig, StatePrecision,
+    F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Problems, Rounding, RunConfig,
+    StatePrecision,
 };
 use crate::plan::misfits;
 use crate::tuning::resolve_tuning;
@@ -108,11 +108,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
                 Precision::F16 => DType::F16,
             },
         },
-        recompute: match config.parallel.recompute {
-            Recompute::None => lockstep_graph::Recompute::None,
-            Recompute::Selective => lockstep_graph::Recompute::Selective,
-            Recompute::Full => lockstep_graph::Recompute::Full,
-        },
+        recompute: config.parallel.recompute.into(),
         optimizer: match optimizer.kind {
             OptimizerKind::AdamW => Optimizer::AdamW { betas: optimizer.betas(), eps: optimizer.eps },
             OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum() as f32 },

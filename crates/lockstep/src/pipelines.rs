@@ -1,14 +1,14 @@
 //! `lockstep bench pipeline`: the command starts itself once for each rank; rank 0 prints.
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{Group, JoinOptions};
-use lockstep_plan::schedule::{Kind, Schedule, StageCost, passes_from_csv};
+use lockstep_plan::schedule::{Kind, Schedule, StageCost};
 use lockstep_train::human;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
+use lockstep_train::named_schedule;
 use lockstep_train::rehearsal::{PipelineBenchmark, Rehearsed};
 use serde_json::json;
 
@@ -80,32 +80,26 @@ impl Arguments {
         }
         let all = || Kind::ALL.map(|kind| kind.name().to_owned()).to_vec();
         let names = if self.schedule.is_empty() { all() } else { self.schedule.clone() };
-        let mut schedules = Vec::new();
+        let (mut schedules, mut problems) = (Vec::new(), Vec::new());
         for micro_batches in &self.micro_batches {
             for name in &names {
                 match self.schedule_of(name, *micro_batches) {
                     Ok(schedule) => schedules.push((name.clone(), schedule)),
-                    Err(problem) => return refuse(format!("--schedule {name}: {problem}")),
+                    Err(problem) => problems.push(format!("--schedule {name}: {problem}")),
                 }
             }
         }
-        Ok(schedules)
+        if problems.is_empty() { Ok(schedules) } else { refuse(problems.join("\n")) }
     }
 
     fn schedule_of(&self, name: &str, micro_batches: usize) -> Result<Schedule, String> {
-        let schedule = match Kind::from_name(name) {
-            Some(kind) => {
-                let (fewest, most) = kind.chunks();
-                Schedule::new(kind, self.stages, micro_batches, self.virtual_stages.clamp(fewest, most))
-            }
-            None => {
-                let text = std::fs::read_to_string(Path::new(name))
-                    .map_err(|error| format!("is no schedule, and as a file it cannot be read: {error}"))?;
-                passes_from_csv(&text, self.stages)
-                    .and_then(|passes| Schedule::from_passes(micro_batches, &passes))
-            }
+        let chunks = |kind: Kind| {
+            let (fewest, most) = kind.chunks();
+            self.virtual_stages.clamp(fewest, most)
         };
-        schedule.map_err(|error| error.to_string())
+        let named = named_schedule(name, chunks)
+            .map_err(|error| format!("is no schedule, and as a file it cannot be read: {error}"))?;
+        named.for_ranks(self.stages, micro_batches).map_err(|error| error.to_string())
     }
 }
 

@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     mesh::{Degrees, Mesh},
-    schedule::{Kind, Schedule},
+    schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
 
 pub use problem::{PlanError, PlanProblem};
@@ -86,6 +86,20 @@ pub enum PipelineSchedule {
     },
     /// `{ "rows": ["F0,F1,B0,B1", ...] }`: the rows of [`passes_from_csv`](crate::schedule::passes_from_csv).
     Rows(Vec<String>),
+}
+
+impl PipelineSchedule {
+    /// The lists of `ranks` for a step of so many micro-batches.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it for these numbers.
+    pub fn for_ranks(&self, ranks: usize, micro_batches: usize) -> Result<Schedule, ScheduleError> {
+        match self {
+            Self::Published { kind, chunks } => Schedule::new(*kind, ranks, micro_batches, *chunks),
+            Self::Rows(rows) => passes_from_csv(&rows.join("\n"), ranks)
+                .and_then(|passes| Schedule::from_passes(micro_batches, &passes)),
+        }
+    }
 }
 
 impl Default for PipelineSchedule {

@@ -4,7 +4,7 @@ use super::{ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanErro
 use crate::{
     mesh::{Axis, Mesh},
     nearest::{Choices, nearest_divisor, nearest_multiple, next_to},
-    schedule::{Schedule, ScheduleError, ScheduleProblem, passes_from_csv},
+    schedule::{Schedule, ScheduleError, ScheduleProblem},
 };
 
 impl Plan {
@@ -167,16 +167,10 @@ impl Check<'_> {
         self.multiple("global_batch", facts.global_batch, factor, "replicate x shard x micro_batch");
         // Rounded up if the batch does not come out even, so that the rest of the schedule is checked as well.
         let micro_batches = facts.global_batch.div_ceil(factor).max(1);
-        let (schedule, stages) = match &plan.schedule {
-            PipelineSchedule::Published { kind, chunks } => {
-                (Schedule::new(*kind, ranks, micro_batches, *chunks), ranks.checked_mul(*chunks))
-            }
-            PipelineSchedule::Rows(rows) => {
-                let schedule = passes_from_csv(&rows.join("\n"), ranks)
-                    .and_then(|passes| Schedule::from_passes(micro_batches, &passes));
-                let stages = schedule.as_ref().ok().map(Schedule::stages);
-                (schedule, stages)
-            }
+        let schedule = plan.schedule.for_ranks(ranks, micro_batches);
+        let stages = match &plan.schedule {
+            PipelineSchedule::Published { chunks, .. } => ranks.checked_mul(*chunks),
+            PipelineSchedule::Rows(_) => schedule.as_ref().ok().map(Schedule::stages),
         };
         self.stages(stages);
         match schedule {

@@ -606,6 +606,26 @@ impl From<AllReduce> for lockstep_comm::Algorithm {
     }
 }
 
+impl From<Recompute> for lockstep_plan::Recompute {
+    fn from(recompute: Recompute) -> Self {
+        match recompute {
+            Recompute::None => Self::None,
+            Recompute::Selective => Self::Selective,
+            Recompute::Full => Self::Full,
+        }
+    }
+}
+
+impl From<lockstep_plan::Recompute> for Recompute {
+    fn from(recompute: lockstep_plan::Recompute) -> Self {
+        match recompute {
+            lockstep_plan::Recompute::None => Self::None,
+            lockstep_plan::Recompute::Selective => Self::Selective,
+            lockstep_plan::Recompute::Full => Self::Full,
+        }
+    }
+}
+
 impl From<ContextMethod> for lockstep_plan::ContextMethod {
     fn from(method: ContextMethod) -> Self {
         match method {

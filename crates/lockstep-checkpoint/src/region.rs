@@ -42,6 +42,24 @@ impl Region {
         Self::Block { start: share.start_in(whole), shape: share.shape_of(whole) }
     }
 
+    /// Some of the elements `part` of what a rank holds of a parameter of this shape, in regions that follow each other: each with
+    /// the elements that it is of those that the rank holds.
+    pub fn of_part(share: &Share, whole: &[usize], part: Range<usize>) -> Vec<(Self, Range<usize>)> {
+        let held = share.shape_of(whole);
+        if part == (0..held.iter().product()) {
+            return vec![(Self::of_share(share, whole), part)];
+        }
+        if share.shard.is_none() && share.inner.is_none() {
+            return vec![(Self::Elements { start: part.start, count: part.len() }, part)];
+        }
+        let first = share.start_in(whole);
+        let region = |(start, shape): (Vec<usize>, Vec<usize>), elements| {
+            let start = start.iter().zip(&first).map(|(start, first)| start + first).collect();
+            (Self::Block { start, shape }, elements)
+        };
+        boxes(&held, part).into_iter().map(|(corner, elements)| region(corner, elements)).collect()
+    }
+
     /// `start` and `shape` as the manifest has them.
     pub(crate) fn extent(&self, global: &[usize]) -> (Vec<usize>, Vec<usize>) {
         match self {
@@ -50,6 +68,44 @@ impl Region {
             Self::Block { start, shape } => (start.clone(), shape.clone()),
         }
     }
+}
+
+/// A range of a tensor's elements in row-major order as boxes that follow each other: the first index and the extent of each in every
+/// dimension, and the elements that it has.
+fn boxes(shape: &[usize], part: Range<usize>) -> Vec<((Vec<usize>, Vec<usize>), Range<usize>)> {
+    let Some((&rows, inner)) = shape.split_first() else { return vec![((vec![], vec![]), part)] };
+    let row: usize = inner.iter().product();
+    if part.is_empty() || row == 0 || rows == 0 {
+        return Vec::new();
+    }
+    // Of a row that is cut, the boxes of that row.
+    let of_row = |index: usize, part: Range<usize>| {
+        let first = index * row;
+        boxes(inner, part.start - first..part.end - first).into_iter().map(
+            move |((start, shape), elements)| {
+                let corner = [vec![index], start].concat();
+                ((corner, [vec![1], shape].concat()), first + elements.start..first + elements.end)
+            },
+        )
+    };
+    let whole = part.start.div_ceil(row)..part.end / row;
+    if whole.start > whole.end {
+        return of_row(part.start / row, part).collect();
+    }
+    let mut found = Vec::new();
+    if part.start < whole.start * row {
+        found.extend(of_row(part.start / row, part.start..whole.start * row));
+    }
+    if !whole.is_empty() {
+        let mut start = vec![0; shape.len()];
+        start[0] = whole.start;
+        let extent = [vec![whole.len()], inner.to_vec()].concat();
+        found.push(((start, extent), whole.start * row..whole.end * row));
+    }
+    if whole.end * row < part.end {
+        found.extend(of_row(whole.end, whole.end * row..part.end));
+    }
+    found
 }
 
 /// Number of elements of a shape, if `usize` can count them and their bytes.
@@ -231,6 +287,29 @@ mod tests {
             let (start, shape) = Region::of_share(&share, &whole).extent(&whole);
             let held: Vec<_> = share.stretches(&whole).flat_map(|(first, len)| first..first + len).collect();
             assert_eq!(elements_of(&start, &shape, &whole), held, "{share:?}");
+        }
+    }
+
+    #[test]
+    fn parts_of_a_share_are_regions_that_follow_each_other() {
+        let split = |dim, start, len| Share { shard: Some(Shard { dim, start, len }), ..Share::default() };
+        let of_experts = Share { inner: Some(Shard { dim: 2, start: 1, len: 2 }), ..split(0, 1, 2) };
+        let whole = [4, 6, 3];
+        for share in [Share::default(), split(0, 1, 2), split(1, 3, 3), of_experts] {
+            let held: Vec<usize> =
+                share.stretches(&whole).flat_map(|(first, len)| first..first + len).collect();
+            for start in 0..held.len() {
+                for end in start + 1..=held.len() {
+                    let (mut next, mut found) = (start, Vec::new());
+                    for (region, elements) in Region::of_part(&share, &whole, start..end) {
+                        assert_eq!(elements.start, next, "{share:?} {start}..{end}");
+                        next = elements.end;
+                        let (first, extent) = region.extent(&whole);
+                        found.extend(elements_of(&first, &extent, &whole));
+                    }
+                    assert_eq!(found, held[start..end], "{share:?} {start}..{end}");
+                }
+            }
         }
     }
 

@@ -1,25 +1,27 @@
 //! One rank's training state and the steps that change it.
 
+use std::ops::Range;
+
 use lockstep_comm::{CommError, Metered};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Seed, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, exact::ExactSum};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage, exact::ExactSum};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
-use crate::optimizer::{Operands, Role};
+use crate::flat::Extent;
+use crate::gradients::Trained;
+use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
 use crate::runner::{Half, StageMemory};
-use crate::state::tensors_of;
+use crate::shards::Shards;
 use crate::{
     EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
-    StateTensor, StepTimes, Storage, Traffic, WeightStorage, Weights, reducer::Reducer,
+    StepTimes, Storage, Traffic, WeightStorage, Weights, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
-/// Floating-point operations per element of an update, as in AdamW.
-const UPDATE_FLOPS: u64 = 13;
 
 /// What an [`Engine`] is built for.
 #[derive(Debug, Clone, Copy)]
@@ -38,19 +40,6 @@ pub struct EngineOptions {
     pub micro_batches: usize,
 }
 
-/// The numbers of one update.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
-    /// Step size.
-    pub learning_rate: f64,
-    /// Weight decay of the parameters whose record says that they decay.
-    pub weight_decay: f64,
-    /// Factor on the gradients, from clipping.
-    pub gradient_scale: f32,
-    /// Number of this update, from 1.
-    pub step: u64,
-}
-
 /// Where a micro-batch stands in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
@@ -61,30 +50,37 @@ enum Turn {
 /// Weights, gradients, optimizer state and the programs that work on them.
 pub struct Engine {
     arena: Arena,
-    queue: CpuQueue,
-    optimizer: Optimizer,
-    storage: Storage,
-    seed: u64,
-    model: RecordedModel,
+    pub(crate) queue: CpuQueue,
+    pub(crate) optimizer: Optimizer,
+    pub(crate) storage: Storage,
+    pub(crate) seed: u64,
+    pub(crate) model: RecordedModel,
     /// The same model without dropout, with experts that take all tokens; `None` if that is the model itself.
     evaluation: Option<RecordedModel>,
-    runner: Runner,
-    records: Vec<ParameterRecord>,
+    pub(crate) runner: Runner,
+    pub(crate) records: Vec<ParameterRecord>,
     /// What kernels read of the trained parameters.
-    weights: FlatStore,
+    pub(crate) weights: FlatStore,
     /// The parameters that are not trained, in the type that kernels read; there is nothing else of them.
-    frozen: Option<FlatStore>,
+    pub(crate) frozen: Option<FlatStore>,
     /// f32 weights of the trained parameters, if kernels read another type.
-    master: Option<FlatStore>,
-    gradients: Gradients,
-    optimizer_state: Vec<(StateKind, FlatStore)>,
-    groups: Groups,
+    pub(crate) master: Option<FlatStore>,
+    /// The biases by which experts are chosen, in f32 and whole, where the master weights are shared out: every rank moves them
+    /// alike.
+    pub(crate) biases: Option<FlatStore>,
+    pub(crate) gradients: Gradients,
+    pub(crate) optimizer_state: Vec<(StateKind, FlatStore)>,
+    pub(crate) groups: Groups,
+    /// Who owns what of weights, gradients and state.
+    pub(crate) shards: Shards,
+    /// What gathering weights has cost since this was last asked.
+    pub(crate) gathered: Traffic,
     /// None if all gradients are whole.
     reducer: Option<Reducer>,
     /// The rank's part in a pipeline, if there is one.
-    pipeline: Option<Pipeline>,
+    pub(crate) pipeline: Option<Pipeline>,
     /// Which units are on this rank.
-    is_here: Vec<bool>,
+    pub(crate) is_here: Vec<bool>,
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
     shared_table: Option<SharedTable>,
 }
@@ -163,12 +159,14 @@ impl Engine {
         let is_here: Vec<bool> =
             (0..model.units()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect();
         let queue = CpuQueue::new(threads, arena)?;
-        let reducer = Reducer::new(&groups, &records, queue.workers())?;
+        let shards = Shards::new(&groups, &records)?;
+        let reducer = Reducer::new(&groups, &records, &shards, queue.workers())?;
         let shared_table = SharedTable::of(&mut records, &is_here);
+        let shared_out = |from: ZeroStage| if shards.stage() >= from { Extent::Own } else { Extent::Whole };
         // A stage of a pipeline may have nothing that is trained.
-        let store = |dtype, category| -> Result<_, TensorError> {
+        let store = |kind, extent| -> Result<_, TensorError> {
             let is_kept = |record: &ParameterRecord| record.trainable && is_here[record.unit];
-            FlatStore::zeros_where(arena, &records, dtype, category, is_kept)
+            FlatStore::zeros_where(arena, &records, kind, &shards, extent, is_kept)
         };
         let units = model.units();
         let state = |kind: StateKind| -> Result<_, TensorError> {
@@ -176,30 +174,44 @@ impl Engine {
                 let is_kept = record.trainable && is_here[record.unit];
                 is_kept && optimizer.state_kinds(Role::of(record, units)).contains(&kind)
             };
-            let category = MemoryCategory::Optimizer;
-            let store = FlatStore::zeros_where(arena, &records, storage.state, category, keeps)?;
+            let (kind_of_memory, extent) =
+                ((storage.state, MemoryCategory::Optimizer), shared_out(ZeroStage::Optimizer));
+            let store = FlatStore::zeros_where(arena, &records, kind_of_memory, &shards, extent, keeps)?;
             Ok((!store.is_empty()).then_some((kind, store)))
         };
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
-        let weights = store(shape.dtype, MemoryCategory::Parameters)?;
-        let category = MemoryCategory::Parameters;
+        let of_kernels = (shape.dtype, MemoryCategory::Parameters);
+        let weights = store(of_kernels, Extent::Whole)?;
         let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
-        let frozen = FlatStore::zeros_where(arena, &records, shape.dtype, category, is_frozen)?;
+        let alone = Shards::none();
+        let frozen = FlatStore::zeros_where(arena, &records, of_kernels, &alone, Extent::Whole, is_frozen)?;
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages)?;
         let own_tokens = model.program(0).shape().tokens();
+        let has_master = shape.dtype != DType::F32 && storage.weights == WeightStorage::Master;
+        let in_optimizer = (DType::F32, MemoryCategory::Optimizer);
+        let of_optimizer = shared_out(ZeroStage::Optimizer);
+        let is_bias = |record: &ParameterRecord| {
+            let bias = model.selection_bias(record.unit).filter(|_| is_here[record.unit]);
+            bias.is_some_and(|id| records[id.0].name == record.name) && record.trainable
+        };
+        let biases = (has_master && of_optimizer == Extent::Own)
+            .then(|| FlatStore::zeros_where(arena, &records, in_optimizer, &alone, Extent::Whole, is_bias))
+            .transpose()?;
         Ok(Self {
             reducer,
             queue,
             runner,
             weights,
             frozen: (!frozen.is_empty()).then_some(frozen),
-            master: (shape.dtype != DType::F32 && storage.weights == WeightStorage::Master)
-                .then(|| store(DType::F32, MemoryCategory::Optimizer))
-                .transpose()?,
-            gradients: Gradients::new(arena, &records, own_tokens, micro_batches * context.ranks, |unit| {
-                is_here[unit]
-            })?,
+            master: has_master.then(|| store(in_optimizer, of_optimizer)).transpose()?,
+            biases: biases.filter(|store| !store.is_empty()),
+            gradients: Gradients::new(
+                arena,
+                Trained { records: &records, is_here: &is_here, shards: &shards },
+                own_tokens,
+                micro_batches * context.ranks,
+            )?,
             optimizer_state: StateKind::OF_OPTIMIZERS
                 .into_iter()
                 .filter_map(|kind| state(kind).transpose())
@@ -213,44 +225,11 @@ impl Engine {
             records,
             pipeline: groups.pipeline(),
             groups,
+            shards,
+            gathered: Traffic::default(),
             is_here,
             shared_table,
         })
-    }
-
-    /// Fills every parameter by its initializer.
-    ///
-    /// # Errors
-    /// None that a fitting model can cause.
-    pub fn initialize(&mut self, seed: u64) -> Result<(), EngineError> {
-        let ids: Vec<_> = self.parameter_ids().collect();
-        ids.into_iter().try_for_each(|id| self.initialize_parameter(id, seed))
-    }
-
-    /// Fills one parameter by its initializer.
-    ///
-    /// # Errors
-    /// As for [`Engine::initialize`].
-    pub fn initialize_parameter(&mut self, id: ParameterId, seed: u64) -> Result<(), EngineError> {
-        // Part by part: a copy of the largest parameter may be the most memory that a run ever needs.
-        const PART: usize = 1 << 20;
-        let record = &self.records[id.0];
-        let mut values = vec![0.0; PART.min(record.local_elements())];
-        let mut place = 0;
-        for (first, len) in record.share.stretches(&record.shape) {
-            let first = if active(Mutation::WeightsFromFirstElement) { 0 } else { first };
-            for start in (0..len).step_by(PART) {
-                let part = &mut values[..PART.min(len - start)];
-                self.queue.fill(part, |offset, part| {
-                    let first = (first + start + offset) as u64;
-                    record.initializer.fill(seed, &record.name, first, part);
-                });
-                self.parameter_store(id).write_part(id, place, part);
-                place += part.len();
-            }
-        }
-        self.round_parameter(id);
-        Ok(())
     }
 
     /// The records of all parameters; which of them decay is the caller's to change.
@@ -384,53 +363,70 @@ impl Engine {
             pipeline.micro_batches(),
             "a step has the micro-batches of its schedule"
         );
-        let weights =
-            Weights { trained: &self.weights, frozen: self.frozen.as_ref(), exact: self.master.as_ref() };
+        let weights = Weights {
+            trained: &self.weights,
+            frozen: self.frozen.as_ref(),
+            exact: self.biases.as_ref().or(self.master.as_ref()),
+        };
         let reducer = reducer.as_mut();
         let mut work = Work { model, queue, weights, runner, gradients, reducer, seed, batches };
         let loss_sum = pipeline.run(&mut work)?;
-        if let Some(reducer) = work.reducer {
-            let begin = work.runner.timeline().begin();
-            reducer.wait()?;
-            work.runner.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
-        }
+        self.await_gradients()?;
         if let Some(SharedTable { id, .. }) = self.shared_table
-            && self.records[id.0].trainable
+            && let Some(part) = self.gradients.part(id)
         {
-            self.groups.sum_over_ends(self.gradients.view(id))?;
+            self.groups.sum_over_ends(part.view)?;
         }
         Ok(loss_sum)
     }
 
-    /// What sums of gradients, and exchanges with the ranks that share the model, have cost since this was last asked.
+    /// Waits for what was summed after the last micro-batch.
+    fn await_gradients(&mut self) -> Result<(), CommError> {
+        let Self { queue, runner, gradients, reducer: Some(reducer), .. } = self else { return Ok(()) };
+        let begin = runner.timeline().begin();
+        gradients.wait(queue, reducer)?;
+        gradients.sum_owned(reducer)?;
+        runner.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
+        Ok(())
+    }
+
+    /// What sums of gradients, gathered weights, and exchanges with the ranks that share the model have cost since this was last
+    /// asked.
     pub fn take_traffic(&mut self) -> Traffic {
         let sums = self.reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic);
         let Metered { bytes, busy, exposed } = self.groups.take_metered();
-        Traffic { bytes: sums.bytes + bytes, busy: sums.busy + busy, exposed: sums.exposed + exposed }
+        sums + std::mem::take(&mut self.gathered) + Traffic { bytes, busy, exposed }
     }
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. After the last of a step the gradients are summed
     /// over ranks.
     fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, CommError> {
         let Self { model, queue, runner, gradients, reducer, .. } = self;
-        let weights =
-            Weights { trained: &self.weights, frozen: self.frozen.as_ref(), exact: self.master.as_ref() };
+        let weights = Weights {
+            trained: &self.weights,
+            frozen: self.frozen.as_ref(),
+            exact: self.biases.as_ref().or(self.master.as_ref()),
+        };
         let only = Place::default();
         runner.load(only, batch);
         runner.forward_stage(model, only, queue, weights, Program::forward_for_backward)?;
         gradients.begin_micro_batch(queue, runner.own_tokens(batch.ids));
-        let mut reducer = reducer.as_mut().filter(|_| turn == Turn::Last);
-        let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
-            Some(reducer) => gradients.reduce_unit(queue, unit, reducer),
-            None => Ok(()),
+        let is_last = turn == Turn::Last;
+        let at_once = gradients.are_summed_at_once();
+        let mut reducer = reducer.as_mut().filter(|_| is_last || at_once);
+        let after_unit = |gradients: &mut Gradients, unit| {
+            let Some(reducer) = &mut reducer else { return Ok(()) };
+            gradients.sum_unit(queue, unit, reducer)?;
+            if is_last { gradients.sum_rows(unit, reducer) } else { Ok(()) }
         };
         let half = Half::Both;
         runner.backward_stage(model, only, queue, weights, gradients, seed, half, after_unit)?;
-        if let Some(reducer) = reducer {
-            let begin = runner.timeline().begin();
-            reducer.wait()?;
-            runner.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
+        match reducer {
+            Some(_) if is_last => self.await_gradients()?,
+            Some(reducer) => gradients.wait(queue, reducer)?,
+            None => {}
         }
+        let Self { model, runner, .. } = self;
         Ok(runner.loss_sum(model))
     }
 
@@ -440,8 +436,11 @@ impl Engine {
     /// [`CommError`]: none on one rank.
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, CommError> {
         let model = self.evaluation.as_ref().unwrap_or(&self.model);
-        let weights =
-            Weights { trained: &self.weights, frozen: self.frozen.as_ref(), exact: self.master.as_ref() };
+        let weights = Weights {
+            trained: &self.weights,
+            frozen: self.frozen.as_ref(),
+            exact: self.biases.as_ref().or(self.master.as_ref()),
+        };
         if let Some(pipeline) = &mut self.pipeline {
             return pipeline.evaluate((model, &self.queue, weights), &mut self.runner, batch);
         }
@@ -472,8 +471,10 @@ impl Engine {
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
-            if self.speaks_for(id) || active(Mutation::NormCountsCopies) {
-                sum.merge(&self.queue.sum_of_squares(self.gradients.view(id)).wait());
+            if let Some(part) = self.gradients.part(id)
+                && (self.speaks_for(id) || active(Mutation::NormCountsCopies))
+            {
+                sum.merge(&self.queue.sum_of_squares(part.view).wait());
             }
         }
         let sum = self.groups.sum_over_model(&sum)?;
@@ -485,48 +486,24 @@ impl Engine {
         Ok(sum.value().sqrt())
     }
 
-    /// The gradient of what this rank holds of a trained parameter, after [`Engine::forward_backward`] or
+    /// Which elements of what its model holds of a trained parameter this rank owns.
+    pub fn owned_range(&self, id: ParameterId) -> Range<usize> {
+        self.gradients.part(id).map_or(0..0, |part| part.range())
+    }
+
+    /// The gradient of what this rank owns of a trained parameter, after [`Engine::forward_backward`] or
     /// [`Engine::finish_gradients`].
     pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
-        self.gradients.view(id).to_vec()
+        self.gradients.part(id).map_or_else(Vec::new, |part| part.view.to_vec())
     }
 
-    /// Replaces the gradient of a parameter.
+    /// Replaces the gradient of what this rank owns of a parameter.
     ///
     /// # Panics
-    /// If the number of elements is not the parameter's.
+    /// If the number of elements is another.
     pub fn write_gradient(&mut self, id: ParameterId, values: &[f32]) {
-        self.gradients.view(id).copy_from(values);
-    }
-
-    /// Updates the weights.
-    pub fn update(&mut self, update: &Update) {
-        let balanced = self.balance();
-        for id in self.trained_ids().filter(|id| !balanced.contains(id)) {
-            let record = &self.records[id.0];
-            let of_parameter = Update {
-                learning_rate: update.learning_rate * f64::from(record.learning_rate_multiplier),
-                weight_decay: if record.decay { update.weight_decay } else { 0.0 },
-                ..*update
-            };
-            let operands = Operands {
-                role: self.role(id),
-                parameter: self.master.as_ref().unwrap_or(&self.weights).view(id),
-                gradient: self.gradients.view(id),
-                rounded: self.master.is_some().then(|| self.weights.view(id)),
-                rounding: self.storage.rounding.of(self.seed, &record.name, update.step),
-                dtype: self.weights.dtype(),
-            };
-            let state = |kind| self.state_store(kind).map(|store| store.view(id));
-            let begin = self.timeline().begin();
-            self.optimizer.step(&self.queue, &of_parameter, &operands, state);
-            self.timeline().end(begin, || {
-                let activity = Activity { unit: Some(record.unit), ..Activity::of_step("optimizer") };
-                (activity, self.update_cost(id))
-            });
-        }
-        if let Some(pipeline) = &mut self.pipeline {
-            pipeline.end_step();
+        if let Some(part) = self.gradients.part(id) {
+            part.view.copy_from(values);
         }
     }
 
@@ -535,40 +512,12 @@ impl Engine {
         self.pipeline.as_ref().map(Pipeline::times)
     }
 
-    /// Moves the biases by which experts are chosen against the load of the step, alike on all ranks; returns which they are.
-    fn balance(&mut self) -> Vec<ParameterId> {
-        let rate = self.model.bias_update_rate() as f32;
-        let here = (0..self.model.units()).filter(|unit| self.is_here[*unit]);
-        let biases: Vec<_> = here.filter_map(|unit| Some((unit, self.model.selection_bias(unit)?))).collect();
-        for &(unit, id) in biases.iter().filter(|(_, id)| self.records[id.0].trainable) {
-            let Some(steps) = self.runner.expert_load().steps_to_balance(unit, rate) else { continue };
-            let mut values = self.parameter_store(id).to_f32(id);
-            values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
-            self.parameter_store(id).write_part(id, 0, &values);
-            self.round_parameter(id);
-        }
-        biases.into_iter().map(|(_, id)| id).collect()
-    }
-
-    /// The gradient and the rounded weights go through memory once, everything else is read and written.
-    fn update_cost(&self, id: ParameterId) -> Cost {
-        let elements = self.records[id.0].local_elements() as u64;
-        let bytes_of = |store: &FlatStore| store.dtype().size_bytes() as u64;
-        let rounded = self.master.as_ref().map_or(0, |_| bytes_of(&self.weights));
-        let kept: u64 = self.state_kinds(id).filter_map(|kind| self.state_store(kind)).map(bytes_of).sum();
-        Cost {
-            product_flops: self.optimizer.product_flops(self.role(id)),
-            vector_flops: UPDATE_FLOPS * elements,
-            ..Cost::of_bytes((F32_BYTES + rounded + 2 * kept) * elements)
-        }
-    }
-
     /// Elements of the parameters that are trained.
     fn trained_elements(&self) -> u64 {
         self.trained_ids().map(|id| self.records[id.0].local_elements() as u64).sum()
     }
 
-    fn role(&self, id: ParameterId) -> Role {
+    pub(crate) fn role(&self, id: ParameterId) -> Role {
         Role::of(&self.records[id.0], self.model.units())
     }
 
@@ -580,92 +529,6 @@ impl Engine {
     /// The update rule.
     pub fn optimizer(&self) -> Optimizer {
         self.optimizer
-    }
-
-    /// Everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the optimizer's
-    /// state.
-    pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
-        let weights = (StateKind::Parameter, self.master.as_mut().unwrap_or(&mut self.weights));
-        let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
-        tensors_of(&self.records, std::iter::once(weights).chain(kept))
-    }
-
-    /// The stores of what a checkpoint holds, in its order.
-    pub(crate) fn state_stores(&self) -> impl Iterator<Item = (StateKind, &FlatStore)> {
-        let weights = (StateKind::Parameter, self.master.as_ref().unwrap_or(&self.weights));
-        std::iter::once(weights).chain(self.optimizer_state.iter().map(|(kind, store)| (*kind, store)))
-    }
-
-    /// Rounds the master weights, if there are any, to what kernels read.
-    pub(crate) fn round_weights(&mut self) {
-        let Some(master) = &self.master else { return };
-        for id in self.trained_ids() {
-            self.queue.cast(master.view(id), self.weights.view(id));
-        }
-    }
-
-    /// Replaces a tensor of a parameter by its part of `values`, which are those of all ranks together, rounded to what it is
-    /// kept in.
-    ///
-    /// # Errors
-    /// [`EngineError::WrongSize`].
-    pub fn write_state(
-        &mut self,
-        id: ParameterId,
-        kind: StateKind,
-        values: &[f32],
-    ) -> Result<(), EngineError> {
-        let record = &self.records[id.0];
-        if values.len() != record.elements() {
-            return Err(EngineError::WrongSize {
-                name: record.name.clone(),
-                kind,
-                found: values.len(),
-                expected: record.elements(),
-            });
-        }
-        if !self.is_here[record.unit] {
-            return Ok(());
-        }
-        let store = match kind {
-            StateKind::Parameter => self.parameter_store(id),
-            _ if !record.trainable => return Ok(()),
-            kind => match self.state_store(kind) {
-                Some(store) => store,
-                None => return Ok(()),
-            },
-        };
-        let mut place = 0;
-        for (first, len) in record.share.stretches(&record.shape) {
-            store.write_part(id, place, &values[first..first + len]);
-            place += len;
-        }
-        if kind == StateKind::Parameter {
-            self.round_parameter(id);
-        }
-        Ok(())
-    }
-
-    /// What holds a parameter in the greatest precision there is.
-    fn parameter_store(&self, id: ParameterId) -> &FlatStore {
-        match &self.frozen {
-            Some(frozen) if !self.records[id.0].trainable => frozen,
-            _ => self.master.as_ref().unwrap_or(&self.weights),
-        }
-    }
-
-    /// Brings what kernels read of a parameter up to its master copy.
-    fn round_parameter(&self, id: ParameterId) {
-        if let Some(master) = self.master.as_ref().filter(|_| self.records[id.0].trainable) {
-            self.queue.cast(master.view(id), self.weights.view(id));
-        }
-    }
-
-    fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
-        match kind {
-            StateKind::Parameter => Some(self.master.as_ref().unwrap_or(&self.weights)),
-            kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
-        }
     }
 }
 

@@ -1,17 +1,24 @@
 //! Flat buffers: one for each unit, holding one number per parameter element (weights, gradients, moments).
 //!
 //! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
-//! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are summed over the same
-//! ranks stand together.
+//! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are complete at the same time and
+//! summed over the same ranks stand together, in a *stretch*: of it each of the ranks that share out the model's state owns one
+//! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them.
+//!
+//! ```text
+//! unit     [ stretch                           | stretch               ]
+//!          [ parameter   | parameter      | pad | table             |pad]     parameters start at multiples of 1,024
+//! owned by [ rank 0      | rank 1        | ...  | rank 0 | rank 1 | ... ]     ranges end at multiples of 1,024
+//! ```
 
 use std::ops::Range;
 
 use half::{bf16, f16};
 use lockstep_graph::{ParameterIndex, Parameters};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ShardPlace};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
 
-use crate::{Gradients, groups::Summing};
+use crate::{Gradients, groups::Summing, shards::Shards};
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
@@ -21,21 +28,74 @@ const ALIGNMENT_ELEMENTS: usize = 1024;
 #[derive(Debug)]
 pub struct FlatStore {
     dtype: DType,
+    extent: Extent,
     units: Vec<Buffer>,
+    stretches: Vec<Stretch>,
     /// By [`ParameterId`]; parameters that are left out have none.
     places: Vec<Option<Place>>,
 }
 
+/// How much a store has of its stretches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// All of them.
+    Whole,
+    /// What this rank owns.
+    Own,
+}
+
+/// Parameters of a unit that stand together.
+#[derive(Debug, Clone)]
+pub(crate) struct Stretch {
+    /// The unit in whose buffer it lies.
+    pub(crate) unit: usize,
+    /// The unit whose backward is the last to contribute to its gradients, but for rows of a table that another one looks up.
+    pub(crate) completed_by: usize,
+    pub(crate) summing: Summing,
+    /// Its first element in the unit's buffer.
+    start: usize,
+    /// How many follow, whatever the store has of them.
+    pub(crate) elements: usize,
+    /// Those of them that this rank owns.
+    pub(crate) own: Range<usize>,
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Place {
-    unit: usize,
-    offset_bytes: usize,
+    stretch: usize,
+    /// Its first element in the stretch.
+    first: usize,
     shape: Shape,
 }
 
 impl Place {
     fn is_same(&self, other: &Self) -> bool {
-        self.unit == other.unit && self.offset_bytes == other.offset_bytes
+        (self.stretch, self.first) == (other.stretch, other.first)
+    }
+}
+
+/// What a rank owns of a parameter's tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct Part<'a> {
+    /// The index, in what the rank's model holds of the parameter, of the first element.
+    pub first: usize,
+    /// The elements, `[count]`.
+    pub view: View<'a>,
+}
+
+impl Part<'_> {
+    /// The indices of its elements.
+    pub fn range(&self) -> Range<usize> {
+        self.first..self.first + self.view.elements()
+    }
+
+    /// The elements as f32, which holds each of them exactly.
+    pub(crate) fn to_f32(self) -> Vec<f32> {
+        match self.view.dtype() {
+            DType::BF16 => self.view.to_vec::<bf16>().into_iter().map(bf16::to_f32).collect(),
+            DType::F16 => self.view.to_vec::<f16>().into_iter().map(f16::to_f32).collect(),
+            _ => self.view.to_vec(),
+        }
     }
 }
 
@@ -50,47 +110,36 @@ impl FlatStore {
         dtype: DType,
         category: MemoryCategory,
     ) -> Result<Self, TensorError> {
-        Self::zeros_where(arena, records, dtype, category, |_| true)
+        Self::zeros_where(arena, records, (dtype, category), &Shards::none(), Extent::Whole, |_| true)
     }
 
     /// Zeros for the parameters that `keeps` says; that may be none.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
-    pub fn zeros_where(
+    pub(crate) fn zeros_where(
         arena: &Arena,
         records: &[ParameterRecord],
-        dtype: DType,
-        category: MemoryCategory,
+        (dtype, category): (DType, MemoryCategory),
+        shards: &Shards,
+        extent: Extent,
         keeps: impl Fn(&ParameterRecord) -> bool,
     ) -> Result<Self, TensorError> {
+        let (stretches, places) = laid_out(records, shards, keeps);
         let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
-        let mut unit_elements = vec![0; unit_count];
-        let mut places: Vec<Option<Place>> = vec![None; records.len()];
-        let mut kept: Vec<usize> = (0..records.len())
-            .filter(|&index| records[index].tie.is_none() && keeps(&records[index]))
-            .collect();
-        kept.sort_by_key(|&index| Summing::of(&records[index].share));
-        for index in kept {
-            let record = &records[index];
-            let shape = Shape::from(record.local_shape().as_slice());
-            let offset = &mut unit_elements[record.unit];
-            let offset_bytes = *offset * dtype.size_bytes();
-            places[index] = Some(Place { unit: record.unit, offset_bytes, shape });
-            *offset += shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
+        let mut store = Self { dtype, extent, units: Vec::new(), stretches, places };
+        let mut unit_bytes = vec![0; unit_count];
+        for index in 0..store.stretches.len() {
+            store.stretches[index].start = unit_bytes[store.stretches[index].unit] / dtype.size_bytes();
+            let elements = store.kept(&store.stretches[index]).len();
+            unit_bytes[store.stretches[index].unit] += elements * dtype.size_bytes();
         }
-        for (index, record) in records.iter().enumerate() {
-            if let Some(target) = record.tie {
-                places[index] = places[target.0];
-            }
-        }
-        let total_elements: usize = unit_elements.iter().sum();
-        arena.require(total_elements.saturating_mul(dtype.size_bytes()), category)?;
-        let units = unit_elements
-            .iter()
-            .map(|&elements| arena.allocate_zeroed(elements * dtype.size_bytes(), category))
+        arena.require(unit_bytes.iter().fold(0, |sum: usize, bytes| sum.saturating_add(*bytes)), category)?;
+        store.units = unit_bytes
+            .into_iter()
+            .map(|bytes| arena.allocate_zeroed(bytes, category))
             .collect::<Result<_, _>>()?;
-        Ok(Self { dtype, units, places })
+        Ok(store)
     }
 
     /// Whether it keeps no parameter.
@@ -111,20 +160,42 @@ impl FlatStore {
     pub fn like(&self, arena: &Arena, category: MemoryCategory) -> Result<Self, TensorError> {
         arena.require(self.len_bytes(), category)?;
         let units = self.units.iter().map(|unit| arena.allocate(unit.len_bytes(), category));
-        Ok(Self { dtype: self.dtype, units: units.collect::<Result<_, _>>()?, places: self.places.clone() })
+        Ok(Self {
+            dtype: self.dtype,
+            extent: self.extent,
+            units: units.collect::<Result<_, _>>()?,
+            stretches: self.stretches.clone(),
+            places: self.places.clone(),
+        })
     }
 
-    /// The unit in whose buffer a parameter lies, and its bytes there, padding included; none if it is not kept.
-    pub(crate) fn place_of(&self, id: ParameterId) -> Option<(usize, Range<usize>)> {
-        let place = self.places[id.0]?;
-        let elements = place.shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
-        let end = place.offset_bytes + elements * self.dtype.size_bytes();
-        Some((place.unit, place.offset_bytes..end))
+    /// What stands together.
+    pub(crate) fn stretches(&self) -> &[Stretch] {
+        &self.stretches
     }
 
-    /// The buffer of a unit, to lend from.
-    pub(crate) fn unit_mut(&mut self, unit: usize) -> &mut Buffer {
-        &mut self.units[unit]
+    /// The stretch that a parameter stands in, its first element there, and the shape; none if it is not kept.
+    pub(crate) fn place_of(&self, id: ParameterId) -> Option<(usize, usize, Shape)> {
+        self.places[id.0].map(|place| (place.stretch, place.first, place.shape))
+    }
+
+    /// The buffer that a stretch lies in, and the bytes there of some of its elements.
+    ///
+    /// # Panics
+    /// If the store does not have them.
+    pub(crate) fn lend_from(
+        &mut self,
+        stretch: usize,
+        elements: Range<usize>,
+    ) -> (&mut Buffer, Range<usize>) {
+        let bytes = self.bytes_of(&self.stretches[stretch], elements);
+        (&mut self.units[self.stretches[stretch].unit], bytes)
+    }
+
+    /// What this rank owns of a stretch, `[count]`; there may be nothing.
+    pub(crate) fn own_of(&self, stretch: usize) -> View<'_> {
+        let stretch = &self.stretches[stretch];
+        self.elements_of(stretch, stretch.own.clone())
     }
 
     /// Bytes of all parameters, padding included.
@@ -143,8 +214,8 @@ impl FlatStore {
     /// If it is not one.
     pub fn copy_from(&self, other: &Self, queue: &dyn Kernels) {
         assert_eq!(
-            (self.dtype, self.units.len()),
-            (other.dtype, other.units.len()),
+            (self.dtype, self.extent, self.units.len()),
+            (other.dtype, other.extent, other.units.len()),
             "stores of unlike shape"
         );
         for (from, to) in other.units.iter().zip(&self.units) {
@@ -156,24 +227,48 @@ impl FlatStore {
     /// A parameter's tensor.
     ///
     /// # Panics
-    /// If the store has none for it.
+    /// If the store has none for it, or not all of it.
     pub fn view(&self, id: ParameterId) -> View<'_> {
         self.get(id).expect("the store has a tensor for each parameter that it is asked for")
     }
 
     /// A parameter's tensor, if the store has one for it.
-    pub fn get(&self, id: ParameterId) -> Option<View<'_>> {
-        let place = self.places[id.0]?;
-        Some(self.units[place.unit].view(self.dtype, place.offset_bytes, place.shape))
-    }
-
-    /// Replaces the elements from `start` on of a parameter's tensor, rounded to the store's type.
     ///
     /// # Panics
-    /// If the store has none for it, or it has fewer elements.
+    /// If it has not all of it.
+    pub fn get(&self, id: ParameterId) -> Option<View<'_>> {
+        let place = self.places[id.0]?;
+        let elements = place.first..place.first + place.shape.elements();
+        Some(self.elements_of(&self.stretches[place.stretch], elements).reshape(place.shape))
+    }
+
+    /// What this rank owns of a parameter's tensor; none if that is nothing.
+    pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
+        let place = self.places[id.0]?;
+        let range = self.owned(&place);
+        (!range.is_empty()).then(|| self.part_of(&place, range))
+    }
+
+    /// What the store has of a parameter's tensor; none if that is nothing.
+    pub(crate) fn kept_part(&self, id: ParameterId) -> Option<Part<'_>> {
+        match self.extent {
+            Extent::Own => self.part(id),
+            Extent::Whole => self.places[id.0].map(|place| self.part_of(&place, 0..place.shape.elements())),
+        }
+    }
+
+    /// Replaces the elements from `start` on of a parameter's tensor, rounded to the store's type, as far as the store has them.
+    ///
+    /// # Panics
+    /// If the parameter has fewer elements.
     pub fn write_part(&self, id: ParameterId, start: usize, values: &[f32]) {
-        let whole = self.view(id);
-        let view = whole.reshape([whole.elements()]).rows(start..start + values.len());
+        let Some(kept) = self.kept_part(id) else { return };
+        let range = kept.range().start.max(start)..kept.range().end.min(start + values.len());
+        if range.is_empty() {
+            return;
+        }
+        let view = kept.view.rows(range.start - kept.first..range.end - kept.first);
+        let values = &values[range.start - start..range.end - start];
         match self.dtype {
             DType::BF16 => view.copy_from(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
             DType::F16 => view.copy_from(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
@@ -181,31 +276,130 @@ impl FlatStore {
         }
     }
 
-    /// A parameter's elements as f32, which holds each of them exactly.
-    pub(crate) fn to_f32(&self, id: ParameterId) -> Vec<f32> {
-        let view = self.view(id);
-        match self.dtype {
-            DType::BF16 => view.to_vec::<bf16>().into_iter().map(bf16::to_f32).collect(),
-            DType::F16 => view.to_vec::<f16>().into_iter().map(f16::to_f32).collect(),
-            _ => view.to_vec(),
+    /// The bytes that this rank owns of all parameters that own their storage here, and the first element of each, without a copy.
+    pub fn parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
+        let ranges = |store: &Self, place: &Place| store.owned(place);
+        self.bytes_where(ranges)
+    }
+
+    /// The bytes that the store has of all parameters that own their storage here, and the first element of each, without a copy.
+    pub(crate) fn kept_parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
+        let ranges = |store: &Self, place: &Place| match store.extent {
+            Extent::Own => store.owned(place),
+            Extent::Whole => 0..place.shape.elements(),
+        };
+        self.bytes_where(ranges)
+    }
+
+    fn bytes_where(
+        &mut self,
+        elements: impl Fn(&Self, &Place) -> Range<usize>,
+    ) -> Vec<(ParameterId, usize, &[u8])> {
+        let mut found = Vec::with_capacity(self.places.len());
+        for (index, place) in self.places.iter().enumerate() {
+            let Some(place) = place else { continue };
+            // A shared place was listed under the parameter that owns it.
+            if self.places[..index].iter().flatten().any(|earlier| earlier.is_same(place)) {
+                continue;
+            }
+            let range = elements(self, place);
+            if !range.is_empty() {
+                let stretch = &self.stretches[place.stretch];
+                let of_stretch = place.first + range.start..place.first + range.end;
+                found.push((
+                    ParameterId(index),
+                    range.start,
+                    stretch.unit,
+                    self.bytes_of(stretch, of_stretch),
+                ));
+            }
+        }
+        let units: Vec<&[u8]> = self.units.iter_mut().map(|unit| &*unit.bytes_mut()).collect();
+        found.into_iter().map(|(id, first, unit, bytes)| (id, first, &units[unit][bytes])).collect()
+    }
+
+    /// The elements of a parameter that this rank owns.
+    fn owned(&self, place: &Place) -> Range<usize> {
+        let own = &self.stretches[place.stretch].own;
+        let end = place.first + place.shape.elements();
+        let range = own.start.max(place.first)..own.end.min(end);
+        if range.is_empty() { 0..0 } else { range.start - place.first..range.end - place.first }
+    }
+
+    fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {
+        let of_stretch = place.first + range.start..place.first + range.end;
+        Part { first: range.start, view: self.elements_of(&self.stretches[place.stretch], of_stretch) }
+    }
+
+    /// The elements of a stretch that the store has.
+    fn kept(&self, stretch: &Stretch) -> Range<usize> {
+        match self.extent {
+            Extent::Whole => 0..stretch.elements,
+            Extent::Own => stretch.own.clone(),
         }
     }
 
-    /// The bytes of all parameters that own their storage here, without a copy.
-    pub fn tensors(&mut self) -> Vec<(ParameterId, &[u8])> {
-        let size = self.dtype.size_bytes();
-        let units: Vec<&[u8]> = self.units.iter_mut().map(|unit| &*unit.bytes_mut()).collect();
-        let mut tensors: Vec<(ParameterId, &[u8])> = Vec::with_capacity(self.places.len());
-        for (index, place) in self.places.iter().enumerate() {
-            let Some(place) = place else { continue };
-            let bytes = &units[place.unit][place.offset_bytes..][..place.shape.elements() * size];
-            // A shared place was listed under the parameter that owns it.
-            if !self.places[..index].iter().flatten().any(|earlier| earlier.is_same(place)) {
-                tensors.push((ParameterId(index), bytes));
-            }
-        }
-        tensors
+    fn elements_of(&self, stretch: &Stretch, elements: Range<usize>) -> View<'_> {
+        let count = elements.len();
+        let bytes = self.bytes_of(stretch, elements);
+        self.units[stretch.unit].view(self.dtype, bytes.start, [count])
     }
+
+    /// Where some elements of a stretch lie in its unit's buffer.
+    fn bytes_of(&self, stretch: &Stretch, elements: Range<usize>) -> Range<usize> {
+        let kept = self.kept(stretch);
+        assert!(
+            kept.start <= elements.start && elements.end <= kept.end,
+            "elements {elements:?} of a stretch of which the store has {kept:?}"
+        );
+        let byte = |element: usize| (stretch.start + element - kept.start) * self.dtype.size_bytes();
+        byte(elements.start)..byte(elements.end)
+    }
+}
+
+/// The stretches of the parameters that `keeps` says, where they start is still open, and the place of each parameter.
+fn laid_out(
+    records: &[ParameterRecord],
+    shards: &Shards,
+    keeps: impl Fn(&ParameterRecord) -> bool,
+) -> (Vec<Stretch>, Vec<Option<Place>>) {
+    // The unit that another use of a table is in, if it is kept here; it is further back in the model.
+    let tied_in = |id: usize| {
+        let others = records.iter().filter(|record| record.tie == Some(ParameterId(id)));
+        others.filter(|record| keeps(record)).map(|record| record.unit).max()
+    };
+    // A table that is tied stands alone: it is cut alike wherever it is held, together with whatever.
+    let is_tied = |id: usize| records.iter().any(|record| record.tie == Some(ParameterId(id)));
+    let key = |&index: &usize| {
+        let record = &records[index];
+        let completed_by = tied_in(index).unwrap_or(record.unit);
+        (record.unit, completed_by, is_tied(index), Summing::of(&record.share))
+    };
+    let mut kept: Vec<usize> =
+        (0..records.len()).filter(|&index| records[index].tie.is_none() && keeps(&records[index])).collect();
+    kept.sort_by_key(key);
+    let mut stretches: Vec<Stretch> = Vec::new();
+    let mut places: Vec<Option<Place>> = vec![None; records.len()];
+    for stretch in kept.chunk_by(|a, b| key(a) == key(b)) {
+        let mut elements = 0;
+        for &index in stretch {
+            let shape = Shape::from(records[index].local_shape().as_slice());
+            places[index] = Some(Place { stretch: stretches.len(), first: elements, shape });
+            elements += shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
+        }
+        let (unit, completed_by, _, summing) = key(&stretch[0]);
+        let ShardPlace { ranks, rank } = shards.place(summing);
+        let elements = elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks);
+        let len = elements / ranks;
+        let own = rank * len..(rank + 1) * len;
+        stretches.push(Stretch { unit, completed_by, summing, start: 0, elements, own });
+    }
+    for (index, record) in records.iter().enumerate() {
+        if let Some(target) = record.tie {
+            places[index] = places[target.0];
+        }
+    }
+    (stretches, places)
 }
 
 /// The weights that kernels read.
@@ -215,7 +409,7 @@ pub struct Weights<'a> {
     pub trained: &'a FlatStore,
     /// Those that are not, if there are any.
     pub frozen: Option<&'a FlatStore>,
-    /// The former in full precision, if kernels read another.
+    /// The former in full precision, if kernels read another: all, or those of which there is need.
     pub exact: Option<&'a FlatStore>,
 }
 

@@ -1,40 +1,49 @@
 //! Gradients of one step: the first contribution to each replaces what the last step left, so that nothing has to
 //! be set to zero beforehand and read back. Parameters that are not trained have none.
+//!
+//! Where ranks share out gradients (ZeRO stage 2) a rank keeps those that it owns. The others' are there for as long as a unit's
+//! backward takes: in one of two buffers, from which each owner gets its sum while the next unit works on the other.
 
 use std::cell::Cell;
-use std::ops::Range;
 
 use lockstep_comm::CommError;
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, Kernels, TensorError, View, Write};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage};
+use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View, Write};
 
-use crate::{FlatStore, groups::Summing, looked_up::LookedUp, reducer::Reducer};
+use crate::flat::{Extent, FlatStore, Part};
+use crate::{groups::Summing, looked_up::LookedUp, reducer::Reducer, shards::Shards};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
 #[derive(Debug)]
 pub struct Gradients {
     store: FlatStore,
+    /// Where those that others own are until they have been summed; none where the store has all.
+    passing: Option<Passing>,
     /// The unit that contributes to each. By [`ParameterId`].
     units: Vec<usize>,
     /// Whether it is another's contribution that it holds: that of the output layer, where the embedding of a shared table is
     /// on another rank. By [`ParameterId`].
     is_borrowed: Vec<bool>,
-    /// What is to be summed over ranks when a unit has ended. By unit.
-    sums: Vec<Vec<Stretch>>,
+    /// The stretches that are complete, but for looked-up rows, when a unit has ended. By unit.
+    completed: Vec<Vec<usize>>,
     /// What the next contribution to each does. By [`ParameterId`].
     next: Vec<Cell<Write>>,
     tied: Vec<Tied>,
 }
 
-/// Gradients that stand side by side and are summed over the same ranks.
+/// Gradients of units whose backward runs or has just run.
 #[derive(Debug)]
-struct Stretch {
-    /// The unit in whose buffer they stand.
-    buffer: usize,
-    bytes: Range<usize>,
-    summing: Summing,
+struct Passing {
+    /// That of a unit is in the one of its parity: neighbours have different ones.
+    buffers: [Buffer; 2],
+    /// Where each stretch lies in its buffer.
+    offsets_bytes: Vec<usize>,
+    /// What the next sum of each stretch does to what the store has.
+    next: Vec<Write>,
+    /// The stretches that are being summed.
+    under_way: Vec<usize>,
 }
 
 /// A table that an output layer and an embedding share.
@@ -45,28 +54,35 @@ struct Tied {
     summing: Summing,
 }
 
+/// What is to be trained on a rank, and who owns it.
+#[derive(Clone, Copy)]
+pub(crate) struct Trained<'a> {
+    pub(crate) records: &'a [ParameterRecord],
+    /// Which units are on this rank.
+    pub(crate) is_here: &'a [bool],
+    pub(crate) shards: &'a Shards,
+}
+
 impl Gradients {
-    /// Gradients of those of `records` that are trained, all zero, for steps of up to `micro_batches` of `tokens` on all
-    /// replicas together. Of the units only those that `is_here` says are on this rank.
+    /// Gradients of what is trained, all zero, for steps of up to `micro_batches` of `tokens` on all replicas together.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
-    pub fn new(
+    pub(crate) fn new(
         arena: &Arena,
-        records: &[ParameterRecord],
+        Trained { records, is_here, shards }: Trained<'_>,
         tokens: usize,
         micro_batches: usize,
-        is_here: impl Fn(usize) -> bool,
     ) -> Result<Self, TensorError> {
-        let category = MemoryCategory::Gradients;
-        let is_trained = |record: &ParameterRecord| record.trainable && is_here(record.unit);
-        let store = FlatStore::zeros_where(arena, records, DType::F32, category, is_trained)?;
+        let kind = (DType::F32, MemoryCategory::Gradients);
+        let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];
+        let is_shared_out = shards.stage() >= ZeroStage::Gradients;
+        let extent = if is_shared_out { Extent::Own } else { Extent::Whole };
+        let store = FlatStore::zeros_where(arena, records, kind, shards, extent, is_trained)?;
         let mut is_borrowed = vec![false; records.len()];
         let mut tied = Vec::new();
         for (index, record) in records.iter().enumerate() {
-            let Some(table) = record.tie.filter(|_| record.trainable && is_here(record.unit)) else {
-                continue;
-            };
+            let Some(table) = record.tie.filter(|_| is_trained(record)) else { continue };
             let of_table = &records[table.0];
             // A table that this rank has for its output layer alone counts as of that layer's unit.
             if of_table.unit == record.unit {
@@ -77,13 +93,16 @@ impl Gradients {
                 tied.push(Tied { output: ParameterId(index), embedding, summing });
             }
         }
-        let units = records.iter().map(|record| record.unit).collect();
-        let sums = sums(&store, records, &tied);
+        let mut completed = vec![Vec::new(); is_here.len()];
+        for (index, stretch) in store.stretches().iter().enumerate() {
+            completed[stretch.completed_by].push(index);
+        }
         Ok(Self {
+            passing: is_shared_out.then(|| Passing::new(arena, &store, &completed)).transpose()?,
             store,
-            units,
+            units: records.iter().map(|record| record.unit).collect(),
             is_borrowed,
-            sums,
+            completed,
             next: vec![Cell::new(Write::Overwrite); records.len()],
             tied,
         })
@@ -93,6 +112,12 @@ impl Gradients {
     pub fn begin(&mut self) {
         self.next.iter().for_each(|next| next.set(Write::Overwrite));
         self.tied.iter_mut().for_each(|tied| tied.embedding.clear());
+        self.passing.iter_mut().for_each(|passing| passing.next.fill(Write::Overwrite));
+    }
+
+    /// Whether gradients are summed after every micro-batch, not after the last.
+    pub(crate) fn are_summed_at_once(&self) -> bool {
+        self.passing.is_some()
     }
 
     /// Has all replicas of `reducer` agree on what the embeddings among tied ones contribute to in this step; `ids` are the
@@ -127,7 +152,7 @@ impl Gradients {
     pub fn contribute(&self, id: ParameterId) -> (View<'_>, Write) {
         match self.looked_up(id) {
             Some(embedding) => (embedding.gradient(0..embedding.rows()), Write::Accumulate),
-            None => (self.store.view(id), self.next[id.0].replace(Write::Accumulate)),
+            None => (self.whole(id), self.next[id.0].replace(Write::Accumulate)),
         }
     }
 
@@ -139,59 +164,151 @@ impl Gradients {
     /// Completes the gradients of a unit, to which nothing contributes any more: what nothing contributed to is zero, and
     /// tied gradients are the sums of both uses. What is complete stays as it is.
     pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) {
-        self.zero_untouched(queue, unit);
+        if let Some(Passing { next, .. }) = &mut self.passing {
+            for &stretch in &self.completed[unit] {
+                if std::mem::replace(&mut next[stretch], Write::Accumulate) == Write::Overwrite {
+                    queue.zero(self.store.own_of(stretch));
+                }
+            }
+        } else {
+            self.zero_untouched(queue, unit);
+        }
         for Tied { output, embedding, .. } in &mut self.tied {
             if self.units[embedding.table().0] == unit && !active(Mutation::TiedRowsNotAdded) {
-                embedding.add_to(queue, self.store.view(*output));
+                if let Some(part) = self.store.part(*output) {
+                    embedding.add_to(queue, part);
+                }
                 embedding.clear();
             }
         }
     }
 
-    /// Begins to sum the gradients of a unit, to which nothing contributes any more, over the replicas of `reducer`. Both
-    /// uses of a tied one are summed apart, each when its unit ends; [`Gradients::end_unit`] adds them after that.
+    /// Begins to sum the gradients of a unit, to which this micro-batch contributes nothing any more, over those that have
+    /// summands; where they are kept by their owners, those of the units before are there when it returns.
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn reduce_unit(
+    pub(crate) fn sum_unit(
         &mut self,
         queue: &dyn Kernels,
         unit: usize,
         reducer: &mut Reducer,
     ) -> Result<(), CommError> {
-        self.zero_untouched(queue, unit);
-        let Self { store, units, sums, tied, .. } = self;
-        for Stretch { buffer, bytes, summing } in sums.get(unit).into_iter().flatten() {
-            reducer.start(store.unit_mut(*buffer), bytes.clone(), *summing)?;
+        // One half of a split backward may contribute nothing.
+        if self.passing.is_some() && !self.is_touched(unit) {
+            return Ok(());
         }
+        self.zero_untouched(queue, unit);
+        let before = reducer.pending();
+        for &stretch in &self.completed[unit] {
+            let (summing, elements) =
+                (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].elements);
+            let (buffer, bytes) = match &mut self.passing {
+                None => self.store.lend_from(stretch, 0..elements),
+                Some(passing) => {
+                    let start = passing.offsets_bytes[stretch];
+                    let bytes = start..start + elements * size_of::<f32>();
+                    (&mut passing.buffers[unit % 2], bytes)
+                }
+            };
+            reducer.sum_stretch(buffer, bytes, summing)?;
+        }
+        if self.passing.is_some() {
+            reducer.wait_but(reducer.pending() - before)?;
+            self.take_in(queue);
+            self.parameters_of(unit).for_each(|id| self.next[id].set(Write::Overwrite));
+        }
+        if let Some(Passing { under_way, .. }) = &mut self.passing {
+            under_way.extend(&self.completed[unit]);
+        }
+        Ok(())
+    }
+
+    /// Begins to sum what an embedding contributes to a tied table over those that have summands; [`Gradients::end_unit`] adds it
+    /// to the output layer's contribution after that.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn sum_rows(&mut self, unit: usize, reducer: &mut Reducer) -> Result<(), CommError> {
+        let Self { units, tied, .. } = self;
         for Tied { embedding, summing, .. } in tied
             .iter_mut()
             .filter(|tied| units[tied.embedding.table().0] == unit && !active(Mutation::TiedRowsNotSummed))
         {
             let (rows, bytes) = embedding.gradient_mut();
-            reducer.start(rows, 0..bytes, *summing)?;
+            reducer.sum(rows, 0..bytes, *summing)?;
         }
         Ok(())
     }
 
-    /// What nothing of the unit has contributed to is zero.
-    fn zero_untouched(&self, queue: &dyn Kernels, unit: usize) {
-        for (index, next) in self.next.iter().enumerate() {
-            let id = ParameterId(index);
-            if self.units[index] == unit
-                && !self.is_borrowed[index]
-                && self.looked_up(id).is_none()
-                && next.replace(Write::Accumulate) == Write::Overwrite
-                && let Some(gradient) = self.store.get(id)
-            {
-                queue.zero(gradient);
+    /// Waits until everything is summed that is under way.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn wait(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), CommError> {
+        reducer.wait_but(0)?;
+        self.take_in(queue);
+        Ok(())
+    }
+
+    /// Sums what this rank owns over the replicas, after the last micro-batch.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn sum_owned(&mut self, reducer: &mut Reducer) -> Result<(), CommError> {
+        for stretch in 0..self.store.stretches().len() {
+            let (summing, own) =
+                (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].own.clone());
+            let (buffer, bytes) = self.store.lend_from(stretch, own);
+            reducer.sum_owned(buffer, bytes, summing)?;
+        }
+        reducer.wait_but(0)
+    }
+
+    /// Adds sums that have come to what this rank owns.
+    fn take_in(&mut self, queue: &dyn Kernels) {
+        let Self { store, passing: Some(passing), .. } = self else { return };
+        let Passing { buffers, offsets_bytes, next, under_way } = passing;
+        for stretch in under_way.drain(..) {
+            let of = &store.stretches()[stretch];
+            let start = offsets_bytes[stretch] + of.own.start * size_of::<f32>();
+            let sum = buffers[of.completed_by % 2].view(DType::F32, start, [of.own.len()]);
+            let own = store.own_of(stretch);
+            match std::mem::replace(&mut next[stretch], Write::Accumulate) {
+                Write::Overwrite => queue.cast(sum, own),
+                Write::Accumulate => queue.add(own, sum, own),
             }
         }
     }
 
-    /// The gradient of a step that has ended.
-    pub fn view(&self, id: ParameterId) -> View<'_> {
-        self.store.view(id)
+    /// What nothing of the unit has contributed to is zero.
+    fn zero_untouched(&self, queue: &dyn Kernels, unit: usize) {
+        for id in self.parameters_of(unit) {
+            if self.next[id].replace(Write::Accumulate) == Write::Overwrite {
+                queue.zero(self.whole(ParameterId(id)));
+            }
+        }
+    }
+
+    /// Whether anything of the unit was contributed to since it was summed last.
+    fn is_touched(&self, unit: usize) -> bool {
+        self.parameters_of(unit).any(|id| self.next[id].get() == Write::Accumulate)
+    }
+
+    /// The parameters of a unit to whose gradients here it contributes, by number.
+    fn parameters_of(&self, unit: usize) -> impl Iterator<Item = usize> {
+        (0..self.next.len()).filter(move |&index| {
+            let id = ParameterId(index);
+            self.units[index] == unit
+                && !self.is_borrowed[index]
+                && self.looked_up(id).is_none()
+                && self.store.place_of(id).is_some()
+        })
+    }
+
+    /// What this rank owns of the gradient of a step that has ended; none if that is nothing.
+    pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
+        self.store.part(id)
     }
 
     /// Elements that are still to be added to tied gradients.
@@ -199,38 +316,38 @@ impl Gradients {
         self.tied.iter().map(|tied| tied.embedding.elements()).sum()
     }
 
+    /// The whole gradient, while a backward contributes to it.
+    fn whole(&self, id: ParameterId) -> View<'_> {
+        let Some(passing) = &self.passing else { return self.store.view(id) };
+        let (stretch, first, shape) = self.store.place_of(id).expect("what is trained has a gradient");
+        let offset_bytes = passing.offsets_bytes[stretch] + first * size_of::<f32>();
+        let buffer = &passing.buffers[self.store.stretches()[stretch].completed_by % 2];
+        buffer.view(DType::F32, offset_bytes, shape)
+    }
+
     fn looked_up(&self, id: ParameterId) -> Option<&LookedUp> {
         self.tied.iter().map(|tied| &tied.embedding).find(|embedding| embedding.table() == id)
     }
 }
 
-/// What each unit completes but rows of embeddings, by unit.
-fn sums(store: &FlatStore, records: &[ParameterRecord], tied: &[Tied]) -> Vec<Vec<Stretch>> {
-    let is_looked_up = |id: ParameterId| tied.iter().any(|tied| tied.embedding.table() == id);
-    let is_shared = |id: ParameterId| tied.iter().any(|tied| tied.output == id);
-    let mut stretches: Vec<(usize, Stretch)> = Vec::new();
-    for (index, record) in records.iter().enumerate() {
-        let id = ParameterId(index);
-        if !is_looked_up(id)
-            && (record.tie.is_none() || is_shared(id))
-            && let Some((buffer, bytes)) = store.place_of(id)
-        {
-            stretches.push((record.unit, Stretch { buffer, bytes, summing: Summing::of(&record.share) }));
-        }
-    }
-    stretches.sort_by_key(|(unit, stretch)| (*unit, stretch.buffer, stretch.bytes.start));
-    let units = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
-    let mut sums: Vec<Vec<Stretch>> = (0..units).map(|_| Vec::new()).collect();
-    for (unit, stretch) in stretches {
-        match sums[unit].last_mut() {
-            Some(before)
-                if (before.buffer, before.bytes.end, before.summing)
-                    == (stretch.buffer, stretch.bytes.start, stretch.summing) =>
-            {
-                before.bytes.end = stretch.bytes.end;
+impl Passing {
+    fn new(arena: &Arena, store: &FlatStore, completed: &[Vec<usize>]) -> Result<Self, TensorError> {
+        let stretches = store.stretches();
+        let (mut offsets_bytes, mut longest) = (vec![0; stretches.len()], [0; 2]);
+        for (unit, of_unit) in completed.iter().enumerate() {
+            let mut end = 0;
+            for &stretch in of_unit {
+                offsets_bytes[stretch] = end;
+                end += stretches[stretch].elements * size_of::<f32>();
             }
-            _ => sums[unit].push(stretch),
+            longest[unit % 2] = end.max(longest[unit % 2]);
         }
+        let buffer = |bytes| arena.allocate_zeroed(bytes, MemoryCategory::Communication);
+        Ok(Self {
+            buffers: [buffer(longest[0])?, buffer(longest[1])?],
+            offsets_bytes,
+            next: vec![Write::Overwrite; stretches.len()],
+            under_way: Vec::with_capacity(stretches.len()),
+        })
     }
-    sums
 }

@@ -8,7 +8,7 @@ use lockstep_graph::Peers;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{
     Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Share,
-    TensorPlace, exact::ExactSum,
+    TensorPlace, ZeroStage, exact::ExactSum,
 };
 use lockstep_tensor::View;
 
@@ -21,6 +21,8 @@ pub struct GroupOptions {
     pub splits_tokens: bool,
     /// How attention reaches the tokens that other context-parallel ranks hold.
     pub context_method: ContextMethod,
+    /// What of the model's state is shared out over the shard axis.
+    pub zero_stage: ZeroStage,
     /// Gradients are summed in buckets of up to so many bytes.
     pub bucket_bytes: usize,
     /// No wait for another rank is longer.
@@ -170,18 +172,21 @@ impl Groups {
         }
     }
 
-    /// Whether the rank is the one, of those that hold the same of one copy of the model, that counts and saves it.
+    /// Whether the rank is the one, of those that own the same of one copy of the model, that counts and saves it.
     pub(crate) fn speaks_for(&self, share: &Share) -> bool {
-        let Some(World { group, mesh, .. }) = &self.world else { return true };
+        let Some(World { group, mesh, options, .. }) = &self.world else { return true };
         let rank = group.rank();
+        let is_shared_out = options.zero_stage > ZeroStage::Nothing;
         match share.among {
             Among::Tensor => {
                 let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
-                is_first(Axis::Shard)
-                    && is_first(Axis::Context)
-                    && self.place.rank.is_multiple_of(share.copies)
+                let neighbour =
+                    if is_shared_out { self.place.rank / share.summands } else { self.place.rank };
+                let copies = if is_shared_out { share.copies.div_ceil(share.summands) } else { share.copies };
+                (is_shared_out || is_first(Axis::Shard) && is_first(Axis::Context))
+                    && neighbour.is_multiple_of(copies)
             }
-            Among::Experts => mesh.experts().coordinate(rank, ExpertAxis::ExpertShard) == 0,
+            Among::Experts => is_shared_out || mesh.experts().coordinate(rank, ExpertAxis::ExpertShard) == 0,
         }
     }
 
@@ -256,17 +261,42 @@ impl Groups {
         &self,
         records: &[ParameterRecord],
     ) -> Result<Vec<(Summing, Group)>, CommError> {
+        self.of_kinds(records, &Axis::TOKENS, &[ExpertAxis::Replicate, ExpertAxis::ExpertShard])
+    }
+
+    /// The groups of those that can share out what they hold of `records`; none where that is the rank alone.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn of_shards(&self, records: &[ParameterRecord]) -> Result<Vec<(Summing, Group)>, CommError> {
+        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard])
+    }
+
+    /// Those that own the same of other replicas, if there are any.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn of_replicas(&self) -> Result<Option<Group>, CommError> {
+        let Some(world) = &self.world else { return Ok(None) };
+        world.made_of(world.mesh.ranks().groups(&[Axis::Replicate]))
+    }
+
+    /// For each way in which gradients of `records` are summed, the ranks along some axes that hold the same; with them the
+    /// neighbours on the tensor axis that have summands.
+    fn of_kinds(
+        &self,
+        records: &[ParameterRecord],
+        axes: &[Axis],
+        of_experts: &[ExpertAxis],
+    ) -> Result<Vec<(Summing, Group)>, CommError> {
         let Some(world) = &self.world else { return Ok(Vec::new()) };
         let mut kinds: Vec<Summing> = records.iter().map(|record| Summing::of(&record.share)).collect();
         kinds.sort_unstable();
         kinds.dedup();
         let group = |kind: Summing| {
             let group = match kind.among {
-                Among::Tensor => world.of_summands(kind.summands)?,
-                Among::Experts => {
-                    let axes = [ExpertAxis::Replicate, ExpertAxis::ExpertShard];
-                    world.made_of(world.mesh.experts().groups(&axes))?
-                }
+                Among::Tensor => world.with_neighbours(axes, kind.summands)?,
+                Among::Experts => world.made_of(world.mesh.experts().groups(of_experts))?,
             };
             Ok(group.map(|group| (kind, group)))
         };
@@ -276,6 +306,11 @@ impl Groups {
     /// What exchanges with those that share the model have cost since this was last asked. Sums of gradients are not among them.
     pub(crate) fn take_metered(&self) -> Metered {
         self.world.as_ref().map_or_else(Metered::default, |world| world.meter.take())
+    }
+
+    /// What of the model's state is shared out.
+    pub fn zero_stage(&self) -> ZeroStage {
+        self.options().map_or(ZeroStage::Nothing, |options| options.zero_stage)
     }
 
     /// The groups' options, with other ranks.
@@ -312,13 +347,12 @@ impl World {
         self.metered(groups)
     }
 
-    /// Ranks that see other tokens, with `summands` neighbours on the tensor axis of each.
-    fn of_summands(&self, summands: usize) -> Result<Option<Group>, CommError> {
+    /// Ranks along some axes, with `summands` neighbours on the tensor axis of each.
+    fn with_neighbours(&self, axes: &[Axis], summands: usize) -> Result<Option<Group>, CommError> {
         let view = self.mesh.ranks();
-        let [replicate, shard, context] = Axis::TOKENS;
-        let groups = view.groups(&[replicate, shard, context, Axis::Tensor]);
+        let axes: Vec<Axis> = axes.iter().copied().chain([Axis::Tensor]).collect();
         let mut neighbours = Vec::new();
-        for group in groups {
+        for group in view.groups(&axes) {
             for first in (0..view.degree(Axis::Tensor)).step_by(summands) {
                 let is_in =
                     |rank: &usize| (first..first + summands).contains(&view.coordinate(*rank, Axis::Tensor));

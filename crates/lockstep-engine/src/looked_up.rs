@@ -13,6 +13,8 @@ use std::ops::Range;
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
+use crate::flat::Part;
+
 /// An id that no token has looked up yet.
 const NONE: u32 = u32::MAX;
 
@@ -165,21 +167,85 @@ impl LookedUp {
         self.ids.len()
     }
 
-    /// Adds the rows to those of the whole table's gradient.
-    pub(crate) fn add_to(&self, queue: &dyn Kernels, gradient: View<'_>) {
-        let rows = 0..self.rows();
-        if !rows.is_empty() {
-            queue.embedding_backward(
-                self.row_ids.view().rows(rows.clone()),
-                self.gradient(rows),
-                0,
-                gradient,
-            );
+    /// Adds the rows to what is here of the table's gradient, `[elements]`, which may begin and end within a row.
+    pub(crate) fn add_to(&self, queue: &dyn Kernels, Part { first, view }: Part<'_>) {
+        let (rows, end) = (0..self.rows(), first + view.elements());
+        if rows.is_empty() {
+            return;
+        }
+        let whole = first.div_ceil(self.columns)..end / self.columns;
+        if !whole.is_empty() {
+            let elements = whole.start * self.columns - first..whole.end * self.columns - first;
+            let table = view.rows(elements).reshape([whole.len(), self.columns]);
+            let ids = self.row_ids.view().rows(rows.clone());
+            queue.embedding_backward(ids, self.gradient(rows.clone()), whole.start as u32, table);
+        }
+        // Rows that are cut: the first, and the last if it is another one.
+        let cut = [(first, end.min(whole.start * self.columns)), (first.max(whole.end * self.columns), end)];
+        let of_one_row = whole.start > whole.end;
+        for (start, end) in
+            cut.into_iter().take(if of_one_row { 1 } else { 2 }).filter(|(start, end)| start < end)
+        {
+            let (id, column) = (start / self.columns, start % self.columns);
+            let row = self.row_of[id] as usize;
+            if row == NONE as usize {
+                continue;
+            }
+            let row = self.gradient(row..row + 1).reshape([self.columns]);
+            let target = view.rows(start - first..end - first);
+            queue.add(target, row.rows(column..column + end - start), target);
         }
     }
 
     /// Elements of the rows in use.
     pub(crate) fn elements(&self) -> usize {
         self.rows() * self.columns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lockstep_plan::{Initializer, Share};
+    use lockstep_tensor::CpuQueue;
+
+    use super::*;
+
+    #[test]
+    fn parts_of_a_table_get_what_the_whole_gets() {
+        const SHAPE: [usize; 2] = [7, 5];
+        let arena = Arena::new();
+        let queue = CpuQueue::new(1, &arena).unwrap();
+        let record = ParameterRecord {
+            name: "table".to_owned(),
+            shape: SHAPE.to_vec(),
+            share: Share::default(),
+            initializer: Initializer::Zeros,
+            tie: None,
+            unit: 0,
+            trainable: true,
+            decay: true,
+            learning_rate_multiplier: 1.0,
+        };
+        let mut looked_up = LookedUp::new(&arena, ParameterId(0), &record, 4, 1).unwrap();
+        looked_up.look_up(&queue, [&[6, 0, 3, 0][..]].into_iter());
+        let rows: Vec<f32> = (0..15).map(|value| 1.0 + value as f32).collect();
+        looked_up.gradient(0..3).copy_from(&rows);
+        let table = Tensor::zeros(&arena, DType::F32, [35], MemoryCategory::Gradients).unwrap();
+        let ones = [1.0_f32; 35];
+        let added = |first: usize, end: usize| {
+            table.view().copy_from(&ones);
+            looked_up.add_to(&queue, Part { first, view: table.view().rows(first..end) });
+            table.view().to_vec::<f32>()
+        };
+        let whole = added(0, 35);
+        assert_eq!(whole[..5], [7.0, 8.0, 9.0, 10.0, 11.0], "the second row that was looked up");
+        for first in 0..35 {
+            for end in first + 1..=35 {
+                let found = added(first, end);
+                assert!(found[first..end] == whole[first..end], "{first}..{end}: {found:?}, whole {whole:?}");
+                let others = found[..first].iter().chain(&found[end..]);
+                assert!(others.clone().all(|value| *value == 1.0), "{first}..{end}: {found:?}");
+            }
+        }
     }
 }

@@ -162,12 +162,22 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
             let batch = self.batch(pass.micro_batch);
             self.gradients.begin_micro_batch(queue, self.runner.own_tokens(batch.ids));
         }
-        if pass.kind == PassKind::BackwardWeight {
-            return self.runner.weights_stage(model, place, queue, weights, self.gradients);
-        }
-        let half = if pass.kind == PassKind::BackwardInput { Half::Inputs } else { Half::Both };
         let (gradients, seed) = (&mut *self.gradients, self.seed);
-        self.runner.backward_stage(model, place, queue, weights, gradients, seed, half, |_, _| Ok(()))
+        let mut reducer = self.reducer.as_deref_mut().filter(|_| gradients.are_summed_at_once());
+        let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
+            Some(reducer) => gradients.sum_unit(queue, unit, reducer),
+            None => Ok(()),
+        };
+        if pass.kind == PassKind::BackwardWeight {
+            self.runner.weights_stage(model, place, queue, weights, gradients, after_unit)?;
+        } else {
+            let half = if pass.kind == PassKind::BackwardInput { Half::Inputs } else { Half::Both };
+            self.runner.backward_stage(model, place, queue, weights, gradients, seed, half, after_unit)?;
+        }
+        match reducer {
+            Some(reducer) => gradients.wait(queue, reducer),
+            None => Ok(()),
+        }
     }
 
     fn hand_over(&mut self, message: Message, from: Place, to: Place) {
@@ -184,7 +194,13 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
 
     fn reduce(&mut self, units: Range<usize>) -> Result<(), CommError> {
         let Some(reducer) = &mut self.reducer else { return Ok(()) };
-        units.rev().try_for_each(|unit| self.gradients.reduce_unit(self.queue, unit, reducer))
+        let at_once = self.gradients.are_summed_at_once();
+        units.rev().try_for_each(|unit| {
+            if !at_once {
+                self.gradients.sum_unit(self.queue, unit, reducer)?;
+            }
+            self.gradients.sum_rows(unit, reducer)
+        })
     }
 
     fn loss_sum(&mut self, place: Place) -> f64 {

@@ -1,17 +1,19 @@
-//! Gradients summed over the replicas of a model, while the backward goes on.
+//! Gradients summed over the ranks that have summands of them, while the backward goes on.
 //!
 //! A unit whose gradients are complete is lent to the group in buckets. Where they lie in the shared arena they are summed
-//! in place, over the group's fixed tree: all replicas end with the same bits.
+//! in place, over the group's fixed tree: all replicas end with the same bits. Where ranks share out the model's state
+//! ([`Shards`]) each gets the sum of what it owns, and adds to it that of the other replicas.
 
-use std::ops::Range;
+use std::collections::VecDeque;
+use std::ops::{Add, Range};
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{DType, ParameterRecord};
+use lockstep_plan::{DType, ParameterRecord, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
-use crate::{GroupOptions, Groups, groups::Summing};
+use crate::{GroupOptions, Groups, groups::Summing, shards::Shards};
 
 /// Buckets end where blocks of the gradient norm do.
 const BUCKET_GRAIN_BYTES: usize = 4096;
@@ -21,9 +23,15 @@ const BUCKET_GRAIN_BYTES: usize = 4096;
 pub(crate) struct Reducer {
     /// See [`Groups::of_gradients`].
     groups: Vec<(Summing, Group)>,
+    /// Those that share out what is summed so, where that are several.
+    shards: Vec<(Summing, Group)>,
+    /// Those that own the same of other replicas, where ranks share out anything.
+    replicas: Option<Group>,
     bucket_bytes: usize,
     limit: Duration,
-    pending: Vec<Bucket>,
+    pending: VecDeque<Bucket>,
+    /// Until when sums in the background are in the traffic.
+    counted_until: Option<Instant>,
     traffic: Traffic,
 }
 
@@ -46,24 +54,42 @@ pub struct Traffic {
     pub exposed: Duration,
 }
 
+impl Add for Traffic {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            bytes: self.bytes + other.bytes,
+            busy: self.busy + other.busy,
+            exposed: self.exposed + other.exposed,
+        }
+    }
+}
+
 impl Reducer {
-    /// Sums the gradients of `records` over `groups`; none where nothing is to be summed. The engine's threads help.
+    /// Sums the gradients of `records` over `groups`, of which `shards` says who owns what; none where nothing is to be summed. The
+    /// engine's threads help.
     ///
     /// # Errors
     /// [`CommError`].
     pub(crate) fn new(
         groups: &Groups,
         records: &[ParameterRecord],
+        shards: &Shards,
         workers: Workers,
     ) -> Result<Option<Self>, CommError> {
         let Some(GroupOptions { bucket_bytes, limit, .. }) = groups.options() else { return Ok(None) };
         if let Some(world) = groups.world() {
             world.set_workers(workers);
         }
+        let is_shared_out = shards.stage() > ZeroStage::Nothing;
+        let replicas = if is_shared_out { groups.of_replicas()? } else { None };
         let groups = groups.of_gradients(records)?;
         let bucket_bytes = bucket_bytes.next_multiple_of(BUCKET_GRAIN_BYTES).max(BUCKET_GRAIN_BYTES);
-        let (pending, traffic) = (Vec::new(), Traffic::default());
-        Ok((!groups.is_empty()).then_some(Self { groups, bucket_bytes, limit, pending, traffic }))
+        let (shards, pending, traffic) = (shards.groups().to_vec(), VecDeque::new(), Traffic::default());
+        let counted_until = None;
+        let reducer = Self { groups, shards, replicas, bucket_bytes, limit, pending, counted_until, traffic };
+        Ok((!reducer.groups.is_empty()).then_some(reducer))
     }
 
     /// What has been summed since this was last asked.
@@ -76,7 +102,7 @@ impl Reducer {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: Summing) -> Result<(), CommError> {
-        let group = self.group(summing).filter(|_| !active(Mutation::MarksNotAgreed));
+        let group = group_of(&self.groups, summing).filter(|_| !active(Mutation::MarksNotAgreed));
         let Some(group) = group else { return Ok(()) };
         let begin = Instant::now();
         let bytes = bytes_sent(&group, marks.len());
@@ -87,48 +113,112 @@ impl Reducer {
         Ok(())
     }
 
-    /// Begins to sum f32 gradients that are complete: the bytes `range` of `gradients`.
+    /// Begins to sum f32 gradients that are complete, over all that have summands: the bytes `range` of `gradients`.
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn start(
+    pub(crate) fn sum(
         &mut self,
         gradients: &mut Buffer,
         range: Range<usize>,
         summing: Summing,
     ) -> Result<(), CommError> {
-        let Some(group) = self.group(summing).filter(|_| !active(summing.left_out())) else { return Ok(()) };
-        let begin = Instant::now();
-        let is_in_background = group.is_in_background();
-        for start in range.clone().step_by(self.bucket_bytes) {
-            let loan = gradients.lend(start..range.end.min(start + self.bucket_bytes));
-            let data = Lent::new(loan, DType::F32);
-            let sum = Collective::AllReduce { data, op: ReduceOp::Sum };
-            let started = Instant::now();
-            let sum = group.start(sum, Deadline::after(self.limit))?;
-            self.pending.push(Bucket { started, is_in_background, sum });
+        let group = group_of(&self.groups, summing);
+        let Some(group) = group.filter(|_| !active(summing.left_out())) else { return Ok(()) };
+        self.all_reduce(&group, gradients, range)
+    }
+
+    /// Begins to sum f32 gradients of one stretch that are complete, so that each of those that share it out gets what it owns: the
+    /// bytes `range` of `gradients`. Where nobody else owns a part, and so [`Reducer::sum_owned`] has nothing left to do, they are
+    /// summed over all that have summands.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn sum_stretch(
+        &mut self,
+        gradients: &mut Buffer,
+        range: Range<usize>,
+        summing: Summing,
+    ) -> Result<(), CommError> {
+        let Some(group) = group_of(&self.shards, summing) else {
+            return self.sum(gradients, range, summing);
+        };
+        if active(Mutation::ShardsNotSummed) {
+            return Ok(());
         }
-        group.progress()?;
-        self.traffic.bytes += bytes_sent(&group, range.len());
-        if !is_in_background {
-            self.traffic.busy += begin.elapsed();
+        let ranks = group.size() as u64;
+        self.traffic.bytes += (ranks - 1) * range.len() as u64 / ranks;
+        let (op, counts) = (ReduceOp::Sum, None);
+        self.start(&group, |data| Collective::ReduceScatterInPlace { data, op, counts }, (gradients, range))
+    }
+
+    /// Begins to add to what this rank owns of a stretch, of which all summands of its own replica have come, those of the others.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn sum_owned(
+        &mut self,
+        gradients: &mut Buffer,
+        range: Range<usize>,
+        summing: Summing,
+    ) -> Result<(), CommError> {
+        let is_shared_out = group_of(&self.shards, summing).is_some() && !active(Mutation::OwnedNotSummed);
+        let Some(group) = self.replicas.clone().filter(|_| is_shared_out) else { return Ok(()) };
+        self.all_reduce(&group, gradients, range)
+    }
+
+    fn all_reduce(
+        &mut self,
+        group: &Group,
+        gradients: &mut Buffer,
+        range: Range<usize>,
+    ) -> Result<(), CommError> {
+        self.traffic.bytes += bytes_sent(group, range.len());
+        for start in range.clone().step_by(self.bucket_bytes) {
+            let bucket = start..range.end.min(start + self.bucket_bytes);
+            let sum = |data| Collective::AllReduce { data, op: ReduceOp::Sum };
+            self.start(group, sum, (&mut *gradients, bucket))?;
         }
         Ok(())
     }
 
-    /// Waits until everything is summed.
+    fn start(
+        &mut self,
+        group: &Group,
+        collective: impl FnOnce(Lent) -> Collective<Lent, Lent>,
+        (gradients, range): (&mut Buffer, Range<usize>),
+    ) -> Result<(), CommError> {
+        let started = Instant::now();
+        let is_in_background = group.is_in_background();
+        let data = Lent::new(gradients.lend(range), DType::F32);
+        let sum = group.start(collective(data), Deadline::after(self.limit))?;
+        self.pending.push_back(Bucket { started, is_in_background, sum });
+        group.progress()?;
+        if !is_in_background {
+            self.traffic.busy += started.elapsed();
+        }
+        Ok(())
+    }
+
+    /// How many sums are under way.
+    pub(crate) fn pending(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// Waits until everything is summed but the last `rest` sums.
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn wait(&mut self) -> Result<(), CommError> {
+    pub(crate) fn wait_but(&mut self, rest: usize) -> Result<(), CommError> {
         let begin = Instant::now();
-        let (mut counted_until, mut is_own_work) = (None, false);
-        for Bucket { started, is_in_background, sum } in self.pending.drain(..) {
+        let mut is_own_work = false;
+        let done = self.pending.len().saturating_sub(rest);
+        for Bucket { started, is_in_background, sum } in self.pending.drain(..done) {
             let (_, done) = sum.wait_with_time(Deadline::after(self.limit))?;
             if is_in_background {
-                let from = counted_until.map_or(started, |until| started.max(until));
+                let from = self.counted_until.map_or(started, |until: Instant| started.max(until));
                 self.traffic.busy += done.saturating_duration_since(from);
-                counted_until = Some(from.max(done));
+                self.counted_until = Some(from.max(done));
             }
             is_own_work |= !is_in_background;
         }
@@ -138,10 +228,11 @@ impl Reducer {
         self.traffic.exposed += begin.elapsed();
         Ok(())
     }
+}
 
-    fn group(&self, summing: Summing) -> Option<Group> {
-        self.groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group.clone())
-    }
+/// The group of those that sum so, if there is one.
+fn group_of(groups: &[(Summing, Group)], summing: Summing) -> Option<Group> {
+    groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group.clone())
 }
 
 /// Bytes that a rank sends when `len` are summed over a group.

@@ -146,7 +146,7 @@ fn sleep_until(end: Instant) {
 mod tests {
     use lockstep_comm::{World, WorldOptions};
     use lockstep_plan::{
-        ContextMethod, Degrees, Mesh,
+        ContextMethod, Degrees, Mesh, ZeroStage,
         schedule::{Kind, Schedule},
     };
 
@@ -169,6 +169,7 @@ mod tests {
         let options = GroupOptions {
             splits_tokens: false,
             context_method: ContextMethod::default(),
+            zero_stage: ZeroStage::Nothing,
             bucket_bytes: 4096,
             limit: Duration::from_secs(60),
         };

@@ -357,26 +357,28 @@ impl Runner {
         Ok(())
     }
 
-    /// Runs what a backward of inputs has left of every unit of a stage.
+    /// Runs what a backward of inputs has left of every unit of a stage, and calls `after_unit` with each.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`CommError`], and what `after_unit` says, at once.
     pub(crate) fn weights_stage(
         &self,
         model: &RecordedModel,
         Place { stage, slot, .. }: Place,
         queue: &dyn Kernels,
         weights: Weights<'_>,
-        gradients: &Gradients,
+        gradients: &mut Gradients,
+        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         let Stage { units, slots, .. } = &self.stages[stage];
         let slot = &slots[slot];
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
             let parameters =
-                UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(gradients) };
+                UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
             let replay = self.replay(model, (units, slot), unit, queue, &parameters);
             model.program(unit).backward_weights(&replay, &slot.deferred[unit - units.start])?;
+            after_unit(gradients, unit)?;
         }
         Ok(())
     }

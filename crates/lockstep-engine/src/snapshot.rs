@@ -5,6 +5,7 @@
 //! overwritten, which would need buffers that two threads share, to save a pass that takes a few thousandths of
 //! the time between two saves.
 
+use lockstep_comm::CommError;
 use lockstep_plan::{MemoryCategory, ParameterRecord};
 
 use crate::state::tensors_of;
@@ -15,6 +16,8 @@ use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 pub struct Snapshot {
     records: Vec<ParameterRecord>,
     stores: Vec<(StateKind, FlatStore)>,
+    /// What an engine has whole of state that it else owns a part of.
+    biases: Option<FlatStore>,
 }
 
 impl Snapshot {
@@ -26,7 +29,12 @@ impl Snapshot {
         let stores = engine
             .state_stores()
             .map(|(kind, store)| Ok((kind, store.like(engine.arena(), MemoryCategory::Snapshot)?)));
-        Ok(Self { records: engine.records().to_vec(), stores: stores.collect::<Result<_, EngineError>>()? })
+        let biases = engine.biases.as_ref();
+        Ok(Self {
+            records: engine.records().to_vec(),
+            stores: stores.collect::<Result<_, EngineError>>()?,
+            biases: biases.map(|store| store.like(engine.arena(), MemoryCategory::Snapshot)).transpose()?,
+        })
     }
 
     /// Has the system give all of the memory now, so that the first copy is as quick as any.
@@ -36,7 +44,8 @@ impl Snapshot {
 
     /// Bytes that a snapshot of `engine` takes.
     pub fn bytes_for(engine: &Engine) -> usize {
-        engine.state_stores().map(|(_, store)| store.len_bytes()).sum()
+        let stores = engine.state_stores().map(|(_, store)| store).chain(&engine.biases);
+        stores.map(FlatStore::len_bytes).sum()
     }
 
     /// Copies the state of the engine that it was made for.
@@ -44,14 +53,24 @@ impl Snapshot {
         for ((_, copy), (_, store)) in self.stores.iter().zip(engine.state_stores()) {
             copy.copy_from(store, engine.queue());
         }
+        if let (Some(copy), Some(store)) = (&self.biases, &engine.biases) {
+            copy.copy_from(store, engine.queue());
+        }
     }
 
-    /// Gives the engine that it was made for the state back.
-    pub fn restore(&self, engine: &mut Engine) {
+    /// Gives the engine that it was made for the state back, on all ranks that share it out.
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    pub fn restore(&self, engine: &mut Engine) -> Result<(), CommError> {
         for ((_, copy), (_, store)) in self.stores.iter().zip(engine.state_stores()) {
             store.copy_from(copy, engine.queue());
         }
+        if let (Some(copy), Some(store)) = (&self.biases, &engine.biases) {
+            store.copy_from(copy, engine.queue());
+        }
         engine.round_weights();
+        engine.gather_weights()
     }
 
     /// The parameters of the model.

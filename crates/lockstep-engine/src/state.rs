@@ -36,7 +36,7 @@ impl StateKind {
     }
 }
 
-/// A tensor of a parameter, lent by an [`Engine`](crate::Engine) or a [`Snapshot`](crate::Snapshot).
+/// What a rank owns of a tensor of a parameter, lent by an [`Engine`](crate::Engine) or a [`Snapshot`](crate::Snapshot).
 #[derive(Debug, Clone, Copy)]
 pub struct StateTensor<'a> {
     /// The parameter.
@@ -45,7 +45,9 @@ pub struct StateTensor<'a> {
     pub kind: StateKind,
     /// Type of its elements: f32 or bf16.
     pub dtype: DType,
-    /// Its elements.
+    /// The index of the first element here, in what this rank's model holds of the parameter.
+    pub first: usize,
+    /// The elements from there on that this rank owns.
     pub bytes: &'a [u8],
 }
 
@@ -86,8 +88,11 @@ pub(crate) fn tensors_of<'a>(
     stores
         .flat_map(|(kind, store)| {
             let dtype = store.dtype();
-            let tensors = store.tensors().into_iter();
-            tensors.map(move |(id, bytes)| StateTensor { record: &records[id.0], kind, dtype, bytes })
+            let parts = store.parts().into_iter();
+            parts.map(move |(id, first, bytes)| {
+                let record = &records[id.0];
+                StateTensor { record, kind, dtype, first, bytes }
+            })
         })
         .collect()
 }

@@ -43,14 +43,14 @@ impl Default for Storage {
 }
 
 impl RoundingMode {
-    /// The rounding of the parameter `name` in update `step`.
-    pub(crate) fn of(self, seed: u64, name: &str, step: u64) -> Rounding {
+    /// The rounding of the parameter `name` from `first_element` on in update `step`.
+    pub(crate) fn of(self, seed: u64, name: &str, step: u64, first_element: u64) -> Rounding {
         match self {
             Self::Nearest => Rounding::Nearest,
             Self::Stochastic => {
                 // Rounding must not walk in step with the initial weights.
                 let key = mix(seed ^ key_from_name(name) ^ key_from_name("stochastic rounding"));
-                Rounding::Stochastic { key, step, first_element: 0 }
+                Rounding::Stochastic { key, step, first_element }
             }
         }
     }

@@ -89,7 +89,7 @@ fn parameters_start_at_multiples_of_1024_elements_of_their_unit() {
     let mut store = FlatStore::zeros(&arena, records, DType::F32, category).unwrap();
     let mut unit_start = 0;
     let mut unit = usize::MAX;
-    for (id, bytes) in store.tensors() {
+    for (id, _, bytes) in store.parts() {
         let (record, start) = (&records[id.0], bytes.as_ptr() as usize / size_of::<f32>());
         if record.unit != unit {
             (unit, unit_start) = (record.unit, start);
@@ -170,7 +170,7 @@ fn gradient_descent_moves_each_weight_by_its_scaled_gradient_and_decay() {
     let gradients: Vec<_> = ids.iter().map(|&id| engine.gradient(id)).collect();
     let decays: Vec<_> = ids.iter().map(|&id| engine.records()[id.0].decay).collect();
     let (learning_rate, weight_decay, gradient_scale) = (0.5, 0.1, 0.25);
-    engine.update(&Update { learning_rate, weight_decay, gradient_scale, step: 1 });
+    engine.update(&Update { learning_rate, weight_decay, gradient_scale, step: 1 }).unwrap();
     let after = weights(&mut engine);
     assert_eq!((before.len(), after.len()), (ids.len(), ids.len()));
     for (index, (name, old)) in before.iter().enumerate() {
@@ -239,7 +239,9 @@ fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
             engine.begin_step();
             let loss = accumulate(engine, 0);
             engine.finish_gradients().unwrap();
-            engine.update(&Update { learning_rate: 0.1, weight_decay: 0.1, gradient_scale: 1.0, step });
+            engine
+                .update(&Update { learning_rate: 0.1, weight_decay: 0.1, gradient_scale: 1.0, step })
+                .unwrap();
             loss
         };
         step(&mut engine, 1);
@@ -253,7 +255,7 @@ fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
         snapshot.take(&engine);
         let loss = step(&mut engine, 2);
         assert!(state(snapshot.tensors()) == before && state(engine.state_tensors()) != before, "{dtype}");
-        snapshot.restore(&mut engine);
+        snapshot.restore(&mut engine).unwrap();
         assert!(state(engine.state_tensors()) == before, "{dtype}");
         // The weights that kernels read have been given back too.
         assert_eq!(step(&mut engine, 2).to_bits(), loss.to_bits(), "{dtype}");
@@ -277,7 +279,7 @@ fn recorded_step(recompute: Recompute) -> (Engine, Vec<Span>) {
     engine.begin_step();
     accumulate(&mut engine, 0);
     engine.finish_gradients().unwrap();
-    engine.update(&Update { learning_rate: 0.1, weight_decay: 0.0, gradient_scale: 1.0, step: 1 });
+    engine.update(&Update { learning_rate: 0.1, weight_decay: 0.0, gradient_scale: 1.0, step: 1 }).unwrap();
     let spans = engine.timeline().stop();
     (engine, spans)
 }
@@ -356,7 +358,7 @@ fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) 
         engine.begin_step();
         accumulate(&mut engine, 0);
         engine.finish_gradients().unwrap();
-        engine.update(&Update { learning_rate: 0.01, weight_decay: 0.1, gradient_scale: 1.0, step });
+        engine.update(&Update { learning_rate: 0.01, weight_decay: 0.1, gradient_scale: 1.0, step }).unwrap();
     }
     engine.state_tensors().iter().map(StateTensor::to_vec).collect()
 }

@@ -104,7 +104,7 @@ fn what_is_frozen_keeps_its_bits_and_has_neither_gradients_nor_state_nor_backwar
         assert_eq!(part.model().first_trained_unit(), Some(3));
         assert!(part.model().training_flops() < whole.model().training_flops());
         let (loss, ..) = gradients(&mut part);
-        part.update(&Update { learning_rate: 0.1, weight_decay: 0.1, gradient_scale: 1.0, step: 1 });
+        part.update(&Update { learning_rate: 0.1, weight_decay: 0.1, gradient_scale: 1.0, step: 1 }).unwrap();
         let saved: BTreeSet<String> =
             part.state_tensors().iter().map(|tensor| tensor.record.name.clone()).collect();
         assert!(saved.iter().all(|name| !tuning.frozen.contains(name)), "{saved:?}");

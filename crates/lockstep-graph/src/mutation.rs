@@ -35,6 +35,12 @@ pub enum Mutation {
     SharedGradientsNotSummed,
     /// Gradients are not summed over replicas.
     ReplicasNotSummed,
+    /// Gradients are not summed over the ranks that share out the model's state.
+    ShardsNotSummed,
+    /// What a rank owns of the gradients is not summed over replicas.
+    OwnedNotSummed,
+    /// The weights that other ranks own and have updated are left as they were.
+    WeightsNotGathered,
     /// What an embedding contributes to a tied table is not summed over ranks.
     TiedRowsNotSummed,
     /// What an embedding contributes to a tied table is left out.
@@ -101,7 +107,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 45] = [
+    pub const ALL: [Self; 48] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -116,6 +122,9 @@ impl Mutation {
         Self::DropoutFromFirstToken,
         Self::SharedGradientsNotSummed,
         Self::ReplicasNotSummed,
+        Self::ShardsNotSummed,
+        Self::OwnedNotSummed,
+        Self::WeightsNotGathered,
         Self::TiedRowsNotSummed,
         Self::TiedRowsNotAdded,
         Self::MarksNotAgreed,

@@ -7,6 +7,7 @@
 //! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
+//! - [`ZeroStage`]: what of a model's state ranks share out that would else each hold a copy.
 //! - [`ContextPlace`]: which tokens of each sequence a rank holds where ranks share sequences.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
@@ -31,6 +32,7 @@ pub mod schedule;
 mod share;
 mod split;
 mod tensor_cost;
+mod zero;
 
 pub use context::ContextPlace;
 pub use dtype::DType;
@@ -44,3 +46,4 @@ pub use plan::{
 pub use share::{Among, ExpertPlace, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
+pub use zero::{ShardPlace, ZeroStage};

@@ -163,6 +163,21 @@ impl Share {
             (first, len)
         })
     }
+
+    /// Those of these ranges that lie within the elements `part` of what the rank holds, cut to it.
+    pub fn stretches_of_part(
+        &self,
+        whole: &[usize],
+        part: Range<usize>,
+    ) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let mut held = 0;
+        self.stretches(whole).filter_map(move |(first, len)| {
+            let (start, end) = (part.start.max(held), part.end.min(held + len));
+            let cut = (start < end).then(|| (first + start - held, end - start));
+            held += len;
+            cut
+        })
+    }
 }
 
 #[cfg(test)]
@@ -228,6 +243,17 @@ mod tests {
             }
             assert!(seen.iter().all(|count| *count == 1), "{seen:?}");
         }
+    }
+
+    #[test]
+    fn a_part_of_what_a_rank_holds_is_cut_from_its_stretches() {
+        // Columns 2 and 3 of rows of 6: elements 2, 3, 8, 9, 14, 15.
+        let share = Share { shard: Some(Shard { dim: 1, start: 2, len: 2 }), ..Share::default() };
+        let part = |range| share.stretches_of_part(&[3, 6], range).collect::<Vec<_>>();
+        assert_eq!(part(0..6), [(2, 2), (8, 2), (14, 2)]);
+        assert_eq!(part(1..4), [(3, 1), (8, 2)]);
+        assert_eq!(part(3..3), []);
+        assert_eq!(Share::default().stretches_of_part(&[3, 6], 4..9).collect::<Vec<_>>(), [(4, 5)]);
     }
 
     #[test]

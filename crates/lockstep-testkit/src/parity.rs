@@ -165,7 +165,7 @@ pub struct Split {
     pub settings: Vec<String>,
 }
 
-/// Every way to split a run over `ranks` ranks: replicas, tensor parallelism with and without sequence parallelism, shared
+/// Every way to split a run over `ranks` ranks: replicas, replicas that share out their state, tensor parallelism with and without sequence parallelism, shared
 /// sequences by every method, pipelines under every schedule that the models have units for.
 pub fn splits(ranks: usize) -> Vec<Split> {
     let split = |kind, settings: &[String]| Split { kind, ranks, settings: settings.to_vec() };
@@ -175,6 +175,10 @@ pub fn splits(ranks: usize) -> Vec<Split> {
         split("tensor", std::slice::from_ref(&tensor)),
         split("tensor", &[tensor, "parallel.sequence_parallel=true".to_owned()]),
     ];
+    all.extend([1, 2].map(|stage| {
+        let shard = format!("parallel.data_parallel_shard={ranks}");
+        split("zero", &[shard, format!("parallel.zero_stage={stage}")])
+    }));
     all.extend(["ring", "all_gather", "all_to_all"].map(|method| {
         let method = format!("parallel.context_parallel_method={method}");
         split("context", &[format!("parallel.context_parallel={ranks}"), method])

@@ -1,4 +1,4 @@
-//! Plans drawn at random: any degrees of up to eight ranks, experts shared out or not, any schedule, any split into
+//! Plans drawn at random: any degrees of up to eight ranks, any ZeRO stage, experts shared out or not, any schedule, any split into
 //! stages, any recomputation.
 //!
 //! They are settings of a run, so that whatever fails can be shown again by `lockstep verify`. A plan that does not fit its
@@ -34,12 +34,13 @@ pub fn random_plans(
     let method = select(vec!["ring", "all_gather", "all_to_all"]);
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
-    let recompute = select(vec!["none", "selective", "full"]);
+    let recompute = (select(vec!["none", "selective", "full"]), 0..=2_usize);
     (select(models), degrees, any::<bool>(), method, experts, pipeline, batch, recompute)
         .prop_map(|(model, degrees, by_tokens, method, experts, stages, batch, recompute)| {
             let (replicate, tensor, context, pipeline) = degrees;
             let (kind, chunks, given, cuts) = stages;
             let (micro_batch, global_batch) = batch;
+            let (recompute, zero_stage) = recompute;
             let mut settings = vec![
                 format!("parallel.data_parallel_replicate={replicate}"),
                 format!("parallel.tensor_parallel={tensor}"),
@@ -50,9 +51,13 @@ pub fn random_plans(
                 format!("train.micro_batch={micro_batch}"),
                 format!("train.global_batch={global_batch}"),
             ];
+            let shard = experts.0;
+            settings.push(format!("parallel.data_parallel_shard={shard}"));
+            if shard * context > 1 {
+                settings.push(format!("parallel.zero_stage={zero_stage}"));
+            }
             if MIXTURES.contains(&model) {
-                let (shard, expert, parts) = experts;
-                settings.push(format!("parallel.data_parallel_shard={shard}"));
+                let (_, expert, parts) = experts;
                 settings.push(format!("parallel.expert_parallel={expert}"));
                 settings.push(format!("parallel.expert_tensor_parallel={parts}"));
             }

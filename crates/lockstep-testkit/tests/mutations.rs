@@ -16,6 +16,7 @@ const STEPS: [&str; 5] = [
     "schedule.warmup_steps=0",
 ];
 
+const ZERO_1: [&str; 2] = ["parallel.data_parallel_shard=2", "parallel.zero_stage=1"];
 const CONTEXT_2: &str = "parallel.context_parallel=2";
 
 /// A few of the matrix, the most general first.
@@ -35,6 +36,7 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
         (LLAMA, vec![CONTEXT_2, "parallel.context_parallel_method=all_gather"]),
         (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=all_to_all"]),
         (LLAMA, vec!["parallel.pipeline_parallel=2"]),
+        (GPT2, [&ZERO_1[..], &["parallel.data_parallel_replicate=2"], &STEPS[..]].concat()),
         (
             MIXTRAL,
             vec![

@@ -7,8 +7,8 @@ use std::env;
 
 use lockstep_plan::schedule::Kind;
 use lockstep_testkit::parity::{
-    GPT2, LLAMA, MISTRAL, MIXTRAL, MODELS, QWEN2_MOE, QWEN3, Split, TinyModel, Workbench, expert_splits,
-    pairs, splits,
+    DEEPSEEK, GPT2, LLAMA, MISTRAL, MIXTRAL, MODELS, QWEN2_MOE, QWEN3, Split, TinyModel, Workbench,
+    expert_splits, pairs, splits,
 };
 use lockstep_testkit::random_plan::random_plans;
 use lockstep_train::verify::{Numbers, Tolerance};
@@ -157,6 +157,59 @@ fn schedules_stages_and_recomputation_change_no_bit() {
     }
     for stages in ["[1, 5]", "[4, 2]", "[5, 1]"] {
         same(&[PIPELINE_2, &format!("parallel.pipeline_stages={stages}")]);
+    }
+}
+
+#[test]
+fn sharing_out_the_state_changes_no_bit() {
+    let bench = Workbench::new().unwrap();
+    let models = [
+        (GPT2, &[][..]),
+        (LLAMA, &["train.precision=bf16"]),
+        (DEEPSEEK, &["train.precision=bf16"]),
+        (QWEN3, &[TENSOR_2, SEQUENCE]),
+    ];
+    for (model, more) in models {
+        let numbers = |settings: &[&str]| -> Numbers {
+            // One micro-batch for each rank: with more, stage 2 adds sums of ranks, and the others sums of micro-batches.
+            let all = settings.iter().chain(more).copied().chain(["train.steps=4", "train.global_batch=4"]);
+            let config = bench.config(model, &all.collect::<Vec<_>>()).unwrap();
+            bench.numbers(&config).unwrap()
+        };
+        let copies = numbers(&["parallel.data_parallel_replicate=4", "train.micro_batch=1"]);
+        for [replicate, shard] in [[1, 4], [2, 2]] {
+            for stage in [0, 1, 2] {
+                let degrees = [
+                    format!("parallel.data_parallel_replicate={replicate}"),
+                    format!("parallel.data_parallel_shard={shard}"),
+                    format!("parallel.zero_stage={stage}"),
+                ];
+                let [replicate, shard, zero] = degrees.each_ref().map(String::as_str);
+                let found = numbers(&[replicate, shard, zero, "train.micro_batch=1"]);
+                assert!(
+                    found == copies,
+                    "{}, {degrees:?}: {:?}, copies {:?}",
+                    model.name,
+                    found.steps,
+                    copies.steps
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_goes_on_under_another_zero_stage_with_every_bit() {
+    let bench = Workbench::new().unwrap();
+    let sequence = ["train.global_batch=2", "train.micro_batch=1"];
+    let stages = ["parallel.zero_stage=0", "parallel.zero_stage=1", "parallel.zero_stage=2"];
+    let plan = |stage: &'static str| [&["parallel.data_parallel_shard=2", stage], &sequence[..]].concat();
+    for model in [GPT2, QWEN2_MOE] {
+        let expected = bench.losses_of_both(model, [&plan(stages[0]), &plan(stages[0])], 6).unwrap();
+        for (first, second) in stages.into_iter().zip(stages.into_iter().cycle().skip(1)) {
+            let found = bench.losses_of_both(model, [&plan(first), &plan(second)], 6).unwrap();
+            assert_eq!(found, expected, "{}: {first}, then {second}", model.name);
+        }
     }
 }
 

@@ -151,7 +151,7 @@ fn make_step(engine: &mut Engine, batches: &[RandomTokens], tokens: usize, step:
         weight_decay: 0.1,
         gradient_scale: clip_coefficient(1.0, norm) as f32,
         step,
-    });
+    })?;
     Ok(loss / tokens)
 }
 

@@ -7,6 +7,7 @@
 
 use std::fmt;
 
+use lockstep_comm::CommError;
 use lockstep_engine::{Engine, Snapshot};
 use serde_json::{Value, json};
 
@@ -216,9 +217,12 @@ impl Refuge {
     }
 
     /// Gives the engine the copy; returns how many updates led to it.
-    pub(crate) fn restore(&self, engine: &mut Engine) -> u64 {
-        self.snapshot.restore(engine);
-        self.updates
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn restore(&self, engine: &mut Engine) -> Result<u64, CommError> {
+        self.snapshot.restore(engine)?;
+        Ok(self.updates)
     }
 }
 

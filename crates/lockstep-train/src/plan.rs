@@ -79,7 +79,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         recompute: config.parallel.recompute.into(),
         sequence_parallel: config.parallel.sequence_parallel,
         context_method: config.parallel.context_parallel_method.into(),
-        zero_stage: 0,
+        zero_stage: config.zero_stage().number(),
     })
 }
 

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{
     Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
 };
-use lockstep_engine::{Engine, GroupOptions, Groups, StateKind};
+use lockstep_engine::{Engine, GroupOptions, Groups};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh};
+use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
 use lockstep_tensor::Arena;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -99,6 +99,7 @@ impl Ranks {
         let options = GroupOptions {
             splits_tokens: config.parallel.sequence_parallel,
             context_method: config.parallel.context_parallel_method.into(),
+            zero_stage: config.zero_stage(),
             bucket_bytes: config.parallel.bucket_bytes(),
             limit: Duration::from_secs_f64(config.parallel.timeout_s),
         };
@@ -143,11 +144,13 @@ impl Ranks {
         copies != self.size()
     }
 
-    /// The axes whose ranks hold the same of the model. Those from which experts are taken do not.
+    /// The axes whose ranks hold the same of the model. Those from which experts are taken do not, nor those that share out
+    /// its state.
     fn axes_of_copies(&self) -> &'static [Axis] {
         let view = self.mesh.experts();
         let experts = view.degree(ExpertAxis::Expert) * view.degree(ExpertAxis::ExpertTensor);
-        if experts > 1 { &[Axis::Replicate] } else { &Axis::TOKENS }
+        let is_shared_out = self.groups.zero_stage() > ZeroStage::Nothing;
+        if experts > 1 || is_shared_out { &[Axis::Replicate] } else { &Axis::TOKENS }
     }
 
     /// Whether this rank has the first copy of the model, or a part of it: what others have is the same.
@@ -182,16 +185,19 @@ impl Ranks {
         self.rank() == 0
     }
 
-    /// An arena from which the others can reach the gradients, and what ranks that share a model or sequences exchange.
+    /// An arena from which the others can reach the gradients, the weights that each has updated for all, and what ranks that share a
+    /// model or sequences exchange.
     pub(crate) fn arena(&self) -> Arena {
-        let all = [
-            MemoryCategory::Gradients,
-            MemoryCategory::Activations,
-            MemoryCategory::Workspace,
-            MemoryCategory::Communication,
-        ];
-        let shared = if self.replicas() == self.size() { &all[..1] } else { &all[..] };
-        self.group().map_or_else(Arena::new, |group| group.arena(shared))
+        let mut shared = vec![MemoryCategory::Gradients];
+        if self.replicas() != self.size() {
+            let exchanged =
+                [MemoryCategory::Activations, MemoryCategory::Workspace, MemoryCategory::Communication];
+            shared.extend(exchanged);
+        }
+        if self.groups.zero_stage() > ZeroStage::Nothing {
+            shared.extend([MemoryCategory::Parameters, MemoryCategory::Communication]);
+        }
+        self.group().map_or_else(Arena::new, |group| group.arena(&shared))
     }
 
     /// What shows the run: the first rank's is seen.
@@ -364,8 +370,8 @@ impl Ranks {
         let holders = [(Among::Tensor, self.mesh.ranks().groups(&Axis::TOKENS)), (Among::Experts, experts)];
         for (among, groups) in holders {
             let mut hasher = blake3::Hasher::new();
-            for tensor in engine.state_tensors() {
-                if tensor.kind == StateKind::Parameter && tensor.record.share.among == among {
+            for tensor in engine.copied_weights() {
+                if tensor.record.share.among == among {
                     hasher.update(tensor.bytes);
                 }
             }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use lockstep_comm::Group;
 use lockstep_engine::{GroupOptions, Groups, PassTime, PipelinePlan, Rehearsal, StepTimes};
 use lockstep_plan::schedule::{Costs, Schedule, StageCost};
-use lockstep_plan::{ContextMethod, Degrees, MemoryCategory, Mesh};
+use lockstep_plan::{ContextMethod, Degrees, MemoryCategory, Mesh, ZeroStage};
 use serde::Serialize;
 
 use crate::Error;
@@ -66,6 +66,7 @@ impl PipelineBenchmark {
         let options = GroupOptions {
             splits_tokens: false,
             context_method: ContextMethod::default(),
+            zero_stage: ZeroStage::Nothing,
             bucket_bytes: 0,
             limit,
         };

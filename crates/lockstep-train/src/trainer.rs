@@ -404,7 +404,7 @@ impl Run<'_> {
                 gradient_scale: (clip_coefficient(self.config.train.max_grad_norm, grad_norm) / loss_scale)
                     as f32,
                 step: self.counters.updates,
-            });
+            })?;
         }
         self.counters.step = step;
         self.counters.samples += self.config.train.global_batch as u64;
@@ -480,7 +480,7 @@ impl Run<'_> {
         if self.guard.skip(step)? == Action::RollBack
             && let Some(refuge) = &self.refuge
         {
-            self.counters.updates = refuge.restore(&mut self.engine);
+            self.counters.updates = refuge.restore(&mut self.engine)?;
             let updates = self.counters.updates;
             self.progress
                 .message(&format!("step {step}: back to the weights after update {updates}; the data go on"));

@@ -4,6 +4,7 @@
 //! summands, and that is all that a plan may change. [`Comparison`] is what a person is shown, and the verdict.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use lockstep_engine::Engine;
 use lockstep_plan::Share;
@@ -107,6 +108,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     let mut config = config.clone();
     config.parallel.data_parallel_replicate = 1;
     config.parallel.data_parallel_shard = 1;
+    config.parallel.zero_stage = 0;
     config.parallel.expert_parallel = 1;
     config.parallel.expert_tensor_parallel = 1;
     config.parallel.tensor_parallel = 1;
@@ -168,6 +170,8 @@ struct Held {
     name: String,
     shape: Vec<usize>,
     share: Share,
+    /// Of what the share says, these elements.
+    part: Range<usize>,
 }
 
 /// The gradients that this rank is the one to speak for: how long their description is, it, and their elements.
@@ -176,7 +180,8 @@ fn held(ranks: &Ranks, engine: &Engine) -> Vec<u8> {
     let ids: Vec<_> = engine.trained_ids().filter(speaks_for).collect();
     let describe = |id: &lockstep_plan::ParameterId| {
         let record = &engine.records()[id.0];
-        Held { name: record.name.clone(), shape: record.shape.clone(), share: record.share }
+        let part = engine.owned_range(*id);
+        Held { name: record.name.clone(), shape: record.shape.clone(), share: record.share, part }
     };
     let description = serde_json::json!(ids.iter().map(describe).collect::<Vec<_>>()).to_string();
     let mut bytes = (description.len() as u64).to_le_bytes().to_vec();
@@ -195,10 +200,10 @@ fn whole(of_ranks: &[Vec<u8>]) -> BTreeMap<String, Vec<f32>> {
         let (description, elements) = rest.split_at(u64::from_le_bytes(*len) as usize);
         let description: Vec<Held> = serde_json::from_slice(description).unwrap_or_default();
         let mut elements = elements.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
-        for Held { name, shape, share } in description {
+        for Held { name, shape, share, part } in description {
             let gradient =
                 gradients.entry(name).or_insert_with(|| vec![f32::NAN; shape.iter().product::<usize>()]);
-            for (first, len) in share.stretches(&shape) {
+            for (first, len) in share.stretches_of_part(&shape, part) {
                 for (element, value) in gradient[first..first + len].iter_mut().zip(&mut elements) {
                     *element = value;
                 }

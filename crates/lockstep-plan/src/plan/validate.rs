@@ -2,6 +2,7 @@
 
 use super::{ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, ValidPlan};
 use crate::{
+    ZeroStage,
     mesh::{Axis, Mesh},
     nearest::{Choices, nearest_divisor, nearest_multiple, next_to},
     schedule::{Schedule, ScheduleError, ScheduleProblem},
@@ -47,7 +48,7 @@ impl Check<'_> {
             let (plan, model) = (plan.model.clone(), facts.model.clone());
             self.problems.push(PlanProblem::OtherModel { plan, model });
         }
-        if plan.zero_stage > 3 {
+        if ZeroStage::from_number(plan.zero_stage.into()).is_none() {
             self.problems.push(PlanProblem::ZeroStage { zero_stage: plan.zero_stage });
         }
         for (name, number) in [

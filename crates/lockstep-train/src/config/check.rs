@@ -2,6 +2,7 @@
 
 use lockstep_graph::BlockShape;
 
+use super::ParallelConfig;
 use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
@@ -277,6 +278,18 @@ impl Checker<'_, '_, '_> {
             );
             let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.tensor_parallel = 1";
             self.refuse(&["optimizer.kind", "parallel.tensor_parallel"], what, allowed);
+        }
+        let ParallelConfig { zero_stage, data_parallel_shard, context_parallel, .. } = self.config.parallel;
+        if zero_stage > 0 && data_parallel_shard * context_parallel == 1 {
+            let because = "parallel.data_parallel_shard = 1, so that nobody is there to share with: what \
+                           data_parallel_replicate counts are whole copies";
+            self.refuse_without_effect(&["parallel.zero_stage"], because, "parallel.data_parallel_shard");
+        }
+        if zero_stage > 0 && self.config.optimizer.kind == OptimizerKind::Muon {
+            let what =
+                format!("\"muon\" needs whole matrices, and parallel.zero_stage = {zero_stage} cuts them");
+            let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.zero_stage = 0";
+            self.refuse(&["optimizer.kind", "parallel.zero_stage"], what, allowed);
         }
     }
 

@@ -228,9 +228,13 @@ sections! {
         /// Copies of the model, each of which reads its share of every global batch. Left out: as many as the ranks that
         /// were started make.
         data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(256.0);
-        /// Ranks of each copy that read other parts of the global batch. Of experts they can have a part each
-        /// (`expert_parallel`); of everything else all have the same, as replicas have.
+        /// Ranks of each copy that read other parts of the global batch. They can share out the model's state (`zero_stage`) and
+        /// experts (`expert_parallel`); of everything else all have the same, as replicas have.
         data_parallel_shard: usize = 1, rules().at_least(1.0).at_most(256.0);
+        /// What of the model's state the ranks of `data_parallel_shard` and `context_parallel` share out instead of each holding a copy:
+        /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well. Of experts it is what is left of these
+        /// ranks when each has its experts.
+        zero_stage: usize = 0, rules().at_most(2.0);
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
@@ -274,7 +278,7 @@ sections! {
         /// What a block computes again in its backward to save memory; no bit of the result depends on it.
         recompute: Recompute = Recompute::None, rules();
     }
-    later ["zero_stage" = "0", "offload", "wrap"]
+    later ["offload", "wrap"]
 
     /// Where the run is saved.
     checkpoint: CheckpointConfig {

@@ -22,7 +22,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, ParameterRecord};
+use lockstep_plan::{Degrees, ParameterRecord, ZeroStage};
 
 pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
@@ -127,6 +127,12 @@ impl RunConfig {
             tensor: parallel.tensor_parallel,
             pipeline: parallel.pipeline_parallel,
         }
+    }
+
+    /// What of the model's state ranks share out.
+    pub fn zero_stage(&self) -> ZeroStage {
+        // The key's rules allow no number that is none.
+        ZeroStage::from_number(self.parallel.zero_stage).unwrap_or_default()
     }
 
     /// Ranks that work on the same part of the batch: they share a copy of the model, or its sequences.

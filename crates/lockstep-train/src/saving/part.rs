@@ -5,6 +5,7 @@
 
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -56,7 +57,7 @@ impl Part {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
         }
         let is_own = |tensor: &&StateTensor<'_>| self.own.contains(&tensor.record.name);
-        let slices: Vec<_> = tensors.iter().filter(is_own).map(slice).collect();
+        let slices: Vec<_> = tensors.iter().filter(is_own).flat_map(slices).collect();
         if slices.is_empty() {
             return Ok(None);
         }
@@ -65,15 +66,20 @@ impl Part {
     }
 }
 
-fn slice<'a>(tensor: &StateTensor<'a>) -> TensorSlice<'a> {
-    TensorSlice {
-        name: &tensor.record.name,
-        kind: tensor_kind(tensor.kind),
-        dtype: tensor.dtype,
-        global_shape: &tensor.record.shape,
-        region: Region::of_share(&tensor.record.share, &tensor.record.shape),
-        bytes: tensor.bytes,
-    }
+/// What a rank owns of a tensor, as one slice or, where it begins or ends within a row of a tensor that others share, several.
+fn slices<'a>(tensor: &StateTensor<'a>) -> Vec<TensorSlice<'a>> {
+    let StateTensor { record, kind, dtype, first, bytes } = *tensor;
+    let size = dtype.size_bytes();
+    let slice = |(region, elements): (Region, Range<usize>)| TensorSlice {
+        name: &record.name,
+        kind: tensor_kind(kind),
+        dtype,
+        global_shape: &record.shape,
+        region,
+        bytes: &bytes[(elements.start - first) * size..(elements.end - first) * size],
+    };
+    let part = first..first + bytes.len() / size;
+    Region::of_part(&record.share, &record.shape, part).into_iter().map(slice).collect()
 }
 
 /// What came of another rank's part.

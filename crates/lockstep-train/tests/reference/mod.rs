@@ -93,11 +93,13 @@ pub(crate) fn training_step(engine: &mut Engine, batch: &Batch, learning_rate: f
     engine.begin_step();
     let loss = engine.accumulate(&batch.host(), batch.seed()).unwrap() / batch.valid() as f64;
     let norm = engine.finish_gradients().unwrap();
-    engine.update(&Update {
-        learning_rate,
-        weight_decay: 0.1,
-        gradient_scale: (1.0 / (norm + 1e-6)).min(1.0) as f32,
-        step,
-    });
+    engine
+        .update(&Update {
+            learning_rate,
+            weight_decay: 0.1,
+            gradient_scale: (1.0 / (norm + 1e-6)).min(1.0) as f32,
+            step,
+        })
+        .unwrap();
     (loss, norm)
 }

@@ -1,0 +1,158 @@
+//! What an engine holds of each parameter: how it is filled, read for checkpoints, and replaced from them.
+
+use lockstep_graph::mutation::{Mutation, active};
+use lockstep_plan::{ParameterId, ZeroStage};
+use lockstep_tensor::Kernels;
+
+use crate::state::tensors_of;
+use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
+
+impl Engine {
+    /// Fills every parameter by its initializer.
+    ///
+    /// # Errors
+    /// None that a fitting model can cause.
+    pub fn initialize(&mut self, seed: u64) -> Result<(), EngineError> {
+        let ids: Vec<_> = self.parameter_ids().collect();
+        ids.into_iter().try_for_each(|id| self.initialize_parameter(id, seed))
+    }
+
+    /// Fills one parameter by its initializer.
+    ///
+    /// # Errors
+    /// As for [`Engine::initialize`].
+    pub fn initialize_parameter(&mut self, id: ParameterId, seed: u64) -> Result<(), EngineError> {
+        // Part by part: a copy of the largest parameter may be the most memory that a run ever needs.
+        const PART: usize = 1 << 20;
+        let record = &self.records[id.0];
+        let mut values = vec![0.0; PART.min(record.local_elements())];
+        let mut place = 0;
+        for (first, len) in record.share.stretches(&record.shape) {
+            let first = if active(Mutation::WeightsFromFirstElement) { 0 } else { first };
+            for start in (0..len).step_by(PART) {
+                let part = &mut values[..PART.min(len - start)];
+                self.queue.fill(part, |offset, part| {
+                    let first = (first + start + offset) as u64;
+                    record.initializer.fill(seed, &record.name, first, part);
+                });
+                self.write_parameter(id, place, part);
+                place += part.len();
+            }
+        }
+        Ok(())
+    }
+
+    /// What this rank owns of everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the
+    /// optimizer's state.
+    pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
+        let weights = (StateKind::Parameter, self.master.as_mut().unwrap_or(&mut self.weights));
+        let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
+        tensors_of(&self.records, std::iter::once(weights).chain(kept))
+    }
+
+    /// What this rank has of the trained weights that other ranks have copies of.
+    pub fn copied_weights(&mut self) -> Vec<StateTensor<'_>> {
+        let kept_by_all = self.master.as_mut().filter(|_| self.shards.stage() == ZeroStage::Nothing);
+        let store = kept_by_all.unwrap_or(&mut self.weights);
+        let dtype = store.dtype();
+        let tensor = |(id, first, bytes): (ParameterId, _, _)| StateTensor {
+            record: &self.records[id.0],
+            kind: StateKind::Parameter,
+            dtype,
+            first,
+            bytes,
+        };
+        store.kept_parts().into_iter().map(tensor).collect()
+    }
+
+    /// The stores of what a checkpoint holds, in its order.
+    pub(crate) fn state_stores(&self) -> impl Iterator<Item = (StateKind, &FlatStore)> {
+        let weights = (StateKind::Parameter, self.master.as_ref().unwrap_or(&self.weights));
+        std::iter::once(weights).chain(self.optimizer_state.iter().map(|(kind, store)| (*kind, store)))
+    }
+
+    /// Rounds the master weights that this rank owns, if there are any, to what kernels read.
+    pub(crate) fn round_weights(&self) {
+        self.trained_ids().for_each(|id| self.round_parameter(id));
+    }
+
+    /// Replaces a tensor of a parameter by its part of `values`, which are those of all ranks together, rounded to what it is
+    /// kept in.
+    ///
+    /// # Errors
+    /// [`EngineError::WrongSize`].
+    pub fn write_state(
+        &mut self,
+        id: ParameterId,
+        kind: StateKind,
+        values: &[f32],
+    ) -> Result<(), EngineError> {
+        let record = &self.records[id.0];
+        if values.len() != record.elements() {
+            return Err(EngineError::WrongSize {
+                name: record.name.clone(),
+                kind,
+                found: values.len(),
+                expected: record.elements(),
+            });
+        }
+        if !self.is_here[record.unit] {
+            return Ok(());
+        }
+        let store = match kind {
+            StateKind::Parameter => None,
+            _ if !record.trainable => return Ok(()),
+            kind => match self.state_store(kind) {
+                Some(store) => Some(store),
+                None => return Ok(()),
+            },
+        };
+        let mut place = 0;
+        for (first, len) in record.share.stretches(&record.shape) {
+            let values = &values[first..first + len];
+            match store {
+                Some(store) => store.write_part(id, place, values),
+                None => self.write_parameter(id, place, values),
+            }
+            place += len;
+        }
+        Ok(())
+    }
+
+    /// Replaces the elements from `start` on of a parameter's weights, in every precision in which it is kept.
+    pub(crate) fn write_parameter(&self, id: ParameterId, start: usize, values: &[f32]) {
+        let store = self.parameter_store(id);
+        store.write_part(id, start, values);
+        if self.records[id.0].trainable && self.master.is_some() {
+            self.weights.write_part(id, start, values);
+        }
+        if let Some(biases) = &self.biases {
+            biases.write_part(id, start, values);
+        }
+    }
+
+    /// What holds a parameter in the greatest precision there is.
+    pub(crate) fn parameter_store(&self, id: ParameterId) -> &FlatStore {
+        match &self.frozen {
+            Some(frozen) if !self.records[id.0].trainable => frozen,
+            _ => self.master.as_ref().unwrap_or(&self.weights),
+        }
+    }
+
+    /// Brings what kernels read of what this rank owns of a parameter up to its master copy.
+    pub(crate) fn round_parameter(&self, id: ParameterId) {
+        let master = self.master.as_ref().filter(|_| self.records[id.0].trainable);
+        if let Some(master) = master.and_then(|store| store.part(id))
+            && let Some(rounded) = self.weights.part(id)
+        {
+            self.queue.cast(master.view, rounded.view);
+        }
+    }
+
+    pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
+        match kind {
+            StateKind::Parameter => Some(self.master.as_ref().unwrap_or(&self.weights)),
+            kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! What changes the weights: the optimizer on what this rank owns, and the biases of routers.
+
+use lockstep_comm::CommError;
+use lockstep_graph::{Activity, Cost};
+use lockstep_plan::ParameterId;
+use lockstep_tensor::View;
+
+use crate::optimizer::Operands;
+use crate::{Engine, FlatStore, Part};
+
+const F32_BYTES: u64 = size_of::<f32>() as u64;
+/// Floating-point operations per element of an update, as in AdamW.
+const UPDATE_FLOPS: u64 = 13;
+
+/// The numbers of one update.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Step size.
+    pub learning_rate: f64,
+    /// Weight decay of the parameters whose record says that they decay.
+    pub weight_decay: f64,
+    /// Factor on the gradients, from clipping.
+    pub gradient_scale: f32,
+    /// Number of this update, from 1.
+    pub step: u64,
+}
+
+impl Engine {
+    /// Updates the weights: each rank those that it owns, which are then gathered.
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    pub fn update(&mut self, update: &Update) -> Result<(), CommError> {
+        let balanced = self.balance();
+        for id in self.trained_ids().filter(|id| !balanced.contains(id)) {
+            self.update_parameter(id, update);
+        }
+        let begin = self.timeline().begin();
+        self.gather_weights()?;
+        self.timeline().end(begin, || (Activity::of_step("gather weights"), Cost::default()));
+        if let Some(pipeline) = &mut self.pipeline {
+            pipeline.end_step();
+        }
+        Ok(())
+    }
+
+    fn update_parameter(&self, id: ParameterId, update: &Update) {
+        let Some(gradient) = self.gradients.part(id) else { return };
+        let record = &self.records[id.0];
+        let of_parameter = Update {
+            learning_rate: update.learning_rate * f64::from(record.learning_rate_multiplier),
+            weight_decay: if record.decay { update.weight_decay } else { 0.0 },
+            ..*update
+        };
+        // Rules for whole matrices are not given parts of them.
+        let shape =
+            Some(record.local_shape()).filter(|_| gradient.view.elements() == record.local_elements());
+        let part = |store| part_of(store, id, shape.as_deref());
+        let weights = self.master.as_ref().unwrap_or(&self.weights);
+        let Some(parameter) = part(weights) else { return };
+        let operands = Operands {
+            role: self.role(id),
+            parameter,
+            gradient: shape.as_deref().map_or(gradient.view, |shape| gradient.view.reshape(shape)),
+            rounded: self.master.as_ref().and_then(|_| part(&self.weights)),
+            rounding: self.storage.rounding.of(self.seed, &record.name, update.step, gradient.first as u64),
+            dtype: self.weights.dtype(),
+        };
+        let state = |kind| self.state_store(kind).and_then(part);
+        let begin = self.timeline().begin();
+        self.optimizer.step(&self.queue, &of_parameter, &operands, state);
+        self.timeline().end(begin, || {
+            let activity = Activity { unit: Some(record.unit), ..Activity::of_step("optimizer") };
+            (activity, self.update_cost(id, gradient.view.elements() as u64))
+        });
+    }
+
+    /// Brings the weights that others own up to date with theirs, as far as they are here.
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    pub(crate) fn gather_weights(&mut self) -> Result<(), CommError> {
+        self.gathered = std::mem::take(&mut self.gathered) + self.shards.gather(&mut self.weights)?;
+        Ok(())
+    }
+
+    /// Moves the biases by which experts are chosen against the load of the step, alike on all ranks; returns which they are.
+    fn balance(&mut self) -> Vec<ParameterId> {
+        let rate = self.model.bias_update_rate() as f32;
+        let here = (0..self.model.units()).filter(|unit| self.is_here[*unit]);
+        let biases: Vec<_> = here.filter_map(|unit| Some((unit, self.model.selection_bias(unit)?))).collect();
+        for &(unit, id) in biases.iter().filter(|(_, id)| self.records[id.0].trainable) {
+            let Some(steps) = self.runner.expert_load().steps_to_balance(unit, rate) else { continue };
+            let whole = self.biases.as_ref().unwrap_or_else(|| self.parameter_store(id));
+            let Some(mut values) = whole.kept_part(id).map(Part::to_f32) else { continue };
+            values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
+            self.write_parameter(id, 0, &values);
+        }
+        biases.into_iter().map(|(_, id)| id).collect()
+    }
+
+    /// The gradient and the rounded weights go through memory once, everything else is read and written.
+    fn update_cost(&self, id: ParameterId, elements: u64) -> Cost {
+        let bytes_of = |store: &FlatStore| store.dtype().size_bytes() as u64;
+        let rounded = self.master.as_ref().map_or(0, |_| bytes_of(&self.weights));
+        let kept: u64 = self.state_kinds(id).filter_map(|kind| self.state_store(kind)).map(bytes_of).sum();
+        Cost {
+            product_flops: self.optimizer.product_flops(self.role(id)),
+            vector_flops: UPDATE_FLOPS * elements,
+            ..Cost::of_bytes((F32_BYTES + rounded + 2 * kept) * elements)
+        }
+    }
+}
+
+/// What this rank owns of a parameter, in the shape that it has if that is all of it.
+fn part_of<'a>(store: &'a FlatStore, id: ParameterId, shape: Option<&[usize]>) -> Option<View<'a>> {
+    let view = store.part(id)?.view;
+    Some(shape.map_or(view, |shape| view.reshape(shape)))
+}

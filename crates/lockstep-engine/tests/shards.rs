@@ -1,0 +1,128 @@
+//! What ranks that share out the model's state hold of it: as much as ZeRO's paper says, and every element on one of them.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use std::{thread, time::Duration};
+
+use lockstep_comm::{World, WorldOptions};
+use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, Optimizer, Storage};
+use lockstep_graph::{BlockShape, Recompute};
+use lockstep_model::{ModelConfig, Tuning};
+use lockstep_plan::{ContextMethod, DType, Degrees, MemoryCategory, Mesh, ParameterId, ZeroStage};
+use serde_json::json;
+
+const ALL_BUT_PARAMETERS: [ZeroStage; 3] = [ZeroStage::Nothing, ZeroStage::Optimizer, ZeroStage::Gradients];
+
+fn model(is_tied: bool, hidden: usize) -> ModelConfig {
+    let config = json!({
+        "model_type": "llama", "vocab_size": 256, "hidden_size": hidden, "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "max_position_embeddings": 16, "tie_word_embeddings": is_tied,
+    });
+    ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap()
+}
+
+/// What `look` sees of the engine of each rank.
+fn on_ranks<T: Send>(
+    model: &ModelConfig,
+    dtype: DType,
+    degrees: Degrees,
+    zero_stage: ZeroStage,
+    look: impl Fn(&Engine) -> T + Sync,
+) -> Vec<T> {
+    let options = EngineOptions {
+        shape: BlockShape { sequences: 1, seq_len: 8, dtype },
+        recompute: Recompute::None,
+        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
+        seed: 1,
+        threads: 1,
+        micro_batches: 8,
+    };
+    let of_groups = GroupOptions {
+        splits_tokens: degrees.tensor > 1,
+        context_method: ContextMethod::default(),
+        zero_stage,
+        bucket_bytes: 1 << 20,
+        limit: Duration::from_secs(60),
+    };
+    let mesh = Mesh::new(degrees).unwrap();
+    let world = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
+    let groups = World::in_process(mesh.world_size(), world).unwrap();
+    thread::scope(|scope| {
+        let rank = |group: lockstep_comm::Group| {
+            let look = &look;
+            scope.spawn(move || {
+                let arena = group.arena(&[MemoryCategory::Gradients, MemoryCategory::Parameters]);
+                let groups = Groups::new(group, mesh, of_groups, None).unwrap();
+                let storage = Storage::default();
+                let engine =
+                    Engine::in_groups(model, &Tuning::default(), options, storage, &arena, groups).unwrap();
+                look(&engine)
+            })
+        };
+        let threads: Vec<_> = groups.into_iter().map(rank).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_rank_holds_what_its_stage_says_within_three_percent() {
+    let model = model(false, 256);
+    for (dtype, of_kernels, of_optimizer) in [(DType::F32, 4, 8), (DType::BF16, 2, 12)] {
+        for ranks in [2, 4, 8] {
+            for stage in ALL_BUT_PARAMETERS {
+                let degrees = Degrees { shard: ranks, ..Degrees::default() };
+                let elements = |engine: &Engine| -> usize {
+                    engine.trained_ids().map(|id| engine.records()[id.0].elements()).sum()
+                };
+                let held = on_ranks(&model, dtype, degrees, stage, |engine| {
+                    (elements(engine), engine.arena().in_use())
+                });
+                for (rank, (elements, memory)) in held.into_iter().enumerate() {
+                    let shares = |from: ZeroStage| if stage >= from { ranks } else { 1 };
+                    let expected = [
+                        (MemoryCategory::Parameters, of_kernels * elements),
+                        (MemoryCategory::Gradients, 4 * elements / shares(ZeroStage::Gradients)),
+                        (MemoryCategory::Optimizer, of_optimizer * elements / shares(ZeroStage::Optimizer)),
+                    ];
+                    for (category, expected) in expected {
+                        let error = memory[category] as f64 / expected as f64 - 1.0;
+                        assert!(
+                            error.abs() < 0.03,
+                            "{dtype}, {stage:?}, rank {rank} of {ranks}: {category:?} {} bytes, by theory {expected}",
+                            memory[category],
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_element_has_one_owner_in_each_replica() {
+    let shards = Degrees { replicate: 2, shard: 3, ..Degrees::default() };
+    let with_tensor = Degrees { shard: 2, tensor: 2, ..Degrees::default() };
+    for (is_tied, degrees) in [(false, shards), (true, shards), (true, with_tensor), (false, with_tensor)] {
+        let model = model(is_tied, 24);
+        let owned = on_ranks(&model, DType::F32, degrees, ZeroStage::Gradients, |engine| {
+            let ids = engine.trained_ids().filter(|id| engine.speaks_for(*id));
+            let of_parameter = |id: ParameterId| {
+                let record = engine.records()[id.0].clone();
+                let part = record.share.stretches_of_part(&record.shape, engine.owned_range(id));
+                (record.name.clone(), record.elements(), part.collect::<Vec<_>>())
+            };
+            ids.map(of_parameter).collect::<Vec<_>>()
+        });
+        let mut owners = std::collections::BTreeMap::new();
+        for (name, elements, stretches) in owned.into_iter().flatten() {
+            let counts = owners.entry(name).or_insert_with(|| vec![0; elements]);
+            for (first, len) in stretches {
+                counts[first..first + len].iter_mut().for_each(|count| *count += 1);
+            }
+        }
+        for (name, counts) in owners {
+            let wrong = counts.iter().position(|count| *count != degrees.replicate);
+            assert_eq!(wrong.map(|element| (element, counts[element])), None, "{name}, {degrees:?}");
+        }
+    }
+}

@@ -10,15 +10,17 @@ use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroSta
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
 use crate::flat::Extent;
+use crate::gathered::Gathered;
 use crate::gradients::Trained;
 use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
 use crate::runner::{Half, StageMemory};
 use crate::shards::Shards;
+use crate::weights::ModelWeights;
 use crate::{
     EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
-    StepTimes, Storage, Traffic, WeightStorage, Weights, reducer::Reducer,
+    StepTimes, Storage, Traffic, WeightStorage, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -59,22 +61,10 @@ pub struct Engine {
     evaluation: Option<RecordedModel>,
     pub(crate) runner: Runner,
     pub(crate) records: Vec<ParameterRecord>,
-    /// What kernels read of the trained parameters.
-    pub(crate) weights: FlatStore,
-    /// The parameters that are not trained, in the type that kernels read; there is nothing else of them.
-    pub(crate) frozen: Option<FlatStore>,
-    /// f32 weights of the trained parameters, if kernels read another type.
-    pub(crate) master: Option<FlatStore>,
-    /// The biases by which experts are chosen, in f32 and whole, where the master weights are shared out: every rank moves them
-    /// alike.
-    pub(crate) biases: Option<FlatStore>,
+    pub(crate) weights: ModelWeights,
     pub(crate) gradients: Gradients,
     pub(crate) optimizer_state: Vec<(StateKind, FlatStore)>,
     pub(crate) groups: Groups,
-    /// Who owns what of weights, gradients and state.
-    pub(crate) shards: Shards,
-    /// What gathering weights has cost since this was last asked.
-    pub(crate) gathered: Traffic,
     /// None if all gradients are whole.
     reducer: Option<Reducer>,
     /// The rank's part in a pipeline, if there is one.
@@ -182,7 +172,7 @@ impl Engine {
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
         let of_kernels = (shape.dtype, MemoryCategory::Parameters);
-        let weights = store(of_kernels, Extent::Whole)?;
+        let trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
         let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
         let alone = Shards::none();
         let frozen = FlatStore::zeros_where(arena, &records, of_kernels, &alone, Extent::Whole, is_frozen)?;
@@ -195,17 +185,18 @@ impl Engine {
             let bias = model.selection_bias(record.unit).filter(|_| is_here[record.unit]);
             bias.is_some_and(|id| records[id.0].name == record.name) && record.trainable
         };
-        let biases = (has_master && of_optimizer == Extent::Own)
+        let master = has_master.then(|| store(in_optimizer, of_optimizer)).transpose()?;
+        let is_updated_by_owners = if has_master { of_optimizer } else { shared_out(ZeroStage::Parameters) };
+        let biases = (is_updated_by_owners == Extent::Own)
             .then(|| FlatStore::zeros_where(arena, &records, in_optimizer, &alone, Extent::Whole, is_bias))
+            .transpose()?;
+        let gathered = (trained.extent() == Extent::Own)
+            .then(|| Gathered::new(arena, &model, &trained, &shards))
             .transpose()?;
         Ok(Self {
             reducer,
             queue,
             runner,
-            weights,
-            frozen: (!frozen.is_empty()).then_some(frozen),
-            master: has_master.then(|| store(in_optimizer, of_optimizer)).transpose()?,
-            biases: biases.filter(|store| !store.is_empty()),
             gradients: Gradients::new(
                 arena,
                 Trained { records: &records, is_here: &is_here, shards: &shards },
@@ -225,10 +216,17 @@ impl Engine {
             records,
             pipeline: groups.pipeline(),
             groups,
-            shards,
-            gathered: Traffic::default(),
             is_here,
             shared_table,
+            weights: ModelWeights {
+                trained,
+                frozen: (!frozen.is_empty()).then_some(frozen),
+                master,
+                biases: biases.filter(|store| !store.is_empty()),
+                shards,
+                gathered,
+                traffic: Traffic::default(),
+            },
         })
     }
 
@@ -356,18 +354,13 @@ impl Engine {
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
         seed: Seed,
     ) -> Result<f64, CommError> {
-        let Self { pipeline, model, queue, runner, gradients, reducer, .. } = self;
+        let Self { pipeline, model, queue, weights, runner, gradients, reducer, .. } = self;
         let Some(pipeline) = pipeline else { return Ok(0.0) };
         assert_eq!(
             batches.clone().count(),
             pipeline.micro_batches(),
             "a step has the micro-batches of its schedule"
         );
-        let weights = Weights {
-            trained: &self.weights,
-            frozen: self.frozen.as_ref(),
-            exact: self.biases.as_ref().or(self.master.as_ref()),
-        };
         let reducer = reducer.as_mut();
         let mut work = Work { model, queue, weights, runner, gradients, reducer, seed, batches };
         let loss_sum = pipeline.run(&mut work)?;
@@ -395,18 +388,13 @@ impl Engine {
     pub fn take_traffic(&mut self) -> Traffic {
         let sums = self.reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic);
         let Metered { bytes, busy, exposed } = self.groups.take_metered();
-        sums + std::mem::take(&mut self.gathered) + Traffic { bytes, busy, exposed }
+        sums + self.weights.take_traffic() + Traffic { bytes, busy, exposed }
     }
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. After the last of a step the gradients are summed
     /// over ranks.
     fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, CommError> {
-        let Self { model, queue, runner, gradients, reducer, .. } = self;
-        let weights = Weights {
-            trained: &self.weights,
-            frozen: self.frozen.as_ref(),
-            exact: self.biases.as_ref().or(self.master.as_ref()),
-        };
+        let Self { model, queue, weights, runner, gradients, reducer, .. } = self;
         let only = Place::default();
         runner.load(only, batch);
         runner.forward_stage(model, only, queue, weights, Program::forward_for_backward)?;
@@ -435,17 +423,14 @@ impl Engine {
     /// # Errors
     /// [`CommError`]: none on one rank.
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, CommError> {
-        let model = self.evaluation.as_ref().unwrap_or(&self.model);
-        let weights = Weights {
-            trained: &self.weights,
-            frozen: self.frozen.as_ref(),
-            exact: self.biases.as_ref().or(self.master.as_ref()),
-        };
-        if let Some(pipeline) = &mut self.pipeline {
-            return pipeline.evaluate((model, &self.queue, weights), &mut self.runner, batch);
+        let Self { evaluation, model, pipeline, queue, weights, runner, .. } = self;
+        let model = evaluation.as_ref().unwrap_or(model);
+        if let Some(pipeline) = pipeline {
+            return pipeline.evaluate((model, queue, weights), runner, batch);
         }
-        self.runner.forward(model, &self.queue, weights, batch)?;
-        Ok(self.runner.loss_sum(model))
+        runner.load(Place::default(), batch);
+        runner.forward_stage(model, Place::default(), queue, weights, Program::forward)?;
+        Ok(runner.loss_sum(model))
     }
 
     /// Completes the gradients of a step after its last micro-batch: those that nothing contributed to, and tied ones.

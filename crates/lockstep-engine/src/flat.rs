@@ -18,7 +18,7 @@ use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ShardPlace};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
 
-use crate::{Gradients, groups::Summing, shards::Shards};
+use crate::{Gradients, gathered::Gathered, groups::Summing, shards::Shards};
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
@@ -145,6 +145,11 @@ impl FlatStore {
     /// Whether it keeps no parameter.
     pub fn is_empty(&self) -> bool {
         self.places.iter().all(Option::is_none)
+    }
+
+    /// How much it has.
+    pub(crate) fn extent(&self) -> Extent {
+        self.extent
     }
 
     /// Type of the elements.
@@ -405,8 +410,10 @@ fn laid_out(
 /// The weights that kernels read.
 #[derive(Debug, Clone, Copy)]
 pub struct Weights<'a> {
-    /// Those that are trained.
+    /// Those that are trained; what this rank owns of them, if they are gathered.
     pub trained: &'a FlatStore,
+    /// Where they are whole, if they are not there.
+    pub(crate) gathered: Option<&'a Gathered>,
     /// Those that are not, if there are any.
     pub frozen: Option<&'a FlatStore>,
     /// The former in full precision, if kernels read another: all, or those of which there is need.
@@ -416,14 +423,18 @@ pub struct Weights<'a> {
 impl<'a> Weights<'a> {
     fn view(&self, id: ParameterId) -> View<'a> {
         let frozen = || self.frozen.and_then(|store| store.get(id));
-        self.trained.get(id).or_else(frozen).expect("a parameter is trained or frozen")
+        let trained = match self.gathered {
+            Some(gathered) => gathered.get(self.trained, id),
+            None => self.trained.get(id),
+        };
+        trained.or_else(frozen).expect("a parameter is trained or frozen")
     }
 }
 
 impl<'a> From<&'a FlatStore> for Weights<'a> {
     /// Weights in a store that holds all.
     fn from(trained: &'a FlatStore) -> Self {
-        Self { trained, frozen: None, exact: None }
+        Self { trained, gathered: None, frozen: None, exact: None }
     }
 }
 

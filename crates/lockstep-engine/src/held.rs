@@ -1,8 +1,7 @@
 //! What an engine holds of each parameter: how it is filled, read for checkpoints, and replaced from them.
 
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{ParameterId, ZeroStage};
-use lockstep_tensor::Kernels;
+use lockstep_plan::ParameterId;
 
 use crate::state::tensors_of;
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
@@ -45,15 +44,14 @@ impl Engine {
     /// What this rank owns of everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the
     /// optimizer's state.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
-        let weights = (StateKind::Parameter, self.master.as_mut().unwrap_or(&mut self.weights));
+        let weights = (StateKind::Parameter, self.weights.updated_mut());
         let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
         tensors_of(&self.records, std::iter::once(weights).chain(kept))
     }
 
     /// What this rank has of the trained weights that other ranks have copies of.
     pub fn copied_weights(&mut self) -> Vec<StateTensor<'_>> {
-        let kept_by_all = self.master.as_mut().filter(|_| self.shards.stage() == ZeroStage::Nothing);
-        let store = kept_by_all.unwrap_or(&mut self.weights);
+        let store = self.weights.copied();
         let dtype = store.dtype();
         let tensor = |(id, first, bytes): (ParameterId, _, _)| StateTensor {
             record: &self.records[id.0],
@@ -67,13 +65,13 @@ impl Engine {
 
     /// The stores of what a checkpoint holds, in its order.
     pub(crate) fn state_stores(&self) -> impl Iterator<Item = (StateKind, &FlatStore)> {
-        let weights = (StateKind::Parameter, self.master.as_ref().unwrap_or(&self.weights));
+        let weights = (StateKind::Parameter, self.weights.updated());
         std::iter::once(weights).chain(self.optimizer_state.iter().map(|(kind, store)| (*kind, store)))
     }
 
     /// Rounds the master weights that this rank owns, if there are any, to what kernels read.
     pub(crate) fn round_weights(&self) {
-        self.trained_ids().for_each(|id| self.round_parameter(id));
+        self.trained_ids().for_each(|id| self.weights.round(&self.queue, id));
     }
 
     /// Replaces a tensor of a parameter by its part of `values`, which are those of all ranks together, rounded to what it is
@@ -121,37 +119,12 @@ impl Engine {
 
     /// Replaces the elements from `start` on of a parameter's weights, in every precision in which it is kept.
     pub(crate) fn write_parameter(&self, id: ParameterId, start: usize, values: &[f32]) {
-        let store = self.parameter_store(id);
-        store.write_part(id, start, values);
-        if self.records[id.0].trainable && self.master.is_some() {
-            self.weights.write_part(id, start, values);
-        }
-        if let Some(biases) = &self.biases {
-            biases.write_part(id, start, values);
-        }
-    }
-
-    /// What holds a parameter in the greatest precision there is.
-    pub(crate) fn parameter_store(&self, id: ParameterId) -> &FlatStore {
-        match &self.frozen {
-            Some(frozen) if !self.records[id.0].trainable => frozen,
-            _ => self.master.as_ref().unwrap_or(&self.weights),
-        }
-    }
-
-    /// Brings what kernels read of what this rank owns of a parameter up to its master copy.
-    pub(crate) fn round_parameter(&self, id: ParameterId) {
-        let master = self.master.as_ref().filter(|_| self.records[id.0].trainable);
-        if let Some(master) = master.and_then(|store| store.part(id))
-            && let Some(rounded) = self.weights.part(id)
-        {
-            self.queue.cast(master.view, rounded.view);
-        }
+        self.weights.write(&self.records[id.0], id, start, values);
     }
 
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
         match kind {
-            StateKind::Parameter => Some(self.master.as_ref().unwrap_or(&self.weights)),
+            StateKind::Parameter => Some(self.weights.updated()),
             kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
         }
     }

@@ -14,6 +14,7 @@
 mod engine;
 mod error;
 mod flat;
+mod gathered;
 mod gradients;
 mod groups;
 mod held;
@@ -30,6 +31,7 @@ mod snapshot;
 mod state;
 mod storage;
 mod update;
+mod weights;
 
 pub use engine::{Engine, EngineOptions};
 pub use error::EngineError;

@@ -12,7 +12,7 @@ use lockstep_model::RecordedModel;
 use lockstep_plan::schedule::{Message, Pass, PassKind};
 use lockstep_tensor::CpuQueue;
 
-use crate::{Gradients, HostBatch, Runner, Weights, reducer::Reducer, runner::Half};
+use crate::{Gradients, HostBatch, Runner, gathered::WeightSource, reducer::Reducer, runner::Half};
 
 /// Where a micro-batch is in a stage of this rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -118,7 +118,7 @@ impl StepTimes {
 pub(crate) struct Work<'a, B> {
     pub(crate) model: &'a RecordedModel,
     pub(crate) queue: &'a CpuQueue,
-    pub(crate) weights: Weights<'a>,
+    pub(crate) weights: &'a mut dyn WeightSource,
     pub(crate) runner: &'a mut Runner,
     pub(crate) gradients: &'a mut Gradients,
     pub(crate) reducer: Option<&'a mut Reducer>,
@@ -153,16 +153,22 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
     }
 
     fn run(&mut self, pass: Pass, place: Place) -> Result<(), CommError> {
-        let (model, queue, weights) = (self.model, self.queue, self.weights);
         self.forget_messages(pass, place);
+        let (model, queue) = (self.model, self.queue);
         if pass.kind == PassKind::Forward {
-            return self.runner.forward_stage(model, place, queue, weights, Program::forward_for_backward);
+            return self.runner.forward_stage(
+                model,
+                place,
+                queue,
+                self.weights,
+                Program::forward_for_backward,
+            );
         }
         if pass.kind.makes_weight_gradient() {
             let batch = self.batch(pass.micro_batch);
             self.gradients.begin_micro_batch(queue, self.runner.own_tokens(batch.ids));
         }
-        let (gradients, seed) = (&mut *self.gradients, self.seed);
+        let (weights, gradients, seed) = (&mut *self.weights, &mut *self.gradients, self.seed);
         let mut reducer = self.reducer.as_deref_mut().filter(|_| gradients.are_summed_at_once());
         let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
             Some(reducer) => gradients.sum_unit(queue, unit, reducer),

@@ -17,7 +17,8 @@ use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
 use lockstep_tensor::CpuQueue;
 
 use crate::{
-    HostBatch, Runner, Weights,
+    HostBatch, Runner,
+    gathered::WeightSource,
     passes::{Border, PassTime, Passes, Place, StepTimes},
     runner::StageMemory,
 };
@@ -171,7 +172,7 @@ impl Pipeline {
     /// [`CommError`].
     pub(crate) fn evaluate(
         &mut self,
-        (model, queue, weights): (&RecordedModel, &CpuQueue, Weights<'_>),
+        (model, queue, weights): (&RecordedModel, &CpuQueue, &mut dyn WeightSource),
         runner: &mut Runner,
         batch: &HostBatch<'_>,
     ) -> Result<f64, CommError> {

@@ -17,6 +17,7 @@ use lockstep_tensor::{Arena, Buffer, Element, Kernels, Tensor, TensorError, View
 
 use crate::{
     ExpertLoad, Gradients, Groups, UnitParameters, Weights,
+    gathered::WeightSource,
     passes::{Border, Place},
 };
 
@@ -247,11 +248,11 @@ impl Runner {
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
-        weights: Weights<'_>,
+        mut weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) -> Result<(), CommError> {
         self.load(Place::default(), batch);
-        self.forward_stage(model, Place::default(), queue, weights, Program::forward)
+        self.forward_stage(model, Place::default(), queue, &mut weights, Program::forward)
     }
 
     /// Runs the forward of a stage, with what was loaded into a slot of it.
@@ -263,11 +264,13 @@ impl Runner {
         model: &RecordedModel,
         Place { stage, slot, .. }: Place,
         queue: &dyn Kernels,
-        weights: Weights<'_>,
+        weights: &mut dyn WeightSource,
         forward: fn(&Program, &Replay<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         for unit in self.stages[stage].units.clone() {
             let Stage { units, slots, .. } = &self.stages[stage];
+            self.make_ready(weights, unit, Some(unit + 1).filter(|next| units.contains(next)))?;
+            let weights = weights.weights();
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
             let replay = self.replay(model, (units, &slots[slot]), unit, queue, &parameters);
             forward(model.program(unit), &replay)?;
@@ -320,7 +323,7 @@ impl Runner {
         model: &RecordedModel,
         Place { stage, slot, outbox }: Place,
         queue: &dyn Kernels,
-        weights: Weights<'_>,
+        weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
         seed: Seed,
         half: Half,
@@ -331,6 +334,9 @@ impl Runner {
         let between = |buffer| boundary(model, buffer);
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
+            let before = unit.checked_sub(1).filter(|before| *before >= first.max(units.start));
+            self.make_ready(weights, unit, before)?;
+            let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
             let dy = if unit + 1 < units.end {
@@ -366,7 +372,7 @@ impl Runner {
         model: &RecordedModel,
         Place { stage, slot, .. }: Place,
         queue: &dyn Kernels,
-        weights: Weights<'_>,
+        weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
@@ -374,12 +380,28 @@ impl Runner {
         let slot = &slots[slot];
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
+            let before = unit.checked_sub(1).filter(|before| *before >= first.max(units.start));
+            self.make_ready(weights, unit, before)?;
+            let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
             let replay = self.replay(model, (units, slot), unit, queue, &parameters);
             model.program(unit).backward_weights(&replay, &slot.deferred[unit - units.start])?;
             after_unit(gradients, unit)?;
         }
+        Ok(())
+    }
+
+    /// Has the weights of a unit where kernels read them.
+    fn make_ready(
+        &self,
+        weights: &mut dyn WeightSource,
+        unit: usize,
+        next: Option<usize>,
+    ) -> Result<(), CommError> {
+        let begin = self.timeline.begin();
+        weights.make_ready(unit, next)?;
+        self.timeline.end(begin, || (Activity::of_step("wait for weights"), Cost::default()));
         Ok(())
     }
 

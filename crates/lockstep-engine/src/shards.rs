@@ -49,6 +49,11 @@ impl Shards {
         Ok(if groups.is_empty() { Self::none() } else { Self { stage, groups, limit, pending: Vec::new() } })
     }
 
+    /// How long a wait for the others may be.
+    pub(crate) fn limit(&self) -> Duration {
+        self.limit
+    }
+
     /// What is shared out.
     pub(crate) fn stage(&self) -> ZeroStage {
         self.stage

@@ -29,7 +29,7 @@ impl Snapshot {
         let stores = engine
             .state_stores()
             .map(|(kind, store)| Ok((kind, store.like(engine.arena(), MemoryCategory::Snapshot)?)));
-        let biases = engine.biases.as_ref();
+        let biases = engine.weights.biases.as_ref();
         Ok(Self {
             records: engine.records().to_vec(),
             stores: stores.collect::<Result<_, EngineError>>()?,
@@ -44,7 +44,7 @@ impl Snapshot {
 
     /// Bytes that a snapshot of `engine` takes.
     pub fn bytes_for(engine: &Engine) -> usize {
-        let stores = engine.state_stores().map(|(_, store)| store).chain(&engine.biases);
+        let stores = engine.state_stores().map(|(_, store)| store).chain(&engine.weights.biases);
         stores.map(FlatStore::len_bytes).sum()
     }
 
@@ -53,7 +53,7 @@ impl Snapshot {
         for ((_, copy), (_, store)) in self.stores.iter().zip(engine.state_stores()) {
             copy.copy_from(store, engine.queue());
         }
-        if let (Some(copy), Some(store)) = (&self.biases, &engine.biases) {
+        if let (Some(copy), Some(store)) = (&self.biases, &engine.weights.biases) {
             copy.copy_from(store, engine.queue());
         }
     }
@@ -66,11 +66,11 @@ impl Snapshot {
         for ((_, copy), (_, store)) in self.stores.iter().zip(engine.state_stores()) {
             store.copy_from(copy, engine.queue());
         }
-        if let (Some(copy), Some(store)) = (&self.biases, &engine.biases) {
+        if let (Some(copy), Some(store)) = (&self.biases, &engine.weights.biases) {
             store.copy_from(copy, engine.queue());
         }
         engine.round_weights();
-        engine.gather_weights()
+        engine.weights.refresh()
     }
 
     /// The parameters of the model.

@@ -36,7 +36,7 @@ impl Engine {
             self.update_parameter(id, update);
         }
         let begin = self.timeline().begin();
-        self.gather_weights()?;
+        self.weights.refresh()?;
         self.timeline().end(begin, || (Activity::of_step("gather weights"), Cost::default()));
         if let Some(pipeline) = &mut self.pipeline {
             pipeline.end_step();
@@ -56,15 +56,14 @@ impl Engine {
         let shape =
             Some(record.local_shape()).filter(|_| gradient.view.elements() == record.local_elements());
         let part = |store| part_of(store, id, shape.as_deref());
-        let weights = self.master.as_ref().unwrap_or(&self.weights);
-        let Some(parameter) = part(weights) else { return };
+        let Some(parameter) = part(self.weights.updated()) else { return };
         let operands = Operands {
             role: self.role(id),
             parameter,
             gradient: shape.as_deref().map_or(gradient.view, |shape| gradient.view.reshape(shape)),
-            rounded: self.master.as_ref().and_then(|_| part(&self.weights)),
+            rounded: self.weights.master.as_ref().and_then(|_| part(&self.weights.trained)),
             rounding: self.storage.rounding.of(self.seed, &record.name, update.step, gradient.first as u64),
-            dtype: self.weights.dtype(),
+            dtype: self.weights.trained.dtype(),
         };
         let state = |kind| self.state_store(kind).and_then(part);
         let begin = self.timeline().begin();
@@ -75,15 +74,6 @@ impl Engine {
         });
     }
 
-    /// Brings the weights that others own up to date with theirs, as far as they are here.
-    ///
-    /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub(crate) fn gather_weights(&mut self) -> Result<(), CommError> {
-        self.gathered = std::mem::take(&mut self.gathered) + self.shards.gather(&mut self.weights)?;
-        Ok(())
-    }
-
     /// Moves the biases by which experts are chosen against the load of the step, alike on all ranks; returns which they are.
     fn balance(&mut self) -> Vec<ParameterId> {
         let rate = self.model.bias_update_rate() as f32;
@@ -91,7 +81,7 @@ impl Engine {
         let biases: Vec<_> = here.filter_map(|unit| Some((unit, self.model.selection_bias(unit)?))).collect();
         for &(unit, id) in biases.iter().filter(|(_, id)| self.records[id.0].trainable) {
             let Some(steps) = self.runner.expert_load().steps_to_balance(unit, rate) else { continue };
-            let whole = self.biases.as_ref().unwrap_or_else(|| self.parameter_store(id));
+            let whole = self.weights.biases.as_ref().unwrap_or_else(|| self.weights.updated());
             let Some(mut values) = whole.kept_part(id).map(Part::to_f32) else { continue };
             values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
             self.write_parameter(id, 0, &values);
@@ -102,7 +92,7 @@ impl Engine {
     /// The gradient and the rounded weights go through memory once, everything else is read and written.
     fn update_cost(&self, id: ParameterId, elements: u64) -> Cost {
         let bytes_of = |store: &FlatStore| store.dtype().size_bytes() as u64;
-        let rounded = self.master.as_ref().map_or(0, |_| bytes_of(&self.weights));
+        let rounded = self.weights.master.as_ref().map_or(0, |_| bytes_of(&self.weights.trained));
         let kept: u64 = self.state_kinds(id).filter_map(|kind| self.state_store(kind)).map(bytes_of).sum();
         Cost {
             product_flops: self.optimizer.product_flops(self.role(id)),

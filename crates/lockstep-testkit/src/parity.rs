@@ -175,7 +175,7 @@ pub fn splits(ranks: usize) -> Vec<Split> {
         split("tensor", std::slice::from_ref(&tensor)),
         split("tensor", &[tensor, "parallel.sequence_parallel=true".to_owned()]),
     ];
-    all.extend([1, 2].map(|stage| {
+    all.extend([1, 2, 3].map(|stage| {
         let shard = format!("parallel.data_parallel_shard={ranks}");
         split("zero", &[shard, format!("parallel.zero_stage={stage}")])
     }));

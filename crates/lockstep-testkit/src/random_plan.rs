@@ -34,7 +34,7 @@ pub fn random_plans(
     let method = select(vec!["ring", "all_gather", "all_to_all"]);
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
-    let recompute = (select(vec!["none", "selective", "full"]), 0..=2_usize);
+    let recompute = (select(vec!["none", "selective", "full"]), 0..=3_usize);
     (select(models), degrees, any::<bool>(), method, experts, pipeline, batch, recompute)
         .prop_map(|(model, degrees, by_tokens, method, experts, stages, batch, recompute)| {
             let (replicate, tensor, context, pipeline) = degrees;

@@ -36,6 +36,7 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
         (LLAMA, vec![CONTEXT_2, "parallel.context_parallel_method=all_gather"]),
         (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=all_to_all"]),
         (LLAMA, vec!["parallel.pipeline_parallel=2"]),
+        (LLAMA, ["parallel.data_parallel_shard=2", "parallel.zero_stage=3"].to_vec()),
         (GPT2, [&ZERO_1[..], &["parallel.data_parallel_replicate=2"], &STEPS[..]].concat()),
         (
             MIXTRAL,

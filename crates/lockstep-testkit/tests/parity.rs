@@ -178,7 +178,7 @@ fn sharing_out_the_state_changes_no_bit() {
         };
         let copies = numbers(&["parallel.data_parallel_replicate=4", "train.micro_batch=1"]);
         for [replicate, shard] in [[1, 4], [2, 2]] {
-            for stage in [0, 1, 2] {
+            for stage in [0, 1, 2, 3] {
                 let degrees = [
                     format!("parallel.data_parallel_replicate={replicate}"),
                     format!("parallel.data_parallel_shard={shard}"),
@@ -202,7 +202,8 @@ fn sharing_out_the_state_changes_no_bit() {
 fn a_run_goes_on_under_another_zero_stage_with_every_bit() {
     let bench = Workbench::new().unwrap();
     let sequence = ["train.global_batch=2", "train.micro_batch=1"];
-    let stages = ["parallel.zero_stage=0", "parallel.zero_stage=1", "parallel.zero_stage=2"];
+    let stages =
+        ["parallel.zero_stage=0", "parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"];
     let plan = |stage: &'static str| [&["parallel.data_parallel_shard=2", stage], &sequence[..]].concat();
     for model in [GPT2, QWEN2_MOE] {
         let expected = bench.losses_of_both(model, [&plan(stages[0]), &plan(stages[0])], 6).unwrap();

@@ -20,12 +20,12 @@ impl PlanFile {
     /// Reads a plan from its file.
     ///
     /// # Errors
-    /// [`Error::Plan`] with what keeps it from being read, or with everything in it that this program cannot do.
+    /// [`Error::Plan`] with what keeps it from being read.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let refuse = |problems: String| Error::Plan { path: path.to_owned(), problems };
         let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
         let plan = Plan::from_json(&text).map_err(|error| refuse(error.to_string()))?;
-        let settings = settings_of(&plan).map_err(|missing| refuse(missing.join("\n")))?;
+        let settings = settings_of(&plan);
         Ok(Self { path: path.to_owned(), plan, settings })
     }
 
@@ -71,12 +71,13 @@ impl PlanFile {
 
 /// What a run says otherwise than its plan file, by keys that were given beside it.
 fn differences(file: &Plan, run: &Plan) -> Vec<String> {
-    let Degrees { tensor, context, pipeline, .. } = file.mesh;
+    let Degrees { tensor, context, pipeline, shard, .. } = file.mesh;
     // Where there is nothing to split, it does not matter what the plan says of how.
     let is_of_no_effect = |field: &str| match field {
         "model" => file.model.is_empty(),
         "sequence_parallel" => tensor == 1,
         "context_method" => context == 1,
+        "zero_stage" => shard * context == 1,
         "schedule" | "stages" => pipeline == 1,
         _ => false,
     };
@@ -91,12 +92,9 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         .collect()
 }
 
-/// The keys of a run that a plan sets; or everything in it that this program cannot do yet, a line each.
-fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
+/// The keys of a run that a plan sets.
+fn settings_of(plan: &Plan) -> Vec<String> {
     let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = plan.mesh;
-    if plan.zero_stage > 2 {
-        return Err(vec![format!("zero_stage {}: not supported yet; allowed: 0 to 2", plan.zero_stage)]);
-    }
     let mut settings = vec![
         format!("parallel.data_parallel_replicate={replicate}"),
         format!("parallel.data_parallel_shard={shard}"),
@@ -106,12 +104,14 @@ fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
         // Without tensor ranks it is of no effect, which a plan may say and keys may not.
         format!("parallel.sequence_parallel={}", plan.sequence_parallel && tensor > 1),
         format!("parallel.context_parallel={context}"),
-        format!("parallel.zero_stage={}", plan.zero_stage),
         format!("parallel.recompute={}", Recompute::from(plan.recompute).word()),
         format!("train.micro_batch={}", plan.micro_batch),
         format!("parallel.pipeline_parallel={pipeline}"),
     ];
     // As sequence parallelism.
+    if shard * context > 1 {
+        settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
+    }
     if context > 1 {
         let method = ContextMethod::from(plan.context_method);
         settings.push(format!("parallel.context_parallel_method={}", method.word()));
@@ -129,7 +129,7 @@ fn settings_of(plan: &Plan) -> Result<Vec<String>, Vec<String>> {
         }
         settings.push(format!("parallel.pipeline_stages={:?}", plan.stages));
     }
-    Ok(settings)
+    settings
 }
 
 #[cfg(test)]
@@ -156,7 +156,7 @@ mod tests {
 
     /// The plan of a run with the keys of `file`, for a model of as many units.
     fn run_of(file: &Plan, more: &[&str]) -> Plan {
-        let mut settings = settings_of(file).unwrap();
+        let mut settings = settings_of(file);
         let layers = file.stages.iter().sum::<usize>() - 2;
         settings.extend(["model.preset=baby-gpt".to_owned(), "model.n_head=8".to_owned()]);
         settings.extend([format!("model.n_layer={layers}")]);
@@ -189,18 +189,9 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_done_yet_is_told() {
-        let missing = settings_of(&Plan { zero_stage: 3, ..plan() }).unwrap_err();
-        assert!(
-            missing.len() == 1 && missing[0].starts_with("zero_stage 3: not supported yet"),
-            "{missing:?}"
-        );
-    }
-
-    #[test]
     fn experts_are_shared_out_as_a_plan_says() {
         let mesh = Degrees { shard: 2, tensor: 2, expert: 2, expert_tensor: 2, ..Degrees::default() };
-        let settings = settings_of(&Plan { mesh, stages: vec![8], ..plan() }).unwrap();
+        let settings = settings_of(&Plan { mesh, stages: vec![8], ..plan() });
         let config = RunConfig::parse("", "RUN.toml", &settings).unwrap();
         assert_eq!(config.degrees(), mesh);
     }

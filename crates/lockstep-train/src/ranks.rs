@@ -366,8 +366,13 @@ impl Ranks {
     /// [`Error::WeightsDiffer`], which names the odd one.
     pub(crate) fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), Error> {
         let Some(group) = self.group() else { return Ok(()) };
-        let experts = self.mesh.experts().groups(&[ExpertAxis::Replicate, ExpertAxis::ExpertShard]);
-        let holders = [(Among::Tensor, self.mesh.ranks().groups(&Axis::TOKENS)), (Among::Experts, experts)];
+        // Where parameters are shared out too, only other replicas have what this rank has.
+        let (axes, of_experts) = match self.groups.zero_stage() {
+            ZeroStage::Parameters => (&Axis::TOKENS[..1], &[ExpertAxis::Replicate][..]),
+            _ => (&Axis::TOKENS[..], &[ExpertAxis::Replicate, ExpertAxis::ExpertShard][..]),
+        };
+        let experts = self.mesh.experts().groups(of_experts);
+        let holders = [(Among::Tensor, self.mesh.ranks().groups(axes)), (Among::Experts, experts)];
         for (among, groups) in holders {
             let mut hasher = blake3::Hasher::new();
             for tensor in engine.copied_weights() {

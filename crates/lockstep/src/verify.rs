@@ -156,7 +156,11 @@ fn plan_in_words(config: &RunConfig) -> String {
         let by_tokens = if parallel.sequence_parallel { " with sequence parallelism" } else { "" };
         words.push(format!("{} tensor-parallel ranks{by_tokens}", parallel.tensor_parallel));
     }
-    if words.is_empty() { "one rank".to_owned() } else { words.join(" of ") }
+    let shared_out = match parallel.zero_stage {
+        0 => String::new(),
+        stage => format!(", ZeRO stage {stage}"),
+    };
+    if words.is_empty() { "one rank".to_owned() } else { words.join(" of ") + &shared_out }
 }
 
 fn print(config: &RunConfig, comparison: &Comparison) {

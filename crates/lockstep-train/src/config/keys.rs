@@ -232,9 +232,9 @@ sections! {
         /// experts (`expert_parallel`); of everything else all have the same, as replicas have.
         data_parallel_shard: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// What of the model's state the ranks of `data_parallel_shard` and `context_parallel` share out instead of each holding a copy:
-        /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well. Of experts it is what is left of these
+        /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well, 3 parameters as well. Of experts it is what is left of these
         /// ranks when each has its experts.
-        zero_stage: usize = 0, rules().at_most(2.0);
+        zero_stage: usize = 0, rules().at_most(3.0);
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);

@@ -103,8 +103,9 @@ fn a_plan_file_says_what_the_keys_would() {
     assert!(outcome.stdout.contains("2 replicas of 2 tensor-parallel ranks, recompute full"), "{outcome:?}");
     let outcome = plan("{\"context\": 2}", ", \"context_method\": \"all_gather\"").succeeds();
     assert!(outcome.stdout.contains("2 context-parallel ranks (all_gather)"), "{outcome:?}");
-    plan("{\"shard\": 2}", ", \"zero_stage\": 3")
-        .refuses(2, &["plan.json", "zero_stage 3: not supported yet"]);
+    let outcome = plan("{\"shard\": 2}", ", \"zero_stage\": 3").succeeds();
+    assert!(outcome.stdout.contains("2 data-parallel ranks, ZeRO stage 3"), "{outcome:?}");
+    plan("{\"shard\": 2}", ", \"zero_stage\": 4").refuses(2, &["zero_stage", "4", "0 to 3"]);
     plan("{\"pipeline\": 2}", "").refuses(2, &["plan.json", "1 stages and its schedule has 2"]);
     plan("{\"tensor\": 3}", "")
         .refuses(2, &["tensor 3 does not divide the 8 attention heads; nearest: 2 or 4"]);

@@ -1,0 +1,109 @@
+//! Everything in which the weights of a rank's model are kept, and how those that other ranks own get to where kernels read them:
+//! after each update (ZeRO stages 1 and 2), or before each use (stage 3).
+
+use lockstep_comm::CommError;
+use lockstep_plan::{ParameterId, ParameterRecord, ZeroStage};
+use lockstep_tensor::Kernels;
+
+use crate::gathered::{Gathered, WeightSource};
+use crate::{FlatStore, Traffic, Weights, shards::Shards};
+
+/// The weights of a rank's model.
+#[derive(Debug)]
+pub(crate) struct ModelWeights {
+    /// What kernels read of the trained parameters: all of it, or where these are shared out what this rank owns.
+    pub(crate) trained: FlatStore,
+    /// The parameters that are not trained, in the type that kernels read; there is nothing else of them.
+    pub(crate) frozen: Option<FlatStore>,
+    /// f32 weights of the trained parameters, if kernels read another type.
+    pub(crate) master: Option<FlatStore>,
+    /// The biases by which experts are chosen, in f32 and whole, where what is updated is shared out: every rank moves them alike.
+    pub(crate) biases: Option<FlatStore>,
+    /// Who owns what.
+    pub(crate) shards: Shards,
+    /// Where shared out parameters are whole while they are used.
+    pub(crate) gathered: Option<Gathered>,
+    /// What gathering after updates has cost since this was last asked.
+    pub(crate) traffic: Traffic,
+}
+
+impl ModelWeights {
+    /// What is updated: the weights of the trained parameters in the greatest precision there is.
+    pub(crate) fn updated(&self) -> &FlatStore {
+        self.master.as_ref().unwrap_or(&self.trained)
+    }
+
+    /// See [`ModelWeights::updated`].
+    pub(crate) fn updated_mut(&mut self) -> &mut FlatStore {
+        self.master.as_mut().unwrap_or(&mut self.trained)
+    }
+
+    /// What holds a parameter in the greatest precision there is.
+    pub(crate) fn store_of(&self, record: &ParameterRecord) -> &FlatStore {
+        self.frozen.as_ref().filter(|_| !record.trainable).unwrap_or_else(|| self.updated())
+    }
+
+    /// What this rank has of the trained weights that other ranks have copies of.
+    pub(crate) fn copied(&mut self) -> &mut FlatStore {
+        match &mut self.master {
+            Some(master) if self.shards.stage() == ZeroStage::Nothing => master,
+            _ => &mut self.trained,
+        }
+    }
+
+    /// Replaces the elements from `start` on of a parameter, in every precision in which it is kept.
+    pub(crate) fn write(&self, record: &ParameterRecord, id: ParameterId, start: usize, values: &[f32]) {
+        self.store_of(record).write_part(id, start, values);
+        if record.trainable && self.master.is_some() {
+            self.trained.write_part(id, start, values);
+        }
+        if let Some(biases) = &self.biases {
+            biases.write_part(id, start, values);
+        }
+    }
+
+    /// Rounds what this rank owns of a trained parameter's master copy, if there is one, to what kernels read.
+    pub(crate) fn round(&self, queue: &dyn Kernels, id: ParameterId) {
+        if let Some(master) = self.master.as_ref().and_then(|store| store.part(id))
+            && let Some(rounded) = self.trained.part(id)
+        {
+            queue.cast(master.view, rounded.view);
+        }
+    }
+
+    /// The weights have changed, on each rank those that it owns: brings those of the others up to date, as far as they are kept.
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    pub(crate) fn refresh(&mut self) -> Result<(), CommError> {
+        match &mut self.gathered {
+            Some(gathered) => gathered.forget(),
+            None => {
+                self.traffic = std::mem::take(&mut self.traffic) + self.shards.gather(&mut self.trained)?
+            }
+        }
+        Ok(())
+    }
+
+    /// What gathering has cost since this was last asked.
+    pub(crate) fn take_traffic(&mut self) -> Traffic {
+        let before_use = self.gathered.as_mut().map_or_else(Traffic::default, Gathered::take_traffic);
+        std::mem::take(&mut self.traffic) + before_use
+    }
+}
+
+impl WeightSource for ModelWeights {
+    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), CommError> {
+        let Some(gathered) = &mut self.gathered else { return Ok(()) };
+        gathered.make_ready(unit, next, &mut self.trained, &self.shards)
+    }
+
+    fn weights(&self) -> Weights<'_> {
+        Weights {
+            trained: &self.trained,
+            gathered: self.gathered.as_ref(),
+            frozen: self.frozen.as_ref(),
+            exact: self.biases.as_ref().or(self.master.as_ref()),
+        }
+    }
+}

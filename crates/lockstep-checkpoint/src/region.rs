@@ -52,12 +52,7 @@ impl Region {
         if share.shard.is_none() && share.inner.is_none() {
             return vec![(Self::Elements { start: part.start, count: part.len() }, part)];
         }
-        let first = share.start_in(whole);
-        let region = |(start, shape): (Vec<usize>, Vec<usize>), elements| {
-            let start = start.iter().zip(&first).map(|(start, first)| start + first).collect();
-            (Self::Block { start, shape }, elements)
-        };
-        boxes(&held, part).into_iter().map(|(corner, elements)| region(corner, elements)).collect()
+        boxes(&share.start_in(whole), &held, part)
     }
 
     /// `start` and `shape` as the manifest has them.
@@ -70,40 +65,43 @@ impl Region {
     }
 }
 
-/// A range of a tensor's elements in row-major order as boxes that follow each other: the first index and the extent of each in every
-/// dimension, and the elements that it has.
-fn boxes(shape: &[usize], part: Range<usize>) -> Vec<((Vec<usize>, Vec<usize>), Range<usize>)> {
-    let Some((&rows, inner)) = shape.split_first() else { return vec![((vec![], vec![]), part)] };
+/// A range of the elements of a box, counted in row-major order, as boxes that follow each other; and which of the elements each has.
+fn boxes(first: &[usize], shape: &[usize], part: Range<usize>) -> Vec<(Region, Range<usize>)> {
+    let (Some((&first_row, first_inner)), Some((&rows, inner))) = (first.split_first(), shape.split_first())
+    else {
+        return vec![(Region::Block { start: vec![], shape: vec![] }, part)];
+    };
     let row: usize = inner.iter().product();
     if part.is_empty() || row == 0 || rows == 0 {
         return Vec::new();
     }
     // Of a row that is cut, the boxes of that row.
-    let of_row = |index: usize, part: Range<usize>| {
-        let first = index * row;
-        boxes(inner, part.start - first..part.end - first).into_iter().map(
-            move |((start, shape), elements)| {
-                let corner = [vec![index], start].concat();
-                ((corner, [vec![1], shape].concat()), first + elements.start..first + elements.end)
-            },
-        )
+    let of_row = |part: Range<usize>| {
+        let index = part.start / row;
+        let before = index * row;
+        let in_row = move |(region, elements): (Region, Range<usize>)| {
+            let (start, shape) = region.extent(inner);
+            let start = [vec![first_row + index], start].concat();
+            let region = Region::Block { start, shape: [vec![1], shape].concat() };
+            (region, before + elements.start..before + elements.end)
+        };
+        boxes(first_inner, inner, part.start - before..part.end - before).into_iter().map(in_row)
     };
     let whole = part.start.div_ceil(row)..part.end / row;
     if whole.start > whole.end {
-        return of_row(part.start / row, part).collect();
+        return of_row(part).collect();
     }
     let mut found = Vec::new();
     if part.start < whole.start * row {
-        found.extend(of_row(part.start / row, part.start..whole.start * row));
+        found.extend(of_row(part.start..whole.start * row));
     }
     if !whole.is_empty() {
-        let mut start = vec![0; shape.len()];
-        start[0] = whole.start;
-        let extent = [vec![whole.len()], inner.to_vec()].concat();
-        found.push(((start, extent), whole.start * row..whole.end * row));
+        let start = [vec![first_row + whole.start], first_inner.to_vec()].concat();
+        let shape = [vec![whole.len()], inner.to_vec()].concat();
+        found.push((Region::Block { start, shape }, whole.start * row..whole.end * row));
     }
     if whole.end * row < part.end {
-        found.extend(of_row(whole.end, whole.end * row..part.end));
+        found.extend(of_row(whole.end * row..part.end));
     }
     found
 }

@@ -178,7 +178,7 @@ impl LookedUp {
             let elements = whole.start * self.columns - first..whole.end * self.columns - first;
             let table = view.rows(elements).reshape([whole.len(), self.columns]);
             let ids = self.row_ids.view().rows(rows.clone());
-            queue.embedding_backward(ids, self.gradient(rows.clone()), whole.start as u32, table);
+            queue.embedding_backward(ids, self.gradient(rows), whole.start as u32, table);
         }
         // Rows that are cut: the first, and the last if it is another one.
         let cut = [(first, end.min(whole.start * self.columns)), (first.max(whole.end * self.columns), end)];

@@ -4,11 +4,11 @@
 use std::{sync::Arc, time::Duration};
 
 use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
-use lockstep_graph::Peers;
 use lockstep_graph::mutation::{Mutation, active};
+use lockstep_graph::{GridPeers, Peers};
 use lockstep_plan::{
     Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Share,
-    TensorPlace, ZeroStage, exact::ExactSum,
+    TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum,
 };
 use lockstep_tensor::View;
 
@@ -19,6 +19,8 @@ use crate::{PipelinePlan, pipeline::Pipeline};
 pub struct GroupOptions {
     /// Whether tensor-parallel ranks split values by tokens between the products (sequence parallelism).
     pub splits_tokens: bool,
+    /// Whether they share linear layers as a row or as a square, which splits tokens in any case.
+    pub tensor_dimensions: TensorDimensions,
     /// How attention reaches the tokens that other context-parallel ranks hold.
     pub context_method: ContextMethod,
     /// What of the model's state is shared out over the shard axis.
@@ -54,6 +56,7 @@ impl Summing {
     pub(crate) fn left_out(self) -> Mutation {
         match self {
             Self { among: Among::Experts, .. } => Mutation::ExpertsNotSummed,
+            Self { among: Among::TensorColumn, .. } => Mutation::ColumnGradientsNotSummed,
             Self { summands: 1, .. } => Mutation::ReplicasNotSummed,
             _ => Mutation::SharedGradientsNotSummed,
         }
@@ -68,6 +71,8 @@ struct World {
     options: GroupOptions,
     /// Those that share its blocks.
     tensor: Option<Group>,
+    /// Of these the row and the column that it is in, if they make a square.
+    grid: Option<[Group; 2]>,
     /// Those that share out the experts of its layers.
     experts: Option<Group>,
     /// Those that share its sequences.
@@ -111,7 +116,8 @@ impl Groups {
         let place = TensorPlace {
             ranks: mesh.ranks().degree(Axis::Tensor),
             rank: mesh.ranks().coordinate(group.rank(), Axis::Tensor),
-            splits_tokens: options.splits_tokens,
+            splits_tokens: options.splits_tokens || options.tensor_dimensions == TensorDimensions::Two,
+            dimensions: options.tensor_dimensions,
         };
         let context = ContextPlace {
             ranks: mesh.ranks().degree(Axis::Context),
@@ -123,6 +129,7 @@ impl Groups {
             mesh,
             options,
             tensor: None,
+            grid: None,
             experts: None,
             sequence: None,
             context: None,
@@ -132,6 +139,11 @@ impl Groups {
             meter: Arc::default(),
         };
         world.tensor = world.along(&[Axis::Tensor])?;
+        if let Some(grid) = place.grid() {
+            let rows = world.with_neighbours(&[], |tensor| tensor / grid.side);
+            let columns = world.with_neighbours(&[], |tensor| tensor % grid.side);
+            world.grid = world.metered(rows)?.zip(world.metered(columns)?).map(|(row, column)| [row, column]);
+        }
         world.context = world.along(&[Axis::Context])?;
         world.sequence = world.along(&[Axis::Context, Axis::Tensor])?;
         let axes = [ExpertAxis::Expert, ExpertAxis::ExpertTensor];
@@ -186,6 +198,11 @@ impl Groups {
                 (is_shared_out || is_first(Axis::Shard) && is_first(Axis::Context))
                     && neighbour.is_multiple_of(copies)
             }
+            Among::TensorColumn => {
+                let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
+                let is_of_first_row = self.place.grid().is_none_or(|grid| grid.row == 0);
+                is_shared_out || is_first(Axis::Shard) && is_of_first_row
+            }
             Among::Experts => is_shared_out || mesh.experts().coordinate(rank, ExpertAxis::ExpertShard) == 0,
         }
     }
@@ -206,6 +223,13 @@ impl Groups {
     pub(crate) fn peers(&self) -> Option<Peers<'_>> {
         let World { tensor, options, .. } = self.world.as_ref()?;
         tensor.as_ref().map(|group| Peers { group, limit: options.limit })
+    }
+
+    /// Its row and its column, if they make a square.
+    pub(crate) fn grid_peers(&self) -> Option<GridPeers<'_>> {
+        let World { grid, options, .. } = self.world.as_ref()?;
+        let [row, column] = grid.as_ref()?.each_ref().map(|group| Peers { group, limit: options.limit });
+        Some(GridPeers { row, column })
     }
 
     /// The rank's part in the pipeline, if there is one.
@@ -295,7 +319,13 @@ impl Groups {
         kinds.dedup();
         let group = |kind: Summing| {
             let group = match kind.among {
-                Among::Tensor => world.with_neighbours(axes, kind.summands)?,
+                Among::Tensor => {
+                    world.made_of(world.with_neighbours(axes, |tensor| tensor / kind.summands))?
+                }
+                // A column has as many ranks as a row.
+                Among::TensorColumn => {
+                    world.made_of(world.with_neighbours(axes, |tensor| tensor % kind.summands))?
+                }
                 Among::Experts => world.made_of(world.mesh.experts().groups(of_experts))?,
             };
             Ok(group.map(|group| (kind, group)))
@@ -347,19 +377,17 @@ impl World {
         self.metered(groups)
     }
 
-    /// Ranks along some axes, with `summands` neighbours on the tensor axis of each.
-    fn with_neighbours(&self, axes: &[Axis], summands: usize) -> Result<Option<Group>, CommError> {
+    /// Ranks along some axes, with those on the tensor axis of each that are of the same part of it.
+    fn with_neighbours(&self, axes: &[Axis], part: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
         let view = self.mesh.ranks();
         let axes: Vec<Axis> = axes.iter().copied().chain([Axis::Tensor]).collect();
-        let mut neighbours = Vec::new();
-        for group in view.groups(&axes) {
-            for first in (0..view.degree(Axis::Tensor)).step_by(summands) {
-                let is_in =
-                    |rank: &usize| (first..first + summands).contains(&view.coordinate(*rank, Axis::Tensor));
-                neighbours.push(group.iter().copied().filter(is_in).collect());
-            }
-        }
-        self.made_of(neighbours)
+        let part_of = |rank: &usize| part(view.coordinate(*rank, Axis::Tensor));
+        let parts = (0..view.degree(Axis::Tensor)).map(&part).max().map_or(0, |last| last + 1);
+        let cut = |group: Vec<usize>| -> Vec<Vec<usize>> {
+            let of = |wanted: usize| group.iter().copied().filter(|rank| part_of(rank) == wanted).collect();
+            (0..parts).map(of).collect()
+        };
+        view.groups(&axes).into_iter().flat_map(cut).collect()
     }
 
     /// The one of `groups` that the rank is in. No group of one rank is made.

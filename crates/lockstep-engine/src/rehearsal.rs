@@ -146,7 +146,7 @@ fn sleep_until(end: Instant) {
 mod tests {
     use lockstep_comm::{World, WorldOptions};
     use lockstep_plan::{
-        ContextMethod, Degrees, Mesh, ZeroStage,
+        ContextMethod, Degrees, Mesh, TensorDimensions, ZeroStage,
         schedule::{Kind, Schedule},
     };
 
@@ -168,6 +168,7 @@ mod tests {
         let mesh = Mesh::new(Degrees { pipeline: RANKS, ..Degrees::default() }).unwrap();
         let options = GroupOptions {
             splits_tokens: false,
+            tensor_dimensions: TensorDimensions::One,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             bucket_bytes: 4096,

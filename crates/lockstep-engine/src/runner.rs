@@ -527,6 +527,7 @@ impl Runner {
             first_dropout_site: RecordedModel::first_dropout_site(unit),
             cache: None,
             peers: self.groups.peers(),
+            grid: self.groups.grid_peers(),
             expert_peers: self.groups.expert_peers(),
             sequence_peers: self.groups.sequence_peers(),
             context: self

@@ -2,12 +2,11 @@
 //! share these.
 
 use lockstep_comm::CommError;
-use lockstep_tensor::{Attention, AttentionWrite, TokenSpan, View, Write};
+use lockstep_tensor::{Attention, AttentionWrite, Dropout, TokenSpan, View, Write};
 
 use crate::{
-    Value,
     context::{Reach, spans},
-    operation::{AttentionOperation, AttentionShape},
+    operation::{AttentionOperation, AttentionShape, SequenceRange},
     replay::{Run, split_heads},
 };
 
@@ -47,7 +46,7 @@ impl<'a> Run<'a> {
         match operation.reach {
             Reach::Ring { sums } => return self.ring_attention_backward(operation, sums, dy, gradients),
             Reach::Whole => {
-                let spans = [TokenSpan::whole(self.seq_len_of(operation.q)); 2];
+                let spans = [TokenSpan::whole(self.queries_of(operation)); 2];
                 self.attend_backward(operation, spans, block, dy, gradients, AttentionWrite::OVERWRITE);
             }
             Reach::Gathered { sums } => {
@@ -74,7 +73,7 @@ impl<'a> Run<'a> {
     /// Queries and keys of whole sequences, or, with a cache, of one that goes on.
     fn whole_attention(&self, operation: &AttentionOperation) {
         let AttentionOperation { q, k, v, y, .. } = *operation;
-        let len = self.seq_len_of(q);
+        let len = self.queries_of(operation);
         let (mut keys, mut values) = (self.value(k), self.value(v));
         let [mut of_queries, mut of_keys] = [TokenSpan::whole(len); 2];
         if let Some(cache) = self.replay.cache {
@@ -148,9 +147,20 @@ impl<'a> Run<'a> {
     }
 
     fn geometry(&self, operation: &AttentionOperation, [queries, keys]: [TokenSpan; 2]) -> Attention<'a> {
-        let AttentionOperation { shape, first_head, dropout, .. } = *operation;
+        let AttentionOperation { shape, first_head, dropout, sequences, .. } = *operation;
+        // Of what the batch has of each sequence.
+        let own = |all: View<'a>| {
+            let (SequenceRange { first, len }, all_sequences) = (sequences, self.program.shape.sequences);
+            let of_each = all.elements() / all_sequences;
+            all.reshape([all_sequences, of_each]).rows(first..first + len)
+        };
+        let own_keys = |dropout: Dropout<'a>| Dropout { keys: own(dropout.keys), ..dropout };
+        let own_starts = |starts: View<'a>| {
+            let starts = own(starts);
+            starts.reshape([starts.elements()])
+        };
         Attention {
-            sequences: self.program.shape.sequences,
+            sequences: sequences.len,
             queries,
             keys,
             heads: shape.heads,
@@ -158,20 +168,20 @@ impl<'a> Run<'a> {
             head_dim: shape.head_dim,
             scale: shape.scale,
             window: shape.window,
-            document_starts: self.replay.batch.document_starts,
+            document_starts: self.replay.batch.document_starts.map(own_starts),
             first_head,
-            dropout: dropout.map(|dropout| self.dropout(dropout)),
+            dropout: dropout.map(|dropout| own_keys(self.dropout(dropout))),
         }
     }
 
     fn log_sum_exp(&self, operation: &AttentionOperation) -> View<'a> {
-        let (sequences, heads) = (self.program.shape.sequences, operation.shape.heads);
+        let (sequences, heads) = (operation.sequences.len, operation.shape.heads);
         let view = self.value(operation.log_sum_exp);
-        view.reshape([sequences, heads, self.seq_len_of(operation.q)])
+        view.reshape([sequences, heads, self.queries_of(operation)])
     }
 
-    /// Tokens of each sequence that a value has a row of.
-    fn seq_len_of(&self, value: Value) -> usize {
-        self.program.values[value.0].rows / self.program.shape.sequences
+    /// Tokens of each sequence that an attention has queries of.
+    fn queries_of(&self, operation: &AttentionOperation) -> usize {
+        self.program.values[operation.q.0].rows / operation.sequences.len
     }
 }

@@ -10,6 +10,7 @@ use crate::{
     backward::{Gradient, GradientBuffer},
     operation::{AttentionOperation, Operation, RouteOperation},
     program::Instruction,
+    summa::BlockLinear,
 };
 
 /// Bytes of an element of a gradient of a weight.
@@ -87,7 +88,12 @@ impl Program {
                 Cost {
                     product_flops: match operation {
                         // A bias needs no product.
-                        Operation::Linear { weight, .. } if !self.training.trains(*weight) => 0,
+                        Operation::Linear { weight, .. }
+                        | Operation::BlockLinear(BlockLinear { weight, .. })
+                            if !self.training.trains(*weight) =>
+                        {
+                            0
+                        }
                         _ => self.product_flops(operation),
                     },
                     vector_flops: self.elements(operation) * operation.vector_flops(Pass::BackwardWeights),
@@ -122,6 +128,9 @@ impl Program {
         let tokens = self.shape.tokens() as u64;
         match operation {
             Operation::Linear { x, y, .. } => 2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y),
+            Operation::BlockLinear(BlockLinear { x, grid, y, .. }) => {
+                2 * self.values[y.0].rows as u64 * grid.side as u64 * columns(*x) * columns(*y)
+            }
             Operation::GroupedLinear { x, y, even_rows, .. } => {
                 2 * *even_rows as u64 * columns(*x) * columns(*y)
             }
@@ -178,6 +187,7 @@ impl Operation {
         match self {
             Self::Embedding { .. } => "embedding",
             Self::Linear { .. } => "linear",
+            Self::BlockLinear(_) => "linear in blocks",
             Self::RmsNorm { .. } => "RMSNorm",
             Self::LayerNorm { .. } => "LayerNorm",
             Self::Rope { .. } => "RoPE",
@@ -220,6 +230,7 @@ impl Operation {
             Self::GateRows { .. } => (1, 3, 0),
             Self::Dispatch { .. } => (0, 1, 0),
             Self::Linear { .. }
+            | Self::BlockLinear(_)
             | Self::GroupedLinear { .. }
             | Self::Attention(_)
             | Self::JoinHeads { .. }

@@ -4,7 +4,7 @@ use lockstep_comm::CommError;
 use lockstep_tensor::View;
 
 use crate::{
-    Peers,
+    Peers, Value,
     layout::Exchange,
     mutation::{Mutation, active},
     replay::Run,
@@ -12,7 +12,13 @@ use crate::{
 
 impl Run<'_> {
     /// `y` is `x` in another layout.
-    pub(crate) fn exchange(&self, exchange: Exchange, x: View<'_>, y: View<'_>) -> Result<(), CommError> {
+    pub(crate) fn exchange(
+        &self,
+        exchange: Exchange,
+        x: View<'_>,
+        y: View<'_>,
+        scratch: Option<Value>,
+    ) -> Result<(), CommError> {
         match exchange {
             Exchange::SumGradients => unreachable!("its output is its input"),
             Exchange::GatherTokens => self.gather(x, y, Mutation::TokensNotGathered),
@@ -23,6 +29,12 @@ impl Run<'_> {
                 Ok(())
             }
             Exchange::AllTokens => self.gather(x, y, Mutation::TokensOfExpertsNotGathered),
+            Exchange::TokensToBlocks => {
+                self.tokens_to_blocks(x, y, scratch, Mutation::TokensNotExchangedForBlocks)
+            }
+            Exchange::BlocksToTokens => {
+                self.blocks_to_tokens(x, y, scratch, Mutation::BlocksNotExchangedForTokens)
+            }
         }
     }
 
@@ -32,6 +44,7 @@ impl Run<'_> {
         exchange: Exchange,
         dy: View<'_>,
         dx: View<'_>,
+        scratch: Option<Value>,
     ) -> Result<(), CommError> {
         match exchange {
             Exchange::SumGradients => self.sum(dy, dx, Mutation::GradientsNotSummed),
@@ -41,6 +54,12 @@ impl Run<'_> {
             Exchange::AllTokens => {
                 self.own_rows(dy, dx);
                 Ok(())
+            }
+            Exchange::TokensToBlocks => {
+                self.blocks_to_tokens(dy, dx, scratch, Mutation::GradientsOfBlocksNotExchanged)
+            }
+            Exchange::BlocksToTokens => {
+                self.tokens_to_blocks(dy, dx, scratch, Mutation::GradientsOfTokensNotExchanged)
             }
             Exchange::Sum => unreachable!("the gradient of its input is that of its output"),
         }

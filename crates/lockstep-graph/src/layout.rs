@@ -12,6 +12,7 @@
 //! Summands             a summand on each      the same on all
 //! Columns              a range of columns     of these columns
 //! Tokens               a range of rows        of these rows
+//! Blocks               rows and columns       of this block
 //!
 //! Whole    -> Spread   nothing                sum
 //! Tokens   -> Spread   gather                 sum, each its rows
@@ -19,11 +20,20 @@
 //! Summands -> Tokens   sum, each its rows     gather
 //! Whole    -> Tokens   each its rows          gather
 //! Tokens   -> Whole    gather                 each its rows
+//! Tokens   -> Blocks   exchange               exchange
+//! Blocks   -> Tokens   exchange               exchange
 //! ```
+//!
+//! Blocks are for ranks that make a square (`summa`): a row of it has whole sequences, and of these a rank a range of the columns.
 
-use lockstep_plan::{Shard, Share, TensorPlace};
+use lockstep_plan::{Among, GridPlace, Shard, Share, TensorPlace};
 
-use crate::{Recorder, Value, operation::Operation};
+use crate::{
+    Recorder, Value,
+    mutation::{Mutation, active},
+    operation::{Operation, SequenceRange},
+    recorder::ValueInfo,
+};
 
 /// How the ranks of the axis share a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +49,8 @@ pub(crate) enum Layout {
     Columns { parts: usize },
     /// Each holds a range of the tokens.
     Tokens,
+    /// Each holds a range of the columns of its row's tokens.
+    Blocks(GridPlace),
 }
 
 /// How the ranks split the weights of a module.
@@ -70,6 +82,10 @@ pub(crate) enum Exchange {
     OwnTokens,
     /// From `Tokens` to `Whole`.
     AllTokens,
+    /// From `Tokens` to `Blocks`.
+    TokensToBlocks,
+    /// From `Blocks` to `Tokens`.
+    BlocksToTokens,
 }
 
 impl Exchange {
@@ -82,6 +98,8 @@ impl Exchange {
             Self::SumTokens => "sum tokens over ranks",
             Self::OwnTokens => "own tokens",
             Self::AllTokens => "gather tokens of ranks",
+            Self::TokensToBlocks => "exchange tokens for blocks",
+            Self::BlocksToTokens => "exchange blocks for tokens",
         }
     }
 }
@@ -108,6 +126,7 @@ impl Recorder {
     pub(crate) fn rows_of(&self, layout: Layout) -> usize {
         match layout {
             Layout::Tokens => self.place.even_range(self.shape.tokens()).len(),
+            Layout::Blocks(grid) => self.sequences_of(grid).len * self.shape.seq_len,
             _ => self.shape.tokens(),
         }
     }
@@ -124,12 +143,27 @@ impl Recorder {
             Layout::Tokens => Exchange::GatherTokens,
             layout => panic!("a layer that is split by its outputs reads whole values, not {layout:?}"),
         };
-        // Layers that read the same value share the exchange.
+        self.exchanged_once(x, exchange, Layout::Spread)
+    }
+
+    /// The value for linear layers that ranks share as a square.
+    pub(crate) fn in_blocks(&mut self, x: Value, grid: GridPlace) -> Value {
+        match self.layout(x) {
+            Layout::Blocks(_) => x,
+            Layout::Tokens => self.exchanged_once(x, Exchange::TokensToBlocks, Layout::Blocks(grid)),
+            layout => panic!("a layer that is split into blocks reads tokens, not {layout:?}"),
+        }
+    }
+
+    /// An exchange, which layers that read the same value share.
+    fn exchanged_once(&mut self, x: Value, exchange: Exchange, layout: Layout) -> Value {
         let known = self.operations.iter().find_map(|operation| match *operation {
-            Operation::Exchange { exchange: other, x: from, y } if (other, from) == (exchange, x) => Some(y),
+            Operation::Exchange { exchange: other, x: from, y, .. } if (other, from) == (exchange, x) => {
+                Some(y)
+            }
             _ => None,
         });
-        known.unwrap_or_else(|| self.exchange(x, exchange, Layout::Spread))
+        known.unwrap_or_else(|| self.exchange(x, exchange, layout))
     }
 
     /// The value as blocks hand it on: summed, if it is summands.
@@ -163,10 +197,44 @@ impl Recorder {
         }
     }
 
-    fn exchange(&mut self, x: Value, exchange: Exchange, layout: Layout) -> Value {
+    pub(crate) fn exchange(&mut self, x: Value, exchange: Exchange, layout: Layout) -> Value {
         let y = self.value_in(self.columns(x), layout);
-        self.operations.push(Operation::Exchange { exchange, x, y });
+        let is_of_blocks = matches!(exchange, Exchange::TokensToBlocks | Exchange::BlocksToTokens);
+        let ValueInfo { rows, columns, dtype } = self.values[x.0];
+        let scratch = is_of_blocks.then(|| self.scratch(rows, columns, dtype));
+        self.operations.push(Operation::Exchange { exchange, x, y, scratch });
         y
+    }
+
+    /// The sequences of a micro-batch that a row of the square has.
+    ///
+    /// # Panics
+    /// If the rows cannot have as many each.
+    pub(crate) fn sequences_of(&self, grid: GridPlace) -> SequenceRange {
+        let (all, rows) = (self.shape.sequences, grid.side);
+        assert!(all.is_multiple_of(rows), "{all} sequences are not split over {rows} rows of ranks");
+        let len = all / rows;
+        let row = if active(Mutation::SequencesOfFirstRow) { 0 } else { grid.row };
+        SequenceRange { first: row * len, len }
+    }
+
+    /// What this rank has of a weight `[out, in]` that ranks share as a square: of the outputs what its column has of their
+    /// columns, of the inputs what its row has to send.
+    pub(crate) fn block_of(&self, shape: [usize; 2], grid: GridPlace) -> Share {
+        let of = |dim: usize, index: usize| {
+            let len = shape[dim] / grid.side;
+            Shard { dim, start: index * len, len }
+        };
+        let (shard, inner) = (Some(of(0, grid.column)), Some(of(1, grid.row)));
+        Share { shard, inner, ..Share::default() }
+    }
+
+    /// The share of a bias of such a layer: each rank of a column adds the same to other tokens.
+    pub(crate) fn bias_of(&self, outputs: usize, grid: GridPlace) -> Share {
+        let len = outputs / grid.side;
+        let shard = Some(Shard { dim: 0, start: grid.column * len, len });
+        let (copies, summands) = (grid.side, grid.side);
+        Share { shard, inner: None, among: Among::TensorColumn, copies, summands }
     }
 
     /// Parts of a split by outputs into pieces that stay whole: as many as ranks, or as pieces if there are fewer.
@@ -203,7 +271,7 @@ impl Recorder {
         let ranks = self.place.ranks;
         let summands = match layout {
             Layout::Whole | Layout::Summands => 1,
-            Layout::Spread | Layout::Columns { .. } | Layout::Tokens => ranks,
+            Layout::Spread | Layout::Columns { .. } | Layout::Tokens | Layout::Blocks(_) => ranks,
         };
         Share { copies: ranks, summands, ..Share::default() }
     }

@@ -38,6 +38,7 @@ mod replay;
 mod ring;
 mod route;
 mod storage;
+mod summa;
 mod timeline;
 mod training;
 
@@ -47,7 +48,7 @@ pub use lockstep_plan::Recompute;
 pub use low_rank::LowRank;
 pub use mixture::{Mixture, Routing};
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex, RotaryPairs};
-pub use peers::Peers;
+pub use peers::{GridPeers, Peers};
 pub use program::{BlockProfile, ParameterDeclaration, Program};
 pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay, Seed};

@@ -103,11 +103,37 @@ pub enum Mutation {
     TokensOfFirstContextRank,
     /// Dropout masks are those of the tokens of the first of the ranks that share sequences.
     DropoutOfFirstContextRank,
+    /// Tokens that others of a row should have sent for blocks are taken to be the own ones.
+    TokensNotExchangedForBlocks,
+    /// Blocks that others of a row should have sent for tokens are taken to be the own ones.
+    BlocksNotExchangedForTokens,
+    /// Gradients of tokens that were exchanged for blocks do not go back.
+    GradientsOfBlocksNotExchanged,
+    /// Gradients of blocks that were exchanged for tokens do not go back.
+    GradientsOfTokensNotExchanged,
+    /// Blocks of inputs of others of a row are taken to be the own ones.
+    InputBlocksNotSent,
+    /// Blocks of weights of others of a column are taken to be the own ones.
+    WeightBlocksNotSent,
+    /// In the backward, blocks of weights of others of a column are taken to be the own ones.
+    WeightBlocksNotSentAgain,
+    /// Of the gradient of a block of inputs only the own summand counts.
+    InputBlockGradientsNotSummed,
+    /// In the backward, blocks of inputs of others of a row are taken to be the own ones.
+    InputBlocksNotSentAgain,
+    /// Of the gradient of a block of weights only the own summand counts.
+    WeightBlockGradientsNotSummed,
+    /// Gradients of the biases that the ranks of a column share are not summed.
+    ColumnGradientsNotSummed,
+    /// The second block of a product replaces the first, and is not added to it.
+    BlocksNotAdded,
+    /// All rows of a square take their sequences to be those of the first.
+    SequencesOfFirstRow,
 }
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 48] = [
+    pub const ALL: [Self; 61] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -156,6 +182,19 @@ impl Mutation {
         Self::HeadGradientsNotExchanged,
         Self::TokensOfFirstContextRank,
         Self::DropoutOfFirstContextRank,
+        Self::TokensNotExchangedForBlocks,
+        Self::BlocksNotExchangedForTokens,
+        Self::GradientsOfBlocksNotExchanged,
+        Self::GradientsOfTokensNotExchanged,
+        Self::InputBlocksNotSent,
+        Self::WeightBlocksNotSent,
+        Self::WeightBlocksNotSentAgain,
+        Self::InputBlockGradientsNotSummed,
+        Self::InputBlocksNotSentAgain,
+        Self::WeightBlockGradientsNotSummed,
+        Self::ColumnGradientsNotSummed,
+        Self::BlocksNotAdded,
+        Self::SequencesOfFirstRow,
     ];
 }
 

@@ -8,6 +8,7 @@ use crate::{
     Routing, Value,
     context::{Reach, SequenceChange, SequenceExchange},
     layout::Exchange,
+    summa::BlockLinear,
     training::Training,
 };
 
@@ -67,6 +68,8 @@ pub(crate) struct AttentionOperation {
     pub(crate) shape: AttentionShape,
     /// Number of the first query head that is here.
     pub(crate) first_head: usize,
+    /// The sequences that are here.
+    pub(crate) sequences: SequenceRange,
     pub(crate) dropout: Option<DropoutSite>,
     /// Where its keys are.
     pub(crate) reach: Reach,
@@ -77,6 +80,13 @@ pub(crate) struct AttentionOperation {
 /// Consecutive tokens of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TokenRange {
+    pub(crate) first: usize,
+    pub(crate) len: usize,
+}
+
+/// Consecutive sequences of a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SequenceRange {
     pub(crate) first: usize,
     pub(crate) len: usize,
 }
@@ -203,6 +213,8 @@ pub(crate) enum Operation {
         adds_bias: bool,
         y: Value,
     },
+    /// A linear layer that ranks share as a square.
+    BlockLinear(BlockLinear),
     RmsNorm {
         x: Value,
         weight: ParameterIndex,
@@ -223,6 +235,8 @@ pub(crate) enum Operation {
         x: Value,
         head_dim: usize,
         pairs: RotaryPairs,
+        /// The tokens that are here.
+        tokens: TokenRange,
         y: Value,
     },
     /// Heads of two parts.
@@ -276,6 +290,8 @@ pub(crate) enum Operation {
         exchange: Exchange,
         x: Value,
         y: Value,
+        /// As large as `x`, for those of blocks.
+        scratch: Option<Value>,
     },
     /// What ranks do to get at the tokens of sequences that others hold.
     SequenceExchange(SequenceExchange),
@@ -338,6 +354,7 @@ impl Operation {
         match *self {
             Self::Embedding { y, .. }
             | Self::Linear { y, .. }
+            | Self::BlockLinear(BlockLinear { y, .. })
             | Self::RmsNorm { y, .. }
             | Self::LayerNorm { y, .. }
             | Self::Rope { y, .. }
@@ -416,6 +433,7 @@ impl Operation {
         match *self {
             Self::Embedding { .. } => vec![],
             Self::Linear { x, .. }
+            | Self::BlockLinear(BlockLinear { x, .. })
             | Self::RmsNorm { x, .. }
             | Self::LayerNorm { x, .. }
             | Self::Rope { x, .. }
@@ -441,6 +459,8 @@ impl Operation {
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
             Self::Attention(ref attention) => attention.reach.scratch(),
+            Self::BlockLinear(ref linear) => linear.scratch(),
+            Self::Exchange { scratch, .. } => scratch.into_iter().collect(),
             Self::SequenceExchange(ref exchange) => exchange.scratch(),
             Self::OutputLoss { logits, split: None, .. } => vec![logits],
             Self::OutputLoss { logits, split: Some(split), .. } => {
@@ -458,6 +478,14 @@ impl Operation {
                 let weights = remote.and_then(|remote| remote.weights).into_iter().flatten();
                 tables.scratch().into_iter().chain(weights).collect()
             }
+            _ => vec![],
+        }
+    }
+
+    /// Memory that it needs while it computes the gradients of its weights.
+    pub(crate) fn scratch_for_weights(&self) -> Vec<Value> {
+        match self {
+            Self::BlockLinear(linear) => linear.scratch_for_weights(),
             _ => vec![],
         }
     }
@@ -512,6 +540,7 @@ impl Operation {
             Self::GateRows { gate, x, .. } => vec![gate, x],
             Self::Embedding { .. }
             | Self::Linear { .. }
+            | Self::BlockLinear(_)
             | Self::Rope { .. }
             | Self::Scale { .. }
             | Self::Add { .. }
@@ -526,7 +555,11 @@ impl Operation {
     /// Values of the forward that the gradients of the trained weights need. A bias needs none.
     pub(crate) fn needs_for_weights(&self, training: &Training) -> Vec<Value> {
         match *self {
-            Self::Linear { x, weight, .. } if training.trains(weight) => vec![x],
+            Self::Linear { x, weight, .. } | Self::BlockLinear(BlockLinear { x, weight, .. })
+                if training.trains(weight) =>
+            {
+                vec![x]
+            }
             Self::GroupedLinear { x, weight, offsets, .. } if training.trains(weight) => vec![x, offsets],
             Self::RmsNorm { x, rstd, weight, .. } if training.trains(weight) => vec![x, rstd],
             Self::LayerNorm { x, mean, rstd, weight, .. } if training.trains(weight) => vec![x, mean, rstd],
@@ -541,7 +574,9 @@ impl Operation {
             Self::RmsNorm { weight, .. }
             | Self::GroupedLinear { weight, .. }
             | Self::OutputLoss { weight, .. } => (Some(weight), None),
-            Self::Linear { weight, bias, .. } | Self::LayerNorm { weight, bias, .. } => (Some(weight), bias),
+            Self::Linear { weight, bias, .. }
+            | Self::BlockLinear(BlockLinear { weight, bias, .. })
+            | Self::LayerNorm { weight, bias, .. } => (Some(weight), bias),
             _ => (None, None),
         };
         weight.into_iter().chain(bias)
@@ -575,6 +610,7 @@ impl Operation {
     pub(crate) fn accumulation(&self) -> Accumulation {
         match self {
             Self::Linear { .. }
+            | Self::BlockLinear(_)
             | Self::GroupedLinear { .. }
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. } => Accumulation::InKernel,
@@ -603,6 +639,8 @@ impl Operation {
                 | Self::Gelu { .. }
                 | Self::Dispatch { tables: SlotTables { remote: None, .. }, .. }
                 | Self::Dropout { .. }
+                // A norm's output once more, which is not kept itself.
+                | Self::Exchange { exchange: Exchange::TokensToBlocks, .. }
         )
     }
 }

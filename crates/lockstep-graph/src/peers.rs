@@ -14,7 +14,26 @@ pub struct Peers<'a> {
     pub limit: Duration,
 }
 
+/// Those in the row and in the column of a rank, where they make a square.
+#[derive(Debug, Clone, Copy)]
+pub struct GridPeers<'a> {
+    /// The ranks with the same tokens, in the order of their columns.
+    pub row: Peers<'a>,
+    /// The ranks with the same columns, in the order of their rows.
+    pub column: Peers<'a>,
+}
+
 impl Peers<'_> {
+    /// Replaces `data` by that of a rank.
+    pub(crate) fn broadcast(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
+        self.group.broadcast(data, root, self.deadline())
+    }
+
+    /// Replaces a rank's `data` by its sum over the ranks.
+    pub(crate) fn sum_to(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
+        self.group.reduce(data, ReduceOp::Sum, root, self.deadline())
+    }
+
     /// Replaces `data` by its sum over the ranks.
     pub(crate) fn sum(&self, data: View<'_>) -> Result<(), CommError> {
         self.group.all_reduce(data, ReduceOp::Sum, self.deadline())

@@ -1,6 +1,6 @@
 //! A recorded block: its parameters, its instructions, and how much memory each way of running it takes.
 
-use std::ops::Range;
+use std::{collections::BTreeSet, ops::Range};
 
 use lockstep_plan::{ContextPlace, Initializer, Recompute, Share};
 use lockstep_tensor::{Buffer, View};
@@ -11,6 +11,7 @@ use crate::{
     operation::Operation,
     recorder::ValueInfo,
     storage::{Bump, Lifetime, Region, Slot, pack},
+    summa::BlockLinear,
     training::Training,
 };
 
@@ -229,6 +230,7 @@ impl Program {
         let inputs = if self.training.reaches_inputs(operation) { forward } else { 0 };
         let weights = match operation {
             Operation::Linear { weight, .. }
+            | Operation::BlockLinear(BlockLinear { weight, .. })
             | Operation::GroupedLinear { weight, .. }
             | Operation::OutputLoss { weight, .. }
                 if self.training.trains(*weight) =>
@@ -373,6 +375,9 @@ impl<'a> Planner<'a> {
         if let Instruction::Forward(operation) | Instruction::BackwardInputs { operation, .. } = instruction {
             objects.extend(self.operations[*operation].scratch().iter().map(|value| value.0));
         }
+        if let Instruction::BackwardWeights { operation, .. } = instruction {
+            objects.extend(self.operations[*operation].scratch_for_weights().iter().map(|value| value.0));
+        }
         let mut gradient = |gradient: Gradient| objects.push(self.object(gradient));
         match instruction {
             Instruction::Forward(operation) => {
@@ -405,10 +410,12 @@ impl<'a> Planner<'a> {
             objects
         };
         let (first, second) = (objects(inputs), objects(weights));
+        let scratch: BTreeSet<usize> =
+            self.operations.iter().flat_map(Operation::scratch).map(|value| value.0).collect();
         let mut bump = Bump::default();
         let places = second
             .into_iter()
-            .filter(|object| first.binary_search(object).is_ok())
+            .filter(|object| first.binary_search(object).is_ok() && !scratch.contains(object))
             .filter(|&object| self.fixed.get(object).is_none_or(Option::is_none))
             .map(|object| (object, bump.place(Region::Deferred, self.bytes(object, gradients))))
             .collect();

@@ -15,7 +15,7 @@ use crate::{
     layout::Layout,
     low_rank::Narrow,
     mutation::{Mutation, active},
-    operation::{AttentionOperation, Operation, RotaryPairs, SplitLoss, TokenRange},
+    operation::{AttentionOperation, Operation, RotaryPairs, SequenceRange, SplitLoss, TokenRange},
 };
 
 /// Logits that a loss holds at once, about: few enough to save memory, so many that reading the output layer's
@@ -216,6 +216,9 @@ impl Recorder {
         split: Option<Split>,
         (bias, initializer): (Bias, Initializer),
     ) -> Value {
+        if let (Some(split), Some(grid)) = (split, self.place.grid()) {
+            return self.product_of_blocks(x, name, out_features, (split, grid), (bias, initializer));
+        }
         let shape = [out_features, self.columns(x)];
         let (x, weight, of_bias, layout) = match split {
             None => {
@@ -291,7 +294,8 @@ impl Recorder {
         assert!(columns.is_multiple_of(head_dim), "heads of {head_dim} in {columns} columns");
         self.expect_layout(x, |layout| layout != Layout::Tokens, "rotary embedding");
         let y = self.value_like(x, columns);
-        self.operations.push(Operation::Rope { x, head_dim, pairs, y });
+        let tokens = self.tokens_of(self.layout(x));
+        self.operations.push(Operation::Rope { x, head_dim, pairs, tokens, y });
         y
     }
 
@@ -340,20 +344,38 @@ impl Recorder {
             (Layout::Columns { parts }, Layout::Columns { parts: of_keys }) => {
                 parts == ranks && key_value_heads.is_multiple_of(of_keys)
             }
+            (Layout::Blocks(grid), Layout::Blocks(_)) => {
+                heads.is_multiple_of(grid.side) && key_value_heads.is_multiple_of(grid.side)
+            }
             _ => false,
         };
         assert!(fits && of_keys == self.layout(v), "attention of {of_queries:?} to {of_keys:?}");
         let held = |value: Value| self.values[value.0].columns / head_dim;
         let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
-        let first_head = if of_queries == Layout::Whole { 0 } else { self.place.rank * shape.heads };
+        let all = SequenceRange { first: 0, len: self.shape.sequences };
+        let (first_head, sequences) = match of_queries {
+            Layout::Whole => (0, all),
+            Layout::Blocks(grid) => (grid.column * shape.heads, self.sequences_of(grid)),
+            _ => (self.place.rank * shape.heads, all),
+        };
         let dropout = self.dropout_site(dropout);
         let heads = shape.heads;
         let ([q, k, v], skipped, shape, reach) = self.reached([q, k, v], shape);
         let first_head = if active(Mutation::DropoutFromFirstHead) { 0 } else { first_head + skipped };
         let y = self.beside(q);
         let log_sum_exp = self.statistic(q, shape.heads);
-        let attention = AttentionOperation { q, k, v, shape, first_head, dropout, reach, y, log_sum_exp };
-        self.operations.push(Operation::Attention(attention));
+        self.operations.push(Operation::Attention(AttentionOperation {
+            q,
+            k,
+            v,
+            shape,
+            first_head,
+            sequences,
+            dropout,
+            reach,
+            y,
+            log_sum_exp,
+        }));
         self.returned(y, heads)
     }
 
@@ -388,6 +410,7 @@ impl Recorder {
             Layout::Columns { parts } => {
                 self.place.rank * parts / self.place.ranks * self.values[x.0].columns
             }
+            Layout::Blocks(grid) => grid.column * self.values[x.0].columns,
             _ => 0,
         };
         let y = self.value_like(x, self.columns(x));
@@ -448,6 +471,7 @@ impl Recorder {
         let held = self.values[value.0].columns;
         match self.layout(value) {
             Layout::Columns { parts } => held * parts,
+            Layout::Blocks(grid) => held * grid.side,
             _ => held,
         }
     }
@@ -479,7 +503,12 @@ impl Recorder {
     /// The tokens of which a value in `layout` holds a row.
     pub(crate) fn tokens_of(&self, layout: Layout) -> TokenRange {
         let len = self.rows_of(layout);
-        TokenRange { first: if layout == Layout::Tokens { self.place.rank * len } else { 0 }, len }
+        let first = match layout {
+            Layout::Tokens => self.place.rank * len,
+            Layout::Blocks(grid) => self.sequences_of(grid).first * self.shape.seq_len,
+            _ => 0,
+        };
+        TokenRange { first, len }
     }
 
     /// A value of `columns`, of all ranks together, that ranks share as they share `other`.
@@ -490,6 +519,10 @@ impl Recorder {
     pub(crate) fn value_in(&mut self, columns: usize, layout: Layout) -> Value {
         let held = match layout {
             Layout::Columns { parts } => columns / parts,
+            Layout::Blocks(grid) => {
+                assert!(columns.is_multiple_of(grid.side), "{columns} columns for a side of {}", grid.side);
+                columns / grid.side
+            }
             _ => columns,
         };
         self.push(held, self.shape.dtype, layout)

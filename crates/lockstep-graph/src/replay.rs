@@ -9,7 +9,7 @@ use lockstep_tensor::{
 };
 
 use crate::{
-    BatchInput, ContextPeers, DropoutSite, ParameterIndex, Peers, Program, Trace, Value,
+    BatchInput, ContextPeers, DropoutSite, GridPeers, ParameterIndex, Peers, Program, Trace, Value,
     attention::AttentionGradients,
     backward::{Gradient, GradientBuffer},
     cost::Stage,
@@ -86,6 +86,8 @@ pub struct Replay<'a> {
     pub cache: Option<KeyValueCache<'a>>,
     /// The ranks that share the block, if it was recorded for several.
     pub peers: Option<Peers<'a>>,
+    /// The row and the column of this rank, if those that share the block make a square.
+    pub grid: Option<GridPeers<'a>>,
     /// The ranks that share out its experts, if they are on several.
     pub expert_peers: Option<Peers<'a>>,
     /// The ranks that route other tokens of the same sequences, if there are any.
@@ -243,7 +245,7 @@ impl<'a> Run<'a> {
                 self.backward_inputs(&self.program.operations[*operation], dy, dx)?;
             }
             Instruction::BackwardWeights { operation, dy } => {
-                self.backward_weights(&self.program.operations[*operation], self.gradient(*dy));
+                self.backward_weights(&self.program.operations[*operation], self.gradient(*dy))?;
             }
             Instruction::Copy { from, to } => queue.cast(self.gradient(*from), self.gradient(*to)),
             Instruction::Add { from, to } => {
@@ -268,6 +270,7 @@ impl<'a> Run<'a> {
                 bias: bias.filter(|_| adds_bias).map(|bias| self.weight(bias)),
                 write: Write::Overwrite,
             }),
+            Operation::BlockLinear(ref linear) => self.block_linear(linear)?,
             Operation::RmsNorm { x, weight, eps, y, rstd } => {
                 let weight = self.weight(weight);
                 let width = weight.elements();
@@ -277,8 +280,9 @@ impl<'a> Run<'a> {
                 let bias = bias.map(|bias| self.weight(bias));
                 queue.layer_norm(self.layer_norm(operation), bias, eps, self.value(y));
             }
-            Operation::Rope { x, head_dim, pairs, y } => {
-                self.rope(self.value(x), (head_dim, pairs), Rotation::Forward, self.value(y));
+            Operation::Rope { x, head_dim, pairs, tokens, y } => {
+                let heads = (head_dim, pairs);
+                self.rope(self.value(x), heads, tokens, Rotation::Forward, self.value(y));
             }
             Operation::JoinHeads { own, tail, heads, tails, y } => {
                 let [own, y] = [own, y].map(|value| in_heads(self.value(value), heads));
@@ -303,8 +307,8 @@ impl<'a> Run<'a> {
                 let places = self.places(tokens);
                 queue.dropout(self.dropout(dropout), places, first_feature, self.value(x), self.value(y));
             }
-            Operation::Exchange { exchange, x, y } => {
-                self.exchange(exchange, self.value(x), self.value(y))?;
+            Operation::Exchange { exchange, x, y, scratch } => {
+                self.exchange(exchange, self.value(x), self.value(y), scratch)?;
             }
             Operation::Route(route) => self.route(&route)?,
             Operation::Dispatch { x, chosen, tables, rows } => {
@@ -368,6 +372,9 @@ impl<'a> Run<'a> {
                 bias: None,
                 write,
             }),
+            Operation::BlockLinear(ref linear) => {
+                self.block_linear_input_gradient(linear, dy, target(0), write)?;
+            }
             Operation::RmsNorm { x, weight, rstd, .. } => {
                 let weight = self.weight(weight);
                 let width = weight.elements();
@@ -383,8 +390,8 @@ impl<'a> Run<'a> {
             Operation::LayerNorm { .. } => {
                 queue.layer_norm_backward_input(self.layer_norm(operation), dy, target(0), write);
             }
-            Operation::Rope { head_dim, pairs, .. } => {
-                self.rope(dy, (head_dim, pairs), Rotation::Backward, target(0));
+            Operation::Rope { head_dim, pairs, tokens, .. } => {
+                self.rope(dy, (head_dim, pairs), tokens, Rotation::Backward, target(0));
             }
             Operation::JoinHeads { heads, tails, .. } => {
                 let (down, dtail) = (in_heads(target(0), heads), in_heads(target(1), tails));
@@ -429,7 +436,9 @@ impl<'a> Run<'a> {
             Operation::Dropout { dropout, tokens, first_feature, .. } => {
                 queue.dropout(self.dropout(dropout), self.places(tokens), first_feature, dy, target(0));
             }
-            Operation::Exchange { exchange, .. } => self.exchange_gradient(exchange, dy, target(0))?,
+            Operation::Exchange { exchange, scratch, .. } => {
+                self.exchange_gradient(exchange, dy, target(0), scratch)?;
+            }
             Operation::Embedding { .. } | Operation::Add { .. } | Operation::OutputLoss { .. } => {
                 unreachable!("no such instruction is derived: {operation:?}")
             }
@@ -437,7 +446,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    fn backward_weights(&self, operation: &Operation, dy: View<'_>) {
+    fn backward_weights(&self, operation: &Operation, dy: View<'_>) -> Result<(), CommError> {
         let queue = self.replay.queue;
         // For kernels that can only add.
         let gradient = |index: ParameterIndex| {
@@ -499,8 +508,17 @@ impl<'a> Run<'a> {
                 queue.layer_norm_backward_weight(norm, dy, gradient(weight), bias);
             }
             Operation::LayerNorm { bias: Some(bias), .. } => queue.sum_rows(dy, gradient(bias)),
+            Operation::BlockLinear(ref linear) => {
+                if is_trained(&linear.weight) {
+                    self.block_linear_weight_gradient(linear, dy)?;
+                }
+                if let Some(bias) = linear.bias.filter(is_trained) {
+                    queue.sum_rows(dy, gradient(bias));
+                }
+            }
             _ => unreachable!("no such instruction is derived: {operation:?}"),
         }
+        Ok(())
     }
 
     /// Where the rows of some tokens stand in their sequences.
@@ -519,17 +537,25 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn rope(&self, x: View<'_>, (head_dim, pairs): (usize, RotaryPairs), rotation: Rotation, y: View<'_>) {
+    fn rope(
+        &self,
+        x: View<'_>,
+        (head_dim, pairs): (usize, RotaryPairs),
+        tokens: TokenRange,
+        rotation: Rotation,
+        y: View<'_>,
+    ) {
         let batch = &self.replay.batch;
+        let positions = batch.positions.rows(tokens.first..tokens.first + tokens.len);
         let frequencies =
             batch.inverse_frequencies.expect("a program with rotary embeddings is given frequencies");
         let heads = x.shape().as_matrix().1 / head_dim;
         let (x, y) = (split_heads(x, heads, head_dim), split_heads(y, heads, head_dim));
         let queue = self.replay.queue;
         match pairs {
-            RotaryPairs::Halves => queue.rope(x, batch.positions, frequencies, rotation, y),
+            RotaryPairs::Halves => queue.rope(x, positions, frequencies, rotation, y),
             RotaryPairs::Neighbours => {
-                queue.rope_neighbours(x, batch.positions, frequencies, rotation, y);
+                queue.rope_neighbours(x, positions, frequencies, rotation, y);
             }
         }
     }

@@ -205,6 +205,7 @@ impl World {
             first_dropout_site: 3,
             cache: None,
             peers: None,
+            grid: None,
             expert_peers: None,
             sequence_peers: None,
             context: None,

@@ -84,6 +84,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         first_dropout_site: 0,
         cache: None,
         peers: None,
+        grid: None,
         expert_peers: None,
         sequence_peers: None,
         context: None,

@@ -174,6 +174,7 @@ impl Forward {
             first_dropout_site: 0,
             cache,
             peers: None,
+            grid: None,
             expert_peers: None,
             sequence_peers: None,
             context: None,

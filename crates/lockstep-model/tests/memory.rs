@@ -7,25 +7,34 @@
 
 use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{ContextPlace, DType, ExpertPlace, TensorPlace};
+use lockstep_plan::{ContextPlace, DType, ExpertPlace, TensorDimensions, TensorPlace};
 
 const SHAPE: BlockShape = BlockShape { sequences: 4, seq_len: 1024, dtype: DType::BF16 };
 
 /// Bytes that a block keeps for each element of its input, times `ranks`.
 fn kept(ranks: usize, splits_tokens: bool, recompute: Recompute) -> f64 {
+    kept_on(TensorPlace { ranks, splits_tokens, ..TensorPlace::default() }, recompute)
+}
+
+/// The same in two dimensions.
+fn kept_on_a_square(ranks: usize, recompute: Recompute) -> f64 {
+    kept_on(TensorPlace { ranks, splits_tokens: true, dimensions: TensorDimensions::Two, rank: 0 }, recompute)
+}
+
+fn kept_on(tensor: TensorPlace, recompute: Recompute) -> f64 {
     let model = ModelConfig::preset("gpt2-124m").unwrap().with_dropout(0.1);
     let options = RecordingOptions {
         mode: Mode::Training,
         shape: SHAPE,
         recompute,
         head_output: HeadOutput::Losses,
-        tensor: TensorPlace { rank: 0, ranks, splits_tokens },
+        tensor,
         context: ContextPlace::default(),
         experts: ExpertPlace::default(),
     };
     let recorded = RecordedModel::tuned(&model, &Tuning::default(), options);
     let sbh = SHAPE.tokens() * model.hidden_size();
-    recorded.program(1).profile().saved_bytes as f64 * ranks as f64 / sbh as f64
+    recorded.program(1).profile().saved_bytes as f64 * tensor.ranks as f64 / sbh as f64
 }
 
 /// Whether two counts are the same but for the statistics of norms and of the softmax, a few numbers a row.
@@ -51,6 +60,16 @@ fn with_sequence_parallelism_all_of_it_is_shared_out() {
     for ranks in [2, 4] {
         let found = kept(ranks, true, Recompute::None);
         assert_is(found, published - masks - norms, &format!("{ranks} ranks"));
+    }
+}
+
+#[test]
+fn a_square_of_ranks_keeps_the_outputs_of_norms_as_blocks() {
+    // All but the masks, or that once more without what is cheap to compute.
+    for ranks in [4, 16] {
+        assert_is(kept_on_a_square(ranks, Recompute::None), 32.0, &format!("{ranks} ranks"));
+        assert_is(kept_on_a_square(ranks, Recompute::Selective), 20.0, &format!("selective, {ranks} ranks"));
+        assert_is(kept_on_a_square(ranks, Recompute::Full), 2.0, &format!("full, {ranks} ranks"));
     }
 }
 

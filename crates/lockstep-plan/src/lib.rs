@@ -41,9 +41,10 @@ pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use plan::{
-    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute, ValidPlan,
+    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute,
+    TensorDimensions, ValidPlan,
 };
-pub use share::{Among, ExpertPlace, Shard, Share, TensorPlace};
+pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
 pub use zero::{ShardPlace, ZeroStage};

@@ -8,6 +8,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use crate::TensorDimensions;
+
 /// A rank's place on the tensor-parallel axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorPlace {
@@ -17,16 +19,36 @@ pub struct TensorPlace {
     pub rank: usize,
     /// Whether values that every rank would hold whole are split by tokens instead (sequence parallelism).
     pub splits_tokens: bool,
+    /// Whether they share each linear layer as a row or as a square.
+    pub dimensions: TensorDimensions,
+}
+
+/// A rank's place in the square that the ranks of the tensor-parallel axis make: the rows follow each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GridPlace {
+    /// Ranks on a side.
+    pub side: usize,
+    /// The row, whose ranks see the same tokens.
+    pub row: usize,
+    /// The column, whose ranks have the same columns of these.
+    pub column: usize,
 }
 
 impl Default for TensorPlace {
     /// Alone.
     fn default() -> Self {
-        Self { ranks: 1, rank: 0, splits_tokens: false }
+        Self { ranks: 1, rank: 0, splits_tokens: false, dimensions: TensorDimensions::One }
     }
 }
 
 impl TensorPlace {
+    /// The place in the square, if they make one.
+    pub fn grid(&self) -> Option<GridPlace> {
+        let side = self.ranks.isqrt();
+        let is_square = self.ranks > 1 && self.dimensions == TensorDimensions::Two;
+        is_square.then(|| GridPlace { side, row: self.rank / side, column: self.rank % side })
+    }
+
     /// The range of `total` that is this rank's if each has as many as any other.
     ///
     /// # Panics
@@ -79,6 +101,8 @@ pub enum Among {
     /// Those of the tensor-parallel axis.
     #[default]
     Tensor,
+    /// Those of one column of the square that the tensor-parallel axis is: all of them hold the same.
+    TensorColumn,
     /// Those that share out experts. All others hold the same experts, and gradients are summed over these.
     Experts,
 }
@@ -196,7 +220,7 @@ mod tests {
             let total: usize = whole.iter().product();
             let mut seen = vec![0; total];
             for rank in 0..ranks {
-                let range = TensorPlace { ranks, rank, splits_tokens: false }.even_range(whole[dim]);
+                let range = TensorPlace { ranks, rank, ..TensorPlace::default() }.even_range(whole[dim]);
                 let share =
                     Share { shard: Some(Shard { dim, start: range.start, len: range.len() }), ..Share::default() };
                 let held: usize = share.stretches(&whole).map(|(_, len)| len).sum();
@@ -212,7 +236,7 @@ mod tests {
         fn a_vocabulary_is_split_into_ranges_that_follow_each_other(total in 8usize..70_000, ranks in 1usize..9) {
             let mut end = 0;
             for rank in 0..ranks {
-                let range = TensorPlace { ranks, rank, splits_tokens: false }.vocabulary_range(total);
+                let range = TensorPlace { ranks, rank, ..TensorPlace::default() }.vocabulary_range(total);
                 prop_assert_eq!(range.start, end);
                 prop_assert!(!range.is_empty());
                 end = range.end;

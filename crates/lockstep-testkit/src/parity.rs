@@ -61,6 +61,21 @@ pub const QWEN3: TinyModel = TinyModel {
     ],
 };
 
+/// Biases of queries, keys and values.
+pub const QWEN2: TinyModel = TinyModel {
+    name: "qwen2",
+    settings: &[
+        "model.model_type=qwen2",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.num_hidden_layers=2",
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=2",
+        "model.max_position_embeddings=16",
+    ],
+};
+
 /// As Llama, and no position sees further back than its window.
 pub const MISTRAL: TinyModel = TinyModel {
     name: "mistral",
@@ -165,8 +180,19 @@ pub struct Split {
     pub settings: Vec<String>,
 }
 
-/// Every way to split a run over `ranks` ranks: replicas, replicas that share out their state, tensor parallelism with and without sequence parallelism, shared
-/// sequences by every method, pipelines under every schedule that the models have units for.
+/// Tensor parallelism in two dimensions, of `side · side` ranks.
+pub fn square(side: usize) -> Split {
+    let settings = vec![
+        format!("parallel.tensor_parallel={}", side * side),
+        "parallel.tensor_layout=2d".to_owned(),
+        format!("train.micro_batch={side}"),
+    ];
+    Split { kind: "tensor", ranks: side * side, settings }
+}
+
+/// Every way to split a run over `ranks` ranks: replicas, replicas that share out their state, tensor parallelism with and without
+/// sequence parallelism and in two dimensions, shared sequences by every method, pipelines under every schedule that the models
+/// have units for.
 pub fn splits(ranks: usize) -> Vec<Split> {
     let split = |kind, settings: &[String]| Split { kind, ranks, settings: settings.to_vec() };
     let tensor = format!("parallel.tensor_parallel={ranks}");
@@ -179,6 +205,9 @@ pub fn splits(ranks: usize) -> Vec<Split> {
         let shard = format!("parallel.data_parallel_shard={ranks}");
         split("zero", &[shard, format!("parallel.zero_stage={stage}")])
     }));
+    if ranks == 4 {
+        all.push(square(2));
+    }
     all.extend(["ring", "all_gather", "all_to_all"].map(|method| {
         let method = format!("parallel.context_parallel_method={method}");
         split("context", &[format!("parallel.context_parallel={ranks}"), method])

@@ -30,21 +30,23 @@ pub fn random_plans(
 ) -> impl Strategy<Value = RandomPlan> {
     let models: Vec<_> = MODELS.into_iter().chain(MIXTURES).collect();
     let degrees = (degree(), degree(), degree(), degree());
+    let layout = select(vec!["1d", "2d"]);
     let experts = (select(vec![1_usize, 2]), select(vec![1_usize, 2, 4]), select(vec![1_usize, 2]));
     let method = select(vec!["ring", "all_gather", "all_to_all"]);
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
     let recompute = (select(vec!["none", "selective", "full"]), 0..=3_usize);
-    (select(models), degrees, any::<bool>(), method, experts, pipeline, batch, recompute)
-        .prop_map(|(model, degrees, by_tokens, method, experts, stages, batch, recompute)| {
+    (select(models), degrees, (any::<bool>(), layout), method, experts, pipeline, batch, recompute)
+        .prop_map(|(model, degrees, (by_tokens, layout), method, experts, stages, batch, recompute)| {
             let (replicate, tensor, context, pipeline) = degrees;
             let (kind, chunks, given, cuts) = stages;
             let (micro_batch, global_batch) = batch;
             let (recompute, zero_stage) = recompute;
+            let is_square = tensor == 4 && layout == "2d" && !MIXTURES.contains(&model);
             let mut settings = vec![
                 format!("parallel.data_parallel_replicate={replicate}"),
                 format!("parallel.tensor_parallel={tensor}"),
-                format!("parallel.sequence_parallel={}", by_tokens && tensor > 1),
+                format!("parallel.sequence_parallel={}", by_tokens && tensor > 1 && !is_square),
                 format!("parallel.context_parallel={context}"),
                 format!("parallel.pipeline_parallel={pipeline}"),
                 format!("parallel.recompute={recompute}"),
@@ -60,6 +62,9 @@ pub fn random_plans(
                 let (_, expert, parts) = experts;
                 settings.push(format!("parallel.expert_parallel={expert}"));
                 settings.push(format!("parallel.expert_tensor_parallel={parts}"));
+            }
+            if is_square {
+                settings.push("parallel.tensor_layout=2d".to_owned());
             }
             if context > 1 {
                 settings.push(format!("parallel.context_parallel_method={method}"));

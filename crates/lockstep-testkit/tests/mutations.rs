@@ -19,6 +19,8 @@ const STEPS: [&str; 5] = [
 const ZERO_1: [&str; 2] = ["parallel.data_parallel_shard=2", "parallel.zero_stage=1"];
 const CONTEXT_2: &str = "parallel.context_parallel=2";
 
+const SQUARE: [&str; 3] = ["parallel.tensor_parallel=4", "parallel.tensor_layout=2d", "train.micro_batch=2"];
+
 /// A few of the matrix, the most general first.
 fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
     let all = [
@@ -38,6 +40,7 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
         (LLAMA, vec!["parallel.pipeline_parallel=2"]),
         (LLAMA, ["parallel.data_parallel_shard=2", "parallel.zero_stage=3"].to_vec()),
         (GPT2, [&ZERO_1[..], &["parallel.data_parallel_replicate=2"], &STEPS[..]].concat()),
+        (GPT2, SQUARE.to_vec()),
         (
             MIXTRAL,
             vec![

@@ -7,8 +7,8 @@ use std::env;
 
 use lockstep_plan::schedule::Kind;
 use lockstep_testkit::parity::{
-    DEEPSEEK, GPT2, LLAMA, MISTRAL, MIXTRAL, MODELS, QWEN2_MOE, QWEN3, Split, TinyModel, Workbench,
-    expert_splits, pairs, splits,
+    DEEPSEEK, GPT2, LLAMA, MISTRAL, MIXTRAL, MODELS, QWEN2, QWEN2_MOE, QWEN3, Split, TinyModel, Workbench,
+    expert_splits, pairs, splits, square,
 };
 use lockstep_testkit::random_plan::random_plans;
 use lockstep_train::verify::{Numbers, Tolerance};
@@ -70,6 +70,33 @@ fn every_split_has_the_numbers_of_one_rank_for_twenty_steps() {
 fn so_has_every_split_over_four_ranks_whatever_it_recomputes() {
     for recompute in ["none", "selective", "full"] {
         check(&MODELS, &with(&splits(4), &[&format!("parallel.recompute={recompute}")]));
+    }
+}
+
+#[test]
+fn a_square_of_ranks_has_the_numbers_of_one_rank_for_twenty_steps_alone_and_in_pairs() {
+    check(&[GPT2, LLAMA, QWEN2, QWEN3], &with(&[square(2)], &["train.steps=20"]));
+    let is_no_tensor_axis = |split: &Split| split.kind != "tensor" && split.kind != "context";
+    let mut others: Vec<Split> = splits(2).into_iter().filter(is_no_tensor_axis).collect();
+    let settings = vec!["parallel.data_parallel_shard=2".to_owned()];
+    others.push(Split { kind: "shard", ranks: 2, settings });
+    for other in others {
+        check(&MODELS, &pairs(&[square(2), other]));
+    }
+}
+
+#[test]
+fn nine_ranks_are_no_square_of_two() {
+    // Of two, a row and a column that were taken for each other might go unnoticed.
+    let model = ["model.n_head=6", "model.n_embd=36"];
+    let batch = ["train.seq_len=15", "train.global_batch=6", "train.steps=3"];
+    check(&[GPT2], &with(&[square(3)], &[&model[..], &batch].concat()));
+}
+
+#[test]
+fn the_rows_of_a_square_respect_packed_documents_and_sliding_windows() {
+    for packing in ["data.packing=documents", "data.packing=whole_documents"] {
+        check(&[GPT2, LLAMA, MISTRAL], &with(&[square(2)], &[packing]));
     }
 }
 
@@ -218,7 +245,8 @@ fn a_run_goes_on_under_another_zero_stage_with_every_bit() {
 fn any_split_goes_on_from_the_checkpoint_of_any_other() {
     let bench = Workbench::new().unwrap();
     let expected = bench.losses_of_both(LLAMA, [&[], &[]], 6).unwrap();
-    let all = splits(2);
+    let mut all = splits(2);
+    all.insert(1, square(2));
     for (first, second) in all.iter().zip(all.iter().cycle().skip(1)) {
         let [first, second] =
             [first, second].map(|split| split.settings.iter().map(String::as_str).collect::<Vec<_>>());

@@ -6,7 +6,7 @@
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{DType, Facts, MeshProblem, PLAN_VERSION, Plan, PlanError, PlanProblem, ValidPlan};
 
-use crate::config::{Origin, Problem, Problems};
+use crate::config::{Origin, Problem, Problems, TensorLayout};
 use crate::layout::{schedule_of, stages_of, unit_costs};
 use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 
@@ -58,6 +58,25 @@ pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
     problems
 }
 
+/// Whether ranks that share linear layers as a square can share what is added to these.
+///
+/// # Errors
+/// If its side does not divide the rank of the adapter.
+pub(crate) fn fits_adapter(config: &RunConfig, tuning: &Tuning) -> Result<(), Problems> {
+    let tensor = config.parallel.tensor_parallel;
+    let is_square = tensor > 1 && config.parallel.tensor_layout == TensorLayout::TwoDimensions;
+    let rank = tuning.adapter.as_ref().map(|adapter| adapter.config().rank);
+    let side = tensor.isqrt();
+    match rank.filter(|rank| is_square && !rank.is_multiple_of(side)) {
+        None => Ok(()),
+        Some(rank) => {
+            let what = format!("tensor's side {side} does not divide the {rank} columns of the adapter");
+            let allowed = format!("\"1d\", or a rank that is a multiple of {side}");
+            Err(config.problem("parallel.tensor_layout", what, allowed).into())
+        }
+    }
+}
+
 /// The plan that the run's keys describe, whether it fits or not.
 fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) -> Result<Plan, Problem> {
     let schedule = schedule_of(config)?;
@@ -78,6 +97,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         stages,
         recompute: config.parallel.recompute.into(),
         sequence_parallel: config.parallel.sequence_parallel,
+        tensor_layout: config.parallel.tensor_layout.into(),
         context_method: config.parallel.context_parallel_method.into(),
         zero_stage: config.zero_stage().number(),
     })
@@ -90,7 +110,9 @@ pub(crate) fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
         layers: model.num_hidden_layers(),
         heads: model.num_attention_heads(),
         key_value_heads: model.num_key_value_heads(),
+        hidden: model.hidden_size(),
         intermediate: model.intermediate_size(),
+        has_latent_attention: model.has_latent_attention(),
         vocab: model.vocab_size(),
         experts: model.experts().map_or(0, |experts| experts.count),
         expert_intermediate: model.experts().map_or(0, |experts| experts.intermediate_size),
@@ -115,12 +137,21 @@ fn problems_of(config: &RunConfig, error: PlanError) -> Vec<Problem> {
     };
     let problem = |problem: PlanProblem| {
         let keys: &[&str] = match &problem {
-            PlanProblem::NotMultiple { name: "seq_len", .. } => {
-                &["train.seq_len", "parallel.context_parallel", "parallel.sequence_parallel"]
-            }
+            PlanProblem::NotMultiple { name: "seq_len", .. } => &[
+                "train.seq_len",
+                "parallel.context_parallel",
+                "parallel.sequence_parallel",
+                "parallel.tensor_layout",
+            ],
             PlanProblem::Degree { degree: "context x tensor", .. }
             | PlanProblem::KeyValueHeads { degree: "context x tensor", .. } => {
                 &["parallel.context_parallel", "parallel.context_parallel_method"]
+            }
+            PlanProblem::NoSquare { .. } | PlanProblem::TwoDimensions { .. } => {
+                &["parallel.tensor_layout", "parallel.tensor_parallel"]
+            }
+            PlanProblem::NotMultiple { name: "micro_batch", .. } => {
+                &["train.micro_batch", "parallel.tensor_layout"]
             }
             PlanProblem::NotMultiple { .. } | PlanProblem::World { .. } => {
                 &["train.global_batch", "parallel.data_parallel_replicate"]
@@ -147,6 +178,8 @@ fn problems_of(config: &RunConfig, error: PlanError) -> Vec<Problem> {
 
 #[cfg(test)]
 mod tests {
+    use lockstep_model::{ALL_LINEAR, Adapter, LoraConfig, LoraScaling};
+
     use super::*;
 
     fn config(settings: &[&str]) -> RunConfig {
@@ -177,6 +210,40 @@ mod tests {
         assert_eq!(plan.stages, [1, 5]);
         // The head costs as much as a part of a block, the embedding nothing.
         assert_eq!(check(&config(&[pipeline])).unwrap().0.stages, [3, 3]);
+    }
+
+    #[test]
+    fn a_micro_batch_that_is_not_said_is_one_that_the_rows_of_a_square_can_share() {
+        let square = ["parallel.tensor_parallel=9", "parallel.tensor_layout=2d"];
+        let of = |global_batch: &str| {
+            let settings = [&square[..], &[global_batch]].concat();
+            let config = RunConfig::parse("", "RUN.toml", &settings);
+            config.unwrap_or_else(|problems| panic!("{problems}")).micro_batch()
+        };
+        assert_eq!(
+            ["train.global_batch=12", "train.global_batch=24", "train.global_batch=8"].map(of),
+            [6, 6, 8]
+        );
+    }
+
+    #[test]
+    fn a_square_shares_an_adapter_whose_rank_its_side_divides() {
+        let square = config(&["parallel.tensor_parallel=4", "parallel.tensor_layout=2d"]);
+        let model = ModelConfig::preset("baby-gpt").unwrap();
+        let fits = |config: &RunConfig, rank| {
+            let mut tuning = Tuning::default();
+            let (scaling, targets) = (LoraScaling::Standard, vec![ALL_LINEAR.to_owned()]);
+            let lora = LoraConfig { rank, alpha: 1.0, dropout: 0.0, scaling, targets };
+            tuning.adapter = Some(Adapter::new(lora, &model).unwrap());
+            fits_adapter(config, &tuning).map_err(|problems| problems.to_string())
+        };
+        assert_eq!(fits(&square, 6), Ok(()));
+        let message = fits(&square, 3).unwrap_err();
+        assert!(
+            message.contains("tensor's side 2 does not divide the 3 columns of the adapter"),
+            "{message}"
+        );
+        assert_eq!(fits(&config(&["parallel.tensor_parallel=4"]), 3), Ok(()));
     }
 
     #[test]

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, PipelineSchedule, Plan};
+use lockstep_plan::{Degrees, PipelineSchedule, Plan, TensorDimensions};
 
-use crate::config::{ContextMethod, Origin, Problem, Recompute};
+use crate::config::{ContextMethod, Origin, Problem, Recompute, TensorLayout};
 use crate::setup::named_model;
 use crate::{Error, RunConfig, plan};
 
@@ -75,7 +75,8 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
     // Where there is nothing to split, it does not matter what the plan says of how.
     let is_of_no_effect = |field: &str| match field {
         "model" => file.model.is_empty(),
-        "sequence_parallel" => tensor == 1,
+        "sequence_parallel" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
+        "tensor_layout" => tensor == 1,
         "context_method" => context == 1,
         "zero_stage" => shard * context == 1,
         "schedule" | "stages" => pipeline == 1,
@@ -95,14 +96,15 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
 /// The keys of a run that a plan sets.
 fn settings_of(plan: &Plan) -> Vec<String> {
     let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = plan.mesh;
+    let splits_by_choice = tensor > 1 && plan.tensor_layout == TensorDimensions::One;
     let mut settings = vec![
         format!("parallel.data_parallel_replicate={replicate}"),
         format!("parallel.data_parallel_shard={shard}"),
         format!("parallel.expert_parallel={expert}"),
         format!("parallel.expert_tensor_parallel={expert_tensor}"),
         format!("parallel.tensor_parallel={tensor}"),
-        // Without tensor ranks it is of no effect, which a plan may say and keys may not.
-        format!("parallel.sequence_parallel={}", plan.sequence_parallel && tensor > 1),
+        // Without tensor ranks it is of no effect, or with a square of them, which a plan may say and keys may not.
+        format!("parallel.sequence_parallel={}", plan.sequence_parallel && splits_by_choice),
         format!("parallel.context_parallel={context}"),
         format!("parallel.recompute={}", Recompute::from(plan.recompute).word()),
         format!("train.micro_batch={}", plan.micro_batch),
@@ -111,6 +113,9 @@ fn settings_of(plan: &Plan) -> Vec<String> {
     // As sequence parallelism.
     if shard * context > 1 {
         settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
+    }
+    if tensor > 1 {
+        settings.push(format!("parallel.tensor_layout={}", TensorLayout::from(plan.tensor_layout).word()));
     }
     if context > 1 {
         let method = ContextMethod::from(plan.context_method);
@@ -149,6 +154,7 @@ mod tests {
             stages: vec![2, 2, 1, 3],
             recompute: lockstep_plan::Recompute::Full,
             sequence_parallel: true,
+            tensor_layout: TensorDimensions::One,
             context_method: lockstep_plan::ContextMethod::AllToAll,
             zero_stage: 0,
         }
@@ -178,6 +184,24 @@ mod tests {
             let run = run_of(&file, &[]);
             assert_eq!(Plan { model: String::new(), ..run }, file);
         }
+    }
+
+    #[test]
+    fn a_square_of_ranks_is_one_of_the_keys_and_splits_by_tokens_whatever_the_plan_says() {
+        let mesh = Degrees { replicate: 2, tensor: 4, ..Degrees::default() };
+        let tensor_layout = TensorDimensions::Two;
+        let file =
+            Plan { mesh, stages: vec![8], schedule: PipelineSchedule::default(), tensor_layout, ..plan() };
+        let run = run_of(&file, &[]);
+        assert_eq!(run.tensor_layout, TensorDimensions::Two);
+        assert_eq!(differences(&file, &run), Vec::<String>::new());
+        let run = run_of(&file, &["parallel.tensor_layout=1d"]);
+        let lines = differences(&file, &run);
+        assert!(
+            lines.len() == 1
+                && lines[0].starts_with("tensor_layout is \"2d\" in the plan, and the run's keys say \"1d\""),
+            "{lines:?}"
+        );
     }
 
     #[test]

@@ -98,6 +98,7 @@ impl Ranks {
         let group = group.with_algorithm(config.parallel.all_reduce.into());
         let options = GroupOptions {
             splits_tokens: config.parallel.sequence_parallel,
+            tensor_dimensions: config.parallel.tensor_layout.into(),
             context_method: config.parallel.context_parallel_method.into(),
             zero_stage: config.zero_stage(),
             bucket_bytes: config.parallel.bucket_bytes(),
@@ -372,11 +373,10 @@ impl Ranks {
             _ => (&Axis::TOKENS[..], &[ExpertAxis::Replicate, ExpertAxis::ExpertShard][..]),
         };
         let experts = self.mesh.experts().groups(of_experts);
-        let holders = [(Among::Tensor, self.mesh.ranks().groups(axes)), (Among::Experts, experts)];
-        for (among, groups) in holders {
+        for (is_of_experts, groups) in [(false, self.mesh.ranks().groups(axes)), (true, experts)] {
             let mut hasher = blake3::Hasher::new();
             for tensor in engine.copied_weights() {
-                if tensor.record.share.among == among {
+                if (tensor.record.share.among == Among::Experts) == is_of_experts {
                     hasher.update(tensor.bytes);
                 }
             }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use lockstep_comm::Group;
 use lockstep_engine::{GroupOptions, Groups, PassTime, PipelinePlan, Rehearsal, StepTimes};
 use lockstep_plan::schedule::{Costs, Schedule, StageCost};
-use lockstep_plan::{ContextMethod, Degrees, MemoryCategory, Mesh, ZeroStage};
+use lockstep_plan::{ContextMethod, Degrees, MemoryCategory, Mesh, TensorDimensions, ZeroStage};
 use serde::Serialize;
 
 use crate::Error;
@@ -65,6 +65,7 @@ impl PipelineBenchmark {
         let limit = PATIENCE + Duration::from_secs_f64(simulated.step_ms / 1e3);
         let options = GroupOptions {
             splits_tokens: false,
+            tensor_dimensions: TensorDimensions::One,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             bucket_bytes: 0,

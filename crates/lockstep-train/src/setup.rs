@@ -15,7 +15,7 @@ use crate::config::{
     F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Problems, Rounding, RunConfig,
     StatePrecision,
 };
-use crate::plan::misfits;
+use crate::plan::{fits_adapter, misfits};
 use crate::tuning::resolve_tuning;
 use crate::{Error, Ranks};
 
@@ -53,6 +53,7 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     problems.extend(misfits(config, &model));
     Problems::none_of(problems)?;
     let (tuning, adapter) = resolve_tuning(config, &model)?;
+    fits_adapter(config, &tuning)?;
     Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
 }
 

@@ -10,7 +10,7 @@ use lockstep_engine::Engine;
 use lockstep_plan::Share;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Precision, Rounding, StatePrecision};
+use crate::config::{Precision, Rounding, StatePrecision, TensorLayout};
 use crate::interrupt::Interrupt;
 use crate::metrics::StepMetrics;
 use crate::progress::Progress;
@@ -113,6 +113,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.expert_tensor_parallel = 1;
     config.parallel.tensor_parallel = 1;
     config.parallel.sequence_parallel = false;
+    config.parallel.tensor_layout = TensorLayout::OneDimension;
     config.parallel.pipeline_parallel = 1;
     config.parallel.context_parallel = 1;
     config.parallel.pipeline_stages = None;

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use lockstep_comm::{World, WorldOptions};
 use lockstep_plan::schedule::{Kind, Schedule};
+use lockstep_plan::{LinearShape, LinearSplit, TensorLayout};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
 use lockstep_train::{Ranks, Resume, RunConfig, train};
@@ -121,6 +122,40 @@ fn the_report_of_a_pipeline_has_every_pass_of_its_last_step_and_every_layer_on_i
     assert!(number("exposed_ms") > 0.0 && number("busy_ms") >= number("exposed_ms"), "{comm}");
     let page = std::fs::read_to_string(dir.path().join("runs/report.html")).unwrap();
     assert!(page.contains("\"simulated\":{") && page.contains("\"layout\":{"), "the report has both");
+}
+
+#[test]
+fn a_square_of_ranks_sends_what_is_modelled_and_each_rank_holds_its_blocks() {
+    let found = |layers: usize| {
+        let dir = tempfile::tempdir().unwrap();
+        let layers = format!("model.num_hidden_layers={layers}");
+        let square = ["parallel.tensor_parallel=4", "parallel.tensor_layout=2d", "train.micro_batch=2"];
+        run(dir.path(), &[&square[..], &[&layers]].concat());
+        let layout = read(dir.path(), "layout.json");
+        (last_step(dir.path())["comm"]["bytes"].as_u64().unwrap(), layout)
+    };
+    let ((bytes_of_3, layout), (bytes_of_2, _)) = (found(3), found(2));
+    // Two micro-batches of 2 · 16 tokens; linear layers of one block, of which each rank has to send or to receive: the
+    // counter counts a broadcast or a reduction whole on both ranks that take part, the model what one of the two receives.
+    let (tokens, split) = (32, LinearSplit::Inputs);
+    let linears = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 64), (32, 64), (64, 32)];
+    let received = linears.map(|(inputs, outputs)| {
+        let linear = LinearShape { tokens, inputs, outputs, split };
+        TensorLayout::TwoDimensions { side: 2 }.cost(linear).received_elements
+    });
+    let products = 2.0 * received.iter().sum::<f64>();
+    // A half of 8 tokens goes to the other rank of the row, before and after each of two branches, forth and back.
+    let exchanges = (8 * 8 * 32 / 2) as f64;
+    // Two norms, whose gradients of 32 elements, with their padding, are summed over all.
+    let norms = 2.0 * 1024.0 * 2.0 * 3.0 / 4.0;
+    let modelled = (2.0 * (products + exchanges) + norms) * 4.0;
+    assert_eq!((bytes_of_3 - bytes_of_2) as f64, modelled);
+    for rank in layout["ranks"].as_array().unwrap() {
+        // A quarter of each matrix, and of the vocabulary twice, and the norms.
+        let linears: usize = linears.iter().map(|(inputs, outputs)| inputs * outputs / 4).sum();
+        assert_eq!(rank["elements"], 3 * (linears + 2 * 32) + 32 + 2 * 256 / 4 * 32, "{rank}");
+        assert_eq!((&rank["split"], &rank["whole"]), (&Value::from(3 * 7 + 2), &Value::from(7)), "{rank}");
+    }
 }
 
 #[test]

@@ -490,6 +490,7 @@ fn pretrained_weights_are_read_by_ranks_that_share_the_model() {
     let model = format!("[model]\npath = {exported:?}\nfrom_pretrained = true\n[train]{run}");
     let two = ["parallel.pipeline_parallel=2", "parallel.pipeline_stages=[2, 2]"];
     let four = ["parallel.pipeline_parallel=4", "parallel.pipeline_schedule=zb_h1"];
+    let square = ["parallel.tensor_layout=2d", "train.micro_batch=2"];
     // Whatever of it is trained: the first stage has nothing that is, or the last, or neither the embedding's nor the head's.
     let tunings: [(&str, &[&str]); 4] = [
         ("whole", &[]),
@@ -504,7 +505,8 @@ fn pretrained_weights_are_read_by_ranks_that_share_the_model() {
             bench.losses(&name)
         };
         let alone = run("alone", ONE_RANK, &[]);
-        let plans: [(&str, Plan, &[&str]); 4] = [
+        let plans: [(&str, Plan, &[&str]); 5] = [
+            ("square", Plan(4, 1, false), &square),
             ("tensor", Plan(2, 1, true), &[]),
             ("replicas", Plan(2, 2, false), &[]),
             ("pipeline", ONE_RANK, &two),

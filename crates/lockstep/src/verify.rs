@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{JoinOptions, is_launched};
-use lockstep_train::config::{DataSource, Precision, Transport};
+use lockstep_train::config::{DataSource, Origin, Precision, TensorLayout, Transport};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
@@ -101,6 +101,12 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
         None => RunConfig::parse(SAMPLE_RUN, "the built-in run", &settings).map_err(Into::into),
     };
     let mut config = config.map_err(|error| blamed(plan.as_ref(), error))?;
+    // The built-in run's micro-batches are of one sequence, and a square of ranks needs one for each of its rows.
+    let is_built_in =
+        arguments.run.is_none() && matches!(config.origin("train.micro_batch"), Origin::File { .. });
+    if is_built_in && config.parallel.tensor_layout == TensorLayout::TwoDimensions {
+        config.train.micro_batch = None;
+    }
     match &plan {
         Some(plan) => plan.check(&config)?,
         None => drop(check(&config)?),
@@ -153,7 +159,11 @@ fn plan_in_words(config: &RunConfig) -> String {
         words.push(format!("{} context-parallel ranks ({method})", parallel.context_parallel));
     }
     if parallel.tensor_parallel > 1 {
-        let by_tokens = if parallel.sequence_parallel { " with sequence parallelism" } else { "" };
+        let by_tokens = match (parallel.tensor_layout, parallel.sequence_parallel) {
+            (TensorLayout::TwoDimensions, _) => " in two dimensions",
+            (TensorLayout::OneDimension, true) => " with sequence parallelism",
+            (TensorLayout::OneDimension, false) => "",
+        };
         words.push(format!("{} tensor-parallel ranks{by_tokens}", parallel.tensor_parallel));
     }
     let shared_out = match parallel.zero_stage {
@@ -219,7 +229,7 @@ fn print_json(config: &RunConfig, comparison: &Comparison) {
         "{}",
         json!({
             "within": comparison.is_within(), "ranks": config.ranks(), "mesh": config.degrees(),
-            "sequence_parallel": config.parallel.sequence_parallel,
+            "sequence_parallel": config.parallel.sequence_parallel, "tensor_layout": config.parallel.tensor_layout,
             "context_parallel_method": config.parallel.context_parallel_method, "recompute": config.parallel.recompute,
             "precision": config.train.precision, "steps": steps, "gradients": gradients, "failures": failures,
         })

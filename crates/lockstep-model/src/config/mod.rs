@@ -239,6 +239,11 @@ impl ModelConfig {
         }
     }
 
+    /// Whether keys and values are made of a narrow value that all heads share.
+    pub fn has_latent_attention(&self) -> bool {
+        matches!(self, Self::Llama(LlamaConfig { latent: Some(_), .. }))
+    }
+
     /// The mixtures of experts, if the family has them.
     pub fn experts(&self) -> Option<&ExpertsConfig> {
         match self {

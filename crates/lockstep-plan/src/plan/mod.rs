@@ -64,6 +64,10 @@ pub struct Plan {
     /// Whether norms and residuals are split over the tensor axis, along the sequence (Korthikanti et al. 2022).
     #[serde(default)]
     pub sequence_parallel: bool,
+    /// How the ranks of the tensor axis share each linear layer. In two dimensions norms and residuals are split along the
+    /// sequence in any case.
+    #[serde(default)]
+    pub tensor_layout: TensorDimensions,
     /// How attention reaches the other parts of a sequence.
     #[serde(default)]
     pub context_method: ContextMethod,
@@ -158,6 +162,18 @@ pub enum Recompute {
     Full,
 }
 
+/// How the ranks of the tensor axis share the linear layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub enum TensorDimensions {
+    /// As a row, by columns or by rows of each weight (Shoeybi et al. 2019).
+    #[default]
+    #[serde(rename = "1d")]
+    One,
+    /// As a square, by blocks of weights and activations (SUMMA: van de Geijn and Watts 1997; Xu et al. 2021).
+    #[serde(rename = "2d")]
+    Two,
+}
+
 /// How attention reaches the parts of a sequence that other ranks of the context axis hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -183,8 +199,12 @@ pub struct Facts {
     pub heads: usize,
     /// Key and value heads.
     pub key_value_heads: usize,
+    /// Columns of the values between blocks.
+    pub hidden: usize,
     /// Width of the feed-forward layers.
     pub intermediate: usize,
+    /// Whether keys and values are made of a narrow value that all heads share.
+    pub has_latent_attention: bool,
     /// Tokens of the vocabulary.
     pub vocab: usize,
     /// Experts of a block; 0 for none.

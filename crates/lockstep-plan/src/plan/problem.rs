@@ -81,6 +81,20 @@ pub enum PlanProblem {
         /// The values next to it that split everything they have to.
         nearest: Choices,
     },
+    /// Tensor ranks in two dimensions that are no square.
+    #[error("tensor {tensor} is no square of 2 or more, which two dimensions need; {nearest}")]
+    NoSquare {
+        /// The degree.
+        tensor: usize,
+        /// The squares next to it that split everything they have to.
+        nearest: Choices,
+    },
+    /// Something that ranks in two dimensions cannot share.
+    #[error("tensor ranks in two dimensions do not go together with {with}; nearest: tensor_layout 1d")]
+    TwoDimensions {
+        /// What it is.
+        with: &'static str,
+    },
     /// More tensor ranks than tokens.
     #[error("tensor {tensor} leaves ranks without a token of the vocabulary of {vocab}; nearest: {vocab}")]
     Vocabulary {

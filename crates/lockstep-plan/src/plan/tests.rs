@@ -9,7 +9,9 @@ fn facts() -> Facts {
         layers: 12,
         heads: 12,
         key_value_heads: 4,
+        hidden: 768,
         intermediate: 3072,
+        has_latent_attention: false,
         vocab: 50_257,
         experts: 0,
         expert_intermediate: 0,
@@ -29,6 +31,7 @@ fn plan() -> Plan {
         stages: vec![4, 3, 3, 4],
         recompute: Recompute::Selective,
         sequence_parallel: true,
+        tensor_layout: TensorDimensions::One,
         context_method: ContextMethod::Ring,
         zero_stage: 1,
     }
@@ -66,6 +69,7 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         stages: vec![14],
         recompute: Recompute::None,
         sequence_parallel: false,
+        tensor_layout: TensorDimensions::One,
         context_method: ContextMethod::Ring,
         zero_stage: 0,
     };
@@ -166,6 +170,57 @@ fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     assert!(!fits(24, 6) && !fits(12, 4));
 }
 
+/// A plan whose tensor ranks are in two dimensions.
+fn in_two_dimensions(tensor: usize) -> Plan {
+    let mesh = Degrees { tensor, ..Degrees::default() };
+    let schedule = PipelineSchedule::default();
+    let (tensor_layout, sequence_parallel) = (TensorDimensions::Two, false);
+    Plan { mesh, schedule, stages: vec![14], tensor_layout, sequence_parallel, ..plan() }
+}
+
+#[test]
+fn two_dimensions_need_a_square_that_divides_what_it_splits_and_whole_sequences_for_each_row() {
+    let facts = |tensor| Facts { world_size: tensor, ..facts() };
+    let valid = in_two_dimensions(4).validate(&facts(4));
+    assert!(valid.is_ok(), "{valid:?}");
+    assert_eq!(
+        problems(&in_two_dimensions(8), &facts(8)),
+        ["tensor 8 is no square of 2 or more, which two dimensions need; nearest: 4 or 16"]
+    );
+    let other = Facts { heads: 15, hidden: 770, intermediate: 3073, seq_len: 1001, ..facts(9) };
+    assert_eq!(
+        problems(&Plan { micro_batch: 4, ..in_two_dimensions(9) }, &other),
+        [
+            "tensor's side 3 does not divide the 4 key/value heads; no number would do",
+            "tensor's side 3 does not divide the 770 columns between blocks; no number would do",
+            "tensor's side 3 does not divide the 3073 columns of the feed-forward layers; no number would do",
+            "micro_batch 4 is not a multiple of tensor's side = 3; nearest: 3 or 6",
+            "seq_len 1001 is not a multiple of tensor's side = 3; nearest: 999 or 1002",
+        ]
+    );
+}
+
+#[test]
+fn two_dimensions_go_with_neither_context_parallelism_nor_experts_nor_latent_attention() {
+    let mesh = Degrees { context: 2, tensor: 4, ..Degrees::default() };
+    let facts = Facts { experts: 8, expert_intermediate: 8, has_latent_attention: true, ..facts() };
+    let what = ["context parallelism", "experts", "latent attention"];
+    let expected = what.map(|with| {
+        format!("tensor ranks in two dimensions do not go together with {with}; nearest: tensor_layout 1d")
+    });
+    assert_eq!(problems(&Plan { mesh, ..in_two_dimensions(4) }, &facts), expected);
+}
+
+#[test]
+fn a_square_is_written_as_such_and_a_file_that_does_not_say_means_a_row() {
+    let text = in_two_dimensions(4).to_json().unwrap();
+    assert!(text.contains("\"tensor_layout\": \"2d\""), "{text}");
+    assert_eq!(Plan::from_json(&text).unwrap(), in_two_dimensions(4));
+    let without = plan().to_json().unwrap().replace("  \"tensor_layout\": \"1d\",\n", "");
+    assert!(!without.contains("tensor_layout"), "{without}");
+    assert_eq!(Plan::from_json(&without).unwrap(), plan());
+}
+
 #[test]
 fn experts_are_split_evenly() {
     let mesh = Degrees { shard: 2, tensor: 4, expert: 4, expert_tensor: 2, ..Degrees::default() };
@@ -209,23 +264,24 @@ proptest! {
     #[test]
     fn no_numbers_whatever_make_validation_panic(
         degrees in prop::array::uniform7(select(vec![0, 1, 2, 3, 4, 6, 8, 1 << 20, usize::MAX])),
-        numbers in prop::array::uniform10(select(vec![0, 1, 2, 3, 4, 5, 8, 12, 100])),
+        numbers in prop::array::uniform11(select(vec![0, 1, 2, 3, 4, 5, 8, 12, 100])),
+        tensor_layout in select(vec![TensorDimensions::One, TensorDimensions::Two]),
         stages in prop::collection::vec(select(vec![0, 1, 2, 7, usize::MAX]), 0..5),
         kind in select(Kind::ALL.to_vec()), chunks in select(vec![0, 1, 2, usize::MAX]),
         context_method in select(vec![ContextMethod::Ring, ContextMethod::AllToAll]),
         micro_batch in select(vec![0, 1, 2, usize::MAX]),
     ) {
         let [pipeline, replicate, shard, context, tensor, expert, expert_tensor] = degrees;
-        let [layers, heads, key_value_heads, intermediate, vocab, experts, expert_intermediate, seq_len, global_batch,
-            world_size] = numbers;
+        let [layers, heads, key_value_heads, hidden, intermediate, vocab, experts, expert_intermediate, seq_len,
+            global_batch, world_size] = numbers;
         let facts = Facts {
-            model: "a model".to_owned(), layers, heads, key_value_heads, intermediate, vocab, experts,
-            expert_intermediate, seq_len, global_batch, world_size,
+            model: "a model".to_owned(), layers, heads, key_value_heads, hidden, intermediate,
+            has_latent_attention: false, vocab, experts, expert_intermediate, seq_len, global_batch, world_size,
         };
         let plan = Plan {
             mesh: Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor },
             schedule: PipelineSchedule::Published { kind, chunks },
-            stages, context_method, micro_batch, ..plan()
+            stages, tensor_layout, context_method, micro_batch, ..plan()
         };
         if let Ok(valid) = plan.validate(&facts) {
             prop_assert_eq!(valid.mesh.world_size(), world_size);

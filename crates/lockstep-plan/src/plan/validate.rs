@@ -1,6 +1,9 @@
 //! Whether a plan fits a model, a batch and a world: everything that does not, at once.
 
-use super::{ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, ValidPlan};
+use super::{
+    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, TensorDimensions,
+    ValidPlan,
+};
 use crate::{
     ZeroStage,
     mesh::{Axis, Mesh},
@@ -16,7 +19,12 @@ impl Plan {
         let mesh = check.mesh();
         let countable = self.mesh.world_size().is_some_and(|ranks| ranks > 0);
         let schedule = if countable {
-            check.tensor();
+            if check.is_square() {
+                check.square();
+            } else {
+                check.tensor();
+            }
+            check.vocabulary();
             check.experts();
             check.sequence();
             check.schedule()
@@ -96,9 +104,57 @@ impl Check<'_> {
                 nearest,
             });
         }
-        if tensor > facts.vocab {
-            self.problems.push(PlanProblem::Vocabulary { tensor, vocab: facts.vocab });
+    }
+
+    fn vocabulary(&mut self) {
+        let (tensor, vocab) = (self.plan.mesh.tensor, self.facts.vocab);
+        if tensor > vocab {
+            self.problems.push(PlanProblem::Vocabulary { tensor, vocab });
         }
+    }
+
+    /// Whether the tensor ranks are to share linear layers in two dimensions.
+    fn is_square(&self) -> bool {
+        self.plan.mesh.tensor > 1 && self.plan.tensor_layout == TensorDimensions::Two
+    }
+
+    /// What a square of ranks splits, by its side: whole sequences over its rows, heads and columns over its columns.
+    fn square(&mut self) {
+        const DEGREE: &str = "tensor's side";
+        let (tensor, facts) = (self.plan.mesh.tensor, self.facts);
+        let side = tensor.isqrt();
+        let split = [
+            (facts.heads, "attention heads"),
+            (facts.key_value_heads, "key/value heads"),
+            (facts.hidden, "columns between blocks"),
+            (facts.intermediate, "columns of the feed-forward layers"),
+        ];
+        let sides =
+            || (2..=facts.heads).filter(|side| split.iter().all(|(number, _)| number.is_multiple_of(*side)));
+        if side * side == tensor {
+            let nearest = next_to(side, sides());
+            for (number, things) in split.into_iter().filter(|(number, _)| !number.is_multiple_of(side)) {
+                self.problems.push(PlanProblem::Degree {
+                    degree: DEGREE,
+                    value: side,
+                    number,
+                    things,
+                    nearest,
+                });
+            }
+            self.multiple("micro_batch", self.plan.micro_batch, side, DEGREE);
+            self.multiple("seq_len", facts.seq_len, side, DEGREE);
+        } else {
+            let squares = sides().filter_map(|side| side.checked_mul(side));
+            self.problems.push(PlanProblem::NoSquare { tensor, nearest: next_to(tensor, squares) });
+        }
+        let others = [
+            (self.plan.mesh.context > 1, "context parallelism"),
+            (facts.experts > 0, "experts"),
+            (facts.has_latent_attention, "latent attention"),
+        ];
+        let others = others.into_iter().filter(|(is_there, _)| *is_there);
+        self.problems.extend(others.map(|(_, with)| PlanProblem::TwoDimensions { with }));
     }
 
     fn heads(&mut self, degree: &'static str, value: usize, nearest: Choices) {
@@ -135,7 +191,7 @@ impl Check<'_> {
         let parts = if halves { 2 * context } else { context };
         // Tensor ranks share out the tokens that they bring to experts.
         let splits_tokens = self.plan.sequence_parallel || self.facts.experts > 0;
-        let (factor, factors) = match (splits_tokens && tensor > 1, halves) {
+        let (factor, factors) = match (splits_tokens && tensor > 1 && !self.is_square(), halves) {
             (true, true) => {
                 (least_common_multiple(parts, context * tensor), "2 x context and context x tensor")
             }

@@ -7,7 +7,8 @@ use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataSource, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision, Transport,
+    DataFormat, DataSource, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision, TensorLayout,
+    Transport,
 };
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
@@ -261,6 +262,15 @@ impl Checker<'_, '_, '_> {
         if tensor_parallel == 1 && self.config.parallel.sequence_parallel {
             let because = "parallel.tensor_parallel = 1, whose one rank has all tokens";
             self.refuse_without_effect(&["parallel.sequence_parallel"], because, "parallel.tensor_parallel");
+        }
+        if tensor_parallel == 1 && self.config.parallel.tensor_layout == TensorLayout::TwoDimensions {
+            let because = "parallel.tensor_parallel = 1, which shares nothing";
+            self.refuse_without_effect(&["parallel.tensor_layout"], because, "parallel.tensor_parallel");
+        } else if self.config.parallel.tensor_layout == TensorLayout::TwoDimensions
+            && self.config.parallel.sequence_parallel
+        {
+            let because = "parallel.tensor_layout = \"2d\", which splits by tokens in any case";
+            self.refuse_without_effect(&["parallel.sequence_parallel"], because, "parallel.tensor_layout");
         }
         if self.config.parallel.context_parallel == 1 {
             let because = "parallel.context_parallel = 1, whose one rank has whole sequences";

@@ -17,7 +17,7 @@ use super::reader::Reader;
 use super::value::{
     AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale,
     OptimizerKind, Precision, Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision,
-    TokenType, TokenizerSource, Transport,
+    TensorLayout, TokenType, TokenizerSource, Transport,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -96,7 +96,9 @@ sections! {
         global_batch: usize = 32, rules().at_least(1.0).at_most(1e6).defines_numbers();
         /// Sequences in one forward and backward; divides `global_batch`.
         micro_batch: Option<usize> = None,
-            rules().at_least(1.0).at_most(1e6).when_absent("the largest divisor of `global_batch` up to 8");
+            rules().at_least(1.0).at_most(1e6).when_absent(
+                "the largest divisor of `global_batch` up to 8, with `parallel.tensor_layout = \"2d\"` one that its side divides",
+            );
         /// Tokens in a sequence.
         seq_len: usize = 256, rules().at_least(1.0).at_most(16_777_216.0).defines_numbers();
         /// Decides initial weights, dropout and data order.
@@ -244,6 +246,9 @@ sections! {
         tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// Whether these ranks split what stands between the products by tokens, so that activations shrink with their number.
         sequence_parallel: bool = false, rules();
+        /// How they share the linear layers of the blocks: `1d`, each by its columns or its rows (Megatron-LM); `2d`, by blocks of a
+        /// square of 4, 9, 16 ... ranks (SUMMA), each row of which has other sequences of a micro-batch.
+        tensor_layout: TensorLayout = TensorLayout::OneDimension, rules();
         /// Ranks that share each sequence: each holds some of its tokens, and what attention needs of the others' goes between them.
         context_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// How: with `ring` keys and values go round the ranks, with `all_gather` each rank has all of them for the time of an

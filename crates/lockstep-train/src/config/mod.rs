@@ -34,8 +34,8 @@ pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
     ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind,
-    Precision, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, TokenizerSource,
-    Transport, ValueType,
+    Precision, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType,
+    TokenizerSource, Transport, ValueType,
 };
 
 use crate::error::Error;
@@ -173,9 +173,15 @@ impl RunConfig {
     /// Sequences in one forward and backward.
     pub fn micro_batch(&self) -> usize {
         let batch = self.train.global_batch / self.batch_parts();
-        self.train
-            .micro_batch
-            .unwrap_or_else(|| (1..=8).rev().find(|&candidate| batch.is_multiple_of(candidate)).unwrap_or(1))
+        let parallel = &self.parallel;
+        // Each row of a square of ranks has whole sequences.
+        let rows = match parallel.tensor_layout {
+            TensorLayout::OneDimension => 1,
+            TensorLayout::TwoDimensions => parallel.tensor_parallel.isqrt(),
+        };
+        let divisors = || (1..=8).rev().filter(|&candidate| batch.is_multiple_of(candidate));
+        let default = || divisors().find(|candidate| candidate.is_multiple_of(rows)).or(divisors().next());
+        self.train.micro_batch.or_else(default).unwrap_or(1)
     }
 
     /// Steps skipped in a row after which the run goes back to a copy of its state; 0: never.

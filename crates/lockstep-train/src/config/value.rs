@@ -561,6 +561,14 @@ choices! {
         Mpi = "mpi",
     } later ["nccl"]
 
+    /// How ranks share linear layers.
+    TensorLayout {
+        /// As a row.
+        OneDimension = "1d",
+        /// As a square.
+        TwoDimensions = "2d",
+    } later []
+
     /// How attention reaches the tokens that other ranks hold.
     ContextMethod {
         /// Keys and values go round.
@@ -616,12 +624,30 @@ impl From<Recompute> for lockstep_plan::Recompute {
     }
 }
 
+impl From<TensorLayout> for lockstep_plan::TensorDimensions {
+    fn from(layout: TensorLayout) -> Self {
+        match layout {
+            TensorLayout::OneDimension => Self::One,
+            TensorLayout::TwoDimensions => Self::Two,
+        }
+    }
+}
+
 impl From<lockstep_plan::Recompute> for Recompute {
     fn from(recompute: lockstep_plan::Recompute) -> Self {
         match recompute {
             lockstep_plan::Recompute::None => Self::None,
             lockstep_plan::Recompute::Selective => Self::Selective,
             lockstep_plan::Recompute::Full => Self::Full,
+        }
+    }
+}
+
+impl From<lockstep_plan::TensorDimensions> for TensorLayout {
+    fn from(dimensions: lockstep_plan::TensorDimensions) -> Self {
+        match dimensions {
+            lockstep_plan::TensorDimensions::One => Self::OneDimension,
+            lockstep_plan::TensorDimensions::Two => Self::TwoDimensions,
         }
     }
 }

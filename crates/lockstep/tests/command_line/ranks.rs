@@ -133,6 +133,29 @@ fn ranks_that_do_not_fit_are_refused_before_any_starts() {
             "seq_len 16 is not a multiple of context x tensor = 3; nearest: 15 or 18",
         ],
     );
+    set(
+        &["parallel.tensor_parallel=8", "parallel.tensor_layout=2d", "parallel.context_parallel=2"],
+        &[
+            "the configuration has 2 problems",
+            "tensor 8 is no square of 2 or more, which two dimensions need; no number would do",
+            "two dimensions do not go together with context parallelism; nearest: tensor_layout 1d",
+        ],
+    );
+    set(
+        &["parallel.tensor_parallel=9", "parallel.tensor_layout=2d"],
+        &[
+            "tensor's side 3 does not divide the 2 attention heads; no number would do",
+            "tensor's side 3 does not divide the 1 key/value heads",
+            "train.micro_batch",
+            "micro_batch 2 is not a multiple of tensor's side = 3; nearest: 3",
+            "seq_len 16 is not a multiple of tensor's side = 3; nearest: 15 or 18",
+        ],
+    );
+    set(&["parallel.tensor_layout=2d"], &["has no effect with parallel.tensor_parallel = 1"]);
+    set(
+        &["parallel.tensor_parallel=4", "parallel.tensor_layout=2d", "parallel.sequence_parallel=true"],
+        &["has no effect with parallel.tensor_layout = \"2d\", which splits by tokens in any case"],
+    );
     set(&["parallel.tensor_parallel=2", "optimizer.kind=muon"], &["needs whole matrices"]);
     set(&["parallel.sequence_parallel=true"], &["has no effect with parallel.tensor_parallel = 1"]);
     set(&["parallel.tensor_parallel=2", "model.preset=llama-15n"], &["did you mean `llama-15m`"]);

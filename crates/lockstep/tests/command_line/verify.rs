@@ -80,6 +80,7 @@ fn bf16_plans_are_held_against_f32() {
     for plan in [
         &["parallel.tensor_parallel=2"][..],
         &["parallel.tensor_parallel=2", "parallel.sequence_parallel=true"],
+        &["parallel.tensor_parallel=4", "parallel.tensor_layout=2d"],
         &["parallel.context_parallel=4"],
         &["parallel.context_parallel=2", "parallel.context_parallel_method=all_gather"],
         &["parallel.context_parallel=4", "parallel.context_parallel_method=all_to_all"],
@@ -101,6 +102,8 @@ fn a_plan_file_says_what_the_keys_would() {
     };
     let outcome = plan("{\"tensor\": 2, \"replicate\": 2}", ", \"recompute\": \"full\"").succeeds();
     assert!(outcome.stdout.contains("2 replicas of 2 tensor-parallel ranks, recompute full"), "{outcome:?}");
+    let outcome = plan("{\"tensor\": 4}", ", \"tensor_layout\": \"2d\"").succeeds();
+    assert!(outcome.stdout.contains("4 tensor-parallel ranks in two dimensions"), "{outcome:?}");
     let outcome = plan("{\"context\": 2}", ", \"context_method\": \"all_gather\"").succeeds();
     assert!(outcome.stdout.contains("2 context-parallel ranks (all_gather)"), "{outcome:?}");
     let outcome = plan("{\"shard\": 2}", ", \"zero_stage\": 3").succeeds();

@@ -26,7 +26,7 @@
 //!
 //! Blocks are for ranks that make a square (`summa`): a row of it has whole sequences, and of these a rank a range of the columns.
 
-use lockstep_plan::{Among, GridPlace, Shard, Share, TensorPlace};
+use lockstep_plan::{GridPlace, Shard, Share, TensorPlace};
 
 use crate::{
     Recorder, Value,
@@ -216,25 +216,6 @@ impl Recorder {
         let len = all / rows;
         let row = if active(Mutation::SequencesOfFirstRow) { 0 } else { grid.row };
         SequenceRange { first: row * len, len }
-    }
-
-    /// What this rank has of a weight `[out, in]` that ranks share as a square: of the outputs what its column has of their
-    /// columns, of the inputs what its row has to send.
-    pub(crate) fn block_of(&self, shape: [usize; 2], grid: GridPlace) -> Share {
-        let of = |dim: usize, index: usize| {
-            let len = shape[dim] / grid.side;
-            Shard { dim, start: index * len, len }
-        };
-        let (shard, inner) = (Some(of(0, grid.column)), Some(of(1, grid.row)));
-        Share { shard, inner, ..Share::default() }
-    }
-
-    /// The share of a bias of such a layer: each rank of a column adds the same to other tokens.
-    pub(crate) fn bias_of(&self, outputs: usize, grid: GridPlace) -> Share {
-        let len = outputs / grid.side;
-        let shard = Some(Shard { dim: 0, start: grid.column * len, len });
-        let (copies, summands) = (grid.side, grid.side);
-        Share { shard, inner: None, among: Among::TensorColumn, copies, summands }
     }
 
     /// Parts of a split by outputs into pieces that stay whole: as many as ranks, or as pieces if there are fewer.

@@ -82,10 +82,10 @@ impl Recorder {
             Split::Vocabulary => panic!("{name}: only an output layer is split by a vocabulary"),
         };
         let shape = [out_features, self.columns(x)];
-        let share = self.block_of(shape, grid);
+        let share = grid.share_of_weight(shape);
         let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, share);
         let bias = (bias == Bias::With).then(|| {
-            let share = self.bias_of(out_features, grid);
+            let share = grid.share_of_bias(out_features);
             self.parameter_shared(format!("{name}.bias"), &shape[..1], Initializer::Zeros, share)
         });
         let y = self.value_in(out_features, Layout::Blocks(grid));

@@ -67,6 +67,33 @@ impl TensorPlace {
     }
 }
 
+impl GridPlace {
+    /// The block that is this rank's of a weight `[out, in]`: of the outputs what its column has of their columns, of the inputs what
+    /// its row sends.
+    ///
+    /// # Panics
+    /// If the side does not divide both.
+    pub fn share_of_weight(&self, shape: [usize; 2]) -> Share {
+        let (shard, inner) = (self.range(shape, 0, self.column), self.range(shape, 1, self.row));
+        Share { shard: Some(shard), inner: Some(inner), ..Share::default() }
+    }
+
+    /// The range of a bias `[out]` that is this rank's: that of its column, whose ranks add the same to other tokens.
+    ///
+    /// # Panics
+    /// If the side does not divide it.
+    pub fn share_of_bias(&self, outputs: usize) -> Share {
+        let shard = Some(self.range([outputs], 0, self.column));
+        Share { shard, inner: None, among: Among::TensorColumn, copies: self.side, summands: self.side }
+    }
+
+    fn range<const N: usize>(&self, shape: [usize; N], dim: usize, index: usize) -> Shard {
+        let (total, side) = (shape[dim], self.side);
+        assert!(total.is_multiple_of(side), "{total} are not split evenly over a side of {side}");
+        Shard { dim, start: index * (total / side), len: total / side }
+    }
+}
+
 /// A rank's place among those that share out the experts of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ExpertPlace {
@@ -278,6 +305,27 @@ mod tests {
         assert_eq!(part(1..4), [(3, 1), (8, 2)]);
         assert_eq!(part(3..3), []);
         assert_eq!(Share::default().stretches_of_part(&[3, 6], 4..9).collect::<Vec<_>>(), [(4, 5)]);
+    }
+
+    #[test]
+    fn blocks_of_a_square_cover_every_element_of_a_weight_once_and_of_a_bias_once_a_row() {
+        let dimensions = TensorDimensions::Two;
+        let (mut weight, mut bias) = (vec![0; 6 * 9], vec![0; 6]);
+        for rank in 0..9 {
+            let place = TensorPlace { ranks: 9, rank, dimensions, ..TensorPlace::default() };
+            let grid = place.grid().unwrap();
+            assert_eq!((grid.row, grid.column), (rank / 3, rank % 3));
+            for (first, len) in grid.share_of_weight([6, 9]).stretches(&[6, 9]) {
+                weight[first..first + len].iter_mut().for_each(|count| *count += 1);
+            }
+            for (first, len) in grid.share_of_bias(6).stretches(&[6]) {
+                bias[first..first + len].iter_mut().for_each(|count| *count += 1);
+            }
+        }
+        assert!(
+            weight.iter().all(|count| *count == 1) && bias.iter().all(|count| *count == 3),
+            "{weight:?}, {bias:?}"
+        );
     }
 
     #[test]

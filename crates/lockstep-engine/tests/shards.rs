@@ -7,7 +7,9 @@ use lockstep_comm::{World, WorldOptions};
 use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, Optimizer, Storage};
 use lockstep_graph::{BlockShape, Recompute};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{ContextMethod, DType, Degrees, MemoryCategory, Mesh, ParameterId, ZeroStage};
+use lockstep_plan::{
+    ContextMethod, DType, Degrees, MemoryCategory, Mesh, ParameterId, TensorDimensions, ZeroStage,
+};
 use serde_json::json;
 
 const STAGES: [ZeroStage; 4] =
@@ -40,6 +42,7 @@ fn on_ranks<T: Send>(
     };
     let of_groups = GroupOptions {
         splits_tokens: degrees.tensor > 1,
+        tensor_dimensions: TensorDimensions::One,
         context_method: ContextMethod::default(),
         zero_stage,
         bucket_bytes: 1 << 20,

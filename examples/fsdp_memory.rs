@@ -14,7 +14,9 @@ use lockstep_comm::{Group, World, WorldOptions};
 use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, HostBatch, Optimizer, Storage, Update};
 use lockstep_graph::{BlockShape, Recompute, Seed};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{ContextMethod, DType, Degrees, MemoryBytes, MemoryCategory, Mesh, ZeroStage};
+use lockstep_plan::{
+    ContextMethod, DType, Degrees, MemoryBytes, MemoryCategory, Mesh, TensorDimensions, ZeroStage,
+};
 
 /// Over bytes, so that the embedding is small, with an output layer of its own.
 const MODEL: &str = "llama-15m";
@@ -110,6 +112,7 @@ fn after_a_step(
         group.arena(&[MemoryCategory::Parameters, MemoryCategory::Gradients, MemoryCategory::Communication]);
     let of_groups = GroupOptions {
         splits_tokens: false,
+        tensor_dimensions: TensorDimensions::One,
         context_method: ContextMethod::default(),
         zero_stage,
         bucket_bytes: 25 << 20,

@@ -86,6 +86,11 @@ impl Group {
         self.transport.is_in_background()
     }
 
+    /// Whether all of its ranks are known to be on one machine; all of them say the same.
+    pub fn is_on_one_machine(&self) -> bool {
+        self.ranks().into_iter().all(|rank| self.transport.is_near(rank))
+    }
+
     /// Has the rank's own compute threads share the work of operations, in all its groups. They take part while this
     /// rank is in a call.
     pub fn set_workers(&self, workers: Workers) {
@@ -153,7 +158,7 @@ impl Group {
     ) -> Result<Pending, CommError> {
         let task = self.task(&collective)?;
         let memory = collective.into_memory();
-        let is_sent_beside_work = task.call.kind == Kind::Send && self.is_in_background();
+        let is_sent_beside_work = task.call.kind != Kind::Receive && self.is_in_background();
         let begin = self.meter.as_ref().map(|meter| meter.begin(&task.call, self.size));
         let ticket = self.transport.begin(self.index, task, memory, deadline, Location::caller())?;
         if let (Some(meter), Some(begin)) = (&self.meter, begin) {
@@ -347,7 +352,7 @@ pub struct Pending {
     group: usize,
     ticket: Arc<Ticket>,
     meter: Option<Arc<Meter>>,
-    /// When it began, for the meter, if it is sent beside this rank's work.
+    /// When it began, for the meter, if it goes on beside this rank's work. What another rank sends may not have begun there.
     sent: Option<Instant>,
 }
 

@@ -15,16 +15,19 @@ pub struct Meter(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     sums: Metered,
-    /// Until when time has been counted as busy.
-    counted_until: Option<Instant>,
+    /// Beginnings and ends of what was under way, in any order, that are not counted yet.
+    under_way: Vec<(Instant, Instant)>,
 }
+
+/// So many of them are counted at a time, if nobody asks before.
+const COUNTED_AT_ONCE: usize = 4096;
 
 /// What operations have cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Metered {
     /// Bytes that this rank has to send by the best of algorithms.
     pub bytes: u64,
-    /// Time in which at least one of them was waited for, or was sent beside other work.
+    /// Time in which at least one of them was waited for, or went on beside other work.
     pub busy: Duration,
     /// Time in which this rank did nothing but carry them out, or wait for them.
     pub exposed: Duration,
@@ -33,7 +36,9 @@ pub struct Metered {
 impl Meter {
     /// What has been counted since this was last asked.
     pub fn take(&self) -> Metered {
-        mem::take(&mut self.state().sums)
+        let mut state = self.state();
+        state.count();
+        mem::take(&mut state.sums)
     }
 
     /// An operation among `ranks` begins now.
@@ -47,12 +52,12 @@ impl Meter {
         let now = Instant::now();
         let mut state = self.state();
         state.sums.exposed += now - begin;
-        state.count(begin, now);
+        state.add(begin, now);
     }
 
-    /// Something was on its way.
+    /// Something was under way.
     pub(crate) fn was_sent(&self, begin: Instant, end: Instant) {
-        self.state().count(begin, end);
+        self.state().add(begin, end);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -61,11 +66,22 @@ impl Meter {
 }
 
 impl State {
-    /// Counts as busy what of this time is not counted yet.
-    fn count(&mut self, begin: Instant, end: Instant) {
-        let from = self.counted_until.map_or(begin, |until| begin.max(until));
-        self.sums.busy += end.saturating_duration_since(from);
-        self.counted_until = Some(from.max(end));
+    fn add(&mut self, begin: Instant, end: Instant) {
+        if self.under_way.len() == COUNTED_AT_ONCE {
+            self.count();
+        }
+        self.under_way.push((begin, end));
+    }
+
+    /// Counts the time in which something was under way, once however much it was.
+    fn count(&mut self) {
+        self.under_way.sort_unstable();
+        let mut until: Option<Instant> = None;
+        for (begin, end) in self.under_way.drain(..) {
+            let from = until.map_or(begin, |until| begin.max(until));
+            self.sums.busy += end.saturating_duration_since(from);
+            until = Some(from.max(end));
+        }
     }
 }
 
@@ -95,7 +111,8 @@ mod tests {
         let meter = Meter::default();
         let begin = Instant::now();
         let at = |ms: u64| begin + Duration::from_millis(ms);
-        for (from, to) in [(0, 10), (4, 6), (8, 15), (20, 21)] {
+        // In the order in which they are known to have ended: one may have begun long before.
+        for (from, to) in [(4, 6), (20, 21), (0, 10), (8, 15)] {
             meter.was_sent(at(from), at(to));
         }
         assert_eq!(meter.take().busy, Duration::from_millis(16));

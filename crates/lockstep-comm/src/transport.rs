@@ -54,6 +54,9 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     /// Whether operations go on by themselves while their rank does something else.
     fn is_in_background(&self) -> bool;
 
+    /// Whether a rank of the world is known to be on this machine.
+    fn is_near(&self, rank: usize) -> bool;
+
     /// Ends the processes of all ranks with `code`, after an error that leaves the others no way to end by themselves.
     fn abort(&self, _code: i32) {}
 

@@ -21,6 +21,9 @@ pub struct GroupOptions {
     pub splits_tokens: bool,
     /// Whether they share linear layers as a row or as a square, which splits tokens in any case.
     pub tensor_dimensions: TensorDimensions,
+    /// Chunks of rows in which tensor-parallel ranks exchange values beside their products; left out, it depends on what lies
+    /// between them.
+    pub tensor_chunks: Option<usize>,
     /// How attention reaches the tokens that other context-parallel ranks hold.
     pub context_method: ContextMethod,
     /// What of the model's state is shared out over the shard axis.
@@ -29,6 +32,13 @@ pub struct GroupOptions {
     pub bucket_bytes: usize,
     /// No wait for another rank is longer.
     pub limit: Duration,
+}
+
+/// Chunks of rows, where nobody says how many. Over a network, few enough that each is worth a message and a product. Within a
+/// machine nothing is on its way by itself: ranks copy what they exchange with the cores that they multiply with.
+fn chunks_for(group: &Group) -> usize {
+    const OVER_A_NETWORK: usize = 4;
+    if group.is_on_one_machine() { 1 } else { OVER_A_NETWORK }
 }
 
 /// The groups that a rank is in.
@@ -118,6 +128,7 @@ impl Groups {
             rank: mesh.ranks().coordinate(group.rank(), Axis::Tensor),
             splits_tokens: options.splits_tokens || options.tensor_dimensions == TensorDimensions::Two,
             dimensions: options.tensor_dimensions,
+            chunks: 1,
         };
         let context = ContextPlace {
             ranks: mesh.ranks().degree(Axis::Context),
@@ -153,7 +164,9 @@ impl Groups {
             world.pipeline = world.along(&[Axis::Pipeline])?.map(|group| (group, Arc::new(plan)));
         }
         world.model = world.along(&[Axis::Pipeline, Axis::Shard, Axis::Context, Axis::Tensor])?;
-        Ok(Self { world: Some(world), place, context })
+        let in_a_row = world.tensor.as_ref().filter(|_| options.tensor_dimensions == TensorDimensions::One);
+        let chunks = in_a_row.map_or(1, |group| options.tensor_chunks.unwrap_or(chunks_for(group)));
+        Ok(Self { world: Some(world), place: TensorPlace { chunks, ..place }, context })
     }
 
     /// Where the rank is among those that share its blocks.

@@ -169,6 +169,7 @@ mod tests {
         let options = GroupOptions {
             splits_tokens: false,
             tensor_dimensions: TensorDimensions::One,
+            tensor_chunks: None,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             bucket_bytes: 4096,

@@ -7,7 +7,9 @@ use std::ops::Range;
 
 use lockstep_comm::{CommError, Lent};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Seed, Timeline, Trace};
+use lockstep_graph::{
+    Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Seed, Timeline, Trace, Transits,
+};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
     ContextMethod, ContextPlace, DType, MemoryCategory,
@@ -52,6 +54,8 @@ pub struct Runner {
     groups: Groups,
     /// Where keys and values of other ranks come by, if they do.
     ring: Option<Ring>,
+    /// What is on its way while products are computed, if anything is.
+    transits: Option<Transits>,
     timeline: Timeline,
     predicted_bytes: usize,
     load: ExpertLoad,
@@ -208,6 +212,7 @@ impl Runner {
             // Dropout must not walk in step with the initial weights or the data order.
             seed: mix(seed ^ key_from_name("dropout")),
             ring: Ring::new(units().map(|unit| model.program(unit)), arena)?,
+            transits: Transits::new(units().map(|unit| model.program(unit)), arena)?,
             groups,
             timeline: Timeline::default(),
             predicted_bytes,
@@ -534,6 +539,7 @@ impl Runner {
                 .groups
                 .context_peers()
                 .map(|peers| ContextPeers { peers, ring: self.ring.as_ref() }),
+            transits: self.transits.as_ref(),
             trace: Some(Trace { timeline: &self.timeline, unit }),
         }
     }

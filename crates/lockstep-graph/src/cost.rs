@@ -9,7 +9,7 @@ use crate::{
     Activity, Cost, ParameterIndex, Pass, Program, Value,
     backward::{Gradient, GradientBuffer},
     operation::{AttentionOperation, Operation, RouteOperation},
-    program::Instruction,
+    program::{Instruction, Phase},
     summa::BlockLinear,
 };
 
@@ -25,12 +25,24 @@ pub(crate) enum Stage {
 
 impl Program {
     /// What an instruction does, by name.
-    pub(crate) fn activity(&self, instruction: &Instruction, stage: Stage, unit: usize) -> Activity {
-        let (operation, pass) = match *instruction {
-            Instruction::Forward(operation) if stage == Stage::Forward => (operation, Pass::Forward),
-            Instruction::Forward(operation) => (operation, Pass::Recompute),
-            Instruction::BackwardInputs { operation, .. } => (operation, Pass::BackwardInputs),
-            Instruction::BackwardWeights { operation, .. } => (operation, Pass::BackwardWeights),
+    pub(crate) fn activity(
+        &self,
+        instruction: &Instruction,
+        phase: &Phase,
+        stage: Stage,
+        unit: usize,
+    ) -> Activity {
+        let (operation, pass) = match instruction {
+            Instruction::Forward(operation) if stage == Stage::Forward => (*operation, Pass::Forward),
+            Instruction::Forward(operation) => (*operation, Pass::Recompute),
+            Instruction::BackwardInputs { operation, .. } => (*operation, Pass::BackwardInputs),
+            Instruction::BackwardWeights { operation, .. } => (*operation, Pass::BackwardWeights),
+            Instruction::Part { product, .. } => return self.activity(product, phase, stage, unit),
+            Instruction::Start { transit }
+            | Instruction::Send { transit, .. }
+            | Instruction::Await { transit, .. } => {
+                return self.activity(&phase.transits[*transit].exchange, phase, stage, unit);
+            }
             Instruction::Copy { .. } | Instruction::Add { .. } => {
                 let name = if matches!(instruction, Instruction::Copy { .. }) {
                     "copy gradient"
@@ -47,7 +59,12 @@ impl Program {
     }
 
     /// What an instruction costs.
-    pub(crate) fn cost(&self, instruction: &Instruction, gradients: &[GradientBuffer]) -> Cost {
+    pub(crate) fn cost(
+        &self,
+        instruction: &Instruction,
+        phase: &Phase,
+        gradients: &[GradientBuffer],
+    ) -> Cost {
         let gradient = |gradient: Gradient| gradients[gradient.0].info.bytes() as u64;
         match instruction {
             Instruction::Forward(operation) => self.forward_cost(&self.operations[*operation]),
@@ -99,6 +116,17 @@ impl Program {
                     vector_flops: self.elements(operation) * operation.vector_flops(Pass::BackwardWeights),
                     bytes: read + elements * GRADIENT_BYTES * passes(Write::Accumulate),
                 }
+            }
+            Instruction::Part { product, transit, rows } => {
+                let transit = &phase.transits[*transit];
+                share_of(self.cost(product, phase, gradients), transit.part_rows(*rows), transit.info.rows)
+            }
+            // All of it is counted where its end is waited for.
+            Instruction::Start { .. } | Instruction::Send { .. } => Cost::default(),
+            Instruction::Await { transit, chunk } => {
+                let transit = &phase.transits[*transit];
+                let rows = transit.chunks[*chunk].len();
+                share_of(self.cost(&transit.exchange, phase, gradients), rows, transit.block_rows())
             }
             Instruction::Copy { from, to } => Cost::of_bytes(gradient(*from) + gradient(*to)),
             Instruction::Add { from, to } => Cost {
@@ -170,6 +198,16 @@ impl Program {
 
     fn weight_bytes(&self, index: ParameterIndex) -> u64 {
         self.parameter_elements(index) * self.shape.dtype.size_bytes() as u64
+    }
+}
+
+/// What some of the rows cost of an operation on `all`.
+fn share_of(cost: Cost, rows: usize, all: usize) -> Cost {
+    let share = |of: u64| (u128::from(of) * rows as u128 / all.max(1) as u128) as u64;
+    Cost {
+        product_flops: share(cost.product_flops),
+        vector_flops: share(cost.vector_flops),
+        bytes: share(cost.bytes),
     }
 }
 

@@ -14,7 +14,8 @@
 //! - A *frame* holds what one block saves for one micro-batch: its output, and what its backward needs.
 //! - The *workspace* holds what lives only inside one call; all blocks share one.
 //! - A *deferred* buffer holds what a split backward keeps for the gradients of the weights.
-//! - Where ranks share a block, each records its part ([`Recorder::split`]), and its program exchanges values with its [`Peers`].
+//! - Where ranks share a block, each records its part ([`Recorder::split`]), and its program exchanges values with its [`Peers`],
+//!   beside its products if it is recorded so ([`Transits`]).
 //! - Where they share the sequences ([`Recorder::share_sequences`]), attention reaches the others' tokens by its [`ContextPeers`].
 //! - A [`Timeline`] learns when each operation ran and what it had to do, for the steps that somebody traces.
 #![forbid(unsafe_code)]
@@ -31,7 +32,9 @@ mod mixture;
 #[doc(hidden)]
 pub mod mutation;
 mod operation;
+mod overlap;
 mod peers;
+mod product;
 mod program;
 mod recorder;
 mod replay;
@@ -41,6 +44,7 @@ mod storage;
 mod summa;
 mod timeline;
 mod training;
+mod transit;
 
 pub use context::ContextPeers;
 pub use layout::Split;
@@ -55,3 +59,4 @@ pub use replay::{Batch, KeyValueCache, Parameters, Replay, Seed};
 pub use ring::Ring;
 pub use timeline::{Activity, Begin, Cost, Pass, Span, Timeline, Trace};
 pub use training::InputGradient;
+pub use transit::Transits;

@@ -129,11 +129,17 @@ pub enum Mutation {
     BlocksNotAdded,
     /// All rows of a square take their sequences to be those of the first.
     SequencesOfFirstRow,
+    /// The last chunk of what is gathered beside products is taken to be the own one.
+    ChunkNotGathered,
+    /// Products read the last chunk of what is gathered beside them before it has come.
+    ChunkNotAwaited,
+    /// Of the last chunk of what is summed beside products only the own summand counts.
+    ChunkNotSummed,
 }
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 61] = [
+    pub const ALL: [Self; 64] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -195,6 +201,9 @@ impl Mutation {
         Self::ColumnGradientsNotSummed,
         Self::BlocksNotAdded,
         Self::SequencesOfFirstRow,
+        Self::ChunkNotGathered,
+        Self::ChunkNotAwaited,
+        Self::ChunkNotSummed,
     ];
 }
 

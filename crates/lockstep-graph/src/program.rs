@@ -2,13 +2,14 @@
 
 use std::{collections::BTreeSet, ops::Range};
 
-use lockstep_plan::{ContextPlace, Initializer, Recompute, Share};
+use lockstep_plan::{ContextPlace, Initializer, Recompute, Share, TensorPlace};
 use lockstep_tensor::{Buffer, View};
 
 use crate::{
     BlockShape, Mode, ParameterIndex, Recorder, Value,
     backward::{self, Gradient, GradientBuffer, Home, Order},
     operation::Operation,
+    overlap::{Overlapped, Rows, Transit},
     recorder::ValueInfo,
     storage::{Bump, Lifetime, Region, Slot, pack},
     summa::BlockLinear,
@@ -53,19 +54,55 @@ pub struct BlockProfile {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Instruction {
     Forward(usize),
-    BackwardInputs { operation: usize, dy: Option<Gradient>, dx: Vec<(Gradient, lockstep_tensor::Write)> },
-    BackwardWeights { operation: usize, dy: Gradient },
-    Copy { from: Gradient, to: Gradient },
-    Add { from: Gradient, to: Gradient },
+    BackwardInputs {
+        operation: usize,
+        dy: Option<Gradient>,
+        dx: Vec<(Gradient, lockstep_tensor::Write)>,
+    },
+    BackwardWeights {
+        operation: usize,
+        dy: Gradient,
+    },
+    Copy {
+        from: Gradient,
+        to: Gradient,
+    },
+    Add {
+        from: Gradient,
+        to: Gradient,
+    },
+    /// Sends the own rows of a gather, all chunks.
+    Start {
+        transit: usize,
+    },
+    /// Some rows of a product.
+    Part {
+        product: Box<Self>,
+        transit: usize,
+        rows: Rows,
+    },
+    /// Sends the summands of a chunk.
+    Send {
+        transit: usize,
+        chunk: usize,
+    },
+    /// Waits for a chunk.
+    Await {
+        transit: usize,
+        chunk: usize,
+    },
 }
 
 /// A list of instructions with a place for everything they touch.
 #[derive(Debug)]
 pub(crate) struct Phase {
     pub(crate) instructions: Vec<Instruction>,
+    /// Exchanges that go on beside other instructions.
+    pub(crate) transits: Vec<Transit>,
     pub(crate) values: Vec<Option<Slot>>,
     pub(crate) gradients: Vec<Option<Slot>>,
     workspace_bytes: usize,
+    transit_bytes: usize,
 }
 
 /// A block, ready to be replayed any number of times.
@@ -91,8 +128,8 @@ pub struct Program {
 impl Program {
     pub(crate) fn compile(recorder: Recorder, output: Value, recompute: Recompute) -> Self {
         let training = Training::new(&recorder);
-        let Recorder { mode, shape, context, values, operations, parameters, input, .. } = recorder;
-        let planner = Planner::new(&values, &operations, input, output, &training, (mode, recompute));
+        let Recorder { mode, shape, context, place, values, operations, parameters, input, .. } = recorder;
+        let planner = Planner::new(&values, &operations, input, output, &training, (mode, recompute), place);
         let does_something = |index: &usize| operations[*index].renamed().is_none();
         let forward_instructions =
             (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();
@@ -209,6 +246,21 @@ impl Program {
         self.deferred_bytes
     }
 
+    /// Bytes of memory for rows that are on their way between ranks while these multiply others.
+    pub(crate) fn transit_bytes(&self) -> usize {
+        self.phases().map(|phase| phase.transit_bytes).max().unwrap_or(0)
+    }
+
+    /// Chunks of such rows that may be on their way.
+    pub(crate) fn transit_chunks(&self) -> usize {
+        let of = |phase: &Phase| phase.transits.iter().map(|transit| transit.chunks.len()).sum();
+        self.phases().map(of).max().unwrap_or(0)
+    }
+
+    fn phases(&self) -> impl Iterator<Item = &Phase> {
+        [&self.forward, &self.backward, &self.backward_inputs, &self.backward_weights].into_iter()
+    }
+
     /// What running the block costs.
     pub fn profile(&self) -> BlockProfile {
         BlockProfile {
@@ -246,15 +298,18 @@ impl Program {
 }
 
 /// What `Program::compile` knows while it decides where values live.
-struct Planner<'a> {
-    values: &'a [ValueInfo],
-    operations: &'a [Operation],
+pub(crate) struct Planner<'a> {
+    pub(crate) values: &'a [ValueInfo],
+    pub(crate) operations: &'a [Operation],
     input: Option<Value>,
     training: &'a Training,
+    /// Ranks that share the block, and chunks in which they exchange rows beside products.
+    pub(crate) ranks: usize,
+    pub(crate) chunks: usize,
     /// Operation that writes each value; the block's input has none.
     producers: Vec<Option<usize>>,
     /// The value whose memory each shares: itself, unless it is another name for one.
-    stored_as: Vec<usize>,
+    pub(crate) stored_as: Vec<usize>,
     /// Values that live in the frame, and the block's input.
     fixed: Vec<Option<Slot>>,
     frame_bytes: usize,
@@ -268,6 +323,7 @@ impl<'a> Planner<'a> {
         output: Value,
         training: &'a Training,
         (mode, recompute): (Mode, Recompute),
+        TensorPlace { ranks, chunks, .. }: TensorPlace,
     ) -> Self {
         let mut producers = vec![None; values.len()];
         for (index, operation) in operations.iter().enumerate() {
@@ -316,7 +372,8 @@ impl<'a> Planner<'a> {
             })
             .collect();
         let frame_bytes = frame.bytes;
-        Self { values, operations, input, training, producers, stored_as, fixed, frame_bytes }
+        let chunks = if ranks > 1 { chunks } else { 1 };
+        Self { values, operations, input, training, ranks, chunks, producers, stored_as, fixed, frame_bytes }
     }
 
     /// Puts the forward of a value that was not saved before the first instruction that needs it. `available`
@@ -360,17 +417,22 @@ impl<'a> Planner<'a> {
             Instruction::BackwardWeights { operation, .. } => {
                 self.operations[*operation].needs_for_weights(self.training)
             }
-            Instruction::Copy { .. } | Instruction::Add { .. } => vec![],
+            Instruction::Copy { .. }
+            | Instruction::Add { .. }
+            | Instruction::Start { .. }
+            | Instruction::Part { .. }
+            | Instruction::Send { .. }
+            | Instruction::Await { .. } => vec![],
         })
     }
 
     /// Objects are numbered: first the values, then the gradients.
-    fn object(&self, gradient: Gradient) -> usize {
+    pub(crate) fn object(&self, gradient: Gradient) -> usize {
         self.values.len() + gradient.0
     }
 
-    /// Everything an instruction reads or writes.
-    fn touches(&self, instruction: &Instruction) -> Vec<usize> {
+    /// Everything an instruction reads or writes, of those that are not made by [`Planner::overlapped`].
+    pub(crate) fn touches(&self, instruction: &Instruction) -> Vec<usize> {
         let mut objects: Vec<usize> = self.values_read(instruction).iter().map(|value| value.0).collect();
         if let Instruction::Forward(operation) | Instruction::BackwardInputs { operation, .. } = instruction {
             objects.extend(self.operations[*operation].scratch().iter().map(|value| value.0));
@@ -391,6 +453,10 @@ impl<'a> Planner<'a> {
                 gradient(*from);
                 gradient(*to);
             }
+            Instruction::Start { .. }
+            | Instruction::Part { .. }
+            | Instruction::Send { .. }
+            | Instruction::Await { .. } => unreachable!("what they touch is said by their transits"),
         }
         objects
     }
@@ -447,9 +513,11 @@ impl<'a> Planner<'a> {
             slots[object] = Some(slot);
         }
 
+        let Overlapped { instructions, transits, transit_bytes } =
+            self.overlapped(instructions, gradients, &slots);
         let mut lifetimes: Vec<Option<Lifetime>> = vec![None; count];
         for (time, instruction) in instructions.iter().enumerate() {
-            for object in self.touches(instruction) {
+            for object in self.touches_of(instruction, &transits) {
                 let bytes = self.bytes(object, gradients);
                 lifetimes[object].get_or_insert(Lifetime { first: time, last: time, bytes }).last = time;
             }
@@ -502,6 +570,13 @@ impl<'a> Planner<'a> {
         let gradient_slots = (0..gradients.len()).map(|g| slots[self.object(Gradient(g))]).collect();
         slots.truncate(self.values.len());
         debug_assert!(self.input.is_none_or(|input| slots[input.0].is_some()));
-        Phase { instructions, values: slots, gradients: gradient_slots, workspace_bytes }
+        Phase {
+            instructions,
+            transits,
+            values: slots,
+            gradients: gradient_slots,
+            workspace_bytes,
+            transit_bytes,
+        }
     }
 }

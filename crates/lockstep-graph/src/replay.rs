@@ -9,7 +9,7 @@ use lockstep_tensor::{
 };
 
 use crate::{
-    BatchInput, ContextPeers, DropoutSite, GridPeers, ParameterIndex, Peers, Program, Trace, Value,
+    BatchInput, ContextPeers, DropoutSite, GridPeers, ParameterIndex, Peers, Program, Trace, Transits, Value,
     attention::AttentionGradients,
     backward::{Gradient, GradientBuffer},
     cost::Stage,
@@ -94,6 +94,8 @@ pub struct Replay<'a> {
     pub sequence_peers: Option<Peers<'a>>,
     /// The ranks that share each sequence, if it was recorded for several.
     pub context: Option<ContextPeers<'a>>,
+    /// Memory for what is on its way while products are computed, if the program has such exchanges.
+    pub transits: Option<&'a Transits>,
     /// Where the times of operations are recorded, if they are.
     pub trace: Option<Trace<'a>>,
 }
@@ -209,7 +211,12 @@ impl Program {
             match replay.trace {
                 None => run.instruction(instruction)?,
                 Some(Trace { timeline, unit }) => timeline.span(
-                    || (self.activity(instruction, stage, unit), self.cost(instruction, gradients)),
+                    || {
+                        (
+                            self.activity(instruction, phase, stage, unit),
+                            self.cost(instruction, phase, gradients),
+                        )
+                    },
                     || run.instruction(instruction),
                 )?,
             }
@@ -229,7 +236,7 @@ pub(crate) struct Extra<'a> {
 
 pub(crate) struct Run<'a> {
     pub(crate) program: &'a Program,
-    phase: &'a Phase,
+    pub(crate) phase: &'a Phase,
     gradients: &'a [GradientBuffer],
     pub(crate) replay: &'a Replay<'a>,
     pub(crate) extra: Extra<'a>,
@@ -252,6 +259,10 @@ impl<'a> Run<'a> {
                 let to = self.gradient(*to);
                 queue.add(to, self.gradient(*from), to);
             }
+            Instruction::Start { .. }
+            | Instruction::Part { .. }
+            | Instruction::Send { .. }
+            | Instruction::Await { .. } => self.in_transit(instruction)?,
         }
         Ok(())
     }
@@ -262,14 +273,7 @@ impl<'a> Run<'a> {
             Operation::Embedding { input, table, first_id, tokens, y } => {
                 queue.embedding(self.indices(input, tokens), self.weight(table), first_id, self.value(y));
             }
-            Operation::Linear { x, weight, bias, adds_bias, y } => queue.gemm(Gemm {
-                layout: GemmLayout::NT,
-                a: self.value(x),
-                b: self.weight(weight),
-                c: self.value(y),
-                bias: bias.filter(|_| adds_bias).map(|bias| self.weight(bias)),
-                write: Write::Overwrite,
-            }),
+            Operation::Linear { y, .. } => self.multiply(&self.output_product(operation), self.value(y)),
             Operation::BlockLinear(ref linear) => self.block_linear(linear)?,
             Operation::RmsNorm { x, weight, eps, y, rstd } => {
                 let weight = self.weight(weight);
@@ -364,14 +368,7 @@ impl<'a> Run<'a> {
         }
         let dy = dy.expect("every operation but a loss is given the gradient of its output");
         match *operation {
-            Operation::Linear { weight, .. } => queue.gemm(Gemm {
-                layout: GemmLayout::NN,
-                a: dy,
-                b: self.weight(weight),
-                c: target(0),
-                bias: None,
-                write,
-            }),
+            Operation::Linear { .. } => self.multiply(&self.input_product(operation, dy, write), target(0)),
             Operation::BlockLinear(ref linear) => {
                 self.block_linear_input_gradient(linear, dy, target(0), write)?;
             }
@@ -620,7 +617,7 @@ impl<'a> Run<'a> {
         view.reshape([view.elements()])
     }
 
-    fn gradient(&self, gradient: Gradient) -> View<'a> {
+    pub(crate) fn gradient(&self, gradient: Gradient) -> View<'a> {
         let slot =
             self.phase.gradients[gradient.0].expect("every gradient an instruction touches has a place");
         self.at(slot, self.gradients[gradient.0].info)

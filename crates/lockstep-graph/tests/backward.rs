@@ -209,6 +209,7 @@ impl World {
             expert_peers: None,
             sequence_peers: None,
             context: None,
+            transits: None,
             trace: None,
         })
     }

@@ -178,6 +178,7 @@ impl Forward {
             expert_peers: None,
             sequence_peers: None,
             context: None,
+            transits: None,
             trace: None,
         }
     }

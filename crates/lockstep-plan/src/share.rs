@@ -21,6 +21,8 @@ pub struct TensorPlace {
     pub splits_tokens: bool,
     /// Whether they share each linear layer as a row or as a square.
     pub dimensions: TensorDimensions,
+    /// Chunks of rows in which values are exchanged beside the products that need or make them; with 1, at once and by itself.
+    pub chunks: usize,
 }
 
 /// A rank's place in the square that the ranks of the tensor-parallel axis make: the rows follow each other.
@@ -37,7 +39,8 @@ pub struct GridPlace {
 impl Default for TensorPlace {
     /// Alone.
     fn default() -> Self {
-        Self { ranks: 1, rank: 0, splits_tokens: false, dimensions: TensorDimensions::One }
+        let dimensions = TensorDimensions::One;
+        Self { ranks: 1, rank: 0, splits_tokens: false, dimensions, chunks: 1 }
     }
 }
 

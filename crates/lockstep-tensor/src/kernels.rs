@@ -341,7 +341,13 @@ impl<T> Pending<T> {
 /// A queue of one device: kernels run in the order in which they are called.
 pub trait Kernels {
     /// Matrix product; see [`Gemm`].
-    fn gemm(&self, gemm: Gemm<'_>);
+    fn gemm(&self, gemm: Gemm<'_>) {
+        self.gemm_part(gemm, gemm.c.shape().as_matrix().0);
+    }
+
+    /// Some rows of a matrix product that has `rows` of them, with the bits that they have in the whole: `a` (not
+    /// transposed) and `c` are those rows.
+    fn gemm_part(&self, gemm: Gemm<'_>, rows: usize);
 
     /// Matrix products of groups of rows; see [`GroupedGemm`].
     fn grouped_gemm(&self, gemm: GroupedGemm<'_>);

@@ -191,15 +191,17 @@ pub fn square(side: usize) -> Split {
 }
 
 /// Every way to split a run over `ranks` ranks: replicas, replicas that share out their state, tensor parallelism with and without
-/// sequence parallelism and in two dimensions, shared sequences by every method, pipelines under every schedule that the models
+/// sequence parallelism, in chunks and in two dimensions, shared sequences by every method, pipelines under every schedule that the models
 /// have units for.
 pub fn splits(ranks: usize) -> Vec<Split> {
     let split = |kind, settings: &[String]| Split { kind, ranks, settings: settings.to_vec() };
     let tensor = format!("parallel.tensor_parallel={ranks}");
+    let by_tokens = "parallel.sequence_parallel=true".to_owned();
     let mut all = vec![
         split("replicas", &[format!("parallel.data_parallel_replicate={ranks}")]),
         split("tensor", std::slice::from_ref(&tensor)),
-        split("tensor", &[tensor, "parallel.sequence_parallel=true".to_owned()]),
+        split("tensor", &[tensor.clone(), by_tokens.clone()]),
+        split("tensor", &[tensor, by_tokens, "parallel.tensor_chunks=3".to_owned()]),
     ];
     all.extend([1, 2, 3].map(|stage| {
         let shard = format!("parallel.data_parallel_shard={ranks}");

@@ -36,9 +36,11 @@ pub fn random_plans(
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
     let recompute = (select(vec!["none", "selective", "full"]), 0..=3_usize);
-    (select(models), degrees, (any::<bool>(), layout), method, experts, pipeline, batch, recompute)
-        .prop_map(|(model, degrees, (by_tokens, layout), method, experts, stages, batch, recompute)| {
+    let rows = (any::<bool>(), layout, 1..=4_usize);
+    (select(models), degrees, rows, method, experts, pipeline, batch, recompute)
+        .prop_map(|(model, degrees, rows, method, experts, stages, batch, recompute)| {
             let (replicate, tensor, context, pipeline) = degrees;
+            let (by_tokens, layout, tensor_chunks) = rows;
             let (kind, chunks, given, cuts) = stages;
             let (micro_batch, global_batch) = batch;
             let (recompute, zero_stage) = recompute;
@@ -53,6 +55,9 @@ pub fn random_plans(
                 format!("train.micro_batch={micro_batch}"),
                 format!("train.global_batch={global_batch}"),
             ];
+            if tensor > 1 && !is_square {
+                settings.push(format!("parallel.tensor_chunks={tensor_chunks}"));
+            }
             let shard = experts.0;
             settings.push(format!("parallel.data_parallel_shard={shard}"));
             if shard * context > 1 {

@@ -263,7 +263,7 @@ pub fn flight_records() -> Vec<Vec<u8>> {
 /// Plan files.
 pub fn plans() -> Vec<Vec<u8>> {
     let whole = r#"{"version":1,"model":"ab12","mesh":{"pipeline":2,"replicate":2,"context":2,"tensor":2},"micro_batch":1,
-"schedule":{"kind":"zb_v","chunks":2},"stages":[2,2,1,3],"recompute":"selective","sequence_parallel":true,
+"schedule":{"kind":"zb_v","chunks":2},"stages":[2,2,1,3],"recompute":"selective","sequence_parallel":true,"tensor_chunks":3,
 "context_method":"all_gather","zero_stage":0}"#;
     let rows = r#"{"version":1,"mesh":{"pipeline":2},"micro_batch":8,"stages":[4,4],
 "schedule":{"rows":["F0,F1,B0,B1","F0,B0,F1,B1"]}}"#;

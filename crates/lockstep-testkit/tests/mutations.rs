@@ -31,6 +31,10 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
     vec![
         (GPT2, all.to_vec()),
         (LLAMA, all.to_vec()),
+        (
+            LLAMA,
+            vec!["parallel.tensor_parallel=2", "parallel.sequence_parallel=true", "parallel.tensor_chunks=2"],
+        ),
         (GPT2, vec!["parallel.tensor_parallel=2"]),
         (LLAMA, vec!["parallel.tensor_parallel=4"]),
         (GPT2, [&["parallel.tensor_parallel=2"], &STEPS[..]].concat()),

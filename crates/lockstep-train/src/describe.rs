@@ -2,7 +2,7 @@
 
 use lockstep_data::Dataset;
 use lockstep_engine::Engine;
-use lockstep_plan::{MemoryCategory, ParameterId};
+use lockstep_plan::{MemoryCategory, ParameterId, TensorPlace};
 
 use crate::config::{ModelSource, RunConfig};
 use crate::progress::Progress;
@@ -14,6 +14,7 @@ pub(crate) fn describe(
     model: &ResolvedModel,
     corpus: &Corpus,
     engine: &Engine,
+    tensor: TensorPlace,
     progress: &mut Progress,
 ) {
     let name = match config.model_source() {
@@ -84,6 +85,12 @@ pub(crate) fn describe(
         engine.queue().level(),
         engine.model().program(0).shape().dtype,
     ));
+    if tensor.chunks > 1 {
+        progress.message(&format!(
+            "exchanges  {} tensor-parallel ranks, in {} chunks beside the products",
+            tensor.ranks, tensor.chunks,
+        ));
+    }
     progress.message(&format!(
         "memory     parameters {}, gradients {}, optimizer {}, activations {} (predicted {})",
         bytes(MemoryCategory::Parameters),

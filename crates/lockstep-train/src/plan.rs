@@ -98,6 +98,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         recompute: config.parallel.recompute.into(),
         sequence_parallel: config.parallel.sequence_parallel,
         tensor_layout: config.parallel.tensor_layout.into(),
+        tensor_chunks: config.parallel.tensor_chunks,
         context_method: config.parallel.context_parallel_method.into(),
         zero_stage: config.zero_stage().number(),
     })
@@ -143,6 +144,7 @@ fn problems_of(config: &RunConfig, error: PlanError) -> Vec<Problem> {
                 "parallel.sequence_parallel",
                 "parallel.tensor_layout",
             ],
+            PlanProblem::Chunks { .. } => &["parallel.tensor_chunks"],
             PlanProblem::Degree { degree: "context x tensor", .. }
             | PlanProblem::KeyValueHeads { degree: "context x tensor", .. } => {
                 &["parallel.context_parallel", "parallel.context_parallel_method"]

@@ -77,6 +77,7 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         "model" => file.model.is_empty(),
         "sequence_parallel" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
         "tensor_layout" => tensor == 1,
+        "tensor_chunks" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
         "context_method" => context == 1,
         "zero_stage" => shard * context == 1,
         "schedule" | "stages" => pipeline == 1,
@@ -111,6 +112,11 @@ fn settings_of(plan: &Plan) -> Vec<String> {
         format!("parallel.pipeline_parallel={pipeline}"),
     ];
     // As sequence parallelism.
+    if let Some(chunks) =
+        plan.tensor_chunks.filter(|_| tensor > 1 && plan.tensor_layout == TensorDimensions::One)
+    {
+        settings.push(format!("parallel.tensor_chunks={chunks}"));
+    }
     if shard * context > 1 {
         settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
     }
@@ -155,6 +161,7 @@ mod tests {
             recompute: lockstep_plan::Recompute::Full,
             sequence_parallel: true,
             tensor_layout: TensorDimensions::One,
+            tensor_chunks: Some(3),
             context_method: lockstep_plan::ContextMethod::AllToAll,
             zero_stage: 0,
         }

@@ -99,6 +99,7 @@ impl Ranks {
         let options = GroupOptions {
             splits_tokens: config.parallel.sequence_parallel,
             tensor_dimensions: config.parallel.tensor_layout.into(),
+            tensor_chunks: config.parallel.tensor_chunks,
             context_method: config.parallel.context_parallel_method.into(),
             zero_stage: config.zero_stage(),
             bucket_bytes: config.parallel.bucket_bytes(),

@@ -66,6 +66,7 @@ impl PipelineBenchmark {
         let options = GroupOptions {
             splits_tokens: false,
             tensor_dimensions: TensorDimensions::One,
+            tensor_chunks: None,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             bucket_bytes: 0,

@@ -170,7 +170,7 @@ pub(crate) fn run(
     };
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress = ranks.progress(steps, show);
-    describe(config, &model, &corpus, &engine, &mut progress);
+    describe(config, &model, &corpus, &engine, ranks.groups().tensor_place(), &mut progress);
     for reason in passed_over {
         progress.message(&format!("passed over a damaged checkpoint: {reason}"));
     }

@@ -114,6 +114,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.tensor_parallel = 1;
     config.parallel.sequence_parallel = false;
     config.parallel.tensor_layout = TensorLayout::OneDimension;
+    config.parallel.tensor_chunks = None;
     config.parallel.pipeline_parallel = 1;
     config.parallel.context_parallel = 1;
     config.parallel.pipeline_stages = None;

@@ -164,7 +164,9 @@ fn plan_in_words(config: &RunConfig) -> String {
             (TensorLayout::OneDimension, true) => " with sequence parallelism",
             (TensorLayout::OneDimension, false) => "",
         };
-        words.push(format!("{} tensor-parallel ranks{by_tokens}", parallel.tensor_parallel));
+        let chunks = parallel.tensor_chunks.filter(|chunks| *chunks > 1);
+        let in_chunks = chunks.map_or(String::new(), |chunks| format!(", exchanges in {chunks} chunks"));
+        words.push(format!("{} tensor-parallel ranks{by_tokens}{in_chunks}", parallel.tensor_parallel));
     }
     let shared_out = match parallel.zero_stage {
         0 => String::new(),
@@ -230,6 +232,7 @@ fn print_json(config: &RunConfig, comparison: &Comparison) {
         json!({
             "within": comparison.is_within(), "ranks": config.ranks(), "mesh": config.degrees(),
             "sequence_parallel": config.parallel.sequence_parallel, "tensor_layout": config.parallel.tensor_layout,
+            "tensor_chunks": config.parallel.tensor_chunks,
             "context_parallel_method": config.parallel.context_parallel_method, "recompute": config.parallel.recompute,
             "precision": config.train.precision, "steps": steps, "gradients": gradients, "failures": failures,
         })

@@ -202,6 +202,10 @@ impl Transport for Machine {
         false
     }
 
+    fn is_near(&self, _: usize) -> bool {
+        true
+    }
+
     fn arena(&self, categories: &[MemoryCategory]) -> Arena {
         Arena::sharing(Arc::clone(&self.heap), categories)
     }

@@ -237,6 +237,11 @@ impl Transport for Machine {
         true
     }
 
+    fn is_near(&self, rank: usize) -> bool {
+        let state = self.shared.lock();
+        state.local.as_ref().is_some_and(|local| local.segments.local_rank(rank).is_some())
+    }
+
     fn arena(&self, categories: &[MemoryCategory]) -> Arena {
         self.shared.lock().local.as_ref().map_or_else(Arena::new, |local| local.arena(categories))
     }

@@ -12,6 +12,7 @@
 //!   "stages": [4, 3, 3, 4],
 //!   "recompute": "selective",
 //!   "sequence_parallel": true,
+//!   "tensor_chunks": 4,
 //!   "context_method": "ring",
 //!   "zero_stage": 1
 //! }
@@ -68,6 +69,10 @@ pub struct Plan {
     /// sequence in any case.
     #[serde(default)]
     pub tensor_layout: TensorDimensions,
+    /// Chunks of rows in which tensor-parallel ranks exchange values beside their products (Wang et al. 2023); left out, as many as
+    /// suit what lies between the ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensor_chunks: Option<usize>,
     /// How attention reaches the other parts of a sequence.
     #[serde(default)]
     pub context_method: ContextMethod,

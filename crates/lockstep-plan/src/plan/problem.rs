@@ -103,6 +103,17 @@ pub enum PlanProblem {
         /// Tokens.
         vocab: usize,
     },
+    /// More chunks than tokens.
+    #[error(
+        "tensor_chunks {chunks} cuts the {tokens} tokens that a rank has of a micro-batch into less than one each; \
+         at most: {tokens}"
+    )]
+    Chunks {
+        /// The number.
+        chunks: usize,
+        /// Tokens.
+        tokens: usize,
+    },
     /// A batch or sequence that does not come out even.
     #[error("{name} {number} is not a multiple of {factors} = {factor}; {nearest}")]
     NotMultiple {

@@ -32,6 +32,7 @@ fn plan() -> Plan {
         recompute: Recompute::Selective,
         sequence_parallel: true,
         tensor_layout: TensorDimensions::One,
+        tensor_chunks: Some(4),
         context_method: ContextMethod::Ring,
         zero_stage: 1,
     }
@@ -70,10 +71,25 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         recompute: Recompute::None,
         sequence_parallel: false,
         tensor_layout: TensorDimensions::One,
+        tensor_chunks: None,
         context_method: ContextMethod::Ring,
         zero_stage: 0,
     };
     assert_eq!(Plan::from_json(short).unwrap(), expected);
+}
+
+#[test]
+fn chunks_of_less_than_a_token_are_refused() {
+    // Two sequences of 1,024 tokens, shared out among two ranks or not.
+    let limit = |sequence_parallel: bool, chunks: usize| {
+        let plan = Plan { sequence_parallel, tensor_chunks: Some(chunks), ..plan() };
+        plan.validate(&facts()).map(drop).map_err(|error| error.to_string())
+    };
+    assert_eq!((limit(true, 1024), limit(false, 2048)), (Ok(()), Ok(())));
+    let message = "tensor_chunks 1025 cuts the 1024 tokens that a rank has of a micro-batch into less than one each; \
+                   at most: 1024";
+    assert_eq!(limit(true, 1025), Err(message.to_owned()));
+    assert_eq!(limit(false, 0), Err("tensor_chunks is 0; it is at least 1".to_owned()));
 }
 
 #[test]

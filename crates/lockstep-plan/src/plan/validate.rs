@@ -27,6 +27,7 @@ impl Plan {
             check.vocabulary();
             check.experts();
             check.sequence();
+            check.chunks();
             check.schedule()
         } else {
             None
@@ -206,6 +207,19 @@ impl Check<'_> {
             let products = (1..=self.facts.heads / tensor).map(|context| context * tensor);
             let nearest = next_to(ranks, products.filter(|&ranks| self.splits_heads(ranks)));
             self.heads("context x tensor", ranks, nearest);
+        }
+    }
+
+    fn chunks(&mut self) {
+        let Some(chunks) = self.plan.tensor_chunks else { return };
+        if chunks == 0 {
+            self.problems.push(PlanProblem::Zero { name: "tensor_chunks" });
+        }
+        let tensor = if self.plan.sequence_parallel { self.plan.mesh.tensor } else { 1 };
+        let tokens =
+            self.plan.micro_batch.saturating_mul(self.facts.seq_len) / (self.plan.mesh.context * tensor);
+        if chunks > tokens && tokens > 0 {
+            self.problems.push(PlanProblem::Chunks { chunks, tokens });
         }
     }
 

@@ -163,8 +163,8 @@ pub(crate) fn check_elementwise(output: View<'_>, inputs: &[View<'_>]) {
 }
 
 impl Kernels for CpuQueue {
-    fn gemm(&self, gemm: Gemm<'_>) {
-        gemm::gemm(self, gemm);
+    fn gemm_part(&self, gemm: Gemm<'_>, rows: usize) {
+        gemm::gemm(self, gemm, rows);
     }
 
     fn grouped_gemm(&self, gemm: GroupedGemm<'_>) {

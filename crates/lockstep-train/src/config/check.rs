@@ -272,6 +272,13 @@ impl Checker<'_, '_, '_> {
             let because = "parallel.tensor_layout = \"2d\", which splits by tokens in any case";
             self.refuse_without_effect(&["parallel.sequence_parallel"], because, "parallel.tensor_layout");
         }
+        if tensor_parallel == 1 {
+            let because = "parallel.tensor_parallel = 1, whose one rank exchanges nothing";
+            self.refuse_without_effect(&["parallel.tensor_chunks"], because, "parallel.tensor_parallel");
+        } else if self.config.parallel.tensor_layout == TensorLayout::TwoDimensions {
+            let because = "parallel.tensor_layout = \"2d\", whose products take a block at a time";
+            self.refuse_without_effect(&["parallel.tensor_chunks"], because, "parallel.tensor_layout");
+        }
         if self.config.parallel.context_parallel == 1 {
             let because = "parallel.context_parallel = 1, whose one rank has whole sequences";
             let keys = ["parallel.context_parallel_method"];

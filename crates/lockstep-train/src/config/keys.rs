@@ -249,6 +249,10 @@ sections! {
         /// How they share the linear layers of the blocks: `1d`, each by its columns or its rows (Megatron-LM); `2d`, by blocks of a
         /// square of 4, 9, 16 ... ranks (SUMMA), each row of which has other sequences of a micro-batch.
         tensor_layout: TensorLayout = TensorLayout::OneDimension, rules();
+        /// Chunks of rows in which these ranks exchange values while they multiply others; 1 exchanges all at once, and nothing is
+        /// multiplied meanwhile. No bit of the result depends on it.
+        tensor_chunks: Option<usize> = None,
+            rules().at_least(1.0).at_most(64.0).when_absent("1 where these ranks are on one machine, else 4");
         /// Ranks that share each sequence: each holds some of its tokens, and what attention needs of the others' goes between them.
         context_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
         /// How: with `ring` keys and values go round the ranks, with `all_gather` each rank has all of them for the time of an

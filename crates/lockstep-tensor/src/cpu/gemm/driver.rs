@@ -176,13 +176,19 @@ impl<K: MicroKernel, U: Packing, C: Float> Product<'_, K, U, C> {
                 let packed_a = panel(packed_rows, index, row_panel_units);
                 let (row_end, column_end) =
                     (rows.end.min(row + K::ROWS), columns.end.min(column + K::COLUMNS));
-                if U::is_exceptional(packed_a) || U::is_exceptional(packed_b) {
+                let factors = || {
                     let (rows, columns, depth) = (row..row_end, column..column_end, chunk.depth.clone());
-                    U::exceptional_tile(Factors { a, b, rows, columns, depth }, &mut tile, K::COLUMNS);
+                    Factors { a, b, rows, columns, depth }
+                };
+                if U::is_exceptional(packed_b) {
+                    U::exceptional_tile(&factors(), &mut tile, K::COLUMNS);
                 } else {
                     // SAFETY: the level has the kernel's instructions, the thread is prepared, and both
                     // panels hold `units`, a multiple of the kernel's depth.
                     unsafe { K::tile(units, packed_a.as_ptr(), packed_b.as_ptr(), &mut tile) };
+                    if U::is_exceptional(packed_a) {
+                        U::exceptional_rows(&factors(), &mut tile, K::COLUMNS);
+                    }
                 }
                 self.store(chunk, &mut tile, (row, column), (row_end - row, column_end - column));
             }

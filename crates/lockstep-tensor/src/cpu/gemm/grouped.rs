@@ -38,7 +38,8 @@ pub(in crate::cpu) fn grouped(queue: &CpuQueue, grouped: GroupedGemm<'_>) {
             GemmLayout::TN => (b.rows(rows.clone()), c.rows(own)),
             GemmLayout::NN | GemmLayout::NT => (b.rows(own), c.rows(rows.clone())),
         };
-        gemm(queue, Gemm { layout, a: a.rows(rows), b, c, bias: None, write });
+        let part = Gemm { layout, a: a.rows(rows), b, c, bias: None, write };
+        gemm(queue, part, c.shape().as_matrix().0);
     }
 }
 

@@ -64,6 +64,8 @@ use store::Window;
 /// A product whose operands are slices: `C [m, n] (+)= A [m, k] · B [k, n] (+ bias [n])`.
 struct Problem<'a, T, C> {
     m: usize,
+    /// Rows of the product that these `m` are of: how it is computed follows from them.
+    of_rows: usize,
     n: usize,
     k: usize,
     a: Operand<'a, T>,
@@ -73,18 +75,18 @@ struct Problem<'a, T, C> {
     write: Write,
 }
 
-/// Runs a product; see [`Gemm`].
-pub(super) fn gemm(queue: &CpuQueue, gemm: Gemm<'_>) {
+/// Runs a product, or a part of one of `rows` rows; see [`Gemm`].
+pub(super) fn gemm(queue: &CpuQueue, gemm: Gemm<'_>, rows: usize) {
     check_disjoint(&[gemm.c], &[gemm.a, gemm.b]);
     if let Some(bias) = gemm.bias {
         check_disjoint(&[gemm.c], &[bias]);
     }
     match (gemm.a.dtype(), gemm.c.dtype()) {
-        (DType::F32, DType::F32) => multiply_f32(queue, &problem(gemm)),
-        (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, &problem(gemm)),
-        (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, &problem(gemm)),
-        (DType::F16, DType::F32) => multiply_f16::<f32>(queue, &problem(gemm)),
-        (DType::F16, DType::F16) => multiply_f16::<f16>(queue, &problem(gemm)),
+        (DType::F32, DType::F32) => multiply_f32(queue, &problem(gemm, rows)),
+        (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, &problem(gemm, rows)),
+        (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, &problem(gemm, rows)),
+        (DType::F16, DType::F32) => multiply_f16::<f32>(queue, &problem(gemm, rows)),
+        (DType::F16, DType::F16) => multiply_f16::<f16>(queue, &problem(gemm, rows)),
         (a, c) => panic!("no product of {a} operands into {c}"),
     }
 }
@@ -147,7 +149,7 @@ fn multiply_f16<C: Float>(queue: &CpuQueue, problem: &Problem<'_, f16, C>) {
 }
 
 /// Checks the shapes and forms the slices.
-fn problem<'a, T: Float, C: Float>(gemm: Gemm<'a>) -> Problem<'a, T, C> {
+fn problem<'a, T: Float, C: Float>(gemm: Gemm<'a>, of_rows: usize) -> Problem<'a, T, C> {
     let Gemm { layout, a, b, c, bias, write } = gemm;
     let (m, n) = c.shape().as_matrix();
     let (a_rows, a_columns) = a.shape().as_matrix();
@@ -167,6 +169,10 @@ fn problem<'a, T: Float, C: Float>(gemm: Gemm<'a>) -> Problem<'a, T, C> {
             && bias.is_none_or(|bias| bias.elements() == n),
         "the shapes of a {layout:?} product do not fit: a {a:?}, b {b:?}, c {c:?}, bias {bias:?}"
     );
+    assert!(
+        of_rows == m || (of_rows > m && layout != GemmLayout::TN),
+        "{m} rows are no part of a {layout:?} product of {of_rows}"
+    );
     // SAFETY: `c` overlaps no other operand (checked by the caller), and no other kernel runs meanwhile:
     // a queue runs one kernel at a time, and views cannot be sent to another thread.
     let (a, b, bias, c) = unsafe {
@@ -174,6 +180,7 @@ fn problem<'a, T: Float, C: Float>(gemm: Gemm<'a>) -> Problem<'a, T, C> {
     };
     Problem {
         m,
+        of_rows,
         n,
         k,
         a: Operand::new(a, a_columns, a_order),

@@ -53,6 +53,15 @@ impl<'a, T> Operand<'a, T> {
         &self.elements[index * self.stride..][..self.stride]
     }
 
+    /// The elements at `depth` of a row of A or column of B.
+    pub(in crate::cpu) fn along(&self, outer: usize, depth: Range<usize>) -> impl Iterator<Item = &'a T> {
+        let (start, step) = match self.order {
+            Order::AlongDepth => (outer * self.stride + depth.start, 1),
+            Order::AcrossDepth => (depth.start * self.stride + outer, self.stride),
+        };
+        self.elements.iter().skip(start).step_by(step).take(depth.len())
+    }
+
     /// The elements of one unit of depth, where neighbours across the depth lie side by side: as many lines
     /// as a unit has elements and the depth has lines before `end`.
     #[inline(always)]
@@ -89,9 +98,12 @@ pub(in crate::cpu) trait Packing {
     /// Whether a panel, by its mark, holds values that the micro-kernel cannot multiply.
     fn is_exceptional(panel: &[u32]) -> bool;
 
-    /// The product that the micro-kernel leaves out: `rows × columns` at `depth`, where one of the two panels is
-    /// exceptional.
-    fn exceptional_tile(factors: Factors<'_, Self::Source>, tile: &mut Tile, tile_columns: usize);
+    /// The product that the micro-kernel leaves out: `rows × columns` at `depth`, where the panel of B is exceptional.
+    fn exceptional_tile(factors: &Factors<'_, Self::Source>, tile: &mut Tile, tile_columns: usize);
+
+    /// The rows of that product which the micro-kernel has not got right, where the panel of A is exceptional. The others
+    /// keep the bits that they have beside any rows.
+    fn exceptional_rows(factors: &Factors<'_, Self::Source>, tile: &mut Tile, tile_columns: usize);
 
     /// Units of a packed panel with its mark.
     fn panel_units<P: PanelShape>(units: usize) -> usize {
@@ -133,7 +145,11 @@ impl<U: Unit> Packing for U {
         false
     }
 
-    fn exceptional_tile(_: Factors<'_, U::Source>, _: &mut Tile, _: usize) {
+    fn exceptional_tile(_: &Factors<'_, U::Source>, _: &mut Tile, _: usize) {
+        unreachable!("no panel is exceptional")
+    }
+
+    fn exceptional_rows(_: &Factors<'_, U::Source>, _: &mut Tile, _: usize) {
         unreachable!("no panel is exceptional")
     }
 }

@@ -15,7 +15,9 @@ const MAX_ELEMENTS: usize = 32;
 
 /// Whether a product is of this kind.
 pub(super) fn fits<T, C>(problem: &Problem<'_, T, C>) -> bool {
-    problem.m <= MAX_ROWS && problem.a.order() == Order::AlongDepth && problem.b.order() == Order::AlongDepth
+    problem.of_rows <= MAX_ROWS
+        && problem.a.order() == Order::AlongDepth
+        && problem.b.order() == Order::AlongDepth
 }
 
 /// Computes `problem`, which [`fits`], with vectors `V`.

@@ -127,10 +127,22 @@ impl Packing for ThreeParts {
         panel[panel.len() - MARK_UNITS] != 0
     }
 
-    fn exceptional_tile(factors: Factors<'_, f32>, tile: &mut Tile, tile_columns: usize) {
+    fn exceptional_rows(factors: &Factors<'_, f32>, tile: &mut Tile, tile_columns: usize) {
+        let mut product = Tile::zeros();
+        Self::exceptional_tile(factors, &mut product, tile_columns);
+        for (index, row) in factors.rows.clone().enumerate() {
+            let mut elements = factors.a.along(row, factors.depth.clone());
+            if elements.any(|x| is_exceptional(part_of(*x, 0))) {
+                tile.copy_row(index, &product, tile_columns);
+            }
+        }
+    }
+
+    fn exceptional_tile(factors: &Factors<'_, f32>, tile: &mut Tile, tile_columns: usize) {
         const ROW_PANELS: usize = 3;
         const { assert!(Avx512::COLUMNS == 32) };
         let Factors { a, b, rows, columns, depth } = factors;
+        let (a, b) = (*a, *b);
         assert!(rows.len() <= ROW_PANELS * Avx512::ROWS && columns.len() <= Avx512::COLUMNS);
         let mut packed_a = [0; ROW_PANELS * Avx512::ROWS * SLICE];
         let mut packed_b = [0; Avx512::COLUMNS * SLICE];

@@ -29,6 +29,13 @@ impl Tile {
         rows.iter_mut().zip(&other.0).for_each(|(sum, x)| *sum += x);
     }
 
+    /// Replaces a row by that of `other`, both `columns` wide.
+    #[cfg(target_arch = "x86_64")]
+    pub(in crate::cpu) fn copy_row(&mut self, row: usize, other: &Self, columns: usize) {
+        let range = row * columns..(row + 1) * columns;
+        self.0[range.clone()].copy_from_slice(&other.0[range]);
+    }
+
     /// Its rows, `columns` wide.
     #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) fn rows(&self, columns: usize) -> impl Iterator<Item = &[f32]> {

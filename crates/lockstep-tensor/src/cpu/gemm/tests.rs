@@ -61,6 +61,11 @@ impl Case {
 
     /// C as `queue` computes it.
     fn run(&self, queue: &CpuQueue) -> Vec<f64> {
+        self.run_of(queue, self.shape[0])
+    }
+
+    /// The same as a part of a product of `rows` rows.
+    fn run_of(&self, queue: &CpuQueue, rows: usize) -> Vec<f64> {
         let [m, n, k] = self.shape;
         let (a_shape, b_shape) = match self.layout {
             GemmLayout::NN => ([m, k], [k, n]),
@@ -76,14 +81,15 @@ impl Case {
             None => (vec![f64::NAN; m * n], Write::Overwrite),
         };
         let c = floats(self.types.1, [m, n], &earlier);
-        queue.gemm(Gemm {
+        let gemm = Gemm {
             layout: self.layout,
             a: a.view(),
             b: b.view(),
             c: c.view(),
             bias: bias.as_ref().map(|bias| bias.view()),
             write,
-        });
+        };
+        queue.gemm_part(gemm, rows);
         values(c.view())
     }
 
@@ -213,6 +219,34 @@ fn the_number_of_threads_changes_no_bit() {
         .into();
     assert!(results[0] == results[1], "two threads differ from one");
     assert!(results[0] == results[2], "three threads differ from one");
+}
+
+#[test]
+fn a_part_of_the_rows_has_the_bits_that_they_have_in_the_whole() {
+    // Few rows, several panels, and several blocks of depth with partial sums; one row has a value that cannot be split.
+    let shapes = [[7, 40, 70], [20, 33, 90], [70, 50, 1100]];
+    let cuts = |m: usize| [0, 1, m / 3, m / 2 + 1, m - 2, m];
+    for queue in queues(2) {
+        for mut case in cases(&shapes).filter(|case| case.layout != GemmLayout::TN) {
+            let [m, n, k] = case.shape;
+            if case.types.0 == DType::F32 {
+                case.a[m / 2 * k] = 1e-38_f32.into();
+            }
+            let whole = case.run(&queue);
+            for rows in cuts(m).windows(2).map(|ends| ends[0]..ends[1]) {
+                let part = Case {
+                    shape: [rows.len(), n, k],
+                    a: case.a[rows.start * k..rows.end * k].to_vec(),
+                    earlier: case.earlier.as_ref().map(|c| c[rows.start * n..rows.end * n].to_vec()),
+                    ..case.clone()
+                };
+                let found = part.run_of(&queue, m);
+                let expected = &whole[rows.start * n..rows.end * n];
+                let name = format!("{} {:?} {:?} rows {rows:?} of {m}", queue.level, case.layout, case.types);
+                assert!(found == expected, "{name}: {:?} instead of {:?}", &found[..3], &expected[..3]);
+            }
+        }
+    }
 }
 
 #[test]

@@ -88,8 +88,9 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
     scale(queue, direction, factor);
     let [mut x, mut next] = [0, 1].map(|i| scratch.iterate(i));
     cast::cast(queue, direction, x);
-    let multiply = |layout, a, b, c| {
-        gemm::gemm(queue, Gemm { layout, a, b, c, bias: None, write: Write::Overwrite });
+    let multiply = |layout, a, b, c: View<'_>| {
+        let product = Gemm { layout, a, b, c, bias: None, write: Write::Overwrite };
+        gemm::gemm(queue, product, c.shape().as_matrix().0);
     };
     let [rows, columns] = scratch.shape;
     let (gram, square, operand) = (scratch.square(0), scratch.square(1), scratch.operand());

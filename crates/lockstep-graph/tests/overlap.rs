@@ -1,0 +1,295 @@
+//! Exchanges in chunks beside products change no bit, and are the ones that the program says.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use std::{net::TcpListener, thread, time::Duration};
+
+use lockstep_comm::{Deadline, Group, Kind, Meeting, TcpOptions, World, WorldOptions, join_by_address};
+use lockstep_graph::{
+    AttentionShape, Batch, Bias, BlockShape, Linear, Mode, ParameterIndex, Parameters, Peers, Program,
+    Recompute, Recorder, Replay, Seed, Split, Transits, Value,
+};
+use lockstep_plan::{DType, MemoryCategory, TensorPlace, random::Philox};
+use lockstep_tensor::{Arena, CpuQueue, Kernels, Tensor, View, Write};
+use proptest::{prelude::*, sample::select};
+
+const WIDTH: usize = 16;
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// How a block is recorded and run.
+#[derive(Debug, Clone, Copy)]
+struct Setting {
+    shape: BlockShape,
+    splits_tokens: bool,
+    recompute: Recompute,
+    chunks: usize,
+    backward: Backward,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Backward {
+    Fused,
+    Split,
+}
+
+/// A Llama block with biases, of the same kind in all ranks' parts.
+fn block(g: &mut Recorder, x: Value) -> Value {
+    let linear = |g: &mut Recorder, x, name, out_features| {
+        g.linear(x, Linear { name, out_features, bias: Bias::With, std: 0.3 })
+    };
+    let normed = g.rms_norm(x, "norm_1", WIDTH, 1e-5);
+    let [q, k, v] = [("q", 32), ("k", 16), ("v", 16)].map(|(name, columns)| linear(g, normed, name, columns));
+    let (q, k) = (g.rope(q, 8), g.rope(k, 8));
+    let shape = AttentionShape { heads: 4, key_value_heads: 2, head_dim: 8, scale: 0.4, window: None };
+    let attended = g.attention(q, k, v, shape, 0.1);
+    let projected = linear(g, attended, "o", WIDTH);
+    let dropped = g.dropout(projected, 0.1);
+    let x = g.add(x, dropped);
+    let normed = g.layer_norm(x, "norm_2", Bias::With, 1e-5);
+    let [gate, up] = ["gate", "up"].map(|name| linear(g, normed, name, 24));
+    let active = g.swiglu(gate, up);
+    let down = linear(g, active, "down", WIDTH);
+    g.add(x, down)
+}
+
+fn record(setting: &Setting, ranks: usize, rank: usize) -> Program {
+    let mut g = Recorder::new(Mode::Training, setting.shape);
+    let Setting { splits_tokens, chunks, .. } = *setting;
+    let splits = [
+        ("q", Split::Outputs { pieces: 4 }),
+        ("k", Split::Outputs { pieces: 2 }),
+        ("v", Split::Outputs { pieces: 2 }),
+        ("o", Split::Inputs),
+        ("gate", Split::Outputs { pieces: 24 }),
+        ("up", Split::Outputs { pieces: 24 }),
+        ("down", Split::Inputs),
+    ];
+    let place = TensorPlace { ranks, rank, splits_tokens, chunks };
+    g.split(place, splits.map(|(name, split)| (name.to_owned(), split)));
+    let x = g.input(WIDTH);
+    let y = block(&mut g, x);
+    g.finish(y, setting.recompute)
+}
+
+struct Store {
+    weights: Vec<Tensor>,
+    gradients: Vec<Tensor>,
+}
+
+impl Store {
+    fn new(program: &Program, queue: &CpuQueue, arena: &Arena, rank: usize) -> Self {
+        let local =
+            || program.parameters().iter().map(|parameter| parameter.share.shape_of(&parameter.shape));
+        let zeros =
+            |shape: Vec<usize>| Tensor::zeros(arena, DType::F32, &shape[..], MemoryCategory::Gradients);
+        let weight = |(index, shape): (usize, Vec<usize>)| {
+            let seed = (index * 8 + rank) as u64;
+            noise(queue, arena, program.shape().dtype, &shape, seed)
+        };
+        Self {
+            weights: local().enumerate().map(weight).collect(),
+            gradients: local().map(|shape| zeros(shape).unwrap()).collect(),
+        }
+    }
+}
+
+impl Parameters for Store {
+    fn weight(&self, index: ParameterIndex) -> View<'_> {
+        self.weights[index.0].view()
+    }
+
+    fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write) {
+        (self.gradients[index.0].view(), Write::Accumulate)
+    }
+
+    fn gradient_rows(&self, _: ParameterIndex) -> Option<View<'_>> {
+        None
+    }
+}
+
+fn noise(queue: &CpuQueue, arena: &Arena, dtype: DType, shape: &[usize], seed: u64) -> Tensor {
+    let values: Vec<f32> =
+        (0..shape.iter().product::<usize>() as u64).map(|i| Philox::new(seed).normal(i) * 0.5).collect();
+    let values = Tensor::from_slice(arena, shape, &values, MemoryCategory::Parameters).unwrap();
+    let out = Tensor::zeros(arena, dtype, shape, MemoryCategory::Parameters).unwrap();
+    queue.cast(values.view(), out.view());
+    out
+}
+
+fn bits(queue: &CpuQueue, arena: &Arena, view: View<'_>) -> Vec<u32> {
+    let out = Tensor::zeros(arena, DType::F32, view.shape(), MemoryCategory::Workspace).unwrap();
+    queue.cast(view, out.view());
+    out.view().to_vec::<f32>().into_iter().map(f32::to_bits).collect()
+}
+
+/// The bits of the output, of the gradient of the input and of those of all parameters, of one rank.
+fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
+    let (rank, ranks) = (group.rank(), group.size());
+    let program = record(setting, ranks, rank);
+    let arena = group.arena(&[MemoryCategory::Workspace, MemoryCategory::Communication]);
+    let queue = CpuQueue::new(1, &arena).unwrap();
+    let store = Store::new(&program, &queue, &arena, rank);
+    let BlockShape { sequences, seq_len, dtype } = setting.shape;
+    let tokens = setting.shape.tokens();
+    let held = [program.output_rows(), WIDTH];
+    // Where all ranks hold the same, they are given the same.
+    let of = |seed: u64| if setting.splits_tokens { seed + rank as u64 } else { seed };
+    let (x, dy) =
+        (noise(&queue, &arena, dtype, &held, of(100)), noise(&queue, &arena, dtype, &held, of(200)));
+    let dx = noise(&queue, &arena, dtype, &held, 0);
+    let category = MemoryCategory::Activations;
+    let numbers =
+        |shape: [usize; 2], numbers: Vec<u32>| Tensor::from_slice(&arena, shape, &numbers, category).unwrap();
+    let positions = numbers([1, tokens], (0..tokens).map(|i| (i % seq_len) as u32).collect());
+    let keys = numbers([sequences, 2], (0..2 * sequences as u32).collect());
+    let frequencies = Tensor::from_slice(&arena, [4], &[1.0_f32, 0.3, 0.1, 0.03], category).unwrap();
+    // What was not written shows.
+    let poisoned = |bytes| {
+        let mut buffer = arena.allocate(bytes, MemoryCategory::Workspace).unwrap();
+        buffer.bytes_mut().fill(0xff);
+        buffer
+    };
+    let frame = poisoned(program.frame_bytes());
+    let workspace = poisoned(program.workspace_bytes().max(program.split_workspace_bytes()));
+    let deferred = poisoned(program.deferred_bytes());
+    let transits = Transits::new([&program].into_iter(), &arena).unwrap();
+    assert_eq!(transits.is_some(), setting.chunks > 1, "{setting:?}");
+    let replay = Replay {
+        queue: &queue,
+        parameters: &store,
+        batch: Batch {
+            ids: positions.view().reshape([tokens]),
+            labels: None,
+            positions: positions.view().reshape([tokens]),
+            document_starts: None,
+            dropout_keys: Some(keys.view()),
+            inverse_frequencies: Some(frequencies.view()),
+        },
+        input: Some(x.view()),
+        frame: &frame,
+        workspace: &workspace,
+        first_dropout_site: 0,
+        cache: None,
+        peers: Some(Peers { group, limit: LIMIT }),
+        expert_peers: None,
+        sequence_peers: None,
+        context: None,
+        transits: transits.as_ref(),
+        trace: None,
+    };
+    let (dy, gradient) = (Some(dy.view()), Some(dx.view()));
+    program.forward(&replay).unwrap();
+    match setting.backward {
+        Backward::Fused => program.backward(&replay, dy, gradient, Seed::default()).unwrap(),
+        Backward::Split => {
+            program.backward_inputs(&replay, dy, gradient, Seed::default(), &deferred).unwrap();
+            program.backward_weights(&replay, &deferred).unwrap();
+        }
+    }
+    let mut found = vec![bits(&queue, &arena, program.output(&frame)), bits(&queue, &arena, dx.view())];
+    found.extend(store.gradients.iter().map(|gradient| bits(&queue, &arena, gradient.view())));
+    assert!(found.iter().flatten().all(|bits| f32::from_bits(*bits).is_finite()), "{setting:?}");
+    found
+}
+
+/// What each rank of a world makes of `work`.
+fn in_shared_memory<R: Send>(ranks: usize, work: impl Fn(&Group) -> R + Sync) -> Vec<R> {
+    let options = WorldOptions { arena_bytes: 1 << 26, ..WorldOptions::default() };
+    let groups = World::in_process(ranks, options).unwrap();
+    thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || work(&group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// The same where ranks are joined by sockets.
+fn by_sockets<R: Send>(ranks: usize, work: impl Fn(&Group) -> R + Sync) -> Vec<R> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    thread::scope(|scope| {
+        let work = &work;
+        let rank = |rank| {
+            let listener = (rank == 0).then(|| listener.try_clone().unwrap());
+            let run = format!("overlap on port {port}");
+            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret: None };
+            let options = TcpOptions::default();
+            scope.spawn(move || {
+                work(&join_by_address(rank, ranks, meeting, options, Deadline::after(LIMIT)).unwrap())
+            })
+        };
+        let threads: Vec<_> = (0..ranks).map(rank).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Whether a rank finds the bits of exchanges at once with some numbers of chunks.
+fn compare(group: &Group, setting: &Setting, chunks: &[usize]) {
+    let expected = run(group, &Setting { chunks: 1, ..*setting });
+    for &chunks in chunks {
+        let found = run(group, &Setting { chunks, ..*setting });
+        for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            let differing = found.iter().zip(expected).position(|(found, expected)| found != expected);
+            let values = differing.map(|at| (f32::from_bits(found[at]), f32::from_bits(expected[at]), at));
+            assert_eq!(
+                values,
+                None,
+                "(with chunks, without, element) of result {index} on rank {} in {chunks} chunks: {setting:?}",
+                group.rank()
+            );
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn no_bit_depends_on_the_chunks_whether_they_divide_the_rows_or_not(
+        ranks in select(vec![2_usize, 4]),
+        (sequences, tokens) in (1_usize..3, 1_usize..40),
+        dtype in select(vec![DType::F32, DType::BF16]),
+        splits_tokens: bool,
+        recompute in select(vec![Recompute::None, Recompute::Selective, Recompute::Full]),
+        backward in select(vec![Backward::Fused, Backward::Split]),
+        chunks in 2_usize..8,
+    ) {
+        let shape = BlockShape { sequences, seq_len: tokens * ranks, dtype };
+        let setting = Setting { shape, splits_tokens, recompute, chunks, backward };
+        in_shared_memory(ranks, |group| compare(group, &setting, &[chunks]));
+    }
+}
+
+#[test]
+fn nor_where_ranks_are_joined_by_sockets() {
+    let shape = BlockShape { sequences: 2, seq_len: 150, dtype: DType::F32 };
+    for splits_tokens in [true, false] {
+        let recompute = Recompute::Selective;
+        let setting = Setting { shape, splits_tokens, recompute, chunks: 1, backward: Backward::Fused };
+        by_sockets(2, |group| compare(group, &setting, &[2, 4, 7]));
+    }
+}
+
+/// How often a rank has called an operation.
+fn count(group: &Group, kind: Kind) -> usize {
+    group.recorded(group.rank()).iter().filter(|recorded| recorded.call.kind == kind).count()
+}
+
+#[test]
+fn a_chunk_is_an_exchange_and_gathers_for_weights_alone_are_not_cut() {
+    let shape = BlockShape { sequences: 1, seq_len: 32, dtype: DType::F32 };
+    let expected = |backward: Backward, chunks: usize| {
+        let recompute = Recompute::None;
+        let setting = Setting { shape, splits_tokens: true, recompute, chunks, backward };
+        let counts = in_shared_memory(2, |group| {
+            run(group, &setting);
+            [Kind::AllGather, Kind::ReduceScatter].map(|kind| count(group, kind))
+        });
+        assert_eq!(counts[0], counts[1], "both ranks call the same");
+        counts[0]
+    };
+    for backward in [Backward::Fused, Backward::Split] {
+        // Two gathers and two sums forward, as many backward, and two gathers again for the weights.
+        assert_eq!(expected(backward, 1), [6, 4], "{backward:?}");
+        assert_eq!(expected(backward, 4), [4 * 4 + 2, 4 * 4], "{backward:?}");
+    }
+}

@@ -43,6 +43,7 @@ fn on_ranks<T: Send>(
     let of_groups = GroupOptions {
         splits_tokens: degrees.tensor > 1,
         tensor_dimensions: TensorDimensions::One,
+        tensor_chunks: None,
         context_method: ContextMethod::default(),
         zero_stage,
         bucket_bytes: 1 << 20,

@@ -113,6 +113,7 @@ fn after_a_step(
     let of_groups = GroupOptions {
         splits_tokens: false,
         tensor_dimensions: TensorDimensions::One,
+        tensor_chunks: None,
         context_method: ContextMethod::default(),
         zero_stage,
         bucket_bytes: 25 << 20,

@@ -1,7 +1,10 @@
 //! The loops around a micro-kernel. For each block of depth and chunk of columns, B is packed once, by all
 //! threads; then tasks, each a tile of C, pack their rows of A and go through the panels.
 //!
-//! Every element of C is computed by one task in an order that only the shape decides.
+//! Products that are made together share these steps, so that many small ones keep all threads busy: their chunks are gathered
+//! into a batch, as many as have room for their columns of B, and a batch is packed and multiplied at once.
+//!
+//! Every element of C is computed by one task in an order that only the shape of its product decides.
 
 use std::{marker::PhantomData, ops::Range};
 
@@ -9,7 +12,9 @@ use super::{
     CpuQueue, Float, Problem, Scratch, Window,
     blocks::{Blocks, Grain},
     kernel::{ColumnPanels, MicroKernel, RowPanels},
+    lanes::Dot,
     pack::{Factors, Packing},
+    rows,
     scratch::PARTIAL_COLUMNS,
     store::{Finish, Tile, store},
 };
@@ -19,8 +24,10 @@ use crate::{CpuLevel, Element, Write, cpu::pool::Pool};
 const SERIAL_MULTIPLICATIONS: usize = 1 << 16;
 /// Panels of B that a thread packs at a time.
 const PACKED_PANELS: usize = 4;
+/// The most chunks of a batch, which are kept on the stack.
+const MOST_CHUNKS: usize = 64;
 
-/// Where a product runs.
+/// Where products run.
 #[derive(Clone, Copy)]
 enum Threads<'a> {
     Caller,
@@ -36,31 +43,31 @@ impl Threads<'_> {
     }
 }
 
-/// Computes `problem` with the micro-kernel `K` on operands packed as `U`.
-pub(super) fn multiply<K: MicroKernel, U: Packing, C: Float>(
+/// Computes `problems` with the micro-kernel `K` on operands packed as `U`, and those of few rows with vectors `V`.
+pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float>(
     queue: &CpuQueue,
-    problem: &Problem<'_, U::Source, C>,
-) {
-    if problem.m == 0 || problem.n == 0 {
-        return;
-    }
-    // Held for the whole product: callers on other threads take turns.
+    problems: impl IntoIterator<Item = Problem<'a, U::Source, C>>,
+) where
+    U::Source: 'a,
+{
+    // Held for all products: callers on other threads take turns.
     let (mut columns, mut partial) = (queue.scratch.columns(), queue.scratch.partial());
-    let mut product = Product::<K, U, C> {
-        level: queue.level,
-        scratch: &queue.scratch,
-        threads: Threads::Pool(&queue.pool),
-        problem,
-        blocks: Blocks::new(problem.m, problem.n, problem.k.div_ceil(U::ELEMENTS), grain::<K, U, C>()),
-        partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
+    let mut batch = Batch::<K, U, V, C> {
+        place: Place {
+            level: queue.level,
+            scratch: &queue.scratch,
+            partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
+        },
+        pool: &queue.pool,
+        columns: columns.elements_mut(),
+        chunks: [const { None }; MOST_CHUNKS],
+        len: 0,
+        end: Start::default(),
+        multiplications: 0,
         kernel: PhantomData,
     };
-    let columns = columns.elements_mut();
-    let multiplications = problem.m.saturating_mul(problem.n).saturating_mul(problem.k);
-    if multiplications <= SERIAL_MULTIPLICATIONS {
-        product.threads = Threads::Caller;
-    }
-    product.run(columns);
+    problems.into_iter().for_each(|problem| batch.add(problem));
+    batch.run();
 }
 
 fn grain<K: MicroKernel, U: Packing, C: Float>() -> Grain {
@@ -74,110 +81,214 @@ fn grain<K: MicroKernel, U: Packing, C: Float>() -> Grain {
     }
 }
 
-/// A product, and how it is cut and run.
-struct Product<'a, K, U: Packing, C> {
+/// What all tasks use.
+#[derive(Clone, Copy)]
+struct Place<'a> {
     level: CpuLevel,
     scratch: &'a Scratch,
-    threads: Threads<'a>,
-    problem: &'a Problem<'a, U::Source, C>,
-    blocks: Blocks,
     partial: Window<f32>,
-    kernel: PhantomData<fn(K, U)>,
 }
 
-/// A chunk of columns at a block of depth.
-struct Chunk<'a> {
+/// Chunks that are packed and multiplied at once.
+struct Batch<'a, 's, K, U: Packing, V, C> {
+    place: Place<'s>,
+    pool: &'s Pool,
+    /// For the packed panels of B.
+    columns: &'s mut [u32],
+    chunks: [Option<Chunk<'a, U::Source, C>>; MOST_CHUNKS],
+    len: usize,
+    /// Where the next chunk would begin.
+    end: Start,
+    multiplications: usize,
+    kernel: PhantomData<fn(K, V)>,
+}
+
+/// Where a chunk begins in its batch.
+#[derive(Debug, Clone, Copy, Default)]
+struct Start {
+    /// Among the units of packed panels.
+    unit: usize,
+    /// Among the parts in which they are packed.
+    part: usize,
+    /// Among the tasks.
+    task: usize,
+}
+
+/// A chunk of rows and columns of a product at a block of depth.
+struct Chunk<'a, T, C> {
+    problem: Problem<'a, T, C>,
+    /// How the product is cut; a product of few rows is one chunk, and nothing of it is packed.
+    blocks: Option<Blocks>,
     rows: Range<usize>,
     columns: Range<usize>,
     depth: Range<usize>,
     /// Depth of the packed panels.
     units: usize,
-    packed_columns: &'a [u32],
+    /// Units of all panels.
+    packed_units: usize,
+    start: Start,
 }
 
-impl<K: MicroKernel, U: Packing, C: Float> Product<'_, K, U, C> {
-    fn run(&self, scratch: &mut [u32]) {
-        let Problem { m, n, k, .. } = *self.problem;
-        let Blocks { chunk_rows, chunk_columns, .. } = self.blocks;
-        let block_depth = self.blocks.depth * U::ELEMENTS;
-        for rows in parts(0..m, chunk_rows) {
-            for columns in parts(0..n, chunk_columns) {
+impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, K, U, V, C> {
+    /// Adds the chunks of a product; whatever has no room any more is computed before.
+    fn add(&mut self, problem: Problem<'a, U::Source, C>) {
+        let Problem { m, n, k, .. } = problem;
+        if m == 0 || n == 0 {
+            return;
+        }
+        let whole = Chunk {
+            problem,
+            blocks: None,
+            rows: 0..m,
+            columns: 0..n,
+            depth: 0..k,
+            units: 0,
+            packed_units: 0,
+            start: Start::default(),
+        };
+        if rows::fits(&problem) {
+            return self.push(whole, 0, rows::tasks(&problem));
+        }
+        let blocks = Blocks::new(m, n, k.div_ceil(U::ELEMENTS), grain::<K, U, C>());
+        let block_depth = blocks.depth * U::ELEMENTS;
+        for rows in parts(0..m, blocks.chunk_rows) {
+            for columns in parts(0..n, blocks.chunk_columns) {
                 // At least once: an empty depth still sets C to the bias or to zero.
                 for start in (0..k.max(1)).step_by(block_depth) {
                     let depth = start..(start + block_depth).min(k);
                     let units = depth.len().div_ceil(U::ELEMENTS).next_multiple_of(K::DEPTH);
                     let panels = columns.len().div_ceil(K::COLUMNS);
-                    let packed = &mut scratch[..panels * U::panel_units::<ColumnPanels<K>>(units)];
-                    self.pack_columns(columns.clone(), depth.clone(), units, packed);
-                    let (rows, columns) = (rows.clone(), columns.clone());
-                    self.tasks(&Chunk { rows, columns, depth, units, packed_columns: packed });
+                    let packed_units = panels * U::panel_units::<ColumnPanels<K>>(units);
+                    // Partial sums have one place, and a block of depth adds to what the one before it left.
+                    let is_alone = depth.len() < k;
+                    if is_alone || self.end.unit + packed_units > self.columns.len() {
+                        self.run();
+                    }
+                    let packing_parts = packed_units.div_ceil(part_units::<K, U>(units).max(1));
+                    let tasks =
+                        rows.len().div_ceil(blocks.task_rows) * columns.len().div_ceil(blocks.task_columns);
+                    let (rows, columns, blocks) = (rows.clone(), columns.clone(), Some(blocks));
+                    let chunk = Chunk { blocks, rows, columns, depth, units, packed_units, ..whole };
+                    self.push(chunk, packing_parts, tasks);
+                    if is_alone {
+                        self.run();
+                    }
                 }
             }
         }
     }
 
-    fn pack_columns(&self, columns: Range<usize>, depth: Range<usize>, units: usize, packed: &mut [u32]) {
-        if packed.is_empty() {
-            return;
+    fn push(&mut self, chunk: Chunk<'a, U::Source, C>, packing_parts: usize, tasks: usize) {
+        if self.len == MOST_CHUNKS {
+            self.run();
         }
-        let pack_part = |part: usize, packed: &mut [u32]| {
-            let start = columns.start + part * PACKED_PANELS * K::COLUMNS;
-            let b = &self.problem.b;
-            // SAFETY: the queue's level has the kernel's instructions.
-            unsafe {
-                U::pack::<K::Vector, ColumnPanels<K>>(b, start..columns.end, depth.clone(), units, packed);
-            }
+        let Problem { m, n, k, .. } = chunk.problem;
+        self.multiplications = self.multiplications.saturating_add(m.saturating_mul(n).saturating_mul(k));
+        let (start, packed_units) = (self.end, chunk.packed_units);
+        self.chunks[self.len] = Some(Chunk { start, ..chunk });
+        self.len += 1;
+        self.end = Start {
+            unit: start.unit + packed_units,
+            part: start.part + packing_parts,
+            task: start.task + tasks,
         };
-        let part_units = PACKED_PANELS * U::panel_units::<ColumnPanels<K>>(units);
-        let packed_units = packed.len();
-        let packed = Window::new(packed.as_mut_ptr(), packed_units);
-        self.threads.run(packed_units.div_ceil(part_units), |part| {
-            let start = part * part_units;
+    }
+
+    /// Computes what has been added.
+    fn run(&mut self) {
+        let threads = match self.multiplications {
+            ..=SERIAL_MULTIPLICATIONS => Threads::Caller,
+            _ => Threads::Pool(self.pool),
+        };
+        let (chunks, place, end) = (&self.chunks[..self.len], self.place, self.end);
+        let at = |index: usize, start: fn(&Start) -> usize| {
+            let later = chunks
+                .partition_point(|chunk| chunk.as_ref().is_some_and(|chunk| start(&chunk.start) <= index));
+            let chunk = chunks[later - 1].as_ref().expect("all chunks up to `len` are there");
+            (chunk, index - start(&chunk.start))
+        };
+        let panels = Window::new(self.columns.as_mut_ptr(), end.unit);
+        threads.run(end.part, |part| {
+            let (chunk, part) = at(part, |start| start.part);
             // SAFETY: the parts of the packed columns do not overlap, and each belongs to one task.
-            let packed = unsafe { packed.at(0, start).row(0, part_units.min(packed_units - start)) };
-            pack_part(part, packed);
+            unsafe { chunk.pack::<K, U>(part, panels) };
         });
+        let packed = &self.columns[..end.unit];
+        threads.run(end.task, |task| {
+            let (chunk, task) = at(task, |start| start.task);
+            match chunk.blocks {
+                // SAFETY: the queue's level has the vector's instructions.
+                None => unsafe { rows::task::<V, _, _>(&chunk.problem, task) },
+                // SAFETY: the queue's level has the kernel's instructions.
+                Some(blocks) => unsafe {
+                    K::prepared(|| chunk.task::<K, U>(place, blocks, task, packed));
+                },
+            }
+        });
+        (self.len, self.end, self.multiplications) = (0, Start::default(), 0);
+    }
+}
+
+/// Units of the panels that a thread packs at a time.
+fn part_units<K: MicroKernel, U: Packing>(units: usize) -> usize {
+    PACKED_PANELS * U::panel_units::<ColumnPanels<K>>(units)
+}
+
+impl<T: Float, C: Float> Chunk<'_, T, C> {
+    /// Packs part `part` of the columns of B.
+    ///
+    /// # Safety
+    /// `panels` must be those of the batch, whose part nothing else may use.
+    unsafe fn pack<K: MicroKernel, U: Packing<Source = T>>(&self, part: usize, panels: Window<u32>) {
+        let part_units = part_units::<K, U>(self.units);
+        let first = part * part_units;
+        let len = part_units.min(self.packed_units - first);
+        // SAFETY: the caller's promise.
+        let packed = unsafe { panels.at(0, self.start.unit + first).row(0, len) };
+        let columns = self.columns.start + part * PACKED_PANELS * K::COLUMNS..self.columns.end;
+        let (b, depth) = (&self.problem.b, self.depth.clone());
+        // SAFETY: the queue's level has the kernel's instructions.
+        unsafe { U::pack::<K::Vector, ColumnPanels<K>>(b, columns, depth, self.units, packed) };
     }
 
-    fn tasks(&self, chunk: &Chunk<'_>) {
-        let Blocks { task_rows, task_columns, .. } = self.blocks;
-        let column_tasks = chunk.columns.len().div_ceil(task_columns);
-        let tasks = chunk.rows.len().div_ceil(task_rows) * column_tasks;
-        let task = |index: usize| {
-            let row = chunk.rows.start + index / column_tasks * task_rows;
-            let column = chunk.columns.start + index % column_tasks * task_columns;
-            let rows = row..(row + task_rows).min(chunk.rows.end);
-            let columns = column..(column + task_columns).min(chunk.columns.end);
-            // SAFETY: the queue's level has the kernel's instructions.
-            unsafe { K::prepared(|| self.task(chunk, rows, columns)) }
-        };
-        self.threads.run(tasks, task);
-    }
+    /// Computes tile `index` of C, up to `task_rows × task_columns`. The thread is prepared for the kernel.
+    fn task<K: MicroKernel, U: Packing<Source = T>>(
+        &self,
+        place: Place<'_>,
+        blocks: Blocks,
+        index: usize,
+        packed_columns: &[u32],
+    ) {
+        let Blocks { task_rows, task_columns, .. } = blocks;
+        let column_tasks = self.columns.len().div_ceil(task_columns);
+        let row = self.rows.start + index / column_tasks * task_rows;
+        let column = self.columns.start + index % column_tasks * task_columns;
+        let rows = row..(row + task_rows).min(self.rows.end);
+        let columns = column..(column + task_columns).min(self.columns.end);
 
-    /// Computes one tile of C, up to `task_rows × task_columns`. The thread is prepared for the kernel.
-    fn task(&self, chunk: &Chunk<'_>, rows: Range<usize>, columns: Range<usize>) {
-        let units = chunk.units;
-        let mut packed_rows = self.scratch.rows();
+        let units = self.units;
+        let packed_columns = &packed_columns[self.start.unit..][..self.packed_units];
+        let mut packed_rows = place.scratch.rows();
         let row_panel_units = U::panel_units::<RowPanels<K>>(units);
         let packed_rows =
             &mut packed_rows.elements_mut::<u32>()[..rows.len().div_ceil(K::ROWS) * row_panel_units];
-        let Problem { a, b, .. } = self.problem;
+        let Problem { a, b, .. } = &self.problem;
         // SAFETY: the queue's level has the kernel's instructions.
         unsafe {
-            U::pack::<K::Vector, RowPanels<K>>(a, rows.clone(), chunk.depth.clone(), units, packed_rows)
+            U::pack::<K::Vector, RowPanels<K>>(a, rows.clone(), self.depth.clone(), units, packed_rows)
         };
 
         let column_panel_units = U::panel_units::<ColumnPanels<K>>(units);
         let mut tile = Tile::zeros();
         for column in columns.clone().step_by(K::COLUMNS) {
-            let index = (column - chunk.columns.start) / K::COLUMNS;
-            let packed_b = panel(chunk.packed_columns, index, column_panel_units);
+            let index = (column - self.columns.start) / K::COLUMNS;
+            let packed_b = panel(packed_columns, index, column_panel_units);
             for (index, row) in rows.clone().step_by(K::ROWS).enumerate() {
                 let packed_a = panel(packed_rows, index, row_panel_units);
                 let (row_end, column_end) =
                     (rows.end.min(row + K::ROWS), columns.end.min(column + K::COLUMNS));
                 let factors = || {
-                    let (rows, columns, depth) = (row..row_end, column..column_end, chunk.depth.clone());
+                    let (rows, columns, depth) = (row..row_end, column..column_end, self.depth.clone());
                     Factors { a, b, rows, columns, depth }
                 };
                 if U::is_exceptional(packed_b) {
@@ -190,15 +301,22 @@ impl<K: MicroKernel, U: Packing, C: Float> Product<'_, K, U, C> {
                         U::exceptional_rows(&factors(), &mut tile, K::COLUMNS);
                     }
                 }
-                self.store(chunk, &mut tile, (row, column), (row_end - row, column_end - column));
+                let size = (row_end - row, column_end - column);
+                self.store::<K, U>(place, &mut tile, (row, column), size);
             }
         }
     }
 
     /// Adds a tile to what earlier blocks of depth left, and finishes it if this block is the last.
-    fn store(&self, chunk: &Chunk<'_>, tile: &mut Tile, (row, column): (usize, usize), size: (usize, usize)) {
-        let Problem { k, c, bias, write, .. } = *self.problem;
-        let (first, last) = (chunk.depth.start == 0, chunk.depth.end == k);
+    fn store<K: MicroKernel, U: Packing<Source = T>>(
+        &self,
+        place: Place<'_>,
+        tile: &mut Tile,
+        (row, column): (usize, usize),
+        size: (usize, usize),
+    ) {
+        let Problem { k, c, bias, write, .. } = self.problem;
+        let (first, last) = (self.depth.start == 0, self.depth.end == k);
         let bias = bias.filter(|_| last).map(|bias| &bias[column..]);
         let earlier = if first { Write::Overwrite } else { Write::Accumulate };
         // SAFETY: the tile lies in the chunk and the chunk in C; the partial sums hold a chunk. This task
@@ -206,17 +324,17 @@ impl<K: MicroKernel, U: Packing, C: Float> Product<'_, K, U, C> {
         unsafe {
             let target = c.at(row, column);
             if grain::<K, U, C>().keeps_partial_sums && !(first && last) {
-                let partial = self.partial.at(row - chunk.rows.start, column - chunk.columns.start);
+                let partial = place.partial.at(row - self.rows.start, column - self.columns.start);
                 if last {
                     let finish = Finish { partial: Some(partial), bias, write };
-                    store(self.level, size, tile, K::COLUMNS, &finish, target);
+                    store(place.level, size, tile, K::COLUMNS, &finish, target);
                 } else {
                     let finish = Finish { partial: None, bias, write: earlier };
-                    store(self.level, size, tile, K::COLUMNS, &finish, partial);
+                    store(place.level, size, tile, K::COLUMNS, &finish, partial);
                 }
             } else {
                 let write = if first { write } else { earlier };
-                store(self.level, size, tile, K::COLUMNS, &Finish { partial: None, bias, write }, target);
+                store(place.level, size, tile, K::COLUMNS, &Finish { partial: None, bias, write }, target);
             }
         }
     }

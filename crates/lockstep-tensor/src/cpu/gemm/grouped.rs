@@ -1,11 +1,11 @@
-//! Products of groups of rows with a matrix for each: one product after the other, each on all threads.
+//! Products of groups of rows with a matrix for each: all together, as tasks of one kernel.
 //!
 //! A group's product is the product that its rows alone would make, bit for bit, so it does not matter which other
 //! groups a rank holds.
 
 use lockstep_plan::DType;
 
-use super::{CpuQueue, check_disjoint, gemm};
+use super::{CpuQueue, check_disjoint, gemms};
 use crate::{Gemm, GemmLayout, GroupedGemm, Write, cpu::tasks::expect};
 
 /// Runs the products; see [`GroupedGemm`].
@@ -27,20 +27,21 @@ pub(in crate::cpu) fn grouped(queue: &CpuQueue, grouped: GroupedGemm<'_>) {
         "groups of {rows} rows must follow each other: offsets {offsets:?}"
     );
     let [a, b, c] = [a, b, c].map(|view| view.reshape(<[usize; 2]>::from(view.shape().as_matrix())));
-    for (group, ends) in offsets.windows(2).enumerate() {
+    let height = stacked.shape().dims()[1];
+    let products = offsets.windows(2).enumerate().filter_map(|(group, ends)| {
         let rows = ends[0] as usize..ends[1] as usize;
         if rows.is_empty() && (layout != GemmLayout::TN || write == Write::Accumulate) {
-            continue;
+            return None;
         }
-        let height = stacked.shape().dims()[1];
         let own = group * height..(group + 1) * height;
         let (b, c) = match layout {
             GemmLayout::TN => (b.rows(rows.clone()), c.rows(own)),
             GemmLayout::NN | GemmLayout::NT => (b.rows(own), c.rows(rows.clone())),
         };
-        let part = Gemm { layout, a: a.rows(rows), b, c, bias: None, write };
-        gemm(queue, part, c.shape().as_matrix().0);
-    }
+        let rows_of_c = c.shape().as_matrix().0;
+        Some((Gemm { layout, a: a.rows(rows), b, c, bias: None, write }, rows_of_c))
+    });
+    gemms(queue, (a.dtype(), c.dtype()), products);
 }
 
 #[cfg(test)]
@@ -124,6 +125,36 @@ mod tests {
                     assert_eq!(results[0], results[1], "{layout:?} {dtype}, {sizes:?}");
                 });
             }
+        }
+    }
+
+    #[test]
+    fn more_groups_than_a_batch_holds_and_larger_ones_than_its_memory_are_all_multiplied() {
+        // Products of few rows and of many, of which the last needs the room of several, in parts of its depth.
+        let sizes: Vec<usize> = (0..90).map(|group| [3, 12, 0, 30][group % 4]).chain([5]).collect();
+        let cases = [(sizes, [40, 50]), (vec![10, 1, 20], [2100, 700]), (vec![9, 2100, 9], [24, 40])];
+        for ((sizes, width), layout) in cases.iter().flat_map(|case| LAYOUTS.map(|layout| (case, layout))) {
+            let ends = sizes.iter().scan(0, |end, size| {
+                *end += *size as u32;
+                Some(*end)
+            });
+            let offsets: Vec<u32> = [0].into_iter().chain(ends).collect();
+            let [a, b, c] = shapes(layout, sizes.len(), sizes.iter().sum(), *width);
+            let queue = CpuQueue::new(2, &Arena::new()).unwrap();
+            let (a, b) = (filled(DType::BF16, &a, 1), filled(DType::BF16, &b, 2));
+            let [found, expected] = [(); 2].map(|()| filled(DType::BF16, &c, 3));
+            let product = |offsets: &[u32], first: usize, c: &Tensor| {
+                let (offsets, [b, c]) = (tensor(offsets), [b.view(), c.view()]);
+                let groups = first..first + offsets.view().elements() - 1;
+                let (b, c) = if layout == GemmLayout::TN { (b, c.rows(groups)) } else { (b.rows(groups), c) };
+                let (a, offsets) = (a.view(), offsets.view());
+                queue.grouped_gemm(GroupedGemm { layout, a, b, c, offsets, write: Write::Overwrite });
+            };
+            product(&offsets, 0, &found);
+            for (group, ends) in offsets.windows(2).enumerate() {
+                product(ends, group, &expected);
+            }
+            assert_eq!(values(found.view()), values(expected.view()), "{layout:?} {width:?}");
         }
     }
 

@@ -62,6 +62,7 @@ pub(super) use scratch::Scratch;
 use store::Window;
 
 /// A product whose operands are slices: `C [m, n] (+)= A [m, k] · B [k, n] (+ bias [n])`.
+#[derive(Clone, Copy)]
 struct Problem<'a, T, C> {
     m: usize,
     /// Rows of the product that these `m` are of: how it is computed follows from them.
@@ -77,79 +78,68 @@ struct Problem<'a, T, C> {
 
 /// Runs a product, or a part of one of `rows` rows; see [`Gemm`].
 pub(super) fn gemm(queue: &CpuQueue, gemm: Gemm<'_>, rows: usize) {
-    check_disjoint(&[gemm.c], &[gemm.a, gemm.b]);
-    if let Some(bias) = gemm.bias {
-        check_disjoint(&[gemm.c], &[bias]);
-    }
-    match (gemm.a.dtype(), gemm.c.dtype()) {
-        (DType::F32, DType::F32) => multiply_f32(queue, &problem(gemm, rows)),
-        (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, &problem(gemm, rows)),
-        (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, &problem(gemm, rows)),
-        (DType::F16, DType::F32) => multiply_f16::<f32>(queue, &problem(gemm, rows)),
-        (DType::F16, DType::F16) => multiply_f16::<f16>(queue, &problem(gemm, rows)),
+    let types = (gemm.a.dtype(), gemm.c.dtype());
+    gemms(queue, types, std::iter::once((gemm, rows)));
+}
+
+/// Runs products of operands of the first type into one of the second, each with the rows of the product that it is or is a part of.
+/// No output may overlap anything of another product.
+fn gemms<'a>(queue: &CpuQueue, types: (DType, DType), gemms: impl Iterator<Item = (Gemm<'a>, usize)>) {
+    let gemms = gemms.inspect(|(gemm, _)| {
+        check_disjoint(&[gemm.c], &[gemm.a, gemm.b]);
+        gemm.bias.into_iter().for_each(|bias| check_disjoint(&[gemm.c], &[bias]));
+    });
+    match types {
+        (DType::F32, DType::F32) => multiply_f32(queue, gemms.map(problem)),
+        (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, gemms.map(problem)),
+        (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, gemms.map(problem)),
+        (DType::F16, DType::F32) => multiply_f16::<f32>(queue, gemms.map(problem)),
+        (DType::F16, DType::F16) => multiply_f16::<f16>(queue, gemms.map(problem)),
         (a, c) => panic!("no product of {a} operands into {c}"),
     }
 }
 
-fn multiply_f32(queue: &CpuQueue, problem: &Problem<'_, f32, f32>) {
-    let few_rows = rows::fits(problem);
+fn multiply_f32<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f32, f32>>) {
     #[cfg(target_arch = "x86_64")]
     match queue.level {
         CpuLevel::Portable => {}
-        CpuLevel::Avx2 if few_rows => return rows::multiply::<F32x8, _, _>(queue, problem),
-        CpuLevel::Avx2 => return driver::multiply::<Avx2, Single, _>(queue, problem),
-        _ if few_rows => return rows::multiply::<F32x16, _, _>(queue, problem),
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Single, F32x8, _>(queue, problems),
         CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => {
-            return driver::multiply::<amx::SplitTiles, split::ThreeParts, _>(queue, problem);
+            return driver::multiply::<amx::SplitTiles, split::ThreeParts, F32x16, _>(queue, problems);
         }
-        _ => return driver::multiply::<Avx512, Single, _>(queue, problem),
+        _ => return driver::multiply::<Avx512, Single, F32x16, _>(queue, problems),
     }
-    if few_rows {
-        rows::multiply::<Plain, _, _>(queue, problem);
-    } else {
-        driver::multiply::<Portable, Single, _>(queue, problem);
-    }
+    driver::multiply::<Portable, Single, Plain, _>(queue, problems);
 }
 
-fn multiply_bf16<C: Float>(queue: &CpuQueue, problem: &Problem<'_, bf16, C>) {
-    let few_rows = rows::fits(problem);
+fn multiply_bf16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, bf16, C>>) {
     #[cfg(target_arch = "x86_64")]
     match queue.level {
         CpuLevel::Portable => {}
-        CpuLevel::Avx2 if few_rows => return rows::multiply::<F32x8, _, _>(queue, problem),
-        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened, _>(queue, problem),
-        CpuLevel::Avx512 if few_rows => return rows::multiply::<F32x16, _, _>(queue, problem),
-        CpuLevel::Avx512 => return driver::multiply::<Avx512, Widened, _>(queue, problem),
-        _ if few_rows => return rows::multiply::<Bf16Pairs, _, _>(queue, problem),
-        CpuLevel::Avx512Bf16 => return driver::multiply::<Avx512Dot, BfloatPair, _>(queue, problem),
-        CpuLevel::AmxBf16 => return driver::multiply::<amx::Tiles, BfloatPair, _>(queue, problem),
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened, F32x8, _>(queue, problems),
+        CpuLevel::Avx512 => return driver::multiply::<Avx512, Widened, F32x16, _>(queue, problems),
+        CpuLevel::Avx512Bf16 => {
+            return driver::multiply::<Avx512Dot, BfloatPair, Bf16Pairs, _>(queue, problems);
+        }
+        CpuLevel::AmxBf16 => {
+            return driver::multiply::<amx::Tiles, BfloatPair, Bf16Pairs, _>(queue, problems);
+        }
     }
-    if few_rows {
-        rows::multiply::<Plain, _, _>(queue, problem);
-    } else {
-        driver::multiply::<Portable, Widened, _>(queue, problem);
-    }
+    driver::multiply::<Portable, Widened, Plain, _>(queue, problems);
 }
 
-fn multiply_f16<C: Float>(queue: &CpuQueue, problem: &Problem<'_, f16, C>) {
-    let few_rows = rows::fits(problem);
+fn multiply_f16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f16, C>>) {
     #[cfg(target_arch = "x86_64")]
     match queue.level {
         CpuLevel::Portable => {}
-        CpuLevel::Avx2 if few_rows => return rows::multiply::<F32x8, _, _>(queue, problem),
-        CpuLevel::Avx2 => return driver::multiply::<Avx2, WidenedHalf, _>(queue, problem),
-        _ if few_rows => return rows::multiply::<F32x16, _, _>(queue, problem),
-        _ => return driver::multiply::<Avx512, WidenedHalf, _>(queue, problem),
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, WidenedHalf, F32x8, _>(queue, problems),
+        _ => return driver::multiply::<Avx512, WidenedHalf, F32x16, _>(queue, problems),
     }
-    if few_rows {
-        rows::multiply::<Plain, _, _>(queue, problem);
-    } else {
-        driver::multiply::<Portable, WidenedHalf, _>(queue, problem);
-    }
+    driver::multiply::<Portable, WidenedHalf, Plain, _>(queue, problems);
 }
 
-/// Checks the shapes and forms the slices.
-fn problem<'a, T: Float, C: Float>(gemm: Gemm<'a>, of_rows: usize) -> Problem<'a, T, C> {
+/// Checks the shapes of a part of a product, whose rows are given, and forms the slices.
+fn problem<'a, T: Float, C: Float>((gemm, of_rows): (Gemm<'a>, usize)) -> Problem<'a, T, C> {
     let Gemm { layout, a, b, c, bias, write } = gemm;
     let (m, n) = c.shape().as_matrix();
     let (a_rows, a_columns) = a.shape().as_matrix();

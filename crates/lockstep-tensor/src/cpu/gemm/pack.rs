@@ -31,6 +31,7 @@ pub(in crate::cpu) enum Order {
 }
 
 /// A matrix of a product, indexed by a row of A or column of B, and the depth.
+#[derive(Clone, Copy)]
 pub(in crate::cpu) struct Operand<'a, T> {
     elements: &'a [T],
     stride: usize,

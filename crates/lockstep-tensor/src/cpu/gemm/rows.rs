@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{CpuQueue, Float, Problem, lanes::Dot, pack::Order};
+use super::{Float, Problem, lanes::Dot, pack::Order};
 use crate::Write;
 
 /// Rows of X up to which this is faster than packing W.
@@ -20,29 +20,37 @@ pub(super) fn fits<T, C>(problem: &Problem<'_, T, C>) -> bool {
         && problem.b.order() == Order::AlongDepth
 }
 
-/// Computes `problem`, which [`fits`], with vectors `V`.
-pub(super) fn multiply<V: Dot<T>, T: Float, C: Float>(queue: &CpuQueue, problem: &Problem<'_, T, C>) {
-    let columns = (TASK_ELEMENTS / problem.k.max(1)).clamp(8, 1024);
-    let task = |start: usize| {
-        let columns = start..(start + columns).min(problem.n);
-        // SAFETY: the queue's level has the vector's instructions (the caller chose `V` by it). Tasks
-        // write different columns.
-        unsafe {
-            V::compiled(|| match problem.m {
-                0 => {}
-                1 => dots::<V, T, C, 1, 8>(problem, columns),
-                2 => dots::<V, T, C, 2, 4>(problem, columns),
-                3 => dots::<V, T, C, 3, 2>(problem, columns),
-                4 => dots::<V, T, C, 4, 2>(problem, columns),
-                5 => dots::<V, T, C, 5, 1>(problem, columns),
-                6 => dots::<V, T, C, 6, 1>(problem, columns),
-                7 => dots::<V, T, C, 7, 1>(problem, columns),
-                _ => dots::<V, T, C, MAX_ROWS, 1>(problem, columns),
-            });
-        }
-    };
-    let tasks = problem.n.div_ceil(columns);
-    queue.pool.run(tasks, |i| task(i * columns));
+/// Columns of a task.
+fn task_columns<T, C>(problem: &Problem<'_, T, C>) -> usize {
+    (TASK_ELEMENTS / problem.k.max(1)).clamp(8, 1024)
+}
+
+/// How many tasks `problem`, which [`fits`], has.
+pub(super) fn tasks<T, C>(problem: &Problem<'_, T, C>) -> usize {
+    problem.n.div_ceil(task_columns(problem))
+}
+
+/// One of the tasks, with vectors `V`. Tasks write different columns.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+pub(super) unsafe fn task<V: Dot<T>, T: Float, C: Float>(problem: &Problem<'_, T, C>, index: usize) {
+    let columns = task_columns(problem);
+    let columns = index * columns..((index + 1) * columns).min(problem.n);
+    // SAFETY: the caller's promise; nothing else writes these columns.
+    unsafe {
+        V::compiled(|| match problem.m {
+            0 => {}
+            1 => dots::<V, T, C, 1, 8>(problem, columns),
+            2 => dots::<V, T, C, 2, 4>(problem, columns),
+            3 => dots::<V, T, C, 3, 2>(problem, columns),
+            4 => dots::<V, T, C, 4, 2>(problem, columns),
+            5 => dots::<V, T, C, 5, 1>(problem, columns),
+            6 => dots::<V, T, C, 6, 1>(problem, columns),
+            7 => dots::<V, T, C, 7, 1>(problem, columns),
+            _ => dots::<V, T, C, MAX_ROWS, 1>(problem, columns),
+        });
+    }
 }
 
 /// Columns `columns` of the product of `ROWS` rows, `LINES` lines of W at a time.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use lockstep_checkpoint::safetensors::SafetensorsFile;
 use lockstep_infer::{Generator, InferError, LoadedModel};
 
-const FAMILIES: [&str; 10] = [
+const FAMILIES: [&str; 12] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -18,6 +18,8 @@ const FAMILIES: [&str; 10] = [
     "qwen2_moe",
     "qwen3_moe",
     "deepseek_v3",
+    "deepseek_v3_yarn",
+    "qwen3_yarn",
 ];
 const SEQ_LEN: usize = 24;
 

@@ -17,7 +17,7 @@ mod recorded;
 
 pub use config::{
     Activation, ExpertsConfig, Gpt2Config, LatentAttention, LlamaConfig, LlamaFamily, ModelConfig, Rope,
-    RopeScaling, SpecialTokens,
+    RopeScaling, SpecialTokens, Yarn,
 };
 pub use error::{CheckpointProblem, ConfigProblem, ModelError};
 pub use hf_names::{HfContent, HfImport, HfMapping, HfPlace, HfTensor};

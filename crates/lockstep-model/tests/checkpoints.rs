@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 10] = [
+const FAMILIES: [&str; 12] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -21,6 +21,8 @@ const FAMILIES: [&str; 10] = [
     "qwen2_moe",
     "qwen3_moe",
     "deepseek_v3",
+    "deepseek_v3_yarn",
+    "qwen3_yarn",
 ];
 
 fn fixture(file: &str) -> Vec<u8> {

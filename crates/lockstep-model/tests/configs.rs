@@ -46,7 +46,7 @@ fn problems(value: Value) -> Vec<ConfigProblem> {
     }
 }
 
-const FAMILIES: [&str; 10] = [
+const FAMILIES: [&str; 12] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -57,6 +57,8 @@ const FAMILIES: [&str; 10] = [
     "qwen2_moe",
     "qwen3_moe",
     "deepseek_v3",
+    "deepseek_v3_yarn",
+    "qwen3_yarn",
 ];
 
 #[test]
@@ -159,14 +161,14 @@ fn options_that_change_the_numbers_are_refused_by_name() {
 
 #[test]
 fn rope_types_that_are_not_supported_are_refused_by_name() {
-    for rope_type in ["dynamic", "yarn", "longrope", "mrope"] {
+    for rope_type in ["dynamic", "longrope", "mrope"] {
         for key in ["rope_scaling", "rope_parameters"] {
             let config =
                 json!({"model_type": "llama", key: {"rope_type": rope_type, "factor": 2.0, "beta_fast": 32}});
             let expected = ConfigProblem::Unsupported {
                 key: format!("{key}.rope_type"),
                 value: format!("\"{rope_type}\""),
-                supported: "\"default\", \"linear\", \"llama3\"".into(),
+                supported: "\"default\", \"linear\", \"llama3\", \"yarn\"".into(),
             };
             assert_eq!(problems(config), [expected]);
         }
@@ -297,13 +299,16 @@ fn a_configuration_that_its_file_cannot_express_is_invalid() {
 fn inverse_frequencies_are_those_of_transformers() {
     let text = std::fs::read_to_string(fixtures().join("rope.json")).unwrap();
     let cases: Vec<Value> = serde_json::from_str(&text).unwrap();
-    assert!(cases.len() >= 6);
+    assert!(cases.len() >= 10);
     for case in cases {
         let head_dim = case["head_dim"].as_u64().unwrap();
         let config = read(json!({
             "model_type": "llama", "head_dim": head_dim, "rope_parameters": case["rope_parameters"],
         }));
-        let found = llama(&config.unwrap()).rope.inverse_frequencies(head_dim as usize);
+        let rope = llama(&config.unwrap()).rope;
+        let (factor, expected) = (rope.attention_factor(), case["attention_factor"].as_f64().unwrap());
+        assert!((factor - expected).abs() <= 1e-12, "{}: {factor} and {expected}", case["rope_parameters"]);
+        let found = rope.inverse_frequencies(head_dim as usize);
         let expected = case["inverse_frequencies"].as_array().unwrap();
         assert_eq!(found.len(), expected.len());
         for (pair, (found, expected)) in found.iter().zip(expected).enumerate() {

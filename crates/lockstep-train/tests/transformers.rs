@@ -16,7 +16,7 @@ use lockstep_tensor::{Arena, CpuQueue};
 
 use reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
 
-const FAMILIES: [&str; 10] = [
+const FAMILIES: [&str; 12] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -27,6 +27,8 @@ const FAMILIES: [&str; 10] = [
     "qwen2_moe",
     "qwen3_moe",
     "deepseek_v3",
+    "deepseek_v3_yarn",
+    "qwen3_yarn",
 ];
 
 fn engine(family: &str, recompute: Recompute) -> Engine {

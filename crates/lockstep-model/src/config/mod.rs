@@ -22,7 +22,7 @@ pub use self::experts::ExpertsConfig;
 pub use self::gpt2::{Activation, Gpt2Config};
 pub use self::latent::LatentAttention;
 pub use self::llama::{LlamaConfig, LlamaFamily};
-pub use self::rope::{Rope, RopeScaling};
+pub use self::rope::{Rope, RopeScaling, Yarn};
 use crate::error::{ConfigProblem, ModelError};
 use crate::recorded::parameter_records;
 

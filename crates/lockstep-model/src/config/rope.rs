@@ -9,8 +9,7 @@ use super::reader::Reader;
 use crate::error::ConfigProblem;
 
 /// How positions are turned into angles: element pair `i` of a head turns by
-/// `position * inverse_frequencies(head_dim)[i]`. Cosines and sines are not scaled (the attention factor
-/// of every supported form is 1).
+/// `position * inverse_frequencies(head_dim)[i]`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
     /// The base of the geometric series of wavelengths.
@@ -40,6 +39,30 @@ pub enum RopeScaling {
         /// Context length of the training before the change.
         original_max_position_embeddings: usize,
     },
+    /// Long wavelengths divided by a factor, short ones kept, those between blended, and attention sharpened (YaRN: Peng et al.,
+    /// 2023, sections 3.2 and 3.4).
+    Yarn(Yarn),
+}
+
+/// YaRN's numbers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Yarn {
+    /// How many times longer the context is than the original one.
+    pub factor: f64,
+    /// Wavelengths that turn so often within the original context, or more often, are kept.
+    pub beta_fast: f64,
+    /// Those that turn so often, or less often, are divided.
+    pub beta_slow: f64,
+    /// Context length of the training before the change.
+    pub original_max_position_embeddings: usize,
+    /// Whether the pairs where these bands end are rounded, outwards.
+    pub truncate: bool,
+    /// Factor on cosines and sines; if it is not given it follows from `factor` and the next two.
+    pub attention_factor: Option<f64>,
+    /// How much of the logarithm of `factor` the rotated elements grow by.
+    pub mscale: Option<f64>,
+    /// The same of all elements, where a family multiplies these (DeepSeek).
+    pub mscale_all_dim: Option<f64>,
 }
 
 impl Rope {
@@ -57,10 +80,32 @@ impl Rope {
         (0..head_dim / 2)
             .map(|pair| {
                 let exponent = (2 * pair) as f32 / head_dim as f32;
-                let plain = 1.0 / libm::pow(self.theta, f64::from(exponent)) as f32;
-                self.scaling.apply(plain)
+                let inverse = libm::pow(self.theta, f64::from(exponent)) as f32;
+                match self.scaling {
+                    RopeScaling::Yarn(yarn) => yarn.apply(inverse, yarn.kept(pair, head_dim, self.theta)),
+                    scaling => scaling.apply(1.0 / inverse),
+                }
             })
             .collect()
+    }
+
+    /// Factor on cosines and sines, so that rotated queries and keys are both as much larger.
+    pub fn attention_factor(&self) -> f64 {
+        match self.scaling {
+            RopeScaling::Yarn(yarn) => yarn.attention_factor(),
+            _ => 1.0,
+        }
+    }
+
+    /// Factor on the scores of latent attention, in which the rotated elements have a share only.
+    pub fn latent_score_factor(&self) -> f64 {
+        match self.scaling {
+            RopeScaling::Yarn(Yarn { factor, mscale_all_dim: Some(scale), .. }) if scale != 0.0 => {
+                let scale = growth(factor, scale);
+                scale * scale
+            }
+            _ => 1.0,
+        }
     }
 
     /// Reads either form; what is not given has transformers' defaults (theta 10,000, no scaling).
@@ -155,8 +200,118 @@ impl Rope {
                 let allowed = format!("a finite number above low_freq_factor = {low}");
                 check("high_freq_factor", high, high.is_finite() && high > low, &allowed);
             }
+            RopeScaling::Yarn(yarn) => {
+                let original = yarn.original_max_position_embeddings as f64;
+                check("original_max_position_embeddings", original, original >= 1.0, "a whole number from 1");
+                check("rope_theta", self.theta, self.theta > 1.0, "a finite number above 1 with \"yarn\"");
+                check("factor", yarn.factor, finite_from(yarn.factor, 1.0), "a finite number from 1");
+                let slow = yarn.beta_slow;
+                check("beta_slow", slow, slow.is_finite() && slow > 0.0, "a finite number above 0");
+                let allowed = format!("a finite number above beta_slow = {slow}");
+                check(
+                    "beta_fast",
+                    yarn.beta_fast,
+                    yarn.beta_fast.is_finite() && yarn.beta_fast > slow,
+                    &allowed,
+                );
+                let factors = [("mscale", yarn.mscale), ("mscale_all_dim", yarn.mscale_all_dim)];
+                for (key, value) in factors.into_iter().filter_map(|(key, value)| Some((key, value?))) {
+                    check(key, value, finite_from(value, 0.0), "a finite number from 0");
+                }
+                if let Some(factor) = yarn.attention_factor {
+                    check(
+                        "attention_factor",
+                        factor,
+                        factor.is_finite() && factor > 0.0,
+                        "a finite number above 0",
+                    );
+                }
+            }
         }
         problems
+    }
+}
+
+/// What attention grows by where the context is `factor` times longer (Peng et al., 2023, equation 22).
+fn growth(factor: f64, scale: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * scale * libm::log(factor) + 1.0 }
+}
+
+impl Yarn {
+    fn attention_factor(&self) -> f64 {
+        let given = |scale: Option<f64>| scale.filter(|scale| *scale != 0.0);
+        match (self.attention_factor, given(self.mscale).zip(given(self.mscale_all_dim))) {
+            (Some(factor), _) => factor,
+            (None, Some((own, all))) => growth(self.factor, own) / growth(self.factor, all),
+            (None, None) => growth(self.factor, 1.0),
+        }
+    }
+
+    /// How much of a pair's frequency is kept: all of it where it turns often in the original context, nothing where it turns
+    /// seldom.
+    fn kept(&self, pair: usize, head_dim: usize, theta: f64) -> f32 {
+        let original = self.original_max_position_embeddings as f64;
+        // The pair, not a whole number, that turns so often.
+        let pair_of = |turns: f64| {
+            head_dim as f64 * libm::log(original / (turns * std::f64::consts::TAU)) / (2.0 * libm::log(theta))
+        };
+        let (mut first, mut last) = (pair_of(self.beta_fast), pair_of(self.beta_slow));
+        if self.truncate {
+            (first, last) = (first.floor(), last.ceil());
+        }
+        let first = first.max(0.0);
+        let mut last = last.min(head_dim as f64 - 1.0);
+        if first == last {
+            last += 0.001;
+        }
+        let divided = (pair as f32 - first as f32) / (last - first) as f32;
+        1.0 - divided.clamp(0.0, 1.0)
+    }
+
+    /// One inverse frequency, with the same roundings.
+    fn apply(&self, inverse: f32, kept: f32) -> f32 {
+        (1.0 / (self.factor as f32 * inverse)) * (1.0 - kept) + 1.0 / inverse * kept
+    }
+
+    fn read(reader: &mut Reader<'_>, max_position_embeddings: usize) -> Self {
+        let original = reader.size("original_max_position_embeddings", max_position_embeddings);
+        // Zero stands for what is not given.
+        let mut beta =
+            |key, default| Some(reader.number(key, default)).filter(|beta| *beta != 0.0).unwrap_or(default);
+        let (beta_fast, beta_slow) = (beta("beta_fast", 32.0), beta("beta_slow", 1.0));
+        let ratio = max_position_embeddings as f64 / original.max(1) as f64;
+        Self {
+            factor: reader.optional_number("factor").unwrap_or(ratio),
+            beta_fast,
+            beta_slow,
+            original_max_position_embeddings: original,
+            truncate: reader.flag("truncate", true),
+            attention_factor: reader.optional_number("attention_factor"),
+            mscale: reader.optional_number("mscale"),
+            mscale_all_dim: reader.optional_number("mscale_all_dim"),
+        }
+    }
+
+    fn table(&self) -> Value {
+        let mut table = json!({
+            "rope_type": "yarn",
+            "factor": self.factor,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "original_max_position_embeddings": self.original_max_position_embeddings,
+        });
+        if !self.truncate {
+            table["truncate"] = json!(false);
+        }
+        let optional = [
+            ("attention_factor", self.attention_factor),
+            ("mscale", self.mscale),
+            ("mscale_all_dim", self.mscale_all_dim),
+        ];
+        for (key, value) in optional.into_iter().filter_map(|(key, value)| Some((key, value?))) {
+            table[key] = json!(value);
+        }
+        table
     }
 }
 
@@ -164,7 +319,7 @@ impl RopeScaling {
     /// Changes one inverse frequency; every step rounds to f32, as in transformers.
     fn apply(self, plain: f32) -> f32 {
         match self {
-            Self::Default => plain,
+            Self::Default | Self::Yarn(_) => plain,
             Self::Linear { factor } => plain / factor as f32,
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 let original = original_max_position_embeddings as f64;
@@ -202,8 +357,9 @@ impl RopeScaling {
                 original_max_position_embeddings: reader
                     .size("original_max_position_embeddings", max_position_embeddings),
             }),
+            "yarn" => Some(Self::Yarn(Yarn::read(reader, max_position_embeddings))),
             _ => {
-                reader.unsupported(key, "\"default\", \"linear\", \"llama3\"");
+                reader.unsupported(key, "\"default\", \"linear\", \"llama3\", \"yarn\"");
                 None
             }
         }
@@ -213,6 +369,7 @@ impl RopeScaling {
         let value = match self {
             Self::Default => json!({ "rope_type": "default" }),
             Self::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
+            Self::Yarn(yarn) => yarn.table(),
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 json!({
                     "rope_type": "llama3",

@@ -27,12 +27,12 @@ impl LlamaConfig {
         let narrow = g.rms_norm(narrow, "self_attn.kv_a_layernorm", key_value_rank, EPSILON);
         let rotary = self.linear(g, x, "self_attn.kv_a_proj_rotary", rotary_dim, false);
         let rotary = g.whole_tokens(rotary);
-        let rotary = g.rope_in_pairs(rotary, rotary_dim, latent.pairs());
+        let rotary = self.latent_rope(g, rotary, latent);
         let plain = self.linear(g, narrow, "self_attn.kv_b_proj_key", heads * plain_dim, false);
         let k = g.join_heads(plain, rotary, heads, 1);
         let v = self.linear(g, narrow, "self_attn.kv_b_proj_value", heads * value_dim, false);
         let v = g.resize_heads(v, heads, head_dim);
-        let scale = (head_dim as f32).powf(-0.5);
+        let scale = (head_dim as f32).powf(-0.5) * self.rope.latent_score_factor() as f32;
         let shape = AttentionShape { heads, key_value_heads: heads, head_dim, scale, window: None };
         let attended = g.attention(q, k, v, shape, self.attention_dropout as f32);
         let attended = g.resize_heads(attended, heads, value_dim);
@@ -49,8 +49,14 @@ impl LlamaConfig {
         let heads = self.num_attention_heads;
         let plain = self.linear(g, x, plain, heads * latent.plain_dim, false);
         let rotary = self.linear(g, x, rotary, heads * latent.rotary_dim, false);
-        let rotary = g.rope_in_pairs(rotary, latent.rotary_dim, latent.pairs());
+        let rotary = self.latent_rope(g, rotary, latent);
         g.join_heads(plain, rotary, heads, heads)
+    }
+
+    fn latent_rope(&self, g: &mut Recorder, x: Value, latent: &LatentAttention) -> Value {
+        let rotated = g.rope_in_pairs(x, latent.rotary_dim, latent.pairs());
+        let growth = self.rope.attention_factor() as f32;
+        if growth == 1.0 { rotated } else { g.scale(rotated, growth) }
     }
 
     /// How tensor-parallel ranks split latent attention: by heads, behind the narrow values.

@@ -40,7 +40,9 @@ impl LlamaConfig {
         let v = self.linear(g, x, "self_attn.v_proj", key_value_heads * head_dim, self.qkv_bias);
         let q = self.rotated(g, q, "self_attn.q_norm");
         let k = self.rotated(g, k, "self_attn.k_norm");
-        let scale = (head_dim as f32).powf(-0.5);
+        // Queries and keys are both rotated whole: what both grow by is a factor on their products.
+        let growth = self.rope.attention_factor();
+        let scale = (head_dim as f32).powf(-0.5) * (growth * growth) as f32;
         let shape = AttentionShape { heads, key_value_heads, head_dim, scale, window: self.sliding_window };
         let attended = g.attention(q, k, v, shape, self.attention_dropout as f32);
         self.linear(g, attended, "self_attn.o_proj", self.hidden_size, self.output_bias)

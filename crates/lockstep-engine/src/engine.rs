@@ -71,6 +71,8 @@ pub struct Engine {
     pub(crate) pipeline: Option<Pipeline>,
     /// Which units are on this rank.
     pub(crate) is_here: Vec<bool>,
+    /// Room for the biases by which the experts of a layer are chosen.
+    pub(crate) bias_values: Vec<f32>,
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
     shared_table: Option<SharedTable>,
 }
@@ -217,6 +219,7 @@ impl Engine {
             pipeline: groups.pipeline(),
             groups,
             is_here,
+            bias_values: Vec::new(),
             shared_table,
             weights: ModelWeights {
                 trained,
@@ -294,6 +297,18 @@ impl Engine {
     /// How many tokens of all ranks have chosen each expert in the step that [`Engine::forward_backward`] has made.
     pub fn expert_load(&self) -> &ExpertLoad {
         self.runner.expert_load()
+    }
+
+    /// From now on [`Engine::router_margin`] is kept, which takes a look at all scores.
+    pub fn watch_router_margin(&mut self) {
+        self.runner.watch_router_margin();
+    }
+
+    /// How near any token that was routed here has been to choosing other experts
+    /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)); infinite in a model without any, none where it
+    /// is not watched.
+    pub fn router_margin(&self) -> Option<f32> {
+        self.runner.router_margin()
     }
 
     /// Starts a step.

@@ -89,12 +89,16 @@ impl Part<'_> {
         self.first..self.first + self.view.elements()
     }
 
-    /// The elements as f32, which holds each of them exactly.
-    pub(crate) fn to_f32(self) -> Vec<f32> {
+    /// Writes the elements as f32, which holds each of them exactly.
+    pub(crate) fn copy_to_f32(self, values: &mut Vec<f32>) {
+        values.clear();
         match self.view.dtype() {
-            DType::BF16 => self.view.to_vec::<bf16>().into_iter().map(bf16::to_f32).collect(),
-            DType::F16 => self.view.to_vec::<f16>().into_iter().map(f16::to_f32).collect(),
-            _ => self.view.to_vec(),
+            DType::BF16 => values.extend(self.view.to_vec::<bf16>().into_iter().map(bf16::to_f32)),
+            DType::F16 => values.extend(self.view.to_vec::<f16>().into_iter().map(f16::to_f32)),
+            _ => {
+                values.resize(self.view.elements(), 0.0);
+                self.view.copy_to(values);
+            }
         }
     }
 }

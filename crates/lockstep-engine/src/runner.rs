@@ -3,6 +3,7 @@
 //! A rank runs one stage of the model, which without a pipeline is all of it, or several. For each micro-batch that is on
 //! its way through a stage there is a slot: a frame for each unit, and what the stage was given.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use lockstep_comm::{CommError, Lent};
@@ -59,6 +60,8 @@ pub struct Runner {
     timeline: Timeline,
     predicted_bytes: usize,
     load: ExpertLoad,
+    /// The smallest of any router here, if it is watched.
+    router_margin: Option<Cell<f32>>,
 }
 
 /// How a rank takes part in a model: its stages from the model's first layer on.
@@ -217,6 +220,7 @@ impl Runner {
             timeline: Timeline::default(),
             predicted_bytes,
             load: ExpertLoad::new(model),
+            router_margin: None,
         })
     }
 
@@ -234,6 +238,15 @@ impl Runner {
     /// How many tokens have chosen each expert since the step began.
     pub(crate) fn expert_load(&self) -> &ExpertLoad {
         &self.load
+    }
+
+    /// See [`Engine::watch_router_margin`](crate::Engine::watch_router_margin).
+    pub(crate) fn watch_router_margin(&mut self) {
+        self.router_margin = Some(Cell::new(f32::INFINITY));
+    }
+
+    pub(crate) fn router_margin(&self) -> Option<f32> {
+        self.router_margin.as_ref().map(Cell::get)
     }
 
     pub(crate) fn expert_load_mut(&mut self) -> &mut ExpertLoad {
@@ -540,6 +553,7 @@ impl Runner {
                 .context_peers()
                 .map(|peers| ContextPeers { peers, ring: self.ring.as_ref() }),
             transits: self.transits.as_ref(),
+            router_margin: self.router_margin.as_ref(),
             trace: Some(Trace { timeline: &self.timeline, unit }),
         }
     }

@@ -31,8 +31,9 @@ impl Engine {
     /// # Errors
     /// [`CommError`]: none on one rank.
     pub fn update(&mut self, update: &Update) -> Result<(), CommError> {
-        let balanced = self.balance();
-        for id in self.trained_ids().filter(|id| !balanced.contains(id)) {
+        self.balance();
+        let is_bias = |id: &ParameterId| self.model.selection_bias(self.records[id.0].unit) == Some(*id);
+        for id in self.trained_ids().filter(|id| !is_bias(id)) {
             self.update_parameter(id, update);
         }
         let begin = self.timeline().begin();
@@ -74,19 +75,22 @@ impl Engine {
         });
     }
 
-    /// Moves the biases by which experts are chosen against the load of the step, alike on all ranks; returns which they are.
-    fn balance(&mut self) -> Vec<ParameterId> {
+    /// Moves the biases by which experts are chosen against the load of the step, alike on all ranks.
+    fn balance(&mut self) {
         let rate = self.model.bias_update_rate() as f32;
-        let here = (0..self.model.units()).filter(|unit| self.is_here[*unit]);
-        let biases: Vec<_> = here.filter_map(|unit| Some((unit, self.model.selection_bias(unit)?))).collect();
-        for &(unit, id) in biases.iter().filter(|(_, id)| self.records[id.0].trainable) {
-            let Some(steps) = self.runner.expert_load().steps_to_balance(unit, rate) else { continue };
+        let mut values = std::mem::take(&mut self.bias_values);
+        for unit in (0..self.model.units()).filter(|unit| self.is_here[*unit]) {
+            let bias = self.model.selection_bias(unit).filter(|id| self.records[id.0].trainable);
+            let Some((id, steps)) = bias.zip(self.runner.expert_load().steps_to_balance(unit, rate)) else {
+                continue;
+            };
             let whole = self.weights.biases.as_ref().unwrap_or_else(|| self.weights.updated());
-            let Some(mut values) = whole.kept_part(id).map(Part::to_f32) else { continue };
+            let Some(part) = whole.kept_part(id) else { continue };
+            part.copy_to_f32(&mut values);
             values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
             self.write_parameter(id, 0, &values);
         }
-        biases.into_iter().map(|(_, id)| id).collect()
+        self.bias_values = values;
     }
 
     /// The gradient and the rounded weights go through memory once, everything else is read and written.

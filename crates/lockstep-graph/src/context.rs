@@ -72,6 +72,8 @@ pub(crate) struct SequenceExchange {
     pub(crate) y: Value,
     /// As large as `x` or `y`, whichever is larger.
     pub(crate) scratch: [Value; 2],
+    /// In f32, where several ranks have the same heads: the sum of what they have.
+    pub(crate) sum: Option<Value>,
 }
 
 impl SequenceExchange {
@@ -88,7 +90,7 @@ impl SequenceExchange {
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match self.change {
             SequenceChange::Gather => vec![self.scratch[0]],
-            _ => self.scratch.to_vec(),
+            _ => self.scratch.into_iter().chain(self.sum).collect(),
         }
     }
 }
@@ -171,7 +173,10 @@ impl Recorder {
         let y = Value(self.values.len() - 1);
         let elements = self.values[x.0].elements().max(rows * columns);
         let scratch = [(); 2].map(|()| self.scratch(1, elements, dtype));
-        self.operations.push(Operation::SequenceExchange(SequenceExchange { change, x, y, scratch }));
+        let is_repeated =
+            matches!(change, SequenceChange::TokensToHeads { heads } if heads < self.context.ranks);
+        let sum = is_repeated.then(|| self.scratch(1, elements / self.context.ranks, DType::F32));
+        self.operations.push(Operation::SequenceExchange(SequenceExchange { change, x, y, scratch, sum }));
         y
     }
 }
@@ -311,7 +316,7 @@ impl<'a> Run<'a> {
     }
 
     /// `x` of all tokens of each sequence and the own heads becomes `y [T, heads, ..]` of the own tokens; what several ranks
-    /// have of a head is summed.
+    /// have of a head is summed, in f32.
     fn heads_to_tokens(
         &self,
         exchange: &SequenceExchange,
@@ -330,16 +335,19 @@ impl<'a> Run<'a> {
             queue.transpose_blocks(x.reshape([sequences, ranks, row]), sent.reshape([ranks, sequences, row]));
         }
         self.exchange_blocks(sent, received, left_out)?;
-        let by_heads = if copies == 1 {
-            received
-        } else {
-            let (from, block) = (received.reshape([ranks, tokens * width]), tokens * width);
-            let sums = other.reshape([copies, groups * block]).rows(0..1).reshape([groups, block]);
-            for rank in 0..ranks {
-                let (part, sum) = (from.rows(rank..rank + 1), sums.rows(rank / copies..rank / copies + 1));
-                if rank % copies == 0 { queue.cast(part, sum) } else { queue.add(sum, part, sum) }
+        let by_heads = match exchange.sum {
+            None => received,
+            Some(sum) => {
+                let (from, block) = (received.reshape([ranks, tokens * width]), tokens * width);
+                let sums = other.reshape([copies, groups * block]).rows(0..1).reshape([groups, block]);
+                let sum = self.flat(sum);
+                for group in 0..groups {
+                    queue.zero(sum);
+                    queue.sum_rows(from.rows(group * copies..(group + 1) * copies), sum);
+                    queue.cast(sum, sums.rows(group..group + 1).reshape([block]));
+                }
+                sums
             }
-            sums
         };
         queue.transpose_blocks(by_heads.reshape([groups, tokens, width]), y.reshape([tokens, groups, width]));
         Ok(())

@@ -24,7 +24,7 @@ use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
 use crate::{
     Bias, Linear, Mode, Recorder, Value,
     mutation::{Mutation, active},
-    operation::{Operation, PartCounts, RemoteRows, RemoteSlots, RouteOperation, SlotTables},
+    operation::{Operation, PartCounts, RemoteRows, RouteOperation, SlotTables},
 };
 
 /// How tokens choose experts, and what keeps the choice even.
@@ -96,12 +96,9 @@ impl Recorder {
         let down = self.expert_linear((active, tables), layers[2], shape, 2, mixture);
         let slots = self.values[x.0].rows * routing.top_k;
         let parts = self.experts.tensor_ranks;
-        let remote = tables.remote.map(|_| RemoteSlots {
-            returned: self.table(slots * parts, hidden, self.shape.dtype),
-            weights: (parts > 1).then(|| [(); 2].map(|()| self.table(slots, parts, DType::F32))),
-        });
+        let returned = tables.remote.map(|_| self.table(slots * parts, hidden, self.shape.dtype));
         let y = self.value_like(x, hidden);
-        self.operations.push(Operation::Combine { rows: down, weights, tables, remote, y });
+        self.operations.push(Operation::Combine { rows: down, weights, tables, returned, y });
         self.in_stream(y)
     }
 
@@ -130,6 +127,7 @@ impl Recorder {
         let (sequences, ranks) = (self.shape.sequences, self.place.ranks);
         let tokens_here = self.tokens_of(self.layout(logits));
         let ranks = ranks * self.context.ranks;
+        let stretches = sequences * self.context.pieces();
         let has_parts = ranks > 1 && (routing.auxiliary_loss != 0.0 || routing.capacity_factor.is_some());
         let capacity = routing.capacity_factor.filter(|_| self.mode == Mode::Training).map(|factor| {
             let seq_len = self.shape.seq_len * self.context.ranks;
@@ -146,13 +144,14 @@ impl Recorder {
             experts: self.table(tokens, routing.top_k, DType::U32),
             weights: self.table(tokens, routing.top_k, DType::F32),
             tokens: tokens_here,
-            counts: self.table(sequences, experts, DType::F32),
+            counts: self.table(stretches, experts, DType::F32),
             parts: has_parts.then(|| PartCounts {
                 totals: self.table(sequences, experts, DType::F32),
-                gathered: self.table(ranks, sequences * experts, DType::F32),
-                before: self.table(sequences, experts, DType::F32),
+                gathered: self.table(ranks * stretches, experts, DType::F32),
+                ordered: self.table(ranks * stretches, experts, DType::F32),
+                before: self.table(stretches, experts, DType::F32),
             }),
-            probabilities: self.table(sequences, experts, DType::F32),
+            probabilities: self.table(stretches, experts, DType::F32),
             kept: capacity.map(|_| self.table(tokens, routing.top_k, DType::U32)),
         };
         self.operations.push(Operation::Route(route));

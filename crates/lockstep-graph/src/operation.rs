@@ -117,7 +117,7 @@ pub(crate) struct RouteOperation {
     pub(crate) weights: Value,
     /// The tokens that are routed here.
     pub(crate) tokens: TokenRange,
-    /// How many slots of what is here of each sequence have chosen each expert.
+    /// How many slots of each stretch of a sequence that is here have chosen each expert.
     pub(crate) counts: Value,
     /// The same of whole sequences, where other ranks have parts of them.
     pub(crate) parts: Option<PartCounts>,
@@ -132,9 +132,11 @@ pub(crate) struct RouteOperation {
 pub(crate) struct PartCounts {
     /// Of whole sequences.
     pub(crate) totals: Value,
-    /// Scratch: those of each rank.
+    /// Scratch: those of each rank's stretches.
     pub(crate) gathered: Value,
-    /// Scratch: of the tokens before the own ones.
+    /// Scratch: the same in the order of the tokens, one sequence after the other.
+    pub(crate) ordered: Value,
+    /// Scratch: of the tokens before each of the own stretches.
     pub(crate) before: Value,
 }
 
@@ -182,15 +184,6 @@ impl SlotTables {
     fn scratch(&self) -> Vec<Value> {
         self.remote.map_or_else(Vec::new, |remote| vec![remote.sending, remote.receiving])
     }
-}
-
-/// What a combination of other ranks' rows needs.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RemoteSlots {
-    /// The rows of the own slots, come back.
-    pub(crate) returned: Value,
-    /// Scratch: weights, or their gradients, once for each part of an expert; none where they have no parts.
-    pub(crate) weights: Option<[Value; 2]>,
 }
 
 /// One recorded operation.
@@ -318,7 +311,8 @@ pub(crate) enum Operation {
         rows: Value,
         weights: Value,
         tables: SlotTables,
-        remote: Option<RemoteSlots>,
+        /// The rows of the own slots, come back, where experts are on several ranks.
+        returned: Option<Value>,
         y: Value,
     },
     /// Rows scaled by the sigmoid of a number each.
@@ -394,7 +388,7 @@ impl Operation {
                 let tables = tables.values().into_iter().chain([tables.offsets]);
                 [rows].into_iter().chain(tables).chain(experts).collect()
             }
-            Self::Combine { remote: Some(remote), y, .. } => vec![y, remote.returned],
+            Self::Combine { returned: Some(returned), y, .. } => vec![y, returned],
             _ => vec![self.output()],
         }
     }
@@ -467,17 +461,14 @@ impl Operation {
                 vec![logits, split.statistics, split.gathered, split.log_sum_exp]
             }
             Self::Route(RouteOperation { probabilities, parts, bias, .. }) => {
-                let parts = parts.into_iter().flat_map(|parts| [parts.gathered, parts.before]);
+                let parts = parts.into_iter().flat_map(|parts| [parts.gathered, parts.ordered, parts.before]);
                 parts.chain(bias.map(|(_, scratch)| scratch)).chain([probabilities]).collect()
             }
             Self::Dispatch { tables, .. } => {
                 let arrived = tables.remote.map(|remote| remote.arrived);
                 tables.scratch().into_iter().chain(arrived).collect()
             }
-            Self::Combine { tables, remote, .. } => {
-                let weights = remote.and_then(|remote| remote.weights).into_iter().flatten();
-                tables.scratch().into_iter().chain(weights).collect()
-            }
+            Self::Combine { tables, .. } => tables.scratch(),
             _ => vec![],
         }
     }
@@ -533,8 +524,8 @@ impl Operation {
             }
             Self::Dispatch { tables, .. } => tables.values(),
             Self::GroupedLinear { offsets, .. } => vec![offsets],
-            Self::Combine { rows, weights, tables, remote, .. } => {
-                let rows = remote.map_or(rows, |remote| remote.returned);
+            Self::Combine { rows, weights, tables, returned, .. } => {
+                let rows = returned.unwrap_or(rows);
                 [rows, weights].into_iter().chain(tables.values()).collect()
             }
             Self::GateRows { gate, x, .. } => vec![gate, x],

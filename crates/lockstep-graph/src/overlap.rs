@@ -246,7 +246,9 @@ impl Planner<'_> {
     fn exchange(&self, instruction: &Instruction) -> Option<(Way, Object, Object)> {
         match instruction {
             Instruction::Forward(operation) => {
-                let Operation::Exchange { exchange, x, y } = self.operations[*operation] else { return None };
+                let Operation::Exchange { exchange, x, y, .. } = self.operations[*operation] else {
+                    return None;
+                };
                 let (x, y) = (Object::Value(x), Object::Value(y));
                 match exchange {
                     Exchange::GatherTokens | Exchange::AllTokens => Some((Way::Gather, x, y)),

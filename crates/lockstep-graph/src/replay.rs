@@ -2,6 +2,8 @@
 //!
 //! Nothing here allocates; a replay is a walk over a list. Where it is traced, each instruction is a span.
 
+use std::cell::Cell;
+
 use lockstep_comm::CommError;
 use lockstep_plan::DType;
 use lockstep_tensor::{
@@ -96,6 +98,9 @@ pub struct Replay<'a> {
     pub context: Option<ContextPeers<'a>>,
     /// Memory for what is on its way while products are computed, if the program has such exchanges.
     pub transits: Option<&'a Transits>,
+    /// Where the smallest margin of routers is kept, if it is asked for
+    /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)).
+    pub router_margin: Option<&'a Cell<f32>>,
     /// Where the times of operations are recorded, if they are.
     pub trace: Option<Trace<'a>>,
 }
@@ -326,8 +331,8 @@ impl<'a> Run<'a> {
                 offsets: self.flat(offsets),
                 write: Write::Overwrite,
             }),
-            Operation::Combine { rows, weights, tables, remote, y } => {
-                self.combine(self.value(rows), self.value(weights), (tables, remote), self.value(y))?;
+            Operation::Combine { rows, weights, tables, returned, y } => {
+                self.combine(self.value(rows), self.value(weights), (tables, returned), self.value(y))?;
             }
             Operation::GateRows { gate, x, y } => {
                 queue.gate_rows(self.value(gate), self.value(x), self.value(y));
@@ -420,10 +425,9 @@ impl<'a> Run<'a> {
                 offsets: self.flat(offsets),
                 write,
             }),
-            Operation::Combine { rows, weights, tables, remote, .. } => {
-                let rows = self.value(remote.map_or(rows, |remote| remote.returned));
-                let weights = self.value(weights);
-                self.combine_gradient(dy, rows, weights, (tables, remote), [target(0), target(1)])?;
+            Operation::Combine { rows, weights, tables, returned, .. } => {
+                let rows = self.value(returned.unwrap_or(rows));
+                self.combine_gradient(dy, rows, self.value(weights), tables, [target(0), target(1)])?;
             }
             Operation::GateRows { gate, x, .. } => {
                 queue.gate_rows_backward(dy, self.value(gate), self.value(x), target(0), target(1));
@@ -571,7 +575,9 @@ impl<'a> Run<'a> {
 
     /// How many rows count, where not all do.
     fn used_rows(&self, offsets: Option<Value>) -> Option<usize> {
-        offsets.map(|offsets| last(self.flat(offsets)) as usize)
+        let offsets = self.flat(offsets?);
+        let (last, mut rows) = (offsets.elements() - 1, [0]);
+        Some(self.replay.queue.read_numbers(offsets.rows(last..last + 1), &mut rows).wait()[0] as usize)
     }
 
     /// Tokens of each sequence, those of other ranks included.
@@ -649,14 +655,6 @@ fn check(view: View<'_>, dtype: DType) -> View<'_> {
 /// The first rows, where not all count.
 fn used(view: View<'_>, rows: Option<usize>) -> View<'_> {
     rows.map_or(view, |rows| view.rows(0..rows))
-}
-
-/// The last number of a table.
-fn last(table: View<'_>) -> u32 {
-    let mut number = [0];
-    let elements = table.elements();
-    table.rows(elements - 1..elements).copy_to(&mut number);
-    number[0]
 }
 
 fn group(view: View<'_>, width: usize) -> View<'_> {

@@ -9,37 +9,74 @@
 //! ```
 
 use lockstep_comm::CommError;
-use lockstep_tensor::{Kernels, Permutation, Routed, Router, RouterGradients, View};
+use lockstep_tensor::{Kernels, Permutation, Routed, Router, RouterGradients, TokenPlaces, View};
 
 use crate::{
-    Peers,
+    Peers, Value,
     mutation::{Mutation, active},
-    operation::{RemoteRows, RemoteSlots, RouteOperation, SlotTables},
+    operation::{PartCounts, RemoteRows, RouteOperation, SlotTables},
     replay::Run,
 };
 
 impl<'a> Run<'a> {
     pub(crate) fn route(&self, route: &RouteOperation) -> Result<(), CommError> {
         let RouteOperation { capacity, experts, tokens, counts, parts, probabilities, kept, .. } = *route;
-        let (queue, routed, places) = (self.replay.queue, self.routed(route), self.places(tokens));
-        let counts = self.value(counts);
-        queue.router_top_k(&self.router(route), self.value(route.logits), routed);
-        queue.router_load(routed, places, counts, self.value(probabilities));
+        let (queue, routed) = (self.replay.queue, self.routed(route));
+        let router = self.router(route);
+        queue.router_top_k(&router, self.value(route.logits), routed);
+        if let Some(smallest) = self.replay.router_margin {
+            smallest.set(smallest.get().min(queue.router_margin(&router, routed.scores).wait()));
+        }
+        // Tokens of one stretch follow each other; between two may be those of other ranks.
+        let places = self.places(tokens);
+        let stretches = TokenPlaces { seq_len: places.seq_len / self.program.context.pieces(), ..places };
+        queue.router_load(routed, stretches, self.value(counts), self.value(probabilities));
         if let Some(parts) = parts {
-            // Sums over ranks of whole numbers: exact in any order.
-            let peers =
-                self.replay.sequence_peers.expect("a router of parts of sequences is given the others'");
-            let (gathered, rank) = (self.value(parts.gathered), peers.group.rank());
-            self.gather_from(peers, counts, gathered, Mutation::RoutersCountOwnTokens)?;
-            for (sums, ranks) in [(parts.totals, gathered.shape().as_matrix().0), (parts.before, rank)] {
-                let sums = self.flat(sums);
-                queue.zero(sums);
-                queue.sum_rows(gathered.rows(0..ranks), sums);
-            }
+            self.count_parts(self.value(counts), parts)?;
         }
         if let (Some(capacity), Some(kept)) = (capacity, kept) {
             let before = parts.map(|parts| self.value(parts.before));
-            queue.limit_slots(self.value(experts), places, capacity, before, self.value(kept));
+            queue.limit_slots(self.value(experts), stretches, capacity, before, self.value(kept));
+        }
+        Ok(())
+    }
+
+    /// Tells the other ranks that have tokens of the same sequences how often experts were chosen here, and adds up what all have
+    /// told: of whole sequences, and of the tokens before each of the own stretches.
+    fn count_parts(&self, counts: View<'a>, parts: PartCounts) -> Result<(), CommError> {
+        let (queue, context) = (self.replay.queue, self.program.context);
+        let peers = self.replay.sequence_peers.expect("a router of parts of sequences is given the others'");
+        let [totals, gathered, ordered, before] =
+            [parts.totals, parts.gathered, parts.ordered, parts.before].map(|value| self.value(value));
+        self.gather_from(peers, counts, gathered, Mutation::RoutersCountOwnTokens)?;
+        let rows = |view: View<'_>| view.shape().as_matrix().0;
+        let row_of = |view: View<'a>, row: usize| view.rows(row..row + 1);
+        let (sequences, ranks) = (rows(totals), rows(gathered) / rows(counts));
+        // Of ranks that have the same stretches, each has a range of their tokens.
+        let (stretches, sharing) = (context.pieces(), ranks / context.ranks);
+        let of_sequence = rows(ordered) / sequences;
+        let places = || {
+            (0..ranks).flat_map(move |rank| (0..stretches).map(move |stretch| (rank, stretch))).map(
+                move |(rank, stretch)| {
+                    let place = context.piece_place(rank / sharing, stretch);
+                    (rank, stretch, place * sharing + rank % sharing)
+                },
+            )
+        };
+        // Sums of whole numbers: exact in any order.
+        for sequence in 0..sequences {
+            let of_sequence = ordered.rows(sequence * of_sequence..(sequence + 1) * of_sequence);
+            for (rank, stretch, place) in places() {
+                let row = (rank * sequences + sequence) * stretches + stretch;
+                queue.cast(row_of(gathered, row), row_of(of_sequence, place));
+            }
+            let own = places().filter(|(rank, ..)| *rank == peers.group.rank());
+            let sums = own.map(|(_, stretch, place)| (row_of(before, sequence * stretches + stretch), place));
+            for (sum, len) in sums.chain([(row_of(totals, sequence), rows(of_sequence))]) {
+                let sum = sum.reshape([sum.elements()]);
+                queue.zero(sum);
+                queue.sum_rows(of_sequence.rows(0..len), sum);
+            }
         }
         Ok(())
     }
@@ -49,7 +86,7 @@ impl<'a> Run<'a> {
         let RouteOperation { routing, counts, parts, probabilities, .. } = *route;
         let (queue, seed) = (self.replay.queue, self.extra.seed.of_sequences);
         let counts = self.value(parts.map_or(counts, |parts| parts.totals));
-        let probabilities = self.value(probabilities);
+        let probabilities = self.value(probabilities).rows(0..counts.shape().as_matrix().0);
         let (experts, seq_len) = (counts.shape().as_matrix().1 as f32, self.whole_seq_len() as f32);
         let has_loss = routing.auxiliary_loss != 0.0;
         if has_loss {
@@ -87,7 +124,7 @@ impl<'a> Run<'a> {
         trade.forth(queue, (sending, receiving), Mutation::RowsForExpertsLost)?;
         // Rows have come by sender and expert; the experts want them by expert, and then by sender.
         let arrived = self.flat(remote.arrived).rows(0..trade.arrived());
-        arrived.copy_from(&trade.experts());
+        queue.arrived_experts(self.flat(remote.received), trade.experts, arrived);
         queue.sort_slots(arrived, 0, self.arrivals(remote, &trade), self.flat(tables.offsets));
         queue.permute(
             self.arrivals(remote, &trade),
@@ -118,13 +155,12 @@ impl<'a> Run<'a> {
         &self,
         rows: View<'_>,
         weights: View<'_>,
-        (tables, slots): (SlotTables, Option<RemoteSlots>),
+        (tables, returned): (SlotTables, Option<Value>),
         y: View<'_>,
     ) -> Result<(), CommError> {
-        let (mut rows, mut weights) = (rows, weights);
-        if let (Some(remote), Some(slots)) = (tables.remote, slots) {
-            rows = self.send_back(rows, remote, self.value(slots.returned), Mutation::RowsOfExpertsLost)?;
-            weights = self.weights_of_parts(weights, slots);
+        let mut rows = rows;
+        if let (Some(remote), Some(returned)) = (tables.remote, returned) {
+            rows = self.send_back(rows, remote, self.value(returned), Mutation::RowsOfExpertsLost)?;
         }
         self.replay.queue.unpermute(self.permutation(tables), rows, Some(weights), y);
         Ok(())
@@ -136,21 +172,16 @@ impl<'a> Run<'a> {
         dy: View<'_>,
         rows: View<'_>,
         weights: View<'_>,
-        (tables, slots): (SlotTables, Option<RemoteSlots>),
+        tables: SlotTables,
         [drows, dweights]: [View<'_>; 2],
     ) -> Result<(), CommError> {
         let (queue, permutation) = (self.replay.queue, self.permutation(tables));
-        let (Some(remote), Some(slots)) = (tables.remote, slots) else {
+        let Some(remote) = tables.remote else {
             queue.unpermute_backward(permutation, dy, rows, weights, drows, dweights);
             return Ok(());
         };
-        let weights = self.weights_of_parts(weights, slots);
-        let of_parts = slots.weights.map(|[_, gradients]| self.value(gradients));
         let (sending, receiving) = (self.value(remote.sending), self.value(remote.receiving));
-        queue.unpermute_backward(permutation, dy, rows, weights, sending, of_parts.unwrap_or(dweights));
-        if let Some(of_parts) = of_parts {
-            sum_parts(of_parts, dweights);
-        }
+        queue.unpermute_backward(permutation, dy, rows, weights, sending, dweights);
         let trade = self.known_counts(remote);
         trade.forth(queue, (sending, receiving), Mutation::GradientsForRowsLost)?;
         let arrived = trade.arrived();
@@ -179,59 +210,40 @@ impl<'a> Run<'a> {
         'a: 'v,
     {
         let Some(experts) = remote.experts else { return chosen };
-        let (experts, parts) = (self.flat(experts), remote.place.tensor_ranks as u32);
-        let here = (self.flat(remote.received).elements() / remote.place.group_size()) as u32;
+        let experts = self.flat(experts);
+        let here = self.flat(remote.received).elements() / remote.place.group_size();
         // Parts of an expert are on neighbouring ranks; a rank has as many experts as any other.
-        let part_of = |expert: u32, part: u32| match expert {
-            Permutation::NONE => Permutation::NONE,
-            expert => (expert / here * parts + part) * here + expert % here,
-        };
-        let of_parts: Vec<u32> = chosen
-            .to_vec::<u32>()
-            .into_iter()
-            .flat_map(|expert| (0..parts).map(move |part| part_of(expert, part)))
-            .collect();
-        experts.copy_from(&of_parts);
+        self.replay.queue.part_slots(chosen, here, experts);
         experts
-    }
-
-    /// The weights of slots, once for each part of an expert.
-    fn weights_of_parts<'v>(&self, weights: View<'v>, slots: RemoteSlots) -> View<'v>
-    where
-        'a: 'v,
-    {
-        let Some([of_parts, _]) = slots.weights else { return weights };
-        let of_parts = self.value(of_parts);
-        let parts = of_parts.shape().as_matrix().1;
-        let repeated: Vec<f32> = weights
-            .to_vec::<f32>()
-            .into_iter()
-            .flat_map(|weight| std::iter::repeat_n(weight, parts))
-            .collect();
-        of_parts.copy_from(&repeated);
-        of_parts
     }
 
     /// Tells the other ranks how many rows come to each expert, and learns it of the own ones.
     fn tell_counts(&self, remote: RemoteRows) -> Result<Trade<'a>, CommError> {
-        let sent: Vec<i64> = self.counts_sent(remote);
-        let mut received = vec![0; sent.len()];
+        let sent = self.counts_sent(remote);
+        let mut theirs = vec![0; sent.len()];
         let peers = self.expert_peers();
-        peers.trade_numbers(&sent, &mut received)?;
-        let numbers: Vec<u32> = received.iter().map(|count| *count as u32).collect();
-        self.flat(remote.received).copy_from(&numbers);
-        Ok(Trade::new(peers, &sent, received))
+        peers.trade_numbers(&sent.iter().copied().map(i64::from).collect::<Vec<_>>(), &mut theirs)?;
+        let received: Vec<u32> = theirs.iter().map(|count| *count as u32).collect();
+        self.flat(remote.received).copy_from(&received);
+        Ok(Trade::new(peers, &sent, &received))
     }
 
     /// The same where all ranks have been told.
     fn known_counts(&self, remote: RemoteRows) -> Trade<'a> {
-        let received = self.flat(remote.received).to_vec::<u32>().into_iter().map(i64::from).collect();
-        Trade::new(self.expert_peers(), &self.counts_sent(remote), received)
+        let received = self.numbers(self.flat(remote.received));
+        Trade::new(self.expert_peers(), &self.counts_sent(remote), &received)
     }
 
-    fn counts_sent(&self, remote: RemoteRows) -> Vec<i64> {
-        let offsets = self.flat(remote.sent).to_vec::<u32>();
-        offsets.windows(2).map(|ends| i64::from(ends[1] - ends[0])).collect()
+    fn counts_sent(&self, remote: RemoteRows) -> Vec<u32> {
+        let offsets = self.numbers(self.flat(remote.sent));
+        offsets.windows(2).map(|ends| ends[1] - ends[0]).collect()
+    }
+
+    /// A small table: the ranks' collectives are told their sizes by the host.
+    fn numbers(&self, table: View<'_>) -> Vec<u32> {
+        let mut numbers = vec![0; table.elements()];
+        self.replay.queue.read_numbers(table, &mut numbers).wait();
+        numbers
     }
 
     fn arrivals(&self, remote: RemoteRows, trade: &Trade<'_>) -> Permutation<'a> {
@@ -278,33 +290,25 @@ impl<'a> Run<'a> {
 /// Rows on their way between ranks: how many go to each, and how many come from each.
 struct Trade<'a> {
     peers: Peers<'a>,
+    /// Of each rank.
+    experts: usize,
     sent: Vec<usize>,
     received: Vec<usize>,
-    /// By sender and own expert.
-    by_expert: Vec<i64>,
 }
 
 impl<'a> Trade<'a> {
-    fn new(peers: Peers<'a>, sent: &[i64], by_expert: Vec<i64>) -> Self {
+    /// By counts for each rank and expert.
+    fn new(peers: Peers<'a>, sent: &[u32], received: &[u32]) -> Self {
         let experts = sent.len() / peers.group.size();
-        let of_ranks = |counts: &[i64]| -> Vec<usize> {
-            counts.chunks_exact(experts).map(|counts| counts.iter().sum::<i64>() as usize).collect()
+        let of_ranks = |counts: &[u32]| -> Vec<usize> {
+            counts.chunks_exact(experts).map(|counts| counts.iter().sum::<u32>() as usize).collect()
         };
-        Self { peers, sent: of_ranks(sent), received: of_ranks(&by_expert), by_expert }
+        Self { peers, experts, sent: of_ranks(sent), received: of_ranks(received) }
     }
 
     /// Rows that come.
     fn arrived(&self) -> usize {
         self.received.iter().sum()
-    }
-
-    /// The own expert of each row that comes.
-    fn experts(&self) -> Vec<u32> {
-        let experts = self.by_expert.len() / self.peers.group.size();
-        let of_sender = self.by_expert.iter().enumerate();
-        of_sender
-            .flat_map(|(index, count)| std::iter::repeat_n((index % experts) as u32, *count as usize))
-            .collect()
     }
 
     /// To the experts.
@@ -339,12 +343,4 @@ fn lose(queue: &dyn Kernels, rows: View<'_>, lost: Mutation) {
     if active(lost) {
         queue.zero(rows);
     }
-}
-
-/// The gradients of weights that parts of experts have had.
-fn sum_parts(of_parts: View<'_>, dweights: View<'_>) {
-    let parts = of_parts.shape().as_matrix().1;
-    let sums: Vec<f32> =
-        of_parts.to_vec::<f32>().chunks_exact(parts).map(|parts| parts.iter().sum()).collect();
-    dweights.copy_from(&sums);
 }

@@ -210,6 +210,7 @@ impl World {
             sequence_peers: None,
             context: None,
             transits: None,
+            router_margin: None,
             trace: None,
         })
     }

@@ -89,6 +89,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         sequence_peers: None,
         context: None,
         transits: None,
+        router_margin: None,
         trace: None,
     };
     let losses = || program.output(&frame).to_vec::<f32>();

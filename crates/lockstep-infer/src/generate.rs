@@ -179,6 +179,7 @@ impl Forward {
             sequence_peers: None,
             context: None,
             transits: None,
+            router_margin: None,
             trace: None,
         }
     }

@@ -44,6 +44,16 @@ impl ContextPlace {
         seq_len / ranks
     }
 
+    /// How many pieces of each sequence a rank has that do not follow each other.
+    pub fn pieces(&self) -> usize {
+        if self.is_folded() { 2 } else { 1 }
+    }
+
+    /// Which piece of a sequence, from its beginning, is piece `index` of a rank.
+    pub fn piece_place(&self, rank: usize, index: usize) -> usize {
+        if index == 1 { 2 * self.ranks - 1 - rank } else { rank }
+    }
+
     /// Where the two stretches of a rank begin in a sequence. They follow each other in its tensors, and the second begins with
     /// token `held / 2` of these.
     pub fn halves_of(&self, rank: usize, seq_len: usize) -> [usize; 2] {
@@ -102,6 +112,10 @@ mod tests {
                     let held: usize = place.stretches(sequences, seq_len).map(|range| range.len()).sum();
                     prop_assert_eq!(held, sequences * place.held(seq_len));
                     place.stretches(sequences, seq_len).flatten().for_each(|token| seen[token] += 1);
+                    for (index, first) in place.halves(seq_len).into_iter().take(place.pieces()).enumerate() {
+                        let before = place.piece_place(rank, index) * held / (sequences * place.pieces());
+                        prop_assert_eq!(before, first);
+                    }
                 }
                 prop_assert!(seen.iter().all(|count| *count == 1), "{:?}: {:?}", method, seen);
             }

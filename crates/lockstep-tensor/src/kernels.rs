@@ -541,6 +541,11 @@ pub trait Kernels {
     /// Chooses experts by `logits [T, experts]`, writes all of `routed`; see [`Router`].
     fn router_top_k(&self, router: &Router<'_>, logits: View<'_>, routed: Routed<'_>);
 
+    /// How near any token is to choosing other experts: the smallest difference between the score of its last expert and that of
+    /// the best one that it has not chosen, and likewise of its groups. Scores are those that choices are made by, with the
+    /// selection bias. Infinite where there is nothing else to choose.
+    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<f32>;
+
     /// Gradient of [`Kernels::router_top_k`]'s logits; the choice itself has none. `places` says which sequence a token
     /// belongs to.
     fn router_top_k_backward(
@@ -587,15 +592,27 @@ pub trait Kernels {
     /// Gradients of [`Kernels::gate_rows`].
     fn gate_rows_backward(&self, dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>);
 
+    /// Where experts are in parts: writes `of_parts` (u32), for each slot of `experts` (u32) the parts of its expert, as neighbours.
+    /// A part counts as an expert; those of one are on as many neighbouring ranks, each with parts of `experts_of_rank` experts.
+    fn part_slots(&self, experts: View<'_>, experts_of_rank: usize, of_parts: View<'_>);
+
+    /// Writes `arrived` (u32), the expert of each row that has come: `counts` (u32) says how many from each rank and, of these,
+    /// for each of the `experts` that are here.
+    fn arrived_experts(&self, counts: View<'_>, experts: usize, arrived: View<'_>);
+
+    /// A u32 table for the host.
+    fn read_numbers<'h>(&self, table: View<'_>, host: &'h mut [u32]) -> Pending<&'h mut [u32]>;
+
     /// `rows [T·top_k, width]` become those of `x [T, width]` that their slots say. Rows without a slot stay as they are.
     fn permute(&self, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>);
 
     /// `y [T, width] = Σ weights [T, top_k] · rows [T·top_k, width]`, the slots of a token in ascending order, without
-    /// those that have no row; without weights (f32) each is 1, which makes it the backward of [`Kernels::permute`].
+    /// those that have no row; without weights (f32) each is 1, which makes it the backward of [`Kernels::permute`]. Of fewer weights
+    /// than slots each belongs to as many neighbouring slots of its token as any other.
     fn unpermute(&self, permutation: Permutation<'_>, rows: View<'_>, weights: Option<View<'_>>, y: View<'_>);
 
     /// Gradients of [`Kernels::unpermute`]: `drows` (rows without a slot stay as they are) and `dweights` (f32, 0 for
-    /// slots without a row).
+    /// slots without a row, the sum where slots share one).
     fn unpermute_backward(
         &self,
         permutation: Permutation<'_>,

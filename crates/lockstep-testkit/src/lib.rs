@@ -8,6 +8,7 @@
 //! holds them against one rank.
 #![forbid(unsafe_code)]
 
+mod decided;
 pub mod mutate;
 pub mod parity;
 pub mod random_plan;

@@ -5,18 +5,22 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use lockstep_checkpoint::ModelDirectory;
 use lockstep_comm::{World, WorldOptions};
+use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
 use lockstep_train::verify::{
-    Comparison, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, numbers, sample_text,
+    Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers, sample_text,
 };
 use lockstep_train::{Error, Ranks, Resume, RunConfig, train};
 use serde_json::Value;
+
+use crate::decided::decide;
 
 /// A model of the matrix, as a run's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -105,7 +109,7 @@ pub const MIXTRAL: TinyModel = TinyModel {
         "model.num_local_experts=4",
         "model.router_aux_loss_coef=0.1",
         "model.router_z_loss_coef=0.01",
-        "model.expert_capacity_factor=1.5",
+        "model.expert_capacity_factor=1.25",
         "model.max_position_embeddings=16",
         "model.initializer_range=0.2",
     ],
@@ -154,7 +158,7 @@ pub const DEEPSEEK: TinyModel = TinyModel {
         "model.topk_group=2",
         "model.num_experts_per_tok=3",
         "model.first_k_dense_replace=1",
-        "model.router_bias_update_rate=0.05",
+        "model.router_bias_update_rate=0.002",
         "model.max_position_embeddings=16",
         "model.initializer_range=0.2",
     ],
@@ -251,7 +255,7 @@ pub fn pairs(all: &[Split]) -> Vec<Vec<String>> {
     all.iter().enumerate().flat_map(with_later).collect()
 }
 
-/// A text, and what one rank has computed on it.
+/// A text, the weights that mixtures begin with, and what one rank has computed on it.
 pub struct Workbench {
     dir: tempfile::TempDir,
     alone: Mutex<HashMap<Vec<String>, Numbers>>,
@@ -265,7 +269,49 @@ impl Workbench {
     pub fn new() -> io::Result<Self> {
         let dir = tempfile::tempdir()?;
         std::fs::write(dir.path().join("text.jsonl"), sample_text())?;
-        Ok(Self { dir, alone: Mutex::default() })
+        let bench = Self { dir, alone: Mutex::default() };
+        for model in MIXTURES {
+            bench.make_weights(model).map_err(io::Error::other)?;
+        }
+        Ok(bench)
+    }
+
+    /// Weights of `model` with which its routers are never in doubt: those after one step, changed.
+    fn make_weights(&self, model: TinyModel) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        let dirs = [
+            format!("checkpoint.dir={:?}", self.path("checkpoints").join(model.name)),
+            format!("metrics.dir={:?}", self.path("runs").join(model.name)),
+        ];
+        let settings: Vec<&str> =
+            dirs.iter().map(String::as_str).chain(["metrics.tensorboard=false"]).collect();
+        let config = self.config_of(model.settings, &settings)?;
+        let show = |steps| Progress::as_lines(steps, Box::new(io::sink()));
+        train(&config, &Resume::Never, &Ranks::alone(), &Interrupt::default(), show)?;
+        let weights = ModelDirectory::open(&config.checkpoint.dir.join("step-00000001"))?;
+        weights.export_hf(DType::F32, &self.path(model.name))?;
+        decide(&self.path(model.name))
+    }
+
+    /// What chooses the model: its settings, or for a mixture where its weights are, in `dir`.
+    fn model_settings(model: TinyModel, dir: &Path) -> Vec<String> {
+        if !MIXTURES.contains(&model) {
+            return model.settings.iter().map(ToString::to_string).collect();
+        }
+        vec![format!("model.path={:?}", dir.join(model.name)), "model.from_pretrained=true".to_owned()]
+    }
+
+    /// Keeps the weights of a model when this workbench has gone: the settings with which a command finds them.
+    fn keep(&self, model: TinyModel) -> io::Result<Vec<String>> {
+        let kept = std::env::temp_dir().join("lockstep-parity");
+        if MIXTURES.contains(&model) {
+            let to = kept.join(model.name);
+            std::fs::create_dir_all(&to)?;
+            for entry in std::fs::read_dir(self.path(model.name))? {
+                let entry = entry?;
+                std::fs::copy(entry.path(), to.join(entry.file_name()))?;
+            }
+        }
+        Ok(Self::model_settings(model, &kept))
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -277,13 +323,18 @@ impl Workbench {
     /// # Errors
     /// [`Error::Configuration`].
     pub fn config(&self, model: TinyModel, settings: &[&str]) -> Result<RunConfig, Error> {
+        let of_model = Self::model_settings(model, self.dir.path());
+        self.config_of(&of_model.iter().map(String::as_str).collect::<Vec<_>>(), settings)
+    }
+
+    fn config_of(&self, of_model: &[&str], settings: &[&str]) -> Result<RunConfig, Error> {
         let text = format!(
             "[data]\ntrain = [{:?}]\ncache_dir = {:?}\n{SAMPLE_RUN}",
             self.path("text.jsonl"),
             self.path("cache"),
         );
         let settings: Vec<&str> =
-            model.settings.iter().chain(&["train.steps=1"]).chain(settings).copied().collect();
+            of_model.iter().chain(&["train.steps=1"]).chain(settings).copied().collect();
         Ok(RunConfig::parse(&text, "the parity matrix", &settings)?)
     }
 
@@ -347,8 +398,23 @@ impl Workbench {
         tolerance: Tolerance,
     ) -> Result<Vec<String>, Error> {
         let config = self.config(model, plan)?;
-        let found = self.numbers(&config)?;
-        let alone_config = alone(&config);
+        let (found, expected) = (self.numbers(&config)?, self.of_one_rank(&config, model, plan)?);
+        Ok(self.failures(Comparison::of_f32(&found, &expected, tolerance), model, plan))
+    }
+
+    /// The same of a plan in bf16 or f16, against one rank in f32.
+    ///
+    /// # Errors
+    /// What keeps any rank from running.
+    pub fn narrow_differences(&self, model: TinyModel, plan: &[&str]) -> Result<Vec<String>, Error> {
+        let config = self.config(model, plan)?;
+        let (found, one_rank) = (self.numbers(&config)?, self.of_one_rank(&config, model, plan)?);
+        let in_f32 = self.numbers(&exact(&alone(&config)))?;
+        Ok(self.failures(Comparison::of_narrow(&found, &one_rank, &in_f32), model, plan))
+    }
+
+    /// What one rank computes, which is computed once.
+    fn of_one_rank(&self, config: &RunConfig, model: TinyModel, plan: &[&str]) -> Result<Numbers, Error> {
         let key: Vec<String> = model
             .settings
             .iter()
@@ -356,20 +422,28 @@ impl Workbench {
             .map(ToString::to_string)
             .collect();
         let known = self.alone.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
-        let expected = match known {
-            Some(known) => known,
-            None => {
-                let expected = self.numbers(&alone_config)?;
-                self.alone.lock().unwrap_or_else(PoisonError::into_inner).insert(key, expected.clone());
-                expected
-            }
-        };
-        let mut lines = Comparison::of_f32(&found, &expected, tolerance).failures;
-        if !lines.is_empty() {
-            let set = model.settings.iter().chain(plan).map(|setting| format!(" --set {setting}"));
-            lines.push(format!("again: lockstep verify{}", set.collect::<String>()));
+        if let Some(known) = known {
+            return Ok(known);
         }
-        Ok(lines)
+        let expected = self.numbers(&alone(config))?;
+        self.alone.lock().unwrap_or_else(PoisonError::into_inner).insert(key, expected.clone());
+        Ok(expected)
+    }
+
+    fn failures(&self, comparison: Comparison, model: TinyModel, plan: &[&str]) -> Vec<String> {
+        let Comparison { failures: mut lines, router_margin, .. } = comparison;
+        // With less the numbers of a sound plan could differ.
+        let margin = router_margin.filter(|margin| *margin <= ROUTER_MARGIN);
+        lines.extend(margin.map(|margin| {
+            format!("routers are undecided: a token's last expert is {margin:e} ahead of the next, not above {ROUTER_MARGIN:e}")
+        }));
+        if !lines.is_empty() {
+            let of_model = self.keep(model).unwrap_or_else(|error| vec![format!("MODEL, not kept: {error}")]);
+            let set = of_model.iter().map(String::as_str).chain(plan.iter().copied());
+            let set: String = set.map(|setting| format!(" --set '{setting}'")).collect();
+            lines.push(format!("again: lockstep verify{set}"));
+        }
+        lines
     }
 }
 

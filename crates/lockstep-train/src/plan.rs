@@ -42,20 +42,13 @@ pub(crate) fn valid_plan(
 pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
     let facts = facts_of(config, model);
     // Which units make a stage does not matter here, and what they cost is known only when they are recorded.
-    let mut problems = match plan_of(config, &facts, || vec![1.0; facts.units()]) {
+    match plan_of(config, &facts, || vec![1.0; facts.units()]) {
         Ok(plan) => match plan.validate(&facts) {
             Ok(_) => Vec::new(),
             Err(error) => problems_of(config, error),
         },
         Err(problem) => vec![problem],
-    };
-    if config.parallel.context_parallel > 1 && model.has_capacity() {
-        let what = "ranks that share sequences do not know which of their tokens come first to an expert, and this \
-                    model's `expert_capacity_factor` limits how many do";
-        let allowed = "1, or a model without `expert_capacity_factor`";
-        problems.push(config.problem("parallel.context_parallel", what, allowed));
     }
-    problems
 }
 
 /// Whether ranks that share linear layers as a square can share what is added to these.

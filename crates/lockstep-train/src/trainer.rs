@@ -82,6 +82,9 @@ pub trait StepObserver {
     /// End the run.
     fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error>;
 
+    /// The run is about to make its first step.
+    fn begins(&mut self, _engine: &mut Engine) {}
+
     /// What sees this rank's part of the save after step `step`, and may stop it.
     fn saving(&mut self, _step: u64) -> Box<dyn CommitObserver + Send + Sync> {
         Box::new(())
@@ -191,6 +194,7 @@ pub(crate) fn run(
         }
         None => Start::Fresh,
     };
+    observer.begins(&mut engine);
     // All have read what they begin with before anything is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
     let records = if writes {
@@ -242,6 +246,7 @@ pub(crate) fn run(
         saver,
         observer,
         micro_batches: Vec::new(),
+        expert_load: Vec::new(),
     }
     .run(interrupt)
 }
@@ -268,6 +273,8 @@ struct Run<'a> {
     observer: &'a mut dyn StepObserver,
     /// The micro-batches of the step at hand.
     micro_batches: Vec<MicroBatch>,
+    /// The last that was shown, whose memory the next one takes.
+    expert_load: Vec<Vec<i64>>,
 }
 
 impl Run<'_> {
@@ -424,7 +431,14 @@ impl Run<'_> {
         let expert_imbalance = load.layers().filter_map(imbalance).max_by(f64::total_cmp);
         let every = self.config.train.log_every.max(1);
         let is_shown = step == 1 || step.is_multiple_of(every) || step == self.config.train.steps;
-        let expert_load = load.layers().filter(|_| is_shown).map(<[i64]>::to_vec).collect();
+        let mut expert_load = if is_shown { std::mem::take(&mut self.expert_load) } else { Vec::new() };
+        if is_shown {
+            expert_load.resize_with(load.layers().count(), Vec::new);
+            for (shown, counts) in expert_load.iter_mut().zip(load.layers()) {
+                shown.clear();
+                shown.extend_from_slice(counts);
+            }
+        }
         let row = StepMetrics {
             step,
             loss,
@@ -451,6 +465,9 @@ impl Run<'_> {
         self.progress.step(&row);
         self.observer.step_ended(&row);
         self.records.append(&row, |text| self.progress.message(text));
+        if is_shown {
+            self.expert_load = row.expert_load;
+        }
         refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
     }
 

@@ -17,7 +17,9 @@ use crate::progress::Progress;
 use crate::trainer::{Leaves, run};
 use crate::{Error, Ranks, Resume, RunConfig, StepObserver};
 
-pub use crate::comparison::{ComparedElement, ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR};
+pub use crate::comparison::{
+    ComparedElement, ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, ROUTER_MARGIN,
+};
 
 /// What a run computed.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -26,8 +28,10 @@ pub struct Numbers {
     pub steps: Vec<[f64; 2]>,
     /// The gradients of the first step by parameter, whole.
     pub gradients: BTreeMap<String, Vec<f32>>,
-    /// How many slots of the first step have chosen each expert, by layer that has experts.
-    pub load: Vec<Vec<i64>>,
+    /// How many slots of each step have chosen each expert, by layer that has experts.
+    pub load: Vec<Vec<Vec<i64>>>,
+    /// How near any token of any step has been to choosing other experts, in scores of its router; none in models without any.
+    pub router_margin: Option<f32>,
 }
 
 /// How far a plan's numbers may lie from one rank's.
@@ -95,11 +99,14 @@ pub fn first_numbers(
     ranks: &Ranks,
     interrupt: &Interrupt,
 ) -> Result<Option<Numbers>, Error> {
+    let mut config = config.clone();
+    // Only steps that are shown say how experts were chosen.
+    config.train.log_every = 1;
     // The learning rate of a step depends on how many there are, so that the run is stopped and not shortened.
     let stop = Interrupt::default();
     let mut watch = Watch { ranks, steps, asked: interrupt, stop: stop.clone(), numbers: Numbers::default() };
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-    run(config, &Resume::Never, ranks, &stop, show, (&mut watch, Leaves::Nothing))?;
+    run(&config, &Resume::Never, ranks, &stop, show, (&mut watch, Leaves::Nothing))?;
     Ok(ranks.is_first().then_some(watch.numbers))
 }
 
@@ -142,19 +149,25 @@ struct Watch<'a> {
 }
 
 impl StepObserver for Watch<'_> {
+    fn begins(&mut self, engine: &mut Engine) {
+        engine.watch_router_margin();
+    }
+
     fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error> {
         if step == 1 {
             let of_ranks = self.ranks.gather(&held(self.ranks, engine))?;
             self.numbers.gradients = whole(&of_ranks);
         }
+        let of_ranks = self.ranks.gather(&engine.router_margin().unwrap_or(f32::INFINITY).to_le_bytes())?;
+        let margins =
+            of_ranks.iter().filter_map(|bytes| bytes.first_chunk()).map(|bytes| f32::from_le_bytes(*bytes));
+        self.numbers.router_margin = margins.reduce(f32::min).filter(|margin| margin.is_finite());
         Ok(())
     }
 
     fn step_ended(&mut self, row: &StepMetrics) {
         self.numbers.steps.push([row.loss, row.grad_norm]);
-        if row.step == 1 {
-            self.numbers.load.clone_from(&row.expert_load);
-        }
+        self.numbers.load.push(row.expert_load.clone());
         if row.step == 1
             && let Some(scale) = row.loss_scale
         {

@@ -10,8 +10,8 @@ use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
 use lockstep_train::verify::{
-    ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, SAMPLE_RUN, TINY_LLAMA, Tolerance,
-    alone, exact, first_numbers, sample_text,
+    ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
+    TINY_LLAMA, Tolerance, alone, exact, first_numbers, sample_text,
 };
 use lockstep_train::{PlanFile, Ranks, RunConfig, human};
 use serde_json::json;
@@ -207,6 +207,9 @@ fn print(config: &RunConfig, comparison: &Comparison) {
     for ComparedGradient { name, norm, difference, allowed, .. } in &comparison.gradients[..shown] {
         say!("{norm:>10.3e}{difference:>12.1e}{allowed:>10.1e}  {name}");
     }
+    if let Some(margin) = comparison.router_margin {
+        say!("\nrouters    each token's last expert is {margin:.1e} or more ahead of the next one, by score");
+    }
     say!("");
     let failures = &comparison.failures;
     if failures.is_empty() {
@@ -223,10 +226,15 @@ fn print(config: &RunConfig, comparison: &Comparison) {
     if let Some(more) = failures.len().checked_sub(SHOWN_FAILURES + 1) {
         say!("           and {} more", more + 1);
     }
+    if comparison.router_margin.is_some_and(|margin| margin < ROUTER_MARGIN) {
+        say!(
+            "           (a token is so near to choosing other experts that rounding may have sent it there)"
+        );
+    }
 }
 
 fn print_json(config: &RunConfig, comparison: &Comparison) {
-    let Comparison { steps, gradients, failures } = comparison;
+    let Comparison { steps, gradients, router_margin, failures } = comparison;
     say!(
         "{}",
         json!({
@@ -234,7 +242,8 @@ fn print_json(config: &RunConfig, comparison: &Comparison) {
             "sequence_parallel": config.parallel.sequence_parallel, "tensor_layout": config.parallel.tensor_layout,
             "tensor_chunks": config.parallel.tensor_chunks,
             "context_parallel_method": config.parallel.context_parallel_method, "recompute": config.parallel.recompute,
-            "precision": config.train.precision, "steps": steps, "gradients": gradients, "failures": failures,
+            "precision": config.train.precision, "steps": steps, "gradients": gradients,
+            "router_margin": router_margin, "failures": failures,
         })
     );
 }

@@ -335,6 +335,10 @@ impl Kernels for CpuQueue {
         router::forward(self, router, logits, routed);
     }
 
+    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<f32> {
+        Pending::ready(router::margin(router, scores))
+    }
+
     fn router_top_k_backward(
         &self,
         router: &Router<'_>,
@@ -407,6 +411,19 @@ impl Kernels for CpuQueue {
 
     fn gate_rows_backward(&self, dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>) {
         gate::gate_rows_backward(self, dy, gate, x, [dgate, dx]);
+    }
+
+    fn part_slots(&self, experts: View<'_>, experts_of_rank: usize, of_parts: View<'_>) {
+        permute::part_slots(experts, experts_of_rank, of_parts);
+    }
+
+    fn arrived_experts(&self, counts: View<'_>, experts: usize, arrived: View<'_>) {
+        permute::arrived_experts(counts, experts, arrived);
+    }
+
+    fn read_numbers<'h>(&self, table: View<'_>, host: &'h mut [u32]) -> Pending<&'h mut [u32]> {
+        table.copy_to(host);
+        Pending::ready(host)
     }
 
     fn permute(&self, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>) {

@@ -62,6 +62,43 @@ pub(super) fn sort_slots(
     offsets[0] = 0;
 }
 
+/// See [`Kernels::part_slots`](crate::Kernels::part_slots).
+pub(super) fn part_slots(experts: View<'_>, experts_of_rank: usize, of_parts: View<'_>) {
+    let count = experts.elements();
+    expect("part_slots: experts", experts, DType::U32, count);
+    expect("part_slots: of_parts", of_parts, DType::U32, of_parts.elements());
+    let parts = of_parts.elements().checked_div(count).unwrap_or(1);
+    assert_eq!(parts * count, of_parts.elements(), "part_slots: {of_parts:?} for parts of {count} slots");
+    check_disjoint(&[of_parts], &[experts]);
+    // SAFETY: the two views share no memory, and nothing else touches them meanwhile.
+    let (experts, of_parts) = unsafe { (experts.slice::<u32>(), of_parts.slice_mut::<u32>()) };
+    let (own, parts) = (experts_of_rank as u32, parts as u32);
+    for (expert, of_parts) in experts.iter().zip(of_parts.chunks_exact_mut(parts.max(1) as usize)) {
+        for (part, of_part) in (0..parts).zip(of_parts) {
+            *of_part = match *expert {
+                NONE => NONE,
+                expert => (expert / own * parts + part) * own + expert % own,
+            };
+        }
+    }
+}
+
+/// See [`Kernels::arrived_experts`](crate::Kernels::arrived_experts).
+pub(super) fn arrived_experts(counts: View<'_>, experts: usize, arrived: View<'_>) {
+    expect("arrived_experts: counts", counts, DType::U32, counts.elements());
+    expect("arrived_experts: arrived", arrived, DType::U32, arrived.elements());
+    check_disjoint(&[arrived], &[counts]);
+    // SAFETY: the two views share no memory, and nothing else touches them meanwhile.
+    let (counts, mut rest) = unsafe { (counts.slice::<u32>(), arrived.slice_mut::<u32>()) };
+    let total: usize = counts.iter().map(|count| *count as usize).sum();
+    assert_eq!(total, rest.len(), "arrived_experts: rows by {counts:?}");
+    for (index, count) in counts.iter().enumerate() {
+        let (own, others) = rest.split_at_mut(*count as usize);
+        own.fill((index % experts) as u32);
+        rest = others;
+    }
+}
+
 /// The tables of a permutation of `count` rows.
 struct Tables<'a> {
     slots: &'a [u32],
@@ -99,6 +136,14 @@ impl<'a> Tables<'a> {
     }
 }
 
+/// How many neighbouring slots of one token have each weight.
+fn slots_of_weight(what: &str, weights: View<'_>, slots: usize) -> usize {
+    let share = slots.checked_div(weights.elements()).unwrap_or(1);
+    expect(what, weights, DType::F32, slots / share);
+    assert_eq!(weights.elements() * share, slots, "{what}: {weights:?} for {slots} slots");
+    share
+}
+
 pub(super) fn permute(queue: &CpuQueue, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>) {
     let ((tokens, width), (count, _)) = (x.shape().as_matrix(), rows.shape().as_matrix());
     expect("permute: rows", rows, x.dtype(), count * width);
@@ -131,10 +176,10 @@ pub(super) fn unpermute(
     let ((tokens, width), (count, _)) = (y.shape().as_matrix(), rows.shape().as_matrix());
     expect("unpermute: rows", rows, y.dtype(), count * width);
     check_disjoint(&[y], &[rows, permutation.slots, permutation.rows]);
-    if let Some(weights) = weights {
-        expect("unpermute: weights", weights, DType::F32, count);
+    let share = weights.map_or(1, |weights| {
         check_disjoint(&[y], &[weights]);
-    }
+        slots_of_weight("unpermute: weights", weights, count)
+    });
     // SAFETY: as just checked; kernels write nothing but their outputs.
     let (tables, weights) = unsafe {
         (Tables::new(permutation, tokens, count), weights.map(|weights: View<'_>| weights.slice::<f32>()))
@@ -148,7 +193,7 @@ pub(super) fn unpermute(
                     let n = BLOCK.min(width - column);
                     let mut total = Block::ZERO;
                     for (slot, row) in tables.slots_of(token) {
-                        let weight = weights.map_or(1.0, |weights| weights[slot]);
+                        let weight = weights.map_or(1.0, |weights| weights[slot / share]);
                         let first = row * width + column;
                         // SAFETY: the rows are only read.
                         let row = unsafe { rows.read(first..first + n) };
@@ -175,9 +220,9 @@ pub(super) fn unpermute_backward(
 ) {
     let ((tokens, width), (count, _)) = (dy.shape().as_matrix(), rows.shape().as_matrix());
     expect("unpermute_backward: rows", rows, dy.dtype(), count * width);
-    expect("unpermute_backward: weights", weights, DType::F32, count);
+    let share = slots_of_weight("unpermute_backward: weights", weights, count);
     expect("unpermute_backward: drows", drows, dy.dtype(), count * width);
-    expect("unpermute_backward: dweights", dweights, DType::F32, count);
+    expect("unpermute_backward: dweights", dweights, DType::F32, weights.elements());
     check_disjoint(&[drows, dweights], &[dy, rows, weights, permutation.slots, permutation.rows]);
     // SAFETY: as just checked; kernels write nothing but their outputs.
     let (tables, weights) = unsafe { (Tables::new(permutation, tokens, count), weights.slice::<f32>()) };
@@ -188,7 +233,7 @@ pub(super) fn unpermute_backward(
             let mut results = Block::ZERO;
             for row in range {
                 let Some(slot) = tables.slot(row) else { continue };
-                let (token, weight) = (slot / tables.top_k, weights[slot]);
+                let (token, weight) = (slot / tables.top_k, weights[slot / share]);
                 for column in (0..width).step_by(BLOCK) {
                     let n = BLOCK.min(width - column);
                     let (from, to) = (token * width + column, row * width + column);
@@ -205,18 +250,17 @@ pub(super) fn unpermute_backward(
         let grain = rows_per_task(tokens, width * (tables.top_k + 1));
         queue.for_each_range(tokens, grain, #[inline(always)] |range, _| {
             for token in range {
+                let own = tables.top_k / share;
                 // SAFETY: the gradient and the rows are only read; the slots of a token belong to one task.
                 let (dy, dweights) = unsafe {
-                    (
-                        dy.read(token * width..(token + 1) * width),
-                        dweights.write(token * tables.top_k..(token + 1) * tables.top_k),
-                    )
+                    (dy.read(token * width..(token + 1) * width), dweights.write(token * own..(token + 1) * own))
                 };
                 dweights.fill(0.0);
                 for (slot, row) in tables.slots_of(token) {
                     // SAFETY: as above.
                     let row = unsafe { rows.read(row * width..(row + 1) * width) };
-                    [dweights[slot % tables.top_k]] = sum([dy, row], #[inline(always)] |[dy, x]| [dy * x]);
+                    let [product] = sum([dy, row], #[inline(always)] |[dy, x]| [dy * x]);
+                    dweights[slot % tables.top_k / share] += product;
                 }
             }
         });
@@ -277,6 +321,38 @@ mod tests {
         assert_eq!(offsets, [0, 1, 3]);
         let [slots, rows, offsets] = Sorted::new(&queue(), &[], 0, 2).tables();
         assert_eq!((slots.len(), rows.len(), offsets), (0, 0, vec![0, 0, 0]));
+    }
+
+    #[test]
+    fn parts_of_an_expert_are_on_neighbouring_ranks() {
+        // Three ranks with two experts each, in two parts: experts 2 r and 2 r + 1 are on ranks 2 r and 2 r + 1.
+        let (experts, of_parts) = (tensor(&[0_u32, 3, NONE, 5]), tensor(&[77_u32; 8]));
+        queue().part_slots(experts.view(), 2, of_parts.view());
+        assert_eq!(of_parts.view().to_vec::<u32>(), [0, 2, 5, 7, NONE, NONE, 9, 11]);
+    }
+
+    #[test]
+    fn rows_arrive_by_sender_and_then_by_expert() {
+        let (counts, arrived) = (tensor(&[1_u32, 2, 0, 3]), tensor(&[77_u32; 6]));
+        queue().arrived_experts(counts.view(), 2, arrived.view());
+        assert_eq!(arrived.view().to_vec::<u32>(), [0, 1, 1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn slots_of_parts_share_a_weight_and_its_gradient() {
+        // A token of two slots with a weight each, of two parts.
+        let sorted = Sorted::new(&queue(), &[1, 0, 0, 1], 0, 2);
+        let rows = floats(DType::F32, [4, 1], &[3.0, 5.0, 7.0, 11.0]);
+        let (weights, dy) = (floats(DType::F32, [2], &[2.0, 10.0]), floats(DType::F32, [1, 1], &[1.0]));
+        let (y, drows) = (floats(DType::F32, [1, 1], &[0.0]), floats(DType::F32, [4, 1], &[0.0; 4]));
+        let dweights = floats(DType::F32, [2], &[9.0; 2]);
+        queue().unpermute(sorted.permutation(), rows.view(), Some(weights.view()), y.view());
+        // Rows 2, 0, 1, 3 are those of slots 0 to 3.
+        assert_eq!(values(y.view()), [2.0 * (7.0 + 3.0) + 10.0 * (5.0 + 11.0)]);
+        let [weights, dy, rows] = [weights.view(), dy.view(), rows.view()];
+        queue().unpermute_backward(sorted.permutation(), dy, rows, weights, drows.view(), dweights.view());
+        assert_eq!(values(dweights.view()), [10.0, 16.0]);
+        assert_eq!(values(drows.view()), [2.0, 10.0, 2.0, 10.0]);
     }
 
     /// `y` and the gradients of rows and weights by the definition; rows without a slot are not counted.

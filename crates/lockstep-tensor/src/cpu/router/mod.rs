@@ -7,6 +7,8 @@
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use lockstep_plan::DType;
 
 use super::{
@@ -60,39 +62,64 @@ impl<'a> Choice<'a> {
         Self { experts, groups, bias, weights, scale }
     }
 
+    /// What experts are chosen by.
+    fn value(&self, scores: &[f32], expert: usize) -> f32 {
+        scores[expert] + self.bias.map_or(0.0, |bias| bias[expert])
+    }
+
+    /// The experts of a group.
+    fn members(&self, groups: ExpertGroups, group: usize) -> Range<usize> {
+        let size = self.experts / groups.count;
+        group * size..(group + 1) * size
+    }
+
+    /// What groups are chosen by: the sum of their best two experts.
+    fn group_value(&self, groups: ExpertGroups, scores: &[f32], group: usize) -> f32 {
+        let mut best = [0; 2];
+        let best = &mut best[..(self.experts / groups.count).min(2)];
+        let value = |expert: usize| self.value(scores, expert);
+        choose_largest(self.members(groups, group), value, best);
+        best.iter().map(|expert| value(*expert as usize)).sum()
+    }
+
+    /// The experts that a token may not use, for they are in other groups than those it keeps, and how far the choice of groups is
+    /// from another one.
+    fn closed_groups(&self, scores: &[f32]) -> (Marks, f32) {
+        let mut excluded = Marks::default();
+        let Some(groups) = self.groups else { return (excluded, f32::INFINITY) };
+        let (mut values, mut order) = ([0.0; MAX_EXPERTS], [0; MAX_EXPERTS]);
+        let (values, order) = (&mut values[..groups.count], &mut order[..groups.count]);
+        for (group, value) in values.iter_mut().enumerate() {
+            *value = self.group_value(groups, scores, group);
+        }
+        choose_largest(0..groups.count, |group| values[group], order);
+        let (kept, closed) = order.split_at(groups.kept);
+        for group in closed {
+            self.members(groups, *group as usize).for_each(|expert| excluded.set(expert));
+        }
+        let ends = kept.last().zip(closed.first());
+        (excluded, ends.map_or(f32::INFINITY, |(last, next)| values[*last as usize] - values[*next as usize]))
+    }
+
     /// Chooses experts by their scores, best first.
     fn choose(&self, scores: &[f32], chosen: &mut [u32]) {
-        let value = |expert: usize| scores[expert] + self.bias.map_or(0.0, |bias| bias[expert]);
-        let mut excluded = Marks::default();
-        if let Some(groups) = self.groups {
-            let size = self.experts / groups.count;
-            let members = |group: usize| group * size..(group + 1) * size;
-            let best_two = |group: usize| {
-                let mut taken = Marks::default();
-                let mut next = || {
-                    let best = best(members(group), &taken, value);
-                    best.map_or(0.0, |best| {
-                        taken.set(best);
-                        value(best)
-                    })
-                };
-                next() + next()
-            };
-            let mut kept = Marks::default();
-            for _ in 0..groups.kept {
-                if let Some(group) = best(0..groups.count, &kept, best_two) {
-                    kept.set(group);
-                }
-            }
-            for group in (0..groups.count).filter(|group| !kept.has(*group)) {
-                members(group).for_each(|expert| excluded.set(expert));
-            }
-        }
-        for chosen in chosen {
-            let expert = best(0..self.experts, &excluded, value).expect("there are experts left, as checked");
-            excluded.set(expert);
-            *chosen = expert as u32;
-        }
+        let (excluded, _) = self.closed_groups(scores);
+        let open = (0..self.experts).filter(|expert| !excluded.has(*expert));
+        choose_largest(open, |expert| self.value(scores, expert), chosen);
+    }
+
+    /// How far a choice of `top_k` experts is from another one: see [`Kernels::router_margin`](crate::Kernels::router_margin).
+    fn margin(&self, scores: &[f32], top_k: usize) -> f32 {
+        let (excluded, of_groups) = self.closed_groups(scores);
+        let open = (0..self.experts).filter(|expert| !excluded.has(*expert));
+        let mut best = [0; MAX_EXPERTS];
+        let best = &mut best[..(top_k + 1).min(open.clone().count())];
+        let value = |expert: usize| self.value(scores, expert);
+        choose_largest(open, value, best);
+        let ends = best.get(top_k - 1).zip(best.get(top_k));
+        let of_experts =
+            ends.map_or(f32::INFINITY, |(last, next)| value(*last as usize) - value(*next as usize));
+        of_groups.min(of_experts)
     }
 
     /// The sum that scores are divided by; `None` if they are not.
@@ -106,8 +133,8 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// A set of experts.
-#[derive(Default)]
+/// A set of experts, or of their groups.
+#[derive(Default, Clone, Copy)]
 struct Marks([u64; MAX_EXPERTS / 64]);
 
 impl Marks {
@@ -120,16 +147,29 @@ impl Marks {
     }
 }
 
-/// The first of the largest values that are not excluded. NaN is never larger, but the first one may be NaN.
-fn best(candidates: std::ops::Range<usize>, excluded: &Marks, value: impl Fn(usize) -> f32) -> Option<usize> {
-    let mut best: Option<(usize, f32)> = None;
-    for index in candidates.filter(|index| !excluded.has(*index)) {
-        let value = value(index);
-        if best.is_none_or(|(_, largest)| value > largest) {
-            best = Some((index, value));
+/// Fills `chosen` with the candidates of the largest values, largest first, of equal ones the first first; NaN counts as less than any
+/// number. There must be as many candidates.
+#[inline(always)]
+fn choose_largest(candidates: impl Iterator<Item = usize>, value: impl Fn(usize) -> f32, chosen: &mut [u32]) {
+    let known = |expert: u32| value(expert as usize);
+    let mut len = 0;
+    for candidate in candidates {
+        let own = value(candidate);
+        let is_less = |other: u32| own > known(other) || known(other).is_nan() && !own.is_nan();
+        if len < chosen.len() {
+            len += 1;
+        } else if !is_less(chosen[len - 1]) {
+            continue;
         }
+        // The last one goes, or there is none yet: those that are less move up.
+        let mut place = len - 1;
+        while place > 0 && is_less(chosen[place - 1]) {
+            chosen[place] = chosen[place - 1];
+            place -= 1;
+        }
+        chosen[place] = candidate as u32;
     }
-    best.map(|(index, _)| index)
+    assert_eq!(len, chosen.len(), "there are fewer experts than a token must choose");
 }
 
 pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, routed: Routed<'_>) {
@@ -170,6 +210,16 @@ pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, r
             }
         });
     });
+}
+
+/// The smallest of all tokens; see [`Kernels::router_margin`](crate::Kernels::router_margin).
+pub(super) fn margin(router: &Router<'_>, scores: View<'_>) -> f32 {
+    let (tokens, experts) = scores.shape().as_matrix();
+    expect("router_margin: scores", scores, DType::F32, tokens * experts);
+    // SAFETY: nothing is written.
+    let (choice, scores) = unsafe { (Choice::new(router, experts), scores.slice::<f32>()) };
+    let margins = scores.chunks_exact(experts).map(|scores| choice.margin(scores, router.top_k));
+    margins.fold(f32::INFINITY, f32::min)
 }
 
 /// Scores of a row of logits, and their log-sum-exp.

@@ -195,6 +195,29 @@ fn a_nan_logit_spoils_the_weights_of_its_token_and_no_other() {
     assert_eq!(results.chosen()[2..], [3, 2]);
 }
 
+#[test]
+fn the_margin_is_the_least_by_which_a_token_prefers_its_last_expert_or_group() {
+    let queue = CpuQueue::new(1, &Arena::new()).unwrap();
+    let margin = |case: &Case, scores: &[f64]| {
+        let bias = case.bias();
+        let scores = floats(DType::F32, [case.shape.0, case.shape.1], scores);
+        queue.router_margin(&case.router(bias.as_ref()), scores.view()).wait()
+    };
+    let case = Case::new((2, 4), 2, RouterScores::Softmax, RouterWeights::Scores);
+    assert_eq!(margin(&case, &[0.5, 0.25, 0.0, 0.125, 0.0, 0.25, 0.5, 1.0]), 0.125);
+    assert_eq!(
+        margin(&Case { top_k: 4, ..case.clone() }, &[0.0; 8]),
+        f32::INFINITY,
+        "there is no other choice"
+    );
+    let biased = Case { bias: Some(vec![0.0, 0.0, 0.0625, 0.0]), ..case.clone() };
+    assert_eq!(margin(&biased, &[0.5, 0.25, 0.0, 0.125, 0.0, 0.25, 0.5, 1.0]), 0.125);
+    assert_eq!(margin(&biased, &[0.5, 0.25, 0.125, 0.0, 0.0, 0.25, 0.5, 1.0]), 0.0625);
+    // Groups are nearer to each other than the experts of the one that is kept.
+    let grouped = Case { shape: (1, 4), top_k: 1, groups: Some(ExpertGroups { count: 2, kept: 1 }), ..case };
+    assert_eq!(margin(&grouped, &[0.5, 0.25, 0.375, 0.3125]), 0.0625);
+}
+
 /// Three sequences, of which these are some of the rows.
 fn places(tokens: usize) -> TokenPlaces {
     TokenPlaces { first_row: 1, ..TokenPlaces::whole((tokens + 1).div_ceil(3)) }

@@ -258,6 +258,12 @@ impl FlatStore {
         (!range.is_empty()).then(|| self.part_of(&place, range))
     }
 
+    /// The same in the tensor's shape, if that is all of it.
+    pub(crate) fn part_in_shape(&self, id: ParameterId) -> Option<View<'_>> {
+        let (place, part) = (self.places[id.0]?, self.part(id)?.view);
+        Some(if part.elements() == place.shape.elements() { part.reshape(place.shape) } else { part })
+    }
+
     /// What the store has of a parameter's tensor; none if that is nothing.
     pub(crate) fn kept_part(&self, id: ParameterId) -> Option<Part<'_>> {
         match self.extent {

@@ -3,10 +3,9 @@
 use lockstep_comm::CommError;
 use lockstep_graph::{Activity, Cost};
 use lockstep_plan::ParameterId;
-use lockstep_tensor::View;
 
 use crate::optimizer::Operands;
-use crate::{Engine, FlatStore, Part};
+use crate::{Engine, FlatStore};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an update, as in AdamW.
@@ -54,19 +53,16 @@ impl Engine {
             ..*update
         };
         // Rules for whole matrices are not given parts of them.
-        let shape =
-            Some(record.local_shape()).filter(|_| gradient.view.elements() == record.local_elements());
-        let part = |store| part_of(store, id, shape.as_deref());
-        let Some(parameter) = part(self.weights.updated()) else { return };
+        let Some(parameter) = self.weights.updated().part_in_shape(id) else { return };
         let operands = Operands {
             role: self.role(id),
             parameter,
-            gradient: shape.as_deref().map_or(gradient.view, |shape| gradient.view.reshape(shape)),
-            rounded: self.weights.master.as_ref().and_then(|_| part(&self.weights.trained)),
+            gradient: gradient.view.reshape(parameter.shape()),
+            rounded: self.weights.master.as_ref().and_then(|_| self.weights.trained.part_in_shape(id)),
             rounding: self.storage.rounding.of(self.seed, &record.name, update.step, gradient.first as u64),
             dtype: self.weights.trained.dtype(),
         };
-        let state = |kind| self.state_store(kind).and_then(part);
+        let state = |kind| self.state_store(kind).and_then(|store| store.part_in_shape(id));
         let begin = self.timeline().begin();
         self.optimizer.step(&self.queue, &of_parameter, &operands, state);
         self.timeline().end(begin, || {
@@ -104,10 +100,4 @@ impl Engine {
             ..Cost::of_bytes((F32_BYTES + rounded + 2 * kept) * elements)
         }
     }
-}
-
-/// What this rank owns of a parameter, in the shape that it has if that is all of it.
-fn part_of<'a>(store: &'a FlatStore, id: ParameterId, shape: Option<&[usize]>) -> Option<View<'a>> {
-    let view = store.part(id)?.view;
-    Some(shape.map_or(view, |shape| view.reshape(shape)))
 }

@@ -53,7 +53,7 @@ impl StepObserver for Counts {
     }
 }
 
-const MODELS: [(&str, &str); 4] = [
+const MODELS: [(&str, &str); 3] = [
     ("gpt2", "preset = \"baby-gpt\"\nn_layer = 2\nn_embd = 96\nn_head = 3\nn_positions = 64\n"),
     (
         "llama",
@@ -65,13 +65,6 @@ const MODELS: [(&str, &str); 4] = [
         "preset = \"mixtral-20m\"\nnum_hidden_layers = 2\nhidden_size = 96\nintermediate_size = 48\n\
          num_attention_heads = 4\nnum_key_value_heads = 2\nmax_position_embeddings = 64\nrouter_z_loss_coef = 0.01\n\
          expert_capacity_factor = 1.25\n",
-    ),
-    (
-        "deepseek_v3",
-        "model_type = \"deepseek_v3\"\nvocab_size = 256\nnum_hidden_layers = 2\nhidden_size = 96\nintermediate_size = 160\n\
-         moe_intermediate_size = 32\nnum_attention_heads = 4\nq_lora_rank = 32\nkv_lora_rank = 32\nqk_nope_head_dim = 16\n\
-         qk_rope_head_dim = 8\nv_head_dim = 16\nn_routed_experts = 8\nn_group = 4\ntopk_group = 2\nnum_experts_per_tok = 3\n\
-         first_k_dense_replace = 1\nmax_position_embeddings = 64\n",
     ),
 ];
 

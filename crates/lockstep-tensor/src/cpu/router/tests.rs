@@ -210,7 +210,7 @@ fn the_margin_is_the_least_by_which_a_token_prefers_its_last_expert_or_group() {
         f32::INFINITY,
         "there is no other choice"
     );
-    let biased = Case { bias: Some(vec![0.0, 0.0, 0.0625, 0.0]), ..case.clone() };
+    let biased = Case { bias: Some(vec![0.0, 0.0, 0.0625, 0.0]), ..case };
     assert_eq!(margin(&biased, &[0.5, 0.25, 0.0, 0.125, 0.0, 0.25, 0.5, 1.0]), 0.125);
     assert_eq!(margin(&biased, &[0.5, 0.25, 0.125, 0.0, 0.0, 0.25, 0.5, 1.0]), 0.0625);
     // Groups are nearer to each other than the experts of the one that is kept.

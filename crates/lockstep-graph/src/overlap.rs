@@ -255,6 +255,7 @@ impl Planner<'_> {
                     Exchange::SumTokens => Some((Way::SumRows, y, x)),
                     Exchange::Sum => Some((Way::Sum, y, x)),
                     Exchange::SumGradients | Exchange::OwnTokens => None,
+                    Exchange::TokensToBlocks | Exchange::BlocksToTokens => None,
                 }
             }
             Instruction::BackwardInputs { operation, dy: Some(dy), dx } => {
@@ -265,6 +266,7 @@ impl Planner<'_> {
                     Exchange::GatherTokens => Some((Way::SumRows, dx, dy)),
                     Exchange::SumGradients => Some((Way::Sum, dx, dy)),
                     Exchange::AllTokens | Exchange::Sum => None,
+                    Exchange::TokensToBlocks | Exchange::BlocksToTokens => None,
                 }
             }
             _ => None,

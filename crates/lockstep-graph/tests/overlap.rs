@@ -63,7 +63,7 @@ fn record(setting: &Setting, ranks: usize, rank: usize) -> Program {
         ("up", Split::Outputs { pieces: 24 }),
         ("down", Split::Inputs),
     ];
-    let place = TensorPlace { ranks, rank, splits_tokens, chunks };
+    let place = TensorPlace { ranks, rank, splits_tokens, chunks, ..TensorPlace::default() };
     g.split(place, splits.map(|(name, split)| (name.to_owned(), split)));
     let x = g.input(WIDTH);
     let y = block(&mut g, x);
@@ -173,6 +173,8 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
         expert_peers: None,
         sequence_peers: None,
         context: None,
+        grid: None,
+        router_margin: None,
         transits: transits.as_ref(),
         trace: None,
     };

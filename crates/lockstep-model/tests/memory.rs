@@ -18,7 +18,8 @@ fn kept(ranks: usize, splits_tokens: bool, recompute: Recompute) -> f64 {
 
 /// The same in two dimensions.
 fn kept_on_a_square(ranks: usize, recompute: Recompute) -> f64 {
-    kept_on(TensorPlace { ranks, splits_tokens: true, dimensions: TensorDimensions::Two, rank: 0 }, recompute)
+    let dimensions = TensorDimensions::Two;
+    kept_on(TensorPlace { ranks, splits_tokens: true, dimensions, ..TensorPlace::default() }, recompute)
 }
 
 fn kept_on(tensor: TensorPlace, recompute: Recompute) -> f64 {

@@ -55,6 +55,7 @@ impl<'a, T> Operand<'a, T> {
     }
 
     /// The elements at `depth` of a row of A or column of B.
+    #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) fn along(&self, outer: usize, depth: Range<usize>) -> impl Iterator<Item = &'a T> {
         let (start, step) = match self.order {
             Order::AlongDepth => (outer * self.stride + depth.start, 1),

@@ -12,7 +12,7 @@ use lockstep_data::{
 };
 use lockstep_model::ModelConfig;
 use lockstep_plan::schedule::{Costs, PassKind, Schedule, StageCost, passes_from_csv};
-use lockstep_plan::{Axis, DType, Facts, Plan};
+use lockstep_plan::{Axis, DType, Facts, Plan, TensorDimensions};
 use lockstep_train::RunConfig;
 use lockstep_train::flight::{Dump, analyse};
 use lockstep_train::report::{self, Parts};
@@ -271,6 +271,8 @@ pub fn plan(bytes: &[u8]) -> Verdict {
     let Ok(plan) = Plan::from_json(text) else { return Verdict::Refused };
     let written = plan.to_json().expect("what was read can be written");
     assert_eq!(Plan::from_json(&written).ok().as_ref(), Some(&plan), "{written}");
+    // A square of ranks and a mixture do not go together.
+    let experts = if plan.tensor_layout == TensorDimensions::Two { 0 } else { 8 };
     let facts = Facts {
         model: plan.model.clone(),
         layers: 6,
@@ -280,8 +282,8 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         intermediate: 48,
         has_latent_attention: false,
         vocab: 256,
-        experts: 8,
-        expert_intermediate: 16,
+        experts,
+        expert_intermediate: 2 * experts,
         seq_len: 32,
         global_batch: 16,
         // As many as it asks for, if that is a number of ranks.

@@ -18,7 +18,7 @@ use lockstep_plan::{
     ContextMethod, DType, Degrees, MemoryBytes, MemoryCategory, Mesh, TensorDimensions, ZeroStage,
 };
 
-/// Over bytes, so that the embedding is small, with an output layer of its own.
+/// Over bytes, so that the embedding, whose table the output layer shares, is small.
 const MODEL: &str = "llama-15m";
 const SEQ_LEN: usize = 32;
 const STAGES: [(&str, ZeroStage); 4] = [

@@ -73,29 +73,18 @@ impl Gathered {
         own: &FlatStore,
         shards: &Shards,
     ) -> Result<Self, TensorError> {
+        let parameters = (0..model.units()).map(|unit| model.unit_parameters(unit));
+        let gathering = own.layout().gathering(parameters, |summing| shards.group(summing).is_some());
         let size = own.dtype().size_bytes();
-        let (mut needs, mut longest) = (Vec::with_capacity(model.units()), [0; 2]);
-        for unit in 0..model.units() {
-            let stretches = model.unit_parameters(unit).iter().filter_map(|id| own.place_of(*id));
-            let mut stretches: Vec<usize> = stretches.map(|(stretch, ..)| stretch).collect();
-            stretches.sort_unstable();
-            stretches.dedup();
-            // What nobody else owns a part of is read where it is kept.
-            stretches.retain(|stretch| shards.group(own.stretches()[*stretch].summing).is_some());
-            let mut end = 0;
-            let placed = stretches.into_iter().map(|stretch| {
-                let start = end;
-                end += own.stretches()[stretch].elements * size;
-                (stretch, start)
-            });
-            needs.push(placed.collect::<Vec<_>>());
-            longest[slot_of(unit)] = end.max(longest[slot_of(unit)]);
-        }
+        let in_bytes = |(stretch, start): (usize, usize)| (stretch, start * size);
+        let needs =
+            gathering.needs.into_iter().map(|needs| needs.into_iter().map(in_bytes).collect()).collect();
         let slot = |bytes| {
             let buffer = arena.allocate(bytes, MemoryCategory::Communication)?;
             Ok(Slot { buffer, unit: None, pending: Vec::new() })
         };
-        let slots = [slot(longest[0])?, slot(longest[1])?];
+        let [even, odd] = gathering.elements;
+        let slots = [slot(even * size)?, slot(odd * size)?];
         let limit = shards.limit();
         Ok(Self { slots, needs, current: 0, limit, traffic: Traffic::default() })
     }

@@ -16,6 +16,14 @@ pub(crate) fn peak_resident_bytes() -> u64 {
     kib(&status, "VmHWM:").map_or(0, |kib| kib * 1024)
 }
 
+/// Bytes of this process that are resident, of pages that it shares with others its part (PSS: the sum over processes counts
+/// every page once); 0 where the system does not say. The system walks all page tables for it: milliseconds for each
+/// gigabyte.
+pub(crate) fn proportional_bytes() -> u64 {
+    let maps = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
+    kib(&maps, "Pss:").map_or(0, |kib| kib * 1024)
+}
+
 /// [`peak_resident_bytes`] without what other processes answer for of the pages that are shared with them now.
 pub(crate) fn peak_own_bytes() -> u64 {
     let maps = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();

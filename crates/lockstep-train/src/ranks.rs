@@ -11,14 +11,15 @@ use lockstep_comm::{
 use lockstep_engine::{Engine, GroupOptions, Groups};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
+use lockstep_plan::{Among, Axis, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, ZeroStage};
 use lockstep_tensor::Arena;
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::config::RunConfig;
 use crate::flight::{Dump, Ending};
+use crate::forecast::axes_of_copies;
 use crate::layout::pipeline_plan;
-use crate::metrics::MemoryUse;
+use crate::metrics::{MemoryUse, PredictedMemory};
 use crate::progress::{Progress, Steps};
 use crate::{Error, human, resolve_model};
 
@@ -51,6 +52,20 @@ pub(crate) struct Called {
     /// When all ranks had come.
     pub(crate) met: Duration,
     pub(crate) end: Duration,
+}
+
+/// How the ranks of a run work together.
+pub(crate) fn group_options(config: &RunConfig) -> GroupOptions {
+    let parallel = &config.parallel;
+    GroupOptions {
+        splits_tokens: parallel.sequence_parallel,
+        tensor_dimensions: parallel.tensor_layout.into(),
+        tensor_chunks: parallel.tensor_chunks,
+        context_method: parallel.context_parallel_method.into(),
+        zero_stage: config.zero_stage(),
+        bucket_bytes: parallel.bucket_bytes(),
+        limit: Duration::from_secs_f64(parallel.timeout_s),
+    }
 }
 
 impl Ranks {
@@ -96,15 +111,7 @@ impl Ranks {
             return Err(Error::Configuration(problem.into()));
         }
         let group = group.with_algorithm(config.parallel.all_reduce.into());
-        let options = GroupOptions {
-            splits_tokens: config.parallel.sequence_parallel,
-            tensor_dimensions: config.parallel.tensor_layout.into(),
-            tensor_chunks: config.parallel.tensor_chunks,
-            context_method: config.parallel.context_parallel_method.into(),
-            zero_stage: config.zero_stage(),
-            bucket_bytes: config.parallel.bucket_bytes(),
-            limit: Duration::from_secs_f64(config.parallel.timeout_s),
-        };
+        let options = group_options(config);
         let mesh = Mesh::new(config.degrees())?;
         let pipeline = pipeline_plan(config, model, tuning)?;
         Ok(Self { groups: Groups::new(group, mesh, options, pipeline)?, mesh, limit: options.limit })
@@ -146,13 +153,8 @@ impl Ranks {
         copies != self.size()
     }
 
-    /// The axes whose ranks hold the same of the model. Those from which experts are taken do not, nor those that share out
-    /// its state.
     fn axes_of_copies(&self) -> &'static [Axis] {
-        let view = self.mesh.experts();
-        let experts = view.degree(ExpertAxis::Expert) * view.degree(ExpertAxis::ExpertTensor);
-        let is_shared_out = self.groups.zero_stage() > ZeroStage::Nothing;
-        if experts > 1 || is_shared_out { &[Axis::Replicate] } else { &Axis::TOKENS }
+        axes_of_copies(&self.mesh, self.groups.zero_stage())
     }
 
     /// Whether this rank has the first copy of the model, or a part of it: what others have is the same.
@@ -272,15 +274,23 @@ impl Ranks {
         &self,
         loss: f64,
         tokens: u64,
-        arena: &Arena,
+        memory: MemoryUse,
     ) -> Result<(f64, u64, Vec<MemoryUse>), CommError> {
         let Some(group) = self.group() else { return Ok((loss, tokens, Vec::new())) };
         let mut own = [0; 2 + MemoryUse::WORDS];
         own[..2].copy_from_slice(&[loss.to_bits(), tokens]);
-        own[2..].copy_from_slice(&MemoryUse::of(arena).to_words());
+        own[2..].copy_from_slice(&memory.to_words());
         let shares = self.exchange(group, own)?;
         let (loss, tokens) = self.sum_of(&shares);
         Ok((loss, tokens, shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect()))
+    }
+
+    /// What each of several ranks has been predicted to hold, in their order.
+    pub(crate) fn predicted(&self, own: MemoryBytes) -> Result<Vec<PredictedMemory>, CommError> {
+        let Some(group) = self.group() else { return Ok(Vec::new()) };
+        let own = MemoryUse { by_category: own, ..MemoryUse::default() }.to_words();
+        let all = self.exchange(group, own)?;
+        Ok(all.iter().map(|words| PredictedMemory(MemoryUse::from_words(words).by_category)).collect())
     }
 
     /// The number of every rank, in the order of the ranks.

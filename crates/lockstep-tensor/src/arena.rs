@@ -118,8 +118,10 @@ impl Block {
         let padding = start.as_ptr().align_offset(HUGE_PAGE_BYTES);
         // SAFETY: the padding is less than a huge page, by which the mapping is longer than the capacity.
         let pointer = unsafe { start.add(padding) };
+        // Whole pages alone: the end of a buffer would take up to one of them more than is booked.
+        let advised = capacity - capacity % HUGE_PAGE_BYTES;
         // SAFETY: the range lies in the mapping. A kernel without huge pages refuses, which costs speed only.
-        let _ = unsafe { mm::madvise(pointer.as_ptr().cast(), bytes - padding, mm::Advice::LinuxHugepage) };
+        let _ = unsafe { mm::madvise(pointer.as_ptr().cast(), advised, mm::Advice::LinuxHugepage) };
         Some(Self { pointer, capacity, source: Source::Mapping { start, bytes } })
     }
 

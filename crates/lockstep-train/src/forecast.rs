@@ -12,7 +12,7 @@ use lockstep_plan::{
 };
 
 use crate::layout::pipeline_plan;
-use crate::metrics::PredictedMemory;
+use crate::metrics::{MemoryUse, PredictedMemory};
 use crate::ranks::group_options;
 use crate::setup::storage;
 use crate::{Error, Ranks, ResolvedModel, RunConfig, engine_options};
@@ -64,8 +64,11 @@ impl Forecast {
                     Some(plan) => plan.memory_of(stage),
                     None => vec![StageMemory::whole(recorded.profile.units.len())],
                 };
-                distinct.push(recorded.on(&stages, &mesh, copies));
-                distinct.len() - 1
+                let prediction = recorded.on(&stages, &mesh, copies);
+                distinct.iter().position(|known| *known == prediction).unwrap_or_else(|| {
+                    distinct.push(prediction);
+                    distinct.len() - 1
+                })
             });
             of_rank.push(index);
         }
@@ -121,9 +124,11 @@ impl Predicted {
         let Copies { kept, saved } =
             Training::of(config).copies(ranks.mesh(), ranks.rank(), config.zero_stage());
         own[MemoryCategory::Snapshot] += (kept + saved) * Snapshot::bytes_for(engine);
-        let by_rank = ranks.predicted(own)?;
-        let greatest = by_rank.iter().fold(own, |most, one| most.maximum(&one.0));
-        Ok(Self { by_rank, greatest: PredictedMemory(greatest) })
+        let own = MemoryUse { by_category: own, ..MemoryUse::default() };
+        let all = ranks.memory(own)?;
+        let greatest = PredictedMemory(all.iter().fold(own, MemoryUse::maximum).by_category);
+        let several = all.iter().filter(|_| all.len() > 1);
+        Ok(Self { by_rank: several.map(|one| PredictedMemory(one.by_category)).collect(), greatest })
     }
 
     /// The rank that holds most, and how many bytes that are.
@@ -220,5 +225,95 @@ impl Recorded {
     fn on(&mut self, stages: &[StageMemory], mesh: &Mesh, copies: Copies) -> MemoryPrediction {
         (self.state.kept_copies, self.state.saved_copies) = (copies.kept, copies.saved);
         predicted(&self.profile, stages, |summing| mesh.shard_ranks(summing), &self.state)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resolve_model;
+
+    const MANUAL: &str = include_str!("../../../docs/memory.md");
+
+    fn config(settings: &[&str]) -> RunConfig {
+        let model = [
+            "model.preset=llama-15m",
+            "model.hidden_size=256",
+            "model.intermediate_size=1024",
+            "model.num_attention_heads=4",
+            "model.num_key_value_heads=4",
+            "model.tie_word_embeddings=false",
+            "data.train=[\"a.txt\"]",
+        ];
+        let settings: Vec<&str> = model.iter().chain(settings).copied().collect();
+        RunConfig::parse("", "RUN.toml", &settings).unwrap_or_else(|problems| panic!("{problems}"))
+    }
+
+    /// Bytes of each parameter that are booked of weights, gradients, and with the optimizer.
+    fn bytes_of_a_parameter(settings: &[&str]) -> [f64; 3] {
+        let config = config(settings);
+        let model = resolve_model(&config).unwrap();
+        let memory = Forecast::of(&config, &model).unwrap().of_rank(0).by_category();
+        let parameters = model.config.parameter_count() as f64;
+        let state = [MemoryCategory::Parameters, MemoryCategory::Gradients, MemoryCategory::Optimizer];
+        state.map(|category| memory[category] as f64 / parameters)
+    }
+
+    #[test]
+    fn the_table_of_the_manual_is_what_is_booked() {
+        let mut rows = 0;
+        let lines = MANUAL.lines().filter(|line| line.starts_with("| f32 |") || line.starts_with("| bf16"));
+        for line in lines {
+            let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+            let [precisions, more, weights, gradients, master, adamw, together, one, none] = cells[..] else {
+                continue;
+            };
+            let number = |cell: &str| if cell == "-" { 0.0 } else { cell.parse::<f64>().unwrap() };
+            for precision in precisions.split(", ") {
+                let precision = format!("train.precision={precision}");
+                let mut settings = vec![precision.as_str()];
+                if more.contains("state_precision") || more == "both" {
+                    settings.push("optimizer.state_precision=bf16");
+                }
+                if more.contains("master_weights") || more == "both" {
+                    settings.push("train.master_weights=false");
+                }
+                let expected = [number(weights), number(gradients), number(master) + number(adamw)];
+                let is_near = |found: f64, expected: f64| (found - expected).abs() < 0.02 * expected.max(1.0);
+                let found = bytes_of_a_parameter(&settings);
+                for (found, expected) in found.into_iter().zip(expected) {
+                    assert!(is_near(found, expected), "{settings:?}: {found} bytes, {line}");
+                }
+                assert_eq!(expected.iter().sum::<f64>(), number(together), "{line}");
+                for (kind, together) in [("lion", one), ("sgd", none)] {
+                    let kind = format!("optimizer.kind={kind}");
+                    let mut settings = settings.clone();
+                    // Where nothing is kept there is nothing whose precision could be chosen.
+                    if kind.ends_with("sgd") {
+                        settings.push("optimizer.momentum=0.0");
+                    }
+                    settings.push(&kind);
+                    let found: f64 = bytes_of_a_parameter(&settings).iter().sum();
+                    assert!(is_near(found, number(together)), "{settings:?}: {found} bytes, {line}");
+                }
+                rows += 1;
+            }
+        }
+        assert_eq!(rows, 8, "rows of the table, by precision");
+    }
+
+    #[test]
+    fn ranks_that_hold_the_same_are_told_once() {
+        let config = config(&[
+            "train.global_batch=8",
+            "parallel.data_parallel_replicate=4",
+            "parallel.tensor_parallel=2",
+        ]);
+        let model = resolve_model(&config).unwrap();
+        let forecast = Forecast::of(&config, &model).unwrap();
+        assert_eq!(forecast.ranks(), 8);
+        // Only the first copy of the model is saved.
+        let groups: Vec<(usize, usize)> = forecast.distinct().map(|(rank, ranks, _)| (rank, ranks)).collect();
+        assert_eq!(groups, [(0, 2), (2, 6)]);
     }
 }

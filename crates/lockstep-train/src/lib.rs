@@ -10,7 +10,7 @@
 //! - [`progress`]: the line a person watches, or plain lines where nobody does.
 //! - [`launch`]: the ranks of a run on this machine, started and watched.
 //! - [`flight`]: what ranks called last, when a run ended badly.
-//! - [`forecast`]: what every rank will hold in memory.
+//! - [`forecast`]: what every rank will hold in memory, and [`fit`]: whether a machine has that much.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
 //! - [`benchmark`]: how fast the machine at hand makes steps.
 //! - [`rehearsal`]: pipeline schedules measured beside simulated.
@@ -29,6 +29,7 @@ mod corpus;
 mod describe;
 pub mod doctor;
 mod error;
+pub mod fit;
 pub mod flight;
 pub mod forecast;
 mod guard;

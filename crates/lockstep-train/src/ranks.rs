@@ -11,7 +11,7 @@ use lockstep_comm::{
 use lockstep_engine::{Engine, GroupOptions, Groups};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{Among, Axis, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, ZeroStage};
+use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
 use lockstep_tensor::Arena;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -19,7 +19,7 @@ use crate::config::RunConfig;
 use crate::flight::{Dump, Ending};
 use crate::forecast::axes_of_copies;
 use crate::layout::pipeline_plan;
-use crate::metrics::{MemoryUse, PredictedMemory};
+use crate::metrics::MemoryUse;
 use crate::progress::{Progress, Steps};
 use crate::{Error, human, resolve_model};
 
@@ -285,12 +285,10 @@ impl Ranks {
         Ok((loss, tokens, shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect()))
     }
 
-    /// What each of several ranks has been predicted to hold, in their order.
-    pub(crate) fn predicted(&self, own: MemoryBytes) -> Result<Vec<PredictedMemory>, CommError> {
-        let Some(group) = self.group() else { return Ok(Vec::new()) };
-        let own = MemoryUse { by_category: own, ..MemoryUse::default() }.to_words();
-        let all = self.exchange(group, own)?;
-        Ok(all.iter().map(|words| PredictedMemory(MemoryUse::from_words(words).by_category)).collect())
+    /// What each rank says of its memory, in their order.
+    pub(crate) fn memory(&self, own: MemoryUse) -> Result<Vec<MemoryUse>, CommError> {
+        let Some(group) = self.group() else { return Ok(vec![own]) };
+        Ok(self.exchange(group, own.to_words())?.iter().map(|words| MemoryUse::from_words(words)).collect())
     }
 
     /// The number of every rank, in the order of the ranks.

@@ -53,17 +53,20 @@ pub struct MemoryPrediction {
 impl MemoryPrediction {
     /// What is booked.
     pub fn by_category(&self) -> MemoryBytes {
+        self.bytes_where(|_| true)
+    }
+
+    /// What of it a step writes to in any case.
+    pub fn touched(&self) -> MemoryBytes {
+        self.bytes_where(|item| !item.is_reserve)
+    }
+
+    fn bytes_where(&self, counts: impl Fn(&MemoryItem) -> bool) -> MemoryBytes {
         let mut bytes = MemoryBytes::default();
-        for item in &self.items {
+        for item in self.items.iter().filter(|item| counts(item)) {
             bytes[item.category] = bytes[item.category].saturating_add(item.bytes);
         }
         bytes
-    }
-
-    /// Bytes of it that a step writes to in any case.
-    pub fn touched_bytes(&self) -> usize {
-        let touched = self.items.iter().filter(|item| !item.is_reserve);
-        touched.fold(0, |sum, item| sum.saturating_add(item.bytes))
     }
 
     fn add(&mut self, category: MemoryCategory, what: &'static str, bytes: usize) {
@@ -301,7 +304,7 @@ impl ModelProfile {
     pub fn activation_bytes(&self, stages: &[StageMemory]) -> usize {
         let mut prediction = MemoryPrediction::default();
         self.book_activations(stages, &mut prediction);
-        prediction.touched_bytes()
+        prediction.by_category().total()
     }
 
     fn units_of<'m>(&'m self, stages: &'m [StageMemory]) -> impl Iterator<Item = &'m UnitProfile> + Clone {

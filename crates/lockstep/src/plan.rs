@@ -16,8 +16,8 @@ use crate::output::say;
 use crate::ranks::blamed;
 use crate::verify::plan_in_words;
 
-/// Predict what the plan of a run's [parallel] needs. It searches for no better plan: that is not there yet, and a run
-/// without [parallel] is one rank.
+/// Predict what the plan needs that the parallel section of a run describes. It searches for no better plan: that is not there
+/// yet, and a run without the section is one rank.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// The run's configuration; see docs/configuration.md

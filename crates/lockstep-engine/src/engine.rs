@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use lockstep_comm::{CommError, Metered};
+use lockstep_comm::Metered;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Seed, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
@@ -320,11 +320,11 @@ impl Engine {
     /// Forward and backward of one micro-batch; returns the sum of its losses.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
+    /// [`EngineError`]: none on one rank.
     ///
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
-    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, CommError> {
+    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, EngineError> {
         self.micro_batch(batch, seed, Turn::Earlier)
     }
 
@@ -333,7 +333,7 @@ impl Engine {
     /// contributed to them.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError`].
     ///
     /// # Panics
     /// As [`Engine::accumulate`].
@@ -341,7 +341,7 @@ impl Engine {
         &mut self,
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
         seed: Seed,
-    ) -> Result<f64, CommError> {
+    ) -> Result<f64, EngineError> {
         self.begin_step();
         if let Some(reducer) = &mut self.reducer {
             self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
@@ -368,7 +368,7 @@ impl Engine {
         &mut self,
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
         seed: Seed,
-    ) -> Result<f64, CommError> {
+    ) -> Result<f64, EngineError> {
         let Self { pipeline, model, queue, weights, runner, gradients, reducer, .. } = self;
         let Some(pipeline) = pipeline else { return Ok(0.0) };
         assert_eq!(
@@ -389,7 +389,7 @@ impl Engine {
     }
 
     /// Waits for what was summed after the last micro-batch.
-    fn await_gradients(&mut self) -> Result<(), CommError> {
+    fn await_gradients(&mut self) -> Result<(), EngineError> {
         let Self { queue, runner, gradients, reducer: Some(reducer), .. } = self else { return Ok(()) };
         let begin = runner.timeline().begin();
         gradients.wait(queue, reducer)?;
@@ -408,7 +408,7 @@ impl Engine {
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. After the last of a step the gradients are summed
     /// over ranks.
-    fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, CommError> {
+    fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, EngineError> {
         let Self { model, queue, weights, runner, gradients, reducer, .. } = self;
         let only = Place::default();
         runner.load(only, batch);
@@ -436,8 +436,8 @@ impl Engine {
     /// Forward of one micro-batch without dropout; returns the sum of its losses.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, CommError> {
+    /// [`EngineError`]: none on one rank.
+    pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, EngineError> {
         let Self { evaluation, model, pipeline, queue, weights, runner, .. } = self;
         let model = evaluation.as_ref().unwrap_or(model);
         if let Some(pipeline) = pipeline {
@@ -465,8 +465,8 @@ impl Engine {
     /// element counted once. NaN if any gradient is not finite.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub fn finish_gradients(&mut self) -> Result<f64, CommError> {
+    /// [`EngineError`]: none on one rank.
+    pub fn finish_gradients(&mut self) -> Result<f64, EngineError> {
         self.complete_gradients();
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();

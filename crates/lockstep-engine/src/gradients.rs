@@ -6,13 +6,12 @@
 
 use std::cell::Cell;
 
-use lockstep_comm::CommError;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View, Write};
 
 use crate::flat::{Extent, FlatStore, Part};
-use crate::{groups::Summing, looked_up::LookedUp, reducer::Reducer, shards::Shards};
+use crate::{EngineError, groups::Summing, looked_up::LookedUp, reducer::Reducer, shards::Shards};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
@@ -124,15 +123,15 @@ impl Gradients {
     /// token ids of the own micro-batches.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError`].
     pub(crate) fn share<'a>(
         &mut self,
         queue: &dyn Kernels,
         ids: impl Iterator<Item = &'a [u32]> + Clone,
         reducer: &mut Reducer,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         self.tied.iter_mut().try_for_each(|Tied { embedding, summing, .. }| {
-            embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summing))
+            Ok(embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summing))?)
         })
     }
 
@@ -187,13 +186,13 @@ impl Gradients {
     /// summands; where they are kept by their owners, those of the units before are there when it returns.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError`].
     pub(crate) fn sum_unit(
         &mut self,
         queue: &dyn Kernels,
         unit: usize,
         reducer: &mut Reducer,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         // One half of a split backward may contribute nothing.
         if self.passing.is_some() && !self.is_touched(unit) {
             return Ok(());
@@ -228,8 +227,8 @@ impl Gradients {
     /// to the output layer's contribution after that.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn sum_rows(&mut self, unit: usize, reducer: &mut Reducer) -> Result<(), CommError> {
+    /// [`EngineError`].
+    pub(crate) fn sum_rows(&mut self, unit: usize, reducer: &mut Reducer) -> Result<(), EngineError> {
         let Self { units, tied, .. } = self;
         for Tied { embedding, summing, .. } in tied
             .iter_mut()
@@ -244,8 +243,8 @@ impl Gradients {
     /// Waits until everything is summed that is under way.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn wait(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), CommError> {
+    /// [`EngineError`].
+    pub(crate) fn wait(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), EngineError> {
         reducer.wait_but(0)?;
         self.take_in(queue);
         Ok(())
@@ -254,15 +253,15 @@ impl Gradients {
     /// Sums what this rank owns over the replicas, after the last micro-batch.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn sum_owned(&mut self, reducer: &mut Reducer) -> Result<(), CommError> {
+    /// [`EngineError`].
+    pub(crate) fn sum_owned(&mut self, reducer: &mut Reducer) -> Result<(), EngineError> {
         for stretch in 0..self.store.stretches().len() {
             let (summing, own) =
                 (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].own.clone());
             let (buffer, bytes) = self.store.lend_from(stretch, own);
             reducer.sum_owned(buffer, bytes, summing)?;
         }
-        reducer.wait_but(0)
+        Ok(reducer.wait_but(0)?)
     }
 
     /// Adds sums that have come to what this rank owns.

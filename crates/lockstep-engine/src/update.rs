@@ -1,11 +1,10 @@
 //! What changes the weights: the optimizer on what this rank owns, and the biases of routers.
 
-use lockstep_comm::CommError;
 use lockstep_graph::{Activity, Cost};
 use lockstep_plan::ParameterId;
 
 use crate::optimizer::Operands;
-use crate::{Engine, FlatStore};
+use crate::{Engine, EngineError, FlatStore};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an update, as in AdamW.
@@ -28,8 +27,8 @@ impl Engine {
     /// Updates the weights: each rank those that it owns, which are then gathered.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub fn update(&mut self, update: &Update) -> Result<(), CommError> {
+    /// [`EngineError`]: none on one rank.
+    pub fn update(&mut self, update: &Update) -> Result<(), EngineError> {
         self.balance();
         let is_bias = |id: &ParameterId| self.model.selection_bias(self.records[id.0].unit) == Some(*id);
         for id in self.trained_ids().filter(|id| !is_bias(id)) {

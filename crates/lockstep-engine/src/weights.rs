@@ -1,12 +1,11 @@
 //! Everything in which the weights of a rank's model are kept, and how those that other ranks own get to where kernels read them:
 //! after each update (ZeRO stages 1 and 2), or before each use (stage 3).
 
-use lockstep_comm::CommError;
 use lockstep_plan::{ParameterId, ParameterRecord, ZeroStage};
 use lockstep_tensor::Kernels;
 
 use crate::gathered::{Gathered, WeightSource};
-use crate::{FlatStore, Traffic, Weights, shards::Shards};
+use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// The weights of a rank's model.
 #[derive(Debug)]
@@ -74,8 +73,8 @@ impl ModelWeights {
     /// The weights have changed, on each rank those that it owns: brings those of the others up to date, as far as they are kept.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub(crate) fn refresh(&mut self) -> Result<(), CommError> {
+    /// [`EngineError`]: none on one rank.
+    pub(crate) fn refresh(&mut self) -> Result<(), EngineError> {
         match &mut self.gathered {
             Some(gathered) => gathered.forget(),
             None => {
@@ -93,9 +92,9 @@ impl ModelWeights {
 }
 
 impl WeightSource for ModelWeights {
-    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), CommError> {
+    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), EngineError> {
         let Some(gathered) = &mut self.gathered else { return Ok(()) };
-        gathered.make_ready(unit, next, &mut self.trained, &self.shards)
+        Ok(gathered.make_ready(unit, next, &mut self.trained, &self.shards)?)
     }
 
     fn weights(&self) -> Weights<'_> {

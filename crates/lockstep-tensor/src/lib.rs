@@ -23,7 +23,8 @@ mod view;
 pub use arena::{Arena, Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
 pub use disk::{
-    Action, DISK_ALIGNMENT_BYTES, DiskError, DiskMethod, DiskQueue, DiskTraffic, Mover, ScratchFile, Ticket, Transfer,
+    Action, DISK_ALIGNMENT_BYTES, DiskError, DiskMethod, DiskQueue, DiskTraffic, Mover, ScratchFile, Ticket,
+    Transfer,
 };
 pub use error::TensorError;
 pub use experts::{

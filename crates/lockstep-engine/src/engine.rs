@@ -1,5 +1,6 @@
 //! One rank's training state and the steps that change it.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use lockstep_comm::Metered;
@@ -7,9 +8,9 @@ use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Seed, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage, exact::ExactSum};
-use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
+use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products, TensorError};
 
-use crate::flat::Extent;
+use crate::flat::{Extent, Stretch};
 use crate::gathered::Gathered;
 use crate::gradients::Trained;
 use crate::optimizer::Role;
@@ -18,9 +19,10 @@ use crate::pipeline::Pipeline;
 use crate::runner::{Half, StageMemory};
 use crate::shards::Shards;
 use crate::weights::ModelWeights;
+use crate::windows::DiskStore;
 use crate::{
-    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
-    StepTimes, Storage, Traffic, WeightStorage, reducer::Reducer,
+    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Residence, Runner,
+    StateKind, StepTimes, Storage, Traffic, WeightStorage, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -63,7 +65,10 @@ pub struct Engine {
     pub(crate) records: Vec<ParameterRecord>,
     pub(crate) weights: ModelWeights,
     pub(crate) gradients: Gradients,
+    /// What is in memory of it.
     pub(crate) optimizer_state: Vec<(StateKind, FlatStore)>,
+    /// Master weights and optimizer state that are on disk.
+    pub(crate) on_disk: Option<RefCell<DiskStore<StateKind>>>,
     pub(crate) groups: Groups,
     /// None if all gradients are whole.
     reducer: Option<Reducer>,
@@ -152,7 +157,11 @@ impl Engine {
             (0..model.units()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect();
         let queue = CpuQueue::new(threads, arena)?;
         let shards = Shards::new(&groups, &records)?;
+        let offload = &storage.offload;
+        let spills = offload.gradients == Residence::Disk;
         let reducer = Reducer::new(&groups, &records, &shards, queue.workers())?;
+        // Gradients that pass through to the disk are handed on as to other ranks.
+        let reducer = reducer.or_else(|| spills.then(Reducer::alone));
         let shared_table = SharedTable::of(&mut records, &is_here);
         let shared_out = |from: ZeroStage| if shards.stage() >= from { Extent::Own } else { Extent::Whole };
         // A stage of a pipeline may have nothing that is trained.
@@ -160,7 +169,13 @@ impl Engine {
             let is_kept = |record: &ParameterRecord| record.trainable && is_here[record.unit];
             FlatStore::zeros_where(arena, &records, kind, &shards, extent, is_kept)
         };
+        // Parameters come first: a model that is too large is refused for them before its activations, which
+        // nothing can hold either, fill the memory.
+        let of_kernels = (shape.dtype, MemoryCategory::Parameters);
+        let trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
         let units = model.units();
+        let units_on_disk = offload.units(&trained);
+        let is_on_disk = |stretch: &Stretch| units_on_disk[stretch.unit];
         let state = |kind: StateKind| -> Result<_, TensorError> {
             let keeps = |record: &ParameterRecord| {
                 let is_kept = record.trainable && is_here[record.unit];
@@ -168,13 +183,10 @@ impl Engine {
             };
             let (kind_of_memory, extent) =
                 ((storage.state, MemoryCategory::Optimizer), shared_out(ZeroStage::Optimizer));
-            let store = FlatStore::zeros_where(arena, &records, kind_of_memory, &shards, extent, keeps)?;
+            let store =
+                FlatStore::zeros_but(arena, &records, kind_of_memory, &shards, extent, keeps, is_on_disk)?;
             Ok((!store.is_empty()).then_some((kind, store)))
         };
-        // Parameters come first: a model that is too large is refused for them before its activations, which
-        // nothing can hold either, fill the memory.
-        let of_kernels = (shape.dtype, MemoryCategory::Parameters);
-        let trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
         let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
         let alone = Shards::none();
         let frozen = FlatStore::zeros_where(arena, &records, of_kernels, &alone, Extent::Whole, is_frozen)?;
@@ -187,14 +199,28 @@ impl Engine {
             let bias = model.selection_bias(record.unit).filter(|_| is_here[record.unit]);
             bias.is_some_and(|id| records[id.0].name == record.name) && record.trainable
         };
-        let master = has_master.then(|| store(in_optimizer, of_optimizer)).transpose()?;
+        let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];
+        let master = has_master
+            .then(|| {
+                let kind = in_optimizer;
+                FlatStore::zeros_but(arena, &records, kind, &shards, of_optimizer, is_trained, is_on_disk)
+            })
+            .transpose()?;
         let is_updated_by_owners = if has_master { of_optimizer } else { shared_out(ZeroStage::Parameters) };
-        let biases = (is_updated_by_owners == Extent::Own)
+        let biases = (is_updated_by_owners == Extent::Own || offload.optimizer == Residence::Disk)
             .then(|| FlatStore::zeros_where(arena, &records, in_optimizer, &alone, Extent::Whole, is_bias))
             .transpose()?;
         let gathered = (trained.extent() == Extent::Own)
             .then(|| Gathered::new(arena, &model, &trained, &shards))
             .transpose()?;
+        let optimizer_state = StateKind::OF_OPTIMIZERS
+            .into_iter()
+            .filter_map(|kind| state(kind).transpose())
+            .collect::<Result<Vec<_>, _>>()?;
+        let kept = optimizer_state.iter().map(|(kind, store)| (*kind, store.dtype()));
+        let kept: Vec<_> = master.iter().map(|_| (StateKind::Parameter, DType::F32)).chain(kept).collect();
+        let layout = master.as_ref().or(optimizer_state.first().map(|(_, store)| store));
+        let on_disk = layout.map(|layout| DiskStore::zeros(offload, layout, kept, arena)).transpose()?;
         Ok(Self {
             reducer,
             queue,
@@ -204,11 +230,10 @@ impl Engine {
                 Trained { records: &records, is_here: &is_here, shards: &shards },
                 own_tokens,
                 micro_batches * context.ranks,
+                spills.then_some((offload, &units_on_disk[..])),
             )?,
-            optimizer_state: StateKind::OF_OPTIMIZERS
-                .into_iter()
-                .filter_map(|kind| state(kind).transpose())
-                .collect::<Result<_, _>>()?,
+            optimizer_state,
+            on_disk: on_disk.flatten().map(RefCell::new),
             arena: arena.clone(),
             optimizer,
             storage,
@@ -348,7 +373,7 @@ impl Engine {
         }
         if self.pipeline.is_some() {
             let loss_sum = self.run_pipeline(batches, seed)?;
-            self.complete_gradients();
+            self.complete_gradients()?;
             self.runner.expert_load_mut().sum(&self.groups)?;
             return Ok(loss_sum);
         }
@@ -358,7 +383,7 @@ impl Engine {
             let turn = if batches.peek().is_some() { Turn::Earlier } else { Turn::Last };
             loss_sum += self.micro_batch(&batch, seed, turn)?;
         }
-        self.complete_gradients();
+        self.complete_gradients()?;
         self.runner.expert_load_mut().sum(&self.groups)?;
         Ok(loss_sum)
     }
@@ -449,16 +474,17 @@ impl Engine {
     }
 
     /// Completes the gradients of a step after its last micro-batch: those that nothing contributed to, and tied ones.
-    fn complete_gradients(&mut self) {
+    fn complete_gradients(&mut self) -> Result<(), EngineError> {
         let begin = self.timeline().begin();
         let elements = self.gradients.tied_elements() as u64;
         for unit in (0..self.model.units()).filter(|unit| self.is_here[*unit]) {
-            self.gradients.end_unit(&self.queue, unit);
+            self.gradients.end_unit(&self.queue, unit)?;
         }
         self.timeline().end(begin, || {
             let cost = Cost { vector_flops: elements, ..Cost::of_bytes(3 * F32_BYTES * elements) };
             (Activity::of_step("add tied gradients"), cost)
         });
+        Ok(())
     }
 
     /// Completes the gradients if they are not, and returns the global L2 norm over all ranks that share the model, each
@@ -467,14 +493,12 @@ impl Engine {
     /// # Errors
     /// [`EngineError`]: none on one rank.
     pub fn finish_gradients(&mut self) -> Result<f64, EngineError> {
-        self.complete_gradients();
+        self.complete_gradients()?;
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
-            if let Some(part) = self.gradients.part(id)
-                && (self.speaks_for(id) || active(Mutation::NormCountsCopies))
-            {
-                sum.merge(&self.queue.sum_of_squares(part.view).wait());
+            if self.speaks_for(id) || active(Mutation::NormCountsCopies) {
+                self.gradients.add_squares(&self.queue, id, &mut sum);
             }
         }
         let sum = self.groups.sum_over_model(&sum)?;
@@ -488,23 +512,39 @@ impl Engine {
 
     /// Which elements of what its model holds of a trained parameter this rank owns.
     pub fn owned_range(&self, id: ParameterId) -> Range<usize> {
-        self.gradients.part(id).map_or(0..0, |part| part.range())
+        self.gradients.owned_range(id)
     }
 
     /// The gradient of what this rank owns of a trained parameter, after [`Engine::forward_backward`] or
     /// [`Engine::finish_gradients`].
-    pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
-        self.gradients.part(id).map_or_else(Vec::new, |part| part.view.to_vec())
+    ///
+    /// # Errors
+    /// [`EngineError::Disk`], if it is there.
+    pub fn gradient(&self, id: ParameterId) -> Result<Vec<f32>, EngineError> {
+        self.gradients.read(id)
     }
 
     /// Replaces the gradient of what this rank owns of a parameter.
     ///
+    /// # Errors
+    /// [`EngineError::Disk`], if it is there.
+    ///
     /// # Panics
     /// If the number of elements is another.
-    pub fn write_gradient(&mut self, id: ParameterId, values: &[f32]) {
-        if let Some(part) = self.gradients.part(id) {
-            part.view.copy_from(values);
-        }
+    pub fn write_gradient(&mut self, id: ParameterId, values: &[f32]) -> Result<(), EngineError> {
+        self.gradients.write(&self.queue, id, values)
+    }
+
+    /// What has been read from and written to disk since this was last asked.
+    pub fn take_disk_traffic(&mut self) -> DiskTraffic {
+        let of_state =
+            self.on_disk.as_mut().map_or_else(DiskTraffic::default, |s| s.get_mut().take_traffic());
+        of_state + self.gradients.take_disk_traffic()
+    }
+
+    /// Bytes of model state that are on disk.
+    pub fn disk_bytes(&self) -> u64 {
+        self.on_disk.as_ref().map_or(0, |store| store.borrow().len_bytes()) + self.gradients.disk_bytes()
     }
 
     /// When this rank did what in the last step, if it is one of a pipeline.

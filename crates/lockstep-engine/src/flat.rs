@@ -3,7 +3,8 @@
 //! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
 //! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are complete at the same time and
 //! summed over the same ranks stand together, in a *stretch*: of it each of the ranks that share out the model's state owns one
-//! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them.
+//! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them, or, where
+//! that is on disk ([`DiskStore`](crate::windows::DiskStore)), nothing but the knowledge of where it lies.
 //!
 //! ```text
 //! unit     [ stretch                           | stretch               ]
@@ -58,6 +59,20 @@ pub(crate) struct Stretch {
     pub(crate) elements: usize,
     /// Those of them that this rank owns.
     pub(crate) own: Range<usize>,
+    /// Whether it is a table that two layers share.
+    pub(crate) is_tied: bool,
+    /// Whether the store has nothing of it: it is on disk.
+    pub(crate) is_on_disk: bool,
+}
+
+/// A parameter, or some of its elements, in a stretch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) id: ParameterId,
+    /// Which elements of what the rank's model holds of it.
+    pub(crate) elements: Range<usize>,
+    /// Where the first of them is in the stretch.
+    pub(crate) first: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -129,7 +144,24 @@ impl FlatStore {
         extent: Extent,
         keeps: impl Fn(&ParameterRecord) -> bool,
     ) -> Result<Self, TensorError> {
-        let (stretches, places) = laid_out(records, shards, keeps);
+        Self::zeros_but(arena, records, (dtype, category), shards, extent, keeps, |_| false)
+    }
+
+    /// As [`FlatStore::zeros_where`], without the stretches that are on disk.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub(crate) fn zeros_but(
+        arena: &Arena,
+        records: &[ParameterRecord],
+        (dtype, category): (DType, MemoryCategory),
+        shards: &Shards,
+        extent: Extent,
+        keeps: impl Fn(&ParameterRecord) -> bool,
+        is_on_disk: impl Fn(&Stretch) -> bool,
+    ) -> Result<Self, TensorError> {
+        let (mut stretches, places) = laid_out(records, shards, keeps);
+        stretches.iter_mut().for_each(|stretch| stretch.is_on_disk = is_on_disk(stretch));
         let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
         let mut store = Self { dtype, extent, units: Vec::new(), stretches, places };
         let mut unit_bytes = vec![0; unit_count];
@@ -251,11 +283,53 @@ impl FlatStore {
         Some(self.elements_of(&self.stretches[place.stretch], elements).reshape(place.shape))
     }
 
-    /// What this rank owns of a parameter's tensor; none if that is nothing.
+    /// What this rank owns of a parameter's tensor; none if that is nothing, or on disk.
     pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
         let place = self.places[id.0]?;
-        let range = self.owned(&place);
+        let range = self.owned_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
+    }
+
+    /// Which elements of a parameter's tensor this rank owns, wherever they are.
+    pub(crate) fn owned_range(&self, id: ParameterId) -> Range<usize> {
+        self.places[id.0].map_or(0..0, |place| self.owned(&place))
+    }
+
+    /// Whether what this rank owns of a parameter is on disk.
+    pub(crate) fn is_on_disk(&self, id: ParameterId) -> bool {
+        self.places[id.0].is_some_and(|place| self.stretches[place.stretch].is_on_disk)
+    }
+
+    /// Whether anything that it would have is on disk.
+    pub(crate) fn is_partly_on_disk(&self) -> bool {
+        self.stretches.iter().any(|stretch| stretch.is_on_disk)
+    }
+
+    /// The stretch and the first element there of each parameter that is on disk. By [`ParameterId`].
+    pub(crate) fn places_on_disk(&self) -> Vec<Option<(usize, usize)>> {
+        let place = |place: &Option<Place>| {
+            place
+                .filter(|place| self.stretches[place.stretch].is_on_disk)
+                .map(|place| (place.stretch, place.first))
+        };
+        self.places.iter().map(place).collect()
+    }
+
+    /// The parameters that lie in `elements` of a stretch, each that owns its storage once, in their order there.
+    pub(crate) fn pieces(&self, stretch: usize, elements: Range<usize>) -> Vec<Piece> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        for (index, place) in self.places.iter().enumerate() {
+            let Some(place) = place.filter(|place| place.stretch == stretch) else { continue };
+            let (start, end) = (place.first, place.first + place.shape.elements());
+            let first = elements.start.max(start);
+            // A shared place was listed under the parameter that owns it.
+            if first < elements.end.min(end) && pieces.iter().all(|piece| piece.first != first) {
+                let of_parameter = first - start..elements.end.min(end) - start;
+                pieces.push(Piece { id: ParameterId(index), elements: of_parameter, first });
+            }
+        }
+        pieces.sort_by_key(|piece| piece.first);
+        pieces
     }
 
     /// The same in the tensor's shape, if that is all of it.
@@ -267,6 +341,7 @@ impl FlatStore {
     /// What the store has of a parameter's tensor; none if that is nothing.
     pub(crate) fn kept_part(&self, id: ParameterId) -> Option<Part<'_>> {
         match self.extent {
+            _ if self.is_on_disk(id) => None,
             Extent::Own => self.part(id),
             Extent::Whole => self.places[id.0].map(|place| self.part_of(&place, 0..place.shape.elements())),
         }
@@ -283,23 +358,19 @@ impl FlatStore {
             return;
         }
         let view = kept.view.rows(range.start - kept.first..range.end - kept.first);
-        let values = &values[range.start - start..range.end - start];
-        match self.dtype {
-            DType::BF16 => view.copy_from(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
-            DType::F16 => view.copy_from(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
-            _ => view.copy_from(values),
-        }
+        write_rounded(view, &values[range.start - start..range.end - start]);
     }
 
     /// The bytes that this rank owns of all parameters that own their storage here, and the first element of each, without a copy.
     pub fn parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
-        let ranges = |store: &Self, place: &Place| store.owned(place);
+        let ranges = |store: &Self, place: &Place| store.owned_in_memory(place);
         self.bytes_where(ranges)
     }
 
     /// The bytes that the store has of all parameters that own their storage here, and the first element of each, without a copy.
     pub(crate) fn kept_parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
         let ranges = |store: &Self, place: &Place| match store.extent {
+            _ if store.stretches[place.stretch].is_on_disk => 0..0,
             Extent::Own => store.owned(place),
             Extent::Whole => 0..place.shape.elements(),
         };
@@ -341,6 +412,11 @@ impl FlatStore {
         if range.is_empty() { 0..0 } else { range.start - place.first..range.end - place.first }
     }
 
+    /// Those of them that the store has.
+    fn owned_in_memory(&self, place: &Place) -> Range<usize> {
+        if self.stretches[place.stretch].is_on_disk { 0..0 } else { self.owned(place) }
+    }
+
     fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {
         let of_stretch = place.first + range.start..place.first + range.end;
         Part { first: range.start, view: self.elements_of(&self.stretches[place.stretch], of_stretch) }
@@ -349,6 +425,7 @@ impl FlatStore {
     /// The elements of a stretch that the store has.
     fn kept(&self, stretch: &Stretch) -> Range<usize> {
         match self.extent {
+            _ if stretch.is_on_disk => 0..0,
             Extent::Whole => 0..stretch.elements,
             Extent::Own => stretch.own.clone(),
         }
@@ -369,6 +446,15 @@ impl FlatStore {
         );
         let byte = |element: usize| (stretch.start + element - kept.start) * self.dtype.size_bytes();
         byte(elements.start)..byte(elements.end)
+    }
+}
+
+/// Writes f32 values, rounded to the type of what is written.
+pub(crate) fn write_rounded(view: View<'_>, values: &[f32]) {
+    match view.dtype() {
+        DType::BF16 => view.copy_from(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
+        DType::F16 => view.copy_from(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
+        _ => view.copy_from(values),
     }
 }
 
@@ -402,12 +488,21 @@ fn laid_out(
             places[index] = Some(Place { stretch: stretches.len(), first: elements, shape });
             elements += shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
         }
-        let (unit, completed_by, _, summing) = key(&stretch[0]);
+        let (unit, completed_by, is_tied, summing) = key(&stretch[0]);
         let ShardPlace { ranks, rank } = shards.place(summing);
         let elements = elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks);
         let len = elements / ranks;
         let own = rank * len..(rank + 1) * len;
-        stretches.push(Stretch { unit, completed_by, summing, start: 0, elements, own });
+        stretches.push(Stretch {
+            unit,
+            completed_by,
+            summing,
+            start: 0,
+            elements,
+            own,
+            is_tied,
+            is_on_disk: false,
+        });
     }
     for (index, record) in records.iter().enumerate() {
         if let Some(target) = record.tie {

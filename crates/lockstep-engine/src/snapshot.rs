@@ -23,8 +23,11 @@ impl Snapshot {
     /// Memory for the state of `engine`, booked in its ledger. It holds nothing yet: call [`Snapshot::take`].
     ///
     /// # Errors
-    /// Out of memory.
+    /// Out of memory; [`EngineError::OnDisk`].
     pub fn new(engine: &Engine) -> Result<Self, EngineError> {
+        if engine.on_disk.is_some() {
+            return Err(EngineError::OnDisk);
+        }
         let stores = engine
             .state_stores()
             .map(|(kind, store)| Ok((kind, store.like(engine.arena(), MemoryCategory::Snapshot)?)));

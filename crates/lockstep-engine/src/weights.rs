@@ -1,9 +1,12 @@
 //! Everything in which the weights of a rank's model are kept, and how those that other ranks own get to where kernels read them:
 //! after each update (ZeRO stages 1 and 2), or before each use (stage 3).
 
+use std::ops::Range;
+
 use lockstep_plan::{ParameterId, ParameterRecord, ZeroStage};
 use lockstep_tensor::Kernels;
 
+use crate::flat::Extent;
 use crate::gathered::{Gathered, WeightSource};
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
@@ -45,8 +48,20 @@ impl ModelWeights {
     /// What this rank has of the trained weights that other ranks have copies of.
     pub(crate) fn copied(&mut self) -> &mut FlatStore {
         match &mut self.master {
-            Some(master) if self.shards.stage() == ZeroStage::Nothing => master,
+            Some(master) if self.shards.stage() == ZeroStage::Nothing && !master.is_partly_on_disk() => {
+                master
+            }
             _ => &mut self.trained,
+        }
+    }
+
+    /// Which elements of a parameter, in one range, this rank keeps in any precision.
+    pub(crate) fn kept_range(&self, record: &ParameterRecord, id: ParameterId) -> Range<usize> {
+        let of_kernels = self.frozen.as_ref().filter(|_| !record.trainable).unwrap_or(&self.trained);
+        let is_whole = self.biases.as_ref().is_some_and(|store| store.kept_part(id).is_some());
+        match of_kernels.extent() {
+            Extent::Own if !is_whole => of_kernels.owned_range(id),
+            _ => 0..record.local_elements(),
         }
     }
 

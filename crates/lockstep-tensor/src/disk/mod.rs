@@ -193,6 +193,12 @@ impl DiskQueue {
         Ok(Self::with_mover(file, mover))
     }
 
+    /// Has what `around` makes of what moves the bytes move them: a test can slow it down, or break it.
+    pub fn wrap_mover(mut self, around: impl FnOnce(Box<dyn Mover>) -> Box<dyn Mover>) -> Self {
+        self.mover = around(self.mover);
+        self
+    }
+
     /// A queue whose bytes `mover` moves.
     pub fn with_mover(file: Arc<ScratchFile>, mover: Box<dyn Mover>) -> Self {
         Self {

@@ -25,7 +25,7 @@
 //!     dtype: DType::F32,
 //!     global_shape: &[2, 2],
 //!     region: Region::Whole,
-//!     bytes: bytemuck::cast_slice(&weight),
+//!     bytes: bytemuck::cast_slice::<f32, u8>(&weight).into(),
 //! };
 //! save(dir.path(), &SaveRequest { step: 100, ..SaveRequest::default() }, &[tensor])?;
 //!
@@ -73,4 +73,4 @@ pub use peft::{PeftAdapter, parse_adapter_config};
 pub use pretrained::{ModelDirectory, checkpoint_model};
 pub use region::Region;
 pub use save::{CommitObserver, CommitPoint, SaveRequest, Staging, save, save_observed};
-pub use shard::{ShardReport, TensorSlice, write_shard, write_shard_observed};
+pub use shard::{ByteSource, ShardReport, SliceBytes, TensorSlice, write_shard, write_shard_observed};

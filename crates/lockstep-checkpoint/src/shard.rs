@@ -1,10 +1,11 @@
 //! One rank's file: written and hashed at the same time, straight from the caller's memory.
 //!
 //! A writer thread takes the pieces in file order; the calling thread hashes the same pieces meanwhile,
-//! once for the file and once for the tensor. Nothing is copied, and the slower of disk and hash sets
-//! the pace.
+//! once for the file and once for the tensor. Nothing is copied but what is not in memory, which is read piece by piece, and the
+//! slower of disk and hash sets the pace.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, HashMap},
     fs::File,
     io::{self, BufWriter, Write},
@@ -47,7 +48,79 @@ pub struct TensorSlice<'a> {
     /// Which of its elements these are.
     pub region: Region,
     /// The elements, little-endian, row-major in the region.
-    pub bytes: &'a [u8],
+    pub bytes: SliceBytes<'a>,
+}
+
+/// Where the bytes of a slice are.
+#[derive(Debug, Clone, Copy)]
+pub enum SliceBytes<'a> {
+    /// In memory.
+    Memory(&'a [u8]),
+    /// Elsewhere: they are read as they are written.
+    Source {
+        /// Where.
+        source: &'a dyn ByteSource,
+        /// The first of them there.
+        start: usize,
+        /// How many.
+        len: usize,
+    },
+}
+
+/// Bytes that are read piece by piece.
+pub trait ByteSource: std::fmt::Debug {
+    /// Fills `bytes` with what is there from `start` on.
+    fn read(&self, start: usize, bytes: &mut [u8]) -> io::Result<()>;
+}
+
+impl<'a> From<&'a [u8]> for SliceBytes<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Self::Memory(bytes)
+    }
+}
+
+impl<'a> SliceBytes<'a> {
+    /// How many.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Memory(bytes) => bytes.len(),
+            Self::Source { len, .. } => *len,
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Those of a range.
+    ///
+    /// # Panics
+    /// If they are not all there.
+    pub fn range(self, range: std::ops::Range<usize>) -> Self {
+        match self {
+            Self::Memory(bytes) => Self::Memory(&bytes[range]),
+            Self::Source { source, start, len } => {
+                assert!(range.end <= len, "bytes {range:?} of {len}");
+                Self::Source { source, start: start + range.start, len: range.len() }
+            }
+        }
+    }
+
+    /// The bytes in pieces of `piece_bytes`, the last of which may be shorter.
+    fn pieces(self, piece_bytes: usize) -> impl Iterator<Item = io::Result<Cow<'a, [u8]>>> {
+        (0..self.len()).step_by(piece_bytes).map(move |first| {
+            let range = first..self.len().min(first + piece_bytes);
+            match self {
+                Self::Memory(bytes) => Ok(Cow::Borrowed(&bytes[range])),
+                Self::Source { source, start, .. } => {
+                    let mut piece = vec![0; range.len()];
+                    source.read(start + range.start, &mut piece)?;
+                    Ok(Cow::Owned(piece))
+                }
+            }
+        })
+    }
 }
 
 /// What a rank tells the one that commits: which file it wrote, and what is in it.
@@ -150,16 +223,16 @@ impl<'a, 'b> PlannedShard<'a, 'b> {
         let mut file_hash = Hasher::new();
         let mut hashes = Vec::with_capacity(self.slices.len());
         let (sent, written) = thread::scope(|scope| {
-            let (send, receive) = sync_channel::<&[u8]>(QUEUED_PIECES);
+            let (send, receive) = sync_channel::<Cow<'_, [u8]>>(QUEUED_PIECES);
             let file = &file;
             let writer = scope.spawn(move || -> io::Result<()> {
                 let mut out = BufWriter::with_capacity(PIECE_BYTES, file);
-                receive.iter().try_for_each(|piece| out.write_all(piece))?;
+                receive.iter().try_for_each(|piece| out.write_all(&piece))?;
                 out.flush()
             });
             // A failed send means that the writer has failed; its own error says why.
             let sent = (|| -> Result<(), CheckpointError> {
-                if send.send(&self.layout.prefix).is_err() {
+                if send.send(Cow::Borrowed(&self.layout.prefix[..])).is_err() {
                     return Ok(());
                 }
                 file_hash.update(&self.layout.prefix);
@@ -168,12 +241,22 @@ impl<'a, 'b> PlannedShard<'a, 'b> {
                         notify(observer, CommitPoint::ShardHalfWritten)?;
                     }
                     let mut hash = Hasher::new();
-                    for piece in self.slices[place.index].bytes.chunks(PIECE_BYTES) {
+                    for piece in self.slices[place.index].bytes.pieces(PIECE_BYTES) {
+                        let piece = piece.map_err(CheckpointError::io("write", &path))?;
+                        // What is in memory is hashed while it is written.
+                        if let Cow::Borrowed(bytes) = piece {
+                            if send.send(piece).is_err() {
+                                return Ok(());
+                            }
+                            file_hash.update(bytes);
+                            hash.update(bytes);
+                            continue;
+                        }
+                        file_hash.update(&piece);
+                        hash.update(&piece);
                         if send.send(piece).is_err() {
                             return Ok(());
                         }
-                        file_hash.update(piece);
-                        hash.update(piece);
                     }
                     hashes.push((place.index, hash.finish()));
                 }

@@ -246,7 +246,7 @@ fn every_bit_of_a_manifest_matters() {
         dtype: DType::F32,
         global_shape: &[1],
         region: Region::Whole,
-        bytes: bytemuck::cast_slice(&values),
+        bytes: bytemuck::cast_slice::<f32, u8>(&values).into(),
     };
     let path = save(dir.path(), &SaveRequest::default(), &[tensor]).unwrap();
     let manifest = fs::read(path.join("manifest.json")).unwrap();
@@ -346,7 +346,7 @@ fn a_full_disk_is_an_error_that_costs_nothing_already_saved() {
         dtype: DType::F32,
         global_shape: &[1 << 18],
         region: Region::Whole,
-        bytes: bytemuck::cast_slice(&large),
+        bytes: bytemuck::cast_slice::<f32, u8>(&large).into(),
     };
     let request = SaveRequest { step: 2, ..SaveRequest::default() };
     let error = save(&dir, &request, &[tensor]).unwrap_err();

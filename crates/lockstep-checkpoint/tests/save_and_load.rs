@@ -33,7 +33,7 @@ fn slice<'a>(shape: &'a [usize], region: Region, values: &'a [f32]) -> TensorSli
         dtype: DType::F32,
         global_shape: shape,
         region,
-        bytes: bytemuck::cast_slice(values),
+        bytes: bytemuck::cast_slice::<f32, u8>(values).into(),
     }
 }
 
@@ -107,7 +107,7 @@ fn every_dtype_keeps_its_bits_and_floats_read_as_f32() {
             dtype: types[i],
             global_shape: &shapes[i],
             region: Region::Whole,
-            bytes,
+            bytes: bytes.into(),
         })
         .collect();
     let path = save(dir.path(), &SaveRequest::default(), &slices).unwrap();

@@ -1,8 +1,9 @@
 //! One rank's training state and the steps that change it.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
-use lockstep_comm::{CommError, Metered};
+use lockstep_comm::Metered;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, Program, Recompute, Seed, Timeline};
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
@@ -10,7 +11,7 @@ use lockstep_plan::{
     DType, Extent, MemoryCategory, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory,
     ZeroStage, exact::ExactSum, predicted,
 };
-use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
+use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products, TensorError};
 
 use crate::gathered::Gathered;
 use crate::gradients::Trained;
@@ -20,9 +21,10 @@ use crate::pipeline::Pipeline;
 use crate::runner::Half;
 use crate::shards::Shards;
 use crate::weights::ModelWeights;
+use crate::windows::DiskStore;
 use crate::{
-    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
-    StepTimes, Storage, Traffic, reducer::Reducer,
+    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Residence, Runner,
+    StateKind, StepTimes, Storage, Traffic, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -65,7 +67,10 @@ pub struct Engine {
     pub(crate) records: Vec<ParameterRecord>,
     pub(crate) weights: ModelWeights,
     pub(crate) gradients: Gradients,
+    /// What is in memory of it.
     pub(crate) optimizer_state: Vec<(StateKind, FlatStore)>,
+    /// Master weights and optimizer state that are on disk.
+    pub(crate) on_disk: Option<RefCell<DiskStore<StateKind>>>,
     pub(crate) groups: Groups,
     /// None if all gradients are whole.
     reducer: Option<Reducer>,
@@ -142,14 +147,18 @@ impl Engine {
         };
         let is_here: Vec<bool> =
             (0..model.units()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect();
-        let state_plan = options.state_plan(&model, storage, groups.zero_stage(), context);
+        let state_plan = options.state_plan(&model, &storage, groups.zero_stage(), context);
         let predicted = {
             let (profile, mesh) = (model.profile(context), groups.mesh());
             predicted(&profile, &stages, |summing| mesh.shard_ranks(summing), &state_plan)
         };
         let queue = CpuQueue::new(threads, arena)?;
         let shards = Shards::new(&groups, &records)?;
+        let offload = &storage.offload;
+        let spills = offload.gradients == Residence::Disk;
         let reducer = Reducer::new(&groups, &records, &shards, queue.workers())?;
+        // Gradients that pass through to the disk are handed on as to other ranks.
+        let reducer = reducer.or_else(|| spills.then(Reducer::alone));
         let shared_table = SharedTable::of(&mut records, &is_here);
         let shared_out = |from: ZeroStage| if shards.stage() >= from { Extent::Own } else { Extent::Whole };
         // A stage of a pipeline may have nothing that is trained.
@@ -157,7 +166,13 @@ impl Engine {
             let is_kept = |record: &ParameterRecord| record.trainable && is_here[record.unit];
             FlatStore::zeros_where(arena, &records, kind, &shards, extent, is_kept)
         };
+        // Parameters come first: a model that is too large is refused for them before its activations, which
+        // nothing can hold either, fill the memory.
+        let of_kernels = (shape.dtype, MemoryCategory::Parameters);
+        let trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
         let units = model.units();
+        let units_on_disk = trained.layout().units_on_disk(offload.plan().map_or(0.0, |disk| disk.share));
+        let is_on_disk = |unit: usize, _: bool| units_on_disk[unit];
         let state = |kind: StateKind| -> Result<_, TensorError> {
             let keeps = |record: &ParameterRecord| {
                 let is_kept = record.trainable && is_here[record.unit];
@@ -165,13 +180,10 @@ impl Engine {
             };
             let (kind_of_memory, extent) =
                 ((storage.state, MemoryCategory::Optimizer), shared_out(ZeroStage::Optimizer));
-            let store = FlatStore::zeros_where(arena, &records, kind_of_memory, &shards, extent, keeps)?;
+            let store =
+                FlatStore::zeros_but(arena, &records, kind_of_memory, &shards, extent, keeps, is_on_disk)?;
             Ok((!store.is_empty()).then_some((kind, store)))
         };
-        // Parameters come first: a model that is too large is refused for them before its activations, which
-        // nothing can hold either, fill the memory.
-        let of_kernels = (shape.dtype, MemoryCategory::Parameters);
-        let trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
         let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
         let alone = Shards::none();
         let frozen = FlatStore::zeros_where(arena, &records, of_kernels, &alone, Extent::Whole, is_frozen)?;
@@ -184,14 +196,28 @@ impl Engine {
             let bias = model.selection_bias(record.unit).filter(|_| is_here[record.unit]);
             bias.is_some_and(|id| records[id.0].name == record.name) && record.trainable
         };
-        let master = has_master.then(|| store(in_optimizer, of_optimizer)).transpose()?;
+        let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];
+        let master = has_master
+            .then(|| {
+                let kind = in_optimizer;
+                FlatStore::zeros_but(arena, &records, kind, &shards, of_optimizer, is_trained, is_on_disk)
+            })
+            .transpose()?;
         let is_updated_by_owners = if has_master { of_optimizer } else { shared_out(ZeroStage::Parameters) };
-        let biases = (is_updated_by_owners == Extent::Own)
+        let biases = (is_updated_by_owners == Extent::Own || offload.optimizer == Residence::Disk)
             .then(|| FlatStore::zeros_where(arena, &records, in_optimizer, &alone, Extent::Whole, is_bias))
             .transpose()?;
         let gathered = (trained.extent() == Extent::Own)
             .then(|| Gathered::new(arena, &model, &trained, &shards))
             .transpose()?;
+        let optimizer_state = StateKind::OF_OPTIMIZERS
+            .into_iter()
+            .filter_map(|kind| state(kind).transpose())
+            .collect::<Result<Vec<_>, _>>()?;
+        let kept = optimizer_state.iter().map(|(kind, store)| (*kind, store.dtype()));
+        let kept: Vec<_> = master.iter().map(|_| (StateKind::Parameter, DType::F32)).chain(kept).collect();
+        let layout = master.as_ref().or(optimizer_state.first().map(|(_, store)| store));
+        let on_disk = layout.map(|layout| DiskStore::zeros(offload, layout, kept, arena)).transpose()?;
         Ok(Self {
             reducer,
             queue,
@@ -201,11 +227,10 @@ impl Engine {
                 Trained { records: &records, is_here: &is_here, shards: &shards },
                 own_tokens,
                 state_plan.micro_batches,
+                spills.then_some((offload, &units_on_disk[..])),
             )?,
-            optimizer_state: StateKind::OF_OPTIMIZERS
-                .into_iter()
-                .filter_map(|kind| state(kind).transpose())
-                .collect::<Result<_, _>>()?,
+            optimizer_state,
+            on_disk: on_disk.flatten().map(RefCell::new),
             arena: arena.clone(),
             optimizer,
             storage,
@@ -318,11 +343,11 @@ impl Engine {
     /// Forward and backward of one micro-batch; returns the sum of its losses.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
+    /// [`EngineError`]: none on one rank.
     ///
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
-    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, CommError> {
+    pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, EngineError> {
         self.micro_batch(batch, seed, Turn::Earlier)
     }
 
@@ -331,7 +356,7 @@ impl Engine {
     /// contributed to them.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError`].
     ///
     /// # Panics
     /// As [`Engine::accumulate`].
@@ -339,14 +364,14 @@ impl Engine {
         &mut self,
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
         seed: Seed,
-    ) -> Result<f64, CommError> {
+    ) -> Result<f64, EngineError> {
         self.begin_step();
         if let Some(reducer) = &mut self.reducer {
             self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
         }
         if self.pipeline.is_some() {
             let loss_sum = self.run_pipeline(batches, seed)?;
-            self.complete_gradients();
+            self.complete_gradients()?;
             self.runner.expert_load_mut().sum(&self.groups)?;
             return Ok(loss_sum);
         }
@@ -356,7 +381,7 @@ impl Engine {
             let turn = if batches.peek().is_some() { Turn::Earlier } else { Turn::Last };
             loss_sum += self.micro_batch(&batch, seed, turn)?;
         }
-        self.complete_gradients();
+        self.complete_gradients()?;
         self.runner.expert_load_mut().sum(&self.groups)?;
         Ok(loss_sum)
     }
@@ -366,7 +391,7 @@ impl Engine {
         &mut self,
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
         seed: Seed,
-    ) -> Result<f64, CommError> {
+    ) -> Result<f64, EngineError> {
         let Self { pipeline, model, queue, weights, runner, gradients, reducer, .. } = self;
         let Some(pipeline) = pipeline else { return Ok(0.0) };
         assert_eq!(
@@ -387,7 +412,7 @@ impl Engine {
     }
 
     /// Waits for what was summed after the last micro-batch.
-    fn await_gradients(&mut self) -> Result<(), CommError> {
+    fn await_gradients(&mut self) -> Result<(), EngineError> {
         let Self { queue, runner, gradients, reducer: Some(reducer), .. } = self else { return Ok(()) };
         let begin = runner.timeline().begin();
         gradients.wait(queue, reducer)?;
@@ -406,7 +431,7 @@ impl Engine {
 
     /// Forward and backward of one micro-batch; returns the sum of its losses. After the last of a step the gradients are summed
     /// over ranks.
-    fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, CommError> {
+    fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, EngineError> {
         let Self { model, queue, weights, runner, gradients, reducer, .. } = self;
         let only = Place::default();
         runner.load(only, batch);
@@ -434,8 +459,8 @@ impl Engine {
     /// Forward of one micro-batch without dropout; returns the sum of its losses.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, CommError> {
+    /// [`EngineError`]: none on one rank.
+    pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, EngineError> {
         let Self { evaluation, model, pipeline, queue, weights, runner, .. } = self;
         let model = evaluation.as_ref().unwrap_or(model);
         if let Some(pipeline) = pipeline {
@@ -447,32 +472,31 @@ impl Engine {
     }
 
     /// Completes the gradients of a step after its last micro-batch: those that nothing contributed to, and tied ones.
-    fn complete_gradients(&mut self) {
+    fn complete_gradients(&mut self) -> Result<(), EngineError> {
         let begin = self.timeline().begin();
         let elements = self.gradients.tied_elements() as u64;
         for unit in (0..self.model.units()).filter(|unit| self.is_here[*unit]) {
-            self.gradients.end_unit(&self.queue, unit);
+            self.gradients.end_unit(&self.queue, unit)?;
         }
         self.timeline().end(begin, || {
             let cost = Cost { vector_flops: elements, ..Cost::of_bytes(3 * F32_BYTES * elements) };
             (Activity::of_step("add tied gradients"), cost)
         });
+        Ok(())
     }
 
     /// Completes the gradients if they are not, and returns the global L2 norm over all ranks that share the model, each
     /// element counted once. NaN if any gradient is not finite.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub fn finish_gradients(&mut self) -> Result<f64, CommError> {
-        self.complete_gradients();
+    /// [`EngineError`]: none on one rank.
+    pub fn finish_gradients(&mut self) -> Result<f64, EngineError> {
+        self.complete_gradients()?;
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
-            if let Some(part) = self.gradients.part(id)
-                && (self.speaks_for(id) || active(Mutation::NormCountsCopies))
-            {
-                sum.merge(&self.queue.sum_of_squares(part.view).wait());
+            if self.speaks_for(id) || active(Mutation::NormCountsCopies) {
+                self.gradients.add_squares(&self.queue, id, &mut sum);
             }
         }
         let sum = self.groups.sum_over_model(&sum)?;
@@ -486,23 +510,39 @@ impl Engine {
 
     /// Which elements of what its model holds of a trained parameter this rank owns.
     pub fn owned_range(&self, id: ParameterId) -> Range<usize> {
-        self.gradients.part(id).map_or(0..0, |part| part.range())
+        self.gradients.owned_range(id)
     }
 
     /// The gradient of what this rank owns of a trained parameter, after [`Engine::forward_backward`] or
     /// [`Engine::finish_gradients`].
-    pub fn gradient(&self, id: ParameterId) -> Vec<f32> {
-        self.gradients.part(id).map_or_else(Vec::new, |part| part.view.to_vec())
+    ///
+    /// # Errors
+    /// [`EngineError::Disk`], if it is there.
+    pub fn gradient(&self, id: ParameterId) -> Result<Vec<f32>, EngineError> {
+        self.gradients.read(id)
     }
 
     /// Replaces the gradient of what this rank owns of a parameter.
     ///
+    /// # Errors
+    /// [`EngineError::Disk`], if it is there.
+    ///
     /// # Panics
     /// If the number of elements is another.
-    pub fn write_gradient(&mut self, id: ParameterId, values: &[f32]) {
-        if let Some(part) = self.gradients.part(id) {
-            part.view.copy_from(values);
-        }
+    pub fn write_gradient(&mut self, id: ParameterId, values: &[f32]) -> Result<(), EngineError> {
+        self.gradients.write(&self.queue, id, values)
+    }
+
+    /// What has been read from and written to disk since this was last asked.
+    pub fn take_disk_traffic(&mut self) -> DiskTraffic {
+        let of_state =
+            self.on_disk.as_mut().map_or_else(DiskTraffic::default, |s| s.get_mut().take_traffic());
+        of_state + self.gradients.take_disk_traffic()
+    }
+
+    /// Bytes of model state that are on disk.
+    pub fn disk_bytes(&self) -> u64 {
+        self.on_disk.as_ref().map_or(0, |store| store.borrow().len_bytes()) + self.gradients.disk_bytes()
     }
 
     /// When this rank did what in the last step, if it is one of a pipeline.

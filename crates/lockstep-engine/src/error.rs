@@ -1,7 +1,7 @@
 //! What can go wrong in the engine.
 
 use lockstep_comm::CommError;
-use lockstep_tensor::TensorError;
+use lockstep_tensor::{DiskError, TensorError};
 
 use crate::StateKind;
 
@@ -15,6 +15,12 @@ pub enum EngineError {
     /// Other ranks.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// The disk that model state is on.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// A copy in memory is asked for of what is on disk because memory has no room for it.
+    #[error("there is no copy in memory of model state that is on disk")]
+    OnDisk,
     /// A tensor that is loaded does not have its parameter's size.
     #[error("{} of {name}: {found} elements, the model has {expected}", kind.name())]
     WrongSize {

@@ -1,7 +1,8 @@
 //! Flat buffers: one for each unit, holding one number per parameter element (weights, gradients, moments).
 //!
 //! [`StoreLayout`] says where a parameter stands. A store has the stretches that it speaks of whole, or only what the rank owns of
-//! them; what is whole and what is not is all that a ZeRO stage changes.
+//! them, or, where that is on disk ([`DiskStore`](crate::windows::DiskStore)), nothing but the knowledge of where it lies; what is
+//! whole and what is not is all that a ZeRO stage changes.
 
 use std::ops::Range;
 
@@ -22,6 +23,16 @@ pub struct FlatStore {
     layout: StoreLayout,
     /// By [`ParameterId`]; parameters that are left out have none.
     places: Vec<Option<Place>>,
+}
+
+/// A parameter, or some of its elements, in a stretch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) id: ParameterId,
+    /// Which elements of what the rank's model holds of it.
+    pub(crate) elements: Range<usize>,
+    /// Where the first of them is in the stretch.
+    pub(crate) first: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -93,8 +104,25 @@ impl FlatStore {
         extent: Extent,
         keeps: impl Fn(&ParameterRecord) -> bool,
     ) -> Result<Self, TensorError> {
+        Self::zeros_but(arena, records, (dtype, category), shards, extent, keeps, |_, _| false)
+    }
+
+    /// As [`FlatStore::zeros_where`], without the stretches that are on disk ([`StoreLayout::partly_on_disk`]).
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub(crate) fn zeros_but(
+        arena: &Arena,
+        records: &[ParameterRecord],
+        (dtype, category): (DType, MemoryCategory),
+        shards: &Shards,
+        extent: Extent,
+        keeps: impl Fn(&ParameterRecord) -> bool,
+        is_on_disk: impl Fn(usize, bool) -> bool,
+    ) -> Result<Self, TensorError> {
         let place = |summing| shards.place(summing);
-        let layout = StoreLayout::new(records, extent, place, |index| keeps(&records[index]));
+        let keeps = |index: usize| keeps(&records[index]);
+        let layout = StoreLayout::partly_on_disk(records, extent, place, keeps, is_on_disk);
         let place = |(place, record): (Option<(usize, usize)>, &ParameterRecord)| {
             let shape = Shape::from(record.local_shape().as_slice());
             place.map(|(stretch, first)| Place { stretch, first, shape })
@@ -217,11 +245,53 @@ impl FlatStore {
         Some(self.elements_of(&self.layout.stretches[place.stretch], elements).reshape(place.shape))
     }
 
-    /// What this rank owns of a parameter's tensor; none if that is nothing.
+    /// What this rank owns of a parameter's tensor; none if that is nothing, or on disk.
     pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
         let place = self.places[id.0]?;
-        let range = self.owned(&place);
+        let range = self.owned_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
+    }
+
+    /// Which elements of a parameter's tensor this rank owns, wherever they are.
+    pub(crate) fn owned_range(&self, id: ParameterId) -> Range<usize> {
+        self.places[id.0].map_or(0..0, |place| self.owned(&place))
+    }
+
+    /// Whether what this rank owns of a parameter is on disk.
+    pub(crate) fn is_on_disk(&self, id: ParameterId) -> bool {
+        self.places[id.0].is_some_and(|place| self.layout.stretches[place.stretch].is_on_disk)
+    }
+
+    /// Whether anything that it would have is on disk.
+    pub(crate) fn is_partly_on_disk(&self) -> bool {
+        self.layout.stretches.iter().any(|stretch| stretch.is_on_disk)
+    }
+
+    /// The stretch and the first element there of each parameter that is on disk. By [`ParameterId`].
+    pub(crate) fn places_on_disk(&self) -> Vec<Option<(usize, usize)>> {
+        let place = |place: &Option<Place>| {
+            place
+                .filter(|place| self.layout.stretches[place.stretch].is_on_disk)
+                .map(|place| (place.stretch, place.first))
+        };
+        self.places.iter().map(place).collect()
+    }
+
+    /// The parameters that lie in `elements` of a stretch, each that owns its storage once, in their order there.
+    pub(crate) fn pieces(&self, stretch: usize, elements: Range<usize>) -> Vec<Piece> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        for (index, place) in self.places.iter().enumerate() {
+            let Some(place) = place.filter(|place| place.stretch == stretch) else { continue };
+            let (start, end) = (place.first, place.first + place.shape.elements());
+            let first = elements.start.max(start);
+            // A shared place was listed under the parameter that owns it.
+            if first < elements.end.min(end) && pieces.iter().all(|piece| piece.first != first) {
+                let of_parameter = first - start..elements.end.min(end) - start;
+                pieces.push(Piece { id: ParameterId(index), elements: of_parameter, first });
+            }
+        }
+        pieces.sort_by_key(|piece| piece.first);
+        pieces
     }
 
     /// The same in the tensor's shape, if that is all of it.
@@ -233,6 +303,7 @@ impl FlatStore {
     /// What the store has of a parameter's tensor; none if that is nothing.
     pub(crate) fn kept_part(&self, id: ParameterId) -> Option<Part<'_>> {
         match self.extent {
+            _ if self.is_on_disk(id) => None,
             Extent::Own => self.part(id),
             Extent::Whole => self.places[id.0].map(|place| self.part_of(&place, 0..place.shape.elements())),
         }
@@ -249,23 +320,19 @@ impl FlatStore {
             return;
         }
         let view = kept.view.rows(range.start - kept.first..range.end - kept.first);
-        let values = &values[range.start - start..range.end - start];
-        match self.dtype {
-            DType::BF16 => view.copy_from(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
-            DType::F16 => view.copy_from(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
-            _ => view.copy_from(values),
-        }
+        write_rounded(view, &values[range.start - start..range.end - start]);
     }
 
     /// The bytes that this rank owns of all parameters that own their storage here, and the first element of each, without a copy.
     pub fn parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
-        let ranges = |store: &Self, place: &Place| store.owned(place);
+        let ranges = |store: &Self, place: &Place| store.owned_in_memory(place);
         self.bytes_where(ranges)
     }
 
     /// The bytes that the store has of all parameters that own their storage here, and the first element of each, without a copy.
     pub(crate) fn kept_parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
         let ranges = |store: &Self, place: &Place| match store.extent {
+            _ if store.layout.stretches[place.stretch].is_on_disk => 0..0,
             Extent::Own => store.owned(place),
             Extent::Whole => 0..place.shape.elements(),
         };
@@ -307,6 +374,11 @@ impl FlatStore {
         if range.is_empty() { 0..0 } else { range.start - place.first..range.end - place.first }
     }
 
+    /// Those of them that the store has.
+    fn owned_in_memory(&self, place: &Place) -> Range<usize> {
+        if self.layout.stretches[place.stretch].is_on_disk { 0..0 } else { self.owned(place) }
+    }
+
     fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {
         let of_stretch = place.first + range.start..place.first + range.end;
         Part { first: range.start, view: self.elements_of(&self.layout.stretches[place.stretch], of_stretch) }
@@ -315,6 +387,7 @@ impl FlatStore {
     /// The elements of a stretch that the store has.
     fn kept(&self, stretch: &Stretch) -> Range<usize> {
         match self.extent {
+            _ if stretch.is_on_disk => 0..0,
             Extent::Whole => 0..stretch.elements,
             Extent::Own => stretch.own.clone(),
         }
@@ -335,6 +408,15 @@ impl FlatStore {
         );
         let byte = |element: usize| (stretch.start + element - kept.start) * self.dtype.size_bytes();
         byte(elements.start)..byte(elements.end)
+    }
+}
+
+/// Writes f32 values, rounded to the type of what is written.
+pub(crate) fn write_rounded(view: View<'_>, values: &[f32]) {
+    match view.dtype() {
+        DType::BF16 => view.copy_from(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
+        DType::F16 => view.copy_from(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
+        _ => view.copy_from(values),
     }
 }
 

@@ -12,15 +12,15 @@ use lockstep_model::RecordedModel;
 use lockstep_plan::{MemoryCategory, ParameterId};
 use lockstep_tensor::{Arena, Buffer, TensorError, View};
 
-use crate::{FlatStore, Traffic, Weights, shards::Shards};
+use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// Brings the weights of a unit to where kernels read them.
 pub(crate) trait WeightSource {
     /// Waits until the weights of `unit` are there, and begins to get those of `next`, which will be asked for after it.
     ///
     /// # Errors
-    /// [`CommError`].
-    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), CommError>;
+    /// [`EngineError`].
+    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), EngineError>;
 
     /// The weights; those that are shared out, of the unit that was made ready last.
     fn weights(&self) -> Weights<'_>;
@@ -28,7 +28,7 @@ pub(crate) trait WeightSource {
 
 /// Weights that are all there.
 impl WeightSource for Weights<'_> {
-    fn make_ready(&mut self, _: usize, _: Option<usize>) -> Result<(), CommError> {
+    fn make_ready(&mut self, _: usize, _: Option<usize>) -> Result<(), EngineError> {
         Ok(())
     }
 

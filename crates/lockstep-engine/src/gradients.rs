@@ -2,26 +2,30 @@
 //! be set to zero beforehand and read back. Parameters that are not trained have none.
 //!
 //! Where ranks share out gradients (ZeRO stage 2) a rank keeps those that it owns. The others' are there for as long as a unit's
-//! backward takes: in one of two buffers, from which each owner gets its sum while the next unit works on the other.
+//! backward takes: in one of two buffers, from which each owner gets its sum while the next unit works on the other. Gradients
+//! that are kept on disk go the same way: what a rank owns of a sum is written behind the backward ([`Spilled`]).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::ops::Range;
 
-use lockstep_comm::CommError;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{
-    DType, Extent, MemoryCategory, ParameterId, ParameterRecord, Passage, Summing, ZeroStage,
+    DType, Extent, MemoryCategory, ParameterId, ParameterRecord, Passage, Summing, ZeroStage, exact::ExactSum,
 };
-use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View, Write};
+use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Write};
 
 use crate::flat::{FlatStore, Part};
-use crate::{looked_up::LookedUp, reducer::Reducer, shards::Shards};
+use crate::spilled::Spilled;
+use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer, shards::Shards};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
 #[derive(Debug)]
 pub struct Gradients {
     store: FlatStore,
-    /// Where those that others own are until they have been summed; none where the store has all.
+    /// Those of them that are on disk.
+    spilled: Option<RefCell<Spilled>>,
+    /// Where those that others own, or the disk has, are until they have been summed; none where the store has all.
     passing: Option<Passing>,
     /// The unit that contributes to each. By [`ParameterId`].
     units: Vec<usize>,
@@ -66,21 +70,26 @@ pub(crate) struct Trained<'a> {
 }
 
 impl Gradients {
-    /// Gradients of what is trained, all zero, for steps of up to `micro_batches` of `tokens` on all replicas together.
+    /// Gradients of what is trained, all zero, for steps of up to `micro_batches` of `tokens` on all replicas together. Those of
+    /// units that are on disk (by unit) are there, but tied ones.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// No memory, no room on the disk.
     pub(crate) fn new(
         arena: &Arena,
         Trained { records, is_here, shards }: Trained<'_>,
         tokens: usize,
         micro_batches: usize,
-    ) -> Result<Self, TensorError> {
+        on_disk: Option<(&Offload, &[bool])>,
+    ) -> Result<Self, EngineError> {
         let kind = (DType::F32, MemoryCategory::Gradients);
         let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];
-        let is_shared_out = shards.stage() >= ZeroStage::Gradients;
-        let extent = if is_shared_out { Extent::Own } else { Extent::Whole };
-        let store = FlatStore::zeros_where(arena, records, kind, shards, extent, is_trained)?;
+        let is_handed_on = shards.stage() >= ZeroStage::Gradients || on_disk.is_some();
+        let extent = if is_handed_on { Extent::Own } else { Extent::Whole };
+        let is_on_disk =
+            |unit: usize, is_tied: bool| on_disk.is_some_and(|(_, units)| units[unit]) && !is_tied;
+        let store = FlatStore::zeros_but(arena, records, kind, shards, extent, is_trained, is_on_disk)?;
+        let spilled = on_disk.map(|(offload, _)| Spilled::new(offload, &store, arena)).transpose()?.flatten();
         let mut is_borrowed = vec![false; records.len()];
         let mut tied = Vec::new();
         for (index, record) in records.iter().enumerate() {
@@ -100,8 +109,9 @@ impl Gradients {
             completed[stretch.completed_by].push(index);
         }
         Ok(Self {
-            passing: is_shared_out.then(|| Passing::new(arena, &store)).transpose()?,
+            passing: is_handed_on.then(|| Passing::new(arena, &store)).transpose()?,
             store,
+            spilled: spilled.map(RefCell::new),
             units: records.iter().map(|record| record.unit).collect(),
             is_borrowed,
             completed,
@@ -126,15 +136,15 @@ impl Gradients {
     /// token ids of the own micro-batches.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError`].
     pub(crate) fn share<'a>(
         &mut self,
         queue: &dyn Kernels,
         ids: impl Iterator<Item = &'a [u32]> + Clone,
         reducer: &mut Reducer,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         self.tied.iter_mut().try_for_each(|Tied { embedding, summing, .. }| {
-            embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summing))
+            Ok(embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summing))?)
         })
     }
 
@@ -165,11 +175,18 @@ impl Gradients {
 
     /// Completes the gradients of a unit, to which nothing contributes any more: what nothing contributed to is zero, and
     /// tied gradients are the sums of both uses. What is complete stays as it is.
-    pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) {
+    ///
+    /// # Errors
+    /// [`EngineError::Disk`].
+    pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
         if let Some(Passing { next, .. }) = &mut self.passing {
             for &stretch in &self.completed[unit] {
-                if std::mem::replace(&mut next[stretch], Write::Accumulate) == Write::Overwrite {
-                    queue.zero(self.store.own_of(stretch));
+                if std::mem::replace(&mut next[stretch], Write::Accumulate) == Write::Accumulate {
+                    continue;
+                }
+                match self.spilled.as_mut().map(RefCell::get_mut) {
+                    Some(spilled) if spilled.has(stretch) => spilled.zero(queue, stretch)?,
+                    _ => queue.zero(self.store.own_of(stretch)),
                 }
             }
         } else {
@@ -183,19 +200,20 @@ impl Gradients {
                 embedding.clear();
             }
         }
+        Ok(())
     }
 
     /// Begins to sum the gradients of a unit, to which this micro-batch contributes nothing any more, over those that have
     /// summands; where they are kept by their owners, those of the units before are there when it returns.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError`].
     pub(crate) fn sum_unit(
         &mut self,
         queue: &dyn Kernels,
         unit: usize,
         reducer: &mut Reducer,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         // One half of a split backward may contribute nothing.
         if self.passing.is_some() && !self.is_touched(unit) {
             return Ok(());
@@ -217,7 +235,7 @@ impl Gradients {
         }
         if self.passing.is_some() {
             reducer.wait_but(reducer.pending() - before)?;
-            self.take_in(queue);
+            self.take_in(queue)?;
             self.parameters_of(unit).for_each(|id| self.next[id].set(Write::Overwrite));
         }
         if let Some(Passing { under_way, .. }) = &mut self.passing {
@@ -230,8 +248,8 @@ impl Gradients {
     /// to the output layer's contribution after that.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn sum_rows(&mut self, unit: usize, reducer: &mut Reducer) -> Result<(), CommError> {
+    /// [`EngineError`].
+    pub(crate) fn sum_rows(&mut self, unit: usize, reducer: &mut Reducer) -> Result<(), EngineError> {
         let Self { units, tied, .. } = self;
         for Tied { embedding, summing, .. } in tied
             .iter_mut()
@@ -246,41 +264,50 @@ impl Gradients {
     /// Waits until everything is summed that is under way.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn wait(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), CommError> {
+    /// [`EngineError`].
+    pub(crate) fn wait(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), EngineError> {
         reducer.wait_but(0)?;
-        self.take_in(queue);
-        Ok(())
+        self.take_in(queue)
     }
 
     /// Sums what this rank owns over the replicas, after the last micro-batch.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn sum_owned(&mut self, reducer: &mut Reducer) -> Result<(), CommError> {
+    /// [`EngineError`].
+    pub(crate) fn sum_owned(&mut self, reducer: &mut Reducer) -> Result<(), EngineError> {
         for stretch in 0..self.store.stretches().len() {
+            if self.store.stretches()[stretch].is_on_disk {
+                continue;
+            }
             let (summing, own) =
                 (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].own.clone());
             let (buffer, bytes) = self.store.lend_from(stretch, own);
             reducer.sum_owned(buffer, bytes, summing)?;
         }
-        reducer.wait_but(0)
+        Ok(reducer.wait_but(0)?)
     }
 
     /// Adds sums that have come to what this rank owns.
-    fn take_in(&mut self, queue: &dyn Kernels) {
-        let Self { store, passing: Some(passing), .. } = self else { return };
+    fn take_in(&mut self, queue: &dyn Kernels) -> Result<(), EngineError> {
+        let Self { store, spilled, passing: Some(passing), .. } = self else { return Ok(()) };
         let Passing { buffers, offsets_bytes, next, under_way } = passing;
         for stretch in under_way.drain(..) {
             let of = &store.stretches()[stretch];
             let start = offsets_bytes[stretch] + of.own.start * size_of::<f32>();
             let sum = buffers[of.completed_by % 2].view(DType::F32, start, [of.own.len()]);
+            let write = std::mem::replace(&mut next[stretch], Write::Accumulate);
+            let here = spilled.as_mut().map(RefCell::get_mut);
+            if let Some(spilled) = here.filter(|spilled| spilled.has(stretch)) {
+                spilled.take(queue, stretch, sum, write)?;
+                continue;
+            }
             let own = store.own_of(stretch);
-            match std::mem::replace(&mut next[stretch], Write::Accumulate) {
+            match write {
                 Write::Overwrite => queue.cast(sum, own),
                 Write::Accumulate => queue.add(own, sum, own),
             }
         }
+        Ok(())
     }
 
     /// What nothing of the unit has contributed to is zero.
@@ -308,9 +335,76 @@ impl Gradients {
         })
     }
 
-    /// What this rank owns of the gradient of a step that has ended; none if that is nothing.
+    /// What this rank owns of the gradient of a step that has ended; none if that is nothing, or on disk.
     pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
         self.store.part(id)
+    }
+
+    /// Which elements of a gradient this rank owns, wherever they are.
+    pub(crate) fn owned_range(&self, id: ParameterId) -> Range<usize> {
+        self.store.owned_range(id)
+    }
+
+    /// Adds the squares of what this rank owns of the gradient of a step that has ended.
+    pub(crate) fn add_squares(&self, queue: &dyn Kernels, id: ParameterId, sum: &mut ExactSum) {
+        match (self.store.part(id), &self.spilled) {
+            (Some(part), _) => sum.merge(&queue.sum_of_squares(part.view).wait()),
+            (None, Some(spilled)) => spilled.borrow().add_squares(id, sum),
+            (None, None) => {}
+        }
+    }
+
+    /// A copy of what this rank owns of the gradient of a step that has ended.
+    ///
+    /// # Errors
+    /// [`EngineError::Disk`].
+    pub(crate) fn read(&self, id: ParameterId) -> Result<Vec<f32>, EngineError> {
+        let range = self.store.owned_range(id);
+        match (self.store.part(id), &self.spilled) {
+            (Some(part), _) => Ok(part.view.to_vec()),
+            (None, Some(spilled)) => spilled.borrow_mut().read(id, range),
+            (None, None) => Ok(Vec::new()),
+        }
+    }
+
+    /// Replaces what this rank owns of the gradient of a step that has ended.
+    ///
+    /// # Errors
+    /// [`EngineError::Disk`].
+    pub(crate) fn write(
+        &mut self,
+        queue: &dyn Kernels,
+        id: ParameterId,
+        values: &[f32],
+    ) -> Result<(), EngineError> {
+        let start = self.store.owned_range(id).start;
+        match (self.store.part(id), &mut self.spilled) {
+            (Some(part), _) => part.view.copy_from(values),
+            (None, Some(spilled)) => spilled.get_mut().write(queue, id, start, values)?,
+            (None, None) => {}
+        }
+        Ok(())
+    }
+
+    /// Lends those that are on disk to an update, which reads them window by window.
+    pub(crate) fn take_spilled(&mut self) -> Option<Spilled> {
+        self.spilled.take().map(RefCell::into_inner)
+    }
+
+    /// Takes them back.
+    pub(crate) fn give_back(&mut self, spilled: Option<Spilled>) {
+        self.spilled = spilled.map(RefCell::new);
+    }
+
+    /// What has been read from and written to disk since this was last asked.
+    pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
+        let spilled = self.spilled.as_mut().map(RefCell::get_mut);
+        spilled.map_or_else(DiskTraffic::default, Spilled::take_traffic)
+    }
+
+    /// Bytes of the file.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        self.spilled.as_ref().map_or(0, |spilled| spilled.borrow().len_bytes())
     }
 
     /// Elements that are still to be added to tied gradients.

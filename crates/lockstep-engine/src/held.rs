@@ -1,9 +1,11 @@
 //! What an engine holds of each parameter: how it is filled, read for checkpoints, and replaced from them.
 
+use std::cell::RefCell;
+
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::ParameterId;
 
-use crate::state::tensors_of;
+use crate::state::{Contents, tensors_of, tensors_on_disk};
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 
 impl Engine {
@@ -16,25 +18,27 @@ impl Engine {
         ids.into_iter().try_for_each(|id| self.initialize_parameter(id, seed))
     }
 
-    /// Fills one parameter by its initializer.
+    /// Fills what this rank has of one parameter by its initializer.
     ///
     /// # Errors
     /// As for [`Engine::initialize`].
     pub fn initialize_parameter(&mut self, id: ParameterId, seed: u64) -> Result<(), EngineError> {
         // Part by part: a copy of the largest parameter may be the most memory that a run ever needs.
         const PART: usize = 1 << 20;
+        let kept = self.weights.kept_range(&self.records[id.0], id);
+        let mut values = vec![0.0; PART.min(kept.len())];
+        let mut place = kept.start;
         let record = &self.records[id.0];
-        let mut values = vec![0.0; PART.min(record.local_elements())];
-        let mut place = 0;
-        for (first, len) in record.share.stretches(&record.shape) {
+        for (first, len) in record.share.stretches_of_part(&record.shape, kept) {
             let first = if active(Mutation::WeightsFromFirstElement) { 0 } else { first };
             for start in (0..len).step_by(PART) {
                 let part = &mut values[..PART.min(len - start)];
+                let record = &self.records[id.0];
                 self.queue.fill(part, |offset, part| {
                     let first = (first + start + offset) as u64;
                     record.initializer.fill(seed, &record.name, first, part);
                 });
-                self.write_parameter(id, place, part);
+                self.write_parameter(id, place, part)?;
                 place += part.len();
             }
         }
@@ -42,11 +46,15 @@ impl Engine {
     }
 
     /// What this rank owns of everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the
-    /// optimizer's state.
+    /// optimizer's state. What is on disk comes last, parameter by parameter, and is read when it is asked for.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
         let weights = (StateKind::Parameter, self.weights.updated_mut());
         let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
-        tensors_of(&self.records, std::iter::once(weights).chain(kept))
+        let mut tensors = tensors_of(&self.records, std::iter::once(weights).chain(kept));
+        if let Some(store) = &self.on_disk {
+            tensors.extend(tensors_on_disk(&self.records, store));
+        }
+        tensors
     }
 
     /// What this rank has of the trained weights that other ranks have copies of.
@@ -58,7 +66,7 @@ impl Engine {
             kind: StateKind::Parameter,
             dtype,
             first,
-            bytes,
+            contents: Contents::Memory(bytes),
         };
         store.kept_parts().into_iter().map(tensor).collect()
     }
@@ -78,7 +86,7 @@ impl Engine {
     /// kept in.
     ///
     /// # Errors
-    /// [`EngineError::WrongSize`].
+    /// [`EngineError::WrongSize`], [`EngineError::Disk`].
     pub fn write_state(
         &mut self,
         id: ParameterId,
@@ -97,20 +105,20 @@ impl Engine {
         if !self.is_here[record.unit] {
             return Ok(());
         }
-        let store = match kind {
-            StateKind::Parameter => None,
-            _ if !record.trainable => return Ok(()),
-            kind => match self.state_store(kind) {
-                Some(store) => Some(store),
-                None => return Ok(()),
-            },
-        };
+        let is_of_optimizer = kind != StateKind::Parameter;
+        if is_of_optimizer && (!record.trainable || self.state_store(kind).is_none()) {
+            return Ok(());
+        }
         let mut place = 0;
-        for (first, len) in record.share.stretches(&record.shape) {
+        let stretches = record.share.stretches(&record.shape);
+        for (first, len) in stretches {
             let values = &values[first..first + len];
-            match store {
-                Some(store) => store.write_part(id, place, values),
-                None => self.write_parameter(id, place, values),
+            match self.state_store(kind).filter(|_| kind != StateKind::Parameter) {
+                Some(store) => {
+                    store.write_part(id, place, values);
+                    self.write_to_disk(id, kind, place, values)?;
+                }
+                None => self.write_parameter(id, place, values)?,
             }
             place += len;
         }
@@ -118,8 +126,31 @@ impl Engine {
     }
 
     /// Replaces the elements from `start` on of a parameter's weights, in every precision in which it is kept.
-    pub(crate) fn write_parameter(&self, id: ParameterId, start: usize, values: &[f32]) {
+    ///
+    /// # Errors
+    /// [`EngineError::Disk`], if they are there.
+    pub(crate) fn write_parameter(
+        &mut self,
+        id: ParameterId,
+        start: usize,
+        values: &[f32],
+    ) -> Result<(), EngineError> {
         self.weights.write(&self.records[id.0], id, start, values);
+        self.write_to_disk(id, StateKind::Parameter, start, values)
+    }
+
+    fn write_to_disk(
+        &mut self,
+        id: ParameterId,
+        kind: StateKind,
+        start: usize,
+        values: &[f32],
+    ) -> Result<(), EngineError> {
+        let Some(store) = self.on_disk.as_mut().map(RefCell::get_mut) else { return Ok(()) };
+        if store.keeps(kind) {
+            store.write(id, kind, start, values)?;
+        }
+        Ok(())
     }
 
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {

@@ -5,14 +5,16 @@
 
 use std::{ops::Range, time::Instant};
 
-use lockstep_comm::{CommError, Lent};
+use lockstep_comm::Lent;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Program, Seed, Timeline};
 use lockstep_model::RecordedModel;
 use lockstep_plan::schedule::{Message, Pass, PassKind};
 use lockstep_tensor::CpuQueue;
 
-use crate::{Gradients, HostBatch, Runner, gathered::WeightSource, reducer::Reducer, runner::Half};
+use crate::{
+    EngineError, Gradients, HostBatch, Runner, gathered::WeightSource, reducer::Reducer, runner::Half,
+};
 
 /// Where a micro-batch is in a stage of this rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -59,7 +61,7 @@ pub(crate) trait Passes {
     fn load(&mut self, place: Place, micro_batch: usize);
 
     /// Runs a pass, for which everything is there.
-    fn run(&mut self, pass: Pass, place: Place) -> Result<(), CommError>;
+    fn run(&mut self, pass: Pass, place: Place) -> Result<(), EngineError>;
 
     /// Copies a message from one own stage to another.
     fn hand_over(&mut self, message: Message, from: Place, to: Place);
@@ -68,7 +70,7 @@ pub(crate) trait Passes {
     fn lend(&mut self, place: Place, border: Border) -> Lent;
 
     /// Begins to sum the gradients of a stage's units, which are complete here, over the ranks that have summands of them.
-    fn reduce(&mut self, units: Range<usize>) -> Result<(), CommError>;
+    fn reduce(&mut self, units: Range<usize>) -> Result<(), EngineError>;
 
     /// The sum of the losses of a micro-batch, after its backward in the last stage.
     fn loss_sum(&mut self, place: Place) -> f64;
@@ -152,7 +154,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
         self.runner.load(place, &batch);
     }
 
-    fn run(&mut self, pass: Pass, place: Place) -> Result<(), CommError> {
+    fn run(&mut self, pass: Pass, place: Place) -> Result<(), EngineError> {
         self.forget_messages(pass, place);
         let (model, queue) = (self.model, self.queue);
         if pass.kind == PassKind::Forward {
@@ -198,7 +200,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
         self.runner.lend(self.model, place, border)
     }
 
-    fn reduce(&mut self, units: Range<usize>) -> Result<(), CommError> {
+    fn reduce(&mut self, units: Range<usize>) -> Result<(), EngineError> {
         let Some(reducer) = &mut self.reducer else { return Ok(()) };
         let at_once = self.gradients.are_summed_at_once();
         units.rev().try_for_each(|unit| {

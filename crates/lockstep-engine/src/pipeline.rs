@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending};
+use lockstep_comm::{Collective, Deadline, Group, Lent, Pending};
 use lockstep_graph::{Activity, Cost, Program};
 use lockstep_model::RecordedModel;
 use lockstep_plan::StageMemory;
@@ -18,7 +18,7 @@ use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
 use lockstep_tensor::CpuQueue;
 
 use crate::{
-    HostBatch, Runner,
+    EngineError, HostBatch, Runner,
     gathered::WeightSource,
     passes::{Border, PassTime, Passes, Place, StepTimes},
 };
@@ -109,8 +109,8 @@ impl Pipeline {
     /// zero where the head is not.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn run(&mut self, passes: &mut dyn Passes) -> Result<f64, CommError> {
+    /// [`EngineError`].
+    pub(crate) fn run(&mut self, passes: &mut dyn Passes) -> Result<f64, EngineError> {
         self.losses.fill(0.0);
         self.times.start();
         let plan = Arc::clone(&self.plan);
@@ -144,13 +144,13 @@ impl Pipeline {
     /// The forward alone of a micro-batch, on all ranks; returns the sum of its losses, which is zero where the head is not.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError`].
     pub(crate) fn evaluate(
         &mut self,
         (model, queue, weights): (&RecordedModel, &CpuQueue, &mut dyn WeightSource),
         runner: &mut Runner,
         batch: &HostBatch<'_>,
-    ) -> Result<f64, CommError> {
+    ) -> Result<f64, EngineError> {
         let stages = self.plan.schedule.stages();
         let mut loss_sum = 0.0;
         for own in 0..self.stages.len() {
@@ -180,7 +180,7 @@ impl Pipeline {
         Ok(loss_sum)
     }
 
-    fn compute(&mut self, passes: &mut dyn Passes, pass: Pass) -> Result<(), CommError> {
+    fn compute(&mut self, passes: &mut dyn Passes, pass: Pass) -> Result<(), EngineError> {
         let Pass { kind, stage, micro_batch } = pass;
         let own = self.own(stage).expect("a rank's list has passes of its stages");
         let place = self.place(own, micro_batch)?;
@@ -225,7 +225,7 @@ impl Pipeline {
         passes: &mut dyn Passes,
         message: Message,
         place: Place,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         if let Some(from) = self.own(message.from) {
             if message.is_activation() {
                 let from = self.place(from, message.micro_batch)?;
@@ -241,7 +241,7 @@ impl Pipeline {
         Ok(())
     }
 
-    fn send(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), CommError> {
+    fn send(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), EngineError> {
         let own = self.own(message.from).expect("a rank's list has sends of its stages");
         let to = self.plan.schedule.rank_of(message.to);
         let OwnStage { slot_of, left, .. } = &self.stages[own];
@@ -253,7 +253,7 @@ impl Pipeline {
         Ok(())
     }
 
-    fn receive(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), CommError> {
+    fn receive(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), EngineError> {
         let own = self.own(message.to).expect("a rank's list has receives of its stages");
         let place = self.place(own, message.micro_batch)?;
         let from = self.plan.schedule.rank_of(message.from);
@@ -263,7 +263,7 @@ impl Pipeline {
         Ok(())
     }
 
-    fn start(&self, collective: Collective<Lent, Lent>) -> Result<Pending, CommError> {
+    fn start(&self, collective: Collective<Lent, Lent>) -> Result<Pending, EngineError> {
         let pending = self.group.start(collective, Deadline::after(self.limit))?;
         self.group.progress()?;
         Ok(pending)
@@ -275,7 +275,7 @@ impl Pipeline {
     }
 
     /// Where a micro-batch is in an own stage: in a free slot if it comes only now. What was sent from there has left.
-    fn place(&mut self, own: usize, micro_batch: usize) -> Result<Place, CommError> {
+    fn place(&mut self, own: usize, micro_batch: usize) -> Result<Place, EngineError> {
         let stage = &mut self.stages[own];
         if let Some(slot) = stage.slot_of[micro_batch] {
             return Ok(stage.place(own, slot, micro_batch));
@@ -288,7 +288,7 @@ impl Pipeline {
     }
 
     /// Waits until messages have left.
-    fn await_sent(&mut self, which: impl Fn(&Sent) -> bool) -> Result<(), CommError> {
+    fn await_sent(&mut self, which: impl Fn(&Sent) -> bool) -> Result<(), EngineError> {
         while let Some(index) = self.sends.iter().position(&which) {
             self.sends.swap_remove(index).pending.wait(Deadline::after(self.limit))?;
         }

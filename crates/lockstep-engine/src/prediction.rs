@@ -20,7 +20,7 @@ impl EngineOptions {
     pub fn state_plan(
         &self,
         model: &RecordedModel,
-        storage: Storage,
+        storage: &Storage,
         zero_stage: ZeroStage,
         context: ContextPlace,
     ) -> StatePlan {
@@ -34,6 +34,7 @@ impl EngineOptions {
             has_master: self.shape.dtype != DType::F32 && storage.weights == WeightStorage::Master,
             optimizer_dtype: storage.state,
             optimizer_keeps: kinds.collect(),
+            on_disk: storage.offload.plan(),
             micro_batches: self.micro_batches * context.ranks,
             packed_bytes: CpuQueue::booked_bytes(self.threads),
             kept_copies: 0,

@@ -92,6 +92,20 @@ impl Reducer {
         Ok((!reducer.groups.is_empty()).then_some(reducer))
     }
 
+    /// Sums nothing: nobody else has summands.
+    pub(crate) fn alone() -> Self {
+        Self {
+            groups: Vec::new(),
+            shards: Vec::new(),
+            replicas: None,
+            bucket_bytes: BUCKET_GRAIN_BYTES,
+            limit: Duration::MAX,
+            pending: VecDeque::new(),
+            counted_until: None,
+            traffic: Traffic::default(),
+        }
+    }
+
     /// What has been summed since this was last asked.
     pub(crate) fn take_traffic(&mut self) -> Traffic {
         std::mem::take(&mut self.traffic)

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockstep_comm::{CommError, Deadline, Group, Lent};
+use lockstep_comm::{Deadline, Group, Lent};
 use lockstep_graph::Timeline;
 use lockstep_plan::{
     DType, MemoryCategory,
@@ -73,8 +73,8 @@ impl Rehearsal {
     /// Rehearses a step, which all ranks begin and end together.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub fn step(&mut self) -> Result<&StepTimes, CommError> {
+    /// [`EngineError`].
+    pub fn step(&mut self) -> Result<&StepTimes, EngineError> {
         self.groups.world().map_or(Ok(()), |group: &Group| group.barrier(Deadline::after(self.limit)))?;
         self.pipeline.run(&mut self.sleeper)?;
         // What clipping and the guard against NaN need before the update.
@@ -99,7 +99,7 @@ struct Sleeper {
 impl Passes for Sleeper {
     fn load(&mut self, _: Place, _: usize) {}
 
-    fn run(&mut self, pass: Pass, _: Place) -> Result<(), CommError> {
+    fn run(&mut self, pass: Pass, _: Place) -> Result<(), EngineError> {
         let ms = self.costs[pass.stage].duration_ms(pass.kind);
         sleep_until(Instant::now() + Duration::from_secs_f64(ms / 1e3));
         Ok(())
@@ -118,7 +118,7 @@ impl Passes for Sleeper {
         Lent::new(buffer.lend(0..self.message_bytes), DType::U8)
     }
 
-    fn reduce(&mut self, _: Range<usize>) -> Result<(), CommError> {
+    fn reduce(&mut self, _: Range<usize>) -> Result<(), EngineError> {
         Ok(())
     }
 

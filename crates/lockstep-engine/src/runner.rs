@@ -19,7 +19,7 @@ use lockstep_plan::{
 use lockstep_tensor::{Arena, Buffer, Element, Kernels, Tensor, TensorError, View};
 
 use crate::{
-    ExpertLoad, Gradients, Groups, UnitParameters, Weights,
+    EngineError, ExpertLoad, Gradients, Groups, UnitParameters, Weights,
     gathered::WeightSource,
     passes::{Border, Place},
 };
@@ -224,14 +224,14 @@ impl Runner {
     /// Runs the forward of every unit.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
+    /// [`EngineError`]: none on one rank.
     pub fn forward(
         &mut self,
         model: &RecordedModel,
         queue: &dyn Kernels,
         mut weights: Weights<'_>,
         batch: &HostBatch<'_>,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         self.load(Place::default(), batch);
         self.forward_stage(model, Place::default(), queue, &mut weights, Program::forward)
     }
@@ -239,7 +239,7 @@ impl Runner {
     /// Runs the forward of a stage, with what was loaded into a slot of it.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError`].
     pub(crate) fn forward_stage(
         &mut self,
         model: &RecordedModel,
@@ -247,7 +247,7 @@ impl Runner {
         queue: &dyn Kernels,
         weights: &mut dyn WeightSource,
         forward: fn(&Program, &Replay<'_>) -> Result<(), CommError>,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         for unit in self.stages[stage].units.clone() {
             let Stage { units, slots, .. } = &self.stages[stage];
             self.make_ready(weights, unit, Some(unit + 1).filter(|next| units.contains(next)))?;
@@ -297,7 +297,7 @@ impl Runner {
     /// and calls `after_unit` with each.
     ///
     /// # Errors
-    /// [`CommError`], and what `after_unit` says, at once.
+    /// [`EngineError`], and what `after_unit` says, at once.
     #[expect(clippy::too_many_arguments, reason = "what is run, where, and what it contributes to")]
     pub(crate) fn backward_stage(
         &self,
@@ -308,8 +308,8 @@ impl Runner {
         gradients: &mut Gradients,
         seed: Seed,
         half: Half,
-        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), CommError>,
-    ) -> Result<(), CommError> {
+        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
         let Stage { units, slots, outboxes } = &self.stages[stage];
         let slot = &slots[slot];
         let between = |buffer| boundary(model, buffer);
@@ -347,7 +347,7 @@ impl Runner {
     /// Runs what a backward of inputs has left of every unit of a stage, and calls `after_unit` with each.
     ///
     /// # Errors
-    /// [`CommError`], and what `after_unit` says, at once.
+    /// [`EngineError`], and what `after_unit` says, at once.
     pub(crate) fn weights_stage(
         &self,
         model: &RecordedModel,
@@ -355,8 +355,8 @@ impl Runner {
         queue: &dyn Kernels,
         weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
-        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), CommError>,
-    ) -> Result<(), CommError> {
+        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
         let Stage { units, slots, .. } = &self.stages[stage];
         let slot = &slots[slot];
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
@@ -379,7 +379,7 @@ impl Runner {
         weights: &mut dyn WeightSource,
         unit: usize,
         next: Option<usize>,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let begin = self.timeline.begin();
         weights.make_ready(unit, next)?;
         self.timeline.end(begin, || (Activity::of_step("wait for weights"), Cost::default()));

@@ -5,7 +5,6 @@
 //! overwritten, which would need buffers that two threads share, to save a pass that takes a few thousandths of
 //! the time between two saves.
 
-use lockstep_comm::CommError;
 use lockstep_plan::{MemoryCategory, ParameterRecord};
 
 use crate::state::tensors_of;
@@ -24,8 +23,11 @@ impl Snapshot {
     /// Memory for the state of `engine`, booked in its ledger. It holds nothing yet: call [`Snapshot::take`].
     ///
     /// # Errors
-    /// Out of memory.
+    /// Out of memory; [`EngineError::OnDisk`].
     pub fn new(engine: &Engine) -> Result<Self, EngineError> {
+        if engine.on_disk.is_some() {
+            return Err(EngineError::OnDisk);
+        }
         let stores = engine
             .state_stores()
             .map(|(kind, store)| Ok((kind, store.like(engine.arena(), MemoryCategory::Snapshot)?)));
@@ -61,8 +63,8 @@ impl Snapshot {
     /// Gives the engine that it was made for the state back, on all ranks that share it out.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub fn restore(&self, engine: &mut Engine) -> Result<(), CommError> {
+    /// [`EngineError`]: none on one rank.
+    pub fn restore(&self, engine: &mut Engine) -> Result<(), EngineError> {
         for ((_, copy), (_, store)) in self.stores.iter().zip(engine.state_stores()) {
             store.copy_from(copy, engine.queue());
         }

@@ -1,9 +1,12 @@
-//! The tensors that belong to one parameter.
+//! The tensors that belong to one parameter, wherever they are.
+
+use std::cell::RefCell;
 
 use half::bf16;
-use lockstep_plan::{DType, ParameterRecord};
+use lockstep_plan::{DType, ParameterId, ParameterRecord};
 
-use crate::FlatStore;
+use crate::windows::DiskStore;
+use crate::{EngineError, FlatStore};
 
 /// Which tensor of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -48,29 +51,96 @@ pub struct StateTensor<'a> {
     /// The index of the first element here, in what this rank's model holds of the parameter.
     pub first: usize,
     /// The elements from there on that this rank owns.
-    pub bytes: &'a [u8],
+    pub contents: Contents<'a>,
 }
 
-impl StateTensor<'_> {
-    /// The elements as f32, which holds each of them exactly.
-    pub fn to_vec(&self) -> Vec<f32> {
-        match self.dtype {
-            DType::BF16 => bytemuck::cast_slice(self.bytes).iter().copied().map(bf16::to_f32).collect(),
-            _ => bytemuck::cast_slice(self.bytes).to_vec(),
+/// Elements of a tensor, as they are kept.
+#[derive(Debug, Clone, Copy)]
+pub enum Contents<'a> {
+    /// Their bytes.
+    Memory(&'a [u8]),
+    /// They are read in parts.
+    Disk(OnDisk<'a>),
+}
+
+/// Elements on disk.
+#[derive(Debug, Clone, Copy)]
+pub struct OnDisk<'a> {
+    store: &'a RefCell<DiskStore<StateKind>>,
+    id: ParameterId,
+    kind: StateKind,
+    first: usize,
+    elements: usize,
+    size: usize,
+}
+
+impl OnDisk<'_> {
+    /// Reads the bytes from `start` on, all of which are there.
+    ///
+    /// # Errors
+    /// [`EngineError::Disk`].
+    ///
+    /// # Panics
+    /// If they do not begin and end with elements.
+    pub fn read(&self, start: usize, bytes: &mut [u8]) -> Result<(), EngineError> {
+        assert!(
+            start.is_multiple_of(self.size) && bytes.len().is_multiple_of(self.size),
+            "part of an element"
+        );
+        let first = self.first + start / self.size;
+        let elements = first..first + bytes.len() / self.size;
+        Ok(self.store.borrow_mut().read(self.id, self.kind, elements, bytes)?)
+    }
+}
+
+impl<'a> StateTensor<'a> {
+    /// How many bytes its elements have.
+    pub fn len_bytes(&self) -> usize {
+        match self.contents {
+            Contents::Memory(bytes) => bytes.len(),
+            Contents::Disk(part) => part.elements * part.size,
         }
     }
 
-    /// The first of `tensors`, if any, that is a parameter with a value that is not finite.
+    /// Its elements, if they are in memory.
+    pub fn in_memory(&self) -> Option<&'a [u8]> {
+        match self.contents {
+            Contents::Memory(bytes) => Some(bytes),
+            Contents::Disk(_) => None,
+        }
+    }
+
+    /// The elements as f32, which holds each of them exactly.
+    ///
+    /// # Errors
+    /// [`EngineError::Disk`], if they are there.
+    pub fn to_vec(&self) -> Result<Vec<f32>, EngineError> {
+        let mut values = vec![0.0_f32; self.len_bytes() / self.dtype.size_bytes()];
+        let mut narrow = vec![bf16::ZERO; if self.dtype == DType::BF16 { values.len() } else { 0 }];
+        let bytes: &mut [u8] = match self.dtype {
+            DType::BF16 => bytemuck::cast_slice_mut(&mut narrow),
+            _ => bytemuck::cast_slice_mut(&mut values),
+        };
+        match self.contents {
+            Contents::Memory(kept) => bytes.copy_from_slice(kept),
+            Contents::Disk(part) => part.read(0, bytes)?,
+        }
+        values.iter_mut().zip(narrow).for_each(|(value, narrow)| *value = narrow.to_f32());
+        Ok(values)
+    }
+
+    /// The first of `tensors`, if any, that is a parameter with a value in memory that is not finite.
     pub fn first_not_finite<'t>(tensors: &'t [StateTensor<'_>]) -> Option<&'t str> {
         let is_broken = |tensor: &&StateTensor<'_>| {
             // Not finite: all bits of the exponent are set. A maximum vectorizes, a search does not.
+            let Contents::Memory(bytes) = tensor.contents else { return false };
             let greatest_exponent = match tensor.dtype {
                 DType::BF16 => {
-                    let words: &[u16] = bytemuck::cast_slice(tensor.bytes);
+                    let words: &[u16] = bytemuck::cast_slice(bytes);
                     u32::from(words.iter().map(|word| word & 0x7f80).fold(0, u16::max)) << 16
                 }
                 _ => {
-                    let words: &[u32] = bytemuck::cast_slice(tensor.bytes);
+                    let words: &[u32] = bytemuck::cast_slice(bytes);
                     words.iter().map(|word| word & 0x7f80_0000).fold(0, u32::max)
                 }
             };
@@ -91,8 +161,25 @@ pub(crate) fn tensors_of<'a>(
             let parts = store.parts().into_iter();
             parts.map(move |(id, first, bytes)| {
                 let record = &records[id.0];
-                StateTensor { record, kind, dtype, first, bytes }
+                StateTensor { record, kind, dtype, first, contents: Contents::Memory(bytes) }
             })
         })
         .collect()
+}
+
+/// The tensors of all parameters on disk, those of a parameter one after the other: they lie near each other.
+pub(crate) fn tensors_on_disk<'a>(
+    records: &'a [ParameterRecord],
+    store: &'a RefCell<DiskStore<StateKind>>,
+) -> Vec<StateTensor<'a>> {
+    let borrowed = store.borrow();
+    let mut tensors = Vec::new();
+    for (id, owned) in borrowed.owned() {
+        tensors.extend(borrowed.kinds().iter().map(|&(kind, dtype)| {
+            let (first, elements, size) = (owned.start, owned.len(), dtype.size_bytes());
+            let contents = Contents::Disk(OnDisk { store, id, kind, first, elements, size });
+            StateTensor { record: &records[id.0], kind, dtype, first, contents }
+        }));
+    }
+    tensors
 }

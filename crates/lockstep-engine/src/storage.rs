@@ -1,13 +1,15 @@
-//! In which precision weights and optimizer state are kept, and how they are rounded.
+//! In which precision weights and optimizer state are kept, how they are rounded, and where they are.
+
+use std::{path::PathBuf, time::Duration};
 
 use lockstep_plan::{
-    DType,
+    DType, DiskPlan,
     random::{key_from_name, mix},
 };
-use lockstep_tensor::Rounding;
+use lockstep_tensor::{DiskMethod, Rounding};
 
 /// How an engine keeps weights and optimizer state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Storage {
     /// The weights that are updated.
     pub weights: WeightStorage,
@@ -15,6 +17,61 @@ pub struct Storage {
     pub state: DType,
     /// How what is kept in bf16 is rounded.
     pub rounding: RoundingMode,
+    /// What is on disk.
+    pub offload: Offload,
+}
+
+/// Where a kind of model state is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Residence {
+    /// In the memory of the device.
+    #[default]
+    Memory,
+    /// In a file, of which a few windows are in memory at a time.
+    Disk,
+}
+
+/// Which model state is on disk, and how it is moved (ZeRO-Infinity: Rajbhandari et al., 2021).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Offload {
+    /// Where the files are. They have no name, and end with the process.
+    pub directory: PathBuf,
+    /// Master weights, moments and momentum.
+    pub optimizer: Residence,
+    /// Gradients, but those of tied tables; where `optimizer` is on disk.
+    pub gradients: Residence,
+    /// How much of both is there, of what a rank owns, from 0 to 1: rounded up to whole units of the model.
+    pub share: f64,
+    /// Elements that are moved at once, a multiple of 2,048.
+    pub window_elements: usize,
+    /// By what they are moved.
+    pub method: DiskMethod,
+    /// How long the disk may take for one of them.
+    pub limit: Duration,
+}
+
+impl Offload {
+    /// What the prediction of memory must know of it; none if nothing is on disk.
+    pub fn plan(&self) -> Option<DiskPlan> {
+        let Self { share, window_elements, .. } = *self;
+        let has_gradients = self.gradients == Residence::Disk;
+        (self.optimizer == Residence::Disk).then_some(DiskPlan { share, has_gradients, window_elements })
+    }
+}
+
+impl Default for Offload {
+    /// Nothing is.
+    fn default() -> Self {
+        Self {
+            directory: PathBuf::from("."),
+            optimizer: Residence::Memory,
+            gradients: Residence::Memory,
+            share: 1.0,
+            window_elements: 1 << 20,
+            method: DiskMethod::Auto,
+            limit: Duration::from_secs(600),
+        }
+    }
 }
 
 /// The weights that an update changes.
@@ -36,9 +93,14 @@ pub enum RoundingMode {
 }
 
 impl Default for Storage {
-    /// Everything in f32.
+    /// Everything in f32 and in memory.
     fn default() -> Self {
-        Self { weights: WeightStorage::Master, state: DType::F32, rounding: RoundingMode::Nearest }
+        Self {
+            weights: WeightStorage::Master,
+            state: DType::F32,
+            rounding: RoundingMode::Nearest,
+            offload: Offload::default(),
+        }
     }
 }
 

@@ -1,11 +1,19 @@
 //! What changes the weights: the optimizer on what this rank owns, and the biases of routers.
+//!
+//! State that is on disk is updated window by window, while the next ones are read and those before written.
 
-use lockstep_comm::CommError;
+use std::cell::RefCell;
+use std::ops::Range;
+
 use lockstep_graph::{Activity, Cost};
 use lockstep_plan::ParameterId;
+use lockstep_tensor::View;
 
+use crate::flat::Piece;
 use crate::optimizer::Operands;
-use crate::{Engine, FlatStore};
+use crate::spilled::Spilled;
+use crate::windows::DiskStore;
+use crate::{Engine, EngineError, FlatStore, Part, StateKind};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an update, as in AdamW.
@@ -28,13 +36,13 @@ impl Engine {
     /// Updates the weights: each rank those that it owns, which are then gathered.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub fn update(&mut self, update: &Update) -> Result<(), CommError> {
-        self.balance();
-        let is_bias = |id: &ParameterId| self.model.selection_bias(self.records[id.0].unit) == Some(*id);
-        for id in self.trained_ids().filter(|id| !is_bias(id)) {
+    /// [`EngineError`]: none on one rank.
+    pub fn update(&mut self, update: &Update) -> Result<(), EngineError> {
+        self.balance()?;
+        for id in self.trained_ids().filter(|id| !self.is_selection_bias(*id)) {
             self.update_parameter(id, update);
         }
+        self.update_on_disk(update)?;
         let begin = self.timeline().begin();
         self.weights.refresh()?;
         self.timeline().end(begin, || (Activity::of_step("gather weights"), Cost::default()));
@@ -44,38 +52,131 @@ impl Engine {
         Ok(())
     }
 
+    /// Updates what is in memory of a parameter.
     fn update_parameter(&self, id: ParameterId, update: &Update) {
+        // Rules for whole matrices are not given parts of them.
+        let Some(parameter) = self.weights.updated().part_in_shape(id) else { return };
         let Some(gradient) = self.gradients.part(id) else { return };
+        let gradient_view = gradient.view.reshape(parameter.shape());
+        let state = |kind| self.state_store(kind).and_then(|store| store.part_in_shape(id));
+        if !self.state_kinds(id).all(|kind| state(kind).is_some()) {
+            return;
+        }
+        let rounded = self.weights.master.as_ref().and_then(|_| self.weights.trained.part_in_shape(id));
+        self.apply(update, id, gradient.first, (parameter, gradient_view, rounded), state);
+    }
+
+    /// Updates what is on disk, window by window.
+    fn update_on_disk(&mut self, update: &Update) -> Result<(), EngineError> {
+        let Some(on_disk) = self.on_disk.take() else { return Ok(()) };
+        let mut store = on_disk.into_inner();
+        let mut spilled = self.gradients.take_spilled();
+        let result = self.update_windows(&mut store, &mut spilled, update);
+        self.gradients.give_back(spilled);
+        self.on_disk = Some(RefCell::new(store));
+        result
+    }
+
+    fn update_windows(
+        &self,
+        store: &mut DiskStore<StateKind>,
+        spilled: &mut Option<Spilled>,
+        update: &Update,
+    ) -> Result<(), EngineError> {
+        let end = store.windows().len();
+        for window in 0..end {
+            let begin = self.timeline().begin();
+            let stretch = store.windows()[window].stretch;
+            let number = window - store.windows_of(stretch).start;
+            store.look_ahead(window, end)?;
+            let mut spilled = spilled.as_mut().filter(|spilled| spilled.has(stretch));
+            if let Some(spilled) = &mut spilled {
+                spilled.look_ahead(stretch, number)?;
+            }
+            store.load(window)?;
+            let len = store.windows()[window].elements.len();
+            let gradients = spilled.map(|spilled| spilled.load(stretch, number, 0..len)).transpose()?;
+            self.timeline().end(begin, || (Activity::of_step("wait for the disk"), Cost::default()));
+            let start = store.windows()[window].elements.start;
+            for piece in &store.windows()[window].pieces {
+                let in_window = piece.first - start..piece.first - start + piece.elements.len();
+                self.update_piece(store, window, (piece, in_window), gradients, update);
+            }
+            store.note_change(window);
+        }
+        store.write_all_behind();
+        Ok(())
+    }
+
+    /// Updates the elements of a parameter that lie `in_window`; `gradients` are the window's, if they are on disk too.
+    fn update_piece(
+        &self,
+        store: &DiskStore<StateKind>,
+        window: usize,
+        (piece, in_window): (&Piece, Range<usize>),
+        gradients: Option<View<'_>>,
+        update: &Update,
+    ) {
+        let id = piece.id;
+        if self.is_selection_bias(id) {
+            return;
+        }
+        let gradient = gradients
+            .map(|window| window.rows(in_window.clone()))
+            .or_else(|| elements_of(self.gradients.part(id), &piece.elements));
+        let on_disk = |kind| store.keeps(kind).then(|| store.view(window, kind, in_window.clone()));
+        let of_kernels = elements_of(self.weights.trained.part(id), &piece.elements);
+        let master = on_disk(StateKind::Parameter);
+        let Some((parameter, gradient)) = master.or(of_kernels).zip(gradient) else { return };
+        let rounded = of_kernels.filter(|_| master.is_some());
+        self.apply(update, id, piece.elements.start, (parameter, gradient, rounded), on_disk);
+    }
+
+    /// Applies the rule to elements of a parameter, the first of which has the index `first`: the weights, the gradient, and what
+    /// kernels read if that is not the weights.
+    fn apply<'a>(
+        &self,
+        update: &Update,
+        id: ParameterId,
+        first: usize,
+        (parameter, gradient, rounded): (View<'a>, View<'a>, Option<View<'a>>),
+        state: impl Fn(StateKind) -> Option<View<'a>>,
+    ) {
         let record = &self.records[id.0];
         let of_parameter = Update {
             learning_rate: update.learning_rate * f64::from(record.learning_rate_multiplier),
             weight_decay: if record.decay { update.weight_decay } else { 0.0 },
             ..*update
         };
-        // Rules for whole matrices are not given parts of them.
-        let Some(parameter) = self.weights.updated().part_in_shape(id) else { return };
         let operands = Operands {
             role: self.role(id),
             parameter,
-            gradient: gradient.view.reshape(parameter.shape()),
-            rounded: self.weights.master.as_ref().and_then(|_| self.weights.trained.part_in_shape(id)),
-            rounding: self.storage.rounding.of(self.seed, &record.name, update.step, gradient.first as u64),
+            gradient,
+            rounded,
+            rounding: self.storage.rounding.of(self.seed, &record.name, update.step, first as u64),
             dtype: self.weights.trained.dtype(),
         };
-        let state = |kind| self.state_store(kind).and_then(|store| store.part_in_shape(id));
         let begin = self.timeline().begin();
         self.optimizer.step(&self.queue, &of_parameter, &operands, state);
         self.timeline().end(begin, || {
             let activity = Activity { unit: Some(record.unit), ..Activity::of_step("optimizer") };
-            (activity, self.update_cost(id, gradient.view.elements() as u64))
+            (activity, self.update_cost(id, gradient.elements() as u64))
         });
     }
 
+    /// Whether experts are chosen by it: it moves with their load and not by its gradient.
+    fn is_selection_bias(&self, id: ParameterId) -> bool {
+        self.model.selection_bias(self.records[id.0].unit) == Some(id)
+    }
+
     /// Moves the biases by which experts are chosen against the load of the step, alike on all ranks.
-    fn balance(&mut self) {
+    fn balance(&mut self) -> Result<(), EngineError> {
         let rate = self.model.bias_update_rate() as f32;
         let mut values = std::mem::take(&mut self.bias_values);
-        for unit in (0..self.model.units()).filter(|unit| self.is_here[*unit]) {
+        for unit in 0..self.model.units() {
+            if !self.is_here[unit] {
+                continue;
+            }
             let bias = self.model.selection_bias(unit).filter(|id| self.records[id.0].trainable);
             let Some((id, steps)) = bias.zip(self.runner.expert_load().steps_to_balance(unit, rate)) else {
                 continue;
@@ -84,9 +185,10 @@ impl Engine {
             let Some(part) = whole.kept_part(id) else { continue };
             part.copy_to_f32(&mut values);
             values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
-            self.write_parameter(id, 0, &values);
+            self.write_parameter(id, 0, &values)?;
         }
         self.bias_values = values;
+        Ok(())
     }
 
     /// The gradient and the rounded weights go through memory once, everything else is read and written.
@@ -100,4 +202,9 @@ impl Engine {
             ..Cost::of_bytes((F32_BYTES + rounded + 2 * kept) * elements)
         }
     }
+}
+
+/// Some elements of a parameter, out of those of which there is a part.
+fn elements_of<'a>(part: Option<Part<'a>>, elements: &Range<usize>) -> Option<View<'a>> {
+    part.map(|part| part.view.rows(elements.start - part.first..elements.end - part.first))
 }

@@ -1,12 +1,13 @@
 //! Everything in which the weights of a rank's model are kept, and how those that other ranks own get to where kernels read them:
 //! after each update (ZeRO stages 1 and 2), or before each use (stage 3).
 
-use lockstep_comm::CommError;
-use lockstep_plan::{ParameterId, ParameterRecord, ZeroStage};
+use std::ops::Range;
+
+use lockstep_plan::{Extent, ParameterId, ParameterRecord, ZeroStage};
 use lockstep_tensor::Kernels;
 
 use crate::gathered::{Gathered, WeightSource};
-use crate::{FlatStore, Traffic, Weights, shards::Shards};
+use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// The weights of a rank's model.
 #[derive(Debug)]
@@ -46,8 +47,20 @@ impl ModelWeights {
     /// What this rank has of the trained weights that other ranks have copies of.
     pub(crate) fn copied(&mut self) -> &mut FlatStore {
         match &mut self.master {
-            Some(master) if self.shards.stage() == ZeroStage::Nothing => master,
+            Some(master) if self.shards.stage() == ZeroStage::Nothing && !master.is_partly_on_disk() => {
+                master
+            }
             _ => &mut self.trained,
+        }
+    }
+
+    /// Which elements of a parameter, in one range, this rank keeps in any precision.
+    pub(crate) fn kept_range(&self, record: &ParameterRecord, id: ParameterId) -> Range<usize> {
+        let of_kernels = self.frozen.as_ref().filter(|_| !record.trainable).unwrap_or(&self.trained);
+        let is_whole = self.biases.as_ref().is_some_and(|store| store.kept_part(id).is_some());
+        match of_kernels.extent() {
+            Extent::Own if !is_whole => of_kernels.owned_range(id),
+            _ => 0..record.local_elements(),
         }
     }
 
@@ -74,8 +87,8 @@ impl ModelWeights {
     /// The weights have changed, on each rank those that it owns: brings those of the others up to date, as far as they are kept.
     ///
     /// # Errors
-    /// [`CommError`]: none on one rank.
-    pub(crate) fn refresh(&mut self) -> Result<(), CommError> {
+    /// [`EngineError`]: none on one rank.
+    pub(crate) fn refresh(&mut self) -> Result<(), EngineError> {
         match &mut self.gathered {
             Some(gathered) => gathered.forget(),
             None => {
@@ -93,9 +106,9 @@ impl ModelWeights {
 }
 
 impl WeightSource for ModelWeights {
-    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), CommError> {
+    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), EngineError> {
         let Some(gathered) = &mut self.gathered else { return Ok(()) };
-        gathered.make_ready(unit, next, &mut self.trained, &self.shards)
+        Ok(gathered.make_ready(unit, next, &mut self.trained, &self.shards)?)
     }
 
     fn weights(&self) -> Weights<'_> {

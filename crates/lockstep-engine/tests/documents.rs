@@ -46,7 +46,7 @@ fn train(config: &ModelConfig, ids: &[u32], lengths: &[usize]) -> (f64, Vec<Vec<
         sample_numbers: &[0],
     };
     let loss = engine.accumulate(&batch, Seed::of_tokens(0.01)).unwrap();
-    (loss, (0..engine.records().len()).map(|id| engine.gradient(ParameterId(id))).collect())
+    (loss, (0..engine.records().len()).map(|id| engine.gradient(ParameterId(id)).unwrap()).collect())
 }
 
 #[test]

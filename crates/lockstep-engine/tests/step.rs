@@ -76,7 +76,7 @@ fn weights(engine: &mut Engine) -> Vec<(String, Vec<f32>)> {
     let tensors = engine.state_tensors().into_iter();
     tensors
         .filter(|tensor| tensor.kind == StateKind::Parameter)
-        .map(|tensor| (tensor.record.name.clone(), tensor.to_vec()))
+        .map(|tensor| (tensor.record.name.clone(), tensor.to_vec().unwrap()))
         .collect()
 }
 
@@ -135,7 +135,7 @@ fn a_tied_gradient_is_the_sum_of_what_both_uses_accumulate_apart() {
         }
         let gradient = |engine: &Engine, name: &str| {
             let id = engine.records().iter().position(|record| record.name == name).unwrap();
-            engine.gradient(ParameterId(id))
+            engine.gradient(ParameterId(id)).unwrap()
         };
         let [head, embedding] =
             ["lm_head.weight", "model.embed_tokens.weight"].map(|name| gradient(&apart, name));
@@ -150,12 +150,14 @@ fn the_norm_counts_every_element_once_and_a_tied_gradient_is_the_sum_of_both_use
     engine.begin_step();
     accumulate(&mut engine, 0);
     let norm = engine.finish_gradients().unwrap();
-    let squares =
-        engine.parameter_ids().flat_map(|id| engine.gradient(id)).map(|g| f64::from(g) * f64::from(g));
+    let squares = engine
+        .parameter_ids()
+        .flat_map(|id| engine.gradient(id).unwrap())
+        .map(|g| f64::from(g) * f64::from(g));
     let expected = squares.sum::<f64>().sqrt();
     assert!((norm - expected).abs() <= 1e-12 * norm, "{norm}, expected {expected}");
     // Id 4 is no input: its embedding moves through the output layer only.
-    let embedding = engine.gradient(ParameterId(0));
+    let embedding = engine.gradient(ParameterId(0)).unwrap();
     assert!(embedding[4 * 8..5 * 8].iter().any(|&g| g != 0.0), "{embedding:?}");
 }
 
@@ -167,7 +169,7 @@ fn gradient_descent_moves_each_weight_by_its_scaled_gradient_and_decay() {
     accumulate(&mut engine, 4);
     engine.finish_gradients().unwrap();
     let ids: Vec<_> = engine.parameter_ids().collect();
-    let gradients: Vec<_> = ids.iter().map(|&id| engine.gradient(id)).collect();
+    let gradients: Vec<_> = ids.iter().map(|&id| engine.gradient(id).unwrap()).collect();
     let decays: Vec<_> = ids.iter().map(|&id| engine.records()[id.0].decay).collect();
     let (learning_rate, weight_decay, gradient_scale) = (0.5, 0.1, 0.25);
     engine.update(&Update { learning_rate, weight_decay, gradient_scale, step: 1 }).unwrap();
@@ -246,7 +248,7 @@ fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
         };
         step(&mut engine, 1);
         let state = |tensors: Vec<StateTensor<'_>>| -> Vec<(String, StateKind, Vec<f32>)> {
-            let owned = |t: StateTensor<'_>| (t.record.name.clone(), t.kind, t.to_vec());
+            let owned = |t: StateTensor<'_>| (t.record.name.clone(), t.kind, t.to_vec().unwrap());
             tensors.into_iter().map(owned).collect()
         };
         let before = state(engine.state_tensors());
@@ -349,7 +351,7 @@ fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) 
         threads: 2,
         micro_batches: 4,
     };
-    let mut engine = Engine::with_storage(&model(), options, storage, &Arena::new()).unwrap();
+    let mut engine = Engine::with_storage(&model(), options, storage.clone(), &Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     for step in 1..=6 {
         if step == 4 {
@@ -360,7 +362,7 @@ fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) 
         engine.finish_gradients().unwrap();
         engine.update(&Update { learning_rate: 0.01, weight_decay: 0.1, gradient_scale: 1.0, step }).unwrap();
     }
-    engine.state_tensors().iter().map(StateTensor::to_vec).collect()
+    engine.state_tensors().iter().map(|tensor| tensor.to_vec().unwrap()).collect()
 }
 
 const MUON: Optimizer = Optimizer::Muon {
@@ -370,29 +372,35 @@ const MUON: Optimizer = Optimizer::Muon {
     eps: 1e-8,
     adam_ratio: 0.5,
 };
-const NARROW: Storage =
-    Storage { weights: WeightStorage::Kernels, state: DType::BF16, rounding: RoundingMode::Stochastic };
+fn narrow() -> Storage {
+    Storage {
+        weights: WeightStorage::Kernels,
+        state: DType::BF16,
+        rounding: RoundingMode::Stochastic,
+        ..Storage::default()
+    }
+}
 
 #[test]
 fn every_optimizer_goes_on_from_what_it_has_saved_in_every_precision() {
     let adamw = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
     let optimizers = [adamw, Optimizer::Sgd { momentum: 0.9 }, Optimizer::Lion { betas: [0.9, 0.99] }, MUON];
     for (optimizer, storage) in
-        optimizers.into_iter().flat_map(|o| [Storage::default(), NARROW].map(|s| (o, s)))
+        optimizers.into_iter().flat_map(|o| [Storage::default(), narrow()].map(|s| (o, s)))
     {
-        let whole = after_steps(optimizer, storage, |engine| engine);
-        let resumed = after_steps(optimizer, storage, |mut engine| {
+        let whole = after_steps(optimizer, storage.clone(), |engine| engine);
+        let resumed = after_steps(optimizer, storage.clone(), |mut engine| {
             let saved: Vec<_> = engine
                 .state_tensors()
                 .iter()
-                .map(|tensor| (tensor.record.name.clone(), tensor.kind, tensor.to_vec()))
+                .map(|tensor| (tensor.record.name.clone(), tensor.kind, tensor.to_vec().unwrap()))
                 .collect();
             let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
             let shape = BlockShape { dtype, ..SHAPE };
             let recompute = Recompute::None;
             let options =
                 EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
-            let mut fresh = Engine::with_storage(&model(), options, storage, &Arena::new()).unwrap();
+            let mut fresh = Engine::with_storage(&model(), options, storage.clone(), &Arena::new()).unwrap();
             for (name, kind, values) in saved {
                 let id = fresh.parameter_ids().find(|id| fresh.records()[id.0].name == name).unwrap();
                 assert!(fresh.state_kinds(id).any(|kept| kept == kind), "{name}: {kind:?}");
@@ -427,12 +435,12 @@ fn muon_takes_the_matrices_of_blocks_and_adamw_the_rest() {
         assert_eq!(kinds(name), [StateKind::Parameter, StateKind::MomentumBuffer], "{name}");
     }
     let elements: usize = engine.records().iter().filter(|r| r.tie.is_none()).map(|r| r.elements()).sum();
-    let kept: usize = engine.state_tensors().iter().map(|tensor| tensor.bytes.len() / 4).sum();
+    let kept: usize = engine.state_tensors().iter().map(|tensor| tensor.len_bytes() / 4).sum();
     let matrices: usize = engine
         .state_tensors()
         .iter()
         .filter(|tensor| tensor.kind == StateKind::MomentumBuffer)
-        .map(|tensor| tensor.bytes.len() / 4)
+        .map(|tensor| tensor.len_bytes() / 4)
         .sum();
     assert_eq!(kept, 3 * elements - matrices, "no memory for moments that nobody reads");
     assert_eq!(
@@ -459,5 +467,5 @@ fn state_in_bf16_takes_half_the_memory() {
         "master and moments"
     );
     assert_eq!(memory(Storage { weights: WeightStorage::Kernels, ..Storage::default() }) * 3, all * 2);
-    assert_eq!(memory(NARROW) * 3, all, "moments of two bytes");
+    assert_eq!(memory(narrow()) * 3, all, "moments of two bytes");
 }

@@ -48,7 +48,7 @@ fn gradients(engine: &mut Engine) -> (f64, f64, Vec<(String, Vec<f32>)>) {
     engine.begin_step();
     let loss = engine.accumulate(&batch, Seed::of_tokens(0.1)).unwrap();
     let norm = engine.finish_gradients().unwrap();
-    let gradient = |id: ParameterId| (engine.records()[id.0].name.clone(), engine.gradient(id));
+    let gradient = |id: ParameterId| (engine.records()[id.0].name.clone(), engine.gradient(id).unwrap());
     (loss, norm, engine.trained_ids().map(gradient).collect())
 }
 

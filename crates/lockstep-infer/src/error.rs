@@ -3,6 +3,7 @@
 use lockstep_checkpoint::CheckpointError;
 use lockstep_comm::CommError;
 use lockstep_data::DataError;
+use lockstep_engine::EngineError;
 use lockstep_tensor::TensorError;
 
 /// An error of this crate.
@@ -21,6 +22,9 @@ pub enum InferError {
     /// Other ranks.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// The run of a model.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
     /// The directory names no tokenizer and the vocabulary is not that of bytes.
     #[error(
         "{model}: no tokenizer.json beside the weights, and a vocabulary of {vocab_size} is not that of bytes"

@@ -42,6 +42,7 @@ pub use memory::{
     MemoryPrediction, ModelProfile, Passage, RingSizes, SharedTable, StageMemory, StatePlan, StoreLayout,
     Stretch, UnitProfile, booked_bytes, predicted,
 };
+pub use memory::{DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, window_bytes, window_memory_bytes};
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};

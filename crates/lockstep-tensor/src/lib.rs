@@ -12,6 +12,7 @@
 
 mod arena;
 pub mod cpu;
+mod disk;
 mod error;
 mod experts;
 mod kernels;
@@ -21,6 +22,7 @@ mod view;
 
 pub use arena::{Arena, Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
+pub use disk::{Action, DiskError, DiskMethod, DiskQueue, DiskTraffic, Mover, ScratchFile, Ticket, Transfer};
 pub use error::TensorError;
 pub use experts::{
     ExpertGroups, GroupedGemm, Permutation, Routed, Router, RouterGradients, RouterScores, RouterWeights,

@@ -197,6 +197,27 @@ fn what_is_frozen_books_what_was_predicted() {
 
 /// A run's own ledger holds copies of its state as well.
 #[test]
+fn what_is_on_disk_books_its_windows() {
+    let disk = tempfile::tempdir().unwrap();
+    let disk = format!("parallel.offload.dir={}", disk.path().display());
+    let on_disk = ["parallel.offload.optimizer=disk", &disk];
+    let with_gradients = [&on_disk[..], &["parallel.offload.gradients=disk"]].concat();
+    let by_half = [&with_gradients[..], &["parallel.offload.fraction=0.5"]].concat();
+    let plans: [&[&str]; 6] = [
+        &["train.precision=bf16"],
+        &["parallel.data_parallel_shard=2", "parallel.zero_stage=2", "train.precision=bf16"],
+        &["parallel.data_parallel_shard=4", "parallel.zero_stage=3"],
+        &["parallel.tensor_parallel=2"],
+        &["parallel.pipeline_parallel=2"],
+        &["optimizer.kind=lion", "train.precision=bf16", "optimizer.state_precision=bf16"],
+    ];
+    for offload in [&on_disk[..], &with_gradients, &by_half] {
+        let plans = plans.map(|plan| [plan, offload].concat());
+        check(&[GPT2, LLAMA, DEEPSEEK], &plans);
+    }
+}
+
+#[test]
 fn copies_of_the_state_are_predicted() {
     let bench = Workbench::new().unwrap();
     for precision in ["train.precision=f32", "train.precision=bf16"] {

@@ -316,6 +316,73 @@ fn sharing_out_the_state_changes_no_bit() {
     }
 }
 
+const OPTIMIZER_ON_DISK: &str = "parallel.offload.optimizer=disk";
+const GRADIENTS_ON_DISK: &str = "parallel.offload.gradients=disk";
+
+#[test]
+fn moving_state_to_the_disk_changes_no_bit() {
+    let bench = Workbench::new().unwrap();
+    let disk = tempfile::tempdir().unwrap();
+    let disk = format!("parallel.offload.dir={}", disk.path().display());
+    const BF16: &str = "train.precision=bf16";
+    let plans: [(TinyModel, &[&str]); 9] = [
+        (GPT2, &["train.micro_batch=1", BF16]),
+        (LLAMA, &[SHARD_2, "parallel.zero_stage=2", BF16]),
+        (LLAMA, &[SHARD_2, "parallel.zero_stage=3"]),
+        (GPT2, &["parallel.data_parallel_shard=4", "parallel.zero_stage=3", "train.micro_batch=1"]),
+        // Norms have summands on both ranks: with gradients on disk these are added after each micro-batch.
+        (QWEN3, &[TENSOR_2, SEQUENCE, BF16, "train.global_batch=2", "train.micro_batch=2"]),
+        (GPT2, &[PIPELINE_2, "parallel.pipeline_schedule=zb_h1"]),
+        (LLAMA, &[PIPELINE_2, SHARD_2, "parallel.zero_stage=2"]),
+        (DEEPSEEK, &[SHARD_2, "parallel.zero_stage=3", BF16]),
+        (QWEN2_MOE, &[SHARD_2, EXPERT_2, "parallel.zero_stage=2"]),
+    ];
+    for (model, plan) in plans {
+        let numbers = |more: &[&str]| -> Numbers {
+            let config = bench.config(model, &[plan, more, &["train.steps=4"]].concat()).unwrap();
+            bench.numbers(&config).unwrap()
+        };
+        let in_memory = numbers(&[]);
+        for share in ["1", "0.5"] {
+            let share = format!("parallel.offload.fraction={share}");
+            for more in [&[OPTIMIZER_ON_DISK][..], &[OPTIMIZER_ON_DISK, GRADIENTS_ON_DISK]] {
+                let found = numbers(&[more, &[disk.as_str(), share.as_str()]].concat());
+                let (name, steps) = (model.name, &found.steps);
+                assert!(found == in_memory, "{name}, {plan:?}, {more:?}: {steps:?}, {:?}", in_memory.steps);
+            }
+        }
+    }
+    // Replicas hold the same state, and add their gradients in memory.
+    let replicas = |more: &[&str]| {
+        let config = bench.config(LLAMA, &[&[REPLICAS_2, "train.steps=4"], more].concat()).unwrap();
+        bench.numbers(&config).unwrap()
+    };
+    assert!(replicas(&[OPTIMIZER_ON_DISK, &disk]) == replicas(&[]));
+}
+
+#[test]
+fn a_run_goes_on_with_its_state_on_disk_or_in_memory_with_every_bit() {
+    let bench = Workbench::new().unwrap();
+    let disk = tempfile::tempdir().unwrap();
+    let disk = format!("parallel.offload.dir={}", disk.path().display());
+    let shard = [SHARD_2, "parallel.zero_stage=2", "train.precision=bf16", "train.global_batch=4"];
+    let on_disk = [&shard[..], &[OPTIMIZER_ON_DISK, GRADIENTS_ON_DISK, &disk]].concat();
+    let alone = ["train.precision=bf16", "train.global_batch=4", OPTIMIZER_ON_DISK, &disk];
+    for model in [GPT2, DEEPSEEK] {
+        let expected = bench.losses_of_both(model, [&shard, &shard], 6).unwrap();
+        for plans in [[&shard[..], &on_disk], [&on_disk, &shard], [&on_disk, &on_disk]] {
+            assert_eq!(bench.losses_of_both(model, plans, 6).unwrap(), expected, "{}: {plans:?}", model.name);
+        }
+        // Other ranks add in another order; the state that they go on from is the same.
+        let found = bench.losses_of_both(model, [&on_disk, &alone], 6).unwrap();
+        assert_eq!(found[..3], expected[..3], "{}", model.name);
+        assert!(
+            found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-3 * b),
+            "{found:?}, {expected:?}"
+        );
+    }
+}
+
 #[test]
 fn a_run_goes_on_under_another_zero_stage_with_every_bit() {
     let bench = Workbench::new().unwrap();

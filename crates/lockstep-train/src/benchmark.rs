@@ -12,7 +12,7 @@ use lockstep_tensor::cpu::measure_peak;
 
 use crate::forecast::Training;
 use crate::machine::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
-use crate::metrics::{CommunicationUse, MemoryUse, PredictedMemory};
+use crate::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
 use crate::roofline::{Detail, Limits, Roofline};
 use crate::setup::overrides_of;
 use crate::trainer::clip_coefficient;
@@ -23,7 +23,7 @@ const SEED: u64 = 1337;
 const GEMM_RUNS: usize = 5;
 
 /// Steps to be timed.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct StepBenchmark {
     /// A micro-batch of each replica, and the type that kernels read.
     pub shape: BlockShape,
@@ -35,6 +35,10 @@ pub struct StepBenchmark {
     pub steps: usize,
     /// How finely every operation in them is timed as well, if it is.
     pub roofline: Option<Detail>,
+    /// What the blocks compute again.
+    pub recompute: Recompute,
+    /// How weights and optimizer state are kept, and where.
+    pub storage: Storage,
 }
 
 impl StepBenchmark {
@@ -42,7 +46,7 @@ impl StepBenchmark {
     fn options(&self, replicas: usize) -> EngineOptions {
         EngineOptions {
             shape: self.shape,
-            recompute: Recompute::None,
+            recompute: self.recompute,
             optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
             seed: SEED,
             threads: self.threads,
@@ -55,7 +59,7 @@ impl StepBenchmark {
     /// # Errors
     /// A configuration that does not fit the model.
     pub fn forecast(&self, config: &RunConfig, model: &ModelConfig) -> Result<Forecast, Error> {
-        let training = Training::bare(self.options(config.batch_parts()), Storage::default());
+        let training = Training::bare(self.options(config.batch_parts()), self.storage.clone());
         Forecast::of_training(config, model, &Tuning::default(), &training)
     }
 }
@@ -83,6 +87,10 @@ pub struct StepTimes {
     pub memory_predicted_by_rank: Vec<PredictedMemory>,
     /// What the first rank's sums over the ranks took in the median step.
     pub comm: CommunicationUse,
+    /// The part of the median step that is the update.
+    pub update_ms: f64,
+    /// What the first rank's disk did in it, where model state is on one.
+    pub disk: Option<DiskUse>,
     /// Where the time of the median step went, if that was asked for.
     pub roofline: Option<Roofline>,
 }
@@ -105,11 +113,11 @@ pub fn time_steps(
     benchmark: &StepBenchmark,
     ranks: &Ranks,
 ) -> Result<StepTimes, Error> {
-    let StepBenchmark { shape, accumulation, threads, steps, roofline } = *benchmark;
+    let StepBenchmark { shape, accumulation, threads, steps, roofline, .. } = *benchmark;
     let micro_batches = accumulation.max(1);
     let options = benchmark.options(ranks.replicas());
     let (tuning, arena, groups) = (Tuning::default(), ranks.arena(), ranks.groups().clone());
-    let mut engine = Engine::in_groups(config, &tuning, options, Storage::default(), &arena, groups)?;
+    let mut engine = Engine::in_groups(config, &tuning, options, benchmark.storage.clone(), &arena, groups)?;
     engine.initialize(SEED)?;
     let tokens_per_step = shape.tokens() * micro_batches * ranks.replicas();
     let steps = steps.max(1);
@@ -124,12 +132,12 @@ pub fn time_steps(
             engine.timeline().start();
         }
         let begin = Instant::now();
-        let loss = make_step(&mut engine, &batches, tokens_per_step, step as u64 + 1)?;
+        let (loss, update) = make_step(&mut engine, &batches, tokens_per_step, step as u64 + 1)?;
         let time = begin.elapsed();
         let spans = engine.timeline().stop();
         let traffic = engine.take_traffic();
         if step > 0 {
-            timed.push((time, spans, traffic));
+            timed.push((time, spans, traffic, update));
             losses.push(loss);
         }
     }
@@ -144,7 +152,7 @@ pub fn time_steps(
     let predicted =
         ranks.memory(MemoryUse { by_category: engine.predicted_memory().by_category(), ..memory })?;
     timed.sort_by_key(|(time, ..)| *time);
-    let (time, spans, traffic) = timed.swap_remove(steps / 2);
+    let (time, spans, traffic, update) = timed.swap_remove(steps / 2);
     let level = engine.queue().level();
     let flops_per_step = engine.model().training_flops() * (micro_batches * ranks.replicas()) as u64;
     Ok(StepTimes {
@@ -161,27 +169,44 @@ pub fn time_steps(
             .map(|memory| PredictedMemory(memory.by_category))
             .collect(),
         comm: traffic.into(),
+        update_ms: update.ms,
+        disk: update.disk,
         roofline: roofline.map(|detail| {
             Roofline::new(&spans, time, engine.model(), detail, Some(Limits::measure(level, threads)))
         }),
     })
 }
 
-/// Returns this rank's part of the loss.
-fn make_step(engine: &mut Engine, batches: &[RandomTokens], tokens: usize, step: u64) -> Result<f64, Error> {
+/// What an update took.
+struct UpdateUse {
+    ms: f64,
+    disk: Option<DiskUse>,
+}
+
+/// Returns this rank's part of the loss, and what the update took.
+fn make_step(
+    engine: &mut Engine,
+    batches: &[RandomTokens],
+    tokens: usize,
+    step: u64,
+) -> Result<(f64, UpdateUse), Error> {
     let of_micro_batch = batches[0].batch();
     let seq_len = of_micro_batch.ids.len() / of_micro_batch.sample_numbers.len();
     let (tokens, sequences) = (tokens as f64, (tokens / seq_len) as f64);
     let seed = Seed { of_tokens: (1.0 / tokens) as f32, of_sequences: (1.0 / sequences) as f32 };
     let loss = engine.forward_backward(batches.iter().map(RandomTokens::batch), seed)?;
     let norm = engine.finish_gradients()?;
+    engine.take_disk_traffic();
+    let begin = Instant::now();
     engine.update(&Update {
         learning_rate: 3e-4,
         weight_decay: 0.1,
         gradient_scale: clip_coefficient(1.0, norm) as f32,
         step,
     })?;
-    Ok(loss / tokens)
+    let ms = begin.elapsed().as_secs_f64() * 1e3;
+    let disk = DiskUse::of(engine.disk_bytes(), engine.take_disk_traffic());
+    Ok((loss / tokens, UpdateUse { ms, disk }))
 }
 
 /// A micro-batch that means nothing.
@@ -320,8 +345,15 @@ mod tests {
 
     #[test]
     fn ranks_and_micro_batches_share_the_same_step() {
-        let benchmark =
-            |accumulation| StepBenchmark { shape: SHAPE, accumulation, threads: 1, steps: 3, roofline: None };
+        let benchmark = |accumulation| StepBenchmark {
+            shape: SHAPE,
+            accumulation,
+            threads: 1,
+            steps: 3,
+            roofline: None,
+            recompute: Recompute::None,
+            storage: Storage::default(),
+        };
         let alone = time_steps(&tiny(), &benchmark(2), &Ranks::alone()).unwrap();
         let groups = World::in_process(2, WorldOptions { arena_bytes: 1 << 24, ..WorldOptions::default() });
         let both: Vec<StepTimes> = std::thread::scope(|scope| {
@@ -351,7 +383,15 @@ mod tests {
     #[test]
     fn every_step_is_timed_and_learns_from_nothing() {
         let roofline = Some(Detail::Kinds);
-        let benchmark = StepBenchmark { shape: SHAPE, accumulation: 1, threads: 1, steps: 3, roofline };
+        let benchmark = StepBenchmark {
+            shape: SHAPE,
+            accumulation: 1,
+            threads: 1,
+            steps: 3,
+            roofline,
+            recompute: Recompute::None,
+            storage: Storage::default(),
+        };
         let times = time_steps(&tiny(), &benchmark, &Ranks::alone()).unwrap();
         assert_eq!((times.losses.len(), times.tokens), (3, 16));
         assert!(times.tokens_per_s > 0.0 && times.flops_per_s > 0.0, "{times:?}");

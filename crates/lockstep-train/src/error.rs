@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use lockstep_engine::EngineError;
+
 use crate::config::Problems;
 use crate::fit::Misfit;
 
@@ -97,7 +99,7 @@ pub enum Error {
     Data(#[from] lockstep_data::DataError),
     /// Memory, threads, or state that does not fit the model.
     #[error(transparent)]
-    Engine(#[from] lockstep_engine::EngineError),
+    Engine(EngineError),
     /// The program itself is not to be found, to start ranks of it.
     #[error("cannot find the program to start its ranks: {0}")]
     Program(#[source] io::Error),
@@ -198,6 +200,16 @@ pub enum Error {
         /// The step.
         step: u64,
     },
+}
+
+/// What other ranks are to blame for is told as such, wherever it was noticed.
+impl From<EngineError> for Error {
+    fn from(error: EngineError) -> Self {
+        match error {
+            EngineError::Comm(error) => Self::Comm(error),
+            error => Self::Engine(error),
+        }
+    }
 }
 
 /// The first few names.

@@ -218,7 +218,7 @@ impl Recorded {
     ) -> Self {
         let recorded = RecordedModel::tuned(model, tuning, options.recording(places));
         let context: ContextPlace = places.context;
-        let state = options.state_plan(&recorded, *storage, groups.zero_stage, context);
+        let state = options.state_plan(&recorded, storage, groups.zero_stage, context);
         Self { profile: recorded.profile(context), state }
     }
 

@@ -7,7 +7,6 @@
 
 use std::fmt;
 
-use lockstep_comm::CommError;
 use lockstep_engine::{Engine, Snapshot};
 use serde_json::{Value, json};
 
@@ -219,8 +218,8 @@ impl Refuge {
     /// Gives the engine the copy; returns how many updates led to it.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn restore(&self, engine: &mut Engine) -> Result<u64, CommError> {
+    /// [`Error::Comm`].
+    pub(crate) fn restore(&self, engine: &mut Engine) -> Result<u64, Error> {
         self.snapshot.restore(engine)?;
         Ok(self.updates)
     }

@@ -386,7 +386,7 @@ impl Ranks {
             let mut hasher = blake3::Hasher::new();
             for tensor in engine.copied_weights() {
                 if (tensor.record.share.among == Among::Experts) == is_of_experts {
-                    hasher.update(tensor.bytes);
+                    hasher.update(tensor.in_memory().unwrap_or_default());
                 }
             }
             let mut digests = vec![0_u8; DIGEST_BYTES * group.size()];

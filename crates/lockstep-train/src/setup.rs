@@ -2,13 +2,16 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
-use lockstep_engine::{Engine, EngineOptions, Optimizer, RoundingMode, StateKind, Storage, WeightStorage};
+use lockstep_engine::{
+    Engine, EngineOptions, Offload, Optimizer, Residence, RoundingMode, StateKind, Storage, WeightStorage,
+};
 use lockstep_graph::BlockShape;
 use lockstep_model::{Adapter, ModelConfig, Tuning};
 use lockstep_plan::{DType, ParameterId};
-use lockstep_tensor::Arena;
+use lockstep_tensor::{Arena, ScratchFile};
 use serde_json::{Map, Value};
 
 use crate::config::{
@@ -134,8 +137,9 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
     }
 }
 
-/// How the engine keeps weights and optimizer state.
-pub(crate) fn storage(config: &RunConfig) -> Storage {
+/// How the engine keeps weights and optimizer state, and where.
+pub fn storage(config: &RunConfig) -> Storage {
+    let parallel = &config.parallel;
     Storage {
         weights: if config.train.master_weights { WeightStorage::Master } else { WeightStorage::Kernels },
         state: match config.optimizer.state_precision {
@@ -145,6 +149,15 @@ pub(crate) fn storage(config: &RunConfig) -> Storage {
         rounding: match config.optimizer.rounding {
             Rounding::Nearest => RoundingMode::Nearest,
             Rounding::Stochastic => RoundingMode::Stochastic,
+        },
+        offload: Offload {
+            directory: parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone()),
+            optimizer: parallel.offload_optimizer.into(),
+            gradients: parallel.offload_gradients.into(),
+            share: parallel.offload_fraction,
+            method: parallel.offload_io.into(),
+            limit: Duration::from_secs_f64(parallel.timeout_s),
+            ..Offload::default()
         },
     }
 }
@@ -160,6 +173,12 @@ pub(crate) fn build_engine(
     arena: &Arena,
 ) -> Result<Engine, Error> {
     let (options, storage) = (engine_options(config), storage(config));
+    let offload = &storage.offload;
+    if offload.optimizer == Residence::Disk && ScratchFile::is_in_memory(&offload.directory) {
+        let what = format!("{} lies in memory, so that nothing is saved", offload.directory.display());
+        let problem = config.problem("parallel.offload.dir", what, "a directory on a disk");
+        Problems::none_of(vec![problem])?;
+    }
     let groups = ranks.groups().clone();
     let mut engine = Engine::in_groups(&model.config, &model.tuning, options, storage, arena, groups)?;
     engine.set_f32_products(match config.train.f32_products {

@@ -22,7 +22,7 @@ use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
 use crate::machine::proportional_bytes;
-use crate::metrics::{EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
+use crate::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
 use crate::progress::{Progress, Steps};
 use crate::ranks::Ranks;
 use crate::records::Records;
@@ -470,6 +470,7 @@ impl Run<'_> {
             memory_predicted: self.predicted.greatest,
             memory_predicted_by_rank: self.predicted.by_rank.clone(),
             comm: self.engine.take_traffic().into(),
+            disk: DiskUse::of(self.engine.disk_bytes(), self.engine.take_disk_traffic()),
             data_wait_ms: self.prefetcher.take_wait().as_secs_f64() * 1e3,
             checkpoint_stall_ms: self.saver.as_mut().map_or(0.0, Saver::take_stall_ms),
         };

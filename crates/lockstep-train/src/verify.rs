@@ -164,7 +164,7 @@ impl StepObserver for Watch<'_> {
 
     fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error> {
         if step == 1 {
-            let of_ranks = self.ranks.gather(&held(self.ranks, engine))?;
+            let of_ranks = self.ranks.gather(&held(self.ranks, engine)?)?;
             self.numbers.gradients = whole(&of_ranks);
         }
         let of_ranks = self.ranks.gather(&engine.router_margin().unwrap_or(f32::INFINITY).to_le_bytes())?;
@@ -199,7 +199,7 @@ struct Held {
 }
 
 /// The gradients that this rank is the one to speak for: how long their description is, it, and their elements.
-fn held(ranks: &Ranks, engine: &Engine) -> Vec<u8> {
+fn held(ranks: &Ranks, engine: &Engine) -> Result<Vec<u8>, Error> {
     let speaks_for = |id: &lockstep_plan::ParameterId| ranks.is_of_first_copy() && engine.speaks_for(*id);
     let ids: Vec<_> = engine.trained_ids().filter(speaks_for).collect();
     let describe = |id: &lockstep_plan::ParameterId| {
@@ -211,9 +211,9 @@ fn held(ranks: &Ranks, engine: &Engine) -> Vec<u8> {
     let mut bytes = (description.len() as u64).to_le_bytes().to_vec();
     bytes.extend(description.as_bytes());
     for id in ids {
-        bytes.extend(engine.gradient(id).iter().flat_map(|value| value.to_le_bytes()));
+        bytes.extend(engine.gradient(id)?.iter().flat_map(|value| value.to_le_bytes()));
     }
-    bytes
+    Ok(bytes)
 }
 
 /// Gradients put together from what ranks hold of them; of those that several speak for, the last.

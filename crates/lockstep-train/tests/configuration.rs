@@ -154,7 +154,11 @@ fn broken_arguments_are_named_with_what_is_allowed() {
             "data.train: is the string \"a.txt\"; allowed: a list of strings: write [\"a.txt\"]",
         ),
         ("train.precision=f8", "train.precision: is the string \"f8\"; allowed: \"f32\", \"bf16\", \"f16\""),
-        ("parallel.offload=1", "parallel.offload: is not supported yet"),
+        ("parallel.offload=1", "parallel.offload: unknown key; the nearest is parallel.offload."),
+        (
+            "parallel.offload={ optimiser = \"disk\" }",
+            "parallel.offload.optimiser: unknown key; the nearest is parallel.offload.optimizer",
+        ),
         ("elastic.max_restarts=1", "[elastic]: this section is not supported yet"),
         ("optimizer.lr=1e999", "optimizer.lr: 1e999 is not a finite number"),
         ("train.steps=3\ntrain.seed=4", "train.steps: broken TOML value"),

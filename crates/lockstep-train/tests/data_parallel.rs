@@ -67,7 +67,7 @@ struct Watch {
 impl StepObserver for Watch {
     fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error> {
         let ids: Vec<ParameterId> = engine.trained_ids().collect();
-        let named = ids.iter().map(|&id| (engine.records()[id.0].name.clone(), engine.gradient(id)));
+        let named = ids.iter().map(|&id| (engine.records()[id.0].name.clone(), engine.gradient(id).unwrap()));
         self.gradients.push(named.collect());
         if self.spoil_weights_at == Some(step) {
             engine.initialize_parameter(ids[0], 12345).unwrap();

@@ -47,13 +47,13 @@ impl StepObserver for Faults<'_> {
         let Some((_, fault)) = self.0.iter().find(|(at, _)| *at == step) else { return Ok(()) };
         let ids: Vec<_> = engine.parameter_ids().collect();
         for id in ids {
-            let mut gradient = engine.gradient(id);
+            let mut gradient = engine.gradient(id).unwrap();
             match fault {
                 // One broken element is enough.
                 Fault::Nan => gradient[0] = f32::NAN,
                 Fault::Times(factor) => gradient.iter_mut().for_each(|g| *g *= factor),
             }
-            engine.write_gradient(id, &gradient);
+            engine.write_gradient(id, &gradient).unwrap();
         }
         Ok(())
     }

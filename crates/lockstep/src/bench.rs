@@ -13,9 +13,9 @@ use lockstep_train::benchmark::{
 use lockstep_train::fit::require_room;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::metrics::CommunicationUse;
+use lockstep_train::metrics::{CommunicationUse, DiskUse};
 use lockstep_train::roofline::Detail;
-use lockstep_train::{Ranks, RunConfig, human, resolve_model};
+use lockstep_train::{Ranks, RunConfig, human, resolve_model, storage};
 use serde_json::json;
 
 use crate::collectives;
@@ -179,6 +179,8 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
         threads: threads(arguments.threads)?,
         steps: arguments.steps,
         roofline: arguments.roofline.map(Detail::from),
+        recompute: config.parallel.recompute.into(),
+        storage: storage(&config),
     };
     if !is_launched() {
         require_room(&benchmark.forecast(&config, &model)?)?;
@@ -202,13 +204,17 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
 fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, times: &StepTimes) {
     let StepTimes { level, step_ms, tokens_per_s, flops_per_s, losses, peak_bytes, comm, roofline, .. } =
         times;
-    let StepTimes { memory_by_rank, memory_predicted_by_rank, .. } = times;
+    let StepTimes { memory_by_rank, memory_predicted_by_rank, disk, update_ms, .. } = times;
     if arguments.json {
         let mut document = json!({
             "tokens_per_s": tokens_per_s, "step_ms": step_ms, "peak_rss_bytes": peak_bytes, "loss": losses,
             "flops_per_s": flops_per_s, "level": level.to_string(), "ranks": ranks.size(), "comm": comm,
             "memory_by_rank": memory_by_rank, "memory_predicted_by_rank": memory_predicted_by_rank,
+            "update_ms": update_ms,
         });
+        if let Some(disk) = disk {
+            document["disk"] = json!(disk);
+        }
         if let Some(roofline) = roofline {
             document["roofline"] = json!(roofline);
         }
@@ -242,6 +248,16 @@ fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, tim
         sum(&mut memory_by_rank.iter().map(|memory| memory.by_category.total())),
         sum(&mut memory_by_rank.iter().map(|memory| memory.process_pss)),
     );
+    if let Some(DiskUse { bytes, read_bytes, written_bytes, .. }) = *disk {
+        let moved = read_bytes + written_bytes;
+        say!(
+            "on disk: {}; the update reads {} and writes {} in {update_ms:.1} ms, {:.2} GB/s",
+            human::bytes(bytes),
+            human::bytes(read_bytes),
+            human::bytes(written_bytes),
+            moved as f64 / update_ms / 1e6,
+        );
+    }
     if let Some(roofline) = roofline {
         say!("{roofline}");
     }

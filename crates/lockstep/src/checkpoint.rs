@@ -176,7 +176,7 @@ fn import(hf: &Path, out: &Path) -> Result<(), Failure> {
                 dtype: DType::F32,
                 global_shape: &record.shape,
                 region: Region::Whole,
-                bytes: bytemuck::cast_slice(values),
+                bytes: bytemuck::cast_slice::<f32, u8>(values).into(),
             })
         })
         .collect();

@@ -114,6 +114,7 @@ impl From<InferError> for Failure {
             InferError::Checkpoint(error) => error.into(),
             InferError::Data(error) => error.into(),
             InferError::Tensor(error) => Self { message: error.to_string(), code: FAILED },
+            InferError::Engine(error) => Self { message: error.to_string(), code: FAILED },
             error => Self::configuration(error.to_string()),
         }
     }

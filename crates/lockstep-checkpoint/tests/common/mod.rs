@@ -36,7 +36,7 @@ impl State {
                 dtype: DType::F32,
                 global_shape: &self.shapes[*index].1,
                 region: Region::Whole,
-                bytes: bytemuck::cast_slice(values),
+                bytes: bytemuck::cast_slice::<f32, u8>(values).into(),
             })
             .collect()
     }

@@ -3,7 +3,8 @@
 //! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
 //! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are complete at the same time and
 //! summed over the same ranks stand together, in a *stretch*: of it each of the ranks that share out the model's state owns one
-//! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them.
+//! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them, or nothing
+//! where that is on disk.
 //!
 //! ```text
 //! unit     [ stretch                           | stretch               ]
@@ -42,6 +43,8 @@ pub struct Stretch {
     pub elements: usize,
     /// Those of them that the rank owns.
     pub own: Range<usize>,
+    /// Whether the store has nothing of it: it is on disk.
+    pub is_on_disk: bool,
 }
 
 /// Where everything stands in a store.
@@ -88,6 +91,18 @@ impl StoreLayout {
         place: impl Fn(Summing) -> ShardPlace,
         keeps: impl Fn(usize) -> bool,
     ) -> Self {
+        Self::partly_on_disk(records, extent, place, keeps, |_, _| false)
+    }
+
+    /// As [`StoreLayout::new`], of a store that has nothing of the stretches of which `is_on_disk` says so: by unit, and whether it
+    /// is a table that two layers share.
+    pub fn partly_on_disk(
+        records: &[ParameterRecord],
+        extent: Extent,
+        place: impl Fn(Summing) -> ShardPlace,
+        keeps: impl Fn(usize) -> bool,
+        is_on_disk: impl Fn(usize, bool) -> bool,
+    ) -> Self {
         // The unit that another use of each table is in, if it is kept here; it is further back in the model. A table that is
         // tied stands alone: it is cut alike wherever it is held, together with whatever.
         let mut tied_in: Vec<Option<usize>> = vec![None; records.len()];
@@ -117,14 +132,19 @@ impl StoreLayout {
                 places[index] = Some((stretches.len(), elements));
                 elements += records[index].local_elements().next_multiple_of(ALIGNMENT_ELEMENTS);
             }
-            let (unit, completed_by, _, summing) = key(&stretch[0]);
+            let (unit, completed_by, is_tied, summing) = key(&stretch[0]);
+            let is_on_disk = is_on_disk(unit, is_tied);
             let ShardPlace { ranks, rank } = place(summing);
             let elements = elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks);
             let len = elements / ranks;
             let start = unit_elements[unit];
-            unit_elements[unit] += if extent == Extent::Own { len } else { elements };
+            unit_elements[unit] += match extent {
+                _ if is_on_disk => 0,
+                Extent::Own => len,
+                Extent::Whole => elements,
+            };
             let own = rank * len..(rank + 1) * len;
-            stretches.push(Stretch { unit, completed_by, summing, start, elements, own });
+            stretches.push(Stretch { unit, completed_by, summing, start, elements, own, is_on_disk });
         }
         for (index, record) in records.iter().enumerate() {
             if let Some(table) = record.tie {
@@ -132,6 +152,28 @@ impl StoreLayout {
             }
         }
         Self { stretches, places, unit_elements }
+    }
+
+    /// Which units' state is on disk, if that is `share` of what the rank owns: the first ones, until they have it. By unit.
+    pub fn units_on_disk(&self, share: f64) -> Vec<bool> {
+        let mut elements = vec![0; self.stretches.iter().map(|stretch| stretch.unit + 1).max().unwrap_or(0)];
+        for stretch in &self.stretches {
+            elements[stretch.unit] += stretch.own.len();
+        }
+        let wanted = share * elements.iter().sum::<usize>() as f64;
+        let mut before = 0;
+        let is_on_disk = |len: usize| {
+            let is_on_disk = (before as f64) < wanted;
+            before += len;
+            is_on_disk
+        };
+        elements.into_iter().map(is_on_disk).collect()
+    }
+
+    /// Elements of the longest window of at most `most` elements into which what is on disk is cut; none if nothing is.
+    pub fn longest_window(&self, most: usize) -> Option<usize> {
+        let on_disk = self.stretches.iter().filter(|stretch| stretch.is_on_disk);
+        on_disk.map(|stretch| stretch.own.len().min(most)).max().filter(|elements| *elements > 0)
     }
 
     /// Whether it keeps no parameter.

@@ -9,6 +9,7 @@ mod layout;
 mod prediction;
 mod profile;
 mod stage;
+mod windows;
 
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Index, IndexMut};
@@ -70,6 +71,7 @@ pub use layout::{Extent, Gathering, Passage, StoreLayout, Stretch};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
 pub use profile::{ModelProfile, UnitProfile};
 pub use stage::{SharedTable, StageMemory};
+pub use windows::{DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, window_bytes, window_memory_bytes};
 
 /// Memory is handed out in whole cache lines.
 pub const CACHE_LINE_BYTES: usize = 64;

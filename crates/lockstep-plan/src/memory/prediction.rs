@@ -5,12 +5,13 @@
 //! depends on the instructions that a CPU has, and on no plan but by the micro-batch.
 
 use crate::{
-    DType, Extent, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord, ShardPlace, SharedTable,
-    StageMemory, StoreLayout, Summing, UnitProfile, ZeroStage, booked_bytes,
+    DType, DiskPlan, Extent, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord, ShardPlace,
+    SharedTable, StageMemory, StoreLayout, Summing, UnitProfile, ZeroStage, booked_bytes, window_bytes,
+    window_memory_bytes,
 };
 
 /// How the state of a run is kept, beside what the model's recording says.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StatePlan {
     /// What of it the ranks share out that would else each hold a copy.
     pub zero_stage: ZeroStage,
@@ -20,6 +21,8 @@ pub struct StatePlan {
     pub optimizer_dtype: DType,
     /// The optimizer's numbers: what each is, and of which parameters it is kept, by [`ParameterId`](crate::ParameterId).
     pub optimizer_keeps: Vec<(&'static str, Vec<bool>)>,
+    /// What of it is on disk, if anything is.
+    pub on_disk: Option<DiskPlan>,
     /// Micro-batches of a step, on all ranks that read other tokens together.
     pub micro_batches: usize,
     /// Bytes of packed operands.
@@ -149,6 +152,51 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         StoreLayout::new(&self.records, extent, place, keeps)
     }
 
+    /// Whether a stretch of the optimizer's state is on disk.
+    fn units_on_disk(&self) -> Vec<bool> {
+        let weights = self.shared_out(ZeroStage::Parameters, |index| self.is_trained(index));
+        weights.units_on_disk(self.state.on_disk.map_or(0.0, |disk| disk.share))
+    }
+
+    /// Where gradients stand: whole, or what their owners or the disk have not.
+    fn gradients(&self) -> StoreLayout {
+        let place = |summing| ShardPlace { ranks: self.ranks(summing), rank: 0 };
+        let extent = if self.hands_gradients_on() { Extent::Own } else { Extent::Whole };
+        let units = self.units_on_disk();
+        let has_gradients = self.state.on_disk.is_some_and(|disk| disk.has_gradients);
+        let is_on_disk = |unit: usize, is_tied: bool| has_gradients && units[unit] && !is_tied;
+        StoreLayout::partly_on_disk(&self.records, extent, place, |index| self.is_trained(index), is_on_disk)
+    }
+
+    /// Whether gradients leave for where they are kept as soon as they are complete.
+    fn hands_gradients_on(&self) -> bool {
+        self.zero_stage >= ZeroStage::Gradients || self.state.on_disk.is_some_and(|disk| disk.has_gradients)
+    }
+
+    /// Where a store of the optimizer's state stands.
+    fn of_optimizer(&self, keeps: impl Fn(usize) -> bool) -> StoreLayout {
+        let place = |summing| ShardPlace { ranks: self.ranks(summing), rank: 0 };
+        let extent = if self.zero_stage >= ZeroStage::Optimizer { Extent::Own } else { Extent::Whole };
+        let units = self.units_on_disk();
+        let keeps = |index: usize| keeps(index) && self.is_trained(index);
+        StoreLayout::partly_on_disk(&self.records, extent, place, keeps, |unit, _| units[unit])
+    }
+
+    /// Memory for windows of what is on disk: of the optimizer's state, whose first store stands so and which has these types, and of
+    /// gradients.
+    fn book_windows(&self, prediction: &mut MemoryPrediction, state: Option<&StoreLayout>, dtypes: &[DType]) {
+        let Some(DiskPlan { window_elements, .. }) = self.state.on_disk else { return };
+        let mut book = |what, layout: &StoreLayout, dtypes: &[DType]| {
+            let Some(elements) = layout.longest_window(window_elements) else { return };
+            let bytes = window_memory_bytes(window_bytes(dtypes.iter().copied(), elements));
+            prediction.add(MemoryCategory::Workspace, what, booked_bytes(bytes));
+        };
+        if let Some(layout) = state {
+            book("windows of the optimizer's state", layout, dtypes);
+        }
+        book("windows of gradients", &self.gradients(), &[DType::F32]);
+    }
+
     /// Where a store stands that every rank has whole.
     fn whole(&self, keeps: impl Fn(usize) -> bool) -> StoreLayout {
         StoreLayout::new(&self.records, Extent::Whole, |_| ShardPlace::default(), keeps)
@@ -168,24 +216,32 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         let weights_bytes = store(MemoryCategory::Parameters, "trained weights", weights, model.dtype);
         let frozen = self.whole(|index| self.is_frozen(index));
         store(MemoryCategory::Parameters, "frozen weights", frozen, model.dtype);
-        store(MemoryCategory::Gradients, "sums of gradients", trained(ZeroStage::Gradients), DType::F32);
+        store(MemoryCategory::Gradients, "sums of gradients", self.gradients(), DType::F32);
         let of_optimizer = MemoryCategory::Optimizer;
         let mut saved_bytes = weights_bytes;
+        let (mut of_state, mut dtypes) = (None, Vec::new());
         if state.has_master {
-            saved_bytes =
-                store(of_optimizer, "f32 master weights", trained(ZeroStage::Optimizer), DType::F32);
+            let layout = self.of_optimizer(|_| true);
+            (of_state, dtypes) = (Some(layout.clone()), vec![DType::F32]);
+            saved_bytes = store(of_optimizer, "f32 master weights", layout, DType::F32);
         }
         for (what, keeps) in &state.optimizer_keeps {
-            let layout =
-                self.shared_out(ZeroStage::Optimizer, |index| keeps[index] && self.is_trained(index));
+            let layout = self.of_optimizer(|index| keeps[index]);
+            if !layout.is_empty() {
+                dtypes.push(state.optimizer_dtype);
+                of_state.get_or_insert_with(|| layout.clone());
+            }
             saved_bytes += store(of_optimizer, what, layout, state.optimizer_dtype);
         }
         let updated = if state.has_master { ZeroStage::Optimizer } else { ZeroStage::Parameters };
-        if self.zero_stage >= updated {
+        if self.zero_stage >= updated || state.on_disk.is_some() {
             let biases = self.whole(|index| self.chooses_experts(index) && self.is_trained(index));
             saved_bytes += store(of_optimizer, "biases that choose experts", biases, DType::F32);
         }
-        let copies = |number: usize| saved_bytes.saturating_mul(number);
+        self.book_windows(prediction, of_state.as_ref(), &dtypes);
+        // There is no copy of what is on disk.
+        let copied = if state.on_disk.is_some() { 0 } else { saved_bytes };
+        let copies = |number: usize| copied.saturating_mul(number);
         prediction.add(MemoryCategory::Snapshot, "a state to go back to", copies(state.kept_copies));
         prediction.reserve(MemoryCategory::Snapshot, "a state being saved", copies(state.saved_copies));
         if model.frequencies > 0 {
@@ -225,9 +281,8 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
                 .into_iter()
                 .sum()
         };
-        if self.zero_stage >= ZeroStage::Gradients {
-            let gradients = self.shared_out(ZeroStage::Gradients, |index| self.is_trained(index));
-            let bytes = both(gradients.passage().elements, DType::F32);
+        if self.hands_gradients_on() {
+            let bytes = both(self.gradients().passage().elements, DType::F32);
             prediction.add(category, "gradients on their way to their owners", bytes);
         }
         if self.zero_stage >= ZeroStage::Parameters {

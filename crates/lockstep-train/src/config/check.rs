@@ -7,8 +7,8 @@ use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataSource, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision, TensorLayout,
-    Transport,
+    DataFormat, DataSource, OptimizerKind, Precision, Residence, Rounding, ScheduleKind, StatePrecision,
+    TensorLayout, Transport,
 };
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
@@ -27,6 +27,7 @@ pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
     checker.optimizer();
     checker.schedule();
     checker.parallel();
+    checker.offload();
     checker.metrics();
 }
 
@@ -307,6 +308,57 @@ impl Checker<'_, '_, '_> {
                 format!("\"muon\" needs whole matrices, and parallel.zero_stage = {zero_stage} cuts them");
             let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.zero_stage = 0";
             self.refuse(&["optimizer.kind", "parallel.zero_stage"], what, allowed);
+        }
+    }
+
+    fn offload(&mut self) {
+        let ParallelConfig { offload_optimizer, offload_gradients, .. } = self.config.parallel;
+        if offload_optimizer != Residence::Disk {
+            if offload_gradients == Residence::Disk {
+                let what = "\"disk\" needs the optimizer's state there too, which the update reads with it";
+                let keys = ["parallel.offload.gradients", "parallel.offload.optimizer"];
+                self.refuse(&keys, what, "parallel.offload.optimizer = \"disk\"");
+            }
+            let keys = ["parallel.offload.fraction", "parallel.offload.dir", "parallel.offload.io"];
+            let because = "nothing is on disk";
+            self.refuse_without_effect(&keys, because, "parallel.offload.optimizer");
+            return;
+        }
+        if self.config.optimizer.kind == OptimizerKind::Muon {
+            let what = "\"muon\" needs whole matrices, and on disk they are cut into windows";
+            let keys = ["optimizer.kind", "parallel.offload.optimizer"];
+            self.refuse(
+                &keys,
+                what,
+                "\"adamw\", \"sgd\", \"lion\", or parallel.offload.optimizer = \"none\"",
+            );
+        }
+        let keeps_master = self.config.train.precision != Precision::F32 && self.config.train.master_weights;
+        let keeps_moments =
+            self.config.optimizer.kind != OptimizerKind::Sgd || self.config.optimizer.momentum() != 0.0;
+        if !keeps_master && !keeps_moments {
+            let because = "SGD without momentum, and without master weights, keeps nothing";
+            self.refuse_without_effect(&["parallel.offload.optimizer"], because, "optimizer.momentum");
+        }
+        if self.config.rollback_after() > 0 {
+            let what =
+                "a copy of the state in memory to go back to has no room where the state itself has none";
+            let keys = ["train.rollback_after", "train.spike_factor", "parallel.offload.optimizer"];
+            self.refuse(&keys, what, "train.rollback_after = 0, or parallel.offload.optimizer = \"none\"");
+        }
+        let ParallelConfig {
+            zero_stage, data_parallel_shard, data_parallel_replicate, context_parallel, ..
+        } = self.config.parallel;
+        let summands = data_parallel_shard * data_parallel_replicate * context_parallel;
+        if offload_gradients == Residence::Disk && summands > 1 {
+            let keys = ["parallel.offload.gradients", "parallel.zero_stage"];
+            if data_parallel_replicate > 1 {
+                let what = "gradients on disk are not summed over replicas";
+                self.refuse(&keys, what, "parallel.data_parallel_shard in place of data_parallel_replicate");
+            } else if zero_stage < 2 {
+                let what = format!("parallel.zero_stage = {zero_stage} keeps all gradients on each rank");
+                self.refuse(&keys, what, "parallel.zero_stage = 2 or 3");
+            }
         }
     }
 

@@ -16,8 +16,8 @@ use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
     AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale,
-    OptimizerKind, Precision, Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision,
-    TensorLayout, TokenType, TokenizerSource, Transport,
+    OffloadIo, OptimizerKind, Precision, Readable, Recompute, Residence, Rounding, Scaling, ScheduleKind,
+    StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -286,8 +286,20 @@ sections! {
         tcp_connections: usize = 2, rules().at_least(1.0).at_most(16.0);
         /// What a block computes again in its backward to save memory; no bit of the result depends on it.
         recompute: Recompute = Recompute::None, rules();
+        /// Where master weights and the optimizer's moments are kept: `disk`, in a file without a name, of which a few windows are
+        /// in memory while they are updated. `cpu` is the memory of the machine, which is that of CPU ranks in any case. No bit of
+        /// the result depends on it.
+        offload_optimizer as "offload.optimizer": Residence = Residence::None, rules();
+        /// Where gradients are kept, from a unit's backward to the update; those of a table that two layers share stay in memory.
+        offload_gradients as "offload.gradients": Residence = Residence::None, rules();
+        /// How much of what is kept on disk is there, the rest being in memory: whole units of the model, from the first on.
+        offload_fraction as "offload.fraction": f64 = 1.0, rules().above(0.0).at_most(1.0);
+        /// The directory of the files, on a disk with room for them.
+        offload_dir as "offload.dir": Option<PathBuf> = None, rules().when_absent("`checkpoint.dir`");
+        /// How they are read and written: by `io_uring` or by `threads`; `auto` takes `io_uring` where the system has it.
+        offload_io as "offload.io": OffloadIo = OffloadIo::Auto, rules();
     }
-    later ["offload", "wrap"]
+    later ["wrap"]
 
     /// Where the run is saved.
     checkpoint: CheckpointConfig {

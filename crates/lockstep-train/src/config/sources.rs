@@ -65,7 +65,11 @@ impl Entries {
                 let origin = origin_at(key.span().start);
                 let written = format!("{section}.{}", key.get_ref());
                 match to_json(value.get_ref(), MAX_DEPTH) {
-                    Ok(value) => self.add_new(&written, Entry { value, origin }, problems),
+                    Ok(value) => {
+                        for (written, value) in flattened(written, value) {
+                            self.add_new(&written, Entry { value, origin: origin.clone() }, problems);
+                        }
+                    }
                     Err(what) => problems.push(Problem::new(origin, written, what, "")),
                 }
             }
@@ -130,9 +134,23 @@ impl Entries {
                 }
             }
             _ => {
-                self.0.insert(name.to_owned(), Entry { value, origin });
+                for (name, value) in flattened(name.to_owned(), value) {
+                    self.0.insert(name, Entry { value, origin: origin.clone() });
+                }
             }
         }
+    }
+}
+
+/// A value as values of keys: a table where `name.KEY` is one has one for each of its entries.
+fn flattened(name: String, value: Value) -> Vec<(String, Value)> {
+    let is_group =
+        || KEYS.iter().any(|key| key.name.strip_prefix(&name).is_some_and(|rest| rest.starts_with('.')));
+    match value {
+        Value::Object(table) if is_group() => {
+            table.into_iter().map(|(key, value)| (format!("{name}.{key}"), value)).collect()
+        }
+        value => vec![(name, value)],
     }
 }
 

@@ -549,6 +549,26 @@ choices! {
         Full = "full",
     } later []
 
+    /// Where model state is kept.
+    Residence {
+        /// Where it is used.
+        None = "none",
+        /// In the memory of the machine.
+        Cpu = "cpu",
+        /// In a file.
+        Disk = "disk",
+    } later []
+
+    /// How files of offloaded state are read and written.
+    OffloadIo {
+        /// As the system can.
+        Auto = "auto",
+        /// By io_uring.
+        IoUring = "io_uring",
+        /// By threads.
+        Threads = "threads",
+    } later []
+
     /// How ranks reach each other.
     Transport {
         /// By shared memory on one machine, by TCP between machines and where another launcher has started them.
@@ -590,6 +610,26 @@ choices! {
         /// By recursive halving and doubling.
         Rabenseifner = "rabenseifner",
     } later []
+}
+
+impl From<Residence> for lockstep_engine::Residence {
+    /// The memory of the machine is that of its CPU ranks.
+    fn from(residence: Residence) -> Self {
+        match residence {
+            Residence::None | Residence::Cpu => Self::Memory,
+            Residence::Disk => Self::Disk,
+        }
+    }
+}
+
+impl From<OffloadIo> for lockstep_tensor::DiskMethod {
+    fn from(io: OffloadIo) -> Self {
+        match io {
+            OffloadIo::Auto => Self::Auto,
+            OffloadIo::IoUring => Self::IoUring,
+            OffloadIo::Threads => Self::Threads,
+        }
+    }
 }
 
 impl From<Transport> for lockstep_comm::Way {

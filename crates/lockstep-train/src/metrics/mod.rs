@@ -9,9 +9,11 @@ mod event_format;
 mod events;
 mod writer;
 
+use std::time::Duration;
+
 use lockstep_engine::Traffic;
 use lockstep_plan::{MemoryBytes, MemoryCategory};
-use lockstep_tensor::Arena;
+use lockstep_tensor::{Arena, DiskTraffic};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -69,6 +71,9 @@ pub struct StepMetrics {
     pub memory_predicted_by_rank: Vec<PredictedMemory>,
     /// What the collectives did; zero on one rank.
     pub comm: CommunicationUse,
+    /// What this rank's disk did, where model state is on one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk: Option<DiskUse>,
     /// Milliseconds spent waiting for data.
     pub data_wait_ms: f64,
     /// Milliseconds in which saving kept the step from going on.
@@ -157,6 +162,31 @@ impl Serialize for MemoryUse {
     }
 }
 
+/// What the disk that model state is on did in a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct DiskUse {
+    /// Bytes of model state that are there.
+    pub bytes: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Milliseconds in which anything was read or written.
+    pub busy_ms: f64,
+    /// Milliseconds in which computing waited for it.
+    pub exposed_ms: f64,
+}
+
+impl DiskUse {
+    /// Of an engine whose file or files have `bytes`; none if there is no file.
+    pub fn of(bytes: u64, traffic: DiskTraffic) -> Option<Self> {
+        let DiskTraffic { read_bytes, written_bytes, busy, exposed } = traffic;
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let (busy_ms, exposed_ms) = (ms(busy), ms(exposed));
+        (bytes > 0).then_some(Self { bytes, read_bytes, written_bytes, busy_ms, exposed_ms })
+    }
+}
+
 /// What the collectives of a step did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct CommunicationUse {
@@ -236,6 +266,7 @@ pub(crate) mod tests {
             memory_predicted: PredictedMemory(by_category),
             memory_predicted_by_rank: Vec::new(),
             comm: CommunicationUse::default(),
+            disk: None,
             data_wait_ms: 0.1,
             checkpoint_stall_ms: 0.0,
         }

@@ -3,17 +3,19 @@
 //! Of a tensor that several ranks hold, one writes it. What came of a part travels to the first rank as JSON, so that it knows
 //! of every failure, and of which rank it was.
 
+use std::cell::Cell;
 use std::collections::HashSet;
+use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use lockstep_checkpoint::{
-    CheckpointError, CommitObserver, Region, SaveRequest, ShardReport, Staging, TensorSlice, prune,
-    write_shard_observed,
+    ByteSource, CheckpointError, CommitObserver, Region, SaveRequest, ShardReport, SliceBytes, Staging,
+    TensorSlice, prune, write_shard_observed,
 };
-use lockstep_engine::StateTensor;
+use lockstep_engine::{Contents, OnDisk, StateKind, StateTensor};
 use lockstep_plan::ParameterRecord;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -57,29 +59,84 @@ impl Part {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
         }
         let is_own = |tensor: &&StateTensor<'_>| self.own.contains(&tensor.record.name);
-        let slices: Vec<_> = tensors.iter().filter(is_own).flat_map(slices).collect();
+        let own: Vec<Own<'_>> = tensors.iter().filter(is_own).map(Own::of).collect();
+        let slices: Vec<_> = own.iter().flat_map(Own::slices).collect();
         if slices.is_empty() {
             return Ok(None);
         }
         let staging = Staging::path_in(&self.directory.path, self.step);
-        Ok(Some(write_shard_observed(&staging, self.rank, &slices, &*self.observer)?))
+        let written = write_shard_observed(&staging, self.rank, &slices, &*self.observer);
+        if let Some(name) = own.iter().find_map(Own::found_not_finite) {
+            return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
+        }
+        Ok(Some(written?))
     }
 }
 
-/// What a rank owns of a tensor, as one slice or, where it begins or ends within a row of a tensor that others share, several.
-fn slices<'a>(tensor: &StateTensor<'a>) -> Vec<TensorSlice<'a>> {
-    let StateTensor { record, kind, dtype, first, bytes } = *tensor;
-    let size = dtype.size_bytes();
-    let slice = |(region, elements): (Region, Range<usize>)| TensorSlice {
-        name: &record.name,
-        kind: tensor_kind(kind),
-        dtype,
-        global_shape: &record.shape,
-        region,
-        bytes: &bytes[(elements.start - first) * size..(elements.end - first) * size],
-    };
-    let part = first..first + bytes.len() / size;
-    Region::of_part(&record.share, &record.shape, part).into_iter().map(slice).collect()
+/// A tensor that is written, and what reads it if it is on disk.
+struct Own<'a> {
+    tensor: &'a StateTensor<'a>,
+    on_disk: Option<FiniteSource<'a>>,
+}
+
+/// A tensor on disk, of whose weights none that is not finite gets through.
+#[derive(Debug)]
+struct FiniteSource<'a> {
+    part: OnDisk<'a>,
+    /// Whether they are weights.
+    is_checked: bool,
+    found: Cell<bool>,
+}
+
+impl ByteSource for FiniteSource<'_> {
+    fn read(&self, start: usize, bytes: &mut [u8]) -> io::Result<()> {
+        self.part.read(start, bytes).map_err(io::Error::other)?;
+        // Weights that are updated on disk are f32.
+        let is_finite = |word: &[u8; 4]| f32::from_le_bytes(*word).is_finite();
+        if self.is_checked && !bytes.as_chunks::<4>().0.iter().all(is_finite) {
+            self.found.set(true);
+            return Err(io::Error::other("a weight is not finite"));
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Own<'a> {
+    fn of(tensor: &'a StateTensor<'a>) -> Self {
+        let is_checked = tensor.kind == StateKind::Parameter;
+        let on_disk = match tensor.contents {
+            Contents::Memory(_) => None,
+            Contents::Disk(part) => Some(FiniteSource { part, is_checked, found: Cell::new(false) }),
+        };
+        Self { tensor, on_disk }
+    }
+
+    /// The name of a parameter whose weights turned out not to be finite when they were read.
+    fn found_not_finite(&self) -> Option<&str> {
+        let found = self.on_disk.as_ref().is_some_and(|source| source.found.get());
+        found.then_some(self.tensor.record.name.as_str())
+    }
+
+    /// What a rank owns of a tensor, as one slice or, where it begins or ends within a row of a tensor that others share, several.
+    fn slices(&self) -> Vec<TensorSlice<'_>> {
+        let StateTensor { record, kind, dtype, first, .. } = *self.tensor;
+        let size = dtype.size_bytes();
+        let len = self.tensor.len_bytes();
+        let bytes = match &self.on_disk {
+            Some(source) => SliceBytes::Source { source, start: 0, len },
+            None => self.tensor.in_memory().unwrap_or_default().into(),
+        };
+        let slice = |(region, elements): (Region, Range<usize>)| TensorSlice {
+            name: &record.name,
+            kind: tensor_kind(kind),
+            dtype,
+            global_shape: &record.shape,
+            region,
+            bytes: bytes.range((elements.start - first) * size..(elements.end - first) * size),
+        };
+        let part = first..first + len / size;
+        Region::of_part(&record.share, &record.shape, part).into_iter().map(slice).collect()
+    }
 }
 
 /// What came of another rank's part.

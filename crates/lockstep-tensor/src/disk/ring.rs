@@ -1,0 +1,145 @@
+//! Transfers by io_uring: the kernel works on many at once, and nobody waits for one but who needs it.
+
+use std::{
+    collections::HashMap,
+    io,
+    os::fd::AsRawFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use io_uring::{IoUring, opcode, squeue, types};
+
+use super::{Action, Mover, ScratchFile, Transfer};
+
+/// How long a queue that is dropped waits for what is on its way.
+const PATIENCE_AT_END: Duration = Duration::from_secs(10);
+
+/// A ring of requests, and what they are about.
+pub(super) struct Ring {
+    ring: IoUring,
+    file: Arc<ScratchFile>,
+    /// What the kernel works on. The memory stays lent, and so alive, until it is done.
+    on_their_way: HashMap<u64, Transfer>,
+}
+
+impl Ring {
+    /// A ring for up to `depth` requests of `file` at once.
+    ///
+    /// # Errors
+    /// The kernel has none, one that is too old, or does not let this process use it.
+    pub(super) fn new(file: Arc<ScratchFile>, depth: usize) -> io::Result<Self> {
+        let ring = IoUring::new(depth as u32)?;
+        // Waiting with a deadline came with Linux 5.11.
+        if !ring.params().is_feature_ext_arg() {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        Ok(Self { ring, file, on_their_way: HashMap::with_capacity(depth) })
+    }
+
+    /// Hands the rest of a transfer to the kernel.
+    fn submit(&mut self, transfer: Transfer) -> Result<(), (Transfer, io::Error)> {
+        let entry = entry_of(&self.file, &transfer);
+        // SAFETY: the memory is lent to the transfer, which stays in `on_their_way` until the kernel is done with it, and is never
+        // freed before that (see `drop`); the file is open as long as the ring.
+        let pushed = unsafe { self.ring.submission().push(&entry) };
+        if pushed.is_err() {
+            return Err((transfer, io::ErrorKind::ResourceBusy.into()));
+        }
+        self.on_their_way.insert(transfer.id, transfer);
+        loop {
+            match self.ring.submit() {
+                Ok(_) => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // The kernel is short of memory: the entry stays in the ring and goes with the next call.
+                Err(_) => return Ok(()),
+            }
+        }
+    }
+
+    /// A transfer that has ended, if there is one. What was done in part goes on.
+    fn ended(&mut self) -> Option<(Transfer, io::Result<()>)> {
+        loop {
+            let end = self.ring.completion().next()?;
+            let Some(mut transfer) = self.on_their_way.remove(&end.user_data()) else { continue };
+            let result = match end.result() {
+                code if code < 0 => match io::Error::from_raw_os_error(-code) {
+                    error if is_passing(&error) => Ok(0),
+                    error => Err(error),
+                },
+                0 => Err(io::ErrorKind::UnexpectedEof.into()),
+                bytes => Ok(bytes as usize),
+            };
+            match result {
+                Err(error) => return Some((transfer, Err(error))),
+                Ok(bytes) => {
+                    transfer.done += bytes;
+                    if transfer.done == transfer.loan.bytes().len() {
+                        return Some((transfer, Ok(())));
+                    }
+                    if let Err((transfer, error)) = self.submit(transfer) {
+                        return Some((transfer, Err(error)));
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
+}
+
+fn entry_of(file: &ScratchFile, transfer: &Transfer) -> squeue::Entry {
+    let Transfer { id, action, offset, loan, done } = transfer;
+    let descriptor = types::Fd(file.file().as_raw_fd());
+    let memory = loan.as_ptr().wrapping_add(*done);
+    // What is longer goes on when the first part is done.
+    let bytes = (loan.bytes().len() - done).min(1 << 30) as u32;
+    let offset = offset + *done as u64;
+    let entry = match action {
+        Action::Read => opcode::Read::new(descriptor, memory, bytes).offset(offset).build(),
+        Action::Write => opcode::Write::new(descriptor, memory, bytes).offset(offset).build(),
+    };
+    entry.user_data(*id)
+}
+
+impl Mover for Ring {
+    fn start(&mut self, transfer: Transfer) {
+        if let Err((transfer, _)) = self.submit(transfer) {
+            // As many entries as a queue has on their way: there is always one.
+            unreachable!("no entry of the ring for transfer {}", transfer.id);
+        }
+    }
+
+    fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)> {
+        loop {
+            if let Some(ended) = self.ended() {
+                return Some(ended);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.on_their_way.is_empty() {
+                return None;
+            }
+            let limit = types::Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
+            let wait = types::SubmitArgs::new().timespec(&limit);
+            // A wait that was interrupted, or is over, is looked at above.
+            let _ = self.ring.submitter().submit_with_args(1, &wait);
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        let deadline = Instant::now() + PATIENCE_AT_END;
+        while !self.on_their_way.is_empty() && self.next(deadline).is_some() {}
+        // The kernel may still write there: that memory is never used again.
+        self.on_their_way.drain().for_each(|(_, transfer)| std::mem::forget(transfer));
+    }
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Ring({} transfers on their way)", self.on_their_way.len())
+    }
+}

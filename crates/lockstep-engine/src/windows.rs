@@ -332,3 +332,148 @@ impl<K: Copy + PartialEq> DiskStore<K> {
 fn bytes_of<K>(kinds: &[(K, DType)], elements: usize) -> usize {
     window_bytes(kinds.iter().map(|(_, dtype)| *dtype), elements)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::time::Instant;
+
+    use lockstep_plan::{Initializer, ParameterRecord, Share};
+    use lockstep_tensor::{Action, Mover, Transfer};
+
+    use super::*;
+    use crate::Residence;
+
+    const WINDOWS: usize = 20;
+    const ELEMENTS: usize = 2048;
+
+    /// A parameter of many windows, and two tensors of it.
+    fn store(directory: &std::path::Path) -> DiskStore<u8> {
+        let record = ParameterRecord {
+            name: "w".to_owned(),
+            shape: vec![WINDOWS * ELEMENTS],
+            share: Share::default(),
+            initializer: Initializer::Zeros,
+            tie: None,
+            unit: 0,
+            trainable: true,
+            decay: false,
+            learning_rate_multiplier: 1.0,
+        };
+        let arena = Arena::new();
+        let kind = (DType::F32, MemoryCategory::Optimizer);
+        let (alone, all) = (crate::shards::Shards::none(), |_: &ParameterRecord| true);
+        let whole = lockstep_plan::Extent::Whole;
+        let layout = FlatStore::zeros_but(&arena, &[record], kind, &alone, whole, all, |_, _| true).unwrap();
+        let offload = Offload {
+            directory: directory.to_owned(),
+            optimizer: Residence::Disk,
+            window_elements: ELEMENTS,
+            limit: Duration::from_millis(200),
+            ..Offload::default()
+        };
+        DiskStore::zeros(&offload, &layout, vec![(0, DType::F32), (1, DType::F32)], &arena).unwrap().unwrap()
+    }
+
+    /// Adds 1 to everything of the first kind, as an update goes through the windows.
+    fn pass(store: &mut DiskStore<u8>) -> Result<(), DiskError> {
+        for window in 0..WINDOWS {
+            store.look_ahead(window, WINDOWS)?;
+            store.load(window)?;
+            let view = store.view(window, 0, 0..ELEMENTS);
+            view.copy_from(&view.to_vec::<f32>().iter().map(|value| value + 1.0).collect::<Vec<_>>());
+            store.note_change(window);
+        }
+        store.write_all_behind();
+        Ok(())
+    }
+
+    fn contents(store: &mut DiskStore<u8>, kind: u8) -> Vec<f32> {
+        let mut values = vec![0.0_f32; WINDOWS * ELEMENTS];
+        let all = 0..values.len();
+        store.read(ParameterId(0), kind, all, bytemuck::cast_slice_mut(&mut values)).unwrap();
+        values
+    }
+
+    /// Stands between a queue and its disk.
+    #[derive(Debug)]
+    struct Troubled {
+        disk: Box<dyn Mover>,
+        delay: Duration,
+        /// The write with this number fails, counted from 0.
+        fails_at: Option<usize>,
+        writes: usize,
+        failed: Vec<Transfer>,
+        /// Nothing that is started ever ends.
+        is_silent: bool,
+    }
+
+    impl Mover for Troubled {
+        fn start(&mut self, transfer: Transfer) {
+            let number = self.writes;
+            self.writes += usize::from(transfer.action == Action::Write);
+            if transfer.action == Action::Write && self.fails_at == Some(number) || self.is_silent {
+                self.failed.push(transfer);
+            } else {
+                self.disk.start(transfer);
+            }
+        }
+
+        fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)> {
+            std::thread::sleep(self.delay);
+            match self.failed.pop() {
+                Some(transfer) if !self.is_silent => Some((transfer, Err(io::ErrorKind::StorageFull.into()))),
+                _ => self.disk.next(deadline),
+            }
+        }
+    }
+
+    fn troubled(mut store: DiskStore<u8>, change: impl FnOnce(&mut Troubled)) -> DiskStore<u8> {
+        store.queue = store.queue.wrap_mover(|disk| {
+            let (delay, failed) = (Duration::ZERO, Vec::new());
+            let mut troubled = Troubled { disk, delay, fails_at: None, writes: 0, failed, is_silent: false };
+            change(&mut troubled);
+            Box::new(troubled)
+        });
+        store
+    }
+
+    #[test]
+    fn what_is_written_is_read_by_the_next_pass_however_slow_the_disk() {
+        let directory = tempfile::tempdir().unwrap();
+        for delay in [Duration::ZERO, Duration::from_millis(2)] {
+            let mut store = troubled(store(directory.path()), |disk| disk.delay = delay);
+            let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
+            // Not at the border of a window.
+            store.write(ParameterId(0), 1, 0, &values[..3000]).unwrap();
+            store.write(ParameterId(0), 1, 3000, &values[3000..]).unwrap();
+            (0..3).for_each(|_| pass(&mut store).unwrap());
+            assert!(contents(&mut store, 0).iter().all(|value| *value == 3.0));
+            assert!(contents(&mut store, 1) == values);
+        }
+    }
+
+    #[test]
+    fn a_write_that_fails_is_an_error_of_the_pass_or_of_the_next_one() {
+        let directory = tempfile::tempdir().unwrap();
+        for fails_at in [0, 7, WINDOWS - 1] {
+            let mut store = troubled(store(directory.path()), |disk| disk.fails_at = Some(fails_at));
+            let error = pass(&mut store).and_then(|()| pass(&mut store)).unwrap_err();
+            assert!(
+                matches!(&error, DiskError::Transfer { action: Action::Write, source, .. }
+                    if source.kind() == io::ErrorKind::StorageFull),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_disk_that_says_nothing_is_an_error_in_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut store = troubled(store(directory.path()), |disk| disk.is_silent = true);
+        let begin = Instant::now();
+        let error = pass(&mut store).unwrap_err();
+        assert!(matches!(error, DiskError::Silent { .. }), "{error}");
+        assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    }
+}

@@ -351,7 +351,7 @@ fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) 
         threads: 2,
         micro_batches: 4,
     };
-    let mut engine = Engine::with_storage(&model(), options, storage.clone(), &Arena::new()).unwrap();
+    let mut engine = Engine::with_storage(&model(), options, storage, &Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     for step in 1..=6 {
         if step == 4 {

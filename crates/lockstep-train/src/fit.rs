@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use lockstep_plan::MemoryBytes;
 
-use crate::config::{OptimizerKind, Precision, Recompute, StatePrecision};
+use crate::config::{OptimizerKind, Precision, Recompute, Residence, StatePrecision};
 use crate::machine::takable_memory_bytes;
 use crate::plan::check;
 use crate::{Error, Forecast, ResolvedModel, RunConfig, human};
@@ -159,7 +159,7 @@ struct Found {
 type Step = fn(&mut RunConfig, &mut Vec<String>) -> bool;
 
 /// Changes that cost little come first. All of these but the last two compute the same numbers, but for rounding.
-const STEPS: [Step; 11] = [
+const STEPS: [Step; 13] = [
     |config, settings| zero(config, settings, 1),
     |config, settings| recompute(config, settings, Recompute::Selective),
     |config, settings| zero(config, settings, 2),
@@ -169,6 +169,8 @@ const STEPS: [Step; 11] = [
     |config, settings| zero(config, settings, 3),
     |config, settings| halve_micro_batch(config, settings, usize::MAX),
     no_copies,
+    offload_state,
+    offload_gradients,
     narrow_state,
     narrow_weights,
 ];
@@ -271,6 +273,35 @@ fn no_copies(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
         settings.push("train.rollback_after=0".to_owned());
     }
     keeps
+}
+
+/// Puts the optimizer's state on disk.
+fn offload_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
+    let is_in_memory = config.parallel.offload_optimizer != Residence::Disk;
+    if !is_in_memory || config.optimizer.kind == OptimizerKind::Muon || config.rollback_after() > 0 {
+        return false;
+    }
+    config.parallel.offload_optimizer = Residence::Disk;
+    settings.push("parallel.offload.optimizer=disk".to_owned());
+    true
+}
+
+/// And gradients, which need it there.
+fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
+    let parallel = &config.parallel;
+    let replicas = parallel.data_parallel_replicate;
+    let has_summands = replicas * parallel.data_parallel_shard * parallel.context_parallel > 1;
+    let are_kept_by_all = has_summands && (parallel.zero_stage < 2 || replicas > 1);
+    if are_kept_by_all || parallel.offload_gradients == Residence::Disk {
+        return false;
+    }
+    offload_state(config, settings);
+    if config.parallel.offload_optimizer != Residence::Disk {
+        return false;
+    }
+    config.parallel.offload_gradients = Residence::Disk;
+    settings.push("parallel.offload.gradients=disk".to_owned());
+    true
 }
 
 fn narrow_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {

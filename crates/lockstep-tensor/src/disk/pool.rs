@@ -5,7 +5,7 @@ use std::{
     os::unix::fs::FileExt,
     sync::{
         Arc, Mutex, PoisonError,
-        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+        mpsc::{Receiver, Sender, channel},
     },
     thread::{Builder, JoinHandle},
     time::Instant,
@@ -63,10 +63,7 @@ impl Mover for Pool {
     }
 
     fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)> {
-        match self.ended.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(end) => Some(end),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        self.ended.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
     }
 }
 

@@ -117,3 +117,52 @@ fn a_tokenization_that_fills_the_disk_goes_on_when_there_is_room() {
     assert_eq!(outcome.stdout, "code 1\nout.partial\ncode 0\nout.bin\nout.idx\n", "{outcome:?}");
     assert!(outcome.stderr.contains("error: the disk is full below disk/out.partial"), "{outcome:?}");
 }
+
+#[test]
+fn a_run_whose_state_is_on_disk_is_killed_and_goes_on_to_the_same_weights() {
+    let on_disk = [
+        "train.precision=bf16",
+        "train.steps=12",
+        "checkpoint.every=2",
+        "parallel.offload={ optimizer = \"disk\", gradients = \"disk\" }",
+    ];
+    let undisturbed = Workshop::new();
+    undisturbed.train(&on_disk).succeeds();
+    let expected = undisturbed.read("checkpoints/step-00000012/rank-00000.safetensors");
+    let killed = Workshop::new();
+    let sets: Vec<&str> = on_disk.iter().flat_map(|setting| ["--set", setting]).collect();
+    for step in [3, 6, 9] {
+        let arguments: Vec<&str> = ["train", "run.toml"].into_iter().chain(sets.iter().copied()).collect();
+        let mut run = killed.start(LOCKSTEP, &arguments);
+        run.wait_until("the step", |run| run.stderr().contains(&format!("step {step}/")));
+        run.child.kill().unwrap();
+        run.finish();
+        // Nothing is left of the files but their space.
+        let names = std::fs::read_dir(killed.path("checkpoints")).unwrap();
+        let left: Vec<_> = names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        assert!(left.iter().all(|name| !name.contains("offload")), "{left:?}");
+    }
+    let last = killed.train(&on_disk).succeeds();
+    assert!(last.stderr.contains("resuming from"), "{last:?}");
+    assert!(killed.read("checkpoints/step-00000012/rank-00000.safetensors") == expected);
+}
+
+#[test]
+fn a_disk_in_memory_is_no_place_for_what_memory_lacks() {
+    let workshop = Workshop::new();
+    if let Some(outcome) = with_disk(
+        &workshop,
+        "size=900k",
+        "$1 train run.toml --set parallel.offload.optimizer=disk --set parallel.offload.dir=disk; echo \"code $?\"",
+    ) {
+        assert_eq!(outcome.stdout, "code 2\n", "{outcome:?}");
+        assert!(outcome.stderr.contains("disk lies in memory"), "{outcome:?}");
+    }
+    workshop
+        .train(&["parallel.offload.gradients=disk"])
+        .refuses(2, &["needs the optimizer's state there too", "parallel.offload.optimizer"]);
+    workshop
+        .train(&["parallel.offload.optimizer=disk", "optimizer.kind=muon"])
+        .refuses(2, &["\"muon\" needs whole matrices"]);
+    workshop.train(&["parallel.offload.fraction=0.5"]).refuses(2, &["nothing is on disk"]);
+}

@@ -122,19 +122,20 @@ fn a_tokenization_that_fills_the_disk_goes_on_when_there_is_room() {
 fn a_run_whose_state_is_on_disk_is_killed_and_goes_on_to_the_same_weights() {
     let on_disk = [
         "train.precision=bf16",
-        "train.steps=12",
-        "checkpoint.every=2",
+        "train.steps=400",
+        "train.log_every=1",
+        "checkpoint.every=30",
         "parallel.offload={ optimizer = \"disk\", gradients = \"disk\" }",
     ];
     let undisturbed = Workshop::new();
     undisturbed.train(&on_disk).succeeds();
-    let expected = undisturbed.read("checkpoints/step-00000012/rank-00000.safetensors");
+    let expected = undisturbed.read("checkpoints/step-00000400/rank-00000.safetensors");
     let killed = Workshop::new();
     let sets: Vec<&str> = on_disk.iter().flat_map(|setting| ["--set", setting]).collect();
-    for step in [3, 6, 9] {
+    for step in [50, 140, 310] {
         let arguments: Vec<&str> = ["train", "run.toml"].into_iter().chain(sets.iter().copied()).collect();
         let mut run = killed.start(LOCKSTEP, &arguments);
-        run.wait_until("the step", |run| run.stderr().contains(&format!("step {step}/")));
+        run.wait_until("the step", |run| run.stderr().contains(&format!(" {step}/400")));
         run.child.kill().unwrap();
         run.finish();
         // Nothing is left of the files but their space.
@@ -144,7 +145,7 @@ fn a_run_whose_state_is_on_disk_is_killed_and_goes_on_to_the_same_weights() {
     }
     let last = killed.train(&on_disk).succeeds();
     assert!(last.stderr.contains("resuming from"), "{last:?}");
-    assert!(killed.read("checkpoints/step-00000012/rank-00000.safetensors") == expected);
+    assert!(killed.read("checkpoints/step-00000400/rank-00000.safetensors") == expected);
 }
 
 #[test]

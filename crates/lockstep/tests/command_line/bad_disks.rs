@@ -137,7 +137,7 @@ fn a_run_whose_state_is_on_disk_is_killed_and_goes_on_to_the_same_weights() {
         let mut run = killed.start(LOCKSTEP, &arguments);
         run.wait_until("the step", |run| run.stderr().contains(&format!(" {step}/400")));
         run.child.kill().unwrap();
-        run.finish();
+        run.child.wait().unwrap();
         // Nothing is left of the files but their space.
         let names = std::fs::read_dir(killed.path("checkpoints")).unwrap();
         let left: Vec<_> = names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

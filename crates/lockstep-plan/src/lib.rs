@@ -8,6 +8,7 @@
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
 //! - [`ZeroStage`]: what of a model's state ranks share out that would else each hold a copy.
+//! - [`QuantizedType`]: small integers in which weights and gradients go between ranks.
 //! - [`ContextPlace`]: which tokens of each sequence a rank holds where ranks share sequences.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
@@ -27,6 +28,7 @@ mod mesh;
 mod nearest;
 mod parameter;
 mod plan;
+mod quantized;
 pub mod random;
 pub mod schedule;
 mod share;
@@ -44,6 +46,7 @@ pub use plan::{
     ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute,
     TensorDimensions, ValidPlan,
 };
+pub use quantized::{QUANTIZATION_BLOCK, QuantizedType};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};

@@ -17,6 +17,7 @@ use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
 use crate::runner::{Half, StageMemory};
 use crate::shards::Shards;
+use crate::state::ResidualNumbers;
 use crate::weights::ModelWeights;
 use crate::{
     EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
@@ -71,6 +72,8 @@ pub struct Engine {
     pub(crate) pipeline: Option<Pipeline>,
     /// Which units are on this rank.
     pub(crate) is_here: Vec<bool>,
+    /// What checkpoints call the residuals of its gradients.
+    pub(crate) residual_numbers: ResidualNumbers,
     /// Room for the biases by which the experts of a layer are chosen.
     pub(crate) bias_values: Vec<f32>,
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
@@ -201,7 +204,12 @@ impl Engine {
             runner,
             gradients: Gradients::new(
                 arena,
-                Trained { records: &records, is_here: &is_here, shards: &shards },
+                Trained {
+                    records: &records,
+                    is_here: &is_here,
+                    shards: &shards,
+                    shared_table: shared_table.map(|table| table.id),
+                },
                 own_tokens,
                 micro_batches * context.ranks,
             )?,
@@ -217,6 +225,7 @@ impl Engine {
             evaluation,
             records,
             pipeline: groups.pipeline(),
+            residual_numbers: ResidualNumbers::new(&groups, &shards),
             groups,
             is_here,
             bias_values: Vec::new(),
@@ -393,7 +402,7 @@ impl Engine {
         let Self { queue, runner, gradients, reducer: Some(reducer), .. } = self else { return Ok(()) };
         let begin = runner.timeline().begin();
         gradients.wait(queue, reducer)?;
-        gradients.sum_owned(reducer)?;
+        gradients.sum_owned(queue, reducer)?;
         runner.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
         Ok(())
     }

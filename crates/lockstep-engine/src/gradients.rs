@@ -2,9 +2,10 @@
 //! be set to zero beforehand and read back. Parameters that are not trained have none.
 //!
 //! Where ranks share out gradients (ZeRO stage 2) a rank keeps those that it owns. The others' are there for as long as a unit's
-//! backward takes: in one of two buffers, from which each owner gets its sum while the next unit works on the other.
+//! backward takes: in one of two buffers, from which each owner gets its sum while the next unit works on the other. Where they travel as
+//! small integers ([`QuantizedSums`]) a unit's are summed while the next unit works in any case.
 
-use std::cell::Cell;
+use std::{cell::Cell, ops::Range};
 
 use lockstep_comm::CommError;
 use lockstep_graph::mutation::{Mutation, active};
@@ -12,7 +13,9 @@ use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroSta
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View, Write};
 
 use crate::flat::{Extent, FlatStore, Part};
-use crate::{groups::Summing, looked_up::LookedUp, reducer::Reducer, shards::Shards};
+use crate::{
+    groups::Summing, looked_up::LookedUp, quantized::QuantizedSums, reducer::Reducer, shards::Shards,
+};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
@@ -21,6 +24,8 @@ pub struct Gradients {
     store: FlatStore,
     /// Where those that others own are until they have been summed; none where the store has all.
     passing: Option<Passing>,
+    /// Where they are small integers on their way between ranks; none if they travel as they are.
+    quantized: Option<QuantizedSums>,
     /// The unit that contributes to each. By [`ParameterId`].
     units: Vec<usize>,
     /// Whether it is another's contribution that it holds: that of the output layer, where the embedding of a shared table is
@@ -61,6 +66,8 @@ pub(crate) struct Trained<'a> {
     /// Which units are on this rank.
     pub(crate) is_here: &'a [bool],
     pub(crate) shards: &'a Shards,
+    /// A table of which ranks of other stages have summands as well.
+    pub(crate) shared_table: Option<ParameterId>,
 }
 
 impl Gradients {
@@ -70,7 +77,7 @@ impl Gradients {
     /// [`TensorError::OutOfMemory`].
     pub(crate) fn new(
         arena: &Arena,
-        Trained { records, is_here, shards }: Trained<'_>,
+        Trained { records, is_here, shards, shared_table }: Trained<'_>,
         tokens: usize,
         micro_batches: usize,
     ) -> Result<Self, TensorError> {
@@ -97,7 +104,9 @@ impl Gradients {
         for (index, stretch) in store.stretches().iter().enumerate() {
             completed[stretch.completed_by].push(index);
         }
+        let of_store = (&store, &completed[..]);
         Ok(Self {
+            quantized: QuantizedSums::new(arena, records, of_store, shards, shared_table, is_trained)?,
             passing: is_shared_out.then(|| Passing::new(arena, &store, &completed)).transpose()?,
             store,
             units: records.iter().map(|record| record.unit).collect(),
@@ -199,8 +208,20 @@ impl Gradients {
             return Ok(());
         }
         self.zero_untouched(queue, unit);
+        if self.quantized.as_ref().is_some_and(|quantized| quantized.is_busy(unit)) {
+            self.wait(queue, reducer)?;
+        }
         let before = reducer.pending();
         for &stretch in &self.completed[unit] {
+            if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(stretch)) {
+                let elements = self.store.stretches()[stretch].elements;
+                let gradients = match &self.passing {
+                    None => self.store.range_of(stretch, 0..elements),
+                    Some(passing) => passing.range_of(&self.store, stretch, 0..elements),
+                };
+                quantized.send(queue, stretch, gradients, reducer)?;
+                continue;
+            }
             let (summing, elements) =
                 (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].elements);
             let (buffer, bytes) = match &mut self.passing {
@@ -213,10 +234,15 @@ impl Gradients {
             };
             reducer.sum_stretch(buffer, bytes, summing)?;
         }
-        if self.passing.is_some() {
+        if self.passing.is_some() || self.quantized.is_some() {
             reducer.wait_but(reducer.pending() - before)?;
             self.take_in(queue);
+        }
+        if self.passing.is_some() {
             self.parameters_of(unit).for_each(|id| self.next[id].set(Write::Overwrite));
+        }
+        if let Some(quantized) = &mut self.quantized {
+            quantized.has_sent(&self.completed[unit]);
         }
         if let Some(Passing { under_way, .. }) = &mut self.passing {
             under_way.extend(&self.completed[unit]);
@@ -255,8 +281,12 @@ impl Gradients {
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn sum_owned(&mut self, reducer: &mut Reducer) -> Result<(), CommError> {
+    pub(crate) fn sum_owned(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), CommError> {
         for stretch in 0..self.store.stretches().len() {
+            if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(stretch)) {
+                quantized.sum_over_replicas(queue, stretch, self.store.own_of(stretch), reducer)?;
+                continue;
+            }
             let (summing, own) =
                 (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].own.clone());
             let (buffer, bytes) = self.store.lend_from(stretch, own);
@@ -267,18 +297,26 @@ impl Gradients {
 
     /// Adds sums that have come to what this rank owns.
     fn take_in(&mut self, queue: &dyn Kernels) {
+        let Self { store, passing, quantized, .. } = self;
+        if let Some(quantized) = quantized {
+            let (store, passing) = (&*store, passing.as_ref());
+            quantized.take_in(queue, |stretch| match passing {
+                None => store.own_of(stretch),
+                Some(passing) => passing.range_of(store, stretch, store.stretches()[stretch].own.clone()),
+            });
+        }
         let Self { store, passing: Some(passing), .. } = self else { return };
-        let Passing { buffers, offsets_bytes, next, under_way } = passing;
+        let mut under_way = std::mem::take(&mut passing.under_way);
         for stretch in under_way.drain(..) {
-            let of = &store.stretches()[stretch];
-            let start = offsets_bytes[stretch] + of.own.start * size_of::<f32>();
-            let sum = buffers[of.completed_by % 2].view(DType::F32, start, [of.own.len()]);
+            let write = std::mem::replace(&mut passing.next[stretch], Write::Accumulate);
+            let sum = passing.range_of(store, stretch, store.stretches()[stretch].own.clone());
             let own = store.own_of(stretch);
-            match std::mem::replace(&mut next[stretch], Write::Accumulate) {
+            match write {
                 Write::Overwrite => queue.cast(sum, own),
                 Write::Accumulate => queue.add(own, sum, own),
             }
         }
+        passing.under_way = under_way;
     }
 
     /// What nothing of the unit has contributed to is zero.
@@ -306,6 +344,16 @@ impl Gradients {
         })
     }
 
+    /// What the codes of this rank have failed to say of earlier gradients, if that is kept.
+    pub(crate) fn residual(&self) -> Option<&FlatStore> {
+        self.quantized.as_ref().and_then(QuantizedSums::residual)
+    }
+
+    /// See [`Gradients::residual`].
+    pub(crate) fn residual_mut(&mut self) -> Option<&mut FlatStore> {
+        self.quantized.as_mut().and_then(QuantizedSums::residual_mut)
+    }
+
     /// What this rank owns of the gradient of a step that has ended; none if that is nothing.
     pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
         self.store.part(id)
@@ -331,6 +379,12 @@ impl Gradients {
 }
 
 impl Passing {
+    /// Some elements of a stretch of `store`.
+    fn range_of(&self, store: &FlatStore, stretch: usize, elements: Range<usize>) -> View<'_> {
+        let start = self.offsets_bytes[stretch] + elements.start * size_of::<f32>();
+        self.buffers[store.stretches()[stretch].completed_by % 2].view(DType::F32, start, [elements.len()])
+    }
+
     fn new(arena: &Arena, store: &FlatStore, completed: &[Vec<usize>]) -> Result<Self, TensorError> {
         let stretches = store.stretches();
         let (mut offsets_bytes, mut longest) = (vec![0; stretches.len()], [0; 2]);

@@ -7,8 +7,8 @@ use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{GridPeers, Peers};
 use lockstep_plan::{
-    Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Share,
-    TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum,
+    Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Quantization,
+    Share, TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum,
 };
 use lockstep_tensor::View;
 
@@ -28,6 +28,8 @@ pub struct GroupOptions {
     pub context_method: ContextMethod,
     /// What of the model's state is shared out over the shard axis.
     pub zero_stage: ZeroStage,
+    /// What these ranks send as small integers.
+    pub quantization: Quantization,
     /// Gradients are summed in buckets of up to so many bytes.
     pub bucket_bytes: usize,
     /// No wait for another rank is longer.
@@ -58,6 +60,11 @@ pub(crate) struct Summing {
 }
 
 impl Summing {
+    /// Among whom what is summed so is shared.
+    pub(crate) fn among(self) -> Among {
+        self.among
+    }
+
     pub(crate) fn of(share: &Share) -> Self {
         Self { among: share.among, summands: share.summands }
     }
@@ -307,6 +314,29 @@ impl Groups {
     /// [`CommError`].
     pub(crate) fn of_shards(&self, records: &[ParameterRecord]) -> Result<Vec<(Summing, Group)>, CommError> {
         self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard])
+    }
+
+    /// Which copy of the model the rank has a part of, among those whose ranks share it out: of experts, and of everything else.
+    pub(crate) fn replica_of(&self, among: Among) -> usize {
+        let Some(World { group, mesh, .. }) = &self.world else { return 0 };
+        match among {
+            Among::Experts => mesh.experts().coordinate(group.rank(), ExpertAxis::Replicate),
+            _ => mesh.ranks().coordinate(group.rank(), Axis::Replicate),
+        }
+    }
+
+    /// How many such copies there are.
+    pub(crate) fn replicas_of(&self, among: Among) -> usize {
+        let Some(World { mesh, .. }) = &self.world else { return 1 };
+        match among {
+            Among::Experts => mesh.experts().degree(ExpertAxis::Replicate),
+            _ => self.replicas(),
+        }
+    }
+
+    /// How many copies of the model there are, whole or shared out.
+    pub(crate) fn replicas(&self) -> usize {
+        self.world.as_ref().map_or(1, |world| world.mesh.ranks().degree(Axis::Replicate))
     }
 
     /// Those that own the same of other replicas, if there are any.

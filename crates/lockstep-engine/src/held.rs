@@ -3,7 +3,7 @@
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::ParameterId;
 
-use crate::state::tensors_of;
+use crate::state::{residuals_of, tensors_of};
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 
 impl Engine {
@@ -46,7 +46,20 @@ impl Engine {
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
         let weights = (StateKind::Parameter, self.weights.updated_mut());
         let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
-        tensors_of(&self.records, std::iter::once(weights).chain(kept))
+        let mut tensors = tensors_of(&self.records, std::iter::once(weights).chain(kept));
+        if let Some(residual) = self.gradients.residual_mut() {
+            tensors.extend(residuals_of(&self.records, residual, &self.residual_numbers));
+        }
+        tensors
+    }
+
+    /// The residual that this rank has of a parameter's gradients, and of those that all ranks have the last and the one after it,
+    /// which there is not; none where no residual is kept.
+    pub fn residual_kinds(&self, id: ParameterId) -> Option<[StateKind; 3]> {
+        self.gradients.residual()?.part(id)?;
+        let record = &self.records[id.0];
+        let [last, next] = self.residual_numbers.last_and_next(record)?;
+        Some([self.residual_numbers.own(record)?, last, next])
     }
 
     /// What this rank has of the trained weights that other ranks have copies of.
@@ -125,6 +138,7 @@ impl Engine {
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
         match kind {
             StateKind::Parameter => Some(self.weights.updated()),
+            StateKind::GradientResidual(_) => self.gradients.residual(),
             kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
         }
     }

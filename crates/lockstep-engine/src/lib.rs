@@ -23,6 +23,7 @@ mod looked_up;
 mod optimizer;
 mod passes;
 mod pipeline;
+mod quantized;
 mod reducer;
 mod rehearsal;
 mod runner;

@@ -93,9 +93,9 @@ impl ModelWeights {
 }
 
 impl WeightSource for ModelWeights {
-    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), CommError> {
+    fn make_ready(&mut self, queue: &dyn Kernels, unit: usize, next: Option<usize>) -> Result<(), CommError> {
         let Some(gathered) = &mut self.gathered else { return Ok(()) };
-        gathered.make_ready(unit, next, &mut self.trained, &self.shards)
+        gathered.make_ready(queue, (unit, next), &mut self.trained, &self.shards)
     }
 
     fn weights(&self) -> Weights<'_> {

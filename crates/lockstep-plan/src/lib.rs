@@ -46,7 +46,7 @@ pub use plan::{
     ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute,
     TensorDimensions, ValidPlan,
 };
-pub use quantized::{QUANTIZATION_BLOCK, QuantizedType};
+pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};

@@ -49,6 +49,28 @@ impl QuantizedType {
     }
 }
 
+/// What goes between the ranks that share out a model's state as small integers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Quantization {
+    /// Weights that are gathered before each use (qwZ).
+    pub weights: Option<QuantizedType>,
+    /// Gradients that are summed (qgZ).
+    pub gradients: Option<QuantizedType>,
+    /// What is kept of what gradients lost.
+    pub feedback: Feedback,
+}
+
+/// What a rank does with what its gradients lost to their codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Feedback {
+    /// It keeps it and adds it to the next gradients, so that over the steps nothing is lost.
+    #[default]
+    Kept,
+    /// Nothing.
+    Dropped,
+}
+
 impl fmt::Display for QuantizedType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

@@ -94,6 +94,9 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         tensor_chunks: config.parallel.tensor_chunks,
         context_method: config.parallel.context_parallel_method.into(),
         zero_stage: config.zero_stage().number(),
+        quantize_weights: config.quantization().weights,
+        quantize_gradients: config.quantization().gradients,
+        quantize_feedback: config.quantization().feedback,
     })
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, PipelineSchedule, Plan, TensorDimensions};
+use lockstep_plan::{Degrees, Feedback, PipelineSchedule, Plan, TensorDimensions};
 
 use crate::config::{ContextMethod, Origin, Problem, Recompute, TensorLayout};
 use crate::setup::named_model;
@@ -79,7 +79,8 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         "tensor_layout" => tensor == 1,
         "tensor_chunks" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
         "context_method" => context == 1,
-        "zero_stage" => shard * context == 1,
+        "zero_stage" | "quantize_weights" | "quantize_gradients" => shard * context == 1,
+        "quantize_feedback" => file.quantize_gradients.is_none(),
         "schedule" | "stages" => pipeline == 1,
         _ => false,
     };
@@ -119,6 +120,14 @@ fn settings_of(plan: &Plan) -> Vec<String> {
     }
     if shard * context > 1 {
         settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
+        let kinds = [("weights", plan.quantize_weights), ("gradients", plan.quantize_gradients)];
+        for (what, kind) in kinds {
+            settings.extend(kind.map(|kind| format!("parallel.quantize_{what}={kind}")));
+        }
+        if plan.quantize_gradients.is_some() {
+            let is_kept = plan.quantize_feedback == Feedback::Kept;
+            settings.push(format!("parallel.quantize_feedback={is_kept}"));
+        }
     }
     if tensor > 1 {
         settings.push(format!("parallel.tensor_layout={}", TensorLayout::from(plan.tensor_layout).word()));
@@ -164,6 +173,9 @@ mod tests {
             tensor_chunks: Some(3),
             context_method: lockstep_plan::ContextMethod::AllToAll,
             zero_stage: 0,
+            quantize_weights: None,
+            quantize_gradients: None,
+            quantize_feedback: lockstep_plan::Feedback::Kept,
         }
     }
 

@@ -1,6 +1,7 @@
 //! A plan: everything about how a training step is split over ranks, as a small JSON file.
 //!
-//! A planner writes it, a person edits and compares it, an engine executes it. Nothing in it changes what is computed.
+//! A planner writes it, a person edits and compares it, an engine executes it. Nothing in it changes what is computed, but for the loss
+//! of what is quantized on its way, where a plan asks for that.
 //!
 //! ```json
 //! {
@@ -14,7 +15,8 @@
 //!   "sequence_parallel": true,
 //!   "tensor_chunks": 4,
 //!   "context_method": "ring",
-//!   "zero_stage": 1
+//!   "zero_stage": 1,
+//!   "quantize_gradients": "int8"
 //! }
 //! ```
 //!
@@ -31,6 +33,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    Feedback, QuantizedType,
     mesh::{Degrees, Mesh},
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
@@ -80,6 +83,19 @@ pub struct Plan {
     /// 3 parameters as well.
     #[serde(default)]
     pub zero_stage: u8,
+    /// In what weights are gathered that the shard axis shares out (Wang et al. 2023); left out, as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantize_weights: Option<QuantizedType>,
+    /// In what gradients go to the ranks that own them; left out, in f32.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantize_gradients: Option<QuantizedType>,
+    /// What becomes of what gradients lose to it; left out, it is kept.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub quantize_feedback: Feedback,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// The schedule of a plan: a published one, or a user's.

@@ -1,6 +1,7 @@
 use proptest::{prelude::*, sample::select};
 
 use super::*;
+use crate::{Feedback, QuantizedType};
 
 /// A model of 12 layers on 8 ranks.
 fn facts() -> Facts {
@@ -35,6 +36,9 @@ fn plan() -> Plan {
         tensor_chunks: Some(4),
         context_method: ContextMethod::Ring,
         zero_stage: 1,
+        quantize_weights: None,
+        quantize_gradients: None,
+        quantize_feedback: Feedback::Kept,
     }
 }
 
@@ -74,6 +78,9 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         tensor_chunks: None,
         context_method: ContextMethod::Ring,
         zero_stage: 0,
+        quantize_weights: None,
+        quantize_gradients: None,
+        quantize_feedback: Feedback::Kept,
     };
     assert_eq!(Plan::from_json(short).unwrap(), expected);
 }
@@ -184,6 +191,35 @@ fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     let fits = |heads, key_value_heads| plan.validate(&Facts { heads, key_value_heads, ..facts() }).is_ok();
     assert!(fits(16, 4) && fits(16, 8) && fits(16, 16) && fits(8, 1));
     assert!(!fits(24, 6) && !fits(12, 4));
+}
+
+#[test]
+fn only_what_is_sent_can_be_quantized() {
+    let both = Plan {
+        quantize_weights: Some(QuantizedType::Int8),
+        quantize_gradients: Some(QuantizedType::Int4),
+        ..plan()
+    };
+    let of_stage = |zero_stage| Plan { zero_stage, ..both.clone() };
+    assert!(of_stage(3).validate(&facts()).is_ok());
+    let of_weights =
+        |stage| format!("quantize_weights is for what zero_stage 3 and more send, and zero_stage is {stage}");
+    assert_eq!(problems(&of_stage(2), &facts()), [of_weights(2)]);
+    let of_gradients =
+        "quantize_gradients is for what zero_stage 1 and more send, and zero_stage is 0".to_owned();
+    assert_eq!(problems(&of_stage(0), &facts()), [of_weights(0), of_gradients]);
+    let narrow = Plan { quantize_weights: Some(QuantizedType::Int4), ..of_stage(3) };
+    assert_eq!(
+        problems(&narrow, &facts()),
+        ["quantize_weights is int4; it is int8 or left out, for weights of 4 bits are too coarse to train"]
+    );
+    let text = of_stage(3).to_json().unwrap();
+    assert!(
+        text.contains("\"quantize_weights\": \"int8\"") && text.contains("\"quantize_gradients\": \"int4\""),
+        "{text}"
+    );
+    assert_eq!(Plan::from_json(&text).unwrap(), of_stage(3));
+    assert!(!plan().to_json().unwrap().contains("quantize"));
 }
 
 /// A plan whose tensor ranks are in two dimensions.

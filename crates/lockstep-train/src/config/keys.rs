@@ -16,8 +16,8 @@ use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
     AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale,
-    OptimizerKind, Precision, Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision,
-    TensorLayout, TokenType, TokenizerSource, Transport,
+    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Readable, Recompute, Rounding, Scaling,
+    ScheduleKind, StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -237,6 +237,14 @@ sections! {
         /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well, 3 parameters as well. Of experts it is what is left of these
         /// ranks when each has its experts.
         zero_stage: usize = 0, rules().at_most(3.0);
+        /// With `zero_stage = 3`, the form in which weights are gathered (qwZ of ZeRO++): `int8` sends codes of a byte, with a scale for each 256,
+        /// and all ranks work with what these say. What is updated and saved stays exact.
+        quantize_weights: QuantizedWeights = QuantizedWeights::None, rules().defines_numbers();
+        /// With `zero_stage` 1, 2 or 3, the form in which gradients go to the ranks that own them (qgZ of ZeRO++), where they are added up in f32.
+        quantize_gradients: QuantizedGradients = QuantizedGradients::None, rules().defines_numbers();
+        /// With `quantize_gradients`, whether each rank keeps what its gradients lost to their codes and adds it to the next ones. It takes 2 bytes for
+        /// each parameter on every rank, in memory and in checkpoints.
+        quantize_feedback: bool = true, rules().defines_numbers();
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use lockstep_plan::QuantizedType;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
@@ -549,6 +550,24 @@ choices! {
         Full = "full",
     } later []
 
+    /// In what weights go between the ranks that share them out.
+    QuantizedWeights {
+        /// As kernels read them.
+        None = "none",
+        /// As codes of a byte, with a scale for each 256.
+        Int8 = "int8",
+    } later []
+
+    /// In what gradients go between the ranks that share out the model's state.
+    QuantizedGradients {
+        /// As f32.
+        None = "none",
+        /// As codes of a byte, with a scale for each 256.
+        Int8 = "int8",
+        /// As codes of half a byte, with a scale for each 256.
+        Int4 = "int4",
+    } later []
+
     /// How ranks reach each other.
     Transport {
         /// By shared memory on one machine, by TCP between machines and where another launcher has started them.
@@ -620,6 +639,25 @@ impl From<Recompute> for lockstep_plan::Recompute {
             Recompute::None => Self::None,
             Recompute::Selective => Self::Selective,
             Recompute::Full => Self::Full,
+        }
+    }
+}
+
+impl From<QuantizedWeights> for Option<QuantizedType> {
+    fn from(weights: QuantizedWeights) -> Self {
+        match weights {
+            QuantizedWeights::None => None,
+            QuantizedWeights::Int8 => Some(QuantizedType::Int8),
+        }
+    }
+}
+
+impl From<QuantizedGradients> for Option<QuantizedType> {
+    fn from(gradients: QuantizedGradients) -> Self {
+        match gradients {
+            QuantizedGradients::None => None,
+            QuantizedGradients::Int8 => Some(QuantizedType::Int8),
+            QuantizedGradients::Int4 => Some(QuantizedType::Int4),
         }
     }
 }

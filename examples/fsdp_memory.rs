@@ -123,7 +123,7 @@ fn after_a_step(
     };
     let options = EngineOptions {
         shape: BlockShape { sequences: 1, seq_len: SEQ_LEN, dtype },
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
         seed: 1,
         threads: 1,

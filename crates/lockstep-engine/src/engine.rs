@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use lockstep_comm::{CommError, Metered};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Seed, Timeline};
+use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, RecomputeRules, Seed, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage, exact::ExactSum};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
@@ -32,7 +32,7 @@ pub struct EngineOptions {
     /// Micro-batch, of whole sequences, and the type that kernels read.
     pub shape: BlockShape,
     /// What the blocks forget and compute again.
-    pub recompute: Recompute,
+    pub recompute: RecomputeRules,
     /// The update rule.
     pub optimizer: Optimizer,
     /// Seed of the initial weights and of dropout.

@@ -35,7 +35,7 @@ fn on_ranks<T: Send>(
 ) -> Vec<T> {
     let options = EngineOptions {
         shape: BlockShape { sequences: 1, seq_len: 8, dtype },
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
         seed: 1,
         threads: 1,

@@ -30,6 +30,7 @@ mod parameter;
 mod plan;
 mod quantized;
 pub mod random;
+mod recompute;
 pub mod schedule;
 mod share;
 mod split;
@@ -43,10 +44,11 @@ pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use plan::{
-    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute,
-    TensorDimensions, ValidPlan,
+    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, TensorDimensions,
+    ValidPlan,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
+pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};

@@ -60,7 +60,7 @@ fn on_ranks<T: Send>(
     let model = model()?;
     let options = EngineOptions {
         shape: SHAPE,
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
         seed: 1,
         threads: 1,

@@ -82,7 +82,7 @@ pub fn time_steps(
     let micro_batches = accumulation.max(1);
     let options = EngineOptions {
         shape,
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer,
         seed: SEED,
         threads,

@@ -88,7 +88,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         micro_batch: config.micro_batch(),
         schedule,
         stages,
-        recompute: config.parallel.recompute.into(),
+        recompute: config.parallel.recompute,
         sequence_parallel: config.parallel.sequence_parallel,
         tensor_layout: config.parallel.tensor_layout.into(),
         tensor_chunks: config.parallel.tensor_chunks,
@@ -158,6 +158,7 @@ fn problems_of(config: &RunConfig, error: PlanError) -> Vec<Problem> {
             PlanProblem::StageCount { .. } | PlanProblem::EmptyStage { .. } | PlanProblem::Units { .. } => {
                 &["parallel.pipeline_stages", "parallel.pipeline_parallel"]
             }
+            PlanProblem::RecomputeLayer { .. } => &["parallel.recompute"],
             PlanProblem::TooManyStages { .. } => &["parallel.pipeline_parallel"],
             PlanProblem::Mesh(MeshProblem::ExpertTensor { .. })
             | PlanProblem::Degree { degree: "expert_tensor", .. }

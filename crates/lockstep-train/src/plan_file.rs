@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, Feedback, PipelineSchedule, Plan, TensorDimensions};
+use lockstep_plan::{Degrees, Feedback, LayerRule, PipelineSchedule, Plan, RecomputeRules, TensorDimensions};
 
-use crate::config::{ContextMethod, Origin, Problem, Recompute, TensorLayout};
+use crate::config::{ContextMethod, Origin, Problem, TensorLayout};
 use crate::setup::named_model;
 use crate::{Error, RunConfig, plan};
 
@@ -95,6 +95,20 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         .collect()
 }
 
+/// The rules as TOML, in which a table on one line has the keys and values of JSON.
+fn recompute_setting(rules: &RecomputeRules) -> String {
+    let layer = |LayerRule { from, to, every, mode }: &LayerRule| {
+        let to = to.map_or(String::new(), |to| format!("to = {to}, "));
+        format!("{{ from = {from}, {to}every = {every}, mode = {:?} }}", mode.word())
+    };
+    let layers: Vec<String> = rules.rules().map(layer).collect();
+    let default = rules.default_mode().word();
+    if layers.is_empty() {
+        return format!("parallel.recompute={default}");
+    }
+    format!("parallel.recompute={{ default = {default:?}, layers = [{}] }}", layers.join(", "))
+}
+
 /// The keys of a run that a plan sets.
 fn settings_of(plan: &Plan) -> Vec<String> {
     let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = plan.mesh;
@@ -108,7 +122,7 @@ fn settings_of(plan: &Plan) -> Vec<String> {
         // Without tensor ranks it is of no effect, or with a square of them, which a plan may say and keys may not.
         format!("parallel.sequence_parallel={}", plan.sequence_parallel && splits_by_choice),
         format!("parallel.context_parallel={context}"),
-        format!("parallel.recompute={}", Recompute::from(plan.recompute).word()),
+        recompute_setting(&plan.recompute),
         format!("train.micro_batch={}", plan.micro_batch),
         format!("parallel.pipeline_parallel={pipeline}"),
     ];
@@ -167,7 +181,7 @@ mod tests {
             micro_batch: 2,
             schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
             stages: vec![2, 2, 1, 3],
-            recompute: lockstep_plan::Recompute::Full,
+            recompute: lockstep_plan::Recompute::Full.into(),
             sequence_parallel: true,
             tensor_layout: TensorDimensions::One,
             tensor_chunks: Some(3),

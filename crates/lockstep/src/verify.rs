@@ -201,7 +201,7 @@ fn print(config: &RunConfig, comparison: &Comparison) {
     say!(
         "plan       {}, recompute {}, {}; {}",
         plan_in_words(config),
-        config.parallel.recompute.word(),
+        config.parallel.recompute,
         precision.word(),
         human::plural(steps, "step"),
     );

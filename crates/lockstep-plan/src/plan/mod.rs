@@ -33,7 +33,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Feedback, QuantizedType,
+    Feedback, QuantizedType, RecomputeRules,
     mesh::{Degrees, Mesh},
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
@@ -62,9 +62,9 @@ pub struct Plan {
     pub schedule: PipelineSchedule,
     /// How many of the model's units (embedding, blocks, head) each stage of the pipeline has, from the first layer on.
     pub stages: Vec<usize>,
-    /// What is computed again in the backward.
+    /// What each block computes again in its backward: a word, or rules by layer.
     #[serde(default)]
-    pub recompute: Recompute,
+    pub recompute: RecomputeRules,
     /// Whether norms and residuals are split over the tensor axis, along the sequence (Korthikanti et al. 2022).
     #[serde(default)]
     pub sequence_parallel: bool,
@@ -168,19 +168,6 @@ impl From<PipelineSchedule> for ScheduleFields {
             PipelineSchedule::Rows(rows) => Self { kind: None, chunks: None, rows: Some(rows) },
         }
     }
-}
-
-/// What a block forgets after its forward and computes again in its backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Recompute {
-    /// Nothing: everything the backward needs is saved.
-    #[default]
-    None,
-    /// The outputs of norms, activations and dropouts: cheap to compute, wide to keep.
-    Selective,
-    /// Everything but the block's input.
-    Full,
 }
 
 /// How the ranks of the tensor axis share the linear layers.

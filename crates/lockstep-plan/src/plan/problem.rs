@@ -142,6 +142,14 @@ pub enum PlanProblem {
         /// Its value.
         value: usize,
     },
+    /// A rule for a layer that there is not.
+    #[error("recompute has a rule for layer {layer}, and the model's layers are 0 to {}", layers.saturating_sub(1))]
+    RecomputeLayer {
+        /// Its number.
+        layer: usize,
+        /// How many there are.
+        layers: usize,
+    },
     /// Nothing is sent that would be quantized.
     #[error("{what} is for what zero_stage {least} and more send, and zero_stage is {zero_stage}")]
     NothingToQuantize {

@@ -1,7 +1,7 @@
 use proptest::{prelude::*, sample::select};
 
 use super::*;
-use crate::{Feedback, QuantizedType};
+use crate::{Feedback, LayerRule, QuantizedType, Recompute};
 
 /// A model of 12 layers on 8 ranks.
 fn facts() -> Facts {
@@ -30,7 +30,7 @@ fn plan() -> Plan {
         micro_batch: 2,
         schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
         stages: vec![4, 3, 3, 4],
-        recompute: Recompute::Selective,
+        recompute: Recompute::Selective.into(),
         sequence_parallel: true,
         tensor_layout: TensorDimensions::One,
         tensor_chunks: Some(4),
@@ -72,7 +72,7 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         micro_batch: 3,
         schedule: PipelineSchedule::Published { kind: Kind::OneForwardOneBackward, chunks: 1 },
         stages: vec![14],
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         sequence_parallel: false,
         tensor_layout: TensorDimensions::One,
         tensor_chunks: None,
@@ -220,6 +220,25 @@ fn only_what_is_sent_can_be_quantized() {
     );
     assert_eq!(Plan::from_json(&text).unwrap(), of_stage(3));
     assert!(!plan().to_json().unwrap().contains("quantize"));
+}
+
+#[test]
+fn what_is_recomputed_by_layer_is_of_layers_that_there_are() {
+    let rule = |from, to| LayerRule { from, to, every: 1, mode: Recompute::Full };
+    let of = |rules: &[LayerRule]| {
+        let recompute = RecomputeRules::new(Recompute::Selective, rules).unwrap();
+        Plan { recompute, ..plan() }
+    };
+    let text = of(&[rule(2, Some(5))]).to_json().unwrap();
+    assert_eq!(Plan::from_json(&text).unwrap(), of(&[rule(2, Some(5))]));
+    assert!(of(&[rule(11, None), rule(0, Some(11))]).validate(&facts()).is_ok());
+    assert_eq!(
+        problems(&of(&[rule(12, None), rule(3, Some(14))]), &facts()),
+        [
+            "recompute has a rule for layer 12, and the model's layers are 0 to 11",
+            "recompute has a rule for layer 14, and the model's layers are 0 to 11",
+        ]
+    );
 }
 
 /// A plan whose tensor ranks are in two dimensions.

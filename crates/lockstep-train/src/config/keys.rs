@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use lockstep_model::{ALL_LINEAR, MAX_RANK};
+use lockstep_plan::RecomputeRules;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -16,7 +17,7 @@ use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
     AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale,
-    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Readable, Recompute, Rounding, Scaling,
+    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Readable, Rounding, Scaling,
     ScheduleKind, StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport,
 };
 
@@ -292,8 +293,10 @@ sections! {
         all_reduce: AllReduce = AllReduce::Tree, rules();
         /// Connections for data between every two ranks that are joined by TCP.
         tcp_connections: usize = 2, rules().at_least(1.0).at_most(16.0);
-        /// What a block computes again in its backward to save memory; no bit of the result depends on it.
-        recompute: Recompute = Recompute::None, rules();
+        /// What a block computes again in its backward to save memory; no bit of the result depends on it. One word for all blocks, or rules by
+        /// layer, of which the last one that describes a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every = 2, mode = "full" }] }`
+        /// is for every other one of the first twelve. `from` is 0 where it is left out, `to` the last layer, `every` 1.
+        recompute: RecomputeRules = RecomputeRules::default(), rules();
     }
     later ["offload", "wrap"]
 

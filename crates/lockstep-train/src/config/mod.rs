@@ -34,8 +34,8 @@ pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
     ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind,
-    Precision, QuantizedGradients, QuantizedWeights, Recompute, Rounding, Scaling, ScheduleKind,
-    StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport, ValueType,
+    Precision, QuantizedGradients, QuantizedWeights, Rounding, Scaling, ScheduleKind, StatePrecision,
+    TensorLayout, TokenType, TokenizerSource, Transport, ValueType,
 };
 
 use crate::error::Error;

@@ -46,8 +46,6 @@ pub(crate) struct Gathered {
     slots: [Slot; 2],
     /// The stretches that each unit reads, and where they begin in its slot. By unit.
     needs: Vec<Vec<(usize, usize)>>,
-    /// In what weights travel, if not as they are kept.
-    quantized: Option<QuantizedType>,
     /// The unit that was made ready last.
     current: usize,
     limit: Duration,
@@ -60,7 +58,7 @@ struct Slot {
     /// Whose weights are in it, or on their way there.
     unit: Option<usize>,
     /// What goes between ranks, where it is not the weights themselves.
-    records: Buffer,
+    records: Option<(QuantizedType, Buffer)>,
     /// Whether the weights are there as records only.
     is_coded: bool,
     pending: Vec<Pending>,
@@ -82,34 +80,25 @@ impl Gathered {
         own: &FlatStore,
         shards: &Shards,
     ) -> Result<Self, TensorError> {
+        let parameters = (0..model.units()).map(|unit| model.unit_parameters(unit));
+        let gathering = own.layout().gathering(parameters, |summing| shards.group(summing).is_some());
         let size = own.dtype().size_bytes();
-        let (mut needs, mut longest) = (Vec::with_capacity(model.units()), [0; 2]);
-        for unit in 0..model.units() {
-            let stretches = model.unit_parameters(unit).iter().filter_map(|id| own.place_of(*id));
-            let mut stretches: Vec<usize> = stretches.map(|(stretch, ..)| stretch).collect();
-            stretches.sort_unstable();
-            stretches.dedup();
-            // What nobody else owns a part of is read where it is kept.
-            stretches.retain(|stretch| shards.group(own.stretches()[*stretch].summing).is_some());
-            let mut end = 0;
-            let placed = stretches.into_iter().map(|stretch| {
-                let start = end;
-                end += own.stretches()[stretch].elements * size;
-                (stretch, start)
-            });
-            needs.push(placed.collect::<Vec<_>>());
-            longest[slot_of(unit)] = end.max(longest[slot_of(unit)]);
-        }
+        let in_bytes = |(stretch, start): (usize, usize)| (stretch, start * size);
+        let needs =
+            gathering.needs.into_iter().map(|needs| needs.into_iter().map(in_bytes).collect()).collect();
         let quantized = shards.quantization().weights;
-        let slot = |bytes| {
-            let buffer = arena.allocate(bytes, MemoryCategory::Communication)?;
-            let of_records = quantized.map_or(0, |kind| kind.bytes(bytes / size));
-            let records = arena.allocate(of_records, MemoryCategory::Communication)?;
+        let slot = |elements: usize| {
+            let buffer = arena.allocate(elements * size, MemoryCategory::Communication)?;
+            let of_records = |kind: QuantizedType| {
+                Ok((kind, arena.allocate(kind.bytes(elements), MemoryCategory::Communication)?))
+            };
+            let records = quantized.map(of_records).transpose()?;
             Ok(Slot { buffer, unit: None, records, is_coded: false, pending: Vec::new() })
         };
-        let slots = [slot(longest[0])?, slot(longest[1])?];
+        let [even, odd] = gathering.elements;
+        let slots = [slot(even)?, slot(odd)?];
         let limit = shards.limit();
-        Ok(Self { slots, needs, quantized, current: 0, limit, traffic: Traffic::default() })
+        Ok(Self { slots, needs, current: 0, limit, traffic: Traffic::default() })
     }
 
     /// The weights have changed: what was gathered no longer counts.
@@ -170,7 +159,7 @@ impl Gathered {
         let deadline = Deadline::after(self.limit);
         slot.pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
         slot.unit = Some(unit);
-        slot.is_coded = self.quantized.is_some();
+        slot.is_coded = slot.records.is_some();
         let dtype = own.dtype();
         for &(stretch, start) in &self.needs[unit] {
             let (summing, elements) = (own.stretches()[stretch].summing, own.stretches()[stretch].elements);
@@ -180,15 +169,16 @@ impl Gathered {
             let bytes = elements * dtype.size_bytes();
             let ranks = group.size() as u64;
             let range = own.stretches()[stretch].own.clone();
-            let (collective, bytes) = if let Some(kind) = self.quantized {
+            let (collective, bytes) = if let Some((kind, buffer)) = &mut slot.records {
                 let first = start / dtype.size_bytes();
+                let kind = *kind;
                 let records = |from: usize, to: usize| kind.bytes(first + from)..kind.bytes(first + to);
                 let own_records = records(range.start, range.end);
-                let target = slot.records.view(DType::U8, own_records.start, [own_records.len()]);
+                let target = buffer.view(DType::U8, own_records.start, [own_records.len()]);
                 queue.quantize(kind, own.own_of(stretch), None, target);
                 let all = records(0, elements);
                 let bytes = all.len();
-                let data = Lent::new(slot.records.lend(all), DType::U8);
+                let data = Lent::new(buffer.lend(all), DType::U8);
                 (Collective::AllGatherInPlace { data, counts: None }, bytes)
             } else {
                 let (buffer, of_own) = own.lend_from(stretch, range);
@@ -212,8 +202,9 @@ impl Gathered {
     }
     /// Reads the weights of a unit from the records that have come, if they have not been read yet.
     fn decode(&mut self, queue: &dyn Kernels, unit: usize, own: &FlatStore) {
-        let Self { slots, needs, quantized: Some(kind), .. } = self else { return };
+        let Self { slots, needs, .. } = self;
         let slot = &mut slots[slot_of(unit)];
+        let Some((kind, buffer)) = &slot.records else { return };
         if !std::mem::replace(&mut slot.is_coded, false) {
             return;
         }
@@ -221,11 +212,8 @@ impl Gathered {
         for &(stretch, start) in &needs[unit] {
             let elements = own.stretches()[stretch].elements;
             let first = start / dtype.size_bytes();
-            let records = slot.records.view(
-                DType::U8,
-                kind.bytes(first),
-                [kind.bytes(first + elements) - kind.bytes(first)],
-            );
+            let records =
+                buffer.view(DType::U8, kind.bytes(first), [kind.bytes(first + elements) - kind.bytes(first)]);
             let weights = slot.buffer.view(dtype, start, [elements]);
             queue.dequantize(*kind, records, weights);
             if active(Mutation::OwnWeightsNotQuantized) {

@@ -19,12 +19,12 @@ use std::ops::Range;
 use lockstep_comm::{Collective, CommError, Lent};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{
-    DType, Feedback, MemoryCategory, ParameterId, ParameterRecord, QUANTIZATION_BLOCK, QuantizedType,
+    DType, Extent, Feedback, MemoryCategory, ParameterId, ParameterRecord, QUANTIZATION_BLOCK, QuantizedType,
+    RecordPassage, Summing,
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
-use crate::flat::{Extent, FlatStore};
-use crate::{groups::Summing, reducer::Reducer, shards::Shards};
+use crate::{FlatStore, reducer::Reducer, shards::Shards};
 
 /// The records of gradients whose backward has just run, and what earlier ones failed to say.
 #[derive(Debug)]
@@ -66,15 +66,14 @@ impl Coded {
 }
 
 impl QuantizedSums {
-    /// Memory for what ranks send of the gradients in `store`, of which `completed` says which stretches each unit completes, and the
-    /// residual of the parameters that `keeps` says; none if nothing is to be quantized. What is `unshared`, if anything, is summed as it is.
+    /// Memory for what ranks send of the gradients in `store`, and the residual of the parameters that `keeps` says; none if nothing is to be quantized. What is `unshared`, if anything, is summed as it is.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub(crate) fn new(
         arena: &Arena,
         records: &[ParameterRecord],
-        (store, completed): (&FlatStore, &[Vec<usize>]),
+        store: &FlatStore,
         shards: &Shards,
         unshared: Option<ParameterId>,
         keeps: impl Fn(&ParameterRecord) -> bool,
@@ -100,47 +99,38 @@ impl QuantizedSums {
                 Some(residual.owned_by_this_rank())
             }
         };
-        let mut stretches = vec![None; store.stretches().len()];
-        let (mut to_send, mut to_receive) = ([0; 2], [0; 2]);
-        for (unit, of_unit) in completed.iter().enumerate() {
-            let mut first = 0;
-            for &index in of_unit.iter().filter(|index| is_coded(**index)) {
-                let of = &store.stretches()[index];
-                let any_of_it = (0..records.len()).find(|id| of_parameter(store, *id) == Some(index));
-                let in_residual =
-                    residual.as_ref().zip(any_of_it).and_then(|(residual, id)| of_parameter(residual, id));
-                let places = (0..records.len()).filter_map(|id| store.place_of(ParameterId(id)));
-                let gap = |(_, first, shape): (usize, usize, Shape)| {
-                    let end = first + shape.elements();
-                    end..end.next_multiple_of(QUANTIZATION_BLOCK)
-                };
-                let gaps = places.filter(|(stretch, ..)| *stretch == index).map(gap);
-                stretches[index] = Some(Coded {
-                    summing: of.summing,
-                    ranks: shards.place(of.summing).ranks,
-                    parity: unit % 2,
-                    first,
-                    elements: of.elements,
-                    own: of.own.clone(),
-                    in_residual,
-                    gaps: gaps.filter(|gap| !gap.is_empty()).collect(),
-                });
-                first += of.elements;
-                // Over replicas as many pieces come as there are of them, of which the last may be the longest.
-                let replicas = shards.replicas();
-                let piece = (of.own.len() / QUANTIZATION_BLOCK).div_ceil(replicas) * QUANTIZATION_BLOCK;
-                to_receive[unit % 2] = (replicas * piece).max(to_receive[unit % 2]);
-            }
-            to_send[unit % 2] = first.max(to_send[unit % 2]);
-            to_receive[unit % 2] = first.max(to_receive[unit % 2]);
-        }
+        let RecordPassage { offsets, sent, received } =
+            store.layout().record_passage(shards.replicas(), is_coded);
+        let coded = |(index, first): (usize, Option<usize>)| {
+            let (of, first) = (&store.stretches()[index], first?);
+            let any_of_it = (0..records.len()).find(|id| of_parameter(store, *id) == Some(index));
+            let in_residual =
+                residual.as_ref().zip(any_of_it).and_then(|(residual, id)| of_parameter(residual, id));
+            let places = (0..records.len()).filter_map(|id| store.place_of(ParameterId(id)));
+            let gap = |(_, first, shape): (usize, usize, Shape)| {
+                let end = first + shape.elements();
+                end..end.next_multiple_of(QUANTIZATION_BLOCK)
+            };
+            let gaps = places.filter(|(stretch, ..)| *stretch == index).map(gap);
+            Some(Coded {
+                summing: of.summing,
+                ranks: shards.place(of.summing).ranks,
+                parity: of.completed_by % 2,
+                first,
+                elements: of.elements,
+                own: of.own.clone(),
+                in_residual,
+                gaps: gaps.filter(|gap| !gap.is_empty()).collect(),
+            })
+        };
+        let stretches = offsets.into_iter().enumerate().map(coded).collect();
         let buffer =
             |elements: usize| arena.allocate_zeroed(kind.bytes(elements), MemoryCategory::Communication);
         Ok(Some(Self {
             kind,
             stretches,
-            sent: [buffer(to_send[0])?, buffer(to_send[1])?],
-            received: [buffer(to_receive[0])?, buffer(to_receive[1])?],
+            sent: [buffer(sent[0])?, buffer(sent[1])?],
+            received: [buffer(received[0])?, buffer(received[1])?],
             residual,
             under_way: Vec::with_capacity(store.stretches().len()),
         }))

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{ParameterRecord, Quantization, ShardPlace, ZeroStage};
+use lockstep_plan::{ParameterRecord, Quantization, ShardPlace, Summing, ZeroStage};
 
-use crate::{FlatStore, Groups, Traffic, groups::Summing};
+use crate::{FlatStore, Groups, Traffic};
 
 /// Who owns what of the model's state.
 #[derive(Debug, Default)]

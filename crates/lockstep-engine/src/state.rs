@@ -2,9 +2,9 @@
 
 use half::bf16;
 use lockstep_comm::Group;
-use lockstep_plan::{DType, ParameterId, ParameterRecord};
+use lockstep_plan::{DType, ParameterId, ParameterRecord, Summing};
 
-use crate::{FlatStore, Groups, groups::Summing, shards::Shards};
+use crate::{FlatStore, Groups, shards::Shards};
 
 /// Which tensor of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -103,8 +103,8 @@ struct ResidualNumber {
 impl ResidualNumbers {
     pub(crate) fn new(groups: &Groups, shards: &Shards) -> Self {
         let number = |(summing, group): &(Summing, Group)| {
-            let own = groups.replica_of(summing.among()) * group.size() + group.rank();
-            (*summing, ResidualNumber { own, of: groups.replicas_of(summing.among()) * group.size() })
+            let own = groups.replica_of(summing.among) * group.size() + group.rank();
+            (*summing, ResidualNumber { own, of: groups.replicas_of(summing.among) * group.size() })
         };
         Self(shards.groups().iter().map(number).collect())
     }

@@ -78,13 +78,16 @@ proptest! {
         let (mut found, mut expected) = (engine(rules), engine(Recompute::None.into()));
         prop_assert_eq!(trained(&mut found), trained(&mut expected), "{}", rules);
         let booked = found.arena().in_use()[MemoryCategory::Activations];
-        prop_assert_eq!(booked, found.predicted_activation_bytes(), "{}", rules);
+        prop_assert_eq!(booked, found.predicted_memory().by_category()[MemoryCategory::Activations], "{}", rules);
     }
 }
 
 #[test]
 fn each_layer_that_forgets_saves_as_much() {
-    let kept = |text: &str| engine(serde_json::from_str(text).unwrap()).predicted_activation_bytes();
+    let kept = |text: &str| {
+        engine(serde_json::from_str(text).unwrap()).predicted_memory().by_category()
+            [MemoryCategory::Activations]
+    };
     let (all, none) = (kept("\"full\""), kept("\"none\""));
     let of_layer = (none - all) / LAYERS;
     assert!(of_layer > 0 && of_layer * LAYERS == none - all, "{none} bytes kept, {all} with full");

@@ -10,7 +10,9 @@ use lockstep_graph::{
     BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
     Recorder, Split, Value,
 };
-use lockstep_plan::{ContextPlace, DType, ExpertPlace, ParameterId, ParameterRecord, TensorPlace};
+use lockstep_plan::{
+    ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, TensorPlace, UnitProfile,
+};
 
 use crate::{Adapter, ModelConfig};
 
@@ -211,6 +213,37 @@ impl RecordedModel {
     /// The frequencies of rotary embeddings, if the model has them.
     pub fn inverse_frequencies(&self) -> Option<&[f32]> {
         self.inverse_frequencies.as_deref()
+    }
+
+    /// What its memory depends on; `context` is the rank's place among those that share each sequence, for which it was
+    /// recorded.
+    pub fn profile(&self, context: ContextPlace) -> ModelProfile {
+        let unit = |unit: usize| {
+            let program = self.program(unit);
+            UnitProfile {
+                parameters: self.unit_parameters[unit].clone(),
+                frame_bytes: program.frame_bytes(),
+                deferred_bytes: program.deferred_bytes(),
+                workspace_bytes: program.workspace_bytes(),
+                split_workspace_bytes: program.split_workspace_bytes(),
+                ring_elements: program.ring_elements(),
+                transit_bytes: (program.transit_chunks() > 0).then(|| program.transit_bytes()),
+                has_backward: program.has_backward(),
+                selection_bias: self.selection_bias(unit),
+            }
+        };
+        let between = self.program(0);
+        let shape = between.shape();
+        ModelProfile {
+            units: (0..self.units()).map(unit).collect(),
+            records: self.records.clone(),
+            dtype: shape.dtype,
+            sequences: shape.sequences,
+            tokens: shape.tokens(),
+            boundary_bytes: between.output_rows() * between.output_columns() * shape.dtype.size_bytes(),
+            frequencies: self.inverse_frequencies.as_ref().map_or(0, Vec::len),
+            context,
+        }
     }
 
     /// The number of a unit's first dropout site in the model.

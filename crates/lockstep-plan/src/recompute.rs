@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// What a block forgets after its forward and computes again in its backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recompute {
     /// Nothing: everything the backward needs is saved.
@@ -150,6 +150,18 @@ impl RecomputeRules {
     pub fn of(&self, layer: usize) -> Recompute {
         let rules = self.rules.iter().rev().flatten();
         rules.filter(|rule| rule.describes(layer)).map(|rule| rule.mode).next().unwrap_or(self.default)
+    }
+
+    /// The same, but that every layer forgets at least so much; none if each does already.
+    #[must_use]
+    pub fn at_least(&self, least: Recompute) -> Option<Self> {
+        if self.default >= least && self.rules().all(|rule| rule.mode >= least) {
+            return None;
+        }
+        let default = self.default.max(least);
+        let rules = self.rules.map(|rule| rule.map(|rule| LayerRule { mode: rule.mode.max(least), ..rule }));
+        let says_anything = rules.iter().flatten().any(|rule| rule.mode != default);
+        Some(Self { default, rules: if says_anything { rules } else { [None; Self::MOST] } })
     }
 
     /// What layers forget that no rule describes.

@@ -96,7 +96,7 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
 }
 
 /// The rules as TOML, in which a table on one line has the keys and values of JSON.
-fn recompute_setting(rules: &RecomputeRules) -> String {
+pub(crate) fn recompute_setting(rules: &RecomputeRules) -> String {
     let layer = |LayerRule { from, to, every, mode }: &LayerRule| {
         let to = to.map_or(String::new(), |to| format!("to = {to}, "));
         format!("{{ from = {from}, {to}every = {every}, mode = {:?} }}", mode.word())

@@ -135,7 +135,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
 }
 
 /// How the engine keeps weights and optimizer state.
-fn storage(config: &RunConfig) -> Storage {
+pub(crate) fn storage(config: &RunConfig) -> Storage {
     Storage {
         weights: if config.train.master_weights { WeightStorage::Master } else { WeightStorage::Kernels },
         state: match config.optimizer.state_precision {

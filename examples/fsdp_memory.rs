@@ -15,7 +15,8 @@ use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, HostBatch, Op
 use lockstep_graph::{BlockShape, Recompute, Seed};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{
-    ContextMethod, DType, Degrees, MemoryBytes, MemoryCategory, Mesh, TensorDimensions, ZeroStage,
+    ContextMethod, DType, Degrees, MemoryBytes, MemoryCategory, Mesh, Quantization, TensorDimensions,
+    ZeroStage,
 };
 
 /// Over bytes, so that the embedding, whose table the output layer shares, is small.
@@ -116,12 +117,13 @@ fn after_a_step(
         tensor_chunks: None,
         context_method: ContextMethod::default(),
         zero_stage,
+        quantization: Quantization::default(),
         bucket_bytes: 25 << 20,
         limit,
     };
     let options = EngineOptions {
         shape: BlockShape { sequences: 1, seq_len: SEQ_LEN, dtype },
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
         seed: 1,
         threads: 1,

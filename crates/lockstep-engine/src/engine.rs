@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use lockstep_comm::Metered;
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Activity, BlockShape, Cost, Program, Recompute, Seed, Timeline};
+use lockstep_graph::{Activity, BlockShape, Cost, Program, RecomputeRules, Seed, Timeline};
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::{
     DType, Extent, MemoryCategory, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory,
@@ -20,6 +20,7 @@ use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
 use crate::runner::Half;
 use crate::shards::Shards;
+use crate::state::ResidualNumbers;
 use crate::weights::ModelWeights;
 use crate::windows::DiskStore;
 use crate::{
@@ -35,7 +36,7 @@ pub struct EngineOptions {
     /// Micro-batch, of whole sequences, and the type that kernels read.
     pub shape: BlockShape,
     /// What the blocks forget and compute again.
-    pub recompute: Recompute,
+    pub recompute: RecomputeRules,
     /// The update rule.
     pub optimizer: Optimizer,
     /// Seed of the initial weights and of dropout.
@@ -78,6 +79,8 @@ pub struct Engine {
     pub(crate) pipeline: Option<Pipeline>,
     /// Which units are on this rank.
     pub(crate) is_here: Vec<bool>,
+    /// What checkpoints call the residuals of its gradients.
+    pub(crate) residual_numbers: ResidualNumbers,
     /// Room for the biases by which the experts of a layer are chosen.
     pub(crate) bias_values: Vec<f32>,
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
@@ -147,9 +150,11 @@ impl Engine {
         };
         let is_here: Vec<bool> =
             (0..model.units()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect();
-        let state_plan = options.state_plan(&model, &storage, groups.zero_stage(), context);
+        let mesh = groups.mesh();
+        let sharing = (groups.zero_stage(), groups.quantization());
+        let state_plan = options.state_plan(&model, &storage, sharing, &mesh);
         let predicted = {
-            let (profile, mesh) = (model.profile(context), groups.mesh());
+            let profile = model.profile(context);
             predicted(&profile, &stages, |summing| mesh.shard_ranks(summing), &state_plan)
         };
         let queue = CpuQueue::new(threads, arena)?;
@@ -224,7 +229,12 @@ impl Engine {
             runner,
             gradients: Gradients::new(
                 arena,
-                Trained { records: &records, is_here: &is_here, shards: &shards },
+                Trained {
+                    records: &records,
+                    is_here: &is_here,
+                    shards: &shards,
+                    shared_table: shared_table.map(|table| table.id),
+                },
                 own_tokens,
                 state_plan.micro_batches,
                 spills.then_some((offload, &units_on_disk[..])),
@@ -239,6 +249,7 @@ impl Engine {
             evaluation,
             records,
             pipeline: groups.pipeline(),
+            residual_numbers: ResidualNumbers::new(&groups, &shards),
             groups,
             is_here,
             bias_values: Vec::new(),
@@ -416,7 +427,7 @@ impl Engine {
         let Self { queue, runner, gradients, reducer: Some(reducer), .. } = self else { return Ok(()) };
         let begin = runner.timeline().begin();
         gradients.wait(queue, reducer)?;
-        gradients.sum_owned(reducer)?;
+        gradients.sum_owned(queue, reducer)?;
         runner.timeline().end(begin, || (Activity::of_step("wait for gradients"), Cost::default()));
         Ok(())
     }

@@ -201,6 +201,21 @@ impl FlatStore {
         self.elements_of(stretch, stretch.own.clone())
     }
 
+    /// Some elements of a stretch, `[count]`.
+    ///
+    /// # Panics
+    /// If the store does not have them.
+    pub(crate) fn range_of(&self, stretch: usize, elements: Range<usize>) -> View<'_> {
+        self.elements_of(&self.layout.stretches[stretch], elements)
+    }
+
+    /// The same store of something that is not shared out: all of it is this rank's own.
+    #[must_use]
+    pub(crate) fn owned_by_this_rank(mut self) -> Self {
+        self.layout.stretches.iter_mut().for_each(|stretch| stretch.own = 0..stretch.elements);
+        self
+    }
+
     /// Bytes of all parameters, padding included.
     pub fn len_bytes(&self) -> usize {
         self.units.iter().map(Buffer::len_bytes).sum()

@@ -3,7 +3,8 @@
 //!
 //! Where ranks share out gradients (ZeRO stage 2) a rank keeps those that it owns. The others' are there for as long as a unit's
 //! backward takes: in one of two buffers, from which each owner gets its sum while the next unit works on the other. Gradients
-//! that are kept on disk go the same way: what a rank owns of a sum is written behind the backward ([`Spilled`]).
+//! that are kept on disk go the same way: what a rank owns of a sum is written behind the backward ([`Spilled`]). Where they travel as
+//! small integers ([`QuantizedSums`]) a unit's are summed while the next unit works in any case.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -15,6 +16,7 @@ use lockstep_plan::{
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Write};
 
 use crate::flat::{FlatStore, Part};
+use crate::quantized::QuantizedSums;
 use crate::spilled::Spilled;
 use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer, shards::Shards};
 
@@ -27,6 +29,8 @@ pub struct Gradients {
     spilled: Option<RefCell<Spilled>>,
     /// Where those that others own, or the disk has, are until they have been summed; none where the store has all.
     passing: Option<Passing>,
+    /// Where they are small integers on their way between ranks; none if they travel as they are.
+    quantized: Option<QuantizedSums>,
     /// The unit that contributes to each. By [`ParameterId`].
     units: Vec<usize>,
     /// Whether it is another's contribution that it holds: that of the output layer, where the embedding of a shared table is
@@ -67,6 +71,8 @@ pub(crate) struct Trained<'a> {
     /// Which units are on this rank.
     pub(crate) is_here: &'a [bool],
     pub(crate) shards: &'a Shards,
+    /// A table of which ranks of other stages have summands as well.
+    pub(crate) shared_table: Option<ParameterId>,
 }
 
 impl Gradients {
@@ -77,7 +83,7 @@ impl Gradients {
     /// No memory, no room on the disk.
     pub(crate) fn new(
         arena: &Arena,
-        Trained { records, is_here, shards }: Trained<'_>,
+        Trained { records, is_here, shards, shared_table }: Trained<'_>,
         tokens: usize,
         micro_batches: usize,
         on_disk: Option<(&Offload, &[bool])>,
@@ -109,6 +115,7 @@ impl Gradients {
             completed[stretch.completed_by].push(index);
         }
         Ok(Self {
+            quantized: QuantizedSums::new(arena, records, &store, shards, shared_table, is_trained)?,
             passing: is_handed_on.then(|| Passing::new(arena, &store)).transpose()?,
             store,
             spilled: spilled.map(RefCell::new),
@@ -219,8 +226,20 @@ impl Gradients {
             return Ok(());
         }
         self.zero_untouched(queue, unit);
+        if self.quantized.as_ref().is_some_and(|quantized| quantized.is_busy(unit)) {
+            self.wait(queue, reducer)?;
+        }
         let before = reducer.pending();
         for &stretch in &self.completed[unit] {
+            if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(stretch)) {
+                let elements = self.store.stretches()[stretch].elements;
+                let gradients = match &self.passing {
+                    None => self.store.range_of(stretch, 0..elements),
+                    Some(passing) => passing.range_of(&self.store, stretch, 0..elements),
+                };
+                quantized.send(queue, stretch, gradients, reducer)?;
+                continue;
+            }
             let (summing, elements) =
                 (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].elements);
             let (buffer, bytes) = match &mut self.passing {
@@ -233,10 +252,15 @@ impl Gradients {
             };
             reducer.sum_stretch(buffer, bytes, summing)?;
         }
-        if self.passing.is_some() {
+        if self.passing.is_some() || self.quantized.is_some() {
             reducer.wait_but(reducer.pending() - before)?;
             self.take_in(queue)?;
+        }
+        if self.passing.is_some() {
             self.parameters_of(unit).for_each(|id| self.next[id].set(Write::Overwrite));
+        }
+        if let Some(quantized) = &mut self.quantized {
+            quantized.has_sent(&self.completed[unit]);
         }
         if let Some(Passing { under_way, .. }) = &mut self.passing {
             under_way.extend(&self.completed[unit]);
@@ -274,9 +298,17 @@ impl Gradients {
     ///
     /// # Errors
     /// [`EngineError`].
-    pub(crate) fn sum_owned(&mut self, reducer: &mut Reducer) -> Result<(), EngineError> {
+    pub(crate) fn sum_owned(
+        &mut self,
+        queue: &dyn Kernels,
+        reducer: &mut Reducer,
+    ) -> Result<(), EngineError> {
         for stretch in 0..self.store.stretches().len() {
             if self.store.stretches()[stretch].is_on_disk {
+                continue;
+            }
+            if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(stretch)) {
+                quantized.sum_over_replicas(queue, stretch, self.store.own_of(stretch), reducer)?;
                 continue;
             }
             let (summing, own) =
@@ -289,13 +321,19 @@ impl Gradients {
 
     /// Adds sums that have come to what this rank owns.
     fn take_in(&mut self, queue: &dyn Kernels) -> Result<(), EngineError> {
+        let Self { store, passing, quantized, .. } = self;
+        if let Some(quantized) = quantized {
+            let (store, passing) = (&*store, passing.as_ref());
+            quantized.take_in(queue, |stretch| match passing {
+                None => store.own_of(stretch),
+                Some(passing) => passing.range_of(store, stretch, store.stretches()[stretch].own.clone()),
+            });
+        }
         let Self { store, spilled, passing: Some(passing), .. } = self else { return Ok(()) };
-        let Passing { buffers, offsets_bytes, next, under_way } = passing;
+        let mut under_way = std::mem::take(&mut passing.under_way);
         for stretch in under_way.drain(..) {
-            let of = &store.stretches()[stretch];
-            let start = offsets_bytes[stretch] + of.own.start * size_of::<f32>();
-            let sum = buffers[of.completed_by % 2].view(DType::F32, start, [of.own.len()]);
-            let write = std::mem::replace(&mut next[stretch], Write::Accumulate);
+            let write = std::mem::replace(&mut passing.next[stretch], Write::Accumulate);
+            let sum = passing.range_of(store, stretch, store.stretches()[stretch].own.clone());
             let here = spilled.as_mut().map(RefCell::get_mut);
             if let Some(spilled) = here.filter(|spilled| spilled.has(stretch)) {
                 spilled.take(queue, stretch, sum, write)?;
@@ -307,6 +345,7 @@ impl Gradients {
                 Write::Accumulate => queue.add(own, sum, own),
             }
         }
+        passing.under_way = under_way;
         Ok(())
     }
 
@@ -333,6 +372,16 @@ impl Gradients {
                 && self.looked_up(id).is_none()
                 && self.store.place_of(id).is_some()
         })
+    }
+
+    /// What the codes of this rank have failed to say of earlier gradients, if that is kept.
+    pub(crate) fn residual(&self) -> Option<&FlatStore> {
+        self.quantized.as_ref().and_then(QuantizedSums::residual)
+    }
+
+    /// See [`Gradients::residual`].
+    pub(crate) fn residual_mut(&mut self) -> Option<&mut FlatStore> {
+        self.quantized.as_mut().and_then(QuantizedSums::residual_mut)
     }
 
     /// What this rank owns of the gradient of a step that has ended; none if that is nothing, or on disk.
@@ -427,6 +476,12 @@ impl Gradients {
 }
 
 impl Passing {
+    /// Some elements of a stretch of `store`.
+    fn range_of(&self, store: &FlatStore, stretch: usize, elements: Range<usize>) -> View<'_> {
+        let start = self.offsets_bytes[stretch] + elements.start * size_of::<f32>();
+        self.buffers[store.stretches()[stretch].completed_by % 2].view(DType::F32, start, [elements.len()])
+    }
+
     fn new(arena: &Arena, store: &FlatStore) -> Result<Self, TensorError> {
         let Passage { offsets, elements: [even, odd] } = store.layout().passage();
         let bytes = |elements: usize| elements * size_of::<f32>();

@@ -7,8 +7,8 @@ use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{GridPeers, Peers};
 use lockstep_plan::{
-    Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Share, Summing,
-    TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum,
+    Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Quantization,
+    Share, Summing, TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum,
 };
 use lockstep_tensor::View;
 
@@ -28,6 +28,8 @@ pub struct GroupOptions {
     pub context_method: ContextMethod,
     /// What of the model's state is shared out over the shard axis.
     pub zero_stage: ZeroStage,
+    /// What these ranks send as small integers.
+    pub quantization: Quantization,
     /// Gradients are summed in buckets of up to so many bytes.
     pub bucket_bytes: usize,
     /// No wait for another rank is longer.
@@ -320,6 +322,29 @@ impl Groups {
         self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard])
     }
 
+    /// Which copy of the model the rank has a part of, among those whose ranks share it out: of experts, and of everything else.
+    pub(crate) fn replica_of(&self, among: Among) -> usize {
+        let Some(World { group, mesh, .. }) = &self.world else { return 0 };
+        match among {
+            Among::Experts => mesh.experts().coordinate(group.rank(), ExpertAxis::Replicate),
+            _ => mesh.ranks().coordinate(group.rank(), Axis::Replicate),
+        }
+    }
+
+    /// How many such copies there are.
+    pub(crate) fn replicas_of(&self, among: Among) -> usize {
+        let Some(World { mesh, .. }) = &self.world else { return 1 };
+        match among {
+            Among::Experts => mesh.experts().degree(ExpertAxis::Replicate),
+            _ => self.replicas(),
+        }
+    }
+
+    /// How many copies of the model there are, whole or shared out.
+    pub(crate) fn replicas(&self) -> usize {
+        self.world.as_ref().map_or(1, |world| world.mesh.ranks().degree(Axis::Replicate))
+    }
+
     /// Those that own the same of other replicas, if there are any.
     ///
     /// # Errors
@@ -365,6 +390,11 @@ impl Groups {
     /// How all ranks are laid out.
     pub(crate) fn mesh(&self) -> Mesh {
         self.world.as_ref().map_or_else(Mesh::default, |world| world.mesh)
+    }
+
+    /// What ranks that share out the model's state send as small integers.
+    pub(crate) fn quantization(&self) -> Quantization {
+        self.options().map_or_else(Quantization::default, |options| options.quantization)
     }
 
     /// What of the model's state is shared out.

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::ParameterId;
 
-use crate::state::{Contents, tensors_of, tensors_on_disk};
+use crate::state::{Contents, residuals_of, tensors_of, tensors_on_disk};
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 
 impl Engine {
@@ -51,10 +51,22 @@ impl Engine {
         let weights = (StateKind::Parameter, self.weights.updated_mut());
         let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
         let mut tensors = tensors_of(&self.records, std::iter::once(weights).chain(kept));
+        if let Some(residual) = self.gradients.residual_mut() {
+            tensors.extend(residuals_of(&self.records, residual, &self.residual_numbers));
+        }
         if let Some(store) = &self.on_disk {
             tensors.extend(tensors_on_disk(&self.records, store));
         }
         tensors
+    }
+
+    /// The residual that this rank has of a parameter's gradients, and of those that all ranks have the last and the one after it,
+    /// which there is not; none where no residual is kept.
+    pub fn residual_kinds(&self, id: ParameterId) -> Option<[StateKind; 3]> {
+        self.gradients.residual()?.part(id)?;
+        let record = &self.records[id.0];
+        let [last, next] = self.residual_numbers.last_and_next(record)?;
+        Some([self.residual_numbers.own(record)?, last, next])
     }
 
     /// What this rank has of the trained weights that other ranks have copies of.
@@ -156,6 +168,7 @@ impl Engine {
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
         match kind {
             StateKind::Parameter => Some(self.weights.updated()),
+            StateKind::GradientResidual(_) => self.gradients.residual(),
             kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
         }
     }

@@ -24,6 +24,7 @@ mod optimizer;
 mod passes;
 mod pipeline;
 mod prediction;
+mod quantized;
 mod reducer;
 mod rehearsal;
 mod runner;

@@ -2,7 +2,7 @@
 
 use lockstep_graph::Mode;
 use lockstep_model::{HeadOutput, RecordedModel, RecordingOptions};
-use lockstep_plan::{ContextPlace, DType, StatePlan, ZeroStage};
+use lockstep_plan::{Axis, DType, Mesh, Quantization, StatePlan, ZeroStage};
 use lockstep_tensor::CpuQueue;
 
 use crate::optimizer::Role;
@@ -16,13 +16,13 @@ impl EngineOptions {
         RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts }
     }
 
-    /// How the state of `model` is kept on a rank: as `storage` says, shared out from `zero_stage` on, without copies.
+    /// How the state of `model` is kept on a rank of `mesh`: as `storage` says, shared out from `zero_stage` on, without copies.
     pub fn state_plan(
         &self,
         model: &RecordedModel,
         storage: &Storage,
-        zero_stage: ZeroStage,
-        context: ContextPlace,
+        (zero_stage, quantization): (ZeroStage, Quantization),
+        mesh: &Mesh,
     ) -> StatePlan {
         let kinds = StateKind::OF_OPTIMIZERS.into_iter().map(|kind| {
             let is_kept =
@@ -31,11 +31,13 @@ impl EngineOptions {
         });
         StatePlan {
             zero_stage,
+            quantization,
+            replicas: mesh.ranks().degree(Axis::Replicate),
             has_master: self.shape.dtype != DType::F32 && storage.weights == WeightStorage::Master,
             optimizer_dtype: storage.state,
             optimizer_keeps: kinds.collect(),
             on_disk: storage.offload.plan(),
-            micro_batches: self.micro_batches * context.ranks,
+            micro_batches: self.micro_batches * mesh.ranks().degree(Axis::Context),
             packed_bytes: CpuQueue::booked_bytes(self.threads),
             kept_copies: 0,
             saved_copies: 0,

@@ -166,6 +166,45 @@ impl Reducer {
         self.start(&group, |data| Collective::ReduceScatterInPlace { data, op, counts }, (gradients, range))
     }
 
+    /// Begins to exchange the records of a stretch, `len` bytes, with those that share it out.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn exchange_stretch(
+        &mut self,
+        collective: Collective<Lent, Lent>,
+        len: usize,
+        summing: Summing,
+    ) -> Result<(), CommError> {
+        let group = group_of(&self.shards, summing).filter(|_| !active(Mutation::ShardsNotSummed));
+        let Some(group) = group else { return Ok(()) };
+        let ranks = group.size() as u64;
+        self.traffic.bytes += (ranks - 1) * len as u64 / ranks;
+        self.begin(&group, collective)
+    }
+
+    /// How many replicas there are, where ranks share anything out, and of which this rank is.
+    pub(crate) fn place_among_replicas(&self) -> Option<(usize, usize)> {
+        let group = self.replicas.as_ref().filter(|_| !active(Mutation::OwnedNotSummed))?;
+        Some((group.size(), group.rank()))
+    }
+
+    /// Exchanges records of what this rank owns, `len` bytes, with those that own the same of other replicas, and waits for theirs.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn exchange_owned(
+        &mut self,
+        collective: Collective<Lent, Lent>,
+        len: usize,
+    ) -> Result<(), CommError> {
+        let Some(group) = self.replicas.clone() else { return Ok(()) };
+        let ranks = group.size() as u64;
+        self.traffic.bytes += (ranks - 1) * len as u64 / ranks;
+        self.begin(&group, collective)?;
+        self.wait_but(0)
+    }
+
     /// Begins to add to what this rank owns of a stretch, of which all summands of its own replica have come, those of the others.
     ///
     /// # Errors
@@ -202,10 +241,14 @@ impl Reducer {
         collective: impl FnOnce(Lent) -> Collective<Lent, Lent>,
         (gradients, range): (&mut Buffer, Range<usize>),
     ) -> Result<(), CommError> {
+        let data = Lent::new(gradients.lend(range), DType::F32);
+        self.begin(group, collective(data))
+    }
+
+    fn begin(&mut self, group: &Group, collective: Collective<Lent, Lent>) -> Result<(), CommError> {
         let started = Instant::now();
         let is_in_background = group.is_in_background();
-        let data = Lent::new(gradients.lend(range), DType::F32);
-        let sum = group.start(collective(data), Deadline::after(self.limit))?;
+        let sum = group.start(collective, Deadline::after(self.limit))?;
         self.pending.push_back(Bucket { started, is_in_background, sum });
         group.progress()?;
         if !is_in_background {

@@ -146,7 +146,7 @@ fn sleep_until(end: Instant) {
 mod tests {
     use lockstep_comm::{World, WorldOptions};
     use lockstep_plan::{
-        ContextMethod, Degrees, Mesh, TensorDimensions, ZeroStage,
+        ContextMethod, Degrees, Mesh, Quantization, TensorDimensions, ZeroStage,
         schedule::{Kind, Schedule},
     };
 
@@ -172,6 +172,7 @@ mod tests {
             tensor_chunks: None,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
+            quantization: Quantization::default(),
             bucket_bytes: 4096,
             limit: Duration::from_secs(60),
         };

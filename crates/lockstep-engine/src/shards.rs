@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{ParameterRecord, ShardPlace, Summing, ZeroStage};
+use lockstep_plan::{ParameterRecord, Quantization, ShardPlace, Summing, ZeroStage};
 
 use crate::{FlatStore, Groups, Traffic};
 
@@ -23,6 +23,9 @@ use crate::{FlatStore, Groups, Traffic};
 #[derive(Debug, Default)]
 pub(crate) struct Shards {
     stage: ZeroStage,
+    quantization: Quantization,
+    /// Copies of the model that are shared out.
+    replicas: usize,
     /// Those that share out what is summed so, where that are several.
     groups: Vec<(Summing, Group)>,
     limit: Duration,
@@ -44,9 +47,13 @@ impl Shards {
         let Some(options) = groups.options().filter(|options| options.zero_stage > ZeroStage::Nothing) else {
             return Ok(Self::none());
         };
-        let (stage, limit) = (options.zero_stage, options.limit);
-        let groups = groups.of_shards(records)?;
-        Ok(if groups.is_empty() { Self::none() } else { Self { stage, groups, limit, pending: Vec::new() } })
+        let (stage, quantization, limit) = (options.zero_stage, options.quantization, options.limit);
+        let of_kinds = groups.of_shards(records)?;
+        if of_kinds.is_empty() {
+            return Ok(Self::none());
+        }
+        let (replicas, groups, pending) = (groups.replicas(), of_kinds, Vec::new());
+        Ok(Self { stage, quantization, replicas, groups, limit, pending })
     }
 
     /// How long a wait for the others may be.
@@ -57,6 +64,16 @@ impl Shards {
     /// What is shared out.
     pub(crate) fn stage(&self) -> ZeroStage {
         self.stage
+    }
+
+    /// What goes between ranks as small integers.
+    pub(crate) fn quantization(&self) -> Quantization {
+        self.quantization
+    }
+
+    /// How many copies of the model are shared out; 0 where none is.
+    pub(crate) fn replicas(&self) -> usize {
+        self.replicas
     }
 
     /// Those that share out what is summed so, where that are several.

@@ -7,7 +7,7 @@
 
 use lockstep_plan::{MemoryCategory, ParameterRecord};
 
-use crate::state::tensors_of;
+use crate::state::{ResidualNumbers, residuals_of, tensors_of};
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 
 /// Weights in full precision and optimizer state, as they were between two steps.
@@ -17,6 +17,9 @@ pub struct Snapshot {
     stores: Vec<(StateKind, FlatStore)>,
     /// What an engine has whole of state that it else owns a part of.
     biases: Option<FlatStore>,
+    /// What gradients have lost on their way.
+    residual: Option<FlatStore>,
+    residual_numbers: ResidualNumbers,
 }
 
 impl Snapshot {
@@ -36,17 +39,24 @@ impl Snapshot {
             records: engine.records().to_vec(),
             stores: stores.collect::<Result<_, EngineError>>()?,
             biases: biases.map(|store| store.like(engine.arena(), MemoryCategory::Snapshot)).transpose()?,
+            residual: engine
+                .gradients
+                .residual()
+                .map(|store| store.like(engine.arena(), MemoryCategory::Snapshot))
+                .transpose()?,
+            residual_numbers: engine.residual_numbers.clone(),
         })
     }
 
     /// Has the system give all of the memory now, so that the first copy is as quick as any.
     pub fn touch(&mut self) {
-        self.stores.iter_mut().for_each(|(_, store)| store.touch());
+        self.stores.iter_mut().map(|(_, store)| store).chain(&mut self.residual).for_each(FlatStore::touch);
     }
 
     /// Bytes that a snapshot of `engine` takes.
     pub fn bytes_for(engine: &Engine) -> usize {
-        let stores = engine.state_stores().map(|(_, store)| store).chain(&engine.weights.biases);
+        let others = engine.weights.biases.iter().chain(engine.gradients.residual());
+        let stores = engine.state_stores().map(|(_, store)| store).chain(others);
         stores.map(FlatStore::len_bytes).sum()
     }
 
@@ -56,6 +66,9 @@ impl Snapshot {
             copy.copy_from(store, engine.queue());
         }
         if let (Some(copy), Some(store)) = (&self.biases, &engine.weights.biases) {
+            copy.copy_from(store, engine.queue());
+        }
+        if let (Some(copy), Some(store)) = (&self.residual, engine.gradients.residual()) {
             copy.copy_from(store, engine.queue());
         }
     }
@@ -71,6 +84,9 @@ impl Snapshot {
         if let (Some(copy), Some(store)) = (&self.biases, &engine.weights.biases) {
             store.copy_from(copy, engine.queue());
         }
+        if let (Some(copy), Some(store)) = (&self.residual, engine.gradients.residual()) {
+            store.copy_from(copy, engine.queue());
+        }
         engine.round_weights();
         engine.weights.refresh()
     }
@@ -82,6 +98,11 @@ impl Snapshot {
 
     /// Everything that a checkpoint holds.
     pub fn tensors(&mut self) -> Vec<StateTensor<'_>> {
-        tensors_of(&self.records, self.stores.iter_mut().map(|(kind, store)| (*kind, store)))
+        let mut tensors =
+            tensors_of(&self.records, self.stores.iter_mut().map(|(kind, store)| (*kind, store)));
+        if let Some(residual) = &mut self.residual {
+            tensors.extend(residuals_of(&self.records, residual, &self.residual_numbers));
+        }
+        tensors
     }
 }

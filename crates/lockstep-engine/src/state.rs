@@ -3,10 +3,11 @@
 use std::cell::RefCell;
 
 use half::bf16;
-use lockstep_plan::{DType, ParameterId, ParameterRecord};
+use lockstep_comm::Group;
+use lockstep_plan::{DType, ParameterId, ParameterRecord, Summing};
 
 use crate::windows::DiskStore;
-use crate::{EngineError, FlatStore};
+use crate::{EngineError, FlatStore, Groups, shards::Shards};
 
 /// Which tensor of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -19,10 +20,13 @@ pub enum StateKind {
     ExpAvgSq,
     /// The momentum of SGD and Muon.
     MomentumBuffer,
+    /// What a rank's gradients have lost on their way to their owners: of each rank that has summands of a gradient its own, so
+    /// that this is its number among them.
+    GradientResidual(usize),
 }
 
 impl StateKind {
-    /// All kinds.
+    /// All kinds that a parameter has once.
     pub const ALL: [Self; 4] = [Self::Parameter, Self::ExpAvg, Self::ExpAvgSq, Self::MomentumBuffer];
 
     /// What optimizers keep.
@@ -35,7 +39,13 @@ impl StateKind {
             Self::ExpAvg => "exp_avg",
             Self::ExpAvgSq => "exp_avg_sq",
             Self::MomentumBuffer => "momentum_buffer",
+            Self::GradientResidual(_) => "gradient_residual",
         }
+    }
+
+    /// Whether each rank that has summands of a parameter's gradient has such a tensor of its own.
+    pub const fn is_of_one_rank(self) -> bool {
+        matches!(self, Self::GradientResidual(_))
     }
 }
 
@@ -148,6 +158,62 @@ impl<'a> StateTensor<'a> {
         };
         tensors.iter().find(is_broken).map(|tensor| tensor.record.name.as_str())
     }
+}
+
+/// The numbers of a rank's residuals, by the way in which gradients are summed: among all that have summands, over all replicas.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ResidualNumbers(Vec<(Summing, ResidualNumber)>);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ResidualNumber {
+    own: usize,
+    of: usize,
+}
+
+impl ResidualNumbers {
+    pub(crate) fn new(groups: &Groups, shards: &Shards) -> Self {
+        let number = |(summing, group): &(Summing, Group)| {
+            let own = groups.replica_of(summing.among) * group.size() + group.rank();
+            (*summing, ResidualNumber { own, of: groups.replicas_of(summing.among) * group.size() })
+        };
+        Self(shards.groups().iter().map(number).collect())
+    }
+
+    fn of(&self, record: &ParameterRecord) -> Option<ResidualNumber> {
+        let summing = Summing::of(&record.share);
+        self.0.iter().find(|(kind, _)| *kind == summing).map(|(_, number)| *number)
+    }
+
+    /// Which residual of a parameter is this rank's.
+    pub(crate) fn own(&self, record: &ParameterRecord) -> Option<StateKind> {
+        self.of(record).map(|number| StateKind::GradientResidual(number.own))
+    }
+
+    /// The last residual that a parameter has, and the one after it, which it has not.
+    pub(crate) fn last_and_next(&self, record: &ParameterRecord) -> Option<[StateKind; 2]> {
+        let of = self.of(record)?.of;
+        Some([of - 1, of].map(StateKind::GradientResidual))
+    }
+}
+
+/// The residuals in a store of them.
+pub(crate) fn residuals_of<'a>(
+    records: &'a [ParameterRecord],
+    store: &'a mut FlatStore,
+    numbers: &ResidualNumbers,
+) -> Vec<StateTensor<'a>> {
+    let dtype = store.dtype();
+    let tensor = |(id, first, bytes): (ParameterId, usize, &'a [u8])| {
+        let record = &records[id.0];
+        Some(StateTensor {
+            record,
+            kind: numbers.own(record)?,
+            dtype,
+            first,
+            contents: Contents::Memory(bytes),
+        })
+    };
+    store.parts().into_iter().filter_map(tensor).collect()
 }
 
 /// The tensors of all parameters in `stores`.

@@ -106,9 +106,14 @@ impl ModelWeights {
 }
 
 impl WeightSource for ModelWeights {
-    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), EngineError> {
+    fn make_ready(
+        &mut self,
+        queue: &dyn Kernels,
+        unit: usize,
+        next: Option<usize>,
+    ) -> Result<(), EngineError> {
         let Some(gathered) = &mut self.gathered else { return Ok(()) };
-        Ok(gathered.make_ready(unit, next, &mut self.trained, &self.shards)?)
+        Ok(gathered.make_ready(queue, (unit, next), &mut self.trained, &self.shards)?)
     }
 
     fn weights(&self) -> Weights<'_> {

@@ -28,8 +28,14 @@ fn models() -> [ModelConfig; 2] {
 fn train(config: &ModelConfig, ids: &[u32], lengths: &[usize]) -> (f64, Vec<Vec<f32>>) {
     let shape = BlockShape { sequences: 1, seq_len: lengths.iter().sum(), dtype: DType::F32 };
     let optimizer = Optimizer::Sgd { momentum: 0.0 };
-    let options =
-        EngineOptions { shape, recompute: Recompute::None, optimizer, seed: 1, threads: 2, micro_batches: 4 };
+    let options = EngineOptions {
+        shape,
+        recompute: Recompute::None.into(),
+        optimizer,
+        seed: 1,
+        threads: 2,
+        micro_batches: 4,
+    };
     let mut engine = Engine::new(config, options, &Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     let (mut positions, mut starts) = (Vec::new(), Vec::new());

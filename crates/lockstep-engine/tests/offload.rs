@@ -41,7 +41,7 @@ impl Setting {
     fn engine(&self) -> Result<Engine, EngineError> {
         let options = EngineOptions {
             shape: BlockShape { sequences: 2, seq_len: 16, dtype: self.dtype },
-            recompute: Recompute::None,
+            recompute: Recompute::None.into(),
             optimizer: self.optimizer,
             seed: 1,
             threads: 2,

@@ -8,7 +8,8 @@ use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, Optimizer, St
 use lockstep_graph::{BlockShape, Recompute};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{
-    ContextMethod, DType, Degrees, MemoryCategory, Mesh, ParameterId, TensorDimensions, ZeroStage,
+    ContextMethod, DType, Degrees, MemoryCategory, Mesh, ParameterId, Quantization, TensorDimensions,
+    ZeroStage,
 };
 use serde_json::json;
 
@@ -34,7 +35,7 @@ fn on_ranks<T: Send>(
 ) -> Vec<T> {
     let options = EngineOptions {
         shape: BlockShape { sequences: 1, seq_len: 8, dtype },
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
         seed: 1,
         threads: 1,
@@ -46,6 +47,7 @@ fn on_ranks<T: Send>(
         tensor_chunks: None,
         context_method: ContextMethod::default(),
         zero_stage,
+        quantization: Quantization::default(),
         bucket_bytes: 1 << 20,
         limit: Duration::from_secs(60),
     };

@@ -42,7 +42,7 @@ fn engine_of(model: &ModelConfig) -> Engine {
     let optimizer = Optimizer::Sgd { momentum: 0.0 };
     let options = EngineOptions {
         shape: SHAPE,
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer,
         seed: 1,
         threads: 2,
@@ -229,7 +229,7 @@ fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
         let arena = Arena::new();
         let options = EngineOptions {
             shape: BlockShape { dtype, ..SHAPE },
-            recompute: Recompute::None,
+            recompute: Recompute::None.into(),
             optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
             seed: 1,
             threads: 2,
@@ -274,7 +274,14 @@ fn a_tensor_of_the_wrong_size_is_refused_by_name() {
 /// One step of a model with one layer of everything, recorded.
 fn recorded_step(recompute: Recompute) -> (Engine, Vec<Span>) {
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions { shape: SHAPE, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
+    let options = EngineOptions {
+        shape: SHAPE,
+        recompute: recompute.into(),
+        optimizer,
+        seed: 1,
+        threads: 1,
+        micro_batches: 4,
+    };
     let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     engine.timeline().start();
@@ -345,7 +352,7 @@ fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) 
     let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
     let options = EngineOptions {
         shape: BlockShape { dtype, ..SHAPE },
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer,
         seed: 1,
         threads: 2,
@@ -397,7 +404,7 @@ fn every_optimizer_goes_on_from_what_it_has_saved_in_every_precision() {
                 .collect();
             let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
             let shape = BlockShape { dtype, ..SHAPE };
-            let recompute = Recompute::None;
+            let recompute = Recompute::None.into();
             let options =
                 EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
             let mut fresh = Engine::with_storage(&model(), options, storage.clone(), &Arena::new()).unwrap();
@@ -416,7 +423,7 @@ fn every_optimizer_goes_on_from_what_it_has_saved_in_every_precision() {
 fn muon_takes_the_matrices_of_blocks_and_adamw_the_rest() {
     let options = EngineOptions {
         shape: SHAPE,
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         optimizer: MUON,
         seed: 1,
         threads: 1,
@@ -455,7 +462,7 @@ fn state_in_bf16_takes_half_the_memory() {
         let arena = Arena::new();
         let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
         let shape = BlockShape { dtype: DType::BF16, ..SHAPE };
-        let recompute = Recompute::None;
+        let recompute = Recompute::None.into();
         let options = EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
         let _engine = Engine::with_storage(&model(), options, storage, &arena).unwrap();
         arena.in_use()[MemoryCategory::Optimizer]

@@ -27,7 +27,14 @@ fn frozen(model: &ModelConfig, is_frozen: impl Fn(&str) -> bool) -> Tuning {
 fn engine(model: &ModelConfig, tuning: &Tuning, dtype: DType, recompute: Recompute) -> Engine {
     let shape = BlockShape { sequences: 2, seq_len: 8, dtype };
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions { shape, recompute, optimizer, seed: 1, threads: 2, micro_batches: 4 };
+    let options = EngineOptions {
+        shape,
+        recompute: recompute.into(),
+        optimizer,
+        seed: 1,
+        threads: 2,
+        micro_batches: 4,
+    };
     let mut engine = Engine::tuned(model, tuning, options, Storage::default(), &Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     engine

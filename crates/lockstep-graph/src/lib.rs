@@ -48,7 +48,7 @@ mod transit;
 
 pub use context::ContextPeers;
 pub use layout::Split;
-pub use lockstep_plan::Recompute;
+pub use lockstep_plan::{Recompute, RecomputeRules};
 pub use low_rank::LowRank;
 pub use mixture::{Mixture, Routing};
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex, RotaryPairs};

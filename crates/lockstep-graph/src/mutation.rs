@@ -135,11 +135,15 @@ pub enum Mutation {
     ChunkNotAwaited,
     /// Of the last chunk of what is summed beside products only the own summand counts.
     ChunkNotSummed,
+    /// A rank works with its own weights as they were before they were quantized.
+    OwnWeightsNotQuantized,
+    /// What gradients lost to their codes is not added to the next ones.
+    ResidualNotAdded,
 }
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 64] = [
+    pub const ALL: [Self; 66] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -204,6 +208,8 @@ impl Mutation {
         Self::ChunkNotGathered,
         Self::ChunkNotAwaited,
         Self::ChunkNotSummed,
+        Self::OwnWeightsNotQuantized,
+        Self::ResidualNotAdded,
     ];
 }
 

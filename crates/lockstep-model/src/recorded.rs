@@ -7,8 +7,8 @@
 use std::collections::BTreeSet;
 
 use lockstep_graph::{
-    BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, Recorder, Split,
-    Value,
+    BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
+    Recorder, Split, Value,
 };
 use lockstep_plan::{
     ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, TensorPlace, UnitProfile,
@@ -57,7 +57,7 @@ pub struct RecordingOptions {
     /// The micro-batch, of whole sequences, and the type that kernels read.
     pub shape: BlockShape,
     /// What the blocks forget and compute again.
-    pub recompute: Recompute,
+    pub recompute: RecomputeRules,
     /// What the head ends in.
     pub head_output: HeadOutput,
     /// The rank's place among those that share each block.
@@ -94,6 +94,7 @@ impl RecordedModel {
     ) -> Self {
         let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
         let experts = ExpertPlace::default();
+        let recompute = recompute.into();
         let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts };
         Self::tuned(config, &Tuning::default(), options)
     }
@@ -133,11 +134,11 @@ impl RecordedModel {
             if !model.records.iter().any(|record| record.trainable) {
                 recording.input_gradient = InputGradient::Unwanted;
             }
+            if let Unit::Block { .. } = kind {
+                recording.recompute = options.recompute.of(unit - 1);
+            }
             let known = recorded.iter().position(|known| *known == recording);
             let program = known.unwrap_or_else(|| {
-                let is_block = matches!(kind, Unit::Block { .. });
-                let recompute = if is_block { options.recompute } else { Recompute::None };
-                let options = RecordingOptions { recompute, ..options };
                 let splits = family.tensor_splits();
                 model.programs.push(recording.run(options, &splits, |g| match kind {
                     Unit::Embedding => family.embedding(g),
@@ -290,6 +291,7 @@ struct Recording {
     frozen: BTreeSet<String>,
     low_rank: Option<LowRank>,
     input_gradient: InputGradient,
+    recompute: Recompute,
 }
 
 impl Recording {
@@ -298,7 +300,8 @@ impl Recording {
         let within = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
         let frozen = tuning.frozen.iter().filter_map(within).collect();
         let low_rank = tuning.adapter.as_ref().map(|adapter| adapter.within(prefix));
-        Self { kind, frozen, low_rank, input_gradient: InputGradient::Wanted }
+        let (input_gradient, recompute) = (InputGradient::Wanted, Recompute::None);
+        Self { kind, frozen, low_rank, input_gradient, recompute }
     }
 
     /// A tied parameter is trained if the one it is tied to is.
@@ -316,7 +319,7 @@ impl Recording {
         splits: &[(&str, Split)],
         record: impl FnOnce(&mut Recorder) -> Value,
     ) -> Program {
-        let RecordingOptions { mode, shape, recompute, tensor, context, experts, .. } = options;
+        let RecordingOptions { mode, shape, tensor, context, experts, .. } = options;
         let mut g = Recorder::new(mode, shape);
         g.share_sequences(context);
         g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
@@ -327,7 +330,7 @@ impl Recording {
             g.adapt(low_rank.clone());
         }
         let output = record(&mut g);
-        g.finish(output, recompute)
+        g.finish(output, self.recompute)
     }
 }
 
@@ -361,7 +364,8 @@ pub fn parameter_records(config: &ModelConfig) -> Vec<ParameterRecord> {
 pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterRecord> {
     // Parameters depend on no shape of the input, so that the smallest will do.
     let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
-    let (mode, recompute, head_output) = (Mode::Inference, Recompute::None, HeadOutput::Logits);
+    let (mode, recompute) = (Mode::Inference, RecomputeRules::default());
+    let head_output = HeadOutput::Logits;
     let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
     let experts = ExpertPlace::default();
     let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts };

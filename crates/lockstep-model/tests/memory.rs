@@ -27,7 +27,7 @@ fn kept_on(tensor: TensorPlace, recompute: Recompute) -> f64 {
     let options = RecordingOptions {
         mode: Mode::Training,
         shape: SHAPE,
-        recompute,
+        recompute: recompute.into(),
         head_output: HeadOutput::Losses,
         tensor,
         context: ContextPlace::default(),

@@ -9,6 +9,7 @@
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
 //! - [`ZeroStage`]: what of a model's state ranks share out that would else each hold a copy.
+//! - [`QuantizedType`]: small integers in which weights and gradients go between ranks.
 //! - [`ContextPlace`]: which tokens of each sequence a rank holds where ranks share sequences.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
@@ -28,7 +29,9 @@ mod mesh;
 mod nearest;
 mod parameter;
 mod plan;
+mod quantized;
 pub mod random;
+mod recompute;
 pub mod schedule;
 mod share;
 mod split;
@@ -39,17 +42,19 @@ pub use context::ContextPlace;
 pub use dtype::DType;
 pub use memory::{
     CACHE_LINE_BYTES, Extent, Gathering, LookedUpSizes, MemoryBytes, MemoryCategory, MemoryItem,
-    MemoryPrediction, ModelProfile, Passage, RingSizes, SharedTable, StageMemory, StatePlan, StoreLayout,
-    Stretch, UnitProfile, booked_bytes, predicted,
+    MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory, StatePlan,
+    StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, window_bytes, window_memory_bytes};
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use plan::{
-    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute,
-    TensorDimensions, ValidPlan,
+    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, TensorDimensions,
+    ValidPlan,
 };
+pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
+pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};

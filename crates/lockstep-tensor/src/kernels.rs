@@ -7,7 +7,7 @@
 //! are a bug in the caller: the kernel panics and names them. Work is split by shape only, so the bits
 //! do not depend on the number of threads.
 
-use lockstep_plan::{DType, exact::ExactSum};
+use lockstep_plan::{DType, QuantizedType, exact::ExactSum};
 
 use crate::{GroupedGemm, Permutation, Routed, Router, RouterGradients, View};
 
@@ -641,6 +641,24 @@ pub trait Kernels {
 
     /// Converts between f32, bf16 and f16 (round to nearest even), or copies.
     fn cast(&self, x: View<'_>, y: View<'_>);
+
+    /// Writes the elements of `x` (f32, bf16 or f16; whole blocks of
+    /// [`QUANTIZATION_BLOCK`](lockstep_plan::QUANTIZATION_BLOCK)) as `records` (u8 `[kind.bytes(elements)]`): a scale for each block
+    /// and a code for each element, off by no more than half of that scale.
+    ///
+    /// With a `residual` (f32 or bf16, as many elements) it is added first, and what the records then fail to say becomes the
+    /// new one (error feedback: Seide et al., 2014; Karimireddy et al., 2019).
+    ///
+    /// A block with an element that is not finite becomes NaN as a whole, and leaves no residual. Of a block whose largest
+    /// magnitude is below 1.5e-36 (int8; 8.2e-38 for int4) nothing is said: it becomes zeros.
+    fn quantize(&self, kind: QuantizedType, x: View<'_>, residual: Option<View<'_>>, records: View<'_>);
+
+    /// The elements that [`Kernels::quantize`] wrote, rounded to the type of `y` (f32, bf16 or f16).
+    fn dequantize(&self, kind: QuantizedType, records: View<'_>, y: View<'_>);
+
+    /// The sums of the elements of `parts` tensors that lie one after the other in `records`, each as long as `y` (f32): added in f32,
+    /// in the order in which floats of as many ranks are reduced.
+    fn dequantize_sum(&self, kind: QuantizedType, parts: usize, records: View<'_>, y: View<'_>);
 
     /// `y [b, a, width]` becomes `x [a, b, width]` with its first two dimensions exchanged. Float types.
     fn transpose_blocks(&self, x: View<'_>, y: View<'_>);

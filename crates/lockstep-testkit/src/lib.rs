@@ -5,12 +5,13 @@
 //! this crate's test, which runs on stable in seconds and takes [`mutations`](mutate) of sound [`seeds`].
 //!
 //! The [`parity`] matrix runs tiny models under every kind of plan, and under [plans drawn at random](random_plan), and
-//! holds them against one rank.
+//! holds them against one rank. What plans that [quantize](quantized) promise is held apart from it.
 #![forbid(unsafe_code)]
 
 mod decided;
 pub mod mutate;
 pub mod parity;
+pub mod quantized;
 pub mod random_plan;
 pub mod seeds;
 pub mod targets;

@@ -35,7 +35,8 @@ pub fn random_plans(
     let method = select(vec!["ring", "all_gather", "all_to_all"]);
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
-    let recompute = (select(vec!["none", "selective", "full"]), 0..=3_usize);
+    let by_layer = "{ default = \"selective\", layers = [{ every = 2, mode = \"full\" }, { from = 3, mode = \"none\" }] }";
+    let recompute = (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize);
     let rows = (any::<bool>(), layout, 1..=4_usize);
     (select(models), degrees, rows, method, experts, pipeline, batch, recompute)
         .prop_map(|(model, degrees, rows, method, experts, stages, batch, recompute)| {

@@ -181,6 +181,55 @@ fn schedules_with_many_micro_batches_book_what_was_predicted() {
 }
 
 #[test]
+fn what_travels_as_small_integers_books_what_was_predicted() {
+    let shards = |more: &[&'static str]| [&["parallel.data_parallel_shard=2"], more].concat();
+    let (weights, gradients) = ("parallel.quantize_weights=int8", "parallel.quantize_gradients=int8");
+    let (int4, forgets) = ("parallel.quantize_gradients=int4", "parallel.quantize_feedback=false");
+    let (one, two, three) = ("parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3");
+    let [replicas, tensor, pipeline, context] = [
+        "parallel.data_parallel_replicate=2",
+        "parallel.tensor_parallel=2",
+        "parallel.pipeline_parallel=2",
+        "parallel.context_parallel=2",
+    ];
+    let mut plans = vec![
+        shards(&[three, weights]),
+        shards(&[one, gradients]),
+        shards(&[two, int4]),
+        shards(&[two, int4, forgets]),
+        shards(&[three, weights, int4]),
+        shards(&[two, replicas, gradients]),
+        shards(&[three, tensor, weights, gradients]),
+        shards(&[three, pipeline, weights, int4]),
+        shards(&[three, context, weights, gradients]),
+        shards(&[three, weights, gradients, "train.precision=bf16"]),
+        shards(&[three, weights, int4, forgets, "train.precision=f16"]),
+    ];
+    check(&[GPT2, LLAMA], &plans);
+    let shards = |more: &[&'static str]| {
+        [&["parallel.data_parallel_shard=4", "parallel.expert_parallel=2"], more].concat()
+    };
+    plans = vec![shards(&[two, int4]), shards(&[three, weights, gradients])];
+    check(&[MIXTRAL], &plans);
+    // Three copies, that pieces of what is owned are not of equal length.
+    let three_copies = [
+        "parallel.data_parallel_replicate=3",
+        "parallel.data_parallel_shard=2",
+        two,
+        gradients,
+        "train.global_batch=12",
+    ];
+    check(&[LLAMA], &[three_copies.to_vec()]);
+}
+
+#[test]
+fn layers_that_compute_again_by_themselves_book_what_was_predicted() {
+    let rules =
+        "parallel.recompute={ default = \"selective\", layers = [{ from = 1, every = 2, mode = \"full\" }] }";
+    check(&[GPT2, LLAMA, MIXTRAL], &[vec![rules], vec![rules, "parallel.pipeline_parallel=2"]]);
+}
+
+#[test]
 fn what_is_frozen_books_what_was_predicted() {
     let lora = "fine_tune.lora_rank=2";
     let shards = |stage| vec![lora, "parallel.data_parallel_shard=2", stage];
@@ -189,6 +238,7 @@ fn what_is_frozen_books_what_was_predicted() {
         shards("parallel.zero_stage=1"),
         shards("parallel.zero_stage=3"),
         vec![lora, "parallel.pipeline_parallel=2", "train.precision=bf16"],
+        [shards("parallel.zero_stage=2"), vec!["parallel.quantize_gradients=int8"]].concat(),
         vec!["fine_tune.freeze=[\"model.layers.0.*\"]"],
     ];
     // Of the models of the matrix these begin from weights that are there, which alone may be frozen.
@@ -220,9 +270,10 @@ fn what_is_on_disk_books_its_windows() {
 #[test]
 fn copies_of_the_state_are_predicted() {
     let bench = Workbench::new().unwrap();
-    for precision in ["train.precision=f32", "train.precision=bf16"] {
+    let settings = ["train.precision=f32", "train.precision=bf16", "parallel.quantize_gradients=int8"];
+    for setting in settings {
         let plan =
-            ["parallel.data_parallel_shard=2", "parallel.zero_stage=2", "train.rollback_after=3", precision];
+            ["parallel.data_parallel_shard=2", "parallel.zero_stage=2", "train.rollback_after=3", setting];
         let config: RunConfig = bench.config(LLAMA, &[&plan[..], &["train.steps=3"]].concat()).unwrap();
         let forecast = Forecast::of(&config, &resolve_model(&config).unwrap()).unwrap();
         let seen = on_ranks(&config, |ranks: &Ranks| {
@@ -234,7 +285,7 @@ fn copies_of_the_state_are_predicted() {
             let snapshot = MemoryCategory::Snapshot;
             let predicted = forecast.of_rank(rank).by_category()[snapshot];
             assert!(booked[snapshot] > 0);
-            assert_eq!(booked[snapshot], predicted, "{precision}, rank {rank}");
+            assert_eq!(booked[snapshot], predicted, "{setting}, rank {rank}");
         }
     }
 }

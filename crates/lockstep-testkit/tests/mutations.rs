@@ -4,7 +4,11 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::mutation::{Mutation, activate};
+use lockstep_plan::{Quantization, QuantizedType, ZeroStage};
 use lockstep_testkit::parity::{GPT2, LLAMA, MIXTRAL, TinyModel, Workbench};
+use lockstep_testkit::quantized::{
+    Case, Found, ranks_work_with_the_same_weights, what_one_step_loses_the_next_one_says,
+};
 use lockstep_train::verify::Tolerance;
 
 /// Biases are zero at first: only after a step do they differ. Plain gradient descent keeps rounding small.
@@ -59,6 +63,15 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
     ]
 }
 
+/// What no plan of the matrix does, for it loses something.
+fn noticed_by_quantized_sums() -> Found {
+    let gradients = Some(QuantizedType::Int4);
+    let quantization = Quantization { gradients, ..Quantization::default() };
+    let case = Case { replicate: 2, shard: 2, zero_stage: ZeroStage::Gradients, quantization };
+    ranks_work_with_the_same_weights()?;
+    what_one_step_loses_the_next_one_says(case)
+}
+
 #[test]
 fn every_fault_is_noticed_by_a_plan() {
     let bench = Workbench::new().unwrap();
@@ -73,6 +86,7 @@ fn every_fault_is_noticed_by_a_plan() {
             lines.join("\n")
         );
     }
+    noticed_by_quantized_sums().unwrap();
     let mut unnoticed = Vec::new();
     for mutation in Mutation::ALL {
         activate(Some(mutation));
@@ -83,6 +97,7 @@ fn every_fault_is_noticed_by_a_plan() {
             };
             Some(format!("{}, {}: {words}", model.name, plan.join(" ")))
         });
+        let noticed = noticed.or_else(|| noticed_by_quantized_sums().err().map(|error| error.to_string()));
         activate(None);
         match noticed {
             Some(how) => println!("{mutation:?}: {how}"),

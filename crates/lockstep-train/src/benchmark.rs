@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, Storage, Update};
-use lockstep_graph::{BlockShape, Recompute, Seed};
+use lockstep_graph::{BlockShape, RecomputeRules, Seed};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
@@ -36,7 +36,7 @@ pub struct StepBenchmark {
     /// How finely every operation in them is timed as well, if it is.
     pub roofline: Option<Detail>,
     /// What the blocks compute again.
-    pub recompute: Recompute,
+    pub recompute: RecomputeRules,
     /// How weights and optimizer state are kept, and where.
     pub storage: Storage,
 }
@@ -351,7 +351,7 @@ mod tests {
             threads: 1,
             steps: 3,
             roofline: None,
-            recompute: Recompute::None,
+            recompute: RecomputeRules::default(),
             storage: Storage::default(),
         };
         let alone = time_steps(&tiny(), &benchmark(2), &Ranks::alone()).unwrap();
@@ -389,7 +389,7 @@ mod tests {
             threads: 1,
             steps: 3,
             roofline,
-            recompute: Recompute::None,
+            recompute: RecomputeRules::default(),
             storage: Storage::default(),
         };
         let times = time_steps(&tiny(), &benchmark, &Ranks::alone()).unwrap();

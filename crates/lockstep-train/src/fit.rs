@@ -6,11 +6,12 @@
 use std::fmt;
 use std::ops::Range;
 
-use lockstep_plan::MemoryBytes;
+use lockstep_plan::{MemoryBytes, Recompute};
 
-use crate::config::{OptimizerKind, Precision, Recompute, Residence, StatePrecision};
+use crate::config::{OptimizerKind, Precision, Residence, StatePrecision};
 use crate::machine::takable_memory_bytes;
 use crate::plan::check;
+use crate::plan_file::recompute_setting;
 use crate::{Error, Forecast, ResolvedModel, RunConfig, human};
 
 /// What a machine lacks for its ranks, and what would fit it.
@@ -42,7 +43,9 @@ pub struct Change {
 impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for setting in &self.settings {
-            write!(f, "--set {setting} ")?;
+            // A table has spaces and quotation marks, which shells would take for their own.
+            let quotation = if setting.contains(' ') { "'" } else { "" };
+            write!(f, "--set {quotation}{setting}{quotation} ")?;
         }
         write!(f, "({})", human::bytes(self.needed_bytes as u64))
     }
@@ -215,18 +218,14 @@ fn last_of_each(settings: Vec<String>) -> Vec<String> {
     settings.iter().enumerate().filter(is_last).map(|(_, setting)| setting.clone()).collect()
 }
 
-fn recompute(config: &mut RunConfig, settings: &mut Vec<String>, more: Recompute) -> bool {
-    let rank = |recompute| match recompute {
-        Recompute::None => 0,
-        Recompute::Selective => 1,
-        Recompute::Full => 2,
-    };
-    let is_more = rank(more) > rank(config.parallel.recompute);
-    if is_more {
-        config.parallel.recompute = more;
-        settings.push(format!("parallel.recompute={}", more.word()));
+/// Has every layer forget at least so much.
+fn recompute(config: &mut RunConfig, settings: &mut Vec<String>, least: Recompute) -> bool {
+    let more = config.parallel.recompute.at_least(least);
+    if let Some(rules) = more {
+        config.parallel.recompute = rules;
+        settings.push(recompute_setting(&rules));
     }
-    is_more
+    more.is_some()
 }
 
 /// Shares out the state over all ranks that read other parts of the batch, from a stage on.
@@ -376,6 +375,18 @@ mod tests {
         let by_recompute = refusal(&alone, total(&alone) - 1).remedy.unwrap();
         assert_eq!(by_recompute.settings, ["parallel.recompute=selective"]);
         assert_eq!(by_recompute.needed_bytes, of(&["parallel.recompute=selective"]));
+    }
+
+    #[test]
+    fn layers_that_compute_again_keep_to_it_where_more_of_them_must() {
+        let rules = "parallel.recompute={ layers = [{ from = 0, to = 1, mode = \"full\" }] }";
+        let run = config(&["train.micro_batch=4", rules]);
+        let misfit = refusal(&run, total(&run) - 1);
+        let expected = "parallel.recompute={ default = \"selective\", layers = [{ from = 0, to = 1, every = 1, mode = \"full\" }] }";
+        let remedy = misfit.remedy.clone().unwrap();
+        assert_eq!(remedy.settings, [expected]);
+        assert_eq!(remedy.needed_bytes, total(&config(&["train.micro_batch=4", expected])));
+        assert!(misfit.to_string().contains(&format!("--set '{expected}' ")), "{misfit}");
     }
 
     #[test]

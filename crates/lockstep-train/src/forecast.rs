@@ -59,7 +59,7 @@ impl Forecast {
             let index = *known.entry((places, stage, copies)).or_insert_with(|| {
                 let recorded = recorded
                     .entry(places)
-                    .or_insert_with(|| Recorded::new(model, tuning, training, &groups, places));
+                    .or_insert_with(|| Recorded::new(model, tuning, training, &groups, &mesh, places));
                 let stages = match &pipeline {
                     Some(plan) => plan.memory_of(stage),
                     None => vec![StageMemory::whole(recorded.profile.units.len())],
@@ -214,11 +214,13 @@ impl Recorded {
         tuning: &Tuning,
         Training { options, storage, .. }: &Training,
         groups: &GroupOptions,
+        mesh: &Mesh,
         places: Places,
     ) -> Self {
         let recorded = RecordedModel::tuned(model, tuning, options.recording(places));
         let context: ContextPlace = places.context;
-        let state = options.state_plan(&recorded, storage, groups.zero_stage, context);
+        let sharing = (groups.zero_stage, groups.quantization);
+        let state = options.state_plan(&recorded, storage, sharing, mesh);
         Self { profile: recorded.profile(context), state }
     }
 

@@ -92,7 +92,7 @@ pub(crate) fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tunin
     let options = RecordingOptions {
         mode: Mode::Training,
         shape: BlockShape { dtype: DType::F32, ..engine_options(config).shape },
-        recompute: lockstep_graph::Recompute::None,
+        recompute: lockstep_graph::RecomputeRules::default(),
         head_output: HeadOutput::Losses,
         tensor: TensorPlace::default(),
         experts: ExpertPlace::default(),

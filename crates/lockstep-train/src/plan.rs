@@ -88,12 +88,15 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         micro_batch: config.micro_batch(),
         schedule,
         stages,
-        recompute: config.parallel.recompute.into(),
+        recompute: config.parallel.recompute,
         sequence_parallel: config.parallel.sequence_parallel,
         tensor_layout: config.parallel.tensor_layout.into(),
         tensor_chunks: config.parallel.tensor_chunks,
         context_method: config.parallel.context_parallel_method.into(),
         zero_stage: config.zero_stage().number(),
+        quantize_weights: config.quantization().weights,
+        quantize_gradients: config.quantization().gradients,
+        quantize_feedback: config.quantization().feedback,
     })
 }
 
@@ -155,6 +158,7 @@ fn problems_of(config: &RunConfig, error: PlanError) -> Vec<Problem> {
             PlanProblem::StageCount { .. } | PlanProblem::EmptyStage { .. } | PlanProblem::Units { .. } => {
                 &["parallel.pipeline_stages", "parallel.pipeline_parallel"]
             }
+            PlanProblem::RecomputeLayer { .. } => &["parallel.recompute"],
             PlanProblem::TooManyStages { .. } => &["parallel.pipeline_parallel"],
             PlanProblem::Mesh(MeshProblem::ExpertTensor { .. })
             | PlanProblem::Degree { degree: "expert_tensor", .. }

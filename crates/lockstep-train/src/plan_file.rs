@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, PipelineSchedule, Plan, TensorDimensions};
+use lockstep_plan::{Degrees, Feedback, LayerRule, PipelineSchedule, Plan, RecomputeRules, TensorDimensions};
 
-use crate::config::{ContextMethod, Origin, Problem, Recompute, TensorLayout};
+use crate::config::{ContextMethod, Origin, Problem, TensorLayout};
 use crate::setup::named_model;
 use crate::{Error, RunConfig, plan};
 
@@ -79,7 +79,8 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         "tensor_layout" => tensor == 1,
         "tensor_chunks" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
         "context_method" => context == 1,
-        "zero_stage" => shard * context == 1,
+        "zero_stage" | "quantize_weights" | "quantize_gradients" => shard * context == 1,
+        "quantize_feedback" => file.quantize_gradients.is_none(),
         "schedule" | "stages" => pipeline == 1,
         _ => false,
     };
@@ -92,6 +93,20 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
             format!("{field} is {value} in the plan, and the run's keys say {run}: leave one out")
         })
         .collect()
+}
+
+/// The rules as TOML, in which a table on one line has the keys and values of JSON.
+pub(crate) fn recompute_setting(rules: &RecomputeRules) -> String {
+    let layer = |LayerRule { from, to, every, mode }: &LayerRule| {
+        let to = to.map_or(String::new(), |to| format!("to = {to}, "));
+        format!("{{ from = {from}, {to}every = {every}, mode = {:?} }}", mode.word())
+    };
+    let layers: Vec<String> = rules.rules().map(layer).collect();
+    let default = rules.default_mode().word();
+    if layers.is_empty() {
+        return format!("parallel.recompute={default}");
+    }
+    format!("parallel.recompute={{ default = {default:?}, layers = [{}] }}", layers.join(", "))
 }
 
 /// The keys of a run that a plan sets.
@@ -107,7 +122,7 @@ fn settings_of(plan: &Plan) -> Vec<String> {
         // Without tensor ranks it is of no effect, or with a square of them, which a plan may say and keys may not.
         format!("parallel.sequence_parallel={}", plan.sequence_parallel && splits_by_choice),
         format!("parallel.context_parallel={context}"),
-        format!("parallel.recompute={}", Recompute::from(plan.recompute).word()),
+        recompute_setting(&plan.recompute),
         format!("train.micro_batch={}", plan.micro_batch),
         format!("parallel.pipeline_parallel={pipeline}"),
     ];
@@ -119,6 +134,14 @@ fn settings_of(plan: &Plan) -> Vec<String> {
     }
     if shard * context > 1 {
         settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
+        let kinds = [("weights", plan.quantize_weights), ("gradients", plan.quantize_gradients)];
+        for (what, kind) in kinds {
+            settings.extend(kind.map(|kind| format!("parallel.quantize_{what}={kind}")));
+        }
+        if plan.quantize_gradients.is_some() {
+            let is_kept = plan.quantize_feedback == Feedback::Kept;
+            settings.push(format!("parallel.quantize_feedback={is_kept}"));
+        }
     }
     if tensor > 1 {
         settings.push(format!("parallel.tensor_layout={}", TensorLayout::from(plan.tensor_layout).word()));
@@ -158,12 +181,15 @@ mod tests {
             micro_batch: 2,
             schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
             stages: vec![2, 2, 1, 3],
-            recompute: lockstep_plan::Recompute::Full,
+            recompute: lockstep_plan::Recompute::Full.into(),
             sequence_parallel: true,
             tensor_layout: TensorDimensions::One,
             tensor_chunks: Some(3),
             context_method: lockstep_plan::ContextMethod::AllToAll,
             zero_stage: 0,
+            quantize_weights: None,
+            quantize_gradients: None,
+            quantize_feedback: lockstep_plan::Feedback::Kept,
         }
     }
 

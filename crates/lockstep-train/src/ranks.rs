@@ -63,6 +63,7 @@ pub(crate) fn group_options(config: &RunConfig) -> GroupOptions {
         tensor_chunks: parallel.tensor_chunks,
         context_method: parallel.context_parallel_method.into(),
         zero_stage: config.zero_stage(),
+        quantization: config.quantization(),
         bucket_bytes: parallel.bucket_bytes(),
         limit: Duration::from_secs_f64(parallel.timeout_s),
     }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use lockstep_comm::Group;
 use lockstep_engine::{GroupOptions, Groups, PassTime, PipelinePlan, Rehearsal, StepTimes};
 use lockstep_plan::schedule::{Costs, Schedule, StageCost};
-use lockstep_plan::{ContextMethod, Degrees, MemoryCategory, Mesh, TensorDimensions, ZeroStage};
+use lockstep_plan::{
+    ContextMethod, Degrees, MemoryCategory, Mesh, Quantization, TensorDimensions, ZeroStage,
+};
 use serde::Serialize;
 
 use crate::Error;
@@ -69,6 +71,7 @@ impl PipelineBenchmark {
             tensor_chunks: None,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
+            quantization: Quantization::default(),
             bucket_bytes: 0,
             limit,
         };

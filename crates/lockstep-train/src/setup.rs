@@ -112,7 +112,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
                 Precision::F16 => DType::F16,
             },
         },
-        recompute: config.parallel.recompute.into(),
+        recompute: config.parallel.recompute,
         optimizer: match optimizer.kind {
             OptimizerKind::AdamW => Optimizer::AdamW { betas: optimizer.betas(), eps: optimizer.eps },
             OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum() as f32 },

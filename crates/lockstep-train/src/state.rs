@@ -8,6 +8,7 @@ use lockstep_checkpoint::{
     BaseModel, Checkpoint, CheckpointError, DType, TensorKind, latest_good, set_aside,
 };
 use lockstep_engine::{Engine, StateKind};
+use lockstep_plan::ParameterId;
 use serde_json::{Value, json};
 
 use crate::config::Difference;
@@ -54,6 +55,7 @@ pub(crate) fn tensor_kind(kind: StateKind) -> TensorKind {
         StateKind::ExpAvg => TensorKind::ExpAvg,
         StateKind::ExpAvgSq => TensorKind::ExpAvgSq,
         StateKind::MomentumBuffer => TensorKind::Momentum,
+        StateKind::GradientResidual(rank) => TensorKind::Other(format!("{}.{rank}", kind.name())),
     }
 }
 
@@ -173,7 +175,7 @@ pub(crate) fn restore(
     let mut values = Vec::new();
     let ids: Vec<_> = engine.trained_ids().collect();
     for id in ids {
-        for kind in engine.state_kinds(id) {
+        for kind in engine.state_kinds(id).chain(own_residual(engine, id, checkpoint)) {
             let record = &engine.records()[id.0];
             let stored = tensor_kind(kind);
             values.resize(checkpoint.tensor(&record.name, &stored)?.elements(), 0.0);
@@ -192,6 +194,15 @@ pub(crate) fn restore(
         samples: manifest.samples_consumed,
         tokens: counter("tokens_seen"),
     })
+}
+
+/// The residual that this rank finds of a parameter's gradients in a checkpoint; none if that is of more ranks, or fewer, of which
+/// each had another part of the gradients: then this rank begins without one.
+fn own_residual(engine: &Engine, id: ParameterId, checkpoint: &Checkpoint) -> Option<StateKind> {
+    let [own, last, next] = engine.residual_kinds(id)?;
+    let name = &engine.records()[id.0].name;
+    let is_there = |kind| checkpoint.manifest().tensor(name, &tensor_kind(kind)).is_some();
+    (is_there(last) && !is_there(next)).then_some(own)
 }
 
 /// Whether the training text is another than the one that the checkpoint's run read.

@@ -76,6 +76,32 @@ fn what_one_rank_does_anyway_may_be_said() {
 }
 
 #[test]
+fn what_is_quantized_goes_through_a_plan_and_back() {
+    let settings = [
+        "parallel.data_parallel_shard=2",
+        "parallel.zero_stage=3",
+        "parallel.quantize_weights=int8",
+        "parallel.quantize_gradients=int4",
+        "parallel.quantize_feedback=false",
+    ];
+    let (config, dir) = (set(&settings), tempfile::tempdir().unwrap());
+    let (plan, _) = lockstep_train::plan::check(&config).unwrap();
+    let path = dir.path().join("plan.json");
+    fs::write(&path, plan.to_json().unwrap()).unwrap();
+    let file = lockstep_train::PlanFile::read(&path).unwrap();
+    for setting in &settings {
+        assert!(
+            file.settings().iter().any(|found| found == setting),
+            "{setting} is not in {:?}",
+            file.settings()
+        );
+    }
+    file.check(&config).unwrap();
+    let other = file.check(&set(&settings[..3])).unwrap_err().to_string();
+    assert!(other.contains("quantize_gradients is \"int4\" in the plan"), "{other}");
+}
+
+#[test]
 fn values_know_their_line_and_arguments_win() {
     let text = "[train]\n# comment\nsteps = 50\nseed = 1\n\n[optimizer]\nlr = 1e-3\n";
     let arguments = ["train.lr=2e-3", "train.seed=5", "train.seed=6"];

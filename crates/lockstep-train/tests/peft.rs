@@ -52,7 +52,14 @@ fn engine(family: &str, recompute: Recompute) -> Engine {
     let frozen: BTreeSet<String> = parameter_records(&config).into_iter().map(|record| record.name).collect();
     let tuning = Tuning { frozen, adapter: Some(adapter.adapter().clone()) };
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions { shape: SHAPE, recompute, optimizer, seed: 0, threads: 2, micro_batches: 4 };
+    let options = EngineOptions {
+        shape: SHAPE,
+        recompute: recompute.into(),
+        optimizer,
+        seed: 0,
+        threads: 2,
+        micro_batches: 4,
+    };
     let mut engine = Engine::tuned(&config, &tuning, options, Storage::default(), &Arena::new()).unwrap();
     let ids: BTreeMap<String, ParameterId> =
         engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();

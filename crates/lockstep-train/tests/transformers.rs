@@ -35,7 +35,7 @@ fn engine(family: &str, recompute: Recompute) -> Engine {
     let directory = ModelDirectory::open(&fixture(family)).unwrap();
     let options = EngineOptions {
         shape: SHAPE,
-        recompute,
+        recompute: recompute.into(),
         optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
         seed: 0,
         threads: 2,

@@ -102,7 +102,7 @@ impl Predicted {
         say!(
             "plan       {}, recompute {}, {}, micro-batches of {}",
             plan_in_words(config),
-            config.parallel.recompute.word(),
+            config.parallel.recompute,
             config.train.precision.word(),
             config.micro_batch(),
         );

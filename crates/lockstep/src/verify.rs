@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{JoinOptions, is_launched};
+use lockstep_plan::{Quantization, QuantizedType};
 use lockstep_train::config::{DataSource, Origin, Precision, TensorLayout, Transport};
 use lockstep_train::fit::require;
 use lockstep_train::interrupt::Interrupt;
@@ -72,6 +73,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let one_rank = expected(&config)?;
     let comparison = match config.train.precision {
+        _ if is_lossy(&config) => Comparison::of_f32(&found, &one_rank, Tolerance::of(config.quantization())),
         Precision::F32 => Comparison::of_f32(&found, &one_rank, Tolerance::F32),
         Precision::BF16 | Precision::F16 => {
             Comparison::of_narrow(&found, &one_rank, &expected(&exact(&config))?)
@@ -176,7 +178,25 @@ pub(crate) fn plan_in_words(config: &RunConfig) -> String {
         0 => String::new(),
         stage => format!(", ZeRO stage {stage}"),
     };
-    if words.is_empty() { "one rank".to_owned() } else { words.join(" of ") + &shared_out }
+    if words.is_empty() {
+        "one rank".to_owned()
+    } else {
+        words.join(" of ") + &shared_out + &quantized(config)
+    }
+}
+
+/// Whether the plan loses something on the way between ranks, as its user has asked for.
+fn is_lossy(config: &RunConfig) -> bool {
+    config.quantization().weights.is_some() || config.quantization().gradients.is_some()
+}
+
+/// What travels as small integers, in words.
+fn quantized(config: &RunConfig) -> String {
+    let Quantization { weights, gradients, .. } = config.quantization();
+    let words = |what: &str, kind: Option<QuantizedType>| {
+        kind.map_or(String::new(), |kind| format!(", {what} sent as {kind}"))
+    };
+    words("weights", weights) + &words("gradients", gradients)
 }
 
 fn print(config: &RunConfig, comparison: &Comparison) {
@@ -185,11 +205,16 @@ fn print(config: &RunConfig, comparison: &Comparison) {
     say!(
         "plan       {}, recompute {}, {}; {}",
         plan_in_words(config),
-        config.parallel.recompute.word(),
+        config.parallel.recompute,
         precision.word(),
         human::plural(steps, "step"),
     );
     match precision {
+        _ if is_lossy(config) => {
+            say!(
+                "against    the same run on one rank, within what codes of so few bits lose: the plan is lossy by choice"
+            );
+        }
         Precision::F32 => say!("against    the same run on one rank"),
         _ => say!(
             "against    one rank in f32: {NARROW_FACTOR} times as far as one rank in {} is allowed",
@@ -197,7 +222,7 @@ fn print(config: &RunConfig, comparison: &Comparison) {
         ),
     }
     say!("");
-    let is_narrow = precision != Precision::F32;
+    let is_narrow = precision != Precision::F32 && !is_lossy(config);
     let exact = |text: &str| if is_narrow { format!("{text:>12}") } else { String::new() };
     say!("step                  {:>12}{:>12}{}  difference  allowed", "plan", "one rank", exact("f32"));
     for ComparedStep { step, what, plan, one_rank, f32, difference, allowed } in &comparison.steps {
@@ -217,7 +242,14 @@ fn print(config: &RunConfig, comparison: &Comparison) {
     say!("");
     let failures = &comparison.failures;
     if failures.is_empty() {
-        say!("verdict    the plan computes what one rank computes");
+        if is_lossy(config) {
+            say!("verdict    the plan computes what one rank computes, but for what its codes lose");
+            say!(
+                "           (to verify it to the last digits, set parallel.quantize_weights=none, parallel.quantize_gradients=none)"
+            );
+        } else {
+            say!("verdict    the plan computes what one rank computes");
+        }
         if config.ranks() == 1 {
             say!("           (it is one rank: choose a plan, e.g. --set parallel.tensor_parallel=2)");
         }
@@ -246,7 +278,8 @@ fn print_json(config: &RunConfig, comparison: &Comparison) {
             "sequence_parallel": config.parallel.sequence_parallel, "tensor_layout": config.parallel.tensor_layout,
             "tensor_chunks": config.parallel.tensor_chunks,
             "context_parallel_method": config.parallel.context_parallel_method, "recompute": config.parallel.recompute,
-            "precision": config.train.precision, "steps": steps, "gradients": gradients,
+            "precision": config.train.precision, "quantize_weights": config.parallel.quantize_weights,
+            "quantize_gradients": config.parallel.quantize_gradients, "steps": steps, "gradients": gradients,
             "router_margin": router_margin, "failures": failures,
         })
     );

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use crate::{DType, ParameterId, ParameterRecord, ShardPlace, Summing, booked_bytes};
+use crate::{DType, ParameterId, ParameterRecord, QUANTIZATION_BLOCK, ShardPlace, Summing, booked_bytes};
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
@@ -66,6 +66,18 @@ pub struct Passage {
     pub offsets: Vec<usize>,
     /// Elements of both buffers.
     pub elements: [usize; 2],
+}
+
+/// Gradients that go to their owners as records of small integers: those of a unit are in one of two pairs of buffers, one for
+/// what is sent and one for what comes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RecordPassage {
+    /// Where each stretch begins in its buffers, in elements; none for one that goes as it is.
+    pub offsets: Vec<Option<usize>>,
+    /// Elements of both buffers for what is sent.
+    pub sent: [usize; 2],
+    /// Elements of both buffers for what comes.
+    pub received: [usize; 2],
 }
 
 /// Weights that are whole while a unit works with them: those of a unit are in one of two buffers.
@@ -203,6 +215,28 @@ impl StoreLayout {
         };
         let offsets = self.stretches.iter().map(offset).collect();
         Passage { offsets, elements }
+    }
+
+    /// Where gradients of those stretches of this layout that `is_coded` says are as records, if the sums of so many replicas
+    /// are exchanged as well.
+    pub fn record_passage(&self, replicas: usize, is_coded: impl Fn(usize) -> bool) -> RecordPassage {
+        let units = self.stretches.iter().map(|stretch| stretch.completed_by + 1).max().unwrap_or(0);
+        let (mut ends, mut sent, mut received) = (vec![0; units], [0; 2], [0; 2]);
+        let offset = |(index, stretch): (usize, &Stretch)| {
+            if !is_coded(index) {
+                return None;
+            }
+            let (end, buffer) = (&mut ends[stretch.completed_by], buffer_of(stretch.completed_by));
+            let start = *end;
+            *end += stretch.elements;
+            sent[buffer] = (*end).max(sent[buffer]);
+            // Over replicas as many pieces come as there are of them, of which the last may be the longest.
+            let piece = (stretch.own.len() / QUANTIZATION_BLOCK).div_ceil(replicas) * QUANTIZATION_BLOCK;
+            received[buffer] = (*end).max(replicas * piece).max(received[buffer]);
+            Some(start)
+        };
+        let offsets = self.stretches.iter().enumerate().map(offset).collect();
+        RecordPassage { offsets, sent, received }
     }
 
     /// Where weights of this layout are while they are whole, for units that read `parameters`; what nobody else owns a part

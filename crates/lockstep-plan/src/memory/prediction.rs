@@ -5,9 +5,9 @@
 //! depends on the instructions that a CPU has, and on no plan but by the micro-batch.
 
 use crate::{
-    DType, DiskPlan, Extent, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord, ShardPlace,
-    SharedTable, StageMemory, StoreLayout, Summing, UnitProfile, ZeroStage, booked_bytes, window_bytes,
-    window_memory_bytes,
+    DType, DiskPlan, Extent, Feedback, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord,
+    Quantization, QuantizedType, RecordPassage, ShardPlace, SharedTable, StageMemory, StoreLayout, Summing,
+    UnitProfile, ZeroStage, booked_bytes, window_bytes, window_memory_bytes,
 };
 
 /// How the state of a run is kept, beside what the model's recording says.
@@ -15,6 +15,10 @@ use crate::{
 pub struct StatePlan {
     /// What of it the ranks share out that would else each hold a copy.
     pub zero_stage: ZeroStage,
+    /// What these ranks send as small integers.
+    pub quantization: Quantization,
+    /// Copies of the model, whole or shared out.
+    pub replicas: usize,
     /// Whether f32 weights are kept beside those that kernels read.
     pub has_master: bool,
     /// Type of the optimizer's numbers.
@@ -111,6 +115,7 @@ struct Rank<'a, S> {
     is_here: Vec<bool>,
     /// As this rank sees them, where a table's uses are on two.
     records: Vec<ParameterRecord>,
+    shared_table: Option<SharedTable>,
     shard_ranks: S,
     /// What is shared out, if there is anybody to share with.
     zero_stage: ZeroStage,
@@ -123,8 +128,8 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         let mut records = model.records.clone();
         let has_others = records.iter().any(|record| shard_ranks(Summing::of(&record.share)) > 1);
         let zero_stage = if has_others { state.zero_stage } else { ZeroStage::Nothing };
-        SharedTable::of(&mut records, &is_here);
-        Self { model, stages, is_here, records, shard_ranks, zero_stage, state }
+        let shared_table = SharedTable::of(&mut records, &is_here);
+        Self { model, stages, is_here, records, shared_table, shard_ranks, zero_stage, state }
     }
 
     fn is_trained(&self, index: usize) -> bool {
@@ -238,6 +243,9 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
             let biases = self.whole(|index| self.chooses_experts(index) && self.is_trained(index));
             saved_bytes += store(of_optimizer, "biases that choose experts", biases, DType::F32);
         }
+        if let Some(residual) = self.residual() {
+            saved_bytes += residual.booked_bytes(DType::BF16);
+        }
         self.book_windows(prediction, of_state.as_ref(), &dtypes);
         // There is no copy of what is on disk.
         let copied = if state.on_disk.is_some() { 0 } else { saved_bytes };
@@ -271,10 +279,37 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         }
     }
 
+    /// In what gradients go to their owners, if not as they are.
+    fn quantized_gradients(&self) -> Option<QuantizedType> {
+        self.state.quantization.gradients.filter(|_| self.zero_stage > ZeroStage::Nothing)
+    }
+
+    /// Whether a stretch of the gradients is sent as records: not what nobody shares, nor a table that is summed over stages as well.
+    fn is_coded(&self, gradients: &StoreLayout, stretch: usize) -> bool {
+        let unshared = self.shared_table.and_then(|table| gradients.places[table.id.0]);
+        let is_unshared = unshared.is_some_and(|(of_table, _)| of_table == stretch);
+        self.ranks(gradients.stretches[stretch].summing) > 1 && !is_unshared
+    }
+
+    /// What the codes of gradients fail to say, if it is kept: of all that are coded, on every rank.
+    fn residual(&self) -> Option<StoreLayout> {
+        self.quantized_gradients().filter(|_| self.state.quantization.feedback == Feedback::Kept)?;
+        let gradients = self.shared_out(ZeroStage::Gradients, |index| self.is_trained(index));
+        let place = |summing| ShardPlace { ranks: self.ranks(summing), rank: 0 };
+        let keeps = |index: usize| {
+            let stretch = gradients.places[index].filter(|_| self.is_trained(index));
+            stretch.is_some_and(|(stretch, _)| self.is_coded(&gradients, stretch))
+        };
+        Some(StoreLayout::new(&self.records, Extent::Whole, place, keeps))
+    }
+
     /// What is on its way between ranks.
     fn book_exchanges(&self, prediction: &mut MemoryPrediction) {
-        let Self { model, stages, .. } = self;
+        let Self { model, stages, state, .. } = self;
         let category = MemoryCategory::Communication;
+        let records = |kind: QuantizedType, elements: [usize; 2]| -> usize {
+            elements.map(|elements| booked_bytes(kind.bytes(elements))).into_iter().sum()
+        };
         let both = |elements: [usize; 2], dtype: DType| -> usize {
             elements
                 .map(|elements| booked_bytes(elements.saturating_mul(dtype.size_bytes())))
@@ -290,6 +325,18 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
             let parameters = model.units.iter().map(|unit| unit.parameters.as_slice());
             let gathering = weights.gathering(parameters, |summing| self.ranks(summing) > 1);
             prediction.add(category, "gathered weights", both(gathering.elements, model.dtype));
+            if let Some(kind) = state.quantization.weights {
+                prediction.add(category, "records of weights", records(kind, gathering.elements));
+            }
+        }
+        if let Some(kind) = self.quantized_gradients() {
+            let gradients = self.shared_out(ZeroStage::Gradients, |index| self.is_trained(index));
+            let RecordPassage { sent, received, .. } =
+                gradients.record_passage(state.replicas, |stretch| self.is_coded(&gradients, stretch));
+            prediction.add(category, "records of gradients", records(kind, sent) + records(kind, received));
+        }
+        if let Some(residual) = self.residual() {
+            prediction.add(category, "what gradients lost", residual.booked_bytes(DType::BF16));
         }
         prediction.add(category, "keys and values of others", model.ring_bytes(stages));
         prediction.add(category, "rows on their way", model.transit_bytes(stages));

@@ -1,6 +1,7 @@
 //! A plan: everything about how a training step is split over ranks, as a small JSON file.
 //!
-//! A planner writes it, a person edits and compares it, an engine executes it. Nothing in it changes what is computed.
+//! A planner writes it, a person edits and compares it, an engine executes it. Nothing in it changes what is computed, but for the loss
+//! of what is quantized on its way, where a plan asks for that.
 //!
 //! ```json
 //! {
@@ -14,7 +15,8 @@
 //!   "sequence_parallel": true,
 //!   "tensor_chunks": 4,
 //!   "context_method": "ring",
-//!   "zero_stage": 1
+//!   "zero_stage": 1,
+//!   "quantize_gradients": "int8"
 //! }
 //! ```
 //!
@@ -31,6 +33,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    Feedback, QuantizedType, RecomputeRules,
     mesh::{Degrees, Mesh},
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
@@ -59,9 +62,9 @@ pub struct Plan {
     pub schedule: PipelineSchedule,
     /// How many of the model's units (embedding, blocks, head) each stage of the pipeline has, from the first layer on.
     pub stages: Vec<usize>,
-    /// What is computed again in the backward.
+    /// What each block computes again in its backward: a word, or rules by layer.
     #[serde(default)]
-    pub recompute: Recompute,
+    pub recompute: RecomputeRules,
     /// Whether norms and residuals are split over the tensor axis, along the sequence (Korthikanti et al. 2022).
     #[serde(default)]
     pub sequence_parallel: bool,
@@ -80,6 +83,19 @@ pub struct Plan {
     /// 3 parameters as well.
     #[serde(default)]
     pub zero_stage: u8,
+    /// In what weights are gathered that the shard axis shares out (Wang et al. 2023); left out, as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantize_weights: Option<QuantizedType>,
+    /// In what gradients go to the ranks that own them; left out, in f32.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantize_gradients: Option<QuantizedType>,
+    /// What becomes of what gradients lose to it; left out, it is kept.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub quantize_feedback: Feedback,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// The schedule of a plan: a published one, or a user's.
@@ -152,19 +168,6 @@ impl From<PipelineSchedule> for ScheduleFields {
             PipelineSchedule::Rows(rows) => Self { kind: None, chunks: None, rows: Some(rows) },
         }
     }
-}
-
-/// What a block forgets after its forward and computes again in its backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Recompute {
-    /// Nothing: everything the backward needs is saved.
-    #[default]
-    None,
-    /// The outputs of norms, activations and dropouts: cheap to compute, wide to keep.
-    Selective,
-    /// Everything but the block's input.
-    Full,
 }
 
 /// How the ranks of the tensor axis share the linear layers.

@@ -142,6 +142,29 @@ pub enum PlanProblem {
         /// Its value.
         value: usize,
     },
+    /// A rule for a layer that there is not.
+    #[error("recompute has a rule for layer {layer}, and the model's layers are 0 to {}", layers.saturating_sub(1))]
+    RecomputeLayer {
+        /// Its number.
+        layer: usize,
+        /// How many there are.
+        layers: usize,
+    },
+    /// Nothing is sent that would be quantized.
+    #[error("{what} is for what zero_stage {least} and more send, and zero_stage is {zero_stage}")]
+    NothingToQuantize {
+        /// The field.
+        what: &'static str,
+        /// The plan's.
+        zero_stage: u8,
+        /// The least that would do.
+        least: u8,
+    },
+    /// Weights in too few bits.
+    #[error(
+        "quantize_weights is int4; it is int8 or left out, for weights of 4 bits are too coarse to train"
+    )]
+    NarrowWeights,
     /// A stage of ZeRO that does not exist.
     #[error("zero_stage {zero_stage} does not exist; it is 0, 1, 2 or 3")]
     ZeroStage {

@@ -1,6 +1,7 @@
 use proptest::{prelude::*, sample::select};
 
 use super::*;
+use crate::{Feedback, LayerRule, QuantizedType, Recompute};
 
 /// A model of 12 layers on 8 ranks.
 fn facts() -> Facts {
@@ -29,12 +30,15 @@ fn plan() -> Plan {
         micro_batch: 2,
         schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
         stages: vec![4, 3, 3, 4],
-        recompute: Recompute::Selective,
+        recompute: Recompute::Selective.into(),
         sequence_parallel: true,
         tensor_layout: TensorDimensions::One,
         tensor_chunks: Some(4),
         context_method: ContextMethod::Ring,
         zero_stage: 1,
+        quantize_weights: None,
+        quantize_gradients: None,
+        quantize_feedback: Feedback::Kept,
     }
 }
 
@@ -68,12 +72,15 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         micro_batch: 3,
         schedule: PipelineSchedule::Published { kind: Kind::OneForwardOneBackward, chunks: 1 },
         stages: vec![14],
-        recompute: Recompute::None,
+        recompute: Recompute::None.into(),
         sequence_parallel: false,
         tensor_layout: TensorDimensions::One,
         tensor_chunks: None,
         context_method: ContextMethod::Ring,
         zero_stage: 0,
+        quantize_weights: None,
+        quantize_gradients: None,
+        quantize_feedback: Feedback::Kept,
     };
     assert_eq!(Plan::from_json(short).unwrap(), expected);
 }
@@ -184,6 +191,54 @@ fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     let fits = |heads, key_value_heads| plan.validate(&Facts { heads, key_value_heads, ..facts() }).is_ok();
     assert!(fits(16, 4) && fits(16, 8) && fits(16, 16) && fits(8, 1));
     assert!(!fits(24, 6) && !fits(12, 4));
+}
+
+#[test]
+fn only_what_is_sent_can_be_quantized() {
+    let both = Plan {
+        quantize_weights: Some(QuantizedType::Int8),
+        quantize_gradients: Some(QuantizedType::Int4),
+        ..plan()
+    };
+    let of_stage = |zero_stage| Plan { zero_stage, ..both.clone() };
+    assert!(of_stage(3).validate(&facts()).is_ok());
+    let of_weights =
+        |stage| format!("quantize_weights is for what zero_stage 3 and more send, and zero_stage is {stage}");
+    assert_eq!(problems(&of_stage(2), &facts()), [of_weights(2)]);
+    let of_gradients =
+        "quantize_gradients is for what zero_stage 1 and more send, and zero_stage is 0".to_owned();
+    assert_eq!(problems(&of_stage(0), &facts()), [of_weights(0), of_gradients]);
+    let narrow = Plan { quantize_weights: Some(QuantizedType::Int4), ..of_stage(3) };
+    assert_eq!(
+        problems(&narrow, &facts()),
+        ["quantize_weights is int4; it is int8 or left out, for weights of 4 bits are too coarse to train"]
+    );
+    let text = of_stage(3).to_json().unwrap();
+    assert!(
+        text.contains("\"quantize_weights\": \"int8\"") && text.contains("\"quantize_gradients\": \"int4\""),
+        "{text}"
+    );
+    assert_eq!(Plan::from_json(&text).unwrap(), of_stage(3));
+    assert!(!plan().to_json().unwrap().contains("quantize"));
+}
+
+#[test]
+fn what_is_recomputed_by_layer_is_of_layers_that_there_are() {
+    let rule = |from, to| LayerRule { from, to, every: 1, mode: Recompute::Full };
+    let of = |rules: &[LayerRule]| {
+        let recompute = RecomputeRules::new(Recompute::Selective, rules).unwrap();
+        Plan { recompute, ..plan() }
+    };
+    let text = of(&[rule(2, Some(5))]).to_json().unwrap();
+    assert_eq!(Plan::from_json(&text).unwrap(), of(&[rule(2, Some(5))]));
+    assert!(of(&[rule(11, None), rule(0, Some(11))]).validate(&facts()).is_ok());
+    assert_eq!(
+        problems(&of(&[rule(12, None), rule(3, Some(14))]), &facts()),
+        [
+            "recompute has a rule for layer 12, and the model's layers are 0 to 11",
+            "recompute has a rule for layer 14, and the model's layers are 0 to 11",
+        ]
+    );
 }
 
 /// A plan whose tensor ranks are in two dimensions.

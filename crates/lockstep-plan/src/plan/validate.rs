@@ -5,7 +5,7 @@ use super::{
     ValidPlan,
 };
 use crate::{
-    ZeroStage,
+    LayerRule, QuantizedType, ZeroStage,
     mesh::{Axis, Mesh},
     nearest::{Choices, nearest_divisor, nearest_multiple, next_to},
     schedule::{Schedule, ScheduleError, ScheduleProblem},
@@ -59,6 +59,22 @@ impl Check<'_> {
         }
         if ZeroStage::from_number(plan.zero_stage.into()).is_none() {
             self.problems.push(PlanProblem::ZeroStage { zero_stage: plan.zero_stage });
+        }
+        let last = |rule: &LayerRule| rule.to.unwrap_or(rule.from);
+        for layer in plan.recompute.rules().map(last).filter(|layer| *layer >= facts.layers) {
+            self.problems.push(PlanProblem::RecomputeLayer { layer, layers: facts.layers });
+        }
+        if plan.quantize_weights == Some(QuantizedType::Int4) {
+            self.problems.push(PlanProblem::NarrowWeights);
+        }
+        for (what, kind, stages) in [
+            ("quantize_weights", plan.quantize_weights, 3..4),
+            ("quantize_gradients", plan.quantize_gradients, 1..4),
+        ] {
+            if kind.is_some() && !stages.contains(&plan.zero_stage) {
+                let (zero_stage, least) = (plan.zero_stage, stages.start);
+                self.problems.push(PlanProblem::NothingToQuantize { what, zero_stage, least });
+            }
         }
         for (name, number) in [
             ("micro_batch", plan.micro_batch),

@@ -19,6 +19,7 @@ mod norm;
 mod optimizer;
 mod permute;
 mod pool;
+mod quantize;
 #[cfg(test)]
 mod reference;
 mod rope;
@@ -32,7 +33,7 @@ mod tests;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lockstep_plan::exact::ExactSum;
+use lockstep_plan::{QuantizedType, exact::ExactSum};
 
 use crate::{
     AdamW, Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, GroupedGemm, Kernels, LayerNorm, Lion,
@@ -479,6 +480,18 @@ impl Kernels for CpuQueue {
 
     fn cast(&self, x: View<'_>, y: View<'_>) {
         cast::cast(self, x, y);
+    }
+
+    fn quantize(&self, kind: QuantizedType, x: View<'_>, residual: Option<View<'_>>, records: View<'_>) {
+        quantize::quantize(self, kind, x, residual, records);
+    }
+
+    fn dequantize(&self, kind: QuantizedType, records: View<'_>, y: View<'_>) {
+        quantize::dequantize(self, kind, records, y);
+    }
+
+    fn dequantize_sum(&self, kind: QuantizedType, parts: usize, records: View<'_>, y: View<'_>) {
+        quantize::dequantize_sum(self, kind, parts, records, y);
     }
 
     fn transpose_blocks(&self, x: View<'_>, y: View<'_>) {

@@ -3,6 +3,8 @@
 //! Backward functions are written from the derivatives and are themselves checked here, by finite differences of
 //! the forward functions.
 
+use lockstep_plan::QuantizedType;
+
 use crate::Gelu;
 
 /// `y` and `rstd` of root-mean-square normalization.
@@ -98,6 +100,14 @@ pub(super) fn rope(x: &[f64], positions: &[u32], frequencies: &[f32], sign: f64)
         }
     }
     y
+}
+
+/// The scale of a block of finite numbers, and its codes before they are rounded.
+pub(super) fn quantized(kind: QuantizedType, x: &[f64]) -> (f64, Vec<f64>) {
+    let largest = x.iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
+    let scale = f64::from(largest as f32 / kind.limit());
+    let code = |x: &f64| if scale > 0.0 { x / scale } else { 0.0 };
+    (scale, x.iter().map(code).collect())
 }
 
 fn sigmoid(x: f64) -> f64 {

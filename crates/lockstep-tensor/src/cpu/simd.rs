@@ -255,7 +255,7 @@ pub(crate) fn prefetch<T>(address: *const T) {
 
 /// Adding and subtracting it rounds an f32 of less than 2^22 to the nearest integer, ties to even, and
 /// leaves that integer in the low bits of the sum. (`round_ties_even` is a call on portable CPUs.)
-const ROUND: f32 = 12_582_912.0;
+pub(crate) const ROUND: f32 = 12_582_912.0;
 /// The same for an f64 of less than 2^51.
 const ROUND_F64: f64 = 6_755_399_441_055_744.0;
 

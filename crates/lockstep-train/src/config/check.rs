@@ -7,8 +7,8 @@ use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataSource, OptimizerKind, Precision, Residence, Rounding, ScheduleKind, StatePrecision,
-    TensorLayout, Transport,
+    DataFormat, DataSource, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Residence,
+    Rounding, ScheduleKind, StatePrecision, TensorLayout, Transport,
 };
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
@@ -303,6 +303,7 @@ impl Checker<'_, '_, '_> {
                            data_parallel_replicate counts are whole copies";
             self.refuse_without_effect(&["parallel.zero_stage"], because, "parallel.data_parallel_shard");
         }
+        self.quantization();
         if zero_stage > 0 && self.config.optimizer.kind == OptimizerKind::Muon {
             let what =
                 format!("\"muon\" needs whole matrices, and parallel.zero_stage = {zero_stage} cuts them");
@@ -352,13 +353,53 @@ impl Checker<'_, '_, '_> {
         let summands = data_parallel_shard * data_parallel_replicate * context_parallel;
         if offload_gradients == Residence::Disk && summands > 1 {
             let keys = ["parallel.offload.gradients", "parallel.zero_stage"];
-            if data_parallel_replicate > 1 {
+            if self.config.parallel.quantize_gradients != QuantizedGradients::None {
+                let keys = ["parallel.offload.gradients", "parallel.quantize_gradients"];
+                let what = "gradients on disk do not travel as small integers";
+                self.refuse(&keys, what, "one of the two");
+            } else if data_parallel_replicate > 1 {
                 let what = "gradients on disk are not summed over replicas";
                 self.refuse(&keys, what, "parallel.data_parallel_shard in place of data_parallel_replicate");
             } else if zero_stage < 2 {
                 let what = format!("parallel.zero_stage = {zero_stage} keeps all gradients on each rank");
                 self.refuse(&keys, what, "parallel.zero_stage = 2 or 3");
             }
+        }
+    }
+
+    fn quantization(&mut self) {
+        let ParallelConfig { zero_stage, quantize_weights, quantize_gradients, .. } = self.config.parallel;
+        if quantize_weights != QuantizedWeights::None && zero_stage != 3 {
+            let what = format!(
+                "\"{}\" is for weights that are gathered before each use, and parallel.zero_stage = {zero_stage} keeps them whole",
+                quantize_weights.word()
+            );
+            let allowed = "\"none\", or parallel.zero_stage = 3";
+            self.refuse(&["parallel.quantize_weights", "parallel.zero_stage"], what, allowed);
+        }
+        if quantize_gradients == QuantizedGradients::None {
+            let because = "parallel.quantize_gradients = \"none\", which loses nothing";
+            self.refuse_without_effect(
+                &["parallel.quantize_feedback"],
+                because,
+                "parallel.quantize_gradients",
+            );
+            return;
+        }
+        let word = quantize_gradients.word();
+        if zero_stage == 0 {
+            let what = format!(
+                "\"{word}\" is for gradients that go to their owners, and with parallel.zero_stage = 0 nobody owns any"
+            );
+            let allowed = "\"none\", or parallel.zero_stage = 1, 2 or 3 with parallel.data_parallel_shard";
+            self.refuse(&["parallel.quantize_gradients", "parallel.zero_stage"], what, allowed);
+        }
+        let precision = self.config.train.precision;
+        if precision == Precision::F16 && self.config.parallel.quantize_feedback {
+            let what = "what gradients lose is kept in the unit of a loss scale that changes (train.precision = \"f16\")";
+            let allowed = "parallel.quantize_feedback = false, or train.precision = \"bf16\"";
+            let keys = ["parallel.quantize_feedback", "parallel.quantize_gradients", "train.precision"];
+            self.refuse(&keys, what, allowed);
         }
     }
 

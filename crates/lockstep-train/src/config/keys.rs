@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use lockstep_model::{ALL_LINEAR, MAX_RANK};
+use lockstep_plan::RecomputeRules;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -16,8 +17,8 @@ use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
     AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale,
-    OffloadIo, OptimizerKind, Precision, Readable, Recompute, Residence, Rounding, Scaling, ScheduleKind,
-    StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport,
+    OffloadIo, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Readable, Residence, Rounding,
+    Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -237,6 +238,14 @@ sections! {
         /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well, 3 parameters as well. Of experts it is what is left of these
         /// ranks when each has its experts.
         zero_stage: usize = 0, rules().at_most(3.0);
+        /// With `zero_stage = 3`, the form in which weights are gathered (qwZ of ZeRO++): `int8` sends codes of a byte, with a scale for each 256,
+        /// and all ranks work with what these say. What is updated and saved stays exact.
+        quantize_weights: QuantizedWeights = QuantizedWeights::None, rules().defines_numbers();
+        /// With `zero_stage` 1, 2 or 3, the form in which gradients go to the ranks that own them (qgZ of ZeRO++), where they are added up in f32.
+        quantize_gradients: QuantizedGradients = QuantizedGradients::None, rules().defines_numbers();
+        /// With `quantize_gradients`, whether each rank keeps what its gradients lost to their codes and adds it to the next ones. It takes 2 bytes for
+        /// each parameter on every rank, in memory and in checkpoints.
+        quantize_feedback: bool = true, rules().defines_numbers();
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
@@ -284,8 +293,10 @@ sections! {
         all_reduce: AllReduce = AllReduce::Tree, rules();
         /// Connections for data between every two ranks that are joined by TCP.
         tcp_connections: usize = 2, rules().at_least(1.0).at_most(16.0);
-        /// What a block computes again in its backward to save memory; no bit of the result depends on it.
-        recompute: Recompute = Recompute::None, rules();
+        /// What a block computes again in its backward to save memory; no bit of the result depends on it. One word for all blocks, or rules by
+        /// layer, of which the last one that describes a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every = 2, mode = "full" }] }`
+        /// is for every other one of the first twelve. `from` is 0 where it is left out, `to` the last layer, `every` 1.
+        recompute: RecomputeRules = RecomputeRules::default(), rules();
         /// Where master weights and the optimizer's moments are kept: `disk`, in a file without a name, of which a few windows are
         /// in memory while they are updated. `cpu` is the memory of the machine, which is that of CPU ranks in any case. No bit of
         /// the result depends on it.

@@ -31,6 +31,9 @@ pub fn configuration_markdown() -> String {
         for key in KEYS.iter().filter(|key| key.section() == section.name) {
             let takes = match key.value_type {
                 ValueType::Choice { .. } => format!("`{}`", key.value_type),
+                ValueType::Recompute => {
+                    "`\"none\"`, `\"selective\"`, `\"full\"`, or a table of rules".to_owned()
+                }
                 ValueType::TextList => "a list of strings".to_owned(),
                 ValueType::IntegerList => "a list of integers".to_owned(),
                 ValueType::SourceList => "a list of strings and of tables `{ path, weight }`".to_owned(),

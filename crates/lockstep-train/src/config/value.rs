@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use serde::{Serialize, Serializer};
+use lockstep_plan::{QuantizedType, RecomputeRules};
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
 
 /// What kind of value a key takes, for messages and the manual.
@@ -33,6 +34,8 @@ pub enum ValueType {
     SourceList,
     /// Numbers by name.
     NumberTable,
+    /// What blocks compute again: a word for all, or a table of rules.
+    Recompute,
     /// One of a list of words.
     Choice {
         /// The words that work.
@@ -45,7 +48,7 @@ pub enum ValueType {
 impl ValueType {
     /// Whether a bare word or number given to `--set` is meant as a string.
     pub(super) fn is_text(self) -> bool {
-        matches!(self, Self::Text | Self::Choice { .. })
+        matches!(self, Self::Text | Self::Choice { .. } | Self::Recompute)
     }
 }
 
@@ -59,6 +62,9 @@ impl fmt::Display for ValueType {
             Self::IntegerPair => f.write_str("two integers, [a, b]"),
             Self::Text => f.write_str("a string"),
             Self::NumberTable => f.write_str("a table of numbers, { \"a\" = 0.5, \"b\" = 2.0 }"),
+            Self::Recompute => f.write_str(
+                "\"none\", \"selective\", \"full\", or { default = \"none\", layers = [{ from = 0, to = 3, every = 2, mode = \"full\" }] }",
+            ),
             Self::TextList => f.write_str("a list of strings, [\"a\", \"b\"]"),
             Self::IntegerList => f.write_str("a list of integers, [4, 3, 3]"),
             Self::SourceList => {
@@ -345,6 +351,25 @@ impl Readable for BTreeMap<String, f64> {
     }
 }
 
+impl Readable for RecomputeRules {
+    const TYPE: ValueType = ValueType::Recompute;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let word = |word: &str| ["none", "selective", "full"].contains(&word);
+        match value {
+            Value::String(text) if !word(text) => Err(wrong_type::<Self>(value)),
+            Value::String(_) | Value::Object(_) => Self::deserialize(value).map_err(|error| {
+                let what = shortened(&error.to_string());
+                Misfit {
+                    what: format!("is a table that says nothing: {what}"),
+                    allowed: Self::TYPE.to_string(),
+                }
+            }),
+            _ => Err(wrong_type::<Self>(value)),
+        }
+    }
+}
+
 /// A key that may be left out.
 impl<T: Readable> Readable for Option<T> {
     const TYPE: ValueType = T::TYPE;
@@ -539,14 +564,22 @@ choices! {
         RankStabilized = "rank_stabilized",
     } later []
 
-    /// What a block computes again in its backward, in place of keeping it.
-    Recompute {
-        /// Nothing.
+    /// In what weights go between the ranks that share them out.
+    QuantizedWeights {
+        /// As kernels read them.
         None = "none",
-        /// What costs much memory and little time.
-        Selective = "selective",
-        /// The whole block from its input.
-        Full = "full",
+        /// As codes of a byte, with a scale for each 256.
+        Int8 = "int8",
+    } later []
+
+    /// In what gradients go between the ranks that share out the model's state.
+    QuantizedGradients {
+        /// As f32.
+        None = "none",
+        /// As codes of a byte, with a scale for each 256.
+        Int8 = "int8",
+        /// As codes of half a byte, with a scale for each 256.
+        Int4 = "int4",
     } later []
 
     /// Where model state is kept.
@@ -654,12 +687,21 @@ impl From<AllReduce> for lockstep_comm::Algorithm {
     }
 }
 
-impl From<Recompute> for lockstep_plan::Recompute {
-    fn from(recompute: Recompute) -> Self {
-        match recompute {
-            Recompute::None => Self::None,
-            Recompute::Selective => Self::Selective,
-            Recompute::Full => Self::Full,
+impl From<QuantizedWeights> for Option<QuantizedType> {
+    fn from(weights: QuantizedWeights) -> Self {
+        match weights {
+            QuantizedWeights::None => None,
+            QuantizedWeights::Int8 => Some(QuantizedType::Int8),
+        }
+    }
+}
+
+impl From<QuantizedGradients> for Option<QuantizedType> {
+    fn from(gradients: QuantizedGradients) -> Self {
+        match gradients {
+            QuantizedGradients::None => None,
+            QuantizedGradients::Int8 => Some(QuantizedType::Int8),
+            QuantizedGradients::Int4 => Some(QuantizedType::Int4),
         }
     }
 }
@@ -669,16 +711,6 @@ impl From<TensorLayout> for lockstep_plan::TensorDimensions {
         match layout {
             TensorLayout::OneDimension => Self::One,
             TensorLayout::TwoDimensions => Self::Two,
-        }
-    }
-}
-
-impl From<lockstep_plan::Recompute> for Recompute {
-    fn from(recompute: lockstep_plan::Recompute) -> Self {
-        match recompute {
-            lockstep_plan::Recompute::None => Self::None,
-            lockstep_plan::Recompute::Selective => Self::Selective,
-            lockstep_plan::Recompute::Full => Self::Full,
         }
     }
 }

@@ -10,6 +10,7 @@
 
 mod part;
 
+use std::collections::HashSet;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use std::time::Instant;
 use lockstep_checkpoint::{DType, PendingSave, SaveThread, ShardReport, Staging};
 use lockstep_engine::{Engine, Snapshot};
 use lockstep_model::Adapter;
-use lockstep_plan::ParameterId;
+use lockstep_plan::{Feedback, Quantization};
 use serde_json::{Value, json};
 
 use self::part::{Commit, Directory, Observer, Part, Saved, Written, gather};
@@ -59,7 +60,7 @@ enum Memory {
     None,
     /// The thread has the system give it.
     Coming(PendingSave<Snapshot>),
-    There(Snapshot),
+    There(Box<Snapshot>),
 }
 
 /// A save under way.
@@ -141,7 +142,9 @@ impl Saver {
             false if ranks.is_first() => Ranks::alone(),
             false => return Ok(None),
         };
-        let in_background = config.checkpoint.in_background && ranks.is_of_first_copy();
+        let Quantization { gradients, feedback, .. } = config.quantization();
+        let keeps_residual = gradients.is_some() && feedback == Feedback::Kept;
+        let in_background = config.checkpoint.in_background && (ranks.is_of_first_copy() || keeps_residual);
         Ok(Some(Self {
             directory: Directory {
                 path: config.checkpoint.dir.clone(),
@@ -323,11 +326,13 @@ impl Saver {
         let step = state.counters.step;
         let observer: Observer = Arc::from(observer.saving(step));
         // Other copies hold the same.
-        let is_own = |id: &ParameterId| self.ranks.is_of_first_copy() && engine.speaks_for(*id);
-        let own = engine.trained_ids().filter(is_own);
-        let own = own.map(|id| engine.records()[id.0].name.clone()).collect();
+        let spoken_for = engine.trained_ids().filter(|id| engine.speaks_for(*id));
+        let spoken_for: HashSet<_> = spoken_for.map(|id| engine.records()[id.0].name.clone()).collect();
+        // What only this rank has it saves, of whichever copy it is.
+        let own = if self.ranks.is_of_first_copy() { spoken_for.clone() } else { HashSet::new() };
         let (rank, directory) = (self.ranks.rank(), &self.directory);
-        let part = Part { step, directory: directory.clone(), rank, own, observer: observer.clone() };
+        let part =
+            Part { step, directory: directory.clone(), rank, own, spoken_for, observer: observer.clone() };
         if !self.ranks.is_first() {
             let is_refused = self.ranks.any_in_time(false, Patience::Unlimited)?;
             return Ok((!is_refused).then(|| Opened { part, commit: None }));
@@ -386,8 +391,11 @@ impl Saver {
     }
 
     fn write_in_foreground(&self, part: &Part, engine: &mut Engine) -> Written {
-        // The other copies hold the same.
-        if self.ranks.is_of_first_copy() { part.write(&engine.state_tensors()) } else { Ok(None) }
+        let tensors = engine.state_tensors();
+        // The other copies hold the same, but for what each rank has for itself.
+        let has_part =
+            self.ranks.is_of_first_copy() || tensors.iter().any(|tensor| tensor.kind.is_of_one_rank());
+        if has_part { part.write(&tensors) } else { Ok(None) }
     }
 
     /// All ranks have written their parts, or failed to: the first makes a checkpoint of them, or says what went wrong.
@@ -418,7 +426,7 @@ impl Saver {
     fn take_back<T>(&mut self, done: Done<T>) -> T {
         self.ended.push(done.ran);
         if let Some(snapshot) = done.snapshot {
-            self.snapshot = Memory::There(snapshot);
+            self.snapshot = Memory::There(Box::new(snapshot));
         }
         done.result
     }
@@ -448,7 +456,7 @@ impl Saver {
         let snapshot = match std::mem::replace(&mut self.snapshot, Memory::None) {
             Memory::None => new_snapshot(engine),
             Memory::Coming(pending) => Ok(pending.wait()),
-            Memory::There(snapshot) => Ok(snapshot),
+            Memory::There(snapshot) => Ok(*snapshot),
         };
         match snapshot {
             Ok(mut snapshot) => {

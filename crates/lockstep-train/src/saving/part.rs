@@ -45,6 +45,8 @@ pub(super) struct Part {
     pub(super) rank: usize,
     /// The parameters that are this rank's to write, and with them what belongs to them.
     pub(super) own: HashSet<String>,
+    /// The same of what each rank has for itself, of whichever copy of the model it is.
+    pub(super) spoken_for: HashSet<String>,
     pub(super) observer: Observer,
 }
 
@@ -58,7 +60,10 @@ impl Part {
         if let Some(name) = StateTensor::first_not_finite(tensors) {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
         }
-        let is_own = |tensor: &&StateTensor<'_>| self.own.contains(&tensor.record.name);
+        let is_own = |tensor: &&StateTensor<'_>| {
+            let own = if tensor.kind.is_of_one_rank() { &self.spoken_for } else { &self.own };
+            own.contains(&tensor.record.name)
+        };
         let own: Vec<Own<'_>> = tensors.iter().filter(is_own).map(Own::of).collect();
         let slices: Vec<_> = own.iter().flat_map(Own::slices).collect();
         if slices.is_empty() {

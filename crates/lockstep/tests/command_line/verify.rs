@@ -49,6 +49,25 @@ fn a_built_in_run_agrees_with_one_rank_under_every_plan() {
 }
 
 #[test]
+fn a_plan_that_quantizes_is_said_to_be_lossy_and_held_to_what_its_codes_may_lose() {
+    let workshop = Workshop::new();
+    let plan = [
+        "parallel.data_parallel_shard=2",
+        "parallel.zero_stage=3",
+        "parallel.quantize_weights=int8",
+        "parallel.quantize_gradients=int8",
+    ];
+    let outcome = verify(&workshop, &plan, &[]).succeeds();
+    for words in [
+        "ZeRO stage 3, weights sent as int8, gradients sent as int8",
+        "the plan is lossy by choice",
+        "verdict    the plan computes what one rank computes, but for what its codes lose",
+    ] {
+        assert!(outcome.stdout.contains(words), "{words:?} is not in {outcome:?}");
+    }
+}
+
+#[test]
 fn what_is_compared_is_told_as_json_as_well() {
     let workshop = Workshop::new();
     let found = verify(&workshop, &["parallel.tensor_parallel=2"], &["--steps", "1", "--json"]).json();

@@ -1,0 +1,248 @@
+//! Gradients that go between ranks as small integers (qgZ of ZeRO++: Wang et al., 2023, section 3.3).
+//!
+//! A ring or a tree would round at every hop. Here each rank writes its gradients as codes and scales once, sends every owner its part, and
+//! the owner adds up what all of them sent, in f32. Where there are replicas the sums of a replica are summed over them in the same way,
+//! in ranges of the own range, and the results gathered: inside first, then across.
+//!
+//! ```text
+//! gradients + residual -> records, all-to-all -> sum of the own range                              over the owners
+//! own range + residual -> records, all-to-all -> sum of a piece of it -> records, all-gather       over the replicas
+//! ```
+//!
+//! What the codes of a rank fail to say is its residual, which is added to what it writes next (error feedback: Karimireddy et al., 2019). All
+//! three sets of records share one residual, so that what has been delivered and what is left always add up to the gradients. It is
+//! not weakened or forgotten from time to time as in LoCo (Xie et al., 2024), which keeps it in 8 bits of an average: here it is
+//! bf16, and exact sums need no forgetting. It is part of a checkpoint.
+
+use std::ops::Range;
+
+use lockstep_comm::{Collective, CommError, Lent};
+use lockstep_graph::mutation::{Mutation, active};
+use lockstep_plan::{
+    DType, Extent, Feedback, MemoryCategory, ParameterId, ParameterRecord, QUANTIZATION_BLOCK, QuantizedType,
+    RecordPassage, Summing,
+};
+use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
+
+use crate::{FlatStore, reducer::Reducer, shards::Shards};
+
+/// The records of gradients whose backward has just run, and what earlier ones failed to say.
+#[derive(Debug)]
+pub(crate) struct QuantizedSums {
+    kind: QuantizedType,
+    stretches: Vec<Option<Coded>>,
+    /// What goes to the others. Units that follow each other use different ones of both.
+    sent: [Buffer; 2],
+    /// What comes from them.
+    received: [Buffer; 2],
+    /// Of all gradients of this rank, if it is kept.
+    residual: Option<FlatStore>,
+    /// The stretches of which records are on their way.
+    under_way: Vec<usize>,
+}
+
+/// A stretch of which records are sent.
+#[derive(Debug, Clone)]
+struct Coded {
+    summing: Summing,
+    /// How many ranks share it out.
+    ranks: usize,
+    /// Which of the buffers its records are in, and from which element on.
+    parity: usize,
+    first: usize,
+    elements: usize,
+    own: Range<usize>,
+    /// Its number in the store of the residual.
+    in_residual: Option<usize>,
+    /// The elements between the end of a parameter and that of its last block.
+    gaps: Vec<Range<usize>>,
+}
+
+impl Coded {
+    /// The bytes of some of its elements' records.
+    fn records(&self, kind: QuantizedType, elements: Range<usize>) -> Range<usize> {
+        kind.bytes(self.first + elements.start)..kind.bytes(self.first + elements.end)
+    }
+}
+
+impl QuantizedSums {
+    /// Memory for what ranks send of the gradients in `store`, and the residual of the parameters that `keeps` says; none if nothing is to be quantized. What is `unshared`, if anything, is summed as it is.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub(crate) fn new(
+        arena: &Arena,
+        records: &[ParameterRecord],
+        store: &FlatStore,
+        shards: &Shards,
+        unshared: Option<ParameterId>,
+        keeps: impl Fn(&ParameterRecord) -> bool,
+    ) -> Result<Option<Self>, TensorError> {
+        let Some(kind) = shards.quantization().gradients else { return Ok(None) };
+        let of_parameter =
+            |store: &FlatStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.0);
+        let is_coded = |stretch: usize| {
+            let is_unshared = unshared.is_some_and(|id| of_parameter(store, id.0) == Some(stretch));
+            shards.group(store.stretches()[stretch].summing).is_some() && !is_unshared
+        };
+        let residual = match shards.quantization().feedback {
+            Feedback::Dropped => None,
+            Feedback::Kept => {
+                let is_kept = |record: &ParameterRecord| {
+                    let index = records.iter().position(|other| other.name == record.name);
+                    let stretch = index.and_then(|index| of_parameter(store, index));
+                    keeps(record) && stretch.is_some_and(is_coded)
+                };
+                let kept_in = (DType::BF16, MemoryCategory::Communication);
+                let residual =
+                    FlatStore::zeros_where(arena, records, kept_in, shards, Extent::Whole, is_kept)?;
+                Some(residual.owned_by_this_rank())
+            }
+        };
+        let RecordPassage { offsets, sent, received } =
+            store.layout().record_passage(shards.replicas(), is_coded);
+        let coded = |(index, first): (usize, Option<usize>)| {
+            let (of, first) = (&store.stretches()[index], first?);
+            let any_of_it = (0..records.len()).find(|id| of_parameter(store, *id) == Some(index));
+            let in_residual =
+                residual.as_ref().zip(any_of_it).and_then(|(residual, id)| of_parameter(residual, id));
+            let places = (0..records.len()).filter_map(|id| store.place_of(ParameterId(id)));
+            let gap = |(_, first, shape): (usize, usize, Shape)| {
+                let end = first + shape.elements();
+                end..end.next_multiple_of(QUANTIZATION_BLOCK)
+            };
+            let gaps = places.filter(|(stretch, ..)| *stretch == index).map(gap);
+            Some(Coded {
+                summing: of.summing,
+                ranks: shards.place(of.summing).ranks,
+                parity: of.completed_by % 2,
+                first,
+                elements: of.elements,
+                own: of.own.clone(),
+                in_residual,
+                gaps: gaps.filter(|gap| !gap.is_empty()).collect(),
+            })
+        };
+        let stretches = offsets.into_iter().enumerate().map(coded).collect();
+        let buffer =
+            |elements: usize| arena.allocate_zeroed(kind.bytes(elements), MemoryCategory::Communication);
+        Ok(Some(Self {
+            kind,
+            stretches,
+            sent: [buffer(sent[0])?, buffer(sent[1])?],
+            received: [buffer(received[0])?, buffer(received[1])?],
+            residual,
+            under_way: Vec::with_capacity(store.stretches().len()),
+        }))
+    }
+
+    /// Whether a stretch is summed by records.
+    pub(crate) fn has(&self, stretch: usize) -> bool {
+        self.stretches[stretch].is_some()
+    }
+
+    /// Whether records of other units are still where those of a unit go.
+    pub(crate) fn is_busy(&self, unit: usize) -> bool {
+        self.under_way
+            .iter()
+            .any(|stretch| self.stretches[*stretch].as_ref().is_some_and(|coded| coded.parity == unit % 2))
+    }
+
+    /// What the codes of this rank have failed to say, if it is kept.
+    pub(crate) fn residual(&self) -> Option<&FlatStore> {
+        self.residual.as_ref()
+    }
+
+    /// See [`QuantizedSums::residual`].
+    pub(crate) fn residual_mut(&mut self) -> Option<&mut FlatStore> {
+        self.residual.as_mut()
+    }
+
+    /// Writes the gradients `[elements]` of a stretch, which are complete here, as records, and begins to send these to the owners.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn send(
+        &mut self,
+        queue: &dyn Kernels,
+        stretch: usize,
+        gradients: View<'_>,
+        reducer: &mut Reducer,
+    ) -> Result<(), CommError> {
+        let Some(coded) = &self.stretches[stretch] else { return Ok(()) };
+        // What units before have left there is no part of these gradients, and would coarsen the scales of the blocks that it is in.
+        coded.gaps.iter().for_each(|gap| queue.zero(gradients.rows(gap.clone())));
+        self.encode(queue, coded, gradients, 0..coded.elements);
+        let records = coded.records(self.kind, 0..coded.elements);
+        let (parity, summing) = (coded.parity, coded.summing);
+        let input = Lent::new(self.sent[parity].lend(records.clone()), DType::U8);
+        let output = Lent::new(self.received[parity].lend(records.clone()), DType::U8);
+        let exchange = Collective::AllToAll { input, output, counts: None };
+        reducer.exchange_stretch(exchange, records.len(), summing)
+    }
+
+    /// The stretches that were sent are on their way: their sums are asked for later.
+    pub(crate) fn has_sent(&mut self, stretches: &[usize]) {
+        let Self { under_way, stretches: coded, .. } = self;
+        under_way.extend(stretches.iter().filter(|stretch| coded[**stretch].is_some()));
+    }
+
+    /// Adds up what has come of each stretch that was on its way, and writes the sums where `own_of` says, `[own elements]`.
+    pub(crate) fn take_in<'a>(&mut self, queue: &dyn Kernels, own_of: impl Fn(usize) -> View<'a>) {
+        for stretch in self.under_way.drain(..) {
+            let Some(coded) = &self.stretches[stretch] else { continue };
+            let records = coded.records(self.kind, 0..coded.elements);
+            let received = self.received[coded.parity].view(DType::U8, records.start, [records.len()]);
+            queue.dequantize_sum(self.kind, coded.ranks, received, own_of(stretch));
+        }
+    }
+
+    /// Adds to what this rank owns of a stretch, `[own elements]`, that of the other replicas.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn sum_over_replicas(
+        &mut self,
+        queue: &dyn Kernels,
+        stretch: usize,
+        own: View<'_>,
+        reducer: &mut Reducer,
+    ) -> Result<(), CommError> {
+        let Some(coded) = &self.stretches[stretch] else { return Ok(()) };
+        let Some((replicas, replica)) = reducer.place_among_replicas() else { return Ok(()) };
+        let (kind, elements) = (self.kind, own.elements());
+        let blocks = elements / QUANTIZATION_BLOCK;
+        let border = |replica: usize| blocks * replica / replicas * QUANTIZATION_BLOCK;
+        let piece = border(replica)..border(replica + 1);
+        let of_replicas: Vec<usize> =
+            (0..replicas).map(|replica| kind.bytes(border(replica + 1) - border(replica))).collect();
+        self.encode(queue, coded, own, coded.own.clone());
+        let of_sent = coded.records(kind, coded.own.clone());
+        let of_piece = kind.bytes(piece.len());
+        let (parity, first) = (coded.parity, coded.own.start);
+        let input = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
+        let output = Lent::new(self.received[parity].lend(0..replicas * of_piece), DType::U8);
+        let counts = Some((of_replicas.clone(), vec![of_piece; replicas]));
+        reducer.exchange_owned(Collective::AllToAll { input, output, counts }, of_sent.len())?;
+        let summands = self.received[parity].view(DType::U8, 0, [replicas * of_piece]);
+        queue.dequantize_sum(kind, replicas, summands, own.rows(piece.clone()));
+        if let Some(coded) = &self.stretches[stretch] {
+            self.encode(queue, coded, own.rows(piece.clone()), first + piece.start..first + piece.end);
+        }
+        let data = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
+        let counts = Some(of_replicas);
+        reducer.exchange_owned(Collective::AllGatherInPlace { data, counts }, of_sent.len())?;
+        queue.dequantize(kind, self.sent[parity].view(DType::U8, of_sent.start, [of_sent.len()]), own);
+        Ok(())
+    }
+
+    /// Writes the records of some elements of a stretch.
+    fn encode(&self, queue: &dyn Kernels, coded: &Coded, gradients: View<'_>, elements: Range<usize>) {
+        let records = coded.records(self.kind, elements.clone());
+        let target = self.sent[coded.parity].view(DType::U8, records.start, [records.len()]);
+        let kept =
+            self.residual.as_ref().zip(coded.in_residual).filter(|_| !active(Mutation::ResidualNotAdded));
+        let residual = kept.map(|(residual, stretch)| residual.range_of(stretch, elements));
+        queue.quantize(self.kind, gradients, residual, target);
+    }
+}

@@ -1,0 +1,270 @@
+//! Which blocks forget what after their forward, to compute it again in their backward.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// What a block forgets after its forward and computes again in its backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recompute {
+    /// Nothing: everything the backward needs is saved.
+    #[default]
+    None,
+    /// The outputs of norms, activations and dropouts: cheap to compute, wide to keep.
+    Selective,
+    /// Everything but the block's input.
+    Full,
+}
+
+impl Recompute {
+    /// The word in plans and configurations.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Selective => "selective",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// What each block of a model forgets: one word for all, or rules by layer.
+///
+/// ```json
+/// "selective"
+/// { "default": "selective", "layers": [{ "from": 0, "to": 11, "mode": "full" }, { "every": 4, "mode": "none" }] }
+/// ```
+///
+/// Of several rules that describe a layer the last one counts. Rules are few, so that a value of this type is copied like a word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(try_from = "Written", into = "Written")]
+pub struct RecomputeRules {
+    default: Recompute,
+    rules: [Option<LayerRule>; Self::MOST],
+}
+
+/// What some layers forget: every so manieth of those from one to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerRule {
+    /// The first layer, from 0.
+    #[serde(default)]
+    pub from: usize,
+    /// The last one; left out, the model's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<usize>,
+    /// 2 takes every other layer from the first one on.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub every: usize,
+    /// What they forget.
+    pub mode: Recompute,
+}
+
+fn one() -> usize {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_one(every: &usize) -> bool {
+    *every == 1
+}
+
+impl LayerRule {
+    fn describes(&self, layer: usize) -> bool {
+        layer >= self.from
+            && self.to.is_none_or(|to| layer <= to)
+            && (layer - self.from).is_multiple_of(self.every)
+    }
+}
+
+/// [`RecomputeRules`] as they stand in a file.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Written {
+    ForAll(Recompute),
+    ByLayer(ByLayer),
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ByLayer {
+    #[serde(default)]
+    default: Recompute,
+    layers: Vec<LayerRule>,
+}
+
+/// Rules that describe no layer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RecomputeError {
+    /// More rules than there can be.
+    #[error("there are {found} rules; at most {} are read", RecomputeRules::MOST)]
+    TooMany {
+        /// How many there are.
+        found: usize,
+    },
+    /// Every 0th layer.
+    #[error("rule {rule} takes every 0th layer; 1 takes each")]
+    EveryNone {
+        /// Which, from 1.
+        rule: usize,
+    },
+    /// The end before the beginning.
+    #[error("rule {rule} is from layer {from} to {to}; it ends before it begins")]
+    Backwards {
+        /// Which, from 1.
+        rule: usize,
+        /// Its first layer.
+        from: usize,
+        /// Its last one.
+        to: usize,
+    },
+}
+
+impl RecomputeRules {
+    /// The most rules.
+    pub const MOST: usize = 8;
+
+    /// `default` for the layers that none of `rules` describes.
+    ///
+    /// # Errors
+    /// [`RecomputeError`].
+    pub fn new(default: Recompute, rules: &[LayerRule]) -> Result<Self, RecomputeError> {
+        let mut all = [None; Self::MOST];
+        if rules.len() > Self::MOST {
+            return Err(RecomputeError::TooMany { found: rules.len() });
+        }
+        for (number, (place, rule)) in all.iter_mut().zip(rules).enumerate() {
+            let LayerRule { from, to, every, .. } = *rule;
+            if every == 0 {
+                return Err(RecomputeError::EveryNone { rule: number + 1 });
+            }
+            if let Some(to) = to.filter(|to| *to < from) {
+                return Err(RecomputeError::Backwards { rule: number + 1, from, to });
+            }
+            *place = Some(*rule);
+        }
+        Ok(Self { default, rules: all })
+    }
+
+    /// What the block of a layer, from 0, forgets.
+    pub fn of(&self, layer: usize) -> Recompute {
+        let rules = self.rules.iter().rev().flatten();
+        rules.filter(|rule| rule.describes(layer)).map(|rule| rule.mode).next().unwrap_or(self.default)
+    }
+
+    /// The same, but that every layer forgets at least so much; none if each does already.
+    #[must_use]
+    pub fn at_least(&self, least: Recompute) -> Option<Self> {
+        if self.default >= least && self.rules().all(|rule| rule.mode >= least) {
+            return None;
+        }
+        let default = self.default.max(least);
+        let rules = self.rules.map(|rule| rule.map(|rule| LayerRule { mode: rule.mode.max(least), ..rule }));
+        let says_anything = rules.iter().flatten().any(|rule| rule.mode != default);
+        Some(Self { default, rules: if says_anything { rules } else { [None; Self::MOST] } })
+    }
+
+    /// What layers forget that no rule describes.
+    pub fn default_mode(&self) -> Recompute {
+        self.default
+    }
+
+    /// The rules by layer.
+    pub fn rules(&self) -> impl Iterator<Item = &LayerRule> {
+        self.rules.iter().flatten()
+    }
+}
+
+impl From<Recompute> for RecomputeRules {
+    fn from(recompute: Recompute) -> Self {
+        Self { default: recompute, rules: [None; Self::MOST] }
+    }
+}
+
+impl TryFrom<Written> for RecomputeRules {
+    type Error = RecomputeError;
+
+    fn try_from(written: Written) -> Result<Self, RecomputeError> {
+        match written {
+            Written::ForAll(recompute) => Ok(recompute.into()),
+            Written::ByLayer(ByLayer { default, layers }) => Self::new(default, &layers),
+        }
+    }
+}
+
+impl From<RecomputeRules> for Written {
+    fn from(rules: RecomputeRules) -> Self {
+        let layers: Vec<LayerRule> = rules.rules().copied().collect();
+        if layers.is_empty() {
+            return Self::ForAll(rules.default);
+        }
+        Self::ByLayer(ByLayer { default: rules.default, layers })
+    }
+}
+
+/// `full`, or `selective, layers 0-11 full, every 4th from 0 on none`.
+impl fmt::Display for RecomputeRules {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.default.word())?;
+        for LayerRule { from, to, every, mode } in self.rules() {
+            let end = to.map_or(" on".to_owned(), |to| format!(" to {to}"));
+            match every {
+                1 => write!(f, ", from layer {from}{end} {}", mode.word())?,
+                every => write!(f, ", every {every} layers from {from}{end} {}", mode.word())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rules(text: &str) -> RecomputeRules {
+        serde_json::from_str(text).unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    fn modes(text: &str) -> String {
+        (0..8).map(|layer| rules(text).of(layer).word().chars().next().unwrap_or_default()).collect()
+    }
+
+    #[test]
+    fn the_last_rule_that_describes_a_layer_counts() {
+        assert_eq!(modes("\"full\""), "ffffffff");
+        assert_eq!(modes(r#"{"layers": [{"every": 2, "mode": "full"}]}"#), "fnfnfnfn");
+        assert_eq!(
+            modes(r#"{"default": "selective", "layers": [{"from": 2, "to": 4, "mode": "full"}]}"#),
+            "ssfffsss"
+        );
+        let both = r#"{"layers": [{"to": 5, "mode": "full"}, {"from": 1, "every": 3, "mode": "selective"}]}"#;
+        assert_eq!(modes(both), "fsffsfns");
+    }
+
+    #[test]
+    fn rules_are_written_as_they_were_read() {
+        for text in [
+            r#""selective""#,
+            r#"{"default":"none","layers":[{"from":0,"every":2,"mode":"full"}]}"#,
+            r#"{"default":"full","layers":[{"from":3,"to":3,"mode":"none"},{"from":5,"mode":"selective"}]}"#,
+        ] {
+            assert_eq!(serde_json::to_string(&rules(text)).unwrap_or_default(), text);
+        }
+    }
+
+    #[test]
+    fn rules_that_describe_nothing_are_refused() {
+        let rule = LayerRule { from: 4, to: Some(3), every: 1, mode: Recompute::Full };
+        assert_eq!(
+            RecomputeRules::new(Recompute::None, &[rule]),
+            Err(RecomputeError::Backwards { rule: 1, from: 4, to: 3 })
+        );
+        let rule = LayerRule { to: None, every: 0, ..rule };
+        assert_eq!(RecomputeRules::new(Recompute::None, &[rule]), Err(RecomputeError::EveryNone { rule: 1 }));
+        let rule = LayerRule { every: 1, ..rule };
+        assert_eq!(
+            RecomputeRules::new(Recompute::None, &[rule; 9]),
+            Err(RecomputeError::TooMany { found: 9 })
+        );
+    }
+}

@@ -1,0 +1,234 @@
+//! What must be true of gradients and weights that travel as small integers, whatever they lose: checks that give the numbers where it is not.
+//!
+//! A plan that quantizes cannot have the numbers of one rank, so that it is no part of the parity matrix. These checks hold what it
+//! does promise, on engines whose ranks are threads.
+
+use std::thread;
+use std::time::Duration;
+
+use lockstep_comm::{World, WorldOptions};
+use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, HostBatch, Optimizer, Storage, Traffic};
+use lockstep_graph::{BlockShape, Recompute, Seed};
+use lockstep_model::{ModelConfig, Tuning};
+use lockstep_plan::{
+    ContextMethod, DType, Degrees, MemoryCategory, Mesh, QUANTIZATION_BLOCK, Quantization, QuantizedType,
+    TensorDimensions, ZeroStage,
+};
+use serde_json::json;
+
+/// What went wrong in setting up, or what is not as it must be.
+pub type Found = Result<(), Box<dyn std::error::Error + Send + Sync>>;
+
+const SHAPE: BlockShape = BlockShape { sequences: 1, seq_len: 16, dtype: DType::F32 };
+const VOCABULARY: u32 = 64;
+
+/// How ranks share out what they have, and what they send.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    /// Copies of the model.
+    pub replicate: usize,
+    /// Ranks that share out each.
+    pub shard: usize,
+    /// What they share out.
+    pub zero_stage: ZeroStage,
+    /// What travels as small integers.
+    pub quantization: Quantization,
+}
+
+impl Case {
+    /// The same with everything sent as it is.
+    fn exact(self) -> Self {
+        Self { quantization: Quantization::default(), ..self }
+    }
+}
+
+fn model() -> Result<ModelConfig, Box<dyn std::error::Error + Send + Sync>> {
+    let config = json!({
+        "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 16, "tie_word_embeddings": false,
+    });
+    Ok(ModelConfig::from_table(config.as_object().ok_or("no table")?, "test")?)
+}
+
+/// What `run` finds on the engine of each rank, which is given its number.
+fn on_ranks<T: Send>(
+    case: Case,
+    run: impl Fn(&mut Engine, usize) -> Result<T, Box<dyn std::error::Error + Send + Sync>> + Sync,
+) -> Result<Vec<T>, Box<dyn std::error::Error + Send + Sync>> {
+    let Case { replicate, shard, zero_stage, quantization } = case;
+    let model = model()?;
+    let options = EngineOptions {
+        shape: SHAPE,
+        recompute: Recompute::None.into(),
+        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
+        seed: 1,
+        threads: 1,
+        micro_batches: replicate * shard,
+    };
+    let of_groups = GroupOptions {
+        splits_tokens: false,
+        tensor_dimensions: TensorDimensions::One,
+        tensor_chunks: None,
+        context_method: ContextMethod::default(),
+        zero_stage,
+        quantization,
+        bucket_bytes: 1 << 20,
+        limit: Duration::from_secs(60),
+    };
+    let mesh = Mesh::new(Degrees { replicate, shard, ..Degrees::default() })?;
+    let world = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
+    let groups = World::in_process(mesh.world_size(), world)?;
+    thread::scope(|scope| {
+        let rank = |group: lockstep_comm::Group| {
+            let (run, model) = (&run, &model);
+            scope.spawn(move || {
+                let shared = [MemoryCategory::Gradients, MemoryCategory::Communication];
+                let (rank, arena) = (group.rank(), group.arena(&shared));
+                let groups = Groups::new(group, mesh, of_groups, None)?;
+                let (tuning, storage) = (Tuning::default(), Storage::default());
+                let mut engine = Engine::in_groups(model, &tuning, options, storage, &arena, groups)?;
+                engine.initialize(1)?;
+                run(&mut engine, rank)
+            })
+        };
+        let threads: Vec<_> = groups.into_iter().map(rank).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}
+
+/// Calls `look` with a micro-batch of rank `rank`.
+fn with_batch<T>(rank: usize, look: impl FnOnce(HostBatch<'_>) -> T) -> T {
+    let tokens = SHAPE.tokens();
+    let ids: Vec<u32> = (0..tokens as u32).map(|i| (i * i + 7 * i + 11 * rank as u32) % VOCABULARY).collect();
+    let labels: Vec<i32> = ids.iter().map(|id| ((id * 5 + 3) % VOCABULARY).cast_signed()).collect();
+    let positions: Vec<u32> = (0..tokens as u32).collect();
+    look(HostBatch {
+        ids: &ids,
+        labels: &labels,
+        positions: &positions,
+        document_starts: &vec![0; tokens],
+        sample_numbers: &[rank as u64],
+    })
+}
+
+/// The gradients that a rank owns after a step on the batch of rank `of`.
+fn gradients(
+    engine: &mut Engine,
+    of: usize,
+) -> Result<Vec<Vec<f32>>, Box<dyn std::error::Error + Send + Sync>> {
+    let seed = Seed { of_tokens: 1.0 / SHAPE.tokens() as f32, of_sequences: 1.0 };
+    with_batch(of, |batch| engine.forward_backward(std::iter::once(batch), seed))?;
+    Ok(engine.trained_ids().map(|id| engine.gradient(id)).collect::<Result<_, _>>()?)
+}
+
+/// All ranks compute the same from the same tokens where weights are quantized, and nearly what they compute where they are not.
+///
+/// # Errors
+/// The losses that differ.
+pub fn ranks_work_with_the_same_weights() -> Found {
+    let quantization = Quantization { weights: Some(QuantizedType::Int8), ..Quantization::default() };
+    let case = Case { replicate: 1, shard: 3, zero_stage: ZeroStage::Parameters, quantization };
+    let loss = |engine: &mut Engine, _| Ok(with_batch(0, |batch| engine.evaluate(&batch))?);
+    let (found, exact) = (on_ranks(case, loss)?, on_ranks(case.exact(), loss)?);
+    if found.iter().any(|loss| loss.to_bits() != found[0].to_bits()) {
+        return Err(format!("ranks with quantized weights have the losses {found:?}").into());
+    }
+    let off = (found[0] / exact[0] - 1.0).abs();
+    if off == 0.0 || off > 1e-2 {
+        return Err(format!("with quantized weights the loss is {}, without {}", found[0], exact[0]).into());
+    }
+    Ok(())
+}
+
+/// Over steps with the same weights sums of gradients lose no more than in one: what one step loses the next one says.
+///
+/// # Errors
+/// How much was lost.
+pub fn what_one_step_loses_the_next_one_says(case: Case) -> Found {
+    const STEPS: usize = 8;
+    let lost = lost(case, STEPS)?;
+    // Without feedback it would be as much in each step.
+    if lost[STEPS - 1] > 2.5 * lost[0] || lost[0] == 0.0 {
+        return Err(format!("{case:?}: after each step so much is lost: {lost:?}").into());
+    }
+    Ok(())
+}
+
+/// The norm of what all gradients up to each of `steps` steps have lost together, over all ranks.
+///
+/// # Errors
+/// None but of setting up.
+pub fn lost(case: Case, steps: usize) -> Result<Vec<f64>, Box<dyn std::error::Error + Send + Sync>> {
+    let exact = on_ranks(case.exact(), gradients)?;
+    let of_steps = |engine: &mut Engine, rank: usize| -> Result<Vec<f64>, _> {
+        let mut sums: Vec<Vec<f64>> = exact[rank].iter().map(|gradient| vec![0.0; gradient.len()]).collect();
+        let of_step = |step: usize| {
+            for (sum, gradient) in sums.iter_mut().zip(gradients(engine, rank)?) {
+                sum.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += f64::from(g));
+            }
+            let pairs = sums.iter().flatten().zip(exact[rank].iter().flatten());
+            let squares = pairs.map(|(sum, g)| (sum - step as f64 * f64::from(*g)).powi(2));
+            Ok(squares.sum::<f64>())
+        };
+        (1..=steps).map(of_step).collect()
+    };
+    let of_ranks = on_ranks(case, of_steps)?;
+    Ok((0..steps).map(|step| of_ranks.iter().map(|lost| lost[step]).sum::<f64>().sqrt()).collect())
+}
+
+/// Each element of a sum is off by no more than half of a scale for each summand, and replicas have the same bits.
+///
+/// # Errors
+/// The element.
+pub fn sums_are_within_their_bound(case: Case) -> Found {
+    let Some(kind) = case.quantization.gradients else { return Err("nothing is quantized".into()) };
+    let ranks = case.replicate * case.shard;
+    // All ranks have the same batch, so that each has had its share of the sum as a summand.
+    let of_one_batch = |engine: &mut Engine, _: usize| gradients(engine, 0);
+    let (found, exact) = (on_ranks(case, of_one_batch)?, on_ranks(case.exact(), of_one_batch)?);
+    for (rank, (found, exact)) in found.iter().zip(&exact).enumerate() {
+        for (parameter, (found, exact)) in found.iter().zip(exact).enumerate() {
+            for (block, (found, exact)) in
+                found.chunks(QUANTIZATION_BLOCK).zip(exact.chunks(QUANTIZATION_BLOCK)).enumerate()
+            {
+                let largest = exact.iter().fold(0.0_f32, |largest, g| largest.max(g.abs()));
+                // Once over the owners; over replicas, as a summand and as the sum.
+                let times = if case.replicate > 1 { 3.2 } else { 1.0 };
+                let allowed = times * 0.501 * largest / kind.limit() + 1e-7 * largest;
+                let off = |(found, exact): (&f32, &f32)| (found - exact).abs();
+                let worst = found.iter().zip(exact).map(off).fold(0.0_f32, f32::max);
+                if worst.is_nan() || worst > allowed {
+                    return Err(format!(
+                        "{case:?}, rank {rank} of {ranks}, parameter {parameter}, block {block}: off by {worst:e}, allowed {allowed:e}"
+                    )
+                    .into());
+                }
+            }
+        }
+    }
+    for rank in case.shard..ranks {
+        if found[rank] != found[rank % case.shard] {
+            return Err(
+                format!("{case:?}: rank {rank} has other sums than rank {}", rank % case.shard).into()
+            );
+        }
+    }
+    Ok(())
+}
+
+/// What rank 0 sends of gradients and weights in a step.
+///
+/// # Errors
+/// None but of setting up.
+pub fn traffic(case: Case) -> Result<Traffic, Box<dyn std::error::Error + Send + Sync>> {
+    let of_step = |engine: &mut Engine, rank: usize| {
+        engine.take_traffic();
+        gradients(engine, rank)?;
+        Ok(engine.take_traffic())
+    };
+    Ok(on_ranks(case, of_step)?.swap_remove(0))
+}

@@ -52,7 +52,10 @@ fn trained(engine: &mut Engine) -> (Vec<u64>, Vec<Vec<u8>>) {
         loss.to_bits()
     };
     let losses = (1..=3).map(step).collect();
-    (losses, engine.state_tensors().iter().map(|tensor| tensor.in_memory().unwrap_or_default().to_vec()).collect())
+    (
+        losses,
+        engine.state_tensors().iter().map(|tensor| tensor.in_memory().unwrap_or_default().to_vec()).collect(),
+    )
 }
 
 fn mode() -> impl Strategy<Value = Recompute> {

@@ -179,7 +179,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
         threads: threads(arguments.threads)?,
         steps: arguments.steps,
         roofline: arguments.roofline.map(Detail::from),
-        recompute: config.parallel.recompute.into(),
+        recompute: config.parallel.recompute,
         storage: storage(&config),
     };
     if !is_launched() {

@@ -221,9 +221,9 @@ impl Gradients {
         unit: usize,
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
-        // One half of a split backward may contribute nothing.
+        // One half of a split backward, or a unit that is frozen, may contribute nothing. The unit before has the buffer of the one after.
         if self.passing.is_some() && !self.is_touched(unit) {
-            return Ok(());
+            return self.wait(queue, reducer);
         }
         self.zero_untouched(queue, unit);
         if self.quantized.as_ref().is_some_and(|quantized| quantized.is_busy(unit)) {

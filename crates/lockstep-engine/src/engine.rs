@@ -551,6 +551,11 @@ impl Engine {
         of_state + self.gradients.take_disk_traffic()
     }
 
+    /// Whether any gradients are on disk.
+    pub fn has_gradients_on_disk(&self) -> bool {
+        self.gradients.disk_bytes() > 0
+    }
+
     /// Bytes of model state that are on disk.
     pub fn disk_bytes(&self) -> u64 {
         self.on_disk.as_ref().map_or(0, |store| store.borrow().len_bytes()) + self.gradients.disk_bytes()

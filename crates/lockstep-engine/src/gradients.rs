@@ -194,9 +194,9 @@ impl Gradients {
         unit: usize,
         reducer: &mut Reducer,
     ) -> Result<(), CommError> {
-        // One half of a split backward may contribute nothing.
+        // One half of a split backward, or a unit that is frozen, may contribute nothing. The unit before has the buffer of the one after.
         if self.passing.is_some() && !self.is_touched(unit) {
-            return Ok(());
+            return self.wait(queue, reducer);
         }
         self.zero_untouched(queue, unit);
         let before = reducer.pending();

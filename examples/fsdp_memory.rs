@@ -116,6 +116,7 @@ fn after_a_step(
         tensor_chunks: None,
         context_method: ContextMethod::default(),
         zero_stage,
+        live_parameters: lockstep_plan::residence::LiveParameters::default(),
         bucket_bytes: 25 << 20,
         limit,
     };

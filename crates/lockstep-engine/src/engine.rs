@@ -6,17 +6,19 @@ use lockstep_comm::{CommError, Metered};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Seed, Timeline};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
+use lockstep_plan::residence::Residence;
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage, exact::ExactSum};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
 use crate::flat::Extent;
-use crate::gathered::Gathered;
+use crate::gathered::{Gathered, Own};
 use crate::gradients::Trained;
 use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
 use crate::runner::{Half, StageMemory};
 use crate::shards::Shards;
+use crate::uses::{RankPasses, Sequence};
 use crate::weights::ModelWeights;
 use crate::{
     EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
@@ -65,6 +67,8 @@ pub struct Engine {
     pub(crate) gradients: Gradients,
     pub(crate) optimizer_state: Vec<(StateKind, FlatStore)>,
     pub(crate) groups: Groups,
+    /// Those of a step of this rank, without a pipeline.
+    micro_batches: usize,
     /// None if all gradients are whole.
     reducer: Option<Reducer>,
     /// The rank's part in a pipeline, if there is one.
@@ -174,10 +178,13 @@ impl Engine {
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
         let of_kernels = (shape.dtype, MemoryCategory::Parameters);
-        let trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
+        let mut trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
         let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
         let alone = Shards::none();
-        let frozen = FlatStore::zeros_where(arena, &records, of_kernels, &alone, Extent::Whole, is_frozen)?;
+        let of_parameters = shared_out(ZeroStage::Parameters);
+        let owners = if of_parameters == Extent::Own { &shards } else { &alone };
+        let frozen = FlatStore::zeros_where(arena, &records, of_kernels, owners, of_parameters, is_frozen)?;
+        let mut frozen = (!frozen.is_empty()).then_some(frozen);
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages)?;
         let own_tokens = model.program(0).shape().tokens();
         let has_master = shape.dtype != DType::F32 && storage.weights == WeightStorage::Master;
@@ -192,10 +199,22 @@ impl Engine {
         let biases = (is_updated_by_owners == Extent::Own)
             .then(|| FlatStore::zeros_where(arena, &records, in_optimizer, &alone, Extent::Whole, is_bias))
             .transpose()?;
-        let gathered = (trained.extent() == Extent::Own)
-            .then(|| Gathered::new(arena, &model, &trained, &shards))
-            .transpose()?;
+        let of_rank = (micro_batches / groups.batch_parts()).max(1);
+        let gathered = if of_parameters == Extent::Own {
+            let passes = RankPasses {
+                stages: &stages,
+                first_trained: model.first_trained_unit(),
+                pipeline: groups.pipeline_plan(),
+                micro_batches: of_rank,
+            };
+            let live = groups.options().map(|options| options.live_parameters).unwrap_or_default();
+            let own = Own { trained: &mut trained, frozen: frozen.as_mut() };
+            Some(Gathered::new(arena, &model, own, &shards, (passes, live))?)
+        } else {
+            None
+        };
         Ok(Self {
+            micro_batches: of_rank,
             reducer,
             queue,
             runner,
@@ -223,7 +242,7 @@ impl Engine {
             shared_table,
             weights: ModelWeights {
                 trained,
-                frozen: (!frozen.is_empty()).then_some(frozen),
+                frozen,
                 master,
                 biases: biases.filter(|store| !store.is_empty()),
                 shards,
@@ -325,6 +344,7 @@ impl Engine {
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, CommError> {
+        self.weights.begin(Sequence::MicroBatch);
         self.micro_batch(batch, seed, Turn::Earlier)
     }
 
@@ -347,14 +367,20 @@ impl Engine {
             self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
         }
         if self.pipeline.is_some() {
+            self.weights.begin(Sequence::Step);
             let loss_sum = self.run_pipeline(batches, seed)?;
             self.complete_gradients();
             self.runner.expert_load_mut().sum(&self.groups)?;
             return Ok(loss_sum);
         }
+        let is_planned = batches.clone().count() == self.micro_batches;
+        self.weights.begin(Sequence::Step);
         let mut batches = batches.peekable();
         let mut loss_sum = 0.0;
         while let Some(batch) = batches.next() {
+            if !is_planned {
+                self.weights.begin(Sequence::MicroBatch);
+            }
             let turn = if batches.peek().is_some() { Turn::Earlier } else { Turn::Last };
             loss_sum += self.micro_batch(&batch, seed, turn)?;
         }
@@ -438,6 +464,7 @@ impl Engine {
     /// # Errors
     /// [`CommError`]: none on one rank.
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, CommError> {
+        self.weights.begin(Sequence::Evaluation);
         let Self { evaluation, model, pipeline, queue, weights, runner, .. } = self;
         let model = evaluation.as_ref().unwrap_or(model);
         if let Some(pipeline) = pipeline {
@@ -510,6 +537,11 @@ impl Engine {
     /// When this rank did what in the last step, if it is one of a pipeline.
     pub fn pipeline_times(&self) -> Option<&StepTimes> {
         self.pipeline.as_ref().map(Pipeline::times)
+    }
+
+    /// When weights are gathered in a step, and how many of them are whole at once, where they are shared out.
+    pub fn gathers_of_step(&self) -> Option<&Residence> {
+        self.weights.gathered.as_ref().map(Gathered::plan_of_step)
     }
 
     /// Elements of the parameters that are trained.

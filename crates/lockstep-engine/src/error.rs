@@ -1,6 +1,7 @@
 //! What can go wrong in the engine.
 
 use lockstep_comm::CommError;
+use lockstep_plan::residence::TooFewLive;
 use lockstep_tensor::TensorError;
 
 use crate::StateKind;
@@ -15,6 +16,9 @@ pub enum EngineError {
     /// Other ranks.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// Fewer parameters may be whole at once than a unit reads.
+    #[error(transparent)]
+    TooFewLive(#[from] TooFewLive),
     /// A tensor that is loaded does not have its parameter's size.
     #[error("{} of {name}: {found} elements, the model has {expected}", kind.name())]
     WrongSize {

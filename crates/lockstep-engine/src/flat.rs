@@ -18,7 +18,7 @@ use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ShardPlace};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
 
-use crate::{Gradients, gathered::Gathered, groups::Summing, shards::Shards};
+use crate::{Gradients, gathered::Gathered, gathered::Kept, groups::Summing, shards::Shards};
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
@@ -149,11 +149,6 @@ impl FlatStore {
     /// Whether it keeps no parameter.
     pub fn is_empty(&self) -> bool {
         self.places.iter().all(Option::is_none)
-    }
-
-    /// How much it has.
-    pub(crate) fn extent(&self) -> Extent {
-        self.extent
     }
 
     /// Type of the elements.
@@ -432,12 +427,12 @@ pub struct Weights<'a> {
 
 impl<'a> Weights<'a> {
     fn view(&self, id: ParameterId) -> View<'a> {
-        let frozen = || self.frozen.and_then(|store| store.get(id));
-        let trained = match self.gathered {
-            Some(gathered) => gathered.get(self.trained, id),
-            None => self.trained.get(id),
+        let of = |kept, store: &'a FlatStore| match self.gathered {
+            Some(gathered) => gathered.get(kept, store, id),
+            None => store.get(id),
         };
-        trained.or_else(frozen).expect("a parameter is trained or frozen")
+        let frozen = || self.frozen.and_then(|store| of(Kept::Frozen, store));
+        of(Kept::Trained, self.trained).or_else(frozen).expect("a parameter is trained or frozen")
     }
 }
 

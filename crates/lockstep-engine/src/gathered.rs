@@ -1,26 +1,28 @@
-//! Weights that are whole only while a unit works with them (ZeRO stage 3; Rajbhandari et al., 2020, and PyTorch's FSDP).
+//! Weights that are whole only while units work with them (ZeRO stage 3; Rajbhandari et al., 2020, and PyTorch's FSDP).
 //!
-//! Each rank keeps what it owns. Before a unit's forward or backward its weights are gathered from their owners into one of two
-//! buffers, and while it works, those of the unit that follows into the other. Which that is, is known from the program: nothing is
-//! traced. After its use a buffer is simply filled anew; nothing is kept from the forward for the backward but the last two units.
+//! Each rank keeps what it owns. Which weights are gathered from their owners when, how long they stay and where they lie in a pool is
+//! planned before the run ([`Residence`]); here it is carried out: before a use what it reads has come, and while it computes what later
+//! ones read is on its way.
 
 use std::time::{Duration, Instant};
 
-use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
+use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending, ReduceOp};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::RecordedModel;
-use lockstep_plan::{MemoryCategory, ParameterId};
-use lockstep_tensor::{Arena, Buffer, TensorError, View};
+use lockstep_plan::residence::{LiveParameters, Residence, Stay, TooFewLive};
+use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_tensor::{Arena, Buffer, View};
 
-use crate::{FlatStore, Traffic, Weights, shards::Shards};
+use crate::uses::{RankPasses, Sequence};
+use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// Brings the weights of a unit to where kernels read them.
 pub(crate) trait WeightSource {
-    /// Waits until the weights of `unit` are there, and begins to get those of `next`, which will be asked for after it.
+    /// Waits until the weights of `unit`, the next one of the sequence of uses, are there.
     ///
     /// # Errors
     /// [`CommError`].
-    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), CommError>;
+    fn make_ready(&mut self, unit: usize) -> Result<(), CommError>;
 
     /// The weights; those that are shared out, of the unit that was made ready last.
     fn weights(&self) -> Weights<'_>;
@@ -28,7 +30,7 @@ pub(crate) trait WeightSource {
 
 /// Weights that are all there.
 impl WeightSource for Weights<'_> {
-    fn make_ready(&mut self, _: usize, _: Option<usize>) -> Result<(), CommError> {
+    fn make_ready(&mut self, _: usize) -> Result<(), CommError> {
         Ok(())
     }
 
@@ -37,72 +39,101 @@ impl WeightSource for Weights<'_> {
     }
 }
 
-/// The weights of two units.
+/// Which store of a rank's own weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kept {
+    Trained,
+    Frozen,
+}
+
+/// What a rank owns of the weights.
+#[derive(Debug)]
+pub(crate) struct Own<'a> {
+    pub(crate) trained: &'a mut FlatStore,
+    pub(crate) frozen: Option<&'a mut FlatStore>,
+}
+
+impl Own<'_> {
+    fn store(&mut self, kept: Kept) -> Option<&mut FlatStore> {
+        match kept {
+            Kept::Trained => Some(self.trained),
+            Kept::Frozen => self.frozen.as_deref_mut(),
+        }
+    }
+}
+
+/// The weights that are whole at the time.
 #[derive(Debug)]
 pub(crate) struct Gathered {
-    slots: [Slot; 2],
-    /// The stretches that each unit reads, and where they begin in its slot. By unit.
-    needs: Vec<Vec<(usize, usize)>>,
-    /// The unit that was made ready last.
-    current: usize,
+    pool: Buffer,
+    dtype: DType,
+    bundles: Vec<Bundle>,
+    /// The bundles that each unit reads.
+    needs: Vec<Vec<usize>>,
+    /// The bundle of each stretch of the stores, and where it begins there; none of those that nobody else owns a part of.
+    in_bundle: [Vec<Option<(usize, usize)>>; 2],
+    /// By [`Sequence`].
+    plans: [Residence; 3],
+    sequence: Sequence,
+    /// Uses of the sequence that have been made ready.
+    used: usize,
     limit: Duration,
     traffic: Traffic,
 }
 
-#[derive(Debug)]
-struct Slot {
-    buffer: Buffer,
-    /// Whose weights are in it, or on their way there.
-    unit: Option<usize>,
+/// Stretches that the same units read.
+#[derive(Debug, Default)]
+struct Bundle {
+    /// Their store, their number there, and where they begin in the bundle, in elements.
+    stretches: Vec<(Kept, usize, usize)>,
+    /// The first element in the pool of where they are, or will be when they have come.
+    start: Option<usize>,
     pending: Vec<Pending>,
 }
 
-/// Units that follow each other have different ones.
-fn slot_of(unit: usize) -> usize {
-    unit % 2
-}
-
 impl Gathered {
-    /// Buffers for the units of `model`, whose weights are kept in `own`.
+    /// A pool for the units of `model`, whose weights are kept in `own`, as `passes` use them. All ranks call this together.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// Out of memory, a limit below what a unit reads, [`CommError`].
     pub(crate) fn new(
         arena: &Arena,
         model: &RecordedModel,
-        own: &FlatStore,
+        mut own: Own<'_>,
         shards: &Shards,
-    ) -> Result<Self, TensorError> {
-        let size = own.dtype().size_bytes();
-        let (mut needs, mut longest) = (Vec::with_capacity(model.units()), [0; 2]);
-        for unit in 0..model.units() {
-            let stretches = model.unit_parameters(unit).iter().filter_map(|id| own.place_of(*id));
-            let mut stretches: Vec<usize> = stretches.map(|(stretch, ..)| stretch).collect();
-            stretches.sort_unstable();
-            stretches.dedup();
-            // What nobody else owns a part of is read where it is kept.
-            stretches.retain(|stretch| shards.group(own.stretches()[*stretch].summing).is_some());
-            let mut end = 0;
-            let placed = stretches.into_iter().map(|stretch| {
-                let start = end;
-                end += own.stretches()[stretch].elements * size;
-                (stretch, start)
-            });
-            needs.push(placed.collect::<Vec<_>>());
-            longest[slot_of(unit)] = end.max(longest[slot_of(unit)]);
-        }
-        let slot = |bytes| {
-            let buffer = arena.allocate(bytes, MemoryCategory::Communication)?;
-            Ok(Slot { buffer, unit: None, pending: Vec::new() })
-        };
-        let slots = [slot(longest[0])?, slot(longest[1])?];
-        let limit = shards.limit();
-        Ok(Self { slots, needs, current: 0, limit, traffic: Traffic::default() })
+        (passes, live): (RankPasses<'_>, LiveParameters),
+    ) -> Result<Self, EngineError> {
+        let dtype = own.trained.dtype();
+        let Bundled { bundles, needs, in_bundle, mut sizes } = Bundled::of(model, &mut own, shards);
+        shards.agree_on_most(&mut sizes)?;
+        let plan = |sequence| Residence::plan(&sizes, &needs, &passes.uses(sequence), live);
+        let plans: Result<Vec<Residence>, TooFewLive> = Sequence::ALL.into_iter().map(plan).collect();
+        let plans: [Residence; 3] = plans?.try_into().unwrap_or_default();
+        let pool_elements = plans.iter().map(Residence::pool_elements).max().unwrap_or(0);
+        Ok(Self {
+            pool: arena.allocate(pool_elements * dtype.size_bytes(), MemoryCategory::Communication)?,
+            dtype,
+            bundles,
+            needs,
+            in_bundle,
+            plans,
+            sequence: Sequence::Step,
+            used: 0,
+            limit: shards.limit(),
+            traffic: Traffic::default(),
+        })
     }
 
-    /// The weights have changed: what was gathered no longer counts.
-    pub(crate) fn forget(&mut self) {
-        self.slots.iter_mut().for_each(|slot| slot.unit = None);
+    /// A sequence of uses begins. What was gathered no longer counts.
+    pub(crate) fn begin(&mut self, sequence: Sequence) {
+        self.sequence = sequence;
+        self.used = 0;
+        self.bundles.iter_mut().for_each(|bundle| bundle.start = None);
+    }
+
+    /// How weights are gathered in a step.
+    pub(crate) fn plan_of_step(&self) -> &Residence {
+        &self.plans[Sequence::Step as usize]
     }
 
     /// What gathering has cost since this was last asked.
@@ -110,71 +141,160 @@ impl Gathered {
         std::mem::take(&mut self.traffic)
     }
 
-    /// The weights of a parameter of the unit that was made ready last; none if they are not gathered.
-    pub(crate) fn get<'a>(&'a self, own: &'a FlatStore, id: ParameterId) -> Option<View<'a>> {
+    /// The weights of a parameter that `own` keeps and a unit that was made ready reads; none if they are not kept.
+    pub(crate) fn get<'a>(&'a self, kept: Kept, own: &'a FlatStore, id: ParameterId) -> Option<View<'a>> {
         let (stretch, first, shape) = own.place_of(id)?;
-        let needed = self.needs[self.current].iter().find(|(other, _)| *other == stretch);
-        let Some((_, start)) = needed else { return own.get(id) };
-        let offset_bytes = start + first * own.dtype().size_bytes();
-        Some(self.slots[slot_of(self.current)].buffer.view(own.dtype(), offset_bytes, shape))
+        let Some((bundle, in_bundle)) = self.in_bundle[kept as usize][stretch] else { return own.get(id) };
+        let start = self.bundles[bundle].start.expect("what a unit reads was made ready");
+        let offset_bytes = (start + in_bundle + first) * self.dtype.size_bytes();
+        Some(self.pool.view(self.dtype, offset_bytes, shape))
     }
 
-    /// Waits until the weights of `unit` are in their buffer, and begins to gather those of `next` into the other.
+    /// Waits until what `unit` reads is there, and begins to gather what is planned to be on its way meanwhile.
     ///
     /// # Errors
     /// [`CommError`].
+    ///
+    /// # Panics
+    /// If the unit is not the next one of the sequence.
     pub(crate) fn make_ready(
         &mut self,
         unit: usize,
-        next: Option<usize>,
-        own: &mut FlatStore,
+        own: &mut Own<'_>,
         shards: &Shards,
     ) -> Result<(), CommError> {
         let begin = Instant::now();
-        self.start(unit, own, shards)?;
-        self.wait(unit)?;
-        self.traffic.exposed += begin.elapsed();
-        // The stages of a rank may follow each other in any order.
-        if let Some(next) = next.filter(|next| slot_of(*next) != slot_of(unit)) {
-            self.start(next, own, shards)?;
+        let deadline = Deadline::after(self.limit);
+        let at = self.used;
+        self.used += 1;
+        let plan = &self.plans[self.sequence as usize];
+        assert!(at < plan.len(), "use {at} of {:?}, of unit {unit}, is one more than planned", self.sequence);
+        let (now, later) = plan.begins_with(at).split_at(plan.read_at_once(at));
+        let mut gather = Gather {
+            pool: &mut self.pool,
+            bundles: &mut self.bundles,
+            dtype: self.dtype,
+            traffic: &mut self.traffic,
+        };
+        now.iter().try_for_each(|stay| gather.start(stay, own, shards, deadline))?;
+        for &bundle in &self.needs[unit] {
+            let pending = &mut gather.bundles[bundle].pending;
+            pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
         }
+        gather.traffic.exposed += begin.elapsed();
+        later.iter().try_for_each(|stay| gather.start(stay, own, shards, deadline))?;
         self.traffic.busy += begin.elapsed();
         Ok(())
     }
+}
 
-    /// Begins to gather the weights of a unit, if they are neither there nor on their way.
-    fn start(&mut self, unit: usize, own: &mut FlatStore, shards: &Shards) -> Result<(), CommError> {
-        let slot = &mut self.slots[slot_of(unit)];
-        if slot.unit == Some(unit) {
+/// What a gather works on.
+struct Gather<'a> {
+    pool: &'a mut Buffer,
+    bundles: &'a mut [Bundle],
+    dtype: DType,
+    traffic: &'a mut Traffic,
+}
+
+impl Gather<'_> {
+    /// Begins to gather a bundle.
+    fn start(
+        &mut self,
+        stay: &Stay,
+        own: &mut Own<'_>,
+        shards: &Shards,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        let (dtype, size) = (self.dtype, self.dtype.size_bytes());
+        let Bundle { stretches, start, pending } = &mut self.bundles[stay.bundle];
+        *start = Some(stay.start);
+        if stay.earlier > 0 && active(Mutation::EvictedWeightsRead) {
             return Ok(());
         }
-        let deadline = Deadline::after(self.limit);
-        slot.pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
-        slot.unit = Some(unit);
-        let dtype = own.dtype();
-        for &(stretch, start) in &self.needs[unit] {
-            let (summing, elements) = (own.stretches()[stretch].summing, own.stretches()[stretch].elements);
+        for &(kept, stretch, in_bundle) in &*stretches {
+            let Some(store) = own.store(kept) else { continue };
+            let (summing, elements) =
+                (store.stretches()[stretch].summing, store.stretches()[stretch].elements);
             let Some(group) = shards.group(summing).filter(|_| !active(Mutation::WeightsNotGathered)) else {
                 continue;
             };
-            let bytes = elements * dtype.size_bytes();
+            let (from, bytes) = ((stay.start + in_bundle) * size, elements * size);
             let ranks = group.size() as u64;
             self.traffic.bytes += (ranks - 1) * bytes as u64 / ranks;
-            let range = own.stretches()[stretch].own.clone();
-            let (buffer, of_own) = own.lend_from(stretch, range);
+            let range = store.stretches()[stretch].own.clone();
+            let (buffer, of_own) = store.lend_from(stretch, range);
             let input = Lent::new(buffer.lend(of_own), dtype);
-            let output = Lent::new(slot.buffer.lend(start..start + bytes), dtype);
-            slot.pending.push(group.start(Collective::AllGather { input, output, counts: None }, deadline)?);
+            let output = Lent::new(self.pool.lend(from..from + bytes), dtype);
+            pending.push(group.start(Collective::AllGather { input, output, counts: None }, deadline)?);
             group.progress()?;
         }
         Ok(())
     }
+}
 
-    fn wait(&mut self, unit: usize) -> Result<(), CommError> {
-        let deadline = Deadline::after(self.limit);
-        let slot = &mut self.slots[slot_of(unit)];
-        slot.pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
-        self.current = unit;
+/// The stretches that ranks share out, by who reads them.
+struct Bundled {
+    bundles: Vec<Bundle>,
+    needs: Vec<Vec<usize>>,
+    in_bundle: [Vec<Option<(usize, usize)>>; 2],
+    /// Elements of each bundle.
+    sizes: Vec<usize>,
+}
+
+impl Bundled {
+    fn of(model: &RecordedModel, own: &mut Own<'_>, shards: &Shards) -> Self {
+        let mut found = Self {
+            bundles: Vec::new(),
+            needs: vec![Vec::new(); model.units()],
+            in_bundle: [Vec::new(), Vec::new()],
+            sizes: Vec::new(),
+        };
+        let mut readers_of: Vec<Vec<usize>> = Vec::new();
+        for kept in [Kept::Trained, Kept::Frozen] {
+            let Some(store) = own.store(kept) else { continue };
+            for (index, stretch) in store.stretches().iter().enumerate() {
+                let reads = |unit: &usize| {
+                    let mut ids = model.unit_parameters(*unit).iter();
+                    ids.any(|id| store.place_of(*id).is_some_and(|(other, ..)| other == index))
+                };
+                let readers: Vec<usize> = (0..model.units()).filter(reads).collect();
+                // What nobody else owns a part of is read where it is kept.
+                if shards.group(stretch.summing).is_none() || readers.is_empty() {
+                    found.in_bundle[kept as usize].push(None);
+                    continue;
+                }
+                let known = readers_of.iter().position(|other| *other == readers);
+                let bundle = known.unwrap_or_else(|| {
+                    let bundle = found.bundles.len();
+                    readers.iter().for_each(|unit| found.needs[*unit].push(bundle));
+                    found.bundles.push(Bundle::default());
+                    found.sizes.push(0);
+                    readers_of.push(readers);
+                    bundle
+                });
+                let start = found.sizes[bundle];
+                found.bundles[bundle].stretches.push((kept, index, start));
+                found.in_bundle[kept as usize].push(Some((bundle, start)));
+                found.sizes[bundle] += stretch.elements;
+            }
+        }
+        found
+    }
+}
+
+impl Shards {
+    /// Replaces each number by the greatest that any rank has there with which this one shares out anything: parts of a vocabulary may
+    /// differ in size, and what is gathered when has to be the same on all that gather from each other.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    fn agree_on_most(&self, sizes: &mut [usize]) -> Result<(), CommError> {
+        let mut numbers: Vec<i64> = sizes.iter().map(|size| *size as i64).collect();
+        // Twice, for what one group has agreed on may change by another.
+        for (_, group) in self.groups().iter().chain(self.groups()) {
+            group.all_reduce(&mut numbers[..], ReduceOp::Max, Deadline::after(self.limit()))?;
+        }
+        sizes.iter_mut().zip(numbers).for_each(|(size, number)| *size = number as usize);
         Ok(())
     }
 }

@@ -8,7 +8,7 @@ use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{GridPeers, Peers};
 use lockstep_plan::{
     Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Share,
-    TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum,
+    TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum, residence::LiveParameters,
 };
 use lockstep_tensor::View;
 
@@ -28,6 +28,8 @@ pub struct GroupOptions {
     pub context_method: ContextMethod,
     /// What of the model's state is shared out over the shard axis.
     pub zero_stage: ZeroStage,
+    /// Where parameters are shared out, how many are whole at once.
+    pub live_parameters: LiveParameters,
     /// Gradients are summed in buckets of up to so many bytes.
     pub bucket_bytes: usize,
     /// No wait for another rank is longer.
@@ -349,6 +351,13 @@ impl Groups {
     /// What exchanges with those that share the model have cost since this was last asked. Sums of gradients are not among them.
     pub(crate) fn take_metered(&self) -> Metered {
         self.world.as_ref().map_or_else(Metered::default, |world| world.meter.take())
+    }
+
+    /// How many parts a global batch is read in, each by ranks of its own.
+    pub(crate) fn batch_parts(&self) -> usize {
+        let degree =
+            |world: &World| Axis::BATCH.iter().map(|axis| world.mesh.ranks().degree(*axis)).product();
+        self.world.as_ref().map_or(1, degree)
     }
 
     /// What of the model's state is shared out.

@@ -31,6 +31,7 @@ mod snapshot;
 mod state;
 mod storage;
 mod update;
+mod uses;
 mod weights;
 
 pub use engine::{Engine, EngineOptions};

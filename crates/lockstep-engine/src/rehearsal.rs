@@ -147,6 +147,7 @@ mod tests {
     use lockstep_comm::{World, WorldOptions};
     use lockstep_plan::{
         ContextMethod, Degrees, Mesh, TensorDimensions, ZeroStage,
+        residence::LiveParameters,
         schedule::{Kind, Schedule},
     };
 
@@ -172,6 +173,7 @@ mod tests {
             tensor_chunks: None,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
+            live_parameters: LiveParameters::default(),
             bucket_bytes: 4096,
             limit: Duration::from_secs(60),
         };

@@ -5,7 +5,8 @@ use lockstep_comm::CommError;
 use lockstep_plan::{ParameterId, ParameterRecord, ZeroStage};
 use lockstep_tensor::Kernels;
 
-use crate::gathered::{Gathered, WeightSource};
+use crate::gathered::{Gathered, Own, WeightSource};
+use crate::uses::Sequence;
 use crate::{FlatStore, Traffic, Weights, shards::Shards};
 
 /// The weights of a rank's model.
@@ -13,7 +14,7 @@ use crate::{FlatStore, Traffic, Weights, shards::Shards};
 pub(crate) struct ModelWeights {
     /// What kernels read of the trained parameters: all of it, or where these are shared out what this rank owns.
     pub(crate) trained: FlatStore,
-    /// The parameters that are not trained, in the type that kernels read; there is nothing else of them.
+    /// What kernels read of the parameters that are not trained, as of those that are; there is nothing else of them.
     pub(crate) frozen: Option<FlatStore>,
     /// f32 weights of the trained parameters, if kernels read another type.
     pub(crate) master: Option<FlatStore>,
@@ -76,13 +77,21 @@ impl ModelWeights {
     /// # Errors
     /// [`CommError`]: none on one rank.
     pub(crate) fn refresh(&mut self) -> Result<(), CommError> {
-        match &mut self.gathered {
-            Some(gathered) => gathered.forget(),
+        match &self.gathered {
+            // They are gathered before each use.
+            Some(_) => {}
             None => {
                 self.traffic = std::mem::take(&mut self.traffic) + self.shards.gather(&mut self.trained)?
             }
         }
         Ok(())
+    }
+
+    /// A sequence of uses begins.
+    pub(crate) fn begin(&mut self, sequence: Sequence) {
+        if let Some(gathered) = &mut self.gathered {
+            gathered.begin(sequence);
+        }
     }
 
     /// What gathering has cost since this was last asked.
@@ -93,9 +102,9 @@ impl ModelWeights {
 }
 
 impl WeightSource for ModelWeights {
-    fn make_ready(&mut self, unit: usize, next: Option<usize>) -> Result<(), CommError> {
-        let Some(gathered) = &mut self.gathered else { return Ok(()) };
-        gathered.make_ready(unit, next, &mut self.trained, &self.shards)
+    fn make_ready(&mut self, unit: usize) -> Result<(), CommError> {
+        let Self { trained, frozen, shards, gathered: Some(gathered), .. } = self else { return Ok(()) };
+        gathered.make_ready(unit, &mut Own { trained, frozen: frozen.as_mut() }, shards)
     }
 
     fn weights(&self) -> Weights<'_> {

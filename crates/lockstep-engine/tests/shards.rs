@@ -9,6 +9,7 @@ use lockstep_graph::{BlockShape, Recompute};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{
     ContextMethod, DType, Degrees, MemoryCategory, Mesh, ParameterId, TensorDimensions, ZeroStage,
+    residence::LiveParameters,
 };
 use serde_json::json;
 
@@ -46,6 +47,7 @@ fn on_ranks<T: Send>(
         tensor_chunks: None,
         context_method: ContextMethod::default(),
         zero_stage,
+        live_parameters: LiveParameters::default(),
         bucket_bytes: 1 << 20,
         limit: Duration::from_secs(60),
     };

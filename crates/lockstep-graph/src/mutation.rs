@@ -41,6 +41,8 @@ pub enum Mutation {
     OwnedNotSummed,
     /// The weights that other ranks own and have updated are left as they were.
     WeightsNotGathered,
+    /// Weights that were overwritten since they were gathered are read without being gathered again.
+    EvictedWeightsRead,
     /// What an embedding contributes to a tied table is not summed over ranks.
     TiedRowsNotSummed,
     /// What an embedding contributes to a tied table is left out.
@@ -139,7 +141,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 64] = [
+    pub const ALL: [Self; 65] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -157,6 +159,7 @@ impl Mutation {
         Self::ShardsNotSummed,
         Self::OwnedNotSummed,
         Self::WeightsNotGathered,
+        Self::EvictedWeightsRead,
         Self::TiedRowsNotSummed,
         Self::TiedRowsNotAdded,
         Self::MarksNotAgreed,

@@ -8,6 +8,7 @@
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
 //! - [`ZeroStage`]: what of a model's state ranks share out that would else each hold a copy.
+//! - [`residence`]: when weights that ranks share out are whole on a rank, and where they lie.
 //! - [`ContextPlace`]: which tokens of each sequence a rank holds where ranks share sequences.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
@@ -28,6 +29,7 @@ mod nearest;
 mod parameter;
 mod plan;
 pub mod random;
+pub mod residence;
 pub mod schedule;
 mod share;
 mod split;
@@ -47,4 +49,4 @@ pub use plan::{
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
-pub use zero::{ShardPlace, ZeroStage};
+pub use zero::{ShardPlace, Sharding, ZeroStage};

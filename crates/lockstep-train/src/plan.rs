@@ -94,6 +94,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         tensor_chunks: config.parallel.tensor_chunks,
         context_method: config.parallel.context_parallel_method.into(),
         zero_stage: config.zero_stage().number(),
+        sharding: config.sharding(),
     })
 }
 

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, PipelineSchedule, Plan, TensorDimensions};
+use lockstep_plan::{Degrees, PipelineSchedule, Plan, Sharding, TensorDimensions};
 
-use crate::config::{ContextMethod, Origin, Problem, Recompute, TensorLayout};
+use crate::config::{ContextMethod, Origin, Problem, Recompute, ReshardAfterForward, TensorLayout};
 use crate::setup::named_model;
 use crate::{Error, RunConfig, plan};
 
@@ -80,6 +80,7 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         "tensor_chunks" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
         "context_method" => context == 1,
         "zero_stage" => shard * context == 1,
+        "sharding" => shard * context == 1 || file.zero_stage < 3,
         "schedule" | "stages" => pipeline == 1,
         _ => false,
     };
@@ -119,6 +120,9 @@ fn settings_of(plan: &Plan) -> Vec<String> {
     }
     if shard * context > 1 {
         settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
+        if plan.zero_stage >= 3 {
+            settings.extend(settings_of_sharding(&plan.sharding));
+        }
     }
     if tensor > 1 {
         settings.push(format!("parallel.tensor_layout={}", TensorLayout::from(plan.tensor_layout).word()));
@@ -143,6 +147,14 @@ fn settings_of(plan: &Plan) -> Vec<String> {
     settings
 }
 
+fn settings_of_sharding(sharding: &Sharding) -> Vec<String> {
+    let Sharding { reshard_after_forward, max_live_parameters } = sharding;
+    let reshard = ReshardAfterForward::from(*reshard_after_forward).word();
+    let mut settings = vec![format!("parallel.reshard_after_forward={reshard}")];
+    settings.extend(max_live_parameters.map(|most| format!("parallel.max_live_parameters={most}")));
+    settings
+}
+
 #[cfg(test)]
 mod tests {
     use lockstep_plan::PLAN_VERSION;
@@ -164,6 +176,7 @@ mod tests {
             tensor_chunks: Some(3),
             context_method: lockstep_plan::ContextMethod::AllToAll,
             zero_stage: 0,
+            sharding: Sharding::default(),
         }
     }
 
@@ -187,7 +200,11 @@ mod tests {
             "F0,F1,F2,F3,B0,B1,B2,B3".to_owned(),
         ]);
         let by_rows = Plan { schedule: rows, stages: vec![1, 5], ..plan() };
-        for file in [plan(), by_rows] {
+        let (reshard_after_forward, max_live_parameters) =
+            (lockstep_plan::residence::ReshardAfterForward::Always, Some(1_000_000));
+        let sharding = Sharding { reshard_after_forward, max_live_parameters };
+        let gathered = Plan { zero_stage: 3, sharding, ..plan() };
+        for file in [plan(), by_rows, gathered] {
             let run = run_of(&file, &[]);
             assert_eq!(Plan { model: String::new(), ..run }, file);
         }

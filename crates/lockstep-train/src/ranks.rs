@@ -102,6 +102,7 @@ impl Ranks {
             tensor_chunks: config.parallel.tensor_chunks,
             context_method: config.parallel.context_parallel_method.into(),
             zero_stage: config.zero_stage(),
+            live_parameters: config.sharding().live_parameters(),
             bucket_bytes: config.parallel.bucket_bytes(),
             limit: Duration::from_secs_f64(config.parallel.timeout_s),
         };

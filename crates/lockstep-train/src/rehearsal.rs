@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_comm::Group;
 use lockstep_engine::{GroupOptions, Groups, PassTime, PipelinePlan, Rehearsal, StepTimes};
+use lockstep_plan::residence::LiveParameters;
 use lockstep_plan::schedule::{Costs, Schedule, StageCost};
 use lockstep_plan::{ContextMethod, Degrees, MemoryCategory, Mesh, TensorDimensions, ZeroStage};
 use serde::Serialize;
@@ -69,6 +70,7 @@ impl PipelineBenchmark {
             tensor_chunks: None,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
+            live_parameters: LiveParameters::default(),
             bucket_bytes: 0,
             limit,
         };

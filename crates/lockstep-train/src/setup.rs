@@ -4,7 +4,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::OnceLock;
 
 use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
-use lockstep_engine::{Engine, EngineOptions, Optimizer, RoundingMode, StateKind, Storage, WeightStorage};
+use lockstep_engine::{
+    Engine, EngineError, EngineOptions, Optimizer, RoundingMode, StateKind, Storage, WeightStorage,
+};
 use lockstep_graph::BlockShape;
 use lockstep_model::{Adapter, ModelConfig, Tuning};
 use lockstep_plan::{DType, ParameterId};
@@ -161,7 +163,16 @@ pub(crate) fn build_engine(
 ) -> Result<Engine, Error> {
     let (options, storage) = (engine_options(config), storage(config));
     let groups = ranks.groups().clone();
-    let mut engine = Engine::in_groups(&model.config, &model.tuning, options, storage, arena, groups)?;
+    let engine = Engine::in_groups(&model.config, &model.tuning, options, storage, arena, groups);
+    let mut engine = engine.map_err(|error| match error {
+        // How much a unit reads is known when the model is recorded.
+        EngineError::TooFewLive(few) => {
+            let allowed = format!("{} or more, padding included", few.needed);
+            let problem = config.problem("parallel.max_live_parameters", few.to_string(), allowed);
+            Error::Configuration(problem.into())
+        }
+        error => error.into(),
+    })?;
     engine.set_f32_products(match config.train.f32_products {
         F32Products::Split => lockstep_tensor::F32Products::SplitBf16,
         F32Products::Fma => lockstep_tensor::F32Products::Fma,

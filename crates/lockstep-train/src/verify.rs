@@ -10,7 +10,7 @@ use lockstep_engine::Engine;
 use lockstep_plan::Share;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Precision, Rounding, StatePrecision, TensorLayout};
+use crate::config::{Precision, ReshardAfterForward, Rounding, StatePrecision, TensorLayout};
 use crate::interrupt::Interrupt;
 use crate::metrics::StepMetrics;
 use crate::progress::Progress;
@@ -116,6 +116,8 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.data_parallel_replicate = 1;
     config.parallel.data_parallel_shard = 1;
     config.parallel.zero_stage = 0;
+    config.parallel.reshard_after_forward = ReshardAfterForward::Auto;
+    config.parallel.max_live_parameters = None;
     config.parallel.expert_parallel = 1;
     config.parallel.expert_tensor_parallel = 1;
     config.parallel.tensor_parallel = 1;

@@ -31,6 +31,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    Sharding,
     mesh::{Degrees, Mesh},
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
@@ -80,6 +81,9 @@ pub struct Plan {
     /// 3 parameters as well.
     #[serde(default)]
     pub zero_stage: u8,
+    /// How the parameters are.
+    #[serde(default, skip_serializing_if = "Sharding::is_default")]
+    pub sharding: Sharding,
 }
 
 /// The schedule of a plan: a published one, or a user's.

@@ -35,6 +35,7 @@ fn plan() -> Plan {
         tensor_chunks: Some(4),
         context_method: ContextMethod::Ring,
         zero_stage: 1,
+        sharding: Sharding::default(),
     }
 }
 
@@ -57,7 +58,9 @@ fn a_plan_that_fits_gives_its_mesh_schedule_and_stages() {
 #[test]
 fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
     let rows = Plan { schedule: PipelineSchedule::Rows(vec!["F0,B0".to_owned()]), ..plan() };
-    for plan in [plan(), rows] {
+    let sharding = Sharding { max_live_parameters: Some(7), ..Sharding::default() };
+    let shared_out = Plan { zero_stage: 3, sharding, ..plan() };
+    for plan in [plan(), rows, shared_out] {
         assert_eq!(Plan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
     }
     let short = r#"{"version": 1, "model": "m", "micro_batch": 3, "stages": [14]}"#;
@@ -74,6 +77,7 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         tensor_chunks: None,
         context_method: ContextMethod::Ring,
         zero_stage: 0,
+        sharding: Sharding::default(),
     };
     assert_eq!(Plan::from_json(short).unwrap(), expected);
 }

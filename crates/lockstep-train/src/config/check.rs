@@ -7,8 +7,8 @@ use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::{
-    DataFormat, DataSource, OptimizerKind, Precision, Rounding, ScheduleKind, StatePrecision, TensorLayout,
-    Transport,
+    DataFormat, DataSource, OptimizerKind, Precision, ReshardAfterForward, Rounding, ScheduleKind,
+    StatePrecision, TensorLayout, Transport,
 };
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
@@ -301,6 +301,16 @@ impl Checker<'_, '_, '_> {
             let because = "parallel.data_parallel_shard = 1, so that nobody is there to share with: what \
                            data_parallel_replicate counts are whole copies";
             self.refuse_without_effect(&["parallel.zero_stage"], because, "parallel.data_parallel_shard");
+        }
+        if zero_stage < 3 {
+            let because = format!("parallel.zero_stage = {zero_stage}, which leaves all parameters whole");
+            let keys = ["parallel.reshard_after_forward", "parallel.max_live_parameters"];
+            self.refuse_without_effect(&keys, &because, "parallel.zero_stage");
+        } else if self.config.parallel.reshard_after_forward == ReshardAfterForward::Never {
+            let because =
+                "parallel.reshard_after_forward = \"never\", which keeps all; \"auto\" keeps what fits";
+            let keys = ["parallel.max_live_parameters"];
+            self.refuse_without_effect(&keys, because, "parallel.reshard_after_forward");
         }
         if zero_stage > 0 && self.config.optimizer.kind == OptimizerKind::Muon {
             let what =

@@ -16,8 +16,8 @@ use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{
     AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale,
-    OptimizerKind, Precision, Readable, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision,
-    TensorLayout, TokenType, TokenizerSource, Transport,
+    OptimizerKind, Precision, Readable, Recompute, ReshardAfterForward, Rounding, Scaling, ScheduleKind,
+    StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport,
 };
 
 /// The preset that is trained when `[model]` names none.
@@ -237,6 +237,15 @@ sections! {
         /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well, 3 parameters as well. Of experts it is what is left of these
         /// ranks when each has its experts.
         zero_stage: usize = 0, rules().at_most(3.0);
+        /// With `zero_stage = 3`, what happens to a unit's gathered weights (those of the embedding, a block or the head) after its
+        /// forward: `always` drops them, `never` keeps those of all units for the backward and the next micro-batches, `auto` keeps
+        /// those that are needed soonest, as far as `max_live_parameters` allows. What the backward begins with is always kept.
+        reshard_after_forward: ReshardAfterForward = ReshardAfterForward::Auto, rules();
+        /// With `zero_stage = 3`, how many parameters may be whole on a rank at once: those of the unit that computes, those that are
+        /// on their way for the next ones, and those that are kept for later. One unit's must fit.
+        max_live_parameters: Option<usize> = None,
+            rules().at_least(1.0).at_most(1e15)
+                .when_absent("those of two units that follow each other; with `reshard_after_forward = \"never\"` all");
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);

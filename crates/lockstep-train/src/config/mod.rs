@@ -22,7 +22,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, ParameterRecord, ZeroStage};
+use lockstep_plan::{Degrees, ParameterRecord, Sharding, ZeroStage};
 
 pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
@@ -34,8 +34,8 @@ pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use value::{
     ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind,
-    Precision, Recompute, Rounding, Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType,
-    TokenizerSource, Transport, ValueType,
+    Precision, Recompute, ReshardAfterForward, Rounding, Scaling, ScheduleKind, StatePrecision, TensorLayout,
+    TokenType, TokenizerSource, Transport, ValueType,
 };
 
 use crate::error::Error;
@@ -133,6 +133,14 @@ impl RunConfig {
     pub fn zero_stage(&self) -> ZeroStage {
         // The key's rules allow no number that is none.
         ZeroStage::from_number(self.parallel.zero_stage).unwrap_or_default()
+    }
+
+    /// How parameters are shared out.
+    pub fn sharding(&self) -> Sharding {
+        Sharding {
+            reshard_after_forward: self.parallel.reshard_after_forward.into(),
+            max_live_parameters: self.parallel.max_live_parameters,
+        }
     }
 
     /// Ranks that work on the same part of the batch: they share a copy of the model, or its sequences.

@@ -579,6 +579,16 @@ choices! {
         AllToAll = "all_to_all",
     } later []
 
+    /// What happens to the gathered weights of a unit after its forward.
+    ReshardAfterForward {
+        /// They are dropped, but for those that the backward begins with.
+        Always = "always",
+        /// Those stay for which there is room.
+        Auto = "auto",
+        /// They stay, and there is room for all.
+        Never = "never",
+    } later []
+
     /// How gradients are summed over a network.
     AllReduce {
         /// In the order of a fixed tree, as shared memory does: the same bits by every way.
@@ -599,6 +609,27 @@ impl From<Transport> for lockstep_comm::Way {
             Transport::Shared => Self::SharedMemory,
             Transport::Tcp => Self::Tcp,
             Transport::Mpi => Self::Mpi,
+        }
+    }
+}
+
+impl From<ReshardAfterForward> for lockstep_plan::residence::ReshardAfterForward {
+    fn from(reshard: ReshardAfterForward) -> Self {
+        match reshard {
+            ReshardAfterForward::Always => Self::Always,
+            ReshardAfterForward::Auto => Self::Auto,
+            ReshardAfterForward::Never => Self::Never,
+        }
+    }
+}
+
+impl From<lockstep_plan::residence::ReshardAfterForward> for ReshardAfterForward {
+    fn from(reshard: lockstep_plan::residence::ReshardAfterForward) -> Self {
+        use lockstep_plan::residence::ReshardAfterForward as Planned;
+        match reshard {
+            Planned::Always => Self::Always,
+            Planned::Auto => Self::Auto,
+            Planned::Never => Self::Never,
         }
     }
 }

@@ -10,6 +10,7 @@ use lockstep_plan::residence::Residence;
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage, exact::ExactSum};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
+use crate::arriving::Arriving;
 use crate::flat::Extent;
 use crate::gathered::{Gathered, Own};
 use crate::gradients::Trained;
@@ -199,6 +200,8 @@ impl Engine {
         let biases = (is_updated_by_owners == Extent::Own)
             .then(|| FlatStore::zeros_where(arena, &records, in_optimizer, &alone, Extent::Whole, is_bias))
             .transpose()?;
+        let is_gathered_after_updates = of_parameters == Extent::Whole && shards.stage() > ZeroStage::Nothing;
+        let arriving = is_gathered_after_updates.then(|| Arriving::new(&model, &trained));
         let of_rank = (micro_batches / groups.batch_parts()).max(1);
         let gathered = if of_parameters == Extent::Own {
             let passes = RankPasses {
@@ -247,7 +250,7 @@ impl Engine {
                 biases: biases.filter(|store| !store.is_empty()),
                 shards,
                 gathered,
-                traffic: Traffic::default(),
+                arriving,
             },
         })
     }
@@ -486,6 +489,15 @@ impl Engine {
             let cost = Cost { vector_flops: elements, ..Cost::of_bytes(3 * F32_BYTES * elements) };
             (Activity::of_step("add tied gradients"), cost)
         });
+    }
+
+    /// Waits until the weights are what the last update has made them, also those that other ranks have updated, which are on their
+    /// way during the forward that follows. Whoever reads or replaces weights otherwise calls this before.
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    pub fn settle_weights(&mut self) -> Result<(), CommError> {
+        self.weights.settle()
     }
 
     /// Completes the gradients if they are not, and returns the global L2 norm over all ranks that share the model, each

@@ -215,7 +215,8 @@ impl Gather<'_> {
             let Some(store) = own.store(kept) else { continue };
             let (summing, elements) =
                 (store.stretches()[stretch].summing, store.stretches()[stretch].elements);
-            let Some(group) = shards.group(summing).filter(|_| !active(Mutation::WeightsNotGathered)) else {
+            let Some(group) = shards.gathering(summing).filter(|_| !active(Mutation::WeightsNotGathered))
+            else {
                 continue;
             };
             let (from, bytes) = ((stay.start + in_bundle) * size, elements * size);

@@ -300,7 +300,9 @@ impl Groups {
         &self,
         records: &[ParameterRecord],
     ) -> Result<Vec<(Summing, Group)>, CommError> {
-        self.of_kinds(records, &Axis::TOKENS, &[ExpertAxis::Replicate, ExpertAxis::ExpertShard])
+        let world = self.world.as_ref();
+        let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
+        self.of_kinds(records, &Axis::TOKENS, &[ExpertAxis::Replicate, ExpertAxis::ExpertShard], make)
     }
 
     /// The groups of those that can share out what they hold of `records`; none where that is the rank alone.
@@ -308,7 +310,22 @@ impl Groups {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn of_shards(&self, records: &[ParameterRecord]) -> Result<Vec<(Summing, Group)>, CommError> {
-        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard])
+        let world = self.world.as_ref();
+        let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
+        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
+    }
+
+    /// Groups of the same ranks as those of [`Groups::of_shards`], and of nothing else's.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn of_shards_apart(
+        &self,
+        records: &[ParameterRecord],
+    ) -> Result<Vec<(Summing, Group)>, CommError> {
+        let world = self.world.as_ref();
+        let make = |ranks: Vec<Vec<usize>>| world.map_or(Ok(None), |world| world.made_apart(&ranks));
+        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
     }
 
     /// Those that own the same of other replicas, if there are any.
@@ -327,6 +344,7 @@ impl Groups {
         records: &[ParameterRecord],
         axes: &[Axis],
         of_experts: &[ExpertAxis],
+        make: impl Fn(Vec<Vec<usize>>) -> Result<Option<Group>, CommError>,
     ) -> Result<Vec<(Summing, Group)>, CommError> {
         let Some(world) = &self.world else { return Ok(Vec::new()) };
         let mut kinds: Vec<Summing> = records.iter().map(|record| Summing::of(&record.share)).collect();
@@ -334,14 +352,10 @@ impl Groups {
         kinds.dedup();
         let group = |kind: Summing| {
             let group = match kind.among {
-                Among::Tensor => {
-                    world.made_of(world.with_neighbours(axes, |tensor| tensor / kind.summands))?
-                }
+                Among::Tensor => make(world.with_neighbours(axes, |tensor| tensor / kind.summands))?,
                 // A column has as many ranks as a row.
-                Among::TensorColumn => {
-                    world.made_of(world.with_neighbours(axes, |tensor| tensor % kind.summands))?
-                }
-                Among::Experts => world.made_of(world.mesh.experts().groups(of_experts))?,
+                Among::TensorColumn => make(world.with_neighbours(axes, |tensor| tensor % kind.summands))?,
+                Among::Experts => make(world.mesh.experts().groups(of_experts))?,
             };
             Ok(group.map(|group| (kind, group)))
         };
@@ -414,12 +428,17 @@ impl World {
 
     /// The one of `groups` that the rank is in. No group of one rank is made.
     fn made_of(&self, groups: Vec<Vec<usize>>) -> Result<Option<Group>, CommError> {
+        if groups.len() == 1 && groups[0].len() == self.group.size() && self.group.size() > 1 {
+            return Ok(Some(self.group.clone()));
+        }
+        self.made_apart(&groups)
+    }
+
+    /// As [`World::made_of`], also where that is all ranks: operations of the two groups do not wait for each other.
+    fn made_apart(&self, groups: &[Vec<usize>]) -> Result<Option<Group>, CommError> {
         if groups.iter().all(|group| group.len() == 1) {
             return Ok(None);
         }
-        if groups.len() == 1 && groups[0].len() == self.group.size() {
-            return Ok(Some(self.group.clone()));
-        }
-        self.group.partition(&groups, Deadline::after(self.options.limit))
+        self.group.partition(groups, Deadline::after(self.options.limit))
     }
 }

@@ -11,6 +11,7 @@
 //! valid tokens of the whole global batch, which the caller counts beforehand.
 #![forbid(unsafe_code)]
 
+mod arriving;
 mod engine;
 mod error;
 mod flat;

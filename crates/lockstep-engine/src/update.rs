@@ -25,11 +25,12 @@ pub struct Update {
 }
 
 impl Engine {
-    /// Updates the weights: each rank those that it owns, which are then gathered.
+    /// Updates the weights: each rank those that it owns, which are then on their way to the others ([`Engine::settle_weights`]).
     ///
     /// # Errors
     /// [`CommError`]: none on one rank.
     pub fn update(&mut self, update: &Update) -> Result<(), CommError> {
+        self.weights.settle()?;
         self.balance();
         let is_bias = |id: &ParameterId| self.model.selection_bias(self.records[id.0].unit) == Some(*id);
         for id in self.trained_ids().filter(|id| !is_bias(id)) {

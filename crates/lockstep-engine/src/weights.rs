@@ -5,6 +5,7 @@ use lockstep_comm::CommError;
 use lockstep_plan::{ParameterId, ParameterRecord, ZeroStage};
 use lockstep_tensor::Kernels;
 
+use crate::arriving::Arriving;
 use crate::gathered::{Gathered, Own, WeightSource};
 use crate::uses::Sequence;
 use crate::{FlatStore, Traffic, Weights, shards::Shards};
@@ -24,8 +25,8 @@ pub(crate) struct ModelWeights {
     pub(crate) shards: Shards,
     /// Where shared out parameters are whole while they are used.
     pub(crate) gathered: Option<Gathered>,
-    /// What gathering after updates has cost since this was last asked.
-    pub(crate) traffic: Traffic,
+    /// What other ranks have updated and this one keeps, on its way.
+    pub(crate) arriving: Option<Arriving>,
 }
 
 impl ModelWeights {
@@ -72,19 +73,22 @@ impl ModelWeights {
         }
     }
 
-    /// The weights have changed, on each rank those that it owns: brings those of the others up to date, as far as they are kept.
+    /// The weights have changed, on each rank those that it owns: begins to bring those of the others up to date, as far as they are
+    /// kept. Until [`ModelWeights::settle`] nobody but the units' passes may read or write them.
     ///
     /// # Errors
     /// [`CommError`]: none on one rank.
     pub(crate) fn refresh(&mut self) -> Result<(), CommError> {
-        match &self.gathered {
-            // They are gathered before each use.
-            Some(_) => {}
-            None => {
-                self.traffic = std::mem::take(&mut self.traffic) + self.shards.gather(&mut self.trained)?
-            }
-        }
-        Ok(())
+        let Self { trained, shards, arriving: Some(arriving), .. } = self else { return Ok(()) };
+        arriving.begin(trained, shards)
+    }
+
+    /// Waits until the weights are what the last update has made them, as far as they are kept.
+    ///
+    /// # Errors
+    /// [`CommError`]: none on one rank.
+    pub(crate) fn settle(&mut self) -> Result<(), CommError> {
+        self.arriving.as_mut().map_or(Ok(()), |arriving| arriving.wait_for_all(&self.shards))
     }
 
     /// A sequence of uses begins.
@@ -97,14 +101,20 @@ impl ModelWeights {
     /// What gathering has cost since this was last asked.
     pub(crate) fn take_traffic(&mut self) -> Traffic {
         let before_use = self.gathered.as_mut().map_or_else(Traffic::default, Gathered::take_traffic);
-        std::mem::take(&mut self.traffic) + before_use
+        self.arriving.as_mut().map_or_else(Traffic::default, Arriving::take_traffic) + before_use
     }
 }
 
 impl WeightSource for ModelWeights {
     fn make_ready(&mut self, unit: usize) -> Result<(), CommError> {
-        let Self { trained, frozen, shards, gathered: Some(gathered), .. } = self else { return Ok(()) };
-        gathered.make_ready(unit, &mut Own { trained, frozen: frozen.as_mut() }, shards)
+        let Self { trained, frozen, shards, gathered, arriving, .. } = self;
+        match (gathered, arriving) {
+            (Some(gathered), _) => {
+                gathered.make_ready(unit, &mut Own { trained, frozen: frozen.as_mut() }, shards)
+            }
+            (None, Some(arriving)) => arriving.wait_for(unit, shards),
+            (None, None) => Ok(()),
+        }
     }
 
     fn weights(&self) -> Weights<'_> {

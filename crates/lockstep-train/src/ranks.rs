@@ -369,6 +369,7 @@ impl Ranks {
     /// [`Error::WeightsDiffer`], which names the odd one.
     pub(crate) fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), Error> {
         let Some(group) = self.group() else { return Ok(()) };
+        engine.settle_weights()?;
         // Where parameters are shared out too, only other replicas have what this rank has.
         let (axes, of_experts) = match self.groups.zero_stage() {
             ZeroStage::Parameters => (&Axis::TOKENS[..1], &[ExpertAxis::Replicate][..]),

@@ -117,6 +117,7 @@ fn after_a_step(
         context_method: ContextMethod::default(),
         zero_stage,
         live_parameters: lockstep_plan::residence::LiveParameters::default(),
+        secondary_shard: None,
         bucket_bytes: 25 << 20,
         limit,
     };

@@ -11,8 +11,9 @@ use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::RecordedModel;
 use lockstep_plan::residence::{LiveParameters, Residence, Stay, TooFewLive};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
-use lockstep_tensor::{Arena, Buffer, View};
+use lockstep_tensor::{Arena, Buffer, Kernels, View};
 
+use crate::secondary::{Secondary, SecondaryPart};
 use crate::uses::{RankPasses, Sequence};
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
@@ -22,7 +23,7 @@ pub(crate) trait WeightSource {
     ///
     /// # Errors
     /// [`CommError`].
-    fn make_ready(&mut self, unit: usize) -> Result<(), CommError>;
+    fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), CommError>;
 
     /// The weights; those that are shared out, of the unit that was made ready last.
     fn weights(&self) -> Weights<'_>;
@@ -30,7 +31,7 @@ pub(crate) trait WeightSource {
 
 /// Weights that are all there.
 impl WeightSource for Weights<'_> {
-    fn make_ready(&mut self, _: usize) -> Result<(), CommError> {
+    fn make_ready(&mut self, _: &dyn Kernels, _: usize) -> Result<(), CommError> {
         Ok(())
     }
 
@@ -74,6 +75,8 @@ pub(crate) struct Gathered {
     in_bundle: [Vec<Option<(usize, usize)>>; 2],
     /// By [`Sequence`].
     plans: [Residence; 3],
+    /// What is kept for neighbours, if anything is.
+    secondary: Option<Secondary>,
     sequence: Sequence,
     /// Uses of the sequence that have been made ready.
     used: usize,
@@ -84,11 +87,26 @@ pub(crate) struct Gathered {
 /// Stretches that the same units read.
 #[derive(Debug, Default)]
 struct Bundle {
-    /// Their store, their number there, and where they begin in the bundle, in elements.
-    stretches: Vec<(Kept, usize, usize)>,
+    stretches: Vec<Gatherable>,
+    /// Whether neighbours are to keep what comes, or is there, for further gathers of the sequence.
+    is_to_be_kept: bool,
+    /// Whether they have kept it before.
+    was_kept: bool,
     /// The first element in the pool of where they are, or will be when they have come.
     start: Option<usize>,
     pending: Vec<Pending>,
+}
+
+/// A stretch in a bundle.
+#[derive(Debug)]
+struct Gatherable {
+    kept: Kept,
+    /// Its number in that store.
+    stretch: usize,
+    /// Its first element in the bundle.
+    start: usize,
+    elements: usize,
+    secondary: Option<SecondaryPart>,
 }
 
 impl Gathered {
@@ -104,11 +122,19 @@ impl Gathered {
         (passes, live): (RankPasses<'_>, LiveParameters),
     ) -> Result<Self, EngineError> {
         let dtype = own.trained.dtype();
-        let Bundled { bundles, needs, in_bundle, mut sizes } = Bundled::of(model, &mut own, shards);
+        let Bundled { mut bundles, needs, in_bundle, mut sizes } = Bundled::of(model, &mut own, shards);
         shards.agree_on_most(&mut sizes)?;
         let plan = |sequence| Residence::plan(&sizes, &needs, &passes.uses(sequence), live);
         let plans: Result<Vec<Residence>, TooFewLive> = Sequence::ALL.into_iter().map(plan).collect();
         let plans: [Residence; 3] = plans?.try_into().unwrap_or_default();
+        let mut secondary = Secondary::new(arena, shards, dtype)?;
+        if let Some(secondary) = &mut secondary {
+            for stretch in of_repeated(&plans, &mut bundles) {
+                let store = own.store(stretch.kept);
+                stretch.secondary = store.and_then(|store| secondary.add(store, stretch.stretch));
+            }
+            secondary.allocate(arena)?;
+        }
         let pool_elements = plans.iter().map(Residence::pool_elements).max().unwrap_or(0);
         Ok(Self {
             pool: arena.allocate(pool_elements * dtype.size_bytes(), MemoryCategory::Communication)?,
@@ -117,6 +143,7 @@ impl Gathered {
             needs,
             in_bundle,
             plans,
+            secondary,
             sequence: Sequence::Step,
             used: 0,
             limit: shards.limit(),
@@ -159,6 +186,7 @@ impl Gathered {
     /// If the unit is not the next one of the sequence.
     pub(crate) fn make_ready(
         &mut self,
+        queue: &dyn Kernels,
         unit: usize,
         own: &mut Own<'_>,
         shards: &Shards,
@@ -173,6 +201,7 @@ impl Gathered {
         let mut gather = Gather {
             pool: &mut self.pool,
             bundles: &mut self.bundles,
+            secondary: &mut self.secondary,
             dtype: self.dtype,
             traffic: &mut self.traffic,
         };
@@ -180,6 +209,7 @@ impl Gathered {
         for &bundle in &self.needs[unit] {
             let pending = &mut gather.bundles[bundle].pending;
             pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
+            gather.keep_for_neighbours(queue, bundle);
         }
         gather.traffic.exposed += begin.elapsed();
         later.iter().try_for_each(|stay| gather.start(stay, own, shards, deadline))?;
@@ -192,6 +222,7 @@ impl Gathered {
 struct Gather<'a> {
     pool: &'a mut Buffer,
     bundles: &'a mut [Bundle],
+    secondary: &'a mut Option<Secondary>,
     dtype: DType,
     traffic: &'a mut Traffic,
 }
@@ -206,24 +237,31 @@ impl Gather<'_> {
         deadline: Deadline,
     ) -> Result<(), CommError> {
         let (dtype, size) = (self.dtype, self.dtype.size_bytes());
-        let Bundle { stretches, start, pending } = &mut self.bundles[stay.bundle];
+        let Bundle { stretches, start, pending, is_to_be_kept, .. } = &mut self.bundles[stay.bundle];
         *start = Some(stay.start);
+        *is_to_be_kept = stay.earlier == 0;
         if stay.earlier > 0 && active(Mutation::EvictedWeightsRead) {
             return Ok(());
         }
-        for &(kept, stretch, in_bundle) in &*stretches {
+        for &Gatherable { kept, stretch, start, elements, secondary } in &*stretches {
             let Some(store) = own.store(kept) else { continue };
-            let (summing, elements) =
-                (store.stretches()[stretch].summing, store.stretches()[stretch].elements);
-            let Some(group) = shards.gathering(summing).filter(|_| !active(Mutation::WeightsNotGathered))
-            else {
-                continue;
+            let summing = store.stretches()[stretch].summing;
+            let neighbours = self.secondary.as_mut().zip(secondary).filter(|_| stay.earlier > 0);
+            let of_neighbours = neighbours.and_then(|(kept, part)| kept.lend_from(part));
+            let (group, buffer, of_own) = match of_neighbours {
+                Some(from) => from,
+                None => {
+                    let Some(group) = shards.gathering(summing).cloned() else { continue };
+                    let (buffer, of_own) = store.lend_from(stretch, store.stretches()[stretch].own.clone());
+                    (group, buffer, of_own)
+                }
             };
-            let (from, bytes) = ((stay.start + in_bundle) * size, elements * size);
+            if active(Mutation::WeightsNotGathered) {
+                continue;
+            }
+            let (from, bytes) = ((stay.start + start) * size, elements * size);
             let ranks = group.size() as u64;
             self.traffic.bytes += (ranks - 1) * bytes as u64 / ranks;
-            let range = store.stretches()[stretch].own.clone();
-            let (buffer, of_own) = store.lend_from(stretch, range);
             let input = Lent::new(buffer.lend(of_own), dtype);
             let output = Lent::new(self.pool.lend(from..from + bytes), dtype);
             pending.push(group.start(Collective::AllGather { input, output, counts: None }, deadline)?);
@@ -231,6 +269,38 @@ impl Gather<'_> {
         }
         Ok(())
     }
+
+    /// Keeps this rank's part of what has come from all owners, for the further gathers of its neighbours.
+    fn keep_for_neighbours(&mut self, queue: &dyn Kernels, bundle: usize) {
+        let Some(secondary) = &self.secondary else { return };
+        let Bundle { stretches, is_to_be_kept, was_kept, start: Some(start), .. } = &mut self.bundles[bundle]
+        else {
+            return;
+        };
+        if !std::mem::take(is_to_be_kept)
+            || std::mem::replace(was_kept, true) && active(Mutation::SecondaryNotRenewed)
+        {
+            return;
+        }
+        for stretch in stretches {
+            let Some(part) = stretch.secondary else { continue };
+            let offset_bytes = (*start + stretch.start) * self.dtype.size_bytes();
+            secondary.keep(queue, part, self.pool.view(self.dtype, offset_bytes, [stretch.elements]));
+        }
+    }
+}
+
+/// The stretches of the bundles that a sequence gathers more than once.
+fn of_repeated<'b>(
+    plans: &[Residence],
+    bundles: &'b mut [Bundle],
+) -> impl Iterator<Item = &'b mut Gatherable> {
+    let mut is_repeated = vec![false; bundles.len()];
+    for stay in plans.iter().flat_map(Residence::stays) {
+        is_repeated[stay.bundle] |= stay.earlier > 0;
+    }
+    let repeated = bundles.iter_mut().zip(is_repeated).filter(|(_, is_repeated)| *is_repeated);
+    repeated.flat_map(|(bundle, _)| &mut bundle.stretches)
 }
 
 /// The stretches that ranks share out, by who reads them.
@@ -274,9 +344,11 @@ impl Bundled {
                     bundle
                 });
                 let start = found.sizes[bundle];
-                found.bundles[bundle].stretches.push((kept, index, start));
+                let (elements, secondary) = (stretch.elements, None);
+                let stretch = Gatherable { kept, stretch: index, start, elements, secondary };
+                found.bundles[bundle].stretches.push(stretch);
                 found.in_bundle[kept as usize].push(Some((bundle, start)));
-                found.sizes[bundle] += stretch.elements;
+                found.sizes[bundle] += elements;
             }
         }
         found

@@ -30,6 +30,8 @@ pub struct GroupOptions {
     pub zero_stage: ZeroStage,
     /// Where parameters are shared out, how many are whole at once.
     pub live_parameters: LiveParameters,
+    /// Neighbours among which what a step has gathered is kept once more, so that its further gathers ask these alone.
+    pub secondary_shard: Option<usize>,
     /// Gradients are summed in buckets of up to so many bytes.
     pub bucket_bytes: usize,
     /// No wait for another rank is longer.
@@ -325,6 +327,26 @@ impl Groups {
     ) -> Result<Vec<(Summing, Group)>, CommError> {
         let world = self.world.as_ref();
         let make = |ranks: Vec<Vec<usize>>| world.map_or(Ok(None), |world| world.made_apart(&ranks));
+        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
+    }
+
+    /// Groups of [`GroupOptions::secondary_shard`] neighbours of those of [`Groups::of_shards`], where these are more and can be divided so.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn of_neighbours(
+        &self,
+        records: &[ParameterRecord],
+    ) -> Result<Vec<(Summing, Group)>, CommError> {
+        let Some(world) = &self.world else { return Ok(Vec::new()) };
+        let Some(count) = world.options.secondary_shard else { return Ok(Vec::new()) };
+        let make = |ranks: Vec<Vec<usize>>| {
+            if !ranks.iter().all(|group| group.len() > count && group.len().is_multiple_of(count)) {
+                return Ok(None);
+            }
+            let neighbours = ranks.iter().flat_map(|group| group.chunks(count).map(<[usize]>::to_vec));
+            world.made_apart(&neighbours.collect::<Vec<_>>())
+        };
         self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
     }
 

@@ -27,6 +27,7 @@ mod pipeline;
 mod reducer;
 mod rehearsal;
 mod runner;
+mod secondary;
 mod shards;
 mod snapshot;
 mod state;

@@ -174,6 +174,7 @@ mod tests {
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             live_parameters: LiveParameters::default(),
+            secondary_shard: None,
             bucket_bytes: 4096,
             limit: Duration::from_secs(60),
         };

@@ -287,7 +287,7 @@ impl Runner {
     ) -> Result<(), CommError> {
         for unit in self.stages[stage].units.clone() {
             let Stage { units, slots, .. } = &self.stages[stage];
-            self.make_ready(weights, unit)?;
+            self.make_ready(weights, queue, unit)?;
             let weights = weights.weights();
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
             let replay = self.replay(model, (units, &slots[slot]), unit, queue, &parameters);
@@ -352,7 +352,7 @@ impl Runner {
         let between = |buffer| boundary(model, buffer);
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
-            self.make_ready(weights, unit)?;
+            self.make_ready(weights, queue, unit)?;
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
@@ -397,7 +397,7 @@ impl Runner {
         let slot = &slots[slot];
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
-            self.make_ready(weights, unit)?;
+            self.make_ready(weights, queue, unit)?;
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
@@ -409,9 +409,14 @@ impl Runner {
     }
 
     /// Has the weights of a unit where kernels read them.
-    fn make_ready(&self, weights: &mut dyn WeightSource, unit: usize) -> Result<(), CommError> {
+    fn make_ready(
+        &self,
+        weights: &mut dyn WeightSource,
+        queue: &dyn Kernels,
+        unit: usize,
+    ) -> Result<(), CommError> {
         let begin = self.timeline.begin();
-        weights.make_ready(unit)?;
+        weights.make_ready(queue, unit)?;
         self.timeline.end(begin, || (Activity::of_step("wait for weights"), Cost::default()));
         Ok(())
     }

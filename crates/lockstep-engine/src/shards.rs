@@ -27,6 +27,8 @@ pub(crate) struct Shards {
     /// The same ranks once more, to gather weights: what is under way in one group goes in its order, and weights shall not stand behind
     /// gradients, nor what the run asks of all ranks behind weights.
     gathering: Vec<(Summing, Group)>,
+    /// Those of them among which what was gathered is kept once more, where that is asked for.
+    neighbours: Vec<(Summing, Group)>,
     limit: Duration,
 }
 
@@ -45,8 +47,10 @@ impl Shards {
             return Ok(Self::none());
         };
         let (stage, limit) = (options.zero_stage, options.limit);
-        let (gathering, groups) = (groups.of_shards_apart(records)?, groups.of_shards(records)?);
-        Ok(if groups.is_empty() { Self::none() } else { Self { stage, groups, gathering, limit } })
+        let (gathering, neighbours) = (groups.of_shards_apart(records)?, groups.of_neighbours(records)?);
+        let groups = groups.of_shards(records)?;
+        let is_alone = groups.is_empty();
+        Ok(if is_alone { Self::none() } else { Self { stage, groups, gathering, neighbours, limit } })
     }
 
     /// How long a wait for the others may be.
@@ -68,6 +72,11 @@ impl Shards {
     pub(crate) fn place(&self, summing: Summing) -> ShardPlace {
         self.group(summing)
             .map_or_else(ShardPlace::default, |group| ShardPlace { ranks: group.size(), rank: group.rank() })
+    }
+
+    /// The neighbours among which what was gathered is kept once more, for each way in which gradients are summed.
+    pub(crate) fn neighbours(&self) -> &[(Summing, Group)] {
+        &self.neighbours
     }
 
     /// Those that gather from each other what they share out and sum so, if they are several.

@@ -106,11 +106,12 @@ impl ModelWeights {
 }
 
 impl WeightSource for ModelWeights {
-    fn make_ready(&mut self, unit: usize) -> Result<(), CommError> {
+    fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), CommError> {
         let Self { trained, frozen, shards, gathered, arriving, .. } = self;
         match (gathered, arriving) {
             (Some(gathered), _) => {
-                gathered.make_ready(unit, &mut Own { trained, frozen: frozen.as_mut() }, shards)
+                let own = &mut Own { trained, frozen: frozen.as_mut() };
+                gathered.make_ready(queue, unit, own, shards)
             }
             (None, Some(arriving)) => arriving.wait_for(unit, shards),
             (None, None) => Ok(()),

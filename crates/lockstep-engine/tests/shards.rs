@@ -48,6 +48,7 @@ fn on_ranks<T: Send>(
         context_method: ContextMethod::default(),
         zero_stage,
         live_parameters: LiveParameters::default(),
+        secondary_shard: None,
         bucket_bytes: 1 << 20,
         limit: Duration::from_secs(60),
     };

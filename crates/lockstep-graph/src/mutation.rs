@@ -43,6 +43,8 @@ pub enum Mutation {
     WeightsNotGathered,
     /// Weights that were overwritten since they were gathered are read without being gathered again.
     EvictedWeightsRead,
+    /// What neighbours keep of gathered weights stays as it was before an update.
+    SecondaryNotRenewed,
     /// What an embedding contributes to a tied table is not summed over ranks.
     TiedRowsNotSummed,
     /// What an embedding contributes to a tied table is left out.
@@ -141,7 +143,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 65] = [
+    pub const ALL: [Self; 66] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -160,6 +162,7 @@ impl Mutation {
         Self::OwnedNotSummed,
         Self::WeightsNotGathered,
         Self::EvictedWeightsRead,
+        Self::SecondaryNotRenewed,
         Self::TiedRowsNotSummed,
         Self::TiedRowsNotAdded,
         Self::MarksNotAgreed,

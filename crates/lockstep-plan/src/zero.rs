@@ -42,6 +42,9 @@ pub struct Sharding {
     /// The most elements that are whole at once (stage 3).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_live_parameters: Option<usize>,
+    /// Neighbours among which gathered weights are kept once more, for the further gathers of a step (stage 3).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub secondary_shard: Option<usize>,
 }
 
 impl Sharding {

@@ -69,6 +69,9 @@ pub fn random_plans(
                 settings.push(format!("parallel.zero_stage={zero_stage}"));
                 if zero_stage == 3 {
                     settings.push(format!("parallel.reshard_after_forward={reshard}"));
+                    if shard * context == 4 && reshard == "always" {
+                        settings.push("parallel.secondary_shard=2".to_owned());
+                    }
                     if let Some(more) = more_live.filter(|_| reshard != "never") {
                         settings.push(format!("parallel.max_live_parameters={}", LARGEST_UNIT + more));
                     }

@@ -148,10 +148,11 @@ fn settings_of(plan: &Plan) -> Vec<String> {
 }
 
 fn settings_of_sharding(sharding: &Sharding) -> Vec<String> {
-    let Sharding { reshard_after_forward, max_live_parameters } = sharding;
+    let Sharding { reshard_after_forward, max_live_parameters, secondary_shard } = sharding;
     let reshard = ReshardAfterForward::from(*reshard_after_forward).word();
     let mut settings = vec![format!("parallel.reshard_after_forward={reshard}")];
     settings.extend(max_live_parameters.map(|most| format!("parallel.max_live_parameters={most}")));
+    settings.extend(secondary_shard.map(|neighbours| format!("parallel.secondary_shard={neighbours}")));
     settings
 }
 
@@ -202,8 +203,9 @@ mod tests {
         let by_rows = Plan { schedule: rows, stages: vec![1, 5], ..plan() };
         let (reshard_after_forward, max_live_parameters) =
             (lockstep_plan::residence::ReshardAfterForward::Always, Some(1_000_000));
-        let sharding = Sharding { reshard_after_forward, max_live_parameters };
-        let gathered = Plan { zero_stage: 3, sharding, ..plan() };
+        let sharding = Sharding { reshard_after_forward, max_live_parameters, secondary_shard: Some(2) };
+        let mesh = Degrees { shard: 2, ..plan().mesh };
+        let gathered = Plan { mesh, zero_stage: 3, sharding, ..plan() };
         for file in [plan(), by_rows, gathered] {
             let run = run_of(&file, &[]);
             assert_eq!(Plan { model: String::new(), ..run }, file);

@@ -103,6 +103,7 @@ impl Ranks {
             context_method: config.parallel.context_parallel_method.into(),
             zero_stage: config.zero_stage(),
             live_parameters: config.sharding().live_parameters(),
+            secondary_shard: config.parallel.secondary_shard,
             bucket_bytes: config.parallel.bucket_bytes(),
             limit: Duration::from_secs_f64(config.parallel.timeout_s),
         };

@@ -71,6 +71,7 @@ impl PipelineBenchmark {
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             live_parameters: LiveParameters::default(),
+            secondary_shard: None,
             bucket_bytes: 0,
             limit,
         };

@@ -118,6 +118,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.zero_stage = 0;
     config.parallel.reshard_after_forward = ReshardAfterForward::Auto;
     config.parallel.max_live_parameters = None;
+    config.parallel.secondary_shard = None;
     config.parallel.expert_parallel = 1;
     config.parallel.expert_tensor_parallel = 1;
     config.parallel.tensor_parallel = 1;

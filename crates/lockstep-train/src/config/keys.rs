@@ -246,6 +246,9 @@ sections! {
         max_live_parameters: Option<usize> = None,
             rules().at_least(1.0).at_most(1e15)
                 .when_absent("those of two units that follow each other; with `reshard_after_forward = \"never\"` all");
+        /// With `zero_stage = 3`, ranks that are near each other, such as those of a machine: among so many neighbours the weights that the
+        /// first gather of a step has brought are kept once more, and its further gathers ask these alone (hpZ of ZeRO++).
+        secondary_shard: Option<usize> = None, rules().at_least(2.0).at_most(256.0).when_absent("nothing is kept twice");
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);

@@ -449,7 +449,11 @@ impl Engine {
         let after_unit = |gradients: &mut Gradients, unit| {
             let Some(reducer) = &mut reducer else { return Ok(()) };
             gradients.sum_unit(queue, unit, reducer)?;
-            if is_last { gradients.sum_rows(unit, reducer) } else { Ok(()) }
+            if !is_last {
+                return Ok(());
+            }
+            gradients.begin_owned(reducer)?;
+            gradients.sum_rows(unit, reducer)
         };
         let half = Half::Both;
         runner.backward_stage(model, only, queue, weights, gradients, seed, half, after_unit)?;

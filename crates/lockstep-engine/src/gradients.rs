@@ -44,6 +44,10 @@ struct Passing {
     next: Vec<Write>,
     /// The stretches that are being summed.
     under_way: Vec<usize>,
+    /// Those whose sums have come last.
+    came: Vec<usize>,
+    /// Whether the sum of what this rank owns of a stretch over the replicas has begun.
+    owned_begun: Vec<bool>,
 }
 
 /// A table that an output layer and an embedding share.
@@ -112,7 +116,10 @@ impl Gradients {
     pub fn begin(&mut self) {
         self.next.iter().for_each(|next| next.set(Write::Overwrite));
         self.tied.iter_mut().for_each(|tied| tied.embedding.clear());
-        self.passing.iter_mut().for_each(|passing| passing.next.fill(Write::Overwrite));
+        if let Some(passing) = &mut self.passing {
+            passing.next.fill(Write::Overwrite);
+            passing.owned_begun.fill(false);
+        }
     }
 
     /// Whether gradients are summed after every micro-batch, not after the last.
@@ -251,12 +258,31 @@ impl Gradients {
         Ok(())
     }
 
-    /// Sums what this rank owns over the replicas, after the last micro-batch.
+    /// In the last micro-batch of a step, after [`Gradients::sum_unit`]: begins to sum over the replicas what this rank owns of the
+    /// stretches whose sums have come meanwhile.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn begin_owned(&mut self, reducer: &mut Reducer) -> Result<(), CommError> {
+        let Self { store, passing: Some(passing), .. } = self else { return Ok(()) };
+        for stretch in passing.came.drain(..) {
+            passing.owned_begun[stretch] = true;
+            let (summing, own) = (store.stretches()[stretch].summing, store.stretches()[stretch].own.clone());
+            let (buffer, bytes) = store.lend_from(stretch, own);
+            reducer.sum_owned(buffer, bytes, summing)?;
+        }
+        Ok(())
+    }
+
+    /// Sums what this rank owns over the replicas, after the last micro-batch, as far as that has not begun.
     ///
     /// # Errors
     /// [`CommError`].
     pub(crate) fn sum_owned(&mut self, reducer: &mut Reducer) -> Result<(), CommError> {
         for stretch in 0..self.store.stretches().len() {
+            if self.passing.as_ref().is_some_and(|passing| passing.owned_begun[stretch]) {
+                continue;
+            }
             let (summing, own) =
                 (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].own.clone());
             let (buffer, bytes) = self.store.lend_from(stretch, own);
@@ -268,8 +294,10 @@ impl Gradients {
     /// Adds sums that have come to what this rank owns.
     fn take_in(&mut self, queue: &dyn Kernels) {
         let Self { store, passing: Some(passing), .. } = self else { return };
-        let Passing { buffers, offsets_bytes, next, under_way } = passing;
+        let Passing { buffers, offsets_bytes, next, under_way, came, .. } = passing;
+        came.clear();
         for stretch in under_way.drain(..) {
+            came.push(stretch);
             let of = &store.stretches()[stretch];
             let start = offsets_bytes[stretch] + of.own.start * size_of::<f32>();
             let sum = buffers[of.completed_by % 2].view(DType::F32, start, [of.own.len()]);
@@ -348,6 +376,8 @@ impl Passing {
             offsets_bytes,
             next: vec![Write::Overwrite; stretches.len()],
             under_way: Vec::with_capacity(stretches.len()),
+            came: Vec::with_capacity(stretches.len()),
+            owned_begun: vec![false; stretches.len()],
         })
     }
 }

@@ -204,7 +204,7 @@ mod tests {
         let (reshard_after_forward, max_live_parameters) =
             (lockstep_plan::residence::ReshardAfterForward::Always, Some(1_000_000));
         let sharding = Sharding { reshard_after_forward, max_live_parameters, secondary_shard: Some(2) };
-        let mesh = Degrees { shard: 2, ..plan().mesh };
+        let mesh = Degrees { replicate: 1, shard: 2, ..plan().mesh };
         let gathered = Plan { mesh, zero_stage: 3, sharding, ..plan() };
         for file in [plan(), by_rows, gathered] {
             let run = run_of(&file, &[]);

@@ -4,26 +4,27 @@ use std::ops::Range;
 
 use lockstep_comm::{CommError, Metered};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Activity, BlockShape, Cost, Mode, Program, Recompute, Seed, Timeline};
-use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::residence::Residence;
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage, exact::ExactSum};
+use lockstep_graph::{Activity, BlockShape, Cost, Program, Recompute, Seed, Timeline};
+use lockstep_model::{ModelConfig, RecordedModel, Tuning};
+use lockstep_plan::residence::{RankPasses, Residence, Sequence};
+use lockstep_plan::{
+    DType, Extent, MemoryCategory, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory,
+    ZeroStage, exact::ExactSum, predicted,
+};
 use lockstep_tensor::{Arena, CpuQueue, F32Products, Kernels, TensorError};
 
 use crate::arriving::Arriving;
-use crate::flat::Extent;
 use crate::gathered::{Gathered, Own};
 use crate::gradients::Trained;
 use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
-use crate::runner::{Half, StageMemory};
+use crate::runner::Half;
 use crate::shards::Shards;
-use crate::uses::{RankPasses, Sequence};
 use crate::weights::ModelWeights;
 use crate::{
     EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
-    StepTimes, Storage, Traffic, WeightStorage, reducer::Reducer,
+    StepTimes, Storage, Traffic, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -80,14 +81,7 @@ pub struct Engine {
     pub(crate) bias_values: Vec<f32>,
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
     shared_table: Option<SharedTable>,
-}
-
-/// A table that the first and the last unit share, on one of the ranks that have them.
-#[derive(Debug, Clone, Copy)]
-struct SharedTable {
-    id: ParameterId,
-    /// Whether it is the output layer that is here.
-    is_copy: bool,
+    predicted: MemoryPrediction,
 }
 
 impl Engine {
@@ -139,11 +133,8 @@ impl Engine {
         arena: &Arena,
         groups: Groups,
     ) -> Result<Self, EngineError> {
-        let EngineOptions { shape, recompute, optimizer, seed, threads, micro_batches } = options;
-        let head_output = HeadOutput::Losses;
-        let (tensor, context) = (groups.tensor_place(), groups.context_place());
-        let (mode, experts) = (Mode::Training, groups.expert_place());
-        let recording = RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts };
+        let EngineOptions { shape, optimizer, seed, threads, .. } = options;
+        let (recording, context) = (options.recording(groups.places()), groups.context_place());
         let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
         let model = record(config, tuning);
         let evaluation = (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
@@ -151,10 +142,18 @@ impl Engine {
         let mut records = model.records().to_vec();
         let stages = match groups.pipeline_plan() {
             Some((plan, rank)) => plan.memory_of(rank),
-            None => vec![StageMemory { units: 0..model.units(), slots: 1, splits_backward: false }],
+            None => vec![StageMemory::whole(model.units())],
         };
         let is_here: Vec<bool> =
             (0..model.units()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect();
+        let state_plan = options.state_plan(&model, storage, groups.options().as_ref(), context);
+        let (profile, mesh) = (model.profile(context), groups.mesh());
+        let passes = RankPasses {
+            stages: &stages,
+            pipeline: groups.pipeline_plan().map(|(plan, rank)| (&plan.schedule, rank)),
+            micro_batches: (options.micro_batches / groups.batch_parts()).max(1),
+        };
+        let predicted = predicted(&profile, passes, |summing| mesh.shard_ranks(summing), &state_plan)?;
         let queue = CpuQueue::new(threads, arena)?;
         let shards = Shards::new(&groups, &records)?;
         let reducer = Reducer::new(&groups, &records, &shards, queue.workers())?;
@@ -188,7 +187,7 @@ impl Engine {
         let mut frozen = (!frozen.is_empty()).then_some(frozen);
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages)?;
         let own_tokens = model.program(0).shape().tokens();
-        let has_master = shape.dtype != DType::F32 && storage.weights == WeightStorage::Master;
+        let has_master = state_plan.has_master;
         let in_optimizer = (DType::F32, MemoryCategory::Optimizer);
         let of_optimizer = shared_out(ZeroStage::Optimizer);
         let is_bias = |record: &ParameterRecord| {
@@ -202,22 +201,14 @@ impl Engine {
             .transpose()?;
         let is_gathered_after_updates = of_parameters == Extent::Whole && shards.stage() > ZeroStage::Nothing;
         let arriving = is_gathered_after_updates.then(|| Arriving::new(&model, &trained));
-        let of_rank = (micro_batches / groups.batch_parts()).max(1);
         let gathered = if of_parameters == Extent::Own {
-            let passes = RankPasses {
-                stages: &stages,
-                first_trained: model.first_trained_unit(),
-                pipeline: groups.pipeline_plan(),
-                micro_batches: of_rank,
-            };
-            let live = groups.options().map(|options| options.live_parameters).unwrap_or_default();
             let own = Own { trained: &mut trained, frozen: frozen.as_mut() };
-            Some(Gathered::new(arena, &model, own, &shards, (passes, live))?)
+            Some(Gathered::new(arena, &profile, own, &shards, (passes, state_plan.gathering))?)
         } else {
             None
         };
         Ok(Self {
-            micro_batches: of_rank,
+            micro_batches: passes.micro_batches,
             reducer,
             queue,
             runner,
@@ -225,7 +216,7 @@ impl Engine {
                 arena,
                 Trained { records: &records, is_here: &is_here, shards: &shards },
                 own_tokens,
-                micro_batches * context.ranks,
+                state_plan.micro_batches,
             )?,
             optimizer_state: StateKind::OF_OPTIMIZERS
                 .into_iter()
@@ -243,6 +234,7 @@ impl Engine {
             is_here,
             bias_values: Vec::new(),
             shared_table,
+            predicted,
             weights: ModelWeights {
                 trained,
                 frozen,
@@ -301,9 +293,9 @@ impl Engine {
         &self.arena
     }
 
-    /// Bytes of activations that were predicted for this rank: of all micro-batches that are in its stages at once.
-    pub fn predicted_activation_bytes(&self) -> usize {
-        self.runner.predicted_bytes()
+    /// What this rank was predicted to hold beside copies of its state, before anything was allocated.
+    pub fn predicted_memory(&self) -> &MemoryPrediction {
+        &self.predicted
     }
 
     /// The queue.
@@ -577,22 +569,5 @@ impl Engine {
     /// The update rule.
     pub fn optimizer(&self) -> Optimizer {
         self.optimizer
-    }
-}
-
-impl SharedTable {
-    /// Finds the table that a tied output layer of `records` shares with an embedding on another rank, where one of both is
-    /// here. If that is the output layer, the table counts as of its unit.
-    fn of(records: &mut [ParameterRecord], is_here: &[bool]) -> Option<Self> {
-        let tied = |record: &ParameterRecord| Some((record.unit, record.tie?));
-        let (unit, id) = records.iter().find_map(tied)?;
-        match (is_here[records[id.0].unit], is_here[unit]) {
-            (true, false) => Some(Self { id, is_copy: false }),
-            (false, true) => {
-                records[id.0].unit = unit;
-                Some(Self { id, is_copy: true })
-            }
-            _ => None,
-        }
     }
 }

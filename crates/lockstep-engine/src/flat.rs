@@ -1,27 +1,17 @@
 //! Flat buffers: one for each unit, holding one number per parameter element (weights, gradients, moments).
 //!
-//! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
-//! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are complete at the same time and
-//! summed over the same ranks stand together, in a *stretch*: of it each of the ranks that share out the model's state owns one
-//! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them.
-//!
-//! ```text
-//! unit     [ stretch                           | stretch               ]
-//!          [ parameter   | parameter      | pad | table             |pad]     parameters start at multiples of 1,024
-//! owned by [ rank 0      | rank 1        | ...  | rank 0 | rank 1 | ... ]     ranges end at multiples of 1,024
-//! ```
+//! [`StoreLayout`] says where a parameter stands. A store has the stretches that it speaks of whole, or only what the rank owns of
+//! them; what is whole and what is not is all that a ZeRO stage changes.
 
 use std::ops::Range;
 
 use half::{bf16, f16};
 use lockstep_graph::{ParameterIndex, Parameters};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ShardPlace};
+use lockstep_plan::residence::Kept;
+use lockstep_plan::{DType, Extent, MemoryCategory, ParameterId, ParameterRecord, StoreLayout, Stretch};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
 
-use crate::{Gradients, gathered::Gathered, gathered::Kept, groups::Summing, shards::Shards};
-
-/// Parameters start at multiples of this many elements.
-const ALIGNMENT_ELEMENTS: usize = 1024;
+use crate::{Gradients, gathered::Gathered, shards::Shards};
 
 /// One tensor for each parameter of a model, in one flat buffer per unit. A tied parameter is a view of the one it is
 /// tied to.
@@ -30,34 +20,9 @@ pub struct FlatStore {
     dtype: DType,
     extent: Extent,
     units: Vec<Buffer>,
-    stretches: Vec<Stretch>,
+    layout: StoreLayout,
     /// By [`ParameterId`]; parameters that are left out have none.
     places: Vec<Option<Place>>,
-}
-
-/// How much a store has of its stretches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Extent {
-    /// All of them.
-    Whole,
-    /// What this rank owns.
-    Own,
-}
-
-/// Parameters of a unit that stand together.
-#[derive(Debug, Clone)]
-pub(crate) struct Stretch {
-    /// The unit in whose buffer it lies.
-    pub(crate) unit: usize,
-    /// The unit whose backward is the last to contribute to its gradients, but for rows of a table that another one looks up.
-    pub(crate) completed_by: usize,
-    pub(crate) summing: Summing,
-    /// Its first element in the unit's buffer.
-    start: usize,
-    /// How many follow, whatever the store has of them.
-    pub(crate) elements: usize,
-    /// Those of them that this rank owns.
-    pub(crate) own: Range<usize>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -129,21 +94,18 @@ impl FlatStore {
         extent: Extent,
         keeps: impl Fn(&ParameterRecord) -> bool,
     ) -> Result<Self, TensorError> {
-        let (stretches, places) = laid_out(records, shards, keeps);
-        let unit_count = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
-        let mut store = Self { dtype, extent, units: Vec::new(), stretches, places };
-        let mut unit_bytes = vec![0; unit_count];
-        for index in 0..store.stretches.len() {
-            store.stretches[index].start = unit_bytes[store.stretches[index].unit] / dtype.size_bytes();
-            let elements = store.kept(&store.stretches[index]).len();
-            unit_bytes[store.stretches[index].unit] += elements * dtype.size_bytes();
-        }
+        let place = |summing| shards.place(summing);
+        let layout = StoreLayout::new(records, extent, place, |index| keeps(&records[index]));
+        let place = |(place, record): (Option<(usize, usize)>, &ParameterRecord)| {
+            let shape = Shape::from(record.local_shape().as_slice());
+            place.map(|(stretch, first)| Place { stretch, first, shape })
+        };
+        let places = layout.places.iter().copied().zip(records).map(place).collect();
+        let unit_bytes: Vec<usize> =
+            layout.unit_elements.iter().map(|elements| elements.saturating_mul(dtype.size_bytes())).collect();
         arena.require(unit_bytes.iter().fold(0, |sum: usize, bytes| sum.saturating_add(*bytes)), category)?;
-        store.units = unit_bytes
-            .into_iter()
-            .map(|bytes| arena.allocate_zeroed(bytes, category))
-            .collect::<Result<_, _>>()?;
-        Ok(store)
+        let units = unit_bytes.into_iter().map(|bytes| arena.allocate_zeroed(bytes, category));
+        Ok(Self { dtype, extent, units: units.collect::<Result<_, _>>()?, layout, places })
     }
 
     /// Whether it keeps no parameter.
@@ -168,14 +130,19 @@ impl FlatStore {
             dtype: self.dtype,
             extent: self.extent,
             units: units.collect::<Result<_, _>>()?,
-            stretches: self.stretches.clone(),
+            layout: self.layout.clone(),
             places: self.places.clone(),
         })
     }
 
     /// What stands together.
     pub(crate) fn stretches(&self) -> &[Stretch] {
-        &self.stretches
+        &self.layout.stretches
+    }
+
+    /// Where everything stands.
+    pub(crate) fn layout(&self) -> &StoreLayout {
+        &self.layout
     }
 
     /// The stretch that a parameter stands in, its first element there, and the shape; none if it is not kept.
@@ -192,13 +159,13 @@ impl FlatStore {
         stretch: usize,
         elements: Range<usize>,
     ) -> (&mut Buffer, Range<usize>) {
-        let bytes = self.bytes_of(&self.stretches[stretch], elements);
-        (&mut self.units[self.stretches[stretch].unit], bytes)
+        let bytes = self.bytes_of(&self.layout.stretches[stretch], elements);
+        (&mut self.units[self.layout.stretches[stretch].unit], bytes)
     }
 
     /// What this rank owns of a stretch, `[count]`; there may be nothing.
     pub(crate) fn own_of(&self, stretch: usize) -> View<'_> {
-        let stretch = &self.stretches[stretch];
+        let stretch = &self.layout.stretches[stretch];
         self.elements_of(stretch, stretch.own.clone())
     }
 
@@ -243,7 +210,7 @@ impl FlatStore {
     pub fn get(&self, id: ParameterId) -> Option<View<'_>> {
         let place = self.places[id.0]?;
         let elements = place.first..place.first + place.shape.elements();
-        Some(self.elements_of(&self.stretches[place.stretch], elements).reshape(place.shape))
+        Some(self.elements_of(&self.layout.stretches[place.stretch], elements).reshape(place.shape))
     }
 
     /// What this rank owns of a parameter's tensor; none if that is nothing.
@@ -314,7 +281,7 @@ impl FlatStore {
             }
             let range = elements(self, place);
             if !range.is_empty() {
-                let stretch = &self.stretches[place.stretch];
+                let stretch = &self.layout.stretches[place.stretch];
                 let of_stretch = place.first + range.start..place.first + range.end;
                 found.push((
                     ParameterId(index),
@@ -330,7 +297,7 @@ impl FlatStore {
 
     /// The elements of a parameter that this rank owns.
     fn owned(&self, place: &Place) -> Range<usize> {
-        let own = &self.stretches[place.stretch].own;
+        let own = &self.layout.stretches[place.stretch].own;
         let end = place.first + place.shape.elements();
         let range = own.start.max(place.first)..own.end.min(end);
         if range.is_empty() { 0..0 } else { range.start - place.first..range.end - place.first }
@@ -338,7 +305,7 @@ impl FlatStore {
 
     fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {
         let of_stretch = place.first + range.start..place.first + range.end;
-        Part { first: range.start, view: self.elements_of(&self.stretches[place.stretch], of_stretch) }
+        Part { first: range.start, view: self.elements_of(&self.layout.stretches[place.stretch], of_stretch) }
     }
 
     /// The elements of a stretch that the store has.
@@ -365,51 +332,6 @@ impl FlatStore {
         let byte = |element: usize| (stretch.start + element - kept.start) * self.dtype.size_bytes();
         byte(elements.start)..byte(elements.end)
     }
-}
-
-/// The stretches of the parameters that `keeps` says, where they start is still open, and the place of each parameter.
-fn laid_out(
-    records: &[ParameterRecord],
-    shards: &Shards,
-    keeps: impl Fn(&ParameterRecord) -> bool,
-) -> (Vec<Stretch>, Vec<Option<Place>>) {
-    // The unit that another use of a table is in, if it is kept here; it is further back in the model.
-    let tied_in = |id: usize| {
-        let others = records.iter().filter(|record| record.tie == Some(ParameterId(id)));
-        others.filter(|record| keeps(record)).map(|record| record.unit).max()
-    };
-    // A table that is tied stands alone: it is cut alike wherever it is held, together with whatever.
-    let is_tied = |id: usize| records.iter().any(|record| record.tie == Some(ParameterId(id)));
-    let key = |&index: &usize| {
-        let record = &records[index];
-        let completed_by = tied_in(index).unwrap_or(record.unit);
-        (record.unit, completed_by, is_tied(index), Summing::of(&record.share))
-    };
-    let mut kept: Vec<usize> =
-        (0..records.len()).filter(|&index| records[index].tie.is_none() && keeps(&records[index])).collect();
-    kept.sort_by_key(key);
-    let mut stretches: Vec<Stretch> = Vec::new();
-    let mut places: Vec<Option<Place>> = vec![None; records.len()];
-    for stretch in kept.chunk_by(|a, b| key(a) == key(b)) {
-        let mut elements = 0;
-        for &index in stretch {
-            let shape = Shape::from(records[index].local_shape().as_slice());
-            places[index] = Some(Place { stretch: stretches.len(), first: elements, shape });
-            elements += shape.elements().next_multiple_of(ALIGNMENT_ELEMENTS);
-        }
-        let (unit, completed_by, _, summing) = key(&stretch[0]);
-        let ShardPlace { ranks, rank } = shards.place(summing);
-        let elements = elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks);
-        let len = elements / ranks;
-        let own = rank * len..(rank + 1) * len;
-        stretches.push(Stretch { unit, completed_by, summing, start: 0, elements, own });
-    }
-    for (index, record) in records.iter().enumerate() {
-        if let Some(target) = record.tie {
-            places[index] = places[target.0];
-        }
-    }
-    (stretches, places)
 }
 
 /// The weights that kernels read.

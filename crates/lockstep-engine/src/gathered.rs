@@ -6,15 +6,13 @@
 
 use std::time::{Duration, Instant};
 
-use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending, ReduceOp};
+use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_model::RecordedModel;
-use lockstep_plan::residence::{LiveParameters, Residence, Stay, TooFewLive};
-use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_plan::residence::{Bundled, Gathering, Gathers, Kept, RankPasses, Residence, Sequence, Stay};
+use lockstep_plan::{DType, MemoryCategory, ModelProfile, ParameterId};
 use lockstep_tensor::{Arena, Buffer, Kernels, View};
 
 use crate::secondary::{Secondary, SecondaryPart};
-use crate::uses::{RankPasses, Sequence};
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// Brings the weights of a unit to where kernels read them.
@@ -38,13 +36,6 @@ impl WeightSource for Weights<'_> {
     fn weights(&self) -> Weights<'_> {
         *self
     }
-}
-
-/// Which store of a rank's own weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Kept {
-    Trained,
-    Frozen,
 }
 
 /// What a rank owns of the weights.
@@ -110,32 +101,36 @@ struct Gatherable {
 }
 
 impl Gathered {
-    /// A pool for the units of `model`, whose weights are kept in `own`, as `passes` use them. All ranks call this together.
+    /// A pool for the units of `model`, whose weights are kept in `own`, as `passes` use them.
     ///
     /// # Errors
-    /// Out of memory, a limit below what a unit reads, [`CommError`].
+    /// Out of memory, a limit below what a unit reads.
     pub(crate) fn new(
         arena: &Arena,
-        model: &RecordedModel,
+        model: &ModelProfile,
         mut own: Own<'_>,
         shards: &Shards,
-        (passes, live): (RankPasses<'_>, LiveParameters),
+        (passes, gathering): (RankPasses<'_>, Gathering),
     ) -> Result<Self, EngineError> {
         let dtype = own.trained.dtype();
-        let Bundled { mut bundles, needs, in_bundle, mut sizes } = Bundled::of(model, &mut own, shards);
-        shards.agree_on_most(&mut sizes)?;
-        let plan = |sequence| Residence::plan(&sizes, &needs, &passes.uses(sequence), live);
-        let plans: Result<Vec<Residence>, TooFewLive> = Sequence::ALL.into_iter().map(plan).collect();
-        let plans: [Residence; 3] = plans?.try_into().unwrap_or_default();
-        let mut secondary = Secondary::new(arena, shards, dtype)?;
-        if let Some(secondary) = &mut secondary {
-            for stretch in of_repeated(&plans, &mut bundles) {
-                let store = own.store(stretch.kept);
-                stretch.secondary = store.and_then(|store| secondary.add(store, stretch.stretch));
-            }
-            secondary.allocate(arena)?;
-        }
-        let pool_elements = plans.iter().map(Residence::pool_elements).max().unwrap_or(0);
+        let layouts = [Some(own.trained.layout()), own.frozen.as_deref().map(FlatStore::layout)];
+        let ranks = |summing| shards.place(summing).ranks;
+        let gathers = Gathers::new(model, layouts, ranks, passes, gathering)?;
+        let pool_elements = gathers.pool_elements();
+        let Gathers { bundles, needs, in_bundle, plans, secondary_elements } = gathers;
+        let secondary = secondary_elements.map(|elements| Secondary::new(arena, shards, dtype, elements));
+        let secondary = secondary.transpose()?;
+        let mut gatherable = |Bundled { kept, stretch, start, elements, secondary_start }| {
+            let part = own.store(kept).zip(secondary.as_ref()).zip(secondary_start);
+            let secondary =
+                part.and_then(|((store, secondary), start)| secondary.part(store, stretch, start));
+            Gatherable { kept, stretch, start, elements, secondary }
+        };
+        let mut bundle = |stretches: Vec<Bundled>| Bundle {
+            stretches: stretches.into_iter().map(&mut gatherable).collect(),
+            ..Bundle::default()
+        };
+        let bundles = bundles.into_iter().map(&mut bundle).collect();
         Ok(Self {
             pool: arena.allocate(pool_elements * dtype.size_bytes(), MemoryCategory::Communication)?,
             dtype,
@@ -287,87 +282,5 @@ impl Gather<'_> {
             let offset_bytes = (*start + stretch.start) * self.dtype.size_bytes();
             secondary.keep(queue, part, self.pool.view(self.dtype, offset_bytes, [stretch.elements]));
         }
-    }
-}
-
-/// The stretches of the bundles that a sequence gathers more than once.
-fn of_repeated<'b>(
-    plans: &[Residence],
-    bundles: &'b mut [Bundle],
-) -> impl Iterator<Item = &'b mut Gatherable> {
-    let mut is_repeated = vec![false; bundles.len()];
-    for stay in plans.iter().flat_map(Residence::stays) {
-        is_repeated[stay.bundle] |= stay.earlier > 0;
-    }
-    let repeated = bundles.iter_mut().zip(is_repeated).filter(|(_, is_repeated)| *is_repeated);
-    repeated.flat_map(|(bundle, _)| &mut bundle.stretches)
-}
-
-/// The stretches that ranks share out, by who reads them.
-struct Bundled {
-    bundles: Vec<Bundle>,
-    needs: Vec<Vec<usize>>,
-    in_bundle: [Vec<Option<(usize, usize)>>; 2],
-    /// Elements of each bundle.
-    sizes: Vec<usize>,
-}
-
-impl Bundled {
-    fn of(model: &RecordedModel, own: &mut Own<'_>, shards: &Shards) -> Self {
-        let mut found = Self {
-            bundles: Vec::new(),
-            needs: vec![Vec::new(); model.units()],
-            in_bundle: [Vec::new(), Vec::new()],
-            sizes: Vec::new(),
-        };
-        let mut readers_of: Vec<Vec<usize>> = Vec::new();
-        for kept in [Kept::Trained, Kept::Frozen] {
-            let Some(store) = own.store(kept) else { continue };
-            for (index, stretch) in store.stretches().iter().enumerate() {
-                let reads = |unit: &usize| {
-                    let mut ids = model.unit_parameters(*unit).iter();
-                    ids.any(|id| store.place_of(*id).is_some_and(|(other, ..)| other == index))
-                };
-                let readers: Vec<usize> = (0..model.units()).filter(reads).collect();
-                // What nobody else owns a part of is read where it is kept.
-                if shards.group(stretch.summing).is_none() || readers.is_empty() {
-                    found.in_bundle[kept as usize].push(None);
-                    continue;
-                }
-                let known = readers_of.iter().position(|other| *other == readers);
-                let bundle = known.unwrap_or_else(|| {
-                    let bundle = found.bundles.len();
-                    readers.iter().for_each(|unit| found.needs[*unit].push(bundle));
-                    found.bundles.push(Bundle::default());
-                    found.sizes.push(0);
-                    readers_of.push(readers);
-                    bundle
-                });
-                let start = found.sizes[bundle];
-                let (elements, secondary) = (stretch.elements, None);
-                let stretch = Gatherable { kept, stretch: index, start, elements, secondary };
-                found.bundles[bundle].stretches.push(stretch);
-                found.in_bundle[kept as usize].push(Some((bundle, start)));
-                found.sizes[bundle] += elements;
-            }
-        }
-        found
-    }
-}
-
-impl Shards {
-    /// Replaces each number by the greatest that any rank has there with which this one shares out anything: parts of a vocabulary may
-    /// differ in size, and what is gathered when has to be the same on all that gather from each other.
-    ///
-    /// # Errors
-    /// [`CommError`].
-    fn agree_on_most(&self, sizes: &mut [usize]) -> Result<(), CommError> {
-        let mut numbers: Vec<i64> = sizes.iter().map(|size| *size as i64).collect();
-        // Twice, for what one group has agreed on may change by another.
-        for (_, group) in self.groups().iter().chain(self.groups()) {
-            group.all_reduce(&mut numbers[..], ReduceOp::Max, Deadline::after(self.limit()))?;
-        }
-        sizes.iter_mut().zip(numbers).for_each(|(size, number)| *size = number as usize);
-        Ok(())
     }
 }

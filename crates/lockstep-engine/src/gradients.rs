@@ -8,11 +8,13 @@ use std::cell::Cell;
 
 use lockstep_comm::CommError;
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, ZeroStage};
+use lockstep_plan::{
+    DType, Extent, MemoryCategory, ParameterId, ParameterRecord, Passage, Summing, ZeroStage,
+};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View, Write};
 
-use crate::flat::{Extent, FlatStore, Part};
-use crate::{groups::Summing, looked_up::LookedUp, reducer::Reducer, shards::Shards};
+use crate::flat::{FlatStore, Part};
+use crate::{looked_up::LookedUp, reducer::Reducer, shards::Shards};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
@@ -102,7 +104,7 @@ impl Gradients {
             completed[stretch.completed_by].push(index);
         }
         Ok(Self {
-            passing: is_shared_out.then(|| Passing::new(arena, &store, &completed)).transpose()?,
+            passing: is_shared_out.then(|| Passing::new(arena, &store)).transpose()?,
             store,
             units: records.iter().map(|record| record.unit).collect(),
             is_borrowed,
@@ -359,25 +361,19 @@ impl Gradients {
 }
 
 impl Passing {
-    fn new(arena: &Arena, store: &FlatStore, completed: &[Vec<usize>]) -> Result<Self, TensorError> {
-        let stretches = store.stretches();
-        let (mut offsets_bytes, mut longest) = (vec![0; stretches.len()], [0; 2]);
-        for (unit, of_unit) in completed.iter().enumerate() {
-            let mut end = 0;
-            for &stretch in of_unit {
-                offsets_bytes[stretch] = end;
-                end += stretches[stretch].elements * size_of::<f32>();
-            }
-            longest[unit % 2] = end.max(longest[unit % 2]);
-        }
+    fn new(arena: &Arena, store: &FlatStore) -> Result<Self, TensorError> {
+        let Passage { offsets, elements: [even, odd] } = store.layout().passage();
+        let bytes = |elements: usize| elements * size_of::<f32>();
+        let offsets_bytes: Vec<usize> = offsets.into_iter().map(bytes).collect();
+        let stretches = offsets_bytes.len();
         let buffer = |bytes| arena.allocate_zeroed(bytes, MemoryCategory::Communication);
         Ok(Self {
-            buffers: [buffer(longest[0])?, buffer(longest[1])?],
+            buffers: [buffer(bytes(even))?, buffer(bytes(odd))?],
             offsets_bytes,
-            next: vec![Write::Overwrite; stretches.len()],
-            under_way: Vec::with_capacity(stretches.len()),
-            came: Vec::with_capacity(stretches.len()),
-            owned_begun: vec![false; stretches.len()],
+            next: vec![Write::Overwrite; stretches],
+            under_way: Vec::with_capacity(stretches),
+            came: Vec::with_capacity(stretches),
+            owned_begun: vec![false; stretches],
         })
     }
 }

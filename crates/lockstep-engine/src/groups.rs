@@ -7,8 +7,9 @@ use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{GridPeers, Peers};
 use lockstep_plan::{
-    Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Share,
-    TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum, residence::LiveParameters,
+    Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Share, Summing,
+    TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum, residence::Gathering,
+    residence::LiveParameters,
 };
 use lockstep_tensor::View;
 
@@ -38,6 +39,13 @@ pub struct GroupOptions {
     pub limit: Duration,
 }
 
+impl GroupOptions {
+    /// How weights are gathered.
+    pub(crate) fn gathering(&self) -> Gathering {
+        Gathering { live: self.live_parameters, secondary_shard: self.secondary_shard }
+    }
+}
+
 /// Chunks of rows, where nobody says how many. Over a network, few enough that each is worth a message and a product. Within a
 /// machine nothing is on its way by itself: ranks copy what they exchange with the cores that they multiply with.
 fn chunks_for(group: &Group) -> usize {
@@ -49,31 +57,55 @@ fn chunks_for(group: &Group) -> usize {
 #[derive(Debug, Clone)]
 pub struct Groups {
     world: Option<World>,
-    place: TensorPlace,
-    context: ContextPlace,
+    places: Places,
 }
 
-/// Over whom a gradient is summed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Summing {
-    among: Among,
-    /// Neighbours on the tensor axis that have summands.
-    summands: usize,
+/// A rank's places in its mesh, for which its model is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Places {
+    /// Among those that share its blocks.
+    pub tensor: TensorPlace,
+    /// Among those that share its sequences.
+    pub context: ContextPlace,
+    /// Among those that share out experts.
+    pub experts: ExpertPlace,
 }
 
-impl Summing {
-    pub(crate) fn of(share: &Share) -> Self {
-        Self { among: share.among, summands: share.summands }
-    }
-
-    /// The fault of leaving it out.
-    pub(crate) fn left_out(self) -> Mutation {
-        match self {
-            Self { among: Among::Experts, .. } => Mutation::ExpertsNotSummed,
-            Self { among: Among::TensorColumn, .. } => Mutation::ColumnGradientsNotSummed,
-            Self { summands: 1, .. } => Mutation::ReplicasNotSummed,
-            _ => Mutation::SharedGradientsNotSummed,
+impl Places {
+    /// Those of `rank`; exchanges are at once unless `options` says in how many chunks.
+    pub fn of(mesh: &Mesh, rank: usize, options: &GroupOptions) -> Self {
+        let (ranks, experts) = (mesh.ranks(), mesh.experts());
+        let is_row = ranks.degree(Axis::Tensor) > 1 && options.tensor_dimensions == TensorDimensions::One;
+        Self {
+            tensor: TensorPlace {
+                ranks: ranks.degree(Axis::Tensor),
+                rank: ranks.coordinate(rank, Axis::Tensor),
+                splits_tokens: options.splits_tokens || options.tensor_dimensions == TensorDimensions::Two,
+                dimensions: options.tensor_dimensions,
+                chunks: options.tensor_chunks.filter(|_| is_row).unwrap_or(1),
+            },
+            context: ContextPlace {
+                ranks: ranks.degree(Axis::Context),
+                rank: ranks.coordinate(rank, Axis::Context),
+                method: options.context_method,
+            },
+            experts: ExpertPlace {
+                ranks: experts.degree(ExpertAxis::Expert),
+                rank: experts.coordinate(rank, ExpertAxis::Expert),
+                tensor_ranks: experts.degree(ExpertAxis::ExpertTensor),
+                tensor_rank: experts.coordinate(rank, ExpertAxis::ExpertTensor),
+            },
         }
+    }
+}
+
+/// The fault of leaving out what is summed so.
+pub(crate) fn left_out(summing: Summing) -> Mutation {
+    match summing {
+        Summing { among: Among::Experts, .. } => Mutation::ExpertsNotSummed,
+        Summing { among: Among::TensorColumn, .. } => Mutation::ColumnGradientsNotSummed,
+        Summing { summands: 1, .. } => Mutation::ReplicasNotSummed,
+        _ => Mutation::SharedGradientsNotSummed,
     }
 }
 
@@ -106,7 +138,7 @@ struct World {
 impl Groups {
     /// One rank.
     pub fn alone() -> Self {
-        Self { world: None, place: TensorPlace::default(), context: ContextPlace::default() }
+        Self { world: None, places: Places::default() }
     }
 
     /// The groups of `mesh` over the ranks of `group`, which all call this together; `pipeline` says what the ranks of its pipeline
@@ -127,18 +159,7 @@ impl Groups {
         let ranks = mesh.ranks().degree(Axis::Pipeline);
         let planned = pipeline.as_ref().map_or(1, |plan| plan.schedule.ranks());
         assert_eq!(planned, ranks, "a plan for another pipeline than the mesh's");
-        let place = TensorPlace {
-            ranks: mesh.ranks().degree(Axis::Tensor),
-            rank: mesh.ranks().coordinate(group.rank(), Axis::Tensor),
-            splits_tokens: options.splits_tokens || options.tensor_dimensions == TensorDimensions::Two,
-            dimensions: options.tensor_dimensions,
-            chunks: 1,
-        };
-        let context = ContextPlace {
-            ranks: mesh.ranks().degree(Axis::Context),
-            rank: mesh.ranks().coordinate(group.rank(), Axis::Context),
-            method: options.context_method,
-        };
+        let mut places = Places::of(&mesh, group.rank(), &options);
         let mut world = World {
             group,
             mesh,
@@ -154,7 +175,7 @@ impl Groups {
             meter: Arc::default(),
         };
         world.tensor = world.along(&[Axis::Tensor])?;
-        if let Some(grid) = place.grid() {
+        if let Some(grid) = places.tensor.grid() {
             let rows = world.with_neighbours(&[], |tensor| tensor / grid.side);
             let columns = world.with_neighbours(&[], |tensor| tensor % grid.side);
             world.grid = world.metered(rows)?.zip(world.metered(columns)?).map(|(row, column)| [row, column]);
@@ -169,36 +190,31 @@ impl Groups {
         }
         world.model = world.along(&[Axis::Pipeline, Axis::Shard, Axis::Context, Axis::Tensor])?;
         let in_a_row = world.tensor.as_ref().filter(|_| options.tensor_dimensions == TensorDimensions::One);
-        let chunks = in_a_row.map_or(1, |group| options.tensor_chunks.unwrap_or(chunks_for(group)));
-        Ok(Self { world: Some(world), place: TensorPlace { chunks, ..place }, context })
+        if let Some(group) = in_a_row.filter(|_| options.tensor_chunks.is_none()) {
+            places.tensor.chunks = chunks_for(group);
+        }
+        Ok(Self { world: Some(world), places })
+    }
+
+    /// The rank's places in the mesh.
+    pub fn places(&self) -> Places {
+        self.places
     }
 
     /// Where the rank is among those that share its blocks.
     pub fn tensor_place(&self) -> TensorPlace {
-        self.place
+        self.places.tensor
     }
 
     /// Where the rank is among those that share its sequences.
     pub fn context_place(&self) -> ContextPlace {
-        self.context
+        self.places.context
     }
 
     /// Those that share its sequences, if there are any.
     pub(crate) fn context_peers(&self) -> Option<Peers<'_>> {
         let World { context, options, .. } = self.world.as_ref()?;
         context.as_ref().map(|group| Peers { group, limit: options.limit })
-    }
-
-    /// Where the rank is among those that share out experts.
-    pub fn expert_place(&self) -> ExpertPlace {
-        let Some(World { group, mesh, .. }) = &self.world else { return ExpertPlace::default() };
-        let view = mesh.experts();
-        ExpertPlace {
-            ranks: view.degree(ExpertAxis::Expert),
-            rank: view.coordinate(group.rank(), ExpertAxis::Expert),
-            tensor_ranks: view.degree(ExpertAxis::ExpertTensor),
-            tensor_rank: view.coordinate(group.rank(), ExpertAxis::ExpertTensor),
-        }
     }
 
     /// Whether the rank is the one, of those that own the same of one copy of the model, that counts and saves it.
@@ -209,15 +225,18 @@ impl Groups {
         match share.among {
             Among::Tensor => {
                 let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
-                let neighbour =
-                    if is_shared_out { self.place.rank / share.summands } else { self.place.rank };
+                let neighbour = if is_shared_out {
+                    self.places.tensor.rank / share.summands
+                } else {
+                    self.places.tensor.rank
+                };
                 let copies = if is_shared_out { share.copies.div_ceil(share.summands) } else { share.copies };
                 (is_shared_out || is_first(Axis::Shard) && is_first(Axis::Context))
                     && neighbour.is_multiple_of(copies)
             }
             Among::TensorColumn => {
                 let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
-                let is_of_first_row = self.place.grid().is_none_or(|grid| grid.row == 0);
+                let is_of_first_row = self.places.tensor.grid().is_none_or(|grid| grid.row == 0);
                 is_shared_out || is_first(Axis::Shard) && is_of_first_row
             }
             Among::Experts => is_shared_out || mesh.experts().coordinate(rank, ExpertAxis::ExpertShard) == 0,
@@ -339,11 +358,12 @@ impl Groups {
         records: &[ParameterRecord],
     ) -> Result<Vec<(Summing, Group)>, CommError> {
         let Some(world) = &self.world else { return Ok(Vec::new()) };
-        let Some(count) = world.options.secondary_shard else { return Ok(Vec::new()) };
+        let gathering = world.options.gathering();
         let make = |ranks: Vec<Vec<usize>>| {
-            if !ranks.iter().all(|group| group.len() > count && group.len().is_multiple_of(count)) {
+            // Groups of a kind have one size.
+            let Some(count) = gathering.neighbours(ranks.first().map_or(0, Vec::len)) else {
                 return Ok(None);
-            }
+            };
             let neighbours = ranks.iter().flat_map(|group| group.chunks(count).map(<[usize]>::to_vec));
             world.made_apart(&neighbours.collect::<Vec<_>>())
         };
@@ -391,9 +411,13 @@ impl Groups {
 
     /// How many parts a global batch is read in, each by ranks of its own.
     pub(crate) fn batch_parts(&self) -> usize {
-        let degree =
-            |world: &World| Axis::BATCH.iter().map(|axis| world.mesh.ranks().degree(*axis)).product();
-        self.world.as_ref().map_or(1, degree)
+        let mesh = self.mesh();
+        Axis::BATCH.iter().map(|axis| mesh.ranks().degree(*axis)).product()
+    }
+
+    /// How all ranks are laid out.
+    pub(crate) fn mesh(&self) -> Mesh {
+        self.world.as_ref().map_or_else(Mesh::default, |world| world.mesh)
     }
 
     /// What of the model's state is shared out.

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
+use lockstep_plan::{DType, LookedUpSizes, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
 use crate::flat::Part;
@@ -54,16 +54,15 @@ impl LookedUp {
     ) -> Result<Self, TensorError> {
         let shape = record.local_shape();
         let (ids, columns) = (shape[0], shape[1]);
-        let capacity = ids.min(tokens.saturating_mul(micro_batches));
+        let LookedUpSizes { capacity, rows_bytes, .. } = LookedUpSizes::new(record, tokens, micro_batches);
         let category = MemoryCategory::Gradients;
         let zeros = |shape: usize| Tensor::zeros(arena, DType::U32, [shape], category);
-        let row_bytes = columns * size_of::<f32>();
         Ok(Self {
             table,
             first_id: record.share.shard.map_or(0, |shard| shard.start as u32),
             ids: Vec::with_capacity(capacity),
             row_of: vec![NONE; ids],
-            rows: arena.allocate_zeroed(capacity.saturating_mul(row_bytes), category)?,
+            rows: arena.allocate_zeroed(rows_bytes, category)?,
             columns,
             row_ids: zeros(capacity)?,
             token_rows: zeros(tokens)?,

@@ -13,6 +13,7 @@ use std::{
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending};
 use lockstep_graph::{Activity, Cost, Program};
 use lockstep_model::RecordedModel;
+use lockstep_plan::StageMemory;
 use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
 use lockstep_tensor::CpuQueue;
 
@@ -20,7 +21,6 @@ use crate::{
     HostBatch, Runner,
     gathered::WeightSource,
     passes::{Border, PassTime, Passes, Place, StepTimes},
-    runner::StageMemory,
 };
 
 /// How a model is cut into stages, and what each rank of the pipeline does with them.
@@ -40,34 +40,9 @@ impl PipelinePlan {
     }
 
     /// What a rank needs for its stages.
-    pub(crate) fn memory_of(&self, rank: usize) -> Vec<StageMemory> {
-        let passes = || self.schedule.passes(rank);
-        let stage = |stage: usize| StageMemory {
-            units: self.units_of(stage),
-            slots: self.slots_of(rank, stage),
-            splits_backward: passes()
-                .any(|pass| pass.stage == stage && pass.kind == PassKind::BackwardWeight),
-        };
-        self.schedule.stages_of(rank).map(stage).collect()
-    }
-
-    /// How many micro-batches are in a stage at once: from the receive, or the forward, to the last pass.
-    fn slots_of(&self, rank: usize, stage: usize) -> usize {
-        let (mut taken, mut most) = (vec![false; self.schedule.micro_batches()], 0);
-        for action in self.schedule.actions(rank) {
-            match *action {
-                Action::Receive(message) if message.is_activation() && message.to == stage => {
-                    taken[message.micro_batch] = true;
-                }
-                Action::Compute(pass) if pass.stage == stage => match pass.kind {
-                    PassKind::Forward => taken[pass.micro_batch] = true,
-                    kind => taken[pass.micro_batch] = !kind.makes_weight_gradient(),
-                },
-                _ => {}
-            }
-            most = most.max(taken.iter().filter(|taken| **taken).count());
-        }
-        most
+    pub fn memory_of(&self, rank: usize) -> Vec<StageMemory> {
+        let units: Vec<Range<usize>> = (0..self.stages.len()).map(|stage| self.units_of(stage)).collect();
+        StageMemory::of_rank(&self.schedule, &units, rank)
     }
 }
 

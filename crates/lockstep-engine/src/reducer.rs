@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::{DType, ParameterRecord, ZeroStage};
+use lockstep_plan::{DType, ParameterRecord, Summing, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
-use crate::{GroupOptions, Groups, groups::Summing, shards::Shards};
+use crate::{GroupOptions, Groups, groups::left_out, shards::Shards};
 
 /// Buckets end where blocks of the gradient norm do.
 const BUCKET_GRAIN_BYTES: usize = 4096;
@@ -124,7 +124,7 @@ impl Reducer {
         summing: Summing,
     ) -> Result<(), CommError> {
         let group = group_of(&self.groups, summing);
-        let Some(group) = group.filter(|_| !active(summing.left_out())) else { return Ok(()) };
+        let Some(group) = group.filter(|_| !active(left_out(summing))) else { return Ok(()) };
         self.all_reduce(&group, gradients, range)
     }
 

@@ -13,7 +13,7 @@ use lockstep_graph::{
 };
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
-    ContextMethod, ContextPlace, DType, MemoryCategory,
+    ContextPlace, DType, MemoryCategory, StageMemory,
     random::{key_from_name, mix},
 };
 use lockstep_tensor::{Arena, Buffer, Element, Kernels, Tensor, TensorError, View};
@@ -58,28 +58,9 @@ pub struct Runner {
     /// What is on its way while products are computed, if anything is.
     transits: Option<Transits>,
     timeline: Timeline,
-    predicted_bytes: usize,
     load: ExpertLoad,
     /// The smallest of any router here, if it is watched.
     router_margin: Option<Cell<f32>>,
-}
-
-/// How a rank takes part in a model: its stages from the model's first layer on.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct StageMemory {
-    /// The units.
-    pub(crate) units: Range<usize>,
-    /// Micro-batches that are in it at once.
-    pub(crate) slots: usize,
-    /// Whether the gradients of weights may come later than those of inputs.
-    pub(crate) splits_backward: bool,
-}
-
-impl StageMemory {
-    /// Buffers for gradients of the input, which are written while the last one may still be on its way.
-    pub(crate) fn outboxes(&self) -> usize {
-        if self.units.start > 0 { self.slots.max(2) } else { 0 }
-    }
 }
 
 #[derive(Debug)]
@@ -139,7 +120,7 @@ impl Slot {
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
             positions: input(DType::U32, &[tokens])?,
-            document_starts: input(DType::U32, &[tokens * attended(context)])?,
+            document_starts: input(DType::U32, &[tokens * context.attended()])?,
             keeps_documents_apart: false,
             dropout_keys: input(DType::U32, &[shape.sequences, 2])?,
         })
@@ -161,8 +142,7 @@ impl Runner {
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, TensorError> {
-        let all = StageMemory { units: 0..model.units(), slots: 1, splits_backward: false };
-        Self::in_groups(model, arena, seed, Groups::alone(), &[all])
+        Self::in_groups(model, arena, seed, Groups::alone(), &[StageMemory::whole(model.units())])
     }
 
     /// Memory for `stages` of `model`, which was recorded for this rank of `groups`.
@@ -177,8 +157,8 @@ impl Runner {
         stages: &[StageMemory],
     ) -> Result<Self, TensorError> {
         let context = groups.context_place();
-        let predicted_bytes = predicted_bytes(model, stages, context);
-        arena.require(predicted_bytes, MemoryCategory::Activations)?;
+        let profile = model.profile(context);
+        arena.require(profile.activation_bytes(stages), MemoryCategory::Activations)?;
         let tokens = model.program(0).shape().tokens();
         let sequences = model.program(0).shape().sequences;
         let memory = |stage: &StageMemory| {
@@ -191,20 +171,10 @@ impl Runner {
             })
         };
         let units = || stages.iter().flat_map(|stage| stage.units.clone());
-        let workspace_bytes = |splits: bool, unit: usize| {
-            let program = model.program(unit);
-            if splits {
-                program.workspace_bytes().max(program.split_workspace_bytes())
-            } else {
-                program.workspace_bytes()
-            }
-        };
-        let splits = stages.iter().any(|stage| stage.splits_backward);
-        let workspace_bytes = units().map(|unit| workspace_bytes(splits, unit)).max();
         let boundary = || arena.allocate(boundary_bytes(model), MemoryCategory::Activations);
         Ok(Self {
             stages: stages.iter().map(memory).collect::<Result<_, TensorError>>()?,
-            workspace: arena.allocate(workspace_bytes.unwrap_or(0), MemoryCategory::Workspace)?,
+            workspace: arena.allocate(profile.workspace_bytes(stages), MemoryCategory::Workspace)?,
             boundary: [boundary()?, boundary()?],
             inverse_frequencies: model
                 .inverse_frequencies()
@@ -218,7 +188,6 @@ impl Runner {
             transits: Transits::new(units().map(|unit| model.program(unit)), arena)?,
             groups,
             timeline: Timeline::default(),
-            predicted_bytes,
             load: ExpertLoad::new(model),
             router_margin: None,
         })
@@ -226,13 +195,7 @@ impl Runner {
 
     /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
-        let all = StageMemory { units: 0..model.units(), slots: 1, splits_backward: false };
-        predicted_bytes(model, &[all], ContextPlace::default())
-    }
-
-    /// Bytes of activations that were predicted for the stages of this rank before any was allocated.
-    pub(crate) fn predicted_bytes(&self) -> usize {
-        self.predicted_bytes
+        model.profile(ContextPlace::default()).activation_bytes(&[StageMemory::whole(model.units())])
     }
 
     /// How many tokens have chosen each expert since the step began.
@@ -480,7 +443,7 @@ impl Runner {
         self.copy_own(batch.ids, &slot.ids);
         self.copy_own(batch.labels, &slot.labels);
         self.copy_own(batch.positions, &slot.positions);
-        if attended(self.groups.context_place()) == 1 {
+        if self.groups.context_place().attended() == 1 {
             self.copy_own(batch.document_starts, &slot.document_starts);
         } else {
             slot.document_starts.view().copy_from(batch.document_starts);
@@ -567,32 +530,4 @@ fn boundary<'a>(model: &RecordedModel, buffer: &'a Buffer) -> View<'a> {
 fn boundary_bytes(model: &RecordedModel) -> usize {
     let between = model.program(0);
     between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()
-}
-
-/// How many times its own tokens of each sequence a rank attends with.
-fn attended(context: ContextPlace) -> usize {
-    if context.method == ContextMethod::AllToAll { context.ranks } else { 1 }
-}
-
-/// Bytes of activations that stages book.
-fn predicted_bytes(model: &RecordedModel, stages: &[StageMemory], context: ContextPlace) -> usize {
-    let shape = model.program(0).shape();
-    let boundary = Arena::booked_bytes(boundary_bytes(model));
-    // The model that overflows this is refused by the arena.
-    let of_unit = |splits: bool, unit: usize| {
-        let program = model.program(unit);
-        let deferred = if splits { Arena::booked_bytes(program.deferred_bytes()) } else { 0 };
-        Arena::booked_bytes(program.frame_bytes()).saturating_add(deferred)
-    };
-    let of_stage = |stage: &StageMemory| {
-        let units = stage.units.clone().map(|unit| of_unit(stage.splits_backward, unit));
-        let before = if stage.units.start > 0 { boundary } else { 0 };
-        let after = if stage.units.end < model.units() { boundary } else { 0 };
-        let of_tokens = |tokens: usize| Arena::booked_bytes(4 * tokens);
-        let starts = of_tokens(shape.tokens() * attended(context));
-        let inputs = 3 * of_tokens(shape.tokens()) + starts + Arena::booked_bytes(8 * shape.sequences);
-        let slots = units.fold(before + after + inputs, usize::saturating_add).saturating_mul(stage.slots);
-        slots.saturating_add(stage.outboxes() * boundary)
-    };
-    stages.iter().map(of_stage).fold(2 * boundary, usize::saturating_add)
 }

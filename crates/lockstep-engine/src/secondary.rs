@@ -4,10 +4,10 @@
 //! range of each stretch on each of them. Every further gather of the step asks these alone.
 
 use lockstep_comm::Group;
-use lockstep_plan::{DType, MemoryCategory};
+use lockstep_plan::{DType, MemoryCategory, Summing};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
 
-use crate::{FlatStore, groups::Summing, shards::Shards};
+use crate::{FlatStore, shards::Shards};
 
 /// What this rank keeps for its neighbours.
 #[derive(Debug)]
@@ -15,7 +15,6 @@ pub(crate) struct Secondary {
     groups: Vec<(Summing, Group)>,
     buffer: Buffer,
     dtype: DType,
-    elements: usize,
 }
 
 /// What of a stretch this rank keeps for its neighbours.
@@ -31,28 +30,23 @@ pub(crate) struct SecondaryPart {
 }
 
 impl Secondary {
-    /// For neighbours as `shards` has them, if it has any; nothing is kept yet.
-    pub(crate) fn new(arena: &Arena, shards: &Shards, dtype: DType) -> Result<Option<Self>, TensorError> {
-        let groups = shards.neighbours().to_vec();
-        let buffer = arena.allocate(0, MemoryCategory::Parameters)?;
-        Ok((!groups.is_empty()).then_some(Self { groups, buffer, dtype, elements: 0 }))
+    /// Room for so many elements that this rank is to keep for its neighbours, as `shards` has them; nothing is kept yet.
+    pub(crate) fn new(
+        arena: &Arena,
+        shards: &Shards,
+        dtype: DType,
+        elements: usize,
+    ) -> Result<Self, TensorError> {
+        let buffer = arena.allocate_zeroed(elements * dtype.size_bytes(), MemoryCategory::Parameters)?;
+        Ok(Self { groups: shards.neighbours().to_vec(), buffer, dtype })
     }
 
-    /// Finds room for what this rank is to keep of a stretch; none if nobody shares it out among neighbours.
-    pub(crate) fn add(&mut self, store: &FlatStore, stretch: usize) -> Option<SecondaryPart> {
+    /// What this rank is to keep of a stretch, from an element on; none if nobody shares it out among neighbours.
+    pub(crate) fn part(&self, store: &FlatStore, stretch: usize, start: usize) -> Option<SecondaryPart> {
         let stretch = &store.stretches()[stretch];
         let group = self.group(stretch.summing)?;
         let (elements, rank) = (stretch.elements / group.size(), group.rank());
-        let start = self.elements;
-        self.elements += elements;
         Some(SecondaryPart { summing: stretch.summing, first: rank * elements, elements, start })
-    }
-
-    /// Takes the memory for everything that was added.
-    pub(crate) fn allocate(&mut self, arena: &Arena) -> Result<(), TensorError> {
-        let bytes = self.elements * self.dtype.size_bytes();
-        self.buffer = arena.allocate_zeroed(bytes, MemoryCategory::Parameters)?;
-        Ok(())
     }
 
     /// Keeps this rank's part of a stretch, which is `whole` from its first element on: `[elements]`.

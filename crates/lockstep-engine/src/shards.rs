@@ -14,9 +14,9 @@
 use std::time::Duration;
 
 use lockstep_comm::{CommError, Group};
-use lockstep_plan::{ParameterRecord, ShardPlace, ZeroStage};
+use lockstep_plan::{ParameterRecord, ShardPlace, Summing, ZeroStage};
 
-use crate::{Groups, groups::Summing};
+use crate::Groups;
 
 /// Who owns what of the model's state.
 #[derive(Debug, Default)]

@@ -2,12 +2,12 @@
 //! after each update (ZeRO stages 1 and 2), or before each use (stage 3).
 
 use lockstep_comm::CommError;
+use lockstep_plan::residence::Sequence;
 use lockstep_plan::{ParameterId, ParameterRecord, ZeroStage};
 use lockstep_tensor::Kernels;
 
 use crate::arriving::Arriving;
 use crate::gathered::{Gathered, Own, WeightSource};
-use crate::uses::Sequence;
 use crate::{FlatStore, Traffic, Weights, shards::Shards};
 
 /// The weights of a rank's model.

@@ -247,12 +247,12 @@ impl Program {
     }
 
     /// Bytes of memory for rows that are on their way between ranks while these multiply others.
-    pub(crate) fn transit_bytes(&self) -> usize {
+    pub fn transit_bytes(&self) -> usize {
         self.phases().map(|phase| phase.transit_bytes).max().unwrap_or(0)
     }
 
-    /// Chunks of such rows that may be on their way.
-    pub(crate) fn transit_chunks(&self) -> usize {
+    /// Chunks of such rows that may be on their way; 0 if all exchanges are by themselves.
+    pub fn transit_chunks(&self) -> usize {
         let of = |phase: &Phase| phase.transits.iter().map(|transit| transit.chunks.len()).sum();
         self.phases().map(of).max().unwrap_or(0)
     }

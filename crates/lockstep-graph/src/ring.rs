@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 
 use lockstep_comm::{Collective, CommError, Lent, Pending};
-use lockstep_plan::{ContextPlace, DType, MemoryCategory};
+use lockstep_plan::{ContextPlace, DType, MemoryCategory, RingSizes};
 use lockstep_tensor::{Arena, AttentionWrite, Buffer, TensorError, TokenSpan, View, Write};
 
 use crate::{
@@ -54,18 +54,15 @@ impl Ring {
             let [a, b, c] = bytes.map(|bytes| arena.allocate_zeroed(bytes, MemoryCategory::Communication));
             Ok(RefCell::new([a?, b?, c?]))
         };
-        let bytes = elements * program.shape.dtype.size_bytes();
-        // The last of two ranks sends nothing on.
-        let blocks = slots([bytes, bytes, if program.context.ranks > 2 { bytes } else { 0 }])?;
         let has_gradients = programs.any(Program::has_backward);
-        let gradients = slots([if has_gradients { elements * DType::F32.size_bytes() } else { 0 }; 3])?;
-        Ok(Some(Self { blocks, gradients }))
+        let sizes = RingSizes::new(elements, program.shape.dtype, program.context.ranks, has_gradients);
+        Ok(Some(Self { blocks: slots(sizes.blocks_bytes)?, gradients: slots(sizes.gradients_bytes)? }))
     }
 }
 
 impl Program {
-    /// Elements of the largest block of keys and values that goes round.
-    fn ring_elements(&self) -> usize {
+    /// Elements of the largest block of keys and values that goes round the ranks that share each sequence; 0 if none does.
+    pub fn ring_elements(&self) -> usize {
         let of = |operation: &Operation| match operation {
             Operation::Attention(AttentionOperation { reach: Reach::Ring { .. }, k, v, .. }) => {
                 self.values[k.0].elements() + self.values[v.0].elements()

@@ -10,7 +10,10 @@ use lockstep_graph::{
     BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, Recorder, Split,
     Value,
 };
-use lockstep_plan::{ContextPlace, DType, ExpertPlace, ParameterId, ParameterRecord, TensorPlace};
+use lockstep_plan::{
+    Among, ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, Shard, Share,
+    TensorPlace, UnitProfile,
+};
 
 use crate::{Adapter, ModelConfig};
 
@@ -78,6 +81,9 @@ pub struct RecordedModel {
     inverse_frequencies: Option<Vec<f32>>,
     training_flops: u64,
     bias_update_rate: f64,
+    /// The place that it was recorded for.
+    tensor: TensorPlace,
+    vocabulary: usize,
 }
 
 impl RecordedModel {
@@ -113,6 +119,8 @@ impl RecordedModel {
             inverse_frequencies: family.inverse_frequencies(),
             training_flops: 0,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
+            tensor: options.tensor,
+            vocabulary: config.vocab_size(),
         };
         // What each program was recorded for.
         let mut recorded: Vec<Recording> = Vec::new();
@@ -210,6 +218,52 @@ impl RecordedModel {
     /// The frequencies of rotary embeddings, if the model has them.
     pub fn inverse_frequencies(&self) -> Option<&[f32]> {
         self.inverse_frequencies.as_deref()
+    }
+
+    /// What its memory depends on; `context` is the rank's place among those that share each sequence, for which it was
+    /// recorded.
+    pub fn profile(&self, context: ContextPlace) -> ModelProfile {
+        let unit = |unit: usize| {
+            let program = self.program(unit);
+            UnitProfile {
+                parameters: self.unit_parameters[unit].clone(),
+                frame_bytes: program.frame_bytes(),
+                deferred_bytes: program.deferred_bytes(),
+                workspace_bytes: program.workspace_bytes(),
+                split_workspace_bytes: program.split_workspace_bytes(),
+                ring_elements: program.ring_elements(),
+                transit_bytes: (program.transit_chunks() > 0).then(|| program.transit_bytes()),
+                has_backward: program.has_backward(),
+                selection_bias: self.selection_bias(unit),
+            }
+        };
+        let between = self.program(0);
+        let shape = between.shape();
+        ModelProfile {
+            units: (0..self.units()).map(unit).collect(),
+            records: self.records.clone(),
+            largest_elements: self.records.iter().map(|record| self.largest_elements(record)).collect(),
+            dtype: shape.dtype,
+            sequences: shape.sequences,
+            tokens: shape.tokens(),
+            boundary_bytes: between.output_rows() * between.output_columns() * shape.dtype.size_bytes(),
+            frequencies: self.inverse_frequencies.as_ref().map_or(0, Vec::len),
+            context,
+        }
+    }
+
+    /// The most elements of a parameter that any of the ranks holds that share its unit.
+    fn largest_elements(&self, record: &ParameterRecord) -> usize {
+        let is_of_vocabulary = (record.unit == 0 || record.unit + 1 == self.units())
+            && record.shape.first() == Some(&self.vocabulary)
+            && matches!(record.share, Share { shard: Some(Shard { dim: 0, .. }), inner: None, .. })
+            && record.share.among == Among::Tensor;
+        if !is_of_vocabulary {
+            return record.local_elements();
+        }
+        let part = |rank| TensorPlace { rank, ..self.tensor }.vocabulary_range(self.vocabulary).len();
+        let rows = (0..self.tensor.ranks).map(part).max().unwrap_or(0);
+        rows * record.shape[1..].iter().product::<usize>()
     }
 
     /// The number of a unit's first dropout site in the model.

@@ -44,6 +44,11 @@ impl ContextPlace {
         seq_len / ranks
     }
 
+    /// How many times its own tokens of each sequence a rank attends with.
+    pub fn attended(&self) -> usize {
+        if self.method == ContextMethod::AllToAll { self.ranks } else { 1 }
+    }
+
     /// How many pieces of each sequence a rank has that do not follow each other.
     pub fn pieces(&self) -> usize {
         if self.is_folded() { 2 } else { 1 }

@@ -4,6 +4,7 @@
 //! is made of. That is what lets the same types drive a run, a simulation and a picture of it.
 //!
 //! - [`DType`] and [`MemoryCategory`]: what an element is, and under which heading its bytes are booked.
+//! - [`predicted`]: what a rank books under each heading, before anything is allocated; the engine's own sums.
 //! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
@@ -38,7 +39,11 @@ mod zero;
 
 pub use context::ContextPlace;
 pub use dtype::DType;
-pub use memory::{MemoryBytes, MemoryCategory};
+pub use memory::{
+    CACHE_LINE_BYTES, Extent, LookedUpSizes, MemoryBytes, MemoryCategory, MemoryItem, MemoryPrediction,
+    ModelProfile, Passage, RingSizes, SharedTable, StageMemory, StatePlan, StoreLayout, Stretch, UnitProfile,
+    booked_bytes, predicted,
+};
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
@@ -46,7 +51,7 @@ pub use plan::{
     ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, Recompute,
     TensorDimensions, ValidPlan,
 };
-pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, TensorPlace};
+pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
 pub use zero::{ShardPlace, Sharding, ZeroStage};

@@ -15,6 +15,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::nearest::{Choices, nearest_divisor};
+use crate::{Among, Summing};
 
 /// An axis of the view that everything but experts uses, slowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -232,6 +233,21 @@ impl Mesh {
                 (ExpertAxis::Expert, expert),
                 (ExpertAxis::ExpertTensor, expert_tensor),
             ],
+        }
+    }
+}
+
+impl Mesh {
+    /// How many ranks can share out state whose gradients are summed so: those that hold the same on one coordinate of the
+    /// replicate axis.
+    pub fn shard_ranks(&self, Summing { among, summands }: Summing) -> usize {
+        match among {
+            // A column of a square has as many ranks as a row.
+            Among::Tensor | Among::TensorColumn => {
+                let ranks = self.ranks();
+                ranks.degree(Axis::Shard) * ranks.degree(Axis::Context) * summands
+            }
+            Among::Experts => self.experts().degree(ExpertAxis::ExpertShard),
         }
     }
 }

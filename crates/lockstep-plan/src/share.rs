@@ -125,7 +125,7 @@ impl ExpertPlace {
 }
 
 /// Who the ranks are that a [`Share`] speaks of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Among {
     /// Those of the tensor-parallel axis.
@@ -135,6 +135,22 @@ pub enum Among {
     TensorColumn,
     /// Those that share out experts. All others hold the same experts, and gradients are summed over these.
     Experts,
+}
+
+/// Over whom a gradient is summed. What is summed alike is held alike, and so shared out alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Summing {
+    /// The ranks that hold parts or the same of the parameter.
+    pub among: Among,
+    /// Neighbours on the tensor axis that have summands.
+    pub summands: usize,
+}
+
+impl Summing {
+    /// That of a parameter's gradient.
+    pub fn of(share: &Share) -> Self {
+        Self { among: share.among, summands: share.summands }
+    }
 }
 
 /// A range of one dimension of a parameter.

@@ -17,13 +17,13 @@ use std::{
     },
 };
 
-use lockstep_plan::{DType, MemoryBytes, MemoryCategory};
+use lockstep_plan::{CACHE_LINE_BYTES, DType, MemoryBytes, MemoryCategory, booked_bytes};
 use rustix::mm;
 
 use crate::{Element, Shape, SharedHeap, TensorError, View};
 
 /// Every buffer starts at a cache line, so vector loads and tile loads are aligned.
-const ALIGNMENT: usize = 64;
+const ALIGNMENT: usize = CACHE_LINE_BYTES;
 /// Buffers of this size and more are aligned for, and advised to use, huge pages.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
@@ -118,8 +118,10 @@ impl Block {
         let padding = start.as_ptr().align_offset(HUGE_PAGE_BYTES);
         // SAFETY: the padding is less than a huge page, by which the mapping is longer than the capacity.
         let pointer = unsafe { start.add(padding) };
+        // Whole pages alone: the end of a buffer would take up to one of them more than is booked.
+        let advised = capacity - capacity % HUGE_PAGE_BYTES;
         // SAFETY: the range lies in the mapping. A kernel without huge pages refuses, which costs speed only.
-        let _ = unsafe { mm::madvise(pointer.as_ptr().cast(), bytes - padding, mm::Advice::LinuxHugepage) };
+        let _ = unsafe { mm::madvise(pointer.as_ptr().cast(), advised, mm::Advice::LinuxHugepage) };
         Some(Self { pointer, capacity, source: Source::Mapping { start, bytes } })
     }
 
@@ -235,9 +237,7 @@ impl Arena {
 
     /// How many bytes an allocation of `bytes` is booked as: whole cache lines, at least one.
     pub const fn booked_bytes(bytes: usize) -> usize {
-        let lines = bytes.div_ceil(ALIGNMENT);
-        // More than the address space saturates, and is refused as any impossible allocation.
-        if lines == 0 { ALIGNMENT } else { lines.saturating_mul(ALIGNMENT) }
+        booked_bytes(bytes)
     }
 
     /// Bytes booked now.

@@ -448,7 +448,10 @@ impl Workbench {
 }
 
 /// Runs something on as many ranks as `config` says, which are threads, and returns what came of each.
-fn on_ranks<T: Send>(
+///
+/// # Errors
+/// What keeps any rank from running.
+pub fn on_ranks<T: Send>(
     config: &RunConfig,
     run: impl Fn(&Ranks) -> Result<T, Error> + Sync,
 ) -> Result<Vec<T>, Error> {

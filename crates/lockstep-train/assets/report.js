@@ -182,34 +182,56 @@ function draw_series(svg, one, x, y, bottom, pitch) {
   }
 }
 
+// The categories of a ledger, the greatest first.
+const is_category = ([name, size]) => name !== "peak" && name !== "process_pss" && name !== "total" && size > 0;
+const categories = (memory) => Object.entries(memory).filter(is_category).sort((a, b) => b[1] - a[1]);
+const sum_of = (memory) => categories(memory).reduce((sum, [, size]) => sum + size, 0);
+
+// What was predicted of something, and how far what was booked is from it.
+function beside(predicted, booked) {
+  if (predicted === undefined) return "not predicted";
+  const off = booked - predicted;
+  return off === 0 ? "as predicted" : `${bytes(predicted)} (${off > 0 ? "+" : "\u2212"}${bytes(Math.abs(off))})`;
+}
+
 function memory() {
   if (!data.memory) return;
-  const parts = Object.entries(data.memory).filter(([name, size]) => name !== "peak" && size > 0).sort((a, b) => b[1] - a[1]);
-  const total = parts.reduce((sum, [, size]) => sum + size, 0);
+  const parts = categories(data.memory);
+  const total = sum_of(data.memory);
   const peak = Math.max(total, data.memory.peak ?? 0);
   if (peak === 0) return;
+  const predicted = data.memory_beside?.predicted ?? {};
+  const is_predicted = Object.keys(predicted).length > 0;
   const { body, readout } = card("Memory by category");
-  readout.textContent = `peak ${bytes(peak)}`;
+  readout.textContent = `peak ${bytes(peak)}` + (is_predicted ? `, ${bytes(predicted.total)} predicted` : "");
   body.append(element("div", { class: "stack" }, ...parts.map(([name, size], index) =>
     element("div", { style: `width:${(100 * size) / peak}%;background:${COLORS[index % COLORS.length]}`, title: `${name}: ${bytes(size)}` }))));
+  const header = element("tr", {}, ...["", "booked", "of the peak", ...(is_predicted ? ["predicted"] : [])].map((name) => element("th", {}, name)));
   const rows = parts.map(([name, size], index) => element("tr", {},
     element("td", {}, element("span", { class: "legend", style: "margin:0" }, element("span", {}, element("i", { style: `background:${COLORS[index % COLORS.length]}` }), name))),
-    element("td", {}, bytes(size)), element("td", {}, percent(size / peak))));
-  body.append(element("div", { class: "scroll" }, element("table", {}, ...rows)));
+    element("td", {}, bytes(size)), element("td", {}, percent(size / peak)), ...(is_predicted ? [element("td", {}, beside(predicted[name], size))] : [])));
+  body.append(element("div", { class: "scroll" }, element("table", {}, header, ...rows)));
 }
 
 function memory_by_rank() {
-  const ranks = data.memory_by_rank;
-  if (!ranks?.length) return;
+  const ranks = data.memory_by_rank?.length ? data.memory_by_rank : [data.memory];
+  const { predicted_by_rank: predicted = [], processes = [] } = data.memory_beside ?? {};
+  if (!data.memory || (ranks.length === 1 && processes.length === 0)) return;
+  const of_rank = predicted.length ? predicted : [data.memory_beside?.predicted];
   const most = Math.max(...ranks.map((memory) => memory.peak ?? 0));
-  const names = Object.entries(data.memory).filter(([name, size]) => name !== "peak" && size > 0).sort((a, b) => b[1] - a[1]).map(([name]) => name);
+  const names = categories(data.memory).map(([name]) => name);
+  const sum = (list) => list.reduce((sum, one) => sum + one, 0);
+  const of_processes = processes.length ? `; processes have ${bytes(sum(processes.map(([pss]) => pss)))}, ledgers said ${bytes(sum(processes.map(([, ledger]) => ledger)))} then` : "";
   const { body, readout } = card("Memory by rank", { wide: true });
-  readout.textContent = `${bytes(ranks.reduce((sum, memory) => sum + (memory.peak ?? 0), 0))} in all at their peaks`;
+  readout.textContent = `${bytes(sum(ranks.map((memory) => memory.peak ?? 0)))} in all at their peaks${of_processes}`;
+  const titles = ["", "", "peak", ...(of_rank[0]?.total ? ["booked", "predicted"] : []), ...(processes.length ? ["process (PSS)"] : [])];
   const rows = ranks.map((memory, rank) => element("tr", {}, element("td", {}, `rank ${rank}`),
     element("td", { style: "width:100%" }, element("div", { class: "stack", style: "margin:0;height:14px" }, ...names.map((name, index) =>
-      element("div", { style: `width:${(100 * (memory[name] ?? 0)) / most}%;background:${COLORS[index % COLORS.length]}`, title: `${name}: ${bytes(memory[name])}` })))),
-    element("td", {}, bytes(memory.peak))));
-  body.append(element("div", { class: "scroll" }, element("table", {}, ...rows)));
+      element("div", { style: `width:${(100 * (memory[name] ?? 0)) / most}%;background:${COLORS[index % COLORS.length]}`, title: `${name}: ${bytes(memory[name])}; ${beside(of_rank[rank]?.[name], memory[name])}` })))),
+    element("td", {}, bytes(memory.peak)),
+    ...(of_rank[0]?.total ? [element("td", {}, bytes(sum_of(memory) - (memory.cached ?? 0))), element("td", {}, bytes(of_rank[rank]?.total))] : []),
+    ...(processes.length ? [element("td", {}, bytes(processes[rank]?.[0]))] : [])));
+  body.append(element("div", { class: "scroll" }, element("table", {}, element("tr", {}, ...titles.map((title) => element("th", {}, title))), ...rows)));
   legend(body, names.map((name, index) => [name, COLORS[index % COLORS.length]]));
 }
 

@@ -10,12 +10,13 @@ use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tens
 
 use lockstep_tensor::cpu::measure_peak;
 
-use crate::machine::{peak_own_bytes, peak_resident_bytes};
-use crate::metrics::CommunicationUse;
+use crate::forecast::Training;
+use crate::machine::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
+use crate::metrics::{CommunicationUse, MemoryUse, PredictedMemory};
 use crate::roofline::{Detail, Limits, Roofline};
 use crate::setup::overrides_of;
 use crate::trainer::clip_coefficient;
-use crate::{Error, Ranks, RunConfig};
+use crate::{Error, Forecast, Ranks, RunConfig};
 
 const SEED: u64 = 1337;
 /// Runs of each product, of which the fastest counts.
@@ -36,6 +37,29 @@ pub struct StepBenchmark {
     pub roofline: Option<Detail>,
 }
 
+impl StepBenchmark {
+    /// What an engine is built for that makes these steps with so many replicas.
+    fn options(&self, replicas: usize) -> EngineOptions {
+        EngineOptions {
+            shape: self.shape,
+            recompute: Recompute::None,
+            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
+            seed: SEED,
+            threads: self.threads,
+            micro_batches: self.accumulation.max(1) * replicas,
+        }
+    }
+
+    /// What the ranks will hold that make these steps of `model`, laid out as `config` says.
+    ///
+    /// # Errors
+    /// A configuration that does not fit the model.
+    pub fn forecast(&self, config: &RunConfig, model: &ModelConfig) -> Result<Forecast, Error> {
+        let training = Training::bare(self.options(config.batch_parts()), Storage::default());
+        Forecast::of_training(config, model, &Tuning::default(), &training)
+    }
+}
+
 /// What training steps took.
 #[derive(Debug, Clone)]
 pub struct StepTimes {
@@ -53,6 +77,10 @@ pub struct StepTimes {
     pub losses: Vec<f64>,
     /// The most memory that all ranks together ever had resident, shared pages counted once.
     pub peak_bytes: u64,
+    /// What the ledger of each rank says after the last step, and what its process has.
+    pub memory_by_rank: Vec<MemoryUse>,
+    /// What each was predicted to hold.
+    pub memory_predicted_by_rank: Vec<PredictedMemory>,
     /// What the first rank's sums over the ranks took in the median step.
     pub comm: CommunicationUse,
     /// Where the time of the median step went, if that was asked for.
@@ -78,16 +106,8 @@ pub fn time_steps(
     ranks: &Ranks,
 ) -> Result<StepTimes, Error> {
     let StepBenchmark { shape, accumulation, threads, steps, roofline } = *benchmark;
-    let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
     let micro_batches = accumulation.max(1);
-    let options = EngineOptions {
-        shape,
-        recompute: Recompute::None,
-        optimizer,
-        seed: SEED,
-        threads,
-        micro_batches: micro_batches * ranks.replicas(),
-    };
+    let options = benchmark.options(ranks.replicas());
     let (tuning, arena, groups) = (Tuning::default(), ranks.arena(), ranks.groups().clone());
     let mut engine = Engine::in_groups(config, &tuning, options, Storage::default(), &arena, groups)?;
     engine.initialize(SEED)?;
@@ -119,6 +139,10 @@ pub fn time_steps(
     // Shared pages are shared as long as all are here.
     let own_bytes = if ranks.size() == 1 { peak_resident_bytes() } else { peak_own_bytes() };
     let peak_bytes = ranks.sum_of_all(own_bytes)?;
+    let memory = MemoryUse { process_pss: proportional_bytes() as usize, ..MemoryUse::of(&arena) };
+    let memory_by_rank = ranks.memory(memory)?;
+    let predicted =
+        ranks.memory(MemoryUse { by_category: engine.predicted_memory().by_category(), ..memory })?;
     timed.sort_by_key(|(time, ..)| *time);
     let (time, spans, traffic) = timed.swap_remove(steps / 2);
     let level = engine.queue().level();
@@ -131,6 +155,11 @@ pub fn time_steps(
         flops_per_s: flops_per_step as f64 / time.as_secs_f64(),
         losses,
         peak_bytes,
+        memory_by_rank,
+        memory_predicted_by_rank: predicted
+            .iter()
+            .map(|memory| PredictedMemory(memory.by_category))
+            .collect(),
         comm: traffic.into(),
         roofline: roofline.map(|detail| {
             Roofline::new(&spans, time, engine.model(), detail, Some(Limits::measure(level, threads)))

@@ -5,6 +5,7 @@ use lockstep_engine::Engine;
 use lockstep_plan::{MemoryCategory, ParameterId, TensorPlace};
 
 use crate::config::{ModelSource, RunConfig};
+use crate::forecast::Predicted;
 use crate::progress::Progress;
 use crate::{Corpus, ResolvedModel, human};
 
@@ -14,6 +15,7 @@ pub(crate) fn describe(
     model: &ResolvedModel,
     corpus: &Corpus,
     engine: &Engine,
+    predicted: &Predicted,
     tensor: TensorPlace,
     progress: &mut Progress,
 ) {
@@ -25,9 +27,6 @@ pub(crate) fn describe(
         ModelSource::Path(path) => path.display().to_string(),
         ModelSource::ModelType(model_type) => model_type.to_owned(),
     };
-    let memory = engine.arena().in_use();
-    let bytes = |category| human::bytes(memory[category] as u64);
-    let predicted = engine.predicted_activation_bytes();
     progress.message(&format!(
         "model      {name} ({}): {} parameters, {} layers, vocabulary {}",
         model.config.model_type(),
@@ -101,14 +100,30 @@ pub(crate) fn describe(
             human::count(kept as f64),
         ));
     }
-    progress.message(&format!(
-        "memory     parameters {}, gradients {}, optimizer {}, activations {} (predicted {})",
-        bytes(MemoryCategory::Parameters),
-        bytes(MemoryCategory::Gradients),
-        bytes(MemoryCategory::Optimizer),
-        bytes(MemoryCategory::Activations),
-        human::bytes(predicted as u64),
-    ));
+    progress.message(&memory_line(engine, predicted));
+}
+
+/// What the rank that needs most was predicted to hold, and in what the ledger of this one differs from what was predicted of it.
+fn memory_line(engine: &Engine, predicted: &Predicted) -> String {
+    let (rank, most) = predicted.largest();
+    let shown = |(category, bytes): (MemoryCategory, usize)| {
+        (bytes > 0).then(|| format!("{} {}", category.name(), human::bytes(bytes as u64)))
+    };
+    let parts: Vec<String> = most.entries().filter_map(shown).collect();
+    let mut line =
+        format!("memory     {} predicted: {}", human::bytes(most.total() as u64), parts.join(", "));
+    if predicted.by_rank.len() > 1 {
+        let (ranks, total) = (predicted.by_rank.len(), human::bytes(predicted.total() as u64));
+        line += &format!(" (rank {rank}, which needs most; {total} on all {ranks} ranks)");
+    }
+    // Copies of the state come later.
+    let (booked, of_engine) = (engine.arena().in_use(), engine.predicted_memory().by_category());
+    for (category, bytes) in booked.entries().filter(|(category, _)| *category != MemoryCategory::Cached) {
+        if bytes != of_engine[category] {
+            line += &format!("; {} of {} are booked here", human::bytes(bytes as u64), category.name());
+        }
+    }
+    line
 }
 
 /// How much of the model is trained, where it is not all.

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::config::Problems;
+use crate::fit::Misfit;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -12,6 +13,9 @@ pub enum Error {
     /// The configuration has at least one mistake; all of them are in the list.
     #[error("{0}")]
     Configuration(#[from] Problems),
+    /// The ranks of this machine need more memory than it has.
+    #[error("{0}")]
+    DoesNotFit(Box<Misfit>),
     /// The configuration file cannot be read.
     #[error("cannot read the configuration {}: {source}", path.display())]
     ReadConfiguration {

@@ -10,6 +10,7 @@
 //! - [`progress`]: the line a person watches, or plain lines where nobody does.
 //! - [`launch`]: the ranks of a run on this machine, started and watched.
 //! - [`flight`]: what ranks called last, when a run ended badly.
+//! - [`forecast`]: what every rank will hold in memory, and [`fit`]: whether a machine has that much.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
 //! - [`benchmark`]: how fast the machine at hand makes steps.
 //! - [`rehearsal`]: pipeline schedules measured beside simulated.
@@ -28,7 +29,9 @@ mod corpus;
 mod describe;
 pub mod doctor;
 mod error;
+pub mod fit;
 pub mod flight;
+pub mod forecast;
 mod guard;
 mod holdings;
 pub mod human;
@@ -58,6 +61,7 @@ pub mod verify;
 pub use config::RunConfig;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};
 pub use error::Error;
+pub use forecast::Forecast;
 pub use layout::named_schedule;
 pub use plan_file::PlanFile;
 pub use ranks::Ranks;

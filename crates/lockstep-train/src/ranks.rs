@@ -17,6 +17,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use crate::config::RunConfig;
 use crate::flight::{Dump, Ending};
+use crate::forecast::axes_of_copies;
 use crate::layout::pipeline_plan;
 use crate::metrics::MemoryUse;
 use crate::progress::{Progress, Steps};
@@ -51,6 +52,22 @@ pub(crate) struct Called {
     /// When all ranks had come.
     pub(crate) met: Duration,
     pub(crate) end: Duration,
+}
+
+/// How the ranks of a run work together.
+pub(crate) fn group_options(config: &RunConfig) -> GroupOptions {
+    let parallel = &config.parallel;
+    GroupOptions {
+        splits_tokens: parallel.sequence_parallel,
+        tensor_dimensions: parallel.tensor_layout.into(),
+        tensor_chunks: parallel.tensor_chunks,
+        context_method: parallel.context_parallel_method.into(),
+        zero_stage: config.zero_stage(),
+        live_parameters: config.sharding().live_parameters(),
+        secondary_shard: parallel.secondary_shard,
+        bucket_bytes: parallel.bucket_bytes(),
+        limit: Duration::from_secs_f64(parallel.timeout_s),
+    }
 }
 
 impl Ranks {
@@ -96,17 +113,7 @@ impl Ranks {
             return Err(Error::Configuration(problem.into()));
         }
         let group = group.with_algorithm(config.parallel.all_reduce.into());
-        let options = GroupOptions {
-            splits_tokens: config.parallel.sequence_parallel,
-            tensor_dimensions: config.parallel.tensor_layout.into(),
-            tensor_chunks: config.parallel.tensor_chunks,
-            context_method: config.parallel.context_parallel_method.into(),
-            zero_stage: config.zero_stage(),
-            live_parameters: config.sharding().live_parameters(),
-            secondary_shard: config.parallel.secondary_shard,
-            bucket_bytes: config.parallel.bucket_bytes(),
-            limit: Duration::from_secs_f64(config.parallel.timeout_s),
-        };
+        let options = group_options(config);
         let mesh = Mesh::new(config.degrees())?;
         let pipeline = pipeline_plan(config, model, tuning)?;
         Ok(Self { groups: Groups::new(group, mesh, options, pipeline)?, mesh, limit: options.limit })
@@ -148,13 +155,8 @@ impl Ranks {
         copies != self.size()
     }
 
-    /// The axes whose ranks hold the same of the model. Those from which experts are taken do not, nor those that share out
-    /// its state.
     fn axes_of_copies(&self) -> &'static [Axis] {
-        let view = self.mesh.experts();
-        let experts = view.degree(ExpertAxis::Expert) * view.degree(ExpertAxis::ExpertTensor);
-        let is_shared_out = self.groups.zero_stage() > ZeroStage::Nothing;
-        if experts > 1 || is_shared_out { &[Axis::Replicate] } else { &Axis::TOKENS }
+        axes_of_copies(&self.mesh, self.groups.zero_stage())
     }
 
     /// Whether this rank has the first copy of the model, or a part of it: what others have is the same.
@@ -274,15 +276,21 @@ impl Ranks {
         &self,
         loss: f64,
         tokens: u64,
-        arena: &Arena,
+        memory: MemoryUse,
     ) -> Result<(f64, u64, Vec<MemoryUse>), CommError> {
         let Some(group) = self.group() else { return Ok((loss, tokens, Vec::new())) };
         let mut own = [0; 2 + MemoryUse::WORDS];
         own[..2].copy_from_slice(&[loss.to_bits(), tokens]);
-        own[2..].copy_from_slice(&MemoryUse::of(arena).to_words());
+        own[2..].copy_from_slice(&memory.to_words());
         let shares = self.exchange(group, own)?;
         let (loss, tokens) = self.sum_of(&shares);
         Ok((loss, tokens, shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect()))
+    }
+
+    /// What each rank says of its memory, in their order.
+    pub(crate) fn memory(&self, own: MemoryUse) -> Result<Vec<MemoryUse>, CommError> {
+        let Some(group) = self.group() else { return Ok(vec![own]) };
+        Ok(self.exchange(group, own.to_words())?.iter().map(|words| MemoryUse::from_words(words)).collect())
     }
 
     /// The number of every rank, in the order of the ranks.

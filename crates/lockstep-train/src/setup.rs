@@ -9,6 +9,7 @@ use lockstep_engine::{
 };
 use lockstep_graph::BlockShape;
 use lockstep_model::{Adapter, ModelConfig, Tuning};
+use lockstep_plan::residence::TooFewLive;
 use lockstep_plan::{DType, ParameterId};
 use lockstep_tensor::Arena;
 use serde_json::{Map, Value};
@@ -136,8 +137,15 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
     }
 }
 
+/// What is wrong with a limit below what a unit reads.
+pub(crate) fn too_few_live(config: &RunConfig, few: TooFewLive) -> Error {
+    let allowed = format!("{} or more, padding included", few.needed);
+    let problem = config.problem("parallel.max_live_parameters", few.to_string(), allowed);
+    Error::Configuration(problem.into())
+}
+
 /// How the engine keeps weights and optimizer state.
-fn storage(config: &RunConfig) -> Storage {
+pub(crate) fn storage(config: &RunConfig) -> Storage {
     Storage {
         weights: if config.train.master_weights { WeightStorage::Master } else { WeightStorage::Kernels },
         state: match config.optimizer.state_precision {
@@ -166,11 +174,7 @@ pub(crate) fn build_engine(
     let engine = Engine::in_groups(&model.config, &model.tuning, options, storage, arena, groups);
     let mut engine = engine.map_err(|error| match error {
         // How much a unit reads is known when the model is recorded.
-        EngineError::TooFewLive(few) => {
-            let allowed = format!("{} or more, padding included", few.needed);
-            let problem = config.problem("parallel.max_live_parameters", few.to_string(), allowed);
-            Error::Configuration(problem.into())
-        }
+        EngineError::TooFewLive(few) => too_few_live(config, few),
         error => error.into(),
     })?;
     engine.set_f32_products(match config.train.f32_products {

@@ -17,9 +17,11 @@ use serde_json::Value;
 
 use crate::config::RunConfig;
 use crate::describe::describe;
+use crate::forecast::Predicted;
 use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
+use crate::machine::proportional_bytes;
 use crate::metrics::{EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
 use crate::progress::{Progress, Steps};
 use crate::ranks::Ranks;
@@ -173,7 +175,8 @@ pub(crate) fn run(
     };
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress = ranks.progress(steps, show);
-    describe(config, &model, &corpus, &engine, ranks.groups().tensor_place(), &mut progress);
+    let predicted = Predicted::of(config, &engine, ranks)?;
+    describe(config, &model, &corpus, &engine, &predicted, ranks.groups().tensor_place(), &mut progress);
     for reason in passed_over {
         progress.message(&format!("passed over a damaged checkpoint: {reason}"));
     }
@@ -236,6 +239,7 @@ pub(crate) fn run(
         ranks,
         corpus: &corpus,
         engine,
+        predicted,
         prefetcher,
         progress,
         records,
@@ -256,6 +260,7 @@ struct Run<'a> {
     ranks: &'a Ranks,
     corpus: &'a Corpus,
     engine: Engine,
+    predicted: Predicted,
     prefetcher: Prefetcher,
     progress: Progress,
     records: Records,
@@ -396,8 +401,12 @@ impl Run<'_> {
         let tokens = self.micro_batches.iter().map(|batch| batch.ids.len() as u64).sum();
         self.micro_batches.drain(..).for_each(|batch| self.prefetcher.recycle(batch));
         self.observer.gradients_ready(step, &mut self.engine)?;
+        let mut own_memory = MemoryUse::of(self.engine.arena());
+        if looks_at_process(step, self.config.train.steps) {
+            own_memory.process_pss = proportional_bytes() as usize;
+        }
         let (loss_sum, tokens, mut memory_by_rank) =
-            self.ranks.sum_and_memory(loss_sum, tokens, self.engine.arena())?;
+            self.ranks.sum_and_memory(loss_sum, tokens, own_memory)?;
         let loss = loss_sum / valid_tokens as f64;
         let grad_norm = self.engine.finish_gradients()? / loss_scale;
         let learning_rate = self.learning_rate.at(self.counters.step);
@@ -426,7 +435,7 @@ impl Run<'_> {
         let tell = |text: &str| self.progress.message(text);
         self.records.end_step(step, begin, saving_since, &self.engine, self.ranks, tell)?;
         // The update may have taken more here; it did so on the others in the step before.
-        let own_memory = MemoryUse::of(self.engine.arena());
+        own_memory = MemoryUse { process_pss: own_memory.process_pss, ..MemoryUse::of(self.engine.arena()) };
         if let Some(own) = memory_by_rank.get_mut(self.ranks.rank()) {
             *own = own_memory;
         }
@@ -461,6 +470,8 @@ impl Run<'_> {
             expert_load,
             memory: memory_by_rank.iter().fold(own_memory, MemoryUse::maximum),
             memory_by_rank,
+            memory_predicted: self.predicted.greatest,
+            memory_predicted_by_rank: self.predicted.by_rank.clone(),
             comm: self.engine.take_traffic().into(),
             data_wait_ms: self.prefetcher.take_wait().as_secs_f64() * 1e3,
             checkpoint_stall_ms: self.saver.as_mut().map_or(0.0, Saver::take_stall_ms),
@@ -543,6 +554,12 @@ impl Run<'_> {
         self.records.append(&row, |text| self.progress.message(text));
         Ok(Some(row.eval_loss))
     }
+}
+
+/// Whether a step looks at what its process has of the machine's memory, once everything was used: often at the beginning,
+/// rarely later, and at the end.
+fn looks_at_process(step: u64, steps: u64) -> bool {
+    step > 1 && step.is_power_of_two() || step == steps
 }
 
 /// `min(1, max_norm / (norm + 1e-6))`, or 1 where clipping is off.

@@ -110,6 +110,15 @@ pub fn first_numbers(
     Ok(ranks.is_first().then_some(watch.numbers))
 }
 
+/// Runs as `config` says, seen by `observer`, and leaves nothing behind.
+///
+/// # Errors
+/// As [`train`](crate::train).
+pub fn watch(config: &RunConfig, ranks: &Ranks, observer: &mut dyn StepObserver) -> Result<(), Error> {
+    let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
+    run(config, &Resume::Never, ranks, &Interrupt::default(), show, (observer, Leaves::Nothing)).map(drop)
+}
+
 /// The same run on one rank.
 pub fn alone(config: &RunConfig) -> RunConfig {
     let mut config = config.clone();

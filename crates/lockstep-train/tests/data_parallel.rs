@@ -301,5 +301,13 @@ fn metrics_tell_what_the_sums_cost() {
             let most = by_rank.iter().map(bytes).max();
             assert!(most > Some(0) && most == Some(bytes(&row["memory"])), "{category}: {row}");
         }
+        let predicted = row["memory_predicted_by_rank"].as_array().unwrap();
+        for category in ["parameters", "gradients", "optimizer", "activations", "communication", "workspace"]
+        {
+            for (predicted, booked) in predicted.iter().zip(by_rank) {
+                assert_eq!(predicted[category], booked[category], "{category}: {row}");
+            }
+            assert_eq!(row["memory_predicted"][category], row["memory"][category], "{category}: {row}");
+        }
     }
 }

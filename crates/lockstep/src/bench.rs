@@ -3,13 +3,14 @@
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
-use lockstep_comm::{JoinOptions, Way};
+use lockstep_comm::{JoinOptions, Way, is_launched};
 use lockstep_graph::BlockShape;
 use lockstep_model::Tuning;
 use lockstep_plan::DType;
 use lockstep_train::benchmark::{
     GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
 };
+use lockstep_train::fit::require_room;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::metrics::CommunicationUse;
@@ -172,6 +173,16 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
         }
     }
     let config = layout(arguments, &said, seq_len)?;
+    let benchmark = StepBenchmark {
+        shape: BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() },
+        accumulation: arguments.accumulation,
+        threads: threads(arguments.threads)?,
+        steps: arguments.steps,
+        roofline: arguments.roofline.map(Detail::from),
+    };
+    if !is_launched() {
+        require_room(&benchmark.forecast(&config, &model)?)?;
+    }
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => Ranks::of_model(group, &config, &model, &Tuning::default())?,
         None if config.ranks() > 1 => {
@@ -179,13 +190,6 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
             return ranks::run(start, &Interrupt::default());
         }
         None => Ranks::alone(),
-    };
-    let benchmark = StepBenchmark {
-        shape: BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() },
-        accumulation: arguments.accumulation,
-        threads: threads(arguments.threads)?,
-        steps: arguments.steps,
-        roofline: arguments.roofline.map(Detail::from),
     };
     let times =
         time_steps(&model, &benchmark, &ranks).map_err(|error| ranks::told_by(error, ranks.rank()))?;
@@ -198,10 +202,12 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
 fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, times: &StepTimes) {
     let StepTimes { level, step_ms, tokens_per_s, flops_per_s, losses, peak_bytes, comm, roofline, .. } =
         times;
+    let StepTimes { memory_by_rank, memory_predicted_by_rank, .. } = times;
     if arguments.json {
         let mut document = json!({
             "tokens_per_s": tokens_per_s, "step_ms": step_ms, "peak_rss_bytes": peak_bytes, "loss": losses,
             "flops_per_s": flops_per_s, "level": level.to_string(), "ranks": ranks.size(), "comm": comm,
+            "memory_by_rank": memory_by_rank, "memory_predicted_by_rank": memory_predicted_by_rank,
         });
         if let Some(roofline) = roofline {
             document["roofline"] = json!(roofline);
@@ -229,6 +235,13 @@ fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, tim
             human::bytes(bytes)
         );
     }
+    let sum = |bytes: &mut dyn Iterator<Item = usize>| human::bytes(bytes.sum::<usize>() as u64);
+    say!(
+        "memory: {} predicted, {} booked, {} of processes (PSS)",
+        sum(&mut memory_predicted_by_rank.iter().map(|memory| memory.0.total())),
+        sum(&mut memory_by_rank.iter().map(|memory| memory.by_category.total())),
+        sum(&mut memory_by_rank.iter().map(|memory| memory.process_pss)),
+    );
     if let Some(roofline) = roofline {
         say!("{roofline}");
     }

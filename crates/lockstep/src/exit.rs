@@ -127,6 +127,7 @@ impl From<lockstep_train::Error> for Failure {
             Error::Model(error) => error.into(),
             Error::Checkpoint(error) => error.into(),
             error @ (Error::Configuration(_)
+            | Error::DoesNotFit(_)
             | Error::ReadConfiguration { .. }
             | Error::Plan { .. }
             | Error::OtherRun { .. }

@@ -16,6 +16,7 @@ mod manifests;
 mod nodes;
 mod output;
 mod pipelines;
+mod plan;
 mod ranks;
 mod report;
 mod train;
@@ -39,6 +40,8 @@ struct Cli {
 enum Command {
     /// Train a model; without a file, the built-in demonstration
     Train(train::Arguments),
+    /// Predict what a plan needs: the memory of every rank, and whether it fits
+    Plan(plan::Arguments),
     /// Hold a plan's numbers against those of one rank
     Verify(verify::Arguments),
     /// Loss and perplexity of a model on text
@@ -68,6 +71,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let result = match Cli::parse().command {
         Command::Train(arguments) => train::run(&arguments),
+        Command::Plan(arguments) => plan::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Eval(arguments) => infer::eval(&arguments),
         Command::Generate(arguments) => infer::generate(&arguments),

@@ -1,6 +1,7 @@
 //! Ranks as processes of the command at hand: who of them, or of their launcher, tells what went wrong, and with which code.
 
 use std::ffi::OsString;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -43,6 +44,12 @@ impl Start {
         let (environment, pinning, output) = (Vec::new(), Pinning::Share, Output::Labelled);
         Ok(Self { ranks, placement, environment, pinning, output, records: None })
     }
+}
+
+/// The ranks whose memory this process answers for: all, which it starts, or where somebody else has started them, who knows who
+/// is where, itself.
+pub(crate) fn seen_to(all: usize) -> Result<Range<usize>, Failure> {
+    Ok(lockstep_comm::place()?.map_or(0..all, |place| place.rank..place.rank + 1))
 }
 
 /// Starts this command once for each rank of this machine, and watches them.

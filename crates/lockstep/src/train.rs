@@ -7,6 +7,7 @@ use clap::{Args, ValueHint};
 use lockstep_comm::{JoinOptions, Output, Way, is_launched};
 use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_train::config::{Origin, Transport};
+use lockstep_train::fit::require;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
@@ -96,20 +97,31 @@ fn launch(
 ) -> Result<Option<ExitCode>, Failure> {
     let all = config.ranks();
     // One message before anything is started, and not one of each rank.
-    match plan {
-        Some(plan) => plan.check(config)?,
-        None if all > 1 => drop(check(config)?),
-        None => {}
+    if let Some(plan) = plan {
+        plan.check(config)?;
     }
+    let (_, model) = check(config)?;
     // mpirun has started them, or there is one.
     if config.parallel.transport == Transport::Mpi {
         return Ok(None);
     }
     let here = arguments.nproc_per_node.unwrap_or(if arguments.nodes.are_several() { 1 } else { all });
     let start = match arguments.nodes.meet(here)? {
-        Some(placement) => ranks::Start { placement, ..ranks::Start::here(here, Way::Auto)? },
-        None if is_started || (all == 1 && arguments.log_dir.is_none()) => return Ok(None),
-        None => ranks::Start::here(all, config.parallel.transport.into())?,
+        Some(placement) => {
+            require(config, &model, placement.first_rank..placement.first_rank + here)?;
+            ranks::Start { placement, ..ranks::Start::here(here, Way::Auto)? }
+        }
+        None if is_started => {
+            require(config, &model, ranks::seen_to(all)?)?;
+            return Ok(None);
+        }
+        None => {
+            require(config, &model, 0..all)?;
+            if all == 1 && arguments.log_dir.is_none() {
+                return Ok(None);
+            }
+            ranks::Start::here(all, config.parallel.transport.into())?
+        }
     };
     let start = ranks::Start {
         environment: arguments.nodes.environment(),

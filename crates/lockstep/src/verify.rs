@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::{Args, ValueHint};
 use lockstep_comm::{JoinOptions, is_launched};
 use lockstep_train::config::{DataSource, Origin, Precision, TensorLayout, Transport};
+use lockstep_train::fit::require;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
@@ -13,7 +14,7 @@ use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
     TINY_LLAMA, Tolerance, alone, exact, first_numbers, sample_text,
 };
-use lockstep_train::{PlanFile, Ranks, RunConfig, human};
+use lockstep_train::{PlanFile, Ranks, RunConfig, human, resolve_model};
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure, INTERRUPTED};
@@ -47,6 +48,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let mut config = configuration(arguments)?;
     let interrupt = Interrupt::on_signals()?;
     let is_of_mpi = config.parallel.transport == Transport::Mpi;
+    if !is_launched() {
+        require(&config, &resolve_model(&config)?, ranks::seen_to(config.ranks())?)?;
+    }
     if !is_launched() && lockstep_comm::place()?.is_none() && config.ranks() > 1 && !is_of_mpi {
         let start = ranks::Start::here(config.ranks(), config.parallel.transport.into())?;
         return ranks::run(start, &interrupt);
@@ -134,7 +138,7 @@ fn sample(config: &mut RunConfig) -> Result<Option<tempfile::TempDir>, Failure> 
 }
 
 /// The plan in a few words: `2 replicas of 2 tensor-parallel ranks with sequence parallelism`.
-fn plan_in_words(config: &RunConfig) -> String {
+pub(crate) fn plan_in_words(config: &RunConfig) -> String {
     let parallel = &config.parallel;
     let mut words = Vec::new();
     if parallel.data_parallel_replicate > 1 {

@@ -14,15 +14,19 @@
 //! bundle 3           ----============
 //! ```
 
+mod gathers;
 mod packing;
 #[cfg(test)]
 mod tests;
+mod uses;
 
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
+pub use gathers::{Bundled, Gathering, Gathers, Kept};
 pub use packing::{Lifetime, pack};
+pub use uses::{RankPasses, Sequence};
 
 /// A gather is begun at most so many uses ahead: the operations of a group are carried out in their order, and one that is begun too
 /// early only stands before the sums of gradients that are waited for.

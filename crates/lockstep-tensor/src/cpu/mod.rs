@@ -89,6 +89,11 @@ impl Workers {
 }
 
 impl CpuQueue {
+    /// Bytes that a queue with `threads` compute threads books for as long as it lives.
+    pub const fn booked_bytes(threads: usize) -> usize {
+        gemm::Scratch::booked_bytes(threads)
+    }
+
     /// A queue with `threads` compute threads, the calling thread among them, at the best level of this CPU.
     /// Scratch memory of kernels (packed operands) is booked in `arena` as workspace.
     ///

@@ -62,6 +62,11 @@ pub struct StepMetrics {
     /// The memory of each, where there are several.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub memory_by_rank: Vec<MemoryUse>,
+    /// The same as it was predicted before anything was allocated.
+    pub memory_predicted: PredictedMemory,
+    /// That of each, where there are several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub memory_predicted_by_rank: Vec<PredictedMemory>,
     /// What the collectives did; zero on one rank.
     pub comm: CommunicationUse,
     /// Milliseconds spent waiting for data.
@@ -83,15 +88,34 @@ pub struct MemoryUse {
     pub by_category: MemoryBytes,
     /// The most bytes that all categories together have taken.
     pub peak: usize,
+    /// Bytes of the rank's process that are resident, its part of what it shares with others (PSS); in steps that look, else 0.
+    pub process_pss: usize,
+}
+
+/// Bytes by category that a rank was predicted to hold. What kernels give back for their next call (`cached`) is not
+/// predicted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PredictedMemory(pub MemoryBytes);
+
+impl Serialize for PredictedMemory {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for (category, bytes) in self.0.entries().filter(|(category, _)| *category != MemoryCategory::Cached)
+        {
+            map.serialize_entry(category.name(), &bytes)?;
+        }
+        map.serialize_entry("total", &self.0.total())?;
+        map.end()
+    }
 }
 
 impl MemoryUse {
     /// How many words it is to other ranks.
-    pub(crate) const WORDS: usize = MemoryCategory::ALL.len() + 1;
+    pub(crate) const WORDS: usize = MemoryCategory::ALL.len() + 2;
 
     /// What is in use of an arena.
     pub fn of(arena: &Arena) -> Self {
-        Self { by_category: arena.in_use(), peak: arena.peak_total_bytes() }
+        Self { by_category: arena.in_use(), peak: arena.peak_total_bytes(), process_pss: 0 }
     }
 
     /// The greater of both in each category.
@@ -103,7 +127,8 @@ impl MemoryUse {
     pub(crate) fn to_words(self) -> [u64; Self::WORDS] {
         std::array::from_fn(|i| match MemoryCategory::ALL.get(i) {
             Some(category) => self.by_category[*category] as u64,
-            None => self.peak as u64,
+            None if i == MemoryCategory::ALL.len() => self.peak as u64,
+            None => self.process_pss as u64,
         })
     }
 
@@ -112,17 +137,22 @@ impl MemoryUse {
         for (category, word) in MemoryCategory::ALL.into_iter().zip(words) {
             memory.by_category[category] = *word as usize;
         }
-        Self { peak: words.last().map_or(0, |peak| *peak as usize), ..memory }
+        let word = |index: usize| words.get(index).map_or(0, |word| *word as usize);
+        let peak = MemoryCategory::ALL.len();
+        Self { peak: word(peak), process_pss: word(peak + 1), ..memory }
     }
 }
 
 impl Serialize for MemoryUse {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(MemoryCategory::ALL.len() + 1))?;
+        let mut map = serializer.serialize_map(None)?;
         for category in MemoryCategory::ALL {
             map.serialize_entry(category.name(), &self.by_category[category])?;
         }
         map.serialize_entry("peak", &self.peak)?;
+        if self.process_pss > 0 {
+            map.serialize_entry("process_pss", &self.process_pss)?;
+        }
         map.end()
     }
 }
@@ -201,8 +231,10 @@ pub(crate) mod tests {
             loss_scale: None,
             expert_imbalance: None,
             expert_load: Vec::new(),
-            memory: MemoryUse { by_category, peak: 500_000_000 },
+            memory: MemoryUse { by_category, peak: 500_000_000, process_pss: 0 },
             memory_by_rank: Vec::new(),
+            memory_predicted: PredictedMemory(by_category),
+            memory_predicted_by_rank: Vec::new(),
             comm: CommunicationUse::default(),
             data_wait_ms: 0.1,
             checkpoint_stall_ms: 0.0,
@@ -219,6 +251,8 @@ pub(crate) mod tests {
                 r#""step_ms":412.7,"tokens_per_s":39702.0,"flops_per_s":120000000000.0,"mfu":null,"skipped":false,"#,
                 r#""skipped_steps":0,"rollbacks":0,"memory":{"parameters":400000000,"gradients":0,"optimizer":0,"activations":0,"communication":0,"#,
                 r#""workspace":0,"snapshot":0,"cached":32013312,"peak":500000000},"#,
+                r#""memory_predicted":{"parameters":400000000,"gradients":0,"optimizer":0,"activations":0,"communication":0,"#,
+                r#""workspace":0,"snapshot":0,"total":432013312},"#,
                 r#""comm":{"bytes":0,"busy_ms":0.0,"exposed_ms":0.0},"data_wait_ms":0.1,"checkpoint_stall_ms":0.0}"#,
             )
         );
@@ -257,6 +291,7 @@ pub(crate) mod tests {
         let (mut one, other) = (example(1).memory, example(1).memory);
         one.by_category[MemoryCategory::Gradients] = 7;
         one.by_category[MemoryCategory::Parameters] = 1;
+        one.process_pss = 600_000_000;
         assert_eq!(MemoryUse::from_words(&one.to_words()), one);
         let most = one.maximum(&other);
         assert_eq!(most.by_category[MemoryCategory::Gradients], 7);
@@ -264,6 +299,8 @@ pub(crate) mod tests {
         let row = StepMetrics { memory: most, memory_by_rank: vec![one, other], ..example(1) };
         let row = serde_json::to_value(row).unwrap();
         assert_eq!(row["memory_by_rank"][0]["gradients"], 7, "{row}");
+        assert_eq!(row["memory_by_rank"][0]["process_pss"], 600_000_000, "{row}");
+        assert!(row["memory_by_rank"][1]["process_pss"].is_null(), "{row}");
     }
 
     #[test]

@@ -30,6 +30,8 @@ struct Row {
     rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
     memory_by_rank: Vec<BTreeMap<String, f64>>,
+    memory_predicted: BTreeMap<String, f64>,
+    memory_predicted_by_rank: Vec<BTreeMap<String, f64>>,
     comm: Communication,
     data_wait_ms: Option<f64>,
     checkpoint_stall_ms: Option<f64>,
@@ -61,6 +63,10 @@ pub(super) struct History {
     rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
     memory_by_rank: Vec<BTreeMap<String, f64>>,
+    memory_predicted: BTreeMap<String, f64>,
+    memory_predicted_by_rank: Vec<BTreeMap<String, f64>>,
+    /// Of the last step that looked, by rank: what its process had, and what its ledger said then.
+    processes: Vec<[f64; 2]>,
     expert_imbalance: Vec<Point>,
     expert_load: Vec<Vec<f64>>,
     comm_bytes: Option<f64>,
@@ -103,8 +109,17 @@ impl History {
             self.skipped.push(step);
         }
         if !row.memory.is_empty() {
+            let of_each = if row.memory_by_rank.is_empty() {
+                std::slice::from_ref(&row.memory)
+            } else {
+                &row.memory_by_rank
+            };
+            let processes: Option<Vec<_>> = of_each.iter().map(process_and_ledger).collect();
+            self.processes = processes.unwrap_or(std::mem::take(&mut self.processes));
             self.memory = row.memory;
             self.memory_by_rank = row.memory_by_rank;
+            self.memory_predicted = row.memory_predicted;
+            self.memory_predicted_by_rank = row.memory_predicted_by_rank;
         }
         if row.expert_imbalance.is_some() {
             self.expert_imbalance.push((step, row.expert_imbalance));
@@ -144,6 +159,15 @@ impl History {
     /// As [`History::memory`], of each rank; empty if there is one only.
     pub(super) fn memory_by_rank(&self) -> &[BTreeMap<String, f64>] {
         &self.memory_by_rank
+    }
+
+    /// Bytes by category as they were predicted, of all ranks and of each, and what processes have beside their ledgers.
+    pub(super) fn memory_beside(&self) -> Value {
+        json!({
+            "predicted": self.memory_predicted,
+            "predicted_by_rank": self.memory_predicted_by_rank,
+            "processes": self.processes,
+        })
     }
 
     /// How often each expert was chosen, by layer, in the last step that says so.
@@ -192,6 +216,13 @@ impl History {
             "rollbacks": self.rollbacks,
         })
     }
+}
+
+/// What a rank's process had of the machine's memory, and what its ledger said at the time; none in steps that did not look.
+fn process_and_ledger(memory: &BTreeMap<String, f64>) -> Option<[f64; 2]> {
+    let process = *memory.get("process_pss")?;
+    let is_category = |name: &str| name != "peak" && name != "process_pss";
+    Some([process, memory.iter().filter(|(name, _)| is_category(name)).map(|(_, bytes)| bytes).sum()])
 }
 
 fn median(mut values: Vec<f64>) -> Option<f64> {

@@ -142,6 +142,7 @@ fn page(history: &History, parts: Parts) -> String {
         "skipped": history.first_skipped(),
         "memory": history.memory(),
         "memory_by_rank": history.memory_by_rank(),
+        "memory_beside": history.memory_beside(),
         "expert_load": history.expert_load(),
         "run": run,
         "profile": profile,
@@ -246,8 +247,35 @@ mod tests {
         assert_eq!(totals["comm_share"], json!(0.15), "{totals}");
         assert_eq!(data["series"]["comm_exposed"], json!({ "x": [1, 2], "y": [1.0, 2.0] }));
         assert_eq!(data["memory_by_rank"][1]["peak"], json!(40.0));
+        assert_eq!(data["memory_beside"]["processes"], json!([]));
         let alone = page_of(&b"{\"step\":1,\"comm\":{\"bytes\":0}}\n"[..], Parts::default());
         assert_eq!(self::data(&alone.unwrap().unwrap())["totals"]["comm_bytes"], Value::Null);
+    }
+
+    #[test]
+    fn predicted_memory_and_that_of_processes_stand_beside_what_was_booked() {
+        let row = |step: u64, process: Option<u64>| {
+            let memory = |bytes: u64| {
+                let mut memory = json!({ "gradients": bytes, "cached": 1, "peak": 90 });
+                if let Some(process) = process {
+                    memory["process_pss"] = json!(process + bytes);
+                }
+                memory
+            };
+            json!({
+                "step": step, "loss": 1.0, "memory": memory(50), "memory_by_rank": [memory(50), memory(40)],
+                "memory_predicted": { "gradients": 50, "total": 50 },
+                "memory_predicted_by_rank": [{ "gradients": 50, "total": 50 }, { "gradients": 40, "total": 40 }],
+            })
+            .to_string()
+        };
+        let rows = format!("{}\n{}\n{}\n", row(1, None), row(2, Some(7)), row(3, None));
+        let data = data(&page_of(rows.as_bytes(), Parts::default()).unwrap().unwrap());
+        let beside = &data["memory_beside"];
+        // The last step that looked, beside what its ledger said.
+        assert_eq!(beside["processes"], json!([[57.0, 51.0], [47.0, 41.0]]));
+        assert_eq!(beside["predicted"]["total"], json!(50.0));
+        assert_eq!(beside["predicted_by_rank"][1]["gradients"], json!(40.0));
     }
 
     #[test]

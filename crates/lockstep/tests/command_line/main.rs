@@ -8,6 +8,7 @@ mod bad_models;
 mod bad_runs;
 mod data;
 mod nodes;
+mod plan;
 mod ranks;
 mod records;
 mod verify;

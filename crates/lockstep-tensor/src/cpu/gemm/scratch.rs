@@ -28,6 +28,13 @@ pub(in crate::cpu) struct Scratch {
 }
 
 impl Scratch {
+    /// Bytes that are booked for it.
+    pub(in crate::cpu) const fn booked_bytes(threads: usize) -> usize {
+        let all = Arena::booked_bytes(4 * (COLUMNS_UNITS + MARKS_UNITS));
+        let partial = Arena::booked_bytes(4 * PARTIAL_ROWS * PARTIAL_COLUMNS);
+        all + partial + threads * Arena::booked_bytes(4 * (ROWS_UNITS + MARKS_UNITS))
+    }
+
     /// Scratch for products on `threads` threads.
     pub(in crate::cpu) fn new(threads: usize, arena: &Arena) -> Result<Self, TensorError> {
         let buffer = |units| arena.allocate(4 * units, MemoryCategory::Workspace).map(Mutex::new);

@@ -1,0 +1,44 @@
+//! What the memory of an engine will be, from what it is built for.
+
+use lockstep_graph::Mode;
+use lockstep_model::{HeadOutput, RecordedModel, RecordingOptions};
+use lockstep_plan::{ContextPlace, DType, StatePlan, ZeroStage};
+use lockstep_tensor::CpuQueue;
+
+use crate::optimizer::Role;
+use crate::{EngineOptions, GroupOptions, Places, StateKind, Storage, WeightStorage};
+
+impl EngineOptions {
+    /// What a model is recorded for, on a rank with these places.
+    pub fn recording(&self, Places { tensor, context, experts }: Places) -> RecordingOptions {
+        let (mode, head_output) = (Mode::Training, HeadOutput::Losses);
+        let Self { shape, recompute, .. } = *self;
+        RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts }
+    }
+
+    /// How the state of `model` is kept on a rank: as `storage` says, shared out as `groups` says, without copies.
+    pub fn state_plan(
+        &self,
+        model: &RecordedModel,
+        storage: Storage,
+        groups: Option<&GroupOptions>,
+        context: ContextPlace,
+    ) -> StatePlan {
+        let kinds = StateKind::OF_OPTIMIZERS.into_iter().map(|kind| {
+            let is_kept =
+                |record| self.optimizer.state_kinds(Role::of(record, model.units())).contains(&kind);
+            (kind.name(), model.records().iter().map(is_kept).collect())
+        });
+        StatePlan {
+            zero_stage: groups.map_or(ZeroStage::Nothing, |options| options.zero_stage),
+            gathering: groups.map(GroupOptions::gathering).unwrap_or_default(),
+            has_master: self.shape.dtype != DType::F32 && storage.weights == WeightStorage::Master,
+            optimizer_dtype: storage.state,
+            optimizer_keeps: kinds.collect(),
+            micro_batches: self.micro_batches * context.ranks,
+            packed_bytes: CpuQueue::booked_bytes(self.threads),
+            kept_copies: 0,
+            saved_copies: 0,
+        }
+    }
+}

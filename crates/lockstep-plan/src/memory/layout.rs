@@ -1,0 +1,171 @@
+//! Where parameters stand in a flat store: one number for each of their elements, in one buffer for each unit.
+//!
+//! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
+//! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are complete at the same time and
+//! summed over the same ranks stand together, in a *stretch*: of it each of the ranks that share out the model's state owns one
+//! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them.
+//!
+//! ```text
+//! unit     [ stretch                           | stretch               ]
+//!          [ parameter   | parameter      | pad | table             |pad]     parameters start at multiples of 1,024
+//! owned by [ rank 0      | rank 1        | ...  | rank 0 | rank 1 | ... ]     ranges end at multiples of 1,024
+//! ```
+
+use std::ops::Range;
+
+use crate::{DType, ParameterRecord, ShardPlace, Summing, booked_bytes};
+
+/// Parameters start at multiples of this many elements.
+const ALIGNMENT_ELEMENTS: usize = 1024;
+
+/// How much a store has of its stretches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// All of them.
+    Whole,
+    /// What the rank owns.
+    Own,
+}
+
+/// Parameters of a unit that stand together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stretch {
+    /// The unit in whose buffer it lies.
+    pub unit: usize,
+    /// The unit whose backward is the last to contribute to its gradients, but for rows of a table that another one looks up.
+    pub completed_by: usize,
+    /// Over whom its gradients are summed.
+    pub summing: Summing,
+    /// The first element that the store has of it, in the unit's buffer.
+    pub start: usize,
+    /// How many elements there are, whatever the store has of them.
+    pub elements: usize,
+    /// Those of them that the rank owns.
+    pub own: Range<usize>,
+}
+
+/// Where everything stands in a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoreLayout {
+    /// What stands together, unit by unit.
+    pub stretches: Vec<Stretch>,
+    /// The stretch of each parameter and its first element there, by [`ParameterId`]; none for what is left out.
+    pub places: Vec<Option<(usize, usize)>>,
+    /// Elements of each unit's buffer; empty for a store that keeps nothing.
+    pub unit_elements: Vec<usize>,
+}
+
+/// Gradients on their way to their owners: those of a unit are in one of two buffers while the next unit's backward
+/// fills the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Passage {
+    /// Where each stretch begins in its buffer, in elements.
+    pub offsets: Vec<usize>,
+    /// Elements of both buffers.
+    pub elements: [usize; 2],
+}
+
+/// Which of two buffers is a unit's: neighbours have different ones.
+pub(crate) const fn buffer_of(unit: usize) -> usize {
+    unit % 2
+}
+
+impl StoreLayout {
+    /// The layout of a store that has, of those of `records` that `keeps` says by number, as much as `extent`; `place` is the
+    /// rank's among those that share out what is summed so.
+    pub fn new(
+        records: &[ParameterRecord],
+        extent: Extent,
+        place: impl Fn(Summing) -> ShardPlace,
+        keeps: impl Fn(usize) -> bool,
+    ) -> Self {
+        // The unit that another use of each table is in, if it is kept here; it is further back in the model. A table that is
+        // tied stands alone: it is cut alike wherever it is held, together with whatever.
+        let mut tied_in: Vec<Option<usize>> = vec![None; records.len()];
+        let mut is_tied = vec![false; records.len()];
+        for (index, record) in records.iter().enumerate() {
+            let Some(table) = record.tie else { continue };
+            is_tied[table.0] = true;
+            if keeps(index) {
+                tied_in[table.0] = tied_in[table.0].max(Some(record.unit));
+            }
+        }
+        let key = |&index: &usize| {
+            let record = &records[index];
+            let completed_by = tied_in[index].unwrap_or(record.unit);
+            (record.unit, completed_by, is_tied[index], Summing::of(&record.share))
+        };
+        let mut kept: Vec<usize> =
+            (0..records.len()).filter(|&index| records[index].tie.is_none() && keeps(index)).collect();
+        kept.sort_by_key(key);
+        let mut stretches: Vec<Stretch> = Vec::new();
+        let mut places: Vec<Option<(usize, usize)>> = vec![None; records.len()];
+        let units = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
+        let mut unit_elements = vec![0; if kept.is_empty() { 0 } else { units }];
+        for stretch in kept.chunk_by(|a, b| key(a) == key(b)) {
+            let mut elements = 0;
+            for &index in stretch {
+                places[index] = Some((stretches.len(), elements));
+                elements += records[index].local_elements().next_multiple_of(ALIGNMENT_ELEMENTS);
+            }
+            let (unit, completed_by, _, summing) = key(&stretch[0]);
+            let ShardPlace { ranks, rank } = place(summing);
+            let elements = elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks);
+            let len = elements / ranks;
+            let start = unit_elements[unit];
+            unit_elements[unit] += if extent == Extent::Own { len } else { elements };
+            let own = rank * len..(rank + 1) * len;
+            stretches.push(Stretch { unit, completed_by, summing, start, elements, own });
+        }
+        for (index, record) in records.iter().enumerate() {
+            if let Some(table) = record.tie {
+                places[index] = places[table.0];
+            }
+        }
+        Self { stretches, places, unit_elements }
+    }
+
+    /// Whether it keeps no parameter.
+    pub fn is_empty(&self) -> bool {
+        self.stretches.is_empty()
+    }
+
+    /// Bytes of a store of `dtype` laid out so, as they are booked.
+    pub fn booked_bytes(&self, dtype: DType) -> usize {
+        let units = self.unit_elements.iter();
+        units
+            .map(|elements| booked_bytes(elements.saturating_mul(dtype.size_bytes())))
+            .fold(0, usize::saturating_add)
+    }
+
+    /// Where gradients of this layout are until their owners have them.
+    pub fn passage(&self) -> Passage {
+        let units = self.stretches.iter().map(|stretch| stretch.completed_by + 1).max().unwrap_or(0);
+        let (mut ends, mut elements) = (vec![0; units], [0; 2]);
+        let offset = |stretch: &Stretch| {
+            let end = &mut ends[stretch.completed_by];
+            let start = *end;
+            *end += stretch.elements;
+            let longest = &mut elements[buffer_of(stretch.completed_by)];
+            *longest = (*longest).max(*end);
+            start
+        };
+        let offsets = self.stretches.iter().map(offset).collect();
+        Passage { offsets, elements }
+    }
+
+    /// Elements of each stretch if of every parameter there were `largest_elements`.
+    pub(crate) fn largest(&self, records: &[ParameterRecord], largest_elements: &[usize]) -> Vec<usize> {
+        let mut largest = vec![0; self.stretches.len()];
+        for ((record, place), elements) in records.iter().zip(&self.places).zip(largest_elements) {
+            if let Some((stretch, _)) = place.filter(|_| record.tie.is_none()) {
+                largest[stretch] += elements.next_multiple_of(ALIGNMENT_ELEMENTS);
+            }
+        }
+        let padded = |(elements, stretch): (usize, &Stretch)| {
+            let ranks = (stretch.elements / stretch.own.len().max(1)).max(1);
+            elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks)
+        };
+        largest.into_iter().zip(&self.stretches).map(padded).collect()
+    }
+}

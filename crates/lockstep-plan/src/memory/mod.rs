@@ -1,0 +1,141 @@
+//! The headings under which every byte is booked, predicted and reported, and how many bytes a rank will need.
+//!
+//! - [`StoreLayout`]: where the parameters of a model stand in a flat store, and how much of them a rank keeps there.
+//! - [`StageMemory`]: which part of a pipeline's model a rank has, and how many micro-batches of it at once.
+//! - [`ModelProfile`]: what recording a model says of each of its units.
+//! - [`MemoryPrediction`]: all of it together, as bytes by category. The engine takes its sizes from the same functions.
+
+mod layout;
+mod prediction;
+mod profile;
+mod stage;
+
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Index, IndexMut};
+
+use serde::{Deserialize, Serialize};
+
+/// What a byte of memory is for. A buffer has exactly one category from its allocation until its last
+/// owner drops it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryCategory {
+    /// Weights in the precision that kernels read.
+    Parameters,
+    /// Accumulated gradients, always f32.
+    Gradients,
+    /// Moments and, under bf16 or f16, the f32 master weights.
+    Optimizer,
+    /// Values saved by a forward for its backward, and the values between blocks.
+    Activations,
+    /// Buckets and staging of collectives.
+    Communication,
+    /// What lives inside one block's forward or backward, and packed operands.
+    Workspace,
+    /// Copies of the run's state: being saved, or kept to go back to.
+    Snapshot,
+    /// Freed blocks the arena keeps for the next allocation.
+    Cached,
+}
+
+impl MemoryCategory {
+    /// All categories, in the order reports print them.
+    pub const ALL: [Self; 8] = [
+        Self::Parameters,
+        Self::Gradients,
+        Self::Optimizer,
+        Self::Activations,
+        Self::Communication,
+        Self::Workspace,
+        Self::Snapshot,
+        Self::Cached,
+    ];
+
+    /// The name used in `metrics.jsonl`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Parameters => "parameters",
+            Self::Gradients => "gradients",
+            Self::Optimizer => "optimizer",
+            Self::Activations => "activations",
+            Self::Communication => "communication",
+            Self::Workspace => "workspace",
+            Self::Snapshot => "snapshot",
+            Self::Cached => "cached",
+        }
+    }
+}
+
+pub use layout::{Extent, Passage, StoreLayout, Stretch};
+pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
+pub use profile::{ModelProfile, UnitProfile};
+pub use stage::{SharedTable, StageMemory};
+
+/// Memory is handed out in whole cache lines.
+pub const CACHE_LINE_BYTES: usize = 64;
+
+/// How many bytes an allocation of `bytes` is booked as: whole cache lines, at least one.
+pub const fn booked_bytes(bytes: usize) -> usize {
+    let lines = bytes.div_ceil(CACHE_LINE_BYTES);
+    // More than the address space saturates, and is refused as any impossible allocation.
+    if lines == 0 { CACHE_LINE_BYTES } else { lines.saturating_mul(CACHE_LINE_BYTES) }
+}
+
+/// Bytes per [`MemoryCategory`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryBytes([usize; MemoryCategory::ALL.len()]);
+
+impl MemoryBytes {
+    /// The sum over all categories.
+    pub fn total(&self) -> usize {
+        self.0.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes))
+    }
+
+    /// The bytes of each category, in the order of reports.
+    pub fn entries(&self) -> impl Iterator<Item = (MemoryCategory, usize)> + use<> {
+        let bytes = self.0;
+        MemoryCategory::ALL.into_iter().map(move |category| (category, bytes[category as usize]))
+    }
+
+    /// The greater of both in each category.
+    #[must_use]
+    pub fn maximum(mut self, other: &Self) -> Self {
+        self.0.iter_mut().zip(other.0).for_each(|(bytes, other)| *bytes = (*bytes).max(other));
+        self
+    }
+}
+
+impl Index<MemoryCategory> for MemoryBytes {
+    type Output = usize;
+
+    fn index(&self, category: MemoryCategory) -> &usize {
+        &self.0[category as usize]
+    }
+}
+
+impl IndexMut<MemoryCategory> for MemoryBytes {
+    fn index_mut(&mut self, category: MemoryCategory) -> &mut usize {
+        &mut self.0[category as usize]
+    }
+}
+
+impl AddAssign for MemoryBytes {
+    fn add_assign(&mut self, other: Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(bytes, more)| *bytes = bytes.saturating_add(more));
+    }
+}
+
+impl Add for MemoryBytes {
+    type Output = Self;
+
+    fn add(mut self, other: Self) -> Self {
+        self += other;
+        self
+    }
+}
+
+impl Sum for MemoryBytes {
+    fn sum<I: Iterator<Item = Self>>(each: I) -> Self {
+        each.fold(Self::default(), Add::add)
+    }
+}

@@ -1,0 +1,388 @@
+//! Bytes that a rank books under a plan, known before anything is allocated: the same sums that the engine makes when it
+//! allocates, of the same sizes. Tests hold them to each other, byte by byte.
+//!
+//! What is not predicted is what kernels take for the time of a call and give back (booked as workspace, then as cached): it
+//! depends on the instructions that a CPU has, and on no plan but by the micro-batch.
+
+use crate::residence::{Gathering, Gathers, RankPasses, TooFewLive};
+use crate::{
+    DType, Extent, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord, ShardPlace, SharedTable,
+    StageMemory, StoreLayout, Summing, UnitProfile, ZeroStage, booked_bytes,
+};
+
+/// How the state of a run is kept, beside what the model's recording says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StatePlan {
+    /// What of it the ranks share out that would else each hold a copy.
+    pub zero_stage: ZeroStage,
+    /// How weights are gathered where they are shared out.
+    pub gathering: Gathering,
+    /// Whether f32 weights are kept beside those that kernels read.
+    pub has_master: bool,
+    /// Type of the optimizer's numbers.
+    pub optimizer_dtype: DType,
+    /// The optimizer's numbers: what each is, and of which parameters it is kept, by [`ParameterId`](crate::ParameterId).
+    pub optimizer_keeps: Vec<(&'static str, Vec<bool>)>,
+    /// Micro-batches of a step, on all ranks that read other tokens together.
+    pub micro_batches: usize,
+    /// Bytes of packed operands.
+    pub packed_bytes: usize,
+    /// Copies of the state that are kept, to go back to.
+    pub kept_copies: usize,
+    /// Copies that are made if there is memory for them, to be saved beside the steps.
+    pub saved_copies: usize,
+}
+
+/// Something that a rank has in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryItem {
+    /// What it is booked as.
+    pub category: MemoryCategory,
+    /// What it is.
+    pub what: &'static str,
+    /// Bytes that are booked.
+    pub bytes: usize,
+    /// Whether it is room that a step may not need all of: the system gives pages when they are first written.
+    pub is_reserve: bool,
+}
+
+/// Everything that a rank has in memory.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MemoryPrediction {
+    /// What there is, in the order of the categories.
+    pub items: Vec<MemoryItem>,
+}
+
+impl MemoryPrediction {
+    /// What is booked.
+    pub fn by_category(&self) -> MemoryBytes {
+        self.bytes_where(|_| true)
+    }
+
+    /// What of it a step writes to in any case.
+    pub fn touched(&self) -> MemoryBytes {
+        self.bytes_where(|item| !item.is_reserve)
+    }
+
+    fn bytes_where(&self, counts: impl Fn(&MemoryItem) -> bool) -> MemoryBytes {
+        let mut bytes = MemoryBytes::default();
+        for item in self.items.iter().filter(|item| counts(item)) {
+            bytes[item.category] = bytes[item.category].saturating_add(item.bytes);
+        }
+        bytes
+    }
+
+    fn add(&mut self, category: MemoryCategory, what: &'static str, bytes: usize) {
+        if bytes > 0 {
+            self.items.push(MemoryItem { category, what, bytes, is_reserve: false });
+        }
+    }
+
+    fn reserve(&mut self, category: MemoryCategory, what: &'static str, bytes: usize) {
+        if bytes > 0 {
+            self.items.push(MemoryItem { category, what, bytes, is_reserve: true });
+        }
+    }
+}
+
+/// What a rank with these passes of `model` books; `shard_ranks` says how many share out what is summed so
+/// ([`Mesh::shard_ranks`](crate::Mesh::shard_ranks)).
+///
+/// # Errors
+/// [`TooFewLive`].
+pub fn predicted(
+    model: &ModelProfile,
+    passes: RankPasses<'_>,
+    shard_ranks: impl Fn(Summing) -> usize,
+    state: &StatePlan,
+) -> Result<MemoryPrediction, TooFewLive> {
+    let mut prediction = MemoryPrediction::default();
+    let stages = passes.stages;
+    let rank = Rank::new(model, stages, shard_ranks, state);
+    rank.book_state(&mut prediction);
+    rank.book_gathered(passes, &mut prediction)?;
+    model.book_activations(stages, &mut prediction);
+    rank.book_exchanges(&mut prediction);
+    prediction.add(MemoryCategory::Workspace, "inside a unit", booked_bytes(model.workspace_bytes(stages)));
+    prediction.reserve(MemoryCategory::Workspace, "packed operands", state.packed_bytes);
+    prediction.items.sort_by_key(|item| item.category);
+    Ok(prediction)
+}
+
+/// A rank, and what it has of the model.
+struct Rank<'a, S> {
+    model: &'a ModelProfile,
+    stages: &'a [StageMemory],
+    is_here: Vec<bool>,
+    /// As this rank sees them, where a table's uses are on two.
+    records: Vec<ParameterRecord>,
+    shard_ranks: S,
+    /// What is shared out, if there is anybody to share with.
+    zero_stage: ZeroStage,
+    state: &'a StatePlan,
+}
+
+impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
+    fn new(model: &'a ModelProfile, stages: &'a [StageMemory], shard_ranks: S, state: &'a StatePlan) -> Self {
+        let is_here = model.is_here(stages);
+        let mut records = model.records.clone();
+        let has_others = records.iter().any(|record| shard_ranks(Summing::of(&record.share)) > 1);
+        let zero_stage = if has_others { state.zero_stage } else { ZeroStage::Nothing };
+        SharedTable::of(&mut records, &is_here);
+        Self { model, stages, is_here, records, shard_ranks, zero_stage, state }
+    }
+
+    fn is_trained(&self, index: usize) -> bool {
+        self.records[index].trainable && self.is_here[self.records[index].unit]
+    }
+
+    fn is_frozen(&self, index: usize) -> bool {
+        !self.records[index].trainable && self.is_here[self.records[index].unit]
+    }
+
+    fn chooses_experts(&self, index: usize) -> bool {
+        let bias = self.model.units[self.records[index].unit].selection_bias;
+        bias.is_some_and(|id| id.0 == index)
+    }
+
+    /// How many ranks share out what is summed so.
+    fn ranks(&self, summing: Summing) -> usize {
+        if self.zero_stage == ZeroStage::Nothing { 1 } else { (self.shard_ranks)(summing) }
+    }
+
+    /// Where a store stands that is shared out from a stage on. All owners have as much.
+    fn shared_out(&self, from: ZeroStage, keeps: impl Fn(usize) -> bool) -> StoreLayout {
+        let place = |summing| ShardPlace { ranks: self.ranks(summing), rank: 0 };
+        let extent = if self.zero_stage >= from { Extent::Own } else { Extent::Whole };
+        StoreLayout::new(&self.records, extent, place, keeps)
+    }
+
+    /// Where a store stands that every rank has whole.
+    fn whole(&self, keeps: impl Fn(usize) -> bool) -> StoreLayout {
+        StoreLayout::new(&self.records, Extent::Whole, |_| ShardPlace::default(), keeps)
+    }
+
+    /// Where weights that are not trained stand.
+    fn frozen(&self) -> StoreLayout {
+        if self.zero_stage >= ZeroStage::Parameters {
+            self.shared_out(ZeroStage::Parameters, |index| self.is_frozen(index))
+        } else {
+            self.whole(|index| self.is_frozen(index))
+        }
+    }
+
+    /// Weights, gradients and the optimizer's state. All of it passes through `store`: what lives elsewhere than in memory
+    /// says there what it is staged in.
+    fn book_state(&self, prediction: &mut MemoryPrediction) {
+        let Self { model, state, .. } = self;
+        let trained = |from| self.shared_out(from, |index| self.is_trained(index));
+        let mut store = |category, what, layout: StoreLayout, dtype| {
+            let bytes = layout.booked_bytes(dtype);
+            prediction.add(category, what, bytes);
+            bytes
+        };
+        let weights = trained(ZeroStage::Parameters);
+        let weights_bytes = store(MemoryCategory::Parameters, "trained weights", weights, model.dtype);
+        store(MemoryCategory::Parameters, "frozen weights", self.frozen(), model.dtype);
+        store(MemoryCategory::Gradients, "sums of gradients", trained(ZeroStage::Gradients), DType::F32);
+        let of_optimizer = MemoryCategory::Optimizer;
+        let mut saved_bytes = weights_bytes;
+        if state.has_master {
+            saved_bytes =
+                store(of_optimizer, "f32 master weights", trained(ZeroStage::Optimizer), DType::F32);
+        }
+        for (what, keeps) in &state.optimizer_keeps {
+            let layout =
+                self.shared_out(ZeroStage::Optimizer, |index| keeps[index] && self.is_trained(index));
+            saved_bytes += store(of_optimizer, what, layout, state.optimizer_dtype);
+        }
+        let updated = if state.has_master { ZeroStage::Optimizer } else { ZeroStage::Parameters };
+        if self.zero_stage >= updated {
+            let biases = self.whole(|index| self.chooses_experts(index) && self.is_trained(index));
+            saved_bytes += store(of_optimizer, "biases that choose experts", biases, DType::F32);
+        }
+        let copies = |number: usize| saved_bytes.saturating_mul(number);
+        prediction.add(MemoryCategory::Snapshot, "a state to go back to", copies(state.kept_copies));
+        prediction.reserve(MemoryCategory::Snapshot, "a state being saved", copies(state.saved_copies));
+        if model.frequencies > 0 {
+            let bytes = booked_bytes(DType::F32.size_bytes() * model.frequencies);
+            prediction.add(MemoryCategory::Parameters, "rotary frequencies", bytes);
+        }
+        self.book_looked_up(prediction);
+    }
+
+    /// Gradients of the rows that tokens look up in a table which the output layer shares.
+    fn book_looked_up(&self, prediction: &mut MemoryPrediction) {
+        for (index, record) in self.records.iter().enumerate() {
+            let Some(table) = record.tie.filter(|_| self.is_trained(index)) else { continue };
+            let of_table = &self.records[table.0];
+            if of_table.unit == record.unit {
+                continue;
+            }
+            let sizes = LookedUpSizes::new(of_table, self.model.tokens, self.state.micro_batches);
+            let LookedUpSizes { rows_bytes, row_ids_bytes, token_rows_bytes, .. } = sizes;
+            let numbers = booked_bytes(row_ids_bytes) + booked_bytes(token_rows_bytes);
+            prediction.reserve(
+                MemoryCategory::Gradients,
+                "rows that tokens look up",
+                booked_bytes(rows_bytes),
+            );
+            prediction.add(MemoryCategory::Gradients, "numbers of these rows", numbers);
+        }
+    }
+
+    /// Weights that are whole while units work with them, and what is kept of them for neighbours.
+    fn book_gathered(
+        &self,
+        passes: RankPasses<'_>,
+        prediction: &mut MemoryPrediction,
+    ) -> Result<(), TooFewLive> {
+        if self.zero_stage < ZeroStage::Parameters {
+            return Ok(());
+        }
+        let weights = self.shared_out(ZeroStage::Parameters, |index| self.is_trained(index));
+        let stores = [Some(&weights), Some(&self.frozen())];
+        let ranks = |summing| self.ranks(summing);
+        let gathers = Gathers::new(self.model, stores, ranks, passes, self.state.gathering)?;
+        let bytes = |elements: usize| booked_bytes(elements.saturating_mul(self.model.dtype.size_bytes()));
+        prediction.add(MemoryCategory::Communication, "gathered weights", bytes(gathers.pool_elements()));
+        let kept = gathers.secondary_elements.map_or(0, bytes);
+        prediction.add(MemoryCategory::Parameters, "weights kept for neighbours", kept);
+        Ok(())
+    }
+
+    /// What is on its way between ranks.
+    fn book_exchanges(&self, prediction: &mut MemoryPrediction) {
+        let Self { model, stages, .. } = self;
+        let category = MemoryCategory::Communication;
+        let both = |elements: [usize; 2], dtype: DType| -> usize {
+            elements
+                .map(|elements| booked_bytes(elements.saturating_mul(dtype.size_bytes())))
+                .into_iter()
+                .sum()
+        };
+        if self.zero_stage >= ZeroStage::Gradients {
+            let gradients = self.shared_out(ZeroStage::Gradients, |index| self.is_trained(index));
+            let bytes = both(gradients.passage().elements, DType::F32);
+            prediction.add(category, "gradients on their way to their owners", bytes);
+        }
+        prediction.add(category, "keys and values of others", model.ring_bytes(stages));
+        prediction.add(category, "rows on their way", model.transit_bytes(stages));
+    }
+}
+
+/// What the gradients of looked-up rows of a table take: room for as many rows as a step can ever look up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LookedUpSizes {
+    /// Rows.
+    pub capacity: usize,
+    /// Bytes of the rows, in f32.
+    pub rows_bytes: usize,
+    /// Bytes of the rows' numbers in the table.
+    pub row_ids_bytes: usize,
+    /// Bytes of the row of each token of a micro-batch.
+    pub token_rows_bytes: usize,
+}
+
+impl LookedUpSizes {
+    /// For `table` and `micro_batches` of `tokens`, on all replicas together.
+    pub fn new(table: &ParameterRecord, tokens: usize, micro_batches: usize) -> Self {
+        let shape = table.local_shape();
+        let capacity = shape[0].min(tokens.saturating_mul(micro_batches));
+        let (f32_bytes, u32_bytes) = (DType::F32.size_bytes(), DType::U32.size_bytes());
+        Self {
+            capacity,
+            rows_bytes: capacity.saturating_mul(shape[1] * f32_bytes),
+            row_ids_bytes: capacity.saturating_mul(u32_bytes),
+            token_rows_bytes: tokens * u32_bytes,
+        }
+    }
+}
+
+/// Bytes of some stages that do not depend on the state.
+impl ModelProfile {
+    fn book_activations(&self, stages: &[StageMemory], prediction: &mut MemoryPrediction) {
+        let category = MemoryCategory::Activations;
+        let boundary = booked_bytes(self.boundary_bytes);
+        let (mut saved, mut deferred, mut between, mut inputs) = (0_usize, 0_usize, 2 * boundary, 0_usize);
+        let of_tokens = |tokens: usize| booked_bytes(DType::U32.size_bytes() * tokens);
+        let of_micro_batch = 3 * of_tokens(self.tokens)
+            + of_tokens(self.tokens * self.context.attended())
+            + booked_bytes(2 * DType::U32.size_bytes() * self.sequences);
+        for stage in stages {
+            let of_units = |bytes: fn(&UnitProfile) -> usize| {
+                let units = self.units[stage.units.clone()].iter();
+                let one = units.map(|unit| booked_bytes(bytes(unit))).fold(0, usize::saturating_add);
+                one.saturating_mul(stage.slots)
+            };
+            saved = saved.saturating_add(of_units(|unit| unit.frame_bytes));
+            if stage.splits_backward {
+                deferred = deferred.saturating_add(of_units(|unit| unit.deferred_bytes));
+            }
+            let borders =
+                usize::from(stage.units.start > 0) + usize::from(stage.units.end < self.units.len());
+            between = between.saturating_add((stage.slots * borders + stage.outboxes()) * boundary);
+            inputs += stage.slots * of_micro_batch;
+        }
+        prediction.add(category, "kept from forward to backward", saved);
+        prediction.add(category, "kept for gradients of weights", deferred);
+        prediction.add(category, "values and gradients between units", between);
+        prediction.add(category, "micro-batches", inputs);
+    }
+
+    /// Bytes of activations that these stages book.
+    pub fn activation_bytes(&self, stages: &[StageMemory]) -> usize {
+        let mut prediction = MemoryPrediction::default();
+        self.book_activations(stages, &mut prediction);
+        prediction.by_category().total()
+    }
+
+    fn units_of<'m>(&'m self, stages: &'m [StageMemory]) -> impl Iterator<Item = &'m UnitProfile> + Clone {
+        stages.iter().flat_map(|stage| &self.units[stage.units.clone()])
+    }
+
+    /// Bytes that a unit works in: those of the largest.
+    pub fn workspace_bytes(&self, stages: &[StageMemory]) -> usize {
+        let splits = stages.iter().any(|stage| stage.splits_backward);
+        let of_unit = |unit: &UnitProfile| {
+            if splits { unit.workspace_bytes.max(unit.split_workspace_bytes) } else { unit.workspace_bytes }
+        };
+        self.units_of(stages).map(of_unit).max().unwrap_or(0)
+    }
+
+    /// Bytes of keys and values, and of their gradients, that go round the ranks that share sequences.
+    fn ring_bytes(&self, stages: &[StageMemory]) -> usize {
+        let elements = self.units_of(stages).map(|unit| unit.ring_elements).max().unwrap_or(0);
+        if elements == 0 {
+            return 0;
+        }
+        let has_gradients = self.units_of(stages).any(|unit| unit.has_backward);
+        let blocks = RingSizes::new(elements, self.dtype, self.context.ranks, has_gradients);
+        blocks.blocks_bytes.into_iter().chain(blocks.gradients_bytes).map(booked_bytes).sum()
+    }
+
+    /// Bytes of rows that are on their way beside products.
+    fn transit_bytes(&self, stages: &[StageMemory]) -> usize {
+        self.units_of(stages).filter_map(|unit| unit.transit_bytes).max().map_or(0, booked_bytes)
+    }
+}
+
+/// Buffers of ring attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RingSizes {
+    /// One block that goes, one that comes, and a copy to compute with of what has to go on at once.
+    pub blocks_bytes: [usize; 3],
+    /// Two blocks of gradients that are added to and sent by turns, and one that comes; f32.
+    pub gradients_bytes: [usize; 3],
+}
+
+impl RingSizes {
+    /// For blocks of so many elements of keys and values, of `dtype`, that go round `ranks`.
+    pub fn new(elements: usize, dtype: DType, ranks: usize, has_gradients: bool) -> Self {
+        let bytes = elements * dtype.size_bytes();
+        // The last of two ranks sends nothing on.
+        let copy_bytes = if ranks > 2 { bytes } else { 0 };
+        let gradient_bytes = if has_gradients { elements * DType::F32.size_bytes() } else { 0 };
+        Self { blocks_bytes: [bytes, bytes, copy_bytes], gradients_bytes: [gradient_bytes; 3] }
+    }
+}

@@ -1,0 +1,86 @@
+//! Which part of a model a rank of a pipeline has, and how many micro-batches are in it at once: read off its list of actions.
+
+use std::ops::Range;
+
+use crate::schedule::{Action, PassKind, Schedule};
+use crate::{ParameterId, ParameterRecord};
+
+/// A stage of a rank, from the model's first layer on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StageMemory {
+    /// The units.
+    pub units: Range<usize>,
+    /// Micro-batches that are in it at once.
+    pub slots: usize,
+    /// Whether the gradients of weights may come later than those of inputs.
+    pub splits_backward: bool,
+}
+
+impl StageMemory {
+    /// The one stage of a model of `units` units that no pipeline cuts.
+    pub fn whole(units: usize) -> Self {
+        Self { units: 0..units, slots: 1, splits_backward: false }
+    }
+
+    /// The stages of `rank`; `units` says which those of every stage are.
+    pub fn of_rank(schedule: &Schedule, units: &[Range<usize>], rank: usize) -> Vec<Self> {
+        let stage = |stage: usize| Self {
+            units: units[stage].clone(),
+            slots: slots_of(schedule, rank, stage),
+            splits_backward: schedule
+                .passes(rank)
+                .any(|pass| pass.stage == stage && pass.kind == PassKind::BackwardWeight),
+        };
+        schedule.stages_of(rank).map(stage).collect()
+    }
+
+    /// Buffers for gradients of the input, which are written while the last one may still be on its way.
+    pub fn outboxes(&self) -> usize {
+        if self.units.start > 0 { self.slots.max(2) } else { 0 }
+    }
+}
+
+/// How many micro-batches are in a stage at once: from the receive, or the forward, to the last pass.
+fn slots_of(schedule: &Schedule, rank: usize, stage: usize) -> usize {
+    let (mut taken, mut most) = (vec![false; schedule.micro_batches()], 0);
+    for action in schedule.actions(rank) {
+        match *action {
+            Action::Receive(message) if message.is_activation() && message.to == stage => {
+                taken[message.micro_batch] = true;
+            }
+            Action::Compute(pass) if pass.stage == stage => match pass.kind {
+                PassKind::Forward => taken[pass.micro_batch] = true,
+                kind => taken[pass.micro_batch] = !kind.makes_weight_gradient(),
+            },
+            _ => {}
+        }
+        most = most.max(taken.iter().filter(|taken| **taken).count());
+    }
+    most
+}
+
+/// A table that the first and the last unit share, on one of the ranks that have them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedTable {
+    /// The table of the embedding.
+    pub id: ParameterId,
+    /// Whether it is the output layer that is here.
+    pub is_copy: bool,
+}
+
+impl SharedTable {
+    /// Finds the table that a tied output layer of `records` shares with an embedding on another rank, where one of both is
+    /// here. If that is the output layer, the table counts as of its unit.
+    pub fn of(records: &mut [ParameterRecord], is_here: &[bool]) -> Option<Self> {
+        let tied = |record: &ParameterRecord| Some((record.unit, record.tie?));
+        let (unit, id) = records.iter().find_map(tied)?;
+        match (is_here[records[id.0].unit], is_here[unit]) {
+            (true, false) => Some(Self { id, is_copy: false }),
+            (false, true) => {
+                records[id.0].unit = unit;
+                Some(Self { id, is_copy: true })
+            }
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,290 @@
+//! Memory is counted, not estimated: what is predicted of a rank before anything is allocated is what its arena books, to the
+//! byte and by category, when the engine stands and after steps, under the plans of the parity matrix.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use lockstep_engine::Engine;
+use lockstep_plan::schedule::Kind;
+use lockstep_plan::{MemoryBytes, MemoryCategory};
+use lockstep_testkit::parity::{
+    DEEPSEEK, GPT2, LLAMA, MIXTRAL, MIXTURES, MODELS, QWEN2, QWEN2_MOE, QWEN3, TinyModel, Workbench,
+    expert_splits, on_ranks, pairs, splits, square,
+};
+use lockstep_train::{Error, Forecast, Ranks, RunConfig, StepObserver, resolve_model, verify::watch};
+
+/// Each of these tiny models is cached no more than this by kernels: scratch of attention and partial sums.
+const MOST_CACHED_BYTES: usize = 2 << 20;
+
+/// Takes down what is booked when a run begins and after two steps.
+#[derive(Default)]
+struct Bookkeeper {
+    predicted: MemoryBytes,
+    booked: Vec<(&'static str, MemoryBytes)>,
+}
+
+impl StepObserver for Bookkeeper {
+    fn begins(&mut self, engine: &mut Engine) {
+        self.predicted = engine.predicted_memory().by_category();
+        self.booked.push(("at the start", engine.arena().in_use()));
+    }
+
+    fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error> {
+        if step == 3 {
+            self.booked.push(("after two steps", engine.arena().in_use()));
+        }
+        Ok(())
+    }
+}
+
+/// Everything in which the ledgers of a plan's ranks differ from what was predicted of them.
+fn differences(bench: &Workbench, model: TinyModel, plan: &[&str]) -> Result<Vec<String>, Error> {
+    let settings: Vec<&str> = plan.iter().copied().chain(["train.steps=3"]).collect();
+    let config = bench.config(model, &settings)?;
+    let forecast = Forecast::of(&config, &resolve_model(&config)?)?;
+    let seen = on_ranks(&config, |ranks: &Ranks| {
+        let mut bookkeeper = Bookkeeper::default();
+        watch(&config, ranks, &mut bookkeeper)?;
+        Ok((ranks.rank(), bookkeeper))
+    })?;
+    let mut lines = Vec::new();
+    for (rank, Bookkeeper { predicted, booked }) in seen {
+        let of_launcher = forecast.of_rank(rank).by_category();
+        for (category, bytes) in predicted.entries().filter(|(category, _)| !is_of_run(*category)) {
+            if of_launcher[category] != bytes {
+                let name = category.name();
+                lines.push(format!(
+                    "rank {rank}, {name}: the rank predicts {bytes}, the launcher {}",
+                    of_launcher[category]
+                ));
+            }
+        }
+        if booked.len() != 2 {
+            lines.push(format!("rank {rank}: the run has not come to its third step"));
+        }
+        for (when, booked) in booked {
+            for (category, booked) in booked.entries() {
+                let name = category.name();
+                if category == MemoryCategory::Cached {
+                    let most = if when == "at the start" { 0 } else { MOST_CACHED_BYTES };
+                    if booked > most {
+                        lines.push(format!(
+                            "rank {rank} {when}, {name}: {booked}, at most {most} are allowed"
+                        ));
+                    }
+                } else if booked != predicted[category] && !is_of_run(category) {
+                    let predicted = predicted[category];
+                    lines.push(format!("rank {rank} {when}, {name}: predicted {predicted}, booked {booked}"));
+                }
+            }
+        }
+    }
+    Ok(lines)
+}
+
+/// Whether it is the run's, not the engine's, to book.
+fn is_of_run(category: MemoryCategory) -> bool {
+    category == MemoryCategory::Snapshot
+}
+
+fn check<Setting: AsRef<str>>(models: &[TinyModel], plans: &[Vec<Setting>]) {
+    let bench = Workbench::new().unwrap();
+    let mut failures = Vec::new();
+    for model in models {
+        for plan in plans {
+            let plan: Vec<&str> = plan.iter().map(AsRef::as_ref).collect();
+            let lines = differences(&bench, *model, &plan).unwrap_or_else(|error| vec![error.to_string()]);
+            if !lines.is_empty() {
+                failures.push(format!("{}, {}:\n  {}", model.name, plan.join(" "), lines.join("\n  ")));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+fn with(splits: Vec<Vec<String>>, more: &[&str]) -> Vec<Vec<String>> {
+    let more = || more.iter().map(ToString::to_string);
+    splits.into_iter().map(|split| split.into_iter().chain(more()).collect()).collect()
+}
+
+fn alone(splits: Vec<lockstep_testkit::parity::Split>) -> Vec<Vec<String>> {
+    splits.into_iter().map(|split| split.settings).collect()
+}
+
+#[test]
+fn one_rank_books_what_was_predicted_whatever_it_keeps() {
+    let plans = [
+        &[][..],
+        &["parallel.recompute=selective"],
+        &["parallel.recompute=full"],
+        &["train.precision=bf16"],
+        &["train.precision=f16"],
+        &["train.precision=bf16", "train.master_weights=false"],
+        &["train.precision=bf16", "optimizer.state_precision=bf16"],
+        &["train.precision=bf16", "optimizer.state_precision=bf16", "train.master_weights=false"],
+        &["optimizer.state_precision=bf16"],
+        &["optimizer.kind=sgd", "optimizer.momentum=0.0"],
+        &["optimizer.kind=sgd", "optimizer.momentum=0.9"],
+        &["optimizer.kind=lion"],
+        &["train.global_batch=1", "train.micro_batch=1"],
+        &["train.threads=3"],
+    ];
+    check(&[GPT2, LLAMA, QWEN3, MIXTRAL, DEEPSEEK], &plans.map(<[&str]>::to_vec));
+}
+
+#[test]
+fn every_split_books_what_was_predicted() {
+    check(&MODELS, &alone(splits(2)));
+    check(&[LLAMA, QWEN2], &with(alone(vec![square(2)]), &["parallel.recompute=selective"]));
+}
+
+#[test]
+fn so_does_every_split_over_four_ranks_whatever_it_recomputes() {
+    for recompute in ["selective", "full"] {
+        check(&[LLAMA], &with(alone(splits(4)), &[&format!("parallel.recompute={recompute}")]));
+    }
+    check(&[GPT2], &with(alone(splits(4)), &["train.precision=bf16"]));
+}
+
+#[test]
+fn every_pair_of_splits_books_what_was_predicted() {
+    check(&[LLAMA], &pairs(&splits(2)));
+    let narrow = ["train.precision=bf16", "train.master_weights=false"];
+    let mut with_shards = pairs(&splits(2));
+    with_shards.retain(|plan| plan.iter().any(|setting| setting.starts_with("parallel.zero_stage")));
+    check(&[GPT2], &with(with_shards, &narrow));
+}
+
+#[test]
+fn every_split_of_a_mixture_books_what_was_predicted() {
+    let all = || expert_splits(2).into_iter().chain(splits(2)).collect::<Vec<_>>();
+    check(&[MIXTRAL, QWEN2_MOE], &alone(all()));
+    check(&[MIXTRAL], &pairs(&all()));
+    for stage in ["parallel.zero_stage=1", "parallel.zero_stage=3"] {
+        for precision in ["train.precision=f32", "train.precision=bf16"] {
+            let shards = ["parallel.data_parallel_shard=4", "parallel.expert_parallel=2", stage, precision];
+            check(&MIXTURES, &[shards.to_vec()]);
+        }
+    }
+}
+
+#[test]
+fn schedules_with_many_micro_batches_book_what_was_predicted() {
+    for schedule in Kind::ALL.map(Kind::name) {
+        let plan = [
+            "parallel.pipeline_parallel=2".to_owned(),
+            format!("parallel.pipeline_schedule={schedule}"),
+            "train.global_batch=8".to_owned(),
+            "train.micro_batch=1".to_owned(),
+        ];
+        check(&[GPT2], &[plan.to_vec()]);
+    }
+    check(&[LLAMA], &[vec!["parallel.pipeline_parallel=2", "parallel.pipeline_stages=[1, 5]"]]);
+}
+
+#[test]
+fn what_is_frozen_books_what_was_predicted() {
+    let lora = "fine_tune.lora_rank=2";
+    let shards = |stage| vec![lora, "parallel.data_parallel_shard=2", stage];
+    let plans = [
+        vec![lora],
+        shards("parallel.zero_stage=1"),
+        shards("parallel.zero_stage=3"),
+        vec![lora, "parallel.pipeline_parallel=2", "train.precision=bf16"],
+        vec!["fine_tune.freeze=[\"model.layers.0.*\"]"],
+    ];
+    // Of the models of the matrix these begin from weights that are there, which alone may be frozen.
+    check(&[MIXTRAL, QWEN2_MOE], &plans);
+}
+
+#[test]
+fn weights_that_are_gathered_book_what_was_predicted() {
+    let settings: [&[&str]; 5] = [
+        &["parallel.reshard_after_forward=always"],
+        &["parallel.reshard_after_forward=always", "parallel.max_live_parameters=60000"],
+        &["parallel.reshard_after_forward=auto"],
+        &["parallel.max_live_parameters=80000"],
+        &["parallel.reshard_after_forward=never"],
+    ];
+    let two = "parallel.data_parallel_shard=2";
+    let pipeline = "parallel.pipeline_parallel=2";
+    let layouts: [(TinyModel, &[&str]); 8] = [
+        (GPT2, &[two]),
+        (LLAMA, &[two, "train.precision=bf16", "parallel.recompute=selective"]),
+        // Parts of the vocabulary differ in size, whether or not ranks with different ones gather from each other.
+        (
+            GPT2,
+            &[
+                two,
+                "parallel.tensor_parallel=2",
+                "parallel.sequence_parallel=true",
+                "model.vocab_size=300",
+                "data.tokenizer=bytes",
+            ],
+        ),
+        (GPT2, &[two, "parallel.tensor_parallel=2", "model.vocab_size=300", "data.tokenizer=bytes"]),
+        (LLAMA, &[two, pipeline, "parallel.pipeline_schedule=interleaved_1f1b"]),
+        (QWEN3, &[two, pipeline, "parallel.pipeline_schedule=zb_v", "parallel.recompute=full"]),
+        (MIXTRAL, &[two, "parallel.expert_parallel=2", "parallel.data_parallel_replicate=2"]),
+        (
+            QWEN2_MOE,
+            &[
+                two,
+                "parallel.tensor_parallel=2",
+                "fine_tune.freeze=[\"model.embed_tokens.*\", \"model.layers.1.*\", \"*norm*\"]",
+            ],
+        ),
+    ];
+    let common = ["parallel.zero_stage=3", "train.global_batch=8", "train.micro_batch=1"];
+    for (model, layout) in layouts {
+        let plans = settings.map(|setting| [layout, &common, setting].concat());
+        check(&[model], &plans);
+    }
+}
+
+#[test]
+fn weights_that_neighbours_keep_book_what_was_predicted() {
+    let four = "parallel.data_parallel_shard=4";
+    let layouts: [(TinyModel, &[&str]); 4] = [
+        (GPT2, &[four]),
+        (LLAMA, &[four, "train.precision=bf16", "parallel.recompute=full"]),
+        (
+            GPT2,
+            &["parallel.data_parallel_shard=2", "parallel.context_parallel=2", "parallel.tensor_parallel=2"],
+        ),
+        // Experts of two ranks are shared out among two: they have no neighbours.
+        (MIXTRAL, &[four, "parallel.expert_parallel=2"]),
+    ];
+    let common = [
+        "parallel.zero_stage=3",
+        "parallel.secondary_shard=2",
+        "train.global_batch=8",
+        "train.micro_batch=1",
+    ];
+    for (model, layout) in layouts {
+        for setting in ["parallel.reshard_after_forward=always", "parallel.max_live_parameters=60000"] {
+            check(&[model], &[[layout, &common, &[setting]].concat()]);
+        }
+    }
+}
+
+/// A run's own ledger holds copies of its state as well.
+#[test]
+fn copies_of_the_state_are_predicted() {
+    let bench = Workbench::new().unwrap();
+    for precision in ["train.precision=f32", "train.precision=bf16"] {
+        let plan =
+            ["parallel.data_parallel_shard=2", "parallel.zero_stage=2", "train.rollback_after=3", precision];
+        let config: RunConfig = bench.config(LLAMA, &[&plan[..], &["train.steps=3"]].concat()).unwrap();
+        let forecast = Forecast::of(&config, &resolve_model(&config).unwrap()).unwrap();
+        let seen = on_ranks(&config, |ranks: &Ranks| {
+            let mut bookkeeper = Bookkeeper::default();
+            watch(&config, ranks, &mut bookkeeper)?;
+            Ok((ranks.rank(), bookkeeper.booked[1].1))
+        });
+        for (rank, booked) in seen.unwrap() {
+            let snapshot = MemoryCategory::Snapshot;
+            let predicted = forecast.of_rank(rank).by_category()[snapshot];
+            assert!(booked[snapshot] > 0);
+            assert_eq!(booked[snapshot], predicted, "{precision}, rank {rank}");
+        }
+    }
+}

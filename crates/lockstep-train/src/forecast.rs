@@ -1,0 +1,342 @@
+//! What every rank of a run will hold in memory, before any of them starts: the model is recorded once for each place that
+//! differs, and the rest is arithmetic ([`lockstep_plan::predicted`]).
+
+use std::collections::HashMap;
+
+use lockstep_comm::CommError;
+use lockstep_engine::{Engine, EngineOptions, GroupOptions, Places, Snapshot, Storage};
+use lockstep_model::{ModelConfig, RecordedModel, Tuning};
+use lockstep_plan::residence::{RankPasses, TooFewLive};
+use lockstep_plan::{
+    Axis, ContextPlace, ExpertAxis, MemoryBytes, MemoryCategory, MemoryPrediction, Mesh, ModelProfile,
+    StageMemory, StatePlan, ZeroStage, predicted,
+};
+
+use crate::layout::pipeline_plan;
+use crate::metrics::{MemoryUse, PredictedMemory};
+use crate::ranks::group_options;
+use crate::setup::{storage, too_few_live};
+use crate::{Error, Ranks, ResolvedModel, RunConfig, engine_options};
+
+/// What the ranks of a run hold.
+#[derive(Debug, Clone)]
+pub struct Forecast {
+    /// One of each that differ.
+    distinct: Vec<MemoryPrediction>,
+    /// Which of these each rank's is.
+    of_rank: Vec<usize>,
+    mesh: Mesh,
+}
+
+impl Forecast {
+    /// That of a run of `config`.
+    ///
+    /// # Errors
+    /// A configuration that does not fit its model.
+    pub fn of(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
+        Self::of_training(config, &model.config, &model.tuning, &Training::of(config))
+    }
+
+    /// That of whatever trains `model` laid out as `config` says.
+    ///
+    /// # Errors
+    /// A configuration that does not fit the model.
+    pub fn of_training(
+        config: &RunConfig,
+        model: &ModelConfig,
+        tuning: &Tuning,
+        training: &Training,
+    ) -> Result<Self, Error> {
+        let mesh = Mesh::new(config.degrees())?;
+        let pipeline = pipeline_plan(config, model, tuning)?;
+        let groups = group_options(config);
+        let mut recorded = HashMap::new();
+        let mut known: HashMap<(Places, usize, Copies), usize> = HashMap::new();
+        let (mut distinct, mut of_rank) = (Vec::new(), Vec::with_capacity(mesh.world_size()));
+        for rank in 0..mesh.world_size() {
+            let places = Places::of(&mesh, rank, &groups);
+            let stage = mesh.ranks().coordinate(rank, Axis::Pipeline);
+            let copies = training.copies(&mesh, rank, groups.zero_stage);
+            let key = (places, stage, copies);
+            if let Some(index) = known.get(&key) {
+                of_rank.push(*index);
+                continue;
+            }
+            let index = {
+                let recorded = recorded
+                    .entry(places)
+                    .or_insert_with(|| Recorded::new(model, tuning, training, &groups, places));
+                let stages = match &pipeline {
+                    Some(plan) => plan.memory_of(stage),
+                    None => vec![StageMemory::whole(recorded.profile.units.len())],
+                };
+                let passes = RankPasses {
+                    stages: &stages,
+                    pipeline: pipeline.as_ref().map(|plan| (&plan.schedule, stage)),
+                    micro_batches: training.micro_batches_of_rank(&mesh),
+                };
+                let prediction =
+                    recorded.on(passes, &mesh, copies).map_err(|few| too_few_live(config, few))?;
+                distinct.iter().position(|known| *known == prediction).unwrap_or_else(|| {
+                    distinct.push(prediction);
+                    distinct.len() - 1
+                })
+            };
+            known.insert(key, index);
+            of_rank.push(index);
+        }
+        Ok(Self { distinct, of_rank, mesh })
+    }
+
+    /// How many ranks there are.
+    pub fn ranks(&self) -> usize {
+        self.of_rank.len()
+    }
+
+    /// How they are laid out.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// What a rank holds.
+    pub fn of_rank(&self, rank: usize) -> &MemoryPrediction {
+        &self.distinct[self.of_rank[rank]]
+    }
+
+    /// What ranks hold that differ, each with the first rank that has it and how many have, in the order of the ranks.
+    pub fn distinct(&self) -> impl Iterator<Item = (usize, usize, &MemoryPrediction)> {
+        self.distinct.iter().enumerate().map(|(index, prediction)| {
+            let mut ranks = self.of_rank.iter().enumerate().filter(|(_, of_rank)| **of_rank == index);
+            let first = ranks.next().map_or(0, |(rank, _)| rank);
+            (first, 1 + ranks.count(), prediction)
+        })
+    }
+
+    /// The most that any rank holds of each category.
+    pub fn greatest(&self) -> MemoryBytes {
+        self.distinct.iter().fold(MemoryBytes::default(), |most, one| most.maximum(&one.by_category()))
+    }
+}
+
+/// What the ranks of a run that has begun were predicted to hold.
+#[derive(Debug, Clone)]
+pub(crate) struct Predicted {
+    /// Of several, in their order.
+    pub(crate) by_rank: Vec<PredictedMemory>,
+    /// The most that any holds of each category.
+    pub(crate) greatest: PredictedMemory,
+}
+
+impl Predicted {
+    /// What the engines of `ranks`, which all call this together, were predicted to hold, with the copies that the run makes.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn of(config: &RunConfig, engine: &Engine, ranks: &Ranks) -> Result<Self, CommError> {
+        let mut own = engine.predicted_memory().by_category();
+        let Copies { kept, saved } =
+            Training::of(config).copies(ranks.mesh(), ranks.rank(), config.zero_stage());
+        own[MemoryCategory::Snapshot] += (kept + saved) * Snapshot::bytes_for(engine);
+        let own = MemoryUse { by_category: own, ..MemoryUse::default() };
+        let all = ranks.memory(own)?;
+        let greatest = PredictedMemory(all.iter().fold(own, MemoryUse::maximum).by_category);
+        let several = all.iter().filter(|_| all.len() > 1);
+        Ok(Self { by_rank: several.map(|one| PredictedMemory(one.by_category)).collect(), greatest })
+    }
+
+    /// The rank that holds most, and how many bytes that are.
+    pub(crate) fn largest(&self) -> (usize, MemoryBytes) {
+        let largest = self.by_rank.iter().enumerate().rev().max_by_key(|(_, memory)| memory.0.total());
+        largest.map_or((0, self.greatest.0), |(rank, memory)| (rank, memory.0))
+    }
+
+    /// What all ranks hold together.
+    pub(crate) fn total(&self) -> usize {
+        if self.by_rank.is_empty() {
+            self.greatest.0.total()
+        } else {
+            self.by_rank.iter().map(|memory| memory.0.total()).sum()
+        }
+    }
+}
+
+/// Copies of the state that a rank makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Copies {
+    kept: usize,
+    saved: usize,
+}
+
+/// What is trained, beside the model and its layout.
+#[derive(Debug, Clone)]
+pub struct Training {
+    options: EngineOptions,
+    storage: Storage,
+    /// Whether a state to go back to is kept.
+    goes_back: bool,
+    /// Whether the state is copied to be saved beside the steps.
+    saves_beside: bool,
+}
+
+impl Training {
+    /// That of a run.
+    pub fn of(config: &RunConfig) -> Self {
+        let every = config.checkpoint.every;
+        let saves_midway = every > 0 && every < config.train.steps;
+        Self {
+            options: engine_options(config),
+            storage: storage(config),
+            goes_back: config.rollback_after() > 0,
+            saves_beside: config.checkpoint.in_background && saves_midway,
+        }
+    }
+
+    /// Steps that nothing is left of.
+    pub fn bare(options: EngineOptions, storage: Storage) -> Self {
+        Self { options, storage, goes_back: false, saves_beside: false }
+    }
+
+    fn micro_batches_of_rank(&self, mesh: &Mesh) -> usize {
+        let parts: usize = Axis::BATCH.iter().map(|axis| mesh.ranks().degree(*axis)).product();
+        (self.options.micro_batches / parts).max(1)
+    }
+
+    fn copies(&self, mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> Copies {
+        let saves = self.saves_beside && is_of_first_copy(mesh, rank, zero_stage);
+        Copies { kept: usize::from(self.goes_back), saved: usize::from(saves) }
+    }
+}
+
+/// Whether a rank has the first copy of the model, or a part of it: what others have is the same.
+pub(crate) fn is_of_first_copy(mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> bool {
+    axes_of_copies(mesh, zero_stage).iter().all(|axis| mesh.ranks().coordinate(rank, *axis) == 0)
+}
+
+/// The axes whose ranks hold the same of the model. Those from which experts are taken do not, nor those that share out
+/// its state.
+pub(crate) fn axes_of_copies(mesh: &Mesh, zero_stage: ZeroStage) -> &'static [Axis] {
+    let view = mesh.experts();
+    let experts = view.degree(ExpertAxis::Expert) * view.degree(ExpertAxis::ExpertTensor);
+    if experts > 1 || zero_stage > ZeroStage::Nothing { &[Axis::Replicate] } else { &Axis::TOKENS }
+}
+
+/// A model, recorded for the places of some ranks.
+struct Recorded {
+    profile: ModelProfile,
+    state: StatePlan,
+}
+
+impl Recorded {
+    fn new(
+        model: &ModelConfig,
+        tuning: &Tuning,
+        Training { options, storage, .. }: &Training,
+        groups: &GroupOptions,
+        places: Places,
+    ) -> Self {
+        let recorded = RecordedModel::tuned(model, tuning, options.recording(places));
+        let context: ContextPlace = places.context;
+        let state = options.state_plan(&recorded, *storage, Some(groups), context);
+        Self { profile: recorded.profile(context), state }
+    }
+
+    fn on(
+        &mut self,
+        passes: RankPasses<'_>,
+        mesh: &Mesh,
+        copies: Copies,
+    ) -> Result<MemoryPrediction, TooFewLive> {
+        (self.state.kept_copies, self.state.saved_copies) = (copies.kept, copies.saved);
+        predicted(&self.profile, passes, |summing| mesh.shard_ranks(summing), &self.state)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resolve_model;
+
+    const MANUAL: &str = include_str!("../../../docs/memory.md");
+
+    fn config(settings: &[&str]) -> RunConfig {
+        let model = [
+            "model.preset=llama-15m",
+            "model.hidden_size=256",
+            "model.intermediate_size=1024",
+            "model.num_attention_heads=4",
+            "model.num_key_value_heads=4",
+            "model.tie_word_embeddings=false",
+            "data.train=[\"a.txt\"]",
+        ];
+        let settings: Vec<&str> = model.iter().chain(settings).copied().collect();
+        RunConfig::parse("", "RUN.toml", &settings).unwrap_or_else(|problems| panic!("{problems}"))
+    }
+
+    /// Bytes of each parameter that are booked of weights, gradients, and with the optimizer.
+    fn bytes_of_a_parameter(settings: &[&str]) -> [f64; 3] {
+        let config = config(settings);
+        let model = resolve_model(&config).unwrap();
+        let memory = Forecast::of(&config, &model).unwrap().of_rank(0).by_category();
+        let parameters = model.config.parameter_count() as f64;
+        let state = [MemoryCategory::Parameters, MemoryCategory::Gradients, MemoryCategory::Optimizer];
+        state.map(|category| memory[category] as f64 / parameters)
+    }
+
+    #[test]
+    fn the_table_of_the_manual_is_what_is_booked() {
+        let mut rows = 0;
+        let lines = MANUAL.lines().filter(|line| line.starts_with("| f32 |") || line.starts_with("| bf16"));
+        for line in lines {
+            let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+            let [precisions, more, weights, gradients, master, adamw, together, one, none] = cells[..] else {
+                continue;
+            };
+            let number = |cell: &str| if cell == "-" { 0.0 } else { cell.parse::<f64>().unwrap() };
+            for precision in precisions.split(", ") {
+                let precision = format!("train.precision={precision}");
+                let mut settings = vec![precision.as_str()];
+                if more.contains("state_precision") || more == "both" {
+                    settings.push("optimizer.state_precision=bf16");
+                }
+                if more.contains("master_weights") || more == "both" {
+                    settings.push("train.master_weights=false");
+                }
+                let expected = [number(weights), number(gradients), number(master) + number(adamw)];
+                let is_near = |found: f64, expected: f64| (found - expected).abs() < 0.02 * expected.max(1.0);
+                let found = bytes_of_a_parameter(&settings);
+                for (found, expected) in found.into_iter().zip(expected) {
+                    assert!(is_near(found, expected), "{settings:?}: {found} bytes, {line}");
+                }
+                assert_eq!(expected.iter().sum::<f64>(), number(together), "{line}");
+                for (kind, together) in [("lion", one), ("sgd", none)] {
+                    let kind = format!("optimizer.kind={kind}");
+                    let mut settings = settings.clone();
+                    // Where nothing is kept there is nothing whose precision could be chosen.
+                    if kind.ends_with("sgd") {
+                        settings.push("optimizer.momentum=0.0");
+                    }
+                    settings.push(&kind);
+                    let found: f64 = bytes_of_a_parameter(&settings).iter().sum();
+                    assert!(is_near(found, number(together)), "{settings:?}: {found} bytes, {line}");
+                }
+                rows += 1;
+            }
+        }
+        assert_eq!(rows, 8, "rows of the table, by precision");
+    }
+
+    #[test]
+    fn ranks_that_hold_the_same_are_told_once() {
+        let config = config(&[
+            "train.global_batch=8",
+            "parallel.data_parallel_replicate=4",
+            "parallel.tensor_parallel=2",
+        ]);
+        let model = resolve_model(&config).unwrap();
+        let forecast = Forecast::of(&config, &model).unwrap();
+        assert_eq!(forecast.ranks(), 8);
+        // Only the first copy of the model is saved.
+        let groups: Vec<(usize, usize)> = forecast.distinct().map(|(rank, ranks, _)| (rank, ranks)).collect();
+        assert_eq!(groups, [(0, 2), (2, 6)]);
+    }
+}

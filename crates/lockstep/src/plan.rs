@@ -1,0 +1,201 @@
+//! `lockstep plan`: what a plan comes to, before any machine is asked to carry it out.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, ValueHint};
+use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan};
+use lockstep_train::fit::{available_bytes, needed};
+use lockstep_train::plan::check;
+use lockstep_train::{Forecast, PlanFile, RunConfig, human};
+use serde_json::{Map, Value, json};
+
+use crate::collectives::bytes;
+use crate::exit::Failure;
+use crate::output::say;
+use crate::ranks::blamed;
+use crate::verify::plan_in_words;
+
+/// Predict what the plan needs that the parallel section of a run describes. It searches for no better plan: that is not there
+/// yet, and a run without the section is one rank.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The run's configuration; see docs/configuration.md
+    run: Option<PathBuf>,
+    /// Set a value of the configuration, e.g. --set parallel.zero_stage=3
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    settings: Vec<String>,
+    /// A plan file, which says what the keys of parallel and train.micro_batch would
+    #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
+    plan: Option<PathBuf>,
+    /// Memory of each machine for its ranks, e.g. 24GiB [default: what this machine has left]
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    memory: Option<usize>,
+    /// Ranks on each machine [default: all]
+    #[arg(long, value_name = "N", alias = "nproc_per_node")]
+    nproc_per_node: Option<usize>,
+    /// Say of each rank that differs from others what its memory is made of
+    #[arg(long)]
+    explain: bool,
+    /// Print one JSON document
+    #[arg(long)]
+    json: bool,
+    /// Write the plan, for train --plan
+    #[arg(short, long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
+}
+
+/// A plan, what its ranks need, and where they are.
+struct Predicted {
+    config: RunConfig,
+    plan: Plan,
+    forecast: Forecast,
+    ranks_of_a_machine: usize,
+    /// None where nobody knows.
+    available_bytes: Option<u64>,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let file = arguments.plan.as_deref().map(PlanFile::read).transpose()?;
+    let mut settings: Vec<String> = file.as_ref().map_or_else(Vec::new, |file| file.settings().to_vec());
+    settings.extend(arguments.settings.iter().cloned());
+    let config =
+        RunConfig::load(arguments.run.as_deref(), &settings).map_err(|error| blamed(file.as_ref(), error))?;
+    if let Some(file) = &file {
+        file.check(&config)?;
+    }
+    let (plan, model) = check(&config)?;
+    let forecast = Forecast::of(&config, &model)?;
+    let ranks = forecast.ranks();
+    let ranks_of_a_machine = arguments.nproc_per_node.unwrap_or(ranks).clamp(1, ranks);
+    let available_bytes = arguments.memory.map(|bytes| bytes as u64).or_else(available_bytes);
+    let predicted = Predicted { config, plan, forecast, ranks_of_a_machine, available_bytes };
+    if let Some(path) = &arguments.output {
+        let text = predicted.plan.to_json().map_err(|error| Failure::configuration(error.to_string()))?;
+        let refuse = |error| Failure::configuration(format!("cannot write {}: {error}", path.display()));
+        std::fs::write(path, text).map_err(refuse)?;
+    }
+    if arguments.json {
+        say!("{}", predicted.to_json(arguments.explain));
+    } else {
+        predicted.print(arguments.explain);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Predicted {
+    /// What the ranks of the machine that needs most need together.
+    fn of_a_machine(&self) -> MemoryBytes {
+        let ranks = self.forecast.ranks();
+        let machine =
+            |first: usize| needed(&self.forecast, first..ranks.min(first + self.ranks_of_a_machine));
+        let machines = (0..ranks).step_by(self.ranks_of_a_machine).map(machine);
+        machines.max_by_key(MemoryBytes::total).unwrap_or_default()
+    }
+
+    fn fits(&self) -> Option<bool> {
+        self.available_bytes.map(|available| self.of_a_machine().total() as u64 <= available)
+    }
+
+    fn print(&self, explains: bool) {
+        let Self { config, forecast, .. } = self;
+        say!(
+            "plan       {}, recompute {}, {}, micro-batches of {}",
+            plan_in_words(config),
+            config.parallel.recompute.word(),
+            config.train.precision.word(),
+            config.micro_batch(),
+        );
+        if config.ranks() == 1 {
+            say!("           (one rank; [parallel] says how several would share the run)");
+        }
+        say!("\n{:<24}{:>12}  of these", "memory", "a rank");
+        for (rank, ranks, prediction) in forecast.distinct() {
+            let others = if ranks == 1 { String::new() } else { format!(", as {} others", ranks - 1) };
+            let memory = prediction.by_category();
+            let name = format!("rank {rank}{others}");
+            say!("{name:<24}{:>12}  {}", human::bytes(memory.total() as u64).to_string(), parts(memory));
+            if explains {
+                explain(prediction);
+            }
+        }
+        let (all, machine) = (needed(forecast, 0..forecast.ranks()), self.of_a_machine());
+        say!("{:<24}{:>12}", "all ranks", human::bytes(all.total() as u64).to_string());
+        let (needs, ranks) =
+            (human::bytes(machine.total() as u64), human::plural(self.ranks_of_a_machine, "rank"));
+        let verdict = match (self.fits(), self.available_bytes.map(human::bytes)) {
+            (Some(true), Some(available)) => {
+                format!("fits: {ranks} of a machine need {needs} of {available}")
+            }
+            (Some(false), Some(available)) => {
+                format!("does NOT fit: {ranks} of a machine need {needs}, and {available} are there")
+            }
+            _ => {
+                format!("{ranks} of a machine need {needs}; what is there is not known: say it with --memory")
+            }
+        };
+        say!("\nverdict    {verdict}");
+    }
+
+    fn to_json(&self, explains: bool) -> Value {
+        let Self { plan, forecast, .. } = self;
+        let of_rank = |(rank, ranks, prediction): (usize, usize, &MemoryPrediction)| {
+            let mut row = json!({
+                "rank": rank, "ranks": ranks, "coordinates": coordinates(forecast, rank),
+                "memory_bytes": by_name(prediction.by_category()),
+            });
+            if explains {
+                let items = prediction.items.iter().map(|item| {
+                    json!({ "category": item.category, "what": item.what, "bytes": item.bytes, "reserve": item.is_reserve })
+                });
+                row["made_of"] = items.collect();
+            }
+            row
+        };
+        let most = forecast.distinct().max_by_key(|(_, _, prediction)| prediction.by_category().total());
+        let most = most.map_or_else(MemoryBytes::default, |(_, _, prediction)| prediction.by_category());
+        let row = json!({
+            "mesh": plan.mesh, "zero_stage": plan.zero_stage, "micro_batch": plan.micro_batch,
+            "schedule": plan.schedule, "recompute": plan.recompute, "memory_bytes": by_name(most),
+            "memory_by_rank": forecast.distinct().map(of_rank).collect::<Vec<_>>(),
+            "machine": {
+                "ranks": self.ranks_of_a_machine, "needed_bytes": self.of_a_machine().total(),
+                "available_bytes": self.available_bytes,
+            },
+            "fits": self.fits(),
+        });
+        json!({ "best": plan, "ranking": [row] })
+    }
+}
+
+/// The categories that there is anything of.
+fn parts(memory: MemoryBytes) -> String {
+    let parts = memory.entries().filter(|(_, bytes)| *bytes > 0);
+    let part = |(category, bytes): (lockstep_plan::MemoryCategory, usize)| {
+        format!("{} {}", category.name(), human::bytes(bytes as u64))
+    };
+    parts.map(part).collect::<Vec<_>>().join(", ")
+}
+
+fn by_name(memory: MemoryBytes) -> Value {
+    let mut map: Map<String, Value> =
+        memory.entries().map(|(category, bytes)| (category.name().to_owned(), bytes.into())).collect();
+    // What kernels give back for their next call is not predicted.
+    map.remove(lockstep_plan::MemoryCategory::Cached.name());
+    map.insert("total".to_owned(), memory.total().into());
+    map.into()
+}
+
+fn coordinates(forecast: &Forecast, rank: usize) -> Value {
+    let view = forecast.mesh().ranks();
+    let coordinate = |axis: Axis| (axis.name().to_owned(), Value::from(view.coordinate(rank, axis)));
+    Value::Object(Axis::ALL.into_iter().map(coordinate).collect())
+}
+
+fn explain(prediction: &MemoryPrediction) {
+    for item in &prediction.items {
+        let reserve = if item.is_reserve { ", at most" } else { "" };
+        let bytes = human::bytes(item.bytes as u64).to_string();
+        say!("{:<24}{bytes:>12}  {} ({}{reserve})", "", item.what, item.category.name());
+    }
+}

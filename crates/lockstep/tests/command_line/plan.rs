@@ -1,0 +1,90 @@
+//! `plan`: what a plan's ranks need, and whether it fits; and that the ledgers of ranks say what the system says of their processes.
+
+use serde_json::Value;
+
+use crate::workshop::Workshop;
+
+/// 23 million parameters: enough that what every process has besides does not count.
+const MODEL: [&str; 6] = [
+    "model.vocab_size=256",
+    "model.hidden_size=512",
+    "model.intermediate_size=1536",
+    "model.num_hidden_layers=7",
+    "model.num_attention_heads=8",
+    "model.num_key_value_heads=8",
+];
+
+fn arguments<'a>(command: &[&'a str], settings: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+    let sets = settings.iter().flat_map(|setting| ["--set", setting]);
+    command.iter().copied().chain(sets).chain(more.iter().copied()).collect()
+}
+
+#[test]
+fn a_plan_is_predicted_and_what_is_written_runs() {
+    let workshop = Workshop::new();
+    let plan = |settings: &[&str], more: &[&str]| workshop.run(&arguments(&["plan"], settings, more));
+    let split = ["parallel.tensor_parallel=2", "parallel.data_parallel_shard=2", "parallel.zero_stage=2"];
+    let settings = [&["model.preset=baby-gpt", "train.global_batch=4"][..], &split].concat();
+    let found = plan(&settings, &["--json", "--explain", "--memory", "64GiB", "-o", "plan.json"]).json();
+    let row = &found["ranking"][0];
+    assert_eq!(
+        (&row["fits"], &row["zero_stage"], &row["mesh"]["tensor"]),
+        (&true.into(), &2.into(), &2.into())
+    );
+    let total = row["memory_bytes"]["total"].as_u64().unwrap();
+    let ranks = row["memory_by_rank"].as_array().unwrap();
+    assert_eq!(ranks.iter().map(|rank| rank["ranks"].as_u64().unwrap()).sum::<u64>(), 4, "{row}");
+    let sum: u64 =
+        ranks[0]["made_of"].as_array().unwrap().iter().map(|item| item["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(ranks[0]["memory_bytes"]["total"].as_u64(), Some(sum), "{row}");
+    assert!(ranks.iter().any(|rank| rank["memory_bytes"]["total"].as_u64() == Some(total)), "{row}");
+    let few = plan(&settings, &["--json", "--memory", "32MiB"]).json();
+    assert_eq!(few["ranking"][0]["fits"], false, "{few}");
+    // A machine for each rank needs less than one for all.
+    let spread = plan(&settings, &["--json", "--nproc-per-node", "1"]).json();
+    let needed = |found: &Value| found["ranking"][0]["machine"]["needed_bytes"].as_u64().unwrap();
+    assert!(needed(&spread) < needed(&few) && needed(&few) <= 4 * needed(&spread), "{spread} {few}");
+    let text = plan(&settings, &["--memory", "32MiB"]).succeeds().stdout;
+    assert!(text.contains("does NOT fit: 4 ranks of a machine need"), "{text}");
+    let verify = ["parallel.pipeline_parallel=2"];
+    let of_sample = workshop.run(&arguments(&["plan"], &verify, &["-o", "pipeline.json"])).succeeds();
+    assert!(of_sample.stdout.contains("2 pipeline ranks"), "{of_sample:?}");
+    let again = workshop.run(&["plan", "--plan", "pipeline.json"]).succeeds();
+    assert!(again.stdout.contains("2 pipeline ranks"), "{again:?}");
+    plan(&["parallel.tensor_parallel=5"], &[]).refuses(2, &["tensor 5 does not divide"]);
+}
+
+#[test]
+fn processes_of_ranks_have_what_their_ledgers_say_and_that_is_what_was_predicted() {
+    let workshop = Workshop::new();
+    let steps = ["--batch", "1", "--seq-len", "16", "--steps", "1", "--threads", "1", "--json"];
+    for (precision, stage) in [("f32", 1), ("f32", 2), ("f32", 3), ("bf16", 1), ("bf16", 2), ("bf16", 3)] {
+        let stage = format!("parallel.zero_stage={stage}");
+        let settings = [&MODEL[..], &["parallel.data_parallel_shard=2", &stage]].concat();
+        let more = [&steps[..], &["--precision", precision]].concat();
+        let found =
+            workshop.run(&arguments(&["bench", "step", "--model", "llama-15m"], &settings, &more)).json();
+        let bytes = |memory: &Value, name: &str| memory[name].as_u64().unwrap();
+        let ranks = found["memory_by_rank"].as_array().unwrap();
+        let predicted = found["memory_predicted_by_rank"].as_array().unwrap();
+        assert_eq!((ranks.len(), predicted.len()), (2, 2), "{found}");
+        let (mut booked_bytes, mut process_bytes) = (0, 0);
+        for (booked, predicted) in ranks.iter().zip(predicted) {
+            for name in ["parameters", "gradients", "optimizer", "activations", "communication", "workspace"]
+            {
+                assert_eq!(
+                    bytes(booked, name),
+                    bytes(predicted, name),
+                    "{precision}, {stage}, {name}: {found}"
+                );
+            }
+            booked_bytes += bytes(predicted, "total") + bytes(booked, "cached");
+            process_bytes += bytes(booked, "process_pss");
+        }
+        let off = process_bytes as f64 / booked_bytes as f64 - 1.0;
+        assert!(
+            off.abs() < 0.1,
+            "{precision}, {stage}: {process_bytes} bytes of processes, {booked_bytes} of ledgers"
+        );
+    }
+}

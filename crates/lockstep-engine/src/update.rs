@@ -36,7 +36,7 @@ impl Engine {
     /// Updates the weights: each rank those that it owns, which are then gathered.
     ///
     /// # Errors
-    /// [`EngineError`]: none on one rank.
+    /// [`EngineError::Comm`], [`EngineError::Disk`].
     pub fn update(&mut self, update: &Update) -> Result<(), EngineError> {
         self.balance()?;
         for id in self.trained_ids().filter(|id| !self.is_selection_bias(*id)) {

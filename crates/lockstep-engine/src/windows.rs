@@ -17,8 +17,9 @@ use lockstep_tensor::{Arena, Buffer, DiskError, DiskQueue, DiskTraffic, ScratchF
 use crate::flat::{FlatStore, Piece, write_rounded};
 use crate::{EngineError, Offload};
 
-/// How many of them may be on their way in: the others are on their way out.
+/// How many of the windows in memory may be on their way in: the others are on their way out.
 const AHEAD: usize = 3;
+
 /// A window: some elements of a stretch.
 #[derive(Debug)]
 pub(crate) struct Window {

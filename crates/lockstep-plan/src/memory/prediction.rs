@@ -119,6 +119,8 @@ struct Rank<'a, S> {
     shard_ranks: S,
     /// What is shared out, if there is anybody to share with.
     zero_stage: ZeroStage,
+    /// Which units' state is on disk.
+    units_on_disk: Vec<bool>,
     state: &'a StatePlan,
 }
 
@@ -129,7 +131,23 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         let has_others = records.iter().any(|record| shard_ranks(Summing::of(&record.share)) > 1);
         let zero_stage = if has_others { state.zero_stage } else { ZeroStage::Nothing };
         let shared_table = SharedTable::of(&mut records, &is_here);
-        Self { model, stages, is_here, records, shared_table, shard_ranks, zero_stage, state }
+        let units_on_disk = Vec::new();
+        let mut rank = Self {
+            model,
+            stages,
+            is_here,
+            records,
+            shared_table,
+            shard_ranks,
+            zero_stage,
+            units_on_disk,
+            state,
+        };
+        if let Some(disk) = state.on_disk {
+            let weights = rank.shared_out(ZeroStage::Parameters, |index| rank.is_trained(index));
+            rank.units_on_disk = weights.units_on_disk(disk.share);
+        }
+        rank
     }
 
     fn is_trained(&self, index: usize) -> bool {
@@ -152,25 +170,34 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
 
     /// Where a store stands that is shared out from a stage on. All owners have as much.
     fn shared_out(&self, from: ZeroStage, keeps: impl Fn(usize) -> bool) -> StoreLayout {
-        let place = |summing| ShardPlace { ranks: self.ranks(summing), rank: 0 };
-        let extent = if self.zero_stage >= from { Extent::Own } else { Extent::Whole };
-        StoreLayout::new(&self.records, extent, place, keeps)
+        self.partly_on_disk(self.extent(from), keeps, |_, _| false)
     }
 
-    /// Whether a stretch of the optimizer's state is on disk.
-    fn units_on_disk(&self) -> Vec<bool> {
-        let weights = self.shared_out(ZeroStage::Parameters, |index| self.is_trained(index));
-        weights.units_on_disk(self.state.on_disk.map_or(0.0, |disk| disk.share))
+    /// How much of its stretches a store has that is shared out from a stage on.
+    fn extent(&self, from: ZeroStage) -> Extent {
+        if self.zero_stage >= from { Extent::Own } else { Extent::Whole }
+    }
+
+    fn partly_on_disk(
+        &self,
+        extent: Extent,
+        keeps: impl Fn(usize) -> bool,
+        is_on_disk: impl Fn(usize, bool) -> bool,
+    ) -> StoreLayout {
+        let place = |summing| ShardPlace { ranks: self.ranks(summing), rank: 0 };
+        StoreLayout::partly_on_disk(&self.records, extent, place, keeps, is_on_disk)
+    }
+
+    fn is_on_disk(&self, unit: usize) -> bool {
+        self.units_on_disk.get(unit).is_some_and(|is_on_disk| *is_on_disk)
     }
 
     /// Where gradients stand: whole, or what their owners or the disk have not.
     fn gradients(&self) -> StoreLayout {
-        let place = |summing| ShardPlace { ranks: self.ranks(summing), rank: 0 };
         let extent = if self.hands_gradients_on() { Extent::Own } else { Extent::Whole };
-        let units = self.units_on_disk();
         let has_gradients = self.state.on_disk.is_some_and(|disk| disk.has_gradients);
-        let is_on_disk = |unit: usize, is_tied: bool| has_gradients && units[unit] && !is_tied;
-        StoreLayout::partly_on_disk(&self.records, extent, place, |index| self.is_trained(index), is_on_disk)
+        let is_on_disk = |unit: usize, is_tied: bool| has_gradients && self.is_on_disk(unit) && !is_tied;
+        self.partly_on_disk(extent, |index| self.is_trained(index), is_on_disk)
     }
 
     /// Whether gradients leave for where they are kept as soon as they are complete.
@@ -180,11 +207,8 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
 
     /// Where a store of the optimizer's state stands.
     fn of_optimizer(&self, keeps: impl Fn(usize) -> bool) -> StoreLayout {
-        let place = |summing| ShardPlace { ranks: self.ranks(summing), rank: 0 };
-        let extent = if self.zero_stage >= ZeroStage::Optimizer { Extent::Own } else { Extent::Whole };
-        let units = self.units_on_disk();
         let keeps = |index: usize| keeps(index) && self.is_trained(index);
-        StoreLayout::partly_on_disk(&self.records, extent, place, keeps, |unit, _| units[unit])
+        self.partly_on_disk(self.extent(ZeroStage::Optimizer), keeps, |unit, _| self.is_on_disk(unit))
     }
 
     /// Memory for windows of what is on disk: of the optimizer's state, whose first store stands so and which has these types, and of

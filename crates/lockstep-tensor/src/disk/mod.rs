@@ -18,7 +18,7 @@ mod ring;
 mod tests;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     io,
     path::PathBuf,
     sync::Arc,
@@ -175,6 +175,8 @@ pub struct DiskQueue {
     /// What has been begun and not ended, or ended and not asked for.
     begun: BTreeMap<Ticket, Option<Result<(), DiskError>>>,
     on_their_way: usize,
+    /// What was begun while as many were on their way as may be.
+    waiting: VecDeque<Transfer>,
     next_id: u64,
     /// Since when anything has been on its way without a break.
     busy_since: Instant,
@@ -206,6 +208,7 @@ impl DiskQueue {
             mover,
             begun: BTreeMap::new(),
             on_their_way: 0,
+            waiting: VecDeque::new(),
             next_id: 0,
             busy_since: Instant::now(),
             traffic: DiskTraffic::default(),
@@ -274,19 +277,25 @@ impl DiskQueue {
             loan.as_ptr(),
             self.file.len_bytes()
         );
-        while self.on_their_way >= DEPTH {
-            // A disk that says nothing is found by whoever waits for it.
-            self.take_in(Instant::now() + Duration::from_secs(1));
-        }
-        if self.on_their_way == 0 {
-            self.busy_since = Instant::now();
-        }
         let id = self.next_id;
         self.next_id += 1;
-        self.on_their_way += 1;
         self.begun.insert(Ticket(id), None);
-        self.mover.start(Transfer { id, action, offset, loan, done: 0 });
+        self.waiting.push_back(Transfer { id, action, offset, loan, done: 0 });
+        self.start_waiting();
         Ticket(id)
+    }
+
+    /// Hands on what is waiting, as far as there is room for it.
+    fn start_waiting(&mut self) {
+        while self.on_their_way < DEPTH
+            && let Some(transfer) = self.waiting.pop_front()
+        {
+            if self.on_their_way == 0 {
+                self.busy_since = Instant::now();
+            }
+            self.on_their_way += 1;
+            self.mover.start(transfer);
+        }
     }
 
     /// Notes the end of a transfer, if one ends before `deadline`.
@@ -299,6 +308,7 @@ impl DiskQueue {
         if self.on_their_way == 0 {
             self.traffic.busy += self.busy_since.elapsed();
         }
+        self.start_waiting();
         let directory = || self.file.directory().to_owned();
         let result = result.map_err(|source| DiskError::Transfer {
             action,

@@ -3,13 +3,14 @@
 use lockstep_graph::BlockShape;
 
 use super::ParallelConfig;
+use super::choices::{
+    DataFormat, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Residence, Rounding,
+    ScheduleKind, StatePrecision, TensorLayout, Transport,
+};
 use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
-use super::value::{
-    DataFormat, DataSource, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Residence,
-    Rounding, ScheduleKind, StatePrecision, TensorLayout, Transport,
-};
+use super::value::DataSource;
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
 const MAX_TRACED_STEPS: u64 = 100;

@@ -12,14 +12,15 @@ use lockstep_plan::RecomputeRules;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::choices::{
+    AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, MuonScale, OffloadIo,
+    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Residence, Rounding, Scaling,
+    ScheduleKind, StatePrecision, TensorLayout, TokenType, Transport,
+};
 use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
 use super::reader::Reader;
-use super::value::{
-    AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale,
-    OffloadIo, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Readable, Residence, Rounding,
-    Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport,
-};
+use super::value::{DataSource, Readable, TokenizerSource};
 
 /// The preset that is trained when `[model]` names none.
 pub const DEFAULT_PRESET: &str = "llama-15m";

@@ -6,6 +6,7 @@
 //! nowhere else.
 
 mod check;
+mod choices;
 mod declare;
 mod keys;
 mod manual;
@@ -24,6 +25,11 @@ use std::path::{Path, PathBuf};
 
 use lockstep_plan::{Degrees, Feedback, ParameterRecord, Quantization, ZeroStage};
 
+pub use choices::{
+    ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, MuonScale, OptimizerKind, Precision,
+    QuantizedGradients, QuantizedWeights, Residence, Rounding, Scaling, ScheduleKind, StatePrecision,
+    TensorLayout, TokenType, Transport,
+};
 pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
     CheckpointConfig, DEFAULT_PRESET, DataConfig, FineTuneConfig, KEYS, MetricsConfig, ModelConfig,
@@ -32,11 +38,7 @@ pub use keys::{
 pub use manual::configuration_markdown;
 pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
-pub use value::{
-    ContextMethod, DataFormat, DataOrder, DataPacking, DataSource, F32Products, MuonScale, OptimizerKind,
-    Precision, QuantizedGradients, QuantizedWeights, Residence, Rounding, Scaling, ScheduleKind,
-    StatePrecision, TensorLayout, TokenType, TokenizerSource, Transport, ValueType,
-};
+pub use value::{DataSource, TokenizerSource, ValueType};
 
 use crate::error::Error;
 use crate::schedule::{Decay, LearningRate};

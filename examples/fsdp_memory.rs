@@ -118,6 +118,8 @@ fn after_a_step(
         context_method: ContextMethod::default(),
         zero_stage,
         quantization: Quantization::default(),
+        live_parameters: lockstep_plan::gathering::LiveParameters::default(),
+        secondary_shard: None,
         bucket_bytes: 25 << 20,
         limit,
     };

@@ -7,13 +7,15 @@ use lockstep_comm::Metered;
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, Program, RecomputeRules, Seed, Timeline};
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
+use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
     DType, Extent, MemoryCategory, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory,
     ZeroStage, exact::ExactSum, predicted,
 };
 use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products, TensorError};
 
-use crate::gathered::Gathered;
+use crate::arriving::Arriving;
+use crate::gathered::{Gathered, Own};
 use crate::gradients::Trained;
 use crate::optimizer::Role;
 use crate::passes::{Place, Work};
@@ -73,6 +75,8 @@ pub struct Engine {
     /// Master weights and optimizer state that are on disk.
     pub(crate) on_disk: Option<RefCell<DiskStore<StateKind>>>,
     pub(crate) groups: Groups,
+    /// Those of a step of this rank, without a pipeline.
+    micro_batches: usize,
     /// None if all gradients are whole.
     reducer: Option<Reducer>,
     /// The rank's part in a pipeline, if there is one.
@@ -151,12 +155,14 @@ impl Engine {
         let is_here: Vec<bool> =
             (0..model.units()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect();
         let mesh = groups.mesh();
-        let sharing = (groups.zero_stage(), groups.quantization());
-        let state_plan = options.state_plan(&model, &storage, sharing, &mesh);
-        let predicted = {
-            let profile = model.profile(context);
-            predicted(&profile, &stages, |summing| mesh.shard_ranks(summing), &state_plan)
+        let state_plan = options.state_plan(&model, &storage, groups.options().as_ref(), &mesh);
+        let profile = model.profile(context);
+        let passes = RankPasses {
+            stages: &stages,
+            pipeline: groups.pipeline_plan().map(|(plan, rank)| (&plan.schedule, rank)),
+            micro_batches: (options.micro_batches / groups.batch_parts()).max(1),
         };
+        let predicted = predicted(&profile, passes, |summing| mesh.shard_ranks(summing), &state_plan)?;
         let queue = CpuQueue::new(threads, arena)?;
         let shards = Shards::new(&groups, &records)?;
         let offload = &storage.offload;
@@ -174,7 +180,7 @@ impl Engine {
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
         let of_kernels = (shape.dtype, MemoryCategory::Parameters);
-        let trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
+        let mut trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
         let units = model.units();
         let units_on_disk = trained.layout().units_on_disk(offload.plan().map_or(0.0, |disk| disk.share));
         let is_on_disk = |unit: usize, _: bool| units_on_disk[unit];
@@ -191,7 +197,10 @@ impl Engine {
         };
         let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
         let alone = Shards::none();
-        let frozen = FlatStore::zeros_where(arena, &records, of_kernels, &alone, Extent::Whole, is_frozen)?;
+        let of_parameters = shared_out(ZeroStage::Parameters);
+        let owners = if of_parameters == Extent::Own { &shards } else { &alone };
+        let frozen = FlatStore::zeros_where(arena, &records, of_kernels, owners, of_parameters, is_frozen)?;
+        let mut frozen = (!frozen.is_empty()).then_some(frozen);
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages)?;
         let own_tokens = model.program(0).shape().tokens();
         let has_master = state_plan.has_master;
@@ -212,9 +221,14 @@ impl Engine {
         let biases = (is_updated_by_owners == Extent::Own || offload.optimizer == Residence::Disk)
             .then(|| FlatStore::zeros_where(arena, &records, in_optimizer, &alone, Extent::Whole, is_bias))
             .transpose()?;
-        let gathered = (trained.extent() == Extent::Own)
-            .then(|| Gathered::new(arena, &model, &trained, &shards))
-            .transpose()?;
+        let is_gathered_after_updates = of_parameters == Extent::Whole && shards.stage() > ZeroStage::Nothing;
+        let arriving = is_gathered_after_updates.then(|| Arriving::new(&model, &trained));
+        let gathered = if of_parameters == Extent::Own {
+            let own = Own { trained: &mut trained, frozen: frozen.as_mut() };
+            Some(Gathered::new(arena, &profile, own, &shards, (passes, state_plan.gathering))?)
+        } else {
+            None
+        };
         let optimizer_state = StateKind::OF_OPTIMIZERS
             .into_iter()
             .filter_map(|kind| state(kind).transpose())
@@ -224,6 +238,7 @@ impl Engine {
         let layout = master.as_ref().or(optimizer_state.first().map(|(_, store)| store));
         let on_disk = layout.map(|layout| DiskStore::zeros(offload, layout, kept, arena)).transpose()?;
         Ok(Self {
+            micro_batches: passes.micro_batches,
             reducer,
             queue,
             runner,
@@ -257,12 +272,12 @@ impl Engine {
             predicted,
             weights: ModelWeights {
                 trained,
-                frozen: (!frozen.is_empty()).then_some(frozen),
+                frozen,
                 master,
                 biases: biases.filter(|store| !store.is_empty()),
                 shards,
                 gathered,
-                traffic: Traffic::default(),
+                arriving,
             },
         })
     }
@@ -359,6 +374,7 @@ impl Engine {
     /// # Panics
     /// If a step has more micro-batches than [`EngineOptions`] said.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, EngineError> {
+        self.weights.begin(Sequence::MicroBatch);
         self.micro_batch(batch, seed, Turn::Earlier)
     }
 
@@ -381,14 +397,20 @@ impl Engine {
             self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
         }
         if self.pipeline.is_some() {
+            self.weights.begin(Sequence::Step);
             let loss_sum = self.run_pipeline(batches, seed)?;
             self.complete_gradients()?;
             self.runner.expert_load_mut().sum(&self.groups)?;
             return Ok(loss_sum);
         }
+        let is_planned = batches.clone().count() == self.micro_batches;
+        self.weights.begin(Sequence::Step);
         let mut batches = batches.peekable();
         let mut loss_sum = 0.0;
         while let Some(batch) = batches.next() {
+            if !is_planned {
+                self.weights.begin(Sequence::MicroBatch);
+            }
             let turn = if batches.peek().is_some() { Turn::Earlier } else { Turn::Last };
             loss_sum += self.micro_batch(&batch, seed, turn)?;
         }
@@ -454,7 +476,11 @@ impl Engine {
         let after_unit = |gradients: &mut Gradients, unit| {
             let Some(reducer) = &mut reducer else { return Ok(()) };
             gradients.sum_unit(queue, unit, reducer)?;
-            if is_last { gradients.sum_rows(unit, reducer) } else { Ok(()) }
+            if !is_last {
+                return Ok(());
+            }
+            gradients.begin_owned(reducer)?;
+            gradients.sum_rows(unit, reducer)
         };
         let half = Half::Both;
         runner.backward_stage(model, only, queue, weights, gradients, seed, half, after_unit)?;
@@ -472,6 +498,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError`]: none on one rank.
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, EngineError> {
+        self.weights.begin(Sequence::Evaluation);
         let Self { evaluation, model, pipeline, queue, weights, runner, .. } = self;
         let model = evaluation.as_ref().unwrap_or(model);
         if let Some(pipeline) = pipeline {
@@ -494,6 +521,15 @@ impl Engine {
             (Activity::of_step("add tied gradients"), cost)
         });
         Ok(())
+    }
+
+    /// Waits until the weights are what the last update has made them, also those that other ranks have updated, which are on their
+    /// way during the forward that follows. Whoever reads or replaces weights otherwise calls this before.
+    ///
+    /// # Errors
+    /// [`EngineError`]: none on one rank.
+    pub fn settle_weights(&mut self) -> Result<(), EngineError> {
+        self.weights.settle()
     }
 
     /// Completes the gradients if they are not, and returns the global L2 norm over all ranks that share the model, each
@@ -564,6 +600,11 @@ impl Engine {
     /// When this rank did what in the last step, if it is one of a pipeline.
     pub fn pipeline_times(&self) -> Option<&StepTimes> {
         self.pipeline.as_ref().map(Pipeline::times)
+    }
+
+    /// When weights are gathered in a step, and how many of them are whole at once, where they are shared out.
+    pub fn gathers_of_step(&self) -> Option<&GatherPlan> {
+        self.weights.gathered.as_ref().map(Gathered::plan_of_step)
     }
 
     /// Elements of the parameters that are trained.

@@ -1,6 +1,7 @@
 //! What can go wrong in the engine.
 
 use lockstep_comm::CommError;
+use lockstep_plan::gathering::TooFewLive;
 use lockstep_tensor::{DiskError, TensorError};
 
 use crate::StateKind;
@@ -21,6 +22,9 @@ pub enum EngineError {
     /// A copy in memory is asked for of what is on disk because memory has no room for it.
     #[error("there is no copy in memory of model state that is on disk")]
     OnDisk,
+    /// Fewer parameters may be whole at once than a unit reads.
+    #[error(transparent)]
+    TooFewLive(#[from] TooFewLive),
     /// A tensor that is loaded does not have its parameter's size.
     #[error("{} of {name}: {found} elements, the model has {expected}", kind.name())]
     WrongSize {

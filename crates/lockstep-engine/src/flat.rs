@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use lockstep_graph::{ParameterIndex, Parameters};
+use lockstep_plan::gathering::Kept;
 use lockstep_plan::{DType, Extent, MemoryCategory, ParameterId, ParameterRecord, StoreLayout, Stretch};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
 
@@ -450,12 +451,12 @@ pub struct Weights<'a> {
 
 impl<'a> Weights<'a> {
     fn view(&self, id: ParameterId) -> View<'a> {
-        let frozen = || self.frozen.and_then(|store| store.get(id));
-        let trained = match self.gathered {
-            Some(gathered) => gathered.get(self.trained, id),
-            None => self.trained.get(id),
+        let of = |kept, store: &'a FlatStore| match self.gathered {
+            Some(gathered) => gathered.get(kept, store, id),
+            None => store.get(id),
         };
-        trained.or_else(frozen).expect("a parameter is trained or frozen")
+        let frozen = || self.frozen.and_then(|store| of(Kept::Frozen, store));
+        of(Kept::Trained, self.trained).or_else(frozen).expect("a parameter is trained or frozen")
     }
 }
 

@@ -1,34 +1,31 @@
-//! Weights that are whole only while a unit works with them (ZeRO stage 3; Rajbhandari et al., 2020, and PyTorch's FSDP).
+//! Weights that are whole only while units work with them (ZeRO stage 3; Rajbhandari et al., 2020, and PyTorch's FSDP).
 //!
-//! Each rank keeps what it owns. Before a unit's forward or backward its weights are gathered from their owners into one of two
-//! buffers, and while it works, those of the unit that follows into the other. Which that is, is known from the program: nothing is
-//! traced. After its use a buffer is simply filled anew; nothing is kept from the forward for the backward but the last two units.
+//! Each rank keeps what it owns. Which weights are gathered from their owners when, how long they stay and where they lie in a pool is
+//! planned before the run ([`GatherPlan`]); here it is carried out: before a use what it reads has come, and while it computes what later
+//! ones read is on its way.
 //!
 //! Weights may travel as small integers (qwZ of ZeRO++: Wang et al., 2023): each rank writes its range as codes and scales, these are
-//! gathered, and every rank reads all ranges from them, its own as well, so that all work with the same bits.
+//! gathered, and every rank reads all ranges from them, its own as well, so that all work with the same bits. What neighbours keep is
+//! what was read so, and they give it to each other as it is.
 
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_model::RecordedModel;
-use lockstep_plan::{DType, MemoryCategory, ParameterId, QuantizedType};
+use lockstep_plan::gathering::{Bundled, GatherPlan, Gathering, Gathers, Kept, RankPasses, Sequence, Stay};
+use lockstep_plan::{DType, MemoryCategory, ModelProfile, ParameterId, QuantizedType};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
 
+use crate::secondary::{Secondary, SecondaryPart};
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// Brings the weights of a unit to where kernels read them.
 pub(crate) trait WeightSource {
-    /// Waits until the weights of `unit` are there, and begins to get those of `next`, which will be asked for after it.
+    /// Waits until the weights of `unit`, the next one of the sequence of uses, are there.
     ///
     /// # Errors
     /// [`EngineError`].
-    fn make_ready(
-        &mut self,
-        queue: &dyn Kernels,
-        unit: usize,
-        next: Option<usize>,
-    ) -> Result<(), EngineError>;
+    fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError>;
 
     /// The weights; those that are shared out, of the unit that was made ready last.
     fn weights(&self) -> Weights<'_>;
@@ -36,7 +33,7 @@ pub(crate) trait WeightSource {
 
 /// Weights that are all there.
 impl WeightSource for Weights<'_> {
-    fn make_ready(&mut self, _: &dyn Kernels, _: usize, _: Option<usize>) -> Result<(), EngineError> {
+    fn make_ready(&mut self, _: &dyn Kernels, _: usize) -> Result<(), EngineError> {
         Ok(())
     }
 
@@ -45,70 +42,132 @@ impl WeightSource for Weights<'_> {
     }
 }
 
-/// The weights of two units.
+/// What a rank owns of the weights.
+#[derive(Debug)]
+pub(crate) struct Own<'a> {
+    pub(crate) trained: &'a mut FlatStore,
+    pub(crate) frozen: Option<&'a mut FlatStore>,
+}
+
+impl Own<'_> {
+    fn store(&mut self, kept: Kept) -> Option<&mut FlatStore> {
+        match kept {
+            Kept::Trained => Some(self.trained),
+            Kept::Frozen => self.frozen.as_deref_mut(),
+        }
+    }
+}
+
+/// The weights that are whole at the time.
 #[derive(Debug)]
 pub(crate) struct Gathered {
-    slots: [Slot; 2],
-    /// The stretches that each unit reads, and where they begin in its slot. By unit.
-    needs: Vec<Vec<(usize, usize)>>,
-    /// The unit that was made ready last.
-    current: usize,
+    pool: Buffer,
+    /// What goes between ranks, where it is not the weights themselves: the records of each element of the pool.
+    records: Option<(QuantizedType, Buffer)>,
+    dtype: DType,
+    bundles: Vec<Bundle>,
+    /// The bundles that each unit reads.
+    needs: Vec<Vec<usize>>,
+    /// The bundle of each stretch of the stores, and where it begins there; none of those that nobody else owns a part of.
+    in_bundle: [Vec<Option<(usize, usize)>>; 2],
+    /// By [`Sequence`].
+    plans: [GatherPlan; 3],
+    /// What is kept for neighbours, if anything is.
+    secondary: Option<Secondary>,
+    sequence: Sequence,
+    /// Uses of the sequence that have been made ready.
+    used: usize,
     limit: Duration,
     traffic: Traffic,
 }
 
-#[derive(Debug)]
-struct Slot {
-    buffer: Buffer,
-    /// Whose weights are in it, or on their way there.
-    unit: Option<usize>,
-    /// What goes between ranks, where it is not the weights themselves.
-    records: Option<(QuantizedType, Buffer)>,
-    /// Whether the weights are there as records only.
-    is_coded: bool,
+/// Stretches that the same units read.
+#[derive(Debug, Default)]
+struct Bundle {
+    stretches: Vec<Gatherable>,
+    /// Whether neighbours are to keep what comes, or is there, for further gathers of the sequence.
+    is_to_be_kept: bool,
+    /// Whether they have kept it before.
+    was_kept: bool,
+    /// The first element in the pool of where they are, or will be when they have come.
+    start: Option<usize>,
     pending: Vec<Pending>,
 }
 
-/// Units that follow each other have different ones.
-fn slot_of(unit: usize) -> usize {
-    unit % 2
+/// A stretch in a bundle.
+#[derive(Debug)]
+struct Gatherable {
+    kept: Kept,
+    /// Its number in that store.
+    stretch: usize,
+    /// Its first element in the bundle.
+    start: usize,
+    elements: usize,
+    secondary: Option<SecondaryPart>,
+    /// Whether it is there as records only.
+    is_coded: bool,
 }
 
 impl Gathered {
-    /// Buffers for the units of `model`, whose weights are kept in `own`.
+    /// A pool for the units of `model`, whose weights are kept in `own`, as `passes` use them.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// Out of memory, a limit below what a unit reads.
     pub(crate) fn new(
         arena: &Arena,
-        model: &RecordedModel,
-        own: &FlatStore,
+        model: &ModelProfile,
+        mut own: Own<'_>,
         shards: &Shards,
-    ) -> Result<Self, TensorError> {
-        let parameters = (0..model.units()).map(|unit| model.unit_parameters(unit));
-        let gathering = own.layout().gathering(parameters, |summing| shards.group(summing).is_some());
-        let size = own.dtype().size_bytes();
-        let in_bytes = |(stretch, start): (usize, usize)| (stretch, start * size);
-        let needs =
-            gathering.needs.into_iter().map(|needs| needs.into_iter().map(in_bytes).collect()).collect();
-        let quantized = shards.quantization().weights;
-        let slot = |elements: usize| {
-            let buffer = arena.allocate(elements * size, MemoryCategory::Communication)?;
-            let of_records = |kind: QuantizedType| {
-                Ok((kind, arena.allocate(kind.bytes(elements), MemoryCategory::Communication)?))
-            };
-            let records = quantized.map(of_records).transpose()?;
-            Ok(Slot { buffer, unit: None, records, is_coded: false, pending: Vec::new() })
+        (passes, gathering): (RankPasses<'_>, Gathering),
+    ) -> Result<Self, EngineError> {
+        let dtype = own.trained.dtype();
+        let layouts = [Some(own.trained.layout()), own.frozen.as_deref().map(FlatStore::layout)];
+        let ranks = |summing| shards.place(summing).ranks;
+        let gathers = Gathers::new(model, layouts, ranks, passes, gathering)?;
+        let pool_elements = gathers.pool_elements();
+        let Gathers { bundles, needs, in_bundle, plans, secondary_elements } = gathers;
+        let secondary = secondary_elements.map(|elements| Secondary::new(arena, shards, dtype, elements));
+        let secondary = secondary.transpose()?;
+        let mut gatherable = |Bundled { kept, stretch, start, elements, secondary_start }| {
+            let part = own.store(kept).zip(secondary.as_ref()).zip(secondary_start);
+            let secondary =
+                part.and_then(|((store, secondary), start)| secondary.part(store, stretch, start));
+            Gatherable { kept, stretch, start, elements, secondary, is_coded: false }
         };
-        let [even, odd] = gathering.elements;
-        let slots = [slot(even)?, slot(odd)?];
-        let limit = shards.limit();
-        Ok(Self { slots, needs, current: 0, limit, traffic: Traffic::default() })
+        let mut bundle = |stretches: Vec<Bundled>| Bundle {
+            stretches: stretches.into_iter().map(&mut gatherable).collect(),
+            ..Bundle::default()
+        };
+        let bundles = bundles.into_iter().map(&mut bundle).collect();
+        let in_communication = |bytes: usize| arena.allocate(bytes, MemoryCategory::Communication);
+        let of_records =
+            |kind: QuantizedType| Ok::<_, TensorError>((kind, in_communication(kind.bytes(pool_elements))?));
+        Ok(Self {
+            pool: in_communication(pool_elements * dtype.size_bytes())?,
+            records: shards.quantization().weights.map(of_records).transpose()?,
+            dtype,
+            bundles,
+            needs,
+            in_bundle,
+            plans,
+            secondary,
+            sequence: Sequence::Step,
+            used: 0,
+            limit: shards.limit(),
+            traffic: Traffic::default(),
+        })
     }
 
-    /// The weights have changed: what was gathered no longer counts.
-    pub(crate) fn forget(&mut self) {
-        self.slots.iter_mut().for_each(|slot| slot.unit = None);
+    /// A sequence of uses begins. What was gathered no longer counts.
+    pub(crate) fn begin(&mut self, sequence: Sequence) {
+        self.sequence = sequence;
+        self.used = 0;
+        self.bundles.iter_mut().for_each(|bundle| bundle.start = None);
+    }
+
+    /// How weights are gathered in a step.
+    pub(crate) fn plan_of_step(&self) -> &GatherPlan {
+        &self.plans[Sequence::Step as usize]
     }
 
     /// What gathering has cost since this was last asked.
@@ -116,114 +175,164 @@ impl Gathered {
         std::mem::take(&mut self.traffic)
     }
 
-    /// The weights of a parameter of the unit that was made ready last; none if they are not gathered.
-    pub(crate) fn get<'a>(&'a self, own: &'a FlatStore, id: ParameterId) -> Option<View<'a>> {
+    /// The weights of a parameter that `own` keeps and a unit that was made ready reads; none if they are not kept.
+    pub(crate) fn get<'a>(&'a self, kept: Kept, own: &'a FlatStore, id: ParameterId) -> Option<View<'a>> {
         let (stretch, first, shape) = own.place_of(id)?;
-        let needed = self.needs[self.current].iter().find(|(other, _)| *other == stretch);
-        let Some((_, start)) = needed else { return own.get(id) };
-        let offset_bytes = start + first * own.dtype().size_bytes();
-        Some(self.slots[slot_of(self.current)].buffer.view(own.dtype(), offset_bytes, shape))
+        let Some((bundle, in_bundle)) = self.in_bundle[kept as usize][stretch] else { return own.get(id) };
+        let start = self.bundles[bundle].start.expect("what a unit reads was made ready");
+        let offset_bytes = (start + in_bundle + first) * self.dtype.size_bytes();
+        Some(self.pool.view(self.dtype, offset_bytes, shape))
     }
 
-    /// Waits until the weights of `unit` are in their buffer, and begins to gather those of `next` into the other.
+    /// Waits until what `unit` reads is there, and begins to gather what is planned to be on its way meanwhile.
     ///
     /// # Errors
     /// [`CommError`].
+    ///
+    /// # Panics
+    /// If the unit is not the next one of the sequence.
     pub(crate) fn make_ready(
         &mut self,
         queue: &dyn Kernels,
-        (unit, next): (usize, Option<usize>),
-        own: &mut FlatStore,
+        unit: usize,
+        own: &mut Own<'_>,
         shards: &Shards,
     ) -> Result<(), CommError> {
         let begin = Instant::now();
-        self.start(queue, unit, own, shards)?;
-        self.wait(unit)?;
-        self.traffic.exposed += begin.elapsed();
-        // The stages of a rank may follow each other in any order.
-        if let Some(next) = next.filter(|next| slot_of(*next) != slot_of(unit)) {
-            self.start(queue, next, own, shards)?;
+        let deadline = Deadline::after(self.limit);
+        let at = self.used;
+        self.used += 1;
+        let plan = &self.plans[self.sequence as usize];
+        assert!(at < plan.len(), "use {at} of {:?}, of unit {unit}, is one more than planned", self.sequence);
+        let (now, later) = plan.begins_with(at).split_at(plan.read_at_once(at));
+        let mut gather = Gather {
+            queue,
+            pool: &mut self.pool,
+            records: &mut self.records,
+            bundles: &mut self.bundles,
+            secondary: &mut self.secondary,
+            dtype: self.dtype,
+            traffic: &mut self.traffic,
+        };
+        now.iter().try_for_each(|stay| gather.start(stay, own, shards, deadline))?;
+        for &bundle in &self.needs[unit] {
+            let pending = &mut gather.bundles[bundle].pending;
+            pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
+            gather.decode(bundle, own);
+            gather.keep_for_neighbours(bundle);
         }
+        gather.traffic.exposed += begin.elapsed();
+        later.iter().try_for_each(|stay| gather.start(stay, own, shards, deadline))?;
         self.traffic.busy += begin.elapsed();
-        self.decode(queue, unit, own);
         Ok(())
     }
+}
 
-    /// Begins to gather the weights of a unit, if they are neither there nor on their way.
+/// What a gather works on.
+struct Gather<'a> {
+    queue: &'a dyn Kernels,
+    pool: &'a mut Buffer,
+    records: &'a mut Option<(QuantizedType, Buffer)>,
+    bundles: &'a mut [Bundle],
+    secondary: &'a mut Option<Secondary>,
+    dtype: DType,
+    traffic: &'a mut Traffic,
+}
+
+impl Gather<'_> {
+    /// Begins to gather a bundle.
     fn start(
         &mut self,
-        queue: &dyn Kernels,
-        unit: usize,
-        own: &mut FlatStore,
+        stay: &Stay,
+        own: &mut Own<'_>,
         shards: &Shards,
+        deadline: Deadline,
     ) -> Result<(), CommError> {
-        let slot = &mut self.slots[slot_of(unit)];
-        if slot.unit == Some(unit) {
+        let (dtype, size) = (self.dtype, self.dtype.size_bytes());
+        let Bundle { stretches, start, pending, is_to_be_kept, .. } = &mut self.bundles[stay.bundle];
+        *start = Some(stay.start);
+        *is_to_be_kept = stay.earlier == 0;
+        if stay.earlier > 0 && active(Mutation::EvictedWeightsRead) {
             return Ok(());
         }
-        let deadline = Deadline::after(self.limit);
-        slot.pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
-        slot.unit = Some(unit);
-        slot.is_coded = slot.records.is_some();
-        let dtype = own.dtype();
-        for &(stretch, start) in &self.needs[unit] {
-            let (summing, elements) = (own.stretches()[stretch].summing, own.stretches()[stretch].elements);
-            let Some(group) = shards.group(summing).filter(|_| !active(Mutation::WeightsNotGathered)) else {
+        for Gatherable { kept, stretch, start, elements, secondary, is_coded } in stretches {
+            let (stretch, elements, first) = (*stretch, *elements, stay.start + *start);
+            let Some(store) = own.store(*kept) else { continue };
+            let Some(group) = shards.gathering(store.stretches()[stretch].summing) else { continue };
+            if active(Mutation::WeightsNotGathered) {
                 continue;
+            }
+            let of_own = store.stretches()[stretch].own.clone();
+            let bytes = first * size..(first + elements) * size;
+            let neighbours = self.secondary.as_mut().zip(*secondary).filter(|_| stay.earlier > 0);
+            let of_neighbours = neighbours.and_then(|(kept, part)| kept.lend_from(part));
+            *is_coded = of_neighbours.is_none() && self.records.is_some();
+            let (group, collective, bytes) = match (of_neighbours, &mut *self.records) {
+                (Some((neighbours, buffer, range)), _) => {
+                    let input = Lent::new(buffer.lend(range), dtype);
+                    let output = Lent::new(self.pool.lend(bytes.clone()), dtype);
+                    (neighbours, Collective::AllGather { input, output, counts: None }, bytes.len())
+                }
+                (None, Some((kind, records))) => {
+                    let of = |from: usize, to: usize| kind.bytes(first + from)..kind.bytes(first + to);
+                    let (own_records, all) = (of(of_own.start, of_own.end), of(0, elements));
+                    let target = records.view(DType::U8, own_records.start, [own_records.len()]);
+                    self.queue.quantize(*kind, store.own_of(stretch), None, target);
+                    let data = Lent::new(records.lend(all.clone()), DType::U8);
+                    (group.clone(), Collective::AllGatherInPlace { data, counts: None }, all.len())
+                }
+                (None, None) => {
+                    let (buffer, range) = store.lend_from(stretch, of_own);
+                    let input = Lent::new(buffer.lend(range), dtype);
+                    let output = Lent::new(self.pool.lend(bytes.clone()), dtype);
+                    (group.clone(), Collective::AllGather { input, output, counts: None }, bytes.len())
+                }
             };
-            let bytes = elements * dtype.size_bytes();
             let ranks = group.size() as u64;
-            let range = own.stretches()[stretch].own.clone();
-            let (collective, bytes) = if let Some((kind, buffer)) = &mut slot.records {
-                let first = start / dtype.size_bytes();
-                let kind = *kind;
-                let records = |from: usize, to: usize| kind.bytes(first + from)..kind.bytes(first + to);
-                let own_records = records(range.start, range.end);
-                let target = buffer.view(DType::U8, own_records.start, [own_records.len()]);
-                queue.quantize(kind, own.own_of(stretch), None, target);
-                let all = records(0, elements);
-                let bytes = all.len();
-                let data = Lent::new(buffer.lend(all), DType::U8);
-                (Collective::AllGatherInPlace { data, counts: None }, bytes)
-            } else {
-                let (buffer, of_own) = own.lend_from(stretch, range);
-                let input = Lent::new(buffer.lend(of_own), dtype);
-                let output = Lent::new(slot.buffer.lend(start..start + bytes), dtype);
-                (Collective::AllGather { input, output, counts: None }, bytes)
-            };
             self.traffic.bytes += (ranks - 1) * bytes as u64 / ranks;
-            slot.pending.push(group.start(collective, deadline)?);
+            pending.push(group.start(collective, deadline)?);
             group.progress()?;
         }
         Ok(())
     }
 
-    fn wait(&mut self, unit: usize) -> Result<(), CommError> {
-        let deadline = Deadline::after(self.limit);
-        let slot = &mut self.slots[slot_of(unit)];
-        slot.pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
-        self.current = unit;
-        Ok(())
+    /// Reads what has come of a bundle as records.
+    fn decode(&mut self, bundle: usize, own: &mut Own<'_>) {
+        let Some((kind, records)) = &*self.records else { return };
+        let Bundle { stretches, start: Some(start), .. } = &mut self.bundles[bundle] else { return };
+        for Gatherable { kept, stretch, start: in_bundle, elements, is_coded, .. } in stretches {
+            if !std::mem::take(is_coded) {
+                continue;
+            }
+            let first = *start + *in_bundle;
+            let bytes = kind.bytes(first)..kind.bytes(first + *elements);
+            let weights = self.pool.view(self.dtype, first * self.dtype.size_bytes(), [*elements]);
+            self.queue.dequantize(*kind, records.view(DType::U8, bytes.start, [bytes.len()]), weights);
+            if active(Mutation::OwnWeightsNotQuantized)
+                && let Some(store) = own.store(*kept)
+            {
+                self.queue
+                    .cast(store.own_of(*stretch), weights.rows(store.stretches()[*stretch].own.clone()));
+            }
+        }
     }
-    /// Reads the weights of a unit from the records that have come, if they have not been read yet.
-    fn decode(&mut self, queue: &dyn Kernels, unit: usize, own: &FlatStore) {
-        let Self { slots, needs, .. } = self;
-        let slot = &mut slots[slot_of(unit)];
-        let Some((kind, buffer)) = &slot.records else { return };
-        if !std::mem::replace(&mut slot.is_coded, false) {
+
+    /// Keeps this rank's part of what has come from all owners, for the further gathers of its neighbours.
+    fn keep_for_neighbours(&mut self, bundle: usize) {
+        let Some(secondary) = &self.secondary else { return };
+        let Bundle { stretches, is_to_be_kept, was_kept, start: Some(start), .. } = &mut self.bundles[bundle]
+        else {
+            return;
+        };
+        if !std::mem::take(is_to_be_kept)
+            || std::mem::replace(was_kept, true) && active(Mutation::SecondaryNotRenewed)
+        {
             return;
         }
-        let dtype = own.dtype();
-        for &(stretch, start) in &needs[unit] {
-            let elements = own.stretches()[stretch].elements;
-            let first = start / dtype.size_bytes();
-            let records =
-                buffer.view(DType::U8, kind.bytes(first), [kind.bytes(first + elements) - kind.bytes(first)]);
-            let weights = slot.buffer.view(dtype, start, [elements]);
-            queue.dequantize(*kind, records, weights);
-            if active(Mutation::OwnWeightsNotQuantized) {
-                queue.cast(own.own_of(stretch), weights.rows(own.stretches()[stretch].own.clone()));
-            }
+        for stretch in stretches {
+            let Some(part) = stretch.secondary else { continue };
+            let offset_bytes = (*start + stretch.start) * self.dtype.size_bytes();
+            secondary.keep(self.queue, part, self.pool.view(self.dtype, offset_bytes, [stretch.elements]));
         }
     }
 }

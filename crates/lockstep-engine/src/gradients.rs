@@ -54,6 +54,10 @@ struct Passing {
     next: Vec<Write>,
     /// The stretches that are being summed.
     under_way: Vec<usize>,
+    /// Those whose sums have come last.
+    came: Vec<usize>,
+    /// Whether the sum of what this rank owns of a stretch over the replicas has begun.
+    owned_begun: Vec<bool>,
 }
 
 /// A table that an output layer and an embedding share.
@@ -131,7 +135,10 @@ impl Gradients {
     pub fn begin(&mut self) {
         self.next.iter().for_each(|next| next.set(Write::Overwrite));
         self.tied.iter_mut().for_each(|tied| tied.embedding.clear());
-        self.passing.iter_mut().for_each(|passing| passing.next.fill(Write::Overwrite));
+        if let Some(passing) = &mut self.passing {
+            passing.next.fill(Write::Overwrite);
+            passing.owned_begun.fill(false);
+        }
     }
 
     /// Whether gradients are summed after every micro-batch, not after the last.
@@ -294,7 +301,28 @@ impl Gradients {
         self.take_in(queue)
     }
 
-    /// Sums what this rank owns over the replicas, after the last micro-batch.
+    /// In the last micro-batch of a step, after [`Gradients::sum_unit`]: begins to sum over the replicas what this rank owns of the
+    /// stretches whose sums have come meanwhile.
+    ///
+    /// # Errors
+    /// [`EngineError`].
+    pub(crate) fn begin_owned(&mut self, reducer: &mut Reducer) -> Result<(), EngineError> {
+        let Self { store, quantized, passing: Some(passing), .. } = self else { return Ok(()) };
+        for stretch in passing.came.drain(..) {
+            // Records of several stretches would want one buffer at once.
+            let is_coded = quantized.as_ref().is_some_and(|quantized| quantized.has(stretch));
+            if is_coded || store.stretches()[stretch].is_on_disk {
+                continue;
+            }
+            passing.owned_begun[stretch] = true;
+            let (summing, own) = (store.stretches()[stretch].summing, store.stretches()[stretch].own.clone());
+            let (buffer, bytes) = store.lend_from(stretch, own);
+            reducer.sum_owned(buffer, bytes, summing)?;
+        }
+        Ok(())
+    }
+
+    /// Sums what this rank owns over the replicas, after the last micro-batch, as far as that has not begun.
     ///
     /// # Errors
     /// [`EngineError`].
@@ -304,7 +332,9 @@ impl Gradients {
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
         for stretch in 0..self.store.stretches().len() {
-            if self.store.stretches()[stretch].is_on_disk {
+            if self.store.stretches()[stretch].is_on_disk
+                || self.passing.as_ref().is_some_and(|passing| passing.owned_begun[stretch])
+            {
                 continue;
             }
             if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(stretch)) {
@@ -330,8 +360,10 @@ impl Gradients {
             });
         }
         let Self { store, spilled, passing: Some(passing), .. } = self else { return Ok(()) };
-        let mut under_way = std::mem::take(&mut passing.under_way);
-        for stretch in under_way.drain(..) {
+        std::mem::swap(&mut passing.came, &mut passing.under_way);
+        passing.under_way.clear();
+        for index in 0..passing.came.len() {
+            let stretch = passing.came[index];
             let write = std::mem::replace(&mut passing.next[stretch], Write::Accumulate);
             let sum = passing.range_of(store, stretch, store.stretches()[stretch].own.clone());
             let here = spilled.as_mut().map(RefCell::get_mut);
@@ -345,7 +377,6 @@ impl Gradients {
                 Write::Accumulate => queue.add(own, sum, own),
             }
         }
-        passing.under_way = under_way;
         Ok(())
     }
 
@@ -493,6 +524,8 @@ impl Passing {
             offsets_bytes,
             next: vec![Write::Overwrite; stretches],
             under_way: Vec::with_capacity(stretches),
+            came: Vec::with_capacity(stretches),
+            owned_begun: vec![false; stretches],
         })
     }
 }

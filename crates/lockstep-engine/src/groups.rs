@@ -8,7 +8,8 @@ use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{GridPeers, Peers};
 use lockstep_plan::{
     Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Quantization,
-    Share, Summing, TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum,
+    Share, Summing, TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum, gathering::Gathering,
+    gathering::LiveParameters,
 };
 use lockstep_tensor::View;
 
@@ -30,10 +31,21 @@ pub struct GroupOptions {
     pub zero_stage: ZeroStage,
     /// What these ranks send as small integers.
     pub quantization: Quantization,
+    /// Where parameters are shared out, how many are whole at once.
+    pub live_parameters: LiveParameters,
+    /// Neighbours among which what a step has gathered is kept once more, so that its further gathers ask these alone.
+    pub secondary_shard: Option<usize>,
     /// Gradients are summed in buckets of up to so many bytes.
     pub bucket_bytes: usize,
     /// No wait for another rank is longer.
     pub limit: Duration,
+}
+
+impl GroupOptions {
+    /// How weights are gathered.
+    pub(crate) fn gathering(&self) -> Gathering {
+        Gathering { live: self.live_parameters, secondary_shard: self.secondary_shard }
+    }
 }
 
 /// Chunks of rows, where nobody says how many. Over a network, few enough that each is worth a message and a product. Within a
@@ -311,7 +323,9 @@ impl Groups {
         &self,
         records: &[ParameterRecord],
     ) -> Result<Vec<(Summing, Group)>, CommError> {
-        self.of_kinds(records, &Axis::TOKENS, &[ExpertAxis::Replicate, ExpertAxis::ExpertShard])
+        let world = self.world.as_ref();
+        let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
+        self.of_kinds(records, &Axis::TOKENS, &[ExpertAxis::Replicate, ExpertAxis::ExpertShard], make)
     }
 
     /// The groups of those that can share out what they hold of `records`; none where that is the rank alone.
@@ -319,7 +333,43 @@ impl Groups {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn of_shards(&self, records: &[ParameterRecord]) -> Result<Vec<(Summing, Group)>, CommError> {
-        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard])
+        let world = self.world.as_ref();
+        let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
+        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
+    }
+
+    /// Groups of the same ranks as those of [`Groups::of_shards`], and of nothing else's.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn of_shards_apart(
+        &self,
+        records: &[ParameterRecord],
+    ) -> Result<Vec<(Summing, Group)>, CommError> {
+        let world = self.world.as_ref();
+        let make = |ranks: Vec<Vec<usize>>| world.map_or(Ok(None), |world| world.made_apart(&ranks));
+        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
+    }
+
+    /// Groups of [`GroupOptions::secondary_shard`] neighbours of those of [`Groups::of_shards`], where these are more and can be divided so.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn of_neighbours(
+        &self,
+        records: &[ParameterRecord],
+    ) -> Result<Vec<(Summing, Group)>, CommError> {
+        let Some(world) = &self.world else { return Ok(Vec::new()) };
+        let gathering = world.options.gathering();
+        let make = |ranks: Vec<Vec<usize>>| {
+            // Groups of a kind have one size.
+            let Some(count) = gathering.neighbours(ranks.first().map_or(0, Vec::len)) else {
+                return Ok(None);
+            };
+            let neighbours = ranks.iter().flat_map(|group| group.chunks(count).map(<[usize]>::to_vec));
+            world.made_apart(&neighbours.collect::<Vec<_>>())
+        };
+        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
     }
 
     /// Which copy of the model the rank has a part of, among those whose ranks share it out: of experts, and of everything else.
@@ -361,6 +411,7 @@ impl Groups {
         records: &[ParameterRecord],
         axes: &[Axis],
         of_experts: &[ExpertAxis],
+        make: impl Fn(Vec<Vec<usize>>) -> Result<Option<Group>, CommError>,
     ) -> Result<Vec<(Summing, Group)>, CommError> {
         let Some(world) = &self.world else { return Ok(Vec::new()) };
         let mut kinds: Vec<Summing> = records.iter().map(|record| Summing::of(&record.share)).collect();
@@ -368,14 +419,10 @@ impl Groups {
         kinds.dedup();
         let group = |kind: Summing| {
             let group = match kind.among {
-                Among::Tensor => {
-                    world.made_of(world.with_neighbours(axes, |tensor| tensor / kind.summands))?
-                }
+                Among::Tensor => make(world.with_neighbours(axes, |tensor| tensor / kind.summands))?,
                 // A column has as many ranks as a row.
-                Among::TensorColumn => {
-                    world.made_of(world.with_neighbours(axes, |tensor| tensor % kind.summands))?
-                }
-                Among::Experts => world.made_of(world.mesh.experts().groups(of_experts))?,
+                Among::TensorColumn => make(world.with_neighbours(axes, |tensor| tensor % kind.summands))?,
+                Among::Experts => make(world.mesh.experts().groups(of_experts))?,
             };
             Ok(group.map(|group| (kind, group)))
         };
@@ -387,14 +434,15 @@ impl Groups {
         self.world.as_ref().map_or_else(Metered::default, |world| world.meter.take())
     }
 
+    /// How many parts a global batch is read in, each by ranks of its own.
+    pub(crate) fn batch_parts(&self) -> usize {
+        let mesh = self.mesh();
+        Axis::BATCH.iter().map(|axis| mesh.ranks().degree(*axis)).product()
+    }
+
     /// How all ranks are laid out.
     pub(crate) fn mesh(&self) -> Mesh {
         self.world.as_ref().map_or_else(Mesh::default, |world| world.mesh)
-    }
-
-    /// What ranks that share out the model's state send as small integers.
-    pub(crate) fn quantization(&self) -> Quantization {
-        self.options().map_or_else(Quantization::default, |options| options.quantization)
     }
 
     /// What of the model's state is shared out.
@@ -451,12 +499,17 @@ impl World {
 
     /// The one of `groups` that the rank is in. No group of one rank is made.
     fn made_of(&self, groups: Vec<Vec<usize>>) -> Result<Option<Group>, CommError> {
+        if groups.len() == 1 && groups[0].len() == self.group.size() && self.group.size() > 1 {
+            return Ok(Some(self.group.clone()));
+        }
+        self.made_apart(&groups)
+    }
+
+    /// As [`World::made_of`], also where that is all ranks: operations of the two groups do not wait for each other.
+    fn made_apart(&self, groups: &[Vec<usize>]) -> Result<Option<Group>, CommError> {
         if groups.iter().all(|group| group.len() == 1) {
             return Ok(None);
         }
-        if groups.len() == 1 && groups[0].len() == self.group.size() {
-            return Ok(Some(self.group.clone()));
-        }
-        self.group.partition(&groups, Deadline::after(self.options.limit))
+        self.group.partition(groups, Deadline::after(self.options.limit))
     }
 }

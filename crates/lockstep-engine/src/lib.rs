@@ -11,6 +11,7 @@
 //! valid tokens of the whole global batch, which the caller counts beforehand.
 #![forbid(unsafe_code)]
 
+mod arriving;
 mod engine;
 mod error;
 mod flat;
@@ -28,6 +29,7 @@ mod quantized;
 mod reducer;
 mod rehearsal;
 mod runner;
+mod secondary;
 mod shards;
 mod snapshot;
 mod spilled;

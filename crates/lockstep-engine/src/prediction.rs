@@ -2,11 +2,11 @@
 
 use lockstep_graph::Mode;
 use lockstep_model::{HeadOutput, RecordedModel, RecordingOptions};
-use lockstep_plan::{Axis, DType, Mesh, Quantization, StatePlan, ZeroStage};
+use lockstep_plan::{Axis, DType, Mesh, StatePlan, ZeroStage};
 use lockstep_tensor::CpuQueue;
 
 use crate::optimizer::Role;
-use crate::{EngineOptions, Places, StateKind, Storage, WeightStorage};
+use crate::{EngineOptions, GroupOptions, Places, StateKind, Storage, WeightStorage};
 
 impl EngineOptions {
     /// What a model is recorded for, on a rank with these places.
@@ -16,12 +16,12 @@ impl EngineOptions {
         RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts }
     }
 
-    /// How the state of `model` is kept on a rank of `mesh`: as `storage` says, shared out from `zero_stage` on, without copies.
+    /// How the state of `model` is kept on a rank of `mesh`: as `storage` says, shared out as `groups` says, without copies.
     pub fn state_plan(
         &self,
         model: &RecordedModel,
         storage: &Storage,
-        (zero_stage, quantization): (ZeroStage, Quantization),
+        groups: Option<&GroupOptions>,
         mesh: &Mesh,
     ) -> StatePlan {
         let kinds = StateKind::OF_OPTIMIZERS.into_iter().map(|kind| {
@@ -30,8 +30,9 @@ impl EngineOptions {
             (kind.name(), model.records().iter().map(is_kept).collect())
         });
         StatePlan {
-            zero_stage,
-            quantization,
+            zero_stage: groups.map_or(ZeroStage::Nothing, |options| options.zero_stage),
+            gathering: groups.map(GroupOptions::gathering).unwrap_or_default(),
+            quantization: groups.map(|options| options.quantization).unwrap_or_default(),
             replicas: mesh.ranks().degree(Axis::Replicate),
             has_master: self.shape.dtype != DType::F32 && storage.weights == WeightStorage::Master,
             optimizer_dtype: storage.state,

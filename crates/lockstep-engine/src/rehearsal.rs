@@ -147,6 +147,7 @@ mod tests {
     use lockstep_comm::{World, WorldOptions};
     use lockstep_plan::{
         ContextMethod, Degrees, Mesh, Quantization, TensorDimensions, ZeroStage,
+        gathering::LiveParameters,
         schedule::{Kind, Schedule},
     };
 
@@ -173,6 +174,8 @@ mod tests {
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             quantization: Quantization::default(),
+            live_parameters: LiveParameters::default(),
+            secondary_shard: None,
             bucket_bytes: 4096,
             limit: Duration::from_secs(60),
         };

@@ -250,7 +250,7 @@ impl Runner {
     ) -> Result<(), EngineError> {
         for unit in self.stages[stage].units.clone() {
             let Stage { units, slots, .. } = &self.stages[stage];
-            self.make_ready(queue, weights, unit, Some(unit + 1).filter(|next| units.contains(next)))?;
+            self.make_ready(queue, weights, unit)?;
             let weights = weights.weights();
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
             let replay = self.replay(model, (units, &slots[slot]), unit, queue, &parameters);
@@ -315,8 +315,7 @@ impl Runner {
         let between = |buffer| boundary(model, buffer);
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
-            let before = unit.checked_sub(1).filter(|before| *before >= first.max(units.start));
-            self.make_ready(queue, weights, unit, before)?;
+            self.make_ready(queue, weights, unit)?;
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
@@ -361,8 +360,7 @@ impl Runner {
         let slot = &slots[slot];
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
-            let before = unit.checked_sub(1).filter(|before| *before >= first.max(units.start));
-            self.make_ready(queue, weights, unit, before)?;
+            self.make_ready(queue, weights, unit)?;
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
@@ -379,10 +377,9 @@ impl Runner {
         queue: &dyn Kernels,
         weights: &mut dyn WeightSource,
         unit: usize,
-        next: Option<usize>,
     ) -> Result<(), EngineError> {
         let begin = self.timeline.begin();
-        weights.make_ready(queue, unit, next)?;
+        weights.make_ready(queue, unit)?;
         self.timeline.end(begin, || (Activity::of_step("wait for weights"), Cost::default()));
         Ok(())
     }

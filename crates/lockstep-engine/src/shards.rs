@@ -1,7 +1,7 @@
 //! Among whom a rank's model state is shared out, and the collectives by which the ranks give each other their shares.
 //!
 //! Ranks that hold the same parameters, and are on one coordinate of the replicate axis, share out each stretch of them
-//! ([`FlatStore`]): the shard and the context axis, and where neighbours on the tensor axis hold the same and sum its gradients
+//! ([`FlatStore`](crate::FlatStore)): the shard and the context axis, and where neighbours on the tensor axis hold the same and sum its gradients
 //! these too. Of experts it is what is left of these axes. So every element has one owner in each replica, and after an update
 //! the owners' weights are gathered.
 //!
@@ -11,13 +11,12 @@
 //! weights     all-gather from the owners
 //! ```
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending};
-use lockstep_graph::mutation::{Mutation, active};
+use lockstep_comm::{CommError, Group};
 use lockstep_plan::{ParameterRecord, Quantization, ShardPlace, Summing, ZeroStage};
 
-use crate::{FlatStore, Groups, Traffic};
+use crate::Groups;
 
 /// Who owns what of the model's state.
 #[derive(Debug, Default)]
@@ -28,9 +27,12 @@ pub(crate) struct Shards {
     replicas: usize,
     /// Those that share out what is summed so, where that are several.
     groups: Vec<(Summing, Group)>,
+    /// The same ranks once more, to gather weights: what is under way in one group goes in its order, and weights shall not stand behind
+    /// gradients, nor what the run asks of all ranks behind weights.
+    gathering: Vec<(Summing, Group)>,
+    /// Those of them among which what was gathered is kept once more, where that is asked for.
+    neighbours: Vec<(Summing, Group)>,
     limit: Duration,
-    /// Stretches that are being gathered.
-    pending: Vec<Pending>,
 }
 
 impl Shards {
@@ -48,12 +50,13 @@ impl Shards {
             return Ok(Self::none());
         };
         let (stage, quantization, limit) = (options.zero_stage, options.quantization, options.limit);
+        let (gathering, neighbours) = (groups.of_shards_apart(records)?, groups.of_neighbours(records)?);
         let of_kinds = groups.of_shards(records)?;
         if of_kinds.is_empty() {
             return Ok(Self::none());
         }
-        let (replicas, groups, pending) = (groups.replicas(), of_kinds, Vec::new());
-        Ok(Self { stage, quantization, replicas, groups, limit, pending })
+        let (replicas, groups) = (groups.replicas(), of_kinds);
+        Ok(Self { stage, quantization, replicas, groups, gathering, neighbours, limit })
     }
 
     /// How long a wait for the others may be.
@@ -87,39 +90,18 @@ impl Shards {
             .map_or_else(ShardPlace::default, |group| ShardPlace { ranks: group.size(), rank: group.rank() })
     }
 
+    /// The neighbours among which what was gathered is kept once more, for each way in which gradients are summed.
+    pub(crate) fn neighbours(&self) -> &[(Summing, Group)] {
+        &self.neighbours
+    }
+
+    /// Those that gather from each other what they share out and sum so, if they are several.
+    pub(crate) fn gathering(&self, summing: Summing) -> Option<&Group> {
+        self.gathering.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
+    }
+
     /// Those that share out what is summed so, if they are several.
     pub(crate) fn group(&self, summing: Summing) -> Option<&Group> {
         self.groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
-    }
-
-    /// Fills each stretch of `weights`, of which every rank has brought its own range up to date, with the ranges of the others.
-    ///
-    /// # Errors
-    /// [`CommError`].
-    pub(crate) fn gather(&mut self, weights: &mut FlatStore) -> Result<Traffic, CommError> {
-        let mut traffic = Traffic::default();
-        if self.groups.is_empty() || active(Mutation::WeightsNotGathered) {
-            return Ok(traffic);
-        }
-        let begin = Instant::now();
-        let deadline = Deadline::after(self.limit);
-        let dtype = weights.dtype();
-        for stretch in 0..weights.stretches().len() {
-            let (summing, elements) =
-                (weights.stretches()[stretch].summing, weights.stretches()[stretch].elements);
-            let Some(group) = self.group(summing).cloned() else { continue };
-            let (buffer, bytes) = weights.lend_from(stretch, 0..elements);
-            let ranks = group.size() as u64;
-            traffic.bytes += (ranks - 1) * bytes.len() as u64 / ranks;
-            let data = Lent::new(buffer.lend(bytes), dtype);
-            self.pending.push(group.start(Collective::AllGatherInPlace { data, counts: None }, deadline)?);
-            group.progress()?;
-        }
-        for gathered in self.pending.drain(..) {
-            gathered.wait(deadline)?;
-        }
-        traffic.busy = begin.elapsed();
-        traffic.exposed = begin.elapsed();
-        Ok(traffic)
     }
 }

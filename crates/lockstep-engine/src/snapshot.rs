@@ -60,7 +60,7 @@ impl Snapshot {
         stores.map(FlatStore::len_bytes).sum()
     }
 
-    /// Copies the state of the engine that it was made for.
+    /// Copies the state of the engine that it was made for, whose weights are settled ([`Engine::settle_weights`]).
     pub fn take(&mut self, engine: &Engine) {
         for ((_, copy), (_, store)) in self.stores.iter().zip(engine.state_stores()) {
             copy.copy_from(store, engine.queue());
@@ -78,6 +78,7 @@ impl Snapshot {
     /// # Errors
     /// [`EngineError`]: none on one rank.
     pub fn restore(&self, engine: &mut Engine) -> Result<(), EngineError> {
+        engine.weights.settle()?;
         for ((_, copy), (_, store)) in self.stores.iter().zip(engine.state_stores()) {
             store.copy_from(copy, engine.queue());
         }
@@ -88,7 +89,8 @@ impl Snapshot {
             store.copy_from(copy, engine.queue());
         }
         engine.round_weights();
-        engine.weights.refresh()
+        engine.weights.refresh()?;
+        engine.weights.settle()
     }
 
     /// The parameters of the model.

@@ -33,11 +33,12 @@ pub struct Update {
 }
 
 impl Engine {
-    /// Updates the weights: each rank those that it owns, which are then gathered.
+    /// Updates the weights: each rank those that it owns, which are then on their way to the others ([`Engine::settle_weights`]).
     ///
     /// # Errors
     /// [`EngineError::Comm`], [`EngineError::Disk`].
     pub fn update(&mut self, update: &Update) -> Result<(), EngineError> {
+        self.weights.settle()?;
         self.balance()?;
         for id in self.trained_ids().filter(|id| !self.is_selection_bias(*id)) {
             self.update_parameter(id, update);

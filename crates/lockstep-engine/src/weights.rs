@@ -3,10 +3,12 @@
 
 use std::ops::Range;
 
+use lockstep_plan::gathering::Sequence;
 use lockstep_plan::{Extent, ParameterId, ParameterRecord, ZeroStage};
 use lockstep_tensor::Kernels;
 
-use crate::gathered::{Gathered, WeightSource};
+use crate::arriving::Arriving;
+use crate::gathered::{Gathered, Own, WeightSource};
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// The weights of a rank's model.
@@ -14,7 +16,7 @@ use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 pub(crate) struct ModelWeights {
     /// What kernels read of the trained parameters: all of it, or where these are shared out what this rank owns.
     pub(crate) trained: FlatStore,
-    /// The parameters that are not trained, in the type that kernels read; there is nothing else of them.
+    /// What kernels read of the parameters that are not trained, as of those that are; there is nothing else of them.
     pub(crate) frozen: Option<FlatStore>,
     /// f32 weights of the trained parameters, if kernels read another type.
     pub(crate) master: Option<FlatStore>,
@@ -24,8 +26,8 @@ pub(crate) struct ModelWeights {
     pub(crate) shards: Shards,
     /// Where shared out parameters are whole while they are used.
     pub(crate) gathered: Option<Gathered>,
-    /// What gathering after updates has cost since this was last asked.
-    pub(crate) traffic: Traffic,
+    /// What other ranks have updated and this one keeps, on its way.
+    pub(crate) arriving: Option<Arriving>,
 }
 
 impl ModelWeights {
@@ -84,36 +86,49 @@ impl ModelWeights {
         }
     }
 
-    /// The weights have changed, on each rank those that it owns: brings those of the others up to date, as far as they are kept.
+    /// The weights have changed, on each rank those that it owns: begins to bring those of the others up to date, as far as they are
+    /// kept. Until [`ModelWeights::settle`] nobody but the units' passes may read or write them.
     ///
     /// # Errors
     /// [`EngineError`]: none on one rank.
     pub(crate) fn refresh(&mut self) -> Result<(), EngineError> {
-        match &mut self.gathered {
-            Some(gathered) => gathered.forget(),
-            None => {
-                self.traffic = std::mem::take(&mut self.traffic) + self.shards.gather(&mut self.trained)?
-            }
+        let Self { trained, shards, arriving: Some(arriving), .. } = self else { return Ok(()) };
+        Ok(arriving.begin(trained, shards)?)
+    }
+
+    /// Waits until the weights are what the last update has made them, as far as they are kept.
+    ///
+    /// # Errors
+    /// [`EngineError`]: none on one rank.
+    pub(crate) fn settle(&mut self) -> Result<(), EngineError> {
+        Ok(self.arriving.as_mut().map_or(Ok(()), |arriving| arriving.wait_for_all(&self.shards))?)
+    }
+
+    /// A sequence of uses begins.
+    pub(crate) fn begin(&mut self, sequence: Sequence) {
+        if let Some(gathered) = &mut self.gathered {
+            gathered.begin(sequence);
         }
-        Ok(())
     }
 
     /// What gathering has cost since this was last asked.
     pub(crate) fn take_traffic(&mut self) -> Traffic {
         let before_use = self.gathered.as_mut().map_or_else(Traffic::default, Gathered::take_traffic);
-        std::mem::take(&mut self.traffic) + before_use
+        self.arriving.as_mut().map_or_else(Traffic::default, Arriving::take_traffic) + before_use
     }
 }
 
 impl WeightSource for ModelWeights {
-    fn make_ready(
-        &mut self,
-        queue: &dyn Kernels,
-        unit: usize,
-        next: Option<usize>,
-    ) -> Result<(), EngineError> {
-        let Some(gathered) = &mut self.gathered else { return Ok(()) };
-        Ok(gathered.make_ready(queue, (unit, next), &mut self.trained, &self.shards)?)
+    fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
+        let Self { trained, frozen, shards, gathered, arriving, .. } = self;
+        match (gathered, arriving) {
+            (Some(gathered), _) => {
+                let own = &mut Own { trained, frozen: frozen.as_mut() };
+                Ok(gathered.make_ready(queue, unit, own, shards)?)
+            }
+            (None, Some(arriving)) => Ok(arriving.wait_for(unit, shards)?),
+            (None, None) => Ok(()),
+        }
     }
 
     fn weights(&self) -> Weights<'_> {

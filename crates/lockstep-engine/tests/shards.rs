@@ -6,10 +6,10 @@ use std::{thread, time::Duration};
 use lockstep_comm::{World, WorldOptions};
 use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, Optimizer, Storage};
 use lockstep_graph::{BlockShape, Recompute};
-use lockstep_model::{ModelConfig, Tuning};
+use lockstep_model::{ModelConfig, Tuning, parameter_records};
 use lockstep_plan::{
     ContextMethod, DType, Degrees, MemoryCategory, Mesh, ParameterId, Quantization, TensorDimensions,
-    ZeroStage,
+    ZeroStage, gathering::LiveParameters,
 };
 use serde_json::json;
 
@@ -33,6 +33,18 @@ fn on_ranks<T: Send>(
     zero_stage: ZeroStage,
     look: impl Fn(&Engine) -> T + Sync,
 ) -> Vec<T> {
+    on_ranks_that_train(&Tuning::default(), model, dtype, degrees, zero_stage, look)
+}
+
+/// The same where not all of the model is trained.
+fn on_ranks_that_train<T: Send>(
+    tuning: &Tuning,
+    model: &ModelConfig,
+    dtype: DType,
+    degrees: Degrees,
+    zero_stage: ZeroStage,
+    look: impl Fn(&Engine) -> T + Sync,
+) -> Vec<T> {
     let options = EngineOptions {
         shape: BlockShape { sequences: 1, seq_len: 8, dtype },
         recompute: Recompute::None.into(),
@@ -48,6 +60,8 @@ fn on_ranks<T: Send>(
         context_method: ContextMethod::default(),
         zero_stage,
         quantization: Quantization::default(),
+        live_parameters: LiveParameters::default(),
+        secondary_shard: None,
         bucket_bytes: 1 << 20,
         limit: Duration::from_secs(60),
     };
@@ -61,8 +75,7 @@ fn on_ranks<T: Send>(
                 let arena = group.arena(&[MemoryCategory::Gradients, MemoryCategory::Parameters]);
                 let groups = Groups::new(group, mesh, of_groups, None).unwrap();
                 let storage = Storage::default();
-                let engine =
-                    Engine::in_groups(model, &Tuning::default(), options, storage, &arena, groups).unwrap();
+                let engine = Engine::in_groups(model, tuning, options, storage, &arena, groups).unwrap();
                 look(&engine)
             })
         };
@@ -101,6 +114,25 @@ fn a_rank_holds_what_its_stage_says_within_three_percent() {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn what_is_not_trained_is_shared_out_with_the_parameters() {
+    let model = model(false, 256);
+    let names = parameter_records(&model).into_iter().map(|record| record.name);
+    let frozen = names.filter(|name| !name.contains("layers.1.")).collect();
+    let tuning = Tuning { frozen, adapter: None };
+    for (stage, owners) in [(ZeroStage::Gradients, 1), (ZeroStage::Parameters, 4)] {
+        let degrees = Degrees { shard: 4, ..Degrees::default() };
+        let held = on_ranks_that_train(&tuning, &model, DType::BF16, degrees, stage, |engine| {
+            let elements: usize = engine.records().iter().map(|record| record.elements()).sum();
+            (2 * elements / owners, engine.arena().in_use()[MemoryCategory::Parameters])
+        });
+        for (rank, (expected, found)) in held.into_iter().enumerate() {
+            let error = found as f64 / expected as f64 - 1.0;
+            assert!(error.abs() < 0.03, "{stage:?}, rank {rank}: {found} bytes, by theory {expected}");
         }
     }
 }

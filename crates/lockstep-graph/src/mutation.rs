@@ -41,6 +41,10 @@ pub enum Mutation {
     OwnedNotSummed,
     /// The weights that other ranks own and have updated are left as they were.
     WeightsNotGathered,
+    /// Weights that were overwritten since they were gathered are read without being gathered again.
+    EvictedWeightsRead,
+    /// What neighbours keep of gathered weights stays as it was before an update.
+    SecondaryNotRenewed,
     /// What an embedding contributes to a tied table is not summed over ranks.
     TiedRowsNotSummed,
     /// What an embedding contributes to a tied table is left out.
@@ -143,7 +147,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 66] = [
+    pub const ALL: [Self; 68] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -161,6 +165,8 @@ impl Mutation {
         Self::ShardsNotSummed,
         Self::OwnedNotSummed,
         Self::WeightsNotGathered,
+        Self::EvictedWeightsRead,
+        Self::SecondaryNotRenewed,
         Self::TiedRowsNotSummed,
         Self::TiedRowsNotAdded,
         Self::MarksNotAgreed,

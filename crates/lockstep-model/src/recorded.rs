@@ -11,7 +11,8 @@ use lockstep_graph::{
     Recorder, Split, Value,
 };
 use lockstep_plan::{
-    ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, TensorPlace, UnitProfile,
+    Among, ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, Shard, Share,
+    TensorPlace, UnitProfile,
 };
 
 use crate::{Adapter, ModelConfig};
@@ -80,6 +81,9 @@ pub struct RecordedModel {
     inverse_frequencies: Option<Vec<f32>>,
     training_flops: u64,
     bias_update_rate: f64,
+    /// The place that it was recorded for.
+    tensor: TensorPlace,
+    vocabulary: usize,
 }
 
 impl RecordedModel {
@@ -116,6 +120,8 @@ impl RecordedModel {
             inverse_frequencies: family.inverse_frequencies(),
             training_flops: 0,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
+            tensor: options.tensor,
+            vocabulary: config.vocab_size(),
         };
         // What each program was recorded for.
         let mut recorded: Vec<Recording> = Vec::new();
@@ -237,6 +243,7 @@ impl RecordedModel {
         ModelProfile {
             units: (0..self.units()).map(unit).collect(),
             records: self.records.clone(),
+            largest_elements: self.records.iter().map(|record| self.largest_elements(record)).collect(),
             dtype: shape.dtype,
             sequences: shape.sequences,
             tokens: shape.tokens(),
@@ -244,6 +251,20 @@ impl RecordedModel {
             frequencies: self.inverse_frequencies.as_ref().map_or(0, Vec::len),
             context,
         }
+    }
+
+    /// The most elements of a parameter that any of the ranks holds that share its unit.
+    fn largest_elements(&self, record: &ParameterRecord) -> usize {
+        let is_of_vocabulary = (record.unit == 0 || record.unit + 1 == self.units())
+            && record.shape.first() == Some(&self.vocabulary)
+            && matches!(record.share, Share { shard: Some(Shard { dim: 0, .. }), inner: None, .. })
+            && record.share.among == Among::Tensor;
+        if !is_of_vocabulary {
+            return record.local_elements();
+        }
+        let part = |rank| TensorPlace { rank, ..self.tensor }.vocabulary_range(self.vocabulary).len();
+        let rows = (0..self.tensor.ranks).map(part).max().unwrap_or(0);
+        rows * record.shape[1..].iter().product::<usize>()
     }
 
     /// The number of a unit's first dropout site in the model.

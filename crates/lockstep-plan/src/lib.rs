@@ -10,6 +10,7 @@
 //! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
 //! - [`ZeroStage`]: what of a model's state ranks share out that would else each hold a copy.
 //! - [`QuantizedType`]: small integers in which weights and gradients go between ranks.
+//! - [`gathering`]: when weights that ranks share out are whole on a rank, and where they lie.
 //! - [`ContextPlace`]: which tokens of each sequence a rank holds where ranks share sequences.
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
@@ -24,6 +25,7 @@
 mod context;
 mod dtype;
 pub mod exact;
+pub mod gathering;
 mod memory;
 mod mesh;
 mod nearest;
@@ -41,9 +43,9 @@ mod zero;
 pub use context::ContextPlace;
 pub use dtype::DType;
 pub use memory::{
-    CACHE_LINE_BYTES, Extent, Gathering, LookedUpSizes, MemoryBytes, MemoryCategory, MemoryItem,
-    MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory, StatePlan,
-    StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
+    CACHE_LINE_BYTES, Extent, LookedUpSizes, MemoryBytes, MemoryCategory, MemoryItem, MemoryPrediction,
+    ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory, StatePlan, StoreLayout,
+    Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, window_bytes, window_memory_bytes};
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
@@ -58,4 +60,4 @@ pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
-pub use zero::{ShardPlace, ZeroStage};
+pub use zero::{ShardPlace, Sharding, ZeroStage};

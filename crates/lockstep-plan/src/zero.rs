@@ -1,6 +1,10 @@
 //! What of a model's state the ranks of the shard axis share out instead of each holding a copy (Rajbhandari et al., "ZeRO: memory
 //! optimizations toward training trillion parameter models", 2020).
 
+use serde::{Deserialize, Serialize};
+
+use crate::gathering::{LiveParameters, ReshardAfterForward};
+
 /// What is shared out. Each stage shares out what the one before does, and more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum ZeroStage {
@@ -26,6 +30,27 @@ impl ZeroStage {
     /// The stage's number.
     pub const fn number(self) -> u8 {
         self as u8
+    }
+}
+
+/// How parameters are shared out, beside over whom. No bit depends on it.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Sharding {
+    /// What happens to gathered weights after a forward (stage 3).
+    pub reshard_after_forward: ReshardAfterForward,
+    /// The most elements that are whole at once (stage 3).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_live_parameters: Option<usize>,
+    /// Neighbours among which gathered weights are kept once more, for the further gathers of a step (stage 3).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub secondary_shard: Option<usize>,
+}
+
+impl Sharding {
+    /// How many parameters are whole at once.
+    pub fn live_parameters(&self) -> LiveParameters {
+        LiveParameters { reshard: self.reshard_after_forward, limit: self.max_live_parameters }
     }
 }
 

@@ -12,7 +12,7 @@ use lockstep_graph::{BlockShape, Recompute, Seed};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{
     ContextMethod, DType, Degrees, MemoryCategory, Mesh, QUANTIZATION_BLOCK, Quantization, QuantizedType,
-    TensorDimensions, ZeroStage,
+    TensorDimensions, ZeroStage, gathering::LiveParameters,
 };
 use serde_json::json;
 
@@ -73,6 +73,8 @@ fn on_ranks<T: Send>(
         context_method: ContextMethod::default(),
         zero_stage,
         quantization,
+        live_parameters: LiveParameters::default(),
+        secondary_shard: None,
         bucket_bytes: 1 << 20,
         limit: Duration::from_secs(60),
     };

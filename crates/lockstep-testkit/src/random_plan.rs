@@ -15,6 +15,9 @@ use crate::parity::{MIXTURES, MODELS, TinyModel, UNITS};
 /// The most ranks of a plan.
 const MOST_RANKS: usize = 8;
 
+/// No unit of a model has more parameters, padded.
+const LARGEST_UNIT: usize = 60_000;
+
 /// A model and the settings of a plan for it.
 #[derive(Debug, Clone)]
 pub struct RandomPlan {
@@ -36,7 +39,9 @@ pub fn random_plans(
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
     let by_layer = "{ default = \"selective\", layers = [{ every = 2, mode = \"full\" }, { from = 3, mode = \"none\" }] }";
-    let recompute = (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize);
+    // None: as many parameters are whole at once as two units have; else those of the largest unit and so many more.
+    let live = (select(vec!["always", "auto", "never"]), select(vec![None, Some(0_usize), Some(10_000)]));
+    let recompute = (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize, live);
     let rows = (any::<bool>(), layout, 1..=4_usize);
     (select(models), degrees, rows, method, experts, pipeline, batch, recompute)
         .prop_map(|(model, degrees, rows, method, experts, stages, batch, recompute)| {
@@ -44,7 +49,7 @@ pub fn random_plans(
             let (by_tokens, layout, tensor_chunks) = rows;
             let (kind, chunks, given, cuts) = stages;
             let (micro_batch, global_batch) = batch;
-            let (recompute, zero_stage) = recompute;
+            let (recompute, zero_stage, (reshard, more_live)) = recompute;
             let is_square = tensor == 4 && layout == "2d" && !MIXTURES.contains(&model);
             let mut settings = vec![
                 format!("parallel.data_parallel_replicate={replicate}"),
@@ -63,6 +68,15 @@ pub fn random_plans(
             settings.push(format!("parallel.data_parallel_shard={shard}"));
             if shard * context > 1 {
                 settings.push(format!("parallel.zero_stage={zero_stage}"));
+                if zero_stage == 3 {
+                    settings.push(format!("parallel.reshard_after_forward={reshard}"));
+                    if shard * context == 4 && reshard == "always" {
+                        settings.push("parallel.secondary_shard=2".to_owned());
+                    }
+                    if let Some(more) = more_live.filter(|_| reshard != "never") {
+                        settings.push(format!("parallel.max_live_parameters={}", LARGEST_UNIT + more));
+                    }
+                }
             }
             if MIXTURES.contains(&model) {
                 let (_, expert, parts) = experts;

@@ -245,6 +245,77 @@ fn what_is_frozen_books_what_was_predicted() {
     check(&[MIXTRAL, QWEN2_MOE], &plans);
 }
 
+#[test]
+fn weights_that_are_gathered_book_what_was_predicted() {
+    let settings: [&[&str]; 5] = [
+        &["parallel.reshard_after_forward=always"],
+        &["parallel.reshard_after_forward=always", "parallel.max_live_parameters=60000"],
+        &["parallel.reshard_after_forward=auto"],
+        &["parallel.max_live_parameters=80000"],
+        &["parallel.reshard_after_forward=never"],
+    ];
+    let two = "parallel.data_parallel_shard=2";
+    let pipeline = "parallel.pipeline_parallel=2";
+    let layouts: [(TinyModel, &[&str]); 8] = [
+        (GPT2, &[two]),
+        (LLAMA, &[two, "train.precision=bf16", "parallel.recompute=selective"]),
+        // Parts of the vocabulary differ in size, whether or not ranks with different ones gather from each other.
+        (
+            GPT2,
+            &[
+                two,
+                "parallel.tensor_parallel=2",
+                "parallel.sequence_parallel=true",
+                "model.vocab_size=300",
+                "data.tokenizer=bytes",
+            ],
+        ),
+        (GPT2, &[two, "parallel.tensor_parallel=2", "model.vocab_size=300", "data.tokenizer=bytes"]),
+        (LLAMA, &[two, pipeline, "parallel.pipeline_schedule=interleaved_1f1b"]),
+        (QWEN3, &[two, pipeline, "parallel.pipeline_schedule=zb_v", "parallel.recompute=full"]),
+        (MIXTRAL, &[two, "parallel.expert_parallel=2", "parallel.data_parallel_replicate=2"]),
+        (
+            QWEN2_MOE,
+            &[
+                two,
+                "parallel.tensor_parallel=2",
+                "fine_tune.freeze=[\"model.embed_tokens.*\", \"model.layers.1.*\", \"*norm*\"]",
+            ],
+        ),
+    ];
+    let common = ["parallel.zero_stage=3", "train.global_batch=8", "train.micro_batch=1"];
+    for (model, layout) in layouts {
+        let plans = settings.map(|setting| [layout, &common, setting].concat());
+        check(&[model], &plans);
+    }
+}
+
+#[test]
+fn weights_that_neighbours_keep_book_what_was_predicted() {
+    let four = "parallel.data_parallel_shard=4";
+    let layouts: [(TinyModel, &[&str]); 4] = [
+        (GPT2, &[four]),
+        (LLAMA, &[four, "train.precision=bf16", "parallel.recompute=full"]),
+        (
+            GPT2,
+            &["parallel.data_parallel_shard=2", "parallel.context_parallel=2", "parallel.tensor_parallel=2"],
+        ),
+        // Experts of two ranks are shared out among two: they have no neighbours.
+        (MIXTRAL, &[four, "parallel.expert_parallel=2"]),
+    ];
+    let common = [
+        "parallel.zero_stage=3",
+        "parallel.secondary_shard=2",
+        "train.global_batch=8",
+        "train.micro_batch=1",
+    ];
+    for (model, layout) in layouts {
+        for setting in ["parallel.reshard_after_forward=always", "parallel.max_live_parameters=60000"] {
+            check(&[model], &[[layout, &common, &[setting]].concat()]);
+        }
+    }
+}
+
 /// A run's own ledger holds copies of its state as well.
 #[test]
 fn what_is_on_disk_books_its_windows() {

@@ -21,6 +21,14 @@ const STEPS: [&str; 5] = [
 ];
 
 const ZERO_1: [&str; 2] = ["parallel.data_parallel_shard=2", "parallel.zero_stage=1"];
+const SHARD_2: &str = "parallel.data_parallel_shard=2";
+const ZERO_3: &str = "parallel.zero_stage=3";
+const SECONDARY: [&str; 4] = [
+    "parallel.data_parallel_shard=4",
+    ZERO_3,
+    "parallel.reshard_after_forward=always",
+    "parallel.secondary_shard=2",
+];
 const CONTEXT_2: &str = "parallel.context_parallel=2";
 
 const SQUARE: [&str; 3] = ["parallel.tensor_parallel=4", "parallel.tensor_layout=2d", "train.micro_batch=2"];
@@ -46,7 +54,9 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
         (LLAMA, vec![CONTEXT_2, "parallel.context_parallel_method=all_gather"]),
         (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=all_to_all"]),
         (LLAMA, vec!["parallel.pipeline_parallel=2"]),
-        (LLAMA, ["parallel.data_parallel_shard=2", "parallel.zero_stage=3"].to_vec()),
+        (LLAMA, vec![SHARD_2, ZERO_3]),
+        (GPT2, vec![SHARD_2, ZERO_3, "parallel.reshard_after_forward=always"]),
+        (GPT2, [&SECONDARY[..], &STEPS].concat()),
         (GPT2, [&ZERO_1[..], &["parallel.data_parallel_replicate=2"], &STEPS[..]].concat()),
         (GPT2, SQUARE.to_vec()),
         (

@@ -385,6 +385,85 @@ fn a_run_goes_on_with_its_state_on_disk_or_in_memory_with_every_bit() {
 }
 
 #[test]
+fn when_weights_are_gathered_changes_no_bit() {
+    let bench = Workbench::new().unwrap();
+    let zb_v = ["parallel.pipeline_schedule=zb_v", "parallel.recompute=full"];
+    let layouts: [(TinyModel, &[&str]); 8] = [
+        (GPT2, &[]),
+        (LLAMA, &["train.precision=bf16", "parallel.recompute=selective"]),
+        // Parts of the vocabulary differ in size.
+        (GPT2, &[TENSOR_2, SEQUENCE, "model.vocab_size=300", "data.tokenizer=bytes"]),
+        (LLAMA, &[PIPELINE_2, "parallel.pipeline_schedule=interleaved_1f1b"]),
+        (QWEN3, &[&[PIPELINE_2], &zb_v[..]].concat()),
+        (MIXTRAL, &[EXPERT_2, REPLICAS_2]),
+        // What is not trained is shared out and gathered as well.
+        (MIXTRAL, &["fine_tune.lora_rank=2"]),
+        (
+            QWEN2_MOE,
+            &["fine_tune.freeze=[\"model.embed_tokens.*\", \"model.layers.1.*\", \"*norm*\"]", TENSOR_2],
+        ),
+    ];
+    let settings: [&[&str]; 6] = [
+        &["parallel.reshard_after_forward=always"],
+        &["parallel.reshard_after_forward=always", "parallel.max_live_parameters=60000"],
+        &["parallel.reshard_after_forward=auto"],
+        &["parallel.max_live_parameters=60000"],
+        &["parallel.max_live_parameters=80000"],
+        &["parallel.reshard_after_forward=never"],
+    ];
+    for (model, layout) in layouts {
+        let numbers = |settings: &[&str]| -> Numbers {
+            let common = [SHARD_2, "train.steps=3", "train.global_batch=8", "train.micro_batch=1"];
+            let all: Vec<&str> = common.iter().chain(layout).chain(settings).copied().collect();
+            bench.numbers(&bench.config(model, &all).unwrap()).unwrap()
+        };
+        let expected = numbers(&["parallel.zero_stage=2"]);
+        for setting in settings {
+            let found = numbers(&[&["parallel.zero_stage=3"], setting].concat());
+            assert!(
+                found == expected,
+                "{}, {layout:?}, {setting:?}: {:?}, stage 2 {:?}",
+                model.name,
+                found.steps,
+                expected.steps
+            );
+        }
+    }
+}
+
+#[test]
+fn weights_that_neighbours_keep_have_the_bits_of_their_owners() {
+    let bench = Workbench::new().unwrap();
+    let always = "parallel.reshard_after_forward=always";
+    let layouts: [(TinyModel, &[&str]); 4] = [
+        (GPT2, &["parallel.data_parallel_shard=4"]),
+        (LLAMA, &["parallel.data_parallel_shard=4", "train.precision=bf16", "parallel.recompute=full"]),
+        (GPT2, &[SHARD_2, CONTEXT_2, TENSOR_2, SEQUENCE]),
+        // Experts of two ranks are shared out among two: they have no neighbours.
+        (MIXTRAL, &["parallel.data_parallel_shard=4", EXPERT_2]),
+    ];
+    for (model, layout) in layouts {
+        let numbers = |settings: &[&str]| -> Numbers {
+            let common = ["train.steps=3", "train.global_batch=8", "train.micro_batch=1"];
+            let all: Vec<&str> = common.iter().chain(layout).chain(settings).copied().collect();
+            bench.numbers(&bench.config(model, &all).unwrap()).unwrap()
+        };
+        let expected = numbers(&["parallel.zero_stage=2"]);
+        for settings in [&[always][..], &["parallel.max_live_parameters=60000"]] {
+            let found =
+                numbers(&[&["parallel.zero_stage=3", "parallel.secondary_shard=2"], settings].concat());
+            assert!(
+                found == expected,
+                "{}, {layout:?}, {settings:?}: {:?}, stage 2 {:?}",
+                model.name,
+                found.steps,
+                expected.steps
+            );
+        }
+    }
+}
+
+#[test]
 fn a_run_goes_on_under_another_zero_stage_with_every_bit() {
     let bench = Workbench::new().unwrap();
     let sequence = ["train.global_batch=2", "train.micro_batch=1"];

@@ -90,6 +90,16 @@ pub(crate) fn describe(
             tensor.ranks, tensor.chunks,
         ));
     }
+    if let Some(gathers) = engine.gathers_of_step() {
+        let kept: usize = engine.parameter_ids().map(|id| engine.records()[id.0].local_elements()).sum();
+        progress.message(&format!(
+            "sharding   {} gathers of weights a step for {} uses of units; at most {} of {} parameters are whole at once",
+            gathers.stays().len(),
+            gathers.len(),
+            human::count(gathers.most_live() as f64),
+            human::count(kept as f64),
+        ));
+    }
     progress.message(&memory_line(engine, predicted));
 }
 

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use lockstep_comm::CommError;
 use lockstep_engine::{Engine, EngineOptions, GroupOptions, Places, Snapshot, Storage};
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
+use lockstep_plan::gathering::{RankPasses, TooFewLive};
 use lockstep_plan::{
     Axis, ContextPlace, ExpertAxis, MemoryBytes, MemoryCategory, MemoryPrediction, Mesh, ModelProfile,
     StageMemory, StatePlan, ZeroStage, predicted,
@@ -14,7 +15,7 @@ use lockstep_plan::{
 use crate::layout::pipeline_plan;
 use crate::metrics::{MemoryUse, PredictedMemory};
 use crate::ranks::group_options;
-use crate::setup::storage;
+use crate::setup::{storage, too_few_live};
 use crate::{Error, Ranks, ResolvedModel, RunConfig, engine_options};
 
 /// What the ranks of a run hold.
@@ -56,7 +57,12 @@ impl Forecast {
             let places = Places::of(&mesh, rank, &groups);
             let stage = mesh.ranks().coordinate(rank, Axis::Pipeline);
             let copies = training.copies(&mesh, rank, groups.zero_stage);
-            let index = *known.entry((places, stage, copies)).or_insert_with(|| {
+            let key = (places, stage, copies);
+            if let Some(index) = known.get(&key) {
+                of_rank.push(*index);
+                continue;
+            }
+            let index = {
                 let recorded = recorded
                     .entry(places)
                     .or_insert_with(|| Recorded::new(model, tuning, training, &groups, &mesh, places));
@@ -64,12 +70,19 @@ impl Forecast {
                     Some(plan) => plan.memory_of(stage),
                     None => vec![StageMemory::whole(recorded.profile.units.len())],
                 };
-                let prediction = recorded.on(&stages, &mesh, copies);
+                let passes = RankPasses {
+                    stages: &stages,
+                    pipeline: pipeline.as_ref().map(|plan| (&plan.schedule, stage)),
+                    micro_batches: training.micro_batches_of_rank(&mesh),
+                };
+                let prediction =
+                    recorded.on(passes, &mesh, copies).map_err(|few| too_few_live(config, few))?;
                 distinct.iter().position(|known| *known == prediction).unwrap_or_else(|| {
                     distinct.push(prediction);
                     distinct.len() - 1
                 })
-            });
+            };
+            known.insert(key, index);
             of_rank.push(index);
         }
         Ok(Self { distinct, of_rank, mesh })
@@ -183,6 +196,11 @@ impl Training {
         Self { options, storage, goes_back: false, saves_beside: false }
     }
 
+    fn micro_batches_of_rank(&self, mesh: &Mesh) -> usize {
+        let parts: usize = Axis::BATCH.iter().map(|axis| mesh.ranks().degree(*axis)).product();
+        (self.options.micro_batches / parts).max(1)
+    }
+
     fn copies(&self, mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> Copies {
         let saves = self.saves_beside && is_of_first_copy(mesh, rank, zero_stage);
         Copies { kept: usize::from(self.goes_back), saved: usize::from(saves) }
@@ -219,14 +237,18 @@ impl Recorded {
     ) -> Self {
         let recorded = RecordedModel::tuned(model, tuning, options.recording(places));
         let context: ContextPlace = places.context;
-        let sharing = (groups.zero_stage, groups.quantization);
-        let state = options.state_plan(&recorded, storage, sharing, mesh);
+        let state = options.state_plan(&recorded, storage, Some(groups), mesh);
         Self { profile: recorded.profile(context), state }
     }
 
-    fn on(&mut self, stages: &[StageMemory], mesh: &Mesh, copies: Copies) -> MemoryPrediction {
+    fn on(
+        &mut self,
+        passes: RankPasses<'_>,
+        mesh: &Mesh,
+        copies: Copies,
+    ) -> Result<MemoryPrediction, TooFewLive> {
         (self.state.kept_copies, self.state.saved_copies) = (copies.kept, copies.saved);
-        predicted(&self.profile, stages, |summing| mesh.shard_ranks(summing), &self.state)
+        predicted(&self.profile, passes, |summing| mesh.shard_ranks(summing), &self.state)
     }
 }
 

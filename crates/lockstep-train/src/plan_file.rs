@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, Feedback, LayerRule, PipelineSchedule, Plan, RecomputeRules, TensorDimensions};
+use lockstep_plan::{
+    Degrees, Feedback, LayerRule, PipelineSchedule, Plan, RecomputeRules, Sharding, TensorDimensions,
+};
 
-use crate::config::{ContextMethod, Origin, Problem, TensorLayout};
+use crate::config::{ContextMethod, Origin, Problem, ReshardAfterForward, TensorLayout};
 use crate::setup::named_model;
 use crate::{Error, RunConfig, plan};
 
@@ -81,6 +83,7 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         "context_method" => context == 1,
         "zero_stage" | "quantize_weights" | "quantize_gradients" => shard * context == 1,
         "quantize_feedback" => file.quantize_gradients.is_none(),
+        "sharding" => shard * context == 1 || file.zero_stage < 3,
         "schedule" | "stages" => pipeline == 1,
         _ => false,
     };
@@ -142,6 +145,9 @@ fn settings_of(plan: &Plan) -> Vec<String> {
             let is_kept = plan.quantize_feedback == Feedback::Kept;
             settings.push(format!("parallel.quantize_feedback={is_kept}"));
         }
+        if plan.zero_stage >= 3 {
+            settings.extend(settings_of_sharding(&plan.sharding));
+        }
     }
     if tensor > 1 {
         settings.push(format!("parallel.tensor_layout={}", TensorLayout::from(plan.tensor_layout).word()));
@@ -163,6 +169,15 @@ fn settings_of(plan: &Plan) -> Vec<String> {
         }
         settings.push(format!("parallel.pipeline_stages={:?}", plan.stages));
     }
+    settings
+}
+
+fn settings_of_sharding(sharding: &Sharding) -> Vec<String> {
+    let Sharding { reshard_after_forward, max_live_parameters, secondary_shard } = sharding;
+    let reshard = ReshardAfterForward::from(*reshard_after_forward).word();
+    let mut settings = vec![format!("parallel.reshard_after_forward={reshard}")];
+    settings.extend(max_live_parameters.map(|most| format!("parallel.max_live_parameters={most}")));
+    settings.extend(secondary_shard.map(|neighbours| format!("parallel.secondary_shard={neighbours}")));
     settings
 }
 
@@ -190,6 +205,7 @@ mod tests {
             quantize_weights: None,
             quantize_gradients: None,
             quantize_feedback: lockstep_plan::Feedback::Kept,
+            sharding: Sharding::default(),
         }
     }
 
@@ -213,7 +229,12 @@ mod tests {
             "F0,F1,F2,F3,B0,B1,B2,B3".to_owned(),
         ]);
         let by_rows = Plan { schedule: rows, stages: vec![1, 5], ..plan() };
-        for file in [plan(), by_rows] {
+        let (reshard_after_forward, max_live_parameters) =
+            (lockstep_plan::gathering::ReshardAfterForward::Always, Some(1_000_000));
+        let sharding = Sharding { reshard_after_forward, max_live_parameters, secondary_shard: Some(2) };
+        let mesh = Degrees { replicate: 1, shard: 2, ..plan().mesh };
+        let gathered = Plan { mesh, zero_stage: 3, sharding, ..plan() };
+        for file in [plan(), by_rows, gathered] {
             let run = run_of(&file, &[]);
             assert_eq!(Plan { model: String::new(), ..run }, file);
         }

@@ -64,6 +64,8 @@ pub(crate) fn group_options(config: &RunConfig) -> GroupOptions {
         context_method: parallel.context_parallel_method.into(),
         zero_stage: config.zero_stage(),
         quantization: config.quantization(),
+        live_parameters: config.sharding().live_parameters(),
+        secondary_shard: parallel.secondary_shard,
         bucket_bytes: parallel.bucket_bytes(),
         limit: Duration::from_secs_f64(parallel.timeout_s),
     }
@@ -377,6 +379,7 @@ impl Ranks {
     /// [`Error::WeightsDiffer`], which names the odd one.
     pub(crate) fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), Error> {
         let Some(group) = self.group() else { return Ok(()) };
+        engine.settle_weights()?;
         // Where parameters are shared out too, only other replicas have what this rank has.
         let (axes, of_experts) = match self.groups.zero_stage() {
             ZeroStage::Parameters => (&Axis::TOKENS[..1], &[ExpertAxis::Replicate][..]),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_comm::Group;
 use lockstep_engine::{GroupOptions, Groups, PassTime, PipelinePlan, Rehearsal, StepTimes};
+use lockstep_plan::gathering::LiveParameters;
 use lockstep_plan::schedule::{Costs, Schedule, StageCost};
 use lockstep_plan::{
     ContextMethod, Degrees, MemoryCategory, Mesh, Quantization, TensorDimensions, ZeroStage,
@@ -72,6 +73,8 @@ impl PipelineBenchmark {
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             quantization: Quantization::default(),
+            live_parameters: LiveParameters::default(),
+            secondary_shard: None,
             bucket_bytes: 0,
             limit,
         };

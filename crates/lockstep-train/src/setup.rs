@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
 use lockstep_engine::{
-    Engine, EngineOptions, Offload, Optimizer, Residence, RoundingMode, StateKind, Storage, WeightStorage,
+    Engine, EngineError, EngineOptions, Offload, Optimizer, Residence, RoundingMode, StateKind, Storage,
+    WeightStorage,
 };
 use lockstep_graph::BlockShape;
 use lockstep_model::{Adapter, ModelConfig, Tuning};
+use lockstep_plan::gathering::TooFewLive;
 use lockstep_plan::{DType, ParameterId};
 use lockstep_tensor::{Arena, ScratchFile};
 use serde_json::{Map, Value};
@@ -137,6 +139,13 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
     }
 }
 
+/// What is wrong with a limit below what a unit reads.
+pub(crate) fn too_few_live(config: &RunConfig, few: TooFewLive) -> Error {
+    let allowed = format!("{} or more, padding included", few.needed);
+    let problem = config.problem("parallel.max_live_parameters", few.to_string(), allowed);
+    Error::Configuration(problem.into())
+}
+
 /// How the engine keeps weights and optimizer state, and where.
 pub fn storage(config: &RunConfig) -> Storage {
     let parallel = &config.parallel;
@@ -180,7 +189,12 @@ pub(crate) fn build_engine(
         Problems::none_of(vec![problem])?;
     }
     let groups = ranks.groups().clone();
-    let mut engine = Engine::in_groups(&model.config, &model.tuning, options, storage, arena, groups)?;
+    let engine = Engine::in_groups(&model.config, &model.tuning, options, storage, arena, groups);
+    let mut engine = engine.map_err(|error| match error {
+        // How much a unit reads is known when the model is recorded.
+        EngineError::TooFewLive(few) => too_few_live(config, few),
+        error => error.into(),
+    })?;
     engine.set_f32_products(match config.train.f32_products {
         F32Products::Split => lockstep_tensor::F32Products::SplitBf16,
         F32Products::Fma => lockstep_tensor::F32Products::Fma,

@@ -314,13 +314,16 @@ impl Run<'_> {
             if let Some(refuge) = &mut self.refuge
                 && (is_saved || step.is_multiple_of(train.rollback_every))
             {
+                self.engine.settle_weights()?;
                 refuge.renew(&self.engine, self.counters.updates);
             }
             if is_saved {
+                self.engine.settle_weights()?;
                 self.save_and_go_on()?;
             }
         }
         let interrupted = self.counters.step < train.steps;
+        self.engine.settle_weights()?;
         let state = self.state();
         let Self { saver, engine, records, progress, ranks, observer, .. } = &mut self;
         // While all ranks are here.

@@ -11,7 +11,8 @@ use lockstep_plan::{Quantization, QuantizedType, Share};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{
-    Precision, QuantizedGradients, QuantizedWeights, Rounding, StatePrecision, TensorLayout,
+    Precision, QuantizedGradients, QuantizedWeights, ReshardAfterForward, Rounding, StatePrecision,
+    TensorLayout,
 };
 use crate::interrupt::Interrupt;
 use crate::metrics::StepMetrics;
@@ -149,6 +150,9 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.zero_stage = 0;
     config.parallel.quantize_weights = QuantizedWeights::None;
     config.parallel.quantize_gradients = QuantizedGradients::None;
+    config.parallel.reshard_after_forward = ReshardAfterForward::Auto;
+    config.parallel.max_live_parameters = None;
+    config.parallel.secondary_shard = None;
     config.parallel.expert_parallel = 1;
     config.parallel.expert_tensor_parallel = 1;
     config.parallel.tensor_parallel = 1;

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use crate::{DType, ParameterId, ParameterRecord, QUANTIZATION_BLOCK, ShardPlace, Summing, booked_bytes};
+use crate::{DType, ParameterRecord, QUANTIZATION_BLOCK, ShardPlace, Summing, booked_bytes};
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
@@ -78,15 +78,6 @@ pub struct RecordPassage {
     pub sent: [usize; 2],
     /// Elements of both buffers for what comes.
     pub received: [usize; 2],
-}
-
-/// Weights that are whole while a unit works with them: those of a unit are in one of two buffers.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Gathering {
-    /// The stretches that each unit reads from its buffer, and where they begin there, in elements. By unit.
-    pub needs: Vec<Vec<(usize, usize)>>,
-    /// Elements of both buffers.
-    pub elements: [usize; 2],
 }
 
 /// Which of two buffers is a unit's: neighbours have different ones.
@@ -239,32 +230,18 @@ impl StoreLayout {
         RecordPassage { offsets, sent, received }
     }
 
-    /// Where weights of this layout are while they are whole, for units that read `parameters`; what nobody else owns a part
-    /// of, as `is_shared_out` says, is read where it is kept.
-    pub fn gathering<'p>(
-        &self,
-        parameters: impl Iterator<Item = &'p [ParameterId]>,
-        is_shared_out: impl Fn(Summing) -> bool,
-    ) -> Gathering {
-        let mut elements = [0; 2];
-        let needs_of = |(unit, ids): (usize, &[ParameterId])| {
-            let places = ids.iter().filter_map(|id| self.places[id.0]);
-            let mut stretches: Vec<usize> = places.map(|(stretch, _)| stretch).collect();
-            stretches.sort_unstable();
-            stretches.dedup();
-            stretches.retain(|stretch| is_shared_out(self.stretches[*stretch].summing));
-            let mut end = 0;
-            let place = |stretch: usize| {
-                let start = end;
-                end += self.stretches[stretch].elements;
-                (stretch, start)
-            };
-            let needs: Vec<_> = stretches.into_iter().map(place).collect();
-            let longest = &mut elements[buffer_of(unit)];
-            *longest = (*longest).max(end);
-            needs
+    /// Elements of each stretch if of every parameter there were `largest_elements`.
+    pub(crate) fn largest(&self, records: &[ParameterRecord], largest_elements: &[usize]) -> Vec<usize> {
+        let mut largest = vec![0; self.stretches.len()];
+        for ((record, place), elements) in records.iter().zip(&self.places).zip(largest_elements) {
+            if let Some((stretch, _)) = place.filter(|_| record.tie.is_none()) {
+                largest[stretch] += elements.next_multiple_of(ALIGNMENT_ELEMENTS);
+            }
+        }
+        let padded = |(elements, stretch): (usize, &Stretch)| {
+            let ranks = (stretch.elements / stretch.own.len().max(1)).max(1);
+            elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks)
         };
-        let needs = parameters.enumerate().map(needs_of).collect();
-        Gathering { needs, elements }
+        largest.into_iter().zip(&self.stretches).map(padded).collect()
     }
 }

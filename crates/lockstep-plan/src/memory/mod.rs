@@ -67,7 +67,7 @@ impl MemoryCategory {
     }
 }
 
-pub use layout::{Extent, Gathering, Passage, RecordPassage, StoreLayout, Stretch};
+pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
 pub use profile::{ModelProfile, UnitProfile};
 pub use stage::{SharedTable, StageMemory};

@@ -4,6 +4,7 @@
 //! What is not predicted is what kernels take for the time of a call and give back (booked as workspace, then as cached): it
 //! depends on the instructions that a CPU has, and on no plan but by the micro-batch.
 
+use crate::gathering::{Gathering, Gathers, RankPasses, TooFewLive};
 use crate::{
     DType, DiskPlan, Extent, Feedback, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord,
     Quantization, QuantizedType, RecordPassage, ShardPlace, SharedTable, StageMemory, StoreLayout, Summing,
@@ -19,6 +20,8 @@ pub struct StatePlan {
     pub quantization: Quantization,
     /// Copies of the model, whole or shared out.
     pub replicas: usize,
+    /// How weights are gathered where they are shared out.
+    pub gathering: Gathering,
     /// Whether f32 weights are kept beside those that kernels read.
     pub has_master: bool,
     /// Type of the optimizer's numbers.
@@ -89,23 +92,28 @@ impl MemoryPrediction {
     }
 }
 
-/// What a rank with these stages of `model` books; `shard_ranks` says how many share out what is summed so
+/// What a rank with these passes of `model` books; `shard_ranks` says how many share out what is summed so
 /// ([`Mesh::shard_ranks`](crate::Mesh::shard_ranks)).
+///
+/// # Errors
+/// [`TooFewLive`].
 pub fn predicted(
     model: &ModelProfile,
-    stages: &[StageMemory],
+    passes: RankPasses<'_>,
     shard_ranks: impl Fn(Summing) -> usize,
     state: &StatePlan,
-) -> MemoryPrediction {
+) -> Result<MemoryPrediction, TooFewLive> {
     let mut prediction = MemoryPrediction::default();
+    let stages = passes.stages;
     let rank = Rank::new(model, stages, shard_ranks, state);
     rank.book_state(&mut prediction);
+    rank.book_gathered(passes, &mut prediction)?;
     model.book_activations(stages, &mut prediction);
     rank.book_exchanges(&mut prediction);
     prediction.add(MemoryCategory::Workspace, "inside a unit", booked_bytes(model.workspace_bytes(stages)));
     prediction.reserve(MemoryCategory::Workspace, "packed operands", state.packed_bytes);
     prediction.items.sort_by_key(|item| item.category);
-    prediction
+    Ok(prediction)
 }
 
 /// A rank, and what it has of the model.
@@ -231,6 +239,15 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         StoreLayout::new(&self.records, Extent::Whole, |_| ShardPlace::default(), keeps)
     }
 
+    /// Where weights that are not trained stand.
+    fn frozen(&self) -> StoreLayout {
+        if self.zero_stage >= ZeroStage::Parameters {
+            self.shared_out(ZeroStage::Parameters, |index| self.is_frozen(index))
+        } else {
+            self.whole(|index| self.is_frozen(index))
+        }
+    }
+
     /// Weights, gradients and the optimizer's state. All of it passes through `store`: what lives elsewhere than in memory
     /// says there what it is staged in.
     fn book_state(&self, prediction: &mut MemoryPrediction) {
@@ -243,8 +260,7 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         };
         let weights = trained(ZeroStage::Parameters);
         let weights_bytes = store(MemoryCategory::Parameters, "trained weights", weights, model.dtype);
-        let frozen = self.whole(|index| self.is_frozen(index));
-        store(MemoryCategory::Parameters, "frozen weights", frozen, model.dtype);
+        store(MemoryCategory::Parameters, "frozen weights", self.frozen(), model.dtype);
         store(MemoryCategory::Gradients, "sums of gradients", self.gradients(), DType::F32);
         let of_optimizer = MemoryCategory::Optimizer;
         let mut saved_bytes = weights_bytes;
@@ -327,6 +343,30 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         Some(StoreLayout::new(&self.records, Extent::Whole, place, keeps))
     }
 
+    /// Weights that are whole while units work with them, and what is kept of them for neighbours.
+    fn book_gathered(
+        &self,
+        passes: RankPasses<'_>,
+        prediction: &mut MemoryPrediction,
+    ) -> Result<(), TooFewLive> {
+        if self.zero_stage < ZeroStage::Parameters {
+            return Ok(());
+        }
+        let weights = self.shared_out(ZeroStage::Parameters, |index| self.is_trained(index));
+        let stores = [Some(&weights), Some(&self.frozen())];
+        let ranks = |summing| self.ranks(summing);
+        let gathers = Gathers::new(self.model, stores, ranks, passes, self.state.gathering)?;
+        let bytes = |elements: usize| booked_bytes(elements.saturating_mul(self.model.dtype.size_bytes()));
+        prediction.add(MemoryCategory::Communication, "gathered weights", bytes(gathers.pool_elements()));
+        if let Some(kind) = self.state.quantization.weights {
+            let bytes = booked_bytes(kind.bytes(gathers.pool_elements()));
+            prediction.add(MemoryCategory::Communication, "records of weights", bytes);
+        }
+        let kept = gathers.secondary_elements.map_or(0, bytes);
+        prediction.add(MemoryCategory::Parameters, "weights kept for neighbours", kept);
+        Ok(())
+    }
+
     /// What is on its way between ranks.
     fn book_exchanges(&self, prediction: &mut MemoryPrediction) {
         let Self { model, stages, state, .. } = self;
@@ -343,15 +383,6 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         if self.hands_gradients_on() {
             let bytes = both(self.gradients().passage().elements, DType::F32);
             prediction.add(category, "gradients on their way to their owners", bytes);
-        }
-        if self.zero_stage >= ZeroStage::Parameters {
-            let weights = self.shared_out(ZeroStage::Parameters, |index| self.is_trained(index));
-            let parameters = model.units.iter().map(|unit| unit.parameters.as_slice());
-            let gathering = weights.gathering(parameters, |summing| self.ranks(summing) > 1);
-            prediction.add(category, "gathered weights", both(gathering.elements, model.dtype));
-            if let Some(kind) = state.quantization.weights {
-                prediction.add(category, "records of weights", records(kind, gathering.elements));
-            }
         }
         if let Some(kind) = self.quantized_gradients() {
             let gradients = self.shared_out(ZeroStage::Gradients, |index| self.is_trained(index));

@@ -33,6 +33,8 @@ pub struct ModelProfile {
     pub units: Vec<UnitProfile>,
     /// Every parameter, whichever stage has it.
     pub records: Vec<ParameterRecord>,
+    /// The most elements of each parameter that any of the ranks holds that share its block: parts of a vocabulary may differ.
+    pub largest_elements: Vec<usize>,
     /// Type of weights and of values between units.
     pub dtype: DType,
     /// Sequences of a micro-batch.

@@ -33,7 +33,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Feedback, QuantizedType, RecomputeRules,
+    Feedback, QuantizedType, RecomputeRules, Sharding,
     mesh::{Degrees, Mesh},
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
@@ -92,6 +92,9 @@ pub struct Plan {
     /// What becomes of what gradients lose to it; left out, it is kept.
     #[serde(default, skip_serializing_if = "is_default")]
     pub quantize_feedback: Feedback,
+    /// How the parameters are.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub sharding: Sharding,
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {

@@ -39,6 +39,7 @@ fn plan() -> Plan {
         quantize_weights: None,
         quantize_gradients: None,
         quantize_feedback: Feedback::Kept,
+        sharding: Sharding::default(),
     }
 }
 
@@ -61,7 +62,9 @@ fn a_plan_that_fits_gives_its_mesh_schedule_and_stages() {
 #[test]
 fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
     let rows = Plan { schedule: PipelineSchedule::Rows(vec!["F0,B0".to_owned()]), ..plan() };
-    for plan in [plan(), rows] {
+    let sharding = Sharding { max_live_parameters: Some(7), ..Sharding::default() };
+    let shared_out = Plan { zero_stage: 3, sharding, ..plan() };
+    for plan in [plan(), rows, shared_out] {
         assert_eq!(Plan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
     }
     let short = r#"{"version": 1, "model": "m", "micro_batch": 3, "stages": [14]}"#;
@@ -81,6 +84,7 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         quantize_weights: None,
         quantize_gradients: None,
         quantize_feedback: Feedback::Kept,
+        sharding: Sharding::default(),
     };
     assert_eq!(Plan::from_json(short).unwrap(), expected);
 }

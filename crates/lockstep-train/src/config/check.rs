@@ -4,8 +4,8 @@ use lockstep_graph::BlockShape;
 
 use super::ParallelConfig;
 use super::choices::{
-    DataFormat, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Residence, Rounding,
-    ScheduleKind, StatePrecision, TensorLayout, Transport,
+    DataFormat, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, ReshardAfterForward,
+    Residence, Rounding, ScheduleKind, StatePrecision, TensorLayout, Transport,
 };
 use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
@@ -305,6 +305,34 @@ impl Checker<'_, '_, '_> {
             self.refuse_without_effect(&["parallel.zero_stage"], because, "parallel.data_parallel_shard");
         }
         self.quantization();
+        if zero_stage < 3 {
+            let because = format!("parallel.zero_stage = {zero_stage}, which leaves all parameters whole");
+            let keys = [
+                "parallel.reshard_after_forward",
+                "parallel.max_live_parameters",
+                "parallel.secondary_shard",
+            ];
+            self.refuse_without_effect(&keys, &because, "parallel.zero_stage");
+        } else if self.config.parallel.reshard_after_forward == ReshardAfterForward::Never {
+            let because =
+                "parallel.reshard_after_forward = \"never\", which keeps all; \"auto\" keeps what fits";
+            let keys = ["parallel.max_live_parameters", "parallel.secondary_shard"];
+            self.refuse_without_effect(&keys, because, "parallel.reshard_after_forward");
+        }
+        let owners = data_parallel_shard * context_parallel;
+        if let Some(neighbours) = self.config.parallel.secondary_shard
+            && zero_stage == 3
+            && (neighbours >= owners || !owners.is_multiple_of(neighbours))
+        {
+            let what = format!(
+                "{neighbours} neighbours do not divide the {owners} ranks that share out parameters \
+                 (data_parallel_shard x context_parallel) into several groups"
+            );
+            let choices: Vec<String> =
+                divisors(owners).filter(|&d| d > 1 && d < owners).map(|d| d.to_string()).collect();
+            let allowed = if choices.is_empty() { "leave it out".to_owned() } else { choices.join(", ") };
+            self.refuse(&["parallel.secondary_shard", "parallel.data_parallel_shard"], what, allowed);
+        }
         if zero_stage > 0 && self.config.optimizer.kind == OptimizerKind::Muon {
             let what =
                 format!("\"muon\" needs whole matrices, and parallel.zero_stage = {zero_stage} cuts them");

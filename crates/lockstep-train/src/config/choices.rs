@@ -229,6 +229,16 @@ choices! {
         AllToAll = "all_to_all",
     } later []
 
+    /// What happens to the gathered weights of a unit after its forward.
+    ReshardAfterForward {
+        /// They are dropped, but for those that the backward begins with.
+        Always = "always",
+        /// Those stay for which there is room.
+        Auto = "auto",
+        /// They stay, and there is room for all.
+        Never = "never",
+    } later []
+
     /// How gradients are summed over a network.
     AllReduce {
         /// In the order of a fixed tree, as shared memory does: the same bits by every way.
@@ -317,6 +327,27 @@ impl From<lockstep_plan::TensorDimensions> for TensorLayout {
         match dimensions {
             lockstep_plan::TensorDimensions::One => Self::OneDimension,
             lockstep_plan::TensorDimensions::Two => Self::TwoDimensions,
+        }
+    }
+}
+
+impl From<ReshardAfterForward> for lockstep_plan::gathering::ReshardAfterForward {
+    fn from(reshard: ReshardAfterForward) -> Self {
+        match reshard {
+            ReshardAfterForward::Always => Self::Always,
+            ReshardAfterForward::Auto => Self::Auto,
+            ReshardAfterForward::Never => Self::Never,
+        }
+    }
+}
+
+impl From<lockstep_plan::gathering::ReshardAfterForward> for ReshardAfterForward {
+    fn from(reshard: lockstep_plan::gathering::ReshardAfterForward) -> Self {
+        use lockstep_plan::gathering::ReshardAfterForward as Planned;
+        match reshard {
+            Planned::Always => Self::Always,
+            Planned::Auto => Self::Auto,
+            Planned::Never => Self::Never,
         }
     }
 }

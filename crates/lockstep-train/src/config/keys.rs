@@ -14,8 +14,8 @@ use serde_json::Value;
 
 use super::choices::{
     AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, MuonScale, OffloadIo,
-    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, Residence, Rounding, Scaling,
-    ScheduleKind, StatePrecision, TensorLayout, TokenType, Transport,
+    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, ReshardAfterForward, Residence, Rounding,
+    Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType, Transport,
 };
 use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
@@ -247,6 +247,18 @@ sections! {
         /// With `quantize_gradients`, whether each rank keeps what its gradients lost to their codes and adds it to the next ones. It takes 2 bytes for
         /// each parameter on every rank, in memory and in checkpoints.
         quantize_feedback: bool = true, rules().defines_numbers();
+        /// With `zero_stage = 3`, what happens to a unit's gathered weights (those of the embedding, a block or the head) after its
+        /// forward: `always` drops them, `never` keeps those of all units for the backward and the next micro-batches, `auto` keeps
+        /// those that are needed soonest, as far as `max_live_parameters` allows. What the backward begins with is always kept.
+        reshard_after_forward: ReshardAfterForward = ReshardAfterForward::Auto, rules();
+        /// With `zero_stage = 3`, how many parameters may be whole on a rank at once: those of the unit that computes, those that are
+        /// on their way for the next ones, and those that are kept for later. One unit's must fit.
+        max_live_parameters: Option<usize> = None,
+            rules().at_least(1.0).at_most(1e15)
+                .when_absent("those of two units that follow each other; with `reshard_after_forward = \"never\"` all");
+        /// With `zero_stage = 3`, ranks that are near each other, such as those of a machine: among so many neighbours the weights that the
+        /// first gather of a step has brought are kept once more, and its further gathers ask these alone (hpZ of ZeRO++).
+        secondary_shard: Option<usize> = None, rules().at_least(2.0).at_most(256.0).when_absent("nothing is kept twice");
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);

@@ -23,12 +23,12 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, Feedback, ParameterRecord, Quantization, ZeroStage};
+use lockstep_plan::{Degrees, Feedback, ParameterRecord, Quantization, Sharding, ZeroStage};
 
 pub use choices::{
     ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, MuonScale, OptimizerKind, Precision,
-    QuantizedGradients, QuantizedWeights, Residence, Rounding, Scaling, ScheduleKind, StatePrecision,
-    TensorLayout, TokenType, Transport,
+    QuantizedGradients, QuantizedWeights, ReshardAfterForward, Residence, Rounding, Scaling, ScheduleKind,
+    StatePrecision, TensorLayout, TokenType, Transport,
 };
 pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
@@ -144,6 +144,15 @@ impl RunConfig {
             weights: quantize_weights.into(),
             gradients: quantize_gradients.into(),
             feedback: if quantize_feedback { Feedback::Kept } else { Feedback::Dropped },
+        }
+    }
+
+    /// How parameters are shared out.
+    pub fn sharding(&self) -> Sharding {
+        Sharding {
+            reshard_after_forward: self.parallel.reshard_after_forward.into(),
+            max_live_parameters: self.parallel.max_live_parameters,
+            secondary_shard: self.parallel.secondary_shard,
         }
     }
 

@@ -27,7 +27,7 @@ fn a_configuration_that_cannot_be_used_is_refused_with_code_2() {
 #[test]
 fn a_set_argument_that_cannot_be_used_is_refused_with_code_2() {
     let workshop = Workshop::new();
-    let cases: [(&str, &[&str]); 17] = [
+    let cases: [(&str, &[&str]); 20] = [
         ("train.steps", &["--set train.steps", "no '='"]),
         ("steps=4", &["steps", "--set section.key=VALUE"]),
         ("train.stepz=4", &["train.stepz", "train.steps"]),
@@ -42,6 +42,9 @@ fn a_set_argument_that_cannot_be_used_is_refused_with_code_2() {
         ("train.micro_batch=3", &["train.micro_batch", "3", "train.global_batch = 4", "1, 2, 4"]),
         ("parallel.zero_stage=2", &["parallel.zero_stage", "parallel.data_parallel_shard = 1"]),
         ("parallel.zero_stage=4", &["parallel.zero_stage", "<= 3"]),
+        ("parallel.max_live_parameters=9", &["parallel.max_live_parameters", "parallel.zero_stage = 0"]),
+        ("parallel.secondary_shard=2", &["parallel.secondary_shard", "parallel.zero_stage = 0"]),
+        ("parallel.reshard_after_forward=often", &["\"always\", \"auto\", \"never\""]),
         ("data.train=[]]", &["data.train", "broken TOML"]),
         ("data.tokenizer=nowhere.json", &["nowhere.json", "No such file"]),
         ("model.vocab_size=1000", &["data.tokenizer", "1000", "tokenizer.json"]),

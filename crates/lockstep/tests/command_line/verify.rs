@@ -127,6 +127,15 @@ fn a_plan_file_says_what_the_keys_would() {
     assert!(outcome.stdout.contains("2 context-parallel ranks (all_gather)"), "{outcome:?}");
     let outcome = plan("{\"shard\": 2}", ", \"zero_stage\": 3").succeeds();
     assert!(outcome.stdout.contains("2 data-parallel ranks, ZeRO stage 3"), "{outcome:?}");
+    let most = |number: usize| {
+        let sharding = format!(", \"zero_stage\": 3, \"sharding\": {{\"max_live_parameters\": {number}}}");
+        plan("{\"shard\": 2}", &sharding)
+    };
+    most(60_000).succeeds();
+    // How much a unit reads is known to the ranks alone.
+    let outcome = most(9);
+    let message = "max_live_parameters: unit 0 reads 8192 parameters at once, and 9 may be whole; allowed: 8192 or more";
+    assert!(outcome.code == Some(2) && outcome.stderr.contains(message), "{outcome:?}");
     plan("{\"shard\": 2}", ", \"zero_stage\": 4").refuses(2, &["zero_stage", "4", "<= 3"]);
     plan("{\"pipeline\": 2}", "").refuses(2, &["plan.json", "1 stages and its schedule has 2"]);
     plan("{\"tensor\": 3}", "")

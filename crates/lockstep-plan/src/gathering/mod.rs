@@ -1,0 +1,300 @@
+//! Which of the weights that ranks share out are whole on a rank, and when (ZeRO stage 3, FSDP).
+//!
+//! What the same units read is gathered together, as a *bundle*. A step is a known sequence of uses, each of one unit, so that it is
+//! decided before the run when each bundle is gathered, how long it stays and where it lies; nothing is traced. While a use
+//! computes, the bundles of the next one are on their way. What could stay from one use to a later one does as long as there is room, and
+//! else what is used furthest in the future goes first, as in Gemini's chunk manager (Fang et al., 2023): with bundles of
+//! one size no other choice gathers less (Belady, 1966).
+//!
+//! ```text
+//! uses     F0   F1   F2   F3   B3   B2   B1   B0
+//! bundle 0 ====                            -----====      === used, --- on its way or kept for later
+//! bundle 1 ----====                  ----====
+//! bundle 2      ----====-----------=====
+//! bundle 3           ----============
+//! ```
+
+mod gathers;
+mod packing;
+#[cfg(test)]
+mod tests;
+mod uses;
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+pub use gathers::{Bundled, Gathering, Gathers, Kept};
+pub use packing::{Lifetime, pack};
+pub use uses::{RankPasses, Sequence};
+
+/// A gather is begun at most so many uses ahead: the operations of a group are carried out in their order, and one that is begun too
+/// early only stands before the sums of gradients that are waited for.
+const MOST_AHEAD: usize = 4;
+
+/// What happens to a unit's gathered weights after its forward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReshardAfterForward {
+    /// They are dropped, but for those that the backward begins with.
+    Always,
+    /// Those stay for which there is room.
+    #[default]
+    Auto,
+    /// They stay; there is room for all.
+    Never,
+}
+
+/// How many of the parameters that ranks share out are whole on a rank at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LiveParameters {
+    /// What happens to them after a forward.
+    pub reshard: ReshardAfterForward,
+    /// The most elements that are whole at once (DeepSpeed's `stage3_max_live_parameters`); without one, those of two units that
+    /// follow each other. Of no effect where all stay.
+    pub limit: Option<usize>,
+}
+
+/// One unit reads more than may be whole at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("unit {unit} reads {needed} parameters at once, and {limit} may be whole")]
+pub struct TooFewLive {
+    /// The unit.
+    pub unit: usize,
+    /// Elements that it reads.
+    pub needed: usize,
+    /// The limit.
+    pub limit: usize,
+}
+
+/// A bundle from its gather to its last use before it is dropped or overwritten. Uses are counted from the first one of the sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stay {
+    /// Which bundle.
+    pub bundle: usize,
+    /// The use during which, or, if that reads it already, before which it is gathered.
+    pub from: usize,
+    /// The first use that reads it.
+    pub first_use: usize,
+    /// The last.
+    pub to: usize,
+    /// Its first element in the pool.
+    pub start: usize,
+    /// How often it was gathered before in the sequence.
+    pub earlier: usize,
+}
+
+/// When each bundle is gathered for a sequence of uses, and where it lies. Nothing is there before the first use, and nothing is
+/// on its way after the last.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct GatherPlan {
+    /// In the order in which they begin.
+    stays: Vec<Stay>,
+    /// The number of the first stay that begins with each use or later, and their number.
+    first_of_use: Vec<usize>,
+    pool_elements: usize,
+    most_live: usize,
+}
+
+impl GatherPlan {
+    /// Plans a sequence of uses: `uses` are units, each of which reads the bundles `needs[unit]`, in ascending order, of `sizes[bundle]`
+    /// elements. It depends on nothing else, so that ranks that gather from each other decide alike.
+    ///
+    /// # Errors
+    /// [`TooFewLive`].
+    pub fn plan(
+        sizes: &[usize],
+        needs: &[Vec<usize>],
+        uses: &[usize],
+        live: LiveParameters,
+    ) -> Result<Self, TooFewLive> {
+        let planner = Planner { sizes, needs, uses, limit: limit_of(sizes, needs, uses, live)? };
+        let mut stays = planner.least();
+        if live.reshard != ReshardAfterForward::Always {
+            planner.keep(&mut stays);
+        }
+        planner.begin_early(&mut stays);
+        let lifetime = |stay: &Stay| Lifetime { from: stay.from, to: stay.to, elements: sizes[stay.bundle] };
+        let (starts, pool_elements) = pack(&stays.iter().map(lifetime).collect::<Vec<_>>());
+        let mut gathered = vec![0; sizes.len()];
+        for (stay, start) in stays.iter_mut().zip(starts) {
+            stay.start = start;
+            stay.earlier = gathered[stay.bundle];
+            gathered[stay.bundle] += 1;
+        }
+        let first_of_use = (0..=uses.len()).map(|at| stays.partition_point(|stay| stay.from < at)).collect();
+        let most_live = planner.live(&stays).into_iter().max().unwrap_or(0);
+        Ok(Self { stays, first_of_use, pool_elements, most_live })
+    }
+
+    /// The bundles whose gather begins with a use: first those that it reads itself.
+    pub fn begins_with(&self, at: usize) -> &[Stay] {
+        &self.stays[self.first_of_use[at]..self.first_of_use[at + 1]]
+    }
+
+    /// How many of these a use reads itself.
+    pub fn read_at_once(&self, at: usize) -> usize {
+        self.begins_with(at).partition_point(|stay| stay.first_use == at)
+    }
+
+    /// The number of uses.
+    pub fn len(&self) -> usize {
+        self.first_of_use.len().saturating_sub(1)
+    }
+
+    /// Whether there is no use.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// All stays, in the order in which they begin.
+    pub fn stays(&self) -> &[Stay] {
+        &self.stays
+    }
+
+    /// Elements of the pool in which they lie: at least [`GatherPlan::most_live`], and more where bundles of unlike sizes leave gaps.
+    pub fn pool_elements(&self) -> usize {
+        self.pool_elements
+    }
+
+    /// The most elements that are whole, or on their way, at once.
+    pub fn most_live(&self) -> usize {
+        self.most_live
+    }
+}
+
+/// How many elements may be whole at once, which all units of the sequence can do with.
+fn limit_of(
+    sizes: &[usize],
+    needs: &[Vec<usize>],
+    uses: &[usize],
+    LiveParameters { reshard, limit }: LiveParameters,
+) -> Result<usize, TooFewLive> {
+    let of = |bundles: &BTreeSet<usize>| bundles.iter().map(|bundle| sizes[*bundle]).sum::<usize>();
+    let read_by = |units: &[usize]| of(&units.iter().flat_map(|unit| needs[*unit].iter().copied()).collect());
+    if reshard == ReshardAfterForward::Never {
+        return Ok(read_by(uses));
+    }
+    // Pairs of units are few, uses are many.
+    let pairs: BTreeSet<[usize; 2]> = uses.windows(2).map(|pair| [pair[0], pair[1]]).collect();
+    let single = uses.first().map_or(0, |unit| read_by(&[*unit]));
+    let limit = limit.unwrap_or_else(|| pairs.iter().map(|pair| read_by(pair)).fold(single, usize::max));
+    let units: BTreeSet<usize> = uses.iter().copied().collect();
+    match units.into_iter().map(|unit| (unit, read_by(&[unit]))).find(|(_, needed)| *needed > limit) {
+        Some((unit, needed)) => Err(TooFewLive { unit, needed, limit }),
+        None => Ok(limit),
+    }
+}
+
+struct Planner<'a> {
+    sizes: &'a [usize],
+    needs: &'a [Vec<usize>],
+    uses: &'a [usize],
+    limit: usize,
+}
+
+impl Planner<'_> {
+    fn needs(&self, at: usize) -> &[usize] {
+        self.uses.get(at).map_or(&[], |unit| &self.needs[*unit])
+    }
+
+    /// The stays that there are in any case: each bundle with the uses that read it, and with those before them if there is room.
+    fn least(&self) -> Vec<Stay> {
+        let mut stays: Vec<Stay> = Vec::new();
+        let mut last_of: Vec<Option<usize>> = vec![None; self.sizes.len()];
+        let mut be_there = |at: usize, bundle: usize, first_use: usize| match last_of[bundle] {
+            Some(last) if stays[last].to + 1 == at => stays[last].to = at,
+            _ => {
+                last_of[bundle] = Some(stays.len());
+                stays.push(Stay { bundle, from: at, first_use, to: at, start: 0, earlier: 0 });
+            }
+        };
+        for at in 0..self.uses.len() {
+            let (own, next) = (self.needs(at), self.needs(at + 1));
+            let of_next = || next.iter().filter(|bundle| !own.contains(bundle));
+            let elements: usize = own.iter().chain(of_next()).map(|bundle| self.sizes[*bundle]).sum();
+            own.iter().for_each(|bundle| be_there(at, *bundle, at));
+            if elements <= self.limit {
+                of_next().for_each(|bundle| be_there(at, *bundle, at + 1));
+            }
+        }
+        stays
+    }
+
+    /// Joins stays of one bundle where it can be kept between them.
+    fn keep(&self, stays: &mut Vec<Stay>) {
+        let room: Vec<usize> = self.live(stays).into_iter().map(|live| self.limit - live).collect();
+        let mut next_of = vec![None; stays.len()];
+        let mut last_of: Vec<Option<usize>> = vec![None; self.sizes.len()];
+        for (index, stay) in stays.iter().enumerate() {
+            if let Some(last) = last_of[stay.bundle].replace(index) {
+                next_of[last] = Some(index);
+            }
+        }
+        // Those that are kept at the moment: when they are read again, and which stay they continue.
+        let mut kept: BTreeSet<(usize, usize)> = BTreeSet::new();
+        let mut kept_elements = 0;
+        let mut ends: Vec<Vec<usize>> = vec![Vec::new(); self.uses.len()];
+        stays.iter().enumerate().for_each(|(index, stay)| ends[stay.to].push(index));
+        let mut is_continued = vec![false; stays.len()];
+        for at in 1..self.uses.len() {
+            while let Some(&(until, index)) = kept.first().filter(|(until, _)| *until <= at) {
+                kept.remove(&(until, index));
+                kept_elements -= self.sizes[stays[index].bundle];
+                is_continued[index] = true;
+            }
+            for &index in &ends[at - 1] {
+                if let Some(next) = next_of[index] {
+                    kept.insert((stays[next].from, index));
+                    kept_elements += self.sizes[stays[index].bundle];
+                }
+            }
+            while kept_elements > room[at]
+                && let Some((_, index)) = kept.pop_last()
+            {
+                kept_elements -= self.sizes[stays[index].bundle];
+            }
+        }
+        // From the last one back, so that a chain of stays ends up in its first.
+        let mut is_gone = vec![false; stays.len()];
+        for index in (0..stays.len()).rev() {
+            if let Some(next) = next_of[index].filter(|_| is_continued[index]) {
+                stays[index].to = stays[next].to;
+                is_gone[next] = true;
+            }
+        }
+        let mut is_gone = is_gone.into_iter();
+        stays.retain(|_| !is_gone.next().unwrap_or(false));
+    }
+
+    /// Begins gathers earlier where there is room for it.
+    fn begin_early(&self, stays: &mut [Stay]) {
+        let mut live = self.live(stays);
+        let mut free_from = vec![0; self.sizes.len()];
+        for stay in stays.iter_mut() {
+            let size = self.sizes[stay.bundle];
+            let earliest = free_from[stay.bundle].max(stay.first_use.saturating_sub(MOST_AHEAD));
+            while stay.from > earliest && live[stay.from - 1] + size <= self.limit {
+                stay.from -= 1;
+                live[stay.from] += size;
+            }
+            free_from[stay.bundle] = stay.to + 1;
+        }
+        stays.sort_by_key(|stay| (stay.from, stay.first_use, stay.bundle));
+    }
+
+    /// The elements that are whole, or on their way, during each use.
+    fn live(&self, stays: &[Stay]) -> Vec<usize> {
+        let mut changes = vec![(0, 0); self.uses.len() + 1];
+        for stay in stays {
+            changes[stay.from].0 += self.sizes[stay.bundle];
+            changes[stay.to + 1].1 += self.sizes[stay.bundle];
+        }
+        let mut live = 0;
+        let live_at = |(come, gone): (usize, usize)| {
+            live = live + come - gone;
+            live
+        };
+        changes.into_iter().take(self.uses.len()).map(live_at).collect()
+    }
+}

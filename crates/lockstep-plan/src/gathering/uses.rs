@@ -1,0 +1,72 @@
+//! In which order a rank's passes use the units of its model: what is known of it before it runs, so that weights are where they are read.
+
+use std::ops::Range;
+
+use crate::StageMemory;
+use crate::schedule::{PassKind, Schedule};
+
+/// A sequence of uses that is planned as a whole: nothing is kept from one to the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sequence {
+    /// All micro-batches of a step, as many as the rank was built for.
+    Step,
+    /// One micro-batch.
+    MicroBatch,
+    /// A forward alone.
+    Evaluation,
+}
+
+impl Sequence {
+    /// All of them, in their order.
+    pub const ALL: [Self; 3] = [Self::Step, Self::MicroBatch, Self::Evaluation];
+}
+
+/// The passes of a rank.
+#[derive(Debug, Clone, Copy)]
+pub struct RankPasses<'a> {
+    /// Its stages, from the model's first layer on.
+    pub stages: &'a [StageMemory],
+    /// What the ranks of a pipeline do, and which of them it is.
+    pub pipeline: Option<(&'a Schedule, usize)>,
+    /// Micro-batches of a step on this rank; of effect without a pipeline.
+    pub micro_batches: usize,
+}
+
+impl RankPasses<'_> {
+    /// The units that a sequence uses, in its order; `first_trained` is the first that has a backward, if any has one.
+    pub fn uses(&self, sequence: Sequence, first_trained: Option<usize>) -> Vec<usize> {
+        let mut uses = Vec::new();
+        let mut add = |kind: PassKind, units: Range<usize>| {
+            if kind == PassKind::Forward {
+                uses.extend(units);
+            } else if let Some(first) = first_trained {
+                uses.extend((first.max(units.start)..units.end).rev());
+            }
+        };
+        match (sequence, self.pipeline) {
+            (Sequence::Step, Some((schedule, rank))) => {
+                let stages: Vec<usize> = schedule.stages_of(rank).collect();
+                for pass in schedule.passes(rank) {
+                    let stage = stages.iter().position(|stage| *stage == pass.stage);
+                    let stage = stage.expect("a rank's passes are of its stages");
+                    add(pass.kind, self.stages[stage].units.clone());
+                }
+            }
+            (Sequence::Evaluation, _) => {
+                self.stages.iter().for_each(|stage| add(PassKind::Forward, stage.units.clone()));
+            }
+            // Micro-batches of a pipeline are never alone.
+            (Sequence::MicroBatch, Some(_)) => {}
+            (Sequence::Step | Sequence::MicroBatch, None) => {
+                let times = if sequence == Sequence::Step { self.micro_batches } else { 1 };
+                for _ in 0..times {
+                    for stage in self.stages {
+                        add(PassKind::Forward, stage.units.clone());
+                        add(PassKind::Backward, stage.units.clone());
+                    }
+                }
+            }
+        }
+        uses
+    }
+}

@@ -10,7 +10,7 @@ use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
     DType, Extent, MemoryCategory, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory,
-    ZeroStage, exact::ExactSum, predicted,
+    StoreLayout, ZeroStage, exact::ExactSum, predicted,
 };
 use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products, TensorError};
 
@@ -24,7 +24,7 @@ use crate::runner::Half;
 use crate::shards::Shards;
 use crate::state::ResidualNumbers;
 use crate::weights::ModelWeights;
-use crate::windows::DiskStore;
+use crate::windows::{DiskStore, Section};
 use crate::{
     EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Residence, Runner,
     StateKind, StepTimes, Storage, Traffic, reducer::Reducer,
@@ -72,8 +72,6 @@ pub struct Engine {
     pub(crate) gradients: Gradients,
     /// What is in memory of it.
     pub(crate) optimizer_state: Vec<(StateKind, FlatStore)>,
-    /// Master weights and optimizer state that are on disk.
-    pub(crate) on_disk: Option<RefCell<DiskStore<StateKind>>>,
     pub(crate) groups: Groups,
     /// Those of a step of this rank, without a pipeline.
     micro_batches: usize,
@@ -172,18 +170,36 @@ impl Engine {
         let reducer = reducer.or_else(|| spills.then(Reducer::alone));
         let shared_table = SharedTable::of(&mut records, &is_here);
         let shared_out = |from: ZeroStage| if shards.stage() >= from { Extent::Own } else { Extent::Whole };
-        // A stage of a pipeline may have nothing that is trained.
-        let store = |kind, extent| -> Result<_, TensorError> {
-            let is_kept = |record: &ParameterRecord| record.trainable && is_here[record.unit];
-            FlatStore::zeros_where(arena, &records, kind, &shards, extent, is_kept)
+        let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];
+        let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
+        let of_parameters = shared_out(ZeroStage::Parameters);
+        let alone = Shards::none();
+        let owners_of_frozen = if of_parameters == Extent::Own { &shards } else { &alone };
+        let share_on_disk = offload.plan().map_or(0.0, |disk| disk.share);
+        let units_on_disk = |owners: &Shards, is_kept: &dyn Fn(&ParameterRecord) -> bool| {
+            let place = |summing| owners.place(summing);
+            let layout = StoreLayout::new(&records, Extent::Own, place, |index| is_kept(&records[index]));
+            layout.units_on_disk(share_on_disk)
         };
+        let frozen_on_disk = units_on_disk(owners_of_frozen, &is_frozen);
+        let units_on_disk = units_on_disk(&shards, &is_trained);
+        let is_on_disk = |unit: usize, _: bool| units_on_disk[unit];
         // Parameters come first: a model that is too large is refused for them before its activations, which
         // nothing can hold either, fill the memory.
         let of_kernels = (shape.dtype, MemoryCategory::Parameters);
-        let mut trained = store(of_kernels, shared_out(ZeroStage::Parameters))?;
+        let weights_are_on_disk = offload.plan().is_some_and(|disk| disk.has_parameters);
+        let is_read_from_disk = |unit: usize, _: bool| weights_are_on_disk && units_on_disk[unit];
+        // A stage of a pipeline may have nothing that is trained.
+        let mut trained = FlatStore::zeros_but(
+            arena,
+            &records,
+            of_kernels,
+            &shards,
+            of_parameters,
+            is_trained,
+            is_read_from_disk,
+        )?;
         let units = model.units();
-        let units_on_disk = trained.layout().units_on_disk(offload.plan().map_or(0.0, |disk| disk.share));
-        let is_on_disk = |unit: usize, _: bool| units_on_disk[unit];
         let state = |kind: StateKind| -> Result<_, TensorError> {
             let keeps = |record: &ParameterRecord| {
                 let is_kept = record.trainable && is_here[record.unit];
@@ -195,11 +211,16 @@ impl Engine {
                 FlatStore::zeros_but(arena, &records, kind_of_memory, &shards, extent, keeps, is_on_disk)?;
             Ok((!store.is_empty()).then_some((kind, store)))
         };
-        let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
-        let alone = Shards::none();
-        let of_parameters = shared_out(ZeroStage::Parameters);
-        let owners = if of_parameters == Extent::Own { &shards } else { &alone };
-        let frozen = FlatStore::zeros_where(arena, &records, of_kernels, owners, of_parameters, is_frozen)?;
+        let is_frozen_on_disk = |unit: usize, _: bool| weights_are_on_disk && frozen_on_disk[unit];
+        let frozen = FlatStore::zeros_but(
+            arena,
+            &records,
+            of_kernels,
+            owners_of_frozen,
+            of_parameters,
+            is_frozen,
+            is_frozen_on_disk,
+        )?;
         let mut frozen = (!frozen.is_empty()).then_some(frozen);
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages)?;
         let own_tokens = model.program(0).shape().tokens();
@@ -210,7 +231,6 @@ impl Engine {
             let bias = model.selection_bias(record.unit).filter(|_| is_here[record.unit]);
             bias.is_some_and(|id| records[id.0].name == record.name) && record.trainable
         };
-        let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];
         let master = has_master
             .then(|| {
                 let kind = in_optimizer;
@@ -223,20 +243,36 @@ impl Engine {
             .transpose()?;
         let is_gathered_after_updates = of_parameters == Extent::Whole && shards.stage() > ZeroStage::Nothing;
         let arriving = is_gathered_after_updates.then(|| Arriving::new(&model, &trained));
-        let gathered = if of_parameters == Extent::Own {
-            let own = Own { trained: &mut trained, frozen: frozen.as_mut() };
-            Some(Gathered::new(arena, &profile, own, &shards, (passes, state_plan.gathering))?)
-        } else {
-            None
-        };
         let optimizer_state = StateKind::OF_OPTIMIZERS
             .into_iter()
             .filter_map(|kind| state(kind).transpose())
             .collect::<Result<Vec<_>, _>>()?;
-        let kept = optimizer_state.iter().map(|(kind, store)| (*kind, store.dtype()));
-        let kept: Vec<_> = master.iter().map(|_| (StateKind::Parameter, DType::F32)).chain(kept).collect();
-        let layout = master.as_ref().or(optimizer_state.first().map(|(_, store)| store));
-        let on_disk = layout.map(|layout| DiskStore::zeros(offload, layout, kept, arena)).transpose()?;
+        let of_kernels_on_disk = trained.is_partly_on_disk().then_some(&trained);
+        let mut sections = Vec::new();
+        if let Some(weights) = of_kernels_on_disk {
+            let is_rounded = master.is_some();
+            let section = if is_rounded { Section::Rounded } else { Section::State(StateKind::Parameter) };
+            sections.push((section, weights.dtype()));
+        }
+        let updated = master.iter().map(|store| (StateKind::Parameter, store));
+        let state = updated.chain(optimizer_state.iter().map(|(kind, store)| (*kind, store)));
+        sections.extend(state.map(|(kind, store)| (Section::State(kind), store.dtype())));
+        let layout =
+            of_kernels_on_disk.or(master.as_ref()).or(optimizer_state.first().map(|(_, store)| store));
+        let on_disk = layout.map(|layout| DiskStore::zeros(offload, layout, sections, arena)).transpose()?;
+        let mut on_disk = on_disk.flatten();
+        let of_frozen = |store: &FlatStore| {
+            let sections = vec![(Section::State(StateKind::Parameter), store.dtype())];
+            DiskStore::zeros(offload, store, sections, arena)
+        };
+        let mut frozen_on_disk = frozen.as_ref().map(of_frozen).transpose()?.flatten();
+        let gathered = if of_parameters == Extent::Own || weights_are_on_disk {
+            let on_disk = [on_disk.as_mut(), frozen_on_disk.as_mut()];
+            let own = Own { trained: &mut trained, frozen: frozen.as_mut(), on_disk };
+            Some(Gathered::new(arena, &profile, own, &shards, (passes, state_plan.gathering))?)
+        } else {
+            None
+        };
         Ok(Self {
             micro_batches: passes.micro_batches,
             reducer,
@@ -255,7 +291,6 @@ impl Engine {
                 spills.then_some((offload, &units_on_disk[..])),
             )?,
             optimizer_state,
-            on_disk: on_disk.flatten().map(RefCell::new),
             arena: arena.clone(),
             optimizer,
             storage,
@@ -276,6 +311,8 @@ impl Engine {
                 master,
                 biases: biases.filter(|store| !store.is_empty()),
                 shards,
+                on_disk: on_disk.map(RefCell::new),
+                frozen_on_disk: frozen_on_disk.map(RefCell::new),
                 gathered,
                 arriving,
             },
@@ -582,9 +619,7 @@ impl Engine {
 
     /// What has been read from and written to disk since this was last asked.
     pub fn take_disk_traffic(&mut self) -> DiskTraffic {
-        let of_state =
-            self.on_disk.as_mut().map_or_else(DiskTraffic::default, |s| s.get_mut().take_traffic());
-        of_state + self.gradients.take_disk_traffic()
+        self.weights.take_disk_traffic() + self.gradients.take_disk_traffic()
     }
 
     /// Whether any gradients are on disk.
@@ -594,7 +629,7 @@ impl Engine {
 
     /// Bytes of model state that are on disk.
     pub fn disk_bytes(&self) -> u64 {
-        self.on_disk.as_ref().map_or(0, |store| store.borrow().len_bytes()) + self.gradients.disk_bytes()
+        self.weights.disk_bytes() + self.gradients.disk_bytes()
     }
 
     /// When this rank did what in the last step, if it is one of a pipeline.

@@ -4,19 +4,24 @@
 //! planned before the run ([`GatherPlan`]); here it is carried out: before a use what it reads has come, and while it computes what later
 //! ones read is on its way.
 //!
+//! What a rank has on disk (ZeRO-Infinity: Rajbhandari et al., 2021) is read into its place in the pool instead, while the uses before it
+//! compute, and gathered from there, if others own parts of it, when it is used.
+//!
 //! Weights may travel as small integers (qwZ of ZeRO++: Wang et al., 2023): each rank writes its range as codes and scales, these are
 //! gathered, and every rank reads all ranges from them, its own as well, so that all work with the same bits. What neighbours keep is
 //! what was read so, and they give it to each other as it is.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::gathering::{Bundled, GatherPlan, Gathering, Gathers, Kept, RankPasses, Sequence, Stay};
 use lockstep_plan::{DType, MemoryCategory, ModelProfile, ParameterId, QuantizedType};
-use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, Ticket, View};
 
 use crate::secondary::{Secondary, SecondaryPart};
+use crate::windows::{DiskStore, Section};
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// Brings the weights of a unit to where kernels read them.
@@ -47,6 +52,8 @@ impl WeightSource for Weights<'_> {
 pub(crate) struct Own<'a> {
     pub(crate) trained: &'a mut FlatStore,
     pub(crate) frozen: Option<&'a mut FlatStore>,
+    /// What is on disk of the one and of the other, if anything is.
+    pub(crate) on_disk: [Option<&'a mut DiskStore<Section>>; 2],
 }
 
 impl Own<'_> {
@@ -55,6 +62,11 @@ impl Own<'_> {
             Kept::Trained => Some(self.trained),
             Kept::Frozen => self.frozen.as_deref_mut(),
         }
+    }
+
+    /// Which elements of a stretch this rank owns.
+    fn range(&mut self, kept: Kept, stretch: usize) -> Range<usize> {
+        self.store(kept).map_or(0..0, |store| store.stretches()[stretch].own.clone())
     }
 }
 
@@ -106,6 +118,10 @@ struct Gatherable {
     secondary: Option<SecondaryPart>,
     /// Whether it is there as records only.
     is_coded: bool,
+    /// Whether this rank has its part on disk.
+    is_on_disk: bool,
+    /// What is being read of that.
+    reads: Vec<Ticket>,
 }
 
 impl Gathered {
@@ -124,15 +140,24 @@ impl Gathered {
         let layouts = [Some(own.trained.layout()), own.frozen.as_deref().map(FlatStore::layout)];
         let ranks = |summing| shards.place(summing).ranks;
         let gathers = Gathers::new(model, layouts, ranks, passes, gathering)?;
-        let pool_elements = gathers.pool_elements();
+        let (pool_elements, pool_bytes) = (gathers.pool_elements(), gathers.pool_bytes(dtype));
         let Gathers { bundles, needs, in_bundle, plans, secondary_elements } = gathers;
         let secondary = secondary_elements.map(|elements| Secondary::new(arena, shards, dtype, elements));
         let secondary = secondary.transpose()?;
-        let mut gatherable = |Bundled { kept, stretch, start, elements, secondary_start }| {
+        let mut gatherable = |Bundled { kept, stretch, start, elements, is_on_disk, secondary_start }| {
             let part = own.store(kept).zip(secondary.as_ref()).zip(secondary_start);
             let secondary =
                 part.and_then(|((store, secondary), start)| secondary.part(store, stretch, start));
-            Gatherable { kept, stretch, start, elements, secondary, is_coded: false }
+            Gatherable {
+                kept,
+                stretch,
+                start,
+                elements,
+                secondary,
+                is_coded: false,
+                is_on_disk,
+                reads: Vec::new(),
+            }
         };
         let mut bundle = |stretches: Vec<Bundled>| Bundle {
             stretches: stretches.into_iter().map(&mut gatherable).collect(),
@@ -143,7 +168,7 @@ impl Gathered {
         let of_records =
             |kind: QuantizedType| Ok::<_, TensorError>((kind, in_communication(kind.bytes(pool_elements))?));
         Ok(Self {
-            pool: in_communication(pool_elements * dtype.size_bytes())?,
+            pool: in_communication(pool_bytes)?,
             records: shards.quantization().weights.map(of_records).transpose()?,
             dtype,
             bundles,
@@ -187,7 +212,7 @@ impl Gathered {
     /// Waits until what `unit` reads is there, and begins to gather what is planned to be on its way meanwhile.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError::Comm`], [`EngineError::Disk`].
     ///
     /// # Panics
     /// If the unit is not the next one of the sequence.
@@ -197,7 +222,7 @@ impl Gathered {
         unit: usize,
         own: &mut Own<'_>,
         shards: &Shards,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let begin = Instant::now();
         let deadline = Deadline::after(self.limit);
         let at = self.used;
@@ -216,6 +241,7 @@ impl Gathered {
         };
         now.iter().try_for_each(|stay| gather.start(stay, own, shards, deadline))?;
         for &bundle in &self.needs[unit] {
+            gather.follow_reads(bundle, own, shards, deadline)?;
             let pending = &mut gather.bundles[bundle].pending;
             pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
             gather.decode(bundle, own);
@@ -240,67 +266,118 @@ struct Gather<'a> {
 }
 
 impl Gather<'_> {
-    /// Begins to gather a bundle.
+    /// Begins to gather a bundle; what this rank has of it on disk, to read.
     fn start(
         &mut self,
         stay: &Stay,
         own: &mut Own<'_>,
         shards: &Shards,
         deadline: Deadline,
-    ) -> Result<(), CommError> {
-        let (dtype, size) = (self.dtype, self.dtype.size_bytes());
-        let Bundle { stretches, start, pending, is_to_be_kept, .. } = &mut self.bundles[stay.bundle];
+    ) -> Result<(), EngineError> {
+        let Bundle { stretches, start, is_to_be_kept, .. } = &mut self.bundles[stay.bundle];
         *start = Some(stay.start);
         *is_to_be_kept = stay.earlier == 0;
         if stay.earlier > 0 && active(Mutation::EvictedWeightsRead) {
             return Ok(());
         }
-        for Gatherable { kept, stretch, start, elements, secondary, is_coded } in stretches {
-            let (stretch, elements, first) = (*stretch, *elements, stay.start + *start);
-            let Some(store) = own.store(*kept) else { continue };
-            let Some(group) = shards.gathering(store.stretches()[stretch].summing) else { continue };
-            if active(Mutation::WeightsNotGathered) {
+        for index in 0..stretches.len() {
+            let part = &mut self.bundles[stay.bundle].stretches[index];
+            let from_neighbours = stay.earlier > 0 && self.secondary.is_some() && part.secondary.is_some();
+            if from_neighbours || !part.is_on_disk {
+                self.gather((stay.bundle, index), from_neighbours, own, shards, deadline)?;
                 continue;
             }
-            let of_own = store.stretches()[stretch].own.clone();
-            let bytes = first * size..(first + elements) * size;
-            let neighbours = self.secondary.as_mut().zip(*secondary).filter(|_| stay.earlier > 0);
-            let of_neighbours = neighbours.and_then(|(kept, part)| kept.lend_from(part));
-            *is_coded = of_neighbours.is_none() && self.records.is_some();
-            let (group, collective, bytes) = match (of_neighbours, &mut *self.records) {
-                (Some((neighbours, buffer, range)), _) => {
-                    let input = Lent::new(buffer.lend(range), dtype);
-                    let output = Lent::new(self.pool.lend(bytes.clone()), dtype);
-                    (neighbours, Collective::AllGather { input, output, counts: None }, bytes.len())
-                }
-                (None, Some((kind, records))) => {
-                    let of = |from: usize, to: usize| kind.bytes(first + from)..kind.bytes(first + to);
-                    let (own_records, all) = (of(of_own.start, of_own.end), of(0, elements));
-                    let target = records.view(DType::U8, own_records.start, [own_records.len()]);
-                    self.queue.quantize(*kind, store.own_of(stretch), None, target);
-                    let data = Lent::new(records.lend(all.clone()), DType::U8);
-                    (group.clone(), Collective::AllGatherInPlace { data, counts: None }, all.len())
-                }
-                (None, None) => {
-                    let (buffer, range) = store.lend_from(stretch, of_own);
-                    let input = Lent::new(buffer.lend(range), dtype);
-                    let output = Lent::new(self.pool.lend(bytes.clone()), dtype);
-                    (group.clone(), Collective::AllGather { input, output, counts: None }, bytes.len())
-                }
-            };
-            let ranks = group.size() as u64;
-            self.traffic.bytes += (ranks - 1) * bytes as u64 / ranks;
-            pending.push(group.start(collective, deadline)?);
-            group.progress()?;
+            let of_own = own.range(part.kept, part.stretch);
+            let start = (stay.start + part.start + of_own.start) * self.dtype.size_bytes();
+            if let Some(store) = &mut own.on_disk[part.kept as usize] {
+                store.begin_to_fill(part.stretch, self.pool, start, &mut part.reads)?;
+            }
         }
         Ok(())
+    }
+
+    /// Waits for what is being read of a bundle, and begins to gather the rest of that.
+    fn follow_reads(
+        &mut self,
+        bundle: usize,
+        own: &mut Own<'_>,
+        shards: &Shards,
+        deadline: Deadline,
+    ) -> Result<(), EngineError> {
+        for index in 0..self.bundles[bundle].stretches.len() {
+            let Gatherable { kept, reads, .. } = &mut self.bundles[bundle].stretches[index];
+            let Some(store) = own.on_disk[*kept as usize].as_mut().filter(|_| !reads.is_empty()) else {
+                continue;
+            };
+            reads.drain(..).try_for_each(|read| store.wait(read))?;
+            self.gather((bundle, index), false, own, shards, deadline)?;
+        }
+        Ok(())
+    }
+
+    /// Begins to gather a stretch of a bundle, if others own parts of it.
+    fn gather(
+        &mut self,
+        (bundle, index): (usize, usize),
+        from_neighbours: bool,
+        own: &mut Own<'_>,
+        shards: &Shards,
+        deadline: Deadline,
+    ) -> Result<(), CommError> {
+        let (dtype, size) = (self.dtype, self.dtype.size_bytes());
+        let Bundle { stretches, start, pending, .. } = &mut self.bundles[bundle];
+        let Gatherable { kept, stretch, start: in_bundle, elements, secondary, is_coded, is_on_disk, .. } =
+            &mut stretches[index];
+        let (stretch, elements, first) = (*stretch, *elements, start.unwrap_or_default() + *in_bundle);
+        let Some(store) = own.store(*kept) else { return Ok(()) };
+        let group = shards.gathering(store.stretches()[stretch].summing);
+        let Some(group) = group.filter(|_| !active(Mutation::WeightsNotGathered)) else { return Ok(()) };
+        let of_own = store.stretches()[stretch].own.clone();
+        let bytes = first * size..(first + elements) * size;
+        let neighbours = self.secondary.as_mut().zip(*secondary).filter(|_| from_neighbours);
+        let of_neighbours = neighbours.and_then(|(kept, part)| kept.lend_from(part));
+        *is_coded = of_neighbours.is_none() && self.records.is_some();
+        let (group, collective, bytes) = match (of_neighbours, &mut *self.records) {
+            (Some((neighbours, buffer, range)), _) => {
+                let input = Lent::new(buffer.lend(range), dtype);
+                let output = Lent::new(self.pool.lend(bytes.clone()), dtype);
+                (neighbours, Collective::AllGather { input, output, counts: None }, bytes.len())
+            }
+            (None, Some((kind, records))) => {
+                let of = |from: usize, to: usize| kind.bytes(first + from)..kind.bytes(first + to);
+                let (own_records, all) = (of(of_own.start, of_own.end), of(0, elements));
+                let target = records.view(DType::U8, own_records.start, [own_records.len()]);
+                let weights = if *is_on_disk {
+                    self.pool.view(dtype, (first + of_own.start) * size, [of_own.len()])
+                } else {
+                    store.own_of(stretch)
+                };
+                self.queue.quantize(*kind, weights, None, target);
+                let data = Lent::new(records.lend(all.clone()), DType::U8);
+                (group.clone(), Collective::AllGatherInPlace { data, counts: None }, all.len())
+            }
+            (None, None) if *is_on_disk => {
+                let data = Lent::new(self.pool.lend(bytes.clone()), dtype);
+                (group.clone(), Collective::AllGatherInPlace { data, counts: None }, bytes.len())
+            }
+            (None, None) => {
+                let (buffer, range) = store.lend_from(stretch, of_own);
+                let input = Lent::new(buffer.lend(range), dtype);
+                let output = Lent::new(self.pool.lend(bytes.clone()), dtype);
+                (group.clone(), Collective::AllGather { input, output, counts: None }, bytes.len())
+            }
+        };
+        let ranks = group.size() as u64;
+        self.traffic.bytes += (ranks - 1) * bytes as u64 / ranks;
+        pending.push(group.start(collective, deadline)?);
+        group.progress()
     }
 
     /// Reads what has come of a bundle as records.
     fn decode(&mut self, bundle: usize, own: &mut Own<'_>) {
         let Some((kind, records)) = &*self.records else { return };
         let Bundle { stretches, start: Some(start), .. } = &mut self.bundles[bundle] else { return };
-        for Gatherable { kept, stretch, start: in_bundle, elements, is_coded, .. } in stretches {
+        for Gatherable { kept, stretch, start: in_bundle, elements, is_coded, is_on_disk, .. } in stretches {
             if !std::mem::take(is_coded) {
                 continue;
             }
@@ -309,6 +386,7 @@ impl Gather<'_> {
             let weights = self.pool.view(self.dtype, first * self.dtype.size_bytes(), [*elements]);
             self.queue.dequantize(*kind, records.view(DType::U8, bytes.start, [bytes.len()]), weights);
             if active(Mutation::OwnWeightsNotQuantized)
+                && !*is_on_disk
                 && let Some(store) = own.store(*kept)
             {
                 self.queue

@@ -6,6 +6,8 @@ use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::ParameterId;
 
 use crate::state::{Contents, residuals_of, tensors_of, tensors_on_disk};
+use crate::weights::ModelWeights;
+use crate::windows::Section;
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 
 impl Engine {
@@ -48,13 +50,14 @@ impl Engine {
     /// What this rank owns of everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the
     /// optimizer's state. What is on disk comes last, parameter by parameter, and is read when it is asked for.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
-        let weights = (StateKind::Parameter, self.weights.updated_mut());
+        let ModelWeights { trained, master, on_disk, .. } = &mut self.weights;
+        let weights = (StateKind::Parameter, master.as_mut().unwrap_or(trained));
         let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
         let mut tensors = tensors_of(&self.records, std::iter::once(weights).chain(kept));
         if let Some(residual) = self.gradients.residual_mut() {
             tensors.extend(residuals_of(&self.records, residual, &self.residual_numbers));
         }
-        if let Some(store) = &self.on_disk {
+        if let Some(store) = &*on_disk {
             tensors.extend(tensors_on_disk(&self.records, store));
         }
         tensors
@@ -158,9 +161,14 @@ impl Engine {
         start: usize,
         values: &[f32],
     ) -> Result<(), EngineError> {
-        let Some(store) = self.on_disk.as_mut().map(RefCell::get_mut) else { return Ok(()) };
-        if store.keeps(kind) {
-            store.write(id, kind, start, values)?;
+        let is_trained = self.records[id.0].trainable;
+        let store = if is_trained { &mut self.weights.on_disk } else { &mut self.weights.frozen_on_disk };
+        let Some(store) = store.as_mut().map(RefCell::get_mut) else { return Ok(()) };
+        let is_read_by_kernels = kind == StateKind::Parameter;
+        for section in [Section::State(kind), Section::Rounded] {
+            if store.keeps(section) && (section != Section::Rounded || is_read_by_kernels) {
+                store.write(id, section, start, values)?;
+            }
         }
         Ok(())
     }

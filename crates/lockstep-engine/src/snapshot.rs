@@ -28,7 +28,7 @@ impl Snapshot {
     /// # Errors
     /// Out of memory; [`EngineError::OnDisk`].
     pub fn new(engine: &Engine) -> Result<Self, EngineError> {
-        if engine.on_disk.is_some() {
+        if engine.weights.on_disk.is_some() {
             return Err(EngineError::OnDisk);
         }
         let stores = engine

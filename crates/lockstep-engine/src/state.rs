@@ -6,7 +6,7 @@ use half::bf16;
 use lockstep_comm::Group;
 use lockstep_plan::{DType, ParameterId, ParameterRecord, Summing};
 
-use crate::windows::DiskStore;
+use crate::windows::{DiskStore, Section};
 use crate::{EngineError, FlatStore, Groups, shards::Shards};
 
 /// Which tensor of a parameter.
@@ -76,7 +76,7 @@ pub enum Contents<'a> {
 /// Elements on disk.
 #[derive(Debug, Clone, Copy)]
 pub struct OnDisk<'a> {
-    store: &'a RefCell<DiskStore<StateKind>>,
+    store: &'a RefCell<DiskStore<Section>>,
     id: ParameterId,
     kind: StateKind,
     first: usize,
@@ -99,7 +99,7 @@ impl OnDisk<'_> {
         );
         let first = self.first + start / self.size;
         let elements = first..first + bytes.len() / self.size;
-        Ok(self.store.borrow_mut().read(self.id, self.kind, elements, bytes)?)
+        Ok(self.store.borrow_mut().read(self.id, Section::State(self.kind), elements, bytes)?)
     }
 }
 
@@ -236,15 +236,16 @@ pub(crate) fn tensors_of<'a>(
 /// The tensors of all parameters on disk, those of a parameter one after the other: they lie near each other.
 pub(crate) fn tensors_on_disk<'a>(
     records: &'a [ParameterRecord],
-    store: &'a RefCell<DiskStore<StateKind>>,
+    store: &'a RefCell<DiskStore<Section>>,
 ) -> Vec<StateTensor<'a>> {
     let borrowed = store.borrow();
     let mut tensors = Vec::new();
     for (id, owned) in borrowed.owned() {
-        tensors.extend(borrowed.kinds().iter().map(|&(kind, dtype)| {
+        tensors.extend(borrowed.kinds().iter().filter_map(|&(section, dtype)| {
+            let Section::State(kind) = section else { return None };
             let (first, elements, size) = (owned.start, owned.len(), dtype.size_bytes());
             let contents = Contents::Disk(OnDisk { store, id, kind, first, elements, size });
-            StateTensor { record: &records[id.0], kind, dtype, first, contents }
+            Some(StateTensor { record: &records[id.0], kind, dtype, first, contents })
         }));
     }
     tensors

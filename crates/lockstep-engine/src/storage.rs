@@ -40,7 +40,10 @@ pub struct Offload {
     pub optimizer: Residence,
     /// Gradients, but those of tied tables; where `optimizer` is on disk.
     pub gradients: Residence,
-    /// How much of both is there, of what a rank owns, from 0 to 1: rounded up to whole units of the model.
+    /// The weights that kernels read; where `optimizer` is on disk, and where ranks that share out the optimizer's state share them out
+    /// as well.
+    pub parameters: Residence,
+    /// How much of all that is there, of what a rank owns, from 0 to 1: rounded up to whole units of the model.
     pub share: f64,
     /// Elements that are moved at once, a multiple of 2,048.
     pub window_elements: usize,
@@ -55,7 +58,9 @@ impl Offload {
     pub fn plan(&self) -> Option<DiskPlan> {
         let Self { share, window_elements, .. } = *self;
         let has_gradients = self.gradients == Residence::Disk;
-        (self.optimizer == Residence::Disk).then_some(DiskPlan { share, has_gradients, window_elements })
+        let has_parameters = self.parameters == Residence::Disk;
+        let plan = DiskPlan { share, has_gradients, has_parameters, window_elements };
+        (self.optimizer == Residence::Disk).then_some(plan)
     }
 }
 
@@ -66,6 +71,7 @@ impl Default for Offload {
             directory: PathBuf::from("."),
             optimizer: Residence::Memory,
             gradients: Residence::Memory,
+            parameters: Residence::Memory,
             share: 1.0,
             window_elements: 1 << 20,
             method: DiskMethod::Auto,

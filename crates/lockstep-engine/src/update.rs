@@ -12,7 +12,7 @@ use lockstep_tensor::View;
 use crate::flat::Piece;
 use crate::optimizer::Operands;
 use crate::spilled::Spilled;
-use crate::windows::DiskStore;
+use crate::windows::{DiskStore, Section};
 use crate::{Engine, EngineError, FlatStore, Part, StateKind};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -69,18 +69,18 @@ impl Engine {
 
     /// Updates what is on disk, window by window.
     fn update_on_disk(&mut self, update: &Update) -> Result<(), EngineError> {
-        let Some(on_disk) = self.on_disk.take() else { return Ok(()) };
+        let Some(on_disk) = self.weights.on_disk.take() else { return Ok(()) };
         let mut store = on_disk.into_inner();
         let mut spilled = self.gradients.take_spilled();
         let result = self.update_windows(&mut store, &mut spilled, update);
         self.gradients.give_back(spilled);
-        self.on_disk = Some(RefCell::new(store));
+        self.weights.on_disk = Some(RefCell::new(store));
         result
     }
 
     fn update_windows(
         &self,
-        store: &mut DiskStore<StateKind>,
+        store: &mut DiskStore<Section>,
         spilled: &mut Option<Spilled>,
         update: &Update,
     ) -> Result<(), EngineError> {
@@ -112,7 +112,7 @@ impl Engine {
     /// Updates the elements of a parameter that lie `in_window`; `gradients` are the window's, if they are on disk too.
     fn update_piece(
         &self,
-        store: &DiskStore<StateKind>,
+        store: &DiskStore<Section>,
         window: usize,
         (piece, in_window): (&Piece, Range<usize>),
         gradients: Option<View<'_>>,
@@ -125,11 +125,13 @@ impl Engine {
         let gradient = gradients
             .map(|window| window.rows(in_window.clone()))
             .or_else(|| elements_of(self.gradients.part(id), &piece.elements));
-        let on_disk = |kind| store.keeps(kind).then(|| store.view(window, kind, in_window.clone()));
-        let of_kernels = elements_of(self.weights.trained.part(id), &piece.elements);
-        let master = on_disk(StateKind::Parameter);
-        let Some((parameter, gradient)) = master.or(of_kernels).zip(gradient) else { return };
-        let rounded = of_kernels.filter(|_| master.is_some());
+        let section = |section| store.keeps(section).then(|| store.view(window, section, in_window.clone()));
+        let on_disk = |kind| section(Section::State(kind));
+        let of_kernels =
+            section(Section::Rounded).or_else(|| elements_of(self.weights.trained.part(id), &piece.elements));
+        let updated = on_disk(StateKind::Parameter);
+        let Some((parameter, gradient)) = updated.or(of_kernels).zip(gradient) else { return };
+        let rounded = of_kernels.filter(|_| updated.is_some());
         self.apply(update, id, piece.elements.start, (parameter, gradient, rounded), on_disk);
     }
 

@@ -1,14 +1,16 @@
 //! Everything in which the weights of a rank's model are kept, and how those that other ranks own get to where kernels read them:
-//! after each update (ZeRO stages 1 and 2), or before each use (stage 3).
+//! after each update (ZeRO stages 1 and 2), or before each use (stage 3, or from a disk).
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use lockstep_plan::gathering::Sequence;
 use lockstep_plan::{Extent, ParameterId, ParameterRecord, ZeroStage};
-use lockstep_tensor::Kernels;
+use lockstep_tensor::{DiskTraffic, Kernels};
 
 use crate::arriving::Arriving;
 use crate::gathered::{Gathered, Own, WeightSource};
+use crate::windows::{DiskStore, Section};
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// The weights of a rank's model.
@@ -24,7 +26,11 @@ pub(crate) struct ModelWeights {
     pub(crate) biases: Option<FlatStore>,
     /// Who owns what.
     pub(crate) shards: Shards,
-    /// Where shared out parameters are whole while they are used.
+    /// The optimizer's state that is on disk, master weights and what kernels read among it, and trained weights that are there.
+    pub(crate) on_disk: Option<RefCell<DiskStore<Section>>>,
+    /// Weights on disk that are not trained.
+    pub(crate) frozen_on_disk: Option<RefCell<DiskStore<Section>>>,
+    /// Where parameters that are shared out, or on disk, are whole while they are used.
     pub(crate) gathered: Option<Gathered>,
     /// What other ranks have updated and this one keeps, on its way.
     pub(crate) arriving: Option<Arriving>,
@@ -34,11 +40,6 @@ impl ModelWeights {
     /// What is updated: the weights of the trained parameters in the greatest precision there is.
     pub(crate) fn updated(&self) -> &FlatStore {
         self.master.as_ref().unwrap_or(&self.trained)
-    }
-
-    /// See [`ModelWeights::updated`].
-    pub(crate) fn updated_mut(&mut self) -> &mut FlatStore {
-        self.master.as_mut().unwrap_or(&mut self.trained)
     }
 
     /// What holds a parameter in the greatest precision there is.
@@ -111,6 +112,19 @@ impl ModelWeights {
         }
     }
 
+    /// Bytes of the files that it has.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        let stores = [&self.on_disk, &self.frozen_on_disk].into_iter().flatten();
+        stores.map(|store| store.borrow().len_bytes()).sum()
+    }
+
+    /// What has been read from them and written since this was last asked.
+    pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
+        let stores = [&mut self.on_disk, &mut self.frozen_on_disk].into_iter().flatten();
+        let traffic = stores.map(|store| store.get_mut().take_traffic());
+        traffic.fold(DiskTraffic::default(), |sum, traffic| sum + traffic)
+    }
+
     /// What gathering has cost since this was last asked.
     pub(crate) fn take_traffic(&mut self) -> Traffic {
         let before_use = self.gathered.as_mut().map_or_else(Traffic::default, Gathered::take_traffic);
@@ -120,11 +134,12 @@ impl ModelWeights {
 
 impl WeightSource for ModelWeights {
     fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
-        let Self { trained, frozen, shards, gathered, arriving, .. } = self;
+        let Self { trained, frozen, shards, gathered, arriving, on_disk, frozen_on_disk, .. } = self;
         match (gathered, arriving) {
             (Some(gathered), _) => {
-                let own = &mut Own { trained, frozen: frozen.as_mut() };
-                Ok(gathered.make_ready(queue, unit, own, shards)?)
+                let on_disk = [on_disk, frozen_on_disk].map(|store| store.as_mut().map(RefCell::get_mut));
+                let own = &mut Own { trained, frozen: frozen.as_mut(), on_disk };
+                gathered.make_ready(queue, unit, own, shards)
             }
             (None, Some(arriving)) => Ok(arriving.wait_for(unit, shards)?),
             (None, None) => Ok(()),

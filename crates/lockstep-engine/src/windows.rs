@@ -15,7 +15,7 @@ use lockstep_plan::{DType, MemoryCategory, ParameterId, WINDOW_SLOTS, window_byt
 use lockstep_tensor::{Arena, Buffer, DiskError, DiskQueue, DiskTraffic, ScratchFile, Ticket, View};
 
 use crate::flat::{FlatStore, Piece, write_rounded};
-use crate::{EngineError, Offload};
+use crate::{EngineError, Offload, StateKind};
 
 /// How many of the windows in memory may be on their way in: the others are on their way out.
 const AHEAD: usize = 3;
@@ -30,6 +30,15 @@ pub(crate) struct Window {
     pub(crate) pieces: Vec<Piece>,
     /// Where it begins in the file.
     offset: u64,
+}
+
+/// What is kept of a stretch's weights, moments and momentum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Section {
+    /// The weights that kernels read, where others are updated. They come first.
+    Rounded,
+    /// What a checkpoint holds.
+    State(StateKind),
 }
 
 /// The tensors of a kind each (`K`), of the stretches of a store that are on disk.
@@ -250,6 +259,46 @@ impl<K: Copy + PartialEq> DiskStore<K> {
                 _ => view.copy_to::<half::bf16>(bytemuck::cast_slice_mut(into)),
             }
         })
+    }
+
+    /// Begins to fill `memory`, from a byte on, with all that this rank owns of a stretch, of the kind that comes first; it is there when
+    /// [`DiskStore::wait`] says so of each of the `tickets`.
+    ///
+    /// # Errors
+    /// [`DiskError`].
+    ///
+    /// # Panics
+    /// If the memory does not begin with a block of the disk.
+    pub(crate) fn begin_to_fill(
+        &mut self,
+        stretch: usize,
+        memory: &mut Buffer,
+        start: usize,
+        tickets: &mut Vec<Ticket>,
+    ) -> Result<(), DiskError> {
+        let mut end = start;
+        for window in self.windows_of(stretch) {
+            // What was changed is read when it has been written.
+            if let Some(slot) = self.slot_of(window) {
+                if self.slots[slot].is_changed {
+                    self.begin_to_write(slot);
+                }
+                self.settle(slot)?;
+            }
+            let Window { offset, elements, .. } = &self.windows[window];
+            let bytes = bytes_of(&self.kinds[..1], elements.len());
+            tickets.push(self.queue.read(*offset, memory.lend(end..end + bytes)));
+            end += bytes;
+        }
+        Ok(())
+    }
+
+    /// Waits until what was begun is done.
+    ///
+    /// # Errors
+    /// [`DiskError`].
+    pub(crate) fn wait(&mut self, ticket: Ticket) -> Result<(), DiskError> {
+        self.queue.wait(ticket, self.limit)
     }
 
     /// Turns to each window that has some of the `elements` of a parameter: calls `work` with its number, the elements by their

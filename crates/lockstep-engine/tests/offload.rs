@@ -50,11 +50,12 @@ impl Setting {
         Engine::with_storage(&model(self.ties), options, self.storage.clone(), &Arena::new())
     }
 
-    fn on_disk(&self, directory: &Path, gradients: Residence, share: f64) -> Self {
+    fn on_disk(&self, directory: &Path, [gradients, parameters]: [Residence; 2], share: f64) -> Self {
         let offload = Offload {
             directory: directory.to_owned(),
             optimizer: Residence::Disk,
             gradients,
+            parameters,
             share,
             window_elements: 2048,
             ..Offload::default()
@@ -130,14 +131,21 @@ fn no_bit_depends_on_where_the_state_is() {
     for (number, setting) in Setting::all().into_iter().enumerate() {
         let mut in_memory = setting.engine().unwrap();
         in_memory.initialize(1).unwrap();
-        let places = [(Residence::Memory, 1.0), (Residence::Disk, 1.0), (Residence::Disk, 0.4)];
+        let places = [
+            ([Residence::Memory; 2], 1.0),
+            ([Residence::Disk, Residence::Memory], 1.0),
+            ([Residence::Disk, Residence::Memory], 0.4),
+            ([Residence::Memory, Residence::Disk], 1.0),
+            ([Residence::Disk; 2], 1.0),
+            ([Residence::Memory, Residence::Disk], 0.4),
+        ];
         let mut others: Vec<(Engine, String)> = places
             .into_iter()
-            .map(|(gradients, share)| {
-                let mut engine = setting.on_disk(directory.path(), gradients, share).engine().unwrap();
+            .map(|(others, share)| {
+                let mut engine = setting.on_disk(directory.path(), others, share).engine().unwrap();
                 engine.initialize(1).unwrap();
                 assert!(engine.disk_bytes() > 0);
-                (engine, format!("setting {number}, gradients {gradients:?}, share {share}"))
+                (engine, format!("setting {number}, gradients and parameters {others:?}, share {share}"))
             })
             .collect();
         for number in 1..=3 {
@@ -172,7 +180,7 @@ fn no_bit_depends_on_where_the_state_is() {
 fn state_on_disk_is_loaded_as_it_was_saved() {
     let directory = tempfile::tempdir().unwrap();
     for setting in Setting::all() {
-        let setting = setting.on_disk(directory.path(), Residence::Disk, 1.0);
+        let setting = setting.on_disk(directory.path(), [Residence::Disk; 2], 1.0);
         let mut engine = setting.engine().unwrap();
         engine.initialize(1).unwrap();
         step(&mut engine, &setting, 1).unwrap();
@@ -193,7 +201,7 @@ fn state_on_disk_is_loaded_as_it_was_saved() {
 #[test]
 fn a_gradient_that_is_replaced_counts_in_the_norm() {
     let directory = tempfile::tempdir().unwrap();
-    let setting = Setting::all()[0].on_disk(directory.path(), Residence::Disk, 1.0);
+    let setting = Setting::all()[0].on_disk(directory.path(), [Residence::Disk; 2], 1.0);
     let mut engine = setting.engine().unwrap();
     engine.initialize(1).unwrap();
     step(&mut engine, &setting, 1).unwrap();
@@ -218,25 +226,25 @@ fn what_is_on_disk_takes_no_memory_but_for_windows() {
     let setting = Setting { dtype: DType::BF16, ..Setting::all()[0].clone() };
     let memory = |setting: &Setting| setting.engine().unwrap().arena().in_use();
     let (before, after) =
-        (memory(&setting), memory(&setting.on_disk(directory.path(), Residence::Disk, 1.0)));
+        (memory(&setting), memory(&setting.on_disk(directory.path(), [Residence::Disk; 2], 1.0)));
     let rest = 1 << 10;
     assert!(before[MemoryCategory::Optimizer] > 400_000, "{before:?}");
     assert!(after[MemoryCategory::Optimizer] < rest && after[MemoryCategory::Gradients] < rest, "{after:?}");
-    assert_eq!(after[MemoryCategory::Parameters], before[MemoryCategory::Parameters]);
-    let engine = setting.on_disk(directory.path(), Residence::Disk, 1.0).engine().unwrap();
+    assert!(after[MemoryCategory::Parameters] < rest, "{after:?}");
+    let engine = setting.on_disk(directory.path(), [Residence::Disk; 2], 1.0).engine().unwrap();
     assert!(matches!(Snapshot::new(&engine), Err(EngineError::OnDisk)));
-    let by_half = setting.on_disk(directory.path(), Residence::Memory, 0.5).engine().unwrap();
-    let share = by_half.disk_bytes() as f64 / engine.disk_bytes() as f64 * 4.0 / 3.0;
+    let by_half = setting.on_disk(directory.path(), [Residence::Memory; 2], 0.5).engine().unwrap();
+    let share = by_half.disk_bytes() as f64 / engine.disk_bytes() as f64 * 18.0 / 12.0;
     assert!((0.5..0.8).contains(&share), "{share} of the state is on disk");
 }
 
 #[test]
 fn a_full_disk_is_found_before_the_run() {
-    let setting = Setting::all()[0].on_disk(Path::new("/proc/no-such-place"), Residence::Disk, 1.0);
+    let setting = Setting::all()[0].on_disk(Path::new("/proc/no-such-place"), [Residence::Disk; 2], 1.0);
     let error = setting.engine().err().unwrap().to_string();
     assert!(error.contains("/proc/no-such-place"), "{error}");
     if let Some(disk) = SmallDisk::of_bytes(300_000) {
-        let setting = Setting::all()[0].on_disk(disk.directory.path(), Residence::Disk, 1.0);
+        let setting = Setting::all()[0].on_disk(disk.directory.path(), [Residence::Disk; 2], 1.0);
         let error = setting.engine().err().unwrap();
         assert!(matches!(error, EngineError::Disk(DiskError::Full { .. })), "{error}");
         assert_eq!(std::fs::read_dir(disk.directory.path()).unwrap().count(), 0);
@@ -247,7 +255,7 @@ fn a_full_disk_is_found_before_the_run() {
 fn both_ways_to_the_disk_give_the_same() {
     let directory = tempfile::tempdir().unwrap();
     let of_method = |method| {
-        let mut setting = Setting::all()[1].on_disk(directory.path(), Residence::Disk, 1.0);
+        let mut setting = Setting::all()[1].on_disk(directory.path(), [Residence::Disk; 2], 1.0);
         setting.storage.offload.method = method;
         setting.storage.offload.limit = Duration::from_secs(20);
         let mut engine = setting.engine()?;

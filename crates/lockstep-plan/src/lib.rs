@@ -47,7 +47,9 @@ pub use memory::{
     ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory, StatePlan, StoreLayout,
     Stretch, UnitProfile, booked_bytes, predicted,
 };
-pub use memory::{DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, window_bytes, window_memory_bytes};
+pub use memory::{
+    DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
+};
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};

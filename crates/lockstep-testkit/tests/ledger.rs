@@ -336,6 +336,23 @@ fn what_is_on_disk_books_its_windows() {
         let plans = plans.map(|plan| [plan, offload].concat());
         check(&[GPT2, LLAMA, DEEPSEEK], &plans);
     }
+    let everything = [&with_gradients[..], &["parallel.offload.parameters=disk"]].concat();
+    let little = [&everything[..], &["parallel.max_live_parameters=80000"]].concat();
+    let half = [&everything[..], &["parallel.offload.fraction=0.5"]].concat();
+    let plans: [&[&str]; 6] = [
+        &["train.precision=bf16"],
+        &["optimizer.kind=lion", "train.precision=bf16", "train.master_weights=false"],
+        &["parallel.data_parallel_shard=4", "parallel.zero_stage=3"],
+        &["parallel.data_parallel_shard=2", "parallel.zero_stage=3", "parallel.quantize_weights=int8"],
+        &["parallel.tensor_parallel=2"],
+        &["parallel.pipeline_parallel=2"],
+    ];
+    for offload in [&everything[..], &little, &half] {
+        let of_all = plans.map(|plan| [plan, offload].concat());
+        check(&[GPT2, LLAMA], &of_all);
+        let frozen = ["fine_tune.lora_rank=2", "train.precision=bf16"];
+        check(&[MIXTRAL], &[[&frozen[..], offload].concat()]);
+    }
 }
 
 #[test]

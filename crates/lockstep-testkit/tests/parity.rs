@@ -318,6 +318,7 @@ fn sharing_out_the_state_changes_no_bit() {
 
 const OPTIMIZER_ON_DISK: &str = "parallel.offload.optimizer=disk";
 const GRADIENTS_ON_DISK: &str = "parallel.offload.gradients=disk";
+const PARAMETERS_ON_DISK: &str = "parallel.offload.parameters=disk";
 
 #[test]
 fn moving_state_to_the_disk_changes_no_bit() {
@@ -346,7 +347,10 @@ fn moving_state_to_the_disk_changes_no_bit() {
         let in_memory = numbers(&[]);
         for share in ["1", "0.5"] {
             let share = format!("parallel.offload.fraction={share}");
-            for more in [&[OPTIMIZER_ON_DISK][..], &[OPTIMIZER_ON_DISK, GRADIENTS_ON_DISK]] {
+            let all = [OPTIMIZER_ON_DISK, GRADIENTS_ON_DISK, PARAMETERS_ON_DISK];
+            // With stage 2 all ranks keep all parameters.
+            let most = if plan.contains(&"parallel.zero_stage=2") { 2 } else { 3 };
+            for more in (1..=most).map(|count| &all[..count]) {
                 let found = numbers(&[more, &[disk.as_str(), share.as_str()]].concat());
                 let (name, steps) = (model.name, &found.steps);
                 assert!(found == in_memory, "{name}, {plan:?}, {more:?}: {steps:?}, {:?}", in_memory.steps);
@@ -359,6 +363,63 @@ fn moving_state_to_the_disk_changes_no_bit() {
         bench.numbers(&config).unwrap()
     };
     assert!(replicas(&[OPTIMIZER_ON_DISK, &disk]) == replicas(&[]));
+    assert!(replicas(&[OPTIMIZER_ON_DISK, PARAMETERS_ON_DISK, &disk]) == replicas(&[]));
+}
+
+#[test]
+fn weights_that_come_from_the_disk_are_those_that_were_left_there() {
+    let bench = Workbench::new().unwrap();
+    let disk = tempfile::tempdir().unwrap();
+    let disk = format!("parallel.offload.dir={}", disk.path().display());
+    let offload = [OPTIMIZER_ON_DISK, PARAMETERS_ON_DISK, &disk];
+    let stage_3 = [SHARD_2, "parallel.zero_stage=3"];
+    let plans: [(TinyModel, &[&str]); 5] = [
+        // What is not trained is on disk as well, and never written again.
+        (QWEN2_MOE, &["fine_tune.lora_rank=2", "train.precision=bf16"]),
+        (
+            MIXTRAL,
+            &[
+                SHARD_2,
+                "parallel.zero_stage=3",
+                "fine_tune.lora_rank=2",
+                "fine_tune.lora_targets=[\"q_proj\"]",
+            ],
+        ),
+        // Codes are of what was read.
+        (GPT2, &[SHARD_2, "parallel.zero_stage=3", "parallel.quantize_weights=int8"]),
+        (GPT2, &["parallel.data_parallel_shard=4", "parallel.zero_stage=3", "parallel.secondary_shard=2"]),
+        (LLAMA, &[PIPELINE_2, "parallel.pipeline_schedule=interleaved_1f1b", "train.precision=bf16"]),
+    ];
+    for (model, plan) in plans {
+        let numbers = |more: &[&str]| -> Numbers {
+            let common = ["train.steps=3", "train.global_batch=8", "train.micro_batch=1"];
+            bench.numbers(&bench.config(model, &[plan, &common, more].concat()).unwrap()).unwrap()
+        };
+        let in_memory = numbers(&[]);
+        let pools: [&[&str]; 3] =
+            [&[], &["parallel.reshard_after_forward=always"], &["parallel.max_live_parameters=80000"]];
+        for pool in pools {
+            let found = numbers(&[&offload[..], pool].concat());
+            assert!(
+                found == in_memory,
+                "{}, {plan:?}, {pool:?}: {:?}, {:?}",
+                model.name,
+                found.steps,
+                in_memory.steps
+            );
+        }
+    }
+    // Eval and a checkpoint read what is on disk.
+    let alone = [&["train.global_batch=4", "train.precision=bf16"][..], &offload].concat();
+    let apart = [&stage_3[..], &["train.global_batch=4", "train.precision=bf16"], &offload].concat();
+    let in_memory = ["train.global_batch=4", "train.precision=bf16"];
+    let expected = bench.losses_of_both(LLAMA, [&in_memory, &in_memory], 6).unwrap();
+    for plans in [[&alone[..], &in_memory], [&in_memory, &alone], [&alone, &alone]] {
+        assert_eq!(bench.losses_of_both(LLAMA, plans, 6).unwrap(), expected, "{plans:?}");
+    }
+    let found = bench.losses_of_both(LLAMA, [&alone, &apart], 6).unwrap();
+    assert_eq!(found[..3], expected[..3]);
+    assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-3 * b), "{found:?}, {expected:?}");
 }
 
 #[test]

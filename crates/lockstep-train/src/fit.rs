@@ -162,7 +162,7 @@ struct Found {
 type Step = fn(&mut RunConfig, &mut Vec<String>) -> bool;
 
 /// Changes that cost little come first. All of these but the last two compute the same numbers, but for rounding.
-const STEPS: [Step; 13] = [
+const STEPS: [Step; 14] = [
     |config, settings| zero(config, settings, 1),
     |config, settings| recompute(config, settings, Recompute::Selective),
     |config, settings| zero(config, settings, 2),
@@ -174,6 +174,7 @@ const STEPS: [Step; 13] = [
     no_copies,
     offload_state,
     offload_gradients,
+    offload_parameters,
     narrow_state,
     narrow_weights,
 ];
@@ -300,6 +301,23 @@ fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool
     }
     config.parallel.offload_gradients = Residence::Disk;
     settings.push("parallel.offload.gradients=disk".to_owned());
+    true
+}
+
+/// And the weights that kernels read, which need the optimizer's state there and all to be shared out alike.
+fn offload_parameters(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
+    let parallel = &config.parallel;
+    let has_owners = parallel.data_parallel_shard * parallel.context_parallel > 1;
+    let are_kept_by_all = has_owners && matches!(parallel.zero_stage, 1 | 2);
+    if are_kept_by_all || parallel.offload_parameters == Residence::Disk {
+        return false;
+    }
+    offload_state(config, settings);
+    if config.parallel.offload_optimizer != Residence::Disk {
+        return false;
+    }
+    config.parallel.offload_parameters = Residence::Disk;
+    settings.push("parallel.offload.parameters=disk".to_owned());
     true
 }
 

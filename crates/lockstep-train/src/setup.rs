@@ -163,6 +163,7 @@ pub fn storage(config: &RunConfig) -> Storage {
             directory: parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone()),
             optimizer: parallel.offload_optimizer.into(),
             gradients: parallel.offload_gradients.into(),
+            parameters: parallel.offload_parameters.into(),
             share: parallel.offload_fraction,
             method: parallel.offload_io.into(),
             limit: Duration::from_secs_f64(parallel.timeout_s),

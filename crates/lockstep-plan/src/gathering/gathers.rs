@@ -2,7 +2,7 @@
 //! passes use them.
 
 use super::{GatherPlan, LiveParameters, RankPasses, Sequence, TooFewLive};
-use crate::{ModelProfile, StoreLayout, Summing};
+use crate::{DType, ModelProfile, StoreLayout, Summing, aligned_buffer_bytes};
 
 /// Which store of a rank's own weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,6 +24,8 @@ pub struct Bundled {
     pub start: usize,
     /// Its elements.
     pub elements: usize,
+    /// Whether the rank's own part of it is on disk.
+    pub is_on_disk: bool,
     /// Where what this rank keeps of it for its neighbours begins among all that it keeps so, if it does.
     pub secondary_start: Option<usize>,
 }
@@ -95,8 +97,8 @@ impl Gathers {
             }
             let largest = layout.largest(&model.records, &model.largest_elements);
             for (index, (stretch, readers)) in layout.stretches.iter().zip(readers).enumerate() {
-                // What nobody else owns a part of is read where it is kept.
-                if shard_ranks(stretch.summing) == 1 || readers.is_empty() {
+                // What nobody else owns a part of is read where it is kept, but not from a disk.
+                if shard_ranks(stretch.summing) == 1 && !stretch.is_on_disk || readers.is_empty() {
                     in_bundle[kept as usize].push(None);
                     continue;
                 }
@@ -109,8 +111,9 @@ impl Gathers {
                     bundles.len() - 1
                 });
                 let start = bundles[bundle].last().map_or(0, |last| last.start + last.elements);
-                let (elements, secondary_start) = (stretch.elements, None);
-                bundles[bundle].push(Bundled { kept, stretch: index, start, elements, secondary_start });
+                let (elements, is_on_disk, secondary_start) = (stretch.elements, stretch.is_on_disk, None);
+                let bundled = Bundled { kept, stretch: index, start, elements, is_on_disk, secondary_start };
+                bundles[bundle].push(bundled);
                 in_bundle[kept as usize].push(Some((bundle, start)));
                 sizes[bundle] += largest[index];
             }
@@ -141,7 +144,14 @@ impl Gathers {
         Ok(Self { bundles, needs, in_bundle, plans, secondary_elements })
     }
 
-    /// Elements of the pool in which everything lies that was gathered.
+    /// Bytes of the pool in which everything lies that was gathered, if it is of `dtype`.
+    pub fn pool_bytes(&self, dtype: DType) -> usize {
+        let bytes = self.pool_elements().saturating_mul(dtype.size_bytes());
+        let is_on_disk = self.bundles.iter().flatten().any(|part| part.is_on_disk);
+        if is_on_disk { aligned_buffer_bytes(bytes) } else { bytes }
+    }
+
+    /// Elements of that pool.
     pub fn pool_elements(&self) -> usize {
         self.plans.iter().map(GatherPlan::pool_elements).max().unwrap_or(0)
     }

@@ -4,20 +4,24 @@
 //! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are complete at the same time and
 //! summed over the same ranks stand together, in a *stretch*: of it each of the ranks that share out the model's state owns one
 //! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them, or nothing
-//! where that is on disk.
+//! where that is on disk: of a range of any type a disk has whole blocks.
 //!
 //! ```text
 //! unit     [ stretch                           | stretch               ]
 //!          [ parameter   | parameter      | pad | table             |pad]     parameters start at multiples of 1,024
-//! owned by [ rank 0      | rank 1        | ...  | rank 0 | rank 1 | ... ]     ranges end at multiples of 1,024
+//! owned by [ rank 0      | rank 1        | ...  | rank 0 | rank 1 | ... ]     ranges end at multiples of 2,048
 //! ```
 
 use std::ops::Range;
 
-use crate::{DType, ParameterRecord, QUANTIZATION_BLOCK, ShardPlace, Summing, booked_bytes};
+use crate::{
+    DISK_ALIGNMENT_BYTES, DType, ParameterRecord, QUANTIZATION_BLOCK, ShardPlace, Summing, booked_bytes,
+};
 
 /// Parameters start at multiples of this many elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
+/// Ranges of owners end at multiples of this many: a block of a disk, in the narrowest type of weights.
+const RANGE_ALIGNMENT_ELEMENTS: usize = DISK_ALIGNMENT_BYTES / DType::BF16.size_bytes();
 
 /// How much a store has of its stretches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,7 +142,7 @@ impl StoreLayout {
             let (unit, completed_by, is_tied, summing) = key(&stretch[0]);
             let is_on_disk = is_on_disk(unit, is_tied);
             let ShardPlace { ranks, rank } = place(summing);
-            let elements = elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks);
+            let elements = elements.next_multiple_of(RANGE_ALIGNMENT_ELEMENTS * ranks);
             let len = elements / ranks;
             let start = unit_elements[unit];
             unit_elements[unit] += match extent {
@@ -240,7 +244,7 @@ impl StoreLayout {
         }
         let padded = |(elements, stretch): (usize, &Stretch)| {
             let ranks = (stretch.elements / stretch.own.len().max(1)).max(1);
-            elements.next_multiple_of(ALIGNMENT_ELEMENTS * ranks)
+            elements.next_multiple_of(RANGE_ALIGNMENT_ELEMENTS * ranks)
         };
         largest.into_iter().zip(&self.stretches).map(padded).collect()
     }

@@ -71,7 +71,9 @@ pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
 pub use profile::{ModelProfile, UnitProfile};
 pub use stage::{SharedTable, StageMemory};
-pub use windows::{DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, window_bytes, window_memory_bytes};
+pub use windows::{
+    DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
+};
 
 /// Memory is handed out in whole cache lines.
 pub const CACHE_LINE_BYTES: usize = 64;

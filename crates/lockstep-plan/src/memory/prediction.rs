@@ -127,8 +127,10 @@ struct Rank<'a, S> {
     shard_ranks: S,
     /// What is shared out, if there is anybody to share with.
     zero_stage: ZeroStage,
-    /// Which units' state is on disk.
+    /// Of which units what is trained has its state on disk.
     units_on_disk: Vec<bool>,
+    /// Of which units what is not trained is there.
+    frozen_on_disk: Vec<bool>,
     state: &'a StatePlan,
 }
 
@@ -139,7 +141,7 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         let has_others = records.iter().any(|record| shard_ranks(Summing::of(&record.share)) > 1);
         let zero_stage = if has_others { state.zero_stage } else { ZeroStage::Nothing };
         let shared_table = SharedTable::of(&mut records, &is_here);
-        let units_on_disk = Vec::new();
+        let (units_on_disk, frozen_on_disk) = (Vec::new(), Vec::new());
         let mut rank = Self {
             model,
             stages,
@@ -149,11 +151,14 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
             shard_ranks,
             zero_stage,
             units_on_disk,
+            frozen_on_disk,
             state,
         };
         if let Some(disk) = state.on_disk {
             let weights = rank.shared_out(ZeroStage::Parameters, |index| rank.is_trained(index));
             rank.units_on_disk = weights.units_on_disk(disk.share);
+            let frozen = rank.shared_out(ZeroStage::Parameters, |index| rank.is_frozen(index));
+            rank.frozen_on_disk = frozen.units_on_disk(disk.share);
         }
         rank
     }
@@ -232,6 +237,7 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
             book("windows of the optimizer's state", layout, dtypes);
         }
         book("windows of gradients", &self.gradients(), &[DType::F32]);
+        book("windows of frozen weights", &self.frozen(), &[self.model.dtype]);
     }
 
     /// Where a store stands that every rank has whole.
@@ -239,35 +245,51 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         StoreLayout::new(&self.records, Extent::Whole, |_| ShardPlace::default(), keeps)
     }
 
-    /// Where weights that are not trained stand.
+    /// Where the weights that kernels read stand of what is trained.
+    fn weights(&self) -> StoreLayout {
+        let is_on_disk = |unit: usize, _| self.has_weights_on_disk() && self.is_on_disk(unit);
+        let extent = self.extent(ZeroStage::Parameters);
+        self.partly_on_disk(extent, |index| self.is_trained(index), is_on_disk)
+    }
+
+    /// Where those stand that are not trained.
     fn frozen(&self) -> StoreLayout {
-        if self.zero_stage >= ZeroStage::Parameters {
-            self.shared_out(ZeroStage::Parameters, |index| self.is_frozen(index))
-        } else {
-            self.whole(|index| self.is_frozen(index))
-        }
+        let has_weights = self.has_weights_on_disk();
+        let is_on_disk = |unit: usize, _| has_weights && self.frozen_on_disk.get(unit) == Some(&true);
+        // Of what nobody shares out a rank owns all, whatever its place.
+        let shared_out = self.zero_stage >= ZeroStage::Parameters;
+        let place = |summing| ShardPlace { ranks: if shared_out { self.ranks(summing) } else { 1 }, rank: 0 };
+        let extent = self.extent(ZeroStage::Parameters);
+        StoreLayout::partly_on_disk(&self.records, extent, place, |index| self.is_frozen(index), is_on_disk)
+    }
+
+    fn has_weights_on_disk(&self) -> bool {
+        self.state.on_disk.is_some_and(|disk| disk.has_parameters)
     }
 
     /// Weights, gradients and the optimizer's state. All of it passes through `store`: what lives elsewhere than in memory
     /// says there what it is staged in.
     fn book_state(&self, prediction: &mut MemoryPrediction) {
         let Self { model, state, .. } = self;
-        let trained = |from| self.shared_out(from, |index| self.is_trained(index));
         let mut store = |category, what, layout: StoreLayout, dtype| {
             let bytes = layout.booked_bytes(dtype);
             prediction.add(category, what, bytes);
             bytes
         };
-        let weights = trained(ZeroStage::Parameters);
+        let weights = self.weights();
         let weights_bytes = store(MemoryCategory::Parameters, "trained weights", weights, model.dtype);
         store(MemoryCategory::Parameters, "frozen weights", self.frozen(), model.dtype);
         store(MemoryCategory::Gradients, "sums of gradients", self.gradients(), DType::F32);
         let of_optimizer = MemoryCategory::Optimizer;
         let mut saved_bytes = weights_bytes;
         let (mut of_state, mut dtypes) = (None, Vec::new());
+        if self.has_weights_on_disk() {
+            (of_state, dtypes) = (Some(self.weights()), vec![model.dtype]);
+        }
         if state.has_master {
             let layout = self.of_optimizer(|_| true);
-            (of_state, dtypes) = (Some(layout.clone()), vec![DType::F32]);
+            dtypes.push(DType::F32);
+            of_state.get_or_insert_with(|| layout.clone());
             saved_bytes = store(of_optimizer, "f32 master weights", layout, DType::F32);
         }
         for (what, keeps) in &state.optimizer_keeps {
@@ -349,16 +371,17 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         passes: RankPasses<'_>,
         prediction: &mut MemoryPrediction,
     ) -> Result<(), TooFewLive> {
-        if self.zero_stage < ZeroStage::Parameters {
+        let is_shared_out = self.zero_stage >= ZeroStage::Parameters;
+        if !is_shared_out && !self.has_weights_on_disk() {
             return Ok(());
         }
-        let weights = self.shared_out(ZeroStage::Parameters, |index| self.is_trained(index));
-        let stores = [Some(&weights), Some(&self.frozen())];
-        let ranks = |summing| self.ranks(summing);
+        let stores = [Some(&self.weights()), Some(&self.frozen())];
+        let ranks = |summing| if is_shared_out { self.ranks(summing) } else { 1 };
         let gathers = Gathers::new(self.model, stores, ranks, passes, self.state.gathering)?;
         let bytes = |elements: usize| booked_bytes(elements.saturating_mul(self.model.dtype.size_bytes()));
-        prediction.add(MemoryCategory::Communication, "gathered weights", bytes(gathers.pool_elements()));
-        if let Some(kind) = self.state.quantization.weights {
+        let pool_bytes = booked_bytes(gathers.pool_bytes(self.model.dtype));
+        prediction.add(MemoryCategory::Communication, "gathered weights", pool_bytes);
+        if let Some(kind) = self.state.quantization.weights.filter(|_| is_shared_out) {
             let bytes = booked_bytes(kind.bytes(gathers.pool_elements()));
             prediction.add(MemoryCategory::Communication, "records of weights", bytes);
         }

@@ -16,6 +16,8 @@ pub struct DiskPlan {
     pub share: f64,
     /// Whether gradients are there too.
     pub has_gradients: bool,
+    /// Whether the weights that kernels read are.
+    pub has_parameters: bool,
     /// Elements of a window, at most.
     pub window_elements: usize,
 }
@@ -26,7 +28,12 @@ pub fn window_bytes(dtypes: impl IntoIterator<Item = DType>, elements: usize) ->
     dtypes.into_iter().map(of_tensor).sum()
 }
 
+/// Bytes of a buffer of so many, if a disk is to fill it.
+pub fn aligned_buffer_bytes(bytes: usize) -> usize {
+    bytes.max(LEAST_BUFFER_BYTES)
+}
+
 /// Bytes of the memory for the windows of which the longest has `slot_bytes`.
 pub fn window_memory_bytes(slot_bytes: usize) -> usize {
-    (WINDOW_SLOTS * slot_bytes).max(LEAST_BUFFER_BYTES)
+    aligned_buffer_bytes(WINDOW_SLOTS * slot_bytes)
 }

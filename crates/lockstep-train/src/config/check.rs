@@ -305,15 +305,15 @@ impl Checker<'_, '_, '_> {
             self.refuse_without_effect(&["parallel.zero_stage"], because, "parallel.data_parallel_shard");
         }
         self.quantization();
+        let ParallelConfig { reshard_after_forward, offload_parameters, .. } = self.config.parallel;
+        let of_pool = ["parallel.reshard_after_forward", "parallel.max_live_parameters"];
+        let because = format!("parallel.zero_stage = {zero_stage}, which leaves all parameters whole");
         if zero_stage < 3 {
-            let because = format!("parallel.zero_stage = {zero_stage}, which leaves all parameters whole");
-            let keys = [
-                "parallel.reshard_after_forward",
-                "parallel.max_live_parameters",
-                "parallel.secondary_shard",
-            ];
-            self.refuse_without_effect(&keys, &because, "parallel.zero_stage");
-        } else if self.config.parallel.reshard_after_forward == ReshardAfterForward::Never {
+            self.refuse_without_effect(&["parallel.secondary_shard"], &because, "parallel.zero_stage");
+        }
+        if zero_stage < 3 && offload_parameters != Residence::Disk {
+            self.refuse_without_effect(&of_pool, &because, "parallel.zero_stage");
+        } else if reshard_after_forward == ReshardAfterForward::Never {
             let because =
                 "parallel.reshard_after_forward = \"never\", which keeps all; \"auto\" keeps what fits";
             let keys = ["parallel.max_live_parameters", "parallel.secondary_shard"];
@@ -342,11 +342,16 @@ impl Checker<'_, '_, '_> {
     }
 
     fn offload(&mut self) {
-        let ParallelConfig { offload_optimizer, offload_gradients, .. } = self.config.parallel;
+        let ParallelConfig { offload_optimizer, offload_gradients, offload_parameters, .. } =
+            self.config.parallel;
         if offload_optimizer != Residence::Disk {
-            if offload_gradients == Residence::Disk {
+            let others = [
+                ("parallel.offload.gradients", offload_gradients),
+                ("parallel.offload.parameters", offload_parameters),
+            ];
+            for (key, _) in others.into_iter().filter(|(_, residence)| *residence == Residence::Disk) {
                 let what = "\"disk\" needs the optimizer's state there too, which the update reads with it";
-                let keys = ["parallel.offload.gradients", "parallel.offload.optimizer"];
+                let keys = [key, "parallel.offload.optimizer"];
                 self.refuse(&keys, what, "parallel.offload.optimizer = \"disk\"");
             }
             let keys = ["parallel.offload.fraction", "parallel.offload.dir", "parallel.offload.io"];
@@ -379,7 +384,15 @@ impl Checker<'_, '_, '_> {
         let ParallelConfig {
             zero_stage, data_parallel_shard, data_parallel_replicate, context_parallel, ..
         } = self.config.parallel;
-        let summands = data_parallel_shard * data_parallel_replicate * context_parallel;
+        let owners = data_parallel_shard * context_parallel;
+        if offload_parameters == Residence::Disk && owners > 1 && matches!(zero_stage, 1 | 2) {
+            let keys = ["parallel.offload.parameters", "parallel.zero_stage"];
+            let what = format!(
+                "parallel.zero_stage = {zero_stage} has every rank keep all parameters, also those that others update"
+            );
+            self.refuse(&keys, what, "parallel.zero_stage = 3, or 0");
+        }
+        let summands = owners * data_parallel_replicate;
         if offload_gradients == Residence::Disk && summands > 1 {
             let keys = ["parallel.offload.gradients", "parallel.zero_stage"];
             if self.config.parallel.quantize_gradients != QuantizedGradients::None {

@@ -247,11 +247,11 @@ sections! {
         /// With `quantize_gradients`, whether each rank keeps what its gradients lost to their codes and adds it to the next ones. It takes 2 bytes for
         /// each parameter on every rank, in memory and in checkpoints.
         quantize_feedback: bool = true, rules().defines_numbers();
-        /// With `zero_stage = 3`, what happens to a unit's gathered weights (those of the embedding, a block or the head) after its
+        /// With `zero_stage = 3`, or parameters on disk, what happens to a unit's gathered weights (those of the embedding, a block or the head) after its
         /// forward: `always` drops them, `never` keeps those of all units for the backward and the next micro-batches, `auto` keeps
         /// those that are needed soonest, as far as `max_live_parameters` allows. What the backward begins with is always kept.
         reshard_after_forward: ReshardAfterForward = ReshardAfterForward::Auto, rules();
-        /// With `zero_stage = 3`, how many parameters may be whole on a rank at once: those of the unit that computes, those that are
+        /// With `zero_stage = 3`, or parameters on disk, how many parameters may be whole on a rank at once: those of the unit that computes, those that are
         /// on their way for the next ones, and those that are kept for later. One unit's must fit.
         max_live_parameters: Option<usize> = None,
             rules().at_least(1.0).at_most(1e15)
@@ -316,6 +316,9 @@ sections! {
         offload_optimizer as "offload.optimizer": Residence = Residence::None, rules();
         /// Where gradients are kept, from a unit's backward to the update; those of a table that two layers share stay in memory.
         offload_gradients as "offload.gradients": Residence = Residence::None, rules();
+        /// Where the weights are kept that kernels read, from one use of them to the next: those of a unit come while the one before it
+        /// computes (`max_live_parameters`, `reshard_after_forward`).
+        offload_parameters as "offload.parameters": Residence = Residence::None, rules();
         /// How much of what is kept on disk is there, the rest being in memory: whole units of the model, from the first on.
         offload_fraction as "offload.fraction": f64 = 1.0, rules().above(0.0).at_most(1.0);
         /// The directory of the files, on a disk with room for them.

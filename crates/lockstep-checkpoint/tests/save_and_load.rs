@@ -220,6 +220,7 @@ fn every_untied_parameter_of_the_model_must_be_saved() {
         initializer: Initializer::Zeros,
         tie,
         unit: 0,
+        buffer: lockstep_plan::BufferUnit::alone(0),
         trainable: true,
         decay: true,
         learning_rate_multiplier: 1.0,

@@ -168,6 +168,7 @@ impl Engine {
         let reducer = Reducer::new(&groups, &records, &shards, queue.workers())?;
         // Gradients that pass through to the disk are handed on as to other ranks.
         let reducer = reducer.or_else(|| spills.then(Reducer::alone));
+        storage.wrap.apply(&mut records, stages.iter().map(|stage| &stage.units));
         let shared_table = SharedTable::of(&mut records, &is_here);
         let shared_out = |from: ZeroStage| if shards.stage() >= from { Extent::Own } else { Extent::Whole };
         let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];

@@ -33,6 +33,10 @@ pub struct Gradients {
     quantized: Option<QuantizedSums>,
     /// The unit that contributes to each. By [`ParameterId`].
     units: Vec<usize>,
+    /// The unit after which nothing of its buffer contributes to it, but for a table of which others look up rows. By [`ParameterId`].
+    completed_by: Vec<usize>,
+    /// The first unit of the buffer that each unit's stand in. By unit.
+    buffer_firsts: Vec<usize>,
     /// Whether it is another's contribution that it holds: that of the output layer, where the embedding of a shared table is
     /// on another rank. By [`ParameterId`].
     is_borrowed: Vec<bool>,
@@ -124,6 +128,8 @@ impl Gradients {
             store,
             spilled: spilled.map(RefCell::new),
             units: records.iter().map(|record| record.unit).collect(),
+            completed_by: records.iter().map(completing_unit).collect(),
+            buffer_firsts: buffer_firsts(records, is_here.len()),
             is_borrowed,
             completed,
             next: vec![Cell::new(Write::Overwrite); records.len()],
@@ -228,12 +234,16 @@ impl Gradients {
         unit: usize,
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
+        // Units before it stand in the same buffer.
+        if self.completed[unit].is_empty() && self.buffer_firsts[unit] != unit {
+            return Ok(());
+        }
         // One half of a split backward, or a unit that is frozen, may contribute nothing. The unit before has the buffer of the one after.
         if self.passing.is_some() && !self.is_touched(unit) {
             return self.wait(queue, reducer);
         }
         self.zero_untouched(queue, unit);
-        if self.quantized.as_ref().is_some_and(|quantized| quantized.is_busy(unit)) {
+        if self.quantized.as_ref().is_some_and(|quantized| quantized.is_busy(&self.completed[unit])) {
             self.wait(queue, reducer)?;
         }
         let before = reducer.pending();
@@ -254,7 +264,7 @@ impl Gradients {
                 Some(passing) => {
                     let start = passing.offsets_bytes[stretch];
                     let bytes = start..start + elements * size_of::<f32>();
-                    (&mut passing.buffers[unit % 2], bytes)
+                    (&mut passing.buffers[self.store.stretches()[stretch].parity()], bytes)
                 }
             };
             reducer.sum_stretch(buffer, bytes, summing)?;
@@ -394,11 +404,11 @@ impl Gradients {
         self.parameters_of(unit).any(|id| self.next[id].get() == Write::Accumulate)
     }
 
-    /// The parameters of a unit to whose gradients here it contributes, by number.
+    /// The parameters whose gradients here are complete when a unit has contributed to them, by number.
     fn parameters_of(&self, unit: usize) -> impl Iterator<Item = usize> {
         (0..self.next.len()).filter(move |&index| {
             let id = ParameterId(index);
-            self.units[index] == unit
+            self.completed_by[index] == unit
                 && !self.is_borrowed[index]
                 && self.looked_up(id).is_none()
                 && self.store.place_of(id).is_some()
@@ -497,7 +507,7 @@ impl Gradients {
         let Some(passing) = &self.passing else { return self.store.view(id) };
         let (stretch, first, shape) = self.store.place_of(id).expect("what is trained has a gradient");
         let offset_bytes = passing.offsets_bytes[stretch] + first * size_of::<f32>();
-        let buffer = &passing.buffers[self.store.stretches()[stretch].completed_by % 2];
+        let buffer = &passing.buffers[self.store.stretches()[stretch].parity()];
         buffer.view(DType::F32, offset_bytes, shape)
     }
 
@@ -506,11 +516,23 @@ impl Gradients {
     }
 }
 
+/// The unit after whose backward a parameter's gradient is complete; a table that an output layer shares stands by itself.
+fn completing_unit(record: &ParameterRecord) -> usize {
+    if record.tie.is_some() { record.unit } else { record.buffer.first }
+}
+
+/// The first unit of the buffer that each unit's parameters stand in.
+fn buffer_firsts(records: &[ParameterRecord], units: usize) -> Vec<usize> {
+    let mut firsts: Vec<usize> = (0..units).collect();
+    records.iter().for_each(|record| firsts[record.unit] = record.buffer.first);
+    firsts
+}
+
 impl Passing {
     /// Some elements of a stretch of `store`.
     fn range_of(&self, store: &FlatStore, stretch: usize, elements: Range<usize>) -> View<'_> {
         let start = self.offsets_bytes[stretch] + elements.start * size_of::<f32>();
-        self.buffers[store.stretches()[stretch].completed_by % 2].view(DType::F32, start, [elements.len()])
+        self.buffers[store.stretches()[stretch].parity()].view(DType::F32, start, [elements.len()])
     }
 
     fn new(arena: &Arena, store: &FlatStore) -> Result<Self, TensorError> {

@@ -31,6 +31,7 @@ impl EngineOptions {
         });
         StatePlan {
             zero_stage: groups.map_or(ZeroStage::Nothing, |options| options.zero_stage),
+            wrap: storage.wrap.clone(),
             gathering: groups.map(GroupOptions::gathering).unwrap_or_default(),
             quantization: groups.map(|options| options.quantization).unwrap_or_default(),
             replicas: mesh.ranks().degree(Axis::Replicate),

@@ -115,7 +115,7 @@ impl QuantizedSums {
             Some(Coded {
                 summing: of.summing,
                 ranks: shards.place(of.summing).ranks,
-                parity: of.completed_by % 2,
+                parity: of.parity(),
                 first,
                 elements: of.elements,
                 own: of.own.clone(),
@@ -141,11 +141,11 @@ impl QuantizedSums {
         self.stretches[stretch].is_some()
     }
 
-    /// Whether records of other units are still where those of a unit go.
-    pub(crate) fn is_busy(&self, unit: usize) -> bool {
-        self.under_way
-            .iter()
-            .any(|stretch| self.stretches[*stretch].as_ref().is_some_and(|coded| coded.parity == unit % 2))
+    /// Whether other records are still where those of some stretches go.
+    pub(crate) fn is_busy(&self, stretches: &[usize]) -> bool {
+        let buffer = |stretch: &usize| self.stretches[*stretch].as_ref().map(|coded| coded.parity);
+        let mut wanted = stretches.iter().filter_map(buffer);
+        wanted.any(|wanted| self.under_way.iter().filter_map(buffer).any(|taken| taken == wanted))
     }
 
     /// What the codes of this rank have failed to say, if it is kept.

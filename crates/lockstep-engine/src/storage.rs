@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use lockstep_plan::{
-    DType, DiskPlan,
+    DType, DiskPlan, Wrap,
     random::{key_from_name, mix},
 };
 use lockstep_tensor::{DiskMethod, Rounding};
@@ -17,6 +17,8 @@ pub struct Storage {
     pub state: DType,
     /// How what is kept in bf16 is rounded.
     pub rounding: RoundingMode,
+    /// Which units stand in one buffer.
+    pub wrap: Wrap,
     /// What is on disk.
     pub offload: Offload,
 }
@@ -105,6 +107,7 @@ impl Default for Storage {
             weights: WeightStorage::Master,
             state: DType::F32,
             rounding: RoundingMode::Nearest,
+            wrap: Wrap::Block,
             offload: Offload::default(),
         }
     }

@@ -406,6 +406,7 @@ mod tests {
             initializer: Initializer::Zeros,
             tie: None,
             unit: 0,
+            buffer: lockstep_plan::BufferUnit::alone(0),
             trainable: true,
             decay: false,
             learning_rate_multiplier: 1.0,

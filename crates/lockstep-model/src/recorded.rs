@@ -11,8 +11,8 @@ use lockstep_graph::{
     Recorder, Split, Value,
 };
 use lockstep_plan::{
-    Among, ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, Shard, Share,
-    TensorPlace, UnitProfile,
+    Among, BufferUnit, ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, Shard,
+    Share, TensorPlace, UnitProfile,
 };
 
 use crate::{Adapter, ModelConfig};
@@ -363,6 +363,7 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
         initializer: declared.initializer,
         tie: None,
         unit,
+        buffer: BufferUnit::alone(unit),
         trainable: declared.trainable,
         // Matrices decay, scales and biases do not.
         decay: declared.shape.len() > 1,

@@ -38,6 +38,7 @@ pub mod schedule;
 mod share;
 mod split;
 mod tensor_cost;
+mod wrap;
 mod zero;
 
 pub use context::ContextPlace;
@@ -62,4 +63,5 @@ pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
+pub use wrap::{BufferUnit, Wrap, WrapError, describes};
 pub use zero::{ShardPlace, Sharding, ZeroStage};

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Share,
+    BufferUnit, Share,
     random::{Philox, key_from_name},
 };
 
@@ -77,8 +77,10 @@ pub struct ParameterRecord {
     pub initializer: Initializer,
     /// The parameter whose storage this one shares, if any (an output layer tied to the embedding).
     pub tie: Option<ParameterId>,
-    /// The unit (embedding, one block, head) that owns it; flat buffers are cut by unit.
+    /// The unit (embedding, one block, head) that owns it.
     pub unit: usize,
+    /// The flat buffer that it stands in: of that unit, or of several.
+    pub buffer: BufferUnit,
     /// Whether the optimizer updates it.
     pub trainable: bool,
     /// Whether weight decay applies; by default to matrices only.

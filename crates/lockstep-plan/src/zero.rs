@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::Wrap;
 use crate::gathering::{LiveParameters, ReshardAfterForward};
 
 /// What is shared out. Each stage shares out what the one before does, and more.
@@ -33,7 +34,7 @@ impl ZeroStage {
     }
 }
 
-/// How parameters are shared out, beside over whom. No bit depends on it.
+/// How model state is shared out, beside over whom. No bit depends on it.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Sharding {
@@ -45,6 +46,8 @@ pub struct Sharding {
     /// Neighbours among which gathered weights are kept once more, for the further gathers of a step (stage 3).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub secondary_shard: Option<usize>,
+    /// Which units stand together (all stages).
+    pub wrap: Wrap,
 }
 
 impl Sharding {

@@ -41,7 +41,8 @@ pub fn random_plans(
     let by_layer = "{ default = \"selective\", layers = [{ every = 2, mode = \"full\" }, { from = 3, mode = \"none\" }] }";
     // None: as many parameters are whole at once as two units have; else those of the largest unit and so many more.
     let live = (select(vec!["always", "auto", "never"]), select(vec![None, Some(0_usize), Some(10_000)]));
-    let recompute = (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize, live);
+    let wrap = select(vec!["block", "{ min_parameters = 40000 }", "[\"model.layers.*\"]"]);
+    let recompute = (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize, (live, wrap));
     let rows = (any::<bool>(), layout, 1..=4_usize);
     (select(models), degrees, rows, method, experts, pipeline, batch, recompute)
         .prop_map(|(model, degrees, rows, method, experts, stages, batch, recompute)| {
@@ -49,7 +50,7 @@ pub fn random_plans(
             let (by_tokens, layout, tensor_chunks) = rows;
             let (kind, chunks, given, cuts) = stages;
             let (micro_batch, global_batch) = batch;
-            let (recompute, zero_stage, (reshard, more_live)) = recompute;
+            let (recompute, zero_stage, ((reshard, more_live), wrap)) = recompute;
             let is_square = tensor == 4 && layout == "2d" && !MIXTURES.contains(&model);
             let mut settings = vec![
                 format!("parallel.data_parallel_replicate={replicate}"),
@@ -68,12 +69,15 @@ pub fn random_plans(
             settings.push(format!("parallel.data_parallel_shard={shard}"));
             if shard * context > 1 {
                 settings.push(format!("parallel.zero_stage={zero_stage}"));
+                if zero_stage > 0 {
+                    settings.push(format!("parallel.wrap={wrap}"));
+                }
                 if zero_stage == 3 {
                     settings.push(format!("parallel.reshard_after_forward={reshard}"));
                     if shard * context == 4 && reshard == "always" {
                         settings.push("parallel.secondary_shard=2".to_owned());
                     }
-                    if let Some(more) = more_live.filter(|_| reshard != "never") {
+                    if let Some(more) = more_live.filter(|_| reshard != "never" && wrap == "block") {
                         settings.push(format!("parallel.max_live_parameters={}", LARGEST_UNIT + more));
                     }
                 }

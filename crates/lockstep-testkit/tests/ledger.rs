@@ -356,6 +356,24 @@ fn what_is_on_disk_books_its_windows() {
 }
 
 #[test]
+fn units_that_stand_together_book_what_was_predicted() {
+    let shard = "parallel.data_parallel_shard=2";
+    let plans: [&[&str]; 6] = [
+        &[shard, "parallel.zero_stage=1"],
+        &[shard, "parallel.zero_stage=2", "train.precision=bf16"],
+        &[shard, "parallel.zero_stage=3", "parallel.reshard_after_forward=always"],
+        &[shard, "parallel.zero_stage=3", "parallel.pipeline_parallel=2"],
+        &[shard, "parallel.zero_stage=2", "parallel.quantize_gradients=int8", "parallel.tensor_parallel=2"],
+        &[shard, "parallel.zero_stage=2", "fine_tune.freeze=[\"model.layers.0.*\"]"],
+    ];
+    for wrap in ["parallel.wrap={ min_parameters = 40000 }", "parallel.wrap=[\"model.layers.*\"]"] {
+        let plans = plans.map(|plan| [plan, &[wrap]].concat());
+        check(&[GPT2, LLAMA], &plans[..5]);
+        check(&[QWEN2_MOE], &plans);
+    }
+}
+
+#[test]
 fn copies_of_the_state_are_predicted() {
     let bench = Workbench::new().unwrap();
     let settings = ["train.precision=f32", "train.precision=bf16", "parallel.quantize_gradients=int8"];

@@ -367,6 +367,45 @@ fn moving_state_to_the_disk_changes_no_bit() {
 }
 
 #[test]
+fn which_units_stand_together_changes_no_bit() {
+    let bench = Workbench::new().unwrap();
+    let disk = tempfile::tempdir().unwrap();
+    let disk = format!("parallel.offload.dir={}", disk.path().display());
+    let stage = ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"];
+    let plans: [(TinyModel, &[&str]); 9] = [
+        (GPT2, &[SHARD_2, stage[0], "train.precision=bf16"]),
+        (LLAMA, &[SHARD_2, stage[1], REPLICAS_2]),
+        (LLAMA, &[SHARD_2, stage[2], "parallel.recompute=full"]),
+        (GPT2, &[SHARD_2, stage[1], PIPELINE_2, "parallel.pipeline_schedule=zb_h1"]),
+        (QWEN3, &[SHARD_2, stage[2], PIPELINE_2, "parallel.pipeline_schedule=interleaved_1f1b"]),
+        (MIXTRAL, &[SHARD_2, stage[2], EXPERT_2]),
+        (GPT2, &[SHARD_2, stage[1], TENSOR_2, SEQUENCE]),
+        (
+            QWEN2_MOE,
+            &[
+                SHARD_2,
+                stage[1],
+                "fine_tune.freeze=[\"model.embed_tokens.*\", \"model.layers.1.*\", \"*norm*\"]",
+            ],
+        ),
+        (LLAMA, &[OPTIMIZER_ON_DISK, GRADIENTS_ON_DISK, PARAMETERS_ON_DISK, &disk]),
+    ];
+    let wraps = ["{ min_parameters = 40000 }", "{ min_parameters = 1000000 }", "[\"model.layers.*\"]"];
+    for (model, plan) in plans {
+        let numbers = |more: &[&str]| -> Numbers {
+            let common = ["train.steps=3", "train.global_batch=8", "train.micro_batch=1"];
+            bench.numbers(&bench.config(model, &[plan, &common, more].concat()).unwrap()).unwrap()
+        };
+        let by_block = numbers(&[]);
+        for wrap in wraps {
+            let found = numbers(&[&format!("parallel.wrap={wrap}")]);
+            let (name, steps) = (model.name, &found.steps);
+            assert!(found == by_block, "{name}, {plan:?}, {wrap}: {steps:?}, {:?}", by_block.steps);
+        }
+    }
+}
+
+#[test]
 fn weights_that_come_from_the_disk_are_those_that_were_left_there() {
     let bench = Workbench::new().unwrap();
     let disk = tempfile::tempdir().unwrap();

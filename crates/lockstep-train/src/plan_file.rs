@@ -83,7 +83,7 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         "context_method" => context == 1,
         "zero_stage" | "quantize_weights" | "quantize_gradients" => shard * context == 1,
         "quantize_feedback" => file.quantize_gradients.is_none(),
-        "sharding" => shard * context == 1 || file.zero_stage < 3,
+        "sharding" => shard * context == 1 || file.zero_stage == 0,
         "schedule" | "stages" => pipeline == 1,
         _ => false,
     };
@@ -145,8 +145,11 @@ fn settings_of(plan: &Plan) -> Vec<String> {
             let is_kept = plan.quantize_feedback == Feedback::Kept;
             settings.push(format!("parallel.quantize_feedback={is_kept}"));
         }
+        if plan.zero_stage > 0 {
+            settings.push(format!("parallel.wrap={}", plan.sharding.wrap));
+        }
         if plan.zero_stage >= 3 {
-            settings.extend(settings_of_sharding(&plan.sharding));
+            settings.extend(settings_of_gathering(&plan.sharding));
         }
     }
     if tensor > 1 {
@@ -172,8 +175,8 @@ fn settings_of(plan: &Plan) -> Vec<String> {
     settings
 }
 
-fn settings_of_sharding(sharding: &Sharding) -> Vec<String> {
-    let Sharding { reshard_after_forward, max_live_parameters, secondary_shard } = sharding;
+fn settings_of_gathering(sharding: &Sharding) -> Vec<String> {
+    let Sharding { reshard_after_forward, max_live_parameters, secondary_shard, .. } = sharding;
     let reshard = ReshardAfterForward::from(*reshard_after_forward).word();
     let mut settings = vec![format!("parallel.reshard_after_forward={reshard}")];
     settings.extend(max_live_parameters.map(|most| format!("parallel.max_live_parameters={most}")));
@@ -183,8 +186,8 @@ fn settings_of_sharding(sharding: &Sharding) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use lockstep_plan::PLAN_VERSION;
     use lockstep_plan::schedule::Kind;
+    use lockstep_plan::{PLAN_VERSION, Wrap};
 
     use super::*;
 
@@ -231,10 +234,14 @@ mod tests {
         let by_rows = Plan { schedule: rows, stages: vec![1, 5], ..plan() };
         let (reshard_after_forward, max_live_parameters) =
             (lockstep_plan::gathering::ReshardAfterForward::Always, Some(1_000_000));
-        let sharding = Sharding { reshard_after_forward, max_live_parameters, secondary_shard: Some(2) };
+        let wrap = Wrap::Named(vec!["model.layers.*".to_owned(), "lm_head.*".to_owned()]);
+        let sharding =
+            Sharding { reshard_after_forward, max_live_parameters, secondary_shard: Some(2), wrap };
         let mesh = Degrees { replicate: 1, shard: 2, ..plan().mesh };
         let gathered = Plan { mesh, zero_stage: 3, sharding, ..plan() };
-        for file in [plan(), by_rows, gathered] {
+        let by_size = Sharding { wrap: Wrap::AtLeast(5_000_000), ..Sharding::default() };
+        let joined = Plan { zero_stage: 1, sharding: by_size, ..gathered.clone() };
+        for file in [plan(), by_rows, gathered, joined] {
             let run = run_of(&file, &[]);
             assert_eq!(Plan { model: String::new(), ..run }, file);
         }

@@ -159,6 +159,7 @@ pub fn storage(config: &RunConfig) -> Storage {
             Rounding::Nearest => RoundingMode::Nearest,
             Rounding::Stochastic => RoundingMode::Stochastic,
         },
+        wrap: parallel.wrap.clone(),
         offload: Offload {
             directory: parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone()),
             optimizer: parallel.offload_optimizer.into(),

@@ -261,6 +261,7 @@ fn patterns_choose_which_parameters_decay() {
         initializer: Initializer::Zeros,
         tie: None,
         unit: 0,
+        buffer: lockstep_plan::BufferUnit::alone(0),
         trainable: true,
         decay,
         learning_rate_multiplier: 1.0,

@@ -35,10 +35,12 @@ pub enum Extent {
 /// Parameters of a unit that stand together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stretch {
-    /// The unit in whose buffer it lies.
+    /// The first unit of the buffer in which it lies.
     pub unit: usize,
     /// The unit whose backward is the last to contribute to its gradients, but for rows of a table that another one looks up.
     pub completed_by: usize,
+    /// The number of that unit's buffer.
+    pub completed_in: usize,
     /// Over whom its gradients are summed.
     pub summing: Summing,
     /// The first element that the store has of it, in the unit's buffer.
@@ -84,9 +86,11 @@ pub struct RecordPassage {
     pub received: [usize; 2],
 }
 
-/// Which of two buffers is a unit's: neighbours have different ones.
-pub(crate) const fn buffer_of(unit: usize) -> usize {
-    unit % 2
+impl Stretch {
+    /// Which of two buffers its gradients are in on their way: neighbours have different ones.
+    pub const fn parity(&self) -> usize {
+        self.completed_in % 2
+    }
 }
 
 impl StoreLayout {
@@ -110,21 +114,21 @@ impl StoreLayout {
         keeps: impl Fn(usize) -> bool,
         is_on_disk: impl Fn(usize, bool) -> bool,
     ) -> Self {
-        // The unit that another use of each table is in, if it is kept here; it is further back in the model. A table that is
+        // The last use of each table, if it is kept here; it is further back in the model. A table that is
         // tied stands alone: it is cut alike wherever it is held, together with whatever.
-        let mut tied_in: Vec<Option<usize>> = vec![None; records.len()];
+        let mut tied_in: Vec<Option<(usize, usize)>> = vec![None; records.len()];
         let mut is_tied = vec![false; records.len()];
         for (index, record) in records.iter().enumerate() {
             let Some(table) = record.tie else { continue };
             is_tied[table.0] = true;
             if keeps(index) {
-                tied_in[table.0] = tied_in[table.0].max(Some(record.unit));
+                tied_in[table.0] = tied_in[table.0].max(Some((record.unit, record.buffer.number)));
             }
         }
         let key = |&index: &usize| {
             let record = &records[index];
-            let completed_by = tied_in[index].unwrap_or(record.unit);
-            (record.unit, completed_by, is_tied[index], Summing::of(&record.share))
+            let completed = tied_in[index].unwrap_or((record.buffer.first, record.buffer.number));
+            (record.buffer.first, completed, is_tied[index], Summing::of(&record.share))
         };
         let mut kept: Vec<usize> =
             (0..records.len()).filter(|&index| records[index].tie.is_none() && keeps(index)).collect();
@@ -139,7 +143,7 @@ impl StoreLayout {
                 places[index] = Some((stretches.len(), elements));
                 elements += records[index].local_elements().next_multiple_of(ALIGNMENT_ELEMENTS);
             }
-            let (unit, completed_by, is_tied, summing) = key(&stretch[0]);
+            let (unit, (completed_by, completed_in), is_tied, summing) = key(&stretch[0]);
             let is_on_disk = is_on_disk(unit, is_tied);
             let ShardPlace { ranks, rank } = place(summing);
             let elements = elements.next_multiple_of(RANGE_ALIGNMENT_ELEMENTS * ranks);
@@ -151,7 +155,16 @@ impl StoreLayout {
                 Extent::Whole => elements,
             };
             let own = rank * len..(rank + 1) * len;
-            stretches.push(Stretch { unit, completed_by, summing, start, elements, own, is_on_disk });
+            stretches.push(Stretch {
+                unit,
+                completed_by,
+                completed_in,
+                summing,
+                start,
+                elements,
+                own,
+                is_on_disk,
+            });
         }
         for (index, record) in records.iter().enumerate() {
             if let Some(table) = record.tie {
@@ -198,13 +211,13 @@ impl StoreLayout {
 
     /// Where gradients of this layout are until their owners have them.
     pub fn passage(&self) -> Passage {
-        let units = self.stretches.iter().map(|stretch| stretch.completed_by + 1).max().unwrap_or(0);
-        let (mut ends, mut elements) = (vec![0; units], [0; 2]);
+        let buffers = self.stretches.iter().map(|stretch| stretch.completed_in + 1).max().unwrap_or(0);
+        let (mut ends, mut elements) = (vec![0; buffers], [0; 2]);
         let offset = |stretch: &Stretch| {
-            let end = &mut ends[stretch.completed_by];
+            let end = &mut ends[stretch.completed_in];
             let start = *end;
             *end += stretch.elements;
-            let longest = &mut elements[buffer_of(stretch.completed_by)];
+            let longest = &mut elements[stretch.parity()];
             *longest = (*longest).max(*end);
             start
         };
@@ -215,13 +228,13 @@ impl StoreLayout {
     /// Where gradients of those stretches of this layout that `is_coded` says are as records, if the sums of so many replicas
     /// are exchanged as well.
     pub fn record_passage(&self, replicas: usize, is_coded: impl Fn(usize) -> bool) -> RecordPassage {
-        let units = self.stretches.iter().map(|stretch| stretch.completed_by + 1).max().unwrap_or(0);
-        let (mut ends, mut sent, mut received) = (vec![0; units], [0; 2], [0; 2]);
+        let buffers = self.stretches.iter().map(|stretch| stretch.completed_in + 1).max().unwrap_or(0);
+        let (mut ends, mut sent, mut received) = (vec![0; buffers], [0; 2], [0; 2]);
         let offset = |(index, stretch): (usize, &Stretch)| {
             if !is_coded(index) {
                 return None;
             }
-            let (end, buffer) = (&mut ends[stretch.completed_by], buffer_of(stretch.completed_by));
+            let (end, buffer) = (&mut ends[stretch.completed_in], stretch.parity());
             let start = *end;
             *end += stretch.elements;
             sent[buffer] = (*end).max(sent[buffer]);

@@ -8,7 +8,7 @@ use crate::gathering::{Gathering, Gathers, RankPasses, TooFewLive};
 use crate::{
     DType, DiskPlan, Extent, Feedback, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord,
     Quantization, QuantizedType, RecordPassage, ShardPlace, SharedTable, StageMemory, StoreLayout, Summing,
-    UnitProfile, ZeroStage, booked_bytes, window_bytes, window_memory_bytes,
+    UnitProfile, Wrap, ZeroStage, booked_bytes, window_bytes, window_memory_bytes,
 };
 
 /// How the state of a run is kept, beside what the model's recording says.
@@ -20,6 +20,8 @@ pub struct StatePlan {
     pub quantization: Quantization,
     /// Copies of the model, whole or shared out.
     pub replicas: usize,
+    /// Which units stand together.
+    pub wrap: Wrap,
     /// How weights are gathered where they are shared out.
     pub gathering: Gathering,
     /// Whether f32 weights are kept beside those that kernels read.
@@ -138,6 +140,7 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
     fn new(model: &'a ModelProfile, stages: &'a [StageMemory], shard_ranks: S, state: &'a StatePlan) -> Self {
         let is_here = model.is_here(stages);
         let mut records = model.records.clone();
+        state.wrap.apply(&mut records, stages.iter().map(|stage| &stage.units));
         let has_others = records.iter().any(|record| shard_ranks(Summing::of(&record.share)) > 1);
         let zero_stage = if has_others { state.zero_stage } else { ZeroStage::Nothing };
         let shared_table = SharedTable::of(&mut records, &is_here);

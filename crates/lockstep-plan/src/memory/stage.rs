@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::schedule::{Action, PassKind, Schedule};
-use crate::{ParameterId, ParameterRecord};
+use crate::{BufferUnit, ParameterId, ParameterRecord};
 
 /// A stage of a rank, from the model's first layer on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,7 +77,9 @@ impl SharedTable {
         match (is_here[records[id.0].unit], is_here[unit]) {
             (true, false) => Some(Self { id, is_copy: false }),
             (false, true) => {
+                let buffer = records.iter().find(|record| record.unit == unit).map(|record| record.buffer);
                 records[id.0].unit = unit;
+                records[id.0].buffer = buffer.unwrap_or(BufferUnit::alone(unit));
                 Some(Self { id, is_copy: true })
             }
             _ => None,

@@ -306,6 +306,12 @@ impl Checker<'_, '_, '_> {
         }
         self.quantization();
         let ParallelConfig { reshard_after_forward, offload_parameters, .. } = self.config.parallel;
+        let no_wrap = "nothing that is shared out, or on disk, in any buffer";
+        if (zero_stage == 0 || data_parallel_shard * context_parallel == 1)
+            && self.config.parallel.offload_optimizer != Residence::Disk
+        {
+            self.refuse_without_effect(&["parallel.wrap"], no_wrap, "parallel.zero_stage");
+        }
         let of_pool = ["parallel.reshard_after_forward", "parallel.max_live_parameters"];
         let because = format!("parallel.zero_stage = {zero_stage}, which leaves all parameters whole");
         if zero_stage < 3 {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use lockstep_model::{ALL_LINEAR, MAX_RANK};
-use lockstep_plan::RecomputeRules;
+use lockstep_plan::{RecomputeRules, Wrap};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -325,8 +325,12 @@ sections! {
         offload_dir as "offload.dir": Option<PathBuf> = None, rules().when_absent("`checkpoint.dir`");
         /// How they are read and written: by `io_uring` or by `threads`; `auto` takes `io_uring` where the system has it.
         offload_io as "offload.io": OffloadIo = OffloadIo::Auto, rules();
+        /// Which units of the model (the embedding, each block, the head) stand in one flat buffer, whose gradients are summed and whose weights
+        /// are gathered together: `block` keeps each by itself, `{ min_parameters = N }` joins those that follow each other until they have so many
+        /// parameters, and a list of patterns such as `["model.layers.*"]` joins those that follow each other and are described by one of them.
+        wrap: Wrap = Wrap::Block, rules();
     }
-    later ["wrap"]
+    later []
 
     /// Where the run is saved.
     checkpoint: CheckpointConfig {

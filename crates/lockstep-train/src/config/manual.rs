@@ -34,6 +34,7 @@ pub fn configuration_markdown() -> String {
                 ValueType::Recompute => {
                     "`\"none\"`, `\"selective\"`, `\"full\"`, or a table of rules".to_owned()
                 }
+                ValueType::Wrap => "`\"block\"`, a table with a size, or a list of patterns".to_owned(),
                 ValueType::TextList => "a list of strings".to_owned(),
                 ValueType::IntegerList => "a list of integers".to_owned(),
                 ValueType::SourceList => "a list of strings and of tables `{ path, weight }`".to_owned(),

@@ -153,6 +153,7 @@ impl RunConfig {
             reshard_after_forward: self.parallel.reshard_after_forward.into(),
             max_live_parameters: self.parallel.max_live_parameters,
             secondary_shard: self.parallel.secondary_shard,
+            wrap: self.parallel.wrap.clone(),
         }
     }
 

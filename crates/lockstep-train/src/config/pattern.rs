@@ -5,19 +5,7 @@ use strsim::normalized_damerau_levenshtein;
 /// Names that a message lists.
 const NEAR: usize = 3;
 
-/// Whether `pattern`, in which `*` stands for any characters, describes the whole of `name`.
-pub(crate) fn describes(pattern: &str, name: &str) -> bool {
-    let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(mut name) = name.strip_prefix(start) else { return false };
-    let mut parts: Vec<&str> = rest.split('*').collect();
-    let end = parts.pop().unwrap_or_default();
-    // The first occurrence of each part leaves the most room for those after it.
-    for part in parts {
-        let Some(at) = name.find(part) else { return false };
-        name = &name[at + part.len()..];
-    }
-    name.ends_with(end)
-}
+pub(crate) use lockstep_plan::describes;
 
 /// The names most like what `pattern` says, one for each way they are like it.
 pub(crate) fn nearest<'n>(pattern: &str, names: impl Iterator<Item = &'n str>) -> Vec<&'n str> {

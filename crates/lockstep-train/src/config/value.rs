@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::RecomputeRules;
+use lockstep_plan::{RecomputeRules, Wrap};
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
 
@@ -36,6 +36,8 @@ pub enum ValueType {
     NumberTable,
     /// What blocks compute again: a word for all, or a table of rules.
     Recompute,
+    /// Which units stand together: a word, a table with a size, or a list of patterns.
+    Wrap,
     /// One of a list of words.
     Choice {
         /// The words that work.
@@ -48,7 +50,7 @@ pub enum ValueType {
 impl ValueType {
     /// Whether a bare word or number given to `--set` is meant as a string.
     pub(super) fn is_text(self) -> bool {
-        matches!(self, Self::Text | Self::Choice { .. } | Self::Recompute)
+        matches!(self, Self::Text | Self::Choice { .. } | Self::Recompute | Self::Wrap)
     }
 }
 
@@ -65,6 +67,7 @@ impl fmt::Display for ValueType {
             Self::Recompute => f.write_str(
                 "\"none\", \"selective\", \"full\", or { default = \"none\", layers = [{ from = 0, to = 3, every = 2, mode = \"full\" }] }",
             ),
+            Self::Wrap => f.write_str("\"block\", { min_parameters = 10000000 }, or [\"model.layers.*\"]"),
             Self::TextList => f.write_str("a list of strings, [\"a\", \"b\"]"),
             Self::IntegerList => f.write_str("a list of integers, [4, 3, 3]"),
             Self::SourceList => {
@@ -367,6 +370,20 @@ impl Readable for RecomputeRules {
             }),
             _ => Err(wrong_type::<Self>(value)),
         }
+    }
+}
+
+impl Readable for Wrap {
+    const TYPE: ValueType = ValueType::Wrap;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        Self::deserialize(value).map_err(|error| {
+            let what = match value {
+                Value::String(_) | Value::Object(_) | Value::Array(_) => shortened(&error.to_string()),
+                _ => return wrong_type::<Self>(value),
+            };
+            Misfit { what, allowed: Self::TYPE.to_string() }
+        })
     }
 }
 

@@ -8,6 +8,11 @@ MODEL:PRECISION:BATCHxSEQ_LEN, the batch that of each rank.
 
 Memory is of the processes of all ranks, pages that they share counted once (PSS): after the last step, and at the peak.
 
+glibc hands large blocks back to the kernel, and PyTorch asks for them again in each step. With these in the environment they
+are kept, which makes PyTorch faster and takes more memory; Lockstep allocates nothing in a step:
+
+    MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
+
 With `--out FILE` the rounds are added to those in FILE, if it has the same case, machine and versions, and the table is that
 of all of them; so a long comparison can be made in pieces.
 
@@ -120,17 +125,19 @@ def circumstances_of(arguments: argparse.Namespace) -> dict:
         "steps": arguments.steps,
         "zero_settings": arguments.zero_settings,
         "machine": f"{cpu_name()}, {os.cpu_count()} logical CPUs",
+        "allocator": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"},
         "lockstep": arguments.commit or lockstep_version(arguments.lockstep),
     }
 
 
 def in_words(circumstances: dict, rounds: list[dict]) -> str:
+    allocator = " ".join(f"{name}={value}" for name, value in circumstances["allocator"].items())
     loads = ", ".join(f"{one['load']:.1f}" for one in rounds)
     return (
         f"{datetime.date.today().isoformat()}, {circumstances['machine']}, {circumstances['ranks']} ranks of "
         f"{circumstances['threads']} threads, {circumstances['case']} on each. {circumstances['lockstep']} against PyTorch "
         f"{rounds[0]['torch']}, eager. {len(rounds)} rounds by turns, the median of {circumstances['steps']} steps in each; "
-        f"load average at their starts {loads}."
+        f"load average at their starts {loads}{f'; {allocator}' if allocator else ''}."
     )
 
 

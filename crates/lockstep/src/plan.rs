@@ -7,12 +7,13 @@ use clap::{Args, ValueHint};
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan};
 use lockstep_train::fit::{available_bytes, needed};
 use lockstep_train::plan::check;
-use lockstep_train::{Forecast, PlanFile, RunConfig, human};
+use lockstep_train::{Forecast, RunConfig, human};
 use serde_json::{Map, Value, json};
 
 use crate::collectives::bytes;
 use crate::exit::Failure;
 use crate::output::say;
+use crate::planned::PlannedRun;
 use crate::ranks::blamed;
 use crate::verify::plan_in_words;
 
@@ -20,14 +21,8 @@ use crate::verify::plan_in_words;
 /// yet, and a run without the section is one rank.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The run's configuration; see docs/configuration.md
-    run: Option<PathBuf>,
-    /// Set a value of the configuration, e.g. --set parallel.zero_stage=3
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
-    settings: Vec<String>,
-    /// A plan file, which says what the keys of parallel and train.micro_batch would
-    #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
-    plan: Option<PathBuf>,
+    #[command(flatten)]
+    planned: PlannedRun,
     /// Memory of each machine for its ranks, e.g. 24GiB [default: what this machine has left]
     #[arg(long, value_name = "SIZE", value_parser = bytes)]
     memory: Option<usize>,
@@ -56,11 +51,10 @@ struct Predicted {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let file = arguments.plan.as_deref().map(PlanFile::read).transpose()?;
-    let mut settings: Vec<String> = file.as_ref().map_or_else(Vec::new, |file| file.settings().to_vec());
-    settings.extend(arguments.settings.iter().cloned());
-    let config =
-        RunConfig::load(arguments.run.as_deref(), &settings).map_err(|error| blamed(file.as_ref(), error))?;
+    let planned = &arguments.planned;
+    let file = planned.plan()?;
+    let config = RunConfig::load(planned.run.as_deref(), &planned.settings_with(file.as_ref()))
+        .map_err(|error| blamed(file.as_ref(), error))?;
     if let Some(file) = &file {
         file.check(&config)?;
     }

@@ -97,6 +97,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         quantize_weights: config.quantization().weights,
         quantize_gradients: config.quantization().gradients,
         quantize_feedback: config.quantization().feedback,
+        predicted: None,
     })
 }
 

@@ -14,7 +14,7 @@ use crate::collectives::bytes;
 use crate::exit::Failure;
 use crate::output::say;
 use crate::planned::PlannedRun;
-use crate::ranks::blamed;
+use crate::ranks::{blamed, warn_if_outdated};
 use crate::verify::plan_in_words;
 
 /// Predict what the plan needs that the parallel section of a run describes. It searches for no better plan: that is not there
@@ -35,7 +35,7 @@ pub(crate) struct Arguments {
     /// Print one JSON document
     #[arg(long)]
     json: bool,
-    /// Write the plan, for train --plan
+    /// Write the plan, for train --plan, with what it is predicted to need
     #[arg(short, long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
 }
@@ -60,6 +60,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     }
     let (plan, model) = check(&config)?;
     let forecast = Forecast::of(&config, &model)?;
+    warn_if_outdated(file.as_ref(), &forecast);
+    let plan = Plan { predicted: Some(forecast.of_plan()), ..plan };
     let ranks = forecast.ranks();
     let ranks_of_a_machine = arguments.nproc_per_node.unwrap_or(ranks).clamp(1, ranks);
     let available_bytes = arguments.memory.map(|bytes| bytes as u64).or_else(available_bytes);

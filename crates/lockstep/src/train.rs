@@ -12,7 +12,9 @@ use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, PlanFile, Ranks, Resume, RunConfig, Summary, engine_options, human, train};
+use lockstep_train::{
+    Error, Forecast, PlanFile, Ranks, Resume, RunConfig, Summary, engine_options, human, train,
+};
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 use crate::infer::{Length, continue_text, show};
@@ -96,6 +98,9 @@ fn launch(
         plan.check(config)?;
     }
     let (_, model) = check(config)?;
+    if plan.is_some() {
+        ranks::warn_if_outdated(plan, &Forecast::of(config, &model)?);
+    }
     // mpirun has started them, or there is one.
     if config.parallel.transport == Transport::Mpi {
         return Ok(None);

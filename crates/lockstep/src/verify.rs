@@ -14,7 +14,7 @@ use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
     TINY_LLAMA, Tolerance, alone, exact, first_numbers, sample_text,
 };
-use lockstep_train::{Ranks, RunConfig, human, resolve_model};
+use lockstep_train::{Forecast, Ranks, RunConfig, human, resolve_model};
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure, INTERRUPTED};
@@ -107,7 +107,12 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
         config.train.micro_batch = None;
     }
     match &plan {
-        Some(plan) => plan.check(&config)?,
+        Some(file) => {
+            file.check(&config)?;
+            if !is_launched() {
+                ranks::warn_if_outdated(Some(file), &Forecast::of(&config, &resolve_model(&config)?)?);
+            }
+        }
         None => drop(check(&config)?),
     }
     config.train.eval_every = 0;

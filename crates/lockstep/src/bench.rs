@@ -15,7 +15,7 @@ use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::metrics::{CommunicationUse, DiskUse};
 use lockstep_train::roofline::Detail;
-use lockstep_train::{Ranks, RunConfig, human, resolve_model, storage};
+use lockstep_train::{Ranks, RunConfig, human, offload_to_existing_directory, resolve_model, storage};
 use serde_json::json;
 
 use crate::collectives;
@@ -144,7 +144,8 @@ fn layout(arguments: &StepArguments, said: &RunConfig, seq_len: usize) -> Result
         format!("model.preset={}", arguments.model),
         format!("parallel.data_parallel_replicate={replicas}"),
     ];
-    let config = settings(&[&arguments.settings[..], &batch].concat())?;
+    let mut config = settings(&[&arguments.settings[..], &batch].concat())?;
+    offload_to_existing_directory(&mut config);
     // Ranks that cannot share the model are told here.
     resolve_model(&config)?;
     Ok(config)

@@ -13,6 +13,8 @@ are kept, which makes PyTorch faster and takes more memory; Lockstep allocates n
 
     MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
+On AMD processors `mkl_on_amd.c` makes PyTorch faster too. Such variables are printed with the table.
+
 With `--out FILE` the rounds are added to those in FILE, if it has the same case, machine and versions, and the table is that
 of all of them; so a long comparison can be made in pieces.
 
@@ -125,19 +127,19 @@ def circumstances_of(arguments: argparse.Namespace) -> dict:
         "steps": arguments.steps,
         "zero_settings": arguments.zero_settings,
         "machine": f"{cpu_name()}, {os.cpu_count()} logical CPUs",
-        "allocator": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"},
         "lockstep": arguments.commit or lockstep_version(arguments.lockstep),
     }
 
 
 def in_words(circumstances: dict, rounds: list[dict]) -> str:
-    allocator = " ".join(f"{name}={value}" for name, value in circumstances["allocator"].items())
+    environment = " ".join(f"{name}={value}" for name, value in circumstances["environment"].items())
     loads = ", ".join(f"{one['load']:.1f}" for one in rounds)
     return (
         f"{datetime.date.today().isoformat()}, {circumstances['machine']}, {circumstances['ranks']} ranks of "
         f"{circumstances['threads']} threads, {circumstances['case']} on each. {circumstances['lockstep']} against PyTorch "
         f"{rounds[0]['torch']}, eager. {len(rounds)} rounds by turns, the median of {circumstances['steps']} steps in each; "
-        f"load average at their starts {loads}{f'; {allocator}' if allocator else ''}."
+        f"load average at their starts {loads}{f'; {environment}' if environment else ''}."
     )
 
 

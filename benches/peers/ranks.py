@@ -76,6 +76,8 @@ def work(rank: int, arguments: argparse.Namespace, wrap: Wrap, port: int) -> Non
     result = measure(arguments, wrap, rank)
     if rank == 0:
         show(result, arguments)
+    # Nobody closes connections that another rank still works with.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -22,12 +22,23 @@ def peak_rss_bytes() -> int:
     raise RuntimeError("/proc/self/status has no VmHWM line")
 
 
+def proportional_bytes() -> int:
+    """This process's memory now: its own pages, and its part of each that it shares with others (PSS)."""
+    return resident_sizes()["Pss"]
+
+
 def peak_own_bytes() -> int:
     """`peak_rss_bytes` without what other processes answer for of the pages that are shared with them now."""
+    sizes = resident_sizes()
+    return peak_rss_bytes() - (sizes["Rss"] - sizes["Pss"])
+
+
+def resident_sizes() -> dict[str, int]:
+    """Rss and Pss of this process, in bytes."""
     sizes = {}
     with open("/proc/self/smaps_rollup", encoding="utf-8") as file:
         for line in file:
             key, _, value = line.partition(":")
             if key in ("Rss", "Pss"):
                 sizes[key] = int(value.split()[0]) * 1024
-    return peak_rss_bytes() - (sizes["Rss"] - sizes["Pss"])
+    return sizes

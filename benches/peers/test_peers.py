@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 import math
 import stat
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 import compare
+import compare_sharded
 import nanogpt_curve as recipe
 from models import build, canonical_tensors, load_canonical_tensors
 
@@ -111,9 +113,65 @@ class Comparison(unittest.TestCase):
                 compare.run([str(self.engine(losses)), "--steps", "2"], 2)
 
     def test_the_initial_loss_is_that_of_a_uniform_guess(self):
-        case = compare.Case("llama-110m", "f32", 1, 16)
+        case = compare.Case("llama-110m", "f32", 1, 256)
         command = [sys.executable, str(compare.HERE / "pytorch_step.py"), *case.flags(threads=1, steps=1), "--warmup", "0"]
         self.assertAlmostEqual(compare.run(command, 1)["loss"][0], math.log(32_000), delta=0.2)
+
+
+class Shards(unittest.TestCase):
+    ENGINES = [compare_sharded.COPIES, "ZeRO 1", "ZeRO 2", "ZeRO 3", compare_sharded.KEPT, compare_sharded.FREED]
+
+    def round(self, first: int, speeds: dict[str, float], order: list[str]) -> dict:
+        """A round of engines that answer by their names alone, and note in `order` when."""
+
+        def execute(command: list[str], steps: int) -> dict:
+            order.append(command[0])
+            memory = {"memory_by_rank": [{"process_pss": 2**20}, {"process_pss": 2**21}]}
+            if command[0].startswith("FSDP2"):
+                memory = {"pss_bytes": 2**22, "environment": {"torch": "2.15"}}
+            return {"tokens_per_s": speeds.get(command[0], 100.0), "step_ms": 1.0, "peak_rss_bytes": 2**23, "loss": [1.0] * steps, **memory}
+
+        return compare_sharded.measure({name: [name] for name in self.ENGINES}, 2, first, execute)
+
+    def test_each_round_begins_with_another_and_ratios_are_of_the_same_round(self):
+        order: list[str] = []
+        speeds = [{"ZeRO 1": 110.0, compare_sharded.FREED: 50.0}, {compare_sharded.COPIES: 50.0}, {"ZeRO 1": 90.0}]
+        rounds = [self.round(number, of_round, order) for number, of_round in enumerate(speeds)]
+        self.assertEqual(order[6:12], self.ENGINES[1:] + self.ENGINES[:1])
+        rows = {row[0]: row[1:] for row in compare_sharded.table(rounds)[1:]}
+        self.assertEqual(rows["ZeRO 1"], ["100", "1.10", "0.90", "2.00", "1.00", "1.00", "3", "8"])
+        self.assertEqual(rows[compare_sharded.FREED][1], "1.00")
+        self.assertEqual(rounds[0]["torch"], "2.15")
+
+    def test_all_engines_are_asked_for_the_same_case(self):
+        arguments = argparse.Namespace(lockstep=Path("lockstep"), ranks=2, threads=1, steps=3, zero_settings=["--set", "a.b=1"])
+        case = compare.Case("gpt2-124m", "f32", 1, 512)
+        commands = compare_sharded.commands(case, arguments)
+        self.assertEqual(list(commands), self.ENGINES)
+        for name, command in commands.items():
+            text = " ".join(command)
+            self.assertIn("--model gpt2-124m --precision f32 --batch 1 --seq-len 512 --threads 1 --steps 3", text, name)
+            self.assertEqual("a.b=1" in text, name.startswith("ZeRO"), name)
+
+    def test_rounds_of_other_circumstances_are_not_mixed(self):
+        path = Path(self.enterContext(tempfile.TemporaryDirectory())) / "rounds.json"
+        self.assertEqual(compare_sharded.recorded(path, {"ranks": 2}), [])
+        path.write_text(json.dumps({"ranks": 2, "rounds": [{"load": 0.5}]}), encoding="utf-8")
+        self.assertEqual(compare_sharded.recorded(path, {"ranks": 2}), [{"load": 0.5}])
+        with self.assertRaisesRegex(compare.Failed, "ranks 2, now 4"):
+            compare_sharded.recorded(path, {"ranks": 4})
+
+    def test_fsdp2_trains_as_ddp_does(self):
+        flags = [*compare.Case("baby-gpt", "f32", 1, 16).flags(threads=1, steps=3), "--warmup", "0", "--accumulation", "2"]
+
+        def losses(script: str, *more: str) -> list[float]:
+            return compare.run([sys.executable, str(compare.HERE / script), *flags, *more], 3)["loss"]
+
+        expected = losses("ddp_step.py")
+        for reshard in ("yes", "no"):
+            found = losses("fsdp2_step.py", "--reshard", reshard)
+            for a, b in zip(expected, found, strict=True):
+                self.assertAlmostEqual(a, b, delta=1e-4 * a, msg=f"reshard {reshard}: {found}, DDP {expected}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@
 
 use std::{ops::Range, time::Duration};
 
-use lockstep_plan::{DType, MemoryCategory, ParameterId, WINDOW_SLOTS, window_bytes, window_memory_bytes};
+use lockstep_plan::{
+    DISK_ALIGNMENT_BYTES, DType, MemoryCategory, ParameterId, WINDOW_SLOTS, window_bytes, window_memory_bytes,
+};
 use lockstep_tensor::{Arena, Buffer, DiskError, DiskQueue, DiskTraffic, ScratchFile, Ticket, View};
 
 use crate::flat::{FlatStore, Piece, write_rounded};
@@ -213,13 +215,15 @@ impl<K: Copy + PartialEq> DiskStore<K> {
     /// If it is not, or is not kept of that kind.
     pub(crate) fn view(&self, window: usize, kind: K, elements: Range<usize>) -> View<'_> {
         let slot = self.slot_of(window).expect("a window is loaded before it is looked at");
+        let (dtype, offset) = self.place_of(window, kind, elements.start);
+        self.memory.view(dtype, slot * self.slot_bytes + offset, [elements.len()])
+    }
+
+    /// Type of a kind, and where in a window an element of it begins, in bytes.
+    fn place_of(&self, window: usize, kind: K, element: usize) -> (DType, usize) {
         let number = self.kinds.iter().position(|(other, _)| *other == kind).expect("a kind that is kept");
-        let len = self.windows[window].elements.len();
-        let dtype = self.kinds[number].1;
-        let offset = slot * self.slot_bytes
-            + bytes_of(&self.kinds[..number], len)
-            + elements.start * dtype.size_bytes();
-        self.memory.view(dtype, offset, [elements.len()])
+        let (len, dtype) = (self.windows[window].elements.len(), self.kinds[number].1);
+        (dtype, bytes_of(&self.kinds[..number], len) + element * dtype.size_bytes())
     }
 
     /// Replaces the elements from `start` on of a parameter, rounded to the type they are kept in, as far as this rank has them here.
@@ -234,8 +238,10 @@ impl<K: Copy + PartialEq> DiskStore<K> {
         values: &[f32],
     ) -> Result<(), DiskError> {
         self.each_window(id, start..start + values.len(), |store, window, in_window, done| {
+            store.load(window)?;
             write_rounded(store.view(window, kind, in_window.clone()), &values[done..done + in_window.len()]);
             store.note_change(window);
+            Ok(())
         })
     }
 
@@ -252,12 +258,13 @@ impl<K: Copy + PartialEq> DiskStore<K> {
     ) -> Result<(), DiskError> {
         let size = self.kinds.iter().find(|(other, _)| *other == kind).map_or(1, |(_, t)| t.size_bytes());
         self.each_window(id, elements, |store, window, in_window, done| {
-            let view = store.view(window, kind, in_window);
-            let into = &mut bytes[done * size..(done + view.elements()) * size];
+            let into = &mut bytes[done * size..(done + in_window.len()) * size];
+            let view = store.load_part(window, kind, in_window)?;
             match view.dtype() {
                 DType::F32 => view.copy_to::<f32>(bytemuck::cast_slice_mut(into)),
                 _ => view.copy_to::<half::bf16>(bytemuck::cast_slice_mut(into)),
             }
+            Ok(())
         })
     }
 
@@ -301,26 +308,55 @@ impl<K: Copy + PartialEq> DiskStore<K> {
         self.queue.wait(ticket, self.limit)
     }
 
-    /// Turns to each window that has some of the `elements` of a parameter: calls `work` with its number, the elements by their
+    /// Calls `work` for each window that has some of the `elements` of a parameter: with its number, the elements by their
     /// index in the window, and how many came before.
     fn each_window(
         &mut self,
         id: ParameterId,
         elements: Range<usize>,
-        mut work: impl FnMut(&mut Self, usize, Range<usize>, usize),
+        mut work: impl FnMut(&mut Self, usize, Range<usize>, usize) -> Result<(), DiskError>,
     ) -> Result<(), DiskError> {
         let Some((stretch, first)) = self.places[id.0] else { return Ok(()) };
         let asked = first + elements.start..first + elements.end;
-        for window in self.windows_of(stretch) {
+        for window in self.windows_with(stretch, &asked) {
             let has = self.windows[window].elements.clone();
             let common = asked.start.max(has.start)..asked.end.min(has.end);
-            if common.is_empty() {
-                continue;
-            }
-            self.load(window)?;
-            work(self, window, common.start - has.start..common.end - has.start, common.start - asked.start);
+            work(self, window, common.start - has.start..common.end - has.start, common.start - asked.start)?;
         }
         Ok(())
+    }
+
+    /// The windows that have some of the elements `asked` of a stretch. All but the last are equally long.
+    fn windows_with(&self, stretch: usize, asked: &Range<usize>) -> Range<usize> {
+        let of_stretch = self.windows_of(stretch);
+        let windows = &self.windows[of_stretch.clone()];
+        let (Some(first), Some(last)) = (windows.first(), windows.last()) else { return 0..0 };
+        let (own, len) = (first.elements.start..last.elements.end, first.elements.len());
+        let common = asked.start.max(own.start)..asked.end.min(own.end);
+        if common.is_empty() {
+            return 0..0;
+        }
+        let number = |windows: usize| of_stretch.start + windows;
+        number((common.start - own.start) / len)..number((common.end - own.start).div_ceil(len))
+    }
+
+    /// Elements of a window, of one kind. A window that a parameter has to itself is not read whole for them: a save asks for one
+    /// kind of such a parameter after the other, and windows of a long one would be gone when the next kind's turn has come.
+    fn load_part(&mut self, window: usize, kind: K, elements: Range<usize>) -> Result<View<'_>, DiskError> {
+        if self.slot_of(window).is_some() || self.windows[window].pieces.len() > 1 {
+            self.load(window)?;
+            return Ok(self.view(window, kind, elements));
+        }
+        let slot = self.take_slot(window)?;
+        let (dtype, start) = self.place_of(window, kind, elements.start);
+        let end = (start + elements.len() * dtype.size_bytes()).next_multiple_of(DISK_ALIGNMENT_BYTES);
+        let units = start / DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES..end;
+        let (offset, memory) = (self.windows[window].offset + units.start as u64, slot * self.slot_bytes);
+        let loan = self.memory.lend(memory + units.start..memory + units.end);
+        // What else belongs to the window is not there.
+        self.slots[slot] = Slot { pending: Some(self.queue.read(offset, loan)), ..Slot::default() };
+        self.settle(slot)?;
+        Ok(self.memory.view(dtype, memory + start, [elements.len()]))
     }
 
     fn slot_of(&self, window: usize) -> Option<usize> {
@@ -502,6 +538,52 @@ mod tests {
             assert!(contents(&mut store, 0).iter().all(|value| *value == 3.0));
             assert!(contents(&mut store, 1) == values);
         }
+    }
+
+    #[test]
+    fn the_windows_of_elements_are_those_that_have_some_of_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = store(directory.path());
+        let all = 0..WINDOWS * ELEMENTS;
+        let borders =
+            [0, 1, ELEMENTS - 1, ELEMENTS, ELEMENTS + 1, 7 * ELEMENTS, all.end - 1, all.end, all.end + 5];
+        for start in borders {
+            for end in borders {
+                let has_some = |window: &usize| {
+                    let has = &store.windows()[*window].elements;
+                    start.max(has.start) < end.min(has.end)
+                };
+                let expected: Vec<usize> = (0..WINDOWS).filter(has_some).collect();
+                let found: Vec<usize> = store.windows_with(0, &(start..end)).collect();
+                assert_eq!(found, expected, "{start}..{end}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one_after_the_other() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut store = store(directory.path());
+        let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
+        for kind in [0, 1] {
+            store.write(ParameterId(0), kind, 0, &values).unwrap();
+        }
+        store.write_all_behind();
+        store.take_traffic();
+        let mut piece = vec![0.0_f32; ELEMENTS / 2];
+        for kind in [0, 1] {
+            for (start, expected) in (0..).step_by(piece.len()).zip(values.chunks(piece.len())) {
+                let elements = start..start + expected.len();
+                store.read(ParameterId(0), kind, elements, bytemuck::cast_slice_mut(&mut piece)).unwrap();
+                assert!(piece == expected, "kind {kind} from {start} on");
+            }
+        }
+        let (read, all) = (store.take_traffic().read_bytes, (2 * 4 * WINDOWS * ELEMENTS) as u64);
+        // Those that were written last are still in memory.
+        assert!(
+            read <= all && read >= all - (WINDOW_SLOTS * 2 * 4 * ELEMENTS) as u64,
+            "{read} of {all} bytes"
+        );
     }
 
     #[test]

@@ -55,8 +55,8 @@ pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use plan::{
-    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, TensorDimensions,
-    ValidPlan,
+    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanPrediction, PlanProblem,
+    RankList, RanksMemory, TensorDimensions, ValidPlan,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};

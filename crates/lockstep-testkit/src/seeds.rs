@@ -268,7 +268,8 @@ pub fn plans() -> Vec<Vec<u8>> {
     let rows = r#"{"version":1,"mesh":{"pipeline":2},"micro_batch":8,"stages":[4,4],
 "schedule":{"rows":["F0,F1,B0,B1","F0,B0,F1,B1"]}}"#;
     let experts = r#"{"version":1,"mesh":{"shard":2,"tensor":2,"expert":4},"micro_batch":2,"stages":[8],"zero_stage":1}"#;
-    let square = r#"{"version":1,"mesh":{"tensor":4},"micro_batch":4,"stages":[8],"tensor_layout":"2d"}"#;
+    let square = r#"{"version":1,"mesh":{"tensor":4},"micro_batch":4,"stages":[8],"tensor_layout":"2d",
+"predicted":{"memory":[{"ranks":"0-1,3","bytes":{"parameters":64,"optimizer":128}},{"ranks":"2","bytes":{}}]}}"#;
     vec![whole.into(), rows.into(), experts.into(), square.into()]
 }
 

@@ -187,12 +187,19 @@ const is_category = ([name, size]) => name !== "peak" && name !== "process_pss" 
 const categories = (memory) => Object.entries(memory).filter(is_category).sort((a, b) => b[1] - a[1]);
 const sum_of = (memory) => categories(memory).reduce((sum, [, size]) => sum + size, 0);
 
+// A category has the same colour everywhere.
+const CATEGORIES = ["parameters", "gradients", "optimizer", "activations", "communication", "workspace", "snapshot", "cached"];
+const CATEGORY_COLORS = ["--a", "--e", "--c", "--d", "--g", "--f", "--b", "--h"].map((name) => `var(${name})`);
+const category_color = (category) => CATEGORY_COLORS[CATEGORIES.indexOf(category)] ?? "var(--g)";
+
 // What was predicted of something, and how far what was booked is from it.
 function beside(predicted, booked) {
   if (predicted === undefined) return "not predicted";
   const off = booked - predicted;
   return off === 0 ? "as predicted" : `${bytes(predicted)} (${off > 0 ? "+" : "\u2212"}${bytes(Math.abs(off))})`;
 }
+
+const category_label = (name) => element("span", { class: "legend", style: "margin:0" }, element("span", {}, element("i", { style: `background:${category_color(name)}` }), name));
 
 function memory() {
   if (!data.memory) return;
@@ -204,11 +211,10 @@ function memory() {
   const is_predicted = Object.keys(predicted).length > 0;
   const { body, readout } = card("Memory by category");
   readout.textContent = `peak ${bytes(peak)}` + (is_predicted ? `, ${bytes(predicted.total)} predicted` : "");
-  body.append(element("div", { class: "stack" }, ...parts.map(([name, size], index) =>
-    element("div", { style: `width:${(100 * size) / peak}%;background:${COLORS[index % COLORS.length]}`, title: `${name}: ${bytes(size)}` }))));
+  body.append(element("div", { class: "stack" }, ...parts.map(([name, size]) =>
+    element("div", { style: `width:${(100 * size) / peak}%;background:${category_color(name)}`, title: `${name}: ${bytes(size)}` }))));
   const header = element("tr", {}, ...["", "booked", "of the peak", ...(is_predicted ? ["predicted"] : [])].map((name) => element("th", {}, name)));
-  const rows = parts.map(([name, size], index) => element("tr", {},
-    element("td", {}, element("span", { class: "legend", style: "margin:0" }, element("span", {}, element("i", { style: `background:${COLORS[index % COLORS.length]}` }), name))),
+  const rows = parts.map(([name, size]) => element("tr", {}, element("td", {}, category_label(name)),
     element("td", {}, bytes(size)), element("td", {}, percent(size / peak)), ...(is_predicted ? [element("td", {}, beside(predicted[name], size))] : [])));
   body.append(element("div", { class: "scroll" }, element("table", {}, header, ...rows)));
 }
@@ -226,13 +232,23 @@ function memory_by_rank() {
   readout.textContent = `${bytes(sum(ranks.map((memory) => memory.peak ?? 0)))} in all at their peaks${of_processes}`;
   const titles = ["", "", "peak", ...(of_rank[0]?.total ? ["booked", "predicted"] : []), ...(processes.length ? ["process (PSS)"] : [])];
   const rows = ranks.map((memory, rank) => element("tr", {}, element("td", {}, `rank ${rank}`),
-    element("td", { style: "width:100%" }, element("div", { class: "stack", style: "margin:0;height:14px" }, ...names.map((name, index) =>
-      element("div", { style: `width:${(100 * (memory[name] ?? 0)) / most}%;background:${COLORS[index % COLORS.length]}`, title: `${name}: ${bytes(memory[name])}; ${beside(of_rank[rank]?.[name], memory[name])}` })))),
+    element("td", { style: "width:100%;min-width:60px" }, element("div", { class: "stack", style: "margin:0;height:14px" }, ...names.map((name) =>
+      element("div", { style: `width:${(100 * (memory[name] ?? 0)) / most}%;background:${category_color(name)}`, title: `${name}: ${bytes(memory[name])}; ${beside(of_rank[rank]?.[name], memory[name])}` })))),
     element("td", {}, bytes(memory.peak)),
     ...(of_rank[0]?.total ? [element("td", {}, bytes(sum_of(memory) - (memory.cached ?? 0))), element("td", {}, bytes(of_rank[rank]?.total))] : []),
     ...(processes.length ? [element("td", {}, bytes(processes[rank]?.[0]))] : [])));
   body.append(element("div", { class: "scroll" }, element("table", {}, element("tr", {}, ...titles.map((title) => element("th", {}, title))), ...rows)));
-  legend(body, names.map((name, index) => [name, COLORS[index % COLORS.length]]));
+  if (!of_rank[0]?.total || ranks.length === 1) { legend(body, names.map((name) => [name, category_color(name)])); return; }
+  // Every category of every rank; what is not as predicted says so.
+  const cell = (booked = 0, predicted) => {
+    const is_off = predicted !== undefined && predicted !== booked;
+    return element("td", is_off ? { class: "bad" } : {}, bytes(booked), is_off ? element("div", {}, beside(predicted, booked)) : null);
+  };
+  const by_category = names.map((name) => element("tr", {}, element("td", {}, category_label(name)),
+    ...ranks.map((memory, rank) => cell(memory[name], name === "cached" ? undefined : of_rank[rank]?.[name] ?? 0))));
+  const header = element("tr", {}, ...["booked", ...ranks.map((_, rank) => `rank ${rank}`)].map((name) => element("th", {}, name)));
+  body.append(element("div", { class: "scroll" }, element("table", { class: "named" }, header, ...by_category)));
+  body.append(element("p", { class: "small" }, body.querySelector(".bad") ? "Where something is not as predicted, what was predicted stands below it; what is cached is not predicted." : "All as predicted; what is cached is not predicted."));
 }
 
 // A row for each layer, a cell for each expert: the darker, the more tokens have chosen it.
@@ -248,7 +264,7 @@ function expert_load() {
     title: `expert ${expert}: ${count} slots, ${share(counts, count).toPrecision(3)} times the even share`,
   });
   const rows = layers.map((counts, layer) => element("tr", {}, element("td", {}, `${layer}`),
-    element("td", { style: "width:100%" }, element("div", { class: "stack", style: "margin:0;height:14px" },
+    element("td", { style: "width:100%;min-width:60px" }, element("div", { class: "stack", style: "margin:0;height:14px" },
       ...counts.map((count, expert) => cell(counts, count, expert))))));
   body.append(element("div", { class: "scroll" }, element("table", {}, ...rows)));
 }

@@ -104,7 +104,8 @@ pub fn require_within(
     available_bytes: u64,
 ) -> Result<(), Error> {
     let forecast = Forecast::of(config, model)?;
-    require_forecast(&forecast, ranks, available_bytes, |fits| changed(config, fits))
+    let foretell = |config: &RunConfig| Forecast::of(config, &check(config)?.1);
+    require_forecast(&forecast, ranks, available_bytes, |fits| changed(config, &STEPS, &foretell, fits))
 }
 
 /// [`require`] of ranks that were foretold by themselves; `search` looks for what would fit.
@@ -130,15 +131,35 @@ fn require_forecast(
     Err(Error::DoesNotFit(Box::new(Misfit { needed, available_bytes, ranks, largest, remedy, least })))
 }
 
-/// [`require`] of a forecast that no configuration of a run stands behind.
+/// [`require`] of steps that are no run's but a benchmark's, of which `foretell` says what they need as a configuration lays them
+/// out. Batch and precision are the benchmark's own, so that no other ones are proposed.
 ///
 /// # Errors
-/// [`Error::DoesNotFit`].
-pub fn require_room(forecast: &Forecast) -> Result<(), Error> {
+/// [`Error::DoesNotFit`]; what `foretell` has to tell of `config` itself.
+pub fn require_for_benchmark(
+    config: &RunConfig,
+    foretell: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
+) -> Result<(), Error> {
     match takable_memory_bytes() {
-        Some(bytes) => require_forecast(forecast, 0..forecast.ranks(), bytes, |_| Found::default()),
+        Some(available_bytes) => require_for_benchmark_within(config, foretell, available_bytes),
         None => Ok(()),
     }
+}
+
+/// [`require_for_benchmark`] on a machine that has so many bytes left.
+///
+/// # Errors
+/// As [`require_for_benchmark`].
+fn require_for_benchmark_within(
+    config: &RunConfig,
+    foretell: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
+    available_bytes: u64,
+) -> Result<(), Error> {
+    let forecast = foretell(config)?;
+    let ranks = 0..forecast.ranks();
+    require_forecast(&forecast, ranks, available_bytes, |fits| {
+        changed(config, &STEPS_OF_BENCHMARKS, foretell, fits)
+    })
 }
 
 /// Bytes that this machine has left for a run, swap included; none where the system does not say.
@@ -179,27 +200,46 @@ const STEPS: [Step; 14] = [
     narrow_weights,
 ];
 
+/// Those of them that a benchmark's settings have a say in.
+const STEPS_OF_BENCHMARKS: [Step; 8] = [
+    |config, settings| zero(config, settings, 1),
+    |config, settings| recompute(config, settings, Recompute::Selective),
+    |config, settings| zero(config, settings, 2),
+    |config, settings| recompute(config, settings, Recompute::Full),
+    |config, settings| zero(config, settings, 3),
+    offload_state,
+    offload_gradients,
+    narrow_state,
+];
+
 /// The first of the changes that fits, alone or, if none does, together with those before it.
-fn changed(config: &RunConfig, fits: &dyn Fn(&Forecast) -> (usize, bool)) -> Found {
+fn changed(
+    config: &RunConfig,
+    changes: &[Step],
+    foretell: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
+    fits: &dyn Fn(&Forecast) -> (usize, bool),
+) -> Found {
     let tried = |steps: &mut dyn Iterator<Item = &Step>| -> Option<(Change, bool)> {
         let (mut changed, mut settings) = (config.clone(), Vec::new());
         let mut applies = false;
         for step in steps {
             applies |= step(&mut changed, &mut settings);
         }
+        if !applies {
+            return None;
+        }
         // A plan that does not fit its model is none.
-        let (_, model) = check(&changed).ok().filter(|_| applies)?;
-        let (needed_bytes, fits) = fits(&Forecast::of(&changed, &model).ok()?);
+        let (needed_bytes, fits) = fits(&foretell(&changed).ok()?);
         Some((Change { settings: last_of_each(settings), needed_bytes }, fits))
     };
-    for step in &STEPS {
+    for step in changes {
         if let Some((change, true)) = tried(&mut std::iter::once(step)) {
             return Found { remedy: Some(change), least: None };
         }
     }
     let mut least: Option<Change> = None;
-    for count in 2..=STEPS.len() {
-        let Some((change, is_enough)) = tried(&mut STEPS[..count].iter()) else { continue };
+    for count in 2..=changes.len() {
+        let Some((change, is_enough)) = tried(&mut changes[..count].iter()) else { continue };
         if is_enough {
             return Found { remedy: Some(change), least: None };
         }
@@ -421,6 +461,30 @@ mod tests {
         let least = hopeless.least.clone().unwrap();
         assert!(least.settings.contains(&"train.master_weights=false".to_owned()), "{least:?}");
         assert!(hopeless.to_string().contains("comes nearest"), "{hopeless}");
+    }
+
+    #[test]
+    fn a_benchmark_that_does_not_fit_is_told_what_would_and_keeps_its_batch_and_precision() {
+        let config = config(&["parallel.data_parallel_replicate=2", "train.micro_batch=4"]);
+        let foretell = |config: &RunConfig| Forecast::of(config, &check(config)?.1);
+        let refusal = |available_bytes: usize| match require_for_benchmark_within(
+            &config,
+            &foretell,
+            available_bytes as u64,
+        ) {
+            Err(Error::DoesNotFit(misfit)) => *misfit,
+            other => panic!("{available_bytes} bytes: {other:?}"),
+        };
+        let all = total(&config);
+        assert!(require_for_benchmark_within(&config, &foretell, all as u64).is_ok());
+        let change = refusal(all - 1).remedy.expect("less is needed where state is shared out");
+        assert!(
+            change.needed_bytes < all && change.settings.iter().any(|set| set.contains("zero_stage=1")),
+            "{change}"
+        );
+        let least = refusal(1).least.expect("a change that comes nearest");
+        assert!(least.needed_bytes < change.needed_bytes, "{least}");
+        assert!(least.settings.iter().all(|set| !set.starts_with("train.")), "{least}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{RankPasses, TooFewLive};
 use lockstep_plan::{
     Axis, ContextPlace, ExpertAxis, MemoryBytes, MemoryCategory, MemoryPrediction, Mesh, ModelProfile,
-    StageMemory, StatePlan, ZeroStage, predicted,
+    PlanPrediction, RanksMemory, StageMemory, StatePlan, ZeroStage, predicted,
 };
 
 use crate::layout::pipeline_plan;
@@ -110,6 +110,15 @@ impl Forecast {
             let first = ranks.next().map_or(0, |(rank, _)| rank);
             (first, 1 + ranks.count(), prediction)
         })
+    }
+
+    /// What each rank books, as a plan file says it.
+    pub fn of_plan(&self) -> PlanPrediction {
+        let memory = self.distinct.iter().enumerate().map(|(index, prediction)| {
+            let ranks = (0..self.ranks()).filter(|rank| self.of_rank[*rank] == index);
+            RanksMemory { ranks: ranks.collect(), bytes: prediction.by_category() }
+        });
+        PlanPrediction { memory: memory.collect() }
     }
 
     /// The most that any rank holds of each category.

@@ -65,5 +65,5 @@ pub use forecast::Forecast;
 pub use layout::named_schedule;
 pub use plan_file::PlanFile;
 pub use ranks::Ranks;
-pub use setup::{ResolvedModel, engine_options, resolve_model, storage};
+pub use setup::{ResolvedModel, engine_options, offload_to_existing_directory, resolve_model, storage};
 pub use trainer::{Resume, StepObserver, Summary, train, train_observed};

@@ -98,6 +98,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         quantize_gradients: config.quantization().gradients,
         quantize_feedback: config.quantization().feedback,
         sharding: config.sharding(),
+        predicted: None,
     })
 }
 

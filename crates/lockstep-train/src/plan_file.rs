@@ -3,12 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_plan::{
-    Degrees, Feedback, LayerRule, PipelineSchedule, Plan, RecomputeRules, Sharding, TensorDimensions,
+    Degrees, Feedback, LayerRule, MemoryCategory, PipelineSchedule, Plan, RecomputeRules, Sharding,
+    TensorDimensions,
 };
 
 use crate::config::{ContextMethod, Origin, Problem, ReshardAfterForward, TensorLayout};
 use crate::setup::named_model;
-use crate::{Error, RunConfig, plan};
+use crate::{Error, Forecast, RunConfig, human, plan};
 
 /// A plan, and where it stands.
 #[derive(Debug, Clone)]
@@ -49,6 +50,34 @@ impl PlanFile {
         if differences.is_empty() { Ok(()) } else { Err(self.refuse(differences.join("\n"))) }
     }
 
+    /// How what the file predicts differs from what `forecast` says of the run, if it predicts anything and differs: the plan may have been
+    /// edited, or made for other settings.
+    pub fn outdated(&self, forecast: &Forecast) -> Option<String> {
+        let file = self.plan.predicted.as_ref()?;
+        let now = |rank: usize| forecast.of_rank(rank).by_category();
+        let mut other = (0..forecast.ranks()).filter(|rank| file.of_rank(*rank) != Some(now(*rank)));
+        let first = other.next()?;
+        let others = match other.count() {
+            0 => String::new(),
+            others => format!(", and so on {}", human::plural(others, "other rank")),
+        };
+        let what = match file.of_rank(first) {
+            None => "is not foretold".to_owned(),
+            Some(memory) => {
+                let parts = memory.entries().zip(now(first).entries()).filter(|(file, now)| file != now);
+                let part = |((category, file), (_, now)): ((MemoryCategory, usize), (_, usize))| {
+                    format!("{} {file} bytes and comes to {now}", category.name())
+                };
+                format!("is foretold {}", parts.map(part).collect::<Vec<_>>().join(", "))
+            }
+        };
+        let path = self.path.display();
+        Some(format!(
+            "{path} was edited, or made for other settings: rank {first} {what}{others}; \
+             lockstep plan RUN.toml --plan {path} -o {path} predicts anew"
+        ))
+    }
+
     /// The same error, as one of this file if all that is wrong are settings of its.
     pub fn blamed(&self, error: Error) -> Error {
         let Error::Configuration(problems) = &error else { return error };
@@ -77,6 +106,8 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
     // Where there is nothing to split, it does not matter what the plan says of how.
     let is_of_no_effect = |field: &str| match field {
         "model" => file.model.is_empty(),
+        // It follows from the plan and from settings that no plan has.
+        "predicted" => true,
         "sequence_parallel" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
         "tensor_layout" => tensor == 1,
         "tensor_chunks" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
@@ -209,6 +240,7 @@ mod tests {
             quantize_gradients: None,
             quantize_feedback: lockstep_plan::Feedback::Kept,
             sharding: Sharding::default(),
+            predicted: None,
         }
     }
 

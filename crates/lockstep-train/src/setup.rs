@@ -173,6 +173,12 @@ pub fn storage(config: &RunConfig) -> Storage {
     }
 }
 
+/// Has state on disk lie where a directory is already: for what leaves nothing behind.
+pub fn offload_to_existing_directory(config: &mut RunConfig) {
+    let directory = ScratchFile::existing_directory(&storage(config).offload.directory);
+    config.parallel.offload_dir = Some(directory);
+}
+
 /// An engine for the run; its weights are zero.
 ///
 /// # Errors

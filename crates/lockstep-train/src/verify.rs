@@ -17,6 +17,7 @@ use crate::config::{
 use crate::interrupt::Interrupt;
 use crate::metrics::StepMetrics;
 use crate::progress::Progress;
+use crate::setup::offload_to_existing_directory;
 use crate::trainer::{Leaves, run};
 use crate::{Error, Ranks, Resume, RunConfig, StepObserver};
 
@@ -123,6 +124,7 @@ pub fn first_numbers(
     interrupt: &Interrupt,
 ) -> Result<Option<Numbers>, Error> {
     let mut config = config.clone();
+    offload_to_existing_directory(&mut config);
     // Only steps that are shown say how experts were chosen.
     config.train.log_every = 1;
     // The learning rate of a step depends on how many there are, so that the run is stopped and not shortened.
@@ -138,8 +140,10 @@ pub fn first_numbers(
 /// # Errors
 /// As [`train`](crate::train).
 pub fn watch(config: &RunConfig, ranks: &Ranks, observer: &mut dyn StepObserver) -> Result<(), Error> {
+    let mut config = config.clone();
+    offload_to_existing_directory(&mut config);
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-    run(config, &Resume::Never, ranks, &Interrupt::default(), show, (observer, Leaves::Nothing)).map(drop)
+    run(&config, &Resume::Never, ranks, &Interrupt::default(), show, (observer, Leaves::Nothing)).map(drop)
 }
 
 /// The same run on one rank.

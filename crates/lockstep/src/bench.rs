@@ -10,12 +10,13 @@ use lockstep_plan::DType;
 use lockstep_train::benchmark::{
     GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
 };
-use lockstep_train::fit::require_room;
+use lockstep_train::fit::require_for_benchmark;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::metrics::{CommunicationUse, DiskUse};
+use lockstep_train::plan::check;
 use lockstep_train::roofline::Detail;
-use lockstep_train::{Ranks, RunConfig, human, resolve_model, storage};
+use lockstep_train::{Ranks, RunConfig, human, offload_to_existing_directory, resolve_model, storage};
 use serde_json::json;
 
 use crate::collectives;
@@ -144,7 +145,8 @@ fn layout(arguments: &StepArguments, said: &RunConfig, seq_len: usize) -> Result
         format!("model.preset={}", arguments.model),
         format!("parallel.data_parallel_replicate={replicas}"),
     ];
-    let config = settings(&[&arguments.settings[..], &batch].concat())?;
+    let mut config = settings(&[&arguments.settings[..], &batch].concat())?;
+    offload_to_existing_directory(&mut config);
     // Ranks that cannot share the model are told here.
     resolve_model(&config)?;
     Ok(config)
@@ -173,18 +175,23 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
         }
     }
     let config = layout(arguments, &said, seq_len)?;
-    let benchmark = StepBenchmark {
+    let threads = threads(arguments.threads)?;
+    let benchmark_of = |config: &RunConfig| StepBenchmark {
         shape: BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() },
         accumulation: arguments.accumulation,
-        threads: threads(arguments.threads)?,
+        threads,
         steps: arguments.steps,
         roofline: arguments.roofline.map(Detail::from),
         recompute: config.parallel.recompute,
-        storage: storage(&config),
+        storage: storage(config),
     };
     if !is_launched() {
-        require_room(&benchmark.forecast(&config, &model)?)?;
+        require_for_benchmark(&config, &|config| {
+            check(config)?;
+            benchmark_of(config).forecast(config, &model)
+        })?;
     }
+    let benchmark = benchmark_of(&config);
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => Ranks::of_model(group, &config, &model, &Tuning::default())?,
         None if config.ranks() > 1 => {

@@ -17,6 +17,7 @@ mod nodes;
 mod output;
 mod pipelines;
 mod plan;
+mod planned;
 mod ranks;
 mod report;
 mod train;
@@ -42,7 +43,7 @@ enum Command {
     Train(train::Arguments),
     /// Predict what a plan needs: the memory of every rank, and whether it fits
     Plan(plan::Arguments),
-    /// Hold a plan's numbers against those of one rank
+    /// Hold a plan's numbers against those of one rank; without a file, of a tiny Llama on a built-in text
     Verify(verify::Arguments),
     /// Loss and perplexity of a model on text
     Eval(infer::EvalArguments),

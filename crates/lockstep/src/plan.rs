@@ -7,27 +7,22 @@ use clap::{Args, ValueHint};
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan};
 use lockstep_train::fit::{available_bytes, needed};
 use lockstep_train::plan::check;
-use lockstep_train::{Forecast, PlanFile, RunConfig, human};
+use lockstep_train::{Forecast, RunConfig, human};
 use serde_json::{Map, Value, json};
 
 use crate::collectives::bytes;
 use crate::exit::Failure;
 use crate::output::say;
-use crate::ranks::blamed;
+use crate::planned::PlannedRun;
+use crate::ranks::{blamed, warn_if_outdated};
 use crate::verify::plan_in_words;
 
 /// Predict what the plan needs that the parallel section of a run describes. It searches for no better plan: that is not there
 /// yet, and a run without the section is one rank.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The run's configuration; see docs/configuration.md
-    run: Option<PathBuf>,
-    /// Set a value of the configuration, e.g. --set parallel.zero_stage=3
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
-    settings: Vec<String>,
-    /// A plan file, which says what the keys of parallel and train.micro_batch would
-    #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
-    plan: Option<PathBuf>,
+    #[command(flatten)]
+    planned: PlannedRun,
     /// Memory of each machine for its ranks, e.g. 24GiB [default: what this machine has left]
     #[arg(long, value_name = "SIZE", value_parser = bytes)]
     memory: Option<usize>,
@@ -40,7 +35,7 @@ pub(crate) struct Arguments {
     /// Print one JSON document
     #[arg(long)]
     json: bool,
-    /// Write the plan, for train --plan
+    /// Write the plan, for train --plan, with what it is predicted to need
     #[arg(short, long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
 }
@@ -56,16 +51,17 @@ struct Predicted {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let file = arguments.plan.as_deref().map(PlanFile::read).transpose()?;
-    let mut settings: Vec<String> = file.as_ref().map_or_else(Vec::new, |file| file.settings().to_vec());
-    settings.extend(arguments.settings.iter().cloned());
-    let config =
-        RunConfig::load(arguments.run.as_deref(), &settings).map_err(|error| blamed(file.as_ref(), error))?;
+    let planned = &arguments.planned;
+    let file = planned.plan()?;
+    let config = RunConfig::load(planned.run.as_deref(), &planned.settings_with(file.as_ref()))
+        .map_err(|error| blamed(file.as_ref(), error))?;
     if let Some(file) = &file {
         file.check(&config)?;
     }
     let (plan, model) = check(&config)?;
     let forecast = Forecast::of(&config, &model)?;
+    warn_if_outdated(file.as_ref(), &forecast);
+    let plan = Plan { predicted: Some(forecast.of_plan()), ..plan };
     let ranks = forecast.ranks();
     let ranks_of_a_machine = arguments.nproc_per_node.unwrap_or(ranks).clamp(1, ranks);
     let available_bytes = arguments.memory.map(|bytes| bytes as u64).or_else(available_bytes);

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use lockstep_comm::{self as comm, LossCause, MpiOptions, Output, Pinning, Placement, Way, is_launched};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
-use lockstep_train::{PlanFile, Ranks};
+use lockstep_train::{Forecast, PlanFile, Ranks};
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
 
@@ -109,6 +109,14 @@ pub(crate) fn blamed(plan: Option<&PlanFile>, error: lockstep_train::Error) -> l
     match plan {
         Some(plan) => plan.blamed(error),
         None => error,
+    }
+}
+
+/// Tells of a plan file that predicts something else than `forecast`. The run goes on: what it comes to is no part of a plan.
+pub(crate) fn warn_if_outdated(plan: Option<&PlanFile>, forecast: &Forecast) {
+    let is_first = comm::place().is_ok_and(|place| place.is_none_or(|place| place.rank == 0));
+    if is_first && let Some(difference) = plan.and_then(|plan| plan.outdated(forecast)) {
+        eprintln!("warning: {difference}");
     }
 }
 

@@ -12,12 +12,15 @@ use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, PlanFile, Ranks, Resume, RunConfig, Summary, engine_options, human, train};
+use lockstep_train::{
+    Error, Forecast, PlanFile, Ranks, Resume, RunConfig, Summary, engine_options, human, train,
+};
 
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST};
 use crate::infer::{Length, continue_text, show};
 use crate::nodes::Nodes;
 use crate::output::say;
+use crate::planned::PlannedRun;
 use crate::ranks::{self, blamed};
 
 /// The built-in demonstration: what `lockstep train` does without a file.
@@ -30,14 +33,8 @@ const SAMPLE_PROMPT: &str = "pub fn ";
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The run's configuration; see docs/configuration.md
-    run: Option<PathBuf>,
-    /// Set a value of the configuration, e.g. --set train.steps=200
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
-    settings: Vec<String>,
-    /// A plan file, which says what the keys of parallel and train.micro_batch would
-    #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
-    plan: Option<PathBuf>,
+    #[command(flatten)]
+    planned: PlannedRun,
     /// Where to begin: the newest good checkpoint (auto), the start (never), or a checkpoint's directory
     #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
     resume: String,
@@ -54,7 +51,7 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let started = lockstep_comm::place()?.and_then(|place| place.world_size);
-    let plan = arguments.plan.as_deref().map(PlanFile::read).transpose()?;
+    let plan = arguments.planned.plan()?;
     let config = configuration(arguments, plan.as_ref(), started)?;
     if !is_launched()
         && let Some(exit) = launch(arguments, &config, plan.as_ref(), started.is_some())?
@@ -81,7 +78,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if summary.interrupted {
         return Ok(ExitCode::from(INTERRUPTED));
     }
-    if arguments.run.is_none() && ranks.is_first() {
+    if arguments.planned.run.is_none() && ranks.is_first() {
         eprintln!("\na sample:");
         sample(&summary.checkpoint, engine_options(&config).threads)?;
     }
@@ -101,6 +98,9 @@ fn launch(
         plan.check(config)?;
     }
     let (_, model) = check(config)?;
+    if plan.is_some() {
+        ranks::warn_if_outdated(plan, &Forecast::of(config, &model)?);
+    }
     // mpirun has started them, or there is one.
     if config.parallel.transport == Transport::Mpi {
         return Ok(None);
@@ -139,12 +139,11 @@ fn configuration(
     plan: Option<&PlanFile>,
     started: Option<usize>,
 ) -> Result<RunConfig, Failure> {
-    let load = |settings: &[String]| match &arguments.run {
+    let load = |settings: &[String]| match &arguments.planned.run {
         Some(path) => RunConfig::load(Some(path), settings),
         None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", settings).map_err(Error::from),
     };
-    let mut settings: Vec<String> = plan.map_or_else(Vec::new, |plan| plan.settings().to_vec());
-    settings.extend(arguments.settings.iter().cloned());
+    let mut settings = arguments.planned.settings_with(plan);
     let config = load(&settings).map_err(|error| blamed(plan, error))?;
     let Some(ranks) = started.or(arguments.nproc_per_node) else { return Ok(config) };
     let found = config.ranks();

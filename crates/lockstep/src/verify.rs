@@ -1,9 +1,8 @@
 //! `lockstep verify`.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, ValueHint};
+use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
 use lockstep_plan::{Quantization, QuantizedType};
 use lockstep_train::config::{DataSource, Origin, Precision, TensorLayout, Transport};
@@ -15,11 +14,12 @@ use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
     TINY_LLAMA, Tolerance, alone, exact, first_numbers, sample_text,
 };
-use lockstep_train::{PlanFile, Ranks, RunConfig, human, resolve_model};
+use lockstep_train::{Forecast, Ranks, RunConfig, human, resolve_model};
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure, INTERRUPTED};
 use crate::output::say;
+use crate::planned::PlannedRun;
 use crate::ranks::{self, blamed};
 
 /// Gradients that are shown.
@@ -29,14 +29,8 @@ const SHOWN_FAILURES: usize = 10;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The run's configuration; without one, a tiny Llama on a built-in text
-    run: Option<PathBuf>,
-    /// Set a value of the configuration, e.g. --set parallel.tensor_parallel=2
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
-    settings: Vec<String>,
-    /// A plan file, which says what the keys of parallel and train.micro_batch would
-    #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
-    plan: Option<PathBuf>,
+    #[command(flatten)]
+    planned: PlannedRun,
     /// Steps that are compared, from the run's first on
     #[arg(long, value_name = "K", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
@@ -57,7 +51,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return ranks::run(start, &interrupt);
     }
     let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
-    let _sample = arguments.run.is_none().then(|| sample(&mut config)).transpose()?;
+    let _sample = arguments.planned.run.is_none().then(|| sample(&mut config)).transpose()?;
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, &config)?,
         _ => Ranks::alone(),
@@ -92,29 +86,33 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 
 /// The run that is verified: of what it writes and evaluates nothing is left. Whatever does not fit its model is refused.
 fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
-    let plan = arguments.plan.as_deref().map(PlanFile::read).transpose()?;
+    let plan = arguments.planned.plan()?;
     let mut settings = Vec::new();
     let names_model = |setting: &String| {
         ["model.preset=", "model.path=", "model.model_type="].iter().any(|key| setting.starts_with(key))
     };
-    if arguments.run.is_none() && !arguments.settings.iter().any(names_model) {
+    if arguments.planned.run.is_none() && !arguments.planned.settings.iter().any(names_model) {
         settings.extend(TINY_LLAMA.map(str::to_owned));
     }
-    settings.extend(plan.iter().flat_map(PlanFile::settings).cloned());
-    settings.extend(arguments.settings.clone());
-    let config = match &arguments.run {
+    settings.extend(arguments.planned.settings_with(plan.as_ref()));
+    let config = match &arguments.planned.run {
         Some(path) => RunConfig::load(Some(path), &settings),
         None => RunConfig::parse(SAMPLE_RUN, "the built-in run", &settings).map_err(Into::into),
     };
     let mut config = config.map_err(|error| blamed(plan.as_ref(), error))?;
     // The built-in run's micro-batches are of one sequence, and a square of ranks needs one for each of its rows.
     let is_built_in =
-        arguments.run.is_none() && matches!(config.origin("train.micro_batch"), Origin::File { .. });
+        arguments.planned.run.is_none() && matches!(config.origin("train.micro_batch"), Origin::File { .. });
     if is_built_in && config.parallel.tensor_layout == TensorLayout::TwoDimensions {
         config.train.micro_batch = None;
     }
     match &plan {
-        Some(plan) => plan.check(&config)?,
+        Some(file) => {
+            file.check(&config)?;
+            if !is_launched() {
+                ranks::warn_if_outdated(Some(file), &Forecast::of(&config, &resolve_model(&config)?)?);
+            }
+        }
         None => drop(check(&config)?),
     }
     config.train.eval_every = 0;

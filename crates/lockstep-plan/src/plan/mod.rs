@@ -16,13 +16,15 @@
 //!   "tensor_chunks": 4,
 //!   "context_method": "ring",
 //!   "zero_stage": 1,
-//!   "quantize_gradients": "int8"
+//!   "quantize_gradients": "int8",
+//!   "predicted": { "memory": [{ "ranks": "0-7", "bytes": { "parameters": 4096, "gradients": 4096 } }] }
 //! }
 //! ```
 //!
 //! [`Plan::validate`] compares it with the model and the batch and tells all problems at once, or gives the mesh and the
 //! schedule, which exist only if they are right.
 
+mod predicted;
 mod problem;
 #[cfg(test)]
 mod tests;
@@ -38,6 +40,7 @@ use crate::{
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
 
+pub use predicted::{PlanPrediction, RankList, RanksMemory};
 pub use problem::{PlanError, PlanProblem};
 
 /// The version of plan files that this program writes, and the only one that it reads.
@@ -95,6 +98,9 @@ pub struct Plan {
     /// How the parameters are.
     #[serde(default, skip_serializing_if = "is_default")]
     pub sharding: Sharding,
+    /// What the plan was predicted to come to; no run follows it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<PlanPrediction>,
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {

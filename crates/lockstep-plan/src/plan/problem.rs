@@ -211,6 +211,12 @@ pub enum PlanProblem {
         /// Which.
         stage: usize,
     },
+    /// A prediction that says two things of a rank.
+    #[error("predicted.memory has rank {rank} more than once")]
+    PredictedTwice {
+        /// Which.
+        rank: usize,
+    },
     /// A split of another number of units than the model has.
     #[error("the stages have {given} units and the model {units}: embedding, {layers} blocks and head")]
     Units {

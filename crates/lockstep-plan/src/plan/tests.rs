@@ -1,7 +1,7 @@
 use proptest::{prelude::*, sample::select};
 
 use super::*;
-use crate::{Feedback, LayerRule, QuantizedType, Recompute};
+use crate::{Feedback, LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute};
 
 /// A model of 12 layers on 8 ranks.
 fn facts() -> Facts {
@@ -40,6 +40,7 @@ fn plan() -> Plan {
         quantize_gradients: None,
         quantize_feedback: Feedback::Kept,
         sharding: Sharding::default(),
+        predicted: None,
     }
 }
 
@@ -85,8 +86,33 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         quantize_gradients: None,
         quantize_feedback: Feedback::Kept,
         sharding: Sharding::default(),
+        predicted: None,
     };
     assert_eq!(Plan::from_json(short).unwrap(), expected);
+}
+
+fn memory(ranks: &str, parameters: usize) -> RanksMemory {
+    let mut bytes = MemoryBytes::default();
+    bytes[MemoryCategory::Parameters] = parameters;
+    RanksMemory { ranks: ranks.to_owned().try_into().unwrap(), bytes }
+}
+
+#[test]
+fn what_was_predicted_goes_through_a_file_and_says_one_thing_of_a_rank() {
+    let predicted = PlanPrediction { memory: vec![memory("0-2,5", 4096), memory("3-4,6-7", 2048)] };
+    assert_eq!([0, 2, 4, 5, 7].map(|rank| predicted.of_rank(rank).map(|bytes| bytes.total())), {
+        [4096, 4096, 2048, 4096, 2048].map(Some)
+    });
+    assert_eq!(predicted.of_rank(8), None);
+    let plan = Plan { predicted: Some(predicted), ..plan() };
+    assert_eq!(Plan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
+    assert!(plan.validate(&facts()).is_ok(), "{:?}", plan.validate(&facts()));
+    let twice = PlanPrediction { memory: vec![memory("0-5", 1), memory("2,7", 1), memory("0", 1)] };
+    assert_eq!(
+        problems(&Plan { predicted: Some(twice), ..plan }, &facts()),
+        ["predicted.memory has rank 0 more than once", "predicted.memory has rank 2 more than once"]
+    );
+    assert_eq!(RankList::from_iter([0, 1, 2, 4, 6, 7]).to_string(), "0-2,4,6-7");
 }
 
 #[test]
@@ -108,6 +134,11 @@ fn a_text_that_is_no_plan_is_refused_with_the_reason() {
     let message = |text: &str| Plan::from_json(text).unwrap_err().to_string();
     let with =
         |field: &str| format!(r#"{{"version": 1, "model": "", "micro_batch": 1, "stages": [], {field}}}"#);
+    let of_memory = |ranks: &str, category: &str, bytes: &str| {
+        with(&format!(
+            r#""predicted": {{"memory": [{{"ranks": "{ranks}", "bytes": {{"{category}": {bytes}}}}}]}}"#
+        ))
+    };
     for (text, expected) in [
         ("{".to_owned(), "EOF while parsing"),
         (with(r#""mesch": {}"#), "unknown field `mesch`, expected one of `version`, `model`, `mesh`"),
@@ -118,6 +149,20 @@ fn a_text_that_is_no_plan_is_refused_with_the_reason() {
             "either a kind, with its number of chunks, or rows",
         ),
         (with(r#""zero_stage": -1"#), "invalid value: integer `-1`, expected u8"),
+        (with(r#""predicted": {"step_ms": 1}"#), "unknown field `step_ms`, expected `memory`"),
+        (
+            of_memory("3-1", "parameters", "1"),
+            "the ranks \"3-1\" are no ascending list of numbers and ranges",
+        ),
+        (of_memory("0,0", "parameters", "1"), "the ranks \"0,0\" are no ascending"),
+        (of_memory("+1", "parameters", "1"), "the ranks \"+1\" are no ascending"),
+        (of_memory("", "parameters", "1"), "the ranks \"\" are no ascending"),
+        (
+            of_memory("0", "weights", "1"),
+            "unknown variant `weights`, expected one of `parameters`, `gradients`",
+        ),
+        (of_memory("0", "cached", "1"), "what is cached is not predicted"),
+        (of_memory("0", "parameters", "-1"), "invalid value: integer `-1`, expected usize"),
     ] {
         let message = message(&text);
         assert!(message.starts_with("this is no plan: ") && message.contains(expected), "{message}");

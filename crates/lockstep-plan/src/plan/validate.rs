@@ -1,8 +1,8 @@
 //! Whether a plan fits a model, a batch and a world: everything that does not, at once.
 
 use super::{
-    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanProblem, TensorDimensions,
-    ValidPlan,
+    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanPrediction, PlanProblem,
+    TensorDimensions, ValidPlan,
 };
 use crate::{
     LayerRule, QuantizedType, ZeroStage,
@@ -76,6 +76,8 @@ impl Check<'_> {
                 self.problems.push(PlanProblem::NothingToQuantize { what, zero_stage, least });
             }
         }
+        let twice = plan.predicted.iter().flat_map(PlanPrediction::repeated);
+        self.problems.extend(twice.map(|rank| PlanProblem::PredictedTwice { rank }));
         for (name, number) in [
             ("micro_batch", plan.micro_batch),
             ("global_batch", facts.global_batch),

@@ -7,7 +7,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{self, FallocateFlags, Mode, OFlags},
+    fs::{self, Access, FallocateFlags, Mode, OFlags},
     io::Errno,
 };
 
@@ -73,6 +73,15 @@ impl ScratchFile {
     /// Whether a directory lies in memory, so that nothing is saved by a file in it.
     pub fn is_in_memory(directory: &Path) -> bool {
         fs::statfs(directory).is_ok_and(|found| i128::from(found.f_type) == TMPFS_MAGIC)
+    }
+
+    /// Where a file for `directory` can be without anything being made first: the nearest directory at or above it that is there and
+    /// can be written to, or else the system's own for what is temporary.
+    pub fn existing_directory(directory: &Path) -> PathBuf {
+        let whole = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
+        let is_writable = |path: &&Path| fs::access(*path, Access::WRITE_OK | Access::EXEC_OK).is_ok();
+        let existing = whole.ancestors().find(|path| path.is_dir()).filter(is_writable);
+        existing.map_or_else(std::env::temp_dir, Path::to_owned)
     }
 
     /// Bytes that files in `directory`, or the nearest directory above it that exists, can still take.

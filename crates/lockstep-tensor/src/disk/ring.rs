@@ -3,17 +3,22 @@
 use std::{
     collections::HashMap,
     io,
+    ops::Range,
     os::fd::AsRawFd,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use io_uring::{IoUring, opcode, squeue, types};
+use rustix::io::Errno;
 
 use super::{Action, Mover, ScratchFile, Transfer};
 
 /// How long a queue that is dropped waits for what is on its way.
 const PATIENCE_AT_END: Duration = Duration::from_secs(10);
+
+/// How long nothing is tried after the kernel has refused to take what is asked of it: first, and at most.
+const PAUSES: Range<Duration> = Duration::from_millis(1)..Duration::from_millis(64);
 
 /// A ring of requests, and what they are about.
 pub(super) struct Ring {
@@ -86,6 +91,16 @@ impl Ring {
     }
 }
 
+/// Whether a wait has ended as it may: by a signal, or because its time is up.
+fn is_end_of_wait(error: &io::Error) -> bool {
+    [Some(Errno::INTR), Some(Errno::TIME)].contains(&Errno::from_io_error(error))
+}
+
+/// The pause after a pause that did not help.
+fn longer(pause: Duration) -> Duration {
+    (2 * pause).min(PAUSES.end)
+}
+
 fn is_passing(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }
@@ -113,6 +128,7 @@ impl Mover for Ring {
     }
 
     fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)> {
+        let mut pause = PAUSES.start;
         loop {
             if let Some(ended) = self.ended() {
                 return Some(ended);
@@ -123,8 +139,16 @@ impl Mover for Ring {
             }
             let limit = types::Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
             let wait = types::SubmitArgs::new().timespec(&limit);
-            // A wait that was interrupted, or is over, is looked at above.
-            let _ = self.ring.submitter().submit_with_args(1, &wait);
+            match self.ring.submitter().submit_with_args(1, &wait) {
+                // Whether anything has ended, or time is up, is looked at above.
+                Ok(_) => pause = PAUSES.start,
+                Err(error) if is_end_of_wait(&error) => {}
+                // It is short of memory, say, and answers at once: other work may free some.
+                Err(_) => {
+                    std::thread::sleep(pause.min(left));
+                    pause = longer(pause);
+                }
+            }
         }
     }
 }
@@ -141,5 +165,25 @@ impl Drop for Ring {
 impl std::fmt::Debug for Ring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Ring({} transfers on their way)", self.on_their_way.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_that_takes_nothing_is_asked_ever_less_often() {
+        let pauses: Vec<Duration> =
+            std::iter::successors(Some(PAUSES.start), |pause| Some(longer(*pause))).take(10).collect();
+        assert!(pauses.is_sorted() && pauses[9] == PAUSES.end, "{pauses:?}");
+        assert!(pauses.iter().sum::<Duration>() < Duration::from_secs(1), "{pauses:?}");
+    }
+
+    #[test]
+    fn the_end_of_a_wait_is_no_refusal() {
+        let is_end = |errno: Errno| is_end_of_wait(&errno.into());
+        assert!(is_end(Errno::TIME) && is_end(Errno::INTR));
+        assert!(!is_end(Errno::AGAIN) && !is_end(Errno::BUSY) && !is_end(Errno::NOMEM));
     }
 }

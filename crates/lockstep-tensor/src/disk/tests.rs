@@ -169,6 +169,17 @@ fn a_failed_transfer_and_a_silent_disk_are_errors_that_say_where() {
 }
 
 #[test]
+fn a_directory_that_is_there_is_found_at_or_above_one_that_is_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    for asked in ["", "a", "a/b/c"] {
+        assert_eq!(ScratchFile::existing_directory(&path.join(asked)), path, "{asked:?}");
+    }
+    let here = std::env::current_dir().unwrap();
+    assert_eq!(ScratchFile::existing_directory(Path::new("no such directory/at all")), here);
+}
+
+#[test]
 #[should_panic(expected = "which go in units of 4096")]
 fn what_is_not_aligned_is_refused() {
     let directory = tempfile::tempdir().unwrap();

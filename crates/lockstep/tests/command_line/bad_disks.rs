@@ -149,6 +149,29 @@ fn a_run_whose_state_is_on_disk_is_killed_and_goes_on_to_the_same_weights() {
 }
 
 #[test]
+fn what_only_measures_or_verifies_a_state_on_disk_leaves_nothing_behind() {
+    let workshop = Workshop::new();
+    let names = || {
+        let entries = std::fs::read_dir(workshop.path(".")).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        // What commands print is kept in files of the workshop's.
+        names.retain(|name| !name.starts_with(".std"));
+        names.sort();
+        names
+    };
+    let before = names();
+    let on_disk = ["--set", "parallel.offload.optimizer=disk"];
+    let step = ["bench", "step", "--model", "llama-15m", "--batch", "1", "--seq-len", "16", "--steps", "1"];
+    for command in [&step[..], &["verify", "--steps", "1"]] {
+        for directory in [&[][..], &["--set", "parallel.offload.dir=a/b"]] {
+            workshop.run(&[command, &on_disk, directory].concat()).succeeds();
+            assert_eq!(names(), before, "{command:?} {directory:?}");
+        }
+    }
+}
+
+#[test]
 fn a_disk_in_memory_is_no_place_for_what_memory_lacks() {
     let workshop = Workshop::new();
     if let Some(outcome) = with_disk(

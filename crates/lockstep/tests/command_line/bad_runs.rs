@@ -88,6 +88,22 @@ fn a_model_that_no_machine_holds_is_refused_before_memory_is_taken() {
 }
 
 #[test]
+fn a_benchmark_that_no_machine_holds_is_told_what_would_make_it_smaller() {
+    let workshop = Workshop::new();
+    let wide = ["--set", "model.hidden_size=65536", "--set", "model.num_attention_heads=1024"];
+    let step =
+        ["bench", "step", "--model", "llama-15m", "--nproc-per-node", "2", "--batch", "1", "--seq-len", "16"];
+    workshop.run(&[&step[..], &wide].concat()).refuses(
+        2,
+        &[
+            "does not fit the memory of this machine",
+            "parallel.zero_stage=",
+            "parallel.offload.optimizer=disk",
+        ],
+    );
+}
+
+#[test]
 fn text_that_cannot_be_read_is_refused_with_its_path() {
     let workshop = Workshop::new();
     std::fs::create_dir(workshop.path("empty_directory")).unwrap();

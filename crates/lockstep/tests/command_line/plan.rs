@@ -51,7 +51,50 @@ fn a_plan_is_predicted_and_what_is_written_runs() {
     assert!(of_sample.stdout.contains("2 pipeline ranks"), "{of_sample:?}");
     let again = workshop.run(&["plan", "--plan", "pipeline.json"]).succeeds();
     assert!(again.stdout.contains("2 pipeline ranks"), "{again:?}");
+    assert!(again.stderr.is_empty(), "{again:?}");
     plan(&["parallel.tensor_parallel=5"], &[]).refuses(2, &["tensor 5 does not divide"]);
+}
+
+#[test]
+fn what_a_plan_file_predicts_is_what_is_booked_and_other_settings_than_its_own_are_told() {
+    let workshop = Workshop::new();
+    let split = ["parallel.data_parallel_shard=2", "parallel.zero_stage=1", "train.global_batch=4"];
+    let with_file =
+        |more: &[&str]| workshop.run(&[&["plan", "run.toml", "--plan", "plan.json"], more].concat());
+    let found =
+        workshop.run(&arguments(&["plan", "run.toml"], &split, &["--json", "-o", "plan.json"])).json();
+    let file: Value = serde_json::from_slice(&workshop.read("plan.json")).unwrap();
+    assert_eq!(found["best"], file);
+    let memory = file["predicted"]["memory"].as_array().unwrap();
+    let of_rank = &found["ranking"][0]["memory_by_rank"][0];
+    assert_eq!(memory[0]["ranks"].as_str().unwrap().split(['-', ',']).next(), Some("0"));
+    for (category, bytes) in memory[0]["bytes"].as_object().unwrap() {
+        assert_eq!(Some(bytes), of_rank["memory_bytes"].get(category), "{category} of {of_rank} and {file}");
+    }
+    // With the same settings nothing is said.
+    let same = with_file(&["--set", "train.global_batch=4"]).succeeds();
+    assert!(same.stderr.is_empty(), "{same:?}");
+    let told = |text: &str| {
+        for part in [
+            "warning: plan.json was edited, or made for other settings: rank 0 is foretold optimizer",
+            "-o plan.json",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in {text}");
+        }
+    };
+    let other = ["--set", "train.global_batch=4", "--set", "optimizer.kind=lion"];
+    told(&with_file(&other).succeeds().stderr);
+    let trained =
+        workshop.run(&[&["train", "run.toml", "--plan", "plan.json"][..], &other].concat()).succeeds();
+    told(&trained.stderr);
+    assert_eq!(trained.stderr.matches("warning").count(), 1, "{trained:?}");
+    // Two statements of one rank are an error.
+    let mut twice = file.clone();
+    let more = twice["predicted"]["memory"][0].clone();
+    twice["predicted"]["memory"].as_array_mut().unwrap().push(more);
+    workshop.write("plan.json", twice.to_string());
+    with_file(&["--set", "train.global_batch=4"])
+        .refuses(2, &["plan.json", "predicted.memory has rank 0 more than once"]);
 }
 
 #[test]

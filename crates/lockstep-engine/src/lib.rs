@@ -11,6 +11,7 @@
 //! valid tokens of the whole global batch, which the caller counts beforehand.
 #![forbid(unsafe_code)]
 
+mod borders;
 mod engine;
 mod error;
 mod flat;
@@ -29,6 +30,7 @@ mod reducer;
 mod rehearsal;
 mod runner;
 mod shards;
+mod slices;
 mod snapshot;
 mod spilled;
 mod state;

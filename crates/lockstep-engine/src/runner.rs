@@ -20,8 +20,10 @@ use lockstep_tensor::{Arena, Buffer, Element, Kernels, Tensor, TensorError, View
 
 use crate::{
     EngineError, ExpertLoad, Gradients, Groups, UnitParameters, Weights,
+    borders::{boundary, boundary_bytes, message, message_bytes},
     gathered::WeightSource,
     passes::{Border, Place},
+    slices::Slices,
 };
 
 /// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`, of whole sequences also where ranks
@@ -47,6 +49,8 @@ pub struct Runner {
     workspace: Buffer,
     /// Gradients of the values between units; a unit reads one and writes the other.
     boundary: [Buffer; 2],
+    /// Outputs that are whole, where ranks keep slices.
+    slices: Option<Slices>,
     inverse_frequencies: Option<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
@@ -74,11 +78,11 @@ struct Stage {
 /// A micro-batch in a stage.
 #[derive(Debug)]
 struct Slot {
-    /// One frame for each unit.
+    /// One frame for each unit, which ends in the unit's output or the own slice of it.
     frames: Vec<Buffer>,
     /// What the gradients of weights need, for each unit; none where they come with those of inputs.
     deferred: Vec<Buffer>,
-    /// The output of the stage before; none for the first.
+    /// The output of the stage before, or the own slice of it; none for the first.
     input: Option<Buffer>,
     /// The gradient of the output, from the stage after; none for the last.
     output_gradient: Option<Buffer>,
@@ -103,20 +107,20 @@ impl Slot {
         let tokens = shape.tokens();
         let category = MemoryCategory::Activations;
         let input = |dtype, dims: &[usize]| Tensor::zeros(arena, dtype, dims, category);
-        let boundary =
-            |is_there: bool| is_there.then(|| arena.allocate(boundary_bytes(model), category)).transpose();
-        let (has_before, has_after) = (units.start > 0, units.end < model.units());
+        let given = units.start.checked_sub(1).map(|before| message_bytes(model, before));
+        let gradient = (units.end < model.units()).then(|| boundary_bytes(model));
+        let border = |bytes: Option<usize>| bytes.map(|bytes| arena.allocate(bytes, category)).transpose();
         let deferred = units.clone().filter(|_| *splits_backward);
         Ok(Self {
             frames: units
                 .clone()
-                .map(|unit| arena.allocate(model.program(unit).frame_bytes(), category))
+                .map(|unit| arena.allocate(model.frame_bytes(unit), category))
                 .collect::<Result<_, _>>()?,
             deferred: deferred
                 .map(|unit| arena.allocate(model.program(unit).deferred_bytes(), category))
                 .collect::<Result<_, _>>()?,
-            input: boundary(has_before)?,
-            output_gradient: boundary(has_after)?,
+            input: border(given)?,
+            output_gradient: border(gradient)?,
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
             positions: input(DType::U32, &[tokens])?,
@@ -176,6 +180,7 @@ impl Runner {
             stages: stages.iter().map(memory).collect::<Result<_, TensorError>>()?,
             workspace: arena.allocate(profile.workspace_bytes(stages), MemoryCategory::Workspace)?,
             boundary: [boundary()?, boundary()?],
+            slices: Slices::new(model, stages, groups.tensor_place(), arena)?,
             inverse_frequencies: model
                 .inverse_frequencies()
                 .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
@@ -251,11 +256,17 @@ impl Runner {
         for unit in self.stages[stage].units.clone() {
             let Stage { units, slots, .. } = &self.stages[stage];
             self.make_ready(queue, weights, unit, Some(unit + 1).filter(|next| units.contains(next)))?;
+            if unit == units.start {
+                self.gather_input(model, (units, &slots[slot]), unit, queue)?;
+            }
             let weights = weights.weights();
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
             let replay = self.replay(model, (units, &slots[slot]), unit, queue, &parameters);
             forward(model.program(unit), &replay)?;
             let frame = &slots[slot].frames[unit - units.start];
+            if let Some(slices) = self.slices.as_ref().filter(|_| model.slices_output(unit)) {
+                slices.keep(queue, unit, slices.slice(frame, model.program(unit).output_bytes().start));
+            }
             if let Some(counts) = model.program(unit).load(frame) {
                 self.load.add(unit, counts);
             }
@@ -317,6 +328,7 @@ impl Runner {
         for unit in (first.max(units.start)..units.end).rev() {
             let before = unit.checked_sub(1).filter(|before| *before >= first.max(units.start));
             self.make_ready(queue, weights, unit, before)?;
+            self.gather_input(model, (units, slot), unit, queue)?;
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
@@ -363,6 +375,7 @@ impl Runner {
         for unit in (first.max(units.start)..units.end).rev() {
             let before = unit.checked_sub(1).filter(|before| *before >= first.max(units.start));
             self.make_ready(queue, weights, unit, before)?;
+            self.gather_input(model, (units, slot), unit, queue)?;
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
@@ -387,31 +400,62 @@ impl Runner {
         Ok(())
     }
 
+    /// Has the input of a unit whole where ranks keep slices of it: in its backward, and in the forward of a stage's first unit.
+    fn gather_input(
+        &self,
+        model: &RecordedModel,
+        (units, slot): (&Range<usize>, &Slot),
+        unit: usize,
+        queue: &dyn Kernels,
+    ) -> Result<(), EngineError> {
+        let (Some(before), Some(slices)) = (unit.checked_sub(1), &self.slices) else { return Ok(()) };
+        let Some(peers) = self.groups.peers().filter(|_| model.slices_output(before)) else { return Ok(()) };
+        let kept = match before.checked_sub(units.start) {
+            Some(index) => {
+                Some(slices.slice(&slot.frames[index], model.program(before).output_bytes().start))
+            }
+            None => slot.input.as_ref().map(|buffer| slices.slice(buffer, 0)),
+        };
+        let kept = kept.expect("a unit behind another has an input");
+        let begin = self.timeline.begin();
+        slices.gather(queue, peers, before, kept)?;
+        self.timeline.end(begin, || (Activity::of_step("gather saved input"), Cost::default()));
+        Ok(())
+    }
+
     /// Lends what crosses a border of a stage, for as long as it is on its way.
     pub(crate) fn lend(&mut self, model: &RecordedModel, place: Place, border: Border) -> Lent {
         let Stage { units, slots, outboxes } = &mut self.stages[place.stage];
         let slot = &mut slots[place.slot];
+        let mut bytes = boundary_bytes(model);
         let buffer = match border {
-            Border::Input => slot.input.as_mut(),
+            Border::Input => {
+                bytes = message_bytes(model, units.start - 1);
+                slot.input.as_mut()
+            }
             Border::InputGradient => outboxes.get_mut(place.outbox),
             Border::OutputGradient => slot.output_gradient.as_mut(),
             Border::Output => {
-                let output = model.program(units.end - 1).output_bytes();
+                let (last, start) = (units.end - 1, model.program(units.end - 1).output_bytes().start);
                 let frame = slot.frames.last_mut().expect("a stage has units");
-                return Lent::new(frame.lend(output), DType::U8);
+                return Lent::new(frame.lend(start..start + message_bytes(model, last)), DType::U8);
             }
         };
         let buffer = buffer.expect("a stage has memory for what crosses its borders");
-        Lent::new(buffer.lend(0..boundary_bytes(model)), DType::U8)
+        Lent::new(buffer.lend(0..bytes), DType::U8)
     }
 
     /// Copies the output of a stage to where the next one, on the same rank, reads it.
     pub(crate) fn hand_on(&self, model: &RecordedModel, queue: &dyn Kernels, from: Place, to: Place) {
         let Stage { units, slots, .. } = &self.stages[from.stage];
         let frames = &slots[from.slot].frames;
-        let output = model.program(units.end - 1).output(&frames[frames.len() - 1]);
-        let input = self.stages[to.stage].slots[to.slot].input.as_ref().map(|buffer| boundary(model, buffer));
-        queue.cast(output, input.expect("a stage that follows another has an input"));
+        let last = units.end - 1;
+        let start = model.program(last).output_bytes().start;
+        let input = self.stages[to.stage].slots[to.slot].input.as_ref();
+        queue.cast(
+            message(model, last, &frames[frames.len() - 1], start),
+            message(model, last, input.expect("a stage that follows another has an input"), 0),
+        );
     }
 
     /// Copies the gradient of the input of a stage to where the one before, on the same rank, reads it.
@@ -428,10 +472,15 @@ impl Runner {
 
     /// Replaces what a stage gets across a border, if anything, by zeros: for the test of the tests.
     pub(crate) fn forget(&self, model: &RecordedModel, queue: &dyn Kernels, place: Place, border: Border) {
-        let slot = &self.stages[place.stage].slots[place.slot];
-        let came = if border == Border::Input { &slot.input } else { &slot.output_gradient };
-        if let Some(buffer) = came {
-            queue.zero(boundary(model, buffer));
+        let Stage { units, slots, .. } = &self.stages[place.stage];
+        let slot = &slots[place.slot];
+        let came = if border == Border::Input {
+            slot.input.as_ref().map(|buffer| message(model, units.start - 1, buffer, 0))
+        } else {
+            slot.output_gradient.as_ref().map(|buffer| boundary(model, buffer))
+        };
+        if let Some(came) = came {
+            queue.zero(came);
         }
     }
 
@@ -487,11 +536,16 @@ impl Runner {
         queue: &'a dyn Kernels,
         parameters: &'a UnitParameters<'a>,
     ) -> Replay<'a> {
-        let input = if unit > units.start {
-            Some(model.program(unit - 1).output(&slot.frames[unit - 1 - units.start]))
-        } else {
-            slot.input.as_ref().map(|buffer| boundary(model, buffer))
+        let whole = |unit: usize| {
+            self.slices.as_ref().filter(|_| model.slices_output(unit)).map(|slices| slices.whole(unit))
         };
+        let input = unit.checked_sub(1).and_then(whole).or_else(|| {
+            if unit > units.start {
+                Some(model.program(unit - 1).output(&slot.frames[unit - 1 - units.start]))
+            } else {
+                slot.input.as_ref().map(|buffer| boundary(model, buffer))
+            }
+        });
         Replay {
             queue,
             parameters,
@@ -505,6 +559,7 @@ impl Runner {
             },
             input,
             frame: &slot.frames[unit - units.start],
+            output: whole(unit),
             workspace: &self.workspace,
             first_dropout_site: RecordedModel::first_dropout_site(unit),
             cache: None,
@@ -521,16 +576,4 @@ impl Runner {
             trace: Some(Trace { timeline: &self.timeline, unit }),
         }
     }
-}
-
-/// A buffer as a value between units.
-fn boundary<'a>(model: &RecordedModel, buffer: &'a Buffer) -> View<'a> {
-    let between = model.program(0);
-    buffer.view(between.shape().dtype, 0, [between.output_rows(), between.output_columns()])
-}
-
-/// Bytes of the values between units.
-fn boundary_bytes(model: &RecordedModel) -> usize {
-    let between = model.program(0);
-    between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()
 }

@@ -36,7 +36,7 @@ pub fn random_plans(
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
     let by_layer = "{ default = \"selective\", layers = [{ every = 2, mode = \"full\" }, { from = 3, mode = \"none\" }] }";
-    let recompute = (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize);
+    let recompute = (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize, any::<bool>());
     let rows = (any::<bool>(), layout, 1..=4_usize);
     (select(models), degrees, rows, method, experts, pipeline, batch, recompute)
         .prop_map(|(model, degrees, rows, method, experts, stages, batch, recompute)| {
@@ -44,7 +44,7 @@ pub fn random_plans(
             let (by_tokens, layout, tensor_chunks) = rows;
             let (kind, chunks, given, cuts) = stages;
             let (micro_batch, global_batch) = batch;
-            let (recompute, zero_stage) = recompute;
+            let (recompute, zero_stage, slices) = recompute;
             let is_square = tensor == 4 && layout == "2d" && !MIXTURES.contains(&model);
             let mut settings = vec![
                 format!("parallel.data_parallel_replicate={replicate}"),
@@ -56,6 +56,9 @@ pub fn random_plans(
                 format!("train.micro_batch={micro_batch}"),
                 format!("train.global_batch={global_batch}"),
             ];
+            if tensor > 1 && !is_square && !by_tokens && recompute.contains("full") {
+                settings.push(format!("parallel.partition_activations={slices}"));
+            }
             if tensor > 1 && !is_square {
                 settings.push(format!("parallel.tensor_chunks={tensor_chunks}"));
             }

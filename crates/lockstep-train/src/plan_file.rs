@@ -75,7 +75,9 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
     // Where there is nothing to split, it does not matter what the plan says of how.
     let is_of_no_effect = |field: &str| match field {
         "model" => file.model.is_empty(),
-        "sequence_parallel" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
+        "sequence_parallel" | "partition_activations" => {
+            tensor == 1 || file.tensor_layout == TensorDimensions::Two
+        }
         "tensor_layout" => tensor == 1,
         "tensor_chunks" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
         "context_method" => context == 1,
@@ -132,6 +134,9 @@ fn settings_of(plan: &Plan) -> Vec<String> {
     {
         settings.push(format!("parallel.tensor_chunks={chunks}"));
     }
+    if plan.partition_activations && splits_by_choice {
+        settings.push("parallel.partition_activations=true".to_owned());
+    }
     if shard * context > 1 {
         settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
         let kinds = [("weights", plan.quantize_weights), ("gradients", plan.quantize_gradients)];
@@ -182,6 +187,7 @@ mod tests {
             schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
             stages: vec![2, 2, 1, 3],
             recompute: lockstep_plan::Recompute::Full.into(),
+            partition_activations: false,
             sequence_parallel: true,
             tensor_layout: TensorDimensions::One,
             tensor_chunks: Some(3),

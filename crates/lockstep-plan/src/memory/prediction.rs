@@ -364,6 +364,7 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         }
         prediction.add(category, "keys and values of others", model.ring_bytes(stages));
         prediction.add(category, "rows on their way", model.transit_bytes(stages));
+        prediction.add(category, "gathered inputs of blocks", model.gathering_bytes(stages));
     }
 }
 
@@ -415,9 +416,9 @@ impl ModelProfile {
             if stage.splits_backward {
                 deferred = deferred.saturating_add(of_units(|unit| unit.deferred_bytes));
             }
-            let borders =
-                usize::from(stage.units.start > 0) + usize::from(stage.units.end < self.units.len());
-            between = between.saturating_add((stage.slots * borders + stage.outboxes()) * boundary);
+            let given = self.given_bytes(stage.units.start).map_or(0, booked_bytes);
+            let gradients = stage.slots * usize::from(stage.units.end < self.units.len()) + stage.outboxes();
+            between = between.saturating_add(stage.slots * given + gradients * boundary);
             inputs += stage.slots * of_micro_batch;
         }
         prediction.add(category, "kept from forward to backward", saved);
@@ -455,6 +456,14 @@ impl ModelProfile {
         let has_gradients = self.units_of(stages).any(|unit| unit.has_backward);
         let blocks = RingSizes::new(elements, self.dtype, self.context.ranks, has_gradients);
         blocks.blocks_bytes.into_iter().chain(blocks.gradients_bytes).map(booked_bytes).sum()
+    }
+
+    /// Bytes of the two outputs of units that are whole, of those that ranks keep slices of.
+    fn gathering_bytes(&self, stages: &[StageMemory]) -> usize {
+        let slices = |unit: usize| self.units[unit].slices_output;
+        let any =
+            stages.iter().any(|stage| (stage.units.start.saturating_sub(1)..stage.units.end).any(slices));
+        if any { 2 * booked_bytes(self.gathered_bytes) } else { 0 }
     }
 
     /// Bytes of rows that are on their way beside products.

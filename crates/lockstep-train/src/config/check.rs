@@ -1,6 +1,6 @@
 //! Rules between values: what each key alone cannot know.
 
-use lockstep_graph::BlockShape;
+use lockstep_graph::{BlockShape, Recompute};
 
 use super::ParallelConfig;
 use super::choices::{
@@ -281,6 +281,7 @@ impl Checker<'_, '_, '_> {
             let because = "parallel.tensor_layout = \"2d\", whose products take a block at a time";
             self.refuse_without_effect(&["parallel.tensor_chunks"], because, "parallel.tensor_layout");
         }
+        self.partitioned_activations();
         if self.config.parallel.context_parallel == 1 {
             let because = "parallel.context_parallel = 1, whose one rank has whole sequences";
             let keys = ["parallel.context_parallel_method"];
@@ -310,6 +311,38 @@ impl Checker<'_, '_, '_> {
                 format!("\"muon\" needs whole matrices, and parallel.zero_stage = {zero_stage} cuts them");
             let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.zero_stage = 0";
             self.refuse(&["optimizer.kind", "parallel.zero_stage"], what, allowed);
+        }
+    }
+
+    fn partitioned_activations(&mut self) {
+        const KEY: &str = "parallel.partition_activations";
+        let ParallelConfig {
+            tensor_parallel,
+            sequence_parallel,
+            tensor_layout,
+            recompute,
+            partition_activations,
+            ..
+        } = self.config.parallel;
+        if !partition_activations {
+            return;
+        }
+        if tensor_parallel == 1 {
+            let because = "parallel.tensor_parallel = 1, whose one rank shares nothing";
+            self.refuse_without_effect(&[KEY], because, "parallel.tensor_parallel");
+        } else if sequence_parallel {
+            let because = "parallel.sequence_parallel = true, by which each rank has its own tokens of these values already";
+            self.refuse_without_effect(&[KEY], because, "parallel.sequence_parallel");
+        } else if tensor_layout == TensorLayout::TwoDimensions {
+            let because = "parallel.tensor_layout = \"2d\", by which each rank has its own tokens of these values already";
+            self.refuse_without_effect(&[KEY], because, "parallel.tensor_layout");
+        }
+        if !recompute.forgets(Recompute::Full) {
+            let what = format!(
+                "true is for blocks that compute everything again from their input, and parallel.recompute = \"{recompute}\" has none"
+            );
+            let allowed = "false, or parallel.recompute = \"full\", for some layers at least";
+            self.refuse(&[KEY, "parallel.recompute"], what, allowed);
         }
     }
 

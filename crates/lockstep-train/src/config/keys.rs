@@ -298,6 +298,9 @@ sections! {
         /// layer, of which the last one that describes a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every = 2, mode = "full" }] }`
         /// is for every other one of the first twelve. `from` is 0 where it is left out, `to` the last layer, `every` 1.
         recompute: RecomputeRules = RecomputeRules::default(), rules();
+        /// Whether each rank of `tensor_parallel` keeps a slice of the input of every block whose `recompute` is `full`, and all gather it before the
+        /// block's backward, instead of each keeping the same. No bit of the result depends on it.
+        partition_activations: bool = false, rules();
         /// Where master weights and the optimizer's moments are kept: `disk`, in a file without a name, of which a few windows are
         /// in memory while they are updated. `cpu` is the memory of the machine, which is that of CPU ranks in any case. No bit of
         /// the result depends on it.

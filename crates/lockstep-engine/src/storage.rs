@@ -31,7 +31,7 @@ pub enum Residence {
     Disk,
 }
 
-/// Which model state is on disk, and how it is moved (ZeRO-Infinity: Rajbhandari et al., 2021).
+/// What of model state and activations is on disk, and how it is moved (ZeRO-Infinity: Rajbhandari et al., 2021).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
     /// Where the files are. They have no name, and end with the process.
@@ -40,7 +40,9 @@ pub struct Offload {
     pub optimizer: Residence,
     /// Gradients, but those of tied tables; where `optimizer` is on disk.
     pub gradients: Residence,
-    /// How much of both is there, of what a rank owns, from 0 to 1: rounded up to whole units of the model.
+    /// What units keep from their forward to their backward.
+    pub activations: Residence,
+    /// How much of the optimizer's state and of gradients is there, of what a rank owns, from 0 to 1: rounded up to whole units of the model.
     pub share: f64,
     /// Elements that are moved at once, a multiple of 2,048.
     pub window_elements: usize,
@@ -51,11 +53,21 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// What the prediction of memory must know of it; none if nothing is on disk.
+    /// What the prediction of memory must know of model state; none if none is on disk.
     pub fn plan(&self) -> Option<DiskPlan> {
         let Self { share, window_elements, .. } = *self;
         let has_gradients = self.gradients == Residence::Disk;
         (self.optimizer == Residence::Disk).then_some(DiskPlan { share, has_gradients, window_elements })
+    }
+
+    /// Whether what units keep is on disk.
+    pub fn has_activations(&self) -> bool {
+        self.activations == Residence::Disk
+    }
+
+    /// Whether anything is.
+    pub fn uses_disk(&self) -> bool {
+        self.optimizer == Residence::Disk || self.has_activations()
     }
 }
 
@@ -66,6 +78,7 @@ impl Default for Offload {
             directory: PathBuf::from("."),
             optimizer: Residence::Memory,
             gradients: Residence::Memory,
+            activations: Residence::Memory,
             share: 1.0,
             window_elements: 1 << 20,
             method: DiskMethod::Auto,

@@ -267,6 +267,7 @@ impl RecordedModel {
             UnitProfile {
                 parameters: self.unit_parameters[unit].clone(),
                 frame_bytes: self.frame_bytes(unit),
+                saved_bytes: program.output_bytes().start,
                 slices_output: self.slices_output(unit),
                 deferred_bytes: program.deferred_bytes(),
                 workspace_bytes: program.workspace_bytes(),

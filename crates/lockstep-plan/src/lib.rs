@@ -41,9 +41,9 @@ mod zero;
 pub use context::ContextPlace;
 pub use dtype::DType;
 pub use memory::{
-    CACHE_LINE_BYTES, Extent, Gathering, LookedUpSizes, MemoryBytes, MemoryCategory, MemoryItem,
-    MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory, StatePlan,
-    StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
+    CACHE_LINE_BYTES, Extent, FRAME_PLACES, Gathering, LookedUpSizes, MemoryBytes, MemoryCategory,
+    MemoryItem, MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory,
+    StatePlan, StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, window_bytes, window_memory_bytes};
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};

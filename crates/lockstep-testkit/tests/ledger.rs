@@ -300,6 +300,34 @@ fn what_is_on_disk_books_its_windows() {
 }
 
 #[test]
+fn activations_on_disk_book_what_is_left_of_them() {
+    let disk = tempfile::tempdir().unwrap();
+    let disk = format!("parallel.offload.dir={}", disk.path().display());
+    let on_disk = |plan: &[&'static str]| -> Vec<String> {
+        let all = ["parallel.offload.activations=disk", &disk];
+        all.iter().chain(plan).map(ToString::to_string).collect()
+    };
+    let (full, zb_h1) = ("parallel.recompute=full", "parallel.pipeline_schedule=zb_h1");
+    let some =
+        "parallel.recompute={ default = \"selective\", layers = [{ from = 1, every = 2, mode = \"full\" }] }";
+    let many = ["parallel.pipeline_parallel=2", "train.global_batch=8", "train.micro_batch=1"];
+    let [tensor, slices] = ["parallel.tensor_parallel=2", "parallel.partition_activations=true"];
+    let plans = [
+        on_disk(&[]),
+        on_disk(&[full, "train.precision=bf16"]),
+        on_disk(&[some, "parallel.data_parallel_shard=2", "parallel.zero_stage=3"]),
+        on_disk(&[full, tensor, slices]),
+        on_disk(&many),
+        on_disk(&[&many[..], &[full, zb_h1]].concat()),
+        on_disk(&[&many[..], &[full, tensor, slices]].concat()),
+        on_disk(&[&many[..], &["parallel.pipeline_schedule=interleaved_1f1b"]].concat()),
+        on_disk(&["parallel.pipeline_parallel=2", "parallel.pipeline_stages=[1, 5]"]),
+        on_disk(&["parallel.offload.optimizer=disk", "parallel.offload.gradients=disk"]),
+    ];
+    check(&[GPT2, LLAMA, MIXTRAL], &plans);
+}
+
+#[test]
 fn copies_of_the_state_are_predicted() {
     let bench = Workbench::new().unwrap();
     let settings = ["train.precision=f32", "train.precision=bf16", "parallel.quantize_gradients=int8"];

@@ -162,7 +162,7 @@ struct Found {
 type Step = fn(&mut RunConfig, &mut Vec<String>) -> bool;
 
 /// Changes that cost little come first. All of these but the last two compute the same numbers, but for rounding.
-const STEPS: [Step; 13] = [
+const STEPS: [Step; 14] = [
     |config, settings| zero(config, settings, 1),
     |config, settings| recompute(config, settings, Recompute::Selective),
     |config, settings| zero(config, settings, 2),
@@ -174,6 +174,7 @@ const STEPS: [Step; 13] = [
     no_copies,
     offload_state,
     offload_gradients,
+    offload_activations,
     narrow_state,
     narrow_weights,
 ];
@@ -303,6 +304,16 @@ fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool
     true
 }
 
+/// Puts what blocks keep for their backward on disk.
+fn offload_activations(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
+    let is_in_memory = config.parallel.offload_activations != Residence::Disk;
+    if is_in_memory {
+        config.parallel.offload_activations = Residence::Disk;
+        settings.push("parallel.offload.activations=disk".to_owned());
+    }
+    is_in_memory
+}
+
 fn narrow_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let is_wide = config.optimizer.state_precision == StatePrecision::F32;
     if is_wide {
@@ -387,6 +398,24 @@ mod tests {
         assert_eq!(remedy.settings, [expected]);
         assert_eq!(remedy.needed_bytes, total(&config(&["train.micro_batch=4", expected])));
         assert!(misfit.to_string().contains(&format!("--set '{expected}' ")), "{misfit}");
+    }
+
+    #[test]
+    fn activations_that_dominate_go_to_the_disk() {
+        // One sequence cannot be halved.
+        let run = config(&[
+            "train.micro_batch=1",
+            "model.n_layer=48",
+            "model.n_positions=4096",
+            "train.seq_len=4096",
+        ]);
+        let on_disk = "parallel.offload.activations=disk";
+        let all = ["train.micro_batch=1", "model.n_layer=48", "model.n_positions=4096", "train.seq_len=4096"];
+        let full = total(&config(&[&all[..], &["parallel.recompute=full"]].concat()));
+        let needed = total(&config(&[&all[..], &[on_disk]].concat()));
+        assert!(needed < full, "{needed} bytes with activations on disk, {full} with those computed again");
+        let remedy = refusal(&run, needed).remedy.unwrap();
+        assert_eq!((remedy.settings, remedy.needed_bytes), (vec![on_disk.to_owned()], needed));
     }
 
     #[test]

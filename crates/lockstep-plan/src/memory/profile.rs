@@ -10,6 +10,8 @@ pub struct UnitProfile {
     pub parameters: Vec<ParameterId>,
     /// Bytes kept from its forward to its backward, its output included, or the rank's slice of that.
     pub frame_bytes: usize,
+    /// Bytes of it that lie before the output.
+    pub saved_bytes: usize,
     /// Whether ranks that have the same output keep a slice of it each, to gather it before the next unit's backward.
     pub slices_output: bool,
     /// Bytes kept between the halves of a split backward.
@@ -60,7 +62,7 @@ impl ModelProfile {
     }
 
     /// Bytes that are kept of what a stage is given, whose first unit is `unit`: none at the beginning of the model.
-    pub(crate) fn given_bytes(&self, unit: usize) -> Option<usize> {
+    pub fn given_bytes(&self, unit: usize) -> Option<usize> {
         let before = self.units[..unit].last()?;
         Some(if before.slices_output { self.slice_bytes } else { self.boundary_bytes })
     }

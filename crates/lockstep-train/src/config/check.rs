@@ -354,9 +354,16 @@ impl Checker<'_, '_, '_> {
                 let keys = ["parallel.offload.gradients", "parallel.offload.optimizer"];
                 self.refuse(&keys, what, "parallel.offload.optimizer = \"disk\"");
             }
-            let keys = ["parallel.offload.fraction", "parallel.offload.dir", "parallel.offload.io"];
-            let because = "nothing is on disk";
-            self.refuse_without_effect(&keys, because, "parallel.offload.optimizer");
+            let (of_state, of_all) =
+                ("parallel.offload.fraction", ["parallel.offload.dir", "parallel.offload.io"]);
+            if self.config.parallel.offload_activations == Residence::Disk {
+                let because = "no model state on disk, for of activations all are there";
+                self.refuse_without_effect(&[of_state], because, "parallel.offload.optimizer");
+            } else {
+                let because = "nothing is on disk";
+                self.refuse_without_effect(&[of_state], because, "parallel.offload.optimizer");
+                self.refuse_without_effect(&of_all, because, "parallel.offload.optimizer");
+            }
             return;
         }
         if self.config.optimizer.kind == OptimizerKind::Muon {

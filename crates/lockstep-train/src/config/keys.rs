@@ -307,7 +307,11 @@ sections! {
         offload_optimizer as "offload.optimizer": Residence = Residence::None, rules();
         /// Where gradients are kept, from a unit's backward to the update; those of a table that two layers share stay in memory.
         offload_gradients as "offload.gradients": Residence = Residence::None, rules();
-        /// How much of what is kept on disk is there, the rest being in memory: whole units of the model, from the first on.
+        /// Where what blocks keep from their forward to their backward is: with `disk` it is written behind the forward and read ahead of the backward,
+        /// and three blocks' are in memory at a time. What the head keeps stays there.
+        offload_activations as "offload.activations": Residence = Residence::None, rules();
+        /// How much of the optimizer's state and of gradients is on disk where they are kept there, the rest being in memory: whole units of the model,
+        /// from the first on. Activations are there altogether.
         offload_fraction as "offload.fraction": f64 = 1.0, rules().above(0.0).at_most(1.0);
         /// The directory of the files, on a disk with room for them.
         offload_dir as "offload.dir": Option<PathBuf> = None, rules().when_absent("`checkpoint.dir`");

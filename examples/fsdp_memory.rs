@@ -115,6 +115,7 @@ fn after_a_step(
         splits_tokens: false,
         tensor_dimensions: TensorDimensions::One,
         tensor_chunks: None,
+        partitions_activations: false,
         context_method: ContextMethod::default(),
         zero_stage,
         quantization: Quantization::default(),

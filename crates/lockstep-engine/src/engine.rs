@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use lockstep_comm::Metered;
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Activity, BlockShape, Cost, Program, RecomputeRules, Seed, Timeline};
+use lockstep_graph::{Activity, BlockShape, Cost, RecomputeRules, Seed, Timeline};
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
@@ -20,7 +20,7 @@ use crate::gradients::Trained;
 use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
-use crate::runner::Half;
+use crate::runner::{Half, Purpose};
 use crate::shards::Shards;
 use crate::state::ResidualNumbers;
 use crate::weights::ModelWeights;
@@ -223,7 +223,7 @@ impl Engine {
             is_frozen_on_disk,
         )?;
         let mut frozen = (!frozen.is_empty()).then_some(frozen);
-        let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages)?;
+        let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages, offload)?;
         let own_tokens = model.program(0).shape().tokens();
         let has_master = state_plan.has_master;
         let in_optimizer = (DType::F32, MemoryCategory::Optimizer);
@@ -506,7 +506,7 @@ impl Engine {
         let Self { model, queue, weights, runner, gradients, reducer, .. } = self;
         let only = Place::default();
         runner.load(only, batch);
-        runner.forward_stage(model, only, queue, weights, Program::forward_for_backward)?;
+        runner.forward_stage(model, only, queue, weights, Purpose::Training)?;
         gradients.begin_micro_batch(queue, runner.own_tokens(batch.ids));
         let is_last = turn == Turn::Last;
         let at_once = gradients.are_summed_at_once();
@@ -543,7 +543,7 @@ impl Engine {
             return pipeline.evaluate((model, queue, weights), runner, batch);
         }
         runner.load(Place::default(), batch);
-        runner.forward_stage(model, Place::default(), queue, weights, Program::forward)?;
+        runner.forward_stage(model, Place::default(), queue, weights, Purpose::Evaluation)?;
         Ok(runner.loss_sum(model))
     }
 
@@ -620,7 +620,8 @@ impl Engine {
 
     /// What has been read from and written to disk since this was last asked.
     pub fn take_disk_traffic(&mut self) -> DiskTraffic {
-        self.weights.take_disk_traffic() + self.gradients.take_disk_traffic()
+        let of_state = self.weights.take_disk_traffic() + self.gradients.take_disk_traffic();
+        of_state + self.runner.take_disk_traffic()
     }
 
     /// Whether any gradients are on disk.
@@ -628,9 +629,9 @@ impl Engine {
         self.gradients.disk_bytes() > 0
     }
 
-    /// Bytes of model state that are on disk.
+    /// Bytes of model state and activations that are on disk.
     pub fn disk_bytes(&self) -> u64 {
-        self.weights.disk_bytes() + self.gradients.disk_bytes()
+        self.weights.disk_bytes() + self.gradients.disk_bytes() + self.runner.disk_bytes()
     }
 
     /// When this rank did what in the last step, if it is one of a pipeline.

@@ -16,7 +16,7 @@ pub enum EngineError {
     /// Other ranks.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// The disk that model state is on.
+    /// The disk that model state or activations are on.
     #[error(transparent)]
     Disk(#[from] DiskError),
     /// A copy in memory is asked for of what is on disk because memory has no room for it.

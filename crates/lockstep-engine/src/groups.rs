@@ -25,6 +25,8 @@ pub struct GroupOptions {
     /// Chunks of rows in which tensor-parallel ranks exchange values beside their products; left out, it depends on what lies
     /// between them.
     pub tensor_chunks: Option<usize>,
+    /// Whether each of them keeps a slice of the inputs of blocks that are computed again, where all have the same.
+    pub partitions_activations: bool,
     /// How attention reaches the tokens that other context-parallel ranks hold.
     pub context_method: ContextMethod,
     /// What of the model's state is shared out over the shard axis.
@@ -85,6 +87,7 @@ impl Places {
                 splits_tokens: options.splits_tokens || options.tensor_dimensions == TensorDimensions::Two,
                 dimensions: options.tensor_dimensions,
                 chunks: options.tensor_chunks.filter(|_| is_row).unwrap_or(1),
+                slices_inputs: options.partitions_activations && is_row && !options.splits_tokens,
             },
             context: ContextPlace {
                 ranks: ranks.degree(Axis::Context),

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod arriving;
+mod borders;
 mod engine;
 mod error;
 mod flat;
@@ -31,8 +32,11 @@ mod rehearsal;
 mod runner;
 mod secondary;
 mod shards;
+mod slices;
+mod slots;
 mod snapshot;
 mod spilled;
+mod spool;
 mod state;
 mod storage;
 mod update;

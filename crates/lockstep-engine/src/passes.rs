@@ -7,13 +7,16 @@ use std::{ops::Range, time::Instant};
 
 use lockstep_comm::Lent;
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{Program, Seed, Timeline};
+use lockstep_graph::{Seed, Timeline};
 use lockstep_model::RecordedModel;
 use lockstep_plan::schedule::{Message, Pass, PassKind};
 use lockstep_tensor::CpuQueue;
 
 use crate::{
-    EngineError, Gradients, HostBatch, Runner, gathered::WeightSource, reducer::Reducer, runner::Half,
+    EngineError, Gradients, HostBatch, Runner,
+    gathered::WeightSource,
+    reducer::Reducer,
+    runner::{Half, Purpose},
 };
 
 /// Where a micro-batch is in a stage of this rank.
@@ -158,13 +161,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
         self.forget_messages(pass, place);
         let (model, queue) = (self.model, self.queue);
         if pass.kind == PassKind::Forward {
-            return self.runner.forward_stage(
-                model,
-                place,
-                queue,
-                self.weights,
-                Program::forward_for_backward,
-            );
+            return self.runner.forward_stage(model, place, queue, self.weights, Purpose::Training);
         }
         if pass.kind.makes_weight_gradient() {
             let batch = self.batch(pass.micro_batch);

@@ -11,7 +11,7 @@ use std::{
 };
 
 use lockstep_comm::{Collective, Deadline, Group, Lent, Pending};
-use lockstep_graph::{Activity, Cost, Program};
+use lockstep_graph::{Activity, Cost};
 use lockstep_model::RecordedModel;
 use lockstep_plan::StageMemory;
 use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
@@ -21,6 +21,7 @@ use crate::{
     EngineError, HostBatch, Runner,
     gathered::WeightSource,
     passes::{Border, PassTime, Passes, Place, StepTimes},
+    runner::Purpose,
 };
 
 /// How a model is cut into stages, and what each rank of the pipeline does with them.
@@ -168,7 +169,7 @@ impl Pipeline {
                     }
                 }
             }
-            runner.forward_stage(model, place, queue, weights, Program::forward)?;
+            runner.forward_stage(model, place, queue, weights, Purpose::Evaluation)?;
             if number + 1 == stages {
                 loss_sum = runner.loss_sum_of(model, place);
             } else if self.own(number + 1).is_none() {

@@ -39,6 +39,7 @@ impl EngineOptions {
             optimizer_dtype: storage.state,
             optimizer_keeps: kinds.collect(),
             on_disk: storage.offload.plan(),
+            has_activations_on_disk: storage.offload.has_activations(),
             micro_batches: self.micro_batches * mesh.ranks().degree(Axis::Context),
             packed_bytes: CpuQueue::booked_bytes(self.threads),
             kept_copies: 0,

@@ -171,6 +171,7 @@ mod tests {
             splits_tokens: false,
             tensor_dimensions: TensorDimensions::One,
             tensor_chunks: None,
+            partitions_activations: false,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             quantization: Quantization::default(),

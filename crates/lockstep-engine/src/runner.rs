@@ -4,24 +4,25 @@
 //! its way through a stage there is a slot: a frame for each unit, and what the stage was given.
 
 use std::cell::Cell;
-use std::ops::Range;
 
-use lockstep_comm::{CommError, Lent};
+use lockstep_comm::Lent;
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_graph::{
-    Activity, Batch, ContextPeers, Cost, Program, Replay, Ring, Seed, Timeline, Trace, Transits,
-};
+use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace, Transits};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
     ContextPlace, DType, MemoryCategory, StageMemory,
     random::{key_from_name, mix},
 };
-use lockstep_tensor::{Arena, Buffer, Element, Kernels, Tensor, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, DiskError, DiskTraffic, Element, Kernels, Tensor, TensorError, View};
 
 use crate::{
-    EngineError, ExpertLoad, Gradients, Groups, UnitParameters, Weights,
+    EngineError, ExpertLoad, Gradients, Groups, Offload, UnitParameters, Weights,
+    borders::{boundary, boundary_bytes, message, message_bytes},
     gathered::WeightSource,
     passes::{Border, Place},
+    slices::Slices,
+    slots::{Slot, Stage, frame},
+    spool::{FrameId, Spool},
 };
 
 /// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`, of whole sequences also where ranks
@@ -47,6 +48,10 @@ pub struct Runner {
     workspace: Buffer,
     /// Gradients of the values between units; a unit reads one and writes the other.
     boundary: [Buffer; 2],
+    /// Outputs that are whole, where ranks keep slices.
+    slices: Option<Slices>,
+    /// Frames that are on disk.
+    spool: Option<Spool>,
     inverse_frequencies: Option<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
@@ -63,68 +68,13 @@ pub struct Runner {
     router_margin: Option<Cell<f32>>,
 }
 
-#[derive(Debug)]
-struct Stage {
-    units: Range<usize>,
-    slots: Vec<Slot>,
-    /// Gradients of the stage's input, for the stage before; none for the first.
-    outboxes: Vec<Buffer>,
-}
-
-/// A micro-batch in a stage.
-#[derive(Debug)]
-struct Slot {
-    /// One frame for each unit.
-    frames: Vec<Buffer>,
-    /// What the gradients of weights need, for each unit; none where they come with those of inputs.
-    deferred: Vec<Buffer>,
-    /// The output of the stage before; none for the first.
-    input: Option<Buffer>,
-    /// The gradient of the output, from the stage after; none for the last.
-    output_gradient: Option<Buffer>,
-    ids: Tensor,
-    labels: Tensor,
-    positions: Tensor,
-    document_starts: Tensor,
-    /// Whether a sequence of the micro-batch holds more than one document.
-    keeps_documents_apart: bool,
-    dropout_keys: Tensor,
-}
-
-impl Slot {
-    fn new(
-        model: &RecordedModel,
-        stage: &StageMemory,
-        arena: &Arena,
-        context: ContextPlace,
-    ) -> Result<Self, TensorError> {
-        let StageMemory { units, splits_backward, .. } = stage;
-        let shape = model.program(0).shape();
-        let tokens = shape.tokens();
-        let category = MemoryCategory::Activations;
-        let input = |dtype, dims: &[usize]| Tensor::zeros(arena, dtype, dims, category);
-        let boundary =
-            |is_there: bool| is_there.then(|| arena.allocate(boundary_bytes(model), category)).transpose();
-        let (has_before, has_after) = (units.start > 0, units.end < model.units());
-        let deferred = units.clone().filter(|_| *splits_backward);
-        Ok(Self {
-            frames: units
-                .clone()
-                .map(|unit| arena.allocate(model.program(unit).frame_bytes(), category))
-                .collect::<Result<_, _>>()?,
-            deferred: deferred
-                .map(|unit| arena.allocate(model.program(unit).deferred_bytes(), category))
-                .collect::<Result<_, _>>()?,
-            input: boundary(has_before)?,
-            output_gradient: boundary(has_after)?,
-            ids: input(DType::U32, &[tokens])?,
-            labels: input(DType::I32, &[tokens])?,
-            positions: input(DType::U32, &[tokens])?,
-            document_starts: input(DType::U32, &[tokens * context.attended()])?,
-            keeps_documents_apart: false,
-            dropout_keys: input(DType::U32, &[shape.sequences, 2])?,
-        })
-    }
+/// What a forward is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// A backward follows.
+    Training,
+    /// Nothing does.
+    Evaluation,
 }
 
 /// Which gradients a backward computes.
@@ -141,28 +91,35 @@ impl Runner {
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
-    pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, TensorError> {
-        Self::in_groups(model, arena, seed, Groups::alone(), &[StageMemory::whole(model.units())])
+    pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, EngineError> {
+        let stages = [StageMemory::whole(model.units())];
+        Self::in_groups(model, arena, seed, Groups::alone(), &stages, &Offload::default())
     }
 
-    /// Memory for `stages` of `model`, which was recorded for this rank of `groups`.
+    /// Memory for `stages` of `model`, which was recorded for this rank of `groups`, and for what of it `offload` has on disk.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// [`TensorError::OutOfMemory`], [`EngineError::Disk`].
     pub(crate) fn in_groups(
         model: &RecordedModel,
         arena: &Arena,
         seed: u64,
         groups: Groups,
         stages: &[StageMemory],
-    ) -> Result<Self, TensorError> {
-        let context = groups.context_place();
-        let profile = model.profile(context);
-        arena.require(profile.activation_bytes(stages), MemoryCategory::Activations)?;
+        offload: &Offload,
+    ) -> Result<Self, EngineError> {
+        let profile = model.profile(groups.context_place());
+        let are_on_disk = offload.has_activations();
+        let mut handing_on = stages.iter().map(|stage| stage.units.end).filter(|end| *end < model.units());
+        assert!(
+            !are_on_disk || handing_on.all(|end| model.program(end - 1).forgets_output()),
+            "what a stage hands on is not kept for its own backward"
+        );
+        arena.require(profile.activation_bytes(stages, are_on_disk), MemoryCategory::Activations)?;
         let tokens = model.program(0).shape().tokens();
         let sequences = model.program(0).shape().sequences;
         let memory = |stage: &StageMemory| {
-            let slots = (0..stage.slots).map(|_| Slot::new(model, stage, arena, context));
+            let slots = (0..stage.slots).map(|_| Slot::new(model, &profile, stage, arena, are_on_disk));
             let outbox = |_| arena.allocate(boundary_bytes(model), MemoryCategory::Activations);
             Ok(Stage {
                 units: stage.units.clone(),
@@ -176,6 +133,8 @@ impl Runner {
             stages: stages.iter().map(memory).collect::<Result<_, TensorError>>()?,
             workspace: arena.allocate(profile.workspace_bytes(stages), MemoryCategory::Workspace)?,
             boundary: [boundary()?, boundary()?],
+            slices: Slices::new(model, stages, groups.tensor_place(), arena)?,
+            spool: Spool::new(offload, &profile, stages, arena)?,
             inverse_frequencies: model
                 .inverse_frequencies()
                 .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
@@ -195,7 +154,7 @@ impl Runner {
 
     /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
-        model.profile(ContextPlace::default()).activation_bytes(&[StageMemory::whole(model.units())])
+        model.profile(ContextPlace::default()).activation_bytes(&[StageMemory::whole(model.units())], false)
     }
 
     /// How many tokens have chosen each expert since the step began.
@@ -233,7 +192,7 @@ impl Runner {
         batch: &HostBatch<'_>,
     ) -> Result<(), EngineError> {
         self.load(Place::default(), batch);
-        self.forward_stage(model, Place::default(), queue, &mut weights, Program::forward)
+        self.forward_stage(model, Place::default(), queue, &mut weights, Purpose::Evaluation)
     }
 
     /// Runs the forward of a stage, with what was loaded into a slot of it.
@@ -243,21 +202,41 @@ impl Runner {
     pub(crate) fn forward_stage(
         &mut self,
         model: &RecordedModel,
-        Place { stage, slot, .. }: Place,
+        place: Place,
         queue: &dyn Kernels,
         weights: &mut dyn WeightSource,
-        forward: fn(&Program, &Replay<'_>) -> Result<(), CommError>,
+        purpose: Purpose,
     ) -> Result<(), EngineError> {
-        for unit in self.stages[stage].units.clone() {
-            let Stage { units, slots, .. } = &self.stages[stage];
+        let units = self.stages[place.stage].units.clone();
+        let first = model.first_trained_unit();
+        for unit in units.clone() {
             self.make_ready(queue, weights, unit)?;
+            self.on_disk(|spool| spool.begin(FrameId::new(place, unit)))?;
+            if unit == units.start {
+                self.gather_input(model, place, unit, queue)?;
+            }
             let weights = weights.weights();
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
-            let replay = self.replay(model, (units, &slots[slot]), unit, queue, &parameters);
-            forward(model.program(unit), &replay)?;
-            let frame = &slots[slot].frames[unit - units.start];
-            if let Some(counts) = model.program(unit).load(frame) {
+            let mut replay = self.replay(model, place, unit, queue, &parameters);
+            // In the backward, which has no use for it, it may still be on its way to the next stage.
+            let handed_on = self.stages[place.stage].slots[place.slot].output.as_ref();
+            let handed_on = handed_on.filter(|_| unit + 1 == units.end);
+            replay.output = replay.output.or_else(|| handed_on.map(|buffer| boundary(model, buffer)));
+            let program = model.program(unit);
+            match purpose {
+                Purpose::Training => program.forward_for_backward(&replay)?,
+                Purpose::Evaluation => program.forward(&replay)?,
+            }
+            if let Some(slices) = self.slices.as_ref().filter(|_| model.slices_output(unit)) {
+                let (buffer, offset_bytes) = self.output_of(model, place, unit);
+                slices.keep(queue, unit, slices.slice(buffer, offset_bytes));
+            }
+            if let Some(counts) = program.load(frame(&self.stages, self.spool.as_ref(), place, unit)) {
                 self.load.add(unit, counts);
+            }
+            let is_read_again = first.is_some_and(|first| unit + 1 >= first);
+            if purpose == Purpose::Training && is_read_again {
+                self.on_disk(|spool| spool.end(FrameId::new(place, unit), unit + 1 == units.end))?;
             }
         }
         Ok(())
@@ -268,8 +247,9 @@ impl Runner {
     /// # Panics
     /// If the head is not here.
     pub fn output(&self, model: &RecordedModel) -> View<'_> {
-        let slot = &self.stages.last().expect("a rank has a stage").slots[0];
-        model.program(model.units() - 1).output(slot.frames.last().expect("a stage has units"))
+        let place = Place::first(self.stages.len() - 1);
+        let head = model.units() - 1;
+        model.program(head).output(frame(&self.stages, None, place, head))
     }
 
     /// The sum of the losses of the last forward, or of the backward that followed it, over the tokens that are not
@@ -283,10 +263,9 @@ impl Runner {
 
     /// The sum of the losses of a micro-batch, in the stage that ends in the head.
     pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, place: Place) -> f64 {
-        let Place { stage, slot, .. } = place;
         let begin = self.timeline.begin();
-        let frames = &self.stages[stage].slots[slot].frames;
-        let losses = model.program(model.units() - 1).output(&frames[frames.len() - 1]);
+        let head = model.units() - 1;
+        let losses = model.program(head).output(frame(&self.stages, None, place, head));
         losses.reshape([losses.elements()]).copy_to(&mut self.host_losses);
         let sum = self.host_losses.iter().map(|&loss| f64::from(loss)).sum();
         self.timeline.end(begin, || (Activity::of_step("sum losses"), Cost::default()));
@@ -300,9 +279,9 @@ impl Runner {
     /// [`EngineError`], and what `after_unit` says, at once.
     #[expect(clippy::too_many_arguments, reason = "what is run, where, and what it contributes to")]
     pub(crate) fn backward_stage(
-        &self,
+        &mut self,
         model: &RecordedModel,
-        Place { stage, slot, outbox }: Place,
+        place: Place,
         queue: &dyn Kernels,
         weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
@@ -310,12 +289,15 @@ impl Runner {
         half: Half,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        let Stage { units, slots, outboxes } = &self.stages[stage];
-        let slot = &slots[slot];
-        let between = |buffer| boundary(model, buffer);
+        let units = self.stages[place.stage].units.clone();
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
             self.make_ready(queue, weights, unit)?;
+            self.on_disk(|spool| spool.bring_back(FrameId::new(place, unit), first))?;
+            self.gather_input(model, place, unit, queue)?;
+            let Stage { slots, outboxes, .. } = &self.stages[place.stage];
+            let slot = &slots[place.slot];
+            let between = |buffer| boundary(model, buffer);
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
@@ -327,9 +309,9 @@ impl Runner {
             let dx = if unit > units.start {
                 (unit > first).then(|| between(&self.boundary[(unit + 1) % 2]))
             } else {
-                outboxes.get(outbox).filter(|_| unit > first).map(between)
+                outboxes.get(place.outbox).filter(|_| unit > first).map(between)
             };
-            let replay = self.replay(model, (units, slot), unit, queue, &parameters);
+            let replay = self.replay(model, place, unit, queue, &parameters);
             let program = model.program(unit);
             match half {
                 Half::Both => program.backward(&replay, dy, dx, seed)?,
@@ -337,6 +319,9 @@ impl Runner {
                     let deferred = &slot.deferred[unit - units.start];
                     program.backward_inputs(&replay, dy, dx, seed, deferred)?;
                 }
+            }
+            if half == Half::Both {
+                self.on_disk(|spool| spool.forget(FrameId::new(place, unit), first))?;
             }
             after_unit(gradients, unit)?;
         }
@@ -348,24 +333,27 @@ impl Runner {
     /// # Errors
     /// [`EngineError`], and what `after_unit` says, at once.
     pub(crate) fn weights_stage(
-        &self,
+        &mut self,
         model: &RecordedModel,
-        Place { stage, slot, .. }: Place,
+        place: Place,
         queue: &dyn Kernels,
         weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        let Stage { units, slots, .. } = &self.stages[stage];
-        let slot = &slots[slot];
+        let units = self.stages[place.stage].units.clone();
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
             self.make_ready(queue, weights, unit)?;
+            self.on_disk(|spool| spool.bring_back(FrameId::new(place, unit), first))?;
+            self.gather_input(model, place, unit, queue)?;
+            let slot = &self.stages[place.stage].slots[place.slot];
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
-            let replay = self.replay(model, (units, slot), unit, queue, &parameters);
+            let replay = self.replay(model, place, unit, queue, &parameters);
             model.program(unit).backward_weights(&replay, &slot.deferred[unit - units.start])?;
+            self.on_disk(|spool| spool.forget(FrameId::new(place, unit), first))?;
             after_unit(gradients, unit)?;
         }
         Ok(())
@@ -384,31 +372,95 @@ impl Runner {
         Ok(())
     }
 
+    /// Has the input of a unit whole where ranks keep slices of it: in its backward, and in the forward of a stage's first unit.
+    fn gather_input(
+        &self,
+        model: &RecordedModel,
+        place: Place,
+        unit: usize,
+        queue: &dyn Kernels,
+    ) -> Result<(), EngineError> {
+        let (Some(before), Some(slices)) = (unit.checked_sub(1), &self.slices) else { return Ok(()) };
+        let Some(peers) = self.groups.peers().filter(|_| model.slices_output(before)) else { return Ok(()) };
+        let Stage { units, slots, .. } = &self.stages[place.stage];
+        let (buffer, offset_bytes) = match &slots[place.slot].input {
+            Some(input) if unit == units.start => (input, 0),
+            _ => self.output_of(model, place, before),
+        };
+        let kept = slices.slice(buffer, offset_bytes);
+        let begin = self.timeline.begin();
+        slices.gather(queue, peers, before, kept)?;
+        self.timeline.end(begin, || (Activity::of_step("gather saved input"), Cost::default()));
+        Ok(())
+    }
+
+    /// Where the output of a unit is, or the own slice of it: a buffer, and the first byte there.
+    fn output_of(&self, model: &RecordedModel, place: Place, unit: usize) -> (&Buffer, usize) {
+        let Stage { units, slots, .. } = &self.stages[place.stage];
+        match &slots[place.slot].output {
+            Some(output) if unit + 1 == units.end => (output, 0),
+            _ => {
+                let frame = frame(&self.stages, self.spool.as_ref(), place, unit);
+                (frame, model.program(unit).output_bytes().start)
+            }
+        }
+    }
+
+    /// Has something done with the frames that are on disk, if any are.
+    fn on_disk(&mut self, work: impl FnOnce(&mut Spool) -> Result<(), DiskError>) -> Result<(), EngineError> {
+        let Some(spool) = &mut self.spool else { return Ok(()) };
+        let begin = self.timeline.begin();
+        work(spool)?;
+        self.timeline.end(begin, || (Activity::of_step("wait for disk"), Cost::default()));
+        Ok(())
+    }
+
+    /// Bytes of activations on disk.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        self.spool.as_ref().map_or(0, Spool::len_bytes)
+    }
+
+    /// What of them has been read and written since this was last asked.
+    pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
+        self.spool.as_mut().map_or_else(DiskTraffic::default, Spool::take_traffic)
+    }
+
     /// Lends what crosses a border of a stage, for as long as it is on its way.
     pub(crate) fn lend(&mut self, model: &RecordedModel, place: Place, border: Border) -> Lent {
         let Stage { units, slots, outboxes } = &mut self.stages[place.stage];
         let slot = &mut slots[place.slot];
+        let mut bytes = boundary_bytes(model);
         let buffer = match border {
-            Border::Input => slot.input.as_mut(),
+            Border::Input => {
+                bytes = message_bytes(model, units.start - 1);
+                slot.input.as_mut()
+            }
             Border::InputGradient => outboxes.get_mut(place.outbox),
             Border::OutputGradient => slot.output_gradient.as_mut(),
             Border::Output => {
-                let output = model.program(units.end - 1).output_bytes();
-                let frame = slot.frames.last_mut().expect("a stage has units");
-                return Lent::new(frame.lend(output), DType::U8);
+                let last = units.end - 1;
+                let in_frame = slot.frames.last_mut().and_then(Option::as_mut);
+                let (buffer, start) = match &mut slot.output {
+                    Some(output) => (Some(output), 0),
+                    None => (in_frame, model.program(last).output_bytes().start),
+                };
+                let buffer = buffer.expect("what a stage hands on is in memory");
+                return Lent::new(buffer.lend(start..start + message_bytes(model, last)), DType::U8);
             }
         };
         let buffer = buffer.expect("a stage has memory for what crosses its borders");
-        Lent::new(buffer.lend(0..boundary_bytes(model)), DType::U8)
+        Lent::new(buffer.lend(0..bytes), DType::U8)
     }
 
     /// Copies the output of a stage to where the next one, on the same rank, reads it.
     pub(crate) fn hand_on(&self, model: &RecordedModel, queue: &dyn Kernels, from: Place, to: Place) {
-        let Stage { units, slots, .. } = &self.stages[from.stage];
-        let frames = &slots[from.slot].frames;
-        let output = model.program(units.end - 1).output(&frames[frames.len() - 1]);
-        let input = self.stages[to.stage].slots[to.slot].input.as_ref().map(|buffer| boundary(model, buffer));
-        queue.cast(output, input.expect("a stage that follows another has an input"));
+        let last = self.stages[from.stage].units.end - 1;
+        let (output, start) = self.output_of(model, from, last);
+        let input = self.stages[to.stage].slots[to.slot].input.as_ref();
+        queue.cast(
+            message(model, last, output, start),
+            message(model, last, input.expect("a stage that follows another has an input"), 0),
+        );
     }
 
     /// Copies the gradient of the input of a stage to where the one before, on the same rank, reads it.
@@ -425,10 +477,15 @@ impl Runner {
 
     /// Replaces what a stage gets across a border, if anything, by zeros: for the test of the tests.
     pub(crate) fn forget(&self, model: &RecordedModel, queue: &dyn Kernels, place: Place, border: Border) {
-        let slot = &self.stages[place.stage].slots[place.slot];
-        let came = if border == Border::Input { &slot.input } else { &slot.output_gradient };
-        if let Some(buffer) = came {
-            queue.zero(boundary(model, buffer));
+        let Stage { units, slots, .. } = &self.stages[place.stage];
+        let slot = &slots[place.slot];
+        let came = if border == Border::Input {
+            slot.input.as_ref().map(|buffer| message(model, units.start - 1, buffer, 0))
+        } else {
+            slot.output_gradient.as_ref().map(|buffer| boundary(model, buffer))
+        };
+        if let Some(came) = came {
+            queue.zero(came);
         }
     }
 
@@ -479,16 +536,24 @@ impl Runner {
     fn replay<'a>(
         &'a self,
         model: &'a RecordedModel,
-        (units, slot): (&Range<usize>, &'a Slot),
+        place: Place,
         unit: usize,
         queue: &'a dyn Kernels,
         parameters: &'a UnitParameters<'a>,
     ) -> Replay<'a> {
-        let input = if unit > units.start {
-            Some(model.program(unit - 1).output(&slot.frames[unit - 1 - units.start]))
-        } else {
-            slot.input.as_ref().map(|buffer| boundary(model, buffer))
+        let Stage { units, slots, .. } = &self.stages[place.stage];
+        let slot = &slots[place.slot];
+        let frame = |unit| frame(&self.stages, self.spool.as_ref(), place, unit);
+        let whole = |unit: usize| {
+            self.slices.as_ref().filter(|_| model.slices_output(unit)).map(|slices| slices.whole(unit))
         };
+        let input = unit.checked_sub(1).and_then(whole).or_else(|| {
+            if unit > units.start {
+                Some(model.program(unit - 1).output(frame(unit - 1)))
+            } else {
+                slot.input.as_ref().map(|buffer| boundary(model, buffer))
+            }
+        });
         Replay {
             queue,
             parameters,
@@ -501,7 +566,8 @@ impl Runner {
                 inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
             },
             input,
-            frame: &slot.frames[unit - units.start],
+            frame: frame(unit),
+            output: whole(unit),
             workspace: &self.workspace,
             first_dropout_site: RecordedModel::first_dropout_site(unit),
             cache: None,
@@ -518,16 +584,4 @@ impl Runner {
             trace: Some(Trace { timeline: &self.timeline, unit }),
         }
     }
-}
-
-/// A buffer as a value between units.
-fn boundary<'a>(model: &RecordedModel, buffer: &'a Buffer) -> View<'a> {
-    let between = model.program(0);
-    buffer.view(between.shape().dtype, 0, [between.output_rows(), between.output_columns()])
-}
-
-/// Bytes of the values between units.
-fn boundary_bytes(model: &RecordedModel) -> usize {
-    let between = model.program(0);
-    between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()
 }

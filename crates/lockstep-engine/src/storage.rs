@@ -33,7 +33,7 @@ pub enum Residence {
     Disk,
 }
 
-/// Which model state is on disk, and how it is moved (ZeRO-Infinity: Rajbhandari et al., 2021).
+/// What of model state and activations is on disk, and how it is moved (ZeRO-Infinity: Rajbhandari et al., 2021).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
     /// Where the files are. They have no name, and end with the process.
@@ -45,7 +45,9 @@ pub struct Offload {
     /// The weights that kernels read; where `optimizer` is on disk, and where ranks that share out the optimizer's state share them out
     /// as well.
     pub parameters: Residence,
-    /// How much of all that is there, of what a rank owns, from 0 to 1: rounded up to whole units of the model.
+    /// What units keep from their forward to their backward.
+    pub activations: Residence,
+    /// How much of the model's state is there, of what a rank owns, from 0 to 1: rounded up to whole units of the model.
     pub share: f64,
     /// Elements that are moved at once, a multiple of 2,048.
     pub window_elements: usize,
@@ -56,13 +58,23 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// What the prediction of memory must know of it; none if nothing is on disk.
+    /// What the prediction of memory must know of model state; none if none is on disk.
     pub fn plan(&self) -> Option<DiskPlan> {
         let Self { share, window_elements, .. } = *self;
         let has_gradients = self.gradients == Residence::Disk;
         let has_parameters = self.parameters == Residence::Disk;
         let plan = DiskPlan { share, has_gradients, has_parameters, window_elements };
         (self.optimizer == Residence::Disk).then_some(plan)
+    }
+
+    /// Whether what units keep is on disk.
+    pub fn has_activations(&self) -> bool {
+        self.activations == Residence::Disk
+    }
+
+    /// Whether anything is.
+    pub fn uses_disk(&self) -> bool {
+        self.optimizer == Residence::Disk || self.has_activations()
     }
 }
 
@@ -74,6 +86,7 @@ impl Default for Offload {
             optimizer: Residence::Memory,
             gradients: Residence::Memory,
             parameters: Residence::Memory,
+            activations: Residence::Memory,
             share: 1.0,
             window_elements: 1 << 20,
             method: DiskMethod::Auto,

@@ -177,6 +177,29 @@ fn no_bit_depends_on_where_the_state_is() {
 }
 
 #[test]
+fn no_bit_depends_on_where_activations_are() {
+    let directory = tempfile::tempdir().unwrap();
+    for (number, setting) in Setting::all().into_iter().enumerate() {
+        let mut in_memory = setting.engine().unwrap();
+        in_memory.initialize(1).unwrap();
+        let mut on_disk = setting.clone();
+        on_disk.storage.offload.directory = directory.path().to_owned();
+        on_disk.storage.offload.activations = Residence::Disk;
+        let mut on_disk = on_disk.engine().unwrap();
+        on_disk.initialize(1).unwrap();
+        assert!(on_disk.disk_bytes() > 0);
+        Snapshot::new(&on_disk).unwrap();
+        for step_number in 1..=3 {
+            let norm = step(&mut in_memory, &setting, step_number).unwrap();
+            assert_eq!(step(&mut on_disk, &setting, step_number).unwrap(), norm, "setting {number}");
+            let traffic = on_disk.take_disk_traffic();
+            assert!(traffic.written_bytes > 0 && traffic.read_bytes == traffic.written_bytes, "{traffic:?}");
+        }
+        assert!(state(&mut on_disk) == state(&mut in_memory), "setting {number}");
+    }
+}
+
+#[test]
 fn state_on_disk_is_loaded_as_it_was_saved() {
     let directory = tempfile::tempdir().unwrap();
     for setting in Setting::all() {
@@ -243,7 +266,15 @@ fn a_full_disk_is_found_before_the_run() {
     let setting = Setting::all()[0].on_disk(Path::new("/proc/no-such-place"), [Residence::Disk; 2], 1.0);
     let error = setting.engine().err().unwrap().to_string();
     assert!(error.contains("/proc/no-such-place"), "{error}");
+    let mut setting = Setting::all()[0].clone();
+    setting.storage.offload.activations = Residence::Disk;
+    setting.storage.offload.directory = "/proc/no-such-place".into();
+    let error = setting.engine().err().unwrap().to_string();
+    assert!(error.contains("/proc/no-such-place"), "{error}");
     if let Some(disk) = SmallDisk::of_bytes(300_000) {
+        setting.storage.offload.directory = disk.directory.path().to_owned();
+        let error = setting.engine().err().unwrap();
+        assert!(matches!(error, EngineError::Disk(DiskError::Full { .. })), "{error}");
         let setting = Setting::all()[0].on_disk(disk.directory.path(), [Residence::Disk; 2], 1.0);
         let error = setting.engine().err().unwrap();
         assert!(matches!(error, EngineError::Disk(DiskError::Full { .. })), "{error}");

@@ -57,6 +57,7 @@ fn on_ranks_that_train<T: Send>(
         splits_tokens: degrees.tensor > 1,
         tensor_dimensions: TensorDimensions::One,
         tensor_chunks: None,
+        partitions_activations: false,
         context_method: ContextMethod::default(),
         zero_stage,
         quantization: Quantization::default(),

@@ -143,11 +143,13 @@ pub enum Mutation {
     OwnWeightsNotQuantized,
     /// What gradients lost to their codes is not added to the next ones.
     ResidualNotAdded,
+    /// The slices that other ranks keep of a block's input are taken to be the own one.
+    SlicesNotGathered,
 }
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 68] = [
+    pub const ALL: [Self; 69] = [
         Self::GradientsNotSummed,
         Self::TokensNotGathered,
         Self::GatheredGradientsNotSummed,
@@ -216,6 +218,7 @@ impl Mutation {
         Self::ChunkNotSummed,
         Self::OwnWeightsNotQuantized,
         Self::ResidualNotAdded,
+        Self::SlicesNotGathered,
     ];
 }
 

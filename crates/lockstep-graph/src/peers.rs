@@ -45,7 +45,10 @@ impl Peers<'_> {
     }
 
     /// Writes the rows of all ranks, one after the other.
-    pub(crate) fn gather(&self, rows: View<'_>, all: View<'_>) -> Result<(), CommError> {
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn gather(&self, rows: View<'_>, all: View<'_>) -> Result<(), CommError> {
         self.group.all_gather(rows, all, self.deadline())
     }
 

@@ -103,6 +103,7 @@ pub(crate) struct Phase {
     pub(crate) gradients: Vec<Option<Slot>>,
     workspace_bytes: usize,
     transit_bytes: usize,
+    touches_output: bool,
 }
 
 /// A block, ready to be replayed any number of times.
@@ -195,10 +196,16 @@ impl Program {
         self.values[self.output.0].columns
     }
 
-    /// The bytes of a frame that hold the output.
+    /// The bytes of a frame that hold the output; what else is saved lies before them.
     pub fn output_bytes(&self) -> Range<usize> {
         let start = self.forward.values[self.output.0].map_or(0, |slot| slot.offset_bytes);
         start..start + self.values[self.output.0].bytes()
+    }
+
+    /// Whether only whatever follows the block reads its output: no backward of its own does.
+    pub fn forgets_output(&self) -> bool {
+        let backward = [&self.backward, &self.backward_inputs, &self.backward_weights];
+        !backward.iter().any(|phase| phase.touches_output)
     }
 
     /// The parameter whose values choose experts, which no gradient changes but the load of the experts.
@@ -302,6 +309,7 @@ pub(crate) struct Planner<'a> {
     pub(crate) values: &'a [ValueInfo],
     pub(crate) operations: &'a [Operation],
     input: Option<Value>,
+    output: Value,
     training: &'a Training,
     /// Ranks that share the block, and chunks in which they exchange rows beside products.
     pub(crate) ranks: usize,
@@ -362,18 +370,33 @@ impl<'a> Planner<'a> {
         saved[output.0] = true;
         operations.iter().filter_map(Operation::always_saved).for_each(|value| saved[value.0] = true);
         let mut frame = Bump::default();
-        let fixed = (0..values.len())
+        let mut fixed: Vec<Option<Slot>> = (0..values.len())
             .map(|index| {
                 if input == Some(Value(index)) {
                     Some(Slot::start_of(Region::Input))
                 } else {
-                    saved[index].then(|| frame.place(Region::Frame, values[index].bytes()))
+                    let is_in_frame = saved[index] && index != output.0;
+                    is_in_frame.then(|| frame.place(Region::Frame, values[index].bytes()))
                 }
             })
             .collect();
+        // At the end, so that a frame can do without it.
+        fixed[output.0].get_or_insert_with(|| frame.place(Region::Output, values[output.0].bytes()));
         let frame_bytes = frame.bytes;
         let chunks = if ranks > 1 { chunks } else { 1 };
-        Self { values, operations, input, training, ranks, chunks, producers, stored_as, fixed, frame_bytes }
+        Self {
+            values,
+            operations,
+            input,
+            output,
+            training,
+            ranks,
+            chunks,
+            producers,
+            stored_as,
+            fixed,
+            frame_bytes,
+        }
     }
 
     /// Puts the forward of a value that was not saved before the first instruction that needs it. `available`
@@ -577,6 +600,7 @@ impl<'a> Planner<'a> {
             gradients: gradient_slots,
             workspace_bytes,
             transit_bytes,
+            touches_output: lifetimes[self.output.0].is_some(),
         }
     }
 }

@@ -78,8 +78,10 @@ pub struct Replay<'a> {
     pub batch: Batch<'a>,
     /// The output of the block before, `[tokens, columns]`.
     pub input: Option<View<'a>>,
-    /// At least [`Program::frame_bytes`].
+    /// At least [`Program::frame_bytes`], or, with another place for the output, as many as lie before it.
     pub frame: &'a Buffer,
+    /// Where the output is, `[tokens, columns]`, if not in the frame.
+    pub output: Option<View<'a>>,
     /// At least [`Program::workspace_bytes`].
     pub workspace: &'a Buffer,
     /// Number of the block's first dropout site in the model.
@@ -143,7 +145,7 @@ impl Program {
         })
     }
 
-    /// The output, after a forward; losses also after a backward.
+    /// The output in the frame, after a forward; losses also after a backward.
     pub fn output<'a>(&self, frame: &'a Buffer) -> View<'a> {
         let info = self.values[self.output.0];
         let slot = self.forward.values[self.output.0].expect("the output has a place");
@@ -638,6 +640,10 @@ impl<'a> Run<'a> {
         };
         match slot.region {
             Region::Frame => within(self.replay.frame),
+            Region::Output => match self.replay.output {
+                Some(view) => check(view, dtype).reshape([rows, columns]),
+                None => within(self.replay.frame),
+            },
             Region::Workspace => within(self.replay.workspace),
             Region::Deferred => within(self.extra.deferred.expect("a split backward has a deferred buffer")),
             Region::Input => given(self.replay.input, "an input"),

@@ -7,6 +7,8 @@ pub(crate) enum Region {
     Input,
     /// What the block saves for one micro-batch.
     Frame,
+    /// The block's output: the end of the frame, unless whoever replays has another place for it.
+    Output,
     /// What lives inside one call.
     Workspace,
     /// What a split backward keeps for the gradients of the weights.

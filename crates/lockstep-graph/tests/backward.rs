@@ -201,6 +201,7 @@ impl World {
             },
             input: has_input.then(|| self.x.view()),
             frame: &frame,
+            output: None,
             workspace: &workspace,
             first_dropout_site: 3,
             cache: None,

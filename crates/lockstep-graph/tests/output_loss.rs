@@ -80,6 +80,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         },
         input: Some(x.view()),
         frame: &frame,
+        output: None,
         workspace: &workspace,
         first_dropout_site: 0,
         cache: None,

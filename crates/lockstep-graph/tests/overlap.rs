@@ -166,6 +166,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
         },
         input: Some(x.view()),
         frame: &frame,
+        output: None,
         workspace: &workspace,
         first_dropout_site: 0,
         cache: None,

@@ -170,6 +170,7 @@ impl Forward {
             },
             input,
             frame: &self.frames[unit],
+            output: None,
             workspace: &self.workspace,
             first_dropout_site: 0,
             cache,

@@ -12,7 +12,7 @@ use lockstep_graph::{
 };
 use lockstep_plan::{
     Among, BufferUnit, ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, Shard,
-    Share, TensorPlace, UnitProfile,
+    Share, TensorDimensions, TensorPlace, UnitProfile,
 };
 
 use crate::{Adapter, ModelConfig};
@@ -81,9 +81,11 @@ pub struct RecordedModel {
     inverse_frequencies: Option<Vec<f32>>,
     training_flops: u64,
     bias_update_rate: f64,
-    /// The place that it was recorded for.
+    /// The rank's place among those that share each block.
     tensor: TensorPlace,
     vocabulary: usize,
+    /// The units of whose output these keep a slice each.
+    sliced: Vec<bool>,
 }
 
 impl RecordedModel {
@@ -122,6 +124,7 @@ impl RecordedModel {
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
             tensor: options.tensor,
             vocabulary: config.vocab_size(),
+            sliced: Vec::new(),
         };
         // What each program was recorded for.
         let mut recorded: Vec<Recording> = Vec::new();
@@ -166,6 +169,7 @@ impl RecordedModel {
         if config.tie_word_embeddings() {
             model.tie(OUTPUT_LAYER, family.embedding_table());
         }
+        model.sliced = (0..model.units()).map(|unit| model.can_slice(unit, options.recompute)).collect();
         let is_alone = options.tensor.ranks * options.context.ranks * options.experts.group_size() == 1;
         model.training_flops = if is_alone {
             let profiles = (0..model.units()).map(|unit| model.program(unit).profile());
@@ -180,6 +184,21 @@ impl RecordedModel {
         model
     }
 
+    /// Whether the ranks that share the blocks keep slices of the output of a unit: it is the input of a block that forgets everything
+    /// else, and nothing but this block's backward reads it.
+    fn can_slice(&self, unit: usize, recompute: RecomputeRules) -> bool {
+        let TensorPlace { ranks, splits_tokens, slices_inputs, dimensions, .. } = self.tensor;
+        let all_have_it = !splits_tokens && dimensions == TensorDimensions::One;
+        // Block n is unit n + 1.
+        let is_for_replay = unit < self.layers && recompute.of(unit) == Recompute::Full;
+        slices_inputs
+            && ranks > 1
+            && all_have_it
+            && is_for_replay
+            && self.program(unit + 1).has_backward()
+            && self.program(unit).forgets_output()
+    }
+
     /// Number of units.
     pub fn units(&self) -> usize {
         self.layers + 2
@@ -188,6 +207,27 @@ impl RecordedModel {
     /// The program of a unit.
     pub fn program(&self, unit: usize) -> &Program {
         &self.programs[self.program_of_unit[unit]]
+    }
+
+    /// Whether the ranks that share the blocks keep a slice each of the output of a unit, which all of them have.
+    pub fn slices_output(&self, unit: usize) -> bool {
+        self.sliced[unit]
+    }
+
+    /// Elements of such a slice.
+    pub fn slice_elements(&self) -> usize {
+        let between = self.program(0);
+        self.tensor.slice_elements(between.output_rows() * between.output_columns())
+    }
+
+    /// Bytes of a frame of a unit, with its output or the rank's slice of that.
+    pub fn frame_bytes(&self, unit: usize) -> usize {
+        let program = self.program(unit);
+        if self.slices_output(unit) {
+            program.output_bytes().start + self.slice_elements() * program.shape().dtype.size_bytes()
+        } else {
+            program.frame_bytes()
+        }
     }
 
     /// The first unit that has a backward; none if nothing is trained.
@@ -228,7 +268,9 @@ impl RecordedModel {
             let program = self.program(unit);
             UnitProfile {
                 parameters: self.unit_parameters[unit].clone(),
-                frame_bytes: program.frame_bytes(),
+                frame_bytes: self.frame_bytes(unit),
+                saved_bytes: program.output_bytes().start,
+                slices_output: self.slices_output(unit),
                 deferred_bytes: program.deferred_bytes(),
                 workspace_bytes: program.workspace_bytes(),
                 split_workspace_bytes: program.split_workspace_bytes(),
@@ -248,6 +290,8 @@ impl RecordedModel {
             sequences: shape.sequences,
             tokens: shape.tokens(),
             boundary_bytes: between.output_rows() * between.output_columns() * shape.dtype.size_bytes(),
+            slice_bytes: self.slice_elements() * shape.dtype.size_bytes(),
+            gathered_bytes: self.slice_elements() * self.tensor.ranks * shape.dtype.size_bytes(),
             frequencies: self.inverse_frequencies.as_ref().map_or(0, Vec::len),
             context,
         }

@@ -23,6 +23,12 @@ fn kept_on_a_square(ranks: usize, recompute: Recompute) -> f64 {
 }
 
 fn kept_on(tensor: TensorPlace, recompute: Recompute) -> f64 {
+    let (model, recorded) = recorded(tensor, recompute);
+    let sbh = SHAPE.tokens() * model.hidden_size();
+    recorded.frame_bytes(1) as f64 * tensor.ranks as f64 / sbh as f64
+}
+
+fn recorded(tensor: TensorPlace, recompute: Recompute) -> (ModelConfig, RecordedModel) {
     let model = ModelConfig::preset("gpt2-124m").unwrap().with_dropout(0.1);
     let options = RecordingOptions {
         mode: Mode::Training,
@@ -34,8 +40,7 @@ fn kept_on(tensor: TensorPlace, recompute: Recompute) -> f64 {
         experts: ExpertPlace::default(),
     };
     let recorded = RecordedModel::tuned(&model, &Tuning::default(), options);
-    let sbh = SHAPE.tokens() * model.hidden_size();
-    recorded.program(1).profile().saved_bytes as f64 * tensor.ranks as f64 / sbh as f64
+    (model, recorded)
 }
 
 /// Whether two counts are the same but for the statistics of norms and of the softmax, a few numbers a row.
@@ -71,6 +76,22 @@ fn a_square_of_ranks_keeps_the_outputs_of_norms_as_blocks() {
         assert_is(kept_on_a_square(ranks, Recompute::None), 32.0, &format!("{ranks} ranks"));
         assert_is(kept_on_a_square(ranks, Recompute::Selective), 20.0, &format!("selective, {ranks} ranks"));
         assert_is(kept_on_a_square(ranks, Recompute::Full), 2.0, &format!("full, {ranks} ranks"));
+    }
+}
+
+#[test]
+fn slices_of_what_blocks_were_given_are_all_that_full_recomputation_keeps() {
+    for ranks in [2, 3, 4] {
+        let tensor = |slices_inputs| TensorPlace { ranks, slices_inputs, ..TensorPlace::default() };
+        let whole = 2.0 * ranks as f64;
+        assert_is(kept_on(tensor(false), Recompute::Full), whole, &format!("whole, {ranks} ranks"));
+        assert_is(kept_on(tensor(true), Recompute::Full), 2.0, &format!("slices, {ranks} ranks"));
+        // What a block keeps that does not forget it is not cut, nor the input of the head.
+        let (_, some) = recorded(tensor(true), Recompute::Selective);
+        assert!((0..some.units()).all(|unit| !some.slices_output(unit)));
+        let (_, all) = recorded(tensor(true), Recompute::Full);
+        let sliced = (0..all.units()).filter(|unit| all.slices_output(*unit)).count();
+        assert_eq!((sliced, all.slices_output(all.units() - 2)), (all.units() - 2, false));
     }
 }
 

@@ -44,9 +44,9 @@ mod zero;
 pub use context::ContextPlace;
 pub use dtype::DType;
 pub use memory::{
-    CACHE_LINE_BYTES, Extent, LookedUpSizes, MemoryBytes, MemoryCategory, MemoryItem, MemoryPrediction,
-    ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory, StatePlan, StoreLayout,
-    Stretch, UnitProfile, booked_bytes, predicted,
+    CACHE_LINE_BYTES, Extent, FRAME_PLACES, LookedUpSizes, MemoryBytes, MemoryCategory, MemoryItem,
+    MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory, StatePlan,
+    StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
     DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,

@@ -164,6 +164,11 @@ impl RecomputeRules {
         Some(Self { default, rules: if says_anything { rules } else { [None; Self::MOST] } })
     }
 
+    /// Whether the rules have any layer forget so much, if it is there.
+    pub fn forgets(&self, mode: Recompute) -> bool {
+        self.default == mode || self.rules().any(|rule| rule.mode == mode)
+    }
+
     /// What layers forget that no rule describes.
     pub fn default_mode(&self) -> Recompute {
         self.default

@@ -23,6 +23,9 @@ pub struct TensorPlace {
     pub dimensions: TensorDimensions,
     /// Chunks of rows in which values are exchanged beside the products that need or make them; with 1, at once and by itself.
     pub chunks: usize,
+    /// Whether each rank keeps a slice of the input of a block that is computed again, of which all have the same (Rajbhandari et al.
+    /// 2019, `P_a`; Korthikanti et al. 2022).
+    pub slices_inputs: bool,
 }
 
 /// A rank's place in the square that the ranks of the tensor-parallel axis make: the rows follow each other.
@@ -40,7 +43,7 @@ impl Default for TensorPlace {
     /// Alone.
     fn default() -> Self {
         let dimensions = TensorDimensions::One;
-        Self { ranks: 1, rank: 0, splits_tokens: false, dimensions, chunks: 1 }
+        Self { ranks: 1, rank: 0, splits_tokens: false, dimensions, chunks: 1, slices_inputs: false }
     }
 }
 
@@ -60,6 +63,11 @@ impl TensorPlace {
         assert!(total.is_multiple_of(self.ranks), "{total} are not split evenly over {} ranks", self.ranks);
         let len = total / self.ranks;
         self.rank * len..(self.rank + 1) * len
+    }
+
+    /// Elements of each rank's slice of a value of so many that all hold: as even as can be, the last slices filled up.
+    pub fn slice_elements(&self, elements: usize) -> usize {
+        elements.div_ceil(self.ranks)
     }
 
     /// The range of a vocabulary of `total` that is this rank's: as even as whole blocks of 64 allow.

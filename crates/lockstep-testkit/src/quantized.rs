@@ -70,6 +70,7 @@ fn on_ranks<T: Send>(
         splits_tokens: false,
         tensor_dimensions: TensorDimensions::One,
         tensor_chunks: None,
+        partitions_activations: false,
         context_method: ContextMethod::default(),
         zero_stage,
         quantization,

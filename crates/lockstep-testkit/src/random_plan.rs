@@ -42,7 +42,9 @@ pub fn random_plans(
     // None: as many parameters are whole at once as two units have; else those of the largest unit and so many more.
     let live = (select(vec!["always", "auto", "never"]), select(vec![None, Some(0_usize), Some(10_000)]));
     let wrap = select(vec!["block", "{ min_parameters = 40000 }", "[\"model.layers.*\"]"]);
-    let recompute = (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize, (live, wrap));
+    let weights = (live, wrap);
+    let recompute =
+        (select(vec!["none", "selective", "full", by_layer]), 0..=3_usize, weights, any::<bool>());
     let rows = (any::<bool>(), layout, 1..=4_usize);
     (select(models), degrees, rows, method, experts, pipeline, batch, recompute)
         .prop_map(|(model, degrees, rows, method, experts, stages, batch, recompute)| {
@@ -50,7 +52,7 @@ pub fn random_plans(
             let (by_tokens, layout, tensor_chunks) = rows;
             let (kind, chunks, given, cuts) = stages;
             let (micro_batch, global_batch) = batch;
-            let (recompute, zero_stage, ((reshard, more_live), wrap)) = recompute;
+            let (recompute, zero_stage, ((reshard, more_live), wrap), slices) = recompute;
             let is_square = tensor == 4 && layout == "2d" && !MIXTURES.contains(&model);
             let mut settings = vec![
                 format!("parallel.data_parallel_replicate={replicate}"),
@@ -62,6 +64,9 @@ pub fn random_plans(
                 format!("train.micro_batch={micro_batch}"),
                 format!("train.global_batch={global_batch}"),
             ];
+            if tensor > 1 && !is_square && !by_tokens && recompute.contains("full") {
+                settings.push(format!("parallel.partition_activations={slices}"));
+            }
             if tensor > 1 && !is_square {
                 settings.push(format!("parallel.tensor_chunks={tensor_chunks}"));
             }

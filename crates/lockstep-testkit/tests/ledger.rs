@@ -230,6 +230,38 @@ fn layers_that_compute_again_by_themselves_book_what_was_predicted() {
 }
 
 #[test]
+fn slices_of_what_blocks_were_given_book_what_was_predicted() {
+    let with_slices = |plan: &[&'static str]| {
+        let common = ["parallel.tensor_parallel=2", "parallel.partition_activations=true"];
+        [&common[..], plan].concat()
+    };
+    let (full, bf16) = ("parallel.recompute=full", "train.precision=bf16");
+    let some =
+        "parallel.recompute={ default = \"selective\", layers = [{ from = 1, every = 2, mode = \"full\" }] }";
+    let many = ["parallel.pipeline_parallel=2", "train.global_batch=8", "train.micro_batch=1"];
+    let mut plans = vec![
+        with_slices(&[full]),
+        with_slices(&[full, bf16]),
+        with_slices(&[some]),
+        with_slices(&[full, "parallel.data_parallel_shard=2", "parallel.zero_stage=3"]),
+        with_slices(&[some, "parallel.pipeline_parallel=2", "parallel.pipeline_stages=[1, 5]"]),
+    ];
+    let schedules = ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"];
+    let schedules = schedules.map(|name| format!("parallel.pipeline_schedule={name}"));
+    let of_schedule = |schedule: &String| {
+        let plan = [&with_slices(&[full]), &many[..]].concat();
+        plan.into_iter().map(ToOwned::to_owned).chain([schedule.clone()]).collect::<Vec<String>>()
+    };
+    check(&[GPT2], &schedules.iter().map(of_schedule).collect::<Vec<_>>());
+    check(&[LLAMA, MIXTRAL], &plans);
+    // In three parts no value is cut evenly.
+    let thirds = ["parallel.tensor_parallel=3", "parallel.partition_activations=true", full];
+    let model = ["model.n_head=6", "model.n_embd=36", "train.seq_len=14", "train.micro_batch=1"];
+    plans = vec![[&thirds[..], &model].concat()];
+    check(&[GPT2], &plans);
+}
+
+#[test]
 fn what_is_frozen_books_what_was_predicted() {
     let lora = "fine_tune.lora_rank=2";
     let shards = |stage| vec![lora, "parallel.data_parallel_shard=2", stage];
@@ -371,6 +403,34 @@ fn units_that_stand_together_book_what_was_predicted() {
         check(&[GPT2, LLAMA], &plans[..5]);
         check(&[QWEN2_MOE], &plans);
     }
+}
+
+#[test]
+fn activations_on_disk_book_what_is_left_of_them() {
+    let disk = tempfile::tempdir().unwrap();
+    let disk = format!("parallel.offload.dir={}", disk.path().display());
+    let on_disk = |plan: &[&'static str]| -> Vec<String> {
+        let all = ["parallel.offload.activations=disk", &disk];
+        all.iter().chain(plan).map(ToString::to_string).collect()
+    };
+    let (full, zb_h1) = ("parallel.recompute=full", "parallel.pipeline_schedule=zb_h1");
+    let some =
+        "parallel.recompute={ default = \"selective\", layers = [{ from = 1, every = 2, mode = \"full\" }] }";
+    let many = ["parallel.pipeline_parallel=2", "train.global_batch=8", "train.micro_batch=1"];
+    let [tensor, slices] = ["parallel.tensor_parallel=2", "parallel.partition_activations=true"];
+    let plans = [
+        on_disk(&[]),
+        on_disk(&[full, "train.precision=bf16"]),
+        on_disk(&[some, "parallel.data_parallel_shard=2", "parallel.zero_stage=3"]),
+        on_disk(&[full, tensor, slices]),
+        on_disk(&many),
+        on_disk(&[&many[..], &[full, zb_h1]].concat()),
+        on_disk(&[&many[..], &[full, tensor, slices]].concat()),
+        on_disk(&[&many[..], &["parallel.pipeline_schedule=interleaved_1f1b"]].concat()),
+        on_disk(&["parallel.pipeline_parallel=2", "parallel.pipeline_stages=[1, 5]"]),
+        on_disk(&["parallel.offload.optimizer=disk", "parallel.offload.gradients=disk"]),
+    ];
+    check(&[GPT2, LLAMA, MIXTRAL], &plans);
 }
 
 #[test]

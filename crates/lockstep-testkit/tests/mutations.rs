@@ -49,6 +49,14 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
         ),
         (GPT2, vec!["parallel.tensor_parallel=2"]),
         (LLAMA, vec!["parallel.tensor_parallel=4"]),
+        (
+            LLAMA,
+            vec![
+                "parallel.tensor_parallel=2",
+                "parallel.recompute=full",
+                "parallel.partition_activations=true",
+            ],
+        ),
         (GPT2, [&["parallel.tensor_parallel=2"], &STEPS[..]].concat()),
         (GPT2, vec![CONTEXT_2, "parallel.context_parallel_method=ring"]),
         (LLAMA, vec![CONTEXT_2, "parallel.context_parallel_method=all_gather"]),

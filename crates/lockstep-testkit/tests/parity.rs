@@ -316,6 +316,80 @@ fn sharing_out_the_state_changes_no_bit() {
     }
 }
 
+#[test]
+fn keeping_slices_of_what_blocks_were_given_changes_no_bit() {
+    let bench = Workbench::new().unwrap();
+    const FULL: &str = "parallel.recompute=full";
+    const BF16: &str = "train.precision=bf16";
+    const SOME: &str =
+        "parallel.recompute={ default = \"selective\", layers = [{ from = 1, every = 2, mode = \"full\" }] }";
+    // In three parts no value is cut evenly.
+    let thirds = ["model.n_head=6", "model.n_embd=36", "train.seq_len=14", "train.micro_batch=1"];
+    let mut plans: Vec<(TinyModel, Vec<&str>)> = vec![
+        (GPT2, vec![TENSOR_2, FULL, "train.dropout=0.1"]),
+        (LLAMA, vec!["parallel.tensor_parallel=4", FULL, BF16]),
+        (GPT2, [&["parallel.tensor_parallel=3", FULL, BF16], &thirds[..]].concat()),
+        (LLAMA, vec![TENSOR_2, FULL, "parallel.tensor_chunks=3", REPLICAS_2]),
+        (LLAMA, vec![TENSOR_2, FULL, SHARD_2, "parallel.zero_stage=3", BF16]),
+        (QWEN3, vec![TENSOR_2, SOME, CONTEXT_2]),
+        (GPT2, vec![TENSOR_2, SOME, PIPELINE_2, "parallel.pipeline_stages=[1, 5]"]),
+        (MIXTRAL, vec![TENSOR_2, FULL, EXPERT_2]),
+        (DEEPSEEK, vec![TENSOR_2, FULL, SHARD_2, EXPERT_4]),
+        (MIXTRAL, vec![TENSOR_2, FULL, PARTS_2, PIPELINE_2]),
+    ];
+    let schedules = Kind::ALL.map(|kind| format!("parallel.pipeline_schedule={}", kind.name()));
+    plans.extend(schedules.iter().map(|schedule| (GPT2, vec![TENSOR_2, FULL, PIPELINE_2, schedule])));
+    for (model, plan) in plans {
+        let numbers = |more: &[&str]| -> Numbers {
+            let config = bench.config(model, &[&plan[..], more, &["train.steps=3"]].concat()).unwrap();
+            bench.numbers(&config).unwrap()
+        };
+        let (found, whole) = (numbers(&["parallel.partition_activations=true"]), numbers(&[]));
+        assert!(found == whole, "{}, {plan:?}: {:?}, whole {:?}", model.name, found.steps, whole.steps);
+    }
+}
+
+#[test]
+fn activations_on_disk_change_no_bit() {
+    let bench = Workbench::new().unwrap();
+    let disk = tempfile::tempdir().unwrap();
+    let disk = format!("parallel.offload.dir={}", disk.path().display());
+    const ON_DISK: &str = "parallel.offload.activations=disk";
+    const FULL: &str = "parallel.recompute=full";
+    const BF16: &str = "train.precision=bf16";
+    const SLICES: &str = "parallel.partition_activations=true";
+    const SOME: &str =
+        "parallel.recompute={ default = \"selective\", layers = [{ from = 1, every = 2, mode = \"full\" }] }";
+    let mut plans: Vec<(TinyModel, Vec<&str>)> = vec![
+        (GPT2, vec!["train.dropout=0.1"]),
+        (LLAMA, vec![FULL, BF16]),
+        (GPT2, vec![REPLICAS_2, SOME]),
+        (LLAMA, vec![SHARD_2, "parallel.zero_stage=3", BF16]),
+        (LLAMA, vec![TENSOR_2, FULL, SLICES]),
+        (QWEN3, vec![TENSOR_2, SEQUENCE, CONTEXT_2]),
+        (GPT2, vec![PIPELINE_2, TENSOR_2, FULL, SLICES, "parallel.pipeline_stages=[1, 5]"]),
+        (GPT2, vec![PIPELINE_2, SHARD_2, "parallel.zero_stage=2", SOME]),
+        (MIXTRAL, vec![SHARD_2, EXPERT_2, BF16]),
+        (DEEPSEEK, vec![TENSOR_2, SHARD_2, EXPERT_4, "parallel.recompute=selective"]),
+        (GPT2, vec![OPTIMIZER_ON_DISK]),
+    ];
+    let schedules = Kind::ALL.map(|kind| format!("parallel.pipeline_schedule={}", kind.name()));
+    let batch = ["train.global_batch=8", "train.micro_batch=1"];
+    for recompute in ["parallel.recompute=none", FULL] {
+        let of = |schedule| (GPT2, [&[PIPELINE_2, recompute, schedule][..], &batch].concat());
+        plans.extend(schedules.iter().map(String::as_str).map(of));
+    }
+    for (model, plan) in plans {
+        let numbers = |more: &[&str]| -> Numbers {
+            let config = bench.config(model, &[&plan[..], more, &["train.steps=3"]].concat()).unwrap();
+            bench.numbers(&config).unwrap()
+        };
+        let (found, in_memory) = (numbers(&[ON_DISK, &disk]), numbers(&[]));
+        let (name, steps) = (model.name, &found.steps);
+        assert!(found == in_memory, "{name}, {plan:?}: {steps:?}, in memory {:?}", in_memory.steps);
+    }
+}
+
 const OPTIMIZER_ON_DISK: &str = "parallel.offload.optimizer=disk";
 const GRADIENTS_ON_DISK: &str = "parallel.offload.gradients=disk";
 const PARAMETERS_ON_DISK: &str = "parallel.offload.parameters=disk";

@@ -89,8 +89,10 @@ pub struct StepTimes {
     pub comm: CommunicationUse,
     /// The part of the median step that is the update.
     pub update_ms: f64,
-    /// What the first rank's disk did in it, where model state is on one.
+    /// What the first rank's disk did in it, where anything is on one.
     pub disk: Option<DiskUse>,
+    /// What it did before, in the forwards and backwards of the median step.
+    pub disk_in_passes: Option<DiskUse>,
     /// Where the time of the median step went, if that was asked for.
     pub roofline: Option<Roofline>,
 }
@@ -171,6 +173,7 @@ pub fn time_steps(
         comm: traffic.into(),
         update_ms: update.ms,
         disk: update.disk,
+        disk_in_passes: update.disk_in_passes,
         roofline: roofline.map(|detail| {
             Roofline::new(&spans, time, engine.model(), detail, Some(Limits::measure(level, threads)))
         }),
@@ -181,6 +184,8 @@ pub fn time_steps(
 struct UpdateUse {
     ms: f64,
     disk: Option<DiskUse>,
+    /// What the disk did before.
+    disk_in_passes: Option<DiskUse>,
 }
 
 /// Returns this rank's part of the loss, and what the update took.
@@ -196,7 +201,7 @@ fn make_step(
     let seed = Seed { of_tokens: (1.0 / tokens) as f32, of_sequences: (1.0 / sequences) as f32 };
     let loss = engine.forward_backward(batches.iter().map(RandomTokens::batch), seed)?;
     let norm = engine.finish_gradients()?;
-    engine.take_disk_traffic();
+    let disk_in_passes = DiskUse::of(engine.disk_bytes(), engine.take_disk_traffic());
     let begin = Instant::now();
     engine.update(&Update {
         learning_rate: 3e-4,
@@ -206,7 +211,7 @@ fn make_step(
     })?;
     let ms = begin.elapsed().as_secs_f64() * 1e3;
     let disk = DiskUse::of(engine.disk_bytes(), engine.take_disk_traffic());
-    Ok((loss / tokens, UpdateUse { ms, disk }))
+    Ok((loss / tokens, UpdateUse { ms, disk, disk_in_passes }))
 }
 
 /// A micro-batch that means nothing.

@@ -183,7 +183,7 @@ struct Found {
 type Step = fn(&mut RunConfig, &mut Vec<String>) -> bool;
 
 /// Changes that cost little come first. All of these but the last two compute the same numbers, but for rounding.
-const STEPS: [Step; 14] = [
+const STEPS: [Step; 15] = [
     |config, settings| zero(config, settings, 1),
     |config, settings| recompute(config, settings, Recompute::Selective),
     |config, settings| zero(config, settings, 2),
@@ -196,12 +196,13 @@ const STEPS: [Step; 14] = [
     offload_state,
     offload_gradients,
     offload_parameters,
+    offload_activations,
     narrow_state,
     narrow_weights,
 ];
 
 /// Those of them that a benchmark's settings have a say in.
-const STEPS_OF_BENCHMARKS: [Step; 8] = [
+const STEPS_OF_BENCHMARKS: [Step; 10] = [
     |config, settings| zero(config, settings, 1),
     |config, settings| recompute(config, settings, Recompute::Selective),
     |config, settings| zero(config, settings, 2),
@@ -209,6 +210,8 @@ const STEPS_OF_BENCHMARKS: [Step; 8] = [
     |config, settings| zero(config, settings, 3),
     offload_state,
     offload_gradients,
+    offload_parameters,
+    offload_activations,
     narrow_state,
 ];
 
@@ -229,8 +232,20 @@ fn changed(
             return None;
         }
         // A plan that does not fit its model is none.
-        let (needed_bytes, fits) = fits(&foretell(&changed).ok()?);
-        Some((Change { settings: last_of_each(settings), needed_bytes }, fits))
+        let needed = |run: &RunConfig| Some(fits(&foretell(run).ok()?));
+        let (mut needed_bytes, is_enough) = needed(&changed)?;
+        if is_enough && is_state_moved(config, &changed) {
+            let within = |share: f64| {
+                let mut run = changed.clone();
+                run.parallel.offload_fraction = share;
+                needed(&run).filter(|(_, is_enough)| *is_enough).map(|(bytes, _)| bytes)
+            };
+            if let Some((share, bytes)) = least_share(within) {
+                needed_bytes = bytes;
+                settings.push(format!("parallel.offload.fraction={share}"));
+            }
+        }
+        Some((Change { settings: last_of_each(settings), needed_bytes }, is_enough))
     };
     for step in changes {
         if let Some((change, true)) = tried(&mut std::iter::once(step)) {
@@ -248,6 +263,27 @@ fn changed(
         }
     }
     Found { remedy: None, least }
+}
+
+/// Whether a change has put state on disk.
+fn is_state_moved(from: &RunConfig, to: &RunConfig) -> bool {
+    from.parallel.offload_optimizer != Residence::Disk && to.parallel.offload_optimizer == Residence::Disk
+}
+
+/// The least share of the state, in sixteenths, that has to be on disk, and the bytes that are needed then, where all is not: `within`
+/// says these of a share that fits, and what fits with one fits with more.
+fn least_share(within: impl Fn(f64) -> Option<usize>) -> Option<(f64, usize)> {
+    const PARTS: u32 = 16;
+    let share = |parts: u32| f64::from(parts) / f64::from(PARTS);
+    let (mut too_little, mut enough) = (0, (PARTS, None));
+    while enough.0 - too_little > 1 {
+        let parts = too_little.midpoint(enough.0);
+        match within(share(parts)) {
+            Some(bytes) => enough = (parts, Some(bytes)),
+            None => too_little = parts,
+        }
+    }
+    Some((share(enough.0), enough.1?))
 }
 
 /// A key that is set twice has its last value.
@@ -361,6 +397,16 @@ fn offload_parameters(config: &mut RunConfig, settings: &mut Vec<String>) -> boo
     true
 }
 
+/// Puts what blocks keep for their backward on disk.
+fn offload_activations(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
+    let is_in_memory = config.parallel.offload_activations != Residence::Disk;
+    if is_in_memory {
+        config.parallel.offload_activations = Residence::Disk;
+        settings.push("parallel.offload.activations=disk".to_owned());
+    }
+    is_in_memory
+}
+
 fn narrow_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let is_wide = config.optimizer.state_precision == StatePrecision::F32;
     if is_wide {
@@ -448,6 +494,24 @@ mod tests {
     }
 
     #[test]
+    fn activations_that_dominate_go_to_the_disk() {
+        // One sequence cannot be halved.
+        let run = config(&[
+            "train.micro_batch=1",
+            "model.n_layer=48",
+            "model.n_positions=4096",
+            "train.seq_len=4096",
+        ]);
+        let on_disk = "parallel.offload.activations=disk";
+        let all = ["train.micro_batch=1", "model.n_layer=48", "model.n_positions=4096", "train.seq_len=4096"];
+        let full = total(&config(&[&all[..], &["parallel.recompute=full"]].concat()));
+        let needed = total(&config(&[&all[..], &[on_disk]].concat()));
+        assert!(needed < full, "{needed} bytes with activations on disk, {full} with those computed again");
+        let remedy = refusal(&run, needed).remedy.unwrap();
+        assert_eq!((remedy.settings, remedy.needed_bytes), (vec![on_disk.to_owned()], needed));
+    }
+
+    #[test]
     fn changes_that_are_not_enough_alone_are_taken_together_and_else_the_nearest_is_named() {
         let run = config(&["train.micro_batch=4"]);
         let both = config(&["train.micro_batch=2", "parallel.recompute=full"]);
@@ -485,6 +549,26 @@ mod tests {
         let least = refusal(1).least.expect("a change that comes nearest");
         assert!(least.needed_bytes < change.needed_bytes, "{least}");
         assert!(least.settings.iter().all(|set| !set.starts_with("train.")), "{least}");
+    }
+
+    #[test]
+    fn no_more_of_the_state_goes_to_the_disk_than_has_to() {
+        let smallest = ["train.micro_batch=1", "parallel.recompute=full"];
+        let run = config(&smallest);
+        let on_disk = |share: f64| {
+            let share = format!("parallel.offload.fraction={share}");
+            total(&config(&[&smallest[..], &["parallel.offload.optimizer=disk", &share]].concat()))
+        };
+        for share in [0.25, 0.5, 1.0] {
+            let Change { settings, needed_bytes } = refusal(&run, on_disk(share)).remedy.unwrap();
+            // Whole units go there, so that less may do as well.
+            let found =
+                settings.iter().find_map(|setting| setting.strip_prefix("parallel.offload.fraction="));
+            let found = found.map_or(1.0, |share| share.parse().unwrap());
+            assert!(settings.contains(&"parallel.offload.optimizer=disk".to_owned()), "{settings:?}");
+            assert!(found <= share && needed_bytes == on_disk(found), "{settings:?}: {needed_bytes}");
+            assert!(found == 0.0625 || on_disk(found - 0.0625) > on_disk(share), "{settings:?}");
+        }
     }
 
     #[test]

@@ -89,6 +89,7 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         schedule,
         stages,
         recompute: config.parallel.recompute,
+        partition_activations: config.parallel.partition_activations,
         sequence_parallel: config.parallel.sequence_parallel,
         tensor_layout: config.parallel.tensor_layout.into(),
         tensor_chunks: config.parallel.tensor_chunks,

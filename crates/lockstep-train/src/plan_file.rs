@@ -108,7 +108,9 @@ fn differences(file: &Plan, run: &Plan) -> Vec<String> {
         "model" => file.model.is_empty(),
         // It follows from the plan and from settings that no plan has.
         "predicted" => true,
-        "sequence_parallel" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
+        "sequence_parallel" | "partition_activations" => {
+            tensor == 1 || file.tensor_layout == TensorDimensions::Two
+        }
         "tensor_layout" => tensor == 1,
         "tensor_chunks" => tensor == 1 || file.tensor_layout == TensorDimensions::Two,
         "context_method" => context == 1,
@@ -165,6 +167,9 @@ fn settings_of(plan: &Plan) -> Vec<String> {
         plan.tensor_chunks.filter(|_| tensor > 1 && plan.tensor_layout == TensorDimensions::One)
     {
         settings.push(format!("parallel.tensor_chunks={chunks}"));
+    }
+    if plan.partition_activations && splits_by_choice {
+        settings.push("parallel.partition_activations=true".to_owned());
     }
     if shard * context > 1 {
         settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
@@ -231,6 +236,7 @@ mod tests {
             schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
             stages: vec![2, 2, 1, 3],
             recompute: lockstep_plan::Recompute::Full.into(),
+            partition_activations: false,
             sequence_parallel: true,
             tensor_layout: TensorDimensions::One,
             tensor_chunks: Some(3),

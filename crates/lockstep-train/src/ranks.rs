@@ -61,6 +61,7 @@ pub(crate) fn group_options(config: &RunConfig) -> GroupOptions {
         splits_tokens: parallel.sequence_parallel,
         tensor_dimensions: parallel.tensor_layout.into(),
         tensor_chunks: parallel.tensor_chunks,
+        partitions_activations: parallel.partition_activations,
         context_method: parallel.context_parallel_method.into(),
         zero_stage: config.zero_stage(),
         quantization: config.quantization(),

@@ -70,6 +70,7 @@ impl PipelineBenchmark {
             splits_tokens: false,
             tensor_dimensions: TensorDimensions::One,
             tensor_chunks: None,
+            partitions_activations: false,
             context_method: ContextMethod::default(),
             zero_stage: ZeroStage::Nothing,
             quantization: Quantization::default(),

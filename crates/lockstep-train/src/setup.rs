@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
 use lockstep_engine::{
-    Engine, EngineError, EngineOptions, Offload, Optimizer, Residence, RoundingMode, StateKind, Storage,
-    WeightStorage,
+    Engine, EngineError, EngineOptions, Offload, Optimizer, RoundingMode, StateKind, Storage, WeightStorage,
 };
 use lockstep_graph::BlockShape;
 use lockstep_model::{Adapter, ModelConfig, Tuning};
@@ -165,6 +164,7 @@ pub fn storage(config: &RunConfig) -> Storage {
             optimizer: parallel.offload_optimizer.into(),
             gradients: parallel.offload_gradients.into(),
             parameters: parallel.offload_parameters.into(),
+            activations: parallel.offload_activations.into(),
             share: parallel.offload_fraction,
             method: parallel.offload_io.into(),
             limit: Duration::from_secs_f64(parallel.timeout_s),
@@ -191,7 +191,7 @@ pub(crate) fn build_engine(
 ) -> Result<Engine, Error> {
     let (options, storage) = (engine_options(config), storage(config));
     let offload = &storage.offload;
-    if offload.optimizer == Residence::Disk && ScratchFile::is_in_memory(&offload.directory) {
+    if offload.uses_disk() && ScratchFile::is_in_memory(&offload.directory) {
         let what = format!("{} lies in memory, so that nothing is saved", offload.directory.display());
         let problem = config.problem("parallel.offload.dir", what, "a directory on a disk");
         Problems::none_of(vec![problem])?;

@@ -161,6 +161,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config.parallel.expert_tensor_parallel = 1;
     config.parallel.tensor_parallel = 1;
     config.parallel.sequence_parallel = false;
+    config.parallel.partition_activations = false;
     config.parallel.tensor_layout = TensorLayout::OneDimension;
     config.parallel.tensor_chunks = None;
     config.parallel.pipeline_parallel = 1;

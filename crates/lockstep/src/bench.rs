@@ -211,7 +211,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
 fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, times: &StepTimes) {
     let StepTimes { level, step_ms, tokens_per_s, flops_per_s, losses, peak_bytes, comm, roofline, .. } =
         times;
-    let StepTimes { memory_by_rank, memory_predicted_by_rank, disk, update_ms, .. } = times;
+    let StepTimes { memory_by_rank, memory_predicted_by_rank, disk, disk_in_passes, update_ms, .. } = times;
     if arguments.json {
         let mut document = json!({
             "tokens_per_s": tokens_per_s, "step_ms": step_ms, "peak_rss_bytes": peak_bytes, "loss": losses,
@@ -221,6 +221,7 @@ fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, tim
         });
         if let Some(disk) = disk {
             document["disk"] = json!(disk);
+            document["disk_in_passes"] = json!(disk_in_passes);
         }
         if let Some(roofline) = roofline {
             document["roofline"] = json!(roofline);
@@ -257,12 +258,21 @@ fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, tim
     );
     if let Some(DiskUse { bytes, read_bytes, written_bytes, .. }) = *disk {
         let moved = read_bytes + written_bytes;
-        say!(
-            "on disk: {}; the update reads {} and writes {} in {update_ms:.1} ms, {:.2} GB/s",
-            human::bytes(bytes),
+        let of_update = format!(
+            "; the update reads {} and writes {} in {update_ms:.1} ms, {:.2} GB/s",
             human::bytes(read_bytes),
             human::bytes(written_bytes),
             moved as f64 / update_ms / 1e6,
+        );
+        say!("on disk: {}{}", human::bytes(bytes), if moved > 0 { of_update } else { String::new() });
+    }
+    if let Some(DiskUse { read_bytes, written_bytes, exposed_ms, .. }) =
+        disk_in_passes.filter(|disk| disk.read_bytes + disk.written_bytes > 0)
+    {
+        say!(
+            "forwards and backwards read {} and write {} there, and wait {exposed_ms:.1} ms for it",
+            human::bytes(read_bytes),
+            human::bytes(written_bytes),
         );
     }
     if let Some(roofline) = roofline {

@@ -170,7 +170,11 @@ pub(crate) fn plan_in_words(config: &RunConfig) -> String {
         };
         let chunks = parallel.tensor_chunks.filter(|chunks| *chunks > 1);
         let in_chunks = chunks.map_or(String::new(), |chunks| format!(", exchanges in {chunks} chunks"));
-        words.push(format!("{} tensor-parallel ranks{by_tokens}{in_chunks}", parallel.tensor_parallel));
+        let slices = if parallel.partition_activations { " keeping slices" } else { "" };
+        words.push(format!(
+            "{} tensor-parallel ranks{by_tokens}{slices}{in_chunks}",
+            parallel.tensor_parallel
+        ));
     }
     let shared_out = match parallel.zero_stage {
         0 => String::new(),
@@ -274,7 +278,7 @@ fn print_json(config: &RunConfig, comparison: &Comparison) {
         json!({
             "within": comparison.is_within(), "ranks": config.ranks(), "mesh": config.degrees(),
             "sequence_parallel": config.parallel.sequence_parallel, "tensor_layout": config.parallel.tensor_layout,
-            "tensor_chunks": config.parallel.tensor_chunks,
+            "tensor_chunks": config.parallel.tensor_chunks, "partition_activations": config.parallel.partition_activations,
             "context_parallel_method": config.parallel.context_parallel_method, "recompute": config.parallel.recompute,
             "precision": config.train.precision, "quantize_weights": config.parallel.quantize_weights,
             "quantize_gradients": config.parallel.quantize_gradients, "steps": steps, "gradients": gradients,

@@ -8,6 +8,7 @@
 mod layout;
 mod prediction;
 mod profile;
+mod spool;
 mod stage;
 mod windows;
 
@@ -70,6 +71,7 @@ impl MemoryCategory {
 pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
 pub use profile::{ModelProfile, UnitProfile};
+pub use spool::FRAME_PLACES;
 pub use stage::{SharedTable, StageMemory};
 pub use windows::{
     DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,

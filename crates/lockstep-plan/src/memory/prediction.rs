@@ -32,6 +32,8 @@ pub struct StatePlan {
     pub optimizer_keeps: Vec<(&'static str, Vec<bool>)>,
     /// What of it is on disk, if anything is.
     pub on_disk: Option<DiskPlan>,
+    /// Whether what units keep for their backward is on disk.
+    pub has_activations_on_disk: bool,
     /// Micro-batches of a step, on all ranks that read other tokens together.
     pub micro_batches: usize,
     /// Bytes of packed operands.
@@ -110,7 +112,7 @@ pub fn predicted(
     let rank = Rank::new(model, stages, shard_ranks, state);
     rank.book_state(&mut prediction);
     rank.book_gathered(passes, &mut prediction)?;
-    model.book_activations(stages, &mut prediction);
+    model.book_activations(stages, state.has_activations_on_disk, &mut prediction);
     rank.book_exchanges(&mut prediction);
     prediction.add(MemoryCategory::Workspace, "inside a unit", booked_bytes(model.workspace_bytes(stages)));
     prediction.reserve(MemoryCategory::Workspace, "packed operands", state.packed_bytes);
@@ -421,6 +423,7 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         }
         prediction.add(category, "keys and values of others", model.ring_bytes(stages));
         prediction.add(category, "rows on their way", model.transit_bytes(stages));
+        prediction.add(category, "gathered inputs of blocks", model.gathering_bytes(stages));
     }
 }
 
@@ -454,7 +457,7 @@ impl LookedUpSizes {
 
 /// Bytes of some stages that do not depend on the state.
 impl ModelProfile {
-    fn book_activations(&self, stages: &[StageMemory], prediction: &mut MemoryPrediction) {
+    fn book_activations(&self, stages: &[StageMemory], are_on_disk: bool, prediction: &mut MemoryPrediction) {
         let category = MemoryCategory::Activations;
         let boundary = booked_bytes(self.boundary_bytes);
         let (mut saved, mut deferred, mut between, mut inputs) = (0_usize, 0_usize, 2 * boundary, 0_usize);
@@ -468,25 +471,34 @@ impl ModelProfile {
                 let one = units.map(|unit| booked_bytes(bytes(unit))).fold(0, usize::saturating_add);
                 one.saturating_mul(stage.slots)
             };
-            saved = saved.saturating_add(of_units(|unit| unit.frame_bytes));
+            let in_memory = |unit| self.frame_in_memory_bytes(stage, unit, are_on_disk).map(booked_bytes);
+            let frames = stage.units.clone().filter_map(in_memory).fold(0, usize::saturating_add);
+            saved = saved.saturating_add(frames.saturating_mul(stage.slots));
             if stage.splits_backward {
                 deferred = deferred.saturating_add(of_units(|unit| unit.deferred_bytes));
             }
-            let borders =
-                usize::from(stage.units.start > 0) + usize::from(stage.units.end < self.units.len());
-            between = between.saturating_add((stage.slots * borders + stage.outboxes()) * boundary);
+            let given = self.given_bytes(stage.units.start).map_or(0, booked_bytes);
+            let has_after = stage.units.end < self.units.len();
+            let gradients = stage.slots * usize::from(has_after) + stage.outboxes();
+            let handed_on = self.given_bytes(stage.units.end).filter(|_| are_on_disk && has_after);
+            let handed_on = handed_on.map_or(0, booked_bytes);
+            between = between.saturating_add(stage.slots * (given + handed_on) + gradients * boundary);
             inputs += stage.slots * of_micro_batch;
         }
         prediction.add(category, "kept from forward to backward", saved);
+        if are_on_disk {
+            let (places, bytes) = self.frame_places(stages);
+            prediction.add(category, "on its way to and from disk", places * booked_bytes(bytes));
+        }
         prediction.add(category, "kept for gradients of weights", deferred);
         prediction.add(category, "values and gradients between units", between);
         prediction.add(category, "micro-batches", inputs);
     }
 
-    /// Bytes of activations that these stages book.
-    pub fn activation_bytes(&self, stages: &[StageMemory]) -> usize {
+    /// Bytes of activations that these stages book, with what units keep in memory or on disk.
+    pub fn activation_bytes(&self, stages: &[StageMemory], are_on_disk: bool) -> usize {
         let mut prediction = MemoryPrediction::default();
-        self.book_activations(stages, &mut prediction);
+        self.book_activations(stages, are_on_disk, &mut prediction);
         prediction.by_category().total()
     }
 
@@ -512,6 +524,14 @@ impl ModelProfile {
         let has_gradients = self.units_of(stages).any(|unit| unit.has_backward);
         let blocks = RingSizes::new(elements, self.dtype, self.context.ranks, has_gradients);
         blocks.blocks_bytes.into_iter().chain(blocks.gradients_bytes).map(booked_bytes).sum()
+    }
+
+    /// Bytes of the two outputs of units that are whole, of those that ranks keep slices of.
+    fn gathering_bytes(&self, stages: &[StageMemory]) -> usize {
+        let slices = |unit: usize| self.units[unit].slices_output;
+        let any =
+            stages.iter().any(|stage| (stage.units.start.saturating_sub(1)..stage.units.end).any(slices));
+        if any { 2 * booked_bytes(self.gathered_bytes) } else { 0 }
     }
 
     /// Bytes of rows that are on their way beside products.

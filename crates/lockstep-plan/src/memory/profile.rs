@@ -8,8 +8,12 @@ use crate::{ContextPlace, DType, ParameterId, ParameterRecord};
 pub struct UnitProfile {
     /// The parameters that it reads.
     pub parameters: Vec<ParameterId>,
-    /// Bytes kept from its forward to its backward, its output included.
+    /// Bytes kept from its forward to its backward, its output included, or the rank's slice of that.
     pub frame_bytes: usize,
+    /// Bytes of it that lie before the output.
+    pub saved_bytes: usize,
+    /// Whether ranks that have the same output keep a slice of it each, to gather it before the next unit's backward.
+    pub slices_output: bool,
     /// Bytes kept between the halves of a split backward.
     pub deferred_bytes: usize,
     /// Bytes used inside a forward or a backward.
@@ -43,6 +47,10 @@ pub struct ModelProfile {
     pub tokens: usize,
     /// Bytes of the values between units.
     pub boundary_bytes: usize,
+    /// Bytes of a slice of one.
+    pub slice_bytes: usize,
+    /// Bytes of one that is gathered from slices.
+    pub gathered_bytes: usize,
     /// Frequencies of rotary embeddings.
     pub frequencies: usize,
     /// The rank's place among those that share each sequence.
@@ -53,5 +61,11 @@ impl ModelProfile {
     /// Which units some stages have.
     pub(crate) fn is_here(&self, stages: &[super::StageMemory]) -> Vec<bool> {
         (0..self.units.len()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect()
+    }
+
+    /// Bytes that are kept of what a stage is given, whose first unit is `unit`: none at the beginning of the model.
+    pub fn given_bytes(&self, unit: usize) -> Option<usize> {
+        let before = self.units[..unit].last()?;
+        Some(if before.slices_output { self.slice_bytes } else { self.boundary_bytes })
     }
 }

@@ -68,6 +68,9 @@ pub struct Plan {
     /// What each block computes again in its backward: a word, or rules by layer.
     #[serde(default)]
     pub recompute: RecomputeRules,
+    /// Whether ranks of the tensor axis keep a slice each of the inputs of blocks that forget everything else (Rajbhandari et al. 2019).
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub partition_activations: bool,
     /// Whether norms and residuals are split over the tensor axis, along the sequence (Korthikanti et al. 2022).
     #[serde(default)]
     pub sequence_parallel: bool,

@@ -1,6 +1,6 @@
 //! Rules between values: what each key alone cannot know.
 
-use lockstep_graph::BlockShape;
+use lockstep_graph::{BlockShape, Recompute};
 
 use super::ParallelConfig;
 use super::choices::{
@@ -281,6 +281,7 @@ impl Checker<'_, '_, '_> {
             let because = "parallel.tensor_layout = \"2d\", whose products take a block at a time";
             self.refuse_without_effect(&["parallel.tensor_chunks"], because, "parallel.tensor_layout");
         }
+        self.partitioned_activations();
         if self.config.parallel.context_parallel == 1 {
             let because = "parallel.context_parallel = 1, whose one rank has whole sequences";
             let keys = ["parallel.context_parallel_method"];
@@ -347,6 +348,38 @@ impl Checker<'_, '_, '_> {
         }
     }
 
+    fn partitioned_activations(&mut self) {
+        const KEY: &str = "parallel.partition_activations";
+        let ParallelConfig {
+            tensor_parallel,
+            sequence_parallel,
+            tensor_layout,
+            recompute,
+            partition_activations,
+            ..
+        } = self.config.parallel;
+        if !partition_activations {
+            return;
+        }
+        if tensor_parallel == 1 {
+            let because = "parallel.tensor_parallel = 1, whose one rank shares nothing";
+            self.refuse_without_effect(&[KEY], because, "parallel.tensor_parallel");
+        } else if sequence_parallel {
+            let because = "parallel.sequence_parallel = true, by which each rank has its own tokens of these values already";
+            self.refuse_without_effect(&[KEY], because, "parallel.sequence_parallel");
+        } else if tensor_layout == TensorLayout::TwoDimensions {
+            let because = "parallel.tensor_layout = \"2d\", by which each rank has its own tokens of these values already";
+            self.refuse_without_effect(&[KEY], because, "parallel.tensor_layout");
+        }
+        if !recompute.forgets(Recompute::Full) {
+            let what = format!(
+                "true is for blocks that compute everything again from their input, and parallel.recompute = \"{recompute}\" has none"
+            );
+            let allowed = "false, or parallel.recompute = \"full\", for some layers at least";
+            self.refuse(&[KEY, "parallel.recompute"], what, allowed);
+        }
+    }
+
     fn offload(&mut self) {
         let ParallelConfig { offload_optimizer, offload_gradients, offload_parameters, .. } =
             self.config.parallel;
@@ -360,9 +393,16 @@ impl Checker<'_, '_, '_> {
                 let keys = [key, "parallel.offload.optimizer"];
                 self.refuse(&keys, what, "parallel.offload.optimizer = \"disk\"");
             }
-            let keys = ["parallel.offload.fraction", "parallel.offload.dir", "parallel.offload.io"];
-            let because = "nothing is on disk";
-            self.refuse_without_effect(&keys, because, "parallel.offload.optimizer");
+            let (of_state, of_all) =
+                ("parallel.offload.fraction", ["parallel.offload.dir", "parallel.offload.io"]);
+            if self.config.parallel.offload_activations == Residence::Disk {
+                let because = "no model state on disk, for of activations all are there";
+                self.refuse_without_effect(&[of_state], because, "parallel.offload.optimizer");
+            } else {
+                let because = "nothing is on disk";
+                self.refuse_without_effect(&[of_state], because, "parallel.offload.optimizer");
+                self.refuse_without_effect(&of_all, because, "parallel.offload.optimizer");
+            }
             return;
         }
         if self.config.optimizer.kind == OptimizerKind::Muon {

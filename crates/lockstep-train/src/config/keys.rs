@@ -310,6 +310,9 @@ sections! {
         /// layer, of which the last one that describes a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every = 2, mode = "full" }] }`
         /// is for every other one of the first twelve. `from` is 0 where it is left out, `to` the last layer, `every` 1.
         recompute: RecomputeRules = RecomputeRules::default(), rules();
+        /// Whether each rank of `tensor_parallel` keeps a slice of the input of every block whose `recompute` is `full`, and all gather it before the
+        /// block's backward, instead of each keeping the same. No bit of the result depends on it.
+        partition_activations: bool = false, rules();
         /// Where master weights and the optimizer's moments are kept: `disk`, in a file without a name, of which a few windows are
         /// in memory while they are updated. `cpu` is the memory of the machine, which is that of CPU ranks in any case. No bit of
         /// the result depends on it.
@@ -319,7 +322,11 @@ sections! {
         /// Where the weights are kept that kernels read, from one use of them to the next: those of a unit come while the one before it
         /// computes (`max_live_parameters`, `reshard_after_forward`).
         offload_parameters as "offload.parameters": Residence = Residence::None, rules();
-        /// How much of what is kept on disk is there, the rest being in memory: whole units of the model, from the first on.
+        /// Where what blocks keep from their forward to their backward is: with `disk` it is written behind the forward and read ahead of the backward,
+        /// and three blocks' are in memory at a time. What the head keeps stays there.
+        offload_activations as "offload.activations": Residence = Residence::None, rules();
+        /// How much of the model's state is on disk where it is kept there, the rest being in memory: whole units of the model,
+        /// from the first on. Activations are there altogether.
         offload_fraction as "offload.fraction": f64 = 1.0, rules().above(0.0).at_most(1.0);
         /// The directory of the files, on a disk with room for them.
         offload_dir as "offload.dir": Option<PathBuf> = None, rules().when_absent("`checkpoint.dir`");

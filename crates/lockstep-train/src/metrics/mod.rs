@@ -71,7 +71,7 @@ pub struct StepMetrics {
     pub memory_predicted_by_rank: Vec<PredictedMemory>,
     /// What the collectives did; zero on one rank.
     pub comm: CommunicationUse,
-    /// What this rank's disk did, where model state is on one.
+    /// What this rank's disk did, where model state or activations are on one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disk: Option<DiskUse>,
     /// Milliseconds spent waiting for data.
@@ -162,10 +162,10 @@ impl Serialize for MemoryUse {
     }
 }
 
-/// What the disk that model state is on did in a step.
+/// What the disk that model state or activations are on did in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct DiskUse {
-    /// Bytes of model state that are there.
+    /// Bytes of the files.
     pub bytes: u64,
     /// Bytes read.
     pub read_bytes: u64,

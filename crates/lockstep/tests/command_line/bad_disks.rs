@@ -125,7 +125,7 @@ fn a_run_whose_state_is_on_disk_is_killed_and_goes_on_to_the_same_weights() {
         "train.steps=400",
         "train.log_every=1",
         "checkpoint.every=30",
-        "parallel.offload={ optimizer = \"disk\", gradients = \"disk\" }",
+        "parallel.offload={ optimizer = \"disk\", gradients = \"disk\", activations = \"disk\" }",
     ];
     let undisturbed = Workshop::new();
     undisturbed.train(&on_disk).succeeds();
@@ -182,6 +182,9 @@ fn a_disk_in_memory_is_no_place_for_what_memory_lacks() {
         assert_eq!(outcome.stdout, "code 2\n", "{outcome:?}");
         assert!(outcome.stderr.contains("disk lies in memory"), "{outcome:?}");
     }
+    let on_disk = "parallel.offload.activations=disk";
+    workshop.train(&[on_disk, "parallel.offload.fraction=0.5"]).refuses(2, &["of activations all are there"]);
+    workshop.train(&[on_disk, "parallel.offload.dir=text.txt"]).fails(1, &["text.txt"]);
     workshop
         .train(&["parallel.offload.gradients=disk"])
         .refuses(2, &["needs the optimizer's state there too", "parallel.offload.optimizer"]);

@@ -157,6 +157,12 @@ fn ranks_that_do_not_fit_are_refused_before_any_starts() {
         &["has no effect with parallel.tensor_layout = \"2d\", which splits by tokens in any case"],
     );
     set(&["parallel.tensor_parallel=2", "optimizer.kind=muon"], &["needs whole matrices"]);
+    let slices = "parallel.partition_activations=true";
+    set(&[slices, "parallel.recompute=full"], &["has no effect with parallel.tensor_parallel = 1"]);
+    set(
+        &[slices, "parallel.tensor_parallel=2", "parallel.recompute=selective"],
+        &["parallel.partition_activations", "parallel.recompute = \"selective\" has none"],
+    );
     set(&["parallel.sequence_parallel=true"], &["has no effect with parallel.tensor_parallel = 1"]);
     set(&["parallel.tensor_parallel=2", "model.preset=llama-15n"], &["did you mean `llama-15m`"]);
     refused(&["--nproc-per-node", "2", "--log-dir", "run.toml"], &["cannot write run.toml/rank-00000.out"]);

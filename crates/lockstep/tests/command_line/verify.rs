@@ -121,6 +121,13 @@ fn a_plan_file_says_what_the_keys_would() {
     };
     let outcome = plan("{\"tensor\": 2, \"replicate\": 2}", ", \"recompute\": \"full\"").succeeds();
     assert!(outcome.stdout.contains("2 replicas of 2 tensor-parallel ranks, recompute full"), "{outcome:?}");
+    let slices = ", \"recompute\": \"full\", \"partition_activations\": true";
+    let outcome = plan("{\"tensor\": 2}", slices).succeeds();
+    assert!(outcome.stdout.contains("2 tensor-parallel ranks keeping slices, recompute full"), "{outcome:?}");
+    plan("{\"tensor\": 2}", ", \"partition_activations\": true").refuses(
+        2,
+        &["plan.json", "parallel.partition_activations", "parallel.recompute = \"none\" has none"],
+    );
     let outcome = plan("{\"tensor\": 4}", ", \"tensor_layout\": \"2d\"").succeeds();
     assert!(outcome.stdout.contains("4 tensor-parallel ranks in two dimensions"), "{outcome:?}");
     let outcome = plan("{\"context\": 2}", ", \"context_method\": \"all_gather\"").succeeds();

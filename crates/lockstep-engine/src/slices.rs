@@ -1,0 +1,98 @@
+//! Values between units of which each tensor-parallel rank keeps a slice (Rajbhandari et al. 2019, `P_a`; Korthikanti et al. 2022).
+//!
+//! Without sequence parallelism all ranks that share a block have the same output of it. Where the next block forgets everything else,
+//! each keeps a flat range of that output, and before the block's backward all ranges are gathered again. Two values are whole at a
+//! time: the one that a unit reads and the one that it writes. Between the stages of a pipeline the slices themselves are sent
+//! (Narayanan et al. 2021, section 4.1), so that a message is as much shorter; it is gathered where it is read.
+//!
+//! ```text
+//! forward    unit 3 writes [ rank 0 | rank 1 | rank 2 | rank 3 ]    unit 4 reads it, then unit 5 writes there
+//! kept       on rank 2                       [ rank 2 ]             in the frame of unit 3, until the backward of unit 4
+//! ```
+
+use lockstep_comm::CommError;
+use lockstep_graph::Peers;
+use lockstep_graph::mutation::{Mutation, active};
+use lockstep_model::RecordedModel;
+use lockstep_plan::{DType, MemoryCategory, StageMemory, TensorPlace};
+use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
+
+/// The two values that are whole, and how they are cut.
+#[derive(Debug)]
+pub(crate) struct Slices {
+    whole: [Buffer; 2],
+    dtype: DType,
+    /// Rows and columns of a value.
+    shape: [usize; 2],
+    /// Elements of a slice; together they may be a few more than the value has.
+    elements: usize,
+    ranks: usize,
+    rank: usize,
+}
+
+impl Slices {
+    /// Memory for the values between units of `stages` of `model`, on a rank with this place among those that share its blocks; none
+    /// if all values are kept whole.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub(crate) fn new(
+        model: &RecordedModel,
+        stages: &[StageMemory],
+        TensorPlace { ranks, rank, .. }: TensorPlace,
+        arena: &Arena,
+    ) -> Result<Option<Self>, TensorError> {
+        let mut units = stages.iter().flat_map(|stage| stage.units.start.saturating_sub(1)..stage.units.end);
+        if !units.any(|unit| model.slices_output(unit)) {
+            return Ok(None);
+        }
+        let between = model.program(0);
+        let (dtype, elements) = (between.shape().dtype, model.slice_elements());
+        let whole = || arena.allocate(ranks * elements * dtype.size_bytes(), MemoryCategory::Communication);
+        let shape = [between.output_rows(), between.output_columns()];
+        Ok(Some(Self { whole: [whole()?, whole()?], dtype, shape, elements, ranks, rank }))
+    }
+
+    /// The output of a unit, as it was written or gathered last.
+    pub(crate) fn whole(&self, unit: usize) -> View<'_> {
+        self.whole[unit % 2].view(self.dtype, 0, self.shape)
+    }
+
+    /// Bytes of a slice.
+    pub(crate) fn bytes(&self) -> usize {
+        self.elements * self.dtype.size_bytes()
+    }
+
+    /// What a buffer has from an offset on, as a slice.
+    pub(crate) fn slice<'a>(&self, buffer: &'a Buffer, offset_bytes: usize) -> View<'a> {
+        buffer.view(self.dtype, offset_bytes, [self.elements])
+    }
+
+    /// Copies this rank's slice of the output of a unit to where it is kept.
+    pub(crate) fn keep(&self, queue: &dyn Kernels, unit: usize, kept: View<'_>) {
+        queue.cast(self.of_rank(unit, self.rank), kept);
+    }
+
+    /// Has the output of a unit whole again, of which each of `peers` kept a slice.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub(crate) fn gather(
+        &self,
+        queue: &dyn Kernels,
+        peers: Peers<'_>,
+        unit: usize,
+        kept: View<'_>,
+    ) -> Result<(), CommError> {
+        if active(Mutation::SlicesNotGathered) {
+            (0..self.ranks).for_each(|rank| queue.cast(kept, self.of_rank(unit, rank)));
+            return Ok(());
+        }
+        peers.gather(kept, self.whole[unit % 2].view(self.dtype, 0, [self.ranks * self.elements]))
+    }
+
+    fn of_rank(&self, unit: usize, rank: usize) -> View<'_> {
+        let offset_bytes = rank * self.bytes();
+        self.whole[unit % 2].view(self.dtype, offset_bytes, [self.elements])
+    }
+}

@@ -1,0 +1,101 @@
+//! The memory of micro-batches on their way through a stage of the model.
+
+use std::ops::Range;
+
+use lockstep_model::RecordedModel;
+use lockstep_plan::{DType, MemoryCategory, ModelProfile, StageMemory};
+use lockstep_tensor::{Arena, Buffer, Tensor, TensorError};
+
+use crate::{
+    borders::boundary_bytes,
+    passes::Place,
+    spool::{FrameId, Spool},
+};
+
+/// A stage of the model that is here.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    pub(crate) units: Range<usize>,
+    pub(crate) slots: Vec<Slot>,
+    /// Gradients of the stage's input, for the stage before; none for the first.
+    pub(crate) outboxes: Vec<Buffer>,
+}
+
+/// A micro-batch in a stage.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    /// One frame for each unit, which ends in the unit's output or the own slice of it; none for one that is on disk.
+    pub(crate) frames: Vec<Option<Buffer>>,
+    /// What goes to the stage after, where it is not in the frame of the last unit.
+    pub(crate) output: Option<Buffer>,
+    /// What the gradients of weights need, for each unit; none where they come with those of inputs.
+    pub(crate) deferred: Vec<Buffer>,
+    /// The output of the stage before, or the own slice of it; none for the first.
+    pub(crate) input: Option<Buffer>,
+    /// The gradient of the output, from the stage after; none for the last.
+    pub(crate) output_gradient: Option<Buffer>,
+    pub(crate) ids: Tensor,
+    pub(crate) labels: Tensor,
+    pub(crate) positions: Tensor,
+    pub(crate) document_starts: Tensor,
+    /// Whether a sequence of the micro-batch holds more than one document.
+    pub(crate) keeps_documents_apart: bool,
+    pub(crate) dropout_keys: Tensor,
+}
+
+impl Slot {
+    /// Memory for a micro-batch in `stage`, whose frames are in memory or, as far as they can be, on disk.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub(crate) fn new(
+        model: &RecordedModel,
+        profile: &ModelProfile,
+        stage: &StageMemory,
+        arena: &Arena,
+        are_on_disk: bool,
+    ) -> Result<Self, TensorError> {
+        let StageMemory { units, splits_backward, .. } = stage;
+        let shape = model.program(0).shape();
+        let tokens = shape.tokens();
+        let category = MemoryCategory::Activations;
+        let input = |dtype, dims: &[usize]| Tensor::zeros(arena, dtype, dims, category);
+        let has_after = units.end < model.units();
+        let output = profile.given_bytes(units.end).filter(|_| are_on_disk && has_after);
+        let border = |bytes: Option<usize>| bytes.map(|bytes| arena.allocate(bytes, category)).transpose();
+        let deferred = units.clone().filter(|_| *splits_backward);
+        Ok(Self {
+            frames: units
+                .clone()
+                .map(|unit| border(profile.frame_in_memory_bytes(stage, unit, are_on_disk)))
+                .collect::<Result<_, _>>()?,
+            output: border(output)?,
+            deferred: deferred
+                .map(|unit| arena.allocate(model.program(unit).deferred_bytes(), category))
+                .collect::<Result<_, _>>()?,
+            input: border(profile.given_bytes(units.start))?,
+            output_gradient: border(has_after.then(|| boundary_bytes(model)))?,
+            ids: input(DType::U32, &[tokens])?,
+            labels: input(DType::I32, &[tokens])?,
+            positions: input(DType::U32, &[tokens])?,
+            document_starts: input(DType::U32, &[tokens * profile.context.attended()])?,
+            keeps_documents_apart: false,
+            dropout_keys: input(DType::U32, &[shape.sequences, 2])?,
+        })
+    }
+}
+
+/// The frame of a unit, in memory or brought there from disk.
+pub(crate) fn frame<'a>(
+    stages: &'a [Stage],
+    spool: Option<&'a Spool>,
+    place: Place,
+    unit: usize,
+) -> &'a Buffer {
+    let Stage { units, slots, .. } = &stages[place.stage];
+    match (&slots[place.slot].frames[unit - units.start], spool) {
+        (Some(frame), _) => frame,
+        (None, Some(spool)) => spool.get(FrameId::new(place, unit)),
+        (None, None) => unreachable!("a frame is in memory or on disk"),
+    }
+}

@@ -9,10 +9,10 @@ use lockstep_graph::{Activity, BlockShape, Cost, RecomputeRules, Seed, Timeline}
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
-    DType, Extent, MemoryCategory, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory,
-    StoreLayout, ZeroStage, exact::ExactSum, predicted,
+    Extent, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory, ZeroStage,
+    exact::ExactSum, predicted,
 };
-use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products, TensorError};
+use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products};
 
 use crate::arriving::Arriving;
 use crate::gathered::{Gathered, Own};
@@ -23,8 +23,8 @@ use crate::pipeline::Pipeline;
 use crate::runner::{Half, Purpose};
 use crate::shards::Shards;
 use crate::state::ResidualNumbers;
+use crate::stores::{Keeper, Stores};
 use crate::weights::ModelWeights;
-use crate::windows::{DiskStore, Section};
 use crate::{
     EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Residence, Runner,
     StateKind, StepTimes, Storage, Traffic, reducer::Reducer,
@@ -170,104 +170,34 @@ impl Engine {
         let reducer = reducer.or_else(|| spills.then(Reducer::alone));
         storage.wrap.apply(&mut records, stages.iter().map(|stage| &stage.units));
         let shared_table = SharedTable::of(&mut records, &is_here);
-        let shared_out = |from: ZeroStage| if shards.stage() >= from { Extent::Own } else { Extent::Whole };
-        let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];
-        let is_frozen = |record: &ParameterRecord| !record.trainable && is_here[record.unit];
-        let of_parameters = shared_out(ZeroStage::Parameters);
-        let alone = Shards::none();
-        let owners_of_frozen = if of_parameters == Extent::Own { &shards } else { &alone };
-        let share_on_disk = offload.plan().map_or(0.0, |disk| disk.share);
-        let units_on_disk = |owners: &Shards, is_kept: &dyn Fn(&ParameterRecord) -> bool| {
-            let place = |summing| owners.place(summing);
-            let layout = StoreLayout::new(&records, Extent::Own, place, |index| is_kept(&records[index]));
-            layout.units_on_disk(share_on_disk)
-        };
-        let frozen_on_disk = units_on_disk(owners_of_frozen, &is_frozen);
-        let units_on_disk = units_on_disk(&shards, &is_trained);
-        let is_on_disk = |unit: usize, _: bool| units_on_disk[unit];
-        // Parameters come first: a model that is too large is refused for them before its activations, which
-        // nothing can hold either, fill the memory.
-        let of_kernels = (shape.dtype, MemoryCategory::Parameters);
-        let weights_are_on_disk = offload.plan().is_some_and(|disk| disk.has_parameters);
-        let is_read_from_disk = |unit: usize, _: bool| weights_are_on_disk && units_on_disk[unit];
-        // A stage of a pipeline may have nothing that is trained.
-        let mut trained = FlatStore::zeros_but(
+        let keeper = Keeper {
             arena,
-            &records,
-            of_kernels,
-            &shards,
-            of_parameters,
-            is_trained,
-            is_read_from_disk,
-        )?;
-        let units = model.units();
-        let state = |kind: StateKind| -> Result<_, TensorError> {
-            let keeps = |record: &ParameterRecord| {
-                let is_kept = record.trainable && is_here[record.unit];
-                is_kept && optimizer.state_kinds(Role::of(record, units)).contains(&kind)
-            };
-            let (kind_of_memory, extent) =
-                ((storage.state, MemoryCategory::Optimizer), shared_out(ZeroStage::Optimizer));
-            let store =
-                FlatStore::zeros_but(arena, &records, kind_of_memory, &shards, extent, keeps, is_on_disk)?;
-            Ok((!store.is_empty()).then_some((kind, store)))
+            model: &model,
+            records: &records,
+            is_here: &is_here,
+            shards: &shards,
+            storage: &storage,
+            optimizer,
+            dtype: shape.dtype,
+            has_master: state_plan.has_master,
         };
-        let is_frozen_on_disk = |unit: usize, _: bool| weights_are_on_disk && frozen_on_disk[unit];
-        let frozen = FlatStore::zeros_but(
-            arena,
-            &records,
-            of_kernels,
-            owners_of_frozen,
-            of_parameters,
-            is_frozen,
-            is_frozen_on_disk,
-        )?;
-        let mut frozen = (!frozen.is_empty()).then_some(frozen);
+        let is_shared_out = keeper.shared_out(ZeroStage::Parameters) == Extent::Own;
+        let is_gathered = is_shared_out || keeper.has_weights_on_disk();
+        let Stores {
+            mut trained,
+            mut frozen,
+            master,
+            biases,
+            optimizer: optimizer_state,
+            mut on_disk,
+            mut frozen_on_disk,
+            units_on_disk,
+        } = keeper.zeros()?;
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages, offload)?;
         let own_tokens = model.program(0).shape().tokens();
-        let has_master = state_plan.has_master;
-        let in_optimizer = (DType::F32, MemoryCategory::Optimizer);
-        let of_optimizer = shared_out(ZeroStage::Optimizer);
-        let is_bias = |record: &ParameterRecord| {
-            let bias = model.selection_bias(record.unit).filter(|_| is_here[record.unit]);
-            bias.is_some_and(|id| records[id.0].name == record.name) && record.trainable
-        };
-        let master = has_master
-            .then(|| {
-                let kind = in_optimizer;
-                FlatStore::zeros_but(arena, &records, kind, &shards, of_optimizer, is_trained, is_on_disk)
-            })
-            .transpose()?;
-        let is_updated_by_owners = if has_master { of_optimizer } else { shared_out(ZeroStage::Parameters) };
-        let biases = (is_updated_by_owners == Extent::Own || offload.optimizer == Residence::Disk)
-            .then(|| FlatStore::zeros_where(arena, &records, in_optimizer, &alone, Extent::Whole, is_bias))
-            .transpose()?;
-        let is_gathered_after_updates = of_parameters == Extent::Whole && shards.stage() > ZeroStage::Nothing;
+        let is_gathered_after_updates = !is_shared_out && shards.stage() > ZeroStage::Nothing;
         let arriving = is_gathered_after_updates.then(|| Arriving::new(&model, &trained));
-        let optimizer_state = StateKind::OF_OPTIMIZERS
-            .into_iter()
-            .filter_map(|kind| state(kind).transpose())
-            .collect::<Result<Vec<_>, _>>()?;
-        let of_kernels_on_disk = trained.is_partly_on_disk().then_some(&trained);
-        let mut sections = Vec::new();
-        if let Some(weights) = of_kernels_on_disk {
-            let is_rounded = master.is_some();
-            let section = if is_rounded { Section::Rounded } else { Section::State(StateKind::Parameter) };
-            sections.push((section, weights.dtype()));
-        }
-        let updated = master.iter().map(|store| (StateKind::Parameter, store));
-        let state = updated.chain(optimizer_state.iter().map(|(kind, store)| (*kind, store)));
-        sections.extend(state.map(|(kind, store)| (Section::State(kind), store.dtype())));
-        let layout =
-            of_kernels_on_disk.or(master.as_ref()).or(optimizer_state.first().map(|(_, store)| store));
-        let on_disk = layout.map(|layout| DiskStore::zeros(offload, layout, sections, arena)).transpose()?;
-        let mut on_disk = on_disk.flatten();
-        let of_frozen = |store: &FlatStore| {
-            let sections = vec![(Section::State(StateKind::Parameter), store.dtype())];
-            DiskStore::zeros(offload, store, sections, arena)
-        };
-        let mut frozen_on_disk = frozen.as_ref().map(of_frozen).transpose()?.flatten();
-        let gathered = if of_parameters == Extent::Own || weights_are_on_disk {
+        let gathered = if is_gathered {
             let on_disk = [on_disk.as_mut(), frozen_on_disk.as_mut()];
             let own = Own { trained: &mut trained, frozen: frozen.as_mut(), on_disk };
             Some(Gathered::new(arena, &profile, own, &shards, (passes, state_plan.gathering))?)
@@ -310,7 +240,7 @@ impl Engine {
                 trained,
                 frozen,
                 master,
-                biases: biases.filter(|store| !store.is_empty()),
+                biases,
                 shards,
                 on_disk: on_disk.map(RefCell::new),
                 frozen_on_disk: frozen_on_disk.map(RefCell::new),

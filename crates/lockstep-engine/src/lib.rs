@@ -39,6 +39,7 @@ mod spilled;
 mod spool;
 mod state;
 mod storage;
+mod stores;
 mod update;
 mod weights;
 mod windows;

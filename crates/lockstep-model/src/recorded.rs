@@ -84,7 +84,7 @@ pub struct RecordedModel {
     /// The rank's place among those that share each block.
     tensor: TensorPlace,
     vocabulary: usize,
-    /// The units of whose output these keep a slice each.
+    /// The units of whose output the ranks that share blocks keep a slice each.
     sliced: Vec<bool>,
 }
 

@@ -243,23 +243,23 @@ mod tests {
 
     #[test]
     fn units_stand_together_until_they_are_large_enough_or_while_a_pattern_describes_them() {
-        let (whole, halves) = ([0..6], [0..3, 3..6]);
+        let (whole, halves) = (std::slice::from_ref(&(0..6)), &[0..3, 3..6]);
         let named = |patterns: &[&str]| Wrap::Named(patterns.iter().map(|p| (*p).to_owned()).collect());
-        assert_eq!(firsts(&Wrap::Block, &whole), [0, 1, 2, 3, 4, 5]);
-        assert_eq!(firsts(&Wrap::AtLeast(200), &whole), [0, 1, 1, 3, 3, 5]);
+        assert_eq!(firsts(&Wrap::Block, whole), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(firsts(&Wrap::AtLeast(200), whole), [0, 1, 1, 3, 3, 5]);
         // A tied table counts once, and what is left at the end is by itself.
-        assert_eq!(firsts(&Wrap::AtLeast(201), &whole), [0, 1, 1, 1, 4, 4]);
-        assert_eq!(firsts(&Wrap::AtLeast(10_000), &whole), [0; 6]);
-        assert_eq!(firsts(&Wrap::AtLeast(10_000), &halves), [0, 0, 0, 3, 3, 3]);
-        assert_eq!(firsts(&named(&["layers.*"]), &whole), [0, 1, 1, 1, 1, 5]);
-        assert_eq!(firsts(&named(&["layers.0.*", "layers.*"]), &halves), [0, 1, 2, 3, 3, 5]);
+        assert_eq!(firsts(&Wrap::AtLeast(201), whole), [0, 1, 1, 1, 4, 4]);
+        assert_eq!(firsts(&Wrap::AtLeast(10_000), whole), [0; 6]);
+        assert_eq!(firsts(&Wrap::AtLeast(10_000), halves), [0, 0, 0, 3, 3, 3]);
+        assert_eq!(firsts(&named(&["layers.*"]), whole), [0, 1, 1, 1, 1, 5]);
+        assert_eq!(firsts(&named(&["layers.0.*", "layers.*"]), halves), [0, 1, 2, 3, 3, 5]);
         let mut records = records();
         records.iter_mut().filter(|record| record.unit < 2).for_each(|record| record.trainable = false);
         named(&["layers.*"]).apply(&mut records, whole.iter());
         assert_eq!(records.iter().map(|record| record.buffer.first).max(), Some(5));
         assert!(records.iter().all(|record| !record.trainable || record.buffer.first >= 2));
         // A pattern that describes a part of a block takes nothing.
-        assert_eq!(firsts(&named(&["*mlp"]), &whole), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(firsts(&named(&["*mlp"]), whole), [0, 1, 2, 3, 4, 5]);
     }
 
     #[test]

@@ -371,7 +371,7 @@ fn activations_on_disk_change_no_bit() {
         (GPT2, vec![PIPELINE_2, SHARD_2, "parallel.zero_stage=2", SOME]),
         (MIXTRAL, vec![SHARD_2, EXPERT_2, BF16]),
         (DEEPSEEK, vec![TENSOR_2, SHARD_2, EXPERT_4, "parallel.recompute=selective"]),
-        (GPT2, vec![OPTIMIZER_ON_DISK]),
+        (GPT2, vec![OPTIMIZER_ON_DISK, PARAMETERS_ON_DISK]),
     ];
     let schedules = Kind::ALL.map(|kind| format!("parallel.pipeline_schedule={}", kind.name()));
     let batch = ["train.global_batch=8", "train.micro_batch=1"];

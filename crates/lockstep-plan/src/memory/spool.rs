@@ -1,6 +1,6 @@
 //! What units keep for their backward, on disk: which frames go there, and how many of them are in memory at a time.
 
-use super::windows::{DISK_ALIGNMENT_BYTES, LEAST_BUFFER_BYTES};
+use super::windows::{DISK_ALIGNMENT_BYTES, aligned_buffer_bytes};
 use super::{ModelProfile, StageMemory};
 
 /// Frames in memory: that of the unit at work, the one that ends in its input, and one on its way.
@@ -43,6 +43,6 @@ impl ModelProfile {
                 longest = bytes.max(longest);
             }
         }
-        (frames.min(FRAME_PLACES), longest.max(LEAST_BUFFER_BYTES))
+        (frames.min(FRAME_PLACES), aligned_buffer_bytes(longest))
     }
 }

@@ -7,7 +7,7 @@ pub const DISK_ALIGNMENT_BYTES: usize = 4096;
 /// Windows in memory.
 pub const WINDOW_SLOTS: usize = 6;
 /// Buffers of less than this are not aligned to pages.
-pub(super) const LEAST_BUFFER_BYTES: usize = 2 << 20;
+const LEAST_BUFFER_BYTES: usize = 2 << 20;
 
 /// What of the optimizer's state is on disk.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -377,11 +377,17 @@ impl Readable for Wrap {
     const TYPE: ValueType = ValueType::Wrap;
 
     fn read(value: &Value) -> Result<Self, Misfit> {
+        let is_readable = match value {
+            Value::String(_) => true,
+            Value::Object(table) => table.values().all(Value::is_u64),
+            Value::Array(patterns) => patterns.iter().all(Value::is_string),
+            _ => false,
+        };
+        if !is_readable {
+            return Err(wrong_type::<Self>(value));
+        }
         Self::deserialize(value).map_err(|error| {
-            let what = match value {
-                Value::String(_) | Value::Object(_) | Value::Array(_) => shortened(&error.to_string()),
-                _ => return wrong_type::<Self>(value),
-            };
+            let what = shortened(&error.to_string());
             Misfit { what, allowed: Self::TYPE.to_string() }
         })
     }

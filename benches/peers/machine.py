@@ -1,5 +1,7 @@
 """The machine's own account of itself, from /proc; needs nothing but Python."""
 
+import os
+
 
 def cpu_name() -> str:
     """The processor's model name and those of its matrix and vector extensions that matter to GEMM."""
@@ -11,6 +13,13 @@ def cpu_name() -> str:
     flags = fields.get("flags", "").split()
     extensions = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
     return f"{fields.get('model name', 'unknown')} ({', '.join(extensions)})"
+
+
+def busy_seconds() -> float:
+    """Seconds that all processors together have worked since the machine started, or were kept from it by its host."""
+    with open("/proc/stat", encoding="utf-8") as file:
+        user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = map(int, file.readline().split()[1:9])
+    return (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_rss_bytes() -> int:

@@ -1,0 +1,187 @@
+//! Windows of a disk that is slow, silent, or fails.
+
+use std::io;
+use std::time::Instant;
+
+use lockstep_plan::{Initializer, ParameterRecord, Share};
+use lockstep_tensor::{Action, Mover, Transfer};
+
+use super::*;
+use crate::Residence;
+
+const WINDOWS: usize = 20;
+const ELEMENTS: usize = 2048;
+
+/// A parameter of many windows, and two tensors of it.
+fn store(directory: &std::path::Path) -> DiskStore<u8> {
+    let record = ParameterRecord {
+        name: "w".to_owned(),
+        shape: vec![WINDOWS * ELEMENTS],
+        share: Share::default(),
+        initializer: Initializer::Zeros,
+        tie: None,
+        unit: 0,
+        buffer: lockstep_plan::BufferUnit::alone(0),
+        trainable: true,
+        decay: false,
+        learning_rate_multiplier: 1.0,
+    };
+    let arena = Arena::new();
+    let kind = (DType::F32, MemoryCategory::Optimizer);
+    let (alone, all) = (crate::shards::Shards::none(), |_: &ParameterRecord| true);
+    let whole = lockstep_plan::Extent::Whole;
+    let layout = FlatStore::zeros_but(&arena, &[record], kind, &alone, whole, all, |_, _| true).unwrap();
+    let offload = Offload {
+        directory: directory.to_owned(),
+        optimizer: Residence::Disk,
+        window_elements: ELEMENTS,
+        limit: Duration::from_millis(200),
+        ..Offload::default()
+    };
+    DiskStore::zeros(&offload, &layout, vec![(0, DType::F32), (1, DType::F32)], &arena).unwrap().unwrap()
+}
+
+/// Adds 1 to everything of the first kind, as an update goes through the windows.
+fn pass(store: &mut DiskStore<u8>) -> Result<(), DiskError> {
+    for window in 0..WINDOWS {
+        store.look_ahead(window, WINDOWS)?;
+        store.load(window)?;
+        let view = store.view(window, 0, 0..ELEMENTS);
+        view.copy_from(&view.to_vec::<f32>().iter().map(|value| value + 1.0).collect::<Vec<_>>());
+        store.note_change(window);
+    }
+    store.write_all_behind();
+    Ok(())
+}
+
+fn contents(store: &mut DiskStore<u8>, kind: u8) -> Vec<f32> {
+    let mut values = vec![0.0_f32; WINDOWS * ELEMENTS];
+    let all = 0..values.len();
+    store.read(ParameterId(0), kind, all, bytemuck::cast_slice_mut(&mut values)).unwrap();
+    values
+}
+
+/// Stands between a queue and its disk.
+#[derive(Debug)]
+struct Troubled {
+    disk: Box<dyn Mover>,
+    delay: Duration,
+    /// The write with this number fails, counted from 0.
+    fails_at: Option<usize>,
+    writes: usize,
+    failed: Vec<Transfer>,
+    /// Nothing that is started ever ends.
+    is_silent: bool,
+}
+
+impl Mover for Troubled {
+    fn start(&mut self, transfer: Transfer) {
+        let number = self.writes;
+        self.writes += usize::from(transfer.action == Action::Write);
+        if transfer.action == Action::Write && self.fails_at == Some(number) || self.is_silent {
+            self.failed.push(transfer);
+        } else {
+            self.disk.start(transfer);
+        }
+    }
+
+    fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)> {
+        std::thread::sleep(self.delay);
+        match self.failed.pop() {
+            Some(transfer) if !self.is_silent => Some((transfer, Err(io::ErrorKind::StorageFull.into()))),
+            _ => self.disk.next(deadline),
+        }
+    }
+}
+
+fn troubled(mut store: DiskStore<u8>, change: impl FnOnce(&mut Troubled)) -> DiskStore<u8> {
+    store.queue = store.queue.wrap_mover(|disk| {
+        let (delay, failed) = (Duration::ZERO, Vec::new());
+        let mut troubled = Troubled { disk, delay, fails_at: None, writes: 0, failed, is_silent: false };
+        change(&mut troubled);
+        Box::new(troubled)
+    });
+    store
+}
+
+#[test]
+fn what_is_written_is_read_by_the_next_pass_however_slow_the_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    for delay in [Duration::ZERO, Duration::from_millis(2)] {
+        let mut store = troubled(store(directory.path()), |disk| disk.delay = delay);
+        let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
+        // Not at the border of a window.
+        store.write(ParameterId(0), 1, 0, &values[..3000]).unwrap();
+        store.write(ParameterId(0), 1, 3000, &values[3000..]).unwrap();
+        (0..3).for_each(|_| pass(&mut store).unwrap());
+        assert!(contents(&mut store, 0).iter().all(|value| *value == 3.0));
+        assert!(contents(&mut store, 1) == values);
+    }
+}
+
+#[test]
+fn the_windows_of_elements_are_those_that_have_some_of_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = store(directory.path());
+    let all = 0..WINDOWS * ELEMENTS;
+    let borders =
+        [0, 1, ELEMENTS - 1, ELEMENTS, ELEMENTS + 1, 7 * ELEMENTS, all.end - 1, all.end, all.end + 5];
+    for start in borders {
+        for end in borders {
+            let has_some = |window: &usize| {
+                let has = &store.windows()[*window].elements;
+                start.max(has.start) < end.min(has.end)
+            };
+            let expected: Vec<usize> = (0..WINDOWS).filter(has_some).collect();
+            let found: Vec<usize> = store.windows_with(0, &(start..end)).collect();
+            assert_eq!(found, expected, "{start}..{end}");
+        }
+    }
+}
+
+#[test]
+fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one_after_the_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = store(directory.path());
+    let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
+    for kind in [0, 1] {
+        store.write(ParameterId(0), kind, 0, &values).unwrap();
+    }
+    store.write_all_behind();
+    store.take_traffic();
+    let mut piece = vec![0.0_f32; ELEMENTS / 2];
+    for kind in [0, 1] {
+        for (start, expected) in (0..).step_by(piece.len()).zip(values.chunks(piece.len())) {
+            let elements = start..start + expected.len();
+            store.read(ParameterId(0), kind, elements, bytemuck::cast_slice_mut(&mut piece)).unwrap();
+            assert!(piece == expected, "kind {kind} from {start} on");
+        }
+    }
+    let (read, all) = (store.take_traffic().read_bytes, (2 * 4 * WINDOWS * ELEMENTS) as u64);
+    // Those that were written last are still in memory.
+    assert!(read <= all && read >= all - (WINDOW_SLOTS * 2 * 4 * ELEMENTS) as u64, "{read} of {all} bytes");
+}
+
+#[test]
+fn a_write_that_fails_is_an_error_of_the_pass_or_of_the_next_one() {
+    let directory = tempfile::tempdir().unwrap();
+    for fails_at in [0, 7, WINDOWS - 1] {
+        let mut store = troubled(store(directory.path()), |disk| disk.fails_at = Some(fails_at));
+        let error = pass(&mut store).and_then(|()| pass(&mut store)).unwrap_err();
+        assert!(
+            matches!(&error, DiskError::Transfer { action: Action::Write, source, .. }
+                if source.kind() == io::ErrorKind::StorageFull),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_disk_that_says_nothing_is_an_error_in_time() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = troubled(store(directory.path()), |disk| disk.is_silent = true);
+    let begin = Instant::now();
+    let error = pass(&mut store).unwrap_err();
+    assert!(matches!(error, DiskError::Silent { .. }), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+}

@@ -58,7 +58,7 @@ pub struct Stretch {
 pub struct StoreLayout {
     /// What stands together, unit by unit.
     pub stretches: Vec<Stretch>,
-    /// The stretch of each parameter and its first element there, by [`ParameterId`]; none for what is left out.
+    /// The stretch of each parameter and its first element there, by [`ParameterId`](crate::ParameterId); none for what is left out.
     pub places: Vec<Option<(usize, usize)>>,
     /// Elements of each unit's buffer; empty for a store that keeps nothing.
     pub unit_elements: Vec<usize>,

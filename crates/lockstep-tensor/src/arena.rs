@@ -294,6 +294,9 @@ pub struct Buffer {
     not_sync: PhantomData<Cell<()>>,
 }
 
+/// Ranges of a buffer that are lent at once, as a rule.
+const LOANS: usize = 16;
+
 /// A block, and which parts of it are lent.
 struct Held {
     block: Block,
@@ -388,7 +391,13 @@ impl Buffer {
             self.len_bytes()
         );
         self.held.expect_not_lent(range.clone());
-        self.held.lock_loans().ranges.push(range.clone());
+        let mut loans = self.held.lock_loans();
+        if loans.ranges.capacity() == 0 {
+            // How many there are at once depends on how fast others are: a later step may see one more than all before.
+            loans.ranges.reserve(LOANS);
+        }
+        loans.ranges.push(range.clone());
+        drop(loans);
         self.held.lent.fetch_add(1, Ordering::Relaxed);
         Loan { held: Arc::clone(&self.held), range }
     }
@@ -405,9 +414,11 @@ impl Held {
         if self.lent.load(Ordering::Acquire) == 0 {
             return;
         }
-        let ranges = self.lock_loans().ranges.clone();
-        let is_free = ranges.iter().all(|loan| loan.start.max(range.start) >= loan.end.min(range.end));
-        assert!(is_free, "bytes {range:?} of a buffer are lent in part: {ranges:?}");
+        let loans = self.lock_loans();
+        let taken = loans.ranges.iter().find(|loan| loan.start.max(range.start) < loan.end.min(range.end));
+        let taken = taken.cloned();
+        drop(loans);
+        assert!(taken.is_none(), "bytes {range:?} of a buffer are lent in part: {taken:?}");
     }
 }
 

@@ -76,13 +76,24 @@ fn no_step_after_the_second_allocates() {
     std::fs::write(dir.path().join("text.txt"), "a rank of the mesh waits for the tape\n".repeat(400))
         .unwrap();
     for (name, model) in MODELS {
-        for (precision, recompute, optimizer) in
-            [("f32", "none", "adamw"), ("bf16", "full", "muon"), ("f16", "selective", "lion")]
-        {
+        for (precision, recompute, optimizer, residence) in [
+            ("f32", "none", "adamw", "none"),
+            ("bf16", "full", "muon", "none"),
+            ("f16", "selective", "lion", "none"),
+            ("bf16", "none", "adamw", "disk"),
+        ] {
+            // A state to go back to would be in memory.
+            let (rollback_after, io) = match (residence, name) {
+                ("disk", "llama") => (0, ", io = \"threads\""),
+                ("disk", _) => (0, ""),
+                _ => (3, ""),
+            };
             let text = format!(
                 "[model]\n{model}[train]\nsteps = {STEPS}\nglobal_batch = 4\nmicro_batch = 2\nseq_len = 64\n\
                  precision = {precision:?}\ndropout = 0.1\nthreads = 2\nlog_every = 1\neval_every = 0\nspike_factor = 9\n\
-                 [optimizer]\nkind = {optimizer:?}\n[parallel]\nrecompute = {recompute:?}\n[data]\ntrain = [{:?}]\ncache_dir = {:?}\n\
+                 rollback_after = {rollback_after}\n\
+                 [optimizer]\nkind = {optimizer:?}\n[parallel]\nrecompute = {recompute:?}\n\
+                 offload = {{ optimizer = {residence:?}, gradients = {residence:?}, parameters = {residence:?}, activations = {residence:?}{io} }}\n[data]\ntrain = [{:?}]\ncache_dir = {:?}\n\
                  [checkpoint]\ndir = {:?}\nevery = 0\n[metrics]\ndir = {:?}\n",
                 dir.path().join("text.txt"),
                 dir.path().join("cache"),

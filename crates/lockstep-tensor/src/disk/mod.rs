@@ -18,7 +18,7 @@ mod ring;
 mod tests;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::VecDeque,
     io,
     path::PathBuf,
     sync::Arc,
@@ -167,17 +167,25 @@ pub trait Mover: std::fmt::Debug {
     fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)>;
 }
 
+/// What has become of a transfer.
+#[derive(Debug)]
+enum Begun {
+    OnItsWay,
+    Ended(Result<(), DiskError>),
+    AskedFor,
+}
+
 /// Reads and writes of one file, many at once.
 #[derive(Debug)]
 pub struct DiskQueue {
     file: Arc<ScratchFile>,
     mover: Box<dyn Mover>,
-    /// What has been begun and not ended, or ended and not asked for.
-    begun: BTreeMap<Ticket, Option<Result<(), DiskError>>>,
+    /// What has become of the transfers from number `first_begun` on, the first that nobody has asked for.
+    begun: VecDeque<Begun>,
+    first_begun: u64,
     on_their_way: usize,
     /// What was begun while as many were on their way as may be.
     waiting: VecDeque<Transfer>,
-    next_id: u64,
     /// Since when anything has been on its way without a break.
     busy_since: Instant,
     traffic: DiskTraffic,
@@ -206,10 +214,10 @@ impl DiskQueue {
         Self {
             file,
             mover,
-            begun: BTreeMap::new(),
+            begun: VecDeque::with_capacity(DEPTH),
+            first_begun: 0,
             on_their_way: 0,
-            waiting: VecDeque::new(),
-            next_id: 0,
+            waiting: VecDeque::with_capacity(DEPTH),
             busy_since: Instant::now(),
             traffic: DiskTraffic::default(),
         }
@@ -247,14 +255,26 @@ impl DiskQueue {
     /// If it was waited for before.
     pub fn wait(&mut self, ticket: Ticket, limit: Duration) -> Result<(), DiskError> {
         let begin = Instant::now();
-        while self.begun.get(&ticket).expect("a transfer is waited for once").is_none() {
+        while matches!(self.begun(ticket.0), Some(Begun::OnItsWay)) {
             if !self.take_in(begin + limit) {
                 let directory = self.file.directory().to_owned();
                 return Err(DiskError::Silent { directory, waited: begin.elapsed() });
             }
         }
         self.traffic.exposed += begin.elapsed();
-        self.begun.remove(&ticket).flatten().unwrap_or(Ok(()))
+        let begun = self.begun(ticket.0).map(|begun| std::mem::replace(begun, Begun::AskedFor));
+        while matches!(self.begun.front(), Some(Begun::AskedFor)) {
+            self.begun.pop_front();
+            self.first_begun += 1;
+        }
+        match begun {
+            Some(Begun::Ended(result)) => result,
+            _ => panic!("{ticket:?} was waited for before"),
+        }
+    }
+
+    fn begun(&mut self, id: u64) -> Option<&mut Begun> {
+        self.begun.get_mut(id.checked_sub(self.first_begun)? as usize)
     }
 
     /// What has been moved since this was last asked.
@@ -277,9 +297,8 @@ impl DiskQueue {
             loan.as_ptr(),
             self.file.len_bytes()
         );
-        let id = self.next_id;
-        self.next_id += 1;
-        self.begun.insert(Ticket(id), None);
+        let id = self.first_begun + self.begun.len() as u64;
+        self.begun.push_back(Begun::OnItsWay);
         self.waiting.push_back(Transfer { id, action, offset, loan, done: 0 });
         self.start_waiting();
         Ticket(id)
@@ -317,8 +336,8 @@ impl DiskQueue {
             directory: directory(),
             source,
         });
-        if let Some(end) = self.begun.get_mut(&Ticket(id)) {
-            *end = Some(result);
+        if let Some(begun) = self.begun(id) {
+            *begun = Begun::Ended(result);
         }
         true
     }
@@ -339,5 +358,5 @@ fn mover(file: &Arc<ScratchFile>, method: DiskMethod) -> io::Result<Box<dyn Move
     if method == DiskMethod::IoUring {
         return Err(io::ErrorKind::Unsupported.into());
     }
-    Ok(Box::new(pool::Pool::new(file)?))
+    Ok(Box::new(pool::Pool::new(file, DEPTH)?))
 }

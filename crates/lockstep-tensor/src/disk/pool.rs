@@ -1,12 +1,11 @@
-//! Transfers by threads that read and write.
+//! Transfers by threads that read and write. What is asked for and what has ended stands in two queues with room for all that can be on
+//! its way, so that nothing is allocated while it goes by.
 
 use std::{
+    collections::VecDeque,
     io,
     os::unix::fs::FileExt,
-    sync::{
-        Arc, Mutex, PoisonError,
-        mpsc::{Receiver, Sender, channel},
-    },
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread::{Builder, JoinHandle},
     time::Instant,
 };
@@ -19,32 +18,70 @@ const THREADS: usize = 4;
 /// Threads that move the bytes of a file.
 #[derive(Debug)]
 pub(super) struct Pool {
-    /// Gone when the pool is dropped: the threads end what they have begun, and then themselves.
-    orders: Option<Sender<Transfer>>,
-    ended: Receiver<(Transfer, io::Result<()>)>,
+    desk: Arc<Desk>,
     threads: Vec<JoinHandle<()>>,
 }
 
+/// Where the threads find work and leave what they have done.
+#[derive(Debug)]
+struct Desk {
+    queues: Mutex<Queues>,
+    has_orders: Condvar,
+    has_ended: Condvar,
+}
+
+#[derive(Debug)]
+struct Queues {
+    orders: VecDeque<Transfer>,
+    ended: VecDeque<(Transfer, io::Result<()>)>,
+    /// Nothing more comes: threads end what they have begun, and then themselves.
+    is_over: bool,
+}
+
+impl Desk {
+    fn queues(&self) -> MutexGuard<'_, Queues> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Carries out orders until there are no more.
+    fn work(&self, file: &ScratchFile) {
+        let mut queues = self.queues();
+        loop {
+            if let Some(mut transfer) = queues.orders.pop_front() {
+                drop(queues);
+                let result = run(file, &mut transfer);
+                queues = self.queues();
+                queues.ended.push_back((transfer, result));
+                self.has_ended.notify_one();
+            } else if queues.is_over {
+                return;
+            } else {
+                queues = self.has_orders.wait(queues).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+}
+
 impl Pool {
-    pub(super) fn new(file: &Arc<ScratchFile>) -> io::Result<Self> {
-        let (orders, taken) = channel::<Transfer>();
-        let (end, ended) = channel();
-        let taken = Arc::new(Mutex::new(taken));
-        let start = |number| {
-            let (file, taken, end) = (Arc::clone(file), Arc::clone(&taken), end.clone());
-            let work = move || {
-                loop {
-                    let next = taken.lock().unwrap_or_else(PoisonError::into_inner).recv();
-                    let Ok(mut transfer) = next else { return };
-                    let result = run(&file, &mut transfer);
-                    // Nobody waits any more: the queue is gone.
-                    let _ = end.send((transfer, result));
-                }
-            };
-            Builder::new().name(format!("disk {number}")).spawn(work)
+    /// Threads for up to `depth` transfers at once.
+    ///
+    /// # Errors
+    /// No more threads.
+    pub(super) fn new(file: &Arc<ScratchFile>, depth: usize) -> io::Result<Self> {
+        let queues = Queues {
+            orders: VecDeque::with_capacity(depth),
+            ended: VecDeque::with_capacity(depth),
+            is_over: false,
         };
-        let threads = (0..THREADS).map(start).collect::<io::Result<_>>()?;
-        Ok(Self { orders: Some(orders), ended, threads })
+        let (has_orders, has_ended) = (Condvar::new(), Condvar::new());
+        let desk = Arc::new(Desk { queues: Mutex::new(queues), has_orders, has_ended });
+        let mut pool = Self { desk, threads: Vec::with_capacity(THREADS) };
+        for number in 0..THREADS {
+            let (file, desk) = (Arc::clone(file), Arc::clone(&pool.desk));
+            let thread = Builder::new().name(format!("disk {number}"));
+            pool.threads.push(thread.spawn(move || desk.work(&file))?);
+        }
+        Ok(pool)
     }
 }
 
@@ -58,18 +95,28 @@ fn run(file: &ScratchFile, transfer: &mut Transfer) -> io::Result<()> {
 
 impl Mover for Pool {
     fn start(&mut self, transfer: Transfer) {
-        let orders = self.orders.as_ref().expect("a pool has its threads until it is dropped");
-        orders.send(transfer).expect("the threads live as long as the pool");
+        self.desk.queues().orders.push_back(transfer);
+        self.desk.has_orders.notify_one();
     }
 
     fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)> {
-        self.ended.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
+        let mut queues = self.desk.queues();
+        loop {
+            let ended = queues.ended.pop_front();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if ended.is_some() || left.is_zero() {
+                return ended;
+            }
+            let waited = self.desk.has_ended.wait_timeout(queues, left);
+            queues = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.orders = None;
+        self.desk.queues().is_over = true;
+        self.desk.has_orders.notify_all();
         for thread in self.threads.drain(..) {
             // A thread that panicked has said so.
             let _ = thread.join();

@@ -158,7 +158,7 @@ impl Engine {
         let passes = RankPasses {
             stages: &stages,
             pipeline: groups.pipeline_plan().map(|(plan, rank)| (&plan.schedule, rank)),
-            micro_batches: (options.micro_batches / groups.batch_parts()).max(1),
+            micro_batches: (options.micro_batches / mesh.batch_parts()).max(1),
         };
         let predicted = predicted(&profile, passes, |summing| mesh.shard_ranks(summing), &state_plan)?;
         let queue = CpuQueue::new(threads, arena)?;

@@ -437,12 +437,6 @@ impl Groups {
         self.world.as_ref().map_or_else(Metered::default, |world| world.meter.take())
     }
 
-    /// How many parts a global batch is read in, each by ranks of its own.
-    pub(crate) fn batch_parts(&self) -> usize {
-        let mesh = self.mesh();
-        Axis::BATCH.iter().map(|axis| mesh.ranks().degree(*axis)).product()
-    }
-
     /// How all ranks are laid out.
     pub(crate) fn mesh(&self) -> Mesh {
         self.world.as_ref().map_or_else(Mesh::default, |world| world.mesh)

@@ -40,6 +40,8 @@ mod spool;
 mod state;
 mod storage;
 mod stores;
+#[cfg(test)]
+mod troubled;
 mod update;
 mod weights;
 mod windows;

@@ -236,7 +236,7 @@ impl Runner {
             }
             let is_read_again = first.is_some_and(|first| unit + 1 >= first);
             if purpose == Purpose::Training && is_read_again {
-                self.on_disk(|spool| spool.end(FrameId::new(place, unit), unit + 1 == units.end))?;
+                self.with_spool(|spool| spool.end(FrameId::new(place, unit), unit + 1 == units.end));
             }
         }
         Ok(())
@@ -321,7 +321,7 @@ impl Runner {
                 }
             }
             if half == Half::Both {
-                self.on_disk(|spool| spool.forget(FrameId::new(place, unit), first))?;
+                self.with_spool(|spool| spool.forget(FrameId::new(place, unit), first));
             }
             after_unit(gradients, unit)?;
         }
@@ -353,7 +353,7 @@ impl Runner {
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
             let replay = self.replay(model, place, unit, queue, &parameters);
             model.program(unit).backward_weights(&replay, &slot.deferred[unit - units.start])?;
-            self.on_disk(|spool| spool.forget(FrameId::new(place, unit), first))?;
+            self.with_spool(|spool| spool.forget(FrameId::new(place, unit), first));
             after_unit(gradients, unit)?;
         }
         Ok(())
@@ -413,6 +413,12 @@ impl Runner {
         work(spool)?;
         self.timeline.end(begin, || (Activity::of_step("wait for disk"), Cost::default()));
         Ok(())
+    }
+
+    fn with_spool(&mut self, work: impl FnOnce(&mut Spool)) {
+        if let Some(spool) = &mut self.spool {
+            work(spool);
+        }
     }
 
     /// Bytes of activations on disk.

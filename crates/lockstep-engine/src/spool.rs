@@ -161,17 +161,13 @@ impl Spool {
     }
 
     /// The forward of a unit, the last of its stage or not, has written a frame, which a backward will read, and has read the frame before,
-    /// which begins to be written.
-    ///
-    /// # Errors
-    /// None: what goes wrong with a transfer is told to whoever needs its place.
-    pub(crate) fn end(&mut self, frame: FrameId, is_last: bool) -> Result<(), DiskError> {
+    /// which begins to be written. What goes wrong with that is told to whoever needs its place.
+    pub(crate) fn end(&mut self, frame: FrameId, is_last: bool) {
         if let Some(place) = self.place_of(frame) {
             self.places[place].is_unwritten = true;
         }
         let read_by_now = frame.before().into_iter().chain(Some(frame).filter(|_| is_last));
         read_by_now.for_each(|frame| self.write_behind(frame));
-        Ok(())
     }
 
     /// Begins to write a frame that nothing reads before its backward.
@@ -209,10 +205,7 @@ impl Spool {
     }
 
     /// The last backward that reads a frame is over; after that of the unit `first` nothing reads the frame before either.
-    ///
-    /// # Errors
-    /// None.
-    pub(crate) fn forget(&mut self, frame: FrameId, first: usize) -> Result<(), DiskError> {
+    pub(crate) fn forget(&mut self, frame: FrameId, first: usize) {
         let before = frame.before().filter(|_| frame.unit == first);
         for read in [Some(frame), before].into_iter().flatten() {
             if let Some(place) = self.place_of(read) {
@@ -220,7 +213,6 @@ impl Spool {
                 self.places[place].is_unwritten = false;
             }
         }
-        Ok(())
     }
 
     fn turn_to(&mut self, place: usize) {
@@ -292,10 +284,11 @@ mod tests {
     use std::time::Instant;
 
     use lockstep_plan::{DISK_ALIGNMENT_BYTES, DType, FRAME_PLACES, UnitProfile};
-    use lockstep_tensor::{Action, Mover, Transfer};
+    use lockstep_tensor::Action;
 
     use super::*;
     use crate::Residence;
+    use crate::troubled::Trouble;
 
     const UNITS: usize = 9;
     const SLOTS: usize = 3;
@@ -340,9 +333,10 @@ mod tests {
             let words = (DISK_ALIGNMENT_BYTES / 4) as u32;
             let values: Vec<u32> = (0..words).map(|i| i ^ seed ^ ((unit as u32) << 16)).collect();
             spool.get(frame(slot, unit)).view(DType::U32, 0, [values.len()]).copy_from(&values);
-            spool.end(frame(slot, unit), false)?;
+            spool.end(frame(slot, unit), false);
         }
-        spool.end(frame(slot, UNITS - 1), true)
+        spool.end(frame(slot, UNITS - 1), true);
+        Ok(())
     }
 
     fn backward(spool: &mut Spool, slot: usize, seed: u32, first: usize) -> Result<(), DiskError> {
@@ -350,7 +344,7 @@ mod tests {
             spool.bring_back(frame(slot, unit), first)?;
             let read = [Some(unit), unit.checked_sub(1)].into_iter().flatten();
             read.filter(|unit| *unit + 1 < UNITS).for_each(|unit| check(spool, frame(slot, unit), seed));
-            spool.forget(frame(slot, unit), first)?;
+            spool.forget(frame(slot, unit), first);
         }
         Ok(())
     }
@@ -361,46 +355,8 @@ mod tests {
         assert!(found.iter().enumerate().all(is_right), "{frame:?} of {seed}: {:?}", &found[..4]);
     }
 
-    /// Stands between a queue and its disk.
-    #[derive(Debug)]
-    struct Troubled {
-        disk: Box<dyn Mover>,
-        delay: Duration,
-        /// The transfer with this number fails, counted from 0.
-        fails_at: Option<usize>,
-        transfers: usize,
-        failed: Vec<Transfer>,
-        is_silent: bool,
-    }
-
-    impl Mover for Troubled {
-        fn start(&mut self, transfer: Transfer) {
-            let number = self.transfers;
-            self.transfers += 1;
-            if self.fails_at == Some(number) || self.is_silent {
-                self.failed.push(transfer);
-            } else {
-                self.disk.start(transfer);
-            }
-        }
-
-        fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)> {
-            std::thread::sleep(self.delay);
-            match self.failed.pop() {
-                Some(transfer) if !self.is_silent => Some((transfer, Err(io::ErrorKind::StorageFull.into()))),
-                _ => self.disk.next(deadline),
-            }
-        }
-    }
-
-    fn troubled(mut spool: Spool, change: impl FnOnce(&mut Troubled)) -> Spool {
-        spool.queue = spool.queue.wrap_mover(|disk| {
-            let (delay, failed) = (Duration::ZERO, Vec::new());
-            let mut troubled =
-                Troubled { disk, delay, fails_at: None, transfers: 0, failed, is_silent: false };
-            change(&mut troubled);
-            Box::new(troubled)
-        });
+    fn troubled(mut spool: Spool, trouble: Trouble) -> Spool {
+        spool.queue = trouble.of(spool.queue);
         spool
     }
 
@@ -408,7 +364,7 @@ mod tests {
     fn frames_come_back_as_they_were_whichever_slots_are_in_flight_and_however_slow_the_disk() {
         let directory = tempfile::tempdir().unwrap();
         for delay in [Duration::ZERO, Duration::from_millis(2)] {
-            let mut spool = troubled(spool(directory.path(), SLOTS), |disk| disk.delay = delay);
+            let mut spool = troubled(spool(directory.path(), SLOTS), Trouble { delay, ..Trouble::default() });
             for step in 0..3 {
                 let seed = |slot: usize| 1000 * step + slot as u32;
                 forward(&mut spool, 0, seed(0)).unwrap();
@@ -445,7 +401,10 @@ mod tests {
     fn a_transfer_that_fails_is_an_error_of_the_step_or_of_the_next_one() {
         let directory = tempfile::tempdir().unwrap();
         for fails_at in 0..10 {
-            let mut spool = troubled(spool(directory.path(), 1), |disk| disk.fails_at = Some(fails_at));
+            let mut spool = troubled(
+                spool(directory.path(), 1),
+                Trouble { fails_at: Some((fails_at, None)), ..Trouble::default() },
+            );
             let mut step = || forward(&mut spool, 0, 1).and_then(|()| backward(&mut spool, 0, 1, 0));
             let error = step().and_then(|()| step()).unwrap_err();
             let expected = if fails_at < 5 { Action::Write } else { Action::Read };
@@ -460,7 +419,8 @@ mod tests {
     #[test]
     fn a_disk_that_says_nothing_is_an_error_in_time() {
         let directory = tempfile::tempdir().unwrap();
-        let mut spool = troubled(spool(directory.path(), 1), |disk| disk.is_silent = true);
+        let mut spool =
+            troubled(spool(directory.path(), 1), Trouble { is_silent: true, ..Trouble::default() });
         let begin = Instant::now();
         let error = forward(&mut spool, 0, 1).unwrap_err();
         assert!(matches!(error, DiskError::Silent { .. }), "{error}");

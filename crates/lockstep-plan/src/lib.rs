@@ -30,6 +30,7 @@ mod memory;
 mod mesh;
 mod nearest;
 mod parameter;
+mod pattern;
 mod plan;
 mod quantized;
 pub mod random;
@@ -54,6 +55,7 @@ pub use memory::{
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
+pub use pattern::describes;
 pub use plan::{
     ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanPrediction, PlanProblem,
     RankList, RanksMemory, TensorDimensions, ValidPlan,
@@ -63,5 +65,5 @@ pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_units};
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
-pub use wrap::{BufferUnit, Wrap, WrapError, describes};
+pub use wrap::{BufferUnit, Wrap, WrapError};
 pub use zero::{ShardPlace, Sharding, ZeroStage};

@@ -222,6 +222,11 @@ impl Mesh {
         View { axes: Axis::ALL.map(|axis| (axis, self.0.of(axis))) }
     }
 
+    /// How many parts a global batch is read in, each by ranks of its own.
+    pub fn batch_parts(&self) -> usize {
+        Axis::BATCH.iter().map(|axis| self.0.of(*axis)).product()
+    }
+
     /// The same ranks as experts see them.
     pub fn experts(&self) -> View<ExpertAxis> {
         let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = self.0;

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::ParameterRecord;
+use crate::{ParameterRecord, describes};
 
 /// Which units stand together.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -181,20 +181,6 @@ fn join_by_name(
         is_joined[unit] = pattern.is_some() && pattern == before;
         before = pattern;
     }
-}
-
-/// Whether `pattern`, in which `*` stands for any characters, describes the whole of `name`.
-pub fn describes(pattern: &str, name: &str) -> bool {
-    let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(mut name) = name.strip_prefix(start) else { return false };
-    let mut parts: Vec<&str> = rest.split('*').collect();
-    let end = parts.pop().unwrap_or_default();
-    // The first occurrence of each part leaves the most room for those after it.
-    for part in parts {
-        let Some(at) = name.find(part) else { return false };
-        name = &name[at + part.len()..];
-    }
-    name.ends_with(end)
 }
 
 #[cfg(test)]

@@ -362,6 +362,11 @@ fn offload_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     true
 }
 
+/// Whether it is there, or could be put there.
+fn has_state_on_disk(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
+    config.parallel.offload_optimizer == Residence::Disk || offload_state(config, settings)
+}
+
 /// And gradients, which need it there.
 fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let parallel = &config.parallel;
@@ -371,8 +376,7 @@ fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool
     if are_kept_by_all || parallel.offload_gradients == Residence::Disk {
         return false;
     }
-    offload_state(config, settings);
-    if config.parallel.offload_optimizer != Residence::Disk {
+    if !has_state_on_disk(config, settings) {
         return false;
     }
     config.parallel.offload_gradients = Residence::Disk;
@@ -388,8 +392,7 @@ fn offload_parameters(config: &mut RunConfig, settings: &mut Vec<String>) -> boo
     if are_kept_by_all || parallel.offload_parameters == Residence::Disk {
         return false;
     }
-    offload_state(config, settings);
-    if config.parallel.offload_optimizer != Residence::Disk {
+    if !has_state_on_disk(config, settings) {
         return false;
     }
     config.parallel.offload_parameters = Residence::Disk;

@@ -2,6 +2,7 @@
 //! differs, and the rest is arithmetic ([`lockstep_plan::predicted`]).
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use lockstep_comm::CommError;
 use lockstep_engine::{Engine, EngineOptions, GroupOptions, Places, Snapshot, Storage};
@@ -57,33 +58,31 @@ impl Forecast {
             let places = Places::of(&mesh, rank, &groups);
             let stage = mesh.ranks().coordinate(rank, Axis::Pipeline);
             let copies = training.copies(&mesh, rank, groups.zero_stage);
-            let key = (places, stage, copies);
-            if let Some(index) = known.get(&key) {
-                of_rank.push(*index);
-                continue;
-            }
-            let index = {
-                let recorded = recorded
-                    .entry(places)
-                    .or_insert_with(|| Recorded::new(model, tuning, training, &groups, &mesh, places));
-                let stages = match &pipeline {
-                    Some(plan) => plan.memory_of(stage),
-                    None => vec![StageMemory::whole(recorded.profile.units.len())],
-                };
-                let passes = RankPasses {
-                    stages: &stages,
-                    pipeline: pipeline.as_ref().map(|plan| (&plan.schedule, stage)),
-                    micro_batches: training.micro_batches_of_rank(&mesh),
-                };
-                let prediction =
-                    recorded.on(passes, &mesh, copies).map_err(|few| too_few_live(config, few))?;
-                distinct.iter().position(|known| *known == prediction).unwrap_or_else(|| {
-                    distinct.push(prediction);
-                    distinct.len() - 1
-                })
+            let unknown = match known.entry((places, stage, copies)) {
+                Entry::Occupied(index) => {
+                    of_rank.push(*index.get());
+                    continue;
+                }
+                Entry::Vacant(unknown) => unknown,
             };
-            known.insert(key, index);
-            of_rank.push(index);
+            let recorded = recorded
+                .entry(places)
+                .or_insert_with(|| Recorded::new(model, tuning, training, &groups, &mesh, places));
+            let stages = match &pipeline {
+                Some(plan) => plan.memory_of(stage),
+                None => vec![StageMemory::whole(recorded.profile.units.len())],
+            };
+            let passes = RankPasses {
+                stages: &stages,
+                pipeline: pipeline.as_ref().map(|plan| (&plan.schedule, stage)),
+                micro_batches: (training.options.micro_batches / mesh.batch_parts()).max(1),
+            };
+            let prediction = recorded.on(passes, &mesh, copies).map_err(|few| too_few_live(config, few))?;
+            let index = distinct.iter().position(|known| *known == prediction).unwrap_or_else(|| {
+                distinct.push(prediction);
+                distinct.len() - 1
+            });
+            of_rank.push(*unknown.insert(index));
         }
         Ok(Self { distinct, of_rank, mesh })
     }
@@ -203,11 +202,6 @@ impl Training {
     /// Steps that nothing is left of.
     pub fn bare(options: EngineOptions, storage: Storage) -> Self {
         Self { options, storage, goes_back: false, saves_beside: false }
-    }
-
-    fn micro_batches_of_rank(&self, mesh: &Mesh) -> usize {
-        let parts: usize = Axis::BATCH.iter().map(|axis| mesh.ranks().degree(*axis)).product();
-        (self.options.micro_batches / parts).max(1)
     }
 
     fn copies(&self, mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> Copies {

@@ -142,7 +142,7 @@ impl Ranks {
 
     /// How many replicas there are.
     pub fn replicas(&self) -> usize {
-        Axis::BATCH.iter().map(|axis| self.mesh.ranks().degree(*axis)).product()
+        self.mesh.batch_parts()
     }
 
     fn replica_of(&self, rank: usize) -> usize {

@@ -107,7 +107,11 @@ impl Predicted {
         }
         say!("\n{:<24}{:>12}  of these", "memory", "a rank");
         for (rank, ranks, prediction) in forecast.distinct() {
-            let others = if ranks == 1 { String::new() } else { format!(", as {} others", ranks - 1) };
+            let others = match ranks {
+                1 => String::new(),
+                2 => ", as 1 other".to_owned(),
+                _ => format!(", as {} others", ranks - 1),
+            };
             let memory = prediction.by_category();
             let name = format!("rank {rank}{others}");
             say!("{name:<24}{:>12}  {}", human::bytes(memory.total() as u64).to_string(), parts(memory));

@@ -4,10 +4,11 @@ use std::io;
 use std::time::Instant;
 
 use lockstep_plan::{Initializer, ParameterRecord, Share};
-use lockstep_tensor::{Action, Mover, Transfer};
+use lockstep_tensor::Action;
 
 use super::*;
 use crate::Residence;
+use crate::troubled::Trouble;
 
 const WINDOWS: usize = 20;
 const ELEMENTS: usize = 2048;
@@ -61,46 +62,8 @@ fn contents(store: &mut DiskStore<u8>, kind: u8) -> Vec<f32> {
     values
 }
 
-/// Stands between a queue and its disk.
-#[derive(Debug)]
-struct Troubled {
-    disk: Box<dyn Mover>,
-    delay: Duration,
-    /// The write with this number fails, counted from 0.
-    fails_at: Option<usize>,
-    writes: usize,
-    failed: Vec<Transfer>,
-    /// Nothing that is started ever ends.
-    is_silent: bool,
-}
-
-impl Mover for Troubled {
-    fn start(&mut self, transfer: Transfer) {
-        let number = self.writes;
-        self.writes += usize::from(transfer.action == Action::Write);
-        if transfer.action == Action::Write && self.fails_at == Some(number) || self.is_silent {
-            self.failed.push(transfer);
-        } else {
-            self.disk.start(transfer);
-        }
-    }
-
-    fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)> {
-        std::thread::sleep(self.delay);
-        match self.failed.pop() {
-            Some(transfer) if !self.is_silent => Some((transfer, Err(io::ErrorKind::StorageFull.into()))),
-            _ => self.disk.next(deadline),
-        }
-    }
-}
-
-fn troubled(mut store: DiskStore<u8>, change: impl FnOnce(&mut Troubled)) -> DiskStore<u8> {
-    store.queue = store.queue.wrap_mover(|disk| {
-        let (delay, failed) = (Duration::ZERO, Vec::new());
-        let mut troubled = Troubled { disk, delay, fails_at: None, writes: 0, failed, is_silent: false };
-        change(&mut troubled);
-        Box::new(troubled)
-    });
+fn troubled(mut store: DiskStore<u8>, trouble: Trouble) -> DiskStore<u8> {
+    store.queue = trouble.of(store.queue);
     store
 }
 
@@ -108,7 +71,7 @@ fn troubled(mut store: DiskStore<u8>, change: impl FnOnce(&mut Troubled)) -> Dis
 fn what_is_written_is_read_by_the_next_pass_however_slow_the_disk() {
     let directory = tempfile::tempdir().unwrap();
     for delay in [Duration::ZERO, Duration::from_millis(2)] {
-        let mut store = troubled(store(directory.path()), |disk| disk.delay = delay);
+        let mut store = troubled(store(directory.path()), Trouble { delay, ..Trouble::default() });
         let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
         // Not at the border of a window.
         store.write(ParameterId(0), 1, 0, &values[..3000]).unwrap();
@@ -166,7 +129,10 @@ fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one
 fn a_write_that_fails_is_an_error_of_the_pass_or_of_the_next_one() {
     let directory = tempfile::tempdir().unwrap();
     for fails_at in [0, 7, WINDOWS - 1] {
-        let mut store = troubled(store(directory.path()), |disk| disk.fails_at = Some(fails_at));
+        let mut store = troubled(
+            store(directory.path()),
+            Trouble { fails_at: Some((fails_at, Some(Action::Write))), ..Trouble::default() },
+        );
         let error = pass(&mut store).and_then(|()| pass(&mut store)).unwrap_err();
         assert!(
             matches!(&error, DiskError::Transfer { action: Action::Write, source, .. }
@@ -179,7 +145,7 @@ fn a_write_that_fails_is_an_error_of_the_pass_or_of_the_next_one() {
 #[test]
 fn a_disk_that_says_nothing_is_an_error_in_time() {
     let directory = tempfile::tempdir().unwrap();
-    let mut store = troubled(store(directory.path()), |disk| disk.is_silent = true);
+    let mut store = troubled(store(directory.path()), Trouble { is_silent: true, ..Trouble::default() });
     let begin = Instant::now();
     let error = pass(&mut store).unwrap_err();
     assert!(matches!(error, DiskError::Silent { .. }), "{error}");

@@ -1,11 +1,10 @@
 //! Patterns that describe names of parameters, and the names that a pattern without any may have meant.
 
+pub(crate) use lockstep_plan::describes;
 use strsim::normalized_damerau_levenshtein;
 
 /// Names that a message lists.
 const NEAR: usize = 3;
-
-pub(crate) use lockstep_plan::describes;
 
 /// The names most like what `pattern` says, one for each way they are like it.
 pub(crate) fn nearest<'n>(pattern: &str, names: impl Iterator<Item = &'n str>) -> Vec<&'n str> {

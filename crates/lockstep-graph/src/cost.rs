@@ -1,8 +1,10 @@
 //! What each instruction of a program has to do: floating-point operations and bytes, from shapes alone.
 //!
 //! Bytes are the least that any implementation moves if nothing stays in a cache between operations: each
-//! operand once, twice if it is added to.
+//! operand once, twice if it is added to. Logits are operands of what an output layer and its loss are made of. Experts are taken to
+//! have as many rows as each other.
 
+use lockstep_plan::work::{Labor, Product};
 use lockstep_tensor::Write;
 
 use crate::{
@@ -10,6 +12,7 @@ use crate::{
     backward::{Gradient, GradientBuffer},
     operation::{AttentionOperation, Operation, RouteOperation},
     program::{Instruction, Phase},
+    recorder::ValueInfo,
     summa::BlockLinear,
 };
 
@@ -65,33 +68,30 @@ impl Program {
         phase: &Phase,
         gradients: &[GradientBuffer],
     ) -> Cost {
-        let gradient = |gradient: Gradient| gradients[gradient.0].info.bytes() as u64;
+        let gradient = |operation: Option<&Operation>, gradient: Gradient| {
+            self.info_bytes(operation, gradients[gradient.0].info)
+        };
         match instruction {
             Instruction::Forward(operation) => self.forward_cost(&self.operations[*operation]),
             Instruction::BackwardInputs { operation, dy, dx } => {
                 let operation = &self.operations[*operation];
-                let written: u64 = dx.iter().map(|&(dx, write)| gradient(dx) * passes(write)).sum();
-                let read = dy.map_or(0, gradient) + self.bytes(operation.needs_for_inputs());
+                let of = |other: Gradient| gradient(Some(operation), other);
+                let written: u64 = dx.iter().map(|&(dx, write)| of(dx) * passes(write)).sum();
+                if operation.is_loss() {
+                    return sum(self.loss_parts(operation, Some(written)));
+                }
+                let read = dy.map_or(0, of) + self.bytes(operation, operation.needs_for_inputs());
                 // The matrix or the scale; a bias has no part in it.
                 let weight = operation.parameters().next().map_or(0, |index| self.weight_bytes(index));
-                let gradient =
-                    operation.parameters().next().map_or(0, |index| self.parameter_elements(index));
-                let (products, weight_gradient) = match *operation {
+                let product_flops = match operation {
                     // The scores, and four products for the three gradients.
-                    Operation::Attention(_) => (self.product_flops(operation) / 2 * 5, 0),
-                    // The logits, and the gradients of the operands that are needed.
-                    Operation::OutputLoss { x, weight, .. } => {
-                        let is_trained = u64::from(self.training.trains(weight));
-                        let products = 1 + u64::from(self.training.differentiates(x)) + is_trained;
-                        let bytes = is_trained * gradient * GRADIENT_BYTES * passes(Write::Accumulate);
-                        (products * self.product_flops(operation), bytes)
-                    }
-                    _ => (self.product_flops(operation), 0),
+                    Operation::Attention(_) => self.product_flops(operation) / 2 * 5,
+                    _ => self.product_flops(operation),
                 };
                 Cost {
-                    product_flops: products,
+                    product_flops,
                     vector_flops: self.elements(operation) * operation.vector_flops(Pass::BackwardInputs),
-                    bytes: read + written + weight + weight_gradient,
+                    bytes: read + written + weight,
                 }
             }
             Instruction::BackwardWeights { operation, dy } => {
@@ -101,7 +101,8 @@ impl Program {
                     Operation::Embedding { .. } => self.elements(operation),
                     _ => trained().map(|index| self.parameter_elements(index)).sum(),
                 };
-                let read = gradient(*dy) + self.bytes(operation.needs_for_weights(&self.training));
+                let read = gradient(Some(operation), *dy)
+                    + self.bytes(operation, operation.needs_for_weights(&self.training));
                 Cost {
                     product_flops: match operation {
                         // A bias needs no product.
@@ -128,25 +129,67 @@ impl Program {
                 let rows = transit.chunks[*chunk].len();
                 share_of(self.cost(&transit.exchange, phase, gradients), rows, transit.block_rows())
             }
-            Instruction::Copy { from, to } => Cost::of_bytes(gradient(*from) + gradient(*to)),
+            Instruction::Copy { from, to } => Cost::of_bytes(gradient(None, *from) + gradient(None, *to)),
             Instruction::Add { from, to } => Cost {
                 vector_flops: gradients[to.0].info.elements() as u64,
-                ..Cost::of_bytes(gradient(*from) + gradient(*to) * passes(Write::Accumulate))
+                ..Cost::of_bytes(gradient(None, *from) + gradient(None, *to) * passes(Write::Accumulate))
             },
         }
     }
 
     fn forward_cost(&self, operation: &Operation) -> Cost {
+        if operation.is_loss() {
+            return sum(self.loss_parts(operation, None));
+        }
         let weights: u64 = match operation {
             // The rows that are looked up.
-            Operation::Embedding { y, .. } => self.bytes([*y]),
+            Operation::Embedding { y, .. } => self.bytes(operation, [*y]),
             _ => operation.parameters().map(|index| self.weight_bytes(index)).sum(),
         };
         Cost {
             product_flops: self.product_flops(operation),
             vector_flops: self.elements(operation) * operation.vector_flops(Pass::Forward),
-            bytes: self.bytes(operation.reads()) + self.bytes(operation.outputs()) + weights,
+            bytes: self.bytes(operation, operation.reads())
+                + self.bytes(operation, operation.outputs())
+                + weights,
         }
+    }
+
+    /// What an output layer and its loss are made of: the logits, their loss, and in the backward the gradients that something waits
+    /// for. `gradient_bytes` are those of the gradient of its input, in the backward.
+    pub(crate) fn loss_parts(
+        &self,
+        operation: &Operation,
+        gradient_bytes: Option<u64>,
+    ) -> Vec<(Labor, Cost)> {
+        let Operation::OutputLoss { x, weight, logits, losses, .. } = *operation else { return Vec::new() };
+        let (tokens, inner) = (self.shape.tokens() as u64, self.values[x.0].columns as u64);
+        let columns = self.values[logits.0].columns as u64;
+        let of_logits = tokens * columns * self.values[logits.0].dtype.size_bytes() as u64;
+        let (of_weight, of_x) = (self.weight_bytes(weight), self.bytes(operation, [x]));
+        let product = |rows, inner, columns, bytes| {
+            let product = Product { rows, inner, columns, count: 1 };
+            (Labor::Product(product), Cost { product_flops: product.flops(), ..Cost::of_bytes(bytes) })
+        };
+        let pass = if gradient_bytes.is_some() { Pass::BackwardInputs } else { Pass::Forward };
+        // Their gradient takes their place.
+        let of_loss = of_logits * if gradient_bytes.is_some() { 2 } else { 1 };
+        let loss = Cost {
+            vector_flops: self.elements(operation) * operation.vector_flops(pass),
+            ..Cost::of_bytes(of_loss + self.bytes(operation, [losses]))
+        };
+        let mut parts =
+            vec![product(tokens, inner, columns, of_x + of_weight + of_logits), (Labor::Stream, loss)];
+        if let Some(gradient_bytes) = gradient_bytes {
+            if self.training.differentiates(x) {
+                parts.push(product(tokens, columns, inner, of_logits + of_weight + gradient_bytes));
+            }
+            if self.training.trains(weight) {
+                let added = self.parameter_elements(weight) * GRADIENT_BYTES * passes(Write::Accumulate);
+                parts.push(product(columns, tokens, inner, of_logits + of_x + added));
+            }
+        }
+        parts
     }
 
     /// Floating-point operations of the matrix products of an operation's forward, and as many of each of the two
@@ -180,25 +223,60 @@ impl Program {
             }
             Operation::Route(RouteOperation { scores, .. }) => self.values[scores.0].elements() as u64,
             // Rows go over once for each slot, however many make a token.
-            Operation::Combine { rows, .. } => self.values[rows.0].elements() as u64,
-            _ => self.values[operation.output().0].elements() as u64,
+            Operation::Combine { rows, .. } => self.info_elements(Some(operation), self.values[rows.0]),
+            _ => self.info_elements(Some(operation), self.values[operation.output().0]),
         }
     }
 
-    fn bytes(&self, values: impl IntoIterator<Item = Value>) -> u64 {
-        values.into_iter().map(|value| self.values[value.0].bytes() as u64).sum()
+    pub(crate) fn bytes(&self, operation: &Operation, values: impl IntoIterator<Item = Value>) -> u64 {
+        values.into_iter().map(|value| self.info_bytes(Some(operation), self.values[value.0])).sum()
     }
 
-    fn parameter_elements(&self, index: ParameterIndex) -> u64 {
-        {
-            let parameter = &self.parameters()[index.0];
-            parameter.share.shape_of(&parameter.shape).iter().product::<usize>() as u64
+    fn info_bytes(&self, operation: Option<&Operation>, info: ValueInfo) -> u64 {
+        self.info_elements(operation, info) * info.dtype.size_bytes() as u64
+    }
+
+    /// Elements of a value or a gradient that an operation touches. Where it has room for the rows of all tokens of all ranks, those of
+    /// as many as come if all experts have as many.
+    fn info_elements(&self, operation: Option<&Operation>, info: ValueInfo) -> u64 {
+        match operation.and_then(|operation| self.expert_rows(operation)) {
+            Some((room, even)) if info.rows == room => (even * info.columns) as u64,
+            _ => info.elements() as u64,
         }
+    }
+
+    /// The rows that an operation on rows of experts has room for, and those that it has if all experts have as many.
+    fn expert_rows(&self, operation: &Operation) -> Option<(usize, usize)> {
+        let (Operation::GroupedLinear { x: rows, .. }
+        | Operation::SwiGlu { gate: rows, offsets: Some(_), .. }
+        | Operation::Dispatch { rows, .. }
+        | Operation::Combine { rows, .. }) = *operation
+        else {
+            return None;
+        };
+        let even = self.operations.iter().find_map(|operation| match *operation {
+            Operation::GroupedLinear { x, y, even_rows, .. } if [x, y].contains(&rows) => Some(even_rows),
+            _ => None,
+        })?;
+        Some((self.values[rows.0].rows, even))
+    }
+
+    pub(crate) fn parameter_elements(&self, index: ParameterIndex) -> u64 {
+        let parameter = &self.parameters()[index.0];
+        parameter.share.shape_of(&parameter.shape).iter().product::<usize>() as u64
     }
 
     fn weight_bytes(&self, index: ParameterIndex) -> u64 {
         self.parameter_elements(index) * self.shape.dtype.size_bytes() as u64
     }
+}
+
+/// What all parts of an operation cost.
+fn sum(parts: Vec<(Labor, Cost)>) -> Cost {
+    parts.into_iter().fold(Cost::default(), |mut all, (_, cost)| {
+        all += cost;
+        all
+    })
 }
 
 /// What some of the rows cost of an operation on `all`.

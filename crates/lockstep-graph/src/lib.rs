@@ -17,6 +17,7 @@
 //! - Where ranks share a block, each records its part ([`Recorder::split`]), and its program exchanges values with its [`Peers`],
 //!   beside its products if it is recorded so ([`Transits`]).
 //! - Where they share the sequences ([`Recorder::share_sequences`]), attention reaches the others' tokens by its [`ContextPeers`].
+//! - [`Program::work`] says what a rank has to do and to keep, for whoever predicts it.
 //! - A [`Timeline`] learns when each operation ran and what it had to do, for the steps that somebody traces.
 #![forbid(unsafe_code)]
 
@@ -45,6 +46,7 @@ mod summa;
 mod timeline;
 mod training;
 mod transit;
+mod work;
 
 pub use context::ContextPeers;
 pub use layout::Split;

@@ -48,6 +48,8 @@ pub struct BlockProfile {
     pub deferred_bytes: usize,
     /// Number of parameter elements that this rank holds.
     pub parameter_elements: usize,
+    /// What of the floating-point operations of one forward and one backward is attention's.
+    pub attention_flops: u64,
 }
 
 /// One kernel call, or two.
@@ -117,6 +119,7 @@ pub struct Program {
     pub(crate) split_gradients: Vec<GradientBuffer>,
     parameters: Vec<ParameterDeclaration>,
     pub(crate) training: Training,
+    pub(crate) input: Option<Value>,
     pub(crate) output: Value,
     pub(crate) forward: Phase,
     pub(crate) backward: Phase,
@@ -150,6 +153,7 @@ impl Program {
             context,
             parameters,
             training: Training::default(),
+            input,
             output,
             values: Vec::new(),
             operations: Vec::new(),
@@ -281,10 +285,17 @@ impl Program {
                 .iter()
                 .map(|parameter| parameter.share.shape_of(&parameter.shape).iter().product::<usize>())
                 .sum(),
+            attention_flops: self.attention_flops(),
         }
     }
 
-    fn backward_flops(&self, operation: &Operation) -> u64 {
+    fn attention_flops(&self) -> u64 {
+        let is_attention = |operation: &&Operation| matches!(operation, Operation::Attention(_));
+        let flops = |operation| self.product_flops(operation) + self.backward_flops(operation);
+        self.operations.iter().filter(is_attention).map(flops).sum()
+    }
+
+    pub(crate) fn backward_flops(&self, operation: &Operation) -> u64 {
         let forward = self.product_flops(operation);
         let inputs = if self.training.reaches_inputs(operation) { forward } else { 0 };
         let weights = match operation {
@@ -302,6 +313,17 @@ impl Program {
         };
         inputs + weights
     }
+}
+
+/// The value whose memory each of so many shares: itself, unless it is another name for one.
+pub(crate) fn stored_as(values: usize, operations: &[Operation]) -> Vec<usize> {
+    let mut stored_as: Vec<usize> = (0..values).collect();
+    for operation in operations {
+        if let Some(value) = operation.renamed() {
+            stored_as[operation.output().0] = stored_as[value.0];
+        }
+    }
+    stored_as
 }
 
 /// What `Program::compile` knows while it decides where values live.
@@ -339,12 +361,7 @@ impl<'a> Planner<'a> {
                 producers[value.0] = Some(index);
             }
         }
-        let mut stored_as: Vec<usize> = (0..values.len()).collect();
-        for operation in operations {
-            if let Some(value) = operation.renamed() {
-                stored_as[operation.output().0] = stored_as[value.0];
-            }
-        }
+        let stored_as = stored_as(values.len(), operations);
         let mut saved = vec![false; values.len()];
         if mode == Mode::Training && recompute != Recompute::Full {
             for operation in operations {

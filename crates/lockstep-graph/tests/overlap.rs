@@ -1,14 +1,18 @@
-//! Exchanges in chunks beside products change no bit, and are the ones that the program says.
+//! Exchanges in chunks beside products change no bit, and exchanges are the ones that the program says.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{net::TcpListener, thread, time::Duration};
 
 use lockstep_comm::{Deadline, Group, Kind, Meeting, TcpOptions, World, WorldOptions, join_by_address};
 use lockstep_graph::{
-    AttentionShape, Batch, Bias, BlockShape, Linear, Mode, ParameterIndex, Parameters, Peers, Program,
-    Recompute, Recorder, Replay, Seed, Split, Transits, Value,
+    AttentionShape, Batch, Bias, BlockShape, ContextPeers, Linear, Mode, ParameterIndex, Parameters, Peers,
+    Program, Recompute, Recorder, Replay, Ring, Seed, Split, Transits, Value,
 };
-use lockstep_plan::{DType, MemoryCategory, TensorPlace, random::Philox};
+use lockstep_plan::{
+    ContextMethod, ContextPlace, DType, MemoryCategory, TensorPlace,
+    random::Philox,
+    work::{Collective, Labor},
+};
 use lockstep_tensor::{Arena, CpuQueue, Kernels, Tensor, View, Write};
 use proptest::{prelude::*, sample::select};
 
@@ -23,6 +27,14 @@ struct Setting {
     recompute: Recompute,
     chunks: usize,
     backward: Backward,
+    shared: Shared,
+}
+
+/// What ranks share out.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Shared {
+    Block,
+    Sequences(ContextMethod),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -53,7 +65,7 @@ fn block(g: &mut Recorder, x: Value) -> Value {
 
 fn record(setting: &Setting, ranks: usize, rank: usize) -> Program {
     let mut g = Recorder::new(Mode::Training, setting.shape);
-    let Setting { splits_tokens, chunks, .. } = *setting;
+    let Setting { splits_tokens, chunks, shared, .. } = *setting;
     let splits = [
         ("q", Split::Outputs { pieces: 4 }),
         ("k", Split::Outputs { pieces: 2 }),
@@ -63,8 +75,13 @@ fn record(setting: &Setting, ranks: usize, rank: usize) -> Program {
         ("up", Split::Outputs { pieces: 24 }),
         ("down", Split::Inputs),
     ];
-    let place = TensorPlace { ranks, rank, splits_tokens, chunks, ..TensorPlace::default() };
-    g.split(place, splits.map(|(name, split)| (name.to_owned(), split)));
+    match shared {
+        Shared::Block => {
+            let place = TensorPlace { ranks, rank, splits_tokens, chunks, ..TensorPlace::default() };
+            g.split(place, splits.map(|(name, split)| (name.to_owned(), split)));
+        }
+        Shared::Sequences(method) => g.share_sequences(ContextPlace { ranks, rank, method }),
+    }
     let x = g.input(WIDTH);
     let y = block(&mut g, x);
     g.finish(y, setting.recompute)
@@ -128,8 +145,8 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
     let arena = group.arena(&[MemoryCategory::Workspace, MemoryCategory::Communication]);
     let queue = CpuQueue::new(1, &arena).unwrap();
     let store = Store::new(&program, &queue, &arena, rank);
-    let BlockShape { sequences, seq_len, dtype } = setting.shape;
-    let tokens = setting.shape.tokens();
+    let BlockShape { sequences, seq_len, dtype } = program.shape();
+    let tokens = program.shape().tokens();
     let held = [program.output_rows(), WIDTH];
     // Where all ranks hold the same, they are given the same.
     let of = |seed: u64| if setting.splits_tokens { seed + rank as u64 } else { seed };
@@ -153,6 +170,9 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
     let deferred = poisoned(program.deferred_bytes());
     let transits = Transits::new([&program].into_iter(), &arena).unwrap();
     assert_eq!(transits.is_some(), setting.chunks > 1, "{setting:?}");
+    let ring = Ring::new([&program].into_iter(), &arena).unwrap();
+    let peers = Peers { group, limit: LIMIT };
+    let of_block = setting.shared == Shared::Block;
     let replay = Replay {
         queue: &queue,
         parameters: &store,
@@ -170,10 +190,10 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
         workspace: &workspace,
         first_dropout_site: 0,
         cache: None,
-        peers: Some(Peers { group, limit: LIMIT }),
+        peers: of_block.then_some(peers),
         expert_peers: None,
         sequence_peers: None,
-        context: None,
+        context: (!of_block).then_some(ContextPeers { peers, ring: ring.as_ref() }),
         grid: None,
         router_margin: None,
         transits: transits.as_ref(),
@@ -257,7 +277,8 @@ proptest! {
         chunks in 2_usize..8,
     ) {
         let shape = BlockShape { sequences, seq_len: tokens * ranks, dtype };
-        let setting = Setting { shape, splits_tokens, recompute, chunks, backward };
+        let shared = Shared::Block;
+        let setting = Setting { shape, splits_tokens, recompute, chunks, backward, shared };
         in_shared_memory(ranks, |group| compare(group, &setting, &[chunks]));
     }
 }
@@ -267,7 +288,8 @@ fn nor_where_ranks_are_joined_by_sockets() {
     let shape = BlockShape { sequences: 2, seq_len: 150, dtype: DType::F32 };
     for splits_tokens in [true, false] {
         let recompute = Recompute::Selective;
-        let setting = Setting { shape, splits_tokens, recompute, chunks: 1, backward: Backward::Fused };
+        let (backward, shared) = (Backward::Fused, Shared::Block);
+        let setting = Setting { shape, splits_tokens, recompute, chunks: 1, backward, shared };
         by_sockets(2, |group| compare(group, &setting, &[2, 4, 7]));
     }
 }
@@ -282,7 +304,8 @@ fn a_chunk_is_an_exchange_and_gathers_for_weights_alone_are_not_cut() {
     let shape = BlockShape { sequences: 1, seq_len: 32, dtype: DType::F32 };
     let expected = |backward: Backward, chunks: usize| {
         let recompute = Recompute::None;
-        let setting = Setting { shape, splits_tokens: true, recompute, chunks, backward };
+        let shared = Shared::Block;
+        let setting = Setting { shape, splits_tokens: true, recompute, chunks, backward, shared };
         let counts = in_shared_memory(2, |group| {
             run(group, &setting);
             [Kind::AllGather, Kind::ReduceScatter].map(|kind| count(group, kind))
@@ -294,5 +317,65 @@ fn a_chunk_is_an_exchange_and_gathers_for_weights_alone_are_not_cut() {
         // Two gathers and two sums forward, as many backward, and two gathers again for the weights.
         assert_eq!(expected(backward, 1), [6, 4], "{backward:?}");
         assert_eq!(expected(backward, 4), [4 * 4 + 2, 4 * 4], "{backward:?}");
+    }
+}
+
+const KINDS: [Kind; 5] = [Kind::AllReduce, Kind::AllGather, Kind::ReduceScatter, Kind::AllToAll, Kind::Send];
+
+/// Bytes of each kind of collective that the work of a block says.
+fn said(setting: &Setting, ranks: usize) -> [u64; 5] {
+    let work = record(setting, ranks, 0).work();
+    let backward = match setting.backward {
+        Backward::Fused => work.backward,
+        Backward::Split => [work.backward_inputs, work.backward_weights].concat(),
+    };
+    let mut sums = [0; 5];
+    for task in work.forward.iter().chain(&backward) {
+        let Labor::Exchange(exchange) = task.labor else { continue };
+        let (kind, times) = match exchange.collective {
+            Collective::AllReduce => (Kind::AllReduce, 1),
+            Collective::AllGather => (Kind::AllGather, 1),
+            Collective::ReduceScatter => (Kind::ReduceScatter, 1),
+            Collective::AllToAll => (Kind::AllToAll, 1),
+            Collective::Ring => (Kind::Send, ranks as u64 - 1),
+            Collective::Shift => (Kind::Send, 1),
+            Collective::Broadcast | Collective::Reduce => panic!("no such exchange is recorded: {task:?}"),
+        };
+        sums[KINDS.iter().position(|other| *other == kind).unwrap()] += times * exchange.bytes;
+    }
+    sums
+}
+
+/// Those that a rank has called.
+fn called(group: &Group) -> [u64; 5] {
+    let calls: Vec<_> = group.recorded(group.rank()).into_iter().map(|recorded| recorded.call).collect();
+    KINDS.map(|kind| {
+        let of_kind = calls.iter().filter(|call| call.kind == kind);
+        of_kind.map(|call| (call.elements * call.number.size_bytes()) as u64).sum()
+    })
+}
+
+#[test]
+fn the_work_of_a_program_has_the_bytes_that_ranks_exchange() {
+    let shape = BlockShape { sequences: 2, seq_len: 48, dtype: DType::BF16 };
+    let of_sequences = [ContextMethod::Ring, ContextMethod::AllGather, ContextMethod::AllToAll];
+    let of_block = [(false, 1), (false, 3), (true, 1), (true, 3)];
+    let kinds = of_block.map(|(splits_tokens, chunks)| (Shared::Block, splits_tokens, chunks));
+    let kinds: Vec<_> =
+        kinds.into_iter().chain(of_sequences.map(|method| (Shared::Sequences(method), true, 1))).collect();
+    for ranks in [2, 4] {
+        for backward in [Backward::Fused, Backward::Split] {
+            for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
+                for &(shared, splits_tokens, chunks) in &kinds {
+                    let setting = Setting { shape, splits_tokens, recompute, chunks, backward, shared };
+                    let found = in_shared_memory(ranks, |group| {
+                        run(group, &setting);
+                        called(group)
+                    });
+                    assert_eq!(found, vec![said(&setting, ranks); ranks], "{setting:?}");
+                    assert!(found[0].iter().sum::<u64>() > 0, "{setting:?}");
+                }
+            }
+        }
     }
 }

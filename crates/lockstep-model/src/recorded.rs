@@ -6,16 +6,16 @@
 
 use std::collections::BTreeSet;
 
-use lockstep_graph::{
-    BlockShape, InputGradient, LowRank, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
-    Recorder, Split, Value,
-};
+use lockstep_graph::{BlockShape, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules};
 use lockstep_plan::{
     Among, BufferUnit, ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, Shard,
     Share, TensorDimensions, TensorPlace, UnitProfile,
 };
 
-use crate::{Adapter, ModelConfig};
+use crate::{
+    Adapter, ModelConfig,
+    units::{Flops, OUTPUT_LAYER, RecordedUnits, unit_of},
+};
 
 /// Dropout sites reserved for each unit.
 const DROPOUT_SITES_PER_UNIT: u32 = 16;
@@ -72,17 +72,15 @@ pub struct RecordingOptions {
 /// A recorded model.
 #[derive(Debug)]
 pub struct RecordedModel {
-    programs: Vec<Program>,
-    /// The program of each unit.
-    program_of_unit: Vec<usize>,
+    pub(crate) units: RecordedUnits,
     layers: usize,
     records: Vec<ParameterRecord>,
     unit_parameters: Vec<Vec<ParameterId>>,
     inverse_frequencies: Option<Vec<f32>>,
-    training_flops: u64,
+    pub(crate) flops: Flops,
     bias_update_rate: f64,
     /// The rank's place among those that share each block.
-    tensor: TensorPlace,
+    pub(crate) tensor: TensorPlace,
     vocabulary: usize,
     /// The units of whose output the ranks that share blocks keep a slice each.
     sliced: Vec<bool>,
@@ -110,77 +108,26 @@ impl RecordedModel {
     /// # Panics
     /// If the ranks that share the blocks do not divide what they split: see `Mesh`'s checks, which find that before.
     pub fn tuned(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> Self {
-        let head_output = options.head_output;
         let family = config.family();
-        let layers = config.num_hidden_layers();
+        let units = RecordedUnits::new(config, tuning, options);
+        let flops = units.flops_alone(config, tuning, options);
         let mut model = Self {
-            programs: Vec::new(),
-            program_of_unit: Vec::new(),
-            layers,
+            units,
+            layers: config.num_hidden_layers(),
             records: Vec::new(),
             unit_parameters: Vec::new(),
             inverse_frequencies: family.inverse_frequencies(),
-            training_flops: 0,
+            flops,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
             tensor: options.tensor,
             vocabulary: config.vocab_size(),
             sliced: Vec::new(),
         };
-        // What each program was recorded for.
-        let mut recorded: Vec<Recording> = Vec::new();
-        for unit in 0..layers + 2 {
-            let (kind, prefix) = match unit {
-                0 => (Unit::Embedding, family.embedding_prefix()),
-                unit if unit <= layers => {
-                    (Unit::Block { kind: family.block_kind(unit - 1) }, family.block_prefix(unit - 1))
-                }
-                _ => (Unit::Head, String::new()),
-            };
-            let mut recording = Recording::new(kind, &prefix, tuning);
-            if kind == Unit::Head && config.tie_word_embeddings() {
-                recording.freeze_tied(OUTPUT_LAYER, tuning.frozen.contains(family.embedding_table()));
-            }
-            if !model.records.iter().any(|record| record.trainable) {
-                recording.input_gradient = InputGradient::Unwanted;
-            }
-            if let Unit::Block { .. } = kind {
-                recording.recompute = options.recompute.of(unit - 1);
-            }
-            let known = recorded.iter().position(|known| *known == recording);
-            let program = known.unwrap_or_else(|| {
-                let splits = family.tensor_splits();
-                model.programs.push(recording.run(options, &splits, |g| match kind {
-                    Unit::Embedding => family.embedding(g),
-                    Unit::Block { kind } => family.block(kind, g),
-                    Unit::Head => {
-                        let (x, output_layer) = family.head(g);
-                        match head_output {
-                            HeadOutput::Losses => g.output_loss(x, output_layer),
-                            HeadOutput::Logits => g.linear(x, output_layer),
-                        }
-                    }
-                }));
-                recorded.push(recording);
-                recorded.len() - 1
-            });
-            model.program_of_unit.push(program);
-            model.declare(unit, &prefix);
-        }
+        (0..model.units()).for_each(|unit| model.declare(unit, &unit_of(config, unit).1));
         if config.tie_word_embeddings() {
             model.tie(OUTPUT_LAYER, family.embedding_table());
         }
         model.sliced = (0..model.units()).map(|unit| model.can_slice(unit, options.recompute)).collect();
-        let is_alone = options.tensor.ranks * options.context.ranks * options.experts.group_size() == 1;
-        model.training_flops = if is_alone {
-            let profiles = (0..model.units()).map(|unit| model.program(unit).profile());
-            // A model that overflows this is refused for its memory.
-            let flops = profiles.map(|profile| profile.forward_flops.saturating_add(profile.backward_flops));
-            flops.fold(0, u64::saturating_add)
-        } else {
-            let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
-            let alone = RecordingOptions { tensor, context, experts: ExpertPlace::default(), ..options };
-            Self::tuned(config, tuning, alone).training_flops
-        };
         model
     }
 
@@ -206,7 +153,7 @@ impl RecordedModel {
 
     /// The program of a unit.
     pub fn program(&self, unit: usize) -> &Program {
-        &self.programs[self.program_of_unit[unit]]
+        self.units.program(unit)
     }
 
     /// Whether the ranks that share the blocks keep a slice each of the output of a unit, which all of them have.
@@ -319,7 +266,7 @@ impl RecordedModel {
     /// Floating-point operations of one training step on one micro-batch, of all ranks that share the model together and without
     /// recomputation: the forward, and a backward of twice as much, less what nothing that is trained waits for.
     pub fn training_flops(&self) -> u64 {
-        self.training_flops
+        self.flops.training
     }
 
     fn declare(&mut self, unit: usize, prefix: &str) {
@@ -335,67 +282,6 @@ impl RecordedModel {
         let (tied, target) = (find(name), find(target));
         let tied = tied.expect("a family declares an output layer");
         self.records[tied].tie = Some(ParameterId(target.expect("a family declares an embedding table")));
-    }
-}
-
-/// The output layer's parameter, which may be tied to the embedding.
-const OUTPUT_LAYER: &str = "lm_head.weight";
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Unit {
-    Embedding,
-    Block { kind: usize },
-    Head,
-}
-
-/// Everything that decides what recording a unit gives.
-#[derive(Debug, PartialEq)]
-struct Recording {
-    kind: Unit,
-    /// Names within the unit.
-    frozen: BTreeSet<String>,
-    low_rank: Option<LowRank>,
-    input_gradient: InputGradient,
-    recompute: Recompute,
-}
-
-impl Recording {
-    fn new(kind: Unit, prefix: &str, tuning: &Tuning) -> Self {
-        // A head has no prefix; the names of other units mean nothing to it.
-        let within = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
-        let frozen = tuning.frozen.iter().filter_map(within).collect();
-        let low_rank = tuning.adapter.as_ref().map(|adapter| adapter.within(prefix));
-        let (input_gradient, recompute) = (InputGradient::Wanted, Recompute::None);
-        Self { kind, frozen, low_rank, input_gradient, recompute }
-    }
-
-    /// A tied parameter is trained if the one it is tied to is.
-    fn freeze_tied(&mut self, name: &str, is_frozen: bool) {
-        if is_frozen {
-            self.frozen.insert(name.to_owned());
-        } else {
-            self.frozen.remove(name);
-        }
-    }
-
-    fn run(
-        &self,
-        options: RecordingOptions,
-        splits: &[(&str, Split)],
-        record: impl FnOnce(&mut Recorder) -> Value,
-    ) -> Program {
-        let RecordingOptions { mode, shape, tensor, context, experts, .. } = options;
-        let mut g = Recorder::new(mode, shape);
-        g.share_sequences(context);
-        g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
-        g.share_experts(experts);
-        g.freeze(self.frozen.iter().cloned());
-        g.set_input_gradient(self.input_gradient);
-        if let Some(low_rank) = &self.low_rank {
-            g.adapt(low_rank.clone());
-        }
-        let output = record(&mut g);
-        g.finish(output, self.recompute)
     }
 }
 

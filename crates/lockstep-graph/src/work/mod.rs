@@ -1,0 +1,408 @@
+//! What a rank has to do for a micro-batch, read off the instructions of a program: the same list that a replay walks, in the words of
+//! [`lockstep_plan::work`].
+//!
+//! Products have the shapes that they have on this rank, exchanges the bytes that ranks really send each other. What is cut into
+//! chunks, so that an exchange goes on beside its products, is one product and one exchange again. Bytes and operations beside
+//! products are those of `cost`. What others than Lockstep keep is counted beside it (`kept`).
+//!
+//! ```text
+//! y = x Wᵀ      [rows, in] [in, out]        forward
+//! dx = dy W     [rows, out] [out, in]       gradient of the input
+//! dW = dyᵀ x    [out, rows] [rows, in]      gradient of the weight
+//! ```
+
+mod kept;
+
+use lockstep_plan::{
+    Among, DType,
+    work::{Attention, Collective, Exchange, Labor, Peers, Product, Task, TaskPass, UnitWork},
+};
+
+use crate::{
+    Cost, Pass, Program, Value,
+    backward::GradientBuffer,
+    context::{Reach, SequenceChange, SequenceExchange},
+    cost::Stage,
+    layout,
+    operation::{AttentionOperation, Operation, RemoteRows, RouteOperation, SplitLoss},
+    program::{Instruction, Phase},
+    summa::BlockLinear,
+};
+
+impl Program {
+    /// What one rank has to do for a micro-batch, and what others keep of it.
+    pub fn work(&self) -> UnitWork {
+        let backward = |phase| self.tasks(phase, Stage::Backward, &self.split_gradients);
+        let is_expert = |index: &usize| self.parameters()[*index].share.among == Among::Experts;
+        let elements = |index: usize| self.parameter_elements(crate::ParameterIndex(index));
+        let parameters = 0..self.parameters().len();
+        UnitWork {
+            forward: self.tasks(&self.forward, Stage::Forward, &self.gradients),
+            backward: self.tasks(&self.backward, Stage::Backward, &self.gradients),
+            backward_inputs: backward(&self.backward_inputs),
+            backward_weights: backward(&self.backward_weights),
+            kept: self.kept(),
+            parameter_elements: parameters.clone().map(elements).sum(),
+            expert_elements: parameters.filter(is_expert).map(elements).sum(),
+        }
+    }
+
+    fn tasks(&self, phase: &Phase, stage: Stage, gradients: &[GradientBuffer]) -> Vec<Task> {
+        let mut list = List { program: self, phase, stage, gradients, tasks: Vec::new() };
+        let mut in_parts: Vec<&Instruction> = Vec::new();
+        for instruction in &phase.instructions {
+            match instruction {
+                Instruction::Part { product, .. } => {
+                    if !in_parts.contains(&product.as_ref()) {
+                        in_parts.push(product);
+                        list.add(product, Manner::Alone);
+                    }
+                }
+                Instruction::Start { transit } | Instruction::Send { transit, chunk: 0 } => {
+                    list.add(&phase.transits[*transit].exchange, Manner::Beside);
+                }
+                Instruction::Send { .. } | Instruction::Await { .. } => {}
+                // A step's forward leaves it to the backward: see `Program::forward_for_backward`.
+                Instruction::Forward(operation)
+                    if stage == Stage::Forward
+                        && self.has_backward()
+                        && self.operations[*operation].is_loss() => {}
+                _ => list.add(instruction, Manner::Alone),
+            }
+        }
+        list.tasks
+    }
+
+    /// What an operation's forward is made of, in order.
+    fn forward_labors(&self, operation: &Operation, manner: Manner) -> Vec<Labor> {
+        match operation {
+            Operation::Linear { x, y, .. } => {
+                let [rows, inner, columns] = [self.rows(*y), self.columns(*x), self.columns(*y)];
+                vec![product([rows, inner, columns], 1)]
+            }
+            Operation::BlockLinear(linear) => {
+                let [rows, inner, columns] = self.block_shape(linear);
+                let sent = [self.broadcast(rows * inner), self.broadcast(columns * inner)];
+                in_steps(linear, sent, [rows, inner, columns])
+            }
+            Operation::GroupedLinear { x, y, .. } => {
+                let (rows, count) = self.rows_of_expert(operation);
+                vec![product([rows, self.columns(*x), self.columns(*y)], count)]
+            }
+            Operation::Attention(attention) => {
+                let mut labors = Vec::new();
+                if let Reach::Ring { .. } = attention.reach {
+                    let bytes = self.ring_bytes(attention, self.shape.dtype);
+                    labors.push(exchange(Peers::Context, Collective::Ring, bytes, Manner::Beside));
+                }
+                labors.push(self.attention(attention, self.product_flops(operation)));
+                labors
+            }
+            Operation::Exchange { exchange: change, x, y, .. } => self.exchanged(*change, (*x, *y), manner),
+            Operation::SequenceExchange(change) => self.sequences_exchanged(change, Way::There),
+            Operation::Route(RouteOperation { parts: Some(parts), counts, .. }) => {
+                let bytes = self.value_bytes(parts.gathered);
+                let ranks = self.rows(parts.gathered) / self.rows(*counts);
+                let peers = match self.context.ranks as u64 {
+                    1 => Peers::Tensor,
+                    context if context == ranks => Peers::Context,
+                    _ => Peers::TensorAndContext,
+                };
+                vec![Labor::Stream, exchange(peers, Collective::AllGather, bytes, manner)]
+            }
+            Operation::Dispatch { tables, .. } => {
+                let remote = tables.remote.iter();
+                let exchanges = remote.flat_map(|remote| [self.counts_told(remote), self.rows_sent(remote)]);
+                [Labor::Stream].into_iter().chain(exchanges).collect()
+            }
+            Operation::Combine { tables, .. } => {
+                let exchange = tables.remote.iter().map(|remote| self.rows_sent(remote));
+                exchange.chain([Labor::Stream]).collect()
+            }
+            _ => vec![Labor::Stream],
+        }
+    }
+
+    /// What the gradients of its inputs are made of.
+    fn input_labors(&self, operation: &Operation, manner: Manner) -> Vec<Labor> {
+        match operation {
+            Operation::Linear { x, y, .. } => {
+                vec![product([self.rows(*y), self.columns(*y), self.columns(*x)], 1)]
+            }
+            Operation::BlockLinear(linear) => {
+                let [rows, inner, columns] = self.block_shape(linear);
+                let sent = [self.broadcast(columns * inner), self.reduce(rows * inner, self.shape.dtype)];
+                in_steps(linear, sent, [rows, columns, inner])
+            }
+            Operation::GroupedLinear { x, y, .. } => {
+                let (rows, count) = self.rows_of_expert(operation);
+                vec![product([rows, self.columns(*y), self.columns(*x)], count)]
+            }
+            Operation::Attention(attention) => {
+                let mut labors = Vec::new();
+                let gradients = self.ring_bytes(attention, DType::F32);
+                let is_ring = matches!(attention.reach, Reach::Ring { .. });
+                if is_ring {
+                    // Gradients follow the keys and values that they are of.
+                    let bytes = self.ring_bytes(attention, self.shape.dtype) + gradients;
+                    labors.push(exchange(Peers::Context, Collective::Ring, bytes, Manner::Beside));
+                }
+                labors.push(self.attention(attention, self.backward_flops(operation)));
+                if is_ring {
+                    // And home.
+                    labors.push(exchange(Peers::Context, Collective::Shift, gradients, manner));
+                }
+                labors
+            }
+            Operation::Exchange { exchange: change, x, y, .. } => {
+                self.gradients_exchanged(*change, (*x, *y), manner)
+            }
+            Operation::SequenceExchange(change) => self.sequences_exchanged(change, Way::Back),
+            Operation::Dispatch { tables, .. } | Operation::Combine { tables, .. } => {
+                let exchange = tables.remote.iter().map(|remote| self.rows_sent(remote));
+                [Labor::Stream].into_iter().chain(exchange).collect()
+            }
+            _ => vec![Labor::Stream],
+        }
+    }
+
+    /// What the gradients of its weights are made of.
+    fn weight_labors(&self, operation: &Operation) -> Vec<Labor> {
+        match operation {
+            Operation::Linear { x, weight, y, .. } if self.training.trains(*weight) => {
+                vec![product([self.columns(*y), self.rows(*y), self.columns(*x)], 1)]
+            }
+            Operation::BlockLinear(linear) if self.training.trains(linear.weight) => {
+                let [rows, inner, columns] = self.block_shape(linear);
+                let sent = [self.broadcast(rows * inner), self.reduce(columns * inner, DType::F32)];
+                in_steps(linear, sent, [columns, rows, inner])
+            }
+            Operation::GroupedLinear { x, y, .. } => {
+                let (rows, count) = self.rows_of_expert(operation);
+                vec![product([self.columns(*y), rows, self.columns(*x)], count)]
+            }
+            _ => vec![Labor::Stream],
+        }
+    }
+
+    /// What ranks send each other to get a value in another layout.
+    fn exchanged(&self, change: layout::Exchange, (x, y): (Value, Value), manner: Manner) -> Vec<Labor> {
+        use layout::Exchange as Change;
+        let all =
+            |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
+        match change {
+            Change::GatherTokens | Change::AllTokens => all(Collective::AllGather, y),
+            Change::Sum => all(Collective::AllReduce, y),
+            Change::SumTokens => all(Collective::ReduceScatter, x),
+            Change::TokensToBlocks | Change::BlocksToTokens => self.in_line(x),
+            Change::OwnTokens | Change::SumGradients => vec![Labor::Stream],
+        }
+    }
+
+    /// And to get its gradient back.
+    fn gradients_exchanged(
+        &self,
+        change: layout::Exchange,
+        (x, y): (Value, Value),
+        manner: Manner,
+    ) -> Vec<Labor> {
+        use layout::Exchange as Change;
+        let all =
+            |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
+        match change {
+            Change::SumGradients => all(Collective::AllReduce, y),
+            Change::GatherTokens => all(Collective::ReduceScatter, y),
+            Change::SumTokens | Change::OwnTokens => all(Collective::AllGather, x),
+            Change::TokensToBlocks | Change::BlocksToTokens => self.in_line(x),
+            Change::AllTokens | Change::Sum => vec![Labor::Stream],
+        }
+    }
+
+    /// Tokens for blocks, or blocks for tokens: columns are put one rank's after the other's, and sent.
+    fn in_line(&self, x: Value) -> Vec<Labor> {
+        let bytes = self.value_bytes(x);
+        vec![Labor::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Manner::Alone)]
+    }
+
+    fn sequences_exchanged(&self, change: &SequenceExchange, way: Way) -> Vec<Labor> {
+        let SequenceExchange { change, x, y, .. } = *change;
+        let (collective, value) = match (change, way) {
+            (SequenceChange::Gather, Way::There) => (Collective::AllGather, y),
+            (SequenceChange::Gather, Way::Back) => (Collective::ReduceScatter, y),
+            // Heads of which there are fewer than ranks are sent to several.
+            (SequenceChange::TokensToHeads { .. }, _) => (Collective::AllToAll, y),
+            (SequenceChange::HeadsToTokens { .. }, _) => (Collective::AllToAll, x),
+        };
+        let bytes = self.value_bytes(value);
+        vec![Labor::Stream, exchange(Peers::Context, collective, bytes, Manner::Alone)]
+    }
+
+    /// Rows to the experts of other ranks, or back: so many as slots, if all experts have as many.
+    fn rows_sent(&self, remote: &RemoteRows) -> Labor {
+        exchange(Peers::Expert, Collective::AllToAll, self.value_bytes(remote.sending), Manner::Alone)
+    }
+
+    /// How many rows go to each expert.
+    fn counts_told(&self, remote: &RemoteRows) -> Labor {
+        let bytes = self.rows(remote.received) * size_of::<i64>() as u64;
+        exchange(Peers::Expert, Collective::AllToAll, bytes, Manner::Alone)
+    }
+
+    /// What ranks tell each other of each token's loss, part by part of the tokens.
+    fn statistics(&self, logits: Value, split: SplitLoss) -> Vec<Labor> {
+        let columns = self.columns(split.gathered);
+        let (tokens, step) = (self.shape.tokens() as u64, self.rows(logits));
+        let parts = (0..tokens).step_by(step as usize).map(|start| step.min(tokens - start));
+        let bytes = |tokens: u64| tokens * columns * DType::F32.size_bytes() as u64;
+        let gather = |tokens| exchange(Peers::Tensor, Collective::AllGather, bytes(tokens), Manner::Alone);
+        parts.map(gather).collect()
+    }
+
+    fn attention(&self, attention: &AttentionOperation, flops: u64) -> Labor {
+        let head_dim = attention.shape.head_dim as u64;
+        Labor::Attention(Attention { flops, scores: self.scores(attention), head_dim })
+    }
+
+    /// Bytes of the keys and values of one rank.
+    fn ring_bytes(&self, attention: &AttentionOperation, dtype: DType) -> u64 {
+        let elements = |value: Value| self.values[value.0].elements() as u64;
+        (elements(attention.k) + elements(attention.v)) * dtype.size_bytes() as u64
+    }
+
+    /// Rows, inputs and outputs of the product of two blocks.
+    fn block_shape(&self, linear: &BlockLinear) -> [u64; 3] {
+        [self.rows(linear.y), self.columns(linear.x), self.columns(linear.y)]
+    }
+
+    fn broadcast(&self, elements: u64) -> Labor {
+        let bytes = elements * self.shape.dtype.size_bytes() as u64;
+        exchange(Peers::TensorLine, Collective::Broadcast, bytes, Manner::Alone)
+    }
+
+    fn reduce(&self, elements: u64, dtype: DType) -> Labor {
+        let bytes = elements * dtype.size_bytes() as u64;
+        exchange(Peers::TensorLine, Collective::Reduce, bytes, Manner::Alone)
+    }
+
+    /// The rows of an expert if all have as many, rounded up, and how many experts are here.
+    fn rows_of_expert(&self, operation: &Operation) -> (u64, u64) {
+        let Operation::GroupedLinear { offsets, even_rows, .. } = *operation else {
+            unreachable!("called for layers of experts: {operation:?}")
+        };
+        let experts = self.rows(offsets) - 1;
+        ((even_rows as u64).div_ceil(experts), experts)
+    }
+
+    fn rows(&self, value: Value) -> u64 {
+        self.values[value.0].rows as u64
+    }
+
+    fn columns(&self, value: Value) -> u64 {
+        self.values[value.0].columns as u64
+    }
+
+    fn value_bytes(&self, value: Value) -> u64 {
+        self.values[value.0].bytes() as u64
+    }
+}
+
+/// Tasks of a phase, as far as they have been written down.
+struct List<'a> {
+    program: &'a Program,
+    phase: &'a Phase,
+    stage: Stage,
+    gradients: &'a [GradientBuffer],
+    tasks: Vec<Task>,
+}
+
+impl List<'_> {
+    fn add(&mut self, instruction: &Instruction, manner: Manner) {
+        let program = self.program;
+        let activity = program.activity(instruction, self.phase, self.stage, 0);
+        let pass = match activity.pass {
+            Some(Pass::Forward) | None => TaskPass::Forward,
+            Some(Pass::Recompute) => TaskPass::Recompute,
+            Some(Pass::BackwardInputs) => TaskPass::BackwardInputs,
+            Some(Pass::BackwardWeights) => TaskPass::BackwardWeights,
+        };
+        let cost = program.cost(instruction, self.phase, self.gradients);
+        for (labor, cost) in self.parts(instruction, manner, cost) {
+            let Cost { bytes, vector_flops, .. } = cost;
+            self.tasks.push(Task { name: activity.name, pass, labor, bytes, vector_flops });
+        }
+    }
+
+    fn parts(&self, instruction: &Instruction, manner: Manner, cost: Cost) -> Vec<(Labor, Cost)> {
+        let program = self.program;
+        let labors = match instruction {
+            Instruction::Forward(index) | Instruction::BackwardInputs { operation: index, .. }
+                if program.operations[*index].is_loss() =>
+            {
+                let written = match instruction {
+                    Instruction::BackwardInputs { dx, .. } => {
+                        Some(dx.iter().map(|(dx, _)| self.gradients[dx.0].info.bytes() as u64).sum())
+                    }
+                    _ => None,
+                };
+                return self.loss(&program.operations[*index], written);
+            }
+            Instruction::Forward(index) => program.forward_labors(&program.operations[*index], manner),
+            Instruction::BackwardInputs { operation, .. } => {
+                program.input_labors(&program.operations[*operation], manner)
+            }
+            Instruction::BackwardWeights { operation, .. } => {
+                program.weight_labors(&program.operations[*operation])
+            }
+            _ => vec![Labor::Stream],
+        };
+        // What is computed has all of the cost. What is only sent goes through no memory but on its way.
+        labors
+            .into_iter()
+            .map(|labor| match labor {
+                Labor::Exchange(_) => (labor, Cost::default()),
+                _ => (labor, cost),
+            })
+            .collect()
+    }
+
+    fn loss(&self, operation: &Operation, gradient_bytes: Option<u64>) -> Vec<(Labor, Cost)> {
+        let mut parts = self.program.loss_parts(operation, gradient_bytes);
+        if let Operation::OutputLoss { logits, split: Some(split), .. } = *operation {
+            let exchanges = self.program.statistics(logits, split);
+            // Behind the logits.
+            parts.splice(1..1, exchanges.into_iter().map(|labor| (labor, Cost::default())));
+        }
+        parts
+    }
+}
+
+/// Whether an exchange is waited for at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Manner {
+    Alone,
+    Beside,
+}
+
+/// Forward or backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    There,
+    Back,
+}
+
+fn exchange(peers: Peers, collective: Collective, bytes: u64, manner: Manner) -> Labor {
+    Labor::Exchange(Exchange { peers, collective, bytes, is_beside: manner == Manner::Beside })
+}
+
+fn product([rows, inner, columns]: [u64; 3], count: u64) -> Labor {
+    Labor::Product(Product { rows, inner, columns, count })
+}
+
+/// Products of blocks, one for each step, and what is sent in each.
+fn in_steps(linear: &BlockLinear, sent: [Labor; 2], shape: [u64; 3]) -> Vec<Labor> {
+    let side = linear.grid.side;
+    std::iter::repeat_n(sent, side).flatten().chain([product(shape, side as u64)]).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,173 @@
+//! The units of a model, recorded: units that are recorded for the same share a program.
+
+use std::collections::BTreeSet;
+
+use lockstep_graph::{InputGradient, LowRank, Program, Recompute, Recorder, Split, Value};
+use lockstep_plan::{ContextPlace, ExpertPlace, TensorPlace};
+
+use crate::{HeadOutput, ModelConfig, RecordingOptions, Tuning};
+
+/// The output layer's parameter, which may be tied to the embedding.
+pub(crate) const OUTPUT_LAYER: &str = "lm_head.weight";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unit {
+    Embedding,
+    Block { kind: usize },
+    Head,
+}
+
+/// What a unit is, and what its names begin with.
+pub(crate) fn unit_of(config: &ModelConfig, unit: usize) -> (Unit, String) {
+    let (family, layers) = (config.family(), config.num_hidden_layers());
+    match unit {
+        0 => (Unit::Embedding, family.embedding_prefix()),
+        unit if unit <= layers => {
+            (Unit::Block { kind: family.block_kind(unit - 1) }, family.block_prefix(unit - 1))
+        }
+        _ => (Unit::Head, String::new()),
+    }
+}
+
+/// Floating-point operations of a forward and a backward of a micro-batch, of all ranks that share the model.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Flops {
+    pub(crate) training: u64,
+    /// Of these, attention's.
+    pub(crate) attention: u64,
+}
+
+/// The programs of all units.
+#[derive(Debug)]
+pub(crate) struct RecordedUnits {
+    /// Those that differ.
+    pub(crate) programs: Vec<Program>,
+    /// The program of each unit.
+    pub(crate) of_unit: Vec<usize>,
+}
+
+impl RecordedUnits {
+    pub(crate) fn new(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> Self {
+        let (family, layers) = (config.family(), config.num_hidden_layers());
+        let splits = family.tensor_splits();
+        let mut units = Self { programs: Vec::new(), of_unit: Vec::new() };
+        // What each program was recorded for.
+        let mut recorded: Vec<Recording> = Vec::new();
+        let mut trains_anything = false;
+        for unit in 0..layers + 2 {
+            let (kind, prefix) = unit_of(config, unit);
+            let mut recording = Recording::new(kind, &prefix, tuning);
+            if kind == Unit::Head && config.tie_word_embeddings() {
+                recording.freeze_tied(OUTPUT_LAYER, tuning.frozen.contains(family.embedding_table()));
+            }
+            if !trains_anything {
+                recording.input_gradient = InputGradient::Unwanted;
+            }
+            if let Unit::Block { .. } = kind {
+                recording.recompute = options.recompute.of(unit - 1);
+            }
+            let known = recorded.iter().position(|known| *known == recording);
+            let program = known.unwrap_or_else(|| {
+                units.programs.push(recording.run(options, &splits, |g| match kind {
+                    Unit::Embedding => family.embedding(g),
+                    Unit::Block { kind } => family.block(kind, g),
+                    Unit::Head => {
+                        let (x, output_layer) = family.head(g);
+                        match options.head_output {
+                            HeadOutput::Losses => g.output_loss(x, output_layer),
+                            HeadOutput::Logits => g.linear(x, output_layer),
+                        }
+                    }
+                }));
+                recorded.push(recording);
+                recorded.len() - 1
+            });
+            trains_anything |= units.programs[program].parameters().iter().any(|declared| declared.trainable);
+            units.of_unit.push(program);
+        }
+        units
+    }
+
+    /// The program of a unit.
+    pub(crate) fn program(&self, unit: usize) -> &Program {
+        &self.programs[self.of_unit[unit]]
+    }
+
+    /// What all ranks together have to do: one would have to, alone. These units are those of one of them.
+    pub(crate) fn flops_alone(
+        &self,
+        config: &ModelConfig,
+        tuning: &Tuning,
+        options: RecordingOptions,
+    ) -> Flops {
+        if options.tensor.ranks * options.context.ranks * options.experts.group_size() > 1 {
+            let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
+            let alone = RecordingOptions { tensor, context, experts: ExpertPlace::default(), ..options };
+            return Self::new(config, tuning, alone).flops();
+        }
+        self.flops()
+    }
+
+    fn flops(&self) -> Flops {
+        let profiles: Vec<_> = self.programs.iter().map(Program::profile).collect();
+        // A model that overflows this is refused for its memory.
+        self.of_unit.iter().map(|program| &profiles[*program]).fold(Flops::default(), |sum, profile| {
+            let both = profile.forward_flops.saturating_add(profile.backward_flops);
+            Flops {
+                training: sum.training.saturating_add(both),
+                attention: sum.attention.saturating_add(profile.attention_flops),
+            }
+        })
+    }
+}
+
+/// Everything that decides what recording a unit gives.
+#[derive(Debug, PartialEq)]
+struct Recording {
+    kind: Unit,
+    /// Names within the unit.
+    frozen: BTreeSet<String>,
+    low_rank: Option<LowRank>,
+    input_gradient: InputGradient,
+    recompute: Recompute,
+}
+
+impl Recording {
+    fn new(kind: Unit, prefix: &str, tuning: &Tuning) -> Self {
+        // A head has no prefix; the names of other units mean nothing to it.
+        let within = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
+        let frozen = tuning.frozen.iter().filter_map(within).collect();
+        let low_rank = tuning.adapter.as_ref().map(|adapter| adapter.within(prefix));
+        let (input_gradient, recompute) = (InputGradient::Wanted, Recompute::None);
+        Self { kind, frozen, low_rank, input_gradient, recompute }
+    }
+
+    /// A tied parameter is trained if the one it is tied to is.
+    fn freeze_tied(&mut self, name: &str, is_frozen: bool) {
+        if is_frozen {
+            self.frozen.insert(name.to_owned());
+        } else {
+            self.frozen.remove(name);
+        }
+    }
+
+    fn run(
+        &self,
+        options: RecordingOptions,
+        splits: &[(&str, Split)],
+        record: impl FnOnce(&mut Recorder) -> Value,
+    ) -> Program {
+        let RecordingOptions { mode, shape, tensor, context, experts, .. } = options;
+        let mut g = Recorder::new(mode, shape);
+        g.share_sequences(context);
+        g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
+        g.share_experts(experts);
+        g.freeze(self.frozen.iter().cloned());
+        g.set_input_gradient(self.input_gradient);
+        if let Some(low_rank) = &self.low_rank {
+            g.adapt(low_rank.clone());
+        }
+        let output = record(&mut g);
+        g.finish(output, self.recompute)
+    }
+}

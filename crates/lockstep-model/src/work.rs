@@ -1,0 +1,41 @@
+//! What a rank has to do for a micro-batch of a model, unit by unit.
+
+use lockstep_graph::Program;
+use lockstep_plan::{TensorDimensions, TensorPlace, work::ModelWork};
+
+use crate::{
+    ModelConfig, RecordedModel, RecordingOptions, Tuning,
+    units::{Flops, RecordedUnits},
+};
+
+impl RecordedModel {
+    /// What each rank has to do for a micro-batch, and what all of them have to do together.
+    pub fn work(&self) -> ModelWork {
+        work_of(&self.units, self.flops, self.tensor)
+    }
+}
+
+/// [`RecordedModel::work`] without the model: no parameter gets a record. It takes as long as recording the units that differ does.
+///
+/// # Panics
+/// Where [`RecordedModel::tuned`] does.
+pub fn model_work(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> ModelWork {
+    let units = RecordedUnits::new(config, tuning, options);
+    let flops = units.flops_alone(config, tuning, options);
+    work_of(&units, flops, options.tensor)
+}
+
+fn work_of(units: &RecordedUnits, flops: Flops, tensor: TensorPlace) -> ModelWork {
+    let between = units.program(0);
+    let dtype = between.shape().dtype;
+    let TensorPlace { ranks, splits_tokens, dimensions, .. } = tensor;
+    ModelWork {
+        distinct: units.programs.iter().map(Program::work).collect(),
+        of_unit: units.of_unit.clone(),
+        dtype,
+        boundary_bytes: (between.output_rows() * between.output_columns() * dtype.size_bytes()) as u64,
+        is_boundary_whole: ranks > 1 && !splits_tokens && dimensions == TensorDimensions::One,
+        training_flops: flops.training,
+        attention_flops: flops.attention,
+    }
+}

@@ -48,7 +48,7 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// One target for each parser of input that others may have written.
-pub const TARGETS: [Target; 15] = [
+pub const TARGETS: [Target; 16] = [
     Target { name: "frames", parse: targets::frames, seeds: seeds::frames, words: &[] },
     Target {
         name: "safetensors_header",
@@ -157,6 +157,24 @@ pub const TARGETS: [Target; 15] = [
             "inf",
             "0x",
             "= {",
+        ],
+    },
+    Target {
+        name: "cluster",
+        parse: targets::cluster,
+        seeds: seeds::clusters,
+        words: &[
+            "[[node]]\n",
+            "[[link]]\n",
+            "devices = ",
+            "joins = ",
+            "\"node\"",
+            "like = ",
+            "-1",
+            "inf",
+            "1e18",
+            "= {",
+            "is_host = true",
         ],
     },
     Target {

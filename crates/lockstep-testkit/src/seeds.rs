@@ -229,6 +229,61 @@ jsonl = false
     vec![Vec::new(), most.into(), dotted.into()]
 }
 
+/// Cluster files.
+pub fn clusters() -> Vec<Vec<u8>> {
+    let most = r#"name = "lab"
+software = "fsdp"
+[[node]]
+count = 2
+devices = 8
+host_memory = "1.5TiB"
+host_gb_per_s = 24
+disk = "30TB"
+disk_gb_per_s = 12.5
+price_per_hour = 32.5
+hours_between_failures = 6e3
+[node.device]
+like = "a100-80gb-sxm"
+name = "a100-40gb"
+memory = "39.5GiB"
+memory_gb_per_s = 1555
+peak_tflops = { bf16 = 312, f32 = 19.5 }
+[node.device.efficiency]
+product = 0.8
+half_shape = [16, 64, 16]
+tile = { rows = 128, columns = 128, units = 108 }
+attention = 0.4
+scores = 0.3
+stream = 0.8
+launch_us = 5
+measured = { "RMSNorm forward" = 1200 }
+[[node]]
+device = "h100-sxm"
+[[link]]
+like = "nvlink4"
+in_switch = false
+[[link]]
+name = "rack"
+joins = 16
+gb_per_s = 25
+latency_us = 20
+[[link]]
+like = "hdr-200g"
+efficiency = 0.9
+start_us = 3
+fill = 0.3
+"#;
+    let host = r#"link = { gb_per_s = 6, latency_us = 0.5, joins = "all" }
+[node]
+devices = 2
+device = { is_host = true, memory = 4096, memory_gb_per_s = 5, peak_tflops.f32 = 0.1, efficiency.tile = false }
+alone = { is_host = true, memory = 4096, memory_gb_per_s = 9, peak_tflops.f32 = 0.2 }
+"#;
+    let torus =
+        "node = [{ count = 16, devices = 4, device = \"tpu-v4\" }]\nlink = [{ like = \"ici\", torus = 2 }]\n";
+    vec![most.into(), host.into(), torus.into(), b"node.device = 'h100-sxm'".into()]
+}
+
 /// Records of runs.
 pub fn run_records() -> Vec<Vec<u8>> {
     let rows = r#"{"name":"<b>&amp;</b>","step":1,"loss":2.5,"grad_norm":1.5,"lr":1e-3,"tokens_seen":64,"step_ms":10.5}

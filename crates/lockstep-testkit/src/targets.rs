@@ -11,7 +11,9 @@ use lockstep_data::{
     read_text_column,
 };
 use lockstep_model::ModelConfig;
+use lockstep_plan::cluster::Cluster;
 use lockstep_plan::schedule::{Costs, PassKind, Schedule, StageCost, passes_from_csv};
+use lockstep_plan::work::Collective;
 use lockstep_plan::{Axis, DType, Facts, Plan, TensorDimensions};
 use lockstep_train::RunConfig;
 use lockstep_train::flight::{Dump, analyse};
@@ -225,6 +227,37 @@ pub fn run_toml(bytes: &[u8]) -> Verdict {
         }
     }
     (&config).into()
+}
+
+/// A cluster file. An accepted one reads as it was written, each of its devices lives on a node, and what they exchange
+/// takes a time.
+///
+/// # Panics
+/// If not.
+pub fn cluster(bytes: &[u8]) -> Verdict {
+    let Ok(text) = str::from_utf8(bytes) else { return Verdict::Refused };
+    let cluster = Cluster::parse(text, "cluster.toml");
+    match &cluster {
+        Ok(cluster) => {
+            let written = cluster.to_toml();
+            let read = Cluster::parse(&written, "written").expect("what was written can be read");
+            assert_eq!(&read, cluster, "{written}");
+            let last = cluster.devices() - 1;
+            let node = cluster.node_of(last).map(|(_, node)| node);
+            assert_eq!(node, Some(cluster.node_count() - 1), "the last device is on the last node");
+            assert!(cluster.node_of(last + 1).is_none(), "and there is none after it");
+            for collective in [Collective::AllReduce, Collective::AllGather, Collective::AllToAll] {
+                let whole = cluster.seconds(collective, 1 << 20, &cluster.placement(last + 1, 1));
+                assert!(whole.is_finite() && (whole > 0.0) == (last > 0), "{collective:?} takes {whole} s");
+            }
+            let sent = cluster.send_seconds(1 << 20, 0, last);
+            assert!(sent.is_finite() && (sent > 0.0) == (last > 0), "a message takes {sent} s");
+        }
+        Err(problems) => {
+            assert!(problems.to_string().len() < 4096 + 256 * text.len(), "a message without end")
+        }
+    }
+    (&cluster).into()
 }
 
 /// The records of a run: rows, the first line being what the run is as well. No text of theirs becomes markup in the

@@ -106,3 +106,8 @@ fn any_plan_gives_every_rank_a_place_or_is_refused() {
 fn any_schedule_of_a_user_ends_or_is_refused() {
     survives("schedule_csv", 20_000);
 }
+
+#[test]
+fn any_cluster_reads_as_it_was_written_or_is_refused() {
+    survives("cluster", 20_000);
+}

@@ -1,0 +1,408 @@
+//! How long ranks take to exchange something.
+//!
+//! A collective of `n` ranks takes a time for its steps, `l`, which does not depend on how much is sent, and a time for its bytes,
+//! `b`. Pieces of a message follow each other along the path, so that both overlap but for what it takes to fill the path:
+//!
+//! ```text
+//!     seconds = start + l + b + fill * sqrt(l * b)
+//! ```
+//!
+//! With pieces of the best size, one after another, `fill` is 2 (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
+//! broadcast, reduction and scan", 2009); libraries with more in flight come to less, and what they come to is fitted.
+//!
+//! Bytes go as in hierarchical rings. Where `k` ranks of a group share a node, each has its own share of the network, so that the
+//! group as a whole has `k` of them; it has the bandwidth of its narrowest level. The other ranks of the node are taken to run the
+//! same collective in their own groups at the same time, and use their own shares. Steps are counted as NCCL's tuner counts them
+//! (`src/graph/tuning.cc`): an all-reduce goes along a chain of the ranks of a node and a tree of nodes, up and down; gathering and
+//! scattering goes around a ring of all ranks.
+
+use super::{Cluster, Joins, Link, MAX_LEVELS};
+use crate::work::Collective;
+
+/// A step of a ring over a network waits for one neighbour, one of a tree for two children. NCCL's tuner has 14 µs and 20.9 µs
+/// for them; latencies of links were fitted to trees.
+const RING_STEP: f64 = 14.0 / 20.9;
+
+/// Ranks of a node from which on NCCL lets switches add up, rather than rings.
+const IN_SWITCH_RANKS: f64 = 5.0;
+
+/// How the ranks of a group lie on a cluster.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Placement {
+    size: usize,
+    /// Ranks that share a part of each level; of the last and beyond it, all.
+    within: [usize; MAX_LEVELS],
+    /// Ranks from one to the next.
+    stride: usize,
+    /// Ranks from the first to the last, both counted.
+    reach: usize,
+}
+
+impl Placement {
+    /// Ranks of the group.
+    pub const fn size(&self) -> usize {
+        self.size
+    }
+
+    /// How many of them share a part of a level, such as a node.
+    pub const fn within(&self, level: usize) -> usize {
+        if level < MAX_LEVELS { self.within[level] } else { self.size }
+    }
+}
+
+/// A level that a group's messages pass.
+struct Passed<'c> {
+    link: &'c Link,
+    /// Whether it is the innermost of the cluster.
+    is_innermost: bool,
+    /// Ranks that share a part of the level below.
+    below: f64,
+    /// Ranks that share a part of it.
+    within: f64,
+}
+
+impl Passed<'_> {
+    /// Bytes a second that a device gets.
+    fn rate(&self) -> f64 {
+        self.link.gb_per_s * self.link.efficiency * 1e9
+    }
+
+    fn latency(&self) -> f64 {
+        self.link.latency_us * 1e-6
+    }
+}
+
+impl Cluster {
+    /// Where `size` ranks lie of which each has a number `stride` higher than the one before. Groups that could straddle nodes in
+    /// several ways are taken to be spread evenly over as few as hold them, and nodes of unlike kinds to be the smallest.
+    pub fn placement(&self, size: usize, stride: usize) -> Placement {
+        let (size, stride) = (size.max(1), stride.max(1));
+        let mut within = [size; MAX_LEVELS];
+        for (within, link) in within.iter_mut().zip(&self.links) {
+            if let Some(devices) = self.joined_devices(link) {
+                let most = (devices / stride).clamp(1, size);
+                *within = (size / size.div_ceil(most)).max(1);
+            }
+        }
+        Placement { size, within, stride, reach: (size - 1).saturating_mul(stride).saturating_add(1) }
+    }
+
+    /// Where a group of any ranks lies, given in ascending order.
+    pub fn placement_of(&self, ranks: &[usize]) -> Placement {
+        let size = ranks.len().max(1);
+        let mut within = [size; MAX_LEVELS];
+        for (within, link) in within.iter_mut().zip(&self.links) {
+            let part = |&rank: &usize| self.part(link, rank);
+            let parts = ranks.chunk_by(|a, b| part(a) == part(b)).count().max(1);
+            *within = (size / parts).max(1);
+        }
+        let stride = ranks.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).min().unwrap_or(1).max(1);
+        let reach = match ranks {
+            [first, .., last] => last.saturating_sub(*first).saturating_add(1),
+            _ => 1,
+        };
+        Placement { size, within, stride, reach }
+    }
+
+    /// Seconds of a collective with so many bytes, counted as nccl-tests counts them ([`Exchange::bytes`](crate::work::Exchange));
+    /// of a ring, with all of its steps.
+    pub fn seconds(&self, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
+        let ranks = placement.size as f64;
+        let passed = self.passed(placement);
+        let Some(outermost) = passed.last() else { return 0.0 };
+        let bytes = bytes as f64;
+        let others = (ranks - 1.0) / ranks;
+        // Times of each level for all bytes; the longest counts.
+        let of_level = |level: &Passed<'_>| match collective {
+            Collective::AllReduce => 2.0 * others * bytes / self.all_reduce_rate(level, placement),
+            Collective::AllGather | Collective::ReduceScatter => {
+                others * bytes / self.ring_rate(level, placement)
+            }
+            Collective::Broadcast | Collective::Reduce => bytes / self.ring_rate(level, placement),
+            // What leaves a part of the level below.
+            Collective::AllToAll => match level.link.torus {
+                // A ring of `e` in each dimension, whose bytes go e/4 steps on average, over two wires.
+                Some(_) => bytes * self.torus_extent(level, placement) / 8.0 / level.rate(),
+                None => bytes * (ranks - level.below) / ranks / level.rate(),
+            },
+            // One neighbour is beyond it.
+            Collective::Ring | Collective::Shift => bytes / level.rate(),
+        };
+        let (time, narrowest) = passed
+            .iter()
+            .map(|level| (of_level(level), level.link))
+            .max_by(|a, b| a.0.total_cmp(&b.0))
+            .unwrap_or((0.0, outermost.link));
+        let steps = match collective {
+            Collective::AllReduce => self.tree(&passed, placement).min(2.0 * self.ring(&passed, placement)),
+            Collective::AllGather | Collective::ReduceScatter => self.ring(&passed, placement),
+            Collective::Broadcast | Collective::Reduce => self.tree(&passed, placement) / 2.0,
+            Collective::AllToAll => passed.iter().map(Passed::latency).sum(),
+            Collective::Ring | Collective::Shift => outermost.latency() * ring_step(outermost),
+        };
+        let start = outermost.link.start_us * 1e-6;
+        let step = steps + time + narrowest.fill * (steps * time).sqrt();
+        match collective {
+            Collective::Ring => (ranks - 1.0) * (start + step),
+            _ => start + step,
+        }
+    }
+
+    /// Seconds of a message from one rank to another.
+    pub fn send_seconds(&self, bytes: u64, from: usize, to: usize) -> f64 {
+        if from == to {
+            return 0.0;
+        }
+        let joins = |link: &&Link| self.part(link, from) == self.part(link, to);
+        let Some(link) = self.links.iter().find(joins).or(self.links.last()) else { return 0.0 };
+        let steps = link.latency_us * 1e-6 * RING_STEP;
+        let time = bytes as f64 / (link.gb_per_s * link.efficiency * 1e9);
+        link.start_us * 1e-6 + steps + time + link.fill * (steps * time).sqrt()
+    }
+
+    /// The levels that messages of a group pass, from the innermost.
+    fn passed(&self, placement: &Placement) -> Vec<Passed<'_>> {
+        let mut below = 1;
+        let mut passed = Vec::with_capacity(self.links.len());
+        for (index, link) in self.links.iter().enumerate() {
+            let within = placement.within(index);
+            if within > below {
+                passed.push(Passed {
+                    link,
+                    is_innermost: index == 0,
+                    below: below as f64,
+                    within: within as f64,
+                });
+                below = within;
+            }
+        }
+        passed
+    }
+
+    /// Devices of a part of a level; none if it joins all.
+    fn joined_devices(&self, link: &Link) -> Option<usize> {
+        match link.joins {
+            Joins::Node => self.nodes.iter().map(|kind| kind.devices).min(),
+            Joins::Devices(devices) => Some(devices),
+            Joins::All => None,
+        }
+    }
+
+    /// Which part of a level a rank belongs to.
+    fn part(&self, link: &Link, rank: usize) -> usize {
+        match link.joins {
+            Joins::Node => self.node_of(rank).map_or(usize::MAX, |(_, node)| node),
+            Joins::Devices(devices) => rank / devices,
+            Joins::All => 0,
+        }
+    }
+
+    /// Bytes a second of a group's ring at a level: of every byte that a rank sends, its part of the level sends one as well.
+    fn ring_rate(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+        match level.link.torus {
+            // Rings in each dimension that the group extends in, both ways around.
+            Some(_) => level.rate() * 2.0 * self.torus_dimensions(level, placement),
+            None => level.rate() * level.below,
+        }
+    }
+
+    /// The same of an all-reduce, which switches may add up. Ranks of a host add up in its memory, always.
+    fn all_reduce_rate(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+        let ring = self.ring_rate(level, placement);
+        // Every rank sends and receives its operand once.
+        let others = (placement.size - 1) as f64 / placement.size as f64;
+        let switched = |share: f64| level.link.gb_per_s * share * 1e9 * 2.0 * others;
+        match level.link.in_switch {
+            Some(share) if self.nodes.iter().any(|kind| kind.device.is_host) => switched(share),
+            Some(share) if level.below == 1.0 && level.within >= IN_SWITCH_RANKS => ring.max(switched(share)),
+            _ => ring,
+        }
+    }
+
+    /// Seconds of the steps of a chain within nodes and a tree of nodes, up and down.
+    fn tree(&self, passed: &[Passed<'_>], placement: &Placement) -> f64 {
+        let of_level = |level: &Passed<'_>| {
+            let parts = level.within / level.below;
+            let steps = match level.link.torus {
+                Some(_) => self.torus_steps(level, placement),
+                None if level.is_innermost => parts - 1.0,
+                None => libm::log2(parts).max(1.0),
+            };
+            2.0 * steps * level.latency()
+        };
+        passed.iter().map(of_level).sum()
+    }
+
+    /// Seconds of the steps once around a ring of all ranks.
+    fn ring(&self, passed: &[Passed<'_>], placement: &Placement) -> f64 {
+        let ranks = placement.size as f64;
+        let of_level = |level: &Passed<'_>| {
+            let steps = match level.link.torus {
+                Some(_) => self.torus_steps(level, placement),
+                None => ranks / level.below - ranks / level.within,
+            };
+            steps * level.latency() * ring_step(level)
+        };
+        passed.iter().map(of_level).sum()
+    }
+
+    /// Dimensions of a torus that a group extends in, if ranks are numbered along one dimension after another and all of them are
+    /// as long.
+    fn torus_dimensions(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+        let dimensions = level.link.torus.unwrap_or(1) as f64;
+        let side = libm::log2(self.devices().max(2) as f64) / dimensions;
+        let first = (libm::log2(placement.stride as f64) / side).floor();
+        // A group that just fills a dimension does not begin the next one, whatever rounding says.
+        let last = (libm::log2(placement.reach as f64) / side - 1e-9).ceil();
+        let most = libm::log2(placement.size as f64).floor().max(1.0).min(dimensions);
+        (last - first).clamp(1.0, most)
+    }
+
+    /// Ranks of a group along each of its dimensions of a torus.
+    fn torus_extent(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+        libm::pow(placement.size as f64, 1.0 / self.torus_dimensions(level, placement))
+    }
+
+    /// Steps until everything has been half around each dimension, both ways.
+    fn torus_steps(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+        self.torus_dimensions(level, placement) * self.torus_extent(level, placement) / 2.0
+    }
+}
+
+/// A step of a ring, in those of a tree. Within a node both were fitted to chains.
+fn ring_step(level: &Passed<'_>) -> f64 {
+    if level.is_innermost { 1.0 } else { RING_STEP }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn preset(name: &str) -> Cluster {
+        Cluster::preset(name).unwrap_or_else(|problems| panic!("{problems}"))
+    }
+
+    /// 10⁹ bytes a second as nccl-tests count them.
+    fn bus(cluster: &Cluster, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
+        let factor = (placement.size() - 1) as f64 / placement.size() as f64;
+        let factor = if collective == Collective::AllReduce { 2.0 * factor } else { factor };
+        factor * bytes as f64 / cluster.seconds(collective, bytes, placement) / 1e9
+    }
+
+    #[test]
+    fn a_group_lies_on_as_few_nodes_as_its_stride_permits() {
+        let cluster = preset("dgx-h100x8");
+        for (size, stride, within) in [
+            (8, 1, [8, 8]),
+            (64, 1, [8, 64]),
+            (8, 8, [1, 8]),
+            (16, 4, [2, 16]),
+            (4, 2, [4, 4]),
+            (2, 16, [1, 2]),
+            (12, 1, [6, 12]),
+            (3, 3, [1, 3]),
+            (1, 1, [1, 1]),
+        ] {
+            let found = cluster.placement(size, stride);
+            assert_eq!([found.within(0), found.within(1)], within, "{size} ranks, stride {stride}");
+            assert_eq!(found.size(), size);
+        }
+    }
+
+    #[test]
+    fn listed_ranks_lie_where_strided_ones_do() {
+        let cluster = preset("dgx-h100x8");
+        for (size, stride) in [(8, 1), (64, 1), (8, 8), (16, 4), (4, 2), (2, 16), (1, 1)] {
+            let ranks: Vec<usize> = (0..size).map(|index| index * stride).collect();
+            let listed = Placement { stride, ..cluster.placement_of(&ranks) };
+            assert_eq!(listed, cluster.placement(size, stride), "{size} ranks, stride {stride}");
+        }
+        // Two nodes, four ranks of each, as tensor and replicate axes together may have it.
+        let found = cluster.placement_of(&[0, 1, 2, 3, 8, 9, 10, 11]);
+        assert_eq!([found.within(0), found.within(1)], [4, 8]);
+    }
+
+    #[test]
+    fn ranks_of_a_node_share_the_network_of_all_of_them() {
+        let cluster = preset("dgx-a100x16");
+        let bytes = 16 << 30;
+        let all = bus(&cluster, Collective::AllReduce, bytes, &cluster.placement(128, 1));
+        let columns = bus(&cluster, Collective::AllReduce, bytes, &cluster.placement(16, 8));
+        // 192 GB/s of eight devices together, 24 of one by itself (NVIDIA, GTC24 S62129).
+        assert!((185.0..197.0).contains(&all), "{all}");
+        assert!((23.0..24.6).contains(&columns), "{columns}");
+        let node = bus(&cluster, Collective::AllGather, bytes, &cluster.placement(8, 1));
+        assert!((225.0..237.0).contains(&node), "{node}");
+    }
+
+    #[test]
+    fn switches_add_up_from_five_ranks_on() {
+        let cluster = preset("hgx-h200");
+        // nccl-tests on H200, 8 GiB: all-reduces of 4, 5, 6 and 8 ranks, and an all-gather of 8.
+        for (ranks, measured) in [(4, 363.3), (5, 414.2), (6, 435.6), (7, 460.0), (8, 473.1)] {
+            let found = bus(&cluster, Collective::AllReduce, 8 << 30, &cluster.placement(ranks, 1));
+            assert!((found / measured - 1.0).abs() < 0.09, "{ranks} ranks: {found}, measured {measured}");
+        }
+        let found = bus(&cluster, Collective::AllGather, 16 << 30, &cluster.placement(8, 1));
+        assert!((found / 361.4 - 1.0).abs() < 0.04, "{found}");
+    }
+
+    #[test]
+    fn time_grows_with_bytes_and_with_ranks() {
+        for name in ["dgx-2x64", "dgx-a100x64", "dgx-h100x64", "ethernet-100gx64", "tpu-v4x64"] {
+            let cluster = preset(name);
+            for collective in [
+                Collective::AllReduce,
+                Collective::AllGather,
+                Collective::ReduceScatter,
+                Collective::AllToAll,
+                Collective::Broadcast,
+                Collective::Ring,
+            ] {
+                let time = |bytes, size| cluster.seconds(collective, bytes, &cluster.placement(size, 1));
+                assert_eq!(time(1 << 20, 1), 0.0);
+                let mut last = 0.0;
+                for bytes in (0..36).map(|power| 1 << power) {
+                    let found = time(bytes, 64);
+                    assert!(
+                        found > last && found < 1e5,
+                        "{name} {collective:?} {bytes}: {found} after {last}"
+                    );
+                    last = found;
+                }
+                // Of a torus more dimensions may come into use.
+                if cluster.links[0].torus.is_none() {
+                    let times: Vec<f64> = [2, 8, 16, 64, 256].map(|size| time(1 << 22, size)).into();
+                    let switched =
+                        collective == Collective::AllReduce && cluster.links[0].in_switch.is_some();
+                    let from = usize::from(switched);
+                    assert!(times[from..].is_sorted(), "{name} {collective:?}: {times:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn messages_take_the_innermost_level_that_joins_both() {
+        let cluster = preset("dgx-a100x2");
+        let rate = |from, to| (1_u64 << 32) as f64 / cluster.send_seconds(1 << 32, from, to) / 1e9;
+        assert!((225.0..240.0).contains(&rate(0, 7)), "{}", rate(0, 7));
+        assert!((23.5..24.5).contains(&rate(0, 8)), "{}", rate(0, 8));
+        assert_eq!(cluster.send_seconds(1 << 30, 3, 3), 0.0);
+    }
+
+    #[test]
+    fn a_torus_has_the_wires_of_the_dimensions_in_use() {
+        // 4096 chips: 16 along each dimension.
+        let cluster = preset("tpu-v4x1024");
+        let rate =
+            |size, stride| bus(&cluster, Collective::AllGather, 1 << 34, &cluster.placement(size, stride));
+        let wire = 45.0 * 0.9 * 2.0;
+        for (size, stride, dimensions) in
+            [(16, 1, 1.0), (256, 1, 2.0), (4096, 1, 3.0), (16, 16, 1.0), (256, 16, 2.0)]
+        {
+            let found = rate(size, stride) / wire;
+            assert!((found / dimensions - 1.0).abs() < 0.05, "{size} ranks, stride {stride}: {found} wires");
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Clusters, devices and links that have a name. They are TOML as users write it: the files in `presets/` open with where their
+//! numbers come from.
+
+use super::{Cluster, ClusterError, ClusterProblem, Device, Efficiency, Joins, Link, NodeKind, Software};
+
+use super::section::{one_of, unknown};
+use crate::DType;
+
+/// Names of the presets. A number of nodes may follow each: `dgx-h100x96`.
+pub const PRESETS: [&str; 9] = [
+    "dgx-2",
+    "dgx-a100",
+    "dgx-h100",
+    "dgx-b200",
+    "hgx-h200",
+    "hgx-a100-roce",
+    "ethernet-100g",
+    "tpu-v4",
+    "tpu-v5p",
+];
+
+const TEXTS: [&str; 9] = [
+    include_str!("presets/dgx-2.toml"),
+    include_str!("presets/dgx-a100.toml"),
+    include_str!("presets/dgx-h100.toml"),
+    include_str!("presets/dgx-b200.toml"),
+    include_str!("presets/hgx-h200.toml"),
+    include_str!("presets/hgx-a100-roce.toml"),
+    include_str!("presets/ethernet-100g.toml"),
+    include_str!("presets/tpu-v4.toml"),
+    include_str!("presets/tpu-v5p.toml"),
+];
+
+/// Names of the known devices, for `device = "NAME"` and `like = "NAME"`.
+pub const DEVICES: [&str; 9] = [
+    "v100-32gb-sxm",
+    "a100-80gb-sxm",
+    "a100-80gb-pcie",
+    "h100-sxm",
+    "h100-pcie",
+    "h200-sxm",
+    "b200-sxm",
+    "tpu-v4",
+    "tpu-v5p",
+];
+
+/// Names of the known links, for `like = "NAME"`.
+pub const LINKS: [&str; 12] = [
+    "nvlink2",
+    "nvlink3",
+    "nvlink4",
+    "nvlink5",
+    "pcie4",
+    "edr-100g",
+    "hdr-200g",
+    "ndr-400g",
+    "roce-200g",
+    "efa-400g",
+    "ethernet-100g",
+    "ici",
+];
+
+impl Cluster {
+    /// One of the [`PRESETS`], with a number of nodes if one follows its name.
+    ///
+    /// # Errors
+    /// No such name, with the nearest one; more nodes than can be counted.
+    pub fn preset(name: &str) -> Result<Self, ClusterError> {
+        let refused = |what: String, allowed: String| {
+            ClusterError(vec![ClusterProblem {
+                origin: "--cluster".to_owned(),
+                place: String::new(),
+                what,
+                allowed,
+            }])
+        };
+        let (base, count) = match name.rsplit_once('x') {
+            Some((base, count)) if PRESETS.contains(&base) && !PRESETS.contains(&name) => (base, Some(count)),
+            _ => (name, None),
+        };
+        let Some(text) = PRESETS.iter().position(|preset| *preset == base).map(|index| TEXTS[index]) else {
+            let allowed = format!("{}, each with a number of nodes: dgx-h100x96", one_of(&PRESETS));
+            return Err(refused(unknown(name, &PRESETS), allowed));
+        };
+        let mut cluster = Self::parse(text, base)?;
+        let Some(count) = count else { return Ok(cluster) };
+        let most = u32::MAX as usize / cluster.nodes[0].devices;
+        let count = count.parse::<usize>().ok().filter(|count| (1..=most).contains(count));
+        let Some(count) = count else {
+            let what = format!("\"{}\" has no number of nodes after {base}x", name.escape_debug());
+            return Err(refused(what, format!("1 to {most}")));
+        };
+        name.clone_into(&mut cluster.name);
+        cluster.nodes[0].count = count;
+        Ok(cluster)
+    }
+
+    /// A machine of which no more is known than its cores and its memory: guesses for a core of a server, until
+    /// `lockstep bench machine` has measured it.
+    pub fn local(cores: usize, memory_bytes: u64) -> Self {
+        let device = Device {
+            name: "core".to_owned(),
+            peak_tflops: [(DType::F32, 0.1), (DType::BF16, 0.2)].into(),
+            memory_bytes,
+            memory_gb_per_s: 8.0,
+            is_host: true,
+            efficiency: Efficiency { launch_us: 1.0, half_shape: [8.0, 64.0, 8.0], ..Efficiency::default() },
+        };
+        let node = NodeKind {
+            count: 1,
+            devices: cores.max(1),
+            device,
+            alone: None,
+            host_memory_bytes: memory_bytes,
+            host_gb_per_s: 8.0,
+            disk_gb_per_s: 1.0,
+            disk_bytes: 0,
+            price_per_hour: None,
+            hours_between_failures: 50_000.0,
+        };
+        let link = Link {
+            name: "shared memory".to_owned(),
+            joins: Joins::All,
+            gb_per_s: 8.0,
+            efficiency: 0.8,
+            in_switch: None,
+            latency_us: 1.0,
+            start_us: 5.0,
+            fill: 0.0,
+            torus: None,
+        };
+        Self { name: "local".to_owned(), nodes: vec![node], links: vec![link], software: Software::Lockstep }
+    }
+}
+
+/// Devices and links that files refer to.
+pub(super) mod known {
+    use super::super::read::{read_device_table, read_document, read_link};
+    use super::{DEVICES, Device, LINKS, Link};
+
+    const DEVICE_TEXT: &str = include_str!("presets/devices.toml");
+    const LINK_TEXT: &str = include_str!("presets/links.toml");
+
+    pub(in super::super) fn device_names() -> Vec<&'static str> {
+        DEVICES.to_vec()
+    }
+
+    pub(in super::super) fn link_names() -> Vec<&'static str> {
+        LINKS.to_vec()
+    }
+
+    /// One of [`DEVICES`].
+    pub(in super::super) fn device(name: &str) -> Option<Device> {
+        let name = DEVICES.into_iter().find(|known| *known == name)?;
+        let read = read_document(DEVICE_TEXT, "devices.toml", |mut file, _| {
+            read_device_table(file.section(name)?, name)
+        });
+        read.ok()
+    }
+
+    /// One of [`LINKS`].
+    pub(in super::super) fn link(name: &str) -> Option<Link> {
+        let name = LINKS.into_iter().find(|known| *known == name)?;
+        let read = read_document(LINK_TEXT, "links.toml", |mut file, _| {
+            read_link(file.section(name)?).map(|link| Link { name: name.to_owned(), ..link })
+        });
+        read.ok()
+    }
+}

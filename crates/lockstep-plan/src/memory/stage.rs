@@ -42,19 +42,21 @@ impl StageMemory {
 
 /// How many micro-batches are in a stage at once: from the receive, or the forward, to the last pass.
 fn slots_of(schedule: &Schedule, rank: usize, stage: usize) -> usize {
-    let (mut taken, mut most) = (vec![false; schedule.micro_batches()], 0);
+    let mut taken = vec![false; schedule.micro_batches()];
+    let (mut now, mut most) = (0_usize, 0);
     for action in schedule.actions(rank) {
-        match *action {
+        let (micro_batch, is_here) = match *action {
             Action::Receive(message) if message.is_activation() && message.to == stage => {
-                taken[message.micro_batch] = true;
+                (message.micro_batch, true)
             }
-            Action::Compute(pass) if pass.stage == stage => match pass.kind {
-                PassKind::Forward => taken[pass.micro_batch] = true,
-                kind => taken[pass.micro_batch] = !kind.makes_weight_gradient(),
-            },
-            _ => {}
-        }
-        most = most.max(taken.iter().filter(|taken| **taken).count());
+            Action::Compute(pass) if pass.stage == stage => {
+                (pass.micro_batch, pass.kind == PassKind::Forward || !pass.kind.makes_weight_gradient())
+            }
+            _ => continue,
+        };
+        let was_here = std::mem::replace(&mut taken[micro_batch], is_here);
+        now = now + usize::from(is_here) - usize::from(was_here);
+        most = most.max(now);
     }
     most
 }

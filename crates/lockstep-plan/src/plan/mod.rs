@@ -40,14 +40,14 @@ use crate::{
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
 
-pub use predicted::{PlanPrediction, RankList, RanksMemory};
+pub use predicted::{PlanPrediction, PlannedStep, RankList, RanksMemory};
 pub use problem::{PlanError, PlanProblem};
 
 /// The version of plan files that this program writes, and the only one that it reads.
 pub const PLAN_VERSION: u32 = 1;
 
 /// How a training step is split over ranks.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
     /// Version of the file's format: [`PLAN_VERSION`].

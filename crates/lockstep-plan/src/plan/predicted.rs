@@ -17,11 +17,38 @@ use serde::{Deserialize, Serialize};
 use crate::{MemoryBytes, MemoryCategory};
 
 /// What was predicted of a plan, for the run that it was made for.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanPrediction {
     /// What each rank books; ranks that book the same stand together.
     pub memory: Vec<RanksMemory>,
+    /// What a step takes, and where.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step: Option<PlannedStep>,
+}
+
+/// What a step takes on the machines that a plan was made for. The parts are those of the rank that ends last, and add up to the step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedStep {
+    /// The machines.
+    pub cluster: String,
+    /// From beginning to end.
+    pub step_ms: f64,
+    /// Work on micro-batches, and the update.
+    pub compute_ms: f64,
+    /// Waiting for exchanges, those of gradients included.
+    pub exposed_ms: f64,
+    /// Waiting for other stages of the pipeline.
+    pub bubble_ms: f64,
+    /// Tokens a second, of all ranks.
+    pub tokens_per_s: f64,
+    /// Model FLOP/s as a share of the peak; none where that is a guess.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
+    /// Dollars for 10⁹ tokens, if the machines have a price.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub price_per_billion_tokens: Option<f64>,
 }
 
 /// What some ranks book, each of them.

@@ -101,7 +101,8 @@ fn memory(ranks: &str, parameters: usize) -> RanksMemory {
 
 #[test]
 fn what_was_predicted_goes_through_a_file_and_says_one_thing_of_a_rank() {
-    let predicted = PlanPrediction { memory: vec![memory("0-2,5", 4096), memory("3-4,6-7", 2048)] };
+    let predicted =
+        PlanPrediction { memory: vec![memory("0-2,5", 4096), memory("3-4,6-7", 2048)], step: None };
     assert_eq!([0, 2, 4, 5, 7].map(|rank| predicted.of_rank(rank).map(|bytes| bytes.total())), {
         [4096, 4096, 2048, 4096, 2048].map(Some)
     });
@@ -109,7 +110,8 @@ fn what_was_predicted_goes_through_a_file_and_says_one_thing_of_a_rank() {
     let plan = Plan { predicted: Some(predicted), ..plan() };
     assert_eq!(Plan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
     assert!(plan.validate(&facts()).is_ok(), "{:?}", plan.validate(&facts()));
-    let twice = PlanPrediction { memory: vec![memory("0-5", 1), memory("2,7", 1), memory("0", 1)] };
+    let twice =
+        PlanPrediction { memory: vec![memory("0-5", 1), memory("2,7", 1), memory("0", 1)], step: None };
     assert_eq!(
         problems(&Plan { predicted: Some(twice), ..plan }, &facts()),
         ["predicted.memory has rank 0 more than once", "predicted.memory has rank 2 more than once"]

@@ -268,3 +268,19 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn published_schedules_need_no_second_look() {
+    for kind in Kind::ALL {
+        for (ranks, micro_batches, chunks) in
+            [(1, 1, 1), (2, 4, 2), (3, 6, 2), (4, 8, 1), (4, 12, 3), (8, 16, 2)]
+        {
+            let checked = Schedule::new(kind, ranks, micro_batches, chunks).ok();
+            assert_eq!(
+                Schedule::published(kind, ranks, micro_batches, chunks).ok(),
+                checked,
+                "{kind:?} {ranks} {micro_batches}"
+            );
+        }
+    }
+}

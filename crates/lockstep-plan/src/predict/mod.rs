@@ -1,0 +1,21 @@
+//! How long a step of a plan takes on a cluster, before any machine is asked to carry it out.
+//!
+//! ```text
+//! recording -> tasks of each unit --Worker--> seconds of each pass of each stage
+//!                 exchanges  --Cluster--> seconds, hidden or not
+//!                                           --Schedule::simulate--> the pipeline's timeline
+//!                                           + sums of gradients, gathers of weights, update = step
+//! ```
+//!
+//! Ranks with the same pipeline coordinate do the same at the same time, so that one of them stands for all: 16,384 ranks cost no more
+//! than the stages of their pipeline. What differs between nodes of unlike kinds is the device; the slowest of a stage decides.
+
+mod goodput;
+mod step;
+mod style;
+mod tasks;
+
+pub use goodput::{Failures, Goodput};
+pub use step::{PlanShape, StagePrediction, StepPrediction, predict_step, unit_seconds};
+pub use style::Style;
+pub use tasks::{PassCost, Worker};

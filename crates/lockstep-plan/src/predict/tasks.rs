@@ -1,0 +1,194 @@
+//! How long the tasks of a pass take on a device, and what of their exchanges nothing hides.
+
+use std::borrow::Cow;
+
+use crate::DType;
+use crate::cluster::{Device, Efficiency};
+use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, Style};
+use crate::work::{Attention, Collective, Exchange, Labor, Product, Task, TaskPass};
+
+/// What a pass through some units takes.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct PassCost {
+    /// Seconds of work.
+    pub work_s: f64,
+    /// Seconds in which the rank waits for exchanges.
+    pub exposed_s: f64,
+    /// Seconds that exchanges take, hidden or not.
+    pub exchange_s: f64,
+}
+
+impl PassCost {
+    /// From beginning to end.
+    pub fn seconds(&self) -> f64 {
+        self.work_s + self.exposed_s
+    }
+
+    /// Of so many micro-batches.
+    pub fn times(self, number: f64) -> Self {
+        let Self { work_s, exposed_s, exchange_s } = self;
+        Self { work_s: work_s * number, exposed_s: exposed_s * number, exchange_s: exchange_s * number }
+    }
+}
+
+impl std::ops::AddAssign for PassCost {
+    fn add_assign(&mut self, other: Self) {
+        self.work_s += other.work_s;
+        self.exposed_s += other.exposed_s;
+        self.exchange_s += other.exchange_s;
+    }
+}
+
+/// A device that does a system's work.
+#[derive(Debug, Clone)]
+pub struct Worker<'a> {
+    /// The device.
+    pub device: Cow<'a, Device>,
+    /// The system.
+    pub style: Style,
+    /// Type of weights and values.
+    pub dtype: DType,
+}
+
+impl Worker<'_> {
+    /// Seconds of a task; none for an exchange.
+    pub fn seconds(&self, task: &Task) -> f64 {
+        self.measured(task).unwrap_or_else(|| match task.labor {
+            Labor::Product(product) => self.product(task, product),
+            Labor::Attention(attention) => self.attention(task, attention),
+            Labor::Stream => self.stream(task.bytes as f64 * self.style.passes),
+            Labor::Exchange(_) => 0.0,
+        })
+    }
+
+    /// By what was measured of this kind of task, if it was.
+    fn measured(&self, task: &Task) -> Option<f64> {
+        let amount = match task.labor {
+            Labor::Attention(attention) => attention.flops,
+            Labor::Stream => task.bytes,
+            Labor::Product(_) | Labor::Exchange(_) => return None,
+        };
+        let measured = &self.device.efficiency.measured;
+        if measured.is_empty() {
+            return None;
+        }
+        // Types whose rates are their own are named behind the pass. What is computed again is a forward once more.
+        let passes = match task.pass {
+            TaskPass::Recompute => [TaskPass::Recompute, TaskPass::Forward],
+            pass => [pass, pass],
+        };
+        let rate = passes.into_iter().find_map(|pass| {
+            let name = format!("{} {}", task.name, pass.name());
+            measured.get(&format!("{name} {}", self.dtype)).or_else(|| measured.get(&name))
+        })?;
+        Some(amount as f64 / (rate * 1e9) + self.launch())
+    }
+
+    fn peak(&self) -> f64 {
+        let peaks = &self.device.peak_tflops;
+        let own = peaks.get(&self.dtype).or_else(|| peaks.get(&DType::F32));
+        own.or_else(|| peaks.values().next()).copied().unwrap_or(f64::MIN_POSITIVE) * 1e12
+    }
+
+    fn launch(&self) -> f64 {
+        self.device.efficiency.launch_us * 1e-6
+    }
+
+    /// Bytes that pass through memory.
+    fn through_memory(&self, bytes: f64) -> f64 {
+        bytes / (self.device.memory_gb_per_s * 1e9 * self.device.efficiency.stream)
+    }
+
+    /// An update of weights that moves so many bytes.
+    pub fn update(&self, bytes: f64) -> f64 {
+        match self.device.efficiency.measured.get("update") {
+            Some(rate) => bytes / (rate * 1e9),
+            None => self.stream(bytes),
+        }
+    }
+
+    /// A pass over memory.
+    pub fn stream(&self, bytes: f64) -> f64 {
+        self.through_memory(bytes) + self.launch()
+    }
+
+    /// The share of the peak that a product comes to by its shape: the smaller a side, the less.
+    fn of_peak(&self, product: &Product) -> f64 {
+        let Efficiency { product: large, half_shape, tile, .. } = &self.device.efficiency;
+        let sides = [product.rows, product.inner, product.columns].map(|side| side as f64);
+        let by_sides = sides.iter().zip(half_shape).map(|(side, half)| side / (side + half)).product::<f64>();
+        let waves = tile.map_or(1.0, |tile| {
+            let tiles =
+                product.rows.div_ceil(tile.rows) * product.columns.div_ceil(tile.columns) * product.count;
+            tiles as f64 / (tiles.div_ceil(tile.units) * tile.units) as f64
+        });
+        large * by_sides * waves
+    }
+
+    fn product(&self, task: &Task, product: Product) -> f64 {
+        let rate = self.peak() * self.of_peak(&product);
+        let seconds = (product.flops() as f64 / rate).max(self.through_memory(task.bytes as f64));
+        let is_apart = task.pass == TaskPass::BackwardWeights && self.style.adds_gradients_apart;
+        let elements = (product.rows * product.columns * product.count) as f64;
+        let apart = if is_apart { self.stream(APART_BYTES * elements) } else { 0.0 };
+        seconds + self.launch() + apart
+    }
+
+    /// Of a backward the products are made once more from the scores, unless these were written: five instead of four.
+    fn attention(&self, task: &Task, attention: Attention) -> f64 {
+        let efficiency = &self.device.efficiency;
+        let is_backward = task.pass == TaskPass::BackwardInputs;
+        if !self.style.writes_scores {
+            let flops = attention.flops as f64 * if is_backward { 1.25 } else { 1.0 };
+            let seconds = flops / (self.peak() * efficiency.attention * self.style.attention);
+            return seconds.max(self.through_memory(task.bytes as f64)) + self.launch();
+        }
+        let scores = attention.scores as f64;
+        let (products, bytes) =
+            if is_backward { (4.0, SCORE_BYTES_BACKWARD) } else { (2.0, SCORE_BYTES_FORWARD) };
+        let flops = 2.0 * scores * attention.head_dim as f64;
+        let one = (flops / (self.peak() * efficiency.scores)).max(self.through_memory(2.0 * scores));
+        products * (one + self.launch()) + self.through_memory(bytes * scores) + 2.0 * self.launch()
+    }
+
+    /// What a list of tasks takes, one after the other; `exchange` says what an exchange takes.
+    pub fn pass<'t>(
+        &self,
+        tasks: impl IntoIterator<Item = &'t Task>,
+        exchange: impl Fn(&Exchange) -> f64,
+    ) -> PassCost {
+        let mut cost = PassCost::default();
+        // What the last task took that a sum may go beside, and what goes beside the next one.
+        let (mut before, mut waiting) = (0.0, 0.0);
+        for task in tasks {
+            let Labor::Exchange(what) = &task.labor else {
+                let seconds = self.seconds(task);
+                cost.work_s += seconds;
+                cost.exposed_s += f64::max(waiting - seconds, 0.0);
+                waiting = 0.0;
+                before = seconds;
+                continue;
+            };
+            let seconds = exchange(what);
+            cost.exchange_s += seconds;
+            match what.collective {
+                _ if self.device.is_host => cost.exposed_s += seconds,
+                Collective::AllGather
+                    if task.pass == TaskPass::Recompute && self.style.gathers_again_beside =>
+                {
+                    waiting += seconds;
+                }
+                _ if !what.is_beside => cost.exposed_s += seconds,
+                Collective::AllGather | Collective::Broadcast | Collective::Ring | Collective::Shift => {
+                    waiting += seconds;
+                }
+                _ => {
+                    cost.exposed_s += f64::max(seconds - before, 0.0);
+                    before = f64::max(before - seconds, 0.0);
+                }
+            }
+        }
+        cost.exposed_s += waiting;
+        cost
+    }
+}

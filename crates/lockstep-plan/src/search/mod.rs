@@ -1,0 +1,136 @@
+//! The search for the best plan: everything that can be chosen, in the order of the least that it could cost, until nothing that is left
+//! could be better.
+//!
+//! A [`Space`] lists every [`Candidate`]: each way to make a mesh of the devices, with each ZeRO stage, micro-batch, schedule and
+//! recomputation that fits the model and the batch. A [`Subject`] knows for each a *bound*, which costs microseconds and is never above
+//! what the candidate comes to, and the *value* itself, which costs milliseconds: the memory of every rank and the simulated step.
+//! Candidates are valued in ascending order of their bounds. When as many as are wanted are known to be better than the next bound, the
+//! search ends, and no candidate that was not looked at could have been among them (branch and bound: Land and Doig 1960). So the
+//! result is that of an exhaustive search of the same space: its gap is 0, and a test holds it to that.
+
+mod space;
+
+use crate::schedule::Kind;
+use crate::{Degrees, Recompute, ZeroStage};
+
+pub use space::Space;
+
+/// A way to train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Candidate {
+    /// How the devices are laid out.
+    pub degrees: Degrees,
+    /// What is shared out over the shard axis.
+    pub zero_stage: ZeroStage,
+    /// Sequences of a micro-batch.
+    pub micro_batch: usize,
+    /// Whether tensor-parallel ranks split norms and residuals along the sequence.
+    pub sequence_parallel: bool,
+    /// What the ranks of a pipeline do, and stages on each.
+    pub schedule: (Kind, usize),
+    /// What blocks forget, at most.
+    pub recompute: Recompute,
+}
+
+impl Candidate {
+    /// Micro-batches of each part of a batch of so many sequences.
+    pub fn micro_batches(&self, global_batch: usize) -> usize {
+        global_batch / (self.degrees.replicate * self.degrees.shard) / self.micro_batch
+    }
+}
+
+/// Why a candidate is none.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rejection {
+    /// A rank needs more than its device has.
+    Memory {
+        /// Which stage of the pipeline it is.
+        stage: usize,
+        /// Bytes that it needs.
+        needed: u64,
+        /// Bytes that there are.
+        available: u64,
+        /// The category that takes most.
+        most: crate::MemoryCategory,
+    },
+    /// Its stages, or something else of it, do not fit the model.
+    Invalid,
+    /// It was found to be worse than as many others as are wanted before it was looked at in full.
+    Worse,
+}
+
+/// Who knows what candidates come to.
+pub trait Subject {
+    /// What a candidate comes to in full.
+    type Value;
+
+    /// The least that a candidate can come to; none if it cannot be.
+    fn bound(&mut self, candidate: &Candidate) -> Option<f64>;
+
+    /// What it comes to: a number that is better the less it is, and what stands behind it. What comes to `limit` or more need not be
+    /// looked at to the end.
+    ///
+    /// # Errors
+    /// Why it is no choice.
+    fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, Self::Value), Rejection>;
+}
+
+/// A candidate that was valued.
+#[derive(Debug, Clone)]
+pub struct Found<V> {
+    /// Which.
+    pub candidate: Candidate,
+    /// The number that it was ranked by.
+    pub objective: f64,
+    /// What it comes to.
+    pub value: V,
+}
+
+/// What a search has come to.
+#[derive(Debug, Clone)]
+pub struct Ranking<V> {
+    /// The best, best first.
+    pub best: Vec<Found<V>>,
+    /// The best candidates that were rejected, by the least that they could have come to, with that and the reason.
+    pub rejected: Vec<(Candidate, f64, Rejection)>,
+    /// How many candidates there are.
+    pub candidates: usize,
+    /// How many of them were valued.
+    pub valued: usize,
+}
+
+/// Rejected candidates that are told.
+const MOST_REJECTED: usize = 32;
+
+/// The `top` best of some candidates.
+pub fn search<S: Subject>(
+    candidates: impl IntoIterator<Item = Candidate>,
+    top: usize,
+    subject: &mut S,
+) -> Ranking<S::Value> {
+    let bound = |candidate: Candidate| Some((subject.bound(&candidate)?, candidate));
+    let mut bounded: Vec<(f64, Candidate)> = candidates.into_iter().filter_map(bound).collect();
+    bounded.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut ranking =
+        Ranking { best: Vec::new(), rejected: Vec::new(), candidates: bounded.len(), valued: 0 };
+    for (bound, candidate) in bounded {
+        let is_full = ranking.best.len() >= top.max(1);
+        let worst = ranking.best.last().filter(|_| is_full).map_or(f64::INFINITY, |worst| worst.objective);
+        if bound >= worst {
+            break;
+        }
+        ranking.valued += 1;
+        match subject.value(&candidate, worst) {
+            Ok((objective, value)) => {
+                let place = ranking.best.partition_point(|found| found.objective <= objective);
+                ranking.best.insert(place, Found { candidate, objective, value });
+                ranking.best.truncate(top.max(1));
+            }
+            Err(rejection @ Rejection::Memory { .. }) if ranking.rejected.len() < MOST_REJECTED => {
+                ranking.rejected.push((candidate, bound, rejection));
+            }
+            Err(_) => {}
+        }
+    }
+    ranking
+}

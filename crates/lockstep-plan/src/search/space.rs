@@ -1,0 +1,200 @@
+//! Everything that can be chosen for a model, a batch and so many devices.
+
+use super::Candidate;
+use crate::schedule::Kind;
+use crate::{Degrees, Facts, Recompute, ZeroStage};
+
+/// Ranks that share a block or a sequence at most: beyond, what each has of a matrix is no work for a device.
+const MOST_SHARERS: usize = 64;
+/// The most sequences of a micro-batch that are tried.
+const LARGEST_MICRO_BATCH: usize = 64;
+/// Stages on each rank that are tried, where a schedule takes any number.
+const MOST_CHUNKS: usize = 8;
+
+/// What there is to choose from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Space {
+    /// The model and the batch; `world_size` is the number of devices.
+    pub facts: Facts,
+    /// Devices of a node: ranks that share out state may be those of a node alone.
+    pub devices_of_a_node: usize,
+    /// Whether values between blocks are also tried whole on each of the ranks that share these. Split, the same bytes go between the
+    /// ranks, and less memory and work is left; but of a host's ranks exchanges of rows cost more than they save.
+    pub tries_whole_tokens: bool,
+    /// Whether the optimizer takes shards that follow no parameter's borders: only then can its state be shared out.
+    pub shares_state: bool,
+    /// Whether the optimizer takes parts of matrices: only then can ranks share them.
+    pub splits_matrices: bool,
+}
+
+impl Space {
+    /// Every candidate.
+    pub fn candidates(&self) -> Vec<Candidate> {
+        let mut all = Vec::new();
+        for degrees in self.meshes() {
+            for &zero_stage in self.zero_stages(&degrees) {
+                for micro_batch in self.micro_batches(&degrees) {
+                    for sequence_parallel in self.sequence_parallel(&degrees) {
+                        for schedule in self.schedules(&degrees, micro_batch) {
+                            for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
+                                all.push(Candidate {
+                                    degrees,
+                                    zero_stage,
+                                    micro_batch,
+                                    sequence_parallel,
+                                    schedule,
+                                    recompute,
+                                });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// Every way to lay out the devices.
+    pub fn meshes(&self) -> Vec<Degrees> {
+        let facts = &self.facts;
+        let mut meshes = Vec::new();
+        let tensors = || divisors(facts.world_size).filter(|tensor| self.splits_tensors(*tensor));
+        for tensor in tensors() {
+            let left = facts.world_size / tensor;
+            for context in divisors(left).filter(|context| self.splits_sequences(*context, tensor)) {
+                let left = left / context;
+                for pipeline in divisors(left).filter(|pipeline| *pipeline <= facts.units()) {
+                    let parts = left / pipeline;
+                    if !facts.global_batch.is_multiple_of(parts) {
+                        continue;
+                    }
+                    for shard in self.shards(parts, tensor * context) {
+                        let of = |expert, expert_tensor| Degrees {
+                            pipeline,
+                            replicate: parts / shard,
+                            shard,
+                            context,
+                            tensor,
+                            expert,
+                            expert_tensor,
+                        };
+                        meshes.extend(
+                            self.experts(shard, context, tensor)
+                                .into_iter()
+                                .map(|[expert, tensor]| of(expert, tensor)),
+                        );
+                    }
+                }
+            }
+        }
+        meshes
+    }
+
+    fn splits_tensors(&self, tensor: usize) -> bool {
+        let Facts { heads, key_value_heads, intermediate, vocab, seq_len, experts, .. } = self.facts;
+        let even = |things: usize| things.is_multiple_of(tensor) || tensor.is_multiple_of(things.max(1));
+        // Tensor ranks share out the tokens that they bring to experts.
+        let shares_tokens = experts == 0 || seq_len.is_multiple_of(tensor);
+        (tensor == 1 || self.splits_matrices)
+            && tensor <= MOST_SHARERS
+            && heads.is_multiple_of(tensor)
+            && even(key_value_heads)
+            && intermediate.is_multiple_of(tensor)
+            && tensor <= vocab
+            && shares_tokens
+    }
+
+    fn splits_sequences(&self, context: usize, tensor: usize) -> bool {
+        let seq_len = self.facts.seq_len;
+        context == 1
+            || (context <= MOST_SHARERS
+                && seq_len.is_multiple_of(2 * context)
+                && seq_len.is_multiple_of(context * tensor))
+    }
+
+    /// How many of the parts of the batch may share out state: none, all, or those of a node.
+    fn shards(&self, parts: usize, of_each: usize) -> impl Iterator<Item = usize> + use<> {
+        let of_a_node = (self.devices_of_a_node / of_each.max(1)).max(1);
+        let mut shards = vec![1];
+        if self.shares_state && parts > 1 {
+            if of_a_node > 1 && of_a_node < parts && parts.is_multiple_of(of_a_node) {
+                shards.push(of_a_node);
+            }
+            shards.push(parts);
+        }
+        shards.into_iter()
+    }
+
+    fn experts(&self, shard: usize, context: usize, tensor: usize) -> Vec<[usize; 2]> {
+        let Facts { experts, expert_intermediate, .. } = self.facts;
+        if experts == 0 {
+            return vec![[1, 1]];
+        }
+        let mut degrees: Vec<[usize; 2]> = Vec::new();
+        for expert_tensor in [1, tensor] {
+            if !expert_intermediate.is_multiple_of(expert_tensor)
+                || degrees.iter().any(|[_, of]| *of == expert_tensor)
+            {
+                continue;
+            }
+            let ranks = shard * context * tensor / expert_tensor;
+            degrees.extend(
+                divisors(ranks)
+                    .filter(|expert| experts.is_multiple_of(*expert))
+                    .map(|expert| [expert, expert_tensor]),
+            );
+        }
+        degrees
+    }
+
+    fn zero_stages(&self, degrees: &Degrees) -> &'static [ZeroStage] {
+        const SHARED: [ZeroStage; 3] = [ZeroStage::Optimizer, ZeroStage::Gradients, ZeroStage::Parameters];
+        const CONTEXT: [ZeroStage; 4] =
+            [ZeroStage::Nothing, ZeroStage::Optimizer, ZeroStage::Gradients, ZeroStage::Parameters];
+        match (self.shares_state, degrees.shard, degrees.context) {
+            (false, ..) | (true, 1, 1) => &[ZeroStage::Nothing],
+            // Ranks that share sequences share out the state as well.
+            (true, 1, _) => &CONTEXT,
+            _ => &SHARED,
+        }
+    }
+
+    fn micro_batches(&self, degrees: &Degrees) -> impl Iterator<Item = usize> + use<> {
+        let batch = self.facts.global_batch / (degrees.replicate * degrees.shard);
+        let is_round = move |size: &usize| size.is_power_of_two() || *size == batch || *size <= 6;
+        divisors(batch).take_while(|size| *size <= LARGEST_MICRO_BATCH).filter(is_round)
+    }
+
+    fn sequence_parallel(&self, degrees: &Degrees) -> Vec<bool> {
+        let can_split =
+            degrees.tensor > 1 && self.facts.seq_len.is_multiple_of(degrees.context * degrees.tensor);
+        match (can_split, self.tries_whole_tokens) {
+            (true, true) => vec![true, false],
+            (can_split, _) => vec![can_split],
+        }
+    }
+
+    fn schedules(&self, degrees: &Degrees, micro_batch: usize) -> Vec<(Kind, usize)> {
+        let parts = degrees.replicate * degrees.shard;
+        let (ranks, micro_batches) = (degrees.pipeline, self.facts.global_batch / parts / micro_batch);
+        if ranks == 1 {
+            return vec![(Kind::OneForwardOneBackward, 1)];
+        }
+        // All forwards first, as GPipe, takes the time of 1F1B and more memory.
+        let kinds = Kind::ALL.into_iter().filter(|kind| *kind != Kind::GPipe);
+        let chunks = |kind: Kind| {
+            let (fewest, most) = kind.chunks();
+            (fewest..=most.min(MOST_CHUNKS)).map(move |chunks| (kind, chunks))
+        };
+        // Breadth-first with one chunk is GPipe.
+        let is_gpipe = |(kind, chunks): &(Kind, usize)| *kind == Kind::LoopedBreadthFirst && *chunks == 1;
+        let fits = |(kind, chunks): &(Kind, usize)| {
+            ranks * chunks <= self.facts.units() && kind.problems(ranks, micro_batches, *chunks).is_empty()
+        };
+        kinds.flat_map(chunks).filter(|schedule| !is_gpipe(schedule) && fits(schedule)).collect()
+    }
+}
+
+fn divisors(number: usize) -> impl Iterator<Item = usize> {
+    (1..=number).filter(move |divisor| number.is_multiple_of(*divisor))
+}

@@ -1,4 +1,4 @@
-//! `lockstep bench step|gemm|collectives|pipeline`.
+//! `lockstep bench step|gemm|collectives|pipeline|machine`.
 
 use std::process::ExitCode;
 
@@ -22,6 +22,7 @@ use serde_json::json;
 use crate::collectives;
 use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
+use crate::measured;
 use crate::output::say;
 use crate::pipelines;
 use crate::ranks;
@@ -36,6 +37,8 @@ pub(crate) enum Command {
     Collectives(collectives::Arguments),
     /// Hold pipeline schedules against their simulation: real ranks and messages, passes that sleep
     Pipeline(pipelines::Arguments),
+    /// Measure this machine in half a minute, and write it as a cluster file for `lockstep plan --cluster`
+    Machine(measured::Arguments),
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -129,6 +132,7 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
         Command::Gemm(arguments) => gemm(arguments).map(|()| ExitCode::SUCCESS),
         Command::Collectives(arguments) => collectives::run(arguments),
         Command::Pipeline(arguments) => pipelines::run(arguments),
+        Command::Machine(arguments) => measured::run(arguments).map(|()| ExitCode::SUCCESS),
     }
 }
 

@@ -1,0 +1,113 @@
+//! Exchanges of the ranks of this machine, timed, and the link that describes them.
+
+use std::time::Duration;
+
+use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory};
+use lockstep_comm::{Kind, NumberType};
+use lockstep_plan::cluster::{Cluster, Joins, Link};
+use lockstep_plan::work::Collective;
+
+use super::descent::descend;
+use crate::Error;
+
+const SIZES: [usize; 6] = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
+const KINDS: [(Kind, Collective); 5] = [
+    (Kind::AllReduce, Collective::AllReduce),
+    (Kind::ReduceScatter, Collective::ReduceScatter),
+    (Kind::AllGather, Collective::AllGather),
+    (Kind::AllToAll, Collective::AllToAll),
+    (Kind::Broadcast, Collective::Broadcast),
+];
+/// An exchange and what it took.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Timed {
+    ranks: usize,
+    collective: Collective,
+    bytes: u64,
+    seconds: f64,
+}
+
+/// Times exchanges of 2, 4, 8, ... and of all of `ranks` ranks of this machine, each repeated for `time`.
+///
+/// # Errors
+/// [`Error::Comm`].
+pub(super) fn time(ranks: usize, time: Duration) -> Result<Vec<Timed>, Error> {
+    let mut counts: Vec<usize> =
+        (1..usize::BITS).map(|power| 1 << power).take_while(|count| *count < ranks).collect();
+    counts.push(ranks);
+    let mut timed = Vec::new();
+    for ranks in counts {
+        let of_rank = super::on_ranks(ranks, |group| {
+            let mut timed = Vec::new();
+            for (kind, collective) in KINDS {
+                for bytes in SIZES {
+                    let (number, memory) = (NumberType::F32, BenchmarkMemory::Shared);
+                    let found = Benchmark { kind, number, bytes, memory, time }.run(group)?;
+                    let (bytes, seconds) = (found.bytes as u64, found.median_us / 1e6);
+                    timed.push(Timed { ranks, collective, bytes, seconds });
+                }
+            }
+            Ok(timed)
+        })?;
+        // All ranks have the slowest one's times.
+        timed.extend(of_rank.into_iter().next().unwrap_or_default());
+    }
+    Ok(timed)
+}
+
+/// The link that describes exchanges best, and by how much single ones are off, on average. Its bandwidth is that of the machine's
+/// memory, through which everything goes.
+pub(super) fn fit(timed: &[Timed], machine: &Cluster) -> (Link, f64) {
+    let gb_per_s = machine.nodes.iter().map(|kind| kind.device.memory_gb_per_s).fold(1.0, f64::max);
+    let link = |&[efficiency, in_switch, latency_us, start_us, fill]: &[f64; 5]| Link {
+        name: "shared memory".to_owned(),
+        joins: Joins::All,
+        gb_per_s,
+        efficiency,
+        in_switch: Some(in_switch),
+        latency_us,
+        start_us,
+        fill,
+        torus: None,
+    };
+    let error = |numbers: &[f64; 5]| -> f64 {
+        let cluster = Cluster { links: vec![link(numbers)], ..machine.clone() };
+        let of_one = |timed: &Timed| {
+            let placement = cluster.placement(timed.ranks, 1);
+            (cluster.seconds(timed.collective, timed.bytes, &placement) / timed.seconds).ln().powi(2)
+        };
+        timed.iter().map(of_one).sum()
+    };
+    let mut numbers = [0.3, 0.3, 0.5, 0.5, 0.1];
+    descend(&mut numbers, [(1e-4, 1.2), (1e-4, 1.2), (0.01, 1e5), (0.01, 1e5), (0.001, 2.0)], error);
+    let mean = (error(&numbers) / timed.len().max(1) as f64).sqrt();
+    (link(&numbers), mean)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_that_a_link_gives_lead_back_to_it() {
+        let mut machine = Cluster::local(8, 1 << 30);
+        let link = &mut machine.links[0];
+        (link.efficiency, link.in_switch) = (0.7, Some(0.5));
+        (link.latency_us, link.start_us, link.fill) = (2.0, 4.0, 0.3);
+        let mut timed = Vec::new();
+        for ranks in [2, 8] {
+            for (_, collective) in KINDS {
+                for bytes in SIZES.map(|bytes| bytes as u64) {
+                    let seconds = machine.seconds(collective, bytes, &machine.placement(ranks, 1));
+                    timed.push(Timed { ranks, collective, bytes, seconds });
+                }
+            }
+        }
+        let (found, error) = fit(&timed, &machine);
+        assert!(error < 0.05, "{error}: {found:?}");
+        let in_switch = found.in_switch.expect("memory adds up");
+        for (found, expected) in [(found.efficiency, 0.7), (in_switch, 0.5), (found.latency_us, 2.0)] {
+            assert!((found / expected - 1.0).abs() < 0.15, "{found}, not {expected}");
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! This machine as a cluster file in which every rate is measured, for plans whose predictions are to hold here.
+//!
+//! Ranks of a machine share its cores and its memory, so two settings are timed: as many ranks as asked for, all at work at the same
+//! time, each on its share of the cores; and one rank that has all of them. A file has both (`node.device`, `node.alone`), and
+//! [`NodeKind::device_of`] serves plans between.
+
+mod descent;
+mod disk;
+mod links;
+mod others;
+mod products;
+mod tasks;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use lockstep_comm::{Deadline, Group, World, WorldOptions};
+use lockstep_engine::EngineError;
+use lockstep_plan::DType;
+use lockstep_plan::cluster::{Cluster, Device, Efficiency, NodeKind};
+use lockstep_tensor::cpu::{measure_bandwidth, measure_peak};
+use lockstep_tensor::{Arena, CpuQueue};
+
+use crate::Error;
+use crate::fit::available_bytes;
+use others::Ticks;
+use tasks::Rates;
+
+/// Types that models are trained in, the one whose tasks have plain names first.
+const TYPES: [DType; 2] = [DType::F32, DType::BF16];
+/// Nothing here takes as long.
+const LIMIT: Duration = Duration::from_secs(600);
+/// Hours of a machine until it fails: what is known of accelerators (`docs/clusters.md`), for nobody knows of yours.
+const HOURS_BETWEEN_FAILURES: f64 = 50_680.0;
+/// Memory of a machine that does not say how much it has left.
+const UNKNOWN_MEMORY_BYTES: u64 = 8 << 30;
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Extent {
+    /// Tokens of a sequence of the models whose operations are timed, and at most of a product.
+    pub tokens: usize,
+    /// Steps of each of these models, of which the fastest counts.
+    pub steps: usize,
+    /// For how long each exchange is repeated.
+    pub exchange: Duration,
+    /// What is written to the disk and read from it, in MiB.
+    pub disk_mib: usize,
+}
+
+impl Default for Extent {
+    /// Half a minute.
+    fn default() -> Self {
+        Self { tokens: 512, steps: 4, exchange: Duration::from_millis(60), disk_mib: 128 }
+    }
+}
+
+/// This machine as it was measured.
+#[derive(Debug, Clone)]
+pub struct MeasuredMachine {
+    /// As a cluster of one node.
+    pub cluster: Cluster,
+    /// By how much single products are off what the file says, on average: on a rank of several, and on one with all cores.
+    pub product_errors: (f64, f64),
+    /// The same of exchanges; none of one rank.
+    pub link_error: Option<f64>,
+    /// Why the disk could not be measured.
+    pub disk_problem: Option<String>,
+    /// The share of the cores that other processes had meanwhile, where the system says it.
+    pub others: Option<f64>,
+}
+
+/// Measures this machine with `ranks` ranks, and its disk in `directory`, while nothing else should run.
+///
+/// # Errors
+/// Out of memory, no threads; [`Error::Comm`].
+pub fn measure(ranks: usize, directory: &Path, extent: &Extent) -> Result<MeasuredMachine, Error> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let memory_bytes = available_bytes().unwrap_or(UNKNOWN_MEMORY_BYTES);
+    let begin = Ticks::now();
+    let alone = first(on_ranks(1, |group| Setting::measure(group, cores, extent))?);
+    let together = match ranks {
+        0 | 1 => None,
+        _ => Some(first(on_ranks(ranks, |group| Setting::measure(group, (cores / ranks).max(1), extent))?)),
+    };
+    let (alone, product_error) = alone.device("all cores", memory_bytes);
+    let (device, of_one) = match together {
+        Some(setting) => setting.device("core", memory_bytes),
+        None => (alone.clone(), product_error),
+    };
+    let (disk, disk_problem) = match disk::measure(directory, extent.disk_mib) {
+        Ok(disk) => (Some(disk), None),
+        Err(error) => (None, Some(format!("{}: {error}", directory.display()))),
+    };
+    let mut cluster = Cluster::local(ranks.max(1), memory_bytes);
+    cluster.nodes = vec![NodeKind {
+        count: 1,
+        devices: ranks.max(1),
+        host_memory_bytes: memory_bytes,
+        // What is kept in host memory lies where everything lies.
+        host_gb_per_s: device.memory_gb_per_s,
+        disk_gb_per_s: disk.map_or(1.0, |disk| disk.gb_per_s),
+        disk_bytes: disk.map_or(0, |disk| disk.free_bytes),
+        price_per_hour: None,
+        hours_between_failures: HOURS_BETWEEN_FAILURES,
+        device,
+        alone: (ranks > 1).then_some(alone),
+    }];
+    let mut link_error = None;
+    if ranks > 1 {
+        let (link, error) = links::fit(&links::time(ranks, extent.exchange)?, &cluster);
+        (cluster.links, link_error) = (vec![link], Some(error));
+    } else {
+        cluster.links.clear();
+    }
+    let others = Ticks::now().zip(begin).and_then(|(end, begin)| end.others_since(begin));
+    Ok(MeasuredMachine { cluster, product_errors: (of_one, product_error), link_error, disk_problem, others })
+}
+
+/// What a rank comes to.
+struct Setting {
+    peaks: Vec<f64>,
+    memory_gb_per_s: f64,
+    products: Vec<Vec<products::Timed>>,
+    /// By type.
+    tasks: Vec<Rates>,
+    launch_us: f64,
+}
+
+impl Setting {
+    /// Measures on this rank what all ranks of the group measure at the same time.
+    fn measure(group: &Group, threads: usize, extent: &Extent) -> Result<Self, Error> {
+        let together = || Ok::<_, Error>(group.barrier(Deadline::after(LIMIT))?);
+        let arena = Arena::new();
+        let queue = CpuQueue::new(threads, &arena).map_err(EngineError::from)?;
+        together()?;
+        let peak = measure_peak(queue.level(), threads);
+        together()?;
+        let memory_gb_per_s = measure_bandwidth(queue.level(), threads);
+        together()?;
+        let launch_us = tasks::launch_us(&queue, &arena).map_err(EngineError::from)?;
+        let (mut of_products, mut of_tasks) = (Vec::new(), Vec::new());
+        for dtype in TYPES {
+            together()?;
+            of_products
+                .push(products::time(&queue, &arena, dtype, 2 * extent.tokens).map_err(EngineError::from)?);
+        }
+        for dtype in TYPES {
+            together()?;
+            of_tasks.push(tasks::measure(threads, dtype, extent.tokens, extent.steps)?);
+        }
+        // Ranks that are done sooner leave those that are not alone with the memory.
+        together()?;
+        let peaks = vec![peak.f32_gflops * 1e9, peak.bf16_gflops * 1e9];
+        Ok(Self { peaks, memory_gb_per_s, products: of_products, tasks: of_tasks, launch_us })
+    }
+
+    /// As a device of a cluster, and by how much single products are off, on average.
+    fn device(self, name: &str, memory_bytes: u64) -> (Device, f64) {
+        let fit = products::fit(&self.peaks.into_iter().zip(self.products).collect::<Vec<_>>());
+        let peak_tflops: BTreeMap<DType, f64> =
+            TYPES.into_iter().zip(&fit.peaks).map(|(dtype, peak)| (dtype, peak / 1e12)).collect();
+        let plain = &self.tasks[0];
+        let attention = plain.get("attention forward").map_or(f64::NAN, |rate| rate / (fit.peaks[0] / 1e9));
+        let attention = if attention.is_finite() { attention.clamp(0.001, 1.2) } else { 0.5 };
+        let stream = stream_rate(plain).map_or(0.8, |rate| (rate / self.memory_gb_per_s).clamp(0.01, 1.2));
+        let mut measured = Rates::new();
+        for (dtype, tasks) in TYPES.into_iter().zip(&self.tasks) {
+            let name =
+                |name: &String| if dtype == TYPES[0] { name.clone() } else { format!("{name} {dtype}") };
+            measured.extend(tasks.iter().map(|(task, rate)| (name(task), *rate)));
+        }
+        let efficiency = Efficiency {
+            product: fit.product,
+            half_shape: fit.half_shape,
+            tile: None,
+            attention,
+            // Nobody here writes scores.
+            scores: attention,
+            stream,
+            launch_us: self.launch_us,
+            measured,
+        };
+        let memory_gb_per_s = self.memory_gb_per_s;
+        let device = Device {
+            name: name.to_owned(),
+            peak_tflops,
+            memory_bytes,
+            memory_gb_per_s,
+            is_host: true,
+            efficiency,
+        };
+        (device, fit.error)
+    }
+}
+
+/// The middle of the rates of all tasks that go through memory.
+fn stream_rate(tasks: &Rates) -> Option<f64> {
+    let is_stream = |name: &str| !name.starts_with("attention") && name != "update";
+    let mut rates: Vec<f64> =
+        tasks.iter().filter(|(name, _)| is_stream(name)).map(|(_, rate)| *rate).collect();
+    rates.sort_by(f64::total_cmp);
+    rates.get(rates.len() / 2).copied()
+}
+
+fn first<T>(of_ranks: Vec<T>) -> T {
+    of_ranks.into_iter().next().expect("there is a rank")
+}
+
+/// Runs `run` on each of some ranks of this machine, which are threads, and returns what they return.
+///
+/// # Errors
+/// The first rank's that has one. The others' deadlines end them.
+fn on_ranks<T: Send>(ranks: usize, run: impl Fn(&Group) -> Result<T, Error> + Sync) -> Result<Vec<T>, Error> {
+    // Ranks that measure call nobody for a while.
+    let options = WorldOptions { silence: LIMIT, ..WorldOptions::default() };
+    let groups = World::in_process(ranks.max(1), options)?;
+    std::thread::scope(|scope| {
+        let run = &run;
+        let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || run(&group))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a measuring rank does not panic")).collect()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_glimpse_of_this_machine_is_a_cluster_whose_rates_are_all_there() {
+        let begin = std::time::Instant::now();
+        let extent = Extent { tokens: 32, steps: 1, exchange: Duration::from_millis(1), disk_mib: 4 };
+        let found = measure(2, &std::env::temp_dir(), &extent).unwrap();
+        let text = found.cluster.to_toml();
+        let read = Cluster::parse(&text, "machine").unwrap_or_else(|problems| panic!("{problems}\n{text}"));
+        assert_eq!(read, found.cluster);
+        let node = &read.nodes[0];
+        assert_eq!((node.devices, read.devices()), (2, 2));
+        let alone = node.alone.as_ref().expect("ranks share the cores");
+        for device in [&node.device, alone] {
+            assert!(device.is_host && device.peak_tflops.len() == TYPES.len(), "{device:?}");
+            for name in
+                ["update", "update bf16", "attention forward", "GELU backward inputs", "SwiGLU recompute"]
+            {
+                assert!(device.efficiency.measured.contains_key(name), "{name}: {device:?}");
+            }
+        }
+        assert!(read.links.len() == 1 && found.link_error.is_some(), "{:?}", read.links);
+        assert!(begin.elapsed() < Duration::from_secs(120), "{:?}", begin.elapsed());
+    }
+
+    #[test]
+    fn one_rank_needs_no_link() {
+        let extent = Extent { tokens: 16, steps: 1, exchange: Duration::ZERO, disk_mib: 4 };
+        let found = measure(1, Path::new("/nowhere/at/all"), &extent).unwrap();
+        assert_eq!((found.cluster.links.len(), found.cluster.nodes[0].alone.is_none()), (0, true));
+        assert!(found.disk_problem.unwrap().contains("/nowhere/at/all"));
+        assert_eq!(Cluster::parse(&found.cluster.to_toml(), "machine").as_ref(), Ok(&found.cluster));
+    }
+}

@@ -475,13 +475,10 @@ mod tests {
         assert_eq!(scattered(&a[..8], &mut b[..3], Some(&[1, 3, 2, 1])), Some(Problem::Counts));
         assert_eq!(scattered(&a[..8], &mut b[..3], Some(&[1, 3, 4])), Some(Problem::Counts));
         assert_eq!(scattered(&a[..8], &mut b[..3], Some(&[1, 3, 0, 4])), None);
-        let typed = Collective::AllGather {
-            input: ids[..2].as_ref().into(),
-            output: a[..].as_mut().into(),
-            counts: None,
-        };
+        let typed =
+            Collective::AllGather { input: (&ids[..2]).into(), output: a[..].as_mut().into(), counts: None };
         assert_eq!(check(typed), Some(Problem::Types));
-        let to_itself = Collective::Send { input: ids[..].as_ref().into(), to: 1 };
+        let to_itself = Collective::Send { input: (&ids[..]).into(), to: 1 };
         assert_eq!(check(to_itself), Some(Problem::Itself));
         let no_input =
             Collective::Scatter { input: None, output: ids[..].as_mut().into(), root: 1, counts: None };

@@ -18,7 +18,7 @@ use crate::setup::overrides_of;
 use crate::trainer::clip_coefficient;
 use crate::{Error, Forecast, Ranks, RunConfig};
 
-const SEED: u64 = 1337;
+pub(crate) const SEED: u64 = 1337;
 /// Runs of each product, of which the fastest counts.
 const GEMM_RUNS: usize = 5;
 
@@ -181,7 +181,7 @@ pub fn time_steps(
 }
 
 /// What an update took.
-struct UpdateUse {
+pub(crate) struct UpdateUse {
     ms: f64,
     disk: Option<DiskUse>,
     /// What the disk did before.
@@ -189,7 +189,7 @@ struct UpdateUse {
 }
 
 /// Returns this rank's part of the loss, and what the update took.
-fn make_step(
+pub(crate) fn make_step(
     engine: &mut Engine,
     batches: &[RandomTokens],
     tokens: usize,
@@ -215,7 +215,7 @@ fn make_step(
 }
 
 /// A micro-batch that means nothing.
-struct RandomTokens {
+pub(crate) struct RandomTokens {
     /// One more than the batch has tokens: labels are the ids moved by one.
     ids: Vec<u32>,
     labels: Vec<i32>,
@@ -225,7 +225,7 @@ struct RandomTokens {
 }
 
 impl RandomTokens {
-    fn new(config: &ModelConfig, shape: BlockShape, number: usize) -> Self {
+    pub(crate) fn new(config: &ModelConfig, shape: BlockShape, number: usize) -> Self {
         let tokens = shape.tokens();
         let random = Philox::new(SEED);
         let first = (number * (tokens + 1)) as u64;
@@ -320,7 +320,12 @@ pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) 
 }
 
 /// Numbers in -1..1: some CPUs multiply zeros faster.
-fn random(queue: &CpuQueue, arena: &Arena, dtype: DType, shape: [usize; 2]) -> Result<Tensor, TensorError> {
+pub(crate) fn random(
+    queue: &CpuQueue,
+    arena: &Arena,
+    dtype: DType,
+    shape: [usize; 2],
+) -> Result<Tensor, TensorError> {
     let random = Philox::new(SEED);
     let elements = (shape[0] * shape[1]) as u64;
     let values: Vec<f32> = (0..elements).map(|i| random.at(i)[0] as i32 as f32 / i32::MAX as f32).collect();

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use lockstep_engine::EngineError;
+use lockstep_plan::cluster::ClusterError;
 
 use crate::config::Problems;
 use crate::fit::Misfit;
@@ -21,6 +22,17 @@ pub enum Error {
     /// The configuration file cannot be read.
     #[error("cannot read the configuration {}: {source}", path.display())]
     ReadConfiguration {
+        /// The file asked for.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The machines that a plan is for are described wrongly; everything that is wrong is in it.
+    #[error("{0}")]
+    Cluster(#[from] ClusterError),
+    /// The file that describes them cannot be read.
+    #[error("cannot read the cluster {}: {source}", path.display())]
+    ReadCluster {
         /// The file asked for.
         path: PathBuf,
         /// What the system said.

@@ -117,7 +117,7 @@ impl Forecast {
             let ranks = (0..self.ranks()).filter(|rank| self.of_rank[*rank] == index);
             RanksMemory { ranks: ranks.collect(), bytes: prediction.by_category() }
         });
-        PlanPrediction { memory: memory.collect() }
+        PlanPrediction { memory: memory.collect(), step: None }
     }
 
     /// The most that any rank holds of each category.
@@ -170,9 +170,9 @@ impl Predicted {
 
 /// Copies of the state that a rank makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Copies {
-    kept: usize,
-    saved: usize,
+pub(crate) struct Copies {
+    pub(crate) kept: usize,
+    pub(crate) saved: usize,
 }
 
 /// What is trained, beside the model and its layout.
@@ -204,7 +204,7 @@ impl Training {
         Self { options, storage, goes_back: false, saves_beside: false }
     }
 
-    fn copies(&self, mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> Copies {
+    pub(crate) fn copies(&self, mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> Copies {
         let saves = self.saves_beside && is_of_first_copy(mesh, rank, zero_stage);
         Copies { kept: usize::from(self.goes_back), saved: usize::from(saves) }
     }

@@ -34,6 +34,11 @@ pub fn bytes(number: u64) -> Human<'static> {
     Human { number: number as f64, form: Form::Scaled { base: 1024.0, units } }
 }
 
+/// A length of time given in milliseconds: `12.3 ms` below a second, then as [`seconds`].
+pub fn milliseconds(number: f64) -> String {
+    if number.abs() < 1000.0 { format!("{number:.1} ms") } else { seconds(number / 1e3).to_string() }
+}
+
 /// A length of time with its two leading units: `4.2s`, `42s`, `1m 20s`, `2h 05m`, `3d 04h`.
 pub fn seconds(number: f64) -> Human<'static> {
     Human { number, form: Form::Seconds }

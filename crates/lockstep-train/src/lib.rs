@@ -15,6 +15,7 @@
 //! - [`benchmark`]: how fast the machine at hand makes steps.
 //! - [`rehearsal`]: pipeline schedules measured beside simulated.
 //! - [`roofline`]: where the time of a step goes, against what the machine could do.
+//! - [`machine_file`]: the machine at hand as a cluster file, measured.
 //! - [`report`]: a run on one page.
 //! - [`plan`]: how a run is split over its ranks, and whether that fits its model.
 //! - [`verify`]: a plan's numbers against those of one rank.
@@ -40,9 +41,11 @@ pub mod launch;
 mod layout;
 mod loss_scale;
 mod machine;
+pub mod machine_file;
 pub mod metrics;
 pub mod plan;
 mod plan_file;
+pub mod planner;
 pub mod progress;
 mod ranks;
 mod records;

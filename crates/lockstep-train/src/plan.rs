@@ -73,7 +73,8 @@ pub(crate) fn fits_adapter(config: &RunConfig, tuning: &Tuning) -> Result<(), Pr
 /// The plan that the run's keys describe, whether it fits or not.
 fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) -> Result<Plan, Problem> {
     let schedule = schedule_of(config)?;
-    let costs = if config.parallel.pipeline_parallel == 1 { vec![1.0; facts.units()] } else { costs() };
+    let is_said = config.parallel.pipeline_parallel == 1 || config.parallel.pipeline_stages.is_some();
+    let costs = if is_said { vec![1.0; facts.units()] } else { costs() };
     let stages = stages_of(config, &schedule, &costs).map_err(|error| {
         config.problem(
             "parallel.pipeline_parallel",

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
+use lockstep_plan::cluster::Cluster;
 use lockstep_train::RunConfig;
 
 use crate::Cli;
@@ -66,6 +67,21 @@ fn every_run_in_the_book_is_one_that_the_program_takes() {
         }
     }
     assert!(runs >= 10, "only {runs} runs found");
+}
+
+/// Their fences say so: `toml cluster`.
+#[test]
+fn every_cluster_in_the_book_is_one_that_the_planner_takes() {
+    let mut clusters = 0;
+    for (path, page) in pages() {
+        for (_, text) in blocks(&page).into_iter().filter(|(kind, _)| *kind == "toml cluster") {
+            if let Err(problems) = Cluster::parse(&text, &path.display().to_string()) {
+                panic!("{problems}\n{text}");
+            }
+            clusters += 1;
+        }
+    }
+    assert!(clusters >= 1, "no cluster found");
 }
 
 #[test]

@@ -130,6 +130,8 @@ impl From<lockstep_train::Error> for Failure {
             error @ (Error::Configuration(_)
             | Error::DoesNotFit(_)
             | Error::ReadConfiguration { .. }
+            | Error::Cluster(_)
+            | Error::ReadCluster { .. }
             | Error::Plan { .. }
             | Error::OtherRun { .. }
             | Error::OtherParameters { .. }

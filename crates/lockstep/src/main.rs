@@ -13,6 +13,7 @@ mod exit;
 mod infer;
 #[cfg(test)]
 mod manifests;
+mod measured;
 mod nodes;
 mod output;
 mod pipelines;
@@ -55,7 +56,7 @@ enum Command {
     /// Tokenize text, and see what data consists of
     #[command(subcommand)]
     Data(data::Command),
-    /// Time training steps, matrix products, collectives and pipelines
+    /// Time training steps, matrix products, collectives and pipelines; measure this machine for the planner
     #[command(subcommand)]
     Bench(bench::Command),
     /// Make the report of a run: one page that needs nothing else

@@ -358,7 +358,7 @@ mod tests {
             let counts = Some((vec![2, 2, 2], vec![2, 2, 2]));
             let collectives: [Collective<Source<'_>, Target<'_>>; 3] = [
                 Collective::AllReduce { data: large[..].as_mut().into(), op: ReduceOp::Sum },
-                Collective::AllToAll { input: input[..].as_ref().into(), output: output[..].as_mut().into(), counts },
+                Collective::AllToAll { input: (&input[..]).into(), output: (&mut output[..]).into(), counts },
                 Collective::Receive { output: small[..].as_mut().into(), from: 1 },
             ];
             for collective in &collectives {

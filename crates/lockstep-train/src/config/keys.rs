@@ -231,10 +231,10 @@ sections! {
     parallel: ParallelConfig {
         /// Copies of the model, each of which reads its share of every global batch. Left out: as many as the ranks that
         /// were started make.
-        data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(256.0);
+        data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Ranks of each copy that read other parts of the global batch. They can share out the model's state (`zero_stage`) and
         /// experts (`expert_parallel`); of everything else all have the same, as replicas have.
-        data_parallel_shard: usize = 1, rules().at_least(1.0).at_most(256.0);
+        data_parallel_shard: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// What of the model's state the ranks of `data_parallel_shard` and `context_parallel` share out instead of each holding a copy:
         /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well, 3 parameters as well. Of experts it is what is left of these
         /// ranks when each has its experts.
@@ -261,11 +261,11 @@ sections! {
         secondary_shard: Option<usize> = None, rules().at_least(2.0).at_most(256.0).when_absent("nothing is kept twice");
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
-        expert_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        expert_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Ranks that share each expert's matrices; a divisor of `tensor_parallel`.
-        expert_tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        expert_tensor_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Ranks that share each matrix of the model: heads, features and the vocabulary are split over them.
-        tensor_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        tensor_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Whether these ranks split what stands between the products by tokens, so that activations shrink with their number.
         sequence_parallel: bool = false, rules();
         /// How they share the linear layers of the blocks: `1d`, each by its columns or its rows (Megatron-LM); `2d`, by blocks of a
@@ -276,12 +276,12 @@ sections! {
         tensor_chunks: Option<usize> = None,
             rules().at_least(1.0).at_most(64.0).when_absent("1 where these ranks are on one machine, else 4");
         /// Ranks that share each sequence: each holds some of its tokens, and what attention needs of the others' goes between them.
-        context_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        context_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// How: with `ring` keys and values go round the ranks, with `all_gather` each rank has all of them for the time of an
         /// attention, with `all_to_all` ranks exchange tokens for heads.
         context_parallel_method: ContextMethod = ContextMethod::Ring, rules();
         /// Ranks that each hold some of the layers; micro-batches go through them one after the other.
-        pipeline_parallel: usize = 1, rules().at_least(1.0).at_most(256.0);
+        pipeline_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// What the ranks of a pipeline do in which order: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1`, `zb_v`,
         /// `dualpipe_v`, or a CSV file with a row for each rank, as of `torch.distributed.pipelining` (or such rows themselves,
         /// with a line break after each). No bit of the result depends on it.

@@ -131,6 +131,37 @@ impl RunConfig {
         }
     }
 
+    /// Whether everything lives where the ranks compute.
+    pub fn offloads_nothing(&self) -> bool {
+        let ParallelConfig {
+            offload_optimizer,
+            offload_gradients,
+            offload_parameters,
+            offload_activations,
+            ..
+        } = &self.parallel;
+        [offload_optimizer, offload_gradients, offload_parameters, offload_activations]
+            .into_iter()
+            .all(|residence| *residence == Residence::None)
+    }
+
+    /// Whether anything in `[parallel]` says how a step is split; else the planner is free to.
+    pub fn says_how_to_split(&self) -> bool {
+        // How ranks find each other and what they check splits nothing.
+        const BESIDE: [&str; 8] = [
+            "parallel.timeout_s",
+            "parallel.transport",
+            "parallel.tcp_connections",
+            "parallel.check_every",
+            "parallel.bucket_mb",
+            "parallel.all_reduce",
+            "parallel.offload.dir",
+            "parallel.offload.io",
+        ];
+        let is_of_split = |key: &str| key.starts_with("parallel.") && !BESIDE.contains(&key);
+        self.origins.iter().any(|(key, origin)| is_of_split(key) && *origin != Origin::Default)
+    }
+
     /// What of the model's state ranks share out.
     pub fn zero_stage(&self) -> ZeroStage {
         // The key's rules allow no number that is none.

@@ -131,3 +131,63 @@ fn processes_of_ranks_have_what_their_ledgers_say_and_that_is_what_was_predicted
         );
     }
 }
+
+#[test]
+fn a_machine_is_not_measured_for_a_file_that_cannot_be_written() {
+    let workshop = Workshop::new();
+    let begin = std::time::Instant::now();
+    let arguments = ["bench", "machine", "-o", "nowhere/machine.toml"];
+    workshop.run(&arguments).refuses(2, &["cannot write nowhere/machine.toml"]);
+    assert!(begin.elapsed() < std::time::Duration::from_secs(10), "{:?}", begin.elapsed());
+}
+
+#[test]
+fn a_search_finds_a_plan_that_train_takes_and_a_page_shows_it() {
+    let workshop = Workshop::new();
+    let settings = ["train.precision=f32", "train.steps=2", "data.train=[\"text.txt\"]"];
+    workshop.write("text.txt", "What is searched is found. ".repeat(400));
+    let more = ["--model", "baby-gpt", "--seq-len", "64", "--global-batch", "4", "--json", "--explain"];
+    let outputs = ["-o", "best.json", "--html", "plan.html"];
+    let found = workshop.run(&arguments(&["plan"], &settings, &[&more[..], &outputs].concat())).json();
+    let rows = found["ranking"].as_array().unwrap();
+    let step = |row: &Value| row["step_ms"].as_f64().unwrap();
+    assert!(!rows.is_empty() && rows.is_sorted_by(|a, b| step(a) <= step(b)), "{rows:?}");
+    assert_eq!(found["best"]["predicted"]["step"]["step_ms"].as_f64(), Some(step(&rows[0])), "{found}");
+    assert!(found["search"]["candidates"].as_u64() >= found["search"]["valued"].as_u64(), "{found}");
+    assert!(!found["neighbours"].as_array().unwrap().is_empty(), "{found}");
+    let page = String::from_utf8(workshop.read("plan.html")).unwrap();
+    assert!(page.contains("The best plans"), "{page}");
+    let run = "model.preset = \"baby-gpt\"\n[train]\nseq_len = 64\nglobal_batch = 4\n";
+    workshop.write("run.toml", run);
+    workshop.run(&arguments(&["train", "run.toml"], &settings, &["--plan", "best.json"])).succeeds();
+}
+
+#[test]
+fn machines_with_nonsense_are_told_all_of_it_at_once() {
+    let workshop = Workshop::new();
+    let cluster = "[node]\ndevices = 0\ndevice = { peak_tflops = { bf17 = 3 }, memory = \"-3GiB\", memory_gb_per_s = 0 }\n";
+    workshop.write("bad.toml", cluster);
+    let told = [
+        "devices: 0 is not",
+        "\"bf17\" is not known; the nearest is bf16",
+        "\"-3GiB\" is not a size",
+        "memory_gb_per_s: 0",
+    ];
+    workshop.run(&["plan", "--cluster", "bad.toml"]).refuses(2, &told);
+    workshop.run(&["plan", "--cluster", "dgx-h10"]).refuses(2, &["the nearest is dgx-h100"]);
+    workshop
+        .run(&["plan", "--cluster", "nowhere.toml"])
+        .refuses(2, &["cannot read the cluster nowhere.toml"]);
+    let large = [
+        "plan",
+        "--model",
+        "llama3-405b",
+        "--cluster",
+        "dgx-h100",
+        "--global-batch",
+        "8",
+        "--seq-len",
+        "1024",
+    ];
+    workshop.run(&large).refuses(2, &["no plan for dgx-h100", "needs more memory than a device has"]);
+}

@@ -1,82 +1,69 @@
-//! `lockstep plan`: what a plan comes to, before any machine is asked to carry it out.
+//! What a plan comes to that the keys of a run describe: the memory of every rank, and the time of a step.
 
-use std::path::PathBuf;
-use std::process::ExitCode;
-
-use clap::{Args, ValueHint};
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan};
 use lockstep_train::fit::{available_bytes, needed};
 use lockstep_train::plan::check;
-use lockstep_train::{Forecast, RunConfig, human};
+use lockstep_train::planner::{Evaluated, Planner};
+use lockstep_train::{Forecast, PlanFile, RunConfig, human};
 use serde_json::{Map, Value, json};
 
-use crate::collectives::bytes;
+use super::{Arguments, figures, found};
 use crate::exit::Failure;
 use crate::output::say;
-use crate::planned::PlannedRun;
-use crate::ranks::{blamed, warn_if_outdated};
+use crate::ranks::warn_if_outdated;
 use crate::verify::plan_in_words;
-
-/// Predict what the plan needs that the parallel section of a run describes. It searches for no better plan: that is not there
-/// yet, and a run without the section is one rank.
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    #[command(flatten)]
-    planned: PlannedRun,
-    /// Memory of each machine for its ranks, e.g. 24GiB [default: what this machine has left]
-    #[arg(long, value_name = "SIZE", value_parser = bytes)]
-    memory: Option<usize>,
-    /// Ranks on each machine [default: all]
-    #[arg(long, value_name = "N", alias = "nproc_per_node")]
-    nproc_per_node: Option<usize>,
-    /// Say of each rank that differs from others what its memory is made of
-    #[arg(long)]
-    explain: bool,
-    /// Print one JSON document
-    #[arg(long)]
-    json: bool,
-    /// Write the plan, for train --plan, with what it is predicted to need
-    #[arg(short, long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
-    output: Option<PathBuf>,
-}
 
 /// A plan, what its ranks need, and where they are.
 struct Predicted {
     config: RunConfig,
     plan: Plan,
     forecast: Forecast,
+    evaluated: Evaluated,
     ranks_of_a_machine: usize,
     /// None where nobody knows.
     available_bytes: Option<u64>,
 }
 
-pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let planned = &arguments.planned;
-    let file = planned.plan()?;
-    let config = RunConfig::load(planned.run.as_deref(), &planned.settings_with(file.as_ref()))
-        .map_err(|error| blamed(file.as_ref(), error))?;
-    if let Some(file) = &file {
+/// Tells what the plan of a configuration comes to on the machines of `planner`.
+pub(super) fn run(
+    arguments: &Arguments,
+    config: RunConfig,
+    file: Option<&PlanFile>,
+    planner: &mut Planner,
+) -> Result<(), Failure> {
+    if let Some(file) = file {
         file.check(&config)?;
     }
     let (plan, model) = check(&config)?;
     let forecast = Forecast::of(&config, &model)?;
-    warn_if_outdated(file.as_ref(), &forecast);
-    let plan = Plan { predicted: Some(forecast.of_plan()), ..plan };
+    warn_if_outdated(file, &forecast);
+    let evaluated = planner.of_run()?;
+    let step = Some(evaluated.planned_step(planner.cluster()));
+    let plan = Plan { predicted: Some(lockstep_plan::PlanPrediction { step, ..forecast.of_plan() }), ..plan };
     let ranks = forecast.ranks();
-    let ranks_of_a_machine = arguments.nproc_per_node.unwrap_or(ranks).clamp(1, ranks);
-    let available_bytes = arguments.memory.map(|bytes| bytes as u64).or_else(available_bytes);
-    let predicted = Predicted { config, plan, forecast, ranks_of_a_machine, available_bytes };
-    if let Some(path) = &arguments.output {
-        let text = predicted.plan.to_json().map_err(|error| Failure::configuration(error.to_string()))?;
-        let refuse = |error| Failure::configuration(format!("cannot write {}: {error}", path.display()));
-        std::fs::write(path, text).map_err(refuse)?;
-    }
+    let is_elsewhere = arguments.cluster.is_some();
+    let ranks_of_a_machine = match arguments.nproc_per_node {
+        Some(ranks) => ranks,
+        None if is_elsewhere => {
+            planner.cluster().nodes.iter().map(|node| node.devices).max().unwrap_or(ranks)
+        }
+        None => ranks,
+    };
+    let ranks_of_a_machine = ranks_of_a_machine.clamp(1, ranks);
+    let available_bytes = match arguments.memory {
+        Some(bytes) => Some(bytes as u64),
+        None if is_elsewhere => Some(evaluated.capacity_bytes * ranks_of_a_machine as u64),
+        None => available_bytes(),
+    };
+    let predicted = Predicted { config, plan, forecast, evaluated, ranks_of_a_machine, available_bytes };
+    arguments.write_plan(&predicted.plan)?;
+    arguments.write_page(planner, std::slice::from_ref(&predicted.evaluated), &[], None)?;
     if arguments.json {
         say!("{}", predicted.to_json(arguments.explain));
     } else {
-        predicted.print(arguments.explain);
+        predicted.print(arguments.explain, planner);
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 impl Predicted {
@@ -93,7 +80,7 @@ impl Predicted {
         self.available_bytes.map(|available| self.of_a_machine().total() as u64 <= available)
     }
 
-    fn print(&self, explains: bool) {
+    fn print(&self, explains: bool, planner: &Planner) {
         let Self { config, forecast, .. } = self;
         say!(
             "plan       {}, recompute {}, {}, micro-batches of {}",
@@ -103,7 +90,9 @@ impl Predicted {
             config.micro_batch(),
         );
         if config.ranks() == 1 {
-            say!("           (one rank; [parallel] says how several would share the run)");
+            say!(
+                "           (one rank; without a degree in [parallel] a search says how several would share the run)"
+            );
         }
         say!("\n{:<24}{:>12}  of these", "memory", "a rank");
         for (rank, ranks, prediction) in forecast.distinct() {
@@ -134,6 +123,7 @@ impl Predicted {
                 format!("{ranks} of a machine need {needs}; what is there is not known: say it with --memory")
             }
         };
+        found::print_step(&self.evaluated, planner.cluster());
         say!("\nverdict    {verdict}");
     }
 
@@ -164,6 +154,10 @@ impl Predicted {
             },
             "fits": self.fits(),
         });
+        let mut row = row;
+        if let (Some(row), Some(figures)) = (row.as_object_mut(), figures(&self.evaluated).as_object()) {
+            row.extend(figures.clone());
+        }
         json!({ "best": plan, "ranking": [row] })
     }
 }
@@ -177,7 +171,7 @@ fn parts(memory: MemoryBytes) -> String {
     parts.map(part).collect::<Vec<_>>().join(", ")
 }
 
-fn by_name(memory: MemoryBytes) -> Value {
+pub(super) fn by_name(memory: MemoryBytes) -> Value {
     let mut map: Map<String, Value> =
         memory.entries().map(|(category, bytes)| (category.name().to_owned(), bytes.into())).collect();
     // What kernels give back for their next call is not predicted.

@@ -1,0 +1,340 @@
+//! The search's way through the candidates: what each can come to at least, in a microsecond; the fewest blocks that have to forget; and the
+//! step, looked at in full only where nothing simpler shows that it is worse.
+
+use std::ops::Range;
+
+use lockstep_plan::cluster::Software;
+use lockstep_plan::predict::{StepPrediction, unit_seconds};
+use lockstep_plan::schedule::Kind;
+use lockstep_plan::search::{Candidate, Rejection, Subject};
+use lockstep_plan::work::ModelWork;
+use lockstep_plan::{
+    Degrees, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute, RecomputeRules, StageMemory, ZeroStage,
+};
+
+use crate::RunConfig;
+use crate::planner::recordings::Recording;
+use crate::planner::subject::Layout;
+use crate::planner::{Objective, Planner};
+
+/// Schedules are looked at with so many times as many micro-batches as ranks: then each further one takes as long as the last.
+const ROUNDS: usize = 4;
+/// What bounds of memory are held against is this much more than there is: they leave out what is rounded up, and are none of the
+/// ledger's sums.
+const SLACK: f64 = 1.03;
+
+/// As few micro-batches as show how a schedule of many goes on: as many rounds are left out as there are. All are kept where memory
+/// grows with them.
+pub(super) fn shortened(kind: Kind, ranks: usize, micro_batches: usize) -> usize {
+    let grows = matches!(kind, Kind::GPipe | Kind::LoopedBreadthFirst);
+    if grows || micro_batches <= ROUNDS * ranks {
+        return micro_batches;
+    }
+    ROUNDS * ranks + micro_batches % ranks
+}
+
+/// What of a candidate the passes of a micro-batch depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct PassKey {
+    tensor: usize,
+    context: usize,
+    expert: usize,
+    expert_tensor: usize,
+    sequence_parallel: bool,
+    micro_batch: usize,
+    /// Where they matter: ranks of a host have as many cores as there are for each, stages may be on unlike nodes.
+    ranks: usize,
+    pipeline: usize,
+}
+
+/// What bounds are made of: for each of the three modes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Outline {
+    /// Milliseconds of a forward and a backward through all units, and bytes that all blocks keep of a micro-batch.
+    of_mode: [(f64, f64); 3],
+    /// Elements of all units.
+    dense: f64,
+    experts: f64,
+    weight_bytes: f64,
+}
+
+fn index_of(mode: Recompute) -> usize {
+    match mode {
+        Recompute::None => 0,
+        Recompute::Selective => 1,
+        Recompute::Full => 2,
+    }
+}
+
+impl Subject for Planner {
+    /// The run with the plan in its keys.
+    type Value = RunConfig;
+
+    /// The time of all passes if every stage took as long as each other and nothing else held them up, with what the first micro-batch
+    /// waits for in the pipeline, and with as much computed again as memory makes necessary at least.
+    fn bound(&mut self, candidate: &Candidate) -> Option<f64> {
+        let outline = self.outline(candidate);
+        let Degrees { pipeline, shard, context, expert, expert_tensor, tensor, .. } = candidate.degrees;
+        let ranks = pipeline as f64;
+        let micro_batches = candidate.micro_batches(self.config.train.global_batch) as f64;
+        let (kind, chunks) = candidate.schedule;
+        let (none_ms, none_bytes) = outline.of_mode[0];
+        let (mode_ms, mode_bytes) = outline.of_mode[index_of(candidate.recompute)];
+        // State of a mean rank.
+        let sharers = (shard * context) as f64;
+        let of_experts = ((shard * context * tensor) as f64 / (expert * expert_tensor) as f64).max(1.0);
+        let style = self.cluster.software.style();
+        let share = |from: ZeroStage| {
+            let shared = candidate.zero_stage >= from;
+            let divided = |elements: f64, by: f64| if shared { elements / by } else { elements };
+            divided(outline.dense, sharers) + divided(outline.experts, of_experts)
+        };
+        let is_narrow = outline.weight_bytes < 4.0;
+        let state = share(ZeroStage::Parameters) * outline.weight_bytes
+            + share(ZeroStage::Gradients) * if is_narrow { style.gradient_bytes } else { 4.0 }
+            + share(ZeroStage::Optimizer) * if is_narrow { style.optimizer_bytes } else { 8.0 };
+        // Without a pipeline there is one micro-batch at a time; the first rank of one has as many as there are ranks, but for a V's.
+        let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
+        let available = self.capacity_bytes(self.ranks_of(candidate)) as f64 * SLACK;
+        let is_counted = self.config.offloads_nothing();
+        let left = available - 0.9 * state / ranks;
+        if is_counted && left < 0.8 * mode_bytes * at_once / ranks {
+            return None;
+        }
+        // The share of the blocks that has to forget.
+        let spared = (none_bytes - mode_bytes) * at_once / ranks;
+        let missing = 0.8 * none_bytes * at_once / ranks - left;
+        let forgets = if is_counted && spared > 0.0 { (missing / spared).clamp(0.0, 1.0) } else { 0.0 };
+        if candidate.recompute == Recompute::None && forgets > 0.0 {
+            return None;
+        }
+        let pass_ms = none_ms + forgets * (mode_ms - none_ms).max(0.0);
+        // Split backwards fill what others wait.
+        let waits = if kind.splits_backward() { 0.0 } else { (ranks - 1.0) / chunks as f64 };
+        let step_ms = (micro_batches + waits) * pass_ms / ranks;
+        Some(match self.objective {
+            Objective::Time => step_ms,
+            Objective::Cost => self.price_of(self.ranks_of(candidate), step_ms),
+            Objective::Headroom => (0.8 * mode_bytes * at_once + 0.9 * state) / ranks / available,
+        })
+    }
+
+    fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, RunConfig), Rejection> {
+        let mut config = self.configured(candidate);
+        let layers = self.model.config.num_hidden_layers();
+        let forgets = candidate.recompute != Recompute::None;
+        let mut least = if forgets { layers } else { 0 };
+        self.set_up(&mut config, candidate, least)?;
+        // The fewest blocks that forget; what needs none of them is another candidate.
+        let mut too_few = 0;
+        while least > too_few + 1 {
+            let middle = too_few.midpoint(least);
+            match self.set_up(&mut config, candidate, middle) {
+                Ok(_) => least = middle,
+                Err(_) => too_few = middle,
+            }
+        }
+        if least == 1 && self.set_up(&mut config, candidate, 0).is_ok() {
+            return Err(Rejection::Invalid);
+        }
+        loop {
+            let (layout, recording) = self.set_up(&mut config, candidate, least)?;
+            let step_ms = self.step_ms(&config, candidate, &layout, &recording.work, limit)?;
+            let memory = self.booked(&config, candidate, &layout, &recording)?;
+            let largest = memory.iter().map(|memory| memory.total()).max().unwrap_or(0);
+            let objective = match self.objective {
+                Objective::Time => step_ms,
+                Objective::Cost => self.price_of(self.ranks_of(candidate), step_ms),
+                Objective::Headroom => {
+                    largest as f64 / self.capacity_bytes(self.ranks_of(candidate)).max(1) as f64
+                }
+            };
+            if objective >= limit {
+                return Err(Rejection::Worse);
+            }
+            let Some(lacking) = self.lacking(&layout, &memory) else { return Ok((objective, config)) };
+            // What was left out of the quick sums.
+            if !forgets || least == layers {
+                return Err(lacking);
+            }
+            least = (least + layers.div_ceil(32)).min(layers);
+        }
+    }
+}
+
+impl Planner {
+    /// What the ledgers of the ranks book that by the quick sums book most, and the first; of all others that they book as much as
+    /// these say.
+    fn booked(
+        &self,
+        config: &RunConfig,
+        candidate: &Candidate,
+        layout: &Layout,
+        recording: &Recording,
+    ) -> Result<Vec<MemoryBytes>, Rejection> {
+        let quick = |rank: usize| {
+            let stages = layout.of_rank(rank, recording.work.units());
+            self.quick_memory(config, candidate, layout, recording, &stages)
+        };
+        let mut memory: Vec<MemoryBytes> = (0..layout.pipeline_ranks()).map(quick).collect();
+        let largest =
+            memory.iter().enumerate().max_by_key(|(_, bytes)| bytes.total()).map_or(0, |(rank, _)| rank);
+        for rank in [0, largest] {
+            memory[rank] = self.memory_of(config, layout, recording, rank)?;
+        }
+        Ok(memory)
+    }
+
+    /// What a step costs, in whatever its nodes cost in an hour; where nobody says, as much as there are devices.
+    fn price_of(&self, devices: usize, step_ms: f64) -> f64 {
+        self.price_per_hour(devices).unwrap_or(devices as f64) * step_ms
+    }
+
+    fn ranks_of(&self, candidate: &Candidate) -> usize {
+        candidate.degrees.world_size().unwrap_or(usize::MAX)
+    }
+
+    /// What bounds of a candidate are made of.
+    fn outline(&mut self, candidate: &Candidate) -> Outline {
+        let Degrees { tensor, context, expert, expert_tensor, pipeline, .. } = candidate.degrees;
+        let is_even = self.cluster.nodes.len() == 1;
+        let key = PassKey {
+            tensor,
+            context,
+            expert,
+            expert_tensor,
+            sequence_parallel: candidate.sequence_parallel,
+            micro_batch: candidate.micro_batch,
+            ranks: if self.is_host() { self.ranks_of(candidate) } else { 0 },
+            pipeline: if is_even { 0 } else { pipeline },
+        };
+        if let Some(known) = self.outlines.get(&key) {
+            return *known;
+        }
+        let config = self.configured(candidate);
+        let mut outline = Outline { of_mode: [(0.0, 0.0); 3], dense: 0.0, experts: 0.0, weight_bytes: 2.0 };
+        let Ok(mesh) = Mesh::new(candidate.degrees) else { return outline };
+        for mode in [Recompute::None, Recompute::Selective, Recompute::Full] {
+            let (work, kept_bytes) =
+                self.recordings.sketch(&config, &self.model, &mesh, mode, self.cluster.software);
+            let seconds = unit_seconds(&self.cluster, &work, &mesh, config.parallel.tensor_layout.into());
+            let ms = 1e3 * seconds.iter().flatten().sum::<f64>();
+            outline.of_mode[index_of(mode)] = (ms, kept_bytes);
+            let units = || (0..work.units()).map(|unit| work.unit(unit));
+            outline.experts = units().map(|unit| unit.expert_elements as f64).sum();
+            outline.dense = units().map(|unit| unit.parameter_elements as f64).sum::<f64>() - outline.experts;
+            if self.model.config.tie_word_embeddings() {
+                outline.dense -= work.unit(0).parameter_elements as f64;
+            }
+            outline.weight_bytes = work.dtype.size_bytes() as f64;
+        }
+        self.outlines.insert(key, outline);
+        outline
+    }
+
+    /// The rules by which the first `count` blocks forget what a candidate says.
+    fn rules(&self, candidate: &Candidate, count: usize) -> Option<RecomputeRules> {
+        let layers = self.model.config.num_hidden_layers();
+        match count {
+            0 => Some(Recompute::None.into()),
+            count if count == layers => Some(candidate.recompute.into()),
+            count => {
+                let first = LayerRule { from: 0, to: Some(count - 1), every: 1, mode: candidate.recompute };
+                RecomputeRules::new(Recompute::None, &[first]).ok()
+            }
+        }
+    }
+
+    /// Sets that the first `count` blocks forget, and the stages that then take as long as each other; an error if a rank lacks memory.
+    fn set_up(
+        &mut self,
+        config: &mut RunConfig,
+        candidate: &Candidate,
+        count: usize,
+    ) -> Result<(Layout, std::rc::Rc<Recording>), Rejection> {
+        config.parallel.recompute = self.rules(candidate, count).ok_or(Rejection::Invalid)?;
+        let mesh = Mesh::new(candidate.degrees).map_err(|_| Rejection::Invalid)?;
+        let rules = config.parallel.recompute;
+        let recording = self.recordings.by_layer(config, &self.model, &mesh, &rules, self.cluster.software);
+        let layout = self.laid_out(config, candidate, &recording).ok_or(Rejection::Invalid)?;
+        config.parallel.pipeline_stages =
+            layout.schedule.is_some().then(|| layout.stages.iter().map(Range::len).collect());
+        if config.offloads_nothing() {
+            let memory = (0..layout.pipeline_ranks()).map(|rank| {
+                let stages = layout.of_rank(rank, recording.work.units());
+                self.quick_memory(config, candidate, &layout, &recording, &stages)
+            });
+            let memory: Vec<_> = memory.collect();
+            self.lacking(&layout, &memory).map_or(Ok(()), Err)?;
+        }
+        Ok((layout, recording))
+    }
+
+    /// What a rank books but for padding and small buffers: the ledger's sums of activations, and its state by the elements.
+    fn quick_memory(
+        &self,
+        config: &RunConfig,
+        candidate: &Candidate,
+        layout: &Layout,
+        recording: &Recording,
+        stages: &[StageMemory],
+    ) -> MemoryBytes {
+        if self.cluster.software != Software::Lockstep {
+            return self.memory_elsewhere(config, &layout.mesh, &recording.work, stages);
+        }
+        let mut bytes = self.state_elsewhere(config, &layout.mesh, &recording.work, stages);
+        let profile = &recording.profile;
+        bytes[MemoryCategory::Activations] = profile.activation_bytes(stages, false);
+        bytes[MemoryCategory::Workspace] = profile.workspace_bytes(stages);
+        let units = stages.iter().flat_map(|stage| stage.units.clone());
+        let largest =
+            units.map(|unit| recording.work.unit(unit).parameter_elements).max().unwrap_or(0) as usize;
+        let of_two = |bytes: usize| 2 * largest * bytes;
+        if candidate.zero_stage == ZeroStage::Parameters {
+            bytes[MemoryCategory::Communication] += of_two(recording.work.dtype.size_bytes());
+        }
+        if candidate.zero_stage >= ZeroStage::Gradients {
+            bytes[MemoryCategory::Communication] += of_two(4);
+        }
+        bytes
+    }
+
+    /// Milliseconds of a candidate's step. Of a long schedule two short ones say what each micro-batch takes once the pipeline is full.
+    ///
+    /// # Errors
+    /// [`Rejection::Worse`] where the stages alone take `limit`.
+    fn step_ms(
+        &mut self,
+        config: &RunConfig,
+        candidate: &Candidate,
+        layout: &Layout,
+        work: &ModelWork,
+        limit: f64,
+    ) -> Result<f64, Rejection> {
+        let micro_batches = candidate.micro_batches(config.train.global_batch);
+        if layout.schedule.is_some() && self.objective == Objective::Time {
+            let seconds = self.unit_seconds(config, &layout.mesh, work);
+            let of_rank = |rank: usize| -> f64 {
+                let stages =
+                    layout.stages_of(rank).into_iter().flat_map(|stage| layout.stages[stage].clone());
+                stages.flat_map(|unit| seconds[unit]).sum()
+            };
+            let slowest = (0..layout.pipeline_ranks()).map(of_rank).fold(0.0, f64::max);
+            if slowest * 1e3 * micro_batches as f64 >= limit {
+                return Err(Rejection::Worse);
+            }
+        }
+        let step = |planner: &Self, layout: &Layout| -> StepPrediction { planner.step(config, layout, work) };
+        let short = step(self, layout).step_ms;
+        if layout.micro_batches == micro_batches {
+            return Ok(short);
+        }
+        let (kind, chunks) = candidate.schedule;
+        let ranks = candidate.degrees.pipeline;
+        let fewer = layout.micro_batches - ranks;
+        let schedule = self.schedule(kind, ranks, fewer, chunks).ok_or(Rejection::Invalid)?;
+        let shorter = Layout { schedule: Some(schedule), micro_batches: fewer, ..layout.clone() };
+        let each = (short - step(self, &shorter).step_ms) / ranks as f64;
+        Ok(short + each * (micro_batches - layout.micro_batches) as f64)
+    }
+}

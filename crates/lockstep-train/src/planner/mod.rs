@@ -1,0 +1,166 @@
+//! The planner: how a model is best trained on some machines, how long a step takes, what each rank needs, and why not otherwise.
+//!
+//! The pure part is `lockstep_plan`: [`predict`](lockstep_plan::predict) says how long a step takes,
+//! [`search`](lockstep_plan::search) which plans there are and which of them is best, and
+//! [`predicted`](lockstep_plan::predicted) what each rank holds. Here they are given a run's model, recorded for every way to share it
+//! that is looked at, and what comes out is a configuration that `train` carries out.
+
+mod bounds;
+mod explain;
+pub mod machine;
+mod memory;
+mod page;
+mod recordings;
+mod subject;
+
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::time::Instant;
+
+use lockstep_plan::Facts;
+use lockstep_plan::cluster::{Cluster, Software};
+use lockstep_plan::schedule::{Kind, Schedule};
+use lockstep_plan::search::{Candidate, Found, Ranking, Space, search};
+
+use crate::config::{OptimizerKind, Origin};
+use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
+
+pub use explain::{Help, Neighbour, parts, rejection_in_words};
+pub use page::page;
+pub use subject::Evaluated;
+
+use bounds::{Outline, PassKey};
+use recordings::Recordings;
+
+/// What the best plan is best at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Objective {
+    /// The least time of a step.
+    #[default]
+    Time,
+    /// The least price of a step, with as many of the nodes as pay.
+    Cost,
+    /// The most memory left on the rank that has least.
+    Headroom,
+}
+
+/// What a search took.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Searched {
+    /// Plans that there are to choose from.
+    pub candidates: usize,
+    /// Those that were looked at in full.
+    pub valued: usize,
+    /// Time.
+    pub ms: f64,
+}
+
+/// A run, and the machines that it is to be planned for.
+#[derive(Debug)]
+pub struct Planner {
+    config: RunConfig,
+    model: ResolvedModel,
+    cluster: Cluster,
+    objective: Objective,
+    recordings: Recordings,
+    schedules: HashMap<(Kind, usize, usize, usize), Option<Rc<Schedule>>>,
+    outlines: HashMap<PassKey, Outline>,
+}
+
+impl Planner {
+    /// A planner for `config` on `cluster`. What `config` says of `[parallel]` beside degrees, schedule, recomputation and ZeRO holds for
+    /// every plan.
+    ///
+    /// # Errors
+    /// A model that cannot be had.
+    pub fn new(mut config: RunConfig, cluster: Cluster, objective: Objective) -> Result<Self, Error> {
+        let is_host = cluster.nodes.iter().any(|node| node.device.is_host);
+        if !is_host {
+            // Nothing of a device's time or memory depends on the cores of the machine that plans.
+            config.train.threads = 1;
+        }
+        // Those systems trained with dropout, whose masks they kept.
+        let drops = matches!(cluster.software, Software::Megatron | Software::DeepSpeed);
+        if drops && config.origin("train.dropout") == Origin::Default {
+            config.train.dropout = 0.1;
+        }
+        let model = resolve_model(&config)?;
+        Ok(Self {
+            config,
+            model,
+            cluster,
+            objective,
+            recordings: Recordings::default(),
+            schedules: HashMap::new(),
+            outlines: HashMap::new(),
+        })
+    }
+
+    /// The machines.
+    pub fn cluster(&self) -> &Cluster {
+        &self.cluster
+    }
+
+    /// The run.
+    pub fn config(&self) -> &RunConfig {
+        &self.config
+    }
+
+    /// What there is to choose from with so many devices.
+    fn space(&self, devices: usize) -> Space {
+        let facts = plan::facts_of(&self.config, &self.model.config);
+        let of_a_node = self.cluster.nodes.iter().map(|node| node.devices).min().unwrap_or(1);
+        Space {
+            facts: Facts { world_size: devices, ..facts },
+            devices_of_a_node: of_a_node.min(devices),
+            tries_whole_tokens: self.is_host(),
+            shares_state: self.config.optimizer.kind != OptimizerKind::Muon,
+            splits_matrices: self.config.optimizer.kind != OptimizerKind::Muon,
+        }
+    }
+
+    /// Every plan that there is to choose from. Of a host's cores a rank may have several.
+    pub fn candidates(&self) -> Vec<Candidate> {
+        let devices = self.cluster.devices();
+        let numbers: Vec<usize> = match (self.is_host(), self.objective) {
+            (true, _) => (1..=devices).filter(|ranks| devices.is_multiple_of(*ranks)).collect(),
+            (false, Objective::Cost) => self.numbers_of_nodes(),
+            (false, _) => vec![devices],
+        };
+        numbers.into_iter().flat_map(|devices| self.space(devices).candidates()).collect()
+    }
+
+    /// Devices of as many nodes as may pay: halves of all, of clusters with one kind of them.
+    fn numbers_of_nodes(&self) -> Vec<usize> {
+        let [node] = &self.cluster.nodes[..] else { return vec![self.cluster.devices()] };
+        let halves = std::iter::successors(Some(node.count), |nodes| (nodes % 2 == 0).then_some(nodes / 2));
+        halves.map(|nodes| nodes * node.devices).collect()
+    }
+
+    /// Whether ranks live in the memory of hosts and compute with their cores.
+    pub fn is_host(&self) -> bool {
+        self.cluster.nodes.iter().any(|node| node.device.is_host)
+    }
+
+    /// The `top` best plans, and what the search for them took.
+    pub fn find(&mut self, top: usize) -> (Ranking<Evaluated>, Searched) {
+        let begin = Instant::now();
+        let Ranking { best, rejected, candidates, valued } = search(self.candidates(), top, self);
+        let best = best.into_iter().filter_map(|Found { candidate, objective, value }| {
+            let value = self.evaluate(&value).ok().filter(|evaluated| evaluated.fits)?;
+            Some(Found { candidate, objective, value })
+        });
+        let ranking = Ranking { best: best.collect(), rejected, candidates, valued };
+        let searched = Searched { candidates, valued, ms: begin.elapsed().as_secs_f64() * 1e3 };
+        (ranking, searched)
+    }
+
+    /// What the plan comes to that the run's own `[parallel]` describes.
+    ///
+    /// # Errors
+    /// A configuration that does not fit its model.
+    pub fn of_run(&mut self) -> Result<Evaluated, Error> {
+        let config = self.config.clone();
+        self.evaluate(&config)
+    }
+}

@@ -1,0 +1,314 @@
+//! A plan on one page that needs nothing else: the mesh on the machines, the step's timeline, memory over time, the roofline and the
+//! ranking. All of it is drawn here, as SVG; no script runs in the page.
+
+mod pictures;
+
+use std::fmt::Write;
+
+use lockstep_plan::cluster::Cluster;
+use lockstep_plan::predict::Worker;
+use lockstep_plan::work::{Labor, Task};
+use lockstep_plan::{Axis, PipelineSchedule, Plan};
+
+use super::{Evaluated, Neighbour, Planner, Searched, parts};
+use crate::{Error, human};
+
+const STYLE: &str = include_str!("../../../assets/report.css");
+
+/// A kind of task: what it takes of a step, and how near it comes to the device's limits.
+#[derive(Debug, Clone, PartialEq)]
+struct Point {
+    name: String,
+    /// Floating-point operations for each byte that goes through memory.
+    intensity: f64,
+    /// Operations a second.
+    rate: f64,
+    /// Seconds in a micro-batch.
+    seconds: f64,
+}
+
+/// The page of `best`, the first of `ranking`.
+///
+/// # Errors
+/// A configuration that does not fit its model.
+pub fn page(
+    planner: &mut Planner,
+    best: &Evaluated,
+    ranking: &[Evaluated],
+    neighbours: &[Neighbour],
+    searched: Option<Searched>,
+) -> Result<String, Error> {
+    let points = planner.roofline(best)?;
+    let cluster = planner.cluster();
+    let name = escaped(&format!("{} on {}", planner.model_in_words(), cluster.name));
+    let mut page = String::new();
+    let mut card = |title: &str, note: &str, body: &str| {
+        let _ = writeln!(
+            page,
+            "<section class=\"card wide\"><div class=\"head\"><h2>{}</h2><span class=\"readout\">{}</span></div>{body}</section>",
+            escaped(title),
+            escaped(note)
+        );
+    };
+    let links = pictures::links(cluster, best);
+    card("The mesh on the machines", &links, &pictures::mesh(cluster, best));
+    card(
+        "The step",
+        &pictures::bound(best),
+        &(pictures::stacked(&parts(&best.step)) + &pictures::timeline(best)),
+    );
+    let capacity = format!("{} a rank may book", human::bytes(best.capacity_bytes));
+    card("Memory of a rank over the step", &capacity, &pictures::memory(best));
+    let device = &cluster.nodes[0].device;
+    card("The roofline of a micro-batch", &device.name, &pictures::roofline(device, best, &points));
+    let note = searched.map_or(String::new(), |searched| {
+        format!(
+            "{} plans, {} looked at, in {}",
+            human::count(searched.candidates as f64),
+            human::count(searched.valued as f64),
+            human::milliseconds(searched.ms)
+        )
+    });
+    card("The best plans", &note, &table_of(ranking));
+    if !neighbours.is_empty() {
+        card(
+            "Why not otherwise",
+            "each choice of the best plan made another way",
+            &table_of_neighbours(neighbours),
+        );
+    }
+    Ok(format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, \
+         initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n<title>{name}</title>\n<style>\n{STYLE}</style>\n\
+         </head>\n<body>\n<main>\n<h1>{name}</h1>\n<p>{}</p>\n{}<div class=\"cards\">\n{page}</div>\n</main>\n</body>\n</html>\n",
+        escaped(&format!(
+            "Predicted by lockstep {}: {}",
+            env!("CARGO_PKG_VERSION"),
+            plan_in_words(&best.plan)
+        )),
+        tiles(best, cluster),
+    ))
+}
+
+impl Planner {
+    /// The model by its size.
+    fn model_in_words(&self) -> String {
+        let config = &self.model.config;
+        format!("{} parameters", human::count(config.parameter_count() as f64))
+    }
+
+    /// Every kind of task of a micro-batch of a plan, those that take longest first.
+    fn roofline(&mut self, best: &Evaluated) -> Result<Vec<Point>, Error> {
+        let mesh = lockstep_plan::Mesh::new(best.config.degrees())?;
+        let rules = best.config.parallel.recompute;
+        let recording =
+            self.recordings.by_layer(&best.config, &self.model, &mesh, &rules, self.cluster.software);
+        let node = &self.cluster.nodes[0];
+        let device = node.device_of(best.devices.min(node.devices));
+        let worker = Worker { device, style: self.cluster.software.style(), dtype: recording.work.dtype };
+        let mut points: Vec<(Point, f64, f64)> = Vec::new();
+        for unit in 0..recording.work.units() {
+            let unit = recording.work.unit(unit);
+            for task in unit.forward.iter().chain(&unit.backward) {
+                let Some((name, flops)) = told(task) else { continue };
+                let (seconds, bytes) = (worker.seconds(task), task.bytes as f64);
+                match points.iter_mut().find(|(point, ..)| point.name == name) {
+                    Some((point, sum, moved)) => {
+                        point.seconds += seconds;
+                        *sum += flops;
+                        *moved += bytes;
+                    }
+                    None => points.push((Point { name, intensity: 0.0, rate: 0.0, seconds }, flops, bytes)),
+                }
+            }
+        }
+        let finished = |(point, flops, bytes): (Point, f64, f64)| Point {
+            intensity: flops / bytes.max(1.0),
+            rate: flops / point.seconds.max(f64::MIN_POSITIVE),
+            ..point
+        };
+        let mut points: Vec<Point> = points.into_iter().map(finished).collect();
+        points.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+        Ok(points)
+    }
+}
+
+/// What the roofline calls a task, and its operations; none of an exchange.
+fn told(task: &Task) -> Option<(String, f64)> {
+    let vector = task.vector_flops as f64;
+    match task.labor {
+        Labor::Product(product) => {
+            Some((format!("{} {}", task.name, task.pass.name()), product.flops() as f64 + vector))
+        }
+        Labor::Attention(attention) => {
+            Some((format!("{} {}", task.name, task.pass.name()), attention.flops as f64 + vector))
+        }
+        Labor::Stream => Some((task.name.to_owned(), vector)),
+        Labor::Exchange(_) => None,
+    }
+}
+
+fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
+    let (rank, memory) = best.largest();
+    let mut tiles = vec![
+        (human::milliseconds(best.step.step_ms), "a step".to_owned()),
+        (human::count(best.tokens_per_s()).to_string(), "tokens a second".to_owned()),
+        (format!("{:.0}", best.tflops_per_device()), "TFLOP/s a device, model".to_owned()),
+        (format!("{:.0}", best.hardware_tflops_per_device()), "with what is computed again".to_owned()),
+        (best.mfu().map_or("?".to_owned(), |mfu| format!("{:.1} %", mfu * 100.0)), "MFU".to_owned()),
+        (human::bytes(memory.total() as u64).to_string(), format!("most memory: stage {rank}")),
+    ];
+    if let (Some(price), Some(tokens)) = (best.price_per_hour, best.price_per_billion_tokens()) {
+        tiles.push((format!("${price:.0}"), "an hour".to_owned()));
+        tiles.push((format!("${tokens:.0}"), "for 10⁹ tokens".to_owned()));
+    }
+    if best.devices > 1 {
+        let goodput = best.goodput(cluster);
+        tiles.push((
+            format!("{:.1} %", goodput.share * 100.0),
+            format!("lasts, with a save every {}", human::seconds(goodput.interval_s)),
+        ));
+    }
+    let tile = |(value, name): &(String, String)| {
+        format!("<div class=\"tile\"><b>{}</b><span>{}</span></div>", escaped(value), escaped(name))
+    };
+    format!("<div class=\"tiles\">{}</div>\n", tiles.iter().map(tile).collect::<String>())
+}
+
+fn plan_in_words(plan: &Plan) -> String {
+    let schedule = match &plan.schedule {
+        _ if plan.mesh.pipeline == 1 => String::new(),
+        PipelineSchedule::Published { kind, chunks } => {
+            format!(", {} with {} on each rank", kind.name(), human::plural(*chunks, "stage"))
+        }
+        PipelineSchedule::Rows(_) => ", a schedule from a file".to_owned(),
+    };
+    format!(
+        "{}{schedule}, ZeRO stage {}, micro-batches of {}, recompute {}",
+        mesh_in_words(plan),
+        plan.zero_stage,
+        plan.micro_batch,
+        plan.recompute
+    )
+}
+
+fn mesh_in_words(plan: &Plan) -> String {
+    let axes = Axis::ALL.into_iter().rev().map(|axis| (axis.name(), plan.mesh.of(axis)));
+    let experts = [("expert", plan.mesh.expert), ("expert tensor", plan.mesh.expert_tensor)];
+    let used = axes.chain(experts).filter(|(_, degree)| *degree > 1);
+    let words: Vec<String> = used.map(|(name, degree)| format!("{name} {degree}")).collect();
+    if words.is_empty() { "one rank".to_owned() } else { words.join(" × ") }
+}
+
+fn table_of(ranking: &[Evaluated]) -> String {
+    let slowest = ranking.iter().map(|found| found.step.step_ms).fold(0.0, f64::max);
+    let mut table = "<div class=\"scroll\"><table class=\"named\"><tr><th>mesh</th><th>ZeRO</th><th>micro-batch</th><th>schedule</th>\
+                     <th>recompute</th><th>step</th><th>work</th><th>exchanges</th><th>bubble</th><th>gradients</th><th>tokens/s</th>\
+                     <th>MFU</th><th>memory</th></tr>"
+        .to_owned();
+    for found in ranking {
+        let (plan, step) = (&found.plan, &found.step);
+        let schedule = match &plan.schedule {
+            _ if plan.mesh.pipeline == 1 => "none".to_owned(),
+            PipelineSchedule::Published { kind, chunks } => format!("{} × {chunks}", kind.name()),
+            PipelineSchedule::Rows(_) => "file".to_owned(),
+        };
+        let share = 100.0 * step.step_ms / slowest.max(f64::MIN_POSITIVE);
+        let _ = write!(
+            table,
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{schedule}</td><td>{}</td><td class=\"bar\"><i style=\"width:{share:.0}%\"></i>\
+             <span>{}</span></td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            escaped(&mesh_in_words(plan)),
+            plan.zero_stage,
+            plan.micro_batch,
+            escaped(&plan.recompute.to_string()),
+            human::milliseconds(step.step_ms),
+            human::milliseconds(step.work_ms),
+            human::milliseconds(step.exchange_ms),
+            human::milliseconds(step.bubble_ms),
+            human::milliseconds(step.gradients_ms),
+            human::count(found.tokens_per_s()),
+            found.mfu().map_or("?".to_owned(), |mfu| format!("{:.1} %", mfu * 100.0)),
+            human::bytes(found.largest().1.total() as u64),
+        );
+    }
+    table + "</table></div>"
+}
+
+fn table_of_neighbours(neighbours: &[Neighbour]) -> String {
+    let mut table = "<div class=\"scroll\"><table class=\"named\"><tr><th>change</th><th>step</th><th class=\"left\">why not</th></tr>".to_owned();
+    for Neighbour { change, step_ratio, reason } in neighbours {
+        let step =
+            step_ratio.map_or("cannot be".to_owned(), |ratio| format!("{:+.1} %", (ratio - 1.0) * 100.0));
+        let _ = write!(
+            table,
+            "<tr><td>{}</td><td>{step}</td><td class=\"left\">{}</td></tr>",
+            escaped(change),
+            escaped(reason)
+        );
+    }
+    table + "</table></div>"
+}
+
+/// Text that stands for itself in HTML.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::RunConfig;
+    use crate::planner::{Objective, Planner};
+    use lockstep_plan::cluster::Cluster;
+
+    fn page_of(settings: &[&str], mut cluster: Cluster, name: &str) -> String {
+        name.clone_into(&mut cluster.name);
+        let config = RunConfig::parse("", "a test", settings).unwrap();
+        let mut planner = Planner::new(config, cluster, Objective::Time).unwrap();
+        let best = planner.of_run().unwrap();
+        super::page(&mut planner, &best, std::slice::from_ref(&best), &[], None).unwrap()
+    }
+
+    #[test]
+    fn a_page_needs_nothing_else_and_shows_what_is_predicted() {
+        let settings = [
+            "model.preset=gpt2-124m",
+            "train.global_batch=32",
+            "train.seq_len=512",
+            "train.precision=bf16",
+            "parallel.pipeline_parallel=4",
+            "parallel.tensor_parallel=2",
+        ];
+        for settings in [&settings[..], &settings[..4]] {
+            let page = page_of(settings, Cluster::preset("dgx-a100").unwrap(), "</script><b>&\"machines");
+            assert!(!page.contains("http"), "a link");
+            assert!(
+                !page.contains("<b>&\"machines") && page.contains("&lt;b&gt;&amp;&quot;machines"),
+                "a name"
+            );
+            for tag in ["section", "svg", "table", "div", "p", "main"] {
+                let (opened, closed) =
+                    (page.matches(&format!("<{tag}")).count(), page.matches(&format!("</{tag}>")).count());
+                // Of these some are longer names of others.
+                let longer = if tag == "p" { page.matches("<polyline").count() } else { 0 };
+                assert_eq!(opened - longer, closed, "{tag}");
+            }
+            for title in
+                ["The mesh on the machines", "The step", "Memory of a rank", "The roofline", "The best plans"]
+            {
+                assert!(page.contains(title), "{title}");
+            }
+            assert!(!page.contains("NaN") && !page.contains("inf"), "a number that is none");
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! What recording a model yields for every way to share it that a search meets, each recorded once.
+
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use lockstep_engine::Places;
+use lockstep_graph::BlockShape;
+use lockstep_model::RecordedModel;
+use lockstep_plan::cluster::Software;
+use lockstep_plan::work::{Keeping, Labor, ModelWork};
+use lockstep_plan::{Mesh, ModelProfile, Recompute, RecomputeRules, StatePlan};
+
+use crate::ranks::group_options;
+use crate::setup::storage;
+use crate::{ResolvedModel, RunConfig, engine_options};
+
+/// A model on one of the ranks that share it.
+#[derive(Debug, Clone)]
+pub(super) struct Recording {
+    /// What it has to do.
+    pub(super) work: ModelWork,
+    /// What it keeps.
+    pub(super) profile: ModelProfile,
+    /// How its state is kept, but for what a mesh says of that.
+    pub(super) state: StatePlan,
+}
+
+/// Recordings by what they depend on.
+#[derive(Debug, Default)]
+pub(super) struct Recordings {
+    known: HashMap<(BlockShape, Places, Recompute), Rc<Recording>>,
+}
+
+impl Recordings {
+    /// The model as the first rank of `mesh` has it, every block of which forgets the same. "Selective" is what `software` means by it:
+    /// where scores are written, they and nothing else are forgotten.
+    pub(super) fn uniform(
+        &mut self,
+        config: &RunConfig,
+        model: &ResolvedModel,
+        mesh: &Mesh,
+        recompute: Recompute,
+        software: Software,
+    ) -> Rc<Recording> {
+        let groups = group_options(config);
+        let places = Places::of(mesh, 0, &groups);
+        let key = (engine_options(config).shape, places, recompute);
+        let record = || Rc::new(make(config, model, mesh, recompute, software));
+        Rc::clone(self.known.entry(key).or_insert_with(record))
+    }
+
+    /// What the same has to do, and bytes that its blocks keep of a micro-batch, without a recording that is kept.
+    pub(super) fn sketch(
+        &mut self,
+        config: &RunConfig,
+        model: &ResolvedModel,
+        mesh: &Mesh,
+        recompute: Recompute,
+        software: Software,
+    ) -> (ModelWork, f64) {
+        let made = make(config, model, mesh, recompute, software);
+        let blocks = 1..made.work.units() - 1;
+        let kept = |unit: usize| match software {
+            Software::Lockstep => made.profile.units[unit].frame_bytes as f64,
+            _ => {
+                let keeping = match recompute {
+                    Recompute::Full => Keeping::InputAlone,
+                    Recompute::None if software.style().writes_scores => Keeping::Everything,
+                    _ => Keeping::WithoutScores,
+                };
+                made.work.unit(unit).kept.bytes(keeping, made.work.dtype) as f64
+            }
+        };
+        let kept_bytes = blocks.map(kept).sum();
+        (made.work, kept_bytes)
+    }
+
+    /// The same with what each block forgets by itself.
+    pub(super) fn by_layer(
+        &mut self,
+        config: &RunConfig,
+        model: &ResolvedModel,
+        mesh: &Mesh,
+        rules: &RecomputeRules,
+        software: Software,
+    ) -> Rc<Recording> {
+        let layers = model.config.num_hidden_layers();
+        let first = self.uniform(config, model, mesh, rules.of(0), software);
+        if (0..layers).all(|layer| rules.of(layer) == rules.of(0)) {
+            return first;
+        }
+        let mut mixed = (*first).clone();
+        for mode in [Recompute::None, Recompute::Selective, Recompute::Full] {
+            let of_mode: Vec<usize> = (0..layers).filter(|layer| rules.of(*layer) == mode).collect();
+            if of_mode.is_empty() || mode == rules.of(0) {
+                continue;
+            }
+            let other = self.uniform(config, model, mesh, mode, software);
+            let offset = mixed.work.distinct.len();
+            mixed.work.distinct.extend(other.work.distinct.iter().cloned());
+            for layer in of_mode {
+                let unit = layer + 1;
+                mixed.work.of_unit[unit] = offset + other.work.of_unit[unit];
+                mixed.profile.units[unit] = other.profile.units[unit].clone();
+            }
+        }
+        Rc::new(mixed)
+    }
+}
+
+/// Records a model. Lockstep repeats what the backward reads; other systems call the forward again, or attention alone.
+fn make(
+    config: &RunConfig,
+    model: &ResolvedModel,
+    mesh: &Mesh,
+    recompute: Recompute,
+    software: Software,
+) -> Recording {
+    let repeats = match recompute {
+        Recompute::Selective if software.style().writes_scores => Some(recompute),
+        Recompute::Full if software != Software::Lockstep => Some(recompute),
+        _ => None,
+    };
+    let groups = group_options(config);
+    let places = Places::of(mesh, 0, &groups);
+    let mut options = engine_options(config);
+    options.recompute = if repeats.is_some() { Recompute::None } else { recompute }.into();
+    let recorded = RecordedModel::tuned(&model.config, &model.tuning, options.recording(places));
+    let state = options.state_plan(&recorded, &storage(config), Some(&groups), mesh);
+    let mut work = recorded.work();
+    match repeats {
+        Some(Recompute::Selective) => work.repeat(|task| matches!(task.labor, Labor::Attention(_))),
+        Some(_) => work.repeat(|_| true),
+        None => {}
+    }
+    Recording { work, profile: recorded.profile(places.context), state }
+}

@@ -1,0 +1,408 @@
+//! What a candidate of the search comes to: a configuration, its memory on every rank and its step.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use lockstep_plan::cluster::{Cluster, NodeKind, Software};
+use lockstep_plan::gathering::RankPasses;
+use lockstep_plan::predict::{Failures, Goodput, PlanShape, StepPrediction, predict_step, unit_seconds};
+use lockstep_plan::schedule::{Kind, Schedule};
+use lockstep_plan::search::{Candidate, Rejection};
+use lockstep_plan::work::{Labor, ModelWork, TaskPass};
+use lockstep_plan::{
+    Axis, MemoryBytes, MemoryCategory, Mesh, Plan, PlanPrediction, PlannedStep, RanksMemory, StageMemory,
+    predicted, split_quickly,
+};
+
+use crate::config::ReshardAfterForward;
+use crate::forecast::Training;
+use crate::planner::Planner;
+use crate::planner::bounds::shortened;
+use crate::planner::recordings::Recording;
+use crate::{Error, RunConfig, plan};
+
+/// What of a device's memory a plan may count on: the rest is the driver's, and lost between blocks.
+const USABLE: f64 = 0.94;
+
+/// Seconds until a node that failed is noticed and replaced.
+const REPLACEMENT_S: f64 = 300.0;
+
+/// A plan, and what it comes to.
+#[derive(Debug, Clone)]
+pub struct Evaluated {
+    /// The run with the plan in its keys.
+    pub config: RunConfig,
+    /// The plan as a file has it.
+    pub plan: Plan,
+    /// Its step.
+    pub step: StepPrediction,
+    /// What each rank of the pipeline books, from the first stage on; all other ranks with the same coordinate book as much.
+    pub memory: Vec<MemoryBytes>,
+    /// What each may book: of a host the rank's share of it.
+    pub capacity_bytes: u64,
+    /// Whether every rank fits.
+    pub fits: bool,
+    /// Tokens of a step.
+    pub tokens: u64,
+    /// Floating-point operations of a step of the model, the whole square of scores counted, as published figures do.
+    pub model_flops: f64,
+    /// The same with what is computed again.
+    pub hardware_flops: f64,
+    /// Devices.
+    pub devices: usize,
+    /// 10¹² operations a second that a device could do at best, in the run's type.
+    pub peak_tflops: f64,
+    /// Whether that is known, and not a guess for a machine that nobody has measured.
+    pub knows_peak: bool,
+    /// Dollars an hour of all nodes, if that is known.
+    pub price_per_hour: Option<f64>,
+}
+
+impl Evaluated {
+    /// 10¹² operations a second of each device, without what is computed again.
+    pub fn tflops_per_device(&self) -> f64 {
+        self.model_flops / (self.step.step_ms * 1e-3) / self.devices as f64 / 1e12
+    }
+
+    /// The same with it.
+    pub fn hardware_tflops_per_device(&self) -> f64 {
+        self.hardware_flops / (self.step.step_ms * 1e-3) / self.devices as f64 / 1e12
+    }
+
+    /// Model FLOP/s as a share of the peak; none where that is a guess.
+    pub fn mfu(&self) -> Option<f64> {
+        self.knows_peak.then(|| self.tflops_per_device() / self.peak_tflops)
+    }
+
+    /// Tokens a second.
+    pub fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / (self.step.step_ms * 1e-3)
+    }
+
+    /// The rank of the pipeline that books most, and what.
+    pub fn largest(&self) -> (usize, MemoryBytes) {
+        let by_total = self.memory.iter().enumerate().rev().max_by_key(|(_, memory)| memory.total());
+        by_total.map_or((0, MemoryBytes::default()), |(rank, memory)| (rank, *memory))
+    }
+
+    /// What a plan file says of the step.
+    pub fn planned_step(&self, cluster: &Cluster) -> PlannedStep {
+        let step = &self.step;
+        PlannedStep {
+            cluster: cluster.name.clone(),
+            step_ms: step.step_ms,
+            compute_ms: step.work_ms + step.update_ms,
+            exposed_ms: step.exposed_ms(),
+            bubble_ms: step.bubble_ms,
+            tokens_per_s: self.tokens_per_s(),
+            mfu: self.mfu(),
+            price_per_billion_tokens: self.price_per_billion_tokens(),
+        }
+    }
+
+    /// The plan, with what it is predicted to come to.
+    pub fn plan_with_prediction(&self, cluster: &Cluster) -> Plan {
+        let of_a_stage = self.devices / self.memory.len().max(1);
+        let memory = self.memory.iter().enumerate().map(|(rank, bytes)| RanksMemory {
+            ranks: (rank * of_a_stage..(rank + 1) * of_a_stage).collect(),
+            bytes: *bytes,
+        });
+        let predicted = PlanPrediction { memory: memory.collect(), step: Some(self.planned_step(cluster)) };
+        Plan { predicted: Some(predicted), ..self.plan.clone() }
+    }
+
+    /// Dollars for 10⁹ tokens, if that is known.
+    pub fn price_per_billion_tokens(&self) -> Option<f64> {
+        Some(self.price_per_step()? / self.tokens as f64 * 1e9)
+    }
+
+    /// What failures leave of the time, if the state is saved as often as is best: each rank writes its share of weights and optimizer
+    /// at its part of its node's disk, and after a failure as much is read, beside the minutes until a node is replaced.
+    pub fn goodput(&self, cluster: &Cluster) -> Goodput {
+        let saved = |memory: &MemoryBytes| {
+            (memory[MemoryCategory::Parameters] + memory[MemoryCategory::Optimizer]) as f64
+        };
+        let largest = self.memory.iter().map(saved).fold(0.0, f64::max);
+        let of_rank = |node: &NodeKind| node.disk_gb_per_s * 1e9 / node.devices.max(1) as f64;
+        let rate = cluster.nodes.iter().map(of_rank).fold(f64::INFINITY, f64::min);
+        let save_s = largest / rate;
+        Failures::of(cluster, save_s, REPLACEMENT_S + save_s).goodput()
+    }
+
+    /// Dollars of a step, if that is known.
+    pub fn price_per_step(&self) -> Option<f64> {
+        self.price_per_hour.map(|price| price * self.step.step_ms / 3.6e6)
+    }
+}
+
+/// A configuration's layout.
+#[derive(Debug, Clone)]
+pub(super) struct Layout {
+    pub(super) mesh: Mesh,
+    pub(super) schedule: Option<Rc<Schedule>>,
+    pub(super) stages: Vec<Range<usize>>,
+    pub(super) micro_batches: usize,
+}
+
+impl Layout {
+    pub(super) fn of_rank(&self, rank: usize, units: usize) -> Vec<StageMemory> {
+        match &self.schedule {
+            Some(schedule) => StageMemory::of_rank(schedule, &self.stages, rank),
+            None => vec![StageMemory::whole(units)],
+        }
+    }
+
+    pub(super) fn stages_of(&self, rank: usize) -> Vec<usize> {
+        self.schedule.as_ref().map_or_else(|| vec![0], |schedule| schedule.stages_of(rank).collect())
+    }
+
+    pub(super) fn pipeline_ranks(&self) -> usize {
+        self.mesh.ranks().degree(Axis::Pipeline)
+    }
+}
+
+impl Planner {
+    /// What the plan comes to that a configuration's keys describe.
+    ///
+    /// # Errors
+    /// A configuration that does not fit the model, more ranks than devices.
+    pub(super) fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
+        let (plan, valid) = plan::valid_plan(config, &self.model.config, &self.model.tuning)?;
+        let mesh = valid.mesh;
+        let is_pipeline = mesh.ranks().degree(Axis::Pipeline) > 1;
+        let layout = Layout {
+            mesh,
+            schedule: is_pipeline.then(|| Rc::new(valid.schedule)),
+            stages: valid.stages,
+            micro_batches: config.accumulation_steps(),
+        };
+        let rules = config.parallel.recompute;
+        let recording =
+            self.recordings.by_layer(config, &self.model, &layout.mesh, &rules, self.cluster.software);
+        self.evaluated(config.clone(), plan, &layout, &recording)
+    }
+
+    fn evaluated(
+        &self,
+        config: RunConfig,
+        plan: Plan,
+        layout: &Layout,
+        recording: &Recording,
+    ) -> Result<Evaluated, Error> {
+        let step = self.step(&config, layout, &recording.work);
+        let memory =
+            (0..layout.pipeline_ranks()).map(|rank| self.memory_of(&config, layout, recording, rank));
+        let memory: Vec<MemoryBytes> = memory.collect::<Result<_, Rejection>>().unwrap_or_default();
+        let fits = !memory.is_empty() && self.lacking(layout, &memory).is_none();
+        let devices = layout.mesh.world_size();
+        let work = &recording.work;
+        let micro_batches = (config.batch_parts() * layout.micro_batches) as f64;
+        let model_flops = micro_batches * (work.training_flops + work.attention_flops) as f64;
+        let of_a_node = devices.div_ceil(self.cluster.node_count().max(1));
+        let peak_of = |node: &NodeKind| node.device_of(of_a_node.min(node.devices)).peak_flops(work.dtype);
+        let peak = self.cluster.nodes.iter().filter_map(peak_of);
+        Ok(Evaluated {
+            plan,
+            step,
+            memory,
+            capacity_bytes: self.capacity_bytes(devices),
+            fits,
+            tokens: (config.train.global_batch * config.train.seq_len) as u64,
+            model_flops,
+            hardware_flops: model_flops * (1.0 + computed_again(work)),
+            devices,
+            peak_tflops: peak.fold(f64::INFINITY, f64::min) / 1e12,
+            knows_peak: self.cluster.name != "local",
+            price_per_hour: self.price_per_hour(devices),
+            config,
+        })
+    }
+
+    pub(super) fn step(&self, config: &RunConfig, layout: &Layout, work: &ModelWork) -> StepPrediction {
+        let shape = PlanShape {
+            mesh: &layout.mesh,
+            zero_stage: config.zero_stage(),
+            micro_batches: layout.micro_batches,
+            schedule: layout.schedule.as_deref(),
+            stages: &layout.stages,
+            gathers_once: config.parallel.reshard_after_forward == ReshardAfterForward::Never,
+            tensor_dimensions: config.parallel.tensor_layout.into(),
+        };
+        // The stages are those of the schedule: both come from one valid plan.
+        predict_step(&self.cluster, work, shape).expect("costs of every stage of the schedule")
+    }
+}
+
+impl Planner {
+    /// A candidate's keys; what they do not say is the run's.
+    pub(super) fn configured(&self, candidate: &Candidate) -> RunConfig {
+        let mut config = self.config.clone();
+        let Candidate {
+            degrees, zero_stage, micro_batch, sequence_parallel, schedule: (kind, chunks), ..
+        } = *candidate;
+        config.train.micro_batch = Some(micro_batch);
+        let parallel = &mut config.parallel;
+        parallel.data_parallel_replicate = degrees.replicate;
+        parallel.data_parallel_shard = degrees.shard;
+        parallel.zero_stage = usize::from(zero_stage.number());
+        parallel.tensor_parallel = degrees.tensor;
+        parallel.sequence_parallel = sequence_parallel;
+        parallel.context_parallel = degrees.context;
+        parallel.expert_parallel = degrees.expert;
+        parallel.expert_tensor_parallel = degrees.expert_tensor;
+        parallel.pipeline_parallel = degrees.pipeline;
+        parallel.pipeline_schedule = kind.name().to_owned();
+        parallel.virtual_stages = (degrees.pipeline > 1).then_some(chunks);
+        parallel.pipeline_stages = None;
+        config
+    }
+
+    /// The layout of a candidate's configuration, whose stages take as long as each other; of a long schedule as many micro-batches as
+    /// show how it goes on.
+    pub(super) fn laid_out(
+        &mut self,
+        config: &RunConfig,
+        candidate: &Candidate,
+        recording: &Recording,
+    ) -> Option<Layout> {
+        let mesh = Mesh::new(candidate.degrees).ok()?;
+        let micro_batches = candidate.micro_batches(config.train.global_batch);
+        let (kind, chunks) = candidate.schedule;
+        let ranks = candidate.degrees.pipeline;
+        if ranks == 1 {
+            let stages = std::iter::once(0..recording.work.units()).collect();
+            return Some(Layout { mesh, schedule: None, stages, micro_batches });
+        }
+        let micro_batches = shortened(kind, ranks, micro_batches);
+        let schedule = self.schedule(kind, ranks, micro_batches, chunks)?;
+        let seconds = self.unit_seconds(config, &mesh, &recording.work);
+        let costs: Vec<f64> = seconds.iter().map(|[forward, backward]| forward + backward).collect();
+        let units = split_quickly(&costs, ranks * chunks)?;
+        let stages = units.iter().scan(0, |end, units| {
+            let start = *end;
+            *end += units;
+            Some(start..*end)
+        });
+        Some(Layout { mesh, schedule: Some(schedule), stages: stages.collect(), micro_batches })
+    }
+
+    pub(super) fn unit_seconds(&self, config: &RunConfig, mesh: &Mesh, work: &ModelWork) -> Vec<[f64; 2]> {
+        unit_seconds(&self.cluster, work, mesh, config.parallel.tensor_layout.into())
+    }
+
+    pub(super) fn schedule(
+        &mut self,
+        kind: Kind,
+        ranks: usize,
+        micro_batches: usize,
+        chunks: usize,
+    ) -> Option<Rc<Schedule>> {
+        let key = (kind, ranks, micro_batches, chunks);
+        if let Some(known) = self.schedules.get(&key) {
+            return known.clone();
+        }
+        let schedule = Schedule::published(kind, ranks, micro_batches, chunks).ok().map(Rc::new);
+        self.schedules.insert(key, schedule.clone());
+        schedule
+    }
+
+    /// What a rank of the pipeline books.
+    pub(super) fn memory_of(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        recording: &Recording,
+        rank: usize,
+    ) -> Result<MemoryBytes, Rejection> {
+        let stages = layout.of_rank(rank, recording.work.units());
+        if self.cluster.software != Software::Lockstep {
+            return Ok(self.memory_elsewhere(config, &layout.mesh, &recording.work, &stages));
+        }
+        let passes = RankPasses {
+            stages: &stages,
+            pipeline: layout.schedule.as_deref().map(|schedule| (schedule, rank)),
+            micro_batches: layout.micro_batches,
+        };
+        let mut state = recording.state.clone();
+        state.zero_stage = config.zero_stage();
+        state.replicas = layout.mesh.ranks().degree(Axis::Replicate);
+        let options = crate::engine_options(config);
+        state.micro_batches = options.micro_batches * layout.mesh.ranks().degree(Axis::Context);
+        let of_a_stage = layout.mesh.world_size() / layout.pipeline_ranks();
+        let copies = Training::of(config).copies(&layout.mesh, rank * of_a_stage, config.zero_stage());
+        (state.kept_copies, state.saved_copies) = (copies.kept, copies.saved);
+        let prediction =
+            predicted(&recording.profile, passes, |summing| layout.mesh.shard_ranks(summing), &state);
+        let prediction = prediction.map_err(|_| Rejection::Invalid)?;
+        // A device gives what is booked; a host's system gives pages when they are first written.
+        Ok(if self.is_host() { prediction.touched() } else { prediction.by_category() })
+    }
+
+    /// What a rank may book.
+    pub(super) fn capacity_bytes(&self, ranks: usize) -> u64 {
+        let of_node = |node: &NodeKind| {
+            if node.device.is_host {
+                node.host_memory_bytes / (ranks.min(node.devices).max(1) as u64)
+            } else {
+                (node.device.memory_bytes as f64 * USABLE) as u64
+            }
+        };
+        self.cluster.nodes.iter().map(of_node).min().unwrap_or(0)
+    }
+
+    /// The stage that lacks memory, and how much it needs and has; of a host all ranks share what there is.
+    pub(super) fn lacking(&self, layout: &Layout, memory: &[MemoryBytes]) -> Option<Rejection> {
+        let ranks = layout.mesh.world_size();
+        let available = self.capacity_bytes(ranks);
+        let most = |bytes: MemoryBytes| {
+            bytes
+                .entries()
+                .max_by_key(|(_, bytes)| *bytes)
+                .map_or(MemoryCategory::Activations, |(most, _)| most)
+        };
+        if self.is_host() {
+            let mean =
+                memory.iter().copied().sum::<MemoryBytes>().total() as u64 / memory.len().max(1) as u64;
+            let (stage, largest) =
+                memory.iter().copied().enumerate().max_by_key(|(_, bytes)| bytes.total())?;
+            return (mean > available).then(|| Rejection::Memory {
+                stage,
+                needed: mean,
+                available,
+                most: most(largest),
+            });
+        }
+        let (stage, largest) =
+            memory.iter().copied().enumerate().rev().max_by_key(|(_, bytes)| bytes.total())?;
+        let needed = largest.total() as u64;
+        (needed > available).then(|| Rejection::Memory { stage, needed, available, most: most(largest) })
+    }
+
+    pub(super) fn price_per_hour(&self, devices: usize) -> Option<f64> {
+        let mut left = devices;
+        let mut price = 0.0;
+        for node in &self.cluster.nodes {
+            let nodes = left.div_ceil(node.devices.max(1)).min(node.count);
+            price += node.price_per_hour? * nodes as f64;
+            left = left.saturating_sub(nodes * node.devices);
+        }
+        Some(price)
+    }
+}
+
+/// What is computed again, as a share of all products of a forward and a backward, the whole square of scores counted.
+fn computed_again(work: &ModelWork) -> f64 {
+    let (mut once, mut again) = (0.0, 0.0);
+    for unit in 0..work.units() {
+        let unit = work.unit(unit);
+        for task in unit.forward.iter().chain(&unit.backward) {
+            let flops = match task.labor {
+                Labor::Product(product) => product.flops() as f64,
+                Labor::Attention(attention) => 2.0 * attention.flops as f64,
+                _ => continue,
+            };
+            if task.pass == TaskPass::Recompute { again += flops } else { once += flops }
+        }
+    }
+    if once > 0.0 { again / once } else { 0.0 }
+}

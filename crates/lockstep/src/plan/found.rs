@@ -1,0 +1,233 @@
+//! What a search has found: a table, or one JSON document.
+
+use lockstep_plan::cluster::Cluster;
+use lockstep_plan::search::Ranking;
+use lockstep_plan::{Degrees, PipelineSchedule};
+use lockstep_train::human;
+use lockstep_train::planner::{Evaluated, Help, Neighbour, Planner, Searched, parts, rejection_in_words};
+use serde_json::{Value, json};
+
+use super::foretold::by_name;
+use super::{Arguments, figures};
+use crate::exit::Failure;
+use crate::output::say;
+
+/// Searches, and tells what was found.
+pub(super) fn run(arguments: &Arguments, planner: &mut Planner) -> Result<(), Failure> {
+    let (ranking, searched) = planner.find(arguments.top);
+    let Some(best) = ranking.best.first() else { return Err(nothing(&ranking, planner)) };
+    let neighbours = if arguments.explain || arguments.html.is_some() {
+        planner.neighbours(&best.candidate, &best.value)
+    } else {
+        Vec::new()
+    };
+    let helps = if arguments.explain { planner.help(&best.value) } else { Vec::new() };
+    arguments.write_plan(&best.value.plan_with_prediction(planner.cluster()))?;
+    let all: Vec<Evaluated> = ranking.best.iter().map(|found| found.value.clone()).collect();
+    arguments.write_page(planner, &all, &neighbours, Some(searched))?;
+    if arguments.json {
+        let explained = arguments.explain.then_some((&neighbours[..], &helps[..]));
+        say!("{}", to_json(&ranking, searched, planner.cluster(), explained));
+        return Ok(());
+    }
+    print(&ranking, searched, planner);
+    if arguments.explain {
+        explain(&neighbours, &helps);
+    }
+    Ok(())
+}
+
+/// Why there is no plan at all: the candidates that came nearest.
+fn nothing(ranking: &Ranking<Evaluated>, planner: &Planner) -> Failure {
+    let mut message = format!("no plan for {} fits", cluster_in_words(planner.cluster()));
+    message += &match planner.candidates().len() {
+        0 => ": no way to share the devices suits the model and the batch (the number of ranks that read other parts of the batch has to \
+              divide train.global_batch)"
+            .to_owned(),
+        all => format!(
+            ": each of {} needs more memory than a device has; more nodes or larger devices would help, or a smaller model",
+            human::plural(all, "plan")
+        ),
+    };
+    let nearest = ranking
+        .rejected
+        .iter()
+        .filter(|(_, _, rejection)| matches!(rejection, lockstep_plan::search::Rejection::Memory { .. }));
+    let least = nearest.min_by_key(|(_, _, rejection)| match rejection {
+        lockstep_plan::search::Rejection::Memory { needed, .. } => *needed,
+        _ => u64::MAX,
+    });
+    if let Some((candidate, _, rejection)) = least {
+        message += &format!("; {} {}", mesh_in_words(&candidate.degrees), rejection_in_words(rejection));
+    }
+    Failure::configuration(message)
+}
+
+fn print(ranking: &Ranking<Evaluated>, searched: Searched, planner: &Planner) {
+    say!("cluster    {}", cluster_in_words(planner.cluster()));
+    say!(
+        "searched   {} plans in {}, {} of them in full: none that is left could be better",
+        human::count(searched.candidates as f64),
+        human::milliseconds(searched.ms),
+        human::count(searched.valued as f64),
+    );
+    say!(
+        "\n{:<4}{:<44}{:<6}{:<7}{:<24}{:<16}{:>10}{:>10}{:>9}{:>7}{:>11}",
+        "",
+        "mesh",
+        "ZeRO",
+        "micro",
+        "schedule",
+        "recompute",
+        "step",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "memory"
+    );
+    for (index, found) in ranking.best.iter().enumerate() {
+        let Evaluated { plan, step, .. } = &found.value;
+        let (_, memory) = found.value.largest();
+        say!(
+            "{:<4}{:<44}{:<6}{:<7}{:<24}{:<16}{:>10}{:>10}{:>9.1}{:>7}{:>11}",
+            index + 1,
+            mesh_in_words(&plan.mesh),
+            plan.zero_stage,
+            plan.micro_batch,
+            schedule_in_words(plan),
+            plan.recompute.to_string(),
+            human::milliseconds(step.step_ms),
+            human::count(found.value.tokens_per_s()).to_string(),
+            found.value.tflops_per_device(),
+            found.value.mfu().map_or("?".to_owned(), |mfu| format!("{:.1}%", mfu * 100.0)),
+            human::bytes(memory.total() as u64).to_string(),
+        );
+    }
+    if let Some(best) = ranking.best.first() {
+        print_step(&best.value, planner.cluster());
+    }
+}
+
+/// Where the time of a step goes, and what comes of it.
+pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
+    let step = &found.step;
+    let shares = parts(step).map(|(name, ms)| {
+        format!(
+            "{name} {} ({:.0} %)",
+            human::milliseconds(ms),
+            100.0 * ms / step.step_ms.max(f64::MIN_POSITIVE)
+        )
+    });
+    say!("\nstep       {} on {}", human::milliseconds(step.step_ms), cluster_in_words(cluster));
+    for share in shares {
+        say!("           {share}");
+    }
+    say!(
+        "           {} tokens/s, {:.1} TFLOP/s a device without what is computed again, {:.1} with it",
+        human::count(found.tokens_per_s()),
+        found.tflops_per_device(),
+        found.hardware_tflops_per_device(),
+    );
+    if let (Some(price), Some(of_tokens)) = (found.price_per_hour, found.price_per_billion_tokens()) {
+        say!("           ${price:.0} an hour, ${of_tokens:.0} for 1G tokens");
+    }
+    if found.devices > 1 {
+        let goodput = found.goodput(cluster);
+        say!(
+            "           with a save every {} {:.1} % of the time is work that no failure undoes",
+            human::seconds(goodput.interval_s),
+            goodput.share * 100.0
+        );
+    }
+}
+
+fn explain(neighbours: &[Neighbour], helps: &[Help]) {
+    say!("\nwhy not otherwise");
+    for Neighbour { change, step_ratio, reason } in neighbours {
+        let slower = match step_ratio {
+            Some(ratio) if *ratio >= 1.0 => format!("{:.1} % slower: ", (ratio - 1.0) * 100.0),
+            Some(ratio) => format!("{:.1} % faster, but worse by the objective: ", (1.0 - ratio) * 100.0),
+            None => String::new(),
+        };
+        say!("  {change:<46}{slower}{reason}");
+    }
+    say!("\nwhat would help");
+    for Help { change, speedup } in helps {
+        say!("  {change:<46}{:+.1} % tokens/s", (speedup - 1.0) * 100.0);
+    }
+}
+
+fn to_json(
+    ranking: &Ranking<Evaluated>,
+    searched: Searched,
+    cluster: &Cluster,
+    explained: Option<(&[Neighbour], &[Help])>,
+) -> Value {
+    let rows: Vec<Value> = ranking.best.iter().map(|found| row(&found.value)).collect();
+    let best = ranking.best.first().map(|found| found.value.plan_with_prediction(cluster));
+    let mut document = json!({
+        "best": best, "ranking": rows,
+        "search": { "candidates": searched.candidates, "valued": searched.valued, "ms": searched.ms, "gap": 0.0 },
+    });
+    if let Some((neighbours, helps)) = explained {
+        let neighbour = |neighbour: &Neighbour| json!({ "change": neighbour.change, "step_ratio": neighbour.step_ratio, "reason": neighbour.reason });
+        document["neighbours"] = neighbours.iter().map(neighbour).collect();
+        document["helps"] =
+            helps.iter().map(|help| json!({ "change": help.change, "speedup": help.speedup })).collect();
+    }
+    document
+}
+
+fn row(found: &Evaluated) -> Value {
+    let plan = &found.plan;
+    let mut row = json!({
+        "mesh": plan.mesh, "zero_stage": plan.zero_stage, "micro_batch": plan.micro_batch,
+        "schedule": plan.schedule, "recompute": plan.recompute,
+        "sequence_parallel": plan.sequence_parallel, "stages": plan.stages,
+        "memory_bytes": by_name(found.largest().1),
+        "memory_by_stage": found.memory.iter().copied().map(by_name).collect::<Vec<Value>>(),
+        "capacity_bytes": found.capacity_bytes,
+        "fits": found.fits,
+    });
+    if let (Some(row), Some(figures)) = (row.as_object_mut(), figures(found).as_object()) {
+        row.extend(figures.clone());
+    }
+    row
+}
+
+/// The axes that are used, as people abbreviate them in tables.
+pub(super) fn mesh_in_words(degrees: &Degrees) -> String {
+    let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = *degrees;
+    let axes = [
+        ("tensor", tensor),
+        ("context", context),
+        ("pipeline", pipeline),
+        ("shard", shard),
+        ("replicate", replicate),
+        ("expert", expert),
+        ("expert tensor", expert_tensor),
+    ];
+    let used: Vec<String> = axes
+        .iter()
+        .filter(|(_, degree)| *degree > 1)
+        .map(|(name, degree)| format!("{name} {degree}"))
+        .collect();
+    if used.is_empty() { "one rank".to_owned() } else { used.join(" x ") }
+}
+
+fn schedule_in_words(plan: &lockstep_plan::Plan) -> String {
+    match &plan.schedule {
+        _ if plan.mesh.pipeline == 1 => "-".to_owned(),
+        PipelineSchedule::Published { kind, chunks: 1 } => kind.name().to_owned(),
+        PipelineSchedule::Published { kind, chunks } => format!("{} x {chunks}", kind.name()),
+        PipelineSchedule::Rows(_) => "of a file".to_owned(),
+    }
+}
+
+pub(super) fn cluster_in_words(cluster: &Cluster) -> String {
+    let kinds = cluster.nodes.iter().map(|node| {
+        let nodes = human::plural(node.count, "node").to_string();
+        format!("{nodes} of {} x {}", node.devices, node.device.name)
+    });
+    format!("{}: {}", cluster.name, kinds.collect::<Vec<_>>().join(", "))
+}

@@ -1,0 +1,174 @@
+//! `lockstep plan`: how a model is best trained on some machines, and what a plan comes to before any of them is asked to carry it out.
+
+mod foretold;
+mod found;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum, ValueHint};
+use lockstep_plan::Plan;
+use lockstep_plan::cluster::Cluster;
+use lockstep_train::RunConfig;
+use lockstep_train::planner::{self, Evaluated, Neighbour, Planner, machine};
+use serde_json::{Value, json};
+
+use crate::collectives::bytes;
+use crate::exit::Failure;
+use crate::planned::PlannedRun;
+use crate::ranks::blamed;
+
+/// Find the best plan for a run on some machines; or, where the parallel section has degrees or a plan file is given, predict that
+/// plan.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    planned: PlannedRun,
+    /// A model: a preset, such as llama3-8b, or a directory with a config.json
+    #[arg(long, value_name = "PRESET|DIR")]
+    model: Option<String>,
+    /// The machines: a preset with a number of nodes, such as dgx-h100x96, or a file; see docs/clusters.md [default: this machine]
+    #[arg(long, value_name = "PRESET|FILE")]
+    cluster: Option<String>,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "S")]
+    seq_len: Option<usize>,
+    /// Sequences of a step, on all ranks together
+    #[arg(long, value_name = "B")]
+    global_batch: Option<usize>,
+    /// How many of the best plans are told
+    #[arg(long, value_name = "K", default_value_t = 5)]
+    top: usize,
+    /// What the best plan is best at
+    #[arg(long, value_enum, default_value_t = Objective::Time)]
+    objective: Objective,
+    /// Memory of each machine for its ranks, e.g. 24GiB [default: what this machine has left, or what the cluster says]
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    memory: Option<usize>,
+    /// Ranks on each machine [default: one for each device; of a given plan, all]
+    #[arg(long, value_name = "N", alias = "nproc_per_node")]
+    nproc_per_node: Option<usize>,
+    /// Say why: what the best plan's neighbours come to and what they lack, and what would help most; of a given plan, what the memory
+    /// of each rank is made of
+    #[arg(long)]
+    explain: bool,
+    /// Print one JSON document
+    #[arg(long)]
+    json: bool,
+    /// Write the best plan, for train --plan, with what it is predicted to come to
+    #[arg(short, long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
+    /// Write one page with the mesh on the machines, the timeline of the step, memory, the roofline and the ranking
+    #[arg(long, value_name = "REPORT.html", value_hint = ValueHint::FilePath)]
+    html: Option<PathBuf>,
+}
+
+/// What a plan can be best at.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Objective {
+    /// The least time of a step
+    Time,
+    /// The least price of a token, with as many of the nodes as pay
+    Cost,
+    /// The most memory left
+    Headroom,
+}
+
+impl From<Objective> for planner::Objective {
+    fn from(objective: Objective) -> Self {
+        match objective {
+            Objective::Time => Self::Time,
+            Objective::Cost => Self::Cost,
+            Objective::Headroom => Self::Headroom,
+        }
+    }
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let file = arguments.planned.plan()?;
+    let settings = [arguments.settings(), arguments.planned.settings_with(file.as_ref())].concat();
+    let config = RunConfig::load(arguments.planned.run.as_deref(), &settings)
+        .map_err(|error| blamed(file.as_ref(), error))?;
+    let is_given = file.is_some() || config.says_how_to_split();
+    let cluster = arguments.cluster(if is_given { config.ranks() } else { 1 })?;
+    let mut planner = Planner::new(config.clone(), cluster, arguments.objective.into())?;
+    if is_given {
+        foretold::run(arguments, config, file.as_ref(), &mut planner)?;
+    } else {
+        found::run(arguments, &mut planner)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Arguments {
+    /// What the arguments say of the run that have a key.
+    fn settings(&self) -> Vec<String> {
+        let mut settings = Vec::new();
+        if let Some(model) = &self.model {
+            let key = if Path::new(model).is_dir() { "path" } else { "preset" };
+            settings.push(format!("model.{key}={model}"));
+        }
+        settings.extend(self.seq_len.map(|tokens| format!("train.seq_len={tokens}")));
+        settings.extend(self.global_batch.map(|sequences| format!("train.global_batch={sequences}")));
+        settings
+    }
+
+    /// The machines; this one for at least so many ranks if nothing else is said.
+    fn cluster(&self, ranks: usize) -> Result<Cluster, Failure> {
+        let mut cluster = match &self.cluster {
+            Some(name) => machine::cluster(name)?,
+            None => machine::local(ranks.max(self.nproc_per_node.unwrap_or(1)))?,
+        };
+        if let Some(bytes) = self.memory {
+            for node in &mut cluster.nodes {
+                node.host_memory_bytes = bytes as u64;
+                if !node.device.is_host {
+                    node.device.memory_bytes = bytes as u64 / node.devices.max(1) as u64;
+                }
+            }
+        }
+        Ok(cluster)
+    }
+
+    fn write_plan(&self, plan: &Plan) -> Result<(), Failure> {
+        let Some(path) = &self.output else { return Ok(()) };
+        let text = plan.to_json().map_err(|error| Failure::configuration(error.to_string()))?;
+        write(path, &text)
+    }
+
+    /// Writes the page, if one is asked for; the first of `best` is the plan that it shows.
+    fn write_page(
+        &self,
+        planner: &mut Planner,
+        best: &[Evaluated],
+        neighbours: &[Neighbour],
+        searched: Option<planner::Searched>,
+    ) -> Result<(), Failure> {
+        let (Some(path), Some(first)) = (&self.html, best.first()) else { return Ok(()) };
+        let page = planner::page(planner, first, best, neighbours, searched)?;
+        write(path, &page)
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), Failure> {
+    let refuse = |error| Failure::configuration(format!("cannot write {}: {error}", path.display()));
+    std::fs::write(path, text).map_err(refuse)
+}
+
+/// What a plan's step comes to, as `--json` has it.
+fn figures(found: &Evaluated) -> Value {
+    let step = &found.step;
+    json!({
+        "step_ms": step.step_ms,
+        "tokens_per_s": found.tokens_per_s(),
+        "tflops_per_device": found.tflops_per_device(),
+        "hardware_tflops_per_device": found.hardware_tflops_per_device(),
+        "mfu": found.mfu(),
+        "step_parts_ms": {
+            "work": step.work_ms, "exchanges": step.exchange_ms, "bubble": step.bubble_ms,
+            "gradients": step.gradients_ms, "update": step.update_ms,
+        },
+        "price_per_hour": found.price_per_hour,
+        "price_per_billion_tokens": found.price_per_billion_tokens(),
+    })
+}

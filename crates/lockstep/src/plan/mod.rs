@@ -37,7 +37,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "B")]
     global_batch: Option<usize>,
     /// How many of the best plans are told
-    #[arg(long, value_name = "K", default_value_t = 5)]
+    #[arg(long, value_name = "K", default_value_t = 3)]
     top: usize,
     /// What the best plan is best at
     #[arg(long, value_enum, default_value_t = Objective::Time)]

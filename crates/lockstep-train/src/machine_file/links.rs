@@ -60,14 +60,14 @@ fn weight(bytes: u64) -> f64 {
     if bytes < 1 << 20 { 1.0 } else { 4.0 }
 }
 
-/// The link that describes exchanges best, and by how much single ones are off, on average. Its bandwidth is that of the machine's
-/// memory, through which everything goes.
+/// The link that describes exchanges best, and by how much single ones are off, on average. Its bandwidth is the
+/// highest that any exchange came to.
 pub(super) fn fit(timed: &[Timed], machine: &Cluster) -> (Link, f64) {
-    let gb_per_s = machine.nodes.iter().map(|kind| kind.device.memory_gb_per_s).fold(1.0, f64::max);
+    let fastest = timed.iter().map(|timed| timed.bytes as f64 / timed.seconds / 1e9).fold(0.01, f64::max);
     let link = |&[efficiency, in_switch, latency_us, start_us, fill]: &[f64; 5]| Link {
         name: "shared memory".to_owned(),
         joins: Joins::All,
-        gb_per_s,
+        gb_per_s: fastest,
         efficiency,
         in_switch: Some(in_switch),
         latency_us,
@@ -112,8 +112,10 @@ mod tests {
         }
         let (found, error) = fit(&timed, &machine);
         assert!(error < 0.05, "{error}: {found:?}");
-        let in_switch = found.in_switch.expect("memory adds up");
-        for (found, expected) in [(found.efficiency, 0.7), (in_switch, 0.5), (found.latency_us, 2.0)] {
+        let rates =
+            [found.efficiency, found.in_switch.expect("memory adds up")].map(|share| share * found.gb_per_s);
+        let expected = [0.7, 0.5].map(|share| share * machine.links[0].gb_per_s);
+        for (found, expected) in [(rates[0], expected[0]), (rates[1], expected[1]), (found.latency_us, 2.0)] {
             assert!((found / expected - 1.0).abs() < 0.15, "{found}, not {expected}");
         }
     }

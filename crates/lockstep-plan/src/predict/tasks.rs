@@ -101,7 +101,8 @@ impl Worker<'_> {
 
     /// An update of weights that moves so many bytes.
     pub fn update(&self, bytes: f64) -> f64 {
-        match self.device.efficiency.measured.get("update") {
+        let measured = &self.device.efficiency.measured;
+        match measured.get(&format!("update {}", self.dtype)).or_else(|| measured.get("update")) {
             Some(rate) => bytes / (rate * 1e9),
             None => self.stream(bytes),
         }

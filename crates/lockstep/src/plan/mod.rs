@@ -145,7 +145,14 @@ impl Arguments {
         searched: Option<planner::Searched>,
     ) -> Result<(), Failure> {
         let (Some(path), Some(first)) = (&self.html, best.first()) else { return Ok(()) };
-        let page = planner::page(planner, first, best, neighbours, searched)?;
+        // What a shell would take apart stands in quotes.
+        let word = |word: String| {
+            if word.contains([' ', '"', '[', '*', '$']) { format!("'{word}'") } else { word }
+        };
+        let words: Vec<String> =
+            std::env::args_os().skip(1).map(|argument| word(argument.to_string_lossy().into())).collect();
+        let command = format!("lockstep {}", words.join(" "));
+        let page = planner::page(planner, first, best, neighbours, searched, Some(&command))?;
         write(path, &page)
     }
 }

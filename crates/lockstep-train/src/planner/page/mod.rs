@@ -11,6 +11,7 @@ use lockstep_plan::work::{Labor, Task};
 use lockstep_plan::{Axis, PipelineSchedule, Plan};
 
 use super::{Evaluated, Neighbour, Planner, Searched, parts};
+use crate::config::ModelSource;
 use crate::{Error, human};
 
 const STYLE: &str = include_str!("../../../assets/report.css");
@@ -27,7 +28,20 @@ struct Point {
     seconds: f64,
 }
 
-/// The page of `best`, the first of `ranking`.
+/// The limits of what a rank computes with, and how near the work of a micro-batch comes to them.
+#[derive(Debug, Clone, PartialEq)]
+struct Roofline {
+    /// The device; of a host with fewer ranks than cores, all cores of a rank.
+    device: String,
+    /// Operations a second.
+    peak: f64,
+    /// Bytes a second.
+    bandwidth: f64,
+    /// The kinds of tasks, those that take longest first.
+    points: Vec<Point>,
+}
+
+/// The page of `best`, the first of `ranking`; `command` is the one that it was made with.
 ///
 /// # Errors
 /// A configuration that does not fit its model.
@@ -37,8 +51,9 @@ pub fn page(
     ranking: &[Evaluated],
     neighbours: &[Neighbour],
     searched: Option<Searched>,
+    command: Option<&str>,
 ) -> Result<String, Error> {
-    let points = planner.roofline(best)?;
+    let roofline = planner.roofline(best)?;
     let cluster = planner.cluster();
     let name = escaped(&format!("{} on {}", planner.model_in_words(), cluster.name));
     let mut page = String::new();
@@ -59,8 +74,7 @@ pub fn page(
     );
     let capacity = format!("{} a rank may book", human::bytes(best.capacity_bytes));
     card("Memory of a rank over the step", &capacity, &pictures::memory(best));
-    let device = &cluster.nodes[0].device;
-    card("The roofline of a micro-batch", &device.name, &pictures::roofline(device, best, &points));
+    card("The roofline of a micro-batch", &roofline.device, &pictures::roofline(&roofline));
     let note = searched.map_or(String::new(), |searched| {
         format!(
             "{} plans, {} looked at, in {}",
@@ -80,31 +94,43 @@ pub fn page(
     Ok(format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, \
          initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n<title>{name}</title>\n<style>\n{STYLE}</style>\n\
-         </head>\n<body>\n<main>\n<h1>{name}</h1>\n<p>{}</p>\n{}<div class=\"cards\">\n{page}</div>\n</main>\n</body>\n</html>\n",
+         </head>\n<body>\n<main>\n<h1>{name}</h1>\n<p>{}</p>\n<p>{}</p>\n{}{}{}<div class=\"cards\">\n{page}</div>\n</main>\n</body>\n</html>\n",
         escaped(&format!(
             "Predicted by lockstep {}: {}",
             env!("CARGO_PKG_VERSION"),
             plan_in_words(&best.plan)
         )),
+        escaped(&batch_in_words(best)),
+        command.map_or(String::new(), |command| format!(
+            "<p class=\"small\"><code>{}</code></p>\n",
+            escaped(command)
+        )),
+        verdict(best),
         tiles(best, cluster),
     ))
 }
 
 impl Planner {
-    /// The model by its size.
+    /// The model by its name and its size.
     fn model_in_words(&self) -> String {
-        let config = &self.model.config;
-        format!("{} parameters", human::count(config.parameter_count() as f64))
+        let parameters = human::count(self.model.config.parameter_count() as f64);
+        let name = match self.config.model_source() {
+            ModelSource::Preset(name) | ModelSource::ModelType(name) => name.to_owned(),
+            ModelSource::Path(path) => path.display().to_string(),
+        };
+        format!("{name} ({parameters} parameters)")
     }
 
-    /// Every kind of task of a micro-batch of a plan, those that take longest first.
-    fn roofline(&mut self, best: &Evaluated) -> Result<Vec<Point>, Error> {
+    /// Every kind of task of a micro-batch of a plan, and the limits of what the first rank computes with.
+    fn roofline(&mut self, best: &Evaluated) -> Result<Roofline, Error> {
         let mesh = lockstep_plan::Mesh::new(best.config.degrees())?;
         let rules = best.config.parallel.recompute;
         let recording =
             self.recordings.by_layer(&best.config, &self.model, &mesh, &rules, self.cluster.software);
+        // As the prediction shares out the nodes.
         let node = &self.cluster.nodes[0];
-        let device = node.device_of(best.devices.min(node.devices));
+        let ranks_of_a_node = best.devices.div_ceil(self.cluster.node_count().max(1));
+        let device = node.device_of(ranks_of_a_node.min(node.devices));
         let worker = Worker { device, style: self.cluster.software.style(), dtype: recording.work.dtype };
         let mut points: Vec<(Point, f64, f64)> = Vec::new();
         for unit in 0..recording.work.units() {
@@ -129,7 +155,18 @@ impl Planner {
         };
         let mut points: Vec<Point> = points.into_iter().map(finished).collect();
         points.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-        Ok(points)
+        let device = &worker.device;
+        let cores = node.devices / ranks_of_a_node.clamp(1, node.devices.max(1));
+        Ok(Roofline {
+            device: if node.device.is_host && cores > 1 {
+                format!("{}, {}", device.name, human::plural(cores, "core"))
+            } else {
+                device.name.clone()
+            },
+            peak: device.peak_flops(worker.dtype).unwrap_or(best.peak_tflops * 1e12),
+            bandwidth: device.memory_gb_per_s * 1e9,
+            points,
+        })
     }
 }
 
@@ -148,15 +185,63 @@ fn told(task: &Task) -> Option<(String, f64)> {
     }
 }
 
+/// What a step reads.
+fn batch_in_words(best: &Evaluated) -> String {
+    let train = &best.config.train;
+    format!(
+        "{} of {} in a step, in {}, on {}",
+        human::plural(train.global_batch, "sequence"),
+        human::plural(train.seq_len, "token"),
+        train.precision.word(),
+        human::plural(best.devices, if best.devices == 1 { "rank" } else { "device" })
+    )
+}
+
+/// Says so where a rank would book more than it may; nothing where all fit.
+fn verdict(best: &Evaluated) -> String {
+    if best.fits {
+        return String::new();
+    }
+    let (rank, memory) = best.largest();
+    let words = format!(
+        "Does not fit: pipeline rank {rank} needs {} of {}.",
+        human::bytes(memory.total() as u64),
+        human::bytes(best.capacity_bytes)
+    );
+    format!("<p class=\"bad\"><b>{}</b></p>\n", escaped(&words))
+}
+
+/// A time with as many digits as tell plans apart.
+fn time(ms: f64) -> String {
+    match ms {
+        ms if ms.abs() < 1000.0 => human::milliseconds(ms),
+        ms if ms.abs() < 99_950.0 => format!("{:.*} s", if ms < 9995.0 { 2 } else { 1 }, ms / 1e3),
+        ms => human::milliseconds(ms),
+    }
+}
+
+/// So many of a unit, its prefix before it: `139 GFLOP/s`.
+fn rate(amount: f64, unit: &str) -> String {
+    let number = human::count(amount).to_string();
+    let digits = number.trim_end_matches(char::is_alphabetic);
+    format!("{digits} {}{unit}", &number[digits.len()..])
+}
+
 fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
     let (rank, memory) = best.largest();
     let mut tiles = vec![
-        (human::milliseconds(best.step.step_ms), "a step".to_owned()),
+        (time(best.step.step_ms), "a step".to_owned()),
         (human::count(best.tokens_per_s()).to_string(), "tokens a second".to_owned()),
-        (format!("{:.0}", best.tflops_per_device()), "TFLOP/s a device, model".to_owned()),
-        (format!("{:.0}", best.hardware_tflops_per_device()), "with what is computed again".to_owned()),
+        (rate(best.tflops_per_device() * 1e12, "FLOP/s"), "a device, model".to_owned()),
+        (rate(best.hardware_tflops_per_device() * 1e12, "FLOP/s"), "with what is computed again".to_owned()),
         (best.mfu().map_or("?".to_owned(), |mfu| format!("{:.1} %", mfu * 100.0)), "MFU".to_owned()),
-        (human::bytes(memory.total() as u64).to_string(), format!("most memory: stage {rank}")),
+        (
+            human::bytes(memory.total() as u64).to_string(),
+            match best.memory.len() {
+                0 | 1 => "memory of each rank".to_owned(),
+                _ => format!("most memory: pipeline rank {rank}"),
+            },
+        ),
     ];
     if let (Some(price), Some(tokens)) = (best.price_per_hour, best.price_per_billion_tokens()) {
         tiles.push((format!("${price:.0}"), "an hour".to_owned()));
@@ -213,23 +298,25 @@ fn table_of(ranking: &[Evaluated]) -> String {
             PipelineSchedule::Published { kind, chunks } => format!("{} × {chunks}", kind.name()),
             PipelineSchedule::Rows(_) => "file".to_owned(),
         };
-        let share = 100.0 * step.step_ms / slowest.max(f64::MIN_POSITIVE);
+        let share = step.step_ms / slowest.max(f64::MIN_POSITIVE);
         let _ = write!(
             table,
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{schedule}</td><td>{}</td><td class=\"bar\"><i style=\"width:{share:.0}%\"></i>\
-             <span>{}</span></td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{schedule}</td><td>{}</td><td><span>{}</span>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td{}>{} of {}</td></tr>",
             escaped(&mesh_in_words(plan)),
             plan.zero_stage,
             plan.micro_batch,
             escaped(&plan.recompute.to_string()),
-            human::milliseconds(step.step_ms),
-            human::milliseconds(step.work_ms),
-            human::milliseconds(step.exchange_ms),
-            human::milliseconds(step.bubble_ms),
-            human::milliseconds(step.gradients_ms),
+            time(step.step_ms),
+            pictures::strip(&parts(step), share),
+            time(step.work_ms),
+            time(step.exchange_ms),
+            time(step.bubble_ms),
+            time(step.gradients_ms),
             human::count(found.tokens_per_s()),
             found.mfu().map_or("?".to_owned(), |mfu| format!("{:.1} %", mfu * 100.0)),
+            if found.fits { "" } else { " class=\"bad\"" },
             human::bytes(found.largest().1.total() as u64),
+            human::bytes(found.capacity_bytes),
         );
     }
     table + "</table></div>"
@@ -276,7 +363,8 @@ mod tests {
         let config = RunConfig::parse("", "a test", settings).unwrap();
         let mut planner = Planner::new(config, cluster, Objective::Time).unwrap();
         let best = planner.of_run().unwrap();
-        super::page(&mut planner, &best, std::slice::from_ref(&best), &[], None).unwrap()
+        let command = Some("lockstep plan --model '<i>&'");
+        super::page(&mut planner, &best, std::slice::from_ref(&best), &[], None, command).unwrap()
     }
 
     #[test]
@@ -309,6 +397,62 @@ mod tests {
                 assert!(page.contains(title), "{title}");
             }
             assert!(!page.contains("NaN") && !page.contains("inf"), "a number that is none");
+            assert!(page.contains("lockstep plan --model '&lt;i&gt;&amp;'"), "the command");
+            assert!(page.contains("gpt2-124m (") && page.contains("32 sequences of 512 tokens"), "the run");
         }
+    }
+
+    #[test]
+    fn a_plan_that_does_not_fit_says_so_first() {
+        let settings = ["model.preset=gpt2-124m", "train.global_batch=32", "train.seq_len=512"];
+        let small = |bytes: u64| {
+            let mut cluster = Cluster::preset("dgx-a100").unwrap();
+            cluster.nodes[0].device.memory_bytes = bytes;
+            page_of(&settings, cluster, "machines")
+        };
+        let (fits, lacks) = (small(80 << 30), small(1 << 30));
+        assert!(
+            !fits.contains("Does not fit") && !fits.contains("class=\"bad\""),
+            "all that is needed is there"
+        );
+        let (said, tiles) = (lacks.find("Does not fit: pipeline rank 0"), lacks.find("class=\"tiles\""));
+        assert!(said.is_some() && said < tiles, "{said:?} before {tiles:?}");
+    }
+
+    #[test]
+    fn no_point_is_above_the_roof_of_what_a_rank_has() {
+        // One rank has both cores, and so the bandwidth of both.
+        for settings in [&["model.preset=baby-gpt"][..], &["model.preset=baby-gpt", "train.precision=bf16"]] {
+            let config = RunConfig::parse("", "a test", settings).unwrap();
+            let mut planner = Planner::new(config, Cluster::local(2, 16 << 30), Objective::Time).unwrap();
+            let best = planner.of_run().unwrap();
+            let roofline = planner.roofline(&best).unwrap();
+            assert_eq!(roofline.peak, best.peak_tflops * 1e12);
+            for point in &roofline.points {
+                let roof = roofline.peak.min(point.intensity * roofline.bandwidth);
+                assert!(point.rate <= roof * 1.001, "{point:?} above {roof:e} of {}", roofline.device);
+            }
+        }
+    }
+
+    #[test]
+    fn a_thousand_short_passes_stay_a_small_page() {
+        let settings = [
+            "model.preset=gpt2-124m",
+            "train.global_batch=2048",
+            "train.micro_batch=1",
+            "train.seq_len=128",
+            "parallel.pipeline_parallel=4",
+        ];
+        let page = page_of(&settings, Cluster::preset("dgx-a100").unwrap(), "machines");
+        assert!(page.contains("shares of the time") && page.len() < 200_000, "{} bytes", page.len());
+    }
+
+    #[test]
+    fn figures_have_the_digits_that_tell_them_apart() {
+        let times = [0.25, 999.4, 5794.2, 5932.0, 12_345.0, 123_456.0].map(super::time);
+        assert_eq!(times, ["0.2 ms", "999.4 ms", "5.79 s", "5.93 s", "12.3 s", "2m 03s"]);
+        let rates = [1.39e11, 4.64e14, 12.0].map(|amount| super::rate(amount, "FLOP/s"));
+        assert_eq!(rates, ["139 GFLOP/s", "464 TFLOP/s", "12 FLOP/s"]);
     }
 }

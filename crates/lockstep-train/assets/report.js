@@ -219,6 +219,28 @@ function memory() {
   body.append(element("div", { class: "scroll" }, element("table", {}, header, ...rows)));
 }
 
+// What a step was predicted to come to, beside what half of all steps come to at least.
+function foretold() {
+  const made = data.usual_step;
+  if (!made) return;
+  const plan = data.run?.predicted;
+  const { body, readout } = card("Predicted and measured", { wide: true });
+  readout.textContent = `median of ${made.steps} steps`;
+  const waits = (plan?.exposed_ms ?? 0) + (plan?.bubble_ms ?? 0);
+  const rows = [
+    ["a step", plan?.step_ms, made.step_ms, ms],
+    ["of it computing", plan?.compute_ms, made.step_ms - made.exposed_ms, ms],
+    ["of it waiting for other ranks", plan && waits, made.exposed_ms, ms],
+    ["memory, most of any rank", made.predicted_bytes, made.booked_bytes, bytes],
+  ].filter(([, predicted, measured]) => measured !== null && measured !== undefined && (predicted || measured));
+  const off = (predicted, measured) => (predicted ? `${measured >= predicted ? "+" : "\u2212"}${percent(Math.abs(measured / predicted - 1))}` : "");
+  const cells = ([name, predicted, measured, format]) => [name, predicted === null || predicted === undefined ? "–" : format(predicted), format(measured), off(predicted, measured)];
+  const header = element("tr", {}, ...["", "predicted", "measured", "measured is"].map((name) => element("th", {}, name)));
+  body.append(element("div", { class: "scroll" }, element("table", {}, header, ...rows.map((row) => element("tr", {}, ...cells(row).map((text) => element("td", {}, text)))))));
+  body.append(element("p", { class: "small" }, plan ? `Predicted for ${plan.cluster}; lockstep plan --calibrate learns from this run.`
+    : "Nobody has measured this machine, so that no time was predicted: lockstep bench machine does, or lockstep plan --calibrate learns from this run."));
+}
+
 function memory_by_rank() {
   const ranks = data.memory_by_rank?.length ? data.memory_by_rank : [data.memory];
   const { predicted_by_rank: predicted = [], processes = [] } = data.memory_beside ?? {};
@@ -538,6 +560,7 @@ chart("Balance of experts", [{ name: "most chosen", color: "var(--c)", ...expert
   format: (times) => `${times.toPrecision(3)}x`, zero: true, note: "How many times its even share the most chosen expert of any layer has.",
 });
 part(expert_load);
+part(foretold);
 part(memory);
 part(memory_by_rank);
 chart("Between ranks", [{ name: "busy", color: "var(--c)", ...comm_busy }, { name: "exposed", color: "var(--b)", ...comm_exposed }], {

@@ -84,6 +84,14 @@ pub enum Error {
         /// Lines that are no rows.
         damaged_lines: usize,
     },
+    /// A run whose steps say nothing of the machine.
+    #[error("the run in {} has made too few steps: the first two of a process do not count, and {fewest} more have to follow", dir.display())]
+    TooFewSteps {
+        /// The directory of its records.
+        dir: PathBuf,
+        /// Steps that say something.
+        fewest: usize,
+    },
     /// A file of the flight recorder cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     ReadRecords {

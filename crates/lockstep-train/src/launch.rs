@@ -31,6 +31,8 @@ pub struct RankProcesses {
     pub placement: Placement,
     /// Variables for them.
     pub environment: Vec<(OsString, OsString)>,
+    /// Arguments for them behind those of this program.
+    pub arguments: Vec<OsString>,
     /// Where they run.
     pub pinning: Pinning,
     /// Where what they print goes.
@@ -90,11 +92,20 @@ impl RunConfig {
 /// # Errors
 /// What kept them from being started.
 pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ended, Error> {
-    let RankProcesses { ranks, placement, environment, pinning, output, records, interrupted, lost } =
-        processes;
+    let RankProcesses {
+        ranks,
+        placement,
+        environment,
+        arguments,
+        pinning,
+        output,
+        records,
+        interrupted,
+        lost,
+    } = processes;
     let launch = Launch {
         program: std::env::current_exe().map_err(Error::Program)?,
-        arguments: std::env::args_os().skip(1).collect(),
+        arguments: std::env::args_os().skip(1).chain(arguments).collect(),
         environment,
         ranks,
         options: WorldOptions::default(),

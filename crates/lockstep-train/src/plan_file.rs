@@ -32,6 +32,17 @@ impl PlanFile {
         Ok(Self { path: path.to_owned(), plan, settings })
     }
 
+    /// A plan that stands in no file; `name` is what messages call it.
+    pub fn unwritten(plan: Plan, name: &str) -> Self {
+        let settings = settings_of(&plan);
+        Self { path: PathBuf::from(name), plan, settings }
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
     /// The keys that it sets, as `--set` takes them.
     pub fn settings(&self) -> &[String] {
         &self.settings
@@ -48,6 +59,11 @@ impl PlanFile {
         let (plan, _) = plan::check(config).map_err(|error| self.blamed(error))?;
         let differences = differences(&self.plan, &plan);
         if differences.is_empty() { Ok(()) } else { Err(self.refuse(differences.join("\n"))) }
+    }
+
+    /// Whether a run of `config`, but for what the plan sets, can keep to it.
+    pub fn fits(&self, config: &RunConfig) -> bool {
+        config.with_settings(&self.settings).is_ok_and(|config| self.check(&config).is_ok())
     }
 
     /// How what the file predicts differs from what `forecast` says of the run, if it predicts anything and differs: the plan may have been

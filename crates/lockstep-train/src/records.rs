@@ -17,8 +17,9 @@ use crate::holdings::{self, LAYOUT};
 use crate::human;
 use crate::machine::available_memory_bytes;
 use crate::metrics::{EventWriter, MetricsWriter, Row, Start};
+use crate::planner::foretell;
 use crate::ranks::Ranks;
-use crate::report::{self, describe_run};
+use crate::report::{self, Beginning, describe_run};
 use crate::roofline::Limits;
 use crate::saving::Ran;
 use crate::trace::Tracer;
@@ -80,7 +81,13 @@ impl Records {
         let events = metrics.tensorboard.then(|| EventWriter::open(&dir, start)).transpose()?;
         if rows.is_some() {
             let ranks = config.ranks();
-            describe_run(config, &model_line(engine), &machine_line(engine, ranks))?;
+            let beginning = Beginning {
+                model: &model_line(engine),
+                machine: &machine_line(engine, ranks),
+                first_step: start.done() + 1,
+                predicted: foretell(config),
+            };
+            describe_run(config, &beginning)?;
             // What an earlier process left may be of another plan.
             for name in [LAYOUT, TIMELINE] {
                 let _ = fs::remove_file(dir.join(name));

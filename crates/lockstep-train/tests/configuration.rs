@@ -323,6 +323,51 @@ fn the_fingerprint_changes_with_what_decides_the_numbers_and_with_nothing_else()
     assert_eq!(constant("train.steps=10"), constant("train.steps=20"), "more steps at a constant rate");
 }
 
+/// A run says in its records what it was told; read again, and with more arguments, it is the same run.
+#[test]
+fn what_a_run_records_of_itself_is_the_run() {
+    const TEXT: &str = r#"
+        [model]
+        preset = "llama-15m"
+        hidden_size = 64
+        rope_scaling = { rope_type = "linear", factor = 2.0 }
+        [data]
+        train = ["a.txt", { path = "b/*.txt", weight = 0.3 }]
+        [optimizer]
+        kind = "lion"
+        decay = ["*.weight"]
+        lr_multipliers = { "lm_head.*" = 0.5 }
+        [parallel]
+        recompute = { default = "none", layers = [{ from = 1, to = 2, every = 1, mode = "full" }] }
+        offload = { optimizer = "disk" }
+        [checkpoint]
+        dir = "elsewhere"
+    "#;
+    let configs = [
+        parse(""),
+        parse(TEXT),
+        set(&["train.seed=9007199254740993", "train.lr=3e-4", "data.tokenizer=a/tokenizer.json"]),
+        set(&[
+            "parallel.wrap=[\"model.layers.*\"]",
+            "parallel.data_parallel_shard=2",
+            "parallel.zero_stage=3",
+            "parallel.pipeline_parallel=2",
+            "train.micro_batch=4",
+        ]),
+    ];
+    for config in configs {
+        let recorded = RunConfig::recorded(&config.recorded_settings(), "run.json");
+        let recorded = recorded.unwrap_or_else(|problems| panic!("{problems}"));
+        assert_eq!(recorded.to_json(), config.to_json());
+        let more = config.with_settings(&["train.steps=77"]).unwrap_or_else(|problems| panic!("{problems}"));
+        let mut expected = config.to_json();
+        expected["train"]["steps"] = 77.into();
+        assert_eq!(more.to_json()["train"]["steps"], expected["train"]["steps"]);
+        assert_eq!(more.origin("model.hidden_size"), config.origin("model.hidden_size"));
+        assert_eq!(more.to_json()["parallel"], expected["parallel"]);
+    }
+}
+
 #[test]
 fn differences_from_a_stored_configuration_are_listed() {
     let stored = set(&["train.seed=1", "train.micro_batch=2", "model.hidden_size=64"]).to_json();

@@ -136,7 +136,8 @@ impl From<lockstep_train::Error> for Failure {
             | Error::OtherRun { .. }
             | Error::OtherParameters { .. }
             | Error::NoRunToResume { .. }
-            | Error::NoRun { .. }) => Self::configuration(error.to_string()),
+            | Error::NoRun { .. }
+            | Error::TooFewSteps { .. }) => Self::configuration(error.to_string()),
             Error::ReadRecords { ref source, .. } => {
                 let code = code_of_io(source);
                 Self { message: error.to_string(), code }

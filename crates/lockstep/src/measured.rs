@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::Args;
+use clap::{Args, ValueHint};
 use lockstep_plan::cluster::{Cluster, Device};
 use lockstep_train::human;
 use lockstep_train::machine_file::{Extent, MeasuredMachine, measure};
+use lockstep_train::planner::machine::measured_file;
 use serde_json::{Value, json};
 
 use crate::exit::Failure;
@@ -14,9 +15,9 @@ use crate::ranks;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// Where to write the cluster file
-    #[arg(short, long, value_name = "FILE", default_value = "machine.toml")]
-    output: PathBuf,
+    /// Where to write the cluster file [default: where plan and train look for it, in the user's cache directory]
+    #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
     /// Ranks that are at work at the same time: a number, or one for each core (auto)
     #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = ranks::number)]
     nproc_per_node: usize,
@@ -29,20 +30,23 @@ pub(crate) struct Arguments {
 const BUSY: f64 = 0.05;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
+    let output = arguments.output.clone().unwrap_or_else(measured_file);
     // The disk that is measured is the one where the file goes: found out before half a minute has passed.
-    let directory = match arguments.output.parent() {
+    let directory = match output.parent() {
         Some(directory) if !directory.as_os_str().is_empty() => directory,
         _ => Path::new("."),
     };
-    let refuse = |error: std::io::Error| {
-        Failure::configuration(format!("cannot write {}: {error}", arguments.output.display()))
-    };
-    std::fs::OpenOptions::new().create(true).append(true).open(&arguments.output).map_err(refuse)?;
+    let refuse =
+        |error: std::io::Error| Failure::configuration(format!("cannot write {}: {error}", output.display()));
+    if arguments.output.is_none() {
+        std::fs::create_dir_all(directory).map_err(refuse)?;
+    }
+    std::fs::OpenOptions::new().create(true).append(true).open(&output).map_err(refuse)?;
     if !arguments.json {
         eprintln!("measuring for half a minute; whatever else runs here is measured with it");
     }
     let found = measure(arguments.nproc_per_node, directory, &Extent::default())?;
-    std::fs::write(&arguments.output, found.cluster.to_toml()).map_err(refuse)?;
+    std::fs::write(&output, found.cluster.to_toml()).map_err(refuse)?;
     if let Some(others) = found.others.filter(|others| *others > BUSY) {
         let percent = 100.0 * others;
         eprintln!(
@@ -53,10 +57,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
         eprintln!("warning: the disk was not measured: {problem}");
     }
     if arguments.json {
-        say!("{}", document(&found, &arguments.output));
+        say!("{}", document(&found, &output));
     } else {
         show(&found);
-        say!("written to {}", arguments.output.display());
+        say!("written to {}", output.display());
+        if arguments.output.is_none() {
+            say!("lockstep plan and lockstep train go by it");
+        }
     }
     Ok(())
 }

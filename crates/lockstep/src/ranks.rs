@@ -28,6 +28,8 @@ pub(crate) struct Start {
     pub(crate) placement: Placement,
     /// Variables for them.
     pub(crate) environment: Vec<(OsString, OsString)>,
+    /// Arguments for them behind those of this program.
+    pub(crate) arguments: Vec<OsString>,
     /// Where they run.
     pub(crate) pinning: Pinning,
     /// Where what they print goes.
@@ -41,8 +43,9 @@ impl Start {
     pub(crate) fn here(ranks: usize, way: Way) -> Result<Self, Failure> {
         let placement =
             if way == Way::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
-        let (environment, pinning, output) = (Vec::new(), Pinning::Share, Output::Labelled);
-        Ok(Self { ranks, placement, environment, pinning, output, records: None })
+        let (environment, arguments) = (Vec::new(), Vec::new());
+        let (pinning, output) = (Pinning::Share, Output::Labelled);
+        Ok(Self { ranks, placement, environment, arguments, pinning, output, records: None })
     }
 }
 
@@ -54,10 +57,18 @@ pub(crate) fn seen_to(all: usize) -> Result<Range<usize>, Failure> {
 
 /// Starts this command once for each rank of this machine, and watches them.
 pub(crate) fn run(start: Start, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
-    let Start { ranks, placement, environment, pinning, output, records } = start;
-    let (interrupted, lost) = (INTERRUPTED.into(), PEER_LOST.into());
-    let processes =
-        RankProcesses { ranks, placement, environment, pinning, output, records, interrupted, lost };
+    let Start { ranks, placement, environment, arguments, pinning, output, records } = start;
+    let processes = RankProcesses {
+        ranks,
+        placement,
+        environment,
+        arguments,
+        pinning,
+        output,
+        records,
+        interrupted: INTERRUPTED.into(),
+        lost: PEER_LOST.into(),
+    };
     match run_ranks(processes, interrupt)? {
         Ended::Well(code) => Ok(ExitCode::from(code as u8)),
         Ended::Badly(end) => Err(judge(*end)),

@@ -11,6 +11,7 @@ use lockstep_train::fit::require;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
+use lockstep_train::planner::{Choice, Evaluated, Reason, choose};
 use lockstep_train::progress::Progress;
 use lockstep_train::{
     Error, Forecast, PlanFile, Ranks, Resume, RunConfig, Summary, engine_options, human, train,
@@ -22,6 +23,7 @@ use crate::nodes::Nodes;
 use crate::output::say;
 use crate::planned::PlannedRun;
 use crate::ranks::{self, blamed};
+use crate::verify::plan_in_words;
 
 /// The built-in demonstration: what `lockstep train` does without a file.
 const DEMONSTRATION: &str = include_str!("demonstration.toml");
@@ -29,6 +31,8 @@ const DEMONSTRATION: &str = include_str!("demonstration.toml");
 const SAMPLE_TOKENS: usize = 160;
 /// What `--nproc-per-node` sets.
 const REPLICAS: &str = "parallel.data_parallel_replicate";
+/// What the launcher has the first rank say of the plan that it chose.
+const CHOSEN_VARIABLE: &str = "LOCKSTEP_CHOSEN_PLAN";
 const SAMPLE_PROMPT: &str = "pub fn ";
 
 #[derive(Debug, Args)]
@@ -51,10 +55,19 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let started = lockstep_comm::place()?.and_then(|place| place.world_size);
-    let plan = arguments.planned.plan()?;
+    let resume = match arguments.resume.as_str() {
+        "auto" => Resume::Auto,
+        "never" => Resume::Never,
+        path => Resume::From(path.into()),
+    };
+    let mut plan = arguments.planned.plan()?;
+    let mut chosen = std::env::var(CHOSEN_VARIABLE).ok();
+    if plan.is_none() && started.is_none() && !arguments.nodes.are_several() {
+        (plan, chosen) = choice(arguments, &resume)?.unzip();
+    }
     let config = configuration(arguments, plan.as_ref(), started)?;
     if !is_launched()
-        && let Some(exit) = launch(arguments, &config, plan.as_ref(), started.is_some())?
+        && let Some(exit) = launch(arguments, &config, plan.as_ref(), chosen.as_deref(), started.is_some())?
     {
         return Ok(exit);
     }
@@ -63,13 +76,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, &config)?,
         _ => Ranks::alone(),
     };
-    let resume = match arguments.resume.as_str() {
-        "auto" => Resume::Auto,
-        "never" => Resume::Never,
-        path => Resume::From(path.into()),
-    };
     let interrupt = Interrupt::on_signals()?;
-    let summary = train(&config, &resume, &ranks, &interrupt, Progress::on_stderr)
+    let show = |steps| {
+        if let Some(chosen) = &chosen {
+            eprintln!("{chosen}");
+        }
+        Progress::on_stderr(steps)
+    };
+    let summary = train(&config, &resume, &ranks, &interrupt, show)
         .inspect_err(|error| ranks::leave_records(&ranks, error, &config.metrics.dir))
         .map_err(|error| ranks::ended_by(error, ranks.rank(), |code| ranks.abort(code)))?;
     if ranks.is_first() {
@@ -90,6 +104,7 @@ fn launch(
     arguments: &Arguments,
     config: &RunConfig,
     plan: Option<&PlanFile>,
+    chosen: Option<&str>,
     is_started: bool,
 ) -> Result<Option<ExitCode>, Failure> {
     let all = config.ranks();
@@ -123,13 +138,65 @@ fn launch(
             ranks::Start::here(all, config.parallel.transport.into())?
         }
     };
+    // A rank that is given the keys of a plan chooses none.
+    let keys = plan.map_or(&[][..], PlanFile::settings);
+    let told = chosen.map(|chosen| (CHOSEN_VARIABLE.into(), chosen.into()));
     let start = ranks::Start {
-        environment: arguments.nodes.environment(),
+        environment: arguments.nodes.environment().into_iter().chain(told).collect(),
+        arguments: keys.iter().flat_map(|key| ["--set".into(), key.into()]).collect(),
         output: arguments.log_dir.clone().map_or(Output::Labelled, Output::Files),
         records: Some(arguments.log_dir.clone().unwrap_or_else(|| config.metrics.dir.clone())),
         ..start
     };
     ranks::run(start, &Interrupt::on_signals()?).map(Some).map_err(resumable)
+}
+
+/// The plan of a run on this machine that says nothing of how to split it, and why it is this one, in words; none where the run says it, or
+/// where nothing fits, for that has a message of its own.
+fn choice(arguments: &Arguments, resume: &Resume) -> Result<Option<(PlanFile, String)>, Failure> {
+    let config = load(arguments, &arguments.planned.settings)?;
+    if config.says_how_to_split() || config.parallel.transport == Transport::Mpi {
+        return Ok(None);
+    }
+    let Some(Choice { plan, reason }) = choose(&config, resume, arguments.nproc_per_node)? else {
+        return Ok(None);
+    };
+    let words = match reason {
+        Reason::Checkpoint(path) => {
+            let planned = config.with_settings(plan.settings()).map_err(Error::from)?;
+            format!("plan       {}, as {}", plan_in_words(&planned), path.display())
+        }
+        Reason::Search { chosen, rival, searched, doubt } => {
+            let words = |found: &Evaluated| {
+                let sequences = human::plural(found.config.micro_batch(), "sequence");
+                format!("{}, micro-batches of {sequences}", plan_in_words(&found.config))
+            };
+            let step_ms = chosen.step.step_ms;
+            let rival = rival.map_or(String::new(), |rival| {
+                let off = 100.0 * (rival.step.step_ms / step_ms - 1.0);
+                let than = if off < 0.0 { "less, but is less simple" } else { "more" };
+                format!("; the next ({}) takes {:.1} % {than}", words(&rival), off.abs())
+            });
+            format!(
+                "plan       {}: {} a step {}\n           the best of {} in {}{rival}{}",
+                words(&chosen),
+                human::milliseconds(step_ms),
+                if doubt.is_some() { "by guesses" } else { "as this machine was measured" },
+                human::count(searched.candidates as f64),
+                human::milliseconds(searched.ms),
+                doubt.map_or(String::new(), |doubt| format!("\n           {doubt}")),
+            )
+        }
+    };
+    Ok(Some((plan, words)))
+}
+
+/// The run, with some keys set.
+fn load(arguments: &Arguments, settings: &[String]) -> Result<RunConfig, Error> {
+    match &arguments.planned.run {
+        Some(path) => RunConfig::load(Some(path), settings),
+        None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", settings).map_err(Error::from),
+    }
 }
 
 /// The configuration of a run on `started` ranks: unless it says otherwise, they are as many replicas as they make. Before they
@@ -139,17 +206,13 @@ fn configuration(
     plan: Option<&PlanFile>,
     started: Option<usize>,
 ) -> Result<RunConfig, Failure> {
-    let load = |settings: &[String]| match &arguments.planned.run {
-        Some(path) => RunConfig::load(Some(path), settings),
-        None => RunConfig::parse(DEMONSTRATION, "the built-in demonstration", settings).map_err(Error::from),
-    };
     let mut settings = arguments.planned.settings_with(plan);
-    let config = load(&settings).map_err(|error| blamed(plan, error))?;
+    let config = load(arguments, &settings).map_err(|error| blamed(plan, error))?;
     let Some(ranks) = started.or(arguments.nproc_per_node) else { return Ok(config) };
     let found = config.ranks();
     if config.origin(REPLICAS) == Origin::Default {
         settings.push(format!("{REPLICAS}={}", config.replicas_of(ranks)?));
-        return Ok(load(&settings)?);
+        return Ok(load(arguments, &settings)?);
     }
     if found != ranks && started.is_none() && !arguments.nodes.are_several() {
         let message = match config.ranks_of_a_replica() {

@@ -25,6 +25,8 @@ pub use problem::{ClusterError, ClusterProblem};
 
 /// Most levels of links.
 pub const MAX_LEVELS: usize = 4;
+/// No share of a peak is above this: peaks are measured as well.
+const MOST_OF_A_PEAK: f64 = 1.2;
 
 /// Machines.
 #[derive(Debug, Clone, PartialEq)]
@@ -204,6 +206,26 @@ impl Default for Efficiency {
     }
 }
 
+impl Efficiency {
+    /// All work takes `factor` times as long.
+    pub fn slow_down(&mut self, factor: f64) {
+        for share in [&mut self.product, &mut self.attention, &mut self.scores, &mut self.stream] {
+            *share = (*share / factor).min(MOST_OF_A_PEAK);
+        }
+        self.measured.values_mut().for_each(|rate| *rate /= factor);
+        self.launch_us *= factor;
+    }
+}
+
+impl Link {
+    /// All exchanges take `factor` times as long.
+    pub fn slow_down(&mut self, factor: f64) {
+        self.gb_per_s /= factor;
+        self.latency_us *= factor;
+        self.start_us *= factor;
+    }
+}
+
 impl Cluster {
     /// Devices of all nodes: at least one, and no more than fit a `u32`.
     pub fn devices(&self) -> usize {
@@ -231,6 +253,20 @@ impl Cluster {
 }
 
 impl NodeKind {
+    /// The same node of whose cores only so many are there, or which has more ranks than cores: these get less than a core each.
+    #[must_use]
+    pub fn with_cores(&self, cores: usize, ranks: usize) -> Self {
+        let (cores, ranks) = (cores.max(1), ranks.max(1));
+        let mut node = Self { devices: cores.max(ranks), ..self.clone() };
+        if ranks > cores {
+            node.device = self.device.times(cores as f64 / ranks as f64);
+        }
+        if node.devices != self.devices || ranks > cores {
+            node.alone = None;
+        }
+        node
+    }
+
     /// What each of `ranks` ranks on such a node computes with, if they share out its devices. An accelerator has one rank. Cores
     /// are shared out evenly: with a rank on each it is `device`; a rank that has all is `alone`, or as many times as fast as
     /// there are cores where that was not measured; in between a rank is as much faster as its cores are more.

@@ -8,7 +8,7 @@ use strsim::normalized_damerau_levenshtein;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::ClusterProblem;
+use super::{ClusterProblem, MOST_OF_A_PEAK};
 
 /// Names and values longer than this are cut in messages.
 const LONGEST_QUOTE: usize = 40;
@@ -79,7 +79,7 @@ impl Rule {
         match self {
             Self::Positive => RATES.contains(&number),
             Self::NotNegative => number == 0.0 || RATES.contains(&number),
-            Self::Share => number > 1e-6 && number <= 1.2,
+            Self::Share => number > 1e-6 && number <= MOST_OF_A_PEAK,
         }
     }
 

@@ -18,6 +18,8 @@ pub struct Space {
     pub facts: Facts,
     /// Devices of a node: ranks that share out state may be those of a node alone.
     pub devices_of_a_node: usize,
+    /// Sequences of a micro-batch, where somebody has said how many.
+    pub micro_batch: Option<usize>,
     /// Whether values between blocks are also tried whole on each of the ranks that share these. Split, the same bytes go between the
     /// ranks, and less memory and work is left; but of a host's ranks exchanges of rows cost more than they save.
     pub tries_whole_tokens: bool,
@@ -161,8 +163,15 @@ impl Space {
 
     fn micro_batches(&self, degrees: &Degrees) -> impl Iterator<Item = usize> + use<> {
         let batch = self.facts.global_batch / (degrees.replicate * degrees.shard);
-        let is_round = move |size: &usize| size.is_power_of_two() || *size == batch || *size <= 6;
-        divisors(batch).take_while(|size| *size <= LARGEST_MICRO_BATCH).filter(is_round)
+        let given = self.micro_batch;
+        let is_tried = move |size: &usize| match given {
+            Some(given) => *size == given,
+            None => {
+                let is_round = size.is_power_of_two() || *size == batch || *size <= 6;
+                is_round && *size <= LARGEST_MICRO_BATCH
+            }
+        };
+        divisors(batch).filter(is_tried)
     }
 
     fn sequence_parallel(&self, degrees: &Degrees) -> Vec<bool> {

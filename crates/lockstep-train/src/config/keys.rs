@@ -227,7 +227,8 @@ sections! {
     }
     later []
 
-    /// How the work is laid out.
+    /// How the work is laid out. With no key of it that says how a step is split, `lockstep train` asks the planner and tells what it
+    /// was told.
     parallel: ParallelConfig {
         /// Copies of the model, each of which reads its share of every global batch. Left out: as many as the ranks that
         /// were started make.

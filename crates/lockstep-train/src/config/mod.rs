@@ -24,6 +24,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use lockstep_plan::{Degrees, Feedback, ParameterRecord, Quantization, Sharding, ZeroStage};
+use serde_json::Value;
 
 pub use choices::{
     ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, MuonScale, OptimizerKind, Precision,
@@ -82,6 +83,43 @@ impl RunConfig {
         for argument in arguments {
             entries.add_argument(argument.as_ref(), &mut problems);
         }
+        Self::checked(entries, problems)
+    }
+
+    /// The configuration of a run that was made: `settings` is what its `run.json`, called `name` in messages, says of every key.
+    ///
+    /// # Errors
+    /// All that does not fit, or that this program does not know.
+    pub fn recorded(settings: &[Value], name: &str) -> Result<Self, Problems> {
+        let mut entries = Entries::default();
+        for setting in settings.iter().filter(|setting| setting["origin"] != Origin::Default.to_string()) {
+            if let Some(key) = setting["key"].as_str() {
+                let origin = Origin::File { name: name.into(), line: 0 };
+                entries.add_known(key.to_owned(), setting["value"].clone(), origin);
+            }
+        }
+        Self::checked(entries, Vec::new())
+    }
+
+    /// The same with more `--set` arguments.
+    ///
+    /// # Errors
+    /// All that does not fit.
+    pub fn with_settings(&self, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
+        let mut problems = Vec::new();
+        let mut entries = Entries::default();
+        for Setting { key, value, origin } in self.settings() {
+            if origin != Origin::Default {
+                entries.add_known(key, value, origin);
+            }
+        }
+        for argument in arguments {
+            entries.add_argument(argument.as_ref(), &mut problems);
+        }
+        Self::checked(entries, problems)
+    }
+
+    fn checked(entries: Entries, mut problems: Vec<Problem>) -> Result<Self, Problems> {
         let mut reader = Reader::new(entries, &mut problems);
         let config = Self::read(&mut reader);
         reader.refuse_rest();
@@ -254,13 +292,7 @@ impl RunConfig {
 
     /// Where tokenized text is kept: `data.cache_dir`, else `lockstep` in the user's cache directory.
     pub fn cache_dir(&self) -> PathBuf {
-        let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        self.data.cache_dir.clone().unwrap_or_else(|| {
-            variable("XDG_CACHE_HOME")
-                .or_else(|| Some(variable("HOME")?.join(".cache")))
-                .unwrap_or_else(env::temp_dir)
-                .join("lockstep")
-        })
+        self.data.cache_dir.clone().unwrap_or_else(user_cache_dir)
     }
 
     /// The learning rate of every step.
@@ -324,6 +356,15 @@ impl OptimizerConfig {
         let longest = self.lr_multipliers.iter().filter(describing).max_by_key(|(pattern, _)| pattern.len());
         longest.map_or(1.0, |(_, &factor)| factor as f32)
     }
+}
+
+/// `lockstep` in the user's cache directory.
+pub(crate) fn user_cache_dir() -> PathBuf {
+    let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    variable("XDG_CACHE_HOME")
+        .or_else(|| Some(variable("HOME")?.join(".cache")))
+        .unwrap_or_else(env::temp_dir)
+        .join("lockstep")
 }
 
 /// Reads at most [`MAX_FILE_BYTES`] of UTF-8.

@@ -121,6 +121,14 @@ impl RunConfig {
     }
 }
 
+impl RunConfig {
+    /// [`RunConfig::settings`] as `run.json` has them, from which [`RunConfig::recorded`] makes the configuration again.
+    pub fn recorded_settings(&self) -> Vec<Value> {
+        let record = |Setting { key, value, origin }: Setting| json!({ "key": key, "value": value, "origin": origin.to_string() });
+        self.settings().into_iter().map(record).collect()
+    }
+}
+
 /// The leaves of a stored configuration that decide the numbers, by dotted name; values that are not set are
 /// left out.
 fn deciding_values(json: &Value) -> BTreeMap<String, Value> {

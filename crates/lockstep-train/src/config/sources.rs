@@ -76,6 +76,11 @@ impl Entries {
         }
     }
 
+    /// Adds what a configuration says of a key.
+    pub(super) fn add_known(&mut self, key: String, value: Value, origin: Origin) {
+        self.0.insert(key, Entry { value, origin });
+    }
+
     /// Adds an entry of a document, in which a key and its alias must not both stand.
     fn add_new(&mut self, written: &str, entry: Entry, problems: &mut Vec<Problem>) {
         let name = canonical(written);

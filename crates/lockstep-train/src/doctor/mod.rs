@@ -6,7 +6,7 @@
 
 mod libraries;
 mod selftest;
-mod system;
+pub(crate) mod system;
 
 use std::path::Path;
 

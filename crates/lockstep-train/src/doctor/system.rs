@@ -23,10 +23,16 @@ fn read(path: &str) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
+/// What the processor calls itself.
+pub(crate) fn processor_name() -> String {
+    let info = read("/proc/cpuinfo").unwrap_or_default();
+    field(&info, "model name").unwrap_or(std::env::consts::ARCH).to_owned()
+}
+
 pub(super) fn processor() -> Vec<Finding> {
     let section = "processor";
     let info = read("/proc/cpuinfo").unwrap_or_default();
-    let model = field(&info, "model name").unwrap_or(std::env::consts::ARCH);
+    let model = processor_name();
     let mut findings = vec![
         Finding::ok(section, "model", model),
         Finding::ok(section, "instructions", CpuLevel::detect().to_string()),

@@ -24,6 +24,7 @@ use lockstep_tensor::{Arena, CpuQueue};
 
 use crate::Error;
 use crate::fit::available_bytes;
+use crate::planner::machine::name_of_this;
 use others::Ticks;
 use tasks::Rates;
 
@@ -94,6 +95,7 @@ pub fn measure(ranks: usize, directory: &Path, extent: &Extent) -> Result<Measur
         Err(error) => (None, Some(format!("{}: {error}", directory.display()))),
     };
     let mut cluster = Cluster::local(ranks.max(1), memory_bytes);
+    cluster.name = name_of_this(cores);
     cluster.nodes = vec![NodeKind {
         count: 1,
         devices: ranks.max(1),

@@ -1,11 +1,18 @@
-//! Which machines a name means: a preset, a file, or this one.
+//! Which machines a name means: a preset, a file, or this one, as `lockstep bench machine` has measured it or by guesses.
+//!
+//! What was measured of this machine is kept in the user's cache directory, where whoever plans for it looks first.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use lockstep_plan::cluster::Cluster;
 
-use crate::Error;
+use crate::config::user_cache_dir;
+use crate::doctor::system::processor_name;
 use crate::fit::available_bytes;
+use crate::{Error, RunConfig};
+
+/// The file with what was measured of this machine, if it is not the usual one.
+pub const MACHINE_VARIABLE: &str = "LOCKSTEP_MACHINE";
 
 /// Bytes of a machine of which the system does not say how much memory it has left.
 const UNKNOWN_MEMORY_BYTES: u64 = 8 << 30;
@@ -17,19 +24,92 @@ const UNKNOWN_MEMORY_BYTES: u64 = 8 << 30;
 pub fn cluster(name: &str) -> Result<Cluster, Error> {
     let path = Path::new(name);
     let is_file = path.is_file() || path.extension().is_some_and(|extension| extension == "toml");
-    if !is_file {
-        return Ok(Cluster::preset(name)?);
-    }
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| Error::ReadCluster { path: path.to_owned(), source })?;
-    Ok(Cluster::parse(&text, name)?)
+    if is_file { read(path) } else { Ok(Cluster::preset(name)?) }
 }
 
-/// This machine, with a device for each core, or for each of `ranks` if these are more.
+fn read(path: &Path) -> Result<Cluster, Error> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| Error::ReadCluster { path: path.to_owned(), source })?;
+    Ok(Cluster::parse(&text, &path.display().to_string())?)
+}
+
+/// Where this machine's measurements are kept: what `LOCKSTEP_MACHINE` names, else `lockstep/machine.toml` in the user's cache
+/// directory.
+pub fn measured_file() -> PathBuf {
+    let named = std::env::var_os(MACHINE_VARIABLE).filter(|path| !path.is_empty());
+    named.map_or_else(|| user_cache_dir().join("machine.toml"), PathBuf::from)
+}
+
+/// This machine.
+#[derive(Debug, Clone)]
+pub struct LocalMachine {
+    /// As a cluster of one node.
+    pub cluster: Cluster,
+    /// Why it is known by guesses alone; none if it was measured.
+    pub doubt: Option<String>,
+}
+
+impl LocalMachine {
+    /// This machine for at least so many ranks, each on its share of the cores, or on `threads` of them if that is not 0.
+    pub fn for_ranks(ranks: usize, threads: usize) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let path = measured_file();
+        let measured = path.is_file().then(|| read(&path));
+        let own_name = name_of_this(cores);
+        let doubt = match &measured {
+            Some(Ok(cluster)) if cluster.name == own_name && cluster.nodes.len() == 1 => None,
+            Some(Ok(cluster)) => Some(format!(
+                "{} is of {}, and this is {own_name}: lockstep bench machine measures it",
+                path.display(),
+                cluster.name
+            )),
+            Some(Err(error)) => Some(error.to_string()),
+            None => Some("nobody has measured this machine: lockstep bench machine does".to_owned()),
+        };
+        let memory_bytes = available_bytes().unwrap_or(UNKNOWN_MEMORY_BYTES);
+        let mut cluster = match (measured, &doubt) {
+            (Some(Ok(cluster)), None) => cluster,
+            _ => Cluster::local(cores, memory_bytes),
+        };
+        share_out(&mut cluster, ranks, threads);
+        cluster.nodes[0].host_memory_bytes = memory_bytes;
+        Self { cluster, doubt }
+    }
+}
+
+/// Makes a machine one for at least so many ranks, each on its share of the cores, or on `threads` of them if that is not 0.
+fn share_out(cluster: &mut Cluster, ranks: usize, threads: usize) {
+    let node = &mut cluster.nodes[0];
+    let used = if threads == 0 { node.devices } else { (ranks.max(1) * threads).min(node.devices) };
+    *node = node.with_cores(used, ranks);
+    // One that was measured with one rank has no link.
+    if node.devices > 1 && cluster.links.is_empty() {
+        cluster.links = Cluster::local(2, 0).links;
+    }
+}
+
+/// What a machine file calls the machine that it was measured on.
+pub(crate) fn name_of_this(cores: usize) -> String {
+    format!("{} x {cores}", processor_name())
+}
+
+/// The machine that the ranks of `config` run on, if all of them are on this one and it was measured.
 ///
-/// # Errors
-/// None yet.
-pub fn local(ranks: usize) -> Result<Cluster, Error> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    Ok(Cluster::local(cores.max(ranks), available_bytes().unwrap_or(UNKNOWN_MEMORY_BYTES)))
+/// A rank may use its share of the cores and sees no others, so that the file is taken as it is.
+pub(super) fn of_run(config: &RunConfig) -> Option<Cluster> {
+    let place = lockstep_comm::place().ok().flatten();
+    if place.is_some_and(|place| place.world_size.is_some_and(|ranks| ranks > place.local_size)) {
+        return None;
+    }
+    let cluster = read(&measured_file()).ok().filter(|cluster| cluster.nodes.len() == 1)?;
+    Some(for_run(&cluster, config))
+}
+
+/// A machine as the ranks of `config` share it out.
+pub(super) fn for_run(cluster: &Cluster, config: &RunConfig) -> Cluster {
+    let mut cluster = cluster.clone();
+    if cluster.nodes.iter().any(|node| node.device.is_host) {
+        share_out(&mut cluster, config.ranks(), config.train.threads);
+    }
+    cluster
 }

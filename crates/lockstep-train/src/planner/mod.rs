@@ -6,6 +6,8 @@
 //! that is looked at, and what comes out is a configuration that `train` carries out.
 
 mod bounds;
+mod calibrate;
+mod choice;
 mod explain;
 pub mod machine;
 mod memory;
@@ -17,14 +19,16 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Instant;
 
-use lockstep_plan::Facts;
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Found, Ranking, Space, search};
+use lockstep_plan::{Facts, PlannedStep};
 
 use crate::config::{OptimizerKind, Origin};
 use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
 
+pub use calibrate::{Calibrated, CalibratedRun, MadeRun, calibrate};
+pub use choice::{Choice, Reason, choose};
 pub use explain::{Help, Neighbour, parts, rejection_in_words};
 pub use page::page;
 pub use subject::Evaluated;
@@ -42,6 +46,18 @@ pub enum Objective {
     Cost,
     /// The most memory left on the rank that has least.
     Headroom,
+}
+
+/// What a step of `config` is predicted to take on this machine; none where nobody has measured it, or where other machines take part.
+pub(crate) fn foretell(config: &RunConfig) -> Option<PlannedStep> {
+    predicted_step(config, machine::of_run(config)?).ok()
+}
+
+/// What a step of `config` is predicted to take on `cluster`.
+fn predicted_step(config: &RunConfig, cluster: Cluster) -> Result<PlannedStep, Error> {
+    let mut planner = Planner::new(config.clone(), cluster, Objective::Time)?;
+    let evaluated = planner.of_run()?;
+    Ok(evaluated.planned_step(planner.cluster()))
 }
 
 /// What a search took.
@@ -62,6 +78,8 @@ pub struct Planner {
     model: ResolvedModel,
     cluster: Cluster,
     objective: Objective,
+    /// So many and no others, where somebody has said how many.
+    ranks: Option<usize>,
     recordings: Recordings,
     schedules: HashMap<(Kind, usize, usize, usize), Option<Rc<Schedule>>>,
     outlines: HashMap<PassKey, Outline>,
@@ -90,10 +108,17 @@ impl Planner {
             model,
             cluster,
             objective,
+            ranks: None,
             recordings: Recordings::default(),
             schedules: HashMap::new(),
             outlines: HashMap::new(),
         })
+    }
+
+    /// The same, for plans of so many ranks and no others.
+    #[must_use]
+    pub fn with_ranks(self, ranks: usize) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 
     /// The machines.
@@ -113,6 +138,7 @@ impl Planner {
         Space {
             facts: Facts { world_size: devices, ..facts },
             devices_of_a_node: of_a_node.min(devices),
+            micro_batch: self.config.train.micro_batch,
             tries_whole_tokens: self.is_host(),
             shares_state: self.config.optimizer.kind != OptimizerKind::Muon,
             splits_matrices: self.config.optimizer.kind != OptimizerKind::Muon,
@@ -122,10 +148,11 @@ impl Planner {
     /// Every plan that there is to choose from. Of a host's cores a rank may have several.
     pub fn candidates(&self) -> Vec<Candidate> {
         let devices = self.cluster.devices();
-        let numbers: Vec<usize> = match (self.is_host(), self.objective) {
-            (true, _) => (1..=devices).filter(|ranks| devices.is_multiple_of(*ranks)).collect(),
-            (false, Objective::Cost) => self.numbers_of_nodes(),
-            (false, _) => vec![devices],
+        let numbers: Vec<usize> = match (self.ranks, self.objective) {
+            (Some(ranks), _) => vec![ranks],
+            _ if self.is_host() => (1..=devices).filter(|ranks| devices.is_multiple_of(*ranks)).collect(),
+            (None, Objective::Cost) => self.numbers_of_nodes(),
+            _ => vec![devices],
         };
         numbers.into_iter().flat_map(|devices| self.space(devices).candidates()).collect()
     }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, BufRead};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::series::{Point, maxima, smoothed, thinned, thinned_with_bounds};
@@ -75,8 +75,28 @@ pub(super) struct History {
     tokens_seen: Option<u64>,
     step_ms: f64,
     data_wait_ms: f64,
+    /// Of steps that were made, their number, what they took but for waits for data, and what of that ranks waited for each other.
+    times: Vec<(u64, [f64; 2])>,
     pub(super) damaged_lines: usize,
 }
+
+/// What a step of a run usually comes to.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct UsualStep {
+    /// Milliseconds from its beginning to its end, but for waits for data: half of all steps take longer.
+    pub step_ms: f64,
+    /// Milliseconds in which the first rank waits for others: half of all steps have more.
+    pub exposed_ms: f64,
+    /// How many steps say so.
+    pub steps: usize,
+    /// Bytes that ledgers have booked: the most that any rank has of each category, without what is cached.
+    pub booked_bytes: Option<f64>,
+    /// The same as it was predicted.
+    pub predicted_bytes: Option<f64>,
+}
+
+/// Steps of a process that pay for memory which was never touched, and for whatever else is done once.
+const FIRST_STEPS: u64 = 2;
 
 impl History {
     pub(super) fn read(mut reader: impl BufRead) -> io::Result<Self> {
@@ -132,6 +152,10 @@ impl History {
             self.comm_busy.push((step, row.comm.busy_ms));
             self.comm_exposed.push((step, row.comm.exposed_ms));
         }
+        if let Some(step_ms) = row.step_ms {
+            let exposed_ms = row.comm.exposed_ms.unwrap_or(0.0);
+            self.times.push((step, [step_ms - row.data_wait_ms.unwrap_or(0.0), exposed_ms]));
+        }
         self.rollbacks = row.rollbacks.or(self.rollbacks);
         self.tokens_seen = row.tokens_seen.or(self.tokens_seen);
         self.step_ms += row.step_ms.unwrap_or(0.0);
@@ -167,6 +191,19 @@ impl History {
             "predicted": self.memory_predicted,
             "predicted_by_rank": self.memory_predicted_by_rank,
             "processes": self.processes,
+        })
+    }
+
+    /// What a step comes to of those that were made from `first` on; none if there were too few of them.
+    pub(super) fn usual_step(&self, first: u64) -> Option<UsualStep> {
+        let of_process = || self.times.iter().filter(|(step, _)| *step >= first + FIRST_STEPS);
+        let middle = |part: usize| median(of_process().map(|(_, times)| times[part]).collect());
+        Some(UsualStep {
+            step_ms: middle(0)?,
+            exposed_ms: middle(1)?,
+            steps: of_process().count(),
+            booked_bytes: (!self.memory.is_empty()).then(|| booked(&self.memory)),
+            predicted_bytes: self.memory_predicted.get("total").copied(),
         })
     }
 
@@ -221,8 +258,14 @@ impl History {
 /// What a rank's process had of the machine's memory, and what its ledger said at the time; none in steps that did not look.
 fn process_and_ledger(memory: &BTreeMap<String, f64>) -> Option<[f64; 2]> {
     let process = *memory.get("process_pss")?;
-    let is_category = |name: &str| name != "peak" && name != "process_pss";
-    Some([process, memory.iter().filter(|(name, _)| is_category(name)).map(|(_, bytes)| bytes).sum()])
+    let cached = memory.get("cached").copied().unwrap_or(0.0);
+    Some([process, booked(memory) + cached])
+}
+
+/// Bytes of all categories but of what is cached.
+fn booked(memory: &BTreeMap<String, f64>) -> f64 {
+    let is_booked = |name: &str| !["peak", "process_pss", "cached"].contains(&name);
+    memory.iter().filter(|(name, _)| is_booked(name)).map(|(_, bytes)| bytes).sum()
 }
 
 fn median(mut values: Vec<f64>) -> Option<f64> {

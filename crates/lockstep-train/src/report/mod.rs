@@ -11,15 +11,17 @@ use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use lockstep_plan::PlannedStep;
 use serde_json::{Value, json};
 
-use crate::config::{ModelSource, Origin, RunConfig};
+use crate::config::{ModelSource, RunConfig};
 use crate::error::Error;
 use crate::holdings::LAYOUT;
 use crate::metrics::FILE_NAME;
 use crate::trace::pipeline::TIMELINE;
 use crate::trace::{PROFILE, write_json};
 use history::History;
+pub use history::UsualStep;
 
 /// The page's name where the user gives none.
 pub const REPORT: &str = "report.html";
@@ -31,22 +33,24 @@ const PAGE: &str = include_str!("../../assets/report.html");
 const STYLE: &str = include_str!("../../assets/report.css");
 const SCRIPT: &str = include_str!("../../assets/report.js");
 
-/// Writes down what a run is, for its report; `machine` says what it runs on.
+/// What a process of a run knows of it before its first step.
+pub(crate) struct Beginning<'a> {
+    /// The model in words.
+    pub(crate) model: &'a str,
+    /// What it runs on.
+    pub(crate) machine: &'a str,
+    /// The first step that this process makes.
+    pub(crate) first_step: u64,
+    /// What a step is predicted to take, where that can be.
+    pub(crate) predicted: Option<PlannedStep>,
+}
+
+/// Writes down what a run is, for its report.
 ///
 /// # Errors
 /// [`Error::Metrics`].
-pub(crate) fn describe_run(config: &RunConfig, model: &str, machine: &str) -> Result<(), Error> {
-    let settings: Vec<Value> = config
-        .settings()
-        .into_iter()
-        .map(|setting| {
-            let origin = match &setting.origin {
-                Origin::Default => "default".to_owned(),
-                origin => origin.to_string(),
-            };
-            json!({ "key": setting.key, "value": setting.value, "origin": origin })
-        })
-        .collect();
+pub(crate) fn describe_run(config: &RunConfig, beginning: &Beginning<'_>) -> Result<(), Error> {
+    let Beginning { model, machine, first_step, predicted } = beginning;
     let name = match config.model_source() {
         ModelSource::Preset(name) | ModelSource::ModelType(name) => name.to_owned(),
         ModelSource::Path(path) => path.display().to_string(),
@@ -57,7 +61,9 @@ pub(crate) fn describe_run(config: &RunConfig, model: &str, machine: &str) -> Re
         "model": model,
         "machine": machine,
         "steps": config.train.steps,
-        "settings": settings,
+        "first_step": first_step,
+        "predicted": predicted,
+        "settings": config.recorded_settings(),
     });
     write_json(&config.metrics.dir.join(RUN), &run)
 }
@@ -68,18 +74,7 @@ pub(crate) fn describe_run(config: &RunConfig, model: &str, machine: &str) -> Re
 /// [`Error::NoRun`] where there is no run, [`Error::NoRows`] if nothing in its metrics can be read,
 /// [`Error::Metrics`].
 pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
-    let path = dir.join(FILE_NAME);
-    let failed = |source| Error::Metrics { path: path.clone(), action: "read", source };
-    let rows = match File::open(&path) {
-        Err(source) if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-            return Err(Error::NoRun { dir: dir.to_owned() });
-        }
-        file => BufReader::new(file.map_err(failed)?),
-    };
-    let history = History::read(rows).map_err(failed)?;
-    if history.is_empty() {
-        return Err(Error::NoRows { path, damaged_lines: history.damaged_lines });
-    }
+    let history = history_of(dir)?;
     let parts = Parts {
         run: read_json(&dir.join(RUN)),
         profile: read_json(&dir.join(PROFILE)),
@@ -93,6 +88,40 @@ pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
         source,
     })?;
     Ok(out)
+}
+
+/// The rows of the run whose records are in `dir`; at least one.
+fn history_of(dir: &Path) -> Result<History, Error> {
+    let path = dir.join(FILE_NAME);
+    let failed = |source| Error::Metrics { path: path.clone(), action: "read", source };
+    let rows = match File::open(&path) {
+        Err(source) if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            return Err(Error::NoRun { dir: dir.to_owned() });
+        }
+        file => BufReader::new(file.map_err(failed)?),
+    };
+    let history = History::read(rows).map_err(failed)?;
+    if history.is_empty() {
+        return Err(Error::NoRows { path, damaged_lines: history.damaged_lines });
+    }
+    Ok(history)
+}
+
+/// The configuration of the run whose records are in `dir`, and what its steps came to; none of a run that made too few.
+///
+/// # Errors
+/// [`Error::NoRun`], [`Error::NoRows`], [`Error::Metrics`]; [`Error::Configuration`] if this program cannot read its settings.
+pub(crate) fn measured(dir: &Path) -> Result<(RunConfig, Option<UsualStep>), Error> {
+    let history = history_of(dir)?;
+    let run = read_json(&dir.join(RUN));
+    let settings = run["settings"].as_array().map_or(&[][..], Vec::as_slice);
+    let config = RunConfig::recorded(settings, &dir.join(RUN).display().to_string())?;
+    Ok((config, history.usual_step(first_step(&run))))
+}
+
+/// The first step that the last process of a run has made.
+fn first_step(run: &Value) -> u64 {
+    run["first_step"].as_u64().unwrap_or(1)
 }
 
 /// What a run leaves beside its rows; null where it has not.
@@ -143,6 +172,7 @@ fn page(history: &History, parts: Parts) -> String {
         "memory": history.memory(),
         "memory_by_rank": history.memory_by_rank(),
         "memory_beside": history.memory_beside(),
+        "usual_step": history.usual_step(first_step(&run)),
         "expert_load": history.expert_load(),
         "run": run,
         "profile": profile,

@@ -1,5 +1,6 @@
 //! `lockstep plan`: how a model is best trained on some machines, and what a plan comes to before any of them is asked to carry it out.
 
+mod calibrated;
 mod foretold;
 mod found;
 
@@ -10,11 +11,13 @@ use clap::{Args, ValueEnum, ValueHint};
 use lockstep_plan::Plan;
 use lockstep_plan::cluster::Cluster;
 use lockstep_train::RunConfig;
-use lockstep_train::planner::{self, Evaluated, Neighbour, Planner, machine};
+use lockstep_train::planner::machine::{self, LocalMachine};
+use lockstep_train::planner::{self, Evaluated, Neighbour, Planner};
 use serde_json::{Value, json};
 
 use crate::collectives::bytes;
 use crate::exit::Failure;
+use crate::output::say;
 use crate::planned::PlannedRun;
 use crate::ranks::blamed;
 
@@ -58,6 +61,11 @@ pub(crate) struct Arguments {
     /// Write the best plan, for train --plan, with what it is predicted to come to
     #[arg(short, long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
+    /// Learn from a run that was made on these machines, by the directory of its records; several times for several runs. What is learned goes
+    /// to the cluster file, or to what --output names
+    #[arg(long, value_name = "RUN_DIR", value_hint = ValueHint::DirPath,
+        conflicts_with_all = ["run", "settings", "plan", "model", "seq_len", "global_batch", "explain", "html"])]
+    calibrate: Vec<PathBuf>,
     /// Write one page with the mesh on the machines, the timeline of the step, memory, the roofline and the ranking
     #[arg(long, value_name = "REPORT.html", value_hint = ValueHint::FilePath)]
     html: Option<PathBuf>,
@@ -85,17 +93,25 @@ impl From<Objective> for planner::Objective {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    if !arguments.calibrate.is_empty() {
+        calibrated::run(arguments)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let file = arguments.planned.plan()?;
     let settings = [arguments.settings(), arguments.planned.settings_with(file.as_ref())].concat();
     let config = RunConfig::load(arguments.planned.run.as_deref(), &settings)
         .map_err(|error| blamed(file.as_ref(), error))?;
     let is_given = file.is_some() || config.says_how_to_split();
-    let cluster = arguments.cluster(if is_given { config.ranks() } else { 1 })?;
+    let ranks = if is_given { config.ranks() } else { 1 };
+    let (cluster, doubt) = arguments.cluster(ranks, config.train.threads)?;
     let mut planner = Planner::new(config.clone(), cluster, arguments.objective.into())?;
     if is_given {
         foretold::run(arguments, config, file.as_ref(), &mut planner)?;
     } else {
         found::run(arguments, &mut planner)?;
+    }
+    if let Some(doubt) = doubt.filter(|_| !arguments.json) {
+        say!("\ntimes are by guesses: {doubt}");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -113,11 +129,16 @@ impl Arguments {
         settings
     }
 
-    /// The machines; this one for at least so many ranks if nothing else is said.
-    fn cluster(&self, ranks: usize) -> Result<Cluster, Failure> {
-        let mut cluster = match &self.cluster {
-            Some(name) => machine::cluster(name)?,
-            None => machine::local(ranks.max(self.nproc_per_node.unwrap_or(1)))?,
+    /// The machines, and why they are known by guesses alone, if they are; this one for at least so many ranks, each with its share of the
+    /// cores or with so many threads, if nothing else is said.
+    fn cluster(&self, ranks: usize, threads: usize) -> Result<(Cluster, Option<String>), Failure> {
+        let (mut cluster, doubt) = match &self.cluster {
+            Some(name) => (machine::cluster(name)?, None),
+            None => {
+                let ranks = ranks.max(self.nproc_per_node.unwrap_or(1));
+                let LocalMachine { cluster, doubt } = LocalMachine::for_ranks(ranks, threads);
+                (cluster, doubt)
+            }
         };
         if let Some(bytes) = self.memory {
             for node in &mut cluster.nodes {
@@ -127,7 +148,7 @@ impl Arguments {
                 }
             }
         }
-        Ok(cluster)
+        Ok((cluster, doubt))
     }
 
     fn write_plan(&self, plan: &Plan) -> Result<(), Failure> {

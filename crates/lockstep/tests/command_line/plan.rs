@@ -191,3 +191,72 @@ fn machines_with_nonsense_are_told_all_of_it_at_once() {
     ];
     workshop.run(&large).refuses(2, &["no plan for dgx-h100", "needs more memory than a device has"]);
 }
+
+/// The numbers of steps and the plan that the records of a run have.
+fn recorded(workshop: &Workshop) -> Value {
+    serde_json::from_slice(&workshop.read("runs/run.json")).unwrap()
+}
+
+#[test]
+fn a_run_that_does_not_say_how_it_is_split_is_planned_and_goes_on_by_the_same_plan() {
+    let workshop = Workshop::new();
+    let train = |arguments: &[&str]| workshop.run(&[&["train", "run.toml"], arguments].concat()).succeeds();
+    let one = train(&[]);
+    assert!(one.stderr.contains("plan       one rank, micro-batches of 2 sequences: "), "{one:?}");
+    assert!(one.stderr.contains("nobody has measured this machine"), "{one:?}");
+    let two = train(&["--nproc-per-node", "2", "--resume", "never"]);
+    assert!(two.stderr.contains("plan       2 replicas, micro-batches of 2 sequences: "), "{two:?}");
+    assert_eq!(two.stderr.matches("plan  ").count(), 1, "{two:?}");
+    let settings = recorded(&workshop)["settings"].clone();
+    let value = |key: &str| {
+        settings.as_array().unwrap().iter().find(|setting| setting["key"] == key).unwrap()["value"].clone()
+    };
+    assert_eq!(value("parallel.data_parallel_replicate"), 2, "{settings}");
+    // As many ranks as before are not planned again.
+    let more = train(&["--nproc-per-node", "2", "--set", "train.steps=6"]);
+    assert!(more.stderr.contains("plan       2 replicas, as checkpoints/step-00000004"), "{more:?}");
+    let other = train(&["--set", "train.steps=8"]);
+    assert!(other.stderr.contains("plan       one rank, micro-batches"), "{other:?}");
+    // Whoever says how, is not told.
+    let told = train(&["--set", "train.steps=8", "--set", "parallel.tensor_parallel=1"]);
+    assert!(!told.stderr.contains("plan  "), "{told:?}");
+}
+
+#[test]
+fn a_machine_learns_from_a_run_and_the_next_run_is_predicted() {
+    let workshop = Workshop::new();
+    let steps = ["--set", "train.steps=12", "--set", "train.precision=f32", "--resume", "never"];
+    let train = |more: &[&str]| workshop.run(&[&["train", "run.toml"], &steps[..], more].concat()).succeeds();
+    let first = train(&[]);
+    assert!(recorded(&workshop)["predicted"].is_null(), "{first:?}");
+    let learned = workshop.run(&["plan", "--calibrate", "runs", "--json"]).succeeds().json();
+    let run = &learned["runs"][0];
+    let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("{value} of {learned}"));
+    let (measured, after) = (number(&run["measured"]["step_ms"]), number(&run["after"]["step_ms"]));
+    assert!((after / measured - 1.0).abs() < 0.01, "{learned}");
+    assert!(workshop.path("cache/lockstep/machine.toml").is_file());
+    let second = train(&["--nproc-per-node", "2", "--set", "metrics.dir=both"]);
+    assert!(second.stderr.contains("a step as this machine was measured"), "{second:?}");
+    let both: Value = serde_json::from_slice(&workshop.read("both/run.json")).unwrap();
+    assert!(number(&both["predicted"]["step_ms"]) > 0.0 && both["first_step"] == 1, "{both}");
+    let report = String::from_utf8(workshop.read("both/report.html")).unwrap();
+    assert!(report.contains("\"usual_step\":{\"booked_bytes\":"), "{report}");
+    // From both at once, to another file.
+    let both = ["plan", "--calibrate", "runs", "--calibrate", "both", "--output", "two.toml"];
+    let told = workshop.run(&both).succeeds();
+    assert!(told.stdout.contains("of it waiting for other ranks"), "{told:?}");
+    assert!(String::from_utf8(workshop.read("two.toml")).unwrap().contains("[[link]]"));
+}
+
+#[test]
+fn what_is_no_run_teaches_nothing() {
+    let workshop = Workshop::trained();
+    let refused = |arguments: &[&str], parts: &[&str]| {
+        workshop.run(&[&["plan", "--calibrate"], arguments].concat()).refuses(2, parts);
+    };
+    refused(&["nowhere"], &["nowhere"]);
+    refused(&["runs"], &["too few steps", "3 more"]);
+    refused(&["runs", "run.toml"], &["cannot be used with"]);
+    workshop.run(&["train", "run.toml", "--set", "train.steps=8"]).succeeds();
+    refused(&["runs", "--cluster", "dgx-a100"], &["a preset is no file", "--output"]);
+}

@@ -112,8 +112,11 @@ fn ranks_that_do_not_fit_are_refused_before_any_starts() {
     let refused = |arguments: &[&str], parts: &[&str]| {
         workshop.run(&[&["train", "run.toml"], arguments].concat()).refuses(2, parts);
     };
-    refused(&["--nproc-per-node", "3"], &["3 ranks cannot share train.global_batch = 4", "3 or 6"]);
-    refused(&["--nproc-per-node", "4"], &["2 does not divide train.global_batch = 4 / 4 ranks"]);
+    let replicas = |number: &str| format!("parallel.data_parallel_replicate={number}");
+    refused(&["--set", &replicas("3")], &["3 ranks cannot share train.global_batch = 4", "3 or 6"]);
+    refused(&["--set", &replicas("4")], &["2 does not divide train.global_batch = 4 / 4 ranks"]);
+    // More than any plan has a place for.
+    refused(&["--nproc-per-node", "7"], &["7 ranks cannot share train.global_batch = 4"]);
     refused(&["--nproc-per-node", "0"], &["0", "a number from 1, or auto"]);
     refused(
         &["--nproc-per-node", "4", "--set", "parallel.data_parallel_replicate=2"],

@@ -116,6 +116,7 @@ impl Workshop {
             .env("XDG_CACHE_HOME", self.path("cache"))
             .env("RUST_BACKTRACE", "0")
             .env_remove("LOCKSTEP_LOG")
+            .env_remove("LOCKSTEP_MACHINE")
             .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(File::create(&stdout).unwrap())

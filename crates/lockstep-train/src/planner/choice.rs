@@ -1,0 +1,115 @@
+//! The plan of a run that says nothing of how to split it: that of the checkpoint which it goes on from, so that no bit of it changes,
+//! or the best that there is for this machine: the fastest, or the simplest of those that are as fast as far as predictions can tell.
+
+use std::path::PathBuf;
+
+use lockstep_checkpoint::Checkpoint;
+use lockstep_plan::{Degrees, Plan, Recompute};
+
+use crate::planner::machine::LocalMachine;
+use crate::planner::{Evaluated, Objective, Planner, Searched};
+use crate::{Error, PlanFile, Resume, RunConfig};
+
+/// Plans that a choice is made of.
+const RIVALS: usize = 16;
+/// What predictions for a machine that was measured may be off, beside each other.
+const MARGIN: f64 = 0.02;
+/// The same of guesses.
+const MARGIN_OF_GUESSES: f64 = 0.1;
+/// What messages call a plan that no user has written.
+const NAME: &str = "that was chosen";
+
+/// A plan for a run that had none.
+#[derive(Debug)]
+pub struct Choice {
+    /// The plan, with the keys that it sets.
+    pub plan: PlanFile,
+    /// Why it is this one.
+    pub reason: Reason,
+}
+
+/// Why a plan was chosen.
+#[derive(Debug)]
+pub enum Reason {
+    /// The run goes on from this checkpoint, which was made by it.
+    Checkpoint(PathBuf),
+    /// Nothing that fits is predicted to be faster by more than predictions can tell.
+    Search {
+        /// What it comes to.
+        chosen: Box<Evaluated>,
+        /// The fastest of all others.
+        rival: Option<Box<Evaluated>>,
+        /// What the search took.
+        searched: Searched,
+        /// Why the machine is known by guesses alone; none if it was measured.
+        doubt: Option<String>,
+    },
+}
+
+/// A plan for `config`, which says nothing of how to split it, on this machine: for `ranks` ranks, or for as many as are best. None where
+/// nothing fits.
+///
+/// # Errors
+/// A model that cannot be had.
+pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Result<Option<Choice>, Error> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    // Who says how many threads a rank has says how many cores the run has.
+    let ranks = ranks.or((config.train.threads > 0).then_some(1));
+    let is_wanted = |plan: &Plan| match (plan.mesh.world_size(), ranks) {
+        (Some(of_plan), Some(ranks)) => of_plan == ranks,
+        (Some(of_plan), None) => of_plan <= cores,
+        (None, _) => false,
+    };
+    if let Some((path, plan)) = plan_of_checkpoint(config, resume).filter(|(_, plan)| is_wanted(plan))
+        && let plan = PlanFile::unwritten(Plan { predicted: None, ..plan }, NAME)
+        && plan.fits(config)
+    {
+        return Ok(Some(Choice { plan, reason: Reason::Checkpoint(path) }));
+    }
+    let LocalMachine { cluster, doubt } = LocalMachine::for_ranks(ranks.unwrap_or(1), config.train.threads);
+    let planner = Planner::new(config.clone(), cluster, Objective::Time)?;
+    let mut planner = match ranks {
+        Some(ranks) => planner.with_ranks(ranks),
+        None => planner,
+    };
+    let (ranking, searched) = planner.find(RIVALS);
+    let mut found: Vec<Evaluated> = ranking.best.into_iter().map(|found| found.value).collect();
+    let margin = if doubt.is_some() { MARGIN_OF_GUESSES } else { MARGIN };
+    let Some(chosen) = simplest(&found, margin) else { return Ok(None) };
+    let chosen = Box::new(found.remove(chosen));
+    let rival = found.into_iter().next().map(Box::new);
+    let plan = PlanFile::unwritten(chosen.plan.clone(), NAME);
+    Ok(Some(Choice { plan, reason: Reason::Search { chosen, rival, searched, doubt } }))
+}
+
+/// Of plans, fastest first, the index of the simplest that takes no more than `margin` longer than the fastest.
+fn simplest(found: &[Evaluated], margin: f64) -> Option<usize> {
+    let limit_ms = found.first()?.step.step_ms * (1.0 + margin);
+    let near = found.iter().enumerate().take_while(|(_, found)| found.step.step_ms <= limit_ms);
+    near.min_by_key(|(index, found)| (cuts(&found.plan), *index)).map(|(index, _)| index)
+}
+
+/// How many things a plan does that one rank does not have to: axes that cut the model or its sequences, stages, what is shared out, what is
+/// computed again.
+fn cuts(plan: &Plan) -> usize {
+    let Degrees { pipeline, replicate: _, shard, context, tensor, expert, expert_tensor } = plan.mesh;
+    let axes = [pipeline, context, tensor, expert, expert_tensor].into_iter().filter(|degree| *degree > 1);
+    axes.count()
+        + usize::from(shard > 1)
+        + usize::from(plan.zero_stage)
+        + usize::from(plan.recompute != Recompute::None.into())
+}
+
+/// The plan of the newest checkpoint that the run could go on from. Whether the checkpoint is whole is found out when it is read.
+fn plan_of_checkpoint(config: &RunConfig, resume: &Resume) -> Option<(PathBuf, Plan)> {
+    let checkpoint = match resume {
+        Resume::Never => None,
+        Resume::From(path) => Checkpoint::open(path).ok(),
+        Resume::Auto => {
+            let listed = lockstep_checkpoint::list(&config.checkpoint.dir).ok()?;
+            listed.into_iter().rev().find_map(|listed| Checkpoint::open(&listed.path).ok())
+        }
+    }?;
+    let plan = serde_json::from_value(checkpoint.manifest().plan.clone()).ok()?;
+    Some((checkpoint.path().to_owned(), plan))
+}

@@ -1,0 +1,77 @@
+//! `lockstep plan --calibrate`: what a machine's file learns from runs.
+
+use lockstep_train::human;
+use lockstep_train::planner::machine::{self, LocalMachine, measured_file};
+use lockstep_train::planner::{Calibrated, CalibratedRun, MadeRun, calibrate};
+use serde_json::{Value, json};
+
+use super::{Arguments, write};
+use crate::exit::Failure;
+use crate::output::say;
+use crate::verify::plan_in_words;
+
+/// Learns from the runs that the arguments name, tells what, and writes it down.
+pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
+    let (cluster, file) = match &arguments.cluster {
+        Some(name) => (machine::cluster(name)?, Some(name.into())),
+        None => (LocalMachine::for_ranks(1, 0).cluster, Some(measured_file())),
+    };
+    let output =
+        arguments.output.clone().or(file.filter(|file| arguments.cluster.is_none() || file.is_file()));
+    let Some(output) = output else {
+        let message = "a preset is no file that could learn: say with --output where it is to be written";
+        return Err(Failure::configuration(message.to_owned()));
+    };
+    let runs = arguments.calibrate.iter().map(|dir| MadeRun::read(dir)).collect::<Result<_, _>>()?;
+    let learned = calibrate(&cluster, runs)?;
+    if let Some(directory) = output.parent().filter(|_| arguments.output.is_none()) {
+        std::fs::create_dir_all(directory).map_err(|error| {
+            Failure::configuration(format!("cannot make {}: {error}", directory.display()))
+        })?;
+    }
+    write(&output, &learned.cluster.to_toml())?;
+    if arguments.json {
+        let mut document = document(&learned);
+        document["file"] = json!(output);
+        say!("{document}");
+    } else {
+        show(&learned);
+        say!("written to {}", output.display());
+    }
+    Ok(())
+}
+
+fn document(learned: &Calibrated) -> Value {
+    let run = |CalibratedRun { run, before, after }: &CalibratedRun| json!({ "dir": run.dir, "ranks": run.config.ranks(), "measured": run.step, "before": before, "after": after });
+    json!({
+        "work": learned.work[0], "work_alone": learned.work[1], "exchanges": learned.exchanges,
+        "runs": learned.runs.iter().map(run).collect::<Vec<_>>(),
+    })
+}
+
+fn show(learned: &Calibrated) {
+    let off = |predicted: f64, measured: f64| format!("{:+.1}%", 100.0 * (predicted / measured - 1.0));
+    say!("{:<50}{:>11}{:>11}{:>8}{:>11}{:>8}", "", "measured", "predicted", "", "now", "");
+    for CalibratedRun { run, before, after } in &learned.runs {
+        let waits = |plan: &lockstep_plan::PlannedStep| plan.exposed_ms + plan.bubble_ms;
+        let row = |name: &str, measured: f64, before: f64, after: f64| {
+            let cells = [measured, before, after].map(human::milliseconds);
+            let [measured_cell, before_cell, after_cell] = cells;
+            say!(
+                "{name:<50}{measured_cell:>11}{before_cell:>11}{:>8}{after_cell:>11}{:>8}",
+                off(before, measured),
+                off(after, measured)
+            );
+        };
+        say!("{}: {}", run.dir.display(), plan_in_words(&run.config));
+        row("  a step", run.step.step_ms, before.step_ms, after.step_ms);
+        if run.step.exposed_ms > 0.0 {
+            row("  of it waiting for other ranks", run.step.exposed_ms, waits(before), waits(after));
+        }
+    }
+    let [shared, alone] = learned.work;
+    let of_links = learned.exchanges.map_or(String::new(), |factor| format!(", exchanges {factor:.2}"));
+    say!(
+        "\nwork takes {shared:.2} times as long as was predicted ({alone:.2} on a rank with all cores){of_links}"
+    );
+}

@@ -74,6 +74,7 @@ fn document(found: &MeasuredMachine, path: &Path) -> Value {
         json!({
             "peak_tflops": peaks.collect::<serde_json::Map<_, _>>(), "memory_gb_per_s": device.memory_gb_per_s,
             "product": device.efficiency.product, "half_shape": device.efficiency.half_shape,
+            "cold_gb_per_s": device.efficiency.cold_gb_per_s,
             "measured": device.efficiency.measured,
         })
     };
@@ -112,6 +113,7 @@ fn show(found: &MeasuredMachine) {
     for (side, name) in ["rows", "inner elements", "columns"].into_iter().enumerate() {
         row(&format!("half of that with so many {name}"), &|device| device.efficiency.half_shape[side]);
     }
+    row("what no cache has of products, GB/s", &|device| device.efficiency.cold_gb_per_s);
     row("memory, GB/s", &|device| device.memory_gb_per_s);
     for (name, unit) in [
         ("attention forward", "GFLOP/s"),

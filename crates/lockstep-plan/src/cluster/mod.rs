@@ -105,6 +105,9 @@ pub struct Efficiency {
     pub scores: f64,
     /// Share of the bandwidth of memory that passes over it come to.
     pub stream: f64,
+    /// 10⁹ bytes a second at which a product fetches weights and stores results that no cache has, beside its computing; 0 where
+    /// computing hides that.
+    pub cold_gb_per_s: f64,
     /// Microseconds that starting a task takes.
     pub launch_us: f64,
     /// Kinds of tasks that were measured by themselves, by name and pass (`RMSNorm forward`), with the type behind it where types differ
@@ -200,6 +203,7 @@ impl Default for Efficiency {
             attention: 0.5,
             scores: 0.3,
             stream: 0.8,
+            cold_gb_per_s: 0.0,
             launch_us: 4.0,
             measured: BTreeMap::new(),
         }
@@ -213,6 +217,7 @@ impl Efficiency {
             *share = (*share / factor).min(MOST_OF_A_PEAK);
         }
         self.measured.values_mut().for_each(|rate| *rate /= factor);
+        self.cold_gb_per_s /= factor;
         self.launch_us *= factor;
     }
 }
@@ -299,6 +304,7 @@ impl Device {
         device.peak_tflops.values_mut().for_each(|rate| *rate *= factor);
         device.memory_gb_per_s *= factor;
         device.efficiency.measured.values_mut().for_each(|rate| *rate *= factor);
+        device.efficiency.cold_gb_per_s *= factor;
         device
     }
 
@@ -325,6 +331,7 @@ impl Device {
         for (own, other) in own.half_shape.iter_mut().zip(others.half_shape) {
             *own += part * (other - *own);
         }
+        own.cold_gb_per_s += part * (others.cold_gb_per_s - own.cold_gb_per_s);
         own.launch_us += part * (others.launch_us - own.launch_us);
         device
     }

@@ -210,6 +210,7 @@ fn read_efficiency(mut section: Section<'_, '_>, guesses: Efficiency) -> Efficie
     let scores = share("scores", guesses.scores);
     let stream = share("stream", guesses.stream);
     let half_shape = section.numbers("half_shape", Rule::NotNegative);
+    let cold_gb_per_s = section.number("cold_gb_per_s", Rule::NotNegative);
     let launch_us = section.number("launch_us", Rule::NotNegative);
     let tile = read_tile(&mut section);
     let measured = section.section("measured").map(Section::all_numbers);
@@ -221,6 +222,7 @@ fn read_efficiency(mut section: Section<'_, '_>, guesses: Efficiency) -> Efficie
         attention,
         scores,
         stream,
+        cold_gb_per_s: cold_gb_per_s.unwrap_or(guesses.cold_gb_per_s),
         launch_us: launch_us.unwrap_or(guesses.launch_us),
         measured: guesses.measured.into_iter().chain(measured.into_iter().flatten()).collect(),
     }

@@ -62,6 +62,7 @@ fn write_device(text: &mut String, place: &str, device: &Device) {
     line(text, "attention", number(efficiency.attention));
     line(text, "scores", number(efficiency.scores));
     line(text, "stream", number(efficiency.stream));
+    line(text, "cold_gb_per_s", number(efficiency.cold_gb_per_s));
     line(text, "launch_us", number(efficiency.launch_us));
     if !efficiency.measured.is_empty() {
         heading(text, &format!("[{place}.efficiency.measured]"));

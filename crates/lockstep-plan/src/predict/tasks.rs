@@ -132,7 +132,23 @@ impl Worker<'_> {
         let is_apart = task.pass == TaskPass::BackwardWeights && self.style.adds_gradients_apart;
         let elements = (product.rows * product.columns * product.count) as f64;
         let apart = if is_apart { self.stream(APART_BYTES * elements) } else { 0.0 };
-        seconds + self.launch() + apart
+        seconds + self.launch() + apart + self.cold(task, product)
+    }
+
+    /// What a product takes beside its computing because no cache has the weight that it reads and the memory that it writes to; of the
+    /// gradient of a weight, the input of the forward, and the sum that it adds to.
+    fn cold(&self, task: &Task, product: Product) -> f64 {
+        let rate = self.device.efficiency.cold_gb_per_s * 1e9;
+        if rate <= 0.0 {
+            return 0.0;
+        }
+        let Product { rows, inner, columns, count } = product;
+        let of_values = self.dtype.size_bytes() as u64;
+        let written = match task.pass {
+            TaskPass::BackwardWeights => rows * columns * 2 * DType::F32.size_bytes() as u64,
+            _ => rows * columns * of_values,
+        };
+        ((written + inner * columns * of_values) * count) as f64 / rate
     }
 
     /// Of a backward the products are made once more from the scores, unless these were written: five instead of four.

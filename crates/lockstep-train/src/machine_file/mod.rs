@@ -42,7 +42,7 @@ const UNKNOWN_MEMORY_BYTES: u64 = 8 << 30;
 pub struct Extent {
     /// Tokens of a sequence of the models whose operations are timed, and at most of a product.
     pub tokens: usize,
-    /// Steps of each of these models, of which the fastest counts.
+    /// Steps of each of these models, of which the middle one counts.
     pub steps: usize,
     /// For how long each exchange is repeated.
     pub exchange: Duration,
@@ -53,7 +53,7 @@ pub struct Extent {
 impl Default for Extent {
     /// Half a minute.
     fn default() -> Self {
-        Self { tokens: 512, steps: 4, exchange: Duration::from_millis(60), disk_mib: 128 }
+        Self { tokens: 512, steps: 5, exchange: Duration::from_millis(60), disk_mib: 128 }
     }
 }
 
@@ -181,6 +181,7 @@ impl Setting {
             // Nobody here writes scores.
             scores: attention,
             stream,
+            cold_gb_per_s: fit.cold / 1e9,
             launch_us: self.launch_us,
             measured,
         };

@@ -1,5 +1,6 @@
 //! Matrix products of the shapes that transformers have, timed, and the shares of the peak that describe them.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use lockstep_plan::{DType, MemoryCategory};
@@ -11,24 +12,33 @@ use crate::benchmark::random;
 /// Tokens of a product.
 const TOKENS: [usize; 3] = [64, 256, 1024];
 /// Inputs and outputs of a layer.
-const LAYERS: [(usize, usize); 6] = [(64, 64), (128, 512), (256, 256), (256, 1024), (768, 768), (768, 3072)];
-/// Runs of each, of which the fastest counts.
-const RUNS: usize = 4;
-/// Floats that pass through the caches before each run: in a step other operations come between a product's operands and it.
-const BETWEEN: usize = 1 << 20;
+const LAYERS: [(usize, usize); 6] =
+    [(128, 512), (256, 256), (384, 384), (384, 1280), (768, 768), (768, 3072)];
+/// How often all shapes are gone through, and runs of each in a row. The middle one counts: what a shared machine gives varies from second
+/// to second, and a step gets neither the best nor the worst of it.
+const ROUNDS: usize = 3;
+const RUNS: usize = 3;
+/// Bytes of what a product reads or writes that lie between two uses of the same: in a step all other layers come between, so that no
+/// cache still has a weight, the memory that a result goes to, or what a forward has kept for its backward.
+const BETWEEN: usize = 48 << 20;
+/// No more copies than this of what is small.
+const MOST_COPIES: usize = 256;
 
 /// A product and what it took.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Timed {
     /// Rows, inner elements, columns.
     sides: [f64; 3],
+    /// Bytes of what it reads and writes that no cache has.
+    cold_bytes: f64,
     seconds: f64,
 }
 
 impl Timed {
-    /// Operations a second.
-    fn rate(&self) -> f64 {
-        2.0 * self.sides.iter().product::<f64>() / self.seconds
+    /// Seconds by a peak of so many operations a second, sides with which half of it is reached, and a rate of what is cold.
+    fn predicted(&self, peak: f64, halves: [f64; 3], cold: f64) -> f64 {
+        let of_peak: f64 = self.sides.iter().zip(halves).map(|(side, half)| side / (side + half)).product();
+        2.0 * self.sides.iter().product::<f64>() / (peak * of_peak) + self.cold_bytes / cold
     }
 }
 
@@ -39,41 +49,64 @@ pub(super) fn time(
     dtype: DType,
     most_tokens: usize,
 ) -> Result<Vec<Timed>, TensorError> {
-    let mut timed = Vec::new();
-    let between = Tensor::zeros(arena, DType::F32, [1, BETWEEN], MemoryCategory::Workspace)?;
-    let rounded = Tensor::zeros(arena, DType::BF16, [1, BETWEEN], MemoryCategory::Workspace)?;
-    for (inputs, outputs) in LAYERS {
-        for tokens in TOKENS.into_iter().filter(|tokens| *tokens <= most_tokens) {
-            for layout in [GemmLayout::NT, GemmLayout::NN, GemmLayout::TN] {
-                let (m, n, k) = match layout {
-                    GemmLayout::NT => (tokens, outputs, inputs),
-                    GemmLayout::NN => (tokens, inputs, outputs),
-                    GemmLayout::TN => (outputs, inputs, tokens),
-                };
-                let a = random(queue, arena, dtype, if layout == GemmLayout::TN { [k, m] } else { [m, k] })?;
-                let b = random(queue, arena, dtype, if layout == GemmLayout::NT { [n, k] } else { [k, n] })?;
-                // Gradients of weights are summed in f32.
-                let out = if layout == GemmLayout::TN { DType::F32 } else { dtype };
-                let c = Tensor::zeros(arena, out, [m, n], MemoryCategory::Workspace)?;
-                let mut seconds = f64::INFINITY;
-                for _ in 0..RUNS {
-                    queue.cast(between.view(), rounded.view());
-                    let begin = Instant::now();
-                    queue.gemm(Gemm {
-                        layout,
-                        a: a.view(),
-                        b: b.view(),
-                        c: c.view(),
-                        bias: None,
-                        write: Write::Overwrite,
-                    });
-                    seconds = seconds.min(begin.elapsed().as_secs_f64());
+    let mut runs: BTreeMap<(bool, [usize; 3]), Vec<f64>> = BTreeMap::new();
+    for _ in 0..ROUNDS {
+        for (inputs, outputs) in LAYERS {
+            for tokens in TOKENS.into_iter().filter(|tokens| *tokens <= most_tokens) {
+                for layout in [GemmLayout::NT, GemmLayout::NN, GemmLayout::TN] {
+                    let [m, k, n] = match layout {
+                        GemmLayout::NT => [tokens, inputs, outputs],
+                        GemmLayout::NN => [tokens, outputs, inputs],
+                        GemmLayout::TN => [outputs, tokens, inputs],
+                    };
+                    let seconds = runs_of(queue, arena, dtype, layout, [m, k, n])?;
+                    runs.entry((layout == GemmLayout::TN, [m, k, n])).or_default().extend(seconds);
                 }
-                timed.push(Timed { sides: [m, k, n].map(|side| side as f64), seconds });
             }
         }
     }
-    Ok(timed)
+    let middle = |mut seconds: Vec<f64>| {
+        seconds.sort_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    };
+    let timed = |((is_of_weight, [m, k, n]), seconds): ((bool, [usize; 3]), Vec<f64>)| Timed {
+        sides: [m, k, n].map(|side| side as f64),
+        cold_bytes: (k * n * dtype.size_bytes()
+            + if is_of_weight { 8 * m * n } else { m * n * dtype.size_bytes() }) as f64,
+        seconds: middle(seconds),
+    };
+    Ok(runs.into_iter().map(timed).collect())
+}
+
+/// Seconds of a few runs of a product with `[m, k, n]` rows, inner elements and columns.
+fn runs_of(
+    queue: &CpuQueue,
+    arena: &Arena,
+    dtype: DType,
+    layout: GemmLayout,
+    [m, k, n]: [usize; 3],
+) -> Result<Vec<f64>, TensorError> {
+    // The gradient of a weight is added to a sum in f32.
+    let (out, write) = match layout {
+        GemmLayout::TN => (DType::F32, Write::Accumulate),
+        _ => (dtype, Write::Overwrite),
+    };
+    let a = random(queue, arena, dtype, if layout == GemmLayout::TN { [k, m] } else { [m, k] })?;
+    let of_b = if layout == GemmLayout::NT { [n, k] } else { [k, n] };
+    let bytes = k * n * dtype.size_bytes() + m * n * out.size_bytes();
+    let cold = (0..BETWEEN.div_ceil(bytes).clamp(RUNS, MOST_COPIES))
+        .map(|_| {
+            let b = Tensor::zeros(arena, dtype, of_b, MemoryCategory::Workspace)?;
+            Ok((b, Tensor::zeros(arena, out, [m, n], MemoryCategory::Workspace)?))
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    let run = |(b, c): &(Tensor, Tensor)| {
+        let begin = Instant::now();
+        queue.gemm(Gemm { layout, a: a.view(), b: b.view(), c: c.view(), bias: None, write });
+        begin.elapsed().as_secs_f64()
+    };
+    // Those that were made last are in the caches.
+    Ok(cold.iter().take(RUNS).map(run).collect())
 }
 
 /// What describes the products of several types.
@@ -83,6 +116,8 @@ pub(super) struct Fit {
     pub(super) product: f64,
     /// Rows, inner elements and columns with which they come to half of that.
     pub(super) half_shape: [f64; 3],
+    /// Bytes a second at which weights that no cache has are fetched beside.
+    pub(super) cold: f64,
     /// Peak of each type in operations a second: what was measured, but for what its products come to more or less than those of
     /// the others.
     pub(super) peaks: Vec<f64>,
@@ -90,37 +125,38 @@ pub(super) struct Fit {
     pub(super) error: f64,
 }
 
-/// Fits one share and one shape to the products of several types, of which each has a measured peak.
+/// Fits one share, one shape and one rate of what is cold to the products of several types, of which each has a measured peak.
 pub(super) fn fit(types: &[(f64, Vec<Timed>)]) -> Fit {
-    let by_sides = |timed: &Timed, halves: &[f64; 3]| -> f64 {
-        timed.sides.iter().zip(halves).map(|(side, half)| side / (side + half)).product()
+    let off = |timed: &Timed, peak: f64, halves: [f64; 3], cold: f64| -> f64 {
+        (timed.predicted(peak, halves, cold) / timed.seconds).ln()
     };
-    // Of each type: how much faster its products are than shapes and peaks say, on average.
-    let share = |(peak, timed): &(f64, Vec<Timed>), halves: &[f64; 3]| {
-        let logs = timed.iter().map(|timed| (timed.rate() / peak / by_sides(timed, halves)).ln());
-        (logs.sum::<f64>() / timed.len().max(1) as f64).exp()
+    // The peak of each type is its own; the sides and the rate are of all.
+    let fitted = |numbers: &[f64; 5], index: usize| -> f64 {
+        let [a, b, c, cold, share] = *numbers;
+        let (peak, timed) = &types[index];
+        timed.iter().map(|timed| off(timed, peak * share, [a, b, c], cold).powi(2)).sum()
     };
-    let spread = |halves: &[f64; 3]| -> f64 {
-        let of_type = |of_type: &(f64, Vec<Timed>)| {
-            let share = share(of_type, halves);
-            let error =
-                |timed: &Timed| (timed.rate() / of_type.0 / share / by_sides(timed, halves)).ln().powi(2);
-            of_type.1.iter().map(error).sum::<f64>()
-        };
-        types.iter().map(of_type).sum()
+    let best_share = |numbers: &[f64; 4], index: usize| -> (f64, f64) {
+        let [a, b, c, cold] = *numbers;
+        let mut share = [0.8];
+        descend(&mut share, [(0.01, 10.0)], |share| fitted(&[a, b, c, cold, share[0]], index));
+        (share[0], fitted(&[a, b, c, cold, share[0]], index))
     };
-    let mut half_shape = [8.0, 32.0, 8.0];
-    descend(&mut half_shape, [(0.25, 4096.0); 3], spread);
-    let shares: Vec<f64> = types.iter().map(|of_type| share(of_type, &half_shape)).collect();
+    let error = |numbers: &[f64; 4]| (0..types.len()).map(|index| best_share(numbers, index).1).sum::<f64>();
+    let mut numbers = [8.0, 32.0, 8.0, 1e10];
+    descend(&mut numbers, [(0.25, 4096.0), (0.25, 4096.0), (0.25, 4096.0), (1e8, 1e13)], error);
+    let shares: Vec<f64> = (0..types.len()).map(|index| best_share(&numbers, index).0).collect();
     let mean = (shares.iter().map(|share| share.ln()).sum::<f64>() / shares.len().max(1) as f64).exp();
     // Where a type is made of another one's products it may come to more than its own peak.
     let product = mean.clamp(0.01, 1.0);
     let count: usize = types.iter().map(|(_, timed)| timed.len()).sum();
+    let [a, b, c, cold] = numbers;
     Fit {
         product,
-        half_shape,
+        half_shape: [a, b, c],
+        cold,
         peaks: types.iter().zip(&shares).map(|((peak, _), share)| peak * share / product).collect(),
-        error: (spread(&half_shape) / count.max(1) as f64).sqrt(),
+        error: (error(&numbers) / count.max(1) as f64).sqrt(),
     }
 }
 
@@ -130,13 +166,12 @@ mod tests {
 
     #[test]
     fn what_follows_the_formula_is_found_again() {
-        let (halves, share) = ([6.0, 90.0, 20.0], 0.9);
+        let (halves, share, cold) = ([6.0, 90.0, 20.0], 0.9, 2e10);
         let of_type = |peak: f64, factor: f64| {
             let timed = |(inputs, outputs, tokens): (f64, f64, f64)| {
                 let sides: [f64; 3] = [tokens, inputs, outputs];
-                let shape: f64 = sides.iter().zip(halves).map(|(side, half)| side / (side + half)).product();
-                let flops = 2.0 * sides.iter().product::<f64>();
-                Timed { sides, seconds: flops / (peak * factor * share * shape) }
+                let timed = Timed { sides, cold_bytes: 4.0 * inputs * outputs, seconds: 0.0 };
+                Timed { seconds: timed.predicted(peak * factor * share, halves, cold), ..timed }
             };
             let sides = [16.0, 64.0, 256.0, 2048.0];
             let all = sides.iter().flat_map(|&a| sides.iter().flat_map(move |&b| sides.map(|c| (a, b, c))));
@@ -147,6 +182,7 @@ mod tests {
         for (found, expected) in found.half_shape.iter().zip(halves) {
             assert!((found / expected - 1.0).abs() < 0.1, "{found}, not {expected}");
         }
+        assert!((found.cold / cold - 1.0).abs() < 0.1, "{found:?}");
         // Products of a type that come to more than those of the other raise its peak.
         assert!((found.peaks[1] / found.peaks[0] - 2.2).abs() < 0.02, "{found:?}");
         assert!((found.product * found.peaks[0] / (share * 1e11) - 1.0).abs() < 0.02, "{found:?}");

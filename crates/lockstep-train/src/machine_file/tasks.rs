@@ -49,8 +49,7 @@ fn models(seq_len: usize) -> Result<Vec<ModelConfig>, Error> {
     [gpt2, llama("llama"), mixtral, qwen3].into_iter().map(model).collect()
 }
 
-/// Rates of all tasks of steps in `dtype` on so many threads. Of each kind of task the fastest of `steps` counts, as of products: what
-/// else runs on the machine only makes it slower.
+/// Rates of all tasks of steps in `dtype` on so many threads. Of each kind of task the middle one of `steps` counts, as of products.
 ///
 /// # Errors
 /// Out of memory, no threads.
@@ -108,16 +107,17 @@ fn of_model(
             timed.push(seconds_by_name(&spans));
         }
     }
-    let least = |name: &str| {
-        let seconds = timed.iter().map(|step| step.get(name).copied().unwrap_or(0.0));
-        seconds.fold(f64::INFINITY, f64::min)
+    let middle = |name: &str| {
+        let mut seconds: Vec<f64> = timed.iter().map(|step| step.get(name).copied().unwrap_or(0.0)).collect();
+        seconds.sort_by(f64::total_cmp);
+        seconds.get(seconds.len() / 2).copied().unwrap_or(f64::INFINITY)
     };
     let mut taken: BTreeMap<String, Taken> = amounts(&engine.model().work())
         .into_iter()
-        .map(|(name, amount)| (name.clone(), (amount, least(&name))))
+        .map(|(name, amount)| (name.clone(), (amount, middle(&name))))
         .collect();
     let elements: usize = engine.records().iter().map(|record| record.elements()).sum();
-    let seconds = least("optimizer") + least("gradient norm");
+    let seconds = middle("optimizer") + middle("gradient norm");
     taken.insert("update".to_owned(), (UPDATE_BYTES * elements as f64, seconds));
     Ok(taken)
 }

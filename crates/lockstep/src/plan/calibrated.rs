@@ -69,6 +69,20 @@ fn show(learned: &Calibrated) {
             row("  of it waiting for other ranks", run.step.exposed_ms, waits(before), waits(after));
         }
     }
+    let errors = |predicted: fn(&CalibratedRun) -> f64| {
+        let error = |run: &CalibratedRun| (predicted(run) / run.run.step.step_ms - 1.0).abs();
+        let all: Vec<f64> = learned.runs.iter().map(error).collect();
+        let (sum, most) = (all.iter().sum::<f64>(), all.iter().copied().fold(0.0, f64::max));
+        format!("{:.1} % on average, {:.1} % at most", 100.0 * sum / all.len() as f64, 100.0 * most)
+    };
+    let (before, after) = (errors(|run| run.before.step_ms), errors(|run| run.after.step_ms));
+    say!("\nsteps were off by {before}; now by {after}");
+    let memory = learned.runs.iter().filter_map(|CalibratedRun { run, .. }| {
+        Some((run.step.predicted_bytes? / run.step.booked_bytes? - 1.0).abs())
+    });
+    if let Some(most) = memory.reduce(f64::max) {
+        say!("memory was off by {:.1} % at most", 100.0 * most);
+    }
     let [shared, alone] = learned.work;
     let of_links = learned.exchanges.map_or(String::new(), |factor| format!(", exchanges {factor:.2}"));
     say!(

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::schedule::{Action, PassKind, Schedule};
+use crate::schedule::Schedule;
 use crate::{BufferUnit, ParameterId, ParameterRecord};
 
 /// A stage of a rank, from the model's first layer on.
@@ -26,10 +26,8 @@ impl StageMemory {
     pub fn of_rank(schedule: &Schedule, units: &[Range<usize>], rank: usize) -> Vec<Self> {
         let stage = |stage: usize| Self {
             units: units[stage].clone(),
-            slots: slots_of(schedule, rank, stage),
-            splits_backward: schedule
-                .passes(rank)
-                .any(|pass| pass.stage == stage && pass.kind == PassKind::BackwardWeight),
+            slots: schedule.slots(stage),
+            splits_backward: schedule.splits_backward(stage),
         };
         schedule.stages_of(rank).map(stage).collect()
     }
@@ -38,27 +36,6 @@ impl StageMemory {
     pub fn outboxes(&self) -> usize {
         if self.units.start > 0 { self.slots.max(2) } else { 0 }
     }
-}
-
-/// How many micro-batches are in a stage at once: from the receive, or the forward, to the last pass.
-fn slots_of(schedule: &Schedule, rank: usize, stage: usize) -> usize {
-    let mut taken = vec![false; schedule.micro_batches()];
-    let (mut now, mut most) = (0_usize, 0);
-    for action in schedule.actions(rank) {
-        let (micro_batch, is_here) = match *action {
-            Action::Receive(message) if message.is_activation() && message.to == stage => {
-                (message.micro_batch, true)
-            }
-            Action::Compute(pass) if pass.stage == stage => {
-                (pass.micro_batch, pass.kind == PassKind::Forward || !pass.kind.makes_weight_gradient())
-            }
-            _ => continue,
-        };
-        let was_here = std::mem::replace(&mut taken[micro_batch], is_here);
-        now = now + usize::from(is_here) - usize::from(was_here);
-        most = most.max(now);
-    }
-    most
 }
 
 /// A table that the first and the last unit share, on one of the ranks that have them.

@@ -14,8 +14,10 @@ mod goodput;
 mod step;
 mod style;
 mod tasks;
+mod timed;
 
 pub use goodput::{Failures, Goodput};
-pub use step::{PlanShape, StagePrediction, StepPrediction, predict_step, unit_seconds};
+pub use step::{PlanShape, StagePrediction, StepPrediction, predict_step, predict_step_ms};
 pub use style::Style;
 pub use tasks::{PassCost, Worker};
+pub use timed::{TimedModel, slowest_kind};

@@ -1,14 +1,14 @@
 //! The time of a step: passes through the pipeline, sums of gradients, gathers of weights and the update.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::cluster::{Cluster, Device};
+use crate::cluster::Cluster;
 use crate::predict::style::{Style, UPDATE_BYTES};
-use crate::predict::tasks::{PassCost, Worker};
-use crate::schedule::{Costs, CostsError, PassKind, Schedule, Simulation, StageCost};
-use crate::work::{Collective, Exchange, ModelWork, Peers, Task, UnitWork};
-use crate::{Axis, ExpertAxis, Mesh, TensorDimensions, ZeroStage};
+use crate::predict::tasks::{PassCost, Timed, Worker};
+use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
+use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
+use crate::work::{Collective, ModelWork};
+use crate::{Axis, ExpertAxis, Mesh, ZeroStage};
 
 /// What of a plan its time depends on, beside the model's work on one of its ranks.
 #[derive(Debug, Clone, Copy)]
@@ -25,8 +25,6 @@ pub struct PlanShape<'a> {
     pub stages: &'a [Range<usize>],
     /// Whether weights that are shared out (stage 3) are gathered once a step and stay, instead of for each pass.
     pub gathers_once: bool,
-    /// How the tensor axis shares linear layers.
-    pub tensor_dimensions: TensorDimensions,
 }
 
 /// What the passes of a stage take.
@@ -72,31 +70,6 @@ impl StepPrediction {
     }
 }
 
-/// Seconds of a forward and of a whole backward of each unit, on the slowest of the first stage's devices, exchanges included.
-pub fn unit_seconds(
-    cluster: &Cluster,
-    work: &ModelWork,
-    mesh: &Mesh,
-    tensor_dimensions: TensorDimensions,
-) -> Vec<[f64; 2]> {
-    let shape = PlanShape {
-        mesh,
-        zero_stage: ZeroStage::Nothing,
-        micro_batches: 1,
-        schedule: None,
-        stages: &[],
-        gathers_once: false,
-        tensor_dimensions,
-    };
-    let step = Step { cluster, work, shape, style: cluster.software.style() };
-    let worker = step.worker(0);
-    let exchange = |exchange: &Exchange| step.exchange_s(exchange);
-    let seconds =
-        |unit: &UnitWork| [&unit.forward, &unit.backward].map(|tasks| worker.pass(tasks, exchange).seconds());
-    let distinct: Vec<[f64; 2]> = work.distinct.iter().map(seconds).collect();
-    work.of_unit.iter().map(|distinct_unit| distinct[*distinct_unit]).collect()
-}
-
 /// What a step takes of a model's work, laid out so on a cluster.
 ///
 /// # Errors
@@ -106,21 +79,38 @@ pub fn predict_step(
     work: &ModelWork,
     shape: PlanShape<'_>,
 ) -> Result<StepPrediction, CostsError> {
-    Step { cluster, work, shape, style: cluster.software.style() }.predict()
+    let model = TimedModel::new(cluster, work, shape.mesh);
+    Step::new(cluster, &model, shape).predict()
+}
+
+/// The same in milliseconds and no more, of a model whose tasks were timed on this cluster before.
+///
+/// # Errors
+/// Stages that are not those of the schedule.
+pub fn predict_step_ms(
+    cluster: &Cluster,
+    model: &TimedModel,
+    shape: PlanShape<'_>,
+) -> Result<f64, CostsError> {
+    Step::new(cluster, model, shape).step_ms()
 }
 
 struct Step<'a> {
     cluster: &'a Cluster,
-    work: &'a ModelWork,
+    model: &'a TimedModel,
     shape: PlanShape<'a>,
     style: Style,
+    /// For each rank of the pipeline, the kind of node that decides its time.
+    kinds: Vec<usize>,
 }
 
-/// What a pipeline rank has of the model, in elements.
-#[derive(Debug, Clone, Copy, Default)]
-struct Elements {
+/// What a pipeline rank has of the model: elements and units; and on which kind of node.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Holding {
     dense: f64,
     experts: f64,
+    units: usize,
+    kind: usize,
 }
 
 /// What the ranks do with gradients and weights beside passes, in seconds.
@@ -157,24 +147,29 @@ impl RankEnd {
     }
 }
 
-impl Step<'_> {
+impl<'a> Step<'a> {
+    fn new(cluster: &'a Cluster, model: &'a TimedModel, shape: PlanShape<'a>) -> Self {
+        let ranks = shape.mesh.ranks().degree(Axis::Pipeline);
+        let kinds = (0..ranks).map(|rank| slowest_kind(cluster, shape.mesh, model.dtype(), rank)).collect();
+        Self { cluster, model, shape, style: cluster.software.style(), kinds }
+    }
+
     fn predict(&self) -> Result<StepPrediction, CostsError> {
-        let ranks = self.shape.mesh.ranks().degree(Axis::Pipeline);
-        let states: Vec<StateCost> = (0..ranks).map(|rank| self.state(rank)).collect();
-        let mut stages = vec![StagePrediction::default(); self.shape.stages.len()];
-        for (rank, state) in states.iter().enumerate() {
-            for stage in self.stages_of(rank) {
-                stages[stage] = self.stage(stage, rank, state);
-            }
-        }
+        let states = self.states();
+        let stages = self.stages(&states);
         let simulation = match self.shape.schedule {
             Some(schedule) => Some(schedule.simulate(&self.costs(&stages))?),
             None => None,
         };
-        let ends: Vec<RankEnd> =
-            (0..ranks).map(|rank| self.end_of(rank, &states[rank], &stages, simulation.as_ref())).collect();
+        let end_ms = |rank: usize| {
+            let last = simulation.as_ref()?.spans[rank].iter().nth_back(1);
+            Some(last.map_or(0.0, |span| span.end_ms))
+        };
+        let ends: Vec<RankEnd> = (0..self.kinds.len())
+            .map(|rank| self.end_of(rank, &states[rank], &stages, end_ms(rank)))
+            .collect();
         let last = ends.iter().max_by(|a, b| a.end_s().total_cmp(&b.end_s())).copied().unwrap_or_default();
-        let update_s = states.iter().map(|state| state.update_s).fold(0.0, f64::max) + self.norm_s();
+        let update_s = self.update_s(&states);
         Ok(StepPrediction {
             step_ms: (last.end_s() + update_s) * 1e3,
             work_ms: last.passes.work_s * 1e3,
@@ -188,6 +183,63 @@ impl Step<'_> {
         })
     }
 
+    fn step_ms(&self) -> Result<f64, CostsError> {
+        let states = self.states();
+        let stages = self.stages(&states);
+        let ends_ms = match self.shape.schedule {
+            Some(schedule) => schedule.ends_ms(&self.costs(&stages))?.into_iter().map(Some).collect(),
+            None => vec![None; self.kinds.len()],
+        };
+        let ends = ends_ms.into_iter().enumerate();
+        let ends = ends.map(|(rank, end_ms)| self.end_of(rank, &states[rank], &stages, end_ms).end_s());
+        Ok((ends.max_by(f64::total_cmp).unwrap_or_default() + self.update_s(&states)) * 1e3)
+    }
+
+    /// What each rank does with state. Ranks that hold as much do the same.
+    fn states(&self) -> Vec<StateCost> {
+        let mut known: Vec<(Holding, StateCost)> = Vec::new();
+        let state = |rank: usize| {
+            let holding = self.holding(rank);
+            if let Some((_, state)) = known.iter().find(|(of, _)| *of == holding) {
+                return *state;
+            }
+            let state = self.state(&holding);
+            known.push((holding, state));
+            state
+        };
+        (0..self.kinds.len()).map(state).collect()
+    }
+
+    /// What the passes of each stage take. Stages of the same units do the same.
+    fn stages(&self, states: &[StateCost]) -> Vec<StagePrediction> {
+        let mut known: Vec<(&[usize], usize, StagePrediction)> = Vec::new();
+        let mut stages = vec![StagePrediction::default(); self.shape.stages.len()];
+        for (rank, state) in states.iter().enumerate() {
+            let of_rank = self.units_of(rank);
+            for &stage in &self.stages_of(rank) {
+                let units = self.shape.stages[stage].clone();
+                let (same, kind) = (self.model.kinds_of_units(units.clone()), self.kinds[rank]);
+                let passes = known.iter().find(|(of, on, _)| *of == same && *on == kind);
+                let passes = passes.map(|(.., passes)| *passes).unwrap_or_else(|| {
+                    let passes = self.passes(units.clone(), kind);
+                    known.push((same, kind, passes));
+                    passes
+                });
+                stages[stage] = self.with_state(passes, units.len(), of_rank, state);
+            }
+        }
+        stages
+    }
+
+    fn update_s(&self, states: &[StateCost]) -> f64 {
+        states.iter().map(|state| state.update_s).fold(0.0, f64::max) + self.norm_s()
+    }
+
+    /// The units of a rank, in number.
+    fn units_of(&self, rank: usize) -> usize {
+        self.stages_of(rank).iter().map(|stage| self.shape.stages[*stage].len()).sum()
+    }
+
     /// Whether exchanges go on beside work: a host's ranks make them with the cores that compute.
     fn hides(&self) -> bool {
         self.cluster.nodes.iter().all(|node| !node.device.is_host)
@@ -197,19 +249,19 @@ impl Step<'_> {
         self.shape.schedule.map_or_else(|| vec![0], |schedule| schedule.stages_of(rank).collect())
     }
 
-    /// When a rank has done everything but the update.
+    /// When a rank has done everything but the update; `passes_end_ms` is when its passes end in a pipeline.
     fn end_of(
         &self,
         rank: usize,
         state: &StateCost,
         stages: &[StagePrediction],
-        simulation: Option<&Simulation>,
+        passes_end_ms: Option<f64>,
     ) -> RankEnd {
-        let splits =
-            |schedule: &Schedule| schedule.passes(rank).any(|pass| pass.kind == PassKind::BackwardWeight);
+        let of_rank = self.stages_of(rank);
+        let splits = |schedule: &Schedule| of_rank.iter().any(|stage| schedule.splits_backward(*stage));
         let splits_backward = self.shape.schedule.is_some_and(splits);
         let (mut forward, mut backward, mut units) = (PassCost::default(), PassCost::default(), 0);
-        for stage in self.stages_of(rank) {
+        for &stage in &of_rank {
             units += self.shape.stages[stage].len();
             forward += stages[stage].forward;
             if splits_backward {
@@ -223,13 +275,7 @@ impl Step<'_> {
         let mut passes = forward;
         passes += backward;
         let passes = passes.times(micro_batches);
-        let passes_end_s = match simulation {
-            Some(simulation) => {
-                let of_passes = simulation.spans[rank].iter().rev().skip(1);
-                of_passes.map(|span| span.end_ms / 1e3).fold(0.0, f64::max)
-            }
-            None => passes.seconds(),
-        };
+        let passes_end_s = passes_end_ms.map_or_else(|| passes.seconds(), |end_ms| end_ms / 1e3);
         // What the last unit's gradients come to has nothing left to go beside.
         let least_s = state.sum_s / units.max(1) as f64;
         let beside_s = if self.hides() && self.style.sums_beside { backward.work_s } else { 0.0 };
@@ -240,22 +286,28 @@ impl Step<'_> {
         RankEnd { passes, passes_end_s, gradients_s: sum_s + arrive_s, busy_s }
     }
 
-    /// What the passes of a stage take on the slowest of the ranks that have it.
-    fn stage(&self, stage: usize, rank: usize, state: &StateCost) -> StagePrediction {
-        let worker = self.worker(rank);
-        let units = self.shape.stages[stage].clone();
-        let exchange = |exchange: &Exchange| self.exchange_s(exchange);
-        let pass = |tasks: fn(&UnitWork) -> &Vec<Task>| {
-            worker.pass(units.clone().flat_map(|unit| tasks(self.work.unit(unit))), exchange)
+    /// What the passes of some units take on a kind of node, but for gathers and sums of state.
+    fn passes(&self, units: Range<usize>, kind: usize) -> StagePrediction {
+        let pass = |tasks: fn(&TimedUnit) -> &Vec<Timed>| {
+            PassCost::of(units.clone().flat_map(|unit| tasks(self.model.on(unit, kind))))
         };
-        let mut prediction = StagePrediction {
+        StagePrediction {
             forward: pass(|unit| &unit.forward),
             backward: pass(|unit| &unit.backward),
             backward_inputs: pass(|unit| &unit.backward_inputs),
             backward_weights: pass(|unit| &unit.backward_weights),
-        };
-        let of_rank: usize = self.stages_of(rank).iter().map(|stage| self.shape.stages[*stage].len()).sum();
-        let share = units.len() as f64 / of_rank.max(1) as f64;
+        }
+    }
+
+    /// The same of a stage with its share of the gathers and sums of its rank, which has `of_rank` units in all.
+    fn with_state(
+        &self,
+        mut prediction: StagePrediction,
+        units: usize,
+        of_rank: usize,
+        state: &StateCost,
+    ) -> StagePrediction {
+        let share = units as f64 / of_rank.max(1) as f64;
         // What stays is gathered by the first micro-batch's forward.
         let parts = if self.shape.gathers_once { self.shape.micro_batches.max(1) as f64 } else { 1.0 };
         let gather = share * state.gather_s / parts;
@@ -269,88 +321,40 @@ impl Step<'_> {
         ] {
             pass.exchange_s += beside;
             // The first unit waits for its own weights.
-            let first = beside / units.len().max(1) as f64;
+            let first = beside / units.max(1) as f64;
             let hidden = if self.hides() && self.style.gathers_beside { pass.work_s } else { 0.0 };
             pass.exposed_s += f64::max(beside - hidden, first.min(beside));
         }
         prediction
     }
 
-    fn worker(&self, rank: usize) -> Worker<'_> {
-        let ranks = self.shape.mesh.world_size();
-        let of_a_stage = ranks / self.shape.mesh.ranks().degree(Axis::Pipeline).max(1);
-        let device = self.slowest_device(rank * of_a_stage..(rank + 1) * of_a_stage);
-        Worker { device, style: self.style, dtype: self.work.dtype }
-    }
-
-    /// The device of some ranks that takes longest for a product. Where there are fewer ranks than a host's cores, each has several.
-    fn slowest_device(&self, ranks: Range<usize>) -> Cow<'_, Device> {
-        let of_a_node = self.shape.mesh.world_size().div_ceil(self.cluster.node_count().max(1));
-        let mut first = 0;
-        let mut slowest: Option<Cow<'_, Device>> = None;
-        let speed = |device: &Device| {
-            device.peak_tflops.get(&self.work.dtype).copied().unwrap_or_default() * device.efficiency.product
-        };
-        for node in &self.cluster.nodes {
-            let end = first + node.count * node.devices;
-            let is_of_ranks = ranks.start < end && first < ranks.end;
-            let device = node.device_of(of_a_node.min(node.devices));
-            if is_of_ranks && slowest.as_ref().is_none_or(|slowest| speed(&device) < speed(slowest)) {
-                slowest = Some(device);
-            }
-            first = end;
-        }
-        slowest.unwrap_or_else(|| self.cluster.nodes[0].device_of(of_a_node))
-    }
-
-    /// Seconds of an exchange inside a pass.
-    fn exchange_s(&self, exchange: &Exchange) -> f64 {
-        let view = self.shape.mesh.ranks();
-        let experts = self.shape.mesh.experts();
-        let (tensor, context) = (view.degree(Axis::Tensor), view.degree(Axis::Context));
-        let (size, stride) = match exchange.peers {
-            Peers::Tensor => (tensor, 1),
-            Peers::TensorLine => (tensor.isqrt(), tensor.isqrt()),
-            Peers::Context => (context, tensor),
-            Peers::TensorAndContext => (context * tensor, 1),
-            Peers::Expert => {
-                (experts.degree(ExpertAxis::Expert) * experts.degree(ExpertAxis::ExpertTensor), 1)
-            }
-        };
-        self.among(exchange.collective, exchange.bytes as f64, size, stride)
-    }
-
-    /// Seconds of a collective of `size` ranks, each `stride` after the other.
     fn among(&self, collective: Collective, bytes: f64, size: usize, stride: usize) -> f64 {
-        if size < 2 || bytes <= 0.0 {
-            return 0.0;
-        }
-        self.cluster.seconds(collective, bytes as u64, &self.cluster.placement(size, stride))
+        among(self.cluster, collective, bytes, size, stride)
     }
 
-    /// What a rank of the pipeline has, in elements.
-    fn elements(&self, rank: usize) -> Elements {
-        let units = self.stages_of(rank).into_iter().flat_map(|stage| self.shape.stages[stage].clone());
-        units.fold(Elements::default(), |sum, unit| {
-            let unit = self.work.unit(unit);
-            Elements {
-                dense: sum.dense + (unit.parameter_elements - unit.expert_elements) as f64,
-                experts: sum.experts + unit.expert_elements as f64,
+    fn holding(&self, rank: usize) -> Holding {
+        let mut holding = Holding { kind: self.kinds[rank], ..Holding::default() };
+        for stage in self.stages_of(rank) {
+            for unit in self.shape.stages[stage].clone() {
+                let [dense, experts] = self.model.elements(unit);
+                holding.dense += dense;
+                holding.experts += experts;
+                holding.units += 1;
             }
-        })
+        }
+        holding
     }
 
-    fn state(&self, rank: usize) -> StateCost {
+    fn state(&self, holding: &Holding) -> StateCost {
         let view = self.shape.mesh.ranks();
         let experts = self.shape.mesh.experts();
         let (replicas, tensor) = (view.degree(Axis::Replicate), view.degree(Axis::Tensor));
         let sharers = view.degree(Axis::Shard) * view.degree(Axis::Context);
         let of_experts = experts.degree(ExpertAxis::ExpertTensor) * experts.degree(ExpertAxis::Expert);
-        let elements = self.elements(rank);
-        let units: usize = self.stages_of(rank).iter().map(|stage| self.shape.stages[*stage].len()).sum();
-        let dense = self.state_of(elements.dense, units, [sharers, tensor], replicas);
+        let Holding { units, kind, .. } = *holding;
+        let dense = self.state_of(holding.dense, units, [sharers, tensor], replicas);
         let mixture = self.state_of(
-            elements.experts,
+            holding.experts,
             units,
             [experts.degree(ExpertAxis::ExpertShard), of_experts],
             replicas,
@@ -358,15 +362,20 @@ impl Step<'_> {
         let updated = |elements: f64, sharers: usize| {
             if self.shape.zero_stage == ZeroStage::Nothing { elements } else { elements / sharers as f64 }
         };
-        let updated = updated(elements.dense, sharers)
-            + updated(elements.experts, experts.degree(ExpertAxis::ExpertShard));
+        let updated = updated(holding.dense, sharers)
+            + updated(holding.experts, experts.degree(ExpertAxis::ExpertShard));
         StateCost {
             sum_s: dense.sum_s + mixture.sum_s,
             sum_of_micro_batch_s: dense.sum_of_micro_batch_s + mixture.sum_of_micro_batch_s,
             gather_s: dense.gather_s + mixture.gather_s,
             arrive_s: dense.arrive_s + mixture.arrive_s,
-            update_s: self.worker(rank).update(updated * UPDATE_BYTES),
+            update_s: self.worker(kind).update(updated * UPDATE_BYTES),
         }
+    }
+
+    fn worker(&self, kind: usize) -> Worker<'_> {
+        let device = device(self.cluster, self.shape.mesh, kind);
+        Worker { device, style: self.style, dtype: self.model.dtype() }
     }
 
     /// The state of so many elements, in so many units, that `sharers`, each `stride` after the other, may share out, in so many replicas.
@@ -378,7 +387,7 @@ impl Step<'_> {
         replicas: usize,
     ) -> StateCost {
         let gradients = elements * self.style.gradient_bytes;
-        let weights = elements * self.work.dtype.size_bytes() as f64;
+        let weights = elements * self.model.dtype().size_bytes() as f64;
         let mut cost = StateCost::default();
         if self.shape.zero_stage == ZeroStage::Nothing {
             cost.sum_s = self.among(Collective::AllReduce, gradients, sharers * replicas, stride);
@@ -416,11 +425,11 @@ impl Step<'_> {
         let view = self.shape.mesh.ranks();
         let tensor = view.degree(Axis::Tensor);
         let neighbour = self.shape.mesh.world_size() / view.degree(Axis::Pipeline).max(1);
-        let is_sliced = self.work.is_boundary_whole && self.style.slices_messages && tensor > 1;
-        let bytes = self.work.boundary_bytes as f64 / if is_sliced { tensor as f64 } else { 1.0 };
+        let is_sliced = self.model.is_boundary_whole && self.style.slices_messages && tensor > 1;
+        let bytes = self.model.boundary_bytes as f64 / if is_sliced { tensor as f64 } else { 1.0 };
         let mut message_s = self.cluster.send_seconds(bytes as u64, 0, neighbour);
         if is_sliced {
-            message_s += self.among(Collective::AllGather, self.work.boundary_bytes as f64, tensor, 1);
+            message_s += self.among(Collective::AllGather, self.model.boundary_bytes as f64, tensor, 1);
         }
         let waits_ms = if self.style.sends_beside { 0.0 } else { message_s * 1e3 };
         let last = stages.len().saturating_sub(1);

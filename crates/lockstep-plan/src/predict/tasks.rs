@@ -168,41 +168,76 @@ impl Worker<'_> {
         products * (one + self.launch()) + self.through_memory(bytes * scores) + 2.0 * self.launch()
     }
 
-    /// What a list of tasks takes, one after the other; `exchange` says what an exchange takes.
-    pub fn pass<'t>(
+    /// What each task of a list takes; `exchange` says what an exchange does.
+    pub(super) fn timed<'t>(
         &self,
         tasks: impl IntoIterator<Item = &'t Task>,
         exchange: impl Fn(&Exchange) -> f64,
-    ) -> PassCost {
-        let mut cost = PassCost::default();
+    ) -> Vec<Timed> {
+        let timed = |task: &Task| match &task.labor {
+            Labor::Exchange(what) => Timed { seconds: exchange(what), beside: self.beside(task, what) },
+            _ => Timed { seconds: self.seconds(task), beside: Beside::Work },
+        };
+        tasks.into_iter().map(timed).collect()
+    }
+
+    /// What an exchange goes on beside of.
+    fn beside(&self, task: &Task, what: &Exchange) -> Beside {
+        let is_gathered_again = task.pass == TaskPass::Recompute && self.style.gathers_again_beside;
+        match what.collective {
+            _ if self.device.is_host => Beside::Nothing,
+            Collective::AllGather if is_gathered_again => Beside::Next,
+            _ if !what.is_beside => Beside::Nothing,
+            Collective::AllGather | Collective::Broadcast | Collective::Ring | Collective::Shift => {
+                Beside::Next
+            }
+            _ => Beside::Last,
+        }
+    }
+}
+
+/// A task with what it takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Timed {
+    seconds: f64,
+    beside: Beside,
+}
+
+/// What a task goes on beside of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Beside {
+    /// It is work itself.
+    Work,
+    /// An exchange that the rank waits for.
+    Nothing,
+    /// An exchange beside the work that needs it.
+    Next,
+    /// An exchange beside the work that made it.
+    Last,
+}
+
+impl PassCost {
+    /// Of tasks that are done one after the other.
+    pub(super) fn of<'t>(tasks: impl IntoIterator<Item = &'t Timed>) -> Self {
+        let mut cost = Self::default();
         // What the last task took that a sum may go beside, and what goes beside the next one.
         let (mut before, mut waiting) = (0.0, 0.0);
-        for task in tasks {
-            let Labor::Exchange(what) = &task.labor else {
-                let seconds = self.seconds(task);
+        for &Timed { seconds, beside } in tasks {
+            if beside == Beside::Work {
                 cost.work_s += seconds;
                 cost.exposed_s += f64::max(waiting - seconds, 0.0);
                 waiting = 0.0;
                 before = seconds;
                 continue;
-            };
-            let seconds = exchange(what);
+            }
             cost.exchange_s += seconds;
-            match what.collective {
-                _ if self.device.is_host => cost.exposed_s += seconds,
-                Collective::AllGather
-                    if task.pass == TaskPass::Recompute && self.style.gathers_again_beside =>
-                {
-                    waiting += seconds;
-                }
-                _ if !what.is_beside => cost.exposed_s += seconds,
-                Collective::AllGather | Collective::Broadcast | Collective::Ring | Collective::Shift => {
-                    waiting += seconds;
-                }
-                _ => {
+            match beside {
+                Beside::Next => waiting += seconds,
+                Beside::Last => {
                     cost.exposed_s += f64::max(seconds - before, 0.0);
                     before = f64::max(before - seconds, 0.0);
                 }
+                Beside::Work | Beside::Nothing => cost.exposed_s += seconds,
             }
         }
         cost.exposed_s += waiting;

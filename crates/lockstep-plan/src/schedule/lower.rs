@@ -13,14 +13,12 @@
 //! that has not happened yet the first thing in that order can always happen. And memory for a message is lent at most
 //! one pass before the message exists. Between two chunks of one rank nothing is sent.
 
-use std::collections::{HashMap, HashSet};
-
-use super::{Action, Message, Pass, PassKind};
+use super::{Action, Message, Pass, PassKind, place_of};
 
 /// Full lists from the passes of each rank. Whatever the passes are, all of them are in the result: lists that cannot
 /// run are told by `validate`, not here.
-pub(super) fn lower(rank_of: &[usize], passes: &[Vec<Pass>]) -> Vec<Vec<Action>> {
-    let mut lowering = Lowering::new(rank_of, passes);
+pub(super) fn lower(rank_of: &[usize], micro_batches: usize, passes: &[Vec<Pass>]) -> Vec<Vec<Action>> {
+    let mut lowering = Lowering::new(rank_of, micro_batches, passes);
     let mut next = vec![0; passes.len()];
     let mut running: Vec<Option<(u64, Pass)>> = vec![None; passes.len()];
     loop {
@@ -55,50 +53,69 @@ pub(super) fn lower(rank_of: &[usize], passes: &[Vec<Pass>]) -> Vec<Vec<Action>>
     lowering.lists
 }
 
+/// What is known of a message between stages.
+#[derive(Debug, Clone, Copy, Default)]
+struct Known {
+    /// Whether some pass makes it, and whether some pass needs it.
+    has_maker: bool,
+    has_user: bool,
+    /// Whether its maker has ended.
+    is_made: bool,
+    /// Whether its receive is written.
+    is_received: bool,
+}
+
 struct Lowering<'a> {
     rank_of: &'a [usize],
-    /// Messages between stages that some pass makes, and that some pass needs.
-    makers: HashSet<Message>,
-    users: HashSet<Message>,
-    /// Messages whose maker has ended.
-    made: HashSet<Message>,
-    /// Messages whose receive is written.
-    received: HashSet<Message>,
+    micro_batches: usize,
+    /// By [`place_of`].
+    messages: Vec<Known>,
     /// For each stage the passes that will still touch its weights' gradients.
-    weights_left: HashMap<usize, usize>,
+    weights_left: Vec<usize>,
     lists: Vec<Vec<Action>>,
 }
 
 impl<'a> Lowering<'a> {
-    fn new(rank_of: &'a [usize], passes: &[Vec<Pass>]) -> Self {
+    fn new(rank_of: &'a [usize], micro_batches: usize, passes: &[Vec<Pass>]) -> Self {
         let mut lowering = Self {
             rank_of,
-            makers: HashSet::new(),
-            users: HashSet::new(),
-            made: HashSet::new(),
-            received: HashSet::new(),
-            weights_left: HashMap::new(),
-            lists: vec![Vec::new(); passes.len()],
+            micro_batches,
+            messages: vec![Known::default(); 2 * rank_of.len() * micro_batches],
+            weights_left: vec![0; rank_of.len()],
+            lists: passes.iter().map(|list| Vec::with_capacity(3 * list.len())).collect(),
         };
         for (rank, pass) in
             passes.iter().enumerate().flat_map(|(rank, list)| list.iter().map(move |p| (rank, *p)))
         {
-            if rank_of.get(pass.stage) != Some(&rank) {
+            if !lowering.is_known(rank, pass) {
                 continue; // Told by `validate`; nobody waits for it.
             }
-            lowering.makers.extend(Message::made_by(pass, rank_of.len()));
-            lowering.users.extend(Message::needed_by(pass, rank_of.len()));
-            if pass.kind.makes_weight_gradient() {
-                *lowering.weights_left.entry(pass.stage).or_default() += 1;
+            if let Some(message) = Message::made_by(pass, rank_of.len()) {
+                lowering.message(message).has_maker = true;
             }
+            if let Some(message) = Message::needed_by(pass, rank_of.len()) {
+                lowering.message(message).has_user = true;
+            }
+            lowering.weights_left[pass.stage] += usize::from(pass.kind.makes_weight_gradient());
         }
         lowering
+    }
+
+    /// Whether the pass is of a micro-batch that there is, and of a stage of this rank.
+    fn is_known(&self, rank: usize, pass: Pass) -> bool {
+        self.rank_of.get(pass.stage) == Some(&rank) && pass.micro_batch < self.micro_batches
+    }
+
+    fn message(&mut self, message: Message) -> &mut Known {
+        &mut self.messages[place_of(message, self.micro_batches)]
     }
 
     /// Whether what the pass needs from other stages is there, or will never be made by anyone.
     fn can_start(&self, pass: Pass) -> bool {
         let needed = Message::needed_by(pass, self.rank_of.len());
-        needed.is_none_or(|message| self.made.contains(&message) || !self.makers.contains(&message))
+        let needed = needed.filter(|message| message.micro_batch < self.micro_batches);
+        let known = needed.and_then(|message| self.messages.get(place_of(message, self.micro_batches)));
+        known.is_none_or(|known| known.is_made || !known.has_maker)
     }
 
     fn crosses_ranks(&self, message: Message) -> bool {
@@ -107,11 +124,11 @@ impl<'a> Lowering<'a> {
 
     /// Writes the receive of what a pass needs, unless it is written.
     fn receive_for(&mut self, rank: usize, pass: Pass) {
-        if let Some(message) = Message::needed_by(pass, self.rank_of.len())
-            && self.rank_of.get(pass.stage) == Some(&rank)
-            && self.makers.contains(&message)
+        if self.is_known(rank, pass)
+            && let Some(message) = Message::needed_by(pass, self.rank_of.len())
+            && self.message(message).has_maker
             && self.crosses_ranks(message)
-            && self.received.insert(message)
+            && !std::mem::replace(&mut self.message(message).is_received, true)
         {
             self.lists[rank].push(Action::Receive(message));
         }
@@ -120,22 +137,21 @@ impl<'a> Lowering<'a> {
     /// Writes a pass, and what follows from its end.
     fn end(&mut self, rank: usize, pass: Pass) {
         self.lists[rank].push(Action::Compute(pass));
-        if self.rank_of.get(pass.stage) != Some(&rank) {
+        if !self.is_known(rank, pass) {
             return;
         }
         if let Some(message) = Message::made_by(pass, self.rank_of.len())
-            && self.made.insert(message)
-            && self.users.contains(&message)
+            && !std::mem::replace(&mut self.message(message).is_made, true)
+            && self.message(message).has_user
             && self.crosses_ranks(message)
         {
             self.lists[rank].push(Action::Send(message));
-            if self.received.insert(message) {
+            if !std::mem::replace(&mut self.message(message).is_received, true) {
                 self.lists[self.rank_of[message.to]].push(Action::Receive(message));
             }
         }
-        if pass.kind.makes_weight_gradient()
-            && let Some(left) = self.weights_left.get_mut(&pass.stage)
-        {
+        if pass.kind.makes_weight_gradient() {
+            let left = &mut self.weights_left[pass.stage];
             *left -= 1;
             if *left == 0 {
                 self.lists[rank].push(Action::ReduceGradients { stage: pass.stage });

@@ -163,6 +163,11 @@ impl Message {
     }
 }
 
+/// The number of a message between neighbours, with so many micro-batches: a stage gets at most one value and one gradient of each.
+fn place_of(message: Message, micro_batches: usize) -> usize {
+    (2 * message.to + usize::from(message.is_activation())) * micro_batches + message.micro_batch
+}
+
 /// What a rank does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Action {
@@ -204,6 +209,18 @@ pub struct Schedule {
     micro_batches: usize,
     rank_of: Vec<usize>,
     actions: Vec<Vec<Action>>,
+    /// What follows of each stage, and which those of each rank are: read off once, for a search asks thousands of times.
+    flows: Vec<StageFlow>,
+    stages_of: Vec<Vec<usize>>,
+}
+
+/// How a stage is gone through.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct StageFlow {
+    /// Micro-batches that are in it at once: from the receive, or the forward, to the last pass.
+    slots: usize,
+    /// Whether any of its backwards is split.
+    splits_backward: bool,
 }
 
 impl Schedule {
@@ -225,20 +242,20 @@ impl Schedule {
         if !problems.is_empty() {
             return Err(ScheduleError(problems));
         }
-        let actions = lower::lower(&rank_of, &passes);
-        Ok(Self { micro_batches, rank_of, actions })
+        let actions = lower::lower(&rank_of, micro_batches, &passes);
+        Ok(Self::of_lists(micro_batches, rank_of, actions).with_flows())
     }
 
     /// A schedule from the passes of each rank. A stage belongs to the rank that runs its first forward.
     pub fn from_passes(micro_batches: usize, passes: &[Vec<Pass>]) -> Result<Self, ScheduleError> {
-        if micro_batches > MOST_PASSES {
+        let (rank_of, mut problems) = validate::owners(passes);
+        if micro_batches.saturating_mul(rank_of.len().max(1)) > MOST_PASSES {
             return Err(ScheduleError(vec![ScheduleProblem::TooLong { most: MOST_PASSES }]));
         }
-        let (rank_of, mut problems) = validate::owners(passes);
-        let actions = lower::lower(&rank_of, passes);
-        let schedule = Self { micro_batches, rank_of, actions };
+        let actions = lower::lower(&rank_of, micro_batches, passes);
+        let schedule = Self::of_lists(micro_batches, rank_of, actions);
         problems.extend(validate::problems(&schedule));
-        if problems.is_empty() { Ok(schedule) } else { Err(ScheduleError(problems)) }
+        if problems.is_empty() { Ok(schedule.with_flows()) } else { Err(ScheduleError(problems)) }
     }
 
     /// A schedule from full lists; `rank_of` tells the rank of each stage.
@@ -247,9 +264,44 @@ impl Schedule {
         micro_batches: usize,
         actions: Vec<Vec<Action>>,
     ) -> Result<Self, ScheduleError> {
-        let schedule = Self { micro_batches, rank_of, actions };
+        let schedule = Self::of_lists(micro_batches, rank_of, actions);
         let problems = validate::problems(&schedule);
-        if problems.is_empty() { Ok(schedule) } else { Err(ScheduleError(problems)) }
+        if problems.is_empty() { Ok(schedule.with_flows()) } else { Err(ScheduleError(problems)) }
+    }
+
+    /// Lists that may yet be none of a schedule.
+    fn of_lists(micro_batches: usize, rank_of: Vec<usize>, actions: Vec<Vec<Action>>) -> Self {
+        let mut stages_of = vec![Vec::new(); actions.len()];
+        for (stage, rank) in rank_of.iter().enumerate() {
+            if let Some(stages) = stages_of.get_mut(*rank) {
+                stages.push(stage);
+            }
+        }
+        Self { micro_batches, rank_of, actions, flows: Vec::new(), stages_of }
+    }
+
+    /// The same with what follows of each stage; of valid lists alone.
+    fn with_flows(mut self) -> Self {
+        let (stages, micro_batches) = (self.stages(), self.micro_batches);
+        let mut flows = vec![StageFlow::default(); stages];
+        let (mut taken, mut now) = (vec![false; stages * micro_batches], vec![0_usize; stages]);
+        for action in self.actions.iter().flatten() {
+            let (stage, micro_batch, is_here) = match *action {
+                Action::Receive(message) if message.is_activation() => {
+                    (message.to, message.micro_batch, true)
+                }
+                Action::Compute(pass) => {
+                    flows[pass.stage].splits_backward |= pass.kind == PassKind::BackwardWeight;
+                    (pass.stage, pass.micro_batch, !pass.kind.makes_weight_gradient())
+                }
+                _ => continue,
+            };
+            let was_here = std::mem::replace(&mut taken[stage * micro_batches + micro_batch], is_here);
+            now[stage] = now[stage] + usize::from(is_here) - usize::from(was_here);
+            flows[stage].slots = flows[stage].slots.max(now[stage]);
+        }
+        self.flows = flows;
+        self
     }
 
     /// Pipeline ranks.
@@ -274,7 +326,17 @@ impl Schedule {
 
     /// The stages of a rank, in ascending order: its chunks.
     pub fn stages_of(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
-        (0..self.stages()).filter(move |&stage| self.rank_of[stage] == rank)
+        self.stages_of[rank].iter().copied()
+    }
+
+    /// Micro-batches that are in a stage at once: from the receive, or the forward, to the last pass.
+    pub fn slots(&self, stage: usize) -> usize {
+        self.flows[stage].slots
+    }
+
+    /// Whether gradients of a stage's weights may come later than those of its inputs.
+    pub fn splits_backward(&self, stage: usize) -> bool {
+        self.flows[stage].splits_backward
     }
 
     /// What a rank does, in this order.
@@ -285,6 +347,16 @@ impl Schedule {
     /// Whether a message goes from one rank to another.
     fn crosses_ranks(&self, message: Message) -> bool {
         self.rank_of[message.from] != self.rank_of[message.to]
+    }
+
+    /// The number of a message among all that there can be, for tables of them.
+    fn place_of(&self, message: Message) -> usize {
+        place_of(message, self.micro_batches)
+    }
+
+    /// How many such numbers there are.
+    fn places(&self) -> usize {
+        2 * self.stages() * self.micro_batches
     }
 
     /// The passes of a rank, in this order.

@@ -5,8 +5,6 @@
 //! reduced beside the passes. Before the update of the weights every rank waits for all others, because the global norm
 //! of the gradients decides it.
 
-use std::collections::HashMap;
-
 use super::{Action, Message, Pass, PassKind, Schedule};
 
 /// What the passes of one stage take and hold, for one micro-batch.
@@ -96,12 +94,19 @@ pub struct Simulation {
 
 impl Schedule {
     /// Follows the lists.
+    ///
+    /// # Errors
+    /// Costs of another number of stages.
     pub fn simulate(&self, costs: &Costs) -> Result<Simulation, CostsError> {
-        if costs.stages.len() != self.stages() {
-            return Err(CostsError { given: costs.stages.len(), stages: self.stages() });
+        let mut spans: Vec<Vec<Span>> =
+            self.actions.iter().map(|list| Vec::with_capacity(list.len())).collect();
+        let ends_ms = Run::new(self, costs)?.follow(|rank, span| spans[rank].push(span));
+        // Every list ends with the update, which starts when the last rank has come to it.
+        let start_ms = ends_ms.into_iter().fold(0.0, f64::max);
+        let step_ms = start_ms + costs.optimizer_ms;
+        for list in &mut spans {
+            list.push(Span { action: Action::Step, start_ms, end_ms: step_ms });
         }
-        let spans = Run::new(self, costs).follow();
-        let step_ms = spans.iter().flatten().map(|span| span.end_ms).fold(0.0, f64::max);
         let worked: f64 = spans
             .iter()
             .flatten()
@@ -114,77 +119,87 @@ impl Schedule {
         let (peak_activations, peak_bytes) = peaks.unzip();
         Ok(Simulation { spans, step_ms, bubble, peak_activations, peak_bytes })
     }
+
+    /// When each rank has done everything but the update, in milliseconds: all that a search asks of thousands of simulations.
+    ///
+    /// # Errors
+    /// Costs of another number of stages.
+    pub fn ends_ms(&self, costs: &Costs) -> Result<Vec<f64>, CostsError> {
+        Ok(Run::new(self, costs)?.follow(|_, _| {}))
+    }
 }
 
 /// Lists that are being followed.
 struct Run<'a> {
     schedule: &'a Schedule,
     costs: &'a Costs,
-    /// When each rank is free.
+    /// The next action of each rank, and when the rank is free for it.
+    next: Vec<usize>,
     free_ms: Vec<f64>,
-    /// When messages are sent, and when their receives are posted.
-    sent_ms: HashMap<Message, f64>,
-    posted_ms: HashMap<Message, f64>,
-    spans: Vec<Vec<Span>>,
+    /// When each message is sent and when its receive is posted, by [`Schedule::place_of`]; [`UNKNOWN`] until then.
+    sent_ms: Vec<f64>,
+    posted_ms: Vec<f64>,
 }
 
+/// A time that is not known yet.
+const UNKNOWN: f64 = f64::INFINITY;
+
 impl<'a> Run<'a> {
-    fn new(schedule: &'a Schedule, costs: &'a Costs) -> Self {
-        Self {
+    fn new(schedule: &'a Schedule, costs: &'a Costs) -> Result<Self, CostsError> {
+        let (given, stages) = (costs.stages.len(), schedule.stages());
+        if given != stages {
+            return Err(CostsError { given, stages });
+        }
+        let messages = schedule.places();
+        Ok(Self {
             schedule,
             costs,
+            next: vec![0; schedule.ranks()],
             free_ms: vec![0.0; schedule.ranks()],
-            sent_ms: HashMap::new(),
-            posted_ms: HashMap::new(),
-            spans: vec![Vec::new(); schedule.ranks()],
-        }
+            sent_ms: vec![UNKNOWN; messages],
+            posted_ms: vec![UNKNOWN; messages],
+        })
     }
 
-    fn follow(mut self) -> Vec<Vec<Span>> {
+    /// Tells `done` of every action but the update, those of a rank in their order; when each rank is done with them.
+    fn follow(mut self, mut done: impl FnMut(usize, Span)) -> Vec<f64> {
         // Which rank is followed first changes no time. A schedule cannot deadlock, so each round gets further.
         let mut moved = true;
         while moved {
             moved = false;
             for rank in 0..self.schedule.ranks() {
-                while self.advance(rank) {
+                while let Some(span) = self.advance(rank) {
+                    done(rank, span);
                     moved = true;
                 }
             }
         }
-        // Every list ends with the update, which starts when the last rank has come to it.
-        let start_ms = self.free_ms.iter().copied().fold(0.0, f64::max);
-        let end_ms = start_ms + self.costs.optimizer_ms;
-        for list in &mut self.spans {
-            list.push(Span { action: Action::Step, start_ms, end_ms });
-        }
-        self.spans
+        self.free_ms
     }
 
     /// Follows a rank's list by one action, if it does not have to wait for another rank to be followed.
-    fn advance(&mut self, rank: usize) -> bool {
-        let list = self.schedule.actions(rank);
-        let action = list[self.spans[rank].len()];
-        let free = self.free_ms[rank];
+    fn advance(&mut self, rank: usize) -> Option<Span> {
+        let action = self.schedule.actions(rank)[self.next[rank]];
+        let start = self.free_ms[rank];
         let (start_ms, end_ms) = match action {
             Action::Compute(pass) => {
-                let Some(ready) = self.arrival(pass) else { return false };
-                let start = free.max(ready);
+                let start = start.max(self.arrival(pass)?);
                 (start, start + self.costs.stages[pass.stage].duration_ms(pass.kind))
             }
             Action::Send(message) => {
-                self.sent_ms.insert(message, free);
-                (free, free)
+                self.sent_ms[self.schedule.place_of(message)] = start;
+                (start, start)
             }
             Action::Receive(message) => {
-                self.posted_ms.insert(message, free);
-                (free, free)
+                self.posted_ms[self.schedule.place_of(message)] = start;
+                (start, start)
             }
-            Action::ReduceGradients { .. } => (free, free),
-            Action::Step => return false,
+            Action::ReduceGradients { .. } => (start, start),
+            Action::Step => return None,
         };
         self.free_ms[rank] = end_ms;
-        self.spans[rank].push(Span { action, start_ms, end_ms });
-        true
+        self.next[rank] += 1;
+        Some(Span { action, start_ms, end_ms })
     }
 
     /// When the message that a pass needs is there; `None` if that is not known yet.
@@ -193,8 +208,9 @@ impl<'a> Run<'a> {
         let Some(message) = message.filter(|&message| self.schedule.crosses_ranks(message)) else {
             return Some(0.0);
         };
-        let start = self.sent_ms.get(&message)?.max(*self.posted_ms.get(&message)?);
-        Some(start + self.costs.latency_ms + self.costs.transfer_ms)
+        let place = self.schedule.place_of(message);
+        let start = self.sent_ms[place].max(self.posted_ms[place]);
+        (start < UNKNOWN).then_some(start + self.costs.latency_ms + self.costs.transfer_ms)
     }
 }
 
@@ -231,6 +247,8 @@ fn peak(schedule: &Schedule, rank: usize, stages: &[StageCost]) -> (usize, u64) 
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use proptest::prelude::*;
 
     use super::{super::tests::published, *};

@@ -2,18 +2,19 @@
 //! step, looked at in full only where nothing simpler shows that it is worse.
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use lockstep_plan::cluster::Software;
-use lockstep_plan::predict::{StepPrediction, unit_seconds};
+use lockstep_plan::predict::{TimedModel, predict_step_ms, slowest_kind};
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
-use lockstep_plan::work::ModelWork;
 use lockstep_plan::{
     Degrees, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute, RecomputeRules, StageMemory, ZeroStage,
 };
 
 use crate::RunConfig;
-use crate::planner::recordings::Recording;
+use crate::planner::memory::Holding;
+use crate::planner::recordings::Uniform;
 use crate::planner::subject::Layout;
 use crate::planner::{Objective, Planner};
 
@@ -46,6 +47,10 @@ pub(super) struct PassKey {
     ranks: usize,
     pipeline: usize,
 }
+
+/// What of a candidate the stages of its pipeline depend on: its passes, what forgets and of how many blocks, and how many stages
+/// there are.
+pub(super) type CutKey = (PassKey, Recompute, usize, usize);
 
 /// What bounds are made of: for each of the three modes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -120,67 +125,73 @@ impl Subject for Planner {
     }
 
     fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, RunConfig), Rejection> {
-        let mut config = self.configured(candidate);
         let layers = self.model.config.num_hidden_layers();
         let forgets = candidate.recompute != Recompute::None;
         let mut least = if forgets { layers } else { 0 };
-        self.set_up(&mut config, candidate, least)?;
+        let mut trial = self.tried(candidate, least)?;
         // The fewest blocks that forget; what needs none of them is another candidate.
         let mut too_few = 0;
         while least > too_few + 1 {
             let middle = too_few.midpoint(least);
-            match self.set_up(&mut config, candidate, middle) {
-                Ok(_) => least = middle,
+            match self.tried(candidate, middle) {
+                Ok(fits) => (least, trial) = (middle, fits),
                 Err(_) => too_few = middle,
             }
         }
-        if least == 1 && self.set_up(&mut config, candidate, 0).is_ok() {
+        if least == 1 && self.tried(candidate, 0).is_ok() {
             return Err(Rejection::Invalid);
         }
         loop {
-            let (layout, recording) = self.set_up(&mut config, candidate, least)?;
-            let step_ms = self.step_ms(&config, candidate, &layout, &recording.work, limit)?;
-            let memory = self.booked(&config, candidate, &layout, &recording)?;
-            let largest = memory.iter().map(|memory| memory.total()).max().unwrap_or(0);
-            let objective = match self.objective {
-                Objective::Time => step_ms,
-                Objective::Cost => self.price_of(self.ranks_of(candidate), step_ms),
-                Objective::Headroom => {
-                    largest as f64 / self.capacity_bytes(self.ranks_of(candidate)).max(1) as f64
-                }
+            let step_ms = self.step_ms(candidate, &trial, limit)?;
+            let of_time = match self.objective {
+                Objective::Time => Some(step_ms),
+                Objective::Cost => Some(self.price_of(self.ranks_of(candidate), step_ms)),
+                Objective::Headroom => None,
             };
+            if of_time.is_some_and(|objective| objective >= limit) {
+                return Err(Rejection::Worse);
+            }
+            let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
+            let memory = self.booked(&config, &trial)?;
+            let largest = memory.iter().map(|memory| memory.total()).max().unwrap_or(0);
+            let capacity = self.capacity_bytes(self.ranks_of(candidate)).max(1);
+            let objective = of_time.unwrap_or(largest as f64 / capacity as f64);
             if objective >= limit {
                 return Err(Rejection::Worse);
             }
-            let Some(lacking) = self.lacking(&layout, &memory) else { return Ok((objective, config)) };
+            let Some(lacking) = self.lacking(&trial.layout, &memory) else { return Ok((objective, config)) };
             // What was left out of the quick sums.
             if !forgets || least == layers {
                 return Err(lacking);
             }
             least = (least + layers.div_ceil(32)).min(layers);
+            trial = self.tried(candidate, least)?;
         }
     }
+}
+
+/// A candidate of which so many blocks forget, and that fits by the quick sums.
+#[derive(Debug)]
+struct Trial {
+    /// How many.
+    count: usize,
+    layout: Layout,
+    /// What its units take and keep.
+    units: Rc<Uniform>,
+    memory: Vec<MemoryBytes>,
 }
 
 impl Planner {
     /// What the ledgers of the ranks book that by the quick sums book most, and the first; of all others that they book as much as
     /// these say.
-    fn booked(
-        &self,
-        config: &RunConfig,
-        candidate: &Candidate,
-        layout: &Layout,
-        recording: &Recording,
-    ) -> Result<Vec<MemoryBytes>, Rejection> {
-        let quick = |rank: usize| {
-            let stages = layout.of_rank(rank, recording.work.units());
-            self.quick_memory(config, candidate, layout, recording, &stages)
-        };
-        let mut memory: Vec<MemoryBytes> = (0..layout.pipeline_ranks()).map(quick).collect();
+    fn booked(&mut self, config: &RunConfig, trial: &Trial) -> Result<Vec<MemoryBytes>, Rejection> {
+        let mut memory = trial.memory.clone();
         let largest =
             memory.iter().enumerate().max_by_key(|(_, bytes)| bytes.total()).map_or(0, |(rank, _)| rank);
+        let (rules, software) = (config.parallel.recompute, self.cluster.software);
+        let recording = self.recordings.by_layer(config, &self.model, &trial.layout.mesh, &rules, software);
         for rank in [0, largest] {
-            memory[rank] = self.memory_of(config, layout, recording, rank)?;
+            memory[rank] = self.memory_of(config, &trial.layout, &recording, rank)?;
         }
         Ok(memory)
     }
@@ -194,11 +205,11 @@ impl Planner {
         candidate.degrees.world_size().unwrap_or(usize::MAX)
     }
 
-    /// What bounds of a candidate are made of.
-    fn outline(&mut self, candidate: &Candidate) -> Outline {
+    /// What the passes of a candidate's micro-batches depend on.
+    pub(super) fn pass_key(&self, candidate: &Candidate) -> PassKey {
         let Degrees { tensor, context, expert, expert_tensor, pipeline, .. } = candidate.degrees;
         let is_even = self.cluster.nodes.len() == 1;
-        let key = PassKey {
+        PassKey {
             tensor,
             context,
             expert,
@@ -207,17 +218,23 @@ impl Planner {
             micro_batch: candidate.micro_batch,
             ranks: if self.is_host() { self.ranks_of(candidate) } else { 0 },
             pipeline: if is_even { 0 } else { pipeline },
-        };
+        }
+    }
+
+    /// What bounds of a candidate are made of.
+    fn outline(&mut self, candidate: &Candidate) -> Outline {
+        let key = self.pass_key(candidate);
         if let Some(known) = self.outlines.get(&key) {
             return *known;
         }
-        let config = self.configured(candidate);
+        let config = self.keys_of(candidate);
         let mut outline = Outline { of_mode: [(0.0, 0.0); 3], dense: 0.0, experts: 0.0, weight_bytes: 2.0 };
         let Ok(mesh) = Mesh::new(candidate.degrees) else { return outline };
         for mode in [Recompute::None, Recompute::Selective, Recompute::Full] {
             let (work, kept_bytes) =
                 self.recordings.sketch(&config, &self.model, &mesh, mode, self.cluster.software);
-            let seconds = unit_seconds(&self.cluster, &work, &mesh, config.parallel.tensor_layout.into());
+            let kind = slowest_kind(&self.cluster, &mesh, work.dtype, 0);
+            let seconds = TimedModel::new(&self.cluster, &work, &mesh).unit_seconds(kind);
             let ms = 1e3 * seconds.iter().flatten().sum::<f64>();
             outline.of_mode[index_of(mode)] = (ms, kept_bytes);
             let units = || (0..work.units()).map(|unit| work.unit(unit));
@@ -245,55 +262,82 @@ impl Planner {
         }
     }
 
-    /// Sets that the first `count` blocks forget, and the stages that then take as long as each other; an error if a rank lacks memory.
-    fn set_up(
-        &mut self,
-        config: &mut RunConfig,
-        candidate: &Candidate,
-        count: usize,
-    ) -> Result<(Layout, std::rc::Rc<Recording>), Rejection> {
-        config.parallel.recompute = self.rules(candidate, count).ok_or(Rejection::Invalid)?;
+    /// The keys of a candidate as it was tried.
+    fn configured(&self, candidate: &Candidate, trial: &Trial) -> Option<RunConfig> {
+        let mut config = self.keys_of(candidate);
+        config.parallel.recompute = self.rules(candidate, trial.count)?;
+        let Layout { schedule, stages, .. } = &trial.layout;
+        config.parallel.pipeline_stages = schedule.is_some().then(|| stages.iter().map(Range::len).collect());
+        Some(config)
+    }
+
+    /// A candidate whose blocks all forget the same.
+    fn uniform(&mut self, candidate: &Candidate, mesh: &Mesh, recompute: Recompute) -> Rc<Uniform> {
+        let key = (self.pass_key(candidate), recompute);
+        if let Some(known) = self.uniforms.get(&key) {
+            return Rc::clone(known);
+        }
+        let (config, software) = (self.keys_of(candidate), self.cluster.software);
+        let recording = self.recordings.uniform(&config, &self.model, mesh, recompute, software);
+        let uniform = Rc::new(Uniform::new(&recording, recompute, &self.cluster, mesh));
+        self.uniforms.insert(key, Rc::clone(&uniform));
+        uniform
+    }
+
+    /// A candidate of which the first `count` blocks forget, with the stages that then take as long as each other; an error if a rank
+    /// lacks memory.
+    fn tried(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
+        let layers = self.model.config.num_hidden_layers();
         let mesh = Mesh::new(candidate.degrees).map_err(|_| Rejection::Invalid)?;
-        let rules = config.parallel.recompute;
-        let recording = self.recordings.by_layer(config, &self.model, &mesh, &rules, self.cluster.software);
-        let layout = self.laid_out(config, candidate, &recording).ok_or(Rejection::Invalid)?;
-        config.parallel.pipeline_stages =
-            layout.schedule.is_some().then(|| layout.stages.iter().map(Range::len).collect());
-        if config.offloads_nothing() {
-            let memory = (0..layout.pipeline_ranks()).map(|rank| {
-                let stages = layout.of_rank(rank, recording.work.units());
-                self.quick_memory(config, candidate, &layout, &recording, &stages)
-            });
-            let memory: Vec<_> = memory.collect();
+        let units = if count == 0 {
+            self.uniform(candidate, &mesh, Recompute::None)
+        } else {
+            let forgetting = self.uniform(candidate, &mesh, candidate.recompute);
+            if count == layers {
+                forgetting
+            } else {
+                let others = self.uniform(candidate, &mesh, Recompute::None);
+                // The embedding is before the first block.
+                Rc::new(forgetting.with(1 + count..1 + layers, &others))
+            }
+        };
+        let layout = self.laid_out(candidate, count, &units.times).ok_or(Rejection::Invalid)?;
+        let of_rank = |rank: usize| {
+            let stages = layout.of_rank(rank, units.times.units());
+            self.quick_memory(candidate, &layout, &units, &stages)
+        };
+        let memory: Vec<MemoryBytes> = (0..layout.pipeline_ranks()).map(of_rank).collect();
+        if self.config.offloads_nothing() {
             self.lacking(&layout, &memory).map_or(Ok(()), Err)?;
         }
-        Ok((layout, recording))
+        Ok(Trial { count, layout, units, memory })
     }
 
     /// What a rank books but for padding and small buffers: the ledger's sums of activations, and its state by the elements.
     fn quick_memory(
         &self,
-        config: &RunConfig,
         candidate: &Candidate,
         layout: &Layout,
-        recording: &Recording,
+        units: &Uniform,
         stages: &[StageMemory],
     ) -> MemoryBytes {
+        let Uniform { times, profile, kept_elsewhere } = units;
+        let (mesh, zero_stage, dtype) = (&layout.mesh, candidate.zero_stage, times.dtype());
+        let holding = Holding { mesh, zero_stage, dtype, stages };
+        let elements = |unit| times.elements(unit);
         if self.cluster.software != Software::Lockstep {
-            return self.memory_elsewhere(config, &layout.mesh, &recording.work, stages);
+            return self.memory_elsewhere(holding, elements, |unit| kept_elsewhere[unit]);
         }
-        let mut bytes = self.state_elsewhere(config, &layout.mesh, &recording.work, stages);
-        let profile = &recording.profile;
+        let mut bytes = self.state_elsewhere(holding, elements);
         bytes[MemoryCategory::Activations] = profile.activation_bytes(stages, false);
         bytes[MemoryCategory::Workspace] = profile.workspace_bytes(stages);
-        let units = stages.iter().flat_map(|stage| stage.units.clone());
-        let largest =
-            units.map(|unit| recording.work.unit(unit).parameter_elements).max().unwrap_or(0) as usize;
+        let here = stages.iter().flat_map(|stage| stage.units.clone());
+        let largest = here.map(|unit| times.elements(unit).iter().sum::<f64>()).fold(0.0, f64::max) as usize;
         let of_two = |bytes: usize| 2 * largest * bytes;
-        if candidate.zero_stage == ZeroStage::Parameters {
-            bytes[MemoryCategory::Communication] += of_two(recording.work.dtype.size_bytes());
+        if zero_stage == ZeroStage::Parameters {
+            bytes[MemoryCategory::Communication] += of_two(dtype.size_bytes());
         }
-        if candidate.zero_stage >= ZeroStage::Gradients {
+        if zero_stage >= ZeroStage::Gradients {
             bytes[MemoryCategory::Communication] += of_two(4);
         }
         bytes
@@ -303,17 +347,12 @@ impl Planner {
     ///
     /// # Errors
     /// [`Rejection::Worse`] where the stages alone take `limit`.
-    fn step_ms(
-        &mut self,
-        config: &RunConfig,
-        candidate: &Candidate,
-        layout: &Layout,
-        work: &ModelWork,
-        limit: f64,
-    ) -> Result<f64, Rejection> {
-        let micro_batches = candidate.micro_batches(config.train.global_batch);
+    fn step_ms(&mut self, candidate: &Candidate, trial: &Trial, limit: f64) -> Result<f64, Rejection> {
+        let Trial { layout, units, .. } = trial;
+        let micro_batches = candidate.micro_batches(self.config.train.global_batch);
         if layout.schedule.is_some() && self.objective == Objective::Time {
-            let seconds = self.unit_seconds(config, &layout.mesh, work);
+            let kind = slowest_kind(&self.cluster, &layout.mesh, units.times.dtype(), 0);
+            let seconds = units.times.unit_seconds(kind);
             let of_rank = |rank: usize| -> f64 {
                 let stages =
                     layout.stages_of(rank).into_iter().flat_map(|stage| layout.stages[stage].clone());
@@ -324,8 +363,11 @@ impl Planner {
                 return Err(Rejection::Worse);
             }
         }
-        let step = |planner: &Self, layout: &Layout| -> StepPrediction { planner.step(config, layout, work) };
-        let short = step(self, layout).step_ms;
+        let step = |planner: &Self, layout: &Layout| {
+            let shape = planner.shape(candidate.zero_stage, layout);
+            predict_step_ms(&planner.cluster, &units.times, shape).map_err(|_| Rejection::Invalid)
+        };
+        let short = step(self, layout)?;
         if layout.micro_batches == micro_batches {
             return Ok(short);
         }
@@ -334,7 +376,7 @@ impl Planner {
         let fewer = layout.micro_batches - ranks;
         let schedule = self.schedule(kind, ranks, fewer, chunks).ok_or(Rejection::Invalid)?;
         let shorter = Layout { schedule: Some(schedule), micro_batches: fewer, ..layout.clone() };
-        let each = (short - step(self, &shorter).step_ms) / ranks as f64;
+        let each = (short - step(self, &shorter)?) / ranks as f64;
         Ok(short + each * (micro_batches - layout.micro_batches) as f64)
     }
 }

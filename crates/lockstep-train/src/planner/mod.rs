@@ -16,13 +16,14 @@ mod recordings;
 mod subject;
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::rc::Rc;
 use std::time::Instant;
 
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Found, Ranking, Space, search};
-use lockstep_plan::{Facts, PlannedStep};
+use lockstep_plan::{Facts, PlannedStep, Recompute};
 
 use crate::config::{OptimizerKind, Origin};
 use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
@@ -33,8 +34,8 @@ pub use explain::{Help, Neighbour, parts, rejection_in_words};
 pub use page::page;
 pub use subject::Evaluated;
 
-use bounds::{Outline, PassKey};
-use recordings::Recordings;
+use bounds::{CutKey, Outline, PassKey};
+use recordings::{Recordings, Uniform};
 
 /// What the best plan is best at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -83,6 +84,8 @@ pub struct Planner {
     recordings: Recordings,
     schedules: HashMap<(Kind, usize, usize, usize), Option<Rc<Schedule>>>,
     outlines: HashMap<PassKey, Outline>,
+    uniforms: HashMap<(PassKey, Recompute), Rc<Uniform>>,
+    cuts: HashMap<CutKey, Option<Vec<Range<usize>>>>,
 }
 
 impl Planner {
@@ -112,6 +115,8 @@ impl Planner {
             recordings: Recordings::default(),
             schedules: HashMap::new(),
             outlines: HashMap::new(),
+            uniforms: HashMap::new(),
+            cuts: HashMap::new(),
         })
     }
 

@@ -1,12 +1,14 @@
 //! What recording a model yields for every way to share it that a search meets, each recorded once.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::rc::Rc;
 
 use lockstep_engine::Places;
 use lockstep_graph::BlockShape;
 use lockstep_model::RecordedModel;
-use lockstep_plan::cluster::Software;
+use lockstep_plan::cluster::{Cluster, Software};
+use lockstep_plan::predict::TimedModel;
 use lockstep_plan::work::{Keeping, Labor, ModelWork};
 use lockstep_plan::{Mesh, ModelProfile, Recompute, RecomputeRules, StatePlan};
 
@@ -23,6 +25,52 @@ pub(super) struct Recording {
     pub(super) profile: ModelProfile,
     /// How its state is kept, but for what a mesh says of that.
     pub(super) state: StatePlan,
+}
+
+/// A recording of which every block forgets the same, with what a search asks of it thousands of times.
+#[derive(Debug, Clone)]
+pub(super) struct Uniform {
+    /// What its tasks take on each kind of node.
+    pub(super) times: TimedModel,
+    /// What it keeps, without the parameters' records: a copy of which blocks are exchanged costs next to nothing.
+    pub(super) profile: ModelProfile,
+    /// What other systems keep of each unit.
+    pub(super) kept_elsewhere: Vec<u64>,
+}
+
+impl Uniform {
+    pub(super) fn new(recording: &Recording, recompute: Recompute, cluster: &Cluster, mesh: &Mesh) -> Self {
+        let mut profile = recording.profile.clone();
+        profile.records = Vec::new();
+        profile.units.iter_mut().for_each(|unit| unit.parameters = Vec::new());
+        let units = 0..recording.work.units();
+        let kept = |unit| kept_elsewhere(&recording.work, unit, recompute, cluster.software);
+        Self {
+            times: TimedModel::new(cluster, &recording.work, mesh),
+            profile,
+            kept_elsewhere: units.map(kept).collect(),
+        }
+    }
+
+    /// The same with some units as they are in `other`.
+    pub(super) fn with(&self, units: Range<usize>, other: &Self) -> Self {
+        let mut mixed = Self { times: self.times.with(units.clone(), &other.times), ..self.clone() };
+        mixed.profile.units[units.clone()].clone_from_slice(&other.profile.units[units.clone()]);
+        mixed.kept_elsewhere[units.clone()].copy_from_slice(&other.kept_elsewhere[units]);
+        mixed
+    }
+}
+
+/// Bytes that a system other than Lockstep keeps of a unit, whose block forgets so much: of "selective" everything but its scores.
+pub(super) fn kept_elsewhere(work: &ModelWork, unit: usize, recompute: Recompute, software: Software) -> u64 {
+    let is_block = unit > 0 && unit + 1 < work.units();
+    let keeping = match recompute {
+        Recompute::Full if is_block => Keeping::InputAlone,
+        Recompute::Selective if is_block => Keeping::WithoutScores,
+        _ if !software.style().writes_scores => Keeping::WithoutScores,
+        _ => Keeping::Everything,
+    };
+    work.unit(unit).kept.bytes(keeping, work.dtype)
 }
 
 /// Recordings by what they depend on.
@@ -62,14 +110,7 @@ impl Recordings {
         let blocks = 1..made.work.units() - 1;
         let kept = |unit: usize| match software {
             Software::Lockstep => made.profile.units[unit].frame_bytes as f64,
-            _ => {
-                let keeping = match recompute {
-                    Recompute::Full => Keeping::InputAlone,
-                    Recompute::None if software.style().writes_scores => Keeping::Everything,
-                    _ => Keeping::WithoutScores,
-                };
-                made.work.unit(unit).kept.bytes(keeping, made.work.dtype) as f64
-            }
+            _ => kept_elsewhere(&made.work, unit, recompute, software) as f64,
         };
         let kept_bytes = blocks.map(kept).sum();
         (made.work, kept_bytes)

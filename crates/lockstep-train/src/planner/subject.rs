@@ -5,20 +5,23 @@ use std::rc::Rc;
 
 use lockstep_plan::cluster::{Cluster, NodeKind, Software};
 use lockstep_plan::gathering::RankPasses;
-use lockstep_plan::predict::{Failures, Goodput, PlanShape, StepPrediction, predict_step, unit_seconds};
+use lockstep_plan::predict::{
+    Failures, Goodput, PlanShape, StepPrediction, TimedModel, predict_step, slowest_kind,
+};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::work::{Labor, ModelWork, TaskPass};
 use lockstep_plan::{
-    Axis, MemoryBytes, MemoryCategory, Mesh, Plan, PlanPrediction, PlannedStep, RanksMemory, StageMemory,
-    predicted, split_quickly,
+    Axis, MemoryBytes, MemoryCategory, Mesh, Plan, PlanPrediction, PlannedStep, RanksMemory, Recompute,
+    StageMemory, ZeroStage, predicted, split_quickly,
 };
 
 use crate::config::ReshardAfterForward;
 use crate::forecast::Training;
 use crate::planner::Planner;
 use crate::planner::bounds::shortened;
-use crate::planner::recordings::Recording;
+use crate::planner::memory::Holding;
+use crate::planner::recordings::{Recording, kept_elsewhere};
 use crate::{Error, RunConfig, plan};
 
 /// What of a device's memory a plan may count on: the rest is the driver's, and lost between blocks.
@@ -218,24 +221,28 @@ impl Planner {
         })
     }
 
-    pub(super) fn step(&self, config: &RunConfig, layout: &Layout, work: &ModelWork) -> StepPrediction {
-        let shape = PlanShape {
+    fn step(&self, config: &RunConfig, layout: &Layout, work: &ModelWork) -> StepPrediction {
+        // The stages are those of the schedule: both come from one valid plan.
+        predict_step(&self.cluster, work, self.shape(config.zero_stage(), layout))
+            .expect("costs of every stage of the schedule")
+    }
+
+    /// What the time of a layout depends on.
+    pub(super) fn shape<'l>(&self, zero_stage: ZeroStage, layout: &'l Layout) -> PlanShape<'l> {
+        PlanShape {
             mesh: &layout.mesh,
-            zero_stage: config.zero_stage(),
+            zero_stage,
             micro_batches: layout.micro_batches,
             schedule: layout.schedule.as_deref(),
             stages: &layout.stages,
-            gathers_once: config.parallel.reshard_after_forward == ReshardAfterForward::Never,
-            tensor_dimensions: config.parallel.tensor_layout.into(),
-        };
-        // The stages are those of the schedule: both come from one valid plan.
-        predict_step(&self.cluster, work, shape).expect("costs of every stage of the schedule")
+            gathers_once: self.config.parallel.reshard_after_forward == ReshardAfterForward::Never,
+        }
     }
 }
 
 impl Planner {
     /// A candidate's keys; what they do not say is the run's.
-    pub(super) fn configured(&self, candidate: &Candidate) -> RunConfig {
+    pub(super) fn keys_of(&self, candidate: &Candidate) -> RunConfig {
         let mut config = self.config.clone();
         let Candidate {
             degrees, zero_stage, micro_batch, sequence_parallel, schedule: (kind, chunks), ..
@@ -257,37 +264,54 @@ impl Planner {
         config
     }
 
-    /// The layout of a candidate's configuration, whose stages take as long as each other; of a long schedule as many micro-batches as
-    /// show how it goes on.
+    /// The layout of a candidate whose stages take as long as each other; of a long schedule as many micro-batches as show how it goes on.
     pub(super) fn laid_out(
         &mut self,
-        config: &RunConfig,
         candidate: &Candidate,
-        recording: &Recording,
+        count: usize,
+        times: &TimedModel,
     ) -> Option<Layout> {
         let mesh = Mesh::new(candidate.degrees).ok()?;
-        let micro_batches = candidate.micro_batches(config.train.global_batch);
+        let micro_batches = candidate.micro_batches(self.config.train.global_batch);
         let (kind, chunks) = candidate.schedule;
         let ranks = candidate.degrees.pipeline;
         if ranks == 1 {
-            let stages = std::iter::once(0..recording.work.units()).collect();
+            let stages = std::iter::once(0..times.units()).collect();
             return Some(Layout { mesh, schedule: None, stages, micro_batches });
         }
         let micro_batches = shortened(kind, ranks, micro_batches);
         let schedule = self.schedule(kind, ranks, micro_batches, chunks)?;
-        let seconds = self.unit_seconds(config, &mesh, &recording.work);
-        let costs: Vec<f64> = seconds.iter().map(|[forward, backward]| forward + backward).collect();
-        let units = split_quickly(&costs, ranks * chunks)?;
-        let stages = units.iter().scan(0, |end, units| {
-            let start = *end;
-            *end += units;
-            Some(start..*end)
-        });
-        Some(Layout { mesh, schedule: Some(schedule), stages: stages.collect(), micro_batches })
+        let stages = self.stages(candidate, &mesh, count, times)?;
+        Some(Layout { mesh, schedule: Some(schedule), stages, micro_batches })
     }
 
-    pub(super) fn unit_seconds(&self, config: &RunConfig, mesh: &Mesh, work: &ModelWork) -> Vec<[f64; 2]> {
-        unit_seconds(&self.cluster, work, mesh, config.parallel.tensor_layout.into())
+    /// The stages of a pipeline that take as long as each other, where so many blocks forget what the candidate says.
+    fn stages(
+        &mut self,
+        candidate: &Candidate,
+        mesh: &Mesh,
+        count: usize,
+        times: &TimedModel,
+    ) -> Option<Vec<Range<usize>>> {
+        let stages = candidate.degrees.pipeline * candidate.schedule.1;
+        let forgotten = if count == 0 { Recompute::None } else { candidate.recompute };
+        let key = (self.pass_key(candidate), forgotten, count, stages);
+        if let Some(known) = self.cuts.get(&key) {
+            return known.clone();
+        }
+        let kind = slowest_kind(&self.cluster, mesh, times.dtype(), 0);
+        let seconds = times.unit_seconds(kind);
+        let costs: Vec<f64> = seconds.iter().map(|[forward, backward]| forward + backward).collect();
+        let cut = split_quickly(&costs, stages).map(|units| {
+            let stage = |end: &mut usize, units: usize| {
+                let start = *end;
+                *end += units;
+                Some(start..*end)
+            };
+            units.into_iter().scan(0, stage).collect::<Vec<_>>()
+        });
+        self.cuts.insert(key, cut.clone());
+        cut
     }
 
     pub(super) fn schedule(
@@ -316,7 +340,16 @@ impl Planner {
     ) -> Result<MemoryBytes, Rejection> {
         let stages = layout.of_rank(rank, recording.work.units());
         if self.cluster.software != Software::Lockstep {
-            return Ok(self.memory_elsewhere(config, &layout.mesh, &recording.work, &stages));
+            let Recording { work, .. } = recording;
+            let (mesh, dtype) = (&layout.mesh, work.dtype);
+            let holding = Holding { mesh, zero_stage: config.zero_stage(), dtype, stages: &stages };
+            let elements = |unit| {
+                let unit = work.unit(unit);
+                [(unit.parameter_elements - unit.expert_elements) as f64, unit.expert_elements as f64]
+            };
+            let forgotten = |unit: usize| config.parallel.recompute.of(unit.saturating_sub(1));
+            let kept = |unit| kept_elsewhere(work, unit, forgotten(unit), self.cluster.software);
+            return Ok(self.memory_elsewhere(holding, elements, kept));
         }
         let passes = RankPasses {
             stages: &stages,

@@ -1,0 +1,186 @@
+//! A model's work with what each task of it takes: reckoned once for ranks that share the model in one way, whatever the stages of their
+//! pipeline, its schedule and the sharing of state are. A search asks for thousands of steps of each.
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::rc::Rc;
+
+use crate::cluster::{Cluster, Device};
+use crate::predict::tasks::{PassCost, Timed, Worker};
+use crate::work::{Collective, Exchange, ModelWork, Peers, UnitWork};
+use crate::{Axis, DType, ExpertAxis, Mesh};
+
+/// A unit's tasks with what they take on one kind of node.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct TimedUnit {
+    pub(super) forward: Vec<Timed>,
+    pub(super) backward: Vec<Timed>,
+    pub(super) backward_inputs: Vec<Timed>,
+    pub(super) backward_weights: Vec<Timed>,
+    /// Seconds of a forward and of a whole backward by themselves.
+    seconds: [f64; 2],
+}
+
+/// A unit on every kind of node of the cluster.
+#[derive(Debug, PartialEq)]
+struct OnNodes {
+    kinds: Vec<TimedUnit>,
+    dense: f64,
+    experts: f64,
+}
+
+/// A model on one of the ranks that share it, with what its tasks take.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TimedModel {
+    distinct: Vec<Rc<OnNodes>>,
+    of_unit: Vec<usize>,
+    dtype: DType,
+    pub(super) boundary_bytes: u64,
+    pub(super) is_boundary_whole: bool,
+}
+
+impl TimedModel {
+    /// What `work` takes on each kind of the cluster's nodes, shared as `mesh` says: of that only what the recording depends on counts
+    /// and, where ranks are cores of a host, how many of them there are.
+    pub fn new(cluster: &Cluster, work: &ModelWork, mesh: &Mesh) -> Self {
+        let exchange = |exchange: &Exchange| exchange_s(cluster, mesh, exchange);
+        let workers: Vec<Worker<'_>> = (0..cluster.nodes.len())
+            .map(|kind| Worker {
+                device: device(cluster, mesh, kind),
+                style: cluster.software.style(),
+                dtype: work.dtype,
+            })
+            .collect();
+        let unit = |unit: &UnitWork| {
+            let on = |worker: &Worker<'_>| TimedUnit::new(unit, worker, exchange);
+            Rc::new(OnNodes {
+                kinds: workers.iter().map(on).collect(),
+                dense: (unit.parameter_elements - unit.expert_elements) as f64,
+                experts: unit.expert_elements as f64,
+            })
+        };
+        Self {
+            distinct: work.distinct.iter().map(unit).collect(),
+            of_unit: work.of_unit.clone(),
+            dtype: work.dtype,
+            boundary_bytes: work.boundary_bytes,
+            is_boundary_whole: work.is_boundary_whole,
+        }
+    }
+
+    /// The same with some units as they are in another recording of the same model: blocks that forget something else.
+    #[must_use]
+    pub fn with(&self, units: Range<usize>, other: &Self) -> Self {
+        let mut mixed = self.clone();
+        let offset = mixed.distinct.len();
+        mixed.distinct.extend(other.distinct.iter().cloned());
+        for unit in units {
+            mixed.of_unit[unit] = offset + other.of_unit[unit];
+        }
+        mixed
+    }
+
+    /// Type of weights and values.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of units.
+    pub fn units(&self) -> usize {
+        self.of_unit.len()
+    }
+
+    /// Seconds of a forward and of a whole backward of each unit, exchanges included, on a kind of node, given by its number among
+    /// the cluster's.
+    pub fn unit_seconds(&self, kind: usize) -> Vec<[f64; 2]> {
+        (0..self.units()).map(|unit| self.on(unit, kind).seconds).collect()
+    }
+
+    /// Elements of a unit's parameters: those that all ranks have a copy of which read other parts of the batch, and those of experts.
+    pub fn elements(&self, unit: usize) -> [f64; 2] {
+        let OnNodes { dense, experts, .. } = *self.distinct[self.of_unit[unit]];
+        [dense, experts]
+    }
+
+    /// Which distinct units these are: equal for ranges that do the same.
+    pub(super) fn kinds_of_units(&self, units: Range<usize>) -> &[usize] {
+        &self.of_unit[units]
+    }
+
+    pub(super) fn on(&self, unit: usize, kind: usize) -> &TimedUnit {
+        &self.distinct[self.of_unit[unit]].kinds[kind]
+    }
+}
+
+impl TimedUnit {
+    fn new(unit: &UnitWork, worker: &Worker<'_>, exchange: impl Fn(&Exchange) -> f64) -> Self {
+        let timed = |tasks| worker.timed(tasks, &exchange);
+        let (forward, backward) = (timed(&unit.forward), timed(&unit.backward));
+        Self {
+            seconds: [&forward, &backward].map(|pass| PassCost::of(pass).seconds()),
+            forward,
+            backward,
+            backward_inputs: timed(&unit.backward_inputs),
+            backward_weights: timed(&unit.backward_weights),
+        }
+    }
+}
+
+/// What a rank on a kind of node computes with. Where there are fewer ranks than a host's cores, each has several.
+pub(super) fn device<'c>(cluster: &'c Cluster, mesh: &Mesh, kind: usize) -> Cow<'c, Device> {
+    let node = &cluster.nodes[kind];
+    let of_a_node = mesh.world_size().div_ceil(cluster.node_count().max(1));
+    node.device_of(of_a_node.min(node.devices))
+}
+
+/// The number of the kind of node, among those on which the ranks of a pipeline's place live, whose devices take longest for a product.
+pub fn slowest_kind(cluster: &Cluster, mesh: &Mesh, dtype: DType, pipeline_rank: usize) -> usize {
+    if cluster.nodes.len() == 1 {
+        return 0;
+    }
+    let of_a_stage = mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1);
+    let ranks = pipeline_rank * of_a_stage..(pipeline_rank + 1) * of_a_stage;
+    let speed = |kind: usize| {
+        let device = device(cluster, mesh, kind);
+        device.peak_tflops.get(&dtype).copied().unwrap_or_default() * device.efficiency.product
+    };
+    let mut first = 0;
+    let mut slowest = None;
+    for (kind, node) in cluster.nodes.iter().enumerate() {
+        let end = first + node.count * node.devices;
+        let is_of_ranks = ranks.start < end && first < ranks.end;
+        if is_of_ranks && slowest.is_none_or(|slowest| speed(kind) < speed(slowest)) {
+            slowest = Some(kind);
+        }
+        first = end;
+    }
+    slowest.unwrap_or(0)
+}
+
+/// Seconds of an exchange inside a pass.
+fn exchange_s(cluster: &Cluster, mesh: &Mesh, exchange: &Exchange) -> f64 {
+    let (view, experts) = (mesh.ranks(), mesh.experts());
+    let (tensor, context) = (view.degree(Axis::Tensor), view.degree(Axis::Context));
+    let (size, stride) = match exchange.peers {
+        Peers::Tensor => (tensor, 1),
+        Peers::TensorLine => (tensor.isqrt(), tensor.isqrt()),
+        Peers::Context => (context, tensor),
+        Peers::TensorAndContext => (context * tensor, 1),
+        Peers::Expert => (experts.degree(ExpertAxis::Expert) * experts.degree(ExpertAxis::ExpertTensor), 1),
+    };
+    among(cluster, exchange.collective, exchange.bytes as f64, size, stride)
+}
+
+/// Seconds of a collective of `size` ranks, each `stride` after the other.
+pub(super) fn among(
+    cluster: &Cluster,
+    collective: Collective,
+    bytes: f64,
+    size: usize,
+    stride: usize,
+) -> f64 {
+    if size < 2 || bytes <= 0.0 {
+        return 0.0;
+    }
+    cluster.seconds(collective, bytes as u64, &cluster.placement(size, stride))
+}

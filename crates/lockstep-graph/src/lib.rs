@@ -50,6 +50,7 @@ mod work;
 
 pub use context::ContextPeers;
 pub use layout::Split;
+pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};
 pub use low_rank::LowRank;
 pub use mixture::{Mixture, Routing};
@@ -59,6 +60,6 @@ pub use program::{BlockProfile, ParameterDeclaration, Program};
 pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay, Seed};
 pub use ring::Ring;
-pub use timeline::{Activity, Begin, Cost, Pass, Span, Timeline, Trace};
+pub use timeline::{Activity, Begin, Cost, Span, Timeline, Trace};
 pub use training::InputGradient;
 pub use transit::Transits;

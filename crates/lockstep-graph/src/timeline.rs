@@ -7,32 +7,9 @@ use std::cell::{Cell, RefCell};
 use std::ops::AddAssign;
 use std::time::{Duration, Instant};
 
+use lockstep_plan::work::Pass;
+
 use crate::ParameterIndex;
-
-/// Which part of a step an operation of the model runs in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Pass {
-    /// The forward.
-    Forward,
-    /// The backward, computing again what the forward did not save.
-    Recompute,
-    /// The backward: gradients of values.
-    BackwardInputs,
-    /// The backward: gradients of weights.
-    BackwardWeights,
-}
-
-impl Pass {
-    /// In words.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Forward => "forward",
-            Self::Recompute => "recompute",
-            Self::BackwardInputs => "backward inputs",
-            Self::BackwardWeights => "backward weights",
-        }
-    }
-}
 
 /// What a span of time was spent on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

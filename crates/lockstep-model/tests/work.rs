@@ -5,7 +5,7 @@ use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{
     HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning, model_work, parameter_records,
 };
-use lockstep_plan::work::{Collective, Exchange, Keeping, Labor, ModelWork, Peers, Task, TaskPass, UnitWork};
+use lockstep_plan::work::{Collective, Exchange, Keeping, Labor, ModelWork, Pass, Peers, Task, UnitWork};
 use lockstep_plan::{ContextMethod, ContextPlace, DType, ExpertPlace, TensorDimensions, TensorPlace};
 
 /// A model of Korthikanti et al. (2022), table 3, with what figures 1 and 7 say of it.
@@ -210,7 +210,7 @@ fn a_first_stage_keeps_what_figures_1_and_7_say() {
     }
 }
 
-fn flops(tasks: &[Task], passes: &[TaskPass]) -> u64 {
+fn flops(tasks: &[Task], passes: &[Pass]) -> u64 {
     let of = |task: &Task| match task.labor {
         Labor::Product(product) => product.flops(),
         // The whole square, of which half is counted.
@@ -234,8 +234,7 @@ fn floating_point_operations_are_the_published_ones() {
 
         let options = model.options(TensorPlace::default(), Recompute::Full);
         let work = model_work(&model.config(), &Tuning::default(), options);
-        let passes =
-            [TaskPass::Forward, TaskPass::Recompute, TaskPass::BackwardInputs, TaskPass::BackwardWeights];
+        let passes = [Pass::Forward, Pass::Recompute, Pass::BackwardInputs, Pass::BackwardWeights];
         let of_unit = |unit: &UnitWork| flops(&unit.forward, &passes) + flops(&unit.backward, &passes);
         let found: u64 = (0..work.units()).map(|unit| of_unit(work.unit(unit))).sum();
         // Nothing needs what the last product of a block makes, so that it is not computed again.
@@ -282,7 +281,7 @@ fn sent(unit: &UnitWork, peers: Peers, ranks: usize) -> [f64; 2] {
         let Labor::Exchange(exchange) = task.labor else { continue };
         assert_eq!(exchange.peers, peers, "{task:?}");
         sums[1] += bytes(&exchange);
-        sums[0] += if task.pass == TaskPass::Recompute { 0.0 } else { bytes(&exchange) };
+        sums[0] += if task.pass == Pass::Recompute { 0.0 } else { bytes(&exchange) };
     }
     sums
 }
@@ -388,7 +387,7 @@ fn mixtures_multiply_with_active_parameters_alone() {
         let alone_work = model_work(&config, &Tuning::default(), alone(shape));
         let products = 6 * used * shape.tokens() as u64;
         assert_eq!(alone_work.training_flops - alone_work.attention_flops, products, "{name}");
-        let passes = [TaskPass::Forward, TaskPass::BackwardInputs, TaskPass::BackwardWeights];
+        let passes = [Pass::Forward, Pass::BackwardInputs, Pass::BackwardWeights];
         let of_unit = |unit: &UnitWork| flops(&unit.forward, &passes) + flops(&unit.backward, &passes);
         let of_tasks: u64 = (0..alone_work.units()).map(|unit| of_unit(alone_work.unit(unit))).sum();
         assert_eq!(of_tasks, alone_work.dense_training_flops(), "{name}");
@@ -414,7 +413,7 @@ fn mixtures_multiply_with_active_parameters_alone() {
 }
 
 fn of_products(unit: &UnitWork) -> f64 {
-    let passes = [TaskPass::Forward, TaskPass::BackwardInputs, TaskPass::BackwardWeights];
+    let passes = [Pass::Forward, Pass::BackwardInputs, Pass::BackwardWeights];
     (flops(&unit.forward, &passes) + flops(&unit.backward, &passes)) as f64
 }
 

@@ -10,7 +10,8 @@
 //! stage 3   (w + g + o) P / N
 //! ```
 //!
-//! What Lockstep itself books is [`predicted`](crate::predicted) to the byte; these are for systems that are known by their formulas.
+//! What Lockstep itself books is [`predicted`](crate::predicted) to the byte; these are for systems that are known by their formulas, and for
+//! whoever has to know quickly what is about right: a search.
 
 use crate::ZeroStage;
 
@@ -48,6 +49,9 @@ impl StateBytes {
     pub const MIXED_ADAM: Self = Self { weight: 2, gradient: 2, optimizer: 12 };
     /// The same with gradients summed in f32, as Megatron-LM and Lockstep do.
     pub const MIXED_ADAM_F32_GRADIENTS: Self = Self { gradient: 4, ..Self::MIXED_ADAM };
+
+    /// AdamW on f32: weights, gradients and both moments.
+    pub const ADAM_F32: Self = Self { weight: 4, gradient: 4, optimizer: 8 };
 
     /// What a rank has of `parameters`, of which `ranks` share out what `stage` says; shares are rounded up.
     ///

@@ -106,9 +106,9 @@ pub enum Labor {
     Exchange(Exchange),
 }
 
-/// Which part of a step a task belongs to.
+/// Which part of a step a task belongs to, or an operation of the model when it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum TaskPass {
+pub enum Pass {
     /// The forward.
     Forward,
     /// The backward, computing again what the forward did not save.
@@ -119,7 +119,7 @@ pub enum TaskPass {
     BackwardWeights,
 }
 
-impl TaskPass {
+impl Pass {
     /// In words, as traces have it.
     pub const fn name(self) -> &'static str {
         match self {
@@ -137,7 +137,7 @@ pub struct Task {
     /// The kind of operation, as traces call it: `linear`, `RMSNorm`.
     pub name: &'static str,
     /// When.
-    pub pass: TaskPass,
+    pub pass: Pass,
     /// Of which kind.
     pub labor: Labor,
     /// Bytes of every operand, once for each time that it must be read or written; 0 of an exchange.
@@ -254,7 +254,7 @@ impl ModelWork {
         let blocks: BTreeSet<usize> = self.of_unit[1..self.units() - 1].iter().copied().collect();
         for block in blocks {
             let unit = &mut self.distinct[block];
-            let again = |task: &Task| Task { pass: TaskPass::Recompute, ..*task };
+            let again = |task: &Task| Task { pass: Pass::Recompute, ..*task };
             let repeated: Vec<Task> =
                 unit.forward.iter().filter(|task| is_repeated(task)).map(again).collect();
             unit.backward.splice(0..0, repeated.iter().copied());

@@ -17,7 +17,7 @@ fn planner(settings: &[&str], cluster: Cluster) -> Planner {
 
 fn best(settings: &[&str], cluster: &str) -> Evaluated {
     let mut planner = planner(settings, Cluster::preset(cluster).expect("a preset"));
-    let (ranking, _) = planner.find(1);
+    let ranking = planner.find(1).ranking;
     let [best] = &ranking.best[..] else { panic!("nothing fits {cluster}: {:?}", ranking.rejected) };
     best.value.clone()
 }

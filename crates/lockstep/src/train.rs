@@ -166,7 +166,7 @@ fn choice(arguments: &Arguments, resume: &Resume) -> Result<Option<(PlanFile, St
             let planned = config.with_settings(plan.settings()).map_err(Error::from)?;
             format!("plan       {}, as {}", plan_in_words(&planned), path.display())
         }
-        Reason::Search { chosen, rival, searched, doubt } => {
+        Reason::Search { chosen, rival, candidates, ms, doubt } => {
             let words = |found: &Evaluated| {
                 let sequences = human::plural(found.config.micro_batch(), "sequence");
                 format!("{}, micro-batches of {sequences}", plan_in_words(&found.config))
@@ -182,8 +182,8 @@ fn choice(arguments: &Arguments, resume: &Resume) -> Result<Option<(PlanFile, St
                 words(&chosen),
                 human::milliseconds(step_ms),
                 if doubt.is_some() { "by guesses" } else { "as this machine was measured" },
-                human::count(searched.candidates as f64),
-                human::milliseconds(searched.ms),
+                human::count(candidates as f64),
+                human::milliseconds(ms),
                 doubt.map_or(String::new(), |doubt| format!("\n           {doubt}")),
             )
         }

@@ -15,7 +15,7 @@ mod kept;
 
 use lockstep_plan::{
     Among, DType,
-    work::{Attention, Collective, Exchange, Labor, Peers, Product, Task, TaskPass, UnitWork},
+    work::{Attention, Collective, Exchange, Labor, Peers, Product, Task, UnitWork},
 };
 
 use crate::{
@@ -319,12 +319,7 @@ impl List<'_> {
     fn add(&mut self, instruction: &Instruction, manner: Manner) {
         let program = self.program;
         let activity = program.activity(instruction, self.phase, self.stage, 0);
-        let pass = match activity.pass {
-            Some(Pass::Forward) | None => TaskPass::Forward,
-            Some(Pass::Recompute) => TaskPass::Recompute,
-            Some(Pass::BackwardInputs) => TaskPass::BackwardInputs,
-            Some(Pass::BackwardWeights) => TaskPass::BackwardWeights,
-        };
+        let pass = activity.pass.unwrap_or(Pass::Forward);
         let cost = program.cost(instruction, self.phase, self.gradients);
         for (labor, cost) in self.parts(instruction, manner, cost) {
             let Cost { bytes, vector_flops, .. } = cost;

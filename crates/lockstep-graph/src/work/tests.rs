@@ -128,7 +128,7 @@ fn flops(tasks: &[Task]) -> u64 {
         Labor::Attention(attention) => attention.flops,
         Labor::Stream | Labor::Exchange(_) => 0,
     };
-    tasks.iter().filter(|task| task.pass != TaskPass::Recompute).map(of).sum()
+    tasks.iter().filter(|task| task.pass != Pass::Recompute).map(of).sum()
 }
 
 #[test]

@@ -386,7 +386,7 @@ impl<'a> Step<'a> {
         [sharers, stride]: [usize; 2],
         replicas: usize,
     ) -> StateCost {
-        let gradients = elements * self.style.gradient_bytes;
+        let gradients = elements * self.style.state_bytes(self.model.dtype()).gradient as f64;
         let weights = elements * self.model.dtype().size_bytes() as f64;
         let mut cost = StateCost::default();
         if self.shape.zero_stage == ZeroStage::Nothing {

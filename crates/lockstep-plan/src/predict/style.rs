@@ -3,6 +3,7 @@
 //! or paper, but for how far DeepSpeed's gathers of 2021 fell short of what the links give: that is the one number for all of its published runs.
 
 use crate::cluster::Software;
+use crate::{DType, StateBytes};
 
 /// The habits of a system.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,12 +31,8 @@ pub struct Style {
     pub passes: f64,
     /// Share that its fused attention comes to of what a device's best does.
     pub attention: f64,
-    /// Bytes of a weight that kernels read.
-    pub weight_bytes: f64,
-    /// Bytes of a gradient's sum.
-    pub gradient_bytes: f64,
-    /// Bytes of an element of the optimizer's state, master weights included.
-    pub optimizer_bytes: f64,
+    /// Bytes of an element's state where weights are of 16 bits.
+    pub state: StateBytes,
 }
 
 /// Bytes that writing a gradient in 16 bits and adding it to a sum in f32 takes: read and write of the one, and of the other.
@@ -46,6 +43,16 @@ pub(super) const UPDATE_BYTES: f64 = 4.0 + 3.0 * 8.0 + 2.0;
 pub(super) const SCORE_BYTES_FORWARD: f64 = 4.0 + 5.0;
 /// The same of a backward, which reads the output of the softmax as well.
 pub(super) const SCORE_BYTES_BACKWARD: f64 = 6.0 + 5.0;
+
+impl Style {
+    /// Bytes of an element's state where kernels read weights of `dtype`.
+    pub const fn state_bytes(&self, dtype: DType) -> StateBytes {
+        match dtype {
+            DType::F32 => StateBytes::ADAM_F32,
+            _ => self.state,
+        }
+    }
+}
 
 impl Software {
     /// What it does.
@@ -62,9 +69,7 @@ impl Software {
             gathers_at: 1.0,
             passes: 1.0,
             attention: 1.0,
-            weight_bytes: 2.0,
-            gradient_bytes: 4.0,
-            optimizer_bytes: 12.0,
+            state: StateBytes::MIXED_ADAM_F32_GRADIENTS,
         };
         match self {
             Self::Lockstep => lockstep,
@@ -84,7 +89,7 @@ impl Software {
                 gathers_beside: false,
                 gathers_of_a_unit: 7.0,
                 gathers_at: 0.143,
-                gradient_bytes: 2.0,
+                state: StateBytes::MIXED_ADAM,
                 ..lockstep
             },
         }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use crate::DType;
 use crate::cluster::{Device, Efficiency};
 use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, Style};
-use crate::work::{Attention, Collective, Exchange, Labor, Product, Task, TaskPass};
+use crate::work::{Attention, Collective, Exchange, Labor, Pass, Product, Task};
 
 /// What a pass through some units takes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -74,7 +74,7 @@ impl Worker<'_> {
         }
         // Types whose rates are their own are named behind the pass. What is computed again is a forward once more.
         let passes = match task.pass {
-            TaskPass::Recompute => [TaskPass::Recompute, TaskPass::Forward],
+            Pass::Recompute => [Pass::Recompute, Pass::Forward],
             pass => [pass, pass],
         };
         let rate = passes.into_iter().find_map(|pass| {
@@ -129,7 +129,7 @@ impl Worker<'_> {
     fn product(&self, task: &Task, product: Product) -> f64 {
         let rate = self.peak() * self.of_peak(&product);
         let seconds = (product.flops() as f64 / rate).max(self.through_memory(task.bytes as f64));
-        let is_apart = task.pass == TaskPass::BackwardWeights && self.style.adds_gradients_apart;
+        let is_apart = task.pass == Pass::BackwardWeights && self.style.adds_gradients_apart;
         let elements = (product.rows * product.columns * product.count) as f64;
         let apart = if is_apart { self.stream(APART_BYTES * elements) } else { 0.0 };
         seconds + self.launch() + apart + self.cold(task, product)
@@ -154,7 +154,7 @@ impl Worker<'_> {
     /// Of a backward the products are made once more from the scores, unless these were written: five instead of four.
     fn attention(&self, task: &Task, attention: Attention) -> f64 {
         let efficiency = &self.device.efficiency;
-        let is_backward = task.pass == TaskPass::BackwardInputs;
+        let is_backward = task.pass == Pass::BackwardInputs;
         if !self.style.writes_scores {
             let flops = attention.flops as f64 * if is_backward { 1.25 } else { 1.0 };
             let seconds = flops / (self.peak() * efficiency.attention * self.style.attention);
@@ -183,7 +183,7 @@ impl Worker<'_> {
 
     /// What an exchange goes on beside of.
     fn beside(&self, task: &Task, what: &Exchange) -> Beside {
-        let is_gathered_again = task.pass == TaskPass::Recompute && self.style.gathers_again_beside;
+        let is_gathered_again = task.pass == Pass::Recompute && self.style.gathers_again_beside;
         match what.collective {
             _ if self.device.is_host => Beside::Nothing,
             Collective::AllGather if is_gathered_again => Beside::Next,

@@ -9,7 +9,8 @@ use lockstep_plan::predict::{TimedModel, predict_step_ms, slowest_kind};
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{
-    Degrees, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute, RecomputeRules, StageMemory, ZeroStage,
+    DType, Degrees, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute, RecomputeRules, StageMemory,
+    ZeroStage,
 };
 
 use crate::RunConfig;
@@ -60,7 +61,7 @@ pub(super) struct Outline {
     /// Elements of all units.
     dense: f64,
     experts: f64,
-    weight_bytes: f64,
+    dtype: DType,
 }
 
 fn index_of(mode: Recompute) -> usize {
@@ -86,18 +87,11 @@ impl Subject for Planner {
         let (none_ms, none_bytes) = outline.of_mode[0];
         let (mode_ms, mode_bytes) = outline.of_mode[index_of(candidate.recompute)];
         // State of a mean rank.
-        let sharers = (shard * context) as f64;
-        let of_experts = ((shard * context * tensor) as f64 / (expert * expert_tensor) as f64).max(1.0);
-        let style = self.cluster.software.style();
-        let share = |from: ZeroStage| {
-            let shared = candidate.zero_stage >= from;
-            let divided = |elements: f64, by: f64| if shared { elements / by } else { elements };
-            divided(outline.dense, sharers) + divided(outline.experts, of_experts)
-        };
-        let is_narrow = outline.weight_bytes < 4.0;
-        let state = share(ZeroStage::Parameters) * outline.weight_bytes
-            + share(ZeroStage::Gradients) * if is_narrow { style.gradient_bytes } else { 4.0 }
-            + share(ZeroStage::Optimizer) * if is_narrow { style.optimizer_bytes } else { 8.0 };
+        let sharers = (shard * context) as u64;
+        let of_experts = (shard * context * tensor / (expert * expert_tensor)).max(1) as u64;
+        let state = self.cluster.software.style().state_bytes(outline.dtype);
+        let held = |elements: f64, ranks| state.on_rank(elements as u64, ranks, candidate.zero_stage).total();
+        let state = (held(outline.dense, sharers) + held(outline.experts, of_experts)) as f64;
         // Without a pipeline there is one micro-batch at a time; the first rank of one has as many as there are ranks, but for a V's.
         let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
         let available = self.capacity_bytes(self.ranks_of(candidate)) as f64 * SLACK;
@@ -228,7 +222,7 @@ impl Planner {
             return *known;
         }
         let config = self.keys_of(candidate);
-        let mut outline = Outline { of_mode: [(0.0, 0.0); 3], dense: 0.0, experts: 0.0, weight_bytes: 2.0 };
+        let mut outline = Outline { of_mode: [(0.0, 0.0); 3], dense: 0.0, experts: 0.0, dtype: DType::F32 };
         let Ok(mesh) = Mesh::new(candidate.degrees) else { return outline };
         for mode in [Recompute::None, Recompute::Selective, Recompute::Full] {
             let (work, kept_bytes) =
@@ -243,7 +237,7 @@ impl Planner {
             if self.model.config.tie_word_embeddings() {
                 outline.dense -= work.unit(0).parameter_elements as f64;
             }
-            outline.weight_bytes = work.dtype.size_bytes() as f64;
+            outline.dtype = work.dtype;
         }
         self.outlines.insert(key, outline);
         outline

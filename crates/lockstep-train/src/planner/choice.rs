@@ -39,8 +39,9 @@ pub enum Reason {
         chosen: Box<Evaluated>,
         /// The fastest of all others.
         rival: Option<Box<Evaluated>>,
-        /// What the search took.
-        searched: Searched,
+        /// How many plans there were to choose from, and the milliseconds that it took.
+        candidates: usize,
+        ms: f64,
         /// Why the machine is known by guesses alone; none if it was measured.
         doubt: Option<String>,
     },
@@ -72,14 +73,15 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
         Some(ranks) => planner.with_ranks(ranks),
         None => planner,
     };
-    let (ranking, searched) = planner.find(RIVALS);
+    let Searched { ranking, ms } = planner.find(RIVALS);
+    let candidates = ranking.candidates;
     let mut found: Vec<Evaluated> = ranking.best.into_iter().map(|found| found.value).collect();
     let margin = if doubt.is_some() { MARGIN_OF_GUESSES } else { MARGIN };
     let Some(chosen) = simplest(&found, margin) else { return Ok(None) };
     let chosen = Box::new(found.remove(chosen));
     let rival = found.into_iter().next().map(Box::new);
     let plan = PlanFile::unwritten(chosen.plan.clone(), NAME);
-    Ok(Some(Choice { plan, reason: Reason::Search { chosen, rival, searched, doubt } }))
+    Ok(Some(Choice { plan, reason: Reason::Search { chosen, rival, candidates, ms, doubt } }))
 }
 
 /// Of plans, fastest first, the index of the simplest that takes no more than `margin` longer than the fastest.

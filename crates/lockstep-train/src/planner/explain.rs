@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use lockstep_plan::predict::StepPrediction;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
-use lockstep_plan::{Degrees, Recompute, ZeroStage};
+use lockstep_plan::{Degrees, PipelineSchedule, Plan, Recompute, ZeroStage};
 
 use crate::human;
 use crate::planner::{Evaluated, Planner};
@@ -53,6 +53,33 @@ pub fn rejection_in_words(rejection: &Rejection) -> String {
         ),
         Rejection::Invalid => "does not fit the model and the batch".to_owned(),
         Rejection::Worse => "is worse".to_owned(),
+    }
+}
+
+/// The axes that are used.
+pub fn mesh_in_words(degrees: &Degrees) -> String {
+    let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = *degrees;
+    let axes = [
+        ("tensor", tensor),
+        ("context", context),
+        ("pipeline", pipeline),
+        ("shard", shard),
+        ("replicate", replicate),
+        ("expert", expert),
+        ("expert tensor", expert_tensor),
+    ];
+    let used = axes.iter().filter(|(_, degree)| *degree > 1);
+    let words: Vec<String> = used.map(|(name, degree)| format!("{name} {degree}")).collect();
+    if words.is_empty() { "one rank".to_owned() } else { words.join(" × ") }
+}
+
+/// What the ranks of a plan's pipeline do, and on how many stages each; none without a pipeline.
+pub fn schedule_in_words(plan: &Plan) -> Option<String> {
+    match &plan.schedule {
+        _ if plan.mesh.pipeline == 1 => None,
+        PipelineSchedule::Published { kind, chunks: 1 } => Some(kind.name().to_owned()),
+        PipelineSchedule::Published { kind, chunks } => Some(format!("{} × {chunks}", kind.name())),
+        PipelineSchedule::Rows(_) => Some("of a file".to_owned()),
     }
 }
 
@@ -126,7 +153,7 @@ impl Planner {
                 continue;
             };
             apply(&mut planner);
-            if let Some(best) = planner.find(1).0.best.first() {
+            if let Some(best) = planner.find(1).ranking.best.first() {
                 let speedup = best.value.tokens_per_s() / evaluated.tokens_per_s();
                 helps.push(Help { change, speedup });
             }

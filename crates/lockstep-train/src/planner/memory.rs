@@ -42,27 +42,21 @@ impl Planner {
         elements: impl Fn(usize) -> [f64; 2],
     ) -> MemoryBytes {
         let Holding { mesh, zero_stage, dtype, stages } = holding;
-        let style = self.cluster.software.style();
+        let state = self.cluster.software.style().state_bytes(dtype);
         let (view, experts) = (mesh.ranks(), mesh.experts());
-        let sharers = view.degree(Axis::Shard) * view.degree(Axis::Context);
-        let of_experts = experts.degree(ExpertAxis::ExpertShard);
+        let sharers = (view.degree(Axis::Shard) * view.degree(Axis::Context)) as u64;
+        let of_experts = experts.degree(ExpertAxis::ExpertShard) as u64;
         let mut bytes = MemoryBytes::default();
-        let is_narrow = dtype != DType::F32;
         for unit in stages.iter().flat_map(|stage| stage.units.clone()) {
             let [dense, mixture] = elements(unit);
-            let mut add = |category: MemoryCategory, from: ZeroStage, of_element: f64| {
-                let is_shared = zero_stage >= from;
-                let share =
-                    |elements: f64, ranks: usize| elements / if is_shared { ranks as f64 } else { 1.0 };
-                let elements = share(dense, sharers) + share(mixture, of_experts);
-                bytes[category] += (elements * of_element) as usize;
-            };
-            let weight = dtype.size_bytes() as f64;
-            add(MemoryCategory::Parameters, ZeroStage::Parameters, weight);
-            let gradient = if is_narrow { style.gradient_bytes } else { 4.0 };
-            add(MemoryCategory::Gradients, ZeroStage::Gradients, gradient);
-            let optimizer = if is_narrow { style.optimizer_bytes } else { 8.0 };
-            add(MemoryCategory::Optimizer, ZeroStage::Optimizer, optimizer);
+            for held in [
+                state.on_rank(dense as u64, sharers, zero_stage),
+                state.on_rank(mixture as u64, of_experts, zero_stage),
+            ] {
+                bytes[MemoryCategory::Parameters] += held.weights as usize;
+                bytes[MemoryCategory::Gradients] += held.gradients as usize;
+                bytes[MemoryCategory::Optimizer] += held.optimizer as usize;
+            }
         }
         bytes
     }

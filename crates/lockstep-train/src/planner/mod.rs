@@ -30,7 +30,7 @@ use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
 
 pub use calibrate::{Calibrated, CalibratedRun, MadeRun, calibrate};
 pub use choice::{Choice, Reason, choose};
-pub use explain::{Help, Neighbour, parts, rejection_in_words};
+pub use explain::{Help, Neighbour, mesh_in_words, parts, rejection_in_words, schedule_in_words};
 pub use page::page;
 pub use subject::Evaluated;
 
@@ -61,14 +61,12 @@ fn predicted_step(config: &RunConfig, cluster: Cluster) -> Result<PlannedStep, E
     Ok(evaluated.planned_step(planner.cluster()))
 }
 
-/// What a search took.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// What a search has found, and the time it took.
+#[derive(Debug, Clone)]
 pub struct Searched {
-    /// Plans that there are to choose from.
-    pub candidates: usize,
-    /// Those that were looked at in full.
-    pub valued: usize,
-    /// Time.
+    /// The best plans.
+    pub ranking: Ranking<Evaluated>,
+    /// Milliseconds.
     pub ms: f64,
 }
 
@@ -174,8 +172,8 @@ impl Planner {
         self.cluster.nodes.iter().any(|node| node.device.is_host)
     }
 
-    /// The `top` best plans, and what the search for them took.
-    pub fn find(&mut self, top: usize) -> (Ranking<Evaluated>, Searched) {
+    /// The `top` best plans.
+    pub fn find(&mut self, top: usize) -> Searched {
         let begin = Instant::now();
         let Ranking { best, rejected, candidates, valued } = search(self.candidates(), top, self);
         let best = best.into_iter().filter_map(|Found { candidate, objective, value }| {
@@ -183,8 +181,7 @@ impl Planner {
             Some(Found { candidate, objective, value })
         });
         let ranking = Ranking { best: best.collect(), rejected, candidates, valued };
-        let searched = Searched { candidates, valued, ms: begin.elapsed().as_secs_f64() * 1e3 };
-        (ranking, searched)
+        Searched { ranking, ms: begin.elapsed().as_secs_f64() * 1e3 }
     }
 
     /// What the plan comes to that the run's own `[parallel]` describes.

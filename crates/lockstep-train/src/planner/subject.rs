@@ -10,7 +10,7 @@ use lockstep_plan::predict::{
 };
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Rejection};
-use lockstep_plan::work::{Labor, ModelWork, TaskPass};
+use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{
     Axis, MemoryBytes, MemoryCategory, Mesh, Plan, PlanPrediction, PlannedStep, RanksMemory, Recompute,
     StageMemory, ZeroStage, predicted, split_quickly,
@@ -434,7 +434,7 @@ fn computed_again(work: &ModelWork) -> f64 {
                 Labor::Attention(attention) => 2.0 * attention.flops as f64,
                 _ => continue,
             };
-            if task.pass == TaskPass::Recompute { again += flops } else { once += flops }
+            if task.pass == Pass::Recompute { again += flops } else { once += flops }
         }
     }
     if once > 0.0 { again / once } else { 0.0 }

@@ -2,9 +2,11 @@
 
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::search::Ranking;
-use lockstep_plan::{Degrees, PipelineSchedule};
 use lockstep_train::human;
-use lockstep_train::planner::{Evaluated, Help, Neighbour, Planner, Searched, parts, rejection_in_words};
+use lockstep_train::planner::{
+    Evaluated, Help, Neighbour, Planner, Searched, mesh_in_words, parts, rejection_in_words,
+    schedule_in_words,
+};
 use serde_json::{Value, json};
 
 use super::foretold::by_name;
@@ -14,8 +16,9 @@ use crate::output::say;
 
 /// Searches, and tells what was found.
 pub(super) fn run(arguments: &Arguments, planner: &mut Planner) -> Result<(), Failure> {
-    let (ranking, searched) = planner.find(arguments.top);
-    let Some(best) = ranking.best.first() else { return Err(nothing(&ranking, planner)) };
+    let searched = planner.find(arguments.top);
+    let ranking = &searched.ranking;
+    let Some(best) = ranking.best.first() else { return Err(nothing(ranking, planner)) };
     let neighbours = if arguments.explain || arguments.html.is_some() {
         planner.neighbours(&best.candidate, &best.value)
     } else {
@@ -24,13 +27,13 @@ pub(super) fn run(arguments: &Arguments, planner: &mut Planner) -> Result<(), Fa
     let helps = if arguments.explain { planner.help(&best.value) } else { Vec::new() };
     arguments.write_plan(&best.value.plan_with_prediction(planner.cluster()))?;
     let all: Vec<Evaluated> = ranking.best.iter().map(|found| found.value.clone()).collect();
-    arguments.write_page(planner, &all, &neighbours, Some(searched))?;
+    arguments.write_page(planner, &all, &neighbours, Some(&searched))?;
     if arguments.json {
         let explained = arguments.explain.then_some((&neighbours[..], &helps[..]));
-        say!("{}", to_json(&ranking, searched, planner.cluster(), explained));
+        say!("{}", to_json(&searched, planner.cluster(), explained));
         return Ok(());
     }
-    print(&ranking, searched, planner);
+    print(&searched, planner);
     if arguments.explain {
         explain(&neighbours, &helps);
     }
@@ -63,13 +66,14 @@ fn nothing(ranking: &Ranking<Evaluated>, planner: &Planner) -> Failure {
     Failure::configuration(message)
 }
 
-fn print(ranking: &Ranking<Evaluated>, searched: Searched, planner: &Planner) {
+fn print(searched: &Searched, planner: &Planner) {
+    let Searched { ranking, ms } = searched;
     say!("cluster    {}", cluster_in_words(planner.cluster()));
     say!(
         "searched   {} plans in {}, {} of them in full: none that is left could be better",
-        human::count(searched.candidates as f64),
-        human::milliseconds(searched.ms),
-        human::count(searched.valued as f64),
+        human::count(ranking.candidates as f64),
+        human::milliseconds(*ms),
+        human::count(ranking.valued as f64),
     );
     say!(
         "\n{:<4}{:<44}{:<6}{:<7}{:<24}{:<16}{:>10}{:>10}{:>9}{:>7}{:>11}",
@@ -94,7 +98,7 @@ fn print(ranking: &Ranking<Evaluated>, searched: Searched, planner: &Planner) {
             mesh_in_words(&plan.mesh),
             plan.zero_stage,
             plan.micro_batch,
-            schedule_in_words(plan),
+            schedule_in_words(plan).unwrap_or_else(|| "-".to_owned()),
             plan.recompute.to_string(),
             human::milliseconds(step.step_ms),
             human::count(found.value.tokens_per_s()).to_string(),
@@ -158,8 +162,7 @@ fn explain(neighbours: &[Neighbour], helps: &[Help]) {
 }
 
 fn to_json(
-    ranking: &Ranking<Evaluated>,
-    searched: Searched,
+    Searched { ranking, ms }: &Searched,
     cluster: &Cluster,
     explained: Option<(&[Neighbour], &[Help])>,
 ) -> Value {
@@ -167,7 +170,7 @@ fn to_json(
     let best = ranking.best.first().map(|found| found.value.plan_with_prediction(cluster));
     let mut document = json!({
         "best": best, "ranking": rows,
-        "search": { "candidates": searched.candidates, "valued": searched.valued, "ms": searched.ms, "gap": 0.0 },
+        "search": { "candidates": ranking.candidates, "valued": ranking.valued, "ms": ms, "gap": 0.0 },
     });
     if let Some((neighbours, helps)) = explained {
         let neighbour = |neighbour: &Neighbour| json!({ "change": neighbour.change, "step_ratio": neighbour.step_ratio, "reason": neighbour.reason });
@@ -193,35 +196,6 @@ fn row(found: &Evaluated) -> Value {
         row.extend(figures.clone());
     }
     row
-}
-
-/// The axes that are used, as people abbreviate them in tables.
-pub(super) fn mesh_in_words(degrees: &Degrees) -> String {
-    let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = *degrees;
-    let axes = [
-        ("tensor", tensor),
-        ("context", context),
-        ("pipeline", pipeline),
-        ("shard", shard),
-        ("replicate", replicate),
-        ("expert", expert),
-        ("expert tensor", expert_tensor),
-    ];
-    let used: Vec<String> = axes
-        .iter()
-        .filter(|(_, degree)| *degree > 1)
-        .map(|(name, degree)| format!("{name} {degree}"))
-        .collect();
-    if used.is_empty() { "one rank".to_owned() } else { used.join(" x ") }
-}
-
-fn schedule_in_words(plan: &lockstep_plan::Plan) -> String {
-    match &plan.schedule {
-        _ if plan.mesh.pipeline == 1 => "-".to_owned(),
-        PipelineSchedule::Published { kind, chunks: 1 } => kind.name().to_owned(),
-        PipelineSchedule::Published { kind, chunks } => format!("{} x {chunks}", kind.name()),
-        PipelineSchedule::Rows(_) => "of a file".to_owned(),
-    }
 }
 
 pub(super) fn cluster_in_words(cluster: &Cluster) -> String {

@@ -163,7 +163,7 @@ impl Arguments {
         planner: &mut Planner,
         best: &[Evaluated],
         neighbours: &[Neighbour],
-        searched: Option<planner::Searched>,
+        searched: Option<&planner::Searched>,
     ) -> Result<(), Failure> {
         let (Some(path), Some(first)) = (&self.html, best.first()) else { return Ok(()) };
         // What a shell would take apart stands in quotes.

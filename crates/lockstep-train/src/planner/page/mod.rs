@@ -8,9 +8,9 @@ use std::fmt::Write;
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::predict::Worker;
 use lockstep_plan::work::{Labor, Task};
-use lockstep_plan::{Axis, PipelineSchedule, Plan};
+use lockstep_plan::{PipelineSchedule, Plan};
 
-use super::{Evaluated, Neighbour, Planner, Searched, parts};
+use super::{Evaluated, Neighbour, Planner, Searched, mesh_in_words, parts, schedule_in_words};
 use crate::config::ModelSource;
 use crate::{Error, human};
 
@@ -50,7 +50,7 @@ pub fn page(
     best: &Evaluated,
     ranking: &[Evaluated],
     neighbours: &[Neighbour],
-    searched: Option<Searched>,
+    searched: Option<&Searched>,
     command: Option<&str>,
 ) -> Result<String, Error> {
     let roofline = planner.roofline(best)?;
@@ -75,12 +75,12 @@ pub fn page(
     let capacity = format!("{} a rank may book", human::bytes(best.capacity_bytes));
     card("Memory of a rank over the step", &capacity, &pictures::memory(best));
     card("The roofline of a micro-batch", &roofline.device, &pictures::roofline(&roofline));
-    let note = searched.map_or(String::new(), |searched| {
+    let note = searched.map_or(String::new(), |Searched { ranking, ms }| {
         format!(
             "{} plans, {} looked at, in {}",
-            human::count(searched.candidates as f64),
-            human::count(searched.valued as f64),
-            human::milliseconds(searched.ms)
+            human::count(ranking.candidates as f64),
+            human::count(ranking.valued as f64),
+            human::milliseconds(*ms)
         )
     });
     card("The best plans", &note, &table_of(ranking));
@@ -270,19 +270,11 @@ fn plan_in_words(plan: &Plan) -> String {
     };
     format!(
         "{}{schedule}, ZeRO stage {}, micro-batches of {}, recompute {}",
-        mesh_in_words(plan),
+        mesh_in_words(&plan.mesh),
         plan.zero_stage,
         plan.micro_batch,
         plan.recompute
     )
-}
-
-fn mesh_in_words(plan: &Plan) -> String {
-    let axes = Axis::ALL.into_iter().rev().map(|axis| (axis.name(), plan.mesh.of(axis)));
-    let experts = [("expert", plan.mesh.expert), ("expert tensor", plan.mesh.expert_tensor)];
-    let used = axes.chain(experts).filter(|(_, degree)| *degree > 1);
-    let words: Vec<String> = used.map(|(name, degree)| format!("{name} {degree}")).collect();
-    if words.is_empty() { "one rank".to_owned() } else { words.join(" × ") }
 }
 
 fn table_of(ranking: &[Evaluated]) -> String {
@@ -293,16 +285,12 @@ fn table_of(ranking: &[Evaluated]) -> String {
         .to_owned();
     for found in ranking {
         let (plan, step) = (&found.plan, &found.step);
-        let schedule = match &plan.schedule {
-            _ if plan.mesh.pipeline == 1 => "none".to_owned(),
-            PipelineSchedule::Published { kind, chunks } => format!("{} × {chunks}", kind.name()),
-            PipelineSchedule::Rows(_) => "file".to_owned(),
-        };
+        let schedule = schedule_in_words(plan).unwrap_or_else(|| "none".to_owned());
         let share = step.step_ms / slowest.max(f64::MIN_POSITIVE);
         let _ = write!(
             table,
             "<tr><td>{}</td><td>{}</td><td>{}</td><td>{schedule}</td><td>{}</td><td><span>{}</span>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td{}>{} of {}</td></tr>",
-            escaped(&mesh_in_words(plan)),
+            escaped(&mesh_in_words(&plan.mesh)),
             plan.zero_stage,
             plan.micro_batch,
             escaped(&plan.recompute.to_string()),

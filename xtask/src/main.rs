@@ -25,7 +25,8 @@ const LIMIT: Duration = Duration::from_secs(25 * 60);
 
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
-cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments, 2,000 random plans
+cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments, 2,000 random plans,
+                    a search for plans against looking at all of them
 cargo xtask mutations  faults put into sums over ranks, each of which a test must notice
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md from the code
@@ -59,7 +60,11 @@ fn soak() -> Result<(), String> {
         "cargo test --workspace --test processes a_rank_that_dies -- --nocapture",
         &[("LOCKSTEP_SEEDS", "1000")],
     )?;
-    run("cargo test --workspace --test parity random_plans", &[("LOCKSTEP_PLANS", "2000")])
+    run("cargo test --workspace --test parity random_plans", &[("LOCKSTEP_PLANS", "2000")])?;
+    run(
+        "cargo test --workspace --test planner looking_at_everything -- --nocapture",
+        &[("LOCKSTEP_GRID", "all")],
+    )
 }
 
 fn ci() -> Result<(), String> {

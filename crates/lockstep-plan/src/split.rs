@@ -61,26 +61,43 @@ pub fn split_units(kind: Kind, costs: &[f64], ranks: usize, chunks: usize) -> Re
 }
 
 /// How many units each of so many stages has, so that the largest is as small as it can be, in microseconds: of [`split_units`] the first
-/// wish alone. What is left over is missing from the first stages, which hold most micro-batches at a time.
-pub fn split_quickly(costs: &[f64], stages: usize) -> Option<Vec<usize>> {
-    if stages == 0 || stages > costs.len() {
+/// wish alone. `costs` says what all `units` of them cost as part of a stage: stages may be on unlike nodes. What is left over is
+/// missing from the first stages, which hold most micro-batches at a time.
+pub fn split_quickly<'c>(
+    costs: impl Fn(usize) -> &'c [f64],
+    units: usize,
+    stages: usize,
+) -> Option<Vec<usize>> {
+    if stages == 0 || stages > units {
         return None;
     }
+    let costs: Vec<&[f64]> = (0..stages).map(costs).collect();
     // From the last unit on each stage takes what it can; some have to be left for those before.
     let lengths = |largest: f64| {
         let mut lengths = vec![0; stages];
-        let mut end = costs.len();
+        let mut end = units;
         for stage in (0..stages).rev() {
             let mut cost = 0.0;
-            while end > stage && (lengths[stage] == 0 || cost + costs[end - 1] <= largest) {
+            while end > stage && cost + costs[stage][end - 1] <= largest {
                 end -= 1;
-                cost += costs[end];
+                cost += costs[stage][end];
                 lengths[stage] += 1;
+            }
+            if lengths[stage] == 0 {
+                return None;
             }
         }
         (end == 0).then_some(lengths)
     };
-    let (mut too_little, mut enough) = (costs.iter().copied().fold(0.0, f64::max), costs.iter().sum::<f64>());
+    // No stage is less than its dearest unit where that is cheapest, and none more than all of them where they are dearest.
+    let mut unlike = costs.clone();
+    unlike.dedup_by_key(|of| of.as_ptr());
+    let at = |unit: usize, choose: fn(f64, f64) -> f64| unlike.iter().map(|of| of[unit]).reduce(choose);
+    let all = |choose: fn(f64, f64) -> f64| -> Vec<f64> {
+        (0..units).filter_map(|unit| at(unit, choose)).collect()
+    };
+    let (mut too_little, mut enough) =
+        (all(f64::min).into_iter().fold(0.0, f64::max), all(f64::max).into_iter().sum::<f64>());
     if let Some(lengths) = lengths(too_little) {
         return Some(lengths);
     }
@@ -224,7 +241,7 @@ mod tests {
             };
             let exact =
                 super::split_units(crate::schedule::Kind::OneForwardOneBackward, &costs, stages, 1).unwrap();
-            let quick = super::split_quickly(&costs, stages).unwrap();
+            let quick = super::split_quickly(|_| &costs, costs.len(), stages).unwrap();
             assert!(
                 quick.iter().all(|length| *length > 0) && quick.iter().sum::<usize>() == costs.len(),
                 "{costs:?} {quick:?}"
@@ -234,6 +251,18 @@ mod tests {
                 "{costs:?} over {stages}: {quick:?}, {exact:?}"
             );
         }
+    }
+
+    #[test]
+    fn a_quick_split_gives_slow_nodes_less() {
+        // The second half of the stages is on nodes of half the speed.
+        let (fast, slow) = (vec![1.0; 12], vec![2.0; 12]);
+        let lengths = super::split_quickly(|stage| if stage < 2 { &fast } else { &slow }, 12, 4).unwrap();
+        assert_eq!(lengths, [4, 4, 2, 2]);
+        // And a unit that is too dear for a slow node goes to a fast one.
+        let (fast, slow) = (vec![1.0, 1.0, 4.0], vec![2.0, 2.0, 8.0]);
+        let lengths = super::split_quickly(|stage| if stage < 1 { &slow } else { &fast }, 3, 2).unwrap();
+        assert_eq!(lengths, [2, 1]);
     }
 
     use proptest::prelude::*;

@@ -1,9 +1,9 @@
 //! The planner held against what was published, against an exhaustive search, and against the rules of thumb that people go by.
 
+#[path = "planner/exhaustive.rs"]
+mod exhaustive;
 #[path = "../examples/published/rows.rs"]
 mod rows;
-
-use std::time::{Duration, Instant};
 
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::search::{Subject, search};
@@ -41,51 +41,6 @@ fn published_runs_are_predicted() {
     assert!(errors.len() > 10 && errors[errors.len() / 2] < 0.05, "{errors:?}");
 }
 
-/// Branch and bound finds what valuing every candidate finds.
-#[test]
-fn nothing_is_better_than_what_a_search_finds() {
-    let begin = Instant::now();
-    let models: [(&[&str], &str); 3] = [
-        (
-            &[
-                "model.preset=gpt2-124m",
-                "train.global_batch=32",
-                "train.seq_len=1024",
-                "train.precision=bf16",
-            ],
-            "dgx-a100",
-        ),
-        (
-            &[
-                "model.preset=llama3.2-1b",
-                "train.global_batch=16",
-                "train.seq_len=4096",
-                "train.precision=bf16",
-                "model.num_hidden_layers=8",
-            ],
-            "dgx-h100x2",
-        ),
-        (&["model.preset=mixtral-20m", "train.global_batch=16", "train.seq_len=512"], "dgx-a100"),
-    ];
-    for (settings, cluster) in models {
-        let found = best(settings, cluster).step.step_ms;
-        let mut planner = planner(settings, Cluster::preset(cluster).unwrap());
-        let mut least = f64::INFINITY;
-        // Every third, so that all kinds of candidates are met in the time of a test.
-        for candidate in planner.candidates().into_iter().step_by(3) {
-            if let Ok((step_ms, _)) = planner.value(&candidate, f64::INFINITY) {
-                assert!(
-                    step_ms >= found * 0.99,
-                    "{candidate:?} takes {step_ms} ms, the best that was found {found}"
-                );
-                least = least.min(step_ms);
-            }
-            assert!(begin.elapsed() < Duration::from_secs(300), "{settings:?} took too long");
-        }
-        assert!(least < 2.0 * found, "{settings:?}: {least} and {found}");
-    }
-}
-
 /// No bound is above what its candidate comes to.
 #[test]
 fn bounds_are_bounds() {
@@ -110,11 +65,72 @@ fn bounds_are_bounds() {
 fn tensor_parallel_stays_inside_a_node() {
     let settings =
         ["model.preset=llama3-70b", "train.global_batch=512", "train.seq_len=4096", "train.precision=bf16"];
-    for cluster in ["dgx-a100x16", "dgx-h100x16"] {
+    for cluster in ["dgx-a100x16", "dgx-h100x16", "ethernet-100gx16"] {
         let plan = best(&settings, cluster).plan;
         assert!(plan.mesh.tensor <= 8, "{cluster}: {:?}", plan.mesh);
         assert!(plan.mesh.replicate * plan.mesh.shard > 1, "{cluster}: {:?}", plan.mesh);
+        assert!(plan.mesh.pipeline > 1 || plan.zero_stage == 3, "{cluster}: {:?}", plan.mesh);
+        // Shards are gathered for every pass, and a pipeline sends one value for each: the slower the network, the more stages. Narayanan et
+        // al. had ZeRO's gathers take longer than a pipeline's bubbles on 600 GB/s and 8 x 200 Gb/s. Here gathers go beside the passes, unit by
+        // unit, and so shards win where these networks are, and stages where each node has 100 Gb/s.
+        let is_slow = cluster.starts_with("ethernet");
+        assert_eq!(plan.mesh.pipeline > 1, is_slow, "{cluster}: {:?}", plan.mesh);
     }
+}
+
+/// Takeaway 1 of Narayanan et al. 2021: tensor parallel up to the devices of a node, then pipeline over nodes; takeaway 2: and no more
+/// of both than what makes the model fit, data parallel beyond that. 405 billion parameters on 1,024 A100, as in their table 1.
+#[test]
+fn a_model_far_larger_than_a_node_is_cut_as_megatron_cuts_it() {
+    let settings =
+        ["model.preset=llama3-405b", "train.global_batch=1024", "train.seq_len=4096", "train.precision=bf16"];
+    let plan = best(&settings, "dgx-a100x128").plan;
+    assert_eq!((plan.mesh.tensor, plan.mesh.context), (8, 1), "{:?}", plan.mesh);
+    assert!(plan.mesh.pipeline > 1 && plan.mesh.shard * plan.mesh.replicate > 1, "{:?}", plan.mesh);
+}
+
+/// The order of Llama 3 (Grattafiori et al. 2024, section 3.3.2): tensor innermost and inside a node, context next to it, pipeline over
+/// nodes, data parallel outermost; and the plan of their table 4 for 8,192 tokens on 16,384 GPUs.
+#[test]
+fn llama_3_is_laid_out_in_its_own_order() {
+    let settings =
+        ["model.preset=llama3-405b", "train.global_batch=2048", "train.seq_len=8192", "train.precision=bf16"];
+    let found = best(&settings, "dgx-h100x2048");
+    let mesh = found.plan.mesh;
+    assert!(mesh.tensor <= 8 && mesh.pipeline >= 16 && mesh.shard * mesh.replicate > 1, "{mesh:?}");
+    // Theirs has 8 tensor ranks, 16 stages and none that share sequences; the search has fewer tensor ranks, lets some share sequences
+    // instead, and has more stages. By Lockstep's ledger theirs needs more than a device has, for gradients stay whole in f32. With 8 key/value heads of 128 what these exchange is a sixteenth of what tensor ranks do, and it goes
+    // beside attention; and V-shaped schedules, which were not there then, wait for one forward where interleaved ones wait for P - 1. Theirs is
+    // predicted at what was measured (41 % of the peak), the search's faster; that it is faster on machines nobody has shown.
+    let theirs = [
+        "parallel.tensor_parallel=8",
+        "parallel.sequence_parallel=true",
+        "parallel.pipeline_parallel=16",
+        "parallel.pipeline_schedule=interleaved_1f1b",
+        "parallel.virtual_stages=4",
+        "parallel.data_parallel_shard=128",
+        "parallel.zero_stage=1",
+        "train.micro_batch=1",
+    ];
+    let theirs = [&settings[..], &theirs].concat();
+    let theirs = planner(&theirs, Cluster::preset("dgx-h100x2048").unwrap()).of_run().expect("their plan");
+    let mfu = theirs.mfu().expect("a known peak");
+    assert!((0.36..0.46).contains(&mfu), "{mfu}");
+    let ratio = found.step.step_ms / theirs.step.step_ms;
+    assert!((0.7..1.0).contains(&ratio), "{ratio}");
+}
+
+/// The longer the sequences, the more ranks share each: Llama 3 has 16 of them for 131,072 tokens, and none for 8,192.
+#[test]
+fn longer_sequences_are_shared_by_more_ranks() {
+    let shared = |seq_len: usize| {
+        let (seq_len, batch) =
+            (format!("train.seq_len={seq_len}"), format!("train.global_batch={}", (1 << 22) / seq_len));
+        let settings = ["model.preset=llama3-70b", &seq_len, &batch, "train.precision=bf16"];
+        best(&settings, "dgx-h100x32").plan.mesh.context
+    };
+    let [short, long, longest] = [8192, 32_768, 131_072].map(shared);
+    assert!(short <= long && long <= longest && longest >= 8, "{short} {long} {longest}");
 }
 
 /// What fits each device is not cut: copies, with or without shared state.
@@ -127,13 +143,53 @@ fn a_small_model_is_trained_by_copies() {
     assert_eq!(cut, 1, "{:?}", plan.mesh);
 }
 
-/// Sequences that are too long for a device are shared (Llama 3 at 131,072 tokens).
+/// A cluster of unlike nodes: what is on the slow ones is less, and the bound of a plan is not above it.
 #[test]
-fn long_sequences_are_shared() {
+fn slow_nodes_get_fewer_layers() {
+    let mut cluster = Cluster::preset("dgx-a100x2").unwrap();
+    let mut slow = cluster.nodes[0].clone();
+    cluster.nodes[0].count = 1;
+    slow.count = 1;
+    slow.device.peak_tflops.values_mut().for_each(|rate| *rate /= 2.0);
+    cluster.nodes.push(slow);
+    let settings = [
+        "model.preset=llama3.2-1b",
+        "model.num_hidden_layers=30",
+        "train.global_batch=64",
+        "train.seq_len=2048",
+        "train.precision=bf16",
+    ];
+    let mut planner = planner(&settings, cluster);
+    let mut compared = 0;
+    for candidate in planner.candidates().into_iter().filter(|one| one.degrees.pipeline == 2).step_by(7) {
+        let bound = planner.bound(&candidate);
+        let Ok((step_ms, config)) = planner.value(&candidate, f64::INFINITY) else { continue };
+        assert!(
+            bound.is_some_and(|bound| bound <= step_ms * 1.001),
+            "{candidate:?}: {bound:?} and {step_ms}"
+        );
+        let units = config.parallel.pipeline_stages.expect("stages");
+        if candidate.schedule.1 == 1 {
+            assert!(units[0] > units[1], "{candidate:?}: {units:?}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 3, "{compared}");
+}
+
+/// One slow device holds up all: the step takes longer by no more than its work does, and by more the slower it is.
+#[test]
+fn a_slow_device_holds_up_the_step() {
     let settings =
-        ["model.preset=llama3-70b", "train.global_batch=32", "train.seq_len=131072", "train.precision=bf16"];
-    let plan = best(&settings, "dgx-h100x32").plan;
-    assert!(plan.mesh.context > 1, "{:?}", plan.mesh);
+        ["model.preset=llama3-70b", "train.global_batch=512", "train.seq_len=4096", "train.precision=bf16"];
+    for cluster in ["dgx-h100x16", "ethernet-100gx16"] {
+        let mut planner = planner(&settings, Cluster::preset(cluster).unwrap());
+        let found = planner.find(1).ranking.best.remove(0).value;
+        let [same, some, half] =
+            [1.0, 0.9, 0.5].map(|speed| planner.with_slow_device(&found, speed).expect("a plan"));
+        assert!((same - 1.0).abs() < 1e-9, "{cluster}: {same}");
+        assert!(1.0 < some && some < half && half <= 2.0, "{cluster}: {some} {half}");
+    }
 }
 
 /// Search ends with the candidates that are best whatever their order.

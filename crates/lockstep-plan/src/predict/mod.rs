@@ -17,7 +17,7 @@ mod tasks;
 mod timed;
 
 pub use goodput::{Failures, Goodput};
-pub use step::{PlanShape, StagePrediction, StepPrediction, predict_step, predict_step_ms};
+pub use step::{PlanShape, SlowDevice, StagePrediction, StepPrediction, predict_step, predict_step_ms};
 pub use style::Style;
 pub use tasks::{PassCost, Worker};
 pub use timed::{TimedModel, slowest_kind};

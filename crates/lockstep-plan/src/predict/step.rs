@@ -25,6 +25,18 @@ pub struct PlanShape<'a> {
     pub stages: &'a [Range<usize>],
     /// Whether weights that are shared out (stage 3) are gathered once a step and stay, instead of for each pass.
     pub gathers_once: bool,
+    /// A device that holds the others up.
+    pub slow: Option<SlowDevice>,
+}
+
+/// A device that is slower than the others.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SlowDevice {
+    /// The rank of the pipeline in whose place it is. All ranks in this place wait for it: those that share blocks or sequences with it
+    /// at each exchange, those that read other parts of the batch at the sums of gradients.
+    pub pipeline_rank: usize,
+    /// Its speed, as a share of the others'.
+    pub speed: f64,
 }
 
 /// What the passes of a stage take.
@@ -38,6 +50,17 @@ pub struct StagePrediction {
     pub backward_inputs: PassCost,
     /// The second half.
     pub backward_weights: PassCost,
+}
+
+impl StagePrediction {
+    /// The same with work at a share of the speed.
+    fn at_speed(mut self, speed: f64) -> Self {
+        let Self { forward, backward, backward_inputs, backward_weights } = &mut self;
+        for pass in [forward, backward, backward_inputs, backward_weights] {
+            pass.work_s /= speed;
+        }
+        self
+    }
 }
 
 /// What a step takes. Times are of the rank that is busy longest; the parts add up to the step.
@@ -207,7 +230,11 @@ impl<'a> Step<'a> {
             known.push((holding, state));
             state
         };
-        (0..self.kinds.len()).map(state).collect()
+        let mut states: Vec<StateCost> = (0..self.kinds.len()).map(state).collect();
+        for (rank, state) in states.iter_mut().enumerate() {
+            state.update_s /= self.speed_of(rank);
+        }
+        states
     }
 
     /// What the passes of each stage take. Stages of the same units do the same.
@@ -225,6 +252,7 @@ impl<'a> Step<'a> {
                     known.push((same, kind, passes));
                     passes
                 });
+                let passes = passes.at_speed(self.speed_of(rank));
                 stages[stage] = self.with_state(passes, units.len(), of_rank, state);
             }
         }
@@ -233,6 +261,11 @@ impl<'a> Step<'a> {
 
     fn update_s(&self, states: &[StateCost]) -> f64 {
         states.iter().map(|state| state.update_s).fold(0.0, f64::max) + self.norm_s()
+    }
+
+    /// What is left of the speed of a pipeline rank's devices: what the slowest of them has.
+    fn speed_of(&self, rank: usize) -> f64 {
+        self.shape.slow.filter(|slow| slow.pipeline_rank == rank).map_or(1.0, |slow| slow.speed)
     }
 
     /// The units of a rank, in number.

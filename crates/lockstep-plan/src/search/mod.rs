@@ -11,7 +11,7 @@
 mod space;
 
 use crate::schedule::Kind;
-use crate::{Degrees, Recompute, ZeroStage};
+use crate::{ContextMethod, Degrees, Recompute, ZeroStage};
 
 pub use space::Space;
 
@@ -26,6 +26,8 @@ pub struct Candidate {
     pub micro_batch: usize,
     /// Whether tensor-parallel ranks split norms and residuals along the sequence.
     pub sequence_parallel: bool,
+    /// How ranks that share sequences reach each other's parts; of no meaning where none do.
+    pub context_method: ContextMethod,
     /// What the ranks of a pipeline do, and stages on each.
     pub schedule: (Kind, usize),
     /// What blocks forget, at most.

@@ -2,7 +2,7 @@
 
 use super::Candidate;
 use crate::schedule::Kind;
-use crate::{Degrees, Facts, Recompute, ZeroStage};
+use crate::{ContextMethod, Degrees, Facts, Recompute, ZeroStage};
 
 /// Ranks that share a block or a sequence at most: beyond, what each has of a matrix is no work for a device.
 const MOST_SHARERS: usize = 64;
@@ -23,6 +23,8 @@ pub struct Space {
     /// Whether values between blocks are also tried whole on each of the ranks that share these. Split, the same bytes go between the
     /// ranks, and less memory and work is left; but of a host's ranks exchanges of rows cost more than they save.
     pub tries_whole_tokens: bool,
+    /// How ranks that share sequences may reach each other's parts; the first where none do.
+    pub context_methods: Vec<ContextMethod>,
     /// Whether the optimizer takes shards that follow no parameter's borders: only then can its state be shared out.
     pub shares_state: bool,
     /// Whether the optimizer takes parts of matrices: only then can ranks share them.
@@ -37,16 +39,20 @@ impl Space {
             for &zero_stage in self.zero_stages(&degrees) {
                 for micro_batch in self.micro_batches(&degrees) {
                     for sequence_parallel in self.sequence_parallel(&degrees) {
-                        for schedule in self.schedules(&degrees, micro_batch) {
-                            for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
-                                all.push(Candidate {
+                        for context_method in self.methods(&degrees) {
+                            for schedule in self.schedules(&degrees, micro_batch) {
+                                let with = |recompute| Candidate {
                                     degrees,
                                     zero_stage,
                                     micro_batch,
                                     sequence_parallel,
+                                    context_method,
                                     schedule,
                                     recompute,
-                                });
+                                };
+                                all.extend(
+                                    [Recompute::None, Recompute::Selective, Recompute::Full].map(with),
+                                );
                             }
                         }
                     }
@@ -181,6 +187,16 @@ impl Space {
             (true, true) => vec![true, false],
             (can_split, _) => vec![can_split],
         }
+    }
+
+    /// Tokens are exchanged for heads where there are as many for each rank.
+    fn methods(&self, degrees: &Degrees) -> impl Iterator<Item = ContextMethod> + use<'_> {
+        let ranks = degrees.context * degrees.tensor;
+        let can_share_heads = self.facts.heads.is_multiple_of(ranks);
+        let fits = move |method: &ContextMethod| *method != ContextMethod::AllToAll || can_share_heads;
+        let number = if degrees.context == 1 { 1 } else { self.context_methods.len() };
+        let methods = self.context_methods.iter().copied().take(number);
+        methods.filter(move |method| number == 1 || fits(method))
     }
 
     fn schedules(&self, degrees: &Degrees, micro_batch: usize) -> Vec<(Kind, usize)> {

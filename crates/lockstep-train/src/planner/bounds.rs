@@ -9,12 +9,12 @@ use lockstep_plan::predict::{TimedModel, predict_step_ms, slowest_kind};
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{
-    DType, Degrees, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute, RecomputeRules, StageMemory,
-    ZeroStage,
+    ContextMethod, DType, Degrees, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute, RecomputeRules,
+    StageMemory, StateBytes, ZeroStage,
 };
 
 use crate::RunConfig;
-use crate::planner::memory::Holding;
+use crate::planner::memory::{Holding, memory_elsewhere, state_of};
 use crate::planner::recordings::Uniform;
 use crate::planner::subject::Layout;
 use crate::planner::{Objective, Planner};
@@ -43,6 +43,7 @@ pub(super) struct PassKey {
     expert: usize,
     expert_tensor: usize,
     sequence_parallel: bool,
+    context_method: ContextMethod,
     micro_batch: usize,
     /// Where they matter: ranks of a host have as many cores as there are for each, stages may be on unlike nodes.
     ranks: usize,
@@ -50,8 +51,8 @@ pub(super) struct PassKey {
 }
 
 /// What of a candidate the stages of its pipeline depend on: its passes, what forgets and of how many blocks, and how many stages
-/// there are.
-pub(super) type CutKey = (PassKey, Recompute, usize, usize);
+/// there are, and whether they lie as a V.
+pub(super) type CutKey = (PassKey, Recompute, usize, usize, bool);
 
 /// What bounds are made of: for each of the three modes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -61,7 +62,7 @@ pub(super) struct Outline {
     /// Elements of all units.
     dense: f64,
     experts: f64,
-    dtype: DType,
+    state: StateBytes,
 }
 
 fn index_of(mode: Recompute) -> usize {
@@ -89,8 +90,9 @@ impl Subject for Planner {
         // State of a mean rank.
         let sharers = (shard * context) as u64;
         let of_experts = (shard * context * tensor / (expert * expert_tensor)).max(1) as u64;
-        let state = self.cluster.software.style().state_bytes(outline.dtype);
-        let held = |elements: f64, ranks| state.on_rank(elements as u64, ranks, candidate.zero_stage).total();
+        let held = |elements: f64, ranks| {
+            outline.state.on_rank(elements as u64, ranks, candidate.zero_stage).total()
+        };
         let state = (held(outline.dense, sharers) + held(outline.experts, of_experts)) as f64;
         // Without a pipeline there is one micro-batch at a time; the first rank of one has as many as there are ranks, but for a V's.
         let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
@@ -120,51 +122,33 @@ impl Subject for Planner {
 
     fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, RunConfig), Rejection> {
         let layers = self.model.config.num_hidden_layers();
-        let forgets = candidate.recompute != Recompute::None;
-        let mut least = if forgets { layers } else { 0 };
-        let mut trial = self.tried(candidate, least)?;
-        // The fewest blocks that forget; what needs none of them is another candidate.
-        let mut too_few = 0;
-        while least > too_few + 1 {
-            let middle = too_few.midpoint(least);
-            match self.tried(candidate, middle) {
-                Ok(fits) => (least, trial) = (middle, fits),
-                Err(_) => too_few = middle,
-            }
-        }
-        if least == 1 && self.tried(candidate, 0).is_ok() {
-            return Err(Rejection::Invalid);
-        }
+        let mut trial = self.chosen(candidate)?;
         loop {
-            let step_ms = self.step_ms(candidate, &trial, limit)?;
-            let of_time = match self.objective {
-                Objective::Time => Some(step_ms),
-                Objective::Cost => Some(self.price_of(self.ranks_of(candidate), step_ms)),
-                Objective::Headroom => None,
-            };
-            if of_time.is_some_and(|objective| objective >= limit) {
-                return Err(Rejection::Worse);
+            let of_time = self.of_time(candidate, &trial, limit)?;
+            if let Some(objective) = of_time
+                && trial.count == 1
+                && self.without(candidate)?.is_some_and(|without| without <= objective)
+            {
+                return Err(Rejection::Invalid);
             }
             let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
-            let memory = self.booked(&config, &trial)?;
-            let largest = memory.iter().map(|memory| memory.total()).max().unwrap_or(0);
-            let capacity = self.capacity_bytes(self.ranks_of(candidate)).max(1);
-            let objective = of_time.unwrap_or(largest as f64 / capacity as f64);
+            let memory = self.booked(&config, &trial, trial.ranks_to_book())?;
+            let objective = of_time.unwrap_or_else(|| self.share_of_memory(candidate, &memory));
             if objective >= limit {
                 return Err(Rejection::Worse);
             }
             let Some(lacking) = self.lacking(&trial.layout, &memory) else { return Ok((objective, config)) };
             // What was left out of the quick sums.
-            if !forgets || least == layers {
+            if trial.count == 0 || trial.count == layers {
                 return Err(lacking);
             }
-            least = (least + layers.div_ceil(32)).min(layers);
-            trial = self.tried(candidate, least)?;
+            let more = (trial.count + layers.div_ceil(32)).min(layers);
+            trial = self.fitting(candidate, more)?;
         }
     }
 }
 
-/// A candidate of which so many blocks forget, and that fits by the quick sums.
+/// A candidate of which so many blocks forget.
 #[derive(Debug)]
 struct Trial {
     /// How many.
@@ -175,16 +159,107 @@ struct Trial {
     memory: Vec<MemoryBytes>,
 }
 
+impl Trial {
+    /// The ranks whose ledgers are asked: the one that by the quick sums books most, and the first.
+    fn ranks_to_book(&self) -> [usize; 2] {
+        let totals = self.memory.iter().map(MemoryBytes::total).enumerate();
+        [totals.max_by_key(|(_, total)| *total).map_or(0, |(rank, _)| rank), 0]
+    }
+}
+
 impl Planner {
-    /// What the ledgers of the ranks book that by the quick sums book most, and the first; of all others that they book as much as
-    /// these say.
-    fn booked(&mut self, config: &RunConfig, trial: &Trial) -> Result<Vec<MemoryBytes>, Rejection> {
+    /// What a candidate comes to of which the first `count` blocks forget, no more and no fewer, with every rank's ledger: what a search
+    /// is held against. What comes to `limit` or more is not looked at to the end.
+    ///
+    /// # Errors
+    /// Why it is no choice.
+    pub fn value_of(
+        &mut self,
+        candidate: &Candidate,
+        count: usize,
+        limit: f64,
+    ) -> Result<(f64, RunConfig), Rejection> {
+        let trial = self.tried(candidate, count)?;
+        let of_time = self.of_time(candidate, &trial, limit)?;
+        let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
+        let memory = self.booked(&config, &trial, 0..trial.memory.len())?;
+        let objective = of_time.unwrap_or_else(|| self.share_of_memory(candidate, &memory));
+        match self.lacking(&trial.layout, &memory) {
+            Some(lacking) => Err(lacking),
+            None if objective >= limit => Err(Rejection::Worse),
+            None => Ok((objective, config)),
+        }
+    }
+
+    /// A candidate with as many blocks that forget as are best: each takes time, so the fewest with which every rank fits; where memory
+    /// is what counts, as many as leave most of it.
+    fn chosen(&mut self, candidate: &Candidate) -> Result<Trial, Rejection> {
+        if candidate.recompute == Recompute::None {
+            return self.fitting(candidate, 0);
+        }
+        let layers = self.model.config.num_hidden_layers();
+        let mut trial = self.fitting(candidate, layers)?;
+        if self.objective == Objective::Headroom {
+            return Ok(trial);
+        }
+        let mut too_few = 0;
+        while trial.count > too_few + 1 {
+            let middle = too_few.midpoint(trial.count);
+            match self.fitting(candidate, middle) {
+                Ok(fits) => trial = fits,
+                Err(_) => too_few = middle,
+            }
+        }
+        Ok(trial)
+    }
+
+    /// What a candidate of which one block is to forget comes to without that, if it fits so by the ledgers: then it is another candidate,
+    /// unless what one block forgets has the stages cut so that the step is shorter.
+    fn without(&mut self, candidate: &Candidate) -> Result<Option<f64>, Rejection> {
+        let Ok(trial) = self.fitting(candidate, 0) else { return Ok(None) };
+        let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
+        let memory = self.booked(&config, &trial, trial.ranks_to_book())?;
+        if self.lacking(&trial.layout, &memory).is_some() {
+            return Ok(None);
+        }
+        self.of_time(candidate, &trial, f64::INFINITY)
+    }
+
+    /// The objective where it is time or its price; none where it is memory.
+    fn of_time(
+        &mut self,
+        candidate: &Candidate,
+        trial: &Trial,
+        limit: f64,
+    ) -> Result<Option<f64>, Rejection> {
+        let objective = match self.objective {
+            Objective::Headroom => return Ok(None),
+            Objective::Time => self.step_ms(candidate, trial, limit)?,
+            Objective::Cost => {
+                let step_ms = self.step_ms(candidate, trial, limit)?;
+                self.price_of(self.ranks_of(candidate), step_ms)
+            }
+        };
+        if objective < limit { Ok(Some(objective)) } else { Err(Rejection::Worse) }
+    }
+
+    /// What the rank that books most books of what it may.
+    fn share_of_memory(&self, candidate: &Candidate, memory: &[MemoryBytes]) -> f64 {
+        let largest = memory.iter().map(MemoryBytes::total).max().unwrap_or(0);
+        largest as f64 / self.capacity_bytes(self.ranks_of(candidate)).max(1) as f64
+    }
+
+    /// What the ledgers of some ranks book; of all others that they book as much as the quick sums say.
+    fn booked(
+        &mut self,
+        config: &RunConfig,
+        trial: &Trial,
+        ranks: impl IntoIterator<Item = usize>,
+    ) -> Result<Vec<MemoryBytes>, Rejection> {
         let mut memory = trial.memory.clone();
-        let largest =
-            memory.iter().enumerate().max_by_key(|(_, bytes)| bytes.total()).map_or(0, |(rank, _)| rank);
         let (rules, software) = (config.parallel.recompute, self.cluster.software);
         let recording = self.recordings.by_layer(config, &self.model, &trial.layout.mesh, &rules, software);
-        for rank in [0, largest] {
+        for rank in ranks {
             memory[rank] = self.memory_of(config, &trial.layout, &recording, rank)?;
         }
         Ok(memory)
@@ -209,6 +284,7 @@ impl Planner {
             expert,
             expert_tensor,
             sequence_parallel: candidate.sequence_parallel,
+            context_method: candidate.context_method,
             micro_batch: candidate.micro_batch,
             ranks: if self.is_host() { self.ranks_of(candidate) } else { 0 },
             pipeline: if is_even { 0 } else { pipeline },
@@ -222,14 +298,17 @@ impl Planner {
             return *known;
         }
         let config = self.keys_of(candidate);
-        let mut outline = Outline { of_mode: [(0.0, 0.0); 3], dense: 0.0, experts: 0.0, dtype: DType::F32 };
+        let mut outline =
+            Outline { of_mode: [(0.0, 0.0); 3], dense: 0.0, experts: 0.0, state: StateBytes::ADAM_F32 };
         let Ok(mesh) = Mesh::new(candidate.degrees) else { return outline };
         for mode in [Recompute::None, Recompute::Selective, Recompute::Full] {
-            let (work, kept_bytes) =
+            let (recording, kept_bytes) =
                 self.recordings.sketch(&config, &self.model, &mesh, mode, self.cluster.software);
-            let kind = slowest_kind(&self.cluster, &mesh, work.dtype, 0);
-            let seconds = TimedModel::new(&self.cluster, &work, &mesh).unit_seconds(kind);
-            let ms = 1e3 * seconds.iter().flatten().sum::<f64>();
+            let work = &recording.work;
+            // Of unlike nodes the fastest: a bound may not be above what any of them takes.
+            let times = TimedModel::new(&self.cluster, work, &mesh);
+            let on = |kind: usize| times.unit_seconds(kind).iter().flatten().sum::<f64>();
+            let ms = 1e3 * (0..self.cluster.nodes.len()).map(on).fold(f64::INFINITY, f64::min);
             outline.of_mode[index_of(mode)] = (ms, kept_bytes);
             let units = || (0..work.units()).map(|unit| work.unit(unit));
             outline.experts = units().map(|unit| unit.expert_elements as f64).sum();
@@ -237,7 +316,7 @@ impl Planner {
             if self.model.config.tie_word_embeddings() {
                 outline.dense -= work.unit(0).parameter_elements as f64;
             }
-            outline.dtype = work.dtype;
+            outline.state = self.state_bytes(&recording);
         }
         self.outlines.insert(key, outline);
         outline
@@ -273,13 +352,20 @@ impl Planner {
         }
         let (config, software) = (self.keys_of(candidate), self.cluster.software);
         let recording = self.recordings.uniform(&config, &self.model, mesh, recompute, software);
-        let uniform = Rc::new(Uniform::new(&recording, recompute, &self.cluster, mesh));
+        let state = self.state_bytes(&recording);
+        let uniform = Rc::new(Uniform::new(&recording, state, recompute, &self.cluster, mesh));
         self.uniforms.insert(key, Rc::clone(&uniform));
         uniform
     }
 
-    /// A candidate of which the first `count` blocks forget, with the stages that then take as long as each other; an error if a rank
-    /// lacks memory.
+    /// The same where every rank fits by the quick sums; else what lacks.
+    fn fitting(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
+        let trial = self.tried(candidate, count)?;
+        let lacking = self.lacking(&trial.layout, &trial.memory);
+        lacking.filter(|_| self.config.offloads_nothing()).map_or(Ok(trial), Err)
+    }
+
+    /// A candidate of which the first `count` blocks forget, with the stages that then take as long as each other.
     fn tried(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
         let layers = self.model.config.num_hidden_layers();
         let mesh = Mesh::new(candidate.degrees).map_err(|_| Rejection::Invalid)?;
@@ -301,13 +387,11 @@ impl Planner {
             self.quick_memory(candidate, &layout, &units, &stages)
         };
         let memory: Vec<MemoryBytes> = (0..layout.pipeline_ranks()).map(of_rank).collect();
-        if self.config.offloads_nothing() {
-            self.lacking(&layout, &memory).map_or(Ok(()), Err)?;
-        }
         Ok(Trial { count, layout, units, memory })
     }
 
-    /// What a rank books but for padding and small buffers: the ledger's sums of activations, and its state by the elements.
+    /// What a rank books at least: the ledger's sums of activations, its state by the elements, and of what is on its way one unit. Padding
+    /// and smaller buffers come to that. Who is turned away by this would be turned away by the ledger.
     fn quick_memory(
         &self,
         candidate: &Candidate,
@@ -315,24 +399,32 @@ impl Planner {
         units: &Uniform,
         stages: &[StageMemory],
     ) -> MemoryBytes {
-        let Uniform { times, profile, kept_elsewhere } = units;
+        let Uniform { times, profile, state, kept_elsewhere } = units;
         let (mesh, zero_stage, dtype) = (&layout.mesh, candidate.zero_stage, times.dtype());
-        let holding = Holding { mesh, zero_stage, dtype, stages };
-        let elements = |unit| times.elements(unit);
+        let holding = Holding { state: *state, mesh, zero_stage, stages };
         if self.cluster.software != Software::Lockstep {
-            return self.memory_elsewhere(holding, elements, |unit| kept_elsewhere[unit]);
+            return memory_elsewhere(holding, |unit| times.elements(unit), |unit| kept_elsewhere[unit]);
         }
-        let mut bytes = self.state_elsewhere(holding, elements);
+        // A table that both ends of the model share is there once.
+        let last = times.units() - 1;
+        let has = |unit: usize| stages.iter().any(|stage| stage.units.contains(&unit));
+        let shares_table = self.model.config.tie_word_embeddings() && has(0) && has(last);
+        let elements = |unit: usize| match times.elements(unit) {
+            [dense, experts] if unit == last && shares_table => {
+                [f64::max(dense - times.elements(0)[0], 0.0), experts]
+            }
+            elements => elements,
+        };
+        let mut bytes = state_of(holding, elements);
         bytes[MemoryCategory::Activations] = profile.activation_bytes(stages, false);
         bytes[MemoryCategory::Workspace] = profile.workspace_bytes(stages);
         let here = stages.iter().flat_map(|stage| stage.units.clone());
         let largest = here.map(|unit| times.elements(unit).iter().sum::<f64>()).fold(0.0, f64::max) as usize;
-        let of_two = |bytes: usize| 2 * largest * bytes;
         if zero_stage == ZeroStage::Parameters {
-            bytes[MemoryCategory::Communication] += of_two(dtype.size_bytes());
+            bytes[MemoryCategory::Communication] += largest * dtype.size_bytes();
         }
         if zero_stage >= ZeroStage::Gradients {
-            bytes[MemoryCategory::Communication] += of_two(4);
+            bytes[MemoryCategory::Communication] += largest * DType::F32.size_bytes();
         }
         bytes
     }
@@ -345,12 +437,13 @@ impl Planner {
         let Trial { layout, units, .. } = trial;
         let micro_batches = candidate.micro_batches(self.config.train.global_batch);
         if layout.schedule.is_some() && self.objective == Objective::Time {
-            let kind = slowest_kind(&self.cluster, &layout.mesh, units.times.dtype(), 0);
-            let seconds = units.times.unit_seconds(kind);
+            let kinds = 0..self.cluster.nodes.len();
+            let seconds: Vec<Vec<[f64; 2]>> = kinds.map(|kind| units.times.unit_seconds(kind)).collect();
             let of_rank = |rank: usize| -> f64 {
+                let kind = slowest_kind(&self.cluster, &layout.mesh, units.times.dtype(), rank);
                 let stages =
                     layout.stages_of(rank).into_iter().flat_map(|stage| layout.stages[stage].clone());
-                stages.flat_map(|unit| seconds[unit]).sum()
+                stages.flat_map(|unit| seconds[kind][unit]).sum()
             };
             let slowest = (0..layout.pipeline_ranks()).map(of_rank).fold(0.0, f64::max);
             if slowest * 1e3 * micro_batches as f64 >= limit {

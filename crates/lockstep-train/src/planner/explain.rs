@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use lockstep_plan::predict::StepPrediction;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
-use lockstep_plan::{Degrees, PipelineSchedule, Plan, Recompute, ZeroStage};
+use lockstep_plan::{ContextMethod, Degrees, PipelineSchedule, Plan, Recompute, ZeroStage};
 
 use crate::human;
 use crate::planner::{Evaluated, Planner};
@@ -202,6 +202,15 @@ fn changes(best: &Candidate) -> Vec<(String, Candidate)> {
             (candidate.degrees.replicate, candidate.degrees.shard) = (1, all);
         }
         changes.push((format!("ZeRO stage {}", zero_stage.number()), candidate));
+    }
+    if context > 1 {
+        for (method, name) in [
+            (ContextMethod::Ring, "keys and values round the ranks"),
+            (ContextMethod::AllGather, "all keys and values on each rank"),
+            (ContextMethod::AllToAll, "tokens exchanged for heads"),
+        ] {
+            changes.push((format!("context: {name}"), Candidate { context_method: method, ..*best }));
+        }
     }
     for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
         changes.push((format!("recompute {}", recompute.word()), Candidate { recompute, ..*best }));

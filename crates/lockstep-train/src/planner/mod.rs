@@ -23,7 +23,7 @@ use std::time::Instant;
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Found, Ranking, Space, search};
-use lockstep_plan::{Facts, PlannedStep, Recompute};
+use lockstep_plan::{ContextMethod, Facts, PlannedStep, Recompute};
 
 use crate::config::{OptimizerKind, Origin};
 use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
@@ -134,6 +134,11 @@ impl Planner {
         &self.config
     }
 
+    /// Blocks of the model.
+    pub fn layers(&self) -> usize {
+        self.model.config.num_hidden_layers()
+    }
+
     /// What there is to choose from with so many devices.
     fn space(&self, devices: usize) -> Space {
         let facts = plan::facts_of(&self.config, &self.model.config);
@@ -143,9 +148,19 @@ impl Planner {
             devices_of_a_node: of_a_node.min(devices),
             micro_batch: self.config.train.micro_batch,
             tries_whole_tokens: self.is_host(),
+            context_methods: self.context_methods(),
             shares_state: self.config.optimizer.kind != OptimizerKind::Muon,
             splits_matrices: self.config.optimizer.kind != OptimizerKind::Muon,
         }
+    }
+
+    /// Those that the run leaves open: all, or the one that it names.
+    fn context_methods(&self) -> Vec<ContextMethod> {
+        let own = self.config.parallel.context_parallel_method.into();
+        if self.config.origin("parallel.context_parallel_method") != Origin::Default {
+            return vec![own];
+        }
+        vec![ContextMethod::Ring, ContextMethod::AllGather, ContextMethod::AllToAll]
     }
 
     /// Every plan that there is to choose from. Of a host's cores a rank may have several.

@@ -10,7 +10,7 @@ use lockstep_model::RecordedModel;
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::predict::TimedModel;
 use lockstep_plan::work::{Keeping, Labor, ModelWork};
-use lockstep_plan::{Mesh, ModelProfile, Recompute, RecomputeRules, StatePlan};
+use lockstep_plan::{Mesh, ModelProfile, Recompute, RecomputeRules, StateBytes, StatePlan};
 
 use crate::ranks::group_options;
 use crate::setup::storage;
@@ -34,12 +34,20 @@ pub(super) struct Uniform {
     pub(super) times: TimedModel,
     /// What it keeps, without the parameters' records: a copy of which blocks are exchanged costs next to nothing.
     pub(super) profile: ModelProfile,
+    /// Bytes of an element's state.
+    pub(super) state: StateBytes,
     /// What other systems keep of each unit.
     pub(super) kept_elsewhere: Vec<u64>,
 }
 
 impl Uniform {
-    pub(super) fn new(recording: &Recording, recompute: Recompute, cluster: &Cluster, mesh: &Mesh) -> Self {
+    pub(super) fn new(
+        recording: &Recording,
+        state: StateBytes,
+        recompute: Recompute,
+        cluster: &Cluster,
+        mesh: &Mesh,
+    ) -> Self {
         let mut profile = recording.profile.clone();
         profile.records = Vec::new();
         profile.units.iter_mut().for_each(|unit| unit.parameters = Vec::new());
@@ -48,6 +56,7 @@ impl Uniform {
         Self {
             times: TimedModel::new(cluster, &recording.work, mesh),
             profile,
+            state,
             kept_elsewhere: units.map(kept).collect(),
         }
     }
@@ -97,7 +106,7 @@ impl Recordings {
         Rc::clone(self.known.entry(key).or_insert_with(record))
     }
 
-    /// What the same has to do, and bytes that its blocks keep of a micro-batch, without a recording that is kept.
+    /// The same, and bytes that its blocks keep of a micro-batch, of a recording that is not kept.
     pub(super) fn sketch(
         &mut self,
         config: &RunConfig,
@@ -105,7 +114,7 @@ impl Recordings {
         mesh: &Mesh,
         recompute: Recompute,
         software: Software,
-    ) -> (ModelWork, f64) {
+    ) -> (Recording, f64) {
         let made = make(config, model, mesh, recompute, software);
         let blocks = 1..made.work.units() - 1;
         let kept = |unit: usize| match software {
@@ -113,7 +122,7 @@ impl Recordings {
             _ => kept_elsewhere(&made.work, unit, recompute, software) as f64,
         };
         let kept_bytes = blocks.map(kept).sum();
-        (made.work, kept_bytes)
+        (made, kept_bytes)
     }
 
     /// The same with what each block forgets by itself.

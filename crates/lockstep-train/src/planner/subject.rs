@@ -6,7 +6,8 @@ use std::rc::Rc;
 use lockstep_plan::cluster::{Cluster, NodeKind, Software};
 use lockstep_plan::gathering::RankPasses;
 use lockstep_plan::predict::{
-    Failures, Goodput, PlanShape, StepPrediction, TimedModel, predict_step, slowest_kind,
+    Failures, Goodput, PlanShape, SlowDevice, StepPrediction, TimedModel, predict_step, predict_step_ms,
+    slowest_kind,
 };
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Rejection};
@@ -20,7 +21,7 @@ use crate::config::ReshardAfterForward;
 use crate::forecast::Training;
 use crate::planner::Planner;
 use crate::planner::bounds::shortened;
-use crate::planner::memory::Holding;
+use crate::planner::memory::{Holding, memory_elsewhere};
 use crate::planner::recordings::{Recording, kept_elsewhere};
 use crate::{Error, RunConfig, plan};
 
@@ -169,7 +170,16 @@ impl Planner {
     ///
     /// # Errors
     /// A configuration that does not fit the model, more ranks than devices.
-    pub(super) fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
+    pub fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
+        let (plan, layout) = self.described(config)?;
+        let rules = config.parallel.recompute;
+        let recording =
+            self.recordings.by_layer(config, &self.model, &layout.mesh, &rules, self.cluster.software);
+        self.evaluated(config.clone(), plan, &layout, &recording)
+    }
+
+    /// The plan that a configuration's keys describe.
+    fn described(&self, config: &RunConfig) -> Result<(Plan, Layout), Error> {
         let (plan, valid) = plan::valid_plan(config, &self.model.config, &self.model.tuning)?;
         let mesh = valid.mesh;
         let is_pipeline = mesh.ranks().degree(Axis::Pipeline) > 1;
@@ -179,10 +189,29 @@ impl Planner {
             stages: valid.stages,
             micro_batches: config.accumulation_steps(),
         };
+        Ok((plan, layout))
+    }
+
+    /// The time of a plan's step as a multiple of what was predicted, if one device comes to a share of its speed, wherever in the pipeline
+    /// that costs most.
+    ///
+    /// # Errors
+    /// A plan that does not fit its model.
+    pub fn with_slow_device(&mut self, found: &Evaluated, speed: f64) -> Result<f64, Error> {
+        let config = &found.config;
+        let (_, layout) = self.described(config)?;
         let rules = config.parallel.recompute;
         let recording =
             self.recordings.by_layer(config, &self.model, &layout.mesh, &rules, self.cluster.software);
-        self.evaluated(config.clone(), plan, &layout, &recording)
+        let times = TimedModel::new(&self.cluster, &recording.work, &layout.mesh);
+        let step_ms = |pipeline_rank: usize| {
+            let slow = Some(SlowDevice { pipeline_rank, speed });
+            let shape = PlanShape { slow, ..self.shape(config.zero_stage(), &layout) };
+            // The stages are those of the schedule, as above.
+            predict_step_ms(&self.cluster, &times, shape).unwrap_or(f64::INFINITY)
+        };
+        let longest = (0..layout.pipeline_ranks()).map(step_ms).fold(0.0, f64::max);
+        Ok(longest / found.step.step_ms)
     }
 
     fn evaluated(
@@ -236,6 +265,7 @@ impl Planner {
             schedule: layout.schedule.as_deref(),
             stages: &layout.stages,
             gathers_once: self.config.parallel.reshard_after_forward == ReshardAfterForward::Never,
+            slow: None,
         }
     }
 }
@@ -245,7 +275,13 @@ impl Planner {
     pub(super) fn keys_of(&self, candidate: &Candidate) -> RunConfig {
         let mut config = self.config.clone();
         let Candidate {
-            degrees, zero_stage, micro_batch, sequence_parallel, schedule: (kind, chunks), ..
+            degrees,
+            zero_stage,
+            micro_batch,
+            sequence_parallel,
+            context_method,
+            schedule: (kind, chunks),
+            recompute: _,
         } = *candidate;
         config.train.micro_batch = Some(micro_batch);
         let parallel = &mut config.parallel;
@@ -255,6 +291,7 @@ impl Planner {
         parallel.tensor_parallel = degrees.tensor;
         parallel.sequence_parallel = sequence_parallel;
         parallel.context_parallel = degrees.context;
+        parallel.context_parallel_method = context_method.into();
         parallel.expert_parallel = degrees.expert;
         parallel.expert_tensor_parallel = degrees.expert_tensor;
         parallel.pipeline_parallel = degrees.pipeline;
@@ -281,28 +318,37 @@ impl Planner {
         }
         let micro_batches = shortened(kind, ranks, micro_batches);
         let schedule = self.schedule(kind, ranks, micro_batches, chunks)?;
-        let stages = self.stages(candidate, &mesh, count, times)?;
+        let stages = self.stages(candidate, &mesh, count, times, &schedule)?;
         Some(Layout { mesh, schedule: Some(schedule), stages, micro_batches })
     }
 
-    /// The stages of a pipeline that take as long as each other, where so many blocks forget what the candidate says.
+    /// The stages of a pipeline that take as long as each other, each on the slowest of its nodes, where so many blocks forget what the
+    /// candidate says.
     fn stages(
         &mut self,
         candidate: &Candidate,
         mesh: &Mesh,
         count: usize,
         times: &TimedModel,
+        schedule: &Schedule,
     ) -> Option<Vec<Range<usize>>> {
-        let stages = candidate.degrees.pipeline * candidate.schedule.1;
+        let stages = schedule.stages();
         let forgotten = if count == 0 { Recompute::None } else { candidate.recompute };
-        let key = (self.pass_key(candidate), forgotten, count, stages);
+        // Where all nodes are alike it does not matter which rank has which stage.
+        let is_v = self.cluster.nodes.len() > 1 && candidate.schedule.0.is_v_shaped();
+        let key = (self.pass_key(candidate), forgotten, count, stages, is_v);
         if let Some(known) = self.cuts.get(&key) {
             return known.clone();
         }
-        let kind = slowest_kind(&self.cluster, mesh, times.dtype(), 0);
-        let seconds = times.unit_seconds(kind);
-        let costs: Vec<f64> = seconds.iter().map(|[forward, backward]| forward + backward).collect();
-        let cut = split_quickly(&costs, stages).map(|units| {
+        let of_kind = |kind: usize| -> Vec<f64> {
+            let seconds = times.unit_seconds(kind);
+            seconds.iter().map(|[forward, backward]| forward + backward).collect()
+        };
+        let costs: Vec<Vec<f64>> = (0..self.cluster.nodes.len()).map(of_kind).collect();
+        let kind = |rank: usize| slowest_kind(&self.cluster, mesh, times.dtype(), rank);
+        let kinds: Vec<usize> = (0..candidate.degrees.pipeline).map(kind).collect();
+        let of_stage = |stage: usize| costs[kinds[schedule.rank_of(stage)]].as_slice();
+        let cut = split_quickly(of_stage, times.units(), stages).map(|units| {
             let stage = |end: &mut usize, units: usize| {
                 let start = *end;
                 *end += units;
@@ -341,15 +387,15 @@ impl Planner {
         let stages = layout.of_rank(rank, recording.work.units());
         if self.cluster.software != Software::Lockstep {
             let Recording { work, .. } = recording;
-            let (mesh, dtype) = (&layout.mesh, work.dtype);
-            let holding = Holding { mesh, zero_stage: config.zero_stage(), dtype, stages: &stages };
+            let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
+            let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages: &stages };
             let elements = |unit| {
                 let unit = work.unit(unit);
                 [(unit.parameter_elements - unit.expert_elements) as f64, unit.expert_elements as f64]
             };
             let forgotten = |unit: usize| config.parallel.recompute.of(unit.saturating_sub(1));
             let kept = |unit| kept_elsewhere(work, unit, forgotten(unit), self.cluster.software);
-            return Ok(self.memory_elsewhere(holding, elements, kept));
+            return Ok(memory_elsewhere(holding, elements, kept));
         }
         let passes = RankPasses {
             stages: &stages,

@@ -2,6 +2,7 @@
 
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::search::Ranking;
+use lockstep_plan::{ContextMethod, Plan};
 use lockstep_train::human;
 use lockstep_train::planner::{
     Evaluated, Help, Neighbour, Planner, Searched, mesh_in_words, parts, rejection_in_words,
@@ -25,17 +26,18 @@ pub(super) fn run(arguments: &Arguments, planner: &mut Planner) -> Result<(), Fa
         Vec::new()
     };
     let helps = if arguments.explain { planner.help(&best.value) } else { Vec::new() };
+    let slowdowns = if arguments.explain { slowdowns(planner, &best.value)? } else { Vec::new() };
     arguments.write_plan(&best.value.plan_with_prediction(planner.cluster()))?;
     let all: Vec<Evaluated> = ranking.best.iter().map(|found| found.value.clone()).collect();
     arguments.write_page(planner, &all, &neighbours, Some(&searched))?;
     if arguments.json {
-        let explained = arguments.explain.then_some((&neighbours[..], &helps[..]));
+        let explained = arguments.explain.then_some((&neighbours[..], &helps[..], &slowdowns[..]));
         say!("{}", to_json(&searched, planner.cluster(), explained));
         return Ok(());
     }
     print(&searched, planner);
     if arguments.explain {
-        explain(&neighbours, &helps);
+        explain(&neighbours, &helps, &slowdowns);
     }
     Ok(())
 }
@@ -75,8 +77,14 @@ fn print(searched: &Searched, planner: &Planner) {
         human::milliseconds(*ms),
         human::count(ranking.valued as f64),
     );
+    let plans = || ranking.best.iter().map(|found| &found.value.plan);
+    let widest = |least: usize, words: fn(&Plan) -> String| {
+        plans().map(|plan| words(plan).chars().count() + 2).fold(least, usize::max)
+    };
+    let mesh_width = widest(30, mesh_of);
+    let recompute_width = widest(16, |plan| plan.recompute.to_string());
     say!(
-        "\n{:<4}{:<44}{:<6}{:<7}{:<24}{:<16}{:>10}{:>10}{:>9}{:>7}{:>11}",
+        "\n{:<4}{:<mesh_width$}{:<6}{:<7}{:<24}{:<recompute_width$}{:>10}{:>10}{:>9}{:>7}{:>11}",
         "",
         "mesh",
         "ZeRO",
@@ -93,14 +101,14 @@ fn print(searched: &Searched, planner: &Planner) {
         let Evaluated { plan, step, .. } = &found.value;
         let (_, memory) = found.value.largest();
         say!(
-            "{:<4}{:<44}{:<6}{:<7}{:<24}{:<16}{:>10}{:>10}{:>9.1}{:>7}{:>11}",
+            "{:<4}{:<mesh_width$}{:<6}{:<7}{:<24}{:<recompute_width$}{:>10}{:>10}{:>9.1}{:>7}{:>11}",
             index + 1,
-            mesh_in_words(&plan.mesh),
+            mesh_of(plan),
             plan.zero_stage,
             plan.micro_batch,
             schedule_in_words(plan).unwrap_or_else(|| "-".to_owned()),
             plan.recompute.to_string(),
-            human::milliseconds(step.step_ms),
+            human::milliseconds(step.step_ms).to_string(),
             human::count(found.value.tokens_per_s()).to_string(),
             found.value.tflops_per_device(),
             found.value.mfu().map_or("?".to_owned(), |mfu| format!("{:.1}%", mfu * 100.0)),
@@ -110,6 +118,17 @@ fn print(searched: &Searched, planner: &Planner) {
     if let Some(best) = ranking.best.first() {
         print_step(&best.value, planner.cluster());
     }
+}
+
+/// A plan's axes, and how those that share sequences reach each other's parts.
+fn mesh_of(plan: &Plan) -> String {
+    let method = match plan.context_method {
+        _ if plan.mesh.context == 1 => return mesh_in_words(&plan.mesh),
+        ContextMethod::Ring => "ring",
+        ContextMethod::AllGather => "gather",
+        ContextMethod::AllToAll => "all-to-all",
+    };
+    format!("{}, {method}", mesh_in_words(&plan.mesh))
 }
 
 /// Where the time of a step goes, and what comes of it.
@@ -145,7 +164,16 @@ pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
     }
 }
 
-fn explain(neighbours: &[Neighbour], helps: &[Help]) {
+/// Shares of its speed that a device is thought to come to, and the step with it as a multiple of the step without.
+type Slowdown = (f64, f64);
+
+/// What a slow device costs. A device that throttles comes to about these.
+fn slowdowns(planner: &mut Planner, best: &Evaluated) -> Result<Vec<Slowdown>, Failure> {
+    let one = |speed: f64| Ok((speed, planner.with_slow_device(best, speed)?));
+    [0.9, 0.75, 0.5].into_iter().map(one).collect()
+}
+
+fn explain(neighbours: &[Neighbour], helps: &[Help], slowdowns: &[Slowdown]) {
     say!("\nwhy not otherwise");
     for Neighbour { change, step_ratio, reason } in neighbours {
         let slower = match step_ratio {
@@ -159,12 +187,17 @@ fn explain(neighbours: &[Neighbour], helps: &[Help]) {
     for Help { change, speedup } in helps {
         say!("  {change:<46}{:+.1} % tokens/s", (speedup - 1.0) * 100.0);
     }
+    say!("\nwhat one slow device costs");
+    for (speed, ratio) in slowdowns {
+        let change = format!("one of all at {:.0} % of its speed", speed * 100.0);
+        say!("  {change:<46}a step takes {:.1} % longer", (ratio - 1.0) * 100.0);
+    }
 }
 
 fn to_json(
     Searched { ranking, ms }: &Searched,
     cluster: &Cluster,
-    explained: Option<(&[Neighbour], &[Help])>,
+    explained: Option<(&[Neighbour], &[Help], &[Slowdown])>,
 ) -> Value {
     let rows: Vec<Value> = ranking.best.iter().map(|found| row(&found.value)).collect();
     let best = ranking.best.first().map(|found| found.value.plan_with_prediction(cluster));
@@ -172,11 +205,13 @@ fn to_json(
         "best": best, "ranking": rows,
         "search": { "candidates": ranking.candidates, "valued": ranking.valued, "ms": ms, "gap": 0.0 },
     });
-    if let Some((neighbours, helps)) = explained {
+    if let Some((neighbours, helps, slowdowns)) = explained {
         let neighbour = |neighbour: &Neighbour| json!({ "change": neighbour.change, "step_ratio": neighbour.step_ratio, "reason": neighbour.reason });
         document["neighbours"] = neighbours.iter().map(neighbour).collect();
         document["helps"] =
             helps.iter().map(|help| json!({ "change": help.change, "speedup": help.speedup })).collect();
+        let slowdown = |(speed, ratio): &Slowdown| json!({ "speed": speed, "step_ratio": ratio });
+        document["slow_device"] = slowdowns.iter().map(slowdown).collect();
     }
     document
 }

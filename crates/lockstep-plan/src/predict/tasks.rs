@@ -145,7 +145,7 @@ impl Worker<'_> {
         let Product { rows, inner, columns, count } = product;
         let of_values = self.dtype.size_bytes() as u64;
         let written = match task.pass {
-            TaskPass::BackwardWeights => rows * columns * 2 * DType::F32.size_bytes() as u64,
+            Pass::BackwardWeights => rows * columns * 2 * DType::F32.size_bytes() as u64,
             _ => rows * columns * of_values,
         };
         ((written + inner * columns * of_values) * count) as f64 / rate

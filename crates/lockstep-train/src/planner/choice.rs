@@ -39,8 +39,9 @@ pub enum Reason {
         chosen: Box<Evaluated>,
         /// The fastest of all others.
         rival: Option<Box<Evaluated>>,
-        /// How many plans there were to choose from, and the milliseconds that it took.
+        /// How many plans there were to choose from.
         candidates: usize,
+        /// Milliseconds that it took.
         ms: f64,
         /// Why the machine is known by guesses alone; none if it was measured.
         doubt: Option<String>,

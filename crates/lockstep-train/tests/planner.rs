@@ -5,6 +5,7 @@ mod exhaustive;
 #[path = "../examples/published/rows.rs"]
 mod rows;
 
+use lockstep_plan::ContextMethod;
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::search::{Subject, search};
 use lockstep_train::RunConfig;
@@ -48,7 +49,9 @@ fn bounds_are_bounds() {
         ["model.preset=gpt2-355m", "train.global_batch=64", "train.seq_len=1024", "train.precision=bf16"];
     let mut planner = planner(&settings, Cluster::preset("dgx-a100x2").unwrap());
     let mut compared = 0;
-    for candidate in planner.candidates().into_iter().step_by(41) {
+    // What a ring is as good at has none; looking at everything shows that nothing is lost by that.
+    let candidates = planner.candidates().into_iter().filter(|one| one.context_method == ContextMethod::Ring);
+    for candidate in candidates.step_by(41) {
         let bound = planner.bound(&candidate);
         if let Ok((step_ms, _)) = planner.value(&candidate, f64::INFINITY) {
             let bound = bound.unwrap_or_else(|| panic!("{candidate:?} can be, and has no bound"));
@@ -161,7 +164,9 @@ fn slow_nodes_get_fewer_layers() {
     ];
     let mut planner = planner(&settings, cluster);
     let mut compared = 0;
-    for candidate in planner.candidates().into_iter().filter(|one| one.degrees.pipeline == 2).step_by(7) {
+    let candidates = planner.candidates().into_iter();
+    let candidates = candidates.filter(|one| one.degrees.pipeline == 2 && one.degrees.context == 1);
+    for candidate in candidates.step_by(7) {
         let bound = planner.bound(&candidate);
         let Ok((step_ms, config)) = planner.value(&candidate, f64::INFINITY) else { continue };
         assert!(

@@ -85,6 +85,14 @@ impl Subject for Planner {
         let ranks = pipeline as f64;
         let micro_batches = candidate.micro_batches(self.config.train.global_batch) as f64;
         let (kind, chunks) = candidate.schedule;
+        if candidate.context_method != ContextMethod::Ring && self.leaves_ring_open() {
+            // What takes as long as a ring and keeps as much is no better anywhere.
+            let ring = self.outline(&Candidate { context_method: ContextMethod::Ring, ..*candidate });
+            let is_dominated = |(own, ring): (&(f64, f64), &(f64, f64))| own.0 >= ring.0 && own.1 >= ring.1;
+            if outline.of_mode.iter().zip(&ring.of_mode).all(is_dominated) {
+                return None;
+            }
+        }
         let (none_ms, none_bytes) = outline.of_mode[0];
         let (mode_ms, mode_bytes) = outline.of_mode[index_of(candidate.recompute)];
         // State of a mean rank.

@@ -154,6 +154,11 @@ impl Planner {
         }
     }
 
+    /// Whether a ring is among the methods of context parallelism that there are to choose from.
+    fn leaves_ring_open(&self) -> bool {
+        self.context_methods().contains(&ContextMethod::Ring)
+    }
+
     /// Those that the run leaves open: all, or the one that it names.
     fn context_methods(&self) -> Vec<ContextMethod> {
         let own = self.config.parallel.context_parallel_method.into();

@@ -224,7 +224,7 @@ function foretold() {
   const made = data.usual_step;
   if (!made) return;
   const plan = data.run?.predicted;
-  const { body, readout } = card("Predicted and measured", { wide: true });
+  const { body, readout } = card("Predicted and measured");
   readout.textContent = `median of ${made.steps} steps`;
   const waits = (plan?.exposed_ms ?? 0) + (plan?.bubble_ms ?? 0);
   const rows = [
@@ -233,7 +233,7 @@ function foretold() {
     ["of it waiting for other ranks", plan && waits, made.exposed_ms, ms],
     ["memory, most of any rank", made.predicted_bytes, made.booked_bytes, bytes],
   ].filter(([, predicted, measured]) => measured !== null && measured !== undefined && (predicted || measured));
-  const off = (predicted, measured) => (predicted ? `${measured >= predicted ? "+" : "\u2212"}${percent(Math.abs(measured / predicted - 1))}` : "");
+  const off = (predicted, measured) => (predicted === measured ? "as predicted" : predicted ? `${measured >= predicted ? "+" : "\u2212"}${percent(Math.abs(measured / predicted - 1))}` : "");
   const cells = ([name, predicted, measured, format]) => [name, predicted === null || predicted === undefined ? "–" : format(predicted), format(measured), off(predicted, measured)];
   const header = element("tr", {}, ...["", "predicted", "measured", "measured is"].map((name) => element("th", {}, name)));
   body.append(element("div", { class: "scroll" }, element("table", {}, header, ...rows.map((row) => element("tr", {}, ...cells(row).map((text) => element("td", {}, text)))))));

@@ -37,7 +37,7 @@ pub enum Reason {
     Search {
         /// What it comes to.
         chosen: Box<Evaluated>,
-        /// The fastest of all others.
+        /// The fastest of those with another layout, or else of all others.
         rival: Option<Box<Evaluated>>,
         /// How many plans there were to choose from.
         candidates: usize,
@@ -80,7 +80,9 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
     let margin = if doubt.is_some() { MARGIN_OF_GUESSES } else { MARGIN };
     let Some(chosen) = simplest(&found, margin) else { return Ok(None) };
     let chosen = Box::new(found.remove(chosen));
-    let rival = found.into_iter().next().map(Box::new);
+    // Another layout says more than the same with another stage of ZeRO.
+    let other = found.iter().position(|other| other.plan.mesh != chosen.plan.mesh).unwrap_or(0);
+    let rival = found.into_iter().nth(other).map(Box::new);
     let plan = PlanFile::unwritten(chosen.plan.clone(), NAME);
     Ok(Some(Choice { plan, reason: Reason::Search { chosen, rival, candidates, ms, doubt } }))
 }

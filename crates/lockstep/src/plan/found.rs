@@ -101,7 +101,7 @@ fn print(searched: &Searched, planner: &Planner) {
         let Evaluated { plan, step, .. } = &found.value;
         let (_, memory) = found.value.largest();
         say!(
-            "{:<4}{:<mesh_width$}{:<6}{:<7}{:<24}{:<recompute_width$}{:>10}{:>10}{:>9.1}{:>7}{:>11}",
+            "{:<4}{:<mesh_width$}{:<6}{:<7}{:<24}{:<recompute_width$}{:>10}{:>10}{:>9}{:>7}{:>11}",
             index + 1,
             mesh_of(plan),
             plan.zero_stage,
@@ -110,7 +110,7 @@ fn print(searched: &Searched, planner: &Planner) {
             plan.recompute.to_string(),
             human::milliseconds(step.step_ms).to_string(),
             human::count(found.value.tokens_per_s()).to_string(),
-            found.value.tflops_per_device(),
+            teraflops(found.value.tflops_per_device()),
             found.value.mfu().map_or("?".to_owned(), |mfu| format!("{:.1}%", mfu * 100.0)),
             human::bytes(memory.total() as u64).to_string(),
         );
@@ -131,6 +131,11 @@ fn mesh_of(plan: &Plan) -> String {
     format!("{}, {method}", mesh_in_words(&plan.mesh))
 }
 
+/// With as many digits as say something: cores come to less than one.
+fn teraflops(number: f64) -> String {
+    if number < 10.0 { format!("{number:.3}") } else { format!("{number:.1}") }
+}
+
 /// Where the time of a step goes, and what comes of it.
 pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
     let step = &found.step;
@@ -146,10 +151,10 @@ pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
         say!("           {share}");
     }
     say!(
-        "           {} tokens/s, {:.1} TFLOP/s a device without what is computed again, {:.1} with it",
+        "           {} tokens/s, {} TFLOP/s a device without what is computed again, {} with it",
         human::count(found.tokens_per_s()),
-        found.tflops_per_device(),
-        found.hardware_tflops_per_device(),
+        teraflops(found.tflops_per_device()),
+        teraflops(found.hardware_tflops_per_device()),
     );
     if let (Some(price), Some(of_tokens)) = (found.price_per_hour, found.price_per_billion_tokens()) {
         say!("           ${price:.0} an hour, ${of_tokens:.0} for 1G tokens");

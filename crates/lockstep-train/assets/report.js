@@ -238,7 +238,7 @@ function foretold() {
   const header = element("tr", {}, ...["", "predicted", "measured", "measured is"].map((name) => element("th", {}, name)));
   body.append(element("div", { class: "scroll" }, element("table", {}, header, ...rows.map((row) => element("tr", {}, ...cells(row).map((text) => element("td", {}, text)))))));
   body.append(element("p", { class: "small" }, plan ? `Predicted for ${plan.cluster}; lockstep plan --calibrate learns from this run.`
-    : "Nobody has measured this machine, so that no time was predicted: lockstep bench machine does, or lockstep plan --calibrate learns from this run."));
+    : "No time was predicted. On one machine, with nothing on disk, that takes lockstep bench machine, or lockstep plan --calibrate, which learns from a run."));
 }
 
 function memory_by_rank() {

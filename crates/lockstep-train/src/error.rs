@@ -85,12 +85,12 @@ pub enum Error {
         damaged_lines: usize,
     },
     /// A run whose steps say nothing of the machine.
-    #[error("the run in {} has made too few steps: the first two of a process do not count, and {fewest} more have to follow", dir.display())]
-    TooFewSteps {
+    #[error("nothing can be learned from the run in {}: {why}", dir.display())]
+    TeachesNothing {
         /// The directory of its records.
         dir: PathBuf,
-        /// Steps that say something.
-        fewest: usize,
+        /// What keeps it from that.
+        why: String,
     },
     /// A file of the flight recorder cannot be read.
     #[error("cannot read {}: {source}", path.display())]

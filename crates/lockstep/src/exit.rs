@@ -137,7 +137,7 @@ impl From<lockstep_train::Error> for Failure {
             | Error::OtherParameters { .. }
             | Error::NoRunToResume { .. }
             | Error::NoRun { .. }
-            | Error::TooFewSteps { .. }) => Self::configuration(error.to_string()),
+            | Error::TeachesNothing { .. }) => Self::configuration(error.to_string()),
             Error::ReadRecords { ref source, .. } => {
                 let code = code_of_io(source);
                 Self { message: error.to_string(), code }

@@ -60,13 +60,19 @@ impl MadeRun {
     /// Reads the records of a run.
     ///
     /// # Errors
-    /// No run, or one with fewer steps than say anything.
+    /// No run, or [`Error::TeachesNothing`].
     pub fn read(dir: &Path) -> Result<Self, Error> {
         let (config, step) = measured(dir)?;
-        match step.filter(|step| step.steps >= FEWEST_STEPS) {
-            Some(step) => Ok(Self { dir: dir.to_owned(), config, step }),
-            None => Err(Error::TooFewSteps { dir: dir.to_owned(), fewest: FEWEST_STEPS }),
+        let refuse = |why: String| Error::TeachesNothing { dir: dir.to_owned(), why };
+        if !config.offloads_nothing() {
+            return Err(refuse("part of it is on disk, whose time is not predicted".to_owned()));
         }
+        let step = step.filter(|step| step.steps >= FEWEST_STEPS).ok_or_else(|| {
+            refuse(format!(
+                "it has made too few steps; the first two of a process do not count, and {FEWEST_STEPS} more have to follow"
+            ))
+        })?;
+        Ok(Self { dir: dir.to_owned(), config, step })
     }
 
     /// Whether it has one rank on a machine that several could share.

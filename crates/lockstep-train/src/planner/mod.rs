@@ -49,9 +49,11 @@ pub enum Objective {
     Headroom,
 }
 
-/// What a step of `config` is predicted to take on this machine; none where nobody has measured it, or where other machines take part.
+/// What a step of `config` is predicted to take on this machine; none where nobody has measured it, where other machines take part, or
+/// where something is on disk, whose time is not predicted.
 pub(crate) fn foretell(config: &RunConfig) -> Option<PlannedStep> {
-    predicted_step(config, machine::of_run(config)?).ok()
+    let machine = machine::of_run(config).filter(|_| config.offloads_nothing())?;
+    predicted_step(config, machine).ok()
 }
 
 /// What a step of `config` is predicted to take on `cluster`.

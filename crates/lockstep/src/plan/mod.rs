@@ -104,7 +104,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let is_given = file.is_some() || config.says_how_to_split();
     let ranks = if is_given { config.ranks() } else { 1 };
     let (cluster, doubt) = arguments.cluster(ranks, config.train.threads)?;
-    let mut planner = Planner::new(config.clone(), cluster, arguments.objective.into())?;
+    let planner = Planner::new(config.clone(), cluster, arguments.objective.into())?;
+    let mut planner = match arguments.nproc_per_node {
+        // Of cores a rank may have several; who says how many ranks there are leaves no choice of that.
+        Some(ranks) if planner.is_host() => planner.with_ranks(ranks),
+        _ => planner,
+    };
     if is_given {
         foretold::run(arguments, config, file.as_ref(), &mut planner)?;
     } else {

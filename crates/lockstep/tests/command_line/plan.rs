@@ -249,6 +249,24 @@ fn a_machine_learns_from_a_run_and_the_next_run_is_predicted() {
 }
 
 #[test]
+fn a_search_for_so_many_ranks_looks_at_no_others() {
+    let workshop = Workshop::new();
+    let ranks = |number: &str| {
+        let found =
+            workshop.run(&["plan", "run.toml", "--nproc-per-node", number, "--json"]).succeeds().json();
+        let rows = found["ranking"].as_array().unwrap().clone();
+        assert!(!rows.is_empty(), "{found}");
+        let degree = |row: &Value, axis: &str| row["mesh"][axis].as_u64().unwrap_or(1);
+        let axes = ["pipeline", "replicate", "shard", "context", "tensor"];
+        rows.iter().map(|row| axes.map(|axis| degree(row, axis)).iter().product()).collect::<Vec<u64>>()
+    };
+    for (number, each) in [("1", 1), ("2", 2), ("4", 4)] {
+        let found = ranks(number);
+        assert!(found.iter().all(|ranks| *ranks == each), "{number}: {found:?}");
+    }
+}
+
+#[test]
 fn what_is_no_run_teaches_nothing() {
     let workshop = Workshop::trained();
     let refused = |arguments: &[&str], parts: &[&str]| {

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# How near predictions for this machine come: measures it, makes runs of 25 plans on one and two ranks, and holds the steps and the memory of
-# each beside what is predicted, first by what was measured of single tasks, then by what one run of one rank and one of two have taught.
+# How near predictions for this machine come: measures it, makes runs of 27 plans on one and two ranks, and holds the steps and the memory of
+# each beside what is predicted, first by what was measured of single tasks, then by what four of the runs have taught: of one rank and of two, in
+# f32 and in bf16.
 #
 #     benches/predictions.sh [DIRECTORY]        some five minutes; nothing else should run meanwhile
 set -euo pipefail
@@ -61,7 +62,10 @@ all=()
 for name in "${runs[@]}"; do all+=(--calibrate "$name"); done
 echo "by what was measured of single tasks:"
 "$lockstep" plan "${all[@]}" --cluster measured.toml --output /dev/null
-"$lockstep" plan --calibrate llama-f32-alone --calibrate gpt-bf16-replicas --cluster measured.toml --output learned.toml > learned.txt
+teachers=(llama-f32-alone llama-bf16-alone gpt-f32-replicas gpt-bf16-replicas)
+taught=()
+for name in "${teachers[@]}"; do taught+=(--calibrate "$name"); done
+"$lockstep" plan "${taught[@]}" --cluster measured.toml --output learned.toml > learned.txt
 echo
-echo "the same after llama-f32-alone and gpt-bf16-replicas have taught (column predicted):"
+echo "the same after ${teachers[*]} have taught (column predicted):"
 "$lockstep" plan "${all[@]}" --cluster learned.toml --output /dev/null

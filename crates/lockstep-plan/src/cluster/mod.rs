@@ -210,18 +210,6 @@ impl Default for Efficiency {
     }
 }
 
-impl Efficiency {
-    /// All work takes `factor` times as long.
-    pub fn slow_down(&mut self, factor: f64) {
-        for share in [&mut self.product, &mut self.attention, &mut self.scores, &mut self.stream] {
-            *share = (*share / factor).min(MOST_OF_A_PEAK);
-        }
-        self.measured.values_mut().for_each(|rate| *rate /= factor);
-        self.cold_gb_per_s /= factor;
-        self.launch_us *= factor;
-    }
-}
-
 impl Link {
     /// All exchanges take `factor` times as long.
     pub fn slow_down(&mut self, factor: f64) {
@@ -296,6 +284,27 @@ impl Device {
     /// The peak of products of a type, in operations a second; none of a type that it does not multiply.
     pub fn peak_flops(&self, dtype: DType) -> Option<f64> {
         self.peak_tflops.get(&dtype).map(|tflops| tflops * 1e12)
+    }
+
+    /// Work in each type takes so many times as long as it did.
+    pub fn slow_down(&mut self, factor: impl Fn(DType) -> f64) {
+        let plain = factor(DType::F32);
+        let Efficiency { product, attention, scores, stream, cold_gb_per_s, launch_us, measured, .. } =
+            &mut self.efficiency;
+        for share in [product, attention, scores, stream] {
+            *share = (*share / plain).min(MOST_OF_A_PEAK);
+        }
+        *cold_gb_per_s /= plain;
+        *launch_us *= plain;
+        let others = || self.peak_tflops.keys().copied().filter(|dtype| *dtype != DType::F32);
+        for (name, rate) in measured {
+            let own = others().find(|dtype| name.ends_with(&format!(" {dtype}")));
+            *rate /= own.map_or(plain, &factor);
+        }
+        // Shares are of all types: what a type has of its own is its peak.
+        for (dtype, peak) in self.peak_tflops.iter_mut().filter(|(dtype, _)| **dtype != DType::F32) {
+            *peak *= plain / factor(*dtype);
+        }
     }
 
     /// So many of them at once.

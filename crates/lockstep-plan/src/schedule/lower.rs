@@ -112,9 +112,13 @@ impl<'a> Lowering<'a> {
 
     /// Whether what the pass needs from other stages is there, or will never be made by anyone.
     fn can_start(&self, pass: Pass) -> bool {
-        let needed = Message::needed_by(pass, self.rank_of.len());
-        let needed = needed.filter(|message| message.micro_batch < self.micro_batches);
-        let known = needed.and_then(|message| self.messages.get(place_of(message, self.micro_batches)));
+        let stages = self.rank_of.len();
+        // A user's numbers may be any: of stages and micro-batches that there are not nobody makes anything.
+        let is_known = |message: &Message| {
+            message.from.max(message.to) < stages && message.micro_batch < self.micro_batches
+        };
+        let needed = Message::needed_by(pass, stages).filter(is_known);
+        let known = needed.map(|message| self.messages[place_of(message, self.micro_batches)]);
         known.is_none_or(|known| known.is_made || !known.has_maker)
     }
 

@@ -6,13 +6,13 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::PlannedStep;
 use lockstep_plan::cluster::Cluster;
+use lockstep_plan::{DType, PlannedStep};
 
 use crate::planner::machine::{for_run, name_of_this};
 use crate::planner::predicted_step;
 use crate::report::{UsualStep, measured};
-use crate::{Error, RunConfig};
+use crate::{Error, RunConfig, engine_options};
 
 /// No factor that is learned is beyond this, or below its inverse: a run that says more is of another machine.
 const MOST: f64 = 20.0;
@@ -37,12 +37,25 @@ pub struct MadeRun {
 pub struct Calibrated {
     /// The machine, by rates that predict the runs better.
     pub cluster: Cluster,
-    /// How many times as long work takes as was predicted: on a rank of several, and on one that has all cores.
-    pub work: [f64; 2],
+    /// How many times as long work takes as was predicted.
+    pub work: Vec<WorkFactor>,
     /// The same of exchanges; none if no run says anything of them.
     pub exchanges: Option<f64>,
     /// The runs, beside what was and now is predicted of them.
     pub runs: Vec<CalibratedRun>,
+}
+
+/// How many times as long work of a kind takes as was predicted.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct WorkFactor {
+    /// Whether it is that of a rank which has all cores of a machine that several could share.
+    pub is_alone: bool,
+    /// The type of its values.
+    pub dtype: DType,
+    /// How many times as long.
+    pub factor: f64,
+    /// How many runs say so.
+    pub runs: usize,
 }
 
 /// A run beside its predictions.
@@ -75,6 +88,10 @@ impl MadeRun {
         Ok(Self { dir: dir.to_owned(), config, step })
     }
 
+    fn dtype(&self) -> DType {
+        engine_options(&self.config).shape.dtype
+    }
+
     /// Whether it has one rank on a machine that several could share.
     fn is_alone(&self, cluster: &Cluster) -> bool {
         self.config.ranks() == 1 && cluster.nodes.iter().any(|node| node.alone.is_some())
@@ -91,26 +108,31 @@ pub fn calibrate(cluster: &Cluster, runs: Vec<MadeRun>) -> Result<Calibrated, Er
     let before: Vec<PlannedStep> =
         runs.iter().map(|run| predict(cluster, run)).collect::<Result<_, Error>>()?;
     let pairs = || runs.iter().zip(&before);
-    let work_of = |is_alone: bool| {
-        let of_kind = pairs().filter(|(run, _)| run.is_alone(cluster) == is_alone);
+    let work_of = |is_alone: bool, dtype: DType| {
+        let of_kind = pairs().filter(|(run, _)| run.is_alone(cluster) == is_alone && run.dtype() == dtype);
         let factor = |(run, before): (&MadeRun, &PlannedStep)| {
             (run.step.step_ms - run.step.exposed_ms) / before.compute_ms
         };
-        middle(of_kind.map(factor).collect())
+        let factors: Vec<f64> = of_kind.map(factor).collect();
+        let runs = factors.len();
+        middle(factors).map(|factor| WorkFactor { is_alone, dtype, factor: bounded(factor), runs })
     };
-    let (shared, alone) = (work_of(false), work_of(true));
-    let work = [shared.or(alone), alone.or(shared)].map(|factor| bounded(factor.unwrap_or(1.0)));
+    let kinds = [false, true].into_iter().flat_map(|is_alone| {
+        [DType::F32, DType::BF16, DType::F16].into_iter().map(move |dtype| (is_alone, dtype))
+    });
+    let work: Vec<WorkFactor> = kinds.filter_map(|(is_alone, dtype)| work_of(is_alone, dtype)).collect();
     // Waits for links, without those for other stages, which take as much longer as these do.
     let waits = pairs().filter(|(_, before)| before.exposed_ms > LEAST_WAIT * before.step_ms);
     let factor = |(run, before): (&MadeRun, &PlannedStep)| {
-        (run.step.exposed_ms - work[0] * before.bubble_ms).max(0.0) / before.exposed_ms
+        let bubble_ms = factor_of(&work, false, run.dtype()) * before.bubble_ms;
+        (run.step.exposed_ms - bubble_ms).max(0.0) / before.exposed_ms
     };
     let exchanges = middle(waits.map(factor).collect()).map(bounded);
     let mut learned = cluster.clone();
     for node in &mut learned.nodes {
-        node.device.efficiency.slow_down(work[0]);
+        node.device.slow_down(|dtype| factor_of(&work, false, dtype));
         if let Some(alone) = &mut node.alone {
-            alone.efficiency.slow_down(work[1]);
+            alone.slow_down(|dtype| factor_of(&work, true, dtype));
         }
     }
     if let Some(factor) = exchanges {
@@ -127,6 +149,12 @@ pub fn calibrate(cluster: &Cluster, runs: Vec<MadeRun>) -> Result<Calibrated, Er
     Ok(Calibrated { cluster: learned, work, exchanges, runs })
 }
 
+/// The factor of a kind of work: its own, or that of what is most like it.
+fn factor_of(work: &[WorkFactor], is_alone: bool, dtype: DType) -> f64 {
+    let unlike = |known: &&WorkFactor| (known.is_alone != is_alone, known.dtype != dtype);
+    work.iter().min_by_key(unlike).map_or(1.0, |known| known.factor)
+}
+
 fn bounded(factor: f64) -> f64 {
     if factor.is_finite() { factor.clamp(1.0 / MOST, MOST) } else { 1.0 }
 }
@@ -138,5 +166,49 @@ fn middle(mut values: Vec<f64>) -> Option<f64> {
         0 => None,
         odd if odd % 2 == 1 => Some(values[half]),
         _ => Some(f64::midpoint(values[half - 1], values[half])),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_that_no_run_has_shown_is_taken_for_what_is_most_like_it() {
+        let known =
+            |is_alone: bool, dtype: DType, factor: f64| WorkFactor { is_alone, dtype, factor, runs: 1 };
+        let work =
+            [known(false, DType::F32, 1.1), known(false, DType::BF16, 1.2), known(true, DType::F32, 0.9)];
+        assert_eq!(factor_of(&work, true, DType::F32), 0.9);
+        // Ranks that share the machine differ more from one that has it than types do from each other.
+        assert_eq!(factor_of(&work, true, DType::BF16), 0.9);
+        assert_eq!(factor_of(&work[..2], true, DType::BF16), 1.2);
+        assert_eq!(factor_of(&[], true, DType::BF16), 1.0);
+    }
+
+    #[test]
+    fn each_type_is_slowed_down_by_its_own_factor() {
+        let mut device = Cluster::local(2, 1 << 30).nodes[0].device.clone();
+        device.efficiency.measured = [("GELU forward", 10.0), ("GELU forward bf16", 20.0)]
+            .map(|(name, rate)| (name.to_owned(), rate))
+            .into();
+        let before = device.clone();
+        device.slow_down(|dtype| if dtype == DType::F32 { 2.0 } else { 0.5 });
+        let rate = |device: &lockstep_plan::cluster::Device, dtype: DType| {
+            device.peak_tflops[&dtype] * device.efficiency.product
+        };
+        for (dtype, factor) in [(DType::F32, 2.0), (DType::BF16, 0.5)] {
+            let found = rate(&before, dtype) / rate(&device, dtype);
+            assert!((found / factor - 1.0).abs() < 1e-9, "{dtype}: {found}");
+        }
+        let measured = &device.efficiency.measured;
+        assert_eq!((measured["GELU forward"], measured["GELU forward bf16"]), (5.0, 40.0));
+    }
+
+    #[test]
+    fn the_middle_of_an_even_number_lies_between_two() {
+        assert_eq!(middle(vec![4.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(middle(vec![4.0, 1.0, 2.0, 3.0]), Some(2.5));
+        assert_eq!(middle(Vec::new()), None);
     }
 }

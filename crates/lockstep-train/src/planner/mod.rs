@@ -28,7 +28,7 @@ use lockstep_plan::{ContextMethod, Facts, PlannedStep, Recompute};
 use crate::config::{OptimizerKind, Origin};
 use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
 
-pub use calibrate::{Calibrated, CalibratedRun, MadeRun, calibrate};
+pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 pub use choice::{Choice, Reason, choose};
 pub use explain::{Help, Neighbour, mesh_in_words, parts, rejection_in_words, schedule_in_words};
 pub use page::page;

@@ -2,7 +2,7 @@
 
 use lockstep_train::human;
 use lockstep_train::planner::machine::{self, LocalMachine, measured_file};
-use lockstep_train::planner::{Calibrated, CalibratedRun, MadeRun, calibrate};
+use lockstep_train::planner::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 use serde_json::{Value, json};
 
 use super::{Arguments, write};
@@ -43,8 +43,9 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
 
 fn document(learned: &Calibrated) -> Value {
     let run = |CalibratedRun { run, before, after }: &CalibratedRun| json!({ "dir": run.dir, "ranks": run.config.ranks(), "measured": run.step, "before": before, "after": after });
+    let work = |WorkFactor { is_alone, dtype, factor, runs }: &WorkFactor| json!({ "alone": is_alone, "dtype": dtype, "factor": factor, "runs": runs });
     json!({
-        "work": learned.work[0], "work_alone": learned.work[1], "exchanges": learned.exchanges,
+        "work": learned.work.iter().map(work).collect::<Vec<_>>(), "exchanges": learned.exchanges,
         "runs": learned.runs.iter().map(run).collect::<Vec<_>>(),
     })
 }
@@ -83,9 +84,12 @@ fn show(learned: &Calibrated) {
     if let Some(most) = memory.reduce(f64::max) {
         say!("memory was off by {:.1} % at most", 100.0 * most);
     }
-    let [shared, alone] = learned.work;
-    let of_links = learned.exchanges.map_or(String::new(), |factor| format!(", exchanges {factor:.2}"));
-    say!(
-        "\nwork takes {shared:.2} times as long as was predicted ({alone:.2} on a rank with all cores){of_links}"
-    );
+    for WorkFactor { is_alone, dtype, factor, runs } in &learned.work {
+        let whose = if *is_alone { "a rank with all cores" } else { "each of several ranks" };
+        let runs = human::plural(*runs, "run");
+        say!("{dtype} work of {whose} takes {factor:.2} times as long as was predicted ({runs})");
+    }
+    if let Some(factor) = learned.exchanges {
+        say!("exchanges take {factor:.2} times as long");
+    }
 }

@@ -9,8 +9,8 @@ use lockstep_graph::{Activity, BlockShape, Cost, RecomputeRules, Seed, Timeline}
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
-    Extent, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory, ZeroStage,
-    exact::ExactSum, predicted,
+    Extent, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory, StepTraffic, ZeroStage,
+    disk_traffic, exact::ExactSum, predicted,
 };
 use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products};
 
@@ -26,8 +26,8 @@ use crate::state::ResidualNumbers;
 use crate::stores::{Keeper, Stores};
 use crate::weights::ModelWeights;
 use crate::{
-    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Residence, Runner,
-    StateKind, StepTimes, Storage, Traffic, reducer::Reducer,
+    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
+    StepTimes, Storage, Traffic, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -88,6 +88,7 @@ pub struct Engine {
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
     shared_table: Option<SharedTable>,
     predicted: MemoryPrediction,
+    predicted_traffic: StepTraffic,
 }
 
 impl Engine {
@@ -160,11 +161,13 @@ impl Engine {
             pipeline: groups.pipeline_plan().map(|(plan, rank)| (&plan.schedule, rank)),
             micro_batches: (options.micro_batches / mesh.batch_parts()).max(1),
         };
-        let predicted = predicted(&profile, passes, |summing| mesh.shard_ranks(summing), &state_plan)?;
+        let shard_ranks = |summing| mesh.shard_ranks(summing);
+        let predicted = predicted(&profile, passes, shard_ranks, &state_plan)?;
+        let predicted_traffic = disk_traffic(&profile, passes, shard_ranks, &state_plan)?;
         let queue = CpuQueue::new(threads, arena)?;
         let shards = Shards::new(&groups, &records)?;
         let offload = &storage.offload;
-        let spills = offload.gradients == Residence::Disk;
+        let spills = offload.plan().is_some_and(|plan| plan.has_gradients);
         let reducer = Reducer::new(&groups, &records, &shards, queue.workers())?;
         // Gradients that pass through to the disk are handed on as to other ranks.
         let reducer = reducer.or_else(|| spills.then(Reducer::alone));
@@ -236,6 +239,7 @@ impl Engine {
             bias_values: Vec::new(),
             shared_table,
             predicted,
+            predicted_traffic,
             weights: ModelWeights {
                 trained,
                 frozen,
@@ -299,6 +303,11 @@ impl Engine {
     /// What this rank was predicted to hold beside copies of its state, before anything was allocated.
     pub fn predicted_memory(&self) -> &MemoryPrediction {
         &self.predicted
+    }
+
+    /// What this rank was predicted to move to and from its disk in each step but the first.
+    pub fn predicted_disk_traffic(&self) -> &StepTraffic {
+        &self.predicted_traffic
     }
 
     /// The queue.

@@ -60,5 +60,5 @@ pub use rehearsal::Rehearsal;
 pub use runner::{HostBatch, Runner};
 pub use snapshot::Snapshot;
 pub use state::{Contents, OnDisk, StateKind, StateTensor};
-pub use storage::{Offload, Residence, RoundingMode, Storage, WeightStorage};
+pub use storage::{Offload, RoundingMode, Storage, WeightStorage};
 pub use update::Update;

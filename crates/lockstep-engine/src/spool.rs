@@ -287,8 +287,8 @@ mod tests {
     use lockstep_tensor::Action;
 
     use super::*;
-    use crate::Residence;
     use crate::troubled::Trouble;
+    use lockstep_plan::{Residence, Residences};
 
     const UNITS: usize = 9;
     const SLOTS: usize = 3;
@@ -312,7 +312,7 @@ mod tests {
         let stage = StageMemory { units: 0..UNITS, slots, splits_backward: false };
         let offload = Offload {
             directory: directory.to_owned(),
-            activations: Residence::Disk,
+            residences: Residences { activations: Residence::Disk, ..Residences::default() },
             limit: Duration::from_millis(300),
             ..Offload::default()
         };

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use lockstep_plan::{
-    DType, DiskPlan, Wrap,
+    DType, DiskPlan, Residences, WINDOW_ELEMENTS, Wrap,
     random::{key_from_name, mix},
 };
 use lockstep_tensor::{DiskMethod, Rounding};
@@ -23,32 +23,13 @@ pub struct Storage {
     pub offload: Offload,
 }
 
-/// Where a kind of model state is kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Residence {
-    /// In the memory of the device.
-    #[default]
-    Memory,
-    /// In a file, of which a few windows are in memory at a time.
-    Disk,
-}
-
 /// What of model state and activations is on disk, and how it is moved (ZeRO-Infinity: Rajbhandari et al., 2021).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
     /// Where the files are. They have no name, and end with the process.
     pub directory: PathBuf,
-    /// Master weights, moments and momentum.
-    pub optimizer: Residence,
-    /// Gradients, but those of tied tables; where `optimizer` is on disk.
-    pub gradients: Residence,
-    /// The weights that kernels read; where `optimizer` is on disk, and where ranks that share out the optimizer's state share them out
-    /// as well.
-    pub parameters: Residence,
-    /// What units keep from their forward to their backward.
-    pub activations: Residence,
-    /// How much of the model's state is there, of what a rank owns, from 0 to 1: rounded up to whole units of the model.
-    pub share: f64,
+    /// What is there. Parameters only where ranks that share out the optimizer's state share them out as well.
+    pub residences: Residences,
     /// Elements that are moved at once, a multiple of 2,048.
     pub window_elements: usize,
     /// By what they are moved.
@@ -60,21 +41,17 @@ pub struct Offload {
 impl Offload {
     /// What the prediction of memory must know of model state; none if none is on disk.
     pub fn plan(&self) -> Option<DiskPlan> {
-        let Self { share, window_elements, .. } = *self;
-        let has_gradients = self.gradients == Residence::Disk;
-        let has_parameters = self.parameters == Residence::Disk;
-        let plan = DiskPlan { share, has_gradients, has_parameters, window_elements };
-        (self.optimizer == Residence::Disk).then_some(plan)
+        self.residences.disk_plan(self.window_elements)
     }
 
     /// Whether what units keep is on disk.
     pub fn has_activations(&self) -> bool {
-        self.activations == Residence::Disk
+        self.residences.have_activations_on_disk()
     }
 
     /// Whether anything is.
     pub fn uses_disk(&self) -> bool {
-        self.optimizer == Residence::Disk || self.has_activations()
+        self.residences.use_disk()
     }
 }
 
@@ -83,12 +60,8 @@ impl Default for Offload {
     fn default() -> Self {
         Self {
             directory: PathBuf::from("."),
-            optimizer: Residence::Memory,
-            gradients: Residence::Memory,
-            parameters: Residence::Memory,
-            activations: Residence::Memory,
-            share: 1.0,
-            window_elements: 1 << 20,
+            residences: Residences::default(),
+            window_elements: WINDOW_ELEMENTS,
             method: DiskMethod::Auto,
             limit: Duration::from_secs(600),
         }

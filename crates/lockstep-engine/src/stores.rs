@@ -8,7 +8,7 @@ use lockstep_tensor::{Arena, TensorError};
 use crate::optimizer::Role;
 use crate::shards::Shards;
 use crate::windows::{DiskStore, Section};
-use crate::{EngineError, FlatStore, Optimizer, Residence, StateKind, Storage};
+use crate::{EngineError, FlatStore, Optimizer, StateKind, Storage};
 
 /// The stores of a rank.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ impl Keeper<'_> {
             let bias = self.model.selection_bias(record.unit).filter(|_| is_trained(record));
             bias.is_some_and(|id| self.records[id.0].name == record.name)
         };
-        let biases = (updated == Extent::Own || self.storage.offload.optimizer == Residence::Disk)
+        let biases = (updated == Extent::Own || self.storage.offload.plan().is_some())
             .then(|| self.store(in_optimizer(DType::F32), &alone, Extent::Whole, is_bias, |_, _| false))
             .transpose()?;
         Ok(Stores {

@@ -5,12 +5,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use lockstep_engine::{
-    Engine, EngineError, EngineOptions, HostBatch, Offload, Optimizer, Residence, RoundingMode, Snapshot,
-    StateKind, Storage, Update, WeightStorage,
+    Engine, EngineError, EngineOptions, HostBatch, Offload, Optimizer, RoundingMode, Snapshot, StateKind,
+    Storage, Update, WeightStorage,
 };
 use lockstep_graph::{BlockShape, Recompute, Seed};
 use lockstep_model::ModelConfig;
-use lockstep_plan::{DType, MemoryCategory};
+use lockstep_plan::{DType, MemoryCategory, Residence, Residences};
 use lockstep_tensor::{Arena, DiskError, DiskMethod};
 use serde_json::json;
 
@@ -50,13 +50,16 @@ impl Setting {
         Engine::with_storage(&model(self.ties), options, self.storage.clone(), &Arena::new())
     }
 
-    fn on_disk(&self, directory: &Path, [gradients, parameters]: [Residence; 2], share: f64) -> Self {
+    fn on_disk(&self, directory: &Path, [gradients, parameters]: [Residence; 2], fraction: f64) -> Self {
         let offload = Offload {
             directory: directory.to_owned(),
-            optimizer: Residence::Disk,
-            gradients,
-            parameters,
-            share,
+            residences: Residences {
+                optimizer: Residence::Disk,
+                gradients,
+                parameters,
+                fraction,
+                ..Residences::default()
+            },
             window_elements: 2048,
             ..Offload::default()
         };
@@ -184,7 +187,7 @@ fn no_bit_depends_on_where_activations_are() {
         in_memory.initialize(1).unwrap();
         let mut on_disk = setting.clone();
         on_disk.storage.offload.directory = directory.path().to_owned();
-        on_disk.storage.offload.activations = Residence::Disk;
+        on_disk.storage.offload.residences.activations = Residence::Disk;
         let mut on_disk = on_disk.engine().unwrap();
         on_disk.initialize(1).unwrap();
         assert!(on_disk.disk_bytes() > 0);
@@ -267,7 +270,7 @@ fn a_full_disk_is_found_before_the_run() {
     let error = setting.engine().err().unwrap().to_string();
     assert!(error.contains("/proc/no-such-place"), "{error}");
     let mut setting = Setting::all()[0].clone();
-    setting.storage.offload.activations = Residence::Disk;
+    setting.storage.offload.residences.activations = Residence::Disk;
     setting.storage.offload.directory = "/proc/no-such-place".into();
     let error = setting.engine().err().unwrap().to_string();
     assert!(error.contains("/proc/no-such-place"), "{error}");

@@ -42,6 +42,7 @@ pub mod predict;
 mod quantized;
 pub mod random;
 mod recompute;
+mod residence;
 pub mod schedule;
 pub mod search;
 mod share;
@@ -60,18 +61,20 @@ pub use memory::{
     StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
-    DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
+    DISK_ALIGNMENT_BYTES, DiskBytes, DiskPlan, StepTraffic, WINDOW_SLOTS, aligned_buffer_bytes, disk_traffic,
+    window_bytes, window_memory_bytes,
 };
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use pattern::describes;
 pub use plan::{
-    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanPrediction, PlanProblem,
-    PlannedStep, RankList, RanksMemory, TensorDimensions, ValidPlan,
+    ContextMethod, DEFAULT_BUCKET_MB, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanPrediction,
+    PlanProblem, PlannedStep, RankList, RanksMemory, TensorDimensions, ValidPlan,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
+pub use residence::{Residence, Residences, WINDOW_ELEMENTS};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_quickly, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};

@@ -4,11 +4,12 @@
 
 use lockstep_engine::Engine;
 use lockstep_plan::schedule::Kind;
-use lockstep_plan::{MemoryBytes, MemoryCategory};
+use lockstep_plan::{DiskBytes, MemoryBytes, MemoryCategory};
 use lockstep_testkit::parity::{
     DEEPSEEK, GPT2, LLAMA, MIXTRAL, MIXTURES, MODELS, QWEN2, QWEN2_MOE, QWEN3, TinyModel, Workbench,
     expert_splits, on_ranks, pairs, splits, square,
 };
+use lockstep_train::metrics::StepMetrics;
 use lockstep_train::{Error, Forecast, Ranks, RunConfig, StepObserver, resolve_model, verify::watch};
 
 /// Each of these tiny models is cached no more than this by kernels: scratch of attention and partial sums.
@@ -18,12 +19,15 @@ const MOST_CACHED_BYTES: usize = 2 << 20;
 #[derive(Default)]
 struct Bookkeeper {
     predicted: MemoryBytes,
+    predicted_traffic: DiskBytes,
+    moved: DiskBytes,
     booked: Vec<(&'static str, MemoryBytes)>,
 }
 
 impl StepObserver for Bookkeeper {
     fn begins(&mut self, engine: &mut Engine) {
         self.predicted = engine.predicted_memory().by_category();
+        self.predicted_traffic = engine.predicted_disk_traffic().total();
         self.booked.push(("at the start", engine.arena().in_use()));
     }
 
@@ -33,6 +37,26 @@ impl StepObserver for Bookkeeper {
         }
         Ok(())
     }
+
+    fn step_ended(&mut self, row: &StepMetrics) {
+        // The first step finds windows in memory that were filled at the start.
+        if let Some(disk) = row.disk.filter(|_| row.step == 2) {
+            self.moved = DiskBytes { read: disk.read_bytes, written: disk.written_bytes };
+        }
+    }
+}
+
+/// Whether as much is moved as was predicted. Where few windows do not fit beside each other, it depends on which were there at first
+/// how many of them are found there later.
+fn is_near(moved: DiskBytes, predicted: DiskBytes) -> bool {
+    let is_near = |moved: u64, predicted: u64| moved.abs_diff(predicted) * 10 <= predicted;
+    is_near(moved.read, predicted.read) && is_near(moved.written, predicted.written)
+}
+
+/// Whether as much is written as was predicted, and no more read: of a stage with few blocks what they keep may still be in memory
+/// when its turn comes.
+fn reads_no_more(moved: DiskBytes, predicted: DiskBytes) -> bool {
+    moved.read <= predicted.read && moved.written == predicted.written
 }
 
 /// Everything in which the ledgers of a plan's ranks differ from what was predicted of them.
@@ -46,7 +70,14 @@ fn differences(bench: &Workbench, model: TinyModel, plan: &[&str]) -> Result<Vec
         Ok((ranks.rank(), bookkeeper))
     })?;
     let mut lines = Vec::new();
-    for (rank, Bookkeeper { predicted, booked }) in seen {
+    for (rank, Bookkeeper { predicted, predicted_traffic, moved, booked }) in seen {
+        // A model whose experts are chosen with biases writes these in passes of their own.
+        let has_frames = config.residences().have_activations_on_disk();
+        let is_foretold =
+            if has_frames && config.parallel.pipeline_parallel > 1 { reads_no_more } else { is_near };
+        if model.name != DEEPSEEK.name && !is_foretold(moved, predicted_traffic) {
+            lines.push(format!("rank {rank} moves {moved:?} in a step, predicted {predicted_traffic:?}"));
+        }
         let of_launcher = forecast.of_rank(rank).by_category();
         for (category, bytes) in predicted.entries().filter(|(category, _)| !is_of_run(*category)) {
             if of_launcher[category] != bytes {

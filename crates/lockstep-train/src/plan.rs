@@ -100,6 +100,8 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
         quantize_gradients: config.quantization().gradients,
         quantize_feedback: config.quantization().feedback,
         sharding: config.sharding(),
+        residence: config.residences(),
+        bucket_mb: config.parallel.bucket_mb,
         predicted: None,
     })
 }

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_plan::{
-    Degrees, Feedback, LayerRule, MemoryCategory, PipelineSchedule, Plan, RecomputeRules, Sharding,
-    TensorDimensions,
+    DEFAULT_BUCKET_MB, Degrees, Feedback, LayerRule, MemoryCategory, PipelineSchedule, Plan, RecomputeRules,
+    Residence, Residences, Sharding, TensorDimensions,
 };
 
 use crate::config::{ContextMethod, Origin, Problem, ReshardAfterForward, TensorLayout};
@@ -224,6 +224,27 @@ fn settings_of(plan: &Plan) -> Vec<String> {
         }
         settings.push(format!("parallel.pipeline_stages={:?}", plan.stages));
     }
+    settings.extend(settings_of_residence(&plan.residence));
+    if plan.bucket_mb != DEFAULT_BUCKET_MB {
+        settings.push(format!("parallel.bucket_mb={:?}", plan.bucket_mb));
+    }
+    settings
+}
+
+fn settings_of_residence(residence: &Residences) -> Vec<String> {
+    let Residences { optimizer, gradients, parameters, activations, fraction } = *residence;
+    let kinds = [
+        ("optimizer", optimizer),
+        ("gradients", gradients),
+        ("parameters", parameters),
+        ("activations", activations),
+    ];
+    let on_disk = kinds.into_iter().filter(|(_, residence)| *residence == Residence::Disk);
+    let mut settings: Vec<String> =
+        on_disk.map(|(what, _)| format!("parallel.offload.{what}=disk")).collect();
+    if fraction != Residences::default().fraction {
+        settings.push(format!("parallel.offload.fraction={fraction:?}"));
+    }
     settings
 }
 
@@ -262,6 +283,8 @@ mod tests {
             quantize_gradients: None,
             quantize_feedback: lockstep_plan::Feedback::Kept,
             sharding: Sharding::default(),
+            residence: Residences::default(),
+            bucket_mb: DEFAULT_BUCKET_MB,
             predicted: None,
         }
     }
@@ -295,7 +318,10 @@ mod tests {
         let gathered = Plan { mesh, zero_stage: 3, sharding, ..plan() };
         let by_size = Sharding { wrap: Wrap::AtLeast(5_000_000), ..Sharding::default() };
         let joined = Plan { zero_stage: 1, sharding: by_size, ..gathered.clone() };
-        for file in [plan(), by_rows, gathered, joined] {
+        let (optimizer, parameters) = (Residence::Disk, Residence::Disk);
+        let residence = Residences { optimizer, parameters, fraction: 0.25, ..Residences::default() };
+        let on_disk = Plan { residence, bucket_mb: 1.5, ..gathered.clone() };
+        for file in [plan(), by_rows, gathered, joined, on_disk] {
             let run = run_of(&file, &[]);
             assert_eq!(Plan { model: String::new(), ..run }, file);
         }

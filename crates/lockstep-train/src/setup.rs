@@ -161,11 +161,7 @@ pub fn storage(config: &RunConfig) -> Storage {
         wrap: parallel.wrap.clone(),
         offload: Offload {
             directory: parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone()),
-            optimizer: parallel.offload_optimizer.into(),
-            gradients: parallel.offload_gradients.into(),
-            parameters: parallel.offload_parameters.into(),
-            activations: parallel.offload_activations.into(),
-            share: parallel.offload_fraction,
+            residences: config.residences(),
             method: parallel.offload_io.into(),
             limit: Duration::from_secs_f64(parallel.timeout_s),
             ..Offload::default()

@@ -7,8 +7,8 @@ use lockstep_plan::{Initializer, ParameterRecord, Share};
 use lockstep_tensor::Action;
 
 use super::*;
-use crate::Residence;
 use crate::troubled::Trouble;
+use lockstep_plan::{Residence, Residences};
 
 const WINDOWS: usize = 20;
 const ELEMENTS: usize = 2048;
@@ -34,7 +34,7 @@ fn store(directory: &std::path::Path) -> DiskStore<u8> {
     let layout = FlatStore::zeros_but(&arena, &[record], kind, &alone, whole, all, |_, _| true).unwrap();
     let offload = Offload {
         directory: directory.to_owned(),
-        optimizer: Residence::Disk,
+        residences: Residences { optimizer: Residence::Disk, ..Residences::default() },
         window_elements: ELEMENTS,
         limit: Duration::from_millis(200),
         ..Offload::default()

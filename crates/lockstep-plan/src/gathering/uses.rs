@@ -33,14 +33,36 @@ pub struct RankPasses<'a> {
 }
 
 impl RankPasses<'_> {
+    /// Micro-batches of a step whose backward through one of the rank's stages, given by its place among them, is the pass after their forward.
+    pub fn turns_at_once(&self, stage: usize) -> usize {
+        let Some((schedule, rank)) = self.pipeline else { return self.micro_batches };
+        let Some(stage) = schedule.stages_of(rank).nth(stage) else { return 0 };
+        let passes: Vec<_> = schedule.passes(rank).collect();
+        let turns = passes.windows(2).filter(|pair| {
+            let [forward, backward] = [pair[0], pair[1]];
+            let is_turn = forward.kind == PassKind::Forward && backward.kind == PassKind::Backward;
+            is_turn
+                && forward.stage == stage
+                && backward.stage == stage
+                && forward.micro_batch == backward.micro_batch
+        });
+        turns.count()
+    }
+
     /// The units that a sequence uses, in its order; `first_trained` is the first that has a backward, if any has one.
     pub fn uses(&self, sequence: Sequence, first_trained: Option<usize>) -> Vec<usize> {
+        self.uses_by_pass(sequence, first_trained).into_iter().map(|(_, unit)| unit).collect()
+    }
+
+    /// The same, each with its pass.
+    pub fn uses_by_pass(&self, sequence: Sequence, first_trained: Option<usize>) -> Vec<(PassKind, usize)> {
         let mut uses = Vec::new();
         let mut add = |kind: PassKind, units: Range<usize>| {
+            let of_pass = |unit: usize| (kind, unit);
             if kind == PassKind::Forward {
-                uses.extend(units);
+                uses.extend(units.map(of_pass));
             } else if let Some(first) = first_trained {
-                uses.extend((first.max(units.start)..units.end).rev());
+                uses.extend((first.max(units.start)..units.end).rev().map(of_pass));
             }
         };
         match (sequence, self.pipeline) {

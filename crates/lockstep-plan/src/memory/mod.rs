@@ -10,6 +10,7 @@ mod prediction;
 mod profile;
 mod spool;
 mod stage;
+mod traffic;
 mod windows;
 
 use std::iter::Sum;
@@ -73,6 +74,7 @@ pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, Sta
 pub use profile::{ModelProfile, UnitProfile};
 pub use spool::FRAME_PLACES;
 pub use stage::{SharedTable, StageMemory};
+pub use traffic::{DiskBytes, StepTraffic, disk_traffic};
 pub use windows::{
     DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
 };

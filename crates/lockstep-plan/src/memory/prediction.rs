@@ -121,8 +121,8 @@ pub fn predicted(
 }
 
 /// A rank, and what it has of the model.
-struct Rank<'a, S> {
-    model: &'a ModelProfile,
+pub(super) struct Rank<'a, S> {
+    pub(super) model: &'a ModelProfile,
     stages: &'a [StageMemory],
     is_here: Vec<bool>,
     /// As this rank sees them, where a table's uses are on two.
@@ -139,7 +139,12 @@ struct Rank<'a, S> {
 }
 
 impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
-    fn new(model: &'a ModelProfile, stages: &'a [StageMemory], shard_ranks: S, state: &'a StatePlan) -> Self {
+    pub(super) fn new(
+        model: &'a ModelProfile,
+        stages: &'a [StageMemory],
+        shard_ranks: S,
+        state: &'a StatePlan,
+    ) -> Self {
         let is_here = model.is_here(stages);
         let mut records = model.records.clone();
         state.wrap.apply(&mut records, stages.iter().map(|stage| &stage.units));
@@ -211,7 +216,7 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
     }
 
     /// Where gradients stand: whole, or what their owners or the disk have not.
-    fn gradients(&self) -> StoreLayout {
+    pub(super) fn gradients(&self) -> StoreLayout {
         let extent = if self.hands_gradients_on() { Extent::Own } else { Extent::Whole };
         let has_gradients = self.state.on_disk.is_some_and(|disk| disk.has_gradients);
         let is_on_disk = |unit: usize, is_tied: bool| has_gradients && self.is_on_disk(unit) && !is_tied;
@@ -229,17 +234,36 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         self.partly_on_disk(self.extent(ZeroStage::Optimizer), keeps, |unit, _| self.is_on_disk(unit))
     }
 
-    /// Memory for windows of what is on disk: of the optimizer's state, whose first store stands so and which has these types, and of
-    /// gradients.
-    fn book_windows(&self, prediction: &mut MemoryPrediction, state: Option<&StoreLayout>, dtypes: &[DType]) {
+    /// The tensors that the windows of the optimizer's state have beside each other: where the first of them stands, and the types of all.
+    pub(super) fn state_on_disk(&self) -> (Option<StoreLayout>, Vec<DType>) {
+        let (mut layout, mut dtypes) = (None, Vec::new());
+        if self.has_weights_on_disk() {
+            (layout, dtypes) = (Some(self.weights()), vec![self.model.dtype]);
+        }
+        if self.state.has_master {
+            dtypes.push(DType::F32);
+            layout.get_or_insert_with(|| self.of_optimizer(|_| true));
+        }
+        for (_, keeps) in &self.state.optimizer_keeps {
+            let kept = self.of_optimizer(|index| keeps[index]);
+            if !kept.is_empty() {
+                dtypes.push(self.state.optimizer_dtype);
+                layout.get_or_insert(kept);
+            }
+        }
+        (layout, dtypes)
+    }
+
+    /// Memory for windows of what is on disk: of the optimizer's state, of gradients and of weights that are not trained.
+    fn book_windows(&self, prediction: &mut MemoryPrediction) {
         let Some(DiskPlan { window_elements, .. }) = self.state.on_disk else { return };
         let mut book = |what, layout: &StoreLayout, dtypes: &[DType]| {
             let Some(elements) = layout.longest_window(window_elements) else { return };
             let bytes = window_memory_bytes(window_bytes(dtypes.iter().copied(), elements));
             prediction.add(MemoryCategory::Workspace, what, booked_bytes(bytes));
         };
-        if let Some(layout) = state {
-            book("windows of the optimizer's state", layout, dtypes);
+        if let (Some(layout), dtypes) = self.state_on_disk() {
+            book("windows of the optimizer's state", &layout, &dtypes);
         }
         book("windows of gradients", &self.gradients(), &[DType::F32]);
         book("windows of frozen weights", &self.frozen(), &[self.model.dtype]);
@@ -251,14 +275,14 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
     }
 
     /// Where the weights that kernels read stand of what is trained.
-    fn weights(&self) -> StoreLayout {
+    pub(super) fn weights(&self) -> StoreLayout {
         let is_on_disk = |unit: usize, _| self.has_weights_on_disk() && self.is_on_disk(unit);
         let extent = self.extent(ZeroStage::Parameters);
         self.partly_on_disk(extent, |index| self.is_trained(index), is_on_disk)
     }
 
     /// Where those stand that are not trained.
-    fn frozen(&self) -> StoreLayout {
+    pub(super) fn frozen(&self) -> StoreLayout {
         let has_weights = self.has_weights_on_disk();
         let is_on_disk = |unit: usize, _| has_weights && self.frozen_on_disk.get(unit) == Some(&true);
         // Of what nobody shares out a rank owns all, whatever its place.
@@ -287,22 +311,11 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         store(MemoryCategory::Gradients, "sums of gradients", self.gradients(), DType::F32);
         let of_optimizer = MemoryCategory::Optimizer;
         let mut saved_bytes = weights_bytes;
-        let (mut of_state, mut dtypes) = (None, Vec::new());
-        if self.has_weights_on_disk() {
-            (of_state, dtypes) = (Some(self.weights()), vec![model.dtype]);
-        }
         if state.has_master {
-            let layout = self.of_optimizer(|_| true);
-            dtypes.push(DType::F32);
-            of_state.get_or_insert_with(|| layout.clone());
-            saved_bytes = store(of_optimizer, "f32 master weights", layout, DType::F32);
+            saved_bytes = store(of_optimizer, "f32 master weights", self.of_optimizer(|_| true), DType::F32);
         }
         for (what, keeps) in &state.optimizer_keeps {
             let layout = self.of_optimizer(|index| keeps[index]);
-            if !layout.is_empty() {
-                dtypes.push(state.optimizer_dtype);
-                of_state.get_or_insert_with(|| layout.clone());
-            }
             saved_bytes += store(of_optimizer, what, layout, state.optimizer_dtype);
         }
         let updated = if state.has_master { ZeroStage::Optimizer } else { ZeroStage::Parameters };
@@ -313,7 +326,7 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         if let Some(residual) = self.residual() {
             saved_bytes += residual.booked_bytes(DType::BF16);
         }
-        self.book_windows(prediction, of_state.as_ref(), &dtypes);
+        self.book_windows(prediction);
         // There is no copy of what is on disk.
         let copied = if state.on_disk.is_some() { 0 } else { saved_bytes };
         let copies = |number: usize| copied.saturating_mul(number);
@@ -370,19 +383,25 @@ impl<'a, S: Fn(Summing) -> usize> Rank<'a, S> {
         Some(StoreLayout::new(&self.records, Extent::Whole, place, keeps))
     }
 
+    /// Which weights are whole while units work with them, and when; none where all are where kernels read them.
+    pub(super) fn gathers(&self, passes: RankPasses<'_>) -> Result<Option<Gathers>, TooFewLive> {
+        let is_shared_out = self.zero_stage >= ZeroStage::Parameters;
+        if !is_shared_out && !self.has_weights_on_disk() {
+            return Ok(None);
+        }
+        let stores = [Some(&self.weights()), Some(&self.frozen())];
+        let ranks = |summing| if is_shared_out { self.ranks(summing) } else { 1 };
+        Gathers::new(self.model, stores, ranks, passes, self.state.gathering).map(Some)
+    }
+
     /// Weights that are whole while units work with them, and what is kept of them for neighbours.
     fn book_gathered(
         &self,
         passes: RankPasses<'_>,
         prediction: &mut MemoryPrediction,
     ) -> Result<(), TooFewLive> {
+        let Some(gathers) = self.gathers(passes)? else { return Ok(()) };
         let is_shared_out = self.zero_stage >= ZeroStage::Parameters;
-        if !is_shared_out && !self.has_weights_on_disk() {
-            return Ok(());
-        }
-        let stores = [Some(&self.weights()), Some(&self.frozen())];
-        let ranks = |summing| if is_shared_out { self.ranks(summing) } else { 1 };
-        let gathers = Gathers::new(self.model, stores, ranks, passes, self.state.gathering)?;
         let bytes = |elements: usize| booked_bytes(elements.saturating_mul(self.model.dtype.size_bytes()));
         let pool_bytes = booked_bytes(gathers.pool_bytes(self.model.dtype));
         prediction.add(MemoryCategory::Communication, "gathered weights", pool_bytes);

@@ -17,6 +17,7 @@
 //!   "context_method": "ring",
 //!   "zero_stage": 1,
 //!   "quantize_gradients": "int8",
+//!   "residence": { "optimizer": "disk", "fraction": 0.5 },
 //!   "predicted": { "memory": [{ "ranks": "0-7", "bytes": { "parameters": 4096, "gradients": 4096 } }] }
 //! }
 //! ```
@@ -35,7 +36,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Feedback, QuantizedType, RecomputeRules, Sharding,
+    Feedback, QuantizedType, RecomputeRules, Residences, Sharding,
     mesh::{Degrees, Mesh},
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
 };
@@ -101,9 +102,27 @@ pub struct Plan {
     /// How the parameters are.
     #[serde(default, skip_serializing_if = "is_default")]
     pub sharding: Sharding,
+    /// What is on disk: state of the optimizer, gradients, parameters, activations; what is not said is in memory.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub residence: Residences,
+    /// MiB of gradients that are summed over the ranks at once, while the backward goes on.
+    #[serde(default = "default_bucket_mb", skip_serializing_if = "is_default_bucket")]
+    pub bucket_mb: f64,
     /// What the plan was predicted to come to; no run follows it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<PlanPrediction>,
+}
+
+/// MiB of gradients that are summed at once, where nobody says otherwise.
+pub const DEFAULT_BUCKET_MB: f64 = 25.0;
+
+fn default_bucket_mb() -> f64 {
+    DEFAULT_BUCKET_MB
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_default_bucket(bucket_mb: &f64) -> bool {
+    *bucket_mb == DEFAULT_BUCKET_MB
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {

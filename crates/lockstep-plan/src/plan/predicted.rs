@@ -41,6 +41,9 @@ pub struct PlannedStep {
     pub exposed_ms: f64,
     /// Waiting for other stages of the pipeline.
     pub bubble_ms: f64,
+    /// Waiting for the disk, where something is there.
+    #[serde(default, skip_serializing_if = "super::is_default")]
+    pub disk_ms: f64,
     /// Tokens a second, of all ranks.
     pub tokens_per_s: f64,
     /// Model FLOP/s as a share of the peak; none where that is a guess.

@@ -1,7 +1,7 @@
 use proptest::{prelude::*, sample::select};
 
 use super::*;
-use crate::{Feedback, LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute};
+use crate::{Feedback, LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute, Residence};
 
 /// A model of 12 layers on 8 ranks.
 fn facts() -> Facts {
@@ -41,6 +41,8 @@ fn plan() -> Plan {
         quantize_gradients: None,
         quantize_feedback: Feedback::Kept,
         sharding: Sharding::default(),
+        residence: Residences::default(),
+        bucket_mb: DEFAULT_BUCKET_MB,
         predicted: None,
     }
 }
@@ -66,7 +68,9 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
     let rows = Plan { schedule: PipelineSchedule::Rows(vec!["F0,B0".to_owned()]), ..plan() };
     let sharding = Sharding { max_live_parameters: Some(7), ..Sharding::default() };
     let shared_out = Plan { zero_stage: 3, sharding, ..plan() };
-    for plan in [plan(), rows, shared_out] {
+    let residence = Residences { optimizer: Residence::Disk, fraction: 0.3, ..Residences::default() };
+    let on_disk = Plan { residence, bucket_mb: 4.0, ..plan() };
+    for plan in [plan(), rows, shared_out, on_disk] {
         assert_eq!(Plan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
     }
     let short = r#"{"version": 1, "model": "m", "micro_batch": 3, "stages": [14]}"#;
@@ -88,6 +92,8 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         quantize_gradients: None,
         quantize_feedback: Feedback::Kept,
         sharding: Sharding::default(),
+        residence: Residences::default(),
+        bucket_mb: DEFAULT_BUCKET_MB,
         predicted: None,
     };
     assert_eq!(Plan::from_json(short).unwrap(), expected);

@@ -5,10 +5,10 @@ use std::ops::Range;
 use crate::cluster::Cluster;
 use crate::predict::style::{Style, UPDATE_BYTES};
 use crate::predict::tasks::{PassCost, Timed, Worker};
-use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
+use crate::predict::timed::{TimedModel, TimedUnit, among, device, ranks_of_a_node, slowest_kind};
 use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
 use crate::work::{Collective, ModelWork};
-use crate::{Axis, ExpertAxis, Mesh, ZeroStage};
+use crate::{Axis, DiskBytes, ExpertAxis, Mesh, StepTraffic, ZeroStage};
 
 /// What of a plan its time depends on, beside the model's work on one of its ranks.
 #[derive(Debug, Clone, Copy)]
@@ -27,6 +27,8 @@ pub struct PlanShape<'a> {
     pub gathers_once: bool,
     /// A device that holds the others up.
     pub slow: Option<SlowDevice>,
+    /// What each rank of the pipeline moves to and from its disk in a step; empty where nothing is there.
+    pub traffic: &'a [StepTraffic],
 }
 
 /// A device that is slower than the others.
@@ -78,6 +80,8 @@ pub struct StepPrediction {
     pub gradients_ms: f64,
     /// The update.
     pub update_ms: f64,
+    /// Waiting for the disk, in passes and in the update.
+    pub disk_ms: f64,
     /// The passes of each stage of the model.
     pub stages: Vec<StagePrediction>,
     /// What happens when in the pipeline, if there is one.
@@ -149,6 +153,8 @@ struct StateCost {
     arrive_s: f64,
     /// The update.
     update_s: f64,
+    /// What the update waits for the disk beside its own work.
+    disk_s: f64,
 }
 
 /// What a rank of the pipeline has behind it before the update.
@@ -192,14 +198,15 @@ impl<'a> Step<'a> {
             .map(|rank| self.end_of(rank, &states[rank], &stages, end_ms(rank)))
             .collect();
         let last = ends.iter().max_by(|a, b| a.end_s().total_cmp(&b.end_s())).copied().unwrap_or_default();
-        let update_s = self.update_s(&states);
+        let [update_s, disk_s] = self.update_s(&states);
         Ok(StepPrediction {
-            step_ms: (last.end_s() + update_s) * 1e3,
+            step_ms: (last.end_s() + update_s + disk_s) * 1e3,
             work_ms: last.passes.work_s * 1e3,
             exchange_ms: last.passes.exposed_s * 1e3,
             bubble_ms: f64::max(last.passes_end_s - last.passes.seconds(), 0.0) * 1e3,
             gradients_ms: last.gradients_s * 1e3,
             update_ms: update_s * 1e3,
+            disk_ms: (last.passes.disk_s + disk_s) * 1e3,
             exchange_busy_ms: last.busy_s * 1e3,
             stages,
             simulation,
@@ -215,7 +222,8 @@ impl<'a> Step<'a> {
         };
         let ends = ends_ms.into_iter().enumerate();
         let ends = ends.map(|(rank, end_ms)| self.end_of(rank, &states[rank], &stages, end_ms).end_s());
-        Ok((ends.max_by(f64::total_cmp).unwrap_or_default() + self.update_s(&states)) * 1e3)
+        let [update_s, disk_s] = self.update_s(&states);
+        Ok((ends.max_by(f64::total_cmp).unwrap_or_default() + update_s + disk_s) * 1e3)
     }
 
     /// What each rank does with state. Ranks that hold as much do the same.
@@ -233,6 +241,10 @@ impl<'a> Step<'a> {
         let mut states: Vec<StateCost> = (0..self.kinds.len()).map(state).collect();
         for (rank, state) in states.iter_mut().enumerate() {
             state.update_s /= self.speed_of(rank);
+            if let Some(traffic) = self.shape.traffic.get(rank) {
+                state.disk_s =
+                    f64::max(self.disk_s(rank, traffic.update.total() as f64) - state.update_s, 0.0);
+            }
         }
         states
     }
@@ -253,14 +265,52 @@ impl<'a> Step<'a> {
                     passes
                 });
                 let passes = passes.at_speed(self.speed_of(rank));
-                stages[stage] = self.with_state(passes, units.len(), of_rank, state);
+                stages[stage] =
+                    self.with_disk(self.with_state(passes, units.len(), of_rank, state), rank, units);
             }
         }
         stages
     }
 
-    fn update_s(&self, states: &[StateCost]) -> f64 {
-        states.iter().map(|state| state.update_s).fold(0.0, f64::max) + self.norm_s()
+    /// The longest update with the sum of squares before it, and what it waits for the disk.
+    fn update_s(&self, states: &[StateCost]) -> [f64; 2] {
+        let updates = states.iter().map(|state| [state.update_s, state.disk_s]);
+        let longest = updates.max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1])));
+        let [update_s, disk_s] = longest.unwrap_or_default();
+        [update_s + self.norm_s(), disk_s]
+    }
+
+    /// What so many bytes take a rank of the pipeline at its part of its node's disk.
+    fn disk_s(&self, rank: usize, bytes: f64) -> f64 {
+        let node = &self.cluster.nodes[self.kinds[rank]];
+        bytes * ranks_of_a_node(self.cluster, self.shape.mesh, node) as f64 / (node.disk_gb_per_s * 1e9)
+    }
+
+    /// The passes of a stage with what they wait for the disk: it reads ahead of them and writes behind them, so that it is waited for where it
+    /// has more to do than they.
+    fn with_disk(
+        &self,
+        mut prediction: StagePrediction,
+        rank: usize,
+        units: Range<usize>,
+    ) -> StagePrediction {
+        let Some(traffic) = self.shape.traffic.get(rank) else { return prediction };
+        let micro_batches = self.shape.micro_batches.max(1) as f64;
+        let of_pass = |units: &[DiskBytes]| {
+            let bytes: u64 = units.iter().map(DiskBytes::total).sum();
+            self.disk_s(rank, bytes as f64 / micro_batches)
+        };
+        let (forward, backward) =
+            (of_pass(&traffic.forward[units.clone()]), of_pass(&traffic.backward[units]));
+        for (pass, moving) in [
+            (&mut prediction.forward, forward),
+            (&mut prediction.backward, backward),
+            (&mut prediction.backward_inputs, backward / 2.0),
+            (&mut prediction.backward_weights, backward / 2.0),
+        ] {
+            pass.disk_s = f64::max(moving - pass.seconds(), 0.0);
+        }
+        prediction
     }
 
     /// What is left of the speed of a pipeline rank's devices: what the slowest of them has.
@@ -403,6 +453,7 @@ impl<'a> Step<'a> {
             gather_s: dense.gather_s + mixture.gather_s,
             arrive_s: dense.arrive_s + mixture.arrive_s,
             update_s: self.worker(kind).update(updated * UPDATE_BYTES),
+            disk_s: 0.0,
         }
     }
 

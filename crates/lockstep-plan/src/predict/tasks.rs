@@ -16,18 +16,25 @@ pub struct PassCost {
     pub exposed_s: f64,
     /// Seconds that exchanges take, hidden or not.
     pub exchange_s: f64,
+    /// Seconds in which it waits for its disk.
+    pub disk_s: f64,
 }
 
 impl PassCost {
     /// From beginning to end.
     pub fn seconds(&self) -> f64 {
-        self.work_s + self.exposed_s
+        self.work_s + self.exposed_s + self.disk_s
     }
 
     /// Of so many micro-batches.
     pub fn times(self, number: f64) -> Self {
-        let Self { work_s, exposed_s, exchange_s } = self;
-        Self { work_s: work_s * number, exposed_s: exposed_s * number, exchange_s: exchange_s * number }
+        let Self { work_s, exposed_s, exchange_s, disk_s } = self;
+        Self {
+            work_s: work_s * number,
+            exposed_s: exposed_s * number,
+            exchange_s: exchange_s * number,
+            disk_s: disk_s * number,
+        }
     }
 }
 
@@ -36,6 +43,7 @@ impl std::ops::AddAssign for PassCost {
         self.work_s += other.work_s;
         self.exposed_s += other.exposed_s;
         self.exchange_s += other.exchange_s;
+        self.disk_s += other.disk_s;
     }
 }
 

@@ -252,7 +252,7 @@ choices! {
     } later []
 }
 
-impl From<Residence> for lockstep_engine::Residence {
+impl From<Residence> for lockstep_plan::Residence {
     /// The memory of the machine is that of its CPU ranks.
     fn from(residence: Residence) -> Self {
         match residence {

@@ -294,7 +294,7 @@ sections! {
         pipeline_stages: Option<Vec<usize>> = None,
             rules().at_least(1.0).when_absent("even by operations");
         /// Gradients are summed over the ranks in buckets of so many MiB, while the backward goes on.
-        bucket_mb: f64 = 25.0, rules().above(0.0).at_most(1e6);
+        bucket_mb: f64 = lockstep_plan::DEFAULT_BUCKET_MB, rules().above(0.0).at_most(1e6);
         /// Steps between comparisons of all ranks' weights; 0 compares them at the start only.
         check_every: u64 = 100, rules();
         /// Seconds that a rank waits for the others before the run ends with an error.

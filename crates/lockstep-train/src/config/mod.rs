@@ -23,7 +23,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, Feedback, ParameterRecord, Quantization, Sharding, ZeroStage};
+use lockstep_plan::{Degrees, Feedback, ParameterRecord, Quantization, Residences, Sharding, ZeroStage};
 use serde_json::Value;
 
 pub use choices::{
@@ -169,18 +169,21 @@ impl RunConfig {
         }
     }
 
-    /// Whether everything lives where the ranks compute.
+    /// What is on disk.
+    pub fn residences(&self) -> Residences {
+        let parallel = &self.parallel;
+        Residences {
+            optimizer: parallel.offload_optimizer.into(),
+            gradients: parallel.offload_gradients.into(),
+            parameters: parallel.offload_parameters.into(),
+            activations: parallel.offload_activations.into(),
+            fraction: parallel.offload_fraction,
+        }
+    }
+
+    /// Whether everything is in memory.
     pub fn offloads_nothing(&self) -> bool {
-        let ParallelConfig {
-            offload_optimizer,
-            offload_gradients,
-            offload_parameters,
-            offload_activations,
-            ..
-        } = &self.parallel;
-        [offload_optimizer, offload_gradients, offload_parameters, offload_activations]
-            .into_iter()
-            .all(|residence| *residence == Residence::None)
+        !self.residences().use_disk()
     }
 
     /// Whether anything in `[parallel]` says how a step is split; else the planner is free to.

@@ -459,7 +459,7 @@ impl Planner {
             }
         }
         let step = |planner: &Self, layout: &Layout| {
-            let shape = planner.shape(candidate.zero_stage, layout);
+            let shape = planner.shape(candidate.zero_stage, layout, &[]);
             predict_step_ms(&planner.cluster, &units.times, shape).map_err(|_| Rejection::Invalid)
         };
         let short = step(self, layout)?;

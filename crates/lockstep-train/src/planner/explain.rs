@@ -32,13 +32,14 @@ pub struct Help {
 }
 
 /// The parts of a step, with their names.
-pub fn parts(step: &StepPrediction) -> [(&'static str, f64); 5] {
+pub fn parts(step: &StepPrediction) -> [(&'static str, f64); 6] {
     [
         ("work", step.work_ms),
         ("exchanges inside passes", step.exchange_ms),
         ("waiting for other stages", step.bubble_ms),
         ("sums of gradients", step.gradients_ms),
         ("the update", step.update_ms),
+        ("waiting for the disk", step.disk_ms),
     ]
 }
 

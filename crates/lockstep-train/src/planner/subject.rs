@@ -14,7 +14,7 @@ use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{
     Axis, MemoryBytes, MemoryCategory, Mesh, Plan, PlanPrediction, PlannedStep, RanksMemory, Recompute,
-    StageMemory, ZeroStage, predicted, split_quickly,
+    StageMemory, StatePlan, StepTraffic, WINDOW_ELEMENTS, ZeroStage, disk_traffic, predicted, split_quickly,
 };
 
 use crate::config::ReshardAfterForward;
@@ -98,6 +98,7 @@ impl Evaluated {
             compute_ms: step.work_ms + step.update_ms,
             exposed_ms: step.exposed_ms(),
             bubble_ms: step.bubble_ms,
+            disk_ms: step.disk_ms,
             tokens_per_s: self.tokens_per_s(),
             mfu: self.mfu(),
             price_per_billion_tokens: self.price_per_billion_tokens(),
@@ -156,6 +157,12 @@ impl Layout {
         }
     }
 
+    /// The passes of a rank that has these stages.
+    fn passes<'l>(&'l self, rank: usize, stages: &'l [StageMemory]) -> RankPasses<'l> {
+        let pipeline = self.schedule.as_deref().map(|schedule| (schedule, rank));
+        RankPasses { stages, pipeline, micro_batches: self.micro_batches }
+    }
+
     pub(super) fn stages_of(&self, rank: usize) -> Vec<usize> {
         self.schedule.as_ref().map_or_else(|| vec![0], |schedule| schedule.stages_of(rank).collect())
     }
@@ -204,9 +211,10 @@ impl Planner {
         let recording =
             self.recordings.by_layer(config, &self.model, &layout.mesh, &rules, self.cluster.software);
         let times = TimedModel::new(&self.cluster, &recording.work, &layout.mesh);
+        let traffic = self.traffic_of(config, &layout, &recording).unwrap_or_default();
         let step_ms = |pipeline_rank: usize| {
             let slow = Some(SlowDevice { pipeline_rank, speed });
-            let shape = PlanShape { slow, ..self.shape(config.zero_stage(), &layout) };
+            let shape = PlanShape { slow, ..self.shape(config.zero_stage(), &layout, &traffic) };
             // The stages are those of the schedule, as above.
             predict_step_ms(&self.cluster, &times, shape).unwrap_or(f64::INFINITY)
         };
@@ -221,7 +229,9 @@ impl Planner {
         layout: &Layout,
         recording: &Recording,
     ) -> Result<Evaluated, Error> {
-        let step = self.step(&config, layout, &recording.work);
+        // What cannot be has no memory either.
+        let traffic = self.traffic_of(&config, layout, recording).unwrap_or_default();
+        let step = self.step(&config, layout, &recording.work, &traffic);
         let memory =
             (0..layout.pipeline_ranks()).map(|rank| self.memory_of(&config, layout, recording, rank));
         let memory: Vec<MemoryBytes> = memory.collect::<Result<_, Rejection>>().unwrap_or_default();
@@ -250,14 +260,25 @@ impl Planner {
         })
     }
 
-    fn step(&self, config: &RunConfig, layout: &Layout, work: &ModelWork) -> StepPrediction {
+    fn step(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        work: &ModelWork,
+        traffic: &[StepTraffic],
+    ) -> StepPrediction {
         // The stages are those of the schedule: both come from one valid plan.
-        predict_step(&self.cluster, work, self.shape(config.zero_stage(), layout))
+        predict_step(&self.cluster, work, self.shape(config.zero_stage(), layout, traffic))
             .expect("costs of every stage of the schedule")
     }
 
     /// What the time of a layout depends on.
-    pub(super) fn shape<'l>(&self, zero_stage: ZeroStage, layout: &'l Layout) -> PlanShape<'l> {
+    pub(super) fn shape<'l>(
+        &self,
+        zero_stage: ZeroStage,
+        layout: &'l Layout,
+        traffic: &'l [StepTraffic],
+    ) -> PlanShape<'l> {
         PlanShape {
             mesh: &layout.mesh,
             zero_stage,
@@ -266,6 +287,7 @@ impl Planner {
             stages: &layout.stages,
             gathers_once: self.config.parallel.reshard_after_forward == ReshardAfterForward::Never,
             slow: None,
+            traffic,
         }
     }
 }
@@ -397,12 +419,45 @@ impl Planner {
             let kept = |unit| kept_elsewhere(work, unit, forgotten(unit), self.cluster.software);
             return Ok(memory_elsewhere(holding, elements, kept));
         }
-        let passes = RankPasses {
-            stages: &stages,
-            pipeline: layout.schedule.as_deref().map(|schedule| (schedule, rank)),
-            micro_batches: layout.micro_batches,
+        let state = self.state_plan(config, layout, recording, rank);
+        let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
+        let prediction = predicted(&recording.profile, layout.passes(rank, &stages), shard_ranks, &state);
+        let prediction = prediction.map_err(|_| Rejection::Invalid)?;
+        // A device gives what is booked; a host's system gives pages when they are first written.
+        Ok(if self.is_host() { prediction.touched() } else { prediction.by_category() })
+    }
+
+    /// What each rank of the pipeline moves to and from its disk in a step; nothing where nothing is there.
+    pub(super) fn traffic_of(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        recording: &Recording,
+    ) -> Result<Vec<StepTraffic>, Rejection> {
+        if config.offloads_nothing() || self.cluster.software != Software::Lockstep {
+            return Ok(Vec::new());
+        }
+        let of_rank = |rank: usize| {
+            let stages = layout.of_rank(rank, recording.work.units());
+            let state = self.state_plan(config, layout, recording, rank);
+            let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
+            disk_traffic(&recording.profile, layout.passes(rank, &stages), shard_ranks, &state)
         };
+        (0..layout.pipeline_ranks()).map(of_rank).collect::<Result<_, _>>().map_err(|_| Rejection::Invalid)
+    }
+
+    /// How a rank of the pipeline keeps its state.
+    fn state_plan(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        recording: &Recording,
+        rank: usize,
+    ) -> StatePlan {
         let mut state = recording.state.clone();
+        let residences = config.residences();
+        state.on_disk = residences.disk_plan(WINDOW_ELEMENTS);
+        state.has_activations_on_disk = residences.have_activations_on_disk();
         state.zero_stage = config.zero_stage();
         state.replicas = layout.mesh.ranks().degree(Axis::Replicate);
         let options = crate::engine_options(config);
@@ -410,11 +465,7 @@ impl Planner {
         let of_a_stage = layout.mesh.world_size() / layout.pipeline_ranks();
         let copies = Training::of(config).copies(&layout.mesh, rank * of_a_stage, config.zero_stage());
         (state.kept_copies, state.saved_copies) = (copies.kept, copies.saved);
-        let prediction =
-            predicted(&recording.profile, passes, |summing| layout.mesh.shard_ranks(summing), &state);
-        let prediction = prediction.map_err(|_| Rejection::Invalid)?;
-        // A device gives what is booked; a host's system gives pages when they are first written.
-        Ok(if self.is_host() { prediction.touched() } else { prediction.by_category() })
+        state
     }
 
     /// What a rank may book.

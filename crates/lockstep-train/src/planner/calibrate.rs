@@ -78,7 +78,9 @@ impl MadeRun {
         let (config, step) = measured(dir)?;
         let refuse = |why: String| Error::TeachesNothing { dir: dir.to_owned(), why };
         if !config.offloads_nothing() {
-            return Err(refuse("part of it is on disk, whose time is not predicted".to_owned()));
+            return Err(refuse(
+                "part of it is on disk, and what it waited there says nothing of the cores".to_owned(),
+            ));
         }
         let step = step.filter(|step| step.steps >= FEWEST_STEPS).ok_or_else(|| {
             refuse(format!(

@@ -31,6 +31,9 @@ pub struct Help {
     pub speedup: f64,
 }
 
+/// What the part of a step is called that there is only where something is on disk.
+pub const DISK: &str = "waiting for the disk";
+
 /// The parts of a step, with their names.
 pub fn parts(step: &StepPrediction) -> [(&'static str, f64); 6] {
     [
@@ -39,7 +42,7 @@ pub fn parts(step: &StepPrediction) -> [(&'static str, f64); 6] {
         ("waiting for other stages", step.bubble_ms),
         ("sums of gradients", step.gradients_ms),
         ("the update", step.update_ms),
-        ("waiting for the disk", step.disk_ms),
+        (DISK, step.disk_ms),
     ]
 }
 

@@ -30,7 +30,7 @@ use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
 
 pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 pub use choice::{Choice, Reason, choose};
-pub use explain::{Help, Neighbour, mesh_in_words, parts, rejection_in_words, schedule_in_words};
+pub use explain::{DISK, Help, Neighbour, mesh_in_words, parts, rejection_in_words, schedule_in_words};
 pub use page::page;
 pub use subject::Evaluated;
 
@@ -49,11 +49,9 @@ pub enum Objective {
     Headroom,
 }
 
-/// What a step of `config` is predicted to take on this machine; none where nobody has measured it, where other machines take part, or
-/// where something is on disk, whose time is not predicted.
+/// What a step of `config` is predicted to take on this machine; none where nobody has measured it, or where other machines take part.
 pub(crate) fn foretell(config: &RunConfig) -> Option<PlannedStep> {
-    let machine = machine::of_run(config).filter(|_| config.offloads_nothing())?;
-    predicted_step(config, machine).ok()
+    predicted_step(config, machine::of_run(config)?).ok()
 }
 
 /// What a step of `config` is predicted to take on `cluster`.

@@ -124,9 +124,6 @@ impl Predicted {
             }
         };
         found::print_step(&self.evaluated, planner.cluster());
-        if !config.offloads_nothing() {
-            say!("           (without the time of what goes to the disk and comes from it)");
-        }
         say!("\nverdict    {verdict}");
     }
 

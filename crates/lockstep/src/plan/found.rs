@@ -5,7 +5,7 @@ use lockstep_plan::search::Ranking;
 use lockstep_plan::{ContextMethod, Plan};
 use lockstep_train::human;
 use lockstep_train::planner::{
-    Evaluated, Help, Neighbour, Planner, Searched, mesh_in_words, parts, rejection_in_words,
+    DISK, Evaluated, Help, Neighbour, Planner, Searched, mesh_in_words, parts, rejection_in_words,
     schedule_in_words,
 };
 use serde_json::{Value, json};
@@ -139,7 +139,7 @@ fn teraflops(number: f64) -> String {
 /// Where the time of a step goes, and what comes of it.
 pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
     let step = &found.step;
-    let shares = parts(step).map(|(name, ms)| {
+    let shares = parts(step).into_iter().filter(|(name, ms)| *ms > 0.0 || *name != DISK).map(|(name, ms)| {
         format!(
             "{name} {} ({:.0} %)",
             human::milliseconds(ms),

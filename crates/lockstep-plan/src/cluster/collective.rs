@@ -53,8 +53,8 @@ impl Placement {
 /// A level that a group's messages pass.
 struct Passed<'c> {
     link: &'c Link,
-    /// Whether it is the innermost of the cluster.
-    is_innermost: bool,
+    /// Its number among the cluster's, from the innermost.
+    level: usize,
     /// Ranks that share a part of the level below.
     below: f64,
     /// Ranks that share a part of it.
@@ -69,6 +69,10 @@ impl Passed<'_> {
 
     fn latency(&self) -> f64 {
         self.link.latency_us * 1e-6
+    }
+
+    fn is_innermost(&self) -> bool {
+        self.level == 0
     }
 }
 
@@ -148,13 +152,42 @@ impl Cluster {
         }
     }
 
+    /// Bytes that a rank of a group sends over each level of links in a collective, on average over the group, `bytes` being counted as by
+    /// [`Cluster::seconds`]. What goes around a ring of `k` ranks of a part crosses the next level once for `k` ranks; where switches
+    /// add up, each rank sends its operand once.
+    pub fn sent_bytes(&self, collective: Collective, bytes: f64, placement: &Placement) -> [f64; MAX_LEVELS] {
+        let ranks = placement.size as f64;
+        let others = (ranks - 1.0) / ranks;
+        let mut sent = [0.0; MAX_LEVELS];
+        for level in self.passed(placement) {
+            // A ring is closed by the outermost level.
+            let beyond = if level.within < ranks { 1.0 / level.within } else { 0.0 };
+            let of_ring = 1.0 / level.below - beyond;
+            sent[level.level] = match collective {
+                Collective::AllReduce if self.adds_in_switch(&level, placement) => bytes,
+                Collective::AllReduce => 2.0 * others * bytes * of_ring,
+                Collective::AllGather | Collective::ReduceScatter => others * bytes * of_ring,
+                // The last of a chain passes nothing on.
+                Collective::Broadcast | Collective::Reduce => others * bytes * of_ring,
+                Collective::AllToAll => bytes * (level.within - level.below) / ranks,
+                Collective::Ring => (ranks - 1.0) * bytes * of_ring,
+                Collective::Shift => bytes * of_ring,
+            };
+        }
+        sent
+    }
+
+    /// The innermost level that joins two ranks; none of a rank and itself, or where nothing does.
+    pub fn level_between(&self, from: usize, to: usize) -> Option<usize> {
+        let joins = |link: &Link| self.part(link, from) == self.part(link, to);
+        let last = self.links.len().checked_sub(1)?;
+        (from != to).then(|| self.links.iter().position(joins).unwrap_or(last))
+    }
+
     /// Seconds of a message from one rank to another.
     pub fn send_seconds(&self, bytes: u64, from: usize, to: usize) -> f64 {
-        if from == to {
-            return 0.0;
-        }
-        let joins = |link: &&Link| self.part(link, from) == self.part(link, to);
-        let Some(link) = self.links.iter().find(joins).or(self.links.last()) else { return 0.0 };
+        let Some(level) = self.level_between(from, to) else { return 0.0 };
+        let link = &self.links[level];
         let steps = link.latency_us * 1e-6 * RING_STEP;
         let time = bytes as f64 / (link.gb_per_s * link.efficiency * 1e9);
         link.start_us * 1e-6 + steps + time + link.fill * (steps * time).sqrt()
@@ -164,15 +197,10 @@ impl Cluster {
     fn passed(&self, placement: &Placement) -> Vec<Passed<'_>> {
         let mut below = 1;
         let mut passed = Vec::with_capacity(self.links.len());
-        for (index, link) in self.links.iter().enumerate() {
-            let within = placement.within(index);
+        for (level, link) in self.links.iter().enumerate() {
+            let within = placement.within(level);
             if within > below {
-                passed.push(Passed {
-                    link,
-                    is_innermost: index == 0,
-                    below: below as f64,
-                    within: within as f64,
-                });
+                passed.push(Passed { link, level, below: below as f64, within: within as f64 });
                 below = within;
             }
         }
@@ -209,14 +237,30 @@ impl Cluster {
     /// The same of an all-reduce, which switches may add up. Ranks of a host add up in its memory, always.
     fn all_reduce_rate(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
         let ring = self.ring_rate(level, placement);
+        match self.switched_rate(level, placement) {
+            Some(switched) if self.is_of_hosts() => switched,
+            Some(switched) => ring.max(switched),
+            None => ring,
+        }
+    }
+
+    /// Bytes a second of an all-reduce that a level's switches add up, counted as a ring's; none where they do not.
+    fn switched_rate(&self, level: &Passed<'_>, placement: &Placement) -> Option<f64> {
         // Every rank sends and receives its operand once.
         let others = (placement.size - 1) as f64 / placement.size as f64;
-        let switched = |share: f64| level.link.gb_per_s * share * 1e9 * 2.0 * others;
-        match level.link.in_switch {
-            Some(share) if self.nodes.iter().any(|kind| kind.device.is_host) => switched(share),
-            Some(share) if level.below == 1.0 && level.within >= IN_SWITCH_RANKS => ring.max(switched(share)),
-            _ => ring,
-        }
+        let rate = level.link.gb_per_s * level.link.in_switch? * 1e9 * 2.0 * others;
+        let has_enough = level.below == 1.0 && level.within >= IN_SWITCH_RANKS;
+        (self.is_of_hosts() || has_enough).then_some(rate)
+    }
+
+    /// Whether a level's switches, or a host's memory, add up an all-reduce.
+    fn adds_in_switch(&self, level: &Passed<'_>, placement: &Placement) -> bool {
+        let switched = self.switched_rate(level, placement);
+        switched.is_some_and(|rate| self.is_of_hosts() || rate > self.ring_rate(level, placement))
+    }
+
+    fn is_of_hosts(&self) -> bool {
+        self.nodes.iter().any(|kind| kind.device.is_host)
     }
 
     /// Seconds of the steps of a chain within nodes and a tree of nodes, up and down.
@@ -225,7 +269,7 @@ impl Cluster {
             let parts = level.within / level.below;
             let steps = match level.link.torus {
                 Some(_) => self.torus_steps(level, placement),
-                None if level.is_innermost => parts - 1.0,
+                None if level.is_innermost() => parts - 1.0,
                 None => libm::log2(parts).max(1.0),
             };
             2.0 * steps * level.latency()
@@ -271,7 +315,7 @@ impl Cluster {
 
 /// A step of a ring, in those of a tree. Within a node both were fitted to chains.
 fn ring_step(level: &Passed<'_>) -> f64 {
-    if level.is_innermost { 1.0 } else { RING_STEP }
+    if level.is_innermost() { 1.0 } else { RING_STEP }
 }
 
 #[cfg(test)]
@@ -320,6 +364,46 @@ mod tests {
         // Two nodes, four ranks of each, as tensor and replicate axes together may have it.
         let found = cluster.placement_of(&[0, 1, 2, 3, 8, 9, 10, 11]);
         assert_eq!([found.within(0), found.within(1)], [4, 8]);
+    }
+
+    #[test]
+    fn what_is_sent_over_all_levels_is_what_a_ring_sends_and_each_level_has_its_share() {
+        // DGX A100 have no switches that add up.
+        let cluster = preset("dgx-a100x16");
+        let bytes = 128.0 * 1024.0;
+        for (size, stride) in [(8, 1), (16, 1), (128, 1), (16, 8), (8, 16), (4, 2)] {
+            let placement = cluster.placement(size, stride);
+            let sent = |collective| cluster.sent_bytes(collective, bytes, &placement);
+            let sum = |collective| sent(collective).iter().sum::<f64>();
+            let others = (size - 1) as f64 / size as f64;
+            for (collective, expected) in [
+                (Collective::AllReduce, 2.0 * others),
+                (Collective::AllGather, others),
+                (Collective::ReduceScatter, others),
+                (Collective::AllToAll, others),
+                (Collective::Ring, (size - 1) as f64),
+                (Collective::Shift, 1.0),
+            ] {
+                let found = sum(collective) / bytes;
+                assert!((found - expected).abs() < 1e-9, "{collective:?} of {size} by {stride}: {found}");
+            }
+            // Of ranks of a node one eighth leaves it in a ring; to all others goes what is theirs.
+            let within = placement.within(0) as f64;
+            if placement.within(0) < size && within > 1.0 {
+                let [ring, all_to_all] =
+                    [Collective::AllGather, Collective::AllToAll].map(|collective| sent(collective)[1]);
+                assert!((ring - others * bytes / within).abs() < 1e-6, "{ring}");
+                assert!((all_to_all - bytes * (1.0 - within / size as f64)).abs() < 1e-6, "{all_to_all}");
+            }
+        }
+        // Eight H100 have: what a rank has goes up once.
+        let cluster = preset("dgx-h100x2");
+        let [inside, outside, ..] =
+            cluster.sent_bytes(Collective::AllReduce, bytes, &cluster.placement(16, 1));
+        assert_eq!((inside, outside), (bytes, 2.0 * 15.0 / 16.0 * bytes / 8.0));
+        assert_eq!(cluster.level_between(0, 7), Some(0));
+        assert_eq!(cluster.level_between(7, 8), Some(1));
+        assert_eq!(cluster.level_between(3, 3), None);
     }
 
     #[test]

@@ -11,13 +11,16 @@
 //! than the stages of their pipeline. What differs between nodes of unlike kinds is the device; the slowest of a stage decides.
 
 mod goodput;
+mod state;
 mod step;
 mod style;
 mod tasks;
 mod timed;
+mod traffic;
 
 pub use goodput::{Failures, Goodput};
 pub use step::{PlanShape, SlowDevice, StagePrediction, StepPrediction, predict_step, predict_step_ms};
 pub use style::Style;
 pub use tasks::{PassCost, Worker};
-pub use timed::{TimedModel, slowest_kind};
+pub use timed::{TimedModel, device, kinds_of, slowest_kind};
+pub use traffic::{Sent, StepTraffic, Traffic, traffic};

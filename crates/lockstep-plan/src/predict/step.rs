@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::cluster::Cluster;
+use crate::predict::state::{SharedState, StateExchange, StatePassage};
 use crate::predict::style::{Style, UPDATE_BYTES};
 use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, ranks_of_a_node, slowest_kind};
@@ -122,18 +123,18 @@ pub fn predict_step_ms(
     Step::new(cluster, model, shape).step_ms()
 }
 
-struct Step<'a> {
-    cluster: &'a Cluster,
-    model: &'a TimedModel,
-    shape: PlanShape<'a>,
-    style: Style,
+pub(super) struct Step<'a> {
+    pub(super) cluster: &'a Cluster,
+    pub(super) model: &'a TimedModel,
+    pub(super) shape: PlanShape<'a>,
+    pub(super) style: Style,
     /// For each rank of the pipeline, the kind of node that decides its time.
-    kinds: Vec<usize>,
+    pub(super) kinds: Vec<usize>,
 }
 
 /// What a pipeline rank has of the model: elements and units; and on which kind of node.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-struct Holding {
+pub(super) struct Holding {
     dense: f64,
     experts: f64,
     units: usize,
@@ -142,15 +143,15 @@ struct Holding {
 
 /// What the ranks do with gradients and weights beside passes, in seconds.
 #[derive(Debug, Clone, Copy, Default)]
-struct StateCost {
+pub(super) struct StateCost {
     /// Sums after the last backward.
-    sum_s: f64,
+    pub(super) sum_s: f64,
     /// Sums of each micro-batch.
     sum_of_micro_batch_s: f64,
     /// A gather of all weights.
     gather_s: f64,
     /// Weights that arrive after the update.
-    arrive_s: f64,
+    pub(super) arrive_s: f64,
     /// The update.
     update_s: f64,
     /// What the update waits for the disk beside its own work.
@@ -159,25 +160,27 @@ struct StateCost {
 
 /// What a rank of the pipeline has behind it before the update.
 #[derive(Debug, Clone, Copy, Default)]
-struct RankEnd {
+pub(super) struct RankEnd {
     /// Its passes of all micro-batches.
     passes: PassCost,
     /// When the last of them ends.
-    passes_end_s: f64,
-    /// What it then waits for sums of gradients and for weights.
-    gradients_s: f64,
+    pub(super) passes_end_s: f64,
+    /// What it then waits for sums of gradients.
+    pub(super) sum_s: f64,
+    /// What it waits for weights, after the update.
+    pub(super) arrive_s: f64,
     /// What its exchanges take, hidden or not.
     busy_s: f64,
 }
 
 impl RankEnd {
-    fn end_s(&self) -> f64 {
-        self.passes_end_s + self.gradients_s
+    pub(super) fn end_s(&self) -> f64 {
+        self.passes_end_s + self.sum_s + self.arrive_s
     }
 }
 
 impl<'a> Step<'a> {
-    fn new(cluster: &'a Cluster, model: &'a TimedModel, shape: PlanShape<'a>) -> Self {
+    pub(super) fn new(cluster: &'a Cluster, model: &'a TimedModel, shape: PlanShape<'a>) -> Self {
         let ranks = shape.mesh.ranks().degree(Axis::Pipeline);
         let kinds = (0..ranks).map(|rank| slowest_kind(cluster, shape.mesh, model.dtype(), rank)).collect();
         Self { cluster, model, shape, style: cluster.software.style(), kinds }
@@ -187,7 +190,7 @@ impl<'a> Step<'a> {
         let states = self.states();
         let stages = self.stages(&states);
         let simulation = match self.shape.schedule {
-            Some(schedule) => Some(schedule.simulate(&self.costs(&stages))?),
+            Some(schedule) => Some(schedule.simulate(&self.costs(&stages, self.message_s()))?),
             None => None,
         };
         let end_ms = |rank: usize| {
@@ -204,7 +207,7 @@ impl<'a> Step<'a> {
             work_ms: last.passes.work_s * 1e3,
             exchange_ms: last.passes.exposed_s * 1e3,
             bubble_ms: f64::max(last.passes_end_s - last.passes.seconds(), 0.0) * 1e3,
-            gradients_ms: last.gradients_s * 1e3,
+            gradients_ms: (last.sum_s + last.arrive_s) * 1e3,
             update_ms: update_s * 1e3,
             disk_ms: (last.passes.disk_s + disk_s) * 1e3,
             exchange_busy_ms: last.busy_s * 1e3,
@@ -216,18 +219,31 @@ impl<'a> Step<'a> {
     fn step_ms(&self) -> Result<f64, CostsError> {
         let states = self.states();
         let stages = self.stages(&states);
+        let ends = self.ends(&states, &stages, self.message_s())?;
+        let last_s = ends.iter().map(RankEnd::end_s).max_by(f64::total_cmp).unwrap_or_default();
+        let [update_s, disk_s] = self.update_s(&states);
+        Ok((last_s + update_s + disk_s) * 1e3)
+    }
+
+    /// When each rank has done everything but the update, if a message takes so long.
+    pub(super) fn ends(
+        &self,
+        states: &[StateCost],
+        stages: &[StagePrediction],
+        message_s: f64,
+    ) -> Result<Vec<RankEnd>, CostsError> {
         let ends_ms = match self.shape.schedule {
-            Some(schedule) => schedule.ends_ms(&self.costs(&stages))?.into_iter().map(Some).collect(),
+            Some(schedule) => {
+                schedule.ends_ms(&self.costs(stages, message_s))?.into_iter().map(Some).collect()
+            }
             None => vec![None; self.kinds.len()],
         };
         let ends = ends_ms.into_iter().enumerate();
-        let ends = ends.map(|(rank, end_ms)| self.end_of(rank, &states[rank], &stages, end_ms).end_s());
-        let [update_s, disk_s] = self.update_s(&states);
-        Ok((ends.max_by(f64::total_cmp).unwrap_or_default() + update_s + disk_s) * 1e3)
+        Ok(ends.map(|(rank, end_ms)| self.end_of(rank, &states[rank], stages, end_ms)).collect())
     }
 
     /// What each rank does with state. Ranks that hold as much do the same.
-    fn states(&self) -> Vec<StateCost> {
+    pub(super) fn states(&self) -> Vec<StateCost> {
         let mut known: Vec<(Holding, StateCost)> = Vec::new();
         let state = |rank: usize| {
             let holding = self.holding(rank);
@@ -250,7 +266,7 @@ impl<'a> Step<'a> {
     }
 
     /// What the passes of each stage take. Stages of the same units do the same.
-    fn stages(&self, states: &[StateCost]) -> Vec<StagePrediction> {
+    pub(super) fn stages(&self, states: &[StateCost]) -> Vec<StagePrediction> {
         let mut known: Vec<(&[usize], usize, StagePrediction)> = Vec::new();
         let mut stages = vec![StagePrediction::default(); self.shape.stages.len()];
         for (rank, state) in states.iter().enumerate() {
@@ -328,7 +344,7 @@ impl<'a> Step<'a> {
         self.cluster.nodes.iter().all(|node| !node.device.is_host)
     }
 
-    fn stages_of(&self, rank: usize) -> Vec<usize> {
+    pub(super) fn stages_of(&self, rank: usize) -> Vec<usize> {
         self.shape.schedule.map_or_else(|| vec![0], |schedule| schedule.stages_of(rank).collect())
     }
 
@@ -366,11 +382,11 @@ impl<'a> Step<'a> {
         let arrive_s =
             if self.hides() { f64::max(state.arrive_s - forward.work_s, 0.0) } else { state.arrive_s };
         let busy_s = passes.exchange_s + state.sum_s + state.arrive_s;
-        RankEnd { passes, passes_end_s, gradients_s: sum_s + arrive_s, busy_s }
+        RankEnd { passes, passes_end_s, sum_s, arrive_s, busy_s }
     }
 
     /// What the passes of some units take on a kind of node, but for gathers and sums of state.
-    fn passes(&self, units: Range<usize>, kind: usize) -> StagePrediction {
+    pub(super) fn passes(&self, units: Range<usize>, kind: usize) -> StagePrediction {
         let pass = |tasks: fn(&TimedUnit) -> &Vec<Timed>| {
             PassCost::of(units.clone().flat_map(|unit| tasks(self.model.on(unit, kind))))
         };
@@ -411,11 +427,11 @@ impl<'a> Step<'a> {
         prediction
     }
 
-    fn among(&self, collective: Collective, bytes: f64, size: usize, stride: usize) -> f64 {
+    pub(super) fn among(&self, collective: Collective, bytes: f64, size: usize, stride: usize) -> f64 {
         among(self.cluster, collective, bytes, size, stride)
     }
 
-    fn holding(&self, rank: usize) -> Holding {
+    pub(super) fn holding(&self, rank: usize) -> Holding {
         let mut holding = Holding { kind: self.kinds[rank], ..Holding::default() };
         for stage in self.stages_of(rank) {
             for unit in self.shape.stages[stage].clone() {
@@ -429,32 +445,26 @@ impl<'a> Step<'a> {
     }
 
     fn state(&self, holding: &Holding) -> StateCost {
-        let view = self.shape.mesh.ranks();
-        let experts = self.shape.mesh.experts();
-        let (replicas, tensor) = (view.degree(Axis::Replicate), view.degree(Axis::Tensor));
-        let sharers = view.degree(Axis::Shard) * view.degree(Axis::Context);
-        let of_experts = experts.degree(ExpertAxis::ExpertTensor) * experts.degree(ExpertAxis::Expert);
-        let Holding { units, kind, .. } = *holding;
-        let dense = self.state_of(holding.dense, units, [sharers, tensor], replicas);
-        let mixture = self.state_of(
-            holding.experts,
-            units,
-            [experts.degree(ExpertAxis::ExpertShard), of_experts],
-            replicas,
-        );
-        let updated = |elements: f64, sharers: usize| {
-            if self.shape.zero_stage == ZeroStage::Nothing { elements } else { elements / sharers as f64 }
+        let updated = |state: &SharedState, elements: f64| {
+            let shares = self.shape.zero_stage != ZeroStage::Nothing;
+            if shares { elements / state.sharers as f64 } else { elements }
         };
-        let updated = updated(holding.dense, sharers)
-            + updated(holding.experts, experts.degree(ExpertAxis::ExpertShard));
-        StateCost {
-            sum_s: dense.sum_s + mixture.sum_s,
-            sum_of_micro_batch_s: dense.sum_of_micro_batch_s + mixture.sum_of_micro_batch_s,
-            gather_s: dense.gather_s + mixture.gather_s,
-            arrive_s: dense.arrive_s + mixture.arrive_s,
-            update_s: self.worker(kind).update(updated * UPDATE_BYTES),
-            disk_s: 0.0,
+        let [dense, experts] = self.shared_states(holding);
+        let updated = updated(&dense, holding.dense) + updated(&experts, holding.experts);
+        let mut cost = StateCost {
+            update_s: self.worker(holding.kind).update(updated * UPDATE_BYTES),
+            ..StateCost::default()
+        };
+        for exchange in self.state_exchanges(holding) {
+            let of_passage = match exchange.passage {
+                StatePassage::Sum => &mut cost.sum_s,
+                StatePassage::SumOfMicroBatch => &mut cost.sum_of_micro_batch_s,
+                StatePassage::Gather => &mut cost.gather_s,
+                StatePassage::Arrive => &mut cost.arrive_s,
+            };
+            *of_passage += self.seconds_of(&exchange);
         }
+        cost
     }
 
     fn worker(&self, kind: usize) -> Worker<'_> {
@@ -462,41 +472,39 @@ impl<'a> Step<'a> {
         Worker { device, style: self.style, dtype: self.model.dtype() }
     }
 
-    /// The state of so many elements, in so many units, that `sharers`, each `stride` after the other, may share out, in so many replicas.
-    fn state_of(
-        &self,
-        elements: f64,
-        units: usize,
-        [sharers, stride]: [usize; 2],
-        replicas: usize,
-    ) -> StateCost {
-        let gradients = elements * self.style.state_bytes(self.model.dtype()).gradient as f64;
-        let weights = elements * self.model.dtype().size_bytes() as f64;
-        let mut cost = StateCost::default();
-        if self.shape.zero_stage == ZeroStage::Nothing {
-            cost.sum_s = self.among(Collective::AllReduce, gradients, sharers * replicas, stride);
-            return cost;
-        }
-        // What is shared out goes unit by unit.
-        let units = units as f64 * self.style.gathers_of_a_unit;
-        let unit_by_unit = |collective: Collective, bytes: f64| {
-            units * self.among(collective, bytes / units / self.style.gathers_at, sharers, stride)
+    /// What a rank sends of its state: of what all have, and of experts.
+    pub(super) fn shared_states(&self, holding: &Holding) -> [SharedState; 2] {
+        let view = self.shape.mesh.ranks();
+        let experts = self.shape.mesh.experts();
+        let gradient_bytes = self.style.state_bytes(self.model.dtype()).gradient as f64;
+        let weight_bytes = self.model.dtype().size_bytes() as f64;
+        let of = |elements: f64, sharers: usize, stride: usize| SharedState {
+            gradient_bytes: elements * gradient_bytes,
+            weight_bytes: elements * weight_bytes,
+            units: holding.units,
+            sharers,
+            stride,
+            replicas: view.degree(Axis::Replicate),
         };
-        let scatter = unit_by_unit(Collective::ReduceScatter, gradients);
-        let own = gradients / sharers as f64;
-        cost.sum_s = self.among(Collective::AllReduce, own, replicas, stride * sharers);
-        if self.shape.zero_stage >= ZeroStage::Gradients && self.shape.micro_batches > 1 {
-            cost.sum_of_micro_batch_s = scatter;
-        } else {
-            cost.sum_s += scatter;
-        }
-        let gather = unit_by_unit(Collective::AllGather, weights);
-        if self.shape.zero_stage == ZeroStage::Parameters {
-            cost.gather_s = gather;
-        } else {
-            cost.arrive_s = gather;
-        }
-        cost
+        let sharers = view.degree(Axis::Shard) * view.degree(Axis::Context);
+        let of_experts = experts.degree(ExpertAxis::ExpertTensor) * experts.degree(ExpertAxis::Expert);
+        [
+            of(holding.dense, sharers, view.degree(Axis::Tensor)),
+            of(holding.experts, experts.degree(ExpertAxis::ExpertShard), of_experts),
+        ]
+    }
+
+    /// The same, one exchange after the other.
+    pub(super) fn state_exchanges(&self, holding: &Holding) -> impl Iterator<Item = StateExchange> {
+        let PlanShape { zero_stage, micro_batches, .. } = self.shape;
+        let of = move |state: SharedState| state.exchanges(&self.style, zero_stage, micro_batches);
+        self.shared_states(holding).into_iter().flat_map(of)
+    }
+
+    /// Seconds of all of them that are alike.
+    pub(super) fn seconds_of(&self, exchange: &StateExchange) -> f64 {
+        let StateExchange { collective, times, bytes, slowness, size, stride, .. } = *exchange;
+        times * self.among(collective, bytes * slowness, size, stride)
     }
 
     /// The sum of the gradients' squares over all ranks.
@@ -504,17 +512,32 @@ impl<'a> Step<'a> {
         self.among(Collective::AllReduce, 8.0, self.shape.mesh.world_size(), 1)
     }
 
-    /// What the pipeline's passes and messages cost.
-    fn costs(&self, stages: &[StagePrediction]) -> Costs {
-        let view = self.shape.mesh.ranks();
-        let tensor = view.degree(Axis::Tensor);
-        let neighbour = self.shape.mesh.world_size() / view.degree(Axis::Pipeline).max(1);
+    /// Bytes of a message between stages, and whether each tensor-parallel rank sends a slice of what all of them have.
+    pub(super) fn message_bytes(&self) -> (f64, bool) {
+        let tensor = self.shape.mesh.ranks().degree(Axis::Tensor);
         let is_sliced = self.model.is_boundary_whole && self.style.slices_messages && tensor > 1;
-        let bytes = self.model.boundary_bytes as f64 / if is_sliced { tensor as f64 } else { 1.0 };
-        let mut message_s = self.cluster.send_seconds(bytes as u64, 0, neighbour);
-        if is_sliced {
-            message_s += self.among(Collective::AllGather, self.model.boundary_bytes as f64, tensor, 1);
+        (self.model.boundary_bytes as f64 / if is_sliced { tensor as f64 } else { 1.0 }, is_sliced)
+    }
+
+    /// How far a rank of the next stage is.
+    pub(super) fn neighbour(&self) -> usize {
+        let mesh = self.shape.mesh;
+        mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1)
+    }
+
+    /// Seconds of a message between stages.
+    pub(super) fn message_s(&self) -> f64 {
+        let (bytes, is_sliced) = self.message_bytes();
+        let message_s = self.cluster.send_seconds(bytes as u64, 0, self.neighbour());
+        if !is_sliced {
+            return message_s;
         }
+        let tensor = self.shape.mesh.ranks().degree(Axis::Tensor);
+        message_s + self.among(Collective::AllGather, self.model.boundary_bytes as f64, tensor, 1)
+    }
+
+    /// What the pipeline's passes cost, and messages that take so long.
+    fn costs(&self, stages: &[StagePrediction], message_s: f64) -> Costs {
         let waits_ms = if self.style.sends_beside { 0.0 } else { message_s * 1e3 };
         let last = stages.len().saturating_sub(1);
         let stage = |(index, stage): (usize, &StagePrediction)| {

@@ -224,31 +224,57 @@ enum Beside {
     Last,
 }
 
+/// What a rank that does tasks one after the other finds an exchange to take.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Waited {
+    /// It waits so long for an exchange, given by its place among the tasks, which takes so long.
+    For { task: usize, seconds: f64, exposed_s: f64 },
+    /// An exchange that takes so long goes on beside the next work.
+    Beside { task: usize, seconds: f64 },
+    /// That work is done, and those beside it take so much longer.
+    After { exposed_s: f64 },
+}
+
 impl PassCost {
     /// Of tasks that are done one after the other.
     pub(super) fn of<'t>(tasks: impl IntoIterator<Item = &'t Timed>) -> Self {
+        Self::told(tasks, |_| {})
+    }
+
+    /// The same, telling `tell` of each exchange.
+    pub(super) fn told<'t>(tasks: impl IntoIterator<Item = &'t Timed>, mut tell: impl FnMut(Waited)) -> Self {
         let mut cost = Self::default();
         // What the last task took that a sum may go beside, and what goes beside the next one.
         let (mut before, mut waiting) = (0.0, 0.0);
-        for &Timed { seconds, beside } in tasks {
+        for (task, &Timed { seconds, beside }) in tasks.into_iter().enumerate() {
             if beside == Beside::Work {
                 cost.work_s += seconds;
-                cost.exposed_s += f64::max(waiting - seconds, 0.0);
+                let exposed_s = f64::max(waiting - seconds, 0.0);
+                cost.exposed_s += exposed_s;
+                tell(Waited::After { exposed_s });
                 waiting = 0.0;
                 before = seconds;
                 continue;
             }
             cost.exchange_s += seconds;
-            match beside {
-                Beside::Next => waiting += seconds,
-                Beside::Last => {
-                    cost.exposed_s += f64::max(seconds - before, 0.0);
-                    before = f64::max(before - seconds, 0.0);
+            let exposed_s = match beside {
+                Beside::Next => {
+                    waiting += seconds;
+                    tell(Waited::Beside { task, seconds });
+                    continue;
                 }
-                Beside::Work | Beside::Nothing => cost.exposed_s += seconds,
-            }
+                Beside::Last => {
+                    let hidden_s = f64::min(seconds, before);
+                    before -= hidden_s;
+                    seconds - hidden_s
+                }
+                Beside::Work | Beside::Nothing => seconds,
+            };
+            cost.exposed_s += exposed_s;
+            tell(Waited::For { task, seconds, exposed_s });
         }
         cost.exposed_s += waiting;
+        tell(Waited::After { exposed_s: waiting });
         cost
     }
 }

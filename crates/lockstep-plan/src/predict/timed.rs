@@ -127,7 +127,7 @@ impl TimedUnit {
 }
 
 /// What a rank on a kind of node computes with. Where there are fewer ranks than a host's cores, each has several.
-pub(super) fn device<'c>(cluster: &'c Cluster, mesh: &Mesh, kind: usize) -> Cow<'c, Device> {
+pub fn device<'c>(cluster: &'c Cluster, mesh: &Mesh, kind: usize) -> Cow<'c, Device> {
     let node = &cluster.nodes[kind];
     node.device_of(ranks_of_a_node(cluster, mesh, node))
 }
@@ -142,37 +142,43 @@ pub fn slowest_kind(cluster: &Cluster, mesh: &Mesh, dtype: DType, pipeline_rank:
     if cluster.nodes.len() == 1 {
         return 0;
     }
-    let of_a_stage = mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1);
-    let ranks = pipeline_rank * of_a_stage..(pipeline_rank + 1) * of_a_stage;
     let speed = |kind: usize| {
         let device = device(cluster, mesh, kind);
         device.peak_tflops.get(&dtype).copied().unwrap_or_default() * device.efficiency.product
     };
+    let slower = |slowest: usize, kind: usize| if speed(kind) < speed(slowest) { kind } else { slowest };
+    kinds_of(cluster, mesh, pipeline_rank).reduce(slower).unwrap_or(0)
+}
+
+/// The numbers of the kinds of nodes on which the ranks of a pipeline's place live.
+pub fn kinds_of(cluster: &Cluster, mesh: &Mesh, pipeline_rank: usize) -> impl Iterator<Item = usize> {
+    let of_a_stage = mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1);
+    let ranks = pipeline_rank * of_a_stage..(pipeline_rank + 1) * of_a_stage;
     let mut first = 0;
-    let mut slowest = None;
-    for (kind, node) in cluster.nodes.iter().enumerate() {
-        let end = first + node.count * node.devices;
-        let is_of_ranks = ranks.start < end && first < ranks.end;
-        if is_of_ranks && slowest.is_none_or(|slowest| speed(kind) < speed(slowest)) {
-            slowest = Some(kind);
-        }
-        first = end;
-    }
-    slowest.unwrap_or(0)
+    cluster.nodes.iter().enumerate().filter_map(move |(kind, node)| {
+        let begin = first;
+        first += node.count * node.devices;
+        (ranks.start < first && begin < ranks.end).then_some(kind)
+    })
 }
 
 /// Seconds of an exchange inside a pass.
 fn exchange_s(cluster: &Cluster, mesh: &Mesh, exchange: &Exchange) -> f64 {
+    let (size, stride) = group_of(mesh, exchange.peers);
+    among(cluster, exchange.collective, exchange.bytes as f64, size, stride)
+}
+
+/// How many ranks exchange something, and how far each is from the one before.
+pub(super) fn group_of(mesh: &Mesh, peers: Peers) -> (usize, usize) {
     let (view, experts) = (mesh.ranks(), mesh.experts());
     let (tensor, context) = (view.degree(Axis::Tensor), view.degree(Axis::Context));
-    let (size, stride) = match exchange.peers {
+    match peers {
         Peers::Tensor => (tensor, 1),
         Peers::TensorLine => (tensor.isqrt(), tensor.isqrt()),
         Peers::Context => (context, tensor),
         Peers::TensorAndContext => (context * tensor, 1),
         Peers::Expert => (experts.degree(ExpertAxis::Expert) * experts.degree(ExpertAxis::ExpertTensor), 1),
-    };
-    among(cluster, exchange.collective, exchange.bytes as f64, size, stride)
+    }
 }
 
 /// Seconds of a collective of `size` ranks, each `stride` after the other.

@@ -56,9 +56,9 @@ mod zero;
 pub use context::ContextPlace;
 pub use dtype::DType;
 pub use memory::{
-    CACHE_LINE_BYTES, Extent, FRAME_PLACES, LookedUpSizes, MemoryBytes, MemoryCategory, MemoryItem,
-    MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes, SharedTable, StageMemory, StatePlan,
-    StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
+    CACHE_LINE_BYTES, Extent, FRAME_PLACES, HeldActivations, HeldOfStage, LookedUpSizes, MemoryBytes,
+    MemoryCategory, MemoryItem, MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes,
+    SharedTable, StageMemory, StatePlan, StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
     DISK_ALIGNMENT_BYTES, DiskBytes, DiskPlan, StepTraffic, WINDOW_SLOTS, aligned_buffer_bytes, disk_traffic,

@@ -4,8 +4,10 @@
 //! - [`StageMemory`]: which part of a pipeline's model a rank has, and how many micro-batches of it at once.
 //! - [`ModelProfile`]: what recording a model says of each of its units.
 //! - [`MemoryPrediction`]: all of it together, as bytes by category. The engine takes its sizes from the same functions.
+//! - [`HeldActivations`]: what of that a rank has in use when, as its passes come and go.
 
 mod layout;
+mod over_time;
 mod prediction;
 mod profile;
 mod spool;
@@ -70,6 +72,7 @@ impl MemoryCategory {
 }
 
 pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
+pub use over_time::{HeldActivations, HeldOfStage};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
 pub use profile::{ModelProfile, UnitProfile};
 pub use spool::FRAME_PLACES;

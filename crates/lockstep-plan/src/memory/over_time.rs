@@ -1,0 +1,302 @@
+//! What a rank has in use when: activations as micro-batches come and go, unit by unit of each pass of a simulated step.
+//!
+//! The ledger books memory for as many micro-batches as are in a stage at once, for the whole step; here is what of it holds something. A
+//! micro-batch is in a stage from the receive of its values, but its frames are filled by the forward, and a stage's chunks are not
+//! fullest at the same time; so the most that is in use is no more than what is booked, and near it.
+
+use crate::schedule::{Action, Message, PassKind, Span};
+use crate::{DType, ModelProfile, StageMemory, booked_bytes};
+
+/// What a stage holds of one micro-batch.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HeldOfStage {
+    /// The stage.
+    pub stage: usize,
+    /// Of each unit, from its forward until its backward is done.
+    pub kept_bytes: Vec<usize>,
+    /// Of each unit, between the halves of a split backward.
+    pub deferred_bytes: Vec<usize>,
+    /// What the stage is given, with the numbers of the tokens: from its receive, or from the forward, until the last pass.
+    pub given_bytes: usize,
+    /// The gradient of what it hands on, from its receive until the gradient of the input is there.
+    pub gradient_bytes: usize,
+}
+
+/// What the stages of a rank hold of activations.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HeldActivations {
+    /// What is there for the whole step, whatever it does.
+    pub always_bytes: usize,
+    /// Each stage of the rank.
+    pub stages: Vec<HeldOfStage>,
+}
+
+impl ModelProfile {
+    /// What these stages hold, which have the numbers `numbers`, and of which some frames may be on disk.
+    pub fn held_activations(
+        &self,
+        stages: &[StageMemory],
+        numbers: impl IntoIterator<Item = usize>,
+        are_on_disk: bool,
+    ) -> HeldActivations {
+        let boundary = booked_bytes(self.boundary_bytes);
+        let of_tokens = |tokens: usize| booked_bytes(DType::U32.size_bytes() * tokens);
+        let of_micro_batch = 3 * of_tokens(self.tokens)
+            + of_tokens(self.tokens * self.context.attended())
+            + booked_bytes(2 * DType::U32.size_bytes() * self.sequences);
+        let given = |unit: usize| self.given_bytes(unit).map_or(0, booked_bytes);
+        let of_stage = |(stage, number): (&StageMemory, usize)| {
+            let kept = |unit| self.frame_in_memory_bytes(stage, unit, are_on_disk).map_or(0, booked_bytes);
+            let deferred = |unit: usize| booked_bytes(self.units[unit].deferred_bytes);
+            let has_after = stage.units.end < self.units.len();
+            let handed_on = if are_on_disk && has_after { given(stage.units.end) } else { 0 };
+            let splits = stage.splits_backward;
+            HeldOfStage {
+                stage: number,
+                kept_bytes: stage.units.clone().map(kept).collect(),
+                deferred_bytes: stage
+                    .units
+                    .clone()
+                    .map(|unit| if splits { deferred(unit) } else { 0 })
+                    .collect(),
+                given_bytes: of_micro_batch + given(stage.units.start) + handed_on,
+                gradient_bytes: if has_after { boundary } else { 0 },
+            }
+        };
+        let outboxes: usize = stages.iter().map(StageMemory::outboxes).sum();
+        let on_their_way = if are_on_disk {
+            let (places, bytes) = self.frame_places(stages);
+            places * booked_bytes(bytes)
+        } else {
+            0
+        };
+        HeldActivations {
+            always_bytes: (2 + outboxes) * boundary + on_their_way,
+            stages: stages.iter().zip(numbers).map(of_stage).collect(),
+        }
+    }
+}
+
+/// Something that is taken or given back.
+#[derive(Debug, Clone, Copy)]
+struct Change {
+    at_ms: f64,
+    bytes: i64,
+}
+
+impl HeldActivations {
+    /// From which moment on how many bytes are in use, while the rank does these things. `seconds` says what the forward and the backward of
+    /// each unit of a stage take beside each other: passes go through units in proportion.
+    pub fn over_time(&self, spans: &[Span], seconds: impl Fn(usize) -> Vec<[f64; 2]>) -> Vec<(f64, usize)> {
+        let mut changes = Vec::new();
+        for held in &self.stages {
+            let of_stage = StageChanges::new(held, spans, &seconds(held.stage));
+            spans.iter().for_each(|span| of_stage.add(span, &mut changes));
+        }
+        // What ends at a moment makes room for what begins.
+        changes.sort_by(|a, b| a.at_ms.total_cmp(&b.at_ms).then(a.bytes.cmp(&b.bytes)));
+        let mut now = self.always_bytes as i64;
+        let mut curve = vec![(0.0, self.always_bytes)];
+        for change in changes.chunk_by(|a, b| a.at_ms == b.at_ms) {
+            now += change.iter().map(|change| change.bytes).sum::<i64>();
+            let point = (change[0].at_ms, now.max(0) as usize);
+            match curve.last_mut() {
+                Some(last) if last.0 == point.0 => *last = point,
+                _ => curve.push(point),
+            }
+        }
+        curve
+    }
+}
+
+/// How the passes of a stage change what is in use.
+struct StageChanges<'h> {
+    held: &'h HeldOfStage,
+    /// Where in a forward each unit begins, and where in a backward it ends, as shares of the pass.
+    begins: Vec<f64>,
+    ends: Vec<f64>,
+    /// Whether values, and gradients, come by messages of other ranks.
+    receives: [bool; 2],
+}
+
+impl<'h> StageChanges<'h> {
+    fn new(held: &'h HeldOfStage, spans: &[Span], seconds: &[[f64; 2]]) -> Self {
+        let is_to_here = |span: &Span, is_activation: bool| {
+            matches!(span.action, Action::Receive(message)
+                if message.to == held.stage && message.is_activation() == is_activation)
+        };
+        let receives = [true, false].map(|values| spans.iter().any(|span| is_to_here(span, values)));
+        let shares = |pass: usize| -> Vec<f64> {
+            let all: f64 = seconds.iter().map(|seconds| seconds[pass]).sum();
+            let even = 1.0 / seconds.len().max(1) as f64;
+            seconds.iter().map(|seconds| if all > 0.0 { seconds[pass] / all } else { even }).collect()
+        };
+        let begin = |done: &mut f64, share: f64| {
+            let begin = *done;
+            *done += share;
+            Some(begin)
+        };
+        // Backwards go through the units from the last to the first.
+        let end = |left: &mut f64, share: f64| {
+            let end = *left;
+            *left -= share;
+            Some(end)
+        };
+        let begins = shares(0).into_iter().scan(0.0, begin).collect();
+        let ends = shares(1).into_iter().scan(1.0, end).collect();
+        Self { held, begins, ends, receives }
+    }
+
+    fn add(&self, span: &Span, changes: &mut Vec<Change>) {
+        let HeldOfStage { stage, given_bytes, gradient_bytes, .. } = *self.held;
+        let Span { action, start_ms, end_ms } = *span;
+        let mut change = |at_ms: f64, bytes: usize, sign: i64| {
+            if bytes > 0 {
+                changes.push(Change { at_ms, bytes: sign * bytes as i64 });
+            }
+        };
+        let [receives_values, receives_gradients] = self.receives;
+        match action {
+            Action::Receive(Message { to, .. }) if to != stage => {}
+            Action::Receive(message) if message.is_activation() => change(start_ms, given_bytes, 1),
+            Action::Receive(_) => change(start_ms, gradient_bytes, 1),
+            Action::Compute(pass) if pass.stage == stage => {
+                let at = |share: f64| start_ms + share * (end_ms - start_ms);
+                if pass.kind == PassKind::Forward {
+                    if !receives_values {
+                        change(start_ms, given_bytes, 1);
+                    }
+                    for (begin, bytes) in self.begins.iter().zip(&self.held.kept_bytes) {
+                        change(at(*begin), *bytes, 1);
+                    }
+                }
+                if pass.kind.makes_input_gradient() {
+                    if !receives_gradients {
+                        change(start_ms, gradient_bytes, 1);
+                    }
+                    change(end_ms, gradient_bytes, -1);
+                }
+                for (index, end) in self.ends.iter().enumerate() {
+                    let (kept, deferred) = (self.held.kept_bytes[index], self.held.deferred_bytes[index]);
+                    match pass.kind {
+                        PassKind::Forward => {}
+                        PassKind::Backward => change(at(*end), kept, -1),
+                        PassKind::BackwardInput => change(start_ms, deferred, 1),
+                        PassKind::BackwardWeight => change(at(*end), kept + deferred, -1),
+                    }
+                }
+                if pass.kind.makes_weight_gradient() {
+                    change(end_ms, given_bytes, -1);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::{Costs, Kind, Schedule, StageCost};
+    use crate::{ContextPlace, UnitProfile};
+
+    /// Stages of two units of 100 and 200 bytes, with 30 that a stage is given and 7 of a gradient.
+    fn held(schedule: &Schedule, rank: usize) -> HeldActivations {
+        let of_stage = |stage: usize| HeldOfStage {
+            stage,
+            kept_bytes: vec![100, 200],
+            deferred_bytes: vec![if schedule.splits_backward(stage) { 11 } else { 0 }; 2],
+            given_bytes: 30,
+            gradient_bytes: 7,
+        };
+        HeldActivations { always_bytes: 1000, stages: schedule.stages_of(rank).map(of_stage).collect() }
+    }
+
+    /// What the slots of a rank's stages come to.
+    fn booked(held: &HeldActivations, schedule: &Schedule) -> usize {
+        let of_stage = |held: &HeldOfStage| {
+            let of_units = held.kept_bytes.iter().chain(&held.deferred_bytes).sum::<usize>();
+            schedule.slots(held.stage) * (of_units + held.given_bytes + held.gradient_bytes)
+        };
+        held.always_bytes + held.stages.iter().map(of_stage).sum::<usize>()
+    }
+
+    #[test]
+    fn one_rank_fills_its_frames_unit_by_unit_and_empties_them_from_the_last() {
+        let schedule = Schedule::new(Kind::OneForwardOneBackward, 1, 2, 1).unwrap();
+        let cost = StageCost { forward_ms: 4.0, backward_input_ms: 6.0, ..StageCost::default() };
+        let simulation = schedule.simulate(&Costs::uniform(1, cost)).unwrap();
+        let curve = held(&schedule, 0).over_time(&simulation.spans[0], |_| vec![[1.0, 1.0], [3.0, 2.0]]);
+        let of_first = [(0.0, 1130), (1.0, 1330), (4.0, 1337), (8.0, 1137), (10.0, 1130), (11.0, 1330)];
+        assert_eq!(curve[..6], of_first);
+        assert_eq!(curve.last(), Some(&(20.0, 1000)));
+    }
+
+    #[test]
+    fn the_most_in_use_is_what_the_pairs_in_flight_keep_and_no_more_than_is_booked() {
+        for kind in Kind::ALL {
+            let chunks = kind.chunks().0;
+            let schedule = Schedule::new(kind, 4, 8, chunks).unwrap();
+            let cost = StageCost {
+                forward_ms: 1.0,
+                backward_input_ms: 1.1,
+                backward_weight_ms: 0.9,
+                ..StageCost::default()
+            };
+            let costs = Costs { transfer_ms: 0.1, ..Costs::uniform(schedule.stages(), cost) };
+            let simulation = schedule.simulate(&costs).unwrap();
+            for rank in 0..4 {
+                let held = held(&schedule, rank);
+                let curve = held.over_time(&simulation.spans[rank], |_| vec![[1.0, 2.0]; 2]);
+                let most = curve.iter().map(|(_, bytes)| *bytes).max().unwrap() - held.always_bytes;
+                let booked = booked(&held, &schedule) - held.always_bytes;
+                // Pairs of micro-batch and chunk, with what they are given and keep.
+                let least = simulation.peak_activations[rank] * (300 + 30);
+                let what = format!("{kind:?}, rank {rank}: {most} of {booked} booked, at least {least}");
+                assert!((least..=booked).contains(&most), "{what}");
+                // Receives are posted a pass early, and chunks are not fullest at once.
+                assert!(most as f64 >= 0.5 * booked as f64, "{what}");
+                assert!(curve.is_sorted_by(|a, b| a.0 < b.0), "{what}: {curve:?}");
+                assert_eq!(curve.last().map(|(_, bytes)| *bytes), Some(held.always_bytes), "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_all_slots_hold_is_what_the_ledger_books() {
+        let unit = |index: usize| UnitProfile {
+            frame_bytes: 1000 * (index + 1),
+            saved_bytes: 700 * (index + 1),
+            deferred_bytes: 300 * index,
+            slices_output: index == 3,
+            ..UnitProfile::default()
+        };
+        let profile = ModelProfile {
+            units: (0..8).map(unit).collect(),
+            records: Vec::new(),
+            largest_elements: Vec::new(),
+            dtype: DType::BF16,
+            sequences: 2,
+            tokens: 64,
+            boundary_bytes: 4096,
+            slice_bytes: 2048,
+            gathered_bytes: 4096,
+            frequencies: 0,
+            context: ContextPlace::default(),
+        };
+        for kind in Kind::ALL {
+            let chunks = kind.chunks().0;
+            let schedule = Schedule::new(kind, 8 / chunks / 2, 8, chunks).unwrap();
+            let of_stage = 8 / schedule.stages();
+            let units: Vec<_> =
+                (0..schedule.stages()).map(|stage| stage * of_stage..(stage + 1) * of_stage).collect();
+            for (rank, are_on_disk) in (0..schedule.ranks()).flat_map(|rank| [(rank, false), (rank, true)]) {
+                let stages = StageMemory::of_rank(&schedule, &units, rank);
+                let held = profile.held_activations(&stages, schedule.stages_of(rank), are_on_disk);
+                let ledger = profile.activation_bytes(&stages, are_on_disk);
+                // A unit that keeps nothing is booked a line all the same, as any buffer.
+                assert_eq!(booked(&held, &schedule), ledger, "{kind:?}, rank {rank}, disk {are_on_disk}");
+            }
+        }
+    }
+}

@@ -1,5 +1,7 @@
 //! The planner held against what was published, against an exhaustive search, and against the rules of thumb that people go by.
 
+#[path = "planner/details.rs"]
+mod details;
 #[path = "planner/exhaustive.rs"]
 mod exhaustive;
 #[path = "../examples/published/rows.rs"]

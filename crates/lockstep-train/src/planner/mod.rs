@@ -8,11 +8,13 @@
 mod bounds;
 mod calibrate;
 mod choice;
+mod details;
 mod explain;
 pub mod machine;
 mod memory;
 mod page;
 mod recordings;
+mod roofline;
 mod subject;
 
 use std::collections::HashMap;
@@ -30,8 +32,10 @@ use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
 
 pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 pub use choice::{Choice, Reason, choose};
+pub use details::{Details, MemoryCurve};
 pub use explain::{DISK, Help, Neighbour, mesh_in_words, parts, rejection_in_words, schedule_in_words};
-pub use page::page;
+pub use page::Page;
+pub use roofline::{Point, Roofline};
 pub use subject::Evaluated;
 
 use bounds::{CutKey, Outline, PassKey};

@@ -186,7 +186,7 @@ impl Planner {
     }
 
     /// The plan that a configuration's keys describe.
-    fn described(&self, config: &RunConfig) -> Result<(Plan, Layout), Error> {
+    pub(super) fn described(&self, config: &RunConfig) -> Result<(Plan, Layout), Error> {
         let (plan, valid) = plan::valid_plan(config, &self.model.config, &self.model.tuning)?;
         let mesh = valid.mesh;
         let is_pipeline = mesh.ranks().degree(Axis::Pipeline) > 1;

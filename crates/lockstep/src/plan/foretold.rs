@@ -1,12 +1,14 @@
 //! What a plan comes to that the keys of a run describe: the memory of every rank, and the time of a step.
 
+use lockstep_plan::cluster::Cluster;
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan};
 use lockstep_train::fit::{available_bytes, needed};
 use lockstep_train::plan::check;
-use lockstep_train::planner::{Evaluated, Planner};
+use lockstep_train::planner::{Evaluated, Page, Planner};
 use lockstep_train::{Forecast, PlanFile, RunConfig, human};
 use serde_json::{Map, Value, json};
 
+use super::details::{self, print_traffic};
 use super::{Arguments, figures, found};
 use crate::exit::Failure;
 use crate::output::say;
@@ -57,11 +59,21 @@ pub(super) fn run(
     };
     let predicted = Predicted { config, plan, forecast, evaluated, ranks_of_a_machine, available_bytes };
     arguments.write_plan(&predicted.plan)?;
-    arguments.write_page(planner, std::slice::from_ref(&predicted.evaluated), &[], None)?;
+    let details = arguments.wants_details().then(|| planner.details(&predicted.evaluated)).transpose()?;
+    if let Some(details) = &details {
+        let ranking = std::slice::from_ref(&predicted.evaluated);
+        let page = Page { ranking, details, neighbours: &[], searched: None, command: None };
+        arguments.write_page(planner, page)?;
+    }
     if arguments.json {
-        say!("{}", predicted.to_json(arguments.explain));
-    } else {
-        predicted.print(arguments.explain, planner);
+        let mut document = predicted.to_json(arguments.explain, planner.cluster());
+        found::extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
+        say!("{document}");
+        return Ok(());
+    }
+    predicted.print(arguments.explain, planner);
+    if let Some(details) = details.filter(|_| arguments.explain) {
+        print_traffic(&details.traffic, planner.cluster());
     }
     Ok(())
 }
@@ -127,7 +139,7 @@ impl Predicted {
         say!("\nverdict    {verdict}");
     }
 
-    fn to_json(&self, explains: bool) -> Value {
+    fn to_json(&self, explains: bool, cluster: &Cluster) -> Value {
         let Self { plan, forecast, .. } = self;
         let of_rank = |(rank, ranks, prediction): (usize, usize, &MemoryPrediction)| {
             let mut row = json!({
@@ -144,7 +156,7 @@ impl Predicted {
         };
         let most = forecast.distinct().max_by_key(|(_, _, prediction)| prediction.by_category().total());
         let most = most.map_or_else(MemoryBytes::default, |(_, _, prediction)| prediction.by_category());
-        let row = json!({
+        let mut row = json!({
             "mesh": plan.mesh, "zero_stage": plan.zero_stage, "micro_batch": plan.micro_batch,
             "schedule": plan.schedule, "recompute": plan.recompute, "memory_bytes": by_name(most),
             "memory_by_rank": forecast.distinct().map(of_rank).collect::<Vec<_>>(),
@@ -154,10 +166,7 @@ impl Predicted {
             },
             "fits": self.fits(),
         });
-        let mut row = row;
-        if let (Some(row), Some(figures)) = (row.as_object_mut(), figures(&self.evaluated).as_object()) {
-            row.extend(figures.clone());
-        }
+        found::extend(&mut row, figures(&self.evaluated, cluster).as_object().cloned());
         json!({ "best": plan, "ranking": [row] })
     }
 }

@@ -5,11 +5,12 @@ use lockstep_plan::search::Ranking;
 use lockstep_plan::{ContextMethod, Plan};
 use lockstep_train::human;
 use lockstep_train::planner::{
-    DISK, Evaluated, Help, Neighbour, Planner, Searched, mesh_in_words, parts, rejection_in_words,
+    DISK, Evaluated, Help, Neighbour, Page, Planner, Searched, mesh_in_words, parts, rejection_in_words,
     schedule_in_words,
 };
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
+use super::details::{self, print_traffic};
 use super::foretold::by_name;
 use super::{Arguments, figures};
 use crate::exit::Failure;
@@ -28,16 +29,24 @@ pub(super) fn run(arguments: &Arguments, planner: &mut Planner) -> Result<(), Fa
     let helps = if arguments.explain { planner.help(&best.value) } else { Vec::new() };
     let slowdowns = if arguments.explain { slowdowns(planner, &best.value)? } else { Vec::new() };
     arguments.write_plan(&best.value.plan_with_prediction(planner.cluster()))?;
-    let all: Vec<Evaluated> = ranking.best.iter().map(|found| found.value.clone()).collect();
-    arguments.write_page(planner, &all, &neighbours, Some(&searched))?;
+    let details = arguments.wants_details().then(|| planner.details(&best.value)).transpose()?;
+    if let Some(details) = &details {
+        let all: Vec<Evaluated> = ranking.best.iter().map(|found| found.value.clone()).collect();
+        let (neighbours, searched) = (&neighbours[..], Some(&searched));
+        let page = Page { ranking: &all, details, neighbours, searched, command: None };
+        arguments.write_page(planner, page)?;
+    }
     if arguments.json {
-        let explained = arguments.explain.then_some((&neighbours[..], &helps[..], &slowdowns[..]));
-        say!("{}", to_json(&searched, planner.cluster(), explained));
+        let explained = arguments.explain.then_some((&helps[..], &slowdowns[..]));
+        let mut document = to_json(&searched, planner.cluster(), &neighbours, explained);
+        extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
+        say!("{document}");
         return Ok(());
     }
     print(&searched, planner);
-    if arguments.explain {
+    if let Some(details) = details.filter(|_| arguments.explain) {
         explain(&neighbours, &helps, &slowdowns);
+        print_traffic(&details.traffic, planner.cluster());
     }
     Ok(())
 }
@@ -202,17 +211,20 @@ fn explain(neighbours: &[Neighbour], helps: &[Help], slowdowns: &[Slowdown]) {
 fn to_json(
     Searched { ranking, ms }: &Searched,
     cluster: &Cluster,
-    explained: Option<(&[Neighbour], &[Help], &[Slowdown])>,
+    neighbours: &[Neighbour],
+    explained: Option<(&[Help], &[Slowdown])>,
 ) -> Value {
-    let rows: Vec<Value> = ranking.best.iter().map(|found| row(&found.value)).collect();
+    let rows: Vec<Value> = ranking.best.iter().map(|found| row(&found.value, cluster)).collect();
     let best = ranking.best.first().map(|found| found.value.plan_with_prediction(cluster));
     let mut document = json!({
         "best": best, "ranking": rows,
         "search": { "candidates": ranking.candidates, "valued": ranking.valued, "ms": ms, "gap": 0.0 },
     });
-    if let Some((neighbours, helps, slowdowns)) = explained {
+    if !neighbours.is_empty() || explained.is_some() {
         let neighbour = |neighbour: &Neighbour| json!({ "change": neighbour.change, "step_ratio": neighbour.step_ratio, "reason": neighbour.reason });
         document["neighbours"] = neighbours.iter().map(neighbour).collect();
+    }
+    if let Some((helps, slowdowns)) = explained {
         document["helps"] =
             helps.iter().map(|help| json!({ "change": help.change, "speedup": help.speedup })).collect();
         let slowdown = |(speed, ratio): &Slowdown| json!({ "speed": speed, "step_ratio": ratio });
@@ -221,21 +233,24 @@ fn to_json(
     document
 }
 
-fn row(found: &Evaluated) -> Value {
+fn row(found: &Evaluated, cluster: &Cluster) -> Value {
     let plan = &found.plan;
     let mut row = json!({
         "mesh": plan.mesh, "zero_stage": plan.zero_stage, "micro_batch": plan.micro_batch,
         "schedule": plan.schedule, "recompute": plan.recompute,
         "sequence_parallel": plan.sequence_parallel, "stages": plan.stages,
         "memory_bytes": by_name(found.largest().1),
-        "memory_by_stage": found.memory.iter().copied().map(by_name).collect::<Vec<Value>>(),
-        "capacity_bytes": found.capacity_bytes,
         "fits": found.fits,
     });
-    if let (Some(row), Some(figures)) = (row.as_object_mut(), figures(found).as_object()) {
-        row.extend(figures.clone());
-    }
+    extend(&mut row, figures(found, cluster).as_object().cloned());
     row
+}
+
+/// Adds keys to an object.
+pub(super) fn extend(object: &mut Value, more: Option<Map<String, Value>>) {
+    if let Some(object) = object.as_object_mut() {
+        object.extend(more.into_iter().flatten());
+    }
 }
 
 pub(super) fn cluster_in_words(cluster: &Cluster) -> String {

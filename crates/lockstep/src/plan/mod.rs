@@ -1,6 +1,7 @@
 //! `lockstep plan`: how a model is best trained on some machines, and what a plan comes to before any of them is asked to carry it out.
 
 mod calibrated;
+mod details;
 mod foretold;
 mod found;
 
@@ -12,7 +13,7 @@ use lockstep_plan::Plan;
 use lockstep_plan::cluster::Cluster;
 use lockstep_train::RunConfig;
 use lockstep_train::planner::machine::{self, LocalMachine};
-use lockstep_train::planner::{self, Evaluated, Neighbour, Planner};
+use lockstep_train::planner::{self, Evaluated, Page, Planner};
 use serde_json::{Value, json};
 
 use crate::collectives::bytes;
@@ -162,15 +163,14 @@ impl Arguments {
         write(path, &text)
     }
 
-    /// Writes the page, if one is asked for; the first of `best` is the plan that it shows.
-    fn write_page(
-        &self,
-        planner: &mut Planner,
-        best: &[Evaluated],
-        neighbours: &[Neighbour],
-        searched: Option<&planner::Searched>,
-    ) -> Result<(), Failure> {
-        let (Some(path), Some(first)) = (&self.html, best.first()) else { return Ok(()) };
+    /// Whether what a step is made of is told anywhere.
+    fn wants_details(&self) -> bool {
+        self.json || self.explain || self.html.is_some()
+    }
+
+    /// Writes the page, if one is asked for, with the command that made it.
+    fn write_page(&self, planner: &Planner, page: Page<'_>) -> Result<(), Failure> {
+        let Some(path) = &self.html else { return Ok(()) };
         // What a shell would take apart stands in quotes.
         let word = |word: String| {
             if word.contains([' ', '"', '[', '*', '$']) { format!("'{word}'") } else { word }
@@ -178,8 +178,7 @@ impl Arguments {
         let words: Vec<String> =
             std::env::args_os().skip(1).map(|argument| word(argument.to_string_lossy().into())).collect();
         let command = format!("lockstep {}", words.join(" "));
-        let page = planner::page(planner, first, best, neighbours, searched, Some(&command))?;
-        write(path, &page)
+        write(path, &Page { command: Some(&command), ..page }.html(planner))
     }
 }
 
@@ -189,8 +188,9 @@ fn write(path: &Path, text: &str) -> Result<(), Failure> {
 }
 
 /// What a plan's step comes to, as `--json` has it.
-fn figures(found: &Evaluated) -> Value {
+fn figures(found: &Evaluated, cluster: &Cluster) -> Value {
     let step = &found.step;
+    let goodput = (found.devices > 1).then(|| found.goodput(cluster));
     json!({
         "step_ms": step.step_ms,
         "tokens_per_s": found.tokens_per_s(),
@@ -201,7 +201,10 @@ fn figures(found: &Evaluated) -> Value {
             "work": step.work_ms, "exchanges": step.exchange_ms, "bubble": step.bubble_ms,
             "gradients": step.gradients_ms, "update": step.update_ms,
         },
+        "memory_by_stage": found.memory.iter().copied().map(foretold::by_name).collect::<Vec<Value>>(),
+        "capacity_bytes": found.capacity_bytes,
         "price_per_hour": found.price_per_hour,
         "price_per_billion_tokens": found.price_per_billion_tokens(),
+        "goodput": goodput.map(|goodput| json!({ "share": goodput.share, "interval_s": goodput.interval_s })),
     })
 }

@@ -9,6 +9,7 @@ mod bad_runs;
 mod data;
 mod nodes;
 mod plan;
+mod plan_page;
 mod ranks;
 mod records;
 mod verify;

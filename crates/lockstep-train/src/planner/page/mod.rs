@@ -1,113 +1,154 @@
-//! A plan on one page that needs nothing else: the mesh on the machines, the step's timeline, memory over time, the roofline and the
-//! ranking. All of it is drawn here, as SVG; no script runs in the page.
+//! A plan on one page that needs nothing else: the mesh on the machines, the step's timeline, what is sent, memory over time, rooflines
+//! and the ranking.
+//!
+//! All of it is drawn here, as SVG. The page's one script draws the timeline once more, so that one can zoom into it; without it the page
+//! lacks nothing else. Figures say where `plan --json` has them, and tests hold them to that.
 
-mod pictures;
+mod memory;
+mod mesh;
+mod roofline;
+mod svg;
+mod timeline;
+mod traffic;
 
 use std::fmt::Write;
 
 use lockstep_plan::cluster::Cluster;
-use lockstep_plan::predict::Worker;
-use lockstep_plan::work::{Labor, Task};
 use lockstep_plan::{PipelineSchedule, Plan};
 
-use super::{Evaluated, Neighbour, Planner, Searched, mesh_in_words, parts, schedule_in_words};
+use self::svg::{bar, colour, escaped, figure, table};
+use super::{
+    Details, Evaluated, Neighbour, Planner, Roofline, Searched, mesh_in_words, parts, schedule_in_words,
+};
 use crate::config::ModelSource;
-use crate::{Error, human};
+use crate::human;
 
 const STYLE: &str = include_str!("../../../assets/report.css");
+const OWN_STYLE: &str = include_str!("../../../assets/plan.css");
+const SCRIPT: &str = include_str!("../../../assets/plan.js");
 
-/// A kind of task: what it takes of a step, and how near it comes to the device's limits.
-#[derive(Debug, Clone, PartialEq)]
-struct Point {
-    name: String,
-    /// Floating-point operations for each byte that goes through memory.
-    intensity: f64,
-    /// Operations a second.
-    rate: f64,
-    /// Seconds in a micro-batch.
-    seconds: f64,
+/// What a page shows.
+#[derive(Debug, Clone, Copy)]
+pub struct Page<'a> {
+    /// The best plans, or the one that was asked for; the pictures are of the first.
+    pub ranking: &'a [Evaluated],
+    /// What the first is made of.
+    pub details: &'a Details,
+    /// What each other choice would come to.
+    pub neighbours: &'a [Neighbour],
+    /// The search, if there was one.
+    pub searched: Option<&'a Searched>,
+    /// The command that made it.
+    pub command: Option<&'a str>,
 }
 
-/// The limits of what a rank computes with, and how near the work of a micro-batch comes to them.
-#[derive(Debug, Clone, PartialEq)]
-struct Roofline {
-    /// The device; of a host with fewer ranks than cores, all cores of a rank.
-    device: String,
-    /// Operations a second.
-    peak: f64,
-    /// Bytes a second.
-    bandwidth: f64,
-    /// The kinds of tasks, those that take longest first.
-    points: Vec<Point>,
-}
-
-/// The page of `best`, the first of `ranking`; `command` is the one that it was made with.
-///
-/// # Errors
-/// A configuration that does not fit its model.
-pub fn page(
-    planner: &mut Planner,
-    best: &Evaluated,
-    ranking: &[Evaluated],
-    neighbours: &[Neighbour],
-    searched: Option<&Searched>,
-    command: Option<&str>,
-) -> Result<String, Error> {
-    let roofline = planner.roofline(best)?;
-    let cluster = planner.cluster();
-    let name = escaped(&format!("{} on {}", planner.model_in_words(), cluster.name));
-    let mut page = String::new();
-    let mut card = |title: &str, note: &str, body: &str| {
-        let _ = writeln!(
-            page,
-            "<section class=\"card wide\"><div class=\"head\"><h2>{}</h2><span class=\"readout\">{}</span></div>{body}</section>",
-            escaped(title),
-            escaped(note)
-        );
-    };
-    let links = pictures::links(cluster, best);
-    card("The mesh on the machines", &links, &pictures::mesh(cluster, best));
-    card(
-        "The step",
-        &pictures::bound(best),
-        &(pictures::stacked(&parts(&best.step)) + &pictures::timeline(best)),
-    );
-    let capacity = format!("{} a rank may book", human::bytes(best.capacity_bytes));
-    card("Memory of a rank over the step", &capacity, &pictures::memory(best));
-    card("The roofline of a micro-batch", &roofline.device, &pictures::roofline(&roofline));
-    let note = searched.map_or(String::new(), |Searched { ranking, ms }| {
+impl Page<'_> {
+    /// The page, for the plans of `planner`; empty without a plan.
+    pub fn html(&self, planner: &Planner) -> String {
+        let Self { ranking, details, neighbours, searched, command } = *self;
+        let Some(best) = ranking.first() else { return String::new() };
+        let cluster = planner.cluster();
+        let name = escaped(&format!("{} on {}", planner.model_in_words(), cluster.name));
+        let mut page = String::new();
+        let mut card = |title: &str, note: &str, body: &str| {
+            let _ = writeln!(
+                page,
+                "<section class=\"card wide\"><div class=\"head\"><h2>{}</h2><span class=\"readout\">{}</span></div>{body}</section>",
+                escaped(title),
+                escaped(note)
+            );
+        };
+        card("The mesh on the machines", &mesh::links(cluster, best), &mesh::mesh(cluster, best));
+        card("The step", &bound(best), &(stacked(best) + &timeline::timeline(best)));
+        let links: Vec<&str> = cluster.links.iter().map(|link| link.name.as_str()).collect();
+        card("What a rank sends", &links.join(", "), &traffic::traffic(cluster, best, &details.traffic));
+        let capacity = format!("{} a rank may book", human::bytes(best.capacity_bytes));
+        card("Memory of a rank over the step", &capacity, &memory::memory(best, details));
+        for (number, roofline) in details.rooflines.iter().enumerate() {
+            card(&title_of(roofline, details), &roofline.device, &roofline::roofline(roofline, number));
+        }
+        let note = searched.map_or(String::new(), |Searched { ranking, ms }| {
+            format!(
+                "{} plans, {} looked at, in {}",
+                human::count(ranking.candidates as f64),
+                human::count(ranking.valued as f64),
+                human::milliseconds(*ms)
+            )
+        });
+        card("The best plans", &note, &table_of(ranking));
+        if !neighbours.is_empty() {
+            card(
+                "Why not otherwise",
+                "each choice of the best plan made another way",
+                &table_of_neighbours(neighbours),
+            );
+        }
         format!(
-            "{} plans, {} looked at, in {}",
-            human::count(ranking.candidates as f64),
-            human::count(ranking.valued as f64),
-            human::milliseconds(*ms)
+            "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, \
+             initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n<title>{name}</title>\n<style>\n{STYLE}{OWN_STYLE}</style>\n\
+             </head>\n<body>\n<main>\n<h1>{name}</h1>\n<p>{}</p>\n<p>{}</p>\n{}{}{}<div class=\"cards\">\n{page}</div>\n</main>\n\
+             <script>\n{SCRIPT}</script>\n</body>\n</html>\n",
+            escaped(&format!(
+                "Predicted by lockstep {}: {}",
+                env!("CARGO_PKG_VERSION"),
+                plan_in_words(&best.plan)
+            )),
+            escaped(&batch_in_words(best)),
+            command.map_or(String::new(), |command| format!(
+                "<p class=\"small\"><code>{}</code></p>\n",
+                escaped(command)
+            )),
+            verdict(best),
+            tiles(best, cluster),
         )
-    });
-    card("The best plans", &note, &table_of(ranking));
-    if !neighbours.is_empty() {
-        card(
-            "Why not otherwise",
-            "each choice of the best plan made another way",
-            &table_of_neighbours(neighbours),
-        );
     }
-    Ok(format!(
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, \
-         initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n<title>{name}</title>\n<style>\n{STYLE}</style>\n\
-         </head>\n<body>\n<main>\n<h1>{name}</h1>\n<p>{}</p>\n<p>{}</p>\n{}{}{}<div class=\"cards\">\n{page}</div>\n</main>\n</body>\n</html>\n",
-        escaped(&format!(
-            "Predicted by lockstep {}: {}",
-            env!("CARGO_PKG_VERSION"),
-            plan_in_words(&best.plan)
-        )),
-        escaped(&batch_in_words(best)),
-        command.map_or(String::new(), |command| format!(
-            "<p class=\"small\"><code>{}</code></p>\n",
-            escaped(command)
-        )),
-        verdict(best),
-        tiles(best, cluster),
-    ))
+}
+
+/// What takes most of the step.
+fn bound(best: &Evaluated) -> String {
+    let largest = parts(&best.step).into_iter().max_by(|a, b| a.1.total_cmp(&b.1));
+    largest.map_or(String::new(), |(name, ms)| {
+        format!("{:.0} % of it is {name}", 100.0 * ms / best.step.step_ms.max(f64::MIN_POSITIVE))
+    })
+}
+
+/// The parts of a step with what `plan --json` calls them.
+fn named_parts(best: &Evaluated) -> impl Iterator<Item = (&'static str, &'static str, f64)> {
+    let keys = ["work", "exchanges", "bubble", "gradients", "update"];
+    keys.into_iter().zip(parts(&best.step)).map(|(key, (name, ms))| (key, name, ms))
+}
+
+fn pieces(best: &Evaluated) -> Vec<(f64, String, String)> {
+    let piece = |(index, (_, name, ms)): (usize, (&str, &str, f64))| {
+        (ms, format!("{name} {}", time(ms)), colour(index))
+    };
+    named_parts(best).enumerate().map(piece).collect()
+}
+
+/// One bar of the parts of the step, with their names.
+fn stacked(best: &Evaluated) -> String {
+    let name = |(index, (key, name, ms)): (usize, (&str, &str, f64))| {
+        let figure = figure(&format!("/ranking/0/step_parts_ms/{key}"), ms, &time(ms));
+        format!("<span><i style=\"background:{}\"></i>{name} {figure}</span>", colour(index))
+    };
+    let names: String = named_parts(best).enumerate().map(name).collect();
+    format!("{}<div class=\"legend\">{names}</div>", bar(&pieces(best), ""))
+}
+
+/// What a roofline is of: of unlike nodes, which places of the pipeline are there.
+fn title_of(roofline: &Roofline, details: &Details) -> String {
+    let mut title = "The roofline of a micro-batch".to_owned();
+    if details.rooflines.len() > 1 {
+        let _ = write!(title, " on {}", roofline.device);
+        if let (Some(first), Some(last)) = (roofline.pipeline_ranks.first(), roofline.pipeline_ranks.last())
+            && details.memory.len() > 1
+        {
+            let ranks =
+                if first == last { format!("rank {first}") } else { format!("ranks {first} to {last}") };
+            let _ = write!(title, ": pipeline {ranks}");
+        }
+    }
+    title
 }
 
 impl Planner {
@@ -119,69 +160,6 @@ impl Planner {
             ModelSource::Path(path) => path.display().to_string(),
         };
         format!("{name} ({parameters} parameters)")
-    }
-
-    /// Every kind of task of a micro-batch of a plan, and the limits of what the first rank computes with.
-    fn roofline(&mut self, best: &Evaluated) -> Result<Roofline, Error> {
-        let mesh = lockstep_plan::Mesh::new(best.config.degrees())?;
-        let rules = best.config.parallel.recompute;
-        let recording =
-            self.recordings.by_layer(&best.config, &self.model, &mesh, &rules, self.cluster.software);
-        // As the prediction shares out the nodes.
-        let node = &self.cluster.nodes[0];
-        let ranks_of_a_node = best.devices.div_ceil(self.cluster.node_count().max(1));
-        let device = node.device_of(ranks_of_a_node.min(node.devices));
-        let worker = Worker { device, style: self.cluster.software.style(), dtype: recording.work.dtype };
-        let mut points: Vec<(Point, f64, f64)> = Vec::new();
-        for unit in 0..recording.work.units() {
-            let unit = recording.work.unit(unit);
-            for task in unit.forward.iter().chain(&unit.backward) {
-                let Some((name, flops)) = told(task) else { continue };
-                let (seconds, bytes) = (worker.seconds(task), task.bytes as f64);
-                match points.iter_mut().find(|(point, ..)| point.name == name) {
-                    Some((point, sum, moved)) => {
-                        point.seconds += seconds;
-                        *sum += flops;
-                        *moved += bytes;
-                    }
-                    None => points.push((Point { name, intensity: 0.0, rate: 0.0, seconds }, flops, bytes)),
-                }
-            }
-        }
-        let finished = |(point, flops, bytes): (Point, f64, f64)| Point {
-            intensity: flops / bytes.max(1.0),
-            rate: flops / point.seconds.max(f64::MIN_POSITIVE),
-            ..point
-        };
-        let mut points: Vec<Point> = points.into_iter().map(finished).collect();
-        points.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-        let device = &worker.device;
-        let cores = node.devices / ranks_of_a_node.clamp(1, node.devices.max(1));
-        Ok(Roofline {
-            device: if node.device.is_host && cores > 1 {
-                format!("{}, {}", device.name, human::plural(cores, "core"))
-            } else {
-                device.name.clone()
-            },
-            peak: device.peak_flops(worker.dtype).unwrap_or(best.peak_tflops * 1e12),
-            bandwidth: device.memory_gb_per_s * 1e9,
-            points,
-        })
-    }
-}
-
-/// What the roofline calls a task, and its operations; none of an exchange.
-fn told(task: &Task) -> Option<(String, f64)> {
-    let vector = task.vector_flops as f64;
-    match task.labor {
-        Labor::Product(product) => {
-            Some((format!("{} {}", task.name, task.pass.name()), product.flops() as f64 + vector))
-        }
-        Labor::Attention(attention) => {
-            Some((format!("{} {}", task.name, task.pass.name()), attention.flops as f64 + vector))
-        }
-        Labor::Stream => Some((task.name.to_owned(), vector)),
-        Labor::Exchange(_) => None,
     }
 }
 
@@ -229,14 +207,27 @@ fn rate(amount: f64, unit: &str) -> String {
 
 fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
     let (rank, memory) = best.largest();
+    let of_first = |key: &str| format!("/ranking/0/{key}");
+    let flops = |key: &str, tflops: f64| figure(&of_first(key), tflops, &rate(tflops * 1e12, "FLOP/s"));
+    let total = of_first(&format!("memory_by_stage/{rank}/total"));
     let mut tiles = vec![
-        (time(best.step.step_ms), "a step".to_owned()),
-        (human::count(best.tokens_per_s()).to_string(), "tokens a second".to_owned()),
-        (rate(best.tflops_per_device() * 1e12, "FLOP/s"), "a device, model".to_owned()),
-        (rate(best.hardware_tflops_per_device() * 1e12, "FLOP/s"), "with what is computed again".to_owned()),
-        (best.mfu().map_or("?".to_owned(), |mfu| format!("{:.1} %", mfu * 100.0)), "MFU".to_owned()),
+        (figure(&of_first("step_ms"), best.step.step_ms, &time(best.step.step_ms)), "a step".to_owned()),
         (
-            human::bytes(memory.total() as u64).to_string(),
+            figure(
+                &of_first("tokens_per_s"),
+                best.tokens_per_s(),
+                &human::count(best.tokens_per_s()).to_string(),
+            ),
+            "tokens a second".to_owned(),
+        ),
+        (flops("tflops_per_device", best.tflops_per_device()), "a device, model".to_owned()),
+        (
+            flops("hardware_tflops_per_device", best.hardware_tflops_per_device()),
+            "with what is computed again".to_owned(),
+        ),
+        (figure(&of_first("mfu"), best.mfu(), &percent(best.mfu())), "MFU".to_owned()),
+        (
+            figure(&total, memory.total(), &human::bytes(memory.total() as u64).to_string()),
             match best.memory.len() {
                 0 | 1 => "memory of each rank".to_owned(),
                 _ => format!("most memory: pipeline rank {rank}"),
@@ -244,20 +235,26 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
         ),
     ];
     if let (Some(price), Some(tokens)) = (best.price_per_hour, best.price_per_billion_tokens()) {
-        tiles.push((format!("${price:.0}"), "an hour".to_owned()));
-        tiles.push((format!("${tokens:.0}"), "for 10⁹ tokens".to_owned()));
+        let price = figure(&of_first("price_per_hour"), price, &format!("${price:.0}"));
+        let tokens = figure(&of_first("price_per_billion_tokens"), tokens, &format!("${tokens:.0}"));
+        tiles.push((price, "an hour".to_owned()));
+        tiles.push((tokens, "for 10⁹ tokens".to_owned()));
     }
     if best.devices > 1 {
         let goodput = best.goodput(cluster);
         tiles.push((
-            format!("{:.1} %", goodput.share * 100.0),
+            figure(&of_first("goodput/share"), goodput.share, &percent(Some(goodput.share))),
             format!("lasts, with a save every {}", human::seconds(goodput.interval_s)),
         ));
     }
     let tile = |(value, name): &(String, String)| {
-        format!("<div class=\"tile\"><b>{}</b><span>{}</span></div>", escaped(value), escaped(name))
+        format!("<div class=\"tile\"><b>{value}</b><span>{}</span></div>", escaped(name))
     };
     format!("<div class=\"tiles\">{}</div>\n", tiles.iter().map(tile).collect::<String>())
+}
+
+fn percent(share: Option<f64>) -> String {
+    share.map_or("?".to_owned(), |share| format!("{:.1} %", share * 100.0))
 }
 
 fn plan_in_words(plan: &Plan) -> String {
@@ -279,80 +276,94 @@ fn plan_in_words(plan: &Plan) -> String {
 
 fn table_of(ranking: &[Evaluated]) -> String {
     let slowest = ranking.iter().map(|found| found.step.step_ms).fold(0.0, f64::max);
-    let mut table = "<div class=\"scroll\"><table class=\"named\"><tr><th>mesh</th><th>ZeRO</th><th>micro-batch</th><th>schedule</th>\
-                     <th>recompute</th><th>step</th><th>work</th><th>exchanges</th><th>bubble</th><th>gradients</th><th>tokens/s</th>\
-                     <th>MFU</th><th>memory</th></tr>"
-        .to_owned();
-    for found in ranking {
+    let row = |(index, found): (usize, &Evaluated)| {
         let (plan, step) = (&found.plan, &found.step);
-        let schedule = schedule_in_words(plan).unwrap_or_else(|| "none".to_owned());
+        let of_row = |key: &str| format!("/ranking/{index}/{key}");
         let share = step.step_ms / slowest.max(f64::MIN_POSITIVE);
-        let _ = write!(
-            table,
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{schedule}</td><td>{}</td><td><span>{}</span>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td{}>{} of {}</td></tr>",
-            escaped(&mesh_in_words(&plan.mesh)),
-            plan.zero_stage,
-            plan.micro_batch,
-            escaped(&plan.recompute.to_string()),
-            time(step.step_ms),
-            pictures::strip(&parts(step), share),
-            time(step.work_ms),
-            time(step.exchange_ms),
-            time(step.bubble_ms),
-            time(step.gradients_ms),
-            human::count(found.tokens_per_s()),
-            found.mfu().map_or("?".to_owned(), |mfu| format!("{:.1} %", mfu * 100.0)),
-            if found.fits { "" } else { " class=\"bad\"" },
-            human::bytes(found.largest().1.total() as u64),
-            human::bytes(found.capacity_bytes),
+        let looks = format!("height:5px;margin-top:2px;width:{:.0}%", 100.0 * share);
+        let part =
+            |(key, _, ms): (&str, &str, f64)| figure(&of_row(&format!("step_parts_ms/{key}")), ms, &time(ms));
+        let (rank, memory) = found.largest();
+        let needed = figure(
+            &of_row(&format!("memory_by_stage/{rank}/total")),
+            memory.total(),
+            &human::bytes(memory.total() as u64).to_string(),
         );
-    }
-    table + "</table></div>"
+        let capacity = figure(
+            &of_row("capacity_bytes"),
+            found.capacity_bytes,
+            &human::bytes(found.capacity_bytes).to_string(),
+        );
+        let verdict = if found.fits { "" } else { " class=\"bad\"" };
+        let mut row = vec![
+            figure(&of_row("mesh"), plan.mesh, &mesh_in_words(&plan.mesh)),
+            figure(&of_row("zero_stage"), plan.zero_stage, &plan.zero_stage.to_string()),
+            figure(&of_row("micro_batch"), plan.micro_batch, &plan.micro_batch.to_string()),
+            escaped(&schedule_in_words(plan).unwrap_or_else(|| "none".to_owned())),
+            escaped(&plan.recompute.to_string()),
+            figure(&of_row("step_ms"), step.step_ms, &time(step.step_ms)) + &bar(&pieces(found), &looks),
+        ];
+        row.extend(named_parts(found).take(4).map(part));
+        row.push(figure(
+            &of_row("tokens_per_s"),
+            found.tokens_per_s(),
+            &human::count(found.tokens_per_s()).to_string(),
+        ));
+        row.push(figure(&of_row("mfu"), found.mfu(), &percent(found.mfu())));
+        row.push(format!("<span{verdict}>{needed} of {capacity}</span>"));
+        row
+    };
+    let names = [
+        "mesh",
+        "ZeRO",
+        "micro-batch",
+        "schedule",
+        "recompute",
+        "step",
+        "work",
+        "exchanges",
+        "bubble",
+        "gradients",
+        "tokens/s",
+        "MFU",
+        "memory",
+    ];
+    table(&names, ranking.iter().enumerate().map(row))
 }
 
 fn table_of_neighbours(neighbours: &[Neighbour]) -> String {
-    let mut table = "<div class=\"scroll\"><table class=\"named\"><tr><th>change</th><th>step</th><th class=\"left\">why not</th></tr>".to_owned();
-    for Neighbour { change, step_ratio, reason } in neighbours {
+    let row = |(index, neighbour): (usize, &Neighbour)| {
+        let Neighbour { change, step_ratio, reason } = neighbour;
         let step =
             step_ratio.map_or("cannot be".to_owned(), |ratio| format!("{:+.1} %", (ratio - 1.0) * 100.0));
-        let _ = write!(
-            table,
-            "<tr><td>{}</td><td>{step}</td><td class=\"left\">{}</td></tr>",
-            escaped(change),
-            escaped(reason)
-        );
-    }
-    table + "</table></div>"
-}
-
-/// Text that stands for itself in HTML.
-fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            c => escaped.push(c),
-        }
-    }
-    escaped
+        let step = figure(&format!("/neighbours/{index}/step_ratio"), step_ratio, &step);
+        vec![escaped(change), step, format!("<span class=\"left\">{}</span>", escaped(reason))]
+    };
+    table(&["change", "step", "why not"], neighbours.iter().enumerate().map(row))
 }
 
 #[cfg(test)]
 mod tests {
+    use lockstep_plan::cluster::Cluster;
+
+    use super::Page;
     use crate::RunConfig;
     use crate::planner::{Objective, Planner};
-    use lockstep_plan::cluster::Cluster;
 
     fn page_of(settings: &[&str], mut cluster: Cluster, name: &str) -> String {
         name.clone_into(&mut cluster.name);
         let config = RunConfig::parse("", "a test", settings).unwrap();
         let mut planner = Planner::new(config, cluster, Objective::Time).unwrap();
         let best = planner.of_run().unwrap();
-        let command = Some("lockstep plan --model '<i>&'");
-        super::page(&mut planner, &best, std::slice::from_ref(&best), &[], None, command).unwrap()
+        let details = planner.details(&best).unwrap();
+        let page = Page {
+            ranking: std::slice::from_ref(&best),
+            details: &details,
+            neighbours: &[],
+            searched: None,
+            command: Some("lockstep plan --model '<i>&'"),
+        };
+        page.html(&planner)
     }
 
     #[test]
@@ -414,11 +425,13 @@ mod tests {
             let config = RunConfig::parse("", "a test", settings).unwrap();
             let mut planner = Planner::new(config, Cluster::local(2, 16 << 30), Objective::Time).unwrap();
             let best = planner.of_run().unwrap();
-            let roofline = planner.roofline(&best).unwrap();
+            let [roofline] = &planner.details(&best).unwrap().rooflines[..] else {
+                panic!("one kind of node")
+            };
             assert_eq!(roofline.peak, best.peak_tflops * 1e12);
             for point in &roofline.points {
-                let roof = roofline.peak.min(point.intensity * roofline.bandwidth);
-                assert!(point.rate <= roof * 1.001, "{point:?} above {roof:e} of {}", roofline.device);
+                let roof = roofline.roof(point);
+                assert!(point.rate() <= roof * 1.001, "{point:?} above {roof:e} of {}", roofline.device);
             }
         }
     }
@@ -433,7 +446,7 @@ mod tests {
             "parallel.pipeline_parallel=4",
         ];
         let page = page_of(&settings, Cluster::preset("dgx-a100").unwrap(), "machines");
-        assert!(page.contains("shares of the time") && page.len() < 200_000, "{} bytes", page.len());
+        assert!(page.contains("shares of the time") && page.len() < 300_000, "{} bytes", page.len());
     }
 
     #[test]

@@ -23,7 +23,9 @@ pub(super) fn roofline(roofline: &Roofline, number: usize) -> String {
     let (left, height) = (90.0, 260.0);
     let ridge = peak / bandwidth;
     let (least_x, most_x) = (0.05_f64, (ridge * 64.0).max(1024.0));
-    let (least_y, most_y) = (bandwidth * least_x, peak * 2.0);
+    let rates = points.iter().filter(|point| point.flops > 0.0).map(Point::rate);
+    let (least_y, most_y) =
+        (rates.fold(bandwidth * least_x, |least, rate| least.min(0.7 * rate)), peak * 2.0);
     let at = |intensity: f64, rate: f64| {
         let x = (intensity.clamp(least_x, most_x) / least_x).ln() / (most_x / least_x).ln();
         let y = (rate.clamp(least_y, most_y) / least_y).ln() / (most_y / least_y).ln();

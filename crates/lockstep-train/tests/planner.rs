@@ -4,7 +4,7 @@
 mod details;
 #[path = "planner/exhaustive.rs"]
 mod exhaustive;
-#[path = "../examples/published/rows.rs"]
+#[path = "../examples/published/rows/mod.rs"]
 mod rows;
 
 use lockstep_plan::ContextMethod;
@@ -30,11 +30,11 @@ fn best(settings: &[&str], cluster: &str) -> Evaluated {
 fn published_runs_are_predicted() {
     let mut errors = Vec::new();
     for row in rows::published() {
-        let is_of_papers = row.name.contains("Megatron") || row.name.contains("Korthikanti");
+        let is_of_papers = ["Megatron-LM 2021", "Korthikanti 2022"].contains(&row.family);
         if row.is_long() || !is_of_papers {
             continue;
         }
-        let found = row.predicted(Cluster::preset(row.preset()).unwrap());
+        let found = row.predicted(row.machines());
         let [predicted, measured] = row.figures(&found);
         let error = (predicted / measured - 1.0).abs();
         assert!(error < 0.1, "{}: {predicted} predicted, {measured} measured", row.name);

@@ -171,15 +171,18 @@ pub enum Software {
     Lockstep,
     /// Megatron-LM of 2021 and 2022: scores are written, gradients in f32 summed after the backward.
     Megatron,
-    /// PyTorch FSDP with fused attention: weights are gathered and gradients summed beside the passes.
+    /// PyTorch FSDP with fused attention, its other operations one by one: weights are gathered and gradients summed beside the passes.
     Fsdp,
+    /// The same as Mosaic's llm-foundry had it in 2023: with attention in Triton, whose backward was slow.
+    LlmFoundry,
     /// DeepSpeed's ZeRO: gradients in 16 bits.
     DeepSpeed,
 }
 
 impl Software {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Lockstep, Self::Megatron, Self::Fsdp, Self::DeepSpeed];
+    pub const ALL: [Self; 5] =
+        [Self::Lockstep, Self::Megatron, Self::Fsdp, Self::LlmFoundry, Self::DeepSpeed];
 
     /// The name in a cluster file.
     pub const fn name(self) -> &'static str {
@@ -187,6 +190,7 @@ impl Software {
             Self::Lockstep => "lockstep",
             Self::Megatron => "megatron",
             Self::Fsdp => "fsdp",
+            Self::LlmFoundry => "llm-foundry",
             Self::DeepSpeed => "deepspeed",
         }
     }

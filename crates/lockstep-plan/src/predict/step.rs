@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::cluster::Cluster;
 use crate::predict::state::{SharedState, StateExchange, StatePassage};
-use crate::predict::style::{Style, UPDATE_BYTES};
+use crate::predict::style::Style;
 use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, ranks_of_a_node, slowest_kind};
 use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
@@ -150,6 +150,8 @@ pub(super) struct StateCost {
     sum_of_micro_batch_s: f64,
     /// A gather of all weights.
     gather_s: f64,
+    /// Copies of gathered weights and of their gradients, in a forward and in a backward.
+    copies_s: [f64; 2],
     /// Weights that arrive after the update.
     pub(super) arrive_s: f64,
     /// The update.
@@ -412,17 +414,19 @@ impl<'a> Step<'a> {
         let gather = share * state.gather_s / parts;
         let again = if self.shape.gathers_once { 0.0 } else { gather };
         let sum = share * state.sum_of_micro_batch_s;
-        for (pass, beside) in [
-            (&mut prediction.forward, gather),
-            (&mut prediction.backward, again + sum),
-            (&mut prediction.backward_inputs, again),
-            (&mut prediction.backward_weights, sum),
+        let [copies, copies_back] = state.copies_s.map(|seconds| share * seconds);
+        for (pass, beside, copies) in [
+            (&mut prediction.forward, gather, copies),
+            (&mut prediction.backward, again + sum, copies_back),
+            (&mut prediction.backward_inputs, again, 0.0),
+            (&mut prediction.backward_weights, sum, copies_back),
         ] {
             pass.exchange_s += beside;
             // The first unit waits for its own weights.
             let first = beside / units.max(1) as f64;
             let hidden = if self.hides() && self.style.gathers_beside { pass.work_s } else { 0.0 };
             pass.exposed_s += f64::max(beside - hidden, first.min(beside));
+            pass.work_s += copies;
         }
         prediction
     }
@@ -451,8 +455,13 @@ impl<'a> Step<'a> {
         };
         let [dense, experts] = self.shared_states(holding);
         let updated = updated(&dense, holding.dense) + updated(&experts, holding.experts);
+        let is_gathered = self.shape.zero_stage == ZeroStage::Parameters;
+        let gathered = if is_gathered { holding.dense + holding.experts } else { 0.0 };
+        let worker = self.worker(holding.kind);
+        let copies = |bytes: f64| if bytes > 0.0 { worker.stream(gathered * bytes) } else { 0.0 };
         let mut cost = StateCost {
-            update_s: self.worker(holding.kind).update(updated * UPDATE_BYTES),
+            copies_s: self.style.unit_bytes.map(copies),
+            update_s: worker.update(updated),
             ..StateCost::default()
         };
         for exchange in self.state_exchanges(holding) {

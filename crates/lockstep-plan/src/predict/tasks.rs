@@ -64,7 +64,10 @@ impl Worker<'_> {
         self.measured(task).unwrap_or_else(|| match task.labor {
             Labor::Product(product) => self.product(task, product),
             Labor::Attention(attention) => self.attention(task, attention),
-            Labor::Stream => self.stream(task.bytes as f64 * self.style.passes),
+            Labor::Stream => {
+                let is_backward = matches!(task.pass, Pass::BackwardInputs | Pass::BackwardWeights);
+                self.stream(task.bytes as f64 * self.style.passes_of(task.name, is_backward))
+            }
             Labor::Exchange(_) => 0.0,
         })
     }
@@ -107,8 +110,9 @@ impl Worker<'_> {
         bytes / (self.device.memory_gb_per_s * 1e9 * self.device.efficiency.stream)
     }
 
-    /// An update of weights that moves so many bytes.
-    pub fn update(&self, bytes: f64) -> f64 {
+    /// An update of so many weights.
+    pub fn update(&self, elements: f64) -> f64 {
+        let bytes = elements * self.style.update_bytes;
         let measured = &self.device.efficiency.measured;
         match measured.get(&format!("update {}", self.dtype)).or_else(|| measured.get("update")) {
             Some(rate) => bytes / (rate * 1e9),
@@ -165,7 +169,8 @@ impl Worker<'_> {
         let is_backward = task.pass == Pass::BackwardInputs;
         if !self.style.writes_scores {
             let flops = attention.flops as f64 * if is_backward { 1.25 } else { 1.0 };
-            let seconds = flops / (self.peak() * efficiency.attention * self.style.attention);
+            let share = self.style.attention[usize::from(is_backward)];
+            let seconds = flops / (self.peak() * efficiency.attention * share);
             return seconds.max(self.through_memory(task.bytes as f64)) + self.launch();
         }
         let scores = attention.scores as f64;

@@ -284,7 +284,7 @@ fn row(family: &'static str, machines: &str, peak_tflops: f64, run: &Mosaic) -> 
         role,
         machines: machines.to_owned(),
         nodes: devices / 8,
-        software: Software::Fsdp,
+        software: Software::LlmFoundry,
         settings,
         measured: Measured::ModelTflops(mfu / 100.0 * peak_tflops),
     }

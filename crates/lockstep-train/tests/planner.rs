@@ -50,6 +50,7 @@ fn runs_that_were_held_out_are_predicted() {
     let families = [
         "NeMo, H100",
         "Megatron-LM in MegaScale",
+        "BLOOM",
         "FSDP at IBM, A100",
         "FSDP at IBM, H100",
         "torchtitan, A100",

@@ -49,11 +49,12 @@ pub struct Style {
 pub(super) const APART_BYTES: f64 = 2.0 + 2.0 + 4.0 + 4.0;
 /// Bytes of an update of a parameter by AdamW in one pass: gradient, master weight and both moments in f32, the weight written in 16 bits.
 const UPDATE_BYTES: f64 = 4.0 + 3.0 * 8.0 + 2.0;
-/// The same by PyTorch's `foreach` kernels, one operation after the other: decay of the weight (8), the first moment's mean (12), decay (8) and
-/// mean (12) of the second, its root (8), its correction (8), epsilon (8), the step (16), and the weight in 16 bits (6).
+/// The same by PyTorch's `foreach` kernels, one operation after the other: decay of the weight (8), the first moment's mean (12), decay (8)
+/// and mean (12) of the second, its root (8), its correction (8), epsilon (8), the step (16), and the weight in 16 bits (6).
 const FOREACH_UPDATE_BYTES: f64 = 8.0 + 12.0 + 8.0 + 12.0 + 8.0 + 8.0 + 8.0 + 16.0 + 6.0;
-/// Bytes of a parameter that FSDP's gather writes, and those of its backward: another gather (2), the gradient's copy into the flat buffer (4), its
-/// cast to f32 (6), its division by the ranks (8), and the reduce-scatter's read and write (8). llm-foundry's rows by themselves give 30 for both.
+/// Bytes of a parameter that FSDP's gather writes, and those of its backward: another gather (2), the gradient's copy into the flat buffer
+/// (4), its cast to f32 (6), its division by the ranks (8), and the reduce-scatter's read and write (8). llm-foundry's rows by themselves
+/// give 30 for both.
 const FSDP_UNIT_BYTES: [f64; 2] = [2.0, 2.0 + 4.0 + 6.0 + 8.0 + 8.0];
 /// Bytes that go through memory for each score of a forward: mask and softmax, then dropout with its mask, each read and written.
 pub(super) const SCORE_BYTES_FORWARD: f64 = 4.0 + 5.0;
@@ -61,12 +62,13 @@ pub(super) const SCORE_BYTES_FORWARD: f64 = 4.0 + 5.0;
 pub(super) const SCORE_BYTES_BACKWARD: f64 = 6.0 + 5.0;
 
 impl Style {
-    /// How often a task of this name goes through memory where one kernel would go once: [`Style::passes`], and what it is put together of.
+    /// How often a task of this name goes through memory where one kernel would go once: [`Style::passes`], and of how many kernels it is
+    /// put together.
     ///
-    /// Tensors in 16 bits are one unit, in f32 two. RMSNorm in f32 (PyTorch has a kernel for it from 2.8 on): cast (3), square (4), mean (2), product with
-    /// the root (4), cast back (3), product with the weight (2), 18 units where a kernel has 2; backward about 36 instead of 6. Rotary embeddings
-    /// in f32: cast (3), product (4), cast back (3), 10 instead of 2, both ways. SwiGLU: SiLU (2) and a product (3), 5 instead of 3; backward 9
-    /// instead of 5.
+    /// Tensors in 16 bits are one unit, in f32 two. RMSNorm in f32 (PyTorch has a kernel for it from 2.8 on): cast (3), square (4), mean (2),
+    /// product with the root (4), cast back (3), product with the weight (2), 18 units where a kernel has 2; backward about 36 instead of 6.
+    /// Rotary embeddings in f32: cast (3), product (4), cast back (3), 10 instead of 2, both ways. SwiGLU: SiLU (2) and a product (3), 5
+    /// instead of 3; backward 9 instead of 5.
     pub(super) fn passes_of(&self, name: &str, is_backward: bool) -> f64 {
         let composed = match name {
             _ if !self.composes => [1.0; 2],

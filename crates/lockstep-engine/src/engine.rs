@@ -9,8 +9,8 @@ use lockstep_graph::{Activity, BlockShape, Cost, RecomputeRules, Seed, Timeline}
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
-    Extent, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory, StepTraffic, ZeroStage,
-    disk_traffic, exact::ExactSum, predicted,
+    Extent, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory, StepDiskTraffic,
+    ZeroStage, disk_traffic, exact::ExactSum, predicted,
 };
 use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products};
 
@@ -88,7 +88,7 @@ pub struct Engine {
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
     shared_table: Option<SharedTable>,
     predicted: MemoryPrediction,
-    predicted_traffic: StepTraffic,
+    predicted_traffic: StepDiskTraffic,
 }
 
 impl Engine {
@@ -306,7 +306,7 @@ impl Engine {
     }
 
     /// What this rank was predicted to move to and from its disk in each step but the first.
-    pub fn predicted_disk_traffic(&self) -> &StepTraffic {
+    pub fn predicted_disk_traffic(&self) -> &StepDiskTraffic {
         &self.predicted_traffic
     }
 

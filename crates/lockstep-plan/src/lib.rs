@@ -61,8 +61,8 @@ pub use memory::{
     SharedTable, StageMemory, StatePlan, StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
-    DISK_ALIGNMENT_BYTES, DiskBytes, DiskPlan, StepTraffic, WINDOW_SLOTS, aligned_buffer_bytes, disk_traffic,
-    window_bytes, window_memory_bytes,
+    DISK_ALIGNMENT_BYTES, DiskBytes, DiskPlan, StepDiskTraffic, WINDOW_SLOTS, aligned_buffer_bytes,
+    disk_traffic, window_bytes, window_memory_bytes,
 };
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;

@@ -6,13 +6,13 @@
 //! - [`MemoryPrediction`]: all of it together, as bytes by category. The engine takes its sizes from the same functions.
 //! - [`HeldActivations`]: what of that a rank has in use when, as its passes come and go.
 
+mod disk_traffic;
 mod layout;
 mod over_time;
 mod prediction;
 mod profile;
 mod spool;
 mod stage;
-mod traffic;
 mod windows;
 
 use std::iter::Sum;
@@ -71,13 +71,13 @@ impl MemoryCategory {
     }
 }
 
+pub use disk_traffic::{DiskBytes, StepDiskTraffic, disk_traffic};
 pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
 pub use over_time::{HeldActivations, HeldOfStage};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
 pub use profile::{ModelProfile, UnitProfile};
 pub use spool::FRAME_PLACES;
 pub use stage::{SharedTable, StageMemory};
-pub use traffic::{DiskBytes, StepTraffic, disk_traffic};
 pub use windows::{
     DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
 };

@@ -9,7 +9,7 @@ use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, ranks_of_a_node, slowest_kind};
 use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
 use crate::work::{Collective, ModelWork};
-use crate::{Axis, DiskBytes, ExpertAxis, Mesh, StepTraffic, ZeroStage};
+use crate::{Axis, DiskBytes, ExpertAxis, Mesh, StepDiskTraffic, ZeroStage};
 
 /// What of a plan its time depends on, beside the model's work on one of its ranks.
 #[derive(Debug, Clone, Copy)]
@@ -29,7 +29,7 @@ pub struct PlanShape<'a> {
     /// A device that holds the others up.
     pub slow: Option<SlowDevice>,
     /// What each rank of the pipeline moves to and from its disk in a step; empty where nothing is there.
-    pub traffic: &'a [StepTraffic],
+    pub traffic: &'a [StepDiskTraffic],
 }
 
 /// A device that is slower than the others.

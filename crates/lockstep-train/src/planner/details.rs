@@ -79,7 +79,8 @@ impl Planner {
         let rules = config.parallel.recompute;
         let recording =
             self.recordings.by_layer(config, &self.model, &layout.mesh, &rules, self.cluster.software);
-        let shape = self.shape(config.zero_stage(), &layout);
+        let on_disk = self.traffic_of(config, &layout, &recording).unwrap_or_default();
+        let shape = self.shape(config.zero_stage(), &layout, &on_disk);
         // The stages are those of the schedule: both come from one valid plan.
         let traffic =
             traffic(&self.cluster, &recording.work, shape).expect("costs of every stage of the schedule");

@@ -14,7 +14,8 @@ use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{
     Axis, MemoryBytes, MemoryCategory, Mesh, Plan, PlanPrediction, PlannedStep, RanksMemory, Recompute,
-    StageMemory, StatePlan, StepTraffic, WINDOW_ELEMENTS, ZeroStage, disk_traffic, predicted, split_quickly,
+    StageMemory, StatePlan, StepDiskTraffic, WINDOW_ELEMENTS, ZeroStage, disk_traffic, predicted,
+    split_quickly,
 };
 
 use crate::config::ReshardAfterForward;
@@ -265,7 +266,7 @@ impl Planner {
         config: &RunConfig,
         layout: &Layout,
         work: &ModelWork,
-        traffic: &[StepTraffic],
+        traffic: &[StepDiskTraffic],
     ) -> StepPrediction {
         // The stages are those of the schedule: both come from one valid plan.
         predict_step(&self.cluster, work, self.shape(config.zero_stage(), layout, traffic))
@@ -277,7 +278,7 @@ impl Planner {
         &self,
         zero_stage: ZeroStage,
         layout: &'l Layout,
-        traffic: &'l [StepTraffic],
+        traffic: &'l [StepDiskTraffic],
     ) -> PlanShape<'l> {
         PlanShape {
             mesh: &layout.mesh,
@@ -433,7 +434,7 @@ impl Planner {
         config: &RunConfig,
         layout: &Layout,
         recording: &Recording,
-    ) -> Result<Vec<StepTraffic>, Rejection> {
+    ) -> Result<Vec<StepDiskTraffic>, Rejection> {
         if config.offloads_nothing() || self.cluster.software != Software::Lockstep {
             return Ok(Vec::new());
         }

@@ -42,7 +42,7 @@ impl std::ops::Add for DiskBytes {
 
 /// What a rank moves in a step.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct StepTraffic {
+pub struct StepDiskTraffic {
     /// In all forwards of each unit of the model.
     pub forward: Vec<DiskBytes>,
     /// In all their backwards.
@@ -51,7 +51,7 @@ pub struct StepTraffic {
     pub update: DiskBytes,
 }
 
-impl StepTraffic {
+impl StepDiskTraffic {
     /// All of it.
     pub fn total(&self) -> DiskBytes {
         let passes = self.forward.iter().chain(&self.backward).copied();
@@ -68,9 +68,10 @@ pub fn disk_traffic(
     passes: RankPasses<'_>,
     shard_ranks: impl Fn(Summing) -> usize,
     state: &StatePlan,
-) -> Result<StepTraffic, TooFewLive> {
+) -> Result<StepDiskTraffic, TooFewLive> {
     let units = vec![DiskBytes::default(); model.units.len()];
-    let mut traffic = StepTraffic { forward: units.clone(), backward: units, update: DiskBytes::default() };
+    let mut traffic =
+        StepDiskTraffic { forward: units.clone(), backward: units, update: DiskBytes::default() };
     if let Some(disk) = state.on_disk {
         let rank = Rank::new(model, passes.stages, shard_ranks, state);
         rank.move_weights(disk, passes, &mut traffic)?;
@@ -137,7 +138,7 @@ impl<S: Fn(Summing) -> usize> Rank<'_, S> {
         &self,
         disk: DiskPlan,
         passes: RankPasses<'_>,
-        traffic: &mut StepTraffic,
+        traffic: &mut StepDiskTraffic,
     ) -> Result<(), TooFewLive> {
         let Some(gathers) = self.gathers(passes)? else { return Ok(()) };
         let first_trained = self.model.units.iter().position(|unit| unit.has_backward);
@@ -161,7 +162,7 @@ impl<S: Fn(Summing) -> usize> Rank<'_, S> {
     }
 
     /// Gradients, which each micro-batch writes and the next one reads to add to them, and the update's way through them and the state.
-    fn move_gradients_and_state(&self, disk: DiskPlan, micro_batches: usize, traffic: &mut StepTraffic) {
+    fn move_gradients_and_state(&self, disk: DiskPlan, micro_batches: usize, traffic: &mut StepDiskTraffic) {
         let layout = self.gradients();
         let mut gradients = Windows::new(&layout, &[DType::F32], disk.window_elements);
         // Stretches in the order in which backwards complete them.
@@ -191,7 +192,7 @@ impl<S: Fn(Summing) -> usize> Rank<'_, S> {
 
 impl ModelProfile {
     /// What units keep, from their forward to their backward.
-    fn move_frames(&self, passes: RankPasses<'_>, traffic: &mut StepTraffic) {
+    fn move_frames(&self, passes: RankPasses<'_>, traffic: &mut StepDiskTraffic) {
         let micro_batches = passes.micro_batches as u64;
         let is_alone = |stage: &StageMemory| passes.stages.len() == 1 && stage.slots == 1;
         for (index, stage) in passes.stages.iter().enumerate() {

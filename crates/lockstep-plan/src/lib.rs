@@ -74,7 +74,7 @@ pub use plan::{
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
-pub use residence::{Residence, Residences, WINDOW_ELEMENTS};
+pub use residence::{OnDisk, Residence, Residences, WINDOW_ELEMENTS};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_quickly, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};

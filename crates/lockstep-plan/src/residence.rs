@@ -64,3 +64,48 @@ impl Residences {
         })
     }
 }
+
+/// Which kinds of state are on disk, whatever share of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct OnDisk {
+    /// See [`Residences::optimizer`].
+    pub optimizer: Residence,
+    /// See [`Residences::gradients`].
+    pub gradients: Residence,
+    /// See [`Residences::parameters`].
+    pub parameters: Residence,
+    /// See [`Residences::activations`].
+    pub activations: Residence,
+}
+
+impl OnDisk {
+    /// Every way to have something there.
+    pub fn all() -> Vec<Self> {
+        use Residence::{Disk, Memory};
+        let mut all = Vec::new();
+        for activations in [Memory, Disk] {
+            for [optimizer, gradients, parameters] in [
+                [Memory, Memory, Memory],
+                [Disk, Memory, Memory],
+                [Disk, Disk, Memory],
+                [Disk, Memory, Disk],
+                [Disk, Disk, Disk],
+            ] {
+                all.push(Self { optimizer, gradients, parameters, activations });
+            }
+        }
+        all.retain(|on_disk| !on_disk.is_nothing());
+        all
+    }
+
+    /// Whether everything is in memory.
+    pub fn is_nothing(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The same with so much of the model's state there.
+    pub fn of_fraction(self, fraction: f64) -> Residences {
+        let Self { optimizer, gradients, parameters, activations } = self;
+        Residences { optimizer, gradients, parameters, activations, fraction }
+    }
+}

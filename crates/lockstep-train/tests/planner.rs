@@ -4,6 +4,8 @@
 mod details;
 #[path = "planner/exhaustive.rs"]
 mod exhaustive;
+#[path = "planner/on_disk.rs"]
+mod on_disk;
 #[path = "../examples/published/rows/mod.rs"]
 mod rows;
 

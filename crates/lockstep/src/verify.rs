@@ -10,6 +10,7 @@ use lockstep_train::fit::require;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::plan::check;
+use lockstep_train::planner::residence_in_words;
 use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
     TINY_LLAMA, Tolerance, alone, exact, first_numbers, sample_text,
@@ -180,10 +181,12 @@ pub(crate) fn plan_in_words(config: &RunConfig) -> String {
         0 => String::new(),
         stage => format!(", ZeRO stage {stage}"),
     };
+    let on_disk =
+        residence_in_words(&config.residences()).map_or(String::new(), |words| format!(", {words}"));
     if words.is_empty() {
-        "one rank".to_owned()
+        "one rank".to_owned() + &on_disk
     } else {
-        words.join(" of ") + &shared_out + &quantized(config)
+        words.join(" of ") + &shared_out + &quantized(config) + &on_disk
     }
 }
 

@@ -11,7 +11,7 @@
 mod space;
 
 use crate::schedule::Kind;
-use crate::{ContextMethod, Degrees, Recompute, ZeroStage};
+use crate::{ContextMethod, Degrees, OnDisk, Recompute, ZeroStage};
 
 pub use space::Space;
 
@@ -32,6 +32,8 @@ pub struct Candidate {
     pub schedule: (Kind, usize),
     /// What blocks forget, at most.
     pub recompute: Recompute,
+    /// What is on disk.
+    pub on_disk: OnDisk,
 }
 
 impl Candidate {

@@ -2,7 +2,7 @@
 
 use super::Candidate;
 use crate::schedule::Kind;
-use crate::{ContextMethod, Degrees, Facts, Recompute, ZeroStage};
+use crate::{ContextMethod, Degrees, Facts, OnDisk, Recompute, Residence, ZeroStage};
 
 /// Ranks that share a block or a sequence at most: beyond, what each has of a matrix is no work for a device.
 const MOST_SHARERS: usize = 64;
@@ -29,6 +29,8 @@ pub struct Space {
     pub shares_state: bool,
     /// Whether the optimizer takes parts of matrices: only then can ranks share them.
     pub splits_matrices: bool,
+    /// What may be on disk: each of these is tried where the engine has it.
+    pub on_disk: Vec<OnDisk>,
 }
 
 impl Space {
@@ -41,7 +43,7 @@ impl Space {
                     for sequence_parallel in self.sequence_parallel(&degrees) {
                         for context_method in self.methods(&degrees) {
                             for schedule in self.schedules(&degrees, micro_batch) {
-                                let with = |recompute| Candidate {
+                                let with = |recompute, on_disk| Candidate {
                                     degrees,
                                     zero_stage,
                                     micro_batch,
@@ -49,10 +51,12 @@ impl Space {
                                     context_method,
                                     schedule,
                                     recompute,
+                                    on_disk,
                                 };
-                                all.extend(
-                                    [Recompute::None, Recompute::Selective, Recompute::Full].map(with),
-                                );
+                                for &on_disk in self.residences(&degrees, zero_stage) {
+                                    let modes = [Recompute::None, Recompute::Selective, Recompute::Full];
+                                    all.extend(modes.map(|recompute| with(recompute, on_disk)));
+                                }
                             }
                         }
                     }
@@ -60,6 +64,19 @@ impl Space {
             }
         }
         all
+    }
+
+    /// What may be on disk of state that ranks share out so: weights only where nobody keeps those that others update, gradients only where
+    /// no other rank keeps the same.
+    fn residences(&self, degrees: &Degrees, zero_stage: ZeroStage) -> impl Iterator<Item = &OnDisk> {
+        let owners = degrees.shard * degrees.context;
+        let keeps_others = matches!(zero_stage, ZeroStage::Optimizer | ZeroStage::Gradients) && owners > 1;
+        let owns_gradients = owners == 1 || zero_stage >= ZeroStage::Gradients;
+        let has_own_gradients = degrees.replicate == 1 && owns_gradients;
+        self.on_disk.iter().filter(move |on_disk| {
+            (on_disk.parameters == Residence::Memory || !keeps_others)
+                && (on_disk.gradients == Residence::Memory || has_own_gradients)
+        })
     }
 
     /// Every way to lay out the devices.

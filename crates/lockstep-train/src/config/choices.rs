@@ -252,6 +252,15 @@ choices! {
     } later []
 }
 
+impl From<lockstep_plan::Residence> for Residence {
+    fn from(residence: lockstep_plan::Residence) -> Self {
+        match residence {
+            lockstep_plan::Residence::Memory => Self::None,
+            lockstep_plan::Residence::Disk => Self::Disk,
+        }
+    }
+}
+
 impl From<Residence> for lockstep_plan::Residence {
     /// The memory of the machine is that of its CPU ranks.
     fn from(residence: Residence) -> Self {

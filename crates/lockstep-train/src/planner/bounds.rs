@@ -9,12 +9,13 @@ use lockstep_plan::predict::{TimedModel, predict_step_ms, slowest_kind};
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{
-    ContextMethod, DType, Degrees, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute, RecomputeRules,
-    StageMemory, StateBytes, ZeroStage,
+    ContextMethod, DType, Degrees, FRAME_PLACES, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute,
+    RecomputeRules, StageMemory, StateBytes, StateOnRank, ZeroStage,
 };
 
 use crate::RunConfig;
 use crate::planner::memory::{Holding, memory_elsewhere, state_of};
+use crate::planner::on_disk::Least;
 use crate::planner::recordings::Uniform;
 use crate::planner::subject::Layout;
 use crate::planner::{Objective, Planner};
@@ -105,6 +106,29 @@ impl Subject for Planner {
         // Without a pipeline there is one micro-batch at a time; the first rank of one has as many as there are ranks, but for a V's.
         let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
         let available = self.capacity_bytes(self.ranks_of(candidate)) as f64 * SLACK;
+        if !candidate.on_disk.is_nothing() {
+            let waits = if kind.splits_backward() { 0.0 } else { (ranks - 1.0) / chunks as f64 };
+            let held = |elements: f64, sharers| {
+                outline.state.on_rank(elements as u64, sharers, candidate.zero_stage)
+            };
+            let states = [held(outline.dense, sharers), held(outline.experts, of_experts)];
+            let of_kind =
+                |bytes: fn(&StateOnRank) -> u64| 0.9 * states.iter().map(bytes).sum::<u64>() as f64 / ranks;
+            let kept = 0.8 * mode_bytes / ranks;
+            let blocks = self.model.config.num_hidden_layers() as f64 / ranks;
+            let moved = (1.0 - FRAME_PLACES as f64 / blocks).max(0.0);
+            let least = Least {
+                state: [
+                    of_kind(|state| state.weights),
+                    of_kind(|state| state.gradients),
+                    of_kind(|state| state.optimizer),
+                ],
+                kept: kept * at_once,
+                kept_of_all: kept * moved * micro_batches,
+                micro_batches,
+            };
+            return self.bound_on_disk(candidate, (micro_batches + waits) * mode_ms / ranks, least);
+        }
         let is_counted = self.config.offloads_nothing();
         let left = available - 0.9 * state / ranks;
         if is_counted && left < 0.8 * mode_bytes * at_once / ranks {
@@ -129,6 +153,9 @@ impl Subject for Planner {
     }
 
     fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, RunConfig), Rejection> {
+        if !candidate.on_disk.is_nothing() {
+            return self.value_on_disk(candidate, limit);
+        }
         let layers = self.model.config.num_hidden_layers();
         let mut trial = self.chosen(candidate)?;
         loop {
@@ -158,7 +185,7 @@ impl Subject for Planner {
 
 /// A candidate of which so many blocks forget.
 #[derive(Debug)]
-struct Trial {
+pub(super) struct Trial {
     /// How many.
     count: usize,
     layout: Layout,
@@ -274,7 +301,7 @@ impl Planner {
     }
 
     /// What a step costs, in whatever its nodes cost in an hour; where nobody says, as much as there are devices.
-    fn price_of(&self, devices: usize, step_ms: f64) -> f64 {
+    pub(super) fn price_of(&self, devices: usize, step_ms: f64) -> f64 {
         self.price_per_hour(devices).unwrap_or(devices as f64) * step_ms
     }
 
@@ -344,7 +371,7 @@ impl Planner {
     }
 
     /// The keys of a candidate as it was tried.
-    fn configured(&self, candidate: &Candidate, trial: &Trial) -> Option<RunConfig> {
+    pub(super) fn configured(&self, candidate: &Candidate, trial: &Trial) -> Option<RunConfig> {
         let mut config = self.keys_of(candidate);
         config.parallel.recompute = self.rules(candidate, trial.count)?;
         let Layout { schedule, stages, .. } = &trial.layout;
@@ -374,7 +401,7 @@ impl Planner {
     }
 
     /// A candidate of which the first `count` blocks forget, with the stages that then take as long as each other.
-    fn tried(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
+    pub(super) fn tried(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
         let layers = self.model.config.num_hidden_layers();
         let mesh = Mesh::new(candidate.degrees).map_err(|_| Rejection::Invalid)?;
         let units = if count == 0 {

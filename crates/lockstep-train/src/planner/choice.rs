@@ -68,7 +68,8 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
     {
         return Ok(Some(Choice { plan, reason: Reason::Checkpoint(path) }));
     }
-    let LocalMachine { cluster, doubt } = LocalMachine::for_ranks(ranks.unwrap_or(1), config.train.threads);
+    let machine = LocalMachine::for_ranks(ranks.unwrap_or(1), config.train.threads).with_disk_of(config);
+    let LocalMachine { cluster, doubt } = machine;
     let planner = Planner::new(config.clone(), cluster, Objective::Time)?;
     let mut planner = match ranks {
         Some(ranks) => planner.with_ranks(ranks),
@@ -103,6 +104,7 @@ fn cuts(plan: &Plan) -> usize {
         + usize::from(shard > 1)
         + usize::from(plan.zero_stage)
         + usize::from(plan.recompute != Recompute::None.into())
+        + usize::from(plan.residence.use_disk())
 }
 
 /// The plan of the newest checkpoint that the run could go on from. Whether the checkpoint is whole is found out when it is read.

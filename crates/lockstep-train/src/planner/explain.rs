@@ -6,7 +6,9 @@ use std::collections::HashSet;
 use lockstep_plan::predict::StepPrediction;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
-use lockstep_plan::{ContextMethod, Degrees, PipelineSchedule, Plan, Recompute, ZeroStage};
+use lockstep_plan::{
+    ContextMethod, Degrees, PipelineSchedule, Plan, Recompute, Residence, Residences, ZeroStage,
+};
 
 use crate::human;
 use crate::planner::{Evaluated, Planner};
@@ -20,6 +22,26 @@ pub struct Neighbour {
     pub step_ratio: Option<f64>,
     /// Why it is not the best: what it lacks, or what takes longer.
     pub reason: String,
+}
+
+/// What is on disk, and how much of it; none where nothing is.
+pub fn residence_in_words(residences: &Residences) -> Option<String> {
+    let Residences { optimizer, gradients, parameters, activations, fraction } = *residences;
+    let kinds = [("optimizer", optimizer), ("gradients", gradients), ("parameters", parameters)];
+    let of_state: Vec<&str> = kinds
+        .into_iter()
+        .filter(|(_, residence)| *residence == Residence::Disk)
+        .map(|(name, _)| name)
+        .collect();
+    let share = if fraction < 1.0 { format!("{:.0} % of ", fraction * 100.0) } else { String::new() };
+    let mut words = Vec::new();
+    if !of_state.is_empty() {
+        words.push(format!("{share}{}", of_state.join(", ")));
+    }
+    if activations == Residence::Disk {
+        words.push("activations".to_owned());
+    }
+    (!words.is_empty()).then(|| format!("{} on disk", words.join(" and ")))
 }
 
 /// A change to the machines or the batch.

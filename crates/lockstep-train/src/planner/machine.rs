@@ -5,10 +5,12 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_plan::cluster::Cluster;
+use lockstep_tensor::ScratchFile;
 
 use crate::config::user_cache_dir;
 use crate::doctor::system::processor_name;
 use crate::fit::available_bytes;
+use crate::setup::storage;
 use crate::{Error, RunConfig};
 
 /// The file with what was measured of this machine, if it is not the usual one.
@@ -74,6 +76,19 @@ impl LocalMachine {
         share_out(&mut cluster, ranks, threads);
         cluster.nodes[0].host_memory_bytes = memory_bytes;
         Self { cluster, doubt }
+    }
+
+    /// The same with the room that is left where a run would put what does not fit into memory; none where that lies in memory itself.
+    #[must_use]
+    pub fn with_disk_of(mut self, config: &RunConfig) -> Self {
+        let directory = ScratchFile::existing_directory(&storage(config).offload.directory);
+        let free_bytes = || {
+            let stat = rustix::fs::statvfs(&directory).ok()?;
+            Some(stat.f_bavail.saturating_mul(stat.f_frsize))
+        };
+        let is_in_memory = ScratchFile::is_in_memory(&directory);
+        self.cluster.nodes[0].disk_bytes = if is_in_memory { 0 } else { free_bytes().unwrap_or(0) };
+        self
     }
 }
 

@@ -12,6 +12,7 @@ mod details;
 mod explain;
 pub mod machine;
 mod memory;
+mod on_disk;
 mod page;
 mod recordings;
 mod roofline;
@@ -25,7 +26,7 @@ use std::time::Instant;
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Found, Ranking, Space, search};
-use lockstep_plan::{ContextMethod, Facts, PlannedStep, Recompute};
+use lockstep_plan::{ContextMethod, Facts, OnDisk, PlannedStep, Recompute};
 
 use crate::config::{OptimizerKind, Origin};
 use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
@@ -33,7 +34,9 @@ use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
 pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 pub use choice::{Choice, Reason, choose};
 pub use details::{Details, MemoryCurve};
-pub use explain::{DISK, Help, Neighbour, mesh_in_words, parts, rejection_in_words, schedule_in_words};
+pub use explain::{
+    DISK, Help, Neighbour, mesh_in_words, parts, rejection_in_words, residence_in_words, schedule_in_words,
+};
 pub use page::Page;
 pub use roofline::{Point, Roofline};
 pub use subject::Evaluated;
@@ -81,6 +84,8 @@ pub struct Planner {
     model: ResolvedModel,
     cluster: Cluster,
     objective: Objective,
+    /// What may be on disk.
+    on_disk: Vec<OnDisk>,
     /// So many and no others, where somebody has said how many.
     ranks: Option<usize>,
     recordings: Recordings,
@@ -113,6 +118,7 @@ impl Planner {
             model,
             cluster,
             objective,
+            on_disk: vec![OnDisk::default()],
             ranks: None,
             recordings: Recordings::default(),
             schedules: HashMap::new(),
@@ -155,6 +161,7 @@ impl Planner {
             context_methods: self.context_methods(),
             shares_state: self.config.optimizer.kind != OptimizerKind::Muon,
             splits_matrices: self.config.optimizer.kind != OptimizerKind::Muon,
+            on_disk: self.on_disk.clone(),
         }
     }
 
@@ -184,6 +191,18 @@ impl Planner {
         numbers.into_iter().flat_map(|devices| self.space(devices).candidates()).collect()
     }
 
+    /// Whether what does not fit may go to disk: there is one, and the run leaves that open and makes no copies of its state.
+    fn may_use_disk(&self) -> bool {
+        let is_open = |key: &&str| self.config.origin(key) == Origin::Default;
+        let keys = ["optimizer", "gradients", "parameters", "activations", "fraction"]
+            .map(|what| format!("parallel.offload.{what}"));
+        self.cluster.software == Software::Lockstep
+            && self.cluster.nodes.iter().all(|node| node.disk_bytes > 0)
+            && keys.iter().map(String::as_str).all(|key| is_open(&key))
+            && self.config.rollback_after() == 0
+            && matches!(self.config.optimizer.kind, OptimizerKind::AdamW | OptimizerKind::Lion)
+    }
+
     /// Devices of as many nodes as may pay: halves of all, of clusters with one kind of them.
     fn numbers_of_nodes(&self) -> Vec<usize> {
         let [node] = &self.cluster.nodes[..] else { return vec![self.cluster.devices()] };
@@ -196,10 +215,18 @@ impl Planner {
         self.cluster.nodes.iter().any(|node| node.device.is_host)
     }
 
-    /// The `top` best plans.
+    /// The `top` best plans. Where none fits into memory, those with something on disk.
     pub fn find(&mut self, top: usize) -> Searched {
         let begin = Instant::now();
-        let Ranking { best, rejected, candidates, valued } = search(self.candidates(), top, self);
+        let mut found = search(self.candidates(), top, self);
+        if found.best.is_empty() && self.may_use_disk() {
+            self.on_disk = OnDisk::all();
+            let on_disk = search(self.candidates(), top, self);
+            if !on_disk.best.is_empty() {
+                found = on_disk;
+            }
+        }
+        let Ranking { best, rejected, candidates, valued } = found;
         let best = best.into_iter().filter_map(|Found { candidate, objective, value }| {
             let value = self.evaluate(&value).ok().filter(|evaluated| evaluated.fits)?;
             Some(Found { candidate, objective, value })

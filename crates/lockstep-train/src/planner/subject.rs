@@ -13,8 +13,8 @@ use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{
-    Axis, MemoryBytes, MemoryCategory, Mesh, Plan, PlanPrediction, PlannedStep, RanksMemory, Recompute,
-    StageMemory, StatePlan, StepDiskTraffic, WINDOW_ELEMENTS, ZeroStage, disk_traffic, predicted,
+    Axis, MemoryBytes, MemoryCategory, Mesh, OnDisk, Plan, PlanPrediction, PlannedStep, RanksMemory,
+    Recompute, StageMemory, StatePlan, StepDiskTraffic, WINDOW_ELEMENTS, ZeroStage, disk_traffic, predicted,
     split_quickly,
 };
 
@@ -305,6 +305,7 @@ impl Planner {
             context_method,
             schedule: (kind, chunks),
             recompute: _,
+            on_disk,
         } = *candidate;
         config.train.micro_batch = Some(micro_batch);
         let parallel = &mut config.parallel;
@@ -321,6 +322,13 @@ impl Planner {
         parallel.pipeline_schedule = kind.name().to_owned();
         parallel.virtual_stages = (degrees.pipeline > 1).then_some(chunks);
         parallel.pipeline_stages = None;
+        if !on_disk.is_nothing() {
+            let OnDisk { optimizer, gradients, parameters, activations } = on_disk;
+            parallel.offload_optimizer = optimizer.into();
+            parallel.offload_gradients = gradients.into();
+            parallel.offload_parameters = parameters.into();
+            parallel.offload_activations = activations.into();
+        }
         config
     }
 

@@ -104,7 +104,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         .map_err(|error| blamed(file.as_ref(), error))?;
     let is_given = file.is_some() || config.says_how_to_split();
     let ranks = if is_given { config.ranks() } else { 1 };
-    let (cluster, doubt) = arguments.cluster(ranks, config.train.threads)?;
+    let (cluster, doubt) = arguments.cluster(&config, ranks)?;
     let planner = Planner::new(config.clone(), cluster, arguments.objective.into())?;
     let mut planner = match arguments.nproc_per_node {
         // Of cores a rank may have several; who says how many ranks there are leaves no choice of that.
@@ -137,12 +137,14 @@ impl Arguments {
 
     /// The machines, and why they are known by guesses alone, if they are; this one for at least so many ranks, each with its share of the
     /// cores or with so many threads, if nothing else is said.
-    fn cluster(&self, ranks: usize, threads: usize) -> Result<(Cluster, Option<String>), Failure> {
+    fn cluster(&self, config: &RunConfig, ranks: usize) -> Result<(Cluster, Option<String>), Failure> {
         let (mut cluster, doubt) = match &self.cluster {
             Some(name) => (machine::cluster(name)?, None),
             None => {
+                let threads = config.train.threads;
                 let ranks = ranks.max(self.nproc_per_node.unwrap_or(1));
-                let LocalMachine { cluster, doubt } = LocalMachine::for_ranks(ranks, threads);
+                let LocalMachine { cluster, doubt } =
+                    LocalMachine::for_ranks(ranks, threads).with_disk_of(config);
                 (cluster, doubt)
             }
         };
@@ -199,7 +201,7 @@ fn figures(found: &Evaluated, cluster: &Cluster) -> Value {
         "mfu": found.mfu(),
         "step_parts_ms": {
             "work": step.work_ms, "exchanges": step.exchange_ms, "bubble": step.bubble_ms,
-            "gradients": step.gradients_ms, "update": step.update_ms,
+            "gradients": step.gradients_ms, "update": step.update_ms, "disk": step.disk_ms,
         },
         "memory_by_stage": found.memory.iter().copied().map(foretold::by_name).collect::<Vec<Value>>(),
         "capacity_bytes": found.capacity_bytes,

@@ -114,8 +114,9 @@ fn bound(best: &Evaluated) -> String {
 
 /// The parts of a step with what `plan --json` calls them.
 fn named_parts(best: &Evaluated) -> impl Iterator<Item = (&'static str, &'static str, f64)> {
-    let keys = ["work", "exchanges", "bubble", "gradients", "update"];
-    keys.into_iter().zip(parts(&best.step)).map(|(key, (name, ms))| (key, name, ms))
+    let keys = ["work", "exchanges", "bubble", "gradients", "update", "disk"];
+    let parts = keys.into_iter().zip(parts(&best.step)).map(|(key, (name, ms))| (key, name, ms));
+    parts.filter(|(key, _, ms)| *key != "disk" || *ms > 0.0)
 }
 
 fn pieces(best: &Evaluated) -> Vec<(f64, String, String)> {

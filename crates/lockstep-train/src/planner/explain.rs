@@ -44,6 +44,12 @@ pub fn residence_in_words(residences: &Residences) -> Option<String> {
     (!words.is_empty()).then(|| format!("{} on disk", words.join(" and ")))
 }
 
+/// What blocks forget, and what is on disk.
+pub fn recompute_in_words(plan: &Plan) -> String {
+    let on_disk = residence_in_words(&plan.residence).map_or(String::new(), |words| format!(", {words}"));
+    format!("{}{on_disk}", plan.recompute)
+}
+
 /// A change to the machines or the batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Help {

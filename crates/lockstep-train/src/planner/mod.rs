@@ -35,7 +35,8 @@ pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 pub use choice::{Choice, Reason, choose};
 pub use details::{Details, MemoryCurve};
 pub use explain::{
-    DISK, Help, Neighbour, mesh_in_words, parts, rejection_in_words, residence_in_words, schedule_in_words,
+    DISK, Help, Neighbour, mesh_in_words, parts, recompute_in_words, rejection_in_words, residence_in_words,
+    schedule_in_words,
 };
 pub use page::Page;
 pub use roofline::{Point, Roofline};

@@ -46,7 +46,7 @@ impl Planner {
             + there(on_disk.gradients, gradients)
             + there(on_disk.parameters, weights);
         let missing = (state.iter().sum::<f64>() + kept - kept_there - available).max(0.0);
-        if missing > of_state {
+        if missing > of_state || missing + kept_there > self.disk_bytes(ranks) {
             return None;
         }
         let share = if of_state > 0.0 { missing / of_state } else { 0.0 };
@@ -65,11 +65,20 @@ impl Planner {
         })
     }
 
+    /// Room that each of so many ranks has on its node's disk.
+    fn disk_bytes(&self, ranks: usize) -> f64 {
+        let of_node = |node: &NodeKind| node.disk_bytes as f64 / self.of_a_node(node, ranks);
+        self.cluster.nodes.iter().map(of_node).fold(f64::INFINITY, f64::min)
+    }
+
+    /// How many of so many ranks share a node.
+    fn of_a_node(&self, node: &NodeKind, ranks: usize) -> f64 {
+        ranks.div_ceil(self.cluster.node_count().max(1)).clamp(1, node.devices.max(1)) as f64
+    }
+
     /// Bytes a second that each of so many ranks gets of the fastest node's disk.
     fn disk_rate(&self, ranks: usize) -> f64 {
-        let of_a_node = ranks.div_ceil(self.cluster.node_count().max(1));
-        let of_node =
-            |node: &NodeKind| node.disk_gb_per_s * 1e9 / of_a_node.clamp(1, node.devices.max(1)) as f64;
+        let of_node = |node: &NodeKind| node.disk_gb_per_s * 1e9 / self.of_a_node(node, ranks);
         self.cluster.nodes.iter().map(of_node).fold(f64::MIN_POSITIVE, f64::max)
     }
 

@@ -5,8 +5,8 @@ use lockstep_plan::search::Ranking;
 use lockstep_plan::{ContextMethod, Plan};
 use lockstep_train::human;
 use lockstep_train::planner::{
-    DISK, Evaluated, Help, Neighbour, Page, Planner, Searched, mesh_in_words, parts, rejection_in_words,
-    residence_in_words, schedule_in_words,
+    DISK, Evaluated, Help, Neighbour, Page, Planner, Searched, mesh_in_words, parts, recompute_in_words,
+    rejection_in_words, schedule_in_words,
 };
 use serde_json::{Map, Value, json};
 
@@ -91,7 +91,7 @@ fn print(searched: &Searched, planner: &Planner) {
         plans().map(|plan| words(plan).chars().count() + 2).fold(least, usize::max)
     };
     let mesh_width = widest(30, mesh_of);
-    let recompute_width = widest(16, recompute_of);
+    let recompute_width = widest(16, recompute_in_words);
     say!(
         "\n{:<4}{:<mesh_width$}{:<6}{:<7}{:<24}{:<recompute_width$}{:>10}{:>10}{:>9}{:>7}{:>11}",
         "",
@@ -116,7 +116,7 @@ fn print(searched: &Searched, planner: &Planner) {
             plan.zero_stage,
             plan.micro_batch,
             schedule_in_words(plan).unwrap_or_else(|| "-".to_owned()),
-            recompute_of(plan),
+            recompute_in_words(plan),
             human::milliseconds(step.step_ms).to_string(),
             human::count(found.value.tokens_per_s()).to_string(),
             teraflops(found.value.tflops_per_device()),
@@ -127,12 +127,6 @@ fn print(searched: &Searched, planner: &Planner) {
     if let Some(best) = ranking.best.first() {
         print_step(&best.value, planner.cluster());
     }
-}
-
-/// What blocks forget, and what is on disk.
-fn recompute_of(plan: &Plan) -> String {
-    let on_disk = residence_in_words(&plan.residence).map_or(String::new(), |words| format!(", {words}"));
-    format!("{}{on_disk}", plan.recompute)
 }
 
 /// A plan's axes, and how those that share sequences reach each other's parts.

@@ -188,6 +188,9 @@ fn machines_with_nonsense_are_told_all_of_it_at_once() {
         "8",
         "--seq-len",
         "1024",
+        // Beyond the disk of a node.
+        "--set",
+        "model.num_hidden_layers=2000",
     ];
     workshop.run(&large).refuses(2, &["no plan for dgx-h100", "needs more memory than a device has"]);
 }

@@ -18,7 +18,8 @@ use lockstep_plan::{PipelineSchedule, Plan};
 
 use self::svg::{bar, colour, escaped, figure, table};
 use super::{
-    Details, Evaluated, Neighbour, Planner, Roofline, Searched, mesh_in_words, parts, schedule_in_words,
+    Details, Evaluated, Neighbour, Planner, Roofline, Searched, mesh_in_words, parts, recompute_in_words,
+    schedule_in_words,
 };
 use crate::config::ModelSource;
 use crate::human;
@@ -271,7 +272,7 @@ fn plan_in_words(plan: &Plan) -> String {
         mesh_in_words(&plan.mesh),
         plan.zero_stage,
         plan.micro_batch,
-        plan.recompute
+        recompute_in_words(plan)
     )
 }
 
@@ -301,7 +302,7 @@ fn table_of(ranking: &[Evaluated]) -> String {
             figure(&of_row("zero_stage"), plan.zero_stage, &plan.zero_stage.to_string()),
             figure(&of_row("micro_batch"), plan.micro_batch, &plan.micro_batch.to_string()),
             escaped(&schedule_in_words(plan).unwrap_or_else(|| "none".to_owned())),
-            escaped(&plan.recompute.to_string()),
+            escaped(&recompute_in_words(plan)),
             figure(&of_row("step_ms"), step.step_ms, &time(step.step_ms)) + &bar(&pieces(found), &looks),
         ];
         row.extend(named_parts(found).take(4).map(part));

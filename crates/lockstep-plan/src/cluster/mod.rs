@@ -224,6 +224,11 @@ impl Link {
 }
 
 impl Cluster {
+    /// How many of so many ranks share a node of a kind.
+    pub fn ranks_of_a_node(&self, node: &NodeKind, ranks: usize) -> usize {
+        ranks.div_ceil(self.node_count().max(1)).clamp(1, node.devices.max(1))
+    }
+
     /// Devices of all nodes: at least one, and no more than fit a `u32`.
     pub fn devices(&self) -> usize {
         self.nodes.iter().map(|kind| kind.count * kind.devices).sum()

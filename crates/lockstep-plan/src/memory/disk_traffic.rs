@@ -118,7 +118,7 @@ impl Windows {
         self.bytes[window]
     }
 
-    /// Has all windows in memory, one after the other, and changes them if asked to.
+    /// Has all windows in memory, one after the other: the bytes that are read for that.
     fn pass(&mut self) -> u64 {
         (0..self.bytes.len()).map(|window| self.load(window)).sum()
     }
@@ -143,12 +143,11 @@ impl<S: Fn(Summing) -> usize> Rank<'_, S> {
         let Some(gathers) = self.gathers(passes)? else { return Ok(()) };
         let first_trained = self.model.units.iter().position(|unit| unit.has_backward);
         let uses = passes.uses_by_pass(Sequence::Step, first_trained);
-        let stores = [self.weights(), self.frozen()];
-        let own_bytes = |kept: Kept, stretch: usize| {
-            let own = &stores[kept as usize].stretches[stretch].own;
-            let windows = own.clone().step_by(disk.window_elements);
-            let of_window = |start: usize| disk.window_elements.min(own.end - start);
-            windows.map(|start| window_bytes([self.model.dtype], of_window(start)) as u64).sum::<u64>()
+        let stores = [self.weights(), self.frozen()]
+            .map(|store| Windows::new(&store, &[self.model.dtype], disk.window_elements));
+        let own_bytes = |kept: Kept, stretch: usize| -> u64 {
+            let store = &stores[kept as usize];
+            store.bytes[store.of_stretch(stretch)].iter().sum()
         };
         for stay in gathers.plans[Sequence::Step as usize].stays() {
             let parts = gathers.bundles[stay.bundle].iter().filter(|part| part.is_on_disk);

@@ -6,7 +6,7 @@ use crate::cluster::Cluster;
 use crate::predict::state::{SharedState, StateExchange, StatePassage};
 use crate::predict::style::Style;
 use crate::predict::tasks::{PassCost, Timed, Worker};
-use crate::predict::timed::{TimedModel, TimedUnit, among, device, ranks_of_a_node, slowest_kind};
+use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
 use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
 use crate::work::{Collective, ModelWork};
 use crate::{Axis, DiskBytes, ExpertAxis, Mesh, StepDiskTraffic, ZeroStage};
@@ -301,7 +301,8 @@ impl<'a> Step<'a> {
     /// What so many bytes take a rank of the pipeline at its part of its node's disk.
     fn disk_s(&self, rank: usize, bytes: f64) -> f64 {
         let node = &self.cluster.nodes[self.kinds[rank]];
-        bytes * ranks_of_a_node(self.cluster, self.shape.mesh, node) as f64 / (node.disk_gb_per_s * 1e9)
+        let sharers = self.cluster.ranks_of_a_node(node, self.shape.mesh.world_size());
+        bytes * sharers as f64 / (node.disk_gb_per_s * 1e9)
     }
 
     /// The passes of a stage with what they wait for the disk: it reads ahead of them and writes behind them, so that it is waited for where it

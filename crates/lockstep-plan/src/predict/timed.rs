@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::cluster::{Cluster, Device, NodeKind};
+use crate::cluster::{Cluster, Device};
 use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::work::{Collective, Exchange, ModelWork, Peers, UnitWork};
 use crate::{Axis, DType, ExpertAxis, Mesh};
@@ -129,12 +129,7 @@ impl TimedUnit {
 /// What a rank on a kind of node computes with. Where there are fewer ranks than a host's cores, each has several.
 pub fn device<'c>(cluster: &'c Cluster, mesh: &Mesh, kind: usize) -> Cow<'c, Device> {
     let node = &cluster.nodes[kind];
-    node.device_of(ranks_of_a_node(cluster, mesh, node))
-}
-
-/// Ranks that share a node.
-pub(super) fn ranks_of_a_node(cluster: &Cluster, mesh: &Mesh, node: &NodeKind) -> usize {
-    mesh.world_size().div_ceil(cluster.node_count().max(1)).min(node.devices)
+    node.device_of(cluster.ranks_of_a_node(node, mesh.world_size()))
 }
 
 /// The number of the kind of node, among those on which the ranks of a pipeline's place live, whose devices take longest for a product.

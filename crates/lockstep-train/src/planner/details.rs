@@ -118,7 +118,7 @@ impl Planner {
         let (numbers, software) = (layout.stages_of(rank), self.cluster.software);
         if software == Software::Lockstep {
             let stages = layout.of_rank(rank, recording.work.units());
-            let are_on_disk = recording.state.has_activations_on_disk;
+            let are_on_disk = found.config.residences().have_activations_on_disk();
             return recording.profile.held_activations(&stages, numbers, are_on_disk);
         }
         let kept = |unit: usize| {

@@ -194,12 +194,10 @@ impl Planner {
 
     /// Whether what does not fit may go to disk: there is one, and the run leaves that open and makes no copies of its state.
     fn may_use_disk(&self) -> bool {
-        let is_open = |key: &&str| self.config.origin(key) == Origin::Default;
-        let keys = ["optimizer", "gradients", "parameters", "activations", "fraction"]
-            .map(|what| format!("parallel.offload.{what}"));
+        let is_open = |what: &str| self.config.origin(&format!("parallel.offload.{what}")) == Origin::Default;
         self.cluster.software == Software::Lockstep
             && self.cluster.nodes.iter().all(|node| node.disk_bytes > 0)
-            && keys.iter().map(String::as_str).all(|key| is_open(&key))
+            && ["optimizer", "gradients", "parameters", "activations", "fraction"].into_iter().all(is_open)
             && self.config.rollback_after() == 0
             && matches!(self.config.optimizer.kind, OptimizerKind::AdamW | OptimizerKind::Lion)
     }
@@ -221,6 +219,7 @@ impl Planner {
         let begin = Instant::now();
         let mut found = search(self.candidates(), top, self);
         if found.best.is_empty() && self.may_use_disk() {
+            // It stays so: neighbours of what is found are of the same space.
             self.on_disk = OnDisk::all();
             let on_disk = search(self.candidates(), top, self);
             if !on_disk.best.is_empty() {

@@ -12,8 +12,8 @@ use crate::planner::{Evaluated, Objective, Planner};
 
 /// Parts of the state of which as many are on disk as have to be.
 const PARTS: usize = 32;
-/// What of a disk's time an update hides behind its own work, at most; and what bounds leave out of what has to be moved.
-const HIDDEN: f64 = 0.2;
+/// What bounds leave out of the disk's time: windows, weights and frames that are found in memory.
+const FOUND: f64 = 0.2;
 
 /// What a mean rank of the pipeline has at least, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -56,7 +56,7 @@ impl Planner {
                 + there(on_disk.parameters, weights))
             + 2.0 * there(on_disk.activations, kept_of_all);
         let rate = self.disk_rate(ranks);
-        let ms = |bytes: f64| 1e3 * (1.0 - HIDDEN) * bytes / rate;
+        let ms = |bytes: f64| 1e3 * (1.0 - FOUND) * bytes / rate;
         let least_ms = f64::max(step_ms, ms(in_passes)) + ms(in_update);
         Some(match self.objective {
             Objective::Time => least_ms,
@@ -67,18 +67,15 @@ impl Planner {
 
     /// Room that each of so many ranks has on its node's disk.
     fn disk_bytes(&self, ranks: usize) -> f64 {
-        let of_node = |node: &NodeKind| node.disk_bytes as f64 / self.of_a_node(node, ranks);
+        let of_node =
+            |node: &NodeKind| node.disk_bytes as f64 / self.cluster.ranks_of_a_node(node, ranks) as f64;
         self.cluster.nodes.iter().map(of_node).fold(f64::INFINITY, f64::min)
-    }
-
-    /// How many of so many ranks share a node.
-    fn of_a_node(&self, node: &NodeKind, ranks: usize) -> f64 {
-        ranks.div_ceil(self.cluster.node_count().max(1)).clamp(1, node.devices.max(1)) as f64
     }
 
     /// Bytes a second that each of so many ranks gets of the fastest node's disk.
     fn disk_rate(&self, ranks: usize) -> f64 {
-        let of_node = |node: &NodeKind| node.disk_gb_per_s * 1e9 / self.of_a_node(node, ranks);
+        let of_node =
+            |node: &NodeKind| node.disk_gb_per_s * 1e9 / self.cluster.ranks_of_a_node(node, ranks) as f64;
         self.cluster.nodes.iter().map(of_node).fold(f64::MIN_POSITIVE, f64::max)
     }
 

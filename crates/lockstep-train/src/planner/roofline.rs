@@ -131,8 +131,7 @@ impl Planner {
         }
         points.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
         let (node, device) = (&self.cluster.nodes[kind], &worker.device);
-        let ranks_of_a_node = found.devices.div_ceil(self.cluster.node_count().max(1));
-        let cores = node.devices / ranks_of_a_node.clamp(1, node.devices.max(1));
+        let cores = node.devices / self.cluster.ranks_of_a_node(node, found.devices);
         Some(Roofline {
             device: if node.device.is_host && cores > 1 {
                 format!("{}, {}", device.name, human::plural(cores, "core"))

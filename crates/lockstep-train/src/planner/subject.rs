@@ -241,8 +241,9 @@ impl Planner {
         let work = &recording.work;
         let micro_batches = (config.batch_parts() * layout.micro_batches) as f64;
         let model_flops = micro_batches * (work.training_flops + work.attention_flops) as f64;
-        let of_a_node = devices.div_ceil(self.cluster.node_count().max(1));
-        let peak_of = |node: &NodeKind| node.device_of(of_a_node.min(node.devices)).peak_flops(work.dtype);
+        let peak_of = |node: &NodeKind| {
+            node.device_of(self.cluster.ranks_of_a_node(node, devices)).peak_flops(work.dtype)
+        };
         let peak = self.cluster.nodes.iter().filter_map(peak_of);
         Ok(Evaluated {
             plan,

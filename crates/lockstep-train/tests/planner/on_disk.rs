@@ -2,6 +2,7 @@
 
 use lockstep_plan::OnDisk;
 use lockstep_plan::cluster::Cluster;
+use lockstep_plan::search::Subject;
 use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
 
@@ -71,4 +72,26 @@ fn who_says_what_is_on_disk_is_asked_nothing() {
     let said = config(&["parallel.offload.optimizer=disk"]);
     let planner = Planner::new(said, cluster, Objective::Time).expect("a model").with_ranks(1);
     assert!(planner.candidates().iter().all(|candidate| candidate.on_disk == OnDisk::default()));
+}
+
+#[test]
+fn no_way_to_put_something_on_disk_is_better_than_its_bound() {
+    let mut cluster = Cluster::local(4, 1100 << 20);
+    cluster.nodes[0].disk_bytes = 1 << 40;
+    let model = config(&["train.global_batch=8", "model.n_layer=6"]);
+    let mut planner = Planner::new(model, cluster, Objective::Time).expect("a model").with_ranks(4);
+    planner.find(1);
+    let candidates = planner.candidates();
+    let (mut valued, mut wrong) = (0, Vec::new());
+    for candidate in candidates.iter().filter(|candidate| !candidate.on_disk.is_nothing()) {
+        let bound = planner.bound(candidate);
+        if let Ok((value, _)) = planner.value(candidate, f64::INFINITY) {
+            valued += 1;
+            if bound.is_none_or(|bound| bound > value) {
+                wrong.push(format!("{candidate:?}: at least {bound:?}, and it comes to {value}"));
+            }
+        }
+    }
+    assert!(valued > 50, "{valued} fit of {}", candidates.len());
+    assert!(wrong.is_empty(), "{} of {valued}:\n{}", wrong.len(), wrong[..wrong.len().min(5)].join("\n"));
 }

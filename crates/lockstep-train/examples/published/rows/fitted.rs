@@ -23,6 +23,16 @@ const MEGATRON: [MegatronRow; 10] = [
 ];
 
 pub(super) fn megatron() -> Vec<Row> {
+    let row = |model: String, devices: usize, settings: Vec<String>, tflops: f64| Row {
+        name: format!("Megatron-LM 2021, {model}"),
+        family: "Megatron-LM 2021",
+        role: Role::Fitted,
+        machines: "dgx-a100".into(),
+        nodes: devices / 8,
+        software: Software::Megatron,
+        settings,
+        measured: Measured::HardwareTflops(tflops),
+    };
     let mut rows = Vec::new();
     for (params, layers, hidden, heads, tensor, pipeline, devices, batch, micro_batch, chunks, tflops) in
         MEGATRON
@@ -30,16 +40,7 @@ pub(super) fn megatron() -> Vec<Row> {
         let mut settings = gpt(Gpt { layers, hidden, heads }, [micro_batch, batch], [51200, 2048], "f16");
         settings.extend(parallel(tensor, pipeline, devices / tensor / pipeline, chunks));
         settings.push("parallel.recompute=full".into());
-        rows.push(Row {
-            name: format!("Megatron-LM 2021, {params}B"),
-            family: "Megatron-LM 2021",
-            role: Role::Fitted,
-            machines: "dgx-a100".into(),
-            nodes: devices / 8,
-            software: Software::Megatron,
-            settings,
-            measured: Measured::HardwareTflops(tflops),
-        });
+        rows.push(row(format!("{params}B"), devices, settings, tflops));
     }
     // Table 2: layers, hidden size, heads, pipeline, and for each number of devices the TFLOP/s.
     let larger = [
@@ -51,16 +52,7 @@ pub(super) fn megatron() -> Vec<Row> {
             let mut settings = gpt(Gpt { layers, hidden, heads }, [1, batch], [51200, 2048], "f16");
             settings.extend(parallel(8, pipeline, devices / 8 / pipeline, 1));
             settings.push("parallel.recompute=full".into());
-            rows.push(Row {
-                name: format!("Megatron-LM 2021, {layers} layers on {devices}"),
-                family: "Megatron-LM 2021",
-                role: Role::Fitted,
-                machines: "dgx-a100".into(),
-                nodes: devices / 8,
-                software: Software::Megatron,
-                settings,
-                measured: Measured::HardwareTflops(tflops),
-            });
+            rows.push(row(format!("{layers} layers on {devices}"), devices, settings, tflops));
         }
     }
     // ZeRO-3 in the same table: layers, hidden size, heads, batch, devices, micro-batch, TFLOP/s.

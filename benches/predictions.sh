@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# How near predictions for this machine come: measures it, makes runs of 27 plans on one and two ranks, and holds the steps and the memory of
+# How near predictions for this machine come: measures it, makes runs of 32 plans on one and two ranks, five of them with something on disk, and holds the steps and the memory of
 # each beside what is predicted, first by what was measured of single tasks, then by what four of the runs have taught: of one rank and of two, in
 # f32 and in bf16.
 #
-#     benches/predictions.sh [DIRECTORY]        some five minutes; nothing else should run meanwhile
+#     benches/predictions.sh [DIRECTORY]        some ten minutes; nothing else should run meanwhile
 set -euo pipefail
 cd "$(dirname "$0")/.."
 lockstep=${LOCKSTEP:-target/release/lockstep}
@@ -57,6 +57,15 @@ done
 run gpt-bf16-zero1 train.precision=bf16 "${gpt[@]}" parallel.data_parallel_shard=2 parallel.zero_stage=1 train.micro_batch=2
 run experts-bf16-alone train.precision=bf16 "${experts[@]}" parallel.tensor_parallel=1
 run experts-bf16-expert train.precision=bf16 "${experts[@]}" parallel.data_parallel_shard=2 parallel.expert_parallel=2
+# What is read and written is as much as the model; here it takes longest beside the work.
+large=(model.preset=gpt2-124m data.tokenizer=bytes train.steps=8)
+optimizer=parallel.offload.optimizer=disk
+gradients=parallel.offload.gradients=disk
+run large-disk-optimizer "${large[@]}" parallel.tensor_parallel=1 $optimizer
+run large-disk-gradients "${large[@]}" parallel.tensor_parallel=1 $optimizer $gradients train.micro_batch=4
+run large-disk-parameters "${large[@]}" parallel.tensor_parallel=1 $optimizer parallel.offload.parameters=disk
+run large-disk-activations "${large[@]}" parallel.tensor_parallel=1 parallel.offload.activations=disk
+run large-disk-zero3 "${large[@]}" parallel.data_parallel_shard=2 parallel.zero_stage=3 $optimizer parallel.offload.parameters=disk
 
 all=()
 for name in "${runs[@]}"; do all+=(--calibrate "$name"); done

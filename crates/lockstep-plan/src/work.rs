@@ -221,6 +221,13 @@ pub struct UnitWork {
     pub expert_elements: u64,
 }
 
+impl UnitWork {
+    /// Elements of parameters outside experts, and in them.
+    pub fn elements(&self) -> [f64; 2] {
+        [(self.parameter_elements - self.expert_elements) as f64, self.expert_elements as f64]
+    }
+}
+
 /// The work of a model on one of the ranks that share it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelWork {

@@ -41,7 +41,7 @@ impl StepObserver for Bookkeeper {
     fn step_ended(&mut self, row: &StepMetrics) {
         // The first step finds windows in memory that were filled at the start.
         if let Some(disk) = row.disk.filter(|_| row.step == 2) {
-            self.moved = DiskBytes { read: disk.read_bytes, written: disk.written_bytes };
+            self.moved = DiskBytes { read: disk.read_bytes, written: disk.written_bytes, waited: 0 };
         }
     }
 }

@@ -229,8 +229,9 @@ function foretold() {
   const waits = (plan?.exposed_ms ?? 0) + (plan?.bubble_ms ?? 0);
   const rows = [
     ["a step", plan?.step_ms, made.step_ms, ms],
-    ["of it computing", plan?.compute_ms, made.step_ms - made.exposed_ms, ms],
+    ["of it computing", plan?.compute_ms, made.step_ms - made.exposed_ms - made.disk_ms, ms],
     ["of it waiting for other ranks", plan && waits, made.exposed_ms, ms],
+    ["of it waiting for the disk", plan?.disk_ms, made.disk_ms, ms],
     ["memory, most of any rank", made.predicted_bytes, made.booked_bytes, bytes],
   ].filter(([, predicted, measured]) => measured !== null && measured !== undefined && (predicted || measured));
   const off = (predicted, measured) => (predicted === measured ? "as predicted" : predicted ? `${measured >= predicted ? "+" : "\u2212"}${percent(Math.abs(measured / predicted - 1))}` : "");

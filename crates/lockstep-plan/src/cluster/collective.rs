@@ -50,6 +50,31 @@ impl Placement {
     }
 }
 
+/// What something that ranks exchange takes.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct LinkTime {
+    /// Seconds from its beginning to its end.
+    pub seconds: f64,
+    /// Seconds for which its bytes fill a device's part of each level of links, on their way or back: what else is to go over a level
+    /// meanwhile comes on top.
+    pub filled_s: [f64; MAX_LEVELS],
+}
+
+impl LinkTime {
+    /// The same so many times.
+    #[must_use]
+    pub fn times(self, number: f64) -> Self {
+        Self { seconds: self.seconds * number, filled_s: self.filled_s.map(|seconds| seconds * number) }
+    }
+}
+
+impl std::ops::AddAssign for LinkTime {
+    fn add_assign(&mut self, other: Self) {
+        self.seconds += other.seconds;
+        self.filled_s.iter_mut().zip(other.filled_s).for_each(|(sum, seconds)| *sum += seconds);
+    }
+}
+
 /// A level that a group's messages pass.
 struct Passed<'c> {
     link: &'c Link,
@@ -111,13 +136,48 @@ impl Cluster {
     /// Seconds of a collective with so many bytes, counted as nccl-tests counts them ([`Exchange::bytes`](crate::work::Exchange));
     /// of a ring, with all of its steps.
     pub fn seconds(&self, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
+        self.time(collective, bytes, placement).seconds
+    }
+
+    /// The same, and for how long it fills each level of links.
+    pub fn time(&self, collective: Collective, bytes: u64, placement: &Placement) -> LinkTime {
         let ranks = placement.size as f64;
         let passed = self.passed(placement);
-        let Some(outermost) = passed.last() else { return 0.0 };
-        let bytes = bytes as f64;
+        let Some(outermost) = passed.last() else { return LinkTime::default() };
+        let mut filled_s = [0.0; MAX_LEVELS];
+        for level in &passed {
+            filled_s[level.level] = self.bytes_seconds(collective, bytes as f64, level, placement);
+        }
+        // Of the levels that takes the time whose bytes take longest.
+        let (time, narrowest) = passed
+            .iter()
+            .map(|level| (filled_s[level.level], level.link))
+            .max_by(|a, b| a.0.total_cmp(&b.0))
+            .unwrap_or((0.0, outermost.link));
+        let steps = match collective {
+            Collective::AllReduce => self.tree(&passed, placement).min(2.0 * self.ring(&passed, placement)),
+            Collective::AllGather | Collective::ReduceScatter => self.ring(&passed, placement),
+            Collective::Broadcast | Collective::Reduce => self.tree(&passed, placement) / 2.0,
+            Collective::AllToAll => passed.iter().map(Passed::latency).sum(),
+            Collective::Ring | Collective::Shift => outermost.latency() * ring_step(outermost),
+        };
+        let start = outermost.link.start_us * 1e-6;
+        let seconds = start + steps + time + narrowest.fill * (steps * time).sqrt();
+        let once = LinkTime { seconds, filled_s };
+        if collective == Collective::Ring { once.times(ranks - 1.0) } else { once }
+    }
+
+    /// Seconds that a collective's bytes take over a level of links; of a ring, those of a step.
+    fn bytes_seconds(
+        &self,
+        collective: Collective,
+        bytes: f64,
+        level: &Passed<'_>,
+        placement: &Placement,
+    ) -> f64 {
+        let ranks = placement.size as f64;
         let others = (ranks - 1.0) / ranks;
-        // Times of each level for all bytes; the longest counts.
-        let of_level = |level: &Passed<'_>| match collective {
+        match collective {
             Collective::AllReduce => 2.0 * others * bytes / self.all_reduce_rate(level, placement),
             Collective::AllGather | Collective::ReduceScatter => {
                 others * bytes / self.ring_rate(level, placement)
@@ -131,24 +191,6 @@ impl Cluster {
             },
             // One neighbour is beyond it.
             Collective::Ring | Collective::Shift => bytes / level.rate(),
-        };
-        let (time, narrowest) = passed
-            .iter()
-            .map(|level| (of_level(level), level.link))
-            .max_by(|a, b| a.0.total_cmp(&b.0))
-            .unwrap_or((0.0, outermost.link));
-        let steps = match collective {
-            Collective::AllReduce => self.tree(&passed, placement).min(2.0 * self.ring(&passed, placement)),
-            Collective::AllGather | Collective::ReduceScatter => self.ring(&passed, placement),
-            Collective::Broadcast | Collective::Reduce => self.tree(&passed, placement) / 2.0,
-            Collective::AllToAll => passed.iter().map(Passed::latency).sum(),
-            Collective::Ring | Collective::Shift => outermost.latency() * ring_step(outermost),
-        };
-        let start = outermost.link.start_us * 1e-6;
-        let step = steps + time + narrowest.fill * (steps * time).sqrt();
-        match collective {
-            Collective::Ring => (ranks - 1.0) * (start + step),
-            _ => start + step,
         }
     }
 
@@ -186,11 +228,19 @@ impl Cluster {
 
     /// Seconds of a message from one rank to another.
     pub fn send_seconds(&self, bytes: u64, from: usize, to: usize) -> f64 {
-        let Some(level) = self.level_between(from, to) else { return 0.0 };
+        self.send_time(bytes, from, to).seconds
+    }
+
+    /// The same, and for how long it fills its level of links.
+    pub fn send_time(&self, bytes: u64, from: usize, to: usize) -> LinkTime {
+        let Some(level) = self.level_between(from, to) else { return LinkTime::default() };
         let link = &self.links[level];
         let steps = link.latency_us * 1e-6 * RING_STEP;
         let time = bytes as f64 / (link.gb_per_s * link.efficiency * 1e9);
-        link.start_us * 1e-6 + steps + time + link.fill * (steps * time).sqrt()
+        let mut filled_s = [0.0; MAX_LEVELS];
+        filled_s[level] = time;
+        let seconds = link.start_us * 1e-6 + steps + time + link.fill * (steps * time).sqrt();
+        LinkTime { seconds, filled_s }
     }
 
     /// The levels that messages of a group pass, from the innermost.

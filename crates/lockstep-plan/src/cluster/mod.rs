@@ -19,7 +19,7 @@ mod read;
 mod section;
 mod write;
 
-pub use collective::Placement;
+pub use collective::{LinkTime, Placement};
 pub use preset::{DEVICES, LINKS, PRESETS};
 pub use problem::{ClusterError, ClusterProblem};
 

@@ -23,6 +23,9 @@ pub struct DiskBytes {
     pub read: u64,
     /// To it.
     pub written: u64,
+    /// Of both, what nothing is computed beside: weights that no earlier pass has room for, gradients that are added to, and what is written
+    /// when all places in memory are on their way out.
+    pub waited: u64,
 }
 
 impl DiskBytes {
@@ -36,7 +39,11 @@ impl std::ops::Add for DiskBytes {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        Self { read: self.read + other.read, written: self.written + other.written }
+        Self {
+            read: self.read + other.read,
+            written: self.written + other.written,
+            waited: self.waited + other.waited,
+        }
     }
 }
 
@@ -156,6 +163,7 @@ impl<S: Fn(Summing) -> usize> Rank<'_, S> {
             let of_pass =
                 if kind == PassKind::Forward { &mut traffic.forward } else { &mut traffic.backward };
             of_pass[unit].read += read;
+            of_pass[unit].waited += if stay.from == stay.first_use { read } else { 0 };
         }
         Ok(())
     }
@@ -170,10 +178,16 @@ impl<S: Fn(Summing) -> usize> Rank<'_, S> {
         for micro_batch in 0..micro_batches.max(1) {
             for &stretch in &completed {
                 let of_unit = &mut traffic.backward[layout.stretches[stretch].completed_by];
-                for window in gradients.of_stretch(stretch) {
+                let windows = gradients.of_stretch(stretch);
+                let adds = micro_batch > 0;
+                // What is written last goes beside the next unit: all places where none is read into, else half of them.
+                let beside = if adds { WINDOW_SLOTS / 2 } else { WINDOW_SLOTS };
+                for window in windows.clone() {
                     let missing = gradients.load(window);
-                    of_unit.read += if micro_batch > 0 { missing } else { 0 };
-                    of_unit.written += gradients.bytes[window];
+                    let (read, written) = (if adds { missing } else { 0 }, gradients.bytes[window]);
+                    of_unit.read += read;
+                    of_unit.written += written;
+                    of_unit.waited += read + if window + beside < windows.end { written } else { 0 };
                 }
             }
         }

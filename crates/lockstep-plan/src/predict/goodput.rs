@@ -33,9 +33,9 @@ impl Failures {
         Self { between_s: 3600.0 / an_hour, save_s, restart_s }
     }
 
-    /// With a save as often as is best.
-    pub fn goodput(&self) -> Goodput {
-        let interval_s = self.daly_interval_s();
+    /// With a save as often as is best, and no sooner than `least_s` after another.
+    pub fn goodput(&self, least_s: f64) -> Goodput {
+        let interval_s = self.daly_interval_s().max(least_s);
         Goodput { interval_s, share: self.share_with(interval_s) }
     }
 
@@ -77,7 +77,7 @@ mod tests {
     fn no_other_interval_is_better_than_dalys_by_much() {
         for (between_s, save_s) in [(3600.0, 30.0), (86_400.0, 120.0), (10_000.0, 1.0), (3600.0, 900.0)] {
             let failures = Failures { between_s, save_s, restart_s: 300.0 };
-            let best = failures.goodput();
+            let best = failures.goodput(0.0);
             for factor in [0.25, 0.5, 0.8, 1.25, 2.0, 4.0] {
                 let other = failures.share_with(best.interval_s * factor);
                 assert!(other < best.share * 1.002, "{failures:?}: {best:?}, {factor} gives {other}");
@@ -91,6 +91,6 @@ mod tests {
         let (young, daly) = (failures.young_interval_s(), failures.daly_interval_s());
         assert!((daly / young - 1.0).abs() < 1e-3, "{daly} and {young}");
         // Lost to saves and to repeated work alike: sqrt(2 C / M).
-        assert!((1.0 - failures.goodput().share - (2e-6_f64).sqrt()).abs() < 1e-5, "{failures:?}");
+        assert!((1.0 - failures.goodput(0.0).share - (2e-6_f64).sqrt()).abs() < 1e-5, "{failures:?}");
     }
 }

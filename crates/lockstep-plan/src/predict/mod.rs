@@ -11,6 +11,7 @@
 //! than the stages of their pipeline. What differs between nodes of unlike kinds is the device; the slowest of a stage decides.
 
 mod goodput;
+mod saves;
 mod state;
 mod step;
 mod style;
@@ -19,6 +20,7 @@ mod timed;
 mod traffic;
 
 pub use goodput::{Failures, Goodput};
+pub use saves::{Saves, data_stall_s};
 pub use step::{PlanShape, SlowDevice, StagePrediction, StepPrediction, predict_step, predict_step_ms};
 pub use style::Style;
 pub use tasks::{PassCost, Worker};

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, LinkTime};
 use crate::predict::state::{SharedState, StateExchange, StatePassage};
 use crate::predict::style::Style;
 use crate::predict::tasks::{PassCost, Timed, Worker};
@@ -56,13 +56,18 @@ pub struct StagePrediction {
 }
 
 impl StagePrediction {
-    /// The same with work at a share of the speed.
-    fn at_speed(mut self, speed: f64) -> Self {
-        let Self { forward, backward, backward_inputs, backward_weights } = &mut self;
-        for pass in [forward, backward, backward_inputs, backward_weights] {
-            pass.work_s /= speed;
+    fn map(self, change: impl Fn(PassCost) -> PassCost) -> Self {
+        Self {
+            forward: change(self.forward),
+            backward: change(self.backward),
+            backward_inputs: change(self.backward_inputs),
+            backward_weights: change(self.backward_weights),
         }
-        self
+    }
+
+    /// The same with work at a share of the speed.
+    fn at_speed(self, speed: f64) -> Self {
+        self.map(|pass| PassCost { work_s: pass.work_s / speed, ..pass })
     }
 }
 
@@ -145,15 +150,15 @@ pub(super) struct Holding {
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StateCost {
     /// Sums after the last backward.
-    pub(super) sum_s: f64,
+    pub(super) sum: LinkTime,
     /// Sums of each micro-batch.
-    sum_of_micro_batch_s: f64,
+    sum_of_micro_batch: LinkTime,
     /// A gather of all weights.
-    gather_s: f64,
+    gather: LinkTime,
     /// Copies of gathered weights and of their gradients, in a forward and in a backward.
     copies_s: [f64; 2],
     /// Weights that arrive after the update.
-    pub(super) arrive_s: f64,
+    pub(super) arrive: LinkTime,
     /// The update.
     update_s: f64,
     /// What the update waits for the disk beside its own work.
@@ -173,11 +178,18 @@ pub(super) struct RankEnd {
     pub(super) arrive_s: f64,
     /// What its exchanges take, hidden or not.
     busy_s: f64,
+    /// What it waits longer for both because passes have exchanges of their own on the same links.
+    after_shared_s: f64,
 }
 
 impl RankEnd {
     pub(super) fn end_s(&self) -> f64 {
-        self.passes_end_s + self.sum_s + self.arrive_s
+        self.passes_end_s + self.sum_s + self.arrive_s + self.after_shared_s
+    }
+
+    /// What it waits, in passes and after them, because several exchanges are to go over one level of links at once.
+    pub(super) fn shared_s(&self) -> f64 {
+        self.passes.shared_s + self.after_shared_s
     }
 }
 
@@ -192,7 +204,7 @@ impl<'a> Step<'a> {
         let states = self.states();
         let stages = self.stages(&states);
         let simulation = match self.shape.schedule {
-            Some(schedule) => Some(schedule.simulate(&self.costs(&stages, self.message_s()))?),
+            Some(schedule) => Some(schedule.simulate(&self.costs(&stages, self.message().seconds))?),
             None => None,
         };
         let end_ms = |rank: usize| {
@@ -209,7 +221,7 @@ impl<'a> Step<'a> {
             work_ms: last.passes.work_s * 1e3,
             exchange_ms: last.passes.exposed_s * 1e3,
             bubble_ms: f64::max(last.passes_end_s - last.passes.seconds(), 0.0) * 1e3,
-            gradients_ms: (last.sum_s + last.arrive_s) * 1e3,
+            gradients_ms: (last.sum_s + last.arrive_s + last.after_shared_s) * 1e3,
             update_ms: update_s * 1e3,
             disk_ms: (last.passes.disk_s + disk_s) * 1e3,
             exchange_busy_ms: last.busy_s * 1e3,
@@ -221,7 +233,7 @@ impl<'a> Step<'a> {
     fn step_ms(&self) -> Result<f64, CostsError> {
         let states = self.states();
         let stages = self.stages(&states);
-        let ends = self.ends(&states, &stages, self.message_s())?;
+        let ends = self.ends(&states, &stages, self.message().seconds)?;
         let last_s = ends.iter().map(RankEnd::end_s).max_by(f64::total_cmp).unwrap_or_default();
         let [update_s, disk_s] = self.update_s(&states);
         Ok((last_s + update_s + disk_s) * 1e3)
@@ -283,8 +295,9 @@ impl<'a> Step<'a> {
                     passes
                 });
                 let passes = passes.at_speed(self.speed_of(rank));
-                stages[stage] =
-                    self.with_disk(self.with_state(passes, units.len(), of_rank, state), rank, units);
+                let passes = self.with_state(passes, units.len(), of_rank, state);
+                let passes = self.with_messages(passes, stage).map(PassCost::stretched);
+                stages[stage] = self.with_disk(passes, rank, units);
             }
         }
         stages
@@ -305,8 +318,25 @@ impl<'a> Step<'a> {
         bytes * sharers as f64 / (node.disk_gb_per_s * 1e9)
     }
 
-    /// The passes of a stage with what they wait for the disk: it reads ahead of them and writes behind them, so that it is waited for where it
-    /// has more to do than they.
+    /// The passes of a stage with the messages that go beside them, to the stages before and after: each goes while the next pass goes on.
+    fn with_messages(&self, mut prediction: StagePrediction, stage: usize) -> StagePrediction {
+        let Some(schedule) = self.shape.schedule.filter(|_| self.style.sends_beside) else {
+            return prediction;
+        };
+        let crosses = |other: usize| schedule.rank_of(other) != schedule.rank_of(stage);
+        let filled_s = self.message().filled_s;
+        if stage + 1 < schedule.stages() && crosses(stage + 1) {
+            prediction.forward.fill(&filled_s);
+        }
+        if stage > 0 && crosses(stage - 1) {
+            prediction.backward.fill(&filled_s);
+            prediction.backward_inputs.fill(&filled_s);
+        }
+        prediction
+    }
+
+    /// The passes of a stage with what they wait for the disk: for what nothing is computed beside, and, since the rest is read ahead of them
+    /// and written behind them, where the disk has more to do than they.
     fn with_disk(
         &self,
         mut prediction: StagePrediction,
@@ -314,20 +344,21 @@ impl<'a> Step<'a> {
         units: Range<usize>,
     ) -> StagePrediction {
         let Some(traffic) = self.shape.traffic.get(rank) else { return prediction };
-        let micro_batches = self.shape.micro_batches.max(1) as f64;
-        let of_pass = |units: &[DiskBytes]| {
-            let bytes: u64 = units.iter().map(DiskBytes::total).sum();
-            self.disk_s(rank, bytes as f64 / micro_batches)
+        let of_a_pass = |bytes: u64| self.disk_s(rank, bytes as f64 / self.shape.micro_batches.max(1) as f64);
+        let of_passes = |units: &[DiskBytes]| {
+            let all = units.iter().fold(DiskBytes::default(), |sum, bytes| sum + *bytes);
+            [of_a_pass(all.total()), of_a_pass(all.waited)]
         };
-        let (forward, backward) =
-            (of_pass(&traffic.forward[units.clone()]), of_pass(&traffic.backward[units]));
-        for (pass, moving) in [
+        let forward = of_passes(&traffic.forward[units.clone()]);
+        let backward = of_passes(&traffic.backward[units]);
+        let half = backward.map(|seconds| seconds / 2.0);
+        for (pass, [moving, waited]) in [
             (&mut prediction.forward, forward),
             (&mut prediction.backward, backward),
-            (&mut prediction.backward_inputs, backward / 2.0),
-            (&mut prediction.backward_weights, backward / 2.0),
+            (&mut prediction.backward_inputs, half),
+            (&mut prediction.backward_weights, half),
         ] {
-            pass.disk_s = f64::max(moving - pass.seconds(), 0.0);
+            pass.disk_s = f64::max(moving - pass.seconds(), waited);
         }
         prediction
     }
@@ -379,13 +410,24 @@ impl<'a> Step<'a> {
         let passes = passes.times(micro_batches);
         let passes_end_s = passes_end_ms.map_or_else(|| passes.seconds(), |end_ms| end_ms / 1e3);
         // What the last unit's gradients come to has nothing left to go beside.
-        let least_s = state.sum_s / units.max(1) as f64;
-        let beside_s = if self.hides() && self.style.sums_beside { backward.work_s } else { 0.0 };
-        let sum_s = f64::max(state.sum_s - beside_s, least_s);
-        let arrive_s =
-            if self.hides() { f64::max(state.arrive_s - forward.work_s, 0.0) } else { state.arrive_s };
-        let busy_s = passes.exchange_s + state.sum_s + state.arrive_s;
-        RankEnd { passes, passes_end_s, sum_s, arrive_s, busy_s }
+        let least_s = state.sum.seconds / units.max(1) as f64;
+        let [sum_s, shared_by_sum_s] =
+            self.beside(&state.sum, &backward, self.hides() && self.style.sums_beside, least_s);
+        let [arrive_s, shared_by_arrival_s] = self.beside(&state.arrive, &forward, self.hides(), 0.0);
+        let busy_s = passes.exchange_s + state.sum.seconds + state.arrive.seconds;
+        let after_shared_s = shared_by_sum_s + shared_by_arrival_s;
+        RankEnd { passes, passes_end_s, sum_s, arrive_s, busy_s, after_shared_s }
+    }
+
+    /// What a rank waits, `least_s` at least, for exchanges of state that go beside a pass if `goes_beside`; and what it waits longer because
+    /// the pass has exchanges of its own on the same links.
+    fn beside(&self, exchanges: &LinkTime, pass: &PassCost, goes_beside: bool, least_s: f64) -> [f64; 2] {
+        if !goes_beside {
+            return [exchanges.seconds, 0.0];
+        }
+        let alone_s = f64::max(exchanges.seconds - pass.work_s, least_s);
+        let shared_s = f64::max(pass.overfilled_s(&exchanges.filled_s) - alone_s, 0.0);
+        [alone_s, shared_s]
     }
 
     /// What the passes of some units take on a kind of node, but for gathers and sums of state.
@@ -412,16 +454,20 @@ impl<'a> Step<'a> {
         let share = units as f64 / of_rank.max(1) as f64;
         // What stays is gathered by the first micro-batch's forward.
         let parts = if self.shape.gathers_once { self.shape.micro_batches.max(1) as f64 } else { 1.0 };
-        let gather = share * state.gather_s / parts;
-        let again = if self.shape.gathers_once { 0.0 } else { gather };
-        let sum = share * state.sum_of_micro_batch_s;
+        let gather = state.gather.times(share / parts);
+        let again = if self.shape.gathers_once { LinkTime::default() } else { gather };
+        let sum = state.sum_of_micro_batch.times(share);
+        let mut again_and_sum = again;
+        again_and_sum += sum;
         let [copies, copies_back] = state.copies_s.map(|seconds| share * seconds);
         for (pass, beside, copies) in [
             (&mut prediction.forward, gather, copies),
-            (&mut prediction.backward, again + sum, copies_back),
+            (&mut prediction.backward, again_and_sum, copies_back),
             (&mut prediction.backward_inputs, again, 0.0),
             (&mut prediction.backward_weights, sum, copies_back),
         ] {
+            pass.fill(&beside.filled_s);
+            let beside = beside.seconds;
             pass.exchange_s += beside;
             // The first unit waits for its own weights.
             let first = beside / units.max(1) as f64;
@@ -432,7 +478,7 @@ impl<'a> Step<'a> {
         prediction
     }
 
-    pub(super) fn among(&self, collective: Collective, bytes: f64, size: usize, stride: usize) -> f64 {
+    pub(super) fn among(&self, collective: Collective, bytes: f64, size: usize, stride: usize) -> LinkTime {
         among(self.cluster, collective, bytes, size, stride)
     }
 
@@ -467,12 +513,12 @@ impl<'a> Step<'a> {
         };
         for exchange in self.state_exchanges(holding) {
             let of_passage = match exchange.passage {
-                StatePassage::Sum => &mut cost.sum_s,
-                StatePassage::SumOfMicroBatch => &mut cost.sum_of_micro_batch_s,
-                StatePassage::Gather => &mut cost.gather_s,
-                StatePassage::Arrive => &mut cost.arrive_s,
+                StatePassage::Sum => &mut cost.sum,
+                StatePassage::SumOfMicroBatch => &mut cost.sum_of_micro_batch,
+                StatePassage::Gather => &mut cost.gather,
+                StatePassage::Arrive => &mut cost.arrive,
             };
-            *of_passage += self.seconds_of(&exchange);
+            *of_passage += self.time_of(&exchange);
         }
         cost
     }
@@ -511,15 +557,15 @@ impl<'a> Step<'a> {
         self.shared_states(holding).into_iter().flat_map(of)
     }
 
-    /// Seconds of all of them that are alike.
-    pub(super) fn seconds_of(&self, exchange: &StateExchange) -> f64 {
+    /// What all of them take that are alike.
+    fn time_of(&self, exchange: &StateExchange) -> LinkTime {
         let StateExchange { collective, times, bytes, slowness, size, stride, .. } = *exchange;
-        times * self.among(collective, bytes * slowness, size, stride)
+        self.among(collective, bytes * slowness, size, stride).times(times)
     }
 
     /// The sum of the gradients' squares over all ranks.
     fn norm_s(&self) -> f64 {
-        self.among(Collective::AllReduce, 8.0, self.shape.mesh.world_size(), 1)
+        self.among(Collective::AllReduce, 8.0, self.shape.mesh.world_size(), 1).seconds
     }
 
     /// Bytes of a message between stages, and whether each tensor-parallel rank sends a slice of what all of them have.
@@ -535,15 +581,15 @@ impl<'a> Step<'a> {
         mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1)
     }
 
-    /// Seconds of a message between stages.
-    pub(super) fn message_s(&self) -> f64 {
+    /// What a message between stages takes.
+    pub(super) fn message(&self) -> LinkTime {
         let (bytes, is_sliced) = self.message_bytes();
-        let message_s = self.cluster.send_seconds(bytes as u64, 0, self.neighbour());
-        if !is_sliced {
-            return message_s;
+        let mut message = self.cluster.send_time(bytes as u64, 0, self.neighbour());
+        if is_sliced {
+            let tensor = self.shape.mesh.ranks().degree(Axis::Tensor);
+            message += self.among(Collective::AllGather, self.model.boundary_bytes as f64, tensor, 1);
         }
-        let tensor = self.shape.mesh.ranks().degree(Axis::Tensor);
-        message_s + self.among(Collective::AllGather, self.model.boundary_bytes as f64, tensor, 1)
+        message
     }
 
     /// What the pipeline's passes cost, and messages that take so long.

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use crate::DType;
-use crate::cluster::{Device, Efficiency};
+use crate::cluster::{Device, Efficiency, LinkTime, MAX_LEVELS};
 use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, Style};
 use crate::work::{Attention, Collective, Exchange, Labor, Pass, Product, Task};
 
@@ -16,8 +16,12 @@ pub struct PassCost {
     pub exposed_s: f64,
     /// Seconds that exchanges take, hidden or not.
     pub exchange_s: f64,
+    /// Of `exposed_s`, what it waits because several exchanges are to go over one level of links at once.
+    pub shared_s: f64,
     /// Seconds in which it waits for its disk.
     pub disk_s: f64,
+    /// Seconds for which exchanges fill each level of links.
+    pub filled_s: [f64; MAX_LEVELS],
 }
 
 impl PassCost {
@@ -28,13 +32,34 @@ impl PassCost {
 
     /// Of so many micro-batches.
     pub fn times(self, number: f64) -> Self {
-        let Self { work_s, exposed_s, exchange_s, disk_s } = self;
+        let Self { work_s, exposed_s, exchange_s, shared_s, disk_s, filled_s } = self;
         Self {
             work_s: work_s * number,
             exposed_s: exposed_s * number,
             exchange_s: exchange_s * number,
+            shared_s: shared_s * number,
             disk_s: disk_s * number,
+            filled_s: filled_s.map(|seconds| seconds * number),
         }
+    }
+
+    /// Adds something that goes over links beside.
+    pub(super) fn fill(&mut self, filled_s: &[f64; MAX_LEVELS]) {
+        self.filled_s.iter_mut().zip(filled_s).for_each(|(sum, seconds)| *sum += seconds);
+    }
+
+    /// How much longer than this pass the links take of which each carries one thing after the other, with `more` to carry.
+    pub(super) fn overfilled_s(&self, more: &[f64; MAX_LEVELS]) -> f64 {
+        let all = self.filled_s.iter().zip(more).map(|(filled, more)| filled + more);
+        f64::max(all.fold(0.0, f64::max) - self.seconds(), 0.0)
+    }
+
+    /// The same pass, no shorter than what any level of links has to carry in it.
+    pub(super) fn stretched(mut self) -> Self {
+        let longer_s = self.overfilled_s(&[0.0; MAX_LEVELS]);
+        self.exposed_s += longer_s;
+        self.shared_s += longer_s;
+        self
     }
 }
 
@@ -185,11 +210,14 @@ impl Worker<'_> {
     pub(super) fn timed<'t>(
         &self,
         tasks: impl IntoIterator<Item = &'t Task>,
-        exchange: impl Fn(&Exchange) -> f64,
+        exchange: impl Fn(&Exchange) -> LinkTime,
     ) -> Vec<Timed> {
         let timed = |task: &Task| match &task.labor {
-            Labor::Exchange(what) => Timed { seconds: exchange(what), beside: self.beside(task, what) },
-            _ => Timed { seconds: self.seconds(task), beside: Beside::Work },
+            Labor::Exchange(what) => {
+                let LinkTime { seconds, filled_s } = exchange(what);
+                Timed { seconds, filled_s, beside: self.beside(task, what) }
+            }
+            _ => Timed { seconds: self.seconds(task), filled_s: [0.0; MAX_LEVELS], beside: Beside::Work },
         };
         tasks.into_iter().map(timed).collect()
     }
@@ -213,6 +241,7 @@ impl Worker<'_> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Timed {
     seconds: f64,
+    filled_s: [f64; MAX_LEVELS],
     beside: Beside,
 }
 
@@ -251,7 +280,8 @@ impl PassCost {
         let mut cost = Self::default();
         // What the last task took that a sum may go beside, and what goes beside the next one.
         let (mut before, mut waiting) = (0.0, 0.0);
-        for (task, &Timed { seconds, beside }) in tasks.into_iter().enumerate() {
+        for (task, Timed { seconds, filled_s, beside }) in tasks.into_iter().enumerate() {
+            let (seconds, beside) = (*seconds, *beside);
             if beside == Beside::Work {
                 cost.work_s += seconds;
                 let exposed_s = f64::max(waiting - seconds, 0.0);
@@ -262,6 +292,7 @@ impl PassCost {
                 continue;
             }
             cost.exchange_s += seconds;
+            cost.fill(filled_s);
             let exposed_s = match beside {
                 Beside::Next => {
                     waiting += seconds;

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::cluster::{Cluster, Device};
+use crate::cluster::{Cluster, Device, LinkTime};
 use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::work::{Collective, Exchange, ModelWork, Peers, UnitWork};
 use crate::{Axis, DType, ExpertAxis, Mesh};
@@ -25,8 +25,8 @@ pub(super) struct TimedUnit {
 #[derive(Debug, PartialEq)]
 struct OnNodes {
     kinds: Vec<TimedUnit>,
-    dense: f64,
-    experts: f64,
+    /// Outside experts, and in them.
+    elements: [f64; 2],
 }
 
 /// A model on one of the ranks that share it, with what its tasks take.
@@ -43,7 +43,7 @@ impl TimedModel {
     /// What `work` takes on each kind of the cluster's nodes, shared as `mesh` says: of that only what the recording depends on counts
     /// and, where ranks are cores of a host, how many of them there are.
     pub fn new(cluster: &Cluster, work: &ModelWork, mesh: &Mesh) -> Self {
-        let exchange = |exchange: &Exchange| exchange_s(cluster, mesh, exchange);
+        let exchange = |exchange: &Exchange| exchange_time(cluster, mesh, exchange);
         let workers: Vec<Worker<'_>> = (0..cluster.nodes.len())
             .map(|kind| Worker {
                 device: device(cluster, mesh, kind),
@@ -53,11 +53,7 @@ impl TimedModel {
             .collect();
         let unit = |unit: &UnitWork| {
             let on = |worker: &Worker<'_>| TimedUnit::new(unit, worker, exchange);
-            Rc::new(OnNodes {
-                kinds: workers.iter().map(on).collect(),
-                dense: (unit.parameter_elements - unit.expert_elements) as f64,
-                experts: unit.expert_elements as f64,
-            })
+            Rc::new(OnNodes { kinds: workers.iter().map(on).collect(), elements: unit.elements() })
         };
         Self {
             distinct: work.distinct.iter().map(unit).collect(),
@@ -98,8 +94,7 @@ impl TimedModel {
 
     /// Elements of a unit's parameters: those that all ranks have a copy of which read other parts of the batch, and those of experts.
     pub fn elements(&self, unit: usize) -> [f64; 2] {
-        let OnNodes { dense, experts, .. } = *self.distinct[self.of_unit[unit]];
-        [dense, experts]
+        self.distinct[self.of_unit[unit]].elements
     }
 
     /// Which distinct units these are: equal for ranges that do the same.
@@ -113,7 +108,7 @@ impl TimedModel {
 }
 
 impl TimedUnit {
-    fn new(unit: &UnitWork, worker: &Worker<'_>, exchange: impl Fn(&Exchange) -> f64) -> Self {
+    fn new(unit: &UnitWork, worker: &Worker<'_>, exchange: impl Fn(&Exchange) -> LinkTime) -> Self {
         let timed = |tasks| worker.timed(tasks, &exchange);
         let (forward, backward) = (timed(&unit.forward), timed(&unit.backward));
         Self {
@@ -157,8 +152,8 @@ pub fn kinds_of(cluster: &Cluster, mesh: &Mesh, pipeline_rank: usize) -> impl It
     })
 }
 
-/// Seconds of an exchange inside a pass.
-fn exchange_s(cluster: &Cluster, mesh: &Mesh, exchange: &Exchange) -> f64 {
+/// What an exchange inside a pass takes.
+fn exchange_time(cluster: &Cluster, mesh: &Mesh, exchange: &Exchange) -> LinkTime {
     let (size, stride) = group_of(mesh, exchange.peers);
     among(cluster, exchange.collective, exchange.bytes as f64, size, stride)
 }
@@ -176,16 +171,16 @@ pub(super) fn group_of(mesh: &Mesh, peers: Peers) -> (usize, usize) {
     }
 }
 
-/// Seconds of a collective of `size` ranks, each `stride` after the other.
+/// What a collective of `size` ranks takes, each `stride` after the other.
 pub(super) fn among(
     cluster: &Cluster,
     collective: Collective,
     bytes: f64,
     size: usize,
     stride: usize,
-) -> f64 {
+) -> LinkTime {
     if size < 2 || bytes <= 0.0 {
-        return 0.0;
+        return LinkTime::default();
     }
-    cluster.seconds(collective, bytes as u64, &cluster.placement(size, stride))
+    cluster.time(collective, bytes as u64, &cluster.placement(size, stride))
 }

@@ -1,8 +1,8 @@
 //! What a rank sends in a step: over which links, how long that takes, and how much of it the rank waits for.
 //!
 //! The same exchanges as in the prediction of the step, told apart by who takes part. So what is waited for adds up to the parts of
-//! [`StepPrediction`](crate::predict::StepPrediction): exchanges inside passes to `exchange_ms` and `gradients_ms`. Messages between stages
-//! are part of `bubble_ms`. The norm's eight bytes, which the update waits for, are left out.
+//! [`StepPrediction`](crate::predict::StepPrediction): exchanges inside passes to `exchange_ms` and `gradients_ms`, but for
+//! [`StepTraffic::shared_ms`], for which several kinds wait together. Messages between stages are part of `bubble_ms`. The norm's eight bytes, which the update waits for, are left out.
 
 use std::ops::Range;
 
@@ -99,12 +99,14 @@ impl Traffic {
 }
 
 /// What the rank sends that is busy longest: the one whose time [`StepPrediction`](crate::predict::StepPrediction) tells.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepTraffic {
     /// Its place in the pipeline.
     pub pipeline_rank: usize,
     /// Each kind that there is anything of, in the order of [`Sent`].
     pub kinds: Vec<Traffic>,
+    /// What it waits beside, because several of these are to go over one level of links at once: a link carries one after the other.
+    pub shared_ms: f64,
 }
 
 /// What a step sends of a model's work, laid out so on a cluster.
@@ -116,9 +118,9 @@ pub fn traffic(cluster: &Cluster, work: &ModelWork, shape: PlanShape<'_>) -> Res
     let step = Step::new(cluster, &model, shape);
     let states = step.states();
     let stages = step.stages(&states);
-    let ends = step.ends(&states, &stages, step.message_s())?;
+    let ends = step.ends(&states, &stages, step.message().seconds)?;
     let last = ends.iter().enumerate().max_by(|(_, a), (_, b)| a.end_s().total_cmp(&b.end_s()));
-    let Some((rank, end)) = last else { return Ok(StepTraffic { pipeline_rank: 0, kinds: Vec::new() }) };
+    let Some((rank, end)) = last else { return Ok(StepTraffic::default()) };
     let mut sums = Sums::default();
     let of_rank = RankTraffic { step: &step, work, rank };
     of_rank.add_passes(&mut sums);
@@ -130,6 +132,7 @@ pub fn traffic(cluster: &Cluster, work: &ModelWork, shape: PlanShape<'_>) -> Res
     Ok(StepTraffic {
         pipeline_rank: rank,
         kinds: sums.0.into_iter().filter(|sum| sum.busy_ms > 0.0).collect(),
+        shared_ms: end.shared_s() * 1e3,
     })
 }
 
@@ -271,8 +274,8 @@ impl RankTraffic<'_, '_> {
                 sums.of(sent).send(exchange.size, times * exchange.times, bytes);
             }
         }
-        sums.of(Sent::Gradients).take(state.sum_s, end.sum_s);
-        sums.of(Sent::Weights).take(state.arrive_s, end.arrive_s);
+        sums.of(Sent::Gradients).take(state.sum.seconds, end.sum_s);
+        sums.of(Sent::Weights).take(state.arrive.seconds, end.arrive_s);
         for stage in self.step.stages_of(self.rank) {
             self.add_state_of_passes(stage, &stages[stage], sums);
         }
@@ -286,7 +289,9 @@ impl RankTraffic<'_, '_> {
         let more = |with: &PassCost, without: &PassCost| {
             let more =
                 |with: f64, without: f64| if with > without { (with - without) * micro_batches } else { 0.0 };
-            [more(with.exchange_s, without.exchange_s), more(with.exposed_s, without.exposed_s)]
+            // What several wait for together is told by itself.
+            let exposed_s = with.exposed_s - with.shared_s;
+            [more(with.exchange_s, without.exchange_s), more(exposed_s, without.exposed_s)]
         };
         let mut take = |sent, [busy_s, exposed_s]: [f64; 2]| sums.of(sent).take(busy_s, exposed_s);
         take(Sent::Weights, more(&with_state.forward, &passes.forward));
@@ -324,6 +329,6 @@ impl RankTraffic<'_, '_> {
             let gathered = self.sent_bytes(Collective::AllGather, whole, view.degree(Axis::Tensor), 1);
             messages.send(1, sends, gathered);
         }
-        messages.take(sends * step.message_s(), f64::max(exposed_s, 0.0));
+        messages.take(sends * step.message().seconds, f64::max(exposed_s, 0.0));
     }
 }

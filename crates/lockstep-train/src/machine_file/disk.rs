@@ -1,57 +1,107 @@
-//! What the disk of a directory writes and reads.
+//! What the disk of a directory moves when an engine updates state that is there: window by window, several on their way at once, past the
+//! page cache.
 
-use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use rustix::fs::{Advice, fadvise, fstatvfs};
+use lockstep_engine::EngineError;
+use lockstep_plan::{DISK_ALIGNMENT_BYTES, MemoryCategory, WINDOW_ELEMENTS, WINDOW_SLOTS};
+use lockstep_tensor::{Arena, Buffer, DiskError, DiskMethod, DiskQueue, ScratchFile, Ticket};
 
-const PART: usize = 4 << 20;
+/// A window of weights and two moments in f32.
+const WINDOW_BYTES: usize = 3 * 4 * WINDOW_ELEMENTS;
+/// Windows that are on their way in while others are on their way out.
+const AHEAD: usize = WINDOW_SLOTS / 2;
+/// How long the disk may take for one.
+const LIMIT: Duration = Duration::from_secs(120);
 
 /// What was found of a disk.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Disk {
-    /// 10⁹ bytes a second, of as many read as written.
+    /// 10⁹ bytes a second, of as many read as written at the same time.
     pub(super) gb_per_s: f64,
     /// Bytes that are free.
     pub(super) free_bytes: u64,
 }
 
-/// Writes so many MiB to a file without a name in `directory`, to the disk itself, and reads them from there.
+/// Writes so many MiB to a file without a name in `directory`, and then reads and writes each window of it once, as an update does.
 ///
 /// # Errors
-/// What the system says: no room, no permission.
-pub(super) fn measure(directory: &Path, mib: usize) -> io::Result<Disk> {
-    let parts = (mib << 20).div_ceil(PART).max(1);
-    let mut file = tempfile_in(directory)?;
-    let stat = fstatvfs(&file)?;
-    let free_bytes = stat.f_bavail.saturating_mul(stat.f_frsize);
-    if free_bytes < 4 * (parts * PART) as u64 {
-        return Err(io::Error::new(io::ErrorKind::StorageFull, "too little room to measure"));
-    }
+/// No room, no permission; out of memory.
+pub(super) fn measure(directory: &Path, mib: usize) -> Result<Disk, EngineError> {
+    let bytes = WINDOW_BYTES.min(mib << 20);
+    let windows = ((mib << 20) / bytes).max(1);
+    let free_bytes = ScratchFile::available_bytes(directory).unwrap_or(0);
+    let file = ScratchFile::create(directory, (windows * bytes) as u64)?;
+    let mut state = State {
+        queue: DiskQueue::new(file, DiskMethod::Auto)?,
+        memory: Arena::new().allocate(WINDOW_SLOTS * bytes, MemoryCategory::Workspace)?,
+        pending: [const { None }; WINDOW_SLOTS],
+        bytes,
+    };
     // Disks may store zeros without writing them.
-    let part: Vec<u8> = (0..PART as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    let begin = Instant::now();
-    for _ in 0..parts {
-        file.write_all(&part)?;
+    let noise = |i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8;
+    state.memory.bytes_mut().iter_mut().zip(0..).for_each(|(byte, i)| *byte = noise(i));
+    for window in 0..windows {
+        state.begin(Direction::Write, window)?;
     }
-    file.sync_data()?;
-    let written = begin.elapsed();
-    fadvise(&file, 0, None, Advice::DontNeed)?;
-    file.seek(SeekFrom::Start(0))?;
-    let mut read = vec![0; PART];
+    state.settle()?;
     let begin = Instant::now();
-    for _ in 0..parts {
-        file.read_exact(&mut read)?;
-    }
-    let seconds = (written + begin.elapsed()).as_secs_f64();
-    Ok(Disk { gb_per_s: 2.0 * (parts * PART) as f64 / seconds.max(1e-9) / 1e9, free_bytes })
+    state.update(windows)?;
+    let gb_per_s = 2.0 * (windows * bytes) as f64 / begin.elapsed().as_secs_f64().max(1e-9) / 1e9;
+    Ok(Disk { gb_per_s, free_bytes })
 }
 
-/// A file that is gone when it is closed.
-fn tempfile_in(directory: &Path) -> io::Result<File> {
-    use rustix::fs::{Mode, OFlags, open};
-    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    Ok(File::from(open(directory, flags, Mode::RUSR | Mode::WUSR)?))
+/// Where a window goes.
+#[derive(Debug, Clone, Copy)]
+enum Direction {
+    Read,
+    Write,
+}
+
+/// Windows on disk, of which a few have memory.
+struct State {
+    queue: DiskQueue,
+    memory: Buffer,
+    /// What each part of the memory is on its way for.
+    pending: [Option<Ticket>; WINDOW_SLOTS],
+    bytes: usize,
+}
+
+impl State {
+    /// Reads each window, those ahead while those behind are written.
+    fn update(&mut self, windows: usize) -> Result<(), DiskError> {
+        for ahead in 0..windows.min(AHEAD) {
+            self.begin(Direction::Read, ahead)?;
+        }
+        for window in 0..windows {
+            self.begin(Direction::Write, window)?;
+            if window + AHEAD < windows {
+                self.begin(Direction::Read, window + AHEAD)?;
+            }
+        }
+        self.settle()
+    }
+
+    /// Begins to move a window when what has its memory is through.
+    fn begin(&mut self, direction: Direction, window: usize) -> Result<(), DiskError> {
+        let slot = window % WINDOW_SLOTS;
+        self.wait(slot)?;
+        let (offset, start) = ((window * self.bytes) as u64, slot * self.bytes);
+        debug_assert!(start.is_multiple_of(DISK_ALIGNMENT_BYTES));
+        let loan = self.memory.lend(start..start + self.bytes);
+        self.pending[slot] = Some(match direction {
+            Direction::Read => self.queue.read(offset, loan),
+            Direction::Write => self.queue.write(offset, loan),
+        });
+        Ok(())
+    }
+
+    fn wait(&mut self, slot: usize) -> Result<(), DiskError> {
+        self.pending[slot].take().map_or(Ok(()), |ticket| self.queue.wait(ticket, LIMIT))
+    }
+
+    fn settle(&mut self) -> Result<(), DiskError> {
+        (0..WINDOW_SLOTS).try_for_each(|slot| self.wait(slot))
+    }
 }

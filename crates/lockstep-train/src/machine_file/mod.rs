@@ -53,7 +53,7 @@ pub struct Extent {
 impl Default for Extent {
     /// Half a minute.
     fn default() -> Self {
-        Self { tokens: 512, steps: 5, exchange: Duration::from_millis(60), disk_mib: 128 }
+        Self { tokens: 512, steps: 5, exchange: Duration::from_millis(60), disk_mib: 768 }
     }
 }
 

@@ -77,11 +77,6 @@ impl MadeRun {
     pub fn read(dir: &Path) -> Result<Self, Error> {
         let (config, step) = measured(dir)?;
         let refuse = |why: String| Error::TeachesNothing { dir: dir.to_owned(), why };
-        if !config.offloads_nothing() {
-            return Err(refuse(
-                "part of it is on disk, and what it waited there says nothing of the cores".to_owned(),
-            ));
-        }
         let step = step.filter(|step| step.steps >= FEWEST_STEPS).ok_or_else(|| {
             refuse(format!(
                 "it has made too few steps; the first two of a process do not count, and {FEWEST_STEPS} more have to follow"
@@ -94,22 +89,31 @@ impl MadeRun {
         engine_options(&self.config).shape.dtype
     }
 
+    /// Whether it says how fast cores and links are: what moves to and from a disk takes from both.
+    fn teaches(&self) -> bool {
+        self.config.offloads_nothing()
+    }
+
     /// Whether it has one rank on a machine that several could share.
     fn is_alone(&self, cluster: &Cluster) -> bool {
         self.config.ranks() == 1 && cluster.nodes.iter().any(|node| node.alone.is_some())
     }
 }
 
-/// The machine of `cluster` as `runs` show it.
+/// The machine of `cluster` as `runs` show it. Those with something on disk are held beside their predictions and teach nothing.
 ///
 /// # Errors
-/// A run whose model cannot be had, or that does not fit the machine.
+/// A run whose model cannot be had, or that does not fit the machine; [`Error::TeachesNothing`].
 pub fn calibrate(cluster: &Cluster, runs: Vec<MadeRun>) -> Result<Calibrated, Error> {
+    if let Some(run) = runs.first().filter(|_| !runs.iter().any(MadeRun::teaches)) {
+        let why = "part of it is on disk, and what it waited there says nothing of the cores".to_owned();
+        return Err(Error::TeachesNothing { dir: run.dir.clone(), why });
+    }
     let predict =
         |cluster: &Cluster, run: &MadeRun| predicted_step(&run.config, for_run(cluster, &run.config));
     let before: Vec<PlannedStep> =
         runs.iter().map(|run| predict(cluster, run)).collect::<Result<_, Error>>()?;
-    let pairs = || runs.iter().zip(&before);
+    let pairs = || runs.iter().zip(&before).filter(|(run, _)| run.teaches());
     let work_of = |is_alone: bool, dtype: DType| {
         let of_kind = pairs().filter(|(run, _)| run.is_alone(cluster) == is_alone && run.dtype() == dtype);
         let factor = |(run, before): (&MadeRun, &PlannedStep)| {

@@ -6,8 +6,8 @@ use std::rc::Rc;
 use lockstep_plan::cluster::{Cluster, NodeKind, Software};
 use lockstep_plan::gathering::RankPasses;
 use lockstep_plan::predict::{
-    Failures, Goodput, PlanShape, SlowDevice, StepPrediction, TimedModel, predict_step, predict_step_ms,
-    slowest_kind,
+    Failures, Goodput, PlanShape, Saves, SlowDevice, StepPrediction, TimedModel, data_stall_s, predict_step,
+    predict_step_ms, slowest_kind,
 };
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Rejection};
@@ -22,7 +22,7 @@ use crate::config::ReshardAfterForward;
 use crate::forecast::Training;
 use crate::planner::Planner;
 use crate::planner::bounds::shortened;
-use crate::planner::memory::{Holding, memory_elsewhere};
+use crate::planner::memory::{Holding, memory_elsewhere, state_of};
 use crate::planner::recordings::{Recording, kept_elsewhere};
 use crate::{Error, RunConfig, plan};
 
@@ -41,6 +41,10 @@ pub struct Evaluated {
     pub plan: Plan,
     /// Its step.
     pub step: StepPrediction,
+    /// What a save takes.
+    pub saves: Saves,
+    /// Milliseconds that each step waits for its sequences.
+    pub data_stall_ms: f64,
     /// What each rank of the pipeline books, from the first stage on; all other ranks with the same coordinate book as much.
     pub memory: Vec<MemoryBytes>,
     /// What each may book: of a host the rank's share of it.
@@ -122,17 +126,27 @@ impl Evaluated {
         Some(self.price_per_step()? / self.tokens as f64 * 1e9)
     }
 
-    /// What failures leave of the time, if the state is saved as often as is best: each rank writes its share of weights and optimizer
-    /// at its part of its node's disk, and after a failure as much is read, beside the minutes until a node is replaced.
+    /// What failures leave of the time, if the state is saved as often as is best. After a failure as much is read as was written, beside the
+    /// minutes until a node is replaced; and what is lost began when the copy was made whose writing has come to an end.
     pub fn goodput(&self, cluster: &Cluster) -> Goodput {
-        let saved = |memory: &MemoryBytes| {
-            (memory[MemoryCategory::Parameters] + memory[MemoryCategory::Optimizer]) as f64
+        let least_s = self.saves.least_interval_s();
+        let restart_s = REPLACEMENT_S + self.saves.write_s + least_s;
+        Failures::of(cluster, self.saves.stall_s(f64::INFINITY), restart_s).goodput(least_s)
+    }
+
+    /// What steps wait for each save, in milliseconds; where the run saves at its end only, for one that follows no other soon.
+    pub fn save_ms(&self) -> f64 {
+        let between_s = match self.config.checkpoint.every {
+            0 => f64::INFINITY,
+            every => every as f64 * self.step.step_ms * 1e-3,
         };
-        let largest = self.memory.iter().map(saved).fold(0.0, f64::max);
-        let of_rank = |node: &NodeKind| node.disk_gb_per_s * 1e9 / node.devices.max(1) as f64;
-        let rate = cluster.nodes.iter().map(of_rank).fold(f64::INFINITY, f64::min);
-        let save_s = largest / rate;
-        Failures::of(cluster, save_s, REPLACEMENT_S + save_s).goodput()
+        self.saves.stall_s(between_s) * 1e3
+    }
+
+    /// The same for each of the steps between two; none where the run saves at its end only.
+    pub fn save_stall_ms(&self) -> Option<f64> {
+        let every = self.config.checkpoint.every;
+        (every > 0).then(|| self.save_ms() / every as f64)
     }
 
     /// Dollars of a step, if that is known.
@@ -246,6 +260,8 @@ impl Planner {
         };
         let peak = self.cluster.nodes.iter().filter_map(peak_of);
         Ok(Evaluated {
+            saves: self.saves_of(&config, layout, recording),
+            data_stall_ms: self.data_stall_ms(&config, layout, step.step_ms),
             plan,
             step,
             memory,
@@ -260,6 +276,33 @@ impl Planner {
             price_per_hour: self.price_per_hour(devices),
             config,
         })
+    }
+
+    /// What a save takes of what each rank of the pipeline writes: what a copy of it takes, of other systems the optimizer's state.
+    fn saves_of(&self, config: &RunConfig, layout: &Layout, recording: &Recording) -> Saves {
+        let bytes_of = |rank: usize| {
+            let stages = &layout.of_rank(rank, recording.work.units())[..];
+            if self.cluster.software != Software::Lockstep {
+                let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
+                let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages };
+                let elements = |unit| recording.work.unit(unit).elements();
+                return state_of(holding, elements)[MemoryCategory::Optimizer];
+            }
+            let whole = StatePlan { on_disk: None, ..self.state_plan(config, layout, recording, rank) };
+            let state = StatePlan { kept_copies: 0, saved_copies: 1, ..whole };
+            let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
+            let prediction = predicted(&recording.profile, layout.passes(rank, stages), shard_ranks, &state);
+            prediction.map_or(0, |prediction| prediction.by_category()[MemoryCategory::Snapshot])
+        };
+        let bytes = (0..layout.pipeline_ranks()).map(bytes_of).max().unwrap_or(0);
+        let from_copy = config.checkpoint.in_background && config.offloads_nothing();
+        Saves::of(&self.cluster, &layout.mesh, bytes as f64, from_copy)
+    }
+
+    fn data_stall_ms(&self, config: &RunConfig, layout: &Layout, step_ms: f64) -> f64 {
+        let sequences = config.train.global_batch / config.batch_parts().max(1);
+        let tokens = (sequences * config.train.seq_len) as f64;
+        data_stall_s(&self.cluster, &layout.mesh, tokens, step_ms * 1e-3) * 1e3
     }
 
     fn step(
@@ -421,10 +464,7 @@ impl Planner {
             let Recording { work, .. } = recording;
             let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
             let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages: &stages };
-            let elements = |unit| {
-                let unit = work.unit(unit);
-                [(unit.parameter_elements - unit.expert_elements) as f64, unit.expert_elements as f64]
-            };
+            let elements = |unit| work.unit(unit).elements();
             let forgotten = |unit: usize| config.parallel.recompute.of(unit.saturating_sub(1));
             let kept = |unit| kept_elsewhere(work, unit, forgotten(unit), self.cluster.software);
             return Ok(memory_elsewhere(holding, elements, kept));

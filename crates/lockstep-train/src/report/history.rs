@@ -33,6 +33,7 @@ struct Row {
     memory_predicted: BTreeMap<String, f64>,
     memory_predicted_by_rank: Vec<BTreeMap<String, f64>>,
     comm: Communication,
+    disk: Disk,
     data_wait_ms: Option<f64>,
     checkpoint_stall_ms: Option<f64>,
     eval_loss: Option<f64>,
@@ -46,6 +47,13 @@ struct Row {
 struct Communication {
     bytes: Option<f64>,
     busy_ms: Option<f64>,
+    exposed_ms: Option<f64>,
+}
+
+/// What is on disk costs in a step.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Disk {
     exposed_ms: Option<f64>,
 }
 
@@ -76,7 +84,7 @@ pub(super) struct History {
     step_ms: f64,
     data_wait_ms: f64,
     /// Of steps that were made, their number, what they took but for waits for data, and what of that ranks waited for each other.
-    times: Vec<(u64, [f64; 2])>,
+    times: Vec<(u64, [f64; 3])>,
     pub(super) damaged_lines: usize,
 }
 
@@ -87,6 +95,8 @@ pub struct UsualStep {
     pub step_ms: f64,
     /// Milliseconds in which the first rank waits for others: half of all steps have more.
     pub exposed_ms: f64,
+    /// The same of its disk.
+    pub disk_ms: f64,
     /// How many steps say so.
     pub steps: usize,
     /// Bytes that ledgers have booked: the most that any rank has of each category, without what is cached.
@@ -154,7 +164,8 @@ impl History {
         }
         if let Some(step_ms) = row.step_ms {
             let exposed_ms = row.comm.exposed_ms.unwrap_or(0.0);
-            self.times.push((step, [step_ms - row.data_wait_ms.unwrap_or(0.0), exposed_ms]));
+            let disk_ms = row.disk.exposed_ms.unwrap_or(0.0);
+            self.times.push((step, [step_ms - row.data_wait_ms.unwrap_or(0.0), exposed_ms, disk_ms]));
         }
         self.rollbacks = row.rollbacks.or(self.rollbacks);
         self.tokens_seen = row.tokens_seen.or(self.tokens_seen);
@@ -201,6 +212,7 @@ impl History {
         Some(UsualStep {
             step_ms: middle(0)?,
             exposed_ms: middle(1)?,
+            disk_ms: middle(2)?,
             steps: of_process().count(),
             booked_bytes: (!self.memory.is_empty()).then(|| booked(&self.memory)),
             predicted_bytes: self.memory_predicted.get("total").copied(),

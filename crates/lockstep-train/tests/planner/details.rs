@@ -52,6 +52,13 @@ fn plans() -> Vec<(&'static str, Vec<&'static str>)> {
             ),
         ),
         (
+            "dgx-h100x2",
+            split(
+                &DENSE,
+                &["parallel.context_parallel=4", "parallel.data_parallel_shard=4", "parallel.zero_stage=3"],
+            ),
+        ),
+        (
             "dgx-h100",
             split(
                 &EXPERTS,
@@ -86,7 +93,8 @@ fn what_is_waited_for_adds_up_to_the_step() {
             let kinds = &details.traffic.kinds;
             seen.extend(kinds.iter().map(|kind| kind.sent));
             let inside = || kinds.iter().filter(|kind| kind.sent != Sent::Messages);
-            let exposed = inside().map(|kind| kind.exposed_ms).sum();
+            let waited: f64 = inside().map(|kind| kind.exposed_ms).sum();
+            let exposed = waited + details.traffic.shared_ms;
             assert_near(exposed, found.step.exposed_ms(), &format!("{what}: waited for"));
             let busy = inside().map(|kind| kind.busy_ms).sum();
             assert_near(busy, found.step.exchange_busy_ms, &format!("{what}: takes"));
@@ -99,6 +107,29 @@ fn what_is_waited_for_adds_up_to_the_step() {
     }
     let missing: Vec<Sent> = Sent::ALL.into_iter().filter(|sent| !seen.contains(sent)).collect();
     assert!(missing.iter().all(|sent| *sent == Sent::TensorAndContext), "{missing:?}");
+}
+
+/// Of what goes over a level, all kinds together take no longer than the step, however slow it is.
+#[test]
+fn no_link_carries_more_in_a_step_than_it_can() {
+    let mut waited_together = 0;
+    for (name, settings) in plans() {
+        for slowness in [1.0, 10.0, 100.0] {
+            let mut cluster = Cluster::preset(name).unwrap();
+            cluster.software = lockstep_plan::cluster::Software::Lockstep;
+            cluster.links.iter_mut().for_each(|link| link.gb_per_s /= slowness);
+            let links = cluster.links.clone();
+            let (found, details) = detailed(&settings, cluster);
+            waited_together += usize::from(details.traffic.shared_ms > 0.0);
+            for (level, link) in links.iter().enumerate() {
+                let bytes: f64 = details.traffic.kinds.iter().map(|kind| kind.bytes[level]).sum();
+                let ms = bytes / (link.gb_per_s * 1e9) * 1e3;
+                let what = format!("{settings:?} on {name}, {} {slowness} times as slow", link.name);
+                assert!(ms <= found.step.step_ms, "{what}: {ms} ms in a step of {}", found.step.step_ms);
+            }
+        }
+    }
+    assert!(waited_together > 0, "nothing has shared a link");
 }
 
 /// Gradients of `P` parameters in f32 go around eight ranks; nothing else is sent. The table that embedding and output layer share is

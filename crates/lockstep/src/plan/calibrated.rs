@@ -69,6 +69,9 @@ fn show(learned: &Calibrated) {
         if run.step.exposed_ms > 0.0 {
             row("  of it waiting for other ranks", run.step.exposed_ms, waits(before), waits(after));
         }
+        if before.disk_ms > 0.0 {
+            row("  of it waiting for the disk", run.step.disk_ms, before.disk_ms, after.disk_ms);
+        }
     }
     let errors = |predicted: fn(&CalibratedRun) -> f64| {
         let error = |run: &CalibratedRun| (predicted(run) / run.run.step.step_ms - 1.0).abs();

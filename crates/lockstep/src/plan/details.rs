@@ -29,7 +29,7 @@ fn sent(traffic: &StepTraffic, cluster: &Cluster) -> Value {
     };
     json!({
         "pipeline_rank": traffic.pipeline_rank, "links": links,
-        "kinds": traffic.kinds.iter().map(kind).collect::<Vec<_>>(),
+        "kinds": traffic.kinds.iter().map(kind).collect::<Vec<_>>(), "shared_links_ms": traffic.shared_ms,
     })
 }
 
@@ -64,7 +64,7 @@ fn curve((rank, curve): (usize, &MemoryCurve)) -> Value {
 
 /// What a rank sends in a step, as a short table; nothing of one that sends nothing.
 pub(super) fn print_traffic(traffic: &StepTraffic, cluster: &Cluster) {
-    let StepTraffic { pipeline_rank, kinds } = traffic;
+    let StepTraffic { pipeline_rank, kinds, shared_ms } = traffic;
     if kinds.is_empty() {
         return;
     }
@@ -81,5 +81,8 @@ pub(super) fn print_traffic(traffic: &StepTraffic, cluster: &Cluster) {
         let hidden = format!("{:.0} %", kind.hidden() * 100.0);
         let (busy, exposed) = (human::milliseconds(kind.busy_ms), human::milliseconds(kind.exposed_ms));
         say!("  {:<26}{bytes}{busy:>12}{exposed:>12}{hidden:>8}", kind.sent.name());
+    }
+    if *shared_ms > 0.0 {
+        say!("  {} more, because several go over the same links at once", human::milliseconds(*shared_ms));
     }
 }

@@ -207,6 +207,10 @@ fn figures(found: &Evaluated, cluster: &Cluster) -> Value {
         "capacity_bytes": found.capacity_bytes,
         "price_per_hour": found.price_per_hour,
         "price_per_billion_tokens": found.price_per_billion_tokens(),
+        "stalls_ms": {
+            "data": found.data_stall_ms, "save": found.save_stall_ms(), "of_a_save": found.save_ms(),
+            "saved_bytes": found.saves.bytes,
+        },
         "goodput": goodput.map(|goodput| json!({ "share": goodput.share, "interval_s": goodput.interval_s })),
     })
 }

@@ -242,6 +242,12 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
         tiles.push((price, "an hour".to_owned()));
         tiles.push((tokens, "for 10⁹ tokens".to_owned()));
     }
+    if let Some(stall_ms) = best.save_stall_ms() {
+        tiles.push((
+            figure(&of_first("stalls_ms/save"), stall_ms, &time(stall_ms)),
+            format!("more a step, by saves every {}", best.config.checkpoint.every),
+        ));
+    }
     if best.devices > 1 {
         let goodput = best.goodput(cluster);
         tiles.push((

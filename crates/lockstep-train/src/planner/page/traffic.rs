@@ -14,7 +14,7 @@ fn colour_of(sent: Sent) -> String {
 
 /// Bars of the links and a table of what goes over them.
 pub(super) fn traffic(cluster: &Cluster, best: &Evaluated, traffic: &StepTraffic) -> String {
-    let StepTraffic { pipeline_rank, kinds } = traffic;
+    let StepTraffic { pipeline_rank, kinds, shared_ms } = traffic;
     if kinds.is_empty() {
         return note("Nothing is sent.");
     }
@@ -26,7 +26,12 @@ pub(super) fn traffic(cluster: &Cluster, best: &Evaluated, traffic: &StepTraffic
             " It is pipeline rank {pipeline_rank}, which is busy longest. What is waited for messages is part of the waiting for other stages."
         );
     }
-    bars(cluster, best, kinds) + &legend(names) + &rows(cluster, kinds) + &note(&about)
+    let shared = figure("/traffic/shared_links_ms", *shared_ms, &time(*shared_ms));
+    let shared = format!(
+        "<p>{shared} more are waited because several of these are to go over the same links at once.</p>"
+    );
+    let shared = if *shared_ms > 0.0 { shared } else { String::new() };
+    bars(cluster, best, kinds) + &legend(names) + &rows(cluster, kinds) + &shared + &note(&about)
 }
 
 /// Levels of links that anything goes over.

@@ -23,7 +23,8 @@ impl Saves {
     /// Those of ranks laid out so, of which one writes so many bytes at most; from a copy, or as they are.
     pub fn of(cluster: &Cluster, mesh: &Mesh, bytes: f64, from_copy: bool) -> Self {
         let of_a_replica = mesh.world_size() / mesh.ranks().degree(Axis::Replicate).max(1);
-        let write_s = |node: &NodeKind| disk_s(cluster, node, of_a_replica, bytes);
+        // The first replica fills node after node.
+        let write_s = |node: &NodeKind| disk_s(node, of_a_replica.min(node.devices), bytes);
         let copy_s = |kind: usize| {
             // Read and written where the state is.
             let device = device(cluster, mesh, kind);
@@ -55,14 +56,14 @@ impl Saves {
 /// before goes on.
 pub fn data_stall_s(cluster: &Cluster, mesh: &Mesh, tokens: f64, step_s: f64) -> f64 {
     let bytes = tokens * DType::U32.size_bytes() as f64;
-    let read_s = |node: &NodeKind| disk_s(cluster, node, mesh.world_size(), bytes);
+    let read_s = |node: &NodeKind| disk_s(node, cluster.ranks_of_a_node(node, mesh.world_size()), bytes);
     let longest = cluster.nodes.iter().map(read_s).fold(0.0, f64::max);
     f64::max(longest - step_s, 0.0)
 }
 
-/// Seconds in which each of `ranks` moves so many bytes to or from the disk of its node.
-fn disk_s(cluster: &Cluster, node: &NodeKind, ranks: usize, bytes: f64) -> f64 {
-    bytes * cluster.ranks_of_a_node(node, ranks) as f64 / (node.disk_gb_per_s * 1e9)
+/// Seconds in which each of so many ranks of a node moves so many bytes to or from its disk.
+fn disk_s(node: &NodeKind, ranks: usize, bytes: f64) -> f64 {
+    bytes * ranks as f64 / (node.disk_gb_per_s * 1e9)
 }
 
 #[cfg(test)]

@@ -65,10 +65,13 @@ impl PassCost {
 
 impl std::ops::AddAssign for PassCost {
     fn add_assign(&mut self, other: Self) {
-        self.work_s += other.work_s;
-        self.exposed_s += other.exposed_s;
-        self.exchange_s += other.exchange_s;
-        self.disk_s += other.disk_s;
+        let Self { work_s, exposed_s, exchange_s, shared_s, disk_s, filled_s } = other;
+        self.work_s += work_s;
+        self.exposed_s += exposed_s;
+        self.exchange_s += exchange_s;
+        self.shared_s += shared_s;
+        self.disk_s += disk_s;
+        self.fill(&filled_s);
     }
 }
 

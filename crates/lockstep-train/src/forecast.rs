@@ -195,7 +195,7 @@ impl Training {
             options: engine_options(config),
             storage: storage(config),
             goes_back: config.rollback_after() > 0,
-            saves_beside: config.checkpoint.in_background && saves_midway,
+            saves_beside: config.saves_from_copies() && saves_midway,
         }
     }
 

@@ -18,7 +18,7 @@ pub(crate) fn takable_memory_bytes() -> Option<u64> {
         let swap = kib(&text, "SwapFree:").unwrap_or(0).checked_mul(1024)?;
         mem_available(&text)?.checked_add(swap)
     });
-    let of_group = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| of_groups(&text, takable_in));
+    let of_group = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| takable_in_group(&text));
     of_system.into_iter().chain(of_group).min()
 }
 
@@ -63,41 +63,114 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib(meminfo, "MemAvailable:")?.checked_mul(1024)
 }
 
-/// What the tightest limit above the process leaves (control groups, version 2). Pages of files that a group
-/// holds count as used here though the system would drop them: this errs to the side of care.
+/// What the tightest limit above the process leaves. Pages of files that nobody has used lately are left, for the system drops them first; those in
+/// use count as used though it would drop them too: this errs to the side of care.
 fn left_in_group(cgroup: &str) -> Option<u64> {
-    of_groups(cgroup, left_in)
+    groups_of(cgroup).iter().filter_map(Group::left).min()
 }
 
-/// The least that any group above the process has of something.
-fn of_groups(cgroup: &str, of_group: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
-    let root = Path::new("/sys/fs/cgroup");
-    let own = root.join(cgroup.lines().find_map(|line| line.strip_prefix("0::/"))?);
-    own.ancestors().take_while(|group| group.starts_with(root)).filter_map(of_group).min()
+/// What the tightest limit leaves if what can be is dropped or swapped.
+fn takable_in_group(cgroup: &str) -> Option<u64> {
+    groups_of(cgroup).iter().filter_map(Group::takable).min()
 }
 
-/// What a group's limit leaves if it drops what it can, and swaps as far as it may.
-fn takable_in(group: &Path) -> Option<u64> {
-    let left = left_in(group)?;
-    let text = |name: &str| fs::read_to_string(group.join(name)).unwrap_or_default();
-    let stat = text("memory.stat");
-    let of_files = |key: &str| -> u64 {
-        let value = |line: &str| line.strip_prefix(key)?.trim().parse().ok();
-        stat.lines().find_map(value).unwrap_or(0)
+/// A control group, in the version of control groups that it is of.
+#[derive(Debug)]
+struct Group {
+    path: PathBuf,
+    files: &'static Files,
+}
+
+/// What a version calls the numbers of a group's memory.
+#[derive(Debug)]
+struct Files {
+    /// Where its groups are.
+    root: &'static str,
+    limit: &'static str,
+    used: &'static str,
+    /// Pages of files, in the group's statistics: those that nobody has used lately, and the others.
+    inactive_files: &'static str,
+    active_files: &'static str,
+    swap_limit: &'static str,
+    swap_used: &'static str,
+    /// Whether the two numbers of swap have memory in them.
+    swap_has_memory: bool,
+}
+
+const VERSION_2: Files = Files {
+    root: "/sys/fs/cgroup",
+    limit: "memory.max",
+    used: "memory.current",
+    inactive_files: "inactive_file ",
+    active_files: "active_file ",
+    swap_limit: "memory.swap.max",
+    swap_used: "memory.swap.current",
+    swap_has_memory: false,
+};
+
+const VERSION_1: Files = Files {
+    root: "/sys/fs/cgroup/memory",
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    inactive_files: "total_inactive_file ",
+    active_files: "total_active_file ",
+    swap_limit: "memory.memsw.limit_in_bytes",
+    swap_used: "memory.memsw.usage_in_bytes",
+    swap_has_memory: true,
+};
+
+/// The groups that limit a process, from its own to the outermost, by what the system says of it (`/proc/self/cgroup`). A container sees
+/// its own group as the outermost, whatever it is called outside.
+fn groups_of(cgroup: &str) -> Vec<Group> {
+    let own = |line: &'static Files, path: &str| {
+        let root = Path::new(line.root);
+        let own = root.join(path.trim_start_matches('/'));
+        let groups = own.ancestors().take_while(|group| group.starts_with(root));
+        groups.map(|path| Group { path: path.to_owned(), files: line }).collect::<Vec<_>>()
     };
-    let dropped = of_files("active_file ").saturating_add(of_files("inactive_file "));
-    let number = |name: &str| text(name).trim().parse::<u64>().ok();
-    // No limit of its own: the system's counts.
-    let swap = number("memory.swap.max")
-        .map_or(u64::MAX, |limit| limit.saturating_sub(number("memory.swap.current").unwrap_or(0)));
-    let swap = swap.min(kib(&fs::read_to_string("/proc/meminfo").ok()?, "SwapFree:").unwrap_or(0) * 1024);
-    Some(left.saturating_add(dropped).saturating_add(swap))
+    let of_line = |line: &str| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        match (parts.next()?, parts.next()?) {
+            ("", path) => Some(own(&VERSION_2, path)),
+            (controllers, path) if controllers.split(',').any(|name| name == "memory") => {
+                Some(own(&VERSION_1, path))
+            }
+            _ => None,
+        }
+    };
+    cgroup.lines().filter_map(of_line).flatten().collect()
 }
 
-fn left_in(group: &Path) -> Option<u64> {
-    let number = |file: PathBuf| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
-    let limit = number(group.join("memory.max"))?;
-    Some(limit.saturating_sub(number(group.join("memory.current"))?))
+impl Group {
+    fn number(&self, name: &str) -> Option<u64> {
+        fs::read_to_string(self.path.join(name)).ok()?.trim().parse().ok()
+    }
+
+    /// A number of the group's statistics; 0 if it is not there.
+    fn counted(&self, name: &str) -> u64 {
+        let stat = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
+        let value = |line: &str| line.strip_prefix(name)?.trim().parse().ok();
+        stat.lines().find_map(value).unwrap_or(0)
+    }
+
+    /// What its limit leaves; none without one. Version 1 has a limit that is no less than everything there is.
+    fn left(&self) -> Option<u64> {
+        let used = self.number(self.files.used)?.saturating_sub(self.counted(self.files.inactive_files));
+        Some(self.number(self.files.limit)?.saturating_sub(used))
+    }
+
+    /// The same if it drops what it can, and swaps as far as it may.
+    fn takable(&self) -> Option<u64> {
+        let left = self.left()?;
+        let dropped = self.counted(self.files.active_files);
+        // No limit of its own: the system's counts.
+        let swap = self.number(self.files.swap_limit).map_or(u64::MAX, |limit| {
+            let swap = limit.saturating_sub(self.number(self.files.swap_used).unwrap_or(0));
+            if self.files.swap_has_memory { swap.saturating_sub(left) } else { swap }
+        });
+        let of_system = kib(&fs::read_to_string("/proc/meminfo").ok()?, "SwapFree:").unwrap_or(0) * 1024;
+        Some(left.saturating_add(dropped).saturating_add(swap.min(of_system)))
+    }
 }
 
 #[cfg(test)]
@@ -119,28 +192,59 @@ mod tests {
         assert!(own > 0 && own <= resident && resident - own < resident / 2, "{own} of {resident}");
     }
 
+    fn group(files: &'static Files, numbers: &[(&str, &str)]) -> (tempfile::TempDir, Group) {
+        let dir = tempfile::tempdir().unwrap();
+        numbers.iter().for_each(|(name, text)| fs::write(dir.path().join(name), text).unwrap());
+        let group = Group { path: dir.path().to_owned(), files };
+        (dir, group)
+    }
+
     #[test]
     fn a_group_leaves_its_limit_less_what_it_holds() {
-        let dir = tempfile::tempdir().unwrap();
-        assert_eq!(left_in(dir.path()), None);
-        fs::write(dir.path().join("memory.current"), "300\n").unwrap();
-        for (limit, left) in [("max\n", None), ("1000\n", Some(700)), ("200\n", Some(0))] {
-            fs::write(dir.path().join("memory.max"), limit).unwrap();
-            assert_eq!(left_in(dir.path()), left, "{limit}");
+        for files in [&VERSION_1, &VERSION_2] {
+            assert_eq!(group(files, &[]).1.left(), None);
+            for (limit, left) in [("max\n", None), ("1000\n", Some(700)), ("200\n", Some(0))] {
+                let (_dir, group) = group(files, &[(files.limit, limit), (files.used, "300\n")]);
+                assert_eq!(group.left(), left, "{limit}");
+            }
         }
     }
 
     #[test]
     fn a_group_that_drops_its_files_leaves_more() {
-        let dir = tempfile::tempdir().unwrap();
-        for (name, text) in [
-            ("memory.max", "1000\n"),
-            ("memory.current", "900\n"),
-            ("memory.stat", "anon 500\ninactive_file 250\nactive_file 50\nactive_anon 7\n"),
-            ("memory.swap.max", "0\n"),
-        ] {
-            fs::write(dir.path().join(name), text).unwrap();
-        }
-        assert_eq!((left_in(dir.path()), takable_in(dir.path())), (Some(100), Some(400)));
+        let numbers = [("memory.max", "1000\n"), ("memory.current", "900\n"), ("memory.swap.max", "0\n")];
+        let stat = ("memory.stat", "anon 500\ninactive_file 250\nactive_file 50\nactive_anon 7\n");
+        let (_dir, group) = group(&VERSION_2, &[&numbers[..], &[stat]].concat());
+        assert_eq!((group.left(), group.takable()), (Some(350), Some(400)));
+    }
+
+    #[test]
+    fn limits_of_memory_and_swap_together_are_those_of_swap_less_what_memory_is_left() {
+        let numbers = [
+            ("memory.limit_in_bytes", "1000\n"),
+            ("memory.usage_in_bytes", "900\n"),
+            ("memory.stat", "inactive_file 7\ntotal_inactive_file 250\ntotal_active_file 50\n"),
+            ("memory.memsw.limit_in_bytes", "1000\n"),
+            ("memory.memsw.usage_in_bytes", "950\n"),
+        ];
+        let (_dir, group) = group(&VERSION_1, &numbers);
+        assert_eq!((group.left(), group.takable()), (Some(350), Some(400)));
+    }
+
+    #[test]
+    fn the_groups_of_both_versions_are_found_up_to_the_outermost() {
+        let text = "9:name=systemd:/\n5:memory,hugetlb:/docker/abc\n1:cpu:/docker/abc\n0::/user.slice/run\n";
+        let groups = groups_of(text);
+        let paths: Vec<&str> = groups.iter().filter_map(|group| group.path.to_str()).collect();
+        let expected = [
+            "/sys/fs/cgroup/memory/docker/abc",
+            "/sys/fs/cgroup/memory/docker",
+            "/sys/fs/cgroup/memory",
+            "/sys/fs/cgroup/user.slice/run",
+            "/sys/fs/cgroup/user.slice",
+            "/sys/fs/cgroup",
+        ];
+        assert_eq!(paths, expected);
+        assert_eq!(groups_of("nonsense\n\n::\n1:memory").len(), 1);
     }
 }

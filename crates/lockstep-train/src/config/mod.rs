@@ -23,7 +23,9 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, Feedback, ParameterRecord, Quantization, Residences, Sharding, ZeroStage};
+use lockstep_plan::{
+    Degrees, Feedback, ParameterRecord, Quantization, Residences, Sharding, WINDOW_ELEMENTS, ZeroStage,
+};
 use serde_json::Value;
 
 pub use choices::{
@@ -184,6 +186,12 @@ impl RunConfig {
     /// Whether everything is in memory.
     pub fn offloads_nothing(&self) -> bool {
         !self.residences().use_disk()
+    }
+
+    /// Whether saves are written beside the steps, from copies of the state in memory: of what is on disk because memory has no room for it
+    /// there are none.
+    pub fn saves_from_copies(&self) -> bool {
+        self.checkpoint.in_background && self.residences().disk_plan(WINDOW_ELEMENTS).is_none()
     }
 
     /// Whether anything in `[parallel]` says how a step is split; else the planner is free to.

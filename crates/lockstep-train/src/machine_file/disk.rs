@@ -27,8 +27,11 @@ pub(super) struct Disk {
 /// Writes so many MiB to a file without a name in `directory`, and then reads and writes each window of it once, as an update does.
 ///
 /// # Errors
-/// No room, no permission; out of memory.
+/// No such directory, no room, no permission; out of memory.
 pub(super) fn measure(directory: &Path, mib: usize) -> Result<Disk, EngineError> {
+    // A file that stands for memory would have it made.
+    std::fs::metadata(directory)
+        .map_err(|source| DiskError::Create { directory: directory.to_owned(), source })?;
     let bytes = WINDOW_BYTES.min(mib << 20);
     let windows = ((mib << 20) / bytes).max(1);
     let free_bytes = ScratchFile::available_bytes(directory).unwrap_or(0);

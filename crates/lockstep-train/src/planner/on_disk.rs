@@ -89,7 +89,7 @@ impl Planner {
         let forgetting = if candidate.recompute == Recompute::None { 0 } else { layers };
         let trial = self.tried(candidate, forgetting)?;
         let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
-        let parts = if candidate.on_disk.optimizer == Residence::Disk { PARTS.min(layers + 2) } else { 1 };
+        let parts = if candidate.on_disk.optimizer == Residence::Disk { PARTS } else { 1 };
         let (mut too_few, mut enough, mut best, mut largest) = (0, parts + 1, None, None);
         while enough > too_few + 1 {
             let middle = if parts == 1 { 1 } else { too_few.midpoint(enough) };

@@ -26,7 +26,7 @@ use crate::planner::memory::{Holding, memory_elsewhere, state_of};
 use crate::planner::recordings::{Recording, kept_elsewhere};
 use crate::{Error, RunConfig, plan};
 
-/// What of a device's memory a plan may count on: the rest is the driver's, and lost between blocks.
+/// What of memory a plan may count on: the rest is the driver's or the system's, and lost between blocks.
 const USABLE: f64 = 0.94;
 
 /// Seconds until a node that failed is noticed and replaced.
@@ -295,8 +295,7 @@ impl Planner {
             prediction.map_or(0, |prediction| prediction.by_category()[MemoryCategory::Snapshot])
         };
         let bytes = (0..layout.pipeline_ranks()).map(bytes_of).max().unwrap_or(0);
-        let from_copy = config.checkpoint.in_background && config.offloads_nothing();
-        Saves::of(&self.cluster, &layout.mesh, bytes as f64, from_copy)
+        Saves::of(&self.cluster, &layout.mesh, bytes as f64, config.saves_from_copies())
     }
 
     fn data_stall_ms(&self, config: &RunConfig, layout: &Layout, step_ms: f64) -> f64 {
@@ -521,11 +520,11 @@ impl Planner {
     /// What a rank may book.
     pub(super) fn capacity_bytes(&self, ranks: usize) -> u64 {
         let of_node = |node: &NodeKind| {
-            if node.device.is_host {
-                node.host_memory_bytes / (ranks.min(node.devices).max(1) as u64)
-            } else {
-                (node.device.memory_bytes as f64 * USABLE) as u64
-            }
+            let bytes = match node.device.is_host {
+                true => node.host_memory_bytes / (ranks.min(node.devices).max(1) as u64),
+                false => node.device.memory_bytes,
+            };
+            (bytes as f64 * USABLE) as u64
         };
         self.cluster.nodes.iter().map(of_node).min().unwrap_or(0)
     }

@@ -144,7 +144,7 @@ impl Saver {
         };
         let Quantization { gradients, feedback, .. } = config.quantization();
         let keeps_residual = gradients.is_some() && feedback == Feedback::Kept;
-        let in_background = config.checkpoint.in_background && (ranks.is_of_first_copy() || keeps_residual);
+        let in_background = config.saves_from_copies() && (ranks.is_of_first_copy() || keeps_residual);
         Ok(Some(Self {
             directory: Directory {
                 path: config.checkpoint.dir.clone(),

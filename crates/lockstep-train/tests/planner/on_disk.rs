@@ -43,7 +43,7 @@ fn what_does_not_is_as_fast_as_any_way_to_put_it_on_disk() {
         let best = &found.first().unwrap_or_else(|| panic!("nothing fits into {memory_mib} MiB")).value;
         assert!(best.plan.residence.use_disk() && best.fits, "{:?}", best.plan);
         // Every way to put something there, by parts of a sixteenth.
-        let mut least_ms = f64::INFINITY;
+        let (mut least_ms, mut least) = (f64::INFINITY, None);
         for on_disk in OnDisk::all() {
             for recompute in ["none", "selective", "full"] {
                 for part in 1..=16 {
@@ -55,14 +55,14 @@ fn what_does_not_is_as_fast_as_any_way_to_put_it_on_disk() {
                     other.parallel.offload_activations = on_disk.activations.into();
                     other.parallel.offload_fraction = f64::from(part) / 16.0;
                     let other = planner.evaluate(&other).expect("a plan for one rank");
-                    if other.fits {
-                        least_ms = least_ms.min(other.step.step_ms);
+                    if other.fits && other.step.step_ms < least_ms {
+                        (least_ms, least) = (other.step.step_ms, Some(other.plan));
                     }
                 }
             }
         }
         let ratio = best.step.step_ms / least_ms;
-        assert!(ratio <= 1.01, "{memory_mib} MiB: {ratio} times the least, {:?}", best.plan);
+        assert!(ratio <= 1.01, "{memory_mib} MiB: {ratio} times the least, {:?}, {least:?}", best.plan);
     }
 }
 
@@ -76,7 +76,7 @@ fn who_says_what_is_on_disk_is_asked_nothing() {
 
 #[test]
 fn no_way_to_put_something_on_disk_is_better_than_its_bound() {
-    let mut cluster = Cluster::local(4, 1100 << 20);
+    let mut cluster = Cluster::local(4, 1170 << 20);
     cluster.nodes[0].disk_bytes = 1 << 40;
     let model = config(&["train.global_batch=8", "model.n_layer=6"]);
     let mut planner = Planner::new(model, cluster, Objective::Time).expect("a model").with_ranks(4);

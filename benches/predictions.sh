@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# How near predictions for this machine come: measures it, makes runs of 32 plans on one and two ranks, five of them with something on disk, and holds the steps and the memory of
+# How near predictions for this machine come: measures it, makes runs of 33 plans on one and two ranks, five of them with something on disk, and holds the steps and the memory of
 # each beside what is predicted, first by what was measured of single tasks, then by what four of the runs have taught: of one rank and of two, in
-# f32 and in bf16.
+# f32 and in bf16; those of the large model also by what one of it in memory has taught, since caches hold nothing of it from step to step.
 #
 #     benches/predictions.sh [DIRECTORY]        some ten minutes; nothing else should run meanwhile
 set -euo pipefail
@@ -61,6 +61,7 @@ run experts-bf16-expert train.precision=bf16 "${experts[@]}" parallel.data_paral
 large=(model.preset=gpt2-124m data.tokenizer=bytes train.steps=8)
 optimizer=parallel.offload.optimizer=disk
 gradients=parallel.offload.gradients=disk
+run large-memory "${large[@]}" parallel.tensor_parallel=1
 run large-disk-optimizer "${large[@]}" parallel.tensor_parallel=1 $optimizer
 run large-disk-gradients "${large[@]}" parallel.tensor_parallel=1 $optimizer $gradients train.micro_batch=4
 run large-disk-parameters "${large[@]}" parallel.tensor_parallel=1 $optimizer parallel.offload.parameters=disk
@@ -78,3 +79,10 @@ for name in "${teachers[@]}"; do taught+=(--calibrate "$name"); done
 echo
 echo "the same after ${teachers[*]} have taught (column predicted):"
 "$lockstep" plan "${all[@]}" --cluster learned.toml --output /dev/null
+
+of_large=()
+for name in "${runs[@]}"; do [[ $name != large-* ]] || of_large+=(--calibrate "$name"); done
+"$lockstep" plan --calibrate large-memory --cluster measured.toml --output learned-large.toml > learned-large.txt
+echo
+echo "those of the large model after large-memory has taught (column predicted):"
+"$lockstep" plan "${of_large[@]}" --cluster learned-large.toml --output /dev/null

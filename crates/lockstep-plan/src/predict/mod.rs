@@ -12,6 +12,7 @@
 
 mod goodput;
 mod saves;
+mod shapes;
 mod state;
 mod step;
 mod style;
@@ -21,6 +22,7 @@ mod traffic;
 
 pub use goodput::{Failures, Goodput};
 pub use saves::{Saves, data_stall_s};
+pub use shapes::product_name;
 pub use step::{PlanShape, SlowDevice, StagePrediction, StepPrediction, predict_step, predict_step_ms};
 pub use style::Style;
 pub use tasks::{PassCost, Worker};

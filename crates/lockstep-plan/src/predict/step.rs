@@ -525,7 +525,7 @@ impl<'a> Step<'a> {
 
     fn worker(&self, kind: usize) -> Worker<'_> {
         let device = device(self.cluster, self.shape.mesh, kind);
-        Worker { device, style: self.style, dtype: self.model.dtype() }
+        Worker::new(device, self.style, self.model.dtype())
     }
 
     /// What a rank sends of its state: of what all have, and of experts.

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use crate::DType;
 use crate::cluster::{Device, Efficiency, LinkTime, MAX_LEVELS};
+use crate::predict::shapes::Shapes;
 use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, Style};
 use crate::work::{Attention, Collective, Exchange, Labor, Pass, Product, Task};
 
@@ -84,6 +85,18 @@ pub struct Worker<'a> {
     pub style: Style,
     /// Type of weights and values.
     pub dtype: DType,
+    shapes: Shapes,
+}
+
+impl<'a> Worker<'a> {
+    /// A device that does a system's work on values of a type.
+    pub fn new(device: Cow<'a, Device>, style: Style, dtype: DType) -> Self {
+        let mut worker = Self { device, style, dtype, shapes: Shapes::default() };
+        worker.shapes = Shapes::new(&worker.device.efficiency.measured, dtype, |is_of_weight, product| {
+            worker.by_sides(is_of_weight, *product)
+        });
+        worker
+    }
 }
 
 impl Worker<'_> {
@@ -167,26 +180,32 @@ impl Worker<'_> {
     }
 
     fn product(&self, task: &Task, product: Product) -> f64 {
-        let rate = self.peak() * self.of_peak(&product);
-        let seconds = (product.flops() as f64 / rate).max(self.through_memory(task.bytes as f64));
-        let is_apart = task.pass == Pass::BackwardWeights && self.style.adds_gradients_apart;
+        let is_of_weight = task.pass == Pass::BackwardWeights;
+        let by_sides = self.by_sides(is_of_weight, product) * self.shapes.factor(is_of_weight, &product);
+        let is_apart = is_of_weight && self.style.adds_gradients_apart;
         let elements = (product.rows * product.columns * product.count) as f64;
         let apart = if is_apart { self.stream(APART_BYTES * elements) } else { 0.0 };
-        seconds + self.launch() + apart + self.cold(task, product)
+        by_sides.max(self.through_memory(task.bytes as f64) + self.launch()) + apart
+    }
+
+    /// What a product takes by its sides.
+    fn by_sides(&self, is_of_weight: bool, product: Product) -> f64 {
+        let rate = self.peak() * self.of_peak(&product);
+        product.flops() as f64 / rate + self.launch() + self.cold(is_of_weight, product)
     }
 
     /// What a product takes beside its computing because no cache has the weight that it reads and the memory that it writes to; of the
     /// gradient of a weight, the input of the forward, and the sum that it adds to.
-    fn cold(&self, task: &Task, product: Product) -> f64 {
+    fn cold(&self, is_of_weight: bool, product: Product) -> f64 {
         let rate = self.device.efficiency.cold_gb_per_s * 1e9;
         if rate <= 0.0 {
             return 0.0;
         }
         let Product { rows, inner, columns, count } = product;
         let of_values = self.dtype.size_bytes() as u64;
-        let written = match task.pass {
-            Pass::BackwardWeights => rows * columns * 2 * DType::F32.size_bytes() as u64,
-            _ => rows * columns * of_values,
+        let written = match is_of_weight {
+            true => rows * columns * 2 * DType::F32.size_bytes() as u64,
+            false => rows * columns * of_values,
         };
         ((written + inner * columns * of_values) * count) as f64 / rate
     }

@@ -45,11 +45,7 @@ impl TimedModel {
     pub fn new(cluster: &Cluster, work: &ModelWork, mesh: &Mesh) -> Self {
         let exchange = |exchange: &Exchange| exchange_time(cluster, mesh, exchange);
         let workers: Vec<Worker<'_>> = (0..cluster.nodes.len())
-            .map(|kind| Worker {
-                device: device(cluster, mesh, kind),
-                style: cluster.software.style(),
-                dtype: work.dtype,
-            })
+            .map(|kind| Worker::new(device(cluster, mesh, kind), cluster.software.style(), work.dtype))
             .collect();
         let unit = |unit: &UnitWork| {
             let on = |worker: &Worker<'_>| TimedUnit::new(unit, worker, exchange);

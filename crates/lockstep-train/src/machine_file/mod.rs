@@ -160,6 +160,10 @@ impl Setting {
 
     /// As a device of a cluster, and by how much single products are off, on average.
     fn device(self, name: &str, memory_bytes: u64) -> (Device, f64) {
+        let rates = |(dtype, timed): (DType, &Vec<products::Timed>)| {
+            timed.iter().map(|timed| timed.rate(dtype)).collect::<Vec<_>>()
+        };
+        let of_products: Rates = TYPES.into_iter().zip(&self.products).flat_map(rates).collect();
         let fit = products::fit(&self.peaks.into_iter().zip(self.products).collect::<Vec<_>>());
         let peak_tflops: BTreeMap<DType, f64> =
             TYPES.into_iter().zip(&fit.peaks).map(|(dtype, peak)| (dtype, peak / 1e12)).collect();
@@ -167,7 +171,7 @@ impl Setting {
         let attention = plain.get("attention forward").map_or(f64::NAN, |rate| rate / (fit.peaks[0] / 1e9));
         let attention = if attention.is_finite() { attention.clamp(0.001, 1.2) } else { 0.5 };
         let stream = stream_rate(plain).map_or(0.8, |rate| (rate / self.memory_gb_per_s).clamp(0.01, 1.2));
-        let mut measured = Rates::new();
+        let mut measured = of_products;
         for (dtype, tasks) in TYPES.into_iter().zip(&self.tasks) {
             let name =
                 |name: &String| if dtype == TYPES[0] { name.clone() } else { format!("{name} {dtype}") };

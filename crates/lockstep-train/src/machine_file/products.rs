@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use lockstep_plan::predict::product_name;
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
@@ -27,6 +28,8 @@ const MOST_COPIES: usize = 256;
 /// A product and what it took.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Timed {
+    /// Whether it is the gradient of a weight, which is added to a sum in f32.
+    is_of_weight: bool,
     /// Rows, inner elements, columns.
     sides: [f64; 3],
     /// Bytes of what it reads and writes that no cache has.
@@ -35,6 +38,12 @@ pub(super) struct Timed {
 }
 
 impl Timed {
+    /// What a cluster file calls it, and its 10⁹ operations a second.
+    pub(super) fn rate(&self, dtype: DType) -> (String, f64) {
+        let name = product_name(self.is_of_weight, self.sides.map(|side| side as usize), dtype);
+        (name, 2.0 * self.sides.iter().product::<f64>() / self.seconds / 1e9)
+    }
+
     /// Seconds by a peak of so many operations a second, sides with which half of it is reached, and a rate of what is cold.
     fn predicted(&self, peak: f64, halves: [f64; 3], cold: f64) -> f64 {
         let of_peak: f64 = self.sides.iter().zip(halves).map(|(side, half)| side / (side + half)).product();
@@ -70,6 +79,7 @@ pub(super) fn time(
         seconds[seconds.len() / 2]
     };
     let timed = |((is_of_weight, [m, k, n]), seconds): ((bool, [usize; 3]), Vec<f64>)| Timed {
+        is_of_weight,
         sides: [m, k, n].map(|side| side as f64),
         cold_bytes: (k * n * dtype.size_bytes()
             + if is_of_weight { 8 * m * n } else { m * n * dtype.size_bytes() }) as f64,
@@ -170,7 +180,8 @@ mod tests {
         let of_type = |peak: f64, factor: f64| {
             let timed = |(inputs, outputs, tokens): (f64, f64, f64)| {
                 let sides: [f64; 3] = [tokens, inputs, outputs];
-                let timed = Timed { sides, cold_bytes: 4.0 * inputs * outputs, seconds: 0.0 };
+                let cold_bytes = 4.0 * inputs * outputs;
+                let timed = Timed { is_of_weight: false, sides, cold_bytes, seconds: 0.0 };
                 Timed { seconds: timed.predicted(peak * factor * share, halves, cold), ..timed }
             };
             let sides = [16.0, 64.0, 256.0, 2048.0];

@@ -168,13 +168,10 @@ pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
     if let (Some(price), Some(of_tokens)) = (found.price_per_hour, found.price_per_billion_tokens()) {
         say!("           ${price:.0} an hour, ${of_tokens:.0} for 1G tokens");
     }
-    if let Some(stall_ms) = found.save_stall_ms() {
+    let every = found.config.checkpoint.every;
+    if every > 0 {
         let save = human::milliseconds(found.save_ms());
-        let every = found.config.checkpoint.every;
-        say!(
-            "           beside: a save every {every} steps holds them up for {save}, {} a step",
-            human::milliseconds(stall_ms)
-        );
+        say!("           beside: each save, one in {every} steps, holds them up for {save}");
     }
     if found.data_stall_ms > 0.0 {
         say!(

@@ -242,11 +242,10 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
         tiles.push((price, "an hour".to_owned()));
         tiles.push((tokens, "for 10⁹ tokens".to_owned()));
     }
-    if let Some(stall_ms) = best.save_stall_ms() {
-        tiles.push((
-            figure(&of_first("stalls_ms/save"), stall_ms, &time(stall_ms)),
-            format!("more a step, by saves every {}", best.config.checkpoint.every),
-        ));
+    let every = best.config.checkpoint.every;
+    if every > 0 {
+        let save = figure(&of_first("stalls_ms/of_a_save"), best.save_ms(), &time(best.save_ms()));
+        tiles.push((save, format!("for each save, one in {every} steps")));
     }
     if best.devices > 1 {
         let goodput = best.goodput(cluster);

@@ -1,0 +1,131 @@
+//! Products of shapes that were measured: what fits into which cache no formula of three sides knows, and products of about a shape are off
+//! what it says by about as much as that shape is.
+
+use std::collections::BTreeMap;
+
+use crate::DType;
+use crate::work::Product;
+
+/// Sides that differ by this, in natural logarithms, are alike.
+const ALIKE: f64 = 0.25;
+
+/// What a measured product is called in a cluster file: its sides, whether it is the gradient of a weight, which is added to a sum in f32, and
+/// its type, but for f32.
+pub fn product_name(is_of_weight: bool, [rows, inner, columns]: [usize; 3], dtype: DType) -> String {
+    let of_weight = if is_of_weight { " backward weights" } else { "" };
+    let of_type = if dtype == DType::F32 { String::new() } else { format!(" {dtype}") };
+    format!("product{of_weight} {rows}x{inner}x{columns}{of_type}")
+}
+
+/// What stands behind such a name, of products of a type; none of other names and types.
+fn product_of_name(name: &str, dtype: DType) -> Option<(bool, Product)> {
+    let name = name.strip_prefix("product ")?;
+    let (is_of_weight, name) = match name.strip_prefix("backward weights ") {
+        Some(name) => (true, name),
+        None => (false, name),
+    };
+    let (shape, of_type) = name.split_once(' ').unwrap_or((name, "f32"));
+    if of_type != dtype.to_string() {
+        return None;
+    }
+    let mut sides = shape.splitn(3, 'x').map(|side| side.parse::<u64>().ok().filter(|side| *side > 0));
+    let [rows, inner, columns] = [sides.next()??, sides.next()??, sides.next()??];
+    Some((is_of_weight, Product { rows, inner, columns, count: 1 }))
+}
+
+/// By how much measured products are off a formula.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Shapes(Vec<Shape>);
+
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    is_of_weight: bool,
+    logarithms: [f64; 3],
+    /// Logarithm of what was measured over what the formula says.
+    off: f64,
+}
+
+impl Shapes {
+    /// Those of a type among what was measured, in 10⁹ operations a second; `formula` says what a product takes in seconds, and whether it is
+    /// the gradient of a weight.
+    pub(super) fn new(
+        measured: &BTreeMap<String, f64>,
+        dtype: DType,
+        formula: impl Fn(bool, &Product) -> f64,
+    ) -> Self {
+        let of_products =
+            measured.range("product ".to_owned()..).take_while(|(name, _)| name.starts_with("product "));
+        let shape = |(name, rate): (&String, &f64)| {
+            let (is_of_weight, product) = product_of_name(name, dtype)?;
+            let seconds = product.flops() as f64 / (rate * 1e9);
+            let off = (seconds / formula(is_of_weight, &product)).ln();
+            off.is_finite().then(|| Shape { is_of_weight, logarithms: logarithms(&product), off })
+        };
+        Self(of_products.filter_map(shape).collect())
+    }
+
+    /// How many times as long a product takes as the formula says: the mean of what was measured, by how like it that is.
+    pub(super) fn factor(&self, is_of_weight: bool, product: &Product) -> f64 {
+        let own = logarithms(product);
+        let (mut sum, mut weights) = (0.0, 0.0);
+        for shape in self.0.iter().filter(|shape| shape.is_of_weight == is_of_weight) {
+            let distance: f64 =
+                own.iter().zip(shape.logarithms).map(|(own, other)| (own - other).powi(2)).sum();
+            let weight = (ALIKE * ALIKE + distance).powi(-2);
+            sum += weight * shape.off;
+            weights += weight;
+        }
+        if weights > 0.0 { (sum / weights).exp() } else { 1.0 }
+    }
+}
+
+fn logarithms(product: &Product) -> [f64; 3] {
+    [product.rows, product.inner, product.columns].map(|side| (side as f64).ln())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn product(sides: [usize; 3]) -> Product {
+        let [rows, inner, columns] = sides.map(|side| side as u64);
+        Product { rows, inner, columns, count: 1 }
+    }
+
+    #[test]
+    fn names_say_what_was_measured() {
+        for dtype in [DType::F32, DType::BF16] {
+            for is_of_weight in [false, true] {
+                let name = product_name(is_of_weight, [1024, 768, 3072], dtype);
+                assert_eq!(product_of_name(&name, dtype), Some((is_of_weight, product([1024, 768, 3072]))));
+                let other = if dtype == DType::F32 { DType::BF16 } else { DType::F32 };
+                assert_eq!(product_of_name(&name, other), None, "{name}");
+            }
+        }
+        for name in ["product", "product 3x4", "product 3x4x0", "product 3x4x5x6", "productions 3x4x5"] {
+            assert_eq!(product_of_name(name, DType::F32), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn what_was_measured_is_predicted_and_what_is_like_it_nearly_so() {
+        // The formula says a second for everything.
+        let rate = |sides: [usize; 3], seconds: f64| product(sides).flops() as f64 / 1e9 / seconds;
+        let (small, large) = ([256, 256, 256], [1024, 768, 3072]);
+        let measured = BTreeMap::from([
+            (product_name(false, small, DType::F32), rate(small, 0.5)),
+            (product_name(false, large, DType::F32), rate(large, 2.0)),
+            ("attention forward".to_owned(), 1.0),
+            ("update".to_owned(), 1.0),
+        ]);
+        let shapes = Shapes::new(&measured, DType::F32, |_, _| 1.0);
+        let factor = |sides| shapes.factor(false, &product(sides));
+        assert!((factor(small) - 0.5).abs() < 0.01, "{}", factor(small));
+        assert!((factor(large) - 2.0).abs() < 0.01, "{}", factor(large));
+        assert!((1.7..2.0).contains(&factor([1024, 768, 6000])), "{}", factor([1024, 768, 6000]));
+        assert!((0.6..1.7).contains(&factor([512, 512, 900])), "{}", factor([512, 512, 900]));
+        // Nobody has measured these.
+        assert_eq!(shapes.factor(true, &product(large)), 1.0);
+        assert_eq!(Shapes::new(&measured, DType::BF16, |_, _| 1.0).factor(false, &product(large)), 1.0);
+    }
+}

@@ -5,76 +5,14 @@
 
 use lockstep_plan::cluster::Software;
 
-use super::{Gpt, Measured, Role, Row, gpt, parallel};
+use super::{
+    Gpt, LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_34B, LLAMA_2_70B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Llama,
+    Measured, NEMOTRON_4_15B, NEMOTRON_4_340B, Role, Row, gpt, llama, parallel,
+};
 
 /// All of them.
 pub(super) fn held_out() -> Vec<Row> {
     [nemo(), bloom(), megascale(), fsdp_of_ibm(), torchtitan()].into_iter().flatten().collect()
-}
-
-/// A Llama.
-#[derive(Debug, Clone, Copy)]
-struct Llama {
-    layers: usize,
-    hidden: usize,
-    heads: usize,
-    key_value_heads: usize,
-    intermediate: usize,
-    vocabulary: usize,
-}
-
-const LLAMA_2_7B: Llama = Llama {
-    layers: 32,
-    hidden: 4096,
-    heads: 32,
-    key_value_heads: 32,
-    intermediate: 11008,
-    vocabulary: 32_000,
-};
-const LLAMA_2_13B: Llama =
-    Llama { layers: 40, hidden: 5120, heads: 40, key_value_heads: 40, intermediate: 13824, ..LLAMA_2_7B };
-const LLAMA_2_34B: Llama =
-    Llama { layers: 48, hidden: 8192, heads: 64, key_value_heads: 8, intermediate: 22016, ..LLAMA_2_7B };
-const LLAMA_2_70B: Llama = Llama { layers: 80, intermediate: 28672, ..LLAMA_2_34B };
-const LLAMA_3_8B: Llama =
-    Llama { key_value_heads: 8, intermediate: 14336, vocabulary: 128_256, ..LLAMA_2_7B };
-const LLAMA_3_70B: Llama = Llama { vocabulary: 128_256, ..LLAMA_2_70B };
-/// With 16 heads of keys, as NeMo has it.
-const LLAMA_3_405B: Llama = Llama {
-    layers: 126,
-    hidden: 16384,
-    heads: 128,
-    key_value_heads: 16,
-    intermediate: 53248,
-    vocabulary: 128_256,
-};
-/// Its layers have two matrices and a squared ReLU, not three and SwiGLU: here three of two thirds of their width, with as many
-/// parameters and operations.
-const NEMOTRON_4_15B: Llama = Llama {
-    layers: 32,
-    hidden: 6144,
-    heads: 48,
-    key_value_heads: 8,
-    intermediate: 4 * 6144 * 2 / 3,
-    vocabulary: 256_000,
-};
-const NEMOTRON_4_340B: Llama =
-    Llama { layers: 96, hidden: 18432, heads: 96, intermediate: 4 * 18432 * 2 / 3, ..NEMOTRON_4_15B };
-
-fn llama(model: Llama, [micro_batch, global_batch]: [usize; 2], seq_len: usize) -> Vec<String> {
-    vec![
-        "model.preset=llama3-8b".into(),
-        format!("model.num_hidden_layers={}", model.layers),
-        format!("model.hidden_size={}", model.hidden),
-        format!("model.num_attention_heads={}", model.heads),
-        format!("model.num_key_value_heads={}", model.key_value_heads),
-        format!("model.intermediate_size={}", model.intermediate),
-        format!("model.vocab_size={}", model.vocabulary),
-        format!("train.seq_len={seq_len}"),
-        "train.precision=bf16".into(),
-        format!("train.micro_batch={micro_batch}"),
-        format!("train.global_batch={global_batch}"),
-    ]
 }
 
 /// NVIDIA's NeMo 24.09 to 24.12 in bf16, README files of github.com/NVIDIA/dgxc-benchmarking (nemo_megatron, nemotron, llama3.1) and the

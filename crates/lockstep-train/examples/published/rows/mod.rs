@@ -3,9 +3,13 @@
 //! Some of them the constants of the model were chosen with ([`Role::Fitted`]). The others ([`Role::HeldOut`]) are never used for that: they
 //! show how far predictions of runs can be trusted that nobody has looked at.
 
+mod experts;
 mod fitted;
 mod held_out;
 mod mosaic;
+mod newer;
+mod tpu;
+mod volta;
 
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_train::RunConfig;
@@ -51,7 +55,9 @@ enum Measured {
 }
 
 /// Machines that have no preset, for no more is known of them than a run needs.
-const MACHINES: [(&str, &str); 4] = [
+const MACHINES: [(&str, &str); 6] = [
+    ("dgx-a100-40gb", include_str!("../machines/dgx-a100-40gb.toml")),
+    ("gb200-nvl72", include_str!("../machines/gb200-nvl72.toml")),
     ("hgx-a100-40gb-roce", include_str!("../machines/hgx-a100-40gb-roce.toml")),
     ("jean-zay", include_str!("../machines/jean-zay.toml")),
     ("vela-a100", include_str!("../machines/vela-a100.toml")),
@@ -99,7 +105,8 @@ impl Row {
 /// All of them.
 pub(crate) fn published() -> Vec<Row> {
     let of_papers = [fitted::megatron(), fitted::korthikanti(), fitted::llama3(), mosaic::mosaic()];
-    of_papers.into_iter().flatten().chain(held_out::held_out()).collect()
+    let of_others = [held_out::held_out(), experts::experts(), newer::newer(), volta::volta(), tpu::tpu()];
+    of_papers.into_iter().chain(of_others).flatten().collect()
 }
 
 /// A GPT as Megatron-LM's papers train it.
@@ -126,6 +133,71 @@ fn gpt(
         format!("model.n_positions={seq_len}"),
         format!("train.seq_len={seq_len}"),
         format!("train.precision={precision}"),
+        format!("train.micro_batch={micro_batch}"),
+        format!("train.global_batch={global_batch}"),
+    ]
+}
+
+/// A Llama.
+#[derive(Debug, Clone, Copy)]
+struct Llama {
+    layers: usize,
+    hidden: usize,
+    heads: usize,
+    key_value_heads: usize,
+    intermediate: usize,
+    vocabulary: usize,
+}
+
+const LLAMA_2_7B: Llama = Llama {
+    layers: 32,
+    hidden: 4096,
+    heads: 32,
+    key_value_heads: 32,
+    intermediate: 11008,
+    vocabulary: 32_000,
+};
+const LLAMA_2_13B: Llama =
+    Llama { layers: 40, hidden: 5120, heads: 40, key_value_heads: 40, intermediate: 13824, ..LLAMA_2_7B };
+const LLAMA_2_34B: Llama =
+    Llama { layers: 48, hidden: 8192, heads: 64, key_value_heads: 8, intermediate: 22016, ..LLAMA_2_7B };
+const LLAMA_2_70B: Llama = Llama { layers: 80, intermediate: 28672, ..LLAMA_2_34B };
+const LLAMA_3_8B: Llama =
+    Llama { key_value_heads: 8, intermediate: 14336, vocabulary: 128_256, ..LLAMA_2_7B };
+const LLAMA_3_70B: Llama = Llama { vocabulary: 128_256, ..LLAMA_2_70B };
+/// With 16 heads of keys, as NeMo has it.
+const LLAMA_3_405B: Llama = Llama {
+    layers: 126,
+    hidden: 16384,
+    heads: 128,
+    key_value_heads: 16,
+    intermediate: 53248,
+    vocabulary: 128_256,
+};
+/// Its layers have two matrices and a squared ReLU, not three and SwiGLU: here three of two thirds of their width, with as many
+/// parameters and operations.
+const NEMOTRON_4_15B: Llama = Llama {
+    layers: 32,
+    hidden: 6144,
+    heads: 48,
+    key_value_heads: 8,
+    intermediate: 4 * 6144 * 2 / 3,
+    vocabulary: 256_000,
+};
+const NEMOTRON_4_340B: Llama =
+    Llama { layers: 96, hidden: 18432, heads: 96, intermediate: 4 * 18432 * 2 / 3, ..NEMOTRON_4_15B };
+
+fn llama(model: Llama, [micro_batch, global_batch]: [usize; 2], seq_len: usize) -> Vec<String> {
+    vec![
+        "model.preset=llama3-8b".into(),
+        format!("model.num_hidden_layers={}", model.layers),
+        format!("model.hidden_size={}", model.hidden),
+        format!("model.num_attention_heads={}", model.heads),
+        format!("model.num_key_value_heads={}", model.key_value_heads),
+        format!("model.intermediate_size={}", model.intermediate),
+        format!("model.vocab_size={}", model.vocabulary),
+        format!("train.seq_len={seq_len}"),
+        "train.precision=bf16".into(),
         format!("train.micro_batch={micro_batch}"),
         format!("train.global_batch={global_batch}"),
     ]

@@ -1,0 +1,121 @@
+//! Dense models on what came after the H100: GB200, H200; and MaxText on H100.
+//!
+//! NVIDIA's NeMo in bf16 by github.com/NVIDIA/dgxc-benchmarking (llama3.1/README.md and nemotron/README.md of mid 2025, whose tables of GB200
+//! are meant), and Google's recipes (github.com/AI-Hypercomputer/gpu-recipes, training/a3ultra), whose logs stand in their README files.
+
+use lockstep_plan::cluster::Software;
+
+use super::{
+    LLAMA_2_70B, LLAMA_3_70B, LLAMA_3_405B, Llama, Measured, NEMOTRON_4_340B, Role, Row, llama, parallel,
+};
+
+/// All of them.
+pub(super) fn newer() -> Vec<Row> {
+    [gb200(), h200(), maxtext_on_h100()].into_iter().flatten().collect()
+}
+
+/// Distributed optimizer, nothing computed again, tensor-parallel exchanges beside products.
+fn gb200() -> Vec<Row> {
+    let with_8_heads = Llama { key_value_heads: 8, ..LLAMA_3_405B };
+    // Name, model, tokens, tensor, context, pipeline, chunks, and for each number of devices sequences of a step and seconds.
+    let runs: [(_, _, _, [usize; 4], &[(usize, usize, f64)]); 2] = [
+        (
+            "Llama 3.1 405B",
+            with_8_heads,
+            8192,
+            [4, 2, 8, 8],
+            &[(128, 64, 9.347), (256, 128, 9.484), (512, 256, 9.508)],
+        ),
+        (
+            "Nemotron-4 340B",
+            NEMOTRON_4_340B,
+            4096,
+            [8, 1, 4, 12],
+            &[
+                (128, 32, 2.189),
+                (256, 64, 2.19),
+                (512, 128, 2.229),
+                (128, 512, 32.66),
+                (256, 512, 16.58),
+                (512, 512, 8.468),
+            ],
+        ),
+    ];
+    let mut rows = Vec::new();
+    for (name, model, seq_len, [tensor, context, pipeline, chunks], of_devices) in runs {
+        for &(devices, batch, seconds) in of_devices {
+            let sharers = devices / tensor / context / pipeline;
+            // 126 layers leave two places of a block to the embedding and the head.
+            let mut settings = llama(model, [1, batch], seq_len);
+            settings.extend(parallel(tensor, pipeline, 1, chunks));
+            settings.extend([
+                "parallel.sequence_parallel=true".into(),
+                "parallel.tensor_chunks=4".into(),
+                format!("parallel.context_parallel={context}"),
+                format!("parallel.data_parallel_shard={sharers}"),
+                "parallel.zero_stage=1".into(),
+            ]);
+            rows.push(Row {
+                name: format!("NeMo {name} on {devices} GB200, {batch} sequences"),
+                family: "NeMo, GB200",
+                role: Role::HeldOut,
+                machines: "gb200-nvl72".into(),
+                nodes: devices / 4,
+                software: Software::Lockstep,
+                settings,
+                measured: Measured::Seconds(seconds),
+            });
+        }
+    }
+    rows
+}
+
+/// What a run of MaxText with sharded weights keeps but the outputs of products of its feed-forward: by operations five of six blocks.
+const ALL_BUT_FEED_FORWARD: &str = r#"{ default = "full", layers = [{ every = 6, mode = "none" }] }"#;
+
+/// MaxText, Llama 3.1 70B: two sequences of each of 256 devices, of which 128 share the weights.
+fn h200() -> Vec<Row> {
+    let mut settings = llama(LLAMA_3_70B, [2, 512], 8192);
+    settings.extend([
+        "parallel.data_parallel_shard=128".into(),
+        "parallel.data_parallel_replicate=2".into(),
+        "parallel.zero_stage=3".into(),
+        format!("parallel.recompute={ALL_BUT_FEED_FORWARD}"),
+    ]);
+    vec![Row {
+        name: "MaxText Llama 3.1 70B on 256 H200".into(),
+        family: "MaxText, H200",
+        role: Role::HeldOut,
+        machines: "hgx-h200".into(),
+        nodes: 32,
+        software: Software::Lockstep,
+        settings,
+        measured: Measured::Seconds(15.516),
+    }]
+}
+
+/// MaxText, Llama 2 70B on H100 (github.com/NVIDIA/dgxc-benchmarking, maxtext/README_70b.md): two sequences of 4,096 tokens for each device. What
+/// is computed again is not said there; it is taken to be what Google's recipes say.
+fn maxtext_on_h100() -> Vec<Row> {
+    let runs = [(64, 64, 6.999), (128, 128, 7.072), (256, 256, 7.153), (512, 128, 7.091), (2048, 128, 7.066)];
+    let row = |(devices, sharers, seconds): (usize, usize, f64)| {
+        let mut settings = llama(LLAMA_2_70B, [2, 2 * devices], 4096);
+        settings.extend([
+            format!("parallel.data_parallel_shard={sharers}"),
+            format!("parallel.data_parallel_replicate={}", devices / sharers),
+            "parallel.zero_stage=3".into(),
+            format!("parallel.recompute={ALL_BUT_FEED_FORWARD}"),
+        ]);
+        Row {
+            name: format!("MaxText Llama 2 70B on {devices}"),
+            family: "MaxText, H100",
+            role: Role::HeldOut,
+            machines: "dgx-h100".into(),
+            nodes: devices / 8,
+            software: Software::Lockstep,
+            settings,
+            measured: Measured::Seconds(seconds),
+        }
+    };
+    runs.map(row).into()
+}

@@ -91,6 +91,9 @@ pub struct Exchange {
     /// Whether it goes on beside the products or the attention that need or make it: the tasks after an all-gather or a ring, those
     /// before a sum.
     pub is_beside: bool,
+    /// Whether the host has to know what has come before it can start what follows: how many rows the ranks will send each other. A device
+    /// whose work the host starts ahead of it has nothing to do until then.
+    pub is_for_host: bool,
 }
 
 /// What kind of work a task is.

@@ -110,9 +110,10 @@ impl Program {
                 };
                 vec![Labor::Stream, exchange(peers, Collective::AllGather, bytes, manner)]
             }
-            Operation::Dispatch { tables, .. } => {
+            Operation::Dispatch { tables, chosen, .. } => {
                 let remote = tables.remote.iter();
-                let exchanges = remote.flat_map(|remote| [self.counts_told(remote), self.rows_sent(remote)]);
+                let counts = |remote| self.counts_told(remote, self.has_capacity(*chosen));
+                let exchanges = remote.flat_map(|remote| [counts(remote), self.rows_sent(remote)]);
                 [Labor::Stream].into_iter().chain(exchanges).collect()
             }
             Operation::Combine { tables, .. } => {
@@ -242,10 +243,22 @@ impl Program {
         exchange(Peers::Expert, Collective::AllToAll, self.value_bytes(remote.sending), Manner::Alone)
     }
 
-    /// How many rows go to each expert.
-    fn counts_told(&self, remote: &RemoteRows) -> Labor {
-        let bytes = self.rows(remote.received) * size_of::<i64>() as u64;
-        exchange(Peers::Expert, Collective::AllToAll, bytes, Manner::Alone)
+    /// How many rows go to each expert. Where an expert takes no more than its capacity, as many can be sent whatever the counts are.
+    fn counts_told(&self, remote: &RemoteRows, has_capacity: bool) -> Labor {
+        Labor::Exchange(Exchange {
+            peers: Peers::Expert,
+            collective: Collective::AllToAll,
+            bytes: self.rows(remote.received) * size_of::<i64>() as u64,
+            is_beside: false,
+            is_for_host: !has_capacity,
+        })
+    }
+
+    /// Whether experts are `chosen` by a router that limits what each takes.
+    fn has_capacity(&self, chosen: Value) -> bool {
+        self.operations.iter().any(|operation| {
+            matches!(operation, Operation::Route(RouteOperation { kept: Some(kept), .. }) if *kept == chosen)
+        })
     }
 
     /// What ranks tell each other of each token's loss, part by part of the tokens.
@@ -386,7 +399,8 @@ enum Way {
 }
 
 fn exchange(peers: Peers, collective: Collective, bytes: u64, manner: Manner) -> Labor {
-    Labor::Exchange(Exchange { peers, collective, bytes, is_beside: manner == Manner::Beside })
+    let is_beside = manner == Manner::Beside;
+    Labor::Exchange(Exchange { peers, collective, bytes, is_beside, is_for_host: false })
 }
 
 fn product([rows, inner, columns]: [u64; 3], count: u64) -> Labor {

@@ -171,6 +171,8 @@ pub enum Software {
     Lockstep,
     /// Megatron-LM of 2021 and 2022: scores are written, gradients in f32 summed after the backward.
     Megatron,
+    /// Megatron Core, of Megatron-LM and NeMo from 2023 on: as Lockstep, but for how tokens come to experts whose matrices are shared.
+    MegatronCore,
     /// PyTorch FSDP with fused attention, its other operations one by one: weights are gathered and gradients summed beside the passes.
     Fsdp,
     /// The same as Mosaic's llm-foundry had it in 2023: with attention in Triton, whose backward was slow.
@@ -181,14 +183,15 @@ pub enum Software {
 
 impl Software {
     /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::Lockstep, Self::Megatron, Self::Fsdp, Self::LlmFoundry, Self::DeepSpeed];
+    pub const ALL: [Self; 6] =
+        [Self::Lockstep, Self::Megatron, Self::MegatronCore, Self::Fsdp, Self::LlmFoundry, Self::DeepSpeed];
 
     /// The name in a cluster file.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lockstep => "lockstep",
             Self::Megatron => "megatron",
+            Self::MegatronCore => "megatron-core",
             Self::Fsdp => "fsdp",
             Self::LlmFoundry => "llm-foundry",
             Self::DeepSpeed => "deepspeed",

@@ -34,6 +34,11 @@ pub struct Style {
     /// Whether operations that have no kernel of their own are put together of elementwise ones, each of which reads and writes
     /// all of its operands.
     pub composes: bool,
+    /// Whether tokens go once to the ranks that share an expert's matrices, which gather them from each other, and what they make of them
+    /// is scattered before it goes back; else each of these ranks has them sent, and sends its part.
+    pub gathers_for_experts: bool,
+    /// Seconds for which a device has nothing to do in a forward because the host waits for how many rows will come to its experts.
+    pub counts_wait_s: f64,
     /// Share that its fused attention comes to of what a device's best does, in a forward and in a backward.
     pub attention: [f64; 2],
     /// Bytes that go through memory for each parameter that is gathered (stage 3), in a forward and in a backward, beside what products
@@ -60,6 +65,10 @@ const FSDP_UNIT_BYTES: [f64; 2] = [2.0, 2.0 + 4.0 + 6.0 + 8.0 + 8.0];
 pub(super) const SCORE_BYTES_FORWARD: f64 = 4.0 + 5.0;
 /// The same of a backward, which reads the output of the softmax as well.
 pub(super) const SCORE_BYTES_BACKWARD: f64 = 6.0 + 5.0;
+
+/// What a host takes from having read the counts of a dispatch until the device is as far behind it again as it was: Mixtral 8x7B in
+/// Megatron-LM, where nothing is dropped.
+const COUNTS_WAIT_S: f64 = 2e-3;
 
 impl Style {
     /// How often a task of this name goes through memory where one kernel would go once: [`Style::passes`], and of how many kernels it is
@@ -105,6 +114,8 @@ impl Software {
             gathers_at: 1.0,
             passes: [1.0; 2],
             composes: false,
+            gathers_for_experts: false,
+            counts_wait_s: COUNTS_WAIT_S,
             attention: [1.0; 2],
             unit_bytes: [0.0; 2],
             update_bytes: UPDATE_BYTES,
@@ -112,6 +123,7 @@ impl Software {
         };
         match self {
             Self::Lockstep => lockstep,
+            Self::MegatronCore => Style { gathers_for_experts: true, ..lockstep },
             Self::Megatron => Style {
                 writes_scores: true,
                 adds_gradients_apart: true,

@@ -237,7 +237,9 @@ impl Worker<'_> {
         let timed = |task: &Task| match &task.labor {
             Labor::Exchange(what) => {
                 let LinkTime { seconds, filled_s } = exchange(what);
-                Timed { seconds, filled_s, beside: self.beside(task, what) }
+                let waits = what.is_for_host && seconds > 0.0 && !self.device.is_host;
+                let wait_s = if waits { self.style.counts_wait_s } else { 0.0 };
+                Timed { seconds: seconds + wait_s, filled_s, beside: self.beside(task, what) }
             }
             _ => Timed { seconds: self.seconds(task), filled_s: [0.0; MAX_LEVELS], beside: Beside::Work },
         };

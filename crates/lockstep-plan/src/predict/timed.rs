@@ -150,8 +150,41 @@ pub fn kinds_of(cluster: &Cluster, mesh: &Mesh, pipeline_rank: usize) -> impl It
 
 /// What an exchange inside a pass takes.
 fn exchange_time(cluster: &Cluster, mesh: &Mesh, exchange: &Exchange) -> LinkTime {
-    let (size, stride) = group_of(mesh, exchange.peers);
-    among(cluster, exchange.collective, exchange.bytes as f64, size, stride)
+    let mut time = LinkTime::default();
+    for Leg { collective, bytes, size, stride } in legs(cluster, mesh, exchange) {
+        time += among(cluster, collective, bytes, size, stride);
+    }
+    time
+}
+
+/// A collective among ranks each of which is `stride` after the other.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Leg {
+    pub(super) collective: Collective,
+    pub(super) bytes: f64,
+    pub(super) size: usize,
+    pub(super) stride: usize,
+}
+
+/// The collectives that an exchange is made of: one, unless rows go to experts whose matrices several ranks share, and these gather them.
+pub(super) fn legs(
+    cluster: &Cluster,
+    mesh: &Mesh,
+    &Exchange { peers, collective, bytes, .. }: &Exchange,
+) -> impl Iterator<Item = Leg> {
+    let experts = mesh.experts();
+    let (ranks, parts) = (experts.degree(ExpertAxis::Expert), experts.degree(ExpertAxis::ExpertTensor));
+    let is_gathered = peers == Peers::Expert && parts > 1 && cluster.software.style().gathers_for_experts;
+    let bytes = bytes as f64;
+    let (size, stride) = group_of(mesh, peers);
+    // A scatter of sums takes what a gather does.
+    let [sent, gathered] = if is_gathered {
+        let sent = Leg { collective, bytes: bytes / parts as f64, size: ranks, stride: parts };
+        [sent, Leg { collective: Collective::AllGather, bytes, size: parts, stride: 1 }]
+    } else {
+        [Leg { collective, bytes, size, stride }, Leg { collective, bytes, size: 1, stride }]
+    };
+    [sent, gathered].into_iter().filter(|leg| leg.size > 1)
 }
 
 /// How many ranks exchange something, and how far each is from the one before.

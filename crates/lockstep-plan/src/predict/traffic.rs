@@ -11,7 +11,7 @@ use crate::cluster::{Cluster, MAX_LEVELS};
 use crate::predict::state::StatePassage;
 use crate::predict::step::{PlanShape, RankEnd, StagePrediction, StateCost, Step};
 use crate::predict::tasks::{PassCost, Timed, Waited};
-use crate::predict::timed::{TimedModel, TimedUnit, group_of};
+use crate::predict::timed::{Leg, TimedModel, TimedUnit, legs};
 use crate::schedule::{Action, CostsError, Schedule};
 use crate::work::{Collective, Exchange, Labor, ModelWork, Peers, Task, UnitWork};
 
@@ -241,9 +241,11 @@ impl RankTraffic<'_, '_> {
     }
 
     fn send(&self, exchange: &Exchange, sums: &mut Sums) {
-        let (size, stride) = group_of(self.step.shape.mesh, exchange.peers);
-        let bytes = self.sent_bytes(exchange.collective, exchange.bytes as f64, size, stride);
-        sums.of(exchange.peers.into()).send(size, self.micro_batches(), bytes);
+        for Leg { collective, bytes, size, stride } in legs(self.step.cluster, self.step.shape.mesh, exchange)
+        {
+            let bytes = self.sent_bytes(collective, bytes, size, stride);
+            sums.of(exchange.peers.into()).send(size, self.micro_batches(), bytes);
+        }
     }
 
     fn sent_bytes(

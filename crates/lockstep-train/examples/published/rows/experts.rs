@@ -67,7 +67,7 @@ impl Run {
             role: self.role,
             machines: self.machines.into(),
             nodes: self.devices / self.of_node,
-            software: Software::Lockstep,
+            software: Software::MegatronCore,
             settings,
             measured: self.measured,
         }
@@ -75,8 +75,8 @@ impl Run {
 }
 
 /// Grok-1 of so many layers, in NeMo of January 2025 (github.com/NVIDIA/dgxc-benchmarking, grok1/README_314b.md and the configuration beside
-/// it) and of mid 2025 (grok1/README.md): nothing computed again, tensor-parallel exchanges beside products. Before, tensor parallel
-/// ranks shared the matrices of experts as well.
+/// it) and of mid 2025 (grok1/README.md): an expert takes its even share and no more, nothing is computed again, tensor-parallel exchanges go
+/// beside products. Before, tensor-parallel ranks shared the matrices of experts as well.
 fn grok() -> Vec<Row> {
     let model = |layers: usize| -> Vec<String> {
         vec![
@@ -87,6 +87,7 @@ fn grok() -> Vec<Row> {
             "model.num_attention_heads=48".into(),
             "model.head_dim=128".into(),
             "model.vocab_size=128256".into(),
+            "model.expert_capacity_factor=1.0".into(),
         ]
     };
     // Devices, layers, tokens, context, pipeline, ranks that share out experts, batch, seconds.
@@ -137,7 +138,8 @@ fn grok() -> Vec<Row> {
 }
 
 /// Mixtral 8x7B: NeMo 24.07 on H200 (github.com/AI-Hypercomputer/gpu-recipes, training/a3ultra/mixtral-8x7b/nemo-pretraining-gke, with the
-/// configuration that it names), and Megatron-LM 0.9 on H100, whose figure and mapping stand in megatron/core/transformer/moe/README.md.
+/// configuration that it names), and Megatron-LM 0.9 on H100, whose figure and mapping stand in megatron/core/transformer/moe/README.md. By the
+/// latter the time was chosen that a device waits for its host where nothing is dropped.
 fn mixtral() -> Vec<Row> {
     let model = |vocabulary: usize| {
         vec!["model.preset=mixtral-8x7b".into(), format!("model.vocab_size={vocabulary}")]
@@ -149,7 +151,7 @@ fn mixtral() -> Vec<Row> {
         machines: "hgx-h200",
         of_node: 8,
         devices: 256,
-        model: model(50_304),
+        model: [model(50_304), vec!["model.expert_capacity_factor=1.0".into()]].concat(),
         seq_len: 4096,
         degrees: ALONE,
         micro_batch: 2,
@@ -159,7 +161,7 @@ fn mixtral() -> Vec<Row> {
     let on_h100 = Run {
         name: "Megatron-LM Mixtral 8x7B on 64".into(),
         family: "Megatron-LM with experts, H100",
-        role: Role::HeldOut,
+        role: Role::Fitted,
         machines: "dgx-h100",
         of_node: 8,
         devices: 64,
@@ -199,6 +201,11 @@ fn gpt_oss() -> Vec<Row> {
         ("GB200", "gb200-nvl72", 4, 8192, 1, 64, 1, 1280, 15876.0),
         ("GB200", "gb200-nvl72", 4, 4096, 1, 64, 4, 1280, 15784.0),
     ];
+    let of_pipeline = |pipeline: usize| {
+        // As many blocks on each rank, and embedding and head beside them.
+        let stages = (pipeline > 1).then(|| "parallel.pipeline_stages=[10, 9, 9, 10]".to_owned());
+        model().into_iter().chain(stages).collect()
+    };
     let row = |(kind, machines, of_node, seq_len, pipeline, expert, micro_batch, batch, tokens)| Run {
         name: format!(
             "Megatron Bridge GPT-OSS 120B on 64 {kind}, {pipeline} x {expert}, {micro_batch} of {seq_len}"
@@ -212,7 +219,7 @@ fn gpt_oss() -> Vec<Row> {
         machines,
         of_node,
         devices: 64,
-        model: model(),
+        model: of_pipeline(pipeline),
         seq_len,
         degrees: Degrees { pipeline, expert, ..ALONE },
         micro_batch,

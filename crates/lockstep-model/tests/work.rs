@@ -412,6 +412,26 @@ fn mixtures_multiply_with_active_parameters_alone() {
     }
 }
 
+/// A host has to know how many rows come, unless an expert takes no more than its capacity.
+#[test]
+fn a_host_waits_for_how_many_rows_come_where_nothing_is_dropped() {
+    let shape = BlockShape { sequences: 1, seq_len: 64, dtype: DType::BF16 };
+    let place = ExpertPlace { ranks: 2, rank: 0, tensor_ranks: 1, tensor_rank: 0 };
+    let waits = |config: &ModelConfig| {
+        let options = RecordingOptions { experts: place, ..alone(shape) };
+        let work = model_work(config, &Tuning::default(), options);
+        let is_for_host =
+            |task: &&Task| matches!(task.labor, Labor::Exchange(exchange) if exchange.is_for_host);
+        let unit = work.unit(1);
+        [&unit.forward, &unit.backward].map(|pass| pass.iter().filter(is_for_host).count())
+    };
+    let mut config = ModelConfig::preset("mixtral-20m").unwrap();
+    assert_eq!(waits(&config), [1, 0]);
+    let ModelConfig::Llama(llama) = &mut config else { unreachable!("Mixtral is a Llama with experts") };
+    llama.experts.as_mut().unwrap().capacity_factor = Some(1.0);
+    assert_eq!(waits(&config), [0, 0]);
+}
+
 fn of_products(unit: &UnitWork) -> f64 {
     let passes = [Pass::Forward, Pass::BackwardInputs, Pass::BackwardWeights];
     (flops(&unit.forward, &passes) + flops(&unit.backward, &passes)) as f64

@@ -57,6 +57,12 @@ fn runs_that_were_held_out_are_predicted() {
         "FSDP at IBM, H100",
         "torchtitan, A100",
         "llm-foundry, H100",
+        "NeMo with experts, H100",
+        "NeMo, GB200",
+        "MaxText, H100",
+        "MaxText, TPU v5p",
+        "Megatron-LM 1.0, V100",
+        "Megatron-LM 2020, V100",
     ];
     for family in families {
         let mut errors = Vec::new();

@@ -213,3 +213,53 @@ pub(super) fn among(
     }
     cluster.time(collective, bytes as u64, &cluster.placement(size, stride))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Degrees;
+    use crate::cluster::Software;
+    use crate::work::{Labor, Pass, Task};
+
+    fn rows(bytes: u64, is_for_host: bool) -> Exchange {
+        let (peers, collective) = (Peers::Expert, Collective::AllToAll);
+        Exchange { peers, collective, bytes, is_beside: false, is_for_host }
+    }
+
+    /// Four ranks share each matrix of eight experts, one for each node.
+    #[test]
+    fn ranks_that_share_an_expert_gather_its_tokens_in_megatron_core() {
+        let degrees = Degrees { shard: 8, tensor: 4, expert: 8, expert_tensor: 4, ..Degrees::default() };
+        let mesh = Mesh::new(degrees).unwrap_or_else(|error| panic!("{error}"));
+        let mut cluster = Cluster::preset("dgx-h100x4").unwrap_or_else(|error| panic!("{error}"));
+        let exchange = rows(1 << 30, false);
+        let whole = (1_u64 << 30) as f64;
+        let to_each = Leg { collective: Collective::AllToAll, bytes: whole, size: 32, stride: 1 };
+        assert_eq!(legs(&cluster, &mesh, &exchange).collect::<Vec<Leg>>(), [to_each]);
+        let sent_to_each = exchange_time(&cluster, &mesh, &exchange).seconds;
+        cluster.software = Software::MegatronCore;
+        let once = Leg { collective: Collective::AllToAll, bytes: whole / 4.0, size: 8, stride: 4 };
+        let gathered = Leg { collective: Collective::AllGather, bytes: whole, size: 4, stride: 1 };
+        assert_eq!(legs(&cluster, &mesh, &exchange).collect::<Vec<Leg>>(), [once, gathered]);
+        let sent_once = exchange_time(&cluster, &mesh, &exchange).seconds;
+        assert!(sent_once < 0.6 * sent_to_each, "{sent_once} instead of {sent_to_each}");
+    }
+
+    #[test]
+    fn a_device_waits_for_a_host_that_waits_for_counts_and_a_core_does_not() {
+        let waited = |cluster: Cluster, is_for_host: bool| {
+            let device = Cow::Borrowed(&cluster.nodes[0].device);
+            let worker = Worker { device, style: cluster.software.style(), dtype: DType::BF16 };
+            let labor = Labor::Exchange(rows(8, is_for_host));
+            let task = Task { name: "dispatch", pass: Pass::Forward, labor, bytes: 0, vector_flops: 0 };
+            let link = LinkTime { seconds: 1e-5, ..LinkTime::default() };
+            PassCost::of(&worker.timed([&task], |_| link)).exposed_s
+        };
+        let preset = || Cluster::preset("dgx-h100").unwrap_or_else(|error| panic!("{error}"));
+        let wait_s = preset().software.style().counts_wait_s;
+        assert!(wait_s > 0.0);
+        assert_eq!(waited(preset(), true), 1e-5 + wait_s);
+        assert_eq!(waited(preset(), false), 1e-5);
+        assert_eq!(waited(Cluster::local(2, 1 << 30), true), 1e-5);
+    }
+}

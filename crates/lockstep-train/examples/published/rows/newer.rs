@@ -6,12 +6,13 @@
 use lockstep_plan::cluster::Software;
 
 use super::{
-    LLAMA_2_70B, LLAMA_3_70B, LLAMA_3_405B, Llama, Measured, NEMOTRON_4_340B, Role, Row, llama, parallel,
+    LLAMA_2_70B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Llama, Measured, NEMOTRON_4_340B, Role, Row, llama,
+    parallel,
 };
 
 /// All of them.
 pub(super) fn newer() -> Vec<Row> {
-    [gb200(), h200(), maxtext_on_h100()].into_iter().flatten().collect()
+    [gb200(), h200(), kempner(), maxtext_on_h100()].into_iter().flatten().collect()
 }
 
 /// Distributed optimizer, nothing computed again, tensor-parallel exchanges beside products.
@@ -93,6 +94,87 @@ fn h200() -> Vec<Row> {
         settings,
         measured: Measured::Seconds(15.516),
     }]
+}
+
+/// The Kempner Institute's KempnerForge (github.com/KempnerInstitute/KempnerForge, benchmarks/mfu_scaling and weak_scaling_160gpu): FSDP2 with
+/// kernels that are compiled, but for one run, and PyTorch's tensor parallelism, whose exchanges nothing hides. All blocks are computed again.
+fn kempner() -> Vec<Row> {
+    let of_13b = Llama {
+        layers: 40,
+        hidden: 5120,
+        heads: 40,
+        key_value_heads: 8,
+        intermediate: 17920,
+        vocabulary: 128_256,
+    };
+    // Tensor, sharers, micro-batch, accumulation, tokens a second of all devices.
+    type Run = (usize, usize, usize, usize, f64);
+    let of_models: [(&str, Llama, &[Run]); 3] = [
+        (
+            "7B",
+            LLAMA_3_8B,
+            &[
+                (1, 1, 2, 4, 10_471.0),
+                (1, 2, 2, 4, 18_728.0),
+                (2, 1, 4, 2, 13_163.0),
+                (1, 4, 4, 2, 38_983.0),
+                (4, 1, 4, 2, 25_135.0),
+                (2, 2, 4, 2, 25_980.0),
+                (4, 2, 4, 2, 44_299.0),
+                (4, 4, 4, 2, 82_988.0),
+                (4, 8, 4, 2, 155_917.0),
+            ],
+        ),
+        (
+            "13B",
+            of_13b,
+            &[
+                (1, 8, 4, 4, 35_405.0),
+                (4, 2, 4, 4, 27_345.0),
+                (4, 4, 4, 4, 53_814.0),
+                (4, 8, 4, 4, 104_309.0),
+                (4, 16, 4, 4, 216_507.0),
+                (4, 32, 4, 4, 423_306.0),
+                (4, 40, 4, 4, 534_644.0),
+            ],
+        ),
+        (
+            "70B",
+            LLAMA_3_70B,
+            &[
+                (4, 8, 2, 4, 17_657.0),
+                (4, 16, 2, 4, 35_824.0),
+                (4, 24, 2, 4, 52_190.0),
+                (4, 32, 2, 4, 69_985.0),
+                (4, 40, 2, 4, 85_571.0),
+            ],
+        ),
+    ];
+    let mut rows = Vec::new();
+    for (name, model, runs) in of_models {
+        for &(tensor, sharers, micro_batch, accumulation, tokens) in runs {
+            let devices = tensor * sharers;
+            let mut settings = llama(model, [micro_batch, micro_batch * accumulation * sharers], 4096);
+            settings.extend([
+                format!("parallel.tensor_parallel={tensor}"),
+                format!("parallel.data_parallel_shard={sharers}"),
+                format!("parallel.zero_stage={}", if sharers > 1 { 3 } else { 0 }),
+                "parallel.recompute=full".into(),
+            ]);
+            let is_compiled = (name, tensor) != ("13B", 1);
+            rows.push(Row {
+                name: format!("KempnerForge {name} on {devices} H200, {tensor} x {sharers}"),
+                family: if tensor > 1 { "KempnerForge, H200, tensor parallel" } else { "KempnerForge, H200" },
+                role: Role::HeldOut,
+                machines: "h200-of-4".into(),
+                nodes: devices.div_ceil(4),
+                software: if is_compiled { Software::Lockstep } else { Software::Fsdp },
+                settings,
+                measured: Measured::Tokens(tokens / devices as f64),
+            });
+        }
+    }
+    rows
 }
 
 /// MaxText, Llama 2 70B on H100 (github.com/NVIDIA/dgxc-benchmarking, maxtext/README_70b.md): two sequences of 4,096 tokens for each device. What

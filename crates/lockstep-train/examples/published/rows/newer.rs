@@ -18,8 +18,9 @@ pub(super) fn newer() -> Vec<Row> {
 /// Distributed optimizer, nothing computed again, tensor-parallel exchanges beside products.
 fn gb200() -> Vec<Row> {
     let with_8_heads = Llama { key_value_heads: 8, ..LLAMA_3_405B };
-    // Name, model, tokens, tensor, context, pipeline, chunks, and for each number of devices sequences of a step and seconds.
-    let runs: [(_, _, _, [usize; 4], &[(usize, usize, f64)]); 2] = [
+    /// Name, model, tokens of a sequence; tensor, context, pipeline, chunks; and devices, sequences of a step and seconds of each run.
+    type OfModel = (&'static str, Llama, usize, [usize; 4], &'static [(usize, usize, f64)]);
+    let runs: [OfModel; 2] = [
         (
             "Llama 3.1 405B",
             with_8_heads,
@@ -107,7 +108,7 @@ fn kempner() -> Vec<Row> {
         intermediate: 17920,
         vocabulary: 128_256,
     };
-    // Tensor, sharers, micro-batch, accumulation, tokens a second of all devices.
+    /// Tensor, sharers, micro-batch, accumulation, tokens a second of all devices.
     type Run = (usize, usize, usize, usize, f64);
     let of_models: [(&str, Llama, &[Run]); 3] = [
         (

@@ -249,7 +249,7 @@ mod tests {
     fn a_device_waits_for_a_host_that_waits_for_counts_and_a_core_does_not() {
         let waited = |cluster: Cluster, is_for_host: bool| {
             let device = Cow::Borrowed(&cluster.nodes[0].device);
-            let worker = Worker { device, style: cluster.software.style(), dtype: DType::BF16 };
+            let worker = Worker::new(device, cluster.software.style(), DType::BF16);
             let labor = Labor::Exchange(rows(8, is_for_host));
             let task = Task { name: "dispatch", pass: Pass::Forward, labor, bytes: 0, vector_flops: 0 };
             let link = LinkTime { seconds: 1e-5, ..LinkTime::default() };

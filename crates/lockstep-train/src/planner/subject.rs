@@ -129,8 +129,10 @@ impl Evaluated {
     /// What failures leave of the time, if the state is saved as often as is best. After a failure as much is read as was written, beside the
     /// minutes until a node is replaced; and what is lost began when the copy was made whose writing has come to an end.
     pub fn goodput(&self, cluster: &Cluster) -> Goodput {
-        let least_s = self.saves.least_interval_s();
-        let restart_s = REPLACEMENT_S + self.saves.write_s + least_s;
+        let written_s = self.saves.least_interval_s();
+        let restart_s = REPLACEMENT_S + self.saves.write_s + written_s;
+        // Nothing is saved within a step.
+        let least_s = written_s.max(self.step.step_ms * 1e-3);
         Failures::of(cluster, self.saves.stall_s(f64::INFINITY), restart_s).goodput(least_s)
     }
 

@@ -30,11 +30,10 @@ impl Saves {
             let device = device(cluster, mesh, kind);
             2.0 * bytes / (device.memory_gb_per_s * 1e9 * device.efficiency.stream)
         };
-        let longest = |seconds: &mut dyn Iterator<Item = f64>| seconds.fold(0.0, f64::max);
         Self {
             bytes,
-            copy_s: from_copy.then(|| longest(&mut (0..cluster.nodes.len()).map(copy_s))),
-            write_s: longest(&mut cluster.nodes.iter().map(write_s)),
+            copy_s: from_copy.then(|| (0..cluster.nodes.len()).map(copy_s).fold(0.0, f64::max)),
+            write_s: cluster.nodes.iter().map(write_s).fold(0.0, f64::max),
         }
     }
 

@@ -1,7 +1,8 @@
 //! What systems do differently with the same devices: which values they write, what they do one thing after the other, and in how many
 //! bytes they keep their state. Each is a fact of the system's code or paper, but for four numbers that published runs gave: how far
 //! DeepSpeed's gathers of 2021 fell short of what the links give, how often elementwise kernels of PyTorch's backward go through memory,
-//! how slow attention's backward in Triton was, and how long a device waits for a host that waits for counts of rows. Each of them is the same for all runs of its system, on all devices.
+//! how slow attention's backward in Triton was, and how long a device waits for a host that waits for counts of rows. Each of them is the
+//! same for all runs of its system, on all devices.
 
 use crate::cluster::Software;
 use crate::{DType, StateBytes};

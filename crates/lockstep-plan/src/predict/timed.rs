@@ -180,11 +180,11 @@ pub(super) fn legs(
     // A scatter of sums takes what a gather does.
     let [sent, gathered] = if is_gathered {
         let sent = Leg { collective, bytes: bytes / parts as f64, size: ranks, stride: parts };
-        [sent, Leg { collective: Collective::AllGather, bytes, size: parts, stride: 1 }]
+        [Some(sent), Some(Leg { collective: Collective::AllGather, bytes, size: parts, stride: 1 })]
     } else {
-        [Leg { collective, bytes, size, stride }, Leg { collective, bytes, size: 1, stride }]
+        [Some(Leg { collective, bytes, size, stride }), None]
     };
-    [sent, gathered].into_iter().filter(|leg| leg.size > 1)
+    [sent, gathered].into_iter().flatten().filter(|leg| leg.size > 1)
 }
 
 /// How many ranks exchange something, and how far each is from the one before.

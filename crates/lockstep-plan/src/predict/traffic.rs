@@ -2,7 +2,8 @@
 //!
 //! The same exchanges as in the prediction of the step, told apart by who takes part. So what is waited for adds up to the parts of
 //! [`StepPrediction`](crate::predict::StepPrediction): exchanges inside passes to `exchange_ms` and `gradients_ms`, but for
-//! [`StepTraffic::shared_ms`], for which several kinds wait together. Messages between stages are part of `bubble_ms`. The norm's eight bytes, which the update waits for, are left out.
+//! [`StepTraffic::shared_ms`], for which several kinds wait together. Messages between stages are part of `bubble_ms`. The norm's
+//! eight bytes, which the update waits for, are left out.
 
 use std::ops::Range;
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_engine::EngineError;
 use lockstep_plan::{DISK_ALIGNMENT_BYTES, MemoryCategory, WINDOW_ELEMENTS, WINDOW_SLOTS};
-use lockstep_tensor::{Arena, Buffer, DiskError, DiskMethod, DiskQueue, ScratchFile, Ticket};
+use lockstep_tensor::{Action, Arena, Buffer, DiskError, DiskMethod, DiskQueue, ScratchFile, Ticket};
 
 /// A window of weights and two moments in f32.
 const WINDOW_BYTES: usize = 3 * 4 * WINDOW_ELEMENTS;
@@ -46,20 +46,13 @@ pub(super) fn measure(directory: &Path, mib: usize) -> Result<Disk, EngineError>
     let noise = |i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8;
     state.memory.bytes_mut().iter_mut().zip(0..).for_each(|(byte, i)| *byte = noise(i));
     for window in 0..windows {
-        state.begin(Direction::Write, window)?;
+        state.begin(Action::Write, window)?;
     }
     state.settle()?;
     let begin = Instant::now();
     state.update(windows)?;
     let gb_per_s = 2.0 * (windows * bytes) as f64 / begin.elapsed().as_secs_f64().max(1e-9) / 1e9;
     Ok(Disk { gb_per_s, free_bytes })
-}
-
-/// Where a window goes.
-#[derive(Debug, Clone, Copy)]
-enum Direction {
-    Read,
-    Write,
 }
 
 /// Windows on disk, of which a few have memory.
@@ -75,27 +68,27 @@ impl State {
     /// Reads each window, those ahead while those behind are written.
     fn update(&mut self, windows: usize) -> Result<(), DiskError> {
         for ahead in 0..windows.min(AHEAD) {
-            self.begin(Direction::Read, ahead)?;
+            self.begin(Action::Read, ahead)?;
         }
         for window in 0..windows {
-            self.begin(Direction::Write, window)?;
+            self.begin(Action::Write, window)?;
             if window + AHEAD < windows {
-                self.begin(Direction::Read, window + AHEAD)?;
+                self.begin(Action::Read, window + AHEAD)?;
             }
         }
         self.settle()
     }
 
     /// Begins to move a window when what has its memory is through.
-    fn begin(&mut self, direction: Direction, window: usize) -> Result<(), DiskError> {
+    fn begin(&mut self, action: Action, window: usize) -> Result<(), DiskError> {
         let slot = window % WINDOW_SLOTS;
         self.wait(slot)?;
         let (offset, start) = ((window * self.bytes) as u64, slot * self.bytes);
         debug_assert!(start.is_multiple_of(DISK_ALIGNMENT_BYTES));
         let loan = self.memory.lend(start..start + self.bytes);
-        self.pending[slot] = Some(match direction {
-            Direction::Read => self.queue.read(offset, loan),
-            Direction::Write => self.queue.write(offset, loan),
+        self.pending[slot] = Some(match action {
+            Action::Read => self.queue.read(offset, loan),
+            Action::Write => self.queue.write(offset, loan),
         });
         Ok(())
     }

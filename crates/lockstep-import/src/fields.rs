@@ -1,0 +1,268 @@
+//! A document taken apart into dotted keys, each read once with the type its key has.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::document::Node;
+use crate::problem::{Problem, shortened};
+use crate::table::{Row, Treatment, find, nearest};
+
+/// A value and its line.
+#[derive(Debug, Clone)]
+pub(crate) struct Field {
+    pub(crate) line: usize,
+    pub(crate) node: Node,
+}
+
+/// A value that was read, with the key it came from.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Read<T> {
+    pub(crate) value: T,
+    pub(crate) key: String,
+    pub(crate) line: usize,
+    /// The value as it was written.
+    pub(crate) shown: String,
+}
+
+impl<T> Read<T> {
+    pub(crate) fn map<U>(self, change: impl FnOnce(T) -> U) -> Read<U> {
+        Read { value: change(self.value), key: self.key, line: self.line, shown: self.shown }
+    }
+}
+
+/// The keys of a file.
+#[derive(Debug)]
+pub(crate) struct Fields {
+    pub(crate) file: String,
+    fields: BTreeMap<String, Field>,
+    taken: RefCell<BTreeSet<String>>,
+    problems: RefCell<Vec<Problem>>,
+}
+
+impl Fields {
+    pub(crate) fn new(file: &str, entries: Vec<(String, usize, Node)>) -> Self {
+        let mut fields = BTreeMap::new();
+        flatten("", entries, &mut fields);
+        Self { file: file.to_owned(), fields, taken: RefCell::default(), problems: RefCell::default() }
+    }
+
+    /// Gives a key another name; `false` if the file lacks it. A key under both names is a mistake.
+    pub(crate) fn rename(&mut self, from: &str, to: &str) -> bool {
+        let Some(field) = self.fields.remove(from) else { return false };
+        if self.fields.contains_key(to) {
+            self.refuse_at(
+                field.line,
+                from,
+                format!("is another name of {to}, which is given too"),
+                "one of the two",
+            );
+            return true;
+        }
+        self.fields.insert(to.to_owned(), field);
+        true
+    }
+
+    /// The keys below a section, without its name, moved to the top.
+    pub(crate) fn section(&self, name: &str) -> Vec<(String, Field)> {
+        let prefix = format!("{name}.");
+        let below = self
+            .fields
+            .iter()
+            .filter_map(|(key, field)| Some((key.strip_prefix(&prefix)?.to_owned(), field.clone())));
+        below.collect()
+    }
+
+    /// All keys.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = (&str, &Field)> {
+        self.fields.iter().map(|(key, field)| (key.as_str(), field))
+    }
+
+    /// Adds a key, as if the file had it.
+    pub(crate) fn insert(&mut self, key: &str, field: Field) {
+        self.fields.insert(key.to_owned(), field);
+    }
+
+    /// Takes a key out.
+    pub(crate) fn remove(&mut self, key: &str) -> Option<Field> {
+        self.fields.remove(key)
+    }
+
+    /// Whether the file has the key or the section.
+    pub(crate) fn has(&self, key: &str) -> bool {
+        let prefix = format!("{key}.");
+        self.fields.contains_key(key) || self.fields.keys().any(|known| known.starts_with(&prefix))
+    }
+
+    /// Whether the value is `"auto"`.
+    pub(crate) fn is_auto(&self, key: &str) -> bool {
+        self.fields.get(key).is_some_and(|field| is_auto(&field.node))
+    }
+
+    /// Whether any value is `"auto"`.
+    pub(crate) fn has_auto(&self) -> bool {
+        self.fields.values().any(|field| is_auto(&field.node))
+    }
+
+    pub(crate) fn flag(&self, key: &str) -> Option<Read<bool>> {
+        self.take(key, "true or false", Node::flag)
+    }
+
+    /// Whether a flag is given and true.
+    pub(crate) fn is_on(&self, key: &str) -> bool {
+        self.flag(key).is_some_and(|read| read.value)
+    }
+
+    pub(crate) fn number(&self, key: &str) -> Option<Read<f64>> {
+        self.take(key, "a number, or \"auto\"", Node::number)
+    }
+
+    pub(crate) fn integer(&self, key: &str) -> Option<Read<u64>> {
+        self.take(key, "an integer, 0 or more, or \"auto\"", Node::integer)
+    }
+
+    pub(crate) fn text(&self, key: &str) -> Option<Read<String>> {
+        self.take(key, "a word", |node| node.text().map(str::to_owned))
+    }
+
+    pub(crate) fn pair(&self, key: &str) -> Option<Read<[f64; 2]>> {
+        self.take(key, "two numbers, [a, b]", |node| match node {
+            Node::List(items) => match &items[..] {
+                [first, second] => Some([first.number()?, second.number()?]),
+                _ => None,
+            },
+            _ => None,
+        })
+    }
+
+    /// Leaves out the keys of a section: another mistake makes them moot.
+    pub(crate) fn forget(&mut self, section: &str) {
+        let prefix = format!("{section}.");
+        self.fields.retain(|key, _| !key.starts_with(&prefix));
+    }
+
+    /// Notes that a key was read in another way.
+    pub(crate) fn mark(&self, key: &str) {
+        self.taken.borrow_mut().insert(key.to_owned());
+    }
+
+    fn take<T>(&self, key: &str, allowed: &str, read: impl FnOnce(&Node) -> Option<T>) -> Option<Read<T>> {
+        let field = self.fields.get(key)?;
+        let is_first = self.taken.borrow_mut().insert(key.to_owned());
+        if field.node.is_null() || is_auto(&field.node) {
+            return None;
+        }
+        match read(&field.node) {
+            Some(value) => {
+                Some(Read { value, key: key.to_owned(), line: field.line, shown: field.node.shown() })
+            }
+            None => {
+                if is_first {
+                    self.refuse_at(field.line, key, format!("is {}", field.node.shown()), allowed);
+                }
+                None
+            }
+        }
+    }
+
+    /// Notes a mistake at a key.
+    pub(crate) fn refuse(&self, key: &str, what: impl Into<String>, allowed: impl Into<String>) {
+        let line = self.fields.get(key).map_or(0, |field| field.line);
+        self.refuse_at(line, key, what, allowed);
+    }
+
+    fn refuse_at(&self, line: usize, key: &str, what: impl Into<String>, allowed: impl Into<String>) {
+        self.problems.borrow_mut().push(Problem::new(&self.file, line, &shortened(key), what, allowed));
+    }
+
+    /// The keys that change nothing, by the reason; every key that is unknown or refused becomes a problem.
+    pub(crate) fn settle(&self, tables: &[&'static [Row]]) -> BTreeMap<&'static str, Vec<String>> {
+        let mut idle: BTreeMap<&'static str, Vec<String>> = BTreeMap::new();
+        let mut reported = BTreeSet::new();
+        for (key, Field { line, node }) in &self.fields {
+            let Some(row) = find(tables, key) else {
+                if is_comment(key) {
+                    idle.entry(COMMENT).or_default().push(key.clone());
+                } else {
+                    let near = nearest(tables, key)
+                        .map_or(UNKNOWN.to_owned(), |near| format!("{near}, if that is meant"));
+                    self.refuse_at(*line, key, "unknown key", near);
+                }
+                continue;
+            };
+            match row.treatment {
+                _ if node.is_null() || is_auto(node) => {}
+                Treatment::To { .. } => debug_assert!(
+                    self.taken.borrow().contains(key),
+                    "{key} has a counterpart and nobody read it"
+                ),
+                Treatment::NoEffect(because) => idle.entry(because).or_default().push(key.clone()),
+                Treatment::Refused { accepts, because } => {
+                    // A section that is refused is one mistake.
+                    if !asks_for_nothing(node, accepts) && reported.insert(row.key) {
+                        let name = row.key.strip_suffix(".*").unwrap_or(key);
+                        let what = if name == key {
+                            format!("is {}: {because}", node.shown())
+                        } else {
+                            because.to_owned()
+                        };
+                        self.refuse_at(*line, name, what, "");
+                    }
+                }
+            }
+        }
+        idle
+    }
+
+    /// All mistakes, in the order of the file. A file most of whose keys are unknown is another tool's.
+    pub(crate) fn problems(&self, tool: &str) -> Vec<Problem> {
+        let mut problems = self.problems.take();
+        let unknown = problems.iter().filter(|problem| problem.what == "unknown key").count();
+        if unknown > 3 && 2 * unknown > self.fields.len() {
+            let what = format!(
+                "{unknown} of its {} keys are unknown: this is no configuration of {tool}",
+                self.fields.len()
+            );
+            return vec![Problem::new(&self.file, 0, "", what, "")];
+        }
+        problems.sort_by_key(|problem| problem.line);
+        problems
+    }
+}
+
+/// What to do about a key that nobody knows.
+const UNKNOWN: &str = "the keys of the tables in docs/; leave it out";
+/// Why a key that begins like a comment changes nothing.
+const COMMENT: &str = "a comment";
+
+/// JSON has no comments, so that people write them as keys.
+fn is_comment(key: &str) -> bool {
+    let last = key.rsplit('.').next().unwrap_or(key);
+    last.starts_with("_comment") || last.starts_with("//") || last == "comment" || key.starts_with('_')
+}
+
+/// Whether a value is one of those that ask for nothing.
+fn asks_for_nothing(node: &Node, accepts: &[&str]) -> bool {
+    let Some(text) = node.text() else { return false };
+    accepts.iter().any(|accepted| {
+        accepted.eq_ignore_ascii_case(text)
+            || (*accepted == "false" && node.flag() == Some(false))
+            || (*accepted == "true" && node.flag() == Some(true))
+            || accepted.parse::<f64>().is_ok_and(|number| node.number() == Some(number))
+    })
+}
+
+fn is_auto(node: &Node) -> bool {
+    node.text() == Some("auto")
+}
+
+fn flatten(prefix: &str, entries: Vec<(String, usize, Node)>, fields: &mut BTreeMap<String, Field>) {
+    for (key, line, node) in entries {
+        let name = if prefix.is_empty() { key } else { format!("{prefix}.{key}") };
+        match node {
+            Node::Map(inner) if !inner.is_empty() => flatten(&name, inner, fields),
+            node => {
+                fields.insert(name, Field { line, node });
+            }
+        }
+    }
+}

@@ -26,10 +26,10 @@ const LIMIT: Duration = Duration::from_secs(25 * 60);
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
 cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments, 2,000 random plans,
-                    a search for plans against looking at all of them
+                    a search for plans against looking at all of them, the planner's 60 usual questions
 cargo xtask mutations  faults put into sums over ranks, each of which a test must notice
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
-cargo xtask docs    writes docs/configuration.md from the code
+cargo xtask docs    writes docs/configuration.md and tables of keys from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration
 ";
 
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
         Some("mpi") => mpi::check(),
         Some("mutations") => run(MUTATIONS, &[]),
         Some("docs") => run(
-            "cargo test --quiet --workspace --test configuration the_manual_is_current",
+            "cargo test --quiet --workspace --test configuration --test manual is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
         ),
         Some("soak") => soak(),
@@ -64,6 +64,10 @@ fn soak() -> Result<(), String> {
     run(
         "cargo test --workspace --test planner looking_at_everything -- --nocapture",
         &[("LOCKSTEP_GRID", "all")],
+    )?;
+    run(
+        "cargo test --workspace --test planner usual_questions -- --nocapture",
+        &[("LOCKSTEP_QUESTIONS", "all")],
     )
 }
 

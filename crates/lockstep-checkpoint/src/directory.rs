@@ -92,6 +92,7 @@ pub fn prune(dir: &Path, keep: NonZeroUsize, protect: &[u64]) -> Result<Vec<Path
             let trash = dir.join(format!("{TRASH}{}", step_name(listed.step)));
             fs::rename(&listed.path, &trash).map_err(CheckpointError::io("delete", &listed.path))?;
             fs::remove_dir_all(&trash).map_err(CheckpointError::io("delete", &trash))?;
+            tracing::debug!(path = %listed.path.display(), "deleted an old checkpoint");
             deleted.push(listed.path);
         }
     }
@@ -118,6 +119,7 @@ pub fn set_aside(dir: &Path, from: u64) -> Result<Option<PathBuf>, CheckpointErr
     }
     sync_directory(&aside)?;
     sync_directory(dir)?;
+    tracing::debug!(path = %aside.display(), from_step = from, "moved checkpoints of an earlier run aside");
     Ok(Some(aside))
 }
 

@@ -61,6 +61,10 @@ impl Checkpoint {
         let files = manifest.files.keys().map(|name| (name.clone(), OnceLock::new())).collect();
         let unread = |entry: &TensorEntry| entry.slices.iter().map(|_| AtomicBool::new(false)).collect();
         let whole = manifest.tensors.iter().map(unread).collect();
+        tracing::debug!(
+            path = %path.display(), step = manifest.step, tensors = manifest.tensors.len(), files = manifest.files.len(),
+            "opened a checkpoint"
+        );
         Ok(Self { path: path.to_path_buf(), manifest, by_name, files, whole })
     }
 
@@ -98,6 +102,7 @@ impl Checkpoint {
             }
         }
         self.whole.iter().flatten().for_each(|whole| whole.store(true, Ordering::Relaxed));
+        tracing::debug!(path = %self.path.display(), "every byte of the checkpoint is as it was written");
         Ok(())
     }
 

@@ -28,7 +28,26 @@ use crate::{
 };
 
 const CONFIG_FILE: &str = "config.json";
-const TOKENIZER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
+const TOKENIZER_FILE: &str = "tokenizer.json";
+/// Says how a model's text is generated.
+const GENERATION_FILE: &str = "generation_config.json";
+/// What published tokenizers consist of beside `tokenizer.json`; nothing else of their directory is copied.
+const TOKENIZER_FILES: [&str; 14] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "tekken.json",
+    "qwen.tiktoken",
+];
 
 /// A directory that holds a model.
 #[derive(Debug)]
@@ -189,10 +208,46 @@ impl ModelDirectory {
             }
             Weights::Tuned { base, .. } => base.tokenizer(),
             Weights::HuggingFace { .. } => {
-                let file = self.path.join(TOKENIZER_FILES[0]);
+                let file = self.path.join(TOKENIZER_FILE);
                 file.is_file().then(|| file.display().to_string())
             }
         }
+    }
+
+    /// The `generation_config.json` beside the weights, else beside the tokenizer.
+    pub fn generation_config(&self) -> Option<PathBuf> {
+        let beside_weights = match &self.weights {
+            Weights::HuggingFace { .. } => Some(self.path.join(GENERATION_FILE)),
+            Weights::Tuned { base, .. } => base.generation_config(),
+            Weights::Checkpoint(_) => None,
+        };
+        let beside_tokenizer = || Some(self.tokenizer_directory()?.join(GENERATION_FILE));
+        beside_weights.into_iter().chain(beside_tokenizer()).find(|file| file.is_file())
+    }
+
+    /// Where the files of the tokenizer lie; bytes have none.
+    fn tokenizer_directory(&self) -> Option<PathBuf> {
+        let beside = |name: String| Some(Path::new(&name).parent()?.to_owned());
+        match (self.tokenizer(), &self.weights) {
+            (Some(name), _) if name == "bytes" => None,
+            (Some(name), _) => beside(name),
+            // Files that are not read here, and that transformers needs.
+            (None, Weights::HuggingFace { .. }) => Some(self.path.clone()),
+            (None, _) => None,
+        }
+    }
+
+    /// The files that belong to the model beside weights and configuration, by name.
+    fn companions(&self) -> BTreeMap<String, PathBuf> {
+        let mut files = BTreeMap::new();
+        if let Some(dir) = self.tokenizer_directory() {
+            files.extend(TOKENIZER_FILES.map(|name| (name.to_owned(), dir.join(name))));
+        }
+        let tokenizer = self.tokenizer().filter(|name| name != "bytes");
+        files.extend(tokenizer.map(|path| (TOKENIZER_FILE.to_owned(), path.into())));
+        files.extend(self.generation_config().map(|path| (GENERATION_FILE.to_owned(), path)));
+        files.retain(|_, path| path.is_file());
+        files
     }
 
     /// Hands every parameter that owns its weights to `sink`, by canonical name, in full precision.
@@ -301,7 +356,7 @@ impl ModelDirectory {
     }
 
     /// Writes the model as a directory that `transformers` loads: `config.json`, `model.safetensors` (sharded above
-    /// 5 GB), and the tokenizer's files if it has one.
+    /// 5 GB), every file of the tokenizer with its chat template, and `generation_config.json`.
     ///
     /// # Errors
     /// Damaged files, a base model that has changed, an output directory that is not empty, a full disk.
@@ -313,19 +368,12 @@ impl ModelDirectory {
         let mapping = HfMapping::new(&self.config);
         let tensors = mapping.tensors().iter().map(|tensor| self.export_tensor(tensor)).collect();
         let config = serde_json::to_string_pretty(&self.config.to_json(dtype)).unwrap_or_default() + "\n";
-        let tokenizer = self.tokenizer();
-        let copies = tokenizer
-            .filter(|name| name != "bytes")
-            .and_then(|name| Path::new(&name).parent().map(Path::to_owned))
-            .map(|dir| {
-                TOKENIZER_FILES.iter().map(|file| dir.join(file)).filter(|file| file.is_file()).collect()
-            });
         HfExport {
             tensors,
             dtype: Some(dtype),
             file: SINGLE_FILE,
             texts: BTreeMap::from([(CONFIG_FILE.to_owned(), config)]),
-            copies: copies.unwrap_or_default(),
+            copies: self.companions(),
             shard_bytes: DEFAULT_SHARD_BYTES,
         }
         .write(out)
@@ -364,7 +412,7 @@ impl ModelDirectory {
             dtype: Some(dtype),
             file: peft::WEIGHTS_FILE,
             texts: BTreeMap::from([(peft::CONFIG_FILE.to_owned(), config)]),
-            copies: Vec::new(),
+            copies: BTreeMap::new(),
             shard_bytes: u64::MAX,
         }
         .write(out)

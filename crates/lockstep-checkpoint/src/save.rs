@@ -217,6 +217,8 @@ impl Staging {
             // The save has succeeded whatever happens here; the next one tries again.
             drop(fs::remove_dir_all(replaced));
         }
+        let bytes: u64 = manifest.files.values().map(|file| file.bytes).sum();
+        tracing::debug!(path = %target.display(), files = manifest.files.len(), bytes, "committed a checkpoint");
         Ok(target)
     }
 

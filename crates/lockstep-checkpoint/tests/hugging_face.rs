@@ -29,7 +29,7 @@ fn model() -> Vec<(String, Vec<usize>, Vec<f32>)> {
 
 fn export<'a>(tensors: Vec<ExportTensor<'a>>, dtype: Option<DType>, shard_bytes: u64) -> HfExport<'a> {
     let texts = BTreeMap::from([("config.json".to_owned(), "{\"model_type\": \"llama\"}\n".to_owned())]);
-    HfExport { tensors, dtype, file: SINGLE_FILE, texts, copies: Vec::new(), shard_bytes }
+    HfExport { tensors, dtype, file: SINGLE_FILE, texts, copies: BTreeMap::new(), shard_bytes }
 }
 
 fn files_in(dir: &Path) -> Vec<String> {
@@ -60,7 +60,7 @@ fn a_small_model_is_one_file_beside_its_config_and_tokenizer() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let out = dir.path().join(format!("deep/er/{dtype}"));
         let mut export = export(tensors(&model), Some(dtype), DEFAULT_SHARD_BYTES);
-        export.copies.push(tokenizer.clone());
+        export.copies.insert("tokenizer.json".to_owned(), tokenizer.clone());
         export.write(&out).unwrap();
         assert_eq!(files_in(&out), ["config.json", "model.safetensors", "tokenizer.json"]);
         assert_eq!(fs::read_to_string(out.join("config.json")).unwrap(), "{\"model_type\": \"llama\"}\n");

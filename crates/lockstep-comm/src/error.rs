@@ -239,7 +239,9 @@ pub enum JoinProblem {
     #[error("the launcher has gone")]
     HungUp,
     /// The other end does not know the run's secret, or this one does not.
-    #[error("the other end has another secret than this one, or none")]
+    #[error(
+        "the other end has another secret than this one, or none: compare --secret-file, or --pairing-code, of both"
+    )]
     Secret,
     /// A secret that cannot be used.
     #[error("the secret in {path:?} cannot be used: {what}")]
@@ -251,7 +253,7 @@ pub enum JoinProblem {
     },
     /// Ranks are to meet where others can reach them, without a secret.
     #[error(
-        "{host} can be reached from other machines, and this run has no secret to keep strangers out: put 32 random bytes into a file that only you can read, and name it on every machine by LOCKSTEP_SECRET_FILE"
+        "{host} can be reached from other machines, and this run has no secret to keep strangers out: give the pairing code that node 0 prints (--pairing-code), or name the same file of 32 random bytes, which only you can read, on every machine (--secret-file, LOCKSTEP_SECRET_FILE)"
     )]
     NoSecret {
         /// Where they are to meet.

@@ -34,6 +34,11 @@ use crate::{
     started::{DEFAULT_PORT, LISTENER_VARIABLE},
 };
 
+/// The variable with the file where a rank writes why it failed, as torchelastic names it.
+pub const ERROR_FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
+/// torchrun's name of a run that has none.
+const NO_RUN: &str = "none";
+
 /// What the ranks that are left have to end by themselves after one has failed.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -56,8 +61,60 @@ pub struct Launch {
     pub pinning: Pinning,
     /// Where what they print goes.
     pub output: Output,
+    /// What ranks are told as torchelastic tells its workers.
+    pub elastic: Elastic,
     /// Exit codes of a rank that has done what it was to do; once it has left the world, none of them is a failure.
     pub sound_codes: Vec<i32>,
+}
+
+/// The variables of torchelastic's workers other than their ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Elastic {
+    /// Name of the role that all ranks have.
+    pub role: String,
+    /// How often the ranks were started again after a failure.
+    pub restart_count: usize,
+    /// How often they may be.
+    pub max_restarts: usize,
+    /// Directory where a rank that fails writes why, if anywhere.
+    pub errors: Option<PathBuf>,
+}
+
+impl Default for Elastic {
+    /// No restarts and no files, and torchrun's own name of the role.
+    fn default() -> Self {
+        Self { role: "default".to_owned(), restart_count: 0, max_restarts: 0, errors: None }
+    }
+}
+
+impl Elastic {
+    /// The file where `rank` writes why it failed.
+    pub fn error_file(&self, rank: usize) -> Option<PathBuf> {
+        self.errors.as_ref().map(|dir| dir.join(format!("rank-{rank:05}.error.json")))
+    }
+
+    /// Sets the variables of `rank`, and removes what an earlier one has left.
+    fn prepare(&self, rank: usize, placement: &Placement, command: &mut Command) {
+        for (name, value) in [
+            ("ROLE_RANK", rank),
+            ("ROLE_WORLD_SIZE", placement.world_size),
+            ("TORCHELASTIC_RESTART_COUNT", self.restart_count),
+            ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts),
+        ] {
+            command.env(name, value.to_string());
+        }
+        let run = if placement.run.is_empty() { NO_RUN } else { &placement.run };
+        command.env("ROLE_NAME", &self.role).env("TORCHELASTIC_RUN_ID", run);
+        command.env("TORCHELASTIC_USE_AGENT_STORE", "False");
+        match self.error_file(rank) {
+            Some(file) => {
+                // One that is not there is as good.
+                let _ = std::fs::remove_file(&file);
+                command.env(ERROR_FILE_VARIABLE, file)
+            }
+            None => command.env_remove(ERROR_FILE_VARIABLE),
+        };
+    }
 }
 
 /// Where the ranks of this machine stand among those of all.
@@ -153,6 +210,8 @@ pub struct Failure {
     pub error: CommError,
     /// The file with what the rank wrote to standard error, if there is one.
     pub log: Option<PathBuf>,
+    /// Whether the launcher has shown what it wrote there.
+    pub is_shown: bool,
 }
 
 impl Launch {
@@ -174,10 +233,19 @@ impl Launch {
             failure: None,
             kill_at: None,
         };
+        if let Some(dir) = &self.elastic.errors {
+            let made = std::fs::create_dir_all(dir);
+            made.map_err(|source| CommError::Log { path: dir.clone(), source })?;
+        }
         let mut streams = Vec::new();
         for rank in 0..self.ranks {
             let (started, printed) = self.start_rank(&agent.world, rank)?;
             agent.ranks.push(started);
+            tracing::debug!(
+                rank = options.first_rank + rank,
+                pid = agent.ranks[rank].child.id(),
+                "started a rank"
+            );
             streams.extend(printed);
         }
         agent.relay = Some(Relay::start(streams)?);
@@ -202,16 +270,17 @@ impl Launch {
             command.env(name, value.to_string());
         }
         if let Some(Leader { host, port }) = &placement.leader {
-            command.env("MASTER_ADDR", host).env("TORCHELASTIC_RUN_ID", &placement.run);
+            command.env("MASTER_ADDR", host);
             command.env("MASTER_PORT", port.unwrap_or(DEFAULT_PORT).to_string());
         }
+        self.elastic.prepare(world_rank, placement, &mut command);
         command.env(SOCKET_VARIABLE, theirs.as_raw_fd().to_string());
         let listener = placement.listener.clone().filter(|_| world_rank == 0);
         match &listener {
             Some(listener) => command.env(LISTENER_VARIABLE, listener.as_raw_fd().to_string()),
             None => command.env_remove(LISTENER_VARIABLE),
         };
-        self.output.prepare(world_rank, &mut command)?;
+        self.output.prepare((rank, world_rank), &mut command)?;
         let cores = match self.pinning {
             Pinning::Free => None,
             Pinning::Share => Some(share_of_cores(&cores(), rank, self.ranks)),
@@ -234,7 +303,7 @@ impl Launch {
         // SAFETY: between fork and exec it makes system calls only; it neither allocates nor locks.
         unsafe { command.pre_exec(prepare) };
         let mut child = command.spawn().map_err(CommError::io("start a rank"))?;
-        let streams = self.output.streams(world_rank, &mut child);
+        let streams = self.output.streams((rank, world_rank), &mut child);
         let process = Pid::from_raw(child.id() as i32).ok_or(rustix::io::Errno::SRCH);
         let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
         let process = process.map_err(|error| CommError::io("watch a rank")(error.into()))?;
@@ -297,6 +366,7 @@ impl Agent {
             (None, Some(signal)) => LossCause::Signal(signal),
             (None, None) => LossCause::Died,
         };
+        tracing::debug!(rank = self.first_rank + rank, %cause, has_left = self.world.has_left(rank), "a rank has ended");
         if let LossCause::Exit(code) = cause
             && self.sound_codes.contains(&code)
             && self.world.has_left(rank)
@@ -304,12 +374,14 @@ impl Agent {
             self.code = self.code.max(code);
             return;
         }
-        let rank = self.first_rank + rank;
+        let numbers = (rank, self.first_rank + rank);
+        let rank = numbers.1;
         let error = self.world.end(&CommError::PeerLost { rank, cause, occasion: None });
         // Others may have found out and ended before the one that they lost.
         let is_to_blame = matches!(error, CommError::PeerLost { rank: lost, .. } if lost == rank);
         if is_to_blame || self.failure.is_none() {
-            self.failure = Some(Failure { rank, cause, error, log: self.output.error_log(rank) });
+            let (log, is_shown) = (self.output.error_log(numbers), self.output.shows_errors(numbers));
+            self.failure = Some(Failure { rank, cause, error, log, is_shown });
         }
         self.kill_at.get_or_insert(Instant::now() + GRACE);
     }

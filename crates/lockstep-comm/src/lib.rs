@@ -39,12 +39,12 @@ pub use call::{Call, Kind};
 pub use deadline::Deadline;
 pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
 pub use group::{Group, Pending};
-pub use launch::{Agent, Ended, Failure, Launch, Pinning, Placement};
+pub use launch::{Agent, ERROR_FILE_VARIABLE, Elastic, Ended, Failure, Launch, Pinning, Placement};
 pub use memory::{Lent, Source, Target};
 pub use meter::{Meter, Metered};
 pub use mpi::{MpiOptions, join_mpi};
 pub use number::{Number, NumberType, ReduceOp};
-pub use output::Output;
+pub use output::{Output, Route, Routing};
 pub use recorder::{Recorded, now_us};
 pub use started::{
     DEFAULT_PORT, JoinOptions, MEETING_LIMIT, SECRET_VARIABLE, Way, is_launched, join_from_environment,
@@ -52,7 +52,8 @@ pub use started::{
 };
 pub use task::Collective;
 pub use tcp::{
-    Meeting, Secret, TcpOptions, join_by_address, meet_nodes, read_frames, sample_frames, seal_frames,
+    Meeting, PairingCode, Secret, SecretInMemory, TcpOptions, join_by_address, meet_nodes, read_frames,
+    sample_frames, seal_frames,
 };
 pub use world::{SOCKET_VARIABLE, World, WorldOptions, join};
 

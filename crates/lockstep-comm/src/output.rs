@@ -37,32 +37,87 @@ pub enum Output {
     Labelled,
     /// To the end of `rank-00003.out` and `rank-00003.err` in this directory; rank 0's is shown by the launcher as well.
     Files(PathBuf),
+    /// As it says for each rank and stream.
+    Routed(Routing),
 }
 
+/// Destinations by rank of this machine and stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Routing {
+    /// Directory of the files.
+    pub dir: PathBuf,
+    /// What stands before the rank in a label: `[trainer3]: ` for `trainer`, `[rank 3] ` without.
+    pub role: Option<String>,
+    /// Standard output and standard error of each rank of this machine, in their order.
+    pub streams: Vec<[Route; 2]>,
+}
+
+/// Destinations of one stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Route {
+    /// Shown by the launcher.
+    pub console: bool,
+    /// Appended to the rank's file.
+    pub file: bool,
+}
+
+/// Extensions of the files of both streams.
+const EXTENSIONS: [&str; 2] = ["out", "err"];
+
+/// A rank's number on its machine, and in the world.
+type Numbers = (usize, usize);
+
 impl Output {
-    /// The file that has what `rank` wrote to standard error, if there is one.
-    pub fn error_log(&self, rank: usize) -> Option<PathBuf> {
+    fn routes(&self, (local, rank): Numbers) -> [Route; 2] {
         match self {
-            Self::Labelled => None,
-            Self::Files(dir) => Some(file(dir, rank, "err")),
+            Self::Labelled => [Route { console: true, file: false }; 2],
+            Self::Files(_) => [Route { console: rank == 0, file: true }; 2],
+            Self::Routed(routing) => {
+                routing.streams.get(local).copied().unwrap_or([Route { console: true, file: false }; 2])
+            }
         }
     }
 
-    /// Has the process of `rank` write where it should.
+    fn file(&self, rank: usize, extension: &str) -> Option<PathBuf> {
+        match self {
+            Self::Labelled => None,
+            Self::Files(dir) | Self::Routed(Routing { dir, .. }) => Some(file(dir, rank, extension)),
+        }
+    }
+
+    fn label(&self, rank: usize) -> Option<String> {
+        (rank > 0).then(|| match self {
+            Self::Routed(Routing { role: Some(role), .. }) => format!("[{role}{rank}]: "),
+            _ => format!("[rank {rank}] "),
+        })
+    }
+
+    /// The file that has what a rank wrote to standard error, if there is one.
+    pub(crate) fn error_log(&self, numbers: Numbers) -> Option<PathBuf> {
+        self.file(numbers.1, EXTENSIONS[1]).filter(|_| self.routes(numbers)[1].file)
+    }
+
+    /// Whether the launcher shows what a rank writes to standard error.
+    pub(crate) fn shows_errors(&self, numbers: Numbers) -> bool {
+        self.routes(numbers)[1].console
+    }
+
+    /// Has the process of a rank write where it should.
     ///
     /// # Errors
     /// [`CommError::Log`].
-    pub(crate) fn prepare(&self, rank: usize, command: &mut Command) -> Result<(), CommError> {
-        match self {
-            Self::Labelled if rank == 0 => {}
-            Self::Files(dir) if rank > 0 => {
-                command.stdout(Stdio::from(open(dir, rank, "out")?));
-                command.stderr(Stdio::from(open(dir, rank, "err")?));
-            }
-            _ => {
-                command.stdout(Stdio::piped()).stderr(Stdio::piped());
-            }
-        }
+    pub(crate) fn prepare(&self, numbers: Numbers, command: &mut Command) -> Result<(), CommError> {
+        let target = |stream: usize| {
+            let route = self.routes(numbers)[stream];
+            Ok(match (route.console, self.file(numbers.1, EXTENSIONS[stream]).filter(|_| route.file)) {
+                (false, None) => Stdio::null(),
+                (false, Some(path)) => Stdio::from(open(path)?),
+                // A progress bar is drawn on the terminal itself.
+                (true, None) if numbers.1 == 0 => Stdio::inherit(),
+                (true, _) => Stdio::piped(),
+            })
+        };
+        command.stdout(target(0)?).stderr(target(1)?);
         Ok(())
     }
 
@@ -70,21 +125,22 @@ impl Output {
     ///
     /// # Errors
     /// [`CommError::Log`], and what the system says.
-    pub(crate) fn streams(&self, rank: usize, child: &mut Child) -> Result<Vec<Stream>, CommError> {
-        let label = (rank > 0).then(|| format!("[rank {rank}] "));
-        let copy = |extension| match self {
-            Self::Labelled => Ok(None),
-            Self::Files(dir) => open(dir, rank, extension).map(Some),
+    pub(crate) fn streams(&self, numbers: Numbers, child: &mut Child) -> Result<Vec<Stream>, CommError> {
+        let label = self.label(numbers.1);
+        let routes = self.routes(numbers);
+        let copy = |stream: usize| {
+            let path = self.file(numbers.1, EXTENSIONS[stream]).filter(|_| routes[stream].file);
+            path.map(open).transpose()
         };
         let mut streams = Vec::new();
         if let Some(pipe) = child.stdout.take() {
-            streams.push(Stream::new(pipe.into(), label.clone(), Box::new(io::stdout()), copy("out")?)?);
+            streams.push(Stream::new(pipe.into(), label.clone(), Box::new(io::stdout()), copy(0)?)?);
         }
         if let Some(pipe) = child.stderr.take() {
             // Nobody draws a progress bar but rank 0, on the launcher's terminal.
             let is_drawn_on = io::stderr().is_terminal();
             let label = label.map(|label| if is_drawn_on { format!("{CLEAR_LINE}{label}") } else { label });
-            streams.push(Stream::new(pipe.into(), label, Box::new(io::stderr()), copy("err")?)?);
+            streams.push(Stream::new(pipe.into(), label, Box::new(io::stderr()), copy(1)?)?);
         }
         Ok(streams)
     }
@@ -94,10 +150,10 @@ fn file(dir: &Path, rank: usize, extension: &str) -> PathBuf {
     dir.join(format!("rank-{rank:05}.{extension}"))
 }
 
-fn open(dir: &Path, rank: usize, extension: &str) -> Result<File, CommError> {
-    let path = file(dir, rank, extension);
+fn open(path: PathBuf) -> Result<File, CommError> {
+    let made = path.parent().map_or(Ok(()), fs::create_dir_all);
     // What an earlier run left there may say why it ended.
-    let opened = fs::create_dir_all(dir).and_then(|()| File::options().append(true).create(true).open(&path));
+    let opened = made.and_then(|()| File::options().append(true).create(true).open(&path));
     opened.map_err(|source| CommError::Log { path, source })
 }
 

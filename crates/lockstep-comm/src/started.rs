@@ -20,6 +20,9 @@ pub const DEFAULT_PORT: u16 = 29500;
 /// Ports for launchers that name a job, but no port.
 const JOB_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
+/// Ports that ranks try in turn where a launcher of others has taken the one that it names.
+const AGENT_PORTS: usize = 8;
+
 /// How long ranks of several machines may take to come.
 pub const MEETING_LIMIT: Duration = Duration::from_secs(300);
 
@@ -73,40 +76,69 @@ pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result
         return join_mpi(options.mpi).map(Some);
     }
     let Some(place) = place()? else { return Ok(None) };
-    let ranks = place.world_size.unwrap_or(place.local_size);
-    let are_near = place.local_size == ranks;
+    let ranks = place.world_size.or(place.local_size).unwrap_or(1);
+    let are_near = place.local_size == Some(ranks);
     if options.way == Way::SharedMemory && !(are_near && is_launched()) {
         return Err(CommError::Join(JoinProblem::NoSharedMemory { launcher: place.launcher }));
     }
+    tracing::debug!(
+        launcher = %place.launcher, rank = place.rank, ranks, local_ranks = place.local_size, way = ?options.way, "joining the other ranks"
+    );
     let Some(socket) = world::inherited_socket()? else {
-        launch::pin_to_share(place.local_rank, place.local_size);
         let meeting = meeting(&place, are_near)?;
-        return tcp::join_by_address(place.rank, ranks, meeting, options.tcp, deadline).map(Some);
+        let pin = launch::pin_to_share;
+        return tcp::join_with(place.rank, ranks, meeting, options.tcp, None, pin, deadline).map(Some);
     };
     if are_near && options.way != Way::Tcp {
+        tracing::debug!("all ranks are on this machine: shared memory");
         return world::join(&socket, deadline).map(Some);
     }
     let local: shm::Machine = world::enter(&socket, deadline)?;
     let meeting = meeting(&place, are_near)?;
-    tcp::join_with(place.rank, ranks, meeting, options.tcp, Some(local), deadline).map(Some)
+    // The launcher has pinned it.
+    tcp::join_with(place.rank, ranks, meeting, options.tcp, Some(local), |_, _| {}, deadline).map(Some)
 }
 
 /// Where the ranks of `place` meet.
 fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
     let named = place.leader.clone().filter(|leader| leader.port.is_some() || !are_near);
-    let host = env::var("MASTER_ADDR").ok().filter(|host| !host.is_empty());
-    let host = host.or_else(|| named.as_ref().map(|leader| leader.host.clone()));
+    let host = variable("MASTER_ADDR").or_else(|| named.as_ref().map(|leader| leader.host.clone()));
+    let listener = world::inherited(LISTENER_VARIABLE)?.map(TcpListener::from);
     let host = match host {
+        // torchrun names this machine; where all its ranks are here, nobody else has to reach them.
+        Some(_)
+            if are_near && place.launcher == Launcher::Torchrun && listener.is_none() && !is_launched() =>
+        {
+            "127.0.0.1".to_owned()
+        }
         Some(host) => host,
         None if are_near => "127.0.0.1".to_owned(),
         None => return Err(CommError::Join(JoinProblem::NoLeader { launcher: place.launcher })),
     };
-    let run = env::var("TORCHELASTIC_RUN_ID").ok().filter(|run| !run.is_empty());
-    let run = run.unwrap_or_else(|| job(place.launcher));
+    let run = variable("TORCHELASTIC_RUN_ID").unwrap_or_else(|| job(place.launcher));
     let port = named.and_then(|leader| leader.port);
-    let port = port.or_else(|| env::var("MASTER_PORT").ok()?.parse().ok()).unwrap_or_else(|| port_of(&run));
-    let listener = world::inherited(LISTENER_VARIABLE)?.map(TcpListener::from);
-    Ok(Meeting { host, port, listener, run, secret: secret()? })
+    let port = port.or_else(|| variable("MASTER_PORT")?.parse().ok()).unwrap_or_else(|| port_of(&run));
+    let meeting = Meeting { host, port, listener, run, secret: secret()?, ..Meeting::default() };
+    let is_agents = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
+    let meeting = if is_agents && !is_launched() { beside_agent(meeting) } else { meeting };
+    let Meeting { host, port, listener, run, .. } = &meeting;
+    tracing::debug!(%host, port, %run, listens = listener.is_some(), "the rendezvous of the ranks");
+    Ok(meeting)
+}
+
+/// The same meeting at ports of its own, for ranks of a torchrun whose agent listens at `MASTER_PORT` itself.
+fn beside_agent(meeting: Meeting) -> Meeting {
+    let restart = variable("TORCHELASTIC_RESTART_COUNT").unwrap_or_default();
+    let run = format!("{}.{}.{restart}", meeting.run, meeting.port);
+    let mut ports = (0..AGENT_PORTS).map(|attempt| port_of(&format!("{run}.{attempt}")));
+    let port = ports.next().unwrap_or(meeting.port);
+    let fallback_ports = ports.collect();
+    Meeting { port, fallback_ports, run, ..meeting }
+}
+
+/// A variable that is set, and not empty.
+fn variable(name: &str) -> Option<String> {
+    env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// The job's secret, if there is one.

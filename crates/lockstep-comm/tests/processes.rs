@@ -13,9 +13,9 @@ use std::{
 };
 
 use lockstep_comm::{
-    Agent, Collective, CommError, Deadline, Ended, Failure, Group, JoinOptions, Launch, Lent, LossCause,
-    Meeting, Output, Pinning, Placement, ReduceOp, TcpOptions, WorldOptions, join_from_environment,
-    meet_nodes,
+    Agent, Collective, CommError, Deadline, Elastic, Ended, Failure, Group, JoinOptions, Launch, Lent,
+    LossCause, Meeting, Output, Pinning, Placement, ReduceOp, TcpOptions, WorldOptions,
+    join_from_environment, meet_nodes,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::Buffer;
@@ -245,7 +245,8 @@ impl Run {
             let meet = |(node, ranks): (usize, &usize)| {
                 let listener = (node == 0).then(|| listener.try_clone().unwrap());
                 let run = format!("nodes on port {port}");
-                let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret: None };
+                let meeting =
+                    Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() };
                 let (ranks, count) = (*ranks, nodes.len());
                 // The last two take the numbers that are left, in whatever order they come.
                 let node = (node == 0 || node + 2 < count).then_some(node);
@@ -282,6 +283,7 @@ impl Run {
             options: WorldOptions { arena_bytes: 1 << 30, silence, ..WorldOptions::default() },
             pinning: Pinning::Free,
             output,
+            elastic: Elastic::default(),
             sound_codes: vec![0],
         };
         Self { agent: launch.start().unwrap(), first_rank, reports }
@@ -572,6 +574,7 @@ fn what_ranks_print_is_kept_in_files_that_a_failure_names() {
         options: WorldOptions::default(),
         pinning: Pinning::Free,
         output: Output::Files(in_the_way),
+        elastic: Elastic::default(),
         sound_codes: vec![0],
     };
     let error = launch.start().unwrap_err().to_string();

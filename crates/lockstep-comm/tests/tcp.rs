@@ -31,7 +31,7 @@ fn listener() -> (TcpListener, u16) {
 
 fn meeting(port: u16) -> Meeting {
     let run = "a test".to_owned();
-    Meeting { host: "127.0.0.1".to_owned(), port, listener: None, run, secret: None }
+    Meeting { host: "127.0.0.1".to_owned(), port, run, ..Meeting::default() }
 }
 
 /// One who comes to a meeting.
@@ -54,7 +54,8 @@ fn meet(comers: Vec<Comer>, limit: Duration) -> Vec<Result<usize, JoinProblem>> 
         let come = |comer: Comer| {
             let listener = if comer.rank == 0 { listener.take() } else { None };
             let (run, secret) = (comer.run.to_owned(), Some(Secret::of(comer.secret.as_bytes())));
-            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret };
+            let meeting =
+                Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret, ..Meeting::default() };
             let options = TcpOptions { settings: comer.settings, ..TcpOptions::default() };
             scope.spawn(move || {
                 match join_by_address(comer.rank, comer.ranks, meeting, options, Deadline::after(limit)) {
@@ -268,4 +269,24 @@ fn a_link_that_swallows_everything_is_known_within_the_time_of_silence() {
         assert_eq!(lost, 1 - rank);
         assert!(elapsed < silence * 3, "{elapsed:?}");
     }
+}
+
+#[test]
+fn ranks_find_the_first_one_at_the_next_port_where_something_else_has_the_first() {
+    // It takes connections, and says nothing.
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = other.local_addr().unwrap().port();
+    let free = {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.local_addr().unwrap().port()
+    };
+    thread::scope(|scope| {
+        for rank in 0..2 {
+            let meeting = Meeting { fallback_ports: vec![port, free], ..meeting(port) };
+            scope.spawn(move || {
+                let group = join_by_address(rank, 2, meeting, TcpOptions::default(), soon()).unwrap();
+                group.barrier(soon()).unwrap();
+            });
+        }
+    });
 }

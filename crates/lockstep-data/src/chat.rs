@@ -29,18 +29,46 @@ pub(crate) struct Message {
 const ASSISTANT: &str = "assistant";
 
 impl Message {
-    /// Reads `{"role": "...", "content": "..."}`, or says what it lacks.
-    pub(crate) fn read(object: Value) -> Result<Self, String> {
-        let string = |key: &str| {
-            let text = object.get(key).and_then(Value::as_str);
-            text.map(str::to_owned).ok_or_else(|| format!("it has no string in \"{key}\""))
-        };
-        let (role, content) = (string("role")?, string("content")?);
+    /// Reads an object with a role and a content, each under the first of these names that it has, or says what it
+    /// lacks. Roles under names that are not transformers' may be ShareGPT's.
+    pub(crate) fn read(object: Value, roles: &[&str], contents: &[&str]) -> Result<Self, String> {
+        let (role_name, role) = string_in(&object, roles)?;
+        let (content_name, content) = string_in(&object, contents)?;
+        if (role_name, content_name) != ("role", "content") {
+            return Ok(Self::new(role_of_sharegpt(&role), &content));
+        }
         Ok(Self { object, role, content })
+    }
+
+    /// What `role` says.
+    pub(crate) fn new(role: &str, content: &str) -> Self {
+        let object = json!({ "role": role, "content": content });
+        Self { object, role: role.to_owned(), content: content.to_owned() }
     }
 
     fn is_answer(&self) -> bool {
         self.role == ASSISTANT
+    }
+}
+
+/// The string under the first of `names` that has one, with that name.
+fn string_in<'n>(object: &Value, names: &[&'n str]) -> Result<(&'n str, String), String> {
+    let found = names.iter().find_map(|&name| Some((name, object.get(name)?.as_str()?.to_owned())));
+    found.ok_or_else(|| format!("it has no string in {}", quoted(names)))
+}
+
+/// `"a" or "b"`.
+fn quoted(names: &[&str]) -> String {
+    names.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(" or ")
+}
+
+/// What transformers calls a role of ShareGPT's.
+fn role_of_sharegpt(role: &str) -> &str {
+    match role {
+        "human" => "user",
+        "gpt" | "chatgpt" | "bot" | "model" => ASSISTANT,
+        "observation" | "function_response" => "tool",
+        role => role,
     }
 }
 
@@ -104,8 +132,8 @@ impl ChatTemplate {
 
     /// The chat in parts.
     pub(crate) fn parts(&self, messages: &[Message]) -> Result<Vec<Part>, String> {
-        if !messages.iter().any(Message::is_answer) {
-            return Err(format!("there is no message of the role {ASSISTANT}, so nothing to predict"));
+        if messages.is_empty() {
+            return Ok(Vec::new());
         }
         match self {
             Self::ChatMl => Ok(messages.iter().flat_map(chat_ml).collect()),
@@ -114,8 +142,48 @@ impl ChatTemplate {
     }
 }
 
+impl ChatTemplate {
+    /// The chat, with the words after which the assistant speaks.
+    pub(crate) fn question(&self, messages: &[Message]) -> Result<String, String> {
+        match self {
+            Self::ChatMl => {
+                let parts = messages.iter().flat_map(chat_ml).map(|part| part.text);
+                Ok(parts.collect::<String>() + "<|im_start|>assistant\n")
+            }
+            Self::Jinja(template) => template.render(messages, Ask::ForAnAnswer),
+        }
+    }
+
+    /// The marks that the template puts around messages, such as `<|im_start|>` and `[INST]`.
+    pub(crate) fn markers(&self) -> Vec<String> {
+        let messages = [Message::new("user", "a"), Message::new(ASSISTANT, "b")];
+        let texts = self.parts(&messages).unwrap_or_default().into_iter().map(|part| part.text);
+        let text: String = texts.collect();
+        let mut markers = Vec::new();
+        for (opening, closing) in [('<', '>'), ('[', ']')] {
+            for (at, _) in text.match_indices(opening) {
+                let Some(length) = text[at..].find(closing) else { continue };
+                let marker = &text[at..=at + length];
+                let is_mark = marker.len() > 2 && !marker.contains(char::is_whitespace);
+                if is_mark && !markers.iter().any(|known| known == marker) {
+                    markers.push(marker.to_owned());
+                }
+            }
+        }
+        markers
+    }
+
+    /// What is written at the end of an answer as text, where no token of the tokenizer's ends it.
+    pub(crate) fn end_of_answer(&self) -> Option<&'static str> {
+        matches!(self, Self::ChatMl).then_some(CHAT_ML_END)
+    }
+}
+
+/// What ends a message of ChatML.
+const CHAT_ML_END: &str = "<|im_end|>";
+
 fn chat_ml(message: &Message) -> [Part; 2] {
-    let said = format!("{}<|im_end|>\n", message.content);
+    let said = format!("{}{CHAT_ML_END}\n", message.content);
     let said = if message.is_answer() { Part::answer(said) } else { Part::context(said) };
     [Part::context(format!("<|im_start|>{}\n", message.role)), said]
 }
@@ -178,9 +246,7 @@ mod tests {
     use crate::json_line::PartRole;
 
     fn chat(messages: &[(&str, &str)]) -> Vec<Message> {
-        let message = |&(role, content): &(&str, &str)| {
-            Message::read(json!({"role": role, "content": content})).unwrap()
-        };
+        let message = |&(role, content): &(&str, &str)| Message::new(role, content);
         messages.iter().map(message).collect()
     }
 
@@ -247,5 +313,13 @@ mod tests {
             let problem = jinja(source).and_then(|template| template.parts(&chat(&CHAT))).unwrap_err();
             assert!(problem.contains(expected), "{source}: {problem}");
         }
+    }
+
+    #[test]
+    fn the_marks_of_a_template_are_found_in_what_it_writes() {
+        assert_eq!(ChatTemplate::ChatMl.markers(), ["<|im_start|>", "<|im_end|>"]);
+        let source = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}";
+        let template = ChatTemplate::jinja(source, None, None).unwrap();
+        assert_eq!(template.markers(), ["</s>", "[INST]", "[/INST]"]);
     }
 }

@@ -12,6 +12,7 @@ use crate::{
     error::{DataError, Result},
     order::SampleOrder,
     packing::{Packing, Windows, keep_apart},
+    supervision::Supervision,
     tokens::Tokens,
 };
 
@@ -52,6 +53,7 @@ struct Source {
     tokens: Arc<Tokens>,
     range: Range<u64>,
     windows: Windows,
+    supervision: Option<Supervision>,
     options: WindowOptions,
 }
 
@@ -86,8 +88,12 @@ impl Dataset {
                 allowed: format!("within 0..{}", tokens.tokens()),
             });
         }
-        let windows = Windows::new(&tokens, range.clone(), options);
+        let (windows, supervision) = Windows::new(&tokens, range.clone(), options);
         if windows.count() == 0 {
+            if let Some(supervision) = supervision.filter(|supervision| !supervision.is_complete()) {
+                let (what, seq_len) = (what.to_owned(), options.seq_len);
+                return Err(DataError::NoAnswers { what, seq_len, supervision });
+            }
             let is_padded = options.tail == Tail::Pad || options.packing == Packing::WholeDocuments;
             return Err(DataError::TooFewTokens {
                 what: what.to_owned(),
@@ -96,7 +102,7 @@ impl Dataset {
                 seq_len: options.seq_len,
             });
         }
-        let source = Source { tokens, range, windows, options };
+        let source = Source { tokens, range, windows, supervision, options };
         Ok(Self { sources: [source].into(), blend: Blend::new(&[1.0]).into(), seq_len: options.seq_len })
     }
 
@@ -139,6 +145,20 @@ impl Dataset {
     /// How many tokens the windows are cut from.
     pub fn tokens(&self) -> u64 {
         self.sources.iter().map(|source| source.range.end - source.range.start).sum()
+    }
+
+    /// What is predicted and what was left out; none where there are no prompts, so that every token counts.
+    pub fn supervision(&self) -> Option<Supervision> {
+        let parts = || self.sources.iter().map(|source| (source, source.supervision));
+        parts().any(|(_, part)| part.is_some()).then(|| {
+            let mut all = Supervision::default();
+            for (source, part) in parts() {
+                let tokens = source.range.end - source.range.start;
+                let labels = tokens.saturating_sub(1);
+                all += part.unwrap_or(Supervision { tokens, labels, ..Supervision::default() });
+            }
+            all
+        })
     }
 
     /// Inputs per window.

@@ -1,25 +1,23 @@
-//! Files to documents: a text file is one, each line of a JSON lines file and each row of a table is one.
+//! Files to documents: a text file is one, each record of a JSON file and each row of a table is one.
 //!
 //! A document reaches the tokenizer in pieces, cut where the tokenizer allows it, so that a file larger
 //! than memory streams through and one large file still keeps every core busy.
 
 use std::{
     fs::File,
-    io::{BufRead, BufReader, Read, Seek, SeekFrom},
+    io::{Read, Seek, SeekFrom},
     path::Path,
 };
 
 use crate::{
     error::{DataError, Result},
+    json_records::{JsonRecord, JsonRecords, RecordPlace},
     parquet_file::read_parquet,
     sources::{FileFormat, SourceFile},
 };
 
 /// How much is read at a time, and so about the size of a piece.
 const BLOCK_BYTES: u64 = 256 << 10;
-
-/// What some programs put before UTF-8; JSON knows no such thing, and no record begins with it.
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// A part of a document, or all of it.
 #[derive(Debug, PartialEq, Eq)]
@@ -35,11 +33,10 @@ pub(crate) struct Piece {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Content {
     Text(String),
-    /// A line of JSON, which is parsed where it is tokenized: on all cores.
-    JsonLine {
-        /// Counted from 1.
-        number: u64,
-        line: String,
+    /// A record of JSON, which is parsed where it is tokenized: on all cores.
+    JsonRecord {
+        place: RecordPlace,
+        text: String,
     },
 }
 
@@ -47,7 +44,7 @@ impl Content {
     /// What counts as done with it.
     pub(crate) fn bytes(&self) -> usize {
         match self {
-            Self::Text(text) | Self::JsonLine { line: text, .. } => text.len(),
+            Self::Text(text) | Self::JsonRecord { text, .. } => text.len(),
         }
     }
 }
@@ -174,34 +171,11 @@ fn read_json_lines(
     start: u64,
     sink: &mut impl FnMut(Piece) -> Result<()>,
 ) -> Result<blake3::Hash> {
-    let mut reader = BufReader::with_capacity(BLOCK_BYTES as usize, open_at(path, 0)?);
-    let mut hasher = blake3::Hasher::new();
-    let mut line = Vec::new();
-    let mut end = 0_u64;
-    for number in 1.. {
-        line.clear();
-        let read = reader.read_until(b'\n', &mut line).map_err(DataError::io("read", path))?;
-        if read == 0 {
-            break;
-        }
-        end += read as u64;
-        // Lines that were read before are read again, for their number.
-        if end <= start {
-            continue;
-        }
-        hasher.update(&line);
-        let line = if number == 1 { line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line) } else { &line };
-        let text = std::str::from_utf8(line).map_err(|error| DataError::NotUtf8 {
-            path: path.to_owned(),
-            offset_bytes: end - line.len() as u64 + error.valid_up_to() as u64,
-        })?;
-        if text.trim_ascii().is_empty() {
-            continue;
-        }
-        let content = Content::JsonLine { number, line: text.to_owned() };
-        sink(Piece { content, ends_document: true, end })?;
+    let mut records = JsonRecords::open(path, start)?;
+    while let Some(JsonRecord { place, text, end }) = records.next()? {
+        sink(Piece { content: Content::JsonRecord { place, text }, ends_document: true, end })?;
     }
-    Ok(hasher.finalize())
+    Ok(records.hash())
 }
 
 #[cfg(test)]
@@ -240,7 +214,7 @@ mod tests {
     fn text_of(piece: &Piece) -> &str {
         match &piece.content {
             Content::Text(text) => text,
-            Content::JsonLine { line, .. } => line,
+            Content::JsonRecord { text, .. } => text,
         }
     }
 

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::id_type::IdType;
+use crate::{id_type::IdType, json_records::RecordPlace, supervision::Supervision};
 
 /// The result of every fallible function in this crate.
 pub type Result<T, E = DataError> = std::result::Result<T, E>;
@@ -166,13 +166,13 @@ pub enum DataError {
         /// Where the first invalid byte stands, from the start of the file.
         offset_bytes: u64,
     },
-    /// A line of a JSON lines file that holds no document.
-    #[error("{} line {line}: {problem}", path.display())]
-    JsonLine {
+    /// A record of a JSON file that holds no document.
+    #[error("{} {place}: {problem}", path.display())]
+    JsonRecord {
         /// The file.
         path: PathBuf,
-        /// The line, counted from 1.
-        line: u64,
+        /// Which line, or which element of an array.
+        place: RecordPlace,
         /// What is wrong with it.
         problem: String,
     },
@@ -284,6 +284,24 @@ pub enum DataError {
         needed_tokens: u64,
         /// The window's length.
         seq_len: usize,
+    },
+    /// A chat that its template refuses.
+    #[error("the chat does not suit the template of {tokenizer}: {problem}")]
+    BadChat {
+        /// The tokenizer.
+        tokenizer: String,
+        /// What the template says.
+        problem: String,
+    },
+    /// Prompts without an answer that fits.
+    #[error("{what} has no answer to learn from within seq_len {seq_len}: {}", why_no_answers(supervision))]
+    NoAnswers {
+        /// The training set, the validation set or the like.
+        what: String,
+        /// The window's length.
+        seq_len: usize,
+        /// What was left out.
+        supervision: Supervision,
     },
     /// A number outside its range.
     #[error("{name} is {value}; allowed: {allowed}")]
@@ -489,10 +507,12 @@ impl DataError {
             | Self::NoText { .. }
             | Self::TokenizerTooLarge { .. }
             | Self::TooFewTokens { .. }
+            | Self::NoAnswers { .. }
+            | Self::BadChat { .. }
             | Self::OutOfRange { .. }
             | Self::UnevenBatch { .. } => ErrorKind::Configuration,
             Self::NotUtf8 { .. }
-            | Self::JsonLine { .. }
+            | Self::JsonRecord { .. }
             | Self::BadTokenizer { .. }
             | Self::BadParquet { .. }
             | Self::BadTokenFile { .. }
@@ -541,6 +561,25 @@ impl DataError {
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { action, path: path.to_owned(), source }
     }
+}
+
+/// Why no window has a label, and what would give it one.
+fn why_no_answers(supervision: &Supervision) -> String {
+    let Supervision { answer_beyond, without_answer, masked_windows, seq_len_for_one_more, .. } =
+        *supervision;
+    if masked_windows > 0 {
+        return format!("none of its {masked_windows} windows holds a token to predict; raise train.seq_len");
+    }
+    let mut why = Vec::new();
+    if answer_beyond > 0 {
+        why.push(format!(
+            "{answer_beyond} have prompts that fill it (train.seq_len = {seq_len_for_one_more} holds the first answer of one)"
+        ));
+    }
+    if without_answer > 0 {
+        why.push(format!("{without_answer} have no answer: no assistant's message, or an empty completion"));
+    }
+    format!("of its {} samples {}", supervision.samples, why.join(" and "))
 }
 
 fn describe_files(first: &Path, files: usize) -> String {

@@ -19,9 +19,10 @@ use crate::{
     error::{DataError, Result},
     id_type::IdType,
     indexed::{id_type_for, write_index},
+    json_line::TextOptions,
     progress::Progress,
     sources::SourceFile,
-    tokenize::{Encoder, Ending, Position, TextOptions, TokenSink, end_document},
+    tokenize::{Encoder, Ending, Position, TokenSink, end_document},
     tokenizer::Tokenizer,
 };
 

@@ -3,12 +3,13 @@
 //! | the object has | what is read | what is predicted |
 //! |---|---|---|
 //! | the field `data.text_field` | its text | all of it |
-//! | `messages`: a list of `{role, content}` | the chat template's text | what the assistant says |
+//! | `messages` or `conversations`: a list of `{role, content}` or `{from, value}` | the chat template's text | what the assistant says |
+//! | `instruction` and `output`, with `input` and `system` if there are any | the same | the output |
 //! | `prompt` and `completion` | the two, put together as they are | the completion |
 //!
-//! Other fields are passed over, and the first of these that is there decides.
+//! Other fields are passed over, the first of these that is there decides, and [`Columns`] gives them other names.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
@@ -52,98 +53,253 @@ impl Part {
     }
 }
 
-/// The document in one line of a JSON lines file, whose text is in the field `text_field` if there is one. Fields that
-/// are not asked for are skipped without being built.
-///
-/// # Errors
-/// What is wrong with the line, in words, with the column where the parser stopped.
-pub fn parse_json_line(line: &str, text_field: &str, template: &ChatTemplate) -> Result<Document, String> {
-    let mut parser = serde_json::Deserializer::from_str(line);
-    let fields = FieldsOf(text_field).deserialize(&mut parser);
-    let fields = fields.and_then(|fields| parser.end().map(|()| fields));
-    // The parser counts lines from the start of what it was given, which is one line.
-    let fields = fields.map_err(|error| error.to_string().replace(" at line 1 column", " at column"))?;
-    match fields {
-        Fields { text: Some(text), .. } => Ok(Document::Text(text)),
-        Fields { messages: Some(messages), .. } => {
-            let Value::Array(messages) = messages else {
-                return Err("\"messages\" is no list".to_owned());
-            };
-            let messages: Vec<Message> = messages
-                .into_iter()
-                .enumerate()
-                .map(|(i, message)| {
-                    Message::read(message).map_err(|what| format!("message {}: {what}", i + 1))
-                })
-                .collect::<Result<_, _>>()?;
-            template.parts(&messages).map(Document::Parts)
-        }
-        Fields { prompt: Some(prompt), completion: Some(completion), .. } => match (prompt, completion) {
-            (Value::String(prompt), Value::String(completion)) => {
-                Ok(Document::Parts(vec![Part::context(prompt), Part::answer(completion)]))
-            }
-            _ => Err("\"prompt\" and \"completion\" are not two strings".to_owned()),
-        },
-        Fields { others, .. } => Err(format!(
-            "the object has no field \"{text_field}\" (it has: {}); data.text_field names the one that holds the text, \
-             and \"messages\", or \"prompt\" with \"completion\", are read too",
-            if others.is_empty() { "none".to_owned() } else { others.join(", ") }
-        )),
+/// How files of text are read: what their fields are called.
+#[derive(Debug, Clone, Copy)]
+pub struct TextOptions<'a> {
+    /// The field of a JSON object, or the column of a table, that holds its text.
+    pub text_field: &'a str,
+    /// The names of all other fields.
+    pub columns: &'a Columns,
+}
+
+impl Default for TextOptions<'_> {
+    fn default() -> Self {
+        static NONE: Columns = Columns { names: BTreeMap::new() };
+        Self { text_field: "text", columns: &NONE }
     }
 }
 
-/// What is read of an object.
-#[derive(Default)]
-struct Fields {
-    text: Option<String>,
-    messages: Option<Value>,
-    prompt: Option<Value>,
-    completion: Option<Value>,
-    /// Names of the first few fields, for a message.
-    others: Vec<String>,
+/// What the fields of a record are called, where they are not called as they are usually.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Columns {
+    names: BTreeMap<String, String>,
 }
 
-/// Reads an object, of which this field holds the text.
-struct FieldsOf<'a>(&'a str);
+impl Columns {
+    /// The fields that can be renamed.
+    pub const KNOWN: [&'static str; 9] =
+        ["prompt", "completion", "instruction", "input", "output", "system", "messages", "role", "content"];
 
-impl<'de> DeserializeSeed<'de> for FieldsOf<'_> {
-    type Value = Fields;
+    /// Names of fields by what they are.
+    ///
+    /// # Errors
+    /// The first name that is none of [`Columns::KNOWN`].
+    pub fn new(names: &BTreeMap<String, String>) -> Result<Self, String> {
+        match names.keys().find(|name| !Self::KNOWN.contains(&name.as_str())) {
+            Some(unknown) => Err(unknown.clone()),
+            None => Ok(Self { names: names.clone() }),
+        }
+    }
 
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Fields, D::Error> {
+    /// The hash of what is renamed; none if nothing is.
+    pub(crate) fn hash(&self) -> Option<blake3::Hash> {
+        let mut hasher = blake3::Hasher::new();
+        for name in self.names.iter().flat_map(|(known, name)| [known, name]) {
+            hasher.update(blake3::hash(name.as_bytes()).as_bytes());
+        }
+        (!self.names.is_empty()).then(|| hasher.finalize())
+    }
+
+    /// The names under which a field may be, the first that is there decides.
+    fn of<'a>(&'a self, known: &'a str) -> Vec<&'a str> {
+        match (self.names.get(known), known) {
+            (Some(name), _) => vec![name],
+            (None, "messages") => vec!["messages", "conversations"],
+            (None, "role") => vec!["role", "from"],
+            (None, "content") => vec!["content", "value"],
+            (None, known) => vec![known],
+        }
+    }
+}
+
+/// What kind of record a document was read from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecordShape {
+    /// A text.
+    Text,
+    /// A chat.
+    Chat,
+    /// An instruction with its output, as Alpaca has them.
+    Instruction,
+    /// A prompt with its completion, put together as they are.
+    Completion,
+}
+
+impl RecordShape {
+    /// What it is, in words.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Self::Text => "texts",
+            Self::Chat => "chats (messages or conversations)",
+            Self::Instruction => "instructions with outputs (alpaca)",
+            Self::Completion => "prompts with completions, put together as they are",
+        }
+    }
+
+    /// Whether the chat template writes it.
+    pub fn uses_template(self) -> bool {
+        matches!(self, Self::Chat | Self::Instruction)
+    }
+}
+
+/// The document in one record of a JSON file. Fields that are not asked for are skipped without being built.
+///
+/// # Errors
+/// What is wrong with the record, in words, with the column where the parser stopped.
+pub fn parse_json_line(
+    line: &str,
+    options: TextOptions<'_>,
+    template: &ChatTemplate,
+) -> Result<Document, String> {
+    parse_record(line, options, template).map(|(_, document)| document)
+}
+
+/// As [`parse_json_line`], with what kind of record it is.
+pub(crate) fn parse_record(
+    line: &str,
+    options: TextOptions<'_>,
+    template: &ChatTemplate,
+) -> Result<(RecordShape, Document), String> {
+    let mut parser = serde_json::Deserializer::from_str(line);
+    let fields = FieldsOf(options).deserialize(&mut parser);
+    let fields = fields.and_then(|fields| parser.end().map(|()| fields));
+    // The parser counts lines from the start of what it was given, which is one record.
+    let fields = fields.map_err(|error| error.to_string().replace(" at line 1 column", " at column"))?;
+    fields.into_document(template)
+}
+
+/// What is read of an object.
+struct Fields<'a> {
+    options: TextOptions<'a>,
+    text: Option<String>,
+    values: BTreeMap<String, Value>,
+    /// Names of the first few fields, for a message.
+    names: Vec<String>,
+}
+
+impl Fields<'_> {
+    fn into_document(mut self, template: &ChatTemplate) -> Result<(RecordShape, Document), String> {
+        if let Some(text) = self.text.take() {
+            return Ok((RecordShape::Text, Document::Text(text)));
+        }
+        if let Some((name, messages)) = self.take("messages") {
+            let messages = self.chat(&name, messages)?;
+            return Ok((RecordShape::Chat, Document::Parts(template.parts(&messages)?)));
+        }
+        if self.has("instruction") && self.has("output") {
+            let messages = self.instruction()?;
+            return Ok((RecordShape::Instruction, Document::Parts(template.parts(&messages)?)));
+        }
+        match (self.take("prompt"), self.take("completion")) {
+            (Some((_, Value::String(prompt))), Some((_, Value::String(completion)))) => {
+                let parts = vec![Part::context(prompt), Part::answer(completion)];
+                Ok((RecordShape::Completion, Document::Parts(parts)))
+            }
+            (Some((first, Value::Array(mut messages))), Some((_, Value::Array(answer)))) => {
+                messages.extend(answer);
+                let messages = self.chat(&first, Value::Array(messages))?;
+                Ok((RecordShape::Chat, Document::Parts(template.parts(&messages)?)))
+            }
+            (Some((prompt, _)), Some((completion, _))) => {
+                Err(format!("\"{prompt}\" and \"{completion}\" are not two strings"))
+            }
+            _ => Err(self.unknown()),
+        }
+    }
+
+    fn has(&self, known: &str) -> bool {
+        self.options.columns.of(known).iter().any(|name| self.values.contains_key(*name))
+    }
+
+    /// The field that is `known`, with its name.
+    fn take(&mut self, known: &str) -> Option<(String, Value)> {
+        let names = self.options.columns.of(known);
+        names.into_iter().find_map(|name| Some((name.to_owned(), self.values.remove(name)?)))
+    }
+
+    /// A string, which may be absent, null or empty.
+    fn optional_text(&mut self, known: &str) -> Result<Option<String>, String> {
+        match self.take(known) {
+            None | Some((_, Value::Null)) => Ok(None),
+            Some((_, Value::String(text))) => Ok(Some(text).filter(|text| !text.is_empty())),
+            Some((name, _)) => Err(format!("\"{name}\" is no string")),
+        }
+    }
+
+    fn system(&mut self) -> Result<Vec<Message>, String> {
+        Ok(self.optional_text("system")?.iter().map(|text| Message::new("system", text)).collect())
+    }
+
+    fn chat(&mut self, name: &str, messages: Value) -> Result<Vec<Message>, String> {
+        let Value::Array(list) = messages else { return Err(format!("\"{name}\" is no list")) };
+        let mut messages = self.system()?;
+        let (role, content) = (self.options.columns.of("role"), self.options.columns.of("content"));
+        for (i, message) in list.into_iter().enumerate() {
+            let message = Message::read(message, &role, &content);
+            messages.push(message.map_err(|what| format!("message {}: {what}", i + 1))?);
+        }
+        Ok(messages)
+    }
+
+    /// The instruction, with its input on lines of its own, is what the user says; the output is the answer.
+    fn instruction(&mut self) -> Result<Vec<Message>, String> {
+        let mut messages = self.system()?;
+        let question = [self.optional_text("instruction")?, self.optional_text("input")?];
+        let question: Vec<String> = question.into_iter().flatten().collect();
+        messages.push(Message::new("user", &question.join("\n")));
+        // An answer that is missing is no answer; such a sample is left out.
+        messages.extend(self.optional_text("output")?.iter().map(|text| Message::new("assistant", text)));
+        Ok(messages)
+    }
+
+    fn unknown(&self) -> String {
+        let names = if self.names.is_empty() { "none".to_owned() } else { self.names.join(", ") };
+        format!(
+            "the object has no field \"{}\" (it has: {names}); data.text_field names the one that holds the text; messages, \
+             conversations, instruction with output, and prompt with completion are read too, and data.columns says \
+             what they are called here, e.g. {{ prompt = \"question\", completion = \"answer\" }}",
+            self.options.text_field
+        )
+    }
+}
+
+/// Reads an object with fields of these names.
+struct FieldsOf<'a>(TextOptions<'a>);
+
+impl<'de, 'a> DeserializeSeed<'de> for FieldsOf<'a> {
+    type Value = Fields<'a>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Fields<'a>, D::Error> {
         deserializer.deserialize_map(self)
     }
 }
 
-impl<'de> Visitor<'de> for FieldsOf<'_> {
-    type Value = Fields;
+impl<'de, 'a> Visitor<'de> for FieldsOf<'a> {
+    type Value = Fields<'a>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "an object with a string in its field \"{}\"", self.0)
+        write!(f, "an object with a string in its field \"{}\"", self.0.text_field)
     }
 
-    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Fields, M::Error> {
-        let mut fields = Fields::default();
+    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Fields<'a>, M::Error> {
+        let columns = self.0.columns;
+        let wanted: Vec<&str> = Columns::KNOWN[..7].iter().flat_map(|known| columns.of(known)).collect();
+        let mut fields = Fields { options: self.0, text: None, values: BTreeMap::new(), names: Vec::new() };
         while let Some(key) = map.next_key::<String>()? {
-            let slot = match key.as_str() {
-                text if text == self.0 => {
-                    if fields.text.replace(map.next_value()?).is_some() {
-                        return Err(de::Error::custom(format_args!("the field \"{key}\" is there twice")));
-                    }
-                    continue;
+            if key == self.0.text_field {
+                if fields.text.replace(map.next_value()?).is_some() {
+                    return Err(de::Error::custom(format_args!("the field \"{key}\" is there twice")));
                 }
-                "messages" => &mut fields.messages,
-                "prompt" => &mut fields.prompt,
-                "completion" => &mut fields.completion,
-                _ => {
-                    map.next_value::<IgnoredAny>()?;
-                    if fields.others.len() < 8 {
-                        fields.others.push(key);
-                    }
-                    continue;
-                }
-            };
-            *slot = Some(map.next_value()?);
-            fields.others.push(key);
+                continue;
+            }
+            if fields.names.len() < 8 {
+                fields.names.push(key.clone());
+            }
+            if wanted.contains(&key.as_str()) {
+                fields.values.insert(key, map.next_value()?);
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
         }
         Ok(fields)
     }
@@ -154,7 +310,7 @@ mod tests {
     use super::*;
 
     fn parse(line: &str) -> Result<Document, String> {
-        parse_json_line(line, "text", &ChatTemplate::default())
+        parse_json_line(line, TextOptions::default(), &ChatTemplate::default())
     }
 
     #[test]
@@ -174,7 +330,12 @@ mod tests {
             (r#"{"messages": {}}"#, "\"messages\" is no list"),
             (r#"{"messages": [{"role": "user", "content": "a"}, 7]}"#, "message 2: "),
             (r#"{"messages": [{"role": "user"}]}"#, "message 1: it has no string in \"content\""),
-            (r#"{"messages": []}"#, "no message of the role assistant"),
+            (
+                r#"{"conversations": [{"from": "human"}]}"#,
+                "message 1: it has no string in \"content\" or \"value\"",
+            ),
+            (r#"{"instruction": 3, "output": "a"}"#, "\"instruction\" is no string"),
+            (r#"{"question": "a", "answer": "b"}"#, "data.columns"),
         ] {
             let problem = parse(line).unwrap_err();
             assert!(problem.contains(expected), "{line}: {problem}");
@@ -185,5 +346,50 @@ mod tests {
     fn a_completion_is_predicted_and_its_prompt_is_not() {
         let parts = parse(r#"{"prompt": "2+2=", "completion": "4"}"#);
         assert_eq!(parts, Ok(Document::Parts(vec![Part::context("2+2="), Part::answer("4")])));
+    }
+
+    #[test]
+    fn alpaca_and_sharegpt_are_chats() {
+        let chat = parse(
+            r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q\nx"},
+                {"role": "assistant", "content": "a"}]}"#,
+        );
+        assert!(matches!(&chat, Ok(Document::Parts(parts)) if !parts.is_empty()), "{chat:?}");
+        for line in [
+            r#"{"instruction": "q", "input": "x", "output": "a", "system": "s", "id": 7}"#,
+            r#"{"conversations": [{"from": "human", "value": "q\nx"}, {"from": "gpt", "value": "a"}], "system": "s"}"#,
+            r#"{"conversations": [{"role": "system", "content": "s"}, {"role": "user", "content": "q\nx"},
+                {"role": "assistant", "content": "a"}]}"#,
+        ] {
+            assert_eq!(parse(line), chat, "{line}");
+        }
+        let without_input = parse(r#"{"instruction": "q", "input": "", "output": "a"}"#);
+        assert_eq!(
+            without_input,
+            parse(
+                r#"{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}"#
+            )
+        );
+    }
+
+    #[test]
+    fn columns_give_fields_other_names() {
+        let columns = |pairs: &[(&str, &str)]| {
+            let names = pairs.iter().map(|(known, name)| ((*known).to_owned(), (*name).to_owned())).collect();
+            Columns::new(&names)
+        };
+        let parse_with = |columns: &Columns, line: &str| {
+            let options = TextOptions { columns, ..TextOptions::default() };
+            parse_json_line(line, options, &ChatTemplate::default())
+        };
+        let pair = columns(&[("prompt", "question"), ("completion", "answer")]).unwrap();
+        let parts = parse_with(&pair, r#"{"question": "2+2=", "answer": "4", "prompt": "x"}"#);
+        assert_eq!(parts, Ok(Document::Parts(vec![Part::context("2+2="), Part::answer("4")])));
+        let chat = columns(&[("messages", "dialog"), ("role", "speaker"), ("content", "says")]).unwrap();
+        let line = r#"{"dialog": [{"speaker": "human", "says": "q"}, {"speaker": "bot", "says": "a"}]}"#;
+        let expected =
+            parse(r#"{"conversations": [{"from": "user", "value": "q"}, {"from": "gpt", "value": "a"}]}"#);
+        assert_eq!(parse_with(&chat, line), expected);
+        assert_eq!(columns(&[("promt", "question")]), Err("promt".to_owned()));
     }
 }

@@ -5,6 +5,7 @@ use std::{ops::Range, sync::Arc};
 use crate::{
     batch::{IGNORE_LABEL, MicroBatch},
     dataset::{Tail, WindowOptions},
+    supervision::{Borders, Supervision, first_answer, labels_in},
     tokens::Tokens,
 };
 
@@ -19,7 +20,7 @@ pub enum Packing {
     Documents,
     /// Kept apart as [`Documents`](Self::Documents) are, and not cut where that can be avoided: a window takes
     /// documents as long as the next one fits, and what is left of it is padding. Only what is longer than a window is
-    /// cut.
+    /// cut: text into several, a sample (a document with a prompt) at the end of its window.
     WholeDocuments,
 }
 
@@ -34,18 +35,50 @@ pub(crate) enum Windows {
 
 impl Windows {
     /// Lays the documents in `range` into windows of at most `seq_len + 1` tokens. The last token of a window is a
-    /// label only, and may be the first of the next one's inputs.
-    pub(crate) fn new(tokens: &Tokens, range: Range<u64>, options: WindowOptions) -> Self {
+    /// label only, and may be the first of the next one's inputs. Where there are prompts, a window has a label.
+    pub(crate) fn new(
+        tokens: &Tokens,
+        range: Range<u64>,
+        options: WindowOptions,
+    ) -> (Self, Option<Supervision>) {
         let seq_len = options.seq_len as u64;
         if options.packing == Packing::WholeDocuments {
-            return Self::Listed(whole_documents(tokens, range, seq_len).into());
+            let (windows, supervision) = WholeDocuments::new(tokens, seq_len).lay(range);
+            let has_samples = supervision.samples > 0;
+            let windows = Self::Listed(windows.into());
+            return (windows, has_samples.then_some(supervision));
         }
         let predictable = (range.end - range.start).saturating_sub(1);
         let count = match options.tail {
             Tail::Drop => predictable / seq_len,
             Tail::Pad => predictable.div_ceil(seq_len),
         };
-        Self::Even { range, seq_len, count }
+        let even = Self::Even { range: range.clone(), seq_len, count };
+        if tokens.contexts(range).next().is_none() {
+            return (even, None);
+        }
+        let borders = match options.packing {
+            Packing::Stream => Borders::Crossed,
+            Packing::Documents | Packing::WholeDocuments => Borders::Kept,
+        };
+        even.without_masked(tokens, borders)
+    }
+
+    /// The windows that have a label.
+    fn without_masked(self, tokens: &Tokens, borders: Borders) -> (Self, Option<Supervision>) {
+        let Self::Even { ref range, count, .. } = self else { return (self, None) };
+        let mut supervision = Supervision { tokens: range.end - range.start, ..Supervision::default() };
+        let mut kept = Vec::new();
+        for window in (0..count).map(|window| self.tokens_of(window)) {
+            let labels = labels_in(tokens, window.clone(), borders);
+            supervision.labels += labels;
+            if labels > 0 {
+                kept.push((window.start, (window.end - window.start) as u32));
+            }
+        }
+        supervision.masked_windows = count - kept.len() as u64;
+        let windows = if supervision.masked_windows == 0 { self } else { Self::Listed(kept.into()) };
+        (windows, Some(supervision))
     }
 
     pub(crate) fn count(&self) -> u64 {
@@ -70,32 +103,94 @@ impl Windows {
     }
 }
 
-fn whole_documents(tokens: &Tokens, range: Range<u64>, seq_len: u64) -> Vec<(u64, u32)> {
-    let mut windows = Vec::new();
-    let mut push = |window: &Range<u64>| {
-        // A token alone predicts nothing.
-        if window.end - window.start > 1 {
-            windows.push((window.start, (window.end - window.start) as u32));
+/// The windows of [`Packing::WholeDocuments`], as far as they are laid.
+struct WholeDocuments<'a> {
+    tokens: &'a Tokens,
+    /// Tokens of the longest window.
+    longest: u64,
+    windows: Vec<(u64, u32)>,
+    /// The window that may still grow.
+    open: Range<u64>,
+    supervision: Supervision,
+}
+
+impl<'a> WholeDocuments<'a> {
+    fn new(tokens: &'a Tokens, seq_len: u64) -> Self {
+        let supervision = Supervision::default();
+        Self { tokens, longest: seq_len + 1, windows: Vec::new(), open: 0..0, supervision }
+    }
+
+    fn lay(mut self, range: Range<u64>) -> (Vec<(u64, u32)>, Supervision) {
+        self.supervision.tokens = range.end - range.start;
+        self.open = range.start..range.start;
+        let mut start = range.start;
+        let starts = self.tokens.document_starts(range.start + 1..range.end);
+        for end in starts.chain(std::iter::once(range.end)) {
+            let document = start..end;
+            if self.tokens.contexts(document.clone()).next().is_some() {
+                self.add_sample(document);
+            } else {
+                self.add_text(document);
+            }
+            start = end;
         }
-    };
-    let mut open = range.start..range.start;
-    let mut start = range.start;
-    let borders = tokens.document_starts(range.start + 1..range.end).chain(std::iter::once(range.end));
-    for end in borders {
-        if end - open.start > seq_len + 1 {
-            push(&open);
-            open = start..start;
+        self.close();
+        (self.windows, self.supervision)
+    }
+
+    /// Text is cut into windows where it is longer than one.
+    fn add_text(&mut self, text: Range<u64>) {
+        if text.end - self.open.start > self.longest {
+            self.close();
+            self.open = text.start..text.start;
         }
-        while end - open.start > seq_len + 1 {
-            push(&(open.start..open.start + seq_len + 1));
-            open.start += seq_len;
+        while text.end - self.open.start > self.longest {
+            self.push(self.open.start..self.open.start + self.longest);
+            self.open.start += self.longest - 1;
         }
         // Of a document that was cut, the last token may have been predicted already.
-        open = if end - open.start == 1 && start < open.start { end..end } else { open.start..end };
-        start = end;
+        let is_used_up = text.end - self.open.start == 1 && text.start < self.open.start;
+        self.open = if is_used_up { text.end..text.end } else { self.open.start..text.end };
     }
-    push(&open);
-    windows
+
+    /// An answer is of no use without its prompt, so a sample ends with its window; one without a label is left out.
+    fn add_sample(&mut self, sample: Range<u64>) {
+        self.supervision.samples += 1;
+        let whole = sample.clone();
+        let end = sample.end.min(sample.start + self.longest);
+        match first_answer(self.tokens, whole) {
+            None => self.supervision.without_answer += 1,
+            Some(first) if first >= end => self.add_beyond(first - sample.start),
+            Some(_) if end < sample.end => {
+                self.supervision.truncated += 1;
+                self.close();
+                self.push(sample.start..end);
+                self.open = sample.end..sample.end;
+                return;
+            }
+            Some(_) => return self.add_text(sample),
+        }
+        self.close();
+        self.open = sample.end..sample.end;
+    }
+
+    fn add_beyond(&mut self, seq_len: u64) {
+        let of_this =
+            Supervision { answer_beyond: 1, seq_len_for_one_more: seq_len, ..Supervision::default() };
+        self.supervision += of_this;
+    }
+
+    fn close(&mut self) {
+        self.push(self.open.clone());
+    }
+
+    /// A token alone predicts nothing.
+    fn push(&mut self, window: Range<u64>) {
+        if window.end - window.start > 1 {
+            self.supervision.labels += labels_in(self.tokens, window.clone(), Borders::Kept);
+            self.windows.push((window.start, (window.end - window.start) as u32));
+        }
+    }
 }
 
 /// Keeps the documents of the newest row of `batch` apart. The row holds the tokens of `window` and, after them,

@@ -10,20 +10,23 @@ use std::{
 };
 
 use crate::{
+    chat::ChatTemplate,
     error::{DataError, Result},
     indexed::pair_of,
+    json_line::{RecordShape, TextOptions, parse_record},
+    json_records::JsonRecords,
 };
 
 /// How a file is read, as a configuration names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Format {
-    /// By the extension: `.jsonl`, `.ndjson` and `.jsonlines` hold JSON lines, `.parquet` a table; a `.bin` is one of Megatron's if its
+    /// By the extension: `.jsonl`, `.json`, `.ndjson` and `.jsonlines` hold records of JSON, `.parquet` a table; a `.bin` is one of Megatron's if its
     /// `.idx` lies beside it, else raw tokens; archives, tables and the like are refused; everything else is text.
     #[default]
     Auto,
     /// UTF-8 text; a file is one document.
     Text,
-    /// One JSON object a line; a line is one document.
+    /// One JSON object a line, or one array of objects; an object is one document.
     JsonLines,
     /// Parquet; a row is one document.
     Parquet,
@@ -109,7 +112,7 @@ impl SourceFile {
             Format::Indexed => FileFormat::Indexed,
             Format::RawTokens => FileFormat::RawTokens,
             Format::Auto => match extension_of(&path).as_str() {
-                "jsonl" | "ndjson" | "jsonlines" => FileFormat::JsonLines,
+                "jsonl" | "json" | "ndjson" | "jsonlines" => FileFormat::JsonLines,
                 "parquet" => FileFormat::Parquet,
                 "idx" => FileFormat::Indexed,
                 "bin" if pair_of(&path).is_some() => FileFormat::Indexed,
@@ -128,6 +131,15 @@ impl SourceFile {
         self.format.is_text()
     }
 
+    /// What kind of records it has, as the first of them shows; none where it has no records, or no sound one.
+    pub fn record_shape(&self, options: TextOptions<'_>) -> Option<RecordShape> {
+        if self.format != FileFormat::JsonLines {
+            return None;
+        }
+        let record = JsonRecords::open(&self.path, 0).ok()?.next().ok()??;
+        Some(parse_record(&record.text, options, &ChatTemplate::ChatMl).ok()?.0)
+    }
+
     /// Whether its documents can be told apart by end-of-text tokens only.
     pub fn hides_documents(&self) -> bool {
         self.format == FileFormat::RawTokens
@@ -135,15 +147,14 @@ impl SourceFile {
 }
 
 /// Extensions of files that users keep corpora in and that are no plain text, so that the message is about
-/// the format and not about some byte. A `.json` file may be either, so the user has to say.
-const NOT_TEXT: [&str; 15] = [
+/// the format and not about some byte.
+const NOT_TEXT: [&str; 14] = [
     "arrow",
     "feather",
     "npy",
     "npz",
     "pt",
     "safetensors",
-    "json",
     "gz",
     "bz2",
     "xz",
@@ -182,6 +193,7 @@ pub fn expand<S: AsRef<str>>(patterns: &[S], format: Format) -> Result<Vec<Sourc
             }
             files.push(file);
         }
+        tracing::debug!(pattern = pattern.as_ref(), files = files.len() - first, "data files");
     }
     Ok(files)
 }

@@ -12,20 +12,13 @@ use crate::{
     documents::{Content, Piece, hash_file, read_documents},
     error::{DataError, Result, TokenFileProblem},
     id_type::IdType,
-    json_line::{Document, Part, PartRole, parse_json_line},
+    json_line::{Document, Part, PartRole, TextOptions, parse_json_line},
     progress::Progress,
     sources::SourceFile,
     token_cache::{TokenFileHeader, TokenFileWriter},
     token_file::TokenFile,
     tokenizer::Tokenizer,
 };
-
-/// How documents are read out of files of text.
-#[derive(Debug, Clone, Copy)]
-pub struct TextOptions<'a> {
-    /// The field of a JSON object, or the column of a table, that holds its text.
-    pub text_field: &'a str,
-}
 
 /// What a document ends with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,8 +75,11 @@ pub fn tokenize_files(
     let path = options.cache_dir.join(format!("{}.tokens", key.to_hex()));
 
     match open_cached(&path, key) {
-        Ok(Some(file)) => return Ok(Tokenized { file, from_cache: true }),
-        Ok(None) => {}
+        Ok(Some(file)) => {
+            tracing::debug!(path = %path.display(), "tokens are in the cache");
+            return Ok(Tokenized { file, from_cache: true });
+        }
+        Ok(None) => tracing::debug!(path = %path.display(), files = files.len(), "tokenizing into the cache"),
         Err(error) => tracing::warn!(%error, "a damaged token file is made again"),
     }
 
@@ -109,6 +105,9 @@ fn content_key(
         // The field matters where there are fields, and its hash has a length that says where it ends.
         if file.format.has_fields() {
             hasher.update(blake3::hash(options.text.text_field.as_bytes()).as_bytes());
+            if let Some(columns) = options.text.columns.hash() {
+                hasher.update(columns.as_bytes());
+            }
         }
         hasher.update(&bytes.to_le_bytes()).update(hash.as_bytes());
     }
@@ -288,9 +287,9 @@ fn encode(
     let document;
     let (ids, contexts) = match content {
         Content::Text(text) => (tokenizer.encode(text)?, Vec::new()),
-        Content::JsonLine { number, line } => {
-            let bad = |problem| DataError::JsonLine { path: path.to_owned(), line: *number, problem };
-            document = parse_json_line(line, text.text_field, tokenizer.chat_template()).map_err(bad)?;
+        Content::JsonRecord { place, text: record } => {
+            let bad = |problem| DataError::JsonRecord { path: path.to_owned(), place: *place, problem };
+            document = parse_json_line(record, text, tokenizer.chat_template()).map_err(bad)?;
             match &document {
                 Document::Text(text) => (tokenizer.encode(text)?, Vec::new()),
                 Document::Parts(parts) => encode_parts(tokenizer, parts)?,
@@ -303,8 +302,8 @@ fn encode(
     Ok(Encoded { last_id: ids.last().copied(), ids: encoded, contexts })
 }
 
-/// The ids of the parts as one text, ended by an end-of-text token that is predicted, and which ranges of them are
-/// context. A token belongs to the part in which it ends.
+/// The ids of the parts as one text, ended by an end-of-text token that is predicted if anything is, and which ranges
+/// of them are context. A token belongs to the part in which it ends.
 fn encode_parts(tokenizer: &Tokenizer, parts: &[Part]) -> Result<(Vec<u32>, Vec<Range<u64>>)> {
     let whole: String = parts.iter().map(|part| part.text.as_str()).collect();
     let (mut ids, ends) = tokenizer.encode_with_ends(&whole)?;
@@ -324,6 +323,8 @@ fn encode_parts(tokenizer: &Tokenizer, parts: &[Part]) -> Result<(Vec<u32>, Vec<
         && ids.last().is_some_and(|&last| last != eos)
     {
         ids.push(eos);
+        let is_context = !parts.iter().any(|part| part.role == PartRole::Answer);
+        contexts.last_mut().filter(|_| is_context).into_iter().for_each(|last| last.end += 1);
     }
     Ok((ids, contexts))
 }

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use tokenizers::ModelWrapper;
 
 use crate::{
-    chat::ChatTemplate,
+    chat::{ChatTemplate, Message},
     documents::Cut,
     error::{DataError, Result},
     quiet,
@@ -253,6 +253,41 @@ impl Tokenizer {
                 Ok(encoding.get_ids().to_vec())
             }
         }
+    }
+
+    /// The ids of a chat, given as roles and what they say, with the words after which the assistant speaks.
+    ///
+    /// # Errors
+    /// A chat that the template refuses, and as [`encode`](Self::encode).
+    pub fn encode_chat(&self, messages: &[(String, String)]) -> Result<Vec<u32>> {
+        let messages: Vec<Message> =
+            messages.iter().map(|(role, content)| Message::new(role, content)).collect();
+        let failed = |problem| DataError::BadChat { tokenizer: self.name().to_owned(), problem };
+        self.encode(&self.chat_template().question(&messages).map_err(failed)?)
+    }
+
+    /// The marks of the chat template that are no token of the vocabulary, and so are spelled out in several tokens.
+    /// Bytes have no marks.
+    pub fn missing_markers(&self) -> Vec<String> {
+        let Self::HuggingFace(hf) = self else { return Vec::new() };
+        let is_missing = |marker: &String| hf.inner.token_to_id(marker).is_none();
+        self.chat_template().markers().into_iter().filter(is_missing).collect()
+    }
+
+    /// Whether the chat template is the tokenizer's own, and not ChatML.
+    pub fn has_chat_template(&self) -> bool {
+        self.chat_template().hash().is_some()
+    }
+
+    /// The text that ends an answer of a chat, and its token if there is one; none where the template is the
+    /// tokenizer's own, whose answers end with its end-of-text tokens.
+    pub fn end_of_answer(&self) -> Option<(&'static str, Option<u32>)> {
+        let text = self.chat_template().end_of_answer()?;
+        let token = match self {
+            Self::Bytes => None,
+            Self::HuggingFace(hf) => hf.inner.token_to_id(text),
+        };
+        Some((text, token))
     }
 
     /// The text of `ids`. Special tokens, and ids beyond the vocabulary (a padded model can produce

@@ -5,10 +5,11 @@ use std::{ops::Range, path::Path};
 use crate::{
     error::{DataError, Result},
     id_type::IdType,
+    json_line::TextOptions,
     progress::Progress,
     sources::{FileFormat, SourceFile},
     token_file::TokenFile,
-    tokenize::{TextOptions, TokenizeOptions, tokenize_files},
+    tokenize::{TokenizeOptions, tokenize_files},
     tokenizer::Tokenizer,
 };
 
@@ -98,6 +99,16 @@ impl Tokens {
     /// The files.
     pub fn files(&self) -> &[TokenFile] {
         &self.files
+    }
+
+    /// Whether some of them are read and never predicted: prompts.
+    pub fn has_contexts(&self) -> bool {
+        self.contexts(0..self.tokens()).next().is_some()
+    }
+
+    /// The token at or after `at` that begins a document; the end if there is none.
+    pub fn next_document(&self, at: u64) -> u64 {
+        self.document_starts(at..self.tokens()).next().unwrap_or(self.tokens())
     }
 
     /// Whether there is text among them and its tokens were there already.

@@ -9,8 +9,8 @@ use lockstep_graph::{Activity, BlockShape, Cost, RecomputeRules, Seed, Timeline}
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
-    Extent, MemoryPrediction, ParameterId, ParameterRecord, SharedTable, StageMemory, StepDiskTraffic,
-    ZeroStage, disk_traffic, exact::ExactSum, predicted,
+    Extent, MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StageMemory,
+    ZeroStage, exact::ExactSum, offload_traffic, predicted,
 };
 use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products};
 
@@ -88,7 +88,7 @@ pub struct Engine {
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
     shared_table: Option<SharedTable>,
     predicted: MemoryPrediction,
-    predicted_traffic: StepDiskTraffic,
+    predicted_traffic: OffloadTraffic,
 }
 
 impl Engine {
@@ -163,7 +163,7 @@ impl Engine {
         };
         let shard_ranks = |summing| mesh.shard_ranks(summing);
         let predicted = predicted(&profile, passes, shard_ranks, &state_plan)?;
-        let predicted_traffic = disk_traffic(&profile, passes, shard_ranks, &state_plan)?;
+        let predicted_traffic = offload_traffic(&profile, passes, shard_ranks, &state_plan)?;
         let queue = CpuQueue::new(threads, arena)?;
         let shards = Shards::new(&groups, &records)?;
         let offload = &storage.offload;
@@ -207,6 +207,12 @@ impl Engine {
         } else {
             None
         };
+        tracing::debug!(
+            threads = queue.threads(), instructions = %queue.level(), units = model.units(),
+            micro_batches = passes.micro_batches, predicted_bytes = predicted.by_category().total(),
+            gathers_weights = gathered.is_some(), reduces_gradients = reducer.is_some(),
+            "the engine has its weights and buffers"
+        );
         Ok(Self {
             micro_batches: passes.micro_batches,
             reducer,
@@ -306,7 +312,7 @@ impl Engine {
     }
 
     /// What this rank was predicted to move to and from its disk in each step but the first.
-    pub fn predicted_disk_traffic(&self) -> &StepDiskTraffic {
+    pub fn predicted_disk_traffic(&self) -> &OffloadTraffic {
         &self.predicted_traffic
     }
 

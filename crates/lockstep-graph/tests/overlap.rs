@@ -234,7 +234,7 @@ fn by_sockets<R: Send>(ranks: usize, work: impl Fn(&Group) -> R + Sync) -> Vec<R
         let rank = |rank| {
             let listener = (rank == 0).then(|| listener.try_clone().unwrap());
             let run = format!("overlap on port {port}");
-            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret: None };
+            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() };
             let options = TcpOptions::default();
             scope.spawn(move || {
                 work(&join_by_address(rank, ranks, meeting, options, Deadline::after(LIMIT)).unwrap())

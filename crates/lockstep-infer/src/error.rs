@@ -1,5 +1,7 @@
 //! What can go wrong while a model is loaded or run.
 
+use std::path::PathBuf;
+
 use lockstep_checkpoint::CheckpointError;
 use lockstep_comm::CommError;
 use lockstep_data::DataError;
@@ -39,12 +41,24 @@ pub enum InferError {
     #[error("the prompt is empty and the tokenizer has no token to begin with")]
     EmptyPrompt,
     /// More tokens than positions.
-    #[error("{tokens} tokens (the prompt and the new ones) do not fit: the model has {allowed} positions")]
+    #[error(
+        "{tokens} tokens (the prompt and the new ones) do not fit: the model has {allowed} positions; give fewer \
+         --max-new-tokens or a shorter prompt, or let the beginning be forgotten with --sliding-window {}",
+        allowed / 2
+    )]
     TooLong {
         /// Prompt and new tokens.
         tokens: usize,
         /// The model's maximum.
         allowed: usize,
+    },
+    /// What a model says of generation cannot be used.
+    #[error("{}: {problem}", path.display())]
+    GenerationConfig {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
     },
     /// A number that has no meaning.
     #[error("{name} = {value}: allowed is {allowed}")]

@@ -15,6 +15,8 @@ pub struct Generator<'m> {
     caches: Vec<[Tensor; 2]>,
     filled: usize,
     capacity: usize,
+    /// How many of the last tokens are kept when it is full; none: then there is an end.
+    kept: Option<usize>,
     decode: Forward,
     logits: Vec<f32>,
 }
@@ -47,7 +49,15 @@ impl<'m> Generator<'m> {
             .collect::<Result<_, TensorError>>()?;
         let decode = Forward::new(model, 1)?;
         let logits = vec![0.0; model.config.vocab_size()];
-        Ok(Self { model, caches, filled: 0, capacity, decode, logits })
+        Ok(Self { model, caches, filled: 0, capacity, kept: None, decode, logits })
+    }
+
+    /// Goes on with the last `kept` tokens whenever it is full: they are read again, as if nothing had stood before
+    /// them. At least 1, and less than the capacity.
+    #[must_use]
+    pub fn sliding(mut self, kept: usize) -> Self {
+        self.kept = Some(kept.clamp(1, self.capacity.saturating_sub(1).max(1)));
+        self
     }
 
     /// Reads the prompt, then hands `new_tokens` tokens to `emit`, one by one, until it returns
@@ -66,21 +76,35 @@ impl<'m> Generator<'m> {
             return Err(InferError::EmptyPrompt.into());
         }
         let tokens = self.filled + prompt.len() + new_tokens;
-        if tokens > self.capacity + 1 {
+        if self.kept.is_none() && tokens > self.capacity + 1 {
             return Err(InferError::TooLong { tokens, allowed: self.capacity }.into());
         }
         if new_tokens == 0 {
             return Ok(());
         }
-        self.read(prompt)?;
+        let fits = prompt.len() <= self.capacity - self.filled;
+        let mut recent = prompt[if fits { 0 } else { self.forget(prompt.len()) }..].to_vec();
+        self.read(&recent)?;
         for remaining in (0..new_tokens).rev() {
             let id = sampler.draw(&self.logits);
             if emit(id)?.is_break() || remaining == 0 {
                 break;
             }
-            self.step(id)?;
+            recent.push(id);
+            if self.filled < self.capacity {
+                self.step(id)?;
+            } else {
+                recent.drain(..self.forget(recent.len()));
+                self.read(&recent)?;
+            }
         }
         Ok(())
+    }
+
+    /// Forgets all that was read. Returns how many of the first of `tokens` tokens are not to be read again.
+    fn forget(&mut self, tokens: usize) -> usize {
+        self.filled = 0;
+        tokens.saturating_sub(self.kept.unwrap_or(self.capacity))
     }
 
     /// The logits that follow the last token read.

@@ -8,11 +8,13 @@
 mod error;
 mod evaluate;
 mod generate;
+mod generation;
 mod loaded;
 mod sample;
 
 pub use error::InferError;
 pub use evaluate::{Evaluation, evaluate};
 pub use generate::Generator;
+pub use generation::GenerationConfig;
 pub use loaded::LoadedModel;
 pub use sample::{Sampler, Sampling};

@@ -1,6 +1,6 @@
 //! A model in memory, ready to run forward.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{CheckpointError, ModelDirectory};
 use lockstep_data::Tokenizer;
@@ -10,7 +10,7 @@ use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
 use lockstep_tensor::{Arena, CpuQueue};
 
-use crate::InferError;
+use crate::{GenerationConfig, InferError};
 
 /// Weights in f32, with a queue to run them on.
 pub struct LoadedModel {
@@ -19,6 +19,7 @@ pub struct LoadedModel {
     pub(crate) arena: Arena,
     pub(crate) queue: CpuQueue,
     tokenizer: Option<String>,
+    generation: Option<PathBuf>,
     name: String,
 }
 
@@ -52,12 +53,21 @@ impl LoadedModel {
         })?;
         let queue = CpuQueue::new(threads, &arena)?;
         let name = directory.path().display().to_string();
-        Ok(Self { config, weights, arena, queue, tokenizer: directory.tokenizer(), name })
+        let (tokenizer, generation) = (directory.tokenizer(), directory.generation_config());
+        Ok(Self { config, weights, arena, queue, tokenizer, generation, name })
     }
 
     /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// What the model says of how its text is generated.
+    ///
+    /// # Errors
+    /// [`InferError::GenerationConfig`].
+    pub fn generation_config(&self) -> Result<GenerationConfig, InferError> {
+        self.generation.as_deref().map_or_else(|| Ok(GenerationConfig::default()), GenerationConfig::read)
     }
 
     /// The tokenizer that belongs to the model; bytes for a vocabulary of 256 to 259 without one.

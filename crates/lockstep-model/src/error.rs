@@ -13,14 +13,12 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum ModelError {
     /// No preset has this name.
-    #[error("no preset is called `{name}`{}; presets are {}", nearest_hint(.nearest.as_deref()), .known.join(", "))]
+    #[error("no preset is called `{name}`{}; `lockstep models` lists them", nearest_hint(.nearest.as_deref()))]
     UnknownPreset {
         /// The name asked for.
         name: String,
         /// The preset whose name comes nearest, if one is near.
         nearest: Option<String>,
-        /// Every preset.
-        known: Vec<&'static str>,
     },
     /// A configuration file could not be read.
     #[error("cannot read {}: {source}", .path.display())]

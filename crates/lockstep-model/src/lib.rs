@@ -26,6 +26,6 @@ pub use error::{CheckpointProblem, ConfigProblem, ModelError};
 pub use hf_names::{HfContent, HfImport, HfMapping, HfPlace, HfTensor};
 pub use hf_transform::HfTransform;
 pub use lora::{ALL_LINEAR, Adapter, AdapterTensor, LoraConfig, LoraScaling, MAX_RANK};
-pub use presets::PRESETS;
+pub use presets::{Preset, presets};
 pub use recorded::{HeadOutput, RecordedModel, RecordingOptions, Tuning, parameter_records, tuned_records};
 pub use work::model_work;

@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn names_are_unique_and_units_ascend() {
-        for name in crate::PRESETS {
+        for name in crate::presets().iter().map(|preset| preset.name.as_str()) {
             let config = ModelConfig::preset(name).expect("a preset");
             let records = parameter_records(&config);
             let names: HashSet<_> = records.iter().map(|record| &record.name).collect();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_model::{
-    Activation, ConfigProblem, Gpt2Config, LlamaConfig, ModelConfig, ModelError, PRESETS, RopeScaling,
+    Activation, ConfigProblem, Gpt2Config, LlamaConfig, ModelConfig, ModelError, RopeScaling, presets,
 };
 use lockstep_plan::DType;
 use serde_json::{Map, Value, json};
@@ -110,10 +110,10 @@ fn the_fixtures_say_what_make_py_put_into_them() {
 
 #[test]
 fn what_is_written_reads_back_the_same() {
-    let presets = PRESETS.map(|name| ModelConfig::preset(name).unwrap());
+    let presets = presets().iter().map(|preset| preset.config().unwrap());
     let families = FAMILIES.map(|family| fixture(&format!("{family}/config.json")));
     let windowed = read(json!({"model_type": "qwen2", "use_sliding_window": true, "max_window_layers": 0}));
-    for config in presets.into_iter().chain(families).chain([windowed.unwrap()]) {
+    for config in presets.chain(families).chain([windowed.unwrap()]) {
         let text = config.to_json(DType::BF16).to_string();
         let back = ModelConfig::from_json_text(&text, "written").unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(back, config, "{text}");

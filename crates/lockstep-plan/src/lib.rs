@@ -61,8 +61,9 @@ pub use memory::{
     SharedTable, StageMemory, StatePlan, StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
-    DISK_ALIGNMENT_BYTES, DiskBytes, DiskPlan, StepDiskTraffic, WINDOW_SLOTS, aligned_buffer_bytes,
-    disk_traffic, window_bytes, window_memory_bytes,
+    DISK_ALIGNMENT_BYTES, DiskPlan, OffloadBytes, OffloadTraffic, RankTraffic, WINDOW_SLOTS,
+    aligned_buffer_bytes, offload_traffic, offload_traffic_by_kind, offloaded_bytes, window_bytes,
+    window_memory_bytes,
 };
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
@@ -74,7 +75,7 @@ pub use plan::{
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
-pub use residence::{OnDisk, Residence, Residences, WINDOW_ELEMENTS};
+pub use residence::{Offload, Residence, Residences, WINDOW_ELEMENTS};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_quickly, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};

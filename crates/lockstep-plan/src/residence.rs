@@ -1,11 +1,11 @@
-//! Where model state and activations are kept between their uses: in the memory of whoever computes, or on a disk, from which they are
-//! streamed (ZeRO-Infinity: Rajbhandari et al. 2021).
+//! Residence of model state and activations between their uses: device memory, host memory (ZeRO-Offload: Ren et al. 2021) or a disk, from
+//! which they are streamed in windows (ZeRO-Infinity: Rajbhandari et al. 2021).
 
 use serde::{Deserialize, Serialize};
 
 use crate::DiskPlan;
 
-/// Elements that are moved to or from a disk at once, unless somebody says otherwise.
+/// Elements of an offload window: the unit of a transfer to or from host memory or a disk.
 pub const WINDOW_ELEMENTS: usize = 1 << 20;
 
 /// Where a kind of state is kept.
@@ -15,31 +15,32 @@ pub enum Residence {
     /// In the memory of the device.
     #[default]
     Memory,
+    /// In the memory of the device's host. For ranks on CPUs that is the memory of the device.
+    Host,
     /// In a file, of which a few windows are in memory at a time.
     Disk,
 }
 
-/// Where each kind is.
+/// Residence of each kind of state.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Residences {
     /// Master weights, moments and momentum.
     pub optimizer: Residence,
-    /// Gradients, but those of tied tables; on disk only where the optimizer's state is.
+    /// Gradients, but those of tied tables; offloaded only together with the optimizer's state.
     pub gradients: Residence,
-    /// The weights that kernels read; on disk only where the optimizer's state is.
+    /// The weights that kernels read; offloaded only together with the optimizer's state.
     pub parameters: Residence,
-    /// What units keep from their forward to their backward.
+    /// Activations, from a unit's forward to its backward.
     pub activations: Residence,
-    /// How much of the model's state is on disk, of what a rank owns, from 0 to 1: rounded up to whole units of the model, from the first on.
+    /// Fraction of a rank's model state that is offloaded, from 0 to 1: rounded up to whole units of the model, from the first on.
     pub fraction: f64,
 }
 
 impl Default for Residences {
-    /// Everything is in memory.
+    /// Everything in the memory of the device.
     fn default() -> Self {
-        let [optimizer, gradients, parameters, activations] = [Residence::Memory; 4];
-        Self { optimizer, gradients, parameters, activations, fraction: 1.0 }
+        Offload::default().of_fraction(1.0)
     }
 }
 
@@ -49,25 +50,58 @@ impl Residences {
         self.optimizer == Residence::Disk || self.activations == Residence::Disk
     }
 
-    /// Whether what units keep for their backward is.
+    /// Whether anything is offloaded to host memory or disk.
+    pub fn offload_anything(&self) -> bool {
+        [self.optimizer, self.activations].iter().any(|place| *place != Residence::Memory)
+    }
+
+    /// Whether activations are on disk.
     pub fn have_activations_on_disk(&self) -> bool {
         self.activations == Residence::Disk
     }
 
-    /// What of model state is on disk, moved in windows of so many elements; none if nothing is.
+    /// The model state on disk, moved in windows of `window_elements`; `None` if all of it is in memory.
     pub fn disk_plan(&self, window_elements: usize) -> Option<DiskPlan> {
-        (self.optimizer == Residence::Disk).then(|| DiskPlan {
+        self.plan_of(Residence::Disk, window_elements)
+    }
+
+    /// The model state that a device has in host memory or on disk; see [`Residences::disk_plan`].
+    pub fn offload_plan(&self, window_elements: usize) -> Option<DiskPlan> {
+        self.plan_of(self.optimizer, window_elements)
+    }
+
+    fn plan_of(&self, place: Residence, window_elements: usize) -> Option<DiskPlan> {
+        (self.optimizer == place && place != Residence::Memory).then(|| DiskPlan {
             share: self.fraction,
-            has_gradients: self.gradients == Residence::Disk,
-            has_parameters: self.parameters == Residence::Disk,
+            has_gradients: self.gradients == place,
+            has_parameters: self.parameters == place,
             window_elements,
         })
     }
+
+    /// The same with everything on disk that a device has in host memory: its own memory holds as much of either.
+    #[must_use]
+    pub fn off_device(self) -> Self {
+        self.with(|residence| if residence == Residence::Host { Residence::Disk } else { residence })
+    }
+
+    /// The same for ranks on CPUs, whose own memory is the host's.
+    #[must_use]
+    pub fn on_cpu(self) -> Self {
+        self.with(|residence| if residence == Residence::Host { Residence::Memory } else { residence })
+    }
+
+    fn with(self, of_kind: impl Fn(Residence) -> Residence) -> Self {
+        let Self { optimizer, gradients, parameters, activations, fraction } = self;
+        let [optimizer, gradients, parameters, activations] =
+            [optimizer, gradients, parameters, activations].map(of_kind);
+        Self { optimizer, gradients, parameters, activations, fraction }
+    }
 }
 
-/// Which kinds of state are on disk, whatever share of them.
+/// The kinds of state that are offloaded, and where to, whatever fraction of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct OnDisk {
+pub struct Offload {
     /// See [`Residences::optimizer`].
     pub optimizer: Residence,
     /// See [`Residences::gradients`].
@@ -78,32 +112,32 @@ pub struct OnDisk {
     pub activations: Residence,
 }
 
-impl OnDisk {
-    /// Every way to have something there.
-    pub fn all() -> Vec<Self> {
-        use Residence::{Disk, Memory};
+impl Offload {
+    /// Every combination of kinds that can be offloaded to `place`.
+    pub fn all_to(place: Residence) -> Vec<Self> {
+        use Residence::Memory;
         let mut all = Vec::new();
-        for activations in [Memory, Disk] {
+        for activations in [Memory, place] {
             for [optimizer, gradients, parameters] in [
                 [Memory, Memory, Memory],
-                [Disk, Memory, Memory],
-                [Disk, Disk, Memory],
-                [Disk, Memory, Disk],
-                [Disk, Disk, Disk],
+                [place, Memory, Memory],
+                [place, place, Memory],
+                [place, Memory, place],
+                [place, place, place],
             ] {
                 all.push(Self { optimizer, gradients, parameters, activations });
             }
         }
-        all.retain(|on_disk| !on_disk.is_nothing());
+        all.retain(|offload| !offload.is_nothing());
         all
     }
 
-    /// Whether everything is in memory.
+    /// Whether everything is in the memory of the device.
     pub fn is_nothing(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The same with so much of the model's state there.
+    /// The same with a fraction of the model's state.
     pub fn of_fraction(self, fraction: f64) -> Residences {
         let Self { optimizer, gradients, parameters, activations } = self;
         Residences { optimizer, gradients, parameters, activations, fraction }

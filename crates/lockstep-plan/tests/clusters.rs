@@ -59,7 +59,8 @@ fn a_device_may_differ_from_a_known_one_in_a_few_numbers() {
         "[node.device]\nlike = \"a100-80gb-sxm\"\nname = \"a100-40gb\"\nmemory = \"39.4GiB\"\n\
          peak_tflops.f32 = 1\nefficiency.tile = false\nefficiency.measured = { \"GELU forward\" = 900 }\n",
     );
-    let (found, known) = (&cluster.nodes[0].device, &Cluster::preset("dgx-a100").unwrap().nodes[0].device);
+    let known = parse("[node]\ndevice = \"a100-80gb-sxm\"\n");
+    let (found, known) = (&cluster.nodes[0].device, &known.nodes[0].device);
     assert_eq!((found.name.as_str(), found.memory_bytes), ("a100-40gb", 42_305_427_866));
     assert_eq!(found.peak_tflops, [(DType::F32, 1.0), (DType::BF16, 312.0), (DType::F16, 312.0)].into());
     assert_eq!((found.efficiency.tile, found.efficiency.measured["GELU forward"]), (None, 900.0));
@@ -185,7 +186,7 @@ fn value() -> impl Strategy<Value = String> {
     })
 }
 
-const KEYS: [&str; 33] = [
+const KEYS: [&str; 37] = [
     "name",
     "software",
     "node",
@@ -196,9 +197,13 @@ const KEYS: [&str; 33] = [
     "alone",
     "host_memory",
     "host_gb_per_s",
+    "host_memory_gb_per_s",
     "disk",
     "disk_gb_per_s",
     "price_per_hour",
+    "price_source",
+    "kilowatts",
+    "storage_gb_per_s",
     "hours_between_failures",
     "like",
     "memory",
@@ -232,5 +237,28 @@ proptest! {
             Ok(cluster) => prop_assert_eq!(parse(&cluster.to_toml()).devices(), cluster.devices()),
             Err(ClusterError(problems)) => prop_assert!(!problems.is_empty(), "{}", text),
         }
+    }
+}
+
+#[test]
+fn accelerators_are_counted_as_people_count_them() {
+    let table = [
+        ("h100x16", "dgx-h100x2", 2, 8),
+        ("H100x8", "dgx-h100", 1, 8),
+        ("h100", "1 of 8 devices of dgx-h100", 1, 1),
+        ("a100x4", "4 of 8 devices of dgx-a100", 1, 4),
+        ("v100x32", "dgx-2x2", 2, 16),
+        ("h200x128", "hgx-h200x16", 16, 8),
+    ];
+    for (name, expected, nodes, devices) in table {
+        let cluster = Cluster::preset(name).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let node = &cluster.nodes[0];
+        assert_eq!((cluster.name.as_str(), node.count, node.devices), (expected, nodes, devices), "{name}");
+    }
+    let half = Cluster::preset("h100x4").unwrap();
+    assert_eq!(half.nodes[0].price_per_hour, Some(55.04 / 2.0));
+    for name in ["h100x12", "h100x0", "h100xfour", "h100x"] {
+        let error = Cluster::preset(name).expect_err(name).to_string();
+        assert!(error.contains("multiple of the 8"), "{name}: {error}");
     }
 }

@@ -328,14 +328,15 @@ impl Workbench {
     }
 
     fn config_of(&self, of_model: &[&str], settings: &[&str]) -> Result<RunConfig, Error> {
-        let text = format!(
-            "[data]\ntrain = [{:?}]\ncache_dir = {:?}\n{SAMPLE_RUN}",
-            self.path("text.jsonl"),
-            self.path("cache"),
-        );
+        let data = [
+            format!("data.train=[{:?}]", self.path("text.jsonl")),
+            format!("data.cache_dir={:?}", self.path("cache")),
+            "train.steps=1".to_owned(),
+        ];
+        let of_data = data.iter().map(String::as_str);
         let settings: Vec<&str> =
-            of_model.iter().chain(&["train.steps=1"]).chain(settings).copied().collect();
-        Ok(RunConfig::parse(&text, "the parity matrix", &settings)?)
+            of_model.iter().copied().chain(of_data).chain(settings.iter().copied()).collect();
+        Ok(RunConfig::parse(SAMPLE_RUN, "the parity matrix", &settings)?)
     }
 
     /// What a run with these settings computes, on as many ranks as they say.

@@ -4,7 +4,7 @@
 
 use lockstep_engine::Engine;
 use lockstep_plan::schedule::Kind;
-use lockstep_plan::{DiskBytes, MemoryBytes, MemoryCategory};
+use lockstep_plan::{MemoryBytes, MemoryCategory, OffloadBytes};
 use lockstep_testkit::parity::{
     DEEPSEEK, GPT2, LLAMA, MIXTRAL, MIXTURES, MODELS, QWEN2, QWEN2_MOE, QWEN3, TinyModel, Workbench,
     expert_splits, on_ranks, pairs, splits, square,
@@ -19,8 +19,8 @@ const MOST_CACHED_BYTES: usize = 2 << 20;
 #[derive(Default)]
 struct Bookkeeper {
     predicted: MemoryBytes,
-    predicted_traffic: DiskBytes,
-    moved: DiskBytes,
+    predicted_traffic: OffloadBytes,
+    moved: OffloadBytes,
     booked: Vec<(&'static str, MemoryBytes)>,
 }
 
@@ -41,21 +41,21 @@ impl StepObserver for Bookkeeper {
     fn step_ended(&mut self, row: &StepMetrics) {
         // The first step finds windows in memory that were filled at the start.
         if let Some(disk) = row.disk.filter(|_| row.step == 2) {
-            self.moved = DiskBytes { read: disk.read_bytes, written: disk.written_bytes, waited: 0 };
+            self.moved = OffloadBytes { read: disk.read_bytes, written: disk.written_bytes, waited: 0 };
         }
     }
 }
 
 /// Whether as much is moved as was predicted. Where few windows do not fit beside each other, it depends on which were there at first
 /// how many of them are found there later.
-fn is_near(moved: DiskBytes, predicted: DiskBytes) -> bool {
+fn is_near(moved: OffloadBytes, predicted: OffloadBytes) -> bool {
     let is_near = |moved: u64, predicted: u64| moved.abs_diff(predicted) * 10 <= predicted;
     is_near(moved.read, predicted.read) && is_near(moved.written, predicted.written)
 }
 
 /// Whether as much is written as was predicted, and no more read: of a stage with few blocks what they keep may still be in memory
 /// when its turn comes.
-fn reads_no_more(moved: DiskBytes, predicted: DiskBytes) -> bool {
+fn reads_no_more(moved: OffloadBytes, predicted: OffloadBytes) -> bool {
     moved.read <= predicted.read && moved.written == predicted.written
 }
 

@@ -530,7 +530,7 @@ function tiles() {
   const found = [
     [totals.loss, plain, "training loss, smoothed"], [totals.eval_loss, plain, "evaluation loss"], [totals.steps, String, totals.planned ? `of ${totals.planned} steps` : "steps"],
     [totals.tokens_seen, count, "tokens seen"], [totals.seconds, seconds, "in steps"], [totals.tokens_per_s, count, "tokens/s, median"],
-    [totals.flops_per_s, (value) => rate(value, "FLOP/s"), "model FLOPs, median"], [totals.peak_bytes, bytes, "peak memory"],
+    [totals.flops_per_s, (value) => rate(value, "FLOP/s"), "model FLOPs, median"], [totals.mfu, percent, "of the devices' peak (MFU), median"], [totals.peak_bytes, bytes, "peak memory"],
     [totals.ranks, String, "ranks"], [totals.comm_bytes, bytes, "sent by a rank in a step"], [totals.comm_share, percent, "waiting for other ranks"],
     [totals.stall_share, percent, "waiting for checkpoints"], [totals.data_share, percent, "waiting for data"], [totals.skipped, String, "skipped steps"],
     [totals.rollbacks || null, String, "times gone back to earlier weights"],
@@ -549,7 +549,7 @@ page.replaceChildren(
   element("header", {}, element("h1", {}, data.title), ...data.lines.map((line) => element("p", {}, line))),
   tiles(), cards,
   element("footer", {}, data.footer));
-const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, stall, expert_imbalance, comm_busy, comm_exposed } = data.series;
+const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, mfu, stall, expert_imbalance, comm_busy, comm_exposed } = data.series;
 chart("Loss", [
   { name: "training", color: "var(--a)", thin: true, ...loss }, { name: "smoothed", color: "var(--a)", ...smoothed },
   { name: "evaluation", color: "var(--b)", dots: true, ...eval_loss },
@@ -557,6 +557,9 @@ chart("Loss", [
 chart("Learning rate", [{ name: "learning rate", color: "var(--c)", ...lr }], { zero: true });
 chart("Gradient norm, before clipping", [{ name: "norm", color: "var(--d)", ...grad_norm }]);
 chart("Throughput", [{ name: "tokens/s", color: "var(--f)", ...tokens_per_s, summary: `${count(data.totals.tokens_per_s)} tokens/s, median` }], { format: count, zero: true });
+chart("Model FLOPs utilization", [{ name: "MFU", color: "var(--f)", ...mfu, summary: `${percent(data.totals.mfu ?? 0)}, median` }], {
+  format: percent, zero: true, note: `Model FLOP/s, recomputation not counted, of the devices' peak of ${rate(data.run?.peak_flops_per_s, "FLOP/s")} (${data.run?.peak_source ?? "unknown"}).`,
+});
 chart("Balance of experts", [{ name: "most chosen", color: "var(--c)", ...expert_imbalance }], {
   format: (times) => `${times.toPrecision(3)}x`, zero: true, note: "How many times its even share the most chosen expert of any layer has.",
 });

@@ -13,10 +13,11 @@ use lockstep_tensor::cpu::measure_peak;
 use crate::forecast::Training;
 use crate::machine::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
 use crate::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
+use crate::model_name::config_of;
 use crate::roofline::{Detail, Limits, Roofline};
 use crate::setup::overrides_of;
 use crate::trainer::clip_coefficient;
-use crate::{Error, Forecast, Ranks, RunConfig};
+use crate::{Error, Forecast, NamedModel, Ranks, RunConfig};
 
 pub(crate) const SEED: u64 = 1337;
 /// Runs of each product, of which the fastest counts.
@@ -97,12 +98,16 @@ pub struct StepTimes {
     pub roofline: Option<Roofline>,
 }
 
-/// The model of a benchmark: a preset, and what `[model]` of its configuration changes in it.
+/// The model of a benchmark, and what `[model]` of its configuration changes in it.
 ///
 /// # Errors
-/// An unknown preset, keys that do not fit.
-pub fn benchmark_model(preset: &str, config: &RunConfig) -> Result<ModelConfig, Error> {
-    let (model, overrides) = (ModelConfig::preset(preset)?, overrides_of(config));
+/// A `config.json` that is not supported, keys that do not fit.
+pub fn benchmark_model(model: &NamedModel, config: &RunConfig) -> Result<ModelConfig, Error> {
+    let model = match model {
+        NamedModel::Preset(preset) => ModelConfig::preset(preset)?,
+        NamedModel::Directory(directory) => config_of(directory)?,
+    };
+    let overrides = overrides_of(config);
     if overrides.is_empty() { Ok(model) } else { Ok(model.with_overrides(&overrides, "--set")?) }
 }
 

@@ -1,12 +1,14 @@
 //! The corpus of a run: which sources in which proportions, through which tokenizer, cut into training and validation
 //! windows.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use lockstep_data::{
-    Bar, DataError, Dataset, FindDocuments, Format, IdType, OpenOptions, Packing, SampleOrder, SourceFile,
-    Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources, expand, split_validation,
+    Bar, Columns, DataError, Dataset, FindDocuments, Format, IdType, OpenOptions, Packing, RecordShape,
+    SampleOrder, SourceFile, Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources, expand,
+    split_validation,
 };
 use lockstep_model::ModelConfig;
 
@@ -31,6 +33,8 @@ pub struct Corpus {
     pub tokenizer: Option<Tokenizer>,
     /// What a checkpoint calls it: `bytes` or a path.
     pub tokenizer_name: Option<String>,
+    /// What kinds of JSON records the training files begin with.
+    pub shapes: Vec<RecordShape>,
     /// Hash of the training tokens: two corpora with the same one give the same samples.
     pub digest: String,
 }
@@ -72,13 +76,14 @@ impl Corpus {
         if let Some(tokenizer) = &tokenizer {
             tokenizer.fits(model.config.vocab_size())?;
         }
-        let packing = match config.data.packing {
+        let packing = config.data.packing.map(|packing| match packing {
             DataPacking::Stream => Packing::Stream,
             DataPacking::Documents => Packing::Documents,
             DataPacking::WholeDocuments => Packing::WholeDocuments,
-        };
+        });
+        let keeps_apart = packing.is_some_and(|packing| packing != Packing::Stream);
         let has_end_of_text = tokenizer.as_ref().is_some_and(|tokenizer| tokenizer.eos_id().is_some());
-        if packing != Packing::Stream && !has_end_of_text && files.any(SourceFile::hides_documents) {
+        if keeps_apart && !has_end_of_text && files.any(SourceFile::hides_documents) {
             let problem = config.problem(
                 "data.packing",
                 "raw token files show their documents only by the end-of-text token, and no tokenizer names one",
@@ -86,6 +91,10 @@ impl Corpus {
             );
             return Err(Error::Configuration(problem.into()));
         }
+        // What is renamed was checked with the configuration.
+        let columns = Columns::new(&config.data.columns).unwrap_or_default();
+        let text = TextOptions { text_field: &config.data.text_field, columns: &columns };
+        let shapes = shapes(&sources, text);
         let cache_dir = config.cache_dir();
         let progress = Bar::default();
         let options = OpenOptions {
@@ -95,12 +104,9 @@ impl Corpus {
                 TokenType::U16 => IdType::U16,
                 TokenType::U32 => IdType::U32,
             }),
-            documents: match packing {
-                Packing::Stream => FindDocuments::No,
-                Packing::Documents | Packing::WholeDocuments => FindDocuments::ByEndOfText,
-            },
+            documents: if keeps_apart { FindDocuments::ByEndOfText } else { FindDocuments::No },
             cache_dir: &cache_dir,
-            text: TextOptions { text_field: &config.data.text_field },
+            text,
             progress: &progress,
         };
         let opened = sources.iter().map(|source| Tokens::open(&source.files, &options).map(Arc::new));
@@ -111,34 +117,28 @@ impl Corpus {
         };
 
         let fraction = if valid_tokens.is_none() { config.data.valid_fraction } else { 0.0 };
-        let window = WindowOptions {
-            seq_len: config.train.seq_len,
-            order: match config.data.order {
-                DataOrder::Sequential => SampleOrder::Sequential,
-                DataOrder::Shuffle => SampleOrder::Shuffle { seed: config.train.seed },
-            },
-            tail: Tail::Drop,
-            packing,
-        };
-        let in_order = WindowOptions { order: SampleOrder::Sequential, ..window };
         let (mut train, mut valid) = (Vec::new(), Vec::new());
         for (source, tokens) in sources.iter().zip(&opened) {
-            let (train_range, valid_range) = split_validation(tokens.tokens(), fraction)?;
+            let (train_range, valid_range) = split(tokens, fraction)?;
             let what = match sources.len() {
                 1 => "the training set".to_owned(),
                 _ => format!("the training set of {}", source.name),
             };
+            let window = window_options(config, packing, tokens);
             let part = Dataset::new(Arc::clone(tokens), train_range, window, &what);
             train.push(part.map(|part| (part, source.weight)));
-            // A short corpus may have no whole window to spare; then there is nothing of it to evaluate on.
-            if valid_range.end - valid_range.start > window.seq_len as u64 {
-                let part = Dataset::new(Arc::clone(tokens), valid_range, in_order, "the validation set")?;
-                valid.push((part, source.weight));
+            let part = Dataset::new(Arc::clone(tokens), valid_range, in_order(window), "the validation set");
+            match part {
+                Ok(part) => valid.push((part, source.weight)),
+                // A short corpus may have no whole window to spare; then there is nothing of it to evaluate on.
+                Err(DataError::TooFewTokens { .. } | DataError::NoAnswers { .. }) => {}
+                Err(error) => return Err(error.into()),
             }
         }
         if let Some(tokens) = valid_tokens {
             let range = 0..tokens.tokens();
-            valid = vec![(Dataset::new(tokens, range, in_order, "the validation set")?, 1.0)];
+            let window = in_order(window_options(config, packing, &tokens));
+            valid = vec![(Dataset::new(tokens, range, window, "the validation set")?, 1.0)];
         }
         let named = sources.into_iter().zip(opened);
         let sources: Vec<CorpusSource> =
@@ -149,6 +149,7 @@ impl Corpus {
             tokenizer,
             tokenizer_name,
             digest: digest(&sources),
+            shapes,
             sources,
         })
     }
@@ -157,6 +158,47 @@ impl Corpus {
     pub fn from_cache(&self) -> bool {
         self.sources.iter().any(|source| source.tokens.from_cache())
     }
+}
+
+/// Files of which the first record is looked at.
+const FILES_LOOKED_AT: usize = 64;
+
+/// What kinds of records the first files have.
+fn shapes(sources: &[Source], text: TextOptions<'_>) -> Vec<RecordShape> {
+    let mut shapes = Vec::new();
+    for file in sources.iter().flat_map(|source| &source.files).take(FILES_LOOKED_AT) {
+        shapes.extend(file.record_shape(text).filter(|shape| !shapes.contains(shape)));
+    }
+    shapes
+}
+
+/// The range that is trained on and, after it, the one that is evaluated on. No sample lies in both.
+fn split(tokens: &Tokens, fraction: f64) -> Result<(Range<u64>, Range<u64>), Error> {
+    let (train, valid) = split_validation(tokens.tokens(), fraction)?;
+    if !tokens.has_contexts() {
+        return Ok((train, valid));
+    }
+    let border = tokens.next_document(valid.start);
+    Ok((0..border, border..tokens.tokens()))
+}
+
+/// How `tokens` are cut into windows to train on. Samples, which have prompts, are packed whole unless `packing` is
+/// given.
+fn window_options(config: &RunConfig, packing: Option<Packing>, tokens: &Tokens) -> WindowOptions {
+    let default = || if tokens.has_contexts() { Packing::WholeDocuments } else { Packing::Stream };
+    WindowOptions {
+        seq_len: config.train.seq_len,
+        order: match config.data.order {
+            DataOrder::Sequential => SampleOrder::Sequential,
+            DataOrder::Shuffle => SampleOrder::Shuffle { seed: config.train.seed },
+        },
+        tail: Tail::Drop,
+        packing: packing.unwrap_or_else(default),
+    }
+}
+
+fn in_order(window: WindowOptions) -> WindowOptions {
+    WindowOptions { order: SampleOrder::Sequential, ..window }
 }
 
 /// The sources that `data.train` names, with their files. Entries without a weight are one source.

@@ -1,71 +1,148 @@
 //! What a run says of itself before its first step: everything that is derived from its configuration, once.
 
-use lockstep_data::Dataset;
+use lockstep_data::{Dataset, RecordShape, Supervision, Tokenizer};
 use lockstep_engine::Engine;
 use lockstep_plan::{MemoryCategory, ParameterId, TensorPlace};
 
 use crate::config::{ModelSource, RunConfig};
 use crate::forecast::Predicted;
+use crate::machine::available_memory_bytes;
+use crate::peak::DevicePeak;
 use crate::progress::Progress;
 use crate::{Corpus, ResolvedModel, human};
 
-/// Shows all of it.
-pub(crate) fn describe(
+/// What the first screen of a run is made of.
+pub(crate) struct Screen<'a> {
+    pub(crate) config: &'a RunConfig,
+    pub(crate) model: &'a ResolvedModel,
+    pub(crate) corpus: &'a Corpus,
+    pub(crate) engine: &'a Engine,
+    pub(crate) predicted: &'a Predicted,
+    pub(crate) peak: Option<&'a DevicePeak>,
+}
+
+/// The first screen of a run: model, data, step and memory; everything else for those who ask for it.
+pub(crate) fn describe(screen: &Screen<'_>, tensor: TensorPlace, progress: &mut Progress) {
+    let Screen { config, model, corpus, engine, predicted, peak } = *screen;
+    let parameters = human::count(model.config.parameter_count() as f64);
+    let (layers, words) = (model.config.num_hidden_layers(), model.config.vocab_size());
+    let named = format!("{}: {parameters} parameters, {layers} layers, vocabulary {words}", name(config));
+    progress.field("model", &named);
+    if let Some(trained) = trained_part(engine) {
+        progress.field("trained", &trained);
+    }
+    progress.field("data", &data_line(corpus));
+    describe_records(corpus, progress);
+    describe_answers(config, corpus, progress);
+    describe_blend(config, corpus, progress);
+    let dtype = engine.model().program(0).shape().dtype;
+    progress.field("step", &step_line(config, &format!("{dtype}")));
+    describe_work(config, engine, peak, tensor, progress);
+    progress.field("memory", &memory_line(predicted));
+    progress.detail("", &memory_by_category(engine, predicted));
+}
+
+/// The model, as the user calls it.
+fn name(config: &RunConfig) -> String {
+    let changed = config.model.overrides.len();
+    match config.model_source() {
+        ModelSource::Preset(name) if changed == 0 => name.to_owned(),
+        ModelSource::Preset(name) => format!("{name}, {} changed", human::plural(changed, "key")),
+        ModelSource::Path(path) => path.display().to_string(),
+        ModelSource::ModelType(model_type) => model_type.to_owned(),
+    }
+}
+
+fn data_line(corpus: &Corpus) -> String {
+    let valid = corpus.valid.as_ref().map_or(0, Dataset::tokens);
+    format!(
+        "{} tokens{}{}, {}{}",
+        human::count(corpus.train.tokens() as f64),
+        if corpus.sources.len() > 1 {
+            format!(" of {} sources", corpus.sources.len())
+        } else {
+            String::new()
+        },
+        if valid > 0 { format!(", {} to evaluate on", human::count(valid as f64)) } else { String::new() },
+        corpus.tokenizer_name.as_ref().map_or("no tokenizer".to_owned(), |name| format!("tokenizer {name}")),
+        if corpus.from_cache() { " (from the cache)" } else { "" },
+    )
+}
+
+/// What kind of records were found, and how chats are written.
+fn describe_records(corpus: &Corpus, progress: &mut Progress) {
+    let shapes = &corpus.shapes;
+    if shapes.iter().all(|shape| *shape == RecordShape::Text) {
+        return;
+    }
+    let found: Vec<&str> = shapes.iter().map(|shape| shape.describe()).collect();
+    let tokenizer = corpus.tokenizer.as_ref().filter(|_| shapes.iter().any(|shape| shape.uses_template()));
+    let written = match tokenizer.map(Tokenizer::has_chat_template) {
+        Some(true) => ", written by the tokenizer's chat template",
+        Some(false) => ", written in ChatML: the tokenizer has no chat template",
+        None => "",
+    };
+    progress.field("records", &format!("{}{written}", found.join("; ")));
+    let missing = tokenizer.map(Tokenizer::missing_markers).unwrap_or_default();
+    if !missing.is_empty() {
+        progress.field(
+            "",
+            &format!("{}: no token of the vocabulary, so spelled out in several", missing.join(", ")),
+        );
+    }
+}
+
+fn describe_answers(config: &RunConfig, corpus: &Corpus, progress: &mut Progress) {
+    let seq_len = config.train.seq_len;
+    if let Some(supervision) = corpus.train.supervision() {
+        progress.field("answers", &answers(&supervision, seq_len));
+    }
+    if let Some(supervision) = corpus.valid.as_ref().and_then(Dataset::supervision) {
+        progress.detail("", &format!("of the validation set {}", answers(&supervision, seq_len)));
+    }
+}
+
+fn describe_blend(config: &RunConfig, corpus: &Corpus, progress: &mut Progress) {
+    if corpus.sources.len() < 2 {
+        return;
+    }
+    let samples = config.train.steps * config.train.global_batch as u64;
+    for (i, source) in corpus.sources.iter().enumerate() {
+        let (share, epochs) = (corpus.train.share(i) * 100.0, corpus.train.epochs(i, samples));
+        let tokens = human::count(source.tokens.tokens() as f64);
+        let line =
+            format!("{share:.4} % from {}: {tokens} tokens, {epochs:.2} epochs in this run", source.name);
+        progress.detail("blend", &line);
+    }
+}
+
+/// The batch and who computes it: `8 sequences of 128 tokens = 1.0k tokens; 2 ranks × 1 micro-batch of 4; bf16`.
+fn step_line(config: &RunConfig, dtype: &str) -> String {
+    let (parts, ranks) = (config.batch_parts(), config.ranks());
+    let sequences = human::plural(config.train.global_batch, "sequence");
+    let seq_len = human::thousands(config.train.seq_len as u64);
+    let mut line =
+        format!("{sequences} of {seq_len} tokens = {} tokens", human::count(config.tokens_per_step() as f64));
+    if parts > 1 || config.accumulation_steps() > 1 {
+        let of_each = human::plural(config.accumulation_steps(), "micro-batch");
+        let by = if parts > 1 { format!("{parts} ranks × ") } else { String::new() };
+        line += &format!("; {by}{of_each} of {}", config.micro_batch());
+    }
+    if ranks > parts {
+        line += &format!("; {ranks} ranks in all");
+    }
+    line + "; " + dtype
+}
+
+/// The arithmetic of a step, the machine, and the exchanges between ranks.
+fn describe_work(
     config: &RunConfig,
-    model: &ResolvedModel,
-    corpus: &Corpus,
     engine: &Engine,
-    predicted: &Predicted,
+    peak: Option<&DevicePeak>,
     tensor: TensorPlace,
     progress: &mut Progress,
 ) {
-    let name = match config.model_source() {
-        ModelSource::Preset(name) if config.model.overrides.is_empty() => name.to_owned(),
-        ModelSource::Preset(name) => {
-            format!("{name} with {}", human::plural(config.model.overrides.len(), "changed key"))
-        }
-        ModelSource::Path(path) => path.display().to_string(),
-        ModelSource::ModelType(model_type) => model_type.to_owned(),
-    };
-    progress.message(&format!(
-        "model      {name} ({}): {} parameters, {} layers, vocabulary {}",
-        model.config.model_type(),
-        human::count(model.config.parameter_count() as f64),
-        model.config.num_hidden_layers(),
-        model.config.vocab_size(),
-    ));
-    if let Some(trained) = trained_part(engine) {
-        progress.message(&trained);
-    }
-    progress.message(&format!(
-        "data       {} tokens to train on, {} to evaluate on, {}{}",
-        human::count(corpus.train.tokens() as f64),
-        human::count(corpus.valid.as_ref().map_or(0, Dataset::tokens) as f64),
-        corpus.tokenizer_name.as_ref().map_or("no tokenizer".to_owned(), |name| format!("tokenizer {name}")),
-        if corpus.from_cache() { " (from the cache)" } else { "" },
-    ));
-    if corpus.sources.len() > 1 {
-        let samples = config.train.steps * config.train.global_batch as u64;
-        for (i, source) in corpus.sources.iter().enumerate() {
-            progress.message(&format!(
-                "blend      {:.4} % from {}: {} tokens, {:.2} epochs in this run",
-                corpus.train.share(i) * 100.0,
-                source.name,
-                human::count(source.tokens.tokens() as f64),
-                corpus.train.epochs(i, samples),
-            ));
-        }
-    }
     let ranks = config.batch_parts();
-    progress.message(&format!(
-        "step       {} of {} tokens = {}{} of {} ({} tokens)",
-        human::plural(config.train.global_batch, "sequence"),
-        config.train.seq_len,
-        if ranks == 1 { String::new() } else { format!("{ranks} ranks × ") },
-        human::plural(config.accumulation_steps(), "micro-batch"),
-        config.micro_batch(),
-        human::count(config.tokens_per_step() as f64),
-    ));
     let formula = match trained_part(engine) {
         None => "6 for each weight of a product and token, and attention",
         Some(_) => {
@@ -73,49 +150,91 @@ pub(crate) fn describe(
              attention"
         }
     };
-    progress.message(&format!(
-        "work       {} FLOPs a step: {formula}",
-        human::count((engine.model().training_flops() * (ranks * config.accumulation_steps()) as u64) as f64),
-    ));
-    progress.message(&format!(
-        "machine    {}{}, {} instructions, {} arithmetic",
-        if ranks == 1 { String::new() } else { format!("{ranks} ranks × ") },
-        human::plural(engine.queue().threads(), "thread"),
-        engine.queue().level(),
-        engine.model().program(0).shape().dtype,
-    ));
+    let flops = engine.model().training_flops() * (ranks * config.accumulation_steps()) as u64;
+    progress.detail("work", &format!("{} FLOPs a step: {formula}", human::count(flops as f64)));
+    let of_ranks = if config.ranks() == 1 { String::new() } else { format!("{} ranks × ", config.ranks()) };
+    let threads = human::plural(engine.queue().threads(), "thread");
+    let peak = peak.map_or(String::new(), |peak| {
+        format!(", peak {}FLOP/s ({})", human::count_of(peak.flops_per_s), peak.source)
+    });
+    let level = engine.queue().level();
+    progress.detail("machine", &format!("{of_ranks}{threads}, {level} instructions{peak}"));
     if tensor.chunks > 1 {
-        progress.message(&format!(
-            "exchanges  {} tensor-parallel ranks, in {} chunks beside the products",
-            tensor.ranks, tensor.chunks,
-        ));
+        let (ranks, chunks) = (tensor.ranks, tensor.chunks);
+        let line =
+            format!("{ranks} tensor-parallel ranks, in {chunks} chunks that overlap with the products");
+        progress.detail("exchanges", &line);
     }
     if let Some(gathers) = engine.gathers_of_step() {
-        let kept: usize = engine.parameter_ids().map(|id| engine.records()[id.0].local_elements()).sum();
-        progress.message(&format!(
-            "sharding   {} gathers of weights a step for {} uses of units; at most {} of {} parameters are whole at once",
+        let own: usize = engine.parameter_ids().map(|id| engine.records()[id.0].local_elements()).sum();
+        let line = format!(
+            "{} all-gathers of weights a step for {} uses of units; at most {} of {} parameters are whole at once",
             gathers.stays().len(),
             gathers.len(),
             human::count(gathers.most_live() as f64),
-            human::count(kept as f64),
-        ));
+            human::count(own as f64),
+        );
+        progress.detail("sharding", &line);
     }
-    progress.message(&memory_line(engine, predicted));
 }
 
-/// What the rank that needs most was predicted to hold, and in what the ledger of this one differs from what was predicted of it.
-fn memory_line(engine: &Engine, predicted: &Predicted) -> String {
+/// How many tokens are trained on of how many, and how many samples were left out and why.
+pub fn answers(supervision: &Supervision, seq_len: usize) -> String {
+    let Supervision {
+        tokens, labels, samples, without_answer, answer_beyond, truncated, masked_windows, ..
+    } = *supervision;
+    let mut line = format!(
+        "{} of {} tokens are predicted ({:.1} %)",
+        human::thousands(labels),
+        human::thousands(tokens),
+        100.0 * labels as f64 / tokens.max(1) as f64
+    );
+    let mut left_out = Vec::new();
+    if answer_beyond > 0 {
+        left_out.push(format!(
+            "{} with prompts of {seq_len} tokens or more (train.seq_len = {} would keep the shortest)",
+            human::thousands(answer_beyond),
+            supervision.seq_len_for_one_more
+        ));
+    }
+    if without_answer > 0 {
+        left_out.push(format!("{} without an answer", human::thousands(without_answer)));
+    }
+    if !left_out.is_empty() {
+        let dropped = human::thousands(answer_beyond + without_answer);
+        let samples = human::thousands(samples);
+        line += &format!("; {dropped} of {samples} samples are left out: {}", left_out.join(", "));
+    }
+    if truncated > 0 {
+        line += &format!("; {} longer than {seq_len} tokens are cut there", human::thousands(truncated));
+    }
+    if masked_windows > 0 {
+        line += &format!("; {} windows of prompts alone are left out", human::thousands(masked_windows));
+    }
+    line
+}
+
+/// The memory of the rank that was predicted to need most, and what this machine has.
+fn memory_line(predicted: &Predicted) -> String {
     let (rank, most) = predicted.largest();
+    let mut line = format!("{} predicted", human::bytes(most.total() as u64));
+    if predicted.by_rank.len() > 1 {
+        let (ranks, total) = (predicted.by_rank.len(), human::bytes(predicted.total() as u64));
+        line += &format!(" for rank {rank}, which needs most, and {total} for all {ranks} ranks");
+    }
+    match available_memory_bytes() {
+        Some(available) => format!("{line}; {} available here", human::bytes(available)),
+        None => line,
+    }
+}
+
+/// The predicted memory by category, and every category of which this rank's ledger has another number.
+fn memory_by_category(engine: &Engine, predicted: &Predicted) -> String {
     let shown = |(category, bytes): (MemoryCategory, usize)| {
         (bytes > 0).then(|| format!("{} {}", category.name(), human::bytes(bytes as u64)))
     };
-    let parts: Vec<String> = most.entries().filter_map(shown).collect();
-    let mut line =
-        format!("memory     {} predicted: {}", human::bytes(most.total() as u64), parts.join(", "));
-    if predicted.by_rank.len() > 1 {
-        let (ranks, total) = (predicted.by_rank.len(), human::bytes(predicted.total() as u64));
-        line += &format!(" (rank {rank}, which needs most; {total} on all {ranks} ranks)");
-    }
+    let parts: Vec<String> = predicted.largest().1.entries().filter_map(shown).collect();
+    let mut line = parts.join(", ");
     // Copies of the state come later.
     let (booked, of_engine) = (engine.arena().in_use(), engine.predicted_memory().by_category());
     for (category, bytes) in booked.entries().filter(|(category, _)| *category != MemoryCategory::Cached) {
@@ -134,7 +253,7 @@ fn trained_part(engine: &Engine) -> Option<String> {
     let (all, trained) = (elements(&mut engine.parameter_ids()), elements(&mut engine.trained_ids()));
     (trained < all).then(|| {
         format!(
-            "trained    {} of {} parameters ({:.2} %); the others keep their values",
+            "{} of {} parameters ({:.2} %); the others keep their values",
             human::count(trained as f64),
             human::count(all as f64),
             100.0 * trained as f64 / all as f64

@@ -16,6 +16,9 @@ pub enum Error {
     /// The configuration has at least one mistake; all of them are in the list.
     #[error("{0}")]
     Configuration(#[from] Problems),
+    /// No model has the name that is given, or it is none that can be used so.
+    #[error("{0}")]
+    NoModel(String),
     /// The ranks of this machine need more memory than it has.
     #[error("{0}")]
     DoesNotFit(Box<Misfit>),
@@ -67,6 +70,16 @@ pub enum Error {
         path: PathBuf,
         /// What was tried: "create", "append to", ...
         action: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The address for Prometheus cannot be listened on.
+    #[error(
+        "cannot listen on metrics.prometheus = \"{address}\": {source}; give HOST:PORT of this machine with a free port"
+    )]
+    Prometheus {
+        /// As it was given.
+        address: String,
         /// What the system said.
         source: io::Error,
     },
@@ -147,11 +160,10 @@ pub enum Error {
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
     /// A checkpoint of another run is in the way.
     #[error(
-        "{} belongs to a run with other settings:\n{}\n{}use --resume never to begin anew, another \
+        "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, another \
          checkpoint.dir, or --resume {} to go on with other settings of the same model",
         path.display(),
         differences.iter().map(|difference| format!("  {difference}")).collect::<Vec<_>>().join("\n"),
-        schedule_advice(differences),
         path.display()
     )]
     OtherRun {
@@ -239,14 +251,5 @@ fn list(names: &[String]) -> String {
         0 => "none".to_owned(),
         all if all <= SHOWN => names.join(", "),
         all => format!("{} and {} more", names[..SHOWN].join(", "), all - SHOWN),
-    }
-}
-/// Another number of steps is another schedule, which surprises those who only wanted more of them.
-fn schedule_advice(differences: &[crate::config::Difference]) -> &'static str {
-    let is_of_schedule = |difference: &crate::config::Difference| difference.key.starts_with("schedule.");
-    if !differences.is_empty() && differences.iter().all(is_of_schedule) {
-        "the schedule follows train.steps, so that another number of steps is another learning rate\n"
-    } else {
-        ""
     }
 }

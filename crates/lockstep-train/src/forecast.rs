@@ -38,6 +38,17 @@ impl Forecast {
         Self::of_training(config, &model.config, &model.tuning, &Training::of(config))
     }
 
+    /// That of a run on accelerators: copies of the state, and what is offloaded to host memory, are not in theirs.
+    ///
+    /// # Errors
+    /// If the configuration does not fit its model.
+    pub fn on_accelerators(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
+        let mut training = Training { goes_back: false, saves_beside: false, ..Training::of(config) };
+        let residences = &mut training.storage.offload.residences;
+        *residences = residences.off_device();
+        Self::of_training(config, &model.config, &model.tuning, &training)
+    }
+
     /// That of whatever trains `model` laid out as `config` says.
     ///
     /// # Errors

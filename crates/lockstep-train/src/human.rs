@@ -23,6 +23,35 @@ pub fn count(number: f64) -> Human<'static> {
     Human { number, form: Form::Scaled { base: 1000.0, units: ["", "k", "M", "G", "T", "P"] } }
 }
 
+/// A number before a unit, with the unit's prefix: `290 G` of `290 GFLOP/s`.
+pub fn count_of(number: f64) -> Human<'static> {
+    Human { number, form: Form::Scaled { base: 1000.0, units: [" ", " k", " M", " G", " T", " P"] } }
+}
+
+/// A whole number with separators of thousands: `4,194,304`.
+pub fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A number of parameters or tokens: `124M`, `8.0B`, `1.0T`.
+pub fn billions(number: f64) -> Human<'static> {
+    Human { number, form: Form::Scaled { base: 1000.0, units: ["", "K", "M", "B", "T", "Q"] } }
+}
+
+/// A percentage with its sign, `+12.3 %`, and without one where it rounds to zero.
+pub fn change(ratio: f64) -> String {
+    let percent = (ratio - 1.0) * 100.0;
+    if percent.abs() < 0.05 { "0.0 %".to_owned() } else { format!("{percent:+.1} %") }
+}
+
 /// A number of things: `1 thread`, `4 micro-batches`.
 pub fn plural(number: usize, thing: &str) -> Human<'_> {
     Human { number: number as f64, form: Form::Things(thing) }
@@ -39,6 +68,15 @@ pub fn milliseconds(number: f64) -> String {
     if number.abs() < 1000.0 { format!("{number:.1} ms") } else { seconds(number / 1e3).to_string() }
 }
 
+/// The time of a step with as many digits as tell plans apart: `12.3 ms`, `1.23 s`, `25.6 s`, from 100 s on as [`seconds`].
+pub fn step_time(ms: f64) -> String {
+    match ms.abs() {
+        1000.0..9995.0 => format!("{:.2} s", ms / 1e3),
+        9995.0..99_950.0 => format!("{:.1} s", ms / 1e3),
+        _ => milliseconds(ms),
+    }
+}
+
 /// A length of time with its two leading units: `4.2s`, `42s`, `1m 20s`, `2h 05m`, `3d 04h`.
 pub fn seconds(number: f64) -> Human<'static> {
     Human { number, form: Form::Seconds }
@@ -53,7 +91,7 @@ impl fmt::Display for Human<'_> {
                     thing if thing.ends_with("ch") => "es",
                     _ => "s",
                 };
-                write!(f, "{} {thing}{ending}", self.number)
+                write!(f, "{} {thing}{ending}", thousands(self.number as u64))
             }
             Form::Seconds => write_seconds(f, self.number),
             Form::Scaled { base, units } => write_scaled(f, self.number, *base, units),
@@ -128,6 +166,23 @@ mod tests {
         ];
         for (number, text) in cases {
             assert_eq!(count(number).to_string(), text, "for {number}");
+        }
+    }
+
+    #[test]
+    fn thousands_are_separated() {
+        let table = [(0, "0"), (999, "999"), (1000, "1,000"), (4_194_304, "4,194,304"), (12_345, "12,345")];
+        for (number, text) in table {
+            assert_eq!(thousands(number), text);
+        }
+    }
+
+    #[test]
+    fn a_change_of_nothing_has_no_sign() {
+        let table =
+            [(1.0, "0.0 %"), (0.9999, "0.0 %"), (1.0004, "0.0 %"), (1.25, "+25.0 %"), (0.5, "-50.0 %")];
+        for (ratio, text) in table {
+            assert_eq!(change(ratio), text);
         }
     }
 

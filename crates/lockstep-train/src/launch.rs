@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use lockstep_comm::{
-    self as comm, Agent, CommError, Deadline, Failure, Group, JoinOptions, Launch, LossCause, MEETING_LIMIT,
-    Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched, join_from_environment,
+    self as comm, Agent, CommError, Deadline, Elastic, Failure, Group, JoinOptions, Launch, LossCause,
+    MEETING_LIMIT, Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched, join_from_environment,
 };
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -39,6 +39,8 @@ pub struct RankProcesses {
     pub output: Output,
     /// Where the records of the flight recorder go after a bad end, if anywhere.
     pub records: Option<PathBuf>,
+    /// What they are told as torchelastic tells its workers.
+    pub elastic: Elastic,
     /// The exit code of a rank that has stopped because it was asked to.
     pub interrupted: i32,
     /// The exit code of a rank that has lost another.
@@ -100,6 +102,7 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
         pinning,
         output,
         records,
+        elastic,
         interrupted,
         lost,
     } = processes;
@@ -112,9 +115,11 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
         placement,
         pinning,
         output,
+        elastic,
         sound_codes: vec![0, interrupted],
     };
     let world_size = launch.placement.world_size;
+    tracing::info!(ranks, world_size, program = %launch.program.display(), "starting ranks");
     let mut agent = launch.start()?;
     let mut is_passed_on = false;
     loop {
@@ -133,6 +138,7 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
         }
         if interrupt.is_requested() && !is_passed_on {
             is_passed_on = true;
+            tracing::info!("asked to stop: passing it on to the ranks");
             for pid in agent.pids() {
                 // One that has ended needs no signal.
                 let _ = Pid::from_raw(pid.cast_signed()).map(|pid| kill_process(pid, Signal::TERM));

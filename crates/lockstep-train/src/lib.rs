@@ -8,6 +8,7 @@
 //! - [`schedule`]: the learning rate as a pure function of the step.
 //! - [`metrics`]: `metrics.jsonl`, one whole line a step, continued without a seam after a resume.
 //! - [`progress`]: the line a person watches, or plain lines where nobody does.
+//! - [`screen`]: text on standard error, wrapped and coloured.
 //! - [`launch`]: the ranks of a run on this machine, started and watched.
 //! - [`flight`]: what ranks called last, when a run ended badly.
 //! - [`forecast`]: what every rank will hold in memory, and [`fit`]: whether a machine has that much.
@@ -20,10 +21,12 @@
 //! - [`plan`]: how a run is split over its ranks, and whether that fits its model.
 //! - [`verify`]: a plan's numbers against those of one rank.
 //! - [`doctor`]: what the machine offers and what it lacks.
+//! - [`build`]: the commit that the program was built from.
 //! - [`human`]: numbers the way people read them.
 #![forbid(unsafe_code)]
 
 pub mod benchmark;
+pub mod build;
 mod comparison;
 pub mod config;
 mod corpus;
@@ -43,6 +46,8 @@ mod loss_scale;
 mod machine;
 pub mod machine_file;
 pub mod metrics;
+mod model_name;
+mod peak;
 pub mod plan;
 mod plan_file;
 pub mod planner;
@@ -54,6 +59,7 @@ pub mod report;
 pub mod roofline;
 mod saving;
 pub mod schedule;
+pub mod screen;
 mod setup;
 mod state;
 mod trace;
@@ -63,9 +69,11 @@ pub mod verify;
 
 pub use config::RunConfig;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};
+pub use describe::answers;
 pub use error::Error;
 pub use forecast::Forecast;
 pub use layout::named_schedule;
+pub use model_name::{NamedModel, find_model, find_weights};
 pub use plan_file::PlanFile;
 pub use ranks::Ranks;
 pub use setup::{ResolvedModel, engine_options, offload_to_existing_directory, resolve_model, storage};

@@ -2,17 +2,16 @@
 //!
 //! On a terminal one line is redrawn in place and everything else is printed above it. Elsewhere (a file, a
 //! pipe, a dumb terminal) there is a plain line every `log_every` steps. Both show the same text, made by
-//! [`StepLine`].
+//! [`StepLine`]. Before the first step stand a few lines on the run, labelled, and more of them where
+//! [`Detail::Everything`] is asked for.
 
-use std::env;
 use std::fmt;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use rustix::termios::tcgetwinsize;
 
-use crate::human;
 use crate::metrics::{EvalMetrics, StepMetrics};
+use crate::{human, screen};
 
 /// Weight of the newest step in the mean that predicts the time left.
 const SMOOTHING: f64 = 0.1;
@@ -28,10 +27,21 @@ pub struct Steps {
     pub log_every: u64,
 }
 
+/// How much a run says of itself before its first step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Detail {
+    /// Model, data, step and memory.
+    #[default]
+    Summary,
+    /// Everything that follows from the configuration.
+    Everything,
+}
+
 /// Shows a run to whoever watches. Failing to show never fails the run.
 pub struct Progress {
     steps: Steps,
     display: Display,
+    detail: Detail,
     smoothed_ms: Option<f64>,
 }
 
@@ -43,10 +53,7 @@ enum Display {
 impl Progress {
     /// On standard error: a line in place if that is a terminal that can move its cursor, else plain lines.
     pub fn on_stderr(steps: Steps) -> Self {
-        let is_dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
-        // A pseudo-terminal that nobody looks at often has no size, and what is drawn on it is lost.
-        let has_size = tcgetwinsize(io::stderr()).is_ok_and(|size| size.ws_col > 0 && size.ws_row > 0);
-        if io::stderr().is_terminal() && has_size && !is_dumb {
+        if screen::is_terminal() {
             Self::in_place(steps, ProgressDrawTarget::stderr())
         } else {
             Self::as_lines(steps, Box::new(io::stderr()))
@@ -60,7 +67,7 @@ impl Progress {
 
     /// One line, redrawn in place.
     pub fn in_place(steps: Steps, target: ProgressDrawTarget) -> Self {
-        let style = ProgressStyle::with_template("{bar:16} {wide_msg}")
+        let style = ProgressStyle::with_template("{bar:16.green} {wide_msg}")
             .unwrap_or_else(|_| ProgressStyle::default_bar())
             .progress_chars("=> ");
         let bar = ProgressBar::with_draw_target(Some(steps.total), target).with_style(style);
@@ -69,7 +76,24 @@ impl Progress {
     }
 
     fn new(steps: Steps, display: Display) -> Self {
-        Self { steps, display, smoothed_ms: None }
+        Self { steps, display, detail: Detail::Summary, smoothed_ms: None }
+    }
+
+    /// The same, with as much said of the run as `detail` asks for.
+    pub fn with_detail(self, detail: Detail) -> Self {
+        Self { detail, ..self }
+    }
+
+    /// A labelled line on the run.
+    pub fn field(&mut self, label: &str, text: &str) {
+        self.message(&screen::field(label, text));
+    }
+
+    /// A labelled line for those who want to know everything.
+    pub fn detail(&mut self, label: &str, text: &str) {
+        if self.detail == Detail::Everything {
+            self.field(label, text);
+        }
     }
 
     /// A step is done.

@@ -12,11 +12,13 @@ use lockstep_engine::Engine;
 use lockstep_plan::ParameterRecord;
 
 use crate::config::RunConfig;
+use crate::corpus::Corpus;
 use crate::error::Error;
 use crate::holdings::{self, LAYOUT};
 use crate::human;
 use crate::machine::available_memory_bytes;
-use crate::metrics::{EventWriter, MetricsWriter, Row, Start};
+use crate::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Start};
+use crate::peak::DevicePeak;
 use crate::planner::foretell;
 use crate::ranks::Ranks;
 use crate::report::{self, Beginning, describe_run};
@@ -38,6 +40,7 @@ pub(crate) struct Records {
     dir: PathBuf,
     rows: Option<MetricsWriter>,
     events: Option<EventWriter>,
+    prometheus: Option<Prometheus>,
     tracer: Tracer,
     /// What becomes of the steps of pipelines, if the report is to show one.
     picture: Option<Picture>,
@@ -74,9 +77,20 @@ impl Records {
     ///
     /// # Errors
     /// [`Error::Metrics`]: a run that cannot write anything from the start does not begin.
-    pub(crate) fn open(config: &RunConfig, engine: &Engine, start: Start) -> Result<Self, Error> {
+    pub(crate) fn open(
+        config: &RunConfig,
+        engine: &Engine,
+        start: Start,
+        (peak, corpus): (Option<&DevicePeak>, &Corpus),
+        tell: impl FnOnce(&str),
+    ) -> Result<Self, Error> {
         let metrics = &config.metrics;
         let dir = metrics.dir.clone();
+        // What may be refused comes before anything is written.
+        let prometheus = Prometheus::open(config)?;
+        if let Some(address) = prometheus.as_ref().and_then(Prometheus::address) {
+            tell(&format!("metrics for Prometheus at http://{address}/metrics"));
+        }
         let rows = metrics.jsonl.then(|| MetricsWriter::open(&dir, start)).transpose()?;
         let events = metrics.tensorboard.then(|| EventWriter::open(&dir, start)).transpose()?;
         if rows.is_some() {
@@ -86,6 +100,8 @@ impl Records {
                 machine: &machine_line(engine, ranks),
                 first_step: start.done() + 1,
                 predicted: foretell(config),
+                peak,
+                corpus,
             };
             describe_run(config, &beginning)?;
             // What an earlier process left may be of another plan.
@@ -97,7 +113,8 @@ impl Records {
         let tracer = Tracer::new(&dir, sampled, metrics.trace_steps);
         let rows = rows.map(|(rows, _)| rows);
         let picture = Picture::of(config, start);
-        Ok(Self { dir, rows, events, tracer, picture, begin: Instant::now(), refused: 0, next_told: 1 })
+        let begin = Instant::now();
+        Ok(Self { dir, rows, events, prometheus, tracer, picture, begin, refused: 0, next_told: 1 })
     }
 
     /// Those of a rank other than the first: nothing but its part of what the first one writes.
@@ -109,8 +126,18 @@ impl Records {
     pub(crate) fn of_trace(config: &RunConfig) -> Self {
         let dir = config.metrics.dir.clone();
         let tracer = Tracer::new(&dir, None, config.metrics.trace_steps);
-        let (rows, events, picture) = (None, None, None);
-        Self { dir, rows, events, tracer, picture, begin: Instant::now(), refused: 0, next_told: 1 }
+        let (rows, events, prometheus, picture) = (None, None, None, None);
+        Self {
+            dir,
+            rows,
+            events,
+            prometheus,
+            tracer,
+            picture,
+            begin: Instant::now(),
+            refused: 0,
+            next_told: 1,
+        }
     }
 
     /// Writes down what each rank holds; all of them call it together.
@@ -148,7 +175,8 @@ impl Records {
     pub(crate) fn append(&mut self, row: &impl Row, mut tell: impl FnMut(&str)) {
         let rows = self.rows.as_mut().map(|rows| rows.append(row));
         let events = self.events.as_mut().map(|events| events.append(row));
-        let mut errors = [rows, events].into_iter().flatten().filter_map(Result::err).peekable();
+        let shown = self.prometheus.as_mut().map(|prometheus| row.show(prometheus));
+        let mut errors = [rows, events, shown].into_iter().flatten().filter_map(Result::err).peekable();
         if errors.peek().is_none() {
             (self.refused, self.next_told) = (0, 1);
             return;
@@ -206,6 +234,9 @@ impl Records {
 
     /// A save beside the steps has ended.
     pub(crate) fn saved(&mut self, Ran { begin, end }: Ran) {
+        if let Some(prometheus) = &mut self.prometheus {
+            prometheus.saved();
+        }
         self.tracer.saved(begin, end);
     }
 
@@ -219,6 +250,9 @@ impl Records {
         if let Some(limits) = limits
             && let Err(error) = self.tracer.judge_sample(engine.model(), limits)
         {
+            tell(&error.to_string());
+        }
+        if let Some(Err(error)) = self.prometheus.take().map(Prometheus::finish) {
             tell(&error.to_string());
         }
         self.rows.as_ref()?;

@@ -19,6 +19,7 @@ use crate::config::{
     F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Problems, Rounding, RunConfig,
     StatePrecision,
 };
+use crate::model_name::config_of;
 use crate::plan::{fits_adapter, misfits};
 use crate::tuning::resolve_tuning;
 use crate::{Error, Ranks};
@@ -76,7 +77,7 @@ pub(crate) fn named_model(config: &RunConfig) -> Result<(ModelConfig, Option<Mod
             pretrained = Some(directory);
             base
         }
-        ModelSource::Path(dir) => ModelConfig::from_file(&dir.join("config.json"))?,
+        ModelSource::Path(dir) => config_of(dir)?,
         ModelSource::ModelType(model_type) => {
             let mut table = overrides.clone();
             table.insert("model_type".to_owned(), model_type.into());

@@ -92,8 +92,9 @@ pub(crate) fn find_checkpoint(
     }
 }
 
-/// The settings in which this run differs from the one that wrote the checkpoint. Where the user has named the
-/// checkpoint, they are what is wanted, unless its tensors are those of another model or optimizer.
+/// The settings in which this run differs from the one that wrote the checkpoint, in words. Where the user has named the
+/// checkpoint, they are what is wanted, unless its tensors are those of another model or optimizer. A schedule that only follows
+/// another number of steps is what is wanted in any case.
 ///
 /// # Errors
 /// [`Error::OtherRun`], [`Error::NoRunToResume`].
@@ -102,7 +103,7 @@ pub(crate) fn changed_settings(
     model: &ResolvedModel,
     resume: &Resume,
     checkpoint: &Checkpoint,
-) -> Result<Vec<Difference>, Error> {
+) -> Result<Vec<String>, Error> {
     let path = checkpoint.path().to_owned();
     let Some(run) = checkpoint.manifest().config.get("run") else {
         return Err(Error::NoRunToResume { path });
@@ -122,12 +123,29 @@ pub(crate) fn changed_settings(
         let of_tuning = difference.key.starts_with("fine_tune.");
         !of_model && !of_tuning && !of_tensors.contains(&difference.key.as_str())
     };
+    if differences.is_empty() {
+        return Ok(Vec::new());
+    }
+    if let Some(before) = config.with_steps_of(run).filter(|before| before.differences(run).is_empty()) {
+        return Ok(vec![other_schedule(config, &before, checkpoint.manifest().step)]);
+    }
     let is_wanted = matches!(resume, Resume::From(_)) && differences.iter().all(fits);
-    if is_wanted || differences.is_empty() {
-        Ok(differences)
+    if is_wanted {
+        Ok(differences.iter().map(|difference| format!("changed: {difference}")).collect())
     } else {
         Err(Error::OtherRun { path, differences })
     }
+}
+
+/// What another number of steps does to the learning rate of the next one.
+fn other_schedule(config: &RunConfig, before: &RunConfig, step: u64) -> String {
+    let (steps, earlier) = (config.train.steps, before.train.steps);
+    let (rate, was) = (config.learning_rate().at(step), before.learning_rate().at(step));
+    format!(
+        "the schedule now follows {steps} steps, and not {earlier}: the learning rate of step {} is {rate:.2e}, and was to be {was:.2e} \
+         (schedule.warmup_steps and schedule.decay_steps keep a schedule as it is)",
+        step + 1,
+    )
 }
 
 /// The keys of a model's `config.json`, as settings: the file that `model.path` names may have been edited.

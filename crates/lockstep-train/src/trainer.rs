@@ -16,13 +16,14 @@ use lockstep_graph::{Activity, Cost, Seed};
 use serde_json::Value;
 
 use crate::config::RunConfig;
-use crate::describe::describe;
+use crate::describe::{Screen, describe};
 use crate::forecast::Predicted;
 use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
 use crate::machine::proportional_bytes;
 use crate::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
+use crate::peak::DevicePeak;
 use crate::progress::{Progress, Steps};
 use crate::ranks::Ranks;
 use crate::records::Records;
@@ -154,6 +155,10 @@ pub(crate) fn run(
     let model = resolve_model(config)?;
     // The first rank tokenizes; the others read what it has kept.
     let corpus = ranks.first_then_others(|| Corpus::open(config, &model))?;
+    tracing::info!(
+        tokens = corpus.train.tokens(), sources = corpus.sources.len(), from_cache = corpus.from_cache(),
+        digest = %corpus.digest, "the corpus is open"
+    );
     let lock = || {
         prepare_directory(&config.checkpoint.dir)?;
         Ok::<_, Error>(RunLock::take(&config.checkpoint.dir)?)
@@ -162,6 +167,12 @@ pub(crate) fn run(
     let _lock = writes.then(lock).transpose()?;
     let arena = ranks.arena();
     let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
+    match &checkpoint {
+        Some(found) => tracing::info!(path = %found.path().display(), ?resume, "going on from a checkpoint"),
+        None => {
+            tracing::info!(dir = %config.checkpoint.dir.display(), ?resume, "no checkpoint to go on from")
+        }
+    }
     let mut engine = build_engine(config, &model, ranks, &arena)?;
     let (counters, changed) = match &checkpoint {
         Some(checkpoint) => {
@@ -176,7 +187,19 @@ pub(crate) fn run(
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress = ranks.progress(steps, show);
     let predicted = Predicted::of(config, &engine, ranks)?;
-    describe(config, &model, &corpus, &engine, &predicted, ranks.groups().tensor_place(), &mut progress);
+    let peak = match leaves {
+        Leaves::Everything => DevicePeak::of_run(config, &engine, ranks)?,
+        Leaves::Nothing => None,
+    };
+    let beginning = Screen {
+        config,
+        model: &model,
+        corpus: &corpus,
+        engine: &engine,
+        predicted: &predicted,
+        peak: peak.as_ref(),
+    };
+    describe(&beginning, ranks.groups().tensor_place(), &mut progress);
     for reason in passed_over {
         progress.message(&format!("passed over a damaged checkpoint: {reason}"));
     }
@@ -187,8 +210,8 @@ pub(crate) fn run(
                 checkpoint.path().display(),
                 counters.step
             ));
-            for difference in changed {
-                progress.message(&format!("changed: {difference}"));
+            for change in changed {
+                progress.message(&change);
             }
             if text_has_changed(checkpoint, &corpus) {
                 progress.message("the training text is not the one that the checkpoint was trained on");
@@ -204,7 +227,7 @@ pub(crate) fn run(
         if let Some(aside) = set_aside_later(config, resume, &counters)? {
             progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
         }
-        Records::open(config, &engine, start)?
+        Records::open(config, &engine, start, (peak.as_ref(), &corpus), |text| progress.message(text))?
     } else if leaves == Leaves::Everything {
         Records::of_other(config, start)
     } else {
@@ -236,6 +259,7 @@ pub(crate) fn run(
         accumulation_steps: config.accumulation_steps(),
         flops_per_step: engine.model().training_flops()
             * (config.accumulation_steps() * ranks.replicas()) as u64,
+        peak_flops_per_s: peak.map(|peak| peak.flops_per_s),
         ranks,
         corpus: &corpus,
         engine,
@@ -267,6 +291,8 @@ struct Run<'a> {
     learning_rate: LearningRate,
     accumulation_steps: usize,
     flops_per_step: u64,
+    /// Of the devices of all ranks together, where that is known.
+    peak_flops_per_s: Option<f64>,
     counters: Counters,
     guard: Guard,
     /// None but in f16.
@@ -323,6 +349,7 @@ impl Run<'_> {
             }
         }
         let interrupted = self.counters.step < train.steps;
+        tracing::info!(step = self.counters.step, interrupted, "the last step of this process is made");
         self.engine.settle_weights()?;
         let state = self.state();
         let Self { saver, engine, records, progress, ranks, observer, .. } = &mut self;
@@ -461,7 +488,7 @@ impl Run<'_> {
             step_ms: seconds * 1e3,
             tokens_per_s: tokens as f64 / seconds,
             flops_per_s: self.flops_per_step as f64 / seconds,
-            mfu: None,
+            mfu: self.peak_flops_per_s.map(|peak| self.flops_per_step as f64 / seconds / peak),
             skipped: verdict != Verdict::Sound,
             skipped_steps: self.guard.skipped,
             rollbacks: self.guard.rollbacks,
@@ -477,6 +504,7 @@ impl Run<'_> {
             data_wait_ms: self.prefetcher.take_wait().as_secs_f64() * 1e3,
             checkpoint_stall_ms: self.saver.as_mut().map_or(0.0, Saver::take_stall_ms),
         };
+        tracing::trace!(step, loss, grad_norm, step_ms = row.step_ms, "made a step");
         self.progress.step(&row);
         self.observer.step_ended(&row);
         self.records.append(&row, |text| self.progress.message(text));
@@ -513,6 +541,7 @@ impl Run<'_> {
             && let Some(refuge) = &self.refuge
         {
             self.counters.updates = refuge.restore(&mut self.engine)?;
+            tracing::info!(step, updates = self.counters.updates, "went back to earlier weights");
             let updates = self.counters.updates;
             self.progress
                 .message(&format!("step {step}: back to the weights after update {updates}; the data go on"));
@@ -551,6 +580,7 @@ impl Run<'_> {
             eval_ms: begin.elapsed().as_secs_f64() * 1e3,
         };
         self.records.pause("evaluation", begin);
+        tracing::debug!(step = row.step, loss = row.eval_loss, ms = row.eval_ms, "evaluated");
         self.progress.evaluation(&row);
         self.records.append(&row, |text| self.progress.message(text));
         Ok(Some(row.eval_loss))

@@ -76,6 +76,26 @@ fn what_one_rank_does_anyway_may_be_said() {
 }
 
 #[test]
+fn a_zero_stage_alone_makes_shards_of_the_ranks_that_no_key_counts() {
+    let config = set(&["parallel.zero_stage=2"]);
+    assert_eq!(config.setting_for_ranks(4).unwrap(), "parallel.data_parallel_shard=4");
+    assert!(config.idle_zero_stage().unwrap().contains("--nproc-per-node"), "one rank has no shards");
+    assert_eq!(config.zero_stage().number(), 0);
+    let sharded = set(&["parallel.zero_stage=2", "parallel.data_parallel_shard=4"]);
+    assert_eq!((sharded.ranks(), sharded.zero_stage().number(), sharded.idle_zero_stage()), (4, 2, None));
+    let pipeline = set(&["parallel.zero_stage=1", "parallel.pipeline_parallel=2"]);
+    assert_eq!(pipeline.setting_for_ranks(8).unwrap(), "parallel.data_parallel_shard=4");
+    let hybrid = set(&["parallel.zero_stage=3", "parallel.data_parallel_shard=2"]);
+    assert_eq!(hybrid.setting_for_ranks(8).unwrap(), "parallel.data_parallel_replicate=4");
+    let replicas = set(&[]);
+    assert_eq!(replicas.setting_for_ranks(4).unwrap(), "parallel.data_parallel_replicate=4");
+    let problems = problems_of("", &["parallel.zero_stage=2", "parallel.data_parallel_replicate=4"]);
+    assert!(problems[0].contains("parallel.data_parallel_shard = 4 in its place"), "{problems:?}");
+    let problems = problems_of("", &["parallel.zero_stage=2", "parallel.data_parallel_shard=1"]);
+    assert!(problems[0].contains("has no effect with parallel.data_parallel_shard = 1"), "{problems:?}");
+}
+
+#[test]
 fn what_is_quantized_goes_through_a_plan_and_back() {
     let settings = [
         "parallel.data_parallel_shard=2",
@@ -175,10 +195,13 @@ fn broken_arguments_are_named_with_what_is_allowed() {
         ("train.steps=many", "train.steps: is the string \"many\"; allowed: an integer"),
         ("train.steps=", "train.steps: broken TOML value"),
         ("data.train=[\"a.txt\"", "data.train: broken TOML value"),
+        ("data.train=7", "data.train: is the number 7; allowed: a list of strings"),
+        ("train.epochs=3", "train.epochs: is no key here; allowed: train.steps; an epoch has as many as"),
         (
-            "data.train=a.txt",
-            "data.train: is the string \"a.txt\"; allowed: a list of strings: write [\"a.txt\"]",
+            "train.precision=fp8",
+            "train.precision: is the string \"fp8\"; allowed: \"bf16\"; fp8 is not available",
         ),
+        ("learning_rate=1", "lr, below the line [optimizer]; as an argument --set optimizer.lr=VALUE"),
         ("train.precision=f8", "train.precision: is the string \"f8\"; allowed: \"f32\", \"bf16\", \"f16\""),
         ("parallel.offload=1", "parallel.offload: unknown key; the nearest is parallel.offload."),
         (
@@ -242,6 +265,9 @@ fn derived_values_follow_from_the_given_ones() {
     assert_eq!((short.warmup_steps, short.decay_steps, short.decay), (10, 20, Decay::Sqrt));
     let constant = rate("[schedule]\nkind = \"constant\"\nwarmup_steps = 0");
     assert_eq!((constant.at(0), constant.at(999)), (3e-4, 3e-4));
+    for (steps, warmup) in [(1, 0), (8, 0), (40, 10), (100, 10), (500, 50), (1000, 100), (100_000, 100)] {
+        assert_eq!(rate(&format!("[train]\nsteps = {steps}")).warmup_steps, warmup, "{steps} steps");
+    }
     let one = rate("[train]\nsteps = 1");
     assert_eq!(one.at(0), 3e-4);
     for (global_batch, micro_batch) in [(1, 1), (7, 7), (12, 6), (13, 1), (64, 8)] {
@@ -384,6 +410,44 @@ fn differences_from_a_stored_configuration_are_listed() {
 }
 
 #[test]
+fn a_stored_configuration_is_the_same_again_and_what_follows_goes_on_to_follow() {
+    for arguments in [
+        &[][..],
+        &["train.global_batch=12", "optimizer.kind=lion", "model.hidden_size=64"],
+        &["train.steps=40", "schedule.kind=wsd", "parallel.data_parallel_replicate=2"],
+        &[
+            "schedule.warmup_steps=7",
+            "schedule.decay_steps=30",
+            "train.micro_batch=2",
+            "train.spike_factor=3",
+        ],
+        &["parallel.offload.optimizer=disk", "data.train=[{path='a', weight=0.5}, 'b']"],
+        &["schedule.scale_lr=sqrt", "schedule.scale_lr_batch=8"],
+    ] {
+        let config = set(arguments);
+        let stored = RunConfig::stored(&config.to_json(), "a checkpoint").unwrap();
+        assert_eq!(stored.to_json(), config.to_json(), "{arguments:?}");
+        let more = |config: &RunConfig| config.with_settings(&["train.steps=2000"]).unwrap().to_json();
+        assert_eq!(more(&stored), more(&config), "{arguments:?}");
+        let printed = parse(&config.to_toml());
+        assert_eq!(printed.to_json(), config.to_json(), "{arguments:?}: {}", config.to_toml());
+    }
+}
+
+#[test]
+fn the_learning_rate_grows_with_the_batch_as_asked() {
+    let peak = |arguments: &[&str]| set(arguments).learning_rate().peak;
+    let batch = ["train.global_batch=64", "optimizer.lr=1e-3"];
+    assert_eq!(peak(&batch), 1e-3);
+    for (rule, of_16, of_256) in [("linear", 4e-3, 0.25e-3), ("sqrt", 2e-3, 0.5e-3)] {
+        let rule = format!("schedule.scale_lr={rule}");
+        let of = |more: &[&str]| peak(&[&batch[..], &[&rule], more].concat());
+        assert!((of(&["schedule.scale_lr_batch=16"]) - of_16).abs() < 1e-12, "{rule}");
+        assert!((of(&[]) - of_256).abs() < 1e-12, "{rule}");
+    }
+}
+
+#[test]
 fn the_stored_configuration_is_resolved() {
     let config = set(&["train.global_batch=12", "optimizer.kind=sgd", "model.hidden_size=64"]);
     assert_eq!(config.optimizer.kind, OptimizerKind::Sgd);
@@ -459,6 +523,18 @@ fn the_manual_is_current() {
         "docs/configuration.md is out of date (from line {}); run `cargo xtask docs`",
         line.map_or(1, |line| line + 1)
     );
+}
+
+#[test]
+fn the_schema_knows_every_key() {
+    let schema = lockstep_train::config::configuration_schema();
+    for key in lockstep_train::config::KEYS.iter() {
+        let pointer: String = key.name.split('.').map(|part| format!("/properties/{part}")).collect();
+        let found = schema.pointer(&pointer).unwrap_or_else(|| panic!("{} is not in the schema", key.name));
+        assert!(found["description"].as_str().is_some_and(|text| text.starts_with(&key.doc)), "{}", key.name);
+    }
+    assert_eq!(schema["properties"]["train"]["properties"]["steps"]["minimum"], 1);
+    assert_eq!(schema["properties"]["optimizer"]["properties"]["lr"]["exclusiveMinimum"], 0.0);
 }
 
 #[test]

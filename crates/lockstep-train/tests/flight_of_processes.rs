@@ -7,8 +7,8 @@ use std::env;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{
-    Agent, CommError, Deadline, Ended, Failure, Group, JoinOptions, Launch, Output, Pinning, Placement,
-    ReduceOp, WorldOptions, join_from_environment,
+    Agent, CommError, Deadline, Elastic, Ended, Failure, Group, JoinOptions, Launch, Output, Pinning,
+    Placement, ReduceOp, WorldOptions, join_from_environment,
 };
 use lockstep_train::flight::{Analysis, Dump, Ending, Finding, analyse};
 use rustix::process::{Pid, Signal, kill_process};
@@ -56,6 +56,7 @@ fn start(fault: &str, silence: Duration) -> Agent {
         options: WorldOptions { arena_bytes: 1 << 24, silence, ..WorldOptions::default() },
         pinning: Pinning::Free,
         output: Output::Labelled,
+        elastic: Elastic::default(),
         sound_codes: vec![0],
     };
     launch.start().unwrap()

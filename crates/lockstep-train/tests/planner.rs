@@ -4,13 +4,17 @@
 mod details;
 #[path = "planner/exhaustive.rs"]
 mod exhaustive;
-#[path = "planner/on_disk.rs"]
-mod on_disk;
+#[path = "planner/offload.rs"]
+mod offload;
+#[path = "../examples/questions/table.rs"]
+mod questions;
 #[path = "../examples/published/rows/mod.rs"]
 mod rows;
+#[path = "planner/usual.rs"]
+mod usual;
 
 use lockstep_plan::ContextMethod;
-use lockstep_plan::cluster::Cluster;
+use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::search::{Subject, search};
 use lockstep_train::RunConfig;
 use lockstep_train::planner::{Evaluated, Objective, Planner};
@@ -126,7 +130,8 @@ fn tensor_parallel_stays_inside_a_node() {
 fn a_model_far_larger_than_a_node_is_cut_as_megatron_cuts_it() {
     let settings =
         ["model.preset=llama3-405b", "train.global_batch=1024", "train.seq_len=4096", "train.precision=bf16"];
-    let plan = best(&settings, "dgx-a100x128").plan;
+    let cluster = Cluster { software: Software::Megatron, ..Cluster::preset("dgx-a100x128").unwrap() };
+    let plan = planner(&settings, cluster).find(1).ranking.best.remove(0).value.plan;
     assert_eq!((plan.mesh.tensor, plan.mesh.context), (8, 1), "{:?}", plan.mesh);
     assert!(plan.mesh.pipeline > 1 && plan.mesh.shard * plan.mesh.replicate > 1, "{:?}", plan.mesh);
 }
@@ -243,8 +248,8 @@ fn a_search_ranks_what_it_is_asked_for() {
         ["model.preset=gpt2-124m", "train.global_batch=16", "train.seq_len=1024", "train.precision=bf16"];
     let mut planner = planner(&settings, Cluster::preset("dgx-a100").unwrap());
     let candidates = planner.candidates();
-    let forwards = search(candidates.clone(), 4, &mut planner);
-    let backwards = search(candidates.into_iter().rev(), 4, &mut planner);
+    let forwards = search(candidates.clone(), 4, &mut planner, &mut ());
+    let backwards = search(candidates.into_iter().rev(), 4, &mut planner, &mut ());
     let times = |ranking: &lockstep_plan::search::Ranking<RunConfig>| -> Vec<f64> {
         ranking.best.iter().map(|found| found.objective).collect()
     };

@@ -16,7 +16,9 @@ use lockstep_train::launch::started_group;
 use lockstep_train::metrics::{CommunicationUse, DiskUse};
 use lockstep_train::plan::check;
 use lockstep_train::roofline::Detail;
-use lockstep_train::{Ranks, RunConfig, human, offload_to_existing_directory, resolve_model, storage};
+use lockstep_train::{
+    NamedModel, Ranks, RunConfig, find_model, human, offload_to_existing_directory, resolve_model, storage,
+};
 use serde_json::json;
 
 use crate::collectives;
@@ -60,8 +62,8 @@ impl From<Precision> for DType {
 
 #[derive(Debug, Args)]
 pub(crate) struct StepArguments {
-    /// A preset, such as baby-gpt
-    #[arg(long)]
+    /// A preset, such as baby-gpt, a directory, a checkpoint, or a repository in the cache of Hugging Face
+    #[arg(long, value_name = "MODEL")]
     model: String,
     /// Arithmetic
     #[arg(long, value_enum, default_value_t = Precision::F32)]
@@ -137,17 +139,20 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
 }
 
 /// How the ranks of a benchmark are laid out: as it is said, and each that is left is a replica.
-fn layout(arguments: &StepArguments, said: &RunConfig, seq_len: usize) -> Result<RunConfig, Failure> {
-    let replicas = said.replicas_of(arguments.nproc_per_node.max(said.ranks()))?;
+fn layout(
+    arguments: &StepArguments,
+    model: &NamedModel,
+    said: &RunConfig,
+    seq_len: usize,
+) -> Result<RunConfig, Failure> {
+    let ranks = arguments.nproc_per_node.max(said.ranks());
+    let parts = said.replicas_of(ranks)? * said.parallel.data_parallel_shard;
     let batch = [
-        format!(
-            "train.global_batch={}",
-            replicas * said.parallel.data_parallel_shard * arguments.batch * arguments.accumulation
-        ),
+        format!("train.global_batch={}", parts * arguments.batch * arguments.accumulation),
         format!("train.micro_batch={}", arguments.batch),
         format!("train.seq_len={seq_len}"),
-        format!("model.preset={}", arguments.model),
-        format!("parallel.data_parallel_replicate={replicas}"),
+        model.setting(),
+        said.setting_for_ranks(ranks)?,
     ];
     let mut config = settings(&[&arguments.settings[..], &batch].concat())?;
     offload_to_existing_directory(&mut config);
@@ -162,7 +167,8 @@ fn settings(settings: &[String]) -> Result<RunConfig, Failure> {
 
 fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     let said = settings(&arguments.settings)?;
-    let model = benchmark_model(&arguments.model, &said)?;
+    let named = find_model(&arguments.model)?;
+    let model = benchmark_model(&named, &said)?;
     let longest = model.max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
     if seq_len == 0 || seq_len > longest {
@@ -178,7 +184,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
             return Err(Failure::configuration(format!("--{name} 0: allowed is 1 or more")));
         }
     }
-    let config = layout(arguments, &said, seq_len)?;
+    let config = layout(arguments, &named, &said, seq_len)?;
     let threads = threads(arguments.threads)?;
     let benchmark_of = |config: &RunConfig| StepBenchmark {
         shape: BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() },

@@ -36,7 +36,7 @@ fn blocks(page: &str) -> Vec<(&str, String)> {
     blocks
 }
 
-/// A line as a shell cuts it into words, up to a comment.
+/// A line as a shell cuts it into words, up to a comment or a redirection.
 fn words(line: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut quote = None;
@@ -45,7 +45,7 @@ fn words(line: &str) -> Vec<String> {
         match (quote, c) {
             (Some(open), c) if c == open => quote = None,
             (None, '\'' | '"') => quote = Some(c),
-            (None, '#') if word.is_empty() => break,
+            (None, '#' | '>') if word.is_empty() => break,
             (None, c) if c.is_whitespace() => words.push(String::new()),
             (_, c) => word.push(c),
         }

@@ -12,7 +12,7 @@ use lockstep_train::human;
 use serde_json::json;
 
 use crate::exit::Failure;
-use crate::output::say;
+use crate::output::{note, say};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -115,7 +115,7 @@ fn print_list(dir: &Path, as_json: bool) -> Result<(), Failure> {
         return Ok(());
     }
     if found.is_empty() {
-        eprintln!("no checkpoints in {}: it holds no step-NNNNNNNN", dir.display());
+        note!("no checkpoints in {}: it holds no step-NNNNNNNN", dir.display());
     }
     for entry in found {
         say!("{:>10}  {}", entry.step, entry.path.display());

@@ -6,11 +6,11 @@ use std::time::Instant;
 
 use clap::{Args, Subcommand};
 use lockstep_data::{
-    Bar, Contents, Ending, ExportOptions, FindDocuments, Format, IdType, OpenOptions, SourceFile,
+    Bar, Contents, Dataset, Ending, ExportOptions, FindDocuments, Format, IdType, OpenOptions, SourceFile,
     TextOptions, Tokenizer, Tokens, expand, tokenize_to_indexed,
 };
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::{Corpus, RunConfig, human, resolve_model};
+use lockstep_train::{Corpus, RunConfig, answers, human, resolve_model};
 use serde_json::{Value, json};
 
 use crate::exit::Failure;
@@ -48,7 +48,7 @@ impl TextArguments {
     }
 
     fn text(&self) -> TextOptions<'_> {
-        TextOptions { text_field: &self.text_field }
+        TextOptions { text_field: &self.text_field, ..TextOptions::default() }
     }
 }
 
@@ -204,8 +204,18 @@ fn show_run(arguments: &ShowArguments, path: &Path) -> Result<(), Failure> {
         described["epochs"] = epochs.into();
         sources.push(described);
     }
-    let sequences =
-        |set: &lockstep_data::Dataset| json!({ "sequences": set.windows(), "filled": set.filled() });
+    let sequences = |set: &Dataset| {
+        let mut described = json!({ "sequences": set.windows(), "filled": set.filled() });
+        if let Some(supervision) = set.supervision() {
+            described["answers"] = json!({
+                "tokens": supervision.tokens, "predicted_tokens": supervision.labels,
+                "samples": supervision.samples, "without_answer": supervision.without_answer,
+                "answer_beyond": supervision.answer_beyond, "truncated": supervision.truncated,
+                "masked_windows": supervision.masked_windows,
+            });
+        }
+        described
+    };
     if arguments.json {
         let valid = corpus.valid.as_ref().map(sequences);
         say!("{}", json!({ "sources": sources, "train": sequences(&corpus.train), "valid": valid }));
@@ -219,6 +229,9 @@ fn show_run(arguments: &ShowArguments, path: &Path) -> Result<(), Failure> {
             set.seq_len(),
             set.filled() * 100.0
         );
+        if let Some(supervision) = set.supervision() {
+            say!("       {}", answers(&supervision, set.seq_len()));
+        }
     }
     Ok(())
 }

@@ -114,6 +114,9 @@ impl From<InferError> for Failure {
             InferError::Checkpoint(error) => error.into(),
             InferError::Data(error) => error.into(),
             InferError::Tensor(error) => Self { message: error.to_string(), code: FAILED },
+            error @ InferError::GenerationConfig { .. } => {
+                Self { message: error.to_string(), code: CORRUPT_INPUT }
+            }
             InferError::Engine(error) => Self { message: error.to_string(), code: FAILED },
             error => Self::configuration(error.to_string()),
         }
@@ -128,6 +131,7 @@ impl From<lockstep_train::Error> for Failure {
             Error::Model(error) => error.into(),
             Error::Checkpoint(error) => error.into(),
             error @ (Error::Configuration(_)
+            | Error::NoModel(_)
             | Error::DoesNotFit(_)
             | Error::ReadConfiguration { .. }
             | Error::Cluster(_)
@@ -136,6 +140,7 @@ impl From<lockstep_train::Error> for Failure {
             | Error::OtherRun { .. }
             | Error::OtherParameters { .. }
             | Error::NoRunToResume { .. }
+            | Error::Prometheus { .. }
             | Error::NoRun { .. }
             | Error::TeachesNothing { .. }) => Self::configuration(error.to_string()),
             Error::ReadRecords { ref source, .. } => {

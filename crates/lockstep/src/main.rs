@@ -1,5 +1,7 @@
 //! The command line of Lockstep: parse, call, print. Exit codes are an interface; see [`exit`].
 #![forbid(unsafe_code)]
+// They panic where the reader has gone away; `output` has what does not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
 #[cfg(test)]
@@ -9,11 +11,18 @@ mod collectives;
 mod completions;
 mod data;
 mod doctor;
+mod error_file;
 mod exit;
+mod generate;
+mod hosts;
+mod import;
 mod infer;
+mod launching;
+mod logging;
 #[cfg(test)]
 mod manifests;
 mod measured;
+mod models;
 mod nodes;
 mod output;
 mod pipelines;
@@ -26,33 +35,72 @@ mod verify;
 
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
+use lockstep_train::config::habits;
 
 use exit::Failure;
+use output::note;
 
 /// Train and run large language models: one model, any plan, the same training run.
 #[derive(Debug, Parser)]
-#[command(name = "lockstep", version, arg_required_else_help = true)]
+#[command(name = "lockstep", version = VERSION)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: Option<Command>,
+    /// The form of the events that LOCKSTEP_LOG=debug shows on standard error
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value_t,
+        value_name = "text|json",
+        hide_possible_values = true
+    )]
+    log_format: logging::LogFormat,
 }
+
+/// The commit that this program is built from; empty where that is not known.
+const COMMIT: &str = env!("LOCKSTEP_BUILD_COMMIT");
+/// `0.1.0 (commit)`.
+const VERSION: &str = env!("LOCKSTEP_BUILD_VERSION");
+
+/// What to do first, for whoever types the name of the program and nothing else.
+const FIRST_STEPS: &str = "\
+Lockstep trains and runs large language models. To begin with:
+
+  lockstep train              train a small Llama on text found here, and see a
+                              sample of what it writes; about a minute
+  lockstep train run.toml     train a model of yours; docs/getting-started.md
+                              says what stands in run.toml
+  lockstep doctor             what this machine offers, and what it lacks
+  lockstep plan --model llama3-8b --cluster dgx-h100
+                              the best plan for machines that you name
+
+  lockstep --help             all commands
+  lockstep train --help       the flags of one of them";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Train a model; without a file, the built-in demonstration
-    Train(train::Arguments),
+    Train(Box<train::Arguments>),
     /// Predict what a plan needs: the memory of every rank, and whether it fits
     Plan(plan::Arguments),
     /// Hold a plan's numbers against those of one rank; without a file, of a tiny Llama on a built-in text
     Verify(verify::Arguments),
+    /// List the models that have names: parameters, shape, context, vocabulary
+    Models(models::Arguments),
     /// Loss and perplexity of a model on text
     Eval(infer::EvalArguments),
-    /// Continue a prompt
-    Generate(infer::GenerateArguments),
+    /// Continue prompts, or chat with a model
+    Generate(generate::Arguments),
     /// List, check, export and import checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Turn a configuration of another tool (DeepSpeed, Accelerate) into a RUN.toml, on standard output
+    Import(import::Arguments),
+    /// Print the JSON Schema of RUN.toml, by which an editor completes and checks it
+    Schema,
     /// Tokenize text, and see what data consists of
     #[command(subcommand)]
     Data(data::Command),
@@ -67,17 +115,51 @@ enum Command {
     Completions(completions::Arguments),
 }
 
+/// The command line; for a name of another tool, what to write instead.
+fn parsed() -> Cli {
+    Cli::try_parse().unwrap_or_else(|error| {
+        let Some(hint) = hint(&error) else { error.exit() };
+        output::error(&hint);
+        std::process::exit(i32::from(exit::CONFIGURATION));
+    })
+}
+
+/// What to write in place of a flag or a command that there is not, if other tools have it.
+fn hint(error: &clap::Error) -> Option<String> {
+    let (kind, of): (_, fn(&str) -> Option<String>) = match error.kind() {
+        ErrorKind::UnknownArgument => (ContextKind::InvalidArg, habits::of_flag),
+        ErrorKind::InvalidSubcommand => (ContextKind::InvalidSubcommand, habits::of_command),
+        _ => return None,
+    };
+    let Some(ContextValue::String(typed)) = error.get(kind) else { return None };
+    let hint = of(typed.trim_start_matches('-'))?;
+    Some(format!("there is no {typed}; {hint}"))
+}
+
 fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("LOCKSTEP_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    let result = match Cli::parse().command {
+    lockstep_train::build::set_commit(COMMIT);
+    let Cli { command, log_format } = parsed();
+    if let Err(Failure { message, code }) = logging::start(log_format) {
+        output::error(&message);
+        return ExitCode::from(code);
+    }
+    let Some(command) = command else {
+        note!("{FIRST_STEPS}");
+        return ExitCode::from(exit::CONFIGURATION);
+    };
+    let result = match command {
         Command::Train(arguments) => train::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
+        Command::Models(arguments) => models::run(&arguments),
         Command::Eval(arguments) => infer::eval(&arguments),
-        Command::Generate(arguments) => infer::generate(&arguments),
+        Command::Generate(arguments) => generate::run(&arguments),
         Command::Checkpoint(command) => checkpoint::run(&command),
+        Command::Import(arguments) => import::run(&arguments),
+        Command::Schema => {
+            output::say!("{:#}", lockstep_train::config::configuration_schema());
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Data(command) => data::run(&command),
         Command::Bench(command) => bench::run(&command),
         Command::Report(arguments) => report::run(&arguments),
@@ -86,10 +168,12 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(code) => code,
-        Err(Failure { message, code }) => {
+        Err(failure) => {
+            error_file::write(&failure);
+            let Failure { message, code } = failure;
             // A rank that has nothing to say of its own leaves it to its launcher.
             if !message.is_empty() {
-                eprintln!("error: {message}");
+                output::error(&message);
             }
             ExitCode::from(code)
         }

@@ -10,7 +10,7 @@ use lockstep_train::planner::machine::measured_file;
 use serde_json::{Value, json};
 
 use crate::exit::Failure;
-use crate::output::say;
+use crate::output::{note, say, warning};
 use crate::ranks;
 
 #[derive(Debug, Args)]
@@ -43,18 +43,18 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
     }
     std::fs::OpenOptions::new().create(true).append(true).open(&output).map_err(refuse)?;
     if !arguments.json {
-        eprintln!("measuring for half a minute; whatever else runs here is measured with it");
+        note!("measuring for half a minute; whatever else runs here is measured with it");
     }
     let found = measure(arguments.nproc_per_node, directory, &Extent::default())?;
     std::fs::write(&output, found.cluster.to_toml()).map_err(refuse)?;
     if let Some(others) = found.others.filter(|others| *others > BUSY) {
         let percent = 100.0 * others;
-        eprintln!(
-            "warning: other processes had {percent:.0} % of the cores meanwhile; measure again when they are done"
-        );
+        warning(&format!(
+            "other processes had {percent:.0} % of the cores meanwhile; measure again when they are done"
+        ));
     }
     if let Some(problem) = &found.disk_problem {
-        eprintln!("warning: the disk was not measured: {problem}");
+        warning(&format!("the disk was not measured: {problem}"));
     }
     if arguments.json {
         say!("{}", document(&found, &output));

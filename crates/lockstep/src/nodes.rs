@@ -1,13 +1,19 @@
 //! Runs over several machines: torchrun's flags and variables, and where the ranks of this machine stand among all.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{
-    CommError, DEFAULT_PORT, Deadline, MEETING_LIMIT, Meeting, Placement, SECRET_VARIABLE, meet_nodes, secret,
+    CommError, DEFAULT_PORT, Deadline, Meeting, PairingCode, Placement, SECRET_VARIABLE, Secret,
+    SecretInMemory, meet_nodes, secret,
 };
 
 use crate::exit::Failure;
+use crate::hosts;
+use crate::launching::{Launching, Variables, variable};
+use crate::output::note;
 
 /// torchrun's own default port of a rendezvous.
 const RENDEZVOUS_PORT: u16 = 29400;
@@ -33,9 +39,13 @@ pub(crate) struct Nodes {
     /// The port of --rdzv-endpoint, under torchrun's other name
     #[arg(long, value_name = "PORT", alias = "master_port", conflicts_with = "rdzv_endpoint")]
     master_port: Option<u16>,
-    /// File with the job's secret, on every machine; only you may read it. Needed where others can reach the ranks
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    /// File with the job's secret, on every machine; only you may read it. `-` is the first line of standard input, whose end
+    /// then ends the run
+    #[arg(long, value_name = "FILE", alias = "secret_file", value_hint = ValueHint::FilePath)]
     secret_file: Option<PathBuf>,
+    /// The code that node 0 prints where there is no secret file; LOCKSTEP_PAIRING_CODE hides it from lists of processes
+    #[arg(long, value_name = "CODE", alias = "pairing_code", conflicts_with = "secret_file")]
+    pairing_code: Option<String>,
 }
 
 /// A number of machines. A range is for runs that may lose some of them, which this program does not know yet.
@@ -53,6 +63,18 @@ fn nodes(text: &str) -> Result<usize, String> {
     .ok_or_else(|| "a number from 1".to_owned())
 }
 
+/// The variable that stands for `--pairing-code`.
+const PAIRING_VARIABLE: &str = "LOCKSTEP_PAIRING_CODE";
+
+/// A placement among the ranks of all machines, and how these come to know the secret.
+pub(crate) struct Met {
+    pub(crate) placement: Placement,
+    /// Variables for the ranks.
+    pub(crate) environment: Vec<(OsString, OsString)>,
+    /// The secret, for as long as ranks may ask for it.
+    _kept: Option<SecretInMemory>,
+}
+
 /// Flags, and what stands for those that are not given.
 struct Wishes {
     nnodes: usize,
@@ -64,9 +86,8 @@ struct Wishes {
 impl Nodes {
     /// Where `ranks` ranks of this machine stand among those of all machines, once all have come; `None` if there is only
     /// this one.
-    pub(crate) fn meet(&self, ranks: usize) -> Result<Option<Placement>, Failure> {
-        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        let wishes = self.wishes(&variable)?;
+    pub(crate) fn meet(&self, ranks: usize, launching: &Launching) -> Result<Option<Met>, Failure> {
+        let wishes = self.wishes(&variable, launching)?;
         if wishes.nnodes == 1 && wishes.endpoint.is_none() {
             return Ok(None);
         }
@@ -77,30 +98,94 @@ impl Nodes {
             );
             return Err(Failure::configuration(message));
         };
-        let meeting = Meeting { host, port, listener: None, run: wishes.run, secret: self.secret()? };
-        let deadline = Deadline::after(MEETING_LIMIT);
-        Ok(Some(meet_nodes(meeting, wishes.node, wishes.nnodes, ranks, deadline)?))
+        let mut meeting = Meeting { host, port, run: wishes.run, ..Meeting::default() };
+        let kept = self.key(&mut meeting, &wishes.node, wishes.nnodes, launching.limit)?;
+        let path = kept.as_ref().map(SecretInMemory::path).or_else(|| self.secret_file.clone());
+        let environment = path.map(|path| (SECRET_VARIABLE.into(), path.into())).into_iter().collect();
+        let deadline = Deadline::after(launching.limit);
+        let placement = meet_nodes(meeting, wishes.node, wishes.nnodes, ranks, deadline)?;
+        Ok(Some(Met { placement, environment, _kept: kept }))
     }
 
     /// Whether there are other machines.
-    pub(crate) fn are_several(&self) -> bool {
-        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        self.wishes(&variable).is_ok_and(|wishes| wishes.nnodes > 1)
+    pub(crate) fn are_several(&self, launching: &Launching) -> bool {
+        self.wishes(&variable, launching).is_ok_and(|wishes| wishes.nnodes > 1)
     }
 
-    /// The file with the secret, for the ranks.
-    pub(crate) fn environment(&self) -> Vec<(std::ffi::OsString, std::ffi::OsString)> {
-        self.secret_file.iter().map(|path| (SECRET_VARIABLE.into(), path.into())).collect()
+    /// `--master-addr` and `--master-port`.
+    pub(crate) fn master(&self) -> (Option<&str>, Option<u16>) {
+        (self.master_addr.as_deref(), self.master_port)
     }
 
-    fn secret(&self) -> Result<Option<lockstep_comm::Secret>, CommError> {
-        match &self.secret_file {
-            Some(path) => lockstep_comm::Secret::from_file(path).map(Some).map_err(CommError::Join),
-            None => secret(),
+    /// A flag of these that is for one machine, if one was given.
+    pub(crate) fn given_beside_hosts(&self) -> Option<&'static str> {
+        let flags = [
+            (self.nnodes.is_some(), "--nnodes"),
+            (self.node_rank.is_some(), "--node-rank"),
+            (self.rdzv_endpoint.is_some(), "--rdzv-endpoint"),
+            (self.secret_file.is_some(), "--secret-file"),
+            (self.pairing_code.is_some(), "--pairing-code"),
+        ];
+        flags.into_iter().find_map(|(is_given, name)| is_given.then_some(name))
+    }
+
+    /// A flag of these that asks for ranks to be started, if one was given.
+    pub(crate) fn first_given(&self) -> Option<&'static str> {
+        let flags = [
+            (self.nnodes.is_some_and(|nodes| nodes > 1), "--nnodes"),
+            (self.node_rank.is_some(), "--node-rank"),
+            (self.rdzv_endpoint.is_some(), "--rdzv-endpoint"),
+            (self.master_addr.is_some(), "--master-addr"),
+            (self.master_port.is_some(), "--master-port"),
+        ];
+        flags.into_iter().find_map(|(is_given, name)| is_given.then_some(name))
+    }
+
+    /// Gives `meeting` its secret: that of the file, of the pairing code, or on node 0 of a new code, which it prints. Returns what
+    /// keeps a code's secret for the ranks.
+    fn key(
+        &self,
+        meeting: &mut Meeting,
+        node: &Option<usize>,
+        nodes: usize,
+        limit: Duration,
+    ) -> Result<Option<SecretInMemory>, Failure> {
+        let code = self.pairing_code.clone().or_else(|| variable(PAIRING_VARIABLE));
+        meeting.secret = match &self.secret_file {
+            Some(path) if path.as_os_str() == "-" => {
+                let text = hosts::secret_from_stdin()?;
+                meeting.secret = Some(Secret::of(text.as_bytes()));
+                return Ok(Some(SecretInMemory::new(text.as_bytes())?));
+            }
+            Some(path) => Some(Secret::from_file(path).map_err(CommError::Join)?),
+            None if code.is_some() => None,
+            None => secret()?,
+        };
+        if meeting.secret.is_some() {
+            return Ok(None);
         }
+        let code = match code {
+            Some(text) => PairingCode::parse(&text).ok_or_else(|| {
+                Failure::configuration(
+                    "the pairing code is not one: 20 letters and digits, as node 0 prints them (--pairing-code)",
+                )
+            })?,
+            None if nodes > 1 && !meeting.is_local() && is_first(meeting, *node)? => {
+                let code = PairingCode::random().map_err(CommError::Join)?;
+                let wait = limit.as_secs();
+                note!("pairing code {code}");
+                note!("within {wait} s give the other machines the same command with --pairing-code {code}");
+                code
+            }
+            // Meeting itself tells where a secret is needed.
+            None => return Ok(None),
+        };
+        meeting.secret = Some(Secret::of(code.bytes()));
+        let kept = SecretInMemory::new(code.bytes())?;
+        Ok(Some(kept))
     }
 
-    fn wishes(&self, variable: &dyn Fn(&str) -> Option<String>) -> Result<Wishes, Failure> {
+    fn wishes(&self, variable: Variables<'_>, launching: &Launching) -> Result<Wishes, Failure> {
         let nnodes = match (self.nnodes, variable("PET_NNODES")) {
             (Some(nnodes), _) => nnodes,
             (None, Some(text)) => {
@@ -108,6 +193,9 @@ impl Nodes {
             }
             (None, None) => 1,
         };
+        if launching.standalone {
+            return self.alone(nnodes);
+        }
         let number = |name: &'static str| {
             let value = variable(name).map(|text| text.parse::<usize>().map_err(|_| (name, text)));
             value
@@ -121,9 +209,14 @@ impl Nodes {
                 node = number(name)?;
             }
         }
-        let endpoint = match &self.rdzv_endpoint {
-            Some(text) => Some(endpoint(text)?),
-            None => {
+        let node = agreed(node, launching.node, nnodes)?;
+        // A flag wins over the variables of both kinds.
+        let has_master = self.master_addr.is_some() || self.master_port.is_some();
+        let named = variable("PET_RDZV_ENDPOINT").filter(|_| !has_master);
+        let endpoint = match (&self.rdzv_endpoint, named) {
+            (Some(text), _) => Some(endpoint("--rdzv-endpoint ", text)?),
+            (None, Some(text)) => Some(endpoint("PET_RDZV_ENDPOINT=", &text)?),
+            (None, None) => {
                 let host = self.master_addr.clone().or_else(|| variable("PET_MASTER_ADDR"));
                 let host = host.or_else(|| variable("MASTER_ADDR").filter(|_| nnodes > 1));
                 let port = number("PET_MASTER_PORT")?.or(number("MASTER_PORT")?);
@@ -138,12 +231,50 @@ impl Nodes {
         let run = self.rdzv_id.clone().or_else(|| variable("PET_RDZV_ID")).unwrap_or_default();
         Ok(Wishes { nnodes, node, endpoint, run })
     }
+
+    /// `--standalone`.
+    fn alone(&self, nnodes: usize) -> Result<Wishes, Failure> {
+        if nnodes > 1 {
+            return Err(Failure::configuration(format!(
+                "--standalone is one machine, and --nnodes (or PET_NNODES) says {nnodes}: leave one of them out"
+            )));
+        }
+        if let Some(rank) = self.node_rank.filter(|rank| *rank > 0) {
+            return Err(out_of_nodes(rank, 1));
+        }
+        Ok(Wishes { nnodes: 1, node: None, endpoint: None, run: self.rdzv_id.clone().unwrap_or_default() })
+    }
 }
 
-/// `node1:29400`, `node1`, `[::1]:29400`.
-fn endpoint(text: &str) -> Result<(String, u16), Failure> {
-    let problem =
-        || Failure::configuration(format!("--rdzv-endpoint {text}: HOST or HOST:PORT, as node1:29400"));
+/// Whether this machine is node 0.
+fn is_first(meeting: &Meeting, node: Option<usize>) -> Result<bool, CommError> {
+    match node {
+        Some(node) => Ok(node == 0),
+        // Of several launchers on one machine the one that listens is the first.
+        None => Ok(meeting.is_here()? && !meeting.port_is_taken()),
+    }
+}
+
+/// The number of this machine by `--node-rank` (or who stands for it) and by `--rdzv-conf`.
+fn agreed(node: Option<usize>, by_conf: Option<usize>, nnodes: usize) -> Result<Option<usize>, Failure> {
+    match (node, by_conf) {
+        (Some(node), Some(other)) if node != other => Err(Failure::configuration(format!(
+            "--node-rank says node {node}, and rank or is_host of --rdzv-conf node {other}: leave one of them out"
+        ))),
+        (Some(node), _) | (None, Some(node)) if node >= nnodes => Err(out_of_nodes(node, nnodes)),
+        (node, by_conf) => Ok(node.or(by_conf)),
+    }
+}
+
+fn out_of_nodes(node: usize, nnodes: usize) -> Failure {
+    Failure::configuration(format!(
+        "--node-rank {node}: node {node} is not below the number of nodes, {nnodes} (--nnodes)"
+    ))
+}
+
+/// `node1:29400`, `node1`, `[::1]:29400`; `name` says who gave it.
+fn endpoint(name: &str, text: &str) -> Result<(String, u16), Failure> {
+    let problem = || Failure::configuration(format!("{name}{text}: HOST or HOST:PORT, as node1:29400"));
     let (host, port) = match text.rsplit_once(':') {
         Some((host, port)) if !host.contains(':') || host.ends_with(']') => {
             (host, port.parse().ok().filter(|port| *port > 0).ok_or_else(problem)?)
@@ -166,6 +297,7 @@ mod tests {
         master_addr: None,
         master_port: None,
         secret_file: None,
+        pairing_code: None,
     };
 
     fn wishes(
@@ -175,7 +307,7 @@ mod tests {
         let variable = |name: &str| {
             environment.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
         };
-        let found = arguments.wishes(&variable).unwrap();
+        let found = arguments.wishes(&variable, &Launching::default()).unwrap();
         (found.nnodes, found.node, found.endpoint)
     }
 
@@ -193,7 +325,7 @@ mod tests {
         ];
         for (text, expected) in table {
             let expected = expected.map(|(host, port)| (host.to_owned(), port));
-            assert_eq!(endpoint(text).ok(), expected, "{text}");
+            assert_eq!(endpoint("", text).ok(), expected, "{text}");
         }
     }
 

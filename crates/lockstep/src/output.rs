@@ -1,8 +1,10 @@
-//! Lines on standard output. A reader that has gone away ends the command quietly; a disk that is full ends it with a
-//! message. (`println!` panics in both cases.)
+//! Lines on standard output and standard error. A reader that has gone away changes neither what the command does nor its exit
+//! code; a disk that is full ends it with a message. (`println!` and `eprintln!` panic in both cases.)
 
 use std::fmt::Arguments;
 use std::io::{ErrorKind, Write};
+
+use lockstep_train::screen::{self, Colour};
 
 use crate::exit::FAILED;
 
@@ -11,14 +13,33 @@ pub(crate) fn line(text: Arguments<'_>) {
     let mut out = std::io::stdout().lock();
     let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush()) else { return };
     if error.kind() == ErrorKind::BrokenPipe {
-        std::process::exit(0);
+        return;
     }
-    eprintln!("error: cannot write to standard output: {error}");
+    self::error(&format!("cannot write to standard output: {error}"));
     std::process::exit(i32::from(FAILED));
+}
+
+/// What went wrong, on standard error.
+pub(crate) fn error(text: &str) {
+    screen::line(&screen::message("error", Colour::Red, text));
+}
+
+/// What goes on but not as asked, on standard error.
+pub(crate) fn warning(text: &str) {
+    screen::line(&screen::message("warning", Colour::Yellow, text));
+}
+
+/// A labelled line on standard error.
+pub(crate) fn field(label: &str, text: &str) {
+    screen::line(&screen::field(label, text));
 }
 
 /// `println!` by way of [`line()`].
 macro_rules! say {
     ($($argument:tt)*) => { $crate::output::line(format_args!($($argument)*)) };
 }
-pub(crate) use say;
+/// `eprintln!` that never panics.
+macro_rules! note {
+    ($($argument:tt)*) => { lockstep_train::screen::line(&format!($($argument)*)) };
+}
+pub(crate) use {note, say};

@@ -5,12 +5,16 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use lockstep_comm::{self as comm, LossCause, MpiOptions, Output, Pinning, Placement, Way, is_launched};
+use lockstep_comm::{
+    self as comm, Elastic, LossCause, MpiOptions, Output, Pinning, Placement, Way, is_launched,
+};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
 use lockstep_train::{Forecast, PlanFile, Ranks};
 
+use crate::error_file;
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
+use crate::output::{self, note, warning};
 
 /// What `--nproc-per-node` takes.
 pub(crate) fn number(text: &str) -> Result<usize, String> {
@@ -36,6 +40,8 @@ pub(crate) struct Start {
     pub(crate) output: Output,
     /// Where what they called last is written to if they end badly.
     pub(crate) records: Option<PathBuf>,
+    /// What they are told as torchelastic tells its workers.
+    pub(crate) elastic: Elastic,
 }
 
 impl Start {
@@ -45,7 +51,8 @@ impl Start {
             if way == Way::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
         let (environment, arguments) = (Vec::new(), Vec::new());
         let (pinning, output) = (Pinning::Share, Output::Labelled);
-        Ok(Self { ranks, placement, environment, arguments, pinning, output, records: None })
+        let elastic = Elastic::default();
+        Ok(Self { ranks, placement, environment, arguments, pinning, output, records: None, elastic })
     }
 }
 
@@ -57,7 +64,8 @@ pub(crate) fn seen_to(all: usize) -> Result<Range<usize>, Failure> {
 
 /// Starts this command once for each rank of this machine, and watches them.
 pub(crate) fn run(start: Start, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
-    let Start { ranks, placement, environment, arguments, pinning, output, records } = start;
+    let Start { ranks, placement, environment, arguments, pinning, output, records, elastic } = start;
+    let errors = elastic.clone();
     let processes = RankProcesses {
         ranks,
         placement,
@@ -66,22 +74,25 @@ pub(crate) fn run(start: Start, interrupt: &Interrupt) -> Result<ExitCode, Failu
         pinning,
         output,
         records,
+        elastic,
         interrupted: INTERRUPTED.into(),
         lost: PEER_LOST.into(),
     };
     match run_ranks(processes, interrupt)? {
         Ended::Well(code) => Ok(ExitCode::from(code as u8)),
-        Ended::Badly(end) => Err(judge(*end)),
+        Ended::Badly(end) => Err(judge(*end, &errors)),
     }
 }
 
 /// What the launcher tells: what no rank has told where the user sees it.
-fn judge(end: BadEnd) -> Failure {
-    let comm::Failure { rank, cause, error, log } = end.failure;
+fn judge(end: BadEnd, elastic: &Elastic) -> Failure {
+    let comm::Failure { rank, cause, error, log, is_shown } = end.failure;
+    let of_rank = elastic.error_file(rank);
+    let all = Failure { message: error.to_string(), code: code_of(&error) };
+    error_file::pass_on(of_rank.as_deref(), &all, exit_code(&cause));
     let mut failure = match cause {
         // The first rank's words are shown.
         LossCause::Exit(code) if end.has_told => {
-            let is_shown = log.is_none() || rank == 0;
             let message = if is_shown { String::new() } else { format!("rank {rank} {cause}") };
             Failure { message, code: code as u8 }
         }
@@ -96,11 +107,20 @@ fn judge(end: BadEnd) -> Failure {
     failure
 }
 
+/// An exit code as Python has it: negative for a signal.
+fn exit_code(cause: &LossCause) -> i32 {
+    match cause {
+        LossCause::Exit(code) => *code,
+        LossCause::Signal(signal) => -signal,
+        _ => 1,
+    }
+}
+
 /// Where to read who called what last.
 fn hint(records: Result<PathBuf, lockstep_train::Error>) {
     match records {
-        Ok(path) => eprintln!("lockstep doctor --trace {} tells who called what last", path.display()),
-        Err(error) => eprintln!("no records of what ranks called last: {error}"),
+        Ok(path) => note!("lockstep doctor --trace {} tells who called what last", path.display()),
+        Err(error) => note!("no records of what ranks called last: {error}"),
     }
 }
 
@@ -127,7 +147,7 @@ pub(crate) fn blamed(plan: Option<&PlanFile>, error: lockstep_train::Error) -> l
 pub(crate) fn warn_if_outdated(plan: Option<&PlanFile>, forecast: &Forecast) {
     let is_first = comm::place().is_ok_and(|place| place.is_none_or(|place| place.rank == 0));
     if is_first && let Some(difference) = plan.and_then(|plan| plan.outdated(forecast)) {
-        eprintln!("warning: {difference}");
+        warning(&difference);
     }
 }
 
@@ -151,9 +171,12 @@ pub(crate) fn told_by(error: lockstep_train::Error, rank: usize) -> Failure {
 
 /// Tells of a rank's failure, and ends all ranks by `abort`, which returns where they end by themselves.
 pub(crate) fn ended_by(error: lockstep_train::Error, rank: usize, abort: impl FnOnce(u8)) -> Failure {
-    let Failure { message, code } = told_by(error, rank);
+    let text = error.to_string();
+    let told = told_by(error, rank);
+    error_file::write(&Failure { message: text, code: told.code });
+    let Failure { message, code } = told;
     if !message.is_empty() {
-        eprintln!("error: {message}");
+        output::error(&message);
     }
     abort(code);
     Failure { message: String::new(), code }

@@ -177,7 +177,7 @@ pub(crate) fn plan_in_words(config: &RunConfig) -> String {
             parallel.tensor_parallel
         ));
     }
-    let shared_out = match parallel.zero_stage {
+    let shared_out = match config.zero_stage().number() {
         0 => String::new(),
         stage => format!(", ZeRO stage {stage}"),
     };

@@ -64,8 +64,8 @@ pub struct HfExport<'a> {
     pub file: &'static str,
     /// Files to write beside the weights, by name: `config.json` and the like.
     pub texts: BTreeMap<String, String>,
-    /// Files to copy beside the weights under their own names: the tokenizer's.
-    pub copies: Vec<PathBuf>,
+    /// Files to copy beside the weights, by the name they get there: the tokenizer's.
+    pub copies: BTreeMap<String, PathBuf>,
     /// See [`DEFAULT_SHARD_BYTES`]. One tensor above the limit has a shard of its own.
     pub shard_bytes: u64,
 }
@@ -108,10 +108,9 @@ impl HfExport<'_> {
         for (name, text) in &self.texts {
             write_file(dir, name, text.as_bytes())?;
         }
-        for source in &self.copies {
+        for (name, source) in &self.copies {
             let content = fs::read(source).map_err(CheckpointError::io("read", source))?;
-            let name = source.file_name().unwrap_or_default().to_string_lossy();
-            write_file(dir, &name, &content)?;
+            write_file(dir, name, &content)?;
         }
         let specs: Vec<TensorSpec> = self.tensors.iter().map(|tensor| self.spec(tensor)).collect();
         let shards = self.split(&specs)?;

@@ -49,10 +49,8 @@ pub struct ProcessPlace {
     pub rank: usize,
     /// Number of ranks; `None` where only the run's configuration knows (Kubernetes).
     pub world_size: Option<usize>,
-    /// Rank among those of the host.
-    pub local_rank: usize,
-    /// Ranks of the host.
-    pub local_size: usize,
+    /// Number of ranks on the host, if the launcher says. Without it, ranks find out when they meet.
+    pub local_size: Option<usize>,
     /// Where ranks meet, if the launcher says.
     pub leader: Option<Leader>,
 }
@@ -161,6 +159,7 @@ const TORCHRUN: Names = Names {
     local_rank: "LOCAL_RANK",
     local_size: "LOCAL_WORLD_SIZE",
 };
+const DEEPSPEED: Names = Names { local_size: "LOCAL_SIZE", ..TORCHRUN };
 const OPEN_MPI: Names = Names {
     launcher: Launcher::OpenMpi,
     rank: "OMPI_COMM_WORLD_RANK",
@@ -178,8 +177,40 @@ const MPICH: Names = Names {
 
 impl Environment<'_> {
     fn torchrun(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
-        let Some(place) = self.four_numbers(&TORCHRUN)? else { return Ok(None) };
+        let place = match self.get("LOCAL_WORLD_SIZE").or_else(|| self.get("LOCAL_SIZE")) {
+            // DeepSpeed's launcher has its own name for it.
+            Some(_) if self.get("LOCAL_WORLD_SIZE").is_none() => self.four_numbers(&DEEPSPEED)?,
+            Some(_) => self.four_numbers(&TORCHRUN)?,
+            None => self.two_numbers()?,
+        };
+        let Some(place) = place else { return Ok(None) };
         Ok(Some(ProcessPlace { leader: self.leader("MASTER_ADDR", "MASTER_PORT")?, ..place }))
+    }
+
+    /// `RANK` and `WORLD_SIZE` alone, as scripts set them by hand. Kubeflow's PyTorchJob sets them as well, for machines:
+    /// there `PET_NNODES` says that a launcher is to be started.
+    fn two_numbers(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        if self.get("PET_NNODES").is_some() && self.get("LOCAL_RANK").is_none() {
+            return Ok(None);
+        }
+        let (rank, world_size) = (self.number("RANK")?, self.number("WORLD_SIZE")?);
+        let local_rank = self.number("LOCAL_RANK")?;
+        let missing = |present, missing| EnvironmentProblem::Incomplete {
+            launcher: Launcher::Torchrun,
+            present,
+            missing,
+        };
+        let (rank, world_size) = match (rank, world_size) {
+            (Some(rank), Some(world_size)) => (rank, world_size),
+            (Some(_), None) => return Err(missing("RANK", "WORLD_SIZE")),
+            (None, Some(_)) => return Err(missing("WORLD_SIZE", "RANK")),
+            (None, None) if local_rank.is_some() => return Err(missing("LOCAL_RANK", "RANK")),
+            (None, None) => return Ok(None),
+        };
+        let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE"];
+        check(names, rank, world_size, local_rank.unwrap_or(0), world_size)?;
+        let (launcher, world_size) = (Launcher::Torchrun, Some(world_size));
+        Ok(Some(ProcessPlace { launcher, rank, world_size, local_size: None, leader: None }))
     }
 
     fn open_mpi(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
@@ -232,15 +263,15 @@ impl Environment<'_> {
         };
         let names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", name];
         check(names, rank, world_size, local_rank, local_size)?;
-        let world_size = Some(world_size);
-        Ok(Some(ProcessPlace { launcher: Launcher::Slurm, rank, world_size, local_rank, local_size, leader }))
+        let (world_size, local_size) = (Some(world_size), Some(local_size));
+        Ok(Some(ProcessPlace { launcher: Launcher::Slurm, rank, world_size, local_size, leader }))
     }
 
     fn kubernetes(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         let Some(rank) = self.number("JOB_COMPLETION_INDEX")? else { return Ok(None) };
         let launcher = Launcher::Kubernetes;
         let leader = self.leader("MASTER_ADDR", "MASTER_PORT")?;
-        Ok(Some(ProcessPlace { launcher, rank, world_size: None, local_rank: 0, local_size: 1, leader }))
+        Ok(Some(ProcessPlace { launcher, rank, world_size: None, local_size: Some(1), leader }))
     }
 
     fn four_numbers(&self, names: &Names) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
@@ -264,8 +295,8 @@ impl Environment<'_> {
             };
         };
         check(variables, rank, world_size, local_rank, local_size)?;
-        let (launcher, world_size) = (names.launcher, Some(world_size));
-        Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size, leader: None }))
+        let (launcher, world_size, local_size) = (names.launcher, Some(world_size), Some(local_size));
+        Ok(Some(ProcessPlace { launcher, rank, world_size, local_size, leader: None }))
     }
 
     fn leader(&self, host: &'static str, port: &'static str) -> Result<Option<Leader>, EnvironmentProblem> {
@@ -342,12 +373,17 @@ mod tests {
 
     #[test]
     fn each_launcher_is_understood_and_the_innermost_counts() {
-        let table: [(String, Option<Launcher>); 10] = [
+        let table: [(String, Option<Launcher>); 14] = [
             (String::new(), None),
             (OURS.to_owned(), Some(Launcher::Torchrun)),
             (OMPI.to_owned(), Some(Launcher::OpenMpi)),
             (HYDRA.to_owned(), Some(Launcher::Mpich)),
             (STEP.to_owned(), Some(Launcher::Slurm)),
+            ("RANK=5 WORLD_SIZE=8".to_owned(), Some(Launcher::Torchrun)),
+            ("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1".to_owned(), Some(Launcher::Torchrun)),
+            ("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4".to_owned(), Some(Launcher::Torchrun)),
+            // Kubeflow's PyTorchJob, whose RANK is that of a machine.
+            ("RANK=1 WORLD_SIZE=2 PET_NNODES=2 PET_NODE_RANK=1".to_owned(), None),
             ("JOB_COMPLETION_INDEX=5".to_owned(), Some(Launcher::Kubernetes)),
             (format!("{OURS} {OMPI} {STEP}"), Some(Launcher::Torchrun)),
             (format!("{OMPI} {STEP}"), Some(Launcher::OpenMpi)),
@@ -361,8 +397,12 @@ mod tests {
             assert!(place.is_none_or(|place| place.rank == 5), "{environment}");
         }
         let place = detect_in(STEP).unwrap().unwrap();
-        let numbers = (place.world_size, place.local_rank, place.local_size);
-        assert_eq!(numbers, (Some(8), 1, 4));
+        assert_eq!((place.world_size, place.local_size), (Some(8), Some(4)));
+        let local_sizes = [("", None), (" LOCAL_RANK=1", None), (" LOCAL_RANK=1 LOCAL_SIZE=4", Some(4))];
+        for (more, expected) in local_sizes {
+            let place = detect_in(&format!("RANK=5 WORLD_SIZE=8{more}")).unwrap().unwrap();
+            assert_eq!(place.local_size, expected, "{more}");
+        }
         assert_eq!(place.leader, Some(Leader { host: "gnode08".to_owned(), port: None }));
         let place = detect_in(&format!("{OURS} MASTER_ADDR=node1 MASTER_PORT=29500")).unwrap().unwrap();
         assert_eq!(place.leader, Some(Leader { host: "node1".to_owned(), port: Some(29500) }));
@@ -394,6 +434,10 @@ mod tests {
             ("RANK=-1 WORLD_SIZE=2", "RANK=\"-1\": allowed is 0 to 1048576"),
             ("RANK=0 WORLD_SIZE=99999999", "WORLD_SIZE=\"99999999\": allowed is 0 to 1048576"),
             ("RANK=0", "RANK is set, but WORLD_SIZE is not (torchrun)"),
+            ("WORLD_SIZE=2", "WORLD_SIZE is set, but RANK is not (torchrun)"),
+            ("LOCAL_RANK=0", "LOCAL_RANK is set, but RANK is not (torchrun)"),
+            ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=2", "LOCAL_RANK=\"2\": allowed is below WORLD_SIZE=2"),
+            ("RANK=0 WORLD_SIZE=2 LOCAL_SIZE=2", "RANK is set, but LOCAL_RANK is not (torchrun)"),
             ("PMI_RANK=0 PMI_SIZE=2", "PMI_RANK is set, but MPI_LOCALRANKID is not (MPICH)"),
             ("SLURM_STEP_ID=0 SLURM_PROCID=0", "SLURM_PROCID is set, but SLURM_NTASKS is not (SLURM)"),
         ];

@@ -3,6 +3,7 @@
 
 use std::{
     collections::VecDeque,
+    io::{self, Write},
     sync::{Arc, mpsc::Sender},
     time::{Duration, Instant},
 };
@@ -127,7 +128,7 @@ impl Engine {
         }
         let Self { mpi, hearing: [hearing], .. } = self;
         if let Err(error) = mpi.finish(hearing) {
-            eprintln!("error: {error}");
+            let _ = writeln!(io::stderr(), "error: {error}");
         }
     }
 
@@ -326,7 +327,12 @@ impl Engine {
             let desk = self.shared.lock();
             let ending = desk.ending.map_or(CommError::Stopped { by: None }, CommError::from_words);
             if holds_memory {
-                eprintln!("error: rank {}: {}", self.mpi.rank, desk.details.as_ref().unwrap_or(&ending));
+                let _ = writeln!(
+                    io::stderr(),
+                    "error: rank {}: {}",
+                    self.mpi.rank,
+                    desk.details.as_ref().unwrap_or(&ending)
+                );
             }
             drop(desk);
             self.mpi.abort((self.options.exit_code)(&ending));

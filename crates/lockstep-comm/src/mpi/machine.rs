@@ -2,6 +2,7 @@
 
 use std::{
     collections::VecDeque,
+    io::{self, Write},
     panic::Location,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
     thread::{Builder, JoinHandle},
@@ -184,7 +185,11 @@ impl Machine {
             }
             if judged_by.is_some_and(|at| Instant::now() > at) && desk.ending.is_none() {
                 // MPI may still write to the caller's memory, so there is no way back to it.
-                eprintln!("error: rank {}: MPI does not return from a call; this process ends", self.rank);
+                let _ = writeln!(
+                    io::stderr(),
+                    "error: rank {}: MPI does not return from a call; this process ends",
+                    self.rank
+                );
                 std::process::exit((self.options.exit_code)(&CommError::Stopped { by: Some(self.rank) }));
             }
             let nap = deadline.as_ref().map_or(NAP, |(deadline, _)| deadline.remaining().min(NAP));

@@ -15,17 +15,17 @@ use std::{
     fmt, fs,
     io::{self, ErrorKind, Read, Write},
     net::TcpStream,
-    os::unix::fs::MetadataExt,
-    path::Path,
+    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    path::{Path, PathBuf},
     time::Duration,
 };
 
-use crate::{Deadline, JoinProblem};
+use crate::{CommError, Deadline, JoinProblem};
 
 /// `LOCKSTEP` in the order of bytes.
 const MAGIC: u64 = u64::from_le_bytes(*b"LOCKSTEP");
 /// Changes with every change of frames, greetings and cards.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 /// Bytes of a greeting.
 pub(crate) const HELLO_BYTES: usize = 96;
 /// The shortest secret.
@@ -73,6 +73,92 @@ impl Secret {
     /// For ranks that nobody else can reach.
     pub(crate) fn none() -> Self {
         Self::of(b"")
+    }
+}
+
+/// A secret that people can read out and type: 20 characters of Crockford's base 32, which are 100 random bits.
+#[derive(Clone, PartialEq, Eq)]
+pub struct PairingCode([u8; CODE_CHARACTERS]);
+
+/// Characters of a pairing code.
+const CODE_CHARACTERS: usize = 20;
+/// Characters between two hyphens.
+const CODE_GROUP: usize = 5;
+/// Neither I, L, O nor U.
+const CODE_ALPHABET: &[u8; 32] = b"0123456789ABCDEFGHJKMNPQRSTVWXYZ";
+
+impl PairingCode {
+    /// A new one.
+    ///
+    /// # Errors
+    /// [`JoinProblem::Connection`] if the system has no random bytes.
+    pub fn random() -> Result<Self, JoinProblem> {
+        let bytes = nonce()?;
+        // 256 is a multiple of 32: every character is as likely.
+        Ok(Self(std::array::from_fn(|index| CODE_ALPHABET[usize::from(bytes[index]) % CODE_ALPHABET.len()])))
+    }
+
+    /// The code that `text` shows, in either case, with or without hyphens, O for 0, I and L for 1.
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut code = [0; CODE_CHARACTERS];
+        let mut characters = text.bytes().filter(|byte| !matches!(byte, b'-' | b' '));
+        for place in &mut code {
+            let character = match characters.next()?.to_ascii_uppercase() {
+                b'O' => b'0',
+                b'I' | b'L' => b'1',
+                other => other,
+            };
+            *place = *CODE_ALPHABET.iter().find(|known| **known == character)?;
+        }
+        characters.next().is_none().then_some(Self(code))
+    }
+
+    /// Its characters, without hyphens.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Display for PairingCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, character) in self.0.iter().enumerate() {
+            let hyphen = if index > 0 && index % CODE_GROUP == 0 { "-" } else { "" };
+            write!(f, "{hyphen}{}", char::from(*character))?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for PairingCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("PairingCode(***)")
+    }
+}
+
+/// A secret in memory, which processes of the same user can read as a file as long as this one lives.
+#[derive(Debug)]
+pub struct SecretInMemory(fs::File);
+
+impl SecretInMemory {
+    /// Keeps these bytes.
+    ///
+    /// # Errors
+    /// [`CommError::Io`].
+    pub fn new(bytes: &[u8]) -> Result<Self, CommError> {
+        Self::keep(bytes).map_err(CommError::io("keep the run's secret"))
+    }
+
+    fn keep(bytes: &[u8]) -> io::Result<Self> {
+        let file = rustix::fs::memfd_create("lockstep-secret", rustix::fs::MemfdFlags::CLOEXEC)?;
+        rustix::fs::fchmod(&file, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
+        let mut file = fs::File::from(file);
+        file.write_all(bytes)?;
+        Ok(Self(file))
+    }
+
+    /// The file that it looks like.
+    pub fn path(&self) -> PathBuf {
+        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
     }
 }
 
@@ -388,5 +474,25 @@ mod tests {
         fs::remove_dir_all(&dir).unwrap();
         assert!(Secret::from_file(&path).is_err());
         assert_eq!(format!("{:?}", Secret::of(b"x")), "Secret(***)");
+    }
+
+    #[test]
+    fn a_pairing_code_is_read_as_people_type_it_and_serves_as_a_file() {
+        let code = PairingCode::random().unwrap();
+        assert_ne!(code, PairingCode::random().unwrap());
+        let text = code.to_string();
+        assert_eq!((text.len(), text.matches('-').count()), (23, 3), "{text}");
+        assert_eq!(PairingCode::parse(&text), Some(code.clone()));
+        assert_eq!(PairingCode::parse(&text.to_lowercase().replace('-', " ")), Some(code.clone()));
+        assert_eq!(
+            PairingCode::parse("olih2-33333-44444-5555Z"),
+            PairingCode::parse("011H2 33333 44444 5555z")
+        );
+        for wrong in ["", "K7QX2", "U0000-00000-00000-00000", &format!("{text}0")] {
+            assert_eq!(PairingCode::parse(wrong), None, "{wrong}");
+        }
+        let kept = SecretInMemory::new(code.bytes()).unwrap();
+        let found = Secret::from_file(&kept.path()).unwrap();
+        assert_eq!(found.0, Secret::of(code.bytes()).0);
     }
 }

@@ -46,16 +46,18 @@ pub fn join_by_address(
     options: TcpOptions,
     deadline: Deadline,
 ) -> Result<Group, CommError> {
-    join_with(rank, ranks, meeting, options, None, deadline)
+    join_with(rank, ranks, meeting, options, None, |_, _| {}, deadline)
 }
 
-/// As [`join_by_address`], of a rank that shares memory with others of this machine.
+/// As [`join_by_address`], of a rank that may share memory with others of this machine. `settle` gets its number among the
+/// ranks of this host and how many they are, before any thread is started.
 pub(crate) fn join_with(
     rank: usize,
     ranks: usize,
     mut meeting: Meeting,
     options: TcpOptions,
     local: Option<shm::Machine>,
+    settle: impl FnOnce(usize, usize),
     deadline: Deadline,
 ) -> Result<Group, CommError> {
     let out_of_range =
@@ -76,12 +78,15 @@ pub(crate) fn join_with(
     let port = port.map_err(CommError::io("listen for ranks"))?;
     let near =
         local.as_ref().map_or((rank, 0), |local| (local.segments.world_rank(0), local.segments.ranks()));
-    let card = Card { port, first: near.0 as u32, near: near.1 as u32, settings: options.settings };
+    let card =
+        Card { port, first: near.0 as u32, near: near.1 as u32, host: host(), settings: options.settings };
     let (_, guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
     let cards: Vec<Card> = guests.iter().map(|guest| Card::decode(&guest.card)).collect();
     if let Some(rank) = cards.iter().position(|card| card.settings != cards[0].settings) {
         return Err(CommError::Join(JoinProblem::OtherPlan { rank }));
     }
+    let (local_rank, local_size) = place_on_host(&cards, rank);
+    settle(local_rank, local_size);
     let mesh =
         Mesh { rank, ranks, streams: options.streams + 1, run: meeting.run_digest(), secret, deadline };
     // Those above come while this rank is on its way to those below.
@@ -90,6 +95,14 @@ pub(crate) fn join_with(
     let door = door.map_err(CommError::io("listen for ranks"))?;
     let sockets = mesh.connect(&meeting, door.as_ref(), &guests, &cards)?;
     let of_each = ranks_of_each(&cards);
+    tracing::debug!(
+        rank,
+        ranks,
+        connections = options.streams + 1,
+        shares_memory_with = near.1,
+        layered = of_each.is_some(),
+        "connected to all other ranks"
+    );
     let local = local.map(|machine| Local { machine: Arc::new(machine), of_each });
     Ok(Group::world(Machine::new(rank, sockets, options.silence, local)?))
 }
@@ -102,6 +115,12 @@ fn ranks_of_each(cards: &[Card]) -> Option<usize> {
     };
     let is_plain = each.is_power_of_two() && each > 1 && each < cards.len();
     (is_plain && cards.iter().enumerate().all(is_alike)).then_some(each)
+}
+
+/// The number of `rank` among the ranks of its host, and how many those are.
+fn place_on_host(cards: &[Card], rank: usize) -> (usize, usize) {
+    let neighbours = |some: &[Card]| some.iter().filter(|card| card.host == cards[rank].host).count();
+    (neighbours(&cards[..rank]), neighbours(cards))
 }
 
 /// A socket for the other ranks, on any port: reachable from where the meeting is.
@@ -120,7 +139,19 @@ struct Card {
     /// The first rank of those that it shares memory with, and how many they are; 0 if there are none.
     first: u32,
     near: u32,
+    /// A digest that ranks on the same running machine share.
+    host: [u8; 16],
     settings: [u8; 32],
+}
+
+/// A digest of what tells this running machine from others; containers on it have the same.
+fn host() -> [u8; 16] {
+    let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let system = rustix::system::uname();
+    let name = if boot.is_empty() { system.nodename().to_bytes() } else { &boot };
+    let mut digest = [0; 16];
+    digest.copy_from_slice(&blake3::hash(name).as_bytes()[..16]);
+    digest
 }
 
 impl Card {
@@ -129,16 +160,18 @@ impl Card {
         out[..2].copy_from_slice(&self.port.to_le_bytes());
         out[4..8].copy_from_slice(&self.first.to_le_bytes());
         out[8..12].copy_from_slice(&self.near.to_le_bytes());
+        out[12..28].copy_from_slice(&self.host);
         out[32..64].copy_from_slice(&self.settings);
         out
     }
 
     fn decode(bytes: &[u8; CARD_BYTES]) -> Self {
-        let mut settings = [0; 32];
+        let (mut host, mut settings) = ([0; 16], [0; 32]);
+        host.copy_from_slice(&bytes[12..28]);
         settings.copy_from_slice(&bytes[32..64]);
         let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let port = u16::from_le_bytes([bytes[0], bytes[1]]);
-        Self { port, first: number(4), near: number(8), settings }
+        Self { port, first: number(4), near: number(8), host, settings }
     }
 }
 
@@ -203,5 +236,20 @@ impl Mesh {
             stream: stream as u32,
             run: self.run,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_learn_their_neighbours_from_the_cards() {
+        let card = |host: u8| Card { port: 1, first: 0, near: 0, host: [host; 16], settings: [0; 32] };
+        let cards = [1, 2, 1, 1, 2].map(card);
+        let places: Vec<_> = (0..5).map(|rank| place_on_host(&cards, rank)).collect();
+        assert_eq!(places, [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]);
+        assert_eq!(Card::decode(&cards[1].encode()), cards[1]);
+        assert_eq!(host(), host());
     }
 }

@@ -38,12 +38,14 @@ const RETRY: Duration = Duration::from_millis(100);
 pub(crate) const ANY: usize = u32::MAX as usize;
 
 /// Where a run meets, and what keeps strangers out.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Meeting {
     /// Name or address of the machine where node 0, or rank 0, runs.
     pub host: String,
     /// Port that it listens on.
     pub port: u16,
+    /// Ports to try in this order if something else listens on `port`; the same list on all ranks.
+    pub fallback_ports: Vec<u16>,
     /// A socket that listens there already.
     pub listener: Option<TcpListener>,
     /// Name of the run: those of another one are turned away.
@@ -61,7 +63,7 @@ pub(crate) struct Guest {
 
 impl Meeting {
     /// Whether only processes of this machine can come.
-    pub(crate) fn is_local(&self) -> bool {
+    pub fn is_local(&self) -> bool {
         self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 
@@ -97,20 +99,34 @@ impl Meeting {
         if !self.is_local() && self.host.parse::<IpAddr>().is_err() {
             address.set_ip(unspecified(address.ip()));
         }
-        TcpListener::bind(address).map_err(|error| match error.kind() {
-            io::ErrorKind::AddrInUse => self.problem("the port is taken; choose another one for all"),
+        let mut bound = TcpListener::bind(address);
+        for port in self.fallback_ports.clone() {
+            if !bound.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse) {
+                break;
+            }
+            self.port = port;
+            address.set_port(port);
+            bound = TcpListener::bind(address);
+        }
+        bound.map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse => self.problem(
+                "the port is taken: give all machines the same other one (--master-port, MASTER_PORT, --rdzv-endpoint)",
+            ),
             _ => self.problem(error),
         })
     }
 
     /// Whether the host is this machine.
-    pub(crate) fn is_here(&self) -> Result<bool, CommError> {
+    ///
+    /// # Errors
+    /// [`JoinProblem::Address`] if the name has no address.
+    pub fn is_here(&self) -> Result<bool, CommError> {
         let address = SocketAddr::new(self.resolve()?.ip(), 0);
         Ok(self.listener.is_some() || TcpListener::bind(address).is_ok())
     }
 
     /// Whether somebody on this machine listens there already.
-    pub(crate) fn port_is_taken(&self) -> bool {
+    pub fn port_is_taken(&self) -> bool {
         let bound = self.resolve().map(TcpListener::bind);
         matches!(bound, Ok(Err(error)) if error.kind() == io::ErrorKind::AddrInUse)
     }
@@ -131,13 +147,20 @@ impl Meeting {
         if own == 0 {
             let listener = self.listen()?;
             let own = listener.local_addr().map_err(CommError::io(LISTEN))?.ip();
+            tracing::debug!(
+                port = self.port,
+                expected = count,
+                what = name(purpose),
+                "listening for the others"
+            );
             let door = Door::open(listener, &secret, &hello).map_err(CommError::io(LISTEN))?;
             let guests = receive(&door, own, &hello, card, deadline)?;
             return Ok((0, guests, Some(door)));
         }
-        let address = self.resolve()?;
-        let stream = self.connect(address, deadline)?;
-        greet(&stream, &secret, &hello, deadline).map_err(CommError::Join)?;
+        tracing::debug!(
+            host = %self.host, port = self.port, number = own, what = name(purpose), "looking for the first one"
+        );
+        let (stream, address) = self.reach(&secret, &hello, deadline)?;
         let mut timed = Timed { stream: &stream, deadline };
         timed.send(&card).map_err(CommError::Join)?;
         // The first one waits for all others, and says which of them did not come.
@@ -162,6 +185,51 @@ impl Meeting {
         Ok((number, guests, None))
     }
 
+    /// Connects to the first rank and greets it, at whichever of the ports it listens; `port` is that one afterwards.
+    fn reach(
+        &mut self,
+        secret: &Secret,
+        hello: &Hello,
+        deadline: Deadline,
+    ) -> Result<(TcpStream, SocketAddr), CommError> {
+        let mut address = self.resolve()?;
+        if self.fallback_ports.is_empty() {
+            let stream = self.connect(address, deadline)?;
+            greet(&stream, secret, hello, deadline).map_err(CommError::Join)?;
+            return Ok((stream, address));
+        }
+        let ports: Vec<u16> = std::iter::once(self.port).chain(self.fallback_ports.iter().copied()).collect();
+        let mut odd = None;
+        loop {
+            for port in &ports {
+                address.set_port(*port);
+                let attempt = Deadline::after(deadline.remaining().min(GREETING));
+                let limit = attempt.remaining().max(Duration::from_millis(1));
+                let Ok(stream) = TcpStream::connect_timeout(&address, limit) else { continue };
+                match greet(&stream, secret, hello, attempt) {
+                    Ok(_) => {
+                        self.port = *port;
+                        return Ok((stream, address));
+                    }
+                    Err(problem @ JoinProblem::Secret) => return Err(CommError::Join(problem)),
+                    // Another program, or another run's first rank.
+                    Err(problem) => odd = Some(problem),
+                }
+            }
+            if deadline.remaining() <= RETRY {
+                let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
+                let odd = odd.map_or(String::new(), |problem| format!(" ({problem})"));
+                let what = format!(
+                    "rank 0 answered on none of the ports {} for {} s{odd}",
+                    ports.join(", "),
+                    deadline.limit().as_secs()
+                );
+                return Err(self.problem(what));
+            }
+            thread::sleep(RETRY);
+        }
+    }
+
     /// Connects as soon as somebody listens.
     pub(crate) fn connect(&self, address: SocketAddr, deadline: Deadline) -> Result<TcpStream, CommError> {
         loop {
@@ -170,11 +238,14 @@ impl Meeting {
                 Ok(stream) => return Ok(stream),
                 Err(error) => error,
             };
+            tracing::trace!(%address, error = %failed, "nobody answers yet");
             if deadline.remaining() <= RETRY {
                 let waited = deadline.limit().as_secs();
                 return Err(CommError::Join(JoinProblem::Address {
                     address: address.to_string(),
-                    what: format!("nobody answered for {waited} s ({failed})"),
+                    what: format!(
+                        "nobody answered for {waited} s ({failed}): is the run started on node 0, and can this machine reach it?"
+                    ),
                 }));
             }
             thread::sleep(RETRY);
@@ -220,8 +291,12 @@ impl Door {
                 greeting.fetch_add(1, Ordering::Relaxed);
                 let (sender, greeting, secret) = (sender.clone(), Arc::clone(&greeting), secret.clone());
                 let talk = move || {
-                    if let Ok(hello) = answer(&stream, &secret, &hello, Deadline::after(GREETING)) {
-                        let _ = sender.send(Visitor { hello, stream, address: address.ip().to_canonical() });
+                    match answer(&stream, &secret, &hello, Deadline::after(GREETING)) {
+                        Ok(hello) => {
+                            let address = address.ip().to_canonical();
+                            let _ = sender.send(Visitor { hello, stream, address });
+                        }
+                        Err(error) => tracing::debug!(%address, %error, "turned away"),
                     }
                     greeting.fetch_sub(1, Ordering::Relaxed);
                 };
@@ -315,6 +390,7 @@ fn take(
     visitor: Visitor,
 ) -> Option<JoinProblem> {
     let what = name(hello.purpose);
+    tracing::debug!(what, number = visitor.hello.rank, address = %visitor.address, "one has come");
     let (number, theirs, ours) =
         (visitor.hello.rank as usize, visitor.hello.ranks as usize, hello.ranks as usize);
     let mut timed = Timed { stream: &visitor.stream, deadline: Deadline::after(GREETING) };

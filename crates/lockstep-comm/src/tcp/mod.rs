@@ -23,7 +23,7 @@ mod script;
 mod stream;
 
 pub use frame::{read_frames, sample_frames, seal_frames};
-pub use handshake::Secret;
+pub use handshake::{PairingCode, Secret, SecretInMemory};
 pub(crate) use join::join_with;
 pub use join::{TcpOptions, join_by_address};
 pub(crate) use machine::{Local, Machine};

@@ -18,7 +18,7 @@ pub(crate) fn in_tcp_world(ranks: usize, work: impl Fn(&Group) + Sync) {
         for rank in 0..ranks {
             let listener = (rank == 0).then(|| listener.try_clone().unwrap());
             let run = format!("test on port {port}");
-            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret: None };
+            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() };
             scope.spawn(move || {
                 work(&join_by_address(rank, ranks, meeting, TcpOptions::default(), soon()).unwrap());
             });

@@ -49,7 +49,7 @@ fn a_file_that_vanishes_after_the_patterns_were_expanded_is_named() {
     let workshop = Workshop::new();
     let options = lockstep_data::TokenizeOptions {
         cache_dir: &workshop.cache(),
-        text: lockstep_data::TextOptions { text_field: "text" },
+        text: lockstep_data::TextOptions::default(),
         progress: &lockstep_data::Silent,
     };
     let file = SourceFile::new(workshop.path("gone.txt"), Format::Text).unwrap();

@@ -23,7 +23,7 @@ fn export(
 ) -> Result<Exported> {
     let options = ExportOptions {
         prefix: &workshop.path("out"),
-        text: TextOptions { text_field: "text" },
+        text: TextOptions::default(),
         ending,
         progress: &Silent,
         should_stop,
@@ -134,7 +134,7 @@ fn other_work_and_finished_work_are_left_alone() {
     };
     let others = [workshop.write("b.txt", "other text"), workshop.write("c.jsonl", "{}")];
     assert!(
-        matches!(run(&others, false), DataError::JsonLine { .. }),
+        matches!(run(&others, false), DataError::JsonRecord { .. }),
         "this comes nowhere, and is in nobody's way"
     );
     assert!(matches!(run(&patterns, true), DataError::Interrupted { .. }));

@@ -3,7 +3,8 @@
 use std::{fmt::Write, sync::Arc};
 
 use lockstep_data::{
-    Dataset, Format, IGNORE_LABEL, MicroBatch, Packing, SampleOrder, Tail, Tokenizer, Tokens, WindowOptions,
+    Dataset, Format, IGNORE_LABEL, MicroBatch, Packing, SampleOrder, Supervision, Tail, Tokenizer, Tokens,
+    WindowOptions,
 };
 use proptest::prelude::*;
 
@@ -176,4 +177,65 @@ proptest! {
             }
         }
     }
+}
+
+/// Pairs of a prompt and a completion of these lengths, in bytes.
+fn pairs(workshop: &Workshop, lengths: &[(usize, usize)]) -> Arc<Tokens> {
+    let line = |&(prompt, completion): &(usize, usize)| {
+        let (prompt, completion) = ("p".repeat(prompt), "c".repeat(completion));
+        format!("{{\"prompt\": \"{prompt}\", \"completion\": \"{completion}\"}}\n")
+    };
+    let lines: String = lengths.iter().map(line).collect();
+    let pattern = workshop.write("pairs.jsonl", lines);
+    workshop.open(&[pattern], Format::Auto, Some(&Tokenizer::Bytes), 256).unwrap()
+}
+
+#[test]
+fn samples_whose_answers_do_not_fit_are_left_out_and_counted() {
+    let workshop = Workshop::new();
+    // One that fits, a prompt that fills a window, no answer, an answer that is cut, one that fits again.
+    let tokens = pairs(&workshop, &[(2, 2), (6, 2), (3, 0), (2, 9), (1, 2)]);
+    let dataset = windows(&tokens, 5, Packing::WholeDocuments);
+    let batch = all(&dataset);
+    assert_eq!(ids(&batch), "ppcc_ppcccpcc__");
+    assert_eq!(labels(&batch), ".cc...cccccc...");
+    let expected = Supervision {
+        tokens: 4 + 8 + 3 + 11 + 3,
+        labels: 2 + 4 + 2,
+        samples: 5,
+        without_answer: 1,
+        answer_beyond: 1,
+        truncated: 1,
+        seq_len_for_one_more: 6,
+        ..Supervision::default()
+    };
+    assert_eq!(dataset.supervision(), Some(expected));
+}
+
+#[test]
+fn a_stream_leaves_out_windows_without_a_label() {
+    let workshop = Workshop::new();
+    let tokens = pairs(&workshop, &[(11, 2), (10, 3)]);
+    let dataset = windows(&tokens, 5, Packing::Stream);
+    assert_eq!(labels(&all(&dataset)), "cc.....ccc");
+    let supervision = dataset.supervision().unwrap();
+    assert_eq!((supervision.labels, supervision.masked_windows, supervision.samples), (5, 3, 0));
+}
+
+#[test]
+fn data_in_which_nothing_is_predicted_is_refused_with_the_length_that_helps() {
+    let workshop = Workshop::new();
+    let refused = |lengths: &[(usize, usize)], packing| {
+        let tokens = pairs(&workshop, lengths);
+        let order = SampleOrder::Sequential;
+        let options = WindowOptions { seq_len: 5, order, tail: Tail::Drop, packing };
+        let range = 0..tokens.tokens();
+        Dataset::new(tokens, range, options, "the training set").unwrap_err().to_string()
+    };
+    let problem = refused(&[(9, 2), (7, 1), (3, 0)], Packing::WholeDocuments);
+    for part in ["of its 3 samples 2 have prompts", "train.seq_len = 7 holds", "1 have no answer"] {
+        assert!(problem.contains(part), "{problem}");
+    }
+    let problem = refused(&[(20, 0)], Packing::Stream);
+    assert!(problem.contains("none of its 3 windows"), "{problem}");
 }

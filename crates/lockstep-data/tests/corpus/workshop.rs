@@ -56,7 +56,7 @@ impl Workshop {
         tokenizer: &Tokenizer,
         progress: &dyn Progress,
     ) -> Result<Tokenized> {
-        let text = TextOptions { text_field: "text" };
+        let text = TextOptions::default();
         let options = TokenizeOptions { cache_dir: &self.cache(), text, progress };
         tokenize_files(&self.sources(patterns), tokenizer, &options)
     }
@@ -75,7 +75,7 @@ impl Workshop {
             id_type: None,
             documents: FindDocuments::ByEndOfText,
             cache_dir: &self.cache(),
-            text: TextOptions { text_field: "text" },
+            text: TextOptions::default(),
             progress: &Silent,
         };
         Tokens::open(&expand(patterns, format)?, &options).map(Arc::new)

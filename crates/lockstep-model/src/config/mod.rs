@@ -292,6 +292,24 @@ impl ModelConfig {
         }
     }
 
+    /// How many positions a position sees, itself included; `None`: all before it.
+    pub fn sliding_window(&self) -> Option<usize> {
+        match self {
+            Self::Gpt2(_) => None,
+            Self::Llama(config) => config.sliding_window,
+        }
+    }
+
+    /// Tokens of the sequences that the model was pretrained on before its context was extended: the `original_max_position_embeddings` of scaled
+    /// RoPE, else `max_position_embeddings`.
+    pub fn pretraining_context(&self) -> usize {
+        let original = match self {
+            Self::Gpt2(_) => None,
+            Self::Llama(config) => config.rope.scaling.original_context(),
+        };
+        original.unwrap_or(usize::MAX).min(self.max_position_embeddings())
+    }
+
     /// Whether the output layer is the embedding.
     pub fn tie_word_embeddings(&self) -> bool {
         match self {

@@ -44,6 +44,17 @@ pub enum RopeScaling {
     Yarn(Yarn),
 }
 
+impl RopeScaling {
+    /// Context length of the training before the change; `None` if it is not told.
+    pub fn original_context(&self) -> Option<usize> {
+        match self {
+            Self::Default | Self::Linear { .. } => None,
+            Self::Llama3 { original_max_position_embeddings, .. } => Some(*original_max_position_embeddings),
+            Self::Yarn(yarn) => Some(yarn.original_max_position_embeddings),
+        }
+    }
+}
+
 /// YaRN's numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Yarn {

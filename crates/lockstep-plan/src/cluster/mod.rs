@@ -40,7 +40,15 @@ pub struct Cluster {
     pub links: Vec<Link>,
     /// What the software does that its published or measured figures come from.
     pub software: Software,
+    /// 10⁹ bytes a second that all nodes together write to the storage that outlives them, where checkpoints go; `None` if unknown.
+    pub storage_gb_per_s: Option<f64>,
 }
+
+/// 10⁹ bytes a second of each node that storage is built for if a cluster does not say it: 20 for 32 nodes (NVIDIA DGX SuperPOD H100 reference
+/// architecture, standard storage performance, writes).
+const STORAGE_GB_PER_S_OF_NODE: f64 = 20.0 / 32.0;
+/// The same of one node alone, at most.
+const STORAGE_GB_PER_S_OF_LONE_NODE: f64 = 2.0;
 
 /// Nodes of one kind.
 #[derive(Debug, Clone, PartialEq)]
@@ -57,12 +65,18 @@ pub struct NodeKind {
     pub host_memory_bytes: u64,
     /// 10⁹ bytes a second between a device and host memory, each way.
     pub host_gb_per_s: f64,
+    /// 10⁹ bytes a second of host memory, which the transfers of all devices share, reads and writes together; `None` if unknown.
+    pub host_memory_gb_per_s: Option<f64>,
     /// 10⁹ bytes a second of the node's disk, which all its ranks share.
     pub disk_gb_per_s: f64,
     /// Bytes of it.
     pub disk_bytes: u64,
-    /// What a node costs an hour, in dollars; none where nobody says.
+    /// Price of a node in dollars an hour; `None` if unknown.
     pub price_per_hour: Option<f64>,
+    /// Source and date of that price.
+    pub price_source: Option<String>,
+    /// Electric power of a node under load, in kilowatts, without cooling; `None` if unknown.
+    pub kilowatts: Option<f64>,
     /// Hours until a node fails, on average.
     pub hours_between_failures: f64,
 }
@@ -230,6 +244,14 @@ impl Cluster {
     /// How many of so many ranks share a node of a kind.
     pub fn ranks_of_a_node(&self, node: &NodeKind, ranks: usize) -> usize {
         ranks.div_ceil(self.node_count().max(1)).clamp(1, node.devices.max(1))
+    }
+
+    /// 10⁹ bytes a second at which all nodes together write checkpoints to storage that outlives them; `None` where ranks are CPUs, whose
+    /// checkpoints go to the disks of their nodes unless the cluster names such storage.
+    pub fn checkpoint_gb_per_s(&self) -> Option<f64> {
+        let usual = (STORAGE_GB_PER_S_OF_NODE * self.node_count() as f64).max(STORAGE_GB_PER_S_OF_LONE_NODE);
+        let is_host = self.nodes.iter().any(|node| node.device.is_host);
+        self.storage_gb_per_s.or((!is_host).then_some(usual))
     }
 
     /// Devices of all nodes: at least one, and no more than fit a `u32`.

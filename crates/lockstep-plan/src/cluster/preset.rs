@@ -31,6 +31,20 @@ const TEXTS: [&str; 9] = [
     include_str!("presets/tpu-v5p.toml"),
 ];
 
+/// Names of accelerators as people say them, with the preset whose nodes have them: `h100x16` is 16 of them, two nodes of `dgx-h100`.
+const ACCELERATORS: [(&str, &str); 10] = [
+    ("h100", "dgx-h100"),
+    ("h200", "hgx-h200"),
+    ("b200", "dgx-b200"),
+    ("a100", "dgx-a100"),
+    ("a100-80gb", "dgx-a100"),
+    ("v100", "dgx-2"),
+    ("h100-sxm", "dgx-h100"),
+    ("h200-sxm", "hgx-h200"),
+    ("b200-sxm", "dgx-b200"),
+    ("a100-sxm", "dgx-a100"),
+];
+
 /// Names of the known devices, for `device = "NAME"` and `like = "NAME"`.
 pub const DEVICES: [&str; 9] = [
     "v100-32gb-sxm",
@@ -61,19 +75,14 @@ pub const LINKS: [&str; 12] = [
 ];
 
 impl Cluster {
-    /// One of the [`PRESETS`], with a number of nodes if one follows its name.
+    /// One of the [`PRESETS`], with a number of nodes if one follows its name; or so many accelerators (`h100x16`) in the nodes of theirs.
     ///
     /// # Errors
-    /// No such name, with the nearest one; more nodes than can be counted.
+    /// If there is no such name, with the nearest one; for more nodes than can be counted, and accelerators that fill no whole number of nodes.
     pub fn preset(name: &str) -> Result<Self, ClusterError> {
-        let refused = |what: String, allowed: String| {
-            ClusterError(vec![ClusterProblem {
-                origin: "--cluster".to_owned(),
-                place: String::new(),
-                what,
-                allowed,
-            }])
-        };
+        if let Some(of_devices) = Self::of_accelerators(name) {
+            return of_devices;
+        }
         let (base, count) = match name.rsplit_once('x') {
             Some((base, count)) if PRESETS.contains(&base) && !PRESETS.contains(&name) => (base, Some(count)),
             _ => (name, None),
@@ -95,6 +104,53 @@ impl Cluster {
         Ok(cluster)
     }
 
+    /// So many accelerators of one kind, as `h100x16` says it: whole nodes of the preset that has them, or a part of one node. `None` for other names.
+    fn of_accelerators(name: &str) -> Option<Result<Self, ClusterError>> {
+        let lower = name.to_ascii_lowercase();
+        let find = |name: &str| ACCELERATORS.into_iter().find(|(known, _)| *known == name);
+        let (preset, count) = match (find(&lower), lower.rsplit_once('x')) {
+            (Some((_, preset)), _) => (preset, "1"),
+            (None, Some((base, count))) => (find(base)?.1, count),
+            (None, None) => return None,
+        };
+        let cluster = match Self::preset(preset) {
+            Ok(cluster) => cluster,
+            Err(error) => return Some(Err(error)),
+        };
+        let of_node = cluster.nodes[0].devices;
+        Some(match count.parse::<usize>() {
+            Ok(devices) if devices > 0 && devices.is_multiple_of(of_node) => {
+                let nodes = devices / of_node;
+                Self::preset(&if nodes == 1 { preset.to_owned() } else { format!("{preset}x{nodes}") })
+            }
+            Ok(devices) if (1..of_node).contains(&devices) => Ok(cluster.with_devices_of_a_node(devices)),
+            _ => Err(refused(
+                format!("\"{}\" fills no whole number of nodes", name.escape_debug()),
+                format!(
+                    "1 to {of_node} accelerators, or a multiple of the {of_node} that a node of {preset} has"
+                ),
+            )),
+        })
+    }
+
+    /// One node with fewer devices, and with that share of everything else that it has.
+    fn with_devices_of_a_node(mut self, devices: usize) -> Self {
+        let node = &mut self.nodes[0];
+        let share = devices as f64 / node.devices as f64;
+        self.name = format!("{devices} of {} devices of {}", node.devices, self.name);
+        node.devices = devices;
+        let part = |bytes: u64| (bytes as f64 * share) as u64;
+        (node.host_memory_bytes, node.disk_bytes) = (part(node.host_memory_bytes), part(node.disk_bytes));
+        for rate in [&mut node.price_per_hour, &mut node.kilowatts, &mut node.host_memory_gb_per_s]
+            .into_iter()
+            .flatten()
+        {
+            *rate *= share;
+        }
+        node.disk_gb_per_s *= share;
+        self
+    }
+
     /// A machine of which no more is known than its cores and its memory: guesses for a core of a server, until
     /// `lockstep bench machine` has measured it.
     pub fn local(cores: usize, memory_bytes: u64) -> Self {
@@ -113,9 +169,12 @@ impl Cluster {
             alone: None,
             host_memory_bytes: memory_bytes,
             host_gb_per_s: 8.0,
+            host_memory_gb_per_s: None,
             disk_gb_per_s: 1.0,
             disk_bytes: 0,
             price_per_hour: None,
+            price_source: None,
+            kilowatts: None,
             hours_between_failures: 50_000.0,
         };
         let link = Link {
@@ -129,8 +188,14 @@ impl Cluster {
             fill: 0.0,
             torus: None,
         };
-        Self { name: "local".to_owned(), nodes: vec![node], links: vec![link], software: Software::Lockstep }
+        let (name, software) = ("local".to_owned(), Software::Lockstep);
+        Self { name, nodes: vec![node], links: vec![link], software, storage_gb_per_s: None }
     }
+}
+
+fn refused(what: String, allowed: String) -> ClusterError {
+    let (origin, place) = ("--cluster".to_owned(), String::new());
+    ClusterError(vec![ClusterProblem { origin, place, what, allowed }])
 }
 
 /// Devices and links that files refer to.

@@ -55,6 +55,7 @@ fn read_cluster(mut file: Section<'_, '_>, name: &str) -> Option<Cluster> {
     let name = file.text("name").unwrap_or(name).to_owned();
     let software = file.choice("software", &Software::ALL.map(Software::name));
     let software = Software::ALL.into_iter().find(|known| Some(known.name()) == software);
+    let storage_gb_per_s = file.number("storage_gb_per_s", Rule::Positive);
     let mut nodes = Vec::new();
     let mut is_sound = true;
     let told = file.notes.len();
@@ -75,6 +76,7 @@ fn read_cluster(mut file: Section<'_, '_>, name: &str) -> Option<Cluster> {
         nodes,
         links: links.into_iter().flatten().collect(),
         software: software.unwrap_or(Software::Lockstep),
+        storage_gb_per_s,
     };
     if is_sound && !cluster.nodes.is_empty() {
         check(&mut cluster, &file);
@@ -91,9 +93,12 @@ fn read_node(mut section: Section<'_, '_>) -> Option<NodeKind> {
     let alone = read_device(&mut section, "alone");
     let host_memory_bytes = section.size("host_memory");
     let host_gb_per_s = section.number("host_gb_per_s", Rule::Positive);
+    let host_memory_gb_per_s = section.number("host_memory_gb_per_s", Rule::Positive);
     let disk_bytes = section.size("disk");
     let disk_gb_per_s = section.number("disk_gb_per_s", Rule::Positive);
     let price_per_hour = section.number("price_per_hour", Rule::NotNegative);
+    let price_source = section.text("price_source").map(str::to_owned);
+    let kilowatts = section.number("kilowatts", Rule::Positive);
     let hours = section.number("hours_between_failures", Rule::Positive);
     if alone.is_some() && device.as_ref().is_some_and(|device| !device.is_host) {
         section.refuse("alone", "is of hosts, whose cores ranks share out", "device.is_host = true");
@@ -108,9 +113,12 @@ fn read_node(mut section: Section<'_, '_>) -> Option<NodeKind> {
         alone,
         host_memory_bytes: host_memory_bytes.unwrap_or(own_memory),
         host_gb_per_s: host_gb_per_s.unwrap_or(24.0),
+        host_memory_gb_per_s,
         disk_bytes: disk_bytes.unwrap_or(0),
         disk_gb_per_s: disk_gb_per_s.unwrap_or(1.0),
         price_per_hour,
+        price_source,
+        kilowatts,
         hours_between_failures: hours.unwrap_or(HOURS_BETWEEN_FAILURES_OF_DEVICE / devices as f64),
         device,
     })

@@ -10,6 +10,9 @@ impl Cluster {
         let mut text = String::new();
         line(&mut text, "name", quoted(&self.name));
         line(&mut text, "software", quoted(self.software.name()));
+        if let Some(rate) = self.storage_gb_per_s {
+            line(&mut text, "storage_gb_per_s", number(rate));
+        }
         for kind in &self.nodes {
             write_node(&mut text, kind);
         }
@@ -26,10 +29,19 @@ fn write_node(text: &mut String, kind: &NodeKind) {
     line(text, "devices", kind.devices);
     line(text, "host_memory", size(kind.host_memory_bytes));
     line(text, "host_gb_per_s", number(kind.host_gb_per_s));
+    if let Some(rate) = kind.host_memory_gb_per_s {
+        line(text, "host_memory_gb_per_s", number(rate));
+    }
     line(text, "disk", size(kind.disk_bytes));
     line(text, "disk_gb_per_s", number(kind.disk_gb_per_s));
     if let Some(price) = kind.price_per_hour {
         line(text, "price_per_hour", number(price));
+    }
+    if let Some(source) = &kind.price_source {
+        line(text, "price_source", quoted(source));
+    }
+    if let Some(kilowatts) = kind.kilowatts {
+        line(text, "kilowatts", number(kilowatts));
     }
     line(text, "hours_between_failures", number(kind.hours_between_failures));
     write_device(text, "node.device", &kind.device);

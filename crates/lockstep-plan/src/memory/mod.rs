@@ -6,8 +6,8 @@
 //! - [`MemoryPrediction`]: all of it together, as bytes by category. The engine takes its sizes from the same functions.
 //! - [`HeldActivations`]: what of that a rank has in use when, as its passes come and go.
 
-mod disk_traffic;
 mod layout;
+mod offload_traffic;
 mod over_time;
 mod prediction;
 mod profile;
@@ -71,8 +71,10 @@ impl MemoryCategory {
     }
 }
 
-pub use disk_traffic::{DiskBytes, StepDiskTraffic, disk_traffic};
 pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
+pub use offload_traffic::{
+    OffloadBytes, OffloadTraffic, RankTraffic, offload_traffic, offload_traffic_by_kind, offloaded_bytes,
+};
 pub use over_time::{HeldActivations, HeldOfStage};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
 pub use profile::{ModelProfile, UnitProfile};

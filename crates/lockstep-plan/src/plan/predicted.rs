@@ -41,7 +41,10 @@ pub struct PlannedStep {
     pub exposed_ms: f64,
     /// Waiting for other stages of the pipeline.
     pub bubble_ms: f64,
-    /// Waiting for the disk, where something is there.
+    /// Waiting for offloaded state from host memory.
+    #[serde(default, skip_serializing_if = "super::is_default")]
+    pub host_ms: f64,
+    /// Waiting for offloaded state from disk.
     #[serde(default, skip_serializing_if = "super::is_default")]
     pub disk_ms: f64,
     /// Tokens a second, of all ranks.

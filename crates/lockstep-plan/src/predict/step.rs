@@ -9,7 +9,7 @@ use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
 use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
 use crate::work::{Collective, ModelWork};
-use crate::{Axis, DiskBytes, ExpertAxis, Mesh, StepDiskTraffic, ZeroStage};
+use crate::{Axis, ExpertAxis, Mesh, OffloadBytes, RankTraffic, ZeroStage};
 
 /// What of a plan its time depends on, beside the model's work on one of its ranks.
 #[derive(Debug, Clone, Copy)]
@@ -28,8 +28,8 @@ pub struct PlanShape<'a> {
     pub gathers_once: bool,
     /// A device that holds the others up.
     pub slow: Option<SlowDevice>,
-    /// What each rank of the pipeline moves to and from its disk in a step; empty where nothing is there.
-    pub traffic: &'a [StepDiskTraffic],
+    /// Traffic of offloaded state of each pipeline rank in a step; empty if nothing is offloaded.
+    pub traffic: &'a [RankTraffic],
 }
 
 /// A device that is slower than the others.
@@ -86,7 +86,9 @@ pub struct StepPrediction {
     pub gradients_ms: f64,
     /// The update.
     pub update_ms: f64,
-    /// Waiting for the disk, in passes and in the update.
+    /// Waiting for offloaded state from host memory, in passes and in the optimizer step.
+    pub host_ms: f64,
+    /// Waiting for offloaded state from disk, in passes and in the optimizer step.
     pub disk_ms: f64,
     /// The passes of each stage of the model.
     pub stages: Vec<StagePrediction>,
@@ -161,8 +163,8 @@ pub(super) struct StateCost {
     pub(super) arrive: LinkTime,
     /// The update.
     update_s: f64,
-    /// What the update waits for the disk beside its own work.
-    disk_s: f64,
+    /// Waiting for offloaded state in the optimizer step, beyond its own work: for host memory, for the disk.
+    offload_s: [f64; 2],
 }
 
 /// What a rank of the pipeline has behind it before the update.
@@ -215,14 +217,15 @@ impl<'a> Step<'a> {
             .map(|rank| self.end_of(rank, &states[rank], &stages, end_ms(rank)))
             .collect();
         let last = ends.iter().max_by(|a, b| a.end_s().total_cmp(&b.end_s())).copied().unwrap_or_default();
-        let [update_s, disk_s] = self.update_s(&states);
+        let [update_s, host_s, disk_s] = self.update_s(&states);
         Ok(StepPrediction {
-            step_ms: (last.end_s() + update_s + disk_s) * 1e3,
+            step_ms: (last.end_s() + update_s + host_s + disk_s) * 1e3,
             work_ms: last.passes.work_s * 1e3,
             exchange_ms: last.passes.exposed_s * 1e3,
             bubble_ms: f64::max(last.passes_end_s - last.passes.seconds(), 0.0) * 1e3,
             gradients_ms: (last.sum_s + last.arrive_s + last.after_shared_s) * 1e3,
             update_ms: update_s * 1e3,
+            host_ms: (last.passes.host_s + host_s) * 1e3,
             disk_ms: (last.passes.disk_s + disk_s) * 1e3,
             exchange_busy_ms: last.busy_s * 1e3,
             stages,
@@ -235,8 +238,7 @@ impl<'a> Step<'a> {
         let stages = self.stages(&states);
         let ends = self.ends(&states, &stages, self.message().seconds)?;
         let last_s = ends.iter().map(RankEnd::end_s).max_by(f64::total_cmp).unwrap_or_default();
-        let [update_s, disk_s] = self.update_s(&states);
-        Ok((last_s + update_s + disk_s) * 1e3)
+        Ok((last_s + self.update_s(&states).iter().sum::<f64>()) * 1e3)
     }
 
     /// When each rank has done everything but the update, if a message takes so long.
@@ -272,8 +274,10 @@ impl<'a> Step<'a> {
         for (rank, state) in states.iter_mut().enumerate() {
             state.update_s /= self.speed_of(rank);
             if let Some(traffic) = self.shape.traffic.get(rank) {
-                state.disk_s =
-                    f64::max(self.disk_s(rank, traffic.update.total() as f64) - state.update_s, 0.0);
+                let host_s = self.host_s(rank, traffic.host.update, 1);
+                let disk_s = self.disk_s(rank, traffic.disk.update.total() as f64);
+                let host_s = f64::max(host_s - state.update_s, 0.0);
+                state.offload_s = [host_s, f64::max(disk_s - state.update_s - host_s, 0.0)];
             }
         }
         states
@@ -297,18 +301,30 @@ impl<'a> Step<'a> {
                 let passes = passes.at_speed(self.speed_of(rank));
                 let passes = self.with_state(passes, units.len(), of_rank, state);
                 let passes = self.with_messages(passes, stage).map(PassCost::stretched);
-                stages[stage] = self.with_disk(passes, rank, units);
+                stages[stage] = self.with_offload(passes, rank, units);
             }
         }
         stages
     }
 
-    /// The longest update with the sum of squares before it, and what it waits for the disk.
-    fn update_s(&self, states: &[StateCost]) -> [f64; 2] {
-        let updates = states.iter().map(|state| [state.update_s, state.disk_s]);
-        let longest = updates.max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1])));
-        let [update_s, disk_s] = longest.unwrap_or_default();
-        [update_s + self.norm_s(), disk_s]
+    /// The longest optimizer step, the gradient norm before it included, and its waits for host memory and for the disk.
+    fn update_s(&self, states: &[StateCost]) -> [f64; 3] {
+        let of_rank = |state: &StateCost| [state.update_s, state.offload_s[0], state.offload_s[1]];
+        let seconds = |update: &[f64; 3]| update.iter().sum::<f64>();
+        let longest = states.iter().map(of_rank).max_by(|a, b| seconds(a).total_cmp(&seconds(b)));
+        let [update_s, host_s, disk_s] = longest.unwrap_or_default();
+        [update_s + self.norm_s(), host_s, disk_s]
+    }
+
+    /// Seconds for a part of these transfers over the link of a pipeline rank to host memory, which goes both ways at once; host memory itself
+    /// is shared by the ranks of a node.
+    fn host_s(&self, rank: usize, bytes: OffloadBytes, parts: usize) -> f64 {
+        let node = &self.cluster.nodes[self.kinds[rank]];
+        let sharers = self.cluster.ranks_of_a_node(node, self.shape.mesh.world_size());
+        let over_link = bytes.read.max(bytes.written) as f64 / node.host_gb_per_s;
+        let in_memory =
+            node.host_memory_gb_per_s.map_or(0.0, |rate| (bytes.total() * sharers as u64) as f64 / rate);
+        over_link.max(in_memory) / 1e9 / parts.max(1) as f64
     }
 
     /// What so many bytes take a rank of the pipeline at its part of its node's disk.
@@ -335,30 +351,42 @@ impl<'a> Step<'a> {
         prediction
     }
 
-    /// The passes of a stage with what they wait for the disk: for what nothing is computed beside, and, since the rest is read ahead of them
-    /// and written behind them, where the disk has more to do than they.
-    fn with_disk(
+    /// The passes of a stage with their waits for offloaded state. A transfer that overlaps with nothing is waited for; all others are read
+    /// ahead of the passes and written behind them, and waited for only where they take longer than the passes.
+    fn with_offload(
         &self,
         mut prediction: StagePrediction,
         rank: usize,
         units: Range<usize>,
     ) -> StagePrediction {
-        let Some(traffic) = self.shape.traffic.get(rank) else { return prediction };
-        let of_a_pass = |bytes: u64| self.disk_s(rank, bytes as f64 / self.shape.micro_batches.max(1) as f64);
-        let of_passes = |units: &[DiskBytes]| {
-            let all = units.iter().fold(DiskBytes::default(), |sum, bytes| sum + *bytes);
-            [of_a_pass(all.total()), of_a_pass(all.waited)]
+        let Some(RankTraffic { host, disk }) = self.shape.traffic.get(rank) else { return prediction };
+        let parts = self.shape.micro_batches.max(1);
+        let sum = |of_units: &[OffloadBytes]| {
+            let here = of_units.get(units.clone()).unwrap_or_default();
+            here.iter().fold(OffloadBytes::default(), |sum, bytes| sum + *bytes)
         };
-        let forward = of_passes(&traffic.forward[units.clone()]);
-        let backward = of_passes(&traffic.backward[units]);
-        let half = backward.map(|seconds| seconds / 2.0);
-        for (pass, [moving, waited]) in [
+        let of_host = |of_units: &[OffloadBytes]| {
+            let all = sum(of_units);
+            // What is waited for is read, but for the few last windows that are written.
+            let waited = OffloadBytes { read: all.waited, written: 0, waited: 0 };
+            [self.host_s(rank, all, parts), self.host_s(rank, waited, parts)]
+        };
+        let of_disk = |of_units: &[OffloadBytes]| {
+            let all = sum(of_units);
+            [all.total(), all.waited].map(|bytes| self.disk_s(rank, bytes as f64 / parts as f64))
+        };
+        let forward = [of_host(&host.forward), of_disk(&disk.forward)];
+        let backward = [of_host(&host.backward), of_disk(&disk.backward)];
+        let half = backward.map(|seconds| seconds.map(|seconds| seconds / 2.0));
+        for (pass, [host, disk]) in [
             (&mut prediction.forward, forward),
             (&mut prediction.backward, backward),
             (&mut prediction.backward_inputs, half),
             (&mut prediction.backward_weights, half),
         ] {
-            pass.disk_s = f64::max(moving - pass.seconds(), waited);
+            let waits = |[moving, waited]: [f64; 2], beside: f64| f64::max(moving - beside, waited);
+            pass.host_s = waits(host, pass.seconds());
+            pass.disk_s = waits(disk, pass.seconds());
         }
         prediction
     }

@@ -19,7 +19,9 @@ pub struct PassCost {
     pub exchange_s: f64,
     /// Of `exposed_s`, what it waits because several exchanges are to go over one level of links at once.
     pub shared_s: f64,
-    /// Seconds in which it waits for its disk.
+    /// Seconds in which it waits for offloaded state from host memory.
+    pub host_s: f64,
+    /// Seconds in which it waits for offloaded state from disk.
     pub disk_s: f64,
     /// Seconds for which exchanges fill each level of links.
     pub filled_s: [f64; MAX_LEVELS],
@@ -28,17 +30,18 @@ pub struct PassCost {
 impl PassCost {
     /// From beginning to end.
     pub fn seconds(&self) -> f64 {
-        self.work_s + self.exposed_s + self.disk_s
+        self.work_s + self.exposed_s + self.host_s + self.disk_s
     }
 
     /// Of so many micro-batches.
     pub fn times(self, number: f64) -> Self {
-        let Self { work_s, exposed_s, exchange_s, shared_s, disk_s, filled_s } = self;
+        let Self { work_s, exposed_s, exchange_s, shared_s, host_s, disk_s, filled_s } = self;
         Self {
             work_s: work_s * number,
             exposed_s: exposed_s * number,
             exchange_s: exchange_s * number,
             shared_s: shared_s * number,
+            host_s: host_s * number,
             disk_s: disk_s * number,
             filled_s: filled_s.map(|seconds| seconds * number),
         }
@@ -66,11 +69,12 @@ impl PassCost {
 
 impl std::ops::AddAssign for PassCost {
     fn add_assign(&mut self, other: Self) {
-        let Self { work_s, exposed_s, exchange_s, shared_s, disk_s, filled_s } = other;
+        let Self { work_s, exposed_s, exchange_s, shared_s, host_s, disk_s, filled_s } = other;
         self.work_s += work_s;
         self.exposed_s += exposed_s;
         self.exchange_s += exchange_s;
         self.shared_s += shared_s;
+        self.host_s += host_s;
         self.disk_s += disk_s;
         self.fill(&filled_s);
     }

@@ -88,13 +88,22 @@ impl TimedModel {
         (0..self.units()).map(|unit| self.on(unit, kind).seconds).collect()
     }
 
+    /// Seconds of a forward and a whole backward through consecutive units on a kind of node, exchanges included. At most the sum of
+    /// [`TimedModel::unit_seconds`]: an exchange at the end of a unit overlaps with the work of the next one.
+    pub fn pass_seconds(&self, units: Range<usize>, kind: usize) -> f64 {
+        let seconds = |tasks: fn(&TimedUnit) -> &Vec<Timed>| {
+            PassCost::of(units.clone().flat_map(|unit| tasks(self.on(unit, kind)))).seconds()
+        };
+        seconds(|unit| &unit.forward) + seconds(|unit| &unit.backward)
+    }
+
     /// Elements of a unit's parameters: those that all ranks have a copy of which read other parts of the batch, and those of experts.
     pub fn elements(&self, unit: usize) -> [f64; 2] {
         self.distinct[self.of_unit[unit]].elements
     }
 
     /// Which distinct units these are: equal for ranges that do the same.
-    pub(super) fn kinds_of_units(&self, units: Range<usize>) -> &[usize] {
+    pub fn kinds_of_units(&self, units: Range<usize>) -> &[usize] {
         &self.of_unit[units]
     }
 

@@ -6,12 +6,13 @@
 //! what the candidate comes to, and the *value* itself, which costs milliseconds: the memory of every rank and the simulated step.
 //! Candidates are valued in ascending order of their bounds. When as many as are wanted are known to be better than the next bound, the
 //! search ends, and no candidate that was not looked at could have been among them (branch and bound: Land and Doig 1960). So the
-//! result is that of an exhaustive search of the same space: its gap is 0, and a test holds it to that.
+//! result is that of an exhaustive search of the same space: its gap is 0, and a test holds it to that. A search that an [`Observer`] stops
+//! before returns the best so far, with the gap that is left.
 
 mod space;
 
 use crate::schedule::Kind;
-use crate::{ContextMethod, Degrees, OnDisk, Recompute, ZeroStage};
+use crate::{ContextMethod, Degrees, Offload, Recompute, Residence, ZeroStage};
 
 pub use space::Space;
 
@@ -32,8 +33,8 @@ pub struct Candidate {
     pub schedule: (Kind, usize),
     /// What blocks forget, at most.
     pub recompute: Recompute,
-    /// What is on disk.
-    pub on_disk: OnDisk,
+    /// The kinds of state that are offloaded, and where to.
+    pub offload: Offload,
 }
 
 impl Candidate {
@@ -56,6 +57,15 @@ pub enum Rejection {
         available: u64,
         /// The category that takes most.
         most: crate::MemoryCategory,
+    },
+    /// A rank's share of host memory or disk has no room for its offloaded state.
+    Room {
+        /// Host memory or disk.
+        place: Residence,
+        /// Bytes that it needs.
+        needed: u64,
+        /// Bytes that there are.
+        available: u64,
     },
     /// Its stages, or something else of it, do not fit the model.
     Invalid,
@@ -101,26 +111,91 @@ pub struct Ranking<V> {
     pub candidates: usize,
     /// How many of them were valued.
     pub valued: usize,
+    /// Whether the observer stopped the search.
+    pub is_stopped: bool,
+    /// By what share a candidate that was not looked at could be better than the best; 0 if the search was not stopped.
+    pub gap: f64,
+}
+
+impl<V> Ranking<V> {
+    fn of(candidates: usize) -> Self {
+        Self { best: Vec::new(), rejected: Vec::new(), candidates, valued: 0, is_stopped: false, gap: 0.0 }
+    }
+}
+
+/// How far a search is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Progress {
+    /// Number of candidates, if all of them are bounded.
+    pub candidates: Option<usize>,
+    /// Number of candidates looked at so far: bounded, or where all are, valued.
+    pub done: usize,
+    /// The best objective so far.
+    pub best: Option<f64>,
+    /// A lower bound of the objective of every candidate that is left.
+    pub bound: Option<f64>,
+}
+
+/// Told of a search's progress every few candidates; says whether the search goes on.
+pub trait Observer {
+    /// Whether the search goes on.
+    fn goes_on(&mut self, progress: Progress) -> bool;
+}
+
+/// An observer that never stops a search.
+impl Observer for () {
+    fn goes_on(&mut self, _: Progress) -> bool {
+        true
+    }
+}
+
+impl<F: FnMut(Progress) -> bool> Observer for F {
+    fn goes_on(&mut self, progress: Progress) -> bool {
+        self(progress)
+    }
 }
 
 /// Rejected candidates that are told.
 const MOST_REJECTED: usize = 32;
 
-/// The `top` best of some candidates.
+/// Bounds computed, and candidates valued, between two looks at the observer.
+const BETWEEN_LOOKS: [usize; 2] = [256, 1];
+
+/// The `top` best of some candidates, or of those that were looked at until `observer` stopped the search.
 pub fn search<S: Subject>(
     candidates: impl IntoIterator<Item = Candidate>,
     top: usize,
     subject: &mut S,
+    observer: &mut impl Observer,
 ) -> Ranking<S::Value> {
-    let bound = |candidate: Candidate| Some((subject.bound(&candidate)?, candidate));
-    let mut bounded: Vec<(f64, Candidate)> = candidates.into_iter().filter_map(bound).collect();
+    let top = top.max(1);
+    let mut bounded: Vec<(f64, Candidate)> = Vec::new();
+    let mut left = None;
+    for (done, candidate) in candidates.into_iter().enumerate() {
+        let progress = Progress { candidates: None, done, best: None, bound: None };
+        if done.is_multiple_of(BETWEEN_LOOKS[0]) && !observer.goes_on(progress) {
+            // Of what was left out before it was bounded nothing is known.
+            left = Some(0.0);
+            break;
+        }
+        bounded.extend(subject.bound(&candidate).map(|bound| (bound, candidate)));
+    }
     bounded.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let mut ranking =
-        Ranking { best: Vec::new(), rejected: Vec::new(), candidates: bounded.len(), valued: 0 };
+    let mut ranking = Ranking::of(bounded.len());
     for (bound, candidate) in bounded {
-        let is_full = ranking.best.len() >= top.max(1);
+        let is_full = ranking.best.len() >= top;
         let worst = ranking.best.last().filter(|_| is_full).map_or(f64::INFINITY, |worst| worst.objective);
         if bound >= worst {
+            break;
+        }
+        let progress = Progress {
+            candidates: Some(ranking.candidates),
+            done: ranking.valued,
+            best: ranking.best.first().map(|best| best.objective),
+            bound: Some(bound),
+        };
+        if ranking.valued.is_multiple_of(BETWEEN_LOOKS[1]) && !observer.goes_on(progress) {
+            left.get_or_insert(bound);
             break;
         }
         ranking.valued += 1;
@@ -128,13 +203,19 @@ pub fn search<S: Subject>(
             Ok((objective, value)) => {
                 let place = ranking.best.partition_point(|found| found.objective <= objective);
                 ranking.best.insert(place, Found { candidate, objective, value });
-                ranking.best.truncate(top.max(1));
+                ranking.best.truncate(top);
             }
-            Err(rejection @ Rejection::Memory { .. }) if ranking.rejected.len() < MOST_REJECTED => {
+            Err(rejection @ (Rejection::Memory { .. } | Rejection::Room { .. }))
+                if ranking.rejected.len() < MOST_REJECTED =>
+            {
                 ranking.rejected.push((candidate, bound, rejection));
             }
             Err(_) => {}
         }
+    }
+    ranking.is_stopped = left.is_some();
+    if let (Some(left), Some(best)) = (left, ranking.best.first()) {
+        ranking.gap = (1.0 - left / best.objective).clamp(0.0, 1.0);
     }
     ranking
 }

@@ -2,7 +2,7 @@
 
 use super::Candidate;
 use crate::schedule::Kind;
-use crate::{ContextMethod, Degrees, Facts, OnDisk, Recompute, Residence, ZeroStage};
+use crate::{ContextMethod, Degrees, Facts, Offload, Recompute, Residence, ZeroStage};
 
 /// Ranks that share a block or a sequence at most: beyond, what each has of a matrix is no work for a device.
 const MOST_SHARERS: usize = 64;
@@ -29,8 +29,8 @@ pub struct Space {
     pub shares_state: bool,
     /// Whether the optimizer takes parts of matrices: only then can ranks share them.
     pub splits_matrices: bool,
-    /// What may be on disk: each of these is tried where the engine has it.
-    pub on_disk: Vec<OnDisk>,
+    /// What may be offloaded: each of these is tried where the engine can carry it out.
+    pub offloads: Vec<Offload>,
 }
 
 impl Space {
@@ -43,7 +43,7 @@ impl Space {
                     for sequence_parallel in self.sequence_parallel(&degrees) {
                         for context_method in self.methods(&degrees) {
                             for schedule in self.schedules(&degrees, micro_batch) {
-                                let with = |recompute, on_disk| Candidate {
+                                let with = |recompute, offload| Candidate {
                                     degrees,
                                     zero_stage,
                                     micro_batch,
@@ -51,11 +51,11 @@ impl Space {
                                     context_method,
                                     schedule,
                                     recompute,
-                                    on_disk,
+                                    offload,
                                 };
-                                for &on_disk in self.residences(&degrees, zero_stage) {
+                                for &offload in self.residences(&degrees, zero_stage) {
                                     let modes = [Recompute::None, Recompute::Selective, Recompute::Full];
-                                    all.extend(modes.map(|recompute| with(recompute, on_disk)));
+                                    all.extend(modes.map(|recompute| with(recompute, offload)));
                                 }
                             }
                         }
@@ -66,16 +66,45 @@ impl Space {
         all
     }
 
-    /// What may be on disk of state that ranks share out so: weights only where nobody keeps those that others update, gradients only where
-    /// no other rank keeps the same.
-    fn residences(&self, degrees: &Degrees, zero_stage: ZeroStage) -> impl Iterator<Item = &OnDisk> {
+    /// Whether a candidate is one of [`Space::candidates`].
+    pub fn contains(&self, candidate: &Candidate) -> bool {
+        let Candidate {
+            degrees,
+            zero_stage,
+            micro_batch,
+            sequence_parallel,
+            context_method,
+            schedule,
+            recompute: _,
+            offload,
+        } = candidate;
+        let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = *degrees;
+        let Some(parts) = replicate.checked_mul(shard) else { return false };
+        degrees.world_size() == Some(self.facts.world_size)
+            && self.splits_tensors(tensor)
+            && self.splits_sequences(context, tensor)
+            && pipeline <= self.facts.units()
+            && self.facts.global_batch.is_multiple_of(parts)
+            && self.shards(parts, tensor * context).any(|of| of == shard)
+            && self.experts(shard, context, tensor).contains(&[expert, expert_tensor])
+            && self.zero_stages(degrees).contains(zero_stage)
+            && self.micro_batches(degrees).any(|size| size == *micro_batch)
+            && self.sequence_parallel(degrees).contains(sequence_parallel)
+            && self.methods(degrees).any(|method| method == *context_method)
+            && self.schedules(degrees, *micro_batch).contains(schedule)
+            && self.residences(degrees, *zero_stage).any(|one| one == offload)
+    }
+
+    /// What may be offloaded under a ZeRO stage: weights only if no rank keeps those that others update, gradients only if no other rank keeps
+    /// the same.
+    fn residences(&self, degrees: &Degrees, zero_stage: ZeroStage) -> impl Iterator<Item = &Offload> {
         let owners = degrees.shard * degrees.context;
         let keeps_others = matches!(zero_stage, ZeroStage::Optimizer | ZeroStage::Gradients) && owners > 1;
         let owns_gradients = owners == 1 || zero_stage >= ZeroStage::Gradients;
         let has_own_gradients = degrees.replicate == 1 && owns_gradients;
-        self.on_disk.iter().filter(move |on_disk| {
-            (on_disk.parameters == Residence::Memory || !keeps_others)
-                && (on_disk.gradients == Residence::Memory || has_own_gradients)
+        self.offloads.iter().filter(move |offload| {
+            (offload.parameters == Residence::Memory || !keeps_others)
+                && (offload.gradients == Residence::Memory || has_own_gradients)
         })
     }
 

@@ -41,7 +41,7 @@ use crate::{
     View, Write,
 };
 pub use bandwidth::measure_bandwidth;
-pub use gemm::{Peak, measure_peak};
+pub use gemm::{Peak, measure_peak, measure_peak_within};
 pub use level::CpuLevel;
 pub use optimizer::muon_flops;
 

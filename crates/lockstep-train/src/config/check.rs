@@ -1,11 +1,12 @@
 //! Rules between values: what each key alone cannot know.
 
+use lockstep_data::Columns;
 use lockstep_graph::{BlockShape, Recompute};
 
 use super::ParallelConfig;
 use super::choices::{
-    DataFormat, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, ReshardAfterForward,
-    Residence, Rounding, ScheduleKind, StatePrecision, TensorLayout, Transport,
+    DataFormat, LearningRateScaling, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights,
+    ReshardAfterForward, Residence, Rounding, ScheduleKind, StatePrecision, TensorLayout, Transport,
 };
 use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
@@ -116,6 +117,10 @@ impl Checker<'_, '_, '_> {
                 self.refuse(&["data.valid", "data.train"], "is given without data.train", "both, or neither");
             }
             self.refuse_without_effect(&["data.valid_fraction"], "data.valid", "data.valid");
+        }
+        if let Err(unknown) = Columns::new(&data.columns) {
+            let allowed = Columns::KNOWN.join(", ");
+            self.refuse(&["data.columns"], format!("renames \"{unknown}\", which no record has"), &allowed);
         }
         let because = format!("data.format = \"{}\"", data.format.word());
         match data.format {
@@ -245,6 +250,10 @@ impl Checker<'_, '_, '_> {
             let what = format!("{warmup_steps} is more than train.steps = {steps}");
             self.refuse(&["schedule.warmup_steps", "train.steps"], what, format!("0 to {steps}"));
         }
+        if schedule.scale_lr == LearningRateScaling::None {
+            let because = "schedule.scale_lr = \"none\"";
+            self.refuse_without_effect(&["schedule.scale_lr_batch"], because, "schedule.scale_lr");
+        }
         if schedule.kind == ScheduleKind::Constant {
             self.refuse_without_effect(
                 &["schedule.decay_steps", "schedule.min_lr_ratio"],
@@ -300,17 +309,15 @@ impl Checker<'_, '_, '_> {
             self.refuse(&["optimizer.kind", "parallel.tensor_parallel"], what, allowed);
         }
         let ParallelConfig { zero_stage, data_parallel_shard, context_parallel, .. } = self.config.parallel;
-        if zero_stage > 0 && data_parallel_shard * context_parallel == 1 {
-            let because = "parallel.data_parallel_shard = 1, so that nobody is there to share with: what \
-                           data_parallel_replicate counts are whole copies";
-            self.refuse_without_effect(&["parallel.zero_stage"], because, "parallel.data_parallel_shard");
+        let shards_are_open = self.config.leaves_shards_open();
+        if zero_stage > 0 && data_parallel_shard * context_parallel == 1 && !shards_are_open {
+            self.no_shards();
         }
         self.quantization();
         let ParallelConfig { reshard_after_forward, offload_parameters, .. } = self.config.parallel;
         let no_wrap = "nothing that is shared out, or on disk, in any buffer";
-        if (zero_stage == 0 || data_parallel_shard * context_parallel == 1)
-            && self.config.parallel.offload_optimizer != Residence::Disk
-        {
+        let may_shard = zero_stage > 0 && (shards_are_open || data_parallel_shard * context_parallel > 1);
+        if !may_shard && self.config.parallel.offload_optimizer != Residence::Disk {
             self.refuse_without_effect(&["parallel.wrap"], no_wrap, "parallel.zero_stage");
         }
         let of_pool = ["parallel.reshard_after_forward", "parallel.max_live_parameters"];
@@ -329,6 +336,7 @@ impl Checker<'_, '_, '_> {
         let owners = data_parallel_shard * context_parallel;
         if let Some(neighbours) = self.config.parallel.secondary_shard
             && zero_stage == 3
+            && !shards_are_open
             && (neighbours >= owners || !owners.is_multiple_of(neighbours))
         {
             let what = format!(
@@ -346,6 +354,23 @@ impl Checker<'_, '_, '_> {
             let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.zero_stage = 0";
             self.refuse(&["optimizer.kind", "parallel.zero_stage"], what, allowed);
         }
+    }
+
+    /// Refuses a ZeRO stage beside keys that leave it no shards.
+    fn no_shards(&mut self) {
+        let replicas = self.config.parallel.data_parallel_replicate;
+        if replicas == 1 {
+            let because = "parallel.data_parallel_shard = 1, so that nobody is there to share with";
+            self.refuse_without_effect(&["parallel.zero_stage"], because, "parallel.data_parallel_shard");
+            return;
+        }
+        let what = format!(
+            "shards nothing over parallel.data_parallel_replicate = {replicas}, which are whole copies"
+        );
+        let allowed = format!(
+            "parallel.data_parallel_shard = {replicas} in its place, or neither with --nproc-per-node {replicas}"
+        );
+        self.refuse(&["parallel.zero_stage", "parallel.data_parallel_replicate"], what, allowed);
     }
 
     fn partitioned_activations(&mut self) {
@@ -492,6 +517,13 @@ impl Checker<'_, '_, '_> {
     }
 
     fn metrics(&mut self) {
+        if let Some(address) = &self.config.metrics.prometheus {
+            let parts = address.rsplit_once(':');
+            if !parts.is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()) {
+                let what = format!("{address:?} is no address");
+                self.refuse(&["metrics.prometheus"], what, "HOST:PORT, such as 127.0.0.1:9400");
+            }
+        }
         if let Some([first, last]) = self.config.metrics.trace_steps {
             let most = first.saturating_add(MAX_TRACED_STEPS - 1);
             if last < first || last > most {

@@ -153,6 +153,16 @@ choices! {
         WarmupStableDecay = "wsd",
     } later []
 
+    /// How the learning rate grows with the global batch.
+    LearningRateScaling {
+        /// Not at all.
+        None = "none",
+        /// With the batch (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1).
+        Linear = "linear",
+        /// With its square root (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
+        Sqrt = "sqrt",
+    } later []
+
     /// How strongly an adapter acts.
     Scaling {
         /// `alpha / rank`.
@@ -256,16 +266,17 @@ impl From<lockstep_plan::Residence> for Residence {
     fn from(residence: lockstep_plan::Residence) -> Self {
         match residence {
             lockstep_plan::Residence::Memory => Self::None,
+            lockstep_plan::Residence::Host => Self::Cpu,
             lockstep_plan::Residence::Disk => Self::Disk,
         }
     }
 }
 
 impl From<Residence> for lockstep_plan::Residence {
-    /// The memory of the machine is that of its CPU ranks.
     fn from(residence: Residence) -> Self {
         match residence {
-            Residence::None | Residence::Cpu => Self::Memory,
+            Residence::None => Self::Memory,
+            Residence::Cpu => Self::Host,
             Residence::Disk => Self::Disk,
         }
     }

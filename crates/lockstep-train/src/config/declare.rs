@@ -114,6 +114,14 @@ impl Rules {
         self
     }
 
+    /// The range as keywords of JSON Schema.
+    pub(super) fn bounds(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        let low = self.low.map(|low| (if low.included { "minimum" } else { "exclusiveMinimum" }, low.value));
+        let high =
+            self.high.map(|high| (if high.included { "maximum" } else { "exclusiveMaximum" }, high.value));
+        low.into_iter().chain(high)
+    }
+
     /// Whether a number lies in the range.
     pub fn admits(&self, number: f64) -> bool {
         let above = self.low.is_none_or(|low| number > low.value || (low.included && number == low.value));

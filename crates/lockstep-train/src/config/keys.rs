@@ -13,9 +13,10 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::choices::{
-    AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, MuonScale, OffloadIo,
-    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, ReshardAfterForward, Residence, Rounding,
-    Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType, Transport,
+    AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling,
+    MuonScale, OffloadIo, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights,
+    ReshardAfterForward, Residence, Rounding, Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType,
+    Transport,
 };
 use super::declare::{Key, Section, joined, key_name, rules, sections};
 use super::problem::Origin;
@@ -77,14 +78,23 @@ sections! {
         /// and no token is to predict the first of the next. `whole_documents`: kept apart, and cut only if longer
         /// than a sequence; what is left of a sequence when the next document does not fit is padding. In raw token
         /// files a document ends with the tokenizer's end-of-text token.
-        packing: DataPacking = DataPacking::Stream, rules().defines_numbers();
+        packing: Option<DataPacking> = None,
+            rules()
+                .when_absent("`whole_documents` for prompts with completions and for chats, else `stream`")
+                .defines_numbers();
         /// `shuffle` draws every window of the corpus once an epoch in an order that depends on the seed;
         /// `sequential` reads them from the start.
         order: DataOrder = DataOrder::Shuffle, rules().defines_numbers();
-        /// The field of a JSON line, or the column of a Parquet file (`a.b` within a struct), that holds the text. A line without it may hold `messages` (a list of `{role,
-        /// content}`), or `prompt` and `completion`; then only what the assistant says, or the completion, is
-        /// predicted. Messages are written as the tokenizer's chat template says, else in ChatML.
+        /// The field of a JSON record, or the column of a Parquet file (`a.b` within a struct), that holds the text. A
+        /// record without it may hold `messages` (a list of `{role, content}`) or `conversations` (of `{from, value}`),
+        /// `instruction` and `output` with `input` and `system`, or `prompt` and `completion`; then only what the
+        /// assistant says, the output or the completion is predicted. Chats and instructions are written as the
+        /// tokenizer's chat template says, else in ChatML.
         text_field: String = "text".to_owned(), rules().defines_numbers();
+        /// What fields of JSON records are called here: `{ prompt = "question", completion = "answer" }`. Known are
+        /// `prompt`, `completion`, `instruction`, `input`, `output`, `system`, `messages`, and in a message `role` and
+        /// `content`.
+        columns: BTreeMap<String, String> = BTreeMap::new(), rules().defines_numbers();
         /// Where tokenized text is kept between runs.
         cache_dir: Option<PathBuf> = None, rules().when_absent("`lockstep` in the user's cache directory");
     }
@@ -193,7 +203,7 @@ sections! {
         kind: ScheduleKind = ScheduleKind::Cosine, rules().defines_numbers();
         /// Steps in which the learning rate rises to its peak.
         warmup_steps: Option<u64> = None,
-            rules().when_absent("a tenth of `train.steps`, at most 100").defines_numbers();
+            rules().when_absent("a tenth of `train.steps`; 10 to 100 in runs of 20 steps or more").defines_numbers();
         /// Steps in which it falls. It ends with the run, or later if it does not fit after the warm-up.
         decay_steps: Option<u64> = None,
             rules().at_least(1.0).at_most(1e12)
@@ -201,6 +211,12 @@ sections! {
                 .defines_numbers();
         /// The learning rate at the end, as a share of the peak.
         min_lr_ratio: f64 = 0.1, rules().at_least(0.0).at_most(1.0).defines_numbers();
+        /// How `optimizer.lr` grows with the global batch, so that one recipe serves several batches: the peak is
+        /// `lr * global_batch / scale_lr_batch` (`linear`, usual with SGD), or `lr * sqrt(global_batch / scale_lr_batch)` (`sqrt`, usual with
+        /// Adam).
+        scale_lr: LearningRateScaling = LearningRateScaling::None, rules().defines_numbers();
+        /// The global batch, in sequences, for which `optimizer.lr` was chosen.
+        scale_lr_batch: usize = 256, rules().at_least(1.0).defines_numbers();
     }
     later []
 
@@ -231,14 +247,14 @@ sections! {
     /// was told.
     parallel: ParallelConfig {
         /// Copies of the model, each of which reads its share of every global batch. Left out: as many as the ranks that
-        /// were started make.
+        /// were started make, or one with `zero_stage`.
         data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Ranks of each copy that read other parts of the global batch. They can share out the model's state (`zero_stage`) and
         /// experts (`expert_parallel`); of everything else all have the same, as replicas have.
         data_parallel_shard: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// What of the model's state the ranks of `data_parallel_shard` and `context_parallel` share out instead of each holding a copy:
         /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well, 3 parameters as well. Of experts it is what is left of these
-        /// ranks when each has its experts.
+        /// ranks when each has its experts. Without `data_parallel_shard` and `data_parallel_replicate`, the ranks that were started become shards.
         zero_stage: usize = 0, rules().at_most(3.0);
         /// With `zero_stage = 3`, the form in which weights are gathered (qwZ of ZeRO++): `int8` sends codes of a byte, with a scale for each 256,
         /// and all ranks work with what these say. What is updated and saved stays exact.
@@ -362,6 +378,11 @@ sections! {
         jsonl: bool = true, rules();
         /// Write the same numbers as TensorBoard event files.
         tensorboard: bool = true, rules();
+        /// An address such as `127.0.0.1:9400` at which Prometheus finds the numbers of the last step, at `/metrics`.
+        prometheus: Option<String> = None, rules().when_absent("none");
+        /// A file such as `run.prom` with the same text, for the textfile collector of node_exporter; written as a whole, at most once
+        /// a second.
+        prometheus_file: Option<PathBuf> = None, rules().when_absent("none");
         /// The first and the last step whose operations are written, each with its time, to a trace that Perfetto and
         /// chrome://tracing open.
         trace_steps: Option<[u64; 2]> = None, rules().at_least(1.0).when_absent("none");

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use super::declare::Later;
+use super::habits::{Answer, HABITS, Habit, Place};
 use super::keys::{ALIASES, KEYS, LATER_SECTIONS, SECTIONS};
 use super::value::ValueType;
 
@@ -20,6 +21,17 @@ not fit, values that contradict each other and a key that would have no effect a
 reported at once, each with its line, and the run does not start. An argument that makes another choice than the
 file (another `kind`, another model) sets aside what the file says of the old one. Paths are relative to the
 current directory.
+";
+
+const EDITORS: &str = "\
+\n## Editors
+
+`lockstep schema` prints the JSON Schema of a run. Editors that know TOML (Even Better TOML, Taplo, Tombi)
+complete and check a file that begins with a line such as
+
+    #:schema run.schema.json
+
+when the schema lies beside it: `lockstep schema > run.schema.json`.
 ";
 
 /// The manual of RUN.toml, in Markdown.
@@ -53,9 +65,28 @@ pub fn configuration_markdown() -> String {
             let _ = writeln!(out, "\nNot supported yet, and refused: {}.", names.join(", "));
         }
     }
+    out.push_str(EDITORS);
     out.push_str("\n## Other names\n\n");
     for (alias, name) in ALIASES {
         let _ = writeln!(out, "`{alias}` is another name of `{name}`.");
+    }
+    out.push_str(
+        "\nNames of other tools are taken in any section but `[model]`, or answered with what to write:\n\n",
+    );
+    out.push_str("| typed | here |\n|---|---|\n");
+    for Habit { place, typed, answer } in HABITS {
+        let ours = match answer {
+            Answer::Is(ours) => format!("`{ours}`"),
+            Answer::Write(sentence) => (*sentence).to_owned(),
+        };
+        let typed = match place {
+            Place::Key => format!("`{typed}`"),
+            Place::Value(key) => format!("`{key} = \"{typed}\"`"),
+            Place::Model => format!("`model.preset = \"{typed}\"`"),
+            Place::Flag => format!("`--{typed}`"),
+            Place::Command => format!("`lockstep {typed}`"),
+        };
+        let _ = writeln!(out, "| {typed} | {ours} |");
     }
     let later: Vec<String> = LATER_SECTIONS.iter().map(|name| format!("`[{name}]`")).collect();
     let _ = writeln!(out, "\nSections that are not supported yet, and refused: {}.", later.join(", "));

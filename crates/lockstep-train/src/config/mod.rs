@@ -8,6 +8,7 @@
 mod check;
 mod choices;
 mod declare;
+pub mod habits;
 mod keys;
 mod manual;
 mod nearest;
@@ -15,6 +16,7 @@ pub(crate) mod pattern;
 mod problem;
 mod reader;
 mod record;
+mod schema;
 mod sources;
 mod value;
 
@@ -29,9 +31,9 @@ use lockstep_plan::{
 use serde_json::Value;
 
 pub use choices::{
-    ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, MuonScale, OptimizerKind, Precision,
-    QuantizedGradients, QuantizedWeights, ReshardAfterForward, Residence, Rounding, Scaling, ScheduleKind,
-    StatePrecision, TensorLayout, TokenType, Transport,
+    ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale,
+    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, ReshardAfterForward, Residence, Rounding,
+    Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType, Transport,
 };
 pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
@@ -41,9 +43,12 @@ pub use keys::{
 pub use manual::configuration_markdown;
 pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
+pub use schema::configuration_schema;
+pub use sources::{Imported, ImportedFrom};
 pub use value::{DataSource, TokenizerSource, ValueType};
 
 use crate::error::Error;
+use crate::model_name::{NamedModel, find_model};
 use crate::schedule::{Decay, LearningRate};
 use reader::Reader;
 use sources::Entries;
@@ -68,10 +73,63 @@ impl RunConfig {
     /// # Errors
     /// [`Error::ReadConfiguration`] if the file cannot be read, [`Error::Configuration`] with all mistakes.
     pub fn load(path: Option<&Path>, arguments: &[impl AsRef<str>]) -> Result<Self, Error> {
-        let Some(path) = path else { return Ok(Self::parse("", "RUN.toml", arguments)?) };
+        Self::load_with(path, &[], arguments)
+    }
+
+    /// As [`RunConfig::load`], with values from a configuration of another tool between the file and the arguments.
+    ///
+    /// # Errors
+    /// As [`RunConfig::load`]; both files say a key, and not the same.
+    pub fn load_with(
+        path: Option<&Path>,
+        imported: &[Imported],
+        arguments: &[impl AsRef<str>],
+    ) -> Result<Self, Error> {
+        let Some(path) = path else {
+            return Self::parse_with("", "RUN.toml", imported, arguments)?.with_found_model();
+        };
         let text =
             read_text(path).map_err(|source| Error::ReadConfiguration { path: path.to_owned(), source })?;
-        Ok(Self::parse(&text, &path.display().to_string(), arguments)?)
+        Self::parse_with(&text, &path.display().to_string(), imported, arguments)?.with_found_model()
+    }
+
+    /// The run with the preset or the directory that the name of its model means.
+    ///
+    /// # Errors
+    /// Nothing has that name; a preset whose weights are asked for.
+    pub fn with_found_model(mut self) -> Result<Self, Error> {
+        let model = &self.model;
+        let (key, name) = match (&model.path, &model.preset) {
+            (Some(path), _) => ("model.path", path.display().to_string()),
+            (None, Some(preset)) => ("model.preset", preset.clone()),
+            _ => return Ok(self),
+        };
+        let found = match find_model(&name) {
+            Err(Error::NoModel(what)) => {
+                return Err(Error::Configuration(self.problem(key, what, "").into()));
+            }
+            found => found?,
+        };
+        let origin = self.origin(key);
+        self.origins.remove(key);
+        (self.model.preset, self.model.path) = match found {
+            NamedModel::Preset(preset) => {
+                if self.model.from_pretrained {
+                    let what = format!("{preset} is a preset, an architecture without weights");
+                    let allowed = "the directory of a model, or model.from_pretrained = false";
+                    return Err(Error::Configuration(
+                        self.problem("model.from_pretrained", what, allowed).into(),
+                    ));
+                }
+                self.origins.insert("model.preset".to_owned(), origin);
+                (Some(preset), None)
+            }
+            NamedModel::Directory(directory) => {
+                self.origins.insert("model.path".to_owned(), origin);
+                (None, Some(directory))
+            }
+        };
+        Ok(self)
     }
 
     /// Reads TOML text, called `name` in messages, and applies the `--set` arguments in their order.
@@ -79,9 +137,25 @@ impl RunConfig {
     /// # Errors
     /// All mistakes at once, in the order of the text.
     pub fn parse(text: &str, name: &str, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
+        Self::parse_with(text, name, &[], arguments)
+    }
+
+    /// As [`RunConfig::parse`], with values from a configuration of another tool between the text and the arguments.
+    ///
+    /// # Errors
+    /// As [`RunConfig::parse`]; the text and the other configuration say a key, and not the same.
+    pub fn parse_with(
+        text: &str,
+        name: &str,
+        imported: &[Imported],
+        arguments: &[impl AsRef<str>],
+    ) -> Result<Self, Problems> {
         let mut problems = Vec::new();
         let mut entries = Entries::default();
         entries.add_document(text, name, &mut problems);
+        for value in imported {
+            entries.add_imported(value, &mut problems);
+        }
         for argument in arguments {
             entries.add_argument(argument.as_ref(), &mut problems);
         }
@@ -101,6 +175,59 @@ impl RunConfig {
             }
         }
         Self::checked(entries, Vec::new())
+    }
+
+    /// The configuration of the run that wrote a checkpoint, `stored` being its [`RunConfig::to_json`], called `name` in messages. What
+    /// follows from other keys goes on to do so.
+    ///
+    /// # Errors
+    /// All that does not fit, or that this program does not know.
+    pub fn stored(stored: &Value, name: &str) -> Result<Self, Problems> {
+        const DERIVED: [&str; 7] = [
+            "model.preset",
+            "train.micro_batch",
+            "train.rollback_after",
+            "optimizer.betas",
+            "optimizer.momentum",
+            "schedule.warmup_steps",
+            "schedule.decay_steps",
+        ];
+        let origin = Origin::File { name: name.into(), line: 0 };
+        let given = |section: &str, key: &str| {
+            let value = &stored[section][key];
+            let default = KEYS.iter().find(|known| known.section() == section && known.key() == key);
+            let is_default = default.is_some_and(|known| known.default == *value);
+            (!value.is_null() && !is_default).then(|| (format!("{section}.{key}"), value.clone()))
+        };
+        let overrides =
+            stored["model"].as_object().into_iter().flatten().map(|(key, _)| ("model", key.as_str()));
+        let mut keys: Vec<(&str, &str)> =
+            KEYS.iter().map(|key| (key.section(), key.key())).chain(overrides).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        let values: Vec<(String, Value)> =
+            keys.into_iter().filter_map(|(section, key)| given(section, key)).collect();
+        let of = |is_kept: &dyn Fn(&str) -> bool| {
+            let mut entries = Entries::default();
+            for (key, value) in values.iter().filter(|(key, _)| is_kept(key)) {
+                entries.add_known(key.clone(), value.clone(), origin.clone());
+            }
+            Self::checked(entries, Vec::new())
+        };
+        // Of what can be derived, only that is given which would be something else.
+        let derived = of(&|key| !DERIVED.contains(&key)).map(|config| config.to_json()).unwrap_or_default();
+        let is_same = |key: &str| {
+            let (section, key) = key.split_once('.').unwrap_or_default();
+            derived[section][key] == stored[section][key]
+        };
+        of(&|key| !DERIVED.contains(&key) || !is_same(key))
+    }
+
+    /// This configuration with the number of steps that `stored`, the [`RunConfig::to_json`] of another run, has; none where it says nothing
+    /// of them or they do not fit.
+    pub(crate) fn with_steps_of(&self, stored: &Value) -> Option<Self> {
+        let steps = stored["train"]["steps"].as_u64().filter(|steps| *steps != self.train.steps)?;
+        self.with_settings(&[format!("train.steps={steps}")]).ok()
     }
 
     /// The same with more `--set` arguments.
@@ -211,18 +338,46 @@ impl RunConfig {
         self.origins.iter().any(|(key, origin)| is_of_split(key) && *origin != Origin::Default)
     }
 
-    /// What of the model's state ranks share out.
+    /// ZeRO stage of the run; nothing is sharded where one rank holds all of a copy.
     pub fn zero_stage(&self) -> ZeroStage {
+        if self.owners() == 1 {
+            return ZeroStage::Nothing;
+        }
         // The key's rules allow no number that is none.
         ZeroStage::from_number(self.parallel.zero_stage).unwrap_or_default()
+    }
+
+    /// Ranks over which `zero_stage` shards the model's state.
+    fn owners(&self) -> usize {
+        self.parallel.data_parallel_shard * self.parallel.context_parallel
+    }
+
+    /// Whether `zero_stage` decides what the ranks are for that no other key of `[parallel]` counts: shards, not replicas.
+    pub fn leaves_shards_open(&self) -> bool {
+        let is_open = |key| self.origin(key) == Origin::Default;
+        self.parallel.zero_stage > 0
+            && is_open("parallel.data_parallel_shard")
+            && is_open("parallel.data_parallel_replicate")
+    }
+
+    /// Why `zero_stage` does nothing in this run, and what to write; `None` if it does something, or is not set.
+    pub fn idle_zero_stage(&self) -> Option<String> {
+        let stage = self.parallel.zero_stage;
+        (stage > 0 && self.owners() == 1).then(|| {
+            format!(
+                "parallel.zero_stage = {stage} shards nothing on one rank; start several with --nproc-per-node N, or set \
+                 parallel.data_parallel_shard = N"
+            )
+        })
     }
 
     /// What goes between these ranks as small integers.
     pub fn quantization(&self) -> Quantization {
         let ParallelConfig { quantize_weights, quantize_gradients, quantize_feedback, .. } = self.parallel;
+        let is_sharded = self.zero_stage() > ZeroStage::Nothing;
         Quantization {
-            weights: quantize_weights.into(),
-            gradients: quantize_gradients.into(),
+            weights: Option::from(quantize_weights).filter(|_| is_sharded),
+            gradients: Option::from(quantize_gradients).filter(|_| is_sharded),
             feedback: if quantize_feedback { Feedback::Kept } else { Feedback::Dropped },
         }
     }
@@ -251,6 +406,18 @@ impl RunConfig {
     /// All ranks.
     pub fn ranks(&self) -> usize {
         self.parallel.data_parallel_replicate * self.ranks_of_a_replica()
+    }
+
+    /// The setting that makes this a run of so many ranks: those that no key counts become shards if `zero_stage` is set, else replicas.
+    ///
+    /// # Errors
+    /// [`Error::Configuration`] if one of them is left over.
+    pub fn setting_for_ranks(&self, ranks: usize) -> Result<String, Error> {
+        let replicas = self.replicas_of(ranks)?;
+        if self.leaves_shards_open() && replicas > 1 {
+            return Ok(format!("parallel.data_parallel_shard={replicas}"));
+        }
+        Ok(format!("parallel.data_parallel_replicate={replicas}"))
     }
 
     /// How many copies of the model so many ranks make.
@@ -306,10 +473,20 @@ impl RunConfig {
         self.data.cache_dir.clone().unwrap_or_else(user_cache_dir)
     }
 
+    /// The factor of `schedule.scale_lr` on the learning rate: what the global batch is of `schedule.scale_lr_batch`, or its square root.
+    pub fn lr_scale(&self) -> f64 {
+        let ratio = self.train.global_batch as f64 / self.schedule.scale_lr_batch.max(1) as f64;
+        match self.schedule.scale_lr {
+            LearningRateScaling::None => 1.0,
+            LearningRateScaling::Linear => ratio,
+            LearningRateScaling::Sqrt => libm::sqrt(ratio),
+        }
+    }
+
     /// The learning rate of every step.
     pub fn learning_rate(&self) -> LearningRate {
         let (steps, schedule) = (self.train.steps, &self.schedule);
-        let warmup_steps = schedule.warmup_steps.unwrap_or((steps / 10).min(100));
+        let warmup_steps = schedule.warmup_steps.unwrap_or_else(|| usual_warmup(steps));
         let after_warmup = schedule.decay_steps.unwrap_or(steps - warmup_steps);
         let (decay, decay_steps) = match schedule.kind {
             ScheduleKind::Constant => (Decay::None, 0),
@@ -318,7 +495,7 @@ impl RunConfig {
             ScheduleKind::WarmupStableDecay => (Decay::Sqrt, schedule.decay_steps.unwrap_or(steps / 5)),
         };
         LearningRate {
-            peak: self.optimizer.lr,
+            peak: self.optimizer.lr * self.lr_scale(),
             warmup_steps,
             total_steps: steps,
             decay,
@@ -326,6 +503,14 @@ impl RunConfig {
             min_ratio: if decay == Decay::None { 1.0 } else { schedule.min_lr_ratio },
         }
     }
+}
+
+/// Steps of a run from which on its warm-up has ten steps at least, so that Adam's averages have settled before the learning rate is at its peak.
+const SETTLED_STEPS: u64 = 20;
+
+/// Steps of the warm-up where nobody says how many: a tenth of all, at most 100, and at least 10 where the run is long enough for that.
+fn usual_warmup(steps: u64) -> u64 {
+    if steps < SETTLED_STEPS { steps / 10 } else { (steps / 10).clamp(10, 100) }
 }
 
 impl Default for RunConfig {

@@ -3,26 +3,40 @@
 use strsim::normalized_damerau_levenshtein;
 
 use super::declare::Key;
+use super::habits::{Answer, HABITS, Place};
 use super::keys::{KEYS, SECTIONS};
 
-/// The known `section.key` nearest to what was written, which may lack the section or stand in the wrong one.
-pub(super) fn nearest_key(written: &str) -> &'static str {
+/// Less alike than this, a name is no misspelling of another.
+const LEAST_LIKENESS: f64 = 0.6;
+
+/// The known `section.key` nearest to what was written, which may lack the section or stand in the wrong one; `None` if none is near.
+pub(super) fn nearest_key(written: &str) -> Option<&'static str> {
     let last = written.rsplit('.').next().unwrap_or(written);
     // A right key in a wrong section is nearer than a wrong key in the right one.
     let likeness = |key: &Key| {
         normalized_damerau_levenshtein(written, key.name)
             .max(0.95 * normalized_damerau_levenshtein(last, key.key()))
     };
-    KEYS.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b))).map_or("", |key| key.name)
+    let best = KEYS.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
+    if likeness(best) >= LEAST_LIKENESS {
+        return Some(best.name);
+    }
+    // A misspelt name of another tool's.
+    let of_others = HABITS.iter().filter(|habit| habit.place == Place::Key);
+    let (habit, likeness) = of_others
+        .map(|habit| (habit, normalized_damerau_levenshtein(last, habit.typed)))
+        .max_by(|a, b| a.1.total_cmp(&b.1))?;
+    match habit.answer {
+        Answer::Is(ours) if likeness >= 0.8 => Some(ours),
+        _ => None,
+    }
 }
 
-/// The known section nearest to what was written.
-pub(super) fn nearest_section(written: &str) -> &'static str {
+/// The known section nearest to what was written; `None` if none is near.
+pub(super) fn nearest_section(written: &str) -> Option<&'static str> {
     let likeness = |name: &str| normalized_damerau_levenshtein(written, name);
-    SECTIONS
-        .iter()
-        .max_by(|a, b| likeness(a.name).total_cmp(&likeness(b.name)))
-        .map_or("", |section| section.name)
+    let best = SECTIONS.iter().max_by(|a, b| likeness(a.name).total_cmp(&likeness(b.name)))?;
+    (likeness(best.name) >= 0.5).then_some(best.name)
 }
 
 /// The names of all sections, for a message.
@@ -53,15 +67,19 @@ mod tests {
             ("train.stpes", "train.steps"),
             ("train.global_batch_size", "train.global_batch"),
             ("train.weight_decay", "optimizer.weight_decay"),
-            ("lr", "optimizer.lr"),
+            ("optimizer.lrr", "optimizer.lr"),
             ("optimizer.beta", "optimizer.betas"),
             ("metrics.directory", "metrics.dir"),
             ("schedule.warmup", "schedule.warmup_steps"),
         ] {
-            assert_eq!(nearest_key(written), meant, "for {written}");
+            assert_eq!(nearest_key(written), Some(meant), "for {written}");
         }
-        assert_eq!(nearest_section("optim"), "optimizer");
-        assert_eq!(nearest_section("checkpoints"), "checkpoint");
+        for written in ["train.dataloader", "data.dataset"] {
+            assert_eq!(nearest_key(written), None, "{written} is like nothing");
+        }
+        assert_eq!(nearest_section("optim"), Some("optimizer"));
+        assert_eq!(nearest_section("checkpoints"), Some("checkpoint"));
+        assert_eq!(nearest_section("wandb"), None);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value};
 
 use super::declare::{Later, Rules};
+use super::habits::{self, Answer};
 use super::keys::SECTIONS;
 use super::nearest::{is_misspelt_model_key, keys_of, nearest_key};
 use super::problem::{Origin, Problem};
@@ -30,10 +31,18 @@ impl<'p> Reader<'p> {
     pub(super) fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
         let Some(Entry { value, origin }) = self.entries.remove(name) else { return default };
         self.origins.insert(name.to_owned(), origin.clone());
+        let habit = if T::read(&value).is_err() { habits::of_value(name, T::TYPE, &value) } else { None };
+        let value = match habit {
+            Some(Answer::Is(ours)) => Value::from(ours),
+            _ => value,
+        };
         let misfit = match T::read(&value) {
             Ok(read) if read.numbers().into_iter().all(|number| rules.admits(number)) => return read,
             Ok(_) => Misfit { what: format!("is {value}"), allowed: format!("{} {rules}", T::TYPE) },
-            Err(misfit) => misfit,
+            Err(misfit) => match habit {
+                Some(Answer::Write(sentence)) => Misfit { allowed: sentence.to_owned(), ..misfit },
+                _ => misfit,
+            },
         };
         self.refused.insert(name.to_owned());
         self.problems.push(Problem::new(origin, name, misfit.what, misfit.allowed));
@@ -73,12 +82,18 @@ impl<'p> Reader<'p> {
                 Some(_) => {
                     ("is not supported yet".to_owned(), format!("in [{section}] {}", keys_of(section)))
                 }
-                None => (
-                    format!("unknown key; the nearest is {}", nearest_key(&name)),
-                    format!("in [{section}] {}", keys_of(section)),
-                ),
+                None => unknown_key(&name, section),
             };
             self.problems.push(Problem::new(entry.origin, shortened(&name), what, allowed));
         }
     }
+}
+
+/// What is said of a key that nobody knows: what to write if other tools have it, else the nearest of ours, if one is near.
+fn unknown_key(name: &str, section: &str) -> (String, String) {
+    if let Some(Answer::Write(sentence)) = habits::of_key(name) {
+        return ("is no key here".to_owned(), sentence.to_owned());
+    }
+    let near = nearest_key(name).map_or(String::new(), |near| format!("; the nearest is {near}"));
+    (format!("unknown key{near}"), format!("in [{section}] {}", keys_of(section)))
 }

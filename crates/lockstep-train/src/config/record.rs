@@ -6,7 +6,7 @@ use std::fmt;
 
 use serde_json::{Value, json};
 
-use super::keys::{KEYS, RunConfig};
+use super::keys::{KEYS, RunConfig, SECTIONS};
 use super::problem::Origin;
 use crate::schedule::Decay;
 
@@ -122,11 +122,61 @@ impl RunConfig {
 }
 
 impl RunConfig {
+    /// The configuration as the text of a RUN.toml: what somebody has set, with who did, and everything else as comments, so that what follows
+    /// from other values goes on to follow.
+    pub fn to_toml(&self) -> String {
+        let settings = self.settings();
+        let mut text = String::new();
+        for section in SECTIONS.iter() {
+            let blank = if text.is_empty() { "" } else { "\n" };
+            text += &format!("{blank}[{}]\n", section.name);
+            let of_section = |key: &str| key.strip_prefix(section.name)?.strip_prefix('.').map(str::to_owned);
+            for Setting { key, value, origin } in &settings {
+                let Some(name) = of_section(key) else { continue };
+                let known = KEYS.iter().find(|known| known.name == key);
+                let follows = known.and_then(|known| known.rules.when_absent).unwrap_or("default");
+                text += &match toml_value(value) {
+                    None => format!("# {name} is not set: {follows}\n"),
+                    Some(value) if *origin == Origin::Default => format!("# {name} = {value}  # {follows}\n"),
+                    Some(value) => format!("{name} = {value}  # {origin}\n"),
+                };
+            }
+        }
+        text
+    }
+}
+
+impl RunConfig {
     /// [`RunConfig::settings`] as `run.json` has them, from which [`RunConfig::recorded`] makes the configuration again.
     pub fn recorded_settings(&self) -> Vec<Value> {
         let record = |Setting { key, value, origin }: Setting| json!({ "key": key, "value": value, "origin": origin.to_string() });
         self.settings().into_iter().map(record).collect()
     }
+}
+
+/// A value as TOML writes it on one line; none of what TOML has no word for.
+fn toml_value(value: &Value) -> Option<String> {
+    Some(match value {
+        Value::Null => return None,
+        Value::Array(values) => {
+            let values: Option<Vec<String>> = values.iter().map(toml_value).collect();
+            format!("[{}]", values?.join(", "))
+        }
+        Value::Object(table) => {
+            let entry = |(key, value): (&String, &Value)| {
+                Some(format!("{} = {}", toml_text(key), toml_value(value)?))
+            };
+            let entries: Vec<String> = table.iter().filter_map(entry).collect();
+            format!("{{ {} }}", entries.join(", "))
+        }
+        Value::String(text) => toml_text(text),
+        other => other.to_string(),
+    })
+}
+
+/// Text in quotation marks.
+fn toml_text(text: &str) -> String {
+    toml::Value::String(text.to_owned()).to_string()
 }
 
 /// The leaves of a stored configuration that decide the numbers, by dotted name; values that are not set are

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
 
+use super::habits::{self, Answer};
 use super::keys::{ALIASES, KEYS, LATER_SECTIONS, MODEL_SOURCES, SECTIONS};
 use super::nearest::{all_sections, nearest_key, nearest_section};
 use super::problem::{Origin, Problem};
@@ -22,6 +23,28 @@ const MAX_DEPTH: usize = 32;
 pub(super) struct Entry {
     pub(super) value: Value,
     pub(super) origin: Origin,
+}
+
+/// How a value of another tool's configuration came about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ImportedFrom {
+    /// The user wrote it there; a run that says otherwise is a contradiction.
+    User,
+    /// It is the other tool's default, or follows from other values; a run that says otherwise wins.
+    Rule,
+}
+
+/// A value that comes from a configuration of another tool.
+#[derive(Debug, Clone)]
+pub struct Imported {
+    /// `section.key`.
+    pub key: String,
+    /// Its value.
+    pub value: Value,
+    /// The file, and the line that says it; 0 for the file as a whole.
+    pub place: (String, usize),
+    /// How it came about.
+    pub from: ImportedFrom,
 }
 
 /// What all sources together say, by `section.key`.
@@ -76,6 +99,21 @@ impl Entries {
         }
     }
 
+    /// Adds a value of another tool's configuration to those of a document.
+    pub(super) fn add_imported(&mut self, imported: &Imported, problems: &mut Vec<Problem>) {
+        let Imported { key, value, place: (name, line), from } = imported;
+        let origin = Origin::File { name: name.as_str().into(), line: *line };
+        match self.0.get(key) {
+            None => self.add_known(key.clone(), value.clone(), origin),
+            Some(said) if *from == ImportedFrom::User && !is_same(&said.value, value) => {
+                let what = format!("is {value} here and {} in {}", said.value, said.origin);
+                let allowed = format!("the same in both, or one of them; {name} may say \"auto\"");
+                problems.push(Problem::new(origin, key, what, allowed));
+            }
+            Some(_) => {}
+        }
+    }
+
     /// Adds what a configuration says of a key.
     pub(super) fn add_known(&mut self, key: String, value: Value, origin: Origin) {
         self.0.insert(key, Entry { value, origin });
@@ -104,9 +142,10 @@ impl Entries {
         let name = canonical(written);
         let parts: Vec<&str> = name.split('.').collect();
         if parts.len() < 2 || parts.len() > MAX_DEPTH || parts.iter().any(|part| part.is_empty()) {
-            let near = nearest_key(name);
-            let what = format!("is not the name of a key; the nearest is {near}");
-            problems.push(Problem::new(origin, shortened(name), what, "--set section.key=VALUE"));
+            let near = nearest_key(name).map_or(String::new(), |near| format!("; the nearest is {near}"));
+            let what = format!("is not the name of a key{near}");
+            let allowed = sectionless(name).unwrap_or("--set section.key=VALUE".to_owned());
+            problems.push(Problem::new(origin, shortened(name), what, allowed));
             return;
         }
         if !SECTIONS.iter().any(|known| known.name == parts[0]) {
@@ -147,6 +186,11 @@ impl Entries {
     }
 }
 
+/// Whether two values are the same, whole numbers written either way.
+fn is_same(a: &Value, b: &Value) -> bool {
+    a == b || a.as_f64().is_some_and(|a| b.as_f64() == Some(a))
+}
+
 /// A value as values of keys: a table where `name.KEY` is one has one for each of its entries.
 fn flattened(name: String, value: Value) -> Vec<(String, Value)> {
     let is_group =
@@ -167,7 +211,24 @@ fn clipped_lines(message: &str) -> String {
 
 /// The name a key is stored under.
 fn canonical(written: &str) -> &str {
-    ALIASES.iter().find(|(alias, _)| *alias == written).map_or(written, |(_, name)| name)
+    if let Some((_, name)) = ALIASES.iter().find(|(alias, _)| *alias == written) {
+        return name;
+    }
+    match habits::of_key(written) {
+        Some(Answer::Is(name)) if written.contains('.') => name,
+        _ => written,
+    }
+}
+
+/// What to write for a key that stands in no section.
+fn sectionless(name: &str) -> Option<String> {
+    let own = KEYS.iter().find(|key| key.key() == name).map(|key| Answer::Is(key.name));
+    let ours = match own.or_else(|| habits::of_key(name))? {
+        Answer::Write(sentence) => return Some(sentence.to_owned()),
+        Answer::Is(ours) => ours,
+    };
+    let (section, key) = ours.split_once('.')?;
+    Some(format!("{key}, below the line [{section}]; as an argument --set {ours}=VALUE"))
 }
 
 fn not_a_section(name: &str, origin: Origin) -> Problem {
@@ -175,16 +236,20 @@ fn not_a_section(name: &str, origin: Origin) -> Problem {
         let what = "is a section, not a value";
         return Problem::new(origin, name, what, format!("the line [{name}] and its keys below it"));
     }
-    let near = nearest_key(name);
-    let what = format!("unknown key outside any section; the nearest is {near}");
-    Problem::new(origin, shortened(name), what, format!("the sections {}", all_sections()))
+    let near = nearest_key(name).map_or(String::new(), |near| format!("; the nearest is {near}"));
+    let what = format!("unknown key outside any section{near}");
+    let allowed = sectionless(name).unwrap_or_else(|| format!("the sections {}", all_sections()));
+    Problem::new(origin, shortened(name), what, allowed)
 }
 
 fn unknown_section(name: &str, origin: Origin) -> Problem {
     let what = if LATER_SECTIONS.contains(&name) {
         "this section is not supported yet".to_owned()
     } else {
-        format!("unknown section; the nearest is [{}]", nearest_section(name))
+        match nearest_section(name) {
+            Some(near) => format!("unknown section; the nearest is [{near}]"),
+            None => "unknown section".to_owned(),
+        }
     };
     Problem::new(origin, format!("[{}]", shortened(name)), what, format!("the sections {}", all_sections()))
 }

@@ -3,6 +3,7 @@
 //! TOML is first turned into JSON values (see `sources`), so that what `--set` gives, what a file gives and
 //! what a checkpoint's manifest holds are the same thing; here those become Rust values, or a [`Misfit`].
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -34,6 +35,8 @@ pub enum ValueType {
     SourceList,
     /// Numbers by name.
     NumberTable,
+    /// Strings by name.
+    TextTable,
     /// What blocks compute again: a word for all, or a table of rules.
     Recompute,
     /// Which units stand together: a word, a table with a size, or a list of patterns.
@@ -64,6 +67,7 @@ impl fmt::Display for ValueType {
             Self::IntegerPair => f.write_str("two integers, [a, b]"),
             Self::Text => f.write_str("a string"),
             Self::NumberTable => f.write_str("a table of numbers, { \"a\" = 0.5, \"b\" = 2.0 }"),
+            Self::TextTable => f.write_str("a table of strings, { a = \"b\", c = \"d\" }"),
             Self::Recompute => f.write_str(
                 "\"none\", \"selective\", \"full\", or { default = \"none\", layers = [{ from = 0, to = 3, every = 2, mode = \"full\" }] }",
             ),
@@ -244,8 +248,7 @@ impl Readable for Vec<String> {
     const TYPE: ValueType = ValueType::TextList;
 
     fn read(value: &Value) -> Result<Self, Misfit> {
-        is_list_of_strings::<Self>(value)?;
-        read_list::<Self, String>(value, String::read)
+        read_list::<Self, String>(&listed(value), String::read)
     }
 }
 
@@ -261,11 +264,12 @@ impl Readable for Vec<usize> {
     }
 }
 
-/// A misfit for one string where a list of them is meant.
-fn is_list_of_strings<List: Readable>(value: &Value) -> Result<(), Misfit> {
-    let Some(text) = value.as_str() else { return Ok(()) };
-    let allowed = format!("a list of strings: write [\"{}\"]", shortened(text));
-    Err(Misfit { allowed, ..wrong_type::<List>(value) })
+/// A value where a list is meant: one string, or one table, is a list of it.
+fn listed(value: &Value) -> Cow<'_, Value> {
+    match value {
+        Value::String(_) | Value::Object(_) => Cow::Owned(Value::Array(vec![value.clone()])),
+        _ => Cow::Borrowed(value),
+    }
 }
 
 /// Reads every entry of a list.
@@ -313,8 +317,7 @@ impl Readable for Vec<DataSource> {
     const TYPE: ValueType = ValueType::SourceList;
 
     fn read(value: &Value) -> Result<Self, Misfit> {
-        is_list_of_strings::<Self>(value)?;
-        read_list::<Self, DataSource>(value, |item| {
+        read_list::<Self, DataSource>(&listed(value), |item| {
             let Value::Object(table) = item else { return String::read(item).map(DataSource::Plain) };
             let misfit = |what: String| Misfit { what, allowed: "{ path = \"a\", weight = 0.3 }".to_owned() };
             if let Some(key) = table.keys().find(|key| !["path", "weight"].contains(&key.as_str())) {
@@ -351,6 +354,22 @@ impl Readable for BTreeMap<String, f64> {
 
     fn numbers(&self) -> Vec<f64> {
         self.values().copied().collect()
+    }
+}
+
+impl Readable for BTreeMap<String, String> {
+    const TYPE: ValueType = ValueType::TextTable;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let table = value.as_object().ok_or_else(|| wrong_type::<Self>(value))?;
+        let entry = |(name, value): (&String, &Value)| match value.as_str() {
+            Some(text) => Ok((name.clone(), text.to_owned())),
+            None => Err(Misfit {
+                what: format!("\"{}\" is {value}", shortened(name)),
+                allowed: Self::TYPE.to_string(),
+            }),
+        };
+        table.iter().map(entry).collect()
     }
 }
 

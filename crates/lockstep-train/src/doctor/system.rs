@@ -29,15 +29,20 @@ pub(crate) fn processor_name() -> String {
     field(&info, "model name").unwrap_or(std::env::consts::ARCH).to_owned()
 }
 
+/// The cores of the machine, whichever of them this process may use.
+pub(crate) fn online_cores() -> usize {
+    let info = read("/proc/cpuinfo").unwrap_or_default();
+    info.lines().filter(|line| line.starts_with("processor")).count().max(1)
+}
+
 pub(super) fn processor() -> Vec<Finding> {
     let section = "processor";
-    let info = read("/proc/cpuinfo").unwrap_or_default();
     let model = processor_name();
     let mut findings = vec![
         Finding::ok(section, "model", model),
         Finding::ok(section, "instructions", CpuLevel::detect().to_string()),
     ];
-    let online = info.lines().filter(|line| line.starts_with("processor")).count().max(1);
+    let online = online_cores();
     let usable = threads();
     let mut used = Finding::ok(section, "threads", format!("{usable} of {online} cores"));
     let status = read("/proc/self/status").unwrap_or_default();

@@ -102,9 +102,12 @@ pub fn measure(ranks: usize, directory: &Path, extent: &Extent) -> Result<Measur
         host_memory_bytes: memory_bytes,
         // What is kept in host memory lies where everything lies.
         host_gb_per_s: device.memory_gb_per_s,
+        host_memory_gb_per_s: None,
         disk_gb_per_s: disk.map_or(1.0, |disk| disk.gb_per_s),
         disk_bytes: disk.map_or(0, |disk| disk.free_bytes),
         price_per_hour: None,
+        price_source: None,
+        kilowatts: None,
         hours_between_failures: HOURS_BETWEEN_FAILURES,
         device,
         alone: (ranks > 1).then_some(alone),

@@ -1,6 +1,7 @@
 //! TensorBoard event files: the scalars of `metrics.jsonl`, one file for each process.
 //!
-//! Every number of a row becomes a scalar, a number in a table `table/name`. A process that resumes says from which
+//! Every number of a row becomes a scalar. Tags are grouped as TensorBoard shows them: `train/loss`, `eval/loss`, `perf/mfu`,
+//! `memory/peak`, `comm/exposed_ms`; the numbers of a table have its name for their group. A process that resumes says from which
 //! step on its file counts, so TensorBoard drops what an earlier process wrote of later steps; files of a run
 //! that was begun anew are moved to a directory of their own, where TensorBoard shows them as a run of their own.
 
@@ -156,9 +157,23 @@ struct Scalars {
 impl Scalars {
     fn push(&mut self, value: f64) {
         // The step is the event's own.
-        if self.tag != "step" {
+        if self.tag != STEP {
             push_scalar(&mut self.summary, &self.tag, value as f32);
         }
+    }
+}
+
+/// The tag of a row's step, which is none.
+const STEP: &str = "step";
+
+/// The group of a row's own key, and its name there; tables are groups themselves.
+fn grouped(key: &str) -> (&'static str, &str) {
+    match key {
+        STEP | "memory" | "memory_predicted" | "comm" | "disk" => ("", key),
+        "step_ms" | "tokens_per_s" | "flops_per_s" | "mfu" | "data_wait_ms" | "checkpoint_stall_ms" => {
+            ("perf/", key)
+        }
+        _ => key.strip_prefix("eval_").map_or(("train/", key), |name| ("eval/", name)),
     }
 }
 
@@ -180,10 +195,9 @@ impl<'de> Visitor<'de> for &mut Scalars {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         let length = self.tag.len();
         while let Some(key) = map.next_key::<&str>()? {
-            if length > 0 {
-                self.tag.push('/');
-            }
-            self.tag.push_str(key);
+            let (group, name) = if length > 0 { ("/", key) } else { grouped(key) };
+            self.tag.push_str(group);
+            self.tag.push_str(name);
             map.next_value_seed(&mut *self)?;
             self.tag.truncate(length);
         }
@@ -267,8 +281,9 @@ mod tests {
         assert!(contains(&messages[0], b"brain.Event:2"));
         let row = serde_json::to_value(example(7)).unwrap();
         for (tag, value) in [
-            ("loss", row["loss"].as_f64()),
-            ("skipped", Some(0.0)),
+            ("train/loss", row["loss"].as_f64()),
+            ("train/skipped", Some(0.0)),
+            ("perf/step_ms", row["step_ms"].as_f64()),
             ("memory/peak", row["memory"]["peak"].as_f64()),
             ("comm/busy_ms", Some(0.0)),
         ] {
@@ -276,9 +291,26 @@ mod tests {
             push_scalar(&mut scalar, tag, value.unwrap() as f32);
             assert!(contains(&messages[2], &scalar), "{tag} is {value:?}");
         }
-        for tag in ["mfu", "step"] {
+        for tag in ["perf/mfu", "step", "train/step"] {
             let tag = [&[0x0a, tag.len() as u8], tag.as_bytes()].concat();
             assert!(!contains(&messages[2], &tag), "{tag:?} is unknown or the event's own");
+        }
+    }
+
+    #[test]
+    fn tags_are_grouped() {
+        let table = [
+            ("loss", "train/loss"),
+            ("lr", "train/lr"),
+            ("eval_loss", "eval/loss"),
+            ("mfu", "perf/mfu"),
+            ("memory", "memory"),
+            ("comm", "comm"),
+            ("step", "step"),
+        ];
+        for (key, tag) in table {
+            let (group, name) = grouped(key);
+            assert_eq!(format!("{group}{name}"), tag);
         }
     }
 

@@ -7,6 +7,7 @@
 mod appender;
 mod event_format;
 mod events;
+mod prometheus;
 mod writer;
 
 use std::time::Duration;
@@ -17,8 +18,10 @@ use lockstep_tensor::{Arena, DiskTraffic};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
+use crate::Error;
 pub use appender::Sink;
 pub use events::EventWriter;
+pub use prometheus::Prometheus;
 pub use writer::{FILE_NAME, MetricsFile, MetricsWriter, Resumption, Start};
 
 /// What is known of one training step.
@@ -222,17 +225,32 @@ pub struct EvalMetrics {
 pub trait Row: Serialize {
     /// The step it belongs to.
     fn step(&self) -> u64;
+
+    /// Shows it to Prometheus.
+    ///
+    /// # Errors
+    /// [`Error::Metrics`] if a file cannot be written.
+    fn show(&self, prometheus: &mut Prometheus) -> Result<(), Error>;
 }
 
 impl Row for StepMetrics {
     fn step(&self) -> u64 {
         self.step
     }
+
+    fn show(&self, prometheus: &mut Prometheus) -> Result<(), Error> {
+        prometheus.step(self)
+    }
 }
 
 impl Row for EvalMetrics {
     fn step(&self) -> u64 {
         self.step
+    }
+
+    fn show(&self, prometheus: &mut Prometheus) -> Result<(), Error> {
+        prometheus.evaluation(self);
+        Ok(())
     }
 }
 

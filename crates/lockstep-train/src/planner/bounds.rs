@@ -9,14 +9,14 @@ use lockstep_plan::predict::{TimedModel, predict_step_ms, slowest_kind};
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{
-    ContextMethod, DType, Degrees, FRAME_PLACES, LayerRule, MemoryBytes, MemoryCategory, Mesh, Recompute,
-    RecomputeRules, StageMemory, StateBytes, StateOnRank, ZeroStage,
+    ContextMethod, DType, Degrees, FRAME_PLACES, LayerRule, MemoryBytes, MemoryCategory, Mesh, RankTraffic,
+    Recompute, RecomputeRules, StageMemory, StateBytes, StateOnRank, ZeroStage,
 };
 
 use crate::RunConfig;
 use crate::planner::memory::{Holding, memory_elsewhere, state_of};
-use crate::planner::on_disk::Least;
-use crate::planner::recordings::Uniform;
+use crate::planner::offload::Least;
+use crate::planner::recordings::{Recording, Uniform};
 use crate::planner::subject::Layout;
 use crate::planner::{Objective, Planner};
 
@@ -55,15 +55,23 @@ pub(super) struct PassKey {
 /// there are, and whether they lie as a V.
 pub(super) type CutKey = (PassKey, Recompute, usize, usize, bool);
 
-/// What bounds are made of: for each of the three modes.
+/// The inputs of bounds: times and saved activations by recompute mode, each recorded when it is first asked for, and the state.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Outline {
-    /// Milliseconds of a forward and a backward through all units, and bytes that all blocks keep of a micro-batch.
-    of_mode: [(f64, f64); 3],
+    of_mode: [Option<ModeOutline>; 3],
     /// Elements of all units.
     dense: f64,
     experts: f64,
     state: StateBytes,
+}
+
+/// Times and saved activations of a recompute mode.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct ModeOutline {
+    /// Milliseconds of a forward and a backward of a micro-batch through all units.
+    pass_ms: f64,
+    /// Bytes that all blocks save of a micro-batch.
+    saved_bytes: f64,
 }
 
 fn index_of(mode: Recompute) -> usize {
@@ -81,21 +89,16 @@ impl Subject for Planner {
     /// The time of all passes if every stage took as long as each other and nothing else held them up, with what the first micro-batch
     /// waits for in the pipeline, and with as much computed again as memory makes necessary at least.
     fn bound(&mut self, candidate: &Candidate) -> Option<f64> {
-        let outline = self.outline(candidate);
+        let outline = self.outline(candidate)?;
         let Degrees { pipeline, shard, context, expert, expert_tensor, tensor, .. } = candidate.degrees;
         let ranks = pipeline as f64;
         let micro_batches = candidate.micro_batches(self.config.train.global_batch) as f64;
         let (kind, chunks) = candidate.schedule;
-        if candidate.context_method != ContextMethod::Ring && self.leaves_ring_open() {
-            // What takes as long as a ring and keeps as much is no better anywhere.
-            let ring = self.outline(&Candidate { context_method: ContextMethod::Ring, ..*candidate });
-            let is_dominated = |(own, ring): (&(f64, f64), &(f64, f64))| own.0 >= ring.0 && own.1 >= ring.1;
-            if outline.of_mode.iter().zip(&ring.of_mode).all(is_dominated) {
-                return None;
-            }
+        if self.is_dominated_by_ring(candidate)? {
+            return None;
         }
-        let (none_ms, none_bytes) = outline.of_mode[0];
-        let (mode_ms, mode_bytes) = outline.of_mode[index_of(candidate.recompute)];
+        let ModeOutline { pass_ms: none_ms, saved_bytes: none_bytes } =
+            self.mode_outline(candidate, Recompute::None)?;
         // State of a mean rank.
         let sharers = (shard * context) as u64;
         let of_experts = (shard * context * tensor / (expert * expert_tensor)).max(1) as u64;
@@ -106,31 +109,23 @@ impl Subject for Planner {
         // Without a pipeline there is one micro-batch at a time; the first rank of one has as many as there are ranks, but for a V's.
         let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
         let available = self.capacity_bytes(self.ranks_of(candidate)) as f64 * SLACK;
-        if !candidate.on_disk.is_nothing() {
-            let waits = if kind.splits_backward() { 0.0 } else { (ranks - 1.0) / chunks as f64 };
+        let is_counted = self.config.offloads_nothing();
+        let left = available - 0.9 * state / ranks;
+        // What fits without recomputation needs none.
+        let needs_mode = !candidate.offload.is_nothing()
+            || self.objective == Objective::Headroom
+            || is_counted && left < 0.8 * none_bytes * at_once / ranks;
+        let mode = if needs_mode { candidate.recompute } else { Recompute::None };
+        let ModeOutline { pass_ms: mode_ms, saved_bytes: mode_bytes } = self.mode_outline(candidate, mode)?;
+        let stretch = bubble_stretch(kind, ranks, chunks as f64, micro_batches);
+        if !candidate.offload.is_nothing() {
             let held = |elements: f64, sharers| {
                 outline.state.on_rank(elements as u64, sharers, candidate.zero_stage)
             };
             let states = [held(outline.dense, sharers), held(outline.experts, of_experts)];
-            let of_kind =
-                |bytes: fn(&StateOnRank) -> u64| 0.9 * states.iter().map(bytes).sum::<u64>() as f64 / ranks;
-            let kept = 0.8 * mode_bytes / ranks;
-            let blocks = self.model.config.num_hidden_layers() as f64 / ranks;
-            let moved = (1.0 - FRAME_PLACES as f64 / blocks).max(0.0);
-            let least = Least {
-                state: [
-                    of_kind(|state| state.weights),
-                    of_kind(|state| state.gradients),
-                    of_kind(|state| state.optimizer),
-                ],
-                kept: kept * at_once,
-                kept_of_all: kept * moved * micro_batches,
-                micro_batches,
-            };
-            return self.bound_on_disk(candidate, (micro_batches + waits) * mode_ms / ranks, least);
+            let least = self.least_offloaded(states, mode_bytes / ranks, ranks, [at_once, micro_batches]);
+            return self.bound_offloaded(candidate, micro_batches * stretch * mode_ms / ranks, least);
         }
-        let is_counted = self.config.offloads_nothing();
-        let left = available - 0.9 * state / ranks;
         if is_counted && left < 0.8 * mode_bytes * at_once / ranks {
             return None;
         }
@@ -142,9 +137,7 @@ impl Subject for Planner {
             return None;
         }
         let pass_ms = none_ms + forgets * (mode_ms - none_ms).max(0.0);
-        // Split backwards fill what others wait.
-        let waits = if kind.splits_backward() { 0.0 } else { (ranks - 1.0) / chunks as f64 };
-        let step_ms = (micro_batches + waits) * pass_ms / ranks;
+        let step_ms = micro_batches * stretch * pass_ms / ranks;
         Some(match self.objective {
             Objective::Time => step_ms,
             Objective::Cost => self.price_of(self.ranks_of(candidate), step_ms),
@@ -153,8 +146,11 @@ impl Subject for Planner {
     }
 
     fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, RunConfig), Rejection> {
-        if !candidate.on_disk.is_nothing() {
-            return self.value_on_disk(candidate, limit);
+        if !candidate.offload.is_nothing() {
+            return self.value_offloaded(candidate, limit);
+        }
+        if self.is_needless(candidate)? {
+            return Err(Rejection::Invalid);
         }
         let layers = self.model.config.num_hidden_layers();
         let mut trial = self.chosen(candidate)?;
@@ -183,22 +179,52 @@ impl Subject for Planner {
     }
 }
 
+/// Lower bound of the time of a pipeline without split backwards as a multiple of what its ranks work on average.
+///
+/// Rank `s` waits for one forward and one backward of a chunk of each rank before it, so that with `M` micro-batches and `v` chunks of `t[r] / v`
+/// on rank `r` the step takes `M t[s] + (t[0] + … + t[s - 1]) / v` at least. Stages are whole units, of which the last ranks may have fewer; the
+/// largest of these sums is smallest where all are equal: `t[s + 1] = t[s] (1 - 1 / (v M))`. Split backwards fill the wait.
+fn bubble_stretch(kind: Kind, ranks: f64, chunks: f64, micro_batches: f64) -> f64 {
+    if kind.splits_backward() {
+        return 1.0;
+    }
+    let passes = chunks * micro_batches;
+    ranks / (passes * (1.0 - (1.0 - 1.0 / passes).powf(ranks)))
+}
+
+/// The largest sum of two values that follow each other: the weights of a unit at work and of the next one are whole at once, and the gradients
+/// of two units are on their way to their owners. Of a single value, that value.
+fn pairs(mut values: impl Iterator<Item = f64>) -> f64 {
+    let Some(mut last) = values.next() else { return 0.0 };
+    let mut largest = last;
+    for value in values {
+        largest = largest.max(last + value);
+        last = value;
+    }
+    largest
+}
+
 /// A candidate of which so many blocks forget.
 #[derive(Debug)]
 pub(super) struct Trial {
-    /// How many.
+    /// Number of blocks that recompute.
     count: usize,
-    layout: Layout,
-    /// What its units take and keep.
-    units: Rc<Uniform>,
-    memory: Vec<MemoryBytes>,
+    pub(super) layout: Layout,
+    /// Times and saved activations of its units.
+    pub(super) units: Rc<Uniform>,
+    /// Lower bound of the memory of each pipeline rank.
+    pub(super) memory: Vec<MemoryBytes>,
+}
+
+/// The ranks whose ledgers are asked: the one that by the quick sums books most, and the first.
+pub(super) fn ranks_to_book(memory: &[MemoryBytes]) -> [usize; 2] {
+    let totals = memory.iter().map(MemoryBytes::total).enumerate();
+    [totals.max_by_key(|(_, total)| *total).map_or(0, |(rank, _)| rank), 0]
 }
 
 impl Trial {
-    /// The ranks whose ledgers are asked: the one that by the quick sums books most, and the first.
-    fn ranks_to_book(&self) -> [usize; 2] {
-        let totals = self.memory.iter().map(MemoryBytes::total).enumerate();
-        [totals.max_by_key(|(_, total)| *total).map_or(0, |(rank, _)| rank), 0]
+    pub(super) fn ranks_to_book(&self) -> [usize; 2] {
+        ranks_to_book(&self.memory)
     }
 }
 
@@ -248,6 +274,18 @@ impl Planner {
         Ok(trial)
     }
 
+    /// Whether a candidate recomputes although it fits without. In a pipeline recomputation may still even out its stages.
+    fn is_needless(&mut self, candidate: &Candidate) -> Result<bool, Rejection> {
+        let is_open = candidate.recompute == Recompute::None || candidate.degrees.pipeline > 1;
+        if is_open || self.objective == Objective::Headroom {
+            return Ok(false);
+        }
+        let Ok(trial) = self.fitting(candidate, 0) else { return Ok(false) };
+        let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
+        let memory = self.booked(&config, &trial, trial.ranks_to_book())?;
+        Ok(self.lacking(&trial.layout, &memory).is_none())
+    }
+
     /// What a candidate of which one block is to forget comes to without that, if it fits so by the ledgers: then it is another candidate,
     /// unless what one block forgets has the stages cut so that the step is shorter.
     fn without(&mut self, candidate: &Candidate) -> Result<Option<f64>, Rejection> {
@@ -267,35 +305,49 @@ impl Planner {
         trial: &Trial,
         limit: f64,
     ) -> Result<Option<f64>, Rejection> {
-        let objective = match self.objective {
-            Objective::Headroom => return Ok(None),
-            Objective::Time => self.step_ms(candidate, trial, limit)?,
-            Objective::Cost => {
-                let step_ms = self.step_ms(candidate, trial, limit)?;
-                self.price_of(self.ranks_of(candidate), step_ms)
-            }
-        };
+        if self.objective == Objective::Headroom {
+            return Ok(None);
+        }
+        let step_ms = self.step_ms(candidate, trial, |_| Vec::new(), limit)?;
+        let objective = self.objective_of_time(candidate, step_ms);
         if objective < limit { Ok(Some(objective)) } else { Err(Rejection::Worse) }
     }
 
+    /// The objective of a candidate whose step takes so long, where it is time or its price.
+    pub(super) fn objective_of_time(&self, candidate: &Candidate, step_ms: f64) -> f64 {
+        match self.objective {
+            Objective::Time | Objective::Headroom => step_ms,
+            Objective::Cost => self.price_of(self.ranks_of(candidate), step_ms),
+        }
+    }
+
     /// What the rank that books most books of what it may.
-    fn share_of_memory(&self, candidate: &Candidate, memory: &[MemoryBytes]) -> f64 {
+    pub(super) fn share_of_memory(&self, candidate: &Candidate, memory: &[MemoryBytes]) -> f64 {
         let largest = memory.iter().map(MemoryBytes::total).max().unwrap_or(0);
         largest as f64 / self.capacity_bytes(self.ranks_of(candidate)).max(1) as f64
     }
 
     /// What the ledgers of some ranks book; of all others that they book as much as the quick sums say.
-    fn booked(
+    pub(super) fn booked(
         &mut self,
         config: &RunConfig,
         trial: &Trial,
         ranks: impl IntoIterator<Item = usize>,
     ) -> Result<Vec<MemoryBytes>, Rejection> {
-        let mut memory = trial.memory.clone();
-        let (rules, software) = (config.parallel.recompute, self.cluster.software);
-        let recording = self.recordings.by_layer(config, &self.model, &trial.layout.mesh, &rules, software);
+        self.booked_instead(config, &trial.layout, trial.memory.clone(), ranks)
+    }
+
+    /// The same with quick sums of other ranks than a trial's.
+    pub(super) fn booked_instead(
+        &mut self,
+        config: &RunConfig,
+        layout: &Layout,
+        mut memory: Vec<MemoryBytes>,
+        ranks: impl IntoIterator<Item = usize>,
+    ) -> Result<Vec<MemoryBytes>, Rejection> {
+        let recording = self.recording_of(config, &layout.mesh);
         for rank in ranks {
-            memory[rank] = self.memory_of(config, &trial.layout, &recording, rank)?;
+            memory[rank] = self.memory_of(config, layout, &recording, rank)?;
         }
         Ok(memory)
     }
@@ -305,7 +357,7 @@ impl Planner {
         self.price_per_hour(devices).unwrap_or(devices as f64) * step_ms
     }
 
-    fn ranks_of(&self, candidate: &Candidate) -> usize {
+    pub(super) fn ranks_of(&self, candidate: &Candidate) -> usize {
         candidate.degrees.world_size().unwrap_or(usize::MAX)
     }
 
@@ -326,35 +378,92 @@ impl Planner {
         }
     }
 
-    /// What bounds of a candidate are made of.
-    fn outline(&mut self, candidate: &Candidate) -> Outline {
+    /// Whether another context-parallel method than the ring takes as long as it and saves as much: then it is no better anywhere. `None` if
+    /// there is no such mesh.
+    fn is_dominated_by_ring(&mut self, candidate: &Candidate) -> Option<bool> {
+        if candidate.context_method == ContextMethod::Ring || !self.leaves_ring_open() {
+            return Some(false);
+        }
+        let ring = Candidate { context_method: ContextMethod::Ring, ..*candidate };
+        for mode in [Recompute::None, candidate.recompute] {
+            let [own, ring] = [self.mode_outline(candidate, mode)?, self.mode_outline(&ring, mode)?];
+            if own.pass_ms < ring.pass_ms || own.saved_bytes < ring.saved_bytes {
+                return Some(false);
+            }
+        }
+        Some(true)
+    }
+
+    /// The inputs of the bound of a candidate that offloads: the state of a mean rank, outside experts and in them, and the bytes that its
+    /// blocks save of each micro-batch, of which so many are alive at once and so many belong to a step.
+    fn least_offloaded(
+        &self,
+        states: [StateOnRank; 2],
+        saved_bytes: f64,
+        ranks: f64,
+        [at_once, micro_batches]: [f64; 2],
+    ) -> Least {
+        let of_kind =
+            |bytes: fn(&StateOnRank) -> u64| 0.9 * states.iter().map(bytes).sum::<u64>() as f64 / ranks;
+        let kept = 0.8 * saved_bytes;
+        let blocks = self.model.config.num_hidden_layers() as f64 / ranks;
+        let moved = (1.0 - FRAME_PLACES as f64 / blocks).max(0.0);
+        Least {
+            state: [
+                of_kind(|state| state.weights),
+                of_kind(|state| state.gradients),
+                of_kind(|state| state.optimizer),
+            ],
+            kept: kept * at_once,
+            kept_of_all: kept * moved * micro_batches,
+            micro_batches,
+        }
+    }
+
+    /// The inputs of a candidate's bound; `None` if there is no such mesh.
+    fn outline(&mut self, candidate: &Candidate) -> Option<Outline> {
         let key = self.pass_key(candidate);
         if let Some(known) = self.outlines.get(&key) {
-            return *known;
+            return Some(*known);
         }
-        let config = self.keys_of(candidate);
-        let mut outline =
-            Outline { of_mode: [(0.0, 0.0); 3], dense: 0.0, experts: 0.0, state: StateBytes::ADAM_F32 };
-        let Ok(mesh) = Mesh::new(candidate.degrees) else { return outline };
-        for mode in [Recompute::None, Recompute::Selective, Recompute::Full] {
-            let (recording, kept_bytes) =
-                self.recordings.sketch(&config, &self.model, &mesh, mode, self.cluster.software);
-            let work = &recording.work;
-            // Of unlike nodes the fastest: a bound may not be above what any of them takes.
-            let times = TimedModel::new(&self.cluster, work, &mesh);
-            let on = |kind: usize| times.unit_seconds(kind).iter().flatten().sum::<f64>();
-            let ms = 1e3 * (0..self.cluster.nodes.len()).map(on).fold(f64::INFINITY, f64::min);
-            outline.of_mode[index_of(mode)] = (ms, kept_bytes);
-            let units = || (0..work.units()).map(|unit| work.unit(unit));
-            outline.experts = units().map(|unit| unit.expert_elements as f64).sum();
-            outline.dense = units().map(|unit| unit.parameter_elements as f64).sum::<f64>() - outline.experts;
-            if self.model.config.tie_word_embeddings() {
-                outline.dense -= work.unit(0).parameter_elements as f64;
-            }
-            outline.state = self.state_bytes(&recording);
+        let (sketch, of_none) = self.sketch(candidate, Recompute::None)?;
+        let units = || (0..sketch.work.units()).map(|unit| sketch.work.unit(unit));
+        let experts = units().map(|unit| unit.expert_elements as f64).sum();
+        let mut dense = units().map(|unit| unit.parameter_elements as f64).sum::<f64>() - experts;
+        if self.model.config.tie_word_embeddings() {
+            dense -= sketch.work.unit(0).parameter_elements as f64;
         }
+        let mut of_mode = [None; 3];
+        of_mode[index_of(Recompute::None)] = Some(of_none);
+        let outline = Outline { of_mode, dense, experts, state: self.state_bytes(&sketch) };
         self.outlines.insert(key, outline);
-        outline
+        Some(outline)
+    }
+
+    /// Times and saved activations of a candidate whose blocks all recompute so much.
+    fn mode_outline(&mut self, candidate: &Candidate, mode: Recompute) -> Option<ModeOutline> {
+        if let Some(known) = self.outline(candidate)?.of_mode[index_of(mode)] {
+            return Some(known);
+        }
+        let (_, of_mode) = self.sketch(candidate, mode)?;
+        let key = self.pass_key(candidate);
+        if let Some(outline) = self.outlines.get_mut(&key) {
+            outline.of_mode[index_of(mode)] = Some(of_mode);
+        }
+        Some(of_mode)
+    }
+
+    /// A recording of a candidate whose blocks all recompute so much, which is not kept, and what it says.
+    fn sketch(&mut self, candidate: &Candidate, mode: Recompute) -> Option<(Recording, ModeOutline)> {
+        let config = self.keys_of(candidate);
+        let mesh = Mesh::new(candidate.degrees).ok()?;
+        let (recording, saved_bytes) =
+            self.recordings.sketch(&config, &self.model, &mesh, mode, self.cluster.software);
+        // Of unlike nodes the fastest: a bound may not be above what any of them takes.
+        let times = TimedModel::new(&self.cluster, &recording.work, &mesh);
+        let on = |kind: usize| times.pass_seconds(0..times.units(), kind);
+        let pass_ms = 1e3 * (0..self.cluster.nodes.len()).map(on).fold(f64::INFINITY, f64::min);
+        Some((recording, ModeOutline { pass_ms, saved_bytes }))
     }
 
     /// The rules by which the first `count` blocks forget what a candidate says.
@@ -453,40 +562,42 @@ impl Planner {
         let mut bytes = state_of(holding, elements);
         bytes[MemoryCategory::Activations] = profile.activation_bytes(stages, false);
         bytes[MemoryCategory::Workspace] = profile.workspace_bytes(stages);
-        let here = stages.iter().flat_map(|stage| stage.units.clone());
-        let largest = here.map(|unit| times.elements(unit).iter().sum::<f64>()).fold(0.0, f64::max) as usize;
+        let elements = |unit: usize| times.elements(unit).iter().sum::<f64>();
+        let of_stage = |stage: &StageMemory| pairs(stage.units.clone().map(elements));
+        let at_once = stages.iter().map(of_stage).fold(0.0, f64::max) as usize;
         if zero_stage == ZeroStage::Parameters {
-            bytes[MemoryCategory::Communication] += largest * dtype.size_bytes();
+            let live = self.config.parallel.max_live_parameters.map_or(at_once, |limit| limit.min(at_once));
+            bytes[MemoryCategory::Communication] += live * dtype.size_bytes();
         }
         if zero_stage >= ZeroStage::Gradients {
-            bytes[MemoryCategory::Communication] += largest * DType::F32.size_bytes();
+            bytes[MemoryCategory::Communication] += at_once * DType::F32.size_bytes();
         }
         bytes
     }
 
-    /// Milliseconds of a candidate's step. Of a long schedule two short ones say what each micro-batch takes once the pipeline is full.
+    /// Milliseconds of a candidate's step with this traffic of offloaded state. Of a long schedule two short ones say what each micro-batch takes
+    /// once the pipeline is full.
     ///
     /// # Errors
     /// [`Rejection::Worse`] where the stages alone take `limit`.
-    fn step_ms(&mut self, candidate: &Candidate, trial: &Trial, limit: f64) -> Result<f64, Rejection> {
+    pub(super) fn step_ms(
+        &mut self,
+        candidate: &Candidate,
+        trial: &Trial,
+        traffic: impl Fn(&Layout) -> Vec<RankTraffic>,
+        limit: f64,
+    ) -> Result<f64, Rejection> {
         let Trial { layout, units, .. } = trial;
         let micro_batches = candidate.micro_batches(self.config.train.global_batch);
-        if layout.schedule.is_some() && self.objective == Objective::Time {
-            let kinds = 0..self.cluster.nodes.len();
-            let seconds: Vec<Vec<[f64; 2]>> = kinds.map(|kind| units.times.unit_seconds(kind)).collect();
-            let of_rank = |rank: usize| -> f64 {
-                let kind = slowest_kind(&self.cluster, &layout.mesh, units.times.dtype(), rank);
-                let stages =
-                    layout.stages_of(rank).into_iter().flat_map(|stage| layout.stages[stage].clone());
-                stages.flat_map(|unit| seconds[kind][unit]).sum()
-            };
-            let slowest = (0..layout.pipeline_ranks()).map(of_rank).fold(0.0, f64::max);
-            if slowest * 1e3 * micro_batches as f64 >= limit {
-                return Err(Rejection::Worse);
-            }
+        if layout.schedule.is_some()
+            && self.objective == Objective::Time
+            && self.pipeline_s(candidate, layout, &units.times) * 1e3 >= limit
+        {
+            return Err(Rejection::Worse);
         }
         let step = |planner: &Self, layout: &Layout| {
-            let shape = planner.shape(candidate.zero_stage, layout, &[]);
+            let traffic = traffic(layout);
+            let shape = planner.shape(candidate.zero_stage, layout, &traffic);
             predict_step_ms(&planner.cluster, &units.times, shape).map_err(|_| Rejection::Invalid)
         };
         let short = step(self, layout)?;
@@ -500,5 +611,36 @@ impl Planner {
         let shorter = Layout { schedule: Some(schedule), micro_batches: fewer, ..layout.clone() };
         let each = (short - step(self, &shorter)?) / ranks as f64;
         Ok(short + each * (micro_batches - layout.micro_batches) as f64)
+    }
+    /// Lower bound of the seconds of a step's passes in a pipeline: each rank's own work with its wait for the first micro-batch. Stages of
+    /// the same units take as long.
+    fn pipeline_s(&self, candidate: &Candidate, layout: &Layout, times: &TimedModel) -> f64 {
+        let mut known: Vec<(&[usize], usize, f64)> = Vec::new();
+        let mut of_stage = |units: Range<usize>, kind: usize| {
+            let same = times.kinds_of_units(units.clone());
+            if let Some((.., seconds)) = known.iter().find(|(of, on, _)| *of == same && *on == kind) {
+                return *seconds;
+            }
+            let seconds = times.pass_seconds(units, kind);
+            known.push((same, kind, seconds));
+            seconds
+        };
+        let micro_batches = candidate.micro_batches(self.config.train.global_batch) as f64;
+        let (kind, _) = candidate.schedule;
+        let (mut before_s, mut longest_s) = (0.0, 0.0_f64);
+        for rank in 0..layout.pipeline_ranks() {
+            let node = slowest_kind(&self.cluster, &layout.mesh, times.dtype(), rank);
+            let stages: Vec<f64> = layout
+                .stages_of(rank)
+                .into_iter()
+                .map(|stage| of_stage(layout.stages[stage].clone(), node))
+                .collect();
+            longest_s = longest_s.max(before_s + micro_batches * stages.iter().sum::<f64>());
+            if !kind.splits_backward() {
+                // The first and the last chunk of a rank are those that others wait for.
+                before_s += stages.iter().copied().fold(f64::INFINITY, f64::min);
+            }
+        }
+        longest_s
     }
 }

@@ -66,6 +66,7 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
         && let plan = PlanFile::unwritten(Plan { predicted: None, ..plan }, NAME)
         && plan.fits(config)
     {
+        tracing::info!(path = %path.display(), "the plan is that of the checkpoint");
         return Ok(Some(Choice { plan, reason: Reason::Checkpoint(path) }));
     }
     let machine = LocalMachine::for_ranks(ranks.unwrap_or(1), config.train.threads).with_disk_of(config);
@@ -81,6 +82,10 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
     let margin = if doubt.is_some() { MARGIN_OF_GUESSES } else { MARGIN };
     let Some(chosen) = simplest(&found, margin) else { return Ok(None) };
     let chosen = Box::new(found.remove(chosen));
+    tracing::info!(
+        candidates, ms, step_ms = chosen.step.step_ms, mesh = ?chosen.plan.mesh, zero_stage = chosen.plan.zero_stage,
+        guessed = doubt.is_some(), "chose a plan"
+    );
     // Another layout says more than the same with another stage of ZeRO.
     let other = found.iter().position(|other| other.plan.mesh != chosen.plan.mesh).unwrap_or(0);
     let rival = found.into_iter().nth(other).map(Box::new);

@@ -76,9 +76,7 @@ impl Planner {
     pub fn details(&mut self, found: &Evaluated) -> Result<Details, Error> {
         let config = &found.config;
         let (_, layout) = self.described(config)?;
-        let rules = config.parallel.recompute;
-        let recording =
-            self.recordings.by_layer(config, &self.model, &layout.mesh, &rules, self.cluster.software);
+        let recording = self.recording_of(config, &layout.mesh);
         let on_disk = self.traffic_of(config, &layout, &recording).unwrap_or_default();
         let shape = self.shape(config.zero_stage(), &layout, &on_disk);
         // The stages are those of the schedule: both come from one valid plan.

@@ -10,8 +10,8 @@ use lockstep_plan::{
     ContextMethod, Degrees, PipelineSchedule, Plan, Recompute, Residence, Residences, ZeroStage,
 };
 
-use crate::human;
 use crate::planner::{Evaluated, Planner};
+use crate::{RunConfig, human};
 
 /// A plan that differs from the best in one choice.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,13 +24,13 @@ pub struct Neighbour {
     pub reason: String,
 }
 
-/// What is on disk, and how much of it; none where nothing is.
+/// The offloaded kinds of state with their fraction and place; `None` if everything is in device memory.
 pub fn residence_in_words(residences: &Residences) -> Option<String> {
     let Residences { optimizer, gradients, parameters, activations, fraction } = *residences;
     let kinds = [("optimizer", optimizer), ("gradients", gradients), ("parameters", parameters)];
     let of_state: Vec<&str> = kinds
         .into_iter()
-        .filter(|(_, residence)| *residence == Residence::Disk)
+        .filter(|(_, residence)| *residence != Residence::Memory)
         .map(|(name, _)| name)
         .collect();
     let share = if fraction < 1.0 { format!("{:.0} % of ", fraction * 100.0) } else { String::new() };
@@ -38,39 +38,66 @@ pub fn residence_in_words(residences: &Residences) -> Option<String> {
     if !of_state.is_empty() {
         words.push(format!("{share}{}", of_state.join(", ")));
     }
-    if activations == Residence::Disk {
+    let place = |residence| if residence == Residence::Disk { "on disk" } else { "in host memory" };
+    if !words.is_empty() && activations != Residence::Memory && activations != optimizer {
+        return Some(format!(
+            "{} {}, activations {}",
+            words.join(" and "),
+            place(optimizer),
+            place(activations)
+        ));
+    }
+    if activations != Residence::Memory {
         words.push("activations".to_owned());
     }
-    (!words.is_empty()).then(|| format!("{} on disk", words.join(" and ")))
+    let residence = if optimizer == Residence::Memory { activations } else { optimizer };
+    (!words.is_empty()).then(|| format!("{} {}", words.join(" and "), place(residence)))
 }
 
-/// What blocks forget, and what is on disk.
+/// Recomputation and offload of a plan.
 pub fn recompute_in_words(plan: &Plan) -> String {
-    let on_disk = residence_in_words(&plan.residence).map_or(String::new(), |words| format!(", {words}"));
-    format!("{}{on_disk}", plan.recompute)
+    let offloaded = residence_in_words(&plan.residence).map_or(String::new(), |words| format!(", {words}"));
+    format!("{}{offloaded}", plan.recompute)
 }
 
 /// A change to the machines or the batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Help {
-    /// Which.
+    /// The change in words.
     pub change: &'static str,
-    /// Tokens a second of the best plan with it, as a multiple of what they are without.
+    /// Tokens a second with it over those without, by a plan that single changes lead to from the best: at least so much.
     pub speedup: f64,
 }
 
-/// What the part of a step is called that there is only where something is on disk.
-pub const DISK: &str = "waiting for the disk";
+/// A part of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepPart {
+    /// Its key in `step_parts_ms` of `plan --json`.
+    pub key: &'static str,
+    /// Its name for readers.
+    pub name: &'static str,
+    /// Milliseconds of the step.
+    pub ms: f64,
+    /// Whether plans without offload have none, so that zero is not told.
+    is_of_offload: bool,
+}
 
-/// The parts of a step, with their names.
-pub fn parts(step: &StepPrediction) -> [(&'static str, f64); 6] {
+/// The parts that a step adds up to; those of offloaded state only if there are any.
+pub fn parts(step: &StepPrediction) -> impl Iterator<Item = StepPart> {
+    all_parts(step).into_iter().filter(|part| part.ms > 0.0 || !part.is_of_offload)
+}
+
+fn all_parts(step: &StepPrediction) -> [StepPart; 7] {
+    let part = |key, name, ms| StepPart { key, name, ms, is_of_offload: false };
+    let of_offload = |key, name, ms| StepPart { key, name, ms, is_of_offload: true };
     [
-        ("work", step.work_ms),
-        ("exchanges inside passes", step.exchange_ms),
-        ("waiting for other stages", step.bubble_ms),
-        ("sums of gradients", step.gradients_ms),
-        ("the update", step.update_ms),
-        (DISK, step.disk_ms),
+        part("work", "work", step.work_ms),
+        part("exchanges", "exchanges inside passes", step.exchange_ms),
+        part("bubble", "waiting for other stages", step.bubble_ms),
+        part("gradients", "gradient reduction", step.gradients_ms),
+        part("update", "optimizer step", step.update_ms),
+        of_offload("host", "waiting for host memory", step.host_ms),
+        of_offload("disk", "waiting for the disk", step.disk_ms),
     ]
 }
 
@@ -82,6 +109,12 @@ pub fn rejection_in_words(rejection: &Rejection) -> String {
             human::bytes(*needed),
             human::bytes(*available),
             most.name()
+        ),
+        Rejection::Room { place, needed, available } => format!(
+            "has no room for what is offloaded: {} of {} of {} a rank",
+            human::bytes(*needed),
+            human::bytes(*available),
+            if *place == Residence::Disk { "disk" } else { "host memory" },
         ),
         Rejection::Invalid => "does not fit the model and the batch".to_owned(),
         Rejection::Worse => "is worse".to_owned(),
@@ -121,11 +154,10 @@ type Change = fn(&mut Planner);
 impl Planner {
     /// What the best plan would come to with one choice made otherwise, the nearest first.
     pub fn neighbours(&mut self, best: &Candidate, evaluated: &Evaluated) -> Vec<Neighbour> {
-        let all: HashSet<Candidate> = self.candidates().into_iter().collect();
         let mut neighbours: Vec<Neighbour> = Vec::new();
         for (change, candidate) in changes(best) {
             // Of a mesh that there is not, another reason than memory is told by the configuration's own checks.
-            if candidate == *best || !all.contains(&candidate) {
+            if candidate == *best || !self.is_candidate(&candidate) {
                 continue;
             }
             let value = self
@@ -153,8 +185,9 @@ impl Planner {
         neighbours
     }
 
-    /// What would help, best first: each change is searched for the plan that is best with it.
-    pub fn help(&self, evaluated: &Evaluated) -> Vec<Help> {
+    /// What would help, best first. With each change to the machines the best plan is changed, one choice at a time, as long as that makes it
+    /// better.
+    pub fn help(&mut self, best: &Candidate, evaluated: &Evaluated) -> Vec<Help> {
         let mut helps = Vec::new();
         let changes: [(&'static str, Change); 5] = [
             ("twice the memory on each device", |planner| {
@@ -185,13 +218,42 @@ impl Planner {
                 continue;
             };
             apply(&mut planner);
-            if let Some(best) = planner.find(1).ranking.best.first() {
-                let speedup = best.value.tokens_per_s() / evaluated.tokens_per_s();
-                helps.push(Help { change, speedup });
+            // Recordings depend on no machine and on no global batch.
+            planner.recordings = std::mem::take(&mut self.recordings);
+            planner.offloads.clone_from(&self.offloads);
+            if let Some((_, config)) = planner.climb(best)
+                && let Ok(improved) = planner.evaluate(&config)
+            {
+                helps.push(Help { change, speedup: improved.tokens_per_s() / evaluated.tokens_per_s() });
             }
+            self.recordings = planner.recordings;
         }
         helps.sort_by(|a, b| b.speedup.total_cmp(&a.speedup));
         helps
+    }
+}
+
+impl Planner {
+    /// The objective and the keys of the plan that single changes lead to from a candidate, each the best of those that are left: a local
+    /// optimum. `None` if the candidate and all its neighbours do not fit.
+    fn climb(&mut self, from: &Candidate) -> Option<(f64, RunConfig)> {
+        let mut at = *from;
+        let mut best = self.value(&at, f64::INFINITY).ok();
+        loop {
+            let mut better = None;
+            for (_, candidate) in changes(&at) {
+                let limit = best.as_ref().map_or(f64::INFINITY, |(value, _)| *value);
+                if self.is_candidate(&candidate)
+                    && let Ok(found) = self.value(&candidate, limit)
+                {
+                    (best, better) = (Some(found), Some(candidate));
+                }
+            }
+            match better {
+                Some(candidate) => at = candidate,
+                None => return best,
+            }
+        }
     }
 }
 
@@ -264,10 +326,9 @@ fn changes(best: &Candidate) -> Vec<(String, Candidate)> {
 
 /// The part of a step that takes longer than the best plan's by most.
 fn longest(best: &StepPrediction, other: &StepPrediction) -> String {
-    let more =
-        parts(best).into_iter().zip(parts(other)).map(|((name, best), (_, other))| (name, best, other));
-    let most = more.max_by(|a, b| (a.2 - a.1).total_cmp(&(b.2 - b.1)));
-    most.map_or(String::new(), |(name, best, other)| {
-        format!("{name} {} instead of {}", human::milliseconds(other), human::milliseconds(best))
+    let both = all_parts(best).into_iter().zip(all_parts(other));
+    let most = both.max_by(|a, b| (a.1.ms - a.0.ms).total_cmp(&(b.1.ms - b.0.ms)));
+    most.map_or(String::new(), |(best, other)| {
+        format!("{} {} instead of {}", best.name, human::step_time(other.ms), human::step_time(best.ms))
     })
 }

@@ -4,7 +4,8 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::cluster::Cluster;
+use lockstep_plan::DType;
+use lockstep_plan::cluster::{Cluster, NodeKind};
 use lockstep_tensor::ScratchFile;
 
 use crate::config::user_cache_dir;
@@ -113,11 +114,27 @@ pub(crate) fn name_of_this(cores: usize) -> String {
 /// A rank may use its share of the cores and sees no others, so that the file is taken as it is.
 pub(super) fn of_run(config: &RunConfig) -> Option<Cluster> {
     let place = lockstep_comm::place().ok().flatten();
-    if place.is_some_and(|place| place.world_size.is_some_and(|ranks| ranks > place.local_size)) {
+    if place.is_some_and(|place| place.world_size.is_some_and(|ranks| place.local_size != Some(ranks))) {
         return None;
     }
     let cluster = read(&measured_file()).ok().filter(|cluster| cluster.nodes.len() == 1)?;
     Some(for_run(&cluster, config))
+}
+
+/// The peak of what this rank computes with in products of `dtype`, in operations a second; none where `lockstep bench machine` has not
+/// measured this machine.
+pub(crate) fn peak_of_rank(config: &RunConfig, dtype: DType) -> Option<f64> {
+    let mut cluster = read(&measured_file()).ok()?;
+    let is_of_this = cluster.name.rsplit_once(" x ").is_some_and(|(name, _)| name == processor_name());
+    let is_measured = |node: &NodeKind| !node.device.efficiency.measured.is_empty();
+    if !is_of_this || cluster.nodes.len() != 1 || !cluster.nodes.iter().all(is_measured) {
+        return None;
+    }
+    let ranks = crate::peak::local_ranks();
+    share_out(&mut cluster, ranks, config.train.threads);
+    // Processors widen f16 to f32.
+    let dtype = if dtype == DType::F16 { DType::F32 } else { dtype };
+    cluster.nodes[0].device_of(ranks).peak_flops(dtype)
 }
 
 /// A machine as the ranks of `config` share it out.

@@ -5,6 +5,7 @@
 //! [`predicted`](lockstep_plan::predicted) what each rank holds. Here they are given a run's model, recorded for every way to share it
 //! that is looked at, and what comes out is a configuration that `train` carries out.
 
+mod advice;
 mod bounds;
 mod calibrate;
 mod choice;
@@ -12,11 +13,13 @@ mod details;
 mod explain;
 pub mod machine;
 mod memory;
-mod on_disk;
+mod offload;
 mod page;
 mod recordings;
 mod roofline;
+mod scaling;
 mod subject;
+mod workload;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -25,22 +28,25 @@ use std::time::Instant;
 
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_plan::search::{Candidate, Found, Ranking, Space, search};
-use lockstep_plan::{ContextMethod, Facts, OnDisk, PlannedStep, Recompute};
+use lockstep_plan::search::{Candidate, Found, Observer, Ranking, Space, search};
+use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Recompute, Residence};
 
 use crate::config::{OptimizerKind, Origin};
 use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
 
+pub use advice::Advice;
 pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 pub use choice::{Choice, Reason, choose};
 pub use details::{Details, MemoryCurve};
 pub use explain::{
-    DISK, Help, Neighbour, mesh_in_words, parts, recompute_in_words, rejection_in_words, residence_in_words,
-    schedule_in_words,
+    Help, Neighbour, StepPart, mesh_in_words, parts, recompute_in_words, rejection_in_words,
+    residence_in_words, schedule_in_words,
 };
 pub use page::Page;
 pub use roofline::{Point, Roofline};
+pub use scaling::{Scaled, Scaling};
 pub use subject::Evaluated;
+pub use workload::{Assumption, assumptions};
 
 use bounds::{CutKey, Outline, PassKey};
 use recordings::{Recordings, Uniform};
@@ -85,8 +91,8 @@ pub struct Planner {
     model: ResolvedModel,
     cluster: Cluster,
     objective: Objective,
-    /// What may be on disk.
-    on_disk: Vec<OnDisk>,
+    /// What a search may offload.
+    offloads: Vec<Offload>,
     /// So many and no others, where somebody has said how many.
     ranks: Option<usize>,
     recordings: Recordings,
@@ -119,7 +125,7 @@ impl Planner {
             model,
             cluster,
             objective,
-            on_disk: vec![OnDisk::default()],
+            offloads: vec![Offload::default()],
             ranks: None,
             recordings: Recordings::default(),
             schedules: HashMap::new(),
@@ -145,6 +151,21 @@ impl Planner {
         &self.config
     }
 
+    /// Parameters of the model.
+    pub fn parameters(&self) -> u64 {
+        self.model.config.parameter_count()
+    }
+
+    /// The workload in one line: model, precision and batch.
+    pub fn workload_in_words(&self) -> String {
+        workload::workload_in_words(&self.config, self.parameters())
+    }
+
+    /// Name of the model: its preset, family or directory.
+    pub fn model_name(&self) -> String {
+        workload::model_name(&self.config)
+    }
+
     /// Blocks of the model.
     pub fn layers(&self) -> usize {
         self.model.config.num_hidden_layers()
@@ -162,7 +183,7 @@ impl Planner {
             context_methods: self.context_methods(),
             shares_state: self.config.optimizer.kind != OptimizerKind::Muon,
             splits_matrices: self.config.optimizer.kind != OptimizerKind::Muon,
-            on_disk: self.on_disk.clone(),
+            offloads: self.offloads.clone(),
         }
     }
 
@@ -182,24 +203,26 @@ impl Planner {
 
     /// Every plan that there is to choose from. Of a host's cores a rank may have several.
     pub fn candidates(&self) -> Vec<Candidate> {
+        let numbers = self.numbers_of_devices().into_iter();
+        numbers.flat_map(|devices| self.space(devices).candidates()).collect()
+    }
+
+    /// The numbers of devices that a plan may use.
+    fn numbers_of_devices(&self) -> Vec<usize> {
         let devices = self.cluster.devices();
-        let numbers: Vec<usize> = match (self.ranks, self.objective) {
+        match (self.ranks, self.objective) {
             (Some(ranks), _) => vec![ranks],
             _ if self.is_host() => (1..=devices).filter(|ranks| devices.is_multiple_of(*ranks)).collect(),
             (None, Objective::Cost) => self.numbers_of_nodes(),
             _ => vec![devices],
-        };
-        numbers.into_iter().flat_map(|devices| self.space(devices).candidates()).collect()
+        }
     }
 
-    /// Whether what does not fit may go to disk: there is one, and the run leaves that open and makes no copies of its state.
-    fn may_use_disk(&self) -> bool {
-        let is_open = |what: &str| self.config.origin(&format!("parallel.offload.{what}")) == Origin::Default;
-        self.cluster.software == Software::Lockstep
-            && self.cluster.nodes.iter().all(|node| node.disk_bytes > 0)
-            && ["optimizer", "gradients", "parameters", "activations", "fraction"].into_iter().all(is_open)
-            && self.config.rollback_after() == 0
-            && matches!(self.config.optimizer.kind, OptimizerKind::AdamW | OptimizerKind::Lion)
+    /// Whether a candidate is one of [`Planner::candidates`].
+    fn is_candidate(&self, candidate: &Candidate) -> bool {
+        let devices = self.numbers_of_devices();
+        let ranks = candidate.degrees.world_size();
+        devices.into_iter().any(|devices| ranks == Some(devices) && self.space(devices).contains(candidate))
     }
 
     /// Devices of as many nodes as may pay: halves of all, of clusters with one kind of them.
@@ -214,24 +237,28 @@ impl Planner {
         self.cluster.nodes.iter().any(|node| node.device.is_host)
     }
 
-    /// The `top` best plans. Where none fits into memory, those with something on disk.
+    /// The `top` best plans: in device memory; if none fits, with state offloaded to host memory; if none does, to disk.
     pub fn find(&mut self, top: usize) -> Searched {
+        self.find_observed(top, &mut ())
+    }
+
+    /// The same, told to an observer, which may stop the search.
+    pub fn find_observed(&mut self, top: usize, observer: &mut impl Observer) -> Searched {
         let begin = Instant::now();
-        let mut found = search(self.candidates(), top, self);
-        if found.best.is_empty() && self.may_use_disk() {
-            // It stays so: neighbours of what is found are of the same space.
-            self.on_disk = OnDisk::all();
-            let on_disk = search(self.candidates(), top, self);
-            if !on_disk.best.is_empty() {
-                found = on_disk;
+        let mut found = search(self.candidates(), top, self, observer);
+        for place in [Residence::Host, Residence::Disk] {
+            if found.best.is_empty() && !found.is_stopped && self.may_offload_to(place) {
+                // It stays so: neighbours of what is found are of the same space.
+                self.offloads = Offload::all_to(place);
+                found = search(self.candidates(), top, self, observer);
             }
         }
-        let Ranking { best, rejected, candidates, valued } = found;
+        let Ranking { best, rejected, candidates, valued, is_stopped, gap } = found;
         let best = best.into_iter().filter_map(|Found { candidate, objective, value }| {
             let value = self.evaluate(&value).ok().filter(|evaluated| evaluated.fits)?;
             Some(Found { candidate, objective, value })
         });
-        let ranking = Ranking { best: best.collect(), rejected, candidates, valued };
+        let ranking = Ranking { best: best.collect(), rejected, candidates, valued, is_stopped, gap };
         Searched { ranking, ms: begin.elapsed().as_secs_f64() * 1e3 }
     }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use lockstep_plan::cluster::{Cluster, NodeKind, Software};
-use lockstep_plan::gathering::RankPasses;
+use lockstep_plan::gathering::{RankPasses, TooFewLive};
 use lockstep_plan::predict::{
     Failures, Goodput, PlanShape, Saves, SlowDevice, StepPrediction, TimedModel, data_stall_s, predict_step,
     predict_step_ms, slowest_kind,
@@ -13,9 +13,9 @@ use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{
-    Axis, MemoryBytes, MemoryCategory, Mesh, OnDisk, Plan, PlanPrediction, PlannedStep, RanksMemory,
-    Recompute, StageMemory, StatePlan, StepDiskTraffic, WINDOW_ELEMENTS, ZeroStage, disk_traffic, predicted,
-    split_quickly,
+    Axis, MemoryBytes, MemoryCategory, Mesh, Offload, Plan, PlanPrediction, PlannedStep, RankTraffic,
+    RanksMemory, Recompute, Residence, Residences, StageMemory, StatePlan, WINDOW_ELEMENTS, ZeroStage,
+    offload_traffic_by_kind, offloaded_bytes, predicted, split_quickly,
 };
 
 use crate::config::ReshardAfterForward;
@@ -27,7 +27,7 @@ use crate::planner::recordings::{Recording, kept_elsewhere};
 use crate::{Error, RunConfig, plan};
 
 /// What of memory a plan may count on: the rest is the driver's or the system's, and lost between blocks.
-const USABLE: f64 = 0.94;
+pub(super) const USABLE: f64 = 0.94;
 
 /// Seconds until a node that failed is noticed and replaced.
 const REPLACEMENT_S: f64 = 300.0;
@@ -51,6 +51,8 @@ pub struct Evaluated {
     pub capacity_bytes: u64,
     /// Whether every rank fits.
     pub fits: bool,
+    /// What a rank lacks, if it does not.
+    pub lacking: Option<Rejection>,
     /// Tokens of a step.
     pub tokens: u64,
     /// Floating-point operations of a step of the model, the whole square of scores counted, as published figures do.
@@ -103,6 +105,7 @@ impl Evaluated {
             compute_ms: step.work_ms + step.update_ms,
             exposed_ms: step.exposed_ms(),
             bubble_ms: step.bubble_ms,
+            host_ms: step.host_ms,
             disk_ms: step.disk_ms,
             tokens_per_s: self.tokens_per_s(),
             mfu: self.mfu(),
@@ -143,6 +146,12 @@ impl Evaluated {
             every => every as f64 * self.step.step_ms * 1e-3,
         };
         self.saves.stall_s(between_s) * 1e3
+    }
+
+    /// Bytes of a checkpoint: those of all ranks of a replica.
+    pub fn saved_bytes(&self) -> f64 {
+        let replicas = self.plan.mesh.replicate.max(1);
+        self.saves.bytes * (self.devices / replicas) as f64
     }
 
     /// The same for each of the steps between two; none where the run saves at its end only.
@@ -196,9 +205,7 @@ impl Planner {
     /// A configuration that does not fit the model, more ranks than devices.
     pub fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
         let (plan, layout) = self.described(config)?;
-        let rules = config.parallel.recompute;
-        let recording =
-            self.recordings.by_layer(config, &self.model, &layout.mesh, &rules, self.cluster.software);
+        let recording = self.recording_of(config, &layout.mesh);
         self.evaluated(config.clone(), plan, &layout, &recording)
     }
 
@@ -224,9 +231,7 @@ impl Planner {
     pub fn with_slow_device(&mut self, found: &Evaluated, speed: f64) -> Result<f64, Error> {
         let config = &found.config;
         let (_, layout) = self.described(config)?;
-        let rules = config.parallel.recompute;
-        let recording =
-            self.recordings.by_layer(config, &self.model, &layout.mesh, &rules, self.cluster.software);
+        let recording = self.recording_of(config, &layout.mesh);
         let times = TimedModel::new(&self.cluster, &recording.work, &layout.mesh);
         let traffic = self.traffic_of(config, &layout, &recording).unwrap_or_default();
         let step_ms = |pipeline_rank: usize| {
@@ -252,7 +257,12 @@ impl Planner {
         let memory =
             (0..layout.pipeline_ranks()).map(|rank| self.memory_of(&config, layout, recording, rank));
         let memory: Vec<MemoryBytes> = memory.collect::<Result<_, Rejection>>().unwrap_or_default();
-        let fits = !memory.is_empty() && self.lacking(layout, &memory).is_none();
+        let lacking = match memory.is_empty() {
+            true => Some(Rejection::Invalid),
+            false => {
+                self.lacking(layout, &memory).or_else(|| self.lacking_elsewhere(&config, layout, recording))
+            }
+        };
         let devices = layout.mesh.world_size();
         let work = &recording.work;
         let micro_batches = (config.batch_parts() * layout.micro_batches) as f64;
@@ -268,7 +278,8 @@ impl Planner {
             step,
             memory,
             capacity_bytes: self.capacity_bytes(devices),
-            fits,
+            fits: lacking.is_none(),
+            lacking,
             tokens: (config.train.global_batch * config.train.seq_len) as u64,
             model_flops,
             hardware_flops: model_flops * (1.0 + computed_again(work)),
@@ -311,7 +322,7 @@ impl Planner {
         config: &RunConfig,
         layout: &Layout,
         work: &ModelWork,
-        traffic: &[StepDiskTraffic],
+        traffic: &[RankTraffic],
     ) -> StepPrediction {
         // The stages are those of the schedule: both come from one valid plan.
         predict_step(&self.cluster, work, self.shape(config.zero_stage(), layout, traffic))
@@ -323,7 +334,7 @@ impl Planner {
         &self,
         zero_stage: ZeroStage,
         layout: &'l Layout,
-        traffic: &'l [StepDiskTraffic],
+        traffic: &'l [RankTraffic],
     ) -> PlanShape<'l> {
         PlanShape {
             mesh: &layout.mesh,
@@ -350,7 +361,7 @@ impl Planner {
             context_method,
             schedule: (kind, chunks),
             recompute: _,
-            on_disk,
+            offload,
         } = *candidate;
         config.train.micro_batch = Some(micro_batch);
         let parallel = &mut config.parallel;
@@ -367,8 +378,8 @@ impl Planner {
         parallel.pipeline_schedule = kind.name().to_owned();
         parallel.virtual_stages = (degrees.pipeline > 1).then_some(chunks);
         parallel.pipeline_stages = None;
-        if !on_disk.is_nothing() {
-            let OnDisk { optimizer, gradients, parameters, activations } = on_disk;
+        if !offload.is_nothing() {
+            let Offload { optimizer, gradients, parameters, activations } = offload;
             parallel.offload_optimizer = optimizer.into();
             parallel.offload_gradients = gradients.into();
             parallel.offload_parameters = parameters.into();
@@ -478,23 +489,80 @@ impl Planner {
         Ok(if self.is_host() { prediction.touched() } else { prediction.by_category() })
     }
 
-    /// What each rank of the pipeline moves to and from its disk in a step; nothing where nothing is there.
+    /// Residences of a configuration's state on these machines: for ranks on CPUs host memory is their own.
+    pub(super) fn residences_of(&self, config: &RunConfig) -> Residences {
+        let residences = config.residences();
+        if self.is_host() { residences.on_cpu() } else { residences }
+    }
+
+    /// Whether a configuration offloads anything on these machines.
+    fn offloads(&self, config: &RunConfig) -> bool {
+        self.cluster.software == Software::Lockstep && self.residences_of(config).offload_anything()
+    }
+
+    /// The recording of a configuration whose blocks recompute by its rules.
+    pub(super) fn recording_of(&mut self, config: &RunConfig, mesh: &Mesh) -> Rc<Recording> {
+        let (rules, software) = (config.parallel.recompute, self.cluster.software);
+        self.recordings.by_layer(config, &self.model, mesh, &rules, software)
+    }
+
+    /// Traffic of offloaded state of each pipeline rank in a step; empty if nothing is offloaded.
     pub(super) fn traffic_of(
         &self,
         config: &RunConfig,
         layout: &Layout,
         recording: &Recording,
-    ) -> Result<Vec<StepDiskTraffic>, Rejection> {
-        if config.offloads_nothing() || self.cluster.software != Software::Lockstep {
+    ) -> Result<Vec<RankTraffic>, Rejection> {
+        if !self.offloads(config) {
             return Ok(Vec::new());
         }
+        let Residences { optimizer, activations, .. } = self.residences_of(config);
         let of_rank = |rank: usize| {
             let stages = layout.of_rank(rank, recording.work.units());
             let state = self.state_plan(config, layout, recording, rank);
             let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
-            disk_traffic(&recording.profile, layout.passes(rank, &stages), shard_ranks, &state)
+            let passes = layout.passes(rank, &stages);
+            let by_kind = offload_traffic_by_kind(&recording.profile, passes, shard_ranks, &state)?;
+            let mut traffic = RankTraffic::default();
+            for (moved, residence) in by_kind.into_iter().zip([optimizer, activations]) {
+                match residence {
+                    Residence::Memory => {}
+                    Residence::Host => traffic.host = traffic.host + moved,
+                    Residence::Disk => traffic.disk = traffic.disk + moved,
+                }
+            }
+            Ok(traffic)
         };
-        (0..layout.pipeline_ranks()).map(of_rank).collect::<Result<_, _>>().map_err(|_| Rejection::Invalid)
+        let traffic = (0..layout.pipeline_ranks()).map(of_rank).collect::<Result<_, TooFewLive>>();
+        traffic.map_err(|_| Rejection::Invalid)
+    }
+
+    /// What the offloaded state and activations of a plan lack room for, in host memory or on disk.
+    pub(super) fn lacking_elsewhere(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        recording: &Recording,
+    ) -> Option<Rejection> {
+        if !self.offloads(config) {
+            return None;
+        }
+        let ranks = layout.mesh.world_size();
+        let Residences { optimizer, activations, .. } = self.residences_of(config);
+        let of_rank = |rank: usize| {
+            let stages = layout.of_rank(rank, recording.work.units());
+            let state = self.state_plan(config, layout, recording, rank);
+            let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
+            offloaded_bytes(&recording.profile, layout.passes(rank, &stages), shard_ranks, &state)
+        };
+        let held: Vec<[u64; 2]> = (0..layout.pipeline_ranks()).map(of_rank).collect();
+        [Residence::Host, Residence::Disk].into_iter().find_map(|place| {
+            let of_kind = |bytes: u64, residence| if residence == place { bytes } else { 0 };
+            let of_rank = |[state, kept]: &[u64; 2]| of_kind(*state, optimizer) + of_kind(*kept, activations);
+            let needed = held.iter().map(of_rank).max().unwrap_or(0);
+            let available = self.room_bytes(place, ranks) as u64;
+            (needed > available).then_some(Rejection::Room { place, needed, available })
+        })
     }
 
     /// How a rank of the pipeline keeps its state.
@@ -506,16 +574,18 @@ impl Planner {
         rank: usize,
     ) -> StatePlan {
         let mut state = recording.state.clone();
-        let residences = config.residences();
-        state.on_disk = residences.disk_plan(WINDOW_ELEMENTS);
-        state.has_activations_on_disk = residences.have_activations_on_disk();
+        let residences = self.residences_of(config);
+        state.on_disk = residences.offload_plan(WINDOW_ELEMENTS);
+        state.has_activations_on_disk = residences.activations != Residence::Memory;
         state.zero_stage = config.zero_stage();
         state.replicas = layout.mesh.ranks().degree(Axis::Replicate);
         let options = crate::engine_options(config);
         state.micro_batches = options.micro_batches * layout.mesh.ranks().degree(Axis::Context);
         let of_a_stage = layout.mesh.world_size() / layout.pipeline_ranks();
         let copies = Training::of(config).copies(&layout.mesh, rank * of_a_stage, config.zero_stage());
-        (state.kept_copies, state.saved_copies) = (copies.kept, copies.saved);
+        // Copies of an accelerator's state are in host memory.
+        let is_here = usize::from(self.is_host());
+        (state.kept_copies, state.saved_copies) = (is_here * copies.kept, is_here * copies.saved);
         state
     }
 

@@ -26,6 +26,7 @@ struct Row {
     step_ms: Option<f64>,
     tokens_per_s: Option<f64>,
     flops_per_s: Option<f64>,
+    mfu: Option<f64>,
     skipped: bool,
     rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
@@ -67,6 +68,7 @@ pub(super) struct History {
     tokens_per_s: Vec<Point>,
     stalls: Vec<Point>,
     flops_per_s: Vec<f64>,
+    mfu: Vec<Point>,
     skipped: Vec<u64>,
     rollbacks: Option<u64>,
     memory: BTreeMap<String, f64>,
@@ -132,6 +134,9 @@ impl History {
         self.lr.push((step, row.lr));
         self.tokens_per_s.push((step, row.tokens_per_s));
         self.flops_per_s.extend(row.flops_per_s);
+        if row.mfu.is_some() {
+            self.mfu.push((step, row.mfu));
+        }
         if let Some(stall) = row.checkpoint_stall_ms.filter(|stall| *stall > 0.0) {
             self.stalls.push((step, Some(stall)));
         }
@@ -233,6 +238,7 @@ impl History {
             "lr": thinned(&self.lr),
             "grad_norm": thinned_with_bounds(&self.grad_norm),
             "tokens_per_s": thinned_with_bounds(&self.tokens_per_s),
+            "mfu": thinned_with_bounds(&self.mfu),
             "stall": maxima(&self.stalls),
             "expert_imbalance": thinned_with_bounds(&self.expert_imbalance),
             "comm_busy": thinned(&self.comm_busy),
@@ -254,6 +260,7 @@ impl History {
             "eval_loss": self.eval_loss.last().and_then(|point| point.1),
             "tokens_per_s": median(self.tokens_per_s.iter().filter_map(|point| point.1).collect()),
             "flops_per_s": median(self.flops_per_s.clone()),
+            "mfu": median(self.mfu.iter().filter_map(|point| point.1).collect()),
             "peak_bytes": self.memory.get("peak"),
             "stall_seconds": stall_ms / 1e3,
             "stall_share": share(stall_ms),

@@ -15,9 +15,11 @@ use lockstep_plan::PlannedStep;
 use serde_json::{Value, json};
 
 use crate::config::{ModelSource, RunConfig};
+use crate::corpus::Corpus;
 use crate::error::Error;
 use crate::holdings::LAYOUT;
 use crate::metrics::FILE_NAME;
+use crate::peak::DevicePeak;
 use crate::trace::pipeline::TIMELINE;
 use crate::trace::{PROFILE, write_json};
 use history::History;
@@ -43,6 +45,10 @@ pub(crate) struct Beginning<'a> {
     pub(crate) first_step: u64,
     /// What a step is predicted to take, where that can be.
     pub(crate) predicted: Option<PlannedStep>,
+    /// The peak that its MFU is relative to, where that is known.
+    pub(crate) peak: Option<&'a DevicePeak>,
+    /// What it reads.
+    pub(crate) corpus: &'a Corpus,
 }
 
 /// Writes down what a run is, for its report.
@@ -50,19 +56,28 @@ pub(crate) struct Beginning<'a> {
 /// # Errors
 /// [`Error::Metrics`].
 pub(crate) fn describe_run(config: &RunConfig, beginning: &Beginning<'_>) -> Result<(), Error> {
-    let Beginning { model, machine, first_step, predicted } = beginning;
+    let Beginning { model, machine, first_step, predicted, peak, corpus } = beginning;
     let name = match config.model_source() {
         ModelSource::Preset(name) | ModelSource::ModelType(name) => name.to_owned(),
         ModelSource::Path(path) => path.display().to_string(),
     };
+    let host = rustix::system::uname();
+    let sources = corpus.sources.iter().map(|source| {
+        json!({ "name": source.name, "tokens": source.tokens.tokens(), "digest": source.tokens.digest() })
+    });
     let run = json!({
         "lockstep": env!("CARGO_PKG_VERSION"),
+        "commit": crate::build::commit(),
+        "host": host.nodename().to_string_lossy(),
+        "data": { "digest": corpus.digest, "tokenizer": corpus.tokenizer_name, "sources": sources.collect::<Vec<_>>() },
         "name": name,
         "model": model,
         "machine": machine,
         "steps": config.train.steps,
         "first_step": first_step,
         "predicted": predicted,
+        "peak_flops_per_s": peak.map(|peak| peak.flops_per_s),
+        "peak_source": peak.map(|peak| peak.source),
         "settings": config.recorded_settings(),
     });
     write_json(&config.metrics.dir.join(RUN), &run)

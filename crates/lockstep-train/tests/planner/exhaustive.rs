@@ -115,7 +115,7 @@ fn outcome(model: &Model, cluster: &Cluster, objective: Objective) -> Option<Out
     let layers = planner.layers();
     for candidate in &candidates {
         // With something on disk all blocks forget or none, and as little is there as lets the plan fit.
-        let is_in_memory = candidate.on_disk.is_nothing();
+        let is_in_memory = candidate.offload.is_nothing();
         let counts = match candidate.recompute {
             Recompute::None => 0..=0,
             _ if is_in_memory => 1..=layers,

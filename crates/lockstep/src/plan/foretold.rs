@@ -4,12 +4,13 @@ use lockstep_plan::cluster::Cluster;
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan};
 use lockstep_train::fit::{available_bytes, needed};
 use lockstep_train::plan::check;
-use lockstep_train::planner::{Evaluated, Page, Planner};
+use lockstep_train::planner::{Assumption, Evaluated, Page, Planner};
 use lockstep_train::{Forecast, PlanFile, RunConfig, human};
 use serde_json::{Map, Value, json};
 
 use super::details::{self, print_traffic};
-use super::{Arguments, figures, found};
+use super::training::Training;
+use super::{Arguments, figures, found, print_workload, workload};
 use crate::exit::Failure;
 use crate::output::say;
 use crate::ranks::warn_if_outdated;
@@ -32,12 +33,16 @@ pub(super) fn run(
     config: RunConfig,
     file: Option<&PlanFile>,
     planner: &mut Planner,
+    assumed: &[Assumption],
 ) -> Result<(), Failure> {
     if let Some(file) = file {
         file.check(&config)?;
     }
     let (plan, model) = check(&config)?;
-    let forecast = Forecast::of(&config, &model)?;
+    let forecast = match planner.is_host() {
+        true => Forecast::of(&config, &model)?,
+        false => Forecast::on_accelerators(&config, &model)?,
+    };
     warn_if_outdated(file, &forecast);
     let evaluated = planner.of_run()?;
     let step = Some(evaluated.planned_step(planner.cluster()));
@@ -67,11 +72,19 @@ pub(super) fn run(
     }
     if arguments.json {
         let mut document = predicted.to_json(arguments.explain, planner.cluster());
+        document["workload"] = workload(planner, assumed);
+        if let Some(tokens) = arguments.tokens {
+            document["training"] = Training::of(tokens, &predicted.evaluated, planner.cluster()).to_json();
+        }
         found::extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
         say!("{document}");
         return Ok(());
     }
+    print_workload(planner, assumed);
     predicted.print(arguments.explain, planner);
+    if let Some(tokens) = arguments.tokens {
+        Training::of(tokens, &predicted.evaluated, planner.cluster()).print();
+    }
     if let Some(details) = details.filter(|_| arguments.explain) {
         print_traffic(&details.traffic, planner.cluster());
     }

@@ -1,32 +1,58 @@
 //! What a search has found: a table, or one JSON document.
 
 use lockstep_plan::cluster::Cluster;
-use lockstep_plan::search::Ranking;
+use lockstep_plan::search::{Ranking, Rejection};
 use lockstep_plan::{ContextMethod, Plan};
 use lockstep_train::human;
 use lockstep_train::planner::{
-    DISK, Evaluated, Help, Neighbour, Page, Planner, Searched, mesh_in_words, parts, recompute_in_words,
-    rejection_in_words, schedule_in_words,
+    Advice, Assumption, Evaluated, Help, Neighbour, Page, Planner, Searched, mesh_in_words, parts,
+    recompute_in_words, rejection_in_words, schedule_in_words,
 };
 use serde_json::{Map, Value, json};
 
 use super::details::{self, print_traffic};
 use super::foretold::by_name;
-use super::{Arguments, figures};
+use super::scaling;
+use super::searching::{Stop, Watch};
+use super::training::Training;
+use super::{Arguments, figures, print_workload, workload};
 use crate::exit::Failure;
 use crate::output::say;
 
 /// Searches, and tells what was found.
-pub(super) fn run(arguments: &Arguments, planner: &mut Planner) -> Result<(), Failure> {
-    let searched = planner.find(arguments.top);
+pub(super) fn run(
+    arguments: &Arguments,
+    planner: &mut Planner,
+    assumed: &[Assumption],
+) -> Result<(), Failure> {
+    if let Some(nodes) = &arguments.scaling
+        && planner.cluster().nodes.len() > 1
+    {
+        let message = format!(
+            "--scaling {nodes:?}: {} has nodes of several kinds; one kind is needed",
+            planner.cluster().name
+        );
+        return Err(Failure::configuration(message));
+    }
+    let mut watch = Watch::start(arguments.limit)?;
+    let searched = planner.find_observed(arguments.top, &mut watch);
     let ranking = &searched.ranking;
-    let Some(best) = ranking.best.first() else { return Err(nothing(ranking, planner)) };
+    let Some(best) = ranking.best.first() else {
+        let failure = nothing(ranking, planner, &mut watch);
+        watch.finish();
+        return Err(failure);
+    };
+    let scaling = arguments.scaling.as_ref().map(|named| {
+        let named: Vec<usize> = named.iter().map(|nodes| nodes.get()).collect();
+        planner.scaling(&scaling::nodes(&named, planner.cluster().nodes[0].count), &mut watch)
+    });
+    watch.finish();
     let neighbours = if arguments.explain || arguments.html.is_some() {
         planner.neighbours(&best.candidate, &best.value)
     } else {
         Vec::new()
     };
-    let helps = if arguments.explain { planner.help(&best.value) } else { Vec::new() };
+    let helps = if arguments.explain { planner.help(&best.candidate, &best.value) } else { Vec::new() };
     let slowdowns = if arguments.explain { slowdowns(planner, &best.value)? } else { Vec::new() };
     arguments.write_plan(&best.value.plan_with_prediction(planner.cluster()))?;
     let details = arguments.wants_details().then(|| planner.details(&best.value)).transpose()?;
@@ -39,11 +65,25 @@ pub(super) fn run(arguments: &Arguments, planner: &mut Planner) -> Result<(), Fa
     if arguments.json {
         let explained = arguments.explain.then_some((&helps[..], &slowdowns[..]));
         let mut document = to_json(&searched, planner.cluster(), &neighbours, explained);
+        document["workload"] = workload(planner, assumed);
+        if let Some(tokens) = arguments.tokens {
+            document["training"] = Training::of(tokens, &best.value, planner.cluster()).to_json();
+        }
+        if let Some(scaling) = &scaling {
+            document["scaling"] = scaling::to_json(scaling);
+        }
         extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
         say!("{document}");
         return Ok(());
     }
-    print(&searched, planner);
+    print_workload(planner, assumed);
+    print(&searched, planner, watch.stopped());
+    if let Some(tokens) = arguments.tokens {
+        Training::of(tokens, &best.value, planner.cluster()).print();
+    }
+    if let Some(scaling) = &scaling {
+        scaling::print(scaling);
+    }
     if let Some(details) = details.filter(|_| arguments.explain) {
         explain(&neighbours, &helps, &slowdowns);
         print_traffic(&details.traffic, planner.cluster());
@@ -51,40 +91,54 @@ pub(super) fn run(arguments: &Arguments, planner: &mut Planner) -> Result<(), Fa
     Ok(())
 }
 
-/// Why there is no plan at all: the candidates that came nearest.
-fn nothing(ranking: &Ranking<Evaluated>, planner: &Planner) -> Failure {
-    let mut message = format!("no plan for {} fits", cluster_in_words(planner.cluster()));
-    message += &match planner.candidates().len() {
-        0 => ": no way to share the devices suits the model and the batch (the number of ranks that read other parts of the batch has to \
-              divide train.global_batch)"
-            .to_owned(),
-        all => format!(
-            ": each of {} needs more memory than a device has; more nodes or larger devices would help, or a smaller model",
-            human::plural(all, "plan")
-        ),
-    };
-    let nearest = ranking
-        .rejected
-        .iter()
-        .filter(|(_, _, rejection)| matches!(rejection, lockstep_plan::search::Rejection::Memory { .. }));
-    let least = nearest.min_by_key(|(_, _, rejection)| match rejection {
-        lockstep_plan::search::Rejection::Memory { needed, .. } => *needed,
+/// The failure where no plan was found: the candidate that lacked least, and the changes with which one would fit.
+fn nothing(ranking: &Ranking<Evaluated>, planner: &mut Planner, watch: &mut Watch) -> Failure {
+    let workload = planner.workload_in_words();
+    let question = format!("{workload}, on {}", cluster_in_words(planner.cluster()));
+    if watch.stopped().is_some() {
+        return Failure::configuration(format!(
+            "no plan was found so far: {question}; {} of {} plans were evaluated, --limit gives the search more time",
+            human::thousands(ranking.valued as u64),
+            human::thousands(ranking.candidates as u64)
+        ));
+    }
+    let mut message = format!("no plan fits: {question}");
+    let needed = |rejection: &Rejection| match rejection {
+        Rejection::Memory { needed, .. } => *needed,
         _ => u64::MAX,
-    });
+    };
+    let least = ranking.rejected.iter().min_by_key(|(_, _, rejection)| needed(rejection));
     if let Some((candidate, _, rejection)) = least {
-        message += &format!("; {} {}", mesh_in_words(&candidate.degrees), rejection_in_words(rejection));
+        message +=
+            &format!("\n  nearest: {} {}", mesh_in_words(&candidate.degrees), rejection_in_words(rejection));
+    } else if let Some(words) = planner.excess_of_state() {
+        message += &format!("\n  {words}");
+    } else if ranking.candidates == 0 {
+        message += "\n  no mesh of these devices suits the model and the batch: the data-parallel ranks have to divide --global-batch";
+    }
+    watch.leave_a_moment();
+    for Advice { flag, words } in planner.advice(watch) {
+        message += &format!("\n  {flag:<40} {words}");
     }
     Failure::configuration(message)
 }
 
-fn print(searched: &Searched, planner: &Planner) {
+fn print(searched: &Searched, planner: &Planner, stopped: Option<Stop>) {
     let Searched { ranking, ms } = searched;
     say!("cluster    {}", cluster_in_words(planner.cluster()));
+    let verdict = match stopped {
+        None => "no other is better".to_owned(),
+        Some(stop) => format!(
+            "stopped by {}: another could be up to {:.1} % better",
+            if stop == Stop::Limit { "--limit" } else { "a signal" },
+            ranking.gap * 100.0
+        ),
+    };
     say!(
-        "searched   {} plans in {}, {} of them in full: none that is left could be better",
-        human::count(ranking.candidates as f64),
+        "searched   {} plans in {}, {} of them in full: {verdict}",
+        human::thousands(ranking.candidates as u64),
         human::milliseconds(*ms),
-        human::count(ranking.valued as f64),
+        human::thousands(ranking.valued as u64),
     );
     let plans = || ranking.best.iter().map(|found| &found.value.plan);
     let widest = |least: usize, words: fn(&Plan) -> String| {
@@ -117,7 +171,7 @@ fn print(searched: &Searched, planner: &Planner) {
             plan.micro_batch,
             schedule_in_words(plan).unwrap_or_else(|| "-".to_owned()),
             recompute_in_words(plan),
-            human::milliseconds(step.step_ms).to_string(),
+            human::step_time(step.step_ms),
             human::count(found.value.tokens_per_s()).to_string(),
             teraflops(found.value.tflops_per_device()),
             found.value.mfu().map_or("?".to_owned(), |mfu| format!("{:.1}%", mfu * 100.0)),
@@ -148,43 +202,45 @@ fn teraflops(number: f64) -> String {
 /// Where the time of a step goes, and what comes of it.
 pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
     let step = &found.step;
-    let shares = parts(step).into_iter().filter(|(name, ms)| *ms > 0.0 || *name != DISK).map(|(name, ms)| {
-        format!(
-            "{name} {} ({:.0} %)",
-            human::milliseconds(ms),
-            100.0 * ms / step.step_ms.max(f64::MIN_POSITIVE)
-        )
+    let shares = parts(step).map(|part| {
+        let share = 100.0 * part.ms / step.step_ms.max(f64::MIN_POSITIVE);
+        format!("{} {} ({share:.0} %)", part.name, human::step_time(part.ms))
     });
-    say!("\nstep       {} on {}", human::milliseconds(step.step_ms), cluster_in_words(cluster));
+    say!("\nstep       {} on {}", human::step_time(step.step_ms), cluster_in_words(cluster));
     for share in shares {
         say!("           {share}");
     }
     say!(
-        "           {} tokens/s, {} TFLOP/s a device without what is computed again, {} with it",
+        "           {} tokens/s, {} TFLOP/s a device without recomputation, {} with it",
         human::count(found.tokens_per_s()),
         teraflops(found.tflops_per_device()),
         teraflops(found.hardware_tflops_per_device()),
     );
     if let (Some(price), Some(of_tokens)) = (found.price_per_hour, found.price_per_billion_tokens()) {
-        say!("           ${price:.0} an hour, ${of_tokens:.0} for 1G tokens");
+        let source = cluster.nodes.iter().find_map(|node| node.price_source.as_deref());
+        let source = source.map_or(String::new(), |source| format!(" ({source})"));
+        let [price, of_tokens] = [price, of_tokens].map(|dollars| human::thousands(dollars.round() as u64));
+        say!("           ${price} an hour, ${of_tokens} for 1B tokens{source}");
     }
     let every = found.config.checkpoint.every;
     if every > 0 {
-        let save = human::milliseconds(found.save_ms());
+        let save = human::step_time(found.save_ms());
         say!("           beside: each save, one in {every} steps, holds them up for {save}");
     }
     if found.data_stall_ms > 0.0 {
         say!(
             "           beside: {} a step until the disk has read its sequences",
-            human::milliseconds(found.data_stall_ms)
+            human::step_time(found.data_stall_ms)
         );
     }
     if found.devices > 1 {
         let goodput = found.goodput(cluster);
         say!(
-            "           with a save every {} {:.1} % of the time is work that no failure undoes",
+            "           {:.1} % of the time is work that no failure undoes, with a save every {} ({} written in {})",
+            goodput.share * 100.0,
             human::seconds(goodput.interval_s),
-            goodput.share * 100.0
+            human::bytes(found.saved_bytes() as u64),
+            human::seconds(found.saves.write_s),
         );
     }
 }
@@ -202,6 +258,7 @@ fn explain(neighbours: &[Neighbour], helps: &[Help], slowdowns: &[Slowdown]) {
     say!("\nwhy not otherwise");
     for Neighbour { change, step_ratio, reason } in neighbours {
         let slower = match step_ratio {
+            Some(ratio) if (ratio - 1.0).abs() < 5e-4 => "as fast: ".to_owned(),
             Some(ratio) if *ratio >= 1.0 => format!("{:.1} % slower: ", (ratio - 1.0) * 100.0),
             Some(ratio) => format!("{:.1} % faster, but worse by the objective: ", (1.0 - ratio) * 100.0),
             None => String::new(),
@@ -210,7 +267,7 @@ fn explain(neighbours: &[Neighbour], helps: &[Help], slowdowns: &[Slowdown]) {
     }
     say!("\nwhat would help");
     for Help { change, speedup } in helps {
-        say!("  {change:<46}{:+.1} % tokens/s", (speedup - 1.0) * 100.0);
+        say!("  {change:<46}{} tokens/s", human::change(*speedup));
     }
     say!("\nwhat one slow device costs");
     for (speed, ratio) in slowdowns {
@@ -229,7 +286,7 @@ fn to_json(
     let best = ranking.best.first().map(|found| found.value.plan_with_prediction(cluster));
     let mut document = json!({
         "best": best, "ranking": rows,
-        "search": { "candidates": ranking.candidates, "valued": ranking.valued, "ms": ms, "gap": 0.0 },
+        "search": { "candidates": ranking.candidates, "valued": ranking.valued, "ms": ms, "gap": ranking.gap, "stopped": ranking.is_stopped },
     });
     if !neighbours.is_empty() || explained.is_some() {
         let neighbour = |neighbour: &Neighbour| json!({ "change": neighbour.change, "step_ratio": neighbour.step_ratio, "reason": neighbour.reason });

@@ -4,21 +4,26 @@ mod calibrated;
 mod details;
 mod foretold;
 mod found;
+mod scaling;
+mod searching;
+mod training;
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 use lockstep_plan::Plan;
 use lockstep_plan::cluster::Cluster;
-use lockstep_train::RunConfig;
 use lockstep_train::planner::machine::{self, LocalMachine};
-use lockstep_train::planner::{self, Evaluated, Page, Planner};
+use lockstep_train::planner::{self, Assumption, Evaluated, Page, Planner, assumptions};
+use lockstep_train::{RunConfig, find_model};
 use serde_json::{Value, json};
 
 use crate::collectives::bytes;
 use crate::exit::Failure;
-use crate::output::say;
+use crate::output::{note, say};
 use crate::planned::PlannedRun;
 use crate::ranks::blamed;
 
@@ -28,8 +33,8 @@ use crate::ranks::blamed;
 pub(crate) struct Arguments {
     #[command(flatten)]
     planned: PlannedRun,
-    /// A model: a preset, such as llama3-8b, or a directory with a config.json
-    #[arg(long, value_name = "PRESET|DIR")]
+    /// A model: a preset, such as llama3-8b, a directory with a config.json, a checkpoint, or a repository in the cache of Hugging Face
+    #[arg(long, value_name = "MODEL")]
     model: Option<String>,
     /// The machines: a preset with a number of nodes, such as dgx-h100x96, or a file; see docs/clusters.md [default: this machine]
     #[arg(long, value_name = "PRESET|FILE")]
@@ -40,6 +45,18 @@ pub(crate) struct Arguments {
     /// Sequences of a step, on all ranks together
     #[arg(long, value_name = "B")]
     global_batch: Option<usize>,
+    /// Precision of the training [default: on accelerators bf16, f16 before Ampere; on CPUs f32]
+    #[arg(long, value_name = "f32|bf16|f16")]
+    precision: Option<String>,
+    /// Tokens of a whole training, such as 300B or 1T: how long it takes, and what it costs
+    #[arg(long, value_name = "TOKENS", value_parser = training::tokens)]
+    tokens: Option<f64>,
+    /// Table of other numbers of nodes, with the same batch and with one that grows with them; without numbers powers of two
+    #[arg(long, value_name = "NODES", num_args = 0..=1, require_equals = true, value_delimiter = ',')]
+    scaling: Option<Vec<NonZeroUsize>>,
+    /// Time after which the best plan so far is told, with how much better another could be
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = searching::duration)]
+    limit: Duration,
     /// How many of the best plans are told
     #[arg(long, value_name = "K", default_value_t = 3)]
     top: usize,
@@ -99,22 +116,38 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Ok(ExitCode::SUCCESS);
     }
     let file = arguments.planned.plan()?;
-    let settings = [arguments.settings(), arguments.planned.settings_with(file.as_ref())].concat();
+    let settings = [arguments.settings()?, arguments.planned.settings_with(file.as_ref())].concat();
     let config = RunConfig::load(arguments.planned.run.as_deref(), &settings)
         .map_err(|error| blamed(file.as_ref(), error))?;
     let is_given = file.is_some() || config.says_how_to_split();
-    let ranks = if is_given { config.ranks() } else { 1 };
+    let open = arguments.open_ranks(&config)?;
+    let ranks = if is_given { open.unwrap_or(config.ranks()) } else { 1 };
     let (cluster, doubt) = arguments.cluster(&config, ranks)?;
+    // A run's file means what it says, also by what it leaves out.
+    let assumed = if arguments.planned.run.is_none() { assumptions(&config, &cluster)? } else { Vec::new() };
+    let shards = open.map(|ranks| config.setting_for_ranks(ranks)).transpose()?;
+    let config = match assumed.is_empty() && shards.is_none() {
+        true => config,
+        false => {
+            let assumed = assumed.iter().map(|assumption| assumption.setting.clone());
+            let settings: Vec<String> = assumed.chain(settings).chain(shards).collect();
+            RunConfig::load(arguments.planned.run.as_deref(), &settings)
+                .map_err(|error| blamed(file.as_ref(), error))?
+        }
+    };
     let planner = Planner::new(config.clone(), cluster, arguments.objective.into())?;
     let mut planner = match arguments.nproc_per_node {
         // Of cores a rank may have several; who says how many ranks there are leaves no choice of that.
         Some(ranks) if planner.is_host() => planner.with_ranks(ranks),
         _ => planner,
     };
+    if let Some(note) = config.idle_zero_stage() {
+        note!("note: {note}");
+    }
     if is_given {
-        foretold::run(arguments, config, file.as_ref(), &mut planner)?;
+        foretold::run(arguments, config, file.as_ref(), &mut planner, &assumed)?;
     } else {
-        found::run(arguments, &mut planner)?;
+        found::run(arguments, &mut planner, &assumed)?;
     }
     if let Some(doubt) = doubt.filter(|_| !arguments.json) {
         say!("\ntimes are by guesses: {doubt}");
@@ -124,15 +157,31 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 
 impl Arguments {
     /// What the arguments say of the run that have a key.
-    fn settings(&self) -> Vec<String> {
+    ///
+    /// # Errors
+    /// No model has the name that is given.
+    fn settings(&self) -> Result<Vec<String>, Failure> {
         let mut settings = Vec::new();
         if let Some(model) = &self.model {
-            let key = if Path::new(model).is_dir() { "path" } else { "preset" };
-            settings.push(format!("model.{key}={model}"));
+            settings.push(find_model(model)?.setting());
         }
         settings.extend(self.seq_len.map(|tokens| format!("train.seq_len={tokens}")));
         settings.extend(self.global_batch.map(|sequences| format!("train.global_batch={sequences}")));
-        settings
+        settings.extend(self.precision.as_ref().map(|precision| format!("train.precision={precision}")));
+        Ok(settings)
+    }
+
+    /// Ranks that `parallel.zero_stage` makes shards of, where no other key counts them: those that are asked for, else the devices of a named
+    /// cluster.
+    fn open_ranks(&self, config: &RunConfig) -> Result<Option<usize>, Failure> {
+        if !config.leaves_shards_open() {
+            return Ok(None);
+        }
+        let devices = || self.cluster.as_ref().map(|name| machine::cluster(name)).transpose();
+        Ok(match self.nproc_per_node {
+            Some(ranks) => Some(ranks),
+            None => devices()?.map(|cluster| cluster.devices()),
+        })
     }
 
     /// The machines, and why they are known by guesses alone, if they are; this one for at least so many ranks, each with its share of the
@@ -184,6 +233,26 @@ impl Arguments {
     }
 }
 
+/// Tells what the question is: model, precision and batch, and which of it nobody said.
+fn print_workload(planner: &Planner, assumed: &[Assumption]) {
+    say!("workload   {}", planner.workload_in_words());
+    if !assumed.is_empty() {
+        let values: Vec<&str> = assumed.iter().map(|assumption| assumption.value.as_str()).collect();
+        let flags: Vec<&str> = assumed.iter().map(|assumption| assumption.flag).collect();
+        say!("           {}: usual on accelerators; {} say otherwise", values.join(", "), flags.join(", "));
+    }
+}
+
+/// The workload as `--json` has it.
+fn workload(planner: &Planner, assumed: &[Assumption]) -> Value {
+    let train = &planner.config().train;
+    json!({
+        "model": planner.model_name(), "parameters": planner.parameters(), "precision": train.precision.word(),
+        "seq_len": train.seq_len, "global_batch": train.global_batch, "tokens_per_step": train.seq_len * train.global_batch,
+        "assumed": assumed.iter().map(|assumption| assumption.setting.as_str()).collect::<Vec<_>>(),
+    })
+}
+
 fn write(path: &Path, text: &str) -> Result<(), Failure> {
     let refuse = |error| Failure::configuration(format!("cannot write {}: {error}", path.display()));
     std::fs::write(path, text).map_err(refuse)
@@ -201,11 +270,12 @@ fn figures(found: &Evaluated, cluster: &Cluster) -> Value {
         "mfu": found.mfu(),
         "step_parts_ms": {
             "work": step.work_ms, "exchanges": step.exchange_ms, "bubble": step.bubble_ms,
-            "gradients": step.gradients_ms, "update": step.update_ms, "disk": step.disk_ms,
+            "gradients": step.gradients_ms, "update": step.update_ms, "host": step.host_ms, "disk": step.disk_ms,
         },
         "memory_by_stage": found.memory.iter().copied().map(foretold::by_name).collect::<Vec<Value>>(),
         "capacity_bytes": found.capacity_bytes,
         "price_per_hour": found.price_per_hour,
+        "price_source": cluster.nodes.iter().find_map(|node| node.price_source.as_deref()),
         "price_per_billion_tokens": found.price_per_billion_tokens(),
         "stalls_ms": {
             "data": found.data_stall_ms, "save": found.save_stall_ms(), "of_a_save": found.save_ms(),

@@ -84,7 +84,7 @@ fn a_checkpoint_that_is_none_is_refused_with_code_2_by_every_command() {
         }
         workshop.run(&["checkpoint", "export", path, "--hf", "out"]).refuses(2, &[path, "manifest.json"]);
         workshop.run(&["checkpoint", "import", path, "--out", "out"]).refuses(2, &[path, "config.json"]);
-        workshop.run(&["train", "run.toml", "--resume", path]).refuses(2, &[path, "manifest.json"]);
+        workshop.run(&["train", "run.toml", "--resume", path]).refuses(2, &[path, "checkpoint"]);
     }
     for path in ["nowhere", "text.txt"] {
         workshop.run(&["checkpoint", "list", path]).refuses(2, &[path, "is not a directory"]);
@@ -104,10 +104,9 @@ fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
         2,
         &[NEW, "other settings", "optimizer.lr was 0.0003, is 0.01", "--resume never", "checkpoint.dir"],
     );
-    workshop.train(&["schedule.warmup_steps=3"]).refuses(
-        2,
-        &["schedule.warmup_steps", "another number of steps", &format!("--resume {NEW} to go on")],
-    );
+    workshop
+        .train(&["schedule.warmup_steps=3"])
+        .refuses(2, &["schedule.warmup_steps was 1, is 3", &format!("--resume {NEW} to go on")]);
     workshop.train(&["model.intermediate_size=96"]).refuses(2, &["model.intermediate_size was 64, is 96"]);
     workshop.run(&["checkpoint", "import", "hf", "--out", "imported"]).succeeds();
     let resume = ["train", "run.toml", "--resume", "imported/step-00000000"];

@@ -170,7 +170,9 @@ fn a_config_json_that_is_no_json_is_corrupt_and_one_that_is_not_there_a_mistake(
     generate(&workshop).refuses(2, &["hf holds neither model.safetensors nor"]);
     fs::create_dir(workshop.path("nothing")).unwrap();
     workshop.run(&["generate", "--model", "nothing", "--prompt", "a"]).refuses(2, &["nothing/config.json"]);
-    workshop.run(&["generate", "--model", "nowhere", "--prompt", "a"]).refuses(2, &["nowhere/config.json"]);
+    workshop
+        .run(&["generate", "--model", "nowhere", "--prompt", "a"])
+        .refuses(2, &["nowhere", "`lockstep models` lists them"]);
     workshop.run(&["generate", "--model", "text.txt", "--prompt", "a"]).refuses(2, &["text.txt"]);
 }
 

@@ -27,20 +27,19 @@ fn a_configuration_that_cannot_be_used_is_refused_with_code_2() {
 #[test]
 fn a_set_argument_that_cannot_be_used_is_refused_with_code_2() {
     let workshop = Workshop::new();
-    let cases: [(&str, &[&str]); 20] = [
+    let cases: [(&str, &[&str]); 19] = [
         ("train.steps", &["--set train.steps", "no '='"]),
-        ("steps=4", &["steps", "--set section.key=VALUE"]),
+        ("steps=4", &["steps", "--set train.steps=VALUE"]),
         ("train.stepz=4", &["train.stepz", "train.steps"]),
         ("train.steps=many", &["train.steps", "many"]),
         ("train.steps=-1", &["train.steps", "-1"]),
         ("train.precision=f8", &["train.precision", "f32", "bf16"]),
-        ("model.preset=gpt5", &["gpt5", "presets are"]),
+        ("model.preset=gpt5", &["gpt5", "lockstep models"]),
         ("model.hidden_sise=32", &["hidden_sise", "hidden_size"]),
         ("model.hidden_size=33", &["hidden_size", "33"]),
         ("model.vocab_size=99999999999", &["vocab_size", "99999999999", "1 to"]),
         ("train.seq_len=65", &["train.seq_len", "65", "1 to 64", "max_position_embeddings"]),
         ("train.micro_batch=3", &["train.micro_batch", "3", "train.global_batch = 4", "1, 2, 4"]),
-        ("parallel.zero_stage=2", &["parallel.zero_stage", "parallel.data_parallel_shard = 1"]),
         ("parallel.zero_stage=4", &["parallel.zero_stage", "<= 3"]),
         ("parallel.max_live_parameters=9", &["parallel.max_live_parameters", "parallel.zero_stage = 0"]),
         ("parallel.secondary_shard=2", &["parallel.secondary_shard", "parallel.zero_stage = 0"]),
@@ -174,7 +173,7 @@ fn a_token_file_that_was_damaged_in_the_cache_is_refused_or_made_again() {
     let cached = std::fs::read_dir(workshop.path("cache/lockstep")).unwrap();
     let names: Vec<String> = cached
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .filter(|name| !name.starts_with('.'))
+        .filter(|name| name.ends_with(".tokens"))
         .collect();
     assert_eq!(names.len(), 1, "{names:?}");
     let name = format!("cache/lockstep/{}", names[0]);

@@ -52,7 +52,8 @@ fn a_blend_resumes_bit_for_bit_and_shows_its_shares() {
     let whole = Workshop::new();
     whole.write("other.txt", "Ranks that wait are ranks that talk.\n".repeat(30));
     let blend = r#"data.train=["text.txt", { path = "other.txt", weight = 0.25 }]"#;
-    let shown = whole.train(&[blend, "train.steps=6"]).succeeds();
+    let train = ["train", "run.toml", "-v", "--set", blend, "--set", "train.steps=6"];
+    let shown = whole.run(&train).succeeds();
     for part in ["75.0000 % from text.txt", "25.0000 % from other.txt"] {
         assert!(shown.stderr.contains(part), "{part}: {shown:?}");
     }
@@ -148,7 +149,31 @@ fn documents_are_kept_apart_and_prompts_are_not_predicted() {
         assert_eq!(losses(&workshop).len(), 4);
     }
     workshop.write("pairs.jsonl", r#"{"messages": [{"role": "user", "content": "alone"}]}"#);
-    workshop.train(&[source]).refuses(4, &["pairs.jsonl line 1", "no message of the role assistant"]);
+    workshop.train(&[source]).refuses(2, &["no answer to learn from", "1 have no answer"]);
+}
+
+#[test]
+fn samples_whose_answers_do_not_fit_are_left_out_and_the_run_goes_on() {
+    let workshop = Workshop::new();
+    let fits = r#"{"prompt": "all ranks", "completion": " wait"}"#;
+    let long = format!(r#"{{"prompt": "{}", "completion": "x"}}"#, "p".repeat(40));
+    let none = r#"{"prompt": "a", "completion": ""}"#;
+    // Enough of those that do not fit for whole batches of them.
+    let lines = [vec![fits; 8], vec![long.as_str(); 30], vec![none; 3], vec![fits; 8]].concat();
+    workshop.write("pairs.jsonl", lines.join("\n"));
+    let settings = ["data.train=['pairs.jsonl']", "data.order=sequential", "data.valid_fraction=0"];
+    let shown = workshop.train(&settings).succeeds();
+    for part in [
+        "80 of 1,457 tokens are predicted",
+        "33 of 49 samples are left out",
+        "train.seq_len = 40 would keep the shortest",
+        "3 without an answer",
+    ] {
+        let said = shown.stderr.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    workshop.write("pairs.jsonl", long);
+    workshop.train(&["data.train=['pairs.jsonl']"]).refuses(2, &["train.seq_len = 40 holds"]);
 }
 
 #[test]

@@ -84,7 +84,29 @@ fn by_any_way_and_any_launcher_the_bits_are_those_of_one_machine() {
         )
     };
     each_rank(&workshop, 2, &settings, of_mpirun).into_iter().for_each(|outcome| drop(outcome.succeeds()));
-    for dir in ["tcp", "ring", "nodes", "mpirun"] {
+    // As torchrun's agent does: it listens at MASTER_PORT itself, and names this machine as nobody has to know it.
+    let agent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = agent.local_addr().unwrap().port();
+    let settings = saved("torchrun");
+    let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+    let of_torchrun = |rank| {
+        format!(
+            "RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 MASTER_ADDR=host.invalid \
+             MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RUN_ID=none \
+             TORCHELASTIC_RESTART_COUNT=0 OMP_NUM_THREADS=7"
+        )
+    };
+    let outcomes = each_rank(&workshop, 2, &settings, of_torchrun);
+    let [first, second] = outcomes.try_into().unwrap();
+    let (first, second) = (first.succeeds(), second.succeeds());
+    assert!(first.stderr.contains("OMP_NUM_THREADS=7 is not read: 1 thread a rank"), "{first:?}");
+    assert_eq!(second.stderr, "", "the first rank speaks for all");
+    drop(agent);
+    let settings = saved("by-hand");
+    let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+    let by_hand = |rank| format!("RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}");
+    each_rank(&workshop, 2, &settings, by_hand).into_iter().for_each(|outcome| drop(outcome.succeeds()));
+    for dir in ["tcp", "ring", "nodes", "mpirun", "torchrun", "by-hand"] {
         assert!(weights(&workshop, dir) == weights(&workshop, "shared"), "{dir}: other weights");
     }
 }
@@ -165,7 +187,7 @@ fn what_keeps_machines_from_meeting_is_told() {
         &["node 2", "below the number of nodes, 2"],
     );
     refused(
-        &["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "0.0.0.0:29399"],
+        &["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "0.0.0.0:29399"],
         &["0.0.0.0 can be reached from other machines", "LOCKSTEP_SECRET_FILE"],
     );
     workshop.write("secret", "0123456789abcdef0123456789abcdef");
@@ -215,8 +237,10 @@ fn ranks_with_other_settings_or_variables_that_contradict_are_told() {
     for run in [odd, first] {
         run.finish().refuses(2, &["rank 1 was started with other settings than rank 0"]);
     }
-    let half = [("RANK", "0"), ("WORLD_SIZE", "2")];
-    workshop.start_in(PROGRAM, &["train", "run.toml"], &half).finish().refuses(2, &["LOCAL_RANK"]);
+    let half = [("RANK", "0"), ("LOCAL_RANK", "0")];
+    workshop.start_in(PROGRAM, &["train", "run.toml"], &half).finish().refuses(2, &["WORLD_SIZE is not"]);
+    let nowhere = [("RANK", "0"), ("WORLD_SIZE", "2")];
+    workshop.start_in(PROGRAM, &["train", "run.toml"], &nowhere).finish().refuses(2, &["set MASTER_ADDR"]);
     let both = [
         ("RANK", "0"),
         ("WORLD_SIZE", "2"),

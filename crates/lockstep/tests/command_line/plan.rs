@@ -192,7 +192,76 @@ fn machines_with_nonsense_are_told_all_of_it_at_once() {
         "--set",
         "model.num_hidden_layers=2000",
     ];
-    workshop.run(&large).refuses(2, &["no plan for dgx-h100", "needs more memory than a device has"]);
+    let told = ["no plan fits", "on dgx-h100", "the state of the model takes 104 TiB", "of host memory"];
+    workshop.run(&large).refuses(2, &told);
+}
+
+/// The flags of a question that only has a model and a cluster.
+const QUESTION: [&str; 5] = ["plan", "--model", "llama3-8b", "--cluster", "h100x16"];
+
+#[test]
+fn a_question_without_a_workload_gets_a_usual_one_that_is_told() {
+    let workshop = Workshop::new();
+    let text = workshop.run(&QUESTION).succeeds().stdout;
+    let told = [
+        "workload   llama3-8b (8.0B parameters), bf16, 512 sequences of 8,192 tokens = 4,194,304 tokens a step",
+        "--precision, --seq-len, --global-batch say otherwise",
+        "cluster    dgx-h100x2: 2 nodes of 8 x h100-sxm",
+        "on demand",
+    ];
+    for line in told {
+        assert!(text.contains(line), "{line:?} is not in:\n{text}");
+    }
+    assert!(!text.contains("-0.0 %"), "{text}");
+    let own = ["--precision", "f32", "--seq-len", "4096", "--global-batch", "64", "--json"];
+    let found = workshop.run(&[&QUESTION[..], &own].concat()).json();
+    let workload = &found["workload"];
+    assert_eq!(
+        (&workload["precision"], &workload["tokens_per_step"], &workload["assumed"]),
+        (&"f32".into(), &(4096 * 64).into(), &serde_json::json!([])),
+        "{workload}"
+    );
+}
+
+#[test]
+fn a_training_and_other_numbers_of_nodes_are_reckoned() {
+    let workshop = Workshop::new();
+    let question = [&QUESTION[..], &["--tokens", "1T", "--scaling=1,4"]].concat();
+    let found = workshop.run(&[&question[..], &["--json"]].concat()).json();
+    let (training, figures) = (&found["training"], &found["ranking"][0]);
+    let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("{value} is no number"));
+    let days = 1e12 / number(&figures["tokens_per_s"]) / 86_400.0;
+    assert!((number(&training["days"]) / days - 1.0).abs() < 1e-9, "{training} is not {days} days");
+    let device_hours = number(&training["days_with_failures"]) * 24.0 * 16.0;
+    assert!((number(&training["device_hours"]) / device_hours - 1.0).abs() < 1e-9, "{training}");
+    let dollars = device_hours / 16.0 * number(&figures["price_per_hour"]);
+    assert!((number(&training["dollars"]) / dollars - 1.0).abs() < 1e-9, "{training} is not ${dollars}");
+    let rows = found["scaling"]["rows"].as_array().unwrap();
+    let nodes: Vec<u64> = rows.iter().filter_map(|row| row["nodes"].as_u64()).collect();
+    assert_eq!(nodes, [1, 4]);
+    let speedup = number(&rows[0]["strong"]["step_ms"]) / number(&rows[1]["strong"]["step_ms"]);
+    assert!((2.0..=4.4).contains(&speedup), "{speedup} on four times the nodes");
+    assert_eq!(
+        rows[1]["weak_global_batch"].as_u64(),
+        Some(4 * rows[0]["weak_global_batch"].as_u64().unwrap())
+    );
+    workshop.run(&[&QUESTION[..], &["--tokens", "1X"]].concat()).refuses(2, &["300B or 1T"]);
+    workshop.run(&[&QUESTION[..], &["--limit", "5 days"]].concat()).refuses(2, &["no unit"]);
+}
+
+#[test]
+fn a_search_that_is_stopped_says_how_much_better_another_plan_could_be() {
+    let workshop = Workshop::new();
+    let stopped =
+        workshop.run(&["plan", "--model", "llama3-8b", "--cluster", "dgx-h100x16", "--limit", "0s"]);
+    stopped.refuses(2, &["no plan was found so far", "--limit gives the search more time"]);
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_told_what_would() {
+    let workshop = Workshop::new();
+    let refused = workshop.run(&["plan", "--model", "llama3-70b", "--cluster", "tpu-v5p"]);
+    refused.refuses(2, &["no plan fits: llama3-70b", "--cluster tpu-v5px"]);
 }
 
 /// The numbers of steps and the plan that the records of a run have.
@@ -203,7 +272,8 @@ fn recorded(workshop: &Workshop) -> Value {
 #[test]
 fn a_run_that_does_not_say_how_it_is_split_is_planned_and_goes_on_by_the_same_plan() {
     let workshop = Workshop::new();
-    let train = |arguments: &[&str]| workshop.run(&[&["train", "run.toml"], arguments].concat()).succeeds();
+    let train =
+        |arguments: &[&str]| workshop.run(&[&["train", "run.toml", "-v"], arguments].concat()).succeeds();
     let one = train(&[]);
     assert!(one.stderr.contains("plan       one rank, micro-batches of 2 sequences: "), "{one:?}");
     assert!(one.stderr.contains("nobody has measured this machine"), "{one:?}");
@@ -238,8 +308,9 @@ fn a_machine_learns_from_a_run_and_the_next_run_is_predicted() {
     let (measured, after) = (number(&run["measured"]["step_ms"]), number(&run["after"]["step_ms"]));
     assert!((after / measured - 1.0).abs() < 0.01, "{learned}");
     assert!(workshop.path("cache/lockstep/machine.toml").is_file());
-    let second = train(&["--nproc-per-node", "2", "--set", "metrics.dir=both"]);
-    assert!(second.stderr.contains("a step as this machine was measured"), "{second:?}");
+    let second = train(&["-v", "--nproc-per-node", "2", "--set", "metrics.dir=both"]);
+    let words = second.stderr.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains("predicted from measurements of this machine"), "{second:?}");
     let both: Value = serde_json::from_slice(&workshop.read("both/run.json")).unwrap();
     assert!(number(&both["predicted"]["step_ms"]) > 0.0 && both["first_step"] == 1, "{both}");
     let report = String::from_utf8(workshop.read("both/report.html")).unwrap();

@@ -63,6 +63,20 @@ fn two_ranks_train_as_one_and_speak_once() {
 }
 
 #[test]
+fn a_zero_stage_alone_shards_over_the_ranks_that_are_started() {
+    let workshop = Workshop::new();
+    let run = ["train", "run.toml", "--nproc-per-node", "2", "--set", "train.steps=1"];
+    let both = workshop.run(&[&run[..], &["--set", "parallel.zero_stage=2"]].concat()).succeeds();
+    assert!(!both.stderr.contains("note:"), "{both:?}");
+    let record: Value = serde_json::from_slice(&workshop.read("runs/run.json")).unwrap();
+    let settings = record["settings"].as_array().unwrap();
+    let value = |key: &str| settings.iter().find(|setting| setting["key"] == key).unwrap()["value"].clone();
+    assert_eq!([value("parallel.data_parallel_shard"), value("parallel.zero_stage")], [2, 2]);
+    let alone = workshop.run(&["plan", "run.toml", "--set", "parallel.zero_stage=2"]).succeeds();
+    assert!(alone.stderr.contains("shards nothing on one rank"), "{alone:?}");
+}
+
+#[test]
 fn a_killed_rank_ends_the_run_at_once_and_is_named() {
     let workshop = Workshop::new();
     for rank in [0, 1] {
@@ -117,7 +131,7 @@ fn ranks_that_do_not_fit_are_refused_before_any_starts() {
     refused(&["--set", &replicas("4")], &["2 does not divide train.global_batch = 4 / 4 ranks"]);
     // More than any plan has a place for.
     refused(&["--nproc-per-node", "7"], &["7 ranks cannot share train.global_batch = 4"]);
-    refused(&["--nproc-per-node", "0"], &["0", "a number from 1, or auto"]);
+    refused(&["--nproc-per-node", "0"], &["0", "a number from 1, auto"]);
     refused(
         &["--nproc-per-node", "4", "--set", "parallel.data_parallel_replicate=2"],
         &["leave one of them out"],
@@ -168,7 +182,7 @@ fn ranks_that_do_not_fit_are_refused_before_any_starts() {
     );
     set(&["parallel.sequence_parallel=true"], &["has no effect with parallel.tensor_parallel = 1"]);
     set(&["parallel.tensor_parallel=2", "model.preset=llama-15n"], &["did you mean `llama-15m`"]);
-    refused(&["--nproc-per-node", "2", "--log-dir", "run.toml"], &["cannot write run.toml/rank-00000.out"]);
+    refused(&["--nproc-per-node", "2", "--log-dir", "run.toml"], &["cannot write run.toml"]);
 }
 
 #[test]

@@ -46,7 +46,7 @@ use lanes::{Bf16Pairs, F32x8, F32x16};
 #[cfg(target_arch = "x86_64")]
 use pack::BfloatPair;
 use pack::{Operand, Order, Single, Widened, WidenedHalf};
-pub use peak::{Peak, measure_peak};
+pub use peak::{Peak, measure_peak, measure_peak_within};
 
 /// What products of blocks outside of this module are made of.
 pub(super) mod panels {

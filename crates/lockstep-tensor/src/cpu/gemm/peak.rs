@@ -29,8 +29,14 @@ pub struct Peak {
 /// Measures `threads` threads that run register-only loops at once at `level` (or the best that the CPU
 /// has), in about a third of a second.
 pub fn measure_peak(level: CpuLevel, threads: usize) -> Peak {
+    measure_peak_within(level, threads, Duration::from_millis(150))
+}
+
+/// [`measure_peak`] in about `time` for each type.
+pub fn measure_peak_within(level: CpuLevel, threads: usize, time: Duration) -> Peak {
     let level = level.min(CpuLevel::detect());
-    let f32_gflops = measure(threads, || match level {
+    let measure = |threads, run: &(dyn Fn() -> f64 + Sync)| measure(threads, time, run);
+    let f32_gflops = measure(threads, &|| match level {
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2 => vector_loop::<F32x8, 12>(1),
         #[cfg(target_arch = "x86_64")]
@@ -39,20 +45,19 @@ pub fn measure_peak(level: CpuLevel, threads: usize) -> Peak {
     });
     let bf16_gflops = match level {
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512Bf16 => measure(threads, || vector_loop::<Bf16Pairs, 12>(2)),
+        CpuLevel::Avx512Bf16 => measure(threads, &|| vector_loop::<Bf16Pairs, 12>(2)),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::AmxBf16 => measure(threads, tile_loop),
+        CpuLevel::AmxBf16 => measure(threads, &tile_loop),
         _ => f32_gflops,
     };
     Peak { f32_gflops, bf16_gflops }
 }
 
 /// The sum over threads of the best of several runs of `run`, which returns how many operations it did.
-fn measure(threads: usize, run: impl Fn() -> f64 + Sync) -> f64 {
-    const TIME: Duration = Duration::from_millis(150);
+fn measure(threads: usize, time: Duration, run: &(dyn Fn() -> f64 + Sync)) -> f64 {
     let best = || {
         let (start, mut best) = (Instant::now(), 0.0_f64);
-        while start.elapsed() < TIME {
+        while start.elapsed() < time {
             let begin = Instant::now();
             let operations = run();
             best = best.max(operations / begin.elapsed().as_secs_f64());

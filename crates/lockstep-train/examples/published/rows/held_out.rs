@@ -263,7 +263,7 @@ fn torchtitan() -> Vec<Row> {
     ];
     let row = |(name, model, shape, recompute, tokens)| {
         let name = format!("torchtitan {name}");
-        fsdp(name, "torchtitan, A100", "dgx-a100", 64, (model, shape, recompute), tokens)
+        fsdp(name, "torchtitan, A100", "selene", 64, (model, shape, recompute), tokens)
     };
     runs.map(row).into()
 }

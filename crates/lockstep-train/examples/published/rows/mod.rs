@@ -55,12 +55,13 @@ enum Measured {
 }
 
 /// Machines that have no preset, for no more is known of them than a run needs.
-const MACHINES: [(&str, &str); 7] = [
+const MACHINES: [(&str, &str); 8] = [
     ("dgx-a100-40gb", include_str!("../machines/dgx-a100-40gb.toml")),
     ("gb200-nvl72", include_str!("../machines/gb200-nvl72.toml")),
     ("h200-of-4", include_str!("../machines/h200-of-4.toml")),
     ("hgx-a100-40gb-roce", include_str!("../machines/hgx-a100-40gb-roce.toml")),
     ("jean-zay", include_str!("../machines/jean-zay.toml")),
+    ("selene", include_str!("../machines/selene.toml")),
     ("vela-a100", include_str!("../machines/vela-a100.toml")),
     ("vela-h100", include_str!("../machines/vela-h100.toml")),
 ];

@@ -5,7 +5,6 @@ use std::fmt::Write;
 use lockstep_plan::MemoryCategory;
 
 use super::svg::{WIDTH, colour, figure, legend, line, note, svg, table, text, text_before};
-use super::time;
 use crate::human;
 use crate::planner::details::MemoryCurve;
 use crate::planner::{Details, Evaluated};
@@ -56,7 +55,7 @@ pub(super) fn memory(best: &Evaluated, details: &Details) -> String {
     line(&mut body, [left, height, WIDTH, height], "class=\"axis\"");
     text(&mut body, [0.0, y + 4.0], "", &human::bytes(mark as u64).to_string());
     text(&mut body, [0.0, height], "", "0");
-    text_before(&mut body, [WIDTH, height + 14.0], &time(best.step.step_ms));
+    text_before(&mut body, [WIDTH, height + 14.0], &human::step_time(best.step.step_ms));
     let lines = shown.iter().enumerate().map(|(index, rank)| (name_of(*rank, ranks), colour(index)));
     let limit = shows_limit.then(|| ("what a rank may book".to_owned(), "var(--bad)".to_owned()));
     let mut notes = "Lines: what is in use, most at the dot. Dotted: what is booked for the whole step, which has room for each \
@@ -111,7 +110,7 @@ fn rows(best: &Evaluated, details: &Details, shown: &[usize]) -> String {
             name_of(*rank, details.memory.len()),
             bytes(&over_time("standing_bytes"), curve.standing_bytes),
             bytes(&over_time("peak_bytes"), peak_bytes),
-            figure(&over_time("peak_ms"), peak_ms, &time(peak_ms)),
+            figure(&over_time("peak_ms"), peak_ms, &human::step_time(peak_ms)),
             bytes(&over_time("booked_bytes"), curve.booked_bytes),
         ];
         row.extend(categories.iter().map(|category| {

@@ -18,10 +18,9 @@ use lockstep_plan::{PipelineSchedule, Plan};
 
 use self::svg::{bar, colour, escaped, figure, table};
 use super::{
-    Details, Evaluated, Neighbour, Planner, Roofline, Searched, mesh_in_words, parts, recompute_in_words,
-    schedule_in_words,
+    Details, Evaluated, Neighbour, Planner, Roofline, Searched, StepPart, mesh_in_words, parts,
+    recompute_in_words, schedule_in_words,
 };
-use crate::config::ModelSource;
 use crate::human;
 
 const STYLE: &str = include_str!("../../../assets/report.css");
@@ -107,33 +106,26 @@ impl Page<'_> {
 
 /// What takes most of the step.
 fn bound(best: &Evaluated) -> String {
-    let largest = parts(&best.step).into_iter().max_by(|a, b| a.1.total_cmp(&b.1));
-    largest.map_or(String::new(), |(name, ms)| {
-        format!("{:.0} % of it is {name}", 100.0 * ms / best.step.step_ms.max(f64::MIN_POSITIVE))
+    let largest = parts(&best.step).max_by(|a, b| a.ms.total_cmp(&b.ms));
+    largest.map_or(String::new(), |part| {
+        format!("{:.0} % of it is {}", 100.0 * part.ms / best.step.step_ms.max(f64::MIN_POSITIVE), part.name)
     })
 }
 
-/// The parts of a step with what `plan --json` calls them.
-fn named_parts(best: &Evaluated) -> impl Iterator<Item = (&'static str, &'static str, f64)> {
-    let keys = ["work", "exchanges", "bubble", "gradients", "update", "disk"];
-    let parts = keys.into_iter().zip(parts(&best.step)).map(|(key, (name, ms))| (key, name, ms));
-    parts.filter(|(key, _, ms)| *key != "disk" || *ms > 0.0)
-}
-
 fn pieces(best: &Evaluated) -> Vec<(f64, String, String)> {
-    let piece = |(index, (_, name, ms)): (usize, (&str, &str, f64))| {
-        (ms, format!("{name} {}", time(ms)), colour(index))
+    let piece = |(index, part): (usize, StepPart)| {
+        (part.ms, format!("{} {}", part.name, human::step_time(part.ms)), colour(index))
     };
-    named_parts(best).enumerate().map(piece).collect()
+    parts(&best.step).enumerate().map(piece).collect()
 }
 
 /// One bar of the parts of the step, with their names.
 fn stacked(best: &Evaluated) -> String {
-    let name = |(index, (key, name, ms)): (usize, (&str, &str, f64))| {
-        let figure = figure(&format!("/ranking/0/step_parts_ms/{key}"), ms, &time(ms));
+    let name = |(index, StepPart { key, name, ms, .. }): (usize, StepPart)| {
+        let figure = figure(&format!("/ranking/0/step_parts_ms/{key}"), ms, &human::step_time(ms));
         format!("<span><i style=\"background:{}\"></i>{name} {figure}</span>", colour(index))
     };
-    let names: String = named_parts(best).enumerate().map(name).collect();
+    let names: String = parts(&best.step).enumerate().map(name).collect();
     format!("{}<div class=\"legend\">{names}</div>", bar(&pieces(best), ""))
 }
 
@@ -156,12 +148,7 @@ fn title_of(roofline: &Roofline, details: &Details) -> String {
 impl Planner {
     /// The model by its name and its size.
     fn model_in_words(&self) -> String {
-        let parameters = human::count(self.model.config.parameter_count() as f64);
-        let name = match self.config.model_source() {
-            ModelSource::Preset(name) | ModelSource::ModelType(name) => name.to_owned(),
-            ModelSource::Path(path) => path.display().to_string(),
-        };
-        format!("{name} ({parameters} parameters)")
+        format!("{} ({} parameters)", self.model_name(), human::billions(self.parameters() as f64))
     }
 }
 
@@ -191,15 +178,6 @@ fn verdict(best: &Evaluated) -> String {
     format!("<p class=\"bad\"><b>{}</b></p>\n", escaped(&words))
 }
 
-/// A time with as many digits as tell plans apart.
-fn time(ms: f64) -> String {
-    match ms {
-        ms if ms.abs() < 1000.0 => human::milliseconds(ms),
-        ms if ms.abs() < 99_950.0 => format!("{:.*} s", if ms < 9995.0 { 2 } else { 1 }, ms / 1e3),
-        ms => human::milliseconds(ms),
-    }
-}
-
 /// So many of a unit, its prefix before it: `139 GFLOP/s`.
 fn rate(amount: f64, unit: &str) -> String {
     let number = human::count(amount).to_string();
@@ -213,7 +191,10 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
     let flops = |key: &str, tflops: f64| figure(&of_first(key), tflops, &rate(tflops * 1e12, "FLOP/s"));
     let total = of_first(&format!("memory_by_stage/{rank}/total"));
     let mut tiles = vec![
-        (figure(&of_first("step_ms"), best.step.step_ms, &time(best.step.step_ms)), "a step".to_owned()),
+        (
+            figure(&of_first("step_ms"), best.step.step_ms, &human::step_time(best.step.step_ms)),
+            "a step".to_owned(),
+        ),
         (
             figure(
                 &of_first("tokens_per_s"),
@@ -244,7 +225,8 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
     }
     let every = best.config.checkpoint.every;
     if every > 0 {
-        let save = figure(&of_first("stalls_ms/of_a_save"), best.save_ms(), &time(best.save_ms()));
+        let save =
+            figure(&of_first("stalls_ms/of_a_save"), best.save_ms(), &human::step_time(best.save_ms()));
         tiles.push((save, format!("for each save, one in {every} steps")));
     }
     if best.devices > 1 {
@@ -288,8 +270,9 @@ fn table_of(ranking: &[Evaluated]) -> String {
         let of_row = |key: &str| format!("/ranking/{index}/{key}");
         let share = step.step_ms / slowest.max(f64::MIN_POSITIVE);
         let looks = format!("height:5px;margin-top:2px;width:{:.0}%", 100.0 * share);
-        let part =
-            |(key, _, ms): (&str, &str, f64)| figure(&of_row(&format!("step_parts_ms/{key}")), ms, &time(ms));
+        let part = |StepPart { key, ms, .. }| {
+            figure(&of_row(&format!("step_parts_ms/{key}")), ms, &human::step_time(ms))
+        };
         let (rank, memory) = found.largest();
         let needed = figure(
             &of_row(&format!("memory_by_stage/{rank}/total")),
@@ -308,9 +291,10 @@ fn table_of(ranking: &[Evaluated]) -> String {
             figure(&of_row("micro_batch"), plan.micro_batch, &plan.micro_batch.to_string()),
             escaped(&schedule_in_words(plan).unwrap_or_else(|| "none".to_owned())),
             escaped(&recompute_in_words(plan)),
-            figure(&of_row("step_ms"), step.step_ms, &time(step.step_ms)) + &bar(&pieces(found), &looks),
+            figure(&of_row("step_ms"), step.step_ms, &human::step_time(step.step_ms))
+                + &bar(&pieces(found), &looks),
         ];
-        row.extend(named_parts(found).take(4).map(part));
+        row.extend(parts(&found.step).take(4).map(part));
         row.push(figure(
             &of_row("tokens_per_s"),
             found.tokens_per_s(),
@@ -464,7 +448,7 @@ mod tests {
 
     #[test]
     fn figures_have_the_digits_that_tell_them_apart() {
-        let times = [0.25, 999.4, 5794.2, 5932.0, 12_345.0, 123_456.0].map(super::time);
+        let times = [0.25, 999.4, 5794.2, 5932.0, 12_345.0, 123_456.0].map(crate::human::step_time);
         assert_eq!(times, ["0.2 ms", "999.4 ms", "5.79 s", "5.93 s", "12.3 s", "2m 03s"]);
         let rates = [1.39e11, 4.64e14, 12.0].map(|amount| super::rate(amount, "FLOP/s"));
         assert_eq!(rates, ["139 GFLOP/s", "464 TFLOP/s", "12 FLOP/s"]);

@@ -1,5 +1,6 @@
 //! The timeline of a step: a picture of it as a whole, and every pass for whoever zooms in, which the page's script draws.
 
+use crate::human;
 use std::collections::HashMap;
 use std::fmt::Write;
 
@@ -7,7 +8,6 @@ use lockstep_plan::schedule::{Action, PassKind};
 use serde_json::json;
 
 use super::svg::{WIDTH, colour, legend, note, rectangle, svg, text};
-use super::time;
 use crate::planner::Evaluated;
 
 /// Ranks that the picture has at most; of more some from the first to the last.
@@ -94,14 +94,14 @@ pub(super) fn timeline(best: &Evaluated) -> String {
         } else {
             for pass in &passes {
                 let (start, width) = (left + pass.start * scale, (pass.end - pass.start) * scale);
-                let title = format!("{} {}", KINDS[pass.kind], time(pass.end - pass.start));
+                let title = format!("{} {}", KINDS[pass.kind], human::step_time(pass.end - pass.start));
                 // A gap says where one micro-batch ends.
                 rectangle(&mut body, [start, y, (width - 0.8).max(0.4), height], &colour(pass.kind), &title);
             }
         }
         for (start, ms, kind) in after(best) {
             seen[kind] = true;
-            let title = format!("{} {}", KINDS[kind], time(ms));
+            let title = format!("{} {}", KINDS[kind], human::step_time(ms));
             rectangle(&mut body, [left + start * scale, y, ms * scale, height], &colour(kind), &title);
         }
     }

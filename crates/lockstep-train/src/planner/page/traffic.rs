@@ -4,7 +4,6 @@ use lockstep_plan::cluster::Cluster;
 use lockstep_plan::predict::{Sent, StepTraffic, Traffic};
 
 use super::svg::{bar, colour, escaped, figure, legend, note, table};
-use super::time;
 use crate::human;
 use crate::planner::Evaluated;
 
@@ -26,7 +25,7 @@ pub(super) fn traffic(cluster: &Cluster, best: &Evaluated, traffic: &StepTraffic
             " It is pipeline rank {pipeline_rank}, which is busy longest. What is waited for messages is part of the waiting for other stages."
         );
     }
-    let shared = figure("/traffic/shared_links_ms", *shared_ms, &time(*shared_ms));
+    let shared = figure("/traffic/shared_links_ms", *shared_ms, &human::step_time(*shared_ms));
     let shared = format!(
         "<p>{shared} more are waited because several of these are to go over the same links at once.</p>"
     );
@@ -57,8 +56,8 @@ fn bars(cluster: &Cluster, best: &Evaluated, kinds: &[Traffic]) -> String {
             escaped(&link.name),
             bar(&pieces, &looks),
             human::bytes(bytes as u64),
-            time(ms(bytes)),
-            time(best.step.step_ms)
+            human::step_time(ms(bytes)),
+            human::step_time(best.step.step_ms)
         )
     };
     levels(cluster, kinds).into_iter().map(bar_of).collect()
@@ -68,7 +67,7 @@ fn rows(cluster: &Cluster, kinds: &[Traffic]) -> String {
     let levels = levels(cluster, kinds);
     let row = |(index, kind): (usize, &Traffic)| {
         let pointer = |key: &str| format!("/traffic/kinds/{index}/{key}");
-        let ms = |key: &str, ms: f64| figure(&pointer(key), ms, &time(ms));
+        let ms = |key: &str, ms: f64| figure(&pointer(key), ms, &human::step_time(ms));
         let mut row = vec![
             format!(
                 "<i class=\"dot\" style=\"background:{}\"></i>{}",

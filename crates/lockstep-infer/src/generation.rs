@@ -1,0 +1,137 @@
+//! What a model's `generation_config.json` says of how its text is generated.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::InferError;
+
+/// The keys of a `generation_config.json` that are obeyed; absent ones are `None`.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct GenerationConfig {
+    /// The tokens of which each ends a text, in place of those of `config.json`.
+    pub end: Option<Vec<u32>>,
+    /// Whether tokens are drawn; if not, the most likely one is taken.
+    pub samples: Option<bool>,
+    /// Divides the logits.
+    pub temperature: Option<f32>,
+    /// Only so many of the most likely tokens.
+    pub top_k: Option<usize>,
+    /// Only the most likely tokens that together have this probability.
+    pub top_p: Option<f32>,
+    /// New tokens at most.
+    pub max_new_tokens: Option<usize>,
+    /// Tokens at most, those of the prompt included.
+    pub max_length: Option<usize>,
+    /// Keys that would change the text and are not supported, with their values.
+    pub ignored: Vec<String>,
+}
+
+/// Keys that change the text and are not supported, and the value with which they do nothing.
+const UNSUPPORTED: [(&str, f64); 8] = [
+    ("repetition_penalty", 1.0),
+    ("no_repeat_ngram_size", 0.0),
+    ("num_beams", 1.0),
+    ("penalty_alpha", 0.0),
+    ("min_p", 0.0),
+    ("typical_p", 1.0),
+    ("epsilon_cutoff", 0.0),
+    ("eta_cutoff", 0.0),
+];
+
+impl GenerationConfig {
+    /// Reads the file at `path`.
+    ///
+    /// # Errors
+    /// [`InferError::GenerationConfig`] if it cannot be read, is no JSON object, or a key has a value of another type.
+    pub fn read(path: &Path) -> Result<Self, InferError> {
+        let bad = |problem| InferError::GenerationConfig { path: path.to_owned(), problem };
+        let text = fs::read_to_string(path).map_err(|error| bad(error.to_string()))?;
+        let table: Map<String, Value> =
+            serde_json::from_str(&text).map_err(|error| bad(error.to_string()))?;
+        Self::from_table(&table).map_err(bad)
+    }
+
+    fn from_table(table: &Map<String, Value>) -> Result<Self, String> {
+        let given = |key: &str| table.get(key).filter(|value| !value.is_null());
+        let wrong = |key: &str, value: &Value, allowed| format!("`{key}` is {value}; allowed: {allowed}");
+        let number = |key: &str| {
+            let read = |value: &Value| value.as_f64().ok_or_else(|| wrong(key, value, "a number"));
+            given(key).map(read).transpose().map(|number| number.map(|number| number as f32))
+        };
+        let size = |key: &str| {
+            let read =
+                |value: &Value| value.as_u64().ok_or_else(|| wrong(key, value, "an integer, 0 or more"));
+            given(key).map(read).transpose().map(|size| size.map(|size| size as usize))
+        };
+        let flag = |value: &Value| value.as_bool().ok_or_else(|| wrong("do_sample", value, "true or false"));
+        let idle = |key: &str, idle: f64| given(key).filter(|value| value.as_f64() != Some(idle));
+        let ignored = UNSUPPORTED
+            .iter()
+            .filter_map(|(key, neutral)| idle(key, *neutral).map(|value| format!("{key} = {value}")));
+        Ok(Self {
+            end: given("eos_token_id").map(token_ids).transpose()?,
+            samples: given("do_sample").map(flag).transpose()?,
+            temperature: number("temperature")?,
+            top_k: size("top_k")?,
+            top_p: number("top_p")?,
+            max_new_tokens: size("max_new_tokens")?,
+            max_length: size("max_length")?,
+            ignored: ignored.collect(),
+        })
+    }
+}
+
+/// One id or a list of them.
+fn token_ids(value: &Value) -> Result<Vec<u32>, String> {
+    let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    let ids = match value {
+        Value::Array(ids) => ids.iter().map(id).collect(),
+        one => id(one).map(|id| vec![id]),
+    };
+    ids.ok_or_else(|| format!("`eos_token_id` is {value}; allowed: a token id or a list of them"))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(value: Value) -> Result<GenerationConfig, String> {
+        GenerationConfig::from_table(value.as_object().expect("a table"))
+    }
+
+    #[test]
+    fn keys_are_read_and_what_is_not_supported_is_named() {
+        let config = read(json!({
+            "eos_token_id": [128_001, 128_009], "do_sample": true, "temperature": 0.6, "top_k": null, "top_p": 0.9,
+            "max_new_tokens": 40, "repetition_penalty": 1.05, "num_beams": 1, "transformers_version": "4.44.0",
+        }));
+        let expected = GenerationConfig {
+            end: Some(vec![128_001, 128_009]),
+            samples: Some(true),
+            temperature: Some(0.6),
+            top_p: Some(0.9),
+            max_new_tokens: Some(40),
+            ignored: vec!["repetition_penalty = 1.05".to_owned()],
+            ..GenerationConfig::default()
+        };
+        assert_eq!(config, Ok(expected));
+        assert_eq!(read(json!({"eos_token_id": 2})).map(|config| config.end), Ok(Some(vec![2])));
+    }
+
+    #[test]
+    fn values_of_another_type_are_refused_with_their_key() {
+        for (value, key) in [
+            (json!({"eos_token_id": "</s>"}), "eos_token_id"),
+            (json!({"eos_token_id": [1, -1]}), "eos_token_id"),
+            (json!({"temperature": "hot"}), "temperature"),
+            (json!({"top_k": 1.5}), "top_k"),
+            (json!({"do_sample": 1}), "do_sample"),
+        ] {
+            assert!(read(value).expect_err(key).contains(key), "{key}");
+        }
+    }
+}

@@ -1,0 +1,432 @@
+//! Runs that this command starts on other machines by itself, over ssh: a hostfile with DeepSpeed's filters.
+//!
+//! Each host gets one command by `ssh -o BatchMode=yes`. The run's secret goes over its standard input, never in its arguments, and
+//! the end of that input ends the command there: nothing has to be killed from afar.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueHint};
+use lockstep_comm::{DEFAULT_PORT, PairingCode};
+use lockstep_train::interrupt::Interrupt;
+use rustix::process::{Signal, getpid, kill_process};
+
+use crate::exit::{FAILED, Failure};
+use crate::nodes::Nodes;
+use crate::output::note;
+
+const HEADING: &str = "Starting ranks on other machines, as DeepSpeed does";
+/// ssh's own exit code.
+const SSH_FAILED: i32 = 255;
+/// How often the commands are looked after.
+const LOOK: Duration = Duration::from_millis(50);
+/// What a command has to end by itself once its standard input has ended, before its ssh is killed.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// DeepSpeed's flags.
+#[derive(Debug, Args)]
+pub(crate) struct Hosts {
+    /// Start the run over ssh on the machines of this file, whose lines are HOST slots=N
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = HEADING)]
+    hostfile: Option<PathBuf>,
+    /// Hosts of the file, and slots of theirs, to use: h1@h2:0,2
+    #[arg(long, value_name = "HOSTS", conflicts_with = "exclude", help_heading = HEADING)]
+    include: Option<String>,
+    /// Hosts of the file, and slots of theirs, not to use
+    #[arg(long, value_name = "HOSTS", help_heading = HEADING)]
+    exclude: Option<String>,
+    /// The first N hosts of the file
+    #[arg(long, value_name = "N", alias = "num_nodes", conflicts_with_all = ["include", "exclude"], help_heading = HEADING)]
+    num_nodes: Option<usize>,
+    /// Ranks on each host, whatever its slots
+    #[arg(long, value_name = "N", alias = "num_gpus", conflicts_with_all = ["include", "exclude"], help_heading = HEADING)]
+    num_gpus: Option<usize>,
+    /// Program that runs a command on a host, as ssh does
+    #[arg(long, value_name = "PROGRAM", default_value = "ssh", help_heading = HEADING)]
+    ssh: String,
+}
+
+/// A machine, and the numbers of its slots that are used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Host {
+    name: String,
+    slots: BTreeSet<usize>,
+}
+
+impl Hosts {
+    /// Starts this command on all hosts and waits for its end; `None` if there is no hostfile.
+    pub(crate) fn run(
+        &self,
+        ranks: Option<usize>,
+        nodes: &Nodes,
+        is_started: bool,
+    ) -> Result<Option<ExitCode>, Failure> {
+        let Some(path) = &self.hostfile else {
+            let filters = [
+                (self.include.is_some(), "--include"),
+                (self.exclude.is_some(), "--exclude"),
+                (self.num_nodes.is_some(), "--num-nodes"),
+                (self.num_gpus.is_some(), "--num-gpus"),
+            ];
+            return match filters.into_iter().find(|(is_given, _)| *is_given) {
+                None => Ok(None),
+                Some((_, name)) => Err(Failure::configuration(format!(
+                    "{name} chooses among the hosts of --hostfile: give one"
+                ))),
+            };
+        };
+        if is_started {
+            return Err(Failure::configuration(
+                "--hostfile starts machines, and this process is a rank that another launcher has started: leave --hostfile out",
+            ));
+        }
+        if let Some(flag) = nodes.given_beside_hosts() {
+            return Err(Failure::configuration(format!(
+                "{flag} is what --hostfile says of each machine: leave {flag} out, or start each machine by hand"
+            )));
+        }
+        if ranks.is_some() {
+            return Err(Failure::configuration(
+                "--nproc-per-node and --hostfile both say how many ranks a machine has: leave one out, or give --num-gpus",
+            ));
+        }
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            Failure::configuration(format!("cannot read the hostfile {}: {error}", path.display()))
+        })?;
+        let problem = |what: String| Failure::configuration(format!("{}: {what}", path.display()));
+        let hosts = parse(&text).and_then(|hosts| self.chosen(hosts)).map_err(problem)?;
+        self.start(&hosts, nodes.master()).map(Some)
+    }
+
+    /// Those of the file that are to be used.
+    fn chosen(&self, mut hosts: Vec<Host>) -> Result<Vec<Host>, String> {
+        if let Some(filter) = &self.include {
+            let chosen = filtered(filter, &hosts)?;
+            // The file's order stays.
+            hosts.retain_mut(|host| {
+                let found = chosen.iter().find(|(name, _)| *name == host.name);
+                if let Some((_, Some(slots))) = found {
+                    host.slots.clone_from(slots);
+                }
+                found.is_some()
+            });
+        }
+        if let Some(filter) = &self.exclude {
+            for (name, slots) in filtered(filter, &hosts)? {
+                for host in hosts.iter_mut().filter(|host| host.name == name) {
+                    host.slots.retain(|slot| slots.as_ref().is_some_and(|slots| !slots.contains(slot)));
+                }
+            }
+            hosts.retain(|host| !host.slots.is_empty());
+        }
+        if let Some(nodes) = self.num_nodes {
+            if nodes == 0 || nodes > hosts.len() {
+                return Err(format!("--num-nodes {nodes}: it has {} hosts", hosts.len()));
+            }
+            hosts.truncate(nodes);
+        }
+        if let Some(ranks) = self.num_gpus {
+            if ranks == 0 {
+                return Err("--num-gpus 0: a number from 1".to_owned());
+            }
+            hosts.iter_mut().for_each(|host| host.slots = (0..ranks).collect());
+        }
+        if hosts.is_empty() { Err("no host is left to start on".to_owned()) } else { Ok(hosts) }
+    }
+
+    fn start(&self, hosts: &[Host], master: (Option<&str>, Option<u16>)) -> Result<ExitCode, Failure> {
+        let failed = |error: &dyn std::fmt::Display| Failure { message: error.to_string(), code: FAILED };
+        let (address, port) =
+            (master.0.unwrap_or_else(|| plain(&hosts[0].name)), master.1.unwrap_or(DEFAULT_PORT));
+        let here = std::env::current_dir().map_err(|error| failed(&error))?;
+        let program = std::env::current_exe().map_err(|error| failed(&error))?;
+        let arguments: Vec<String> =
+            std::env::args_os().skip(1).map(|text| text.to_string_lossy().into()).collect();
+        let secret = PairingCode::random().map_err(|error| failed(&error))?;
+        let interrupt = Interrupt::on_signals()?;
+        let mut remotes = Vec::new();
+        for (node, host) in hosts.iter().enumerate() {
+            let mut command = vec![program.to_string_lossy().into_owned()];
+            command.extend(without_hosts(&arguments));
+            command.extend([
+                format!("--nnodes={}", hosts.len()),
+                format!("--node-rank={node}"),
+                format!("--rdzv-endpoint={address}:{port}"),
+                format!("--nproc-per-node={}", host.slots.len()),
+                "--secret-file=-".to_owned(),
+            ]);
+            let command: Vec<String> = command.iter().map(|argument| quoted(argument)).collect();
+            let line = format!("cd {} && exec {}", quoted(&here.to_string_lossy()), command.join(" "));
+            remotes.push(self.connect(&host.name, &line, &secret)?);
+        }
+        let names: Vec<String> =
+            hosts.iter().map(|host| format!("{} ({})", host.name, host.slots.len())).collect();
+        note!("hosts      {}", names.join(", "));
+        watch(remotes, &interrupt)
+    }
+
+    /// Runs `line` on a host, with the secret as the first line of its input.
+    fn connect(&self, host: &str, line: &str, secret: &PairingCode) -> Result<Remote, Failure> {
+        let mut command = Command::new(&self.ssh);
+        command.args(["-o", "BatchMode=yes", "--", host, line]).stdin(Stdio::piped());
+        // Ctrl-C is for this process alone, which ends the others in order.
+        command.process_group(0);
+        let mut child = command.spawn().map_err(|error| {
+            Failure::configuration(format!(
+                "cannot start {} to reach {host}: {error} (--ssh names the program)",
+                self.ssh
+            ))
+        })?;
+        let mut input = child.stdin.take();
+        if let Some(input) = &mut input {
+            // One that has ended already says why by its exit code.
+            let _ = writeln!(input, "{secret}").and_then(|()| input.flush());
+        }
+        Ok(Remote { host: host.to_owned(), child, input, code: None })
+    }
+}
+
+/// The command on another machine.
+struct Remote {
+    host: String,
+    child: Child,
+    input: Option<ChildStdin>,
+    code: Option<i32>,
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        self.input = None;
+        if self.code.is_none() {
+            // It may have ended just now.
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// Waits for all; the first that fails, or a signal, ends the others.
+fn watch(mut remotes: Vec<Remote>, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
+    let mut first: Option<(String, i32)> = None;
+    let mut last_moment = None;
+    while remotes.iter().any(|remote| remote.code.is_none()) {
+        for remote in remotes.iter_mut().filter(|remote| remote.code.is_none()) {
+            let ended = remote.child.try_wait();
+            let ended = ended.map_err(|error| Failure { message: error.to_string(), code: FAILED })?;
+            if let Some(status) = ended {
+                let code = status.code().unwrap_or(SSH_FAILED);
+                remote.code = Some(code);
+                if code != 0 && first.is_none() {
+                    first = Some((remote.host.clone(), code));
+                }
+            }
+        }
+        if last_moment.is_none() && (first.is_some() || interrupt.is_requested()) {
+            last_moment = Some(Instant::now() + PATIENCE);
+            remotes.iter_mut().for_each(|remote| remote.input = None);
+        }
+        if last_moment.is_some_and(|moment| Instant::now() > moment) {
+            break;
+        }
+        std::thread::sleep(LOOK);
+    }
+    match first {
+        None => Ok(ExitCode::SUCCESS),
+        Some((host, SSH_FAILED)) => Err(Failure::configuration(format!(
+            "{host} cannot be reached by ssh, or its connection broke (exit code 255): `ssh -o BatchMode=yes {host} true` must work without a password"
+        ))),
+        Some((host, 126 | 127)) => Err(Failure::configuration(format!(
+            "{host} has no lockstep at the path that it has here, or not this directory: install both alike on all hosts"
+        ))),
+        Some((_, code)) => Ok(ExitCode::from(code as u8)),
+    }
+}
+
+/// Reads the secret from standard input, and from then on ends this process like SIGTERM when that ends.
+pub(crate) fn secret_from_stdin() -> Result<String, Failure> {
+    static READ: OnceLock<String> = OnceLock::new();
+    // Ranks that start again have the same.
+    if let Some(secret) = READ.get() {
+        return Ok(secret.clone());
+    }
+    let mut line = String::new();
+    let read = std::io::stdin().lock().take(4096).read_line(&mut line);
+    let secret = line.trim();
+    // Codes have hyphens, which are no part of the secret: any line of 16 characters will do.
+    if read.is_err() || secret.len() < 16 {
+        return Err(Failure::configuration(
+            "--secret-file -: standard input has no line of at least 16 characters",
+        ));
+    }
+    std::thread::spawn(|| {
+        let mut rest = [0; 256];
+        while matches!(std::io::stdin().read(&mut rest), Ok(1..)) {}
+        stop();
+    });
+    Ok(READ.get_or_init(|| secret.to_owned()).clone())
+}
+
+/// Asks this process to save and end.
+fn stop() {
+    // It exists, and may signal itself.
+    let _ = kill_process(getpid(), Signal::TERM);
+}
+
+/// `user@host` without the user.
+fn plain(host: &str) -> &str {
+    host.rsplit_once('@').map_or(host, |(_, host)| host)
+}
+
+/// Lines `HOST slots=N`; empty ones and comments are skipped.
+fn parse(text: &str) -> Result<Vec<Host>, String> {
+    let mut hosts: Vec<Host> = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let number = index + 1;
+        let mut words = line.split_whitespace();
+        let (name, slots) =
+            (words.next().unwrap_or_default(), words.next().and_then(|word| word.strip_prefix("slots=")));
+        let slots =
+            slots.and_then(|slots| slots.parse::<usize>().ok()).filter(|slots| (1..=1024).contains(slots));
+        let Some(slots) = slots else {
+            return Err(format!("line {number}, {line:?}: HOST slots=N, as worker-1 slots=8"));
+        };
+        if name.starts_with('-') {
+            return Err(format!("line {number}: {name:?} is no name of a host"));
+        }
+        if hosts.iter().any(|host| host.name == name) {
+            return Err(format!("line {number}: {name} is there twice; give it all its slots in one line"));
+        }
+        hosts.push(Host { name: name.to_owned(), slots: (0..slots).collect() });
+    }
+    if hosts.is_empty() { Err("it names no host; its lines are HOST slots=N".to_owned()) } else { Ok(hosts) }
+}
+
+/// Hosts of a filter, with their slots if it names any: `h1@h2:0,2`.
+type Filtered = Vec<(String, Option<BTreeSet<usize>>)>;
+
+fn filtered(filter: &str, hosts: &[Host]) -> Result<Filtered, String> {
+    filter
+        .split('@')
+        .map(|part| {
+            let (name, slots) =
+                part.split_once(':').map_or((part, None), |(name, slots)| (name, Some(slots)));
+            let Some(host) = hosts.iter().find(|host| host.name == name) else {
+                let known: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
+                return Err(format!("no host {name:?} ({filter}); hosts are {}", known.join(", ")));
+            };
+            let parse = |slot: &str| {
+                let slot = slot.trim().parse().ok().filter(|slot| host.slots.contains(slot));
+                slot.ok_or_else(|| format!("{filter}: {name} has slots 0 to {}", host.slots.len() - 1))
+            };
+            let slots = slots.map(|slots| slots.split(',').map(parse).collect()).transpose()?;
+            Ok((name.to_owned(), slots))
+        })
+        .collect()
+}
+
+/// Arguments for the other machines: without those of this module.
+fn without_hosts(arguments: &[String]) -> Vec<String> {
+    let own =
+        ["hostfile", "include", "exclude", "num-nodes", "num-gpus", "ssh", "master-addr", "master-port"];
+    let mut kept = Vec::new();
+    let mut arguments = arguments.iter();
+    while let Some(argument) = arguments.next() {
+        let (name, value) =
+            argument.split_once('=').map_or((argument.as_str(), None), |(name, value)| (name, Some(value)));
+        let is_own =
+            name.strip_prefix("--").is_some_and(|name| own.contains(&name.replace('_', "-").as_str()));
+        if !is_own {
+            kept.push(argument.clone());
+        } else if value.is_none() {
+            // Its value is the next one.
+            arguments.next();
+        }
+    }
+    kept
+}
+
+/// An argument as a shell takes it.
+fn quoted(text: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@%+".contains(c);
+    if !text.is_empty() && text.chars().all(is_plain) {
+        return text.to_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(flags: &[&str], text: &str) -> Result<Vec<(String, Vec<usize>)>, String> {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            hosts: Hosts,
+        }
+        let line = <Line as clap::Parser>::try_parse_from([&["x"], flags].concat()).unwrap();
+        let hosts = parse(text).and_then(|hosts| line.hosts.chosen(hosts))?;
+        Ok(hosts.into_iter().map(|host| (host.name, host.slots.into_iter().collect())).collect())
+    }
+
+    const FILE: &str = "# a comment\n\nh1 slots=2\nroot@h2  slots=4 # more\nh3 slots=1\n";
+
+    #[test]
+    fn hosts_are_chosen_as_deepspeed_chooses_them() {
+        /// Flags, and hosts with their slots.
+        type Case = (&'static [&'static str], &'static [(&'static str, &'static [usize])]);
+        let table: [Case; 7] = [
+            (&[], &[("h1", &[0, 1]), ("root@h2", &[0, 1, 2, 3]), ("h3", &[0])]),
+            (&["--include", "h3@h1"], &[("h1", &[0, 1]), ("h3", &[0])]),
+            (&["--include", "h1:1"], &[("h1", &[1])]),
+            (&["--exclude", "h1:0@h3"], &[("h1", &[1]), ("root@h2", &[0, 1, 2, 3])]),
+            (&["--num_nodes", "2"], &[("h1", &[0, 1]), ("root@h2", &[0, 1, 2, 3])]),
+            (&["--num_nodes=1", "--num_gpus=3"], &[("h1", &[0, 1, 2])]),
+            (&["--exclude", "h1"], &[("root@h2", &[0, 1, 2, 3]), ("h3", &[0])]),
+        ];
+        for (flags, expected) in table {
+            let expected: Vec<_> =
+                expected.iter().map(|(name, slots)| ((*name).to_owned(), slots.to_vec())).collect();
+            assert_eq!(chosen(flags, FILE).unwrap(), expected, "{flags:?}");
+        }
+    }
+
+    #[test]
+    fn mistakes_in_a_hostfile_or_a_filter_are_told() {
+        let table: [(&[&str], &str, &str); 9] = [
+            (&[], "", "names no host"),
+            (&[], "h1\n", "line 1"),
+            (&[], "h1 slots=2\nh2 slots=two", "line 2"),
+            (&[], "h1 slots=2\nh1 slots=2", "line 2: h1 is there twice"),
+            (&[], "-oProxyCommand=x slots=1", "no name of a host"),
+            (&["--include", "h9"], FILE, "hosts are h1, root@h2, h3"),
+            (&["--exclude", "h1:2"], FILE, "h1 has slots 0 to 1"),
+            (&["--exclude", "h1@root@h2@h3"], FILE, "no host \"root\""),
+            (&["--num-nodes", "4"], FILE, "it has 3 hosts"),
+        ];
+        for (flags, text, part) in table {
+            let message = chosen(flags, text).unwrap_err();
+            assert!(message.contains(part), "{flags:?} {text:?}: {message}");
+        }
+    }
+
+    #[test]
+    fn arguments_go_to_other_machines_whole_and_without_those_for_this_one() {
+        let arguments =
+            ["train", "a b.toml", "--hostfile=h", "--num_nodes", "2", "--set", "x.y='1'", "--ssh", "s"];
+        let kept = without_hosts(&arguments.map(str::to_owned));
+        assert_eq!(kept, ["train", "a b.toml", "--set", "x.y='1'"]);
+        assert_eq!(quoted("a b.toml"), "'a b.toml'");
+        assert_eq!(quoted("x.y='1'"), r"'x.y='\''1'\'''");
+        assert_eq!(quoted("--nnodes=2"), "--nnodes=2");
+    }
+}

@@ -1,0 +1,138 @@
+//! `lockstep import`, and the DeepSpeed file of `lockstep train`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum, ValueHint};
+use lockstep_import::{AutoValues, Import, Options, Origin, import};
+use lockstep_train::config::{Imported, ImportedFrom};
+use lockstep_train::{RunConfig, human};
+
+use crate::exit::Failure;
+use crate::output::{note, say};
+
+/// Longest configuration of another tool that is read.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Format {
+    /// A DeepSpeed configuration, ds_config.json
+    Deepspeed,
+    /// What `accelerate config` writes, default_config.yaml
+    Accelerate,
+}
+
+impl From<Format> for lockstep_import::Format {
+    fn from(format: Format) -> Self {
+        match format {
+            Format::Deepspeed => Self::DeepSpeed,
+            Format::Accelerate => Self::Accelerate,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The tool whose configuration it is
+    format: Format,
+    /// The file
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    file: PathBuf,
+    /// Ranks of the run, where batch sizes follow from them [default: the file's]
+    #[arg(long, value_name = "N", value_parser = crate::ranks::number)]
+    ranks: Option<usize>,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let options = Options { ranks: arguments.ranks, auto: AutoValues::TrainerDefaults };
+    let import = read(arguments.format.into(), &arguments.file, options)?;
+    let text = import.to_toml();
+    check(&import, &text)?;
+    say!("{}", text.trim_end());
+    note!("{}", summary(&import));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Translates a file; a file that it names is looked for beside it.
+pub(crate) fn read(
+    format: lockstep_import::Format,
+    path: &Path,
+    options: Options,
+) -> Result<Import, Failure> {
+    let text = read_text(path)
+        .map_err(|error| Failure::configuration(format!("cannot read {}: {error}", path.display())))?;
+    let beside = |name: &str| read_text(&path.parent().unwrap_or(Path::new("")).join(name));
+    import(format, &text, &path.display().to_string(), options, &beside)
+        .map_err(|problems| Failure::configuration(problems.to_string()))
+}
+
+fn read_text(path: &Path) -> Result<String, String> {
+    let metadata = fs::metadata(path).map_err(|error| error.to_string())?;
+    if metadata.is_dir() {
+        return Err("it is a directory".to_owned());
+    }
+    if metadata.len() > MAX_FILE_BYTES {
+        return Err(format!("it is longer than {} KiB, which no configuration is", MAX_FILE_BYTES >> 10));
+    }
+    fs::read_to_string(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::InvalidData => "it is not text (UTF-8)".to_owned(),
+        _ => error.to_string(),
+    })
+}
+
+/// Holds the result against the rules of RUN.toml; a mistake is shown where the other tool's file has it.
+fn check(import: &Import, text: &str) -> Result<(), Failure> {
+    let Err(problems) = RunConfig::parse(text, "run.toml", &[] as &[&str]) else { return Ok(()) };
+    let lines = problems.iter().map(|problem| {
+        let setting = import.settings.iter().find(|setting| setting.key == problem.key);
+        let place = match setting.map(|setting| &setting.origin) {
+            Some(Origin::File { file, line, key, .. }) => format!("{file}:{line}: {key}"),
+            _ => import.file.clone(),
+        };
+        let allowed = match problem.allowed.as_str() {
+            "" => String::new(),
+            allowed => format!("; allowed: {allowed}"),
+        };
+        format!("{place}: as {}: {}{allowed}", problem.key, problem.what)
+    });
+    Err(Failure::configuration(lines.collect::<Vec<_>>().join("\n  ")))
+}
+
+/// The values for a run that the file is given to.
+pub(crate) fn values(import: &Import) -> Vec<Imported> {
+    let values = import.settings.iter().map(|setting| {
+        let (place, from) = match &setting.origin {
+            Origin::File { file, line, .. } => ((file.clone(), *line), ImportedFrom::User),
+            // The batch of a micro-batch and its steps of accumulation is what the user wrote.
+            Origin::Derived(_) if setting.key == "train.global_batch" => {
+                ((import.file.clone(), 0), ImportedFrom::User)
+            }
+            Origin::Derived(_) | Origin::ForeignDefault(_) => ((import.file.clone(), 0), ImportedFrom::Rule),
+        };
+        Imported { key: setting.key.to_owned(), value: setting.value.clone(), place, from }
+    });
+    values.collect()
+}
+
+/// How many values came from where.
+fn summary(import: &Import) -> String {
+    let count =
+        |is: fn(&Origin) -> bool| import.settings.iter().filter(|setting| is(&setting.origin)).count();
+    let given = count(|origin| matches!(origin, Origin::File { .. }));
+    let defaults = count(|origin| matches!(origin, Origin::ForeignDefault(_)));
+    let derived = count(|origin| matches!(origin, Origin::Derived(_)));
+    let idle: usize = import.without_effect.values().map(Vec::len).sum();
+    let mut text = format!(
+        "{}: {} translated, {} of {} written out, {derived} derived, {} without effect",
+        import.file,
+        human::plural(given, "value"),
+        human::plural(defaults, "default"),
+        import.tool,
+        human::plural(idle, "key"),
+    );
+    for remark in &import.remarks {
+        text.push_str(&format!("\nnote: {remark}"));
+    }
+    text
+}

@@ -1,0 +1,151 @@
+//! `lockstep import`: a configuration of another tool becomes a run, or says why not.
+
+use std::fs;
+
+use crate::workshop::Workshop;
+
+const ZERO_2: &str = r#"{
+  "train_batch_size": 4, // of two ranks
+  "train_micro_batch_size_per_gpu": 2,
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}},
+  "zero_optimization": {"stage": 2, "overlap_comm": true},
+}"#;
+
+const TINY: &str = "\n[model]\nnum_hidden_layers = 1\nhidden_size = 32\nintermediate_size = 64\n\
+                    num_attention_heads = 2\nnum_key_value_heads = 1\n[data]\ntrain = [\"text.txt\"]\n";
+
+#[test]
+fn a_deepspeed_configuration_becomes_a_run_that_trains() {
+    let workshop = Workshop::new();
+    workshop.write("ds.json", ZERO_2);
+    let import = workshop.run(&["import", "deepspeed", "ds.json"]).succeeds();
+    assert!(import.stderr.contains("8 values translated, 1 default of DeepSpeed"), "{import:?}");
+    assert!(import.stdout.contains("betas = [0.9, 0.999]"), "{import:?}");
+    assert!(
+        import.stdout.contains("zero_optimization.overlap_comm: communication always overlaps"),
+        "{import:?}"
+    );
+    workshop.write("imported.toml", import.stdout + TINY);
+    let settings = ["train.steps=2", "train.seq_len=16", "train.threads=1", "train.eval_every=0"];
+    let settings = settings.iter().flat_map(|setting| ["--set", setting]);
+    let train = ["train", "imported.toml", "--nproc-per-node", "2"].into_iter().chain(settings);
+    workshop.run(&train.collect::<Vec<_>>()).succeeds();
+    assert!(workshop.path("checkpoints/step-00000002").exists());
+}
+
+#[test]
+fn a_file_that_is_named_is_looked_for_beside_the_one_that_names_it() {
+    let workshop = Workshop::new();
+    workshop.write("here/ds.json", ZERO_2);
+    let file = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n";
+    workshop.write("here/accelerate.yaml", file);
+    let import = workshop.run(&["import", "accelerate", "here/accelerate.yaml"]).succeeds();
+    assert!(
+        import.stdout.contains("data_parallel_shard = 2") && import.stdout.contains("lr = 1e-3"),
+        "{import:?}"
+    );
+}
+
+/// A DeepSpeed file, and what its refusal names.
+const DEEPSPEED: &[(&str, &[&str])] = &[
+    ("", &["is empty"]),
+    ("[1, 2]", &["not a table of keys"]),
+    ("{\"train_batch_size\": 4", &["broken JSON"]),
+    ("{\"a\": \u{0}}", &["NUL"]),
+    ("{\"train_batch_size\": 4, \"train_batch_size\": 8}", &["ds.json:1", "stands twice"]),
+    ("{\"train_batch_sizes\": 4}", &["ds.json:1: train_batch_sizes: unknown key", "train_batch_size"]),
+    ("{\"train_batch_size\": \"many\"}", &["train_batch_size: is \"many\"", "an integer"]),
+    ("{\"train_batch_size\": -4}", &["train_batch_size", "-4"]),
+    ("{\"train_batch_size\": 0}", &["train_batch_size", "1 or more"]),
+    (
+        "{\"train_batch_size\": 10, \"train_micro_batch_size_per_gpu\": 4}",
+        &["is 10, and 4 sequences", "leave one of the three out"],
+    ),
+    ("{\"zero_optimization\": {\"stage\": 4}}", &["zero_optimization.stage: is 4", "0, 1, 2 or 3"]),
+    ("{\"zero_optimization\": {\"stagee\": 2}}", &["zero_optimization.stagee", "zero_optimization.stage"]),
+    ("{\"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true}}", &["fp16.enabled", "one of the two"]),
+    (
+        "{\"fp16\": {\"enabled\": true, \"initial_scale_power\": 64}}",
+        &["ds.json:1: fp16.initial_scale_power", "<= 32"],
+    ),
+    ("{\"fp16\": {\"enabled\": \"maybe\"}}", &["fp16.enabled", "true or false"]),
+    ("{\"optimizer\": {\"type\": \"OneBitAdam\"}}", &["optimizer.type", "zero_quantized_gradients"]),
+    ("{\"optimizer\": {\"type\": \"Adafactor\"}}", &["optimizer.type", "Adam, AdamW, SGD, Lion or Muon"]),
+    (
+        "{\"optimizer\": {\"type\": \"SGD\", \"params\": {\"betas\": [0.9, 0.99]}}}",
+        &["optimizer.params.betas", "leave it out"],
+    ),
+    ("{\"scheduler\": {\"type\": \"OneCycle\"}}", &["scheduler.type", "WarmupDecayLR"]),
+    ("{\"gradient_allreduce_op\": \"sum\"}", &["gradient_allreduce_op", "optimizer.params.lr"]),
+    ("{\"sparse_attention\": {\"mode\": \"fixed\"}}", &["sparse_attention", "leave the section out"]),
+    (
+        "{\"zero_optimization\": {\"stage\": 3, \"offload_param\": {\"device\": \"nvme\"}}}",
+        &["offload_param.device", "offload_optimizer.device = nvme"],
+    ),
+    (
+        "{\"zero_optimization\": {\"stage\": 1, \"offload_optimizer\": {\"device\": \"gpu\"}}}",
+        &["offload_optimizer.device", "none, cpu or nvme"],
+    ),
+    (
+        "{\"optimizer\": {\"type\": \"Muon\"}, \"zero_optimization\": {\"stage\": 2}}",
+        &["optimizer.type", "AdamW"],
+    ),
+    (
+        "{\"hidden_size\": 1, \"num_layers\": 1, \"vocab\": 1, \"heads\": 2}",
+        &["no configuration of DeepSpeed"],
+    ),
+];
+
+/// An Accelerate file, and what its refusal names.
+const ACCELERATE: &[(&str, &[&str])] = &[
+    ("num_processes: 2\n", &["distributed_type: is missing", "MULTI_GPU"]),
+    ("distributed_type: TPUS\n", &["distributed_type", "FSDP"]),
+    ("distributed_type: NO\nmixed_precision: fp8\n", &["mixed_precision: is fp8", "bf16"]),
+    (
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SOME\n",
+        &["fsdp_sharding_strategy", "FULL_SHARD"],
+    ),
+    (
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_param: true\n",
+        &["fsdp_offload_param", "fsdp_config.fsdp_offload_params"],
+    ),
+    ("distributed_type: MULTI_GPU\nnum_processes: 0.5\n", &["num_processes", "a number of ranks"]),
+    (
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\n",
+        &["compute_environment", "LOCAL_MACHINE"],
+    ),
+    (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: none.json\n",
+        &["cannot read", "none.json"],
+    ),
+    ("a: &x [1]\nb: *x\n", &["alias"]),
+    ("distributed_type: [", &["broken YAML"]),
+    ("distributed_type: NO\nnum_machines: 012\n", &["num_machines", "012"]),
+];
+
+#[test]
+fn a_file_that_cannot_be_translated_says_where_and_what_to_write() {
+    let workshop = Workshop::new();
+    let files = || {
+        fs::read_dir(workshop.path(""))
+            .unwrap()
+            .filter(|file| !file.as_ref().unwrap().file_name().to_string_lossy().starts_with('.'))
+            .count()
+    };
+    for (format, name, cases) in [("deepspeed", "ds.json", DEEPSPEED), ("accelerate", "a.yaml", ACCELERATE)] {
+        for (text, parts) in cases {
+            workshop.write(name, text);
+            let before = files();
+            workshop.run(&["import", format, name]).refuses(2, parts);
+            assert_eq!(files(), before, "{text} leaves nothing");
+        }
+    }
+    workshop.run(&["import", "deepspeed", "nowhere.json"]).refuses(2, &["cannot read nowhere.json"]);
+    workshop.run(&["import", "deepspeed", "."]).refuses(2, &["a directory"]);
+    workshop.write("latin.json", b"{\"a\": \"\xe9\"}");
+    workshop.run(&["import", "deepspeed", "latin.json"]).refuses(2, &["latin.json", "not text"]);
+    workshop.write("long.json", " ".repeat(2 << 20));
+    workshop.run(&["import", "deepspeed", "long.json"]).refuses(2, &["long.json", "longer than 1024 KiB"]);
+    workshop.run(&["import", "megatron", "ds.json"]).refuses(2, &["megatron", "deepspeed, accelerate"]);
+}

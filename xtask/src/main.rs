@@ -26,7 +26,8 @@ const LIMIT: Duration = Duration::from_secs(25 * 60);
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
 cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments, 2,000 random plans,
-                    a search for plans against looking at all of them, the planner's 60 usual questions
+                    a search for plans against looking at all of them, the planner's 60 usual questions, every command
+                    of the book as it stands
 cargo xtask mutations  faults put into sums over ranks, each of which a test must notice
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md and tables of keys from the code
@@ -68,7 +69,8 @@ fn soak() -> Result<(), String> {
     run(
         "cargo test --workspace --test planner usual_questions -- --nocapture",
         &[("LOCKSTEP_QUESTIONS", "all")],
-    )
+    )?;
+    run("cargo test --workspace --test command_line book", &[("LOCKSTEP_BOOK", "all")])
 }
 
 fn ci() -> Result<(), String> {

@@ -6,10 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{
-    error::{DataError, Result},
-    sources::{Format, SourceFile, files_below},
-};
+use crate::sources::{Format, SourceFile, files_below};
 
 /// Larger files are tables and generated bindings: long, and not much of a language.
 const LONGEST_FILE_BYTES: u64 = 128 << 10;
@@ -17,33 +14,20 @@ const LONGEST_FILE_BYTES: u64 = 128 << 10;
 /// Less than this is no corpus.
 const LEAST_BYTES: u64 = 1 << 20;
 
-/// Rust sources of about `max_bytes` in all: those in cargo's registry (`$CARGO_HOME`, else `~/.cargo`)
-/// in the order of their paths, or, if there are hardly any, those below `own_sources`.
+/// Rust sources of about `max_bytes` in all from cargo's registry (`$CARGO_HOME`, else `~/.cargo`), in the order of their paths; none if
+/// there are hardly any.
 ///
 /// Files that are not UTF-8, and very long ones, are left out.
-///
-/// # Errors
-/// [`DataError::NoMatch`] if neither place holds a Rust source.
-pub fn demo_sources(max_bytes: u64, own_sources: &Path) -> Result<Vec<SourceFile>> {
+pub fn demo_sources(max_bytes: u64) -> Vec<SourceFile> {
     let cargo_home = env::var_os("CARGO_HOME").map(PathBuf::from);
     let cargo_home = cargo_home.or_else(|| env::home_dir().map(|home| home.join(".cargo")));
-    let registry = cargo_home.map(|home| home.join("registry").join("src"));
-    first_corpus(registry.as_deref(), own_sources, max_bytes)
+    cargo_home.map_or(Vec::new(), |home| corpus(&home.join("registry").join("src"), max_bytes))
 }
 
-fn first_corpus(registry: Option<&Path>, own_sources: &Path, max_bytes: u64) -> Result<Vec<SourceFile>> {
-    if let Some(registry) = registry {
-        let (files, bytes) = rust_sources(registry, max_bytes);
-        if bytes >= LEAST_BYTES.min(max_bytes) {
-            return Ok(files);
-        }
-    }
-    let (files, _) = rust_sources(own_sources, max_bytes);
-    if files.is_empty() {
-        let pattern = own_sources.join("**/*.rs").display().to_string();
-        return Err(DataError::NoMatch { pattern, searched: own_sources.to_owned() });
-    }
-    Ok(files)
+/// Sources below `registry`, if they are a corpus.
+fn corpus(registry: &Path, max_bytes: u64) -> Vec<SourceFile> {
+    let (files, bytes) = rust_sources(registry, max_bytes);
+    if bytes >= LEAST_BYTES.min(max_bytes) { files } else { Vec::new() }
 }
 
 /// The first sources below `root`, up to `max_bytes`, and how many bytes they are. A tree that cannot be
@@ -96,22 +80,16 @@ mod tests {
                 ("c-1.0/src/lib.rs", &kilo),
             ],
         );
-        let found = first_corpus(Some(&registry), Path::new("nowhere"), 1_500).unwrap();
+        let found = corpus(&registry, 1_500);
         let paths: Vec<_> = found.iter().map(|file| file.path.strip_prefix(&registry).unwrap()).collect();
         assert_eq!(paths, [Path::new("a-1.0/src/lib.rs"), Path::new("b-1.0/src/lib.rs")]);
     }
 
     #[test]
-    fn a_small_registry_gives_way_to_the_projects_own_sources() {
+    fn a_small_registry_or_none_is_no_corpus() {
         let dir = tempfile::tempdir().unwrap();
         let registry = sources(&dir.path().join("registry"), &[("a/lib.rs", b"fn a() {}")]);
-        let own = sources(&dir.path().join("own"), &[("src/lib.rs", b"fn own() {}")]);
-        for registry in [Some(registry.as_path()), Some(Path::new("nowhere")), None] {
-            let found = first_corpus(registry, &own, 1 << 20).unwrap();
-            assert_eq!(found.len(), 1);
-            assert_eq!(found[0].path, own.join("src/lib.rs"));
-        }
-        let error = first_corpus(None, &dir.path().join("empty"), 1 << 20).unwrap_err().to_string();
-        assert!(error.contains("**/*.rs"), "{error}");
+        assert_eq!(corpus(&registry, 1 << 20), []);
+        assert_eq!(corpus(Path::new("nowhere"), 1 << 20), []);
     }
 }

@@ -558,7 +558,7 @@ impl DataError {
     }
 
     /// Attaches a path to an operating-system error: `map_err(DataError::io("read", path))`.
-    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+    pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { action, path: path.to_owned(), source }
     }
 }

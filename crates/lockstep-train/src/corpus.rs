@@ -205,7 +205,10 @@ fn in_order(window: WindowOptions) -> WindowOptions {
 fn sources(config: &RunConfig) -> Result<Vec<Source>, Error> {
     let format = format(config);
     if config.data.train.is_empty() {
-        let files = demo_sources(DEMONSTRATION_BYTES, own_sources())?;
+        let mut files = demo_sources(DEMONSTRATION_BYTES);
+        if files.is_empty() {
+            files.push(own_sources(&config.cache_dir())?);
+        }
         return Ok(vec![Source { name: "the demonstration's text".to_owned(), weight: 1.0, files }]);
     }
     let mut plain = Vec::new();
@@ -249,9 +252,25 @@ fn digest(sources: &[CorpusSource]) -> String {
     }
 }
 
-/// The project's own sources, for a machine where cargo has downloaded nothing.
-fn own_sources() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+/// Sources of this project, which the program has with it for machines where cargo has downloaded nothing.
+const OWN_SOURCES: &str = include_str!(concat!(env!("OUT_DIR"), "/own_sources.rs.txt"));
+
+/// [`OWN_SOURCES`] as a file in the directory of caches.
+///
+/// # Errors
+/// If it cannot be written there.
+fn own_sources(cache_dir: &Path) -> Result<SourceFile, DataError> {
+    let digest = blake3::hash(OWN_SOURCES.as_bytes()).to_hex();
+    let path = cache_dir.join(format!("own-sources-{}.rs", &digest[..16]));
+    let is_there = std::fs::metadata(&path).is_ok_and(|found| found.len() == OWN_SOURCES.len() as u64);
+    if !is_there {
+        std::fs::create_dir_all(cache_dir).map_err(DataError::io("create", cache_dir))?;
+        // Written aside: another run may look for it at the same time.
+        let staged = path.with_extension(format!("{}.tmp", std::process::id()));
+        std::fs::write(&staged, OWN_SOURCES).map_err(DataError::io("write", &staged))?;
+        std::fs::rename(&staged, &path).map_err(DataError::io("rename", &path))?;
+    }
+    SourceFile::new(path, Format::Text)
 }
 
 /// The tokenizer that `[data]` names, else the one in the model's directory, else bytes; with its name.

@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::holdings::{self, LAYOUT};
 use crate::human;
 use crate::machine::available_memory_bytes;
-use crate::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Start};
+use crate::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Server, Start};
 use crate::peak::DevicePeak;
 use crate::planner::foretell;
 use crate::ranks::Ranks;
@@ -41,6 +41,8 @@ pub(crate) struct Records {
     rows: Option<MetricsWriter>,
     events: Option<EventWriter>,
     prometheus: Option<Prometheus>,
+    /// Tells on a machine other than that of rank 0 whether the run moves.
+    health: Option<Server>,
     tracer: Tracer,
     /// What becomes of the steps of pipelines, if the report is to show one.
     picture: Option<Picture>,
@@ -114,12 +116,18 @@ impl Records {
         let rows = rows.map(|(rows, _)| rows);
         let picture = Picture::of(config, start);
         let begin = Instant::now();
-        Ok(Self { dir, rows, events, prometheus, tracer, picture, begin, refused: 0, next_told: 1 })
+        let health = None;
+        Ok(Self { dir, rows, events, prometheus, health, tracer, picture, begin, refused: 0, next_told: 1 })
     }
 
-    /// Those of a rank other than the first: nothing but its part of what the first one writes.
+    /// Those of a rank other than the first: its part of what the first one writes, and on the first rank of a machine its health.
     pub(crate) fn of_other(config: &RunConfig, start: Start) -> Self {
-        Self { picture: Picture::of(config, start), ..Self::of_trace(config) }
+        let place = lockstep_comm::place().ok().flatten();
+        let serves = place.is_some_and(|place| place.local_rank == Some(0));
+        let opened = if serves { Server::open(config) } else { Ok(None) };
+        // The run does not depend on it, and hosts that are one machine have one port.
+        let health = opened.inspect_err(|error| tracing::warn!("{error}")).unwrap_or_default();
+        Self { picture: Picture::of(config, start), health, ..Self::of_trace(config) }
     }
 
     /// Those of a run that leaves nothing but a trace.
@@ -132,6 +140,7 @@ impl Records {
             rows,
             events,
             prometheus,
+            health: None,
             tracer,
             picture,
             begin: Instant::now(),
@@ -207,6 +216,9 @@ impl Records {
         mut tell: impl FnMut(&str),
     ) -> Result<(), Error> {
         unless_told(self.tracer.end(step, begin, saving_since, engine, ranks), &mut tell)?;
+        if let Some(health) = &self.health {
+            health.show(step, "");
+        }
         let Some(picture) = &mut self.picture else { return Ok(()) };
         picture.made = step;
         if picture.sampled == step { unless_told(self.draw(engine, ranks), tell) } else { Ok(()) }

@@ -109,12 +109,14 @@ pub(crate) fn changed_settings(
         return Err(Error::NoRunToResume { path });
     };
     let mut differences = config.differences(run);
+    let mut is_other_model = false;
     if let Some(stored) = checkpoint.manifest().config.get("model") {
         let current = model.config.to_json(DType::F32);
         let of_model = Difference::between(&model_settings(stored), &model_settings(&current));
         // A key that the user has set is listed already.
         let is_new = |found: &Difference| differences.iter().all(|listed| listed.key != found.key);
         let of_model: Vec<_> = of_model.into_iter().filter(is_new).collect();
+        is_other_model = !of_model.is_empty();
         differences.extend(of_model);
     }
     let fits = |difference: &Difference| {
@@ -126,7 +128,9 @@ pub(crate) fn changed_settings(
     if differences.is_empty() {
         return Ok(Vec::new());
     }
-    if let Some(before) = config.with_steps_of(run).filter(|before| before.differences(run).is_empty()) {
+    if !is_other_model
+        && let Some(before) = config.with_steps_of(run).filter(|before| before.differences(run).is_empty())
+    {
         return Ok(vec![other_schedule(config, &before, checkpoint.manifest().step)]);
     }
     let is_wanted = matches!(resume, Resume::From(_)) && differences.iter().all(fits);

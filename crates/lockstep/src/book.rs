@@ -1,40 +1,16 @@
 //! The book under `docs/` and the README hold to the program: every run in them is one that it takes, every command one
 //! that it knows.
 
-use std::path::{Path, PathBuf};
+// The test that runs the commands reads the same pages.
+#[path = "../tests/command_line/pages.rs"]
+mod pages;
 
 use clap::Parser;
 use lockstep_plan::cluster::Cluster;
 use lockstep_train::RunConfig;
 
 use crate::Cli;
-
-fn pages() -> Vec<(PathBuf, String)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let docs = std::fs::read_dir(root.join("docs")).expect("the book is there");
-    let mut pages: Vec<PathBuf> = docs.map(|entry| entry.expect("readable").path()).collect();
-    pages.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
-    pages.push(root.join("README.md"));
-    pages.into_iter().map(|path| (path.clone(), std::fs::read_to_string(&path).expect("text"))).collect()
-}
-
-/// The fenced blocks of a page, with what their fence says.
-fn blocks(page: &str) -> Vec<(&str, String)> {
-    let mut blocks: Vec<(&str, String)> = Vec::new();
-    let mut inside = false;
-    for line in page.lines() {
-        match (line.strip_prefix("```"), blocks.last_mut()) {
-            (Some(kind), _) if !inside => {
-                blocks.push((kind, String::new()));
-                inside = true;
-            }
-            (Some(_), _) => inside = false,
-            (None, Some((_, text))) if inside => *text += &format!("{line}\n"),
-            (None, _) => {}
-        }
-    }
-    blocks
-}
+use pages::pages;
 
 /// A line as a shell cuts it into words, up to a comment or a redirection.
 fn words(line: &str) -> Vec<String> {
@@ -57,11 +33,10 @@ fn words(line: &str) -> Vec<String> {
 #[test]
 fn every_run_in_the_book_is_one_that_the_program_takes() {
     let mut runs = 0;
-    for (path, page) in pages() {
-        for (_, text) in blocks(&page).into_iter().filter(|(kind, _)| *kind == "toml") {
-            let name = path.display().to_string();
-            if let Err(problems) = RunConfig::parse(&text, &name, &[""; 0]) {
-                panic!("{problems}\n{text}");
+    for page in pages() {
+        for block in page.blocks().into_iter().filter(|block| block.kind == "toml") {
+            if let Err(problems) = RunConfig::parse(&block.text, &page.name, &[""; 0]) {
+                panic!("{problems}\n{}", block.text);
             }
             runs += 1;
         }
@@ -73,10 +48,10 @@ fn every_run_in_the_book_is_one_that_the_program_takes() {
 #[test]
 fn every_cluster_in_the_book_is_one_that_the_planner_takes() {
     let mut clusters = 0;
-    for (path, page) in pages() {
-        for (_, text) in blocks(&page).into_iter().filter(|(kind, _)| *kind == "toml cluster") {
-            if let Err(problems) = Cluster::parse(&text, &path.display().to_string()) {
-                panic!("{problems}\n{text}");
+    for page in pages() {
+        for block in page.blocks().into_iter().filter(|block| block.kind == "toml cluster") {
+            if let Err(problems) = Cluster::parse(&block.text, &page.name) {
+                panic!("{problems}\n{}", block.text);
             }
             clusters += 1;
         }
@@ -87,15 +62,15 @@ fn every_cluster_in_the_book_is_one_that_the_planner_takes() {
 #[test]
 fn every_command_in_the_book_is_one_that_the_program_knows() {
     let mut commands = 0;
-    for (path, page) in pages() {
-        let lines = blocks(&page).into_iter().flat_map(|(_, text)| {
-            text.lines().filter(|line| line.starts_with("lockstep ")).map(str::to_owned).collect::<Vec<_>>()
-        });
-        for line in lines {
-            if let Err(error) = Cli::try_parse_from(words(&line)) {
-                panic!("{}: {line}\n{error}", path.display());
+    for page in pages() {
+        for block in page.blocks() {
+            let lines = block.text.lines().map(|line| line.strip_prefix("$ ").unwrap_or(line));
+            for line in lines.filter(|line| line.starts_with("lockstep ")) {
+                if let Err(error) = Cli::try_parse_from(words(line)) {
+                    panic!("{}: {line}\n{error}", page.name);
+                }
+                commands += 1;
             }
-            commands += 1;
         }
     }
     assert!(commands >= 20, "only {commands} commands found");
@@ -103,17 +78,18 @@ fn every_command_in_the_book_is_one_that_the_program_knows() {
 
 #[test]
 fn every_page_that_a_page_links_to_is_there() {
-    for (path, page) in pages() {
-        let targets = page.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+    for page in pages() {
+        let targets = page.text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
         for target in targets.filter(|target| !target.contains("://") && !target.starts_with('#')) {
             let (file, heading) =
                 target.split_once('#').map_or((target, None), |(file, id)| (file, Some(id)));
-            let file = path.parent().expect("a page lies in a directory").join(file);
-            assert!(file.exists(), "{}: {target} is not there", path.display());
+            let file =
+                pages::root().join(&page.name).parent().expect("a page lies in a directory").join(file);
+            assert!(file.exists(), "{}: {target} is not there", page.name);
             if let Some(heading) = heading {
                 let text = std::fs::read_to_string(&file).unwrap();
                 let ids: Vec<String> = text.lines().filter(|line| line.starts_with('#')).map(id_of).collect();
-                assert!(ids.iter().any(|id| id == heading), "{}: {target}: {ids:?}", path.display());
+                assert!(ids.iter().any(|id| id == heading), "{}: {target}: {ids:?}", page.name);
             }
         }
     }

@@ -13,7 +13,7 @@ fn read(file: &str) -> String {
     std::fs::read_to_string(&path).expect("the file is there")
 }
 
-/// The words of a command after `start`, with what a shell would put in place of variables; parsed by the program.
+/// The words of a command after `start`, with what a shell would put in place of variables.
 fn command(text: &str, start: &str) -> Vec<String> {
     let (_, rest) = text.split_once(start).expect("it trains");
     let words = rest.split_whitespace().take_while(|word| *word != "||" && *word != "&&");
@@ -22,7 +22,12 @@ fn command(text: &str, start: &str) -> Vec<String> {
         word if word.starts_with('$') => "2".to_owned(),
         word => word.to_owned(),
     });
-    let words: Vec<String> = ["lockstep".to_owned(), "train".to_owned()].into_iter().chain(words).collect();
+    parsed(std::iter::once("train".to_owned()).chain(words))
+}
+
+/// Arguments, which the program must take.
+fn parsed(arguments: impl Iterator<Item = String>) -> Vec<String> {
+    let words: Vec<String> = std::iter::once("lockstep".to_owned()).chain(arguments).collect();
     if let Err(error) = Cli::try_parse_from(&words) {
         panic!("{words:?}\n{error}");
     }
@@ -34,11 +39,35 @@ fn after<'w>(words: &'w [String], flag: &str) -> &'w str {
     &words[at + 1]
 }
 
+/// The user that the image runs as.
+const IMAGE_USER: i64 = 65532;
+
+/// The image that the Dockerfile's first lines build.
+fn image() -> String {
+    format!("lockstep:{}", env!("CARGO_PKG_VERSION"))
+}
+
+#[test]
+fn the_dockerfile_builds_the_image_that_the_manifests_name() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let dockerfile = std::fs::read_to_string(root.join("Dockerfile")).expect("the file is there");
+    let line = |line: &str| dockerfile.lines().any(|found| found == line);
+    assert!(dockerfile.contains(&format!("docker build -t {} .", image())));
+    assert!(line(&format!("USER {IMAGE_USER}:{IMAGE_USER}")));
+    assert!(line(r#"ENTRYPOINT ["/usr/local/bin/lockstep"]"#), "the manifests give arguments alone");
+    let rust = std::fs::read_to_string(root.join("Cargo.toml")).expect("the file is there");
+    let version = rust.lines().find_map(|line| line.strip_prefix("rust-version = ")).expect("it says so");
+    assert!(dockerfile.contains(&format!("FROM rust:{}-", version.trim_matches('"'))), "{version}");
+    let ignored = std::fs::read_to_string(root.join(".dockerignore")).expect("the file is there");
+    assert!(ignored.lines().any(|line| line == ".git") && ignored.lines().any(|line| line == "target"));
+}
+
 /// What must hold of the Job whose pods meet at `leader`.
 fn check_job(job: &Yaml, leader: &str) {
     let pod = &job["template"]["spec"];
     let container = &pod["containers"][0];
-    let words = command(container["args"][0].as_str().expect("a text"), "exec lockstep train ");
+    let arguments = container["args"].as_vec().expect("a list");
+    let words = parsed(arguments.iter().map(|word| word.as_str().expect("a text").to_owned()));
     let nodes = job["completions"].as_i64().expect("a number");
     assert_eq!(job["completionMode"].as_str(), Some("Indexed"));
     assert_eq!(job["parallelism"].as_i64(), Some(nodes), "all pods run at once");
@@ -53,9 +82,18 @@ fn check_job(job: &Yaml, leader: &str) {
         let volumes = pod["volumes"].as_vec().expect("a list");
         volumes.iter().find(|volume| volume["name"] == *name).expect("a volume for each mount").clone()
     };
-    assert!(mounted("/secret")["secret"]["secretName"].as_str().is_some());
-    assert!(after(&words, "--secret-file").starts_with("/run/lockstep/"));
-    assert_eq!(mounted("/run/lockstep")["emptyDir"]["medium"].as_str(), Some("Memory"));
+    assert!(mounted("/run/secret")["secret"]["secretName"].as_str().is_some());
+    assert_eq!(after(&words, "--secret-file"), "/run/secret/secret");
+    assert_eq!(container["image"].as_str(), Some(image().as_str()));
+    assert!(container["command"].is_badvalue(), "the image has no shell, and its entry point is the program");
+    assert_eq!(pod["securityContext"]["runAsUser"].as_i64(), Some(IMAGE_USER));
+    let port = container["ports"][0]["containerPort"].as_i64().expect("a number");
+    assert!(words.contains(&format!("metrics.prometheus=0.0.0.0:{port}")), "{words:?}");
+    for probe in ["startupProbe", "livenessProbe"] {
+        let asked = &container[probe]["httpGet"];
+        assert_eq!(asked["path"].as_str(), Some("/healthz"), "{probe}");
+        assert_eq!(asked["port"], container["ports"][0]["name"], "{probe}");
+    }
     let failed = &job["podFailurePolicy"]["rules"][0];
     assert_eq!(failed["onExitCodes"]["containerName"], container["name"]);
 }

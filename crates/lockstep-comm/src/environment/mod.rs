@@ -49,6 +49,8 @@ pub struct ProcessPlace {
     pub rank: usize,
     /// Number of ranks; `None` where only the run's configuration knows (Kubernetes).
     pub world_size: Option<usize>,
+    /// Rank among those of the host, if the launcher says.
+    pub local_rank: Option<usize>,
     /// Number of ranks on the host, if the launcher says. Without it, ranks find out when they meet.
     pub local_size: Option<usize>,
     /// Where ranks meet, if the launcher says.
@@ -210,7 +212,7 @@ impl Environment<'_> {
         let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE"];
         check(names, rank, world_size, local_rank.unwrap_or(0), world_size)?;
         let (launcher, world_size) = (Launcher::Torchrun, Some(world_size));
-        Ok(Some(ProcessPlace { launcher, rank, world_size, local_size: None, leader: None }))
+        Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size: None, leader: None }))
     }
 
     fn open_mpi(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
@@ -263,15 +265,17 @@ impl Environment<'_> {
         };
         let names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", name];
         check(names, rank, world_size, local_rank, local_size)?;
-        let (world_size, local_size) = (Some(world_size), Some(local_size));
-        Ok(Some(ProcessPlace { launcher: Launcher::Slurm, rank, world_size, local_size, leader }))
+        let (launcher, world_size) = (Launcher::Slurm, Some(world_size));
+        let (local_rank, local_size) = (Some(local_rank), Some(local_size));
+        Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size, leader }))
     }
 
     fn kubernetes(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         let Some(rank) = self.number("JOB_COMPLETION_INDEX")? else { return Ok(None) };
         let launcher = Launcher::Kubernetes;
         let leader = self.leader("MASTER_ADDR", "MASTER_PORT")?;
-        Ok(Some(ProcessPlace { launcher, rank, world_size: None, local_size: Some(1), leader }))
+        let (local_rank, local_size) = (Some(0), Some(1));
+        Ok(Some(ProcessPlace { launcher, rank, world_size: None, local_rank, local_size, leader }))
     }
 
     fn four_numbers(&self, names: &Names) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
@@ -295,8 +299,9 @@ impl Environment<'_> {
             };
         };
         check(variables, rank, world_size, local_rank, local_size)?;
-        let (launcher, world_size, local_size) = (names.launcher, Some(world_size), Some(local_size));
-        Ok(Some(ProcessPlace { launcher, rank, world_size, local_size, leader: None }))
+        let (launcher, world_size) = (names.launcher, Some(world_size));
+        let (local_rank, local_size) = (Some(local_rank), Some(local_size));
+        Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size, leader: None }))
     }
 
     fn leader(&self, host: &'static str, port: &'static str) -> Result<Option<Leader>, EnvironmentProblem> {

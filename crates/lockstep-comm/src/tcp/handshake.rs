@@ -44,14 +44,15 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The secret in a file that only its owner may read.
+    /// The secret in a file that only its owner may read; one of root's may be readable for its group.
     ///
     /// # Errors
     /// [`JoinProblem::SecretFile`].
     pub fn from_file(path: &Path) -> Result<Self, JoinProblem> {
         let problem = |what: String| JoinProblem::SecretFile { path: path.to_owned(), what };
         let metadata = fs::metadata(path).map_err(|error| problem(error.to_string()))?;
-        if metadata.is_file() && metadata.mode() & 0o077 != 0 {
+        let user = rustix::process::geteuid().as_raw();
+        if metadata.is_file() && others_may_read(metadata.mode(), metadata.uid(), user) {
             let mode = metadata.mode() & 0o777;
             return Err(problem(format!("others may read it (mode {mode:o}): chmod 600 it")));
         }
@@ -74,6 +75,13 @@ impl Secret {
     pub(crate) fn none() -> Self {
         Self::of(b"")
     }
+}
+
+/// Whether a file of this mode and owner can be read by anyone whom its owner has not chosen. Only root makes files of root's, and gives them to
+/// a group on purpose: so Kubernetes hands a secret to a pod's user.
+fn others_may_read(mode: u32, owner: u32, user: u32) -> bool {
+    let allowed = if owner == 0 && user != 0 { 0o040 } else { 0 };
+    mode & 0o077 & !allowed != 0
 }
 
 /// A secret that people can read out and type: 20 characters of Crockford's base 32, which are 100 random bits.
@@ -374,6 +382,23 @@ mod tests {
             drop(stream);
             (client, server.join().unwrap())
         })
+    }
+
+    #[test]
+    fn a_secret_of_roots_may_be_given_to_a_group_and_no_other_to_anybody() {
+        for (mode, owner, user, expected) in [
+            (0o600, 1000, 1000, false),
+            (0o400, 1000, 1000, false),
+            (0o640, 1000, 1000, true),
+            (0o604, 1000, 1000, true),
+            (0o440, 0, 1000, false),
+            (0o640, 0, 1000, false),
+            (0o660, 0, 1000, true),
+            (0o444, 0, 1000, true),
+            (0o440, 0, 0, true),
+        ] {
+            assert_eq!(others_may_read(mode, owner, user), expected, "{mode:o} {owner} {user}");
+        }
     }
 
     #[test]

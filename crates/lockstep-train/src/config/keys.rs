@@ -378,7 +378,7 @@ sections! {
         jsonl: bool = true, rules();
         /// Write the same numbers as TensorBoard event files.
         tensorboard: bool = true, rules();
-        /// An address such as `127.0.0.1:9400` at which Prometheus finds the numbers of the last step, at `/metrics`.
+        /// An address such as `127.0.0.1:9400` at which Prometheus finds the numbers of the last step, at `/metrics`. The first rank of every machine tells at `/healthz` whether the run moves.
         prometheus: Option<String> = None, rules().when_absent("none");
         /// A file such as `run.prom` with the same text, for the textfile collector of node_exporter; written as a whole, at most once
         /// a second.

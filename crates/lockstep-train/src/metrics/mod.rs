@@ -8,6 +8,7 @@ mod appender;
 mod event_format;
 mod events;
 mod prometheus;
+mod server;
 mod writer;
 
 use std::time::Duration;
@@ -22,6 +23,7 @@ use crate::Error;
 pub use appender::Sink;
 pub use events::EventWriter;
 pub use prometheus::Prometheus;
+pub(crate) use server::Server;
 pub use writer::{FILE_NAME, MetricsFile, MetricsWriter, Resumption, Start};
 
 /// What is known of one training step.

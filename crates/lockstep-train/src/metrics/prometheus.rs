@@ -5,14 +5,11 @@
 
 use std::fmt::{self, Write as _};
 use std::fs;
-use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use super::server::Server;
 use super::{EvalMetrics, StepMetrics};
 use crate::Error;
 use crate::config::RunConfig;
@@ -24,10 +21,6 @@ const TEXT_BYTES: usize = 8 << 10;
 const BUCKETS: [f64; 10] = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0];
 /// How often the file is written.
 const FILE_INTERVAL: Duration = Duration::from_secs(1);
-/// How long one who asks may take.
-const PATIENCE: Duration = Duration::from_secs(2);
-/// A longer request is none of Prometheus.
-const REQUEST_BYTES: usize = 8 << 10;
 
 /// Shows a run to Prometheus.
 #[derive(Debug)]
@@ -60,7 +53,7 @@ impl Prometheus {
         if metrics.prometheus.is_none() && metrics.prometheus_file.is_none() {
             return Ok(None);
         }
-        let server = metrics.prometheus.as_deref().map(Server::start).transpose()?;
+        let server = Server::open(config)?;
         let totals = Totals { run: escaped(&metrics.dir.display().to_string()), ..Totals::default() };
         let file = metrics.prometheus_file.clone().map(|path| (path, None));
         Ok(Some(Self { totals, text: String::with_capacity(TEXT_BYTES), server, file }))
@@ -68,7 +61,7 @@ impl Prometheus {
 
     /// Where it is listened on, if it is.
     pub fn address(&self) -> Option<SocketAddr> {
-        self.server.as_ref().map(|server| server.address)
+        self.server.as_ref().map(Server::address)
     }
 
     /// A step is done.
@@ -87,9 +80,7 @@ impl Prometheus {
         // Text takes whatever is written to it.
         let _ = Exposition { row, totals: &self.totals }.write(&mut self.text);
         if let Some(server) = &self.server {
-            let mut shown = server.text.lock().unwrap_or_else(PoisonError::into_inner);
-            shown.clear();
-            shown.push_str(&self.text);
+            server.show(row.step, &self.text);
         }
         let is_due = |at: Option<Instant>| at.is_none_or(|at| at.elapsed() >= FILE_INTERVAL);
         match &self.file {
@@ -212,90 +203,10 @@ fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-/// A thread that answers `GET /metrics` with the text at hand. Dropped, it ends.
-#[derive(Debug)]
-struct Server {
-    address: SocketAddr,
-    text: Arc<Mutex<String>>,
-    has_ended: Arc<AtomicBool>,
-    thread: Option<thread::JoinHandle<()>>,
-}
-
-impl Server {
-    fn start(address: &str) -> Result<Self, Error> {
-        let failed = |source| Error::Prometheus { address: address.to_owned(), source };
-        let listener = TcpListener::bind(address).map_err(failed)?;
-        let address_bound = listener.local_addr().map_err(failed)?;
-        let text = Arc::new(Mutex::new(String::with_capacity(TEXT_BYTES)));
-        let has_ended = Arc::new(AtomicBool::new(false));
-        let (shown, ended) = (Arc::clone(&text), Arc::clone(&has_ended));
-        let serve = move || {
-            for stream in
-                listener.incoming().map_while(|stream| (!ended.load(Ordering::Acquire)).then_some(stream))
-            {
-                // One who hangs up asks again.
-                let _ = stream.and_then(|stream| answer(stream, &shown));
-            }
-        };
-        let thread =
-            thread::Builder::new().name("lockstep-metrics".to_owned()).spawn(serve).map_err(failed)?;
-        tracing::debug!(address = %address_bound, "metrics for Prometheus");
-        Ok(Self { address: address_bound, text, has_ended, thread: Some(thread) })
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.has_ended.store(true, Ordering::Release);
-        // It waits for somebody to ask.
-        let is_woken = TcpStream::connect_timeout(&reachable(self.address), PATIENCE).is_ok();
-        if let Some(thread) = self.thread.take().filter(|_| is_woken) {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// An address at which this machine reaches a socket that is bound to any of its own.
-fn reachable(address: SocketAddr) -> SocketAddr {
-    match address {
-        SocketAddr::V4(of) if of.ip().is_unspecified() => ([127, 0, 0, 1], of.port()).into(),
-        SocketAddr::V6(of) if of.ip().is_unspecified() => (std::net::Ipv6Addr::LOCALHOST, of.port()).into(),
-        address => address,
-    }
-}
-
-/// Reads a request and answers it.
-fn answer(mut stream: TcpStream, text: &Mutex<String>) -> io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let mut request = Vec::new();
-    let mut part = [0; 1024];
-    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
-        match stream.read(&mut part)? {
-            0 => return Ok(()),
-            _ if request.len() > REQUEST_BYTES => return Ok(()),
-            count => request.extend_from_slice(&part[..count]),
-        }
-    }
-    let is_ours =
-        [&b"GET /metrics "[..], b"GET /metrics?", b"GET / "].iter().any(|start| request.starts_with(start));
-    let (status, body) = if is_ours {
-        ("200 OK", text.lock().unwrap_or_else(PoisonError::into_inner).clone())
-    } else {
-        ("404 Not Found", "GET /metrics\n".to_owned())
-    };
-    let kind = "text/plain; version=0.0.4; charset=utf-8";
-    let length = body.len();
-    write!(
-        stream,
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
-    )?;
-    stream.flush()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::server::tests::ask;
     use crate::metrics::tests::example;
 
     fn of(arguments: &[&str]) -> Prometheus {
@@ -314,13 +225,7 @@ mod tests {
         for step in 1..=3 {
             prometheus.step(&StepMetrics { mfu: Some(0.25), ..example(step) }).unwrap();
         }
-        let ask = |path: &str| {
-            let mut stream = TcpStream::connect(prometheus.address().unwrap()).unwrap();
-            write!(stream, "GET {path} HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).unwrap();
-            answer
-        };
+        let ask = |path: &str| ask(prometheus.address().unwrap(), path);
         let answer = ask("/metrics");
         assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
         let run = "run=\"a \\\"b\\\"\"";
@@ -354,13 +259,5 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         assert!(text.contains("lockstep_step{run=\"runs\"} 2\n") && text.contains("} NaN\n"), "{text}");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
-    }
-
-    #[test]
-    fn a_port_that_is_taken_is_an_error() {
-        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = format!("metrics.prometheus={}", taken.local_addr().unwrap());
-        let config = RunConfig::parse("", "", &[address]).unwrap();
-        assert!(matches!(Prometheus::open(&config), Err(Error::Prometheus { .. })));
     }
 }

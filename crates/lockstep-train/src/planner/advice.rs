@@ -31,13 +31,22 @@ impl Planner {
         let mut advice = Vec::new();
         let name = self.cluster.name.clone();
         let flag_of_nodes = |nodes: usize| format!("--cluster {}", with_nodes(&name, nodes));
+        // A part of a node has no name that another number could follow.
+        let has_name = !name.contains(' ');
         if let [node] = &self.cluster.nodes[..]
             && !node.device.is_host
+            && has_name
         {
             let count = node.count;
-            let in_memory = self.fewest_nodes(count + 1, false, observer);
+            // Fewer nodes than hold the state need not be tried.
+            let state = self.parameters().saturating_mul(STATE_BYTES);
+            let of_devices = node.device.memory_bytes.saturating_mul(node.devices as u64);
+            let at_least = |bytes: u64| (state.div_ceil(bytes.max(1)) as usize).max(count + 1);
+            let with_host = of_devices.saturating_add(node.host_memory_bytes);
+            let [in_memory, with_host] = [at_least(of_devices), at_least(with_host)];
+            let in_memory = self.fewest_nodes(in_memory, false, observer);
             let may_offload = self.may_offload_to(Residence::Host);
-            let offloaded = may_offload.then(|| self.fewest_nodes(count + 1, true, observer)).flatten();
+            let offloaded = may_offload.then(|| self.fewest_nodes(with_host, true, observer)).flatten();
             if let Some(nodes) = offloaded.filter(|nodes| in_memory.is_none_or(|most| *nodes < most)) {
                 let words = format!("{}: fits with state in host memory", human::plural(nodes, "node"));
                 advice.push(Advice { flag: flag_of_nodes(nodes), words });

@@ -94,7 +94,8 @@ impl Subject for Planner {
         let ranks = pipeline as f64;
         let micro_batches = candidate.micro_batches(self.config.train.global_batch) as f64;
         let (kind, chunks) = candidate.schedule;
-        if self.is_dominated_by_ring(candidate)? {
+        // Where state is offloaded memory is scarce, and a ring's buffers decide what fits.
+        if candidate.offload.is_nothing() && self.is_dominated_by_ring(candidate)? {
             return None;
         }
         let ModeOutline { pass_ms: none_ms, saved_bytes: none_bytes } =

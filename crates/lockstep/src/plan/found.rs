@@ -46,6 +46,13 @@ pub(super) fn run(
         let named: Vec<usize> = named.iter().map(|nodes| nodes.get()).collect();
         planner.scaling(&scaling::nodes(&named, planner.cluster().nodes[0].count), &mut watch)
     });
+    let stopped = watch.stopped();
+    let advice = if stopped.is_none() && waits_for_disk(&best.value, planner.cluster()) {
+        watch.leave_a_moment();
+        planner.advice(&mut watch)
+    } else {
+        Vec::new()
+    };
     watch.finish();
     let neighbours = if arguments.explain || arguments.html.is_some() {
         planner.neighbours(&best.candidate, &best.value)
@@ -72,12 +79,21 @@ pub(super) fn run(
         if let Some(scaling) = &scaling {
             document["scaling"] = scaling::to_json(scaling);
         }
+        if !advice.is_empty() {
+            let change = |Advice { flag, words }: &Advice| json!({ "flag": flag, "words": words });
+            document["advice"] = advice.iter().map(change).collect();
+        }
         extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
         say!("{document}");
         return Ok(());
     }
     print_workload(planner, assumed);
-    print(&searched, planner, watch.stopped());
+    print(&searched, planner, stopped);
+    if !advice.is_empty() {
+        let share = 100.0 * best.value.step.disk_ms / best.value.step.step_ms;
+        say!("\nwithout the disk, which takes {share:.0} % of this step");
+        advice.iter().for_each(|advice| say!("  {}", in_words(advice)));
+    }
     if let Some(tokens) = arguments.tokens {
         Training::of(tokens, &best.value, planner.cluster()).print();
     }
@@ -117,10 +133,24 @@ fn nothing(ranking: &Ranking<Evaluated>, planner: &mut Planner, watch: &mut Watc
         message += "\n  no mesh of these devices suits the model and the batch: the data-parallel ranks have to divide --global-batch";
     }
     watch.leave_a_moment();
-    for Advice { flag, words } in planner.advice(watch) {
-        message += &format!("\n  {flag:<40} {words}");
+    for advice in planner.advice(watch) {
+        message += &format!("\n  {}", in_words(&advice));
     }
     Failure::configuration(message)
+}
+
+/// Share of a step from which on waiting for the disk is worth other machines.
+const WORTH_ADVICE: f64 = 0.1;
+
+/// Whether the best plan is one that nobody would rent accelerators for: its steps wait for disks.
+fn waits_for_disk(best: &Evaluated, cluster: &Cluster) -> bool {
+    let is_host = cluster.nodes.iter().any(|node| node.device.is_host);
+    !is_host && best.step.disk_ms > WORTH_ADVICE * best.step.step_ms
+}
+
+/// An advice as a line: what to type, and what then fits.
+fn in_words(Advice { flag, words }: &Advice) -> String {
+    format!("{flag:<40} {words}")
 }
 
 fn print(searched: &Searched, planner: &Planner, stopped: Option<Stop>) {

@@ -91,7 +91,8 @@ impl Drop for Sshd {
 
 /// Starts an sshd that knows one key, and writes `ssh-here`, which reaches it as ssh reaches a host; `None` where there is none.
 fn sshd(workshop: &Workshop) -> Option<Sshd> {
-    let program = ["/usr/sbin/sshd", "/usr/bin/sshd"].into_iter().find(|path| std::path::Path::new(path).exists())?;
+    let program =
+        ["/usr/sbin/sshd", "/usr/bin/sshd"].into_iter().find(|path| std::path::Path::new(path).exists())?;
     for key in ["host-key", "user-key"] {
         let made = Command::new("ssh-keygen")
             .args(["-q", "-t", "ed25519", "-N", "", "-f"])

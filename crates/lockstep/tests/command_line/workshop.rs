@@ -157,16 +157,21 @@ impl Started {
     }
 
     /// Waits for its end.
-    pub(crate) fn finish(mut self) -> Outcome {
+    pub(crate) fn finish(self) -> Outcome {
+        self.finish_within(TIME_LIMIT)
+    }
+
+    /// As [`Started::finish`], for commands that take longer.
+    pub(crate) fn finish_within(mut self, limit: Duration) -> Outcome {
         let begin = Instant::now();
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
             }
-            if begin.elapsed() > TIME_LIMIT {
+            if begin.elapsed() > limit {
                 self.child.kill().unwrap();
                 self.child.wait().unwrap();
-                panic!("{}: not done within {TIME_LIMIT:?}: {}", self.command, self.stderr());
+                panic!("{}: not done within {limit:?}: {}", self.command, self.stderr());
             }
             std::thread::sleep(Duration::from_millis(3));
         };

@@ -1,0 +1,38 @@
+//! Packs sources of the crates below this one into one text, which the built-in demonstration trains on where cargo has downloaded nothing: a
+//! program that was copied to a machine has its text with it.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Crates whose sources are taken, in this order. Each is one that this crate depends on, so that a change to them builds it anyway.
+const CRATES: [&str; 5] =
+    ["lockstep-tensor", "lockstep-comm", "lockstep-graph", "lockstep-engine", "lockstep-data"];
+/// The text is about so long.
+const BYTES: usize = 3 << 19;
+
+fn main() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut text = String::with_capacity(BYTES);
+    for name in CRATES {
+        let sources = crates.join(name).join("src");
+        println!("cargo::rerun-if-changed={}", sources.display());
+        for file in rust_files(&sources) {
+            if text.len() < BYTES {
+                text += &fs::read_to_string(&file).expect("a source can be read");
+            }
+        }
+    }
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
+    fs::write(out.join("own_sources.rs.txt"), text).expect("cargo's directory can be written");
+}
+
+/// Rust sources below `dir`, in the order of their names.
+fn rust_files(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).expect("sources of the workspace");
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("readable").path()).collect();
+    paths.sort();
+    let (dirs, files): (Vec<PathBuf>, Vec<PathBuf>) = paths.into_iter().partition(|path| path.is_dir());
+    let rust = files.into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    rust.chain(dirs.iter().flat_map(|dir| rust_files(dir))).collect()
+}

@@ -60,6 +60,22 @@ pub fn list(dir: &Path) -> Result<Vec<ListedCheckpoint>, CheckpointError> {
     Ok(found)
 }
 
+/// Finds the checkpoint that `path` names: `path` itself, or the newest whole one in a directory of checkpoints.
+///
+/// # Errors
+/// If every checkpoint in the directory is damaged: why the newest is.
+pub fn find(path: &Path) -> Result<PathBuf, CheckpointError> {
+    if !path.is_dir() || path.join(MANIFEST_FILE).exists() || list(path)?.is_empty() {
+        return Ok(path.to_owned());
+    }
+    let Latest { checkpoint, skipped } = latest_good(path)?;
+    match (checkpoint, skipped.into_iter().next()) {
+        (Some(checkpoint), _) => Ok(checkpoint.path().to_owned()),
+        (None, Some(newest)) => Err(newest.reason),
+        (None, None) => Ok(path.to_owned()),
+    }
+}
+
 /// Verifies the checkpoints in `dir` from the newest back and returns the first that is whole, with the
 /// reason for each that was passed over.
 pub fn latest_good(dir: &Path) -> Result<Latest, CheckpointError> {

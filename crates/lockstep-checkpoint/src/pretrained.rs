@@ -214,6 +214,17 @@ impl ModelDirectory {
         }
     }
 
+    /// Whether a run here was trained on chats to make these weights.
+    pub fn has_chats(&self) -> bool {
+        match &self.weights {
+            Weights::Checkpoint(checkpoint)
+            | Weights::Tuned { trained: Trained::Checkpoint { checkpoint, .. }, .. } => {
+                checkpoint.manifest().config.get("has_chats").is_some_and(|said| said == true)
+            }
+            Weights::Tuned { .. } | Weights::HuggingFace { .. } => false,
+        }
+    }
+
     /// The `generation_config.json` beside the weights, else beside the tokenizer.
     pub fn generation_config(&self) -> Option<PathBuf> {
         let beside_weights = match &self.weights {

@@ -10,7 +10,7 @@
 //!
 //! What the assistant says, with the end of its message, is predicted; everything else is context.
 
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
 use minijinja::{Environment, Error, ErrorKind, syntax::SyntaxConfig, value::Serde};
 use serde_json::{Value, json};
@@ -30,12 +30,13 @@ const ASSISTANT: &str = "assistant";
 
 impl Message {
     /// Reads an object with a role and a content, each under the first of these names that it has, or says what it
-    /// lacks. Roles under names that are not transformers' may be ShareGPT's.
+    /// lacks. Roles may be ShareGPT's, and in capitals.
     pub(crate) fn read(object: Value, roles: &[&str], contents: &[&str]) -> Result<Self, String> {
         let (role_name, role) = string_in(&object, roles)?;
         let (content_name, content) = string_in(&object, contents)?;
-        if (role_name, content_name) != ("role", "content") {
-            return Ok(Self::new(role_of_sharegpt(&role), &content));
+        let usual = usual_role(&role);
+        if (role_name, content_name) != ("role", "content") || usual != role {
+            return Ok(Self::new(&usual, &content));
         }
         Ok(Self { object, role, content })
     }
@@ -62,13 +63,14 @@ fn quoted(names: &[&str]) -> String {
     names.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(" or ")
 }
 
-/// What transformers calls a role of ShareGPT's.
-fn role_of_sharegpt(role: &str) -> &str {
-    match role {
-        "human" => "user",
-        "gpt" | "chatgpt" | "bot" | "model" => ASSISTANT,
-        "observation" | "function_response" => "tool",
-        role => role,
+/// The name that transformers has for a role.
+fn usual_role(role: &str) -> Cow<'_, str> {
+    match role.to_lowercase().as_str() {
+        "human" => "user".into(),
+        "gpt" | "chatgpt" | "bot" | "model" | "ai" => ASSISTANT.into(),
+        "observation" | "function_response" => "tool".into(),
+        known @ ("system" | "user" | ASSISTANT | "tool") => known.to_owned().into(),
+        _ => role.into(),
     }
 }
 
@@ -265,6 +267,21 @@ mod tests {
         ("user", " And 3?"),
         ("assistant", "7"),
     ];
+
+    #[test]
+    fn roles_are_known_by_any_of_their_names() {
+        for (typed, role) in [
+            ("Assistant", "assistant"),
+            ("gpt", "assistant"),
+            ("User", "user"),
+            ("human", "user"),
+            ("critic", "critic"),
+        ] {
+            let message =
+                Message::read(json!({ "role": typed, "content": "a" }), &["role"], &["content"]).unwrap();
+            assert_eq!((message.role.as_str(), &message.object["role"]), (role, &json!(role)), "{typed}");
+        }
+    }
 
     #[test]
     fn only_what_the_assistant_says_is_predicted() {

@@ -149,8 +149,7 @@ impl Belt {
 
     /// Adds a batch once there is room; returns whether anybody wants more.
     fn put(&self, batch: Result<MicroBatch>) -> bool {
-        let mut state =
-            self.wait_while(|state| state.ready.len() == self.depth && !state.consumer_is_gone);
+        let mut state = self.wait_while(|state| state.ready.len() == self.depth && !state.consumer_is_gone);
         if state.consumer_is_gone {
             return false;
         }

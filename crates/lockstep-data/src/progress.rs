@@ -32,7 +32,8 @@ pub struct Bar {
     bar: Mutex<Option<ProgressBar>>,
 }
 
-const TEMPLATE: &str = "{msg} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} {eta} left";
+const OF_BYTES: &str = "{msg} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} {eta} left";
+const OF_ITEMS: &str = "{msg} [{bar:30}] {human_pos}/{human_len} {eta} left";
 
 impl Bar {
     fn with(&self, act: impl FnOnce(&mut Option<ProgressBar>)) {
@@ -41,15 +42,26 @@ impl Bar {
     }
 }
 
-impl Progress for Bar {
-    fn begin(&self, task: &str, total_bytes: u64) {
+impl Bar {
+    /// Begins work on `total` items that are not bytes.
+    pub fn begin_items(&self, task: &str, total: u64) {
+        self.show(task, total, OF_ITEMS);
+    }
+
+    fn show(&self, task: &str, total: u64, template: &str) {
         // indicatif draws to standard error, and hides itself where that is no terminal.
-        let bar = ProgressBar::new(total_bytes);
-        if let Ok(style) = ProgressStyle::with_template(TEMPLATE) {
+        let bar = ProgressBar::new(total);
+        if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style.progress_chars("=> "));
         }
         bar.set_message(task.to_owned());
         self.with(|slot| *slot = Some(bar));
+    }
+}
+
+impl Progress for Bar {
+    fn begin(&self, task: &str, total_bytes: u64) {
+        self.show(task, total_bytes, OF_BYTES);
     }
 
     fn advance(&self, bytes: u64) {

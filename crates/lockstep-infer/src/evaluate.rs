@@ -25,11 +25,15 @@ impl Evaluation {
     }
 }
 
-/// The mean loss over every window of `data`.
+/// The mean loss over every window of `data`. `advance` hears how many windows of it each forward has done.
 ///
 /// # Errors
 /// Out of memory, a damaged token file.
-pub fn evaluate(model: &LoadedModel, data: &Dataset) -> Result<Evaluation, InferError> {
+pub fn evaluate(
+    model: &LoadedModel,
+    data: &Dataset,
+    mut advance: impl FnMut(u64),
+) -> Result<Evaluation, InferError> {
     let sequences = data.windows().min(BATCH);
     let recorded = model.record(sequences as usize, data.seq_len(), HeadOutput::Losses);
     let mut runner = Runner::new(&recorded, &model.arena, 0)?;
@@ -50,6 +54,7 @@ pub fn evaluate(model: &LoadedModel, data: &Dataset) -> Result<Evaluation, Infer
         runner.forward(&recorded, &model.queue, (&model.weights).into(), &host)?;
         loss += runner.loss_sum(&recorded);
         tokens += batch.valid_tokens();
+        advance(sequences);
     }
     Ok(Evaluation { loss: loss / tokens as f64, tokens })
 }

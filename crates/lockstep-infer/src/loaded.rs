@@ -20,6 +20,7 @@ pub struct LoadedModel {
     pub(crate) queue: CpuQueue,
     tokenizer: Option<String>,
     generation: Option<PathBuf>,
+    has_chats: bool,
     name: String,
 }
 
@@ -54,12 +55,18 @@ impl LoadedModel {
         let queue = CpuQueue::new(threads, &arena)?;
         let name = directory.path().display().to_string();
         let (tokenizer, generation) = (directory.tokenizer(), directory.generation_config());
-        Ok(Self { config, weights, arena, queue, tokenizer, generation, name })
+        let has_chats = directory.has_chats();
+        Ok(Self { config, weights, arena, queue, tokenizer, generation, has_chats, name })
     }
 
     /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Whether a run here was trained on chats to make this model.
+    pub fn has_chats(&self) -> bool {
+        self.has_chats
     }
 
     /// What the model says of how its text is generated.

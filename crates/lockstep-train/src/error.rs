@@ -160,17 +160,21 @@ pub enum Error {
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
     /// A checkpoint of another run is in the way.
     #[error(
-        "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, another \
-         checkpoint.dir, or --resume {} to go on with other settings of the same model",
+        "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, {}",
         path.display(),
         differences.iter().map(|difference| format!("  {difference}")).collect::<Vec<_>>().join("\n"),
-        path.display()
+        match can_go_on {
+            true => format!("another checkpoint.dir, or --resume {} to go on with the new settings", path.display()),
+            false => "or another checkpoint.dir: its tensors are those of another model or optimizer".to_owned(),
+        }
     )]
     OtherRun {
         /// The checkpoint.
         path: PathBuf,
         /// What differs.
         differences: Vec<crate::config::Difference>,
+        /// Whether its tensors fit the run, so that it can go on if its user says so.
+        can_go_on: bool,
     },
     /// An update has left the range of f32. Nothing of it is saved.
     #[error(
@@ -215,8 +219,8 @@ pub enum Error {
     },
     /// Step after step is refused.
     #[error(
-        "step {step}: {consecutive} steps in a row were skipped, for their loss or gradient was not finite or a spike; the \
-         weights are those of step {last_good}. Lower optimizer.lr, train in f32, or raise train.spike_factor if it is set"
+        "step {step}: {consecutive} steps in a row were skipped; of this one, {reason}. The weights are those of step {last_good}: go on \
+         from a checkpoint before it, and {advice}"
     )]
     TooManySkipped {
         /// The step that gave up.
@@ -225,6 +229,10 @@ pub enum Error {
         consecutive: u64,
         /// The last step that changed the weights.
         last_good: u64,
+        /// What of the last step was not finite, or too large.
+        reason: String,
+        /// The keys to change.
+        advice: &'static str,
     },
     /// No label of a global batch counts.
     #[error("step {step}: every label of the global batch is masked, so there is no loss to train on")]

@@ -10,6 +10,7 @@ use std::fmt;
 use lockstep_engine::{Engine, Snapshot};
 use serde_json::{Value, json};
 
+use crate::config::Precision;
 use crate::{Error, RunConfig};
 
 /// Sound steps whose median is what is usual.
@@ -25,7 +26,12 @@ pub(crate) enum Verdict {
     /// It may change the weights.
     Sound,
     /// Its loss or gradient norm is not finite.
-    NotFinite,
+    NotFinite {
+        /// The loss.
+        loss: f64,
+        /// The norm of the gradient.
+        grad_norm: f64,
+    },
     /// It is far from what is usual.
     Spike {
         /// What of it.
@@ -41,7 +47,10 @@ impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Sound => f.write_str("sound"),
-            Self::NotFinite => f.write_str("the loss or a gradient is not finite"),
+            Self::NotFinite { loss, grad_norm } if loss.is_finite() => {
+                write!(f, "the gradient norm is {grad_norm} (loss {loss:.4})")
+            }
+            Self::NotFinite { loss, .. } => write!(f, "the loss is {loss}"),
             Self::Spike { what, value, median } => {
                 write!(f, "the {what} is {value:.4}, {:.1} times the median {median:.4}", value / median)
             }
@@ -63,11 +72,13 @@ pub(crate) enum Action {
 pub(crate) struct Guard {
     /// None: only what is not finite is refused.
     spike_factor: Option<f64>,
+    /// What to change when the run gives up.
+    advice: &'static str,
     /// 0: never.
     rollback_after: u64,
     losses: Window,
     norms: Window,
-    skipped_in_a_row: u64,
+    pub(crate) skipped_in_a_row: u64,
     /// The last step that changed the weights.
     last_good: u64,
     /// Steps skipped in the whole run.
@@ -82,6 +93,14 @@ impl Guard {
         let number = |name: &str| remembered[name].as_u64().unwrap_or(0);
         Self {
             spike_factor: (config.train.spike_factor > 0.0).then_some(config.train.spike_factor),
+            advice: match (config.train.precision, config.train.spike_factor > 0.0) {
+                (Precision::F32, false) => "lower optimizer.lr, or lengthen schedule.warmup_steps",
+                (Precision::F32, true) => "lower optimizer.lr, or raise train.spike_factor",
+                (_, false) => "lower optimizer.lr, or set train.precision to \"f32\"",
+                (_, true) => {
+                    "lower optimizer.lr, set train.precision to \"f32\", or raise train.spike_factor"
+                }
+            },
             rollback_after: config.rollback_after(),
             losses: Window::from_json(&remembered["losses"]),
             norms: Window::from_json(&remembered["gradient_norms"]),
@@ -106,7 +125,7 @@ impl Guard {
     /// What is thought of a step with this loss and gradient norm.
     pub(crate) fn judge(&self, loss: f64, grad_norm: f64) -> Verdict {
         if !(loss.is_finite() && grad_norm.is_finite()) {
-            return Verdict::NotFinite;
+            return Verdict::NotFinite { loss, grad_norm };
         }
         let Some(factor) = self.spike_factor else { return Verdict::Sound };
         let usual = [("loss", loss, &self.losses), ("gradient norm", grad_norm, &self.norms)];
@@ -127,16 +146,29 @@ impl Guard {
         }
     }
 
-    /// Counts a step that was skipped.
+    /// Counts a step that was skipped for `verdict`. `suspect` finds a parameter whose gradient is not finite, when the run gives up.
     ///
     /// # Errors
     /// [`Error::TooManySkipped`] if there were too many in a row.
-    pub(crate) fn skip(&mut self, step: u64) -> Result<Action, Error> {
+    pub(crate) fn skip(
+        &mut self,
+        step: u64,
+        verdict: Verdict,
+        suspect: impl FnOnce() -> Option<String>,
+    ) -> Result<Action, Error> {
         self.skipped += 1;
         self.skipped_in_a_row += 1;
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW {
-            let consecutive = self.skipped_in_a_row;
-            return Err(Error::TooManySkipped { step, consecutive, last_good: self.last_good });
+            let parameter = suspect().map_or(String::new(), |name| {
+                format!("; the first parameter whose gradient is not finite is {name}")
+            });
+            return Err(Error::TooManySkipped {
+                step,
+                consecutive: self.skipped_in_a_row,
+                last_good: self.last_good,
+                reason: format!("{verdict}{parameter}"),
+                advice: self.advice,
+            });
         }
         if self.skipped_in_a_row == self.rollback_after {
             self.rollbacks += 1;
@@ -229,6 +261,8 @@ impl Refuge {
 mod tests {
     use super::*;
 
+    const NAN: Verdict = Verdict::NotFinite { loss: f64::NAN, grad_norm: 1.0 };
+
     fn guard(settings: &[&str]) -> Guard {
         let config = RunConfig::parse("", "test", settings).unwrap();
         Guard::new(&config, 0, &Value::Null)
@@ -243,7 +277,8 @@ mod tests {
     fn what_is_not_finite_is_refused_from_the_first_step_and_nothing_else_is_by_default() {
         let guard = after_sound_steps(guard(&[]), 100);
         for (loss, norm) in [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::INFINITY, 1.0), (1.0, f64::INFINITY)] {
-            assert_eq!(guard.judge(loss, norm), Verdict::NotFinite, "{loss}, {norm}");
+            let verdict = guard.judge(loss, norm);
+            assert!(matches!(verdict, Verdict::NotFinite { .. }), "{loss}, {norm}: {verdict}");
         }
         assert_eq!(guard.judge(1e30, 1e30), Verdict::Sound);
     }
@@ -272,7 +307,7 @@ mod tests {
     fn a_guard_from_a_checkpoint_is_the_one_that_was_saved() {
         let mut guard = after_sound_steps(guard(&["train.spike_factor=5"]), 150);
         guard.accept(151, 1.0 / 3.0, 2.0_f64.sqrt());
-        guard.skip(152).unwrap();
+        guard.skip(152, NAN, || None).unwrap();
         let config = RunConfig::parse("", "test", &["train.spike_factor=5"]).unwrap();
         let text = guard.to_json().to_string();
         let restored = Guard::new(&config, 152, &serde_json::from_str(&text).unwrap());
@@ -285,12 +320,12 @@ mod tests {
     fn after_some_skipped_steps_the_run_goes_back_and_after_more_it_gives_up() {
         let mut guard = guard(&["train.spike_factor=5"]);
         guard.accept(1, 1.0, 1.0);
-        let actions: Vec<_> = (2..=10).map(|step| guard.skip(step).unwrap()).collect();
+        let actions: Vec<_> = (2..=10).map(|step| guard.skip(step, NAN, || None).unwrap()).collect();
         let back = |action: &&Action| **action == Action::RollBack;
         assert_eq!((actions[2], actions.iter().filter(back).count()), (Action::RollBack, 1));
-        let error = guard.skip(11).unwrap_err();
+        let error = guard.skip(11, NAN, || Some("w".to_owned())).unwrap_err();
         assert!(
-            matches!(error, Error::TooManySkipped { step: 11, consecutive: 10, last_good: 1 }),
+            matches!(error, Error::TooManySkipped { step: 11, consecutive: 10, last_good: 1, .. }),
             "{error}"
         );
     }

@@ -8,7 +8,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use lockstep_checkpoint::{ModelDirectory, list};
+use lockstep_checkpoint::{ModelDirectory, find, list};
 use lockstep_model::{ModelConfig, presets};
 
 use crate::Error;
@@ -72,7 +72,8 @@ pub(crate) fn config_of(directory: &Path) -> Result<ModelConfig, Error> {
 fn find_in(name: &str, caches: &[PathBuf]) -> Result<NamedModel, Error> {
     let path = Path::new(name);
     if path.is_dir() {
-        return Ok(NamedModel::Directory(path.to_owned()));
+        let is_model = path.join("config.json").exists();
+        return Ok(NamedModel::Directory(if is_model { path.to_owned() } else { find(path)? }));
     }
     if let Some(directory) = path.parent().filter(|_| path.is_file()) {
         return of_file(path, directory);

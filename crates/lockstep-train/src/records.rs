@@ -267,6 +267,16 @@ impl Records {
         if let Some(Err(error)) = self.prometheus.take().map(Prometheus::finish) {
             tell(&error.to_string());
         }
+        self.report(tell)
+    }
+
+    /// Whether there are rows to report of.
+    pub(crate) fn has_rows(&self) -> bool {
+        self.rows.is_some()
+    }
+
+    /// Writes the report of the steps until now, and returns its path.
+    pub(crate) fn report(&self, tell: impl FnOnce(&str)) -> Option<PathBuf> {
         self.rows.as_ref()?;
         match report::write(&self.dir, None) {
             Ok(path) => Some(path),

@@ -133,11 +133,11 @@ pub(crate) fn changed_settings(
     {
         return Ok(vec![other_schedule(config, &before, checkpoint.manifest().step)]);
     }
-    let is_wanted = matches!(resume, Resume::From(_)) && differences.iter().all(fits);
-    if is_wanted {
+    let can_go_on = differences.iter().all(fits);
+    if can_go_on && matches!(resume, Resume::From(_)) {
         Ok(differences.iter().map(|difference| format!("changed: {difference}")).collect())
     } else {
-        Err(Error::OtherRun { path, differences })
+        Err(Error::OtherRun { path, differences, can_go_on })
     }
 }
 

@@ -13,6 +13,7 @@ use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, Cost, Seed};
+use lockstep_plan::ParameterId;
 use serde_json::Value;
 
 use crate::config::RunConfig;
@@ -64,6 +65,10 @@ pub struct Summary {
     pub loss: Option<f64>,
     /// The last evaluation's loss.
     pub eval_loss: Option<f64>,
+    /// The loss of a uniform guess: the logarithm of the vocabulary's size.
+    pub uniform_loss: f64,
+    /// Whether the run was trained on chats.
+    pub has_chats: bool,
     /// The newest checkpoint; empty but on the first rank.
     pub checkpoint: PathBuf,
     /// The run on one page, if it has metrics.
@@ -72,6 +77,8 @@ pub struct Summary {
     pub interrupted: bool,
     /// Steps of the whole run that were skipped: not finite, or spikes.
     pub skipped: u64,
+    /// Steps skipped in a row up to the last one.
+    pub skipped_last: u64,
     /// Times that the whole run went back to a copy of its state.
     pub rollbacks: u64,
 }
@@ -273,10 +280,19 @@ pub(crate) fn run(
         refuge,
         saver,
         observer,
+        phase: "before the first step",
+        uniform_loss: (model.config.vocab_size() as f64).ln(),
         micro_batches: Vec::new(),
         expert_load: Vec::new(),
     }
     .run(interrupt)
+}
+
+/// The last losses of a run.
+#[derive(Debug, Clone, Copy, Default)]
+struct Losses {
+    train: Option<f64>,
+    eval: Option<f64>,
 }
 
 struct Run<'a> {
@@ -295,6 +311,8 @@ struct Run<'a> {
     peak_flops_per_s: Option<f64>,
     counters: Counters,
     guard: Guard,
+    /// The loss of a uniform guess.
+    uniform_loss: f64,
     /// None but in f16.
     loss_scale: Option<LossScale>,
     /// None if the run never goes back.
@@ -302,6 +320,8 @@ struct Run<'a> {
     /// None on ranks that do not save.
     saver: Option<Saver>,
     observer: &'a mut dyn StepObserver,
+    /// What the run is doing, for whoever asks why it ended.
+    phase: &'static str,
     /// The micro-batches of the step at hand.
     micro_batches: Vec<MicroBatch>,
     /// The last that was shown, whose memory the next one takes.
@@ -310,18 +330,30 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn run(mut self, interrupt: &Interrupt) -> Result<Summary, Error> {
-        let train = &self.config.train;
-        let (mut loss, mut eval_loss) = (None, None);
         let (begin, before) = (Instant::now(), self.counters);
+        match self.make_steps(before.step, interrupt) {
+            Ok(losses) => self.end(begin, &before, losses),
+            Err(error) => {
+                self.leave_report();
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes the steps after `first` until the last one, or until a stop is asked for, with their evaluations and saves.
+    fn make_steps(&mut self, first: u64, interrupt: &Interrupt) -> Result<Losses, Error> {
+        let train = &self.config.train;
+        let mut losses = Losses::default();
         while self.counters.step < train.steps && !self.ranks.any(interrupt.is_requested())? {
-            loss = self.step()?.or(loss);
+            losses.train = self.step()?.or(losses.train);
+            self.phase = "between two steps";
             if let Some(saver) = &mut self.saver {
                 saver.poll(&mut self.progress)?;
             }
             self.record_save();
             let step = self.counters.step;
             let every = self.config.checkpoint.every;
-            if step == before.step + 1 && every > 0 && step.next_multiple_of(every) < train.steps {
+            if step == first + 1 && every > 0 && step.next_multiple_of(every) < train.steps {
                 // Not before the first step, which somebody is waiting for.
                 if let Some(saver) = &mut self.saver {
                     saver.prepare(&self.engine);
@@ -333,7 +365,8 @@ impl Run<'_> {
             }
             let is_last = step == train.steps;
             if train.eval_every > 0 && (step.is_multiple_of(train.eval_every) || is_last) {
-                eval_loss = self.evaluate()?.or(eval_loss);
+                self.phase = "evaluation";
+                losses.eval = self.evaluate()?.or(losses.eval);
             }
             let is_saved = every > 0 && step.is_multiple_of(every) && !is_last;
             // A run that resumes from the checkpoint has that to go back to, and this one does the same.
@@ -344,11 +377,17 @@ impl Run<'_> {
                 refuge.renew(&self.engine, self.counters.updates);
             }
             if is_saved {
+                self.phase = "save";
                 self.engine.settle_weights()?;
                 self.save_and_go_on()?;
             }
         }
-        let interrupted = self.counters.step < train.steps;
+        Ok(losses)
+    }
+
+    /// Saves the last step, and writes down what the run came to.
+    fn end(mut self, begin: Instant, before: &Counters, losses: Losses) -> Result<Summary, Error> {
+        let interrupted = self.counters.step < self.config.train.steps;
         tracing::info!(step = self.counters.step, interrupted, "the last step of this process is made");
         self.engine.settle_weights()?;
         let state = self.state();
@@ -369,14 +408,30 @@ impl Run<'_> {
             steps_made: self.counters.step - before.step,
             tokens: self.counters.tokens - before.tokens,
             seconds: begin.elapsed().as_secs_f64(),
-            loss,
-            eval_loss,
+            loss: losses.train,
+            eval_loss: losses.eval,
+            uniform_loss: self.uniform_loss,
+            has_chats: self.corpus.shapes.iter().any(|shape| shape.uses_template()),
             checkpoint: path,
             report,
             interrupted,
             skipped: self.guard.skipped,
+            skipped_last: self.guard.skipped_in_a_row,
             rollbacks: self.guard.rollbacks,
         })
+    }
+
+    /// Says where a run that fails was, and leaves the report of its steps.
+    fn leave_report(&mut self) {
+        let Self { records, progress, counters, config, phase, .. } = self;
+        if !records.has_rows() {
+            return;
+        }
+        let under_way = (counters.step + 1).min(config.train.steps);
+        progress.field("ended", &format!("in step {under_way} of {}: {phase}", config.train.steps));
+        if let Some(report) = records.report(|text| progress.message(text)) {
+            progress.field("report", &report.display().to_string());
+        }
     }
 
     /// What a checkpoint remembers beside the tensors.
@@ -413,6 +468,7 @@ impl Run<'_> {
         let step = self.counters.step + 1;
         self.records.begin_step(step, &self.engine);
         let waiting = self.engine.timeline().begin();
+        self.phase = "reading data";
         let valid_tokens = self.read_global_batch()?;
         self.engine.timeline().end(waiting, || (Activity::of_step("data wait"), Cost::default()));
         if valid_tokens == 0 {
@@ -423,6 +479,7 @@ impl Run<'_> {
             of_tokens: (loss_scale / valid_tokens as f64) as f32,
             of_sequences: (loss_scale / self.config.train.global_batch as f64) as f32,
         };
+        self.phase = "forward and backward";
         let batches = self.micro_batches.iter().map(host_batch);
         let loss_sum = self.engine.forward_backward(batches, seed)?;
         let tokens = self.micro_batches.iter().map(|batch| batch.ids.len() as u64).sum();
@@ -435,9 +492,11 @@ impl Run<'_> {
         let (loss_sum, tokens, mut memory_by_rank) =
             self.ranks.sum_and_memory(loss_sum, tokens, own_memory)?;
         let loss = loss_sum / valid_tokens as f64;
+        self.phase = "exchange of gradients";
         let grad_norm = self.engine.finish_gradients()? / loss_scale;
         let learning_rate = self.learning_rate.at(self.counters.step);
         let verdict = self.guard.judge(loss, grad_norm);
+        self.phase = "optimizer step";
         if verdict == Verdict::Sound {
             self.guard.accept(step, loss, grad_norm);
             if let Some(scale) = &mut self.loss_scale {
@@ -528,7 +587,7 @@ impl Run<'_> {
 
     /// A step that must not change the weights: counts it, tells of it, and goes back if there were too many.
     fn refuse(&mut self, step: u64, verdict: Verdict) -> Result<(), Error> {
-        if verdict == Verdict::NotFinite
+        if matches!(verdict, Verdict::NotFinite { .. })
             && let Some(scale) = &mut self.loss_scale
             && let Overflow::Adjusts { next } = scale.overflow()
         {
@@ -537,7 +596,14 @@ impl Run<'_> {
             return Ok(());
         }
         self.progress.message(&format!("step {step}: {verdict}; step skipped"));
-        if self.guard.skip(step)? == Action::RollBack
+        let suspect = || {
+            let is_not_finite = |id: &ParameterId| {
+                self.engine.gradient(*id).is_ok_and(|values| !values.iter().all(|value| value.is_finite()))
+            };
+            let found = self.engine.trained_ids().find(is_not_finite)?;
+            Some(self.engine.records()[found.0].name.clone())
+        };
+        if self.guard.skip(step, verdict, suspect)? == Action::RollBack
             && let Some(refuge) = &self.refuge
         {
             self.counters.updates = refuge.restore(&mut self.engine)?;

@@ -209,7 +209,10 @@ fn a_run_that_meets_nothing_but_spikes_ends_with_what_to_do() {
     let faults: Vec<(u64, Fault)> = (30..60).map(|step| (step, Fault::Times(1e4))).collect();
     let (ended, _) = bench.run("run", &["train.steps=60"], &faults);
     let error = ended.unwrap_err();
-    assert!(matches!(error, Error::TooManySkipped { step: 39, consecutive: 10, last_good: 29 }), "{error}");
+    assert!(
+        matches!(error, Error::TooManySkipped { step: 39, consecutive: 10, last_good: 29, .. }),
+        "{error}"
+    );
     assert_eq!(bench.rows("run").last().unwrap()["step"], 39, "the last step has its row");
     assert!(!bench.step("run", 39).exists());
 }

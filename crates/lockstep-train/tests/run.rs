@@ -408,7 +408,10 @@ fn a_model_that_gives_no_finite_loss_ends_the_run_and_saves_nothing() {
     });
     let config = bench.config("broken", &pretrained(&exported), &["train.steps=50"]);
     let error = quietly(&config, &Resume::Never, &Interrupt::default()).unwrap_err();
-    assert!(matches!(error, Error::TooManySkipped { step: 10, consecutive: 10, last_good: 0 }), "{error}");
+    assert!(
+        matches!(error, Error::TooManySkipped { step: 10, consecutive: 10, last_good: 0, .. }),
+        "{error}"
+    );
     assert!(!bench.step("broken", 10).exists());
 }
 

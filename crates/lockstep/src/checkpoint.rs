@@ -12,7 +12,7 @@ use lockstep_train::human;
 use serde_json::json;
 
 use crate::exit::Failure;
-use crate::output::{note, say};
+use crate::output::{self, note, say};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -34,7 +34,7 @@ pub(crate) enum Command {
     },
     /// Read every byte of a checkpoint and compare the hashes
     Verify {
-        /// A step-NNNNNNNN directory
+        /// A step-NNNNNNNN directory, or one of several, which are verified one by one
         checkpoint: PathBuf,
     },
     /// Write a directory that transformers loads, or with --adapter one that peft loads
@@ -82,13 +82,11 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     match command {
         Command::List { dir, json } => print_list(dir, *json)?,
         Command::Show { checkpoint, json } => show(checkpoint, *json)?,
-        Command::Verify { checkpoint } => {
-            Checkpoint::open(checkpoint)?.verify()?;
-            say!("{}: every byte is as it was written", checkpoint.display());
-        }
+        Command::Verify { checkpoint } => verify(checkpoint)?,
         Command::Export { checkpoint, hf, adapter, dtype } => {
             let checkpoint = Checkpoint::open(checkpoint)?;
             checkpoint.verify()?;
+            let base = BaseModel::of(&checkpoint)?.map(|base| base.path);
             let model = ModelDirectory::of_checkpoint(checkpoint)?;
             if *adapter {
                 model.export_adapter((*dtype).into(), hf)?;
@@ -96,10 +94,45 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
                 model.export_hf((*dtype).into(), hf)?;
             }
             say!("wrote {}", hf.display());
+            match base.filter(|base| *adapter && !base.join("config.json").exists()) {
+                Some(base) => note!(
+                    "note: peft looks for the base model in {}, a checkpoint of Lockstep's; export it with `lockstep checkpoint export {} \
+                     --hf DIR`, and write DIR into adapter_config.json (base_model_name_or_path)",
+                    base.display(),
+                    base.display()
+                ),
+                None if !*adapter && model.tokenizer().is_none_or(|name| name == "bytes") => note!(
+                    "note: there is no tokenizer in it: the model reads bytes, and the id of a byte is its value"
+                ),
+                None => {}
+            }
         }
         Command::Import { hf, out } => import(hf, out)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Reads every byte of a checkpoint, or of each in a directory of several.
+fn verify(path: &Path) -> Result<(), Failure> {
+    let is_one = !path.is_dir() || path.join("manifest.json").exists();
+    let listed = if is_one { Vec::new() } else { list(path)? };
+    let mut failure = None;
+    let paths: Vec<&Path> = match listed.is_empty() {
+        true => vec![path],
+        false => listed.iter().map(|listed| listed.path.as_path()).collect(),
+    };
+    for path in paths {
+        match Checkpoint::open(path).and_then(|checkpoint| checkpoint.verify()) {
+            Ok(()) => say!("{}: every byte is as it was written", path.display()),
+            // The last of several is told when the others have been looked at.
+            Err(error) => {
+                if let Some(Failure { message, .. }) = failure.replace(Failure::from(error)) {
+                    output::error(&message);
+                }
+            }
+        }
+    }
+    failure.map_or(Ok(()), Err)
 }
 
 fn print_list(dir: &Path, as_json: bool) -> Result<(), Failure> {

@@ -55,12 +55,20 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(if worst == Status::Missing { ExitCode::from(MISSING) } else { ExitCode::SUCCESS })
 }
 
-fn trace(patterns: &[String], as_json: bool) -> Result<ExitCode, Failure> {
+fn trace(asked: &[String], as_json: bool) -> Result<ExitCode, Failure> {
     let pattern = |pattern: &String| match Path::new(pattern) {
         dir if dir.is_dir() => dir.join("flight-*.json").display().to_string(),
         _ => pattern.clone(),
     };
-    let patterns: Vec<String> = patterns.iter().map(pattern).collect();
+    let patterns: Vec<String> = asked.iter().map(pattern).collect();
+    let are_there = |pattern: &String| expand(std::slice::from_ref(pattern), Format::JsonLines).is_ok();
+    if !patterns.iter().any(are_there) {
+        return Err(Failure::configuration(format!(
+            "{} has no records of ranks (flight-*.json): runs of several ranks leave them when they end badly; \
+             `lockstep report DIR` shows the steps of any run",
+            asked.join(", ")
+        )));
+    }
     let files = expand(&patterns, Format::JsonLines)?;
     let analysis = analyse(&read_all(&files.into_iter().map(|file| file.path).collect::<Vec<_>>())?);
     if as_json {

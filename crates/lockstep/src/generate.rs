@@ -250,7 +250,7 @@ impl<'m> Writer<'m> {
         if let Some((text, token)) = self.tokenizer.end_of_answer() {
             self.stop = Some(text);
             self.end.extend(token);
-            if token.is_none() {
+            if token.is_none() && !self.model.has_chats() {
                 warning(&format!(
                     "the model has no chat template, so ChatML is used, and its marker {text} is no token of the \
                      vocabulary; a model that was not trained on ChatML will not answer sensibly"

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use clap::Args;
 use lockstep_data::{
-    Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, SampleOrder, SourceFile, Tail, TextOptions,
-    Tokens, WindowOptions, expand,
+    Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
+    TextOptions, Tokens, WindowOptions, expand,
 };
 use lockstep_infer::{LoadedModel, evaluate};
 use lockstep_train::{RunConfig, find_weights};
@@ -63,12 +63,17 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
     // Of prompts with answers, what follows the prompt is measured, and no sample sees another.
     let packing = if tokens.has_contexts() { Packing::WholeDocuments } else { Packing::Stream };
     let window = WindowOptions { seq_len, order: SampleOrder::Sequential, tail: Tail::Pad, packing };
-    let result = evaluate(&model, &Dataset::new(tokens, range, window, "the text")?)?;
+    let data = Dataset::new(tokens, range, window, "the text")?;
+    progress.begin_items(&format!("evaluating windows of {seq_len} tokens"), data.windows());
+    let result = evaluate(&model, &data, |windows| progress.advance(windows));
+    progress.finish();
+    let result = result?;
     let perplexity = result.perplexity();
     if arguments.json {
         say!("{}", json!({ "loss": result.loss, "perplexity": perplexity, "tokens": result.tokens }));
     } else {
-        say!("loss {:.4}  perplexity {perplexity:.3}  tokens {}", result.loss, result.tokens);
+        let (loss, tokens) = (result.loss, result.tokens);
+        say!("loss {loss:.4}  perplexity {perplexity:.3}  tokens {tokens}  windows of {seq_len}");
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -31,13 +31,12 @@ mod planned;
 mod ranks;
 mod report;
 mod train;
+mod typed;
 mod verify;
 
 use std::process::ExitCode;
 
-use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
-use lockstep_train::config::habits;
 
 use exit::Failure;
 use output::note;
@@ -117,23 +116,11 @@ enum Command {
 
 /// The command line; for a name of another tool, what to write instead.
 fn parsed() -> Cli {
-    Cli::try_parse().unwrap_or_else(|error| {
-        let Some(hint) = hint(&error) else { error.exit() };
+    typed::parse(std::env::args().collect()).unwrap_or_else(|(error, arguments)| {
+        let Some(hint) = typed::hint(&error, &arguments) else { error.exit() };
         output::error(&hint);
         std::process::exit(i32::from(exit::CONFIGURATION));
     })
-}
-
-/// What to write in place of a flag or a command that there is not, if other tools have it.
-fn hint(error: &clap::Error) -> Option<String> {
-    let (kind, of): (_, fn(&str) -> Option<String>) = match error.kind() {
-        ErrorKind::UnknownArgument => (ContextKind::InvalidArg, habits::of_flag),
-        ErrorKind::InvalidSubcommand => (ContextKind::InvalidSubcommand, habits::of_command),
-        _ => return None,
-    };
-    let Some(ContextValue::String(typed)) = error.get(kind) else { return None };
-    let hint = of(typed.trim_start_matches('-'))?;
-    Some(format!("there is no {typed}; {hint}"))
 }
 
 fn main() -> ExitCode {

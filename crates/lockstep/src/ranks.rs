@@ -154,9 +154,14 @@ pub(crate) fn warn_if_outdated(plan: Option<&PlanFile>, forecast: &Forecast) {
 /// What a rank tells of its failure: nothing of what all ranks know, for that is our launcher's to say. Where there is none, it
 /// is one rank's.
 pub(crate) fn told_by(error: lockstep_train::Error, rank: usize) -> Failure {
+    use lockstep_train::Error;
+    let is_first_here =
+        || comm::place().is_ok_and(|place| place.is_none_or(|place| place.local_rank == Some(0)));
     let is_told_elsewhere = match &error {
-        lockstep_train::Error::Comm(error) if error.is_known_to_all() => {
-            is_launched() || error.teller() != Some(rank)
+        Error::Comm(error) if error.is_known_to_all() => is_launched() || error.teller() != Some(rank),
+        // All ranks of a machine come to the same end, and one says so.
+        Error::OtherRun { .. } | Error::TooManySkipped { .. } | Error::NothingToPredict { .. } => {
+            is_launched() && !is_first_here()
         }
         _ => false,
     };

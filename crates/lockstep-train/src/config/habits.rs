@@ -1,8 +1,8 @@
 //! Names that people bring from other tools: the one table, in which each is another name that works or has a sentence
 //! that says what to write.
 //!
-//! Keys are meant in every section but `[model]`, whose other keys are those of a `config.json`; values belong to one
-//! key. Flags and commands are looked up where the command line does not know them.
+//! Keys are meant in every section but `[model]`, which has a list of its own: its other keys are those of a
+//! `config.json`. Values belong to one key. Flags and commands are looked up where the command line does not know them.
 
 use serde_json::Value;
 
@@ -12,8 +12,10 @@ use super::value::ValueType;
 /// The place where a name is typed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// As a key of RUN.toml or of `--set`.
+    /// As a key of RUN.toml or of `--set`, in any section but `[model]`.
     Key,
+    /// As a key of `[model]`.
+    ModelKey,
     /// As the value of this key.
     Value(&'static str),
     /// As a flag, without its dashes.
@@ -52,6 +54,10 @@ const fn no_key(typed: &'static str, sentence: &'static str) -> Habit {
     Habit { place: Place::Key, typed, answer: Answer::Write(sentence) }
 }
 
+const fn no_model_key(typed: &'static str, sentence: &'static str) -> Habit {
+    Habit { place: Place::ModelKey, typed, answer: Answer::Write(sentence) }
+}
+
 const fn value(of: &'static str, typed: &'static str, ours: &'static str) -> Habit {
     Habit { place: Place::Value(of), typed, answer: Answer::Is(ours) }
 }
@@ -74,6 +80,12 @@ const fn model(typed: &'static str, ours: &'static str) -> Habit {
 
 const BATCH: &str = "train.global_batch for the sequences of a step over all ranks, train.micro_batch for those of one forward and backward";
 const EPOCHS: &str = "train.steps; an epoch has as many as the data has tokens / (train.global_batch x train.seq_len): `lockstep data show` counts them";
+const MODEL: &str = "model.preset = \"NAME\" (`lockstep models` lists them) or model.path = \"DIR\", with model.from_pretrained = true for its weights";
+const LAYERS: &str = "model.num_hidden_layers, for GPT-2 model.n_layer";
+const HEADS: &str = "model.num_attention_heads, for GPT-2 model.n_head";
+const WIDTH: &str = "model.hidden_size, for GPT-2 model.n_embd";
+const FEED_FORWARD: &str = "model.intermediate_size, for GPT-2 model.n_inner";
+const SHARDING: &str = "parallel.zero_stage: 3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD; HYBRID_SHARD is 3 with parallel.data_parallel_replicate";
 const PRECISION: &str = "train.precision = \"bf16\" (or \"f16\", \"f32\")";
 
 /// The table.
@@ -141,6 +153,7 @@ pub const HABITS: &[Habit] = &[
     key("cp_size", "parallel.context_parallel"),
     key("expert_model_parallel_size", "parallel.expert_parallel"),
     key("lora_r", "fine_tune.lora_rank"),
+    key("r", "fine_tune.lora_rank"),
     key("target_modules", "fine_tune.lora_targets"),
     no_key("batch_size", BATCH),
     no_key("batch", BATCH),
@@ -172,10 +185,46 @@ pub const HABITS: &[Habit] = &[
     no_key("resume_from_checkpoint", "`lockstep train --resume auto|never|CHECKPOINT`; auto is the default"),
     no_key("deepspeed", "`lockstep train --deepspeed FILE`, or `lockstep import deepspeed FILE > run.toml`"),
     no_key("fsdp", "parallel.zero_stage = 3"),
+    no_key("sharding_strategy", SHARDING),
+    no_key("fsdp_sharding_strategy", SHARDING),
+    no_key("nnodes", "`lockstep train --nnodes N --rdzv-endpoint HOST:PORT`"),
     no_key("num_gpus", "`lockstep train --nproc-per-node N`"),
     no_key("world_size", "`lockstep train --nproc-per-node N`"),
     no_key("report_to", "nothing: metrics go to metrics.dir as metrics.jsonl and TensorBoard files"),
     no_key("num_workers", "nothing: data is read ahead by itself"),
+    no_model_key("name", MODEL),
+    no_model_key("model", MODEL),
+    no_model_key("model_name", MODEL),
+    no_model_key("name_or_path", MODEL),
+    no_model_key("_name_or_path", MODEL),
+    no_model_key("model_name_or_path", MODEL),
+    no_model_key("base_model", MODEL),
+    no_model_key("pretrained", MODEL),
+    no_model_key("pretrained_model_name_or_path", MODEL),
+    no_model_key("checkpoint", MODEL),
+    no_model_key("architecture", MODEL),
+    no_model_key("layers", LAYERS),
+    no_model_key("n_layers", LAYERS),
+    no_model_key("num_layers", LAYERS),
+    no_model_key("heads", HEADS),
+    no_model_key("n_heads", HEADS),
+    no_model_key("num_heads", HEADS),
+    no_model_key("n_kv_heads", "model.num_key_value_heads"),
+    no_model_key("num_query_groups", "model.num_key_value_heads"),
+    no_model_key("dim", WIDTH),
+    no_model_key("d_model", WIDTH),
+    no_model_key("embed_dim", WIDTH),
+    no_model_key("d_ff", FEED_FORWARD),
+    no_model_key("ffn_dim", FEED_FORWARD),
+    no_model_key("ffn_hidden_size", FEED_FORWARD),
+    no_model_key(
+        "max_seq_len",
+        "model.max_position_embeddings for what the model can take, train.seq_len for what it is trained on",
+    ),
+    no_model_key(
+        "block_size",
+        "model.max_position_embeddings (GPT-2: model.n_positions) for what the model can take, train.seq_len for what it is trained on",
+    ),
     // Values.
     value("train.precision", "fp32", "f32"),
     value("train.precision", "float32", "f32"),
@@ -245,6 +294,12 @@ pub const HABITS: &[Habit] = &[
     flag("resume-from-checkpoint", "`--resume CHECKPOINT`"),
     flag("checkpoint", "`--resume CHECKPOINT` to go on, `--model CHECKPOINT` to use it"),
     flag("model-name-or-path", "`--model DIR`"),
+    flag(
+        "model",
+        "`--set model.path=DIR`, with `--set model.from_pretrained=true` for its weights, or `--set model.preset=NAME`",
+    ),
+    flag("data", "`--set data.train=FILE`"),
+    flag("dataset", "`--set data.train=FILE`"),
     flag("max-tokens", "`--max-new-tokens N`"),
     flag("temp", "`--temperature T`"),
     flag("port", "`--rdzv-endpoint HOST:PORT`"),
@@ -320,10 +375,11 @@ pub(super) fn of_key(written: &str) -> Option<Answer> {
     let (section, name) = written.rsplit_once('.').unwrap_or(("", written));
     let root = section.split('.').next().unwrap_or(section);
     let is_known = root.is_empty() || SECTIONS.iter().any(|section| section.name == root);
-    if !is_known || section == "model" || KEYS.iter().any(|key| key.name == written) {
+    if !is_known || KEYS.iter().any(|key| key.name == written) {
         return None;
     }
-    find(Place::Key, &normal(name, '_'))
+    let place = if section == "model" { Place::ModelKey } else { Place::Key };
+    find(place, &normal(name, '_'))
 }
 
 /// The answer to a word that is no value of a key.
@@ -424,6 +480,21 @@ mod tests {
     }
 
     #[test]
+    fn every_key_of_a_model_has_a_sentence_and_is_not_taken_for_one_of_its_config_json() {
+        for Habit { typed, answer, .. } in HABITS.iter().filter(|habit| habit.place == Place::ModelKey) {
+            let Answer::Write(sentence) = answer else { panic!("{typed} has no sentence") };
+            for text in [
+                format!("[model]\n{typed} = \"x\"\n"),
+                format!("[model]\npreset = \"baby-gpt\"\n{typed} = 3\n"),
+            ] {
+                let problems =
+                    RunConfig::parse(&text, "run.toml", &[] as &[&str]).expect_err(typed).to_string();
+                assert!(problems.contains(sentence), "{typed}: {problems}");
+            }
+        }
+    }
+
+    #[test]
     fn every_value_works_or_has_a_sentence() {
         for Habit { place, typed, answer } in HABITS {
             let Place::Value(key) = place else { continue };
@@ -469,7 +540,7 @@ mod tests {
                 (Place::Command, Answer::Write(sentence)) => {
                     assert_eq!(of_command(typed), Some(format!("write {sentence}")));
                 }
-                (Place::Key | Place::Value(_), _) => {}
+                (Place::Key | Place::ModelKey | Place::Value(_), _) => {}
                 other => panic!("{typed}: {other:?}"),
             }
         }

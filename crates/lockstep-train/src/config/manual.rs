@@ -70,9 +70,7 @@ pub fn configuration_markdown() -> String {
     for (alias, name) in ALIASES {
         let _ = writeln!(out, "`{alias}` is another name of `{name}`.");
     }
-    out.push_str(
-        "\nNames of other tools are taken in any section but `[model]`, or answered with what to write:\n\n",
-    );
+    out.push_str("\nNames of other tools are taken in any section, or answered with what to write:\n\n");
     out.push_str("| typed | here |\n|---|---|\n");
     for Habit { place, typed, answer } in HABITS {
         let ours = match answer {
@@ -81,6 +79,7 @@ pub fn configuration_markdown() -> String {
         };
         let typed = match place {
             Place::Key => format!("`{typed}`"),
+            Place::ModelKey => format!("`model.{typed}`"),
             Place::Value(key) => format!("`{key} = \"{typed}\"`"),
             Place::Model => format!("`model.preset = \"{typed}\"`"),
             Place::Flag => format!("`--{typed}`"),

@@ -360,6 +360,21 @@ impl RunConfig {
             && is_open("parallel.data_parallel_replicate")
     }
 
+    /// Sentences on what the run trains because nobody has said otherwise: the default model, the text found on this machine.
+    pub fn taken_by_default(&self) -> Vec<String> {
+        let is_open = |keys: &[&str]| keys.iter().all(|key| self.origin(key) == Origin::Default);
+        let model = is_open(&keys::MODEL_SOURCES).then(|| {
+            format!(
+                "no model is named, so {DEFAULT_PRESET} is trained; model.preset or model.path names another"
+            )
+        });
+        let data = is_open(&["data.train"]).then(|| {
+            "no data are named, so text found on this machine is trained on; data.train names files"
+                .to_owned()
+        });
+        model.into_iter().chain(data).collect()
+    }
+
     /// Why `zero_stage` does nothing in this run, and what to write; `None` if it does something, or is not set.
     pub fn idle_zero_stage(&self) -> Option<String> {
         let stage = self.parallel.zero_stage;
@@ -565,6 +580,18 @@ pub(crate) fn user_cache_dir() -> PathBuf {
 
 /// Reads at most [`MAX_FILE_BYTES`] of UTF-8.
 fn read_text(path: &Path) -> io::Result<String> {
+    if path.is_dir() {
+        let shown = path.display();
+        let instead =
+            if lockstep_checkpoint::find(path).is_ok_and(|found| found.join("manifest.json").exists()) {
+                format!("`lockstep train --resume {shown}` goes on from its checkpoint")
+            } else if path.join("config.json").exists() {
+                format!("its model is named by `--set model.path={shown}`")
+            } else {
+                "give the file that describes the run".to_owned()
+            };
+        return Err(io::Error::new(io::ErrorKind::IsADirectory, format!("it is a directory; {instead}")));
+    }
     let mut text = String::new();
     let bytes = File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)? as u64;
     if bytes > MAX_FILE_BYTES {

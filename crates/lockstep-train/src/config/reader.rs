@@ -57,7 +57,7 @@ impl<'p> Reader<'p> {
             self.entries.keys().filter(|name| name.starts_with(&prefix)).cloned().collect();
         for name in names {
             let key = &name[prefix.len()..];
-            if is_misspelt_model_key(key) {
+            if is_misspelt_model_key(key) || habits::of_key(&name).is_some() {
                 continue;
             }
             if let Some(entry) = self.entries.remove(&name) {

@@ -154,6 +154,7 @@ impl Saver {
                 "run": config.to_json(),
                 "model": model.config.to_json(DType::F32),
                 "tokenizer": corpus.tokenizer_name,
+                "has_chats": corpus.shapes.iter().any(|shape| shape.uses_template()),
                 "training_text": corpus.digest,
                 "base": model.base.get(),
                 "adapter": model.tuning.adapter.as_ref().map(Adapter::config),

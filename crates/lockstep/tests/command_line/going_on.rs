@@ -59,6 +59,72 @@ fn a_checkpoint_alone_says_what_run_it_is_of() {
 }
 
 #[test]
+fn a_directory_of_checkpoints_stands_for_its_newest_whole_one() {
+    let workshop = Workshop::trained();
+    let more = ["train", "--resume", "checkpoints", "--steps", "6"];
+    let resumed = workshop.run(&more).succeeds();
+    assert!(resumed.stderr.contains("resuming from checkpoints/step-00000004 (step 4)"), "{resumed:?}");
+    let generated =
+        workshop.run(&["generate", "--model", "checkpoints", "--prompt", "a", "--max-new-tokens", "2"]);
+    assert!(generated.succeeds().stdout.starts_with('a'));
+    workshop.flip_a_bit("checkpoints/step-00000006/rank-00000.safetensors");
+    let verified = workshop.run(&["checkpoint", "verify", "checkpoints"]);
+    assert_eq!(verified.stdout.matches("every byte is as it was written").count(), 2, "{verified:?}");
+    assert!(verified.code == Some(4) && verified.stderr.contains("step-00000006"), "{verified:?}");
+    workshop.run(&["train", "empty-run.toml"]).refuses(2, &["empty-run.toml"]);
+    workshop.run(&["train", "checkpoints"]).refuses(2, &["`lockstep train --resume checkpoints`"]);
+}
+
+#[test]
+fn another_model_is_not_told_to_resume_from_a_checkpoint_that_it_cannot_take() {
+    let workshop = Workshop::trained();
+    let other = workshop.train(&["model.num_hidden_layers=3"]);
+    assert!(!other.stderr.contains("--resume checkpoints"), "{other:?}");
+    other.fails(2, &["num_hidden_layers was 2, is 3", "--resume never", "another model"]);
+    workshop.train(&["optimizer.lr=0.5"]).fails(2, &["--resume checkpoints/step-00000004 to go on"]);
+    let of_ranks = ["train", "run.toml", "--nproc-per-node", "2", "--set", "optimizer.lr=0.5"];
+    workshop.run(&of_ranks).fails(2, &["optimizer.lr was 0.0003, is 0.5"]);
+}
+
+#[test]
+fn a_run_that_comes_to_nothing_says_so_and_leaves_its_report() {
+    let workshop = Workshop::new();
+    let skipping = workshop.train(&["optimizer.lr=1000", "train.max_grad_norm=0"]).succeeds();
+    assert!(skipping.stderr.contains("the last 3 steps were skipped"), "{skipping:?}");
+    let diverged =
+        workshop.run(&["train", "run.toml", "--resume", "never", "--set", "optimizer.lr=3"]).succeeds();
+    assert!(diverged.stderr.contains("for a uniform guess: the run has diverged"), "{diverged:?}");
+    let hopeless = workshop.run(&[
+        "train",
+        "run.toml",
+        "--resume",
+        "never",
+        "--steps",
+        "30",
+        "--set",
+        "optimizer.lr=1000000",
+    ]);
+    for part in ["in step", " of 30: ", "runs/report.html"] {
+        assert!(hopeless.stderr.contains(part), "{part}: {hopeless:?}");
+    }
+    assert!(workshop.path("runs/report.html").is_file());
+    hopeless.fails(1, &["10 steps in a row were skipped", "is NaN", "lower optimizer.lr"]);
+}
+
+#[test]
+fn what_a_file_leaves_open_is_said() {
+    let workshop = Workshop::new();
+    workshop.write(
+        "bare.toml",
+        "[train]\nsteps = 1\nglobal_batch = 2\nseq_len = 16\nthreads = 1\neval_every = 0\n",
+    );
+    let trained = workshop.run(&["train", "bare.toml"]).succeeds();
+    for part in ["note: no model is named, so llama-15m is trained", "note: no data are named"] {
+        assert!(trained.stderr.contains(part), "{part}: {trained:?}");
+    }
+}
+
+#[test]
 fn a_configuration_that_is_printed_is_one_that_can_be_read() {
     let workshop = Workshop::new();
     let print = |run: &str, set: &str| {

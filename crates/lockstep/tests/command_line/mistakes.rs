@@ -23,7 +23,12 @@ fn a_mistake_is_told_with_its_way_out_and_leaves_nothing() {
     let taken = format!("metrics.prometheus={}", taken.local_addr().unwrap());
     let before = names(&workshop);
     // The arguments after `train run.toml`.
-    let of_runs: [(&str, i32, &[&str]); 17] = [
+    let of_runs: [(&str, i32, &[&str]); 22] = [
+        ("--resume run.toml", 2, &["no checkpoint", "`lockstep train run.toml`"]),
+        ("--set optimizer.lr 1e-3", 2, &["`--set optimizer.lr=1e-3`"]),
+        ("--set model.name_or_path=gpt2", 2, &["model.name_or_path", "model.preset = \"NAME\""]),
+        ("--set model.n_layers=3", 2, &["model.n_layers", "model.num_hidden_layers"]),
+        ("--set parallel.sharding_strategy=FULL_SHARD", 2, &["parallel.zero_stage: 3 for FULL_SHARD"]),
         ("--resume nowhere", 2, &["--resume nowhere", "no checkpoint is there", "checkpoint list", "never"]),
         ("--resume empty", 2, &["--resume empty", "no checkpoint is there", "auto"]),
         ("--resume text.txt", 2, &["--resume text.txt", "no checkpoint is there"]),
@@ -47,11 +52,15 @@ fn a_mistake_is_told_with_its_way_out_and_leaves_nothing() {
         workshop.run(&arguments).refuses(code, parts);
     }
     workshop.run(&["train", "--resume", "empty"]).refuses(2, &["no checkpoint is there"]);
-    let others: [(&str, i32, &[&str]); 6] = [
+    let others: [(&str, i32, &[&str]); 10] = [
+        ("train empty", 2, &["empty: it is a directory", "the file that describes the run"]),
+        ("doctor --trace empty", 2, &["empty has no records of ranks", "`lockstep report DIR`"]),
+        ("run.toml", 2, &["`lockstep train run.toml`"]),
+        ("generate empty", 2, &["`lockstep generate --model empty --prompt TEXT`"]),
         ("report nowhere", 2, &["no metrics.jsonl in nowhere", "metrics.dir"]),
         ("report empty", 2, &["no metrics.jsonl in empty", "metrics.dir"]),
         ("report garbage", 4, &["garbage/metrics.jsonl", "1 damaged"]),
-        ("doctor --trace nowhere", 2, &["nowhere"]),
+        ("doctor --trace nowhere", 2, &["nowhere has no records of ranks"]),
         ("train nowhere.toml", 2, &["nowhere.toml"]),
         ("checkpoint verify nowhere", 2, &["nowhere"]),
     ];

@@ -1,0 +1,245 @@
+//! `lockstep train`.
+
+mod launcher;
+mod request;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use lockstep_comm::{JoinOptions, is_launched};
+use lockstep_import::Import;
+use lockstep_infer::{LoadedModel, Sampling};
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::launch::started_group;
+use lockstep_train::progress::{Detail, Progress};
+use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, screen, train};
+
+use crate::exit::{Failure, INTERRUPTED};
+use crate::generate::show_sample;
+use crate::hosts::Hosts;
+use crate::launching::{Flags, Launching, variable};
+use crate::nodes::Nodes;
+use crate::output::{field, note, say, warning};
+use crate::planned::PlannedRun;
+use crate::ranks;
+
+use self::launcher::Launcher;
+use self::request::Request;
+
+/// Tokens of the sample that a demonstration ends with.
+const SAMPLE_TOKENS: usize = 160;
+/// The variable by which the launcher has the first rank say which plan it chose.
+const CHOSEN_VARIABLE: &str = "LOCKSTEP_CHOSEN_PLAN";
+const SAMPLE_PROMPT: &str = "pub fn ";
+/// A loss so many times that of a uniform guess is one of a run that has diverged.
+const DIVERGED: f64 = 1.2;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    planned: PlannedRun,
+    /// Where to begin: the newest good checkpoint (auto), the start (never), or a checkpoint's directory
+    #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
+    resume: String,
+    #[command(flatten)]
+    nodes: Nodes,
+    #[command(flatten)]
+    flags: Flags,
+    #[command(flatten)]
+    hosts: Hosts,
+    /// Steps of the run, for --set train.steps=N. More of them than before let a finished run go on
+    #[arg(long, value_name = "N")]
+    steps: Option<u64>,
+    /// Print the configuration of the run, resolved, as the TOML that RUN.toml could have, and end
+    #[arg(long)]
+    print_config: bool,
+    /// A DeepSpeed configuration, whose values stand between those of RUN.toml and of --set; see docs/coming-from-deepspeed.md
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath, alias = "deepspeed_config")]
+    deepspeed: Option<PathBuf>,
+    /// Say more before the first step: the plan and why it was chosen, the work of a step, memory by category
+    #[arg(short, long)]
+    verbose: bool,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let place = lockstep_comm::place()?;
+    let started = place.as_ref().and_then(|place| place.world_size);
+    // A rank of ours has the launcher's flags without being asked to start anything.
+    let launching = match is_launched() {
+        true => Launching::default(),
+        false => arguments.flags.settle(&variable)?,
+    };
+    if !is_launched()
+        && !arguments.print_config
+        && let Some(code) = arguments.hosts.run(launching.ranks, &arguments.nodes, started.is_some())?
+    {
+        return Ok(code);
+    }
+    let request = Request::new(arguments, &launching, started)?;
+    let mut plan = arguments.planned.plan()?;
+    if arguments.print_config {
+        say!("{}", request.configuration(plan.as_ref())?.to_toml().trim_end());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut chosen = std::env::var(CHOSEN_VARIABLE).ok();
+    if plan.is_none() && started.is_none() && !arguments.nodes.are_several(&launching) {
+        (plan, chosen) = request.choice()?.unzip();
+    }
+    let config = request.configuration(plan.as_ref())?;
+    if !is_launched() {
+        say_what_is_taken(&request, &config);
+        let launcher = Launcher {
+            arguments,
+            launching: &launching,
+            config: &config,
+            plan: plan.as_ref(),
+            chosen: chosen.as_deref(),
+        };
+        launcher.check(&request.resume, place.filter(|_| started.is_some()))?;
+        if let Some(exit) = launcher.run(started.is_some())? {
+            return Ok(exit);
+        }
+    }
+    train_as_rank(&request, &config, chosen.as_deref())
+}
+
+/// Trains as one of the ranks, or as the only one.
+fn train_as_rank(
+    request: &Request<'_>,
+    config: &RunConfig,
+    chosen: Option<&str>,
+) -> Result<ExitCode, Failure> {
+    let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
+    let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
+        Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, config)?,
+        _ => Ranks::alone(),
+    };
+    let interrupt = Interrupt::on_signals()?;
+    let threads = engine_options(config).threads;
+    if ranks.is_first() {
+        say_if_threads_differ(threads);
+    }
+    let show = |steps| {
+        let detail = if request.arguments.verbose { Detail::Everything } else { Detail::Summary };
+        let mut progress = Progress::on_stderr(steps).with_detail(detail);
+        for line in chosen.iter().flat_map(|chosen| chosen.lines()) {
+            let (label, text) = line.split_once('\t').unwrap_or(("plan", line));
+            progress.detail(label, text);
+        }
+        progress
+    };
+    let summary = train(config, &request.resume, &ranks, &interrupt, show)
+        .inspect_err(|error| ranks::leave_records(&ranks, error, &config.metrics.dir))
+        .map_err(|error| ranks::ended_by(error, ranks.rank(), |code| ranks.abort(code)))?;
+    if ranks.is_first() {
+        report(config, &request.resume, &summary);
+    }
+    if summary.interrupted {
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
+    if request.is_demonstration() && ranks.is_first() {
+        note!("\na sample:");
+        sample(&summary.checkpoint, threads)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Says what the run takes from a DeepSpeed file, what it takes because its own file says nothing, and what does nothing.
+fn say_what_is_taken(request: &Request<'_>, config: &RunConfig) {
+    for line in request.import.iter().flat_map(Import::table) {
+        note!("{line}");
+    }
+    let open = if request.is_demonstration() { Vec::new() } else { config.taken_by_default() };
+    let is_of_several = request.arguments.nodes.are_several(request.launching);
+    let idle = if is_of_several { None } else { config.idle_zero_stage() };
+    for sentence in open.into_iter().chain(idle) {
+        note!("note: {sentence}");
+    }
+}
+
+/// Says that `OMP_NUM_THREADS` has no effect, where it names another number than `threads`. torchrun sets it to 1 by itself.
+fn say_if_threads_differ(threads: usize) {
+    let Ok(asked) = std::env::var("OMP_NUM_THREADS") else { return };
+    if !asked.is_empty() && asked != threads.to_string() {
+        let used = human::plural(threads, "thread");
+        field(
+            "threads",
+            &format!("OMP_NUM_THREADS={asked} is not read: {used} a rank; train.threads sets them"),
+        );
+    }
+}
+
+/// How the run ended, and what can be done next.
+fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
+    let checkpoint = summary.checkpoint.display();
+    if summary.interrupted {
+        let (step, steps) = (summary.step, config.train.steps);
+        let how = match resume {
+            Resume::Auto => "the same command resumes",
+            _ => "with --resume auto the same command resumes",
+        };
+        note!("interrupted at step {step} of {steps}; {how} from {checkpoint}");
+        return;
+    }
+    if summary.steps_made == 0 {
+        let step = summary.step;
+        note!("all {step} steps were made before; --steps {} goes on, --resume never begins anew", 2 * step);
+        return;
+    }
+    let loss =
+        summary.loss.map_or("no loss: every step was skipped".to_owned(), |loss| format!("loss {loss:.4}"));
+    let eval = summary.eval_loss.map_or(String::new(), |loss| format!(", eval loss {loss:.4}"));
+    let mut refused = String::new();
+    if summary.skipped > 0 {
+        refused = format!(", {} skipped", human::plural(summary.skipped as usize, "step"));
+    }
+    if summary.rollbacks > 0 {
+        refused += &format!(", {}", human::plural(summary.rollbacks as usize, "rollback"));
+    }
+    let steps = human::plural(summary.steps_made as usize, "step");
+    let seconds = human::seconds(summary.seconds);
+    let speed = human::count(summary.tokens as f64 / summary.seconds);
+    field("done", &format!("{steps} in {seconds}, {speed} tokens/s; {loss}{eval}{refused}"));
+    warn_if_diverged(summary);
+    if let Some(report) = &summary.report {
+        field("report", &report.display().to_string());
+    }
+    // Commands to copy are not wrapped.
+    let chat = if summary.has_chats { "--chat " } else { "" };
+    note!("{}lockstep generate --model {checkpoint} {chat}--prompt ...", screen::field("next", ""));
+    note!("{}lockstep checkpoint export {checkpoint} --hf DIR", screen::field("", ""));
+}
+
+/// Warns of a run that ends worse than a model that knows nothing.
+fn warn_if_diverged(summary: &Summary) {
+    if summary.skipped_last > 1 {
+        warning(&format!(
+            "the last {} steps were skipped and changed nothing; lower optimizer.lr, or lengthen schedule.warmup_steps",
+            summary.skipped_last
+        ));
+    }
+    let uniform = summary.uniform_loss;
+    let losses = [("loss", summary.loss), ("eval loss", summary.eval_loss)];
+    let worst = losses.into_iter().filter_map(|(name, loss)| Some((name, loss?)));
+    if let Some((name, loss)) =
+        worst.max_by(|a, b| a.1.total_cmp(&b.1)).filter(|(_, loss)| *loss > DIVERGED * uniform)
+    {
+        warning(&format!(
+            "the {name} is {loss:.4}, and {uniform:.4} for a uniform guess: the run has diverged; lower optimizer.lr, or lengthen \
+             schedule.warmup_steps"
+        ));
+    }
+}
+
+/// Prints a sample of generated text to standard output.
+fn sample(checkpoint: &Path, threads: usize) -> Result<(), Failure> {
+    let model = LoadedModel::open(checkpoint, threads)?;
+    if model.config().max_position_embeddings() <= SAMPLE_PROMPT.len() {
+        return Ok(());
+    }
+    let sampling = Sampling { temperature: 0.8, top_k: 40, ..Sampling::default() };
+    show_sample(&model, SAMPLE_PROMPT, SAMPLE_TOKENS, sampling)?;
+    say!("");
+    Ok(())
+}

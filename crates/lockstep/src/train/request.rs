@@ -1,0 +1,223 @@
+//! The run that a command line asks for: RUN.toml, the run of a checkpoint or the demonstration, and what a DeepSpeed file, a plan, `--set`
+//! and the number of ranks change in it, each over the one before.
+
+use std::path::Path;
+
+use lockstep_checkpoint::{Checkpoint, find};
+use lockstep_import::{AutoValues, Format, Import, Options};
+use lockstep_train::config::{Imported, Origin, Transport};
+use lockstep_train::planner::{Choice, Evaluated, Reason, choose};
+use lockstep_train::{Error, PlanFile, Resume, RunConfig, human};
+
+use super::Arguments;
+use crate::exit::{CORRUPT_INPUT, Failure};
+use crate::import;
+use crate::launching::Launching;
+use crate::ranks::blamed;
+use crate::verify::plan_in_words;
+
+/// The built-in demonstration: what `lockstep train` does without a file.
+pub(super) const DEMONSTRATION: &str = include_str!("demonstration.toml");
+/// The key that `--nproc-per-node` sets.
+const REPLICAS: &str = "parallel.data_parallel_replicate";
+
+/// What the command line, its files and the launcher say of a run.
+pub(super) struct Request<'a> {
+    pub(super) arguments: &'a Arguments,
+    pub(super) launching: &'a Launching,
+    /// The checkpoint to begin from, found if `--resume` names a directory of several.
+    pub(super) resume: Resume,
+    /// The number of ranks that another launcher has started.
+    pub(super) started: Option<usize>,
+    /// The DeepSpeed file, read.
+    pub(super) import: Option<Import>,
+}
+
+impl<'a> Request<'a> {
+    /// Reads what the command line names: the checkpoint, and the DeepSpeed file.
+    pub(super) fn new(
+        arguments: &'a Arguments,
+        launching: &'a Launching,
+        started: Option<usize>,
+    ) -> Result<Self, Failure> {
+        let resume = match arguments.resume.as_str() {
+            "auto" => Resume::Auto,
+            "never" => Resume::Never,
+            path => Resume::From(found_checkpoint(Path::new(path))?),
+        };
+        let mut request = Self { arguments, launching, resume, started, import: None };
+        request.import = request.imported()?;
+        Ok(request)
+    }
+
+    /// The DeepSpeed file of the command line.
+    fn imported(&self) -> Result<Option<Import>, Failure> {
+        let Some(path) = &self.arguments.deepspeed else { return Ok(None) };
+        if self.resumed_run().is_some() {
+            let message = "--deepspeed goes with a RUN.toml; the checkpoint that --resume names has its own configuration";
+            return Err(Failure::configuration(message));
+        }
+        let ranks = match self.started.or(self.launching.ranks) {
+            Some(ranks) => ranks,
+            None => self.load(&self.settings(None))?.ranks(),
+        };
+        let options = Options { ranks: Some(ranks), auto: AutoValues::OfTheRun };
+        import::read(Format::DeepSpeed, path, options).map(Some)
+    }
+
+    /// The checkpoint whose own run goes on, where `--resume` names one and there is no RUN.toml.
+    fn resumed_run(&self) -> Option<&Path> {
+        match (&self.arguments.planned.run, &self.resume) {
+            (None, Resume::From(checkpoint)) => Some(checkpoint),
+            _ => None,
+        }
+    }
+
+    /// Whether this is the built-in demonstration.
+    pub(super) fn is_demonstration(&self) -> bool {
+        self.arguments.planned.run.is_none() && self.resumed_run().is_none()
+    }
+
+    /// Settings of a plan, and after them, so that they win, those of the user.
+    fn settings(&self, plan: Option<&PlanFile>) -> Vec<String> {
+        let mut settings = self.arguments.planned.settings_with(plan);
+        settings.extend(self.arguments.steps.map(|steps| format!("train.steps={steps}")));
+        settings
+    }
+
+    /// The run, with some keys set.
+    fn load(&self, settings: &[String]) -> Result<RunConfig, Error> {
+        let imported: Vec<Imported> = self.import.as_ref().map_or(Vec::new(), import::values);
+        match (&self.arguments.planned.run, self.resumed_run()) {
+            (Some(path), _) => RunConfig::load_with(Some(path), &imported, settings),
+            (None, Some(checkpoint)) => run_of_checkpoint(checkpoint, settings),
+            (None, None) => {
+                RunConfig::parse_with(DEMONSTRATION, "the built-in demonstration", &imported, settings)?
+                    .with_found_model()
+            }
+        }
+    }
+
+    /// The configuration of the run. Unless it says otherwise, the ranks that are started are as many replicas as they make; before they
+    /// are, `--nproc-per-node` says how many.
+    pub(super) fn configuration(&self, plan: Option<&PlanFile>) -> Result<RunConfig, Failure> {
+        let mut settings = self.settings(plan);
+        let config = self.load(&settings).map_err(|error| blamed(plan, error))?;
+        let Some(ranks) = self.started.or(self.launching.ranks) else { return Ok(config) };
+        let found = config.ranks();
+        // A checkpoint's own number of ranks gives way as well.
+        let gives_way = self.resumed_run().is_some() && found != ranks;
+        if config.origin(REPLICAS) == Origin::Default || gives_way {
+            settings.push(config.setting_for_ranks(ranks)?);
+            return Ok(self.load(&settings)?);
+        }
+        if found != ranks && self.started.is_none() && !self.arguments.nodes.are_several(self.launching) {
+            let message = match config.ranks_of_a_replica() {
+                1 => format!("--nproc-per-node is {ranks}, and {REPLICAS} is {found}: leave one of them out"),
+                _ => format!(
+                    "--nproc-per-node is {ranks}, and [parallel] is for {found} ranks: leave one of them out"
+                ),
+            };
+            return Err(Failure::configuration(message));
+        }
+        Ok(config)
+    }
+
+    /// The plan of a run on this machine whose file does not say how to split it, and in words why it is this one; `None` where the file
+    /// says it, or where nothing fits, which has a message of its own.
+    pub(super) fn choice(&self) -> Result<Option<(PlanFile, String)>, Failure> {
+        let config = self.load(&self.settings(None))?;
+        if config.says_how_to_split() || config.parallel.transport == Transport::Mpi {
+            return Ok(None);
+        }
+        let Some(Choice { plan, reason }) = choose(&config, &self.resume, self.launching.ranks)? else {
+            return Ok(None);
+        };
+        let words = match reason {
+            Reason::Checkpoint(path) => {
+                let planned = config.with_settings(plan.settings()).map_err(Error::from)?;
+                format!("plan\t{}, as {}", plan_in_words(&planned), path.display())
+            }
+            Reason::Search { chosen, rival, candidates, ms, doubt } => {
+                in_words(&chosen, rival.as_deref(), doubt.as_deref(), &searched(candidates, ms))
+            }
+        };
+        Ok(Some((plan, words)))
+    }
+}
+
+/// How many plans were compared, and how long that took.
+fn searched(candidates: usize, ms: f64) -> String {
+    format!("{}, compared in {}", human::plural(candidates, "plan"), human::milliseconds(ms))
+}
+
+/// Why a search has chosen this plan: lines of a label, a tabulator and a text.
+fn in_words(chosen: &Evaluated, rival: Option<&Evaluated>, doubt: Option<&str>, searched: &str) -> String {
+    let words = |found: &Evaluated| {
+        let sequences = human::plural(found.config.micro_batch(), "sequence");
+        format!("{}, micro-batches of {sequences}", plan_in_words(&found.config))
+    };
+    let step_ms = chosen.step.step_ms;
+    let source = if doubt.is_some() { "guessed" } else { "predicted from measurements of this machine" };
+    let mut lines = format!(
+        "plan\t{}: {} a step, {source}\n\tfastest of {searched}",
+        words(chosen),
+        human::milliseconds(step_ms)
+    );
+    if let Some(rival) = rival {
+        let off = 100.0 * (rival.step.step_ms / step_ms - 1.0);
+        let than = if off < 0.0 { "faster, but less simple" } else { "slower" };
+        lines += &format!("; next best, {:.1} % {than}: {}", off.abs(), words(rival));
+    }
+    if let Some(doubt) = doubt {
+        lines += &format!("\n\t{doubt}");
+    }
+    lines
+}
+
+/// The checkpoint that `--resume` names, before anything else is said: of a directory of checkpoints the newest whole one.
+fn found_checkpoint(path: &Path) -> Result<std::path::PathBuf, Failure> {
+    let error = match find(path).and_then(|found| Checkpoint::open(&found).map(|_| found)) {
+        Ok(found) => return Ok(found),
+        Err(error) => error,
+    };
+    let is_nothing = !path.join("manifest.json").exists()
+        && lockstep_checkpoint::list(path).is_ok_and(|checkpoints| checkpoints.is_empty());
+    let failure = Failure::from(error);
+    let shown = path.display();
+    let message = match failure.code {
+        _ if path.extension().is_some_and(|extension| extension == "toml") => {
+            format!(
+                "--resume {shown}: that is no checkpoint; write `lockstep train {shown}`, which goes on from the newest one"
+            )
+        }
+        _ if is_nothing || !path.is_dir() => format!(
+            "--resume {shown}: no checkpoint is there; lockstep checkpoint list DIR lists those of a run, auto takes the newest one, \
+             never begins anew"
+        ),
+        CORRUPT_INPUT => failure.message + "; --resume auto takes the newest checkpoint that is whole",
+        _ => failure.message,
+    };
+    Err(Failure { message, ..failure })
+}
+
+/// The configuration of the run that wrote a checkpoint, with some keys set.
+fn run_of_checkpoint(path: &Path, settings: &[String]) -> Result<RunConfig, Error> {
+    let checkpoint = Checkpoint::open(path)?;
+    let Some(run) = checkpoint.manifest().config.get("run") else {
+        return Err(Error::NoRunToResume { path: path.to_owned() });
+    };
+    Ok(RunConfig::stored(run, &path.display().to_string())?.with_settings(settings)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_demonstration_can_be_as_short_as_one_likes() {
+        for setting in ["train.steps=1", "train.steps=20", "train.steps=5000"] {
+            RunConfig::parse(DEMONSTRATION, "the built-in demonstration", &[setting]).unwrap();
+        }
+    }
+}

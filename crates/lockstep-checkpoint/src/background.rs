@@ -7,6 +7,7 @@ use std::{
     any::Any,
     panic::{self, AssertUnwindSafe},
     sync::mpsc::{Receiver, RecvError, TryRecvError, channel},
+    thread::{Builder, JoinHandle},
 };
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -19,7 +20,11 @@ const LOWEST: i32 = 19;
 
 /// The thread. It ends when this is dropped.
 #[derive(Debug)]
-pub struct SaveThread(ThreadPool);
+pub struct SaveThread {
+    /// `None` once it is to end.
+    pool: Option<ThreadPool>,
+    thread: Option<JoinHandle<()>>,
+}
 
 impl SaveThread {
     /// Starts it.
@@ -27,26 +32,44 @@ impl SaveThread {
     /// # Errors
     /// [`CheckpointError::Thread`] if the system gives no thread.
     pub fn start() -> Result<Self, CheckpointError> {
-        ThreadPoolBuilder::new()
+        let mut thread = None;
+        let pool = ThreadPoolBuilder::new()
             .num_threads(1)
-            .thread_name(|_| "lockstep-save".to_owned())
             // On Linux a thread has a priority of its own. One that cannot give way saves all the same.
             .start_handler(|_| {
                 let _ = setpriority_process(None, LOWEST);
             })
+            .spawn_handler(|of_pool| {
+                thread = Some(Builder::new().name("lockstep-save".to_owned()).spawn(|| of_pool.run())?);
+                Ok(())
+            })
             .build()
-            .map(Self)
-            .map_err(CheckpointError::Thread)
+            .map_err(CheckpointError::Thread)?;
+        Ok(Self { pool: Some(pool), thread })
     }
 
     /// Runs `save` on the thread, after those that were given to it before.
     pub fn run<T: Send + 'static>(&self, save: impl FnOnce() -> T + Send + 'static) -> PendingSave<T> {
         let (sender, receiver) = channel();
-        self.0.spawn(move || {
+        let save = move || {
             // Whoever dropped the other end has waited for the end of this one.
             drop(sender.send(panic::catch_unwind(AssertUnwindSafe(save))));
-        });
+        };
+        if let Some(pool) = &self.pool {
+            pool.spawn(save);
+        }
         PendingSave(Some(receiver))
+    }
+}
+
+/// Waits for the end of the thread: nothing of it runs, or allocates, beside what comes after.
+impl Drop for SaveThread {
+    fn drop(&mut self) {
+        self.pool = None;
+        if let Some(thread) = self.thread.take() {
+            // A save that panicked has told whoever waited for it.
+            let _ = thread.join();
+        }
     }
 }
 

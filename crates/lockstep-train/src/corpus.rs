@@ -65,14 +65,11 @@ impl Corpus {
         let sources = sources(config)?;
         let valid_files = expand(&config.data.valid, format(config))?;
         let mut files = sources.iter().flat_map(|source| &source.files).chain(&valid_files);
-        let (tokenizer, tokenizer_name) = if files.clone().any(SourceFile::is_text) {
-            let (tokenizer, name) = load_tokenizer(config, model)?;
-            (Some(tokenizer), Some(name))
-        } else {
-            find_tokenizer(config, model)?
-                .map(|(tokenizer, name)| (Some(tokenizer), Some(name)))
-                .unwrap_or_default()
+        let tokenizer = match files.clone().any(SourceFile::is_text) {
+            true => Some(load_tokenizer(config, model)?),
+            false => find_tokenizer(config, model)?,
         };
+        let (tokenizer, tokenizer_name) = tokenizer.unzip();
         if let Some(tokenizer) = &tokenizer {
             tokenizer.fits(model.config.vocab_size())?;
         }
@@ -116,48 +113,53 @@ impl Corpus {
             files => Some(Arc::new(Tokens::open(files, &options)?)),
         };
 
-        let fraction = if valid_tokens.is_none() { config.data.valid_fraction } else { 0.0 };
-        let (mut train, mut valid) = (Vec::new(), Vec::new());
-        for (source, tokens) in sources.iter().zip(&opened) {
-            let (train_range, valid_range) = split(tokens, fraction)?;
-            let what = match sources.len() {
-                1 => "the training set".to_owned(),
-                _ => format!("the training set of {}", source.name),
-            };
-            let window = window_options(config, packing, tokens);
-            let part = Dataset::new(Arc::clone(tokens), train_range, window, &what);
-            train.push(part.map(|part| (part, source.weight)));
-            let part = Dataset::new(Arc::clone(tokens), valid_range, in_order(window), "the validation set");
-            match part {
-                Ok(part) => valid.push((part, source.weight)),
-                // A short corpus may have no whole window to spare; then there is nothing of it to evaluate on.
-                Err(DataError::TooFewTokens { .. } | DataError::NoAnswers { .. }) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        if let Some(tokens) = valid_tokens {
-            let range = 0..tokens.tokens();
-            let window = in_order(window_options(config, packing, &tokens));
-            valid = vec![(Dataset::new(tokens, range, window, "the validation set")?, 1.0)];
-        }
+        let (train, valid) = datasets(config, packing, &sources, &opened, valid_tokens)?;
         let named = sources.into_iter().zip(opened);
         let sources: Vec<CorpusSource> =
             named.map(|(source, tokens)| CorpusSource { name: source.name, tokens }).collect();
-        Ok(Self {
-            train: Dataset::blend(&DataError::all_of(train)?)?,
-            valid: if valid.is_empty() { None } else { Some(Dataset::blend(&valid)?) },
-            tokenizer,
-            tokenizer_name,
-            digest: digest(&sources),
-            shapes,
-            sources,
-        })
+        Ok(Self { train, valid, tokenizer, tokenizer_name, digest: digest(&sources), shapes, sources })
     }
 
     /// Whether there is text among the sources, and its tokens were there already.
     pub fn from_cache(&self) -> bool {
         self.sources.iter().any(|source| source.tokens.from_cache())
     }
+}
+
+/// The windows to train on, of each source by its weight, and those to evaluate on: of `valid_tokens`, or of the ends of the sources.
+fn datasets(
+    config: &RunConfig,
+    packing: Option<Packing>,
+    sources: &[Source],
+    opened: &[Arc<Tokens>],
+    valid_tokens: Option<Arc<Tokens>>,
+) -> Result<(Dataset, Option<Dataset>), Error> {
+    let fraction = if valid_tokens.is_none() { config.data.valid_fraction } else { 0.0 };
+    let (mut train, mut valid) = (Vec::new(), Vec::new());
+    for (source, tokens) in sources.iter().zip(opened) {
+        let (train_range, valid_range) = split(tokens, fraction)?;
+        let what = match sources.len() {
+            1 => "the training set".to_owned(),
+            _ => format!("the training set of {}", source.name),
+        };
+        let window = window_options(config, packing, tokens);
+        let part = Dataset::new(Arc::clone(tokens), train_range, window, &what);
+        train.push(part.map(|part| (part, source.weight)));
+        let part = Dataset::new(Arc::clone(tokens), valid_range, in_order(window), "the validation set");
+        match part {
+            Ok(part) => valid.push((part, source.weight)),
+            // A short corpus may have no whole window to spare; then there is nothing of it to evaluate on.
+            Err(DataError::TooFewTokens { .. } | DataError::NoAnswers { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    if let Some(tokens) = valid_tokens {
+        let range = 0..tokens.tokens();
+        let window = in_order(window_options(config, packing, &tokens));
+        valid = vec![(Dataset::new(tokens, range, window, "the validation set")?, 1.0)];
+    }
+    let valid = if valid.is_empty() { None } else { Some(Dataset::blend(&valid)?) };
+    Ok((Dataset::blend(&DataError::all_of(train)?)?, valid))
 }
 
 /// Files of which the first record is looked at.

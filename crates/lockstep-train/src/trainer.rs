@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use lockstep_checkpoint::{CommitObserver, RunLock, prepare_directory};
+use lockstep_checkpoint::{Checkpoint, CommitObserver, RunLock, prepare_directory};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_graph::mutation::{Mutation, active};
@@ -34,7 +34,7 @@ use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
     Counters, SavedState, changed_settings, find_checkpoint, restore, set_aside_later, text_has_changed,
 };
-use crate::{Corpus, Error, resolve_model};
+use crate::{Corpus, Error, ResolvedModel, resolve_model};
 
 /// Micro-batches read ahead.
 const PREFETCH_DEPTH: usize = 4;
@@ -166,31 +166,9 @@ pub(crate) fn run(
         tokens = corpus.train.tokens(), sources = corpus.sources.len(), from_cache = corpus.from_cache(),
         digest = %corpus.digest, "the corpus is open"
     );
-    let lock = || {
-        prepare_directory(&config.checkpoint.dir)?;
-        Ok::<_, Error>(RunLock::take(&config.checkpoint.dir)?)
-    };
     let writes = ranks.is_first() && leaves == Leaves::Everything;
-    let _lock = writes.then(lock).transpose()?;
-    let arena = ranks.arena();
-    let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
-    match &checkpoint {
-        Some(found) => tracing::info!(path = %found.path().display(), ?resume, "going on from a checkpoint"),
-        None => {
-            tracing::info!(dir = %config.checkpoint.dir.display(), ?resume, "no checkpoint to go on from")
-        }
-    }
-    let mut engine = build_engine(config, &model, ranks, &arena)?;
-    let (counters, changed) = match &checkpoint {
-        Some(checkpoint) => {
-            let changed = changed_settings(config, &model, resume, checkpoint)?;
-            (restore(config, &model, &mut engine, checkpoint)?, changed)
-        }
-        None => {
-            load_first_weights(config, &model, &mut engine)?;
-            (Counters::default(), Vec::new())
-        }
-    };
+    let _lock = writes.then(|| lock(config)).transpose()?;
+    let Origin { mut engine, counters, checkpoint, told } = Origin::of(config, resume, ranks, &model)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress = ranks.progress(steps, show);
     let predicted = Predicted::of(config, &engine, ranks)?;
@@ -207,26 +185,11 @@ pub(crate) fn run(
         peak: peak.as_ref(),
     };
     describe(&beginning, ranks.groups().tensor_place(), &mut progress);
-    for reason in passed_over {
-        progress.message(&format!("passed over a damaged checkpoint: {reason}"));
+    told.iter().for_each(|text| progress.message(text));
+    if checkpoint.as_ref().is_some_and(|checkpoint| text_has_changed(checkpoint, &corpus)) {
+        progress.message("the training text is not the one that the checkpoint was trained on");
     }
-    let start = match &checkpoint {
-        Some(checkpoint) => {
-            progress.message(&format!(
-                "resuming from {} (step {})",
-                checkpoint.path().display(),
-                counters.step
-            ));
-            for change in changed {
-                progress.message(&change);
-            }
-            if text_has_changed(checkpoint, &corpus) {
-                progress.message("the training text is not the one that the checkpoint was trained on");
-            }
-            Start::After { step: counters.step }
-        }
-        None => Start::Fresh,
-    };
+    let start = checkpoint.as_ref().map_or(Start::Fresh, |_| Start::After { step: counters.step });
     observer.begins(&mut engine);
     // All have read what they begin with before anything is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
@@ -241,16 +204,7 @@ pub(crate) fn run(
         Records::of_trace(config)
     };
     records.describe_ranks(&engine, ranks, |text| progress.message(text))?;
-    let cursor = SampleCursor {
-        samples_consumed: counters.samples,
-        global_batch: config.train.global_batch as u64,
-        micro_batch: config.micro_batch() as u64,
-        replica: if active(Mutation::SamplesOfFirstReplica) { 0 } else { ranks.replica() as u64 },
-        replicas: ranks.replicas() as u64,
-    };
-    cursor.validate()?;
-    let remaining = config.train.steps.saturating_sub(counters.step);
-    let prefetcher = Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?;
+    let prefetcher = prefetcher(config, ranks, &corpus, &counters)?;
     let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
     let guard = Guard::new(config, counters.step, &remembered["guard"]);
     let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
@@ -288,11 +242,80 @@ pub(crate) fn run(
     .run(interrupt)
 }
 
+/// Takes the directory of checkpoints for this run alone.
+fn lock(config: &RunConfig) -> Result<RunLock, Error> {
+    prepare_directory(&config.checkpoint.dir)?;
+    Ok(RunLock::take(&config.checkpoint.dir)?)
+}
+
+/// The engine with what a run begins from.
+struct Origin {
+    engine: Engine,
+    counters: Counters,
+    /// `None` for a run that begins anew.
+    checkpoint: Option<Checkpoint>,
+    /// Messages on where the run begins.
+    told: Vec<String>,
+}
+
+impl Origin {
+    /// Loads the checkpoint that `resume` asks for, or the first weights.
+    fn of(config: &RunConfig, resume: &Resume, ranks: &Ranks, model: &ResolvedModel) -> Result<Self, Error> {
+        let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
+        let mut engine = build_engine(config, model, ranks, &ranks.arena())?;
+        let damaged = passed_over.iter().map(|reason| format!("passed over a damaged checkpoint: {reason}"));
+        let mut told: Vec<String> = damaged.collect();
+        let Some(found) = &checkpoint else {
+            tracing::info!(dir = %config.checkpoint.dir.display(), ?resume, "no checkpoint to go on from");
+            load_first_weights(config, model, &mut engine)?;
+            return Ok(Self { engine, counters: Counters::default(), checkpoint, told });
+        };
+        tracing::info!(path = %found.path().display(), ?resume, "going on from a checkpoint");
+        let changed = changed_settings(config, model, resume, found)?;
+        let counters = restore(config, model, &mut engine, found)?;
+        told.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
+        told.extend(changed);
+        Ok(Self { engine, counters, checkpoint, told })
+    }
+}
+
+/// Starts to read the samples of this rank that no step has consumed.
+fn prefetcher(
+    config: &RunConfig,
+    ranks: &Ranks,
+    corpus: &Corpus,
+    counters: &Counters,
+) -> Result<Prefetcher, Error> {
+    let cursor = SampleCursor {
+        samples_consumed: counters.samples,
+        global_batch: config.train.global_batch as u64,
+        micro_batch: config.micro_batch() as u64,
+        replica: if active(Mutation::SamplesOfFirstReplica) { 0 } else { ranks.replica() as u64 },
+        replicas: ranks.replicas() as u64,
+    };
+    cursor.validate()?;
+    let remaining = config.train.steps.saturating_sub(counters.step);
+    Ok(Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?)
+}
+
 /// The last losses of a run.
 #[derive(Debug, Clone, Copy, Default)]
 struct Losses {
     train: Option<f64>,
     eval: Option<f64>,
+}
+
+/// What a step knows of itself, for its metrics.
+struct Made {
+    loss: f64,
+    grad_norm: f64,
+    learning_rate: f64,
+    loss_scale: f64,
+    tokens: u64,
+    seconds: f64,
+    skipped: bool,
+    /// The maximum over ranks, and of each.
+    memory: (MemoryUse, Vec<MemoryUse>),
 }
 
 struct Run<'a> {
@@ -525,10 +548,33 @@ impl Run<'_> {
         if let Some(own) = memory_by_rank.get_mut(self.ranks.rank()) {
             *own = own_memory;
         }
+        let skipped = verdict != Verdict::Sound;
+        let memory = (memory_by_rank.iter().fold(own_memory, MemoryUse::maximum), memory_by_rank);
+        let row =
+            self.row(Made { loss, grad_norm, learning_rate, loss_scale, tokens, seconds, skipped, memory });
+        tracing::trace!(step, loss, grad_norm, step_ms = row.step_ms, "made a step");
+        self.progress.step(&row);
+        self.observer.step_ended(&row);
+        self.records.append(&row, |text| self.progress.message(text));
+        if self.is_shown(step) {
+            self.expert_load = row.expert_load;
+        }
+        refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
+    }
+
+    /// Whether a step is among those that are shown.
+    fn is_shown(&self, step: u64) -> bool {
+        let every = self.config.train.log_every.max(1);
+        step == 1 || step.is_multiple_of(every) || step == self.config.train.steps
+    }
+
+    /// The metrics of the step that has just been made, with what was counted since the one before.
+    fn row(&mut self, made: Made) -> StepMetrics {
+        let Made { loss, grad_norm, learning_rate, loss_scale, tokens, seconds, .. } = made;
+        let step = self.counters.step;
         let load = self.engine.expert_load();
         let expert_imbalance = load.layers().filter_map(imbalance).max_by(f64::total_cmp);
-        let every = self.config.train.log_every.max(1);
-        let is_shown = step == 1 || step.is_multiple_of(every) || step == self.config.train.steps;
+        let is_shown = self.is_shown(step);
         let mut expert_load = if is_shown { std::mem::take(&mut self.expert_load) } else { Vec::new() };
         if is_shown {
             expert_load.resize_with(load.layers().count(), Vec::new);
@@ -537,7 +583,8 @@ impl Run<'_> {
                 shown.extend_from_slice(counts);
             }
         }
-        let row = StepMetrics {
+        let flops_per_s = self.flops_per_step as f64 / seconds;
+        StepMetrics {
             step,
             loss,
             grad_norm,
@@ -546,31 +593,23 @@ impl Run<'_> {
             tokens_seen: self.counters.tokens,
             step_ms: seconds * 1e3,
             tokens_per_s: tokens as f64 / seconds,
-            flops_per_s: self.flops_per_step as f64 / seconds,
-            mfu: self.peak_flops_per_s.map(|peak| self.flops_per_step as f64 / seconds / peak),
-            skipped: verdict != Verdict::Sound,
+            flops_per_s,
+            mfu: self.peak_flops_per_s.map(|peak| flops_per_s / peak),
+            skipped: made.skipped,
             skipped_steps: self.guard.skipped,
             rollbacks: self.guard.rollbacks,
             loss_scale: self.loss_scale.is_some().then_some(loss_scale),
             expert_imbalance,
             expert_load,
-            memory: memory_by_rank.iter().fold(own_memory, MemoryUse::maximum),
-            memory_by_rank,
+            memory: made.memory.0,
+            memory_by_rank: made.memory.1,
             memory_predicted: self.predicted.greatest,
             memory_predicted_by_rank: self.predicted.by_rank.clone(),
             comm: self.engine.take_traffic().into(),
             disk: DiskUse::of(self.engine.disk_bytes(), self.engine.take_disk_traffic()),
             data_wait_ms: self.prefetcher.take_wait().as_secs_f64() * 1e3,
             checkpoint_stall_ms: self.saver.as_mut().map_or(0.0, Saver::take_stall_ms),
-        };
-        tracing::trace!(step, loss, grad_norm, step_ms = row.step_ms, "made a step");
-        self.progress.step(&row);
-        self.observer.step_ended(&row);
-        self.records.append(&row, |text| self.progress.message(text));
-        if is_shown {
-            self.expert_load = row.expert_load;
         }
-        refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
     }
 
     /// Reads the own micro-batches of the next step and returns how many labels of all ranks' count.

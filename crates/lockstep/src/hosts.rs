@@ -212,7 +212,7 @@ impl Drop for Remote {
 
 /// Waits for all; the first that fails, or a signal, ends the others.
 fn watch(mut remotes: Vec<Remote>, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
-    let mut first: Option<(String, i32)> = None;
+    let mut first = None;
     let mut last_moment = None;
     while remotes.iter().any(|remote| remote.code.is_none()) {
         for remote in remotes.iter_mut().filter(|remote| remote.code.is_none()) {
@@ -221,9 +221,7 @@ fn watch(mut remotes: Vec<Remote>, interrupt: &Interrupt) -> Result<ExitCode, Fa
             if let Some(status) = ended {
                 let code = status.code().unwrap_or(SSH_FAILED);
                 remote.code = Some(code);
-                if code != 0 && first.is_none() {
-                    first = Some((remote.host.clone(), code));
-                }
+                first = first.or((code != 0).then_some(code));
             }
         }
         if last_moment.is_none() && (first.is_some() || interrupt.is_requested()) {
@@ -235,15 +233,19 @@ fn watch(mut remotes: Vec<Remote>, interrupt: &Interrupt) -> Result<ExitCode, Fa
         }
         std::thread::sleep(LOOK);
     }
+    // All that ended as the first one did, in the order of the hostfile.
+    let alike = remotes.iter().filter(|remote| remote.code == first).map(|remote| remote.host.as_str());
+    let hosts: Vec<&str> = alike.collect();
+    let (host, all) = (hosts.first().copied().unwrap_or_default(), hosts.join(", "));
     match first {
         None => Ok(ExitCode::SUCCESS),
-        Some((host, SSH_FAILED)) => Err(Failure::configuration(format!(
-            "{host} cannot be reached by ssh, or its connection broke (exit code 255): `ssh -o BatchMode=yes {host} true` must work without a password"
+        Some(SSH_FAILED) => Err(Failure::configuration(format!(
+            "{all} cannot be reached by ssh, or the connection broke (exit code 255): `ssh -o BatchMode=yes {host} true` must work without a password"
         ))),
-        Some((host, 126 | 127)) => Err(Failure::configuration(format!(
-            "{host} has no lockstep at the path that it has here, or not this directory: install both alike on all hosts"
+        Some(126 | 127) => Err(Failure::configuration(format!(
+            "{all}: there is no lockstep at the path that it has here, or not this directory; install both alike on all hosts"
         ))),
-        Some((_, code)) => Ok(ExitCode::from(code as u8)),
+        Some(code) => Ok(ExitCode::from(code as u8)),
     }
 }
 

@@ -269,6 +269,23 @@ impl Checker<'_, '_, '_> {
             let because = "parallel.transport = \"mpi\", which sums in its own way";
             self.refuse_without_effect(&keys, because, "parallel.transport");
         }
+        self.tensor_parallel();
+        self.partitioned_activations();
+        if self.config.parallel.context_parallel == 1 {
+            let because = "parallel.context_parallel = 1, whose one rank has whole sequences";
+            let keys = ["parallel.context_parallel_method"];
+            self.refuse_without_effect(&keys, because, "parallel.context_parallel");
+        }
+        if self.config.parallel.pipeline_parallel == 1 {
+            let keys = ["parallel.pipeline_schedule", "parallel.virtual_stages", "parallel.pipeline_stages"];
+            let because = "parallel.pipeline_parallel = 1, which is no pipeline";
+            self.refuse_without_effect(&keys, because, "parallel.pipeline_parallel");
+        }
+        self.sharding();
+    }
+
+    /// Refuses keys of tensor parallelism that nothing is split by, and optimizers that cannot be split.
+    fn tensor_parallel(&mut self) {
         let tensor_parallel = self.config.parallel.tensor_parallel;
         if tensor_parallel == 1 && self.config.parallel.sequence_parallel {
             let because = "parallel.tensor_parallel = 1, whose one rank has all tokens";
@@ -290,17 +307,6 @@ impl Checker<'_, '_, '_> {
             let because = "parallel.tensor_layout = \"2d\", whose products take a block at a time";
             self.refuse_without_effect(&["parallel.tensor_chunks"], because, "parallel.tensor_layout");
         }
-        self.partitioned_activations();
-        if self.config.parallel.context_parallel == 1 {
-            let because = "parallel.context_parallel = 1, whose one rank has whole sequences";
-            let keys = ["parallel.context_parallel_method"];
-            self.refuse_without_effect(&keys, because, "parallel.context_parallel");
-        }
-        if self.config.parallel.pipeline_parallel == 1 {
-            let keys = ["parallel.pipeline_schedule", "parallel.virtual_stages", "parallel.pipeline_stages"];
-            let because = "parallel.pipeline_parallel = 1, which is no pipeline";
-            self.refuse_without_effect(&keys, because, "parallel.pipeline_parallel");
-        }
         if tensor_parallel > 1 && self.config.optimizer.kind == OptimizerKind::Muon {
             let what = format!(
                 "\"muon\" needs whole matrices, and parallel.tensor_parallel = {tensor_parallel} splits them"
@@ -308,6 +314,10 @@ impl Checker<'_, '_, '_> {
             let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.tensor_parallel = 1";
             self.refuse(&["optimizer.kind", "parallel.tensor_parallel"], what, allowed);
         }
+    }
+
+    /// Refuses keys of ZeRO that shard nothing, and optimizers that cannot be sharded.
+    fn sharding(&mut self) {
         let ParallelConfig { zero_stage, data_parallel_shard, context_parallel, .. } = self.config.parallel;
         let shards_are_open = self.config.leaves_shards_open();
         if zero_stage > 0 && data_parallel_shard * context_parallel == 1 && !shards_are_open {

@@ -62,6 +62,10 @@ const TINY: How = How::Smaller(&[
     "--steps=2",
 ]);
 
+/// The fine-tuning of README, short.
+const SMALL_LORA: How =
+    How::Smaller(&["--set=train.seq_len=32", "--set=train.threads=1", "--set=train.log_every=150"]);
+
 /// The same for `verify`, which makes few steps.
 const SMALL_VERIFIED: How = How::Smaller(&[
     "--set=model.n_layer=1",
@@ -111,6 +115,9 @@ const RULES: &[Rule] = &[
     ),
     rule("", "lockstep bench collectives", "64MiB", How::Smaller(&["--json"])),
     rule("", "lockstep plan --calibrate", "", How::Soak),
+    rule("README.md", "lockstep train lora.toml", "", SMALL_LORA),
+    rule("README.md", "lockstep plan run.toml", "", SMALL_VERIFIED),
+    rule("README.md", "lockstep train --resume", "", How::Smaller(&["--set=train.log_every=250"])),
     rule("README.md", "lockstep train run.toml", "", SMALL_GPT),
     rule("README.md", "lockstep verify run.toml", "", SMALL_VERIFIED),
     rule("docs/getting-started.md", "lockstep train run.toml --steps 1000", "", SMALL_GPT),
@@ -136,6 +143,15 @@ const RULES: &[Rule] = &[
 
 /// What must be there before the commands of a page: commands that make it.
 const BEFORE: &[(&str, &[&str])] = &[
+    (
+        "README.md",
+        &[
+            "lockstep train run.toml --steps 1 --set checkpoint.dir=base --set model.n_layer=1 --set model.n_embd=32 --set model.n_head=2 \
+             --set train.global_batch=4 --set train.seq_len=32 --set train.threads=1",
+            "lockstep checkpoint export base/step-00000001 --hf gpt2",
+            "rm -r runs",
+        ],
+    ),
     ("docs/checkpoints.md", &["lockstep train run.toml --steps 200"]),
     (
         "docs/fine-tuning.md",

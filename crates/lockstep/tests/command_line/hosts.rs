@@ -74,7 +74,9 @@ fn hosts_that_cannot_be_are_told() {
     workshop.write("wrong", "worker-1 slots=two\n");
     refused(&["--hostfile", "wrong"], &["wrong: line 1", "HOST slots=N"]);
     let unreachable = ["train", "run.toml", "--hostfile", "hosts", "--ssh", "./no-ssh"];
-    workshop.run(&unreachable).fails(2, &["127.0.0.1 cannot be reached by ssh", "without a password"]);
+    workshop
+        .run(&unreachable)
+        .fails(2, &["127.0.0.1, localhost cannot be reached by ssh", "without a password"]);
     assert!(!workshop.path("checkpoints").exists());
 }
 

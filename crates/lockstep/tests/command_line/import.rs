@@ -47,6 +47,19 @@ fn a_file_that_is_named_is_looked_for_beside_the_one_that_names_it() {
     );
 }
 
+#[test]
+fn a_precision_that_contradicts_the_run_is_one_mistake() {
+    let workshop = Workshop::new();
+    workshop.write("ds.json", "{\"fp16\": {\"enabled\": true, \"loss_scale\": 128, \"hysteresis\": 2}}");
+    let text = String::from_utf8(workshop.read("run.toml")).unwrap();
+    workshop.write("run.toml", text.replace("steps = 4", "steps = 1\nprecision = \"bf16\""));
+    let outcome = workshop.run(&["train", "run.toml", "--deepspeed", "ds.json"]);
+    for part in ["scale", "hysteresis", "problems"] {
+        assert!(!outcome.stderr.contains(part), "{part}: {outcome:?}");
+    }
+    outcome.refuses(2, &["ds.json:1: train.precision: is \"f16\" here and \"bf16\" in run.toml:"]);
+}
+
 /// A DeepSpeed file, and what its refusal names.
 const DEEPSPEED: &[(&str, &[&str])] = &[
     ("", &["is empty"]),

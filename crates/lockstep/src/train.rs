@@ -108,7 +108,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         (plan, chosen) = choice(arguments, &imported, &launching, &resume)?.unzip();
     }
     let config = configuration(arguments, &launching, &imported, plan.as_ref(), started)?;
-    for line in import.iter().filter(|_| !is_launched()).flat_map(Import::table) {
+    for line in import.iter().filter(|_| !is_launched()).flat_map(|import| import::table(import, &config)) {
         note!("{line}");
     }
     if !is_launched()

@@ -1,12 +1,12 @@
 //! `deepspeed_config`: a few keys of DeepSpeed, or the name of a DeepSpeed configuration.
 
 use super::Accelerate;
-use crate::Options;
 use crate::deepspeed;
 use crate::document::{self, Syntax};
 use crate::draft::Origin;
 use crate::fields::{Field, Fields};
 use crate::problem::Problems;
+use crate::{Format, Options};
 
 /// Keys of `deepspeed_config` and those of a DeepSpeed file.
 const SECTION_KEYS: [(&str, &str); 6] = [
@@ -18,15 +18,12 @@ const SECTION_KEYS: [(&str, &str); 6] = [
     ("gradient_clipping", "gradient_clipping"),
 ];
 
-/// Keys without effect, by the reason.
-pub(super) type Idle = std::collections::BTreeMap<&'static str, Vec<String>>;
-
 impl Accelerate<'_> {
-    /// Translates `deepspeed_config`; keys of a DeepSpeed file without effect.
+    /// Translates `deepspeed_config`; `open` reads the file that it names.
     pub(super) fn deepspeed(
         &mut self,
         open: &dyn Fn(&str) -> Result<String, String>,
-    ) -> Result<Option<Idle>, Problems> {
+    ) -> Result<(), Problems> {
         let key = |name: &str| format!("deepspeed_config.{name}");
         if let Some(path) = self.fields.text(&key("deepspeed_config_file")) {
             self.read_idle_deepspeed();
@@ -38,7 +35,7 @@ impl Accelerate<'_> {
                         format!("cannot read {}: {error}", path.shown),
                         "a file beside this one",
                     );
-                    return Ok(None);
+                    return Ok(());
                 }
             };
             for name in [
@@ -56,7 +53,7 @@ impl Accelerate<'_> {
                     );
                 }
             }
-            return self.deepspeed_file(&path.value, &text).map(Some);
+            return self.deepspeed_file(&path.value, &text);
         }
         let section = self.fields.section("deepspeed_config");
         let mut theirs = Fields::new(&self.fields.file, Vec::new());
@@ -66,35 +63,38 @@ impl Accelerate<'_> {
                 theirs.insert(name, field.clone());
             }
         }
-        if !theirs.has("zero_optimization.stage") {
-            self.import.foreign_default("parallel.zero_stage", 2, "zero_stage of deepspeed_config");
+        let is_default = theirs.is_auto("zero_optimization.stage") || !theirs.has("zero_optimization.stage");
+        if is_default {
             let node = document::Node::Scalar { text: "2".to_owned(), quoted: false };
             theirs.insert("zero_optimization.stage", Field { line: 0, node });
         }
         deepspeed::translate_section(&theirs, self.options, &mut self.import);
         for setting in &mut self.import.settings {
             rename_origin(&mut setting.origin);
+            if is_default && setting.key == "parallel.zero_stage" {
+                setting.origin = Origin::ForeignDefault("zero_stage of deepspeed_config".to_owned());
+            }
         }
-        for problem in theirs.problems("DeepSpeed") {
+        for problem in theirs.problems(Format::DeepSpeed) {
             let ours = SECTION_KEYS
                 .iter()
                 .find(|(_, name)| *name == problem.key)
                 .map_or(problem.key.clone(), |(ours, _)| key(ours));
             self.fields.refuse(&ours, problem.what, problem.allowed);
         }
-        Ok(None)
+        Ok(())
     }
 
-    fn deepspeed_file(&mut self, file: &str, text: &str) -> Result<Idle, Problems> {
+    fn deepspeed_file(&mut self, file: &str, text: &str) -> Result<(), Problems> {
         let entries = document::read(text, file, Syntax::Json).map_err(|problem| Problems(vec![problem]))?;
         let mut theirs = Fields::new(file, entries);
         deepspeed::rename(&mut theirs);
         let ranks = self.ranks().map(|read| read.value as usize);
         let options = Options { ranks, ..self.options };
         deepspeed::translate(&theirs, options, &mut self.import);
-        let idle = theirs.settle(&[deepspeed::KEYS]);
-        match theirs.problems("DeepSpeed") {
-            problems if problems.is_empty() => Ok(idle),
+        theirs.settle(Format::DeepSpeed, &mut self.import);
+        match theirs.problems(Format::DeepSpeed) {
+            problems if problems.is_empty() => Ok(()),
             problems => Err(Problems(problems)),
         }
     }
@@ -108,11 +108,16 @@ impl Accelerate<'_> {
     }
 }
 
-/// Has a value of `deepspeed_config` come from the key that stands in the file.
+/// Names the key of `deepspeed_config` as the origin of a value, in place of DeepSpeed's own.
 fn rename_origin(origin: &mut Origin) {
-    if let Origin::File { key, .. } = origin
-        && let Some((ours, _)) = SECTION_KEYS.iter().find(|(_, theirs)| theirs == key)
-    {
-        *key = format!("deepspeed_config.{ours}");
+    let rename = |key: &mut String| {
+        if let Some((ours, _)) = SECTION_KEYS.iter().find(|(_, theirs)| theirs == key) {
+            *key = format!("deepspeed_config.{ours}");
+        }
+    };
+    match origin {
+        Origin::File { key, .. } => rename(key),
+        Origin::Trainer { keys, .. } => keys.iter_mut().for_each(rename),
+        Origin::ForeignDefault(_) | Origin::Derived(_) => {}
     }
 }

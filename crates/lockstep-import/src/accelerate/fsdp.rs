@@ -9,7 +9,7 @@ use crate::fields::Read;
 const STRATEGIES: [&str; 5] =
     ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"];
 
-/// What `fsdp_config` says.
+/// Values of `fsdp_config`.
 #[derive(Debug)]
 pub(super) struct Fsdp {
     strategy: &'static str,

@@ -1,4 +1,4 @@
-//! Every key of an Accelerate configuration, with its default and what becomes of it.
+//! The keys of an Accelerate configuration, their defaults and their treatment.
 
 use crate::table::{Row, idle, refused, to, to_but};
 
@@ -22,7 +22,7 @@ pub(crate) static KEYS: &[Row] = &[
     to_but(
         "distributed_type",
         "NO",
-        "parallel.data_parallel_replicate, parallel.data_parallel_shard",
+        "parallel.data_parallel_replicate, parallel.data_parallel_shard, parallel.zero_stage",
         "`NO` and `MULTI_*` are replicas, `FSDP` and `DEEPSPEED` shards",
     ),
     to_but(

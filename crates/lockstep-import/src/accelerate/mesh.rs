@@ -3,7 +3,7 @@
 use super::Accelerate;
 use crate::fields::Read;
 
-/// What `parallelism_config` says.
+/// Sizes of `parallelism_config`.
 #[derive(Debug)]
 pub(super) struct Mesh {
     /// Replicas and shards, if either is given.

@@ -10,10 +10,10 @@ mod mesh;
 
 use serde_json::Value;
 
-use crate::Options;
 use crate::draft::Import;
 use crate::fields::{Fields, Read};
 use crate::problem::Problems;
+use crate::{Format, Options};
 
 pub(crate) use keys::KEYS;
 
@@ -23,35 +23,29 @@ pub(crate) fn import(
     options: Options,
     open: &dyn Fn(&str) -> Result<String, String>,
 ) -> Result<Import, Problems> {
-    let import = Import { file: fields.file.clone(), tool: "Accelerate", ..Import::default() };
+    let import = Import { file: fields.file.clone(), tool: Format::Accelerate.tool(), ..Import::default() };
     let mut config = Accelerate { fields: &fields, options, import };
     config.precision();
     let kind = config.kind();
-    let theirs = match kind {
+    match kind {
         Some(Kind::DeepSpeed) => config.deepspeed(open)?,
-        _ => {
-            config.read_idle_deepspeed();
-            None
-        }
-    };
+        _ => config.read_idle_deepspeed(),
+    }
     config.split(kind);
     let names_batch = config.import.value("train.global_batch").is_some();
     config.batch();
     let mut import = config.import;
-    import.without_effect = fields.settle(&[KEYS]);
-    for (because, keys) in theirs.into_iter().flatten() {
-        import.without_effect.entry(because).or_default().extend(keys);
-    }
+    fields.settle(Format::Accelerate, &mut import);
     if !names_batch {
         import.remark("an Accelerate file names no model, data, batch or optimizer; these are the run's");
     }
-    match fields.problems(import.tool) {
+    match fields.problems(Format::Accelerate) {
         problems if problems.is_empty() => Ok(import),
         problems => Err(Problems(problems)),
     }
 }
 
-/// How ranks are split.
+/// Split of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     One,

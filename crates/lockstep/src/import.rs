@@ -1,6 +1,7 @@
 //! `lockstep import`, and the DeepSpeed file of `lockstep train`.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -42,9 +43,18 @@ pub(crate) struct Arguments {
     /// Ranks of the run, where batch sizes follow from them [default: the file's]
     #[arg(long, value_name = "N", value_parser = crate::ranks::number)]
     ranks: Option<usize>,
+    /// Write the RUN.toml to this file, and nothing if the import fails [default: standard output]
+    #[arg(short, long, value_name = "RUN.toml", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
+    /// Overwrite the file that --output names
+    #[arg(long, requires = "output")]
+    force: bool,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    if let Some(output) = arguments.output.as_deref().filter(|output| !arguments.force && output.exists()) {
+        return Err(exists(output));
+    }
     let options = Options { ranks: arguments.ranks, auto: AutoValues::TrainerDefaults };
     let import = read(arguments.format.into(), &arguments.file, options)?;
     let config = checked(&import)?;
@@ -55,9 +65,60 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         }
         Some(found)
     });
-    say!("{}", text.trim_end());
+    match &arguments.output {
+        None => say!("{}", text.trim_end()),
+        Some(output) => write(output, &text, arguments.force)?,
+    }
     note!("{}", summary(&import));
+    if let Some(output) = &arguments.output {
+        note!("written to {}", output.display());
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a RUN.toml whole or not at all; with `replace`, over the file that is there.
+fn write(path: &Path, text: &str, replace: bool) -> Result<(), Failure> {
+    let refuse = |error: std::io::Error| match error.kind() {
+        ErrorKind::AlreadyExists => exists(path),
+        _ => Failure::configuration(format!("cannot write {}: {error}", path.display())),
+    };
+    if !replace {
+        let mut file = File::create_new(path).map_err(refuse)?;
+        return file.write_all(text.as_bytes()).map_err(|error| {
+            // The file is new: what there is of it is ours.
+            let _ = fs::remove_file(path);
+            refuse(error)
+        });
+    }
+    if path.is_dir() {
+        return Err(Failure::configuration(format!("cannot write {}: it is a directory", path.display())));
+    }
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{}", std::process::id()));
+    let new = PathBuf::from(name);
+    fs::write(&new, text).and_then(|()| fs::rename(&new, path)).map_err(|error| {
+        let _ = fs::remove_file(&new);
+        refuse(error)
+    })
+}
+
+fn exists(path: &Path) -> Failure {
+    Failure::configuration(format!("{} exists; --force overwrites it", path.display()))
+}
+
+/// The message for `lockstep import FILE`, where `typed` stands in place of the format; `None` if it is no file.
+pub(crate) fn hint(typed: &str) -> Option<String> {
+    let text = read_text(Path::new(typed)).ok()?;
+    Some(match lockstep_import::Format::guess(&text) {
+        Some(format) => format!(
+            "the format is missing; {typed} looks like a configuration of {}: lockstep import {} {typed}",
+            format.tool(),
+            format.word()
+        ),
+        None => format!(
+            "the format is missing, and {typed} looks like neither: lockstep import deepspeed {typed}, or lockstep import accelerate {typed}"
+        ),
+    })
 }
 
 /// Translates a file; a file that it names is looked for beside it.
@@ -69,8 +130,17 @@ pub(crate) fn read(
     let text = read_text(path)
         .map_err(|error| Failure::configuration(format!("cannot read {}: {error}", path.display())))?;
     let beside = |name: &str| read_text(&path.parent().unwrap_or(Path::new("")).join(name));
-    import(format, &text, &path.display().to_string(), options, &beside)
-        .map_err(|problems| Failure::configuration(problems.to_string()))
+    import(format, &text, &path.display().to_string(), options, &beside).map_err(|problems| {
+        let mut message = problems.to_string();
+        if let Some(other) = lockstep_import::Format::guess(&text).filter(|guess| *guess != format) {
+            let (tool, word) = (other.tool(), other.word());
+            message.push_str(&format!(
+                "\n  the file looks like a configuration of {tool}: lockstep import {word} {}",
+                path.display()
+            ));
+        }
+        Failure::configuration(message)
+    })
 }
 
 fn read_text(path: &Path) -> Result<String, String> {

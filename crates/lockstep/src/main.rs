@@ -97,7 +97,7 @@ enum Command {
     /// List, check, export and import checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
-    /// Turn a configuration of another tool (DeepSpeed, Accelerate) into a RUN.toml, on standard output
+    /// Turn a configuration of another tool (DeepSpeed, Accelerate) into a RUN.toml, on standard output or in a file
     Import(import::Arguments),
     /// Print the JSON Schema of RUN.toml, by which an editor completes and checks it
     Schema,
@@ -126,6 +126,13 @@ fn parsed() -> Cli {
 
 /// What to write in place of a flag or a command that there is not, if other tools have it.
 fn hint(error: &clap::Error) -> Option<String> {
+    if error.kind() == ErrorKind::InvalidValue
+        && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
+        && let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidValue)
+        && argument == "<FORMAT>"
+    {
+        return import::hint(typed);
+    }
     let (kind, of): (_, fn(&str) -> Option<String>) = match error.kind() {
         ErrorKind::UnknownArgument => (ContextKind::InvalidArg, habits::of_flag),
         ErrorKind::InvalidSubcommand => (ContextKind::InvalidSubcommand, habits::of_command),

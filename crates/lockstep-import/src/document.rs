@@ -9,11 +9,11 @@ use yaml_rust2::scanner::{ScanError, TScalarStyle};
 
 use crate::problem::{Problem, shortened};
 
-/// Nothing in these files nests deeper.
+/// Deepest nesting of a configuration.
 const MAX_DEPTH: usize = 32;
-/// A longer file is not a configuration.
+/// Longest configuration that is read.
 const MAX_BYTES: usize = 1 << 20;
-/// More keys and values than any configuration has.
+/// Most keys and values of a configuration.
 const MAX_NODES: usize = 50_000;
 
 /// A value of a document.
@@ -23,7 +23,7 @@ pub(crate) enum Node {
     Scalar {
         /// The text, without quotes.
         text: String,
-        /// Whether it stood in quotes.
+        /// `true` if it stood in quotes.
         quoted: bool,
     },
     /// A sequence.
@@ -32,13 +32,59 @@ pub(crate) enum Node {
     Map(Vec<(String, usize, Node)>),
 }
 
-/// How the text of a document is written.
+/// Syntax of a document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Syntax {
     /// JSON with comments and trailing commas.
     Json,
     /// YAML.
     Yaml,
+}
+
+impl Syntax {
+    /// The syntax of a text that may be in either: JSON if it begins with a brace or a comment of JSON.
+    pub(crate) fn of(text: &str) -> Self {
+        let text = text.trim_start_matches('\u{feff}').trim_start();
+        if text.starts_with('{') || text.starts_with("//") || text.starts_with("/*") {
+            Self::Json
+        } else {
+            Self::Yaml
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Json => "JSON",
+            Self::Yaml => "YAML",
+        }
+    }
+
+    /// A mistake that the parser found in `text`, in the terms of the syntax.
+    fn broken(self, error: &ScanError, text: &str) -> String {
+        let is_at_end = error.marker().index() >= text.trim_end().chars().count();
+        let what = match self {
+            Self::Yaml => shortened(error.info()),
+            Self::Json if is_at_end => "it ends before its last '}'".to_owned(),
+            Self::Json => in_terms_of_json(error.info()).to_owned(),
+        };
+        format!("broken {}: {what}", self.name())
+    }
+}
+
+/// A message of the YAML parser, which reads JSON as well, in the terms of JSON.
+fn in_terms_of_json(info: &str) -> &'static str {
+    const TERMS: [(&str, &str); 8] = [
+        ("flow mapping", "',' or '}' is missing in an object"),
+        ("flow sequence", "',' or ']' is missing in an array"),
+        ("escape", "a string has an escape that JSON does not know"),
+        ("hexadecimal", "a string has an escape that JSON does not know"),
+        ("quoted scalar, found unexpected", "a string does not end"),
+        ("double-quoted scalar", "':' or ',' is missing after a string"),
+        ("quoted scalar", "a string goes on in another line"),
+        ("simple key", "':' is missing after a key"),
+    ];
+    let found = TERMS.iter().find(|(part, _)| info.contains(part));
+    found.map_or("a key, a value, ',' or '}' is expected here", |(_, what)| *what)
 }
 
 /// Reads a document whose outermost value is a mapping.
@@ -51,21 +97,17 @@ pub(crate) fn read(text: &str, file: &str, syntax: Syntax) -> Result<Vec<(String
         return Err(of_file(0, "holds NUL bytes, so it is not text".to_owned()));
     }
     let text = text.trim_start_matches('\u{feff}');
+    let name = syntax.name();
     let blanked = match syntax {
         Syntax::Json => blank_comments(text),
         Syntax::Yaml => text.to_owned(),
     };
-    let name = match syntax {
-        Syntax::Json => "JSON",
-        Syntax::Yaml => "YAML",
-    };
-    let mut builder = Builder { file, open: Vec::new(), root: None, nodes: 0 };
+    let mut builder = Builder { file, syntax, open: Vec::new(), root: None, nodes: 0 };
     let mut parser = Parser::new_from_str(&blanked);
     loop {
-        let broken = |error: &ScanError| {
-            of_file(error.marker().line(), format!("broken {name}: {}", shortened(error.info())))
-        };
-        let (event, mark) = parser.next_token().map_err(|error| broken(&error))?;
+        let (event, mark) = parser
+            .next_token()
+            .map_err(|error| of_file(error.marker().line(), syntax.broken(&error, &blanked)))?;
         match event {
             Event::StreamEnd => break,
             event => builder.add(event, mark.line())?,
@@ -87,6 +129,7 @@ enum Open {
 /// Turns a parser's events into nodes, without recursion.
 struct Builder<'f> {
     file: &'f str,
+    syntax: Syntax,
     open: Vec<Open>,
     root: Option<Node>,
     nodes: usize,
@@ -125,10 +168,20 @@ impl Builder<'_> {
                 };
                 self.put(node, line)
             }
-            Event::Alias(_) => Err(self.refuse(line, "uses a YAML alias (*name); write the value itself")),
-            Event::DocumentStart if self.root.is_some() => {
-                Err(self.refuse(line, "holds several documents; one is expected"))
-            }
+            Event::Alias(_) => Err(self.refuse(
+                line,
+                match self.syntax {
+                    Syntax::Json => "broken JSON: a value begins with '*'; write it in quotes",
+                    Syntax::Yaml => "uses a YAML alias (*name); write the value itself",
+                },
+            )),
+            Event::DocumentStart if self.root.is_some() => Err(self.refuse(
+                line,
+                match self.syntax {
+                    Syntax::Json => "broken JSON: it goes on after its last '}'",
+                    Syntax::Yaml => "holds several documents; one is expected",
+                },
+            )),
             _ => Ok(()),
         }
     }
@@ -207,7 +260,7 @@ impl Node {
         }
     }
 
-    /// Whether it says that there is nothing.
+    /// Returns whether it is null or an empty mapping.
     pub(crate) fn is_null(&self) -> bool {
         match self {
             Self::Scalar { text, quoted } => !quoted && is_null(text),
@@ -297,6 +350,57 @@ mod tests {
         assert_eq!(lines, [("a", 2), ("b", 3), ("d", 4)]);
         let Node::Map(inner) = &entries[1].2 else { panic!("{entries:?}") };
         assert_eq!(inner[0].2.text(), Some("http://x#y"));
+    }
+
+    #[test]
+    fn messages_speak_of_the_syntax_that_was_read() {
+        // Broken on purpose, in every way that the parser has a message for.
+        let texts = [
+            "{\"a\": {",
+            "{\"a\": 1 \"b\": 2}",
+            "{\"a\": [1, 2}",
+            "{\"a\": \"x}",
+            "{\"a\": \"\\q\"}",
+            "{\"a\": \"\\u12\"}",
+            "{\"a\": 1}}",
+            "{\"a\": 1} {\"b\": 2}",
+            "{\"a\": *b}",
+            "{\"a\": &b}",
+            "{\"a\": !b}",
+            "{\"a\": @b}",
+            "{\"a\": - 1}",
+            "{\"a\": |\n 1}",
+            "%a\n{}",
+            "---\n{}\n---\n{}",
+            "{\n\"a\"\n\n: 1}",
+            "- 1\n 2: 3",
+            "a: b: c",
+            "{\"a\": \"x\"y}",
+            "\"a\n---\nb\"",
+            "",
+            "[1]",
+        ];
+        for text in texts {
+            let words = |syntax| read(text, "file", syntax).err().map(|problem| problem.to_string());
+            if let Some(problem) = words(Syntax::Json) {
+                assert!(problem.contains("JSON"), "{text:?}: {problem}");
+                for word in
+                    ["YAML", "flow", "block", "scalar", "mapping", "document", "alias", "anchor", "tag"]
+                {
+                    assert!(!problem.contains(word), "{text:?}: {problem}");
+                }
+            }
+            if let Some(problem) = words(Syntax::Yaml) {
+                assert!(!problem.contains("JSON"), "{text:?}: {problem}");
+            }
+        }
+        for (text, syntax) in [
+            ("{\"a\": 1}", Syntax::Json),
+            ("\u{feff} // one\n{}", Syntax::Json),
+            ("# one\na: 1", Syntax::Yaml),
+        ] {
+            assert_eq!(Syntax::of(text), syntax, "{text}");
+        }
     }
 
     #[test]

@@ -13,10 +13,10 @@ const SECTIONS: [&str; 8] =
 /// Longest line of a comment.
 const WIDTH: usize = 110;
 
-/// Where a value came from.
+/// Source of a setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// The file says it.
+    /// A line of the file.
     File {
         /// The file.
         file: String,
@@ -27,9 +27,18 @@ pub enum Origin {
         /// The value as it stands there.
         shown: String,
     },
+    /// A default of Hugging Face's Trainer, for keys whose value is `"auto"`.
+    Trainer {
+        /// The file.
+        file: String,
+        /// The line of the first key, from 1.
+        line: usize,
+        /// The keys.
+        keys: Vec<String>,
+    },
     /// The other tool's default, which is not ours.
     ForeignDefault(String),
-    /// It follows from other values.
+    /// A rule that computes it from other values, in words.
     Derived(String),
 }
 
@@ -38,6 +47,9 @@ impl std::fmt::Display for Origin {
         match self {
             Self::File { file, line, key, shown } if *line > 0 => write!(f, "{file}:{line}: {key} = {shown}"),
             Self::File { key, shown, .. } => write!(f, "{key} = {shown}"),
+            Self::Trainer { file, line, keys } => {
+                write!(f, "{file}:{line}: {} = \"auto\", the Trainer's default", keys.join(", "))
+            }
             Self::ForeignDefault(whose) => write!(f, "default: {whose}"),
             Self::Derived(why) => write!(f, "derived: {why}"),
         }
@@ -51,19 +63,14 @@ pub struct Setting {
     pub key: &'static str,
     /// Its value.
     pub value: Value,
-    /// Where it came from.
+    /// Its source.
     pub origin: Origin,
 }
 
 impl Setting {
     /// The value as TOML.
     fn toml(&self) -> String {
-        if let Some(number) =
-            self.value.as_f64().filter(|number| self.value.is_f64() && *number != 0.0 && number.abs() < 1e-2)
-        {
-            return format!("{number:e}");
-        }
-        toml::Value::try_from(&self.value).map_or_else(|_| self.value.to_string(), |value| value.to_string())
+        toml_of(&self.value)
     }
 
     /// The setting as an argument of `--set`.
@@ -72,7 +79,41 @@ impl Setting {
     }
 }
 
-/// What a file of another tool says, in our terms.
+/// A key whose value is `"auto"` and that sets nothing by itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AutoKey {
+    /// The file.
+    pub file: String,
+    /// Its line, from 1.
+    pub line: usize,
+    /// The other tool's key.
+    pub key: String,
+    /// The value that the key has in the run.
+    pub resolution: Resolution,
+}
+
+/// Value of a key that is `"auto"`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resolution {
+    /// The run's values of these keys of RUN.toml.
+    LeftTo(Vec<&'static str>),
+    /// The one value that is available here.
+    Taken(&'static str),
+}
+
+/// The value of a key in the run that a file is imported for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct InUse {
+    /// The value.
+    pub value: Value,
+    /// Its source in words; `None` if it is the imported file.
+    pub origin: Option<String>,
+}
+
+/// Looks up the value of a key of RUN.toml in the run.
+pub type Lookup<'a> = &'a dyn Fn(&str) -> Option<InUse>;
+
+/// Translation of a file of another tool.
 #[derive(Debug, Clone, Default)]
 pub struct Import {
     /// The file, as the user named it.
@@ -83,7 +124,9 @@ pub struct Import {
     pub settings: Vec<Setting>,
     /// Keys that change nothing here, by the reason.
     pub without_effect: BTreeMap<&'static str, Vec<String>>,
-    /// What else differs from the other tool.
+    /// Keys with the value `"auto"`, but for those that are the origin of a setting.
+    pub autos: Vec<AutoKey>,
+    /// Other differences from the other tool.
     pub remarks: Vec<String>,
 }
 
@@ -107,11 +150,40 @@ impl Import {
         self.put(key, value.into(), Origin::Derived(why.into()));
     }
 
+    /// Sets a key to the Trainer's default, for `auto` keys of the file, each with its line.
+    pub(crate) fn trainer(
+        &mut self,
+        file: &str,
+        key: &'static str,
+        value: impl Into<Value>,
+        auto: Vec<(&str, usize)>,
+    ) {
+        let line = auto.first().map_or(0, |(_, line)| *line);
+        let keys = auto.into_iter().map(|(key, _)| key.to_owned()).collect();
+        self.put(key, value.into(), Origin::Trainer { file: file.to_owned(), line, keys });
+    }
+
+    /// Notes a key that changes nothing, and the reason.
+    pub(crate) fn idle(&mut self, because: &'static str, key: impl Into<String>) {
+        self.without_effect.entry(because).or_default().push(key.into());
+    }
+
     pub(crate) fn remark(&mut self, text: impl Into<String>) {
         let text = text.into();
         if !self.remarks.contains(&text) {
             self.remarks.push(text);
         }
+    }
+
+    /// Returns whether a key of `file` stands in the result: as one without effect, or as the origin of a setting.
+    pub(crate) fn names(&self, file: &str, key: &str) -> bool {
+        let is_origin = |setting: &Setting| match &setting.origin {
+            Origin::File { file: of, key: known, .. } => of == file && known == key,
+            Origin::Trainer { file: of, keys, .. } => of == file && keys.iter().any(|known| known == key),
+            Origin::ForeignDefault(_) | Origin::Derived(_) => false,
+        };
+        let is_idle = |idle: &String| idle.strip_suffix(" = \"auto\"").unwrap_or(idle) == key;
+        self.settings.iter().any(is_origin) || self.without_effect.values().flatten().any(is_idle)
     }
 
     /// The value of a key, if there is one.
@@ -140,6 +212,11 @@ impl Import {
 
     /// A RUN.toml with the origin of each value in comments.
     pub fn to_toml(&self) -> String {
+        self.to_toml_with(&|_| None)
+    }
+
+    /// The same, with the values that the run has for keys that are `"auto"`.
+    pub fn to_toml_with(&self, in_use: Lookup<'_>) -> String {
         let mut out = format!("# Imported from {} ({}).\n", printable(&self.file), self.tool);
         out.push_str(
             "# Data, and what the file does not say, have their defaults here: docs/configuration.md.\n",
@@ -157,23 +234,29 @@ impl Import {
                 let _ = writeln!(out, "{line:width$}  # {}", printable(&origin));
             }
         }
-        for line in self.notes() {
+        for line in self.notes(in_use) {
             let _ = write!(out, "\n{}", commented(&line));
         }
         out
     }
 
-    /// The same as lines for a terminal: value, key, origin.
-    pub fn table(&self) -> Vec<String> {
+    /// Lines for a terminal: value, key and origin of each setting, with the values of the run that win over them.
+    pub fn table(&self, in_use: Lookup<'_>) -> Vec<String> {
         let rows: Vec<(String, String)> = self
             .ordered()
             .flat_map(|(_, settings)| settings)
-            .map(|setting| (format!("{} = {}", setting.key, setting.toml()), self.place_of(setting)))
+            .map(|setting| match in_use(setting.key) {
+                Some(InUse { value, origin: Some(origin) }) if !is_same(&value, &setting.value) => {
+                    let row = format!("{} = {}", setting.key, toml_of(&value));
+                    (row, format!("{origin} wins over {}", self.place_of(setting)))
+                }
+                _ => (format!("{} = {}", setting.key, setting.toml()), self.place_of(setting)),
+            })
             .collect();
         let width = rows.iter().map(|(row, _)| row.chars().count()).max().unwrap_or(0);
         rows.into_iter()
             .map(|(row, origin)| format!("{row:width$}  {}", printable(&origin)))
-            .chain(self.notes())
+            .chain(self.notes(in_use))
             .collect()
     }
 
@@ -181,18 +264,65 @@ impl Import {
     fn place_of(&self, setting: &Setting) -> String {
         let text = setting.origin.to_string();
         match text.strip_prefix(&format!("{}:", self.file)) {
-            Some(rest) if matches!(setting.origin, Origin::File { .. }) => format!("line {rest}"),
+            Some(rest) if matches!(setting.origin, Origin::File { .. } | Origin::Trainer { .. }) => {
+                format!("line {rest}")
+            }
             _ => text,
         }
     }
 
-    /// What changes nothing, once for each reason, and what differs.
-    fn notes(&self) -> Vec<String> {
+    /// Lines for the keys that set nothing, those without effect grouped by reason, and the remarks.
+    fn notes(&self, in_use: Lookup<'_>) -> Vec<String> {
+        let autos = self.autos.iter().map(|auto| self.auto_line(auto, in_use));
         let idle = self.without_effect.iter();
         let idle = idle.map(|(because, keys)| format!("without effect: {}: {because}", keys.join(", ")));
-        idle.chain(self.remarks.iter().map(|remark| format!("note: {remark}")))
-            .map(|line| printable(&line))
-            .collect()
+        let remarks = self.remarks.iter().map(|remark| format!("note: {remark}"));
+        autos.chain(idle).chain(remarks).map(|line| printable(&line)).collect()
+    }
+
+    /// The line of a key that is `"auto"`: the value that it has in the run, and the source of that value.
+    fn auto_line(&self, auto: &AutoKey, in_use: Lookup<'_>) -> String {
+        let AutoKey { file, line, key, resolution } = auto;
+        let place =
+            if *file == self.file { format!("line {line}") } else { format!("{}:{line}", printable(file)) };
+        let value = match resolution {
+            Resolution::Taken(value) => format!("taken as {value}, the only value that is available here"),
+            Resolution::LeftTo(ours) => {
+                let value_of = |ours: &&'static str| match in_use(ours) {
+                    Some(InUse { value: Value::Null, .. }) => format!("{ours} (not set)"),
+                    Some(InUse { value, origin: Some(origin) }) => {
+                        format!("{ours} = {} ({origin})", toml_of(&value))
+                    }
+                    Some(InUse { value, origin: None }) => format!("{ours} = {}", toml_of(&value)),
+                    None => match self.value(ours) {
+                        Some(value) => format!("{ours} = {}", toml_of(value)),
+                        None => (*ours).to_owned(),
+                    },
+                };
+                format!("left to {}", ours.iter().map(value_of).collect::<Vec<_>>().join(", "))
+            }
+        };
+        format!("auto: {place}: {key} = \"auto\", {value}")
+    }
+}
+
+/// A value as TOML.
+fn toml_of(value: &Value) -> String {
+    if let Some(number) =
+        value.as_f64().filter(|number| value.is_f64() && *number != 0.0 && number.abs() < 1e-2)
+    {
+        return format!("{number:e}");
+    }
+    toml::Value::try_from(value).map_or_else(|_| value.to_string(), |value| value.to_string())
+}
+
+/// Compares two values; the form of a number (`1`, `1.0`) does not matter.
+fn is_same(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| is_same(a, b))
+        }
+        _ => a == b || a.as_f64().is_some_and(|a| b.as_f64() == Some(a)),
     }
 }
 

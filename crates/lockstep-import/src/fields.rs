@@ -3,9 +3,11 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::Format;
 use crate::document::Node;
+use crate::draft::{AutoKey, Import, Resolution};
 use crate::problem::{Problem, shortened};
-use crate::table::{Row, Treatment, find, nearest};
+use crate::table::{Treatment, find, nearest};
 
 /// A value and its line.
 #[derive(Debug, Clone)]
@@ -72,7 +74,7 @@ impl Fields {
         below.collect()
     }
 
-    /// All keys.
+    /// The keys, in the order of their names.
     pub(crate) fn keys(&self) -> impl Iterator<Item = (&str, &Field)> {
         self.fields.iter().map(|(key, field)| (key.as_str(), field))
     }
@@ -87,18 +89,33 @@ impl Fields {
         self.fields.remove(key)
     }
 
-    /// Whether the file has the key or the section.
+    /// Returns whether the file has the key or the section.
     pub(crate) fn has(&self, key: &str) -> bool {
         let prefix = format!("{key}.");
         self.fields.contains_key(key) || self.fields.keys().any(|known| known.starts_with(&prefix))
     }
 
-    /// Whether the value is `"auto"`.
+    /// Returns whether the key has a value other than null and `"auto"`.
+    pub(crate) fn is_given(&self, key: &str) -> bool {
+        self.fields.get(key).is_some_and(|field| !field.node.is_null() && !is_auto(&field.node))
+    }
+
+    /// Returns whether the value is `"auto"`.
     pub(crate) fn is_auto(&self, key: &str) -> bool {
         self.fields.get(key).is_some_and(|field| is_auto(&field.node))
     }
 
-    /// Whether any value is `"auto"`.
+    /// Line of a key, from 1; 0 for one that the file lacks.
+    pub(crate) fn line(&self, key: &str) -> usize {
+        self.fields.get(key).map_or(0, |field| field.line)
+    }
+
+    /// The keys of `keys` that are `"auto"`, each with its line.
+    pub(crate) fn autos<'k>(&self, keys: &[&'k str]) -> Vec<(&'k str, usize)> {
+        keys.iter().filter(|key| self.is_auto(key)).map(|key| (*key, self.line(key))).collect()
+    }
+
+    /// Returns whether any value is `"auto"`.
     pub(crate) fn has_auto(&self) -> bool {
         self.fields.values().any(|field| is_auto(&field.node))
     }
@@ -107,7 +124,7 @@ impl Fields {
         self.take(key, "true or false", Node::flag)
     }
 
-    /// Whether a flag is given and true.
+    /// Returns whether a flag is given and true.
     pub(crate) fn is_on(&self, key: &str) -> bool {
         self.flag(key).is_some_and(|read| read.value)
     }
@@ -166,39 +183,59 @@ impl Fields {
 
     /// Notes a mistake at a key.
     pub(crate) fn refuse(&self, key: &str, what: impl Into<String>, allowed: impl Into<String>) {
-        let line = self.fields.get(key).map_or(0, |field| field.line);
-        self.refuse_at(line, key, what, allowed);
+        self.refuse_at(self.line(key), key, what, allowed);
     }
 
     fn refuse_at(&self, line: usize, key: &str, what: impl Into<String>, allowed: impl Into<String>) {
         self.problems.borrow_mut().push(Problem::new(&self.file, line, &shortened(key), what, allowed));
     }
 
-    /// The keys that change nothing, by the reason; every key that is unknown or refused becomes a problem.
-    pub(crate) fn settle(&self, tables: &[&'static [Row]]) -> BTreeMap<&'static str, Vec<String>> {
-        let mut idle: BTreeMap<&'static str, Vec<String>> = BTreeMap::new();
+    /// Accounts in `import` for every key that sets nothing: the keys that are `"auto"`, and those without effect by
+    /// their reason. Unknown and refused keys become problems.
+    pub(crate) fn settle(&self, format: Format, import: &mut Import) {
         let mut reported = BTreeSet::new();
         for (key, Field { line, node }) in &self.fields {
-            let Some(row) = find(tables, key) else {
+            let Some(row) = find(format.keys(), key) else {
                 if is_comment(key) {
-                    idle.entry(COMMENT).or_default().push(key.clone());
+                    import.idle(COMMENT, key);
                 } else {
-                    let near = nearest(tables, key)
-                        .map_or(UNKNOWN.to_owned(), |near| format!("{near}, if that is meant"));
-                    self.refuse_at(*line, key, "unknown key", near);
+                    let near = nearest(format.keys(), key)
+                        .map_or(String::new(), |near| format!("; the nearest is {near}"));
+                    let allowed = format!("the keys in {}", format.page());
+                    self.refuse_at(*line, key, format!("{UNKNOWN}{near}"), allowed);
                 }
                 continue;
             };
+            let auto =
+                |resolution| AutoKey { file: self.file.clone(), line: *line, key: key.clone(), resolution };
             match row.treatment {
-                _ if node.is_null() || is_auto(node) => {}
-                Treatment::To { .. } => debug_assert!(
-                    self.taken.borrow().contains(key),
-                    "{key} has a counterpart and nobody read it"
-                ),
-                Treatment::NoEffect(because) => idle.entry(because).or_default().push(key.clone()),
-                Treatment::Refused { accepts, because } => {
+                _ if node.is_null() => {}
+                Treatment::To { .. } if import.names(&self.file, key) => {}
+                Treatment::To { ours, .. } if is_auto(node) => {
+                    import.autos.push(auto(Resolution::LeftTo(ours.split(", ").collect())));
+                }
+                Treatment::To { ours, .. } => {
+                    debug_assert!(
+                        self.taken.borrow().contains(key),
+                        "{key} has a counterpart and nobody read it"
+                    );
+                    if ours.split(", ").all(|ours| import.value(ours).is_none()) {
+                        import.idle(NOTHING_TO_SET, key);
+                    }
+                }
+                Treatment::NoEffect(because) if is_auto(node) => {
+                    import.idle(because, format!("{key} = \"auto\""));
+                }
+                Treatment::NoEffect(because) => import.idle(because, key),
+                Treatment::Refused { accepts: [only, ..], .. } if is_auto(node) => {
+                    import.autos.push(auto(Resolution::Taken(only)));
+                }
+                Treatment::Refused { accepts, .. } if asks_for_nothing(node, accepts) => {
+                    import.idle(AS_HERE, key);
+                }
+                Treatment::Refused { because, .. } => {
                     // A section that is refused is one mistake.
-                    if !asks_for_nothing(node, accepts) && reported.insert(row.key) {
+                    if reported.insert(row.key) {
                         let name = row.key.strip_suffix(".*").unwrap_or(key);
                         let what = if name == key {
                             format!("is {}: {because}", node.shown())
@@ -210,37 +247,42 @@ impl Fields {
                 }
             }
         }
-        idle
     }
 
-    /// All mistakes, in the order of the file. A file most of whose keys are unknown is another tool's.
-    pub(crate) fn problems(&self, tool: &str) -> Vec<Problem> {
+    /// The mistakes, in the order of the file. A file most of whose keys are unknown is another tool's.
+    pub(crate) fn problems(&self, format: Format) -> Vec<Problem> {
         let mut problems = self.problems.take();
-        let unknown = problems.iter().filter(|problem| problem.what == "unknown key").count();
+        let unknown = problems.iter().filter(|problem| problem.what.starts_with(UNKNOWN)).count();
         if unknown > 3 && 2 * unknown > self.fields.len() {
             let what = format!(
-                "{unknown} of its {} keys are unknown: this is no configuration of {tool}",
-                self.fields.len()
+                "{unknown} of its {} keys are unknown: this is no configuration of {}",
+                self.fields.len(),
+                format.tool()
             );
-            return vec![Problem::new(&self.file, 0, "", what, "")];
+            let allowed = format!("the keys in {}", format.page());
+            return vec![Problem::new(&self.file, 0, "", what, allowed)];
         }
         problems.sort_by_key(|problem| problem.line);
         problems
     }
 }
 
-/// What to do about a key that nobody knows.
-const UNKNOWN: &str = "the keys of the tables in docs/; leave it out";
-/// Why a key that begins like a comment changes nothing.
+/// Beginning of the message about a key that no table has.
+const UNKNOWN: &str = "unknown key";
+/// Reason for a key that begins like a comment.
 const COMMENT: &str = "a comment";
+/// Reason for a key that has a counterpart and does not set it.
+const NOTHING_TO_SET: &str = "nothing to set: the run has it so already, or another key makes it moot";
+/// Reason for a key whose other values are refused.
+const AS_HERE: &str = "it is always so here";
 
-/// JSON has no comments, so that people write them as keys.
+/// Returns whether a key is a comment: JSON has none, so that people write them as keys.
 fn is_comment(key: &str) -> bool {
     let last = key.rsplit('.').next().unwrap_or(key);
     last.starts_with("_comment") || last.starts_with("//") || last == "comment" || key.starts_with('_')
 }
 
-/// Whether a value is one of those that ask for nothing.
+/// Returns whether a value is one of those that ask for nothing.
 fn asks_for_nothing(node: &Node, accepts: &[&str]) -> bool {
     let Some(text) = node.text() else { return false };
     accepts.iter().any(|accepted| {

@@ -1,7 +1,7 @@
 //! Configurations of other trainers as a RUN.toml.
 //!
-//! [`import`] is a function of a file's text: every key in it is translated, changes nothing here (and is said to), or
-//! is refused with a reason. Where the other tool's default differs from ours, the default is written out. The result
+//! [`import`] is a function of a file's text: every key in it is translated, listed as one without effect or as
+//! `"auto"`, or refused with a reason. Where the other tool's default differs from ours, the default is written out. The result
 //! knows where each value came from ([`Origin`]) and prints as TOML with that in comments, or as a table.
 
 mod accelerate;
@@ -14,17 +14,18 @@ mod table;
 
 use document::Syntax;
 use fields::Fields;
+use table::find;
 
-pub use draft::{Import, Origin, Setting};
+pub use draft::{AutoKey, Import, InUse, Lookup, Origin, Resolution, Setting};
 pub use problem::{Problem, Problems};
 pub use table::{Row, Treatment};
 
-/// A tool whose configuration can be read.
+/// Format of a configuration, by the tool it belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// A DeepSpeed configuration (`ds_config.json`).
+    /// A DeepSpeed configuration (`ds_config.json`), in JSON.
     DeepSpeed,
-    /// What `accelerate config` writes (`default_config.yaml`), in YAML or JSON.
+    /// A configuration that `accelerate config` writes (`default_config.yaml`), in YAML or JSON.
     Accelerate,
 }
 
@@ -37,7 +38,36 @@ impl Format {
         }
     }
 
-    /// Every key of the tool, with what becomes of it.
+    /// The tool's name.
+    pub fn tool(self) -> &'static str {
+        match self {
+            Self::DeepSpeed => "DeepSpeed",
+            Self::Accelerate => "Accelerate",
+        }
+    }
+
+    /// The page of the manual with the tool's keys.
+    pub fn page(self) -> &'static str {
+        match self {
+            Self::DeepSpeed => "docs/coming-from-deepspeed.md",
+            Self::Accelerate => "docs/coming-from-accelerate.md",
+        }
+    }
+
+    /// Guesses whose configuration a text is, by its keys; `None` if it cannot be read or has no key of either.
+    pub fn guess(text: &str) -> Option<Self> {
+        let entries = document::read(text, "", Syntax::of(text)).ok()?;
+        let fields = Fields::new("", entries);
+        let known =
+            |format: Self| fields.keys().filter(|(key, _)| find(format.keys(), key).is_some()).count();
+        match (known(Self::DeepSpeed), known(Self::Accelerate)) {
+            (0, 0) => None,
+            (deepspeed, accelerate) if deepspeed > accelerate => Some(Self::DeepSpeed),
+            _ => Some(Self::Accelerate),
+        }
+    }
+
+    /// The tool's keys and their treatment.
     pub fn keys(self) -> &'static [Row] {
         match self {
             Self::DeepSpeed => deepspeed::KEYS,
@@ -50,36 +80,36 @@ impl Format {
         table::markdown(self.keys())
     }
 
-    fn syntax(self) -> Syntax {
+    fn syntax(self, text: &str) -> Syntax {
         match self {
             Self::DeepSpeed => Syntax::Json,
-            Self::Accelerate => Syntax::Yaml,
+            Self::Accelerate => Syntax::of(text),
         }
     }
 }
 
-/// What `"auto"` stands for.
+/// Source of the values that are `"auto"`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AutoValues {
     /// The defaults of Hugging Face's Trainer: the file stands alone.
     TrainerDefaults,
-    /// What the run says that the file is given to.
+    /// The configuration of the run that the file is given to.
     OfTheRun,
 }
 
-/// What is known besides the file.
+/// Knowledge from outside the file.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     /// Ranks of the run, if known.
     pub ranks: Option<usize>,
-    /// What `"auto"` stands for.
+    /// Source of the values that are `"auto"`.
     pub auto: AutoValues,
 }
 
 /// Translates the text of a file, called `file` in messages. `open` reads a file that this one names.
 ///
 /// # Errors
-/// All mistakes of the file, in its order.
+/// If the file cannot be read, or has unknown, refused or contradicting keys: all of them, in the order of the file.
 pub fn import(
     format: Format,
     text: &str,
@@ -87,7 +117,8 @@ pub fn import(
     options: Options,
     open: &dyn Fn(&str) -> Result<String, String>,
 ) -> Result<Import, Problems> {
-    let entries = document::read(text, file, format.syntax()).map_err(|problem| Problems(vec![problem]))?;
+    let entries =
+        document::read(text, file, format.syntax(text)).map_err(|problem| Problems(vec![problem]))?;
     let fields = Fields::new(file, entries);
     match format {
         Format::DeepSpeed => deepspeed::import(fields, options),

@@ -1,4 +1,4 @@
-//! Mistakes in a file of another tool: where, what, and what would be right.
+//! Mistakes in a file of another tool: place, mistake, and what is allowed.
 
 use std::fmt;
 
@@ -11,9 +11,9 @@ pub struct Problem {
     pub line: usize,
     /// The key concerned, dotted; empty for a mistake of the file as a whole.
     pub key: String,
-    /// What is wrong.
+    /// The mistake.
     pub what: String,
-    /// What would be right; empty where `what` says it.
+    /// Allowed values, or the way out; empty where `what` says it.
     pub allowed: String,
 }
 
@@ -47,7 +47,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// All mistakes of a file, in its order.
+/// The mistakes of a file, in its order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problems(pub Vec<Problem>);
 

@@ -1,4 +1,4 @@
-//! What becomes of each key of another tool: a table, from which refusals and the pages of the manual come.
+//! The table of another tool's keys and their treatment, from which refusals and the pages of the manual come.
 
 use std::fmt::Write as _;
 
@@ -11,27 +11,27 @@ pub struct Row {
     pub key: &'static str,
     /// Value in the tool's code when nobody sets it; empty where there is none.
     pub default: &'static str,
-    /// What becomes of it.
+    /// Its treatment.
     pub treatment: Treatment,
 }
 
-/// What becomes of a key.
+/// Treatment of a key by the import.
 #[derive(Debug, Clone, Copy)]
 pub enum Treatment {
-    /// It has a counterpart.
+    /// Translated: the key has a counterpart.
     To {
         /// Our key, or several.
         ours: &'static str,
-        /// What differs; empty where it is the same thing.
+        /// The difference from it; empty where it is the same thing.
         how: &'static str,
     },
-    /// It changes nothing here.
+    /// Accepted without effect, for this reason.
     NoEffect(&'static str),
-    /// It asks for something that is not there, unless its value is one of `accepts`.
+    /// Refused, unless the value is one of `accepts`.
     Refused {
         /// Values that ask for nothing.
         accepts: &'static [&'static str],
-        /// Why not, and what to write instead.
+        /// Reason, and what to write instead.
         because: &'static str,
     },
 }
@@ -67,20 +67,19 @@ pub(crate) const fn refused(
 }
 
 /// The row of a key: its own, or that of the longest group it is in.
-pub(crate) fn find(tables: &[&'static [Row]], key: &str) -> Option<&'static Row> {
-    let rows = || tables.iter().flat_map(|rows| rows.iter());
-    rows().find(|row| row.key == key).or_else(|| {
+pub(crate) fn find(rows: &'static [Row], key: &str) -> Option<&'static Row> {
+    rows.iter().find(|row| row.key == key).or_else(|| {
         let group = |row: &&Row| {
             row.key
                 .strip_suffix('*')
                 .is_some_and(|prefix| key.starts_with(prefix) || prefix == format!("{key}."))
         };
-        rows().filter(group).max_by_key(|row| row.key.len())
+        rows.iter().filter(group).max_by_key(|row| row.key.len())
     })
 }
 
 /// The known key that is most like an unknown one; `None` if none is near.
-pub(crate) fn nearest(tables: &[&'static [Row]], key: &str) -> Option<&'static str> {
+pub(crate) fn nearest(rows: &'static [Row], key: &str) -> Option<&'static str> {
     let last_of = |key: &'static str| key.rsplit('.').next().unwrap_or(key);
     let written = key.rsplit('.').next().unwrap_or(key);
     let likeness = |row: &Row| {
@@ -89,8 +88,10 @@ pub(crate) fn nearest(tables: &[&'static [Row]], key: &str) -> Option<&'static s
         let last = normalized_damerau_levenshtein(written, last_of(row.key));
         if last_of(row.key).len() > 7 { whole.max(0.95 * last) } else { whole }
     };
-    let rows = tables.iter().flat_map(|rows| rows.iter()).filter(|row| !row.key.ends_with('*'));
-    let best = rows.max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
+    let best = rows
+        .iter()
+        .filter(|row| !row.key.ends_with('*'))
+        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
     (likeness(best) >= 0.75).then_some(best.key)
 }
 

@@ -1,4 +1,4 @@
-//! Configurations as public projects use them, and what becomes of each.
+//! Configurations as public projects use them, and the outcome of each.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeSet;
@@ -6,8 +6,9 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use lockstep_import::{AutoValues, Format, Import, Options, Origin, Problems, import};
+use lockstep_import::{AutoValues, Format, Import, InUse, Options, Origin, Problems, Treatment, import};
 use lockstep_train::RunConfig;
+use serde_json::json;
 
 const ALONE: Options = Options { ranks: None, auto: AutoValues::TrainerDefaults };
 
@@ -79,7 +80,7 @@ fn what_is_imported_is_a_configuration() {
     }
 }
 
-/// Whether two values are the same but for the form of numbers.
+/// Compares two values; the form of numbers does not matter.
 fn same(a: &serde_json::Value, b: &serde_json::Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
@@ -96,13 +97,12 @@ fn every_key_of_a_table_is_translated_idle_or_refused_with_words() {
         for row in format.keys() {
             assert!(names.insert(row.key), "{} stands twice", row.key);
             match row.treatment {
-                lockstep_import::Treatment::To { ours, .. } => {
+                Treatment::To { ours, .. } => {
                     for key in ours.split(", ") {
                         assert!(known.contains(key), "{}: {key} is no key of ours", row.key);
                     }
                 }
-                lockstep_import::Treatment::NoEffect(because)
-                | lockstep_import::Treatment::Refused { because, .. } => {
+                Treatment::NoEffect(because) | Treatment::Refused { because, .. } => {
                     assert!(because.len() > 8, "{}: {because}", row.key);
                 }
             }
@@ -129,6 +129,142 @@ fn values_say_where_they_come_from() {
         "kind = \"constant\"  # default: without a scheduler the learning rate is constant",
     ] {
         assert!(toml.contains(line), "{line} is not in\n{toml}");
+    }
+}
+
+/// A file in which `key` is `"auto"`, beside the keys that its neighbours need.
+fn with_auto(key: &str, beside: &[(&str, &str)]) -> String {
+    let mut file = json!({});
+    let mut set = |key: &str, value: &str| {
+        *key.split('.').fold(&mut file, |node, part| &mut node[part]) = json!(value);
+    };
+    let section = |key: &str| key.split('.').next().unwrap().to_owned();
+    for (name, value) in
+        beside.iter().filter(|(name, _)| !name.contains('.') || section(name) == section(key))
+    {
+        set(name, value);
+    }
+    set(key, "auto");
+    file.to_string()
+}
+
+#[test]
+fn every_key_that_is_auto_has_its_row() {
+    let files: [(Format, &[(&str, &str)]); 3] = [
+        (Format::DeepSpeed, &[("optimizer.type", "AdamW"), ("scheduler.type", "WarmupCosineLR")]),
+        (Format::Accelerate, &[("distributed_type", "FSDP")]),
+        (Format::Accelerate, &[("distributed_type", "DEEPSPEED")]),
+    ];
+    let options =
+        [AutoValues::TrainerDefaults, AutoValues::OfTheRun].map(|auto| Options { ranks: None, auto });
+    for (format, beside) in files {
+        for (row, options) in format.keys().iter().flat_map(|row| options.map(|options| (row, options))) {
+            let key = row.key.replace(".*", ".some_key");
+            let text = with_auto(&key, beside);
+            match import(format, &text, "file.json", options, &|_| Err(String::new())) {
+                Ok(import) => {
+                    let toml = import.to_toml().replace("\n#  ", "");
+                    for shown in [toml, import.table(&|_| None).join("\n")] {
+                        let is_row = |line: &str| line.contains(&key) && line.contains("\"auto\"");
+                        assert!(shown.lines().any(is_row), "{text}, {options:?}:\n{shown}");
+                    }
+                }
+                Err(problems) => {
+                    let is_refused = matches!(row.treatment, Treatment::Refused { accepts: [], .. });
+                    // Nothing stands in for these, there either.
+                    let is_needed = [
+                        "optimizer.type",
+                        "scheduler.type",
+                        "distributed_type",
+                        "elasticity.micro_batch_sizes",
+                    ]
+                    .contains(&row.key);
+                    assert!(is_refused || is_needed, "{text}: {problems}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_precision_that_is_auto_is_no_silent_default() {
+    let read = |text: &str, auto| {
+        import(Format::DeepSpeed, text, "ds.json", Options { ranks: None, auto }, &|_| Err(String::new()))
+            .unwrap()
+    };
+    let both = "{\"fp16\": {\"enabled\": \"auto\"},\n\"bf16\": {\"enabled\": \"auto\"}}";
+    let alone = read(both, AutoValues::TrainerDefaults).to_toml();
+    let row = "precision = \"f32\"  # line 1: fp16.enabled, bf16.enabled = \"auto\", the Trainer's default";
+    assert!(alone.contains(row), "{alone}");
+    let in_use = |key: &str| {
+        let is_precision = key == "train.precision";
+        is_precision.then(|| InUse { value: json!("bf16"), origin: Some("run.toml:3".to_owned()) })
+    };
+    let table = read(both, AutoValues::OfTheRun).table(&in_use).join("\n");
+    for (line, key) in [(1, "fp16"), (2, "bf16")] {
+        let row = format!(
+            "auto: line {line}: {key}.enabled = \"auto\", left to train.precision = \"bf16\" (run.toml:3)"
+        );
+        assert!(table.contains(&row), "{table}");
+    }
+    let one = "{\"fp16\": {\"enabled\": \"auto\"}, \"bf16\": {\"enabled\": true}}";
+    let table = read(one, AutoValues::TrainerDefaults).table(&|_| None).join("\n");
+    assert!(table.contains("fp16.enabled = \"auto\", left to train.precision = \"bf16\""), "{table}");
+}
+
+#[test]
+fn a_key_that_sets_nothing_is_named_with_the_reason() {
+    let text = "{\"fp16\": {\"enabled\": false, \"hysteresis\": 3}, \"zero_optimization\": {\"stage\": 2, \
+                \"stage3_max_live_parameters\": 5}}";
+    let import = import(Format::DeepSpeed, text, "ds.json", ALONE, &|_| Err(String::new())).unwrap();
+    let table = import.table(&|_| None).join("\n");
+    for line in [
+        "without effect: fp16.hysteresis: `fp16.enabled` is not true",
+        "without effect: fp16.enabled, zero_optimization.stage3_max_live_parameters: nothing to set",
+    ] {
+        assert!(table.contains(line), "{line} is not in\n{table}");
+    }
+}
+
+#[test]
+fn a_setting_of_the_run_that_wins_is_shown_with_its_place() {
+    let import =
+        import(Format::DeepSpeed, "{\"steps_per_print\": 2000}", "ds.json", ALONE, &|_| Err(String::new()))
+            .unwrap();
+    let in_use = |_: &str| Some(InUse { value: json!(10), origin: Some("run.toml:7".to_owned()) });
+    let row = "train.log_every = 10  run.toml:7 wins over line 1: steps_per_print = 2000";
+    assert_eq!(import.table(&in_use)[0], row);
+}
+
+#[test]
+fn an_unknown_key_names_the_page_with_the_known_ones() {
+    for (format, text, nearest) in [
+        (Format::DeepSpeed, "{\"train_batch_sizes\": 4}", "the nearest is train_batch_size;"),
+        (Format::DeepSpeed, "{\"qqqqqqq\": 4}", "unknown key; allowed"),
+        (
+            Format::Accelerate,
+            "distributed_type: NO\nmixed_precisions: no\n",
+            "the nearest is mixed_precision;",
+        ),
+        (Format::DeepSpeed, "{\"a\": 1, \"b\": 2, \"c\": 3, \"d\": 4}", "no configuration of DeepSpeed"),
+    ] {
+        let problems = import(format, text, "file", ALONE, &|_| Err(String::new())).unwrap_err().to_string();
+        for part in [nearest, format.page()] {
+            assert!(problems.contains(part), "{part} is not in {problems}");
+        }
+    }
+}
+
+#[test]
+fn the_format_of_each_configuration_can_be_guessed() {
+    for format in [Format::DeepSpeed, Format::Accelerate] {
+        for path in corpus(format) {
+            let text = fs::read_to_string(&path).unwrap();
+            assert_eq!(Format::guess(&text), Some(format), "{}", path.display());
+        }
+    }
+    for text in ["", "a: 1\n", "{", "[1]", "words"] {
+        assert_eq!(Format::guess(text), None, "{text:?}");
     }
 }
 

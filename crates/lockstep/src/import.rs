@@ -1,12 +1,13 @@
 //! `lockstep import`, and the DeepSpeed file of `lockstep train`.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum, ValueHint};
-use lockstep_import::{AutoValues, Import, Options, Origin, import};
-use lockstep_train::config::{Imported, ImportedFrom};
+use lockstep_import::{AutoValues, Import, InUse, Options, Origin, import};
+use lockstep_train::config::{self, Imported, ImportedFrom};
 use lockstep_train::{RunConfig, human};
 
 use crate::exit::Failure;
@@ -19,7 +20,7 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 enum Format {
     /// A DeepSpeed configuration, ds_config.json
     Deepspeed,
-    /// What `accelerate config` writes, default_config.yaml
+    /// A configuration that `accelerate config` writes, default_config.yaml
     Accelerate,
 }
 
@@ -42,16 +43,82 @@ pub(crate) struct Arguments {
     /// Ranks of the run, where batch sizes follow from them [default: the file's]
     #[arg(long, value_name = "N", value_parser = crate::ranks::number)]
     ranks: Option<usize>,
+    /// Write the RUN.toml to this file, and nothing if the import fails [default: standard output]
+    #[arg(short, long, value_name = "RUN.toml", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
+    /// Overwrite the file that --output names
+    #[arg(long, requires = "output")]
+    force: bool,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    if let Some(output) = arguments.output.as_deref().filter(|output| !arguments.force && output.exists()) {
+        return Err(exists(output));
+    }
     let options = Options { ranks: arguments.ranks, auto: AutoValues::TrainerDefaults };
     let import = read(arguments.format.into(), &arguments.file, options)?;
-    let text = import.to_toml();
-    check(&import, &text)?;
-    say!("{}", text.trim_end());
+    let config = checked(&import)?;
+    let text = import.to_toml_with(&|key| {
+        let mut found = in_use(&config, key)?;
+        if import.settings.iter().any(|setting| setting.key == key) {
+            found.origin = None;
+        }
+        Some(found)
+    });
+    match &arguments.output {
+        None => say!("{}", text.trim_end()),
+        Some(output) => write(output, &text, arguments.force)?,
+    }
     note!("{}", summary(&import));
+    if let Some(output) = &arguments.output {
+        note!("written to {}", output.display());
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a RUN.toml whole or not at all; with `replace`, over the file that is there.
+fn write(path: &Path, text: &str, replace: bool) -> Result<(), Failure> {
+    let refuse = |error: std::io::Error| match error.kind() {
+        ErrorKind::AlreadyExists => exists(path),
+        _ => Failure::configuration(format!("cannot write {}: {error}", path.display())),
+    };
+    if !replace {
+        let mut file = File::create_new(path).map_err(refuse)?;
+        return file.write_all(text.as_bytes()).map_err(|error| {
+            // The file is new: what there is of it is ours.
+            let _ = fs::remove_file(path);
+            refuse(error)
+        });
+    }
+    if path.is_dir() {
+        return Err(Failure::configuration(format!("cannot write {}: it is a directory", path.display())));
+    }
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{}", std::process::id()));
+    let new = PathBuf::from(name);
+    fs::write(&new, text).and_then(|()| fs::rename(&new, path)).map_err(|error| {
+        let _ = fs::remove_file(&new);
+        refuse(error)
+    })
+}
+
+fn exists(path: &Path) -> Failure {
+    Failure::configuration(format!("{} exists; --force overwrites it", path.display()))
+}
+
+/// The message for `lockstep import FILE`, where `typed` stands in place of the format; `None` if it is no file.
+pub(crate) fn hint(typed: &str) -> Option<String> {
+    let text = read_text(Path::new(typed)).ok()?;
+    Some(match lockstep_import::Format::guess(&text) {
+        Some(format) => format!(
+            "the format is missing; {typed} looks like a configuration of {}: lockstep import {} {typed}",
+            format.tool(),
+            format.word()
+        ),
+        None => format!(
+            "the format is missing, and {typed} looks like neither: lockstep import deepspeed {typed}, or lockstep import accelerate {typed}"
+        ),
+    })
 }
 
 /// Translates a file; a file that it names is looked for beside it.
@@ -63,8 +130,17 @@ pub(crate) fn read(
     let text = read_text(path)
         .map_err(|error| Failure::configuration(format!("cannot read {}: {error}", path.display())))?;
     let beside = |name: &str| read_text(&path.parent().unwrap_or(Path::new("")).join(name));
-    import(format, &text, &path.display().to_string(), options, &beside)
-        .map_err(|problems| Failure::configuration(problems.to_string()))
+    import(format, &text, &path.display().to_string(), options, &beside).map_err(|problems| {
+        let mut message = problems.to_string();
+        if let Some(other) = lockstep_import::Format::guess(&text).filter(|guess| *guess != format) {
+            let (tool, word) = (other.tool(), other.word());
+            message.push_str(&format!(
+                "\n  the file looks like a configuration of {tool}: lockstep import {word} {}",
+                path.display()
+            ));
+        }
+        Failure::configuration(message)
+    })
 }
 
 fn read_text(path: &Path) -> Result<String, String> {
@@ -81,9 +157,12 @@ fn read_text(path: &Path) -> Result<String, String> {
     })
 }
 
-/// Holds the result against the rules of RUN.toml; a mistake is shown where the other tool's file has it.
-fn check(import: &Import, text: &str) -> Result<(), Failure> {
-    let Err(problems) = RunConfig::parse(text, "run.toml", &[] as &[&str]) else { return Ok(()) };
+/// Checks the result by the rules of RUN.toml; a mistake is shown where the other tool's file has it.
+fn checked(import: &Import) -> Result<RunConfig, Failure> {
+    let problems = match RunConfig::parse(&import.to_toml(), "run.toml", &[] as &[&str]) {
+        Ok(config) => return Ok(config),
+        Err(problems) => problems,
+    };
     let lines = problems.iter().map(|problem| {
         let setting = import.settings.iter().find(|setting| setting.key == problem.key);
         let place = match setting.map(|setting| &setting.origin) {
@@ -99,29 +178,56 @@ fn check(import: &Import, text: &str) -> Result<(), Failure> {
     Err(Failure::configuration(lines.collect::<Vec<_>>().join("\n  ")))
 }
 
+/// The value of a key in a run, and its source.
+fn in_use(config: &RunConfig, key: &str) -> Option<InUse> {
+    let setting = config.settings().into_iter().find(|setting| setting.key == key)?;
+    Some(InUse { value: setting.value, origin: Some(setting.origin.to_string()) })
+}
+
+/// The table of an import for the terminal, with the values of the run that win over the file's.
+pub(crate) fn table(import: &Import, config: &RunConfig) -> Vec<String> {
+    import.table(&|key| {
+        let found = in_use(config, key)?;
+        let is_of_file =
+            matches!(config.origin(key), config::Origin::File { name, .. } if *name == *import.file);
+        Some(if is_of_file { InUse { origin: None, ..found } } else { found })
+    })
+}
+
 /// The values for a run that the file is given to.
 pub(crate) fn values(import: &Import) -> Vec<Imported> {
     let values = import.settings.iter().map(|setting| {
         let (place, from) = match &setting.origin {
-            Origin::File { file, line, .. } => ((file.clone(), *line), ImportedFrom::User),
+            Origin::File { file, line, .. } => {
+                let from = if is_of_records(setting.key) { ImportedFrom::Rule } else { ImportedFrom::User };
+                ((file.clone(), *line), from)
+            }
             // The batch of a micro-batch and its steps of accumulation is what the user wrote.
             Origin::Derived(_) if setting.key == "train.global_batch" => {
                 ((import.file.clone(), 0), ImportedFrom::User)
             }
-            Origin::Derived(_) | Origin::ForeignDefault(_) => ((import.file.clone(), 0), ImportedFrom::Rule),
+            Origin::Derived(_) | Origin::ForeignDefault(_) | Origin::Trainer { .. } => {
+                ((import.file.clone(), 0), ImportedFrom::Rule)
+            }
         };
         Imported { key: setting.key.to_owned(), value: setting.value.clone(), place, from }
     });
     values.collect()
 }
 
-/// How many values came from where.
+/// Returns whether a key says only what is shown and recorded of a run, so that two files may differ in it.
+fn is_of_records(key: &str) -> bool {
+    key == "train.log_every" || key.starts_with("metrics.")
+}
+
+/// Counts the values by their source.
 fn summary(import: &Import) -> String {
     let count =
         |is: fn(&Origin) -> bool| import.settings.iter().filter(|setting| is(&setting.origin)).count();
     let given = count(|origin| matches!(origin, Origin::File { .. }));
     let defaults = count(|origin| matches!(origin, Origin::ForeignDefault(_)));
     let derived = count(|origin| matches!(origin, Origin::Derived(_)));
+    let trainer = count(|origin| matches!(origin, Origin::Trainer { .. }));
     let idle: usize = import.without_effect.values().map(Vec::len).sum();
     let mut text = format!(
         "{}: {} translated, {} of {} written out, {derived} derived, {} without effect",
@@ -131,6 +237,13 @@ fn summary(import: &Import) -> String {
         import.tool,
         human::plural(idle, "key"),
     );
+    if trainer > 0 || !import.autos.is_empty() {
+        text.push_str(&format!(
+            "\n\"auto\": {} of the Trainer written out, {} left to the run",
+            human::plural(trainer, "default"),
+            human::plural(import.autos.len(), "key")
+        ));
+    }
     for remark in &import.remarks {
         text.push_str(&format!("\nnote: {remark}"));
     }

@@ -96,7 +96,7 @@ enum Command {
     /// List, check, export and import checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
-    /// Turn a configuration of another tool (DeepSpeed, Accelerate) into a RUN.toml, on standard output
+    /// Turn a configuration of another tool (DeepSpeed, Accelerate) into a RUN.toml, on standard output or in a file
     Import(import::Arguments),
     /// Print the JSON Schema of RUN.toml, by which an editor completes and checks it
     Schema,

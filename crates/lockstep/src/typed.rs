@@ -4,7 +4,7 @@ use clap::Parser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use lockstep_train::config::habits;
 
-use crate::Cli;
+use crate::{Cli, import};
 
 /// Parses arguments, the program's name first. Flags may have underscores in place of dashes.
 ///
@@ -52,6 +52,13 @@ fn with_dashes(arguments: &[String], flag: &str) -> Option<Vec<String>> {
 
 /// A sentence on what to write in place of an argument that there is not; `None` where clap's own message does.
 pub(crate) fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
+    if error.kind() == ErrorKind::InvalidValue
+        && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
+        && let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidValue)
+        && argument == "<FORMAT>"
+    {
+        return import::hint(typed);
+    }
     let typed = unknown(error)?;
     if error.kind() == ErrorKind::InvalidSubcommand {
         if typed.ends_with(".toml") {

@@ -11,7 +11,7 @@ const COMPOSITES: [u64; 38] = [
     554_400, 665_280, 720_720,
 ];
 
-/// What the section asks for.
+/// Values of `elasticity`.
 #[derive(Debug, Clone)]
 struct Elasticity {
     max_batch: u64,

@@ -1,4 +1,4 @@
-//! Every key of a DeepSpeed configuration, with the default that DeepSpeed's code uses and what becomes of it.
+//! The keys of a DeepSpeed configuration, the defaults that DeepSpeed's code uses, and their treatment.
 
 use crate::table::{Row, idle, refused, to, to_but};
 
@@ -351,7 +351,7 @@ pub(crate) static KEYS: &[Row] = &[
     // Batch size by ranks.
     to_but("elasticity.enabled", "false", "train.global_batch", "the batch that DeepSpeed would choose"),
     to("elasticity.max_train_batch_size", "2000", "train.global_batch"),
-    to("elasticity.micro_batch_sizes", "[2, 4, 6]", "train.micro_batch"),
+    to("elasticity.micro_batch_sizes", "[2, 4, 6]", "train.global_batch, train.micro_batch"),
     to("elasticity.min_gpus", "1", "train.global_batch"),
     to("elasticity.max_gpus", "10000", "train.global_batch"),
     to("elasticity.prefer_larger_batch", "true", "train.global_batch"),

@@ -1,7 +1,7 @@
 //! DeepSpeed's `ds_config.json`.
 //!
-//! `keys` says what becomes of each key; here are the values that follow from several: the three batch sizes, the
-//! learning rate over the steps, where state lies.
+//! `keys` has the treatment of each key; here are the values that follow from several: the three batch sizes, the
+//! learning rate over the steps, the places of state.
 
 mod elastic;
 mod keys;
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::draft::Import;
 use crate::fields::{Fields, Read};
 use crate::problem::Problems;
-use crate::{AutoValues, Options};
+use crate::{AutoValues, Format, Options};
 
 pub(crate) use keys::KEYS;
 use keys::OTHER_NAMES;
@@ -20,16 +20,26 @@ use keys::OTHER_NAMES;
 /// Sequences in a micro-batch where a file leaves it to the Trainer.
 const TRAINER_MICRO_BATCH: u64 = 8;
 
+/// Keys of the loss scale of f16.
+const LOSS_SCALE: [&str; 5] = [
+    "fp16.loss_scale",
+    "fp16.initial_scale_power",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "fp16.min_loss_scale",
+];
+
 /// Translates the keys of a file.
 pub(crate) fn import(mut fields: Fields, options: Options) -> Result<Import, Problems> {
-    let mut import = Import { file: fields.file.clone(), tool: "DeepSpeed", ..Import::default() };
+    let mut import =
+        Import { file: fields.file.clone(), tool: Format::DeepSpeed.tool(), ..Import::default() };
     rename(&mut fields);
     translate(&fields, options, &mut import);
     if !optimizer::is_known(&fields) {
         fields.forget("optimizer.params");
     }
-    import.without_effect = fields.settle(&[KEYS]);
-    match fields.problems(import.tool) {
+    fields.settle(Format::DeepSpeed, &mut import);
+    match fields.problems(Format::DeepSpeed) {
         problems if problems.is_empty() => Ok(import),
         problems => Err(Problems(problems)),
     }
@@ -100,11 +110,7 @@ impl DeepSpeed<'_, '_> {
             Some(read) => self.user(ours, read),
             None if self.fields.is_auto(theirs) => {
                 if self.options.auto == AutoValues::TrainerDefaults {
-                    self.import.foreign_default(
-                        ours,
-                        trainer,
-                        format!("{theirs} is \"auto\", the Trainer's default"),
-                    );
+                    self.import.trainer(&self.fields.file, ours, trainer, self.fields.autos(&[theirs]));
                 }
             }
             None => return false,
@@ -126,11 +132,10 @@ impl DeepSpeed<'_, '_> {
                 self.fields.refuse(&read.key, "is true, and bf16.enabled is too", "one of the two")
             }
             (Some(read), None) | (None, Some(read)) => self.user("train.precision", read),
-            (None, None) => {
-                if let Some(read) = autocast {
-                    self.user("train.precision", read);
-                }
-            }
+            (None, None) => match autocast {
+                Some(read) => self.user("train.precision", read),
+                None => self.open_precision(),
+            },
         }
         let is_f16 = self.import.value("train.precision") == Some(&json!("f16"));
         let is_bf16 = self.import.value("train.precision") == Some(&json!("bf16"));
@@ -143,6 +148,14 @@ impl DeepSpeed<'_, '_> {
         let narrow = self.fields.flag("bf16.bf16_optimizer_states").filter(|read| read.value && is_bf16);
         if let Some(read) = narrow {
             self.user("optimizer.state_precision", read.map(|_| "bf16"));
+        }
+    }
+
+    /// The precision of a file that leaves it to the Trainer, whose default is f32.
+    fn open_precision(&mut self) {
+        let auto = self.fields.autos(&["fp16.enabled", "bf16.enabled", "torch_autocast.enabled"]);
+        if !auto.is_empty() && self.options.auto == AutoValues::TrainerDefaults {
+            self.import.trainer(&self.fields.file, "train.precision", "f32", auto);
         }
     }
 
@@ -163,6 +176,15 @@ impl DeepSpeed<'_, '_> {
         }
         if let Some(read) = self.fields.number("fp16.min_loss_scale").filter(|_| is_f16 && !is_fixed) {
             self.user("train.min_loss_scale", read);
+        }
+        let is_left_to_run = self.fields.is_auto("fp16.enabled") && self.options.auto == AutoValues::OfTheRun;
+        let because = if is_left_to_run {
+            "`fp16.enabled` is \"auto\"; in a run in f16 set `train.loss_scale` and its neighbours in RUN.toml"
+        } else {
+            "`fp16.enabled` is not true"
+        };
+        for key in LOSS_SCALE.iter().filter(|key| !is_f16 && self.fields.is_given(key)) {
+            self.import.idle(because, *key);
         }
     }
 
@@ -283,8 +305,8 @@ impl DeepSpeed<'_, '_> {
             self.fields.is_auto("train_batch_size") || self.fields.is_auto("train_micro_batch_size_per_gpu");
         match (is_auto, self.options.auto) {
             (true, AutoValues::TrainerDefaults) => {
-                let whose = "\"auto\", the Trainer's default of 8 sequences a rank";
-                self.import.foreign_default("train.micro_batch", TRAINER_MICRO_BATCH, whose);
+                let auto = self.fields.autos(&["train_micro_batch_size_per_gpu", "train_batch_size"]);
+                self.import.trainer(&self.fields.file, "train.micro_batch", TRAINER_MICRO_BATCH, auto);
                 let global = TRAINER_MICRO_BATCH.saturating_mul(passes).saturating_mul(ranks.unwrap_or(1));
                 self.import.derived(
                     "train.global_batch",

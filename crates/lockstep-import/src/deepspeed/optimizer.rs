@@ -11,7 +11,7 @@ const LEARNING_RATE: f64 = 1e-3;
 /// The Trainer's learning rate.
 const TRAINER_LEARNING_RATE: f64 = 5e-5;
 
-/// Whether the file names an optimizer that is available, or none.
+/// Returns whether the file names an optimizer that is available, or none.
 pub(super) fn is_known(fields: &Fields) -> bool {
     fields.text("optimizer.type").is_none_or(|kind| rule_of(&kind.value).is_some())
 }
@@ -148,18 +148,17 @@ impl DeepSpeed<'_, '_> {
 
     /// The learning rate of an optimizer that names none.
     fn open_rate(&mut self) {
-        let is_auto = self.fields.is_auto("optimizer.params.lr")
-            || self.fields.is_auto("scheduler.params.warmup_max_lr");
-        match (is_auto, self.options.auto) {
-            (true, AutoValues::TrainerDefaults) => {
-                self.import.foreign_default(
-                    "optimizer.lr",
-                    TRAINER_LEARNING_RATE,
-                    "\"auto\", the Trainer's default",
-                );
+        let auto = self.fields.autos(&[
+            "optimizer.params.lr",
+            "optimizer.params.muon_lr",
+            "scheduler.params.warmup_max_lr",
+        ]);
+        match (auto.is_empty(), self.options.auto) {
+            (false, AutoValues::TrainerDefaults) => {
+                self.import.trainer(&self.fields.file, "optimizer.lr", TRAINER_LEARNING_RATE, auto);
             }
-            (true, AutoValues::OfTheRun) => {}
-            (false, _) => {
+            (false, AutoValues::OfTheRun) => {}
+            (true, _) => {
                 self.import.foreign_default("optimizer.lr", LEARNING_RATE, "an optimizer without lr")
             }
         }
@@ -169,6 +168,9 @@ impl DeepSpeed<'_, '_> {
     fn schedule(&mut self, has_optimizer: bool) -> Option<Read<f64>> {
         let key = |name: &str| format!("scheduler.params.{name}");
         let lows = ["warmup_min_lr", "warmup_min_ratio"].map(|name| self.fields.number(&key(name)));
+        for (low, _) in self.fields.autos(&[&key("warmup_min_lr"), &key("warmup_min_ratio")]) {
+            self.import.idle("a warm-up begins at 0", format!("{low} = \"auto\""));
+        }
         let peak = self.fields.number(&key("warmup_max_lr"));
         let warmup = self.fields.integer(&key("warmup_num_steps"));
         let shape = self.fields.text(&key("warmup_type"));

@@ -183,7 +183,7 @@ pub const HABITS: &[Habit] = &[
     no_key("model_name", "model.preset, or model.path = \"DIR\""),
     no_key("base_model", "model.path = \"DIR\" with model.from_pretrained = true"),
     no_key("resume_from_checkpoint", "`lockstep train --resume auto|never|CHECKPOINT`; auto is the default"),
-    no_key("deepspeed", "`lockstep train --deepspeed FILE`, or `lockstep import deepspeed FILE > run.toml`"),
+    no_key("deepspeed", "`lockstep train --deepspeed FILE`, or `lockstep import deepspeed FILE -o run.toml`"),
     no_key("fsdp", "parallel.zero_stage = 3"),
     no_key("sharding_strategy", SHARDING),
     no_key("fsdp_sharding_strategy", SHARDING),
@@ -283,7 +283,7 @@ pub const HABITS: &[Habit] = &[
     flag("config", "`lockstep train RUN.toml`: the file is no flag"),
     flag(
         "config-file",
-        "`lockstep train RUN.toml`; an Accelerate file goes through `lockstep import accelerate FILE > run.toml`",
+        "`lockstep train RUN.toml`; an Accelerate file goes through `lockstep import accelerate FILE -o run.toml`",
     ),
     flag("deepspeed_config", "`--deepspeed FILE`"),
     flag("num-processes", "`--nproc-per-node N`"),

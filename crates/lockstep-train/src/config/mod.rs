@@ -153,8 +153,13 @@ impl RunConfig {
         let mut problems = Vec::new();
         let mut entries = Entries::default();
         entries.add_document(text, name, &mut problems);
+        let of_text = problems.len();
         for value in imported {
             entries.add_imported(value, &mut problems);
+        }
+        // Values that were to go with a contradicted one would only cause follow-up errors.
+        if problems.len() > of_text {
+            return Err(Problems::all_of(problems));
         }
         for argument in arguments {
             entries.add_argument(argument.as_ref(), &mut problems);

@@ -8,7 +8,6 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
-use lockstep_import::Import;
 use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
@@ -18,6 +17,7 @@ use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, s
 use crate::exit::{Failure, INTERRUPTED};
 use crate::generate::show_sample;
 use crate::hosts::Hosts;
+use crate::import;
 use crate::launching::{Flags, Launching, variable};
 use crate::nodes::Nodes;
 use crate::output::{field, note, say, warning};
@@ -147,7 +147,7 @@ fn train_as_rank(
 
 /// Says what the run takes from a DeepSpeed file, what it takes because its own file says nothing, and what does nothing.
 fn say_what_is_taken(request: &Request<'_>, config: &RunConfig) {
-    for line in request.import.iter().flat_map(Import::table) {
+    for line in request.import.iter().flat_map(|import| import::table(import, config)) {
         note!("{line}");
     }
     let open = if request.is_demonstration() { Vec::new() } else { config.taken_by_default() };

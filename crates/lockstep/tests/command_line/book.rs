@@ -66,6 +66,9 @@ const TINY: How = How::Smaller(&[
 const SMALL_LORA: How =
     How::Smaller(&["--set=train.seq_len=32", "--set=train.threads=1", "--set=train.log_every=150"]);
 
+/// A run with a directory of its own, beside another in the same place.
+const ANOTHER_RUN: How = How::Smaller(&["--set=checkpoint.dir=other", "--set=metrics.dir=other"]);
+
 /// The same for `verify`, which makes few steps.
 const SMALL_VERIFIED: How = How::Smaller(&[
     "--set=model.n_layer=1",
@@ -100,8 +103,9 @@ const RULES: &[Rule] = &[
         How::Smaller(&["--prompt=Hello"]),
     ),
     rule("docs/memory.md", "lockstep train run.toml --resume never", "", ZERO_3),
-    rule("docs/coming-from-deepspeed.md", "lockstep train run.toml", "", TINY),
-    rule("docs/coming-from-accelerate.md", "lockstep train run.toml", "", TINY),
+    rule("docs/coming-from-deepspeed.md", "lockstep train imported.toml", "", TINY),
+    rule("docs/coming-from-accelerate.md", "lockstep train imported.toml", "", TINY),
+    rule("docs/coming-from-deepspeed.md", "lockstep train run.toml", "--deepspeed", ANOTHER_RUN),
     rule("", "lockstep bench machine", "", How::Soak),
     rule("", "lockstep bench gemm", "", How::Soak),
     rule("", "lockstep doctor --bench", "", How::Soak),

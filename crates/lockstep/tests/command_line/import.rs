@@ -47,6 +47,108 @@ fn a_file_that_is_named_is_looked_for_beside_the_one_that_names_it() {
     );
 }
 
+#[test]
+fn values_that_are_auto_stand_in_the_result() {
+    let workshop = Workshop::new();
+    let text = "{\"fp16\": {\"enabled\": \"auto\"}, \"bf16\": {\"enabled\": \"auto\"}, \"zero_optimization\": {\"stage\": 2,\n\
+                \"reduce_bucket_size\": \"auto\", \"stage3_max_live_parameters\": \"auto\"}}";
+    workshop.write("ds.json", text);
+    let import = workshop.run(&["import", "deepspeed", "ds.json"]).succeeds();
+    for part in [
+        "precision = \"f32\"  # line 1: fp16.enabled, bf16.enabled = \"auto\", the Trainer's default",
+        "zero_optimization.reduce_bucket_size = \"auto\"",
+        "# auto: line 2: zero_optimization.stage3_max_live_parameters = \"auto\", left to",
+        "parallel.max_live_parameters",
+        "(not set)",
+    ] {
+        assert!(import.stdout.contains(part), "{part}: {import:?}");
+    }
+    let summary = "\"auto\": 1 default of the Trainer written out, 1 key left to the run";
+    assert!(import.stderr.contains(summary), "{import:?}");
+    let train = workshop.run(&["train", "run.toml", "--deepspeed", "ds.json", "--steps", "1"]).succeeds();
+    for part in [
+        "auto: line 1: bf16.enabled = \"auto\", left to train.precision = \"f32\" (default)",
+        "auto: line 2: zero_optimization.stage3_max_live_parameters = \"auto\", left to parallel.max_live_parameters (not set)",
+        "zero_optimization.reduce_bucket_size = \"auto\"",
+    ] {
+        assert!(train.stderr.contains(part), "{part}: {train:?}");
+    }
+}
+
+#[test]
+fn the_output_is_written_by_success_alone_and_replaced_by_force_alone() {
+    let workshop = Workshop::new();
+    workshop.write("ds.json", ZERO_2);
+    workshop.write("broken.json", "{\"train_batch_size\": 0}");
+    let import = |file: &str, more: &[&str]| {
+        workshop.run(&[&["import", "deepspeed", file, "-o", "new.toml"], more].concat())
+    };
+    import("broken.json", &[]).refuses(2, &["train_batch_size"]);
+    assert!(!workshop.path("new.toml").exists(), "a failure leaves no file");
+    let outcome = import("ds.json", &[]).succeeds();
+    assert_eq!(outcome.stdout, "", "{outcome:?}");
+    assert!(outcome.stderr.contains("written to new.toml"), "{outcome:?}");
+    let written = workshop.read("new.toml");
+    assert!(String::from_utf8_lossy(&written).contains("global_batch = 4"));
+    workshop.write("new.toml", "# mine\n");
+    import("ds.json", &[]).refuses(2, &["new.toml exists", "--force"]);
+    import("broken.json", &["--force"]).refuses(2, &["train_batch_size"]);
+    assert_eq!(workshop.read("new.toml"), b"# mine\n", "a failure replaces nothing");
+    import("ds.json", &["--force"]).succeeds();
+    assert_eq!(workshop.read("new.toml"), written);
+    workshop
+        .run(&["import", "deepspeed", "ds.json", "--output", "none/new.toml"])
+        .refuses(2, &["cannot write none/new.toml"]);
+    workshop
+        .run(&["import", "deepspeed", "ds.json", "--output", ".", "--force"])
+        .refuses(2, &["cannot write ."]);
+    workshop.run(&["import", "deepspeed", "ds.json", "--force"]).refuses(2, &["--output"]);
+    assert!(workshop.run(&["import", "--help"]).succeeds().stdout.contains("nothing if the import fails"));
+}
+
+#[test]
+fn an_import_without_its_format_names_the_command() {
+    let workshop = Workshop::new();
+    workshop.write("ds.json", ZERO_2);
+    workshop.write("a.yaml", "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n");
+    workshop.write("other.json", "{\"a\": 1}");
+    for (file, parts) in [
+        ("ds.json", &["the format is missing", "lockstep import deepspeed ds.json"][..]),
+        ("a.yaml", &["the format is missing", "lockstep import accelerate a.yaml"]),
+        ("other.json", &["import deepspeed other.json", "import accelerate other.json"]),
+        ("none.json", &["none.json", "deepspeed, accelerate"]),
+    ] {
+        workshop.run(&["import", file]).refuses(2, parts);
+    }
+    workshop.run(&["import", "ds.json", "--ranks", "2"]).refuses(2, &["lockstep import deepspeed ds.json"]);
+}
+
+#[test]
+fn a_run_wins_over_what_a_deepspeed_file_says_of_the_display() {
+    let workshop = Workshop::new();
+    workshop.write("ds.json", "{\"steps_per_print\": 2000, \"train_batch_size\": 4}");
+    let text = String::from_utf8(workshop.read("run.toml")).unwrap();
+    workshop.write("run.toml", text.replace("steps = 4", "steps = 1\nlog_every = 3"));
+    let train = workshop.run(&["train", "run.toml", "--deepspeed", "ds.json"]).succeeds();
+    let line = text.lines().position(|line| line == "steps = 4").unwrap() + 2;
+    let row = format!("run.toml:{line} wins over line 1: steps_per_print = 2000");
+    let row = train.stderr.lines().find(|shown| shown.ends_with(&row));
+    assert!(row.is_some_and(|row| row.starts_with("train.log_every = 3 ")), "{train:?}");
+}
+
+#[test]
+fn a_precision_that_contradicts_the_run_is_one_mistake() {
+    let workshop = Workshop::new();
+    workshop.write("ds.json", "{\"fp16\": {\"enabled\": true, \"loss_scale\": 128, \"hysteresis\": 2}}");
+    let text = String::from_utf8(workshop.read("run.toml")).unwrap();
+    workshop.write("run.toml", text.replace("steps = 4", "steps = 1\nprecision = \"bf16\""));
+    let outcome = workshop.run(&["train", "run.toml", "--deepspeed", "ds.json"]);
+    for part in ["scale", "hysteresis", "problems"] {
+        assert!(!outcome.stderr.contains(part), "{part}: {outcome:?}");
+    }
+    outcome.refuses(2, &["ds.json:1: train.precision: is \"f16\" here and \"bf16\" in run.toml:"]);
+}
+
 /// A DeepSpeed file, and what its refusal names.
 const DEEPSPEED: &[(&str, &[&str])] = &[
     ("", &["is empty"]),
@@ -54,7 +156,19 @@ const DEEPSPEED: &[(&str, &[&str])] = &[
     ("{\"train_batch_size\": 4", &["broken JSON"]),
     ("{\"a\": \u{0}}", &["NUL"]),
     ("{\"train_batch_size\": 4, \"train_batch_size\": 8}", &["ds.json:1", "stands twice"]),
-    ("{\"train_batch_sizes\": 4}", &["ds.json:1: train_batch_sizes: unknown key", "train_batch_size"]),
+    (
+        "{\"train_batch_sizes\": 4}",
+        &[
+            "ds.json:1: train_batch_sizes: unknown key; the nearest is train_batch_size",
+            "docs/coming-from-deepspeed.md",
+        ],
+    ),
+    ("{\"qqqqqqq\": 4}", &["ds.json:1: qqqqqqq: unknown key", "docs/coming-from-deepspeed.md"]),
+    ("{\"a\": *b}", &["ds.json:1: broken JSON"]),
+    (
+        "distributed_type: FSDP\nnum_processes: 2\nnum_machines: 1\nmixed_precision: bf16\n",
+        &["no configuration of DeepSpeed", "lockstep import accelerate ds.json"],
+    ),
     ("{\"train_batch_size\": \"many\"}", &["train_batch_size: is \"many\"", "an integer"]),
     ("{\"train_batch_size\": -4}", &["train_batch_size", "-4"]),
     ("{\"train_batch_size\": 0}", &["train_batch_size", "1 or more"]),
@@ -121,6 +235,11 @@ const ACCELERATE: &[(&str, &[&str])] = &[
     ),
     ("a: &x [1]\nb: *x\n", &["alias"]),
     ("distributed_type: [", &["broken YAML"]),
+    ("{\"distributed_type\": [", &["broken JSON"]),
+    (
+        "{\"train_batch_size\": 4, \"zero_optimization\": {\"stage\": 2}}",
+        &["lockstep import deepspeed a.yaml"],
+    ),
     ("distributed_type: NO\nnum_machines: 012\n", &["num_machines", "012"]),
 ];
 

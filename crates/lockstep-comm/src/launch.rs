@@ -256,6 +256,8 @@ impl Launch {
         let (ours, theirs) = UnixStream::pair().map_err(CommError::io("make a socket for a rank"))?;
         world.welcome(&ours, rank)?;
         let mut command = Command::new(&self.program);
+        // A terminal's Ctrl-C is for the launcher alone, which asks all ranks to stop at the same step.
+        command.process_group(0);
         command.args(&self.arguments).envs(self.environment.iter().cloned());
         let placement = &self.placement;
         let world_rank = placement.first_rank + rank;

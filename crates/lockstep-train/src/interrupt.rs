@@ -1,18 +1,24 @@
 //! Ctrl-C and SIGTERM as a flag that the training loop reads between steps.
 //!
-//! The first signal asks: the loop finishes its step, saves and ends with code 75. A second Ctrl-C insists:
-//! the process ends at once with 130, whatever it is doing.
+//! The first signal asks: the loop finishes its step, saves and ends with code 75. A later Ctrl-C insists: the process ends at once
+//! with 130, whatever it is doing. Signals that come within a second of the first have the same cause (a terminal sends SIGINT to all of
+//! its processes while a launcher passes SIGTERM on), and do not insist.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
+use signal_hook::iterator::Signals;
+use signal_hook::{flag, low_level};
 
 use crate::error::Error;
 
 /// The exit code of a process that a second Ctrl-C ends, as shells give it (128 + SIGINT).
 pub const SECOND_INTERRUPT_EXIT_CODE: i32 = 130;
+/// Signals so close to the first one are part of it.
+const SAME_CAUSE: Duration = Duration::from_secs(1);
 
 /// Whether somebody has asked the run to stop. Clones share the answer.
 #[derive(Debug, Clone, Default)]
@@ -21,19 +27,25 @@ pub struct Interrupt {
 }
 
 impl Interrupt {
-    /// Watches SIGINT and SIGTERM from now on until the process ends.
+    /// Watches SIGINT and SIGTERM from now on until the process ends: the flag is set at once, and a thread tells which signal insists.
     ///
     /// # Errors
-    /// [`Error::Signals`] if the system refuses the handlers.
+    /// [`Error::Signals`] if the system refuses the handlers or the thread.
     pub fn on_signals() -> Result<Self, Error> {
         let interrupt = Self::default();
-        let requested = &interrupt.requested;
-        // Handlers run in the order of registration: at the first Ctrl-C the flag is not set yet when the
-        // first one looks at it.
-        flag::register_conditional_shutdown(SIGINT, SECOND_INTERRUPT_EXIT_CODE, requested.clone())
-            .and_then(|_| flag::register(SIGINT, requested.clone()))
-            .and_then(|_| flag::register(SIGTERM, requested.clone()))
-            .map_err(Error::Signals)?;
+        for signal in [SIGINT, SIGTERM] {
+            flag::register(signal, Arc::clone(&interrupt.requested)).map_err(Error::Signals)?;
+        }
+        let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(Error::Signals)?;
+        let watch = move || {
+            let mut first = None;
+            for signal in signals.forever() {
+                if insists(signal, *first.get_or_insert_with(Instant::now), Instant::now()) {
+                    low_level::exit(SECOND_INTERRUPT_EXIT_CODE);
+                }
+            }
+        };
+        Builder::new().name("lockstep-signals".to_owned()).spawn(watch).map_err(Error::Signals)?;
         Ok(interrupt)
     }
 
@@ -45,5 +57,31 @@ impl Interrupt {
     /// Whether the run has been asked to stop.
     pub fn is_requested(&self) -> bool {
         self.requested.load(Ordering::SeqCst)
+    }
+}
+
+/// Whether a signal at `now` ends the process at once, where the first one came at `first`.
+fn insists(signal: i32, first: Instant, now: Instant) -> bool {
+    signal == SIGINT && now.duration_since(first) >= SAME_CAUSE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_later_ctrl_c_insists() {
+        let first = Instant::now();
+        for (signal, after_ms, ends) in [
+            (SIGINT, 0, false),
+            (SIGINT, 999, false),
+            (SIGTERM, 999, false),
+            (SIGTERM, 60_000, false),
+            (SIGINT, 1000, true),
+            (SIGINT, 60_000, true),
+        ] {
+            let now = first + Duration::from_millis(after_ms);
+            assert_eq!(insists(signal, first, now), ends, "signal {signal} after {after_ms} ms");
+        }
     }
 }

@@ -26,6 +26,7 @@ mod ranks;
 mod recipes;
 mod records;
 mod screen;
+mod terminal;
 mod verify;
 mod whole_way;
 mod workshop;

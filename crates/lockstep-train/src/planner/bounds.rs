@@ -8,13 +8,14 @@ use lockstep_plan::cluster::Software;
 use lockstep_plan::predict::{TimedModel, predict_step_ms, slowest_kind};
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
+use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
     ContextMethod, DType, Degrees, FRAME_PLACES, LayerRule, MemoryBytes, MemoryCategory, Mesh, RankTraffic,
     Recompute, RecomputeRules, StageMemory, StateBytes, StateOnRank, ZeroStage,
 };
 
 use crate::RunConfig;
-use crate::planner::memory::{Holding, memory_elsewhere, state_of};
+use crate::planner::memory::{Holding, memory_elsewhere, state_of, state_of_unit};
 use crate::planner::offload::Least;
 use crate::planner::recordings::{Recording, Uniform};
 use crate::planner::subject::Layout;
@@ -59,9 +60,8 @@ pub(super) type CutKey = (PassKey, Recompute, usize, usize, bool);
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Outline {
     of_mode: [Option<ModeOutline>; 3],
-    /// Elements of all units.
-    dense: f64,
-    experts: f64,
+    /// Elements of all units together.
+    elements: UnitElements,
     state: StateBytes,
 }
 
@@ -90,8 +90,7 @@ impl Subject for Planner {
     /// waits for in the pipeline, and with as much computed again as memory makes necessary at least.
     fn bound(&mut self, candidate: &Candidate) -> Option<f64> {
         let outline = self.outline(candidate)?;
-        let Degrees { pipeline, shard, context, expert, expert_tensor, tensor, .. } = candidate.degrees;
-        let ranks = pipeline as f64;
+        let ranks = candidate.degrees.pipeline as f64;
         let micro_batches = candidate.micro_batches(self.config.train.global_batch) as f64;
         let (kind, chunks) = candidate.schedule;
         // Where state is offloaded memory is scarce, and a ring's buffers decide what fits.
@@ -100,13 +99,10 @@ impl Subject for Planner {
         }
         let ModeOutline { pass_ms: none_ms, saved_bytes: none_bytes } =
             self.mode_outline(candidate, Recompute::None)?;
-        // State of a mean rank.
-        let sharers = (shard * context) as u64;
-        let of_experts = (shard * context * tensor / (expert * expert_tensor)).max(1) as u64;
-        let held = |elements: f64, ranks| {
-            outline.state.on_rank(elements as u64, ranks, candidate.zero_stage).total()
-        };
-        let state = (held(outline.dense, sharers) + held(outline.experts, of_experts)) as f64;
+        // State of all pipeline ranks of a replica together.
+        let mesh = Mesh::new(candidate.degrees).ok()?;
+        let held = state_of_unit(outline.state, &mesh, candidate.zero_stage, outline.elements);
+        let state = held.total() as f64;
         // Without a pipeline there is one micro-batch at a time; the first rank of one has as many as there are ranks, but for a V's.
         let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
         let available = self.capacity_bytes(self.ranks_of(candidate)) as f64 * SLACK;
@@ -120,11 +116,7 @@ impl Subject for Planner {
         let ModeOutline { pass_ms: mode_ms, saved_bytes: mode_bytes } = self.mode_outline(candidate, mode)?;
         let stretch = bubble_stretch(kind, ranks, chunks as f64, micro_batches);
         if !candidate.offload.is_nothing() {
-            let held = |elements: f64, sharers| {
-                outline.state.on_rank(elements as u64, sharers, candidate.zero_stage)
-            };
-            let states = [held(outline.dense, sharers), held(outline.experts, of_experts)];
-            let least = self.least_offloaded(states, mode_bytes / ranks, ranks, [at_once, micro_batches]);
+            let least = self.least_offloaded(held, mode_bytes / ranks, ranks, [at_once, micro_batches]);
             return self.bound_offloaded(candidate, micro_batches * stretch * mode_ms / ranks, least);
         }
         if is_counted && left < 0.8 * mode_bytes * at_once / ranks {
@@ -348,6 +340,7 @@ impl Planner {
     ) -> Result<Vec<MemoryBytes>, Rejection> {
         let recording = self.recording_of(config, &layout.mesh);
         for rank in ranks {
+            self.ledgers += 1;
             memory[rank] = self.memory_of(config, layout, &recording, rank)?;
         }
         Ok(memory)
@@ -395,26 +388,21 @@ impl Planner {
         Some(true)
     }
 
-    /// The inputs of the bound of a candidate that offloads: the state of a mean rank, outside experts and in them, and the bytes that its
-    /// blocks save of each micro-batch, of which so many are alive at once and so many belong to a step.
+    /// The inputs of the bound of a candidate that offloads: the state of all pipeline ranks, and the bytes that the blocks of a mean rank save of
+    /// each micro-batch, of which so many are alive at once and so many belong to a step.
     fn least_offloaded(
         &self,
-        states: [StateOnRank; 2],
+        state: StateOnRank,
         saved_bytes: f64,
         ranks: f64,
         [at_once, micro_batches]: [f64; 2],
     ) -> Least {
-        let of_kind =
-            |bytes: fn(&StateOnRank) -> u64| 0.9 * states.iter().map(bytes).sum::<u64>() as f64 / ranks;
+        let of_rank = |bytes: u64| 0.9 * bytes as f64 / ranks;
         let kept = 0.8 * saved_bytes;
         let blocks = self.model.config.num_hidden_layers() as f64 / ranks;
         let moved = (1.0 - FRAME_PLACES as f64 / blocks).max(0.0);
         Least {
-            state: [
-                of_kind(|state| state.weights),
-                of_kind(|state| state.gradients),
-                of_kind(|state| state.optimizer),
-            ],
+            state: [state.weights, state.gradients, state.optimizer].map(of_rank),
             kept: kept * at_once,
             kept_of_all: kept * moved * micro_batches,
             micro_batches,
@@ -428,15 +416,16 @@ impl Planner {
             return Some(*known);
         }
         let (sketch, of_none) = self.sketch(candidate, Recompute::None)?;
-        let units = || (0..sketch.work.units()).map(|unit| sketch.work.unit(unit));
-        let experts = units().map(|unit| unit.expert_elements as f64).sum();
-        let mut dense = units().map(|unit| unit.parameter_elements as f64).sum::<f64>() - experts;
+        let mut elements = UnitElements::default();
+        for unit in 0..sketch.work.units() {
+            elements += sketch.work.unit(unit).elements();
+        }
         if self.model.config.tie_word_embeddings() {
-            dense -= sketch.work.unit(0).parameter_elements as f64;
+            elements = elements.without(sketch.work.unit(0).elements());
         }
         let mut of_mode = [None; 3];
         of_mode[index_of(Recompute::None)] = Some(of_none);
-        let outline = Outline { of_mode, dense, experts, state: self.state_bytes(&sketch) };
+        let outline = Outline { of_mode, elements, state: self.state_bytes(&sketch) };
         self.outlines.insert(key, outline);
         Some(outline)
     }
@@ -550,30 +539,40 @@ impl Planner {
         if self.cluster.software != Software::Lockstep {
             return memory_elsewhere(holding, |unit| times.elements(unit), |unit| kept_elsewhere[unit]);
         }
-        // A table that both ends of the model share is there once.
-        let last = times.units() - 1;
-        let has = |unit: usize| stages.iter().any(|stage| stage.units.contains(&unit));
-        let shares_table = self.model.config.tie_word_embeddings() && has(0) && has(last);
-        let elements = |unit: usize| match times.elements(unit) {
-            [dense, experts] if unit == last && shares_table => {
-                [f64::max(dense - times.elements(0)[0], 0.0), experts]
-            }
-            elements => elements,
-        };
+        let elements = self.elements_of(times, stages);
         let mut bytes = state_of(holding, elements);
         bytes[MemoryCategory::Activations] = profile.activation_bytes(stages, false);
         bytes[MemoryCategory::Workspace] = profile.workspace_bytes(stages);
-        let elements = |unit: usize| times.elements(unit).iter().sum::<f64>();
-        let of_stage = |stage: &StageMemory| pairs(stage.units.clone().map(elements));
-        let at_once = stages.iter().map(of_stage).fold(0.0, f64::max) as usize;
+        let at_once = |elements: fn(UnitElements) -> [f64; 2]| {
+            let of_unit = |unit: usize| elements(times.elements(unit)).iter().sum::<f64>();
+            let of_stage = |stage: &StageMemory| pairs(stage.units.clone().map(of_unit));
+            stages.iter().map(of_stage).fold(0.0, f64::max) as usize
+        };
         if zero_stage == ZeroStage::Parameters {
-            let live = self.config.parallel.max_live_parameters.map_or(at_once, |limit| limit.min(at_once));
+            let live = at_once(|elements| elements.all);
+            let live = self.config.parallel.max_live_parameters.map_or(live, |limit| limit.min(live));
             bytes[MemoryCategory::Communication] += live * dtype.size_bytes();
         }
         if zero_stage >= ZeroStage::Gradients {
-            bytes[MemoryCategory::Communication] += at_once * DType::F32.size_bytes();
+            let summed = at_once(|elements| elements.trained);
+            bytes[MemoryCategory::Communication] += summed * DType::F32.size_bytes();
         }
         bytes
+    }
+
+    /// Elements of each unit of these stages. A table that both ends of the model share is there once.
+    pub(super) fn elements_of<'t>(
+        &self,
+        times: &'t TimedModel,
+        stages: &[StageMemory],
+    ) -> impl Fn(usize) -> UnitElements + use<'t> {
+        let last = times.units() - 1;
+        let has = |unit: usize| stages.iter().any(|stage| stage.units.contains(&unit));
+        let shares_table = self.model.config.tie_word_embeddings() && has(0) && has(last);
+        move |unit: usize| match times.elements(unit) {
+            elements if unit == last && shares_table => elements.without(times.elements(0)),
+            elements => elements,
+        }
     }
 
     /// Milliseconds of a candidate's step with this traffic of offloaded state. Of a long schedule two short ones say what each micro-batch takes
@@ -613,6 +612,7 @@ impl Planner {
         let each = (short - step(self, &shorter)?) / ranks as f64;
         Ok(short + each * (micro_batches - layout.micro_batches) as f64)
     }
+
     /// Lower bound of the seconds of a step's passes in a pipeline: each rank's own work with its wait for the first micro-batch. Stages of
     /// the same units take as long.
     fn pipeline_s(&self, candidate: &Candidate, layout: &Layout, times: &TimedModel) -> f64 {

@@ -14,6 +14,7 @@ mod explain;
 pub mod machine;
 mod memory;
 mod offload;
+mod offloaded_units;
 mod page;
 mod recordings;
 mod roofline;
@@ -100,6 +101,8 @@ pub struct Planner {
     outlines: HashMap<PassKey, Outline>,
     uniforms: HashMap<(PassKey, Recompute), Rc<Uniform>>,
     cuts: HashMap<CutKey, Option<Vec<Range<usize>>>>,
+    /// Ledgers of ranks that candidates were held against.
+    ledgers: usize,
 }
 
 impl Planner {
@@ -132,6 +135,7 @@ impl Planner {
             outlines: HashMap::new(),
             uniforms: HashMap::new(),
             cuts: HashMap::new(),
+            ledgers: 0,
         })
     }
 
@@ -169,6 +173,11 @@ impl Planner {
     /// Blocks of the model.
     pub fn layers(&self) -> usize {
         self.model.config.num_hidden_layers()
+    }
+
+    /// Number of ledgers of ranks that searches have computed so far: most of the time of a search with offload.
+    pub fn ledgers(&self) -> usize {
+        self.ledgers
     }
 
     /// What there is to choose from with so many devices.

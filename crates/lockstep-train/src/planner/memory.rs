@@ -1,4 +1,4 @@
-//! What a rank needs under systems that are not Lockstep, by the formulas that their papers give: state by the bytes of an element
+//! Memory of a rank under other systems than Lockstep, by the formulas of their papers: state by the bytes of an element
 //! (Rajbhandari et al. 2019, section 3.1), activations by what is kept for gradients (Korthikanti et al. 2022, section 4).
 
 use lockstep_plan::cluster::Software;
@@ -11,14 +11,14 @@ use lockstep_plan::{
 use crate::planner::Planner;
 use crate::planner::recordings::Recording;
 
-/// What a rank has of a model whose state is shared out so.
+/// A rank of a sharded model.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Holding<'a> {
     /// Bytes of an element's state.
     pub(super) state: StateBytes,
-    /// Who is where.
+    /// Mesh of all ranks.
     pub(super) mesh: &'a Mesh,
-    /// What is shared out.
+    /// ZeRO stage of the shard axis.
     pub(super) zero_stage: ZeroStage,
     /// The rank's stages.
     pub(super) stages: &'a [StageMemory],

@@ -12,9 +12,10 @@ use lockstep_plan::{
 
 use crate::RunConfig;
 use crate::config::{OptimizerKind, Origin};
-use crate::planner::bounds::{Trial, ranks_to_book};
+use crate::planner::capacity::USABLE;
+use crate::planner::layout::Layout;
 use crate::planner::offloaded_units::StateByUnit;
-use crate::planner::subject::{Layout, USABLE};
+use crate::planner::trial::{Trial, ranks_to_book};
 use crate::planner::{Objective, Planner};
 
 /// The fraction of state that is offloaded is a multiple of one over this.
@@ -44,7 +45,7 @@ fn place_of(offload: &Offload) -> Option<Residence> {
 }
 
 impl Planner {
-    /// Whether what does not fit may go to `place`: the nodes have such a place, the run leaves it open, and it keeps no copies of its state.
+    /// Returns true if state may be offloaded to `place`: the nodes have it, the run leaves it open, and it keeps no copies of its state.
     pub(super) fn may_offload_to(&self, place: Residence) -> bool {
         let has_place = |node: &NodeKind| match place {
             Residence::Memory => false,
@@ -247,7 +248,7 @@ impl Planner {
         Ok(enough)
     }
 
-    /// What each pipeline rank of a trial can offload.
+    /// Returns the state and activations that each pipeline rank of a trial can offload.
     fn offloadable(&self, candidate: &Candidate, trial: &Trial) -> Vec<OffloadableRank> {
         let Trial { layout, units, memory, .. } = trial;
         let Offload { optimizer, gradients, parameters, activations } = candidate.offload;
@@ -279,7 +280,7 @@ impl Planner {
 #[derive(Debug)]
 struct OffloadableRank {
     state: StateByUnit,
-    /// Whether weights, gradients and optimizer state are offloaded.
+    /// True for weights, gradients and optimizer state that are offloaded.
     is_moved: [bool; 3],
     /// Bytes of gradients that are never offloaded.
     tied_bytes: u64,

@@ -1,4 +1,4 @@
-//! What recording a model yields for every way to share it that a search meets, each recorded once.
+//! Recordings of a model, one for each way to split it that a search meets.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,24 +19,24 @@ use crate::{ResolvedModel, RunConfig, engine_options};
 /// A model on one of the ranks that share it.
 #[derive(Debug, Clone)]
 pub(super) struct Recording {
-    /// What it has to do.
+    /// Work of a micro-batch.
     pub(super) work: ModelWork,
-    /// What it keeps.
+    /// Bytes of its units.
     pub(super) profile: ModelProfile,
-    /// How its state is kept, but for what a mesh says of that.
+    /// State layout inputs, without those of the mesh.
     pub(super) state: StatePlan,
 }
 
 /// A recording of which every block forgets the same, with what a search asks of it thousands of times.
 #[derive(Debug, Clone)]
 pub(super) struct Uniform {
-    /// What its tasks take on each kind of node.
+    /// Times of its tasks on each kind of node.
     pub(super) times: TimedModel,
-    /// What it keeps, without the parameters' records: a copy of which blocks are exchanged costs next to nothing.
+    /// Bytes of its units, without the parameters' records, so that it is cheap to copy.
     pub(super) profile: ModelProfile,
     /// Bytes of an element's state.
     pub(super) state: StateBytes,
-    /// What other systems keep of each unit.
+    /// Bytes of activations that other systems save of each unit.
     pub(super) kept_elsewhere: Vec<u64>,
 }
 

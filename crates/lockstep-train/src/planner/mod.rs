@@ -22,6 +22,7 @@ mod offload;
 mod offloaded_units;
 mod page;
 mod recordings;
+mod remedy;
 mod roofline;
 mod scaling;
 mod trial;
@@ -52,6 +53,7 @@ pub use explain::{
     residence_in_words, schedule_in_words,
 };
 pub use page::Page;
+pub use remedy::{Remedies, Remedy};
 pub use roofline::{Point, Roofline};
 pub use scaling::{Scaled, Scaling};
 pub use workload::{Assumption, assumptions};

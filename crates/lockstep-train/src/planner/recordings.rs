@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use lockstep_engine::Places;
 use lockstep_graph::BlockShape;
-use lockstep_model::RecordedModel;
+use lockstep_model::{Flops, RecordedModel};
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::predict::TimedModel;
 use lockstep_plan::work::{Keeping, Labor, ModelWork};
@@ -86,6 +86,8 @@ pub(super) fn kept_elsewhere(work: &ModelWork, unit: usize, recompute: Recompute
 #[derive(Debug, Default)]
 pub(super) struct Recordings {
     known: HashMap<(BlockShape, Places, Recompute), Rc<Recording>>,
+    /// Operations of all ranks together, which do not depend on their places.
+    flops: HashMap<(BlockShape, Recompute), Flops>,
 }
 
 impl Recordings {
@@ -102,8 +104,12 @@ impl Recordings {
         let groups = group_options(config);
         let places = Places::of(mesh, 0, &groups);
         let key = (engine_options(config).shape, places, recompute);
-        let record = || Rc::new(make(config, model, mesh, recompute, software));
-        Rc::clone(self.known.entry(key).or_insert_with(record))
+        if let Some(known) = self.known.get(&key) {
+            return Rc::clone(known);
+        }
+        let recording = Rc::new(self.make(config, model, mesh, recompute, software));
+        self.known.insert(key, Rc::clone(&recording));
+        recording
     }
 
     /// The same, and bytes that its blocks keep of a micro-batch, of a recording that is not kept.
@@ -115,7 +121,7 @@ impl Recordings {
         recompute: Recompute,
         software: Software,
     ) -> (Recording, f64) {
-        let made = make(config, model, mesh, recompute, software);
+        let made = self.make(config, model, mesh, recompute, software);
         let blocks = 1..made.work.units() - 1;
         let kept = |unit: usize| match software {
             Software::Lockstep => made.profile.units[unit].frame_bytes as f64,
@@ -156,32 +162,36 @@ impl Recordings {
         }
         Rc::new(mixed)
     }
-}
 
-/// Records a model. Lockstep repeats what the backward reads; other systems call the forward again, or attention alone.
-fn make(
-    config: &RunConfig,
-    model: &ResolvedModel,
-    mesh: &Mesh,
-    recompute: Recompute,
-    software: Software,
-) -> Recording {
-    let repeats = match recompute {
-        Recompute::Selective if software.style().writes_scores => Some(recompute),
-        Recompute::Full if software != Software::Lockstep => Some(recompute),
-        _ => None,
-    };
-    let groups = group_options(config);
-    let places = Places::of(mesh, 0, &groups);
-    let mut options = engine_options(config);
-    options.recompute = if repeats.is_some() { Recompute::None } else { recompute }.into();
-    let recorded = RecordedModel::tuned(&model.config, &model.tuning, options.recording(places));
-    let state = options.state_plan(&recorded, &storage(config), Some(&groups), mesh);
-    let mut work = recorded.work();
-    match repeats {
-        Some(Recompute::Selective) => work.repeat(|task| matches!(task.labor, Labor::Attention(_))),
-        Some(_) => work.repeat(|_| true),
-        None => {}
+    /// Records a model. Lockstep repeats what the backward reads; other systems call the forward again, or attention alone.
+    fn make(
+        &mut self,
+        config: &RunConfig,
+        model: &ResolvedModel,
+        mesh: &Mesh,
+        recompute: Recompute,
+        software: Software,
+    ) -> Recording {
+        let repeats = match recompute {
+            Recompute::Selective if software.style().writes_scores => Some(recompute),
+            Recompute::Full if software != Software::Lockstep => Some(recompute),
+            _ => None,
+        };
+        let groups = group_options(config);
+        let places = Places::of(mesh, 0, &groups);
+        let mut options = engine_options(config);
+        options.recompute = if repeats.is_some() { Recompute::None } else { recompute }.into();
+        let flops = self.flops.get(&(options.shape, recompute)).copied();
+        let recorded =
+            RecordedModel::tuned_with_flops(&model.config, &model.tuning, options.recording(places), flops);
+        self.flops.insert((options.shape, recompute), recorded.flops());
+        let state = options.state_plan(&recorded, &storage(config), Some(&groups), mesh);
+        let mut work = recorded.work();
+        match repeats {
+            Some(Recompute::Selective) => work.repeat(|task| matches!(task.labor, Labor::Attention(_))),
+            Some(_) => work.repeat(|_| true),
+            None => {}
+        }
+        Recording { work, profile: recorded.profile(places.context), state }
     }
-    Recording { work, profile: recorded.profile(places.context), state }
 }

@@ -28,4 +28,5 @@ pub use hf_transform::HfTransform;
 pub use lora::{ALL_LINEAR, Adapter, AdapterTensor, LoraConfig, LoraScaling, MAX_RANK};
 pub use presets::{Preset, presets};
 pub use recorded::{HeadOutput, RecordedModel, RecordingOptions, Tuning, parameter_records, tuned_records};
+pub use units::Flops;
 pub use work::model_work;

@@ -108,9 +108,23 @@ impl RecordedModel {
     /// # Panics
     /// If the ranks that share the blocks do not divide what they split: see `Mesh`'s checks, which find that before.
     pub fn tuned(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> Self {
+        Self::tuned_with_flops(config, tuning, options, None)
+    }
+
+    /// As [`RecordedModel::tuned`], with the [`RecordedModel::flops`] of a recording for another place among the ranks that share the model, if
+    /// there is one: recording the model for one rank alone is most of the time that they take.
+    ///
+    /// # Panics
+    /// Where [`RecordedModel::tuned`] does.
+    pub fn tuned_with_flops(
+        config: &ModelConfig,
+        tuning: &Tuning,
+        options: RecordingOptions,
+        flops: Option<Flops>,
+    ) -> Self {
         let family = config.family();
         let units = RecordedUnits::new(config, tuning, options);
-        let flops = units.flops_alone(config, tuning, options);
+        let flops = flops.unwrap_or_else(|| units.flops_alone(config, tuning, options));
         let mut model = Self {
             units,
             layers: config.num_hidden_layers(),
@@ -267,6 +281,11 @@ impl RecordedModel {
     /// recomputation: the forward, and a backward of twice as much, less what nothing that is trained waits for.
     pub fn training_flops(&self) -> u64 {
         self.flops.training
+    }
+
+    /// Floating-point operations of the model on all ranks that share it together: the same whatever the place of the rank.
+    pub fn flops(&self) -> Flops {
+        self.flops
     }
 
     fn declare(&mut self, unit: usize, prefix: &str) {

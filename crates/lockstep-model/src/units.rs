@@ -31,7 +31,7 @@ pub(crate) fn unit_of(config: &ModelConfig, unit: usize) -> (Unit, String) {
 
 /// Floating-point operations of a forward and a backward of a micro-batch, of all ranks that share the model.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Flops {
+pub struct Flops {
     pub(crate) training: u64,
     /// Of these, attention's.
     pub(crate) attention: u64,

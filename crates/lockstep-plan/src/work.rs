@@ -222,12 +222,55 @@ pub struct UnitWork {
     pub parameter_elements: u64,
     /// Of these, elements that are of experts: they are summed over fewer ranks.
     pub expert_elements: u64,
+    /// Of `parameter_elements`, elements that are trained.
+    pub trained_elements: u64,
+    /// Of `expert_elements`, elements that are trained.
+    pub trained_expert_elements: u64,
+}
+
+/// Elements of a unit's parameters on a rank: outside experts, and in them.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct UnitElements {
+    /// All of them: weights.
+    pub all: [f64; 2],
+    /// Those that are trained: gradients and optimizer state.
+    pub trained: [f64; 2],
+}
+
+impl UnitElements {
+    /// The same without some of them.
+    #[must_use]
+    pub fn without(self, other: Self) -> Self {
+        let rest = |[dense, experts]: [f64; 2], other: [f64; 2]| {
+            [f64::max(dense - other[0], 0.0), f64::max(experts - other[1], 0.0)]
+        };
+        Self { all: rest(self.all, other.all), trained: rest(self.trained, other.trained) }
+    }
+
+    /// Those that are not trained.
+    pub fn frozen(&self) -> [f64; 2] {
+        let [dense, experts] = self.all;
+        [dense - self.trained[0], experts - self.trained[1]]
+    }
+}
+
+impl std::ops::AddAssign for UnitElements {
+    fn add_assign(&mut self, other: Self) {
+        for (sum, more) in [(&mut self.all, other.all), (&mut self.trained, other.trained)] {
+            sum[0] += more[0];
+            sum[1] += more[1];
+        }
+    }
 }
 
 impl UnitWork {
-    /// Elements of parameters outside experts, and in them.
-    pub fn elements(&self) -> [f64; 2] {
-        [(self.parameter_elements - self.expert_elements) as f64, self.expert_elements as f64]
+    /// Elements of its parameters.
+    pub fn elements(&self) -> UnitElements {
+        let split = |elements: u64, of_experts: u64| [(elements - of_experts) as f64, of_experts as f64];
+        UnitElements {
+            all: split(self.parameter_elements, self.expert_elements),
+            trained: split(self.trained_elements, self.trained_expert_elements),
+        }
     }
 }
 

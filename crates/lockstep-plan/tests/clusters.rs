@@ -249,6 +249,13 @@ fn accelerators_are_counted_as_people_count_them() {
         ("a100x4", "4 of 8 devices of dgx-a100", 1, 4),
         ("v100x32", "dgx-2x2", 2, 16),
         ("h200x128", "hgx-h200x16", 16, 8),
+        ("16xH100", "dgx-h100x2", 2, 8),
+        ("2x8xH100", "dgx-h100x2", 2, 8),
+        ("h100:16", "dgx-h100x2", 2, 8),
+        ("4xA100", "4 of 8 devices of dgx-a100", 1, 4),
+        ("8xa100-sxm", "dgx-a100", 1, 8),
+        ("2xDGX-H100", "dgx-h100x2", 2, 8),
+        ("dgx-2:4", "dgx-2x4", 4, 16),
     ];
     for (name, expected, nodes, devices) in table {
         let cluster = Cluster::preset(name).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -257,7 +264,9 @@ fn accelerators_are_counted_as_people_count_them() {
     }
     let half = Cluster::preset("h100x4").unwrap();
     assert_eq!(half.nodes[0].price_per_hour, Some(55.04 / 2.0));
-    for name in ["h100x12", "h100x0", "h100xfour", "h100x"] {
+    for name in
+        ["h100x12", "h100x0", "h100xfour", "h100x", "12xh100", "3x8x1xh100x1000000000000000000", "0xh100"]
+    {
         let error = Cluster::preset(name).expect_err(name).to_string();
         assert!(error.contains("multiple of the 8"), "{name}: {error}");
     }

@@ -105,6 +105,38 @@ fn bounds_are_bounds() {
     assert!(compared > 20, "{compared}");
 }
 
+/// Nor with an adapter, whose gradients and optimizer state alone are held: in memory of three sizes, the least with offload.
+#[test]
+fn bounds_of_fine_tuning_are_bounds() {
+    let settings = [
+        "model.preset=gpt2-355m",
+        "fine_tune.lora_rank=16",
+        "train.global_batch=32",
+        "train.seq_len=1024",
+        "train.precision=bf16",
+    ];
+    let config = RunConfig::parse_to_plan("", "a test", &settings).unwrap_or_else(|error| panic!("{error}"));
+    for memory_mib in [80 << 10, 2 << 10, 700] {
+        let mut cluster = Cluster::preset("dgx-a100").unwrap();
+        cluster.nodes[0].devices = 4;
+        cluster.nodes[0].device.memory_bytes = memory_mib << 20;
+        let mut planner = Planner::new(config.clone(), cluster, Objective::Time).expect("a model");
+        planner.find(1);
+        let candidates = planner.candidates().into_iter();
+        let candidates = candidates.filter(|one| one.context_method == ContextMethod::Ring);
+        let mut compared = 0;
+        for candidate in candidates.step_by(17) {
+            let bound = planner.bound(&candidate);
+            if let Ok((step_ms, _)) = planner.value(&candidate, f64::INFINITY) {
+                let bound = bound.unwrap_or_else(|| panic!("{candidate:?} can be, and has no bound"));
+                assert!(bound <= step_ms * 1.001, "{candidate:?}: {bound} is above {step_ms}");
+                compared += 1;
+            }
+        }
+        assert!(compared > 5, "{compared} in {memory_mib} MiB");
+    }
+}
+
 /// Tensor parallel stays inside a node; what is left of a large model goes over stages or shards, and data parallel takes the rest
 /// (Narayanan et al. 2021, section 3.5).
 #[test]

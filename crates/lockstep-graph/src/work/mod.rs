@@ -36,6 +36,8 @@ impl Program {
         let is_expert = |index: &usize| self.parameters()[*index].share.among == Among::Experts;
         let elements = |index: usize| self.parameter_elements(crate::ParameterIndex(index));
         let parameters = 0..self.parameters().len();
+        let is_trained = |index: &usize| self.parameters()[*index].trainable;
+        let trained = parameters.clone().filter(is_trained);
         UnitWork {
             forward: self.tasks(&self.forward, Stage::Forward, &self.gradients),
             backward: self.tasks(&self.backward, Stage::Backward, &self.gradients),
@@ -44,6 +46,8 @@ impl Program {
             kept: self.kept(),
             parameter_elements: parameters.clone().map(elements).sum(),
             expert_elements: parameters.filter(is_expert).map(elements).sum(),
+            trained_elements: trained.clone().map(elements).sum(),
+            trained_expert_elements: trained.filter(is_expert).map(elements).sum(),
         }
     }
 

@@ -75,62 +75,59 @@ pub const LINKS: [&str; 12] = [
 ];
 
 impl Cluster {
-    /// One of the [`PRESETS`], with a number of nodes if one follows its name; or so many accelerators (`h100x16`) in the nodes of theirs.
+    /// One of the [`PRESETS`] with a number of nodes (`dgx-h100x96`), or accelerators in the nodes of theirs, with their number before or after
+    /// the name: `h100x16`, `h100:16`, `16xH100`, `2x8xH100`.
     ///
     /// # Errors
     /// If there is no such name, with the nearest one; for more nodes than can be counted, and accelerators that fill no whole number of nodes.
     pub fn preset(name: &str) -> Result<Self, ClusterError> {
-        if let Some(of_devices) = Self::of_accelerators(name) {
-            return of_devices;
-        }
-        let (base, count) = match name.rsplit_once('x') {
-            Some((base, count)) if PRESETS.contains(&base) && !PRESETS.contains(&name) => (base, Some(count)),
-            _ => (name, None),
-        };
-        let Some(text) = PRESETS.iter().position(|preset| *preset == base).map(|index| TEXTS[index]) else {
-            let allowed = format!("{}, each with a number of nodes: dgx-h100x96", one_of(&PRESETS));
+        let Some(Counted { base, count }) = Counted::of(name) else {
+            let allowed = format!(
+                "{}, each with a number of nodes (dgx-h100x96), or accelerators (h100x16)",
+                one_of(&PRESETS)
+            );
             return Err(refused(unknown(name, &PRESETS), allowed));
         };
-        let mut cluster = Self::parse(text, base)?;
-        let Some(count) = count else { return Ok(cluster) };
-        let most = u32::MAX as usize / cluster.nodes[0].devices;
-        let count = count.parse::<usize>().ok().filter(|count| (1..=most).contains(count));
-        let Some(count) = count else {
-            let what = format!("\"{}\" has no number of nodes after {base}x", name.escape_debug());
-            return Err(refused(what, format!("1 to {most}")));
+        let (preset, are_devices) = match base {
+            Base::Nodes(preset) => (preset, false),
+            Base::Accelerators(preset) => (preset, true),
         };
-        name.clone_into(&mut cluster.name);
-        cluster.nodes[0].count = count;
-        Ok(cluster)
-    }
-
-    /// So many accelerators of one kind, as `h100x16` says it: whole nodes of the preset that has them, or a part of one node. `None` for other names.
-    fn of_accelerators(name: &str) -> Option<Result<Self, ClusterError>> {
-        let lower = name.to_ascii_lowercase();
-        let find = |name: &str| ACCELERATORS.into_iter().find(|(known, _)| *known == name);
-        let (preset, count) = match (find(&lower), lower.rsplit_once('x')) {
-            (Some((_, preset)), _) => (preset, "1"),
-            (None, Some((base, count))) => (find(base)?.1, count),
-            (None, None) => return None,
-        };
-        let cluster = match Self::preset(preset) {
-            Ok(cluster) => cluster,
-            Err(error) => return Some(Err(error)),
-        };
+        let text = PRESETS.iter().position(|known| *known == preset).map_or("", |index| TEXTS[index]);
+        let cluster = Self::parse(text, preset)?;
         let of_node = cluster.nodes[0].devices;
-        Some(match count.parse::<usize>() {
-            Ok(devices) if devices > 0 && devices.is_multiple_of(of_node) => {
-                let nodes = devices / of_node;
-                Self::preset(&if nodes == 1 { preset.to_owned() } else { format!("{preset}x{nodes}") })
+        let most = u32::MAX as usize / of_node;
+        match (count, are_devices) {
+            (Count::One, false) => Ok(cluster),
+            (Count::One, true) => Ok(cluster.with_devices_of_a_node(1)),
+            (Count::Of(nodes), false) if (1..=most).contains(&nodes) => Ok(cluster.with_nodes(nodes)),
+            (Count::Of(devices), true)
+                if devices.is_multiple_of(of_node) && (1..=most).contains(&(devices / of_node)) =>
+            {
+                Ok(cluster.with_nodes(devices / of_node))
             }
-            Ok(devices) if (1..of_node).contains(&devices) => Ok(cluster.with_devices_of_a_node(devices)),
-            _ => Err(refused(
+            (Count::Of(devices), true) if (1..of_node).contains(&devices) => {
+                Ok(cluster.with_devices_of_a_node(devices))
+            }
+            (Count::Of(_) | Count::Unreadable, true) => Err(refused(
                 format!("\"{}\" fills no whole number of nodes", name.escape_debug()),
                 format!(
                     "1 to {of_node} accelerators, or a multiple of the {of_node} that a node of {preset} has"
                 ),
             )),
-        })
+            (Count::Of(_) | Count::Unreadable, false) => {
+                let what = format!("\"{}\" has no number of nodes after {preset}x", name.escape_debug());
+                Err(refused(what, format!("1 to {most}")))
+            }
+        }
+    }
+
+    /// The preset of a cluster of one node as that of so many.
+    fn with_nodes(mut self, nodes: usize) -> Self {
+        if nodes > 1 || self.nodes[0].count > 1 {
+            self.name = format!("{}x{nodes}", self.name);
+        }
+        self.nodes[0].count = nodes;
+        self
     }
 
     /// One node with fewer devices, and with that share of everything else that it has.
@@ -190,6 +187,66 @@ impl Cluster {
         };
         let (name, software) = ("local".to_owned(), Software::Lockstep);
         Self { name, nodes: vec![node], links: vec![link], software, storage_gb_per_s: None }
+    }
+}
+
+/// A name of machines with their number.
+struct Counted {
+    base: Base,
+    count: Count,
+}
+
+/// Machines that have a name, by the preset that describes them.
+enum Base {
+    /// Nodes.
+    Nodes(&'static str),
+    /// Accelerators.
+    Accelerators(&'static str),
+}
+
+/// The number in a name of machines.
+enum Count {
+    /// None is given.
+    One,
+    /// The product of all that are given.
+    Of(usize),
+    /// What stands in its place is no number, or too large.
+    Unreadable,
+}
+
+impl Counted {
+    /// The parts of a name such as `dgx-h100x2`, `2x8xH100` or `h100:16`; `None` if no machines have it.
+    fn of(name: &str) -> Option<Self> {
+        let name = name.to_ascii_lowercase();
+        let mut rest = name.as_str();
+        let mut before = Vec::new();
+        while let Some((number, more)) = rest.split_once('x')
+            && !number.is_empty()
+            && number.bytes().all(|byte| byte.is_ascii_digit())
+        {
+            before.push(number);
+            rest = more;
+        }
+        let find = |name: &str| {
+            let preset = PRESETS.into_iter().find(|known| *known == name).map(Base::Nodes);
+            let accelerators = || ACCELERATORS.into_iter().find(|(known, _)| *known == name);
+            preset.or_else(|| accelerators().map(|(_, preset)| Base::Accelerators(preset)))
+        };
+        let (base, after) = match (find(rest), rest.rsplit_once(['x', ':'])) {
+            (Some(base), _) => (base, None),
+            (None, Some((base, count))) => (find(base)?, Some(count)),
+            (None, None) => return None,
+        };
+        let numbers: Vec<&str> = before.into_iter().chain(after).collect();
+        let product = numbers.iter().try_fold(1_usize, |product, number| {
+            number.parse::<usize>().ok().and_then(|number| product.checked_mul(number))
+        });
+        let count = match (numbers.is_empty(), product) {
+            (true, _) => Count::One,
+            (false, Some(product)) => Count::Of(product),
+            (false, None) => Count::Unreadable,
+        };
+        Some(Self { base, count })
     }
 }
 

@@ -37,8 +37,9 @@ pub(super) struct StateExchange {
 /// State that ranks have alike and may share out.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct SharedState {
-    /// Bytes of gradients and of weights.
+    /// Bytes of gradients, of the weights that the optimizer step changes, and of all weights.
     pub(super) gradient_bytes: f64,
+    pub(super) updated_bytes: f64,
     pub(super) weight_bytes: f64,
     /// In how many units.
     pub(super) units: usize,
@@ -57,7 +58,7 @@ impl SharedState {
         zero_stage: ZeroStage,
         micro_batches: usize,
     ) -> impl Iterator<Item = StateExchange> + use<> {
-        let Self { gradient_bytes, weight_bytes, units, sharers, stride, replicas } = *self;
+        let Self { gradient_bytes, updated_bytes, weight_bytes, units, sharers, stride, replicas } = *self;
         let sum = |bytes, size, stride| StateExchange {
             passage: StatePassage::Sum,
             collective: Collective::AllReduce,
@@ -83,11 +84,13 @@ impl SharedState {
         };
         let is_of_micro_batch = zero_stage >= ZeroStage::Gradients && micro_batches > 1;
         let scattered = if is_of_micro_batch { StatePassage::SumOfMicroBatch } else { StatePassage::Sum };
-        let gathered =
-            if zero_stage == ZeroStage::Parameters { StatePassage::Gather } else { StatePassage::Arrive };
+        let (gathered, gathered_bytes) = match zero_stage {
+            ZeroStage::Parameters => (StatePassage::Gather, weight_bytes),
+            _ => (StatePassage::Arrive, updated_bytes),
+        };
         let own = sum(gradient_bytes / sharers as f64, replicas, stride * sharers);
         let scatter = unit_by_unit(scattered, Collective::ReduceScatter, gradient_bytes);
-        let gather = unit_by_unit(gathered, Collective::AllGather, weight_bytes);
+        let gather = unit_by_unit(gathered, Collective::AllGather, gathered_bytes);
         [Some(own), Some(scatter), Some(gather)].into_iter().flatten()
     }
 }

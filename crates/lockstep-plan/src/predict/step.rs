@@ -8,7 +8,7 @@ use crate::predict::style::Style;
 use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
 use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
-use crate::work::{Collective, ModelWork};
+use crate::work::{Collective, ModelWork, UnitElements};
 use crate::{Axis, ExpertAxis, Mesh, OffloadBytes, RankTraffic, ZeroStage};
 
 /// What of a plan its time depends on, beside the model's work on one of its ranks.
@@ -142,8 +142,7 @@ pub(super) struct Step<'a> {
 /// What a pipeline rank has of the model: elements and units; and on which kind of node.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Holding {
-    dense: f64,
-    experts: f64,
+    elements: UnitElements,
     units: usize,
     kind: usize,
 }
@@ -514,9 +513,7 @@ impl<'a> Step<'a> {
         let mut holding = Holding { kind: self.kinds[rank], ..Holding::default() };
         for stage in self.stages_of(rank) {
             for unit in self.shape.stages[stage].clone() {
-                let [dense, experts] = self.model.elements(unit);
-                holding.dense += dense;
-                holding.experts += experts;
+                holding.elements += self.model.elements(unit);
                 holding.units += 1;
             }
         }
@@ -529,9 +526,10 @@ impl<'a> Step<'a> {
             if shares { elements / state.sharers as f64 } else { elements }
         };
         let [dense, experts] = self.shared_states(holding);
-        let updated = updated(&dense, holding.dense) + updated(&experts, holding.experts);
+        let [trained_dense, trained_experts] = holding.elements.trained;
+        let updated = updated(&dense, trained_dense) + updated(&experts, trained_experts);
         let is_gathered = self.shape.zero_stage == ZeroStage::Parameters;
-        let gathered = if is_gathered { holding.dense + holding.experts } else { 0.0 };
+        let gathered = if is_gathered { holding.elements.all.iter().sum() } else { 0.0 };
         let worker = self.worker(holding.kind);
         let copies = |bytes: f64| if bytes > 0.0 { worker.stream(gathered * bytes) } else { 0.0 };
         let mut cost = StateCost {
@@ -562,9 +560,11 @@ impl<'a> Step<'a> {
         let experts = self.shape.mesh.experts();
         let gradient_bytes = self.style.state_bytes(self.model.dtype()).gradient as f64;
         let weight_bytes = self.model.dtype().size_bytes() as f64;
-        let of = |elements: f64, sharers: usize, stride: usize| SharedState {
-            gradient_bytes: elements * gradient_bytes,
-            weight_bytes: elements * weight_bytes,
+        let UnitElements { all, trained } = holding.elements;
+        let of = |[all, trained]: [f64; 2], sharers: usize, stride: usize| SharedState {
+            gradient_bytes: trained * gradient_bytes,
+            updated_bytes: trained * weight_bytes,
+            weight_bytes: all * weight_bytes,
             units: holding.units,
             sharers,
             stride,
@@ -573,8 +573,8 @@ impl<'a> Step<'a> {
         let sharers = view.degree(Axis::Shard) * view.degree(Axis::Context);
         let of_experts = experts.degree(ExpertAxis::ExpertTensor) * experts.degree(ExpertAxis::Expert);
         [
-            of(holding.dense, sharers, view.degree(Axis::Tensor)),
-            of(holding.experts, experts.degree(ExpertAxis::ExpertShard), of_experts),
+            of([all[0], trained[0]], sharers, view.degree(Axis::Tensor)),
+            of([all[1], trained[1]], experts.degree(ExpertAxis::ExpertShard), of_experts),
         ]
     }
 

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use crate::cluster::{Cluster, Device, LinkTime};
 use crate::predict::tasks::{PassCost, Timed, Worker};
-use crate::work::{Collective, Exchange, ModelWork, Peers, UnitWork};
+use crate::work::{Collective, Exchange, ModelWork, Peers, UnitElements, UnitWork};
 use crate::{Axis, DType, ExpertAxis, Mesh};
 
 /// A unit's tasks with what they take on one kind of node.
@@ -25,8 +25,7 @@ pub(super) struct TimedUnit {
 #[derive(Debug, PartialEq)]
 struct OnNodes {
     kinds: Vec<TimedUnit>,
-    /// Outside experts, and in them.
-    elements: [f64; 2],
+    elements: UnitElements,
 }
 
 /// A model on one of the ranks that share it, with what its tasks take.
@@ -97,8 +96,8 @@ impl TimedModel {
         seconds(|unit| &unit.forward) + seconds(|unit| &unit.backward)
     }
 
-    /// Elements of a unit's parameters: those that all ranks have a copy of which read other parts of the batch, and those of experts.
-    pub fn elements(&self, unit: usize) -> [f64; 2] {
+    /// Elements of a unit's parameters.
+    pub fn elements(&self, unit: usize) -> UnitElements {
         self.distinct[self.of_unit[unit]].elements
     }
 

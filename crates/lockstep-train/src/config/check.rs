@@ -3,7 +3,6 @@
 use lockstep_data::Columns;
 use lockstep_graph::{BlockShape, Recompute};
 
-use super::ParallelConfig;
 use super::choices::{
     DataFormat, LearningRateScaling, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights,
     ReshardAfterForward, Residence, Rounding, ScheduleKind, StatePrecision, TensorLayout, Transport,
@@ -12,14 +11,15 @@ use super::keys::{MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::DataSource;
+use super::{ParallelConfig, Purpose};
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
 const MAX_TRACED_STEPS: u64 = 100;
 
 /// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over:
 /// what stands in for it is not what the user meant.
-pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
-    let mut checker = Checker { config, reader };
+pub(super) fn check(purpose: Purpose, config: &RunConfig, reader: &mut Reader<'_>) {
+    let mut checker = Checker { purpose, config, reader };
     checker.model();
     checker.fine_tune();
     checker.data();
@@ -34,6 +34,7 @@ pub(super) fn check(config: &RunConfig, reader: &mut Reader<'_>) {
 }
 
 struct Checker<'c, 'r, 'p> {
+    purpose: Purpose,
     config: &'c RunConfig,
     reader: &'r mut Reader<'p>,
 }
@@ -102,7 +103,8 @@ impl Checker<'_, '_, '_> {
             let because = "an adapter, which freezes the whole model";
             self.refuse_without_effect(&["fine_tune.freeze"], because, "fine_tune.lora_rank");
         }
-        if (has_adapter || !fine_tune.freeze.is_empty()) && !self.config.model.from_pretrained {
+        let has_no_weights = self.purpose == Purpose::Run && !self.config.model.from_pretrained;
+        if has_no_weights && self.config.keeps_weights() {
             let keys = ["fine_tune.freeze", "fine_tune.lora_rank", "fine_tune.adapter"];
             let key = keys.into_iter().find(|key| self.given(key)).unwrap_or(keys[0]);
             let allowed = "with model.path = \"DIR\" and model.from_pretrained = true";

@@ -67,6 +67,15 @@ pub enum ModelSource<'c> {
     ModelType(&'c str),
 }
 
+/// The use that a configuration is read for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// A run.
+    Run,
+    /// A plan of one, which has no weights.
+    Plan,
+}
+
 impl RunConfig {
     /// Reads a file (none: defaults only) and applies the `--set` arguments in their order.
     ///
@@ -85,12 +94,30 @@ impl RunConfig {
         imported: &[Imported],
         arguments: &[impl AsRef<str>],
     ) -> Result<Self, Error> {
+        Self::load_to(Purpose::Run, path, imported, arguments)
+    }
+
+    /// As [`RunConfig::load`], for a run that is only planned: its model needs no weights, also where fine-tuning keeps some of them.
+    ///
+    /// # Errors
+    /// As [`RunConfig::load`].
+    pub fn load_to_plan(path: Option<&Path>, arguments: &[impl AsRef<str>]) -> Result<Self, Error> {
+        Self::load_to(Purpose::Plan, path, &[], arguments)
+    }
+
+    fn load_to(
+        purpose: Purpose,
+        path: Option<&Path>,
+        imported: &[Imported],
+        arguments: &[impl AsRef<str>],
+    ) -> Result<Self, Error> {
         let Some(path) = path else {
-            return Self::parse_with("", "RUN.toml", imported, arguments)?.with_found_model();
+            return Self::parse_to(purpose, "", "RUN.toml", imported, arguments)?.with_found_model();
         };
         let text =
             read_text(path).map_err(|source| Error::ReadConfiguration { path: path.to_owned(), source })?;
-        Self::parse_with(&text, &path.display().to_string(), imported, arguments)?.with_found_model()
+        let name = path.display().to_string();
+        Self::parse_to(purpose, &text, &name, imported, arguments)?.with_found_model()
     }
 
     /// The run with the preset or the directory that the name of its model means.
@@ -140,11 +167,29 @@ impl RunConfig {
         Self::parse_with(text, name, &[], arguments)
     }
 
+    /// As [`RunConfig::parse`], for a run that is only planned.
+    ///
+    /// # Errors
+    /// As [`RunConfig::parse`].
+    pub fn parse_to_plan(text: &str, name: &str, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
+        Self::parse_to(Purpose::Plan, text, name, &[], arguments)
+    }
+
     /// As [`RunConfig::parse`], with values from a configuration of another tool between the text and the arguments.
     ///
     /// # Errors
     /// As [`RunConfig::parse`]; the text and the other configuration say a key, and not the same.
     pub fn parse_with(
+        text: &str,
+        name: &str,
+        imported: &[Imported],
+        arguments: &[impl AsRef<str>],
+    ) -> Result<Self, Problems> {
+        Self::parse_to(Purpose::Run, text, name, imported, arguments)
+    }
+
+    fn parse_to(
+        purpose: Purpose,
         text: &str,
         name: &str,
         imported: &[Imported],
@@ -164,7 +209,7 @@ impl RunConfig {
         for argument in arguments {
             entries.add_argument(argument.as_ref(), &mut problems);
         }
-        Self::checked(entries, problems)
+        Self::checked(purpose, entries, problems)
     }
 
     /// The configuration of a run that was made: `settings` is what its `run.json`, called `name` in messages, says of every key.
@@ -179,7 +224,7 @@ impl RunConfig {
                 entries.add_known(key.to_owned(), setting["value"].clone(), origin);
             }
         }
-        Self::checked(entries, Vec::new())
+        Self::checked(Purpose::Run, entries, Vec::new())
     }
 
     /// The configuration of the run that wrote a checkpoint, `stored` being its [`RunConfig::to_json`], called `name` in messages. What
@@ -217,7 +262,7 @@ impl RunConfig {
             for (key, value) in values.iter().filter(|(key, _)| is_kept(key)) {
                 entries.add_known(key.clone(), value.clone(), origin.clone());
             }
-            Self::checked(entries, Vec::new())
+            Self::checked(Purpose::Run, entries, Vec::new())
         };
         // Of what can be derived, only that is given which would be something else.
         let derived = of(&|key| !DERIVED.contains(&key)).map(|config| config.to_json()).unwrap_or_default();
@@ -250,14 +295,40 @@ impl RunConfig {
         for argument in arguments {
             entries.add_argument(argument.as_ref(), &mut problems);
         }
-        Self::checked(entries, problems)
+        Self::checked(self.purpose(), entries, problems)
     }
 
-    fn checked(entries: Entries, mut problems: Vec<Problem>) -> Result<Self, Problems> {
+    /// The same without what a plan sets: `[parallel]` and the micro-batch.
+    ///
+    /// # Errors
+    /// Values that fit only with these.
+    pub fn without_plan(&self) -> Result<Self, Problems> {
+        let mut entries = Entries::default();
+        for Setting { key, value, origin } in self.settings() {
+            let is_of_plan = key.starts_with("parallel.") || key == "train.micro_batch";
+            if origin != Origin::Default && !is_of_plan {
+                entries.add_known(key, value, origin);
+            }
+        }
+        Self::checked(self.purpose(), entries, Vec::new())
+    }
+
+    /// The use that it was read for, as far as that makes a difference.
+    fn purpose(&self) -> Purpose {
+        if self.keeps_weights() && !self.model.from_pretrained { Purpose::Plan } else { Purpose::Run }
+    }
+
+    /// Whether fine-tuning keeps some weights as they are.
+    fn keeps_weights(&self) -> bool {
+        let fine_tune = &self.fine_tune;
+        fine_tune.adapter.is_some() || fine_tune.lora_rank.is_some() || !fine_tune.freeze.is_empty()
+    }
+
+    fn checked(purpose: Purpose, entries: Entries, mut problems: Vec<Problem>) -> Result<Self, Problems> {
         let mut reader = Reader::new(entries, &mut problems);
         let config = Self::read(&mut reader);
         reader.refuse_rest();
-        check::check(&config, &mut reader);
+        check::check(purpose, &config, &mut reader);
         problems.sort_by_key(|problem| match problem.origin {
             Origin::File { line, .. } => (0, line),
             Origin::Argument(_) => (1, 0),

@@ -12,15 +12,17 @@ const MOST_NODES: usize = 1 << 16;
 /// Shortest sequences that are tried.
 const SHORTEST: usize = 512;
 
-/// Bytes of state of a parameter in mixed precision with Adam: weight, gradient, master weight and two moments.
-const STATE_BYTES: u64 = 2 + 4 + 4 + 4 + 4;
+/// Bytes of a weight in mixed precision.
+const WEIGHT_BYTES: u64 = 2;
+/// Bytes that Adam adds to a weight that is trained: gradient, master weight and two moments.
+const TRAINED_BYTES: u64 = 4 + 4 + 4 + 4;
 
 /// A change to a question.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advice {
     /// The flag that makes it, as a user types it.
     pub flag: String,
-    /// What then fits, in words.
+    /// The machines or batch in words, with what then fits.
     pub words: String,
 }
 
@@ -39,7 +41,7 @@ impl Planner {
         {
             let count = node.count;
             // Fewer nodes than hold the state need not be tried.
-            let state = self.parameters().saturating_mul(STATE_BYTES);
+            let (state, _) = self.state_of_all();
             let of_devices = node.device.memory_bytes.saturating_mul(node.devices as u64);
             let at_least = |bytes: u64| (state.div_ceil(bytes.max(1)) as usize).max(count + 1);
             let with_host = of_devices.saturating_add(node.host_memory_bytes);
@@ -87,7 +89,7 @@ impl Planner {
     /// The sentence that says that device memory, host memory and disks together are smaller than the state of the model; `None` where they are
     /// not.
     pub fn excess_of_state(&self) -> Option<String> {
-        let state = self.parameters().saturating_mul(STATE_BYTES);
+        let (state, of_each) = self.state_of_all();
         let of_all = |bytes: fn(&NodeKind) -> u64| {
             self.cluster.nodes.iter().map(|node| bytes(node).saturating_mul(node.count as u64)).sum::<u64>()
         };
@@ -98,7 +100,7 @@ impl Planner {
         let [host, disk] = [of_all(|node| node.host_memory_bytes), of_all(|node| node.disk_bytes)];
         (state > devices.saturating_add(host).saturating_add(disk)).then(|| {
             format!(
-                "the state of the model takes {} ({STATE_BYTES} bytes a parameter); there are {} of device memory, {} of host memory and {} \
+                "the state of the model takes {} ({of_each}); there are {} of device memory, {} of host memory and {} \
                  of disk",
                 human::bytes(state),
                 human::bytes(devices),
@@ -106,6 +108,18 @@ impl Planner {
                 human::bytes(disk)
             )
         })
+    }
+
+    /// Bytes of the state of the model on all ranks of a replica together, and what they are made of.
+    fn state_of_all(&self) -> (u64, String) {
+        let (parameters, trained) = (self.parameters(), self.trained_parameters());
+        let state =
+            parameters.saturating_mul(WEIGHT_BYTES).saturating_add(trained.saturating_mul(TRAINED_BYTES));
+        let of_each = match trained == parameters {
+            true => format!("{} bytes a parameter", WEIGHT_BYTES + TRAINED_BYTES),
+            false => format!("{WEIGHT_BYTES} bytes a parameter, {TRAINED_BYTES} more of what is trained"),
+        };
+        (state, of_each)
     }
 
     /// The fewest nodes of the cluster's kind, `from` at least, on which the model fits into device memory, or with state in host memory; the
@@ -137,8 +151,8 @@ impl Planner {
         Some(enough)
     }
 
-    /// Whether any candidate fits; `None` if `observer` ended the search before one was found. Those that leave most memory are looked at
-    /// first.
+    /// Returns true if any candidate fits; `None` if `observer` ended the search before one was found. Candidates that leave most memory are
+    /// evaluated first.
     fn fits_somehow(&mut self, may_offload: bool, observer: &mut impl Observer) -> Option<bool> {
         let (objective, offloads) = (self.objective, self.offloads.clone());
         self.objective = Objective::Headroom;

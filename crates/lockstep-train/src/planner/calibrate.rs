@@ -1,4 +1,4 @@
-//! What a machine's file learns from runs that were made on it.
+//! Calibration of a machine's file by runs that were made on it.
 //!
 //! The file has the rates of tasks that were timed by themselves. In a step they come one after another, with other data in the caches
 //! and other ranks beside them, and each takes a little longer. A run says by how much: what its ranks worked and what they waited for each
@@ -14,7 +14,7 @@ use crate::planner::predicted_step;
 use crate::report::{UsualStep, measured};
 use crate::{Error, RunConfig, engine_options};
 
-/// No factor that is learned is beyond this, or below its inverse: a run that says more is of another machine.
+/// Largest factor that is learned, its inverse the smallest: a run that says more is of another machine.
 const MOST: f64 = 20.0;
 /// A run says something of links if it waits for them for this share of its step at least.
 const LEAST_WAIT: f64 = 0.01;
@@ -24,20 +24,20 @@ const FEWEST_STEPS: usize = 3;
 /// A run that was made.
 #[derive(Debug, Clone)]
 pub struct MadeRun {
-    /// Where its records are.
+    /// Directory of its records.
     pub dir: PathBuf,
-    /// What it was told.
+    /// Configuration of the run.
     pub config: RunConfig,
-    /// What its steps came to.
+    /// Its usual step.
     pub step: UsualStep,
 }
 
-/// What a machine's file has learned.
+/// A calibrated cluster, with the factors that it was calibrated by.
 #[derive(Debug, Clone)]
 pub struct Calibrated {
     /// The machine, by rates that predict the runs better.
     pub cluster: Cluster,
-    /// How many times as long work takes as was predicted.
+    /// Measured time of work over predicted time, by type and device.
     pub work: Vec<WorkFactor>,
     /// The same of exchanges; none if no run says anything of them.
     pub exchanges: Option<f64>,
@@ -45,16 +45,16 @@ pub struct Calibrated {
     pub runs: Vec<CalibratedRun>,
 }
 
-/// How many times as long work of a kind takes as was predicted.
+/// Measured time of work of a kind over its predicted time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WorkFactor {
-    /// Whether it is that of a rank which has all cores of a machine that several could share.
+    /// True for a rank that has all cores of a machine which several could share.
     pub is_alone: bool,
     /// The type of its values.
     pub dtype: DType,
-    /// How many times as long.
+    /// The ratio.
     pub factor: f64,
-    /// How many runs say so.
+    /// Number of runs that it is learned from.
     pub runs: usize,
 }
 
@@ -63,9 +63,9 @@ pub struct WorkFactor {
 pub struct CalibratedRun {
     /// The run.
     pub run: MadeRun,
-    /// What was predicted.
+    /// Prediction before the calibration.
     pub before: PlannedStep,
-    /// What is predicted now.
+    /// Prediction after it.
     pub after: PlannedStep,
 }
 
@@ -89,12 +89,12 @@ impl MadeRun {
         engine_options(&self.config).shape.dtype
     }
 
-    /// Whether it says how fast cores and links are: what moves to and from a disk takes from both.
+    /// Returns true if its times are those of cores and links alone: transfers to and from a disk take from both.
     fn teaches(&self) -> bool {
         self.config.offloads_nothing()
     }
 
-    /// Whether it has one rank on a machine that several could share.
+    /// Returns true if it has one rank on a machine that several could share.
     fn is_alone(&self, cluster: &Cluster) -> bool {
         self.config.ranks() == 1 && cluster.nodes.iter().any(|node| node.alone.is_some())
     }

@@ -12,11 +12,11 @@ use crate::{Error, PlanFile, Resume, RunConfig};
 
 /// Plans that a choice is made of.
 const RIVALS: usize = 16;
-/// What predictions for a machine that was measured may be off, beside each other.
+/// Relative error between two predictions for a machine that was measured.
 const MARGIN: f64 = 0.02;
 /// The same of guesses.
 const MARGIN_OF_GUESSES: f64 = 0.1;
-/// What messages call a plan that no user has written.
+/// Name in messages of a plan that no user has written.
 const NAME: &str = "that was chosen";
 
 /// A plan for a run that had none.
@@ -24,26 +24,26 @@ const NAME: &str = "that was chosen";
 pub struct Choice {
     /// The plan, with the keys that it sets.
     pub plan: PlanFile,
-    /// Why it is this one.
+    /// Reason for the choice.
     pub reason: Reason,
 }
 
-/// Why a plan was chosen.
+/// The reason for the choice of a plan.
 #[derive(Debug)]
 pub enum Reason {
     /// The run goes on from this checkpoint, which was made by it.
     Checkpoint(PathBuf),
-    /// Nothing that fits is predicted to be faster by more than predictions can tell.
+    /// The best of a search, as far as predictions can tell.
     Search {
-        /// What it comes to.
+        /// The chosen plan.
         chosen: Box<Evaluated>,
         /// The fastest of those with another layout, or else of all others.
         rival: Option<Box<Evaluated>>,
-        /// How many plans there were to choose from.
+        /// Number of candidates.
         candidates: usize,
         /// Milliseconds that it took.
         ms: f64,
-        /// Why the machine is known by guesses alone; none if it was measured.
+        /// Reason why the machine is known by guesses alone; `None` if it was measured.
         doubt: Option<String>,
     },
 }
@@ -93,15 +93,14 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
     Ok(Some(Choice { plan, reason: Reason::Search { chosen, rival, candidates, ms, doubt } }))
 }
 
-/// Of plans, fastest first, the index of the simplest that takes no more than `margin` longer than the fastest.
+/// Returns the index of the simplest plan that takes at most `margin` longer than the fastest; plans are sorted by their step.
 fn simplest(found: &[Evaluated], margin: f64) -> Option<usize> {
     let limit_ms = found.first()?.step.step_ms * (1.0 + margin);
     let near = found.iter().enumerate().take_while(|(_, found)| found.step.step_ms <= limit_ms);
     near.min_by_key(|(index, found)| (cuts(&found.plan), *index)).map(|(index, _)| index)
 }
 
-/// How many things a plan does that one rank does not have to: axes that cut the model or its sequences, stages, what is shared out, what is
-/// computed again.
+/// Counts what a plan does that one rank need not: axes that cut the model or its sequences, sharding and its stage, recomputation, disk.
 fn cuts(plan: &Plan) -> usize {
     let Degrees { pipeline, replicate: _, shard, context, tensor, expert, expert_tensor } = plan.mesh;
     let axes = [pipeline, context, tensor, expert, expert_tensor].into_iter().filter(|degree| *degree > 1);

@@ -1,4 +1,4 @@
-//! What a plan's step is made of, beyond its sums: what ranks send each other, how near their work comes to the limits of their devices,
+//! The parts of a plan's step beyond its sums: what ranks send each other, how near their work comes to the limits of their devices,
 //! and what each rank of the pipeline has in use when.
 
 use std::borrow::Cow;
@@ -9,23 +9,23 @@ use lockstep_plan::schedule::{Action, Pass, PassKind, Span};
 use lockstep_plan::{HeldActivations, HeldOfStage, MemoryCategory};
 
 use crate::Error;
+use crate::planner::layout::Layout;
 use crate::planner::recordings::{Recording, kept_elsewhere};
 use crate::planner::roofline::Roofline;
-use crate::planner::subject::Layout;
 use crate::planner::{Evaluated, Planner};
 
-/// What a plan's step is made of.
+/// The parts of a plan's step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Details {
-    /// What the rank that is busy longest sends.
+    /// Traffic of the rank that is busy longest.
     pub traffic: StepTraffic,
     /// The limits of each kind of node, and the work under them.
     pub rooflines: Vec<Roofline>,
-    /// What each rank of the pipeline holds, from the first stage on.
+    /// Memory over time of each pipeline rank, from the first stage on.
     pub memory: Vec<MemoryCurve>,
 }
 
-/// What a rank has in use over a step.
+/// Memory that a rank has in use over a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryCurve {
     /// Bytes that do not change: everything but activations, as it is booked.
@@ -45,7 +45,7 @@ impl MemoryCurve {
 }
 
 impl Evaluated {
-    /// What a rank of the pipeline does when. Without a pipeline every rank does the same, one micro-batch after the other.
+    /// Returns the actions of a pipeline rank with their times. Without a pipeline every rank runs one micro-batch after the other.
     pub fn spans(&self, pipeline_rank: usize) -> Cow<'_, [Span]> {
         if let Some(simulation) = &self.step.simulation {
             return Cow::Borrowed(&simulation.spans[pipeline_rank]);
@@ -69,7 +69,7 @@ impl Evaluated {
 }
 
 impl Planner {
-    /// What the step of a plan is made of.
+    /// Computes the parts of the step of a plan.
     ///
     /// # Errors
     /// A configuration that does not fit its model.
@@ -105,7 +105,7 @@ impl Planner {
         found.memory.iter().enumerate().map(curve).collect()
     }
 
-    /// What a rank of the pipeline holds of activations; of other systems than Lockstep what their units keep, and nothing beside it.
+    /// Returns the saved activations of a pipeline rank; of other systems than Lockstep by the formulas of their papers.
     fn held(
         &self,
         found: &Evaluated,

@@ -1,4 +1,4 @@
-//! Why a plan and not another: what each single change to the best plan would come to, and which change to the machines or the batch
+//! Reasons for the best plan: the time and memory of each single change to it, and the change to the machines or the batch
 //! would help most.
 
 use std::collections::HashSet;
@@ -16,11 +16,11 @@ use crate::{RunConfig, human};
 /// A plan that differs from the best in one choice.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Neighbour {
-    /// What is chosen otherwise.
+    /// The choice that differs, in words.
     pub change: String,
     /// The time of its step as a multiple of the best plan's; none if it cannot be carried out.
     pub step_ratio: Option<f64>,
-    /// Why it is not the best: what it lacks, or what takes longer.
+    /// Reason why it is not the best: the shortage, or the part of the step that takes longer.
     pub reason: String,
 }
 
@@ -78,7 +78,7 @@ pub struct StepPart {
     pub name: &'static str,
     /// Milliseconds of the step.
     pub ms: f64,
-    /// Whether plans without offload have none, so that zero is not told.
+    /// True for a part that plans without offload do not have, so that zero is not shown.
     is_of_offload: bool,
 }
 
@@ -101,7 +101,7 @@ fn all_parts(step: &StepPrediction) -> [StepPart; 7] {
     ]
 }
 
-/// In one sentence, why a candidate is none.
+/// Returns the reason why a candidate is infeasible, in one sentence.
 pub fn rejection_in_words(rejection: &Rejection) -> String {
     match rejection {
         Rejection::Memory { stage, needed, available, most } => format!(
@@ -138,7 +138,7 @@ pub fn mesh_in_words(degrees: &Degrees) -> String {
     if words.is_empty() { "one rank".to_owned() } else { words.join(" × ") }
 }
 
-/// What the ranks of a plan's pipeline do, and on how many stages each; none without a pipeline.
+/// Returns the schedule with the stages of each rank; `None` without a pipeline.
 pub fn schedule_in_words(plan: &Plan) -> Option<String> {
     match &plan.schedule {
         _ if plan.mesh.pipeline == 1 => None,
@@ -152,7 +152,7 @@ pub fn schedule_in_words(plan: &Plan) -> Option<String> {
 type Change = fn(&mut Planner);
 
 impl Planner {
-    /// What the best plan would come to with one choice made otherwise, the nearest first.
+    /// Evaluates the plans that differ from the best in one choice, the nearest in time first.
     pub fn neighbours(&mut self, best: &Candidate, evaluated: &Evaluated) -> Vec<Neighbour> {
         let mut neighbours: Vec<Neighbour> = Vec::new();
         for (change, candidate) in changes(best) {
@@ -185,8 +185,8 @@ impl Planner {
         neighbours
     }
 
-    /// What would help, best first. With each change to the machines the best plan is changed, one choice at a time, as long as that makes it
-    /// better.
+    /// Returns the changes to machines or batch that would help, best first. For each the best plan is changed one choice at a time, as long as
+    /// that makes it better.
     pub fn help(&mut self, best: &Candidate, evaluated: &Evaluated) -> Vec<Help> {
         let mut helps = Vec::new();
         let changes: [(&'static str, Change); 5] = [

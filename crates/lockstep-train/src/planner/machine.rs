@@ -1,4 +1,4 @@
-//! Which machines a name means: a preset, a file, or this one, as `lockstep bench machine` has measured it or by guesses.
+//! Machines by name: a preset, a file, or this machine, as `lockstep bench machine` has measured it or by guesses.
 //!
 //! What was measured of this machine is kept in the user's cache directory, where whoever plans for it looks first.
 
@@ -36,8 +36,7 @@ fn read(path: &Path) -> Result<Cluster, Error> {
     Ok(Cluster::parse(&text, &path.display().to_string())?)
 }
 
-/// Where this machine's measurements are kept: what `LOCKSTEP_MACHINE` names, else `lockstep/machine.toml` in the user's cache
-/// directory.
+/// Returns the path of this machine's measurements: `LOCKSTEP_MACHINE`, else `lockstep/machine.toml` in the user's cache directory.
 pub fn measured_file() -> PathBuf {
     let named = std::env::var_os(MACHINE_VARIABLE).filter(|path| !path.is_empty());
     named.map_or_else(|| user_cache_dir().join("machine.toml"), PathBuf::from)
@@ -48,7 +47,7 @@ pub fn measured_file() -> PathBuf {
 pub struct LocalMachine {
     /// As a cluster of one node.
     pub cluster: Cluster,
-    /// Why it is known by guesses alone; none if it was measured.
+    /// Reason why it is known by guesses alone; `None` if it was measured.
     pub doubt: Option<String>,
 }
 
@@ -104,7 +103,7 @@ fn share_out(cluster: &mut Cluster, ranks: usize, threads: usize) {
     }
 }
 
-/// What a machine file calls the machine that it was measured on.
+/// Returns the name that a machine file gives the machine that it was measured on.
 pub(crate) fn name_of_this(cores: usize) -> String {
     format!("{} x {cores}", processor_name())
 }

@@ -1,22 +1,24 @@
-//! What a rank needs under systems that are not Lockstep, by the formulas that their papers give: state by the bytes of an element
+//! Memory of a rank under other systems than Lockstep, by the formulas of their papers: state by the bytes of an element
 //! (Rajbhandari et al. 2019, section 3.1), activations by what is kept for gradients (Korthikanti et al. 2022, section 4).
 
 use lockstep_plan::cluster::Software;
+use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
-    Axis, DType, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, StageMemory, StateBytes, ZeroStage,
+    Axis, DType, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, StageMemory, StateBytes, StateOnRank,
+    ZeroStage,
 };
 
 use crate::planner::Planner;
 use crate::planner::recordings::Recording;
 
-/// What a rank has of a model whose state is shared out so.
+/// A rank of a sharded model.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Holding<'a> {
     /// Bytes of an element's state.
     pub(super) state: StateBytes,
-    /// Who is where.
+    /// Mesh of all ranks.
     pub(super) mesh: &'a Mesh,
-    /// What is shared out.
+    /// ZeRO stage of the shard axis.
     pub(super) zero_stage: ZeroStage,
     /// The rank's stages.
     pub(super) stages: &'a [StageMemory],
@@ -41,11 +43,10 @@ impl Planner {
     }
 }
 
-/// What a rank needs of another system than Lockstep; `elements` says of each unit its parameters outside experts and in them, `kept` the
-/// bytes that it keeps.
+/// Memory of a rank under another system than Lockstep, by the elements of each unit's parameters and the bytes of activations that it saves.
 pub(super) fn memory_elsewhere(
     holding: Holding<'_>,
-    elements: impl Fn(usize) -> [f64; 2],
+    elements: impl Fn(usize) -> UnitElements,
     kept: impl Fn(usize) -> u64,
 ) -> MemoryBytes {
     let mut bytes = state_of(holding, elements);
@@ -58,22 +59,37 @@ pub(super) fn memory_elsewhere(
 }
 
 /// Weights, gradients and the optimizer's state of a rank, by the bytes of an element.
-pub(super) fn state_of(holding: Holding<'_>, elements: impl Fn(usize) -> [f64; 2]) -> MemoryBytes {
+pub(super) fn state_of(holding: Holding<'_>, elements: impl Fn(usize) -> UnitElements) -> MemoryBytes {
     let Holding { state, mesh, zero_stage, stages } = holding;
+    let mut bytes = MemoryBytes::default();
+    for unit in stages.iter().flat_map(|stage| stage.units.clone()) {
+        let held = state_of_unit(state, mesh, zero_stage, elements(unit));
+        bytes[MemoryCategory::Parameters] += held.weights as usize;
+        bytes[MemoryCategory::Gradients] += held.gradients as usize;
+        bytes[MemoryCategory::Optimizer] += held.optimizer as usize;
+    }
+    bytes
+}
+
+/// State of a unit on a rank: weights of all its parameters, gradients and optimizer state of those that are trained.
+pub(super) fn state_of_unit(
+    state: StateBytes,
+    mesh: &Mesh,
+    zero_stage: ZeroStage,
+    elements: UnitElements,
+) -> StateOnRank {
     let (view, experts) = (mesh.ranks(), mesh.experts());
     let sharers = (view.degree(Axis::Shard) * view.degree(Axis::Context)) as u64;
     let of_experts = experts.degree(ExpertAxis::ExpertShard) as u64;
-    let mut bytes = MemoryBytes::default();
-    for unit in stages.iter().flat_map(|stage| stage.units.clone()) {
-        let [dense, mixture] = elements(unit);
-        for held in [
-            state.on_rank(dense as u64, sharers, zero_stage),
-            state.on_rank(mixture as u64, of_experts, zero_stage),
-        ] {
-            bytes[MemoryCategory::Parameters] += held.weights as usize;
-            bytes[MemoryCategory::Gradients] += held.gradients as usize;
-            bytes[MemoryCategory::Optimizer] += held.optimizer as usize;
-        }
+    let on_rank = |[dense, mixture]: [f64; 2]| {
+        [(dense, sharers), (mixture, of_experts)]
+            .map(|(elements, ranks)| state.on_rank(elements as u64, ranks, zero_stage))
+    };
+    let sum = |held: [StateOnRank; 2], bytes: fn(&StateOnRank) -> u64| held.iter().map(bytes).sum();
+    let trained = on_rank(elements.trained);
+    StateOnRank {
+        weights: sum(on_rank(elements.all), |held| held.weights),
+        gradients: sum(trained, |held| held.gradients),
+        optimizer: sum(trained, |held| held.optimizer),
     }
-    bytes
 }

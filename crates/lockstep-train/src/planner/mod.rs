@@ -8,17 +8,25 @@
 mod advice;
 mod bounds;
 mod calibrate;
+mod capacity;
 mod choice;
 mod details;
+mod evaluate;
+mod evaluated;
 mod explain;
+mod layout;
+mod ledger;
 pub mod machine;
 mod memory;
 mod offload;
+mod offloaded_units;
 mod page;
 mod recordings;
+mod remedy;
 mod roofline;
 mod scaling;
-mod subject;
+mod trial;
+mod value;
 mod workload;
 
 use std::collections::HashMap;
@@ -26,6 +34,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::time::Instant;
 
+use lockstep_model::{Tuning, tuned_records};
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Found, Observer, Ranking, Space, search};
@@ -38,20 +47,21 @@ pub use advice::Advice;
 pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 pub use choice::{Choice, Reason, choose};
 pub use details::{Details, MemoryCurve};
+pub use evaluated::Evaluated;
 pub use explain::{
     Help, Neighbour, StepPart, mesh_in_words, parts, recompute_in_words, rejection_in_words,
     residence_in_words, schedule_in_words,
 };
 pub use page::Page;
+pub use remedy::{Remedies, Remedy};
 pub use roofline::{Point, Roofline};
 pub use scaling::{Scaled, Scaling};
-pub use subject::Evaluated;
 pub use workload::{Assumption, assumptions};
 
 use bounds::{CutKey, Outline, PassKey};
 use recordings::{Recordings, Uniform};
 
-/// What the best plan is best at.
+/// The figure by which plans are ranked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Objective {
     /// The least time of a step.
@@ -63,19 +73,19 @@ pub enum Objective {
     Headroom,
 }
 
-/// What a step of `config` is predicted to take on this machine; none where nobody has measured it, or where other machines take part.
+/// Predicts a step of `config` on this machine; `None` if it was not measured, or if other machines take part.
 pub(crate) fn foretell(config: &RunConfig) -> Option<PlannedStep> {
     predicted_step(config, machine::of_run(config)?).ok()
 }
 
-/// What a step of `config` is predicted to take on `cluster`.
+/// Predicts a step of `config` on `cluster`.
 fn predicted_step(config: &RunConfig, cluster: Cluster) -> Result<PlannedStep, Error> {
     let mut planner = Planner::new(config.clone(), cluster, Objective::Time)?;
     let evaluated = planner.of_run()?;
     Ok(evaluated.planned_step(planner.cluster()))
 }
 
-/// What a search has found, and the time it took.
+/// The result of a search, and the time it took.
 #[derive(Debug, Clone)]
 pub struct Searched {
     /// The best plans.
@@ -91,15 +101,17 @@ pub struct Planner {
     model: ResolvedModel,
     cluster: Cluster,
     objective: Objective,
-    /// What a search may offload.
+    /// Kinds of state that a search may offload.
     offloads: Vec<Offload>,
-    /// So many and no others, where somebody has said how many.
+    /// Number of ranks, if it is fixed.
     ranks: Option<usize>,
     recordings: Recordings,
     schedules: HashMap<(Kind, usize, usize, usize), Option<Rc<Schedule>>>,
     outlines: HashMap<PassKey, Outline>,
     uniforms: HashMap<(PassKey, Recompute), Rc<Uniform>>,
     cuts: HashMap<CutKey, Option<Vec<Range<usize>>>>,
+    /// Ledgers of ranks that candidates were held against.
+    ledgers: usize,
 }
 
 impl Planner {
@@ -132,6 +144,7 @@ impl Planner {
             outlines: HashMap::new(),
             uniforms: HashMap::new(),
             cuts: HashMap::new(),
+            ledgers: 0,
         })
     }
 
@@ -151,14 +164,24 @@ impl Planner {
         &self.config
     }
 
-    /// Parameters of the model.
+    /// Parameters of the model, without those of an adapter.
     pub fn parameters(&self) -> u64 {
         self.model.config.parameter_count()
     }
 
+    /// Parameters that are trained: all of the model, or what fine-tuning leaves or adds.
+    pub fn trained_parameters(&self) -> u64 {
+        if self.model.tuning == Tuning::default() {
+            return self.parameters();
+        }
+        let records = tuned_records(&self.model.config, &self.model.tuning);
+        let trained = records.iter().filter(|record| record.trainable && record.tie.is_none());
+        trained.map(|record| record.elements() as u64).sum()
+    }
+
     /// The workload in one line: model, precision and batch.
     pub fn workload_in_words(&self) -> String {
-        workload::workload_in_words(&self.config, self.parameters())
+        workload::workload_in_words(&self.config, self.parameters(), self.trained_parameters())
     }
 
     /// Name of the model: its preset, family or directory.
@@ -171,7 +194,12 @@ impl Planner {
         self.model.config.num_hidden_layers()
     }
 
-    /// What there is to choose from with so many devices.
+    /// Number of ledgers of ranks that searches have computed so far: most of the time of a search with offload.
+    pub fn ledgers(&self) -> usize {
+        self.ledgers
+    }
+
+    /// Returns the search space for a number of devices.
     fn space(&self, devices: usize) -> Space {
         let facts = plan::facts_of(&self.config, &self.model.config);
         let of_a_node = self.cluster.nodes.iter().map(|node| node.devices).min().unwrap_or(1);
@@ -187,12 +215,12 @@ impl Planner {
         }
     }
 
-    /// Whether a ring is among the methods of context parallelism that there are to choose from.
+    /// Returns true if the search may choose ring attention.
     fn leaves_ring_open(&self) -> bool {
         self.context_methods().contains(&ContextMethod::Ring)
     }
 
-    /// Those that the run leaves open: all, or the one that it names.
+    /// Returns the context-parallel methods that the run leaves open: all, or the one that it names.
     fn context_methods(&self) -> Vec<ContextMethod> {
         let own = self.config.parallel.context_parallel_method.into();
         if self.config.origin("parallel.context_parallel_method") != Origin::Default {
@@ -218,7 +246,7 @@ impl Planner {
         }
     }
 
-    /// Whether a candidate is one of [`Planner::candidates`].
+    /// Returns true if a candidate is one of [`Planner::candidates`].
     fn is_candidate(&self, candidate: &Candidate) -> bool {
         let devices = self.numbers_of_devices();
         let ranks = candidate.degrees.world_size();
@@ -232,7 +260,7 @@ impl Planner {
         halves.map(|nodes| nodes * node.devices).collect()
     }
 
-    /// Whether ranks live in the memory of hosts and compute with their cores.
+    /// Returns true if ranks live in host memory and compute with CPU cores.
     pub fn is_host(&self) -> bool {
         self.cluster.nodes.iter().any(|node| node.device.is_host)
     }
@@ -262,7 +290,7 @@ impl Planner {
         Searched { ranking, ms: begin.elapsed().as_secs_f64() * 1e3 }
     }
 
-    /// What the plan comes to that the run's own `[parallel]` describes.
+    /// Evaluates the plan that the run's own `[parallel]` describes.
     ///
     /// # Errors
     /// A configuration that does not fit its model.

@@ -6,14 +6,16 @@
 use lockstep_plan::cluster::{NodeKind, Software};
 use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::{
-    FRAME_PLACES, MemoryBytes, MemoryCategory, Offload, OffloadBytes, OffloadTraffic, RankTraffic, Recompute,
-    Residence, StageMemory, WINDOW_ELEMENTS, WINDOW_SLOTS,
+    FRAME_PLACES, MemoryBytes, MemoryCategory, ModelProfile, Offload, OffloadBytes, OffloadTraffic,
+    RankTraffic, Recompute, Residence, StageMemory, WINDOW_ELEMENTS, WINDOW_SLOTS,
 };
 
 use crate::RunConfig;
 use crate::config::{OptimizerKind, Origin};
-use crate::planner::bounds::{Trial, ranks_to_book};
-use crate::planner::subject::{Layout, USABLE};
+use crate::planner::capacity::USABLE;
+use crate::planner::layout::Layout;
+use crate::planner::offloaded_units::StateByUnit;
+use crate::planner::trial::{Trial, ranks_to_book};
 use crate::planner::{Objective, Planner};
 
 /// The fraction of state that is offloaded is a multiple of one over this.
@@ -43,7 +45,7 @@ fn place_of(offload: &Offload) -> Option<Residence> {
 }
 
 impl Planner {
-    /// Whether what does not fit may go to `place`: the nodes have such a place, the run leaves it open, and it keeps no copies of its state.
+    /// Returns true if state may be offloaded to `place`: the nodes have it, the run leaves it open, and it keeps no copies of its state.
     pub(super) fn may_offload_to(&self, place: Residence) -> bool {
         let has_place = |node: &NodeKind| match place {
             Residence::Memory => false,
@@ -126,8 +128,8 @@ impl Planner {
 
     /// The objective of a candidate with the smallest fraction offloaded with which it fits, and its keys.
     ///
-    /// The quick sums of memory say how small the fraction can be at least, and with it how long the step takes at least; ledgers are asked
-    /// only if that is below `limit`.
+    /// Bounds say how small the fraction can be at least, and with it how much host memory or disk a rank needs and how long the step takes;
+    /// the ledgers of ranks, which cost a hundred times as much, are asked only if there is the room, and the step can be below `limit`.
     pub(super) fn value_offloaded(
         &mut self,
         candidate: &Candidate,
@@ -136,14 +138,13 @@ impl Planner {
         let layers = self.model.config.num_hidden_layers();
         let recomputed = if candidate.recompute == Recompute::None { 0 } else { layers };
         let trial = self.tried(candidate, recomputed)?;
+        let ranks = self.offloadable(candidate, &trial);
         let parts = if candidate.offload.optimizer == Residence::Memory { 1 } else { PARTS };
-        let fewest = self.fewest_parts(candidate, &trial, parts)?;
-        self.is_not_worse(candidate, &trial, fewest as f64 / parts as f64, limit)?;
+        let fewest = self.fewest_parts(&trial, &ranks, parts)?;
+        self.is_not_worse(candidate, &trial, &ranks, fewest as f64 / parts as f64, limit)?;
         let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
-        let (enough, memory) = self.fewest_parts_booked(candidate, &config, &trial, fewest, parts)?;
-        if enough > fewest {
-            self.is_not_worse(candidate, &trial, enough as f64 / parts as f64, limit)?;
-        }
+        let (enough, memory) =
+            self.fewest_parts_booked(candidate, &config, &trial, &ranks, [fewest, parts], limit)?;
         let config = with_parts(&config, enough, parts);
         let recording = self.recording_of(&config, &trial.layout.mesh);
         if let Some(lacking) = self.lacking_elsewhere(&config, &trial.layout, &recording) {
@@ -161,41 +162,63 @@ impl Planner {
         if objective >= limit { Err(Rejection::Worse) } else { Ok((objective, config)) }
     }
 
-    /// Checks that the step of a candidate with at least a fraction of its state offloaded can be below `limit`.
+    /// Checks that a candidate with at least a fraction of its state offloaded has room for that, and that its step can be below `limit`.
     fn is_not_worse(
         &mut self,
         candidate: &Candidate,
         trial: &Trial,
+        ranks: &[OffloadableRank],
         fraction: f64,
         limit: f64,
     ) -> Result<(), Rejection> {
+        if let Some(lacking) = self.lacks_room(candidate, ranks, fraction) {
+            return Err(lacking);
+        }
         if self.objective == Objective::Headroom {
             return Ok(());
         }
-        let traffic = |layout: &Layout| least_traffic(candidate, trial, layout, fraction);
+        let traffic = |layout: &Layout| least_traffic(candidate, trial, ranks, layout, fraction);
         let least_ms = self.step_ms(candidate, trial, traffic, limit)?;
         if self.objective_of_time(candidate, least_ms) < limit { Ok(()) } else { Err(Rejection::Worse) }
     }
 
-    /// The fewest parts, `fewest` at least, with which the ranks fit whose ledgers are asked, and what they book. More parts take no more memory.
+    /// The rejection of a candidate with at least a fraction of its state offloaded for which host memory or disk has no room.
+    fn lacks_room(
+        &self,
+        candidate: &Candidate,
+        ranks: &[OffloadableRank],
+        fraction: f64,
+    ) -> Option<Rejection> {
+        let place = place_of(&candidate.offload)?;
+        let needed = ranks.iter().map(|rank| rank.least_bytes(fraction)).max()?;
+        let available = self.room_bytes(place, self.ranks_of(candidate)) as u64;
+        (needed > available).then_some(Rejection::Room { place, needed, available })
+    }
+
+    /// The fewest parts, `fewest` at least, with which the ranks fit whose ledgers are asked, and what they book. More parts take no more
+    /// memory, and no less time.
     fn fewest_parts_booked(
         &mut self,
         candidate: &Candidate,
         config: &RunConfig,
         trial: &Trial,
-        fewest: usize,
-        parts: usize,
+        ranks: &[OffloadableRank],
+        [fewest, parts]: [usize; 2],
+        limit: f64,
     ) -> Result<(usize, Vec<MemoryBytes>), Rejection> {
         let (mut too_few, mut enough, mut step) = (fewest - 1, None, 1);
         let mut lacking = Rejection::Invalid;
         while enough.as_ref().is_none_or(|(enough, _)| *enough > too_few + 1) && too_few < parts {
-            // The quick sums are near: gallop up from them, then halve.
+            if too_few >= fewest {
+                self.is_not_worse(candidate, trial, ranks, (too_few + 1) as f64 / parts as f64, limit)?;
+            }
+            // The bounds are near: gallop up from them, then halve.
             let tried =
                 enough.as_ref().map_or((too_few + step).min(parts), |(enough, _)| too_few.midpoint(*enough));
-            let memory = self.quick_memory_offloaded(candidate, trial, tried as f64 / parts as f64);
-            let ranks = ranks_to_book(&memory);
+            let memory = least_memory(ranks, tried as f64 / parts as f64);
+            let booked = ranks_to_book(&memory);
             let memory =
-                self.booked_instead(&with_parts(config, tried, parts), &trial.layout, memory, ranks)?;
+                self.booked_instead(&with_parts(config, tried, parts), &trial.layout, memory, booked)?;
             match self.lacking(&trial.layout, &memory) {
                 None => enough = Some((tried, memory)),
                 Some(lacks) => (lacking, too_few, step) = (lacks, tried, step * 2),
@@ -204,11 +227,15 @@ impl Planner {
         enough.ok_or(lacking)
     }
 
-    /// Lower bound of the parts of the state that have to be offloaded, by the quick sums of memory.
-    fn fewest_parts(&self, candidate: &Candidate, trial: &Trial, parts: usize) -> Result<usize, Rejection> {
+    /// Lower bound of the parts of the state that have to be offloaded.
+    fn fewest_parts(
+        &self,
+        trial: &Trial,
+        ranks: &[OffloadableRank],
+        parts: usize,
+    ) -> Result<usize, Rejection> {
         let lacks = |offloaded: usize| {
-            let memory = self.quick_memory_offloaded(candidate, trial, offloaded as f64 / parts as f64);
-            self.lacking(&trial.layout, &memory)
+            self.lacking(&trial.layout, &least_memory(ranks, offloaded as f64 / parts as f64))
         };
         let (mut too_few, mut enough) = (0, parts);
         if let Some(lacking) = lacks(parts) {
@@ -221,76 +248,126 @@ impl Planner {
         Ok(enough)
     }
 
-    /// Lower bound of the memory of each pipeline rank with a fraction of its state offloaded. Whole units are, so that it can be one more than
-    /// the fraction says.
-    fn quick_memory_offloaded(
-        &self,
-        candidate: &Candidate,
-        trial: &Trial,
-        fraction: f64,
-    ) -> Vec<MemoryBytes> {
+    /// Returns the state and activations that each pipeline rank of a trial can offload.
+    fn offloadable(&self, candidate: &Candidate, trial: &Trial) -> Vec<OffloadableRank> {
         let Trial { layout, units, memory, .. } = trial;
-        let offload = candidate.offload;
+        let Offload { optimizer, gradients, parameters, activations } = candidate.offload;
+        let is_moved = [parameters, gradients, optimizer].map(|residence| residence != Residence::Memory);
         let of_rank = |(rank, memory): (usize, &MemoryBytes)| {
             let stages = layout.of_rank(rank, units.times.units());
-            let fraction = fraction + largest_share(&stages, |unit| units.times.elements(unit).iter().sum());
-            let kept = 1.0 - fraction.min(1.0);
+            let elements = self.elements_of(&units.times, &stages);
+            let state = StateByUnit::new(units.state, &layout.mesh, candidate.zero_stage, &stages, elements);
+            // Gradients of a table that both ends of the model share stay.
+            let tied_bytes = match self.model.config.tie_word_embeddings() && is_moved[1] {
+                true => units.times.elements(0).trained[0] as u64 * units.state.gradient,
+                false => 0,
+            };
             let mut memory = *memory;
-            for (category, residence) in [
-                (MemoryCategory::Parameters, offload.parameters),
-                (MemoryCategory::Gradients, offload.gradients),
-                (MemoryCategory::Optimizer, offload.optimizer),
-            ] {
-                if residence != Residence::Memory {
-                    memory[category] = (memory[category] as f64 * kept) as usize;
-                }
-            }
-            if offload.activations != Residence::Memory {
+            let mut frames_bytes = 0;
+            if activations != Residence::Memory {
                 memory[MemoryCategory::Activations] = units.profile.activation_bytes(&stages, true);
+                frames_bytes = frames_of(&units.profile, &stages)
+                    .map(|(stage, _, bytes)| (bytes * stage.slots) as u64)
+                    .sum();
             }
-            memory
+            OffloadableRank { state, is_moved, tied_bytes, memory, frames_bytes }
         };
         memory.iter().enumerate().map(of_rank).collect()
     }
 }
 
+/// Lower bounds of what a pipeline rank holds on its device and elsewhere, by the fraction of its state that it offloads.
+#[derive(Debug)]
+struct OffloadableRank {
+    state: StateByUnit,
+    /// True for weights, gradients and optimizer state that are offloaded.
+    is_moved: [bool; 3],
+    /// Bytes of gradients that are never offloaded.
+    tied_bytes: u64,
+    /// Lower bound of the memory of the rank with all of its model state on its device.
+    memory: MemoryBytes,
+    /// Bytes of activations that are offloaded.
+    frames_bytes: u64,
+}
+
+impl OffloadableRank {
+    /// Lower bound of the memory on the device with a fraction of the state offloaded.
+    fn memory(&self, fraction: f64) -> MemoryBytes {
+        let mut memory = self.memory;
+        let moved = self.state.most_moved(fraction);
+        for (category, bytes) in
+            [MemoryCategory::Parameters, MemoryCategory::Gradients, MemoryCategory::Optimizer]
+                .into_iter()
+                .zip(self.of_kinds(moved))
+        {
+            memory[category] = memory[category].saturating_sub(bytes as usize);
+        }
+        memory
+    }
+
+    /// Lower bound of the bytes in host memory or on disk.
+    fn least_bytes(&self, fraction: f64) -> u64 {
+        let [weights, gradients, optimizer] = self.of_kinds(self.state.least_moved(fraction));
+        weights + gradients.saturating_sub(self.tied_bytes) + optimizer + self.frames_bytes
+    }
+
+    fn of_kinds(&self, bytes: [u64; 3]) -> [u64; 3] {
+        let [weights, gradients, optimizer] = self.is_moved;
+        [(weights, bytes[0]), (gradients, bytes[1]), (optimizer, bytes[2])]
+            .map(|(is_moved, bytes)| if is_moved { bytes } else { 0 })
+    }
+}
+
+/// Lower bound of the memory of each pipeline rank.
+fn least_memory(ranks: &[OffloadableRank], fraction: f64) -> Vec<MemoryBytes> {
+    ranks.iter().map(|rank| rank.memory(fraction)).collect()
+}
+
+/// The frames of some stages that are offloaded where activations are: stage, unit and bytes of a micro-batch.
+fn frames_of<'s>(
+    profile: &'s ModelProfile,
+    stages: &'s [StageMemory],
+) -> impl Iterator<Item = (&'s StageMemory, usize, usize)> {
+    let of_stage = move |stage: &'s StageMemory| {
+        let frame = move |unit| Some((stage, unit, profile.frame_on_disk_bytes(stage, unit)?));
+        stage.units.clone().filter_map(frame)
+    };
+    stages.iter().flat_map(of_stage)
+}
+
 /// Lower bound of the traffic of each pipeline rank with a fraction of its state offloaded: what no window or frame in device memory saves.
-fn least_traffic(candidate: &Candidate, trial: &Trial, layout: &Layout, fraction: f64) -> Vec<RankTraffic> {
-    let Trial { units, memory, .. } = trial;
-    let Offload { optimizer, gradients, activations, .. } = candidate.offload;
-    let micro_batches = layout.micro_batches as f64;
-    let of_rank = |(rank, memory): (usize, &MemoryBytes)| {
+fn least_traffic(
+    candidate: &Candidate,
+    trial: &Trial,
+    ranks: &[OffloadableRank],
+    layout: &Layout,
+    fraction: f64,
+) -> Vec<RankTraffic> {
+    let Trial { units, .. } = trial;
+    let micro_batches = layout.micro_batches as u64;
+    let of_rank = |(rank, offloadable): (usize, &OffloadableRank)| {
         let stages = layout.of_rank(rank, units.times.units());
-        let elements = |unit: usize| units.times.elements(unit).iter().sum::<f64>();
-        let here = || stages.iter().flat_map(|stage| stage.units.clone());
-        let all: f64 = here().map(elements).sum();
-        let moved = |bytes: usize, of_element: u64, residence| match residence {
-            Residence::Memory => 0.0,
-            _ => (fraction * bytes as f64 - (WINDOWS * of_element) as f64).max(0.0),
-        };
-        let state = moved(memory[MemoryCategory::Optimizer], units.state.optimizer, optimizer);
-        let sums = moved(memory[MemoryCategory::Gradients], units.state.gradient, gradients);
+        let beyond_windows = |bytes: u64, of_element: u64| bytes.saturating_sub(WINDOWS * of_element);
+        let [_, gradients, optimizer] = offloadable.of_kinds(offloadable.state.least_moved(fraction));
+        let state = beyond_windows(optimizer, units.state.optimizer);
+        let sums = beyond_windows(gradients.saturating_sub(offloadable.tied_bytes), units.state.gradient);
         let mut traffic = OffloadTraffic {
             forward: vec![OffloadBytes::default(); units.times.units()],
             backward: vec![OffloadBytes::default(); units.times.units()],
-            update: OffloadBytes { read: (state + sums) as u64, written: state as u64, waited: 0 },
+            update: OffloadBytes { read: state + sums, written: state, waited: 0 },
         };
-        for unit in here() {
-            let sums = sums * elements(unit) / all.max(1.0);
-            traffic.backward[unit].read += (sums * (micro_batches - 1.0)) as u64;
-            traffic.backward[unit].written += (sums * micro_batches) as u64;
+        for (unit, share) in offloadable.state.least_units(fraction) {
+            let sums = sums as f64 * share;
+            traffic.backward[unit].read += (sums * (micro_batches - 1) as f64) as u64;
+            traffic.backward[unit].written += (sums * micro_batches as f64) as u64;
         }
-        if activations != Residence::Memory {
+        if candidate.offload.activations != Residence::Memory {
             for stage in &stages {
-                let frames = stage
-                    .units
-                    .clone()
-                    .filter_map(|unit| Some((unit, units.profile.frame_on_disk_bytes(stage, unit)?)));
-                let frames: Vec<(usize, usize)> = frames.collect();
+                let frames: Vec<_> = frames_of(&units.profile, std::slice::from_ref(stage)).collect();
                 let moved = frames.len().saturating_sub(FRAME_PLACES);
-                for (unit, bytes) in frames.into_iter().take(moved) {
-                    traffic.forward[unit].written += (bytes as f64 * micro_batches) as u64;
-                    traffic.backward[unit].read += (bytes as f64 * micro_batches) as u64;
+                for (_, unit, bytes) in frames.into_iter().take(moved) {
+                    traffic.forward[unit].written += bytes as u64 * micro_batches;
+                    traffic.backward[unit].read += bytes as u64 * micro_batches;
                 }
             }
         }
@@ -299,7 +376,7 @@ fn least_traffic(candidate: &Candidate, trial: &Trial, layout: &Layout, fraction
             _ => RankTraffic { host: traffic, disk: OffloadTraffic::default() },
         }
     };
-    memory.iter().enumerate().map(of_rank).collect()
+    ranks.iter().enumerate().map(of_rank).collect()
 }
 
 /// The traffic of a layout as that of one with more micro-batches: each further one moves as much.
@@ -316,10 +393,4 @@ fn with_parts(config: &RunConfig, offloaded: usize, parts: usize) -> RunConfig {
     let mut config = config.clone();
     config.parallel.offload_fraction = offloaded as f64 / parts as f64;
     config
-}
-
-/// The largest share that a unit of these stages has of their elements.
-fn largest_share(stages: &[StageMemory], elements: impl Fn(usize) -> f64) -> f64 {
-    let here = || stages.iter().flat_map(|stage| stage.units.clone()).map(&elements);
-    here().fold(0.0, f64::max) / here().sum::<f64>().max(1.0)
 }

@@ -1,4 +1,4 @@
-//! What recording a model yields for every way to share it that a search meets, each recorded once.
+//! Recordings of a model, one for each way to split it that a search meets.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use lockstep_engine::Places;
 use lockstep_graph::BlockShape;
-use lockstep_model::RecordedModel;
+use lockstep_model::{Flops, RecordedModel};
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::predict::TimedModel;
 use lockstep_plan::work::{Keeping, Labor, ModelWork};
@@ -19,24 +19,24 @@ use crate::{ResolvedModel, RunConfig, engine_options};
 /// A model on one of the ranks that share it.
 #[derive(Debug, Clone)]
 pub(super) struct Recording {
-    /// What it has to do.
+    /// Work of a micro-batch.
     pub(super) work: ModelWork,
-    /// What it keeps.
+    /// Bytes of its units.
     pub(super) profile: ModelProfile,
-    /// How its state is kept, but for what a mesh says of that.
+    /// State layout inputs, without those of the mesh.
     pub(super) state: StatePlan,
 }
 
 /// A recording of which every block forgets the same, with what a search asks of it thousands of times.
 #[derive(Debug, Clone)]
 pub(super) struct Uniform {
-    /// What its tasks take on each kind of node.
+    /// Times of its tasks on each kind of node.
     pub(super) times: TimedModel,
-    /// What it keeps, without the parameters' records: a copy of which blocks are exchanged costs next to nothing.
+    /// Bytes of its units, without the parameters' records, so that it is cheap to copy.
     pub(super) profile: ModelProfile,
     /// Bytes of an element's state.
     pub(super) state: StateBytes,
-    /// What other systems keep of each unit.
+    /// Bytes of activations that other systems save of each unit.
     pub(super) kept_elsewhere: Vec<u64>,
 }
 
@@ -86,6 +86,8 @@ pub(super) fn kept_elsewhere(work: &ModelWork, unit: usize, recompute: Recompute
 #[derive(Debug, Default)]
 pub(super) struct Recordings {
     known: HashMap<(BlockShape, Places, Recompute), Rc<Recording>>,
+    /// Operations of all ranks together, which do not depend on their places.
+    flops: HashMap<(BlockShape, Recompute), Flops>,
 }
 
 impl Recordings {
@@ -102,8 +104,12 @@ impl Recordings {
         let groups = group_options(config);
         let places = Places::of(mesh, 0, &groups);
         let key = (engine_options(config).shape, places, recompute);
-        let record = || Rc::new(make(config, model, mesh, recompute, software));
-        Rc::clone(self.known.entry(key).or_insert_with(record))
+        if let Some(known) = self.known.get(&key) {
+            return Rc::clone(known);
+        }
+        let recording = Rc::new(self.make(config, model, mesh, recompute, software));
+        self.known.insert(key, Rc::clone(&recording));
+        recording
     }
 
     /// The same, and bytes that its blocks keep of a micro-batch, of a recording that is not kept.
@@ -115,7 +121,7 @@ impl Recordings {
         recompute: Recompute,
         software: Software,
     ) -> (Recording, f64) {
-        let made = make(config, model, mesh, recompute, software);
+        let made = self.make(config, model, mesh, recompute, software);
         let blocks = 1..made.work.units() - 1;
         let kept = |unit: usize| match software {
             Software::Lockstep => made.profile.units[unit].frame_bytes as f64,
@@ -156,32 +162,36 @@ impl Recordings {
         }
         Rc::new(mixed)
     }
-}
 
-/// Records a model. Lockstep repeats what the backward reads; other systems call the forward again, or attention alone.
-fn make(
-    config: &RunConfig,
-    model: &ResolvedModel,
-    mesh: &Mesh,
-    recompute: Recompute,
-    software: Software,
-) -> Recording {
-    let repeats = match recompute {
-        Recompute::Selective if software.style().writes_scores => Some(recompute),
-        Recompute::Full if software != Software::Lockstep => Some(recompute),
-        _ => None,
-    };
-    let groups = group_options(config);
-    let places = Places::of(mesh, 0, &groups);
-    let mut options = engine_options(config);
-    options.recompute = if repeats.is_some() { Recompute::None } else { recompute }.into();
-    let recorded = RecordedModel::tuned(&model.config, &model.tuning, options.recording(places));
-    let state = options.state_plan(&recorded, &storage(config), Some(&groups), mesh);
-    let mut work = recorded.work();
-    match repeats {
-        Some(Recompute::Selective) => work.repeat(|task| matches!(task.labor, Labor::Attention(_))),
-        Some(_) => work.repeat(|_| true),
-        None => {}
+    /// Records a model. Lockstep repeats what the backward reads; other systems call the forward again, or attention alone.
+    fn make(
+        &mut self,
+        config: &RunConfig,
+        model: &ResolvedModel,
+        mesh: &Mesh,
+        recompute: Recompute,
+        software: Software,
+    ) -> Recording {
+        let repeats = match recompute {
+            Recompute::Selective if software.style().writes_scores => Some(recompute),
+            Recompute::Full if software != Software::Lockstep => Some(recompute),
+            _ => None,
+        };
+        let groups = group_options(config);
+        let places = Places::of(mesh, 0, &groups);
+        let mut options = engine_options(config);
+        options.recompute = if repeats.is_some() { Recompute::None } else { recompute }.into();
+        let flops = self.flops.get(&(options.shape, recompute)).copied();
+        let recorded =
+            RecordedModel::tuned_with_flops(&model.config, &model.tuning, options.recording(places), flops);
+        self.flops.insert((options.shape, recompute), recorded.flops());
+        let state = options.state_plan(&recorded, &storage(config), Some(&groups), mesh);
+        let mut work = recorded.work();
+        match repeats {
+            Some(Recompute::Selective) => work.repeat(|task| matches!(task.labor, Labor::Attention(_))),
+            Some(_) => work.repeat(|_| true),
+            None => {}
+        }
+        Recording { work, profile: recorded.profile(places.context), state }
     }
-    Recording { work, profile: recorded.profile(places.context), state }
 }

@@ -1,11 +1,11 @@
-//! How near the work of a micro-batch comes to the limits of what ranks compute with, each product by its shape.
+//! Rooflines: the work of a micro-batch beside the limits of the devices, each product by its shape.
 
 use lockstep_plan::predict::{Worker, device, kinds_of};
 use lockstep_plan::work::{Labor, Pass, Product, Task};
 
 use crate::human;
+use crate::planner::layout::Layout;
 use crate::planner::recordings::Recording;
-use crate::planner::subject::Layout;
 use crate::planner::{Evaluated, Planner};
 
 /// Tasks that are alike: products of a shape in a pass, or what else has a name.
@@ -13,9 +13,9 @@ use crate::planner::{Evaluated, Planner};
 pub struct Point {
     /// The kind of operation.
     pub name: &'static str,
-    /// When.
+    /// The pass that it belongs to.
     pub pass: Pass,
-    /// Of products.
+    /// Shape of a product.
     pub shape: Option<Product>,
     /// Floating-point operations of a micro-batch.
     pub flops: f64,
@@ -61,12 +61,12 @@ pub struct Roofline {
 }
 
 impl Roofline {
-    /// What tasks could come to at most, in operations a second.
+    /// Returns the most operations a second that a point could reach.
     pub fn roof(&self, point: &Point) -> f64 {
         self.peak.min(point.intensity() * self.bandwidth)
     }
 
-    /// Whether memory is what limits a point, and not the products.
+    /// Returns true if memory bandwidth limits a point, and not the peak.
     pub fn is_bound_by_memory(&self, point: &Point) -> bool {
         point.intensity() * self.bandwidth < self.peak
     }

@@ -27,8 +27,8 @@ pub struct Assumption {
     pub flag: &'static str,
 }
 
-/// What `config` leaves open of a workload on accelerators: precision, sequence length and global batch. Nothing on CPUs, where a run has its own
-/// defaults.
+/// Returns the defaults for the part of a workload on accelerators that `config` leaves open: precision, sequence length, global batch. Empty
+/// on CPUs, where a run has its own defaults.
 ///
 /// # Errors
 /// A model that cannot be had.
@@ -89,10 +89,14 @@ pub(super) fn model_name(config: &RunConfig) -> String {
 }
 
 /// The workload in one line: model, precision and batch.
-pub(super) fn workload_in_words(config: &RunConfig, parameters: u64) -> String {
+pub(super) fn workload_in_words(config: &RunConfig, parameters: u64, trained: u64) -> String {
     let (sequences, seq_len) = (config.train.global_batch, config.train.seq_len);
+    let trained = match trained == parameters {
+        true => String::new(),
+        false => format!(", {} trained", human::billions(trained as f64)),
+    };
     format!(
-        "{} ({} parameters), {}, {} of {} tokens = {} tokens a step",
+        "{} ({} parameters{trained}), {}, {} of {} tokens = {} tokens a step",
         model_name(config),
         human::billions(parameters as f64),
         config.train.precision.word(),

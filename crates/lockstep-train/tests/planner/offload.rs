@@ -198,3 +198,55 @@ fn no_way_to_offload_to_host_memory_is_better_than_its_bound() {
     assert!(valued > 50, "{valued} fit of {}", candidates.len());
     assert!(wrong.is_empty(), "{} of {valued}:\n{}", wrong.len(), wrong[..wrong.len().min(5)].join("\n"));
 }
+
+/// The fraction is found with bounds first; every fraction's ledgers say that no smaller one would do.
+#[test]
+fn the_fraction_is_the_smallest_that_fits() {
+    let mixture = ["model.preset=mixtral-20m", "train.global_batch=16", "train.seq_len=512"];
+    let shallow = ["model.n_layer=6"];
+    let (mut compared, mut wrong) = (0, Vec::new());
+    for (settings, ranks) in [(&mixture[..], 2), (&shallow[..], 4), (&shallow[..], 2)] {
+        let on = |memory_bytes| on_devices(devices("dgx-h100", ranks, memory_bytes), settings);
+        // Nothing is offloaded as long as any plan fits without.
+        let needed = on(80 << 30).find(1).ranking.best[0].value.largest().1.total() as u64;
+        let sizes = std::iter::successors(Some(needed), |bytes| Some(bytes * 9 / 10));
+        let mut planners = sizes.map(on);
+        let offloads = |planner: &mut Planner| {
+            let found = planner.find(1).ranking.best;
+            found.first().is_none_or(|found| found.value.plan.residence.offload_anything())
+        };
+        let mut planner =
+            planners.find_map(|mut planner| offloads(&mut planner).then_some(planner)).expect("a size");
+        let candidates = planner.candidates().into_iter();
+        let candidates = candidates.filter(|candidate| candidate.offload.optimizer != Residence::Memory);
+        for candidate in candidates.step_by(31) {
+            let Ok((_, config)) = planner.value(&candidate, f64::INFINITY) else { continue };
+            compared += 1;
+            let mut fits = |parts: u32| {
+                let mut other = config.clone();
+                other.parallel.offload_fraction = f64::from(parts) / 32.0;
+                planner.evaluate(&other).expect("a valid plan").fits
+            };
+            let found = (config.parallel.offload_fraction * 32.0).round() as u32;
+            if !fits(found) || (found > 1 && fits(found - 1)) {
+                wrong.push(format!("{found} parts of {candidate:?}"));
+            }
+        }
+    }
+    assert!(compared > 30, "{compared} candidates fit");
+    assert!(wrong.is_empty(), "{} of {compared}:\n{}", wrong.len(), wrong[..wrong.len().min(5)].join("\n"));
+}
+
+/// Bounds turn away nearly all candidates: a ledger costs as much as a hundred of them.
+#[test]
+fn few_candidates_are_held_against_ledgers() {
+    let cluster = Cluster::preset("dgx-h100").expect("a preset");
+    let settings =
+        ["model.preset=llama3-70b", "train.global_batch=32", "train.seq_len=4096", "train.precision=bf16"];
+    let config = RunConfig::parse("", "a test", &settings).unwrap_or_else(|error| panic!("{error}"));
+    let mut planner = Planner::new(config, cluster, Objective::Time).expect("a model");
+    let ranking = planner.find(3).ranking;
+    assert!(ranking.best[0].value.plan.residence.offload_anything(), "{:?}", ranking.best[0].value.plan);
+    let (ledgers, valued) = (planner.ledgers(), ranking.valued);
+    assert!(10 * ledgers < valued, "{ledgers} ledgers for {valued} candidates");
+}

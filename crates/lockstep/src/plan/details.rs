@@ -1,4 +1,4 @@
-//! What a plan's step is made of, for `--json` and `--explain`: what is sent over which links, rooflines, memory over time.
+//! The parts of a plan's step for `--json` and `--explain`: traffic over each level of links, rooflines, memory over time.
 
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::predict::{StepTraffic, Traffic};
@@ -62,7 +62,7 @@ fn curve((rank, curve): (usize, &MemoryCurve)) -> Value {
     })
 }
 
-/// What a rank sends in a step, as a short table; nothing of one that sends nothing.
+/// Prints the traffic of a rank in a step as a short table; nothing for a rank that sends nothing.
 pub(super) fn print_traffic(traffic: &StepTraffic, cluster: &Cluster) {
     let StepTraffic { pipeline_rank, kinds, shared_ms } = traffic;
     if kinds.is_empty() {

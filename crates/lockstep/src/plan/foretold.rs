@@ -1,16 +1,17 @@
-//! What a plan comes to that the keys of a run describe: the memory of every rank, and the time of a step.
+//! A given plan: the memory of every rank and the time of a step; if it does not fit, the plans that do.
 
 use lockstep_plan::cluster::Cluster;
-use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan};
+use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan, ZeroStage};
 use lockstep_train::fit::{available_bytes, needed};
 use lockstep_train::plan::check;
-use lockstep_train::planner::{Assumption, Evaluated, Page, Planner};
+use lockstep_train::planner::{Assumption, Evaluated, Page, Planner, Remedies, Remedy, mesh_in_words};
 use lockstep_train::{Forecast, PlanFile, RunConfig, human};
 use serde_json::{Map, Value, json};
 
 use super::details::{self, print_traffic};
+use super::searching::Watch;
 use super::training::Training;
-use super::{Arguments, figures, found, print_workload, workload};
+use super::{Arguments, figures, found, print_workload, shell_word, workload};
 use crate::exit::Failure;
 use crate::output::say;
 use crate::ranks::warn_if_outdated;
@@ -23,8 +24,10 @@ struct Predicted {
     forecast: Forecast,
     evaluated: Evaluated,
     ranks_of_a_machine: usize,
-    /// None where nobody knows.
+    /// Memory of a machine; `None` if it is not known.
     available_bytes: Option<u64>,
+    /// Plans that fit in its place, if it does not.
+    remedies: Remedies,
 }
 
 /// Tells what the plan of a configuration comes to on the machines of `planner`.
@@ -62,7 +65,21 @@ pub(super) fn run(
         None if is_elsewhere => Some(evaluated.capacity_bytes * ranks_of_a_machine as u64),
         None => available_bytes(),
     };
-    let predicted = Predicted { config, plan, forecast, evaluated, ranks_of_a_machine, available_bytes };
+    let mut predicted = Predicted {
+        config,
+        plan,
+        forecast,
+        evaluated,
+        ranks_of_a_machine,
+        available_bytes,
+        remedies: Remedies::default(),
+    };
+    if predicted.fits() == Some(false) {
+        let mut watch = Watch::start(arguments.limit)?;
+        watch.leave_a_moment();
+        predicted.remedies = planner.remedies(&mut watch);
+        watch.finish();
+    }
     arguments.write_plan(&predicted.plan)?;
     let details = arguments.wants_details().then(|| planner.details(&predicted.evaluated)).transpose()?;
     if let Some(details) = &details {
@@ -92,7 +109,7 @@ pub(super) fn run(
 }
 
 impl Predicted {
-    /// What the ranks of the machine that needs most need together.
+    /// Returns the memory of the machine whose ranks need most together.
     fn of_a_machine(&self) -> MemoryBytes {
         let ranks = self.forecast.ranks();
         let machine =
@@ -108,8 +125,14 @@ impl Predicted {
     fn print(&self, explains: bool, planner: &Planner) {
         let Self { config, forecast, .. } = self;
         say!(
-            "plan       {}, recompute {}, {}, micro-batches of {}",
+            "plan       {}{}, recompute {}, {}, micro-batches of {}",
             plan_in_words(config),
+            // Of one rank there is nothing to shard; other stages are among the words.
+            if config.ranks() > 1 && config.zero_stage() == ZeroStage::Nothing {
+                ", ZeRO stage 0"
+            } else {
+                ""
+            },
             config.parallel.recompute,
             config.train.precision.word(),
             config.micro_batch(),
@@ -150,6 +173,23 @@ impl Predicted {
         };
         found::print_step(&self.evaluated, planner.cluster());
         say!("\nverdict    {verdict}");
+        self.print_remedies();
+    }
+
+    /// Tells in a line or two what to type for a plan that fits.
+    fn print_remedies(&self) {
+        let Remedies { nearest, best, advice } = &self.remedies;
+        let step_ms = |remedy: &Remedy| remedy.evaluated.step.step_ms;
+        let is_slower = |nearest: &Remedy| best.as_ref().is_none_or(|best| step_ms(best) < step_ms(nearest));
+        if let Some(nearest) = nearest {
+            say!("it fits    with {}", remedy_in_words(nearest));
+        }
+        if let Some(best) = best.as_ref().filter(|_| nearest.as_ref().is_none_or(is_slower)) {
+            say!("the best   of a search: {}", remedy_in_words(best));
+        }
+        for advice in advice {
+            say!("others fit with {}", found::in_words(advice));
+        }
     }
 
     fn to_json(&self, explains: bool, cluster: &Cluster) -> Value {
@@ -180,8 +220,41 @@ impl Predicted {
             "fits": self.fits(),
         });
         found::extend(&mut row, figures(&self.evaluated, cluster).as_object().cloned());
-        json!({ "best": plan, "ranking": [row] })
+        let mut document = json!({ "best": plan, "ranking": [row] });
+        if self.fits() == Some(false) {
+            let Remedies { nearest, best, advice } = &self.remedies;
+            let remedy = |remedy: &Remedy| {
+                json!({ "settings": remedy.settings, "step_ms": remedy.evaluated.step.step_ms,
+                    "memory_bytes": by_name(remedy.evaluated.largest().1) })
+            };
+            document["remedies"] = json!({
+                "nearest": nearest.as_ref().map(remedy), "best": best.as_ref().map(remedy),
+                "advice": advice.iter().map(found::advice_to_json).collect::<Vec<_>>(),
+            });
+        }
+        document
     }
+}
+
+/// The keys to type for a remedy, and what it comes to.
+fn remedy_in_words(Remedy { settings, evaluated }: &Remedy) -> String {
+    let settings: Vec<String> =
+        settings.iter().map(|setting| format!("--set {}", shell_word(setting))).collect();
+    let (_, memory) = evaluated.largest();
+    let keys = match settings.is_empty() {
+        true => format!(
+            "{}, ZeRO {}, micro-batches of {}, without --plan and keys of parallel",
+            mesh_in_words(&evaluated.plan.mesh),
+            evaluated.plan.zero_stage,
+            evaluated.plan.micro_batch
+        ),
+        false => settings.join(" "),
+    };
+    format!(
+        "{keys}: {} a rank, {} a step",
+        human::bytes(memory.total() as u64),
+        human::step_time(evaluated.step.step_ms)
+    )
 }
 
 /// The categories that there is anything of.

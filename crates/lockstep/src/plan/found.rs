@@ -1,12 +1,12 @@
-//! What a search has found: a table, or one JSON document.
+//! The answer of a search: a table, or one JSON document.
 
 use lockstep_plan::cluster::Cluster;
-use lockstep_plan::search::{Ranking, Rejection};
+use lockstep_plan::search::{Found, Ranking, Rejection};
 use lockstep_plan::{ContextMethod, Plan};
 use lockstep_train::human;
 use lockstep_train::planner::{
-    Advice, Assumption, Evaluated, Help, Neighbour, Page, Planner, Searched, mesh_in_words, parts,
-    recompute_in_words, rejection_in_words, schedule_in_words,
+    Advice, Assumption, Details, Evaluated, Help, Neighbour, Page, Planner, Scaling, Searched, mesh_in_words,
+    parts, recompute_in_words, rejection_in_words, schedule_in_words,
 };
 use serde_json::{Map, Value, json};
 
@@ -19,92 +19,141 @@ use super::{Arguments, figures, print_workload, workload};
 use crate::exit::Failure;
 use crate::output::say;
 
-/// Searches, and tells what was found.
+/// Searches and prints the answer.
 pub(super) fn run(
     arguments: &Arguments,
     planner: &mut Planner,
     assumed: &[Assumption],
 ) -> Result<(), Failure> {
-    if let Some(nodes) = &arguments.scaling
-        && planner.cluster().nodes.len() > 1
-    {
-        let message = format!(
-            "--scaling {nodes:?}: {} has nodes of several kinds; one kind is needed",
-            planner.cluster().name
-        );
-        return Err(Failure::configuration(message));
-    }
+    refuse_scaling_of_unlike_nodes(arguments, planner.cluster())?;
     let mut watch = Watch::start(arguments.limit)?;
     let searched = planner.find_observed(arguments.top, &mut watch);
-    let ranking = &searched.ranking;
-    let Some(best) = ranking.best.first() else {
-        let failure = nothing(ranking, planner, &mut watch);
+    let Some(best) = searched.ranking.best.first() else {
+        let failure = nothing(&searched.ranking, planner, &mut watch);
         watch.finish();
         return Err(failure);
     };
-    let scaling = arguments.scaling.as_ref().map(|named| {
-        let named: Vec<usize> = named.iter().map(|nodes| nodes.get()).collect();
-        planner.scaling(&scaling::nodes(&named, planner.cluster().nodes[0].count), &mut watch)
-    });
-    let stopped = watch.stopped();
-    let advice = if stopped.is_none() && waits_for_disk(&best.value, planner.cluster()) {
-        watch.leave_a_moment();
-        planner.advice(&mut watch)
-    } else {
-        Vec::new()
-    };
-    watch.finish();
-    let neighbours = if arguments.explain || arguments.html.is_some() {
-        planner.neighbours(&best.candidate, &best.value)
-    } else {
-        Vec::new()
-    };
-    let helps = if arguments.explain { planner.help(&best.candidate, &best.value) } else { Vec::new() };
-    let slowdowns = if arguments.explain { slowdowns(planner, &best.value)? } else { Vec::new() };
+    let answer = Answer::new(arguments, planner, best, &mut watch)?;
     arguments.write_plan(&best.value.plan_with_prediction(planner.cluster()))?;
-    let details = arguments.wants_details().then(|| planner.details(&best.value)).transpose()?;
-    if let Some(details) = &details {
-        let all: Vec<Evaluated> = ranking.best.iter().map(|found| found.value.clone()).collect();
-        let (neighbours, searched) = (&neighbours[..], Some(&searched));
-        let page = Page { ranking: &all, details, neighbours, searched, command: None };
-        arguments.write_page(planner, page)?;
-    }
+    answer.write_page(arguments, planner, &searched)?;
     if arguments.json {
-        let explained = arguments.explain.then_some((&helps[..], &slowdowns[..]));
-        let mut document = to_json(&searched, planner.cluster(), &neighbours, explained);
-        document["workload"] = workload(planner, assumed);
-        if let Some(tokens) = arguments.tokens {
-            document["training"] = Training::of(tokens, &best.value, planner.cluster()).to_json();
-        }
-        if let Some(scaling) = &scaling {
-            document["scaling"] = scaling::to_json(scaling);
-        }
-        if !advice.is_empty() {
-            let change = |Advice { flag, words }: &Advice| json!({ "flag": flag, "words": words });
-            document["advice"] = advice.iter().map(change).collect();
-        }
-        extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
-        say!("{document}");
-        return Ok(());
-    }
-    print_workload(planner, assumed);
-    print(&searched, planner, stopped);
-    if !advice.is_empty() {
-        let share = 100.0 * best.value.step.disk_ms / best.value.step.step_ms;
-        say!("\nwithout the disk, which takes {share:.0} % of this step");
-        advice.iter().for_each(|advice| say!("  {}", in_words(advice)));
-    }
-    if let Some(tokens) = arguments.tokens {
-        Training::of(tokens, &best.value, planner.cluster()).print();
-    }
-    if let Some(scaling) = &scaling {
-        scaling::print(scaling);
-    }
-    if let Some(details) = details.filter(|_| arguments.explain) {
-        explain(&neighbours, &helps, &slowdowns);
-        print_traffic(&details.traffic, planner.cluster());
+        say!("{}", answer.into_json(planner, &searched, assumed));
+    } else {
+        print_workload(planner, assumed);
+        print(&searched, planner, answer.stopped);
+        answer.print(arguments, planner.cluster(), &best.value);
     }
     Ok(())
+}
+
+fn refuse_scaling_of_unlike_nodes(arguments: &Arguments, cluster: &Cluster) -> Result<(), Failure> {
+    match &arguments.scaling {
+        Some(nodes) if cluster.nodes.len() > 1 => Err(Failure::configuration(format!(
+            "--scaling {nodes:?}: {} has nodes of several kinds; one kind is needed",
+            cluster.name
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The parts of the answer beside the ranking: those that the flags ask for.
+struct Answer {
+    stopped: Option<Stop>,
+    /// Other machines, if the best plan waits for disks.
+    advice: Vec<Advice>,
+    scaling: Option<Scaling>,
+    training: Option<Training>,
+    neighbours: Vec<Neighbour>,
+    /// Changes that would help and costs of a slow device, with `--explain`.
+    explained: Option<(Vec<Help>, Vec<Slowdown>)>,
+    details: Option<Details>,
+}
+
+impl Answer {
+    fn new(
+        arguments: &Arguments,
+        planner: &mut Planner,
+        best: &Found<Evaluated>,
+        watch: &mut Watch,
+    ) -> Result<Self, Failure> {
+        let Found { candidate, value, .. } = best;
+        let scaling = arguments.scaling.as_ref().map(|named| {
+            let named: Vec<usize> = named.iter().map(|nodes| nodes.get()).collect();
+            planner.scaling(&scaling::nodes(&named, planner.cluster().nodes[0].count), watch)
+        });
+        let stopped = watch.stopped();
+        let mut advice = Vec::new();
+        if stopped.is_none() && waits_for_disk(value, planner.cluster()) {
+            watch.leave_a_moment();
+            advice = planner.advice(watch);
+        }
+        watch.finish();
+        let wants_neighbours = arguments.explain || arguments.html.is_some();
+        let neighbours = if wants_neighbours { planner.neighbours(candidate, value) } else { Vec::new() };
+        let explained = match arguments.explain {
+            true => Some((planner.help(candidate, value), slowdowns(planner, value)?)),
+            false => None,
+        };
+        Ok(Self {
+            stopped,
+            advice,
+            scaling,
+            training: arguments.tokens.map(|tokens| Training::of(tokens, value, planner.cluster())),
+            neighbours,
+            explained,
+            details: arguments.wants_details().then(|| planner.details(value)).transpose()?,
+        })
+    }
+
+    fn write_page(
+        &self,
+        arguments: &Arguments,
+        planner: &Planner,
+        searched: &Searched,
+    ) -> Result<(), Failure> {
+        let Some(details) = &self.details else { return Ok(()) };
+        let ranking: Vec<Evaluated> = searched.ranking.best.iter().map(|found| found.value.clone()).collect();
+        let neighbours = &self.neighbours[..];
+        let page = Page { ranking: &ranking, details, neighbours, searched: Some(searched), command: None };
+        arguments.write_page(planner, page)
+    }
+
+    fn into_json(self, planner: &Planner, searched: &Searched, assumed: &[Assumption]) -> Value {
+        let cluster = planner.cluster();
+        let mut document = to_json(searched, cluster, &self.neighbours, self.explained.as_ref());
+        document["workload"] = workload(planner, assumed);
+        if let Some(training) = &self.training {
+            document["training"] = training.to_json();
+        }
+        if let Some(scaling) = &self.scaling {
+            document["scaling"] = scaling::to_json(scaling);
+        }
+        if !self.advice.is_empty() {
+            document["advice"] = self.advice.iter().map(advice_to_json).collect();
+        }
+        extend(&mut document, self.details.map(|details| details::to_json(&details, cluster)));
+        document
+    }
+
+    fn print(&self, arguments: &Arguments, cluster: &Cluster, best: &Evaluated) {
+        if !self.advice.is_empty() {
+            let share = 100.0 * best.step.disk_ms / best.step.step_ms;
+            say!("\nwithout the disk, which takes {share:.0} % of this step");
+            self.advice.iter().for_each(|advice| say!("  {}", in_words(advice)));
+        }
+        if let Some(training) = &self.training {
+            training.print();
+        }
+        if let Some(scaling) = &self.scaling {
+            scaling::print(scaling);
+        }
+        if let Some((helps, slowdowns)) = &self.explained {
+            explain(&self.neighbours, helps, slowdowns);
+        }
+        if let Some(details) = self.details.as_ref().filter(|_| arguments.explain) {
+            print_traffic(&details.traffic, cluster);
+        }
+    }
 }
 
 /// The failure where no plan was found: the candidate that lacked least, and the changes with which one would fit.
@@ -142,15 +191,19 @@ fn nothing(ranking: &Ranking<Evaluated>, planner: &mut Planner, watch: &mut Watc
 /// Share of a step from which on waiting for the disk is worth other machines.
 const WORTH_ADVICE: f64 = 0.1;
 
-/// Whether the best plan is one that nobody would rent accelerators for: its steps wait for disks.
+/// Returns true if the steps of the best plan wait for disks: nobody would rent accelerators for it.
 fn waits_for_disk(best: &Evaluated, cluster: &Cluster) -> bool {
     let is_host = cluster.nodes.iter().any(|node| node.device.is_host);
     !is_host && best.step.disk_ms > WORTH_ADVICE * best.step.step_ms
 }
 
 /// An advice as a line: what to type, and what then fits.
-fn in_words(Advice { flag, words }: &Advice) -> String {
+pub(super) fn in_words(Advice { flag, words }: &Advice) -> String {
     format!("{flag:<40} {words}")
+}
+
+pub(super) fn advice_to_json(Advice { flag, words }: &Advice) -> Value {
+    json!({ "flag": flag, "words": words })
 }
 
 fn print(searched: &Searched, planner: &Planner, stopped: Option<Stop>) {
@@ -229,7 +282,7 @@ fn teraflops(number: f64) -> String {
     if number < 10.0 { format!("{number:.3}") } else { format!("{number:.1}") }
 }
 
-/// Where the time of a step goes, and what comes of it.
+/// Prints the parts of a step and the figures that follow from it.
 pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
     let step = &found.step;
     let shares = parts(step).map(|part| {
@@ -275,10 +328,10 @@ pub(super) fn print_step(found: &Evaluated, cluster: &Cluster) {
     }
 }
 
-/// Shares of its speed that a device is thought to come to, and the step with it as a multiple of the step without.
+/// Relative speed of a slow device, and the step with it as a multiple of the step without.
 type Slowdown = (f64, f64);
 
-/// What a slow device costs. A device that throttles comes to about these.
+/// Computes the cost of one slow device, at speeds of devices that throttle.
 fn slowdowns(planner: &mut Planner, best: &Evaluated) -> Result<Vec<Slowdown>, Failure> {
     let one = |speed: f64| Ok((speed, planner.with_slow_device(best, speed)?));
     [0.9, 0.75, 0.5].into_iter().map(one).collect()
@@ -310,7 +363,7 @@ fn to_json(
     Searched { ranking, ms }: &Searched,
     cluster: &Cluster,
     neighbours: &[Neighbour],
-    explained: Option<(&[Help], &[Slowdown])>,
+    explained: Option<&(Vec<Help>, Vec<Slowdown>)>,
 ) -> Value {
     let rows: Vec<Value> = ranking.best.iter().map(|found| row(&found.value, cluster)).collect();
     let best = ranking.best.first().map(|found| found.value.plan_with_prediction(cluster));

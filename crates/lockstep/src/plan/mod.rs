@@ -1,6 +1,7 @@
 //! `lockstep plan`: how a model is best trained on some machines, and what a plan comes to before any of them is asked to carry it out.
 
 mod calibrated;
+mod counts;
 mod details;
 mod foretold;
 mod found;
@@ -33,6 +34,8 @@ use crate::ranks::blamed;
 pub(crate) struct Arguments {
     #[command(flatten)]
     planned: PlannedRun,
+    #[command(flatten)]
+    counts: counts::Counts,
     /// A model: a preset, such as llama3-8b, a directory with a config.json, a checkpoint, or a repository in the cache of Hugging Face
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
@@ -57,10 +60,10 @@ pub(crate) struct Arguments {
     /// Time after which the best plan so far is told, with how much better another could be
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = searching::duration)]
     limit: Duration,
-    /// How many of the best plans are told
+    /// Number of plans to show
     #[arg(long, value_name = "K", default_value_t = 3)]
     top: usize,
-    /// What the best plan is best at
+    /// The figure by which plans are ranked
     #[arg(long, value_enum, default_value_t = Objective::Time)]
     objective: Objective,
     /// Memory of each machine for its ranks, e.g. 24GiB [default: what this machine has left, or what the cluster says]
@@ -89,7 +92,7 @@ pub(crate) struct Arguments {
     html: Option<PathBuf>,
 }
 
-/// What a plan can be best at.
+/// The figure by which plans are ranked.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Objective {
     /// The least time of a step
@@ -111,13 +114,14 @@ impl From<Objective> for planner::Objective {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    arguments.counts.refuse(arguments.cluster.as_deref())?;
     if !arguments.calibrate.is_empty() {
         calibrated::run(arguments)?;
         return Ok(ExitCode::SUCCESS);
     }
     let file = arguments.planned.plan()?;
     let settings = [arguments.settings()?, arguments.planned.settings_with(file.as_ref())].concat();
-    let config = RunConfig::load(arguments.planned.run.as_deref(), &settings)
+    let config = RunConfig::load_to_plan(arguments.planned.run.as_deref(), &settings)
         .map_err(|error| blamed(file.as_ref(), error))?;
     let is_given = file.is_some() || config.says_how_to_split();
     let open = arguments.open_ranks(&config)?;
@@ -131,7 +135,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         false => {
             let assumed = assumed.iter().map(|assumption| assumption.setting.clone());
             let settings: Vec<String> = assumed.chain(settings).chain(shards).collect();
-            RunConfig::load(arguments.planned.run.as_deref(), &settings)
+            RunConfig::load_to_plan(arguments.planned.run.as_deref(), &settings)
                 .map_err(|error| blamed(file.as_ref(), error))?
         }
     };
@@ -156,7 +160,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 impl Arguments {
-    /// What the arguments say of the run that have a key.
+    /// Returns the keys of the run that the arguments set.
     ///
     /// # Errors
     /// No model has the name that is given.
@@ -214,7 +218,7 @@ impl Arguments {
         write(path, &text)
     }
 
-    /// Whether what a step is made of is told anywhere.
+    /// Returns true if any output has the parts of the step.
     fn wants_details(&self) -> bool {
         self.json || self.explain || self.html.is_some()
     }
@@ -222,15 +226,16 @@ impl Arguments {
     /// Writes the page, if one is asked for, with the command that made it.
     fn write_page(&self, planner: &Planner, page: Page<'_>) -> Result<(), Failure> {
         let Some(path) = &self.html else { return Ok(()) };
-        // What a shell would take apart stands in quotes.
-        let word = |word: String| {
-            if word.contains([' ', '"', '[', '*', '$']) { format!("'{word}'") } else { word }
-        };
         let words: Vec<String> =
-            std::env::args_os().skip(1).map(|argument| word(argument.to_string_lossy().into())).collect();
+            std::env::args_os().skip(1).map(|argument| shell_word(&argument.to_string_lossy())).collect();
         let command = format!("lockstep {}", words.join(" "));
         write(path, &Page { command: Some(&command), ..page }.html(planner))
     }
+}
+
+/// An argument as it is typed: in quotes if a shell would take it apart.
+fn shell_word(word: &str) -> String {
+    if word.contains([' ', '"', '[', '{', '*', '$']) { format!("'{word}'") } else { word.to_owned() }
 }
 
 /// Tells what the question is: model, precision and batch, and which of it nobody said.
@@ -247,7 +252,8 @@ fn print_workload(planner: &Planner, assumed: &[Assumption]) {
 fn workload(planner: &Planner, assumed: &[Assumption]) -> Value {
     let train = &planner.config().train;
     json!({
-        "model": planner.model_name(), "parameters": planner.parameters(), "precision": train.precision.word(),
+        "model": planner.model_name(), "parameters": planner.parameters(),
+        "trained_parameters": planner.trained_parameters(), "precision": train.precision.word(),
         "seq_len": train.seq_len, "global_batch": train.global_batch, "tokens_per_step": train.seq_len * train.global_batch,
         "assumed": assumed.iter().map(|assumption| assumption.setting.as_str()).collect::<Vec<_>>(),
     })
@@ -258,7 +264,7 @@ fn write(path: &Path, text: &str) -> Result<(), Failure> {
     std::fs::write(path, text).map_err(refuse)
 }
 
-/// What a plan's step comes to, as `--json` has it.
+/// Returns the figures of a plan's step as `--json` has them.
 fn figures(found: &Evaluated, cluster: &Cluster) -> Value {
     let step = &found.step;
     let goodput = (found.devices > 1).then(|| found.goodput(cluster));

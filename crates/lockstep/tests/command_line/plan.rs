@@ -264,6 +264,111 @@ fn a_model_that_does_not_fit_is_told_what_would() {
     refused.refuses(2, &["no plan fits: llama3-70b", "--cluster tpu-v5px"]);
 }
 
+/// The keys behind the first `--set` of a line, as they are typed.
+fn typed_settings(line: &str) -> Vec<String> {
+    let typed = line.split("--set ").skip(1).map(|part| part.split([' ', ':']).next().unwrap_or_default());
+    typed.map(|setting| setting.trim_matches('\'').to_owned()).collect()
+}
+
+#[test]
+fn a_given_plan_that_does_not_fit_is_told_what_would() {
+    let workshop = Workshop::new();
+    let given = ["plan", "--model", "llama3-8b", "--cluster", "dgx-h100", "--set"];
+    for (plan, has_nearest) in [("data_parallel_replicate=8", true), ("tensor_parallel=1", false)] {
+        let plan = format!("parallel.{plan}");
+        let given = [&given[..], &[&plan]].concat();
+        let text = workshop.run(&given).succeeds().stdout;
+        assert!(text.contains("does NOT fit"), "{text}");
+        assert_eq!(text.contains("it fits    with --set"), has_nearest, "{text}");
+        let lines: Vec<&str> = text.lines().skip_while(|line| !line.starts_with("verdict")).skip(1).collect();
+        assert!((1..=2).contains(&lines.len()), "{text}");
+        for line in lines {
+            let settings = typed_settings(line);
+            assert!(!settings.is_empty(), "{line}");
+            let more = settings.iter().flat_map(|setting| ["--set", setting]);
+            let told = workshop.run(&given.iter().copied().chain(more).collect::<Vec<&str>>()).succeeds();
+            assert!(told.stdout.contains("verdict    fits"), "{line}\n{told:?}");
+        }
+        let found = workshop.run(&[&given[..], &["--json"]].concat()).json();
+        assert!(found["remedies"]["best"]["settings"].is_array(), "{found}");
+    }
+    // A schedule goes with no plan without a pipeline.
+    let pipeline = ["--set", "parallel.pipeline_parallel=2", "--set", "parallel.pipeline_schedule=1f1b"];
+    let large =
+        ["plan", "--model", "llama3-8b", "--cluster", "h100x2", "--seq-len", "512", "--global-batch", "8"];
+    let text = workshop.run(&[&large[..], &pipeline].concat()).succeeds().stdout;
+    assert!(text.contains("does NOT fit") && text.contains("the best   of a search: "), "{text}");
+    // Where no plan fits, other machines are named.
+    let none =
+        ["plan", "--model", "llama3-70b", "--cluster", "tpu-v5p", "--set", "parallel.tensor_parallel=4"];
+    let text = workshop.run(&none).succeeds().stdout;
+    assert!(text.contains("others fit with --cluster tpu-v5px"), "{text}");
+}
+
+#[test]
+fn fine_tuning_of_a_preset_is_planned_and_what_is_frozen_has_no_state() {
+    let workshop = Workshop::new();
+    let question =
+        ["plan", "--model", "llama3-8b", "--cluster", "h100x8", "--seq-len", "2048", "--global-batch", "32"];
+    let lora = ["--set", "fine_tune.lora_rank=8"];
+    let given = ["--json", "--set", "parallel.data_parallel_shard=8", "--set", "parallel.zero_stage=2"];
+    let [whole, tuned] =
+        [&[][..], &lora].map(|more: &[&str]| workshop.run(&[&question[..], &given, more].concat()).json());
+    let memory = |found: &Value, kind: &str| found["ranking"][0]["memory_bytes"][kind].as_u64().unwrap();
+    for kind in ["gradients", "optimizer"] {
+        let (tuned, whole) = (memory(&tuned, kind), memory(&whole, kind));
+        assert!(50 * tuned < whole, "{kind}: {tuned} of {whole}");
+    }
+    assert!(memory(&tuned, "parameters") >= memory(&whole, "parameters"), "{tuned}");
+    let trained = tuned["workload"]["trained_parameters"].as_u64().unwrap();
+    assert!((20_000_000..22_000_000).contains(&trained), "{trained}");
+    // All of it on one device, which the state of the whole model does not fit.
+    let one =
+        ["plan", "--model", "llama3-8b", "--cluster", "h100", "--seq-len", "2048", "--global-batch", "32"];
+    let found = workshop.run(&[&one[..], &lora].concat()).succeeds().stdout;
+    assert!(found.contains("8.0B parameters, 21.0M trained") && !found.contains("in host memory"), "{found}");
+    workshop.write("run.toml", "[model]\npreset = \"llama3.2-1b\"\n[fine_tune]\nfreeze = [\"*mlp*\"]\n");
+    workshop
+        .run(&["plan", "run.toml", "--cluster", "h100", "--seq-len", "1024", "--global-batch", "8"])
+        .succeeds();
+    // A run needs weights to keep.
+    workshop.run(&["train", "run.toml"]).refuses(2, &["would keep random weights"]);
+}
+
+#[test]
+fn the_headline_of_a_plan_says_its_zero_stage() {
+    let workshop = Workshop::new();
+    for (settings, stage) in [
+        (&["parallel.data_parallel_replicate=2"][..], 0),
+        (&["parallel.data_parallel_shard=2", "parallel.zero_stage=0"], 0),
+        (&["parallel.data_parallel_shard=2", "parallel.zero_stage=3"], 3),
+    ] {
+        let text = workshop.run(&arguments(&["plan"], settings, &[])).succeeds().stdout;
+        let headline = text.lines().find(|line| line.starts_with("plan ")).unwrap_or_default();
+        assert_eq!(headline.matches("ZeRO").count(), 1, "{headline}");
+        assert!(headline.contains(&format!("ZeRO stage {stage}")), "{headline}");
+    }
+}
+
+#[test]
+fn machines_are_counted_as_other_tools_count_them() {
+    let workshop = Workshop::new();
+    let refused = |flags: &[&str], told: &str| {
+        workshop.run(&[&["plan", "--model", "llama3-8b"], flags].concat()).refuses(2, &[told]);
+    };
+    refused(&["--gpus", "16"], "write --cluster dgx-h100x2 for 16 x h100-sxm");
+    refused(&["--num-gpus=4"], "write --cluster h100x4 for 4 x h100-sxm");
+    refused(&["--nnodes", "2"], "write --cluster dgx-h100x2");
+    refused(&["--cluster", "a100", "--gpus", "32"], "write --cluster dgx-a100x4");
+    refused(&["--cluster", "h1000"], "accelerators (h100x16)");
+    let plan = ["--json", "--set", "parallel.data_parallel_shard=16", "--set", "parallel.zero_stage=3"];
+    for cluster in ["16xH100", "2x8xH100", "h100:16", "h100x16"] {
+        let named = ["plan", "--model", "llama3-8b", "--cluster", cluster];
+        let found = workshop.run(&[&named[..], &plan].concat()).json();
+        assert_eq!(found["best"]["predicted"]["step"]["cluster"], "dgx-h100x2", "{cluster}");
+    }
+}
+
 /// The numbers of steps and the plan that the records of a run have.
 fn recorded(workshop: &Workshop) -> Value {
     serde_json::from_slice(&workshop.read("runs/run.json")).unwrap()

@@ -11,10 +11,10 @@ use crate::planner::{Details, Evaluated};
 
 /// Width of a column of the picture: of what happens in one its ends, its least and its most are drawn.
 const COLUMN: f64 = 2.0;
-/// What a rank may book is drawn where it is at most so many times what any books.
+/// Largest ratio of capacity to booked bytes at which the capacity is drawn.
 const MOST_ROOM: f64 = 3.0;
 
-/// What some ranks of the pipeline have in use over a step.
+/// Draws the memory that some pipeline ranks have in use over a step.
 pub(super) fn memory(best: &Evaluated, details: &Details) -> String {
     let ranks = details.memory.len();
     // The ends, the middle, and the one that needs most.

@@ -13,7 +13,7 @@ use crate::planner::Evaluated;
 /// Nodes that are drawn at most.
 const MOST_NODES: usize = 8;
 
-/// Which links the axes use: that which joins all ranks of a group, and how many of them share a node where not all do.
+/// Returns the links that the axes use: that which joins all ranks of a group, and how many of them share a node where not all do.
 pub(super) fn links(cluster: &Cluster, best: &Evaluated) -> String {
     let mesh = &best.plan.mesh;
     let mut stride = 1;

@@ -27,14 +27,14 @@ const STYLE: &str = include_str!("../../../assets/report.css");
 const OWN_STYLE: &str = include_str!("../../../assets/plan.css");
 const SCRIPT: &str = include_str!("../../../assets/plan.js");
 
-/// What a page shows.
+/// The content of a page.
 #[derive(Debug, Clone, Copy)]
 pub struct Page<'a> {
     /// The best plans, or the one that was asked for; the pictures are of the first.
     pub ranking: &'a [Evaluated],
-    /// What the first is made of.
+    /// Parts of the step of the first plan.
     pub details: &'a Details,
-    /// What each other choice would come to.
+    /// Plans that differ from the first in one choice.
     pub neighbours: &'a [Neighbour],
     /// The search, if there was one.
     pub searched: Option<&'a Searched>,
@@ -104,7 +104,7 @@ impl Page<'_> {
     }
 }
 
-/// What takes most of the step.
+/// Returns the part that takes most of the step.
 fn bound(best: &Evaluated) -> String {
     let largest = parts(&best.step).max_by(|a, b| a.ms.total_cmp(&b.ms));
     largest.map_or(String::new(), |part| {
@@ -129,7 +129,7 @@ fn stacked(best: &Evaluated) -> String {
     format!("{}<div class=\"legend\">{names}</div>", bar(&pieces(best), ""))
 }
 
-/// What a roofline is of: of unlike nodes, which places of the pipeline are there.
+/// Returns the title of a roofline: its device, and on unlike nodes its pipeline ranks.
 fn title_of(roofline: &Roofline, details: &Details) -> String {
     let mut title = "The roofline of a micro-batch".to_owned();
     if details.rooflines.len() > 1 {
@@ -152,7 +152,7 @@ impl Planner {
     }
 }
 
-/// What a step reads.
+/// Returns the batch of a step in words.
 fn batch_in_words(best: &Evaluated) -> String {
     let train = &best.config.train;
     format!(
@@ -178,7 +178,7 @@ fn verdict(best: &Evaluated) -> String {
     format!("<p class=\"bad\"><b>{}</b></p>\n", escaped(&words))
 }
 
-/// So many of a unit, its prefix before it: `139 GFLOP/s`.
+/// Returns an amount with the prefix of its unit: `139 GFLOP/s`.
 fn rate(amount: f64, unit: &str) -> String {
     let number = human::count(amount).to_string();
     let digits = number.trim_end_matches(char::is_alphabetic);

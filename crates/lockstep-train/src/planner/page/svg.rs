@@ -1,4 +1,4 @@
-//! What the pictures of a plan's page are drawn with: shapes, words and legends.
+//! Parts of the pictures on a plan's page: shapes, words and legends.
 
 use std::fmt::Write;
 

@@ -34,7 +34,7 @@ fn ranks_of(best: &Evaluated) -> usize {
     best.step.simulation.as_ref().map_or(1, |simulation| simulation.spans.len())
 }
 
-/// What of a step a rank is at, as an index into [`KINDS`], and from when to when in milliseconds.
+/// A span of a rank in a step: an index into [`KINDS`], begin and end in milliseconds.
 struct Pass {
     kind: usize,
     start: f64,
@@ -60,7 +60,7 @@ fn passes(best: &Evaluated, rank: usize) -> Vec<Pass> {
     best.spans(rank).iter().filter_map(of_span).collect()
 }
 
-/// What follows the passes: from when on, how long, and what it is.
+/// Returns the spans after the passes: begin, length and kind.
 fn after(best: &Evaluated) -> impl Iterator<Item = (f64, f64, usize)> {
     let step = &best.step;
     let (gradients_ms, update_ms) = (step.gradients_ms, step.update_ms);
@@ -71,7 +71,7 @@ fn after(best: &Evaluated) -> impl Iterator<Item = (f64, f64, usize)> {
     parts.into_iter().filter(|(_, ms, _)| *ms > 0.0)
 }
 
-/// What each rank of the pipeline does when; without one what every rank does.
+/// Draws the spans of each pipeline rank; without a pipeline those of every rank.
 pub(super) fn timeline(best: &Evaluated) -> String {
     let step_ms = best.step.step_ms.max(f64::MIN_POSITIVE);
     let (left, height) = (60.0, 18.0);
@@ -155,7 +155,7 @@ fn bands(to: &mut String, passes: &[Pass], scale: f64, [left, y, height]: [f64; 
     }
 }
 
-/// All passes, for the script: as short as can be, for there may be hundreds of thousands.
+/// Returns the passes for the script, in a short form: there may be hundreds of thousands.
 fn data(best: &Evaluated) -> String {
     let all = ranks_of(best);
     let passes = |rank: usize| {

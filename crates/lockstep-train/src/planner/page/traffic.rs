@@ -1,4 +1,4 @@
-//! What a rank sends in a step: how long each level of links is at work, and what is waited for.
+//! Traffic of a rank in a step: busy time of each level of links, and exposed communication.
 
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::predict::{Sent, StepTraffic, Traffic};

@@ -1,0 +1,171 @@
+//! The evaluation of a configuration: its memory on every rank, its step and its saves.
+
+use lockstep_plan::cluster::{NodeKind, Software};
+use lockstep_plan::predict::{
+    PlanShape, Saves, SlowDevice, StepPrediction, TimedModel, data_stall_s, predict_step, predict_step_ms,
+};
+use lockstep_plan::search::Rejection;
+use lockstep_plan::work::{Labor, ModelWork, Pass};
+use lockstep_plan::{MemoryBytes, MemoryCategory, Plan, RankTraffic, StatePlan, ZeroStage, predicted};
+
+use crate::config::ReshardAfterForward;
+use crate::planner::Planner;
+use crate::planner::evaluated::Evaluated;
+use crate::planner::layout::Layout;
+use crate::planner::memory::{Holding, state_of};
+use crate::planner::recordings::Recording;
+use crate::{Error, RunConfig};
+
+impl Planner {
+    /// Evaluates the plan that a configuration's keys describe.
+    ///
+    /// # Errors
+    /// A configuration that does not fit the model, more ranks than devices.
+    pub fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
+        let (plan, layout) = self.described(config)?;
+        let recording = self.recording_of(config, &layout.mesh);
+        self.evaluated(config.clone(), plan, &layout, &recording)
+    }
+
+    /// The time of a plan's step as a multiple of what was predicted, if one device comes to a share of its speed, wherever in the pipeline
+    /// that costs most.
+    ///
+    /// # Errors
+    /// A plan that does not fit its model.
+    pub fn with_slow_device(&mut self, found: &Evaluated, speed: f64) -> Result<f64, Error> {
+        let config = &found.config;
+        let (_, layout) = self.described(config)?;
+        let recording = self.recording_of(config, &layout.mesh);
+        let times = TimedModel::new(&self.cluster, &recording.work, &layout.mesh);
+        let traffic = self.traffic_of(config, &layout, &recording).unwrap_or_default();
+        let step_ms = |pipeline_rank: usize| {
+            let slow = Some(SlowDevice { pipeline_rank, speed });
+            let shape = PlanShape { slow, ..self.shape(config.zero_stage(), &layout, &traffic) };
+            // The stages are those of the schedule, as above.
+            predict_step_ms(&self.cluster, &times, shape).unwrap_or(f64::INFINITY)
+        };
+        let longest = (0..layout.pipeline_ranks()).map(step_ms).fold(0.0, f64::max);
+        Ok(longest / found.step.step_ms)
+    }
+
+    fn evaluated(
+        &self,
+        config: RunConfig,
+        plan: Plan,
+        layout: &Layout,
+        recording: &Recording,
+    ) -> Result<Evaluated, Error> {
+        // What cannot be has no memory either.
+        let traffic = self.traffic_of(&config, layout, recording).unwrap_or_default();
+        let step = self.step(&config, layout, &recording.work, &traffic);
+        let memory =
+            (0..layout.pipeline_ranks()).map(|rank| self.memory_of(&config, layout, recording, rank));
+        let memory: Vec<MemoryBytes> = memory.collect::<Result<_, Rejection>>().unwrap_or_default();
+        let lacking = match memory.is_empty() {
+            true => Some(Rejection::Invalid),
+            false => {
+                self.lacking(layout, &memory).or_else(|| self.lacking_elsewhere(&config, layout, recording))
+            }
+        };
+        let devices = layout.mesh.world_size();
+        let work = &recording.work;
+        let micro_batches = (config.batch_parts() * layout.micro_batches) as f64;
+        let model_flops = micro_batches * (work.training_flops + work.attention_flops) as f64;
+        let peak_of = |node: &NodeKind| {
+            node.device_of(self.cluster.ranks_of_a_node(node, devices)).peak_flops(work.dtype)
+        };
+        let peak = self.cluster.nodes.iter().filter_map(peak_of);
+        Ok(Evaluated {
+            saves: self.saves_of(&config, layout, recording),
+            data_stall_ms: self.data_stall_ms(&config, layout, step.step_ms),
+            plan,
+            step,
+            memory,
+            capacity_bytes: self.capacity_bytes(devices),
+            fits: lacking.is_none(),
+            lacking,
+            tokens: (config.train.global_batch * config.train.seq_len) as u64,
+            model_flops,
+            hardware_flops: model_flops * (1.0 + computed_again(work)),
+            devices,
+            peak_tflops: peak.fold(f64::INFINITY, f64::min) / 1e12,
+            knows_peak: self.cluster.name != "local",
+            price_per_hour: self.price_per_hour(devices),
+            config,
+        })
+    }
+
+    /// Returns the time of a save: of a copy of the state that each pipeline rank holds, of other systems of the optimizer's state.
+    fn saves_of(&self, config: &RunConfig, layout: &Layout, recording: &Recording) -> Saves {
+        let bytes_of = |rank: usize| {
+            let stages = &layout.of_rank(rank, recording.work.units())[..];
+            if self.cluster.software != Software::Lockstep {
+                let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
+                let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages };
+                let elements = |unit| recording.work.unit(unit).elements();
+                return state_of(holding, elements)[MemoryCategory::Optimizer];
+            }
+            let whole = StatePlan { on_disk: None, ..self.state_plan(config, layout, recording, rank) };
+            let state = StatePlan { kept_copies: 0, saved_copies: 1, ..whole };
+            let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
+            let prediction = predicted(&recording.profile, layout.passes(rank, stages), shard_ranks, &state);
+            prediction.map_or(0, |prediction| prediction.by_category()[MemoryCategory::Snapshot])
+        };
+        let bytes = (0..layout.pipeline_ranks()).map(bytes_of).max().unwrap_or(0);
+        Saves::of(&self.cluster, &layout.mesh, bytes as f64, config.saves_from_copies())
+    }
+
+    fn data_stall_ms(&self, config: &RunConfig, layout: &Layout, step_ms: f64) -> f64 {
+        let sequences = config.train.global_batch / config.batch_parts().max(1);
+        let tokens = (sequences * config.train.seq_len) as f64;
+        data_stall_s(&self.cluster, &layout.mesh, tokens, step_ms * 1e-3) * 1e3
+    }
+
+    fn step(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        work: &ModelWork,
+        traffic: &[RankTraffic],
+    ) -> StepPrediction {
+        // The stages are those of the schedule: both come from one valid plan.
+        predict_step(&self.cluster, work, self.shape(config.zero_stage(), layout, traffic))
+            .expect("costs of every stage of the schedule")
+    }
+
+    /// Returns the inputs of the step-time model for a layout.
+    pub(super) fn shape<'l>(
+        &self,
+        zero_stage: ZeroStage,
+        layout: &'l Layout,
+        traffic: &'l [RankTraffic],
+    ) -> PlanShape<'l> {
+        PlanShape {
+            mesh: &layout.mesh,
+            zero_stage,
+            micro_batches: layout.micro_batches,
+            schedule: layout.schedule.as_deref(),
+            stages: &layout.stages,
+            gathers_once: self.config.parallel.reshard_after_forward == ReshardAfterForward::Never,
+            slow: None,
+            traffic,
+        }
+    }
+}
+
+/// Returns the recomputed operations as a fraction of those of a forward and a backward, the whole square of scores counted.
+fn computed_again(work: &ModelWork) -> f64 {
+    let (mut once, mut again) = (0.0, 0.0);
+    for unit in 0..work.units() {
+        let unit = work.unit(unit);
+        for task in unit.forward.iter().chain(&unit.backward) {
+            let flops = match task.labor {
+                Labor::Product(product) => product.flops() as f64,
+                Labor::Attention(attention) => 2.0 * attention.flops as f64,
+                _ => continue,
+            };
+            if task.pass == Pass::Recompute { again += flops } else { once += flops }
+        }
+    }
+    if once > 0.0 { again / once } else { 0.0 }
+}

@@ -1,0 +1,176 @@
+//! The layout of a plan: its mesh, the schedule of its pipeline and the units of each stage; of a configuration as its keys say, of a candidate
+//! with stages that take as long as each other.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use lockstep_plan::gathering::RankPasses;
+use lockstep_plan::predict::{TimedModel, slowest_kind};
+use lockstep_plan::schedule::{Kind, Schedule};
+use lockstep_plan::search::Candidate;
+use lockstep_plan::{Axis, Mesh, Offload, Plan, Recompute, StageMemory, split_quickly};
+
+use crate::planner::Planner;
+use crate::planner::trial::shortened;
+use crate::{Error, RunConfig, plan};
+
+/// A configuration's layout.
+#[derive(Debug, Clone)]
+pub(super) struct Layout {
+    pub(super) mesh: Mesh,
+    pub(super) schedule: Option<Rc<Schedule>>,
+    pub(super) stages: Vec<Range<usize>>,
+    pub(super) micro_batches: usize,
+}
+
+impl Layout {
+    pub(super) fn of_rank(&self, rank: usize, units: usize) -> Vec<StageMemory> {
+        match &self.schedule {
+            Some(schedule) => StageMemory::of_rank(schedule, &self.stages, rank),
+            None => vec![StageMemory::whole(units)],
+        }
+    }
+
+    /// The passes of a rank that has these stages.
+    pub(super) fn passes<'l>(&'l self, rank: usize, stages: &'l [StageMemory]) -> RankPasses<'l> {
+        let pipeline = self.schedule.as_deref().map(|schedule| (schedule, rank));
+        RankPasses { stages, pipeline, micro_batches: self.micro_batches }
+    }
+
+    pub(super) fn stages_of(&self, rank: usize) -> Vec<usize> {
+        self.schedule.as_ref().map_or_else(|| vec![0], |schedule| schedule.stages_of(rank).collect())
+    }
+
+    pub(super) fn pipeline_ranks(&self) -> usize {
+        self.mesh.ranks().degree(Axis::Pipeline)
+    }
+}
+
+impl Planner {
+    /// The plan that a configuration's keys describe.
+    pub(super) fn described(&self, config: &RunConfig) -> Result<(Plan, Layout), Error> {
+        let (plan, valid) = plan::valid_plan(config, &self.model.config, &self.model.tuning)?;
+        let mesh = valid.mesh;
+        let is_pipeline = mesh.ranks().degree(Axis::Pipeline) > 1;
+        let layout = Layout {
+            mesh,
+            schedule: is_pipeline.then(|| Rc::new(valid.schedule)),
+            stages: valid.stages,
+            micro_batches: config.accumulation_steps(),
+        };
+        Ok((plan, layout))
+    }
+
+    /// A candidate's keys; what they do not say is the run's.
+    pub(super) fn keys_of(&self, candidate: &Candidate) -> RunConfig {
+        let mut config = self.config.clone();
+        let Candidate {
+            degrees,
+            zero_stage,
+            micro_batch,
+            sequence_parallel,
+            context_method,
+            schedule: (kind, chunks),
+            recompute: _,
+            offload,
+        } = *candidate;
+        config.train.micro_batch = Some(micro_batch);
+        let parallel = &mut config.parallel;
+        parallel.data_parallel_replicate = degrees.replicate;
+        parallel.data_parallel_shard = degrees.shard;
+        parallel.zero_stage = usize::from(zero_stage.number());
+        parallel.tensor_parallel = degrees.tensor;
+        parallel.sequence_parallel = sequence_parallel;
+        parallel.context_parallel = degrees.context;
+        parallel.context_parallel_method = context_method.into();
+        parallel.expert_parallel = degrees.expert;
+        parallel.expert_tensor_parallel = degrees.expert_tensor;
+        parallel.pipeline_parallel = degrees.pipeline;
+        parallel.pipeline_schedule = kind.name().to_owned();
+        parallel.virtual_stages = (degrees.pipeline > 1).then_some(chunks);
+        parallel.pipeline_stages = None;
+        if !offload.is_nothing() {
+            let Offload { optimizer, gradients, parameters, activations } = offload;
+            parallel.offload_optimizer = optimizer.into();
+            parallel.offload_gradients = gradients.into();
+            parallel.offload_parameters = parameters.into();
+            parallel.offload_activations = activations.into();
+        }
+        config
+    }
+
+    /// The layout of a candidate whose stages take as long as each other; of a long schedule as many micro-batches as show how it goes on.
+    pub(super) fn laid_out(
+        &mut self,
+        candidate: &Candidate,
+        count: usize,
+        times: &TimedModel,
+    ) -> Option<Layout> {
+        let mesh = Mesh::new(candidate.degrees).ok()?;
+        let micro_batches = candidate.micro_batches(self.config.train.global_batch);
+        let (kind, chunks) = candidate.schedule;
+        let ranks = candidate.degrees.pipeline;
+        if ranks == 1 {
+            let stages = std::iter::once(0..times.units()).collect();
+            return Some(Layout { mesh, schedule: None, stages, micro_batches });
+        }
+        let micro_batches = shortened(kind, ranks, micro_batches);
+        let schedule = self.schedule(kind, ranks, micro_batches, chunks)?;
+        let stages = self.stages(candidate, &mesh, count, times, &schedule)?;
+        Some(Layout { mesh, schedule: Some(schedule), stages, micro_batches })
+    }
+
+    /// The stages of a pipeline that take as long as each other, each on the slowest of its nodes, where so many blocks forget what the
+    /// candidate says.
+    fn stages(
+        &mut self,
+        candidate: &Candidate,
+        mesh: &Mesh,
+        count: usize,
+        times: &TimedModel,
+        schedule: &Schedule,
+    ) -> Option<Vec<Range<usize>>> {
+        let stages = schedule.stages();
+        let forgotten = if count == 0 { Recompute::None } else { candidate.recompute };
+        // Where all nodes are alike it does not matter which rank has which stage.
+        let is_v = self.cluster.nodes.len() > 1 && candidate.schedule.0.is_v_shaped();
+        let key = (self.pass_key(candidate), forgotten, count, stages, is_v);
+        if let Some(known) = self.cuts.get(&key) {
+            return known.clone();
+        }
+        let of_kind = |kind: usize| -> Vec<f64> {
+            let seconds = times.unit_seconds(kind);
+            seconds.iter().map(|[forward, backward]| forward + backward).collect()
+        };
+        let costs: Vec<Vec<f64>> = (0..self.cluster.nodes.len()).map(of_kind).collect();
+        let kind = |rank: usize| slowest_kind(&self.cluster, mesh, times.dtype(), rank);
+        let kinds: Vec<usize> = (0..candidate.degrees.pipeline).map(kind).collect();
+        let of_stage = |stage: usize| costs[kinds[schedule.rank_of(stage)]].as_slice();
+        let cut = split_quickly(of_stage, times.units(), stages).map(|units| {
+            let stage = |end: &mut usize, units: usize| {
+                let start = *end;
+                *end += units;
+                Some(start..*end)
+            };
+            units.into_iter().scan(0, stage).collect::<Vec<_>>()
+        });
+        self.cuts.insert(key, cut.clone());
+        cut
+    }
+
+    pub(super) fn schedule(
+        &mut self,
+        kind: Kind,
+        ranks: usize,
+        micro_batches: usize,
+        chunks: usize,
+    ) -> Option<Rc<Schedule>> {
+        let key = (kind, ranks, micro_batches, chunks);
+        if let Some(known) = self.schedules.get(&key) {
+            return known.clone();
+        }
+        let schedule = Schedule::published(kind, ranks, micro_batches, chunks).ok().map(Rc::new);
+        self.schedules.insert(key, schedule.clone());
+        schedule
+    }
+}

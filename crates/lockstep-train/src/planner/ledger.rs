@@ -1,0 +1,118 @@
+//! The exact figures of a configuration's ranks: what each books in its ledger, and what it moves of offloaded state.
+
+use std::rc::Rc;
+
+use lockstep_plan::cluster::Software;
+use lockstep_plan::gathering::TooFewLive;
+use lockstep_plan::search::Rejection;
+use lockstep_plan::{
+    Axis, MemoryBytes, Mesh, RankTraffic, Residence, Residences, StatePlan, WINDOW_ELEMENTS,
+    offload_traffic_by_kind, predicted,
+};
+
+use crate::RunConfig;
+use crate::forecast::Training;
+use crate::planner::Planner;
+use crate::planner::layout::Layout;
+use crate::planner::memory::{Holding, memory_elsewhere};
+use crate::planner::recordings::{Recording, kept_elsewhere};
+
+impl Planner {
+    /// Returns the bytes that a pipeline rank books.
+    pub(super) fn memory_of(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        recording: &Recording,
+        rank: usize,
+    ) -> Result<MemoryBytes, Rejection> {
+        let stages = layout.of_rank(rank, recording.work.units());
+        if self.cluster.software != Software::Lockstep {
+            let Recording { work, .. } = recording;
+            let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
+            let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages: &stages };
+            let elements = |unit| work.unit(unit).elements();
+            let forgotten = |unit: usize| config.parallel.recompute.of(unit.saturating_sub(1));
+            let kept = |unit| kept_elsewhere(work, unit, forgotten(unit), self.cluster.software);
+            return Ok(memory_elsewhere(holding, elements, kept));
+        }
+        let state = self.state_plan(config, layout, recording, rank);
+        let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
+        let prediction = predicted(&recording.profile, layout.passes(rank, &stages), shard_ranks, &state);
+        let prediction = prediction.map_err(|_| Rejection::Invalid)?;
+        // A device gives what is booked; a host's system gives pages when they are first written.
+        Ok(if self.is_host() { prediction.touched() } else { prediction.by_category() })
+    }
+
+    /// Residences of a configuration's state on these machines: for ranks on CPUs host memory is their own.
+    pub(super) fn residences_of(&self, config: &RunConfig) -> Residences {
+        let residences = config.residences();
+        if self.is_host() { residences.on_cpu() } else { residences }
+    }
+
+    /// Returns true if a configuration offloads anything on these machines.
+    pub(super) fn offloads(&self, config: &RunConfig) -> bool {
+        self.cluster.software == Software::Lockstep && self.residences_of(config).offload_anything()
+    }
+
+    /// The recording of a configuration whose blocks recompute by its rules.
+    pub(super) fn recording_of(&mut self, config: &RunConfig, mesh: &Mesh) -> Rc<Recording> {
+        let (rules, software) = (config.parallel.recompute, self.cluster.software);
+        self.recordings.by_layer(config, &self.model, mesh, &rules, software)
+    }
+
+    /// Traffic of offloaded state of each pipeline rank in a step; empty if nothing is offloaded.
+    pub(super) fn traffic_of(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        recording: &Recording,
+    ) -> Result<Vec<RankTraffic>, Rejection> {
+        if !self.offloads(config) {
+            return Ok(Vec::new());
+        }
+        let Residences { optimizer, activations, .. } = self.residences_of(config);
+        let of_rank = |rank: usize| {
+            let stages = layout.of_rank(rank, recording.work.units());
+            let state = self.state_plan(config, layout, recording, rank);
+            let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
+            let passes = layout.passes(rank, &stages);
+            let by_kind = offload_traffic_by_kind(&recording.profile, passes, shard_ranks, &state)?;
+            let mut traffic = RankTraffic::default();
+            for (moved, residence) in by_kind.into_iter().zip([optimizer, activations]) {
+                match residence {
+                    Residence::Memory => {}
+                    Residence::Host => traffic.host = traffic.host + moved,
+                    Residence::Disk => traffic.disk = traffic.disk + moved,
+                }
+            }
+            Ok(traffic)
+        };
+        let traffic = (0..layout.pipeline_ranks()).map(of_rank).collect::<Result<_, TooFewLive>>();
+        traffic.map_err(|_| Rejection::Invalid)
+    }
+
+    /// Returns the state layout inputs of a pipeline rank.
+    pub(super) fn state_plan(
+        &self,
+        config: &RunConfig,
+        layout: &Layout,
+        recording: &Recording,
+        rank: usize,
+    ) -> StatePlan {
+        let mut state = recording.state.clone();
+        let residences = self.residences_of(config);
+        state.on_disk = residences.offload_plan(WINDOW_ELEMENTS);
+        state.has_activations_on_disk = residences.activations != Residence::Memory;
+        state.zero_stage = config.zero_stage();
+        state.replicas = layout.mesh.ranks().degree(Axis::Replicate);
+        let options = crate::engine_options(config);
+        state.micro_batches = options.micro_batches * layout.mesh.ranks().degree(Axis::Context);
+        let of_a_stage = layout.mesh.world_size() / layout.pipeline_ranks();
+        let copies = Training::of(config).copies(&layout.mesh, rank * of_a_stage, config.zero_stage());
+        // Copies of an accelerator's state are in host memory.
+        let is_here = usize::from(self.is_host());
+        (state.kept_copies, state.saved_copies) = (is_here * copies.kept, is_here * copies.saved);
+        state
+    }
+}

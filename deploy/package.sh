@@ -51,7 +51,7 @@ version=$("$binary" --version | cut -d' ' -f2)
 name=lockstep-$version-$machine-linux
 staged=$(mktemp -d)
 trap 'rm -rf "$staged"' EXIT
-if [ "$(id -u)" = 0 ]; then
+if [ "$(id -u)" = 0 ] && command -v chroot >/dev/null; then
   install -D "$binary" "$staged/empty/lockstep"
   chroot "$staged/empty" /lockstep --version >/dev/null
 fi

@@ -31,7 +31,7 @@ rm -rf "$dir/debian"
 container=$(buildah from scratch)
 buildah add --quiet "$container" "$dir/base.tar" / >/dev/null
 rm "$dir/base.tar"
-buildah config --env PATH=/usr/local/bin:/usr/bin:/bin --env CARGO_HOME=/usr/local/cargo "$container"
+buildah config --env PATH=/usr/local/cargo/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin --env CARGO_HOME=/usr/local/cargo "$container"
 buildah commit --quiet --rm "$container" "docker.io/library/$base" >/dev/null
 
 echo "== the Dockerfile"

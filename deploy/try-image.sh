@@ -43,7 +43,7 @@ buildah bud --pull-never --volume "$registry:/usr/local/cargo/registry" \
 
 echo "== training in the image"
 mkdir -m 777 "$dir/work"
-yes 'All ranks wait until the last gradient is reduced.' | head -n 2000 >"$dir/work/text.txt"
+for _ in $(seq 2000); do echo 'All ranks wait until the last gradient is reduced.'; done >"$dir/work/text.txt"
 cat >"$dir/work/run.toml" <<'RUN'
 [model]
 preset = "llama-15m"

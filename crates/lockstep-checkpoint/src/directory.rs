@@ -13,7 +13,7 @@ use crate::{
     error::CheckpointError,
     files::{DirectoryLock, sync_directory},
     load::Checkpoint,
-    manifest::MANIFEST_FILE,
+    manifest::{MANIFEST_FILE, Manifest},
 };
 
 /// In front of the name of a checkpoint that is being written, or has just been replaced.
@@ -89,33 +89,99 @@ pub fn latest_good(dir: &Path) -> Result<Latest, CheckpointError> {
     Ok(Latest { checkpoint: None, skipped })
 }
 
-/// Deletes every checkpoint older than the newest `keep` good ones, except the steps in `protect`;
-/// returns what it deleted.
+/// What a checkpoint is worth to whoever prunes.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Standing {
+    /// Saved while its run was failing: it counts for nothing, and stays only while it is the newest.
+    pub is_doubtful: bool,
+    /// A loss, where one was measured; the checkpoint with the lowest stays.
+    pub loss: Option<f64>,
+}
+
+/// The outcome of [`prune`].
+#[derive(Debug, Default)]
+pub struct Pruned {
+    /// Checkpoints that are gone.
+    pub deleted: Vec<PathBuf>,
+    /// Why others that should be gone are not.
+    pub failed: Vec<CheckpointError>,
+}
+
+/// Deletes the checkpoints older than the newest `keep` good ones, and doubtful ones that are not the newest. The steps in `protect`
+/// and the checkpoint with the lowest loss stay. What cannot be deleted is passed over.
 ///
-/// Good means here that the manifest is sound and every file is there with its full size: what was
-/// hashed when it was written is not read again. A broken checkpoint counts for nothing, so with fewer
-/// than `keep` good ones nothing is deleted.
-pub fn prune(dir: &Path, keep: NonZeroUsize, protect: &[u64]) -> Result<Vec<PathBuf>, CheckpointError> {
+/// Good means that the manifest is sound, every file is there with its full size, and `standing` calls it not doubtful: what was
+/// hashed when it was written is not read again. A broken checkpoint counts for nothing, so with fewer than `keep` good ones no
+/// good one is deleted.
+pub fn prune(
+    dir: &Path,
+    keep: NonZeroUsize,
+    protect: &[u64],
+    standing: impl Fn(&Manifest) -> Standing,
+) -> Result<Pruned, CheckpointError> {
     let _lock = DirectoryLock::take(dir)?;
-    let mut good = 0;
-    let mut deleted = Vec::new();
-    for listed in list(dir)?.into_iter().rev() {
-        if good < keep.get() {
-            let present = open_listed(&listed).and_then(|checkpoint| checkpoint.check_sizes());
-            good += usize::from(present.is_ok());
-        } else if !protect.contains(&listed.step) {
-            // A new name first: a deletion that is cut short leaves no half checkpoint behind.
-            let trash = dir.join(format!("{TRASH}{}", step_name(listed.step)));
-            fs::rename(&listed.path, &trash).map_err(CheckpointError::io("delete", &listed.path))?;
-            fs::remove_dir_all(&trash).map_err(CheckpointError::io("delete", &trash))?;
-            tracing::debug!(path = %listed.path.display(), "deleted an old checkpoint");
-            deleted.push(listed.path);
+    let judged: Vec<(ListedCheckpoint, Option<Standing>)> = list(dir)?
+        .into_iter()
+        .rev()
+        .map(|listed| {
+            let whole = open_listed(&listed).and_then(|found| found.check_sizes().map(|()| found));
+            let standing = whole.ok().map(|checkpoint| standing(checkpoint.manifest()));
+            (listed, standing)
+        })
+        .collect();
+    let losses = judged.iter().filter_map(|(listed, standing)| Some((listed.step, standing.as_ref()?.loss?)));
+    let best = losses.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1));
+    let (mut good, mut pruned) = (0, Pruned::default());
+    for (index, (listed, standing)) in judged.into_iter().enumerate() {
+        let is_doubtful = standing.is_some_and(|standing| standing.is_doubtful);
+        let is_beyond = good >= keep.get() || is_doubtful && index > 0;
+        if !is_beyond {
+            good += usize::from(standing.is_some() && !is_doubtful);
+        } else if !protect.contains(&listed.step) && best.is_none_or(|(step, _)| step != listed.step) {
+            match delete(dir, &listed) {
+                Ok(()) => pruned.deleted.push(listed.path),
+                Err(error) => pruned.failed.push(error),
+            }
         }
     }
-    if !deleted.is_empty() {
+    if !pruned.deleted.is_empty() {
         sync_directory(dir)?;
     }
-    Ok(deleted)
+    Ok(pruned)
+}
+
+/// Deletes a checkpoint under a new name: a deletion that is cut short leaves no half checkpoint behind.
+fn delete(dir: &Path, listed: &ListedCheckpoint) -> Result<(), CheckpointError> {
+    let trash = dir.join(format!("{TRASH}{}", step_name(listed.step)));
+    fs::rename(&listed.path, &trash).map_err(CheckpointError::io("delete", &listed.path))?;
+    fs::remove_dir_all(&trash).map_err(CheckpointError::io("delete", &trash))?;
+    tracing::debug!(path = %listed.path.display(), "deleted an old checkpoint");
+    Ok(())
+}
+
+/// Moves these damaged checkpoints of `dir` into the directory `damaged` in it, where they count for nothing, and returns where they are.
+/// One whose name is taken there replaces the earlier one of its step.
+///
+/// # Errors
+/// If one cannot be moved; those before it are.
+pub fn set_damaged_aside(dir: &Path, damaged: &[PathBuf]) -> Result<Vec<PathBuf>, CheckpointError> {
+    let _lock = DirectoryLock::take(dir)?;
+    let aside = dir.join("damaged");
+    let mut moved = Vec::new();
+    for path in damaged {
+        fs::create_dir_all(&aside).map_err(CheckpointError::io("create", &aside))?;
+        let target = aside.join(path.file_name().unwrap_or_default());
+        if target.exists() {
+            fs::remove_dir_all(&target).map_err(CheckpointError::io("delete", &target))?;
+        }
+        fs::rename(path, &target).map_err(CheckpointError::io("move aside", path))?;
+        moved.push(target);
+    }
+    if !moved.is_empty() {
+        sync_directory(&aside)?;
+        sync_directory(dir)?;
+    }
+    Ok(moved)
 }
 
 /// Moves every checkpoint from step `from` on into a new directory `earlier-N` in `dir`, and returns it; nothing
@@ -139,23 +205,48 @@ pub fn set_aside(dir: &Path, from: u64) -> Result<Option<PathBuf>, CheckpointErr
     Ok(Some(aside))
 }
 
-/// Clears away what dead saves and deletions left. The caller holds the lock.
-pub(crate) fn sweep(dir: &Path) -> Result<(), CheckpointError> {
+/// Clears away what dead saves and deletions left; returns why something of it is still there. The caller holds the lock.
+pub(crate) fn sweep(dir: &Path) -> Result<Vec<CheckpointError>, CheckpointError> {
+    let mut left = Vec::new();
     for name in names_in(dir)? {
         let path = dir.join(&name);
-        let is_ours = |prefix: &str| name.strip_prefix(prefix).is_some_and(|rest| step_of(rest).is_some());
-        if is_ours(STAGING) || is_ours(TRASH) {
-            fs::remove_dir_all(&path).map_err(CheckpointError::io("delete", &path))?;
+        let is_ours =
+            |prefix: &str| name.strip_prefix(prefix).is_some_and(|rest| staged_step(rest).is_some());
+        let swept = if is_ours(STAGING) || is_ours(TRASH) {
+            fs::remove_dir_all(&path).map_err(CheckpointError::io("delete", &path))
         } else if is_ours(SET_ASIDE) {
             let original = dir.join(&name[SET_ASIDE.len()..]);
-            if original.exists() {
-                fs::remove_dir_all(&path).map_err(CheckpointError::io("delete", &path))?;
-            } else {
-                fs::rename(&path, &original).map_err(CheckpointError::io("restore", &original))?;
+            match original.exists() {
+                true => fs::remove_dir_all(&path).map_err(CheckpointError::io("delete", &path)),
+                false => fs::rename(&path, &original).map_err(CheckpointError::io("restore", &original)),
             }
-        }
+        } else {
+            Ok(())
+        };
+        left.extend(swept.err());
     }
-    Ok(())
+    Ok(left)
+}
+
+/// The newest directory in `dir` for a save of `step`, and one that is not there yet. A second one is needed where the first is a
+/// leftover that cannot be deleted.
+pub(crate) fn staging_of(dir: &Path, step: u64) -> Result<(Option<PathBuf>, PathBuf), CheckpointError> {
+    let attempts = names_in(dir)?;
+    let attempts = attempts.iter().filter_map(|name| staged_step(name.strip_prefix(STAGING)?));
+    let last = attempts.filter(|(found, _)| *found == step).map(|(_, attempt)| attempt).max();
+    let path = |attempt: u32| match attempt {
+        0 => dir.join(format!("{STAGING}{}", step_name(step))),
+        attempt => dir.join(format!("{STAGING}{}.{attempt}", step_name(step))),
+    };
+    Ok((last.map(path), path(last.map_or(0, |attempt| attempt.saturating_add(1)))))
+}
+
+/// The step and the number of the attempt that the rest of a hidden name stands for.
+fn staged_step(name: &str) -> Option<(u64, u32)> {
+    match name.split_once('.') {
+        None => Some((step_of(name)?, 0)),
+        Some((step, attempt)) => Some((step_of(step)?, attempt.parse().ok()?)),
+    }
 }
 
 /// Name of the checkpoint of a step.
@@ -216,6 +307,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for name in [
             ".tmp-step-00000005",
+            ".tmp-step-00000006.2",
             ".trash-step-00000001",
             ".old-step-00000002",
             ".old-step-00000003",
@@ -225,9 +317,22 @@ mod tests {
         ] {
             fs::create_dir(dir.path().join(name)).unwrap();
         }
-        sweep(dir.path()).unwrap();
+        assert!(sweep(dir.path()).unwrap().is_empty());
         let mut left = names_in(dir.path()).unwrap();
         left.sort();
         assert_eq!(left, [".tmp-mine", "notes", "step-00000002", "step-00000003"]);
+    }
+
+    #[test]
+    fn a_save_beside_a_leftover_of_its_step_has_a_name_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let (first, second) = (path(".tmp-step-00000005"), path(".tmp-step-00000005.1"));
+        assert_eq!(staging_of(dir.path(), 5).unwrap(), (None, first.clone()));
+        fs::create_dir(&first).unwrap();
+        assert_eq!(staging_of(dir.path(), 5).unwrap(), (Some(first), second.clone()));
+        fs::create_dir(&second).unwrap();
+        assert_eq!(staging_of(dir.path(), 5).unwrap(), (Some(second), path(".tmp-step-00000005.2")));
+        assert_eq!(staging_of(dir.path(), 6).unwrap().0, None);
     }
 }

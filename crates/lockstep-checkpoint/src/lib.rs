@@ -63,7 +63,10 @@ pub mod safetensors;
 pub use background::{PendingSave, SaveThread};
 pub use base::BaseModel;
 pub use digest::Digest;
-pub use directory::{Latest, ListedCheckpoint, SkippedCheckpoint, find, latest_good, list, prune, set_aside};
+pub use directory::{
+    Latest, ListedCheckpoint, Pruned, SkippedCheckpoint, Standing, find, latest_good, list, prune, set_aside,
+    set_damaged_aside,
+};
 pub use error::{CheckpointError, CoverageError};
 pub use files::{RunLock, prepare_directory};
 pub use load::Checkpoint;

@@ -24,7 +24,7 @@ use lockstep_plan::ParameterRecord;
 use serde_json::Value;
 
 use crate::{
-    directory::{self, SET_ASIDE, STAGING},
+    directory::{self, SET_ASIDE},
     error::{CheckpointError, CoverageError},
     files::{DirectoryLock, create_directories, create_file, exchange, sync_directory},
     manifest::{FORMAT_VERSION, MANIFEST_FILE, Manifest, TensorEntry, TensorKind, config_digest},
@@ -149,6 +149,8 @@ pub struct Staging {
     path: PathBuf,
     step: u64,
     committed: bool,
+    /// Leftovers of dead saves that could not be deleted.
+    leftovers: Vec<CheckpointError>,
     #[expect(dead_code, reason = "held until the save is over")]
     lock: DirectoryLock,
 }
@@ -167,17 +169,26 @@ impl Staging {
     ) -> Result<Self, CheckpointError> {
         create_directories(dir)?;
         let lock = DirectoryLock::take(dir)?;
-        directory::sweep(dir)?;
-        let path = Self::path_in(dir, step);
+        let leftovers = directory::sweep(dir)?;
+        let (_, path) = directory::staging_of(dir, step)?;
         fs::create_dir(&path).map_err(CheckpointError::io("create", &path))?;
-        let staging = Self { dir: dir.to_path_buf(), path, step, committed: false, lock };
+        let staging = Self { dir: dir.to_path_buf(), path, step, committed: false, leftovers, lock };
         notify(observer, CommitPoint::StagingCreated)?;
         Ok(staging)
     }
 
     /// Where ranks write the files of a save of `step` that another rank has begun in `dir`.
-    pub fn path_in(dir: &Path, step: u64) -> PathBuf {
-        dir.join(format!("{STAGING}{}", directory::step_name(step)))
+    ///
+    /// # Errors
+    /// If `dir` cannot be listed.
+    pub fn path_in(dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
+        let (begun, new) = directory::staging_of(dir, step)?;
+        Ok(begun.unwrap_or(new))
+    }
+
+    /// Why leftovers of dead saves are still there; nothing of them is in the way.
+    pub fn leftovers(&self) -> &[CheckpointError] {
+        &self.leftovers
     }
 
     /// The directory that ranks write their files into.

@@ -154,7 +154,8 @@ fn child_that_saves_on_and_on() {
     let Some((dir, first)) = orders() else { return };
     for step in first.parse::<u64>().unwrap().. {
         save_step(&dir, step).unwrap();
-        lockstep_checkpoint::prune(&dir, std::num::NonZeroUsize::new(2).unwrap(), &[]).unwrap();
+        let keep = std::num::NonZeroUsize::new(2).unwrap();
+        lockstep_checkpoint::prune(&dir, keep, &[], |_| lockstep_checkpoint::Standing::default()).unwrap();
     }
 }
 

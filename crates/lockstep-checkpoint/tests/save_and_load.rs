@@ -11,8 +11,9 @@ use std::{
 
 use common::State;
 use lockstep_checkpoint::{
-    Checkpoint, CheckpointError, CoverageError, DType, Digest, Region, SaveRequest, Staging, TensorKind,
-    TensorSlice, latest_good, list, prune, safetensors::SafetensorsFile, save, write_shard,
+    Checkpoint, CheckpointError, CoverageError, DType, Digest, Manifest, Region, SaveRequest, Staging,
+    Standing, TensorKind, TensorSlice, latest_good, list, prune, safetensors::SafetensorsFile, save,
+    set_damaged_aside, write_shard,
 };
 use lockstep_plan::{Initializer, ParameterRecord, Share};
 use proptest::prelude::*;
@@ -271,16 +272,71 @@ fn prune_keeps_the_newest_good_ones_and_the_protected_and_counts_no_broken_one()
         let state = State::at(step);
         save(dir.path(), &state.request(), &state.slices()).unwrap();
     }
-    assert_eq!(prune(dir.path(), keep(6), &[]).unwrap(), Vec::<PathBuf>::new());
+    let prune =
+        |keep, protect: &[u64]| prune(dir.path(), keep, protect, |_| Standing::default()).unwrap().deleted;
+    assert_eq!(prune(keep(6), &[]), Vec::<PathBuf>::new());
     fs::remove_file(dir.path().join("step-00000005/rank-00000.safetensors")).unwrap();
-    let deleted = prune(dir.path(), keep(2), &[1]).unwrap();
+    let deleted = prune(keep(2), &[1]);
     assert_eq!(deleted, [dir.path().join("step-00000003"), dir.path().join("step-00000002")]);
     assert_eq!(steps(dir.path()), [1, 4, 5, 6]);
     fs::write(dir.path().join("step-00000006/manifest.json"), "{}").unwrap();
-    assert_eq!(prune(dir.path(), keep(1), &[]).unwrap(), [dir.path().join("step-00000001")]);
+    assert_eq!(prune(keep(1), &[]), [dir.path().join("step-00000001")]);
     fs::remove_dir_all(dir.path().join("step-00000004")).unwrap();
-    assert!(prune(dir.path(), keep(1), &[]).unwrap().is_empty(), "with no good one, nothing is deleted");
+    assert!(prune(keep(1), &[]).is_empty(), "with no good one, nothing is deleted");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+#[test]
+fn prune_lets_no_doubtful_checkpoint_take_the_place_of_a_good_one_and_keeps_the_best() {
+    let dir = tempfile::tempdir().unwrap();
+    let losses = [
+        (1, Some(3.0)),
+        (2, Some(2.0)),
+        (3, Some(2.5)),
+        (4, None),
+        (5, Some(9.0)),
+        (6, Some(f64::NAN)),
+        (7, Some(1.0)),
+    ];
+    let standing = |manifest: &Manifest| {
+        let step = manifest.step;
+        let (_, loss) = losses[step as usize - 1];
+        Standing { is_doubtful: step == 5 || step == 6, loss: loss.filter(|_| step < 7) }
+    };
+    for (step, left) in [
+        (1, &[1][..]),
+        (2, &[1, 2]),
+        (3, &[2, 3]),
+        // The best stays beside the newest two.
+        (4, &[2, 3, 4]),
+        // A doubtful one stays while it is the newest, and counts for nothing.
+        (5, &[2, 3, 4, 5]),
+        (6, &[2, 3, 4, 6]),
+        (7, &[2, 4, 7]),
+    ] {
+        let state = State::at(step);
+        save(dir.path(), &state.request(), &state.slices()).unwrap();
+        let pruned = prune(dir.path(), keep(2), &[step], standing).unwrap();
+        assert!(pruned.failed.is_empty(), "{pruned:?}");
+        assert_eq!(steps(dir.path()), left, "after step {step}");
+    }
+}
+
+#[test]
+fn damaged_checkpoints_are_set_aside_and_may_be_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let damaged = [dir.path().join("step-00000002")];
+    for _ in 0..2 {
+        for step in 1..=2 {
+            let state = State::at(step);
+            save(dir.path(), &state.request(), &state.slices()).unwrap();
+        }
+        let moved = set_damaged_aside(dir.path(), &damaged).unwrap();
+        assert_eq!(moved, [dir.path().join("damaged/step-00000002")]);
+        assert!(moved[0].join("manifest.json").exists());
+        assert_eq!(steps(dir.path()), [1]);
+    }
+    assert!(set_damaged_aside(dir.path(), &damaged).is_err(), "what is not there cannot be moved");
 }
 
 #[test]

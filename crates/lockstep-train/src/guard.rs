@@ -17,6 +17,10 @@ use crate::{Error, RunConfig};
 const HISTORY: usize = 64;
 /// With fewer sound steps behind it, no step is called a spike.
 const LEAST_HISTORY: usize = 16;
+/// A loss that is so many times the median of the sound steps before, and so much more, has risen: weights with such a loss replace no
+/// earlier checkpoint.
+const RISEN: f64 = 1.5;
+const LEAST_RISE: f64 = 0.5;
 /// Steps in a row that may be skipped before the run gives up.
 const MAX_SKIPPED_IN_A_ROW: u64 = 10;
 
@@ -79,6 +83,10 @@ pub(crate) struct Guard {
     losses: Window,
     norms: Window,
     pub(crate) skipped_in_a_row: u64,
+    /// Losses of sound steps that had not risen.
+    calm: Window,
+    /// Whether the loss of the last sound step was far above those.
+    is_risen: bool,
     /// The last step that changed the weights.
     last_good: u64,
     /// Steps skipped in the whole run.
@@ -105,6 +113,8 @@ impl Guard {
             losses: Window::from_json(&remembered["losses"]),
             norms: Window::from_json(&remembered["gradient_norms"]),
             skipped_in_a_row: number("skipped_in_a_row"),
+            calm: Window::from_json(&remembered["calm_losses"]),
+            is_risen: remembered["is_risen"] == true,
             last_good: step - number("skipped_in_a_row").min(step),
             skipped: number("skipped"),
             rollbacks: number("rollbacks"),
@@ -117,6 +127,8 @@ impl Guard {
             "losses": self.losses.to_json(),
             "gradient_norms": self.norms.to_json(),
             "skipped_in_a_row": self.skipped_in_a_row,
+            "calm_losses": self.calm.to_json(),
+            "is_risen": self.is_risen,
             "skipped": self.skipped,
             "rollbacks": self.rollbacks,
         })
@@ -144,6 +156,17 @@ impl Guard {
             self.losses.push(loss);
             self.norms.push(grad_norm);
         }
+        // A loss that has risen does not become the usual one, however long it lasts.
+        self.is_risen = self.calm.median().is_some_and(|median| loss > RISEN * median + LEAST_RISE);
+        if !self.is_risen {
+            self.calm.push(loss);
+        }
+    }
+
+    /// Whether the run is failing, so that its newest weights are worth less than earlier ones: its last step was skipped, or had a loss far
+    /// above the median of those before.
+    pub(crate) fn is_doubtful(&self) -> bool {
+        self.skipped_in_a_row > 0 || self.is_risen
     }
 
     /// Counts a step that was skipped for `verdict`. `suspect` finds a parameter whose gradient is not finite, when the run gives up.

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use lockstep_checkpoint::{
-    BaseModel, Checkpoint, CheckpointError, DType, TensorKind, latest_good, set_aside,
+    BaseModel, Checkpoint, CheckpointError, DType, Latest, SkippedCheckpoint, TensorKind, latest_good,
+    set_aside,
 };
 use lockstep_engine::{Engine, StateKind};
 use lockstep_plan::ParameterId;
@@ -38,13 +39,24 @@ pub(crate) struct SavedState {
     pub(crate) guard: Value,
     /// What the loss scale remembers; null where it is not adjusted.
     pub(crate) loss_scale: Value,
+    /// Whether the run is failing: steps are skipped, or its loss is far above what it was.
+    pub(crate) is_doubtful: bool,
+    /// The loss of an evaluation after this step, if there was one.
+    pub(crate) eval_loss: Option<f64>,
 }
 
 impl SavedState {
     /// What a checkpoint's manifest has no field of its own for.
     pub(crate) fn to_json(&self) -> Value {
         let Counters { updates, tokens, .. } = self.counters;
-        json!({ "updates": updates, "tokens_seen": tokens, "guard": self.guard, "loss_scale": self.loss_scale })
+        json!({
+            "updates": updates,
+            "tokens_seen": tokens,
+            "guard": self.guard,
+            "loss_scale": self.loss_scale,
+            "is_doubtful": self.is_doubtful,
+            "eval_loss": self.eval_loss,
+        })
     }
 }
 
@@ -59,11 +71,11 @@ pub(crate) fn tensor_kind(kind: StateKind) -> TensorKind {
     }
 }
 
-/// The checkpoint to go on from, and what to tell the user about those that were passed over.
+/// The checkpoint to go on from, and newer ones that are damaged.
 pub(crate) fn find_checkpoint(
     config: &RunConfig,
     resume: &Resume,
-) -> Result<(Option<Checkpoint>, Vec<String>), Error> {
+) -> Result<(Option<Checkpoint>, Vec<SkippedCheckpoint>), Error> {
     match resume {
         Resume::Never => Ok((None, Vec::new())),
         Resume::From(path) => {
@@ -76,20 +88,20 @@ pub(crate) fn find_checkpoint(
             if !dir.is_dir() {
                 return Ok((None, Vec::new()));
             }
-            let found = latest_good(dir)?;
-            let skipped: Vec<String> = found
-                .skipped
-                .iter()
-                .map(|skipped| format!("{}: {}", skipped.path.display(), skipped.reason))
-                .collect();
-            if found.checkpoint.is_none() && !skipped.is_empty() {
-                let reasons =
-                    skipped.iter().map(|reason| format!("  {reason}")).collect::<Vec<_>>().join("\n");
-                return Err(Error::NoGoodCheckpoint { dir: dir.clone(), reasons });
+            let Latest { checkpoint, skipped } = latest_good(dir)?;
+            if checkpoint.is_none() && !skipped.is_empty() {
+                let reasons: Vec<String> =
+                    skipped.iter().map(|skipped| format!("  {}", told(skipped))).collect();
+                return Err(Error::NoGoodCheckpoint { dir: dir.clone(), reasons: reasons.join("\n") });
             }
-            Ok((found.checkpoint, skipped))
+            Ok((checkpoint, skipped))
         }
     }
+}
+
+/// A damaged checkpoint in words.
+pub(crate) fn told(skipped: &SkippedCheckpoint) -> String {
+    format!("{}: {}", skipped.path.display(), skipped.reason)
 }
 
 /// The settings in which this run differs from the one that wrote the checkpoint, in words. Where the user has named the

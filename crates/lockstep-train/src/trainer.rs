@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use lockstep_checkpoint::{Checkpoint, CommitObserver, RunLock, prepare_directory};
+use lockstep_checkpoint::{Checkpoint, CommitObserver, RunLock, prepare_directory, set_damaged_aside};
 use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_graph::mutation::{Mutation, active};
@@ -32,7 +32,7 @@ use crate::saving::Saver;
 use crate::schedule::LearningRate;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
-    Counters, SavedState, changed_settings, find_checkpoint, restore, set_aside_later, text_has_changed,
+    Counters, SavedState, changed_settings, find_checkpoint, restore, set_aside_later, text_has_changed, told,
 };
 use crate::{Corpus, Error, ResolvedModel, resolve_model};
 
@@ -168,7 +168,8 @@ pub(crate) fn run(
     );
     let writes = ranks.is_first() && leaves == Leaves::Everything;
     let _lock = writes.then(|| lock(config)).transpose()?;
-    let Origin { mut engine, counters, checkpoint, told } = Origin::of(config, resume, ranks, &model)?;
+    let Origin { mut engine, counters, checkpoint, told, damaged } =
+        Origin::of(config, resume, ranks, &model)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress = ranks.progress(steps, show);
     let predicted = Predicted::of(config, &engine, ranks)?;
@@ -194,6 +195,12 @@ pub(crate) fn run(
     // All have read what they begin with before anything is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
     let records = if writes {
+        match set_damaged_aside(&config.checkpoint.dir, &damaged) {
+            Ok(moved) => moved.iter().for_each(|path| {
+                progress.message(&format!("the damaged checkpoint is now {}", path.display()))
+            }),
+            Err(error) => progress.message(&format!("a damaged checkpoint stays where it is: {error}")),
+        }
         if let Some(aside) = set_aside_later(config, resume, &counters)? {
             progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
         }
@@ -235,6 +242,7 @@ pub(crate) fn run(
         saver,
         observer,
         phase: "before the first step",
+        evaluated: None,
         uniform_loss: (model.config.vocab_size() as f64).ln(),
         micro_batches: Vec::new(),
         expert_load: Vec::new(),
@@ -256,6 +264,8 @@ struct Origin {
     checkpoint: Option<Checkpoint>,
     /// Messages on where the run begins.
     told: Vec<String>,
+    /// Damaged checkpoints newer than the one that the run goes on from.
+    damaged: Vec<PathBuf>,
 }
 
 impl Origin {
@@ -263,19 +273,22 @@ impl Origin {
     fn of(config: &RunConfig, resume: &Resume, ranks: &Ranks, model: &ResolvedModel) -> Result<Self, Error> {
         let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
         let mut engine = build_engine(config, model, ranks, &ranks.arena())?;
-        let damaged = passed_over.iter().map(|reason| format!("passed over a damaged checkpoint: {reason}"));
-        let mut told: Vec<String> = damaged.collect();
+        let words =
+            passed_over.iter().map(|skipped| format!("passed over a damaged checkpoint: {}", told(skipped)));
+        let mut messages: Vec<String> = words.collect();
+        let damaged = passed_over.into_iter().map(|skipped| skipped.path).collect();
         let Some(found) = &checkpoint else {
             tracing::info!(dir = %config.checkpoint.dir.display(), ?resume, "no checkpoint to go on from");
             load_first_weights(config, model, &mut engine)?;
-            return Ok(Self { engine, counters: Counters::default(), checkpoint, told });
+            let counters = Counters::default();
+            return Ok(Self { engine, counters, checkpoint, told: messages, damaged });
         };
         tracing::info!(path = %found.path().display(), ?resume, "going on from a checkpoint");
         let changed = changed_settings(config, model, resume, found)?;
         let counters = restore(config, model, &mut engine, found)?;
-        told.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
-        told.extend(changed);
-        Ok(Self { engine, counters, checkpoint, told })
+        messages.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
+        messages.extend(changed);
+        Ok(Self { engine, counters, checkpoint, told: messages, damaged })
     }
 }
 
@@ -336,6 +349,8 @@ struct Run<'a> {
     guard: Guard,
     /// The loss of a uniform guess.
     uniform_loss: f64,
+    /// The step and the loss of the last evaluation.
+    evaluated: Option<(u64, f64)>,
     /// None but in f16.
     loss_scale: Option<LossScale>,
     /// None if the run never goes back.
@@ -463,6 +478,8 @@ impl Run<'_> {
             counters: self.counters,
             guard: self.guard.to_json(),
             loss_scale: self.loss_scale.as_ref().map_or(Value::Null, LossScale::to_json),
+            is_doubtful: self.guard.is_doubtful(),
+            eval_loss: self.evaluated.filter(|(step, _)| *step == self.counters.step).map(|(_, loss)| loss),
         }
     }
 
@@ -688,6 +705,7 @@ impl Run<'_> {
         tracing::debug!(step = row.step, loss = row.eval_loss, ms = row.eval_ms, "evaluated");
         self.progress.evaluation(&row);
         self.records.append(&row, |text| self.progress.message(text));
+        self.evaluated = Some((row.step, row.eval_loss));
         Ok(Some(row.eval_loss))
     }
 }

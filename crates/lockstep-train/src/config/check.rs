@@ -31,6 +31,7 @@ pub(super) fn check(purpose: Purpose, config: &RunConfig, reader: &mut Reader<'_
     checker.parallel();
     checker.offload();
     checker.metrics();
+    checker.checkpoint();
 }
 
 struct Checker<'c, 'r, 'p> {
@@ -525,6 +526,30 @@ impl Checker<'_, '_, '_> {
             let allowed = "parallel.quantize_feedback = false, or train.precision = \"bf16\"";
             let keys = ["parallel.quantize_feedback", "parallel.quantize_gradients", "train.precision"];
             self.refuse(&keys, what, allowed);
+        }
+    }
+
+    fn checkpoint(&mut self) {
+        let (checkpoint, train) = (&self.config.checkpoint, &self.config.train);
+        let (every, eval_every) = (checkpoint.every, train.eval_every);
+        if !checkpoint.keep_best {
+            return;
+        }
+        if checkpoint.keep == 0 {
+            self.refuse_without_effect(
+                &["checkpoint.keep_best"],
+                "checkpoint.keep = 0, which keeps all",
+                "checkpoint.keep",
+            );
+        }
+        if eval_every == 0
+            || every == 0
+            || !every.is_multiple_of(eval_every) && !eval_every.is_multiple_of(every)
+        {
+            let what = format!(
+                "needs steps that are evaluated and saved: checkpoint.every = {every}, train.eval_every = {eval_every}"
+            );
+            self.refuse(&["checkpoint.keep_best", "train.eval_every"], what, "one a multiple of the other");
         }
     }
 

@@ -364,6 +364,8 @@ sections! {
         every: u64 = 500, rules();
         /// How many of the newest checkpoints are kept; 0 keeps all.
         keep: usize = 3, rules();
+        /// Keep the checkpoint with the lowest evaluation loss as well, of those that were saved after a step that was evaluated.
+        keep_best: bool = false, rules();
         /// Write checkpoints beside the training, from a copy of the state in memory. Where there is no memory for
         /// it, the training waits for each save.
         in_background as "async": bool = true, rules();

@@ -52,6 +52,8 @@ pub(crate) struct Saver {
     /// Step and path of the newest checkpoint; the first rank knows it.
     saved: Option<(u64, PathBuf)>,
     stall_ms: f64,
+    /// Warnings that were told.
+    told: HashSet<String>,
 }
 
 /// Memory for the copy that is saved.
@@ -149,6 +151,7 @@ impl Saver {
             directory: Directory {
                 path: config.checkpoint.dir.clone(),
                 keep: NonZeroUsize::new(config.checkpoint.keep),
+                keep_best: config.checkpoint.keep_best,
             },
             record: json!({
                 "run": config.to_json(),
@@ -166,6 +169,7 @@ impl Saver {
             ended: Vec::new(),
             saved,
             stall_ms: 0.0,
+            told: HashSet::new(),
             ranks,
         }))
     }
@@ -436,7 +440,10 @@ impl Saver {
         match saved {
             Ok(Saved { path, warnings }) => {
                 for warning in warnings {
-                    progress.message(&warning);
+                    // What stays wrong is told once.
+                    if self.told.insert(warning.clone()) {
+                        progress.message(&warning);
+                    }
                 }
                 progress.message(&format!("saved {}", path.display()));
                 self.saved = Some((step, path));

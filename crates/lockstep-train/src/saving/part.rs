@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use lockstep_checkpoint::{
-    ByteSource, CheckpointError, CommitObserver, Region, SaveRequest, ShardReport, SliceBytes, Staging,
-    TensorSlice, prune, write_shard_observed,
+    ByteSource, CheckpointError, CommitObserver, Manifest, Region, SaveRequest, ShardReport, SliceBytes,
+    Staging, Standing, TensorSlice, prune, write_shard_observed,
 };
 use lockstep_engine::{Contents, OnDisk, StateKind, StateTensor};
 use lockstep_plan::ParameterRecord;
@@ -36,6 +36,24 @@ pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
 pub(super) struct Directory {
     pub(super) path: PathBuf,
     pub(super) keep: Option<NonZeroUsize>,
+    /// Whether the checkpoint with the lowest evaluation loss stays as well.
+    pub(super) keep_best: bool,
+}
+
+impl Directory {
+    /// Removes the checkpoints beyond `keep`; returns what went wrong.
+    fn prune(&self, newest: u64) -> Vec<String> {
+        let Some(keep) = self.keep else { return Vec::new() };
+        let standing = |manifest: &Manifest| Standing {
+            is_doubtful: manifest.state["is_doubtful"] == true,
+            loss: manifest.state["eval_loss"].as_f64().filter(|_| self.keep_best),
+        };
+        let failed = match prune(&self.path, keep, &[newest], standing) {
+            Ok(pruned) => pruned.failed,
+            Err(error) => vec![error],
+        };
+        failed.into_iter().map(|error| format!("an old checkpoint is not removed: {error}")).collect()
+    }
 }
 
 /// What a rank has to write, but for the tensors.
@@ -69,7 +87,7 @@ impl Part {
         if slices.is_empty() {
             return Ok(None);
         }
-        let staging = Staging::path_in(&self.directory.path, self.step);
+        let staging = Staging::path_in(&self.directory.path, self.step)?;
         let written = write_shard_observed(&staging, self.rank, &slices, &*self.observer);
         if let Some(name) = own.iter().find_map(Own::found_not_finite) {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
@@ -248,11 +266,15 @@ impl Commit {
             state: self.state.to_json(),
             parameters: &self.parameters,
         };
-        let path = self.staging.commit_observed(&request, reports, &*self.observer)?;
-        let Directory { path: dir, keep } = &self.directory;
-        if let Some(error) = keep.and_then(|keep| prune(dir, keep, &[step]).err()) {
-            warnings.push(format!("old checkpoints are not removed: {error}"));
+        if self.state.is_doubtful {
+            warnings.push(
+                "steps are skipped, or the loss is far above what it was: checkpoints of now replace none of before".to_owned(),
+            );
         }
+        let left = self.staging.leftovers().iter();
+        warnings.extend(left.map(|error| format!("what an earlier save left stays: {error}")));
+        let path = self.staging.commit_observed(&request, reports, &*self.observer)?;
+        warnings.extend(self.directory.prune(step));
         Ok(Saved { path, warnings })
     }
 }

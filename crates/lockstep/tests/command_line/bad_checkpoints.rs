@@ -123,3 +123,59 @@ fn what_shows_or_exports_one_checkpoint_of_several_asks_which() {
         workshop.run(command).fails(2, &["did you mean", "checkpoints/step-00000004"]);
     }
 }
+
+#[test]
+fn damaged_checkpoints_do_not_count_towards_those_that_are_kept() {
+    let workshop = Workshop::new();
+    workshop.train(&["checkpoint.every=1", "checkpoint.keep=4"]).succeeds();
+    for step in [2, 3, 4] {
+        workshop.flip_a_bit(&format!("checkpoints/step-0000000{step}/rank-00000.safetensors"));
+    }
+    let more = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=3"];
+    let resumed = workshop.train(&more).succeeds();
+    assert!(
+        resumed.stderr.contains("the damaged checkpoint is now checkpoints/damaged/step-00000004"),
+        "{resumed:?}"
+    );
+    let verified = workshop.run(&["checkpoint", "verify", "checkpoints"]).succeeds();
+    assert_eq!(verified.stdout.lines().count(), 3, "the one of before and two new ones: {verified:?}");
+    assert!(workshop.path("checkpoints/step-00000001").exists());
+}
+
+#[test]
+fn a_run_that_fails_evicts_no_good_checkpoint() {
+    let workshop = Workshop::new();
+    // With such a learning rate the model has learned the text after a few steps.
+    let good = ["train.steps=60", "checkpoint.every=10", "optimizer.lr=1e-2"];
+    workshop.train(&good).succeeds();
+    let resume = ["train", "run.toml", "--resume", "checkpoints"];
+    let absurd = ["--set", "train.steps=100", "--set", "checkpoint.every=2", "--set", "optimizer.lr=1000"];
+    let failing = workshop.run(&[&resume[..], &absurd].concat());
+    assert!(failing.stderr.contains("checkpoints of now replace none of before"), "{failing:?}");
+    for step in [50, 60] {
+        let path = format!("checkpoints/step-000000{step}");
+        assert!(workshop.path(&path).exists(), "{path}: {failing:?}");
+    }
+}
+
+#[test]
+fn the_best_checkpoint_stays_if_that_is_wanted() {
+    let workshop = Workshop::new();
+    let settings = [
+        "train.steps=30",
+        "train.eval_every=5",
+        "checkpoint.every=5",
+        "checkpoint.keep=2",
+        "checkpoint.keep_best=true",
+        "optimizer.lr=3e-2",
+    ];
+    workshop.train(&settings).succeeds();
+    let rows = String::from_utf8(workshop.read("runs/metrics.jsonl")).unwrap();
+    let rows = rows.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let evaluated = rows.filter_map(|row| Some((row["step"].as_u64()?, row["eval_loss"].as_f64()?)));
+    let (best, _) = evaluated.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+    assert!(workshop.path(&format!("checkpoints/step-{best:08}")).exists(), "step {best}");
+    workshop
+        .train(&["checkpoint.keep_best=true", "train.eval_every=0"])
+        .refuses(2, &["checkpoint.keep_best", "train.eval_every = 0"]);
+}

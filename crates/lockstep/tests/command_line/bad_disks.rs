@@ -193,3 +193,27 @@ fn a_disk_in_memory_is_no_place_for_what_memory_lacks() {
         .refuses(2, &["\"muon\" needs whole matrices"]);
     workshop.train(&["parallel.offload.fraction=0.5"]).refuses(2, &["nothing is on disk"]);
 }
+
+#[test]
+fn a_leftover_that_cannot_be_removed_stops_no_save() {
+    let workshop = Workshop::new();
+    // A mount point cannot be removed, not even by root.
+    let script = r#"{ mkdir -p disk/.tmp-step-00000002/held disk/.trash-step-00000001/held
+        for name in tmp-step-00000002 trash-step-00000001; do mount -t tmpfs tmpfs disk/.$name/held; done
+        $1 train run.toml --set checkpoint.dir=disk --set checkpoint.every=1 --set checkpoint.keep=2; echo "code $?"
+        for saved in disk/step-*; do $1 checkpoint verify $saved; done; }"#;
+    let Some(outcome) = with_disk(&workshop, "size=8m", script) else { return };
+    let verified = |step| format!("disk/step-0000000{step}: every byte is as it was written\n");
+    // The first checkpoint cannot be thrown away either, for its place in the trash is taken.
+    assert_eq!(
+        outcome.stdout,
+        format!("code 0\n{}{}{}", verified(1), verified(3), verified(4)),
+        "{outcome:?}"
+    );
+    for part in [
+        "what an earlier save left stays: cannot delete disk/.tmp-step-00000002",
+        "an old checkpoint is not removed",
+    ] {
+        assert_eq!(outcome.stderr.matches(part).count(), 1, "{part:?} once in {outcome:?}");
+    }
+}

@@ -219,8 +219,8 @@ pub enum Error {
     },
     /// Step after step is refused.
     #[error(
-        "step {step}: {consecutive} steps in a row were skipped; of this one, {reason}. The weights are those of step {last_good}: go on \
-         from a checkpoint before it, and {advice}"
+        "step {step}: {consecutive} steps in a row were skipped; of this one, {reason}. The weights are those of step {last_good}: begin anew, \
+         or go on from an earlier checkpoint if there is one, and {advice}"
     )]
     TooManySkipped {
         /// The step that gave up.

@@ -52,13 +52,27 @@ impl fmt::Display for Verdict {
         match self {
             Self::Sound => f.write_str("sound"),
             Self::NotFinite { loss, grad_norm } if loss.is_finite() => {
-                write!(f, "the gradient norm is {grad_norm} (loss {loss:.4})")
+                write!(f, "the gradient norm is {grad_norm} (loss {})", Short(*loss))
             }
             Self::NotFinite { loss, .. } => write!(f, "the loss is {loss}"),
             Self::Spike { what, value, median } => {
-                write!(f, "the {what} is {value:.4}, {:.1} times the median {median:.4}", value / median)
+                write!(
+                    f,
+                    "the {what} is {}, {:.1} times the median {median:.4}",
+                    Short(*value),
+                    value / median
+                )
             }
         }
+    }
+}
+
+/// A loss or norm with as many digits as can be read.
+struct Short(f64);
+
+impl fmt::Display for Short {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.abs() < 1e5 { write!(f, "{:.4}", self.0) } else { write!(f, "{:.3e}", self.0) }
     }
 }
 

@@ -46,7 +46,15 @@ pub fn find_model(name: &str) -> Result<NamedModel, Error> {
 /// # Errors
 /// As [`find_model`]; a preset, which has none.
 pub fn find_weights(name: &str) -> Result<PathBuf, Error> {
-    match find_model(name)? {
+    let found = find_model(name).map_err(|error| match error {
+        // A list of presets, which have no weights, is no help.
+        Error::Model(_) => Error::NoModel(format!(
+            "{name} is no directory, no checkpoint of a run, and no repository in the cache of Hugging Face; presets, as `lockstep models` lists \
+             them, have no weights"
+        )),
+        error => error,
+    });
+    match found? {
         NamedModel::Directory(path) => Ok(path),
         NamedModel::Preset(preset) => Err(Error::NoModel(format!(
             "{name} is a preset ({preset}), an architecture without weights; give a directory, a checkpoint of a run, or a repository \

@@ -201,7 +201,8 @@ pub(crate) fn run(
             }),
             Err(error) => progress.message(&format!("a damaged checkpoint stays where it is: {error}")),
         }
-        if let Some(aside) = set_aside_later(config, resume, &counters)? {
+        let has_work = counters.step < config.train.steps;
+        if has_work && let Some(aside) = set_aside_later(config, resume, &counters)? {
             progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
         }
         Records::open(config, &engine, start, (peak.as_ref(), &corpus), |text| progress.message(text))?
@@ -242,6 +243,7 @@ pub(crate) fn run(
         saver,
         observer,
         phase: "before the first step",
+        under_way: counters.step,
         evaluated: None,
         uniform_loss: (model.config.vocab_size() as f64).ln(),
         micro_batches: Vec::new(),
@@ -360,6 +362,8 @@ struct Run<'a> {
     observer: &'a mut dyn StepObserver,
     /// What the run is doing, for whoever asks why it ended.
     phase: &'static str,
+    /// The step that it is making, or has made last.
+    under_way: u64,
     /// The micro-batches of the step at hand.
     micro_batches: Vec<MicroBatch>,
     /// The last that was shown, whose memory the next one takes.
@@ -461,11 +465,10 @@ impl Run<'_> {
 
     /// Says where a run that fails was, and leaves the report of its steps.
     fn leave_report(&mut self) {
-        let Self { records, progress, counters, config, phase, .. } = self;
+        let Self { records, progress, config, phase, under_way, .. } = self;
         if !records.has_rows() {
             return;
         }
-        let under_way = (counters.step + 1).min(config.train.steps);
         progress.field("ended", &format!("in step {under_way} of {}: {phase}", config.train.steps));
         if let Some(report) = records.report(|text| progress.message(text)) {
             progress.field("report", &report.display().to_string());
@@ -506,6 +509,7 @@ impl Run<'_> {
     fn step(&mut self) -> Result<Option<f64>, Error> {
         let begin = Instant::now();
         let step = self.counters.step + 1;
+        self.under_way = step;
         self.records.begin_step(step, &self.engine);
         let waiting = self.engine.timeline().begin();
         self.phase = "reading data";

@@ -84,6 +84,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
             config.ignored.join(", ")
         ));
     }
+    if model.has_chats() && !arguments.chat {
+        note!("note: the model was trained on chats; --chat asks it as it was trained");
+    }
     let writer = Writer::new(&model, &tokenizer, &config, arguments)?;
     if talks {
         return converse(&writer, arguments.system.as_deref());

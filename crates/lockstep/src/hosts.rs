@@ -76,7 +76,7 @@ impl Hosts {
             return match filters.into_iter().find(|(is_given, _)| *is_given) {
                 None => Ok(None),
                 Some((_, name)) => Err(Failure::configuration(format!(
-                    "{name} chooses among the hosts of --hostfile: give one"
+                    "{name} chooses among the hosts of --hostfile: give one; on this machine alone, --nproc-per-node N says how many ranks"
                 ))),
             };
         };

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Args;
+use lockstep_checkpoint::list;
 use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
@@ -14,7 +15,7 @@ use lockstep_train::{RunConfig, find_weights};
 use serde_json::json;
 
 use crate::exit::Failure;
-use crate::output::say;
+use crate::output::{say, warning};
 
 #[derive(Debug, Args)]
 pub(crate) struct EvalArguments {
@@ -84,7 +85,12 @@ pub(crate) fn open(
     adapter: Option<&Path>,
     asked_threads: Option<usize>,
 ) -> Result<LoadedModel, Failure> {
-    let (model, threads) = (find_weights(model)?, threads(asked_threads)?);
+    let (named, model, threads) = (Path::new(model), find_weights(model)?, threads(asked_threads)?);
+    let newest = if named.is_dir() && model != named { list(named)?.pop() } else { None };
+    if let Some(newest) = newest.filter(|newest| newest.path != model) {
+        let (newest, used) = (newest.path.display(), model.display());
+        warning(&format!("{newest} is damaged (lockstep checkpoint verify {newest}): using {used}"));
+    }
     Ok(match adapter {
         None => LoadedModel::open(&model, threads)?,
         Some(adapter) => LoadedModel::open_adapted(&model, adapter, threads)?,

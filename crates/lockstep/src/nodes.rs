@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
@@ -63,6 +64,24 @@ fn nodes(text: &str) -> Result<usize, String> {
     .ok_or_else(|| "a number from 1".to_owned())
 }
 
+/// A wait that takes longer is told.
+const LONG_WAIT: Duration = Duration::from_secs(5);
+
+/// Runs `wait`, and says `text` if it takes long.
+fn told_if_long<T>(text: String, wait: impl FnOnce() -> T) -> T {
+    let (over, is_over) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            if is_over.recv_timeout(LONG_WAIT) == Err(mpsc::RecvTimeoutError::Timeout) {
+                note!("{text}");
+            }
+        });
+        let found = wait();
+        drop(over);
+        found
+    })
+}
+
 /// The variable that stands for `--pairing-code`.
 const PAIRING_VARIABLE: &str = "LOCKSTEP_PAIRING_CODE";
 
@@ -103,7 +122,10 @@ impl Nodes {
         let path = kept.as_ref().map(SecretInMemory::path).or_else(|| self.secret_file.clone());
         let environment = path.map(|path| (SECRET_VARIABLE.into(), path.into())).into_iter().collect();
         let deadline = Deadline::after(launching.limit);
-        let placement = meet_nodes(meeting, wishes.node, wishes.nnodes, ranks, deadline)?;
+        let (host, port, seconds) = (&meeting.host, meeting.port, launching.limit.as_secs());
+        let told = format!("waiting for {} machines at {host}:{port}, {seconds} s at most", wishes.nnodes);
+        let placement =
+            told_if_long(told, || meet_nodes(meeting, wishes.node, wishes.nnodes, ranks, deadline))?;
         Ok(Some(Met { placement, environment, _kept: kept }))
     }
 

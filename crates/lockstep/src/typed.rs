@@ -66,8 +66,16 @@ pub(crate) fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> 
         }
         return Some(format!("there is no {typed}; {}", habits::of_command(typed)?));
     }
+    let has = |flag: &str| arguments.iter().any(|argument| argument.split('=').next() == Some(flag));
+    let command: Vec<&str> = arguments.iter().skip(1).take(2).map(String::as_str).collect();
+    let takes_settings = matches!(command[..], ["train" | "plan" | "verify", ..]);
     if typed.starts_with('-') {
-        return Some(format!("there is no {typed}; {}", habits::of_flag(typed.trim_start_matches('-'))?));
+        let name = typed.trim_start_matches('-');
+        let setting = || habits::setting_of_flag(name).filter(|_| takes_settings);
+        return Some(format!("there is no {typed}; {}", setting().or_else(|| habits::of_flag(name))?));
+    }
+    if takes_settings && typed.contains('=') {
+        return Some(format!("{typed} belongs to no flag; write `--set {typed}`"));
     }
     let at = arguments.iter().position(|argument| argument == typed)?;
     if let [.., set, key] = &arguments[..at]
@@ -76,8 +84,9 @@ pub(crate) fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> 
     {
         return Some(format!("{typed} belongs to no flag; write `--set {key}={typed}`"));
     }
-    let command: Vec<&str> = arguments.iter().skip(1).take(2).map(String::as_str).collect();
     let instead = match command[..] {
+        ["generate", ..] if has("--model") => format!("`--prompt \"{typed}\"`"),
+        ["eval", ..] if has("--model") => format!("`--data {typed}`"),
         ["generate", ..] => format!("`lockstep generate --model {typed} --prompt TEXT`"),
         ["eval", ..] => format!("`lockstep eval --model {typed} --data FILE`"),
         ["plan", ..] => format!("`lockstep plan --model {typed}`"),
@@ -120,6 +129,11 @@ mod tests {
             ("lockstep checkpoint export step hf", "`lockstep checkpoint export CHECKPOINT --hf hf`"),
             ("lockstep train run.toml --set optimizer.lr 3e-4", "`--set optimizer.lr=3e-4`"),
             ("lockstep train run.toml --model out", "--set model.path=DIR"),
+            ("lockstep train run.toml train.steps=5", "`--set train.steps=5`"),
+            ("lockstep train run.toml --max-length 5", "--set train.seq_len=VALUE"),
+            ("lockstep generate --model out --max_length 5", "`--max-new-tokens N`"),
+            ("lockstep generate --model out hi", "`--prompt \"hi\"`"),
+            ("lockstep eval --model out text.txt", "`--data text.txt`"),
         ] {
             assert!(refused(line).contains(part), "{line}: {}", refused(line));
         }

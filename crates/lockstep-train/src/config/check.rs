@@ -115,6 +115,11 @@ impl Checker<'_, '_, '_> {
 
     fn data(&mut self) {
         let data = &self.config.data;
+        if data.train.is_empty() && data.valid.is_empty() && self.given("data.train") {
+            let allowed =
+                "files, directories or patterns; left out, text found on this machine is trained on";
+            self.refuse(&["data.train"], "names nothing", allowed);
+        }
         if !data.valid.is_empty() {
             if data.train.is_empty() {
                 self.refuse(&["data.valid", "data.train"], "is given without data.train", "both, or neither");

@@ -293,7 +293,15 @@ pub const HABITS: &[Habit] = &[
     flag("load", "`--resume CHECKPOINT`"),
     flag("resume-from-checkpoint", "`--resume CHECKPOINT`"),
     flag("checkpoint", "`--resume CHECKPOINT` to go on, `--model CHECKPOINT` to use it"),
-    flag("model-name-or-path", "`--model DIR`"),
+    flag(
+        "model-name-or-path",
+        "`--model DIR`; for `train`, `--set model.path=DIR` with `--set model.from_pretrained=true`",
+    ),
+    flag("max-length", "`--max-new-tokens N`"),
+    flag("batch-size", "`--batch B`"),
+    flag("num-return-sequences", "`-n N`"),
+    flag("do-sample", "`--temperature T`, 0 for none"),
+    flag("stream", "nothing: text is shown as it comes"),
     flag(
         "model",
         "`--set model.path=DIR`, with `--set model.from_pretrained=true` for its weights, or `--set model.preset=NAME`",
@@ -410,14 +418,23 @@ pub fn preset_of(name: &str) -> Option<&'static str> {
 
 /// The sentence on a flag that a command does not have; `typed` is without its dashes.
 pub fn of_flag(typed: &str) -> Option<String> {
-    let name = typed.split('=').next().unwrap_or(typed);
+    let name = name_of_flag(typed);
     let found = HABITS
         .iter()
         .find(|habit| habit.place == Place::Flag && normal(habit.typed, '-') == normal(name, '-'));
     if let Some(Habit { answer: Answer::Write(sentence), .. }) = found {
         return Some(format!("write {sentence}"));
     }
-    let word = normal(name, '_');
+    None
+}
+
+fn name_of_flag(typed: &str) -> &str {
+    typed.split('=').next().unwrap_or(typed)
+}
+
+/// The setting that a flag means, for commands that have `--set`; `typed` is without its dashes.
+pub fn setting_of_flag(typed: &str) -> Option<String> {
+    let word = normal(name_of_flag(typed), '_');
     let key = KEYS.iter().find(|key| key.name == word || key.key() == word).map(|key| key.name);
     match key.map(Answer::Is).or_else(|| find(Place::Key, &word))? {
         Answer::Is(key) => Some(format!("write --set {key}=VALUE")),
@@ -544,9 +561,9 @@ mod tests {
                 other => panic!("{typed}: {other:?}"),
             }
         }
-        assert_eq!(of_flag("lr"), Some("write --set optimizer.lr=VALUE".to_owned()));
-        assert_eq!(of_flag("learning-rate=3e-4"), Some("write --set optimizer.lr=VALUE".to_owned()));
-        assert_eq!(of_flag("steps"), Some("write --set train.steps=VALUE".to_owned()));
-        assert_eq!(of_flag("zzz"), None);
+        assert_eq!(setting_of_flag("lr"), Some("write --set optimizer.lr=VALUE".to_owned()));
+        assert_eq!(setting_of_flag("learning-rate=3e-4"), Some("write --set optimizer.lr=VALUE".to_owned()));
+        assert_eq!(setting_of_flag("steps"), Some("write --set train.steps=VALUE".to_owned()));
+        assert_eq!((of_flag("zzz"), setting_of_flag("zzz")), (None, None));
     }
 }

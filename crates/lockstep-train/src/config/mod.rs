@@ -142,11 +142,12 @@ impl RunConfig {
         (self.model.preset, self.model.path) = match found {
             NamedModel::Preset(preset) => {
                 if self.model.from_pretrained {
-                    let what = format!("{preset} is a preset, an architecture without weights");
-                    let allowed = "the directory of a model, or model.from_pretrained = false";
-                    return Err(Error::Configuration(
-                        self.problem("model.from_pretrained", what, allowed).into(),
-                    ));
+                    let what = format!(
+                        "{name} is no directory here and not in the cache of Hugging Face: it is known as the preset {preset}, an \
+                         architecture without weights"
+                    );
+                    let allowed = "a directory with weights (`hf download` of Hugging Face fetches one), or model.from_pretrained = false";
+                    return Err(Error::Configuration(self.problem(key, what, allowed).into()));
                 }
                 self.origins.insert("model.preset".to_owned(), origin);
                 (Some(preset), None)
@@ -656,8 +657,22 @@ pub(crate) fn user_cache_dir() -> PathBuf {
 
 /// Reads at most [`MAX_FILE_BYTES`] of UTF-8.
 fn read_text(path: &Path) -> io::Result<String> {
+    let shown = path.display();
+    let instead = match path.extension().and_then(|extension| extension.to_str()) {
+        Some("json") => format!(
+            "write `lockstep import deepspeed {shown} > run.toml`, or `lockstep train RUN.toml --deepspeed {shown}`"
+        ),
+        Some("yaml" | "yml") => format!("write `lockstep import accelerate {shown} > run.toml`"),
+        Some("jsonl" | "parquet" | "txt") => format!("write `lockstep train --set data.train={shown}`"),
+        _ => String::new(),
+    };
+    if !instead.is_empty() && path.exists() {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("a run is described in TOML; {instead}"),
+        ));
+    }
     if path.is_dir() {
-        let shown = path.display();
         let instead =
             if lockstep_checkpoint::find(path).is_ok_and(|found| found.join("manifest.json").exists()) {
                 format!("`lockstep train --resume {shown}` goes on from its checkpoint")

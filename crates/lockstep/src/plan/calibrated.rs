@@ -36,7 +36,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
         say!("{document}");
     } else {
         show(&learned);
-        say!("written to {}", output.display());
+        say!("written to {}; plans for this machine go by it until it is removed", output.display());
     }
     Ok(())
 }

@@ -92,7 +92,8 @@ impl<'a> Request<'a> {
             (Some(path), _) => RunConfig::load_with(Some(path), &imported, settings),
             (None, Some(checkpoint)) => run_of_checkpoint(checkpoint, settings),
             (None, None) => {
-                RunConfig::parse_with(DEMONSTRATION, "the built-in demonstration", &imported, settings)?
+                let text = demonstration(settings);
+                RunConfig::parse_with(text, "the built-in demonstration", &imported, settings)?
                     .with_found_model()
             }
         }
@@ -144,6 +145,17 @@ impl<'a> Request<'a> {
         };
         Ok(Some((plan, words)))
     }
+}
+
+/// The demonstration; without its model, and the sizes that it changes in it, where `--set` names another.
+fn demonstration(settings: &[String]) -> &'static str {
+    let names_model = |setting: &String| {
+        ["model.preset=", "model.path=", "model.model_type="]
+            .iter()
+            .any(|key| setting.trim_start().starts_with(key))
+    };
+    let rest = DEMONSTRATION.find("[train]").filter(|_| settings.iter().any(names_model));
+    &DEMONSTRATION[rest.unwrap_or(0)..]
 }
 
 /// How many plans were compared, and how long that took.
@@ -219,5 +231,14 @@ mod tests {
         for setting in ["train.steps=1", "train.steps=20", "train.steps=5000"] {
             RunConfig::parse(DEMONSTRATION, "the built-in demonstration", &[setting]).unwrap();
         }
+    }
+
+    #[test]
+    fn the_demonstration_of_another_model_has_that_models_sizes() {
+        let settings = ["model.preset=baby-gpt".to_owned()];
+        let config =
+            RunConfig::parse(demonstration(&settings), "the built-in demonstration", &settings).unwrap();
+        assert!(config.model.overrides.is_empty() && config.train.steps == 800, "{config:?}");
+        assert_eq!(demonstration(&["train.steps=3".to_owned()]), DEMONSTRATION);
     }
 }

@@ -68,11 +68,27 @@ fn a_directory_of_checkpoints_stands_for_its_newest_whole_one() {
         workshop.run(&["generate", "--model", "checkpoints", "--prompt", "a", "--max-new-tokens", "2"]);
     assert!(generated.succeeds().stdout.starts_with('a'));
     workshop.flip_a_bit("checkpoints/step-00000006/rank-00000.safetensors");
+    let older = workshop
+        .run(&["generate", "--model", "checkpoints", "--prompt", "a", "--max-new-tokens", "2"])
+        .succeeds();
+    assert!(
+        older.stderr.contains("step-00000006 is damaged")
+            && older.stderr.contains("using checkpoints/step-00000004"),
+        "{older:?}"
+    );
     let verified = workshop.run(&["checkpoint", "verify", "checkpoints"]);
     assert_eq!(verified.stdout.matches("every byte is as it was written").count(), 2, "{verified:?}");
     assert!(verified.code == Some(4) && verified.stderr.contains("step-00000006"), "{verified:?}");
     workshop.run(&["train", "empty-run.toml"]).refuses(2, &["empty-run.toml"]);
     workshop.run(&["train", "checkpoints"]).refuses(2, &["`lockstep train --resume checkpoints`"]);
+}
+
+#[test]
+fn a_resume_with_nothing_to_do_moves_nothing() {
+    let workshop = Workshop::trained();
+    let done = workshop.run(&["train", "--resume", "checkpoints/step-00000002", "--steps", "2"]).succeeds();
+    assert!(done.stderr.contains("all 2 steps were made before"), "{done:?}");
+    assert!(workshop.path("checkpoints/step-00000004").exists(), "{done:?}");
 }
 
 #[test]

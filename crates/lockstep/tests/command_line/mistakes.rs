@@ -18,12 +18,15 @@ fn a_mistake_is_told_with_its_way_out_and_leaves_nothing() {
     let workshop = Workshop::new();
     std::fs::create_dir(workshop.path("empty")).unwrap();
     workshop.write("damaged/manifest.json", "{");
+    workshop.write("ds.json", "{}");
     workshop.write("garbage/metrics.jsonl", "garbage\n");
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = format!("metrics.prometheus={}", taken.local_addr().unwrap());
     let before = names(&workshop);
     // The arguments after `train run.toml`.
-    let of_runs: [(&str, i32, &[&str]); 22] = [
+    let of_runs: [(&str, i32, &[&str]); 24] = [
+        ("--set data.train=[]", 2, &["data.train", "names nothing"]),
+        ("train.steps=5", 2, &["`--set train.steps=5`"]),
         ("--resume run.toml", 2, &["no checkpoint", "`lockstep train run.toml`"]),
         ("--set optimizer.lr 1e-3", 2, &["`--set optimizer.lr=1e-3`"]),
         ("--set model.name_or_path=gpt2", 2, &["model.name_or_path", "model.preset = \"NAME\""]),
@@ -52,7 +55,11 @@ fn a_mistake_is_told_with_its_way_out_and_leaves_nothing() {
         workshop.run(&arguments).refuses(code, parts);
     }
     workshop.run(&["train", "--resume", "empty"]).refuses(2, &["no checkpoint is there"]);
-    let others: [(&str, i32, &[&str]); 10] = [
+    let others: [(&str, i32, &[&str]); 14] = [
+        ("train text.txt", 2, &["a run is described in TOML", "`lockstep train --set data.train=text.txt`"]),
+        ("train ds.json", 2, &["`lockstep import deepspeed ds.json > run.toml`"]),
+        ("train run.toml --num_gpus 2", 2, &["--hostfile", "--nproc-per-node N"]),
+        ("generate --model nowhere --prompt a", 2, &["nowhere is no directory, no checkpoint"]),
         ("train empty", 2, &["empty: it is a directory", "the file that describes the run"]),
         ("doctor --trace empty", 2, &["empty has no records of ranks", "`lockstep report DIR`"]),
         ("run.toml", 2, &["`lockstep train run.toml`"]),

@@ -256,3 +256,17 @@ fn ranks_with_other_settings_or_variables_that_contradict_are_told() {
         .finish()
         .refuses(2, &["torchrun says rank 0 of 2", "OpenMPI says rank 1"]);
 }
+
+#[test]
+fn a_wait_for_machines_that_takes_long_is_told_while_it_lasts() {
+    let workshop = Workshop::new();
+    let alone = ["train", "run.toml", "--nnodes", "2", "--node-rank", "0", "--rdzv-conf", "join_timeout=6"];
+    let endpoint =
+        format!("127.0.0.1:{}", TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port());
+    let outcome = workshop.run(&[&alone[..], &["--rdzv-endpoint", &endpoint]].concat());
+    assert!(
+        outcome.stderr.starts_with(&format!("waiting for 2 machines at {endpoint}, 6 s at most\n")),
+        "{outcome:?}"
+    );
+    outcome.fails(2, &["did not come within 6 s"]);
+}

@@ -2,12 +2,13 @@
 
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::search::{Found, Ranking, Rejection};
-use lockstep_plan::{ContextMethod, Plan};
-use lockstep_train::human;
+use lockstep_plan::{ContextMethod, Plan, PlanPrediction};
+use lockstep_train::plan::check;
 use lockstep_train::planner::{
     Advice, Assumption, Details, Evaluated, Help, Neighbour, Page, Planner, Scaling, Searched, mesh_in_words,
     parts, recompute_in_words, rejection_in_words, schedule_in_words,
 };
+use lockstep_train::{Forecast, human};
 use serde_json::{Map, Value, json};
 
 use super::details::{self, print_traffic};
@@ -34,7 +35,7 @@ pub(super) fn run(
         return Err(failure);
     };
     let answer = Answer::new(arguments, planner, best, &mut watch)?;
-    arguments.write_plan(&best.value.plan_with_prediction(planner.cluster()))?;
+    arguments.write_plan(&predicted_plan(planner, &best.value)?)?;
     answer.write_page(arguments, planner, &searched)?;
     if arguments.json {
         say!("{}", answer.into_json(planner, &searched, assumed));
@@ -44,6 +45,18 @@ pub(super) fn run(
         answer.print(arguments, planner.cluster(), &best.value);
     }
     Ok(())
+}
+
+/// The plan with its prediction. On this machine its memory is that of the kernels that will run, which a search only estimates.
+fn predicted_plan(planner: &Planner, best: &Evaluated) -> Result<Plan, Failure> {
+    let plan = best.plan_with_prediction(planner.cluster());
+    if !planner.is_host() {
+        return Ok(plan);
+    }
+    let (_, model) = check(&best.config)?;
+    let step = plan.predicted.as_ref().and_then(|predicted| predicted.step.clone());
+    let forecast = Forecast::of(&best.config, &model)?;
+    Ok(Plan { predicted: Some(PlanPrediction { step, ..forecast.of_plan() }), ..plan })
 }
 
 fn refuse_scaling_of_unlike_nodes(arguments: &Arguments, cluster: &Cluster) -> Result<(), Failure> {

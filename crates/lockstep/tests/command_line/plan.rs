@@ -457,3 +457,11 @@ fn what_is_no_run_teaches_nothing() {
     workshop.run(&["train", "run.toml", "--set", "train.steps=8"]).succeeds();
     refused(&["runs", "--cluster", "dgx-a100"], &["a preset is no file", "--output"]);
 }
+
+#[test]
+fn a_plan_that_a_search_has_written_is_not_called_edited() {
+    let workshop = Workshop::new();
+    workshop.run(&["plan", "run.toml", "--nproc-per-node", "2", "-o", "found.json"]).succeeds();
+    let trained = workshop.run(&["train", "run.toml", "--plan", "found.json"]).succeeds();
+    assert!(!trained.stderr.contains("warning"), "{trained:?}");
+}

@@ -108,6 +108,7 @@ const RULES: &[Rule] = &[
     rule("docs/coming-from-deepspeed.md", "lockstep train run.toml", "--deepspeed", ANOTHER_RUN),
     rule("", "lockstep bench machine", "", How::Soak),
     rule("", "lockstep bench gemm", "", How::Soak),
+    rule("README.md", "lockstep bench pipeline", "", How::Smaller(&["--action-ms=1"])),
     rule("", "lockstep doctor --bench", "", How::Soak),
     rule("docs/memory.md", "lockstep bench step --model gpt2-124m", "", How::Soak),
     rule("", "lockstep bench step --model gpt2-124m", "", How::Soak),

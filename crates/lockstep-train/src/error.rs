@@ -41,6 +41,20 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// A plan has more ranks than its cluster has devices.
+    #[error(
+        "the plan has {ranks} ranks, and the cluster has {devices} devices ({name}): {larger}, or smaller degrees in [parallel]"
+    )]
+    TooManyRanks {
+        /// Ranks of the plan.
+        ranks: usize,
+        /// Devices of the cluster.
+        devices: usize,
+        /// Name of the cluster.
+        name: String,
+        /// A cluster that has enough devices, in words.
+        larger: String,
+    },
     /// A plan file that cannot be used for the run.
     #[error("the plan {} cannot be used:\n  {}", path.display(), problems.replace('\n', "\n  "))]
     Plan {

@@ -239,9 +239,11 @@ fn settings_of_residence(residence: &Residences) -> Vec<String> {
         ("parameters", parameters),
         ("activations", activations),
     ];
-    let on_disk = kinds.into_iter().filter(|(_, residence)| *residence == Residence::Disk);
-    let mut settings: Vec<String> =
-        on_disk.map(|(what, _)| format!("parallel.offload.{what}=disk")).collect();
+    let offloaded = kinds.into_iter().filter(|(_, residence)| *residence != Residence::Memory);
+    let setting = |(what, residence)| {
+        format!("parallel.offload.{what}={}", crate::config::Residence::from(residence).word())
+    };
+    let mut settings: Vec<String> = offloaded.map(setting).collect();
     if fraction != Residences::default().fraction {
         settings.push(format!("parallel.offload.fraction={fraction:?}"));
     }
@@ -321,7 +323,14 @@ mod tests {
         let (optimizer, parameters) = (Residence::Disk, Residence::Disk);
         let residence = Residences { optimizer, parameters, fraction: 0.25, ..Residences::default() };
         let on_disk = Plan { residence, bucket_mb: 1.5, ..gathered.clone() };
-        for file in [plan(), by_rows, gathered, joined, on_disk] {
+        let residence = Residences {
+            optimizer: Residence::Host,
+            activations: Residence::Host,
+            fraction: 0.875,
+            ..Residences::default()
+        };
+        let in_host_memory = Plan { residence, ..gathered.clone() };
+        for file in [plan(), by_rows, gathered, joined, on_disk, in_host_memory] {
             let run = run_of(&file, &[]);
             assert_eq!(Plan { model: String::new(), ..run }, file);
         }

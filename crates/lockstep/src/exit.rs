@@ -136,6 +136,7 @@ impl From<lockstep_train::Error> for Failure {
             | Error::ReadConfiguration { .. }
             | Error::Cluster(_)
             | Error::ReadCluster { .. }
+            | Error::TooManyRanks { .. }
             | Error::Plan { .. }
             | Error::OtherRun { .. }
             | Error::OtherParameters { .. }

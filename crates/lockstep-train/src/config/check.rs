@@ -438,13 +438,16 @@ impl Checker<'_, '_, '_> {
             }
             let (of_state, of_all) =
                 ("parallel.offload.fraction", ["parallel.offload.dir", "parallel.offload.io"]);
-            if self.config.parallel.offload_activations == Residence::Disk {
-                let because = "no model state on disk, for of activations all are there";
+            let activations = self.config.parallel.offload_activations;
+            if offload_optimizer == Residence::None {
+                let because = match activations {
+                    Residence::None => "nothing that is offloaded",
+                    _ => "no model state that is offloaded: activations are offloaded altogether",
+                };
                 self.refuse_without_effect(&[of_state], because, "parallel.offload.optimizer");
-            } else {
-                let because = "nothing is on disk";
-                self.refuse_without_effect(&[of_state], because, "parallel.offload.optimizer");
-                self.refuse_without_effect(&of_all, because, "parallel.offload.optimizer");
+            }
+            if activations != Residence::Disk {
+                self.refuse_without_effect(&of_all, "nothing on disk", "parallel.offload.optimizer");
             }
             return;
         }

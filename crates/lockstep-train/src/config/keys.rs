@@ -342,8 +342,8 @@ sections! {
         /// Where what blocks keep from their forward to their backward is: with `disk` it is written behind the forward and read ahead of the backward,
         /// and three blocks' are in memory at a time. What the head keeps stays there.
         offload_activations as "offload.activations": Residence = Residence::None, rules();
-        /// How much of the model's state is on disk where it is kept there, the rest being in memory: whole units of the model,
-        /// from the first on. Activations are there altogether.
+        /// Fraction of a rank's model state that is offloaded where `offload.optimizer` is, rounded up to whole units of the model, from the
+        /// first on. Activations are offloaded altogether.
         offload_fraction as "offload.fraction": f64 = 1.0, rules().above(0.0).at_most(1.0);
         /// The directory of the files, on a disk with room for them.
         offload_dir as "offload.dir": Option<PathBuf> = None, rules().when_absent("`checkpoint.dir`");

@@ -12,6 +12,7 @@ use crate::config::ReshardAfterForward;
 use crate::planner::Planner;
 use crate::planner::evaluated::Evaluated;
 use crate::planner::layout::Layout;
+use crate::planner::machine;
 use crate::planner::memory::{Holding, state_of};
 use crate::planner::recordings::Recording;
 use crate::{Error, RunConfig};
@@ -22,6 +23,7 @@ impl Planner {
     /// # Errors
     /// A configuration that does not fit the model, more ranks than devices.
     pub fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
+        machine::check_ranks(&self.cluster, config.ranks())?;
         let (plan, layout) = self.described(config)?;
         let recording = self.recording_of(config, &layout.mesh);
         self.evaluated(config.clone(), plan, &layout, &recording)

@@ -11,6 +11,7 @@ use lockstep_tensor::ScratchFile;
 use crate::config::user_cache_dir;
 use crate::doctor::system::processor_name;
 use crate::fit::available_bytes;
+use crate::planner::advice::with_nodes;
 use crate::setup::storage;
 use crate::{Error, RunConfig};
 
@@ -28,6 +29,37 @@ pub fn cluster(name: &str) -> Result<Cluster, Error> {
     let path = Path::new(name);
     let is_file = path.is_file() || path.extension().is_some_and(|extension| extension == "toml");
     if is_file { read(path) } else { Ok(Cluster::preset(name)?) }
+}
+
+/// Refuses more ranks than a cluster has devices. The CPU cores of one machine are no limit: its ranks may share them.
+///
+/// # Errors
+/// If there are more ranks than devices, with a cluster of the same kind that has enough.
+pub fn check_ranks(cluster: &Cluster, ranks: usize) -> Result<(), Error> {
+    let devices = cluster.devices();
+    let may_share = cluster.node_count() == 1 && cluster.nodes.iter().all(|node| node.device.is_host);
+    if ranks <= devices || may_share {
+        return Ok(());
+    }
+    let larger = match larger_preset(cluster, ranks) {
+        Some(larger) => format!("write --cluster {}, which has {}", larger.name, larger.devices()),
+        None => format!("give --cluster a file with {ranks} devices"),
+    };
+    let name = cluster.name.clone();
+    Err(Error::TooManyRanks { ranks, devices, name, larger })
+}
+
+/// The preset of a cluster with as many nodes as `ranks` need; `None` for a cluster that is no preset.
+fn larger_preset(cluster: &Cluster, ranks: usize) -> Option<Cluster> {
+    // The name of a part of a node ends with that of the node.
+    let base = with_nodes(cluster.name.rsplit(' ').next()?, 1);
+    let one = Cluster::preset(&base).ok()?;
+    let is_same_device = |node: &NodeKind| node.device.name == one.nodes[0].device.name;
+    if one.nodes.len() != 1 || !cluster.nodes.iter().all(is_same_device) {
+        return None;
+    }
+    let nodes = ranks.div_ceil(one.devices().max(1));
+    Cluster::preset(&with_nodes(&base, nodes)).ok()
 }
 
 fn read(path: &Path) -> Result<Cluster, Error> {

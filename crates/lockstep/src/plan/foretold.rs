@@ -1,10 +1,13 @@
 //! A given plan: the memory of every rank and the time of a step; if it does not fit, the plans that do.
 
 use lockstep_plan::cluster::Cluster;
+use lockstep_plan::search::Rejection;
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan, ZeroStage};
 use lockstep_train::fit::{available_bytes, needed};
 use lockstep_train::plan::check;
-use lockstep_train::planner::{Assumption, Evaluated, Page, Planner, Remedies, Remedy, mesh_in_words};
+use lockstep_train::planner::{
+    Assumption, Evaluated, Page, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
+};
 use lockstep_train::{Forecast, PlanFile, RunConfig, human};
 use serde_json::{Map, Value, json};
 
@@ -44,7 +47,7 @@ pub(super) fn run(
     let (plan, model) = check(&config)?;
     let forecast = match planner.is_host() {
         true => Forecast::of(&config, &model)?,
-        false => Forecast::on_accelerators(&config, &model)?,
+        false => Forecast::on_accelerators(planner.config(), &model)?,
     };
     warn_if_outdated(file, &forecast);
     let evaluated = planner.of_run()?;
@@ -118,7 +121,15 @@ impl Predicted {
         machines.max_by_key(MemoryBytes::total).unwrap_or_default()
     }
 
+    /// The rejection of a plan whose offloaded state has no room in host memory or on disk.
+    fn lacking_room(&self) -> Option<&Rejection> {
+        self.evaluated.lacking.as_ref().filter(|lacking| matches!(lacking, Rejection::Room { .. }))
+    }
+
     fn fits(&self) -> Option<bool> {
+        if self.lacking_room().is_some() {
+            return Some(false);
+        }
         self.available_bytes.map(|available| self.of_a_machine().total() as u64 <= available)
     }
 
@@ -160,11 +171,13 @@ impl Predicted {
         say!("{:<24}{:>12}", "all ranks", human::bytes(all.total() as u64).to_string());
         let (needs, ranks) =
             (human::bytes(machine.total() as u64), human::plural(self.ranks_of_a_machine, "rank"));
-        let verdict = match (self.fits(), self.available_bytes.map(human::bytes)) {
-            (Some(true), Some(available)) => {
+        let available = self.available_bytes.map(human::bytes);
+        let verdict = match (self.lacking_room(), self.fits(), available) {
+            (Some(lacking), ..) => format!("does NOT fit: it {}", rejection_in_words(lacking)),
+            (None, Some(true), Some(available)) => {
                 format!("fits: {ranks} of a machine need {needs} of {available}")
             }
-            (Some(false), Some(available)) => {
+            (None, Some(false), Some(available)) => {
                 format!("does NOT fit: {ranks} of a machine need {needs}, and {available} are there")
             }
             _ => {

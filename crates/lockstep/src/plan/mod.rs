@@ -15,11 +15,12 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
+use lockstep_checkpoint::MANIFEST_FILE;
 use lockstep_plan::Plan;
 use lockstep_plan::cluster::Cluster;
 use lockstep_train::planner::machine::{self, LocalMachine};
 use lockstep_train::planner::{self, Assumption, Evaluated, Page, Planner, assumptions};
-use lockstep_train::{RunConfig, find_model};
+use lockstep_train::{Error, NamedModel, RunConfig, find_model};
 use serde_json::{Value, json};
 
 use crate::collectives::bytes;
@@ -67,7 +68,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_enum, default_value_t = Objective::Time)]
     objective: Objective,
     /// Memory of each machine for its ranks, e.g. 24GiB [default: what this machine has left, or what the cluster says]
-    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    #[arg(long, value_name = "SIZE", value_parser = memory)]
     memory: Option<usize>,
     /// Ranks on each machine [default: one for each device; of a given plan, all]
     #[arg(long, value_name = "N", alias = "nproc_per_node")]
@@ -122,11 +123,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let file = arguments.planned.plan()?;
     let settings = [arguments.settings()?, arguments.planned.settings_with(file.as_ref())].concat();
     let config = RunConfig::load_to_plan(arguments.planned.run.as_deref(), &settings)
-        .map_err(|error| blamed(file.as_ref(), error))?;
+        .map_err(|error| Arguments::not_loaded(blamed(file.as_ref(), error)))?;
     let is_given = file.is_some() || config.says_how_to_split();
     let open = arguments.open_ranks(&config)?;
     let ranks = if is_given { open.unwrap_or(config.ranks()) } else { 1 };
     let (cluster, doubt) = arguments.cluster(&config, ranks)?;
+    if is_given {
+        machine::check_ranks(&cluster, open.unwrap_or(config.ranks()))?;
+    }
     // A run's file means what it says, also by what it leaves out.
     let assumed = if arguments.planned.run.is_none() { assumptions(&config, &cluster)? } else { Vec::new() };
     let shards = open.map(|ranks| config.setting_for_ranks(ranks)).transpose()?;
@@ -173,6 +177,31 @@ impl Arguments {
         settings.extend(self.global_batch.map(|sequences| format!("train.global_batch={sequences}")));
         settings.extend(self.precision.as_ref().map(|precision| format!("train.precision={precision}")));
         Ok(settings)
+    }
+
+    /// Returns the failure of a run that cannot be loaded; where its path names a model, with the flag that takes it.
+    fn not_loaded(error: Error) -> Failure {
+        let name = match &error {
+            Error::ReadConfiguration { path, .. } => path.display().to_string(),
+            _ => return error.into(),
+        };
+        let is_model = match find_model(&name) {
+            Ok(NamedModel::Preset(_)) => true,
+            Ok(NamedModel::Directory(path)) => {
+                path.join("config.json").is_file() || path.join(MANIFEST_FILE).is_file()
+            }
+            Err(_) => false,
+        };
+        if !is_model {
+            return error.into();
+        }
+        let failure = Failure::from(error);
+        let message = format!(
+            "{}; {name} is a model: write `lockstep plan --model {}`",
+            failure.message,
+            shell_word(&name)
+        );
+        Failure { message, ..failure }
     }
 
     /// Ranks that `parallel.zero_stage` makes shards of, where no other key counts them: those that are asked for, else the devices of a named
@@ -257,6 +286,13 @@ fn workload(planner: &Planner, assumed: &[Assumption]) -> Value {
         "seq_len": train.seq_len, "global_batch": train.global_batch, "tokens_per_step": train.seq_len * train.global_batch,
         "assumed": assumed.iter().map(|assumption| assumption.setting.as_str()).collect::<Vec<_>>(),
     })
+}
+
+/// A size of memory: a number with a unit. A bare number below 1 MiB lacks one.
+fn memory(text: &str) -> Result<usize, String> {
+    let bytes = bytes(text)?;
+    let has_unit = !text.bytes().all(|byte| byte.is_ascii_digit());
+    if has_unit || bytes >= 1 << 20 { Ok(bytes) } else { Err(format!("{text} bytes; write {text}GB")) }
 }
 
 fn write(path: &Path, text: &str) -> Result<(), Failure> {

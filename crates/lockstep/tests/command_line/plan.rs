@@ -369,6 +369,95 @@ fn machines_are_counted_as_other_tools_count_them() {
     }
 }
 
+#[test]
+fn more_ranks_than_devices_are_refused_with_a_cluster_that_has_enough() {
+    let workshop = Workshop::new();
+    let plan = |cluster: &str, shards: usize| {
+        let shards = format!("parallel.data_parallel_shard={shards}");
+        let settings =
+            [&shards[..], "parallel.zero_stage=3", "parallel.recompute=full", "train.micro_batch=1"];
+        let command = ["plan", "--model", "llama3-8b", "--global-batch", "512", "--cluster", cluster];
+        workshop.run(&arguments(&command, &settings, &[]))
+    };
+    for (cluster, shards, told) in [
+        (
+            "h100x8",
+            32,
+            "32 ranks, and the cluster has 8 devices (dgx-h100): write --cluster dgx-h100x4, which has 32",
+        ),
+        (
+            "h100x4",
+            8,
+            "8 ranks, and the cluster has 4 devices (4 of 8 devices of dgx-h100): write --cluster dgx-h100,",
+        ),
+        (
+            "dgx-a100x2",
+            64,
+            "64 ranks, and the cluster has 16 devices (dgx-a100x2): write --cluster dgx-a100x8,",
+        ),
+    ] {
+        let refused = plan(cluster, shards);
+        assert!(refused.stdout.is_empty(), "{refused:?}");
+        refused.refuses(2, &[told, "or smaller degrees in [parallel]"]);
+    }
+    plan("dgx-h100x4", 32).succeeds();
+    // Ranks of this machine may share its cores.
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let shards = format!("parallel.data_parallel_shard={}", 2 * cores);
+    let batch = format!("train.global_batch={}", 2 * cores);
+    workshop.run(&arguments(&["plan"], &[&shards, &batch], &[])).succeeds();
+}
+
+#[test]
+fn a_plan_with_state_in_host_memory_is_read_back_as_the_same_plan() {
+    let workshop = Workshop::new();
+    let question = ["plan", "--model", "llama3-70b", "--cluster", "h100x16", "--limit", "20s", "--json"];
+    let found = workshop.run(&[&question[..], &["-o", "plan.json"]].concat()).json();
+    let file: Value = serde_json::from_slice(&workshop.read("plan.json")).unwrap();
+    assert_eq!(file["residence"]["optimizer"], "host", "{file}");
+    let again = workshop.run(&[&question[..], &["--plan", "plan.json"]].concat());
+    assert!(again.stderr.is_empty(), "{again:?}");
+    let again = again.json();
+    let [found, again] = [&found["ranking"][0], &again["ranking"][0]];
+    assert_eq!(again["fits"], true, "{again}");
+    for figure in ["mesh", "step_ms", "memory_bytes", "step_parts_ms"] {
+        assert_eq!(found[figure], again[figure], "{figure}");
+    }
+    // Host memory is where ranks on CPUs have everything.
+    let offloaded = ["parallel.offload.optimizer=cpu", "parallel.offload.fraction=0.5"];
+    workshop.run(&arguments(&["plan", "run.toml"], &offloaded, &["-o", "small.json"])).succeeds();
+    workshop.run(&["train", "run.toml", "--plan", "small.json"]).succeeds();
+    // It needs the room there.
+    let replicas =
+        ["parallel.data_parallel_replicate=8", "parallel.offload.optimizer=cpu", "parallel.recompute=full"];
+    let little =
+        ["plan", "--model", "llama3-8b", "--cluster", "dgx-h100", "--memory", "640GB", "--seq-len", "1024"];
+    let told = workshop.run(&arguments(&little, &replicas, &[])).succeeds().stdout;
+    assert!(told.contains("does NOT fit: it has no room for what is offloaded"), "{told}");
+}
+
+#[test]
+fn a_model_in_place_of_a_run_is_told_its_flag() {
+    let workshop = Workshop::new();
+    let plan = |run: &str| workshop.run(&["plan", run, "--cluster", "h100x16"]);
+    plan("llama3-70b").refuses(2, &["llama3-70b", "write `lockstep plan --model llama3-70b`"]);
+    plan("llama4-70b.toml").refuses(2, &["cannot read the configuration llama4-70b.toml: No such file"]);
+    std::fs::create_dir(workshop.path("llama")).unwrap();
+    workshop.write("llama/config.json", "{}");
+    std::fs::create_dir(workshop.path("empty")).unwrap();
+    let empty = plan("empty");
+    assert!(!empty.stderr.contains("is a model"), "{empty:?}");
+    plan("llama").refuses(2, &["llama is a model: write `lockstep plan --model llama`"]);
+}
+
+#[test]
+fn a_memory_without_a_unit_is_refused() {
+    let workshop = Workshop::new();
+    let plan = |memory: &str| workshop.run(&["plan", "run.toml", "--memory", memory]);
+    plan("80").refuses(2, &["80 bytes; write 80GB"]);
+    plan("1048576").succeeds();
+}
+
 /// The numbers of steps and the plan that the records of a run have.
 fn recorded(workshop: &Workshop) -> Value {
     serde_json::from_slice(&workshop.read("runs/run.json")).unwrap()

@@ -220,9 +220,10 @@ fn a_save_that_fails_in_the_background_is_told_and_costs_nothing_but_itself() {
     let settings = ["train.steps=6", "checkpoint.every=2"];
     bench.train("whole", GPT2, &settings);
     std::fs::create_dir(bench.path("hindered")).unwrap();
-    // What a save would write into is in the way and cannot be cleared away.
-    std::fs::write(bench.path("hindered").join(".tmp-step-00000002"), "").unwrap();
-    let hindrance = bench.path("hindered").join(".tmp-step-00000002");
+    // Whatever name a save would write under is in the way and cannot be cleared away.
+    let hindrances =
+        [2, 4, 6].map(|step| bench.path("hindered").join(format!(".tmp-step-0000000{step}.{}", u32::MAX)));
+    hindrances.iter().for_each(|path| std::fs::write(path, "").unwrap());
     let shown = Shown::default();
     let config = bench.config("hindered", GPT2, &settings);
     let lines = shown.clone();
@@ -233,7 +234,7 @@ fn a_save_that_fails_in_the_background_is_told_and_costs_nothing_but_itself() {
     assert!(matches!(ended, Err(Error::Checkpoint(_))), "the last save is not optional: {ended:?}");
     assert_eq!(text.matches("not saved: ").count(), 2, "{text}");
     assert_eq!(bench.losses("hindered"), bench.losses("whole"));
-    std::fs::remove_file(hindrance).unwrap();
+    hindrances.iter().for_each(|path| std::fs::remove_file(path).unwrap());
     bench.resume("hindered", GPT2, &settings, &Resume::Auto);
     assert_same_state(&bench.step("whole", 6), &bench.step("hindered", 6));
 }

@@ -89,7 +89,7 @@ pub fn latest_good(dir: &Path) -> Result<Latest, CheckpointError> {
     Ok(Latest { checkpoint: None, skipped })
 }
 
-/// What a checkpoint is worth to whoever prunes.
+/// The worth of a checkpoint to whoever prunes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Standing {
     /// Saved while its run was failing: it counts for nothing, and stays only while it is the newest.
@@ -103,7 +103,7 @@ pub struct Standing {
 pub struct Pruned {
     /// Checkpoints that are gone.
     pub deleted: Vec<PathBuf>,
-    /// Why others that should be gone are not.
+    /// Reasons why others that should be gone are not.
     pub failed: Vec<CheckpointError>,
 }
 

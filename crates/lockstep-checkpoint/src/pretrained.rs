@@ -214,7 +214,7 @@ impl ModelDirectory {
         }
     }
 
-    /// Whether a run here was trained on chats to make these weights.
+    /// Returns true if a run here was trained on chats to make these weights.
     pub fn has_chats(&self) -> bool {
         match &self.weights {
             Weights::Checkpoint(checkpoint)

@@ -186,7 +186,7 @@ impl Staging {
         Ok(begun.unwrap_or(new))
     }
 
-    /// Why leftovers of dead saves are still there; nothing of them is in the way.
+    /// Reasons why leftovers of dead saves are still there; nothing of them is in the way.
     pub fn leftovers(&self) -> &[CheckpointError] {
         &self.leftovers
     }

@@ -64,7 +64,7 @@ impl LoadedModel {
         &self.config
     }
 
-    /// Whether a run here was trained on chats to make this model.
+    /// Returns true if a run here was trained on chats to make this model.
     pub fn has_chats(&self) -> bool {
         self.has_chats
     }

@@ -187,7 +187,7 @@ pub enum Error {
         path: PathBuf,
         /// What differs.
         differences: Vec<crate::config::Difference>,
-        /// Whether its tensors fit the run, so that it can go on if its user says so.
+        /// True if its tensors fit the run, so that it can go on if its user says so.
         can_go_on: bool,
     },
     /// An update has left the range of f32. Nothing of it is saved.
@@ -243,7 +243,7 @@ pub enum Error {
         consecutive: u64,
         /// The last step that changed the weights.
         last_good: u64,
-        /// What of the last step was not finite, or too large.
+        /// The figure of the last step that was not finite, or too large.
         reason: String,
         /// The keys to change.
         advice: &'static str,

@@ -90,7 +90,7 @@ pub(crate) enum Action {
 pub(crate) struct Guard {
     /// None: only what is not finite is refused.
     spike_factor: Option<f64>,
-    /// What to change when the run gives up.
+    /// The keys to change when the run gives up.
     advice: &'static str,
     /// 0: never.
     rollback_after: u64,
@@ -99,7 +99,7 @@ pub(crate) struct Guard {
     pub(crate) skipped_in_a_row: u64,
     /// Losses of sound steps that had not risen.
     calm: Window,
-    /// Whether the loss of the last sound step was far above those.
+    /// True if the loss of the last sound step was far above those.
     is_risen: bool,
     /// The last step that changed the weights.
     last_good: u64,
@@ -177,7 +177,7 @@ impl Guard {
         }
     }
 
-    /// Whether the run is failing, so that its newest weights are worth less than earlier ones: its last step was skipped, or had a loss far
+    /// Returns true if the run is failing, so that its newest weights are worth less than earlier ones: its last step was skipped, or had a loss far
     /// above the median of those before.
     pub(crate) fn is_doubtful(&self) -> bool {
         self.skipped_in_a_row > 0 || self.is_risen

@@ -60,7 +60,7 @@ impl Interrupt {
     }
 }
 
-/// Whether a signal at `now` ends the process at once, where the first one came at `first`.
+/// Returns true if a signal at `now` ends the process at once, where the first one came at `first`.
 fn insists(signal: i32, first: Instant, now: Instant) -> bool {
     signal == SIGINT && now.duration_since(first) >= SAME_CAUSE
 }

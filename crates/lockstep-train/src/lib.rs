@@ -47,6 +47,7 @@ mod machine;
 pub mod machine_file;
 pub mod metrics;
 mod model_name;
+mod origin;
 mod peak;
 pub mod plan;
 mod plan_file;

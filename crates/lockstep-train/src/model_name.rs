@@ -8,7 +8,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use lockstep_checkpoint::{ModelDirectory, find, list};
+use lockstep_checkpoint::{ModelDirectory, list};
 use lockstep_model::{ModelConfig, presets};
 
 use crate::Error;
@@ -80,8 +80,10 @@ pub(crate) fn config_of(directory: &Path) -> Result<ModelConfig, Error> {
 fn find_in(name: &str, caches: &[PathBuf]) -> Result<NamedModel, Error> {
     let path = Path::new(name);
     if path.is_dir() {
-        let is_model = path.join("config.json").exists();
-        return Ok(NamedModel::Directory(if is_model { path.to_owned() } else { find(path)? }));
+        // Of a directory of checkpoints the newest; loading it reads and verifies every byte, once.
+        let is_model = ["config.json", "manifest.json"].iter().any(|file| path.join(file).exists());
+        let newest = if is_model { None } else { list(path)?.pop() };
+        return Ok(NamedModel::Directory(newest.map_or_else(|| path.to_owned(), |newest| newest.path)));
     }
     if let Some(directory) = path.parent().filter(|_| path.is_file()) {
         return of_file(path, directory);

@@ -270,7 +270,7 @@ impl Records {
         self.report(tell)
     }
 
-    /// Whether there are rows to report of.
+    /// Returns true if there are rows to report of.
     pub(crate) fn has_rows(&self) -> bool {
         self.rows.is_some()
     }

@@ -39,7 +39,7 @@ pub(crate) struct SavedState {
     pub(crate) guard: Value,
     /// What the loss scale remembers; null where it is not adjusted.
     pub(crate) loss_scale: Value,
-    /// Whether the run is failing: steps are skipped, or its loss is far above what it was.
+    /// True if the run is failing: steps are skipped, or its loss is far above what it was.
     pub(crate) is_doubtful: bool,
     /// The loss of an evaluation after this step, if there was one.
     pub(crate) eval_loss: Option<f64>,

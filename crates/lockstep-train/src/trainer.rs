@@ -8,8 +8,8 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use lockstep_checkpoint::{Checkpoint, CommitObserver, RunLock, prepare_directory, set_damaged_aside};
-use lockstep_data::{MicroBatch, Prefetcher, SampleCursor};
+use lockstep_checkpoint::{CommitObserver, set_damaged_aside};
+use lockstep_data::{MicroBatch, Prefetcher};
 use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, Cost, Seed};
@@ -24,20 +24,15 @@ use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
 use crate::machine::proportional_bytes;
 use crate::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
+use crate::origin::{Origin, lock, prefetcher};
 use crate::peak::DevicePeak;
 use crate::progress::{Progress, Steps};
 use crate::ranks::Ranks;
 use crate::records::Records;
 use crate::saving::Saver;
 use crate::schedule::LearningRate;
-use crate::setup::{build_engine, load_first_weights};
-use crate::state::{
-    Counters, SavedState, changed_settings, find_checkpoint, restore, set_aside_later, text_has_changed, told,
-};
-use crate::{Corpus, Error, ResolvedModel, resolve_model};
-
-/// Micro-batches read ahead.
-const PREFETCH_DEPTH: usize = 4;
+use crate::state::{Counters, SavedState, set_aside_later, text_has_changed};
+use crate::{Corpus, Error, resolve_model};
 
 /// Where a run begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,7 +62,7 @@ pub struct Summary {
     pub eval_loss: Option<f64>,
     /// The loss of a uniform guess: the logarithm of the vocabulary's size.
     pub uniform_loss: f64,
-    /// Whether the run was trained on chats.
+    /// True if the run was trained on chats.
     pub has_chats: bool,
     /// The newest checkpoint; empty but on the first rank.
     pub checkpoint: PathBuf,
@@ -252,67 +247,6 @@ pub(crate) fn run(
     .run(interrupt)
 }
 
-/// Takes the directory of checkpoints for this run alone.
-fn lock(config: &RunConfig) -> Result<RunLock, Error> {
-    prepare_directory(&config.checkpoint.dir)?;
-    Ok(RunLock::take(&config.checkpoint.dir)?)
-}
-
-/// The engine with what a run begins from.
-struct Origin {
-    engine: Engine,
-    counters: Counters,
-    /// `None` for a run that begins anew.
-    checkpoint: Option<Checkpoint>,
-    /// Messages on where the run begins.
-    told: Vec<String>,
-    /// Damaged checkpoints newer than the one that the run goes on from.
-    damaged: Vec<PathBuf>,
-}
-
-impl Origin {
-    /// Loads the checkpoint that `resume` asks for, or the first weights.
-    fn of(config: &RunConfig, resume: &Resume, ranks: &Ranks, model: &ResolvedModel) -> Result<Self, Error> {
-        let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
-        let mut engine = build_engine(config, model, ranks, &ranks.arena())?;
-        let words =
-            passed_over.iter().map(|skipped| format!("passed over a damaged checkpoint: {}", told(skipped)));
-        let mut messages: Vec<String> = words.collect();
-        let damaged = passed_over.into_iter().map(|skipped| skipped.path).collect();
-        let Some(found) = &checkpoint else {
-            tracing::info!(dir = %config.checkpoint.dir.display(), ?resume, "no checkpoint to go on from");
-            load_first_weights(config, model, &mut engine)?;
-            let counters = Counters::default();
-            return Ok(Self { engine, counters, checkpoint, told: messages, damaged });
-        };
-        tracing::info!(path = %found.path().display(), ?resume, "going on from a checkpoint");
-        let changed = changed_settings(config, model, resume, found)?;
-        let counters = restore(config, model, &mut engine, found)?;
-        messages.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
-        messages.extend(changed);
-        Ok(Self { engine, counters, checkpoint, told: messages, damaged })
-    }
-}
-
-/// Starts to read the samples of this rank that no step has consumed.
-fn prefetcher(
-    config: &RunConfig,
-    ranks: &Ranks,
-    corpus: &Corpus,
-    counters: &Counters,
-) -> Result<Prefetcher, Error> {
-    let cursor = SampleCursor {
-        samples_consumed: counters.samples,
-        global_batch: config.train.global_batch as u64,
-        micro_batch: config.micro_batch() as u64,
-        replica: if active(Mutation::SamplesOfFirstReplica) { 0 } else { ranks.replica() as u64 },
-        replicas: ranks.replicas() as u64,
-    };
-    cursor.validate()?;
-    let remaining = config.train.steps.saturating_sub(counters.step);
-    Ok(Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?)
-}
-
 /// The last losses of a run.
 #[derive(Debug, Clone, Copy, Default)]
 struct Losses {
@@ -320,7 +254,7 @@ struct Losses {
     eval: Option<f64>,
 }
 
-/// What a step knows of itself, for its metrics.
+/// The figures of a step that its own code knows, for its metrics.
 struct Made {
     loss: f64,
     grad_norm: f64,
@@ -360,7 +294,7 @@ struct Run<'a> {
     /// None on ranks that do not save.
     saver: Option<Saver>,
     observer: &'a mut dyn StepObserver,
-    /// What the run is doing, for whoever asks why it ended.
+    /// The phase of the step, for whoever asks why the run ended.
     phase: &'static str,
     /// The step that it is making, or has made last.
     under_way: u64,
@@ -583,7 +517,7 @@ impl Run<'_> {
         refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
     }
 
-    /// Whether a step is among those that are shown.
+    /// Returns true if a step is among those that are shown.
     fn is_shown(&self, step: u64) -> bool {
         let every = self.config.train.log_every.max(1);
         step == 1 || step.is_multiple_of(every) || step == self.config.train.steps

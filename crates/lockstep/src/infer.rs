@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Args;
-use lockstep_checkpoint::list;
 use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
@@ -15,7 +14,7 @@ use lockstep_train::{RunConfig, find_weights};
 use serde_json::json;
 
 use crate::exit::Failure;
-use crate::output::{say, warning};
+use crate::output::say;
 
 #[derive(Debug, Args)]
 pub(crate) struct EvalArguments {
@@ -85,12 +84,7 @@ pub(crate) fn open(
     adapter: Option<&Path>,
     asked_threads: Option<usize>,
 ) -> Result<LoadedModel, Failure> {
-    let (named, model, threads) = (Path::new(model), find_weights(model)?, threads(asked_threads)?);
-    let newest = if named.is_dir() && model != named { list(named)?.pop() } else { None };
-    if let Some(newest) = newest.filter(|newest| newest.path != model) {
-        let (newest, used) = (newest.path.display(), model.display());
-        warning(&format!("{newest} is damaged (lockstep checkpoint verify {newest}): using {used}"));
-    }
+    let (model, threads) = (find_weights(model)?, threads(asked_threads)?);
     Ok(match adapter {
         None => LoadedModel::open(&model, threads)?,
         Some(adapter) => LoadedModel::open_adapted(&model, adapter, threads)?,

@@ -9,7 +9,7 @@ use crate::{Cli, import};
 /// Parses arguments, the program's name first. Flags may have underscores in place of dashes.
 ///
 /// # Errors
-/// What clap refuses, with the arguments as they were understood.
+/// If clap refuses them: its error, with the arguments as they were understood.
 pub(crate) fn parse(mut arguments: Vec<String>) -> Result<Cli, (clap::Error, Vec<String>)> {
     loop {
         let error = match Cli::try_parse_from(&arguments) {

@@ -12,9 +12,9 @@ use super::value::ValueType;
 /// The place where a name is typed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// As a key of RUN.toml or of `--set`, in any section but `[model]`.
+    /// A key of RUN.toml or of `--set`, in any section but `[model]`.
     Key,
-    /// As a key of `[model]`.
+    /// A key of `[model]`.
     ModelKey,
     /// As the value of this key.
     Value(&'static str),

@@ -36,7 +36,7 @@ pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
 pub(super) struct Directory {
     pub(super) path: PathBuf,
     pub(super) keep: Option<NonZeroUsize>,
-    /// Whether the checkpoint with the lowest evaluation loss stays as well.
+    /// Keeps the checkpoint with the lowest evaluation loss as well.
     pub(super) keep_best: bool,
 }
 

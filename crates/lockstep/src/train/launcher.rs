@@ -157,13 +157,13 @@ impl Launcher<'_> {
         Ok(Some((start, met)))
     }
 
-    /// Where ranks say why they fail: beside what they print, or, where only this process is asked to say it, beside its own file.
+    /// The directory where ranks say why they fail: beside what they print, or, where only this process is asked to say it, beside its own file.
     fn errors(&self) -> Option<PathBuf> {
         let own = || error_file::path().map(|path| path.with_extension("ranks"));
         self.launching.log_dir.clone().or_else(own)
     }
 
-    /// Whether another try may end better: not where the configuration is wrong or something is missing.
+    /// Returns true if another try may end better: not where the configuration is wrong or something is missing.
     fn may_restart(&self, failure: &Failure, restarts: usize) -> bool {
         restarts < self.launching.max_restarts
             && !matches!(failure.code, exit::CONFIGURATION | exit::MISSING | exit::CORRUPT_INPUT)

@@ -170,7 +170,7 @@ fn say_if_threads_differ(threads: usize) {
     }
 }
 
-/// How the run ended, and what can be done next.
+/// Prints how the run ended, and what can be done next.
 fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
     let checkpoint = summary.checkpoint.display();
     if summary.interrupted {

@@ -21,7 +21,7 @@ pub(super) const DEMONSTRATION: &str = include_str!("demonstration.toml");
 /// The key that `--nproc-per-node` sets.
 const REPLICAS: &str = "parallel.data_parallel_replicate";
 
-/// What the command line, its files and the launcher say of a run.
+/// The run as the command line, its files and the launcher describe it.
 pub(super) struct Request<'a> {
     pub(super) arguments: &'a Arguments,
     pub(super) launching: &'a Launching,
@@ -73,7 +73,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Whether this is the built-in demonstration.
+    /// Returns true for the built-in demonstration.
     pub(super) fn is_demonstration(&self) -> bool {
         self.arguments.planned.run.is_none() && self.resumed_run().is_none()
     }
@@ -158,12 +158,12 @@ fn demonstration(settings: &[String]) -> &'static str {
     &DEMONSTRATION[rest.unwrap_or(0)..]
 }
 
-/// How many plans were compared, and how long that took.
+/// The number of plans compared, and the time that took, in words.
 fn searched(candidates: usize, ms: f64) -> String {
     format!("{}, compared in {}", human::plural(candidates, "plan"), human::milliseconds(ms))
 }
 
-/// Why a search has chosen this plan: lines of a label, a tabulator and a text.
+/// Reasons for the chosen plan: lines of a label, a tabulator and a text.
 fn in_words(chosen: &Evaluated, rival: Option<&Evaluated>, doubt: Option<&str>, searched: &str) -> String {
     let words = |found: &Evaluated| {
         let sequences = human::plural(found.config.micro_batch(), "sequence");

@@ -10,7 +10,7 @@ use crate::workshop::{Outcome, Workshop};
 /// Longest that a command may take: in CI, and with everything.
 const LIMITS: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs(900)];
 
-/// How a command is run.
+/// The way in which a command is run.
 #[derive(Debug, Clone, Copy)]
 enum How {
     /// With more arguments.

@@ -1,0 +1,84 @@
+//! The origin of a run: its lock, the engine with the checkpoint or the first weights in it, and the samples that are still to be read.
+
+use std::path::PathBuf;
+
+use lockstep_checkpoint::{Checkpoint, RunLock, prepare_directory};
+use lockstep_data::{Prefetcher, SampleCursor};
+use lockstep_engine::Engine;
+use lockstep_graph::mutation::{Mutation, active};
+
+use crate::config::RunConfig;
+use crate::ranks::Ranks;
+use crate::setup::{build_engine, load_first_weights};
+use crate::state::{Counters, changed_settings, find_checkpoint, restore, told};
+use crate::trainer::Resume;
+use crate::{Corpus, Error, ResolvedModel};
+
+/// Micro-batches read ahead.
+const PREFETCH_DEPTH: usize = 4;
+
+/// Takes the directory of checkpoints for this run alone.
+pub(crate) fn lock(config: &RunConfig) -> Result<RunLock, Error> {
+    prepare_directory(&config.checkpoint.dir)?;
+    Ok(RunLock::take(&config.checkpoint.dir)?)
+}
+
+/// The engine with what a run begins from.
+pub(crate) struct Origin {
+    pub(crate) engine: Engine,
+    pub(crate) counters: Counters,
+    /// `None` for a run that begins anew.
+    pub(crate) checkpoint: Option<Checkpoint>,
+    /// Messages on where the run begins.
+    pub(crate) told: Vec<String>,
+    /// Damaged checkpoints newer than the one that the run goes on from.
+    pub(crate) damaged: Vec<PathBuf>,
+}
+
+impl Origin {
+    /// Loads the checkpoint that `resume` asks for, or the first weights.
+    pub(crate) fn of(
+        config: &RunConfig,
+        resume: &Resume,
+        ranks: &Ranks,
+        model: &ResolvedModel,
+    ) -> Result<Self, Error> {
+        let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
+        let mut engine = build_engine(config, model, ranks, &ranks.arena())?;
+        let words =
+            passed_over.iter().map(|skipped| format!("passed over a damaged checkpoint: {}", told(skipped)));
+        let mut messages: Vec<String> = words.collect();
+        let damaged = passed_over.into_iter().map(|skipped| skipped.path).collect();
+        let Some(found) = &checkpoint else {
+            tracing::info!(dir = %config.checkpoint.dir.display(), ?resume, "no checkpoint to go on from");
+            load_first_weights(config, model, &mut engine)?;
+            let counters = Counters::default();
+            return Ok(Self { engine, counters, checkpoint, told: messages, damaged });
+        };
+        tracing::info!(path = %found.path().display(), ?resume, "going on from a checkpoint");
+        let changed = changed_settings(config, model, resume, found)?;
+        let counters = restore(config, model, &mut engine, found)?;
+        messages.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
+        messages.extend(changed);
+        Ok(Self { engine, counters, checkpoint, told: messages, damaged })
+    }
+}
+
+/// Starts to read the samples of this rank that no step has consumed.
+pub(crate) fn prefetcher(
+    config: &RunConfig,
+    ranks: &Ranks,
+    corpus: &Corpus,
+    counters: &Counters,
+) -> Result<Prefetcher, Error> {
+    let cursor = SampleCursor {
+        samples_consumed: counters.samples,
+        global_batch: config.train.global_batch as u64,
+        micro_batch: config.micro_batch() as u64,
+        replica: if active(Mutation::SamplesOfFirstReplica) { 0 } else { ranks.replica() as u64 },
+        replicas: ranks.replicas() as u64,
+    };
+    cursor.validate()?;
+    let remaining = config.train.steps.saturating_sub(counters.step);
+    Ok(Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?)
+}

@@ -29,6 +29,7 @@ mod demo;
 mod documents;
 mod error;
 mod export;
+mod growth;
 mod id_type;
 mod indexed;
 mod json_line;

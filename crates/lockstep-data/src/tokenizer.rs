@@ -12,7 +12,7 @@ use crate::{
     chat::{ChatTemplate, Message},
     documents::Cut,
     error::{DataError, Result},
-    quiet,
+    growth, quiet,
 };
 
 /// Turns text into token ids and back.
@@ -138,12 +138,19 @@ impl Tokenizer {
     /// Reads the bytes of a `tokenizer.json`; `path` is only for messages.
     ///
     /// # Errors
-    /// [`DataError::BadTokenizer`] for anything that is not one.
+    /// [`DataError::BadTokenizer`] for anything that is not one, or one whose replacements let a text explode.
     pub fn from_json(json: &[u8], path: &Path) -> Result<Self> {
         let bad = |problem: String| DataError::BadTokenizer { path: path.to_owned(), problem };
         // The `tokenizers` crate panics on some files: on most that are no JSON, hence the first line, and
         // on damaged tables of a few normalizers, hence the second. What it would print is said by our error.
-        serde_json::from_slice::<serde_json::Value>(json).map_err(|e| bad(e.to_string()))?;
+        let value: serde_json::Value = serde_json::from_slice(json).map_err(|e| bad(e.to_string()))?;
+        let growth = growth::of(&value);
+        if growth > growth::MOST {
+            return Err(bad(format!(
+                "its replacements may make a text {growth:.0} times as long; allowed: {:.0}, which published tokenizers stay far below",
+                growth::MOST
+            )));
+        }
         let mut inner = quiet::caught(|| tokenizers::Tokenizer::from_bytes(json))
             .ok_or_else(|| bad("its contents make no tokenizer".to_owned()))?
             .map_err(|e| bad(e.to_string()))?;
@@ -498,6 +505,18 @@ mod tests {
         let tokenizer = Tokenizer::from_json(json.as_bytes(), Path::new("strip.json")).unwrap();
         let error = tokenizer.decode(&[0]).unwrap_err();
         assert!(error.to_string().starts_with("the tokenizer strip.json failed: its contents"), "{error}");
+    }
+
+    #[test]
+    fn one_whose_replacements_explode_is_refused_before_it_reads_any_text() {
+        let double = serde_json::json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aa"});
+        let json = serde_json::json!({
+            "normalizer": {"type": "Sequence", "normalizers": vec![double; 22]},
+            "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+        });
+        let refused = Tokenizer::from_json(json.to_string().as_bytes(), Path::new("bomb.json"));
+        let message = refused.map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("bomb.json") && message.contains("4194304 times as long"), "{message}");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use lockstep_plan::cluster::ClusterError;
 
 use crate::config::Problems;
 use crate::fit::Misfit;
+use crate::human::plural;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -63,19 +64,38 @@ pub enum Error {
         /// Everything that is wrong, a line each.
         problems: String,
     },
-    /// The file system that holds the metrics is full. Rows wait in memory and are written as soon as there
-    /// is room.
+    /// Rows of metrics that could not be written. They wait in memory and are written with the next row that can be.
     #[error(
-        "no space left for {}: {waiting_rows} row(s) wait in memory, {lost_rows} lost; free some space",
-        path.display()
+        "cannot append to {}: {}{} wait in memory{}",
+        path.display(),
+        if is_full(source) { "no space left, free some; ".to_owned() } else { format!("{source}; ") },
+        plural(*waiting_rows, "row"),
+        if *lost_rows == 0 { String::new() } else { format!(", {} lost", plural(*lost_rows, "row")) },
     )]
-    MetricsDiskFull {
+    RowsWait {
         /// The metrics file.
         path: PathBuf,
-        /// Rows that are not on disk yet.
+        /// What the system said.
+        source: io::Error,
+        /// Rows that are not in the file yet.
         waiting_rows: usize,
-        /// Rows given up because too many waited already.
+        /// Rows given up because 64 MiB of them waited already.
         lost_rows: usize,
+    },
+    /// A metrics file that was deleted while the run wrote to it. It has been made anew, with all of its rows.
+    #[error("{} was deleted while the run wrote to it; it is there again, with all of its rows", path.display())]
+    MetricsDeleted {
+        /// The metrics file.
+        path: PathBuf,
+    },
+    /// A metrics file that another run writes to.
+    #[error(
+        "another run writes its metrics to {}: give this one a directory of its own (--set metrics.dir=DIR)",
+        dir.display()
+    )]
+    MetricsInUse {
+        /// The directory.
+        dir: PathBuf,
     },
     /// The metrics file cannot be opened, read or written for another reason.
     #[error("cannot {action} {}: {source}", path.display())]
@@ -264,6 +284,11 @@ impl From<EngineError> for Error {
             error => Self::Engine(error),
         }
     }
+}
+
+/// Returns true if the system had no room.
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 /// The first few names.

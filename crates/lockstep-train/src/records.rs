@@ -267,7 +267,22 @@ impl Records {
         if let Some(Err(error)) = self.prometheus.take().map(Prometheus::finish) {
             tell(&error.to_string());
         }
+        self.tell_what_is_missing(&mut tell);
         self.report(tell)
+    }
+
+    /// Tries once more to write the rows that wait, and tells how many of them the file lacks in the end.
+    fn tell_what_is_missing(&mut self, mut tell: impl FnMut(&str)) {
+        let Some(rows) = &mut self.rows else { return };
+        if let Err(error) = rows.file() {
+            tell(&error.to_string());
+        }
+        let (waiting, lost) = rows.waiting();
+        let missing = waiting.iter().filter(|byte| **byte == b'\n').count() + lost;
+        if missing > 0 {
+            let file = rows.path().display();
+            tell(&format!("{} of {file} never reached the disk", human::plural(missing, "row")));
+        }
     }
 
     /// Returns true if there are rows to report of.
@@ -277,8 +292,8 @@ impl Records {
 
     /// Writes the report of the steps until now, and returns its path.
     pub(crate) fn report(&self, tell: impl FnOnce(&str)) -> Option<PathBuf> {
-        self.rows.as_ref()?;
-        match report::write(&self.dir, None) {
+        let (waiting, _) = self.rows.as_ref()?.waiting();
+        match report::write_with(&self.dir, None, waiting) {
             Ok(path) => Some(path),
             // No step was ever made.
             Err(Error::NoRows { .. }) => None,

@@ -142,6 +142,7 @@ impl From<lockstep_train::Error> for Failure {
             | Error::OtherParameters { .. }
             | Error::NoRunToResume { .. }
             | Error::Prometheus { .. }
+            | Error::MetricsInUse { .. }
             | Error::NoRun { .. }
             | Error::TeachesNothing { .. }) => Self::configuration(error.to_string()),
             Error::ReadRecords { ref source, .. } => {

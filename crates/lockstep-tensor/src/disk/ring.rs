@@ -14,6 +14,9 @@ use rustix::io::Errno;
 
 use super::{Action, Mover, ScratchFile, Transfer};
 
+/// How long a new ring may take to do nothing.
+const PATIENCE_AT_START: Duration = Duration::from_secs(1);
+
 /// How long a queue that is dropped waits for what is on its way.
 const PATIENCE_AT_END: Duration = Duration::from_secs(10);
 
@@ -34,11 +37,12 @@ impl Ring {
     /// # Errors
     /// The kernel has none, one that is too old, or does not let this process use it.
     pub(super) fn new(file: Arc<ScratchFile>, depth: usize) -> io::Result<Self> {
-        let ring = IoUring::new(depth as u32)?;
+        let mut ring = IoUring::new(depth as u32)?;
         // Waiting with a deadline came with Linux 5.11.
         if !ring.params().is_feature_ext_arg() {
             return Err(io::ErrorKind::Unsupported.into());
         }
+        try_out(&mut ring)?;
         Ok(Self { ring, file, on_their_way: HashMap::with_capacity(depth) })
     }
 
@@ -87,6 +91,29 @@ impl Ring {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Has the kernel do nothing, once: a sandbox may allow a ring to be made and refuse every use of it.
+///
+/// # Errors
+/// If the kernel refuses, or does not answer within [`PATIENCE_AT_START`].
+fn try_out(ring: &mut IoUring) -> io::Result<()> {
+    // SAFETY: an entry that does nothing names no memory.
+    let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
+    pushed.map_err(|_| io::ErrorKind::ResourceBusy)?;
+    let deadline = Instant::now() + PATIENCE_AT_START;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let limit = types::Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
+        let waited = ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&limit));
+        match (ring.completion().next(), waited) {
+            (Some(end), _) if end.result() >= 0 => return Ok(()),
+            (Some(end), _) => return Err(io::Error::from_raw_os_error(-end.result())),
+            (None, Err(error)) if !is_end_of_wait(&error) => return Err(error),
+            (None, _) if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
+            (None, _) => {}
         }
     }
 }
@@ -178,6 +205,19 @@ mod tests {
             std::iter::successors(Some(PAUSES.start), |pause| Some(longer(*pause))).take(10).collect();
         assert!(pauses.is_sorted() && pauses[9] == PAUSES.end, "{pauses:?}");
         assert!(pauses.iter().sum::<Duration>() < Duration::from_secs(1), "{pauses:?}");
+    }
+
+    #[test]
+    fn a_ring_that_the_kernel_refuses_to_enter_is_none() {
+        // A ring that was made disabled refuses every call until it is enabled.
+        let made = IoUring::builder().setup_r_disabled().build(4);
+        let Ok(mut refused) = made else {
+            println!("SKIPPED: io_uring: {made:?}", made = made.err());
+            return;
+        };
+        assert!(try_out(&mut refused).is_err());
+        refused.submitter().register_enable_rings().unwrap();
+        try_out(&mut refused).unwrap();
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! Appends whole records to a file, whatever the disk does.
 //!
 //! A record that cannot be written (a full disk) waits in memory, and whatever part of it reached the file is
-//! taken back, so that a reader never sees half of one.
+//! taken back, so that a reader never sees half of one. A file that somebody deletes is made anew with all that it held.
 
-use std::fs::File;
-use std::io::{self, ErrorKind, Write};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::Error;
@@ -14,6 +15,8 @@ const MAX_WAITING_BYTES: usize = 64 << 20;
 
 /// Room for what usually waits, one record.
 const USUAL_BYTES: usize = 4096;
+/// Bytes that are copied at once from a file that was deleted.
+const COPY_BYTES: usize = 64 << 10;
 
 /// What an appender needs of a file.
 pub trait Sink {
@@ -28,6 +31,12 @@ pub trait Sink {
     /// # Errors
     /// What the system says.
     fn truncate(&mut self, length: u64) -> io::Result<()>;
+
+    /// Makes a file that somebody has deleted anew at `path`, with its first `length` bytes; returns true if that was needed.
+    ///
+    /// # Errors
+    /// If the new file cannot be made; the old one is kept.
+    fn restore(&mut self, path: &Path, length: u64) -> io::Result<bool>;
 }
 
 impl Sink for File {
@@ -37,6 +46,29 @@ impl Sink for File {
 
     fn truncate(&mut self, length: u64) -> io::Result<()> {
         self.set_len(length)
+    }
+
+    fn restore(&mut self, path: &Path, length: u64) -> io::Result<bool> {
+        if self.metadata()?.nlink() > 0 {
+            return Ok(false);
+        }
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir)?;
+        }
+        let mut anew = File::options().create_new(true).read(true).append(true).open(path)?;
+        // The content of a deleted file lasts as long as it is open.
+        let mut offset = 0;
+        let mut bytes = vec![0; COPY_BYTES];
+        while offset < length {
+            let part = bytes.len().min((length - offset) as usize);
+            self.read_exact_at(&mut bytes[..part], offset)?;
+            anew.write_all(&bytes[..part])?;
+            offset += part as u64;
+        }
+        // As the old one was; that it can be is no condition of writing it.
+        let _ = anew.try_lock();
+        *self = anew;
+        Ok(true)
     }
 }
 
@@ -81,13 +113,13 @@ impl<S: Sink> Appender<S> {
     /// Appends the record that `write` makes, after those that still wait.
     ///
     /// # Errors
-    /// [`Error::MetricsDiskFull`] or [`Error::Metrics`]. The run can go on: the record waits and goes out with the
-    /// next one that can be written.
+    /// [`Error::RowsWait`] if it cannot be written: the run can go on, and the record goes out with the next one that can be.
+    /// [`Error::MetricsDeleted`] if it was written, to a file that had to be made anew.
     pub(super) fn append(&mut self, write: impl FnOnce(&mut Vec<u8>) -> io::Result<()>) -> Result<(), Error> {
         let length = self.waiting.len();
         if let Err(error) = write(&mut self.waiting) {
             self.waiting.truncate(length);
-            return Err(self.failed("write a row of", error));
+            return Err(Error::Metrics { path: self.path.clone(), action: "write a row of", source: error });
         }
         if self.waiting.len() > MAX_WAITING_BYTES && length > 0 {
             self.waiting.truncate(length);
@@ -107,23 +139,30 @@ impl<S: Sink> Appender<S> {
         Ok(&self.sink)
     }
 
+    /// Records that are not in the file, as they will stand in it, and how many others were given up.
+    pub(super) fn waiting(&self) -> (&[u8], usize) {
+        (&self.waiting, self.lost_records)
+    }
+
     fn flush(&mut self) -> Result<(), Error> {
         if self.torn {
-            self.take_back().map_err(|source| self.failed("truncate", source))?;
+            self.take_back().map_err(|source| self.failed(source))?;
         }
         if self.waiting.is_empty() {
             return Ok(());
         }
+        let restored =
+            self.sink.restore(&self.path, self.whole_bytes).map_err(|source| self.failed(source))?;
         if let Err(source) = self.sink.append(&self.waiting) {
             self.torn = true;
             // If this fails as well, the next flush tries again before it writes.
             let _ = self.take_back();
-            return Err(self.failed("append to", source));
+            return Err(self.failed(source));
         }
         self.whole_bytes += self.waiting.len() as u64;
         self.waiting.clear();
         self.waiting_records = 0;
-        Ok(())
+        if restored { Err(Error::MetricsDeleted { path: self.path.clone() }) } else { Ok(()) }
     }
 
     fn take_back(&mut self) -> io::Result<()> {
@@ -132,15 +171,8 @@ impl<S: Sink> Appender<S> {
         Ok(())
     }
 
-    fn failed(&self, action: &'static str, source: io::Error) -> Error {
-        let path = self.path.clone();
-        match source.kind() {
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => Error::MetricsDiskFull {
-                path,
-                waiting_rows: self.waiting_records,
-                lost_rows: self.lost_records,
-            },
-            _ => Error::Metrics { path, action, source },
-        }
+    fn failed(&self, source: io::Error) -> Error {
+        let (waiting_rows, lost_rows) = (self.waiting_records, self.lost_records);
+        Error::RowsWait { path: self.path.clone(), source, waiting_rows, lost_rows }
     }
 }

@@ -63,7 +63,7 @@ impl EventWriter {
     /// Appends the numbers of a row.
     ///
     /// # Errors
-    /// [`Error::MetricsDiskFull`] or [`Error::Metrics`]; the run can go on, as with `metrics.jsonl`.
+    /// [`Error::RowsWait`], [`Error::MetricsDeleted`] or [`Error::Metrics`]; the run can go on, as with `metrics.jsonl`.
     pub fn append(&mut self, row: &impl Row) -> Result<(), Error> {
         let failed = |source: io::Error| Error::Metrics {
             path: self.dir.clone(),
@@ -104,7 +104,7 @@ fn create(dir: &Path, first_step: u64) -> Result<Appender<File>, Error> {
     let path = dir.join(format!("{FILE_PREFIX}{seconds:010}.{micros:06}.{host}.{id}"));
     let failed = |source| Error::Metrics { path: path.clone(), action: "create", source };
     fs::create_dir_all(dir).map_err(failed)?;
-    let file = File::options().create_new(true).append(true).open(&path).map_err(failed)?;
+    let file = File::options().create_new(true).read(true).append(true).open(&path).map_err(failed)?;
     let mut file = Appender::new(file, path, 0);
     file.append(|out| {
         push_event(out, now, Event::FileVersion);

@@ -3,9 +3,11 @@
 //! A run that resumes after step N first cuts off the rows of later steps, so that the file of a resumed run has
 //! the steps of one that was never stopped.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
@@ -15,6 +17,11 @@ use crate::error::Error;
 
 /// The name of the file in the directory of the run's records.
 pub const FILE_NAME: &str = "metrics.jsonl";
+
+/// Longest wait for a process that is ending to let go of the file.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+/// Pause between two attempts to lock the file.
+const LOCK_RETRY: Duration = Duration::from_millis(20);
 
 /// How a run begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,10 +63,10 @@ pub struct MetricsWriter<S = File> {
 }
 
 impl MetricsWriter<File> {
-    /// Opens the file in `dir`, making the directory if need be.
+    /// Opens the file in `dir`, making the directory if need be. No other run can write there as long as this one lives.
     ///
     /// # Errors
-    /// [`Error::Metrics`] with the path and what could not be done.
+    /// [`Error::MetricsInUse`] if another run writes there; [`Error::Metrics`] with the path and what could not be done.
     pub fn open(dir: &Path, start: Start) -> Result<(Self, Resumption), Error> {
         let failed = |action, path: &Path| {
             let path = path.to_owned();
@@ -68,6 +75,8 @@ impl MetricsWriter<File> {
         let path = dir.join(FILE_NAME);
         fs::create_dir_all(dir).map_err(failed("create", dir))?;
         let mut found = Resumption::default();
+        // Held until the file has been moved aside.
+        let earlier = lock_earlier(&path)?;
         if start == Start::Fresh {
             found.moved_to = move_aside(&path).map_err(failed("move aside", &path))?;
         }
@@ -77,6 +86,8 @@ impl MetricsWriter<File> {
             .append(true)
             .open(&path)
             .map_err(failed("open", &path))?;
+        drop(earlier);
+        lock(&sink, &path)?;
         let mut whole_bytes = 0;
         if let Start::After { step } = start {
             let length = sink.metadata().map_err(failed("read", &path))?.len();
@@ -91,7 +102,7 @@ impl MetricsWriter<File> {
     /// step that the checkpoint holds can be missing from the file.
     ///
     /// # Errors
-    /// [`Error::MetricsDiskFull`] or [`Error::Metrics`].
+    /// [`Error::RowsWait`] or [`Error::Metrics`].
     pub fn file(&mut self) -> Result<MetricsFile, Error> {
         let path = self.path().to_owned();
         match self.lines.flushed()?.try_clone() {
@@ -130,17 +141,44 @@ impl<S: Sink> MetricsWriter<S> {
         self.lines.path()
     }
 
+    /// The rows that are not in the file, as they will stand in it, and the number of those that were given up.
+    pub fn waiting(&self) -> (&[u8], usize) {
+        self.lines.waiting()
+    }
+
     /// Appends a row, after those that still wait.
     ///
     /// # Errors
-    /// [`Error::MetricsDiskFull`] or [`Error::Metrics`]. The run can go on: the row waits and goes out with the next
-    /// one that can be written.
+    /// [`Error::RowsWait`] if it cannot be written: the run can go on, and the row goes out with the next one that can be.
+    /// [`Error::MetricsDeleted`] if it was written, to a file that had to be made anew.
     pub fn append(&mut self, row: &impl Row) -> Result<(), Error> {
         self.lines.append(|out| {
             serde_json::to_writer(&mut *out, row)?;
             out.push(b'\n');
             Ok(())
         })
+    }
+}
+
+/// The file that an earlier run has left at `path`, if there is one and no run writes to it.
+fn lock_earlier(path: &Path) -> Result<Option<File>, Error> {
+    let Ok(file) = File::open(path) else { return Ok(None) };
+    lock(&file, path)?;
+    Ok(Some(file))
+}
+
+/// Keeps other runs from writing to `file`, until it is closed. A run that was just killed may hold it for a moment longer. On file systems
+/// without locks nothing is kept.
+fn lock(file: &File, path: &Path) -> Result<(), Error> {
+    let begin = Instant::now();
+    loop {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) if begin.elapsed() < LOCK_PATIENCE => sleep(LOCK_RETRY),
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::MetricsInUse { dir: path.parent().unwrap_or(path).to_owned() });
+            }
+            Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
+        }
     }
 }
 
@@ -242,6 +280,7 @@ mod tests {
         assert_eq!(found, Resumption::default());
         write_steps(&mut writer, 6..=7);
         let before = fs::read(writer.path()).unwrap();
+        drop(writer);
         let (writer, found) = MetricsWriter::open(dir.path(), Start::After { step: 7 }).unwrap();
         assert_eq!((found, fs::read(writer.path()).unwrap()), (Resumption::default(), before));
     }
@@ -290,6 +329,10 @@ mod tests {
             self.content.truncate(length as usize);
             Ok(())
         }
+
+        fn restore(&mut self, _: &Path, _: u64) -> io::Result<bool> {
+            Ok(false)
+        }
     }
 
     #[test]
@@ -300,9 +343,7 @@ mod tests {
         write_steps(&mut writer, 1..=2);
         for waiting in 1..=3 {
             let error = writer.append(&example(2 + waiting)).unwrap_err();
-            let Error::MetricsDiskFull { path, waiting_rows, lost_rows: 0 } = error else {
-                panic!("{error}")
-            };
+            let Error::RowsWait { path, waiting_rows, lost_rows: 0, .. } = error else { panic!("{error}") };
             assert_eq!((path, waiting_rows as u64), ("m.jsonl".into(), waiting));
             assert_eq!(writer.lines.sink().content.len(), 2 * row);
         }
@@ -310,7 +351,7 @@ mod tests {
         writer.lines.sink().truncate_fails = true;
         writer.append(&example(6)).unwrap_err();
         writer.lines.sink().capacity = usize::MAX;
-        assert!(matches!(writer.append(&example(7)), Err(Error::Metrics { action: "truncate", .. })));
+        assert!(matches!(writer.append(&example(7)), Err(Error::RowsWait { waiting_rows: 5, .. })));
         writer.lines.sink().truncate_fails = false;
         writer.append(&example(8)).unwrap();
         let steps: Vec<u64> = String::from_utf8(std::mem::take(&mut writer.lines.sink().content))
@@ -319,6 +360,37 @@ mod tests {
             .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64().unwrap())
             .collect();
         assert_eq!(steps, (1..=8).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_file_that_is_deleted_comes_back_with_all_rows() {
+        let dir = tempfile::tempdir().unwrap();
+        let runs = dir.path().join("runs");
+        let (mut writer, _) = MetricsWriter::open(&runs, Start::Fresh).unwrap();
+        write_steps(&mut writer, 1..=3);
+        fs::remove_dir_all(&runs).unwrap();
+        assert!(
+            matches!(writer.append(&example(4)), Err(Error::MetricsDeleted { path }) if path == writer.path())
+        );
+        write_steps(&mut writer, 5..=5);
+        let rows = fs::read_to_string(runs.join(FILE_NAME)).unwrap();
+        let steps: Vec<&str> = rows.lines().map(|row| &row[..row.find(',').unwrap()]).collect();
+        assert_eq!(steps, [1, 2, 3, 4, 5].map(|step| format!("{{\"step\":{step}")), "{rows}");
+    }
+
+    #[test]
+    fn two_runs_do_not_write_to_one_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut writer, _) = MetricsWriter::open(dir.path(), Start::Fresh).unwrap();
+        write_steps(&mut writer, 1..=1);
+        for start in [Start::Fresh, Start::After { step: 0 }] {
+            let refused = MetricsWriter::open(dir.path(), start);
+            assert!(matches!(refused, Err(Error::MetricsInUse { .. })), "{start:?}: {refused:?}");
+        }
+        write_steps(&mut writer, 2..=2);
+        assert_eq!(fs::read_to_string(writer.path()).unwrap().lines().count(), 2);
+        drop(writer);
+        MetricsWriter::open(dir.path(), Start::After { step: 2 }).unwrap();
     }
 
     #[test]

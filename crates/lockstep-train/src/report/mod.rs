@@ -8,7 +8,7 @@ mod history;
 mod series;
 
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, ErrorKind};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use lockstep_plan::PlannedStep;
@@ -89,7 +89,12 @@ pub(crate) fn describe_run(config: &RunConfig, beginning: &Beginning<'_>) -> Res
 /// [`Error::NoRun`] where there is no run, [`Error::NoRows`] if nothing in its metrics can be read,
 /// [`Error::Metrics`].
 pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
-    let history = history_of(dir)?;
+    write_with(dir, out, b"")
+}
+
+/// As [`write`], with rows that are not in the file of metrics yet.
+pub(crate) fn write_with(dir: &Path, out: Option<&Path>, waiting: &[u8]) -> Result<PathBuf, Error> {
+    let history = history_of(dir, waiting)?;
     let parts = Parts {
         run: read_json(&dir.join(RUN)),
         profile: read_json(&dir.join(PROFILE)),
@@ -105,8 +110,8 @@ pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     Ok(out)
 }
 
-/// The rows of the run whose records are in `dir`; at least one.
-fn history_of(dir: &Path) -> Result<History, Error> {
+/// The rows of the run whose records are in `dir`, and after them those that are `waiting`; at least one.
+fn history_of(dir: &Path, waiting: &[u8]) -> Result<History, Error> {
     let path = dir.join(FILE_NAME);
     let failed = |source| Error::Metrics { path: path.clone(), action: "read", source };
     let rows = match File::open(&path) {
@@ -115,7 +120,7 @@ fn history_of(dir: &Path) -> Result<History, Error> {
         }
         file => BufReader::new(file.map_err(failed)?),
     };
-    let history = History::read(rows).map_err(failed)?;
+    let history = History::read(rows.chain(waiting)).map_err(failed)?;
     if history.is_empty() {
         return Err(Error::NoRows { path, damaged_lines: history.damaged_lines });
     }
@@ -127,7 +132,7 @@ fn history_of(dir: &Path) -> Result<History, Error> {
 /// # Errors
 /// [`Error::NoRun`], [`Error::NoRows`], [`Error::Metrics`]; [`Error::Configuration`] if this program cannot read its settings.
 pub(crate) fn measured(dir: &Path) -> Result<(RunConfig, Option<UsualStep>), Error> {
-    let history = history_of(dir)?;
+    let history = history_of(dir, b"")?;
     let run = read_json(&dir.join(RUN));
     let settings = run["settings"].as_array().map_or(&[][..], Vec::as_slice);
     let config = RunConfig::recorded(settings, &dir.join(RUN).display().to_string())?;

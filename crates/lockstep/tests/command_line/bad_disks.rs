@@ -4,6 +4,8 @@
 use std::io::Write;
 use std::process::Command;
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use crate::workshop::{Outcome, Workshop};
 
 const LOCKSTEP: &str = env!("CARGO_BIN_EXE_lockstep");
@@ -218,4 +220,26 @@ fn a_leftover_that_cannot_be_removed_stops_no_save() {
     ] {
         assert_eq!(outcome.stderr.matches(part).count(), 1, "{part:?} once in {outcome:?}");
     }
+}
+
+#[test]
+fn rows_of_a_deleted_file_come_back_and_two_runs_keep_apart() {
+    let workshop = Workshop::new();
+    let settings = ["train", "run.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=0"];
+    let mut run = workshop.start(LOCKSTEP, &settings);
+    run.wait_until("a first step", |run| run.stderr().contains("\nstep "));
+    workshop
+        .run(&["train", "run.toml", "--set", "checkpoint.dir=other"])
+        .fails(2, &["another run writes its metrics to runs", "metrics.dir"]);
+    std::fs::remove_dir_all(workshop.path("runs")).unwrap();
+    run.wait_until("a message", |run| run.stderr().contains("runs/metrics.jsonl was deleted"));
+    let pid = Pid::from_raw(run.child.id() as i32).unwrap();
+    kill_process(pid, Signal::TERM).unwrap();
+    let outcome = run.finish();
+    assert_eq!(outcome.code, Some(75), "{outcome:?}");
+    let rows = String::from_utf8(workshop.read("runs/metrics.jsonl")).unwrap();
+    for (index, row) in rows.lines().enumerate() {
+        assert!(row.starts_with(&format!("{{\"step\":{},", index + 1)), "row {index}: {row}");
+    }
+    assert!(rows.lines().count() > 4, "{rows}");
 }

@@ -2,7 +2,9 @@
 #![forbid(unsafe_code)]
 
 mod mpi;
+mod mutants;
 mod picture;
+mod soak;
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -25,9 +27,10 @@ const LIMIT: Duration = Duration::from_secs(25 * 60);
 
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
-cargo xtask soak    what takes too long for the tests: ranks that die at 1,000 random moments, 2,000 random plans,
-                    a search for plans against looking at all of them, the planner's 60 usual questions, every command
-                    of the book as it stands
+cargo xtask soak [PART...]  what takes hours: attacks on whole runs (signals, crowds, memory, network), ranks that die at
+                    1,000 random moments (deaths), 2,000 random plans (plans), a search for plans against looking at all of
+                    them (search), the planner's 60 usual questions (questions), every command of the book as it stands
+                    (book), mutants of the code of which tests must notice 90 % (mutants)
 cargo xtask mutations  faults put into sums over ranks, each of which a test must notice
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md and tables of keys from the code
@@ -43,7 +46,7 @@ fn main() -> ExitCode {
             "cargo test --quiet --workspace --test configuration --test manual is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
         ),
-        Some("soak") => soak(),
+        Some("soak") => soak::soak(&env::args().skip(2).collect::<Vec<_>>()),
         Some("picture") => picture::draw(),
         _ => Err(HELP.to_owned()),
     };
@@ -54,23 +57,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-fn soak() -> Result<(), String> {
-    run(
-        "cargo test --workspace --test processes a_rank_that_dies -- --nocapture",
-        &[("LOCKSTEP_SEEDS", "1000")],
-    )?;
-    run("cargo test --workspace --test parity random_plans", &[("LOCKSTEP_PLANS", "2000")])?;
-    run(
-        "cargo test --workspace --test planner looking_at_everything -- --nocapture",
-        &[("LOCKSTEP_GRID", "all")],
-    )?;
-    run(
-        "cargo test --workspace --test planner usual_questions -- --nocapture",
-        &[("LOCKSTEP_QUESTIONS", "all")],
-    )?;
-    run("cargo test --workspace --test command_line book", &[("LOCKSTEP_BOOK", "all")])
 }
 
 fn ci() -> Result<(), String> {
@@ -100,6 +86,11 @@ fn is_installed(target: &str) -> bool {
 
 /// Runs a command line whose words hold no spaces.
 fn run(command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
+    run_within(LIMIT, command, environment)
+}
+
+/// Runs a command line whose words hold no spaces; it fails if it takes longer than `limit`.
+fn run_within(limit: Duration, command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
     println!("== {command}");
     let begin = Instant::now();
     let mut words = command.split_whitespace();
@@ -111,9 +102,9 @@ fn run(command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
         if let Some(status) = child.try_wait().map_err(failed)? {
             break status;
         }
-        if begin.elapsed() > LIMIT {
+        if begin.elapsed() > limit {
             let _ = child.kill();
-            return Err(format!("failed: {command} took more than {} minutes", LIMIT.as_secs() / 60));
+            return Err(format!("failed: {command} took more than {} minutes", limit.as_secs() / 60));
         }
         sleep(Duration::from_millis(50));
     };

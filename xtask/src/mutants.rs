@@ -1,0 +1,135 @@
+//! Tests of the tests: cargo-mutants changes the code in small ways, one at a time, and the tests of its crate must notice.
+//!
+//! There are some ten thousand such mutants, so a sample is drawn: every `n`th of each crate from the `k`th on, `LOCKSTEP_SHARD=k/n`. Nine of ten
+//! must be noticed. `mutants.txt` lists survivors that change nothing that a test could see, each with the reason; they do not count.
+
+use std::env;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use super::run_within;
+
+/// Where a sample begins and how thin it is, unless `LOCKSTEP_SHARD` says otherwise.
+const SHARD: &str = "0/60";
+/// Survivors that are as good as the code.
+const ACCEPTED: &str = include_str!("../mutants.txt");
+/// Of a hundred mutants so many must be noticed.
+const GOAL_PERCENT: usize = 90;
+/// No build and test of a mutant takes this long unless the mutant hangs, in seconds.
+const MUTANT_LIMIT_S: &str = "600";
+
+/// Code whose tests are tested.
+struct Code {
+    package: &'static str,
+    /// Files below the crate's `src`; all where none are named.
+    files: &'static [&'static str],
+    /// The tests, as `cargo test` is told; all of the crate where none are named.
+    tests: &'static [&'static str],
+}
+
+const CODE: [Code; 5] = [
+    Code { package: "lockstep-plan", files: &[], tests: &[] },
+    Code { package: "lockstep-checkpoint", files: &[], tests: &[] },
+    Code { package: "lockstep-data", files: &[], tests: &[] },
+    Code {
+        package: "lockstep-train",
+        files: &[
+            "guard.rs",
+            "loss_scale.rs",
+            "metrics/*.rs",
+            "origin.rs",
+            "saving/*.rs",
+            "schedule.rs",
+            "state.rs",
+            "trainer.rs",
+        ],
+        tests: &["--lib", "--test", "run", "--test", "guard", "--test", "sharded", "--test", "interrupt"],
+    },
+    Code {
+        package: "lockstep-comm",
+        files: &[
+            "algorithm.rs",
+            "blocks.rs",
+            "environment/*.rs",
+            "number.rs",
+            "recorder.rs",
+            "tcp/frame.rs",
+            "tcp/handshake.rs",
+            "tcp/script.rs",
+        ],
+        tests: &[],
+    },
+];
+
+/// Mutants by what became of them.
+#[derive(Default)]
+struct Tally {
+    noticed: usize,
+    missed: Vec<String>,
+}
+
+/// Draws the sample and tries it.
+pub(crate) fn sample() -> Result<(), String> {
+    if !Command::new("cargo")
+        .args(["mutants", "--version"])
+        .output()
+        .is_ok_and(|output| output.status.success())
+    {
+        run_within(super::LIMIT, "cargo install cargo-mutants --locked", &[])?;
+    }
+    let shard = env::var("LOCKSTEP_SHARD").unwrap_or_else(|_| SHARD.to_owned());
+    let mut tally = Tally::default();
+    for code in &CODE {
+        try_out(code, &shard, &mut tally)?;
+    }
+    let is_accepted = |name: &String| ACCEPTED.lines().any(|line| line.split('\t').next() == Some(name));
+    tally.missed.retain(|name| !is_accepted(name));
+    let all = tally.noticed + tally.missed.len();
+    println!("== {} of {all} mutants noticed; these were not:", tally.noticed);
+    tally.missed.iter().for_each(|name| println!("  {name}"));
+    if tally.noticed * 100 >= all * GOAL_PERCENT {
+        return Ok(());
+    }
+    Err(format!("mutants: {} of {all} noticed, {GOAL_PERCENT} % are to be", tally.noticed))
+}
+
+/// Tries the mutants of one crate that are in the sample.
+fn try_out(code: &Code, shard: &str, tally: &mut Tally) -> Result<(), String> {
+    let Code { package, files, tests } = code;
+    let out = format!("target/mutants/{package}");
+    let mut mutants = Command::new("cargo");
+    mutants.args([
+        "mutants",
+        "--package",
+        package,
+        "--shard",
+        shard,
+        "--sharding",
+        "round-robin",
+        "--output",
+        &out,
+    ]);
+    mutants.args(["--timeout", MUTANT_LIMIT_S, "--build-timeout", MUTANT_LIMIT_S, "--no-shuffle"]);
+    for file in *files {
+        mutants.args(["--file", &format!("crates/{package}/src/{file}")]);
+    }
+    if !tests.is_empty() {
+        mutants.arg("--").args(*tests);
+    }
+    println!("== {mutants:?}");
+    let failed = |error: std::io::Error| format!("mutants of {package}: {error}");
+    fs::create_dir_all(&out).map_err(failed)?;
+    // It ends with 2 if some were missed and 3 if some took too long: both are counted below.
+    let status = mutants.status().map_err(failed)?;
+    if !matches!(status.code(), Some(0 | 2 | 3)) {
+        return Err(format!("mutants of {package}: cargo mutants ended with {status}"));
+    }
+    let lines = |name: &str| -> Vec<String> {
+        let text = fs::read_to_string(Path::new(&out).join("mutants.out").join(name)).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    };
+    tally.noticed += lines("caught.txt").len() + lines("timeout.txt").len();
+    tally.missed.extend(lines("missed.txt"));
+    Ok(())
+}

@@ -1,0 +1,80 @@
+//! `cargo xtask soak`: the tests that take a number of tries, with as many as take hours, and mutants of the code.
+//!
+//! Every part is a test of `cargo test --workspace` as well, there with fewer tries. What fails names its seed and the command that shows it
+//! again.
+
+use std::time::Duration;
+
+use super::{mutants, run_within};
+
+/// A part of the soak.
+struct Part {
+    name: &'static str,
+    command: &'static str,
+    /// A variable that makes more of the test.
+    more: (&'static str, &'static str),
+}
+
+const fn part(name: &'static str, command: &'static str, more: (&'static str, &'static str)) -> Part {
+    Part { name, command, more }
+}
+
+const PARTS: &[Part] = &[
+    part(
+        "signals",
+        "cargo test -p lockstep --test attack mixed_signals -- --nocapture",
+        ("LOCKSTEP_SEEDS", "1000"),
+    ),
+    part("crowds", "cargo test -p lockstep --test attack crowds -- --nocapture", ("LOCKSTEP_SEEDS", "60")),
+    part(
+        "memory",
+        "cargo test -p lockstep --test attack out_of_memory -- --nocapture",
+        ("LOCKSTEP_SEEDS", "100"),
+    ),
+    part(
+        "network",
+        "cargo test -p lockstep --test attack bad_network -- --nocapture",
+        ("LOCKSTEP_SEEDS", "60"),
+    ),
+    part(
+        "deaths",
+        "cargo test -p lockstep-comm --test processes a_rank_that_dies -- --nocapture",
+        ("LOCKSTEP_SEEDS", "1000"),
+    ),
+    part("plans", "cargo test -p lockstep-testkit --test parity random_plans", ("LOCKSTEP_PLANS", "2000")),
+    part(
+        "search",
+        "cargo test -p lockstep-train --test planner looking_at_everything -- --nocapture",
+        ("LOCKSTEP_GRID", "all"),
+    ),
+    part(
+        "questions",
+        "cargo test -p lockstep-train --test planner usual_questions -- --nocapture",
+        ("LOCKSTEP_QUESTIONS", "all"),
+    ),
+    part("book", "cargo test -p lockstep --test command_line book", ("LOCKSTEP_BOOK", "all")),
+];
+
+/// The part that is no test.
+const MUTANTS: &str = "mutants";
+/// No part takes this long unless something hangs.
+const LIMIT: Duration = Duration::from_secs(4 * 3600);
+
+/// Runs the parts that `names` names, or all; one that fails does not keep the others from being run.
+pub(crate) fn soak(names: &[String]) -> Result<(), String> {
+    let known = || PARTS.iter().map(|part| part.name).chain([MUTANTS]);
+    if let Some(name) = names.iter().find(|name| !known().any(|known| known == *name)) {
+        return Err(format!("no part {name:?}: {}", known().collect::<Vec<_>>().join(", ")));
+    }
+    let is_asked = |name: &str| names.is_empty() || names.iter().any(|asked| asked == name);
+    let mut failed = Vec::new();
+    for Part { name, command, more } in PARTS.iter().filter(|part| is_asked(part.name)) {
+        // A variable of the caller's wins: LOCKSTEP_SEED=17 LOCKSTEP_SEEDS=1 cargo xtask soak signals.
+        let more: &[_] = if std::env::var_os(more.0).is_some() { &[] } else { &[*more] };
+        failed.extend(run_within(LIMIT, command, more).err().map(|error| format!("{name}: {error}")));
+    }
+    if is_asked(MUTANTS) {
+        failed.extend(mutants::sample().err());
+    }
+    if failed.is_empty() { Ok(()) } else { Err(failed.join("\n")) }
+}

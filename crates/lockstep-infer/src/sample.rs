@@ -136,6 +136,18 @@ mod tests {
     }
 
     #[test]
+    fn the_nucleus_ends_with_the_token_that_reaches_top_p() {
+        // Probabilities of a half, a quarter and two eighths, exactly.
+        let logits = [4.0_f32, 2.0, 1.0, 1.0].map(f32::ln);
+        for (top_p, kept) in
+            [(0.25, 1), (0.5, 1), (0.500_001, 2), (0.75, 2), (0.750_001, 3), (0.875, 3), (0.9, 4)]
+        {
+            let drawn = draws(Sampling { top_p, ..Sampling::default() }, &logits, 500);
+            assert_eq!(drawn.iter().max(), Some(&(kept - 1)), "top_p {top_p}");
+        }
+    }
+
+    #[test]
     fn the_tail_of_a_large_vocabulary_is_drawn_unless_it_is_cut() {
         // One token with half of the probability; the rest have a millionth of it each.
         let mut logits = vec![0.0_f32; 1_000_001];

@@ -668,3 +668,24 @@ fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
         sample_numbers: &batch.sample_numbers,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clip_coefficient_is_that_of_pytorch_at_its_boundaries() {
+        for (max_norm, norm, expected) in [
+            (1.0, 2.0, 1.0 / 2.000_001),
+            // At the limit itself the small number makes the difference.
+            (1.0, 1.0, 1.0 / 1.000_001),
+            (1.0, 1.0 - 1e-6, 1.0),
+            (1e-6, 1e-6, 0.5),
+            (1.0, 0.0, 1.0),
+            (0.0, 5.0, 1.0),
+        ] {
+            let found = clip_coefficient(max_norm, norm);
+            assert!((found - expected).abs() < 1e-12, "{found} of {max_norm} and {norm}, {expected} expected");
+        }
+    }
+}

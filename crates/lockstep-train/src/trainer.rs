@@ -685,7 +685,10 @@ mod tests {
             (0.0, 5.0, 1.0),
         ] {
             let found = clip_coefficient(max_norm, norm);
-            assert!((found - expected).abs() < 1e-12, "{found} of {max_norm} and {norm}, {expected} expected");
+            assert!(
+                (found - expected).abs() < 1e-12,
+                "{found} of {max_norm} and {norm}, {expected} expected"
+            );
         }
     }
 }

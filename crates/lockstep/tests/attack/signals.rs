@@ -4,6 +4,7 @@
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
+use std::sync::{Mutex, PoisonError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,9 @@ const END_LIMIT: Duration = Duration::from_secs(30);
 const ORPHAN_LIMIT: Duration = Duration::from_secs(2);
 /// Signals closer than this are one.
 const SAME_CAUSE: Duration = Duration::from_secs(1);
+
+/// Times from the death of a rank to the end of its run, of all tries.
+static AFTER_DEATHS: Mutex<Vec<Duration>> = Mutex::new(Vec::new());
 
 /// A disturbance of a run.
 #[derive(Debug, Clone, Copy)]
@@ -131,8 +135,12 @@ fn disturb(run: &Run, seconds: f64, choice: &mut Choice) -> String {
     let mut started = run.start();
     sleep(at);
     let ranks = children(started.child.id());
+    let begin = Instant::now();
     fault.inflict(&started, choice);
     let status = wait(&mut started);
+    if matches!(fault, Fault::KillRank(_)) && status.code() == Some(5) {
+        AFTER_DEATHS.lock().unwrap_or_else(PoisonError::into_inner).push(begin.elapsed());
+    }
     let said = started.stderr();
     let context = format!("{fault:?} after {at:?} under {:?}: {status}: {said}", run.plan.name);
     // The only rank is its own launcher, and early on the launcher has no ranks yet.
@@ -205,11 +213,25 @@ fn attack(plan: Plan, choice: &mut Choice) -> String {
     faults.swap_remove(0)
 }
 
+/// Prints how long runs took to end after a rank had died.
+fn print_deaths() {
+    let mut times = std::mem::take(&mut *AFTER_DEATHS.lock().unwrap_or_else(PoisonError::into_inner));
+    times.sort_unstable();
+    if let (Some(most), middle) = (times.last(), times.len() / 2) {
+        println!(
+            "  {} deaths: the run ended after {:?} (median), {most:?} (most)",
+            times.len(),
+            times[middle]
+        );
+    }
+}
+
 #[test]
 fn mixed_signals() {
     tries("mixed_signals", 30, Duration::from_secs(90), |seed, choice| {
         attack(PLANS[seed as usize % PLANS.len()], choice)
     });
+    print_deaths();
 }
 
 #[test]
@@ -217,4 +239,5 @@ fn crowds() {
     tries("crowds", 3, Duration::from_secs(150), |seed, choice| {
         attack(CROWDS[seed as usize % CROWDS.len()], choice)
     });
+    print_deaths();
 }

@@ -24,14 +24,38 @@ struct Code {
     package: &'static str,
     /// Files below the crate's `src`; all where none are named.
     files: &'static [&'static str],
+    /// Another crate whose tests are about this one as well.
+    tested_by: Option<&'static str>,
     /// The tests, as `cargo test` is told; all of the crate where none are named.
     tests: &'static [&'static str],
 }
 
 const CODE: [Code; 5] = [
-    Code { package: "lockstep-plan", files: &[], tests: &[] },
-    Code { package: "lockstep-checkpoint", files: &[], tests: &[] },
-    Code { package: "lockstep-data", files: &[], tests: &[] },
+    Code {
+        package: "lockstep-plan",
+        files: &[],
+        tested_by: Some("lockstep-train"),
+        tests: &["--lib", "--test", "all_reduces", "--test", "clusters", "--test", "planner"],
+    },
+    Code {
+        package: "lockstep-checkpoint",
+        files: &[],
+        tested_by: Some("lockstep-train"),
+        tests: &[
+            "--lib",
+            "--test",
+            "faults",
+            "--test",
+            "hugging_face",
+            "--test",
+            "safetensors",
+            "--test",
+            "save_and_load",
+            "--test",
+            "peft",
+        ],
+    },
+    Code { package: "lockstep-data", files: &[], tested_by: None, tests: &[] },
     Code {
         package: "lockstep-train",
         files: &[
@@ -44,6 +68,7 @@ const CODE: [Code; 5] = [
             "state.rs",
             "trainer.rs",
         ],
+        tested_by: None,
         tests: &["--lib", "--test", "run", "--test", "guard", "--test", "sharded", "--test", "interrupt"],
     },
     Code {
@@ -58,6 +83,7 @@ const CODE: [Code; 5] = [
             "tcp/handshake.rs",
             "tcp/script.rs",
         ],
+        tested_by: None,
         tests: &[],
     },
 ];
@@ -96,7 +122,7 @@ pub(crate) fn sample() -> Result<(), String> {
 
 /// Tries the mutants of one crate that are in the sample.
 fn try_out(code: &Code, shard: &str, tally: &mut Tally) -> Result<(), String> {
-    let Code { package, files, tests } = code;
+    let Code { package, files, tested_by, tests } = code;
     let out = format!("target/mutants/{package}");
     let mut mutants = Command::new("cargo");
     mutants.args([
@@ -113,6 +139,9 @@ fn try_out(code: &Code, shard: &str, tally: &mut Tally) -> Result<(), String> {
     mutants.args(["--timeout", MUTANT_LIMIT_S, "--build-timeout", MUTANT_LIMIT_S, "--no-shuffle"]);
     for file in *files {
         mutants.args(["--file", &format!("crates/{package}/src/{file}")]);
+    }
+    for other in tested_by {
+        mutants.args(["--test-package", package, "--test-package", other]);
     }
     if !tests.is_empty() {
         mutants.arg("--").args(*tests);

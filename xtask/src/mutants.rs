@@ -140,7 +140,7 @@ fn try_out(code: &Code, shard: &str, tally: &mut Tally) -> Result<(), String> {
     for file in *files {
         mutants.args(["--file", &format!("crates/{package}/src/{file}")]);
     }
-    for other in tested_by {
+    if let Some(other) = tested_by {
         mutants.args(["--test-package", package, "--test-package", other]);
     }
     if !tests.is_empty() {

@@ -79,8 +79,22 @@ pub fn find(path: &Path) -> Result<PathBuf, CheckpointError> {
 /// Verifies the checkpoints in `dir` from the newest back and returns the first that is whole, with the
 /// reason for each that was passed over.
 pub fn latest_good(dir: &Path) -> Result<Latest, CheckpointError> {
+    latest_good_of(&[dir])
+}
+
+/// [`latest_good`] of several directories together. Of two checkpoints of one step the one in the earlier directory is taken.
+///
+/// # Errors
+/// If a directory that is there cannot be listed.
+pub fn latest_good_of(dirs: &[&Path]) -> Result<Latest, CheckpointError> {
+    let mut all = Vec::new();
+    for dir in dirs {
+        all.extend(list(dir)?);
+    }
+    // The sort is stable: the order of directories remains.
+    all.sort_by_key(|listed| std::cmp::Reverse(listed.step));
     let mut skipped = Vec::new();
-    for listed in list(dir)?.into_iter().rev() {
+    for listed in all {
         match open_listed(&listed).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint)) {
             Ok(checkpoint) => return Ok(Latest { checkpoint: Some(checkpoint), skipped }),
             Err(reason) => skipped.push(SkippedCheckpoint { path: listed.path, reason }),
@@ -148,6 +162,24 @@ pub fn prune(
         sync_directory(dir)?;
     }
     Ok(pruned)
+}
+
+/// Deletes checkpoints beyond the newest `keep` good ones to make room for one more, as [`prune`] does, but only if at least one stays of
+/// which every byte has been read and found whole.
+///
+/// # Errors
+/// As [`prune`].
+pub fn make_room(
+    dir: &Path,
+    keep: NonZeroUsize,
+    standing: impl Fn(&Manifest) -> Standing,
+) -> Result<Pruned, CheckpointError> {
+    let is_whole = |listed: &ListedCheckpoint| {
+        let checkpoint = open_listed(listed).ok()?;
+        (!standing(checkpoint.manifest()).is_doubtful && checkpoint.verify().is_ok()).then_some(listed.step)
+    };
+    let Some(whole) = list(dir)?.iter().rev().find_map(is_whole) else { return Ok(Pruned::default()) };
+    prune(dir, keep, &[whole], standing)
 }
 
 /// Deletes a checkpoint under a new name: a deletion that is cut short leaves no half checkpoint behind.

@@ -190,14 +190,10 @@ pub(crate) fn run(
     // All have read what they begin with before anything is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
     let records = if writes {
-        match set_damaged_aside(&config.checkpoint.dir, &damaged) {
-            Ok(moved) => moved.iter().for_each(|path| {
-                progress.message(&format!("the damaged checkpoint is now {}", path.display()))
-            }),
-            Err(error) => progress.message(&format!("a damaged checkpoint stays where it is: {error}")),
-        }
+        set_damaged_aside_in(config, &damaged, &mut progress);
         let has_work = counters.step < config.train.steps;
-        if has_work && let Some(aside) = set_aside_later(config, resume, &counters)? {
+        let aside = if has_work { set_aside_later(config, resume, &counters)? } else { Vec::new() };
+        for aside in aside {
             progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
         }
         Records::open(config, &engine, start, (peak.as_ref(), &corpus), |text| progress.message(text))?
@@ -214,7 +210,7 @@ pub(crate) fn run(
     let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
     let saver = match leaves {
-        Leaves::Everything => Saver::new(config, &model, &corpus, ranks, saved)?,
+        Leaves::Everything => Saver::new(config, &model, &corpus, ranks, saved, interrupt)?,
         Leaves::Nothing => None,
     };
     Run {
@@ -245,6 +241,22 @@ pub(crate) fn run(
         expert_load: Vec::new(),
     }
     .run(interrupt)
+}
+
+/// Moves damaged checkpoints to where they count for nothing.
+fn set_damaged_aside_in(config: &RunConfig, damaged: &[PathBuf], progress: &mut Progress) {
+    for dir in config.checkpoint_dirs() {
+        let here: Vec<PathBuf> = damaged.iter().filter(|path| path.parent() == Some(dir)).cloned().collect();
+        if here.is_empty() {
+            continue;
+        }
+        match set_damaged_aside(dir, &here) {
+            Ok(moved) => moved.iter().for_each(|path| {
+                progress.message(&format!("the damaged checkpoint is now {}", path.display()))
+            }),
+            Err(error) => progress.message(&format!("a damaged checkpoint stays where it is: {error}")),
+        }
+    }
 }
 
 /// The last losses of a run.
@@ -357,6 +369,10 @@ impl Run<'_> {
                 self.engine.settle_weights()?;
                 self.save_and_go_on()?;
             }
+        }
+        if self.counters.step < self.config.train.steps {
+            // On the ranks that the signal has not reached, the grace begins now.
+            interrupt.request();
         }
         Ok(losses)
     }

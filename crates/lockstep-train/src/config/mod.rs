@@ -398,6 +398,12 @@ impl RunConfig {
         self.checkpoint.in_background && self.residences().disk_plan(WINDOW_ELEMENTS).is_none()
     }
 
+    /// The directories of the run's checkpoints, the first of which is `checkpoint.dir`.
+    pub fn checkpoint_dirs(&self) -> Vec<&Path> {
+        let fallback = self.checkpoint.fallback.as_deref();
+        std::iter::once(self.checkpoint.dir.as_path()).chain(fallback).collect()
+    }
+
     /// Whether anything in `[parallel]` says how a step is split; else the planner is free to.
     pub fn says_how_to_split(&self) -> bool {
         // How ranks find each other and what they check splits nothing.

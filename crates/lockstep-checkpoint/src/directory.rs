@@ -145,21 +145,28 @@ pub fn prune(
         .collect();
     let losses = judged.iter().filter_map(|(listed, standing)| Some((listed.step, standing.as_ref()?.loss?)));
     let best = losses.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1));
-    let (mut good, mut pruned) = (0, Pruned::default());
+    let (mut good, mut pruned, mut trash) = (0, Pruned::default(), Vec::new());
     for (index, (listed, standing)) in judged.into_iter().enumerate() {
         let is_doubtful = standing.is_some_and(|standing| standing.is_doubtful);
         let is_beyond = good >= keep.get() || is_doubtful && index > 0;
         if !is_beyond {
             good += usize::from(standing.is_some() && !is_doubtful);
         } else if !protect.contains(&listed.step) && best.is_none_or(|(step, _)| step != listed.step) {
-            match delete(dir, &listed) {
-                Ok(()) => pruned.deleted.push(listed.path),
+            match throw_away(dir, &listed) {
+                Ok(thrown) => trash.push((listed.path, thrown)),
                 Err(error) => pruned.failed.push(error),
             }
         }
     }
-    if !pruned.deleted.is_empty() {
+    if !trash.is_empty() {
+        // Or a power loss could bring a name back whose files are gone.
         sync_directory(dir)?;
+    }
+    for (path, thrown) in trash {
+        match fs::remove_dir_all(&thrown).map_err(CheckpointError::io("delete", &thrown)) {
+            Ok(()) => pruned.deleted.push(path),
+            Err(error) => pruned.failed.push(error),
+        }
     }
     Ok(pruned)
 }
@@ -182,13 +189,12 @@ pub fn make_room(
     prune(dir, keep, &[whole], standing)
 }
 
-/// Deletes a checkpoint under a new name: a deletion that is cut short leaves no half checkpoint behind.
-fn delete(dir: &Path, listed: &ListedCheckpoint) -> Result<(), CheckpointError> {
+/// Gives a checkpoint the name under which it is deleted: a deletion that is cut short leaves no half checkpoint behind.
+fn throw_away(dir: &Path, listed: &ListedCheckpoint) -> Result<PathBuf, CheckpointError> {
     let trash = dir.join(format!("{TRASH}{}", step_name(listed.step)));
     fs::rename(&listed.path, &trash).map_err(CheckpointError::io("delete", &listed.path))?;
-    fs::remove_dir_all(&trash).map_err(CheckpointError::io("delete", &trash))?;
-    tracing::debug!(path = %listed.path.display(), "deleted an old checkpoint");
-    Ok(())
+    tracing::debug!(path = %listed.path.display(), "deletes an old checkpoint");
+    Ok(trash)
 }
 
 /// Moves these damaged checkpoints of `dir` into the directory `damaged` in it, where they count for nothing, and returns where they are.
@@ -240,10 +246,16 @@ pub fn set_aside(dir: &Path, from: u64) -> Result<Option<PathBuf>, CheckpointErr
 /// Clears away what dead saves and deletions left; returns why something of it is still there. The caller holds the lock.
 pub(crate) fn sweep(dir: &Path) -> Result<Vec<CheckpointError>, CheckpointError> {
     let mut left = Vec::new();
-    for name in names_in(dir)? {
+    let names = names_in(dir)?;
+    let is_ours =
+        |name: &str, prefix: &str| name.strip_prefix(prefix).is_some_and(|rest| staged_step(rest).is_some());
+    if names.iter().any(|name| [STAGING, TRASH, SET_ASIDE].iter().any(|prefix| is_ours(name, prefix))) {
+        // Where a process died, the names that it gave may not be durable: a power loss after the deletion could bring back a checkpoint's.
+        sync_directory(dir)?;
+    }
+    for name in names {
         let path = dir.join(&name);
-        let is_ours =
-            |prefix: &str| name.strip_prefix(prefix).is_some_and(|rest| staged_step(rest).is_some());
+        let is_ours = |prefix: &str| is_ours(&name, prefix);
         let swept = if is_ours(STAGING) || is_ours(TRASH) {
             fs::remove_dir_all(&path).map_err(CheckpointError::io("delete", &path))
         } else if is_ours(SET_ASIDE) {

@@ -134,7 +134,7 @@ impl DiskThread {
             let idle = since.elapsed();
             if observer.waiting(&Wait { doing, path, idle }).is_err() {
                 let abandoned = Abandoned(self.alive.clone());
-                tracing::warn!(path = %path.display(), doing, ?idle, "a file system does not answer: left a thread behind");
+                tracing::debug!(path = %path.display(), doing, ?idle, "a file system does not answer: left a thread behind");
                 return Err(CheckpointError::Stalled { doing, path: PathBuf::from(path), idle, abandoned });
             }
         }

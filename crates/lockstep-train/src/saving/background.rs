@@ -4,6 +4,7 @@
 //! a checkpoint of the parts; whatever fails begins again at the first stage, in the place that comes next.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{PendingSave, Staging};
@@ -114,6 +115,24 @@ impl Saver {
     /// Weights that are not finite; [`Error::Comm`]. What kept the save from being made is a message.
     pub(crate) fn poll(&mut self, progress: &mut Progress) -> Result<(), Error> {
         self.advance(Pace { time: Some(Duration::ZERO), patience: Patience::Limited }, progress)
+    }
+
+    /// Waits at most `time` for each stage of the save that is under way; returns true if it is not over then.
+    pub(super) fn is_saving_after(&mut self, time: Duration, progress: &mut Progress) -> Result<bool, Error> {
+        self.advance(Pace { time: Some(time), patience: Patience::Unlimited }, progress)?;
+        Ok(self.under_way.is_some())
+    }
+
+    /// Returns true if the save under way waits for a file system that does not answer, on any rank: the training does not wait for it.
+    /// All that save together call this after the same steps.
+    pub(super) fn stalls(&self) -> Result<bool, Error> {
+        let Some(Save { job, .. }) = &self.under_way else { return Ok(false) };
+        Ok(self.ranks.any_in_time(job.stalls.load(Ordering::Relaxed), Patience::Unlimited)?)
+    }
+
+    /// The step whose save is under way.
+    pub(super) fn step_under_way(&self) -> Option<u64> {
+        self.under_way.as_ref().map(|save| save.job.step)
     }
 
     /// Waits for the save that is under way.

@@ -6,6 +6,7 @@
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use lockstep_checkpoint::{CheckpointError, SaveRequest, ShardReport, Staging, run_on_disk};
@@ -50,6 +51,8 @@ pub(super) struct Job {
     pub(super) limits: Limits,
     /// The first rank's part beside the tensors.
     pub(super) contents: Option<Contents>,
+    /// True while the save waits for a file system that does not answer.
+    pub(super) stalls: AtomicBool,
     /// Reasons why attempts have failed.
     pub(super) failures: Mutex<Vec<String>>,
 }
@@ -100,6 +103,7 @@ impl Job {
             place: self.place(attempt),
             has_other: attempt.place + 1 < self.places.len(),
             limits: &self.limits,
+            stalls: &self.stalls,
             told: Cell::default(),
         }
     }

@@ -18,6 +18,7 @@ mod places;
 
 use std::collections::HashSet;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -44,6 +45,8 @@ use crate::{Corpus, Error, ResolvedModel, RunConfig, StepObserver, human};
 const RESERVE_BYTES: u64 = 256 << 20;
 /// Time that the training waits for a save to be opened, so that ranks which save together need no step more for it.
 const OPENING: Duration = Duration::from_millis(100);
+/// Time between two looks at a save that the training waits for.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// Saves a run.
 pub(crate) struct Saver {
@@ -192,7 +195,18 @@ impl Saver {
         progress: &mut Progress,
     ) -> Result<(), Error> {
         let called = Instant::now();
-        self.wait(progress)?;
+        while !self.stalls()? {
+            if !self.is_saving_after(LOOK, progress)? {
+                break;
+            }
+        }
+        if let Some(earlier) = self.step_under_way() {
+            let step = state.counters.step;
+            progress.message(&format!(
+                "step {step} is not saved while the save of step {earlier} waits for its file system"
+            ));
+            return Ok(());
+        }
         let job = self.job(engine, state, metrics, observer, progress);
         let lacks_copy = self.in_background && self.has_part && !self.take_copy(engine, progress);
         if !self.in_background || self.ranks.any_in_time(lacks_copy, Patience::Unlimited)? {
@@ -338,6 +352,7 @@ impl Saver {
             voice: progress.voice(),
             limits: self.limits.clone(),
             contents,
+            stalls: AtomicBool::new(false),
             failures: Mutex::default(),
         }
     }

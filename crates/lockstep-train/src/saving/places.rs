@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -131,17 +132,21 @@ pub(super) struct Watch<'a> {
     /// Returns true if there is another place to go to.
     pub(super) has_other: bool,
     pub(super) limits: &'a Limits,
+    /// Set while the file system does not answer.
+    pub(super) stalls: &'a AtomicBool,
     /// Time of the stall that was told last; zero before.
     pub(super) told: Cell<Duration>,
 }
 
 impl CommitObserver for Watch<'_> {
     fn reached(&self, point: CommitPoint) -> io::Result<()> {
+        self.stalls.store(false, Ordering::Relaxed);
         self.inner.reached(point)
     }
 
     fn waiting(&self, wait: &Wait<'_>) -> io::Result<()> {
         self.inner.waiting(wait)?;
+        self.stalls.store(wait.idle >= TOLD_AFTER, Ordering::Relaxed);
         let told = self.told.get();
         if wait.idle < told {
             self.told.set(Duration::ZERO);

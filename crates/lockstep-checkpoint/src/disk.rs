@@ -21,9 +21,9 @@ use crate::{CommitObserver, CommitPoint, error::CheckpointError};
 const TICK: Duration = Duration::from_millis(100);
 
 /// Time that [`Briefly`] waits.
-const BRIEFLY: Duration = Duration::from_secs(3);
+const BRIEFLY: Duration = Duration::from_secs(1);
 
-/// Waits for a file system for a few seconds: for what a save or a run leaves behind when it is over.
+/// Waits for a file system for a second: for what a save or a run leaves behind when it is over.
 pub(crate) struct Briefly;
 
 impl CommitObserver for Briefly {

@@ -354,7 +354,7 @@ impl Staging {
     }
 }
 
-/// Removes what was not committed. Where the file system does not answer within a few seconds, a thread that is left behind does it.
+/// Removes what was not committed. Where the file system does not answer within a second, a thread that is left behind does it.
 impl Drop for Staging {
     fn drop(&mut self) {
         let Some(claim) = self.claim.take() else { return };

@@ -395,7 +395,12 @@ impl RunConfig {
     /// Whether saves are written beside the steps, from copies of the state in memory: of what is on disk because memory has no room for it
     /// there are none.
     pub fn saves_from_copies(&self) -> bool {
-        self.checkpoint.in_background && self.residences().disk_plan(WINDOW_ELEMENTS).is_none()
+        self.checkpoint.in_background && self.has_state_in_memory()
+    }
+
+    /// Returns true if nothing of the model's state is on disk.
+    pub(crate) fn has_state_in_memory(&self) -> bool {
+        self.residences().disk_plan(WINDOW_ELEMENTS).is_none()
     }
 
     /// The directories of the run's checkpoints, the first of which is `checkpoint.dir`.

@@ -29,6 +29,7 @@ pub(super) struct Save {
 type OfFirst<T> = Option<PendingSave<Result<T, Error>>>;
 
 /// The stage of a save.
+#[expect(clippy::large_enum_variant, reason = "there is one save at a time")]
 enum Stage {
     /// The only rank does everything.
     Alone(PendingSave<Done<Result<Saved, Error>>>),

@@ -111,13 +111,7 @@ impl Job {
     /// Opens the save in a place, with the removal of other checkpoints that the attempt asks for.
     pub(super) fn open(&self, attempt: Attempt) -> Result<Staging, Error> {
         let (place, watch) = (self.place(attempt), self.watch(attempt));
-        if let Some(abandoned) = place.stuck() {
-            // Another thread would be stuck as well.
-            let (path, idle) = (place.path.clone(), watch.limits.stall);
-            return Err(
-                CheckpointError::Stalled { doing: "an earlier save in", path, idle, abandoned }.into()
-            );
-        }
+        place.check()?;
         if let Some(keep) = attempt.keep {
             for path in place.make_room(keep, &watch)?.deleted {
                 self.voice.message(&format!(
@@ -134,6 +128,7 @@ impl Job {
     pub(super) fn write(&self, attempt: Attempt, tensors: &[StateTensor<'_>]) -> Written {
         let Self { step, rank, own, spoken_for, .. } = self;
         let (place, watch) = (self.place(attempt), self.watch(attempt));
+        place.check()?;
         let part = Part { step: *step, dir: &place.path, rank: *rank, own, spoken_for, observer: &watch };
         part.write(tensors).map_err(|error| match error {
             Error::Checkpoint(error) => place.note(error).into(),

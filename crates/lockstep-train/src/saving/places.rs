@@ -5,8 +5,8 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{
     Abandoned, CheckpointError, CommitObserver, CommitPoint, Manifest, Pruned, Standing, Wait, make_room,
@@ -23,7 +23,7 @@ const TOLD_AFTER: Duration = Duration::from_secs(5);
 /// After a stop was asked for, what has moved within this time is not given up.
 const MOVES: Duration = Duration::from_secs(1);
 /// Share of the grace after which a directory is given up while there is another one, and while there is none.
-const SHARES_OF_GRACE: [f64; 2] = [0.4, 0.9];
+const SHARES_OF_GRACE: [f64; 2] = [0.4, 0.8];
 
 /// A directory of checkpoints.
 #[derive(Debug)]
@@ -33,8 +33,8 @@ pub(super) struct Place {
     pub(super) keep: Option<NonZeroUsize>,
     /// Keeps the checkpoint with the lowest evaluation loss as well.
     keep_best: bool,
-    /// The thread that the last save here has left behind, if it has stalled.
-    stalled: Mutex<Option<Abandoned>>,
+    /// The thread that the last save here has left behind, if it has stalled, and since when it has.
+    stalled: Mutex<Option<(Abandoned, Instant)>>,
 }
 
 impl Place {
@@ -87,8 +87,9 @@ impl Place {
 
     /// Remembers a stall.
     pub(super) fn note(&self, error: CheckpointError) -> CheckpointError {
-        if let CheckpointError::Stalled { abandoned, .. } = &error {
-            *self.stalled() = Some(abandoned.clone());
+        if let CheckpointError::Stalled { abandoned, idle, .. } = &error {
+            let now = Instant::now();
+            *self.stalled() = Some((abandoned.clone(), now.checked_sub(*idle).unwrap_or(now)));
         }
         error
     }
@@ -103,12 +104,21 @@ impl Place {
         self.stalled().is_some()
     }
 
-    /// The thread of the last save here, if it is still in its call.
-    pub(super) fn stuck(&self) -> Option<Abandoned> {
-        self.stalled().clone().filter(Abandoned::is_stuck)
+    /// An error where the thread of the last save here is still in its call: another one would be stuck as well.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Stalled`].
+    pub(super) fn check(&self) -> Result<(), CheckpointError> {
+        match self.stalled().clone() {
+            Some((abandoned, since)) if abandoned.is_stuck() => {
+                let (path, idle) = (self.path.clone(), since.elapsed());
+                Err(CheckpointError::Stalled { doing: "an earlier save in", path, idle, abandoned })
+            }
+            _ => Ok(()),
+        }
     }
 
-    fn stalled(&self) -> std::sync::MutexGuard<'_, Option<Abandoned>> {
+    fn stalled(&self) -> MutexGuard<'_, Option<(Abandoned, Instant)>> {
         self.stalled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

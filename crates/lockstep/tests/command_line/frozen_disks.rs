@@ -158,7 +158,7 @@ fn ranks_that_share_a_model_leave_a_frozen_file_system_together() {
 fn sigterm_is_kept_on_a_frozen_file_system_without_a_fallback() {
     let workshop = Workshop::new();
     let Some(volume) = Volume::mount(&workshop) else { return };
-    let mut run = endless(&workshop, &["checkpoint.grace_s=6"]);
+    let mut run = endless(&workshop, &["checkpoint.grace_s=8"]);
     run.wait_until("a checkpoint", |run| run.stderr().contains("saved disk/step-"));
     volume.freeze();
     let outcome = ends_by_sigterm(run, &volume, "error: ", Duration::from_secs(8));

@@ -304,6 +304,11 @@ fn step_of(name: &str) -> Option<u64> {
     (step_name(step) == name).then_some(step)
 }
 
+/// Returns true if `path` ends with the name of a checkpoint.
+pub(crate) fn is_named_like_a_checkpoint(path: &Path) -> bool {
+    path.file_name().and_then(|name| step_of(name.to_str()?)).is_some()
+}
+
 fn open_listed(listed: &ListedCheckpoint) -> Result<Checkpoint, CheckpointError> {
     let checkpoint = Checkpoint::open(&listed.path)?;
     let step = checkpoint.manifest().step;
@@ -344,6 +349,30 @@ mod tests {
         {
             assert_eq!(step_of(name), None, "{name}");
         }
+    }
+
+    /// eCryptfs, which has the shortest limit of the file systems in use, allows 143 bytes.
+    #[test]
+    fn names_are_short_and_differ_by_more_than_case() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut names = vec!["damaged".to_owned(), format!("earlier-{}", u64::MAX), MANIFEST_FILE.to_owned()];
+        for step in [0, 7, 99_999_999, u64::MAX] {
+            names.push(step_name(step));
+            names.extend([TRASH, SET_ASIDE].map(|prefix| format!("{prefix}{}", step_name(step))));
+            for _ in 0..3 {
+                let (_, path) = staging_of(dir.path(), step).unwrap();
+                fs::create_dir(&path).unwrap();
+                names.push(path.file_name().unwrap().to_str().unwrap().to_owned());
+            }
+        }
+        let longest = names.iter().max_by_key(|name| name.len()).unwrap();
+        assert!(longest.len() <= 48, "{longest} has {} bytes", longest.len());
+        let mut folded: Vec<String> = names.iter().map(|name| name.to_lowercase()).collect();
+        folded.sort();
+        folded.dedup();
+        assert_eq!(folded.len(), names.len(), "{names:?}");
+        // Another case is another name, also where the file system takes both for one.
+        assert_eq!(step_of("STEP-00000007"), None);
     }
 
     #[test]

@@ -5,7 +5,13 @@
 
 use std::{io, path::Path, path::PathBuf, time::Duration};
 
-use crate::{Abandoned, directory::list, safetensors::HeaderError, save::CommitPoint};
+use crate::{
+    Abandoned,
+    directory::{is_named_like_a_checkpoint, list},
+    files::parent_of,
+    safetensors::HeaderError,
+    save::CommitPoint,
+};
 
 /// Why a checkpoint or a safetensors file could not be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -130,6 +136,18 @@ pub enum CheckpointError {
         reason: String,
         /// True if the rank has found no space left.
         is_full: bool,
+    },
+    /// A path that looks like a checkpoint, is not there, and has others beside it.
+    #[error(
+        "there is no checkpoint {}, or no longer (a run keeps its newest checkpoint.keep); the newest there is {}",
+        path.display(),
+        newest.display()
+    )]
+    NoSuchCheckpoint {
+        /// The path.
+        path: PathBuf,
+        /// The newest one beside it.
+        newest: PathBuf,
     },
     /// A checkpoint that was removed while it was read.
     #[error(
@@ -442,12 +460,19 @@ impl CheckpointError {
         }
     }
 
-    /// Where a file of `dir` is missing because checkpoints lie below it: says which of them may have been meant.
-    pub(crate) fn or_parent_of_checkpoints(self, dir: &Path) -> Self {
+    /// Where a file of `dir` is missing because checkpoints lie below it or beside it: says which of them may have been meant.
+    pub(crate) fn or_near_checkpoints(self, dir: &Path) -> Self {
         let is_missing = matches!(&self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
-        let newest = || list(dir).ok()?.pop();
-        match is_missing.then(newest).flatten() {
-            Some(newest) => Self::ParentDirectory { path: dir.to_owned(), newest: newest.path },
+        if !is_missing {
+            return self;
+        }
+        let newest = |dir: &Path| Some(list(dir).ok()?.pop()?.path);
+        let path = dir.to_owned();
+        if let Some(newest) = newest(dir) {
+            return Self::ParentDirectory { path, newest };
+        }
+        match newest(&parent_of(dir)).filter(|_| is_named_like_a_checkpoint(dir) && !dir.exists()) {
+            Some(newest) => Self::NoSuchCheckpoint { path, newest },
             None => self,
         }
     }

@@ -47,7 +47,7 @@ impl Checkpoint {
     /// Reads and checks the manifest in the directory `path`, and nothing else.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let manifest_path = path.join(MANIFEST_FILE);
-        let file = open_regular(&manifest_path).map_err(|error| error.or_parent_of_checkpoints(path))?;
+        let file = open_regular(&manifest_path).map_err(|error| error.or_near_checkpoints(path))?;
         let bytes = read_limited(file, &manifest_path, MAX_MANIFEST_BYTES)?.ok_or_else(|| {
             CheckpointError::Manifest {
                 path: manifest_path.clone(),

@@ -6,8 +6,9 @@
 use std::{
     any::Any,
     panic::{self, AssertUnwindSafe},
-    sync::mpsc::{Receiver, RecvError, TryRecvError, channel},
+    sync::mpsc::{Receiver, RecvError, RecvTimeoutError, channel},
     thread::{Builder, JoinHandle},
+    time::Duration,
 };
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -85,10 +86,18 @@ impl<T> PendingSave<T> {
     ///
     /// # Panics
     /// As the save did.
-    pub fn poll(mut self) -> Result<T, Self> {
-        match self.0.as_ref().map(Receiver::try_recv) {
-            Some(Err(TryRecvError::Empty)) => Err(self),
-            Some(Err(TryRecvError::Disconnected)) | None => Self::lost(),
+    pub fn poll(self) -> Result<T, Self> {
+        self.poll_for(Duration::ZERO)
+    }
+
+    /// [`PendingSave::poll`] after at most `time`.
+    ///
+    /// # Panics
+    /// As the save did.
+    pub fn poll_for(mut self, time: Duration) -> Result<T, Self> {
+        match self.0.as_ref().map(|receiver| receiver.recv_timeout(time)) {
+            Some(Err(RecvTimeoutError::Timeout)) => Err(self),
+            Some(Err(RecvTimeoutError::Disconnected)) | None => Self::lost(),
             Some(Ok(outcome)) => {
                 self.0 = None;
                 Ok(outcome.unwrap_or_else(|payload| panic::resume_unwind(payload)))

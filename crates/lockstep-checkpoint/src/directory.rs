@@ -79,8 +79,22 @@ pub fn find(path: &Path) -> Result<PathBuf, CheckpointError> {
 /// Verifies the checkpoints in `dir` from the newest back and returns the first that is whole, with the
 /// reason for each that was passed over.
 pub fn latest_good(dir: &Path) -> Result<Latest, CheckpointError> {
+    latest_good_of(&[dir])
+}
+
+/// [`latest_good`] of several directories together. Of two checkpoints of one step the one in the earlier directory is taken.
+///
+/// # Errors
+/// If a directory that is there cannot be listed.
+pub fn latest_good_of(dirs: &[&Path]) -> Result<Latest, CheckpointError> {
+    let mut all = Vec::new();
+    for dir in dirs {
+        all.extend(list(dir)?);
+    }
+    // The sort is stable: the order of directories remains.
+    all.sort_by_key(|listed| std::cmp::Reverse(listed.step));
     let mut skipped = Vec::new();
-    for listed in list(dir)?.into_iter().rev() {
+    for listed in all {
         match open_listed(&listed).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint)) {
             Ok(checkpoint) => return Ok(Latest { checkpoint: Some(checkpoint), skipped }),
             Err(reason) => skipped.push(SkippedCheckpoint { path: listed.path, reason }),
@@ -131,32 +145,56 @@ pub fn prune(
         .collect();
     let losses = judged.iter().filter_map(|(listed, standing)| Some((listed.step, standing.as_ref()?.loss?)));
     let best = losses.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1));
-    let (mut good, mut pruned) = (0, Pruned::default());
+    let (mut good, mut pruned, mut trash) = (0, Pruned::default(), Vec::new());
     for (index, (listed, standing)) in judged.into_iter().enumerate() {
         let is_doubtful = standing.is_some_and(|standing| standing.is_doubtful);
         let is_beyond = good >= keep.get() || is_doubtful && index > 0;
         if !is_beyond {
             good += usize::from(standing.is_some() && !is_doubtful);
         } else if !protect.contains(&listed.step) && best.is_none_or(|(step, _)| step != listed.step) {
-            match delete(dir, &listed) {
-                Ok(()) => pruned.deleted.push(listed.path),
+            match throw_away(dir, &listed) {
+                Ok(thrown) => trash.push((listed.path, thrown)),
                 Err(error) => pruned.failed.push(error),
             }
         }
     }
-    if !pruned.deleted.is_empty() {
+    if !trash.is_empty() {
+        // Or a power loss could bring a name back whose files are gone.
         sync_directory(dir)?;
+    }
+    for (path, thrown) in trash {
+        match fs::remove_dir_all(&thrown).map_err(CheckpointError::io("delete", &thrown)) {
+            Ok(()) => pruned.deleted.push(path),
+            Err(error) => pruned.failed.push(error),
+        }
     }
     Ok(pruned)
 }
 
-/// Deletes a checkpoint under a new name: a deletion that is cut short leaves no half checkpoint behind.
-fn delete(dir: &Path, listed: &ListedCheckpoint) -> Result<(), CheckpointError> {
+/// Deletes checkpoints beyond the newest `keep` good ones to make room for one more, as [`prune`] does, but only if at least one stays of
+/// which every byte has been read and found whole.
+///
+/// # Errors
+/// As [`prune`].
+pub fn make_room(
+    dir: &Path,
+    keep: NonZeroUsize,
+    standing: impl Fn(&Manifest) -> Standing,
+) -> Result<Pruned, CheckpointError> {
+    let is_whole = |listed: &ListedCheckpoint| {
+        let checkpoint = open_listed(listed).ok()?;
+        (!standing(checkpoint.manifest()).is_doubtful && checkpoint.verify().is_ok()).then_some(listed.step)
+    };
+    let Some(whole) = list(dir)?.iter().rev().find_map(is_whole) else { return Ok(Pruned::default()) };
+    prune(dir, keep, &[whole], standing)
+}
+
+/// Gives a checkpoint the name under which it is deleted: a deletion that is cut short leaves no half checkpoint behind.
+fn throw_away(dir: &Path, listed: &ListedCheckpoint) -> Result<PathBuf, CheckpointError> {
     let trash = dir.join(format!("{TRASH}{}", step_name(listed.step)));
     fs::rename(&listed.path, &trash).map_err(CheckpointError::io("delete", &listed.path))?;
-    fs::remove_dir_all(&trash).map_err(CheckpointError::io("delete", &trash))?;
-    tracing::debug!(path = %listed.path.display(), "deleted an old checkpoint");
-    Ok(())
+    tracing::debug!(path = %listed.path.display(), "deletes an old checkpoint");
+    Ok(trash)
 }
 
 /// Moves these damaged checkpoints of `dir` into the directory `damaged` in it, where they count for nothing, and returns where they are.
@@ -208,10 +246,16 @@ pub fn set_aside(dir: &Path, from: u64) -> Result<Option<PathBuf>, CheckpointErr
 /// Clears away what dead saves and deletions left; returns why something of it is still there. The caller holds the lock.
 pub(crate) fn sweep(dir: &Path) -> Result<Vec<CheckpointError>, CheckpointError> {
     let mut left = Vec::new();
-    for name in names_in(dir)? {
+    let names = names_in(dir)?;
+    let is_ours =
+        |name: &str, prefix: &str| name.strip_prefix(prefix).is_some_and(|rest| staged_step(rest).is_some());
+    if names.iter().any(|name| [STAGING, TRASH, SET_ASIDE].iter().any(|prefix| is_ours(name, prefix))) {
+        // Where a process died, the names that it gave may not be durable: a power loss after the deletion could bring back a checkpoint's.
+        sync_directory(dir)?;
+    }
+    for name in names {
         let path = dir.join(&name);
-        let is_ours =
-            |prefix: &str| name.strip_prefix(prefix).is_some_and(|rest| staged_step(rest).is_some());
+        let is_ours = |prefix: &str| is_ours(&name, prefix);
         let swept = if is_ours(STAGING) || is_ours(TRASH) {
             fs::remove_dir_all(&path).map_err(CheckpointError::io("delete", &path))
         } else if is_ours(SET_ASIDE) {
@@ -260,6 +304,11 @@ fn step_of(name: &str) -> Option<u64> {
     (step_name(step) == name).then_some(step)
 }
 
+/// Returns true if `path` ends with the name of a checkpoint.
+pub(crate) fn is_named_like_a_checkpoint(path: &Path) -> bool {
+    path.file_name().and_then(|name| step_of(name.to_str()?)).is_some()
+}
+
 fn open_listed(listed: &ListedCheckpoint) -> Result<Checkpoint, CheckpointError> {
     let checkpoint = Checkpoint::open(&listed.path)?;
     let step = checkpoint.manifest().step;
@@ -300,6 +349,30 @@ mod tests {
         {
             assert_eq!(step_of(name), None, "{name}");
         }
+    }
+
+    /// eCryptfs, which has the shortest limit of the file systems in use, allows 143 bytes.
+    #[test]
+    fn names_are_short_and_differ_by_more_than_case() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut names = vec!["damaged".to_owned(), format!("earlier-{}", u64::MAX), MANIFEST_FILE.to_owned()];
+        for step in [0, 7, 99_999_999, u64::MAX] {
+            names.push(step_name(step));
+            names.extend([TRASH, SET_ASIDE].map(|prefix| format!("{prefix}{}", step_name(step))));
+            for _ in 0..3 {
+                let (_, path) = staging_of(dir.path(), step).unwrap();
+                fs::create_dir(&path).unwrap();
+                names.push(path.file_name().unwrap().to_str().unwrap().to_owned());
+            }
+        }
+        let longest = names.iter().max_by_key(|name| name.len()).unwrap();
+        assert!(longest.len() <= 48, "{longest} has {} bytes", longest.len());
+        let mut folded: Vec<String> = names.iter().map(|name| name.to_lowercase()).collect();
+        folded.sort();
+        folded.dedup();
+        assert_eq!(folded.len(), names.len(), "{names:?}");
+        // Another case is another name, also where the file system takes both for one.
+        assert_eq!(step_of("STEP-00000007"), None);
     }
 
     #[test]

@@ -3,9 +3,15 @@
 //! [`CheckpointError::is_corrupt`] separates damaged or hostile input from a machine or a caller that
 //! failed; the command line turns the first into exit code 4.
 
-use std::{io, path::Path, path::PathBuf};
+use std::{io, path::Path, path::PathBuf, time::Duration};
 
-use crate::{directory::list, safetensors::HeaderError, save::CommitPoint};
+use crate::{
+    Abandoned,
+    directory::{is_named_like_a_checkpoint, list},
+    files::parent_of,
+    safetensors::HeaderError,
+    save::CommitPoint,
+};
 
 /// Why a checkpoint or a safetensors file could not be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -92,6 +98,18 @@ pub enum CheckpointError {
         /// The system's reason.
         source: io::Error,
     },
+    /// The file system has stopped answering, and the save no longer waits for it.
+    #[error("{doing} {} has made no progress for {} s", path.display(), idle.as_secs())]
+    Stalled {
+        /// What was being done: "writing", "syncing", ...
+        doing: &'static str,
+        /// On which file or directory.
+        path: PathBuf,
+        /// Time since the last progress.
+        idle: Duration,
+        /// The thread that is still in the call.
+        abandoned: Abandoned,
+    },
     /// Another save or prune is at work in this directory.
     #[error("another process is at work in {}", dir.display())]
     Busy {
@@ -116,6 +134,32 @@ pub enum CheckpointError {
         rank: usize,
         /// What it said.
         reason: String,
+        /// True if the rank has found no space left.
+        is_full: bool,
+    },
+    /// A path that looks like a checkpoint, is not there, and has others beside it.
+    #[error(
+        "there is no checkpoint {}, or no longer (a run keeps its newest checkpoint.keep); the newest there is {}",
+        path.display(),
+        newest.display()
+    )]
+    NoSuchCheckpoint {
+        /// The path.
+        path: PathBuf,
+        /// The newest one beside it.
+        newest: PathBuf,
+    },
+    /// A checkpoint that was removed while it was read.
+    #[error(
+        "{} was removed or moved while it was read (a run keeps its newest checkpoint.keep); take {}",
+        path.display(),
+        newest.as_ref().map_or("another one".to_owned(), |newest| newest.display().to_string())
+    )]
+    Removed {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The newest one beside it.
+        newest: Option<PathBuf>,
     },
     /// A file that an index or a manifest names is not there.
     #[error("{} is missing, but {} names it", path.display(), named_in.display())]
@@ -401,6 +445,11 @@ impl CheckpointError {
         )
     }
 
+    /// Returns true if there was no space left, here or on the rank that says so.
+    pub fn is_full(&self) -> bool {
+        matches!(self, Self::DiskFull { .. } | Self::OfRank { is_full: true, .. })
+    }
+
     /// Turns "no such file" into [`MissingFile`](Self::MissingFile): somebody promised that `path` is there.
     pub(crate) fn named_in(self, named_in: PathBuf) -> Self {
         match self {
@@ -411,12 +460,19 @@ impl CheckpointError {
         }
     }
 
-    /// Where a file of `dir` is missing because checkpoints lie below it: says which of them may have been meant.
-    pub(crate) fn or_parent_of_checkpoints(self, dir: &Path) -> Self {
+    /// Where a file of `dir` is missing because checkpoints lie below it or beside it: says which of them may have been meant.
+    pub(crate) fn or_near_checkpoints(self, dir: &Path) -> Self {
         let is_missing = matches!(&self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
-        let newest = || list(dir).ok()?.pop();
-        match is_missing.then(newest).flatten() {
-            Some(newest) => Self::ParentDirectory { path: dir.to_owned(), newest: newest.path },
+        if !is_missing {
+            return self;
+        }
+        let newest = |dir: &Path| Some(list(dir).ok()?.pop()?.path);
+        let path = dir.to_owned();
+        if let Some(newest) = newest(dir) {
+            return Self::ParentDirectory { path, newest };
+        }
+        match newest(&parent_of(dir)).filter(|_| is_named_like_a_checkpoint(dir) && !dir.exists()) {
+            Some(newest) => Self::NoSuchCheckpoint { path, newest },
             None => self,
         }
     }

@@ -11,7 +11,10 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use crate::error::CheckpointError;
+use crate::{
+    disk::{Briefly, run_on_disk},
+    error::CheckpointError,
+};
 
 /// What a [`RunLock`] locks.
 const RUN_LOCK_FILE: &str = ".run.lock";
@@ -50,7 +53,22 @@ impl DirectoryLock {
 /// Keeps a directory of checkpoints for one run, from its first step to its last; the system lets go when the
 /// process ends, however it ends.
 #[derive(Debug)]
-pub struct RunLock(#[expect(dead_code, reason = "held, not read")] DirectoryLock);
+pub struct RunLock {
+    dir: PathBuf,
+    /// `None` once it is let go.
+    lock: Option<DirectoryLock>,
+}
+
+/// Lets go without waiting for a file system that does not answer.
+impl Drop for RunLock {
+    fn drop(&mut self) {
+        let Some(lock) = self.lock.take() else { return };
+        drop(run_on_disk(&Briefly, "unlocking", &self.dir, move || {
+            drop(lock);
+            Ok(())
+        }));
+    }
+}
 
 impl RunLock {
     /// Takes the lock at once.
@@ -60,7 +78,8 @@ impl RunLock {
     pub fn take(dir: &Path) -> Result<Self, CheckpointError> {
         let path = dir.join(RUN_LOCK_FILE);
         let file = File::options().create(true).truncate(false).write(true).open(&path);
-        DirectoryLock::lock(file.map_err(CheckpointError::io("open", &path))?, dir).map(Self)
+        DirectoryLock::lock(file.map_err(CheckpointError::io("open", &path))?, dir)
+            .map(|lock| Self { dir: dir.to_owned(), lock: Some(lock) })
     }
 }
 

@@ -47,6 +47,7 @@ mod convert;
 mod coverage;
 mod digest;
 mod directory;
+mod disk;
 mod error;
 mod files;
 mod load;
@@ -56,6 +57,7 @@ mod pretrained;
 mod region;
 mod save;
 mod shard;
+mod shard_file;
 
 pub mod hf;
 pub mod safetensors;
@@ -64,9 +66,10 @@ pub use background::{PendingSave, SaveThread};
 pub use base::BaseModel;
 pub use digest::Digest;
 pub use directory::{
-    Latest, ListedCheckpoint, Pruned, SkippedCheckpoint, Standing, find, latest_good, list, prune, set_aside,
-    set_damaged_aside,
+    Latest, ListedCheckpoint, Pruned, SkippedCheckpoint, Standing, find, latest_good, latest_good_of, list,
+    make_room, prune, set_aside, set_damaged_aside,
 };
+pub use disk::{Abandoned, Wait, run_on_disk};
 pub use error::{CheckpointError, CoverageError};
 pub use files::{RunLock, prepare_directory};
 pub use load::Checkpoint;

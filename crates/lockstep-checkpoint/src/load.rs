@@ -7,7 +7,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    fs::File,
+    fs::{self, File},
     io::{self, Read},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -22,8 +22,9 @@ use lockstep_plan::DType;
 use crate::{
     convert,
     digest::digest_reader,
+    directory::list,
     error::CheckpointError,
-    files::{open_regular, read_limited},
+    files::{open_regular, parent_of, read_limited},
     manifest::{MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, SliceEntry, TensorEntry, TensorKind},
 };
 
@@ -46,7 +47,7 @@ impl Checkpoint {
     /// Reads and checks the manifest in the directory `path`, and nothing else.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let manifest_path = path.join(MANIFEST_FILE);
-        let file = open_regular(&manifest_path).map_err(|error| error.or_parent_of_checkpoints(path))?;
+        let file = open_regular(&manifest_path).map_err(|error| error.or_near_checkpoints(path))?;
         let bytes = read_limited(file, &manifest_path, MAX_MANIFEST_BYTES)?.ok_or_else(|| {
             CheckpointError::Manifest {
                 path: manifest_path.clone(),
@@ -196,13 +197,26 @@ impl Checkpoint {
             return Ok(file);
         }
         let path = self.path.join(name);
-        let file = open_regular(&path).map_err(|error| error.named_in(self.path.join(MANIFEST_FILE)))?;
+        let file = open_regular(&path).map_err(|error| self.missing(error))?;
         let found = file.metadata().map_err(CheckpointError::io("open", &path))?.len();
         let expected = self.manifest.files[name].bytes;
         if found != expected {
             return Err(CheckpointError::FileSize { path, expected, found });
         }
         Ok(cell.get_or_init(|| file))
+    }
+
+    /// Tells a checkpoint that has gone as a whole from one that lacks a file.
+    fn missing(&self, error: CheckpointError) -> CheckpointError {
+        let manifest = self.path.join(MANIFEST_FILE);
+        let is_missing =
+            matches!(&error, CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
+        if is_missing && fs::symlink_metadata(&manifest).is_err() {
+            let beside = list(&parent_of(&self.path)).unwrap_or_default();
+            let newest = beside.into_iter().next_back().map(|listed| listed.path);
+            return CheckpointError::Removed { path: self.path.clone(), newest };
+        }
+        error.named_in(manifest)
     }
 
     /// Hashes a slice the first time it is needed.

@@ -25,6 +25,7 @@ use serde_json::Value;
 
 use crate::{
     directory::{self, SET_ASIDE},
+    disk::{Briefly, Wait, run_on_disk},
     error::{CheckpointError, CoverageError},
     files::{DirectoryLock, create_directories, create_file, exchange, sync_directory},
     manifest::{FORMAT_VERSION, MANIFEST_FILE, Manifest, TensorEntry, TensorKind, config_digest},
@@ -101,6 +102,12 @@ pub trait CommitObserver {
     /// Called at each point; an error stops the save and removes what it has written, unless it was
     /// committed already.
     fn reached(&self, point: CommitPoint) -> io::Result<()>;
+
+    /// Called again and again while the save waits for its file system, a tenth of a second apart; an error gives up. What the save has
+    /// begun is then removed as soon as the file system answers. By default a save waits for ever.
+    fn waiting(&self, _wait: &Wait<'_>) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Sees nothing.
@@ -145,12 +152,21 @@ pub fn save_observed(
 /// nobody else can save into the same directory.
 #[derive(Debug)]
 pub struct Staging {
+    path: PathBuf,
+    step: u64,
+    /// Leftovers of dead saves that could not be deleted.
+    leftovers: Vec<CheckpointError>,
+    /// `None` while a thread works on it, and once that was left behind with it.
+    claim: Option<Claim>,
+}
+
+/// The directory of a save and the lock of its parent. Whoever drops it last removes what was not committed.
+#[derive(Debug)]
+struct Claim {
     dir: PathBuf,
     path: PathBuf,
     step: u64,
     committed: bool,
-    /// Leftovers of dead saves that could not be deleted.
-    leftovers: Vec<CheckpointError>,
     #[expect(dead_code, reason = "held until the save is over")]
     lock: DirectoryLock,
 }
@@ -167,12 +183,10 @@ impl Staging {
         step: u64,
         observer: &dyn CommitObserver,
     ) -> Result<Self, CheckpointError> {
-        create_directories(dir)?;
-        let lock = DirectoryLock::take(dir)?;
-        let leftovers = directory::sweep(dir)?;
-        let (_, path) = directory::staging_of(dir, step)?;
-        fs::create_dir(&path).map_err(CheckpointError::io("create", &path))?;
-        let staging = Self { dir: dir.to_path_buf(), path, step, committed: false, leftovers, lock };
+        let owned = dir.to_owned();
+        let open = move || Claim::take(&owned, step);
+        let (claim, leftovers) = run_on_disk(observer, "opening", dir, open)?;
+        let staging = Self { path: claim.path.clone(), step, leftovers, claim: Some(claim) };
         notify(observer, CommitPoint::StagingCreated)?;
         Ok(staging)
     }
@@ -213,46 +227,76 @@ impl Staging {
         reports: Vec<ShardReport>,
         observer: &dyn CommitObserver,
     ) -> Result<PathBuf, CheckpointError> {
-        let manifest = self.manifest(request, reports)?;
+        let manifest = self.manifest(request, reports, observer)?;
         self.write_manifest(&manifest, observer)?;
-        sync_directory(&self.path)?;
+        let path = self.path.clone();
+        self.on_disk(observer, "syncing", &path, |claim| sync_directory(&claim.path))?;
         notify(observer, CommitPoint::StagingSynced)?;
 
-        let target = self.dir.join(directory::step_name(self.step));
-        let replaced = self.rename_to(&target)?;
-        self.committed = true;
+        let (target, replaced) = self.on_disk(observer, "renaming", &path, Claim::rename)?;
         notify(observer, CommitPoint::Renamed)?;
-        sync_directory(&self.dir)?;
+        self.on_disk(observer, "syncing", &target, |claim| sync_directory(&claim.dir))?;
         notify(observer, CommitPoint::ParentSynced)?;
         if let Some(replaced) = replaced {
             // The save has succeeded whatever happens here; the next one tries again.
-            drop(fs::remove_dir_all(replaced));
+            let remove = move |_: &mut Claim| {
+                drop(fs::remove_dir_all(replaced));
+                Ok(())
+            };
+            drop(self.on_disk(observer, "deleting the one before", &target, remove));
         }
         let bytes: u64 = manifest.files.values().map(|file| file.bytes).sum();
         tracing::debug!(path = %target.display(), files = manifest.files.len(), bytes, "committed a checkpoint");
         Ok(target)
     }
 
+    /// Does `work` on the claim, as long as `observer` waits for it.
+    fn on_disk<T: Send + 'static>(
+        &mut self,
+        observer: &dyn CommitObserver,
+        doing: &'static str,
+        path: &Path,
+        work: impl FnOnce(&mut Claim) -> Result<T, CheckpointError> + Send + 'static,
+    ) -> Result<T, CheckpointError> {
+        let Some(mut claim) = self.claim.take() else {
+            let lost = io::Error::other("the save was given up before");
+            return Err(CheckpointError::io("write", path)(lost));
+        };
+        let (claim, result) = run_on_disk(observer, doing, path, move || {
+            let result = work(&mut claim);
+            Ok((claim, result))
+        })?;
+        self.claim = Some(claim);
+        result
+    }
+
     /// What `manifest.json` will say, if the reports are complete and their files are there.
     fn manifest(
-        &self,
+        &mut self,
         request: &SaveRequest<'_>,
         reports: Vec<ShardReport>,
+        observer: &dyn CommitObserver,
     ) -> Result<Manifest, CheckpointError> {
         let path = self.path.join(MANIFEST_FILE);
         if request.step != self.step {
             let reason = format!("step {} cannot be committed as step {}", request.step, self.step);
             return Err(CheckpointError::Manifest { path, reason });
         }
+        let expected: Vec<(PathBuf, u64)> =
+            reports.iter().map(|report| (self.path.join(&report.file), report.entry.bytes)).collect();
+        self.on_disk(observer, "looking at", &path, move |_| {
+            expected.into_iter().try_for_each(|(path, expected)| {
+                let found = fs::symlink_metadata(&path).map_err(CheckpointError::io("open", &path))?.len();
+                if found == expected {
+                    return Ok(());
+                }
+                Err(CheckpointError::FileSize { path, expected, found })
+            })
+        })?;
         let mut files = BTreeMap::new();
         let mut tensors: Vec<TensorEntry> = Vec::new();
         let mut known = HashMap::new();
         for report in reports {
-            let file = self.path.join(&report.file);
-            let found = fs::symlink_metadata(&file).map_err(CheckpointError::io("open", &file))?.len();
-            if found != report.entry.bytes {
-                return Err(CheckpointError::FileSize { path: file, expected: report.entry.bytes, found });
-            }
             files.insert(report.file, report.entry);
             for mut part in report.tensors {
                 let index = *known.entry((part.name.clone(), part.kind.clone())).or_insert_with(|| {
@@ -280,24 +324,71 @@ impl Staging {
     }
 
     fn write_manifest(
-        &self,
+        &mut self,
         manifest: &Manifest,
         observer: &dyn CommitObserver,
     ) -> Result<(), CheckpointError> {
         let path = self.path.join(MANIFEST_FILE);
         let bytes = manifest.to_bytes();
-        let write_error = || CheckpointError::io("write", &path);
-        let mut file = create_file(&path, bytes.len() as u64)?;
-        let (first, second) = bytes.split_at(bytes.len() / 2);
-        file.write_all(first).map_err(write_error())?;
+        let half = bytes.len() / 2;
+        let create = move |claim: &mut Claim| {
+            let path = claim.path.join(MANIFEST_FILE);
+            let mut file = create_file(&path, bytes.len() as u64)?;
+            file.write_all(&bytes[..half]).map_err(CheckpointError::io("write", &path))?;
+            Ok((file, bytes))
+        };
+        let (mut file, bytes) = self.on_disk(observer, "writing", &path, create)?;
         notify(observer, CommitPoint::ManifestHalfWritten)?;
-        file.write_all(second).map_err(write_error())?;
+        let finish = move |claim: &mut Claim| {
+            let path = claim.path.join(MANIFEST_FILE);
+            file.write_all(&bytes[half..]).map_err(CheckpointError::io("write", &path))?;
+            Ok(file)
+        };
+        let file = self.on_disk(observer, "writing", &path, finish)?;
         notify(observer, CommitPoint::ManifestWritten)?;
-        file.sync_all().map_err(CheckpointError::io("sync", &path))?;
+        let sync = move |claim: &mut Claim| {
+            file.sync_all().map_err(CheckpointError::io("sync", &claim.path.join(MANIFEST_FILE)))
+        };
+        self.on_disk(observer, "syncing", &path, sync)?;
         notify(observer, CommitPoint::ManifestSynced)
     }
+}
 
-    /// Gives the directory its final name; returns where a checkpoint that had it went.
+/// Removes what was not committed. Where the file system does not answer within a second, a thread that is left behind does it.
+impl Drop for Staging {
+    fn drop(&mut self) {
+        let Some(claim) = self.claim.take() else { return };
+        if claim.committed {
+            return;
+        }
+        let path = claim.path.clone();
+        // Where there is no thread, the claim is dropped here.
+        drop(run_on_disk(&Briefly, "deleting", &path, move || {
+            drop(claim);
+            Ok(())
+        }));
+    }
+}
+
+impl Claim {
+    /// Locks `dir`, sweeps it and makes the hidden directory; returns also what could not be swept.
+    fn take(dir: &Path, step: u64) -> Result<(Self, Vec<CheckpointError>), CheckpointError> {
+        create_directories(dir)?;
+        let lock = DirectoryLock::take(dir)?;
+        let leftovers = directory::sweep(dir)?;
+        let (_, path) = directory::staging_of(dir, step)?;
+        fs::create_dir(&path).map_err(CheckpointError::io("create", &path))?;
+        Ok((Self { dir: dir.to_path_buf(), path, step, committed: false, lock }, leftovers))
+    }
+
+    /// Gives the directory its final name; returns that, and where a checkpoint that had it went.
+    fn rename(&mut self) -> Result<(PathBuf, Option<PathBuf>), CheckpointError> {
+        let target = self.dir.join(directory::step_name(self.step));
+        let replaced = self.rename_to(&target)?;
+        self.committed = true;
+        Ok((target, replaced))
+    }
+
     fn rename_to(&self, target: &Path) -> Result<Option<PathBuf>, CheckpointError> {
         let rename_error = || CheckpointError::io("rename to", target);
         if fs::symlink_metadata(target).is_err() {
@@ -320,7 +411,7 @@ impl Staging {
     }
 }
 
-impl Drop for Staging {
+impl Drop for Claim {
     fn drop(&mut self) {
         if !self.committed {
             // What cannot be removed now is removed by the next save.

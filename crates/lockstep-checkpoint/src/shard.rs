@@ -1,18 +1,13 @@
 //! One rank's file: written and hashed at the same time, straight from the caller's memory.
 //!
-//! A writer thread takes the pieces in file order; the calling thread hashes the same pieces meanwhile,
-//! once for the file and once for the tensor. Nothing is copied but what is not in memory, which is read piece by piece, and the
-//! slower of disk and hash sets the pace.
+//! A writer thread takes copies of the pieces in file order ([`ShardFile`]); the calling thread hashes the same pieces meanwhile, once for
+//! the file and once for the tensor. The slower of disk and hash sets the pace.
 
 use std::{
     borrow::Cow,
     collections::{BTreeMap, HashMap},
-    fs::File,
-    io::{self, BufWriter, Write},
-    panic,
+    io,
     path::Path,
-    sync::mpsc::sync_channel,
-    thread,
 };
 
 use lockstep_plan::DType;
@@ -21,18 +16,15 @@ use serde::{Deserialize, Serialize};
 use crate::{
     digest::{Digest, Hasher},
     error::CheckpointError,
-    files::create_file,
     manifest::{FileEntry, SliceEntry, TensorEntry, TensorKind},
     region::{Region, Runs},
     safetensors::{Layout, TensorSpec, stored_dtype},
     save::{CommitObserver, CommitPoint, notify},
+    shard_file::ShardFile,
 };
 
 /// Bytes per write and per hash update: large enough for the disk, small enough to share a cache.
-const PIECE_BYTES: usize = 4 << 20;
-
-/// Pieces the hash may be behind the disk or the disk behind the hash.
-const QUEUED_PIECES: usize = 8;
+pub(crate) const PIECE_BYTES: usize = 4 << 20;
 
 /// A part of a tensor in the memory of this rank.
 #[derive(Debug, Clone)]
@@ -217,58 +209,30 @@ impl<'a, 'b> PlannedShard<'a, 'b> {
         observer: &dyn CommitObserver,
     ) -> Result<ShardReport, CheckpointError> {
         let path = staging.join(&self.file);
-        let file = create_file(&path, self.layout.file_bytes)?;
+        let mut file = ShardFile::create(&path, self.layout.file_bytes, observer)?;
         notify(observer, CommitPoint::ShardStarted)?;
 
         let mut file_hash = Hasher::new();
         let mut hashes = Vec::with_capacity(self.slices.len());
-        let (sent, written) = thread::scope(|scope| {
-            let (send, receive) = sync_channel::<Cow<'_, [u8]>>(QUEUED_PIECES);
-            let file = &file;
-            let writer = scope.spawn(move || -> io::Result<()> {
-                let mut out = BufWriter::with_capacity(PIECE_BYTES, file);
-                receive.iter().try_for_each(|piece| out.write_all(&piece))?;
-                out.flush()
-            });
-            // A failed send means that the writer has failed; its own error says why.
-            let sent = (|| -> Result<(), CheckpointError> {
-                if send.send(Cow::Borrowed(&self.layout.prefix[..])).is_err() {
-                    return Ok(());
-                }
-                file_hash.update(&self.layout.prefix);
-                for (done, place) in self.layout.placed.iter().enumerate() {
-                    if done == self.layout.placed.len() / 2 {
-                        notify(observer, CommitPoint::ShardHalfWritten)?;
-                    }
-                    let mut hash = Hasher::new();
-                    for piece in self.slices[place.index].bytes.pieces(PIECE_BYTES) {
-                        let piece = piece.map_err(CheckpointError::io("write", &path))?;
-                        // What is in memory is hashed while it is written.
-                        if let Cow::Borrowed(bytes) = piece {
-                            if send.send(piece).is_err() {
-                                return Ok(());
-                            }
-                            file_hash.update(bytes);
-                            hash.update(bytes);
-                            continue;
-                        }
-                        file_hash.update(&piece);
-                        hash.update(&piece);
-                        if send.send(piece).is_err() {
-                            return Ok(());
-                        }
-                    }
-                    hashes.push((place.index, hash.finish()));
-                }
-                Ok(())
-            })();
-            drop(send);
-            (sent, writer.join().unwrap_or_else(|payload| panic::resume_unwind(payload)))
-        });
-        sent?;
-        written.map_err(CheckpointError::io("write", &path))?;
+        file.write(&self.layout.prefix)?;
+        file_hash.update(&self.layout.prefix);
+        for (done, place) in self.layout.placed.iter().enumerate() {
+            if done == self.layout.placed.len() / 2 {
+                notify(observer, CommitPoint::ShardHalfWritten)?;
+            }
+            let mut hash = Hasher::new();
+            for piece in self.slices[place.index].bytes.pieces(PIECE_BYTES) {
+                let piece = piece.map_err(CheckpointError::io("write", &path))?;
+                // What is hashed here is written meanwhile.
+                file.write(&piece)?;
+                file_hash.update(&piece);
+                hash.update(&piece);
+            }
+            hashes.push((place.index, hash.finish()));
+        }
+        file.await_writes()?;
         notify(observer, CommitPoint::ShardWritten)?;
-        sync(&file, &path)?;
+        file.sync()?;
         notify(observer, CommitPoint::ShardSynced)?;
 
         for (index, hash) in hashes {
@@ -319,8 +283,4 @@ fn check_size(slice: &TensorSlice<'_>, start: &[usize], shape: &[usize]) -> Resu
         return Ok(());
     }
     Err(CheckpointError::ByteCount { tensor: slice.name.to_owned(), expected, found })
-}
-
-fn sync(file: &File, path: &Path) -> Result<(), CheckpointError> {
-    file.sync_all().map_err(CheckpointError::io("sync", path))
 }

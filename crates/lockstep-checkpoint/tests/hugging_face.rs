@@ -52,6 +52,16 @@ fn assert_holds(dir: &Path, model: &[(String, Vec<usize>, Vec<f32>)], dtype: DTy
 }
 
 #[test]
+fn a_directory_may_have_the_longest_name_that_the_file_system_allows() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model();
+    let out = dir.path().join("e".repeat(255));
+    export(tensors(&model), None, DEFAULT_SHARD_BYTES).write(&out).unwrap();
+    assert_holds(&out, &model, DType::F32);
+    assert_eq!(files_in(dir.path()).len(), 1, "{:?}", files_in(dir.path()));
+}
+
+#[test]
 fn a_small_model_is_one_file_beside_its_config_and_tokenizer() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = dir.path().join("tokenizer.json");

@@ -349,6 +349,12 @@ impl Engine {
         self.runner.expert_load_mut().clear();
     }
 
+    /// Asks `is_asked` before each unit of a forward or backward, which ends with [`EngineError::Abandoned`] when the answer is yes. Weights
+    /// and optimizer state are then those before the step, and may be saved; no further step may follow. For one rank: others would wait.
+    pub fn abandon_if(&mut self, is_asked: impl Fn() -> bool + Send + Sync + 'static) {
+        self.runner.abandon_if(Box::new(is_asked));
+    }
+
     /// Forward and backward of one micro-batch; returns the sum of its losses.
     ///
     /// # Errors

@@ -22,6 +22,9 @@ pub enum EngineError {
     /// A copy in memory is asked for of what is on disk because memory has no room for it.
     #[error("there is no copy in memory of model state that is on disk")]
     OnDisk,
+    /// The step was abandoned before its update ([`Engine::abandon_if`](crate::Engine::abandon_if)).
+    #[error("the step was abandoned")]
+    Abandoned,
     /// Fewer parameters may be whole at once than a unit reads.
     #[error(transparent)]
     TooFewLive(#[from] TooFewLive),

@@ -66,6 +66,27 @@ pub struct Runner {
     load: ExpertLoad,
     /// The smallest of any router here, if it is watched.
     router_margin: Option<Cell<f32>>,
+    /// Asked before each unit of a step.
+    abandons: Abandons,
+}
+
+/// Answers whether the step at hand is to be abandoned; never, unless it was given a way to find out.
+#[derive(Default)]
+struct Abandons(Option<Box<dyn Fn() -> bool + Send + Sync>>);
+
+impl std::fmt::Debug for Abandons {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Abandons").finish_non_exhaustive()
+    }
+}
+
+impl Abandons {
+    fn check(&self) -> Result<(), EngineError> {
+        match &self.0 {
+            Some(is_asked) if is_asked() => Err(EngineError::Abandoned),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// What a forward is for.
@@ -149,6 +170,7 @@ impl Runner {
             timeline: Timeline::default(),
             load: ExpertLoad::new(model),
             router_margin: None,
+            abandons: Abandons::default(),
         })
     }
 
@@ -160,6 +182,11 @@ impl Runner {
     /// How many tokens have chosen each expert since the step began.
     pub(crate) fn expert_load(&self) -> &ExpertLoad {
         &self.load
+    }
+
+    /// See [`Engine::abandon_if`](crate::Engine::abandon_if).
+    pub(crate) fn abandon_if(&mut self, is_asked: Box<dyn Fn() -> bool + Send + Sync>) {
+        self.abandons = Abandons(Some(is_asked));
     }
 
     /// See [`Engine::watch_router_margin`](crate::Engine::watch_router_margin).
@@ -210,6 +237,7 @@ impl Runner {
         let units = self.stages[place.stage].units.clone();
         let first = model.first_trained_unit();
         for unit in units.clone() {
+            self.abandons.check()?;
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|spool| spool.begin(FrameId::new(place, unit)))?;
             if unit == units.start {
@@ -292,6 +320,7 @@ impl Runner {
         let units = self.stages[place.stage].units.clone();
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
+            self.abandons.check()?;
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|spool| spool.bring_back(FrameId::new(place, unit), first))?;
             self.gather_input(model, place, unit, queue)?;

@@ -192,6 +192,18 @@ pub enum Error {
     /// Saving or loading.
     #[error(transparent)]
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
+    /// A step that could not be saved in any place.
+    #[error(
+        "step {step} is not saved:\n  {}\nearlier checkpoints are untouched; free space, mend the file system, or set checkpoint.fallback to \
+         a directory on another one",
+        reasons.replace('\n', "\n  ")
+    )]
+    NotSaved {
+        /// The step.
+        step: u64,
+        /// Each directory with the last reason, a line each.
+        reasons: String,
+    },
     /// A checkpoint of another run is in the way.
     #[error(
         "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, {}",

@@ -4,8 +4,8 @@
 //! with 130, whatever it is doing. Signals that come within a second of the first have the same cause (a terminal sends SIGINT to all of
 //! its processes while a launcher passes SIGTERM on), and do not insist.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,8 @@ const SAME_CAUSE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Default)]
 pub struct Interrupt {
     requested: Arc<AtomicBool>,
+    /// The time of the first request, as far as a thread could take it.
+    since: Arc<OnceLock<Instant>>,
 }
 
 impl Interrupt {
@@ -37,10 +39,10 @@ impl Interrupt {
             flag::register(signal, Arc::clone(&interrupt.requested)).map_err(Error::Signals)?;
         }
         let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(Error::Signals)?;
+        let since = Arc::clone(&interrupt.since);
         let watch = move || {
-            let mut first = None;
             for signal in signals.forever() {
-                if insists(signal, *first.get_or_insert_with(Instant::now), Instant::now()) {
+                if insists(signal, *since.get_or_init(Instant::now), Instant::now()) {
                     low_level::exit(SECOND_INTERRUPT_EXIT_CODE);
                 }
             }
@@ -51,7 +53,13 @@ impl Interrupt {
 
     /// Asks the run to stop, as a signal does.
     pub fn request(&self) {
+        self.since.get_or_init(Instant::now);
         self.requested.store(true, Ordering::SeqCst);
+    }
+
+    /// The time of the first request; `None` if nobody has asked.
+    pub fn requested_since(&self) -> Option<Instant> {
+        self.is_requested().then(|| *self.since.get_or_init(Instant::now))
     }
 
     /// Whether the run has been asked to stop.

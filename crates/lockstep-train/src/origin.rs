@@ -1,6 +1,6 @@
 //! The origin of a run: its lock, the engine with the checkpoint or the first weights in it, and the samples that are still to be read.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{Checkpoint, RunLock, prepare_directory};
 use lockstep_data::{Prefetcher, SampleCursor};
@@ -17,10 +17,13 @@ use crate::{Corpus, Error, ResolvedModel};
 /// Micro-batches read ahead.
 const PREFETCH_DEPTH: usize = 4;
 
-/// Takes the directory of checkpoints for this run alone.
-pub(crate) fn lock(config: &RunConfig) -> Result<RunLock, Error> {
-    prepare_directory(&config.checkpoint.dir)?;
-    Ok(RunLock::take(&config.checkpoint.dir)?)
+/// Takes the directories of checkpoints for this run alone.
+pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
+    let lock = |dir: &Path| {
+        prepare_directory(dir)?;
+        Ok(RunLock::take(dir)?)
+    };
+    config.checkpoint_dirs().into_iter().map(lock).collect()
 }
 
 /// The engine with what a run begins from.

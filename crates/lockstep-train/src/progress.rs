@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::io::{self, Write};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -47,7 +48,37 @@ pub struct Progress {
 
 enum Display {
     Bar(ProgressBar),
-    Lines(Box<dyn Write + Send>),
+    Lines(Lines),
+    /// Those of another rank than the first, by its number: only its voice is heard.
+    OfOther(usize),
+}
+
+/// Where plain lines go.
+type Lines = Arc<Mutex<Box<dyn Write + Send>>>;
+
+/// Speaks of a run from any thread. Failing to speak never fails the run.
+#[derive(Clone)]
+pub(crate) struct Voice(Sound);
+
+#[derive(Clone)]
+enum Sound {
+    Bar(ProgressBar),
+    Lines(Lines),
+    OfOther(usize),
+}
+
+impl Voice {
+    /// Prints a message, above the line in place if there is one.
+    pub(crate) fn message(&self, text: &str) {
+        match &self.0 {
+            Sound::Bar(bar) => bar.println(text),
+            Sound::Lines(out) => write_line(out, text),
+            Sound::OfOther(rank) => {
+                // Nobody may be reading any more.
+                let _ = writeln!(io::stderr(), "rank {rank}: {text}");
+            }
+        }
+    }
 }
 
 impl Progress {
@@ -62,7 +93,21 @@ impl Progress {
 
     /// Plain lines to a writer.
     pub fn as_lines(steps: Steps, out: Box<dyn Write + Send>) -> Self {
-        Self::new(steps, Display::Lines(out))
+        Self::new(steps, Display::Lines(Arc::new(Mutex::new(out))))
+    }
+
+    /// Nothing, but for what has to be told from where it happens ([`Voice`]).
+    pub(crate) fn of_other_rank(steps: Steps, rank: usize) -> Self {
+        Self::new(steps, Display::OfOther(rank))
+    }
+
+    /// A voice for other threads.
+    pub(crate) fn voice(&self) -> Voice {
+        Voice(match &self.display {
+            Display::Bar(bar) => Sound::Bar(bar.clone()),
+            Display::Lines(out) => Sound::Lines(out.clone()),
+            Display::OfOther(rank) => Sound::OfOther(*rank),
+        })
     }
 
     /// One line, redrawn in place.
@@ -117,7 +162,7 @@ impl Progress {
                 bar.set_position(metrics.step);
             }
             Display::Lines(out) if is_due => write_line(out, line),
-            Display::Lines(_) => {}
+            Display::Lines(_) | Display::OfOther(_) => {}
         }
     }
 
@@ -139,6 +184,7 @@ impl Progress {
         match &mut self.display {
             Display::Bar(bar) => bar.println(text),
             Display::Lines(out) => write_line(out, text),
+            Display::OfOther(_) => {}
         }
     }
 
@@ -151,7 +197,8 @@ impl Progress {
 }
 
 /// Nobody may be reading any more; the run goes on.
-fn write_line(out: &mut Box<dyn Write + Send>, line: impl fmt::Display) {
+fn write_line(out: &Lines, line: impl fmt::Display) {
+    let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 

@@ -1,7 +1,6 @@
 //! What a rank of a run knows of the others, and what they agree on: whether to go on, how many tokens count, the loss, and
 //! that all hold the same weights. A run on one rank has nobody to ask.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -210,7 +209,7 @@ impl Ranks {
 
     /// What shows the run: the first rank's is seen.
     pub(crate) fn progress(&self, steps: Steps, show: impl FnOnce(Steps) -> Progress) -> Progress {
-        if self.is_first() { show(steps) } else { Progress::as_lines(steps, Box::new(io::sink())) }
+        if self.is_first() { show(steps) } else { Progress::of_other_rank(steps, self.rank()) }
     }
 
     /// Does `work` on the first rank, and then on the others, which find what it has left.
@@ -242,11 +241,16 @@ impl Ranks {
 
     /// [`Ranks::any`], with as much patience.
     pub(crate) fn any_in_time(&self, here: bool, patience: Patience) -> Result<bool, CommError> {
-        let mut answer = [u8::from(here)];
+        Ok(self.maximum(u8::from(here), patience)? != 0)
+    }
+
+    /// The greatest of the numbers that the ranks give.
+    pub(crate) fn maximum(&self, own: u8, patience: Patience) -> Result<u8, CommError> {
+        let mut answer = [own];
         if let Some(group) = self.group() {
             group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline_of(patience))?;
         }
-        Ok(answer[0] != 0)
+        Ok(answer[0])
     }
 
     /// Sums of what each replica has, added in the order of the ranks.

@@ -2,10 +2,10 @@
 //! consumed.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{
-    BaseModel, Checkpoint, CheckpointError, DType, Latest, SkippedCheckpoint, TensorKind, latest_good,
+    BaseModel, Checkpoint, CheckpointError, DType, Latest, SkippedCheckpoint, TensorKind, latest_good_of,
     set_aside,
 };
 use lockstep_engine::{Engine, StateKind};
@@ -84,15 +84,14 @@ pub(crate) fn find_checkpoint(
             Ok((Some(checkpoint), Vec::new()))
         }
         Resume::Auto => {
-            let dir = &config.checkpoint.dir;
-            if !dir.is_dir() {
-                return Ok((None, Vec::new()));
-            }
-            let Latest { checkpoint, skipped } = latest_good(dir)?;
+            let dirs = config.checkpoint_dirs();
+            let dirs: Vec<&Path> = dirs.into_iter().filter(|dir| dir.is_dir()).collect();
+            let Latest { checkpoint, skipped } = latest_good_of(&dirs)?;
             if checkpoint.is_none() && !skipped.is_empty() {
                 let reasons: Vec<String> =
                     skipped.iter().map(|skipped| format!("  {}", told(skipped))).collect();
-                return Err(Error::NoGoodCheckpoint { dir: dir.clone(), reasons: reasons.join("\n") });
+                let dir = config.checkpoint.dir.clone();
+                return Err(Error::NoGoodCheckpoint { dir, reasons: reasons.join("\n") });
             }
             Ok((checkpoint, skipped))
         }
@@ -171,24 +170,27 @@ fn model_settings(config: &Value) -> BTreeMap<String, Value> {
 }
 
 /// A run that begins below checkpoints that are there already would lose its own to them: they count as newer.
-/// They are moved to a directory of their own beside them, which is returned.
+/// They are moved to directories of their own beside them, which are returned.
 pub(crate) fn set_aside_later(
     config: &RunConfig,
     resume: &Resume,
     counters: &Counters,
-) -> Result<Option<PathBuf>, Error> {
+) -> Result<Vec<PathBuf>, Error> {
     let from = match resume {
-        Resume::Auto => return Ok(None),
+        Resume::Auto => return Ok(Vec::new()),
         Resume::Never => 0,
         Resume::From(_) => counters.step + 1,
     };
-    let aside = set_aside(&config.checkpoint.dir, from)?;
-    if let Some(aside) = &aside {
+    let mut moved = Vec::new();
+    for dir in config.checkpoint_dirs() {
+        moved.extend(set_aside(dir, from)?);
+    }
+    for aside in &moved {
         // A run that goes on from the middle cuts off the rows of what came after. Where there are none, there is
         // nothing to keep.
         let _ = std::fs::copy(config.metrics.dir.join(FILE_NAME), aside.join(FILE_NAME));
     }
-    Ok(aside)
+    Ok(moved)
 }
 
 /// Loads a checkpoint into an engine; what it does not hold, from the model that the run started from.

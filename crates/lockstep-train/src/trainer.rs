@@ -6,11 +6,11 @@
 //! save the run (`saving`), and the first one speaks of it.
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{CommitObserver, set_damaged_aside};
 use lockstep_data::{MicroBatch, Prefetcher};
-use lockstep_engine::{Engine, HostBatch, Update};
+use lockstep_engine::{Engine, EngineError, HostBatch, Update};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, Cost, Seed};
 use lockstep_plan::ParameterId;
@@ -186,18 +186,15 @@ pub(crate) fn run(
         progress.message("the training text is not the one that the checkpoint was trained on");
     }
     let start = checkpoint.as_ref().map_or(Start::Fresh, |_| Start::After { step: counters.step });
+    abandon_long_steps(config, &mut engine, ranks, interrupt);
     observer.begins(&mut engine);
     // All have read what they begin with before anything is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
     let records = if writes {
-        match set_damaged_aside(&config.checkpoint.dir, &damaged) {
-            Ok(moved) => moved.iter().for_each(|path| {
-                progress.message(&format!("the damaged checkpoint is now {}", path.display()))
-            }),
-            Err(error) => progress.message(&format!("a damaged checkpoint stays where it is: {error}")),
-        }
+        set_damaged_aside_in(config, &damaged, &mut progress);
         let has_work = counters.step < config.train.steps;
-        if has_work && let Some(aside) = set_aside_later(config, resume, &counters)? {
+        let aside = if has_work { set_aside_later(config, resume, &counters)? } else { Vec::new() };
+        for aside in aside {
             progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
         }
         Records::open(config, &engine, start, (peak.as_ref(), &corpus), |text| progress.message(text))?
@@ -214,7 +211,7 @@ pub(crate) fn run(
     let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
     let saver = match leaves {
-        Leaves::Everything => Saver::new(config, &model, &corpus, ranks, saved)?,
+        Leaves::Everything => Saver::new(config, &model, &corpus, ranks, saved, interrupt)?,
         Leaves::Nothing => None,
     };
     Run {
@@ -245,6 +242,32 @@ pub(crate) fn run(
         expert_load: Vec::new(),
     }
     .run(interrupt)
+}
+
+/// Has a step abandoned that goes on when half of the grace after a request to stop is over; the other half is for the save. Several ranks
+/// finish their step, for each needs the others in it, and so does one whose state is on disk.
+fn abandon_long_steps(config: &RunConfig, engine: &mut Engine, ranks: &Ranks, interrupt: &Interrupt) {
+    if ranks.size() > 1 || !config.has_state_in_memory() {
+        return;
+    }
+    let (interrupt, patience) = (interrupt.clone(), Duration::from_secs_f64(config.checkpoint.grace_s / 2.0));
+    engine.abandon_if(move || interrupt.requested_since().is_some_and(|since| since.elapsed() >= patience));
+}
+
+/// Moves damaged checkpoints to where they count for nothing.
+fn set_damaged_aside_in(config: &RunConfig, damaged: &[PathBuf], progress: &mut Progress) {
+    for dir in config.checkpoint_dirs() {
+        let here: Vec<PathBuf> = damaged.iter().filter(|path| path.parent() == Some(dir)).cloned().collect();
+        if here.is_empty() {
+            continue;
+        }
+        match set_damaged_aside(dir, &here) {
+            Ok(moved) => moved.iter().for_each(|path| {
+                progress.message(&format!("the damaged checkpoint is now {}", path.display()))
+            }),
+            Err(error) => progress.message(&format!("a damaged checkpoint stays where it is: {error}")),
+        }
+    }
 }
 
 /// The last losses of a run.
@@ -321,7 +344,13 @@ impl Run<'_> {
         let train = &self.config.train;
         let mut losses = Losses::default();
         while self.counters.step < train.steps && !self.ranks.any(interrupt.is_requested())? {
-            losses.train = self.step()?.or(losses.train);
+            losses.train = match self.step() {
+                Err(Error::Engine(EngineError::Abandoned)) => {
+                    self.tell_abandoned();
+                    break;
+                }
+                loss => loss?.or(losses.train),
+            };
             self.phase = "between two steps";
             if let Some(saver) = &mut self.saver {
                 saver.poll(&mut self.progress)?;
@@ -358,7 +387,20 @@ impl Run<'_> {
                 self.save_and_go_on()?;
             }
         }
+        if self.counters.step < self.config.train.steps {
+            // On the ranks that the signal has not reached, the grace begins now.
+            interrupt.request();
+        }
         Ok(losses)
+    }
+
+    /// Says that the step at hand is given up, so that the state before it is saved in time.
+    fn tell_abandoned(&mut self) {
+        let (step, grace) = (self.under_way, self.config.checkpoint.grace_s);
+        self.progress.message(&format!(
+            "step {step} would take longer than checkpoint.grace_s ({grace} s) allows: abandoned; the state after step {} is saved",
+            step - 1
+        ));
     }
 
     /// Saves the last step, and writes down what the run came to.

@@ -4,14 +4,18 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
 
 use lockstep_checkpoint::{
     Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind, hf::HfCheckpoint,
 };
+use lockstep_engine::Engine;
 use lockstep_plan::DType;
 use lockstep_train::interrupt::Interrupt;
+use lockstep_train::metrics::StepMetrics;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, Summary, train};
+use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train, train_observed};
 use serde_json::Value;
 
 /// A GPT-2 with dropout, two micro-batches a step, matrices of odd sizes.
@@ -529,4 +533,58 @@ fn other_settings_are_resumed_only_where_the_user_names_the_checkpoint() {
             refused(&named);
         }
     }
+}
+
+/// Asks for a stop a while after the first step.
+struct StopsInTheSecondStep(Interrupt);
+
+impl StepObserver for StopsInTheSecondStep {
+    fn gradients_ready(&mut self, _: u64, _: &mut Engine) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn step_ended(&mut self, row: &StepMetrics) {
+        if row.step == 1 {
+            let (interrupt, pause) = (self.0.clone(), Duration::from_secs_f64(row.step_ms / 1e3 / 8.0));
+            thread::spawn(move || {
+                thread::sleep(pause);
+                interrupt.request();
+            });
+        }
+    }
+}
+
+#[test]
+fn a_step_longer_than_the_grace_is_abandoned_and_the_state_before_it_is_saved() {
+    let bench = Bench::new();
+    // Some hundred micro-batches a step; half of the grace is much less than what is left of the second one.
+    let settings = [
+        "train.steps=3",
+        "train.global_batch=1024",
+        "train.dropout=0.1",
+        "train.eval_every=0",
+        "checkpoint.grace_s=0.1",
+    ];
+    bench.train("undisturbed", GPT2, &settings);
+    let interrupt = Interrupt::default();
+    let shown = Shown::default();
+    let out = shown.clone();
+    let config = bench.config("stopped", GPT2, &settings);
+    let stopped = train_observed(
+        &config,
+        &Resume::Auto,
+        &Ranks::alone(),
+        &interrupt,
+        |steps| Progress::as_lines(steps, Box::new(out)),
+        &mut StopsInTheSecondStep(interrupt.clone()),
+    )
+    .unwrap();
+    assert_eq!((stopped.step, stopped.interrupted), (1, true), "{}", shown.text());
+    assert_eq!(stopped.checkpoint, bench.step("stopped", 1));
+    let told = "step 2 would take longer than checkpoint.grace_s (0.1 s) allows: abandoned; the state after step 1 is saved";
+    assert!(shown.text().contains(told), "{}", shown.text());
+    let resumed = bench.resume("stopped", GPT2, &settings, &Resume::Auto);
+    assert_eq!((resumed.step, resumed.steps_made), (3, 2));
+    assert_same_state(&bench.step("undisturbed", 3), &bench.step("stopped", 3));
+    assert_eq!(bench.losses("undisturbed"), bench.losses("stopped"));
 }

@@ -71,6 +71,7 @@ impl From<CheckpointError> for Failure {
             CheckpointError::NoWeights { .. }
             | CheckpointError::NoAdapter { .. }
             | CheckpointError::ParentDirectory { .. }
+            | CheckpointError::NoSuchCheckpoint { .. }
             | CheckpointError::OutputExists { .. } => CONFIGURATION,
             CheckpointError::Io { ref source, .. } => code_of_io(source),
             _ => FAILED,

@@ -16,6 +16,7 @@ use serde_json::json;
 use super::INDEX_FILE;
 use crate::{
     convert,
+    digest::Digest,
     error::CheckpointError,
     files::{DirectoryLock, create_directories, create_file, is_plain_name, parent_of, sync_directory},
     safetensors::{SafetensorsWriter, TensorSpec, stored_dtype},
@@ -90,7 +91,7 @@ impl HfExport<'_> {
         if !is_vacant(out)? {
             return Err(CheckpointError::OutputExists { path: out.to_path_buf() });
         }
-        let staging = parent.join(format!(".lockstep-export-{}", name.to_string_lossy()));
+        let staging = parent.join(staging_name(&name.to_string_lossy()));
         remove_if_there(&staging)?;
         let written = self.write_into(&staging).and_then(|()| {
             fs::rename(&staging, out).map_err(CheckpointError::io("rename to", out))?;
@@ -238,6 +239,15 @@ impl HfExport<'_> {
             ExportData::Values(_) => DType::F32,
         };
         if convert::is_float(own) { self.dtype.unwrap_or(own) } else { own }
+    }
+}
+
+/// The name of an export until it is complete. It is as long as file systems allow also where that of the directory is as long as they do.
+fn staging_name(name: &str) -> String {
+    let digest = Digest::of(name.as_bytes()).to_string();
+    match name.len() {
+        0..=64 => format!(".lockstep-export-{name}"),
+        _ => format!(".lockstep-export-{}", &digest[..16]),
     }
 }
 

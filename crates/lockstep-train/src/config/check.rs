@@ -540,6 +540,10 @@ impl Checker<'_, '_, '_> {
     fn checkpoint(&mut self) {
         let (checkpoint, train) = (&self.config.checkpoint, &self.config.train);
         let (every, eval_every) = (checkpoint.every, train.eval_every);
+        if checkpoint.fallback.as_ref() == Some(&checkpoint.dir) {
+            let what = format!("is checkpoint.dir ({})", checkpoint.dir.display());
+            self.refuse(&["checkpoint.fallback"], what, "another directory, best on another file system");
+        }
         if !checkpoint.keep_best {
             return;
         }

@@ -362,6 +362,14 @@ sections! {
         dir: PathBuf = PathBuf::from("checkpoints"), rules();
         /// Steps between checkpoints; 0 saves at the end only.
         every: u64 = 500, rules();
+        /// A second directory, best on another file system: a save goes there when it fails in `dir`, or makes no progress. `--resume auto` looks in
+        /// both.
+        fallback: Option<PathBuf> = None, rules().when_absent("none");
+        /// Seconds without progress after which a save gives up on a directory. From the fifth second on the run says so.
+        stall_s: f64 = 60.0, rules().above(0.0);
+        /// Seconds from SIGTERM or Ctrl-C to the end of the process: as long as the scheduler waits before it kills. Saves that make no progress are
+        /// given up in time; on one rank a step that takes longer is abandoned, and the state before it is saved.
+        grace_s: f64 = 30.0, rules().above(0.0);
         /// How many of the newest checkpoints are kept; 0 keeps all.
         keep: usize = 3, rules();
         /// Keep the checkpoint with the lowest evaluation loss as well, of those that were saved after a step that was evaluated.

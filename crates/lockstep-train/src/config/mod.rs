@@ -395,7 +395,18 @@ impl RunConfig {
     /// Whether saves are written beside the steps, from copies of the state in memory: of what is on disk because memory has no room for it
     /// there are none.
     pub fn saves_from_copies(&self) -> bool {
-        self.checkpoint.in_background && self.residences().disk_plan(WINDOW_ELEMENTS).is_none()
+        self.checkpoint.in_background && self.has_state_in_memory()
+    }
+
+    /// Returns true if nothing of the model's state is on disk.
+    pub(crate) fn has_state_in_memory(&self) -> bool {
+        self.residences().disk_plan(WINDOW_ELEMENTS).is_none()
+    }
+
+    /// The directories of the run's checkpoints, the first of which is `checkpoint.dir`.
+    pub fn checkpoint_dirs(&self) -> Vec<&Path> {
+        let fallback = self.checkpoint.fallback.as_deref();
+        std::iter::once(self.checkpoint.dir.as_path()).chain(fallback).collect()
     }
 
     /// Whether anything in `[parallel]` says how a step is split; else the planner is free to.

@@ -120,6 +120,11 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
+    /// The file's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Waits until everything written so far is on the disk.
     ///
     /// # Errors

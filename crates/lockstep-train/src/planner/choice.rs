@@ -117,7 +117,10 @@ fn plan_of_checkpoint(config: &RunConfig, resume: &Resume) -> Option<(PathBuf, P
         Resume::Never => None,
         Resume::From(path) => Checkpoint::open(path).ok(),
         Resume::Auto => {
-            let listed = lockstep_checkpoint::list(&config.checkpoint.dir).ok()?;
+            let dirs = config.checkpoint_dirs();
+            let mut listed: Vec<_> =
+                dirs.into_iter().filter_map(|dir| lockstep_checkpoint::list(dir).ok()).flatten().collect();
+            listed.sort_by_key(|listed| listed.step);
             listed.into_iter().rev().find_map(|listed| Checkpoint::open(&listed.path).ok())
         }
     }?;

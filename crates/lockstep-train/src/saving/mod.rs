@@ -7,22 +7,32 @@
 //! A save in the background works on a snapshot, so that its bytes are those of a save in the foreground. One is
 //! under way at a time: the next one waits for it, and what the training waited is its stall. What went wrong in
 //! the background is told at the next step; it costs the checkpoint and not the run.
+//!
+//! Each save is tried in one directory after the other (`job`), and none is waited for without limit (`places`): a file system that has
+//! stopped answering costs a thread, which is left behind in its call.
 
+mod background;
+mod job;
 mod part;
+mod places;
 
 use std::collections::HashSet;
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
-use lockstep_checkpoint::{DType, PendingSave, SaveThread, ShardReport, Staging};
+use lockstep_checkpoint::{DType, PendingSave, SaveThread};
 use lockstep_engine::{Engine, Snapshot};
 use lockstep_model::Adapter;
 use lockstep_plan::{Feedback, Quantization};
 use serde_json::{Value, json};
 
-use self::part::{Commit, Directory, Observer, Part, Saved, Written, gather};
+use self::background::Save;
+use self::job::{Attempt, Contents, Job, Saved};
+use self::part::{Observer, gather};
+use self::places::{Limits, Place};
+use crate::interrupt::Interrupt;
 use crate::machine::available_memory_bytes;
 use crate::metrics::MetricsWriter;
 use crate::plan::valid_plan;
@@ -33,17 +43,26 @@ use crate::{Corpus, Error, ResolvedModel, RunConfig, StepObserver, human};
 
 /// Memory that a snapshot leaves to everybody else.
 const RESERVE_BYTES: u64 = 256 << 20;
+/// Time that the training waits for a save to be opened, so that ranks which save together need no step more for it.
+const OPENING: Duration = Duration::from_millis(100);
+/// Time between two looks at a save that the training waits for.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// Saves a run.
 pub(crate) struct Saver {
     /// Those that save together.
     ranks: Ranks,
-    directory: Directory,
+    places: Arc<[Place]>,
+    limits: Limits,
     /// What a checkpoint says of the run's configuration.
     record: Value,
     /// What it says of the plan.
     plan: Value,
-    /// None if saves are made in the foreground.
+    /// True if saves may run in the background.
+    in_background: bool,
+    /// True if this rank has a part of each checkpoint to write.
+    has_part: bool,
+    /// None if this rank has nothing to write, or saves in the foreground.
     thread: Option<SaveThread>,
     snapshot: Memory,
     under_way: Option<Save>,
@@ -65,65 +84,21 @@ enum Memory {
     There(Box<Snapshot>),
 }
 
-/// A save under way.
-struct Save {
-    step: u64,
-    begin: Instant,
-    stage: Stage,
-}
-
-/// What is being done.
-enum Stage {
-    /// Each rank writes its part; the first has the rest in hand.
-    Parts { own: Own, commit: Option<Box<Commit>> },
-    /// The first makes a checkpoint of the parts.
-    Commit(PendingSave<Done<Result<Saved, Error>>>),
-}
-
-/// The own part of a save.
-enum Own {
-    Pending(PendingSave<Done<Written>>),
-    Written(Written),
-}
-
-/// What came of work in the background.
-struct Done<T> {
-    ran: Ran,
-    /// What it was done on.
-    snapshot: Option<Snapshot>,
-    result: T,
-}
-
-impl<T> Done<T> {
-    /// Does `work` on what a snapshot holds.
-    fn on(mut snapshot: Snapshot, work: impl FnOnce(&mut Snapshot) -> T) -> Self {
-        let begin = Instant::now();
-        let result = work(&mut snapshot);
-        Self { ran: Ran { begin, end: Instant::now() }, snapshot: Some(snapshot), result }
-    }
-}
-
-impl Done<Result<Saved, Error>> {
-    /// Makes a checkpoint of parts that are written.
-    fn of_commit(commit: Box<Commit>, reports: Vec<ShardReport>) -> Self {
-        let begin = Instant::now();
-        let result = commit.run(reports);
-        Self { ran: Ran { begin, end: Instant::now() }, snapshot: None, result }
-    }
-}
-
-/// A save that has been opened.
-struct Opened {
-    part: Part,
-    /// The first rank's.
-    commit: Option<Box<Commit>>,
-}
-
 /// When a save in the background ran.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ran {
     pub(crate) begin: Instant,
     pub(crate) end: Instant,
+}
+
+/// The decision of the first rank on what it has done, as all ranks know it.
+enum Decision<T> {
+    /// It has succeeded; its result, on the first rank.
+    GoOn(Option<T>),
+    /// The save is tried again from its beginning.
+    Again(Attempt),
+    /// The step is not saved; the reason, on the first rank.
+    Over(Option<Error>),
 }
 
 impl Saver {
@@ -138,6 +113,7 @@ impl Saver {
         corpus: &Corpus,
         ranks: &Ranks,
         saved: Option<(u64, PathBuf)>,
+        interrupt: &Interrupt,
     ) -> Result<Option<Self>, Error> {
         let ranks = match ranks.share_models() {
             true => ranks.clone(),
@@ -146,12 +122,14 @@ impl Saver {
         };
         let Quantization { gradients, feedback, .. } = config.quantization();
         let keeps_residual = gradients.is_some() && feedback == Feedback::Kept;
-        let in_background = config.saves_from_copies() && (ranks.is_of_first_copy() || keeps_residual);
+        let in_background = config.saves_from_copies();
+        let has_part = ranks.is_of_first_copy() || keeps_residual;
         Ok(Some(Self {
-            directory: Directory {
-                path: config.checkpoint.dir.clone(),
-                keep: NonZeroUsize::new(config.checkpoint.keep),
-                keep_best: config.checkpoint.keep_best,
+            places: Place::of_run(config),
+            limits: Limits {
+                stall: Duration::from_secs_f64(config.checkpoint.stall_s),
+                grace: Duration::from_secs_f64(config.checkpoint.grace_s),
+                interrupt: interrupt.clone(),
             },
             record: json!({
                 "run": config.to_json(),
@@ -163,7 +141,9 @@ impl Saver {
                 "adapter": model.tuning.adapter.as_ref().map(Adapter::config),
             }),
             plan: json!(valid_plan(config, &model.config, &model.tuning)?.0),
-            thread: in_background.then(SaveThread::start).transpose()?,
+            thread: (in_background && has_part).then(SaveThread::start).transpose()?,
+            in_background,
+            has_part,
             snapshot: Memory::None,
             under_way: None,
             ended: Vec::new(),
@@ -201,46 +181,6 @@ impl Saver {
         }
     }
 
-    /// Takes a save one stage further, if all ranks are done with this one, and tells of it when it has ended. All that save
-    /// together call this after the same steps.
-    ///
-    /// # Errors
-    /// Weights that are not finite; [`Error::Comm`]. What kept the save from being made is a message.
-    pub(crate) fn poll(&mut self, progress: &mut Progress) -> Result<(), Error> {
-        self.poll_for(Patience::Limited, progress)
-    }
-
-    fn poll_for(&mut self, patience: Patience, progress: &mut Progress) -> Result<(), Error> {
-        let Some(Save { step, begin, stage }) = self.under_way.take() else { return Ok(()) };
-        let stage = match stage {
-            Stage::Parts { own, commit } => {
-                let own = match own {
-                    Own::Pending(pending) => match pending.poll() {
-                        Ok(done) => Own::Written(self.take_back(done)),
-                        Err(pending) => Own::Pending(pending),
-                    },
-                    written @ Own::Written(_) => written,
-                };
-                let is_pending = self.ranks.any_in_time(matches!(own, Own::Pending(_)), patience)?;
-                match own {
-                    Own::Written(written) if !is_pending => {
-                        return self.join(step, begin, written, commit, progress);
-                    }
-                    own => Stage::Parts { own, commit },
-                }
-            }
-            Stage::Commit(pending) => match pending.poll() {
-                Ok(done) => {
-                    let saved = self.take_back(done);
-                    return self.tell(step, saved, progress);
-                }
-                Err(pending) => Stage::Commit(pending),
-            },
-        };
-        self.under_way = Some(Save { step, begin, stage });
-        Ok(())
-    }
-
     /// A save between two steps. Where it fails, the run says so and goes on, and the next one may succeed. All ranks that save
     /// together call this after the same steps.
     ///
@@ -255,12 +195,28 @@ impl Saver {
         progress: &mut Progress,
     ) -> Result<(), Error> {
         let called = Instant::now();
-        self.wait(progress)?;
-        let step = state.counters.step;
-        match self.open(engine, state, metrics, observer, progress) {
-            Ok(Some(opened)) => self.start(step, opened, engine, progress)?,
-            Ok(None) => {}
-            Err(error) => self.tell(step, Err(error), progress)?,
+        while !self.stalls()? {
+            if !self.is_saving_after(LOOK, progress)? {
+                break;
+            }
+        }
+        if let Some(earlier) = self.step_under_way() {
+            let step = state.counters.step;
+            progress.message(&format!(
+                "step {step} is not saved while the save of step {earlier} waits for its file system"
+            ));
+            return Ok(());
+        }
+        let job = self.job(engine, state, metrics, observer, progress);
+        let lacks_copy = self.in_background && self.has_part && !self.take_copy(engine, progress);
+        if !self.in_background || self.ranks.any_in_time(lacks_copy, Patience::Unlimited)? {
+            match self.save_now(&job, engine) {
+                Ok(Some(saved)) => self.tell(job.step, Ok(saved), progress)?,
+                Ok(None) => {}
+                Err(error) => self.tell(job.step, Err(error), progress)?,
+            }
+        } else {
+            self.start(job, progress)?;
         }
         self.stall_ms += called.elapsed().as_secs_f64() * 1e3;
         Ok(())
@@ -284,50 +240,90 @@ impl Saver {
         if self.ranks.any_in_time(saved.is_some(), Patience::Unlimited)? {
             return Ok(saved.map_or_else(PathBuf::new, |(_, path)| path));
         }
-        let Some(Opened { part, commit }) = self.open(engine, state, metrics, observer, progress)? else {
-            return Ok(PathBuf::new());
-        };
-        let written = self.write_in_foreground(&part, engine);
-        self.ranks.meet()?;
-        let reports = gather(&self.ranks, step, written)?;
-        let Some((commit, reports)) = commit.zip(reports) else { return Ok(PathBuf::new()) };
-        let saved = commit.run(reports)?;
+        let job = self.job(engine, state, metrics, observer, progress);
+        let Some(saved) = self.save_now(&job, engine)? else { return Ok(PathBuf::new()) };
         let path = saved.path.clone();
         self.tell(step, Ok(saved), progress)?;
         Ok(path)
     }
 
-    /// Waits for the save that is under way.
-    fn wait(&mut self, progress: &mut Progress) -> Result<(), Error> {
-        if let Some(Save { step, begin, stage: Stage::Parts { own, commit } }) =
-            self.under_way.take_if(|save| matches!(save.stage, Stage::Parts { .. }))
-        {
-            let written = match own {
-                Own::Pending(pending) => self.take_back(pending.wait()),
-                Own::Written(written) => written,
+    /// Saves in the foreground; returns the checkpoint on the first rank.
+    fn save_now(&self, job: &Job, engine: &mut Engine) -> Result<Option<Saved>, Error> {
+        let is_first = self.ranks.is_first();
+        let mut attempt = Attempt::default();
+        loop {
+            let opened = is_first.then(|| job.open(attempt));
+            let staging = match self.decide(opened, job, attempt, Patience::Unlimited)? {
+                Decision::GoOn(staging) => staging,
+                Decision::Again(next) => {
+                    attempt = next;
+                    continue;
+                }
+                Decision::Over(error) => return error.map_or(Ok(None), Err),
+            };
+            let written = match self.has_part {
+                true => job.write(attempt, &engine.state_tensors()),
+                false => Ok(None),
             };
             self.ranks.meet()?;
-            self.join(step, begin, written, commit, progress)?;
-        }
-        match self.under_way.take() {
-            Some(Save { step, stage: Stage::Commit(pending), .. }) => {
-                let saved = self.take_back(pending.wait());
-                self.tell(step, saved, progress)
+            let saved = match (gather(&self.ranks, job.step, written), staging) {
+                (Ok(reports), Some(staging)) => {
+                    Some(job.commit(attempt, staging, reports.unwrap_or_default()))
+                }
+                (Err(error), _) => Some(Err(error)),
+                (Ok(_), None) => None,
+            };
+            match self.decide(saved, job, attempt, Patience::Unlimited)? {
+                Decision::GoOn(saved) => return Ok(saved),
+                Decision::Again(next) => attempt = next,
+                Decision::Over(error) => return error.map_or(Ok(None), Err),
             }
-            _ => Ok(()),
         }
     }
 
-    /// Opens a save: the first rank makes a directory, in which the others then find themselves. None where the first could
-    /// not, and on it why.
-    fn open(
+    /// What all ranks do after the first has come to the result `own`, which is `None` on the others.
+    ///
+    /// # Errors
+    /// Those of `own` that end the run; [`Error::Comm`].
+    fn decide<T>(
+        &self,
+        own: Option<Result<T, Error>>,
+        job: &Job,
+        attempt: Attempt,
+        patience: Patience,
+    ) -> Result<Decision<T>, Error> {
+        let decision = match own {
+            None => Decision::GoOn(None),
+            Some(Ok(result)) => Decision::GoOn(Some(result)),
+            Some(Err(Error::Checkpoint(error))) => match job.next(attempt, error) {
+                Ok(next) => Decision::Again(next),
+                Err(error) => Decision::Over(Some(error)),
+            },
+            Some(Err(error)) => return Err(error),
+        };
+        let code = match &decision {
+            Decision::GoOn(_) => 0,
+            Decision::Over(_) => 1,
+            Decision::Again(next) => 2 + next.place as u8,
+        };
+        let of_all = self.ranks.maximum(code, patience)?;
+        Ok(match (decision, of_all) {
+            (decision, _) if self.ranks.is_first() => decision,
+            (_, 0) => Decision::GoOn(None),
+            (_, 1) => Decision::Over(None),
+            (_, code) => Decision::Again(Attempt::at(usize::from(code) - 2)),
+        })
+    }
+
+    /// A save of the state after the last step.
+    fn job(
         &self,
         engine: &Engine,
         state: &SavedState,
         metrics: Option<&mut MetricsWriter>,
         observer: &mut dyn StepObserver,
         progress: &mut Progress,
-    ) -> Result<Option<Opened>, Error> {
+    ) -> Job {
         let step = state.counters.step;
         let observer: Observer = Arc::from(observer.saving(step));
         // Other copies hold the same.
@@ -335,105 +331,30 @@ impl Saver {
         let spoken_for: HashSet<_> = spoken_for.map(|id| engine.records()[id.0].name.clone()).collect();
         // What only this rank has it saves, of whichever copy it is.
         let own = if self.ranks.is_of_first_copy() { spoken_for.clone() } else { HashSet::new() };
-        let (rank, directory) = (self.ranks.rank(), &self.directory);
-        let part =
-            Part { step, directory: directory.clone(), rank, own, spoken_for, observer: observer.clone() };
-        if !self.ranks.is_first() {
-            let is_refused = self.ranks.any_in_time(false, Patience::Unlimited)?;
-            return Ok((!is_refused).then(|| Opened { part, commit: None }));
-        }
         let metrics = metrics.map(MetricsWriter::file).transpose().unwrap_or_else(|error| {
             progress.message(&error.to_string());
             None
         });
-        let staging = Staging::begin_observed(&directory.path, step, &*observer);
-        self.ranks.any_in_time(staging.is_err(), Patience::Unlimited)?;
-        let commit = Box::new(Commit {
-            staging: staging?,
-            directory: directory.clone(),
+        let contents = self.ranks.is_first().then(|| Contents {
             record: self.record.clone(),
             plan: self.plan.clone(),
             state: state.clone(),
             parameters: engine.records().to_vec(),
-            metrics,
-            observer,
+            metrics: metrics.map(Arc::new),
         });
-        Ok(Some(Opened { part, commit: Some(commit) }))
-    }
-
-    /// Has the own part of a save written.
-    fn start(
-        &mut self,
-        step: u64,
-        Opened { part, commit }: Opened,
-        engine: &mut Engine,
-        progress: &mut Progress,
-    ) -> Result<(), Error> {
-        let is_alone = self.ranks.size() == 1;
-        let begin = Instant::now();
-        let stage = match (self.copy_of(engine, progress), commit) {
-            (Some((thread, snapshot)), Some(commit)) if is_alone => {
-                let save = move |snapshot: &mut Snapshot| {
-                    let report = part.write(&snapshot.tensors())?;
-                    commit.run(report.into_iter().collect())
-                };
-                Stage::Commit(thread.run(move || Done::on(snapshot, save)))
-            }
-            (Some((thread, snapshot)), commit) => {
-                let write = move |snapshot: &mut Snapshot| part.write(&snapshot.tensors());
-                let own = Own::Pending(thread.run(move || Done::on(snapshot, write)));
-                Stage::Parts { own, commit }
-            }
-            (None, commit) => {
-                let own = Own::Written(self.write_in_foreground(&part, engine));
-                Stage::Parts { own, commit }
-            }
-        };
-        let has_parts = matches!(stage, Stage::Parts { .. });
-        self.under_way = Some(Save { step, begin, stage });
-        // Nobody begins a step, which waits for the others for a limited time, while another writes in the foreground.
-        if has_parts { self.poll_for(Patience::Unlimited, progress) } else { Ok(()) }
-    }
-
-    fn write_in_foreground(&self, part: &Part, engine: &mut Engine) -> Written {
-        let tensors = engine.state_tensors();
-        // The other copies hold the same, but for what each rank has for itself.
-        let has_part =
-            self.ranks.is_of_first_copy() || tensors.iter().any(|tensor| tensor.kind.is_of_one_rank());
-        if has_part { part.write(&tensors) } else { Ok(None) }
-    }
-
-    /// All ranks have written their parts, or failed to: the first makes a checkpoint of them, or says what went wrong.
-    fn join(
-        &mut self,
-        step: u64,
-        begin: Instant,
-        written: Written,
-        commit: Option<Box<Commit>>,
-        progress: &mut Progress,
-    ) -> Result<(), Error> {
-        let reports = match gather(&self.ranks, step, written) {
-            Ok(reports) => reports,
-            Err(error) => return self.tell(step, Err(error), progress),
-        };
-        let Some((commit, reports)) = commit.zip(reports) else { return Ok(()) };
-        match &self.thread {
-            Some(thread) => {
-                let stage = Stage::Commit(thread.run(move || Done::of_commit(commit, reports)));
-                self.under_way = Some(Save { step, begin, stage });
-                Ok(())
-            }
-            None => self.tell(step, commit.run(reports), progress),
+        Job {
+            step,
+            places: self.places.clone(),
+            rank: self.ranks.rank(),
+            own,
+            spoken_for,
+            observer,
+            voice: progress.voice(),
+            limits: self.limits.clone(),
+            contents,
+            stalls: AtomicBool::new(false),
+            failures: Mutex::default(),
         }
-    }
-
-    /// What came of work in the background; its snapshot is there for the next.
-    fn take_back<T>(&mut self, done: Done<T>) -> T {
-        self.ended.push(done.ran);
-        if let Some(snapshot) = done.snapshot {
-            self.snapshot = Memory::There(Box::new(snapshot));
-        }
-        done.result
     }
 
     fn tell(&mut self, step: u64, saved: Result<Saved, Error>, progress: &mut Progress) -> Result<(), Error> {
@@ -449,7 +370,7 @@ impl Saver {
                 self.saved = Some((step, path));
                 Ok(())
             }
-            Err(Error::Checkpoint(error)) => {
+            Err(error @ (Error::Checkpoint(_) | Error::NotSaved { .. })) => {
                 progress.message(&format!("not saved: {error}"));
                 Ok(())
             }
@@ -457,24 +378,26 @@ impl Saver {
         }
     }
 
-    /// A snapshot of the engine and the thread that may save it; none where saves are made in the foreground,
-    /// because the run says so or there is no memory for a snapshot.
-    fn copy_of(&mut self, engine: &Engine, progress: &mut Progress) -> Option<(&SaveThread, Snapshot)> {
-        self.thread.as_ref()?;
+    /// Takes a snapshot of the engine; returns false where saves are made in the foreground because there is no memory for one.
+    fn take_copy(&mut self, engine: &Engine, progress: &mut Progress) -> bool {
+        if self.thread.is_none() {
+            return false;
+        }
         let snapshot = match std::mem::replace(&mut self.snapshot, Memory::None) {
-            Memory::None => new_snapshot(engine),
-            Memory::Coming(pending) => Ok(pending.wait()),
-            Memory::There(snapshot) => Ok(*snapshot),
+            Memory::None => new_snapshot(engine).map(Box::new),
+            Memory::Coming(pending) => Ok(Box::new(pending.wait())),
+            Memory::There(snapshot) => Ok(snapshot),
         };
         match snapshot {
             Ok(mut snapshot) => {
                 snapshot.take(engine);
-                self.thread.as_ref().map(|thread| (thread, snapshot))
+                self.snapshot = Memory::There(snapshot);
+                true
             }
             Err(reason) => {
                 progress.message(&format!("saving in the foreground: {reason}"));
                 self.thread = None;
-                None
+                false
             }
         }
     }

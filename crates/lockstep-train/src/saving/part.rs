@@ -6,24 +6,20 @@
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::io;
-use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 
 use lockstep_checkpoint::{
-    ByteSource, CheckpointError, CommitObserver, Manifest, Region, SaveRequest, ShardReport, SliceBytes,
-    Staging, Standing, TensorSlice, prune, write_shard_observed,
+    ByteSource, CheckpointError, CommitObserver, Region, ShardReport, SliceBytes, Staging, TensorSlice,
+    run_on_disk, write_shard_observed,
 };
 use lockstep_engine::{Contents, OnDisk, StateKind, StateTensor};
-use lockstep_plan::ParameterRecord;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::Error;
-use crate::metrics::MetricsFile;
 use crate::ranks::Ranks;
-use crate::state::{Counters, SavedState, tensor_kind};
+use crate::state::tensor_kind;
 
 /// The largest report of a part that is sent: a description of its tensors, some hundred bytes for each.
 const MAX_REPORT_BYTES: usize = 256 << 20;
@@ -31,47 +27,23 @@ const MAX_REPORT_BYTES: usize = 256 << 20;
 /// Who watches a save.
 pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
 
-/// Where checkpoints go, and how many of them stay.
-#[derive(Debug, Clone)]
-pub(super) struct Directory {
-    pub(super) path: PathBuf,
-    pub(super) keep: Option<NonZeroUsize>,
-    /// Keeps the checkpoint with the lowest evaluation loss as well.
-    pub(super) keep_best: bool,
-}
-
-impl Directory {
-    /// Removes the checkpoints beyond `keep`; returns what went wrong.
-    fn prune(&self, newest: u64) -> Vec<String> {
-        let Some(keep) = self.keep else { return Vec::new() };
-        let standing = |manifest: &Manifest| Standing {
-            is_doubtful: manifest.state["is_doubtful"] == true,
-            loss: manifest.state["eval_loss"].as_f64().filter(|_| self.keep_best),
-        };
-        let failed = match prune(&self.path, keep, &[newest], standing) {
-            Ok(pruned) => pruned.failed,
-            Err(error) => vec![error],
-        };
-        failed.into_iter().map(|error| format!("an old checkpoint is not removed: {error}")).collect()
-    }
-}
-
-/// What a rank has to write, but for the tensors.
-pub(super) struct Part {
+/// A rank's part of a save.
+pub(super) struct Part<'a> {
     pub(super) step: u64,
-    pub(super) directory: Directory,
+    /// The directory of checkpoints.
+    pub(super) dir: &'a Path,
     pub(super) rank: usize,
     /// The parameters that are this rank's to write, and with them what belongs to them.
-    pub(super) own: HashSet<String>,
+    pub(super) own: &'a HashSet<String>,
     /// The same of what each rank has for itself, of whichever copy of the model it is.
-    pub(super) spoken_for: HashSet<String>,
-    pub(super) observer: Observer,
+    pub(super) spoken_for: &'a HashSet<String>,
+    pub(super) observer: &'a dyn CommitObserver,
 }
 
 /// What came of a part: a report, or nothing where there was nothing to write.
 pub(super) type Written = Result<Option<ShardReport>, Error>;
 
-impl Part {
+impl Part<'_> {
     /// Writes those of `tensors` that are this rank's to write.
     pub(super) fn write(&self, tensors: &[StateTensor<'_>]) -> Written {
         // Finite gradients may still carry a weight out of the range of f32.
@@ -79,7 +51,7 @@ impl Part {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
         }
         let is_own = |tensor: &&StateTensor<'_>| {
-            let own = if tensor.kind.is_of_one_rank() { &self.spoken_for } else { &self.own };
+            let own = if tensor.kind.is_of_one_rank() { self.spoken_for } else { self.own };
             own.contains(&tensor.record.name)
         };
         let own: Vec<Own<'_>> = tensors.iter().filter(is_own).map(Own::of).collect();
@@ -87,8 +59,10 @@ impl Part {
         if slices.is_empty() {
             return Ok(None);
         }
-        let staging = Staging::path_in(&self.directory.path, self.step)?;
-        let written = write_shard_observed(&staging, self.rank, &slices, &*self.observer);
+        let (dir, step) = (self.dir.to_owned(), self.step);
+        let find = move || Staging::path_in(&dir, step);
+        let staging = run_on_disk(self.observer, "looking into", self.dir, find)?;
+        let written = write_shard_observed(&staging, self.rank, &slices, self.observer);
         if let Some(name) = own.iter().find_map(Own::found_not_finite) {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
         }
@@ -167,7 +141,7 @@ impl<'a> Own<'a> {
 enum Told {
     Written(Option<ShardReport>),
     NotFinite { parameter: String },
-    Failed { reason: String },
+    Failed { reason: String, is_full: bool },
 }
 
 impl Told {
@@ -175,15 +149,17 @@ impl Told {
         match written {
             Ok(report) => Self::Written(report.clone()),
             Err(Error::WeightsNotFinite { name, .. }) => Self::NotFinite { parameter: name.clone() },
-            Err(error) => Self::Failed { reason: error.to_string() },
+            Err(error) => {
+                let is_full = matches!(error, Error::Checkpoint(error) if error.is_full());
+                Self::Failed { reason: error.to_string(), is_full }
+            }
         }
     }
 
     fn to_bytes(&self) -> Vec<u8> {
         let failed = |reason: String| {
-            serde_json::json!(Self::Failed { reason: format!("the report of its part {reason}") })
-                .to_string()
-                .into_bytes()
+            let reason = format!("the report of its part {reason}");
+            serde_json::json!(Self::Failed { reason, is_full: false }).to_string().into_bytes()
         };
         match serde_json::to_vec(self) {
             Ok(bytes) if bytes.len() <= MAX_REPORT_BYTES => bytes,
@@ -195,6 +171,7 @@ impl Told {
     fn from_bytes(bytes: &[u8]) -> Self {
         serde_json::from_slice(bytes).unwrap_or_else(|error| Self::Failed {
             reason: format!("the report of its part cannot be read: {error}"),
+            is_full: false,
         })
     }
 
@@ -203,7 +180,7 @@ impl Told {
         match self {
             Self::Written(report) => Ok(report),
             Self::NotFinite { parameter } => Err(Error::WeightsNotFinite { step, name: parameter }),
-            Self::Failed { reason } => Err(CheckpointError::OfRank { rank, reason }.into()),
+            Self::Failed { reason, is_full } => Err(CheckpointError::OfRank { rank, reason, is_full }.into()),
         }
     }
 }
@@ -225,58 +202,6 @@ pub(super) fn gather(ranks: &Ranks, step: u64, own: Written) -> Result<Option<Ve
     let reports: Vec<Option<ShardReport>> =
         std::iter::once(own).chain(of_others).collect::<Result<_, _>>()?;
     Ok(Some(reports.into_iter().flatten().collect()))
-}
-
-/// What is left to do when all parts are written.
-pub(super) struct Commit {
-    pub(super) staging: Staging,
-    pub(super) directory: Directory,
-    /// What the checkpoint says of the run's configuration.
-    pub(super) record: Value,
-    /// And of the plan.
-    pub(super) plan: Value,
-    pub(super) state: SavedState,
-    pub(super) parameters: Vec<ParameterRecord>,
-    pub(super) metrics: Option<MetricsFile>,
-    pub(super) observer: Observer,
-}
-
-/// A new checkpoint.
-pub(super) struct Saved {
-    pub(super) path: PathBuf,
-    /// What went wrong and did not keep it from being made.
-    pub(super) warnings: Vec<String>,
-}
-
-impl Commit {
-    /// Makes a checkpoint of the parts and removes those beyond `checkpoint.keep`.
-    pub(super) fn run(self, reports: Vec<ShardReport>) -> Result<Saved, Error> {
-        let Counters { step, samples, .. } = self.state.counters;
-        let mut warnings = Vec::new();
-        // Rows reach the disk before the checkpoint that counts them, or a resumed run would miss some.
-        if let Some(error) = self.metrics.and_then(|metrics| metrics.sync().err()) {
-            warnings.push(error.to_string());
-        }
-        let request = SaveRequest {
-            step,
-            samples_consumed: samples,
-            seed: self.record["run"]["train"]["seed"].as_u64().unwrap_or_default(),
-            config: self.record,
-            plan: self.plan,
-            state: self.state.to_json(),
-            parameters: &self.parameters,
-        };
-        if self.state.is_doubtful {
-            warnings.push(
-                "steps are skipped, or the loss is far above what it was: checkpoints of now replace none of before".to_owned(),
-            );
-        }
-        let left = self.staging.leftovers().iter();
-        warnings.extend(left.map(|error| format!("what an earlier save left stays: {error}")));
-        let path = self.staging.commit_observed(&request, reports, &*self.observer)?;
-        warnings.extend(self.directory.prune(step));
-        Ok(Saved { path, warnings })
-    }
 }
 
 #[cfg(test)]

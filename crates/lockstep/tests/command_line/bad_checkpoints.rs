@@ -179,3 +179,38 @@ fn the_best_checkpoint_stays_if_that_is_wanted() {
         .train(&["checkpoint.keep_best=true", "train.eval_every=0"])
         .refuses(2, &["checkpoint.keep_best", "train.eval_every = 0"]);
 }
+
+#[test]
+fn an_export_beside_a_run_that_prunes_is_whole_or_says_which_checkpoint_to_take() {
+    let workshop = Workshop::new();
+    let settings = ["train.steps=1000000", "checkpoint.every=1", "checkpoint.keep=1", "train.log_every=1000"];
+    let sets = settings.iter().flat_map(|setting| ["--set", setting]);
+    let program = env!("CARGO_BIN_EXE_lockstep");
+    let mut run = workshop.start(program, &["train", "run.toml"].into_iter().chain(sets).collect::<Vec<_>>());
+    run.wait_until("checkpoints", |run| run.stderr().matches("saved ").count() > 2);
+    let tries = std::env::var("LOCKSTEP_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(20);
+    for number in 0..tries {
+        let listed = workshop.run(&["checkpoint", "list", "checkpoints"]).succeeds().stdout;
+        let Some(path) = listed.lines().next().and_then(|line| line.split_whitespace().nth(1)) else {
+            continue;
+        };
+        let hf = format!("hf-{number}");
+        let outcome = workshop.run(&["checkpoint", "export", path, "--hf", &hf]);
+        match outcome.code {
+            Some(0) => {
+                let config = workshop.read(&format!("{hf}/config.json"));
+                assert!(
+                    !config.is_empty() && workshop.path(&hf).join("model.safetensors").is_file(),
+                    "{outcome:?}"
+                );
+            }
+            Some(1) => {
+                outcome.fails(1, &["was removed or moved while it was read", "take checkpoints/step-"])
+            }
+            _ => outcome.fails(2, &["there is no checkpoint ", "the newest there is checkpoints/step-"]),
+        }
+        assert!(workshop.path(&format!(".lockstep-export-{hf}")).symlink_metadata().is_err(), "try {number}");
+    }
+    run.child.kill().unwrap();
+    run.child.wait().unwrap();
+}

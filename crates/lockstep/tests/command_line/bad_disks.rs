@@ -22,7 +22,7 @@ fn a_directory_that_cannot_be_made_is_named_before_the_first_step() {
 
 /// Runs a shell script in which `disk` is a small file system of its own, mounted with `options`, and `$1` is the
 /// program. `None`, loudly, where the system lets nobody mount one.
-fn with_disk(workshop: &Workshop, options: &str, script: &str) -> Option<Outcome> {
+pub(crate) fn with_disk(workshop: &Workshop, options: &str, script: &str) -> Option<Outcome> {
     std::fs::create_dir(workshop.path("disk")).unwrap();
     let mount = format!("mount -t tmpfs -o {options} tmpfs disk");
     let probe = format!("cd '{}' && {mount}", workshop.path("").display());

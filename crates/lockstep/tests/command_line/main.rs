@@ -10,6 +10,7 @@ mod book;
 mod data;
 mod events;
 mod fine_tuning;
+mod frozen_disks;
 mod going_on;
 mod habits;
 mod hosts;

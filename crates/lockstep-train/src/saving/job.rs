@@ -1,0 +1,252 @@
+//! One save of a run, which is tried in one place after the other.
+//!
+//! A place that is full is pruned before the next attempt, down to one checkpoint at last; where nothing helps, the next place is
+//! taken. The first rank decides, and the others follow it.
+
+use std::cell::Cell;
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use lockstep_checkpoint::{CheckpointError, SaveRequest, ShardReport, Staging, run_on_disk};
+use lockstep_engine::StateTensor;
+use lockstep_plan::ParameterRecord;
+use serde_json::Value;
+
+use super::part::{Observer, Part, Written};
+use super::places::{Limits, Place, Watch};
+use crate::Error;
+use crate::metrics::MetricsFile;
+use crate::progress::Voice;
+use crate::state::{Counters, SavedState};
+
+/// One attempt to save.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Attempt {
+    /// Index of the place.
+    pub(super) place: usize,
+    /// Number of checkpoints to which the place is pruned before; `None` on the first attempt in a place.
+    keep: Option<usize>,
+}
+
+impl Attempt {
+    /// The first one in a place.
+    pub(super) fn at(place: usize) -> Self {
+        Self { place, keep: None }
+    }
+}
+
+/// A save, with all that an attempt needs but the tensors.
+pub(super) struct Job {
+    pub(super) step: u64,
+    pub(super) places: Arc<[Place]>,
+    pub(super) rank: usize,
+    /// The parameters that are this rank's to write, and with them what belongs to them.
+    pub(super) own: HashSet<String>,
+    /// The same of what each rank has for itself, of whichever copy of the model it is.
+    pub(super) spoken_for: HashSet<String>,
+    pub(super) observer: Observer,
+    pub(super) voice: Voice,
+    pub(super) limits: Limits,
+    /// The first rank's part beside the tensors.
+    pub(super) contents: Option<Contents>,
+    /// True while the save waits for a file system that does not answer.
+    pub(super) stalls: AtomicBool,
+    /// Reasons why attempts have failed.
+    pub(super) failures: Mutex<Vec<String>>,
+}
+
+/// What a checkpoint says beside the tensors.
+pub(super) struct Contents {
+    /// Of the run's configuration.
+    pub(super) record: Value,
+    /// Of the plan.
+    pub(super) plan: Value,
+    pub(super) state: SavedState,
+    pub(super) parameters: Vec<ParameterRecord>,
+    pub(super) metrics: Option<Arc<MetricsFile>>,
+}
+
+/// A new checkpoint.
+pub(super) struct Saved {
+    pub(super) path: PathBuf,
+    /// What went wrong and did not keep it from being made.
+    pub(super) warnings: Vec<String>,
+}
+
+impl Job {
+    /// Saves as the only rank.
+    pub(super) fn save_alone(&self, tensors: &[StateTensor<'_>]) -> Result<Saved, Error> {
+        let mut attempt = Attempt::default();
+        loop {
+            let saved = self.open(attempt).and_then(|staging| {
+                let report = self.write(attempt, tensors)?;
+                self.commit(attempt, staging, report.into_iter().collect())
+            });
+            match saved {
+                Err(Error::Checkpoint(error)) => attempt = self.next(attempt, error)?,
+                saved => return saved,
+            }
+        }
+    }
+
+    fn place(&self, attempt: Attempt) -> &Place {
+        &self.places[attempt.place]
+    }
+
+    fn watch(&self, attempt: Attempt) -> Watch<'_> {
+        Watch {
+            inner: &self.observer,
+            voice: &self.voice,
+            step: self.step,
+            place: self.place(attempt),
+            has_other: attempt.place + 1 < self.places.len(),
+            limits: &self.limits,
+            stalls: &self.stalls,
+            told: Cell::default(),
+        }
+    }
+
+    /// Opens the save in a place, with the removal of other checkpoints that the attempt asks for.
+    pub(super) fn open(&self, attempt: Attempt) -> Result<Staging, Error> {
+        let (place, watch) = (self.place(attempt), self.watch(attempt));
+        place.check()?;
+        if let Some(keep) = attempt.keep {
+            for path in place.make_room(keep, &watch)?.deleted {
+                self.voice.message(&format!(
+                    "removed {} to make room for step {}",
+                    path.display(),
+                    self.step
+                ));
+            }
+        }
+        Ok(Staging::begin_observed(&place.path, self.step, &watch).map_err(|error| place.note(error))?)
+    }
+
+    /// Writes those of `tensors` that are this rank's to write.
+    pub(super) fn write(&self, attempt: Attempt, tensors: &[StateTensor<'_>]) -> Written {
+        let Self { step, rank, own, spoken_for, .. } = self;
+        let (place, watch) = (self.place(attempt), self.watch(attempt));
+        place.check()?;
+        let part = Part { step: *step, dir: &place.path, rank: *rank, own, spoken_for, observer: &watch };
+        part.write(tensors).map_err(|error| match error {
+            Error::Checkpoint(error) => place.note(error).into(),
+            error => error,
+        })
+    }
+
+    /// Makes a checkpoint of the parts and removes those beyond `checkpoint.keep`.
+    pub(super) fn commit(
+        &self,
+        attempt: Attempt,
+        staging: Staging,
+        reports: Vec<ShardReport>,
+    ) -> Result<Saved, Error> {
+        let Some(Contents { record, plan, state, parameters, metrics }) = &self.contents else {
+            unreachable!("the first rank commits");
+        };
+        let (place, watch) = (self.place(attempt), self.watch(attempt));
+        let Counters { step, samples, .. } = state.counters;
+        let mut warnings = Vec::new();
+        // Rows reach the disk before the checkpoint that counts them, or a resumed run would miss some.
+        if let Some(metrics) = metrics.clone() {
+            let path = metrics.path().to_owned();
+            let synced = run_on_disk(&watch, "syncing", &path, move || Ok(metrics.sync()));
+            let failed = synced.map_err(|error| error.to_string()).map(Result::err);
+            match failed {
+                Ok(None) => {}
+                Ok(Some(error)) => warnings.push(error.to_string()),
+                Err(error) => warnings.push(error),
+            }
+        }
+        let request = SaveRequest {
+            step,
+            samples_consumed: samples,
+            seed: record["run"]["train"]["seed"].as_u64().unwrap_or_default(),
+            config: record.clone(),
+            plan: plan.clone(),
+            state: state.to_json(),
+            parameters,
+        };
+        if state.is_doubtful {
+            warnings.push(
+                "steps are skipped, or the loss is far above what it was: checkpoints of now replace none of before".to_owned(),
+            );
+        }
+        let left = staging.leftovers().iter();
+        warnings.extend(left.map(|error| format!("what an earlier save left stays: {error}")));
+        let path = staging.commit_observed(&request, reports, &watch).map_err(|error| place.note(error))?;
+        place.has_saved();
+        warnings.extend(place.prune(step, &watch));
+        Ok(Saved { path, warnings })
+    }
+
+    /// The attempt after one that has failed with `error`; tells of it.
+    ///
+    /// # Errors
+    /// The reason why the step is not saved, if nothing is left to try.
+    pub(super) fn next(&self, attempt: Attempt, error: CheckpointError) -> Result<Attempt, Error> {
+        let next = self.after(attempt, &error);
+        let place = &self.place(attempt).path;
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        failures.retain(|failure| !failure.starts_with(&format!("{}: ", place.display())));
+        failures.push(format!("{}: {error}", place.display()));
+        match next {
+            Some(next) if next.place != attempt.place => {
+                let other = &self.place(next).path;
+                self.voice.message(&format!(
+                    "step {} is not saved in {}: {error}; trying {}",
+                    self.step,
+                    place.display(),
+                    other.display()
+                ));
+                Ok(next)
+            }
+            Some(next) => Ok(next),
+            None if failures.len() == 1 && !matches!(error, CheckpointError::Stalled { .. }) => {
+                Err(error.into())
+            }
+            None => Err(Error::NotSaved { step: self.step, reasons: failures.join("\n") }),
+        }
+    }
+
+    fn after(&self, attempt: Attempt, error: &CheckpointError) -> Option<Attempt> {
+        let is_doubtful = self.contents.as_ref().is_some_and(|contents| contents.state.is_doubtful);
+        // What is doubtful replaces none of before.
+        if error.is_full()
+            && !is_doubtful
+            && let Some(keep) = self.place(attempt).keep
+            && let Some(fewer) = fewer(keep.get(), attempt.keep)
+        {
+            return Some(Attempt { keep: Some(fewer), ..attempt });
+        }
+        let place = attempt.place + 1;
+        (place < self.places.len()).then_some(Attempt::at(place))
+    }
+}
+
+/// The number of checkpoints to which a full place is pruned next: room for one more first, then all but one.
+fn fewer(keep: usize, pruned_to: Option<usize>) -> Option<usize> {
+    match pruned_to {
+        None if keep > 1 => Some(keep - 1),
+        Some(pruned_to) if pruned_to > 1 => Some(1),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_place_is_pruned_to_one_less_and_then_to_one() {
+        for (keep, expected) in [(1, vec![]), (2, vec![1]), (3, vec![2, 1]), (10, vec![9, 1])] {
+            let mut found = Vec::new();
+            while let Some(next) = fewer(keep, found.last().copied()) {
+                found.push(next);
+            }
+            assert_eq!(found, expected, "checkpoint.keep = {keep}");
+        }
+    }
+}

@@ -275,9 +275,10 @@ pub enum JoinProblem {
     },
     /// Some did not come in time.
     #[error(
-        "{} did not come within {waited_s} s: {}",
+        "{} did not come within {waited_s} s: {}{}{turned_away}",
         list(what, missing),
-        "are they running, and can they reach this machine?"
+        "are they running, and can they reach this machine?",
+        if turned_away.is_empty() { "" } else { "; " }
     )]
     Missing {
         /// `rank` or `node`.
@@ -286,6 +287,8 @@ pub enum JoinProblem {
         missing: Vec<usize>,
         /// How long they were waited for.
         waited_s: u64,
+        /// The connections that were turned away meanwhile, as a message says it; empty if there were none.
+        turned_away: String,
     },
     /// Two say that they are the same one.
     #[error("two processes say that they are {what} {number}")]

@@ -75,15 +75,40 @@ pub(crate) fn join_with(
     if options.streams == 0 || options.streams > MAX_STREAMS {
         return out_of_range("number of connections", options.streams, format!("1 to {MAX_STREAMS}"));
     }
+    let near =
+        local.as_ref().map_or((rank, 0), |local| (local.segments.world_rank(0), local.segments.ranks()));
+    let (sockets, cards) = gather(rank, ranks, &mut meeting, options, near, settle, deadline)?;
+    let of_each = ranks_of_each(&cards);
+    tracing::debug!(
+        rank,
+        ranks,
+        connections = options.streams + 1,
+        shares_memory_with = near.1,
+        layered = of_each.is_some(),
+        "connected to all other ranks"
+    );
+    let local = local.map(|machine| Local { machine: Arc::new(machine), of_each });
+    Ok(Group::world(Machine::new(rank, sockets, options.silence, local)?))
+}
+
+/// Meets the other ranks and connects to each of them: the connections by rank, and all cards. `near` is the first rank that this
+/// one shares memory with, and their number.
+pub(super) fn gather(
+    rank: usize,
+    ranks: usize,
+    meeting: &mut Meeting,
+    options: TcpOptions,
+    near: (usize, usize),
+    settle: impl FnOnce(usize, usize),
+    deadline: Deadline,
+) -> Result<(Vec<Vec<TcpStream>>, Vec<Card>), CommError> {
     // Handed out until all have come.
-    let _given = settle_secret(&mut meeting, rank, deadline)?;
+    let _given = settle_secret(meeting, rank, deadline)?;
     let secret = meeting.key()?;
-    let listener = if rank == 0 { None } else { Some(listen(&meeting)?) };
+    let listener = if rank == 0 { None } else { Some(listen(meeting)?) };
     let port =
         listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
     let port = port.map_err(CommError::io("listen for ranks"))?;
-    let near =
-        local.as_ref().map_or((rank, 0), |local| (local.segments.world_rank(0), local.segments.ranks()));
     let card =
         Card { port, first: near.0 as u32, near: near.1 as u32, host: host(), settings: options.settings };
     let (_, guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
@@ -101,18 +126,8 @@ pub(crate) fn join_with(
         |listener| Door::open(listener, &mesh.secret, &mesh.hello(0), expected, meeting.turned_away.clone());
     let door = door.map_or_else(|| listener.map(open).transpose(), |door| Ok(Some(door)));
     let door = door.map_err(CommError::io("listen for ranks"))?;
-    let sockets = mesh.connect(&meeting, door.as_ref(), &guests, &cards)?;
-    let of_each = ranks_of_each(&cards);
-    tracing::debug!(
-        rank,
-        ranks,
-        connections = options.streams + 1,
-        shares_memory_with = near.1,
-        layered = of_each.is_some(),
-        "connected to all other ranks"
-    );
-    let local = local.map(|machine| Local { machine: Arc::new(machine), of_each });
-    Ok(Group::world(Machine::new(rank, sockets, options.silence, local)?))
+    let sockets = mesh.connect(meeting, door.as_ref(), &guests, &cards)?;
+    Ok((sockets, cards))
 }
 
 /// Begins the meeting as rank 0, or takes the secret that rank 0 hands out.
@@ -159,7 +174,7 @@ fn listen(meeting: &Meeting) -> Result<TcpListener, CommError> {
 
 /// What a rank tells all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Card {
+pub(super) struct Card {
     port: u16,
     /// The first rank of those that it shares memory with, and how many they are; 0 if there are none.
     first: u32,

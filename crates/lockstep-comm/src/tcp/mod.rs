@@ -22,13 +22,15 @@ mod nodes;
 mod operation;
 pub(crate) mod peer_credentials;
 mod reduction;
+#[cfg(test)]
+mod rogue;
 mod script;
 pub(crate) mod secret;
 mod stream;
 mod turned_away;
 mod visit;
 
-pub use frame::{read_frames, sample_frames, seal_frames};
+pub use frame::{Malformed, read_frames, sample_frames, seal_frames};
 pub(crate) use join::join_with;
 pub use join::{TcpOptions, join_by_address};
 pub(crate) use machine::{Local, Machine};

@@ -29,7 +29,6 @@ pub fn meet_nodes(
     if let Some(node) = node.filter(|node| *node >= nodes) {
         return out_of_range("node", node, format!("below the number of nodes, {nodes}"));
     }
-    let is_numbered = node.is_some();
     let mut node = node.unwrap_or(if meeting.is_here()? { 0 } else { ANY });
     let (mut listener, mut given) = (None, None);
     if node == 0 {
@@ -39,7 +38,7 @@ pub fn meet_nodes(
                 listener = Some(listen_beside(&meeting)?);
             }
             // Another one of this machine was first.
-            Begun::Taken if nodes > 1 && !is_numbered => node = ANY,
+            Begun::Taken if nodes > 1 => node = ANY,
             Begun::Taken => return Err(meeting.taken()),
         }
     }

@@ -134,7 +134,7 @@ fn fault(which: usize, rank: usize, ranks: usize, random: &mut Random) -> Sent {
         8 => control([frame(call(1), key(1), &[]), frame(call(1), key(1), &[]), both].concat()),
         9 => control(frame(Kind::Post([u64::MAX, 1, random.below(9) as u64]), key(0), &small)),
         10 => control(frame(call(0), key(0), &small[..random.below(small.len())])),
-        11 => control(frame(Kind::Ending, key(0), &vec![0xee; ENDING_BYTES])),
+        11 => control(frame(Kind::Ending, key(0), &[0xee; ENDING_BYTES])),
         12 => {
             // The first part of this rank's data for the receiver, begun on one connection and sent again on another.
             let part = |bytes: usize| frame(Kind::Part { index: 0, offset: 0 }, key(1), &vec![1; bytes]);

@@ -7,6 +7,7 @@ use crate::{
     Kind,
     call::Call,
     environment::{EnvironmentProblem, Launcher},
+    tcp::Malformed,
 };
 
 /// An error of this crate.
@@ -139,7 +140,7 @@ pub enum LossCause {
     /// Its connection was closed from the other end, or broke.
     Disconnected,
     /// It sent what no rank of this program sends.
-    Malformed,
+    Malformed(Malformed),
     /// What was sent to it has not arrived for a while.
     Unreachable,
 }
@@ -154,7 +155,7 @@ impl fmt::Display for LossCause {
             Self::Panicked => f.write_str("panicked"),
             Self::Silent(ms) => write!(f, "has not moved for {ms} ms"),
             Self::Disconnected => f.write_str("closed its connections without a word"),
-            Self::Malformed => f.write_str("sent what no rank of this program sends"),
+            Self::Malformed(what) => write!(f, "sent what no rank of this program sends: {what}"),
             Self::Unreachable => f.write_str("cannot be reached any more"),
         }
     }
@@ -275,9 +276,10 @@ pub enum JoinProblem {
     },
     /// Some did not come in time.
     #[error(
-        "{} did not come within {waited_s} s: {}",
+        "{} did not come within {waited_s} s: {}{}{turned_away}",
         list(what, missing),
-        "are they running, and can they reach this machine?"
+        "are they running, and can they reach this machine?",
+        if turned_away.is_empty() { "" } else { "; " }
     )]
     Missing {
         /// `rank` or `node`.
@@ -286,6 +288,8 @@ pub enum JoinProblem {
         missing: Vec<usize>,
         /// How long they were waited for.
         waited_s: u64,
+        /// The connections that were turned away meanwhile, as a message says it; empty if there were none.
+        turned_away: String,
     },
     /// Two say that they are the same one.
     #[error("two processes say that they are {what} {number}")]
@@ -436,6 +440,19 @@ impl CommError {
         Self::decode(words).unwrap_or(Self::Stopped { by: None })
     }
 
+    /// The error that a rank of a world of `ranks` has made into `words`; `None` if no rank makes such.
+    pub(crate) fn of_rank(words: [u64; ERROR_WORDS], ranks: usize) -> Option<Self> {
+        let error = Self::decode(words)?;
+        let named = match &error {
+            Self::PeerLost { rank, .. } | Self::Misuse { rank, .. } => [*rank, 0],
+            Self::Mismatch { rank, reference, .. } => [*rank, *reference],
+            Self::TimedOut { rank, waiting, .. } => [*rank, *waiting],
+            Self::Stopped { by } => [by.unwrap_or(0), 0],
+            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => return None,
+        };
+        named.iter().all(|rank| *rank < ranks).then_some(error)
+    }
+
     fn decode(words: [u64; ERROR_WORDS]) -> Option<Self> {
         let call = |at: usize| Call::from_words([words[at], words[at + 1], words[at + 2]]);
         let occasion = || {
@@ -472,7 +489,9 @@ impl LossCause {
             Self::Panicked => (4, 0),
             Self::Silent(ms) => (5, ms),
             Self::Disconnected => (6, 0),
-            Self::Malformed => (7, 0),
+            Self::Malformed(what) => {
+                (7, Malformed::ALL.iter().position(|other| *other == what).unwrap_or(0) as u64)
+            }
             Self::Unreachable => (8, 0),
         }
     }
@@ -486,7 +505,7 @@ impl LossCause {
             4 => Self::Panicked,
             5 => Self::Silent(value),
             6 => Self::Disconnected,
-            7 => Self::Malformed,
+            7 => Self::Malformed(*Malformed::ALL.get(value as usize)?),
             8 => Self::Unreachable,
             _ => return None,
         })
@@ -532,7 +551,8 @@ mod tests {
             LossCause::Panicked,
             LossCause::Silent(5000),
             LossCause::Disconnected,
-            LossCause::Malformed,
+            LossCause::Malformed(Malformed::CheckSum),
+            LossCause::Malformed(Malformed::Ending),
             LossCause::Unreachable,
         ];
         errors.extend(causes.map(|cause| CommError::PeerLost { rank: 2, cause, occasion: None }));

@@ -31,7 +31,8 @@ use crate::{
     CommError, LossCause, Output, Recorded, SOCKET_VARIABLE, World, WorldOptions,
     environment::Leader,
     output::{Relay, Stream},
-    started::{DEFAULT_PORT, LISTENER_VARIABLE},
+    started::{DEFAULT_PORT, LISTENER_VARIABLE, SECRET_VARIABLE},
+    tcp::SecretInMemory,
 };
 
 /// The variable with the file where a rank writes why it failed, as torchelastic names it.
@@ -134,26 +135,36 @@ pub struct Placement {
     pub listener: Option<Arc<TcpListener>>,
     /// Name of the run.
     pub run: String,
+    /// The secret by which ranks that share no memory know each other; they inherit its descriptor.
+    pub secret: Option<Arc<SecretInMemory>>,
 }
 
 impl Placement {
     /// On one machine.
     pub fn alone(ranks: usize) -> Self {
-        let run = String::new();
-        Self { node: 0, nodes: 1, first_rank: 0, world_size: ranks, leader: None, listener: None, run }
+        Self {
+            node: 0,
+            nodes: 1,
+            first_rank: 0,
+            world_size: ranks,
+            leader: None,
+            listener: None,
+            run: String::new(),
+            secret: None,
+        }
     }
 
-    /// On one machine, with an address where ranks can meet as if they were on several.
+    /// On one machine, with an address where ranks can meet as if they were on several, and a new secret.
     ///
     /// # Errors
-    /// What the system says.
+    /// If the system has no port, random bytes or memory.
     pub fn on_loopback(ranks: usize) -> Result<Self, CommError> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
         let listener = listener.map_err(CommError::io("listen for ranks"))?;
         let port = listener.local_addr().map_err(CommError::io("listen for ranks"))?.port();
         let leader = Leader { host: Ipv4Addr::LOCALHOST.to_string(), port: Some(port) };
-        let alone = Self::alone(ranks);
-        Ok(Self { leader: Some(leader), listener: Some(Arc::new(listener)), run: port.to_string(), ..alone })
+        let (listener, secret) = (Some(Arc::new(listener)), Some(Arc::new(SecretInMemory::random()?)));
+        Ok(Self { leader: Some(leader), listener, run: port.to_string(), secret, ..Self::alone(ranks) })
     }
 }
 
@@ -282,6 +293,10 @@ impl Launch {
             Some(listener) => command.env(LISTENER_VARIABLE, listener.as_raw_fd().to_string()),
             None => command.env_remove(LISTENER_VARIABLE),
         };
+        let secret = placement.secret.clone();
+        if let Some(secret) = &secret {
+            command.env(SECRET_VARIABLE, secret.inherited_path());
+        }
         self.output.prepare((rank, world_rank), &mut command)?;
         let cores = match self.pinning {
             Pinning::Free => None,
@@ -299,6 +314,9 @@ impl Launch {
             }
             if let Some(listener) = &listener {
                 fcntl_setfd(listener, FdFlags::empty())?;
+            }
+            if let Some(secret) = &secret {
+                fcntl_setfd(secret.as_ref(), FdFlags::empty())?;
             }
             Ok(fcntl_setfd(&theirs, FdFlags::empty())?)
         };

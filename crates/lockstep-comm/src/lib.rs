@@ -52,8 +52,8 @@ pub use started::{
 };
 pub use task::Collective;
 pub use tcp::{
-    Meeting, PairingCode, Secret, SecretInMemory, TcpOptions, join_by_address, meet_nodes, read_frames,
-    sample_frames, seal_frames,
+    Malformed, Meeting, PairingCode, Secret, SecretInMemory, TcpOptions, TurnedAway, join_by_address,
+    meet_nodes, read_frames, sample_frames, seal_frames,
 };
 pub use world::{SOCKET_VARIABLE, World, WorldOptions, join};
 

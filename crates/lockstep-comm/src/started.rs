@@ -11,7 +11,7 @@ use crate::{
     world,
 };
 
-/// The variable that names the file with the job's secret.
+/// The variable that names the file with the job's secret; our own launcher names a descriptor that its ranks inherit.
 pub const SECRET_VARIABLE: &str = "LOCKSTEP_SECRET_FILE";
 /// The variable with the number of a socket that rank 0 inherits.
 pub(crate) const LISTENER_VARIABLE: &str = "LOCKSTEP_LISTENER_FD";
@@ -104,10 +104,15 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
     let named = place.leader.clone().filter(|leader| leader.port.is_some() || !are_near);
     let host = variable("MASTER_ADDR").or_else(|| named.as_ref().map(|leader| leader.host.clone()));
     let listener = world::inherited(LISTENER_VARIABLE)?.map(TcpListener::from);
+    let secret = secret()?;
     let host = match host {
-        // torchrun names this machine; where all its ranks are here, nobody else has to reach them.
+        // Where all ranks are here, nobody else has to reach them: torchrun names this machine all the same, and without a secret
+        // only loopback will do.
         Some(_)
-            if are_near && place.launcher == Launcher::Torchrun && listener.is_none() && !is_launched() =>
+            if are_near
+                && listener.is_none()
+                && !is_launched()
+                && (secret.is_none() || place.launcher == Launcher::Torchrun) =>
         {
             "127.0.0.1".to_owned()
         }
@@ -118,7 +123,7 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
     let run = variable("TORCHELASTIC_RUN_ID").unwrap_or_else(|| job(place.launcher));
     let port = named.and_then(|leader| leader.port);
     let port = port.or_else(|| variable("MASTER_PORT")?.parse().ok()).unwrap_or_else(|| port_of(&run));
-    let meeting = Meeting { host, port, listener, run, secret: secret()?, ..Meeting::default() };
+    let meeting = Meeting { host, port, listener, run, secret, ..Meeting::default() };
     let is_agents = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
     let meeting = if is_agents && !is_launched() { beside_agent(meeting) } else { meeting };
     let Meeting { host, port, listener, run, .. } = &meeting;

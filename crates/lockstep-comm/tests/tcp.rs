@@ -34,6 +34,10 @@ fn meeting(port: u16) -> Meeting {
     Meeting { host: "127.0.0.1".to_owned(), port, run, ..Meeting::default() }
 }
 
+fn some_secret() -> Option<Secret> {
+    Some(Secret::of(b"0123456789abcdef"))
+}
+
 /// One who comes to a meeting.
 struct Comer {
     rank: usize,
@@ -88,15 +92,20 @@ fn all_who_come_are_told_why_it_cannot_be() {
 #[test]
 fn strangers_are_turned_away_and_whoever_does_not_come_is_named() {
     let limit = Duration::from_millis(700);
-    let missing = || Err(JoinProblem::Missing { what: "rank", missing: vec![1], waited_s: 0 });
+    let missing = |turned_away: &str| {
+        let turned_away = turned_away.to_owned();
+        Err(JoinProblem::Missing { what: "rank", missing: vec![1], waited_s: 0, turned_away })
+    };
     let told = meet(vec![COMER, Comer { rank: 1, secret: "0123456789abcdeF", ..COMER }], limit);
-    assert_eq!(told, [missing(), Err(JoinProblem::Secret)]);
+    let stranger = "turned away 1 connection from 127.0.0.1: another secret, or none";
+    assert_eq!(told, [missing(stranger), Err(JoinProblem::Secret)]);
     let told = meet(vec![COMER, Comer { rank: 1, run: "another test", ..COMER }], limit);
-    assert_eq!(told, [missing(), Err(JoinProblem::OtherRun)]);
+    let other = "turned away 1 connection from 127.0.0.1: it belongs to another run (--rdzv-id)";
+    assert_eq!(told, [missing(other), Err(JoinProblem::OtherRun)]);
     let told = meet(vec![COMER], limit);
-    assert_eq!(told, [missing()]);
-    let text = missing().unwrap_err().to_string();
-    assert!(text.contains("rank 1 did not come"), "{text}");
+    assert_eq!(told, [missing("")]);
+    let text = missing(stranger).unwrap_err().to_string();
+    assert!(text.contains("rank 1 did not come") && text.ends_with(stranger), "{text}");
 }
 
 #[test]
@@ -106,15 +115,17 @@ fn a_place_that_cannot_be_used_is_named() {
         join_by_address(rank, 2, meeting, TcpOptions::default(), deadline).unwrap_err().to_string()
     };
     let (_listener, port) = listener();
-    let text = problem(meeting(port), 0);
+    let text = problem(Meeting { secret: some_secret(), ..meeting(port) }, 0);
     assert!(text.contains(&format!("127.0.0.1:{port}")) && text.contains("port is taken"), "{text}");
     let (listener, port) = self::listener();
     drop(listener);
-    let text = problem(meeting(port), 1);
-    assert!(text.contains(&format!("127.0.0.1:{port}: nobody answered")), "{text}");
+    for secret in [None, some_secret()] {
+        let text = problem(Meeting { secret, ..meeting(port) }, 1);
+        assert!(text.contains(&format!("127.0.0.1:{port}: nobody answered")), "{text}");
+    }
     let text = problem(Meeting { host: "no-such-host.invalid".to_owned(), ..meeting(port) }, 1);
     assert!(text.contains("no secret") && text.contains("LOCKSTEP_SECRET_FILE"), "{text}");
-    let secret = Some(Secret::of(b"0123456789abcdef"));
+    let secret = some_secret();
     let text = problem(Meeting { host: "no-such-host.invalid".to_owned(), secret, ..meeting(port) }, 1);
     assert!(text.contains("no-such-host.invalid"), "{text}");
     let text = problem(meeting(port), 2);
@@ -256,7 +267,7 @@ fn a_link_that_swallows_everything_is_known_within_the_time_of_silence() {
         // Rank 1 reaches rank 0 by the detour only.
         let threads = [(0, port), (1, detour)].map(|(rank, port)| {
             let listener = (rank == 0).then(|| listener.try_clone().unwrap());
-            let meeting = Meeting { listener, ..meeting(port) };
+            let meeting = Meeting { listener, secret: some_secret(), ..meeting(port) };
             scope.spawn(move || work(join_by_address(rank, 2, meeting, options, soon()), drops))
         });
         threads.map(|thread| thread.join().unwrap())
@@ -282,7 +293,8 @@ fn ranks_find_the_first_one_at_the_next_port_where_something_else_has_the_first(
     };
     thread::scope(|scope| {
         for rank in 0..2 {
-            let meeting = Meeting { fallback_ports: vec![port, free], ..meeting(port) };
+            let (fallback_ports, secret) = (vec![port, free], some_secret());
+            let meeting = Meeting { fallback_ports, secret, ..meeting(port) };
             scope.spawn(move || {
                 let group = join_by_address(rank, 2, meeting, TcpOptions::default(), soon()).unwrap();
                 group.barrier(soon()).unwrap();

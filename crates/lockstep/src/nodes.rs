@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{
-    CommError, DEFAULT_PORT, Deadline, Meeting, PairingCode, Placement, SECRET_VARIABLE, Secret,
-    SecretInMemory, meet_nodes, secret,
+    CommError, DEFAULT_PORT, Deadline, Meeting, PairingCode, Placement, Secret, meet_nodes, secret,
 };
 
 use crate::exit::Failure;
@@ -67,13 +66,13 @@ fn nodes(text: &str) -> Result<usize, String> {
 /// A wait that takes longer is told.
 const LONG_WAIT: Duration = Duration::from_secs(5);
 
-/// Runs `wait`, and says `text` if it takes long.
-fn told_if_long<T>(text: String, wait: impl FnOnce() -> T) -> T {
+/// Runs `wait`, and says `text` as it is then if it takes long.
+fn told_if_long<T>(text: impl FnOnce() -> String + Send, wait: impl FnOnce() -> T) -> T {
     let (over, is_over) = mpsc::channel::<()>();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             if is_over.recv_timeout(LONG_WAIT) == Err(mpsc::RecvTimeoutError::Timeout) {
-                note!("{text}");
+                note!("{}", text());
             }
         });
         let found = wait();
@@ -85,13 +84,11 @@ fn told_if_long<T>(text: String, wait: impl FnOnce() -> T) -> T {
 /// The variable that stands for `--pairing-code`.
 const PAIRING_VARIABLE: &str = "LOCKSTEP_PAIRING_CODE";
 
-/// A placement among the ranks of all machines, and how these come to know the secret.
+/// The placement of this machine's ranks among those of all machines.
 pub(crate) struct Met {
     pub(crate) placement: Placement,
     /// Variables for the ranks.
     pub(crate) environment: Vec<(OsString, OsString)>,
-    /// The secret, for as long as ranks may ask for it.
-    _kept: Option<SecretInMemory>,
 }
 
 /// Flags, and what stands for those that are not given.
@@ -118,15 +115,16 @@ impl Nodes {
             return Err(Failure::configuration(message));
         };
         let mut meeting = Meeting { host, port, run: wishes.run, ..Meeting::default() };
-        let kept = self.key(&mut meeting, &wishes.node, wishes.nnodes, launching.limit)?;
-        let path = kept.as_ref().map(SecretInMemory::path).or_else(|| self.secret_file.clone());
-        let environment = path.map(|path| (SECRET_VARIABLE.into(), path.into())).into_iter().collect();
+        meeting.secret = self.key(&meeting, wishes.node, wishes.nnodes, launching.limit)?;
         let deadline = Deadline::after(launching.limit);
-        let (host, port, seconds) = (&meeting.host, meeting.port, launching.limit.as_secs());
-        let told = format!("waiting for {} machines at {host}:{port}, {seconds} s at most", wishes.nnodes);
-        let placement =
-            told_if_long(told, || meet_nodes(meeting, wishes.node, wishes.nnodes, ranks, deadline))?;
-        Ok(Some(Met { placement, environment, _kept: kept }))
+        let (address, seconds) = (format!("{}:{}", meeting.host, meeting.port), launching.limit.as_secs());
+        let (turned_away, nnodes) = (meeting.turned_away.clone(), wishes.nnodes);
+        let told = || {
+            let strangers = if turned_away.count() > 0 { format!("; {turned_away}") } else { String::new() };
+            format!("waiting for {nnodes} machines at {address}, {seconds} s at most{strangers}")
+        };
+        let placement = told_if_long(told, || meet_nodes(meeting, wishes.node, nnodes, ranks, deadline))?;
+        Ok(Some(Met { placement, environment: Vec::new() }))
     }
 
     /// Whether there are other machines.
@@ -163,28 +161,24 @@ impl Nodes {
         flags.into_iter().find_map(|(is_given, name)| is_given.then_some(name))
     }
 
-    /// Gives `meeting` its secret: that of the file, of the pairing code, or on node 0 of a new code, which it prints. Returns what
-    /// keeps a code's secret for the ranks.
+    /// The secret of `meeting`: that of the file, of the pairing code, or on node 0 of a new code, which it prints. `None` on
+    /// loopback if neither was given: the launchers then know each other by their user.
     fn key(
         &self,
-        meeting: &mut Meeting,
-        node: &Option<usize>,
+        meeting: &Meeting,
+        node: Option<usize>,
         nodes: usize,
         limit: Duration,
-    ) -> Result<Option<SecretInMemory>, Failure> {
+    ) -> Result<Option<Secret>, Failure> {
         let code = self.pairing_code.clone().or_else(|| variable(PAIRING_VARIABLE));
-        meeting.secret = match &self.secret_file {
-            Some(path) if path.as_os_str() == "-" => {
-                let text = hosts::secret_from_stdin()?;
-                meeting.secret = Some(Secret::of(text.as_bytes()));
-                return Ok(Some(SecretInMemory::new(text.as_bytes())?));
-            }
+        let given = match &self.secret_file {
+            Some(path) if path.as_os_str() == "-" => Some(Secret::of(hosts::secret_from_stdin()?.as_bytes())),
             Some(path) => Some(Secret::from_file(path).map_err(CommError::Join)?),
             None if code.is_some() => None,
             None => secret()?,
         };
-        if meeting.secret.is_some() {
-            return Ok(None);
+        if given.is_some() {
+            return Ok(given);
         }
         let code = match code {
             Some(text) => PairingCode::parse(&text).ok_or_else(|| {
@@ -192,19 +186,17 @@ impl Nodes {
                     "the pairing code is not one: 20 letters and digits, as node 0 prints them (--pairing-code)",
                 )
             })?,
-            None if nodes > 1 && !meeting.is_local() && is_first(meeting, *node)? => {
+            None if nodes > 1 && !meeting.is_local() && is_first(meeting, node)? => {
                 let code = PairingCode::random().map_err(CommError::Join)?;
                 let wait = limit.as_secs();
                 note!("pairing code {code}");
                 note!("within {wait} s give the other machines the same command with --pairing-code {code}");
                 code
             }
-            // Meeting itself tells where a secret is needed.
+            // The meeting itself tells where a secret is needed.
             None => return Ok(None),
         };
-        meeting.secret = Some(Secret::of(code.bytes()));
-        let kept = SecretInMemory::new(code.bytes())?;
-        Ok(Some(kept))
+        Ok(Some(Secret::of(code.bytes())))
     }
 
     fn wishes(&self, variable: Variables<'_>, launching: &Launching) -> Result<Wishes, Failure> {

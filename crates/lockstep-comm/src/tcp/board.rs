@@ -12,7 +12,7 @@ use super::{
     stream::{Room, Sink},
 };
 use crate::{
-    CommError, MAX_PARTITIONS, Occasion,
+    Call, CommError, MAX_PARTITIONS, Occasion,
     error::ERROR_WORDS,
     recorder::Recorder,
     task::{Flow, Task},
@@ -168,6 +168,7 @@ impl Board {
             }
         }
         let arrived_bytes = vec![0; members.len()];
+        let promised_bytes = arrived_bytes.clone();
         let movement = Movement::Meeting;
         operations.running.push(Running {
             key,
@@ -178,6 +179,7 @@ impl Board {
             posts,
             movement,
             unsent_bytes: 0,
+            promised_bytes,
             arrived_bytes,
         });
     }
@@ -233,6 +235,22 @@ impl Board {
         Ok((running, members, member))
     }
 
+    /// Whether an operation that has not begun here may have begun at `from`: the next ones of the groups that there are, and
+    /// those of one partition that is not done here.
+    fn may_come(&self, from: usize, key: Key) -> bool {
+        let Some(group) = self.groups.get(key.group as usize) else {
+            return key.group as usize == self.groups.len() && self.groups.len() < MAX_PARTITIONS;
+        };
+        let Some(Operations { members, begun, mail, .. }) = group else { return false };
+        let Some(member) = members.ranks.iter().position(|rank| *rank == from) else { return false };
+        let next = match key.channel {
+            Channel::Collective => *begun,
+            Channel::Send => mail[member].received,
+            Channel::Receive => mail[member].sent,
+        };
+        (key.sequence.wrapping_sub(next) as usize) < POSTS
+    }
+
     fn take_post(
         &mut self,
         from: usize,
@@ -241,6 +259,7 @@ impl Board {
         data: Vec<u8>,
     ) -> Result<(), Malformed> {
         let key = header.key;
+        Call::from_words(call).ok_or(Malformed::Call)?;
         let post = Post { call, data };
         if let Ok((running, _, member)) = self.find(from, key) {
             if running.posts[member].is_some() {
@@ -249,11 +268,12 @@ impl Board {
             running.posts[member] = Some(post);
             return Ok(());
         }
-        if key.group as usize >= MAX_PARTITIONS {
+        if !self.may_come(from, key) {
             return Err(Malformed::Operation);
         }
         let waiting = self.posts.entry((key.group, from, key.channel)).or_default();
-        if waiting.len() >= POSTS {
+        let is_known = waiting.iter().any(|(sequence, _)| *sequence == key.sequence);
+        if is_known || waiting.len() >= POSTS {
             return Err(Malformed::Operation);
         }
         waiting.push_back((key.sequence, post));
@@ -293,7 +313,8 @@ impl Sink for Board {
                 for (word, bytes) in words.iter_mut().zip(kept.as_chunks::<8>().0) {
                     *word = u64::from_le_bytes(*bytes);
                 }
-                self.said.push_back((from, Said::Ending(CommError::from_words(words))));
+                let error = CommError::of_rank(words, self.sending.control.len());
+                self.said.push_back((from, Said::Ending(error.ok_or(Malformed::Ending)?)));
             }
         }
         Ok(())
@@ -312,7 +333,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Call, Collective, Kind as Operation, ReduceOp, Source, Target};
+    use crate::{Collective, Kind as Operation, ReduceOp, Source, Target};
 
     /// A frame that a rank may send, sound or not.
     fn frame() -> impl Strategy<Value = (usize, Header, Vec<u8>)> {

@@ -82,19 +82,36 @@ pub(crate) enum Kind {
     Ending,
 }
 
-/// Why bytes are not what a rank of ours sends.
+/// The fault in what a rank has sent, which no rank of this program sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Malformed {
+pub enum Malformed {
+    /// The check sum of a header or of its bytes.
     #[error("a frame's check sum is wrong")]
     CheckSum,
+    /// A kind or channel that there is not.
     #[error("there is no such frame")]
     Kind,
+    /// The number of bytes behind a header.
     #[error("a frame is longer or shorter than its kind can be")]
     Length,
+    /// The operation: none that is under way, or that can be next.
     #[error("a frame is about no operation that is under way")]
     Operation,
-    #[error("a frame's bytes lie outside of what they belong to")]
+    /// The place of bytes, or their number.
+    #[error("a frame's bytes lie outside of what they belong to, or are too many for it")]
     Range,
+    /// The description of an operation, or the data that came along with it.
+    #[error("an operation was announced in words without sense, or with data of another size")]
+    Call,
+    /// The error that ends the run.
+    #[error("the end of the run was announced without a reason that there is")]
+    Ending,
+}
+
+impl Malformed {
+    /// All of them, in the order of their numbers on the wire.
+    pub(crate) const ALL: [Self; 7] =
+        [Self::CheckSum, Self::Kind, Self::Length, Self::Operation, Self::Range, Self::Call, Self::Ending];
 }
 
 impl Header {

@@ -9,8 +9,12 @@ use std::{
 
 use super::{
     Local, Machine,
-    handshake::{Hello, Purpose, Secret, greet},
-    meeting::{CARD_BYTES, Door, Guest, Meeting},
+    door::{Door, widen},
+    handshake::{Hello, Purpose},
+    meeting::{Begun, CARD_BYTES, Guest, Meeting},
+    peer_credentials::HandOut,
+    secret::Secret,
+    visit::visit,
 };
 use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, shm};
 
@@ -71,29 +75,9 @@ pub(crate) fn join_with(
     if options.streams == 0 || options.streams > MAX_STREAMS {
         return out_of_range("number of connections", options.streams, format!("1 to {MAX_STREAMS}"));
     }
-    let secret = meeting.key()?;
-    let listener = if rank == 0 { None } else { Some(listen(&meeting)?) };
-    let port =
-        listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
-    let port = port.map_err(CommError::io("listen for ranks"))?;
     let near =
         local.as_ref().map_or((rank, 0), |local| (local.segments.world_rank(0), local.segments.ranks()));
-    let card =
-        Card { port, first: near.0 as u32, near: near.1 as u32, host: host(), settings: options.settings };
-    let (_, guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
-    let cards: Vec<Card> = guests.iter().map(|guest| Card::decode(&guest.card)).collect();
-    if let Some(rank) = cards.iter().position(|card| card.settings != cards[0].settings) {
-        return Err(CommError::Join(JoinProblem::OtherPlan { rank }));
-    }
-    let (local_rank, local_size) = place_on_host(&cards, rank);
-    settle(local_rank, local_size);
-    let mesh =
-        Mesh { rank, ranks, streams: options.streams + 1, run: meeting.run_digest(), secret, deadline };
-    // Those above come while this rank is on its way to those below.
-    let open = |listener| Door::open(listener, &mesh.secret, &mesh.hello(0));
-    let door = door.map_or_else(|| listener.map(open).transpose(), |door| Ok(Some(door)));
-    let door = door.map_err(CommError::io("listen for ranks"))?;
-    let sockets = mesh.connect(&meeting, door.as_ref(), &guests, &cards)?;
+    let (sockets, cards) = gather(rank, ranks, &mut meeting, options, near, settle, deadline)?;
     let of_each = ranks_of_each(&cards);
     tracing::debug!(
         rank,
@@ -105,6 +89,60 @@ pub(crate) fn join_with(
     );
     let local = local.map(|machine| Local { machine: Arc::new(machine), of_each });
     Ok(Group::world(Machine::new(rank, sockets, options.silence, local)?))
+}
+
+/// Meets the other ranks and connects to each of them: the connections by rank, and all cards. `near` is the first rank that this
+/// one shares memory with, and their number.
+pub(super) fn gather(
+    rank: usize,
+    ranks: usize,
+    meeting: &mut Meeting,
+    options: TcpOptions,
+    near: (usize, usize),
+    settle: impl FnOnce(usize, usize),
+    deadline: Deadline,
+) -> Result<(Vec<Vec<TcpStream>>, Vec<Card>), CommError> {
+    // Handed out until all have come.
+    let _given = settle_secret(meeting, rank, deadline)?;
+    let secret = meeting.key()?;
+    let listener = if rank == 0 { None } else { Some(listen(meeting)?) };
+    let port =
+        listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
+    let port = port.map_err(CommError::io("listen for ranks"))?;
+    let card =
+        Card { port, first: near.0 as u32, near: near.1 as u32, host: host(), settings: options.settings };
+    let (_, guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
+    let cards: Vec<Card> = guests.iter().map(|guest| Card::decode(&guest.card)).collect();
+    if let Some(rank) = cards.iter().position(|card| card.settings != cards[0].settings) {
+        return Err(CommError::Join(JoinProblem::OtherPlan { rank }));
+    }
+    let (local_rank, local_size) = place_on_host(&cards, rank);
+    settle(local_rank, local_size);
+    let streams = options.streams + 1;
+    let mesh = Mesh { rank, ranks, streams, run: meeting.run_digest(), secret, deadline };
+    // Those above come while this rank is on its way to those below.
+    let expected = (ranks - 1 - rank) * streams;
+    let open =
+        |listener| Door::open(listener, &mesh.secret, &mesh.hello(0), expected, meeting.turned_away.clone());
+    let door = door.map_or_else(|| listener.map(open).transpose(), |door| Ok(Some(door)));
+    let door = door.map_err(CommError::io("listen for ranks"))?;
+    let sockets = mesh.connect(meeting, door.as_ref(), &guests, &cards)?;
+    Ok((sockets, cards))
+}
+
+/// Begins the meeting as rank 0, or takes the secret that rank 0 hands out.
+fn settle_secret(
+    meeting: &mut Meeting,
+    rank: usize,
+    deadline: Deadline,
+) -> Result<Option<HandOut>, CommError> {
+    if rank > 0 {
+        return meeting.find(deadline).map(|()| None);
+    }
+    match meeting.begin()? {
+        Begun::First(given) => Ok(given),
+        Begun::Taken => Err(meeting.taken()),
+    }
 }
 
 /// Ranks of each of several machines, if all share memory with as many, and those are a power of two.
@@ -129,12 +167,14 @@ fn listen(meeting: &Meeting) -> Result<TcpListener, CommError> {
     let bound = TcpListener::bind(address);
     // A machine may have no IPv6.
     let bound = if meeting.is_local() { bound } else { bound.or_else(|_| TcpListener::bind("0.0.0.0:0")) };
+    // Others may come before this rank opens its door.
+    let bound = bound.and_then(|listener| widen(&listener).map(|()| listener));
     bound.map_err(CommError::io("listen for ranks"))
 }
 
 /// What a rank tells all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Card {
+pub(super) struct Card {
     port: u16,
     /// The first rank of those that it shares memory with, and how many they are; 0 if there are none.
     first: u32,
@@ -200,9 +240,8 @@ impl Mesh {
             let port = if peer == 0 { meeting.port } else { cards[peer].port };
             let address = SocketAddr::new(guests[peer].address, port);
             for (index, socket) in sockets.iter_mut().enumerate() {
-                let stream = meeting.connect(address, self.deadline)?;
-                let server = greet(&stream, &self.secret, &self.hello(index), self.deadline);
-                if server.map_err(CommError::Join)?.rank as usize != peer {
+                let (stream, server, _) = visit(&[address], &self.secret, &self.hello(index), self.deadline)?;
+                if server.rank as usize != peer {
                     return Err(CommError::Join(JoinProblem::Duplicate { what: "rank", number: peer }));
                 }
                 *socket = Some(stream);
@@ -214,15 +253,17 @@ impl Mesh {
                 let is_missing = |rank: &usize| sockets[*rank].iter().any(Option::is_none);
                 let missing = (self.rank + 1..self.ranks).filter(is_missing).collect();
                 let waited_s = self.deadline.limit().as_secs();
-                return Err(CommError::Join(JoinProblem::Missing { what: "rank", missing, waited_s }));
+                let turned_away = meeting.turned_away.to_string();
+                let what = "rank";
+                return Err(CommError::Join(JoinProblem::Missing { what, missing, waited_s, turned_away }));
             };
             let (rank, index) = (visitor.hello.rank as usize, visitor.hello.stream as usize);
             let is_expected = visitor.hello.purpose == Purpose::Frames && rank > self.rank;
             let place =
                 sockets.get_mut(rank).filter(|_| is_expected).and_then(|sockets| sockets.get_mut(index));
-            if let Some(place @ None) = place {
-                *place = Some(visitor.stream);
-                open -= 1;
+            // One who comes again has given up his first connection.
+            if let Some(place) = place {
+                open -= usize::from(place.replace(visitor.stream).is_none());
             }
         }
         Ok(sockets.into_iter().map(|sockets| sockets.into_iter().flatten().collect()).collect())

@@ -17,6 +17,8 @@ use crate::LossCause;
 
 /// Bytes that are read or written on a socket before others have their turn.
 const TURN_BYTES: usize = 512 << 10;
+/// Turns in which a connection is read once another one to the same rank has broken: a rank that goes on and on is not heard out.
+const LAST_TURNS: usize = 16;
 
 /// The connections to one rank.
 #[derive(Debug)]
@@ -110,13 +112,17 @@ impl Link {
         self.streams[index].is_open = false;
         // The rank may have said why, before.
         if let Joined { stream, is_open: true } = &mut self.streams[0] {
-            while matches!(stream.read(self.rank, TURN_BYTES, board), Ok(count) if count > 0) {}
+            for _ in 0..LAST_TURNS {
+                if !matches!(stream.read(self.rank, TURN_BYTES, board), Ok(count) if count > 0) {
+                    break;
+                }
+            }
         }
         if self.status != Status::Here || board.said.iter().any(|(rank, _)| *rank == self.rank) {
             return Ok(());
         }
         match broken {
-            Broken::Malformed => Err(LossCause::Malformed),
+            Broken::Malformed(what) => Err(LossCause::Malformed(*what)),
             Broken::Failed(ErrorKind::TimedOut) => Err(LossCause::Unreachable),
             Broken::Closed | Broken::Failed(_) if index == 0 => Err(LossCause::Disconnected),
             // A farewell on another connection may be on its way; the next beats will tell.

@@ -1,25 +1,21 @@
 //! Where nodes, or ranks, find each other: one of them listens at an address that all know, the others bring their cards,
 //! and everybody gets everybody's.
 //!
-//! Whoever knocks without the secret is turned away before anything of his is read; so many at once are heard, and for so
-//! long, that they take neither memory nor time from those who are expected.
+//! Who may come is decided at the [`Door`](super::door::Door), before anything else of a connection is read.
 
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
-    os::fd::AsFd,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-        mpsc,
-    },
-    thread,
-    time::Duration,
 };
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-use super::handshake::{Hello, Purpose, Secret, Timed, answer, greet};
+use super::{
+    door::{Door, GREETING, Visitor},
+    handshake::{Hello, Purpose, Timed},
+    peer_credentials::{HandOut, Name, fetch},
+    secret::Secret,
+    turned_away::TurnedAway,
+    visit::visit,
+};
 use crate::{CommError, Deadline, JoinProblem};
 
 /// Bytes of a card.
@@ -27,12 +23,8 @@ pub(crate) const CARD_BYTES: usize = 96;
 const LISTEN: &str = "listen for the others";
 /// Bytes of a card with the address that it came from.
 const ENTRY_BYTES: usize = CARD_BYTES + 16;
-/// Connections that may be in the middle of their greeting.
-const HALF_OPEN: usize = 64;
-/// How long a greeting may take.
-const GREETING: Duration = Duration::from_secs(5);
-/// Between two attempts to reach whoever is to listen.
-const RETRY: Duration = Duration::from_millis(100);
+/// Connections that one rank makes to another at most, all of which may come at once.
+const CONNECTIONS: usize = 17;
 
 /// The number of one who takes what is left.
 pub(crate) const ANY: usize = u32::MAX as usize;
@@ -50,8 +42,20 @@ pub struct Meeting {
     pub listener: Option<TcpListener>,
     /// Name of the run: those of another one are turned away.
     pub run: String,
-    /// Needed if the host is not this machine's own loopback.
+    /// The secret of the run. Left out, which only a loopback host allows, the first one makes a secret and gives it to processes
+    /// of its own user.
     pub secret: Option<Secret>,
+    /// The account of the connections that this end turns away while it waits.
+    pub turned_away: TurnedAway,
+}
+
+/// The beginning of a meeting by the one that is to be the first.
+#[derive(Debug)]
+pub(crate) enum Begun {
+    /// It listens; if it made the secret, it hands it out until this is dropped.
+    First(Option<HandOut>),
+    /// Another process has the address, or hands out the secret.
+    Taken,
 }
 
 /// One who meets, and where its connection came from.
@@ -67,12 +71,58 @@ impl Meeting {
         self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 
+    /// The secret, which a meeting has once it was begun or found.
     pub(crate) fn key(&self) -> Result<Secret, CommError> {
-        match &self.secret {
-            Some(secret) => Ok(secret.clone()),
-            None if self.is_local() => Ok(Secret::none()),
-            None => Err(CommError::Join(JoinProblem::NoSecret { host: self.host.clone() })),
+        self.secret.clone().ok_or_else(|| CommError::Join(JoinProblem::NoSecret { host: self.host.clone() }))
+    }
+
+    /// Begins the meeting as the first one: listens, and makes and hands out a secret if there is none.
+    ///
+    /// # Errors
+    /// If the host can be reached from other machines and there is no secret, or the system refuses the address.
+    pub(crate) fn begin(&mut self) -> Result<Begun, CommError> {
+        if self.secret.is_some() || !self.is_local() {
+            self.key()?;
+            let Some(listener) = self.listen()? else { return Ok(Begun::Taken) };
+            self.listener = Some(listener);
+            return Ok(Begun::First(None));
         }
+        let name = Name::new(self.port, &self.run);
+        // Nobody but those who are given the secret has to know the port, so that nobody else can take it first.
+        let mut address = self.resolve()?;
+        address.set_port(0);
+        let listener = self.listener.take().map_or_else(|| TcpListener::bind(address), Ok);
+        let listener = listener.map_err(|error| self.problem(error))?;
+        let port = listener.local_addr().map_err(CommError::io(LISTEN))?.port();
+        let secret = Secret::random().map_err(CommError::Join)?;
+        let Some(given) = HandOut::open(&name, &secret, port)? else {
+            self.listener = Some(listener);
+            return Ok(Begun::Taken);
+        };
+        (self.secret, self.listener, self.port) = (Some(secret), Some(listener), port);
+        self.fallback_ports.clear();
+        Ok(Begun::First(Some(given)))
+    }
+
+    /// Takes the secret that the first one hands out, unless there is one.
+    ///
+    /// # Errors
+    /// If the host can be reached from other machines and there is no secret, or nobody hands one out before the deadline.
+    pub(crate) fn find(&mut self, deadline: Deadline) -> Result<(), CommError> {
+        if self.secret.is_none() && self.is_local() {
+            let name = Name::new(self.port, &self.run);
+            let (secret, port) = fetch(&name, self.port, deadline).map_err(CommError::Join)?;
+            (self.secret, self.port) = (Some(secret), port);
+            self.fallback_ports.clear();
+        }
+        self.key().map(|_| ())
+    }
+
+    /// The error of one who must be the first where another process is.
+    pub(crate) fn taken(&self) -> CommError {
+        self.problem(
+            "the port is taken: give all machines the same other one (--master-port, MASTER_PORT, --rdzv-endpoint)",
+        )
     }
 
     pub(crate) fn run_digest(&self) -> [u8; 32] {
@@ -90,30 +140,34 @@ impl Meeting {
         addresses.next().ok_or_else(|| self.problem("the name has no address"))
     }
 
-    /// The socket that the first one listens on: at the address if that is given as one, else on all of this machine's.
-    pub(crate) fn listen(&mut self) -> Result<TcpListener, CommError> {
+    /// The socket that the first one listens on: at the address if that is given as one, else on all of this machine's. `None` if
+    /// other programs have the port and all fallbacks.
+    fn listen(&mut self) -> Result<Option<TcpListener>, CommError> {
         if let Some(listener) = self.listener.take() {
-            return Ok(listener);
+            return Ok(Some(listener));
         }
         let mut address = self.resolve()?;
         if !self.is_local() && self.host.parse::<IpAddr>().is_err() {
             address.set_ip(unspecified(address.ip()));
         }
-        let mut bound = TcpListener::bind(address);
-        for port in self.fallback_ports.clone() {
-            if !bound.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse) {
-                break;
-            }
-            self.port = port;
+        let ports: Vec<u16> = self.ports();
+        for port in ports {
             address.set_port(port);
-            bound = TcpListener::bind(address);
+            match TcpListener::bind(address) {
+                Ok(listener) => {
+                    self.port = port;
+                    return Ok(Some(listener));
+                }
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+                Err(error) => return Err(self.problem(error)),
+            }
         }
-        bound.map_err(|error| match error.kind() {
-            io::ErrorKind::AddrInUse => self.problem(
-                "the port is taken: give all machines the same other one (--master-port, MASTER_PORT, --rdzv-endpoint)",
-            ),
-            _ => self.problem(error),
-        })
+        Ok(None)
+    }
+
+    /// The ports where the first one may listen, in the order in which it tries them.
+    fn ports(&self) -> Vec<u16> {
+        std::iter::once(self.port).chain(self.fallback_ports.iter().copied()).collect()
     }
 
     /// Whether the host is this machine.
@@ -145,7 +199,7 @@ impl Meeting {
         let run = self.run_digest();
         let hello = Hello { purpose, rank: own as u32, ranks: count as u32, stream: 0, run };
         if own == 0 {
-            let listener = self.listen()?;
+            let Some(listener) = self.listen()? else { return Err(self.taken()) };
             let own = listener.local_addr().map_err(CommError::io(LISTEN))?.ip();
             tracing::debug!(
                 port = self.port,
@@ -153,14 +207,19 @@ impl Meeting {
                 what = name(purpose),
                 "listening for the others"
             );
-            let door = Door::open(listener, &secret, &hello).map_err(CommError::io(LISTEN))?;
+            let door = Door::open(listener, &secret, &hello, CONNECTIONS * count, self.turned_away.clone());
+            let door = door.map_err(CommError::io(LISTEN))?;
             let guests = receive(&door, own, &hello, card, deadline)?;
             return Ok((0, guests, Some(door)));
         }
         tracing::debug!(
             host = %self.host, port = self.port, number = own, what = name(purpose), "looking for the first one"
         );
-        let (stream, address) = self.reach(&secret, &hello, deadline)?;
+        let mut address = self.resolve()?;
+        let addresses: Vec<SocketAddr> =
+            self.ports().into_iter().map(|port| with_port(address, port)).collect();
+        let (stream, _, found) = visit(&addresses, &secret, &hello, deadline)?;
+        (self.port, address) = (found.port(), found);
         let mut timed = Timed { stream: &stream, deadline };
         timed.send(&card).map_err(CommError::Join)?;
         // The first one waits for all others, and says which of them did not come.
@@ -184,149 +243,16 @@ impl Meeting {
         }
         Ok((number, guests, None))
     }
+}
 
-    /// Connects to the first rank and greets it, at whichever of the ports it listens; `port` is that one afterwards.
-    fn reach(
-        &mut self,
-        secret: &Secret,
-        hello: &Hello,
-        deadline: Deadline,
-    ) -> Result<(TcpStream, SocketAddr), CommError> {
-        let mut address = self.resolve()?;
-        if self.fallback_ports.is_empty() {
-            let stream = self.connect(address, deadline)?;
-            greet(&stream, secret, hello, deadline).map_err(CommError::Join)?;
-            return Ok((stream, address));
-        }
-        let ports: Vec<u16> = std::iter::once(self.port).chain(self.fallback_ports.iter().copied()).collect();
-        let mut odd = None;
-        loop {
-            for port in &ports {
-                address.set_port(*port);
-                let attempt = Deadline::after(deadline.remaining().min(GREETING));
-                let limit = attempt.remaining().max(Duration::from_millis(1));
-                let Ok(stream) = TcpStream::connect_timeout(&address, limit) else { continue };
-                match greet(&stream, secret, hello, attempt) {
-                    Ok(_) => {
-                        self.port = *port;
-                        return Ok((stream, address));
-                    }
-                    Err(problem @ JoinProblem::Secret) => return Err(CommError::Join(problem)),
-                    // Another program, or another run's first rank.
-                    Err(problem) => odd = Some(problem),
-                }
-            }
-            if deadline.remaining() <= RETRY {
-                let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
-                let odd = odd.map_or(String::new(), |problem| format!(" ({problem})"));
-                let what = format!(
-                    "rank 0 answered on none of the ports {} for {} s{odd}",
-                    ports.join(", "),
-                    deadline.limit().as_secs()
-                );
-                return Err(self.problem(what));
-            }
-            thread::sleep(RETRY);
-        }
-    }
-
-    /// Connects as soon as somebody listens.
-    pub(crate) fn connect(&self, address: SocketAddr, deadline: Deadline) -> Result<TcpStream, CommError> {
-        loop {
-            let rest = deadline.remaining();
-            let failed = match TcpStream::connect_timeout(&address, rest.max(Duration::from_millis(1))) {
-                Ok(stream) => return Ok(stream),
-                Err(error) => error,
-            };
-            tracing::trace!(%address, error = %failed, "nobody answers yet");
-            if deadline.remaining() <= RETRY {
-                let waited = deadline.limit().as_secs();
-                return Err(CommError::Join(JoinProblem::Address {
-                    address: address.to_string(),
-                    what: format!(
-                        "nobody answered for {waited} s ({failed}): is the run started on node 0, and can this machine reach it?"
-                    ),
-                }));
-            }
-            thread::sleep(RETRY);
-        }
-    }
+fn with_port(mut address: SocketAddr, port: u16) -> SocketAddr {
+    address.set_port(port);
+    address
 }
 
 /// Any address of the same family.
 fn unspecified(address: IpAddr) -> IpAddr {
     if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
-}
-
-/// One who has proved that he knows the secret.
-#[derive(Debug)]
-pub(crate) struct Visitor {
-    pub(crate) hello: Hello,
-    pub(crate) stream: TcpStream,
-    pub(crate) address: IpAddr,
-}
-
-/// A thread that lets in those who know the secret, until this is dropped.
-#[derive(Debug)]
-pub(crate) struct Door {
-    visitors: mpsc::Receiver<Visitor>,
-    stop: Option<mpsc::Sender<()>>,
-    thread: Option<thread::JoinHandle<()>>,
-}
-
-impl Door {
-    pub(crate) fn open(listener: TcpListener, secret: &Secret, hello: &Hello) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
-        let (secret, hello) = (secret.clone(), *hello);
-        let (sender, visitors) = mpsc::channel();
-        let (stop, stopped) = mpsc::channel::<()>();
-        let greeting = Arc::new(AtomicUsize::new(0));
-        let watch = move || {
-            while !matches!(stopped.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
-                wait_for_one(&listener);
-                let Ok((stream, address)) = listener.accept() else { continue };
-                if greeting.load(Ordering::Relaxed) >= HALF_OPEN || stream.set_nonblocking(false).is_err() {
-                    continue;
-                }
-                greeting.fetch_add(1, Ordering::Relaxed);
-                let (sender, greeting, secret) = (sender.clone(), Arc::clone(&greeting), secret.clone());
-                let talk = move || {
-                    match answer(&stream, &secret, &hello, Deadline::after(GREETING)) {
-                        Ok(hello) => {
-                            let address = address.ip().to_canonical();
-                            let _ = sender.send(Visitor { hello, stream, address });
-                        }
-                        Err(error) => tracing::debug!(%address, %error, "turned away"),
-                    }
-                    greeting.fetch_sub(1, Ordering::Relaxed);
-                };
-                // One who cannot be heard now may knock again.
-                let _ = thread::Builder::new().name("lockstep-door".to_owned()).spawn(talk);
-            }
-        };
-        let thread = thread::Builder::new().name("lockstep-door".to_owned()).spawn(watch)?;
-        Ok(Self { visitors, stop: Some(stop), thread: Some(thread) })
-    }
-
-    /// The next one who was let in; `None` if nobody is before the deadline.
-    pub(crate) fn next(&self, deadline: Deadline) -> Option<Visitor> {
-        self.visitors.recv_timeout(deadline.remaining()).ok()
-    }
-}
-
-impl Drop for Door {
-    fn drop(&mut self) {
-        self.stop = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// Sleeps until somebody knocks, a little while at most.
-fn wait_for_one(listener: &TcpListener) {
-    let mut polled = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
-    let _ = poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 20_000_000 }));
 }
 
 /// What the first one does: waits for all, and gives everybody all cards, or the reason why not.
@@ -349,7 +275,9 @@ fn receive(
         let Some(visitor) = door.next(deadline) else {
             let missing = (1..count).filter(|number| guests[*number].is_none()).collect();
             let waited_s = deadline.limit().as_secs();
-            problem = Some(JoinProblem::Missing { what: name(hello.purpose), missing, waited_s });
+            let turned_away = door.turned_away().to_string();
+            problem =
+                Some(JoinProblem::Missing { what: name(hello.purpose), missing, waited_s, turned_away });
             break;
         };
         if visitor.hello.purpose != hello.purpose {
@@ -472,7 +400,10 @@ fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result
         3 => {
             JoinProblem::OutOfRange { what, value: word(4), allowed: format!("a {what} below their number") }
         }
-        4 => JoinProblem::Missing { what, missing: vec![word(4)], waited_s: deadline.limit().as_secs() },
+        4 => {
+            let (missing, waited_s) = (vec![word(4)], deadline.limit().as_secs());
+            JoinProblem::Missing { what, missing, waited_s, turned_away: String::new() }
+        }
         _ => JoinProblem::HungUp,
     })
 }

@@ -5,10 +5,12 @@
 //!   reduces.
 //! - [`board`]: all operations of a rank, and what has come for them.
 //! - [`machine`]: the thread that carries on, and those who wait for it.
-//! - [`handshake`]: how two ends prove who they are; [`meeting`]: how many find each other; [`join`]: how ranks do,
-//!   [`nodes`]: and machines.
+//! - [`secret`]: what the ends of a connection must know; [`handshake`]: the proof that they do; [`door`] and [`visit`]: the
+//!   server's and the client's side of it; [`peer_credentials`]: the secret of ranks on one host.
+//! - [`meeting`]: how many find each other; [`join`]: how ranks do, [`nodes`]: and machines.
 
 mod board;
+pub(crate) mod door;
 pub(crate) mod frame;
 pub(crate) mod handshake;
 mod join;
@@ -18,14 +20,21 @@ mod machine;
 pub(crate) mod meeting;
 mod nodes;
 mod operation;
+pub(crate) mod peer_credentials;
 mod reduction;
+#[cfg(test)]
+mod rogue;
 mod script;
+pub(crate) mod secret;
 mod stream;
+mod turned_away;
+mod visit;
 
-pub use frame::{read_frames, sample_frames, seal_frames};
-pub use handshake::{PairingCode, Secret, SecretInMemory};
+pub use frame::{Malformed, read_frames, sample_frames, seal_frames};
 pub(crate) use join::join_with;
 pub use join::{TcpOptions, join_by_address};
 pub(crate) use machine::{Local, Machine};
 pub use meeting::Meeting;
 pub use nodes::meet_nodes;
+pub use secret::{PairingCode, Secret, SecretInMemory};
+pub use turned_away::TurnedAway;

@@ -7,7 +7,8 @@ use std::{
 
 use super::{
     handshake::Purpose,
-    meeting::{ANY, CARD_BYTES, Meeting},
+    meeting::{ANY, Begun, CARD_BYTES, Meeting},
+    secret::SecretInMemory,
 };
 use crate::{CommError, Deadline, JoinProblem, MAX_WORLD, Placement, environment::Leader};
 
@@ -29,24 +30,29 @@ pub fn meet_nodes(
         return out_of_range("node", node, format!("below the number of nodes, {nodes}"));
     }
     let mut node = node.unwrap_or(if meeting.is_here()? { 0 } else { ANY });
-    let mut listener = None;
+    let (mut listener, mut given) = (None, None);
     if node == 0 {
-        match meeting.listen() {
-            Ok(open) => meeting.listener = Some(open),
+        match meeting.begin()? {
+            Begun::First(hand_out) => {
+                given = hand_out;
+                listener = Some(listen_beside(&meeting)?);
+            }
             // Another one of this machine was first.
-            Err(_) if nodes > 1 && meeting.port_is_taken() => node = ANY,
-            Err(error) => return Err(error),
+            Begun::Taken if nodes > 1 => node = ANY,
+            Begun::Taken => return Err(meeting.taken()),
         }
     }
-    if node == 0 {
-        listener = Some(listen_beside(&meeting)?);
+    if node != 0 {
+        meeting.find(deadline)?;
     }
+    let secret = Some(Arc::new(SecretInMemory::new(&meeting.key()?)?));
     let port =
         listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
     let mut card = [0; CARD_BYTES];
     card[..2].copy_from_slice(&port.map_err(CommError::io("listen for ranks"))?.to_le_bytes());
     card[4..8].copy_from_slice(&(ranks as u32).to_le_bytes());
     let (node, guests, _) = meeting.meet(Purpose::Nodes, node, nodes, card, deadline)?;
+    drop(given);
     let counts: Vec<usize> = guests
         .iter()
         .map(|guest| {
@@ -65,6 +71,7 @@ pub fn meet_nodes(
         world_size,
         leader: Some(Leader { host: meeting.host, port: Some(port) }),
         listener: listener.map(Arc::new),
+        secret,
         run: meeting.run,
     })
 }

@@ -75,6 +75,9 @@ pub(crate) struct Running {
     pub(crate) movement: Movement,
     /// Bytes handed over to be sent that are not sent.
     pub(crate) unsent_bytes: usize,
+    /// Bytes of pieces for which frames have been given room, by member: never more than the piece has, so that no frame is
+    /// still on its way in when the operation is done.
+    pub(crate) promised_bytes: Vec<usize>,
     /// Bytes of pieces that have come, by member.
     pub(crate) arrived_bytes: Vec<usize>,
 }
@@ -149,7 +152,7 @@ impl Running {
                         .map(|post| post.as_ref().map_or(&[][..], |post| &post.data[..]))
                         .collect();
                     super::reduction::reduce_small(&self.task, *op, blocks, *receiver, members, &posts)
-                        .map_err(|()| self.malformed(members))?;
+                        .map_err(|member| self.malformed(members, member))?;
                     Movement::Pieces
                 } else if let Some(script) = Script::new(&self.task, members) {
                     Movement::Steps(script)
@@ -235,9 +238,11 @@ impl Running {
             (Kind::Direct { offset }, Movement::Pieces) => {
                 let piece = self.piece(members, member);
                 let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
-                if end.is_none_or(|end| end > piece.bytes()) {
+                let promised_bytes = &mut self.promised_bytes[member];
+                if end.is_none_or(|end| end > piece.bytes()) || *promised_bytes + bytes > piece.bytes() {
                     return Err(Malformed::Range);
                 }
+                *promised_bytes += bytes;
                 Ok(Room::At(piece.pointer.wrapping_add(offset as usize)))
             }
             (Kind::Direct { offset }, movement) => {
@@ -337,7 +342,7 @@ impl Running {
                     if is_small(&self.task, exchange.stream(member)) {
                         let data = self.posts[member].as_ref().and_then(|post| post.data.get(piece.from..));
                         let Some(data) = data.and_then(|data| data.get(..piece.bytes)) else {
-                            return Err(self.malformed(members));
+                            return Err(self.malformed(members, member));
                         };
                         // SAFETY: the piece lies in the target.
                         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, piece.bytes) };
@@ -355,7 +360,7 @@ impl Running {
             Flow::Receive { from } if is_small(&self.task, target.bytes()) => {
                 let data = self.posts[*from].as_ref().map_or(&[][..], |post| &post.data[..]);
                 if data.len() != target.bytes() {
-                    return Err(self.malformed(members));
+                    return Err(self.malformed(members, *from));
                 }
                 // SAFETY: the target is as long.
                 unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), target.pointer, data.len()) };
@@ -365,10 +370,10 @@ impl Running {
         Ok(())
     }
 
-    /// A rank whose data are not what its call says: it is none of ours.
-    fn malformed(&self, members: &Members) -> CommError {
-        let rank = self.waits_for(members).0;
-        CommError::PeerLost { rank, cause: LossCause::Malformed, occasion: Some(self.occasion(members)) }
+    /// The loss of a member whose data are not what its call says.
+    fn malformed(&self, members: &Members, member: usize) -> CommError {
+        let (rank, cause) = (members.ranks[member], LossCause::Malformed(Malformed::Call));
+        CommError::PeerLost { rank, cause, occasion: Some(self.occasion(members)) }
     }
 
     fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
@@ -382,15 +387,18 @@ impl Running {
             self.posts.iter().map(|post| post.as_ref().map_or(own, |post| post.call)).collect();
         self.comparison(members).of_calls(&calls)?;
         if matches!(self.task.flow, Flow::Unknown { .. }) {
-            let tables = self.tables(members.len()).ok_or_else(|| self.malformed(members))?;
+            let tables = self.tables(members.len()).map_err(|member| self.malformed(members, member))?;
             let word = |member: usize, index: usize| tables[member][index];
             self.task.flow = Flow::Exchange(self.comparison(members).of_tables(word)?);
         }
         Ok(())
     }
 
-    /// What each of `ranks` members sends to and receives from each, if that is what they have posted.
-    fn tables(&self, ranks: usize) -> Option<Vec<Vec<usize>>> {
+    /// What each of `ranks` members sends to and receives from each.
+    ///
+    /// # Errors
+    /// The first member that has posted anything else.
+    fn tables(&self, ranks: usize) -> Result<Vec<Vec<usize>>, usize> {
         let own = Self::eager(&self.task);
         let table = |post: &Option<Post>| {
             let (words, rest) = post.as_ref().map_or(&own, |post| &post.data).as_chunks::<8>();
@@ -398,7 +406,7 @@ impl Running {
             let total = table.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
             (table.len() == 2 * ranks && rest.is_empty() && total.is_some()).then_some(table)
         };
-        self.posts.iter().map(table).collect()
+        self.posts.iter().enumerate().map(|(member, post)| table(post).ok_or(member)).collect()
     }
 
     /// Sees that what one sends is what the other waits for. Of the two the sender is told of first.

@@ -39,7 +39,8 @@ struct Peer {
     sent: u32,
     /// It has room for parts below this.
     room: u32,
-    /// Bytes of its results that have come.
+    /// Bytes of its results for which frames have been given room, and that have come.
+    promised_bytes: usize,
     arrived_bytes: usize,
     /// Buffers of the parts that come, in turn.
     inbox: [Inbox; PARTS_AHEAD as usize],
@@ -49,20 +50,29 @@ struct Peer {
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     pub(crate) bytes: Vec<u8>,
+    /// Bytes for which frames have been given room: never more than the part has, so that none is still on its way in when the
+    /// part is complete.
+    promised: usize,
     pub(crate) filled: usize,
 }
 
 impl Inbox {
     /// Room for a frame's bytes in a part of `len` bytes.
     pub(crate) fn room(&mut self, len: usize, offset: usize, bytes: usize) -> Result<Room, Malformed> {
-        if offset.checked_add(bytes).is_none_or(|end| end > len) || self.filled + bytes > len {
+        if offset.checked_add(bytes).is_none_or(|end| end > len) || self.promised + bytes > len {
             return Err(Malformed::Range);
         }
+        self.promised += bytes;
         if self.bytes.len() < len {
             self.bytes.resize(len, 0);
         }
         // SAFETY: the range has just been seen to lie in the vector, which does not move before the part is complete.
         Ok(Room::At(unsafe { self.bytes.as_mut_ptr().add(offset) }))
+    }
+
+    /// Makes it ready for the next part.
+    pub(crate) fn empty(&mut self) {
+        (self.promised, self.filled) = (0, 0);
     }
 }
 
@@ -179,7 +189,7 @@ impl Reduction {
         // the own source's place or overlaps nothing.
         unsafe { reduce(source.number, self.op, &sources, &[result.pointer], part.len()) };
         for peer in &mut self.peers {
-            peer.inbox[slot].filled = 0;
+            peer.inbox[slot].empty();
         }
         result
     }
@@ -219,7 +229,7 @@ impl Reduction {
 
     /// Where bytes of a member's results go.
     pub(crate) fn place(
-        &self,
+        &mut self,
         task: &Task,
         members: &Members,
         member: usize,
@@ -228,8 +238,12 @@ impl Reduction {
     ) -> Result<Room, Malformed> {
         let results = self.results_of(task, members, member);
         let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
+        let promised_bytes = &mut self.peers[member].promised_bytes;
         match end {
-            Some(end) if end <= results.bytes() => Ok(Room::At(results.pointer.wrapping_add(end - bytes))),
+            Some(end) if end <= results.bytes() && *promised_bytes + bytes <= results.bytes() => {
+                *promised_bytes += bytes;
+                Ok(Room::At(results.pointer.wrapping_add(end - bytes)))
+            }
             _ => Err(Malformed::Range),
         }
     }
@@ -266,7 +280,7 @@ pub(crate) fn reduce_small(
     receiver: Receiver,
     members: &Members,
     posts: &[&[u8]],
-) -> Result<(), ()> {
+) -> Result<(), usize> {
     let size = task.source.number.size_bytes();
     let part = match receiver {
         Receiver::Owner => blocks.range(members.own),
@@ -274,8 +288,8 @@ pub(crate) fn reduce_small(
         Receiver::One(root) if root == members.own => 0..task.source.elements,
         Receiver::One(_) => return Ok(()),
     };
-    if members.others().any(|member| posts[member].len() != task.source.bytes()) {
-        return Err(());
+    if let Some(member) = members.others().find(|member| posts[*member].len() != task.source.bytes()) {
+        return Err(member);
     }
     let sources: Vec<*const u8> = (0..members.len())
         .map(|member| {

@@ -94,7 +94,7 @@ impl Script {
                 if inbox.filled < bytes || !is_free {
                     break;
                 }
-                inbox.filled = 0;
+                inbox.empty();
                 merge(self.op, part, &inbox.bytes, task);
                 let turn = Header::of(Kind::Turn { index: part.index + 1 + PARTS_AHEAD }, key, &[]);
                 sending.control[members.ranks[part.member]].push_back((turn, Vec::new()));

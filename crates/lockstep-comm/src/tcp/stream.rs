@@ -73,12 +73,12 @@ pub(crate) enum Broken {
     /// The system gave up on it.
     Failed(ErrorKind),
     /// It sent what no rank sends.
-    Malformed,
+    Malformed(Malformed),
 }
 
 impl From<Malformed> for Broken {
-    fn from(_: Malformed) -> Self {
-        Self::Malformed
+    fn from(what: Malformed) -> Self {
+        Self::Malformed(what)
     }
 }
 

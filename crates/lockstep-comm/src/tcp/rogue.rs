@@ -1,0 +1,297 @@
+//! A rank that knows the secret and then sends what no rank sends, among ranks that do their work: each of these ends with an error
+//! that names it, in time, and nothing panics.
+
+use std::{
+    io::{Read, Write},
+    net::{Shutdown, TcpListener, TcpStream},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use lockstep_plan::random::Philox;
+
+use super::{
+    frame::{Channel, ENDING_BYTES, FRAME_BYTES, HEADER_BYTES, Header, Key, Kind, Malformed, seal_frames},
+    join::gather,
+    meeting::Meeting,
+    operation::Running,
+};
+use crate::{
+    Call, Collective, CommError, Deadline, Kind as Operation, LossCause, ReduceOp, Source, Target,
+    TcpOptions, join_by_address, task::Task,
+};
+
+/// The longest that a survivor may need to end.
+const LIMIT: Duration = Duration::from_secs(8);
+const SILENCE: Duration = Duration::from_secs(1);
+/// Elements of the first operation, whose data come along with its announcement, and of the second, whose data do not.
+const ELEMENTS: [usize; 2] = [10, 700_000];
+
+/// Numbers drawn from a seed.
+struct Random {
+    numbers: Philox,
+    drawn: u64,
+}
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.drawn += 1;
+        self.numbers.at(self.drawn)[0] as usize % limit
+    }
+
+    fn bytes(&mut self, count: usize) -> Vec<u8> {
+        (0..count).map(|_| self.below(256) as u8).collect()
+    }
+}
+
+/// The error that survivors must end with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Expected {
+    /// The rank was lost by exactly this.
+    Malformed(Malformed),
+    /// Any error that names the rank: nobody can tell the fault from a rank that died or differs.
+    Named,
+}
+
+/// A fault, and what survivors must find.
+const FAULTS: [(&str, Expected); 16] = [
+    ("bytes at random", Expected::Malformed(Malformed::CheckSum)),
+    ("a flipped bit in a header", Expected::Malformed(Malformed::CheckSum)),
+    ("a flipped bit in the bytes", Expected::Malformed(Malformed::CheckSum)),
+    ("a length beyond every frame", Expected::Malformed(Malformed::Length)),
+    ("a length beyond its kind", Expected::Malformed(Malformed::Length)),
+    ("a kind that there is not", Expected::Malformed(Malformed::Kind)),
+    ("an operation long past or far ahead", Expected::Malformed(Malformed::Operation)),
+    ("a group that there is not", Expected::Malformed(Malformed::Operation)),
+    ("an announcement twice", Expected::Malformed(Malformed::Operation)),
+    ("a call without sense", Expected::Malformed(Malformed::Call)),
+    ("data of another size than the call", Expected::Malformed(Malformed::Call)),
+    ("an end without a reason", Expected::Malformed(Malformed::Ending)),
+    ("more data than the piece has, on two connections", Expected::Malformed(Malformed::Range)),
+    ("a truncated frame", Expected::Named),
+    ("another operation", Expected::Named),
+    ("frames of any kind with numbers at random", Expected::Named),
+];
+
+/// The operation that all ranks call first, or second.
+fn task(rank: usize, ranks: usize, which: usize, data: &mut [f32]) -> Task {
+    let data = (&mut data[..ELEMENTS[which]]).into();
+    let collective: Collective<Source<'_>, Target<'_>> = Collective::AllReduce { data, op: ReduceOp::Sum };
+    Task::new(&collective, rank, ranks).map_err(|(call, _)| call.to_string()).unwrap()
+}
+
+fn key(sequence: u32) -> Key {
+    Key { group: 0, channel: Channel::Collective, sequence }
+}
+
+fn frame(kind: Kind, key: Key, bytes: &[u8]) -> Vec<u8> {
+    [&Header::of(kind, key, bytes).encode()[..], bytes].concat()
+}
+
+/// What goes out on the connection for control, and on two for data.
+type Sent = [Vec<u8>; 3];
+
+/// The bytes of a fault, behind sound announcements of both operations where it needs them.
+fn fault(which: usize, rank: usize, ranks: usize, random: &mut Random) -> Sent {
+    let mut data = vec![1.0_f32; ELEMENTS[1]];
+    let tasks = [0, 1].map(|which| task(rank, ranks, which, &mut data));
+    let call = |which: usize| Kind::Post(tasks[which].call.to_words());
+    let small = Running::eager(&tasks[0]);
+    let first = frame(call(0), key(0), &small);
+    let both = [&first[..], &frame(call(1), key(1), &[])].concat();
+    let sealed = |mut bytes: Vec<u8>, at: usize, with: &[u8]| {
+        bytes[at..at + with.len()].copy_from_slice(with);
+        seal_frames(&bytes)
+    };
+    let control = |bytes: Vec<u8>| [bytes, Vec::new(), Vec::new()];
+    match which {
+        0 => control([first, random.bytes(200)].concat()),
+        1 => {
+            let mut bytes = first;
+            bytes[random.below(HEADER_BYTES)] ^= 1 << random.below(8);
+            control(bytes)
+        }
+        2 => {
+            let mut bytes = first;
+            bytes[HEADER_BYTES + random.below(small.len())] ^= 1 << random.below(8);
+            control(bytes)
+        }
+        3 => {
+            let length = (FRAME_BYTES + 1 + random.below(1 << 30)) as u32;
+            control(sealed(frame(Kind::Direct { offset: 0 }, key(0), &[1]), 48, &length.to_le_bytes()))
+        }
+        4 => control(frame(Kind::Beat, key(0), &random.bytes(3))),
+        5 => control(sealed(first, 0, &[7 + random.below(200) as u8])),
+        6 => {
+            let sequence = [u32::MAX, 1000, 1 << 31][random.below(3)];
+            control(frame(call(0), key(sequence), &small))
+        }
+        7 => {
+            let group = [2, 63, u32::MAX][random.below(3)];
+            control(frame(call(0), Key { group, ..key(0) }, &small))
+        }
+        8 => control([frame(call(1), key(1), &[]), frame(call(1), key(1), &[]), both].concat()),
+        9 => control(frame(Kind::Post([u64::MAX, 1, random.below(9) as u64]), key(0), &small)),
+        10 => control(frame(call(0), key(0), &small[..random.below(small.len())])),
+        11 => control(frame(Kind::Ending, key(0), &[0xee; ENDING_BYTES])),
+        12 => {
+            // The first part of this rank's data for the receiver, begun on one connection and sent again on another.
+            let part = |bytes: usize| frame(Kind::Part { index: 0, offset: 0 }, key(1), &vec![1; bytes]);
+            let begun = part(FRAME_BYTES)[..HEADER_BYTES + 100].to_vec();
+            let many = (0..5).flat_map(|_| part(FRAME_BYTES)).collect();
+            [both, begun, many]
+        }
+        13 => {
+            let end = 1 + random.below(first.len() - 1);
+            control(first[..end].to_vec())
+        }
+        14 => {
+            let other = Call { elements: 11, ..tasks[0].call };
+            control(frame(Kind::Post(other.to_words()), key(0), &small))
+        }
+        _ => [both, any_frames(random), any_frames(random)],
+    }
+}
+
+/// Sound frames about anything.
+fn any_frames(random: &mut Random) -> Vec<u8> {
+    let one = |_| {
+        let offset = [0, 4, 1 << 20, u64::MAX][random.below(4)];
+        let index = [0, 1, 2, 3, u32::MAX][random.below(5)];
+        let (kind, most) = match random.below(5) {
+            0 | 1 => (Kind::Part { index, offset }, 3000),
+            2 => (Kind::Direct { offset }, 3000),
+            3 => (Kind::Turn { index }, 0),
+            _ => (Kind::Beat, 0),
+        };
+        let channel =
+            [Channel::Collective, Channel::Send, Channel::Receive][random.below(8).saturating_sub(5)];
+        let sequence = [1, 1, 1, 0, 2, u32::MAX][random.below(6)];
+        let bytes = vec![3; if most == 0 { 0 } else { 1 + random.below(most) }];
+        frame(kind, Key { group: 0, channel, sequence }, &bytes)
+    };
+    (0..20).flat_map(one).collect()
+}
+
+/// A survivor's work: the two operations, and further ones; returns what ended it.
+fn work(rank: usize, ranks: usize, meeting: Meeting) -> CommError {
+    let options = TcpOptions { silence: SILENCE, ..TcpOptions::default() };
+    let group = join_by_address(rank, ranks, meeting, options, Deadline::after(LIMIT)).unwrap();
+    let mut data = vec![1.0_f32; ELEMENTS[1]];
+    loop {
+        for elements in ELEMENTS {
+            let deadline = Deadline::after(LIMIT);
+            if let Err(error) = group.all_reduce(&mut data[..elements], ReduceOp::Sum, deadline) {
+                return error;
+            }
+        }
+    }
+}
+
+/// The rogue's: joins, sends its bytes to every other rank, and takes what comes until all have hung up. Data go out when the
+/// receiver has announced the second operation: before, they would be about none.
+fn misbehave(rank: usize, ranks: usize, mut meeting: Meeting, sent: &Sent, closes: bool) {
+    let (options, deadline) = (TcpOptions::default(), Deadline::after(LIMIT));
+    let (sockets, _) = gather(rank, ranks, &mut meeting, options, (rank, 0), |_, _| {}, deadline).unwrap();
+    thread::scope(|scope| {
+        for sockets in sockets.iter().filter(|sockets| !sockets.is_empty()) {
+            let (announce, announced) = mpsc::channel();
+            let mut announce = Some(announce);
+            scope.spawn(move || {
+                let _ = { &sockets[0] }.write_all(&sent[0]);
+                hear_out(&sockets[0], closes, &mut announce);
+            });
+            scope.spawn(move || {
+                // An end without an announcement is one as well.
+                let _ = announced.recv_timeout(LIMIT);
+                for (stream, bytes) in sockets.iter().zip(sent).skip(1) {
+                    // Whoever has ended already takes no more.
+                    let _ = { stream }.write_all(bytes);
+                }
+                sockets[1..].iter().for_each(|stream| hear_out(stream, closes, &mut None));
+            });
+        }
+    });
+}
+
+/// Takes frames until the other end hangs up; tells of the second operation.
+fn hear_out(mut stream: &TcpStream, closes: bool, announce: &mut Option<mpsc::Sender<()>>) {
+    if closes {
+        let _ = stream.shutdown(Shutdown::Write);
+    }
+    let _ = stream.set_read_timeout(Some(LIMIT));
+    let mut header = [0; HEADER_BYTES];
+    while stream.read_exact(&mut header).is_ok() {
+        let header = Header::decode(&header).unwrap();
+        if matches!(header.kind, Kind::Post(_)) && header.key.sequence == 1 {
+            *announce = None;
+        }
+        let mut bytes = vec![0; header.bytes as usize];
+        if stream.read_exact(&mut bytes).is_err() {
+            return;
+        }
+    }
+}
+
+fn names(error: &CommError, rogue: usize) -> bool {
+    match error {
+        CommError::PeerLost { rank, .. } | CommError::TimedOut { rank, .. } => *rank == rogue,
+        CommError::Mismatch { rank, reference, .. } => [*rank, *reference].contains(&rogue),
+        _ => false,
+    }
+}
+
+#[test]
+fn whatever_a_rank_sends_that_knows_the_secret_it_is_named_by_all_others() {
+    let seeds = std::env::var("LOCKSTEP_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(32);
+    for seed in 0..seeds {
+        let mut random = Random { numbers: Philox::new(seed), drawn: 0 };
+        let which = seed as usize % FAULTS.len();
+        let (name, expected) = FAULTS[which];
+        let ranks = 2 + random.below(3);
+        let rogue = random.below(ranks);
+        let sent = fault(which, rogue, ranks, &mut random);
+        // A rank that is silent, or that has closed its connections, is lost as well.
+        let closes = expected == Expected::Named && random.below(2) == 0 || which == 13;
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let begin = Instant::now();
+        let errors: Vec<(usize, CommError)> = thread::scope(|scope| {
+            let meeting = |rank: usize| {
+                let listener = (rank == 0).then(|| listener.try_clone().unwrap());
+                let run = format!("rogue on port {port}");
+                Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() }
+            };
+            let (meeting_of_rogue, sent) = (meeting(rogue), &sent);
+            scope.spawn(move || misbehave(rogue, ranks, meeting_of_rogue, sent, closes));
+            let honest: Vec<_> = (0..ranks)
+                .filter(|rank| *rank != rogue)
+                .map(|rank| {
+                    let meeting = meeting(rank);
+                    (rank, scope.spawn(move || work(rank, ranks, meeting)))
+                })
+                .collect();
+            honest.into_iter().map(|(rank, thread)| (rank, thread.join().unwrap())).collect()
+        });
+        let elapsed = begin.elapsed();
+        for (rank, error) in errors {
+            let at = format!(
+                "seed {seed}: {name}, rank {rogue} of {ranks}; rank {rank} ended after {elapsed:?} by: {error}"
+            );
+            assert!(names(&error, rogue), "{at}");
+            if let Expected::Malformed(what) = expected {
+                let is_it = matches!(error, CommError::PeerLost { cause: LossCause::Malformed(found), .. } if found == what);
+                assert!(is_it, "{at}; expected {what:?}");
+            }
+            assert!(elapsed < LIMIT, "{at}");
+        }
+    }
+}
+
+#[test]
+fn an_operation_that_a_rank_calls_alike_is_what_the_rogue_announces() {
+    let mut data = vec![0.0; ELEMENTS[1]];
+    let found = task(0, 2, 0, &mut data).call;
+    assert_eq!((found.kind, found.elements), (Operation::AllReduce, ELEMENTS[0]));
+}

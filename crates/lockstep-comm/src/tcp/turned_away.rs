@@ -1,0 +1,112 @@
+//! The account of connections that were not let in: how many, from where, and why.
+
+use std::{
+    fmt,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use super::handshake::Refusal;
+
+/// Addresses and reasons that are told apart; what does not fit is counted together.
+const ENTRIES: usize = 64;
+/// Entries that a message names.
+const NAMED: usize = 3;
+/// The shortest time between two messages.
+const BETWEEN: Duration = Duration::from_secs(5);
+/// The time from the first refusal to the first message, so that a flood is told by its number.
+const GATHERING: Duration = Duration::from_millis(500);
+
+/// The connections that a meeting has turned away so far. Clones share the account.
+#[derive(Debug, Clone, Default)]
+pub struct TurnedAway(Arc<Mutex<Account>>);
+
+#[derive(Debug, Default)]
+struct Account {
+    entries: Vec<(IpAddr, Refusal, u64)>,
+    others: u64,
+    /// Connections that no message has told of.
+    untold: u64,
+    /// The moment from which the next message may come.
+    next: Option<Instant>,
+}
+
+impl TurnedAway {
+    /// Counts one connection.
+    pub(crate) fn add(&self, address: IpAddr, refusal: Refusal) {
+        let mut account = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        account.untold += 1;
+        account.next.get_or_insert_with(|| Instant::now() + GATHERING);
+        let known = account.entries.iter().position(|entry| (entry.0, entry.1) == (address, refusal));
+        match known {
+            Some(known) => account.entries[known].2 += 1,
+            None if account.entries.len() < ENTRIES => account.entries.push((address, refusal, 1)),
+            None => account.others += 1,
+        }
+    }
+
+    /// Logs a warning about refusals since the last one, if that is long enough ago or `at_once`.
+    pub(crate) fn tell(&self, at_once: bool) {
+        let mut account = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if account.untold > 0 && (at_once || account.next.is_some_and(|next| now >= next)) {
+            (account.untold, account.next) = (0, Some(now + BETWEEN));
+            tracing::warn!("{account} (in all, while waiting for the others)");
+        }
+    }
+
+    /// The number of connections.
+    pub fn count(&self) -> u64 {
+        let account = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        account.entries.iter().map(|entry| entry.2).sum::<u64>() + account.others
+    }
+}
+
+impl fmt::Display for TurnedAway {
+    /// `turned away 132 connections from 10.0.0.7: no greeting within 5 s`; nothing if there was none.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).fmt(f)
+    }
+}
+
+impl fmt::Display for Account {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut entries = self.entries.clone();
+        entries.sort_by_key(|(_, _, count)| std::cmp::Reverse(*count));
+        for (index, (address, refusal, count)) in entries.iter().take(NAMED).enumerate() {
+            let start = if index == 0 { "turned away " } else { "; " };
+            let connections = if *count == 1 { "connection" } else { "connections" };
+            write!(f, "{start}{count} {connections} from {address}: {refusal}")?;
+        }
+        match entries.iter().skip(NAMED).map(|entry| entry.2).sum::<u64>() + self.others {
+            0 => Ok(()),
+            rest => write!(f, "; {rest} more"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    #[test]
+    fn the_most_frequent_are_named_and_the_account_does_not_grow() {
+        let account = TurnedAway::default();
+        assert_eq!(account.to_string(), "");
+        let address = |last: u32| IpAddr::from(Ipv4Addr::from(0x0a00_0000 + last));
+        account.add(address(7), Refusal::Garbage);
+        for _ in 0..132 {
+            account.add(address(7), Refusal::Late);
+        }
+        let text = "turned away 132 connections from 10.0.0.7: no greeting within 5 s; 1 connection from 10.0.0.7: \
+             it does not speak this protocol";
+        assert_eq!(account.to_string(), text);
+        (0..10_000).for_each(|host| account.add(address(host), Refusal::HungUp));
+        assert_eq!(account.count(), 10_133);
+        assert_eq!(account.0.lock().unwrap().entries.len(), ENTRIES);
+        assert!(account.to_string().ends_with("; 9999 more"), "{account}");
+    }
+}

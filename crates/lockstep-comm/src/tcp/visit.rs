@@ -1,0 +1,113 @@
+//! The way of a client to a door: it connects, greets, and tries again after whatever may pass, until its deadline.
+
+use std::{
+    io::ErrorKind,
+    net::{SocketAddr, TcpStream},
+    thread,
+    time::Duration,
+};
+
+use super::{
+    door::GREETING,
+    handshake::{Hello, greet},
+    secret::{Secret, random},
+};
+use crate::{CommError, Deadline, JoinProblem};
+
+/// The pauses between attempts: each twice as long as the one before, up to the longest, and changed at random by up to a half, so
+/// that ranks that were refused together do not come back together.
+#[derive(Debug)]
+pub(crate) struct Backoff(Duration);
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self(Self::FIRST)
+    }
+}
+
+impl Backoff {
+    const FIRST: Duration = Duration::from_millis(10);
+    const LONGEST: Duration = Duration::from_millis(320);
+
+    /// Sleeps until the next attempt; says whether it is still before the deadline.
+    pub(crate) fn pause(&mut self, deadline: Deadline) -> bool {
+        // Without random numbers all pause alike.
+        let part = random::<1>().map_or(0.5, |[byte]| f64::from(byte) / 256.0);
+        let pause = self.0.mul_f64(0.5 + part);
+        self.0 = (self.0 * 2).min(Self::LONGEST);
+        if deadline.remaining() <= pause {
+            return false;
+        }
+        thread::sleep(pause);
+        true
+    }
+}
+
+/// Connects to a door at one of `addresses`, tried in turn, and greets it. Returns the connection, the hello of the server, and
+/// the address.
+///
+/// # Errors
+/// [`CommError::Join`]: at once if the only address belongs to another run or version, or if the server has another secret;
+/// at the deadline if nobody has let this client in.
+pub(crate) fn visit(
+    addresses: &[SocketAddr],
+    secret: &Secret,
+    hello: &Hello,
+    deadline: Deadline,
+) -> Result<(TcpStream, Hello, SocketAddr), CommError> {
+    let mut backoff = Backoff::default();
+    let mut failed = JoinProblem::Connection(ErrorKind::TimedOut);
+    let is_only = addresses.len() == 1;
+    loop {
+        for address in addresses {
+            let attempt = Deadline::after(deadline.remaining().min(GREETING));
+            match connect(*address, secret, hello, attempt) {
+                Ok((stream, server)) => return Ok((stream, server, *address)),
+                Err(problem @ JoinProblem::Secret) => return Err(CommError::Join(problem)),
+                Err(problem @ (JoinProblem::OtherRun | JoinProblem::Version { .. })) if is_only => {
+                    return Err(CommError::Join(problem));
+                }
+                Err(problem) => {
+                    tracing::trace!(%address, %problem, "not let in yet");
+                    // Of several ports, the one with another program tells more than those where nobody is.
+                    if is_only || problem != JoinProblem::Connection(ErrorKind::ConnectionRefused) {
+                        failed = problem;
+                    }
+                }
+            }
+        }
+        if !backoff.pause(deadline) {
+            return Err(CommError::Join(unreached(addresses, &failed, deadline)));
+        }
+    }
+}
+
+fn connect(
+    address: SocketAddr,
+    secret: &Secret,
+    hello: &Hello,
+    deadline: Deadline,
+) -> Result<(TcpStream, Hello), JoinProblem> {
+    let limit = deadline.remaining().max(Duration::from_millis(1));
+    let stream =
+        TcpStream::connect_timeout(&address, limit).map_err(|error| JoinProblem::Connection(error.kind()))?;
+    // A socket that connected to itself, which happens where nobody listens on a port that is given out by chance.
+    if stream.local_addr().is_ok_and(|own| own == address) {
+        return Err(JoinProblem::Connection(ErrorKind::ConnectionRefused));
+    }
+    let server = greet(&stream, secret, hello, deadline)?;
+    Ok((stream, server))
+}
+
+fn unreached(addresses: &[SocketAddr], failed: &JoinProblem, deadline: Deadline) -> JoinProblem {
+    let waited = deadline.limit().as_secs();
+    let ports: Vec<String> = addresses.iter().map(|address| address.port().to_string()).collect();
+    let what = if ports.len() == 1 {
+        format!(
+            "nobody answered for {waited} s ({failed}): is the run started on node 0, and can this machine reach it?"
+        )
+    } else {
+        format!("rank 0 answered on none of the ports {} for {waited} s ({failed})", ports.join(", "))
+    };
+    JoinProblem::Address { address: addresses[0].to_string(), what }
+}

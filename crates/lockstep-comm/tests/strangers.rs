@@ -1,0 +1,361 @@
+//! Strangers at the place where ranks meet: floods of connections, slow ones, garbage, scans, and processes of another user. The
+//! ranks meet all the same, and rank 0 can tell whom it turned away.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use std::{
+    env, fs,
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    os::unix::{fs::PermissionsExt, process::CommandExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use lockstep_comm::{
+    CommError, Deadline, JoinProblem, Meeting, ReduceOp, Secret, TcpOptions, TurnedAway, join_by_address,
+};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// What a process of another user does.
+const STRANGER: &str = "LOCKSTEP_TEST_STRANGER";
+/// The port of the ranks that it bothers.
+const PORT: &str = "LOCKSTEP_TEST_PORT";
+/// A user that is nobody's.
+const NOBODY: u32 = 65534;
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(30))
+}
+
+fn listener() -> (TcpListener, u16) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    (listener, port)
+}
+
+fn meeting(port: u16, secret: Option<Secret>) -> Meeting {
+    Meeting { host: "127.0.0.1".to_owned(), port, run: "strangers".to_owned(), secret, ..Meeting::default() }
+}
+
+fn some_secret() -> Option<Secret> {
+    Some(Secret::of(b"0123456789abcdef"))
+}
+
+/// Lets this process have as many descriptors as it may; returns how many.
+fn descriptors() -> usize {
+    let limit = getrlimit(Resource::Nofile);
+    let most = limit.maximum.unwrap_or(1 << 20);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum: limit.maximum }).unwrap();
+    most as usize
+}
+
+/// Joins as one of `ranks` and sums.
+fn join_and_sum(rank: usize, ranks: usize, meeting: Meeting) {
+    let group = join_by_address(rank, ranks, meeting, TcpOptions::default(), soon()).unwrap();
+    let mut sum = [rank as i64; 3];
+    group.all_reduce(&mut sum[..], ReduceOp::Sum, soon()).unwrap();
+    assert_eq!(sum, [(ranks * (ranks - 1) / 2) as i64; 3]);
+}
+
+/// Three ranks that meet while `stranger` is at the port; `strangers` of them are there before the last two ranks come. Returns how long
+/// those took, and whom rank 0 turned away.
+fn meet_among(
+    strangers: usize,
+    stranger: impl Fn(u16, &AtomicBool, &AtomicUsize) + Sync,
+) -> (Duration, TurnedAway) {
+    let (listener, port) = listener();
+    let (stop, ready) = (AtomicBool::new(false), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        let first = Meeting { listener: Some(listener), ..meeting(port, some_secret()) };
+        let turned_away = first.turned_away.clone();
+        let first = scope.spawn(move || join_and_sum(0, 3, first));
+        let (stranger, stop_ref, ready_ref) = (&stranger, &stop, &ready);
+        let threads: Vec<_> =
+            (0..8).map(|_| scope.spawn(move || stranger(port, stop_ref, ready_ref))).collect();
+        let begin = Instant::now();
+        while ready.load(Ordering::Relaxed) < strangers && begin.elapsed() < Duration::from_secs(30) {
+            thread::sleep(Duration::from_millis(2));
+        }
+        let begin = Instant::now();
+        let others: Vec<_> = (1..3)
+            .map(|rank| scope.spawn(move || join_and_sum(rank, 3, meeting(port, some_secret()))))
+            .collect();
+        let all = others.into_iter().chain([first]).map(|rank| rank.join());
+        let all: Vec<_> = all.collect();
+        let elapsed = begin.elapsed();
+        stop.store(true, Ordering::Relaxed);
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        all.into_iter().for_each(|rank| rank.unwrap());
+        (elapsed, turned_away)
+    })
+}
+
+/// Says what was measured, and holds it to what it must be.
+#[expect(clippy::print_stderr, reason = "the figures of a measurement")]
+fn judge(what: &str, (elapsed, turned_away): (Duration, TurnedAway), at_least: u64) {
+    eprintln!("{what}: all joined after {elapsed:?}; {turned_away}");
+    assert!(elapsed < Duration::from_secs(3), "{what}: {elapsed:?}");
+    assert!(turned_away.count() >= at_least, "{what}: {} counted", turned_away.count());
+    if at_least > 0 {
+        assert!(turned_away.to_string().contains("from 127.0.0.1: "), "{what}: {turned_away}");
+    }
+}
+
+/// Opens its part of `count` connections, and holds them until it is to stop.
+fn hold(count: usize) -> impl Fn(u16, &AtomicBool, &AtomicUsize) + Sync {
+    move |port, stop, ready| {
+        let mut held = Vec::new();
+        for _ in 0..count.div_ceil(8) {
+            held.extend(TcpStream::connect(("127.0.0.1", port)));
+            ready.fetch_add(1, Ordering::Relaxed);
+        }
+        while !stop.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+#[test]
+fn idle_connections_keep_nobody_out() {
+    let most = descriptors();
+    for count in [66, 500, 5000] {
+        // The test's ends and rank 0's.
+        if most < count + 2000 {
+            #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
+            {
+                eprintln!("{count} idle connections: not tried, only {most} descriptors here");
+            }
+            continue;
+        }
+        let at_least = (count as u64).saturating_sub(400);
+        judge(&format!("{count} idle connections"), meet_among(count, hold(count)), at_least);
+    }
+}
+
+#[test]
+fn a_flood_that_goes_on_keeps_nobody_out() {
+    descriptors();
+    let flood = |port: u16, stop: &AtomicBool, ready: &AtomicUsize| {
+        let mut held = std::collections::VecDeque::new();
+        while !stop.load(Ordering::Relaxed) {
+            held.extend(TcpStream::connect(("127.0.0.1", port)));
+            ready.fetch_add(1, Ordering::Relaxed);
+            if held.len() > 500 {
+                held.pop_front();
+            }
+        }
+    };
+    judge("a flood of new connections", meet_among(1000, flood), 500);
+}
+
+#[test]
+fn slow_and_senseless_senders_keep_nobody_out() {
+    descriptors();
+    let slow = |port: u16, stop: &AtomicBool, ready: &AtomicUsize| {
+        let mut held: Vec<TcpStream> =
+            (0..25).flat_map(|_| TcpStream::connect(("127.0.0.1", port))).collect();
+        ready.fetch_add(held.len(), Ordering::Relaxed);
+        // What a greeting begins with, a byte each 100 ms.
+        for byte in b"LOCKSTEP\x03\0\0\0\x02\0\0\0".iter().cycle() {
+            held.retain_mut(|stream| stream.write_all(&[*byte]).is_ok());
+            let begin = Instant::now();
+            while begin.elapsed() < Duration::from_millis(100) {
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+    };
+    judge("200 connections that send a byte each 100 ms", meet_among(200, slow), 0);
+    let senseless = |port: u16, stop: &AtomicBool, ready: &AtomicUsize| {
+        let what: [&[u8]; 4] = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", &[0xff; 4096], b"LOCKSTEP", &[0; 112]];
+        let mut answer = [0; 256];
+        for bytes in what.iter().cycle() {
+            if stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) else { continue };
+            let _ = stream.write_all(bytes);
+            ready.fetch_add(1, Ordering::Relaxed);
+            if bytes.len() != 8 {
+                // It is hung up on at once.
+                let _ = stream.set_read_timeout(Some(Duration::from_secs(2)));
+                assert_eq!(stream.read(&mut answer).unwrap_or(0), 0, "garbage is answered");
+            }
+        }
+    };
+    judge("garbage", meet_among(100, senseless), 50);
+    let scan = |port: u16, stop: &AtomicBool, ready: &AtomicUsize| {
+        while !stop.load(Ordering::Relaxed) {
+            drop(TcpStream::connect(("127.0.0.1", port)));
+            ready.fetch_add(1, Ordering::Relaxed);
+        }
+    };
+    judge("a port scan", meet_among(100, scan), 50);
+}
+
+#[test]
+fn who_does_not_come_is_told_together_with_those_who_were_turned_away() {
+    let (listener, port) = listener();
+    let first = Meeting { listener: Some(listener), ..meeting(port, some_secret()) };
+    let result = thread::scope(|scope| {
+        // Longer than a connection without a greeting is held.
+        let limit = Deadline::after(Duration::from_millis(6000));
+        let first = scope.spawn(move || join_by_address(0, 2, first, TcpOptions::default(), limit));
+        for _ in 0..20 {
+            TcpStream::connect(("127.0.0.1", port)).unwrap().write_all(b"SSH-2.0-x").unwrap();
+        }
+        let mut slow = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let _idle = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let _ = b"LOCKSTEP".iter().try_for_each(|byte| {
+            thread::sleep(Duration::from_millis(100));
+            slow.write_all(&[*byte])
+        });
+        first.join().unwrap()
+    });
+    let Err(CommError::Join(problem @ JoinProblem::Missing { .. })) = result else { panic!("{result:?}") };
+    let text = problem.to_string();
+    assert!(text.contains("rank 1 did not come"), "{text}");
+    assert!(text.contains("2 connections from 127.0.0.1: no greeting within 5 s"), "{text}");
+    assert!(
+        text.contains("turned away 20 connections from 127.0.0.1: it does not speak this protocol"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_rank_waits_for_the_first_one_through_listeners_that_hang_up_on_it() {
+    let (other, port) = listener();
+    thread::scope(|scope| {
+        let second = scope.spawn(move || join_and_sum(1, 2, meeting(port, some_secret())));
+        // As a door does that has no room.
+        for _ in 0..5 {
+            drop(other.accept().unwrap());
+        }
+        let first = Meeting { listener: Some(other), ..meeting(port, some_secret()) };
+        join_and_sum(0, 2, first);
+        second.join().unwrap();
+    });
+}
+
+/// What a process of another user runs; in the process of the tests, nothing.
+#[test]
+fn a_stranger() {
+    let (Some(role), Some(port)) = (env::var_os(STRANGER), env::var(PORT).ok()) else { return };
+    let port: u16 = port.parse().unwrap();
+    let limit = |ms| Deadline::after(Duration::from_millis(ms));
+    let options = TcpOptions::default();
+    let code = match role.to_str().unwrap() {
+        // Asks for the secret as a rank does.
+        "ask" => join_by_address(1, 2, meeting(port, None), options, limit(700)).map_or(0, |_| 1),
+        // Takes the place of rank 0, for as long as it is let.
+        "squat" => join_by_address(0, 2, meeting(port, None), options, limit(20_000)).map_or(0, |_| 1),
+        // Tries secrets that one might guess.
+        "guess" => {
+            let come = |secret: &[u8]| {
+                let found = meeting(port, Some(Secret::of(secret)));
+                join_by_address(1, 2, found, options, limit(700)).is_ok()
+            };
+            i32::from([&b""[..], b"strangers", &[0; 32]].iter().any(|secret| come(secret)))
+        }
+        role => panic!("no such role: {role}"),
+    };
+    std::process::exit(code);
+}
+
+/// This test program, where anybody may run it.
+struct Program(PathBuf);
+
+impl Program {
+    /// `None` where this user cannot become another one.
+    fn new() -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
+            {
+                eprintln!("not tried: only root can start a process of another user");
+            }
+            return None;
+        }
+        static COPIES: AtomicUsize = AtomicUsize::new(0);
+        let copy = COPIES.fetch_add(1, Ordering::Relaxed);
+        let dir = env::temp_dir().join(format!("lockstep-strangers-{}-{copy}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        fs::copy(env::current_exe().unwrap(), dir.join("program")).unwrap();
+        for path in [dir.clone(), dir.join("program")] {
+            fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        Some(Self(dir))
+    }
+
+    fn start(&self, role: &str, port: u16) -> Child {
+        let mut command = Command::new(self.0.join("program"));
+        command.args(["--exact", "a_stranger", "--nocapture"]).current_dir("/");
+        command.env(STRANGER, role).env(PORT, port.to_string()).uid(NOBODY).gid(NOBODY);
+        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Whether somebody holds the name under which the ranks of `port` look for each other first.
+fn name_is_held(port: u16) -> bool {
+    let digest = blake3::Hasher::new().update(&port.to_le_bytes()).update(b"strangers").finalize();
+    let name = format!("@lockstep-{}", &digest.to_hex()[..32]);
+    let list = fs::read(Path::new("/proc/net/unix")).unwrap();
+    String::from_utf8_lossy(&list).lines().any(|line| line.ends_with(&name))
+}
+
+#[test]
+fn a_process_of_another_user_cannot_join_or_end_ranks_that_have_no_secret() {
+    let Some(program) = Program::new() else { return };
+    for role in ["ask", "guess"] {
+        let (listener, port) = listener();
+        thread::scope(|scope| {
+            let first = Meeting { listener: Some(listener), ..meeting(port, None) };
+            let turned_away = first.turned_away.clone();
+            let first = scope.spawn(move || join_and_sum(0, 2, first));
+            let mut stranger = program.start(role, port);
+            let status = stranger.wait().unwrap();
+            assert_eq!(status.code(), Some(0), "{role}: it has joined");
+            // Neither has it ended the meeting.
+            join_and_sum(1, 2, meeting(port, None));
+            first.join().unwrap();
+            if role == "guess" {
+                assert!(turned_away.to_string().contains("another secret"), "{turned_away}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_process_of_another_user_cannot_take_the_place_where_ranks_without_a_secret_meet() {
+    let Some(program) = Program::new() else { return };
+    let (listener, port) = listener();
+    drop(listener);
+    let mut stranger = program.start("squat", port);
+    let begin = Instant::now();
+    while !name_is_held(port) {
+        assert!(begin.elapsed() < Duration::from_secs(10), "the stranger does not listen");
+        thread::sleep(Duration::from_millis(5));
+    }
+    let begin = Instant::now();
+    thread::scope(|scope| {
+        for rank in 0..2 {
+            scope.spawn(move || join_and_sum(rank, 2, meeting(port, None)));
+        }
+    });
+    let elapsed = begin.elapsed();
+    // It waits still: nobody has come to it.
+    assert!(stranger.try_wait().unwrap().is_none(), "the stranger has ended");
+    stranger.kill().unwrap();
+    stranger.wait().unwrap();
+    assert!(elapsed < Duration::from_secs(3), "{elapsed:?}");
+}

@@ -1,0 +1,120 @@
+//! Limits of the system and ranks that do not run: one message and an exit code of the README's, never a death without words.
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::workshop::{Outcome, Workshop};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_lockstep");
+
+/// `train run.toml` in a shell that has set limits.
+fn limited(workshop: &Workshop, limit: &str, arguments: &str) -> Outcome {
+    let line = format!("{limit}; exec {PROGRAM} train run.toml {arguments}");
+    workshop.start("sh", &["-c", &line]).finish()
+}
+
+#[test]
+fn a_file_that_may_not_grow_is_an_error_and_no_signal() {
+    let workshop = Workshop::new();
+    for (ranks, dir) in [("1", "a"), ("2", "b")] {
+        let set = format!("--set checkpoint.dir={dir} --set metrics.dir={dir}-runs --nproc-per-node {ranks}");
+        // Blocks of 512 bytes: the weights take more.
+        let outcome = limited(&workshop, "ulimit -f 16", &set);
+        assert_eq!(outcome.code, Some(1), "{outcome:?}");
+        assert!(outcome.stderr.contains("File too large"), "{outcome:?}");
+        assert!(outcome.stderr.contains("raise ulimit -f"), "{outcome:?}");
+    }
+}
+
+#[test]
+fn an_address_space_that_is_too_small_is_an_error_and_no_signal() {
+    let workshop = Workshop::new();
+    let mut refused = 0;
+    for kilobytes in (30..110).step_by(5).map(|megabytes| megabytes * 1000) {
+        let dir = format!("--set checkpoint.dir=c{kilobytes} --set metrics.dir=m{kilobytes}");
+        let line = format!("ulimit -v {kilobytes}; exec {PROGRAM} train run.toml {dir}");
+        let outcome = workshop.start("sh", &["-c", &line]).finish();
+        // Where the loader itself has no room, nothing of this program has run.
+        if outcome.code == Some(127) {
+            continue;
+        }
+        assert!(matches!(outcome.code, Some(0 | 1)), "{kilobytes} kB: {outcome:?}");
+        if outcome.code == Some(1) {
+            refused += 1;
+            let says = ["memory allocation of", "out of memory", "Cannot allocate memory", "cannot start"];
+            assert!(says.iter().any(|text| outcome.stderr.contains(text)), "{kilobytes} kB: {outcome:?}");
+        }
+    }
+    assert!(refused > 0, "no limit was too small");
+    let outcome = limited(&workshop, "ulimit -v 500000", "--nproc-per-node 2");
+    outcome.fails(1, &["Cannot allocate memory", "raise ulimit -v"]);
+}
+
+#[test]
+fn threads_that_are_refused_are_an_error_and_no_panic() {
+    let is_root = rustix::process::geteuid().is_root();
+    let workshop = Workshop::new();
+    // Root has no such limit: another user's number.
+    let begin = if is_root { "setpriv --reuid=65534 --regid=65534 --clear-groups" } else { "env" };
+    let mut refused = 0;
+    if is_root {
+        let all = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+        std::fs::set_permissions(workshop.path(""), all).unwrap();
+    }
+    for number in 1..=10 {
+        let line = format!(
+            "ulimit -u {number}; exec {begin} sh -c 'ulimit -u {number}; exec {PROGRAM} train run.toml --set train.threads=2 \
+             --set checkpoint.dir=c{number} --set metrics.dir=m{number}'"
+        );
+        let outcome = workshop.start("sh", &["-c", &line]).finish();
+        if matches!(outcome.code, Some(126 | 127)) {
+            #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
+            {
+                eprintln!("another user cannot run {PROGRAM} here: {outcome:?}");
+            }
+            return;
+        }
+        assert!(matches!(outcome.code, Some(0..=2)), "{number} tasks: {outcome:?}");
+        if outcome.stderr.contains("os error 11") {
+            refused += 1;
+            assert!(outcome.stderr.contains("raise ulimit -u"), "{number} tasks: {outcome:?}");
+            assert_eq!(outcome.code, Some(1), "{number} tasks: {outcome:?}");
+        }
+    }
+    // Other processes of that user count as well, and a shell may be refused before the program begins.
+    #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
+    if refused == 0 {
+        eprintln!("no limit on threads has had an effect here");
+    }
+}
+
+#[test]
+fn ranks_that_are_all_stopped_are_told_and_go_on() {
+    let workshop = Workshop::new();
+    let run = [
+        "train",
+        "run.toml",
+        "--nproc-per-node",
+        "2",
+        "--set",
+        "train.steps=1000000",
+        "--set",
+        "elastic.heartbeat_ms=1000",
+    ];
+    let mut run = workshop.start(PROGRAM, &run);
+    run.wait_until("a step", |run| run.stderr().contains("\nstep "));
+    let launcher = run.child.id();
+    let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children")).unwrap();
+    let ranks: Vec<Pid> =
+        children.split_whitespace().map(|pid| Pid::from_raw(pid.parse().unwrap()).unwrap()).collect();
+    let begin = std::time::Instant::now();
+    ranks.iter().for_each(|pid| kill_process(*pid, Signal::STOP).unwrap());
+    run.wait_until("a warning", |run| run.stderr().contains("all of them are stopped; kill -CONT "));
+    let told = begin.elapsed();
+    ranks.iter().for_each(|pid| kill_process(*pid, Signal::CONT).unwrap());
+    run.wait_until("the end of it", |run| run.stderr().contains("the ranks move again"));
+    kill_process(Pid::from_raw(launcher.cast_signed()).unwrap(), Signal::TERM).unwrap();
+    let outcome = run.finish();
+    assert_eq!(outcome.code, Some(75), "{outcome:?}");
+    // The heartbeat's limit and a second.
+    assert!(told.as_secs_f64() < 2.0, "told after {told:?}: {outcome:?}");
+}

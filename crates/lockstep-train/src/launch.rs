@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use lockstep_comm::{
     self as comm, Agent, CommError, Deadline, Elastic, Failure, Group, JoinOptions, Launch, LossCause,
-    MEETING_LIMIT, Movement, Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched, join_from_environment,
+    MEETING_LIMIT, Movement, Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched,
+    join_from_environment,
 };
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -178,7 +179,9 @@ fn in_words(movement: Movement) -> String {
     let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
     let pids = pids.join(" ");
     if are_stopped {
-        format!("no rank has moved for {seconds:.1} s: all of them are stopped; kill -CONT {pids} lets them go on")
+        format!(
+            "no rank has moved for {seconds:.1} s: all of them are stopped; kill -CONT {pids} lets them go on"
+        )
     } else {
         format!("no rank has moved for {seconds:.1} s: the system does not run processes {pids}")
     }

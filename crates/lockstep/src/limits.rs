@@ -8,16 +8,13 @@ use lockstep_train::interrupt::outlive_limits;
 use crate::exit::{FAILED, Failure};
 use crate::output;
 
-/// Refused threads and processes: EAGAIN.
-const TASKS: (&str, &str) = (
-    "(os error 11)",
-    "the system allows no more threads or processes: raise ulimit -u, or pids.max (TasksMax) of the cgroup",
-);
-/// Refused memory: ENOMEM.
-const MEMORY: (&str, &str) =
-    ("(os error 12)", "the system gives no more memory: raise ulimit -v, where that is set, or take less");
-/// Refused file sizes: EFBIG.
-const FILES: (&str, &str) = ("(os error 27)", "files may not become so large: raise ulimit -f");
+/// What to do where threads or processes are refused.
+const TASKS: &str =
+    "the system allows no more threads or processes: raise ulimit -u, or pids.max (TasksMax) of the cgroup";
+/// What to do where memory is refused.
+const MEMORY: &str = "the system gives no more memory: raise ulimit -v, where that is set, or take less";
+/// What to do where a file may not grow.
+const FILES: &str = "files may not become so large: raise ulimit -f";
 
 /// Prepares this process to be refused something.
 pub(crate) fn prepare() -> Result<(), Failure> {
@@ -41,8 +38,14 @@ fn refused_thread(panic: &PanicHookInfo<'_>) -> bool {
 
 /// What to do about a refusal that `message` tells of.
 pub(crate) fn hint(message: &str) -> Option<&'static str> {
-    let found = [TASKS, MEMORY, FILES].into_iter().find(|(code, _)| message.contains(code));
-    found.map(|(_, hint)| hint)
+    // EAGAIN is also what a socket says that has nothing to read.
+    let is_of_task = ["start", "thread", "watch for"].iter().any(|word| message.contains(word));
+    let is_unnumbered = message.contains("cannot start") && message.contains("compute thread");
+    if is_unnumbered || is_of_task && message.contains("(os error 11)") {
+        return Some(TASKS);
+    }
+    let found = [("(os error 12)", MEMORY), ("(os error 27)", FILES)];
+    found.into_iter().find(|(code, _)| message.contains(code)).map(|(_, hint)| hint)
 }
 
 #[cfg(test)]
@@ -55,6 +58,11 @@ mod tests {
         assert!(hint(&text).is_some_and(|hint| hint.contains("ulimit -u")), "{text}");
         let text = format!("cannot append to x: {}", std::io::Error::from_raw_os_error(27));
         assert!(hint(&text).is_some_and(|hint| hint.contains("ulimit -f")), "{text}");
-        assert_eq!(hint("rank 1 was lost"), None);
+        assert!(hint("cannot start 2 compute threads").is_some());
+        for other in
+            ["rank 1 was lost", "cannot receive a frame: Resource temporarily unavailable (os error 11)"]
+        {
+            assert_eq!(hint(other), None);
+        }
     }
 }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{
-    CommError, DEFAULT_PORT, Deadline, JoinProblem, Meeting, NodeCard, NodesMet, PairingCode, SECRET_VARIABLE,
-    Secret, SecretInMemory, meet_nodes, secret,
+    CommError, DEFAULT_PORT, Deadline, JoinProblem, Meeting, NodeCard, NodesMet, PairingCode,
+    SECRET_VARIABLE, Secret, SecretInMemory, meet_nodes, secret,
 };
 use lockstep_train::interrupt::Interrupt;
 

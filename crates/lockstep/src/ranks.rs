@@ -7,7 +7,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use lockstep_comm::{
-    self as comm, CommError, Elastic, LossCause, MpiOptions, Output, Pinning, Placement, Way, WorldOptions, is_launched,
+    self as comm, CommError, Elastic, LossCause, MpiOptions, Output, Pinning, Placement, Way, WorldOptions,
+    is_launched,
 };
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};

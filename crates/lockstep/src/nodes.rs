@@ -164,7 +164,10 @@ impl Rendezvous {
         let meeting = Meeting { host, port: self.port, run, secret, ..Meeting::default() };
         let (node, nodes) = (self.node, self.nodes);
         let (sender, receiver) = mpsc::channel();
-        let talk = move || sender.send(meet_nodes(meeting, node, nodes, card, deadline));
+        let talk = move || {
+            // After a request for a stop nobody waits for it.
+            let _ = sender.send(meet_nodes(meeting, node, nodes, card, deadline));
+        };
         let spawned = std::thread::Builder::new().name("lockstep-meeting".to_owned()).spawn(talk);
         spawned.map_err(|source| Unmet::Refused(CommError::Io { what: "start a thread", source }))?;
         loop {

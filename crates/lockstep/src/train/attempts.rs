@@ -26,6 +26,8 @@ use crate::ranks;
 const LOOK: Duration = Duration::from_millis(10);
 /// Time that a launcher which ends waits for the others, to tell them.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// The same where nobody waits for it: to hear how a rank of theirs ended.
+const BRIEF_FAREWELL: Duration = Duration::from_millis(1500);
 /// The file of a run's restarts, beside its metrics.
 const RECORDS: &str = "restarts.jsonl";
 
@@ -83,7 +85,9 @@ impl<'a> Attempts<'a> {
             self.lost = None;
             let failure = match ranks::attempt(start, interrupt, &mut self.lost) {
                 Ok(code) => {
-                    self.part(if code == ExitCode::SUCCESS { 0 } else { INTERRUPTED });
+                    if self.policy.max_restarts > 0 {
+                        self.part(if code == ExitCode::SUCCESS { 0 } else { INTERRUPTED });
+                    }
                     return Ok(Some(code));
                 }
                 Err(failure) => failure,
@@ -148,8 +152,11 @@ impl<'a> Attempts<'a> {
         if let Some(node) = met.cards.iter().position(|card| card.ends.is_some()) {
             return Err(ended_elsewhere(node, &met.cards, mended));
         }
-        if self.lost.is_none() && mended.is_some() {
-            told_elsewhere(&met.cards).iter().for_each(|text| warning(text));
+        if let Some(failure) = mended {
+            let told = told_elsewhere(copy(failure), &met.cards);
+            if told.message != failure.message {
+                warning(&told.message);
+            }
         }
         self.attempt = met.attempt;
         Ok(Some(met))
@@ -168,12 +175,10 @@ impl<'a> Attempts<'a> {
 
     /// Tells the other launchers that this one ends with `code`; they may wait for it. Returns their cards, if they came.
     fn part(&mut self, code: u8) -> Option<NodesMet> {
-        if self.policy.max_restarts == 0 {
-            return None;
-        }
         let card = self.card(Some(code));
+        let limit = if self.policy.max_restarts > 0 { FAREWELL } else { BRIEF_FAREWELL };
         // Whoever does not come finds out at its own deadline.
-        self.rendezvous.as_mut()?.meet(card, FAREWELL, None).ok()
+        self.rendezvous.as_mut()?.meet(card, limit, None).ok()
     }
 
     /// `failure`, which the other launchers have been told.
@@ -184,13 +189,10 @@ impl<'a> Attempts<'a> {
 
     /// The end of the run by `failure`: what is known elsewhere, where it can go on, and the report that a lost first rank has not written.
     fn ended(&mut self, failure: Failure) -> Failure {
-        let met = self.part(failure.code);
-        if self.lost.is_none()
-            && failure.code == PEER_LOST
-            && let Some(met) = met
-        {
-            told_elsewhere(&met.cards).iter().for_each(|text| warning(text));
-        }
+        let failure = match self.part(failure.code) {
+            Some(met) => told_elsewhere(failure, &met.cards),
+            None => failure,
+        };
         if let Some((0, cause)) = self.lost {
             self.leave_report(cause);
         }
@@ -306,8 +308,30 @@ fn ended_elsewhere(node: usize, cards: &[NodeCard], mended: &Option<Failure>) ->
     Failure { code, ..with(own, &sentence) }
 }
 
-/// The losses that the launchers of other machines tell of: they know how a rank of theirs ended.
-fn told_elsewhere(cards: &[NodeCard]) -> Vec<String> {
-    let lost = cards.iter().enumerate().filter_map(|(node, card)| Some((node, card.lost?)));
-    lost.map(|(node, (rank, cause))| format!("rank {rank} {cause}, as node {node} says")).collect()
+/// `failure` with the causes of losses that only the launchers of other machines know.
+fn told_elsewhere(failure: Failure, cards: &[NodeCard]) -> Failure {
+    let told = |message: String, (rank, cause): (usize, LossCause)| {
+        let vague = format!("rank {rank} was lost: it {}", LossCause::Disconnected);
+        message.replace(&vague, &format!("rank {rank} was lost: it {cause}"))
+    };
+    let message = cards.iter().filter_map(|card| card.lost).fold(failure.message, told);
+    Failure { message, ..failure }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vague_cause_gives_way_to_that_of_the_machine_of_the_rank() {
+        let own = NodeCard::first(2);
+        let theirs = NodeCard { lost: Some((3, LossCause::OutOfMemory)), ..own };
+        let failure = Failure {
+            message: format!("rank 3 was lost: it {}; x", LossCause::Disconnected),
+            code: PEER_LOST,
+        };
+        let told = told_elsewhere(copy(&failure), &[own, theirs]);
+        assert_eq!(told.message, "rank 3 was lost: it was killed by the out-of-memory killer (signal 9); x");
+        assert_eq!(told_elsewhere(copy(&failure), &[own, own]).message, failure.message);
+    }
 }

@@ -34,18 +34,23 @@ fn an_address_space_that_is_too_small_is_an_error_and_no_signal() {
     let mut refused = 0;
     for kilobytes in (40..110).step_by(5).map(|megabytes| megabytes * 1000) {
         // Below some limit the loader itself has no room.
-        let version = format!("ulimit -v {kilobytes}; exec {PROGRAM} --version");
-        let version = Command::new("sh").args(["-c", &version]).output().unwrap();
-        if !version.status.success() {
+        let run = |arguments: &str| {
+            let line = format!("ulimit -v {kilobytes}; exec {PROGRAM} {arguments}");
+            let mut command = Command::new("sh");
+            command.args(["-c", &line]).current_dir(workshop.path(""));
+            command.env("XDG_CACHE_HOME", workshop.path("cache")).output().unwrap()
+        };
+        if !run("--version").status.success() {
             continue;
         }
         let dir = format!("--set checkpoint.dir=c{kilobytes} --set metrics.dir=m{kilobytes}");
-        let outcome = limited(&workshop, &format!("ulimit -v {kilobytes}"), &dir);
-        assert!(matches!(outcome.code, Some(0 | 1)), "{kilobytes} kB: {outcome:?}");
-        if outcome.code == Some(1) {
+        let output = run(&format!("train run.toml {dir}"));
+        assert!(matches!(output.status.code(), Some(0 | 1)), "{kilobytes} kB: {output:?}");
+        let text = String::from_utf8_lossy(&output.stderr);
+        if output.status.code() == Some(1) {
             refused += 1;
             let says = ["memory allocation of", "out of memory", "Cannot allocate memory", "cannot start"];
-            assert!(says.iter().any(|text| outcome.stderr.contains(text)), "{kilobytes} kB: {outcome:?}");
+            assert!(says.iter().any(|says| text.contains(says)), "{kilobytes} kB: {text}");
         }
     }
     assert!(refused > 0, "no limit was too small");
@@ -66,7 +71,7 @@ fn threads_that_are_refused_are_an_error_and_no_panic() {
         Command::new("bash")
             .args(["-c", &line])
             .current_dir(workshop.path(""))
-            .env("RUST_BACKTRACE", "0")
+            .env("XDG_CACHE_HOME", workshop.path("cache"))
             .output()
     };
     if !limited(1000, &format!("{PROGRAM} --version")).is_ok_and(|output| output.status.success()) {

@@ -89,9 +89,6 @@ fn a_killed_rank_ends_the_run_at_once_and_is_named() {
         let expected = format!("error: rank {rank} was lost: it was killed by signal 9");
         assert!(outcome.stderr.contains(&expected), "{outcome:?}");
         assert_eq!(outcome.stderr.matches("error:").count(), 1, "{outcome:?}");
-        // The first rank says where the run ended; of its own end its launcher tells.
-        assert_eq!(outcome.stderr.matches("\nended ").count(), 1, "{outcome:?}");
-        assert_eq!(outcome.stderr.matches("\nreport ").count(), 1, "{outcome:?}");
         assert!(begin.elapsed().as_secs() < 5, "it took {:?}", begin.elapsed());
         let command =
             outcome.stderr.lines().find(|line| line.starts_with("lockstep doctor --trace runs/flight-"));

@@ -216,6 +216,21 @@ fn the_same_command_right_after_a_kill_waits_for_the_lock_of_the_dying() {
     }
 }
 
+#[test]
+fn the_launcher_writes_the_report_of_a_first_rank_that_was_killed() {
+    let workshop = Workshop::new();
+    let line = "train run.toml --nproc-per-node 2 --steps 1000000 --set train.log_every=1";
+    let mut run = workshop.start(PROGRAM, &arguments(line));
+    run.wait_until("a step", |run| run.stderr().contains("loss "));
+    kill_process(ranks_of(run.child.id())[0], Signal::KILL).unwrap();
+    let outcome = run.finish();
+    assert_eq!(outcome.code, Some(5), "{outcome:?}");
+    for line in ["\nended      rank 0 was killed by signal 9 (SIGKILL)", "\nreport     runs/report.html"] {
+        assert_eq!(outcome.stderr.matches(line).count(), 1, "{line}: {outcome:?}");
+    }
+    assert!(workshop.path("runs/report.html").is_file());
+}
+
 /// Runs over two machines, both of which are this one.
 struct Cluster {
     workshop: Workshop,
@@ -278,7 +293,7 @@ fn machines_that_lose_ranks_or_launchers_meet_again_and_end_with_the_same_bits()
     let first = first.finish_within(LIMIT).succeeds();
     let second = second.finish_within(LIMIT).succeeds();
     assert_eq!(attempts, BTreeSet::from([4]), "two ranks, a launcher, another: {first:?}, {second:?}");
-    assert!(said.contains("was killed by signal 9 (SIGKILL), as node 1 says"), "{said}");
+    assert!(said.contains("was lost: it was killed by signal 9 (SIGKILL)"), "{said}");
     let found = digests(&cluster.workshop, "chaos", steps);
     assert_eq!(found, digests(&cluster.workshop, "calm", steps), "{first:?}, {second:?}");
     let (found, calm) = (rows(&cluster.workshop, "chaos-runs"), rows(&cluster.workshop, "calm-runs"));

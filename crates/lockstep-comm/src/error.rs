@@ -129,6 +129,10 @@ pub enum LossCause {
     Died,
     /// A signal killed its process.
     Signal(i32),
+    /// The kernel killed its process for want of memory.
+    OutOfMemory,
+    /// SIGKILL ended its process, and the system does not show whether the kernel ran out of memory.
+    PerhapsOutOfMemory,
     /// Its process ended with this code.
     Exit(i32),
     /// It left while others still counted on it.
@@ -149,7 +153,14 @@ impl fmt::Display for LossCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Died => f.write_str("died"),
-            Self::Signal(signal) => write!(f, "was killed by signal {signal}"),
+            Self::Signal(signal) => match signal_name(*signal) {
+                Some(name) => write!(f, "was killed by signal {signal} ({name})"),
+                None => write!(f, "was killed by signal {signal}"),
+            },
+            Self::OutOfMemory => f.write_str("was killed by the out-of-memory killer (signal 9)"),
+            Self::PerhapsOutOfMemory => {
+                f.write_str("was killed by signal 9 (SIGKILL), perhaps by the out-of-memory killer")
+            }
             Self::Exit(code) => write!(f, "ended with exit code {code}"),
             Self::Left => f.write_str("left the run"),
             Self::Panicked => f.write_str("panicked"),
@@ -159,6 +170,29 @@ impl fmt::Display for LossCause {
             Self::Unreachable => f.write_str("cannot be reached any more"),
         }
     }
+}
+
+/// Name of a signal that ends a process on Linux.
+fn signal_name(signal: i32) -> Option<&'static str> {
+    Some(match signal {
+        1 => "SIGHUP",
+        2 => "SIGINT",
+        3 => "SIGQUIT",
+        4 => "SIGILL",
+        5 => "SIGTRAP",
+        6 => "SIGABRT",
+        7 => "SIGBUS",
+        8 => "SIGFPE",
+        9 => "SIGKILL",
+        11 => "SIGSEGV",
+        13 => "SIGPIPE",
+        14 => "SIGALRM",
+        15 => "SIGTERM",
+        24 => "SIGXCPU",
+        25 => "SIGXFSZ",
+        31 => "SIGSYS",
+        _ => return None,
+    })
 }
 
 /// What is wrong with a call.
@@ -480,7 +514,8 @@ impl CommError {
 }
 
 impl LossCause {
-    fn to_numbers(self) -> (u64, u64) {
+    /// The cause as a kind and its value, as it travels between processes.
+    pub(crate) fn to_numbers(self) -> (u64, u64) {
         match self {
             Self::Died => (0, 0),
             Self::Signal(signal) => (1, signal as u64),
@@ -493,10 +528,13 @@ impl LossCause {
                 (7, Malformed::ALL.iter().position(|other| *other == what).unwrap_or(0) as u64)
             }
             Self::Unreachable => (8, 0),
+            Self::OutOfMemory => (9, 0),
+            Self::PerhapsOutOfMemory => (10, 0),
         }
     }
 
-    fn from_numbers(code: u64, value: u64) -> Option<Self> {
+    /// The cause that [`Self::to_numbers`] made into these numbers.
+    pub(crate) fn from_numbers(code: u64, value: u64) -> Option<Self> {
         Some(match code {
             0 => Self::Died,
             1 => Self::Signal(value as i32),
@@ -507,6 +545,8 @@ impl LossCause {
             6 => Self::Disconnected,
             7 => Self::Malformed(*Malformed::ALL.get(value as usize)?),
             8 => Self::Unreachable,
+            9 => Self::OutOfMemory,
+            10 => Self::PerhapsOutOfMemory,
             _ => return None,
         })
     }
@@ -554,6 +594,8 @@ mod tests {
             LossCause::Malformed(Malformed::CheckSum),
             LossCause::Malformed(Malformed::Ending),
             LossCause::Unreachable,
+            LossCause::OutOfMemory,
+            LossCause::PerhapsOutOfMemory,
         ];
         errors.extend(causes.map(|cause| CommError::PeerLost { rank: 2, cause, occasion: None }));
         for error in errors {
@@ -584,7 +626,7 @@ mod tests {
         let lost = CommError::PeerLost { rank: 1, cause: LossCause::Signal(9), occasion: Some(occasion) };
         assert_eq!(
             lost.to_string(),
-            "rank 1 was lost: it was killed by signal 9 (during reduce(sum) of 9 f32, operation 4 of the group of all 2 ranks)"
+            "rank 1 was lost: it was killed by signal 9 (SIGKILL) (during reduce(sum) of 9 f32, operation 4 of the group of all 2 ranks)"
         );
         let found = Call { elements: 8, ..call };
         let mismatch = CommError::Mismatch { rank: 1, found, reference: 0, occasion };

@@ -1,4 +1,4 @@
-//! Starts the ranks of one machine, and watches them: a rank that fails ends the run on all others, and is named.
+//! Starts the ranks of one machine.
 //!
 //! Each rank inherits a socket, over which it is handed the shared memory of all, and torchrun's variables. It dies with
 //! its launcher: to be exact, with the thread that started it.
@@ -8,27 +8,23 @@ use std::{
     io,
     net::{Ipv4Addr, TcpListener},
     os::{
-        fd::{AsRawFd, OwnedFd},
-        unix::{
-            net::UnixStream,
-            process::{CommandExt, ExitStatusExt},
-        },
+        fd::AsRawFd,
+        unix::{net::UnixStream, process::CommandExt},
     },
     path::PathBuf,
-    process::{Child, Command, ExitStatus},
+    process::Command,
     sync::Arc,
-    time::{Duration, Instant},
 };
 
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
     io::{FdFlags, fcntl_setfd},
     process::{Pid, PidfdFlags, Signal, getppid, pidfd_open, set_parent_process_death_signal},
     thread::{CpuSet, sched_getaffinity, sched_setaffinity},
 };
 
 use crate::{
-    CommError, LossCause, Output, Recorded, SOCKET_VARIABLE, World, WorldOptions,
+    CommError, Output, SOCKET_VARIABLE, World, WorldOptions,
+    agent::{Agent, Rank},
     environment::Leader,
     output::{Relay, Stream},
     started::{DEFAULT_PORT, LISTENER_VARIABLE, SECRET_VARIABLE},
@@ -39,9 +35,6 @@ use crate::{
 pub const ERROR_FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 /// torchrun's name of a run that has none.
 const NO_RUN: &str = "none";
-
-/// What the ranks that are left have to end by themselves after one has failed.
-const GRACE: Duration = Duration::from_secs(2);
 
 /// What is to be started.
 #[derive(Debug, Clone)]
@@ -177,54 +170,6 @@ pub enum Pinning {
     Share,
 }
 
-/// Ranks that were started. Dropped, it kills those that are left.
-#[derive(Debug)]
-pub struct Agent {
-    world: World,
-    first_rank: usize,
-    ranks: Vec<Rank>,
-    output: Output,
-    /// As long as there is something to be carried.
-    relay: Option<Relay>,
-    sound_codes: Vec<i32>,
-    /// The greatest exit code so far.
-    code: i32,
-    failure: Option<Failure>,
-    kill_at: Option<Instant>,
-}
-
-#[derive(Debug)]
-struct Rank {
-    child: Child,
-    process: OwnedFd,
-    has_ended: bool,
-}
-
-/// How a run ended.
-#[derive(Debug)]
-pub enum Ended {
-    /// All ranks have done what they were to do; with the greatest of their exit codes.
-    Well(i32),
-    /// One of them has not.
-    Badly(Failure),
-}
-
-/// The first failure of a run.
-#[derive(Debug, thiserror::Error)]
-#[error("{error}")]
-pub struct Failure {
-    /// The rank that failed first.
-    pub rank: usize,
-    /// How its process ended.
-    pub cause: LossCause,
-    /// Why the run ended: the rank's loss, or what the ranks found before it.
-    pub error: CommError,
-    /// The file with what the rank wrote to standard error, if there is one.
-    pub log: Option<PathBuf>,
-    /// Whether the launcher has shown what it wrote there.
-    pub is_shown: bool,
-}
-
 impl Launch {
     /// Starts all ranks.
     ///
@@ -233,30 +178,17 @@ impl Launch {
     /// [`CommError::Io`] if the program cannot be started.
     pub fn start(&self) -> Result<Agent, CommError> {
         let options = WorldOptions { first_rank: self.placement.first_rank, ..self.options };
-        let mut agent = Agent {
-            world: World::new(self.ranks, options)?,
-            first_rank: self.placement.first_rank,
-            ranks: Vec::new(),
-            output: self.output.clone(),
-            relay: None,
-            sound_codes: self.sound_codes.clone(),
-            code: 0,
-            failure: None,
-            kill_at: None,
-        };
+        let world = World::new(self.ranks, options)?;
+        let mut agent = Agent::new(world, options, self.output.clone(), self.sound_codes.clone());
         if let Some(dir) = &self.elastic.errors {
             let made = std::fs::create_dir_all(dir);
             made.map_err(|source| CommError::Log { path: dir.clone(), source })?;
         }
         let mut streams = Vec::new();
         for rank in 0..self.ranks {
-            let (started, printed) = self.start_rank(&agent.world, rank)?;
+            let (started, printed) = self.start_rank(agent.world(), rank)?;
+            tracing::debug!(rank = options.first_rank + rank, pid = started.child.id(), "started a rank");
             agent.ranks.push(started);
-            tracing::debug!(
-                rank = options.first_rank + rank,
-                pid = agent.ranks[rank].child.id(),
-                "started a rank"
-            );
             streams.extend(printed);
         }
         agent.relay = Some(Relay::start(streams)?);
@@ -328,98 +260,6 @@ impl Launch {
         let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
         let process = process.map_err(|error| CommError::io("watch a rank")(error.into()))?;
         Ok((Rank { child, process, has_ended: false }, streams?))
-    }
-}
-
-impl Agent {
-    /// Process ids, by rank.
-    pub fn pids(&self) -> Vec<u32> {
-        self.ranks.iter().map(|rank| rank.child.id()).collect()
-    }
-
-    /// Ranks of the world, each with what it called last.
-    pub fn recorded(&self) -> impl Iterator<Item = (usize, Vec<Recorded>)> {
-        (0..self.ranks.len()).map(|rank| (self.first_rank + rank, self.world.recorded(rank)))
-    }
-
-    /// The ranks' world on this machine.
-    pub fn world(&self) -> &World {
-        &self.world
-    }
-
-    /// Watches for at most `limit`. Returns how the run ended once all ranks have.
-    ///
-    /// # Errors
-    /// What the system says.
-    pub fn watch(&mut self, limit: Duration) -> Result<Option<Ended>, CommError> {
-        let what = "watch the ranks";
-        let limit = self.kill_at.map_or(limit, |at| limit.min(at.saturating_duration_since(Instant::now())));
-        let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-        let alive = self.ranks.iter().filter(|rank| !rank.has_ended);
-        let mut polled: Vec<_> = alive.map(|rank| PollFd::new(&rank.process, PollFlags::IN)).collect();
-        match poll(&mut polled, Some(&timeout)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(CommError::io(what)(error.into())),
-        }
-        for rank in 0..self.ranks.len() {
-            if !self.ranks[rank].has_ended
-                && let Some(status) = self.ranks[rank].child.try_wait().map_err(CommError::io(what))?
-            {
-                self.ranks[rank].has_ended = true;
-                self.note_end(rank, status);
-            }
-        }
-        if self.kill_at.is_some_and(|at| Instant::now() >= at) {
-            self.kill();
-        }
-        if !self.ranks.iter().all(|rank| rank.has_ended) {
-            return Ok(None);
-        }
-        // What the ranks said comes before what is said of them.
-        self.relay = None;
-        Ok(Some(self.failure.take().map_or(Ended::Well(self.code), Ended::Badly)))
-    }
-
-    fn note_end(&mut self, rank: usize, status: ExitStatus) {
-        let cause = match (status.code(), status.signal()) {
-            (Some(code), _) => LossCause::Exit(code),
-            (None, Some(signal)) => LossCause::Signal(signal),
-            (None, None) => LossCause::Died,
-        };
-        tracing::debug!(rank = self.first_rank + rank, %cause, has_left = self.world.has_left(rank), "a rank has ended");
-        if let LossCause::Exit(code) = cause
-            && self.sound_codes.contains(&code)
-            && self.world.has_left(rank)
-        {
-            self.code = self.code.max(code);
-            return;
-        }
-        let numbers = (rank, self.first_rank + rank);
-        let rank = numbers.1;
-        let error = self.world.end(&CommError::PeerLost { rank, cause, occasion: None });
-        // Others may have found out and ended before the one that they lost.
-        let is_to_blame = matches!(error, CommError::PeerLost { rank: lost, .. } if lost == rank);
-        if is_to_blame || self.failure.is_none() {
-            let (log, is_shown) = (self.output.error_log(numbers), self.output.shows_errors(numbers));
-            self.failure = Some(Failure { rank, cause, error, log, is_shown });
-        }
-        self.kill_at.get_or_insert(Instant::now() + GRACE);
-    }
-
-    fn kill(&mut self) {
-        for rank in self.ranks.iter_mut().filter(|rank| !rank.has_ended) {
-            // It may have ended just now.
-            let _ = rank.child.kill();
-        }
-    }
-}
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        self.kill();
-        for rank in &mut self.ranks {
-            let _ = rank.child.wait();
-        }
     }
 }
 

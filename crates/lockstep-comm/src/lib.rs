@@ -10,6 +10,7 @@
 //! ranks of one machine, which `world` brings together, `launch` starts, and [`environment`] finds others to have started;
 //! `mpi` leaves it to MPI.
 
+mod agent;
 mod algorithm;
 pub mod benchmark;
 mod blocks;
@@ -29,17 +30,19 @@ mod recorder;
 mod reduce;
 mod shm;
 mod started;
+mod stillness;
 mod task;
 mod tcp;
 mod transport;
 mod world;
 
+pub use agent::{Agent, Ended, Failure, Movement};
 pub use algorithm::Algorithm;
 pub use call::{Call, Kind};
 pub use deadline::Deadline;
 pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
 pub use group::{Group, Pending};
-pub use launch::{Agent, ERROR_FILE_VARIABLE, Elastic, Ended, Failure, Launch, Pinning, Placement};
+pub use launch::{ERROR_FILE_VARIABLE, Elastic, Launch, Pinning, Placement};
 pub use memory::{Lent, Source, Target};
 pub use meter::{Meter, Metered};
 pub use mpi::{MpiOptions, join_mpi};
@@ -52,8 +55,8 @@ pub use started::{
 };
 pub use task::Collective;
 pub use tcp::{
-    Malformed, Meeting, PairingCode, Secret, SecretInMemory, TcpOptions, TurnedAway, join_by_address,
-    meet_nodes, read_frames, sample_frames, seal_frames,
+    Malformed, Meeting, NodeCard, NodesMet, PairingCode, Secret, SecretInMemory, TcpOptions, TurnedAway,
+    join_by_address, meet_nodes, read_frames, sample_frames, seal_frames,
 };
 pub use world::{SOCKET_VARIABLE, World, WorldOptions, join};
 

@@ -121,6 +121,9 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
         None => return Err(CommError::Join(JoinProblem::NoLeader { launcher: place.launcher })),
     };
     let run = variable("TORCHELASTIC_RUN_ID").unwrap_or_else(|| job(place.launcher));
+    // A rank that an earlier attempt has left behind belongs to another run.
+    let attempt = variable("TORCHELASTIC_RESTART_COUNT").filter(|_| is_launched());
+    let run = attempt.map_or(run.clone(), |attempt| format!("{run}.{attempt}"));
     let port = named.and_then(|leader| leader.port);
     let port = port.or_else(|| variable("MASTER_PORT")?.parse().ok()).unwrap_or_else(|| port_of(&run));
     let meeting = Meeting { host, port, listener, run, secret, ..Meeting::default() };

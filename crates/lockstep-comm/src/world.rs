@@ -9,6 +9,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
+    sync::atomic::Ordering,
     time::Duration,
 };
 
@@ -149,6 +150,12 @@ impl World {
             Status::Absent => !(0..self.segments.ranks()).any(is_here),
             Status::Here | Status::Panicked => false,
         }
+    }
+
+    /// The count of a rank's signs of life; `None` before it has come and after it has left.
+    pub fn beat(&self, rank: usize) -> Option<u32> {
+        let is_here = self.segments.status(rank) == Status::Here;
+        is_here.then(|| self.segments.header(rank).beat.load(Ordering::Relaxed))
     }
 
     /// What a rank called last, oldest first; also if it is dead.

@@ -14,7 +14,7 @@ use std::{
 
 use lockstep_comm::{
     Agent, Collective, CommError, Deadline, Elastic, Ended, Failure, Group, JoinOptions, Launch, Lent,
-    LossCause, Meeting, Output, Pinning, Placement, ReduceOp, TcpOptions, WorldOptions,
+    LossCause, Meeting, NodeCard, Output, Pinning, Placement, ReduceOp, TcpOptions, WorldOptions,
     join_from_environment, meet_nodes,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
@@ -250,7 +250,9 @@ impl Run {
                 let (ranks, count) = (*ranks, nodes.len());
                 // The last two take the numbers that are left, in whatever order they come.
                 let node = (node == 0 || node + 2 < count).then_some(node);
-                scope.spawn(move || meet_nodes(meeting, node, count, ranks, soon()).unwrap())
+                scope.spawn(move || {
+                    meet_nodes(meeting, node, count, NodeCard::first(ranks), soon()).unwrap().placement
+                })
             };
             let threads: Vec<_> = nodes.iter().enumerate().map(meet).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()

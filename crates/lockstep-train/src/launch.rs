@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use lockstep_comm::{
     self as comm, Agent, CommError, Deadline, Elastic, Failure, Group, JoinOptions, Launch, LossCause,
-    MEETING_LIMIT, Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched, join_from_environment,
+    MEETING_LIMIT, Movement, Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched,
+    join_from_environment,
 };
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -21,6 +22,8 @@ const LOOK: Duration = Duration::from_millis(100);
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
 /// The exit code of a rank that has panicked.
 const PANICKED: i32 = 101;
+/// The end of a rank that a request for a stop has found without a handler for it.
+const STOPPED: LossCause = LossCause::Signal(Signal::TERM.as_raw());
 
 /// How this program is started once for each rank.
 #[derive(Debug, Clone)]
@@ -45,6 +48,8 @@ pub struct RankProcesses {
     pub interrupted: i32,
     /// The exit code of a rank that has lost another.
     pub lost: i32,
+    /// Time without a sign of life after which a rank counts as lost.
+    pub silence: Duration,
 }
 
 /// How the ranks ended.
@@ -54,6 +59,8 @@ pub enum Ended {
     Well(i32),
     /// One of them has failed.
     Badly(Box<BadEnd>),
+    /// The request for a stop ended one that could not take it yet: the ranks had not begun.
+    BeforeTheyBegan,
 }
 
 /// How a run of ranks ended that did not end well.
@@ -77,23 +84,32 @@ pub fn started_group(options: JoinOptions) -> Result<Option<Group>, Error> {
 }
 
 impl RunConfig {
+    /// Time without a sign of life after which a rank counts as lost.
+    pub fn heartbeat(&self) -> Duration {
+        Duration::from_millis(self.elastic.heartbeat_ms)
+    }
+
     /// How the ranks of this run join.
     pub fn join_options(&self) -> JoinOptions {
         let tcp = TcpOptions {
             streams: self.parallel.tcp_connections,
             settings: self.digest(),
-            ..TcpOptions::default()
+            silence: self.heartbeat(),
         };
         JoinOptions { way: self.parallel.transport.into(), tcp, ..JoinOptions::default() }
     }
 }
 
 /// Starts this program with its own arguments as each of the ranks, and watches them to their end. A request for a stop is
-/// passed on to them.
+/// passed on to them; `tell` is given what the user should know while they run.
 ///
 /// # Errors
 /// What kept them from being started.
-pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ended, Error> {
+pub fn run_ranks(
+    processes: RankProcesses,
+    interrupt: &Interrupt,
+    tell: &mut dyn FnMut(&str),
+) -> Result<Ended, Error> {
     let RankProcesses {
         ranks,
         placement,
@@ -105,13 +121,14 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
         elastic,
         interrupted,
         lost,
+        silence,
     } = processes;
     let launch = Launch {
         program: std::env::current_exe().map_err(Error::Program)?,
         arguments: std::env::args_os().skip(1).chain(arguments).collect(),
         environment,
         ranks,
-        options: WorldOptions::default(),
+        options: WorldOptions { silence, ..WorldOptions::default() },
         placement,
         pinning,
         output,
@@ -126,6 +143,9 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
         match agent.watch(LOOK)? {
             None => {}
             Some(comm::Ended::Well(code)) => return Ok(Ended::Well(code)),
+            Some(comm::Ended::Badly(failure)) if is_passed_on && failure.cause == STOPPED => {
+                return Ok(Ended::BeforeTheyBegan);
+            }
             Some(comm::Ended::Badly(failure)) => {
                 return Ok(Ended::Badly(Box::new(bad_end(
                     &agent,
@@ -136,6 +156,9 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
                 ))));
             }
         }
+        if let Some(movement) = agent.movement() {
+            tell(&in_words(movement));
+        }
         if interrupt.is_requested() && !is_passed_on {
             is_passed_on = true;
             tracing::info!("asked to stop: passing it on to the ranks");
@@ -144,6 +167,23 @@ pub fn run_ranks(processes: RankProcesses, interrupt: &Interrupt) -> Result<Ende
                 let _ = Pid::from_raw(pid.cast_signed()).map(|pid| kill_process(pid, Signal::TERM));
             }
         }
+    }
+}
+
+/// What the launcher tells of ranks that have all stopped to move, or move again.
+fn in_words(movement: Movement) -> String {
+    let Movement::Still { silence, pids, are_stopped } = movement else {
+        return "the ranks move again".to_owned();
+    };
+    let seconds = silence.as_secs_f64();
+    let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
+    let pids = pids.join(" ");
+    if are_stopped {
+        format!(
+            "no rank has moved for {seconds:.1} s: all of them are stopped; kill -CONT {pids} lets them go on"
+        )
+    } else {
+        format!("no rank has moved for {seconds:.1} s: the system does not run processes {pids}")
     }
 }
 

@@ -1,8 +1,10 @@
 //! The origin of a run: its lock, the engine with the checkpoint or the first weights in it, and the samples that are still to be read.
 
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
-use lockstep_checkpoint::{Checkpoint, RunLock, prepare_directory};
+use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_directory};
 use lockstep_data::{Prefetcher, SampleCursor};
 use lockstep_engine::Engine;
 use lockstep_graph::mutation::{Mutation, active};
@@ -17,11 +19,22 @@ use crate::{Corpus, Error, ResolvedModel};
 /// Micro-batches read ahead.
 const PREFETCH_DEPTH: usize = 4;
 
+/// Time in which a run that was killed gives its lock back: the kernel does so once it has taken its memory apart.
+const LOCK_OF_THE_DYING: Duration = Duration::from_secs(3);
+/// Between two tries.
+const RETRY: Duration = Duration::from_millis(10);
+
 /// Takes the directories of checkpoints for this run alone.
 pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
+    let begin = Instant::now();
     let lock = |dir: &Path| {
         prepare_directory(dir)?;
-        Ok(RunLock::take(dir)?)
+        loop {
+            match RunLock::take(dir) {
+                Err(CheckpointError::Busy { .. }) if begin.elapsed() < LOCK_OF_THE_DYING => sleep(RETRY),
+                taken => return Ok(taken?),
+            }
+        }
     };
     config.checkpoint_dirs().into_iter().map(lock).collect()
 }

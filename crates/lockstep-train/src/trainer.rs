@@ -162,7 +162,8 @@ pub(crate) fn run(
         digest = %corpus.digest, "the corpus is open"
     );
     let writes = ranks.is_first() && leaves == Leaves::Everything;
-    let _lock = writes.then(|| lock(config)).transpose()?;
+    // Nobody looks for a checkpoint as long as the run before this one may still save.
+    let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
     let Origin { mut engine, counters, checkpoint, told, damaged } =
         Origin::of(config, resume, ranks, &model)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };

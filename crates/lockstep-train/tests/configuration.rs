@@ -208,7 +208,7 @@ fn broken_arguments_are_named_with_what_is_allowed() {
             "parallel.offload={ optimiser = \"disk\" }",
             "parallel.offload.optimiser: unknown key; the nearest is parallel.offload.optimizer",
         ),
-        ("elastic.max_restarts=1", "[elastic]: this section is not supported yet"),
+        ("elastic.min_nodes=1", "elastic.min_nodes: is not supported yet"),
         ("optimizer.lr=1e999", "optimizer.lr: 1e999 is not a finite number"),
         ("train.steps=3\ntrain.seed=4", "train.steps: broken TOML value"),
     ];

@@ -115,7 +115,10 @@ pub(crate) struct Launching {
     pub(crate) node: Option<usize>,
     /// How long other machines are waited for.
     pub(crate) limit: Duration,
-    pub(crate) max_restarts: usize,
+    /// The same for one that is gone, where `--rdzv-conf` says it.
+    pub(crate) rejoin_limit: Option<Duration>,
+    /// Restarts of all ranks after a failure, where a flag says it.
+    pub(crate) max_restarts: Option<usize>,
     pub(crate) role: Option<String>,
     pub(crate) log_dir: Option<PathBuf>,
     redirects: Option<Streams>,
@@ -131,7 +134,8 @@ impl Default for Launching {
             standalone: false,
             node: None,
             limit: MEETING_LIMIT,
-            max_restarts: 0,
+            rejoin_limit: None,
+            max_restarts: None,
             role: None,
             log_dir: None,
             redirects: None,
@@ -204,7 +208,7 @@ impl Flags {
             launching.configure(&given)?;
         }
         if let Some(given) = given(&self.max_restarts, "--max-restarts") {
-            launching.max_restarts = given.number(0, RESTART_LIMIT as u64)? as usize;
+            launching.max_restarts = Some(given.number(0, RESTART_LIMIT as u64)? as usize);
         }
         let streams = |flag, name| given(flag, name).map(|given| Streams::parse(&given)).transpose();
         launching.redirects = streams(&self.redirects, "--redirects")?;
@@ -342,6 +346,7 @@ impl Launching {
             match (key, value.to_ascii_lowercase().as_str()) {
                 ("timeout" | "join_timeout", _) => {
                     self.limit = Duration::from_secs(number(1, WAIT_LIMIT)?);
+                    self.rejoin_limit = Some(self.limit);
                 }
                 ("rank", _) => self.is_node(number(0, 1 << 20)? as usize, given)?,
                 ("is_host", "1" | "true" | "t" | "yes" | "y") => self.is_node(0, given)?,
@@ -507,14 +512,14 @@ mod tests {
         ];
         let found = settle(&[], &twins).unwrap();
         assert_eq!((found.ranks, found.standalone, found.node), (Some(3), true, Some(1)));
-        assert_eq!((found.limit.as_secs(), found.max_restarts), (7, 2));
+        assert_eq!((found.limit.as_secs(), found.max_restarts), (7, Some(2)));
         assert_eq!((found.role.as_deref(), found.shown), (Some("trainer"), Some(vec![0, 2])));
         assert_eq!(found.log_dir, Some("logs".into()));
         assert_eq!(found.tee, Some(Streams::ByRank(BTreeMap::from([(0, 3), (1, 1)]))));
         assert_eq!(found.without_effect, [format!("PET_MONITOR_INTERVAL ({AT_ONCE})")]);
         let flags = ["--nproc_per_node=4", "--max_restarts", "0", "-t", "3", "--role", "x"];
         let found = settle(&flags, &twins).unwrap();
-        assert_eq!((found.ranks, found.max_restarts), (Some(4), 0));
+        assert_eq!((found.ranks, found.max_restarts), (Some(4), Some(0)));
         assert_eq!((found.tee, found.role.as_deref()), (Some(Streams::OfAll(3)), Some("x")));
     }
 

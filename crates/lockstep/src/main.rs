@@ -18,6 +18,7 @@ mod hosts;
 mod import;
 mod infer;
 mod launching;
+mod limits;
 mod logging;
 #[cfg(test)]
 mod manifests;
@@ -127,6 +128,10 @@ fn main() -> ExitCode {
     lockstep_train::build::set_commit(COMMIT);
     let Cli { command, log_format } = parsed();
     if let Err(Failure { message, code }) = logging::start(log_format) {
+        output::error(&message);
+        return ExitCode::from(code);
+    }
+    if let Err(Failure { message, code }) = limits::prepare() {
         output::error(&message);
         return ExitCode::from(code);
     }

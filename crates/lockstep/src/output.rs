@@ -7,6 +7,7 @@ use std::io::{ErrorKind, Write};
 use lockstep_train::screen::{self, Colour};
 
 use crate::exit::FAILED;
+use crate::limits;
 
 /// Writes one line, or ends the process.
 pub(crate) fn line(text: Arguments<'_>) {
@@ -21,7 +22,8 @@ pub(crate) fn line(text: Arguments<'_>) {
 
 /// What went wrong, on standard error.
 pub(crate) fn error(text: &str) {
-    screen::line(&screen::message("error", Colour::Red, text));
+    let hint = limits::hint(text).map_or(String::new(), |hint| format!("; {hint}"));
+    screen::line(&screen::message("error", Colour::Red, &format!("{text}{hint}")));
 }
 
 /// What goes on but not as asked, on standard error.

@@ -4,9 +4,11 @@ use std::ffi::OsString;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use lockstep_comm::{
-    self as comm, Elastic, LossCause, MpiOptions, Output, Pinning, Placement, Way, is_launched,
+    self as comm, CommError, Elastic, LossCause, MpiOptions, Output, Pinning, Placement, Way, WorldOptions,
+    is_launched,
 };
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
@@ -42,6 +44,8 @@ pub(crate) struct Start {
     pub(crate) records: Option<PathBuf>,
     /// What they are told as torchelastic tells its workers.
     pub(crate) elastic: Elastic,
+    /// Time without a sign of life after which a rank counts as lost.
+    pub(crate) silence: Duration,
 }
 
 impl Start {
@@ -51,8 +55,9 @@ impl Start {
             if way == Way::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
         let (environment, arguments) = (Vec::new(), Vec::new());
         let (pinning, output) = (Pinning::Share, Output::Labelled);
-        let elastic = Elastic::default();
-        Ok(Self { ranks, placement, environment, arguments, pinning, output, records: None, elastic })
+        let (records, elastic) = (None, Elastic::default());
+        let silence = WorldOptions::default().silence;
+        Ok(Self { ranks, placement, environment, arguments, pinning, output, records, elastic, silence })
     }
 }
 
@@ -64,7 +69,17 @@ pub(crate) fn seen_to(all: usize) -> Result<Range<usize>, Failure> {
 
 /// Starts this command once for each rank of this machine, and watches them.
 pub(crate) fn run(start: Start, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
-    let Start { ranks, placement, environment, arguments, pinning, output, records, elastic } = start;
+    attempt(start, interrupt, &mut None)
+}
+
+/// As [`run`]; `lost` is the rank of this machine whose loss has ended the run, if it was one.
+pub(crate) fn attempt(
+    start: Start,
+    interrupt: &Interrupt,
+    lost: &mut Option<(usize, LossCause)>,
+) -> Result<ExitCode, Failure> {
+    let Start { ranks, placement, environment, arguments, pinning, output, records, elastic, silence } =
+        start;
     let errors = elastic.clone();
     let processes = RankProcesses {
         ranks,
@@ -77,11 +92,23 @@ pub(crate) fn run(start: Start, interrupt: &Interrupt) -> Result<ExitCode, Failu
         elastic,
         interrupted: INTERRUPTED.into(),
         lost: PEER_LOST.into(),
+        silence,
     };
-    match run_ranks(processes, interrupt)? {
+    match run_ranks(processes, interrupt, &mut |text| warning(text))? {
         Ended::Well(code) => Ok(ExitCode::from(code as u8)),
-        Ended::Badly(end) => Err(judge(*end, &errors)),
+        Ended::BeforeTheyBegan => Err(interrupted()),
+        Ended::Badly(end) => {
+            let comm::Failure { rank, cause, error, .. } = &end.failure;
+            let is_to_blame = matches!(error, CommError::PeerLost { rank: found, .. } if found == rank);
+            *lost = is_to_blame.then_some((*rank, *cause));
+            Err(judge(*end, &errors))
+        }
     }
+}
+
+/// The end by a signal while no rank is at work.
+pub(crate) fn interrupted() -> Failure {
+    Failure { message: "interrupted before the ranks had begun".to_owned(), code: INTERRUPTED }
 }
 
 /// What the launcher tells: what no rank has told where the user sees it.
@@ -112,6 +139,7 @@ fn exit_code(cause: &LossCause) -> i32 {
     match cause {
         LossCause::Exit(code) => *code,
         LossCause::Signal(signal) => -signal,
+        LossCause::OutOfMemory | LossCause::PerhapsOutOfMemory => -9,
         _ => 1,
     }
 }

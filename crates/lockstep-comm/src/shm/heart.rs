@@ -6,7 +6,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, atomic::Ordering},
     thread::{Builder, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -21,8 +21,10 @@ use crate::{CommError, LossCause};
 const BEATS: u32 = 20;
 /// Between two looks as long as not everybody is here.
 const WHILE_JOINING: Duration = Duration::from_millis(10);
-/// What a launcher has to tell how a process ended, which its peers cannot see, before they say that it did.
-const LAUNCHERS_TURN: Duration = Duration::from_millis(40);
+/// Time for a launcher to tell how a process ended, which its peers cannot see, before they say that it did.
+const LAUNCHERS_TURN: Duration = Duration::from_millis(100);
+/// Between two looks whether it has.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// The thread; it ends when this is dropped.
 #[derive(Debug)]
@@ -100,7 +102,10 @@ impl Watch {
             ended.extend(dead);
             for rank in ended {
                 if self.segments.status(rank) == Status::Here {
-                    std::thread::sleep(LAUNCHERS_TURN);
+                    let begin = Instant::now();
+                    while !self.segments.has_ended() && begin.elapsed() < LAUNCHERS_TURN {
+                        std::thread::sleep(LOOK);
+                    }
                     self.lost(rank, LossCause::Died);
                 }
             }

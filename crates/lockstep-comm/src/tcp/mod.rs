@@ -35,6 +35,6 @@ pub(crate) use join::join_with;
 pub use join::{TcpOptions, join_by_address};
 pub(crate) use machine::{Local, Machine};
 pub use meeting::Meeting;
-pub use nodes::meet_nodes;
+pub use nodes::{NodeCard, NodesMet, meet_nodes};
 pub use secret::{PairingCode, Secret, SecretInMemory};
 pub use turned_away::TurnedAway;

@@ -1,4 +1,7 @@
-//! How the launchers of several machines find each other, and number their ranks.
+//! How the launchers of several machines find each other, number their ranks, and agree on what comes after an attempt.
+//!
+//! They meet before each attempt and after the last one. Everybody's card says what he brings: the attempt that he takes for the next one, the
+//! loss that ended his last one, or that he ends. All get all cards, so all come to the same conclusion.
 
 use std::{
     net::{SocketAddr, TcpListener},
@@ -10,20 +13,80 @@ use super::{
     meeting::{ANY, Begun, CARD_BYTES, Meeting},
     secret::SecretInMemory,
 };
-use crate::{CommError, Deadline, JoinProblem, MAX_WORLD, Placement, environment::Leader};
+use crate::{CommError, Deadline, JoinProblem, LossCause, MAX_WORLD, Placement, environment::Leader};
 
-/// Meets the launchers of the other machines, as number `node` of `nodes`, to start `ranks` ranks here. Without a number,
-/// the one on the machine of the meeting is the first, and the others follow in the order in which they come.
+/// The card of a launcher at a meeting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NodeCard {
+    /// Ranks that it starts.
+    pub ranks: usize,
+    /// Number of the attempt that it takes for the next one, from 0.
+    pub attempt: usize,
+    /// Restarts that it may make in all.
+    pub max_restarts: usize,
+    /// The exit code by which it ends, if it starts no further attempt.
+    pub ends: Option<u8>,
+    /// The rank of its own that its last attempt has lost, and how.
+    pub lost: Option<(usize, LossCause)>,
+}
+
+impl NodeCard {
+    /// The card of a launcher that starts `ranks` ranks for the first time.
+    pub fn first(ranks: usize) -> Self {
+        Self { ranks, attempt: 0, max_restarts: 0, ends: None, lost: None }
+    }
+
+    /// As bytes, with the port where rank 0 will listen.
+    fn encode(&self, port: u16) -> [u8; CARD_BYTES] {
+        let mut out = [0; CARD_BYTES];
+        out[..2].copy_from_slice(&port.to_le_bytes());
+        out[2] = u8::from(self.ends.is_some());
+        out[3] = self.ends.unwrap_or(0);
+        let (lost, (kind, value)) =
+            self.lost.map_or((0, (0, 0)), |(rank, cause)| (rank + 1, cause.to_numbers()));
+        for (at, number) in [(4, self.ranks), (8, self.attempt), (12, self.max_restarts), (16, lost)] {
+            out[at..at + 4].copy_from_slice(&(number as u32).to_le_bytes());
+        }
+        out[20..24].copy_from_slice(&(kind as u32).to_le_bytes());
+        out[24..32].copy_from_slice(&value.to_le_bytes());
+        out
+    }
+
+    fn decode(bytes: &[u8; CARD_BYTES]) -> (u16, Self) {
+        let number =
+            |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]) as usize;
+        let value = number(24) as u64 | (number(28) as u64) << 32;
+        let cause = LossCause::from_numbers(number(20) as u64, value);
+        let lost = number(16).checked_sub(1).and_then(|rank| Some((rank, cause?)));
+        let ends = (bytes[2] != 0).then_some(bytes[3]);
+        let card = Self { ranks: number(4), attempt: number(8), max_restarts: number(12), ends, lost };
+        (u16::from_le_bytes([bytes[0], bytes[1]]), card)
+    }
+}
+
+/// What the launchers of all machines have told each other.
+#[derive(Debug)]
+pub struct NodesMet {
+    /// The place of this machine's ranks.
+    pub placement: Placement,
+    /// The number of the next attempt: the greatest that any of them brings.
+    pub attempt: usize,
+    /// The cards, by node.
+    pub cards: Vec<NodeCard>,
+}
+
+/// Meets the launchers of the other machines, as number `node` of `nodes`, with `card`. Without a number, the one on the machine of the
+/// meeting is the first, and the others follow in the order in which they come.
 ///
 /// # Errors
-/// [`CommError::Join`].
+/// [`CommError::Join`] if some do not come before `deadline`, or bring what cannot be.
 pub fn meet_nodes(
     mut meeting: Meeting,
     node: Option<usize>,
     nodes: usize,
-    ranks: usize,
+    card: NodeCard,
     deadline: Deadline,
-) -> Result<Placement, CommError> {
+) -> Result<NodesMet, CommError> {
     let out_of_range =
         |what, value, allowed| Err(CommError::Join(JoinProblem::OutOfRange { what, value, allowed }));
     if let Some(node) = node.filter(|node| *node >= nodes) {
@@ -48,32 +111,27 @@ pub fn meet_nodes(
     let secret = Some(Arc::new(SecretInMemory::new(&meeting.key()?)?));
     let port =
         listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
-    let mut card = [0; CARD_BYTES];
-    card[..2].copy_from_slice(&port.map_err(CommError::io("listen for ranks"))?.to_le_bytes());
-    card[4..8].copy_from_slice(&(ranks as u32).to_le_bytes());
+    let card = card.encode(port.map_err(CommError::io("listen for ranks"))?);
     let (node, guests, _) = meeting.meet(Purpose::Nodes, node, nodes, card, deadline)?;
     drop(given);
-    let counts: Vec<usize> = guests
-        .iter()
-        .map(|guest| {
-            u32::from_le_bytes([guest.card[4], guest.card[5], guest.card[6], guest.card[7]]) as usize
-        })
-        .collect();
-    let world_size = counts.iter().sum();
+    let (ports, cards): (Vec<u16>, Vec<NodeCard>) =
+        guests.iter().map(|guest| NodeCard::decode(&guest.card)).unzip();
+    let world_size = cards.iter().map(|card| card.ranks).sum();
     if world_size > MAX_WORLD {
         return out_of_range("number of ranks", world_size, format!("1 to {MAX_WORLD}"));
     }
-    let port = u16::from_le_bytes([guests[0].card[0], guests[0].card[1]]);
-    Ok(Placement {
+    let placement = Placement {
         node,
         nodes,
-        first_rank: counts[..node].iter().sum(),
+        first_rank: cards[..node].iter().map(|card| card.ranks).sum(),
         world_size,
-        leader: Some(Leader { host: meeting.host, port: Some(port) }),
+        leader: Some(Leader { host: meeting.host, port: Some(ports[0]) }),
         listener: listener.map(Arc::new),
         secret,
         run: meeting.run,
-    })
+    };
+    let attempt = cards.iter().map(|card| card.attempt).max().unwrap_or(0);
+    Ok(NodesMet { placement, attempt, cards })
 }
 
 /// A socket at the address of the meeting, on a port of its own, for rank 0.
@@ -82,4 +140,26 @@ fn listen_beside(meeting: &Meeting) -> Result<TcpListener, CommError> {
     let address = meeting.listener.as_ref().map_or(Ok(None), |listener| listener.local_addr().map(Some));
     let address = address.map_err(CommError::io(what))?.ok_or(CommError::Join(JoinProblem::HungUp))?;
     TcpListener::bind(SocketAddr::new(address.ip(), 0)).map_err(CommError::io(what))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_says_the_same_to_those_who_get_it() {
+        let plain = NodeCard::first(8);
+        let ends = NodeCard { ends: Some(0), ..plain };
+        let lost = NodeCard {
+            attempt: 7,
+            max_restarts: 1000,
+            ends: Some(75),
+            lost: Some((0, LossCause::Exit(-1))),
+            ..plain
+        };
+        let silent = NodeCard { lost: Some((255, LossCause::Silent(u64::MAX))), ..plain };
+        for card in [plain, ends, lost, silent] {
+            assert_eq!(NodeCard::decode(&card.encode(29400)), (29400, card));
+        }
+    }
 }

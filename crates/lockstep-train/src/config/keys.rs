@@ -32,9 +32,6 @@ pub(super) const ALIASES: [(&str, &str); 1] = [("train.lr", "optimizer.lr")];
 /// The keys that name the model; at most one is given.
 pub(super) const MODEL_SOURCES: [&str; 3] = ["model.preset", "model.path", "model.model_type"];
 
-/// Sections that are planned and not there yet.
-pub(super) const LATER_SECTIONS: [&str; 1] = ["elastic"];
-
 sections! {
     /// What is trained: one of `preset`, `path` and `model_type`. Any other key is an override of the same
     /// key of the model's `config.json`, such as `hidden_size = 512`; the model family checks it.
@@ -379,6 +376,22 @@ sections! {
         in_background as "async": bool = true, rules();
     }
     later []
+
+    /// Restarts by the launcher after the loss of a rank, without anybody typing the command again.
+    elastic: ElasticConfig {
+        /// Restarts of all ranks from the newest checkpoint that the launcher may have outstanding; 0 ends the run at the first failure. The flag
+        /// `--max-restarts` wins. Failures that a restart cannot mend (exit codes 2, 3 and 4) end the run in any case.
+        max_restarts: u64 = 0, rules().at_most(1000.0);
+        /// Seconds of running without a failure after which one restart is given back to `max_restarts`.
+        stable_after_s: f64 = 300.0, rules().above(0.0).at_most(1e6);
+        /// Restarts in a row without a new checkpoint after which the run gives up, whatever is left of `max_restarts`.
+        max_futile_restarts: u64 = 5, rules().at_least(1.0).at_most(1000.0);
+        /// Seconds that the machines of a run wait for one whose launcher is gone, or for a replacement of it. `join_timeout` of `--rdzv-conf` wins.
+        rejoin_timeout_s: f64 = 600.0, rules().above(0.0).at_most(86400.0);
+        /// Milliseconds without a sign of life after which a rank counts as lost.
+        heartbeat_ms: u64 = 5000, rules().at_least(500.0).at_most(3_600_000.0);
+    }
+    later ["min_nodes"]
 
     /// What is written down about the run.
     metrics: MetricsConfig {

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::declare::Later;
 use super::habits::{Answer, HABITS, Habit, Place};
-use super::keys::{ALIASES, KEYS, LATER_SECTIONS, SECTIONS};
+use super::keys::{ALIASES, KEYS, SECTIONS};
 use super::value::ValueType;
 
 const INTRODUCTION: &str = "\
@@ -87,8 +87,6 @@ pub fn configuration_markdown() -> String {
         };
         let _ = writeln!(out, "| {typed} | {ours} |");
     }
-    let later: Vec<String> = LATER_SECTIONS.iter().map(|name| format!("`[{name}]`")).collect();
-    let _ = writeln!(out, "\nSections that are not supported yet, and refused: {}.", later.join(", "));
     out
 }
 

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::habits::{self, Answer};
-use super::keys::{ALIASES, KEYS, LATER_SECTIONS, MODEL_SOURCES, SECTIONS};
+use super::keys::{ALIASES, KEYS, MODEL_SOURCES, SECTIONS};
 use super::nearest::{all_sections, nearest_key, nearest_section};
 use super::problem::{Origin, Problem};
 use super::value::shortened;
@@ -243,13 +243,9 @@ fn not_a_section(name: &str, origin: Origin) -> Problem {
 }
 
 fn unknown_section(name: &str, origin: Origin) -> Problem {
-    let what = if LATER_SECTIONS.contains(&name) {
-        "this section is not supported yet".to_owned()
-    } else {
-        match nearest_section(name) {
-            Some(near) => format!("unknown section; the nearest is [{near}]"),
-            None => "unknown section".to_owned(),
-        }
+    let what = match nearest_section(name) {
+        Some(near) => format!("unknown section; the nearest is [{near}]"),
+        None => "unknown section".to_owned(),
     };
     Problem::new(origin, format!("[{}]", shortened(name)), what, format!("the sections {}", all_sections()))
 }

@@ -75,12 +75,19 @@ pub(crate) fn describe_run(config: &RunConfig, beginning: &Beginning<'_>) -> Res
         "machine": machine,
         "steps": config.train.steps,
         "first_step": first_step,
+        "restarts": restarts(),
         "predicted": predicted,
         "peak_flops_per_s": peak.map(|peak| peak.flops_per_s),
         "peak_source": peak.map(|peak| peak.source),
         "settings": config.recorded_settings(),
     });
     write_json(&config.metrics.dir.join(RUN), &run)
+}
+
+/// Restarts of this process's ranks by their launcher, as torchelastic counts them.
+fn restarts() -> u64 {
+    let count = std::env::var("TORCHELASTIC_RESTART_COUNT").ok();
+    count.and_then(|count| count.parse().ok()).unwrap_or(0)
 }
 
 /// Writes the report of the run whose records are in `dir` to `out`, or to `report.html` in `dir`; returns where.

@@ -1,7 +1,9 @@
 //! `lockstep train`.
 
+mod attempts;
 mod launcher;
 mod request;
+mod restarts;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -63,6 +65,8 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    // A rank may be asked to stop at any time from its start.
+    let interrupt = is_launched().then(Interrupt::on_signals).transpose()?;
     let place = lockstep_comm::place()?;
     let started = place.as_ref().and_then(|place| place.world_size);
     // A rank of ours has the launcher's flags without being asked to start anything.
@@ -101,7 +105,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
             return Ok(exit);
         }
     }
-    train_as_rank(&request, &config, chosen.as_deref())
+    let interrupt = interrupt.map_or_else(Interrupt::on_signals, Ok)?;
+    train_as_rank(&request, &config, chosen.as_deref(), &interrupt)
 }
 
 /// Trains as one of the ranks, or as the only one.
@@ -109,13 +114,13 @@ fn train_as_rank(
     request: &Request<'_>,
     config: &RunConfig,
     chosen: Option<&str>,
+    interrupt: &Interrupt,
 ) -> Result<ExitCode, Failure> {
     let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, config)?,
         _ => Ranks::alone(),
     };
-    let interrupt = Interrupt::on_signals()?;
     let threads = engine_options(config).threads;
     if ranks.is_first() {
         say_if_threads_differ(threads);
@@ -129,7 +134,7 @@ fn train_as_rank(
         }
         progress
     };
-    let summary = train(config, &request.resume, &ranks, &interrupt, show)
+    let summary = train(config, &request.resume, &ranks, interrupt, show)
         .inspect_err(|error| ranks::leave_records(&ranks, error, &config.metrics.dir))
         .map_err(|error| ranks::ended_by(error, ranks.rank(), |code| ranks.abort(code)))?;
     if ranks.is_first() {

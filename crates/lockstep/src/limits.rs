@@ -1,0 +1,68 @@
+//! Limits that the system sets to this process (`ulimit`, cgroups): what they refuse becomes one message and exit code 1, not a panic or
+//! the end by a signal.
+
+use std::panic::{PanicHookInfo, set_hook, take_hook};
+
+use lockstep_train::interrupt::outlive_limits;
+
+use crate::exit::{FAILED, Failure};
+use crate::output;
+
+/// What to do where threads or processes are refused.
+const TASKS: &str =
+    "the system allows no more threads or processes: raise ulimit -u, or pids.max (TasksMax) of the cgroup";
+/// What to do where memory is refused.
+const MEMORY: &str = "the system gives no more memory: raise ulimit -v, where that is set, or take less";
+/// What to do where a file may not grow.
+const FILES: &str = "files may not become so large: raise ulimit -f";
+
+/// Prepares this process to be refused something.
+pub(crate) fn prepare() -> Result<(), Failure> {
+    outlive_limits()?;
+    let usual = take_hook();
+    set_hook(Box::new(move |panic| match refused_thread(panic) {
+        // Threads that the standard library or rayon starts have nobody who could handle it.
+        true => {
+            output::error("cannot start a thread: Resource temporarily unavailable (os error 11)");
+            std::process::exit(i32::from(FAILED));
+        }
+        false => usual(panic),
+    }));
+    Ok(())
+}
+
+/// Returns true for a panic of whoever was refused a thread.
+fn refused_thread(panic: &PanicHookInfo<'_>) -> bool {
+    panic.payload_as_str().is_some_and(|text| text.contains("thread") && text.contains("code: 11,"))
+}
+
+/// What to do about a refusal that `message` tells of.
+pub(crate) fn hint(message: &str) -> Option<&'static str> {
+    // EAGAIN is also what a socket says that has nothing to read.
+    let is_of_task = ["start", "thread", "watch for"].iter().any(|word| message.contains(word));
+    let is_unnumbered = message.contains("cannot start") && message.contains("compute thread");
+    if is_unnumbered || is_of_task && message.contains("(os error 11)") {
+        return Some(TASKS);
+    }
+    let found = [("(os error 12)", MEMORY), ("(os error 27)", FILES)];
+    found.into_iter().find(|(code, _)| message.contains(code)).map(|(_, hint)| hint)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_told_with_the_limit_that_does_it() {
+        let text = format!("cannot start a rank: {}", std::io::Error::from_raw_os_error(11));
+        assert!(hint(&text).is_some_and(|hint| hint.contains("ulimit -u")), "{text}");
+        let text = format!("cannot append to x: {}", std::io::Error::from_raw_os_error(27));
+        assert!(hint(&text).is_some_and(|hint| hint.contains("ulimit -f")), "{text}");
+        assert!(hint("cannot start 2 compute threads").is_some());
+        for other in
+            ["rank 1 was lost", "cannot receive a frame: Resource temporarily unavailable (os error 11)"]
+        {
+            assert_eq!(hint(other), None);
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! A run as a sequence of attempts: its ranks are started, watched to their end, and after a failure started again from the newest
+//! checkpoint.
+//!
+//! On several machines the launchers meet before every attempt and after the last one. Everybody says what he brings, so that all make the
+//! same attempt, or all end.
+
+use std::fs::File;
+use std::io::Write;
+use std::process::ExitCode;
+use std::thread::sleep;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use lockstep_comm::{LossCause, NodeCard, NodesMet};
+use lockstep_train::interrupt::Interrupt;
+use lockstep_train::{ResolvedModel, report};
+use serde_json::json;
+
+use super::launcher::Launcher;
+use super::restarts::{Policy, Restarts, Verdict, jitter};
+use crate::exit::{self, Failure, INTERRUPTED, PEER_LOST};
+use crate::nodes::Rendezvous;
+use crate::output::{field, note, warning};
+use crate::ranks;
+
+/// Between two looks during a pause whether somebody has asked for a stop.
+const LOOK: Duration = Duration::from_millis(10);
+/// Time that a launcher which ends waits for the others, to tell them.
+const FAREWELL: Duration = Duration::from_secs(10);
+/// The same where nobody waits for it: to hear how a rank of theirs ended.
+const BRIEF_FAREWELL: Duration = Duration::from_millis(1500);
+/// The file of a run's restarts, beside its metrics.
+const RECORDS: &str = "restarts.jsonl";
+
+/// The attempts of a launcher.
+pub(super) struct Attempts<'a> {
+    launcher: &'a Launcher<'a>,
+    model: &'a ResolvedModel,
+    /// Where the launchers of several machines meet.
+    rendezvous: Option<Rendezvous>,
+    policy: Policy,
+    restarts: Restarts,
+    /// Number of the next attempt.
+    attempt: usize,
+    /// The rank of this machine whose loss ended the last attempt.
+    lost: Option<(usize, LossCause)>,
+    /// Number of this machine.
+    node: usize,
+}
+
+impl<'a> Attempts<'a> {
+    /// The attempts of `launcher`, none of which has been made.
+    pub(super) fn new(
+        launcher: &'a Launcher<'a>,
+        model: &'a ResolvedModel,
+        rendezvous: Option<Rendezvous>,
+        policy: Policy,
+    ) -> Self {
+        let restarts = Restarts::new(policy, newest_step(launcher));
+        Self { launcher, model, rendezvous, policy, restarts, attempt: 0, lost: None, node: 0 }
+    }
+
+    /// Makes attempts until one ends well or none may follow; `None` if this process is to be the only rank.
+    pub(super) fn run(mut self, is_started: bool) -> Result<Option<ExitCode>, Failure> {
+        let mut interrupt = None;
+        // The failure that the next attempt is to mend.
+        let mut mended: Option<Failure> = None;
+        loop {
+            let placement = match self.meet(interrupt.as_ref(), &mended) {
+                Ok(met) => met.map(|met| met.placement),
+                Err(failure) => return Err(self.resumable(failure)),
+            };
+            let start = self.launcher.start(self.model, is_started, self.attempt, placement);
+            let Some(start) = start.map_err(|failure| self.farewell(failure))? else { return Ok(None) };
+            let interrupt = match &interrupt {
+                Some(interrupt) => interrupt,
+                None => {
+                    self.launcher.launching.without_effect().iter().for_each(|text| note!("{text}"));
+                    interrupt.insert(Interrupt::on_signals()?)
+                }
+            };
+            let begin = Instant::now();
+            self.lost = None;
+            let failure = match ranks::attempt(start, interrupt, &mut self.lost) {
+                Ok(code) => {
+                    if self.policy.max_restarts > 0 {
+                        self.part(if code == ExitCode::SUCCESS { 0 } else { INTERRUPTED });
+                    }
+                    return Ok(Some(code));
+                }
+                Err(failure) => failure,
+            };
+            if !may_restart(&failure) || interrupt.is_requested() {
+                return Err(self.ended(failure));
+            }
+            match self.restarts.after_failure(begin.elapsed(), self.newest_step(), jitter()) {
+                Verdict::Again(pause) => {
+                    self.attempt += 1;
+                    self.say_restart(&failure);
+                    if !wait(pause, interrupt) {
+                        return Err(self.ended(ranks::interrupted()));
+                    }
+                    mended = Some(failure);
+                }
+                Verdict::UsedUp if self.policy.max_restarts == 0 => return Err(self.ended(failure)),
+                Verdict::UsedUp => {
+                    let used = format!("all {} restarts are used up", self.policy.max_restarts);
+                    return Err(self.ended(with(failure, &used)));
+                }
+                Verdict::Futile(number) => {
+                    let loops = format!(
+                        "{number} restarts in a row (elastic.max_futile_restarts) have brought no new checkpoint, so the run gives up"
+                    );
+                    return Err(self.ended(with(failure, &loops)));
+                }
+            }
+        }
+    }
+
+    /// Meets the launchers of the other machines for the next attempt, if there are any.
+    fn meet(
+        &mut self,
+        interrupt: Option<&Interrupt>,
+        mended: &Option<Failure>,
+    ) -> Result<Option<NodesMet>, Failure> {
+        let card = self.card(None);
+        let Some(rendezvous) = &mut self.rendezvous else { return Ok(None) };
+        let launching = self.launcher.launching;
+        let rejoin = Duration::from_secs_f64(self.launcher.config.elastic.rejoin_timeout_s);
+        let limit = match mended {
+            Some(_) => launching.rejoin_limit.unwrap_or(rejoin),
+            None => launching.limit,
+        };
+        let met = rendezvous.meet(card, limit, interrupt).map_err(|unmet| match mended {
+            // The loss is why the run ends, not who does not come back.
+            Some(failure) if unmet.code != INTERRUPTED => {
+                Failure { code: PEER_LOST, ..with(copy(failure), &unmet.message) }
+            }
+            _ => unmet,
+        })?;
+        self.node = met.placement.node;
+        let restarts = |card: &NodeCard| card.max_restarts;
+        if let Some(node) = met.cards.iter().position(|card| restarts(card) != restarts(&met.cards[0])) {
+            return Err(Failure::configuration(format!(
+                "node {node} may make {} restarts and node 0 {} (--max-restarts, elastic.max_restarts): give all machines the same",
+                restarts(&met.cards[node]),
+                restarts(&met.cards[0])
+            )));
+        }
+        if let Some(node) = met.cards.iter().position(|card| card.ends.is_some()) {
+            return Err(ended_elsewhere(node, &met.cards, mended));
+        }
+        if let Some(failure) = mended {
+            let told = told_elsewhere(copy(failure), &met.cards);
+            if told.message != failure.message {
+                warning(&told.message);
+            }
+        }
+        self.attempt = met.attempt;
+        Ok(Some(met))
+    }
+
+    /// What this launcher brings to a meeting; `ends` is the exit code of one that ends.
+    fn card(&self, ends: Option<u8>) -> NodeCard {
+        NodeCard {
+            attempt: self.attempt,
+            max_restarts: self.policy.max_restarts,
+            ends,
+            lost: self.lost,
+            ..NodeCard::first(self.launcher.ranks_here())
+        }
+    }
+
+    /// Tells the other launchers that this one ends with `code`; they may wait for it. Returns their cards, if they came.
+    fn part(&mut self, code: u8) -> Option<NodesMet> {
+        let card = self.card(Some(code));
+        let limit = if self.policy.max_restarts > 0 { FAREWELL } else { BRIEF_FAREWELL };
+        // Whoever does not come finds out at its own deadline.
+        self.rendezvous.as_mut()?.meet(card, limit, None).ok()
+    }
+
+    /// `failure`, which the other launchers have been told.
+    fn farewell(&mut self, failure: Failure) -> Failure {
+        self.part(failure.code);
+        failure
+    }
+
+    /// The end of the run by `failure`: what is known elsewhere, where it can go on, and the report that a lost first rank has not written.
+    fn ended(&mut self, failure: Failure) -> Failure {
+        let failure = match self.part(failure.code) {
+            Some(met) => told_elsewhere(failure, &met.cards),
+            None => failure,
+        };
+        if let Some((0, cause)) = self.lost {
+            self.leave_report(cause);
+        }
+        self.resumable(failure)
+    }
+
+    /// Writes the report of a run whose first rank could not.
+    fn leave_report(&self, cause: LossCause) {
+        let metrics = &self.launcher.config.metrics;
+        // A first rank that ended by an exit has said it all.
+        if !metrics.jsonl || matches!(cause, LossCause::Exit(_)) {
+            return;
+        }
+        if let Ok(path) = report::write(&metrics.dir, None) {
+            field("ended", &format!("rank 0 {cause}; what it wrote down before is in the report"));
+            field("report", &path.display().to_string());
+        }
+    }
+
+    /// The newest checkpoint's step; only the first machine has to see them.
+    fn newest_step(&self) -> Option<u64> {
+        newest_step(self.launcher).or((self.node > 0).then_some(self.attempt as u64))
+    }
+
+    /// Says why ranks are started again, and writes it down.
+    fn say_restart(&self, failure: &Failure) {
+        let message = match failure.message.as_str() {
+            "" => "a rank failed",
+            message => message,
+        };
+        let (number, most) = (self.restarts.outstanding(), self.policy.max_restarts);
+        let from = newest_step(self.launcher);
+        let origin = match (from, self.node) {
+            (Some(step), _) => format!("goes on from the checkpoint of step {step}"),
+            (None, 0) => "begins anew, for no checkpoint was saved".to_owned(),
+            (None, _) => "goes on from the last checkpoint".to_owned(),
+        };
+        warning(&format!("{message}; restart {number} of {most} {origin}"));
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
+        let row = json!({
+            "time": time, "attempt": self.attempt, "why": message, "code": failure.code, "from_step": from,
+            "lost_rank": self.lost.map(|(rank, _)| rank),
+        });
+        let metrics = &self.launcher.config.metrics;
+        if self.node == 0 && metrics.jsonl {
+            let file = File::options().create(true).append(true).open(metrics.dir.join(RECORDS));
+            // A record of the run, which goes on without it.
+            let _ = file.and_then(|mut file| file.write_all(format!("{row}\n").as_bytes()));
+        }
+    }
+
+    /// A loss is no fault of the run's: it can go on.
+    fn resumable(&self, failure: Failure) -> Failure {
+        let dir = &self.launcher.config.checkpoint.dir;
+        let saved = lockstep_checkpoint::list(dir).unwrap_or_default();
+        let how = match saved.last() {
+            Some(last) => format!("the same command goes on from {}", last.path.display()),
+            None => "no checkpoint was saved, so that the same command begins anew".to_owned(),
+        };
+        match failure {
+            Failure { message, code: code @ (PEER_LOST | INTERRUPTED) } if !message.is_empty() => {
+                with(Failure { message, code }, &how)
+            }
+            failure => failure,
+        }
+    }
+}
+
+/// The step of the newest checkpoint.
+fn newest_step(launcher: &Launcher<'_>) -> Option<u64> {
+    Some(lockstep_checkpoint::list(&launcher.config.checkpoint.dir).ok()?.last()?.step)
+}
+
+/// Returns true if another attempt may end better: not where the configuration is wrong or something is missing.
+fn may_restart(failure: &Failure) -> bool {
+    !matches!(failure.code, exit::CONFIGURATION | exit::MISSING | exit::CORRUPT_INPUT | INTERRUPTED)
+}
+
+/// Waits for `pause`; returns false as soon as somebody asks for a stop.
+fn wait(pause: Duration, interrupt: &Interrupt) -> bool {
+    let end = Instant::now() + pause;
+    while !interrupt.is_requested() {
+        let rest = end.saturating_duration_since(Instant::now());
+        if rest.is_zero() {
+            return true;
+        }
+        sleep(rest.min(LOOK));
+    }
+    false
+}
+
+/// `failure` with a further sentence, unless its ranks have told everything themselves.
+fn with(failure: Failure, sentence: &str) -> Failure {
+    let Failure { message, code } = failure;
+    let message = if message.is_empty() { sentence.to_owned() } else { format!("{message}; {sentence}") };
+    Failure { message, code }
+}
+
+fn copy(failure: &Failure) -> Failure {
+    Failure { message: failure.message.clone(), code: failure.code }
+}
+
+/// The end of the run on this machine because node `node` makes no further attempt.
+fn ended_elsewhere(node: usize, cards: &[NodeCard], mended: &Option<Failure>) -> Failure {
+    let code = cards[node].ends.unwrap_or(exit::FAILED);
+    let sentence = match code {
+        0 => format!("node {node} has done all its steps and ended, so that no restart follows"),
+        code => format!("node {node} ended with exit code {code}, so that no restart follows"),
+    };
+    let own = mended.as_ref().map(copy).unwrap_or(Failure { message: String::new(), code: PEER_LOST });
+    // A run that was interrupted is that on every machine.
+    let code = if code == INTERRUPTED { INTERRUPTED } else { own.code };
+    Failure { code, ..with(own, &sentence) }
+}
+
+/// `failure` with the causes of losses that only the launchers of other machines know.
+fn told_elsewhere(failure: Failure, cards: &[NodeCard]) -> Failure {
+    let told = |message: String, (rank, cause): (usize, LossCause)| {
+        let vague = format!("rank {rank} was lost: it {}", LossCause::Disconnected);
+        message.replace(&vague, &format!("rank {rank} was lost: it {cause}"))
+    };
+    let message = cards.iter().filter_map(|card| card.lost).fold(failure.message, told);
+    Failure { message, ..failure }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vague_cause_gives_way_to_that_of_the_machine_of_the_rank() {
+        let own = NodeCard::first(2);
+        let theirs = NodeCard { lost: Some((3, LossCause::OutOfMemory)), ..own };
+        let failure = Failure {
+            message: format!("rank 3 was lost: it {}; x", LossCause::Disconnected),
+            code: PEER_LOST,
+        };
+        let told = told_elsewhere(copy(&failure), &[own, theirs]);
+        assert_eq!(told.message, "rank 3 was lost: it was killed by the out-of-memory killer (signal 9); x");
+        assert_eq!(told_elsewhere(copy(&failure), &[own, own]).message, failure.message);
+    }
+}

@@ -1,0 +1,162 @@
+//! When ranks that have failed are started again, and when a run gives up: a function of what happened and how long it took.
+//!
+//! Every restart takes one of `max_restarts`; time without a failure gives them back. Restarts that bring no new checkpoint come slower and
+//! slower, and end after a number of their own.
+
+use std::hash::{BuildHasher, RandomState};
+use std::time::Duration;
+
+use lockstep_train::RunConfig;
+
+use crate::launching::Launching;
+
+/// The pause before the first restart after a new checkpoint.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// Limits of restarts.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Policy {
+    /// Restarts that may be outstanding.
+    pub(super) max_restarts: usize,
+    /// Time without a failure that gives one back.
+    pub(super) stable_after: Duration,
+    /// Restarts in a row without a new checkpoint.
+    pub(super) max_futile: usize,
+}
+
+impl Policy {
+    /// The limits of the flags, and of `[elastic]` where these say nothing.
+    pub(super) fn of(config: &RunConfig, launching: &Launching) -> Self {
+        let elastic = &config.elastic;
+        Self {
+            max_restarts: launching.max_restarts.unwrap_or(elastic.max_restarts as usize),
+            stable_after: Duration::from_secs_f64(elastic.stable_after_s),
+            max_futile: elastic.max_futile_restarts as usize,
+        }
+    }
+}
+
+/// What follows a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Another attempt, after a pause.
+    Again(Duration),
+    /// The end: no restarts are left.
+    UsedUp,
+    /// The end: so many restarts in a row have brought no new checkpoint.
+    Futile(usize),
+}
+
+/// The restarts of a run so far.
+#[derive(Debug)]
+pub(super) struct Restarts {
+    policy: Policy,
+    /// Restarts that time has not given back.
+    outstanding: usize,
+    /// Restarts in a row without a new checkpoint.
+    futile: usize,
+    /// The step of the newest checkpoint before the last attempt.
+    newest: Option<u64>,
+}
+
+impl Restarts {
+    /// No restarts, of a run whose newest checkpoint is of step `newest`.
+    pub(super) fn new(policy: Policy, newest: Option<u64>) -> Self {
+        Self { policy, outstanding: 0, futile: 0, newest }
+    }
+
+    /// Restarts that time has not given back.
+    pub(super) fn outstanding(&self) -> usize {
+        self.outstanding
+    }
+
+    /// Takes note of an attempt that failed after `ran`, with the newest checkpoint then at step `newest`. `jitter` in [0, 1) spreads the
+    /// pauses of machines that failed together.
+    pub(super) fn after_failure(&mut self, ran: Duration, newest: Option<u64>, jitter: f64) -> Verdict {
+        let given_back = (ran.as_secs_f64() / self.policy.stable_after.as_secs_f64()) as usize;
+        self.outstanding = self.outstanding.saturating_sub(given_back);
+        if newest > self.newest {
+            self.futile = 0;
+        }
+        self.newest = newest;
+        if self.outstanding >= self.policy.max_restarts {
+            return Verdict::UsedUp;
+        }
+        if self.futile >= self.policy.max_futile {
+            return Verdict::Futile(self.futile);
+        }
+        // The first failure after a checkpoint is no sign of a loop.
+        let longest = LONGEST_PAUSE.min(FIRST_PAUSE * (1 << self.futile.min(16)));
+        self.futile += 1;
+        self.outstanding += 1;
+        Verdict::Again(longest.mul_f64(0.5 + jitter / 2.0))
+    }
+}
+
+/// A number in [0, 1) that differs from process to process and from call to call.
+pub(super) fn jitter() -> f64 {
+    RandomState::new().hash_one(std::process::id()) as f64 / (u64::MAX as f64 * (1.0 + f64::EPSILON))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn restarts(max_restarts: usize, max_futile: usize) -> Restarts {
+        Restarts::new(Policy { max_restarts, stable_after: 10 * SECOND, max_futile }, None)
+    }
+
+    #[test]
+    fn restarts_are_used_up_unless_time_gives_them_back() {
+        let mut quick = restarts(2, 100);
+        let verdicts = [1, 2, 3].map(|step| quick.after_failure(SECOND, Some(step), 0.0));
+        assert!(matches!(verdicts, [Verdict::Again(_), Verdict::Again(_), Verdict::UsedUp]), "{verdicts:?}");
+        let mut stable = restarts(2, 100);
+        for step in 0..50 {
+            let verdict = stable.after_failure(10 * SECOND, Some(step), 0.0);
+            assert!(matches!(verdict, Verdict::Again(_)), "failure {step}: {verdict:?}");
+        }
+        assert_eq!(stable.outstanding(), 1);
+        // Many stable hours give back no more than was taken.
+        stable.after_failure(10_000 * SECOND, Some(50), 0.0);
+        assert_eq!(stable.outstanding(), 1);
+    }
+
+    #[test]
+    fn no_restarts_are_none() {
+        assert_eq!(restarts(0, 5).after_failure(SECOND, None, 0.0), Verdict::UsedUp);
+    }
+
+    #[test]
+    fn restarts_without_a_new_checkpoint_slow_down_and_end() {
+        let mut loops = restarts(100, 3);
+        let mut pauses = Vec::new();
+        let end = loop {
+            match loops.after_failure(SECOND, Some(7), 0.0) {
+                Verdict::Again(pause) => pauses.push(pause.as_millis()),
+                end => break end,
+            }
+        };
+        // The first checkpoint was new.
+        assert_eq!((pauses, end), (vec![25, 50, 100], Verdict::Futile(3)));
+        let mut moves = restarts(100, 3);
+        for step in 1..20 {
+            assert_eq!(moves.after_failure(SECOND, Some(step), 0.0), Verdict::Again(FIRST_PAUSE / 2));
+        }
+    }
+
+    #[test]
+    fn pauses_end_at_their_limit_and_are_spread() {
+        let mut loops = restarts(1000, 1000);
+        let last = (0..40).map(|_| loops.after_failure(SECOND, None, 0.999)).last();
+        let Some(Verdict::Again(pause)) = last else { panic!("{last:?}") };
+        assert!(pause > LONGEST_PAUSE.mul_f64(0.99) && pause <= LONGEST_PAUSE, "{pause:?}");
+        let all: Vec<f64> = (0..100).map(|_| jitter()).collect();
+        assert!(all.iter().all(|number| (0.0..1.0).contains(number)), "{all:?}");
+        assert!(all.iter().any(|number| *number != all[0]), "{all:?}");
+    }
+}

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -243,10 +244,8 @@ impl<'a> Attempts<'a> {
 
     /// A loss is no fault of the run's: it can go on.
     fn resumable(&self, failure: Failure) -> Failure {
-        let dir = &self.launcher.config.checkpoint.dir;
-        let saved = lockstep_checkpoint::list(dir).unwrap_or_default();
-        let how = match saved.last() {
-            Some(last) => format!("the same command goes on from {}", last.path.display()),
+        let how = match newest(self.launcher) {
+            Some((_, path)) => format!("the same command goes on from {}", path.display()),
             None => "no checkpoint was saved, so that the same command begins anew".to_owned(),
         };
         match failure {
@@ -258,9 +257,16 @@ impl<'a> Attempts<'a> {
     }
 }
 
+/// Step and path of the newest checkpoint, in the directory of the run or its fallback.
+fn newest(launcher: &Launcher<'_>) -> Option<(u64, PathBuf)> {
+    let dirs = launcher.config.checkpoint_dirs().into_iter();
+    let saved = dirs.filter_map(|dir| lockstep_checkpoint::list(dir).ok()?.pop());
+    saved.map(|saved| (saved.step, saved.path)).max_by_key(|(step, _)| *step)
+}
+
 /// The step of the newest checkpoint.
 fn newest_step(launcher: &Launcher<'_>) -> Option<u64> {
-    Some(lockstep_checkpoint::list(&launcher.config.checkpoint.dir).ok()?.last()?.step)
+    newest(launcher).map(|(step, _)| step)
 }
 
 /// Returns true if another attempt may end better: not where the configuration is wrong or something is missing.

@@ -136,6 +136,32 @@ fn idle_connections_keep_nobody_out() {
 }
 
 #[test]
+fn many_ranks_behind_one_address_are_no_flood() {
+    if descriptors() < 8000 {
+        #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
+        {
+            eprintln!("not tried: too few descriptors here");
+        }
+        return;
+    }
+    let ranks = 24;
+    let (listener, port) = listener();
+    // The strangers come from the address of the ranks.
+    let _strangers: Vec<TcpStream> = (0..500).flat_map(|_| TcpStream::connect(("127.0.0.1", port))).collect();
+    let first = Meeting { listener: Some(listener), ..meeting(port, some_secret()) };
+    let turned_away = first.turned_away.clone();
+    thread::scope(|scope| {
+        scope.spawn(move || join_and_sum(0, ranks, first));
+        for rank in 1..ranks {
+            scope.spawn(move || join_and_sum(rank, ranks, meeting(port, some_secret())));
+        }
+    });
+    // None of the 23 x 4 connections to rank 0 was dropped for others: these have sent nothing.
+    assert!(turned_away.to_string().contains("no greeting") || turned_away.count() == 0, "{turned_away}");
+    assert!(!turned_away.to_string().contains("hung up"), "{turned_away}");
+}
+
+#[test]
 fn a_flood_that_goes_on_keeps_nobody_out() {
     descriptors();
     let flood = |port: u16, stop: &AtomicBool, ready: &AtomicUsize| {

@@ -136,6 +136,31 @@ fn idle_connections_keep_nobody_out() {
 }
 
 #[test]
+fn many_ranks_behind_one_address_are_no_flood() {
+    if descriptors() < 8000 {
+        #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
+        {
+            eprintln!("not tried: too few descriptors here");
+        }
+        return;
+    }
+    let ranks = 24;
+    let (listener, port) = listener();
+    let first = Meeting { listener: Some(listener), ..meeting(port, some_secret()) };
+    let (turned_away, mut strangers) = (first.turned_away.clone(), Vec::new());
+    thread::scope(|scope| {
+        scope.spawn(move || join_and_sum(0, ranks, first));
+        // The strangers come from the address of the ranks, once somebody takes their connections.
+        strangers.extend((0..500).flat_map(|_| TcpStream::connect(("127.0.0.1", port))));
+        for rank in 1..ranks {
+            scope.spawn(move || join_and_sum(rank, ranks, meeting(port, some_secret())));
+        }
+    });
+    // There is room for them beside the 23 x 4 connections of the ranks, of which none was dropped.
+    assert_eq!(turned_away.count(), 0, "{turned_away}");
+}
+
+#[test]
 fn a_flood_that_goes_on_keeps_nobody_out() {
     descriptors();
     let flood = |port: u16, stop: &AtomicBool, ready: &AtomicUsize| {

@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_checkpoint::{Checkpoint, RunLock, prepare_directory};
+use lockstep_checkpoint::{Checkpoint, RunLock, prepare_directory, run_on_disk};
 use lockstep_data::{Prefetcher, SampleCursor};
 use lockstep_engine::Engine;
 use lockstep_graph::mutation::{Mutation, active};
 
 use crate::config::RunConfig;
 use crate::ranks::Ranks;
+use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{Counters, changed_settings, find_checkpoint, restore, told};
 use crate::trainer::Resume;
@@ -20,8 +21,12 @@ const PREFETCH_DEPTH: usize = 4;
 /// Takes the directories of checkpoints for this run alone.
 pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
     let lock = |dir: &Path| {
-        prepare_directory(dir)?;
-        Ok(RunLock::take(dir)?)
+        let owned = dir.to_owned();
+        let take = move || {
+            prepare_directory(&owned)?;
+            RunLock::take(&owned)
+        };
+        Ok(run_on_disk(&Beginning::of(config, dir), "opening", dir, take)?)
     };
     config.checkpoint_dirs().into_iter().map(lock).collect()
 }

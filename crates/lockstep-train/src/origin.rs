@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_directory};
+use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_directory, run_on_disk};
 use lockstep_data::{Prefetcher, SampleCursor};
 use lockstep_engine::Engine;
 use lockstep_graph::mutation::{Mutation, active};
 
 use crate::config::RunConfig;
 use crate::ranks::Ranks;
+use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{Counters, changed_settings, find_checkpoint, restore, told};
 use crate::trainer::Resume;
@@ -28,13 +29,17 @@ const RETRY: Duration = Duration::from_millis(10);
 pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
     let begin = Instant::now();
     let lock = |dir: &Path| {
-        prepare_directory(dir)?;
-        loop {
-            match RunLock::take(dir) {
-                Err(CheckpointError::Busy { .. }) if begin.elapsed() < LOCK_OF_THE_DYING => sleep(RETRY),
-                taken => return Ok(taken?),
+        let owned = dir.to_owned();
+        let take = move || {
+            prepare_directory(&owned)?;
+            loop {
+                match RunLock::take(&owned) {
+                    Err(CheckpointError::Busy { .. }) if begin.elapsed() < LOCK_OF_THE_DYING => sleep(RETRY),
+                    taken => return taken,
+                }
             }
-        }
+        };
+        Ok(run_on_disk(&Beginning::of(config, dir), "opening", dir, take)?)
     };
     config.checkpoint_dirs().into_iter().map(lock).collect()
 }

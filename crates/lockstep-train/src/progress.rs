@@ -68,6 +68,11 @@ enum Sound {
 }
 
 impl Voice {
+    /// On standard error, before a run has anything to show.
+    pub(crate) fn on_stderr() -> Self {
+        Self(Sound::Lines(Arc::new(Mutex::new(Box::new(io::stderr())))))
+    }
+
     /// Prints a message, above the line in place if there is one.
     pub(crate) fn message(&self, text: &str) {
         match &self.0 {

@@ -31,6 +31,7 @@ use serde_json::{Value, json};
 use self::background::Save;
 use self::job::{Attempt, Contents, Job, Saved};
 use self::part::{Observer, gather};
+pub(crate) use self::places::Beginning;
 use self::places::{Limits, Place};
 use crate::interrupt::Interrupt;
 use crate::machine::available_memory_bytes;

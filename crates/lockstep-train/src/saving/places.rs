@@ -157,12 +157,7 @@ impl CommitObserver for Watch<'_> {
     fn waiting(&self, wait: &Wait<'_>) -> io::Result<()> {
         self.inner.waiting(wait)?;
         self.stalls.store(wait.idle >= TOLD_AFTER, Ordering::Relaxed);
-        let told = self.told.get();
-        if wait.idle < told {
-            self.told.set(Duration::ZERO);
-        }
-        if wait.idle >= TOLD_AFTER.max(2 * self.told.get()) {
-            self.told.set(wait.idle);
+        if is_told_now(&self.told, wait.idle) {
             self.voice.message(&format!("saving step {}: {}", self.step, told_of(wait, &self.place.path)));
         }
         let limit = if self.place.has_stalled() { TOLD_AFTER } else { self.limits.stall };
@@ -172,6 +167,45 @@ impl CommitObserver for Watch<'_> {
         });
         if wait.idle >= limit || grace_ends { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
     }
+}
+
+/// Tells of a directory that does not answer when a run begins, and gives up after a while.
+pub(crate) struct Beginning<'a> {
+    dir: &'a Path,
+    limit: Duration,
+    told: Cell<Duration>,
+}
+
+impl<'a> Beginning<'a> {
+    /// For a directory of `config`'s checkpoints.
+    pub(crate) fn of(config: &RunConfig, dir: &'a Path) -> Self {
+        Self { dir, limit: Duration::from_secs_f64(config.checkpoint.stall_s), told: Cell::default() }
+    }
+}
+
+impl CommitObserver for Beginning<'_> {
+    fn reached(&self, _: CommitPoint) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn waiting(&self, wait: &Wait<'_>) -> io::Result<()> {
+        if is_told_now(&self.told, wait.idle) {
+            Voice::on_stderr().message(&told_of(wait, self.dir));
+        }
+        if wait.idle >= self.limit { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
+    }
+}
+
+/// Returns true if a stall of `idle` is to be told; `told` is the time of the stall that was told last, zero before.
+fn is_told_now(told: &Cell<Duration>, idle: Duration) -> bool {
+    if idle < told.get() {
+        told.set(Duration::ZERO);
+    }
+    let is_due = idle >= TOLD_AFTER.max(2 * told.get());
+    if is_due {
+        told.set(idle);
+    }
+    is_due
 }
 
 /// `writing rank-00000.safetensors has made no progress for 5 s (DIR)`.
@@ -186,5 +220,33 @@ fn told_of(wait: &Wait<'_>, dir: &Path) -> String {
             dir.display()
         ),
         None => format!("{} {} has made no progress for {seconds} s", wait.doing, dir.display()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stall_is_told_after_five_seconds_and_each_time_that_it_has_doubled() {
+        let told = Cell::default();
+        let at = |seconds: f64| is_told_now(&told, Duration::from_secs_f64(seconds));
+        let first: Vec<u32> = (0..420).filter(|tenth| at(f64::from(*tenth) / 10.0)).collect();
+        assert_eq!(first, [50, 100, 200, 400], "tenths of a second");
+        // Another wait begins anew.
+        assert!(!at(0.1));
+        assert!(at(5.0));
+    }
+
+    #[test]
+    fn a_wait_names_what_is_done_the_file_and_the_directory() {
+        let wait = |path| Wait { doing: "writing", path, idle: Duration::from_millis(5100) };
+        let dir = Path::new("runs/a");
+        let file = dir.join(".tmp-step-00000040/rank-00000.safetensors");
+        assert_eq!(
+            told_of(&wait(&file), dir),
+            "writing rank-00000.safetensors has made no progress for 5 s (runs/a)"
+        );
+        assert_eq!(told_of(&wait(dir), dir), "writing runs/a has made no progress for 5 s");
     }
 }

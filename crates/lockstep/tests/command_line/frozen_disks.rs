@@ -98,7 +98,7 @@ fn last_step(run: &Started) -> u64 {
     let text = run.stderr();
     let steps =
         text.lines().filter_map(|line| line.strip_prefix("step ")?.split('/').next()?.trim().parse().ok());
-    steps.last().unwrap_or(0)
+    steps.max().unwrap_or(0)
 }
 
 fn assert_resumes_from(workshop: &Workshop, settings: &[&str], dir: &str) {
@@ -168,6 +168,23 @@ fn sigterm_is_kept_on_a_frozen_file_system_without_a_fallback() {
     }
     workshop.run(&["checkpoint", "verify", "disk"]).succeeds();
     assert_resumes_from(&workshop, &[], "disk");
+}
+
+#[test]
+fn a_run_that_begins_on_a_frozen_file_system_says_so_and_gives_up() {
+    let workshop = Workshop::new();
+    let Some(volume) = Volume::mount(&workshop) else { return };
+    volume.freeze();
+    let mut run = endless(&workshop, &["checkpoint.stall_s=7"]);
+    run.wait_until("its last words", |run| run.stderr().contains("error: "));
+    volume.thaw();
+    let outcome = run.finish();
+    assert_eq!(outcome.code, Some(1), "{outcome:?}");
+    for part in
+        ["opening disk has made no progress for 5 s", "error: opening disk has made no progress for 7 s"]
+    {
+        assert!(outcome.stderr.contains(part), "{part:?} in {outcome:?}");
+    }
 }
 
 #[test]

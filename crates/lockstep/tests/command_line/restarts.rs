@@ -59,7 +59,7 @@ fn rows(workshop: &Workshop, dir: &str) -> Vec<(u64, f64)> {
 
 /// The number of lines that say that something was saved or a step was made.
 fn signs_of_life(run: &Started) -> usize {
-    run.stderr().lines().filter(|line| line.starts_with("step ") || line.starts_with("saved ")).count()
+    run.stderr().lines().filter(|line| line.contains("  loss ") || line.starts_with("saved ")).count()
 }
 
 /// Kills a random rank of `run` every `period`, as often as `seed` decides, until it ends. Returns how it ended, and how long it took each

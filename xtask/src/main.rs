@@ -27,7 +27,8 @@ const LIMIT: Duration = Duration::from_secs(25 * 60);
 
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
-cargo xtask soak [PART...]  what takes hours: attacks on whole runs (signals, crowds, memory, network), ranks that die at
+cargo xtask soak [PART...]  what takes hours: attacks on whole runs (signals, crowds, memory, network, restarts, disks), on
+                    meetings and frames (strangers, frames), on checkpoints (power, pruning, exports), ranks that die at
                     1,000 random moments (deaths), 2,000 random plans (plans), a search for plans against looking at all of
                     them (search), the planner's 60 usual questions (questions), every command of the book as it stands
                     (book), mutants of the code of which tests must notice 90 % (mutants)

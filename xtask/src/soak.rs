@@ -11,12 +11,16 @@ use super::{mutants, run_within};
 struct Part {
     name: &'static str,
     command: &'static str,
-    /// A variable that makes more of the test.
-    more: (&'static str, &'static str),
+    /// A variable that makes more of the test, if there is one.
+    more: Option<(&'static str, &'static str)>,
 }
 
 const fn part(name: &'static str, command: &'static str, more: (&'static str, &'static str)) -> Part {
-    Part { name, command, more }
+    Part { name, command, more: Some(more) }
+}
+
+const fn as_it_is(name: &'static str, command: &'static str) -> Part {
+    Part { name, command, more: None }
 }
 
 const PARTS: &[Part] = &[
@@ -36,6 +40,29 @@ const PARTS: &[Part] = &[
         "cargo test -p lockstep --test attack bad_network -- --nocapture",
         ("LOCKSTEP_SEEDS", "60"),
     ),
+    part(
+        "restarts",
+        "cargo test -p lockstep --test command_line restarts -- --nocapture",
+        ("LOCKSTEP_SEEDS", "10"),
+    ),
+    as_it_is("strangers", "cargo test -p lockstep-comm --test strangers -- --nocapture"),
+    part("frames", "cargo test -p lockstep-comm --lib rogue -- --nocapture", ("LOCKSTEP_SEEDS", "1000")),
+    part(
+        "power",
+        "cargo test -p lockstep-checkpoint --test power_loss -- --nocapture",
+        ("LOCKSTEP_SEEDS", "200"),
+    ),
+    part(
+        "pruning",
+        "cargo test -p lockstep-checkpoint --test reading_beside_pruning -- --nocapture",
+        ("LOCKSTEP_SEEDS", "20000"),
+    ),
+    part(
+        "exports",
+        "cargo test -p lockstep --test command_line bad_checkpoints -- --nocapture",
+        ("LOCKSTEP_SEEDS", "500"),
+    ),
+    as_it_is("disks", "cargo test -p lockstep --test command_line disks -- --nocapture"),
     part(
         "deaths",
         "cargo test -p lockstep-comm --test processes a_rank_that_dies -- --nocapture",
@@ -70,8 +97,9 @@ pub(crate) fn soak(names: &[String]) -> Result<(), String> {
     let mut failed = Vec::new();
     for Part { name, command, more } in PARTS.iter().filter(|part| is_asked(part.name)) {
         // A variable of the caller's wins: LOCKSTEP_SEED=17 LOCKSTEP_SEEDS=1 cargo xtask soak signals.
-        let more: &[_] = if std::env::var_os(more.0).is_some() { &[] } else { &[*more] };
-        failed.extend(run_within(LIMIT, command, more).err().map(|error| format!("{name}: {error}")));
+        let more: Vec<_> =
+            more.iter().copied().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
+        failed.extend(run_within(LIMIT, command, &more).err().map(|error| format!("{name}: {error}")));
     }
     if is_asked(MUTANTS) {
         failed.extend(mutants::sample().err());

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM as a flag that the training loop reads between steps.
+//! Requests to stop (Ctrl-C, SIGTERM, SIGUSR1, a closed terminal) as a flag that the training loop reads between steps.
 //!
 //! The first signal asks: the loop finishes its step, saves and ends with code 75. A later Ctrl-C insists: the process ends at once
 //! with 130, whatever it is doing. Signals that come within a second of the first have the same cause (a terminal sends SIGINT to all of
@@ -10,7 +10,7 @@ use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, getrlimit};
-use signal_hook::consts::{SIGABRT, SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGABRT, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{flag, low_level};
 
@@ -30,16 +30,21 @@ pub struct Interrupt {
 }
 
 impl Interrupt {
-    /// Watches SIGINT and SIGTERM from now on until the process ends: the flag is set at once, and a thread tells which signal insists.
+    /// Watches the signals that ask for a stop from now on until the process ends: the flag is set at once, and a thread tells which one
+    /// insists. SIGUSR1 is what SLURM's `--signal` is often set to. SIGHUP and SIGUSR1 stay ignored where they are (`nohup`).
     ///
     /// # Errors
     /// [`Error::Signals`] if the system refuses the handlers or the thread.
     pub fn on_signals() -> Result<Self, Error> {
         let interrupt = Self::default();
-        for signal in [SIGINT, SIGTERM] {
+        let ignored = ignored_signals();
+        let is_ignored = |signal: i32| ignored >> (signal - 1) & 1 == 1;
+        let mut asking = vec![SIGINT, SIGTERM];
+        asking.extend([SIGHUP, SIGUSR1].into_iter().filter(|signal| !is_ignored(*signal)));
+        for signal in asking.iter().copied() {
             flag::register(signal, Arc::clone(&interrupt.requested)).map_err(Error::Signals)?;
         }
-        let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(Error::Signals)?;
+        let mut signals = Signals::new(asking).map_err(Error::Signals)?;
         let since = Arc::clone(&interrupt.since);
         let watch = move || {
             for signal in signals.forever() {
@@ -82,6 +87,13 @@ pub fn outlive_limits() -> Result<(), Error> {
         flag::register_conditional_shutdown(SIGABRT, 1, always).map_err(Error::Signals)?;
     }
     Ok(())
+}
+
+/// The signals that this process was started to ignore, signal N at bit N - 1; none where the system does not say.
+fn ignored_signals() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 /// Returns true if a signal at `now` ends the process at once, where the first one came at `first`.

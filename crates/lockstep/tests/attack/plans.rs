@@ -205,9 +205,12 @@ pub(crate) struct End {
     pub(crate) losses: Vec<(u64, String)>,
 }
 
+/// The end of a run that nobody disturbs, and how long it takes in seconds.
+type Undisturbed = Arc<(End, f64)>;
+
 /// What `plan` ends with when nobody disturbs it, and how long that takes in seconds.
-pub(crate) fn undisturbed(plan: Plan) -> Arc<(End, f64)> {
-    static KNOWN: OnceLock<Mutex<HashMap<Plan, Arc<(End, f64)>>>> = OnceLock::new();
+pub(crate) fn undisturbed(plan: Plan) -> Undisturbed {
+    static KNOWN: OnceLock<Mutex<HashMap<Plan, Undisturbed>>> = OnceLock::new();
     let known = KNOWN.get_or_init(Mutex::default);
     if let Some(end) = known.lock().unwrap_or_else(PoisonError::into_inner).get(&plan) {
         return Arc::clone(end);

@@ -44,7 +44,7 @@ enum Fault {
     StopLauncher,
 }
 
-const FAULTS: [Fault; 12] = [
+const FAULTS: [Fault; 14] = [
     Fault::KillRank(Signal::KILL),
     Fault::KillRank(Signal::KILL),
     Fault::KillRank(Signal::SEGV),
@@ -52,6 +52,8 @@ const FAULTS: [Fault; 12] = [
     Fault::KillLauncher,
     Fault::AskLauncher(Signal::INT),
     Fault::AskLauncher(Signal::TERM),
+    Fault::AskLauncher(Signal::HUP),
+    Fault::AskLauncher(Signal::USR1),
     Fault::AskRank(Signal::TERM),
     Fault::AskTwice,
     Fault::Insist,

@@ -21,9 +21,10 @@ use lockstep_comm::{
 /// Runs `work` as each of `ranks` ranks, in a world of each kind; returns what each was told, by rank, which is the same in
 /// all worlds.
 fn told(ranks: usize, work: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
-    let [shared, tcp] = Way::ALL.map(|way| told_by(way, ranks, &work));
+    let [shared, tcp, encrypted] = Way::ALL.map(|way| told_by(way, ranks, &work));
     let text = |errors: &[CommError]| errors.iter().map(ToString::to_string).collect::<Vec<_>>();
     assert_eq!(text(&tcp), text(&shared), "by TCP, and in shared memory");
+    assert_eq!(text(&encrypted), text(&tcp), "by TCP, encrypted and as it is");
     shared
 }
 

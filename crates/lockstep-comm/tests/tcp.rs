@@ -45,10 +45,11 @@ struct Comer {
     secret: &'static str,
     run: &'static str,
     settings: [u8; 32],
+    encrypt: bool,
 }
 
 const COMER: Comer =
-    Comer { rank: 0, ranks: 2, secret: "0123456789abcdef", run: "a test", settings: [0; 32] };
+    Comer { rank: 0, ranks: 2, secret: "0123456789abcdef", run: "a test", settings: [0; 32], encrypt: false };
 
 /// What all who come to one meeting are told.
 fn meet(comers: Vec<Comer>, limit: Duration) -> Vec<Result<usize, JoinProblem>> {
@@ -60,7 +61,8 @@ fn meet(comers: Vec<Comer>, limit: Duration) -> Vec<Result<usize, JoinProblem>> 
             let (run, secret) = (comer.run.to_owned(), Some(Secret::of(comer.secret.as_bytes())));
             let meeting =
                 Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret, ..Meeting::default() };
-            let options = TcpOptions { settings: comer.settings, ..TcpOptions::default() };
+            let Comer { settings, encrypt, .. } = comer;
+            let options = TcpOptions { settings, encrypt, ..TcpOptions::default() };
             scope.spawn(move || {
                 match join_by_address(comer.rank, comer.ranks, meeting, options, Deadline::after(limit)) {
                     Ok(group) => Ok(group.rank()),
@@ -87,6 +89,8 @@ fn all_who_come_are_told_why_it_cannot_be() {
     let other_settings = Comer { rank: 1, settings: [1; 32], ..COMER };
     let other_plan = || Err(JoinProblem::OtherPlan { rank: 1 });
     assert_eq!(meet(vec![COMER, other_settings], limit), [other_plan(), other_plan()]);
+    let sealed = Comer { rank: 1, encrypt: true, ..COMER };
+    assert_eq!(meet(vec![COMER, sealed], limit), [other_plan(), other_plan()]);
 }
 
 #[test]

@@ -95,6 +95,7 @@ impl RunConfig {
             streams: self.parallel.tcp_connections,
             settings: self.digest(),
             silence: self.heartbeat(),
+            encrypt: self.parallel.encrypt,
         };
         JoinOptions { way: self.parallel.transport.into(), tcp, ..JoinOptions::default() }
     }

@@ -44,6 +44,9 @@ pub(crate) struct Arguments {
     /// TCP connections for data between every two ranks
     #[arg(long, default_value_t = 2, value_name = "N")]
     connections: usize,
+    /// Encrypt what goes over TCP
+    #[arg(long)]
+    encrypt: bool,
     /// Let the ranks run on any core, not on their share
     #[arg(long)]
     no_pinning: bool,
@@ -165,7 +168,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 
 impl Arguments {
     fn join_options(&self) -> JoinOptions {
-        let tcp = TcpOptions { streams: self.connections, ..TcpOptions::default() };
+        let tcp = TcpOptions { streams: self.connections, encrypt: self.encrypt, ..TcpOptions::default() };
         JoinOptions { way: self.transport.into(), tcp, mpi: ranks::mpi() }
     }
 }

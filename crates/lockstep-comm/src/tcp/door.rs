@@ -15,6 +15,7 @@ use std::{
 };
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use snow::TransportState;
 
 use super::{
     handshake::{Hello, PROOF_BYTES, Reception, Refusal, Step},
@@ -43,6 +44,8 @@ const NAP: Duration = Duration::from_millis(500);
 pub(crate) struct Visitor {
     pub(crate) hello: Hello,
     pub(crate) stream: TcpStream,
+    /// The keys of its handshake.
+    pub(crate) keys: Box<TransportState>,
     pub(crate) address: IpAddr,
 }
 
@@ -144,7 +147,7 @@ impl Held {
 /// What has become of a held connection after a look at it.
 enum Fate {
     Stays,
-    Enters(Hello),
+    Enters(Hello, Box<TransportState>),
     Goes(Option<Refusal>),
 }
 
@@ -240,11 +243,11 @@ impl Hall {
         match self.fate(index) {
             Fate::Stays => {}
             Fate::Goes(refusal) => self.close(index, refusal),
-            Fate::Enters(hello) => {
+            Fate::Enters(hello, keys) => {
                 let Held { stream, address, .. } = self.held.remove(index);
                 if stream.set_nonblocking(false).is_ok() {
                     // Nobody may listen any more.
-                    let _ = self.sender.send(Visitor { hello, stream, address });
+                    let _ = self.sender.send(Visitor { hello, stream, keys, address });
                 }
             }
         }
@@ -273,7 +276,9 @@ impl Hall {
                 Step::Wait => {}
                 Step::Answer(answer) if send(&answer) => {}
                 Step::Answer(_) => return Fate::Goes(Some(Refusal::HungUp)),
-                Step::Welcome(welcome, hello) if send(&welcome[..PROOF_BYTES]) => return Fate::Enters(hello),
+                Step::Welcome(welcome, hello, keys) if send(&welcome[..PROOF_BYTES]) => {
+                    return Fate::Enters(hello, keys);
+                }
                 Step::Welcome(..) => return Fate::Goes(Some(Refusal::HungUp)),
                 Step::Refuse(None, refusal) => return Fate::Goes(Some(refusal)),
                 Step::Refuse(Some(answer), refusal) => {

@@ -12,7 +12,7 @@
 //!
 //! The verdict says openly why the server goes no further, so that a client tells a refusal, which is final, from a
 //! connection that was dropped for want of room, which it tries again. The proof keeps out who plays back a client's first
-//! message. What follows the handshake is not encrypted.
+//! message. What follows the handshake is sealed under its keys where `parallel.encrypt` asks for it ([`super::wire`]).
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -135,7 +135,7 @@ fn broken() -> JoinProblem {
     JoinProblem::Connection(ErrorKind::Other)
 }
 
-/// Greets the server at the other end; returns the server's hello.
+/// Greets the server at the other end; returns the server's hello, and the keys for what follows.
 ///
 /// # Errors
 /// [`JoinProblem::Version`], [`JoinProblem::OtherRun`] and [`JoinProblem::Secret`] if an end is not who it should be;
@@ -145,7 +145,7 @@ pub(crate) fn greet(
     secret: &Secret,
     hello: &Hello,
     deadline: Deadline,
-) -> Result<Hello, JoinProblem> {
+) -> Result<(Hello, Box<TransportState>), JoinProblem> {
     let mut timed = Timed { stream, deadline };
     let own = hello.encode();
     let mut state = noise(secret, &own, true).ok_or_else(broken)?;
@@ -177,7 +177,7 @@ pub(crate) fn greet(
     timed.send(&proof)?;
     let welcome: [u8; PROOF_BYTES] = timed.receive()?;
     state.read_message(&welcome, &mut []).map_err(|_| JoinProblem::Secret)?;
-    Ok(server)
+    Ok((server, Box::new(state)))
 }
 
 /// The server's end of a handshake, fed with what comes, without any waiting of its own.
@@ -206,8 +206,8 @@ pub(crate) enum Step {
     Wait,
     /// The answer is to be sent; the proof has to come.
     Answer([u8; ANSWER_BYTES]),
-    /// The client is who it says; the welcome is to be sent to it.
-    Welcome([u8; PROOF_BYTES], Hello),
+    /// The client is who it says; the welcome is to be sent to it. With the keys for what follows.
+    Welcome([u8; PROOF_BYTES], Hello, Box<TransportState>),
     /// It is not let in, and is told why if it speaks our protocol.
     Refuse(Option<[u8; ANSWER_BYTES]>, Refusal),
 }
@@ -246,15 +246,15 @@ impl Reception {
     /// Takes the `count` bytes that have come into the room, as a server that is `own`.
     pub(crate) fn take(&mut self, count: usize, secret: &Secret, own: &Hello) -> Step {
         self.read += count;
-        if let Some((state, client)) = &mut self.proving {
-            if self.read < PROOF_BYTES {
-                return Step::Wait;
-            }
+        if self.proving.is_some() && self.read < PROOF_BYTES {
+            return Step::Wait;
+        }
+        if let Some((mut state, client)) = self.proving.take() {
             let mut welcome = [0; PROOF_BYTES];
             let is_sound = state.read_message(&self.bytes.0[..PROOF_BYTES], &mut []).is_ok()
                 && state.write_message(&[], &mut welcome).is_ok();
             return if is_sound {
-                Step::Welcome(welcome, *client)
+                Step::Welcome(welcome, client, state)
             } else {
                 Step::Refuse(None, Refusal::Secret)
             };
@@ -361,6 +361,16 @@ mod tests {
 
     const HELLO: Hello = Hello { purpose: Purpose::Ranks, rank: 1, ranks: 2, stream: 0, run: [7; 32] };
 
+    /// Greets; what becomes of the keys is tested with what they seal.
+    fn greet(
+        stream: &TcpStream,
+        secret: &Secret,
+        hello: &Hello,
+        deadline: Deadline,
+    ) -> Result<Hello, JoinProblem> {
+        super::greet(stream, secret, hello, deadline).map(|(server, _)| server)
+    }
+
     fn soon() -> Deadline {
         Deadline::after(Duration::from_secs(5))
     }
@@ -380,7 +390,7 @@ mod tests {
             match reception.take(count, secret, own) {
                 Step::Wait => {}
                 Step::Answer(answer) => { stream }.write_all(&answer).unwrap(),
-                Step::Welcome(welcome, hello) => {
+                Step::Welcome(welcome, hello, _) => {
                     { stream }.write_all(&welcome).unwrap();
                     return Ok(hello);
                 }

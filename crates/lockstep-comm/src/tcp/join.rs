@@ -2,7 +2,7 @@
 //! connection for what must not wait and some for data.
 
 use std::{
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::{SocketAddr, TcpListener},
     sync::Arc,
     time::Duration,
 };
@@ -15,6 +15,7 @@ use super::{
     peer_credentials::HandOut,
     secret::Secret,
     visit::visit,
+    wire::Connection,
 };
 use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, shm};
 
@@ -25,14 +26,27 @@ pub struct TcpOptions {
     pub streams: usize,
     /// How long a rank may be silent before it counts as lost.
     pub silence: Duration,
+    /// Seals what ranks send each other under the keys of their handshake.
+    pub encrypt: bool,
     /// A digest of everything that must be alike on all ranks.
     pub settings: [u8; 32],
 }
 
 impl Default for TcpOptions {
-    /// Two connections for data, 5 s of silence, and no settings.
+    /// Two connections for data, 5 s of silence, no encryption, and no settings.
     fn default() -> Self {
-        Self { streams: 2, silence: Duration::from_secs(5), settings: [0; 32] }
+        Self { streams: 2, silence: Duration::from_secs(5), encrypt: false, settings: [0; 32] }
+    }
+}
+
+impl TcpOptions {
+    /// A digest of everything that must be alike, what is said here included.
+    fn alike(&self) -> [u8; 32] {
+        if self.encrypt {
+            *blake3::keyed_hash(&self.settings, b"encrypted").as_bytes()
+        } else {
+            self.settings
+        }
     }
 }
 
@@ -101,7 +115,7 @@ pub(super) fn gather(
     near: (usize, usize),
     settle: impl FnOnce(usize, usize),
     deadline: Deadline,
-) -> Result<(Vec<Vec<TcpStream>>, Vec<Card>), CommError> {
+) -> Result<(Vec<Vec<Connection>>, Vec<Card>), CommError> {
     // Handed out until all have come.
     let _given = settle_secret(meeting, rank, deadline)?;
     let secret = meeting.key()?;
@@ -109,8 +123,8 @@ pub(super) fn gather(
     let port =
         listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
     let port = port.map_err(CommError::io("listen for ranks"))?;
-    let card =
-        Card { port, first: near.0 as u32, near: near.1 as u32, host: host(), settings: options.settings };
+    let settings = options.alike();
+    let card = Card { port, first: near.0 as u32, near: near.1 as u32, host: host(), settings };
     let (_, guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
     let cards: Vec<Card> = guests.iter().map(|guest| Card::decode(&guest.card)).collect();
     if let Some(rank) = cards.iter().position(|card| card.settings != cards[0].settings) {
@@ -119,7 +133,8 @@ pub(super) fn gather(
     let (local_rank, local_size) = place_on_host(&cards, rank);
     settle(local_rank, local_size);
     let streams = options.streams + 1;
-    let mesh = Mesh { rank, ranks, streams, run: meeting.run_digest(), secret, deadline };
+    let mesh =
+        Mesh { rank, ranks, streams, encrypt: options.encrypt, run: meeting.run_digest(), secret, deadline };
     // Those above come while this rank is on its way to those below.
     let expected = (ranks - 1 - rank) * streams;
     let open =
@@ -220,6 +235,7 @@ struct Mesh {
     ranks: usize,
     /// Connections between every two ranks.
     streams: usize,
+    encrypt: bool,
     run: [u8; 32],
     secret: Secret,
     deadline: Deadline,
@@ -233,18 +249,19 @@ impl Mesh {
         door: Option<&Door>,
         guests: &[Guest],
         cards: &[Card],
-    ) -> Result<Vec<Vec<TcpStream>>, CommError> {
-        let mut sockets: Vec<Vec<Option<TcpStream>>> =
+    ) -> Result<Vec<Vec<Connection>>, CommError> {
+        let mut sockets: Vec<Vec<Option<Connection>>> =
             (0..self.ranks).map(|_| (0..self.streams).map(|_| None).collect()).collect();
         for (peer, sockets) in sockets.iter_mut().enumerate().take(self.rank) {
             let port = if peer == 0 { meeting.port } else { cards[peer].port };
             let address = SocketAddr::new(guests[peer].address, port);
             for (index, socket) in sockets.iter_mut().enumerate() {
-                let (stream, server, _) = visit(&[address], &self.secret, &self.hello(index), self.deadline)?;
+                let (connection, server, _) =
+                    visit(&[address], &self.secret, &self.hello(index), self.deadline)?;
                 if server.rank as usize != peer {
                     return Err(CommError::Join(JoinProblem::Duplicate { what: "rank", number: peer }));
                 }
-                *socket = Some(stream);
+                *socket = Some(self.sealed(connection));
             }
         }
         let mut open = (self.ranks - 1 - self.rank) * self.streams;
@@ -263,10 +280,16 @@ impl Mesh {
                 sockets.get_mut(rank).filter(|_| is_expected).and_then(|sockets| sockets.get_mut(index));
             // One who comes again has given up his first connection.
             if let Some(place) = place {
-                open -= usize::from(place.replace(visitor.stream).is_none());
+                let connection = Connection { socket: visitor.stream, keys: Some(visitor.keys) };
+                open -= usize::from(place.replace(self.sealed(connection)).is_none());
             }
         }
         Ok(sockets.into_iter().map(|sockets| sockets.into_iter().flatten().collect()).collect())
+    }
+
+    /// The connection as ranks use it: the keys of its handshake serve no more unless everything is encrypted.
+    fn sealed(&self, connection: Connection) -> Connection {
+        Connection { keys: connection.keys.filter(|_| self.encrypt), ..connection }
     }
 
     fn hello(&self, stream: usize) -> Hello {

@@ -12,6 +12,7 @@ use rustix::{event::PollFlags, net::sockopt::set_tcp_user_timeout};
 use super::{
     board::Board,
     stream::{Broken, Outbox, Stream},
+    wire::Connection,
 };
 use crate::LossCause;
 
@@ -48,12 +49,12 @@ pub(crate) enum Status {
 }
 
 impl Link {
-    /// Over `sockets`, the first of which is not for data.
-    pub(crate) fn new(rank: usize, sockets: Vec<TcpStream>, silence: Duration) -> io::Result<Self> {
+    /// Over `connections`, the first of which is not for data.
+    pub(crate) fn new(rank: usize, connections: Vec<Connection>, silence: Duration) -> io::Result<Self> {
         let mut streams = Vec::new();
-        for socket in sockets {
-            set_tcp_user_timeout(&socket, u32::try_from(silence.as_millis()).unwrap_or(u32::MAX))?;
-            streams.push(Joined { stream: Stream::new(socket)?, is_open: true });
+        for connection in connections {
+            set_tcp_user_timeout(&connection.socket, u32::try_from(silence.as_millis()).unwrap_or(u32::MAX))?;
+            streams.push(Joined { stream: Stream::new(connection)?, is_open: true });
         }
         Ok(Self { rank, streams, status: Status::Here, heard: true, silence: 0, is_closed: false })
     }
@@ -152,7 +153,7 @@ impl Link {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, joined.stream.is_readable());
             flags.set(PollFlags::OUT, joined.stream.is_writing() || waiting[index.min(1)]);
-            (Arc::clone(&joined.stream.socket), flags)
+            (Arc::clone(joined.stream.socket()), flags)
         })
     }
 
@@ -165,7 +166,7 @@ impl Link {
     pub(crate) fn hang_up(&self) {
         for joined in self.streams.iter().filter(|joined| joined.is_open) {
             // It may be gone already.
-            let _ = joined.stream.socket.shutdown(Shutdown::Write);
+            let _ = joined.stream.socket().shutdown(Shutdown::Write);
         }
     }
 

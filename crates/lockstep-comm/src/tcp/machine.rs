@@ -22,6 +22,7 @@ use super::{
     frame::{Channel, Header, Key, Kind},
     layered::Machines,
     link::{Link, Status},
+    wire::Connection,
 };
 use crate::{
     Call, CommError, Deadline, LossCause, Occasion,
@@ -82,17 +83,18 @@ struct State {
 }
 
 impl Machine {
-    /// Comes into the world as `rank`, over sockets to each other rank, some of which may be on this machine as well. Ranks
+    /// Comes into the world as `rank`, over connections to each other rank, some of which may be on this machine as well. Ranks
     /// may be silent for `silence`.
     pub(crate) fn new(
         rank: usize,
-        sockets: Vec<Vec<TcpStream>>,
+        connections: Vec<Vec<Connection>>,
         silence: Duration,
         local: Option<Local>,
     ) -> Result<Self, CommError> {
-        let ranks = sockets.len();
-        let link = |(peer, sockets)| (peer != rank).then(|| Link::new(peer, sockets, silence)).transpose();
-        let links = sockets.into_iter().enumerate().map(link).collect::<io::Result<Vec<_>>>();
+        let ranks = connections.len();
+        let link =
+            |(peer, connections)| (peer != rank).then(|| Link::new(peer, connections, silence)).transpose();
+        let links = connections.into_iter().enumerate().map(link).collect::<io::Result<Vec<_>>>();
         let links = links.map_err(CommError::io("use a connection to a rank"))?;
         let machine = local.as_ref().map(|local| Arc::clone(&local.machine));
         let recorder = Recorder::new(machine.as_ref().map(|local| (local.segments.clone(), local.rank)));

@@ -15,6 +15,7 @@ use super::{
     secret::Secret,
     turned_away::TurnedAway,
     visit::visit,
+    wire::Connection,
 };
 use crate::{CommError, Deadline, JoinProblem};
 
@@ -218,7 +219,7 @@ impl Meeting {
         let mut address = self.resolve()?;
         let addresses: Vec<SocketAddr> =
             self.ports().into_iter().map(|port| with_port(address, port)).collect();
-        let (stream, _, found) = visit(&addresses, &secret, &hello, deadline)?;
+        let (Connection { socket: stream, .. }, _, found) = visit(&addresses, &secret, &hello, deadline)?;
         (self.port, address) = (found.port(), found);
         let mut timed = Timed { stream: &stream, deadline };
         timed.send(&card).map_err(CommError::Join)?;

@@ -29,6 +29,7 @@ pub(crate) mod secret;
 mod stream;
 mod turned_away;
 mod visit;
+mod wire;
 
 pub use frame::{Malformed, read_frames, sample_frames, seal_frames};
 pub(crate) use join::join_with;

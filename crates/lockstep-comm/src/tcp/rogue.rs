@@ -16,6 +16,7 @@ use super::{
     join::gather,
     meeting::Meeting,
     operation::Running,
+    wire::Connection,
 };
 use crate::{
     Call, Collective, CommError, Deadline, Kind as Operation, LossCause, ReduceOp, Source, Target,
@@ -193,7 +194,11 @@ fn work(rank: usize, ranks: usize, meeting: Meeting) -> CommError {
 /// receiver has announced the second operation: before, they would be about none.
 fn misbehave(rank: usize, ranks: usize, mut meeting: Meeting, sent: &Sent, closes: bool) {
     let (options, deadline) = (TcpOptions::default(), Deadline::after(LIMIT));
-    let (sockets, _) = gather(rank, ranks, &mut meeting, options, (rank, 0), |_, _| {}, deadline).unwrap();
+    let (connections, _) =
+        gather(rank, ranks, &mut meeting, options, (rank, 0), |_, _| {}, deadline).unwrap();
+    let socket_of = |connection: Connection| connection.socket;
+    let sockets: Vec<Vec<TcpStream>> =
+        connections.into_iter().map(|all| all.into_iter().map(socket_of).collect()).collect();
     thread::scope(|scope| {
         for sockets in sockets.iter().filter(|sockets| !sockets.is_empty()) {
             let (announce, announced) = mpsc::channel();

@@ -2,18 +2,21 @@
 
 use std::{
     collections::VecDeque,
-    io::{self, ErrorKind, IoSlice, Read, Write},
+    io::{self, ErrorKind},
     net::TcpStream,
     ops::ControlFlow,
     sync::Arc,
 };
 
-use super::frame::{FRAME_BYTES, HEADER_BYTES, Header, Key, Kind, Malformed};
+use super::{
+    frame::{FRAME_BYTES, HEADER_BYTES, Header, Key, Kind, Malformed},
+    wire::{Connection, Wire},
+};
 
 /// A socket that is one of several to the same rank.
 #[derive(Debug)]
 pub(crate) struct Stream {
-    pub(crate) socket: Arc<TcpStream>,
+    wire: Wire,
     incoming: Incoming,
     outgoing: Option<Outgoing>,
 }
@@ -74,6 +77,15 @@ pub(crate) enum Broken {
     Failed(ErrorKind),
     /// It sent what no rank sends.
     Malformed(Malformed),
+}
+
+impl From<io::Error> for Broken {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => Self::Closed,
+            kind => Self::Failed(kind),
+        }
+    }
 }
 
 impl From<Malformed> for Broken {
@@ -168,10 +180,12 @@ impl Outbox<'_> {
 
 impl Stream {
     /// A connection on which nothing but frames follows.
-    pub(crate) fn new(socket: TcpStream) -> io::Result<Self> {
-        socket.set_nonblocking(true)?;
-        socket.set_nodelay(true)?;
-        Ok(Self { socket: Arc::new(socket), incoming: Incoming::HEADER, outgoing: None })
+    pub(crate) fn new(connection: Connection) -> io::Result<Self> {
+        Ok(Self { wire: Wire::new(connection)?, incoming: Incoming::HEADER, outgoing: None })
+    }
+
+    pub(crate) fn socket(&self) -> &Arc<TcpStream> {
+        self.wire.socket()
     }
 
     /// Whether what comes next can be taken.
@@ -181,7 +195,7 @@ impl Stream {
 
     /// Whether a frame is half-way out.
     pub(crate) fn is_writing(&self) -> bool {
-        self.outgoing.is_some()
+        self.outgoing.is_some() || self.wire.is_pending()
     }
 
     /// Forgets what points to the memory of operations. The stream is of no use for data afterwards.
@@ -196,7 +210,7 @@ impl Stream {
     pub(crate) fn drain(&mut self) -> bool {
         let mut waste = [0; 4096];
         loop {
-            match receive(&self.socket, &mut waste) {
+            match self.wire.receive(&mut waste) {
                 Ok(ControlFlow::Continue(_)) => {}
                 Ok(ControlFlow::Break(())) => return true,
                 Err(_) => return false,
@@ -210,7 +224,7 @@ impl Stream {
         while total < limit {
             match &mut self.incoming {
                 Incoming::Header { bytes, read } => {
-                    let ControlFlow::Continue(count) = receive(&self.socket, &mut bytes[*read..])? else {
+                    let ControlFlow::Continue(count) = self.wire.receive(&mut bytes[*read..])? else {
                         break;
                     };
                     (*read, total) = (*read + count, total + count);
@@ -244,7 +258,7 @@ impl Stream {
                         Room::At(start) => unsafe { std::slice::from_raw_parts_mut(start.add(*read), rest) },
                         Room::Kept(bytes) => &mut bytes[*read..],
                     };
-                    let ControlFlow::Continue(count) = receive(&self.socket, target)? else { break };
+                    let ControlFlow::Continue(count) = self.wire.receive(target)? else { break };
                     *crc = crc32c::crc32c_append(*crc, &target[..count]);
                     (*read, total) = (*read + count, total + count);
                 }
@@ -261,7 +275,7 @@ impl Stream {
         outbox: &mut Outbox<'_>,
         sink: &mut impl Sink,
     ) -> Result<usize, Broken> {
-        let mut total = 0;
+        let mut total = self.wire.flush()?;
         while total < limit {
             if self.outgoing.is_none() {
                 self.outgoing = outbox.next();
@@ -273,13 +287,11 @@ impl Stream {
                 Payload::Own(bytes) => bytes,
             };
             let (header, skipped) = (frame.written.min(HEADER_BYTES), frame.written.max(HEADER_BYTES));
-            let slices =
-                [IoSlice::new(&frame.header[header..]), IoSlice::new(&bytes[skipped - HEADER_BYTES..])];
-            match (&*self.socket).write_vectored(&slices) {
+            match self.wire.send([&frame.header[header..], &bytes[skipped - HEADER_BYTES..]]) {
                 Ok(count) => (frame.written, total) = (frame.written + count, total + count),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(broken(&error)),
+                Err(error) => return Err(error.into()),
             }
             if frame.written == HEADER_BYTES + frame.len {
                 if let Some(key) = frame.data_of {
@@ -294,24 +306,4 @@ impl Stream {
 
 impl Incoming {
     const HEADER: Self = Self::Header { bytes: [0; HEADER_BYTES], read: 0 };
-}
-
-/// Reads what is there; breaks if that is nothing.
-fn receive(mut socket: &TcpStream, target: &mut [u8]) -> Result<ControlFlow<(), usize>, Broken> {
-    loop {
-        return match socket.read(target) {
-            Ok(0) => Err(Broken::Closed),
-            Ok(count) => Ok(ControlFlow::Continue(count)),
-            Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(ControlFlow::Break(())),
-            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-            Err(error) => Err(broken(&error)),
-        };
-    }
-}
-
-fn broken(error: &io::Error) -> Broken {
-    match error.kind() {
-        ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => Broken::Closed,
-        kind => Broken::Failed(kind),
-    }
 }

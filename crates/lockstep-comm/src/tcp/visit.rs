@@ -11,6 +11,7 @@ use super::{
     door::GREETING,
     handshake::{Hello, greet},
     secret::{Secret, random},
+    wire::Connection,
 };
 use crate::{CommError, Deadline, JoinProblem};
 
@@ -43,8 +44,8 @@ impl Backoff {
     }
 }
 
-/// Connects to a door at one of `addresses`, tried in turn, and greets it. Returns the connection, the hello of the server, and
-/// the address.
+/// Connects to a door at one of `addresses`, tried in turn, and greets it. Returns the connection with the keys of its handshake,
+/// the hello of the server, and the address.
 ///
 /// # Errors
 /// [`CommError::Join`]: at once if the only address belongs to another run or version, or if the server has another secret;
@@ -54,7 +55,7 @@ pub(crate) fn visit(
     secret: &Secret,
     hello: &Hello,
     deadline: Deadline,
-) -> Result<(TcpStream, Hello, SocketAddr), CommError> {
+) -> Result<(Connection, Hello, SocketAddr), CommError> {
     let mut backoff = Backoff::default();
     let mut failed = JoinProblem::Connection(ErrorKind::TimedOut);
     let is_only = addresses.len() == 1;
@@ -62,7 +63,7 @@ pub(crate) fn visit(
         for address in addresses {
             let attempt = Deadline::after(deadline.remaining().min(GREETING));
             match connect(*address, secret, hello, attempt) {
-                Ok((stream, server)) => return Ok((stream, server, *address)),
+                Ok((connection, server)) => return Ok((connection, server, *address)),
                 Err(problem @ JoinProblem::Secret) => return Err(CommError::Join(problem)),
                 Err(problem @ (JoinProblem::OtherRun | JoinProblem::Version { .. })) if is_only => {
                     return Err(CommError::Join(problem));
@@ -87,7 +88,7 @@ fn connect(
     secret: &Secret,
     hello: &Hello,
     deadline: Deadline,
-) -> Result<(TcpStream, Hello), JoinProblem> {
+) -> Result<(Connection, Hello), JoinProblem> {
     let limit = deadline.remaining().max(Duration::from_millis(1));
     let stream =
         TcpStream::connect_timeout(&address, limit).map_err(|error| JoinProblem::Connection(error.kind()))?;
@@ -95,8 +96,8 @@ fn connect(
     if stream.local_addr().is_ok_and(|own| own == address) {
         return Err(JoinProblem::Connection(ErrorKind::ConnectionRefused));
     }
-    let server = greet(&stream, secret, hello, deadline)?;
-    Ok((stream, server))
+    let (server, keys) = greet(&stream, secret, hello, deadline)?;
+    Ok((Connection { socket: stream, keys: Some(keys) }, server))
 }
 
 fn unreached(addresses: &[SocketAddr], failed: &JoinProblem, deadline: Deadline) -> JoinProblem {

@@ -2,7 +2,7 @@
 
 mod tcp;
 
-use lockstep_comm::{Group, World, WorldOptions};
+use lockstep_comm::{Group, TcpOptions, World, WorldOptions};
 
 pub(crate) use tcp::soon;
 
@@ -11,10 +11,12 @@ pub(crate) use tcp::soon;
 pub(crate) enum Way {
     SharedMemory,
     Tcp,
+    /// TCP, sealed under the keys of the handshake.
+    Encrypted,
 }
 
 impl Way {
-    pub(crate) const ALL: [Self; 2] = [Self::SharedMemory, Self::Tcp];
+    pub(crate) const ALL: [Self; 3] = [Self::SharedMemory, Self::Tcp, Self::Encrypted];
 }
 
 /// Runs `work` as each of `ranks` ranks, on threads.
@@ -31,5 +33,8 @@ pub(crate) fn in_world_by(way: Way, ranks: usize, work: impl Fn(&Group) + Sync) 
             });
         }
         Way::Tcp => tcp::in_tcp_world(ranks, work),
+        Way::Encrypted => {
+            tcp::in_tcp_world_with(TcpOptions { encrypt: true, ..TcpOptions::default() }, ranks, work);
+        }
     }
 }

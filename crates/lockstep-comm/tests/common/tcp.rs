@@ -11,6 +11,11 @@ pub(crate) fn soon() -> Deadline {
 
 /// Runs `work` as each of `ranks` ranks, on threads that reach each other by sockets.
 pub(crate) fn in_tcp_world(ranks: usize, work: impl Fn(&Group) + Sync) {
+    in_tcp_world_with(TcpOptions::default(), ranks, work);
+}
+
+/// The same with other options.
+pub(crate) fn in_tcp_world_with(options: TcpOptions, ranks: usize, work: impl Fn(&Group) + Sync) {
     let work = &work;
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -20,7 +25,7 @@ pub(crate) fn in_tcp_world(ranks: usize, work: impl Fn(&Group) + Sync) {
             let run = format!("test on port {port}");
             let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() };
             scope.spawn(move || {
-                work(&join_by_address(rank, ranks, meeting, TcpOptions::default(), soon()).unwrap());
+                work(&join_by_address(rank, ranks, meeting, options, soon()).unwrap());
             });
         }
     });

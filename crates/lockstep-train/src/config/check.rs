@@ -273,7 +273,7 @@ impl Checker<'_, '_, '_> {
 
     fn parallel(&mut self) {
         if self.config.parallel.transport == Transport::Mpi {
-            let keys = ["parallel.all_reduce", "parallel.tcp_connections"];
+            let keys = ["parallel.all_reduce", "parallel.tcp_connections", "parallel.encrypt"];
             let because = "parallel.transport = \"mpi\", which sums in its own way";
             self.refuse_without_effect(&keys, because, "parallel.transport");
         }

@@ -320,6 +320,9 @@ sections! {
         all_reduce: AllReduce = AllReduce::Tree, rules();
         /// Connections for data between every two ranks that are joined by TCP.
         tcp_connections: usize = 2, rules().at_least(1.0).at_most(16.0);
+        /// Whether what ranks send each other over TCP is encrypted, under keys that each connection's handshake makes. Ranks that share memory send
+        /// nothing over a network. No bit of the result depends on it.
+        encrypt: bool = false, rules();
         /// What a block computes again in its backward to save memory; no bit of the result depends on it. One word for all blocks, or rules by
         /// layer, of which the last one that describes a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every = 2, mode = "full" }] }`
         /// is for every other one of the first twelve. `from` is 0 where it is left out, `to` the last layer, `every` 1.

@@ -412,10 +412,11 @@ impl RunConfig {
     /// Whether anything in `[parallel]` says how a step is split; else the planner is free to.
     pub fn says_how_to_split(&self) -> bool {
         // How ranks find each other and what they check splits nothing.
-        const BESIDE: [&str; 8] = [
+        const BESIDE: [&str; 9] = [
             "parallel.timeout_s",
             "parallel.transport",
             "parallel.tcp_connections",
+            "parallel.encrypt",
             "parallel.check_every",
             "parallel.bucket_mb",
             "parallel.all_reduce",

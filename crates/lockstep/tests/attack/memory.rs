@@ -81,7 +81,8 @@ fn attack(seed: u64, choice: &mut Choice) -> String {
         // It had all that it needs before it came into the group.
         Some(0) => "not killed".to_owned(),
         Some(5) => {
-            assert!(outcome.stderr.contains(&format!("rank {victim}")), "{outcome:?}");
+            let lost = format!("rank {victim} was lost: it was killed by the out-of-memory killer");
+            assert!(outcome.stderr.contains(&lost), "{outcome:?}");
             "killed".to_owned()
         }
         _ => panic!("rank {victim} (limited: {is_limited}): {outcome:?}"),

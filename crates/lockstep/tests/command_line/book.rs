@@ -449,6 +449,7 @@ pages! {
     plans: "docs/plans.md",
     precision: "docs/precision.md",
     ranks: "docs/ranks.md",
+    reliability: "docs/reliability.md",
     troubleshooting: "docs/troubleshooting.md",
 }
 

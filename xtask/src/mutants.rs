@@ -141,7 +141,8 @@ fn try_out(code: &Code, shard: &str, tally: &mut Tally) -> Result<(), String> {
         mutants.args(["--file", &format!("crates/{package}/src/{file}")]);
     }
     if let Some(other) = tested_by {
-        mutants.args(["--test-package", package, "--test-package", other]);
+        // Without mutants only the tests of the first are run, and not all of those that are named are there.
+        mutants.args(["--test-package", package, "--test-package", other, "--baseline", "skip"]);
     }
     if !tests.is_empty() {
         mutants.arg("--").args(*tests);

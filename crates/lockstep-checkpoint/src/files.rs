@@ -178,6 +178,13 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_name_alone_lies_in_the_working_directory() {
+        for (path, parent) in [("checkpoints", "."), ("a/b", "a"), ("/a", "/"), ("/", "."), ("a/b/", "a")] {
+            assert_eq!(parent_of(Path::new(path)), Path::new(parent), "{path}");
+        }
+    }
+
+    #[test]
     fn only_single_normal_components_are_plain_names() {
         for name in ["model.safetensors", "rank-00000.safetensors", "..x", ".hidden"] {
             assert!(is_plain_name(name), "{name:?} is plain");

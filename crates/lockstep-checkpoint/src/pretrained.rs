@@ -529,3 +529,21 @@ pub fn checkpoint_model(checkpoint: &Checkpoint) -> Result<ModelConfig, Checkpoi
     let table = checkpoint.manifest().config.get("model").and_then(|model| model.as_object());
     Ok(ModelConfig::from_table(table.unwrap_or(&empty), &origin)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use lockstep_model::LoraScaling;
+
+    use super::*;
+
+    #[test]
+    fn the_product_of_an_adapter_is_added_with_its_scale() {
+        let scaling = LoraScaling::Standard;
+        let config = LoraConfig { rank: 2, alpha: 6.0, dropout: 0.0, scaling, targets: Vec::new() };
+        // A is [2, 3], B [2, 2], the weight [2, 3]; the scale 6 / 2.
+        let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.5, -1.0, 2.0]);
+        let mut weight = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0];
+        add_product(&config, &a, &b, &mut weight);
+        assert_eq!(weight, [19.0, 33.5, 48.0, 61.0, 74.0, 87.0]);
+    }
+}

@@ -260,6 +260,14 @@ mod tests {
         parts.iter().filter(|part| part.role == PartRole::Answer).map(|part| part.text.as_str()).collect()
     }
 
+    #[test]
+    fn a_question_ends_where_the_assistant_is_to_speak() {
+        let question =
+            ChatTemplate::ChatMl.question(&chat(&[("system", "Be short."), ("user", "Who waits?")]));
+        let expected = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWho waits?<|im_end|>\n<|im_start|>assistant\n";
+        assert_eq!(question.as_deref(), Ok(expected));
+    }
+
     const CHAT: [(&str, &str); 5] = [
         ("system", "Be brief."),
         ("user", "2+2?"),

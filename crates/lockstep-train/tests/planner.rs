@@ -8,6 +8,8 @@ mod exhaustive;
 mod offload;
 #[path = "../examples/questions/table.rs"]
 mod questions;
+#[path = "planner/recorded.rs"]
+mod recorded;
 #[path = "../examples/published/rows/mod.rs"]
 mod rows;
 #[path = "planner/usual.rs"]

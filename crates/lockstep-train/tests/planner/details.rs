@@ -15,7 +15,7 @@ const LARGE: [&str; 4] =
     ["model.preset=llama3-8b", "train.global_batch=16", "train.seq_len=8192", "train.precision=bf16"];
 
 /// Plans that send something of every kind, on a cluster each.
-fn plans() -> Vec<(&'static str, Vec<&'static str>)> {
+pub(super) fn plans() -> Vec<(&'static str, Vec<&'static str>)> {
     let split = |model: &[&'static str], more: &[&'static str]| [model, more].concat();
     vec![
         ("dgx-h100x2", split(&DENSE, &["parallel.tensor_parallel=4", "parallel.data_parallel_replicate=4"])),

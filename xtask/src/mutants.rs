@@ -10,13 +10,13 @@ use std::process::Command;
 
 use super::run_within;
 
-/// Where a sample begins and how thin it is, unless `LOCKSTEP_SHARD` says otherwise.
+/// Offset and interval of the sample, unless `LOCKSTEP_SHARD` says otherwise.
 const SHARD: &str = "0/60";
 /// Survivors that are as good as the code.
 const ACCEPTED: &str = include_str!("../mutants.txt");
-/// Of a hundred mutants so many must be noticed.
+/// Percentage of mutants that must be noticed.
 const GOAL_PERCENT: usize = 90;
-/// No build and test of a mutant takes this long unless the mutant hangs, in seconds.
+/// Limit on the build and on the tests of a mutant, in seconds.
 const MUTANT_LIMIT_S: &str = "600";
 
 /// Code whose tests are tested.
@@ -24,7 +24,7 @@ struct Code {
     package: &'static str,
     /// Files below the crate's `src`; all where none are named.
     files: &'static [&'static str],
-    /// Another crate whose tests are about this one as well.
+    /// A crate above whose tests are about this one as well.
     tested_by: Option<&'static str>,
     /// The tests, as `cargo test` is told; all of the crate where none are named.
     tests: &'static [&'static str],

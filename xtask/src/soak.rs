@@ -84,7 +84,7 @@ const PARTS: &[Part] = &[
 
 /// The part that is no test.
 const MUTANTS: &str = "mutants";
-/// No part takes this long unless something hangs.
+/// Limit on a part, which only one that hangs comes to.
 const LIMIT: Duration = Duration::from_secs(4 * 3600);
 
 /// Runs the parts that `names` names, or all; one that fails does not keep the others from being run.

@@ -39,9 +39,9 @@ impl CommitObserver for Briefly {
 /// A part of a save that waits for its file system.
 #[derive(Debug, Clone, Copy)]
 pub struct Wait<'a> {
-    /// What is being done: "writing", "syncing", ...
+    /// The kind of call: "writing", "syncing", ...
     pub doing: &'static str,
-    /// The file or directory that it is done to.
+    /// The file or directory of the call.
     pub path: &'a Path,
     /// Time since the last progress.
     pub idle: Duration,
@@ -67,7 +67,7 @@ impl fmt::Debug for Abandoned {
 /// Runs `work` on a thread of its own and waits for its result as long as `observer` lets it.
 ///
 /// # Errors
-/// What `work` returns; [`CheckpointError::Stalled`] if the observer gives up; [`CheckpointError::Io`] if there is no thread.
+/// The errors of `work`; [`CheckpointError::Stalled`] if the observer gives up; [`CheckpointError::Io`] if there is no thread.
 ///
 /// # Panics
 /// As `work` does.

@@ -85,7 +85,7 @@ pub enum CheckpointError {
     Io {
         /// What was tried, as a verb.
         action: &'static str,
-        /// On which file or directory.
+        /// The file or directory of the call.
         path: PathBuf,
         /// The system's reason.
         source: io::Error,
@@ -101,9 +101,9 @@ pub enum CheckpointError {
     /// The file system has stopped answering, and the save no longer waits for it.
     #[error("{doing} {} has made no progress for {} s", path.display(), idle.as_secs())]
     Stalled {
-        /// What was being done: "writing", "syncing", ...
+        /// The kind of call: "writing", "syncing", ...
         doing: &'static str,
-        /// On which file or directory.
+        /// The file or directory of the call.
         path: PathBuf,
         /// Time since the last progress.
         idle: Duration,
@@ -460,7 +460,7 @@ impl CheckpointError {
         }
     }
 
-    /// Where a file of `dir` is missing because checkpoints lie below it or beside it: says which of them may have been meant.
+    /// Replaces the error of a missing file by one that names the checkpoint below or beside `dir` that may have been meant.
     pub(crate) fn or_near_checkpoints(self, dir: &Path) -> Self {
         let is_missing = matches!(&self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
         if !is_missing {

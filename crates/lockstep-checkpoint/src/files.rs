@@ -55,7 +55,7 @@ impl DirectoryLock {
 #[derive(Debug)]
 pub struct RunLock {
     dir: PathBuf,
-    /// `None` once it is let go.
+    /// The lock; `None` once it is released.
     lock: Option<DirectoryLock>,
 }
 

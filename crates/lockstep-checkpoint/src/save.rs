@@ -156,7 +156,7 @@ pub struct Staging {
     step: u64,
     /// Leftovers of dead saves that could not be deleted.
     leftovers: Vec<CheckpointError>,
-    /// `None` while a thread works on it, and once that was left behind with it.
+    /// The handle; `None` while a thread works on it, and once that thread was left behind.
     claim: Option<Claim>,
 }
 

@@ -35,10 +35,10 @@ type Answer = Result<Vec<u8>, CheckpointError>;
 pub(crate) struct ShardFile<'a> {
     path: PathBuf,
     observer: &'a dyn CommitObserver,
-    /// `None` once the thread is to end.
+    /// The way to the thread; `None` once it is to end.
     orders: Option<Sender<Order>>,
     answers: Receiver<Answer>,
-    /// `None` once it was left behind.
+    /// The thread; `None` once it was left behind.
     thread: Option<DiskThread>,
     /// Orders without an answer.
     queued: usize,

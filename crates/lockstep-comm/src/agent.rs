@@ -29,7 +29,7 @@ pub struct Agent {
     first_rank: usize,
     pub(crate) ranks: Vec<Rank>,
     output: Output,
-    /// As long as there is something to be carried.
+    /// Carrier of the ranks' output; `None` once all of it has come.
     pub(crate) relay: Option<Relay>,
     sound_codes: Vec<i32>,
     /// The greatest exit code so far.
@@ -50,7 +50,7 @@ pub(crate) struct Rank {
 /// A change in whether the ranks move.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Movement {
-    /// No rank that is left has shown a sign of life for `silence`.
+    /// Silence: no rank that is left has shown a sign of life for `silence`.
     Still {
         /// Time without a sign of life.
         silence: Duration,
@@ -59,16 +59,16 @@ pub enum Movement {
         /// True if a signal (SIGSTOP, SIGTSTP) or a debugger has stopped all of them.
         are_stopped: bool,
     },
-    /// They move again.
+    /// Recovery: ranks move again.
     Moves,
 }
 
-/// How a run ended.
+/// The end of a run.
 #[derive(Debug)]
 pub enum Ended {
-    /// All ranks have done what they were to do; with the greatest of their exit codes.
+    /// Success of all ranks, with the greatest of their exit codes.
     Well(i32),
-    /// One of them has not.
+    /// Failure of a rank.
     Badly(Failure),
 }
 
@@ -78,13 +78,13 @@ pub enum Ended {
 pub struct Failure {
     /// The rank that failed first.
     pub rank: usize,
-    /// How its process ended.
+    /// The end of its process.
     pub cause: LossCause,
-    /// Why the run ended: the rank's loss, or what the ranks found before it.
+    /// The reason why the run ended: the rank's loss, or an error that ranks found before it.
     pub error: CommError,
     /// The file with what the rank wrote to standard error, if there is one.
     pub log: Option<PathBuf>,
-    /// Whether the launcher has shown what it wrote there.
+    /// True if the launcher has shown the content of that file.
     pub is_shown: bool,
 }
 

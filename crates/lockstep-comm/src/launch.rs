@@ -147,7 +147,7 @@ impl Placement {
         }
     }
 
-    /// On one machine, with an address where ranks can meet as if they were on several, and a new secret.
+    /// Returns the placement on one machine, with an address where ranks can meet as if they were on several, and a new secret.
     ///
     /// # Errors
     /// If the system has no port, random bytes or memory.

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two readings of the kernel's counter.
+/// Pause between two readings of the kernel's counter.
 const READING: Duration = Duration::from_secs(1);
 
 /// The kernel's count of processes that its out-of-memory killer has ended, of any cgroup.

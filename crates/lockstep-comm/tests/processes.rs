@@ -17,7 +17,7 @@ use lockstep_comm::{
     LossCause, Meeting, NodeCard, Output, Pinning, Placement, ReduceOp, TcpOptions, WorldOptions,
     join_from_environment, meet_nodes,
 };
-use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use lockstep_plan::{DType, MemoryCategory, random::Draws};
 use lockstep_tensor::Buffer;
 use rustix::{
     process::{Pid, Signal, kill_process},
@@ -148,27 +148,10 @@ fn work(group: &Group, skipped: usize) -> Result<(), CommError> {
     Ok(())
 }
 
-/// Numbers that are the same on all ranks.
-struct Random {
-    numbers: Philox,
-    drawn: u64,
-}
-
-impl Random {
-    fn new(seed: u64) -> Self {
-        Self { numbers: Philox::new(seed), drawn: 0 }
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        self.drawn += 1;
-        self.numbers.at(self.drawn)[0] as usize % limit
-    }
-}
-
 /// Operations of all kinds and sizes, in memory of both kinds, until one fails.
 fn work_at_random(group: &Group, seed: u64) -> Result<(), CommError> {
     let (ranks, rank, op) = (group.size(), group.rank(), ReduceOp::Max);
-    let mut random = Random::new(seed);
+    let mut random = Draws::new(seed);
     let arena = group.arena(&[MemoryCategory::Gradients]);
     let buffer = || arena.allocate_zeroed(1 << 20, MemoryCategory::Gradients).unwrap();
     let (mut shared, mut lent) = (buffer(), buffer());
@@ -390,7 +373,7 @@ fn deaths() -> u64 {
 fn a_rank_that_dies_at_any_time_is_known_to_all_others_within_200_ms_and_leaves_nothing() {
     let mut delays_ms = Vec::new();
     for seed in 0..deaths() {
-        let mut random = Random::new(!seed);
+        let mut random = Draws::new(!seed);
         let ranks = 2 + random.below(7);
         let (victim, operations) = (random.below(ranks), random.below(60));
         let mut run = Run::start(&format!("random {seed}"), ranks, SILENCE);

@@ -19,7 +19,7 @@ use lockstep_comm::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// What a process of another user does.
+/// The deed of a process of another user.
 const STRANGER: &str = "LOCKSTEP_TEST_STRANGER";
 /// The port of the ranks that it bothers.
 const PORT: &str = "LOCKSTEP_TEST_PORT";
@@ -267,7 +267,7 @@ fn a_rank_waits_for_the_first_one_through_listeners_that_hang_up_on_it() {
     });
 }
 
-/// What a process of another user runs; in the process of the tests, nothing.
+/// Entry point of a process of another user; does nothing in the process of the tests.
 #[test]
 fn a_stranger() {
     let (Some(role), Some(port)) = (env::var_os(STRANGER), env::var(PORT).ok()) else { return };
@@ -292,11 +292,11 @@ fn a_stranger() {
     std::process::exit(code);
 }
 
-/// This test program, where anybody may run it.
+/// A copy of this test program that anybody may run.
 struct Program(PathBuf);
 
 impl Program {
-    /// `None` where this user cannot become another one.
+    /// Starts it as another user; `None` where this user cannot become one.
     fn new() -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
@@ -330,7 +330,7 @@ impl Drop for Program {
     }
 }
 
-/// Whether somebody holds the name under which the ranks of `port` look for each other first.
+/// Returns true if somebody holds the name under which the ranks of `port` look for each other first.
 fn name_is_held(port: u16) -> bool {
     let digest = blake3::Hasher::new().update(&port.to_le_bytes()).update(b"strangers").finalize();
     let name = format!("@lockstep-{}", &digest.to_hex()[..32]);

@@ -30,10 +30,10 @@ pub(crate) fn of(tokenizer: &Value) -> f64 {
     of_steps(&["normalizer", "pre_tokenizer"]).max(of_steps(&["decoder"]))
 }
 
-/// What steps one after the other have made of one byte.
+/// Growth by the steps so far.
 struct Growth {
     factor: f64,
-    /// Whether characters have been decomposed: a second time changes nothing.
+    /// True if characters have been decomposed: a second time changes nothing.
     is_decomposed: bool,
 }
 

@@ -67,6 +67,35 @@ impl Philox {
     }
 }
 
+/// A sequence of choices that a seed decides.
+#[derive(Debug, Clone)]
+pub struct Draws {
+    philox: Philox,
+    drawn: u64,
+}
+
+impl Draws {
+    /// The sequence of `seed`.
+    pub const fn new(seed: u64) -> Self {
+        Self { philox: Philox::new(seed), drawn: 0 }
+    }
+
+    /// A number below `end`; 0 if there is none. `end` is far below 2^32, so that the bias of the remainder does not matter.
+    pub const fn below(&mut self, end: usize) -> usize {
+        self.drawn += 1;
+        let end = if end == 0 { 1 } else { end };
+        self.philox.at(self.drawn)[0] as usize % end
+    }
+
+    /// One of `all`.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub const fn of<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.below(all.len())]
+    }
+}
+
 /// A 64-bit key for a name (FNV-1a, then a finalizer that spreads every input bit).
 pub const fn key_from_name(name: &str) -> u64 {
     let bytes = name.as_bytes();

@@ -1,6 +1,6 @@
 //! Mutations of sound inputs: a pure function of the seed and the number of the mutant, so a find is named by both.
 
-use lockstep_plan::random::Philox;
+use lockstep_plan::random::Draws;
 
 /// Numbers at which parsers break.
 const NUMBERS: [&str; 12] = [
@@ -23,7 +23,7 @@ const NUMBERS: [&str; 12] = [
 /// # Panics
 /// If there are no seeds.
 pub fn mutant(seeds: &[Vec<u8>], words: &[&str], number: u64) -> Vec<u8> {
-    let mut choice = Choice { random: Philox::new(number), drawn: 0 };
+    let mut choice = Draws::new(number);
     let mut bytes = seeds[choice.below(seeds.len())].clone();
     for _ in 0..1 + choice.below(4) {
         change(&mut bytes, seeds, words, &mut choice);
@@ -31,43 +31,29 @@ pub fn mutant(seeds: &[Vec<u8>], words: &[&str], number: u64) -> Vec<u8> {
     bytes
 }
 
-/// A stream of random choices.
-struct Choice {
-    random: Philox,
-    drawn: u64,
+/// A short range within `0..len`.
+fn range(choice: &mut Draws, len: usize) -> std::ops::Range<usize> {
+    let start = choice.below(len + 1);
+    let longest = 1 << choice.below(8);
+    start..len.min(start + choice.below(longest + 1))
 }
 
-impl Choice {
-    /// A number below `end`; 0 if there is none.
-    fn below(&mut self, end: usize) -> usize {
-        self.drawn += 1;
-        self.random.at(self.drawn)[0] as usize % end.max(1)
-    }
-
-    /// A short range within `0..len`.
-    fn range(&mut self, len: usize) -> std::ops::Range<usize> {
-        let start = self.below(len + 1);
-        let longest = 1 << self.below(8);
-        start..len.min(start + self.below(longest + 1))
-    }
-}
-
-fn change(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], words: &[&str], choice: &mut Choice) {
+fn change(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], words: &[&str], choice: &mut Draws) {
     let at = choice.below(bytes.len());
     match choice.below(10) {
         0 if !bytes.is_empty() => bytes[at] ^= 1 << choice.below(8),
         1 if !bytes.is_empty() => bytes[at] = choice.below(256) as u8,
         2 => bytes.truncate(at),
-        3 => drop(bytes.drain(choice.range(bytes.len()))),
+        3 => drop(bytes.drain(range(choice, bytes.len()))),
         4 => {
-            let copied = bytes[choice.range(bytes.len())].to_vec();
+            let copied = bytes[range(choice, bytes.len())].to_vec();
             bytes.splice(at..at, copied);
         }
         // A piece of another seed in place of one of this.
         5 => {
             let other = &seeds[choice.below(seeds.len())];
-            let piece = other[choice.range(other.len())].to_vec();
-            bytes.splice(choice.range(bytes.len()), piece);
+            let piece = other[range(choice, other.len())].to_vec();
+            bytes.splice(range(choice, bytes.len()), piece);
         }
         6 if !words.is_empty() => {
             let word = words[choice.below(words.len())];

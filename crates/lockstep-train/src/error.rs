@@ -75,7 +75,7 @@ pub enum Error {
     RowsWait {
         /// The metrics file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
         /// Rows that are not in the file yet.
         waiting_rows: usize,

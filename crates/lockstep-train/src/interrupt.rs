@@ -9,8 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Resource, getrlimit};
-use signal_hook::consts::{SIGABRT, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use signal_hook::{flag, low_level};
 
@@ -72,21 +71,6 @@ impl Interrupt {
     pub fn is_requested(&self) -> bool {
         self.requested.load(Ordering::SeqCst)
     }
-}
-
-/// Lets this process see limits of the system as errors. A file that may not grow (`ulimit -f`) fails the write and sends no signal that kills; where
-/// the address space is limited (`ulimit -v`), the abort after a refused allocation is an exit with code 1.
-///
-/// # Errors
-/// [`Error::Signals`] if the system refuses the handlers.
-pub fn outlive_limits() -> Result<(), Error> {
-    // The error of the write says it.
-    flag::register(SIGXFSZ, Arc::default()).map_err(Error::Signals)?;
-    if getrlimit(Resource::As).current.is_some() {
-        let always = Arc::new(AtomicBool::new(true));
-        flag::register_conditional_shutdown(SIGABRT, 1, always).map_err(Error::Signals)?;
-    }
-    Ok(())
 }
 
 /// The signals that this process was started to ignore, signal N at bit N - 1; none where the system does not say.

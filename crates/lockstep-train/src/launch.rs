@@ -171,7 +171,7 @@ pub fn run_ranks(
     }
 }
 
-/// What the launcher tells of ranks that have all stopped to move, or move again.
+/// Message on ranks that have all stopped to move, or move again.
 fn in_words(movement: Movement) -> String {
     let Movement::Still { silence, pids, are_stopped } = movement else {
         return "the ranks move again".to_owned();

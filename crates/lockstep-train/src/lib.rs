@@ -42,6 +42,8 @@ pub mod human;
 pub mod interrupt;
 pub mod launch;
 mod layout;
+pub mod limits;
+mod lock;
 mod loss_scale;
 mod machine;
 pub mod machine_file;

@@ -1,8 +1,6 @@
 //! The origin of a run: its lock, the engine with the checkpoint or the first weights in it, and the samples that are still to be read.
 
 use std::path::{Path, PathBuf};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_directory, run_on_disk};
 use lockstep_data::{Prefetcher, SampleCursor};
@@ -10,6 +8,7 @@ use lockstep_engine::Engine;
 use lockstep_graph::mutation::{Mutation, active};
 
 use crate::config::RunConfig;
+use crate::lock::take_from_the_dying;
 use crate::ranks::Ranks;
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
@@ -20,24 +19,14 @@ use crate::{Corpus, Error, ResolvedModel};
 /// Micro-batches read ahead.
 const PREFETCH_DEPTH: usize = 4;
 
-/// Time in which a run that was killed gives its lock back: the kernel does so once it has taken its memory apart.
-const LOCK_OF_THE_DYING: Duration = Duration::from_secs(3);
-/// Between two tries.
-const RETRY: Duration = Duration::from_millis(10);
-
 /// Takes the directories of checkpoints for this run alone.
 pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
-    let begin = Instant::now();
     let lock = |dir: &Path| {
         let owned = dir.to_owned();
         let take = move || {
             prepare_directory(&owned)?;
-            loop {
-                match RunLock::take(&owned) {
-                    Err(CheckpointError::Busy { .. }) if begin.elapsed() < LOCK_OF_THE_DYING => sleep(RETRY),
-                    taken => return taken,
-                }
-            }
+            let is_busy = |error: &CheckpointError| matches!(error, CheckpointError::Busy { .. });
+            take_from_the_dying(|| RunLock::take(&owned), is_busy)
         };
         Ok(run_on_disk(&Beginning::of(config, dir), "opening", dir, take)?)
     };
@@ -48,7 +37,7 @@ pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
 pub(crate) struct Origin {
     pub(crate) engine: Engine,
     pub(crate) counters: Counters,
-    /// `None` for a run that begins anew.
+    /// The checkpoint that the run goes on from; `None` for one that begins anew.
     pub(crate) checkpoint: Option<Checkpoint>,
     /// Messages on where the run begins.
     pub(crate) told: Vec<String>,

@@ -49,11 +49,11 @@ pub struct Progress {
 enum Display {
     Bar(ProgressBar),
     Lines(Lines),
-    /// Those of another rank than the first, by its number: only its voice is heard.
+    /// Progress of a rank other than the first, by its number: only its voice is heard.
     OfOther(usize),
 }
 
-/// Where plain lines go.
+/// Destination of plain lines.
 type Lines = Arc<Mutex<Box<dyn Write + Send>>>;
 
 /// Speaks of a run from any thread. Failing to speak never fails the run.
@@ -68,7 +68,7 @@ enum Sound {
 }
 
 impl Voice {
-    /// On standard error, before a run has anything to show.
+    /// Returns a voice on standard error, before a run has anything to show.
     pub(crate) fn on_stderr() -> Self {
         Self(Sound::Lines(Arc::new(Mutex::new(Box::new(io::stderr())))))
     }
@@ -101,7 +101,7 @@ impl Progress {
         Self::new(steps, Display::Lines(Arc::new(Mutex::new(out))))
     }
 
-    /// Nothing, but for what has to be told from where it happens ([`Voice`]).
+    /// Shows nothing but what a [`Voice`] tells.
     pub(crate) fn of_other_rank(steps: Steps, rank: usize) -> Self {
         Self::new(steps, Display::OfOther(rank))
     }

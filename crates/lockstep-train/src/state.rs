@@ -170,7 +170,7 @@ fn model_settings(config: &Value) -> BTreeMap<String, Value> {
 }
 
 /// A run that begins below checkpoints that are there already would lose its own to them: they count as newer.
-/// They are moved to directories of their own beside them, which are returned.
+/// Moves them to directories of their own beside them, which it returns.
 pub(crate) fn set_aside_later(
     config: &RunConfig,
     resume: &Resume,

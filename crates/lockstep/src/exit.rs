@@ -22,7 +22,7 @@ pub(crate) const PEER_LOST: u8 = 5;
 pub(crate) const INTERRUPTED: u8 = 75;
 
 /// What the user is told, and the code that scripts are.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Failure {
     pub(crate) message: String,
     pub(crate) code: u8,

@@ -115,7 +115,7 @@ pub(crate) struct Launching {
     pub(crate) node: Option<usize>,
     /// How long other machines are waited for.
     pub(crate) limit: Duration,
-    /// The same for one that is gone, where `--rdzv-conf` says it.
+    /// Longest wait for a machine that is gone, where `--rdzv-conf` says it.
     pub(crate) rejoin_limit: Option<Duration>,
     /// Restarts of all ranks after a failure, where a flag says it.
     pub(crate) max_restarts: Option<usize>,

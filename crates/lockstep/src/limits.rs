@@ -3,17 +3,17 @@
 
 use std::panic::{PanicHookInfo, set_hook, take_hook};
 
-use lockstep_train::interrupt::outlive_limits;
+use lockstep_train::limits::outlive_limits;
 
 use crate::exit::{FAILED, Failure};
 use crate::output;
 
-/// What to do where threads or processes are refused.
+/// Advice where threads or processes are refused.
 const TASKS: &str =
     "the system allows no more threads or processes: raise ulimit -u, or pids.max (TasksMax) of the cgroup";
-/// What to do where memory is refused.
+/// Advice where memory is refused.
 const MEMORY: &str = "the system gives no more memory: raise ulimit -v, where that is set, or take less";
-/// What to do where a file may not grow.
+/// Advice where a file may not grow.
 const FILES: &str = "files may not become so large: raise ulimit -f";
 
 /// Prepares this process to be refused something.
@@ -36,7 +36,7 @@ fn refused_thread(panic: &PanicHookInfo<'_>) -> bool {
     panic.payload_as_str().is_some_and(|text| text.contains("thread") && text.contains("code: 11,"))
 }
 
-/// What to do about a refusal that `message` tells of.
+/// Advice on the refusal that `message` tells of.
 pub(crate) fn hint(message: &str) -> Option<&'static str> {
     // EAGAIN is also what a socket says that has nothing to read.
     let is_of_task = ["start", "thread", "watch for"].iter().any(|word| message.contains(word));

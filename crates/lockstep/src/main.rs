@@ -30,6 +30,7 @@ mod pipelines;
 mod plan;
 mod planned;
 mod ranks;
+mod rendezvous;
 mod report;
 mod train;
 mod typed;

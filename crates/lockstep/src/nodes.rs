@@ -1,21 +1,16 @@
 //! Runs over several machines: torchrun's flags and variables, and where the ranks of this machine stand among all.
 
 use std::path::PathBuf;
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use lockstep_comm::{
-    CommError, DEFAULT_PORT, Deadline, JoinProblem, Meeting, NodeCard, NodesMet, PairingCode, Secret,
-    TurnedAway, meet_nodes, secret,
-};
-use lockstep_train::interrupt::Interrupt;
+use lockstep_comm::{CommError, DEFAULT_PORT, Meeting, PairingCode, Secret, secret};
 
 use crate::exit::Failure;
 use crate::hosts;
 use crate::launching::{Launching, Variables, variable};
 use crate::output::note;
-use crate::ranks;
+use crate::rendezvous::Rendezvous;
 
 /// torchrun's own default port of a rendezvous.
 const RENDEZVOUS_PORT: u16 = 29400;
@@ -65,130 +60,8 @@ fn nodes(text: &str) -> Result<usize, String> {
     .ok_or_else(|| "a number from 1".to_owned())
 }
 
-/// A wait that takes longer is told.
-const LONG_WAIT: Duration = Duration::from_secs(5);
-
-/// Runs `wait`, and says `text` as it is then if it takes long.
-fn told_if_long<T>(text: impl FnOnce() -> String + Send, wait: impl FnOnce() -> T) -> T {
-    let (over, is_over) = mpsc::channel::<()>();
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            if is_over.recv_timeout(LONG_WAIT) == Err(mpsc::RecvTimeoutError::Timeout) {
-                note!("{}", text());
-            }
-        });
-        let found = wait();
-        drop(over);
-        found
-    })
-}
-
 /// The variable that stands for `--pairing-code`.
 const PAIRING_VARIABLE: &str = "LOCKSTEP_PAIRING_CODE";
-
-/// The meeting of the launchers of a run: before every attempt, and after the last one.
-pub(crate) struct Rendezvous {
-    host: String,
-    port: u16,
-    run: String,
-    secret: Option<Secret>,
-    /// Number of this machine, as far as it is known.
-    node: Option<usize>,
-    nodes: usize,
-    has_met: bool,
-    /// Strangers that were turned away, of all meetings.
-    turned_away: TurnedAway,
-}
-
-/// Between two tries to meet.
-const RETRY: Duration = Duration::from_millis(100);
-/// Time in which a replacement of a launcher may find the others still busy with the one before it.
-const REPLACEMENT: Duration = Duration::from_secs(5);
-/// Between two looks whether somebody has asked for a stop.
-const LOOK: Duration = Duration::from_millis(20);
-
-impl Rendezvous {
-    /// Meets the launchers of all other machines with `card`, for at most `limit`. Gives up when `interrupt` is requested.
-    pub(crate) fn meet(
-        &mut self,
-        card: NodeCard,
-        limit: Duration,
-        interrupt: Option<&Interrupt>,
-    ) -> Result<NodesMet, Failure> {
-        let deadline = Deadline::after(limit);
-        let begin = Instant::now();
-        let (address, nodes, seconds) = (format!("{}:{}", self.host, self.port), self.nodes, limit.as_secs());
-        let turned_away = self.turned_away.clone();
-        let told = move || {
-            let strangers = if turned_away.count() > 0 { format!("; {turned_away}") } else { String::new() };
-            format!("waiting for {nodes} machines at {address}, {seconds} s at most{strangers}")
-        };
-        let met = told_if_long(told, || {
-            loop {
-                let problem = match self.meet_once(card, deadline, interrupt) {
-                    Ok(met) => return Ok(met),
-                    Err(Unmet::Interrupted) => return Err(ranks::interrupted()),
-                    Err(Unmet::Refused(problem)) => problem,
-                };
-                // The others may be on their way to this meeting, or wait for one that was replaced.
-                let is_passing = match &problem {
-                    CommError::Join(JoinProblem::Address { .. }) => self.has_met,
-                    CommError::Join(
-                        JoinProblem::Connection(_) | JoinProblem::HungUp | JoinProblem::Duplicate { .. },
-                    ) => card.max_restarts > 0 && (self.has_met || begin.elapsed() < REPLACEMENT),
-                    _ => false,
-                };
-                if !is_passing || deadline.remaining() <= RETRY {
-                    return Err(problem.into());
-                }
-                std::thread::sleep(RETRY);
-            }
-        })?;
-        self.has_met = true;
-        self.node = Some(met.placement.node);
-        Ok(met)
-    }
-
-    /// One try, in a thread of its own, so that a request for a stop is heard.
-    fn meet_once(
-        &self,
-        card: NodeCard,
-        deadline: Deadline,
-        interrupt: Option<&Interrupt>,
-    ) -> Result<NodesMet, Unmet> {
-        let (host, run, secret) = (self.host.clone(), self.run.clone(), self.secret.clone());
-        let turned_away = self.turned_away.clone();
-        let meeting = Meeting { host, port: self.port, run, secret, turned_away, ..Meeting::default() };
-        let (node, nodes) = (self.node, self.nodes);
-        let (sender, receiver) = mpsc::channel();
-        let talk = move || {
-            // After a request for a stop nobody waits for it.
-            let _ = sender.send(meet_nodes(meeting, node, nodes, card, deadline));
-        };
-        let spawned = std::thread::Builder::new().name("lockstep-meeting".to_owned()).spawn(talk);
-        spawned.map_err(|source| Unmet::Refused(CommError::Io { what: "start a thread", source }))?;
-        loop {
-            match receiver.recv_timeout(LOOK) {
-                Ok(met) => return met.map_err(Unmet::Refused),
-                Err(mpsc::RecvTimeoutError::Disconnected) => {
-                    return Err(Unmet::Refused(CommError::Join(JoinProblem::HungUp)));
-                }
-                Err(mpsc::RecvTimeoutError::Timeout) => {}
-            }
-            if interrupt.is_some_and(Interrupt::is_requested) {
-                return Err(Unmet::Interrupted);
-            }
-        }
-    }
-}
-
-/// Why launchers did not meet.
-enum Unmet {
-    /// Somebody has asked for a stop.
-    Interrupted,
-    /// What kept them from it.
-    Refused(CommError),
-}
 
 /// Flags, and what stands for those that are not given.
 struct Wishes {
@@ -199,7 +72,7 @@ struct Wishes {
 }
 
 impl Nodes {
-    /// Where the launchers of all machines meet; `None` if there is only this one.
+    /// Returns the meeting of the launchers of all machines; `None` if there is only this one.
     pub(crate) fn rendezvous(&self, launching: &Launching) -> Result<Option<Rendezvous>, Failure> {
         let wishes = self.wishes(&variable, launching)?;
         if wishes.nnodes == 1 && wishes.endpoint.is_none() {
@@ -214,10 +87,7 @@ impl Nodes {
         };
         let mut meeting = Meeting { host, port, run: wishes.run, ..Meeting::default() };
         meeting.secret = self.key(&meeting, wishes.node, wishes.nnodes, launching.limit)?;
-        let Meeting { host, port, run, secret, turned_away, .. } = meeting;
-        // The secret of a file, or of a pairing code, holds for all attempts.
-        let (node, nodes) = (wishes.node, wishes.nnodes);
-        Ok(Some(Rendezvous { host, port, run, secret, node, nodes, has_met: false, turned_away }))
+        Ok(Some(Rendezvous::new(meeting, wishes.node, wishes.nnodes)))
     }
 
     /// Whether there are other machines.

@@ -72,7 +72,7 @@ pub(crate) fn run(start: Start, interrupt: &Interrupt) -> Result<ExitCode, Failu
     attempt(start, interrupt, &mut None)
 }
 
-/// As [`run`]; `lost` is the rank of this machine whose loss has ended the run, if it was one.
+/// Runs the ranks as [`run`] does; `lost` is the rank of this machine whose loss has ended the run, if it was one.
 pub(crate) fn attempt(
     start: Start,
     interrupt: &Interrupt,

@@ -18,15 +18,15 @@ const PAGE: usize = 4096;
 pub(crate) enum Forgets {
     /// Everything.
     Everything,
-    /// Nothing: the process was killed.
+    /// Loses nothing: the process was killed.
     Nothing,
     /// The contents of files, which are cut off where the last sync left them, but no name.
     Contents,
-    /// The same, but the files have their size and zeros in it.
+    /// Loses unsynced data, but keeps the sizes of files, filled with zeros.
     ContentsToZeros,
     /// Names, but nothing of the contents.
     Names,
-    /// All but renames.
+    /// Loses everything unsynced but renames.
     AllButRenames,
     /// Renames only.
     Renames,
@@ -87,7 +87,7 @@ impl Change {
 #[derive(Debug, Default)]
 struct Node {
     is_directory: bool,
-    /// As the process sees it, and as it was when it was synced last.
+    /// Content as the process sees it, and as it was when it was last synced.
     bytes: Vec<u8>,
     synced_bytes: Vec<u8>,
     names: BTreeMap<String, Inode>,

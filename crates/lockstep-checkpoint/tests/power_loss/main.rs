@@ -21,7 +21,7 @@ use lockstep_checkpoint::{
 };
 
 const CHILD_DIR: &str = "LOCKSTEP_TEST_POWER_LOSS";
-/// In front of the names of files that are not there: a process that looks for one says how far it is.
+/// Prefix of names of files that do not exist: a process that looks for one reports its progress.
 const MARK: &str = "mark-";
 
 /// Ends a save at a point.

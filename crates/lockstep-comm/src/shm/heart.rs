@@ -23,7 +23,7 @@ const BEATS: u32 = 20;
 const WHILE_JOINING: Duration = Duration::from_millis(10);
 /// Time for a launcher to tell how a process ended, which its peers cannot see, before they say that it did.
 const LAUNCHERS_TURN: Duration = Duration::from_millis(100);
-/// Between two looks whether it has.
+/// Pause between two looks at the verdict.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// The thread; it ends when this is dropped.

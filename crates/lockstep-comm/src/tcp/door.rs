@@ -123,7 +123,7 @@ struct Hall {
     expected: usize,
     turned_away: TurnedAway,
     sender: mpsc::Sender<Visitor>,
-    /// In the order in which they came.
+    /// Connections in the order in which they came.
     held: Vec<Held>,
 }
 
@@ -133,7 +133,7 @@ struct Held {
     address: IpAddr,
     until: Instant,
     reception: Reception,
-    /// Whether it was refused and counted: what it sends is thrown away until it hangs up, for closing at once could take the
+    /// True if it was refused and counted: what it sends is thrown away until it hangs up, for closing at once could take the
     /// answer back.
     is_refused: bool,
 }
@@ -144,7 +144,7 @@ impl Held {
     }
 }
 
-/// What has become of a held connection after a look at it.
+/// The outcome of a look at a held connection.
 enum Fate {
     Stays,
     Enters(Hello, Box<TransportState>),
@@ -312,7 +312,7 @@ impl Hall {
     }
 }
 
-/// Whether an error says that there is nothing just now.
+/// Returns true for an error that says that there is nothing just now.
 fn is_passing(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::WouldBlock | ErrorKind::Interrupted | ErrorKind::ConnectionAborted)
 }

@@ -109,7 +109,7 @@ pub enum Malformed {
 }
 
 impl Malformed {
-    /// All of them, in the order of their numbers on the wire.
+    /// Every fault, in the order of the numbers on the wire.
     pub(crate) const ALL: [Self; 7] =
         [Self::CheckSum, Self::Kind, Self::Length, Self::Operation, Self::Range, Self::Call, Self::Ending];
 }

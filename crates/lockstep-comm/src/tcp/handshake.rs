@@ -25,7 +25,7 @@ use snow::{Builder, HandshakeState, TransportState};
 use super::secret::Secret;
 use crate::{Deadline, JoinProblem};
 
-/// `LOCKSTEP` in the order of bytes.
+/// Magic number: `LOCKSTEP` in the order of bytes.
 const MAGIC: [u8; 8] = *b"LOCKSTEP";
 /// Changes with every change of frames, handshakes and cards.
 pub(crate) const VERSION: u32 = 3;
@@ -109,9 +109,9 @@ enum Verdict {
     Go = 0,
     /// The client speaks another version.
     Version = 1,
-    /// It belongs to another run.
+    /// Refusal: the client belongs to another run.
     OtherRun = 2,
-    /// Its secret is another one.
+    /// Refusal: the client's secret is another one.
     Secret = 3,
 }
 
@@ -208,7 +208,7 @@ pub(crate) enum Step {
     Answer([u8; ANSWER_BYTES]),
     /// The client is who it says; the welcome is to be sent to it. With the keys for what follows.
     Welcome([u8; PROOF_BYTES], Hello, Box<TransportState>),
-    /// It is not let in, and is told why if it speaks our protocol.
+    /// Refusal of the client, with the answer that tells it why if it speaks our protocol.
     Refuse(Option<[u8; ANSWER_BYTES]>, Refusal),
 }
 
@@ -238,7 +238,7 @@ impl Reception {
         &mut self.bytes.0[self.read..end]
     }
 
-    /// Whether the greeting was sound: only who knows the secret, or has listened to one who does, gets so far.
+    /// Returns true if the greeting was sound: only who knows the secret, or has listened to one who does, gets so far.
     pub(crate) fn is_proving(&self) -> bool {
         self.proving.is_some()
     }
@@ -402,7 +402,7 @@ mod tests {
         }
     }
 
-    /// Both ends' findings of a connection between a client and a server.
+    /// Findings of both ends of a connection between a client and a server.
     fn shake<C, S: Send>(
         client: impl FnOnce(&TcpStream) -> C,
         server: impl FnOnce(&TcpStream) -> S + Send,

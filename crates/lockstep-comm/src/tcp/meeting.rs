@@ -53,9 +53,9 @@ pub struct Meeting {
 /// The beginning of a meeting by the one that is to be the first.
 #[derive(Debug)]
 pub(crate) enum Begun {
-    /// It listens; if it made the secret, it hands it out until this is dropped.
+    /// This process listens; if it made the secret, it hands it out until this is dropped.
     First(Option<HandOut>),
-    /// Another process has the address, or hands out the secret.
+    /// The address, or the right to hand out the secret, belongs to another process.
     Taken,
 }
 

@@ -36,7 +36,7 @@ impl NodeCard {
         Self { ranks, attempt: 0, max_restarts: 0, ends: None, lost: None }
     }
 
-    /// As bytes, with the port where rank 0 will listen.
+    /// Encodes the card, with the port where rank 0 will listen.
     fn encode(&self, port: u16) -> [u8; CARD_BYTES] {
         let mut out = [0; CARD_BYTES];
         out[..2].copy_from_slice(&port.to_le_bytes());
@@ -64,7 +64,7 @@ impl NodeCard {
     }
 }
 
-/// What the launchers of all machines have told each other.
+/// The result of a meeting of the launchers of all machines.
 #[derive(Debug)]
 pub struct NodesMet {
     /// The place of this machine's ranks.

@@ -35,7 +35,7 @@ const GIFT_BYTES: usize = 34;
 const BACKLOG: i32 = 4096;
 /// The longest wait for a gift, which is sent when a connection is accepted.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Where the kernel lists Unix sockets.
+/// The kernel's list of Unix sockets.
 const LIST: &str = "/proc/net/unix";
 /// Attempts to take a name that somebody has who does not answer, and the time between two.
 const ATTEMPTS: usize = 10;
@@ -92,7 +92,7 @@ impl Name {
         Ok((!self.is_held_by_own(&name)).then_some(socket))
     }
 
-    /// Whether a process of this user listens under the name, or under a longer one: any, or one less than `own`.
+    /// Returns true if a process of this user listens under the name, or under a longer one: any, or one less than `own`.
     fn is_held_by_own(&self, own: &str) -> bool {
         let longer = self.longer().into_iter().filter(|name| own.is_empty() || name.as_str() < own);
         std::iter::once(self.0.clone()).chain(longer).any(|name| reach(&name).is_ok())
@@ -110,7 +110,7 @@ fn bound(name: &str) -> io::Result<OwnedFd> {
 
 /// The user at the other end of a Unix socket: the one who connected, or who listens.
 fn peer_user(socket: &impl AsFd) -> io::Result<u32> {
-    /// `struct ucred`; rustix's has a process id that may not be 0, which it is for one in another pid namespace.
+    /// The kernel's `struct ucred`; rustix's has a process id that may not be 0, which it is for one in another pid namespace.
     #[repr(C)]
     #[derive(Default)]
     struct Credentials {

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockstep_plan::random::Philox;
+use lockstep_plan::random::Draws;
 
 use super::{
     frame::{Channel, ENDING_BYTES, FRAME_BYTES, HEADER_BYTES, Header, Key, Kind, Malformed, seal_frames},
@@ -29,21 +29,8 @@ const SILENCE: Duration = Duration::from_secs(1);
 /// Elements of the first operation, whose data come along with its announcement, and of the second, whose data do not.
 const ELEMENTS: [usize; 2] = [10, 700_000];
 
-/// Numbers drawn from a seed.
-struct Random {
-    numbers: Philox,
-    drawn: u64,
-}
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.drawn += 1;
-        self.numbers.at(self.drawn)[0] as usize % limit
-    }
-
-    fn bytes(&mut self, count: usize) -> Vec<u8> {
-        (0..count).map(|_| self.below(256) as u8).collect()
-    }
+fn bytes(random: &mut Draws, count: usize) -> Vec<u8> {
+    (0..count).map(|_| random.below(256) as u8).collect()
 }
 
 /// The error that survivors must end with.
@@ -90,11 +77,11 @@ fn frame(kind: Kind, key: Key, bytes: &[u8]) -> Vec<u8> {
     [&Header::of(kind, key, bytes).encode()[..], bytes].concat()
 }
 
-/// What goes out on the connection for control, and on two for data.
+/// Bytes for the connection for control, and for two for data.
 type Sent = [Vec<u8>; 3];
 
 /// The bytes of a fault, behind sound announcements of both operations where it needs them.
-fn fault(which: usize, rank: usize, ranks: usize, random: &mut Random) -> Sent {
+fn fault(which: usize, rank: usize, ranks: usize, random: &mut Draws) -> Sent {
     let mut data = vec![1.0_f32; ELEMENTS[1]];
     let tasks = [0, 1].map(|which| task(rank, ranks, which, &mut data));
     let call = |which: usize| Kind::Post(tasks[which].call.to_words());
@@ -107,7 +94,7 @@ fn fault(which: usize, rank: usize, ranks: usize, random: &mut Random) -> Sent {
     };
     let control = |bytes: Vec<u8>| [bytes, Vec::new(), Vec::new()];
     match which {
-        0 => control([first, random.bytes(200)].concat()),
+        0 => control([first, bytes(random, 200)].concat()),
         1 => {
             let mut bytes = first;
             bytes[random.below(HEADER_BYTES)] ^= 1 << random.below(8);
@@ -122,7 +109,7 @@ fn fault(which: usize, rank: usize, ranks: usize, random: &mut Random) -> Sent {
             let length = (FRAME_BYTES + 1 + random.below(1 << 30)) as u32;
             control(sealed(frame(Kind::Direct { offset: 0 }, key(0), &[1]), 48, &length.to_le_bytes()))
         }
-        4 => control(frame(Kind::Beat, key(0), &random.bytes(3))),
+        4 => control(frame(Kind::Beat, key(0), &bytes(random, 3))),
         5 => control(sealed(first, 0, &[7 + random.below(200) as u8])),
         6 => {
             let sequence = [u32::MAX, 1000, 1 << 31][random.below(3)];
@@ -156,7 +143,7 @@ fn fault(which: usize, rank: usize, ranks: usize, random: &mut Random) -> Sent {
 }
 
 /// Sound frames about anything.
-fn any_frames(random: &mut Random) -> Vec<u8> {
+fn any_frames(random: &mut Draws) -> Vec<u8> {
     let one = |_| {
         let offset = [0, 4, 1 << 20, u64::MAX][random.below(4)];
         let index = [0, 1, 2, 3, u32::MAX][random.below(5)];
@@ -251,7 +238,7 @@ fn names(error: &CommError, rogue: usize) -> bool {
 fn whatever_a_rank_sends_that_knows_the_secret_it_is_named_by_all_others() {
     let seeds = std::env::var("LOCKSTEP_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(32);
     for seed in 0..seeds {
-        let mut random = Random { numbers: Philox::new(seed), drawn: 0 };
+        let mut random = Draws::new(seed);
         let which = seed as usize % FAULTS.len();
         let (name, expected) = FAULTS[which];
         let ranks = 2 + random.below(3);

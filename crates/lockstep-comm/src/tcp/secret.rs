@@ -18,7 +18,7 @@ const SECRET_BYTES: usize = 16;
 /// The longest file that is read as one.
 const SECRET_LIMIT: u64 = 4096;
 
-/// What all ranks of a job know, and nobody else. It is not shown, whatever asks.
+/// The secret that all ranks of a job know, and nobody else. It is not shown, whatever asks.
 #[derive(Clone)]
 pub struct Secret([u8; 32]);
 
@@ -75,7 +75,7 @@ impl Secret {
     }
 }
 
-/// Whether a file of this mode and owner can be read by anyone whom its owner has not chosen. Only root makes files of root's, and gives them to
+/// Returns true if a file of this mode and owner can be read by anyone whom its owner has not chosen. Only root makes files of root's, and gives them to
 /// a group on purpose: so Kubernetes hands a secret to a pod's user.
 fn others_may_read(mode: u32, owner: u32, user: u32) -> bool {
     let allowed = if owner == 0 && user != 0 { 0o040 } else { 0 };
@@ -90,7 +90,7 @@ pub struct PairingCode([u8; CODE_CHARACTERS]);
 const CODE_CHARACTERS: usize = 20;
 /// Characters between two hyphens.
 const CODE_GROUP: usize = 5;
-/// Neither I, L, O nor U.
+/// Crockford's alphabet, without I, L, O and U.
 const CODE_ALPHABET: &[u8; 32] = b"0123456789ABCDEFGHJKMNPQRSTVWXYZ";
 
 impl PairingCode {
@@ -119,7 +119,7 @@ impl PairingCode {
         characters.next().is_none().then_some(Self(code))
     }
 
-    /// Its characters, without hyphens.
+    /// Characters of the code, without hyphens.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }

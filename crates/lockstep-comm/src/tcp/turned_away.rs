@@ -64,7 +64,7 @@ impl TurnedAway {
 }
 
 impl fmt::Display for TurnedAway {
-    /// `turned away 132 connections from 10.0.0.7: no greeting within 5 s`; nothing if there was none.
+    /// Writes `turned away 132 connections from 10.0.0.7: no greeting within 5 s`; nothing if there was none.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).fmt(f)
     }

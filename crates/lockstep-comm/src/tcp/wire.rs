@@ -6,7 +6,7 @@
 use std::{
     io::{self, ErrorKind, IoSlice, Read, Write},
     net::TcpStream,
-    ops::ControlFlow,
+    ops::{ControlFlow, Range},
     sync::Arc,
 };
 
@@ -38,21 +38,21 @@ pub(crate) struct Wire {
     seal: Option<Box<Seal>>,
 }
 
-/// Both directions of a sealed connection.
+/// The two directions of a sealed connection.
 #[derive(Debug)]
 struct Seal {
     keys: Box<TransportState>,
     /// The record that is being read, with its length; `read` bytes of it are there.
     incoming: Vec<u8>,
     read: usize,
-    /// Plain text that has come, of which `taken` bytes were handed on.
+    /// Room for the plain text of a record, of which the bytes `unread` have not been handed on.
     opened: Vec<u8>,
-    taken: usize,
+    unread: Range<usize>,
     /// Plain text on its way into a record.
     plain: Vec<u8>,
-    /// The record that is being sent, with its length; `written` bytes of it are out.
+    /// Room for the record that is being sent, with its length; its bytes `unsent` are not out yet.
     outgoing: Vec<u8>,
-    written: usize,
+    unsent: Range<usize>,
 }
 
 impl Seal {
@@ -61,11 +61,11 @@ impl Seal {
             keys,
             incoming: vec![0; LENGTH_BYTES + RECORD_BYTES],
             read: 0,
-            opened: Vec::with_capacity(RECORD_BYTES),
-            taken: 0,
+            opened: vec![0; RECORD_BYTES],
+            unread: 0..0,
             plain: Vec::with_capacity(PLAIN_BYTES),
-            outgoing: Vec::with_capacity(LENGTH_BYTES + RECORD_BYTES),
-            written: 0,
+            outgoing: vec![0; LENGTH_BYTES + RECORD_BYTES],
+            unsent: 0..0,
         }
     }
 
@@ -80,19 +80,17 @@ impl Seal {
     /// Opens the record that has been read.
     fn open(&mut self) -> Result<(), Broken> {
         let record = &self.incoming[LENGTH_BYTES..self.read];
-        self.opened.resize(RECORD_BYTES, 0);
         let len = self.keys.read_message(record, &mut self.opened).map_err(|_| Malformed::CheckSum)?;
-        self.opened.truncate(len);
-        (self.taken, self.read) = (0, 0);
+        (self.unread, self.read) = (0..len, 0);
         Ok(())
     }
 
     /// Hands on opened plain text; 0 bytes if there is none.
     fn hand_on(&mut self, target: &mut [u8]) -> usize {
-        let rest = &self.opened[self.taken..];
+        let rest = &self.opened[self.unread.clone()];
         let count = rest.len().min(target.len());
         target[..count].copy_from_slice(&rest[..count]);
-        self.taken += count;
+        self.unread.start += count;
         count
     }
 
@@ -103,13 +101,11 @@ impl Seal {
             let room = PLAIN_BYTES - self.plain.len();
             self.plain.extend_from_slice(&slice[..slice.len().min(room)]);
         }
-        self.outgoing.resize(LENGTH_BYTES + RECORD_BYTES, 0);
         let sealed = self.keys.write_message(&self.plain, &mut self.outgoing[LENGTH_BYTES..]);
         let len = sealed.map_err(io::Error::other)?;
-        self.outgoing.truncate(LENGTH_BYTES + len);
         // A record is no longer than its length can say.
         self.outgoing[..LENGTH_BYTES].copy_from_slice(&(len as u16).to_le_bytes());
-        self.written = 0;
+        self.unsent = 0..LENGTH_BYTES + len;
         Ok(self.plain.len())
     }
 }
@@ -158,7 +154,7 @@ impl Wire {
         let Some(seal) = &mut self.seal else {
             return (&*self.socket).write_vectored(&slices.map(IoSlice::new));
         };
-        if seal.written < seal.outgoing.len() {
+        if !seal.unsent.is_empty() {
             return Err(ErrorKind::WouldBlock.into());
         }
         let count = seal.seal(slices)?;
@@ -173,9 +169,9 @@ impl Wire {
     pub(crate) fn flush(&mut self) -> io::Result<usize> {
         let Some(seal) = &mut self.seal else { return Ok(0) };
         let mut total = 0;
-        while seal.written < seal.outgoing.len() {
-            match (&*self.socket).write(&seal.outgoing[seal.written..]) {
-                Ok(count) => (seal.written, total) = (seal.written + count, total + count),
+        while !seal.unsent.is_empty() {
+            match (&*self.socket).write(&seal.outgoing[seal.unsent.clone()]) {
+                Ok(count) => (seal.unsent.start, total) = (seal.unsent.start + count, total + count),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
@@ -184,9 +180,9 @@ impl Wire {
         Ok(total)
     }
 
-    /// Whether something that was taken is still to be sent.
+    /// Returns true while something that was taken is still to be sent.
     pub(crate) fn is_pending(&self) -> bool {
-        self.seal.as_ref().is_some_and(|seal| seal.written < seal.outgoing.len())
+        self.seal.as_ref().is_some_and(|seal| !seal.unsent.is_empty())
     }
 }
 

@@ -14,7 +14,7 @@ pub(crate) fn in_tcp_world(ranks: usize, work: impl Fn(&Group) + Sync) {
     in_tcp_world_with(TcpOptions::default(), ranks, work);
 }
 
-/// The same with other options.
+/// Runs [`in_tcp_world`] with other options.
 pub(crate) fn in_tcp_world_with(options: TcpOptions, ranks: usize, work: impl Fn(&Group) + Sync) {
     let work = &work;
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use super::{Action, Mover, ScratchFile, Transfer};
 
-/// How long a new ring may take to do nothing.
+/// Longest time in which a new ring does nothing.
 const PATIENCE_AT_START: Duration = Duration::from_secs(1);
 
 /// How long a queue that is dropped waits for what is on its way.
@@ -95,7 +95,7 @@ impl Ring {
     }
 }
 
-/// Has the kernel do nothing, once: a sandbox may allow a ring to be made and refuse every use of it.
+/// Tries a ring out with a request that does nothing: a sandbox may allow a ring to be made and refuse every use of it.
 ///
 /// # Errors
 /// If the kernel refuses, or does not answer within [`PATIENCE_AT_START`].

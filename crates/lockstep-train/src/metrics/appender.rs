@@ -4,8 +4,8 @@
 //! taken back, so that a reader never sees half of one. A file that somebody deletes is made anew with all that it held.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::error::Error;
@@ -15,8 +15,6 @@ const MAX_WAITING_BYTES: usize = 64 << 20;
 
 /// Room for what usually waits, one record.
 const USUAL_BYTES: usize = 4096;
-/// Bytes that are copied at once from a file that was deleted.
-const COPY_BYTES: usize = 64 << 10;
 
 /// What an appender needs of a file.
 pub trait Sink {
@@ -56,15 +54,9 @@ impl Sink for File {
             fs::create_dir_all(dir)?;
         }
         let mut anew = File::options().create_new(true).read(true).append(true).open(path)?;
-        // The content of a deleted file lasts as long as it is open.
-        let mut offset = 0;
-        let mut bytes = vec![0; COPY_BYTES];
-        while offset < length {
-            let part = bytes.len().min((length - offset) as usize);
-            self.read_exact_at(&mut bytes[..part], offset)?;
-            anew.write_all(&bytes[..part])?;
-            offset += part as u64;
-        }
+        // The content of a deleted file lasts as long as it is open. What is appended does not depend on the place where it is read.
+        self.rewind()?;
+        io::copy(&mut Read::take(&mut *self, length), &mut anew)?;
         // As the old one was; that it can be is no condition of writing it.
         let _ = anew.try_lock();
         *self = anew;

@@ -6,22 +6,16 @@
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
 use super::Row;
 use super::appender::{Appender, Sink};
 use crate::error::Error;
+use crate::lock::take_from_the_dying;
 
 /// The name of the file in the directory of the run's records.
 pub const FILE_NAME: &str = "metrics.jsonl";
-
-/// Longest wait for a process that is ending to let go of the file.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
-/// Pause between two attempts to lock the file.
-const LOCK_RETRY: Duration = Duration::from_millis(20);
 
 /// How a run begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,18 +166,15 @@ fn lock_earlier(path: &Path) -> Result<Option<File>, Error> {
     Ok(Some(file))
 }
 
-/// Keeps other runs from writing to `file`, until it is closed. A run that was just killed may hold it for a moment longer. On file systems
+/// Keeps other runs from writing to `file`, until it is closed. On file systems
 /// without locks nothing is kept.
 fn lock(file: &File, path: &Path) -> Result<(), Error> {
-    let begin = Instant::now();
-    loop {
-        match file.try_lock() {
-            Err(TryLockError::WouldBlock) if begin.elapsed() < LOCK_PATIENCE => sleep(LOCK_RETRY),
-            Err(TryLockError::WouldBlock) => {
-                return Err(Error::MetricsInUse { dir: path.parent().unwrap_or(path).to_owned() });
-            }
-            Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
+    let is_busy = |error: &TryLockError| matches!(error, TryLockError::WouldBlock);
+    match take_from_the_dying(|| file.try_lock(), is_busy) {
+        Err(TryLockError::WouldBlock) => {
+            Err(Error::MetricsInUse { dir: path.parent().unwrap_or(path).to_owned() })
         }
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(()),
     }
 }
 

@@ -99,7 +99,7 @@ pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     write_with(dir, out, b"")
 }
 
-/// As [`write`], with rows that are not in the file of metrics yet.
+/// Writes the report as [`write`] does, with rows that are not in the file of metrics yet.
 pub(crate) fn write_with(dir: &Path, out: Option<&Path>, waiting: &[u8]) -> Result<PathBuf, Error> {
     let history = history_of(dir, waiting)?;
     let parts = Parts {

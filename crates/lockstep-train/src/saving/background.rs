@@ -63,12 +63,12 @@ impl<T> Done<T> {
     }
 }
 
-/// How long a stage is waited for.
+/// The wait for a stage.
 #[derive(Clone, Copy)]
 struct Pace {
-    /// At most this long for the own work; to its end if `None`.
+    /// Limit on the wait for the own work; `None` waits to its end.
     time: Option<Duration>,
-    /// For the other ranks.
+    /// Patience with the other ranks.
     patience: Patience,
 }
 
@@ -82,9 +82,9 @@ impl Pace {
     }
 }
 
-/// What comes after a stage.
+/// The continuation after a stage.
 enum Turn {
-    /// A rank is not done with it.
+    /// Waiting: a rank is not done with it.
     Pending(Stage),
     Next(Attempt, Stage),
     Over,

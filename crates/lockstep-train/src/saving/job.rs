@@ -21,7 +21,7 @@ use crate::metrics::MetricsFile;
 use crate::progress::Voice;
 use crate::state::{Counters, SavedState};
 
-/// One attempt to save.
+/// An attempt to save.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Attempt {
     /// Index of the place.
@@ -44,7 +44,7 @@ pub(super) struct Job {
     pub(super) rank: usize,
     /// The parameters that are this rank's to write, and with them what belongs to them.
     pub(super) own: HashSet<String>,
-    /// The same of what each rank has for itself, of whichever copy of the model it is.
+    /// Parameters of which each rank has state of its own to write, whichever replica it belongs to.
     pub(super) spoken_for: HashSet<String>,
     pub(super) observer: Observer,
     pub(super) voice: Voice,
@@ -57,11 +57,11 @@ pub(super) struct Job {
     pub(super) failures: Mutex<Vec<String>>,
 }
 
-/// What a checkpoint says beside the tensors.
+/// Contents of a checkpoint beside its tensors.
 pub(super) struct Contents {
-    /// Of the run's configuration.
+    /// Description of the run's configuration.
     pub(super) record: Value,
-    /// Of the plan.
+    /// Description of the plan.
     pub(super) plan: Value,
     pub(super) state: SavedState,
     pub(super) parameters: Vec<ParameterRecord>,
@@ -71,7 +71,7 @@ pub(super) struct Contents {
 /// A new checkpoint.
 pub(super) struct Saved {
     pub(super) path: PathBuf,
-    /// What went wrong and did not keep it from being made.
+    /// Failures that did not keep it from being made.
     pub(super) warnings: Vec<String>,
 }
 

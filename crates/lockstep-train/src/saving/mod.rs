@@ -63,7 +63,7 @@ pub(crate) struct Saver {
     in_background: bool,
     /// True if this rank has a part of each checkpoint to write.
     has_part: bool,
-    /// None if this rank has nothing to write, or saves in the foreground.
+    /// The thread of saves; `None` if this rank has nothing to write, or saves in the foreground.
     thread: Option<SaveThread>,
     snapshot: Memory,
     under_way: Option<Save>,
@@ -94,7 +94,7 @@ pub(crate) struct Ran {
 
 /// The decision of the first rank on what it has done, as all ranks know it.
 enum Decision<T> {
-    /// It has succeeded; its result, on the first rank.
+    /// Success; its result, on the first rank.
     GoOn(Option<T>),
     /// The save is tried again from its beginning.
     Again(Attempt),
@@ -282,7 +282,7 @@ impl Saver {
         }
     }
 
-    /// What all ranks do after the first has come to the result `own`, which is `None` on the others.
+    /// Agrees on the next action of all ranks after the first has come to the result `own`, which is `None` on the others.
     ///
     /// # Errors
     /// Those of `own` that end the run; [`Error::Comm`].

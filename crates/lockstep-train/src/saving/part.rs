@@ -27,7 +27,7 @@ const MAX_REPORT_BYTES: usize = 256 << 20;
 /// Who watches a save.
 pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
 
-/// A rank's part of a save.
+/// The part of a save that a rank writes.
 pub(super) struct Part<'a> {
     pub(super) step: u64,
     /// The directory of checkpoints.

@@ -20,7 +20,7 @@ use crate::progress::Voice;
 
 /// A stall is told after this long, and again each time that twice as much has passed.
 const TOLD_AFTER: Duration = Duration::from_secs(5);
-/// After a stop was asked for, what has moved within this time is not given up.
+/// Time since the last progress within which a save is not given up after a stop was asked for.
 const MOVES: Duration = Duration::from_secs(1);
 /// Share of the grace after which a directory is given up while there is another one, and while there is none.
 const SHARES_OF_GRACE: [f64; 2] = [0.4, 0.8];
@@ -177,7 +177,7 @@ pub(crate) struct Beginning<'a> {
 }
 
 impl<'a> Beginning<'a> {
-    /// For a directory of `config`'s checkpoints.
+    /// Returns the observer for a directory of `config`'s checkpoints.
     pub(crate) fn of(config: &RunConfig, dir: &'a Path) -> Self {
         Self { dir, limit: Duration::from_secs_f64(config.checkpoint.stall_s), told: Cell::default() }
     }
@@ -208,7 +208,7 @@ fn is_told_now(told: &Cell<Duration>, idle: Duration) -> bool {
     is_due
 }
 
-/// `writing rank-00000.safetensors has made no progress for 5 s (DIR)`.
+/// Message: `writing rank-00000.safetensors has made no progress for 5 s (DIR)`.
 fn told_of(wait: &Wait<'_>, dir: &Path) -> String {
     let seconds = wait.idle.as_secs();
     let name = wait.path.file_name().filter(|_| wait.path != dir);

@@ -41,7 +41,7 @@ fn predictions() -> String {
     text
 }
 
-/// Whether two lines say the same, numbers within [`TOLERANCE`].
+/// Returns true if two lines say the same, numbers within [`TOLERANCE`].
 fn is_alike(found: &str, expected: &str) -> bool {
     let near = |(found, expected): (&str, &str)| match (found.parse::<f64>(), expected.parse::<f64>()) {
         (Ok(found), Ok(expected)) => (found - expected).abs() <= TOLERANCE * expected.abs(),

@@ -19,15 +19,16 @@ use serde_json::json;
 use super::launcher::Launcher;
 use super::restarts::{Policy, Restarts, Verdict, jitter};
 use crate::exit::{self, Failure, INTERRUPTED, PEER_LOST};
-use crate::nodes::Rendezvous;
+
 use crate::output::{field, note, warning};
 use crate::ranks;
+use crate::rendezvous::Rendezvous;
 
-/// Between two looks during a pause whether somebody has asked for a stop.
+/// Interval between two looks, during a pause, whether somebody has asked for a stop.
 const LOOK: Duration = Duration::from_millis(10);
 /// Time that a launcher which ends waits for the others, to tell them.
 const FAREWELL: Duration = Duration::from_secs(10);
-/// The same where nobody waits for it: to hear how a rank of theirs ended.
+/// Time that a launcher for which nobody waits gives the others, to hear how a rank of theirs ended.
 const BRIEF_FAREWELL: Duration = Duration::from_millis(1500);
 /// The file of a run's restarts, beside its metrics.
 const RECORDS: &str = "restarts.jsonl";
@@ -36,7 +37,7 @@ const RECORDS: &str = "restarts.jsonl";
 pub(super) struct Attempts<'a> {
     launcher: &'a Launcher<'a>,
     model: &'a ResolvedModel,
-    /// Where the launchers of several machines meet.
+    /// Rendezvous of the launchers of several machines.
     rendezvous: Option<Rendezvous>,
     policy: Policy,
     restarts: Restarts,
@@ -66,7 +67,7 @@ impl<'a> Attempts<'a> {
         // The failure that the next attempt is to mend.
         let mut mended: Option<Failure> = None;
         loop {
-            let placement = match self.meet(interrupt.as_ref(), &mended) {
+            let placement = match self.meet(interrupt.as_ref(), mended.as_ref()) {
                 Ok(met) => met.map(|met| met.placement),
                 Err(failure) => return Err(self.resumable(failure)),
             };
@@ -121,7 +122,7 @@ impl<'a> Attempts<'a> {
     fn meet(
         &mut self,
         interrupt: Option<&Interrupt>,
-        mended: &Option<Failure>,
+        mended: Option<&Failure>,
     ) -> Result<Option<NodesMet>, Failure> {
         let card = self.card(None);
         let Some(rendezvous) = &mut self.rendezvous else { return Ok(None) };
@@ -134,7 +135,7 @@ impl<'a> Attempts<'a> {
         let met = rendezvous.meet(card, limit, interrupt).map_err(|unmet| match mended {
             // The loss is why the run ends, not who does not come back.
             Some(failure) if unmet.code != INTERRUPTED => {
-                Failure { code: PEER_LOST, ..with(copy(failure), &unmet.message) }
+                Failure { code: PEER_LOST, ..with(failure.clone(), &unmet.message) }
             }
             _ => unmet,
         })?;
@@ -151,7 +152,7 @@ impl<'a> Attempts<'a> {
             return Err(ended_elsewhere(node, &met.cards, mended));
         }
         if let Some(failure) = mended {
-            let told = told_elsewhere(copy(failure), &met.cards);
+            let told = told_elsewhere(failure.clone(), &met.cards);
             if told.message != failure.message {
                 warning(&told.message);
             }
@@ -160,7 +161,7 @@ impl<'a> Attempts<'a> {
         Ok(Some(met))
     }
 
-    /// What this launcher brings to a meeting; `ends` is the exit code of one that ends.
+    /// Card of this launcher for a meeting; `ends` is the exit code of one that ends.
     fn card(&self, ends: Option<u8>) -> NodeCard {
         NodeCard {
             attempt: self.attempt,
@@ -179,7 +180,7 @@ impl<'a> Attempts<'a> {
         self.rendezvous.as_mut()?.meet(card, limit, None).ok()
     }
 
-    /// `failure`, which the other launchers have been told.
+    /// Tells the other launchers of `failure`, and returns it.
     fn farewell(&mut self, failure: Failure) -> Failure {
         self.part(failure.code);
         failure
@@ -287,31 +288,27 @@ fn wait(pause: Duration, interrupt: &Interrupt) -> bool {
     false
 }
 
-/// `failure` with a further sentence, unless its ranks have told everything themselves.
+/// Adds a sentence to `failure`, or makes it the message where its ranks have told the rest.
 fn with(failure: Failure, sentence: &str) -> Failure {
     let Failure { message, code } = failure;
     let message = if message.is_empty() { sentence.to_owned() } else { format!("{message}; {sentence}") };
     Failure { message, code }
 }
 
-fn copy(failure: &Failure) -> Failure {
-    Failure { message: failure.message.clone(), code: failure.code }
-}
-
 /// The end of the run on this machine because node `node` makes no further attempt.
-fn ended_elsewhere(node: usize, cards: &[NodeCard], mended: &Option<Failure>) -> Failure {
+fn ended_elsewhere(node: usize, cards: &[NodeCard], mended: Option<&Failure>) -> Failure {
     let code = cards[node].ends.unwrap_or(exit::FAILED);
     let sentence = match code {
         0 => format!("node {node} has done all its steps and ended, so that no restart follows"),
         code => format!("node {node} ended with exit code {code}, so that no restart follows"),
     };
-    let own = mended.as_ref().map(copy).unwrap_or(Failure { message: String::new(), code: PEER_LOST });
+    let own = mended.cloned().unwrap_or(Failure { message: String::new(), code: PEER_LOST });
     // A run that was interrupted is that on every machine.
     let code = if code == INTERRUPTED { INTERRUPTED } else { own.code };
     Failure { code, ..with(own, &sentence) }
 }
 
-/// `failure` with the causes of losses that only the launchers of other machines know.
+/// Completes `failure` with the causes of losses that only the launchers of other machines know.
 fn told_elsewhere(failure: Failure, cards: &[NodeCard]) -> Failure {
     let told = |message: String, (rank, cause): (usize, LossCause)| {
         let vague = format!("rank {rank} was lost: it {}", LossCause::Disconnected);
@@ -333,8 +330,8 @@ mod tests {
             message: format!("rank 3 was lost: it {}; x", LossCause::Disconnected),
             code: PEER_LOST,
         };
-        let told = told_elsewhere(copy(&failure), &[own, theirs]);
+        let told = told_elsewhere(failure.clone(), &[own, theirs]);
         assert_eq!(told.message, "rank 3 was lost: it was killed by the out-of-memory killer (signal 9); x");
-        assert_eq!(told_elsewhere(copy(&failure), &[own, own]).message, failure.message);
+        assert_eq!(told_elsewhere(failure.clone(), &[own, own]).message, failure.message);
     }
 }

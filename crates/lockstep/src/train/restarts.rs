@@ -38,10 +38,10 @@ impl Policy {
     }
 }
 
-/// What follows a failure.
+/// The action after a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// Another attempt, after a pause.
+    /// Restart after a pause.
     Again(Duration),
     /// The end: no restarts are left.
     UsedUp,
@@ -62,7 +62,7 @@ pub(super) struct Restarts {
 }
 
 impl Restarts {
-    /// No restarts, of a run whose newest checkpoint is of step `newest`.
+    /// Returns a record without restarts, of a run whose newest checkpoint is of step `newest`.
     pub(super) fn new(policy: Policy, newest: Option<u64>) -> Self {
         Self { policy, outstanding: 0, futile: 0, newest }
     }

@@ -9,10 +9,13 @@
 #[expect(dead_code, reason = "the tests of the command line use all of it")]
 mod workshop;
 
-mod choice;
+#[path = "../command_line/namespaces.rs"]
+mod namespaces;
+
 mod memory;
 mod network;
 mod outputs;
 mod plans;
 mod process;
 mod signals;
+mod tries;

@@ -6,9 +6,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::choice::{Choice, tries};
+use lockstep_plan::random::Draws;
+
 use crate::plans::{PLANS, Run, undisturbed};
 use crate::process::children;
+use crate::tries::tries;
 use crate::workshop::Started;
 
 /// Memory that a rank may take after it has come into the group; each takes more before its first step.
@@ -18,7 +20,7 @@ const LIMIT_BYTES: u64 = 1 << 20;
 struct SmallGroup(PathBuf);
 
 impl SmallGroup {
-    /// `None` where this process may not make one.
+    /// Makes a group; `None` where this process may not.
     fn new(name: &str) -> Option<Self> {
         let roots = [("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")];
         let (root, limit) = roots.into_iter().find(|(root, limit)| {
@@ -63,7 +65,7 @@ fn process_of(rank: usize, run: &Started) -> u32 {
     }
 }
 
-fn attack(seed: u64, choice: &mut Choice) -> String {
+fn attack(seed: u64, choice: &mut Draws) -> String {
     let several: Vec<_> = PLANS.into_iter().filter(|plan| plan.ranks > 1).collect();
     let plan = several[seed as usize % several.len()];
     let (expected, _) = &*undisturbed(plan);
@@ -74,7 +76,7 @@ fn attack(seed: u64, choice: &mut Choice) -> String {
     };
     let run = Run::new(plan);
     let started = run.start();
-    let victim = choice.below(plan.ranks as u64) as usize;
+    let victim = choice.below(plan.ranks);
     let is_limited = group.take(process_of(victim, &started));
     let outcome = started.finish();
     let what = match outcome.code {

@@ -9,23 +9,23 @@ use std::collections::BinaryHeap;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
+use lockstep_plan::random::Draws;
 use rustix::process::Signal;
 use tun_rs::{DeviceBuilder, SyncDevice};
 
-use crate::choice::{Choice, tries};
+use crate::namespaces::{Namespaces, ip};
 use crate::plans::{PLANS, Plan, Run, undisturbed};
 use crate::process::{children, send};
+use crate::tries::{time_below, tries};
 use crate::workshop::{Outcome, Started};
 
 const ADDRESSES: [&str; 2] = ["10.213.98.1", "10.213.98.2"];
-const NAMES: [&str; 2] = ["a", "b"];
 /// Largest packet of a TUN device.
 const MTU: usize = 1500;
 /// Steps of a run over a slow network.
@@ -33,51 +33,43 @@ const STEPS: &str = "8";
 /// Four replicas, two on each host.
 const PLAN: Plan = PLANS[3];
 
-/// What happens to packets.
+/// Treatment of packets.
 #[derive(Debug, Clone, Copy)]
 struct Weather {
     /// Delay in one direction.
-    delay_ms: u64,
-    /// Up to so much more, differently for each packet: packets overtake each other.
-    jitter_ms: u64,
-    /// Packets of a thousand that are lost.
-    lost: u64,
+    delay_ms: usize,
+    /// The most by which a packet comes later still, differently for each: packets overtake each other.
+    jitter_ms: usize,
+    /// Lost packets of a thousand.
+    lost_permille: usize,
 }
 
 const WEATHERS: [Weather; 3] = [
-    Weather { delay_ms: 5, jitter_ms: 20, lost: 10 },
-    Weather { delay_ms: 25, jitter_ms: 0, lost: 20 },
-    Weather { delay_ms: 100, jitter_ms: 30, lost: 5 },
+    Weather { delay_ms: 5, jitter_ms: 20, lost_permille: 10 },
+    Weather { delay_ms: 25, jitter_ms: 0, lost_permille: 20 },
+    Weather { delay_ms: 100, jitter_ms: 30, lost_permille: 5 },
 ];
 
-/// Two hosts and the network between them; taken down when dropped.
+/// Two hosts and the network between them.
 struct Hosts {
-    names: [String; 2],
+    namespaces: Namespaces,
     /// True while no packet arrives.
     is_cut: Arc<AtomicBool>,
 }
 
 impl Hosts {
-    /// `None` where this process may not make any.
+    /// Makes two hosts; `None` where this process may not.
     fn new(weather: Weather, seed: u64) -> Option<Self> {
-        let id = std::process::id();
-        let hosts = Self {
-            names: NAMES.map(|name| format!("lockstep-{id}-{seed}-{name}")),
-            is_cut: Arc::new(AtomicBool::new(false)),
-        };
+        let namespaces = Namespaces::new(&format!("attack-{seed}"))?;
+        let hosts = Self { namespaces, is_cut: Arc::new(AtomicBool::new(false)) };
         let mut devices = Vec::new();
-        for (index, name) in hosts.names.iter().enumerate() {
-            // A device goes on to be read here after it has moved to another namespace.
-            let interface = format!("ls{}{id}", NAMES[index]);
+        for (name, address) in hosts.namespaces.names.iter().zip(ADDRESSES) {
+            // A device goes on to be read here after it has moved to another namespace. Names of interfaces have 15 bytes at most.
+            let interface = format!("ls{}-{}", devices.len(), std::process::id());
             let device = DeviceBuilder::new().name(&interface).build_sync().ok()?;
-            let commands = [
-                format!("netns add {name}"),
-                format!("link set {interface} netns {name}"),
-                format!("-n {name} address add {}/24 dev {interface}", ADDRESSES[index]),
-                format!("-n {name} link set lo up"),
-                format!("-n {name} link set {interface} up"),
-            ];
-            if !commands.iter().all(|command| ip(command)) {
+            let is_up = ip(&format!("link set {interface} netns {name}"))
+                && Namespaces::bring_up(name, &interface, address);
+            if !is_up {
                 return None;
             }
             devices.push(Arc::new(device));
@@ -86,7 +78,7 @@ impl Hosts {
             let (packets, due) = channel();
             let (source, target) = (Arc::clone(&devices[from]), Arc::clone(&devices[to]));
             let is_cut = Arc::clone(&hosts.is_cut);
-            let choice = Choice::of_seed(seed * 2 + from as u64);
+            let choice = Draws::new(seed * 2 + from as u64);
             // Both end when the namespaces are deleted, and the devices with them.
             spawn(move || collect(&source, weather, choice, &is_cut, &packets));
             spawn(move || deliver(&target, &due));
@@ -94,29 +86,15 @@ impl Hosts {
         Some(hosts)
     }
 
-    /// `lockstep train` on one of the hosts.
+    /// Starts `lockstep train` on one of the hosts.
     fn start(&self, run: &Run, node: usize) -> Started {
         let endpoint = format!("{}:29500", ADDRESSES[0]);
         let node_rank = node.to_string();
-        let exec = ["netns", "exec", &self.names[node], env!("CARGO_BIN_EXE_lockstep")];
+        let exec = ["netns", "exec", &self.namespaces.names[node], env!("CARGO_BIN_EXE_lockstep")];
         let nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", &node_rank];
         let meeting = ["--rdzv-endpoint", &endpoint, "--secret-file", "secret", "--steps", STEPS];
         run.workshop.start("ip", &[&exec[..], &run.plan.arguments(), &nodes, &meeting].concat())
     }
-}
-
-impl Drop for Hosts {
-    fn drop(&mut self) {
-        for name in &self.names {
-            ip(&format!("netns delete {name}"));
-        }
-    }
-}
-
-fn ip(command: &str) -> bool {
-    let mut ip = Command::new("ip");
-    ip.args(command.split_whitespace()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    ip.status().is_ok_and(|status| status.success())
 }
 
 /// A packet by the time at which it arrives.
@@ -126,17 +104,17 @@ type Due = Reverse<(Instant, Vec<u8>)>;
 fn collect(
     source: &SyncDevice,
     weather: Weather,
-    mut choice: Choice,
+    mut choice: Draws,
     is_cut: &AtomicBool,
     packets: &Sender<Due>,
 ) {
     let mut packet = [0; MTU];
     while let Ok(bytes) = source.recv(&mut packet) {
-        if is_cut.load(Ordering::Relaxed) || choice.below(1000) < weather.lost {
+        if is_cut.load(Ordering::Relaxed) || choice.below(1000) < weather.lost_permille {
             continue;
         }
         let delay = weather.delay_ms + choice.below(weather.jitter_ms + 1);
-        let due = Instant::now() + Duration::from_millis(delay);
+        let due = Instant::now() + Duration::from_millis(delay as u64);
         if packets.send(Reverse((due, packet[..bytes].to_vec()))).is_err() {
             return;
         }
@@ -164,7 +142,7 @@ fn deliver(target: &SyncDevice, packets: &Receiver<Due>) {
     }
 }
 
-/// What happens to a run beside the weather.
+/// A disturbance of a run beside the weather.
 #[derive(Debug, Clone, Copy)]
 enum Event {
     Nothing,
@@ -172,15 +150,15 @@ enum Event {
     CutCable,
 }
 
-/// How long the two launchers took to end after an event, and how they did.
+/// Waits for the end of both launchers after an event; returns the time that it took, and their outcomes.
 fn after_event(
     event: Event,
     hosts: &Hosts,
     mut runs: [Started; 2],
-    choice: &mut Choice,
+    choice: &mut Draws,
 ) -> (Duration, [Outcome; 2]) {
     runs[0].wait_until("a first step", |run| run.stderr().contains("\nstep "));
-    sleep(choice.up_to(Duration::from_millis(500)));
+    sleep(time_below(Duration::from_millis(500), choice));
     let begin = Instant::now();
     match event {
         Event::Nothing => {}
@@ -197,7 +175,7 @@ fn after_event(
     (begin.elapsed(), ended)
 }
 
-fn attack(seed: u64, choice: &mut Choice) -> String {
+fn attack(seed: u64, choice: &mut Draws) -> String {
     let weather = WEATHERS[seed as usize % WEATHERS.len()];
     let event = choice.of(&[Event::Nothing, Event::KillRank, Event::CutCable]);
     let (expected, _) = &*undisturbed(PLAN);

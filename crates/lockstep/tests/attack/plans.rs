@@ -12,42 +12,22 @@ use crate::workshop::{Outcome, Started, Workshop};
 /// Steps of a run. A checkpoint is saved after every second one, and all of them are kept.
 pub(crate) const STEPS: u64 = 24;
 
-const RUN: &str = r#"[model]
-preset = "llama-15m"
-num_hidden_layers = 4
-hidden_size = 32
-intermediate_size = 48
-num_attention_heads = 4
-num_key_value_heads = 4
-max_position_embeddings = 64
-[data]
-train = ["text.txt"]
-[train]
-steps = 24
-global_batch = 8
-micro_batch = 1
-seq_len = 32
-threads = 1
-eval_every = 0
-[schedule]
-kind = "constant"
-warmup_steps = 1
-[checkpoint]
-every = 2
-keep = 0
-[metrics]
-tensorboard = false
-"#;
-
-/// A model with experts, for the plans that split those.
-const EXPERTS: [&str; 6] = [
-    "model.preset=mixtral-20m",
-    "model.hidden_size=32",
-    "model.intermediate_size=24",
+/// Settings beside those of the workshop's run: as many layers, heads and sequences as the plans split.
+const SIZES: [&str; 9] = [
+    "model.num_hidden_layers=4",
     "model.num_attention_heads=4",
     "model.num_key_value_heads=4",
-    "model.num_local_experts=4",
+    "train.steps=24",
+    "train.global_batch=8",
+    "train.micro_batch=1",
+    "train.seq_len=32",
+    "checkpoint.keep=0",
+    "metrics.tensorboard=false",
 ];
+
+/// A model with experts, for the plans that split those.
+const EXPERTS: [&str; 3] =
+    ["model.preset=mixtral-20m", "model.intermediate_size=24", "model.num_local_experts=4"];
 
 /// A way to split a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -125,10 +105,10 @@ pub(crate) const CROWDS: [Plan; 3] = [
 ];
 
 impl Plan {
-    /// `train run.toml` under this plan.
+    /// Arguments of `train run.toml` under this plan.
     pub(crate) fn arguments(&self) -> Vec<&'static str> {
         let experts = if self.has_experts { &EXPERTS[..] } else { &[] };
-        let sets = self.settings.iter().chain(experts).flat_map(|setting| ["--set", setting]);
+        let sets = SIZES.iter().chain(experts).chain(self.settings).flat_map(|setting| ["--set", setting]);
         ["train", "run.toml"].into_iter().chain(sets).collect()
     }
 }
@@ -141,9 +121,7 @@ pub(crate) struct Run {
 
 impl Run {
     pub(crate) fn new(plan: Plan) -> Self {
-        let workshop = Workshop::new();
-        workshop.write("run.toml", RUN);
-        Self { workshop, plan }
+        Self { workshop: Workshop::new(), plan }
     }
 
     pub(crate) fn start(&self) -> Started {
@@ -196,7 +174,7 @@ fn tensor_files(dir: &Path) -> Vec<(String, blake3::Hash)> {
     files
 }
 
-/// What a run ends with.
+/// The state that a run ends with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct End {
     /// Files of tensors, by the step of the checkpoint.
@@ -208,7 +186,7 @@ pub(crate) struct End {
 /// The end of a run that nobody disturbs, and how long it takes in seconds.
 type Undisturbed = Arc<(End, f64)>;
 
-/// What `plan` ends with when nobody disturbs it, and how long that takes in seconds.
+/// Runs `plan` undisturbed, once, and returns its end and its seconds.
 pub(crate) fn undisturbed(plan: Plan) -> Undisturbed {
     static KNOWN: OnceLock<Mutex<HashMap<Plan, Undisturbed>>> = OnceLock::new();
     let known = KNOWN.get_or_init(Mutex::default);

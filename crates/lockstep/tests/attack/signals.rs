@@ -8,11 +8,12 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use lockstep_plan::random::Draws;
 use rustix::process::Signal;
 
-use crate::choice::{Choice, tries};
 use crate::plans::{CROWDS, PLANS, Plan, Run, STEPS, undisturbed};
 use crate::process::{children, is_alive, send};
+use crate::tries::{time_below, tries};
 use crate::workshop::Started;
 
 /// Longest that a run may take to end after it was disturbed.
@@ -33,13 +34,13 @@ enum Fault {
     KillLauncher,
     /// A signal that asks the run to stop, to its launcher.
     AskLauncher(Signal),
-    /// The same to one of its ranks only.
+    /// A signal that asks the run to stop, to one of its ranks only.
     AskRank(Signal),
     /// Ctrl-C twice within the time of one cause.
     AskTwice,
     /// Ctrl-C, and again after it.
     Insist,
-    /// A rank, or the launcher, stands still for a while.
+    /// SIGSTOP to a rank or the launcher, and SIGCONT after a while.
     StopRank,
     StopLauncher,
 }
@@ -86,7 +87,7 @@ impl Fault {
         }
     }
 
-    fn inflict(self, run: &Started, choice: &mut Choice) {
+    fn inflict(self, run: &Started, choice: &mut Draws) {
         let launcher = run.child.id();
         let ranks = children(launcher);
         let rank = if ranks.is_empty() { launcher } else { choice.of(&ranks) };
@@ -96,18 +97,18 @@ impl Fault {
             Self::AskLauncher(signal) => drop(send(launcher, signal)),
             Self::AskTwice => {
                 send(launcher, Signal::INT);
-                sleep(choice.up_to(SAME_CAUSE / 2));
+                sleep(time_below(SAME_CAUSE / 2, choice));
                 send(launcher, Signal::INT);
             }
             Self::Insist => {
                 send(launcher, Signal::INT);
-                sleep(SAME_CAUSE + choice.up_to(SAME_CAUSE));
+                sleep(SAME_CAUSE + time_below(SAME_CAUSE, choice));
                 send(launcher, Signal::INT);
             }
             Self::StopRank | Self::StopLauncher => {
                 let stopped = if matches!(self, Self::StopRank) { rank } else { launcher };
                 send(stopped, Signal::STOP);
-                sleep(choice.up_to(Duration::from_millis(800)));
+                sleep(time_below(Duration::from_millis(800), choice));
                 send(stopped, Signal::CONT);
             }
         }
@@ -130,10 +131,10 @@ fn wait(run: &mut Started) -> ExitStatus {
 }
 
 /// Disturbs a run once; returns its fault, and how it ended.
-fn disturb(run: &Run, seconds: f64, choice: &mut Choice) -> String {
+fn disturb(run: &Run, seconds: f64, choice: &mut Draws) -> String {
     let before = run.saved();
     let fault = choice.of(&FAULTS);
-    let at = choice.up_to(Duration::from_secs_f64(seconds * 1.1));
+    let at = time_below(Duration::from_secs_f64(seconds * 1.1), choice);
     let mut started = run.start();
     sleep(at);
     let ranks = children(started.child.id());
@@ -173,30 +174,30 @@ fn disturb(run: &Run, seconds: f64, choice: &mut Choice) -> String {
 }
 
 /// Flips a bit of the newest checkpoint; returns its step.
-fn damage(run: &Run, choice: &mut Choice) -> Option<u64> {
+fn damage(run: &Run, choice: &mut Draws) -> Option<u64> {
     // One that is whole must be left.
     let saved = run.saved();
     let newest = *saved.last().filter(|_| saved.len() > 1)?;
     let dir = run.workshop.path(&format!("checkpoints/step-{newest:08}"));
     let mut files: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.sort();
-    let file = &files[choice.below(files.len() as u64) as usize];
+    let file = &files[choice.below(files.len())];
     let mut bytes = fs::read(file).unwrap();
-    let at = choice.below(bytes.len().max(1) as u64) as usize;
+    let at = choice.below(bytes.len());
     *bytes.get_mut(at)? ^= 1 << choice.below(8);
     fs::write(file, bytes).unwrap();
     Some(newest)
 }
 
 /// A run that is disturbed once or several times and perhaps damaged between, and then left alone.
-fn attack(plan: Plan, choice: &mut Choice) -> String {
+fn attack(plan: Plan, choice: &mut Draws) -> String {
     let (expected, seconds) = &*undisturbed(plan);
     let run = Run::new(plan);
     let mut faults = vec![disturb(&run, *seconds, choice)];
-    while choice.one_in(3) {
+    while choice.below(3) == 0 {
         faults.push(disturb(&run, *seconds, choice));
     }
-    if choice.one_in(5)
+    if choice.below(5) == 0
         && let Some(step) = damage(&run, choice)
     {
         faults.push(format!("a flipped bit in step {step}"));

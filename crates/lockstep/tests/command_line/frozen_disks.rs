@@ -16,7 +16,7 @@ const LOCKSTEP: &str = env!("CARGO_BIN_EXE_lockstep");
 struct Volume(std::path::PathBuf);
 
 impl Volume {
-    /// `None`, loudly, where the system lets nobody mount one.
+    /// Mounts one; `None`, loudly, where the system lets nobody.
     fn mount(workshop: &Workshop) -> Option<Self> {
         let path = workshop.path("disk");
         std::fs::create_dir(&path).unwrap();

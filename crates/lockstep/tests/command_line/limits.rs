@@ -9,7 +9,7 @@ use crate::workshop::{Outcome, Workshop};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_lockstep");
 
-/// `train run.toml` in a shell that has set limits.
+/// Runs `train run.toml` in a shell that has set limits.
 fn limited(workshop: &Workshop, limit: &str, arguments: &str) -> Outcome {
     let line = format!("{limit}; exec {PROGRAM} train run.toml {arguments}");
     workshop.start("sh", &["-c", &line]).finish()

@@ -2,38 +2,31 @@
 //! code of node 0. Needs root and iproute2.
 
 use std::io::Write;
-use std::process::{Command, Stdio};
 
+use crate::namespaces::{Namespaces, ip};
 use crate::workshop::{Started, Workshop};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_lockstep");
 const RUN: [&str; 4] = ["--set", "train.global_batch=8", "--set", "train.micro_batch=1"];
 
-/// Two hosts with an address each; taken down when dropped.
-struct Hosts {
-    names: [String; 2],
-}
+/// Two hosts with an address each, joined by a cable.
+struct Hosts(Namespaces);
 
 /// Addresses of the two hosts, which nobody else sees.
 const ADDRESSES: [&str; 2] = ["10.213.97.1", "10.213.97.2"];
 
 impl Hosts {
-    /// `None` where this process may not make any.
+    /// Makes two hosts; `None` where this process may not.
     fn new() -> Option<Self> {
-        let id = std::process::id();
-        let hosts = Self { names: [format!("lockstep-{id}-a"), format!("lockstep-{id}-b")] };
-        let [first, second] = &hosts.names;
+        let namespaces = Namespaces::new("machines")?;
+        let [first, second] = &namespaces.names;
         let cable = format!(
             "link add eth0 netns {first} address 02:00:00:00:00:01 type veth peer name eth0 netns {second} \
              address 02:00:00:00:00:02"
         );
-        let mut commands = vec![format!("netns add {first}"), format!("netns add {second}"), cable];
-        for (name, address) in hosts.names.iter().zip(ADDRESSES) {
-            commands.push(format!("-n {name} address add {address}/24 dev eth0"));
-            commands.push(format!("-n {name} link set lo up"));
-            commands.push(format!("-n {name} link set eth0 up"));
-        }
-        commands.iter().all(|command| ip(command)).then_some(hosts)
+        let mut hosts = namespaces.names.iter().zip(ADDRESSES);
+        let is_up = ip(&cable) && hosts.all(|(name, address)| Namespaces::bring_up(name, "eth0", address));
+        is_up.then_some(Self(namespaces))
     }
 
     /// `lockstep train run.toml` on a host, as torchrun's users type the rest of it.
@@ -43,7 +36,7 @@ impl Hosts {
         let line = [
             "netns",
             "exec",
-            &self.names[node],
+            &self.0.names[node],
             PROGRAM,
             "train",
             "run.toml",
@@ -56,20 +49,6 @@ impl Hosts {
         ];
         workshop.start("ip", &[&line[..], &RUN, more].concat())
     }
-}
-
-impl Drop for Hosts {
-    fn drop(&mut self) {
-        for name in &self.names {
-            ip(&format!("netns delete {name}"));
-        }
-    }
-}
-
-fn ip(command: &str) -> bool {
-    let mut ip = Command::new("ip");
-    ip.args(command.split_whitespace()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    ip.status().is_ok_and(|status| status.success())
 }
 
 /// The code that node 0 has printed.

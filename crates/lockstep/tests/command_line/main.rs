@@ -20,6 +20,7 @@ mod limits;
 mod machines;
 mod mistakes;
 mod mistakes_launch;
+mod namespaces;
 mod nodes;
 mod pages;
 mod plan;

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
+use lockstep_plan::random::Draws;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -21,18 +22,9 @@ fn seeds() -> Option<u64> {
     std::env::var("LOCKSTEP_SEEDS").ok().and_then(|text| text.parse().ok())
 }
 
-/// `a --set b --set c`, split.
+/// Splits `a --set b --set c`.
 fn arguments(text: &str) -> Vec<&str> {
     text.split_whitespace().collect()
-}
-
-/// The next number of a sequence that `state` decides (SplitMix64).
-fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut z = *state;
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// The ranks of a launcher.
@@ -65,7 +57,7 @@ fn signs_of_life(run: &Started) -> usize {
 /// Kills a random rank of `run` every `period`, as often as `seed` decides, until it ends. Returns how it ended, and how long it took each
 /// time until a step was shown again.
 fn kill_ranks(mut run: Started, seed: u64, period: Duration) -> (Outcome, Vec<Duration>) {
-    let (begin, mut state, mut back) = (Instant::now(), seed, Vec::new());
+    let (begin, mut choice, mut back) = (Instant::now(), Draws::new(seed), Vec::new());
     let launcher = run.child.id();
     let mut next = Instant::now() + period;
     while run.child.try_wait().unwrap().is_none() {
@@ -75,7 +67,7 @@ fn kill_ranks(mut run: Started, seed: u64, period: Duration) -> (Outcome, Vec<Du
         if Instant::now() < next || ranks.is_empty() {
             continue;
         }
-        let victim = ranks[random(&mut state) as usize % ranks.len()];
+        let victim = choice.of(&ranks);
         // It may have ended just now.
         if kill_process(victim, Signal::KILL).is_err() {
             continue;
@@ -194,7 +186,7 @@ fn a_signal_during_the_pause_before_a_restart_ends_the_run_with_75() {
 #[test]
 fn a_signal_at_any_time_of_a_start_ends_the_run_with_75() {
     let workshop = Workshop::new();
-    let mut state = 7;
+    let mut choice = Draws::new(7);
     for number in 0..seeds().unwrap_or(8) {
         let line = format!(
             "train run.toml --nproc-per-node 3 --set train.global_batch=6 --steps 1000000 --set checkpoint.dir=c{number} \
@@ -203,7 +195,7 @@ fn a_signal_at_any_time_of_a_start_ends_the_run_with_75() {
         let mut run = workshop.start(PROGRAM, &arguments(&line));
         // The launcher has its handlers before it starts a rank.
         run.wait_until("a rank", |run| !ranks_of(run.child.id()).is_empty());
-        std::thread::sleep(Duration::from_micros(random(&mut state) % 60_000));
+        std::thread::sleep(Duration::from_micros(choice.below(60_000) as u64));
         kill_process(Pid::from_raw(run.child.id() as i32).unwrap(), Signal::TERM).unwrap();
         let outcome = run.finish();
         assert_eq!(outcome.code, Some(75), "try {number}: {outcome:?}");
@@ -311,7 +303,7 @@ fn machines_that_lose_ranks_or_launchers_meet_again_and_end_with_the_same_bits()
     assert!(found == calm, "{found:?}, undisturbed {calm:?}");
 }
 
-/// `TORCHELASTIC_RESTART_COUNT` of a rank.
+/// Reads `TORCHELASTIC_RESTART_COUNT` of a rank.
 fn attempt_of(rank: Pid) -> u32 {
     let bytes = std::fs::read(format!("/proc/{}/environ", rank.as_raw_nonzero())).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes).into_owned();

@@ -1,42 +1,14 @@
-//! Random choices that a seed repeats, and the loop over tries of an attack.
+//! The loop over the tries of an attack.
 
 use std::env;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
-use lockstep_plan::random::Philox;
+use lockstep_plan::random::Draws;
 
-/// A stream of random choices.
-pub(crate) struct Choice {
-    random: Philox,
-    drawn: u64,
-}
-
-impl Choice {
-    pub(crate) fn of_seed(seed: u64) -> Self {
-        Self { random: Philox::new(seed), drawn: 0 }
-    }
-
-    /// A number below `end`, which is at least 1.
-    pub(crate) fn below(&mut self, end: u64) -> u64 {
-        self.drawn += 1;
-        u64::from(self.random.at(self.drawn)[0]) % end
-    }
-
-    /// One of `all`.
-    pub(crate) fn of<T: Copy>(&mut self, all: &[T]) -> T {
-        all[self.below(all.len() as u64) as usize]
-    }
-
-    /// A duration below `limit`, in steps of a millisecond.
-    pub(crate) fn up_to(&mut self, limit: Duration) -> Duration {
-        Duration::from_millis(self.below(limit.as_millis().max(1) as u64))
-    }
-
-    /// True in one of `n` cases.
-    pub(crate) fn one_in(&mut self, n: u64) -> bool {
-        self.below(n) == 0
-    }
+/// Draws a duration below `limit`, in steps of a millisecond.
+pub(crate) fn time_below(limit: Duration, choice: &mut Draws) -> Duration {
+    Duration::from_millis(choice.below(limit.as_millis() as usize) as u64)
 }
 
 fn number(variable: &str) -> Option<u64> {
@@ -48,13 +20,13 @@ fn number(variable: &str) -> Option<u64> {
 ///
 /// # Panics
 /// With the first try that does, after naming its seed; with the tries beyond `limit` for each.
-pub(crate) fn tries(attack: &str, default: u64, limit: Duration, run: impl Fn(u64, &mut Choice) -> String) {
+pub(crate) fn tries(attack: &str, default: u64, limit: Duration, run: impl Fn(u64, &mut Draws) -> String) {
     let (first, count) = (number("LOCKSTEP_SEED").unwrap_or(0), number("LOCKSTEP_SEEDS").unwrap_or(default));
     let begin = Instant::now();
     let mut done = std::collections::BTreeMap::<String, u64>::new();
     for seed in first..first + count {
         let begin = Instant::now();
-        let tried = catch_unwind(AssertUnwindSafe(|| run(seed, &mut Choice::of_seed(seed))));
+        let tried = catch_unwind(AssertUnwindSafe(|| run(seed, &mut Draws::new(seed))));
         match tried {
             Ok(what) => *done.entry(what).or_default() += 1,
             Err(panic) => {

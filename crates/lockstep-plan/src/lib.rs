@@ -70,8 +70,8 @@ pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use pattern::describes;
 pub use plan::{
-    ContextMethod, DEFAULT_BUCKET_MB, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanPrediction,
-    PlanProblem, PlannedStep, RankList, RanksMemory, TensorDimensions, ValidPlan,
+    ContextMethod, DEFAULT_BUCKET_MB, Facts, PLAN_VERSION, PassOrder, PipelineSchedule, Plan, PlanError,
+    PlanPrediction, PlanProblem, PlannedStep, RankList, RanksMemory, TensorDimensions, ValidPlan,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};

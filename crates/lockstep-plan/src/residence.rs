@@ -10,14 +10,16 @@ pub const WINDOW_ELEMENTS: usize = 1 << 20;
 
 /// Where a kind of state is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
 pub enum Residence {
     /// In the memory of the device.
     #[default]
+    #[serde(rename = "none", alias = "memory")]
     Memory,
     /// In the memory of the device's host. For ranks on CPUs that is the memory of the device.
+    #[serde(rename = "cpu", alias = "host")]
     Host,
     /// In a file, of which a few windows are in memory at a time.
+    #[serde(rename = "disk")]
     Disk,
 }
 

@@ -72,9 +72,8 @@ fn differences(bench: &Workbench, model: TinyModel, plan: &[&str]) -> Result<Vec
     let mut lines = Vec::new();
     for (rank, Bookkeeper { predicted, predicted_traffic, moved, booked }) in seen {
         // A model whose experts are chosen with biases writes these in passes of their own.
-        let has_frames = config.residences().have_activations_on_disk();
-        let is_foretold =
-            if has_frames && config.parallel.pipeline_parallel > 1 { reads_no_more } else { is_near };
+        let has_frames = config.plan.residence.have_activations_on_disk();
+        let is_foretold = if has_frames && config.plan.mesh.pipeline > 1 { reads_no_more } else { is_near };
         if model.name != DEEPSEEK.name && !is_foretold(moved, predicted_traffic) {
             lines.push(format!("rank {rank} moves {moved:?} in a step, predicted {predicted_traffic:?}"));
         }

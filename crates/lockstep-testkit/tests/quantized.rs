@@ -107,7 +107,7 @@ fn plans_that_quantize_compute_what_one_rank_computes_but_for_what_codes_lose() 
     ];
     for (model, plan) in plans {
         let config = bench.config(model, plan).unwrap();
-        let lines = bench.differences(model, plan, Tolerance::of(config.quantization())).unwrap();
+        let lines = bench.differences(model, plan, Tolerance::of(config.plan.quantization())).unwrap();
         assert!(lines.is_empty(), "{}: {}", model.name, lines.join("\n"));
     }
 }

@@ -6,9 +6,9 @@
 use std::fmt;
 use std::ops::Range;
 
-use lockstep_plan::{MemoryBytes, Recompute};
+use lockstep_plan::{MemoryBytes, Recompute, Residence};
 
-use crate::config::{OptimizerKind, Precision, Residence, StatePrecision};
+use crate::config::{OptimizerKind, Precision, StatePrecision};
 use crate::machine::takable_memory_bytes;
 use crate::plan::check;
 use crate::plan_file::recompute_setting;
@@ -237,7 +237,7 @@ fn changed(
         if is_enough && is_state_moved(config, &changed) {
             let within = |share: f64| {
                 let mut run = changed.clone();
-                run.parallel.offload_fraction = share;
+                run.plan.residence.fraction = share;
                 needed(&run).filter(|(_, is_enough)| *is_enough).map(|(bytes, _)| bytes)
             };
             if let Some((share, bytes)) = least_share(within) {
@@ -267,7 +267,7 @@ fn changed(
 
 /// Whether a change has put state on disk.
 fn is_state_moved(from: &RunConfig, to: &RunConfig) -> bool {
-    from.parallel.offload_optimizer != Residence::Disk && to.parallel.offload_optimizer == Residence::Disk
+    from.plan.residence.optimizer != Residence::Disk && to.plan.residence.optimizer == Residence::Disk
 }
 
 /// The least share of the state, in sixteenths, that has to be on disk, and the bytes that are needed then, where all is not: `within`
@@ -297,30 +297,30 @@ fn last_of_each(settings: Vec<String>) -> Vec<String> {
 
 /// Has every layer forget at least so much.
 fn recompute(config: &mut RunConfig, settings: &mut Vec<String>, least: Recompute) -> bool {
-    let more = config.parallel.recompute.at_least(least);
+    let more = config.plan.recompute.at_least(least);
     if let Some(rules) = more {
-        config.parallel.recompute = rules;
+        config.plan.recompute = rules;
         settings.push(recompute_setting(&rules));
     }
     more.is_some()
 }
 
 /// Shares out the state over all ranks that read other parts of the batch, from a stage on.
-fn zero(config: &mut RunConfig, settings: &mut Vec<String>, stage: usize) -> bool {
-    let parallel = &mut config.parallel;
-    let ranks = parallel.data_parallel_replicate * parallel.data_parallel_shard;
-    let is_shared_already = parallel.zero_stage >= stage && parallel.data_parallel_replicate == 1;
+fn zero(config: &mut RunConfig, settings: &mut Vec<String>, stage: u8) -> bool {
+    let plan = &mut config.plan;
+    let ranks = plan.mesh.replicate * plan.mesh.shard;
+    let is_shared_already = plan.zero_stage >= stage && plan.mesh.replicate == 1;
     let needs_whole_matrices = config.optimizer.kind == OptimizerKind::Muon;
-    if ranks * parallel.context_parallel == 1 || is_shared_already || needs_whole_matrices {
+    if ranks * plan.mesh.context == 1 || is_shared_already || needs_whole_matrices {
         return false;
     }
-    if parallel.data_parallel_replicate > 1 {
-        (parallel.data_parallel_replicate, parallel.data_parallel_shard) = (1, ranks);
+    if plan.mesh.replicate > 1 {
+        (plan.mesh.replicate, plan.mesh.shard) = (1, ranks);
         settings.push("parallel.data_parallel_replicate=1".to_owned());
         settings.push(format!("parallel.data_parallel_shard={ranks}"));
     }
-    parallel.zero_stage = stage.max(parallel.zero_stage);
-    settings.push(format!("parallel.zero_stage={}", parallel.zero_stage));
+    plan.zero_stage = stage.max(plan.zero_stage);
+    settings.push(format!("parallel.zero_stage={}", plan.zero_stage));
     true
 }
 
@@ -335,7 +335,7 @@ fn halve_micro_batch(config: &mut RunConfig, settings: &mut Vec<String>, times: 
     }
     let is_less = micro_batch < before;
     if is_less {
-        config.train.micro_batch = Some(micro_batch);
+        config.plan.micro_batch = Some(micro_batch);
         settings.push(format!("train.micro_batch={micro_batch}"));
     }
     is_less
@@ -353,58 +353,58 @@ fn no_copies(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
 
 /// Puts the optimizer's state on disk.
 fn offload_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    let is_in_memory = config.parallel.offload_optimizer != Residence::Disk;
+    let is_in_memory = config.plan.residence.optimizer != Residence::Disk;
     if !is_in_memory || config.optimizer.kind == OptimizerKind::Muon || config.rollback_after() > 0 {
         return false;
     }
-    config.parallel.offload_optimizer = Residence::Disk;
+    config.plan.residence.optimizer = Residence::Disk;
     settings.push("parallel.offload.optimizer=disk".to_owned());
     true
 }
 
 /// Whether it is there, or could be put there.
 fn has_state_on_disk(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    config.parallel.offload_optimizer == Residence::Disk || offload_state(config, settings)
+    config.plan.residence.optimizer == Residence::Disk || offload_state(config, settings)
 }
 
 /// And gradients, which need it there.
 fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    let parallel = &config.parallel;
-    let replicas = parallel.data_parallel_replicate;
-    let has_summands = replicas * parallel.data_parallel_shard * parallel.context_parallel > 1;
-    let are_kept_by_all = has_summands && (parallel.zero_stage < 2 || replicas > 1);
-    if are_kept_by_all || parallel.offload_gradients == Residence::Disk {
+    let plan = &config.plan;
+    let replicas = plan.mesh.replicate;
+    let has_summands = replicas * plan.mesh.shard * plan.mesh.context > 1;
+    let are_kept_by_all = has_summands && (plan.zero_stage < 2 || replicas > 1);
+    if are_kept_by_all || plan.residence.gradients == Residence::Disk {
         return false;
     }
     if !has_state_on_disk(config, settings) {
         return false;
     }
-    config.parallel.offload_gradients = Residence::Disk;
+    config.plan.residence.gradients = Residence::Disk;
     settings.push("parallel.offload.gradients=disk".to_owned());
     true
 }
 
 /// And the weights that kernels read, which need the optimizer's state there and all to be shared out alike.
 fn offload_parameters(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    let parallel = &config.parallel;
-    let has_owners = parallel.data_parallel_shard * parallel.context_parallel > 1;
-    let are_kept_by_all = has_owners && matches!(parallel.zero_stage, 1 | 2);
-    if are_kept_by_all || parallel.offload_parameters == Residence::Disk {
+    let plan = &config.plan;
+    let has_owners = plan.mesh.shard * plan.mesh.context > 1;
+    let are_kept_by_all = has_owners && matches!(plan.zero_stage, 1 | 2);
+    if are_kept_by_all || plan.residence.parameters == Residence::Disk {
         return false;
     }
     if !has_state_on_disk(config, settings) {
         return false;
     }
-    config.parallel.offload_parameters = Residence::Disk;
+    config.plan.residence.parameters = Residence::Disk;
     settings.push("parallel.offload.parameters=disk".to_owned());
     true
 }
 
 /// Puts what blocks keep for their backward on disk.
 fn offload_activations(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    let is_in_memory = config.parallel.offload_activations != Residence::Disk;
+    let is_in_memory = config.plan.residence.activations != Residence::Disk;
     if is_in_memory {
-        config.parallel.offload_activations = Residence::Disk;
+        config.plan.residence.activations = Residence::Disk;
         settings.push("parallel.offload.activations=disk".to_owned());
     }
     is_in_memory

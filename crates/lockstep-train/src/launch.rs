@@ -34,8 +34,6 @@ pub struct RankProcesses {
     pub placement: Placement,
     /// Variables for them.
     pub environment: Vec<(OsString, OsString)>,
-    /// Arguments for them behind those of this program.
-    pub arguments: Vec<OsString>,
     /// Where they run.
     pub pinning: Pinning,
     /// Where what they print goes.
@@ -115,7 +113,6 @@ pub fn run_ranks(
         ranks,
         placement,
         environment,
-        arguments,
         pinning,
         output,
         records,
@@ -126,7 +123,7 @@ pub fn run_ranks(
     } = processes;
     let launch = Launch {
         program: std::env::current_exe().map_err(Error::Program)?,
-        arguments: std::env::args_os().skip(1).chain(arguments).collect(),
+        arguments: std::env::args_os().skip(1).collect(),
         environment,
         ranks,
         options: WorldOptions { silence, ..WorldOptions::default() },

@@ -75,7 +75,6 @@ pub use corpus::{Corpus, CorpusSource, load_tokenizer};
 pub use describe::answers;
 pub use error::Error;
 pub use forecast::Forecast;
-pub use layout::named_schedule;
 pub use model_name::{NamedModel, find_model, find_weights};
 pub use plan_file::PlanFile;
 pub use ranks::Ranks;

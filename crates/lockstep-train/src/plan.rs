@@ -1,13 +1,13 @@
 //! How a run is split over its ranks, held against its model before any of them starts.
 //!
-//! The keys of `[parallel]` and a plan file say the same thing: `plan_of` makes a plan of the keys, a
-//! [`PlanFile`](crate::PlanFile) makes keys of a plan, and [`Plan::validate`] finds what does not fit in either.
+//! The keys of `[parallel]` and a plan file are read into the same [`Plan`]; [`Plan::resolved`] fills in what they leave open, and
+//! [`Plan::validate`] finds what does not fit.
 
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{DType, Facts, MeshProblem, PLAN_VERSION, Plan, PlanError, PlanProblem, ValidPlan};
+use lockstep_plan::{DType, Facts, MeshProblem, Plan, PlanError, PlanProblem, TensorDimensions, ValidPlan};
 
-use crate::config::{Origin, Problem, Problems, TensorLayout};
-use crate::layout::{schedule_of, stages_of, unit_costs};
+use crate::config::{Origin, Problem, Problems};
+use crate::layout::unit_costs;
 use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 
 /// The run's plan, if its ranks can share its model so, and the model.
@@ -56,8 +56,8 @@ pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
 /// # Errors
 /// If its side does not divide the rank of the adapter.
 pub(crate) fn fits_adapter(config: &RunConfig, tuning: &Tuning) -> Result<(), Problems> {
-    let tensor = config.parallel.tensor_parallel;
-    let is_square = tensor > 1 && config.parallel.tensor_layout == TensorLayout::TwoDimensions;
+    let tensor = config.plan.mesh.tensor;
+    let is_square = tensor > 1 && config.plan.tensor_layout == TensorDimensions::Two;
     let rank = tuning.adapter.as_ref().map(|adapter| adapter.config().rank);
     let side = tensor.isqrt();
     match rank.filter(|rank| is_square && !rank.is_multiple_of(side)) {
@@ -72,37 +72,12 @@ pub(crate) fn fits_adapter(config: &RunConfig, tuning: &Tuning) -> Result<(), Pr
 
 /// The plan that the run's keys describe, whether it fits or not.
 fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) -> Result<Plan, Problem> {
-    let schedule = schedule_of(config)?;
-    let is_said = config.parallel.pipeline_parallel == 1 || config.parallel.pipeline_stages.is_some();
-    let costs = if is_said { vec![1.0; facts.units()] } else { costs() };
-    let stages = stages_of(config, &schedule, &costs).map_err(|error| {
+    config.plan.resolved(facts, costs).map_err(|error| {
         config.problem(
             "parallel.pipeline_parallel",
             format!("{error}: the embedding, {} blocks and the head", facts.layers),
             format!("at most {} stages", facts.units()),
         )
-    })?;
-    Ok(Plan {
-        version: PLAN_VERSION,
-        model: facts.model.clone(),
-        mesh: config.degrees(),
-        micro_batch: config.micro_batch(),
-        schedule,
-        stages,
-        recompute: config.parallel.recompute,
-        partition_activations: config.parallel.partition_activations,
-        sequence_parallel: config.parallel.sequence_parallel,
-        tensor_layout: config.parallel.tensor_layout.into(),
-        tensor_chunks: config.parallel.tensor_chunks,
-        context_method: config.parallel.context_parallel_method.into(),
-        zero_stage: config.zero_stage().number(),
-        quantize_weights: config.quantization().weights,
-        quantize_gradients: config.quantization().gradients,
-        quantize_feedback: config.quantization().feedback,
-        sharding: config.sharding(),
-        residence: config.residences(),
-        bucket_mb: config.parallel.bucket_mb,
-        predicted: None,
     })
 }
 

@@ -55,19 +55,19 @@ pub(crate) struct Called {
 
 /// How the ranks of a run work together.
 pub(crate) fn group_options(config: &RunConfig) -> GroupOptions {
-    let parallel = &config.parallel;
+    let plan = &config.plan;
     GroupOptions {
-        splits_tokens: parallel.sequence_parallel,
-        tensor_dimensions: parallel.tensor_layout.into(),
-        tensor_chunks: parallel.tensor_chunks,
-        partitions_activations: parallel.partition_activations,
-        context_method: parallel.context_parallel_method.into(),
-        zero_stage: config.zero_stage(),
-        quantization: config.quantization(),
-        live_parameters: config.sharding().live_parameters(),
-        secondary_shard: parallel.secondary_shard,
-        bucket_bytes: parallel.bucket_bytes(),
-        limit: Duration::from_secs_f64(parallel.timeout_s),
+        splits_tokens: plan.sequence_parallel,
+        tensor_dimensions: plan.tensor_layout,
+        tensor_chunks: plan.tensor_chunks,
+        partitions_activations: plan.partition_activations,
+        context_method: plan.context_method,
+        zero_stage: plan.effective_zero_stage(),
+        quantization: plan.quantization(),
+        live_parameters: plan.sharding.live_parameters(),
+        secondary_shard: plan.sharding.secondary_shard,
+        bucket_bytes: plan.bucket_bytes(),
+        limit: Duration::from_secs_f64(config.parallel.timeout_s),
     }
 }
 
@@ -96,7 +96,7 @@ impl Ranks {
         model: &ModelConfig,
         tuning: &Tuning,
     ) -> Result<Self, Error> {
-        let (ranks, replicas) = (group.size(), config.parallel.data_parallel_replicate);
+        let (ranks, replicas) = (group.size(), config.plan.mesh.replicate);
         let of_each = config.ranks_of_a_replica();
         if ranks != replicas * of_each {
             let key = "parallel.data_parallel_replicate";

@@ -66,7 +66,7 @@ impl Picture {
     /// None where nobody keeps rows.
     fn of(config: &RunConfig, start: Start) -> Option<Self> {
         config.metrics.jsonl.then(|| Self {
-            schedule: config.parallel.pipeline_schedule.clone(),
+            schedule: config.plan.schedule.name().to_owned(),
             sampled: start.done() + SAMPLED_STEP,
             made: 0,
             written: 0,

@@ -114,7 +114,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
                 Precision::F16 => DType::F16,
             },
         },
-        recompute: config.parallel.recompute,
+        recompute: config.plan.recompute,
         optimizer: match optimizer.kind {
             OptimizerKind::AdamW => Optimizer::AdamW { betas: optimizer.betas(), eps: optimizer.eps },
             OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum() as f32 },
@@ -159,10 +159,10 @@ pub fn storage(config: &RunConfig) -> Storage {
             Rounding::Nearest => RoundingMode::Nearest,
             Rounding::Stochastic => RoundingMode::Stochastic,
         },
-        wrap: parallel.wrap.clone(),
+        wrap: config.plan.sharding.wrap.clone(),
         offload: Offload {
             directory: parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone()),
-            residences: config.residences(),
+            residences: config.plan.residence,
             method: parallel.offload_io.into(),
             limit: Duration::from_secs_f64(parallel.timeout_s),
             ..Offload::default()

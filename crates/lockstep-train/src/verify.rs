@@ -7,13 +7,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use lockstep_engine::Engine;
-use lockstep_plan::{Quantization, QuantizedType, Share};
+use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{
-    Precision, QuantizedGradients, QuantizedWeights, ReshardAfterForward, Rounding, StatePrecision,
-    TensorLayout,
-};
+use crate::config::{Precision, Rounding, StatePrecision};
 use crate::interrupt::Interrupt;
 use crate::metrics::StepMetrics;
 use crate::progress::Progress;
@@ -149,24 +146,9 @@ pub fn watch(config: &RunConfig, ranks: &Ranks, observer: &mut dyn StepObserver)
 /// The same run on one rank.
 pub fn alone(config: &RunConfig) -> RunConfig {
     let mut config = config.clone();
-    config.parallel.data_parallel_replicate = 1;
-    config.parallel.data_parallel_shard = 1;
-    config.parallel.zero_stage = 0;
-    config.parallel.quantize_weights = QuantizedWeights::None;
-    config.parallel.quantize_gradients = QuantizedGradients::None;
-    config.parallel.reshard_after_forward = ReshardAfterForward::Auto;
-    config.parallel.max_live_parameters = None;
-    config.parallel.secondary_shard = None;
-    config.parallel.expert_parallel = 1;
-    config.parallel.expert_tensor_parallel = 1;
-    config.parallel.tensor_parallel = 1;
-    config.parallel.sequence_parallel = false;
-    config.parallel.partition_activations = false;
-    config.parallel.tensor_layout = TensorLayout::OneDimension;
-    config.parallel.tensor_chunks = None;
-    config.parallel.pipeline_parallel = 1;
-    config.parallel.context_parallel = 1;
-    config.parallel.pipeline_stages = None;
+    let Plan { micro_batch, recompute, residence, bucket_mb, .. } = config.plan;
+    let sharding = Sharding { wrap: config.plan.sharding.wrap.clone(), ..Sharding::default() };
+    config.plan = Plan { micro_batch, recompute, residence, bucket_mb, sharding, ..Plan::default() };
     config
 }
 

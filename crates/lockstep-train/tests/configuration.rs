@@ -109,15 +109,11 @@ fn what_is_quantized_goes_through_a_plan_and_back() {
     let path = dir.path().join("plan.json");
     fs::write(&path, plan.to_json().unwrap()).unwrap();
     let file = lockstep_train::PlanFile::read(&path).unwrap();
-    for setting in &settings {
-        assert!(
-            file.settings().iter().any(|found| found == setting),
-            "{setting} is not in {:?}",
-            file.settings()
-        );
-    }
-    file.check(&config).unwrap();
-    let other = file.check(&set(&settings[..3])).unwrap_err().to_string();
+    let under =
+        |arguments: &[&str]| RunConfig::parse_with("", "RUN.toml", &[], Some(&file), arguments).unwrap();
+    assert_eq!(under(&[]).plan.quantization(), config.plan.quantization());
+    file.check(&under(&settings)).unwrap();
+    let other = file.check(&under(&["parallel.quantize_gradients=int8"])).unwrap_err().to_string();
     assert!(other.contains("quantize_gradients is \"int4\" in the plan"), "{other}");
 }
 
@@ -576,7 +572,7 @@ proptest! {
                 prop_assert!(rate.at(step).is_finite() && rate.at(step) >= 0.0);
             }
             let of_replica = config.micro_batch() * config.accumulation_steps();
-            prop_assert_eq!(of_replica * config.parallel.data_parallel_replicate, config.train.global_batch);
+            prop_assert_eq!(of_replica * config.plan.mesh.replicate, config.train.global_batch);
         }
         accepted_or_located(result)?;
     }

@@ -131,7 +131,7 @@ impl Bench {
             let rank = |(rank, group)| {
                 let (config, watch) = (&config, &watch);
                 scope.spawn(move || {
-                    let ranks = if config.parallel.data_parallel_replicate == 1 {
+                    let ranks = if config.plan.mesh.replicate == 1 {
                         Ranks::alone()
                     } else {
                         Ranks::of(group, config).unwrap()

@@ -251,7 +251,7 @@ fn slow_nodes_get_fewer_layers() {
             bound.is_some_and(|bound| bound <= step_ms * 1.001),
             "{candidate:?}: {bound:?} and {step_ms}"
         );
-        let units = config.parallel.pipeline_stages.expect("stages");
+        let units = config.plan.stages;
         if candidate.schedule.1 == 1 {
             assert!(units[0] > units[1], "{candidate:?}: {units:?}");
             compared += 1;

@@ -146,7 +146,7 @@ fn layout(
     seq_len: usize,
 ) -> Result<RunConfig, Failure> {
     let ranks = arguments.nproc_per_node.max(said.ranks());
-    let parts = said.replicas_of(ranks)? * said.parallel.data_parallel_shard;
+    let parts = said.replicas_of(ranks)? * said.plan.mesh.shard;
     let batch = [
         format!("train.global_batch={}", parts * arguments.batch * arguments.accumulation),
         format!("train.micro_batch={}", arguments.batch),
@@ -192,7 +192,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
         threads,
         steps: arguments.steps,
         roofline: arguments.roofline.map(Detail::from),
-        recompute: config.parallel.recompute,
+        recompute: config.plan.recompute,
         storage: storage(config),
     };
     if !is_launched() {

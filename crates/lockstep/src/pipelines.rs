@@ -5,10 +5,11 @@ use std::process::ExitCode;
 use clap::Args;
 use lockstep_comm::{Group, JoinOptions};
 use lockstep_plan::schedule::{Kind, Schedule, StageCost};
+use lockstep_plan::{PassOrder, PipelineSchedule};
+use lockstep_train::config::named_passes;
 use lockstep_train::human;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::named_schedule;
 use lockstep_train::rehearsal::{PipelineBenchmark, Rehearsed};
 use serde_json::json;
 
@@ -93,13 +94,16 @@ impl Arguments {
     }
 
     fn schedule_of(&self, name: &str, micro_batches: usize) -> Result<Schedule, String> {
-        let chunks = |kind: Kind| {
-            let (fewest, most) = kind.chunks();
-            self.virtual_stages.clamp(fewest, most)
-        };
-        let named = named_schedule(name, chunks)
+        let passes = named_passes(name)
             .map_err(|error| format!("is no schedule, and as a file it cannot be read: {error}"))?;
-        named.for_ranks(self.stages, micro_batches).map_err(|error| error.to_string())
+        let schedule = match passes {
+            PassOrder::Published(kind) => {
+                let (fewest, most) = kind.chunks();
+                PipelineSchedule::published(kind, self.virtual_stages.clamp(fewest, most))
+            }
+            PassOrder::Rows(rows) => PipelineSchedule::rows(rows),
+        };
+        schedule.for_ranks(self.stages, micro_batches).map_err(|error| error.to_string())
     }
 }
 

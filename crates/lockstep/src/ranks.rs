@@ -17,6 +17,7 @@ use lockstep_train::{Forecast, PlanFile, Ranks};
 use crate::error_file;
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
 use crate::output::{self, note, warning};
+use crate::planned::HandedPlan;
 
 /// What `--nproc-per-node` takes.
 pub(crate) fn number(text: &str) -> Result<usize, String> {
@@ -34,8 +35,8 @@ pub(crate) struct Start {
     pub(crate) placement: Placement,
     /// Variables for them.
     pub(crate) environment: Vec<(OsString, OsString)>,
-    /// Arguments for them behind those of this program.
-    pub(crate) arguments: Vec<OsString>,
+    /// The plan that they follow, where it is handed over.
+    pub(crate) plan: Option<HandedPlan>,
     /// Where they run.
     pub(crate) pinning: Pinning,
     /// Where what they print goes.
@@ -53,11 +54,11 @@ impl Start {
     pub(crate) fn here(ranks: usize, way: Way) -> Result<Self, Failure> {
         let placement =
             if way == Way::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
-        let (environment, arguments) = (Vec::new(), Vec::new());
+        let (environment, plan) = (Vec::new(), None);
         let (pinning, output) = (Pinning::Share, Output::Labelled);
         let (records, elastic) = (None, Elastic::default());
         let silence = WorldOptions::default().silence;
-        Ok(Self { ranks, placement, environment, arguments, pinning, output, records, elastic, silence })
+        Ok(Self { ranks, placement, environment, plan, pinning, output, records, elastic, silence })
     }
 }
 
@@ -78,14 +79,13 @@ pub(crate) fn attempt(
     interrupt: &Interrupt,
     lost: &mut Option<(usize, LossCause)>,
 ) -> Result<ExitCode, Failure> {
-    let Start { ranks, placement, environment, arguments, pinning, output, records, elastic, silence } =
-        start;
+    let Start { ranks, placement, mut environment, plan, pinning, output, records, elastic, silence } = start;
+    environment.extend(plan.as_ref().map(HandedPlan::variable));
     let errors = elastic.clone();
     let processes = RankProcesses {
         ranks,
         placement,
         environment,
-        arguments,
         pinning,
         output,
         records,

@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
-use lockstep_plan::{Quantization, QuantizedType};
-use lockstep_train::config::{DataSource, Origin, Precision, TensorLayout, Transport};
+use lockstep_plan::{Quantization, QuantizedType, TensorDimensions};
+use lockstep_train::config::{DataSource, Origin, Precision, Transport, word_of};
 use lockstep_train::fit::require;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
@@ -68,7 +68,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let one_rank = expected(&config)?;
     let comparison = match config.train.precision {
-        _ if is_lossy(&config) => Comparison::of_f32(&found, &one_rank, Tolerance::of(config.quantization())),
+        _ if is_lossy(&config) => {
+            Comparison::of_f32(&found, &one_rank, Tolerance::of(config.plan.quantization()))
+        }
         Precision::F32 => Comparison::of_f32(&found, &one_rank, Tolerance::F32),
         Precision::BF16 | Precision::F16 => {
             Comparison::of_narrow(&found, &one_rank, &expected(&exact(&config))?)
@@ -95,17 +97,18 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
     if arguments.planned.run.is_none() && !arguments.planned.settings.iter().any(names_model) {
         settings.extend(TINY_LLAMA.map(str::to_owned));
     }
-    settings.extend(arguments.planned.settings_with(plan.as_ref()));
+    settings.extend(arguments.planned.settings.iter().cloned());
     let config = match &arguments.planned.run {
-        Some(path) => RunConfig::load(Some(path), &settings),
-        None => RunConfig::parse(SAMPLE_RUN, "the built-in run", &settings).map_err(Into::into),
+        Some(path) => RunConfig::load_with(Some(path), &[], plan.as_ref(), &settings),
+        None => RunConfig::parse_with(SAMPLE_RUN, "the built-in run", &[], plan.as_ref(), &settings)
+            .map_err(Into::into),
     };
     let mut config = config.map_err(|error| blamed(plan.as_ref(), error))?;
     // The built-in run's micro-batches are of one sequence, and a square of ranks needs one for each of its rows.
     let is_built_in =
         arguments.planned.run.is_none() && matches!(config.origin("train.micro_batch"), Origin::File { .. });
-    if is_built_in && config.parallel.tensor_layout == TensorLayout::TwoDimensions {
-        config.train.micro_batch = None;
+    if is_built_in && config.plan.tensor_layout == TensorDimensions::Two {
+        config.plan.micro_batch = None;
     }
     match &plan {
         Some(file) => {
@@ -140,49 +143,46 @@ fn sample(config: &mut RunConfig) -> Result<Option<tempfile::TempDir>, Failure> 
 
 /// The plan in a few words: `2 replicas of 2 tensor-parallel ranks with sequence parallelism`.
 pub(crate) fn plan_in_words(config: &RunConfig) -> String {
-    let parallel = &config.parallel;
+    let plan = &config.plan;
     let mut words = Vec::new();
-    if parallel.data_parallel_replicate > 1 {
-        words.push(human::plural(parallel.data_parallel_replicate, "replica").to_string());
+    if plan.mesh.replicate > 1 {
+        words.push(human::plural(plan.mesh.replicate, "replica").to_string());
     }
-    if parallel.data_parallel_shard > 1 {
-        words.push(format!("{} data-parallel ranks", parallel.data_parallel_shard));
+    if plan.mesh.shard > 1 {
+        words.push(format!("{} data-parallel ranks", plan.mesh.shard));
     }
-    if parallel.expert_parallel * parallel.expert_tensor_parallel > 1 {
-        let parts = match parallel.expert_tensor_parallel {
+    if plan.mesh.expert * plan.mesh.expert_tensor > 1 {
+        let parts = match plan.mesh.expert_tensor {
             1 => String::new(),
             parts => format!(" in {parts} parts each"),
         };
-        words.push(format!("experts on {} ranks{parts}", parallel.expert_parallel));
+        words.push(format!("experts on {} ranks{parts}", plan.mesh.expert));
     }
-    if parallel.pipeline_parallel > 1 {
-        let (stages, schedule) = (parallel.pipeline_parallel, &parallel.pipeline_schedule);
+    if plan.mesh.pipeline > 1 {
+        let (stages, schedule) = (plan.mesh.pipeline, plan.schedule.name());
         words.push(format!("{stages} pipeline ranks ({schedule})"));
     }
-    if parallel.context_parallel > 1 {
-        let method = parallel.context_parallel_method.word();
-        words.push(format!("{} context-parallel ranks ({method})", parallel.context_parallel));
+    if plan.mesh.context > 1 {
+        let method = word_of(&plan.context_method);
+        words.push(format!("{} context-parallel ranks ({method})", plan.mesh.context));
     }
-    if parallel.tensor_parallel > 1 {
-        let by_tokens = match (parallel.tensor_layout, parallel.sequence_parallel) {
-            (TensorLayout::TwoDimensions, _) => " in two dimensions",
-            (TensorLayout::OneDimension, true) => " with sequence parallelism",
-            (TensorLayout::OneDimension, false) => "",
+    if plan.mesh.tensor > 1 {
+        let by_tokens = match (plan.tensor_layout, plan.sequence_parallel) {
+            (TensorDimensions::Two, _) => " in two dimensions",
+            (TensorDimensions::One, true) => " with sequence parallelism",
+            (TensorDimensions::One, false) => "",
         };
-        let chunks = parallel.tensor_chunks.filter(|chunks| *chunks > 1);
+        let chunks = plan.tensor_chunks.filter(|chunks| *chunks > 1);
         let in_chunks = chunks.map_or(String::new(), |chunks| format!(", exchanges in {chunks} chunks"));
-        let slices = if parallel.partition_activations { " keeping slices" } else { "" };
-        words.push(format!(
-            "{} tensor-parallel ranks{by_tokens}{slices}{in_chunks}",
-            parallel.tensor_parallel
-        ));
+        let slices = if plan.partition_activations { " keeping slices" } else { "" };
+        words.push(format!("{} tensor-parallel ranks{by_tokens}{slices}{in_chunks}", plan.mesh.tensor));
     }
     let shared_out = match config.zero_stage().number() {
         0 => String::new(),
         stage => format!(", ZeRO stage {stage}"),
     };
     let on_disk =
-        residence_in_words(&config.residences()).map_or(String::new(), |words| format!(", {words}"));
+        residence_in_words(&config.plan.residence).map_or(String::new(), |words| format!(", {words}"));
     if words.is_empty() {
         "one rank".to_owned() + &on_disk
     } else {
@@ -192,12 +192,12 @@ pub(crate) fn plan_in_words(config: &RunConfig) -> String {
 
 /// Whether the plan loses something on the way between ranks, as its user has asked for.
 fn is_lossy(config: &RunConfig) -> bool {
-    config.quantization().weights.is_some() || config.quantization().gradients.is_some()
+    config.plan.quantization().weights.is_some() || config.plan.quantization().gradients.is_some()
 }
 
 /// What travels as small integers, in words.
 fn quantized(config: &RunConfig) -> String {
-    let Quantization { weights, gradients, .. } = config.quantization();
+    let Quantization { weights, gradients, .. } = config.plan.quantization();
     let words = |what: &str, kind: Option<QuantizedType>| {
         kind.map_or(String::new(), |kind| format!(", {what} sent as {kind}"))
     };
@@ -210,7 +210,7 @@ fn print(config: &RunConfig, comparison: &Comparison) {
     say!(
         "plan       {}, recompute {}, {}; {}",
         plan_in_words(config),
-        config.parallel.recompute,
+        config.plan.recompute,
         precision.word(),
         human::plural(steps, "step"),
     );
@@ -276,15 +276,16 @@ fn print(config: &RunConfig, comparison: &Comparison) {
 
 fn print_json(config: &RunConfig, comparison: &Comparison) {
     let Comparison { steps, gradients, router_margin, failures } = comparison;
+    let word = |kind: Option<QuantizedType>| kind.map_or("none", QuantizedType::name);
     say!(
         "{}",
         json!({
             "within": comparison.is_within(), "ranks": config.ranks(), "mesh": config.degrees(),
-            "sequence_parallel": config.parallel.sequence_parallel, "tensor_layout": config.parallel.tensor_layout,
-            "tensor_chunks": config.parallel.tensor_chunks, "partition_activations": config.parallel.partition_activations,
-            "context_parallel_method": config.parallel.context_parallel_method, "recompute": config.parallel.recompute,
-            "precision": config.train.precision, "quantize_weights": config.parallel.quantize_weights,
-            "quantize_gradients": config.parallel.quantize_gradients, "steps": steps, "gradients": gradients,
+            "sequence_parallel": config.plan.sequence_parallel, "tensor_layout": config.plan.tensor_layout,
+            "tensor_chunks": config.plan.tensor_chunks, "partition_activations": config.plan.partition_activations,
+            "context_parallel_method": config.plan.context_method, "recompute": config.plan.recompute,
+            "precision": config.train.precision, "quantize_weights": word(config.plan.quantize_weights),
+            "quantize_gradients": word(config.plan.quantize_gradients), "steps": steps, "gradients": gradients,
             "router_margin": router_margin, "failures": failures,
         })
     );

@@ -36,9 +36,10 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Feedback, QuantizedType, RecomputeRules, Residences, Sharding,
+    Feedback, Quantization, QuantizedType, RecomputeRules, Residences, Sharding, SplitError, ZeroStage,
     mesh::{Degrees, Mesh},
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
+    split_units,
 };
 
 pub use predicted::{PlanPrediction, PlannedStep, RankList, RanksMemory};
@@ -59,12 +60,15 @@ pub struct Plan {
     /// The degrees of the mesh; what is not said is 1.
     #[serde(default)]
     pub mesh: Degrees,
-    /// Sequences of a micro-batch, for each part of the batch.
-    pub micro_batch: usize,
+    /// Sequences of a micro-batch, for each part of the batch; `None` for [`Plan::micro_batch_of`] a global batch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub micro_batch: Option<usize>,
     /// What the ranks of a pipeline do in which order.
     #[serde(default)]
     pub schedule: PipelineSchedule,
-    /// How many of the model's units (embedding, blocks, head) each stage of the pipeline has, from the first layer on.
+    /// How many of the model's units (embedding, blocks, head) each stage of the pipeline has, from the first layer on; empty for stages that
+    /// cost as much as each other.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stages: Vec<usize>,
     /// What each block computes again in its backward: a word, or rules by layer.
     #[serde(default)]
@@ -113,6 +117,34 @@ pub struct Plan {
     pub predicted: Option<PlanPrediction>,
 }
 
+/// One rank, and nothing that is not needed for it.
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            version: PLAN_VERSION,
+            model: String::new(),
+            mesh: Degrees::default(),
+            micro_batch: None,
+            schedule: PipelineSchedule::default(),
+            stages: Vec::new(),
+            recompute: RecomputeRules::default(),
+            partition_activations: false,
+            sequence_parallel: false,
+            tensor_layout: TensorDimensions::default(),
+            tensor_chunks: None,
+            context_method: ContextMethod::default(),
+            zero_stage: 0,
+            quantize_weights: None,
+            quantize_gradients: None,
+            quantize_feedback: Feedback::default(),
+            sharding: Sharding::default(),
+            residence: Residences::default(),
+            bucket_mb: DEFAULT_BUCKET_MB,
+            predicted: None,
+        }
+    }
+}
+
 /// MiB of gradients that are summed at once, where nobody says otherwise.
 pub const DEFAULT_BUCKET_MB: f64 = 25.0;
 
@@ -129,38 +161,68 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// The schedule of a plan: a published one, or a user's.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// The schedule of a plan's pipeline: `{ "kind": "1f1b", "chunks": 1 }` or `{ "rows": ["F0,F1,B0,B1", ...] }`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "ScheduleFields", into = "ScheduleFields")]
-pub enum PipelineSchedule {
-    /// `{ "kind": "1f1b", "chunks": 1 }`.
-    Published {
-        /// Which.
-        kind: Kind,
-        /// Stages on each rank.
-        chunks: usize,
-    },
-    /// `{ "rows": ["F0,F1,B0,B1", ...] }`: the rows of [`passes_from_csv`](crate::schedule::passes_from_csv).
+pub struct PipelineSchedule {
+    /// Order of the passes on each rank.
+    pub passes: PassOrder,
+    /// Stages on each rank of a published schedule; `None` for the fewest that its kind takes.
+    pub chunks: Option<usize>,
+}
+
+/// The order of the passes on each rank of a pipeline.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum PassOrder {
+    /// That of a published schedule.
+    Published(Kind),
+    /// The rows of [`passes_from_csv`](crate::schedule::passes_from_csv), one for each rank.
     Rows(Vec<String>),
 }
 
+impl Default for PassOrder {
+    fn default() -> Self {
+        Self::Published(Kind::OneForwardOneBackward)
+    }
+}
+
 impl PipelineSchedule {
+    /// A published schedule with so many stages on each rank.
+    pub const fn published(kind: Kind, chunks: usize) -> Self {
+        Self { passes: PassOrder::Published(kind), chunks: Some(chunks) }
+    }
+
+    /// A user's schedule: a row for each rank.
+    pub const fn rows(rows: Vec<String>) -> Self {
+        Self { passes: PassOrder::Rows(rows), chunks: None }
+    }
+
+    /// The kind of a published schedule, and its stages on each rank; `None` for a user's.
+    pub fn kind(&self) -> Option<(Kind, usize)> {
+        match self.passes {
+            PassOrder::Published(kind) => Some((kind, self.chunks.unwrap_or(kind.chunks().0))),
+            PassOrder::Rows(_) => None,
+        }
+    }
+
+    /// The name of a published schedule, in messages also that of a user's.
+    pub fn name(&self) -> &'static str {
+        self.kind().map_or("a schedule from a file", |(kind, _)| kind.name())
+    }
+
     /// The lists of `ranks` for a step of so many micro-batches.
     ///
     /// # Errors
     /// Everything that is wrong with it for these numbers.
     pub fn for_ranks(&self, ranks: usize, micro_batches: usize) -> Result<Schedule, ScheduleError> {
-        match self {
-            Self::Published { kind, chunks } => Schedule::new(*kind, ranks, micro_batches, *chunks),
-            Self::Rows(rows) => passes_from_csv(&rows.join("\n"), ranks)
+        match (&self.passes, self.kind()) {
+            (PassOrder::Rows(rows), _) => passes_from_csv(&rows.join("\n"), ranks)
                 .and_then(|passes| Schedule::from_passes(micro_batches, &passes)),
+            (PassOrder::Published(kind), chunks) => {
+                Schedule::new(*kind, ranks, micro_batches, chunks.map_or(1, |(_, chunks)| chunks))
+            }
         }
-    }
-}
-
-impl Default for PipelineSchedule {
-    fn default() -> Self {
-        Self::Published { kind: Kind::OneForwardOneBackward, chunks: 1 }
     }
 }
 
@@ -182,21 +244,19 @@ impl TryFrom<ScheduleFields> for PipelineSchedule {
     fn try_from(fields: ScheduleFields) -> Result<Self, &'static str> {
         match fields {
             ScheduleFields { kind: Some(kind), chunks, rows: None } => {
-                Ok(Self::Published { kind, chunks: chunks.unwrap_or(kind.chunks().0) })
+                Ok(Self { passes: PassOrder::Published(kind), chunks })
             }
-            ScheduleFields { kind: None, chunks: None, rows: Some(rows) } => Ok(Self::Rows(rows)),
+            ScheduleFields { kind: None, chunks: None, rows: Some(rows) } => Ok(Self::rows(rows)),
             _ => Err("a schedule has either a kind, with its number of chunks, or rows"),
         }
     }
 }
 
 impl From<PipelineSchedule> for ScheduleFields {
-    fn from(schedule: PipelineSchedule) -> Self {
-        match schedule {
-            PipelineSchedule::Published { kind, chunks } => {
-                Self { kind: Some(kind), chunks: Some(chunks), rows: None }
-            }
-            PipelineSchedule::Rows(rows) => Self { kind: None, chunks: None, rows: Some(rows) },
+    fn from(PipelineSchedule { passes, chunks }: PipelineSchedule) -> Self {
+        match passes {
+            PassOrder::Published(kind) => Self { kind: Some(kind), chunks, rows: None },
+            PassOrder::Rows(rows) => Self { kind: None, chunks: None, rows: Some(rows) },
         }
     }
 }
@@ -294,6 +354,73 @@ impl Plan {
     /// The text of a file.
     pub fn to_json(&self) -> Result<String, PlanError> {
         Ok(serde_json::to_string_pretty(self)? + "\n")
+    }
+
+    /// The plan with all that it leaves open: the model, the micro-batch, the chunks of its schedule and, by what each unit costs, its stages.
+    ///
+    /// # Errors
+    /// If there are more stages than units.
+    pub fn resolved(&self, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) -> Result<Self, SplitError> {
+        let ranks = self.mesh.pipeline;
+        let schedule = self.schedule.clone();
+        let chunks = schedule.kind().map(|(_, chunks)| chunks);
+        let stages = match (&schedule.passes, ranks) {
+            _ if !self.stages.is_empty() => self.stages.clone(),
+            (_, 1) => vec![facts.units()],
+            (PassOrder::Published(kind), _) => split_units(*kind, &costs(), ranks, chunks.unwrap_or(1))?,
+            (PassOrder::Rows(rows), _) => {
+                // What is wrong with the rows is told when the plan is validated.
+                let passes = passes_from_csv(&rows.join("\n"), ranks).unwrap_or_default();
+                let stages = passes.iter().flatten().map(|pass| pass.stage.saturating_add(1)).max();
+                split_units(Kind::OneForwardOneBackward, &costs(), stages.unwrap_or(ranks), 1)?
+            }
+        };
+        let Quantization { weights, gradients, .. } = self.quantization();
+        Ok(Self {
+            model: facts.model.clone(),
+            micro_batch: Some(self.micro_batch_of(facts.global_batch)),
+            schedule: PipelineSchedule { chunks, ..schedule },
+            stages,
+            zero_stage: self.effective_zero_stage().number(),
+            quantize_weights: weights,
+            quantize_gradients: gradients,
+            ..self.clone()
+        })
+    }
+
+    /// Sequences of a micro-batch of a global batch: what the plan says, else the largest divisor of a part of the batch up to 8 that the rows of
+    /// a square of tensor ranks divide, each of which has whole sequences.
+    pub fn micro_batch_of(&self, global_batch: usize) -> usize {
+        let batch = global_batch / self.mesh.replicate.saturating_mul(self.mesh.shard).max(1);
+        let rows = match self.tensor_layout {
+            TensorDimensions::One => 1,
+            TensorDimensions::Two => self.mesh.tensor.isqrt(),
+        };
+        let divisors = || (1..=8).rev().filter(|&candidate| batch.is_multiple_of(candidate));
+        let default = || divisors().find(|candidate| candidate.is_multiple_of(rows)).or(divisors().next());
+        self.micro_batch.or_else(default).unwrap_or(1)
+    }
+
+    /// The ZeRO stage; nothing is sharded where one rank has all of a replica's sequences.
+    pub fn effective_zero_stage(&self) -> ZeroStage {
+        let owners = self.mesh.shard.saturating_mul(self.mesh.context);
+        let stage = if owners > 1 { usize::from(self.zero_stage) } else { 0 };
+        ZeroStage::from_number(stage).unwrap_or_default()
+    }
+
+    /// The small integers that go between the ranks over which state is sharded.
+    pub fn quantization(&self) -> Quantization {
+        let is_sharded = self.effective_zero_stage() > ZeroStage::Nothing;
+        Quantization {
+            weights: self.quantize_weights.filter(|_| is_sharded),
+            gradients: self.quantize_gradients.filter(|_| is_sharded),
+            feedback: self.quantize_feedback,
+        }
+    }
+
+    /// [`Plan::bucket_mb`] in bytes.
+    pub fn bucket_bytes(&self) -> usize {
+        (self.bucket_mb * f64::from(1 << 20)) as usize
     }
 
     /// The units of each stage, from their numbers.

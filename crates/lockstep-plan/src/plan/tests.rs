@@ -27,8 +27,8 @@ fn plan() -> Plan {
         version: PLAN_VERSION,
         model: "a model".to_owned(),
         mesh: Degrees { pipeline: 2, shard: 2, tensor: 2, ..Degrees::default() },
-        micro_batch: 2,
-        schedule: PipelineSchedule::Published { kind: Kind::ZeroBubbleV, chunks: 2 },
+        micro_batch: Some(2),
+        schedule: PipelineSchedule::published(Kind::ZeroBubbleV, 2),
         stages: vec![4, 3, 3, 4],
         recompute: Recompute::Selective.into(),
         partition_activations: false,
@@ -65,7 +65,7 @@ fn a_plan_that_fits_gives_its_mesh_schedule_and_stages() {
 
 #[test]
 fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
-    let rows = Plan { schedule: PipelineSchedule::Rows(vec!["F0,B0".to_owned()]), ..plan() };
+    let rows = Plan { schedule: PipelineSchedule::rows(vec!["F0,B0".to_owned()]), ..plan() };
     let sharding = Sharding { max_live_parameters: Some(7), ..Sharding::default() };
     let shared_out = Plan { zero_stage: 3, sharding, ..plan() };
     let residence = Residences { optimizer: Residence::Disk, fraction: 0.3, ..Residences::default() };
@@ -74,28 +74,7 @@ fn a_file_leads_back_to_its_plan_and_what_is_not_said_has_its_default() {
         assert_eq!(Plan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
     }
     let short = r#"{"version": 1, "model": "m", "micro_batch": 3, "stages": [14]}"#;
-    let expected = Plan {
-        version: 1,
-        model: "m".to_owned(),
-        mesh: Degrees::default(),
-        micro_batch: 3,
-        schedule: PipelineSchedule::Published { kind: Kind::OneForwardOneBackward, chunks: 1 },
-        stages: vec![14],
-        recompute: Recompute::None.into(),
-        partition_activations: false,
-        sequence_parallel: false,
-        tensor_layout: TensorDimensions::One,
-        tensor_chunks: None,
-        context_method: ContextMethod::Ring,
-        zero_stage: 0,
-        quantize_weights: None,
-        quantize_gradients: None,
-        quantize_feedback: Feedback::Kept,
-        sharding: Sharding::default(),
-        residence: Residences::default(),
-        bucket_mb: DEFAULT_BUCKET_MB,
-        predicted: None,
-    };
+    let expected = Plan { model: "m".to_owned(), micro_batch: Some(3), stages: vec![14], ..Plan::default() };
     assert_eq!(Plan::from_json(short).unwrap(), expected);
 }
 
@@ -189,8 +168,8 @@ fn every_problem_is_told_at_once_with_its_numbers_and_the_nearest_valid_choice()
     let wrong = Plan {
         model: "another".to_owned(),
         mesh: Degrees { pipeline: 2, replicate: 3, tensor: 5, expert: 3, ..Degrees::default() },
-        micro_batch: 3,
-        schedule: PipelineSchedule::Published { kind: Kind::Interleaved, chunks: 1 },
+        micro_batch: Some(3),
+        schedule: PipelineSchedule::published(Kind::Interleaved, 1),
         stages: vec![5, 0, 4],
         zero_stage: 4,
         ..plan()
@@ -319,7 +298,7 @@ fn two_dimensions_need_a_square_that_divides_what_it_splits_and_whole_sequences_
     );
     let other = Facts { heads: 15, hidden: 770, intermediate: 3073, seq_len: 1001, ..facts(9) };
     assert_eq!(
-        problems(&Plan { micro_batch: 4, ..in_two_dimensions(9) }, &other),
+        problems(&Plan { micro_batch: Some(4), ..in_two_dimensions(9) }, &other),
         [
             "tensor's side 3 does not divide the 4 key/value heads; no number would do",
             "tensor's side 3 does not divide the 770 columns between blocks; no number would do",
@@ -368,7 +347,7 @@ fn experts_are_split_evenly() {
 
 #[test]
 fn a_users_schedule_is_checked_with_the_plan() {
-    let rows = |rows: &[&str]| PipelineSchedule::Rows(rows.iter().map(|row| (*row).to_owned()).collect());
+    let rows = |rows: &[&str]| PipelineSchedule::rows(rows.iter().map(|row| (*row).to_owned()).collect());
     let mesh = Degrees { pipeline: 2, replicate: 4, ..Degrees::default() };
     let facts = Facts { global_batch: 16, ..facts() };
     let schedule = rows(&["F0,F1,B0,B1", ",F0,B0,F1,B1"]);
@@ -410,8 +389,8 @@ proptest! {
         };
         let plan = Plan {
             mesh: Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor },
-            schedule: PipelineSchedule::Published { kind, chunks },
-            stages, tensor_layout, context_method, micro_batch, ..plan()
+            schedule: PipelineSchedule::published(kind, chunks),
+            stages, tensor_layout, context_method, micro_batch: Some(micro_batch), ..plan()
         };
         if let Ok(valid) = plan.validate(&facts) {
             prop_assert_eq!(valid.mesh.world_size(), world_size);

@@ -1,8 +1,8 @@
 //! Whether a plan fits a model, a batch and a world: everything that does not, at once.
 
 use super::{
-    ContextMethod, Facts, PLAN_VERSION, PipelineSchedule, Plan, PlanError, PlanPrediction, PlanProblem,
-    TensorDimensions, ValidPlan,
+    ContextMethod, Facts, PLAN_VERSION, Plan, PlanError, PlanPrediction, PlanProblem, TensorDimensions,
+    ValidPlan,
 };
 use crate::{
     LayerRule, QuantizedType, ZeroStage,
@@ -48,6 +48,11 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
+    /// Sequences of a micro-batch.
+    fn micro_batch(&self) -> usize {
+        self.plan.micro_batch_of(self.facts.global_batch)
+    }
+
     fn identity(&mut self) {
         let Self { plan, facts, .. } = *self;
         if plan.version != PLAN_VERSION {
@@ -79,7 +84,7 @@ impl Check<'_> {
         let twice = plan.predicted.iter().flat_map(PlanPrediction::repeated);
         self.problems.extend(twice.map(|rank| PlanProblem::PredictedTwice { rank }));
         for (name, number) in [
-            ("micro_batch", plan.micro_batch),
+            ("micro_batch", self.micro_batch()),
             ("global_batch", facts.global_batch),
             ("seq_len", facts.seq_len),
         ] {
@@ -161,7 +166,7 @@ impl Check<'_> {
                     nearest,
                 });
             }
-            self.multiple("micro_batch", self.plan.micro_batch, side, DEGREE);
+            self.multiple("micro_batch", self.micro_batch(), side, DEGREE);
             self.multiple("seq_len", facts.seq_len, side, DEGREE);
         } else {
             let squares = sides().filter_map(|side| side.checked_mul(side));
@@ -235,7 +240,7 @@ impl Check<'_> {
         }
         let tensor = if self.plan.sequence_parallel { self.plan.mesh.tensor } else { 1 };
         let tokens =
-            self.plan.micro_batch.saturating_mul(self.facts.seq_len) / (self.plan.mesh.context * tensor);
+            self.micro_batch().saturating_mul(self.facts.seq_len) / (self.plan.mesh.context * tensor);
         if chunks > tokens && tokens > 0 {
             self.problems.push(PlanProblem::Chunks { chunks, tokens });
         }
@@ -252,16 +257,16 @@ impl Check<'_> {
         let Self { plan, facts, .. } = *self;
         let ranks = plan.mesh.pipeline;
         let parts: usize = Axis::BATCH.iter().map(|&axis| plan.mesh.of(axis)).product();
-        let factor = parts.checked_mul(plan.micro_batch).filter(|&factor| factor > 0)?;
+        let factor = parts.checked_mul(self.micro_batch()).filter(|&factor| factor > 0)?;
         self.multiple("global_batch", facts.global_batch, factor, "replicate x shard x micro_batch");
         // Rounded up if the batch does not come out even, so that the rest of the schedule is checked as well.
         let micro_batches = facts.global_batch.div_ceil(factor).max(1);
         // More ranks than there are have been told of already, and the lists of a million of them would take minutes.
         let is_countable = ranks <= facts.world_size;
         let schedule = is_countable.then(|| plan.schedule.for_ranks(ranks, micro_batches));
-        let stages = match &plan.schedule {
-            PipelineSchedule::Published { chunks, .. } => ranks.checked_mul(*chunks),
-            PipelineSchedule::Rows(_) => schedule.iter().flatten().next().map(Schedule::stages),
+        let stages = match plan.schedule.kind() {
+            Some((_, chunks)) => ranks.checked_mul(chunks),
+            None => schedule.iter().flatten().next().map(Schedule::stages),
         };
         self.stages(stages);
         match schedule? {

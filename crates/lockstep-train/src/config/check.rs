@@ -1,17 +1,16 @@
 //! Rules between values: what each key alone cannot know.
 
 use lockstep_data::Columns;
-use lockstep_graph::{BlockShape, Recompute};
+use lockstep_graph::BlockShape;
+use lockstep_plan::{Feedback, Plan, Recompute, Residence};
 
-use super::choices::{
-    DataFormat, LearningRateScaling, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights,
-    ReshardAfterForward, Residence, Rounding, ScheduleKind, StatePrecision, TensorLayout, Transport,
-};
-use super::keys::{MODEL_SOURCES, RunConfig};
+use super::Purpose;
+use super::choices::{OptimizerKind, Precision, Rounding, StatePrecision};
+use super::declare::Idle;
+use super::keys::{KEYS, MODEL_SOURCES, RunConfig};
 use super::problem::{Origin, Problem};
 use super::reader::Reader;
 use super::value::DataSource;
-use super::{ParallelConfig, Purpose};
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
 const MAX_TRACED_STEPS: u64 = 100;
@@ -20,12 +19,12 @@ const MAX_TRACED_STEPS: u64 = 100;
 /// what stands in for it is not what the user meant.
 pub(super) fn check(purpose: Purpose, config: &RunConfig, reader: &mut Reader<'_>) {
     let mut checker = Checker { purpose, config, reader };
+    checker.idle();
     checker.model();
     checker.fine_tune();
     checker.data();
     checker.batch();
     checker.guard();
-    checker.loss_scale();
     checker.optimizer();
     checker.schedule();
     checker.parallel();
@@ -54,14 +53,19 @@ impl Checker<'_, '_, '_> {
         self.reader.problems.push(Problem::new(self.config.origin(at), at, what, allowed));
     }
 
-    /// Refuses keys that were set though nothing reads them in this combination. An argument that makes another
-    /// choice than the file sets aside what the file says of the old one.
-    fn refuse_without_effect(&mut self, keys: &[&str], because: &str, depends_on: &str) {
-        let chosen_by_argument = matches!(self.config.origin(depends_on), Origin::Argument(_));
-        for key in keys {
-            let set_aside = chosen_by_argument && matches!(self.config.origin(key), Origin::File { .. });
-            if self.given(key) && !set_aside {
-                self.refuse(&[key, depends_on], format!("has no effect with {because}"), "leave it out");
+    /// Refuses keys that were set though nothing reads them in this combination. An argument that makes another choice than the file overrides what
+    /// the file says of the old one, and a plan says everything.
+    fn idle(&mut self) {
+        for key in KEYS.iter() {
+            let Some(Idle { because, depends_on }) = key.rules.idle.and_then(|idle| idle(self.config)) else {
+                continue;
+            };
+            let is_chosen_by_argument = matches!(self.config.origin(depends_on), Origin::Argument(_));
+            let origin = self.config.origin(key.name);
+            let is_overridden = is_chosen_by_argument && matches!(origin, Origin::File { .. });
+            if !matches!(origin, Origin::Default | Origin::Plan(_)) && !is_overridden {
+                let what = format!("has no effect with {because}");
+                self.refuse(&[key.name, depends_on], what, "leave it out");
             }
         }
     }
@@ -82,27 +86,11 @@ impl Checker<'_, '_, '_> {
     }
 
     fn fine_tune(&mut self) {
-        const LORA: [&str; 4] = [
-            "fine_tune.lora_alpha",
-            "fine_tune.lora_dropout",
-            "fine_tune.lora_targets",
-            "fine_tune.lora_scaling",
-        ];
         let fine_tune = &self.config.fine_tune;
-        let has_adapter = fine_tune.adapter.is_some() || fine_tune.lora_rank.is_some();
-        if fine_tune.adapter.is_some() {
-            let because = "fine_tune.adapter, which has its own";
-            self.refuse_without_effect(&LORA, because, "fine_tune.adapter");
-            self.refuse_without_effect(&["fine_tune.lora_rank"], because, "fine_tune.adapter");
-        } else if fine_tune.lora_rank.is_none() {
-            self.refuse_without_effect(&LORA, "no fine_tune.lora_rank", "fine_tune.lora_rank");
-        } else if fine_tune.lora_targets.is_empty() {
+        let adapts = fine_tune.adapter.is_none() && fine_tune.lora_rank.is_some();
+        if adapts && fine_tune.lora_targets.is_empty() {
             let allowed = "names of linear layers, or [\"all-linear\"]";
             self.refuse(&["fine_tune.lora_targets"], "names no layer to adapt", allowed);
-        }
-        if has_adapter {
-            let because = "an adapter, which freezes the whole model";
-            self.refuse_without_effect(&["fine_tune.freeze"], because, "fine_tune.lora_rank");
         }
         let has_no_weights = self.purpose == Purpose::Run && !self.config.model.from_pretrained;
         if has_no_weights && self.config.keeps_weights() {
@@ -120,32 +108,12 @@ impl Checker<'_, '_, '_> {
                 "files, directories or patterns; left out, text found on this machine is trained on";
             self.refuse(&["data.train"], "names nothing", allowed);
         }
-        if !data.valid.is_empty() {
-            if data.train.is_empty() {
-                self.refuse(&["data.valid", "data.train"], "is given without data.train", "both, or neither");
-            }
-            self.refuse_without_effect(&["data.valid_fraction"], "data.valid", "data.valid");
+        if !data.valid.is_empty() && data.train.is_empty() {
+            self.refuse(&["data.valid", "data.train"], "is given without data.train", "both, or neither");
         }
         if let Err(unknown) = Columns::new(&data.columns) {
             let allowed = Columns::KNOWN.join(", ");
             self.refuse(&["data.columns"], format!("renames \"{unknown}\", which no record has"), &allowed);
-        }
-        let because = format!("data.format = \"{}\"", data.format.word());
-        match data.format {
-            DataFormat::Auto => {}
-            DataFormat::Text => {
-                self.refuse_without_effect(&["data.text_field", "data.token_type"], &because, "data.format");
-            }
-            DataFormat::JsonLines | DataFormat::Parquet => {
-                self.refuse_without_effect(&["data.token_type"], &because, "data.format");
-            }
-            DataFormat::Indexed => {
-                let keys = ["data.text_field", "data.token_type", "data.cache_dir"];
-                self.refuse_without_effect(&keys, &because, "data.format");
-            }
-            DataFormat::Tokens => {
-                self.refuse_without_effect(&["data.text_field", "data.cache_dir"], &because, "data.format");
-            }
         }
         let mut weights = 0.0;
         let mut all_weighted = true;
@@ -172,7 +140,7 @@ impl Checker<'_, '_, '_> {
             let nearest = if below > 0 { format!("{below} or {above}") } else { above.to_string() };
             let allowed = format!("train.global_batch = {nearest}, or another number of ranks");
             self.refuse(&["parallel.data_parallel_replicate", "train.global_batch"], what, allowed);
-        } else if let Some(micro_batch) = train.micro_batch
+        } else if let Some(micro_batch) = self.config.plan.micro_batch
             && !of_rank.is_multiple_of(micro_batch)
         {
             let of_each = if replicas == 1 { String::new() } else { format!(" / {replicas} ranks") };
@@ -202,41 +170,9 @@ impl Checker<'_, '_, '_> {
             let what = format!("{factor} would take the usual for a spike");
             self.refuse(&["train.spike_factor"], what, "0 (off), or more than 1; 3 to 10 are usual");
         }
-        if self.config.rollback_after() == 0 {
-            let because = "train.rollback_after = 0";
-            self.refuse_without_effect(&["train.rollback_every"], because, "train.rollback_after");
-        }
-    }
-
-    fn loss_scale(&mut self) {
-        const DYNAMIC: [&str; 4] = [
-            "train.initial_scale_power",
-            "train.loss_scale_window",
-            "train.hysteresis",
-            "train.min_loss_scale",
-        ];
-        let train = &self.config.train;
-        if train.precision != Precision::F16 {
-            let because = format!("train.precision = \"{}\"", train.precision.word());
-            self.refuse_without_effect(&["train.loss_scale"], &because, "train.precision");
-            self.refuse_without_effect(&DYNAMIC, &because, "train.precision");
-        } else if train.loss_scale > 0.0 {
-            self.refuse_without_effect(&DYNAMIC, "a fixed train.loss_scale", "train.loss_scale");
-        }
     }
 
     fn optimizer(&mut self) {
-        let kind = self.config.optimizer.kind;
-        let without_effect: &[&str] = match kind {
-            OptimizerKind::AdamW => &["momentum", "adam_lr", "muon_scale"],
-            OptimizerKind::Sgd => &["betas", "eps", "adam_lr", "muon_scale"],
-            OptimizerKind::Lion => &["eps", "momentum", "adam_lr", "muon_scale"],
-            OptimizerKind::Muon => &[],
-        };
-        let because = format!("optimizer.kind = \"{}\"", kind.word());
-        for key in without_effect {
-            self.refuse_without_effect(&[&format!("optimizer.{key}")], &because, "optimizer.kind");
-        }
         let (precision, master_weights) = (self.config.train.precision, self.config.train.master_weights);
         if precision != Precision::BF16 && !master_weights {
             let what = format!("false is for train.precision = \"bf16\", not for \"{}\"", precision.word());
@@ -258,105 +194,54 @@ impl Checker<'_, '_, '_> {
             let what = format!("{warmup_steps} is more than train.steps = {steps}");
             self.refuse(&["schedule.warmup_steps", "train.steps"], what, format!("0 to {steps}"));
         }
-        if schedule.scale_lr == LearningRateScaling::None {
-            let because = "schedule.scale_lr = \"none\"";
-            self.refuse_without_effect(&["schedule.scale_lr_batch"], because, "schedule.scale_lr");
-        }
-        if schedule.kind == ScheduleKind::Constant {
-            self.refuse_without_effect(
-                &["schedule.decay_steps", "schedule.min_lr_ratio"],
-                "schedule.kind = \"constant\"",
-                "schedule.kind",
-            );
-        }
     }
 
     fn parallel(&mut self) {
-        if self.config.parallel.transport == Transport::Mpi {
-            let keys = ["parallel.all_reduce", "parallel.tcp_connections", "parallel.encrypt"];
-            let because = "parallel.transport = \"mpi\", which sums in its own way";
-            self.refuse_without_effect(&keys, because, "parallel.transport");
-        }
-        self.tensor_parallel();
-        self.partitioned_activations();
-        if self.config.parallel.context_parallel == 1 {
-            let because = "parallel.context_parallel = 1, whose one rank has whole sequences";
-            let keys = ["parallel.context_parallel_method"];
-            self.refuse_without_effect(&keys, because, "parallel.context_parallel");
-        }
-        if self.config.parallel.pipeline_parallel == 1 {
-            let keys = ["parallel.pipeline_schedule", "parallel.virtual_stages", "parallel.pipeline_stages"];
-            let because = "parallel.pipeline_parallel = 1, which is no pipeline";
-            self.refuse_without_effect(&keys, because, "parallel.pipeline_parallel");
-        }
         self.sharding();
-    }
-
-    /// Refuses keys of tensor parallelism that nothing is split by, and optimizers that cannot be split.
-    fn tensor_parallel(&mut self) {
-        let tensor_parallel = self.config.parallel.tensor_parallel;
-        if tensor_parallel == 1 && self.config.parallel.sequence_parallel {
-            let because = "parallel.tensor_parallel = 1, whose one rank has all tokens";
-            self.refuse_without_effect(&["parallel.sequence_parallel"], because, "parallel.tensor_parallel");
-        }
-        if tensor_parallel == 1 && self.config.parallel.tensor_layout == TensorLayout::TwoDimensions {
-            let because = "parallel.tensor_parallel = 1, which shares nothing";
-            self.refuse_without_effect(&["parallel.tensor_layout"], because, "parallel.tensor_parallel");
-        } else if self.config.parallel.tensor_layout == TensorLayout::TwoDimensions
-            && self.config.parallel.sequence_parallel
-        {
-            let because = "parallel.tensor_layout = \"2d\", which splits by tokens in any case";
-            self.refuse_without_effect(&["parallel.sequence_parallel"], because, "parallel.tensor_layout");
-        }
-        if tensor_parallel == 1 {
-            let because = "parallel.tensor_parallel = 1, whose one rank exchanges nothing";
-            self.refuse_without_effect(&["parallel.tensor_chunks"], because, "parallel.tensor_parallel");
-        } else if self.config.parallel.tensor_layout == TensorLayout::TwoDimensions {
-            let because = "parallel.tensor_layout = \"2d\", whose products take a block at a time";
-            self.refuse_without_effect(&["parallel.tensor_chunks"], because, "parallel.tensor_layout");
-        }
-        if tensor_parallel > 1 && self.config.optimizer.kind == OptimizerKind::Muon {
-            let what = format!(
-                "\"muon\" needs whole matrices, and parallel.tensor_parallel = {tensor_parallel} splits them"
-            );
-            let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.tensor_parallel = 1";
-            self.refuse(&["optimizer.kind", "parallel.tensor_parallel"], what, allowed);
-        }
-    }
-
-    /// Refuses keys of ZeRO that shard nothing, and optimizers that cannot be sharded.
-    fn sharding(&mut self) {
-        let ParallelConfig { zero_stage, data_parallel_shard, context_parallel, .. } = self.config.parallel;
-        let shards_are_open = self.config.leaves_shards_open();
-        if zero_stage > 0 && data_parallel_shard * context_parallel == 1 && !shards_are_open {
-            self.no_shards();
-        }
         self.quantization();
-        let ParallelConfig { reshard_after_forward, offload_parameters, .. } = self.config.parallel;
-        let no_wrap = "nothing that is shared out, or on disk, in any buffer";
-        let may_shard = zero_stage > 0 && (shards_are_open || data_parallel_shard * context_parallel > 1);
-        if !may_shard && self.config.parallel.offload_optimizer != Residence::Disk {
-            self.refuse_without_effect(&["parallel.wrap"], no_wrap, "parallel.zero_stage");
+        let plan = &self.config.plan;
+
+        if plan.partition_activations && !plan.recompute.forgets(Recompute::Full) {
+            let what = format!(
+                "true is for blocks that compute everything again from their input, and parallel.recompute = \"{}\" has none",
+                plan.recompute
+            );
+            let allowed = "false, or parallel.recompute = \"full\", for some layers at least";
+            self.refuse(&["parallel.partition_activations", "parallel.recompute"], what, allowed);
         }
-        let of_pool = ["parallel.reshard_after_forward", "parallel.max_live_parameters"];
-        let because = format!("parallel.zero_stage = {zero_stage}, which leaves all parameters whole");
-        if zero_stage < 3 {
-            self.refuse_without_effect(&["parallel.secondary_shard"], &because, "parallel.zero_stage");
+        let kind = self.config.optimizer.kind;
+        let (tensor, zero_stage) = (plan.mesh.tensor, plan.zero_stage);
+        for (key, degree, least, does) in [
+            ("parallel.tensor_parallel", tensor, 1, "splits them"),
+            ("parallel.zero_stage", usize::from(zero_stage), 0, "cuts them"),
+        ] {
+            if kind == OptimizerKind::Muon && degree > least {
+                let what = format!("\"muon\" needs whole matrices, and {key} = {degree} {does}");
+                let allowed = format!("\"adamw\", \"sgd\", \"lion\", or {key} = {least}");
+                self.refuse(&["optimizer.kind", key], what, allowed);
+            }
         }
-        if zero_stage < 3 && offload_parameters != Residence::Disk {
-            self.refuse_without_effect(&of_pool, &because, "parallel.zero_stage");
-        } else if reshard_after_forward == ReshardAfterForward::Never {
-            let because =
-                "parallel.reshard_after_forward = \"never\", which keeps all; \"auto\" keeps what fits";
-            let keys = ["parallel.max_live_parameters", "parallel.secondary_shard"];
-            self.refuse_without_effect(&keys, because, "parallel.reshard_after_forward");
+    }
+
+    /// Refuses a ZeRO stage without shards, and neighbours that do not divide them.
+    fn sharding(&mut self) {
+        let Plan { zero_stage, mesh, ref sharding, .. } = self.config.plan;
+        let (owners, replicas) = (mesh.shard * mesh.context, mesh.replicate);
+        let shards_are_open = self.config.leaves_shards_open();
+        if zero_stage > 0 && owners == 1 && replicas > 1 && !shards_are_open {
+            let what = format!(
+                "shards nothing over parallel.data_parallel_replicate = {replicas}, which are whole copies"
+            );
+            let allowed = format!(
+                "parallel.data_parallel_shard = {replicas} in its place, or neither with --nproc-per-node {replicas}"
+            );
+            self.refuse(&["parallel.zero_stage", "parallel.data_parallel_replicate"], what, allowed);
         }
-        let owners = data_parallel_shard * context_parallel;
-        if let Some(neighbours) = self.config.parallel.secondary_shard
-            && zero_stage == 3
-            && !shards_are_open
-            && (neighbours >= owners || !owners.is_multiple_of(neighbours))
-        {
+        let Some(neighbours) = sharding.secondary_shard.filter(|_| zero_stage == 3 && !shards_are_open)
+        else {
+            return;
+        };
+        if neighbours >= owners || !owners.is_multiple_of(neighbours) {
             let what = format!(
                 "{neighbours} neighbours do not divide the {owners} ranks that share out parameters \
                  (data_parallel_shard x context_parallel) into several groups"
@@ -366,88 +251,21 @@ impl Checker<'_, '_, '_> {
             let allowed = if choices.is_empty() { "leave it out".to_owned() } else { choices.join(", ") };
             self.refuse(&["parallel.secondary_shard", "parallel.data_parallel_shard"], what, allowed);
         }
-        if zero_stage > 0 && self.config.optimizer.kind == OptimizerKind::Muon {
-            let what =
-                format!("\"muon\" needs whole matrices, and parallel.zero_stage = {zero_stage} cuts them");
-            let allowed = "\"adamw\", \"sgd\", \"lion\", or parallel.zero_stage = 0";
-            self.refuse(&["optimizer.kind", "parallel.zero_stage"], what, allowed);
-        }
-    }
-
-    /// Refuses a ZeRO stage beside keys that leave it no shards.
-    fn no_shards(&mut self) {
-        let replicas = self.config.parallel.data_parallel_replicate;
-        if replicas == 1 {
-            let because = "parallel.data_parallel_shard = 1, so that nobody is there to share with";
-            self.refuse_without_effect(&["parallel.zero_stage"], because, "parallel.data_parallel_shard");
-            return;
-        }
-        let what = format!(
-            "shards nothing over parallel.data_parallel_replicate = {replicas}, which are whole copies"
-        );
-        let allowed = format!(
-            "parallel.data_parallel_shard = {replicas} in its place, or neither with --nproc-per-node {replicas}"
-        );
-        self.refuse(&["parallel.zero_stage", "parallel.data_parallel_replicate"], what, allowed);
-    }
-
-    fn partitioned_activations(&mut self) {
-        const KEY: &str = "parallel.partition_activations";
-        let ParallelConfig {
-            tensor_parallel,
-            sequence_parallel,
-            tensor_layout,
-            recompute,
-            partition_activations,
-            ..
-        } = self.config.parallel;
-        if !partition_activations {
-            return;
-        }
-        if tensor_parallel == 1 {
-            let because = "parallel.tensor_parallel = 1, whose one rank shares nothing";
-            self.refuse_without_effect(&[KEY], because, "parallel.tensor_parallel");
-        } else if sequence_parallel {
-            let because = "parallel.sequence_parallel = true, by which each rank has its own tokens of these values already";
-            self.refuse_without_effect(&[KEY], because, "parallel.sequence_parallel");
-        } else if tensor_layout == TensorLayout::TwoDimensions {
-            let because = "parallel.tensor_layout = \"2d\", by which each rank has its own tokens of these values already";
-            self.refuse_without_effect(&[KEY], because, "parallel.tensor_layout");
-        }
-        if !recompute.forgets(Recompute::Full) {
-            let what = format!(
-                "true is for blocks that compute everything again from their input, and parallel.recompute = \"{recompute}\" has none"
-            );
-            let allowed = "false, or parallel.recompute = \"full\", for some layers at least";
-            self.refuse(&[KEY, "parallel.recompute"], what, allowed);
-        }
     }
 
     fn offload(&mut self) {
-        let ParallelConfig { offload_optimizer, offload_gradients, offload_parameters, .. } =
-            self.config.parallel;
-        if offload_optimizer != Residence::Disk {
-            let others = [
-                ("parallel.offload.gradients", offload_gradients),
-                ("parallel.offload.parameters", offload_parameters),
-            ];
-            for (key, _) in others.into_iter().filter(|(_, residence)| *residence == Residence::Disk) {
-                let what = "\"disk\" needs the optimizer's state there too, which the update reads with it";
-                let keys = [key, "parallel.offload.optimizer"];
-                self.refuse(&keys, what, "parallel.offload.optimizer = \"disk\"");
-            }
-            let (of_state, of_all) =
-                ("parallel.offload.fraction", ["parallel.offload.dir", "parallel.offload.io"]);
-            let activations = self.config.parallel.offload_activations;
-            if offload_optimizer == Residence::None {
-                let because = match activations {
-                    Residence::None => "nothing that is offloaded",
-                    _ => "no model state that is offloaded: activations are offloaded altogether",
-                };
-                self.refuse_without_effect(&[of_state], because, "parallel.offload.optimizer");
-            }
-            if activations != Residence::Disk {
-                self.refuse_without_effect(&of_all, "nothing on disk", "parallel.offload.optimizer");
+        let residence = self.config.plan.residence;
+        if residence.optimizer != Residence::Disk {
+            for (key, residence) in [
+                ("parallel.offload.gradients", residence.gradients),
+                ("parallel.offload.parameters", residence.parameters),
+            ] {
+                if residence == Residence::Disk {
+                    let what =
+                        "\"disk\" needs the optimizer's state there too, which the update reads with it";
+                    let keys = [key, "parallel.offload.optimizer"];
+                    self.refuse(&keys, what, "parallel.offload.optimizer = \"disk\"");
+                }
             }
             return;
         }
@@ -460,38 +278,29 @@ impl Checker<'_, '_, '_> {
                 "\"adamw\", \"sgd\", \"lion\", or parallel.offload.optimizer = \"none\"",
             );
         }
-        let keeps_master = self.config.train.precision != Precision::F32 && self.config.train.master_weights;
-        let keeps_moments =
-            self.config.optimizer.kind != OptimizerKind::Sgd || self.config.optimizer.momentum() != 0.0;
-        if !keeps_master && !keeps_moments {
-            let because = "SGD without momentum, and without master weights, keeps nothing";
-            self.refuse_without_effect(&["parallel.offload.optimizer"], because, "optimizer.momentum");
-        }
         if self.config.rollback_after() > 0 {
             let what =
                 "a copy of the state in memory to go back to has no room where the state itself has none";
             let keys = ["train.rollback_after", "train.spike_factor", "parallel.offload.optimizer"];
             self.refuse(&keys, what, "train.rollback_after = 0, or parallel.offload.optimizer = \"none\"");
         }
-        let ParallelConfig {
-            zero_stage, data_parallel_shard, data_parallel_replicate, context_parallel, ..
-        } = self.config.parallel;
-        let owners = data_parallel_shard * context_parallel;
-        if offload_parameters == Residence::Disk && owners > 1 && matches!(zero_stage, 1 | 2) {
+        let Plan { zero_stage, mesh, quantize_gradients, .. } = self.config.plan;
+        let owners = mesh.shard * mesh.context;
+        if residence.parameters == Residence::Disk && owners > 1 && matches!(zero_stage, 1 | 2) {
             let keys = ["parallel.offload.parameters", "parallel.zero_stage"];
             let what = format!(
                 "parallel.zero_stage = {zero_stage} has every rank keep all parameters, also those that others update"
             );
             self.refuse(&keys, what, "parallel.zero_stage = 3, or 0");
         }
-        let summands = owners * data_parallel_replicate;
-        if offload_gradients == Residence::Disk && summands > 1 {
+        let summands = owners * mesh.replicate;
+        if residence.gradients == Residence::Disk && summands > 1 {
             let keys = ["parallel.offload.gradients", "parallel.zero_stage"];
-            if self.config.parallel.quantize_gradients != QuantizedGradients::None {
+            if quantize_gradients.is_some() {
                 let keys = ["parallel.offload.gradients", "parallel.quantize_gradients"];
                 let what = "gradients on disk do not travel as small integers";
                 self.refuse(&keys, what, "one of the two");
-            } else if data_parallel_replicate > 1 {
+            } else if mesh.replicate > 1 {
                 let what = "gradients on disk are not summed over replicas";
                 self.refuse(&keys, what, "parallel.data_parallel_shard in place of data_parallel_replicate");
             } else if zero_stage < 2 {
@@ -502,34 +311,25 @@ impl Checker<'_, '_, '_> {
     }
 
     fn quantization(&mut self) {
-        let ParallelConfig { zero_stage, quantize_weights, quantize_gradients, .. } = self.config.parallel;
-        if quantize_weights != QuantizedWeights::None && zero_stage != 3 {
+        let Plan { zero_stage, quantize_weights, quantize_gradients, quantize_feedback, .. } =
+            self.config.plan;
+        if let Some(kind) = quantize_weights.filter(|_| zero_stage != 3) {
             let what = format!(
-                "\"{}\" is for weights that are gathered before each use, and parallel.zero_stage = {zero_stage} keeps them whole",
-                quantize_weights.word()
+                "\"{kind}\" is for weights that are gathered before each use, and parallel.zero_stage = {zero_stage} keeps them whole"
             );
             let allowed = "\"none\", or parallel.zero_stage = 3";
             self.refuse(&["parallel.quantize_weights", "parallel.zero_stage"], what, allowed);
         }
-        if quantize_gradients == QuantizedGradients::None {
-            let because = "parallel.quantize_gradients = \"none\", which loses nothing";
-            self.refuse_without_effect(
-                &["parallel.quantize_feedback"],
-                because,
-                "parallel.quantize_gradients",
-            );
-            return;
-        }
-        let word = quantize_gradients.word();
+        let Some(kind) = quantize_gradients else { return };
         if zero_stage == 0 {
             let what = format!(
-                "\"{word}\" is for gradients that go to their owners, and with parallel.zero_stage = 0 nobody owns any"
+                "\"{kind}\" is for gradients that go to their owners, and with parallel.zero_stage = 0 nobody owns any"
             );
             let allowed = "\"none\", or parallel.zero_stage = 1, 2 or 3 with parallel.data_parallel_shard";
             self.refuse(&["parallel.quantize_gradients", "parallel.zero_stage"], what, allowed);
         }
         let precision = self.config.train.precision;
-        if precision == Precision::F16 && self.config.parallel.quantize_feedback {
+        if precision == Precision::F16 && quantize_feedback == Feedback::Kept {
             let what = "what gradients lose is kept in the unit of a loss scale that changes (train.precision = \"f16\")";
             let allowed = "parallel.quantize_feedback = false, or train.precision = \"bf16\"";
             let keys = ["parallel.quantize_feedback", "parallel.quantize_gradients", "train.precision"];
@@ -546,13 +346,6 @@ impl Checker<'_, '_, '_> {
         }
         if !checkpoint.keep_best {
             return;
-        }
-        if checkpoint.keep == 0 {
-            self.refuse_without_effect(
-                &["checkpoint.keep_best"],
-                "checkpoint.keep = 0, which keeps all",
-                "checkpoint.keep",
-            );
         }
         if eval_every == 0
             || every == 0

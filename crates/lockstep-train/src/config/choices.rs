@@ -2,8 +2,13 @@
 //!
 //! A planned word stands under `later` and is refused by name.
 
-use lockstep_plan::QuantizedType;
-use serde::Serialize;
+use std::fs;
+use std::io;
+
+use lockstep_plan::gathering::ReshardAfterForward;
+use lockstep_plan::schedule::Kind;
+use lockstep_plan::{ContextMethod, Feedback, PassOrder, QuantizedType, Residence, TensorDimensions};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::value::{Misfit, Readable, ValueType, wrong_type};
@@ -171,34 +176,6 @@ choices! {
         RankStabilized = "rank_stabilized",
     } later []
 
-    /// In what weights go between the ranks that share them out.
-    QuantizedWeights {
-        /// As kernels read them.
-        None = "none",
-        /// As codes of a byte, with a scale for each 256.
-        Int8 = "int8",
-    } later []
-
-    /// In what gradients go between the ranks that share out the model's state.
-    QuantizedGradients {
-        /// As f32.
-        None = "none",
-        /// As codes of a byte, with a scale for each 256.
-        Int8 = "int8",
-        /// As codes of half a byte, with a scale for each 256.
-        Int4 = "int4",
-    } later []
-
-    /// Where model state is kept.
-    Residence {
-        /// Where it is used.
-        None = "none",
-        /// In the memory of the machine.
-        Cpu = "cpu",
-        /// In a file.
-        Disk = "disk",
-    } later []
-
     /// How files of offloaded state are read and written.
     OffloadIo {
         /// As the system can.
@@ -221,34 +198,6 @@ choices! {
         Mpi = "mpi",
     } later ["nccl"]
 
-    /// How ranks share linear layers.
-    TensorLayout {
-        /// As a row.
-        OneDimension = "1d",
-        /// As a square.
-        TwoDimensions = "2d",
-    } later []
-
-    /// How attention reaches the tokens that other ranks hold.
-    ContextMethod {
-        /// Keys and values go round.
-        Ring = "ring",
-        /// Keys and values are gathered.
-        AllGather = "all_gather",
-        /// Tokens are exchanged for heads.
-        AllToAll = "all_to_all",
-    } later []
-
-    /// What happens to the gathered weights of a unit after its forward.
-    ReshardAfterForward {
-        /// They are dropped, but for those that the backward begins with.
-        Always = "always",
-        /// Those stay for which there is room.
-        Auto = "auto",
-        /// They stay, and there is room for all.
-        Never = "never",
-    } later []
-
     /// How gradients are summed over a network.
     AllReduce {
         /// In the order of a fixed tree, as shared memory does: the same bits by every way.
@@ -260,26 +209,6 @@ choices! {
         /// By recursive halving and doubling.
         Rabenseifner = "rabenseifner",
     } later []
-}
-
-impl From<lockstep_plan::Residence> for Residence {
-    fn from(residence: lockstep_plan::Residence) -> Self {
-        match residence {
-            lockstep_plan::Residence::Memory => Self::None,
-            lockstep_plan::Residence::Host => Self::Cpu,
-            lockstep_plan::Residence::Disk => Self::Disk,
-        }
-    }
-}
-
-impl From<Residence> for lockstep_plan::Residence {
-    fn from(residence: Residence) -> Self {
-        match residence {
-            Residence::None => Self::Memory,
-            Residence::Cpu => Self::Host,
-            Residence::Disk => Self::Disk,
-        }
-    }
 }
 
 impl From<OffloadIo> for lockstep_tensor::DiskMethod {
@@ -314,80 +243,94 @@ impl From<AllReduce> for lockstep_comm::Algorithm {
     }
 }
 
-impl From<QuantizedWeights> for Option<QuantizedType> {
-    fn from(weights: QuantizedWeights) -> Self {
-        match weights {
-            QuantizedWeights::None => None,
-            QuantizedWeights::Int8 => Some(QuantizedType::Int8),
+/// Reads types of plans, whose form in plan files is the word that a key takes.
+macro_rules! words_of_plans {
+    ($($Type:ty: $($word:literal),+;)+) => { $(
+        impl Readable for $Type {
+            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+], later: &[] };
+
+            fn read(value: &Value) -> Result<Self, Misfit> {
+                let is_word = value.as_str().is_some_and(|word| [$($word),+].contains(&word));
+                let read = Self::deserialize(value).ok().filter(|_| is_word);
+                read.ok_or_else(|| wrong_type::<Self>(value))
+            }
+        }
+    )+ };
+}
+
+words_of_plans! {
+    ContextMethod: "ring", "all_gather", "all_to_all";
+    ReshardAfterForward: "always", "auto", "never";
+    Residence: "none", "cpu", "disk";
+    TensorDimensions: "1d", "2d";
+}
+
+/// The word of a plan's choice.
+pub fn word_of<T: Serialize>(choice: &T) -> String {
+    serde_json::to_value(choice).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+/// `none` for what is not quantized.
+impl Readable for Option<QuantizedType> {
+    const TYPE: ValueType = ValueType::Choice { allowed: &["none", "int8", "int4"], later: &[] };
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        match value.as_str() {
+            Some("none") => Ok(None),
+            Some("int8") => Ok(Some(QuantizedType::Int8)),
+            Some("int4") => Ok(Some(QuantizedType::Int4)),
+            _ => Err(wrong_type::<Self>(value)),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        self.map_or("none", QuantizedType::name).into()
+    }
+}
+
+/// Whether residuals are kept.
+impl Readable for Feedback {
+    const TYPE: ValueType = ValueType::Flag;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let is_kept = value.as_bool().ok_or_else(|| wrong_type::<Self>(value))?;
+        Ok(if is_kept { Self::Kept } else { Self::Dropped })
+    }
+
+    fn to_value(&self) -> Value {
+        (*self == Self::Kept).into()
+    }
+}
+
+/// The name of a published schedule, a CSV file, or its rows with a line break after each.
+impl Readable for PassOrder {
+    const TYPE: ValueType = ValueType::Text;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let name = value.as_str().ok_or_else(|| wrong_type::<Self>(value))?;
+        named_passes(name).map_err(|error| Misfit {
+            what: format!("\"{name}\" is no schedule, and as a file it cannot be read: {error}"),
+            allowed: format!("{}, or a CSV file", Kind::ALL.map(Kind::name).join(", ")),
+        })
+    }
+
+    fn to_value(&self) -> Value {
+        match self {
+            Self::Published(kind) => kind.name().into(),
+            Self::Rows(rows) => rows.iter().map(|row| format!("{row}\n")).collect::<String>().into(),
         }
     }
 }
 
-impl From<QuantizedGradients> for Option<QuantizedType> {
-    fn from(gradients: QuantizedGradients) -> Self {
-        match gradients {
-            QuantizedGradients::None => None,
-            QuantizedGradients::Int8 => Some(QuantizedType::Int8),
-            QuantizedGradients::Int4 => Some(QuantizedType::Int4),
-        }
+/// The order of passes that a word names: a published schedule's; else that of the CSV file of this name, or of the rows that it is itself, each
+/// with a line break.
+///
+/// # Errors
+/// If the file cannot be read.
+pub fn named_passes(name: &str) -> io::Result<PassOrder> {
+    if let Some(kind) = Kind::from_name(name) {
+        return Ok(PassOrder::Published(kind));
     }
-}
-
-impl From<TensorLayout> for lockstep_plan::TensorDimensions {
-    fn from(layout: TensorLayout) -> Self {
-        match layout {
-            TensorLayout::OneDimension => Self::One,
-            TensorLayout::TwoDimensions => Self::Two,
-        }
-    }
-}
-
-impl From<lockstep_plan::TensorDimensions> for TensorLayout {
-    fn from(dimensions: lockstep_plan::TensorDimensions) -> Self {
-        match dimensions {
-            lockstep_plan::TensorDimensions::One => Self::OneDimension,
-            lockstep_plan::TensorDimensions::Two => Self::TwoDimensions,
-        }
-    }
-}
-
-impl From<ReshardAfterForward> for lockstep_plan::gathering::ReshardAfterForward {
-    fn from(reshard: ReshardAfterForward) -> Self {
-        match reshard {
-            ReshardAfterForward::Always => Self::Always,
-            ReshardAfterForward::Auto => Self::Auto,
-            ReshardAfterForward::Never => Self::Never,
-        }
-    }
-}
-
-impl From<lockstep_plan::gathering::ReshardAfterForward> for ReshardAfterForward {
-    fn from(reshard: lockstep_plan::gathering::ReshardAfterForward) -> Self {
-        use lockstep_plan::gathering::ReshardAfterForward as Planned;
-        match reshard {
-            Planned::Always => Self::Always,
-            Planned::Auto => Self::Auto,
-            Planned::Never => Self::Never,
-        }
-    }
-}
-
-impl From<ContextMethod> for lockstep_plan::ContextMethod {
-    fn from(method: ContextMethod) -> Self {
-        match method {
-            ContextMethod::Ring => Self::Ring,
-            ContextMethod::AllGather => Self::AllGather,
-            ContextMethod::AllToAll => Self::AllToAll,
-        }
-    }
-}
-
-impl From<lockstep_plan::ContextMethod> for ContextMethod {
-    fn from(method: lockstep_plan::ContextMethod) -> Self {
-        match method {
-            lockstep_plan::ContextMethod::Ring => Self::Ring,
-            lockstep_plan::ContextMethod::AllGather => Self::AllGather,
-            lockstep_plan::ContextMethod::AllToAll => Self::AllToAll,
-        }
-    }
+    let rows = |text: &str| PassOrder::Rows(text.lines().map(str::to_owned).collect());
+    if name.contains('\n') { Ok(rows(name)) } else { fs::read_to_string(name).map(|text| rows(&text)) }
 }

@@ -5,6 +5,7 @@ use std::fmt;
 
 use serde_json::Value;
 
+use super::keys::RunConfig;
 use super::value::ValueType;
 
 /// One key of RUN.toml.
@@ -70,6 +71,24 @@ pub struct Rules {
     pub when_absent: Option<&'static str>,
     /// Whether the losses of the run depend on it (beyond rounding).
     pub defines_numbers: bool,
+    /// Words of the type's choice that the key takes; `None` for all.
+    words: Option<&'static [&'static str]>,
+    /// Why the key has no effect in a run; `None` for a key that always has one.
+    pub(super) idle: Option<fn(&RunConfig) -> Option<Idle>>,
+}
+
+/// Why a key has no effect.
+#[derive(Debug)]
+pub(super) struct Idle {
+    /// What leaves nothing to do for it, to follow "has no effect with".
+    pub(super) because: String,
+    /// The key that decides it.
+    pub(super) depends_on: &'static str,
+}
+
+/// A key that has no effect if `is_idle`, because of what `depends_on` says.
+pub(super) fn idle_if(is_idle: bool, depends_on: &'static str, because: impl Into<String>) -> Option<Idle> {
+    is_idle.then(|| Idle { because: because.into(), depends_on })
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -80,7 +99,7 @@ struct Bound {
 
 /// No range, and no bearing on the numbers of the run.
 pub(super) const fn rules() -> Rules {
-    Rules { low: None, high: None, when_absent: None, defines_numbers: false }
+    Rules { low: None, high: None, when_absent: None, defines_numbers: false, words: None, idle: None }
 }
 
 impl Rules {
@@ -112,6 +131,24 @@ impl Rules {
     pub(super) const fn defines_numbers(mut self) -> Self {
         self.defines_numbers = true;
         self
+    }
+
+    pub(super) const fn words(mut self, words: &'static [&'static str]) -> Self {
+        self.words = Some(words);
+        self
+    }
+
+    pub(super) const fn idle(mut self, idle: fn(&RunConfig) -> Option<Idle>) -> Self {
+        self.idle = Some(idle);
+        self
+    }
+
+    /// A key's type, with the words that it takes.
+    pub(super) const fn narrowed(&self, value_type: ValueType) -> ValueType {
+        match (self.words, value_type) {
+            (Some(allowed), ValueType::Choice { later, .. }) => ValueType::Choice { allowed, later },
+            _ => value_type,
+        }
     }
 
     /// The range as keywords of JSON Schema.
@@ -161,24 +198,42 @@ macro_rules! key_name {
 }
 pub(super) use key_name;
 
-/// Declares the sections of RUN.toml. A key is `name: Type = default, rules;` under its doc comment; `name as "word"`
-/// gives it another name than its field has.
+/// A key's name within its section.
+macro_rules! key_word {
+    ($key:ident) => {
+        stringify!($key)
+    };
+    ($key:ident $name:literal) => {
+        $name
+    };
+}
+pub(super) use key_word;
+
+/// Declares the sections of RUN.toml. A key is `name: Type = default, rules;` under its doc comment; `name as "word"` gives it another name than
+/// its field has. A key of a block `in plan` has no field of its own: `name in field.of.plan: Type = default, rules;` is read into the run's
+/// [`Plan`](lockstep_plan::Plan).
 macro_rules! sections {
     ($(
         $(#[doc = $section_doc:literal])+
-        $section:ident: $Struct:ident $(and any other key in $extra:ident)? {
-            $( $(#[doc = $doc:literal])+ $key:ident $(as $name:literal)?: $Type:ty = $default:expr, $rules:expr; )+
+        $section:ident: $Struct:ident $(and any other key in $extra:ident)?
+        $({
+            $( $(#[doc = $doc:literal])+ $key:ident $(as $name:literal)?: $Type:ty = $default:expr, $rules:expr; )*
         }
+        $(in plan {
+            $(
+                $(#[doc = $plan_doc:literal])+
+                $plan_key:ident $(as $plan_name:literal)? in $($field:ident).+: $PlanType:ty = $plan_default:expr, $plan_rules:expr;
+            )*
+        })?)+
         later [$($later:literal $(= $accepted:literal)?),*]
     )+) => {
         $(
             $(#[doc = $section_doc])+
-            #[derive(Debug, Clone, PartialEq, Serialize)]
+            #[derive(Debug, Clone, PartialEq)]
             pub struct $Struct {
-                $( $(#[doc = $doc])+ $(#[serde(rename = $name)])? pub $key: $Type, )+
+                $($( $(#[doc = $doc])+ pub $key: $Type, )*)+
                 $(
                     /// The other keys given, for whoever knows them to check.
-                    #[serde(flatten)]
                     pub $extra: serde_json::Map<String, serde_json::Value>,
                 )?
             }
@@ -186,40 +241,84 @@ macro_rules! sections {
             impl $Struct {
                 fn read(reader: &mut Reader<'_>) -> Self {
                     Self {
-                        $( $key: reader.take(
+                        $($( $key: reader.take(
                             key_name!($section.$key $($name)?), $default, $rules,
-                        ), )+
+                        ), )*)+
                         $( $extra: reader.take_rest(stringify!($section)), )?
                     }
+                }
+
+                fn to_json(&self) -> serde_json::Map<String, Value> {
+                    let mut table = serde_json::Map::new();
+                    $($( table.insert(key_word!($key $($name)?).to_owned(), self.$key.to_value()); )*)+
+                    $( table.extend(self.$extra.clone()); )?
+                    table
                 }
             }
         )+
 
         /// A run, resolved: every key has a value, every value is in its range and fits the others.
-        #[derive(Debug, Clone, Serialize)]
+        #[derive(Debug, Clone)]
         pub struct RunConfig {
             $( $(#[doc = $section_doc])+ pub $section: $Struct, )+
-            #[serde(skip)]
+            /// How a step is laid out, as far as keys say it: what they leave open follows from the model and the batch.
+            pub plan: Plan,
             pub(super) origins: std::collections::BTreeMap<String, Origin>,
         }
 
         impl RunConfig {
             /// Takes every key out of `reader`; what is left there is unknown.
             pub(super) fn read(reader: &mut Reader<'_>) -> Self {
+                let mut plan = Plan::default();
+                $($($($( plan.$($field).+ = reader.take(
+                    key_name!($section.$plan_key $($plan_name)?), $plan_default, $plan_rules,
+                ); )*)?)+)+
                 $( let $section = $Struct::read(reader); )+
-                Self { $($section,)+ origins: std::mem::take(&mut reader.origins) }
+                Self { $($section,)+ plan, origins: std::mem::take(&mut reader.origins) }
             }
+
+            /// Every key's value, by section.
+            pub(super) fn values(&self) -> Value {
+                let mut sections = serde_json::Map::new();
+                $( sections.insert(stringify!($section).to_owned(), Value::Object(self.$section.to_json())); )+
+                for (name, value) in values_of_plan(&self.plan) {
+                    let (section, key) = name.split_once('.').unwrap_or_default();
+                    sections[section][key] = value;
+                }
+                Value::Object(sections)
+            }
+
+            /// Gives a key that is read into the plan its default.
+            pub(super) fn reset(&mut self, name: &str) {
+                $($($($( if name == key_name!($section.$plan_key $($plan_name)?) {
+                    self.plan.$($field).+ = $plan_default;
+                } )*)?)+)+
+            }
+        }
+
+        /// The keys that a plan sets, with their values.
+        pub(crate) fn values_of_plan(plan: &Plan) -> Vec<(&'static str, Value)> {
+            vec![$($($($( (key_name!($section.$plan_key $($plan_name)?), plan.$($field).+.to_value()), )*)?)+)+]
         }
 
         /// Every key that works, in the order of the manual.
         pub static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| vec![
-            $( $( Key {
-                name: key_name!($section.$key $($name)?),
-                value_type: <$Type as Readable>::TYPE,
-                default: json::<$Type>(&$default),
-                rules: $rules,
-                doc: joined(&[$($doc),+]),
-            }, )+ )+
+            $($(
+                $( Key {
+                    name: key_name!($section.$key $($name)?),
+                    value_type: $rules.narrowed(<$Type as Readable>::TYPE),
+                    default: <$Type as Readable>::to_value(&$default),
+                    rules: $rules,
+                    doc: joined(&[$($doc),+]),
+                }, )*
+                $($( Key {
+                    name: key_name!($section.$plan_key $($plan_name)?),
+                    value_type: $plan_rules.narrowed(<$PlanType as Readable>::TYPE),
+                    default: <$PlanType as Readable>::to_value(&$plan_default),
+                    rules: $plan_rules,
+                    doc: joined(&[$($plan_doc),+]),
+                }, )*)?
+            )+)+
         ]);
 
         /// The sections, in the order of the manual.

@@ -8,17 +8,19 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use lockstep_model::{ALL_LINEAR, MAX_RANK};
-use lockstep_plan::{RecomputeRules, Wrap};
-use serde::Serialize;
+use lockstep_plan::gathering::ReshardAfterForward;
+use lockstep_plan::{
+    ContextMethod, Feedback, PassOrder, Plan, QuantizedType, RecomputeRules, Residence, TensorDimensions,
+    Wrap,
+};
 use serde_json::Value;
 
 use super::choices::{
-    AllReduce, ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling,
-    MuonScale, OffloadIo, OptimizerKind, Precision, QuantizedGradients, QuantizedWeights,
-    ReshardAfterForward, Residence, Rounding, Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType,
-    Transport,
+    AllReduce, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OffloadIo,
+    OptimizerKind, Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport,
 };
-use super::declare::{Key, Section, joined, key_name, rules, sections};
+use super::declare::{Key, Section, joined, key_name, key_word, rules, sections};
+use super::idle;
 use super::problem::Origin;
 use super::reader::Reader;
 use super::value::{DataSource, Readable, TokenizerSource};
@@ -61,7 +63,7 @@ sections! {
         valid: Vec<String> = Vec::new(),
             rules().when_absent("`valid_fraction` of the training text, from its end").defines_numbers();
         /// The share of the training text that is kept for evaluation when `valid` is not given.
-        valid_fraction: f64 = 0.1, rules().at_least(0.0).below(1.0).defines_numbers();
+        valid_fraction: f64 = 0.1, rules().idle(idle::valid_fraction).at_least(0.0).below(1.0).defines_numbers();
         /// How the files are read; `auto` decides by the file name.
         format: DataFormat = DataFormat::Auto, rules().defines_numbers();
         /// `bytes`, or the path of a `tokenizer.json`. Files of tokens need none.
@@ -69,7 +71,7 @@ sections! {
             rules().when_absent("the one in the model's directory, else `bytes`").defines_numbers();
         /// The type of the ids in raw token files (`format = "tokens"`), little-endian.
         token_type: Option<TokenType> = None,
-            rules().when_absent("`u16` for a vocabulary of at most 65,536, else `u32`").defines_numbers();
+            rules().idle(idle::token_type).when_absent("`u16` for a vocabulary of at most 65,536, else `u32`").defines_numbers();
         /// How documents are laid into sequences. `stream`: one after another, cut wherever a sequence ends.
         /// `documents`: as that, but kept apart: a token sees only its own document, positions begin at 0 with each,
         /// and no token is to predict the first of the next. `whole_documents`: kept apart, and cut only if longer
@@ -87,13 +89,13 @@ sections! {
         /// `instruction` and `output` with `input` and `system`, or `prompt` and `completion`; then only what the
         /// assistant says, the output or the completion is predicted. Chats and instructions are written as the
         /// tokenizer's chat template says, else in ChatML.
-        text_field: String = "text".to_owned(), rules().defines_numbers();
+        text_field: String = "text".to_owned(), rules().idle(idle::text_field).defines_numbers();
         /// What fields of JSON records are called here: `{ prompt = "question", completion = "answer" }`. Known are
         /// `prompt`, `completion`, `instruction`, `input`, `output`, `system`, `messages`, and in a message `role` and
         /// `content`.
         columns: BTreeMap<String, String> = BTreeMap::new(), rules().defines_numbers();
         /// Where tokenized text is kept between runs.
-        cache_dir: Option<PathBuf> = None, rules().when_absent("`lockstep` in the user's cache directory");
+        cache_dir: Option<PathBuf> = None, rules().idle(idle::cache_dir).when_absent("`lockstep` in the user's cache directory");
     }
     later []
 
@@ -103,11 +105,13 @@ sections! {
         steps: u64 = 1000, rules().at_least(1.0).at_most(1e12);
         /// Sequences in one optimizer step, over all ranks.
         global_batch: usize = 32, rules().at_least(1.0).at_most(1e6).defines_numbers();
+    } in plan {
         /// Sequences in one forward and backward; divides `global_batch`.
-        micro_batch: Option<usize> = None,
+        micro_batch in micro_batch: Option<usize> = None,
             rules().at_least(1.0).at_most(1e6).when_absent(
                 "the largest divisor of `global_batch` up to 8, with `parallel.tensor_layout = \"2d\"` one that its side divides",
             );
+    } {
         /// Tokens in a sequence.
         seq_len: usize = 256, rules().at_least(1.0).at_most(16_777_216.0).defines_numbers();
         /// Decides initial weights, dropout and data order.
@@ -121,15 +125,15 @@ sections! {
         /// are updated in place and should be rounded `stochastic`ally.
         master_weights: bool = true, rules().defines_numbers();
         /// With `f16`, a fixed factor on the loss; 0 adjusts it: gradients that overflow are skipped and lower it.
-        loss_scale: f64 = 0.0, rules().at_least(0.0).at_most(4294967296.0).defines_numbers();
+        loss_scale: f64 = 0.0, rules().idle(idle::loss_scale).at_least(0.0).at_most(4294967296.0).defines_numbers();
         /// The loss scale of the first step, as a power of two.
-        initial_scale_power: u64 = 16, rules().at_most(32.0).defines_numbers();
+        initial_scale_power: u64 = 16, rules().idle(idle::dynamic_loss_scale).at_most(32.0).defines_numbers();
         /// Steps without an overflow after which the loss scale is doubled.
-        loss_scale_window: u64 = 1000, rules().at_least(1.0).defines_numbers();
+        loss_scale_window: u64 = 1000, rules().idle(idle::dynamic_loss_scale).at_least(1.0).defines_numbers();
         /// Overflows after which the loss scale is halved.
-        hysteresis: u64 = 2, rules().at_least(1.0).defines_numbers();
+        hysteresis: u64 = 2, rules().idle(idle::dynamic_loss_scale).at_least(1.0).defines_numbers();
         /// The least loss scale. An overflow at this one is a step that is not finite like any other.
-        min_loss_scale: f64 = 1.0, rules().above(0.0).at_most(4294967296.0).defines_numbers();
+        min_loss_scale: f64 = 1.0, rules().idle(idle::dynamic_loss_scale).above(0.0).at_most(4294967296.0).defines_numbers();
         /// The gradient's global L2 norm is clipped to this; 0 switches clipping off.
         max_grad_norm: f64 = 1.0, rules().at_least(0.0).defines_numbers();
         /// Probability of dropout, in families that have it.
@@ -146,7 +150,7 @@ sections! {
         rollback_after: Option<u64> = None,
             rules().at_most(9.0).when_absent("3 with `spike_factor`, else 0").defines_numbers();
         /// Steps between copies of the state in memory to go back to; one is also made with each checkpoint.
-        rollback_every: u64 = 100, rules().at_least(1.0).defines_numbers();
+        rollback_every: u64 = 100, rules().idle(idle::rollback_every).at_least(1.0).defines_numbers();
         /// Steps between evaluations; 0 switches them off.
         eval_every: u64 = 100, rules();
         /// Global batches in one evaluation.
@@ -165,20 +169,20 @@ sections! {
         lr: f64 = 3e-4, rules().above(0.0).at_most(1e6).defines_numbers();
         /// Decay rates of AdamW's two averages; Lion's weights of the old average in its direction and its average.
         betas: Option<[f64; 2]> = None,
-            rules().at_least(0.0).below(1.0).when_absent("`[0.9, 0.95]`; for `lion` `[0.9, 0.99]`").defines_numbers();
+            rules().idle(idle::betas).at_least(0.0).below(1.0).when_absent("`[0.9, 0.95]`; for `lion` `[0.9, 0.99]`").defines_numbers();
         /// Added to AdamW's denominator.
-        eps: f64 = 1e-8, rules().above(0.0).defines_numbers();
+        eps: f64 = 1e-8, rules().idle(idle::eps).above(0.0).defines_numbers();
         /// Strength of the weight decay.
         weight_decay: f64 = 0.1, rules().at_least(0.0).defines_numbers();
         /// Momentum of `sgd` and `muon`.
         momentum: Option<f64> = None,
-            rules().at_least(0.0).below(1.0).when_absent("`0.9`; for `muon` `0.95`").defines_numbers();
+            rules().idle(idle::momentum).at_least(0.0).below(1.0).when_absent("`0.9`; for `muon` `0.95`").defines_numbers();
         /// The learning rate of AdamW for the parameters that `muon` leaves to it.
         adam_lr: Option<f64> = None,
-            rules().above(0.0).at_most(1e6).when_absent("`lr`").defines_numbers();
+            rules().idle(idle::of_muon).above(0.0).at_most(1e6).when_absent("`lr`").defines_numbers();
         /// How `muon` scales the learning rate of a matrix: `match_adamw` by 0.2 times the root of its longer side, so that
         /// AdamW's learning rates fit; `original` by the root of rows by columns, at least 1.
-        muon_scale: MuonScale = MuonScale::MatchAdamW, rules().defines_numbers();
+        muon_scale: MuonScale = MuonScale::MatchAdamW, rules().idle(idle::of_muon).defines_numbers();
         /// The type in which moments and momentum are kept; `bf16` halves their memory.
         state_precision: StatePrecision = StatePrecision::F32, rules().defines_numbers();
         /// How weights and state that are kept in bf16 are rounded. `stochastic` is right on the average, so that changes
@@ -203,17 +207,17 @@ sections! {
             rules().when_absent("a tenth of `train.steps`; 10 to 100 in runs of 20 steps or more").defines_numbers();
         /// Steps in which it falls. It ends with the run, or later if it does not fit after the warm-up.
         decay_steps: Option<u64> = None,
-            rules().at_least(1.0).at_most(1e12)
+            rules().idle(idle::decay_of_schedule).at_least(1.0).at_most(1e12)
                 .when_absent("all steps after the warm-up; for `wsd` a fifth of `train.steps`")
                 .defines_numbers();
         /// The learning rate at the end, as a share of the peak.
-        min_lr_ratio: f64 = 0.1, rules().at_least(0.0).at_most(1.0).defines_numbers();
+        min_lr_ratio: f64 = 0.1, rules().idle(idle::decay_of_schedule).at_least(0.0).at_most(1.0).defines_numbers();
         /// How `optimizer.lr` grows with the global batch, so that one recipe serves several batches: the peak is
         /// `lr * global_batch / scale_lr_batch` (`linear`, usual with SGD), or `lr * sqrt(global_batch / scale_lr_batch)` (`sqrt`, usual with
         /// Adam).
         scale_lr: LearningRateScaling = LearningRateScaling::None, rules().defines_numbers();
         /// The global batch, in sequences, for which `optimizer.lr` was chosen.
-        scale_lr_batch: usize = 256, rules().at_least(1.0).defines_numbers();
+        scale_lr_batch: usize = 256, rules().idle(idle::scale_lr_batch).at_least(1.0).defines_numbers();
     }
     later []
 
@@ -221,20 +225,20 @@ sections! {
     fine_tune: FineTuneConfig {
         /// Names of the parameters that keep the values they have in `model.path`; `*` stands for any characters, as
         /// in `model.layers.0.*`. They cost neither gradients nor optimizer state.
-        freeze: Vec<String> = Vec::new(), rules().defines_numbers();
+        freeze: Vec<String> = Vec::new(), rules().idle(idle::freeze).defines_numbers();
         /// Trains a low-rank adapter of this rank (LoRA) and freezes the model itself.
         lora_rank: Option<usize> = None,
-            rules().at_least(1.0).at_most(MAX_RANK as f64).when_absent("no adapter").defines_numbers();
+            rules().idle(idle::lora_rank).at_least(1.0).at_most(MAX_RANK as f64).when_absent("no adapter").defines_numbers();
         /// Strength of the adapter.
-        lora_alpha: f64 = 16.0, rules().above(0.0).at_most(1e6).defines_numbers();
+        lora_alpha: f64 = 16.0, rules().idle(idle::lora).above(0.0).at_most(1e6).defines_numbers();
         /// Probability of dropout of the adapted layers' inputs.
-        lora_dropout: f64 = 0.0, rules().at_least(0.0).below(1.0).defines_numbers();
+        lora_dropout: f64 = 0.0, rules().idle(idle::lora).at_least(0.0).below(1.0).defines_numbers();
         /// Linear layers as PEFT names them: the end of a module's name, such as `q_proj`, or `all-linear` for all but
         /// the output layer.
-        lora_targets: Vec<String> = vec![ALL_LINEAR.to_owned()], rules().defines_numbers();
+        lora_targets: Vec<String> = vec![ALL_LINEAR.to_owned()], rules().idle(idle::lora).defines_numbers();
         /// `standard` multiplies what the adapter adds by `lora_alpha / lora_rank`, `rank_stabilized` (rsLoRA) by
         /// `lora_alpha / sqrt(lora_rank)`.
-        lora_scaling: Scaling = Scaling::Standard, rules().defines_numbers();
+        lora_scaling: Scaling = Scaling::Standard, rules().idle(idle::lora).defines_numbers();
         /// A directory with an adapter of PEFT's to go on from; rank, strength and targets are those of the adapter.
         adapter: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
     }
@@ -242,72 +246,73 @@ sections! {
 
     /// How the work is laid out. With no key of it that says how a step is split, `lockstep train` asks the planner and tells what it
     /// was told.
-    parallel: ParallelConfig {
+    parallel: ParallelConfig {} in plan {
         /// Copies of the model, each of which reads its share of every global batch. Left out: as many as the ranks that
         /// were started make, or one with `zero_stage`.
-        data_parallel_replicate: usize = 1, rules().at_least(1.0).at_most(65536.0);
+        data_parallel_replicate in mesh.replicate: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Ranks of each copy that read other parts of the global batch. They can share out the model's state (`zero_stage`) and
         /// experts (`expert_parallel`); of everything else all have the same, as replicas have.
-        data_parallel_shard: usize = 1, rules().at_least(1.0).at_most(65536.0);
+        data_parallel_shard in mesh.shard: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// What of the model's state the ranks of `data_parallel_shard` and `context_parallel` share out instead of each holding a copy:
         /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well, 3 parameters as well. Of experts it is what is left of these
         /// ranks when each has its experts. Without `data_parallel_shard` and `data_parallel_replicate`, the ranks that were started become shards.
-        zero_stage: usize = 0, rules().at_most(3.0);
+        zero_stage in zero_stage: u8 = 0, rules().idle(idle::zero_stage).at_most(3.0);
         /// With `zero_stage = 3`, the form in which weights are gathered (qwZ of ZeRO++): `int8` sends codes of a byte, with a scale for each 256,
         /// and all ranks work with what these say. What is updated and saved stays exact.
-        quantize_weights: QuantizedWeights = QuantizedWeights::None, rules().defines_numbers();
+        quantize_weights in quantize_weights: Option<QuantizedType> = None, rules().words(&["none", "int8"]).defines_numbers();
         /// With `zero_stage` 1, 2 or 3, the form in which gradients go to the ranks that own them (qgZ of ZeRO++), where they are added up in f32.
-        quantize_gradients: QuantizedGradients = QuantizedGradients::None, rules().defines_numbers();
+        quantize_gradients in quantize_gradients: Option<QuantizedType> = None, rules().defines_numbers();
         /// With `quantize_gradients`, whether each rank keeps what its gradients lost to their codes and adds it to the next ones. It takes 2 bytes for
         /// each parameter on every rank, in memory and in checkpoints.
-        quantize_feedback: bool = true, rules().defines_numbers();
+        quantize_feedback in quantize_feedback: Feedback = Feedback::Kept, rules().idle(idle::quantize_feedback).defines_numbers();
         /// With `zero_stage = 3`, or parameters on disk, what happens to a unit's gathered weights (those of the embedding, a block or the head) after its
         /// forward: `always` drops them, `never` keeps those of all units for the backward and the next micro-batches, `auto` keeps
         /// those that are needed soonest, as far as `max_live_parameters` allows. What the backward begins with is always kept.
-        reshard_after_forward: ReshardAfterForward = ReshardAfterForward::Auto, rules();
+        reshard_after_forward in sharding.reshard_after_forward: ReshardAfterForward = ReshardAfterForward::Auto, rules().idle(idle::reshard_after_forward);
         /// With `zero_stage = 3`, or parameters on disk, how many parameters may be whole on a rank at once: those of the unit that computes, those that are
         /// on their way for the next ones, and those that are kept for later. One unit's must fit.
-        max_live_parameters: Option<usize> = None,
-            rules().at_least(1.0).at_most(1e15)
+        max_live_parameters in sharding.max_live_parameters: Option<usize> = None,
+            rules().idle(idle::max_live_parameters).at_least(1.0).at_most(1e15)
                 .when_absent("those of two units that follow each other; with `reshard_after_forward = \"never\"` all");
         /// With `zero_stage = 3`, ranks that are near each other, such as those of a machine: among so many neighbours the weights that the
         /// first gather of a step has brought are kept once more, and its further gathers ask these alone (hpZ of ZeRO++).
-        secondary_shard: Option<usize> = None, rules().at_least(2.0).at_most(256.0).when_absent("nothing is kept twice");
+        secondary_shard in sharding.secondary_shard: Option<usize> = None, rules().idle(idle::secondary_shard).at_least(2.0).at_most(256.0).when_absent("nothing is kept twice");
         /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
         /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
-        expert_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
+        expert_parallel in mesh.expert: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Ranks that share each expert's matrices; a divisor of `tensor_parallel`.
-        expert_tensor_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
+        expert_tensor_parallel in mesh.expert_tensor: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Ranks that share each matrix of the model: heads, features and the vocabulary are split over them.
-        tensor_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
+        tensor_parallel in mesh.tensor: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Whether these ranks split what stands between the products by tokens, so that activations shrink with their number.
-        sequence_parallel: bool = false, rules();
+        sequence_parallel in sequence_parallel: bool = false, rules().idle(idle::sequence_parallel);
         /// How they share the linear layers of the blocks: `1d`, each by its columns or its rows (Megatron-LM); `2d`, by blocks of a
         /// square of 4, 9, 16 ... ranks (SUMMA), each row of which has other sequences of a micro-batch.
-        tensor_layout: TensorLayout = TensorLayout::OneDimension, rules();
+        tensor_layout in tensor_layout: TensorDimensions = TensorDimensions::One, rules().idle(idle::tensor_layout);
         /// Chunks of rows in which these ranks exchange values while they multiply others; 1 exchanges all at once, and nothing is
         /// multiplied meanwhile. No bit of the result depends on it.
-        tensor_chunks: Option<usize> = None,
-            rules().at_least(1.0).at_most(64.0).when_absent("1 where these ranks are on one machine, else 4");
+        tensor_chunks in tensor_chunks: Option<usize> = None,
+            rules().idle(idle::tensor_chunks).at_least(1.0).at_most(64.0).when_absent("1 where these ranks are on one machine, else 4");
         /// Ranks that share each sequence: each holds some of its tokens, and what attention needs of the others' goes between them.
-        context_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
+        context_parallel in mesh.context: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// How: with `ring` keys and values go round the ranks, with `all_gather` each rank has all of them for the time of an
         /// attention, with `all_to_all` ranks exchange tokens for heads.
-        context_parallel_method: ContextMethod = ContextMethod::Ring, rules();
+        context_parallel_method in context_method: ContextMethod = ContextMethod::Ring, rules().idle(idle::context_parallel_method);
         /// Ranks that each hold some of the layers; micro-batches go through them one after the other.
-        pipeline_parallel: usize = 1, rules().at_least(1.0).at_most(65536.0);
+        pipeline_parallel in mesh.pipeline: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// What the ranks of a pipeline do in which order: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1`, `zb_v`,
         /// `dualpipe_v`, or a CSV file with a row for each rank, as of `torch.distributed.pipelining` (or such rows themselves,
         /// with a line break after each). No bit of the result depends on it.
-        pipeline_schedule: String = "1f1b".to_owned(), rules();
+        pipeline_schedule in schedule.passes: PassOrder = PassOrder::default(), rules().idle(idle::pipeline);
         /// Stages of each rank of a pipeline. Left out: as many as its schedule has at least.
-        virtual_stages: Option<usize> = None, rules().at_least(1.0).at_most(256.0).when_absent("the schedule's");
+        virtual_stages in schedule.chunks: Option<usize> = None, rules().idle(idle::pipeline).at_least(1.0).at_most(256.0).when_absent("the schedule's");
         /// How many of the model's units (the embedding, each block, the head) every stage of a pipeline has, from the
         /// first on. Left out: so that the stages cost as much as each other.
-        pipeline_stages: Option<Vec<usize>> = None,
-            rules().at_least(1.0).when_absent("even by operations");
+        pipeline_stages in stages: Vec<usize> = Vec::new(),
+            rules().idle(idle::pipeline).at_least(1.0).when_absent("even by operations");
         /// Gradients are summed over the ranks in buckets of so many MiB, while the backward goes on.
-        bucket_mb: f64 = lockstep_plan::DEFAULT_BUCKET_MB, rules().above(0.0).at_most(1e6);
+        bucket_mb in bucket_mb: f64 = lockstep_plan::DEFAULT_BUCKET_MB, rules().above(0.0).at_most(1e6);
+    } {
         /// Steps between comparisons of all ranks' weights; 0 compares them at the start only.
         check_every: u64 = 100, rules();
         /// Seconds that a rank waits for the others before the run ends with an error.
@@ -317,42 +322,45 @@ sections! {
         transport: Transport = Transport::Auto, rules();
         /// How gradients are summed where they go over a network. `tree` keeps the order of additions that shared memory
         /// has, and so its bits; the others give bits of their own, the same on all ranks.
-        all_reduce: AllReduce = AllReduce::Tree, rules();
+        all_reduce: AllReduce = AllReduce::Tree, rules().idle(idle::of_own_transports);
         /// Connections for data between every two ranks that are joined by TCP.
-        tcp_connections: usize = 2, rules().at_least(1.0).at_most(16.0);
+        tcp_connections: usize = 2, rules().idle(idle::of_own_transports).at_least(1.0).at_most(16.0);
         /// Whether what ranks send each other over TCP is encrypted, under keys that each connection's handshake makes. Ranks that share memory send
         /// nothing over a network. No bit of the result depends on it.
-        encrypt: bool = false, rules();
+        encrypt: bool = false, rules().idle(idle::of_own_transports);
+    } in plan {
         /// What a block computes again in its backward to save memory; no bit of the result depends on it. One word for all blocks, or rules by
         /// layer, of which the last one that describes a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every = 2, mode = "full" }] }`
         /// is for every other one of the first twelve. `from` is 0 where it is left out, `to` the last layer, `every` 1.
-        recompute: RecomputeRules = RecomputeRules::default(), rules();
+        recompute in recompute: RecomputeRules = RecomputeRules::default(), rules();
         /// Whether each rank of `tensor_parallel` keeps a slice of the input of every block whose `recompute` is `full`, and all gather it before the
         /// block's backward, instead of each keeping the same. No bit of the result depends on it.
-        partition_activations: bool = false, rules();
+        partition_activations in partition_activations: bool = false, rules().idle(idle::partition_activations);
         /// Where master weights and the optimizer's moments are kept: `disk`, in a file without a name, of which a few windows are
         /// in memory while they are updated. `cpu` is the memory of the machine, which is that of CPU ranks in any case. No bit of
         /// the result depends on it.
-        offload_optimizer as "offload.optimizer": Residence = Residence::None, rules();
+        offload_optimizer as "offload.optimizer" in residence.optimizer: Residence = Residence::Memory, rules().idle(idle::offload_optimizer);
         /// Where gradients are kept, from a unit's backward to the update; those of a table that two layers share stay in memory.
-        offload_gradients as "offload.gradients": Residence = Residence::None, rules();
+        offload_gradients as "offload.gradients" in residence.gradients: Residence = Residence::Memory, rules();
         /// Where the weights are kept that kernels read, from one use of them to the next: those of a unit come while the one before it
         /// computes (`max_live_parameters`, `reshard_after_forward`).
-        offload_parameters as "offload.parameters": Residence = Residence::None, rules();
+        offload_parameters as "offload.parameters" in residence.parameters: Residence = Residence::Memory, rules();
         /// Where what blocks keep from their forward to their backward is: with `disk` it is written behind the forward and read ahead of the backward,
         /// and three blocks' are in memory at a time. What the head keeps stays there.
-        offload_activations as "offload.activations": Residence = Residence::None, rules();
+        offload_activations as "offload.activations" in residence.activations: Residence = Residence::Memory, rules();
         /// Fraction of a rank's model state that is offloaded where `offload.optimizer` is, rounded up to whole units of the model, from the
         /// first on. Activations are offloaded altogether.
-        offload_fraction as "offload.fraction": f64 = 1.0, rules().above(0.0).at_most(1.0);
+        offload_fraction as "offload.fraction" in residence.fraction: f64 = 1.0, rules().idle(idle::offload_fraction).above(0.0).at_most(1.0);
+    } {
         /// The directory of the files, on a disk with room for them.
-        offload_dir as "offload.dir": Option<PathBuf> = None, rules().when_absent("`checkpoint.dir`");
+        offload_dir as "offload.dir": Option<PathBuf> = None, rules().idle(idle::offload_files).when_absent("`checkpoint.dir`");
         /// How they are read and written: by `io_uring` or by `threads`; `auto` takes `io_uring` where the system has it.
-        offload_io as "offload.io": OffloadIo = OffloadIo::Auto, rules();
+        offload_io as "offload.io": OffloadIo = OffloadIo::Auto, rules().idle(idle::offload_files);
+    } in plan {
         /// Which units of the model (the embedding, each block, the head) stand in one flat buffer, whose gradients are summed and whose weights
         /// are gathered together: `block` keeps each by itself, `{ min_parameters = N }` joins those that follow each other until they have so many
         /// parameters, and a list of patterns such as `["model.layers.*"]` joins those that follow each other and are described by one of them.
-        wrap: Wrap = Wrap::Block, rules();
+        wrap in sharding.wrap: Wrap = Wrap::Block, rules().idle(idle::wrap);
     }
     later []
 
@@ -373,7 +381,7 @@ sections! {
         /// How many of the newest checkpoints are kept; 0 keeps all.
         keep: usize = 3, rules();
         /// Keep the checkpoint with the lowest evaluation loss as well, of those that were saved after a step that was evaluated.
-        keep_best: bool = false, rules();
+        keep_best: bool = false, rules().idle(idle::keep_best);
         /// Write checkpoints beside the training, from a copy of the state in memory. Where there is no memory for
         /// it, the training waits for each save.
         in_background as "async": bool = true, rules();
@@ -414,8 +422,4 @@ sections! {
         trace_steps: Option<[u64; 2]> = None, rules().at_least(1.0).when_absent("none");
     }
     later []
-}
-
-fn json<T: Readable>(value: &T) -> Value {
-    serde_json::to_value(value).unwrap_or_default()
 }

@@ -9,6 +9,7 @@ mod check;
 mod choices;
 mod declare;
 pub mod habits;
+mod idle;
 mod keys;
 mod manual;
 mod nearest;
@@ -25,15 +26,12 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{
-    Degrees, Feedback, ParameterRecord, Quantization, Residences, Sharding, WINDOW_ELEMENTS, ZeroStage,
-};
+use lockstep_plan::{Degrees, ParameterRecord, WINDOW_ELEMENTS, ZeroStage};
 use serde_json::Value;
 
 pub use choices::{
-    ContextMethod, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale,
-    OptimizerKind, Precision, QuantizedGradients, QuantizedWeights, ReshardAfterForward, Residence, Rounding,
-    Scaling, ScheduleKind, StatePrecision, TensorLayout, TokenType, Transport,
+    DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OptimizerKind,
+    Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport, named_passes, word_of,
 };
 pub use declare::{Key, Later, Rules, Section};
 pub use keys::{
@@ -42,14 +40,17 @@ pub use keys::{
 };
 pub use manual::configuration_markdown;
 pub use problem::{Origin, Problem, Problems};
+pub(crate) use record::toml_value;
 pub use record::{Difference, Setting};
 pub use schema::configuration_schema;
 pub use sources::{Imported, ImportedFrom};
 pub use value::{DataSource, TokenizerSource, ValueType};
 
+use crate::PlanFile;
 use crate::error::Error;
 use crate::model_name::{NamedModel, find_model};
 use crate::schedule::{Decay, LearningRate};
+pub(crate) use keys::values_of_plan;
 use reader::Reader;
 use sources::Entries;
 
@@ -82,42 +83,47 @@ impl RunConfig {
     /// # Errors
     /// [`Error::ReadConfiguration`] if the file cannot be read, [`Error::Configuration`] with all mistakes.
     pub fn load(path: Option<&Path>, arguments: &[impl AsRef<str>]) -> Result<Self, Error> {
-        Self::load_with(path, &[], arguments)
+        Self::load_with(path, &[], None, arguments)
     }
 
-    /// As [`RunConfig::load`], with values from a configuration of another tool between the file and the arguments.
+    /// As [`RunConfig::load`], with values from a configuration of another tool, and over them a plan, between the file and the arguments.
     ///
     /// # Errors
-    /// As [`RunConfig::load`]; both files say a key, and not the same.
+    /// As [`RunConfig::load`]; if both files say a key, and not the same; [`Error::Plan`] if the plan alone is wrong.
     pub fn load_with(
         path: Option<&Path>,
         imported: &[Imported],
+        plan: Option<&PlanFile>,
         arguments: &[impl AsRef<str>],
     ) -> Result<Self, Error> {
-        Self::load_to(Purpose::Run, path, imported, arguments)
+        Self::load_to(Purpose::Run, path, imported, plan, arguments)
     }
 
     /// As [`RunConfig::load`], for a run that is only planned: its model needs no weights, also where fine-tuning keeps some of them.
     ///
     /// # Errors
     /// As [`RunConfig::load`].
-    pub fn load_to_plan(path: Option<&Path>, arguments: &[impl AsRef<str>]) -> Result<Self, Error> {
-        Self::load_to(Purpose::Plan, path, &[], arguments)
+    pub fn load_to_plan(
+        path: Option<&Path>,
+        plan: Option<&PlanFile>,
+        arguments: &[impl AsRef<str>],
+    ) -> Result<Self, Error> {
+        Self::load_to(Purpose::Plan, path, &[], plan, arguments)
     }
 
     fn load_to(
         purpose: Purpose,
         path: Option<&Path>,
         imported: &[Imported],
+        plan: Option<&PlanFile>,
         arguments: &[impl AsRef<str>],
     ) -> Result<Self, Error> {
-        let Some(path) = path else {
-            return Self::parse_to(purpose, "", "RUN.toml", imported, arguments)?.with_found_model();
-        };
+        let parse = |text: &str, name: &str| Self::parse_to(purpose, text, name, imported, plan, arguments);
+        let Some(path) = path else { return parse("", "RUN.toml")?.with_found_model() };
         let text =
             read_text(path).map_err(|source| Error::ReadConfiguration { path: path.to_owned(), source })?;
         let name = path.display().to_string();
-        Self::parse_to(purpose, &text, &name, imported, arguments)?.with_found_model()
+        parse(&text, &name)?.with_found_model()
     }
 
     /// The run with the preset or the directory that the name of its model means.
@@ -165,7 +171,7 @@ impl RunConfig {
     /// # Errors
     /// All mistakes at once, in the order of the text.
     pub fn parse(text: &str, name: &str, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
-        Self::parse_with(text, name, &[], arguments)
+        Self::parse_with(text, name, &[], None, arguments)
     }
 
     /// As [`RunConfig::parse`], for a run that is only planned.
@@ -173,20 +179,21 @@ impl RunConfig {
     /// # Errors
     /// As [`RunConfig::parse`].
     pub fn parse_to_plan(text: &str, name: &str, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
-        Self::parse_to(Purpose::Plan, text, name, &[], arguments)
+        Self::parse_to(Purpose::Plan, text, name, &[], None, arguments)
     }
 
-    /// As [`RunConfig::parse`], with values from a configuration of another tool between the text and the arguments.
+    /// As [`RunConfig::parse`], with values from a configuration of another tool, and over them a plan, between the text and the arguments.
     ///
     /// # Errors
-    /// As [`RunConfig::parse`]; the text and the other configuration say a key, and not the same.
+    /// As [`RunConfig::parse`]; if the text and the other configuration say a key, and not the same.
     pub fn parse_with(
         text: &str,
         name: &str,
         imported: &[Imported],
+        plan: Option<&PlanFile>,
         arguments: &[impl AsRef<str>],
     ) -> Result<Self, Problems> {
-        Self::parse_to(Purpose::Run, text, name, imported, arguments)
+        Self::parse_to(Purpose::Run, text, name, imported, plan, arguments)
     }
 
     fn parse_to(
@@ -194,6 +201,7 @@ impl RunConfig {
         text: &str,
         name: &str,
         imported: &[Imported],
+        plan: Option<&PlanFile>,
         arguments: &[impl AsRef<str>],
     ) -> Result<Self, Problems> {
         let mut problems = Vec::new();
@@ -206,6 +214,9 @@ impl RunConfig {
         // Values that were to go with a contradicted one would only cause follow-up errors.
         if problems.len() > of_text {
             return Err(Problems::all_of(problems));
+        }
+        if let Some(plan) = plan {
+            entries.add_plan(plan.name(), plan.plan());
         }
         for argument in arguments {
             entries.add_argument(argument.as_ref(), &mut problems);
@@ -286,12 +297,22 @@ impl RunConfig {
     /// # Errors
     /// All that does not fit.
     pub fn with_settings(&self, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
+        self.with_changes(None, arguments)
+    }
+
+    /// The same under a plan, if there is one, and with more `--set` arguments.
+    ///
+    /// # Errors
+    /// All that does not fit.
+    pub fn with_changes(
+        &self,
+        plan: Option<&PlanFile>,
+        arguments: &[impl AsRef<str>],
+    ) -> Result<Self, Problems> {
         let mut problems = Vec::new();
-        let mut entries = Entries::default();
-        for Setting { key, value, origin } in self.settings() {
-            if origin != Origin::Default {
-                entries.add_known(key, value, origin);
-            }
+        let mut entries = self.entries(|_| true);
+        if let Some(plan) = plan {
+            entries.add_plan(plan.name(), plan.plan());
         }
         for argument in arguments {
             entries.add_argument(argument.as_ref(), &mut problems);
@@ -299,18 +320,31 @@ impl RunConfig {
         Self::checked(self.purpose(), entries, problems)
     }
 
+    /// The same under a plan.
+    ///
+    /// # Errors
+    /// All that does not fit.
+    pub fn with_plan(&self, plan: &PlanFile) -> Result<Self, Problems> {
+        self.with_changes(Some(plan), &[""; 0])
+    }
+
+    /// The keys that somebody set, of those that `is_kept`.
+    fn entries(&self, is_kept: impl Fn(&str) -> bool) -> Entries {
+        let mut entries = Entries::default();
+        for Setting { key, value, origin } in self.settings() {
+            if origin != Origin::Default && !value.is_null() && is_kept(&key) {
+                entries.add_known(key, value, origin);
+            }
+        }
+        entries
+    }
+
     /// The same without what a plan sets: `[parallel]` and the micro-batch.
     ///
     /// # Errors
     /// Values that fit only with these.
     pub fn without_plan(&self) -> Result<Self, Problems> {
-        let mut entries = Entries::default();
-        for Setting { key, value, origin } in self.settings() {
-            let is_of_plan = key.starts_with("parallel.") || key == "train.micro_batch";
-            if origin != Origin::Default && !is_of_plan {
-                entries.add_known(key, value, origin);
-            }
-        }
+        let entries = self.entries(|key| !key.starts_with("parallel.") && key != "train.micro_batch");
         Self::checked(self.purpose(), entries, Vec::new())
     }
 
@@ -327,16 +361,28 @@ impl RunConfig {
 
     fn checked(purpose: Purpose, entries: Entries, mut problems: Vec<Problem>) -> Result<Self, Problems> {
         let mut reader = Reader::new(entries, &mut problems);
-        let config = Self::read(&mut reader);
+        let mut config = Self::read(&mut reader);
         reader.refuse_rest();
+        config.pass_over_idle_keys_of_plan();
         check::check(purpose, &config, &mut reader);
         problems.sort_by_key(|problem| match problem.origin {
             Origin::File { line, .. } => (0, line),
-            Origin::Argument(_) => (1, 0),
+            Origin::Plan(_) | Origin::Argument(_) => (1, 0),
             Origin::Default => (2, 0),
         });
         Problems::none_of(problems)?;
         Ok(config)
+    }
+
+    /// Gives keys that a plan sets and that have no effect their defaults: a plan says everything.
+    fn pass_over_idle_keys_of_plan(&mut self) {
+        for key in KEYS.iter() {
+            let is_of_plan = matches!(self.origin(key.name), Origin::Plan(_));
+            if is_of_plan && key.rules.idle.is_some_and(|idle| idle(self).is_some()) {
+                self.reset(key.name);
+                self.origins.remove(key.name);
+            }
+        }
     }
 
     /// Where the value of `key` (`section.key`) came from.
@@ -363,33 +409,12 @@ impl RunConfig {
 
     /// How many ranks there are along each axis.
     pub fn degrees(&self) -> Degrees {
-        let parallel = &self.parallel;
-        Degrees {
-            replicate: parallel.data_parallel_replicate,
-            shard: parallel.data_parallel_shard,
-            expert: parallel.expert_parallel,
-            expert_tensor: parallel.expert_tensor_parallel,
-            context: parallel.context_parallel,
-            tensor: parallel.tensor_parallel,
-            pipeline: parallel.pipeline_parallel,
-        }
-    }
-
-    /// What is on disk.
-    pub fn residences(&self) -> Residences {
-        let parallel = &self.parallel;
-        Residences {
-            optimizer: parallel.offload_optimizer.into(),
-            gradients: parallel.offload_gradients.into(),
-            parameters: parallel.offload_parameters.into(),
-            activations: parallel.offload_activations.into(),
-            fraction: parallel.offload_fraction,
-        }
+        self.plan.mesh
     }
 
     /// Whether everything is in memory.
     pub fn offloads_nothing(&self) -> bool {
-        !self.residences().use_disk()
+        !self.plan.residence.use_disk()
     }
 
     /// Whether saves are written beside the steps, from copies of the state in memory: of what is on disk because memory has no room for it
@@ -400,7 +425,7 @@ impl RunConfig {
 
     /// Returns true if nothing of the model's state is on disk.
     pub(crate) fn has_state_in_memory(&self) -> bool {
-        self.residences().disk_plan(WINDOW_ELEMENTS).is_none()
+        self.plan.residence.disk_plan(WINDOW_ELEMENTS).is_none()
     }
 
     /// The directories of the run's checkpoints, the first of which is `checkpoint.dir`.
@@ -411,40 +436,27 @@ impl RunConfig {
 
     /// Whether anything in `[parallel]` says how a step is split; else the planner is free to.
     pub fn says_how_to_split(&self) -> bool {
-        // How ranks find each other and what they check splits nothing.
-        const BESIDE: [&str; 9] = [
-            "parallel.timeout_s",
-            "parallel.transport",
-            "parallel.tcp_connections",
-            "parallel.encrypt",
-            "parallel.check_every",
-            "parallel.bucket_mb",
-            "parallel.all_reduce",
-            "parallel.offload.dir",
-            "parallel.offload.io",
-        ];
-        let is_of_split = |key: &str| key.starts_with("parallel.") && !BESIDE.contains(&key);
+        let is_of_split = |key: &str| {
+            let is_of_plan = || values_of_plan(&self.plan).iter().any(|(known, _)| *known == key);
+            key.starts_with("parallel.") && key != "parallel.bucket_mb" && is_of_plan()
+        };
         self.origins.iter().any(|(key, origin)| is_of_split(key) && *origin != Origin::Default)
     }
 
     /// ZeRO stage of the run; nothing is sharded where one rank holds all of a copy.
     pub fn zero_stage(&self) -> ZeroStage {
-        if self.owners() == 1 {
-            return ZeroStage::Nothing;
-        }
-        // The key's rules allow no number that is none.
-        ZeroStage::from_number(self.parallel.zero_stage).unwrap_or_default()
+        self.plan.effective_zero_stage()
     }
 
     /// Ranks over which `zero_stage` shards the model's state.
     fn owners(&self) -> usize {
-        self.parallel.data_parallel_shard * self.parallel.context_parallel
+        self.plan.mesh.shard * self.plan.mesh.context
     }
 
     /// Whether `zero_stage` decides what the ranks are for that no other key of `[parallel]` counts: shards, not replicas.
     pub fn leaves_shards_open(&self) -> bool {
         let is_open = |key| self.origin(key) == Origin::Default;
-        self.parallel.zero_stage > 0
+        self.plan.zero_stage > 0
             && is_open("parallel.data_parallel_shard")
             && is_open("parallel.data_parallel_replicate")
     }
@@ -466,34 +478,13 @@ impl RunConfig {
 
     /// Why `zero_stage` does nothing in this run, and what to write; `None` if it does something, or is not set.
     pub fn idle_zero_stage(&self) -> Option<String> {
-        let stage = self.parallel.zero_stage;
+        let stage = self.plan.zero_stage;
         (stage > 0 && self.owners() == 1).then(|| {
             format!(
-                "parallel.zero_stage = {stage} shards nothing on one rank; start several with --nproc-per-node N, or set \
-                 parallel.data_parallel_shard = N"
+                "plan.zero_stage = {stage} shards nothing on one rank; start several with --nproc-per-node N, or set \
+                 plan.mesh.shard = N"
             )
         })
-    }
-
-    /// What goes between these ranks as small integers.
-    pub fn quantization(&self) -> Quantization {
-        let ParallelConfig { quantize_weights, quantize_gradients, quantize_feedback, .. } = self.parallel;
-        let is_sharded = self.zero_stage() > ZeroStage::Nothing;
-        Quantization {
-            weights: Option::from(quantize_weights).filter(|_| is_sharded),
-            gradients: Option::from(quantize_gradients).filter(|_| is_sharded),
-            feedback: if quantize_feedback { Feedback::Kept } else { Feedback::Dropped },
-        }
-    }
-
-    /// How parameters are shared out.
-    pub fn sharding(&self) -> Sharding {
-        Sharding {
-            reshard_after_forward: self.parallel.reshard_after_forward.into(),
-            max_live_parameters: self.parallel.max_live_parameters,
-            secondary_shard: self.parallel.secondary_shard,
-            wrap: self.parallel.wrap.clone(),
-        }
     }
 
     /// Ranks that work on the same part of the batch: they share a copy of the model, or its sequences.
@@ -504,12 +495,12 @@ impl RunConfig {
 
     /// How many parts a global batch is read in, each by ranks of its own.
     pub fn batch_parts(&self) -> usize {
-        self.parallel.data_parallel_replicate * self.parallel.data_parallel_shard
+        self.plan.mesh.replicate * self.plan.mesh.shard
     }
 
     /// All ranks.
     pub fn ranks(&self) -> usize {
-        self.parallel.data_parallel_replicate * self.ranks_of_a_replica()
+        self.plan.mesh.replicate * self.ranks_of_a_replica()
     }
 
     /// The setting that makes this a run of so many ranks: those that no key counts become shards if `zero_stage` is set, else replicas.
@@ -545,16 +536,7 @@ impl RunConfig {
 
     /// Sequences in one forward and backward.
     pub fn micro_batch(&self) -> usize {
-        let batch = self.train.global_batch / self.batch_parts();
-        let parallel = &self.parallel;
-        // Each row of a square of ranks has whole sequences.
-        let rows = match parallel.tensor_layout {
-            TensorLayout::OneDimension => 1,
-            TensorLayout::TwoDimensions => parallel.tensor_parallel.isqrt(),
-        };
-        let divisors = || (1..=8).rev().filter(|&candidate| batch.is_multiple_of(candidate));
-        let default = || divisors().find(|candidate| candidate.is_multiple_of(rows)).or(divisors().next());
-        self.train.micro_batch.or_else(default).unwrap_or(1)
+        self.plan.micro_batch_of(self.train.global_batch)
     }
 
     /// Steps skipped in a row after which the run goes back to a copy of its state; 0: never.
@@ -621,13 +603,6 @@ impl Default for RunConfig {
     /// What holds when nobody sets anything.
     fn default() -> Self {
         Self::read(&mut Reader::new(Entries::default(), &mut Vec::new()))
-    }
-}
-
-impl ParallelConfig {
-    /// `bucket_mb` in bytes.
-    pub fn bucket_bytes(&self) -> usize {
-        (self.bucket_mb * f64::from(1 << 20)) as usize
     }
 }
 

@@ -20,6 +20,8 @@ pub enum Origin {
     },
     /// A `--set` argument, as it was given.
     Argument(Arc<str>),
+    /// A plan, by its file or by what messages call it.
+    Plan(Arc<str>),
 }
 
 impl fmt::Display for Origin {
@@ -28,6 +30,7 @@ impl fmt::Display for Origin {
             Self::Default => f.write_str("default"),
             Self::File { name, line } => write!(f, "{name}:{line}"),
             Self::Argument(text) => write!(f, "--set {text}"),
+            Self::Plan(name) => f.write_str(name),
         }
     }
 }

@@ -36,9 +36,13 @@ impl<'p> Reader<'p> {
             Some(Answer::Is(ours)) => Value::from(ours),
             _ => value,
         };
+        let value_type = rules.narrowed(T::TYPE);
         let misfit = match T::read(&value) {
+            Ok(_) if !value_type.has_word(&value) => {
+                Misfit { what: format!("is the string {value}"), allowed: value_type.to_string() }
+            }
             Ok(read) if read.numbers().into_iter().all(|number| rules.admits(number)) => return read,
-            Ok(_) => Misfit { what: format!("is {value}"), allowed: format!("{} {rules}", T::TYPE) },
+            Ok(_) => Misfit { what: format!("is {value}"), allowed: format!("{value_type} {rules}") },
             Err(misfit) => match habit {
                 Some(Answer::Write(sentence)) => Misfit { allowed: sentence.to_owned(), ..misfit },
                 _ => misfit,

@@ -57,7 +57,7 @@ impl fmt::Display for Difference {
 impl RunConfig {
     /// The configuration with everything that follows from it, by section; what a checkpoint stores.
     pub fn to_json(&self) -> Value {
-        let mut json = serde_json::to_value(self).unwrap_or_default();
+        let mut json = self.values();
         let rate = self.learning_rate();
         json["train"]["micro_batch"] = self.micro_batch().into();
         json["optimizer"]["betas"] = json!(self.optimizer.betas());
@@ -155,7 +155,7 @@ impl RunConfig {
 }
 
 /// A value as TOML writes it on one line; none of what TOML has no word for.
-fn toml_value(value: &Value) -> Option<String> {
+pub(crate) fn toml_value(value: &Value) -> Option<String> {
     Some(match value {
         Value::Null => return None,
         Value::Array(values) => {

@@ -6,11 +6,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use lockstep_plan::Plan;
 use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::habits::{self, Answer};
-use super::keys::{ALIASES, KEYS, MODEL_SOURCES, SECTIONS};
+use super::keys::{ALIASES, KEYS, MODEL_SOURCES, SECTIONS, values_of_plan};
 use super::nearest::{all_sections, nearest_key, nearest_section};
 use super::problem::{Origin, Problem};
 use super::value::shortened;
@@ -111,6 +112,21 @@ impl Entries {
                 problems.push(Problem::new(origin, key, what, allowed));
             }
             Some(_) => {}
+        }
+    }
+
+    /// Adds what a plan says, over what a document says of the same keys. What `name` calls it stands in messages.
+    pub(super) fn add_plan(&mut self, name: &str, plan: &Plan) {
+        let mut plan = plan.clone();
+        if plan.mesh.shard * plan.mesh.context == 1 {
+            // Nothing is sharded, so that nothing travels to owners.
+            (plan.quantize_weights, plan.quantize_gradients) = (None, None);
+        }
+        for (key, value) in values_of_plan(&plan) {
+            match value {
+                Value::Null => drop(self.0.remove(key)),
+                value => self.add_known(key.to_owned(), value, Origin::Plan(name.into())),
+            }
         }
     }
 

@@ -57,6 +57,16 @@ impl ValueType {
     }
 }
 
+impl ValueType {
+    /// Returns false for a word that is not one of a choice.
+    pub(super) fn has_word(self, value: &Value) -> bool {
+        match (self, value.as_str()) {
+            (Self::Choice { allowed, .. }, Some(word)) => allowed.contains(&word),
+            _ => true,
+        }
+    }
+}
+
 impl fmt::Display for ValueType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -101,6 +111,11 @@ pub(super) trait Readable: Serialize + Sized {
 
     /// Reads it, or says why not.
     fn read(value: &Value) -> Result<Self, Misfit>;
+
+    /// The value as TOML and JSON have it.
+    fn to_value(&self) -> Value {
+        serde_json::to_value(self).unwrap_or_default()
+    }
 
     /// The numbers in it, to be held against the key's range.
     fn numbers(&self) -> Vec<f64> {
@@ -172,6 +187,19 @@ impl Readable for usize {
 
     fn numbers(&self) -> Vec<f64> {
         vec![*self as f64]
+    }
+}
+
+impl Readable for u8 {
+    const TYPE: ValueType = ValueType::Integer;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        // The key's range refuses what does not fit.
+        u64::read(value).map(|number| Self::try_from(number).unwrap_or(Self::MAX))
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        vec![f64::from(*self)]
     }
 }
 

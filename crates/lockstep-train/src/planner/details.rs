@@ -116,11 +116,11 @@ impl Planner {
         let (numbers, software) = (layout.stages_of(rank), self.cluster.software);
         if software == Software::Lockstep {
             let stages = layout.of_rank(rank, recording.work.units());
-            let are_on_disk = found.config.residences().have_activations_on_disk();
+            let are_on_disk = found.config.plan.residence.have_activations_on_disk();
             return recording.profile.held_activations(&stages, numbers, are_on_disk);
         }
         let kept = |unit: usize| {
-            let recompute = found.config.parallel.recompute.of(unit.saturating_sub(1));
+            let recompute = found.config.plan.recompute.of(unit.saturating_sub(1));
             kept_elsewhere(&recording.work, unit, recompute, software) as usize
         };
         let of_stage = |stage: usize| {

@@ -1,6 +1,7 @@
 //! The evaluation of a configuration: its memory on every rank, its step and its saves.
 
 use lockstep_plan::cluster::{NodeKind, Software};
+use lockstep_plan::gathering::ReshardAfterForward;
 use lockstep_plan::predict::{
     PlanShape, Saves, SlowDevice, StepPrediction, TimedModel, data_stall_s, predict_step, predict_step_ms,
 };
@@ -8,7 +9,6 @@ use lockstep_plan::search::Rejection;
 use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{MemoryBytes, MemoryCategory, Plan, RankTraffic, StatePlan, ZeroStage, predicted};
 
-use crate::config::ReshardAfterForward;
 use crate::planner::Planner;
 use crate::planner::evaluated::Evaluated;
 use crate::planner::layout::Layout;
@@ -148,7 +148,7 @@ impl Planner {
             micro_batches: layout.micro_batches,
             schedule: layout.schedule.as_deref(),
             stages: &layout.stages,
-            gathers_once: self.config.parallel.reshard_after_forward == ReshardAfterForward::Never,
+            gathers_once: self.config.plan.sharding.reshard_after_forward == ReshardAfterForward::Never,
             slow: None,
             traffic,
         }

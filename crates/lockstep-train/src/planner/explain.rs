@@ -6,9 +6,7 @@ use std::collections::HashSet;
 use lockstep_plan::predict::StepPrediction;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
-use lockstep_plan::{
-    ContextMethod, Degrees, PipelineSchedule, Plan, Recompute, Residence, Residences, ZeroStage,
-};
+use lockstep_plan::{ContextMethod, Degrees, Plan, Recompute, Residence, Residences, ZeroStage};
 
 use crate::planner::{Evaluated, Planner};
 use crate::{RunConfig, human};
@@ -140,11 +138,11 @@ pub fn mesh_in_words(degrees: &Degrees) -> String {
 
 /// Returns the schedule with the stages of each rank; `None` without a pipeline.
 pub fn schedule_in_words(plan: &Plan) -> Option<String> {
-    match &plan.schedule {
+    match plan.schedule.kind() {
         _ if plan.mesh.pipeline == 1 => None,
-        PipelineSchedule::Published { kind, chunks: 1 } => Some(kind.name().to_owned()),
-        PipelineSchedule::Published { kind, chunks } => Some(format!("{} × {chunks}", kind.name())),
-        PipelineSchedule::Rows(_) => Some("of a file".to_owned()),
+        Some((kind, 1)) => Some(kind.name().to_owned()),
+        Some((kind, chunks)) => Some(format!("{} × {chunks}", kind.name())),
+        None => Some("of a file".to_owned()),
     }
 }
 

@@ -8,7 +8,7 @@ use lockstep_plan::gathering::RankPasses;
 use lockstep_plan::predict::{TimedModel, slowest_kind};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::Candidate;
-use lockstep_plan::{Axis, Mesh, Offload, Plan, Recompute, StageMemory, split_quickly};
+use lockstep_plan::{Axis, Mesh, PassOrder, PipelineSchedule, Plan, Recompute, StageMemory, split_quickly};
 
 use crate::planner::Planner;
 use crate::planner::trial::shortened;
@@ -74,27 +74,17 @@ impl Planner {
             recompute: _,
             offload,
         } = *candidate;
-        config.train.micro_batch = Some(micro_batch);
-        let parallel = &mut config.parallel;
-        parallel.data_parallel_replicate = degrees.replicate;
-        parallel.data_parallel_shard = degrees.shard;
-        parallel.zero_stage = usize::from(zero_stage.number());
-        parallel.tensor_parallel = degrees.tensor;
-        parallel.sequence_parallel = sequence_parallel;
-        parallel.context_parallel = degrees.context;
-        parallel.context_parallel_method = context_method.into();
-        parallel.expert_parallel = degrees.expert;
-        parallel.expert_tensor_parallel = degrees.expert_tensor;
-        parallel.pipeline_parallel = degrees.pipeline;
-        parallel.pipeline_schedule = kind.name().to_owned();
-        parallel.virtual_stages = (degrees.pipeline > 1).then_some(chunks);
-        parallel.pipeline_stages = None;
+        let plan = &mut config.plan;
+        plan.mesh = degrees;
+        plan.micro_batch = Some(micro_batch);
+        plan.zero_stage = zero_stage.number();
+        plan.sequence_parallel = sequence_parallel;
+        plan.context_method = context_method;
+        let chunks = (degrees.pipeline > 1).then_some(chunks);
+        plan.schedule = PipelineSchedule { passes: PassOrder::Published(kind), chunks };
+        plan.stages = Vec::new();
         if !offload.is_nothing() {
-            let Offload { optimizer, gradients, parameters, activations } = offload;
-            parallel.offload_optimizer = optimizer.into();
-            parallel.offload_gradients = gradients.into();
-            parallel.offload_parameters = parameters.into();
-            parallel.offload_activations = activations.into();
+            plan.residence = offload.of_fraction(plan.residence.fraction);
         }
         config
     }

@@ -32,7 +32,7 @@ impl Planner {
             let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
             let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages: &stages };
             let elements = |unit| work.unit(unit).elements();
-            let forgotten = |unit: usize| config.parallel.recompute.of(unit.saturating_sub(1));
+            let forgotten = |unit: usize| config.plan.recompute.of(unit.saturating_sub(1));
             let kept = |unit| kept_elsewhere(work, unit, forgotten(unit), self.cluster.software);
             return Ok(memory_elsewhere(holding, elements, kept));
         }
@@ -46,7 +46,7 @@ impl Planner {
 
     /// Residences of a configuration's state on these machines: for ranks on CPUs host memory is their own.
     pub(super) fn residences_of(&self, config: &RunConfig) -> Residences {
-        let residences = config.residences();
+        let residences = config.plan.residence;
         if self.is_host() { residences.on_cpu() } else { residences }
     }
 
@@ -57,7 +57,7 @@ impl Planner {
 
     /// The recording of a configuration whose blocks recompute by its rules.
     pub(super) fn recording_of(&mut self, config: &RunConfig, mesh: &Mesh) -> Rc<Recording> {
-        let (rules, software) = (config.parallel.recompute, self.cluster.software);
+        let (rules, software) = (config.plan.recompute, self.cluster.software);
         self.recordings.by_layer(config, &self.model, mesh, &rules, software)
     }
 

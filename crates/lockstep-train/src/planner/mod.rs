@@ -206,7 +206,7 @@ impl Planner {
         Space {
             facts: Facts { world_size: devices, ..facts },
             devices_of_a_node: of_a_node.min(devices),
-            micro_batch: self.config.train.micro_batch,
+            micro_batch: self.config.plan.micro_batch,
             tries_whole_tokens: self.is_host(),
             context_methods: self.context_methods(),
             shares_state: self.config.optimizer.kind != OptimizerKind::Muon,
@@ -222,7 +222,7 @@ impl Planner {
 
     /// Returns the context-parallel methods that the run leaves open: all, or the one that it names.
     fn context_methods(&self) -> Vec<ContextMethod> {
-        let own = self.config.parallel.context_parallel_method.into();
+        let own = self.config.plan.context_method;
         if self.config.origin("parallel.context_parallel_method") != Origin::Default {
             return vec![own];
         }

@@ -391,6 +391,6 @@ fn of_micro_batches(traffic: &[RankTraffic], whole: &Layout, part: &Layout) -> V
 /// A run with so many of the parts of its state offloaded.
 fn with_parts(config: &RunConfig, offloaded: usize, parts: usize) -> RunConfig {
     let mut config = config.clone();
-    config.parallel.offload_fraction = offloaded as f64 / parts as f64;
+    config.plan.residence.fraction = offloaded as f64 / parts as f64;
     config
 }

@@ -1,8 +1,9 @@
 //! Remedies for a given plan that does not fit: the fewest changes to it with which it would, and the best plan for the same machines.
 
-use lockstep_plan::Recompute;
 use lockstep_plan::search::{Observer, Progress};
+use lockstep_plan::{Plan, Recompute};
 
+use crate::plan_file::settings_between;
 use crate::planner::{Advice, Evaluated, Planner};
 use crate::{PlanFile, RunConfig};
 
@@ -80,9 +81,12 @@ impl Planner {
     /// Another plan by the keys in which it differs from the run's own, or by none if keys that the run sets do not go with it.
     fn as_remedy(&mut self, other: Evaluated) -> Option<Remedy> {
         let (given, _) = self.described(&self.config).ok()?;
-        let given = PlanFile::unwritten(given, "");
-        let mut settings = PlanFile::unwritten(other.plan.clone(), "").settings().to_vec();
-        settings.retain(|setting| !given.settings().contains(setting));
+        let under = |plan: &Plan| {
+            self.config.with_plan(&PlanFile::unwritten(plan.clone(), "")).map(|config| config.plan).ok()
+        };
+        let settings = under(&given)
+            .zip(under(&other.plan))
+            .map_or_else(Vec::new, |(given, other)| settings_between(&given, &other));
         let changed = self.changed(&settings).filter(|evaluated| evaluated.fits);
         Some(match changed {
             Some(evaluated) => Remedy { settings, evaluated },
@@ -93,14 +97,14 @@ impl Planner {
 
 /// Changes that take less memory, by kind: recomputation, sharding, micro-batch. Each is the keys that make it.
 fn choices_of(config: &RunConfig) -> Vec<Vec<Vec<String>>> {
-    let parallel = &config.parallel;
+    let plan = &config.plan;
     let recompute: Vec<Vec<String>> = [Recompute::Selective, Recompute::Full]
         .into_iter()
-        .filter(|mode| parallel.recompute != (*mode).into() && parallel.recompute != Recompute::Full.into())
+        .filter(|mode| plan.recompute != (*mode).into() && plan.recompute != Recompute::Full.into())
         .map(|mode| vec![format!("parallel.recompute={}", mode.word())])
         .collect();
-    let replicas = parallel.data_parallel_replicate;
-    let are_sharded = parallel.data_parallel_shard * parallel.context_parallel > 1;
+    let replicas = plan.mesh.replicate;
+    let are_sharded = plan.mesh.shard * plan.mesh.context > 1;
     let stages = (config.zero_stage().number() + 1..=3).map(|stage| format!("parallel.zero_stage={stage}"));
     let sharding: Vec<Vec<String>> = match are_sharded {
         true => stages.map(|stage| vec![stage]).collect(),

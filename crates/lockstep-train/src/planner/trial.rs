@@ -85,9 +85,10 @@ impl Planner {
     /// The keys of a candidate as it was tried.
     pub(super) fn configured(&self, candidate: &Candidate, trial: &Trial) -> Option<RunConfig> {
         let mut config = self.keys_of(candidate);
-        config.parallel.recompute = self.rules(candidate, trial.count)?;
+        config.plan.recompute = self.rules(candidate, trial.count)?;
         let Layout { schedule, stages, .. } = &trial.layout;
-        config.parallel.pipeline_stages = schedule.is_some().then(|| stages.iter().map(Range::len).collect());
+        config.plan.stages =
+            if schedule.is_some() { stages.iter().map(Range::len).collect() } else { Vec::new() };
         Some(config)
     }
 
@@ -163,7 +164,7 @@ impl Planner {
         };
         if zero_stage == ZeroStage::Parameters {
             let live = at_once(|elements| elements.all);
-            let live = self.config.parallel.max_live_parameters.map_or(live, |limit| limit.min(live));
+            let live = self.config.plan.sharding.max_live_parameters.map_or(live, |limit| limit.min(live));
             bytes[MemoryCategory::Communication] += live * dtype.size_bytes();
         }
         if zero_stage >= ZeroStage::Gradients {

@@ -121,7 +121,7 @@ impl Saver {
             false if ranks.is_first() => Ranks::alone(),
             false => return Ok(None),
         };
-        let Quantization { gradients, feedback, .. } = config.quantization();
+        let Quantization { gradients, feedback, .. } = config.plan.quantization();
         let keeps_residual = gradients.is_some() && feedback == Feedback::Kept;
         let in_background = config.saves_from_copies();
         let has_part = ranks.is_of_first_copy() || keeps_residual;

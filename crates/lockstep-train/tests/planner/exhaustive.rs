@@ -143,7 +143,7 @@ fn outcome(model: &Model, cluster: &Cluster, objective: Objective) -> Option<Out
         );
         return None;
     };
-    let rules = found.value.config.parallel.recompute;
+    let rules = found.value.config.plan.recompute;
     Some(Outcome {
         ratio: found.objective / least,
         candidates: candidates.len(),

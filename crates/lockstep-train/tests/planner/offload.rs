@@ -48,12 +48,8 @@ fn what_does_not_is_as_fast_as_any_way_to_put_it_on_disk() {
             for recompute in ["none", "selective", "full"] {
                 for part in 1..=16 {
                     let mut other = config(&[&format!("parallel.recompute={recompute}")]);
-                    other.train.micro_batch = Some(best.plan.micro_batch);
-                    other.parallel.offload_optimizer = on_disk.optimizer.into();
-                    other.parallel.offload_gradients = on_disk.gradients.into();
-                    other.parallel.offload_parameters = on_disk.parameters.into();
-                    other.parallel.offload_activations = on_disk.activations.into();
-                    other.parallel.offload_fraction = f64::from(part) / 16.0;
+                    other.plan.micro_batch = best.plan.micro_batch;
+                    other.plan.residence = on_disk.of_fraction(f64::from(part) / 16.0);
                     let other = planner.evaluate(&other).expect("a plan for one rank");
                     if other.fits && other.step.step_ms < least_ms {
                         (least_ms, least) = (other.step.step_ms, Some(other.plan));
@@ -224,10 +220,10 @@ fn the_fraction_is_the_smallest_that_fits() {
             compared += 1;
             let mut fits = |parts: u32| {
                 let mut other = config.clone();
-                other.parallel.offload_fraction = f64::from(parts) / 32.0;
+                other.plan.residence.fraction = f64::from(parts) / 32.0;
                 planner.evaluate(&other).expect("a valid plan").fits
             };
-            let found = (config.parallel.offload_fraction * 32.0).round() as u32;
+            let found = (config.plan.residence.fraction * 32.0).round() as u32;
             if !fits(found) || (found > 1 && fits(found - 1)) {
                 wrong.push(format!("{found} parts of {candidate:?}"));
             }

@@ -144,7 +144,7 @@ impl Predicted {
             } else {
                 ""
             },
-            config.parallel.recompute,
+            config.plan.recompute,
             config.train.precision.word(),
             config.micro_batch(),
         );
@@ -259,7 +259,7 @@ fn remedy_in_words(Remedy { settings, evaluated }: &Remedy) -> String {
             "{}, ZeRO {}, micro-batches of {}, without --plan and keys of parallel",
             mesh_in_words(&evaluated.plan.mesh),
             evaluated.plan.zero_stage,
-            evaluated.plan.micro_batch
+            evaluated.config.micro_batch()
         ),
         false => settings.join(" "),
     };

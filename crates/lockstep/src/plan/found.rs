@@ -264,7 +264,7 @@ fn print(searched: &Searched, planner: &Planner, stopped: Option<Stop>) {
             index + 1,
             mesh_of(plan),
             plan.zero_stage,
-            plan.micro_batch,
+            found.value.config.micro_batch(),
             schedule_in_words(plan).unwrap_or_else(|| "-".to_owned()),
             recompute_in_words(plan),
             human::step_time(step.step_ms),

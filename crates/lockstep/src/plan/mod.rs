@@ -121,9 +121,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Ok(ExitCode::SUCCESS);
     }
     let file = arguments.planned.plan()?;
-    let settings = [arguments.settings()?, arguments.planned.settings_with(file.as_ref())].concat();
-    let config = RunConfig::load_to_plan(arguments.planned.run.as_deref(), &settings)
-        .map_err(|error| Arguments::not_loaded(blamed(file.as_ref(), error)))?;
+    let settings = [arguments.settings()?, arguments.planned.settings.clone()].concat();
+    let load = |settings: &[String]| {
+        RunConfig::load_to_plan(arguments.planned.run.as_deref(), file.as_ref(), settings)
+    };
+    let config = load(&settings).map_err(|error| Arguments::not_loaded(blamed(file.as_ref(), error)))?;
     let is_given = file.is_some() || config.says_how_to_split();
     let open = arguments.open_ranks(&config)?;
     let ranks = if is_given { open.unwrap_or(config.ranks()) } else { 1 };
@@ -139,8 +141,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         false => {
             let assumed = assumed.iter().map(|assumption| assumption.setting.clone());
             let settings: Vec<String> = assumed.chain(settings).chain(shards).collect();
-            RunConfig::load_to_plan(arguments.planned.run.as_deref(), &settings)
-                .map_err(|error| blamed(file.as_ref(), error))?
+            load(&settings).map_err(|error| blamed(file.as_ref(), error))?
         }
     };
     let planner = Planner::new(config.clone(), cluster, arguments.objective.into())?;

@@ -14,8 +14,9 @@ use super::attempts::Attempts;
 use super::restarts::Policy;
 use super::{Arguments, CHOSEN_VARIABLE};
 use crate::error_file;
-use crate::exit::Failure;
+use crate::exit::{FAILED, Failure};
 use crate::launching::{First, Launching};
+use crate::planned::HandedPlan;
 use crate::ranks;
 
 /// The command as the launcher of its own ranks.
@@ -119,11 +120,14 @@ impl Launcher<'_> {
                 (ranks::Start::here(all, config.parallel.transport.into())?, output)
             }
         };
-        // A rank that is given the keys of a plan chooses none.
-        let keys = plan.map_or(&[][..], PlanFile::settings);
+        // A rank that is handed a plan chooses none.
+        let plan = plan.map(HandedPlan::new).transpose().map_err(|error| Failure {
+            message: format!("cannot hand the plan to the ranks: {error}"),
+            code: FAILED,
+        })?;
         Ok(Some(ranks::Start {
             environment: chosen.map(|chosen| (CHOSEN_VARIABLE.into(), chosen.into())).into_iter().collect(),
-            arguments: keys.iter().flat_map(|key| ["--set".into(), key.into()]).collect(),
+            plan,
             output,
             records: Some(records),
             elastic: Elastic {

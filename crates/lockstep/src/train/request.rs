@@ -59,7 +59,7 @@ impl<'a> Request<'a> {
         }
         let ranks = match self.started.or(self.launching.ranks) {
             Some(ranks) => ranks,
-            None => self.load(&self.settings(None))?.ranks(),
+            None => self.load(None, &self.settings())?.ranks(),
         };
         let options = Options { ranks: Some(ranks), auto: AutoValues::OfTheRun };
         import::read(Format::DeepSpeed, path, options).map(Some)
@@ -78,22 +78,22 @@ impl<'a> Request<'a> {
         self.arguments.planned.run.is_none() && self.resumed_run().is_none()
     }
 
-    /// Settings of a plan, and after them, so that they win, those of the user.
-    fn settings(&self, plan: Option<&PlanFile>) -> Vec<String> {
-        let mut settings = self.arguments.planned.settings_with(plan);
+    /// The settings of the user.
+    fn settings(&self) -> Vec<String> {
+        let mut settings = self.arguments.planned.settings.clone();
         settings.extend(self.arguments.steps.map(|steps| format!("train.steps={steps}")));
         settings
     }
 
-    /// The run, with some keys set.
-    fn load(&self, settings: &[String]) -> Result<RunConfig, Error> {
+    /// The run under a plan, if there is one, with some keys set.
+    fn load(&self, plan: Option<&PlanFile>, settings: &[String]) -> Result<RunConfig, Error> {
         let imported: Vec<Imported> = self.import.as_ref().map_or(Vec::new(), import::values);
         match (&self.arguments.planned.run, self.resumed_run()) {
-            (Some(path), _) => RunConfig::load_with(Some(path), &imported, settings),
-            (None, Some(checkpoint)) => run_of_checkpoint(checkpoint, settings),
+            (Some(path), _) => RunConfig::load_with(Some(path), &imported, plan, settings),
+            (None, Some(checkpoint)) => run_of_checkpoint(checkpoint, plan, settings),
             (None, None) => {
                 let text = demonstration(settings);
-                RunConfig::parse_with(text, "the built-in demonstration", &imported, settings)?
+                RunConfig::parse_with(text, "the built-in demonstration", &imported, plan, settings)?
                     .with_found_model()
             }
         }
@@ -102,15 +102,15 @@ impl<'a> Request<'a> {
     /// The configuration of the run. Unless it says otherwise, the ranks that are started are as many replicas as they make; before they
     /// are, `--nproc-per-node` says how many.
     pub(super) fn configuration(&self, plan: Option<&PlanFile>) -> Result<RunConfig, Failure> {
-        let mut settings = self.settings(plan);
-        let config = self.load(&settings).map_err(|error| blamed(plan, error))?;
+        let mut settings = self.settings();
+        let config = self.load(plan, &settings).map_err(|error| blamed(plan, error))?;
         let Some(ranks) = self.started.or(self.launching.ranks) else { return Ok(config) };
         let found = config.ranks();
         // A checkpoint's own number of ranks gives way as well.
         let gives_way = self.resumed_run().is_some() && found != ranks;
         if config.origin(REPLICAS) == Origin::Default || gives_way {
             settings.push(config.setting_for_ranks(ranks)?);
-            return Ok(self.load(&settings)?);
+            return Ok(self.load(plan, &settings)?);
         }
         if found != ranks && self.started.is_none() && !self.arguments.nodes.are_several(self.launching) {
             let message = match config.ranks_of_a_replica() {
@@ -127,7 +127,7 @@ impl<'a> Request<'a> {
     /// The plan of a run on this machine whose file does not say how to split it, and in words why it is this one; `None` where the file
     /// says it, or where nothing fits, which has a message of its own.
     pub(super) fn choice(&self) -> Result<Option<(PlanFile, String)>, Failure> {
-        let config = self.load(&self.settings(None))?;
+        let config = self.load(None, &self.settings())?;
         if config.says_how_to_split() || config.parallel.transport == Transport::Mpi {
             return Ok(None);
         }
@@ -136,7 +136,7 @@ impl<'a> Request<'a> {
         };
         let words = match reason {
             Reason::Checkpoint(path) => {
-                let planned = config.with_settings(plan.settings()).map_err(Error::from)?;
+                let planned = config.with_plan(&plan).map_err(Error::from)?;
                 format!("plan\t{}, as {}", plan_in_words(&planned), path.display())
             }
             Reason::Search { chosen, rival, candidates, ms, doubt } => {
@@ -213,13 +213,13 @@ fn found_checkpoint(path: &Path) -> Result<std::path::PathBuf, Failure> {
     Err(Failure { message, ..failure })
 }
 
-/// The configuration of the run that wrote a checkpoint, with some keys set.
-fn run_of_checkpoint(path: &Path, settings: &[String]) -> Result<RunConfig, Error> {
+/// The configuration of the run that wrote a checkpoint, under a plan, if there is one, and with some keys set.
+fn run_of_checkpoint(path: &Path, plan: Option<&PlanFile>, settings: &[String]) -> Result<RunConfig, Error> {
     let checkpoint = Checkpoint::open(path)?;
     let Some(run) = checkpoint.manifest().config.get("run") else {
         return Err(Error::NoRunToResume { path: path.to_owned() });
     };
-    Ok(RunConfig::stored(run, &path.display().to_string())?.with_settings(settings)?)
+    Ok(RunConfig::stored(run, &path.display().to_string())?.with_changes(plan, settings)?)
 }
 
 #[cfg(test)]

@@ -414,7 +414,7 @@ fn a_plan_with_state_in_host_memory_is_read_back_as_the_same_plan() {
     let question = ["plan", "--model", "llama3-70b", "--cluster", "h100x16", "--limit", "20s", "--json"];
     let found = workshop.run(&[&question[..], &["-o", "plan.json"]].concat()).json();
     let file: Value = serde_json::from_slice(&workshop.read("plan.json")).unwrap();
-    assert_eq!(file["residence"]["optimizer"], "host", "{file}");
+    assert_eq!(file["residence"]["optimizer"], "cpu", "{file}");
     let again = workshop.run(&[&question[..], &["--plan", "plan.json"]].concat());
     assert!(again.stderr.is_empty(), "{again:?}");
     let again = again.json();

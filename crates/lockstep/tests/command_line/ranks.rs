@@ -269,7 +269,7 @@ fn a_plan_file_that_does_not_fit_is_refused_before_any_rank_starts() {
         &["tensor 4 does not divide the 2 attention heads", "the stages have 3 units and the model 4"],
     );
     run(r#""mesh": { "pipeline": 2 }, "stages": [2, 2]"#, &["--set", "parallel.pipeline_stages=[1, 3]"])
-        .refuses(2, &["stages is [2,2] in the plan, and the run's keys say [1,3]"]);
+        .refuses(2, &["pipeline_stages is [2,2] in the plan, and --set says [1,3]"]);
     run(r#""mesh": { "pipeline": 2 }, "stages": [2, 2]"#, &["--nproc-per-node", "3"])
         .refuses(2, &["--nproc-per-node is 3", "for 2 ranks"]);
     let forgets = r#""mesh": { "pipeline": 2 }, "stages": [2, 2],

@@ -13,8 +13,8 @@ mod traffic;
 
 use std::fmt::Write;
 
+use lockstep_plan::Plan;
 use lockstep_plan::cluster::Cluster;
-use lockstep_plan::{PipelineSchedule, Plan};
 
 use self::svg::{bar, colour, escaped, figure, table};
 use super::{
@@ -247,18 +247,18 @@ fn percent(share: Option<f64>) -> String {
 }
 
 fn plan_in_words(plan: &Plan) -> String {
-    let schedule = match &plan.schedule {
+    let schedule = match plan.schedule.kind() {
         _ if plan.mesh.pipeline == 1 => String::new(),
-        PipelineSchedule::Published { kind, chunks } => {
-            format!(", {} with {} on each rank", kind.name(), human::plural(*chunks, "stage"))
+        Some((kind, chunks)) => {
+            format!(", {} with {} on each rank", kind.name(), human::plural(chunks, "stage"))
         }
-        PipelineSchedule::Rows(_) => ", a schedule from a file".to_owned(),
+        None => format!(", {}", plan.schedule.name()),
     };
     format!(
         "{}{schedule}, ZeRO stage {}, micro-batches of {}, recompute {}",
         mesh_in_words(&plan.mesh),
         plan.zero_stage,
-        plan.micro_batch,
+        plan.micro_batch.unwrap_or(1),
         recompute_in_words(plan)
     )
 }
@@ -267,6 +267,7 @@ fn table_of(ranking: &[Evaluated]) -> String {
     let slowest = ranking.iter().map(|found| found.step.step_ms).fold(0.0, f64::max);
     let row = |(index, found): (usize, &Evaluated)| {
         let (plan, step) = (&found.plan, &found.step);
+        let micro_batch = found.config.micro_batch();
         let of_row = |key: &str| format!("/ranking/{index}/{key}");
         let share = step.step_ms / slowest.max(f64::MIN_POSITIVE);
         let looks = format!("height:5px;margin-top:2px;width:{:.0}%", 100.0 * share);
@@ -288,7 +289,7 @@ fn table_of(ranking: &[Evaluated]) -> String {
         let mut row = vec![
             figure(&of_row("mesh"), plan.mesh, &mesh_in_words(&plan.mesh)),
             figure(&of_row("zero_stage"), plan.zero_stage, &plan.zero_stage.to_string()),
-            figure(&of_row("micro_batch"), plan.micro_batch, &plan.micro_batch.to_string()),
+            figure(&of_row("micro_batch"), micro_batch, &micro_batch.to_string()),
             escaped(&schedule_in_words(plan).unwrap_or_else(|| "none".to_owned())),
             escaped(&recompute_in_words(plan)),
             figure(&of_row("step_ms"), step.step_ms, &human::step_time(step.step_ms))

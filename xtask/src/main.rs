@@ -16,7 +16,7 @@ use std::{fs, io};
 /// The test command of the README, word for word.
 const TEST: &str = "cargo test --workspace";
 
-/// The test of the parity matrix: faults, compiled in, of which each must be noticed.
+/// The test of the parity matrix: faults that are put in from outside, of which each must be noticed.
 const MUTATIONS: &str =
     "cargo test --workspace --features lockstep-testkit/mutations --test mutations -- --nocapture";
 
@@ -35,7 +35,7 @@ cargo xtask soak [PART...]  what takes hours: attacks on whole runs (signals, cr
                     stands (book), mutants of the code of which tests must notice 90 % (mutants)
 cargo xtask golden [--write] [NAME...]  trains and predicts 59 plans and compares losses, gradient norms, weights, booked and
                     predicted bytes and predicted times with the recorded ones; --write records them anew
-cargo xtask mutations  faults put into sums over ranks, each of which a test must notice
+cargo xtask mutations  faults put into what ranks tell each other and record, each of which a test must notice
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md and tables of keys from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration

@@ -22,7 +22,7 @@ use crate::{
 /// Some ranks of the world, in an order of their own. Clones are the same group.
 #[derive(Debug, Clone)]
 pub struct Group {
-    transport: Arc<dyn Transport>,
+    pub(crate) transport: Arc<dyn Transport>,
     /// Of the partition that made it.
     index: usize,
     rank: usize,

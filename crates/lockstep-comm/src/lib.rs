@@ -19,6 +19,8 @@ mod deadline;
 pub mod environment;
 mod error;
 mod exchange;
+#[cfg(any(test, feature = "faults"))]
+pub mod faults;
 mod group;
 mod launch;
 mod memory;

@@ -6,7 +6,6 @@
 use std::time::Instant;
 
 use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::RecordedModel;
 
 use crate::{FlatStore, Traffic, shards::Shards};
@@ -40,9 +39,6 @@ impl Arriving {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn begin(&mut self, weights: &mut FlatStore, shards: &Shards) -> Result<(), CommError> {
-        if active(Mutation::WeightsNotGathered) {
-            return Ok(());
-        }
         let begin = Instant::now();
         let deadline = Deadline::after(shards.limit());
         let dtype = weights.dtype();

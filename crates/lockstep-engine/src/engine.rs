@@ -4,7 +4,6 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use lockstep_comm::Metered;
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, BlockShape, Cost, RecomputeRules, Seed, Timeline};
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
@@ -531,7 +530,7 @@ impl Engine {
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
-            if self.speaks_for(id) || active(Mutation::NormCountsCopies) {
+            if self.speaks_for(id) {
                 self.gradients.add_squares(&self.queue, id, &mut sum);
             }
         }

@@ -15,7 +15,6 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::gathering::{Bundled, GatherPlan, Gathering, Gathers, Kept, RankPasses, Sequence, Stay};
 use lockstep_plan::{DType, MemoryCategory, ModelProfile, ParameterId, QuantizedType};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, Ticket, View};
@@ -99,8 +98,6 @@ struct Bundle {
     stretches: Vec<Gatherable>,
     /// Whether neighbours are to keep what comes, or is there, for further gathers of the sequence.
     is_to_be_kept: bool,
-    /// Whether they have kept it before.
-    was_kept: bool,
     /// The first element in the pool of where they are, or will be when they have come.
     start: Option<usize>,
     pending: Vec<Pending>,
@@ -244,7 +241,7 @@ impl Gathered {
             gather.follow_reads(bundle, own, shards, deadline)?;
             let pending = &mut gather.bundles[bundle].pending;
             pending.drain(..).try_for_each(|pending| pending.wait(deadline).map(drop))?;
-            gather.decode(bundle, own);
+            gather.decode(bundle);
             gather.keep_for_neighbours(bundle);
         }
         gather.traffic.exposed += begin.elapsed();
@@ -277,9 +274,6 @@ impl Gather<'_> {
         let Bundle { stretches, start, is_to_be_kept, .. } = &mut self.bundles[stay.bundle];
         *start = Some(stay.start);
         *is_to_be_kept = stay.earlier == 0;
-        if stay.earlier > 0 && active(Mutation::EvictedWeightsRead) {
-            return Ok(());
-        }
         for index in 0..stretches.len() {
             let part = &mut self.bundles[stay.bundle].stretches[index];
             let from_neighbours = stay.earlier > 0 && self.secondary.is_some() && part.secondary.is_some();
@@ -316,6 +310,7 @@ impl Gather<'_> {
     }
 
     /// Begins to gather a stretch of a bundle, if others own parts of it.
+    #[track_caller]
     fn gather(
         &mut self,
         (bundle, index): (usize, usize),
@@ -331,7 +326,7 @@ impl Gather<'_> {
         let (stretch, elements, first) = (*stretch, *elements, start.unwrap_or_default() + *in_bundle);
         let Some(store) = own.store(*kept) else { return Ok(()) };
         let group = shards.gathering(store.stretches()[stretch].summing);
-        let Some(group) = group.filter(|_| !active(Mutation::WeightsNotGathered)) else { return Ok(()) };
+        let Some(group) = group else { return Ok(()) };
         let of_own = store.stretches()[stretch].own.clone();
         let bytes = first * size..(first + elements) * size;
         let neighbours = self.secondary.as_mut().zip(*secondary).filter(|_| from_neighbours);
@@ -374,10 +369,10 @@ impl Gather<'_> {
     }
 
     /// Reads what has come of a bundle as records.
-    fn decode(&mut self, bundle: usize, own: &mut Own<'_>) {
+    fn decode(&mut self, bundle: usize) {
         let Some((kind, records)) = &*self.records else { return };
         let Bundle { stretches, start: Some(start), .. } = &mut self.bundles[bundle] else { return };
-        for Gatherable { kept, stretch, start: in_bundle, elements, is_coded, is_on_disk, .. } in stretches {
+        for Gatherable { start: in_bundle, elements, is_coded, .. } in stretches {
             if !std::mem::take(is_coded) {
                 continue;
             }
@@ -385,26 +380,16 @@ impl Gather<'_> {
             let bytes = kind.bytes(first)..kind.bytes(first + *elements);
             let weights = self.pool.view(self.dtype, first * self.dtype.size_bytes(), [*elements]);
             self.queue.dequantize(*kind, records.view(DType::U8, bytes.start, [bytes.len()]), weights);
-            if active(Mutation::OwnWeightsNotQuantized)
-                && !*is_on_disk
-                && let Some(store) = own.store(*kept)
-            {
-                self.queue
-                    .cast(store.own_of(*stretch), weights.rows(store.stretches()[*stretch].own.clone()));
-            }
         }
     }
 
     /// Keeps this rank's part of what has come from all owners, for the further gathers of its neighbours.
     fn keep_for_neighbours(&mut self, bundle: usize) {
         let Some(secondary) = &self.secondary else { return };
-        let Bundle { stretches, is_to_be_kept, was_kept, start: Some(start), .. } = &mut self.bundles[bundle]
-        else {
+        let Bundle { stretches, is_to_be_kept, start: Some(start), .. } = &mut self.bundles[bundle] else {
             return;
         };
-        if !std::mem::take(is_to_be_kept)
-            || std::mem::replace(was_kept, true) && active(Mutation::SecondaryNotRenewed)
-        {
+        if !std::mem::take(is_to_be_kept) {
             return;
         }
         for stretch in stretches {

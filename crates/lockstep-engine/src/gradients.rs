@@ -9,7 +9,6 @@
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{
     DType, Extent, MemoryCategory, ParameterId, ParameterRecord, Passage, Summing, ZeroStage, exact::ExactSum,
 };
@@ -213,7 +212,7 @@ impl Gradients {
             self.zero_untouched(queue, unit);
         }
         for Tied { output, embedding, .. } in &mut self.tied {
-            if self.units[embedding.table().0] == unit && !active(Mutation::TiedRowsNotAdded) {
+            if self.units[embedding.table().0] == unit {
                 if let Some(part) = self.store.part(*output) {
                     embedding.add_to(queue, part);
                 }
@@ -292,10 +291,8 @@ impl Gradients {
     /// [`EngineError`].
     pub(crate) fn sum_rows(&mut self, unit: usize, reducer: &mut Reducer) -> Result<(), EngineError> {
         let Self { units, tied, .. } = self;
-        for Tied { embedding, summing, .. } in tied
-            .iter_mut()
-            .filter(|tied| units[tied.embedding.table().0] == unit && !active(Mutation::TiedRowsNotSummed))
-        {
+        let of_unit = tied.iter_mut().filter(|tied| units[tied.embedding.table().0] == unit);
+        for Tied { embedding, summing, .. } in of_unit {
             let (rows, bytes) = embedding.gradient_mut();
             reducer.sum(rows, 0..bytes, *summing)?;
         }

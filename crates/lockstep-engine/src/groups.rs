@@ -4,7 +4,6 @@
 use std::{sync::Arc, time::Duration};
 
 use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{GridPeers, Peers};
 use lockstep_plan::{
     Among, Axis, ContextMethod, ContextPlace, ExpertAxis, ExpertPlace, Mesh, ParameterRecord, Quantization,
@@ -101,16 +100,6 @@ impl Places {
                 tensor_rank: experts.coordinate(rank, ExpertAxis::ExpertTensor),
             },
         }
-    }
-}
-
-/// The fault of leaving out what is summed so.
-pub(crate) fn left_out(summing: Summing) -> Mutation {
-    match summing {
-        Summing { among: Among::Experts, .. } => Mutation::ExpertsNotSummed,
-        Summing { among: Among::TensorColumn, .. } => Mutation::ColumnGradientsNotSummed,
-        Summing { summands: 1, .. } => Mutation::ReplicasNotSummed,
-        _ => Mutation::SharedGradientsNotSummed,
     }
 }
 
@@ -291,8 +280,7 @@ impl Groups {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn sum_over_ends(&self, gradient: View<'_>) -> Result<(), CommError> {
-        let world = self.world.as_ref().filter(|_| !active(Mutation::TiedEndsNotSummed));
-        let Some(World { ends: Some(group), options, .. }) = world else { return Ok(()) };
+        let Some(World { ends: Some(group), options, .. }) = &self.world else { return Ok(()) };
         group.all_reduce(gradient, ReduceOp::Sum, Deadline::after(options.limit))
     }
 
@@ -302,8 +290,7 @@ impl Groups {
     /// [`CommError`].
     pub(crate) fn sum_over_model(&self, sum: &ExactSum) -> Result<ExactSum, CommError> {
         let mut words = sum.to_words();
-        let world = self.world.as_ref().filter(|_| !active(Mutation::NormOfOwnShards));
-        if let Some(World { model: Some(group), options, .. }) = world {
+        if let Some(World { model: Some(group), options, .. }) = &self.world {
             group.all_reduce(&mut words[..], ReduceOp::Sum, Deadline::after(options.limit))?;
         }
         Ok(ExactSum::from_words(&words))

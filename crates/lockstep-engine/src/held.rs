@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::ParameterId;
 
 use crate::state::{Contents, residuals_of, tensors_of, tensors_on_disk};
@@ -32,7 +31,6 @@ impl Engine {
         let mut place = kept.start;
         let record = &self.records[id.0];
         for (first, len) in record.share.stretches_of_part(&record.shape, kept) {
-            let first = if active(Mutation::WeightsFromFirstElement) { 0 } else { first };
             for start in (0..len).step_by(PART) {
                 let part = &mut values[..PART.min(len - start)];
                 let record = &self.records[id.0];

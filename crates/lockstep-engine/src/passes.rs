@@ -6,7 +6,6 @@
 use std::{ops::Range, time::Instant};
 
 use lockstep_comm::Lent;
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Seed, Timeline};
 use lockstep_model::RecordedModel;
 use lockstep_plan::schedule::{Message, Pass, PassKind};
@@ -138,19 +137,6 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Work<'_, B> {
     }
 }
 
-impl<B> Work<'_, B> {
-    /// Replaces what has come for a pass from another stage by zeros, if a test of the tests asks for it.
-    fn forget_messages(&self, pass: Pass, place: Place) {
-        let (came, fault) = match pass.kind {
-            PassKind::Forward => (Border::Input, Mutation::ActivationsNotSent),
-            _ => (Border::OutputGradient, Mutation::GradientsNotSentBack),
-        };
-        if active(fault) {
-            self.runner.forget(self.model, self.queue, place, came);
-        }
-    }
-}
-
 impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
     fn load(&mut self, place: Place, micro_batch: usize) {
         let batch = self.batch(micro_batch);
@@ -158,7 +144,6 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
     }
 
     fn run(&mut self, pass: Pass, place: Place) -> Result<(), EngineError> {
-        self.forget_messages(pass, place);
         let (model, queue) = (self.model, self.queue);
         if pass.kind == PassKind::Forward {
             return self.runner.forward_stage(model, place, queue, self.weights, Purpose::Training);

@@ -17,7 +17,6 @@
 use std::ops::Range;
 
 use lockstep_comm::{Collective, CommError, Lent};
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{
     DType, Extent, Feedback, MemoryCategory, ParameterId, ParameterRecord, QUANTIZATION_BLOCK, QuantizedType,
     RecordPassage, Summing,
@@ -240,8 +239,7 @@ impl QuantizedSums {
     fn encode(&self, queue: &dyn Kernels, coded: &Coded, gradients: View<'_>, elements: Range<usize>) {
         let records = coded.records(self.kind, elements.clone());
         let target = self.sent[coded.parity].view(DType::U8, records.start, [records.len()]);
-        let kept =
-            self.residual.as_ref().zip(coded.in_residual).filter(|_| !active(Mutation::ResidualNotAdded));
+        let kept = self.residual.as_ref().zip(coded.in_residual);
         let residual = kept.map(|(residual, stretch)| residual.range_of(stretch, elements));
         queue.quantize(self.kind, gradients, residual, target);
     }

@@ -9,11 +9,10 @@ use std::ops::{Add, Range};
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::{DType, ParameterRecord, Summing, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
-use crate::{GroupOptions, Groups, groups::left_out, shards::Shards};
+use crate::{GroupOptions, Groups, shards::Shards};
 
 /// Buckets end where blocks of the gradient norm do.
 const BUCKET_GRAIN_BYTES: usize = 4096;
@@ -116,8 +115,7 @@ impl Reducer {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: Summing) -> Result<(), CommError> {
-        let group = group_of(&self.groups, summing).filter(|_| !active(Mutation::MarksNotAgreed));
-        let Some(group) = group else { return Ok(()) };
+        let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
         let begin = Instant::now();
         let bytes = bytes_sent(&group, marks.len());
         group.all_reduce(marks, ReduceOp::Max, Deadline::after(self.limit))?;
@@ -131,14 +129,14 @@ impl Reducer {
     ///
     /// # Errors
     /// [`CommError`].
+    #[track_caller]
     pub(crate) fn sum(
         &mut self,
         gradients: &mut Buffer,
         range: Range<usize>,
         summing: Summing,
     ) -> Result<(), CommError> {
-        let group = group_of(&self.groups, summing);
-        let Some(group) = group.filter(|_| !active(left_out(summing))) else { return Ok(()) };
+        let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
         self.all_reduce(&group, gradients, range)
     }
 
@@ -148,6 +146,7 @@ impl Reducer {
     ///
     /// # Errors
     /// [`CommError`].
+    #[track_caller]
     pub(crate) fn sum_stretch(
         &mut self,
         gradients: &mut Buffer,
@@ -157,9 +156,6 @@ impl Reducer {
         let Some(group) = group_of(&self.shards, summing) else {
             return self.sum(gradients, range, summing);
         };
-        if active(Mutation::ShardsNotSummed) {
-            return Ok(());
-        }
         let ranks = group.size() as u64;
         self.traffic.bytes += (ranks - 1) * range.len() as u64 / ranks;
         let (op, counts) = (ReduceOp::Sum, None);
@@ -170,14 +166,14 @@ impl Reducer {
     ///
     /// # Errors
     /// [`CommError`].
+    #[track_caller]
     pub(crate) fn exchange_stretch(
         &mut self,
         collective: Collective<Lent, Lent>,
         len: usize,
         summing: Summing,
     ) -> Result<(), CommError> {
-        let group = group_of(&self.shards, summing).filter(|_| !active(Mutation::ShardsNotSummed));
-        let Some(group) = group else { return Ok(()) };
+        let Some(group) = group_of(&self.shards, summing) else { return Ok(()) };
         let ranks = group.size() as u64;
         self.traffic.bytes += (ranks - 1) * len as u64 / ranks;
         self.begin(&group, collective)
@@ -185,7 +181,7 @@ impl Reducer {
 
     /// How many replicas there are, where ranks share anything out, and of which this rank is.
     pub(crate) fn place_among_replicas(&self) -> Option<(usize, usize)> {
-        let group = self.replicas.as_ref().filter(|_| !active(Mutation::OwnedNotSummed))?;
+        let group = self.replicas.as_ref()?;
         Some((group.size(), group.rank()))
     }
 
@@ -193,6 +189,7 @@ impl Reducer {
     ///
     /// # Errors
     /// [`CommError`].
+    #[track_caller]
     pub(crate) fn exchange_owned(
         &mut self,
         collective: Collective<Lent, Lent>,
@@ -209,17 +206,19 @@ impl Reducer {
     ///
     /// # Errors
     /// [`CommError`].
+    #[track_caller]
     pub(crate) fn sum_owned(
         &mut self,
         gradients: &mut Buffer,
         range: Range<usize>,
         summing: Summing,
     ) -> Result<(), CommError> {
-        let is_shared_out = group_of(&self.shards, summing).is_some() && !active(Mutation::OwnedNotSummed);
+        let is_shared_out = group_of(&self.shards, summing).is_some();
         let Some(group) = self.replicas.clone().filter(|_| is_shared_out) else { return Ok(()) };
         self.all_reduce(&group, gradients, range)
     }
 
+    #[track_caller]
     fn all_reduce(
         &mut self,
         group: &Group,
@@ -235,6 +234,7 @@ impl Reducer {
         Ok(())
     }
 
+    #[track_caller]
     fn start(
         &mut self,
         group: &Group,
@@ -245,6 +245,7 @@ impl Reducer {
         self.begin(group, collective(data))
     }
 
+    #[track_caller]
     fn begin(&mut self, group: &Group, collective: Collective<Lent, Lent>) -> Result<(), CommError> {
         let started = Instant::now();
         let is_in_background = group.is_in_background();

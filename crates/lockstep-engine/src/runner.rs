@@ -6,7 +6,6 @@
 use std::cell::Cell;
 
 use lockstep_comm::Lent;
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace, Transits};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
@@ -241,7 +240,7 @@ impl Runner {
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|spool| spool.begin(FrameId::new(place, unit)))?;
             if unit == units.start {
-                self.gather_input(model, place, unit, queue)?;
+                self.gather_input(model, place, unit)?;
             }
             let weights = weights.weights();
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
@@ -323,7 +322,7 @@ impl Runner {
             self.abandons.check()?;
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|spool| spool.bring_back(FrameId::new(place, unit), first))?;
-            self.gather_input(model, place, unit, queue)?;
+            self.gather_input(model, place, unit)?;
             let Stage { slots, outboxes, .. } = &self.stages[place.stage];
             let slot = &slots[place.slot];
             let between = |buffer| boundary(model, buffer);
@@ -375,7 +374,7 @@ impl Runner {
         for unit in (first.max(units.start)..units.end).rev() {
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|spool| spool.bring_back(FrameId::new(place, unit), first))?;
-            self.gather_input(model, place, unit, queue)?;
+            self.gather_input(model, place, unit)?;
             let slot = &self.stages[place.stage].slots[place.slot];
             let weights = weights.weights();
             let parameters =
@@ -402,13 +401,7 @@ impl Runner {
     }
 
     /// Has the input of a unit whole where ranks keep slices of it: in its backward, and in the forward of a stage's first unit.
-    fn gather_input(
-        &self,
-        model: &RecordedModel,
-        place: Place,
-        unit: usize,
-        queue: &dyn Kernels,
-    ) -> Result<(), EngineError> {
+    fn gather_input(&self, model: &RecordedModel, place: Place, unit: usize) -> Result<(), EngineError> {
         let (Some(before), Some(slices)) = (unit.checked_sub(1), &self.slices) else { return Ok(()) };
         let Some(peers) = self.groups.peers().filter(|_| model.slices_output(before)) else { return Ok(()) };
         let Stage { units, slots, .. } = &self.stages[place.stage];
@@ -418,7 +411,7 @@ impl Runner {
         };
         let kept = slices.slice(buffer, offset_bytes);
         let begin = self.timeline.begin();
-        slices.gather(queue, peers, before, kept)?;
+        slices.gather(peers, before, kept)?;
         self.timeline.end(begin, || (Activity::of_step("gather saved input"), Cost::default()));
         Ok(())
     }
@@ -510,20 +503,6 @@ impl Runner {
         );
     }
 
-    /// Replaces what a stage gets across a border, if anything, by zeros: for the test of the tests.
-    pub(crate) fn forget(&self, model: &RecordedModel, queue: &dyn Kernels, place: Place, border: Border) {
-        let Stage { units, slots, .. } = &self.stages[place.stage];
-        let slot = &slots[place.slot];
-        let came = if border == Border::Input {
-            slot.input.as_ref().map(|buffer| message(model, units.start - 1, buffer, 0))
-        } else {
-            slot.output_gradient.as_ref().map(|buffer| boundary(model, buffer))
-        };
-        if let Some(came) = came {
-            queue.zero(came);
-        }
-    }
-
     /// Puts a micro-batch into a slot.
     pub(crate) fn load(&mut self, place: Place, batch: &HostBatch<'_>) {
         let begin = self.timeline.begin();
@@ -551,10 +530,7 @@ impl Runner {
         &self,
         all: &'b [T],
     ) -> impl Iterator<Item = &'b [T]> + Clone + use<'b, T> {
-        let mut place = self.groups.context_place();
-        if active(Mutation::TokensOfFirstContextRank) {
-            place.rank = 0;
-        }
+        let place = self.groups.context_place();
         let sequences = self.host_keys.len() / 2;
         let seq_len = all.len() / sequences.max(1);
         place.stretches(sequences, seq_len).map(move |range| &all[range])

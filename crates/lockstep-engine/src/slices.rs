@@ -12,7 +12,6 @@
 
 use lockstep_comm::CommError;
 use lockstep_graph::Peers;
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{DType, MemoryCategory, StageMemory, TensorPlace};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
@@ -77,17 +76,7 @@ impl Slices {
     ///
     /// # Errors
     /// [`CommError`].
-    pub(crate) fn gather(
-        &self,
-        queue: &dyn Kernels,
-        peers: Peers<'_>,
-        unit: usize,
-        kept: View<'_>,
-    ) -> Result<(), CommError> {
-        if active(Mutation::SlicesNotGathered) {
-            (0..self.ranks).for_each(|rank| queue.cast(kept, self.of_rank(unit, rank)));
-            return Ok(());
-        }
+    pub(crate) fn gather(&self, peers: Peers<'_>, unit: usize, kept: View<'_>) -> Result<(), CommError> {
         peers.gather(kept, self.whole[unit % 2].view(self.dtype, 0, [self.ranks * self.elements]))
     }
 

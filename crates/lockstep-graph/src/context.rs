@@ -16,8 +16,7 @@ use lockstep_plan::{ContextMethod, ContextPlace, DType};
 use lockstep_tensor::{TokenSpan, View};
 
 use crate::{
-    AttentionShape, Peers, Recorder, Ring, Value, mutation::Mutation, operation::Operation,
-    recorder::ValueInfo, replay::Run,
+    AttentionShape, Peers, Recorder, Ring, Value, operation::Operation, recorder::ValueInfo, replay::Run,
 };
 
 /// The ranks that share each sequence, while a block is replayed.
@@ -219,18 +218,14 @@ impl<'a> Run<'a> {
             SequenceChange::Gather => {
                 let gathered = self.scratch_like(exchange.scratch[0], y);
                 let peers = self.peers_of_context();
-                self.gather_from(peers, x, gathered, Mutation::KeysNotGathered)?;
+                peers.gather(x, gathered)?;
                 self.for_each_stretch(y, gathered, |of_sequences, of_ranks| {
                     self.replay.queue.cast(of_ranks, of_sequences);
                 });
                 Ok(())
             }
-            SequenceChange::TokensToHeads { heads } => {
-                self.tokens_to_heads(exchange, heads, x, y, Mutation::TokensNotExchanged)
-            }
-            SequenceChange::HeadsToTokens { heads } => {
-                self.heads_to_tokens(exchange, heads, x, y, Mutation::HeadsNotExchanged)
-            }
+            SequenceChange::TokensToHeads { heads } => self.tokens_to_heads(exchange, heads, x, y),
+            SequenceChange::HeadsToTokens { heads } => self.heads_to_tokens(exchange, heads, x, y),
         }
     }
 
@@ -248,14 +243,10 @@ impl<'a> Run<'a> {
                     self.replay.queue.cast(of_sequences, of_ranks);
                 });
                 let peers = self.peers_of_context();
-                self.sum_rows_from(peers, summands, dx, Mutation::GatheredKeyGradientsNotSummed)
+                peers.sum_rows(summands, dx)
             }
-            SequenceChange::TokensToHeads { heads } => {
-                self.heads_to_tokens(exchange, heads, dy, dx, Mutation::TokenGradientsNotExchanged)
-            }
-            SequenceChange::HeadsToTokens { heads } => {
-                self.tokens_to_heads(exchange, heads, dy, dx, Mutation::HeadGradientsNotExchanged)
-            }
+            SequenceChange::TokensToHeads { heads } => self.heads_to_tokens(exchange, heads, dy, dx),
+            SequenceChange::HeadsToTokens { heads } => self.tokens_to_heads(exchange, heads, dy, dx),
         }
     }
 
@@ -281,13 +272,13 @@ impl<'a> Run<'a> {
     }
 
     /// `x [T, heads, ..]` of the own tokens becomes `y` of all tokens of each sequence and the own heads.
+    #[track_caller]
     fn tokens_to_heads(
         &self,
         exchange: &SequenceExchange,
         heads: usize,
         x: View<'a>,
         y: View<'a>,
-        left_out: Mutation,
     ) -> Result<(), CommError> {
         let queue = self.replay.queue;
         let Blocks { ranks, groups, tokens, width, copies } = self.blocks(heads, x);
@@ -304,7 +295,7 @@ impl<'a> Run<'a> {
         }
         let sequences = self.program.shape.sequences;
         let received = if sequences == 1 { y } else { other };
-        self.exchange_blocks(sent, received, left_out)?;
+        self.peers_of_context().exchange(sent, received)?;
         if sequences > 1 {
             let row = y.elements() / (ranks * sequences);
             queue.transpose_blocks(
@@ -317,13 +308,13 @@ impl<'a> Run<'a> {
 
     /// `x` of all tokens of each sequence and the own heads becomes `y [T, heads, ..]` of the own tokens; what several ranks
     /// have of a head is summed, in f32.
+    #[track_caller]
     fn heads_to_tokens(
         &self,
         exchange: &SequenceExchange,
         heads: usize,
         x: View<'a>,
         y: View<'a>,
-        left_out: Mutation,
     ) -> Result<(), CommError> {
         let queue = self.replay.queue;
         let Blocks { ranks, groups, tokens, width, copies } = self.blocks(heads, y);
@@ -334,7 +325,7 @@ impl<'a> Run<'a> {
             let row = x.elements() / (ranks * sequences);
             queue.transpose_blocks(x.reshape([sequences, ranks, row]), sent.reshape([ranks, sequences, row]));
         }
-        self.exchange_blocks(sent, received, left_out)?;
+        self.peers_of_context().exchange(sent, received)?;
         let by_heads = match exchange.sum {
             None => received,
             Some(sum) => {
@@ -365,20 +356,6 @@ impl<'a> Run<'a> {
             width: of_tokens.elements() / (tokens * groups),
             copies: ranks / groups,
         }
-    }
-
-    /// Block r of `sent` to rank r.
-    fn exchange_blocks(
-        &self,
-        sent: View<'a>,
-        received: View<'a>,
-        left_out: Mutation,
-    ) -> Result<(), CommError> {
-        if crate::mutation::active(left_out) {
-            self.replay.queue.cast(sent, received);
-            return Ok(());
-        }
-        self.peers_of_context().exchange(sent, received)
     }
 
     /// Scratch of as many elements as `like`.

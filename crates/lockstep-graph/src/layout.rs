@@ -30,7 +30,6 @@ use lockstep_plan::{GridPlace, Shard, Share, TensorPlace};
 
 use crate::{
     Recorder, Value,
-    mutation::{Mutation, active},
     operation::{Operation, SequenceRange},
     recorder::ValueInfo,
 };
@@ -214,8 +213,7 @@ impl Recorder {
         let (all, rows) = (self.shape.sequences, grid.side);
         assert!(all.is_multiple_of(rows), "{all} sequences are not split over {rows} rows of ranks");
         let len = all / rows;
-        let row = if active(Mutation::SequencesOfFirstRow) { 0 } else { grid.row };
-        SequenceRange { first: row * len, len }
+        SequenceRange { first: grid.row * len, len }
     }
 
     /// Parts of a split by outputs into pieces that stay whole: as many as ranks, or as pieces if there are fewer.

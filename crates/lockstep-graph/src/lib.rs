@@ -26,12 +26,13 @@ mod backward;
 mod context;
 mod cost;
 mod exchange;
+#[cfg(feature = "faults")]
+pub mod faults;
 mod layout;
 mod loss;
 mod low_rank;
 mod mixture;
 #[doc(hidden)]
-pub mod mutation;
 mod operation;
 mod overlap;
 mod peers;

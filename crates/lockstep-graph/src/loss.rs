@@ -7,7 +7,6 @@ use lockstep_comm::CommError;
 use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 
 use crate::{
-    mutation::Mutation,
     operation::{Operation, SplitLoss},
     replay::Run,
 };
@@ -79,7 +78,7 @@ impl<'a> Run<'a> {
         let gathered = first(gathered, 3 * ranks * tokens).reshape([ranks, 3, tokens]);
         let log_sum_exp = first(log_sum_exp, tokens);
         queue.softmax_statistics(part.logits, part.labels, first_column, statistics);
-        self.gather(statistics, gathered, Mutation::StatisticsNotGathered)?;
+        self.peers().gather(statistics, gathered)?;
         queue.merge_softmax(gathered, part.labels, log_sum_exp, part.losses);
         Ok(log_sum_exp)
     }

@@ -23,7 +23,6 @@ use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
 
 use crate::{
     Bias, Linear, Mode, Recorder, Value,
-    mutation::{Mutation, active},
     operation::{Operation, PartCounts, RemoteRows, RouteOperation, SlotTables},
 };
 
@@ -212,7 +211,6 @@ impl Recorder {
         mixture: &Mixture<'_>,
     ) -> Value {
         let ExpertPlace { ranks, rank, tensor_ranks, tensor_rank } = self.experts;
-        let rank = if active(Mutation::ExpertsFromFirst) { 0 } else { rank };
         let range = |dim: usize, ranks: usize, rank: usize| {
             let len = shape[dim] / ranks;
             (ranks > 1).then_some(Shard { dim, start: rank * len, len })

@@ -25,21 +25,25 @@ pub struct GridPeers<'a> {
 
 impl Peers<'_> {
     /// Replaces `data` by that of a rank.
+    #[track_caller]
     pub(crate) fn broadcast(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
         self.group.broadcast(data, root, self.deadline())
     }
 
     /// Replaces a rank's `data` by its sum over the ranks.
+    #[track_caller]
     pub(crate) fn sum_to(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
         self.group.reduce(data, ReduceOp::Sum, root, self.deadline())
     }
 
     /// Replaces `data` by its sum over the ranks.
+    #[track_caller]
     pub(crate) fn sum(&self, data: View<'_>) -> Result<(), CommError> {
         self.group.all_reduce(data, ReduceOp::Sum, self.deadline())
     }
 
     /// Writes the rows that are this rank's of the sum of `summands` over the ranks.
+    #[track_caller]
     pub(crate) fn sum_rows(&self, summands: View<'_>, rows: View<'_>) -> Result<(), CommError> {
         self.group.reduce_scatter(summands, rows, ReduceOp::Sum, self.deadline())
     }
@@ -48,16 +52,19 @@ impl Peers<'_> {
     ///
     /// # Errors
     /// [`CommError`].
+    #[track_caller]
     pub fn gather(&self, rows: View<'_>, all: View<'_>) -> Result<(), CommError> {
         self.group.all_gather(rows, all, self.deadline())
     }
 
     /// Sends one of equal blocks of `sent` to each rank, and writes theirs in their order.
+    #[track_caller]
     pub(crate) fn exchange(&self, sent: View<'_>, received: View<'_>) -> Result<(), CommError> {
         self.group.all_to_all(sent, received, self.deadline())
     }
 
     /// Begins an operation that goes on while this rank computes.
+    #[track_caller]
     pub(crate) fn start(&self, collective: Collective<Lent, Lent>) -> Result<Pending, CommError> {
         let pending = self.group.start(collective, self.deadline())?;
         self.progress()?;
@@ -75,11 +82,13 @@ impl Peers<'_> {
     }
 
     /// Writes block r of each rank's numbers to rank r, in the order of the senders; all blocks are as long.
+    #[track_caller]
     pub(crate) fn trade_numbers(&self, numbers: &[i64], theirs: &mut [i64]) -> Result<(), CommError> {
         self.group.all_to_all(numbers, theirs, self.deadline())
     }
 
     /// Writes rows for each rank to it, in the order of the senders: so many as `sent` and `received` say of each.
+    #[track_caller]
     pub(crate) fn trade_rows(
         &self,
         rows: View<'_>,

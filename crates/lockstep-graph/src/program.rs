@@ -131,6 +131,8 @@ pub struct Program {
 
 impl Program {
     pub(crate) fn compile(recorder: Recorder, output: Value, recompute: Recompute) -> Self {
+        #[cfg(feature = "faults")]
+        let recorder = crate::faults::put_into(recorder);
         let training = Training::new(&recorder);
         let Recorder { mode, shape, context, place, values, operations, parameters, input, .. } = recorder;
         let planner = Planner::new(&values, &operations, input, output, &training, (mode, recompute), place);

@@ -14,7 +14,6 @@ use crate::{
     Program, Recompute, Split,
     layout::Layout,
     low_rank::Narrow,
-    mutation::{Mutation, active},
     operation::{AttentionOperation, Operation, RotaryPairs, SequenceRange, SplitLoss, TokenRange},
 };
 
@@ -188,8 +187,7 @@ impl Recorder {
         };
         let initializer = Initializer::Normal { std };
         let table = self.parameter_shared(format!("{name}.weight"), &[rows, columns], initializer, share);
-        let shard = share.shard.filter(|_| !active(Mutation::VocabularyFromZero));
-        let first_id = shard.map_or(0, |shard| shard.start as u32);
+        let first_id = share.shard.map_or(0, |shard| shard.start as u32);
         let y = self.value_in(columns, layout);
         let tokens = self.tokens_of(layout);
         self.operations.push(Operation::Embedding { input, table, first_id, tokens, y });
@@ -245,8 +243,7 @@ impl Recorder {
         });
         let y = self.value_in(out_features, layout);
         // Of summands one has the bias in it.
-        let is_whole = layout != Layout::Summands || active(Mutation::BiasOnEveryRank);
-        let adds_bias = is_whole || self.place.rank == 0;
+        let adds_bias = layout != Layout::Summands || self.place.rank == 0;
         self.operations.push(Operation::Linear { x, weight, bias, adds_bias, y });
         self.settled(y)
     }
@@ -361,7 +358,6 @@ impl Recorder {
         let dropout = self.dropout_site(dropout);
         let heads = shape.heads;
         let ([q, k, v], skipped, shape, reach) = self.reached([q, k, v], shape);
-        let first_head = if active(Mutation::DropoutFromFirstHead) { 0 } else { first_head + skipped };
         let y = self.beside(q);
         let log_sum_exp = self.statistic(q, shape.heads);
         self.operations.push(Operation::Attention(AttentionOperation {
@@ -369,7 +365,7 @@ impl Recorder {
             k,
             v,
             shape,
-            first_head,
+            first_head: first_head + skipped,
             sequences,
             dropout,
             reach,

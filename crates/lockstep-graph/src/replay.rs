@@ -16,7 +16,6 @@ use crate::{
     backward::{Gradient, GradientBuffer},
     cost::Stage,
     loss::PartialLoss,
-    mutation::{Mutation, active},
     operation::{Operation, RotaryPairs, TokenRange},
     program::{Instruction, Phase},
     recorder::ValueInfo,
@@ -526,10 +525,9 @@ impl<'a> Run<'a> {
 
     /// Where the rows of some tokens stand in their sequences.
     pub(crate) fn places(&self, tokens: TokenRange) -> TokenPlaces {
-        let first_row = if active(Mutation::DropoutFromFirstToken) { 0 } else { tokens.first };
         let (seq_len, context) = (self.program.shape.seq_len, self.program.context);
-        let rank = if active(Mutation::DropoutOfFirstContextRank) { 0 } else { context.rank };
-        TokenPlaces { first_row, seq_len, halves: context.halves_of(rank, seq_len * context.ranks) }
+        let halves = context.halves_of(context.rank, seq_len * context.ranks);
+        TokenPlaces { first_row: tokens.first, seq_len, halves }
     }
 
     pub(crate) fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {
@@ -592,8 +590,7 @@ impl<'a> Run<'a> {
             BatchInput::Ids => self.replay.batch.ids,
             BatchInput::Positions => self.replay.batch.positions,
         };
-        let first = if active(Mutation::PositionsFromZero) { 0 } else { tokens.first };
-        all.rows(first..first + tokens.len)
+        all.rows(tokens.first..tokens.first + tokens.len)
     }
 
     pub(crate) fn peers(&self) -> Peers<'a> {

@@ -15,7 +15,6 @@ use crate::{
     Peers, Program, Value,
     attention::AttentionGradients,
     context::{Reach, may_see, spans},
-    mutation::{Mutation, active},
     operation::{AttentionOperation, Operation},
     replay::Run,
 };
@@ -90,6 +89,7 @@ impl<'a> Neighbours<'a> {
         self.peers.start(Collective::Send { input: lent(buffer, bytes), to: self.next })
     }
 
+    #[track_caller]
     fn receive(&self, buffer: &mut Buffer, bytes: usize) -> Result<Pending, CommError> {
         self.peers.start(Collective::Receive { output: lent(buffer, bytes), from: self.before })
     }
@@ -211,7 +211,7 @@ impl<'a> Run<'a> {
             })?;
             // And what the ranks have that these keys come from.
             neighbours.wait(received.take())?;
-            if step > 0 && !active(Mutation::KeyGradientsNotPassedOn) {
+            if step > 0 {
                 let before = Pair::in_buffer(&slots[COMING], DType::F32, [dk, dv]);
                 queue.add(own.keys, before.keys, own.keys);
                 queue.add(own.values, before.values, own.values);
@@ -250,7 +250,6 @@ impl<'a> Run<'a> {
         for step in 1..ranks {
             let slot = blocks.next(self, &mut slots, step + 1 == ranks)?;
             let block = Pair::in_buffer(&slots[slot], dtype, like);
-            let block = if active(Mutation::KeysNotPassedOn) { own } else { block };
             visit(step, (rank + ranks - step) % ranks, block)?;
         }
         blocks.end()

@@ -9,11 +9,10 @@
 //! ```
 
 use lockstep_comm::CommError;
-use lockstep_tensor::{Kernels, Permutation, Routed, Router, RouterGradients, TokenPlaces, View};
+use lockstep_tensor::{Permutation, Routed, Router, RouterGradients, TokenPlaces, View};
 
 use crate::{
     Peers, Value,
-    mutation::{Mutation, active},
     operation::{PartCounts, RemoteRows, RouteOperation, SlotTables},
     replay::Run,
 };
@@ -48,7 +47,7 @@ impl<'a> Run<'a> {
         let peers = self.replay.sequence_peers.expect("a router of parts of sequences is given the others'");
         let [totals, gathered, ordered, before] =
             [parts.totals, parts.gathered, parts.ordered, parts.before].map(|value| self.value(value));
-        self.gather_from(peers, counts, gathered, Mutation::RoutersCountOwnTokens)?;
+        peers.gather(counts, gathered)?;
         let rows = |view: View<'_>| view.shape().as_matrix().0;
         let row_of = |view: View<'a>, row: usize| view.rows(row..row + 1);
         let (sequences, ranks) = (rows(totals), rows(gathered) / rows(counts));
@@ -121,7 +120,7 @@ impl<'a> Run<'a> {
         let (sending, receiving) = (self.value(remote.sending), self.value(remote.receiving));
         queue.permute(permutation, x, sending);
         let trade = self.tell_counts(remote)?;
-        trade.forth(queue, (sending, receiving), Mutation::RowsForExpertsLost)?;
+        trade.forth(sending, receiving)?;
         // Rows have come by sender and expert; the experts want them by expert, and then by sender.
         let arrived = self.flat(remote.arrived).rows(0..trade.arrived());
         queue.arrived_experts(self.flat(remote.received), trade.experts, arrived);
@@ -143,9 +142,7 @@ impl<'a> Run<'a> {
         let (queue, permutation) = (self.replay.queue, self.permutation(tables));
         let rows = match tables.remote {
             None => drows,
-            Some(remote) => {
-                self.send_back(drows, remote, self.value(remote.sending), Mutation::GradientsOfRowsLost)?
-            }
+            Some(remote) => self.send_back(drows, remote, self.value(remote.sending))?,
         };
         queue.unpermute(permutation, rows, None, dx);
         Ok(())
@@ -160,7 +157,7 @@ impl<'a> Run<'a> {
     ) -> Result<(), CommError> {
         let mut rows = rows;
         if let (Some(remote), Some(returned)) = (tables.remote, returned) {
-            rows = self.send_back(rows, remote, self.value(returned), Mutation::RowsOfExpertsLost)?;
+            rows = self.send_back(rows, remote, self.value(returned))?;
         }
         self.replay.queue.unpermute(self.permutation(tables), rows, Some(weights), y);
         Ok(())
@@ -183,24 +180,24 @@ impl<'a> Run<'a> {
         let (sending, receiving) = (self.value(remote.sending), self.value(remote.receiving));
         queue.unpermute_backward(permutation, dy, rows, weights, sending, dweights);
         let trade = self.known_counts(remote);
-        trade.forth(queue, (sending, receiving), Mutation::GradientsForRowsLost)?;
+        trade.forth(sending, receiving)?;
         let arrived = trade.arrived();
         queue.permute(self.arrivals(remote, &trade), receiving.rows(0..arrived), drows.rows(0..arrived));
         Ok(())
     }
 
     /// Rows of the experts that are here, back to the slots that they belong to: `returned`.
+    #[track_caller]
     fn send_back<'v>(
         &self,
         rows: View<'_>,
         remote: RemoteRows,
         returned: View<'v>,
-        lost: Mutation,
     ) -> Result<View<'v>, CommError> {
         let (queue, trade) = (self.replay.queue, self.known_counts(remote));
         let receiving = self.value(remote.receiving).rows(0..trade.arrived());
         queue.unpermute(self.arrivals(remote, &trade), rows.rows(0..trade.arrived()), None, receiving);
-        trade.back(queue, (receiving, returned), lost)?;
+        trade.back(receiving, returned)?;
         Ok(returned)
     }
 
@@ -312,35 +309,17 @@ impl<'a> Trade<'a> {
     }
 
     /// To the experts.
-    fn forth(
-        &self,
-        queue: &dyn Kernels,
-        (sending, receiving): (View<'_>, View<'_>),
-        lost: Mutation,
-    ) -> Result<(), CommError> {
+    #[track_caller]
+    fn forth(&self, sending: View<'_>, receiving: View<'_>) -> Result<(), CommError> {
         let receiving = receiving.rows(0..self.arrived());
         let sending = sending.rows(0..self.sent.iter().sum());
-        self.peers.trade_rows(sending, receiving, &self.sent, &self.received)?;
-        lose(queue, receiving, lost);
-        Ok(())
+        self.peers.trade_rows(sending, receiving, &self.sent, &self.received)
     }
 
     /// From the experts.
-    fn back(
-        &self,
-        queue: &dyn Kernels,
-        (receiving, returned): (View<'_>, View<'_>),
-        lost: Mutation,
-    ) -> Result<(), CommError> {
+    #[track_caller]
+    fn back(&self, receiving: View<'_>, returned: View<'_>) -> Result<(), CommError> {
         let returned = returned.rows(0..self.sent.iter().sum());
-        self.peers.trade_rows(receiving, returned, &self.received, &self.sent)?;
-        lose(queue, returned, lost);
-        Ok(())
-    }
-}
-
-fn lose(queue: &dyn Kernels, rows: View<'_>, lost: Mutation) {
-    if active(lost) {
-        queue.zero(rows);
+        self.peers.trade_rows(receiving, returned, &self.received, &self.sent)
     }
 }

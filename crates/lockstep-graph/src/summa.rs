@@ -24,7 +24,6 @@ use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 use crate::{
     Bias, GridPeers, ParameterIndex, Peers, Recorder, Split, Value,
     layout::{Exchange, Layout},
-    mutation::{Mutation, active},
     operation::Operation,
     recorder::ValueInfo,
     replay::Run,
@@ -119,12 +118,11 @@ impl<'a> Run<'a> {
         let [other_inputs, other_weights] = blocks.map(|block| self.value(block));
         let c = sums.map_or(y, |sums| self.value(sums));
         for step in 0..grid.side {
-            let a = block_of(row, step, x, other_inputs, Mutation::InputBlocksNotSent)?;
-            let b = block_of(column, step, weight, other_weights, Mutation::WeightBlocksNotSent)?;
+            let a = block_of(row, step, x, other_inputs)?;
+            let b = block_of(column, step, weight, other_weights)?;
             let is_first = step == 0;
             let bias = bias.filter(|_| is_first).map(|bias| self.weight(bias));
-            let replaces = is_first || active(Mutation::BlocksNotAdded);
-            let write = if replaces { Write::Overwrite } else { Write::Accumulate };
+            let write = if is_first { Write::Overwrite } else { Write::Accumulate };
             queue.gemm(Gemm { layout: GemmLayout::NT, a, b, c, bias, write });
         }
         if sums.is_some() {
@@ -145,9 +143,9 @@ impl<'a> Run<'a> {
         let GridPeers { row, column } = self.grid_peers();
         let (weight, [aside, other_weights]) = (self.weight(weight), blocks.map(|block| self.value(block)));
         for step in 0..grid.side {
-            let b = block_of(column, step, weight, other_weights, Mutation::WeightBlocksNotSentAgain)?;
+            let b = block_of(column, step, weight, other_weights)?;
             let product = Product { layout: GemmLayout::NN, a: dy, b };
-            self.sum_to(row, step, product, (dx, write), aside, Mutation::InputBlockGradientsNotSummed)?;
+            self.sum_to(row, step, product, (dx, write), aside)?;
         }
         Ok(())
     }
@@ -163,15 +161,15 @@ impl<'a> Run<'a> {
         let (x, [other_inputs, aside]) = (self.value(x), blocks_for_weights.map(|block| self.value(block)));
         let gradient = self.replay.parameters.gradient(weight);
         for step in 0..grid.side {
-            let b = block_of(row, step, x, other_inputs, Mutation::InputBlocksNotSentAgain)?;
+            let b = block_of(row, step, x, other_inputs)?;
             let product = Product { layout: GemmLayout::TN, a: dy, b };
-            let left_out = Mutation::WeightBlockGradientsNotSummed;
-            self.sum_to(column, step, product, gradient, aside, left_out)?;
+            self.sum_to(column, step, product, gradient, aside)?;
         }
         Ok(())
     }
 
     /// The sum of what all ranks make of a product, to one of them.
+    #[track_caller]
     fn sum_to(
         &self,
         peers: Peers<'_>,
@@ -179,14 +177,11 @@ impl<'a> Run<'a> {
         Product { layout, a, b }: Product<'_>,
         (to, write): (View<'_>, Write),
         aside: View<'_>,
-        left_out: Mutation,
     ) -> Result<(), CommError> {
         let (queue, is_root) = (self.replay.queue, peers.group.rank() == root);
         let c = if is_root && write == Write::Overwrite { to } else { aside };
         queue.gemm(Gemm { layout, a, b, c, bias: None, write: Write::Overwrite });
-        if !active(left_out) {
-            peers.sum_to(c, root)?;
-        }
+        peers.sum_to(c, root)?;
         if is_root && write == Write::Accumulate {
             queue.add(to, c, to);
         }
@@ -194,28 +189,28 @@ impl<'a> Run<'a> {
     }
 
     /// `x [n, q · w]` of the own tokens becomes `y [q · n, w]`, the own columns of the row's tokens.
+    #[track_caller]
     pub(crate) fn tokens_to_blocks(
         &self,
         x: View<'_>,
         y: View<'_>,
         scratch: Option<Value>,
-        left_out: Mutation,
     ) -> Result<(), CommError> {
         let (row, sent, [n, q, w]) = self.of_exchange(x, scratch);
         self.replay.queue.transpose_blocks(x.reshape([n, q, w]), sent.reshape([q, n, w]));
-        self.exchange_in_row(row, sent, y.reshape([q, n, w]), left_out)
+        row.exchange(sent, y.reshape([q, n, w]))
     }
 
     /// And back.
+    #[track_caller]
     pub(crate) fn blocks_to_tokens(
         &self,
         x: View<'_>,
         y: View<'_>,
         scratch: Option<Value>,
-        left_out: Mutation,
     ) -> Result<(), CommError> {
         let (row, received, [n, q, w]) = self.of_exchange(y, scratch);
-        self.exchange_in_row(row, x.reshape([q, n, w]), received, left_out)?;
+        row.exchange(x.reshape([q, n, w]), received)?;
         self.replay.queue.transpose_blocks(received.reshape([q, n, w]), y.reshape([n, q, w]));
         Ok(())
     }
@@ -226,20 +221,6 @@ impl<'a> Run<'a> {
         let ((n, columns), q) = (tokens.shape().as_matrix(), row.group.size());
         let scratch = self.value(scratch.expect("an exchange of blocks is recorded with scratch"));
         (row, scratch.reshape([q, n, columns / q]), [n, q, columns / q])
-    }
-
-    fn exchange_in_row(
-        &self,
-        row: Peers<'_>,
-        sent: View<'_>,
-        received: View<'_>,
-        left_out: Mutation,
-    ) -> Result<(), CommError> {
-        if active(left_out) {
-            self.replay.queue.cast(sent, received);
-            return Ok(());
-        }
-        row.exchange(sent, received)
     }
 }
 
@@ -252,16 +233,13 @@ struct Product<'a> {
 }
 
 /// The block of rank `root`, which sends its own, and which the others receive in `other`.
+#[track_caller]
 fn block_of<'a>(
     peers: Peers<'_>,
     root: usize,
     own: View<'a>,
     other: View<'a>,
-    left_out: Mutation,
 ) -> Result<View<'a>, CommError> {
-    if active(left_out) {
-        return Ok(own);
-    }
     let block = if peers.group.rank() == root { own } else { other };
     peers.broadcast(block, root)?;
     Ok(block)

@@ -9,7 +9,6 @@ use lockstep_tensor::{Arena, Buffer, TensorError, View};
 
 use crate::{
     Program,
-    mutation::{Mutation, active},
     overlap::{Object, Rows, Transit, Way},
     program::Instruction,
     replay::Run,
@@ -72,9 +71,6 @@ impl<'a> Run<'a> {
 
     /// Sends the summands of a chunk, which are where they are sent from.
     fn send_sums(&self, transit: &Transit, chunk: usize) -> Result<(), CommError> {
-        if active(Mutation::ChunkNotSummed) && is_last(transit, chunk) {
-            return Ok(());
-        }
         let op = ReduceOp::Sum;
         self.start(transit, chunk, |data| match transit.way {
             Way::SumRows => Collective::ReduceScatterInPlace { data, op, counts: None },
@@ -82,6 +78,7 @@ impl<'a> Run<'a> {
         })
     }
 
+    #[track_caller]
     fn start(
         &self,
         transit: &Transit,
@@ -112,12 +109,7 @@ impl<'a> Run<'a> {
         let all = self.object(transit.all);
         for other in (0..transit.blocks).filter(|other| *other != rank) {
             let rows = all.rows(transit.rows(other, chunk));
-            if active(Mutation::ChunkNotAwaited) && is_last(transit, chunk) {
-                queue.zero(rows);
-                continue;
-            }
-            let is_left_out = active(Mutation::ChunkNotGathered) && is_last(transit, chunk);
-            queue.cast(block(&memory, transit, chunk, if is_left_out { rank } else { other }), rows);
+            queue.cast(block(&memory, transit, chunk, other), rows);
         }
         Ok(())
     }
@@ -174,8 +166,4 @@ fn block<'a>(memory: &'a Buffer, transit: &Transit, chunk: usize, index: usize) 
     let dtype: DType = transit.info.dtype;
     let start = transit.bytes(chunk).start + index * rows * columns * dtype.size_bytes();
     memory.view(dtype, start, [rows, columns])
-}
-
-fn is_last(transit: &Transit, chunk: usize) -> bool {
-    chunk + 1 == transit.chunks.len()
 }

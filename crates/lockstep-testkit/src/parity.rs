@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use lockstep_checkpoint::ModelDirectory;
-use lockstep_comm::{World, WorldOptions};
+use lockstep_comm::{Group, World, WorldOptions};
 use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_train::interrupt::Interrupt;
@@ -398,9 +398,23 @@ impl Workbench {
         plan: &[&str],
         tolerance: Tolerance,
     ) -> Result<Vec<String>, Error> {
-        let config = self.config(model, plan)?;
-        let (found, expected) = (self.numbers(&config)?, self.of_one_rank(&config, model, plan)?);
-        Ok(self.failures(Comparison::of_f32(&found, &expected, tolerance), model, plan))
+        let found = self.numbers(&self.config(model, plan)?)?;
+        self.differences_of(&found, model, plan, tolerance)
+    }
+
+    /// [`Workbench::differences`] of numbers that were found in another way.
+    ///
+    /// # Errors
+    /// What keeps one rank from running.
+    pub fn differences_of(
+        &self,
+        found: &Numbers,
+        model: TinyModel,
+        plan: &[&str],
+        tolerance: Tolerance,
+    ) -> Result<Vec<String>, Error> {
+        let expected = self.of_one_rank(&self.config(model, plan)?, model, plan)?;
+        Ok(self.failures(Comparison::of_f32(found, &expected, tolerance), model, plan))
     }
 
     /// The same of a plan in bf16 or f16, against one rank in f32.
@@ -459,10 +473,22 @@ pub fn on_ranks<T: Send>(
     if config.ranks() == 1 {
         return Ok(vec![run(&Ranks::alone())?]);
     }
+    on_ranks_of(config, |group| Ranks::of(group, config), run)
+}
+
+/// [`on_ranks`] where each thread makes its rank of its group by `join`.
+///
+/// # Errors
+/// What keeps any rank from running.
+pub fn on_ranks_of<T: Send>(
+    config: &RunConfig,
+    join: impl Fn(Group) -> Result<Ranks, Error> + Sync,
+    run: impl Fn(&Ranks) -> Result<T, Error> + Sync,
+) -> Result<Vec<T>, Error> {
     let options = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
     let groups = World::in_process(config.ranks(), options)?;
     std::thread::scope(|scope| {
-        let rank = |group| scope.spawn(|| run(&Ranks::of(group, config)?));
+        let rank = |group| scope.spawn(|| run(&join(group)?));
         let threads: Vec<_> = groups.into_iter().map(rank).collect();
         threads
             .into_iter()

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_directory, run_on_disk};
 use lockstep_data::{Prefetcher, SampleCursor};
 use lockstep_engine::Engine;
-use lockstep_graph::mutation::{Mutation, active};
 
 use crate::config::RunConfig;
 use crate::lock::take_from_the_dying;
@@ -85,7 +84,7 @@ pub(crate) fn prefetcher(
         samples_consumed: counters.samples,
         global_batch: config.train.global_batch as u64,
         micro_batch: config.micro_batch() as u64,
-        replica: if active(Mutation::SamplesOfFirstReplica) { 0 } else { ranks.replica() as u64 },
+        replica: ranks.replica() as u64,
         replicas: ranks.replicas() as u64,
     };
     cursor.validate()?;

@@ -8,7 +8,6 @@ use lockstep_comm::{
     Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
 };
 use lockstep_engine::{Engine, GroupOptions, Groups};
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
 use lockstep_tensor::Arena;
@@ -235,16 +234,19 @@ impl Ranks {
     }
 
     /// Whether it is so on any rank.
+    #[track_caller]
     pub(crate) fn any(&self, here: bool) -> Result<bool, CommError> {
         self.any_in_time(here, Patience::Limited)
     }
 
     /// [`Ranks::any`], with as much patience.
+    #[track_caller]
     pub(crate) fn any_in_time(&self, here: bool, patience: Patience) -> Result<bool, CommError> {
         Ok(self.maximum(u8::from(here), patience)? != 0)
     }
 
     /// The greatest of the numbers that the ranks give.
+    #[track_caller]
     pub(crate) fn maximum(&self, own: u8, patience: Patience) -> Result<u8, CommError> {
         let mut answer = [own];
         if let Some(group) = self.group() {
@@ -254,6 +256,7 @@ impl Ranks {
     }
 
     /// Sums of what each replica has, added in the order of the ranks.
+    #[track_caller]
     pub(crate) fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
         let Some(group) = self.group() else { return Ok((loss, tokens)) };
         Ok(self.sum_of(&self.exchange(group, [loss.to_bits(), tokens])?))
@@ -264,20 +267,20 @@ impl Ranks {
     fn sum_of<const N: usize>(&self, shares: &[[u64; N]]) -> (f64, u64) {
         let counted = |axes: &'static [Axis]| {
             let shares = shares.iter().enumerate();
-            let is_counted =
-                |rank: usize| self.is_first_along(axes, rank) || active(Mutation::EveryRankCounts);
-            shares.filter(move |(rank, _)| is_counted(*rank)).map(|(_, share)| share)
+            shares.filter(move |(rank, _)| self.is_first_along(axes, *rank)).map(|(_, share)| share)
         };
         let loss = counted(&[Axis::Tensor]).map(|share| f64::from_bits(share[0])).sum();
         (loss, counted(&[Axis::Pipeline, Axis::Context, Axis::Tensor]).map(|share| share[1]).sum())
     }
 
     /// The sum of what each rank has.
+    #[track_caller]
     pub(crate) fn sum_of_all(&self, own: u64) -> Result<u64, CommError> {
         Ok(self.all_numbers(own)?.into_iter().sum())
     }
 
     /// [`Ranks::sum`], and with it what each of several ranks uses of its memory, in their order.
+    #[track_caller]
     pub(crate) fn sum_and_memory(
         &self,
         loss: f64,
@@ -294,18 +297,21 @@ impl Ranks {
     }
 
     /// What each rank says of its memory, in their order.
+    #[track_caller]
     pub(crate) fn memory(&self, own: MemoryUse) -> Result<Vec<MemoryUse>, CommError> {
         let Some(group) = self.group() else { return Ok(vec![own]) };
         Ok(self.exchange(group, own.to_words())?.iter().map(|words| MemoryUse::from_words(words)).collect())
     }
 
     /// The number of every rank, in the order of the ranks.
+    #[track_caller]
     pub(crate) fn all_numbers(&self, own: u64) -> Result<Vec<u64>, CommError> {
         let Some(group) = self.group() else { return Ok(vec![own]) };
         Ok(self.exchange(group, [own])?.into_iter().map(|[number]| number).collect())
     }
 
     /// The numbers of every rank, in the order of the ranks.
+    #[track_caller]
     fn exchange<const N: usize>(&self, group: &Group, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
         let mut all = vec![0_i64; N * group.size()];
         group.all_gather(&own.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
@@ -314,6 +320,7 @@ impl Ranks {
     }
 
     /// Everybody's `bytes` for the first rank, in the order of the ranks; nothing for the others.
+    #[track_caller]
     pub(crate) fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let Some(group) = self.group() else { return Ok(vec![bytes.to_vec()]) };
         let lengths = self.all_numbers(bytes.len() as u64)?;

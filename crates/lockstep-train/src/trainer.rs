@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use lockstep_checkpoint::{CommitObserver, set_damaged_aside};
 use lockstep_data::{MicroBatch, Prefetcher};
 use lockstep_engine::{Engine, EngineError, HostBatch, Update};
-use lockstep_graph::mutation::{Mutation, active};
 use lockstep_graph::{Activity, Cost, Seed};
 use lockstep_plan::ParameterId;
 use serde_json::Value;
@@ -618,8 +617,7 @@ impl Run<'_> {
             valid_tokens += batch.valid_tokens();
             self.micro_batches.push(batch);
         }
-        let (_, of_all) = self.ranks.sum(0.0, valid_tokens)?;
-        Ok(if active(Mutation::OwnTokensOnly) { valid_tokens } else { of_all })
+        Ok(self.ranks.sum(0.0, valid_tokens)?.1)
     }
 
     /// A step that must not change the weights: counts it, tells of it, and goes back if there were too many.

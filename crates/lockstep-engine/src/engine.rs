@@ -10,7 +10,7 @@ use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
     Extent, MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StageMemory,
-    ZeroStage, exact::ExactSum, offload_traffic, predicted,
+    ZeroStage, exact::ExactSum, offload_traffic_by_kind, predicted,
 };
 use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products};
 
@@ -163,7 +163,8 @@ impl Engine {
         };
         let shard_ranks = |summing| mesh.shard_ranks(summing);
         let predicted = predicted(&profile, passes, shard_ranks, &state_plan)?;
-        let predicted_traffic = offload_traffic(&profile, passes, shard_ranks, &state_plan)?;
+        let [of_state, of_activations] = offload_traffic_by_kind(&profile, passes, shard_ranks, &state_plan)?;
+        let predicted_traffic = of_state + of_activations;
         let queue = CpuQueue::new(threads, arena)?;
         let shards = Shards::new(&groups, &records)?;
         let offload = &storage.offload;

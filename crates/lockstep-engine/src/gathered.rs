@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::gathering::{Bundled, GatherPlan, Gathering, Gathers, Kept, RankPasses, Sequence, Stay};
-use lockstep_plan::{DType, MemoryCategory, ModelProfile, ParameterId, QuantizedType};
+use lockstep_plan::gathering::{Bundled, GatherPlan, Gathers, Kept, Sequence, Stay};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, QuantizedType};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, Ticket, View};
 
 use crate::secondary::{Secondary, SecondaryPart};
-use crate::windows::{DiskStore, Section};
+use crate::windows::DiskStore;
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
 
 /// Brings the weights of a unit to where kernels read them.
@@ -53,7 +53,7 @@ pub(crate) struct Own<'a> {
     pub(crate) trained: &'a mut FlatStore,
     pub(crate) frozen: Option<&'a mut FlatStore>,
     /// What is on disk of the one and of the other, if anything is.
-    pub(crate) on_disk: [Option<&'a mut DiskStore<Section>>; 2],
+    pub(crate) on_disk: [Option<&'a mut DiskStore>; 2],
 }
 
 impl Own<'_> {
@@ -125,21 +125,18 @@ struct Gatherable {
 }
 
 impl Gathered {
-    /// A pool for the units of `model`, whose weights are kept in `own`, as `passes` use them.
+    /// A pool for what is gathered as `gathers` plans, of weights that `own` keeps, and that go between ranks as codes of `quantized`.
     ///
     /// # Errors
-    /// Out of memory, a limit below what a unit reads.
+    /// Out of memory.
     pub(crate) fn new(
         arena: &Arena,
-        model: &ModelProfile,
+        gathers: Gathers,
         mut own: Own<'_>,
         shards: &Shards,
-        (passes, gathering): (RankPasses<'_>, Gathering),
-    ) -> Result<Self, EngineError> {
+        quantized: Option<QuantizedType>,
+    ) -> Result<Self, TensorError> {
         let dtype = own.trained.dtype();
-        let layouts = [Some(own.trained.layout()), own.frozen.as_deref().map(FlatStore::layout)];
-        let ranks = |summing| shards.place(summing).ranks;
-        let gathers = Gathers::new(model, layouts, ranks, passes, gathering)?;
         let (pool_elements, pool_bytes) = (gathers.pool_elements(), gathers.pool_bytes(dtype));
         let Gathers { bundles, needs, in_bundle, plans, secondary_elements } = gathers;
         let secondary = secondary_elements.map(|elements| Secondary::new(arena, shards, dtype, elements));
@@ -169,7 +166,7 @@ impl Gathered {
             |kind: QuantizedType| Ok::<_, TensorError>((kind, in_communication(kind.bytes(pool_elements))?));
         Ok(Self {
             pool: in_communication(pool_bytes)?,
-            records: shards.quantization().weights.map(of_records).transpose()?,
+            records: quantized.map(of_records).transpose()?,
             dtype,
             bundles,
             needs,

@@ -3,11 +3,10 @@
 use std::cell::RefCell;
 
 use lockstep_graph::mutation::{Mutation, active};
-use lockstep_plan::ParameterId;
+use lockstep_plan::{ParameterId, StoreKind};
 
-use crate::state::{Contents, residuals_of, tensors_of, tensors_on_disk};
+use crate::state::{Contents, tensors_of, tensors_on_disk};
 use crate::weights::ModelWeights;
-use crate::windows::Section;
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 
 impl Engine {
@@ -51,12 +50,14 @@ impl Engine {
     /// optimizer's state. What is on disk comes last, parameter by parameter, and is read when it is asked for.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
         let ModelWeights { trained, master, on_disk, .. } = &mut self.weights;
-        let weights = (StateKind::Parameter, master.as_mut().unwrap_or(trained));
-        let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
-        let mut tensors = tensors_of(&self.records, std::iter::once(weights).chain(kept));
-        if let Some(residual) = self.gradients.residual_mut() {
-            tensors.extend(residuals_of(&self.records, residual, &self.residual_numbers));
-        }
+        let updated = match master {
+            Some(master) => (StoreKind::MasterWeights, master),
+            None => (StoreKind::Weights, trained),
+        };
+        let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (StoreKind::Optimizer(*kind), store));
+        let residual = self.gradients.residual_mut().map(|store| (StoreKind::GradientResidual, store));
+        let stores = std::iter::once(updated).chain(kept).chain(residual);
+        let mut tensors = tensors_of(&self.records, &self.residual_numbers, stores);
         if let Some(store) = &*on_disk {
             tensors.extend(tensors_on_disk(&self.records, store));
         }
@@ -86,10 +87,23 @@ impl Engine {
         store.kept_parts().into_iter().map(tensor).collect()
     }
 
-    /// The stores of what a checkpoint holds, in its order.
-    pub(crate) fn state_stores(&self) -> impl Iterator<Item = (StateKind, &FlatStore)> {
-        let weights = (StateKind::Parameter, self.weights.updated());
-        std::iter::once(weights).chain(self.optimizer_state.iter().map(|(kind, store)| (*kind, store)))
+    /// The stores that a checkpoint or a copy of the state holds.
+    pub(crate) fn saved_stores(&self) -> impl Iterator<Item = (StoreKind, &FlatStore)> {
+        self.saved.iter().filter_map(|kind| Some((*kind, self.saved_store(*kind)?)))
+    }
+
+    /// The store of a kind that a checkpoint or a copy of the state may hold.
+    fn saved_store(&self, kind: StoreKind) -> Option<&FlatStore> {
+        match kind {
+            StoreKind::Weights => Some(&self.weights.trained),
+            StoreKind::MasterWeights => self.weights.master.as_ref(),
+            StoreKind::SelectionBiases => self.weights.biases.as_ref(),
+            StoreKind::Optimizer(kind) => {
+                self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store)
+            }
+            StoreKind::GradientResidual => self.gradients.residual(),
+            StoreKind::FrozenWeights | StoreKind::Gradients => None,
+        }
     }
 
     /// Rounds the master weights that this rank owns, if there are any, to what kernels read.
@@ -164,20 +178,23 @@ impl Engine {
         let is_trained = self.records[id.0].trainable;
         let store = if is_trained { &mut self.weights.on_disk } else { &mut self.weights.frozen_on_disk };
         let Some(store) = store.as_mut().map(RefCell::get_mut) else { return Ok(()) };
-        let is_read_by_kernels = kind == StateKind::Parameter;
-        for section in [Section::State(kind), Section::Rounded] {
-            if store.keeps(section) && (section != Section::Rounded || is_read_by_kernels) {
-                store.write(id, section, start, values)?;
+        let of_weights = [StoreKind::Weights, StoreKind::FrozenWeights, StoreKind::MasterWeights];
+        let of_optimizer = [StoreKind::Optimizer(kind)];
+        let kinds = if kind == StateKind::Parameter { &of_weights[..] } else { &of_optimizer };
+        for &kind in kinds {
+            if store.keeps(kind) {
+                store.write(id, kind, start, values)?;
             }
         }
         Ok(())
     }
 
+    /// The store that has a kind of tensors in memory.
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
         match kind {
             StateKind::Parameter => Some(self.weights.updated()),
-            StateKind::GradientResidual(_) => self.gradients.residual(),
-            kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
+            StateKind::GradientResidual(_) => self.saved_store(StoreKind::GradientResidual),
+            kind => self.saved_store(StoreKind::Optimizer(kind)),
         }
     }
 }

@@ -6,13 +6,13 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use lockstep_graph::{Activity, Cost};
-use lockstep_plan::ParameterId;
+use lockstep_plan::{ParameterId, StoreKind};
 use lockstep_tensor::View;
 
 use crate::flat::Piece;
 use crate::optimizer::Operands;
 use crate::spilled::Spilled;
-use crate::windows::{DiskStore, Section};
+use crate::windows::DiskStore;
 use crate::{Engine, EngineError, FlatStore, Part, StateKind};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -80,7 +80,7 @@ impl Engine {
 
     fn update_windows(
         &self,
-        store: &mut DiskStore<Section>,
+        store: &mut DiskStore,
         spilled: &mut Option<Spilled>,
         update: &Update,
     ) -> Result<(), EngineError> {
@@ -112,7 +112,7 @@ impl Engine {
     /// Updates the elements of a parameter that lie `in_window`; `gradients` are the window's, if they are on disk too.
     fn update_piece(
         &self,
-        store: &DiskStore<Section>,
+        store: &DiskStore,
         window: usize,
         (piece, in_window): (&Piece, Range<usize>),
         gradients: Option<View<'_>>,
@@ -125,13 +125,13 @@ impl Engine {
         let gradient = gradients
             .map(|window| window.rows(in_window.clone()))
             .or_else(|| elements_of(self.gradients.part(id), &piece.elements));
-        let section = |section| store.keeps(section).then(|| store.view(window, section, in_window.clone()));
-        let on_disk = |kind| section(Section::State(kind));
-        let of_kernels =
-            section(Section::Rounded).or_else(|| elements_of(self.weights.trained.part(id), &piece.elements));
-        let updated = on_disk(StateKind::Parameter);
-        let Some((parameter, gradient)) = updated.or(of_kernels).zip(gradient) else { return };
-        let rounded = of_kernels.filter(|_| updated.is_some());
+        let on_disk = |kind| store.keeps(kind).then(|| store.view(window, kind, in_window.clone()));
+        let of_kernels = on_disk(StoreKind::Weights)
+            .or_else(|| elements_of(self.weights.trained.part(id), &piece.elements));
+        let master = on_disk(StoreKind::MasterWeights);
+        let Some((parameter, gradient)) = master.or(of_kernels).zip(gradient) else { return };
+        let rounded = of_kernels.filter(|_| master.is_some());
+        let on_disk = |kind| on_disk(StoreKind::Optimizer(kind));
         self.apply(update, id, piece.elements.start, (parameter, gradient, rounded), on_disk);
     }
 

@@ -4,14 +4,15 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use lockstep_plan::gathering::Sequence;
-use lockstep_plan::{Extent, ParameterId, ParameterRecord, ZeroStage};
-use lockstep_tensor::{DiskTraffic, Kernels};
+use lockstep_model::RecordedModel;
+use lockstep_plan::gathering::{Gathers, Sequence};
+use lockstep_plan::{Extent, ParameterId, ParameterRecord, StateLayout, StoreKind, ZeroStage};
+use lockstep_tensor::{Arena, DiskTraffic, Kernels};
 
 use crate::arriving::Arriving;
 use crate::gathered::{Gathered, Own, WeightSource};
-use crate::windows::{DiskStore, Section};
-use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
+use crate::windows::DiskStore;
+use crate::{EngineError, FlatStore, Offload, Traffic, Weights, shards::Shards, stores::Stores};
 
 /// The weights of a rank's model.
 #[derive(Debug)]
@@ -27,9 +28,9 @@ pub(crate) struct ModelWeights {
     /// Who owns what.
     pub(crate) shards: Shards,
     /// The optimizer's state that is on disk, master weights and what kernels read among it, and trained weights that are there.
-    pub(crate) on_disk: Option<RefCell<DiskStore<Section>>>,
+    pub(crate) on_disk: Option<RefCell<DiskStore>>,
     /// Weights on disk that are not trained.
-    pub(crate) frozen_on_disk: Option<RefCell<DiskStore<Section>>>,
+    pub(crate) frozen_on_disk: Option<RefCell<DiskStore>>,
     /// Where parameters that are shared out, or on disk, are whole while they are used.
     pub(crate) gathered: Option<Gathered>,
     /// What other ranks have updated and this one keeps, on its way.
@@ -37,6 +38,43 @@ pub(crate) struct ModelWeights {
 }
 
 impl ModelWeights {
+    /// Weights out of `stores`, with those that are gathered before each use as `gathers` plans, where they are.
+    ///
+    /// # Errors
+    /// Out of memory, no room on the disk.
+    pub(crate) fn new(
+        arena: &Arena,
+        model: &RecordedModel,
+        layout: &StateLayout,
+        (stores, offload): (&mut Stores, &Offload),
+        gathers: Option<Gathers>,
+        shards: Shards,
+    ) -> Result<Self, EngineError> {
+        let mut on_disk = stores.file(layout.updated_on_disk(), offload, arena)?;
+        let mut frozen_on_disk = stores.file(layout.item(StoreKind::FrozenWeights), offload, arena)?;
+        let mut trained = stores.take(StoreKind::Weights).expect("every rank has a store of weights");
+        let mut frozen = stores.take(StoreKind::FrozenWeights);
+        let arrive = ZeroStage::Optimizer..ZeroStage::Parameters;
+        let arriving = arrive.contains(&layout.plan.zero_stage).then(|| Arriving::new(model, &trained));
+        let quantized = layout.plan.quantized_weights();
+        let gathered = gathers.map(|gathers| {
+            let on_disk = [on_disk.as_mut(), frozen_on_disk.as_mut()];
+            let own = Own { trained: &mut trained, frozen: frozen.as_mut(), on_disk };
+            Gathered::new(arena, gathers, own, &shards, quantized)
+        });
+        Ok(Self {
+            gathered: gathered.transpose()?,
+            arriving,
+            trained,
+            frozen,
+            master: stores.take(StoreKind::MasterWeights),
+            biases: stores.take(StoreKind::SelectionBiases),
+            shards,
+            on_disk: on_disk.map(RefCell::new),
+            frozen_on_disk: frozen_on_disk.map(RefCell::new),
+        })
+    }
+
     /// What is updated: the weights of the trained parameters in the greatest precision there is.
     pub(crate) fn updated(&self) -> &FlatStore {
         self.master.as_ref().unwrap_or(&self.trained)

@@ -184,8 +184,7 @@ impl StateLayout {
     fn book_gathered(&self, gathers: &Gathers, dtype: DType, memory: &mut MemoryPrediction) {
         let category = MemoryCategory::Communication;
         memory.add(category, "gathered weights", booked_bytes(gathers.pool_bytes(dtype)));
-        let is_sharded = self.plan.zero_stage >= ZeroStage::Parameters;
-        if let Some(kind) = self.plan.quantization.weights.filter(|_| is_sharded) {
+        if let Some(kind) = self.plan.quantized_weights() {
             memory.add(category, "records of weights", booked_bytes(kind.bytes(gathers.pool_elements())));
         }
         let bytes = |elements: usize| booked_bytes(elements.saturating_mul(dtype.size_bytes()));

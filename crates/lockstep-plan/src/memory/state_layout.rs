@@ -111,6 +111,11 @@ impl StatePlan {
         self.quantization.gradients.filter(|_| self.zero_stage > ZeroStage::Nothing)
     }
 
+    /// The codes in which weights are gathered, if they are quantized.
+    pub fn quantized_weights(&self) -> Option<QuantizedType> {
+        self.quantization.weights.filter(|_| self.zero_stage >= ZeroStage::Parameters)
+    }
+
     /// Whether gradients leave for where they are kept as soon as they are complete.
     pub fn hands_gradients_on(&self) -> bool {
         self.zero_stage >= ZeroStage::Gradients || self.on_disk.is_some_and(|disk| disk.has_gradients)
@@ -271,7 +276,7 @@ impl StateLayout {
     }
 
     /// The rank's place among those that shard state whose gradients are summed so.
-    fn place(&self, summing: Summing) -> ShardPlace {
+    pub fn place(&self, summing: Summing) -> ShardPlace {
         self.places
             .iter()
             .find(|(known, _)| *known == summing)

@@ -23,8 +23,8 @@ use crate::state::ResidualNumbers;
 use crate::stores::Stores;
 use crate::weights::ModelWeights;
 use crate::{
-    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
-    StepTimes, Storage, Traffic, reducer::Reducer,
+    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StepTimes, Storage,
+    Traffic, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -67,8 +67,6 @@ pub struct Engine {
     pub(crate) records: Vec<ParameterRecord>,
     pub(crate) weights: ModelWeights,
     pub(crate) gradients: Gradients,
-    /// What is in memory of it.
-    pub(crate) optimizer_state: Vec<(StateKind, FlatStore)>,
     /// The stores that a checkpoint or a copy of the state holds.
     pub(crate) saved: Vec<StoreKind>,
     pub(crate) groups: Groups,
@@ -167,10 +165,10 @@ impl Engine {
         let gathers = layout.gathers(&profile, passes)?;
         let predicted = layout.memory(&profile, &stages, gathers.as_ref());
         let [of_state, of_activations] = layout.offload_traffic(&profile, passes, gathers.as_ref());
-        let (mut stores, offload) = (Stores::zeros(arena, &layout)?, &storage.offload);
-        let weights = ModelWeights::new(arena, &model, &layout, (&mut stores, offload), gathers, shards)?;
+        let (stores, offload) = (Stores::zeros(arena, &layout)?, &storage.offload);
+        let mut weights = ModelWeights::new(arena, &model, &layout, (stores, offload), gathers, shards)?;
         let runner = Runner::in_groups(&model, arena, options.seed, groups.clone(), &stages, offload)?;
-        let gradients = Gradients::new(arena, &layout, &mut stores, profile.tokens, offload)?;
+        let gradients = Gradients::new(arena, &layout, &mut weights.stores, profile.tokens, offload)?;
         tracing::debug!(
             threads = queue.threads(), instructions = %queue.level(), units = model.units(),
             micro_batches = passes.micro_batches, predicted_bytes = predicted.by_category().total(),
@@ -184,7 +182,6 @@ impl Engine {
             runner,
             gradients,
             weights,
-            optimizer_state: stores.take_optimizer_state(),
             saved: layout.saved().map(|item| item.kind).collect(),
             arena: arena.clone(),
             optimizer: options.optimizer,

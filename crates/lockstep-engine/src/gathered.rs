@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
 use lockstep_graph::mutation::{Mutation, active};
 use lockstep_plan::gathering::{Bundled, GatherPlan, Gathers, Kept, Sequence, Stay};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, QuantizedType};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, QuantizedType, StoreKind};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, Ticket, View};
 
 use crate::secondary::{Secondary, SecondaryPart};
 use crate::windows::DiskStore;
-use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
+use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards, stores::Stores};
 
 /// Brings the weights of a unit to where kernels read them.
 pub(crate) trait WeightSource {
@@ -50,18 +50,17 @@ impl WeightSource for Weights<'_> {
 /// What a rank owns of the weights.
 #[derive(Debug)]
 pub(crate) struct Own<'a> {
-    pub(crate) trained: &'a mut FlatStore,
-    pub(crate) frozen: Option<&'a mut FlatStore>,
-    /// What is on disk of the one and of the other, if anything is.
+    pub(crate) stores: &'a mut Stores,
+    /// The files of trained and of frozen weights, if any of them are on disk.
     pub(crate) on_disk: [Option<&'a mut DiskStore>; 2],
 }
 
 impl Own<'_> {
     fn store(&mut self, kept: Kept) -> Option<&mut FlatStore> {
-        match kept {
-            Kept::Trained => Some(self.trained),
-            Kept::Frozen => self.frozen.as_deref_mut(),
-        }
+        self.stores.get_mut(match kept {
+            Kept::Trained => StoreKind::Weights,
+            Kept::Frozen => StoreKind::FrozenWeights,
+        })
     }
 
     /// Which elements of a stretch this rank owns.
@@ -136,7 +135,7 @@ impl Gathered {
         shards: &Shards,
         quantized: Option<QuantizedType>,
     ) -> Result<Self, TensorError> {
-        let dtype = own.trained.dtype();
+        let dtype = own.stores.trained().dtype();
         let (pool_elements, pool_bytes) = (gathers.pool_elements(), gathers.pool_bytes(dtype));
         let Gathers { bundles, needs, in_bundle, plans, secondary_elements } = gathers;
         let secondary = secondary_elements.map(|elements| Secondary::new(arena, shards, dtype, elements));

@@ -49,15 +49,10 @@ impl Engine {
     /// What this rank owns of everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the
     /// optimizer's state. What is on disk comes last, parameter by parameter, and is read when it is asked for.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
-        let ModelWeights { trained, master, on_disk, .. } = &mut self.weights;
-        let updated = match master {
-            Some(master) => (StoreKind::MasterWeights, master),
-            None => (StoreKind::Weights, trained),
-        };
-        let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (StoreKind::Optimizer(*kind), store));
+        let ModelWeights { stores, on_disk, .. } = &mut self.weights;
         let residual = self.gradients.residual_mut().map(|store| (StoreKind::GradientResidual, store));
-        let stores = std::iter::once(updated).chain(kept).chain(residual);
-        let mut tensors = tensors_of(&self.records, &self.residual_numbers, stores);
+        let saved = stores.iter_mut().chain(residual).filter(|(kind, _)| self.saved.contains(kind));
+        let mut tensors = tensors_of(&self.records, &self.residual_numbers, saved);
         if let Some(store) = &*on_disk {
             tensors.extend(tensors_on_disk(&self.records, store));
         }
@@ -89,20 +84,13 @@ impl Engine {
 
     /// The stores that a checkpoint or a copy of the state holds.
     pub(crate) fn saved_stores(&self) -> impl Iterator<Item = (StoreKind, &FlatStore)> {
-        self.saved.iter().filter_map(|kind| Some((*kind, self.saved_store(*kind)?)))
+        self.saved.iter().filter_map(|kind| Some((*kind, self.store(*kind)?)))
     }
 
-    /// The store of a kind that a checkpoint or a copy of the state may hold.
-    fn saved_store(&self, kind: StoreKind) -> Option<&FlatStore> {
+    fn store(&self, kind: StoreKind) -> Option<&FlatStore> {
         match kind {
-            StoreKind::Weights => Some(&self.weights.trained),
-            StoreKind::MasterWeights => self.weights.master.as_ref(),
-            StoreKind::SelectionBiases => self.weights.biases.as_ref(),
-            StoreKind::Optimizer(kind) => {
-                self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store)
-            }
             StoreKind::GradientResidual => self.gradients.residual(),
-            StoreKind::FrozenWeights | StoreKind::Gradients => None,
+            kind => self.weights.stores.get(kind),
         }
     }
 
@@ -192,9 +180,9 @@ impl Engine {
     /// The store that has a kind of tensors in memory.
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
         match kind {
-            StateKind::Parameter => Some(self.weights.updated()),
-            StateKind::GradientResidual(_) => self.saved_store(StoreKind::GradientResidual),
-            kind => self.saved_store(StoreKind::Optimizer(kind)),
+            StateKind::Parameter => Some(self.weights.stores.updated()),
+            StateKind::GradientResidual(_) => self.store(StoreKind::GradientResidual),
+            kind => self.store(StoreKind::Optimizer(kind)),
         }
     }
 }

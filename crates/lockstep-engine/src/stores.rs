@@ -4,9 +4,9 @@ use lockstep_plan::{StateItem, StateLayout, StoreKind};
 use lockstep_tensor::{Arena, TensorError};
 
 use crate::windows::DiskStore;
-use crate::{EngineError, FlatStore, Offload, StateKind};
+use crate::{EngineError, FlatStore, Offload};
 
-/// The stores that no part of the engine has taken yet.
+/// Flat stores by kind. Gradients and their residual are there until [`Gradients`](crate::Gradients) takes them.
 #[derive(Debug)]
 pub(crate) struct Stores(Vec<(StoreKind, FlatStore)>);
 
@@ -26,10 +26,39 @@ impl Stores {
         Some(self.0.remove(index).1)
     }
 
-    /// Takes what the optimizer keeps.
-    pub(crate) fn take_optimizer_state(&mut self) -> Vec<(StateKind, FlatStore)> {
-        let kinds = StateKind::OF_OPTIMIZERS.into_iter();
-        kinds.filter_map(|kind| Some((kind, self.take(StoreKind::Optimizer(kind))?))).collect()
+    /// The store of a kind, if the rank has one.
+    pub(crate) fn get(&self, kind: StoreKind) -> Option<&FlatStore> {
+        self.0.iter().find(|(other, _)| *other == kind).map(|(_, store)| store)
+    }
+
+    /// See [`Stores::get`].
+    pub(crate) fn get_mut(&mut self, kind: StoreKind) -> Option<&mut FlatStore> {
+        self.iter_mut().find(|(other, _)| *other == kind).map(|(_, store)| store)
+    }
+
+    /// All stores, with their kinds.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (StoreKind, &mut FlatStore)> {
+        self.0.iter_mut().map(|(kind, store)| (*kind, store))
+    }
+
+    /// The trained weights that kernels read: all of them, or where these are sharded what this rank owns.
+    pub(crate) fn trained(&self) -> &FlatStore {
+        self.get(StoreKind::Weights).expect("every rank has a store of weights")
+    }
+
+    /// The f32 weights in memory, if kernels read another type.
+    pub(crate) fn master(&self) -> Option<&FlatStore> {
+        self.get(StoreKind::MasterWeights)
+    }
+
+    /// The biases by which experts are chosen, where they are kept apart.
+    pub(crate) fn biases(&self) -> Option<&FlatStore> {
+        self.get(StoreKind::SelectionBiases)
+    }
+
+    /// The weights that are updated: those of the trained parameters in the greatest precision there is.
+    pub(crate) fn updated(&self) -> &FlatStore {
+        self.master().unwrap_or_else(|| self.trained())
     }
 
     /// The file of some of the stores, window by window beside each other; `None` if all of them are in memory.
@@ -43,9 +72,7 @@ impl Stores {
         arena: &Arena,
     ) -> Result<Option<DiskStore>, EngineError> {
         let kinds: Vec<_> = items.into_iter().map(|item| (item.kind, item.dtype)).collect();
-        let is_first =
-            |(kind, _): &&(StoreKind, FlatStore)| kinds.first().is_some_and(|first| first.0 == *kind);
-        let Some((_, store)) = self.0.iter().find(is_first) else { return Ok(None) };
+        let Some(store) = kinds.first().and_then(|(kind, _)| self.get(*kind)) else { return Ok(None) };
         DiskStore::zeros(offload, store, kinds, arena)
     }
 }

@@ -56,14 +56,15 @@ impl Engine {
     /// Updates what is in memory of a parameter.
     fn update_parameter(&self, id: ParameterId, update: &Update) {
         // Rules for whole matrices are not given parts of them.
-        let Some(parameter) = self.weights.updated().part_in_shape(id) else { return };
+        let Some(parameter) = self.weights.stores.updated().part_in_shape(id) else { return };
         let Some(gradient) = self.gradients.part(id) else { return };
         let gradient_view = gradient.view.reshape(parameter.shape());
         let state = |kind| self.state_store(kind).and_then(|store| store.part_in_shape(id));
         if !self.state_kinds(id).all(|kind| state(kind).is_some()) {
             return;
         }
-        let rounded = self.weights.master.as_ref().and_then(|_| self.weights.trained.part_in_shape(id));
+        let rounded =
+            self.weights.stores.master().and_then(|_| self.weights.stores.trained().part_in_shape(id));
         self.apply(update, id, gradient.first, (parameter, gradient_view, rounded), state);
     }
 
@@ -127,7 +128,7 @@ impl Engine {
             .or_else(|| elements_of(self.gradients.part(id), &piece.elements));
         let on_disk = |kind| store.keeps(kind).then(|| store.view(window, kind, in_window.clone()));
         let of_kernels = on_disk(StoreKind::Weights)
-            .or_else(|| elements_of(self.weights.trained.part(id), &piece.elements));
+            .or_else(|| elements_of(self.weights.stores.trained().part(id), &piece.elements));
         let master = on_disk(StoreKind::MasterWeights);
         let Some((parameter, gradient)) = master.or(of_kernels).zip(gradient) else { return };
         let rounded = of_kernels.filter(|_| master.is_some());
@@ -157,7 +158,7 @@ impl Engine {
             gradient,
             rounded,
             rounding: self.storage.rounding.of(self.seed, &record.name, update.step, first as u64),
-            dtype: self.weights.trained.dtype(),
+            dtype: self.weights.stores.trained().dtype(),
         };
         let begin = self.timeline().begin();
         self.optimizer.step(&self.queue, &of_parameter, &operands, state);
@@ -184,7 +185,8 @@ impl Engine {
             let Some((id, steps)) = bias.zip(self.runner.expert_load().steps_to_balance(unit, rate)) else {
                 continue;
             };
-            let whole = self.weights.biases.as_ref().unwrap_or_else(|| self.weights.updated());
+            let biases = self.weights.stores.biases();
+            let whole = biases.unwrap_or_else(|| self.weights.stores.updated());
             let Some(part) = whole.kept_part(id) else { continue };
             part.copy_to_f32(&mut values);
             values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
@@ -197,7 +199,7 @@ impl Engine {
     /// The gradient and the rounded weights go through memory once, everything else is read and written.
     fn update_cost(&self, id: ParameterId, elements: u64) -> Cost {
         let bytes_of = |store: &FlatStore| store.dtype().size_bytes() as u64;
-        let rounded = self.weights.master.as_ref().map_or(0, |_| bytes_of(&self.weights.trained));
+        let rounded = self.weights.stores.master().map_or(0, |_| bytes_of(self.weights.stores.trained()));
         let kept: u64 = self.state_kinds(id).filter_map(|kind| self.state_store(kind)).map(bytes_of).sum();
         Cost {
             product_flops: self.optimizer.product_flops(self.role(id)),

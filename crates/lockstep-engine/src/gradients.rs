@@ -457,14 +457,9 @@ impl Gradients {
         Ok(())
     }
 
-    /// Lends those that are on disk to an update, which reads them window by window.
-    pub(crate) fn take_spilled(&mut self) -> Option<Spilled> {
-        self.spilled.take().map(RefCell::into_inner)
-    }
-
-    /// Takes them back.
-    pub(crate) fn give_back(&mut self, spilled: Option<Spilled>) {
-        self.spilled = spilled.map(RefCell::new);
+    /// Those that are on disk, which an update reads window by window.
+    pub(crate) fn spilled(&self) -> Option<&RefCell<Spilled>> {
+        self.spilled.as_ref()
     }
 
     /// What has been read from and written to disk since this was last asked.

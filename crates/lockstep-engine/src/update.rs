@@ -69,20 +69,16 @@ impl Engine {
     }
 
     /// Updates what is on disk, window by window.
-    fn update_on_disk(&mut self, update: &Update) -> Result<(), EngineError> {
-        let Some(on_disk) = self.weights.on_disk.take() else { return Ok(()) };
-        let mut store = on_disk.into_inner();
-        let mut spilled = self.gradients.take_spilled();
-        let result = self.update_windows(&mut store, &mut spilled, update);
-        self.gradients.give_back(spilled);
-        self.weights.on_disk = Some(RefCell::new(store));
-        result
+    fn update_on_disk(&self, update: &Update) -> Result<(), EngineError> {
+        let Some(store) = &self.weights.on_disk else { return Ok(()) };
+        let mut spilled = self.gradients.spilled().map(RefCell::borrow_mut);
+        self.update_windows(&mut store.borrow_mut(), spilled.as_deref_mut(), update)
     }
 
     fn update_windows(
         &self,
         store: &mut DiskStore,
-        spilled: &mut Option<Spilled>,
+        mut spilled: Option<&mut Spilled>,
         update: &Update,
     ) -> Result<(), EngineError> {
         let end = store.windows().len();
@@ -91,7 +87,7 @@ impl Engine {
             let stretch = store.windows()[window].stretch;
             let number = window - store.windows_of(stretch).start;
             store.look_ahead(window, end)?;
-            let mut spilled = spilled.as_mut().filter(|spilled| spilled.has(stretch));
+            let mut spilled = spilled.as_deref_mut().filter(|spilled| spilled.has(stretch));
             if let Some(spilled) = &mut spilled {
                 spilled.look_ahead(stretch, number)?;
             }

@@ -1,5 +1,4 @@
 //! The list of a rank's model state: which stores there are, which of them are sharded or on disk, and what is copied.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_plan::gathering::{Gathering, RankPasses};
 use lockstep_plan::{

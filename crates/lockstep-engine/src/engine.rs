@@ -1,6 +1,5 @@
 //! One rank's training state and the steps that change it.
 
-use std::cell::RefCell;
 use std::ops::Range;
 
 use lockstep_comm::Metered;
@@ -8,25 +7,23 @@ use lockstep_graph::{Activity, BlockShape, Cost, RecomputeRules, Seed, Timeline}
 use lockstep_model::{ModelConfig, RecordedModel, Tuning};
 use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
 use lockstep_plan::{
-    Extent, MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StageMemory,
-    ZeroStage, exact::ExactSum, offload_traffic, predicted,
+    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StageMemory, StateLayout,
+    StoreKind, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products};
 
-use crate::arriving::Arriving;
-use crate::gathered::{Gathered, Own};
-use crate::gradients::Trained;
+use crate::gathered::Gathered;
 use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
 use crate::runner::{Half, Purpose};
 use crate::shards::Shards;
 use crate::state::ResidualNumbers;
-use crate::stores::{Keeper, Stores};
+use crate::stores::Stores;
 use crate::weights::ModelWeights;
 use crate::{
-    EngineError, ExpertLoad, FlatStore, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind,
-    StepTimes, Storage, Traffic, reducer::Reducer,
+    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StepTimes, Storage,
+    Traffic, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -69,8 +66,8 @@ pub struct Engine {
     pub(crate) records: Vec<ParameterRecord>,
     pub(crate) weights: ModelWeights,
     pub(crate) gradients: Gradients,
-    /// What is in memory of it.
-    pub(crate) optimizer_state: Vec<(StateKind, FlatStore)>,
+    /// The stores that a checkpoint or a copy of the state holds.
+    pub(crate) saved: Vec<StoreKind>,
     pub(crate) groups: Groups,
     /// Those of a step of this rank, without a pipeline.
     micro_batches: usize,
@@ -139,77 +136,42 @@ impl Engine {
         arena: &Arena,
         groups: Groups,
     ) -> Result<Self, EngineError> {
-        let EngineOptions { shape, optimizer, seed, threads, .. } = options;
-        let (recording, context) = (options.recording(groups.places()), groups.context_place());
+        let (recording, mesh) = (options.recording(groups.places()), groups.mesh());
         let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
         let model = record(config, tuning);
         let evaluation = (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
             .then(|| record(&config.without_dropout().without_capacity(), &tuning.without_dropout()));
-        let mut records = model.records().to_vec();
         let stages = match groups.pipeline_plan() {
             Some((plan, rank)) => plan.memory_of(rank),
             None => vec![StageMemory::whole(model.units())],
         };
-        let is_here: Vec<bool> =
-            (0..model.units()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect();
-        let mesh = groups.mesh();
-        let state_plan = options.state_plan(&model, &storage, groups.options().as_ref(), &mesh);
-        let profile = model.profile(context);
         let passes = RankPasses {
             stages: &stages,
             pipeline: groups.pipeline_plan().map(|(plan, rank)| (&plan.schedule, rank)),
             micro_batches: (options.micro_batches / mesh.batch_parts()).max(1),
         };
-        let shard_ranks = |summing| mesh.shard_ranks(summing);
-        let predicted = predicted(&profile, passes, shard_ranks, &state_plan)?;
-        let predicted_traffic = offload_traffic(&profile, passes, shard_ranks, &state_plan)?;
-        let queue = CpuQueue::new(threads, arena)?;
-        let shards = Shards::new(&groups, &records)?;
-        let offload = &storage.offload;
-        let spills = offload.plan().is_some_and(|plan| plan.has_gradients);
-        let reducer = Reducer::new(&groups, &records, &shards, queue.workers())?;
-        // Gradients that pass through to the disk are handed on as to other ranks.
-        let reducer = reducer.or_else(|| spills.then(Reducer::alone));
-        storage.wrap.apply(&mut records, stages.iter().map(|stage| &stage.units));
-        let shared_table = SharedTable::of(&mut records, &is_here);
-        let keeper = Keeper {
-            arena,
-            model: &model,
-            records: &records,
-            is_here: &is_here,
-            shards: &shards,
-            storage: &storage,
-            optimizer,
-            dtype: shape.dtype,
-            has_master: state_plan.has_master,
-        };
-        let is_shared_out = keeper.shared_out(ZeroStage::Parameters) == Extent::Own;
-        let is_gathered = is_shared_out || keeper.has_weights_on_disk();
-        let Stores {
-            mut trained,
-            mut frozen,
-            master,
-            biases,
-            optimizer: optimizer_state,
-            mut on_disk,
-            mut frozen_on_disk,
-            units_on_disk,
-        } = keeper.zeros()?;
-        let runner = Runner::in_groups(&model, arena, seed, groups.clone(), &stages, offload)?;
-        let own_tokens = model.program(0).shape().tokens();
-        let is_gathered_after_updates = !is_shared_out && shards.stage() > ZeroStage::Nothing;
-        let arriving = is_gathered_after_updates.then(|| Arriving::new(&model, &trained));
-        let gathered = if is_gathered {
-            let on_disk = [on_disk.as_mut(), frozen_on_disk.as_mut()];
-            let own = Own { trained: &mut trained, frozen: frozen.as_mut(), on_disk };
-            Some(Gathered::new(arena, &profile, own, &shards, (passes, state_plan.gathering))?)
-        } else {
-            None
-        };
+        let profile = model.profile(groups.context_place());
+        let state_plan = options.state_plan(&model, &storage, groups.options().as_ref(), &mesh);
+        let queue = CpuQueue::new(options.threads, arena)?;
+        let shards = Shards::new(&groups, model.records())?;
+        let reducer = Reducer::new(&groups, model.records(), &shards, queue.workers())?;
+        let residual_numbers = ResidualNumbers::new(&groups, &shards);
+        let place = |summing| mesh.shard_place(groups.rank(), summing);
+        let layout = StateLayout::new(&profile, &stages, place, &state_plan);
+        shards.check(&layout);
+        // Gradients that are offloaded to disk use the reducer's path as well.
+        let reducer = reducer.or_else(|| layout.plan.hands_gradients_on().then(Reducer::alone));
+        let gathers = layout.gathers(&profile, passes)?;
+        let predicted = layout.memory(&profile, &stages, gathers.as_ref());
+        let [of_state, of_activations] = layout.offload_traffic(&profile, passes, gathers.as_ref());
+        let (stores, offload) = (Stores::zeros(arena, &layout)?, &storage.offload);
+        let mut weights = ModelWeights::new(arena, &model, &layout, (stores, offload), gathers, shards)?;
+        let runner = Runner::in_groups(&model, arena, options.seed, groups.clone(), &stages, offload)?;
+        let gradients = Gradients::new(arena, &layout, &mut weights.stores, profile.tokens, offload)?;
         tracing::debug!(
             threads = queue.threads(), instructions = %queue.level(), units = model.units(),
             micro_batches = passes.micro_batches, predicted_bytes = predicted.by_category().total(),
-            gathers_weights = gathered.is_some(), reduces_gradients = reducer.is_some(),
+            gathers_weights = weights.gathered.is_some(), reduces_gradients = reducer.is_some(),
             "the engine has its weights and buffers"
         );
         Ok(Self {
@@ -217,45 +179,24 @@ impl Engine {
             reducer,
             queue,
             runner,
-            gradients: Gradients::new(
-                arena,
-                Trained {
-                    records: &records,
-                    is_here: &is_here,
-                    shards: &shards,
-                    shared_table: shared_table.map(|table| table.id),
-                },
-                own_tokens,
-                state_plan.micro_batches,
-                spills.then_some((offload, &units_on_disk[..])),
-            )?,
-            optimizer_state,
+            gradients,
+            weights,
+            saved: layout.saved().map(|item| item.kind).collect(),
             arena: arena.clone(),
-            optimizer,
+            optimizer: options.optimizer,
             storage,
-            seed,
+            seed: options.seed,
             model,
             evaluation,
-            records,
+            records: layout.records,
+            is_here: layout.is_here,
+            shared_table: layout.shared_table,
             pipeline: groups.pipeline(),
-            residual_numbers: ResidualNumbers::new(&groups, &shards),
+            residual_numbers,
             groups,
-            is_here,
             bias_values: Vec::new(),
-            shared_table,
             predicted,
-            predicted_traffic,
-            weights: ModelWeights {
-                trained,
-                frozen,
-                master,
-                biases,
-                shards,
-                on_disk: on_disk.map(RefCell::new),
-                frozen_on_disk: frozen_on_disk.map(RefCell::new),
-                gathered,
-                arriving,
-            },
+            predicted_traffic: of_state + of_activations,
         })
     }
 

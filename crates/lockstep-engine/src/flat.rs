@@ -9,10 +9,12 @@ use std::ops::Range;
 use half::{bf16, f16};
 use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::gathering::Kept;
-use lockstep_plan::{DType, Extent, MemoryCategory, ParameterId, ParameterRecord, StoreLayout, Stretch};
+use lockstep_plan::{
+    DType, Extent, MemoryCategory, ParameterId, ParameterRecord, ShardPlace, StateItem, StoreLayout, Stretch,
+};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
 
-use crate::{Gradients, gathered::Gathered, shards::Shards};
+use crate::{Gradients, gathered::Gathered};
 
 /// One tensor for each parameter of a model, in one flat buffer per unit. A tied parameter is a view of the one it is
 /// tied to.
@@ -90,40 +92,29 @@ impl FlatStore {
         dtype: DType,
         category: MemoryCategory,
     ) -> Result<Self, TensorError> {
-        Self::zeros_where(arena, records, (dtype, category), &Shards::none(), Extent::Whole, |_| true)
+        let layout = StoreLayout::new(records, Extent::Whole, |_| ShardPlace::default(), |_| true);
+        Self::laid_out(arena, records, (dtype, category), Extent::Whole, layout)
     }
 
-    /// Zeros for the parameters that `keeps` says; that may be none.
+    /// Zeros for a store of the state of a rank that sees its parameters as `records`.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
-    pub(crate) fn zeros_where(
+    pub(crate) fn zeros_of(
         arena: &Arena,
         records: &[ParameterRecord],
-        (dtype, category): (DType, MemoryCategory),
-        shards: &Shards,
-        extent: Extent,
-        keeps: impl Fn(&ParameterRecord) -> bool,
+        StateItem { kind, dtype, extent, layout }: &StateItem,
     ) -> Result<Self, TensorError> {
-        Self::zeros_but(arena, records, (dtype, category), shards, extent, keeps, |_, _| false)
+        Self::laid_out(arena, records, (*dtype, kind.category()), *extent, layout.clone())
     }
 
-    /// As [`FlatStore::zeros_where`], without the stretches that are on disk ([`StoreLayout::partly_on_disk`]).
-    ///
-    /// # Errors
-    /// [`TensorError::OutOfMemory`].
-    pub(crate) fn zeros_but(
+    fn laid_out(
         arena: &Arena,
         records: &[ParameterRecord],
         (dtype, category): (DType, MemoryCategory),
-        shards: &Shards,
         extent: Extent,
-        keeps: impl Fn(&ParameterRecord) -> bool,
-        is_on_disk: impl Fn(usize, bool) -> bool,
+        layout: StoreLayout,
     ) -> Result<Self, TensorError> {
-        let place = |summing| shards.place(summing);
-        let keeps = |index: usize| keeps(&records[index]);
-        let layout = StoreLayout::partly_on_disk(records, extent, place, keeps, is_on_disk);
         let place = |(place, record): (Option<(usize, usize)>, &ParameterRecord)| {
             let shape = Shape::from(record.local_shape().as_slice());
             place.map(|(stretch, first)| Place { stretch, first, shape })
@@ -208,13 +199,6 @@ impl FlatStore {
     /// If the store does not have them.
     pub(crate) fn range_of(&self, stretch: usize, elements: Range<usize>) -> View<'_> {
         self.elements_of(&self.layout.stretches[stretch], elements)
-    }
-
-    /// The same store of something that is not shared out: all of it is this rank's own.
-    #[must_use]
-    pub(crate) fn owned_by_this_rank(mut self) -> Self {
-        self.layout.stretches.iter_mut().for_each(|stretch| stretch.own = 0..stretch.elements);
-        self
     }
 
     /// Bytes of all parameters, padding included.

@@ -15,13 +15,13 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
-use lockstep_plan::gathering::{Bundled, GatherPlan, Gathering, Gathers, Kept, RankPasses, Sequence, Stay};
-use lockstep_plan::{DType, MemoryCategory, ModelProfile, ParameterId, QuantizedType};
+use lockstep_plan::gathering::{Bundled, GatherPlan, Gathers, Kept, Sequence, Stay};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, QuantizedType, StoreKind};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, Ticket, View};
 
 use crate::secondary::{Secondary, SecondaryPart};
-use crate::windows::{DiskStore, Section};
-use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards};
+use crate::windows::DiskStore;
+use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards, stores::Stores};
 
 /// Brings the weights of a unit to where kernels read them.
 pub(crate) trait WeightSource {
@@ -49,18 +49,17 @@ impl WeightSource for Weights<'_> {
 /// What a rank owns of the weights.
 #[derive(Debug)]
 pub(crate) struct Own<'a> {
-    pub(crate) trained: &'a mut FlatStore,
-    pub(crate) frozen: Option<&'a mut FlatStore>,
-    /// What is on disk of the one and of the other, if anything is.
-    pub(crate) on_disk: [Option<&'a mut DiskStore<Section>>; 2],
+    pub(crate) stores: &'a mut Stores,
+    /// The files of trained and of frozen weights, if any of them are on disk.
+    pub(crate) on_disk: [Option<&'a mut DiskStore>; 2],
 }
 
 impl Own<'_> {
     fn store(&mut self, kept: Kept) -> Option<&mut FlatStore> {
-        match kept {
-            Kept::Trained => Some(self.trained),
-            Kept::Frozen => self.frozen.as_deref_mut(),
-        }
+        self.stores.get_mut(match kept {
+            Kept::Trained => StoreKind::Weights,
+            Kept::Frozen => StoreKind::FrozenWeights,
+        })
     }
 
     /// Which elements of a stretch this rank owns.
@@ -122,21 +121,18 @@ struct Gatherable {
 }
 
 impl Gathered {
-    /// A pool for the units of `model`, whose weights are kept in `own`, as `passes` use them.
+    /// A pool for what is gathered as `gathers` plans, of weights that `own` keeps, and that go between ranks as codes of `quantized`.
     ///
     /// # Errors
-    /// Out of memory, a limit below what a unit reads.
+    /// Out of memory.
     pub(crate) fn new(
         arena: &Arena,
-        model: &ModelProfile,
+        gathers: Gathers,
         mut own: Own<'_>,
         shards: &Shards,
-        (passes, gathering): (RankPasses<'_>, Gathering),
-    ) -> Result<Self, EngineError> {
-        let dtype = own.trained.dtype();
-        let layouts = [Some(own.trained.layout()), own.frozen.as_deref().map(FlatStore::layout)];
-        let ranks = |summing| shards.place(summing).ranks;
-        let gathers = Gathers::new(model, layouts, ranks, passes, gathering)?;
+        quantized: Option<QuantizedType>,
+    ) -> Result<Self, TensorError> {
+        let dtype = own.stores.trained().dtype();
         let (pool_elements, pool_bytes) = (gathers.pool_elements(), gathers.pool_bytes(dtype));
         let Gathers { bundles, needs, in_bundle, plans, secondary_elements } = gathers;
         let secondary = secondary_elements.map(|elements| Secondary::new(arena, shards, dtype, elements));
@@ -166,7 +162,7 @@ impl Gathered {
             |kind: QuantizedType| Ok::<_, TensorError>((kind, in_communication(kind.bytes(pool_elements))?));
         Ok(Self {
             pool: in_communication(pool_bytes)?,
-            records: shards.quantization().weights.map(of_records).transpose()?,
+            records: quantized.map(of_records).transpose()?,
             dtype,
             bundles,
             needs,

@@ -10,14 +10,15 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 use lockstep_plan::{
-    DType, Extent, MemoryCategory, ParameterId, ParameterRecord, Passage, Summing, ZeroStage, exact::ExactSum,
+    DType, MemoryCategory, ParameterId, ParameterRecord, Passage, SharedTable, StateLayout, StoreKind,
+    Summing, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Write};
 
 use crate::flat::{FlatStore, Part};
 use crate::quantized::QuantizedSums;
 use crate::spilled::Spilled;
-use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer, shards::Shards};
+use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer, stores::Stores};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
@@ -71,59 +72,39 @@ struct Tied {
     summing: Summing,
 }
 
-/// What is to be trained on a rank, and who owns it.
-#[derive(Clone, Copy)]
-pub(crate) struct Trained<'a> {
-    pub(crate) records: &'a [ParameterRecord],
-    /// Which units are on this rank.
-    pub(crate) is_here: &'a [bool],
-    pub(crate) shards: &'a Shards,
-    /// A table of which ranks of other stages have summands as well.
-    pub(crate) shared_table: Option<ParameterId>,
-}
-
 impl Gradients {
-    /// Gradients of what is trained, all zero, for steps of up to `micro_batches` of `tokens` on all replicas together. Those of
-    /// units that are on disk (by unit) are there, but tied ones.
+    /// Gradients of what is trained, all zero, for steps with micro-batches of `tokens`. Those of offloaded units are on disk, but tied ones.
     ///
     /// # Errors
     /// No memory, no room on the disk.
     pub(crate) fn new(
         arena: &Arena,
-        Trained { records, is_here, shards, shared_table }: Trained<'_>,
+        layout: &StateLayout,
+        stores: &mut Stores,
         tokens: usize,
-        micro_batches: usize,
-        on_disk: Option<(&Offload, &[bool])>,
+        offload: &Offload,
     ) -> Result<Self, EngineError> {
-        let kind = (DType::F32, MemoryCategory::Gradients);
-        let is_trained = |record: &ParameterRecord| record.trainable && is_here[record.unit];
-        let is_handed_on = shards.stage() >= ZeroStage::Gradients || on_disk.is_some();
-        let extent = if is_handed_on { Extent::Own } else { Extent::Whole };
-        let is_on_disk =
-            |unit: usize, is_tied: bool| on_disk.is_some_and(|(_, units)| units[unit]) && !is_tied;
-        let store = FlatStore::zeros_but(arena, records, kind, shards, extent, is_trained, is_on_disk)?;
-        let spilled = on_disk.map(|(offload, _)| Spilled::new(offload, &store, arena)).transpose()?.flatten();
+        let store = stores.take(StoreKind::Gradients).expect("every rank has a store of gradients");
+        let StateLayout { records, is_here, plan, .. } = layout;
+        let spilled = Spilled::new(offload, &store, arena)?;
         let mut is_borrowed = vec![false; records.len()];
-        let mut tied = Vec::new();
-        for (index, record) in records.iter().enumerate() {
-            let Some(table) = record.tie.filter(|_| is_trained(record)) else { continue };
-            let of_table = &records[table.0];
+        if let Some(SharedTable { id, is_copy: true }) = layout.shared_table {
             // A table that this rank has for its output layer alone counts as of that layer's unit.
-            if of_table.unit == record.unit {
-                is_borrowed[table.0] = true;
-            } else {
-                let embedding = LookedUp::new(arena, table, of_table, tokens, micro_batches)?;
-                let summing = Summing::of(&of_table.share);
-                tied.push(Tied { output: ParameterId(index), embedding, summing });
-            }
+            is_borrowed[id.0] = true;
         }
+        let tied = layout.tied_tables().map(|(output, table)| {
+            let of_table = &records[table.0];
+            let embedding = LookedUp::new(arena, table, of_table, tokens, plan.micro_batches)?;
+            Ok(Tied { output, embedding, summing: Summing::of(&of_table.share) })
+        });
+        let tied = tied.collect::<Result<_, TensorError>>()?;
         let mut completed = vec![Vec::new(); is_here.len()];
         for (index, stretch) in store.stretches().iter().enumerate() {
             completed[stretch.completed_by].push(index);
         }
         Ok(Self {
-            quantized: QuantizedSums::new(arena, records, &store, shards, shared_table, is_trained)?,
-            passing: is_handed_on.then(|| Passing::new(arena, &store)).transpose()?,
+            quantized: QuantizedSums::new(arena, layout, &store, stores.take(StoreKind::GradientResidual))?,
+            passing: plan.hands_gradients_on().then(|| Passing::new(arena, &store)).transpose()?,
             store,
             spilled: spilled.map(RefCell::new),
             units: records.iter().map(|record| record.unit).collect(),
@@ -473,14 +454,9 @@ impl Gradients {
         Ok(())
     }
 
-    /// Lends those that are on disk to an update, which reads them window by window.
-    pub(crate) fn take_spilled(&mut self) -> Option<Spilled> {
-        self.spilled.take().map(RefCell::into_inner)
-    }
-
-    /// Takes them back.
-    pub(crate) fn give_back(&mut self, spilled: Option<Spilled>) {
-        self.spilled = spilled.map(RefCell::new);
+    /// Those that are on disk, which an update reads window by window.
+    pub(crate) fn spilled(&self) -> Option<&RefCell<Spilled>> {
+        self.spilled.as_ref()
     }
 
     /// What has been read from and written to disk since this was last asked.

@@ -439,6 +439,11 @@ impl Groups {
         self.world.as_ref().map(|world| world.options)
     }
 
+    /// This rank.
+    pub(crate) fn rank(&self) -> usize {
+        self.world().map_or(0, Group::rank)
+    }
+
     /// All ranks, if there are others.
     pub fn world(&self) -> Option<&Group> {
         self.world.as_ref().map(|world| &world.group)

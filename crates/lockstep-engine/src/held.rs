@@ -2,11 +2,10 @@
 
 use std::cell::RefCell;
 
-use lockstep_plan::ParameterId;
+use lockstep_plan::{ParameterId, StoreKind};
 
-use crate::state::{Contents, residuals_of, tensors_of, tensors_on_disk};
+use crate::state::{Contents, tensors_of, tensors_on_disk};
 use crate::weights::ModelWeights;
-use crate::windows::Section;
 use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
 
 impl Engine {
@@ -48,13 +47,10 @@ impl Engine {
     /// What this rank owns of everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the
     /// optimizer's state. What is on disk comes last, parameter by parameter, and is read when it is asked for.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
-        let ModelWeights { trained, master, on_disk, .. } = &mut self.weights;
-        let weights = (StateKind::Parameter, master.as_mut().unwrap_or(trained));
-        let kept = self.optimizer_state.iter_mut().map(|(kind, store)| (*kind, store));
-        let mut tensors = tensors_of(&self.records, std::iter::once(weights).chain(kept));
-        if let Some(residual) = self.gradients.residual_mut() {
-            tensors.extend(residuals_of(&self.records, residual, &self.residual_numbers));
-        }
+        let ModelWeights { stores, on_disk, .. } = &mut self.weights;
+        let residual = self.gradients.residual_mut().map(|store| (StoreKind::GradientResidual, store));
+        let saved = stores.iter_mut().chain(residual).filter(|(kind, _)| self.saved.contains(kind));
+        let mut tensors = tensors_of(&self.records, &self.residual_numbers, saved);
         if let Some(store) = &*on_disk {
             tensors.extend(tensors_on_disk(&self.records, store));
         }
@@ -84,10 +80,16 @@ impl Engine {
         store.kept_parts().into_iter().map(tensor).collect()
     }
 
-    /// The stores of what a checkpoint holds, in its order.
-    pub(crate) fn state_stores(&self) -> impl Iterator<Item = (StateKind, &FlatStore)> {
-        let weights = (StateKind::Parameter, self.weights.updated());
-        std::iter::once(weights).chain(self.optimizer_state.iter().map(|(kind, store)| (*kind, store)))
+    /// The stores that a checkpoint or a copy of the state holds.
+    pub(crate) fn saved_stores(&self) -> impl Iterator<Item = (StoreKind, &FlatStore)> {
+        self.saved.iter().filter_map(|kind| Some((*kind, self.store(*kind)?)))
+    }
+
+    fn store(&self, kind: StoreKind) -> Option<&FlatStore> {
+        match kind {
+            StoreKind::GradientResidual => self.gradients.residual(),
+            kind => self.weights.stores.get(kind),
+        }
     }
 
     /// Rounds the master weights that this rank owns, if there are any, to what kernels read.
@@ -162,20 +164,23 @@ impl Engine {
         let is_trained = self.records[id.0].trainable;
         let store = if is_trained { &mut self.weights.on_disk } else { &mut self.weights.frozen_on_disk };
         let Some(store) = store.as_mut().map(RefCell::get_mut) else { return Ok(()) };
-        let is_read_by_kernels = kind == StateKind::Parameter;
-        for section in [Section::State(kind), Section::Rounded] {
-            if store.keeps(section) && (section != Section::Rounded || is_read_by_kernels) {
-                store.write(id, section, start, values)?;
+        let of_weights = [StoreKind::Weights, StoreKind::FrozenWeights, StoreKind::MasterWeights];
+        let of_optimizer = [StoreKind::Optimizer(kind)];
+        let kinds = if kind == StateKind::Parameter { &of_weights[..] } else { &of_optimizer };
+        for &kind in kinds {
+            if store.keeps(kind) {
+                store.write(id, kind, start, values)?;
             }
         }
         Ok(())
     }
 
+    /// The store that has a kind of tensors in memory.
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
         match kind {
-            StateKind::Parameter => Some(self.weights.updated()),
-            StateKind::GradientResidual(_) => self.gradients.residual(),
-            kind => self.optimizer_state.iter().find(|(kept, _)| *kept == kind).map(|(_, store)| store),
+            StateKind::Parameter => Some(self.weights.stores.updated()),
+            StateKind::GradientResidual(_) => self.store(StoreKind::GradientResidual),
+            kind => self.store(StoreKind::Optimizer(kind)),
         }
     }
 }

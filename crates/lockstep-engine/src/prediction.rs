@@ -27,7 +27,7 @@ impl EngineOptions {
         let kinds = StateKind::OF_OPTIMIZERS.into_iter().map(|kind| {
             let is_kept =
                 |record| self.optimizer.state_kinds(Role::of(record, model.units())).contains(&kind);
-            (kind.name(), model.records().iter().map(is_kept).collect())
+            (kind, model.records().iter().map(is_kept).collect())
         });
         StatePlan {
             zero_stage: groups.map_or(ZeroStage::Nothing, |options| options.zero_stage),

@@ -18,12 +18,12 @@ use std::ops::Range;
 
 use lockstep_comm::{Collective, CommError, Lent};
 use lockstep_plan::{
-    DType, Extent, Feedback, MemoryCategory, ParameterId, ParameterRecord, QUANTIZATION_BLOCK, QuantizedType,
-    RecordPassage, Summing,
+    DType, MemoryCategory, ParameterId, QUANTIZATION_BLOCK, QuantizedType, RecordPassage, StateLayout,
+    Summing,
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
-use crate::{FlatStore, reducer::Reducer, shards::Shards};
+use crate::{FlatStore, reducer::Reducer};
 
 /// The records of gradients whose backward has just run, and what earlier ones failed to say.
 #[derive(Debug)]
@@ -65,41 +65,21 @@ impl Coded {
 }
 
 impl QuantizedSums {
-    /// Memory for what ranks send of the gradients in `store`, and the residual of the parameters that `keeps` says; none if nothing is to be quantized. What is `unshared`, if anything, is summed as it is.
+    /// Memory for what ranks send of the gradients in `store`, with the residual that goes with it; `None` if nothing is quantized.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub(crate) fn new(
         arena: &Arena,
-        records: &[ParameterRecord],
+        layout: &StateLayout,
         store: &FlatStore,
-        shards: &Shards,
-        unshared: Option<ParameterId>,
-        keeps: impl Fn(&ParameterRecord) -> bool,
+        residual: Option<FlatStore>,
     ) -> Result<Option<Self>, TensorError> {
-        let Some(kind) = shards.quantization().gradients else { return Ok(None) };
+        let Some((kind, passage)) = layout.record_passage() else { return Ok(None) };
+        let RecordPassage { offsets, sent, received } = passage;
+        let records = &layout.records;
         let of_parameter =
             |store: &FlatStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.0);
-        let is_coded = |stretch: usize| {
-            let is_unshared = unshared.is_some_and(|id| of_parameter(store, id.0) == Some(stretch));
-            shards.group(store.stretches()[stretch].summing).is_some() && !is_unshared
-        };
-        let residual = match shards.quantization().feedback {
-            Feedback::Dropped => None,
-            Feedback::Kept => {
-                let is_kept = |record: &ParameterRecord| {
-                    let index = records.iter().position(|other| other.name == record.name);
-                    let stretch = index.and_then(|index| of_parameter(store, index));
-                    keeps(record) && stretch.is_some_and(is_coded)
-                };
-                let kept_in = (DType::BF16, MemoryCategory::Communication);
-                let residual =
-                    FlatStore::zeros_where(arena, records, kept_in, shards, Extent::Whole, is_kept)?;
-                Some(residual.owned_by_this_rank())
-            }
-        };
-        let RecordPassage { offsets, sent, received } =
-            store.layout().record_passage(shards.replicas(), is_coded);
         let coded = |(index, first): (usize, Option<usize>)| {
             let (of, first) = (&store.stretches()[index], first?);
             let any_of_it = (0..records.len()).find(|id| of_parameter(store, *id) == Some(index));
@@ -113,7 +93,7 @@ impl QuantizedSums {
             let gaps = places.filter(|(stretch, ..)| *stretch == index).map(gap);
             Some(Coded {
                 summing: of.summing,
-                ranks: shards.place(of.summing).ranks,
+                ranks: layout.place(of.summing).ranks,
                 parity: of.parity(),
                 first,
                 elements: of.elements,

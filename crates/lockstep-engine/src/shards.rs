@@ -14,7 +14,7 @@
 use std::time::Duration;
 
 use lockstep_comm::{CommError, Group};
-use lockstep_plan::{ParameterRecord, Quantization, ShardPlace, Summing, ZeroStage};
+use lockstep_plan::{ParameterRecord, ShardPlace, StateLayout, Summing, ZeroStage};
 
 use crate::Groups;
 
@@ -22,9 +22,6 @@ use crate::Groups;
 #[derive(Debug, Default)]
 pub(crate) struct Shards {
     stage: ZeroStage,
-    quantization: Quantization,
-    /// Copies of the model that are shared out.
-    replicas: usize,
     /// Those that share out what is summed so, where that are several.
     groups: Vec<(Summing, Group)>,
     /// The same ranks once more, to gather weights: what is under way in one group goes in its order, and weights shall not stand behind
@@ -49,14 +46,21 @@ impl Shards {
         let Some(options) = groups.options().filter(|options| options.zero_stage > ZeroStage::Nothing) else {
             return Ok(Self::none());
         };
-        let (stage, quantization, limit) = (options.zero_stage, options.quantization, options.limit);
+        let (stage, limit) = (options.zero_stage, options.limit);
         let (gathering, neighbours) = (groups.of_shards_apart(records)?, groups.of_neighbours(records)?);
-        let of_kinds = groups.of_shards(records)?;
-        if of_kinds.is_empty() {
+        let groups = groups.of_shards(records)?;
+        if groups.is_empty() {
             return Ok(Self::none());
         }
-        let (replicas, groups) = (groups.replicas(), of_kinds);
-        Ok(Self { stage, quantization, replicas, groups, gathering, neighbours, limit })
+        Ok(Self { stage, groups, gathering, neighbours, limit })
+    }
+
+    /// Checks, in tests, that its groups are those that the state was laid out for.
+    pub(crate) fn check(&self, layout: &StateLayout) {
+        for (summing, group) in &self.groups {
+            let place = ShardPlace { ranks: group.size(), rank: group.rank() };
+            debug_assert_eq!(layout.place(*summing), place, "a shard group in another order");
+        }
     }
 
     /// How long a wait for the others may be.
@@ -69,25 +73,9 @@ impl Shards {
         self.stage
     }
 
-    /// What goes between ranks as small integers.
-    pub(crate) fn quantization(&self) -> Quantization {
-        self.quantization
-    }
-
-    /// How many copies of the model are shared out; 0 where none is.
-    pub(crate) fn replicas(&self) -> usize {
-        self.replicas
-    }
-
     /// Those that share out what is summed so, where that are several.
     pub(crate) fn groups(&self) -> &[(Summing, Group)] {
         &self.groups
-    }
-
-    /// The rank's place among those that share out what is summed so.
-    pub(crate) fn place(&self, summing: Summing) -> ShardPlace {
-        self.group(summing)
-            .map_or_else(ShardPlace::default, |group| ShardPlace { ranks: group.size(), rank: group.rank() })
     }
 
     /// The neighbours among which what was gathered is kept once more, for each way in which gradients are summed.
@@ -98,10 +86,5 @@ impl Shards {
     /// Those that gather from each other what they share out and sum so, if they are several.
     pub(crate) fn gathering(&self, summing: Summing) -> Option<&Group> {
         self.gathering.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
-    }
-
-    /// Those that share out what is summed so, if they are several.
-    pub(crate) fn group(&self, summing: Summing) -> Option<&Group> {
-        self.groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
     }
 }

@@ -4,16 +4,18 @@
 
 use std::ops::Range;
 
-use lockstep_plan::{DType, ParameterId, exact::ExactSum};
+use lockstep_plan::{DType, ParameterId, StoreKind, exact::ExactSum};
 use lockstep_tensor::{Arena, DiskTraffic, Kernels, View, Write};
 
 use crate::windows::DiskStore;
 use crate::{EngineError, FlatStore, Offload};
 
+const KIND: StoreKind = StoreKind::Gradients;
+
 /// The gradients of the stretches of a store that are on disk.
 #[derive(Debug)]
 pub(crate) struct Spilled {
-    store: DiskStore<()>,
+    store: DiskStore,
     /// Of each window, the sum of squares of each of its pieces, as they were written last.
     squares: Vec<Vec<ExactSum>>,
 }
@@ -28,7 +30,7 @@ impl Spilled {
         layout: &FlatStore,
         arena: &Arena,
     ) -> Result<Option<Self>, EngineError> {
-        let Some(store) = DiskStore::zeros(offload, layout, vec![((), DType::F32)], arena)? else {
+        let Some(store) = DiskStore::zeros(offload, layout, vec![(KIND, DType::F32)], arena)? else {
             return Ok(None);
         };
         let of_window = store.windows().iter().map(|window| vec![ExactSum::default(); window.pieces.len()]);
@@ -63,7 +65,7 @@ impl Spilled {
                 }
             }
             let len = self.store.windows()[window].elements.len();
-            let kept = self.store.view(window, (), 0..len);
+            let kept = self.store.view(window, KIND, 0..len);
             let sum = sum.rows(first..first + len);
             match write {
                 Write::Overwrite => queue.cast(sum, kept),
@@ -83,7 +85,7 @@ impl Spilled {
     pub(crate) fn zero(&mut self, queue: &dyn Kernels, stretch: usize) -> Result<(), EngineError> {
         for window in self.store.windows_of(stretch) {
             self.store.begin_anew(window)?;
-            queue.zero(self.store.view(window, (), 0..self.store.windows()[window].elements.len()));
+            queue.zero(self.store.view(window, KIND, 0..self.store.windows()[window].elements.len()));
             self.note_change(queue, window);
         }
         self.store.write_all_behind();
@@ -104,7 +106,7 @@ impl Spilled {
     /// [`EngineError::Disk`].
     pub(crate) fn read(&mut self, id: ParameterId, elements: Range<usize>) -> Result<Vec<f32>, EngineError> {
         let mut values = vec![0.0_f32; elements.len()];
-        self.store.read(id, (), elements, bytemuck::cast_slice_mut(&mut values))?;
+        self.store.read(id, KIND, elements, bytemuck::cast_slice_mut(&mut values))?;
         Ok(values)
     }
 
@@ -119,7 +121,7 @@ impl Spilled {
         start: usize,
         values: &[f32],
     ) -> Result<(), EngineError> {
-        self.store.write(id, (), start, values)?;
+        self.store.write(id, KIND, start, values)?;
         for window in 0..self.store.windows().len() {
             if self.store.windows()[window].pieces.iter().any(|piece| piece.id == id) {
                 self.store.load(window)?;
@@ -151,7 +153,7 @@ impl Spilled {
     ) -> Result<View<'_>, EngineError> {
         let window = self.store.windows_of(stretch).start + number;
         self.store.load(window)?;
-        Ok(self.store.view(window, (), elements))
+        Ok(self.store.view(window, KIND, elements))
     }
 
     /// See [`DiskStore::take_traffic`].
@@ -170,7 +172,7 @@ impl Spilled {
         let of_window = &self.store.windows()[window];
         for (piece, squares) in of_window.pieces.iter().zip(&mut self.squares[window]) {
             let first = piece.first - of_window.elements.start;
-            let view = self.store.view(window, (), first..first + piece.elements.len());
+            let view = self.store.view(window, KIND, first..first + piece.elements.len());
             *squares = queue.sum_of_squares(view).wait();
         }
     }

@@ -4,50 +4,10 @@ use std::cell::RefCell;
 
 use half::bf16;
 use lockstep_comm::Group;
-use lockstep_plan::{DType, ParameterId, ParameterRecord, Summing};
+use lockstep_plan::{DType, ParameterId, ParameterRecord, StateKind, StoreKind, Summing};
 
-use crate::windows::{DiskStore, Section};
+use crate::windows::DiskStore;
 use crate::{EngineError, FlatStore, Groups, shards::Shards};
-
-/// Which tensor of a parameter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum StateKind {
-    /// The weights, in full precision.
-    Parameter,
-    /// The first moment of AdamW, the average of Lion.
-    ExpAvg,
-    /// AdamW's second moment.
-    ExpAvgSq,
-    /// The momentum of SGD and Muon.
-    MomentumBuffer,
-    /// What a rank's gradients have lost on their way to their owners: of each rank that has summands of a gradient its own, so
-    /// that this is its number among them.
-    GradientResidual(usize),
-}
-
-impl StateKind {
-    /// All kinds that a parameter has once.
-    pub const ALL: [Self; 4] = [Self::Parameter, Self::ExpAvg, Self::ExpAvgSq, Self::MomentumBuffer];
-
-    /// What optimizers keep.
-    pub(crate) const OF_OPTIMIZERS: [Self; 3] = [Self::ExpAvg, Self::ExpAvgSq, Self::MomentumBuffer];
-
-    /// The name that checkpoints use.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Parameter => "parameter",
-            Self::ExpAvg => "exp_avg",
-            Self::ExpAvgSq => "exp_avg_sq",
-            Self::MomentumBuffer => "momentum_buffer",
-            Self::GradientResidual(_) => "gradient_residual",
-        }
-    }
-
-    /// Whether each rank that has summands of a parameter's gradient has such a tensor of its own.
-    pub const fn is_of_one_rank(self) -> bool {
-        matches!(self, Self::GradientResidual(_))
-    }
-}
 
 /// What a rank owns of a tensor of a parameter, lent by an [`Engine`](crate::Engine) or a [`Snapshot`](crate::Snapshot).
 #[derive(Debug, Clone, Copy)]
@@ -76,9 +36,9 @@ pub enum Contents<'a> {
 /// Elements on disk.
 #[derive(Debug, Clone, Copy)]
 pub struct OnDisk<'a> {
-    store: &'a RefCell<DiskStore<Section>>,
+    store: &'a RefCell<DiskStore>,
     id: ParameterId,
-    kind: StateKind,
+    kind: StoreKind,
     first: usize,
     elements: usize,
     size: usize,
@@ -99,7 +59,7 @@ impl OnDisk<'_> {
         );
         let first = self.first + start / self.size;
         let elements = first..first + bytes.len() / self.size;
-        Ok(self.store.borrow_mut().read(self.id, Section::State(self.kind), elements, bytes)?)
+        Ok(self.store.borrow_mut().read(self.id, self.kind, elements, bytes)?)
     }
 }
 
@@ -196,56 +156,47 @@ impl ResidualNumbers {
     }
 }
 
-/// The residuals in a store of them.
-pub(crate) fn residuals_of<'a>(
-    records: &'a [ParameterRecord],
-    store: &'a mut FlatStore,
-    numbers: &ResidualNumbers,
-) -> Vec<StateTensor<'a>> {
-    let dtype = store.dtype();
-    let tensor = |(id, first, bytes): (ParameterId, usize, &'a [u8])| {
-        let record = &records[id.0];
-        Some(StateTensor {
-            record,
-            kind: numbers.own(record)?,
-            dtype,
-            first,
-            contents: Contents::Memory(bytes),
-        })
-    };
-    store.parts().into_iter().filter_map(tensor).collect()
+/// The tensors of a parameter that a store of weights or of optimizer state has.
+fn tensor_kind(store: StoreKind) -> StateKind {
+    if let StoreKind::Optimizer(kind) = store { kind } else { StateKind::Parameter }
 }
 
-/// The tensors of all parameters in `stores`.
+/// The tensors of all parameters in `stores`. Selection biases are left out: their owners have them among the weights.
 pub(crate) fn tensors_of<'a>(
     records: &'a [ParameterRecord],
-    stores: impl Iterator<Item = (StateKind, &'a mut FlatStore)>,
+    numbers: &ResidualNumbers,
+    stores: impl Iterator<Item = (StoreKind, &'a mut FlatStore)>,
 ) -> Vec<StateTensor<'a>> {
-    stores
-        .flat_map(|(kind, store)| {
-            let dtype = store.dtype();
-            let parts = store.parts().into_iter();
-            parts.map(move |(id, first, bytes)| {
-                let record = &records[id.0];
-                StateTensor { record, kind, dtype, first, contents: Contents::Memory(bytes) }
-            })
-        })
-        .collect()
+    let mut tensors = Vec::new();
+    for (kind, store) in stores.filter(|(kind, _)| *kind != StoreKind::SelectionBiases) {
+        let dtype = store.dtype();
+        let tensor = |(id, first, bytes): (ParameterId, usize, &'a [u8])| {
+            let record = &records[id.0];
+            let kind = match kind {
+                StoreKind::GradientResidual => numbers.own(record)?,
+                kind => tensor_kind(kind),
+            };
+            Some(StateTensor { record, kind, dtype, first, contents: Contents::Memory(bytes) })
+        };
+        tensors.extend(store.parts().into_iter().filter_map(tensor));
+    }
+    tensors
 }
 
 /// The tensors of all parameters on disk, those of a parameter one after the other: they lie near each other.
 pub(crate) fn tensors_on_disk<'a>(
     records: &'a [ParameterRecord],
-    store: &'a RefCell<DiskStore<Section>>,
+    store: &'a RefCell<DiskStore>,
 ) -> Vec<StateTensor<'a>> {
     let borrowed = store.borrow();
+    let is_rounded = |kind| kind == StoreKind::Weights && borrowed.keeps(StoreKind::MasterWeights);
     let mut tensors = Vec::new();
     for (id, owned) in borrowed.owned() {
-        tensors.extend(borrowed.kinds().iter().filter_map(|&(section, dtype)| {
-            let Section::State(kind) = section else { return None };
+        let saved = borrowed.kinds().iter().filter(|(kind, _)| !is_rounded(*kind));
+        tensors.extend(saved.map(|&(kind, dtype)| {
             let (first, elements, size) = (owned.start, owned.len(), dtype.size_bytes());
             let contents = Contents::Disk(OnDisk { store, id, kind, first, elements, size });
-            Some(StateTensor { record: &records[id.0], kind, dtype, first, contents })
+            StateTensor { record: &records[id.0], kind: tensor_kind(kind), dtype, first, contents }
         }));
     }
     tensors

@@ -6,13 +6,13 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use lockstep_graph::{Activity, Cost};
-use lockstep_plan::ParameterId;
+use lockstep_plan::{ParameterId, StoreKind};
 use lockstep_tensor::View;
 
 use crate::flat::Piece;
 use crate::optimizer::Operands;
 use crate::spilled::Spilled;
-use crate::windows::{DiskStore, Section};
+use crate::windows::DiskStore;
 use crate::{Engine, EngineError, FlatStore, Part, StateKind};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -56,32 +56,29 @@ impl Engine {
     /// Updates what is in memory of a parameter.
     fn update_parameter(&self, id: ParameterId, update: &Update) {
         // Rules for whole matrices are not given parts of them.
-        let Some(parameter) = self.weights.updated().part_in_shape(id) else { return };
+        let Some(parameter) = self.weights.stores.updated().part_in_shape(id) else { return };
         let Some(gradient) = self.gradients.part(id) else { return };
         let gradient_view = gradient.view.reshape(parameter.shape());
         let state = |kind| self.state_store(kind).and_then(|store| store.part_in_shape(id));
         if !self.state_kinds(id).all(|kind| state(kind).is_some()) {
             return;
         }
-        let rounded = self.weights.master.as_ref().and_then(|_| self.weights.trained.part_in_shape(id));
+        let rounded =
+            self.weights.stores.master().and_then(|_| self.weights.stores.trained().part_in_shape(id));
         self.apply(update, id, gradient.first, (parameter, gradient_view, rounded), state);
     }
 
     /// Updates what is on disk, window by window.
-    fn update_on_disk(&mut self, update: &Update) -> Result<(), EngineError> {
-        let Some(on_disk) = self.weights.on_disk.take() else { return Ok(()) };
-        let mut store = on_disk.into_inner();
-        let mut spilled = self.gradients.take_spilled();
-        let result = self.update_windows(&mut store, &mut spilled, update);
-        self.gradients.give_back(spilled);
-        self.weights.on_disk = Some(RefCell::new(store));
-        result
+    fn update_on_disk(&self, update: &Update) -> Result<(), EngineError> {
+        let Some(store) = &self.weights.on_disk else { return Ok(()) };
+        let mut spilled = self.gradients.spilled().map(RefCell::borrow_mut);
+        self.update_windows(&mut store.borrow_mut(), spilled.as_deref_mut(), update)
     }
 
     fn update_windows(
         &self,
-        store: &mut DiskStore<Section>,
-        spilled: &mut Option<Spilled>,
+        store: &mut DiskStore,
+        mut spilled: Option<&mut Spilled>,
         update: &Update,
     ) -> Result<(), EngineError> {
         let end = store.windows().len();
@@ -90,7 +87,7 @@ impl Engine {
             let stretch = store.windows()[window].stretch;
             let number = window - store.windows_of(stretch).start;
             store.look_ahead(window, end)?;
-            let mut spilled = spilled.as_mut().filter(|spilled| spilled.has(stretch));
+            let mut spilled = spilled.as_deref_mut().filter(|spilled| spilled.has(stretch));
             if let Some(spilled) = &mut spilled {
                 spilled.look_ahead(stretch, number)?;
             }
@@ -112,7 +109,7 @@ impl Engine {
     /// Updates the elements of a parameter that lie `in_window`; `gradients` are the window's, if they are on disk too.
     fn update_piece(
         &self,
-        store: &DiskStore<Section>,
+        store: &DiskStore,
         window: usize,
         (piece, in_window): (&Piece, Range<usize>),
         gradients: Option<View<'_>>,
@@ -125,13 +122,13 @@ impl Engine {
         let gradient = gradients
             .map(|window| window.rows(in_window.clone()))
             .or_else(|| elements_of(self.gradients.part(id), &piece.elements));
-        let section = |section| store.keeps(section).then(|| store.view(window, section, in_window.clone()));
-        let on_disk = |kind| section(Section::State(kind));
-        let of_kernels =
-            section(Section::Rounded).or_else(|| elements_of(self.weights.trained.part(id), &piece.elements));
-        let updated = on_disk(StateKind::Parameter);
-        let Some((parameter, gradient)) = updated.or(of_kernels).zip(gradient) else { return };
-        let rounded = of_kernels.filter(|_| updated.is_some());
+        let on_disk = |kind| store.keeps(kind).then(|| store.view(window, kind, in_window.clone()));
+        let of_kernels = on_disk(StoreKind::Weights)
+            .or_else(|| elements_of(self.weights.stores.trained().part(id), &piece.elements));
+        let master = on_disk(StoreKind::MasterWeights);
+        let Some((parameter, gradient)) = master.or(of_kernels).zip(gradient) else { return };
+        let rounded = of_kernels.filter(|_| master.is_some());
+        let on_disk = |kind| on_disk(StoreKind::Optimizer(kind));
         self.apply(update, id, piece.elements.start, (parameter, gradient, rounded), on_disk);
     }
 
@@ -157,7 +154,7 @@ impl Engine {
             gradient,
             rounded,
             rounding: self.storage.rounding.of(self.seed, &record.name, update.step, first as u64),
-            dtype: self.weights.trained.dtype(),
+            dtype: self.weights.stores.trained().dtype(),
         };
         let begin = self.timeline().begin();
         self.optimizer.step(&self.queue, &of_parameter, &operands, state);
@@ -184,7 +181,8 @@ impl Engine {
             let Some((id, steps)) = bias.zip(self.runner.expert_load().steps_to_balance(unit, rate)) else {
                 continue;
             };
-            let whole = self.weights.biases.as_ref().unwrap_or_else(|| self.weights.updated());
+            let biases = self.weights.stores.biases();
+            let whole = biases.unwrap_or_else(|| self.weights.stores.updated());
             let Some(part) = whole.kept_part(id) else { continue };
             part.copy_to_f32(&mut values);
             values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
@@ -197,7 +195,7 @@ impl Engine {
     /// The gradient and the rounded weights go through memory once, everything else is read and written.
     fn update_cost(&self, id: ParameterId, elements: u64) -> Cost {
         let bytes_of = |store: &FlatStore| store.dtype().size_bytes() as u64;
-        let rounded = self.weights.master.as_ref().map_or(0, |_| bytes_of(&self.weights.trained));
+        let rounded = self.weights.stores.master().map_or(0, |_| bytes_of(self.weights.stores.trained()));
         let kept: u64 = self.state_kinds(id).filter_map(|kind| self.state_store(kind)).map(bytes_of).sum();
         Cost {
             product_flops: self.optimizer.product_flops(self.role(id)),

@@ -12,12 +12,13 @@
 use std::{ops::Range, time::Duration};
 
 use lockstep_plan::{
-    DISK_ALIGNMENT_BYTES, DType, MemoryCategory, ParameterId, WINDOW_SLOTS, window_bytes, window_memory_bytes,
+    DISK_ALIGNMENT_BYTES, DType, MemoryCategory, ParameterId, StoreKind, WINDOW_SLOTS, window_bytes,
+    window_memory_bytes,
 };
 use lockstep_tensor::{Arena, Buffer, DiskError, DiskQueue, DiskTraffic, ScratchFile, Ticket, View};
 
 use crate::flat::{FlatStore, Piece, write_rounded};
-use crate::{EngineError, Offload, StateKind};
+use crate::{EngineError, Offload};
 
 /// How many of the windows in memory may be on their way in: the others are on their way out.
 const AHEAD: usize = 3;
@@ -34,21 +35,12 @@ pub(crate) struct Window {
     offset: u64,
 }
 
-/// What is kept of a stretch's weights, moments and momentum.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Section {
-    /// The weights that kernels read, where others are updated. They come first.
-    Rounded,
-    /// What a checkpoint holds.
-    State(StateKind),
-}
-
-/// The tensors of a kind each (`K`), of the stretches of a store that are on disk.
+/// Stores that lie beside each other on disk, of the stretches that are there.
 #[derive(Debug)]
-pub(crate) struct DiskStore<K> {
+pub(crate) struct DiskStore {
     queue: DiskQueue,
     /// What a window has, in this order.
-    kinds: Vec<(K, DType)>,
+    kinds: Vec<(StoreKind, DType)>,
     windows: Vec<Window>,
     /// The windows of each stretch.
     of_stretch: Vec<Range<usize>>,
@@ -70,7 +62,7 @@ struct Slot {
     pending: Option<Ticket>,
 }
 
-impl<K: Copy + PartialEq> DiskStore<K> {
+impl DiskStore {
     /// Zeros on disk for what this rank owns of the stretches of `layout` that are there; none if nothing is.
     ///
     /// # Errors
@@ -78,7 +70,7 @@ impl<K: Copy + PartialEq> DiskStore<K> {
     pub(crate) fn zeros(
         offload: &Offload,
         layout: &FlatStore,
-        kinds: Vec<(K, DType)>,
+        kinds: Vec<(StoreKind, DType)>,
         arena: &Arena,
     ) -> Result<Option<Self>, EngineError> {
         let (mut windows, mut of_stretch, mut end) = (Vec::new(), Vec::new(), 0);
@@ -137,12 +129,12 @@ impl<K: Copy + PartialEq> DiskStore<K> {
     }
 
     /// What it keeps of each element.
-    pub(crate) fn kinds(&self) -> &[(K, DType)] {
+    pub(crate) fn kinds(&self) -> &[(StoreKind, DType)] {
         &self.kinds
     }
 
     /// Whether it keeps that kind.
-    pub(crate) fn keeps(&self, kind: K) -> bool {
+    pub(crate) fn keeps(&self, kind: StoreKind) -> bool {
         self.kinds.iter().any(|(kept, _)| *kept == kind)
     }
 
@@ -213,14 +205,14 @@ impl<K: Copy + PartialEq> DiskStore<K> {
     ///
     /// # Panics
     /// If it is not, or is not kept of that kind.
-    pub(crate) fn view(&self, window: usize, kind: K, elements: Range<usize>) -> View<'_> {
+    pub(crate) fn view(&self, window: usize, kind: StoreKind, elements: Range<usize>) -> View<'_> {
         let slot = self.slot_of(window).expect("a window is loaded before it is looked at");
         let (dtype, offset) = self.place_of(window, kind, elements.start);
         self.memory.view(dtype, slot * self.slot_bytes + offset, [elements.len()])
     }
 
     /// Type of a kind, and where in a window an element of it begins, in bytes.
-    fn place_of(&self, window: usize, kind: K, element: usize) -> (DType, usize) {
+    fn place_of(&self, window: usize, kind: StoreKind, element: usize) -> (DType, usize) {
         let number = self.kinds.iter().position(|(other, _)| *other == kind).expect("a kind that is kept");
         let (len, dtype) = (self.windows[window].elements.len(), self.kinds[number].1);
         (dtype, bytes_of(&self.kinds[..number], len) + element * dtype.size_bytes())
@@ -233,7 +225,7 @@ impl<K: Copy + PartialEq> DiskStore<K> {
     pub(crate) fn write(
         &mut self,
         id: ParameterId,
-        kind: K,
+        kind: StoreKind,
         start: usize,
         values: &[f32],
     ) -> Result<(), DiskError> {
@@ -252,7 +244,7 @@ impl<K: Copy + PartialEq> DiskStore<K> {
     pub(crate) fn read(
         &mut self,
         id: ParameterId,
-        kind: K,
+        kind: StoreKind,
         elements: Range<usize>,
         bytes: &mut [u8],
     ) -> Result<(), DiskError> {
@@ -342,7 +334,12 @@ impl<K: Copy + PartialEq> DiskStore<K> {
 
     /// Elements of a window, of one kind. A window that a parameter has to itself is not read whole for them: a save asks for one
     /// kind of such a parameter after the other, and windows of a long one would be gone when the next kind's turn has come.
-    fn load_part(&mut self, window: usize, kind: K, elements: Range<usize>) -> Result<View<'_>, DiskError> {
+    fn load_part(
+        &mut self,
+        window: usize,
+        kind: StoreKind,
+        elements: Range<usize>,
+    ) -> Result<View<'_>, DiskError> {
         if self.slot_of(window).is_some() || self.windows[window].pieces.len() > 1 {
             self.load(window)?;
             return Ok(self.view(window, kind, elements));
@@ -415,7 +412,7 @@ impl<K: Copy + PartialEq> DiskStore<K> {
 }
 
 /// Bytes that tensors of so many elements of each kind take beside each other.
-fn bytes_of<K>(kinds: &[(K, DType)], elements: usize) -> usize {
+fn bytes_of(kinds: &[(StoreKind, DType)], elements: usize) -> usize {
     window_bytes(kinds.iter().map(|(_, dtype)| *dtype), elements)
 }
 

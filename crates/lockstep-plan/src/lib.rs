@@ -4,7 +4,7 @@
 //! is made of. That is what lets the same types drive a run, a simulation and a picture of it.
 //!
 //! - [`DType`] and [`MemoryCategory`]: what an element is, and under which heading its bytes are booked.
-//! - [`predicted`]: what a rank books under each heading, before anything is allocated; the engine's own sums.
+//! - [`StateLayout`]: the list of a rank's model state, which the engine allocates and [`predicted`] sums before anything is allocated.
 //! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
 //!   checkpoints and fine-tuning read it and nothing else.
 //! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
@@ -48,6 +48,7 @@ pub mod search;
 mod share;
 mod split;
 mod state_bytes;
+mod state_kind;
 mod tensor_cost;
 pub mod work;
 mod wrap;
@@ -58,12 +59,12 @@ pub use dtype::DType;
 pub use memory::{
     CACHE_LINE_BYTES, Extent, FRAME_PLACES, HeldActivations, HeldOfStage, LookedUpSizes, MemoryBytes,
     MemoryCategory, MemoryItem, MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes,
-    SharedTable, StageMemory, StatePlan, StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
+    SharedTable, StageMemory, StateItem, StateLayout, StatePlan, StoreKind, StoreLayout, Stretch,
+    UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
     DISK_ALIGNMENT_BYTES, DiskPlan, OffloadBytes, OffloadTraffic, RankTraffic, WINDOW_SLOTS,
-    aligned_buffer_bytes, offload_traffic, offload_traffic_by_kind, offloaded_bytes, window_bytes,
-    window_memory_bytes,
+    aligned_buffer_bytes, offload_traffic_by_kind, offloaded_bytes, window_bytes, window_memory_bytes,
 };
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
@@ -79,6 +80,7 @@ pub use residence::{Offload, Residence, Residences, WINDOW_ELEMENTS};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
 pub use split::{SplitError, split_quickly, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};
+pub use state_kind::StateKind;
 pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
 pub use wrap::{BufferUnit, Wrap, WrapError};
 pub use zero::{ShardPlace, Sharding, ZeroStage};

@@ -15,7 +15,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::nearest::{Choices, nearest_divisor};
-use crate::{Among, Summing};
+use crate::{Among, ShardPlace, Summing};
 
 /// An axis of the view that everything but experts uses, slowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -255,6 +255,22 @@ impl Mesh {
             Among::Experts => self.experts().degree(ExpertAxis::ExpertShard),
         }
     }
+
+    /// The place of `rank` among the [`shard_ranks`](Mesh::shard_ranks) that can share out such state, in ascending order.
+    pub fn shard_place(&self, rank: usize, summing: Summing) -> ShardPlace {
+        let (view, ranks) = (self.ranks(), self.shard_ranks(summing));
+        let (tensor, summands) = (view.coordinate(rank, Axis::Tensor), summing.summands);
+        let neighbour = match summing.among {
+            Among::Experts => {
+                return ShardPlace { ranks, rank: self.experts().coordinate(rank, ExpertAxis::ExpertShard) };
+            }
+            Among::Tensor => tensor % summands,
+            Among::TensorColumn => tensor / summands,
+        };
+        let of_tokens = view.coordinate(rank, Axis::Shard) * view.degree(Axis::Context)
+            + view.coordinate(rank, Axis::Context);
+        ShardPlace { ranks, rank: of_tokens * summands + neighbour }
+    }
 }
 
 impl Default for Mesh {
@@ -422,6 +438,24 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn shard_places_count_the_ranks_of_a_group_in_ascending_order(mesh in meshes()) {
+            let view = mesh.ranks();
+            let tensor = |rank: &usize| view.coordinate(*rank, Axis::Tensor);
+            for rank in 0..mesh.world_size() {
+                let degree = view.degree(Axis::Tensor);
+                for summands in (1..=degree).filter(|summands| degree.is_multiple_of(*summands)) {
+                    let mut group = view.group_of(rank, &[Axis::Shard, Axis::Context, Axis::Tensor]);
+                    group.retain(|other| tensor(other) / summands == tensor(&rank) / summands);
+                    let place = mesh.shard_place(rank, Summing { among: Among::Tensor, summands });
+                    prop_assert_eq!((place.ranks, group[place.rank]), (group.len(), rank));
+                }
+                let group = mesh.experts().group_of(rank, &[ExpertAxis::ExpertShard]);
+                let place = mesh.shard_place(rank, Summing { among: Among::Experts, summands: 1 });
+                prop_assert_eq!((place.ranks, group[place.rank]), (group.len(), rank));
+            }
+        }
+
         #[test]
         fn groups_along_any_axes_partition_the_world(
             mesh in meshes(),

@@ -1,5 +1,8 @@
 //! Memory is counted, not estimated: what is predicted of a rank before anything is allocated is what its arena books, to the
-//! byte and by category, when the engine stands and after steps, under the plans of the parity matrix.
+//! byte and by category, when the engine stands and after steps.
+//!
+//! The engine allocates the flat stores of the very list that the prediction sums. So the plans here vary what buffers depend on:
+//! activations, workspace, staging of collectives and disks, gathered weights.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_engine::Engine;
@@ -140,20 +143,13 @@ fn alone(splits: Vec<lockstep_testkit::parity::Split>) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn one_rank_books_what_was_predicted_whatever_it_keeps() {
+fn one_rank_books_what_was_predicted() {
     let plans = [
         &[][..],
         &["parallel.recompute=selective"],
         &["parallel.recompute=full"],
         &["train.precision=bf16"],
         &["train.precision=f16"],
-        &["train.precision=bf16", "train.master_weights=false"],
-        &["train.precision=bf16", "optimizer.state_precision=bf16"],
-        &["train.precision=bf16", "optimizer.state_precision=bf16", "train.master_weights=false"],
-        &["optimizer.state_precision=bf16"],
-        &["optimizer.kind=sgd", "optimizer.momentum=0.0"],
-        &["optimizer.kind=sgd", "optimizer.momentum=0.9"],
-        &["optimizer.kind=lion"],
         &["train.global_batch=1", "train.micro_batch=1"],
         &["train.threads=3"],
     ];
@@ -171,16 +167,11 @@ fn so_does_every_split_over_four_ranks_whatever_it_recomputes() {
     for recompute in ["selective", "full"] {
         check(&[LLAMA], &with(alone(splits(4)), &[&format!("parallel.recompute={recompute}")]));
     }
-    check(&[GPT2], &with(alone(splits(4)), &["train.precision=bf16"]));
 }
 
 #[test]
 fn every_pair_of_splits_books_what_was_predicted() {
     check(&[LLAMA], &pairs(&splits(2)));
-    let narrow = ["train.precision=bf16", "train.master_weights=false"];
-    let mut with_shards = pairs(&splits(2));
-    with_shards.retain(|plan| plan.iter().any(|setting| setting.starts_with("parallel.zero_stage")));
-    check(&[GPT2], &with(with_shards, &narrow));
 }
 
 #[test]
@@ -188,12 +179,8 @@ fn every_split_of_a_mixture_books_what_was_predicted() {
     let all = || expert_splits(2).into_iter().chain(splits(2)).collect::<Vec<_>>();
     check(&[MIXTRAL, QWEN2_MOE], &alone(all()));
     check(&[MIXTRAL], &pairs(&all()));
-    for stage in ["parallel.zero_stage=1", "parallel.zero_stage=3"] {
-        for precision in ["train.precision=f32", "train.precision=bf16"] {
-            let shards = ["parallel.data_parallel_shard=4", "parallel.expert_parallel=2", stage, precision];
-            check(&MIXTURES, &[shards.to_vec()]);
-        }
-    }
+    let shards = ["parallel.data_parallel_shard=4", "parallel.expert_parallel=2", "parallel.zero_stage=3"];
+    check(&MIXTURES, &[shards.to_vec()]);
 }
 
 #[test]
@@ -297,11 +284,9 @@ fn what_is_frozen_books_what_was_predicted() {
     let shards = |stage| vec![lora, "parallel.data_parallel_shard=2", stage];
     let plans = [
         vec![lora],
-        shards("parallel.zero_stage=1"),
         shards("parallel.zero_stage=3"),
         vec![lora, "parallel.pipeline_parallel=2", "train.precision=bf16"],
         [shards("parallel.zero_stage=2"), vec!["parallel.quantize_gradients=int8"]].concat(),
-        vec!["fine_tune.freeze=[\"model.layers.0.*\"]"],
     ];
     // Of the models of the matrix these begin from weights that are there, which alone may be frozen.
     check(&[MIXTRAL, QWEN2_MOE], &plans);
@@ -386,13 +371,12 @@ fn what_is_on_disk_books_its_windows() {
     let on_disk = ["parallel.offload.optimizer=disk", &disk];
     let with_gradients = [&on_disk[..], &["parallel.offload.gradients=disk"]].concat();
     let by_half = [&with_gradients[..], &["parallel.offload.fraction=0.5"]].concat();
-    let plans: [&[&str]; 6] = [
+    let plans: [&[&str]; 5] = [
         &["train.precision=bf16"],
         &["parallel.data_parallel_shard=2", "parallel.zero_stage=2", "train.precision=bf16"],
         &["parallel.data_parallel_shard=4", "parallel.zero_stage=3"],
         &["parallel.tensor_parallel=2"],
         &["parallel.pipeline_parallel=2"],
-        &["optimizer.kind=lion", "train.precision=bf16", "optimizer.state_precision=bf16"],
     ];
     for offload in [&on_disk[..], &with_gradients, &by_half] {
         let plans = plans.map(|plan| [plan, offload].concat());
@@ -466,8 +450,7 @@ fn activations_on_disk_book_what_is_left_of_them() {
 #[test]
 fn copies_of_the_state_are_predicted() {
     let bench = Workbench::new().unwrap();
-    let settings = ["train.precision=f32", "train.precision=bf16", "parallel.quantize_gradients=int8"];
-    for setting in settings {
+    for setting in ["train.precision=f32", "parallel.quantize_gradients=int8"] {
         let plan =
             ["parallel.data_parallel_shard=2", "parallel.zero_stage=2", "train.rollback_after=3", setting];
         let config: RunConfig = bench.config(LLAMA, &[&plan[..], &["train.steps=3"]].concat()).unwrap();

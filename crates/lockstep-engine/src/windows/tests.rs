@@ -3,7 +3,9 @@
 use std::io;
 use std::time::Instant;
 
-use lockstep_plan::{Initializer, ParameterRecord, Share};
+use lockstep_plan::{
+    Extent, Initializer, ParameterRecord, ShardPlace, Share, StateItem, StoreKind, StoreLayout,
+};
 use lockstep_tensor::Action;
 
 use super::*;
@@ -12,9 +14,11 @@ use lockstep_plan::{Residence, Residences};
 
 const WINDOWS: usize = 20;
 const ELEMENTS: usize = 2048;
+const FIRST: StoreKind = StoreKind::MasterWeights;
+const SECOND: StoreKind = StoreKind::Gradients;
 
 /// A parameter of many windows, and two tensors of it.
-fn store(directory: &std::path::Path) -> DiskStore<u8> {
+fn store(directory: &std::path::Path) -> DiskStore {
     let record = ParameterRecord {
         name: "w".to_owned(),
         shape: vec![WINDOWS * ELEMENTS],
@@ -28,10 +32,11 @@ fn store(directory: &std::path::Path) -> DiskStore<u8> {
         learning_rate_multiplier: 1.0,
     };
     let arena = Arena::new();
-    let kind = (DType::F32, MemoryCategory::Optimizer);
-    let (alone, all) = (crate::shards::Shards::none(), |_: &ParameterRecord| true);
-    let whole = lockstep_plan::Extent::Whole;
-    let layout = FlatStore::zeros_but(&arena, &[record], kind, &alone, whole, all, |_, _| true).unwrap();
+    let (extent, alone) = (Extent::Whole, |_| ShardPlace::default());
+    let records = [record];
+    let layout = StoreLayout::partly_on_disk(&records, extent, alone, |_| true, |_, _| true);
+    let item = StateItem { kind: FIRST, dtype: DType::F32, extent, layout };
+    let layout = FlatStore::zeros_of(&arena, &records, &item).unwrap();
     let offload = Offload {
         directory: directory.to_owned(),
         residences: Residences { optimizer: Residence::Disk, ..Residences::default() },
@@ -39,15 +44,17 @@ fn store(directory: &std::path::Path) -> DiskStore<u8> {
         limit: Duration::from_millis(200),
         ..Offload::default()
     };
-    DiskStore::zeros(&offload, &layout, vec![(0, DType::F32), (1, DType::F32)], &arena).unwrap().unwrap()
+    DiskStore::zeros(&offload, &layout, vec![(FIRST, DType::F32), (SECOND, DType::F32)], &arena)
+        .unwrap()
+        .unwrap()
 }
 
 /// Adds 1 to everything of the first kind, as an update goes through the windows.
-fn pass(store: &mut DiskStore<u8>) -> Result<(), DiskError> {
+fn pass(store: &mut DiskStore) -> Result<(), DiskError> {
     for window in 0..WINDOWS {
         store.look_ahead(window, WINDOWS)?;
         store.load(window)?;
-        let view = store.view(window, 0, 0..ELEMENTS);
+        let view = store.view(window, FIRST, 0..ELEMENTS);
         view.copy_from(&view.to_vec::<f32>().iter().map(|value| value + 1.0).collect::<Vec<_>>());
         store.note_change(window);
     }
@@ -55,14 +62,14 @@ fn pass(store: &mut DiskStore<u8>) -> Result<(), DiskError> {
     Ok(())
 }
 
-fn contents(store: &mut DiskStore<u8>, kind: u8) -> Vec<f32> {
+fn contents(store: &mut DiskStore, kind: StoreKind) -> Vec<f32> {
     let mut values = vec![0.0_f32; WINDOWS * ELEMENTS];
     let all = 0..values.len();
     store.read(ParameterId(0), kind, all, bytemuck::cast_slice_mut(&mut values)).unwrap();
     values
 }
 
-fn troubled(mut store: DiskStore<u8>, trouble: Trouble) -> DiskStore<u8> {
+fn troubled(mut store: DiskStore, trouble: Trouble) -> DiskStore {
     store.queue = trouble.of(store.queue);
     store
 }
@@ -74,11 +81,11 @@ fn what_is_written_is_read_by_the_next_pass_however_slow_the_disk() {
         let mut store = troubled(store(directory.path()), Trouble { delay, ..Trouble::default() });
         let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
         // Not at the border of a window.
-        store.write(ParameterId(0), 1, 0, &values[..3000]).unwrap();
-        store.write(ParameterId(0), 1, 3000, &values[3000..]).unwrap();
+        store.write(ParameterId(0), SECOND, 0, &values[..3000]).unwrap();
+        store.write(ParameterId(0), SECOND, 3000, &values[3000..]).unwrap();
         (0..3).for_each(|_| pass(&mut store).unwrap());
-        assert!(contents(&mut store, 0).iter().all(|value| *value == 3.0));
-        assert!(contents(&mut store, 1) == values);
+        assert!(contents(&mut store, FIRST).iter().all(|value| *value == 3.0));
+        assert!(contents(&mut store, SECOND) == values);
     }
 }
 
@@ -107,17 +114,17 @@ fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one
     let directory = tempfile::tempdir().unwrap();
     let mut store = store(directory.path());
     let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
-    for kind in [0, 1] {
+    for kind in [FIRST, SECOND] {
         store.write(ParameterId(0), kind, 0, &values).unwrap();
     }
     store.write_all_behind();
     store.take_traffic();
     let mut piece = vec![0.0_f32; ELEMENTS / 2];
-    for kind in [0, 1] {
+    for kind in [FIRST, SECOND] {
         for (start, expected) in (0..).step_by(piece.len()).zip(values.chunks(piece.len())) {
             let elements = start..start + expected.len();
             store.read(ParameterId(0), kind, elements, bytemuck::cast_slice_mut(&mut piece)).unwrap();
-            assert!(piece == expected, "kind {kind} from {start} on");
+            assert!(piece == expected, "{kind:?} from {start} on");
         }
     }
     let (read, all) = (store.take_traffic().read_bytes, (2 * 4 * WINDOWS * ELEMENTS) as u64);

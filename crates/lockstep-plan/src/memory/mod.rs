@@ -3,7 +3,8 @@
 //! - [`StoreLayout`]: where the parameters of a model stand in a flat store, and how much of them a rank keeps there.
 //! - [`StageMemory`]: which part of a pipeline's model a rank has, and how many micro-batches of it at once.
 //! - [`ModelProfile`]: what recording a model says of each of its units.
-//! - [`MemoryPrediction`]: all of it together, as bytes by category. The engine takes its sizes from the same functions.
+//! - [`StateLayout`]: the flat stores of a rank, which the engine allocates.
+//! - [`MemoryPrediction`]: all of it together with the buffers of passes and collectives, as bytes by category.
 //! - [`HeldActivations`]: what of that a rank has in use when, as its passes come and go.
 
 mod layout;
@@ -13,6 +14,7 @@ mod prediction;
 mod profile;
 mod spool;
 mod stage;
+mod state_layout;
 mod windows;
 
 use std::iter::Sum;
@@ -73,13 +75,14 @@ impl MemoryCategory {
 
 pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
 pub use offload_traffic::{
-    OffloadBytes, OffloadTraffic, RankTraffic, offload_traffic, offload_traffic_by_kind, offloaded_bytes,
+    OffloadBytes, OffloadTraffic, RankTraffic, offload_traffic_by_kind, offloaded_bytes,
 };
 pub use over_time::{HeldActivations, HeldOfStage};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
 pub use profile::{ModelProfile, UnitProfile};
 pub use spool::FRAME_PLACES;
 pub use stage::{SharedTable, StageMemory};
+pub use state_layout::{StateItem, StateLayout, StoreKind};
 pub use windows::{
     DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
 };

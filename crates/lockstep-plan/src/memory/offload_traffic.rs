@@ -10,9 +10,10 @@
 //! Windows that the last pass has left on the device, weights for which the pool has room, and the last frames of a forward that its own
 //! backward follows are not read again.
 
-use super::prediction::Rank;
-use super::{DiskPlan, FRAME_PLACES, StatePlan, StoreLayout, WINDOW_SLOTS, window_bytes};
-use crate::gathering::{Kept, RankPasses, Sequence, TooFewLive};
+use super::{
+    DiskPlan, FRAME_PLACES, StateLayout, StatePlan, StoreKind, StoreLayout, WINDOW_SLOTS, window_bytes,
+};
+use crate::gathering::{Gathers, Kept, RankPasses, Sequence, TooFewLive};
 use crate::schedule::PassKind;
 use crate::{DType, ModelProfile, StageMemory, Summing};
 
@@ -134,68 +135,39 @@ pub struct RankTraffic {
     pub disk: OffloadTraffic,
 }
 
-/// Traffic of a rank with these passes of `model` for its offloaded model state and activations together; arguments are those of
+/// Traffic of a rank with these passes of `model` for its offloaded model state and for its offloaded activations; arguments are those of
 /// [`predicted`](super::predicted).
 ///
 /// # Errors
 /// If the limit on live parameters leaves no room for a unit's weights.
-pub fn offload_traffic(
-    model: &ModelProfile,
-    passes: RankPasses<'_>,
-    shard_ranks: impl Fn(Summing) -> usize,
-    state: &StatePlan,
-) -> Result<OffloadTraffic, TooFewLive> {
-    let [of_state, of_activations] = offload_traffic_by_kind(model, passes, shard_ranks, state)?;
-    Ok(of_state + of_activations)
-}
-
-/// The same, of model state and of activations.
-///
-/// # Errors
-/// As [`offload_traffic`].
 pub fn offload_traffic_by_kind(
     model: &ModelProfile,
     passes: RankPasses<'_>,
     shard_ranks: impl Fn(Summing) -> usize,
     state: &StatePlan,
 ) -> Result<[OffloadTraffic; 2], TooFewLive> {
-    let [mut of_state, mut of_activations] = [const { OffloadTraffic::nothing() }; 2];
-    if let Some(disk) = state.on_disk {
-        of_state = OffloadTraffic::of_units(model.units.len());
-        let rank = Rank::new(model, passes.stages, shard_ranks, state);
-        rank.move_weights(disk, passes, &mut of_state)?;
-        rank.move_gradients_and_state(disk, passes.micro_batches, &mut of_state);
-    }
-    if state.has_activations_on_disk {
-        of_activations = OffloadTraffic::of_units(model.units.len());
-        model.move_frames(passes, &mut of_activations);
-    }
-    Ok([of_state, of_activations])
+    let layout = StateLayout::of_first_ranks(model, passes.stages, shard_ranks, state);
+    let gathers = if state.on_disk.is_some() { layout.gathers(model, passes)? } else { None };
+    Ok(layout.offload_traffic(model, passes, gathers.as_ref()))
 }
 
 /// Bytes of host memory or disk that the offloaded model state and activations of a rank take: `[state, activations]`.
 pub fn offloaded_bytes(
     model: &ModelProfile,
-    passes: RankPasses<'_>,
+    stages: &[StageMemory],
     shard_ranks: impl Fn(Summing) -> usize,
     state: &StatePlan,
 ) -> [u64; 2] {
     let of_state = state.on_disk.map_or(0, |disk| {
-        let rank = Rank::new(model, passes.stages, shard_ranks, state);
-        let windows = |layout: &StoreLayout, dtypes: &[DType]| {
-            Windows::new(layout, dtypes, disk.window_elements).total()
-        };
-        let (layout, dtypes) = rank.state_on_disk();
-        layout.map_or(0, |layout| windows(&layout, &dtypes))
-            + windows(&rank.gradients(), &[DType::F32])
-            + windows(&rank.frozen(), &[model.dtype])
+        let layout = StateLayout::of_first_ranks(model, stages, shard_ranks, state);
+        let windows = layout.files().into_iter().flatten();
+        windows.map(|(layout, dtypes)| Windows::new(layout, &dtypes, disk.window_elements).total()).sum()
     });
     let frames = |stage: &StageMemory| {
         let frame = |unit: usize| model.frame_on_disk_bytes(stage, unit).unwrap_or(0) as u64;
         stage.units.clone().map(frame).sum::<u64>() * stage.slots as u64
     };
-    let of_activations =
-        if state.has_activations_on_disk { passes.stages.iter().map(frames).sum() } else { 0 };
+    let of_activations = if state.has_activations_on_disk { stages.iter().map(frames).sum() } else { 0 };
     [of_state, of_activations]
 }
 
@@ -255,22 +227,47 @@ impl Windows {
     }
 }
 
-impl<S: Fn(Summing) -> usize> Rank<'_, S> {
+impl StateLayout {
+    /// Traffic of the rank in a step for its offloaded model state and for its offloaded activations. The arguments are those that the state
+    /// was laid out for, and its [`gathers`](StateLayout::gathers).
+    pub fn offload_traffic(
+        &self,
+        model: &ModelProfile,
+        passes: RankPasses<'_>,
+        gathers: Option<&Gathers>,
+    ) -> [OffloadTraffic; 2] {
+        let [mut of_state, mut of_activations] = [const { OffloadTraffic::nothing() }; 2];
+        if let Some(disk) = self.plan.on_disk {
+            of_state = OffloadTraffic::of_units(model.units.len());
+            if let Some(gathers) = gathers {
+                self.move_weights(disk, model, passes, gathers, &mut of_state);
+            }
+            self.move_gradients_and_state(disk, passes.micro_batches, &mut of_state);
+        }
+        if self.plan.has_activations_on_disk {
+            of_activations = OffloadTraffic::of_units(model.units.len());
+            model.move_frames(passes, &mut of_activations);
+        }
+        [of_state, of_activations]
+    }
+
     /// Weights, before each use for which they are not there.
     fn move_weights(
         &self,
         disk: DiskPlan,
+        model: &ModelProfile,
         passes: RankPasses<'_>,
+        gathers: &Gathers,
         traffic: &mut OffloadTraffic,
-    ) -> Result<(), TooFewLive> {
-        let Some(gathers) = self.gathers(passes)? else { return Ok(()) };
-        let first_trained = self.model.units.iter().position(|unit| unit.has_backward);
+    ) {
+        let first_trained = model.units.iter().position(|unit| unit.has_backward);
         let uses = passes.uses_by_pass(Sequence::Step, first_trained);
-        let stores = [self.weights(), self.frozen()]
-            .map(|store| Windows::new(&store, &[self.model.dtype], disk.window_elements));
+        let stores = [StoreKind::Weights, StoreKind::FrozenWeights].map(|kind| {
+            self.item(kind).map(|item| Windows::new(&item.layout, &[model.dtype], disk.window_elements))
+        });
         let own_bytes = |kept: Kept, stretch: usize| -> u64 {
-            let store = &stores[kept as usize];
-            store.bytes[store.of_stretch(stretch)].iter().sum()
+            let of = |store: &Windows| store.bytes[store.of_stretch(stretch)].iter().sum();
+            stores[kept as usize].as_ref().map_or(0, of)
         };
         for stay in gathers.plans[Sequence::Step as usize].stays() {
             let parts = gathers.bundles[stay.bundle].iter().filter(|part| part.is_on_disk);
@@ -281,13 +278,13 @@ impl<S: Fn(Summing) -> usize> Rank<'_, S> {
             of_pass[unit].read += read;
             of_pass[unit].waited += if stay.from == stay.first_use { read } else { 0 };
         }
-        Ok(())
     }
 
     /// Gradients, which each micro-batch writes and the next one reads to add to them, and the update's way through them and the state.
     fn move_gradients_and_state(&self, disk: DiskPlan, micro_batches: usize, traffic: &mut OffloadTraffic) {
-        let layout = self.gradients();
-        let mut gradients = Windows::new(&layout, &[DType::F32], disk.window_elements);
+        let [state, gradients, _] = self.files();
+        let Some((layout, dtypes)) = gradients else { return };
+        let mut gradients = Windows::new(layout, &dtypes, disk.window_elements);
         // Stretches in the order in which backwards complete them.
         let mut completed: Vec<usize> = (0..layout.stretches.len()).collect();
         completed.sort_by_key(|stretch| std::cmp::Reverse(layout.stretches[*stretch].completed_by));
@@ -325,9 +322,8 @@ impl<S: Fn(Summing) -> usize> Rank<'_, S> {
             left -= times;
         }
         traffic.update.read += gradients.pass();
-        let (state, dtypes) = self.state_on_disk();
-        if let Some(layout) = state {
-            let mut windows = Windows::new(&layout, &dtypes, disk.window_elements);
+        if let Some((layout, dtypes)) = state {
+            let mut windows = Windows::new(layout, &dtypes, disk.window_elements);
             // As in all steps but the first.
             windows.pass();
             traffic.update.read += windows.pass();

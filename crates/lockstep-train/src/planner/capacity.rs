@@ -29,7 +29,7 @@ impl Planner {
             let stages = layout.of_rank(rank, recording.work.units());
             let state = self.state_plan(config, layout, recording, rank);
             let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
-            offloaded_bytes(&recording.profile, layout.passes(rank, &stages), shard_ranks, &state)
+            offloaded_bytes(&recording.profile, &stages, shard_ranks, &state)
         };
         let held: Vec<[u64; 2]> = (0..layout.pipeline_ranks()).map(of_rank).collect();
         [Residence::Host, Residence::Disk].into_iter().find_map(|place| {

@@ -4,8 +4,7 @@
 use lockstep_plan::cluster::Software;
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
-    Axis, DType, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, StageMemory, StateBytes, StateOnRank,
-    ZeroStage,
+    Axis, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, StageMemory, StateBytes, StateOnRank, ZeroStage,
 };
 
 use crate::planner::Planner;
@@ -31,15 +30,7 @@ impl Planner {
         if self.cluster.software != Software::Lockstep {
             return self.cluster.software.style().state_bytes(work.dtype);
         }
-        // Muon keeps one number of a matrix and two of the rest: what only some parameters have is left out.
-        let of_all =
-            state.optimizer_keeps.iter().filter(|(_, keeps)| keeps.iter().all(|keeps| *keeps)).count();
-        let master = if state.has_master { DType::F32.size_bytes() } else { 0 };
-        StateBytes {
-            weight: work.dtype.size_bytes() as u64,
-            gradient: DType::F32.size_bytes() as u64,
-            optimizer: (master + of_all * state.optimizer_dtype.size_bytes()) as u64,
-        }
+        state.element_bytes(work.dtype)
     }
 }
 

@@ -12,6 +12,8 @@
 
 mod arena;
 pub mod cpu;
+#[cfg(feature = "delayed")]
+pub mod delayed;
 mod device;
 mod disk;
 mod error;

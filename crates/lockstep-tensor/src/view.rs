@@ -242,6 +242,12 @@ impl<'a> View<'a> {
         self.pointer.as_ptr()
     }
 
+    /// Where the first byte lies.
+    #[cfg(feature = "delayed")]
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.pointer
+    }
+
     /// Where the first element lies, for kernels whose tasks write disjoint parts of one view.
     ///
     /// # Panics

@@ -1,6 +1,7 @@
 //! The one entry point for developers: `cargo xtask ci` runs what CI runs, step by step, and stops at the first failure.
 #![forbid(unsafe_code)]
 
+mod golden;
 mod mpi;
 mod mutants;
 mod picture;
@@ -30,8 +31,10 @@ cargo xtask ci      formatting, lints, documentation and the README's test comma
 cargo xtask soak [PART...]  what takes hours: attacks on whole runs (signals, crowds, memory, network, restarts, disks), on
                     meetings and frames (strangers, frames), on checkpoints (power, pruning, exports), ranks that die at
                     1,000 random moments (deaths), 2,000 random plans (plans), a search for plans against looking at all of
-                    them (search), the planner's 60 usual questions (questions), every command of the book as it stands
-                    (book), mutants of the code of which tests must notice 90 % (mutants)
+                    them (search), the planner's 60 usual questions (questions), recorded plans (golden), every command of the book as it
+                    stands (book), mutants of the code of which tests must notice 90 % (mutants)
+cargo xtask golden [--write] [NAME...]  trains and predicts 59 plans and compares losses, gradient norms, weights, booked and
+                    predicted bytes and predicted times with the recorded ones; --write records them anew
 cargo xtask mutations  faults put into sums over ranks, each of which a test must notice
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md and tables of keys from the code
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
             "cargo test --quiet --workspace --test configuration --test manual is_current",
             &[("LOCKSTEP_WRITE_DOCS", "1")],
         ),
+        Some("golden") => golden::golden(&env::args().skip(2).collect::<Vec<_>>()),
         Some("soak") => soak::soak(&env::args().skip(2).collect::<Vec<_>>()),
         Some("picture") => picture::draw(),
         _ => Err(HELP.to_owned()),

@@ -79,6 +79,7 @@ const PARTS: &[Part] = &[
         "cargo test -p lockstep-train --test planner usual_questions -- --nocapture",
         ("LOCKSTEP_QUESTIONS", "all"),
     ),
+    as_it_is("golden", "cargo xtask golden"),
     part("book", "cargo test -p lockstep --test command_line book", ("LOCKSTEP_BOOK", "all")),
 ];
 

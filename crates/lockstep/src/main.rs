@@ -17,6 +17,7 @@ mod generate;
 mod hosts;
 mod import;
 mod infer;
+mod instructions;
 mod launching;
 mod limits;
 mod logging;
@@ -128,11 +129,9 @@ fn parsed() -> Cli {
 fn main() -> ExitCode {
     lockstep_train::build::set_commit(COMMIT);
     let Cli { command, log_format } = parsed();
-    if let Err(Failure { message, code }) = logging::start(log_format) {
-        output::error(&message);
-        return ExitCode::from(code);
-    }
-    if let Err(Failure { message, code }) = limits::prepare() {
+    let prepared =
+        logging::start(log_format).and_then(|()| limits::prepare()).and_then(|()| instructions::limit());
+    if let Err(Failure { message, code }) = prepared {
         output::error(&message);
         return ExitCode::from(code);
     }

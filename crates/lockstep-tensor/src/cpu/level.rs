@@ -1,6 +1,9 @@
 //! Which instructions the CPU has, found out once by CPUID.
 
-use std::{fmt, sync::OnceLock};
+use std::{fmt, str::FromStr, sync::OnceLock};
+
+/// The level that [`CpuLevel::limit`] has set.
+static LIMIT: OnceLock<CpuLevel> = OnceLock::new();
 
 /// Instruction sets that kernels choose between, each including the ones before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -21,15 +24,46 @@ impl CpuLevel {
     /// All levels, lowest first.
     pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::AmxBf16];
 
-    /// The best level of this CPU.
+    /// The best level of this CPU, or the limit of [`CpuLevel::limit`] if that is lower.
     pub fn detect() -> Self {
         static LEVEL: OnceLock<CpuLevel> = OnceLock::new();
-        *LEVEL.get_or_init(detect)
+        let level = *LEVEL.get_or_init(detect);
+        LIMIT.get().map_or(level, |limit| level.min(*limit))
+    }
+
+    /// Limits every queue of this process that is made from now on to `level`: CPUs of different levels then compute the same bits. Only
+    /// the first call has an effect.
+    pub fn limit(level: Self) {
+        // The first one counts.
+        let _ = LIMIT.set(level);
+    }
+
+    /// The word for the level in settings.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512_bf16",
+            Self::AmxBf16 => "amx_bf16",
+        }
     }
 
     /// The levels this CPU can run, lowest first: what tests and benches go through.
     pub fn available() -> impl Iterator<Item = Self> {
         Self::ALL.into_iter().filter(|level| *level <= Self::detect())
+    }
+}
+
+/// Reads [`CpuLevel::word`].
+impl FromStr for CpuLevel {
+    type Err = String;
+
+    /// # Errors
+    /// If `word` is no level: the words that are.
+    fn from_str(word: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|level| level.word() == word);
+        found.ok_or_else(|| Self::ALL.map(Self::word).join(", "))
     }
 }
 

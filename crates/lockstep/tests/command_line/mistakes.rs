@@ -91,3 +91,15 @@ fn a_filter_of_events_that_is_none_is_refused() {
     }
     assert!(!workshop.path("runs").exists() && !workshop.path("checkpoints").exists());
 }
+
+#[test]
+fn a_level_of_instructions_that_is_none_is_refused() {
+    let workshop = Workshop::new();
+    let program = env!("CARGO_BIN_EXE_lockstep");
+    let outcome =
+        workshop.start_in(program, &["train", "run.toml"], &[("LOCKSTEP_CPU_LEVEL", "sse2")]).finish();
+    outcome.refuses(2, &["LOCKSTEP_CPU_LEVEL=sse2", "portable, avx2, avx512, avx512_bf16, amx_bf16"]);
+    let limited = workshop.start_in(program, &["doctor"], &[("LOCKSTEP_CPU_LEVEL", "portable")]).finish();
+    let told = limited.succeeds().stdout;
+    assert!(told.contains("instructions") && told.contains("portable"), "{told}");
+}

@@ -69,6 +69,7 @@ const PARTS: &[Part] = &[
         ("LOCKSTEP_SEEDS", "1000"),
     ),
     part("plans", "cargo test -p lockstep-testkit --test parity random_plans", ("LOCKSTEP_PLANS", "2000")),
+    part("late", "cargo test -p lockstep-testkit --test parity", ("LOCKSTEP_DEVICE", "delayed")),
     part(
         "search",
         "cargo test -p lockstep-train --test planner looking_at_everything -- --nocapture",

@@ -136,6 +136,7 @@ impl Group {
         deadline: Deadline,
     ) -> Result<(), CommError> {
         let task = self.task(collective)?;
+        collective.hand_over(task.call.kind);
         let begin = self.meter.as_ref().map(|meter| meter.begin(&task.call, self.size));
         let ticket = self.transport.begin(self.index, task, Vec::new(), deadline, Location::caller())?;
         self.transport.wait(self.index, &ticket, deadline)?;
@@ -145,7 +146,7 @@ impl Group {
         Ok(())
     }
 
-    /// Begins an operation on memory that is lent to it. It goes on whenever this rank is in a call of any of its groups. The
+    /// Begins an operation on memory that is lent to it, after the events with which the loans begin. It goes on whenever this rank is in a call of any of its groups. The
     /// deadline is for the beginning, which waits only if many operations are under way.
     ///
     /// # Errors
@@ -153,10 +154,11 @@ impl Group {
     #[track_caller]
     pub fn start(
         &self,
-        collective: Collective<Lent, Lent>,
+        mut collective: Collective<Lent, Lent>,
         deadline: Deadline,
     ) -> Result<Pending, CommError> {
         let task = self.task(&collective)?;
+        collective.hand_over(task.call.kind);
         let memory = collective.into_memory();
         let is_sent_beside_work = task.call.kind != Kind::Receive && self.is_in_background();
         let begin = self.meter.as_ref().map(|meter| meter.begin(&task.call, self.size));
@@ -383,7 +385,7 @@ impl Pending {
         Ok((self.ticket.take_memory(), done))
     }
 
-    /// Waits until it is done. Returns what was lent, inputs first.
+    /// Waits until it is done. Returns what was lent, inputs first: what is called on that memory from now on finds the result.
     ///
     /// # Errors
     /// [`CommError`].

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use lockstep_plan::DType;
 use lockstep_tensor::{Loan, View};
 
-use crate::{Number, NumberType};
+use crate::{Kind, Number, NumberType};
 
 /// Elements that an operation reads: a slice, or a view of a tensor.
 #[derive(Debug, Clone, Copy)]
@@ -13,6 +13,7 @@ pub struct Source<'a> {
     pointer: *const u8,
     number: NumberType,
     elements: usize,
+    view: Option<View<'a>>,
     memory: PhantomData<&'a [u8]>,
 }
 
@@ -22,37 +23,61 @@ pub struct Target<'a> {
     pointer: *mut u8,
     number: NumberType,
     elements: usize,
+    view: Option<View<'a>>,
     memory: PhantomData<&'a mut [u8]>,
+}
+
+/// Memory that an operation is given: one of a device is used after an event.
+pub(crate) trait HandOver {
+    /// Waits until `by` may use the memory.
+    fn hand_over(&mut self, by: Kind);
+}
+
+impl HandOver for Source<'_> {
+    fn hand_over(&mut self, by: Kind) {
+        self.view.iter().for_each(|view| view.hand_over(&by.name()));
+    }
+}
+
+impl HandOver for Target<'_> {
+    fn hand_over(&mut self, by: Kind) {
+        self.view.iter().for_each(|view| view.hand_over(&by.name()));
+    }
+}
+
+impl HandOver for Lent {
+    fn hand_over(&mut self, by: Kind) {
+        self.loan.hand_over(&by.name());
+    }
 }
 
 impl<'a, T: Number> From<&'a [T]> for Source<'a> {
     fn from(slice: &'a [T]) -> Self {
-        Self { pointer: slice.as_ptr().cast(), number: T::TYPE, elements: slice.len(), memory: PhantomData }
+        let (pointer, elements) = (slice.as_ptr().cast(), slice.len());
+        Self { pointer, number: T::TYPE, elements, view: None, memory: PhantomData }
     }
 }
 
 impl<'a> From<View<'a>> for Source<'a> {
     fn from(view: View<'a>) -> Self {
         let number = view.dtype().into();
-        Self { pointer: view.as_ptr(), number, elements: view.elements(), memory: PhantomData }
+        let (pointer, elements) = (view.as_ptr(), view.elements());
+        Self { pointer, number, elements, view: Some(view), memory: PhantomData }
     }
 }
 
 impl<'a, T: Number> From<&'a mut [T]> for Target<'a> {
     fn from(slice: &'a mut [T]) -> Self {
-        Self {
-            pointer: slice.as_mut_ptr().cast(),
-            number: T::TYPE,
-            elements: slice.len(),
-            memory: PhantomData,
-        }
+        let (pointer, elements) = (slice.as_mut_ptr().cast(), slice.len());
+        Self { pointer, number: T::TYPE, elements, view: None, memory: PhantomData }
     }
 }
 
 impl<'a> From<View<'a>> for Target<'a> {
     fn from(view: View<'a>) -> Self {
         let number = view.dtype().into();
-        Self { pointer: view.as_ptr(), number, elements: view.elements(), memory: PhantomData }
+        let (pointer, elements) = (view.as_ptr(), view.elements());
+        Self { pointer, number, elements, view: Some(view), memory: PhantomData }
     }
 }
 
@@ -128,7 +153,7 @@ impl From<&Target<'_>> for Stretch {
 
 impl From<&Lent> for Stretch {
     fn from(lent: &Lent) -> Self {
-        let elements = lent.loan.bytes().len() / lent.number.size_bytes();
+        let elements = lent.loan.len_bytes() / lent.number.size_bytes();
         Self { pointer: lent.loan.as_ptr(), number: lent.number, elements }
     }
 }

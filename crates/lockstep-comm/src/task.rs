@@ -5,7 +5,7 @@ use crate::{
     blocks::Blocks,
     call,
     exchange::{Exchange, Matrix},
-    memory::{Lent, Stretch},
+    memory::{HandOver, Lent, Stretch},
 };
 
 /// An operation of a group on given memory: `I` is what it reads, `O` what it writes.
@@ -119,6 +119,33 @@ pub enum Collective<I, O> {
         /// Rank of the group.
         from: usize,
     },
+}
+
+impl<I, O> Collective<I, O> {
+    /// Waits until `by`, which this is, may use the memory that it was given.
+    pub(crate) fn hand_over(&mut self, by: Kind)
+    where
+        I: HandOver,
+        O: HandOver,
+    {
+        let (input, output) = match self {
+            Self::Barrier => (None, None),
+            Self::Broadcast { data, .. }
+            | Self::Reduce { data, .. }
+            | Self::AllReduce { data, .. }
+            | Self::ReduceScatterInPlace { data, .. }
+            | Self::AllGatherInPlace { data, .. } => (None, Some(data)),
+            Self::ReduceScatter { input, output, .. }
+            | Self::AllGather { input, output, .. }
+            | Self::AllToAll { input, output, .. } => (Some(input), Some(output)),
+            Self::Scatter { input, output, .. } => (input.as_mut(), Some(output)),
+            Self::Gather { input, output, .. } => (Some(input), output.as_mut()),
+            Self::Send { input, .. } => (Some(input), None),
+            Self::Receive { output, .. } => (None, Some(output)),
+        };
+        input.into_iter().for_each(|input| input.hand_over(by));
+        output.into_iter().for_each(|output| output.hand_over(by));
+    }
 }
 
 impl Collective<Lent, Lent> {

@@ -131,7 +131,7 @@ fn compute_threads_share_the_work_and_change_no_bit() {
         seed: 7,
     };
     in_world(2, |group| {
-        let queue = lockstep_tensor::CpuQueue::new(3, &lockstep_tensor::Arena::new()).unwrap();
+        let queue = lockstep_tensor::Arena::new().queue(3).unwrap();
         group.set_workers(queue.workers());
         check_number(group, &case, 0.0);
         check_number(group, &Case { shared: 0, number: 1, ..case.clone() }, 0.0);

@@ -10,7 +10,7 @@ use lockstep_plan::{
     MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StageMemory, StateLayout,
     StoreKind, exact::ExactSum,
 };
-use lockstep_tensor::{Arena, CpuQueue, DiskTraffic, F32Products};
+use lockstep_tensor::{Arena, DiskTraffic, F32Products, Queue};
 
 use crate::gathered::Gathered;
 use crate::optimizer::Role;
@@ -55,7 +55,7 @@ enum Turn {
 /// Weights, gradients, optimizer state and the programs that work on them.
 pub struct Engine {
     arena: Arena,
-    pub(crate) queue: CpuQueue,
+    pub(crate) queue: Box<dyn Queue>,
     pub(crate) optimizer: Optimizer,
     pub(crate) storage: Storage,
     pub(crate) seed: u64,
@@ -152,7 +152,7 @@ impl Engine {
         };
         let profile = model.profile(groups.context_place());
         let state_plan = options.state_plan(&model, &storage, groups.options().as_ref(), &mesh);
-        let queue = CpuQueue::new(options.threads, arena)?;
+        let queue = arena.queue(options.threads)?;
         let shards = Shards::new(&groups, model.records())?;
         let reducer = Reducer::new(&groups, model.records(), &shards, queue.workers())?;
         let residual_numbers = ResidualNumbers::new(&groups, &shards);
@@ -257,8 +257,8 @@ impl Engine {
     }
 
     /// The queue.
-    pub fn queue(&self) -> &CpuQueue {
-        &self.queue
+    pub fn queue(&self) -> &dyn Queue {
+        &*self.queue
     }
 
     /// Chooses how f32 matrices are multiplied; of effect only on a CPU with AMX.
@@ -323,7 +323,7 @@ impl Engine {
     ) -> Result<f64, EngineError> {
         self.begin_step();
         if let Some(reducer) = &mut self.reducer {
-            self.gradients.share(&self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
+            self.gradients.share(&*self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
         }
         if self.pipeline.is_some() {
             self.weights.begin(Sequence::Step);
@@ -356,6 +356,7 @@ impl Engine {
     ) -> Result<f64, EngineError> {
         let Self { pipeline, model, queue, weights, runner, gradients, reducer, .. } = self;
         let Some(pipeline) = pipeline else { return Ok(0.0) };
+        let queue = &**queue;
         assert_eq!(
             batches.clone().count(),
             pipeline.micro_batches(),
@@ -376,6 +377,7 @@ impl Engine {
     /// Waits for what was summed after the last micro-batch.
     fn await_gradients(&mut self) -> Result<(), EngineError> {
         let Self { queue, runner, gradients, reducer: Some(reducer), .. } = self else { return Ok(()) };
+        let queue = &**queue;
         let begin = runner.timeline().begin();
         gradients.wait(queue, reducer)?;
         gradients.sum_owned(queue, reducer)?;
@@ -396,6 +398,7 @@ impl Engine {
     fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, EngineError> {
         let Self { model, queue, weights, runner, gradients, reducer, .. } = self;
         let only = Place::default();
+        let queue = &**queue;
         runner.load(only, batch);
         runner.forward_stage(model, only, queue, weights, Purpose::Training)?;
         gradients.begin_micro_batch(queue, runner.own_tokens(batch.ids));
@@ -429,6 +432,7 @@ impl Engine {
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, EngineError> {
         self.weights.begin(Sequence::Evaluation);
         let Self { evaluation, model, pipeline, queue, weights, runner, .. } = self;
+        let queue = &**queue;
         let model = evaluation.as_ref().unwrap_or(model);
         if let Some(pipeline) = pipeline {
             return pipeline.evaluate((model, queue, weights), runner, batch);
@@ -443,7 +447,7 @@ impl Engine {
         let begin = self.timeline().begin();
         let elements = self.gradients.tied_elements() as u64;
         for unit in (0..self.model.units()).filter(|unit| self.is_here[*unit]) {
-            self.gradients.end_unit(&self.queue, unit)?;
+            self.gradients.end_unit(&*self.queue, unit)?;
         }
         self.timeline().end(begin, || {
             let cost = Cost { vector_flops: elements, ..Cost::of_bytes(3 * F32_BYTES * elements) };
@@ -472,7 +476,7 @@ impl Engine {
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
             if self.speaks_for(id) {
-                self.gradients.add_squares(&self.queue, id, &mut sum);
+                self.gradients.add_squares(&*self.queue, id, &mut sum);
             }
         }
         let sum = self.groups.sum_over_model(&sum)?;
@@ -506,7 +510,7 @@ impl Engine {
     /// # Panics
     /// If the number of elements is another.
     pub fn write_gradient(&mut self, id: ParameterId, values: &[f32]) -> Result<(), EngineError> {
-        self.gradients.write(&self.queue, id, values)
+        self.gradients.write(&*self.queue, id, values)
     }
 
     /// What has been read from and written to disk since this was last asked.

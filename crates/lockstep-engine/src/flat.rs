@@ -71,11 +71,11 @@ impl Part<'_> {
     pub(crate) fn copy_to_f32(self, values: &mut Vec<f32>) {
         values.clear();
         match self.view.dtype() {
-            DType::BF16 => values.extend(self.view.to_vec::<bf16>().into_iter().map(bf16::to_f32)),
-            DType::F16 => values.extend(self.view.to_vec::<f16>().into_iter().map(f16::to_f32)),
+            DType::BF16 => values.extend(self.view.fetch::<bf16>().into_iter().map(bf16::to_f32)),
+            DType::F16 => values.extend(self.view.fetch::<f16>().into_iter().map(f16::to_f32)),
             _ => {
                 values.resize(self.view.elements(), 0.0);
-                self.view.copy_to(values);
+                self.view.read(values).wait();
             }
         }
     }
@@ -362,7 +362,7 @@ impl FlatStore {
                 ));
             }
         }
-        let units: Vec<&[u8]> = self.units.iter_mut().map(|unit| &*unit.bytes_mut()).collect();
+        let units: Vec<&[u8]> = self.units.iter_mut().map(Buffer::host_bytes).collect();
         found.into_iter().map(|(id, first, unit, bytes)| (id, first, &units[unit][bytes])).collect()
     }
 
@@ -414,9 +414,9 @@ impl FlatStore {
 /// Writes f32 values, rounded to the type of what is written.
 pub(crate) fn write_rounded(view: View<'_>, values: &[f32]) {
     match view.dtype() {
-        DType::BF16 => view.copy_from(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
-        DType::F16 => view.copy_from(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
-        _ => view.copy_from(values),
+        DType::BF16 => view.write(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
+        DType::F16 => view.write(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
+        _ => view.write(values),
     }
 }
 

@@ -429,7 +429,7 @@ impl Gradients {
     pub(crate) fn read(&self, id: ParameterId) -> Result<Vec<f32>, EngineError> {
         let range = self.store.owned_range(id);
         match (self.store.part(id), &self.spilled) {
-            (Some(part), _) => Ok(part.view.to_vec()),
+            (Some(part), _) => Ok(part.view.fetch()),
             (None, Some(spilled)) => spilled.borrow_mut().read(id, range),
             (None, None) => Ok(Vec::new()),
         }
@@ -447,7 +447,7 @@ impl Gradients {
     ) -> Result<(), EngineError> {
         let start = self.store.owned_range(id).start;
         match (self.store.part(id), &mut self.spilled) {
-            (Some(part), _) => part.view.copy_from(values),
+            (Some(part), _) => part.view.write(values),
             (None, Some(spilled)) => spilled.get_mut().write(queue, id, start, values)?,
             (None, None) => {}
         }

@@ -33,7 +33,7 @@ impl Engine {
             for start in (0..len).step_by(PART) {
                 let part = &mut values[..PART.min(len - start)];
                 let record = &self.records[id.0];
-                self.queue.fill(part, |offset, part| {
+                self.queue.workers().fill(part, |offset, part| {
                     let first = (first + start + offset) as u64;
                     record.initializer.fill(seed, &record.name, first, part);
                 });
@@ -94,7 +94,7 @@ impl Engine {
 
     /// Rounds the master weights that this rank owns, if there are any, to what kernels read.
     pub(crate) fn round_weights(&self) {
-        self.trained_ids().for_each(|id| self.weights.round(&self.queue, id));
+        self.trained_ids().for_each(|id| self.weights.round(&*self.queue, id));
     }
 
     /// Replaces a tensor of a parameter by its part of `values`, which are those of all ranks together, rounded to what it is

@@ -51,7 +51,7 @@ impl ExpertLoad {
     pub(crate) fn add(&mut self, unit: usize, counts: View<'_>) {
         let Some(layer) = self.layers[unit] else { return };
         self.scratch.resize(counts.elements(), 0.0);
-        counts.copy_to(&mut self.scratch);
+        counts.read(&mut self.scratch).wait();
         let total = &mut self.counts[layer * self.experts..(layer + 1) * self.experts];
         for of_sequence in self.scratch.chunks_exact(self.experts) {
             total.iter_mut().zip(of_sequence).for_each(|(total, count)| *total += *count as i64);

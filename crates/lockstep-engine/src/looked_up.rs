@@ -129,7 +129,7 @@ impl LookedUp {
             }
             self.host_rows.push(*row);
         }
-        self.token_rows.view().copy_from(&self.host_rows);
+        self.token_rows.view().write(&self.host_rows);
         self.begin_rows(queue, before);
     }
 
@@ -139,7 +139,7 @@ impl LookedUp {
         assert!(self.ids.len() <= capacity, "more micro-batches than the engine was built for");
         let new = first..self.ids.len();
         if !new.is_empty() {
-            self.row_ids.view().rows(new.clone()).copy_from(&self.ids[new.clone()]);
+            self.row_ids.view().rows(new.clone()).write(&self.ids[new.clone()]);
             queue.zero(self.gradient(new));
         }
     }

@@ -9,7 +9,7 @@ use lockstep_comm::Lent;
 use lockstep_graph::{Seed, Timeline};
 use lockstep_model::RecordedModel;
 use lockstep_plan::schedule::{Message, Pass, PassKind};
-use lockstep_tensor::CpuQueue;
+use lockstep_tensor::Kernels;
 
 use crate::{
     EngineError, Gradients, HostBatch, Runner,
@@ -121,7 +121,7 @@ impl StepTimes {
 /// The passes of training.
 pub(crate) struct Work<'a, B> {
     pub(crate) model: &'a RecordedModel,
-    pub(crate) queue: &'a CpuQueue,
+    pub(crate) queue: &'a dyn Kernels,
     pub(crate) weights: &'a mut dyn WeightSource,
     pub(crate) runner: &'a mut Runner,
     pub(crate) gradients: &'a mut Gradients,

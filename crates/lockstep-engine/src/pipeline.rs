@@ -15,7 +15,7 @@ use lockstep_graph::{Activity, Cost};
 use lockstep_model::RecordedModel;
 use lockstep_plan::StageMemory;
 use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
-use lockstep_tensor::CpuQueue;
+use lockstep_tensor::Kernels;
 
 use crate::{
     EngineError, HostBatch, Runner,
@@ -148,7 +148,7 @@ impl Pipeline {
     /// [`EngineError`].
     pub(crate) fn evaluate(
         &mut self,
-        (model, queue, weights): (&RecordedModel, &CpuQueue, &mut dyn WeightSource),
+        (model, queue, weights): (&RecordedModel, &dyn Kernels, &mut dyn WeightSource),
         runner: &mut Runner,
         batch: &HostBatch<'_>,
     ) -> Result<f64, EngineError> {

@@ -3,7 +3,7 @@
 use lockstep_graph::Mode;
 use lockstep_model::{HeadOutput, RecordedModel, RecordingOptions};
 use lockstep_plan::{Axis, DType, Mesh, StatePlan, ZeroStage};
-use lockstep_tensor::CpuQueue;
+use lockstep_tensor::Workers;
 
 use crate::optimizer::Role;
 use crate::{EngineOptions, GroupOptions, Places, StateKind, Storage, WeightStorage};
@@ -41,7 +41,7 @@ impl EngineOptions {
             on_disk: storage.offload.plan(),
             has_activations_on_disk: storage.offload.has_activations(),
             micro_batches: self.micro_batches * mesh.ranks().degree(Axis::Context),
-            packed_bytes: CpuQueue::booked_bytes(self.threads),
+            packed_bytes: Workers::booked_bytes(self.threads),
             kept_copies: 0,
             saved_copies: 0,
         }

@@ -293,7 +293,7 @@ impl Runner {
         let begin = self.timeline.begin();
         let head = model.units() - 1;
         let losses = model.program(head).output(frame(&self.stages, None, place, head));
-        losses.reshape([losses.elements()]).copy_to(&mut self.host_losses);
+        losses.reshape([losses.elements()]).read(&mut self.host_losses).wait();
         let sum = self.host_losses.iter().map(|&loss| f64::from(loss)).sum();
         self.timeline.end(begin, || (Activity::of_step("sum losses"), Cost::default()));
         sum
@@ -517,11 +517,11 @@ impl Runner {
         if self.groups.context_place().attended() == 1 {
             self.copy_own(batch.document_starts, &slot.document_starts);
         } else {
-            slot.document_starts.view().copy_from(batch.document_starts);
+            slot.document_starts.view().write(batch.document_starts);
         }
         let slot = &mut self.stages[place.stage].slots[place.slot];
         slot.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
-        slot.dropout_keys.view().copy_from(&self.host_keys);
+        slot.dropout_keys.view().write(&self.host_keys);
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
     }
 
@@ -539,7 +539,7 @@ impl Runner {
     fn copy_own<T: Element>(&self, all: &[T], tensor: &Tensor) {
         let mut row = 0;
         for stretch in self.own_tokens(all) {
-            tensor.view().rows(row..row + stretch.len()).copy_from(stretch);
+            tensor.view().rows(row..row + stretch.len()).write(stretch);
             row += stretch.len();
         }
     }

@@ -157,7 +157,7 @@ impl Engine {
             dtype: self.weights.stores.trained().dtype(),
         };
         let begin = self.timeline().begin();
-        self.optimizer.step(&self.queue, &of_parameter, &operands, state);
+        self.optimizer.step(&*self.queue, &of_parameter, &operands, state);
         self.timeline().end(begin, || {
             let activity = Activity { unit: Some(record.unit), ..Activity::of_step("optimizer") };
             (activity, self.update_cost(id, gradient.elements() as u64))

@@ -253,8 +253,8 @@ impl DiskStore {
             let into = &mut bytes[done * size..(done + in_window.len()) * size];
             let view = store.load_part(window, kind, in_window)?;
             match view.dtype() {
-                DType::F32 => view.copy_to::<f32>(bytemuck::cast_slice_mut(into)),
-                _ => view.copy_to::<half::bf16>(bytemuck::cast_slice_mut(into)),
+                DType::F32 => drop(view.read::<f32>(bytemuck::cast_slice_mut(into)).wait()),
+                _ => drop(view.read::<half::bf16>(bytemuck::cast_slice_mut(into)).wait()),
             }
             Ok(())
         })

@@ -576,8 +576,8 @@ impl<'a> Run<'a> {
     /// How many rows count, where not all do.
     fn used_rows(&self, offsets: Option<Value>) -> Option<usize> {
         let offsets = self.flat(offsets?);
-        let (last, mut rows) = (offsets.elements() - 1, [0]);
-        Some(self.replay.queue.read_numbers(offsets.rows(last..last + 1), &mut rows).wait()[0] as usize)
+        let (last, mut rows) = (offsets.elements() - 1, [0_u32]);
+        Some(offsets.rows(last..last + 1).read(&mut rows).wait()[0] as usize)
     }
 
     /// Tokens of each sequence, those of other ranks included.

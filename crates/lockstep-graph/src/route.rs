@@ -221,7 +221,7 @@ impl<'a> Run<'a> {
         let peers = self.expert_peers();
         peers.trade_numbers(&sent.iter().copied().map(i64::from).collect::<Vec<_>>(), &mut theirs)?;
         let received: Vec<u32> = theirs.iter().map(|count| *count as u32).collect();
-        self.flat(remote.received).copy_from(&received);
+        self.flat(remote.received).write(&received);
         Ok(Trade::new(peers, &sent, &received))
     }
 
@@ -239,7 +239,7 @@ impl<'a> Run<'a> {
     /// A small table: the ranks' collectives are told their sizes by the host.
     fn numbers(&self, table: View<'_>) -> Vec<u32> {
         let mut numbers = vec![0; table.elements()];
-        self.replay.queue.read_numbers(table, &mut numbers).wait();
+        table.read(&mut numbers).wait();
         numbers
     }
 

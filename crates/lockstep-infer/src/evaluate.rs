@@ -51,7 +51,7 @@ pub fn evaluate(
             document_starts: &batch.document_starts,
             sample_numbers: &batch.sample_numbers,
         };
-        runner.forward(&recorded, &model.queue, (&model.weights).into(), &host)?;
+        runner.forward(&recorded, &*model.queue, (&model.weights).into(), &host)?;
         loss += runner.loss_sum(&recorded);
         tokens += batch.valid_tokens();
         advance(sequences);

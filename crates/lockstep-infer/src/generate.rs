@@ -182,7 +182,7 @@ impl Forward {
         cache: Option<KeyValueCache<'a>>,
     ) -> Replay<'a> {
         Replay {
-            queue: &model.queue,
+            queue: &*model.queue,
             parameters,
             batch: Batch {
                 ids: self.ids.view(),
@@ -222,8 +222,8 @@ fn run(
     logits: &mut [f32],
 ) -> Result<(), InferError> {
     let positions: Vec<u32> = (filled..filled + ids.len()).map(|position| position as u32).collect();
-    forward.ids.view().copy_from(ids);
-    forward.positions.view().copy_from(&positions);
+    forward.ids.view().write(ids);
+    forward.positions.view().write(&positions);
     let programs = &forward.programs;
     let head = programs.units() - 1;
     let parameters = |unit| UnitParameters {
@@ -247,6 +247,6 @@ fn run(
     let program = decode.programs.program(head);
     program.forward(&decode.replay(head, &parameters, model, Some(last), None))?;
     let out = program.output(&decode.frames[head]);
-    out.reshape([logits.len()]).copy_to(logits);
+    out.reshape([logits.len()]).read(logits).wait();
     Ok(())
 }

@@ -8,7 +8,7 @@ use lockstep_engine::FlatStore;
 use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
-use lockstep_tensor::{Arena, CpuQueue};
+use lockstep_tensor::{Arena, Queue};
 
 use crate::{GenerationConfig, InferError};
 
@@ -17,7 +17,7 @@ pub struct LoadedModel {
     pub(crate) config: ModelConfig,
     pub(crate) weights: FlatStore,
     pub(crate) arena: Arena,
-    pub(crate) queue: CpuQueue,
+    pub(crate) queue: Box<dyn Queue>,
     tokenizer: Option<String>,
     generation: Option<PathBuf>,
     has_chats: bool,
@@ -48,11 +48,11 @@ impl LoadedModel {
         let weights = FlatStore::zeros(&arena, &records, DType::F32, MemoryCategory::Parameters)?;
         directory.for_each_parameter(|name, values| -> Result<(), CheckpointError> {
             if let Some(index) = records.iter().position(|record| record.name == name) {
-                weights.view(ParameterId(index)).copy_from(values);
+                weights.view(ParameterId(index)).write(values);
             }
             Ok(())
         })?;
-        let queue = CpuQueue::new(threads, &arena)?;
+        let queue = arena.queue(threads)?;
         let name = directory.path().display().to_string();
         let (tokenizer, generation) = (directory.tokenizer(), directory.generation_config());
         let has_chats = directory.has_chats();

@@ -20,7 +20,7 @@ use std::{
 use lockstep_plan::{CACHE_LINE_BYTES, DType, MemoryBytes, MemoryCategory, booked_bytes};
 use rustix::mm;
 
-use crate::{Element, Shape, SharedHeap, TensorError, View};
+use crate::{CpuQueue, Device, Element, Event, Place, Queue, Shape, SharedHeap, TensorError, View};
 
 /// Every buffer starts at a cache line, so vector loads and tile loads are aligned.
 const ALIGNMENT: usize = CACHE_LINE_BYTES;
@@ -31,6 +31,8 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 #[derive(Clone, Default)]
 pub struct Arena {
     state: Arc<Mutex<State>>,
+    /// Of a device: whether this handle gives out the host's memory all the same.
+    is_on_host: bool,
 }
 
 #[derive(Default)]
@@ -38,9 +40,11 @@ struct State {
     in_use: MemoryBytes,
     peak: MemoryBytes,
     peak_total_bytes: usize,
-    /// Freed blocks by place and capacity.
-    free: BTreeMap<(Place, usize), Vec<Arc<Held>>>,
+    /// Freed blocks by kind and capacity.
+    free: BTreeMap<(Kind, usize), Vec<Arc<Held>>>,
     shared: Option<Sharing>,
+    /// The device that buffers lie on, but for copies of the state that the host keeps.
+    device: Option<Arc<dyn Device>>,
 }
 
 /// Which buffers lie in shared memory.
@@ -49,11 +53,12 @@ struct Sharing {
     categories: Vec<MemoryCategory>,
 }
 
-/// Whether others can map a block.
+/// The kind of memory that a block is of: the host's, the host's that others can map, a device's.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Place {
+enum Kind {
     Private,
     Shared,
+    Device,
 }
 
 /// Zeroed memory of the system, released when dropped.
@@ -82,6 +87,7 @@ enum Source {
         heap: Arc<SharedHeap>,
         offset: usize,
     },
+    Device(Arc<dyn Device>),
 }
 
 // SAFETY: a block owns its memory; nothing about it is tied to the thread that allocated it.
@@ -131,11 +137,42 @@ impl Block {
         Some(Self { pointer, capacity, source: Source::Shared { heap: Arc::clone(heap), offset } })
     }
 
-    fn place(&self) -> Place {
+    /// Memory of a device; `None` if it has no more.
+    fn on(device: &Arc<dyn Device>, capacity: usize) -> Option<Self> {
+        let pointer = device.allocate(capacity)?;
+        Some(Self { pointer, capacity, source: Source::Device(Arc::clone(device)) })
+    }
+
+    fn kind(&self) -> Kind {
         match self.source {
-            Source::Heap | Source::Mapping { .. } => Place::Private,
-            Source::Shared { .. } => Place::Shared,
+            Source::Heap | Source::Mapping { .. } => Kind::Private,
+            Source::Shared { .. } => Kind::Shared,
+            Source::Device(_) => Kind::Device,
         }
+    }
+
+    fn place(&self) -> Place<'_> {
+        match &self.source {
+            Source::Device(device) => Place::Device(device),
+            _ => Place::Host,
+        }
+    }
+
+    /// Bytes of the block, for a device that is told of their use.
+    fn view(&self, range: Range<usize>) -> View<'_> {
+        // SAFETY: those who call this give ranges within the block.
+        let pointer = unsafe { self.pointer.add(range.start) };
+        // SAFETY: as above; a device uses the memory in the order of its queue.
+        unsafe { View::new(pointer, DType::U8, Shape::from([range.len()]), self.place()) }
+    }
+
+    #[track_caller]
+    fn expect_host(&self) {
+        assert!(
+            matches!(self.place(), Place::Host),
+            "the host touches {} bytes in the memory of a device, which is reached by `read` and `write`",
+            self.capacity
+        );
     }
 }
 
@@ -153,6 +190,8 @@ impl Drop for Block {
                 let _ = unsafe { mm::munmap(start.as_ptr().cast(), *bytes) };
             }
             Source::Shared { heap, offset } => heap.give_back(*offset, self.capacity),
+            // SAFETY: the device gave this memory, whose last owner this is.
+            Source::Device(device) => unsafe { device.free(self.pointer, self.capacity) },
         }
     }
 }
@@ -171,6 +210,32 @@ impl Arena {
         arena
     }
 
+    /// An arena whose buffers lie on `device`, but for snapshots, which the host keeps.
+    pub fn on(device: Arc<dyn Device>) -> Self {
+        let arena = Self::default();
+        arena.lock().device = Some(device);
+        arena
+    }
+
+    /// The same ledger for memory of the host alone: of a device's arena, what its host threads need.
+    #[must_use]
+    pub fn on_host(&self) -> Self {
+        Self { is_on_host: true, ..self.clone() }
+    }
+
+    /// A queue of the device that buffers lie on, with `threads` host threads, the calling one among them. What kernels need on
+    /// the host is booked here as workspace.
+    ///
+    /// # Errors
+    /// [`TensorError::ThreadPool`] if the threads cannot be started, [`TensorError::OutOfMemory`].
+    pub fn queue(&self, threads: usize) -> Result<Box<dyn Queue>, TensorError> {
+        let device = self.lock().device.clone();
+        match device {
+            Some(device) => device.queue(threads, &self.on_host()),
+            None => Ok(Box::new(CpuQueue::new(threads, self)?)),
+        }
+    }
+
     /// A buffer of at least `bytes` bytes, booked under `category`. Its contents are unspecified (zero
     /// when fresh, old values when reused).
     ///
@@ -186,8 +251,10 @@ impl Arena {
     /// [`TensorError::OutOfMemory`] if the system refuses.
     pub fn allocate_zeroed(&self, bytes: usize, category: MemoryCategory) -> Result<Buffer, TensorError> {
         let (mut buffer, contents) = self.take(bytes, category)?;
-        if contents == Contents::Anything {
-            buffer.bytes_mut().fill(0);
+        match buffer.place() {
+            Place::Device(device) => device.zero(buffer.view(DType::U8, 0, [buffer.len_bytes()])),
+            Place::Host if contents == Contents::Anything => buffer.bytes_mut().fill(0),
+            Place::Host => {}
         }
         Ok(buffer)
     }
@@ -196,8 +263,14 @@ impl Arena {
         let capacity = Self::booked_bytes(bytes);
         let mut state = self.lock();
         let heap = state.heap_for(category);
-        let place = if heap.is_some() { Place::Shared } else { Place::Private };
-        let cached = state.free.get_mut(&(place, capacity)).and_then(Vec::pop);
+        let device = state.device.clone();
+        let device = device.filter(|_| !self.is_on_host && category != MemoryCategory::Snapshot);
+        let kind = match (&device, &heap) {
+            (Some(_), _) => Kind::Device,
+            (None, Some(_)) => Kind::Shared,
+            (None, None) => Kind::Private,
+        };
+        let cached = state.free.get_mut(&(kind, capacity)).and_then(Vec::pop);
         let (held, contents) = match cached {
             Some(held) => {
                 state.in_use[MemoryCategory::Cached] -= capacity;
@@ -205,7 +278,8 @@ impl Arena {
             }
             None => {
                 let shared = || heap.as_ref().and_then(|heap| Block::share(heap, capacity));
-                let new = || shared().or_else(|| Block::allocate(capacity));
+                let on_host = || shared().or_else(|| Block::allocate(capacity));
+                let new = || device.as_ref().map_or_else(on_host, |device| Block::on(device, capacity));
                 let fresh = state.room_for(capacity).then(new).flatten();
                 let block = fresh.ok_or(TensorError::OutOfMemory {
                     category,
@@ -218,7 +292,7 @@ impl Arena {
         };
         state.book(category, capacity);
         let home = Home { arena: self.clone(), category };
-        Ok((Buffer { held, home, not_sync: PhantomData }, contents))
+        Ok((Buffer { held, home, copy: Vec::new(), not_sync: PhantomData }, contents))
     }
 
     /// Whether `bytes` more, in as many buffers as one likes, can be had at all: asked before the first of them
@@ -291,6 +365,8 @@ impl State {
 pub struct Buffer {
     held: Arc<Held>,
     home: Home,
+    /// Of a buffer on a device: what [`Buffer::host_bytes`] read last. No ledger books it.
+    copy: Vec<u8>,
     not_sync: PhantomData<Cell<()>>,
 }
 
@@ -321,12 +397,24 @@ struct Home {
 }
 
 impl Home {
+    /// Takes a block back: one of a device once its queue has passed what uses it.
     fn take_back(&self, held: Arc<Held>) {
-        let (place, capacity) = (held.block.place(), held.block.capacity);
+        let (retired, home) = (Arc::clone(&held), self.clone());
+        let give_back = move || home.take_back_now(retired);
+        match held.block.place() {
+            Place::Host => give_back(),
+            Place::Device(device) => {
+                device.retire(held.block.view(0..held.block.capacity), Box::new(give_back))
+            }
+        }
+    }
+
+    fn take_back_now(&self, held: Arc<Held>) {
+        let (kind, capacity) = (held.block.kind(), held.block.capacity);
         let mut state = self.arena.lock();
         state.in_use[self.category] -= capacity;
         state.in_use[MemoryCategory::Cached] += capacity;
-        state.free.entry((place, capacity)).or_default().push(held);
+        state.free.entry((kind, capacity)).or_default().push(held);
     }
 }
 
@@ -357,15 +445,34 @@ impl Buffer {
         // SAFETY: the offset lies in the allocation, as just checked.
         let pointer = unsafe { self.held.block.pointer.add(offset_bytes) };
         // SAFETY: the window lies in this buffer, which the view's lifetime borrows.
-        unsafe { View::new(pointer, dtype, shape) }
+        unsafe { View::new(pointer, dtype, shape, self.held.block.place()) }
+    }
+
+    /// The memory that it lies in.
+    pub fn place(&self) -> Place<'_> {
+        self.held.block.place()
+    }
+
+    /// The bytes, for the host to read: those of a device are copied when the queue has passed everything called so far.
+    ///
+    /// # Panics
+    /// If part of them is lent.
+    pub fn host_bytes(&mut self) -> &[u8] {
+        if matches!(self.place(), Place::Host) {
+            return self.bytes_mut();
+        }
+        self.copy = self.view(DType::U8, 0, [self.len_bytes()]).fetch();
+        &self.copy
     }
 
     /// The bytes. Exclusive access to the buffer means that no view of it exists.
     ///
     /// # Panics
-    /// If part of them is lent.
+    /// If part of them is lent, or the buffer lies on a device.
+    #[track_caller]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.held.expect_not_lent(0..self.len_bytes());
+        self.held.block.expect_host();
         let block = &self.held.block;
         // SAFETY: the block is live, initialized (allocated zeroed), and `&mut self` excludes all views.
         unsafe { std::slice::from_raw_parts_mut(block.pointer.as_ptr(), block.capacity) }
@@ -374,13 +481,15 @@ impl Buffer {
     /// The contents as elements of `T`.
     ///
     /// # Panics
-    /// If part of them is lent.
+    /// As [`Buffer::bytes_mut`].
+    #[track_caller]
     pub fn elements_mut<T: Element>(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(self.bytes_mut())
     }
 
     /// Gives the bytes `range` away until the loan is dropped, which any thread may do. Until then no view of any of
-    /// them can be made; the rest of the buffer can be used.
+    /// them can be made; the rest of the buffer can be used. The loan of a device's memory begins with an event: the borrower waits
+    /// until the queue has passed what was called before ([`Loan::hand_over`]).
     ///
     /// # Panics
     /// If the range does not lie in the buffer, or is lent in part already.
@@ -399,7 +508,11 @@ impl Buffer {
         loans.ranges.push(range.clone());
         drop(loans);
         self.held.lent.fetch_add(1, Ordering::Relaxed);
-        Loan { held: Arc::clone(&self.held), range }
+        let after = match self.place() {
+            Place::Host => Event::COMPLETE,
+            Place::Device(device) => device.record(),
+        };
+        Loan { held: Arc::clone(&self.held), range, after, is_handed_over: false }
     }
 }
 
@@ -438,17 +551,51 @@ impl Drop for Buffer {
 pub struct Loan {
     held: Arc<Held>,
     range: Range<usize>,
+    after: Event,
+    is_handed_over: bool,
 }
 
 impl Loan {
+    /// Number of bytes.
+    pub fn len_bytes(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Waits for the event after which `by` may use the memory.
+    pub fn hand_over(&mut self, by: &dyn std::fmt::Display) {
+        if let Place::Device(device) = self.held.block.place()
+            && !std::mem::replace(&mut self.is_handed_over, true)
+        {
+            self.after.wait();
+            device.touch(self.held.block.view(self.range.clone()), by);
+        }
+    }
+
+    #[track_caller]
+    fn expect_handed_over(&self) {
+        if !self.is_handed_over {
+            self.held.block.expect_host();
+        }
+    }
+
     /// The bytes.
+    ///
+    /// # Panics
+    /// If they lie on a device, and were not [handed over](Loan::hand_over).
+    #[track_caller]
     pub fn bytes(&self) -> &[u8] {
+        self.expect_handed_over();
         // SAFETY: the range lies in the live block, and is this loan's alone while it is lent.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.range.len()) }
     }
 
     /// The bytes, to change them.
+    ///
+    /// # Panics
+    /// As [`Loan::bytes`].
+    #[track_caller]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.expect_handed_over();
         // SAFETY: as in `bytes`; `&mut self` excludes other references.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.range.len()) }
     }

@@ -9,7 +9,7 @@
 
 use lockstep_plan::{DType, QuantizedType, exact::ExactSum};
 
-use crate::{GroupedGemm, Permutation, Routed, Router, RouterGradients, View};
+use crate::{GroupedGemm, Pending, Permutation, Routed, Router, RouterGradients, View};
 
 /// Which operands of a matrix product are stored transposed. `C` is always `[m, n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -322,23 +322,7 @@ pub struct Muon<'a> {
     pub scale: f32,
 }
 
-/// A value that a queue will have computed once it gets there.
-#[derive(Debug)]
-pub struct Pending<T>(T);
-
-impl<T> Pending<T> {
-    /// A value that is already there.
-    pub fn ready(value: T) -> Self {
-        Self(value)
-    }
-
-    /// Waits for the queue to reach the value.
-    pub fn wait(self) -> T {
-        self.0
-    }
-}
-
-/// A queue of one device: kernels run in the order in which they are called.
+/// The kernels of a queue, which run in the order in which they are called.
 pub trait Kernels {
     /// Matrix product; see [`Gemm`].
     fn gemm(&self, gemm: Gemm<'_>) {
@@ -544,7 +528,7 @@ pub trait Kernels {
     /// How near any token is to choosing other experts: the smallest difference between the score of its last expert and that of
     /// the best one that it has not chosen, and likewise of its groups. Scores are those that choices are made by, with the
     /// selection bias. Infinite where there is nothing else to choose.
-    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<f32>;
+    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<'static, f32>;
 
     /// Gradient of [`Kernels::router_top_k`]'s logits; the choice itself has none. `places` says which sequence a token
     /// belongs to.
@@ -600,9 +584,6 @@ pub trait Kernels {
     /// for each of the `experts` that are here.
     fn arrived_experts(&self, counts: View<'_>, experts: usize, arrived: View<'_>);
 
-    /// A u32 table for the host.
-    fn read_numbers<'h>(&self, table: View<'_>, host: &'h mut [u32]) -> Pending<&'h mut [u32]>;
-
     /// `rows [T·top_k, width]` become those of `x [T, width]` that their slots say. Rows without a slot stay as they are.
     fn permute(&self, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>);
 
@@ -637,7 +618,7 @@ pub trait Kernels {
 
     /// The sum of squares of an f32 view: f64 sums of blocks of 1,024 elements, added exactly. NaN or infinite
     /// elements make it NaN.
-    fn sum_of_squares(&self, x: View<'_>) -> Pending<ExactSum>;
+    fn sum_of_squares(&self, x: View<'_>) -> Pending<'static, ExactSum>;
 
     /// Converts between f32, bf16 and f16 (round to nearest even), or copies.
     fn cast(&self, x: View<'_>, y: View<'_>);

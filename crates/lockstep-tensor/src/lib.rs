@@ -2,8 +2,8 @@
 //!
 //! A [`Buffer`] comes from an [`Arena`], which books every byte under a
 //! [`MemoryCategory`](lockstep_plan::MemoryCategory) until the buffer is dropped. A [`View`] is a typed,
-//! shaped window of a buffer. All arithmetic is a call of the [`Kernels`] trait, which a queue of a
-//! device implements; [`CpuQueue`] runs each kernel at once, on a pool whose size the caller sets.
+//! shaped window of a buffer. All arithmetic is a call of the [`Kernels`] trait, which the [`Queue`] of a
+//! [`Device`] implements; that of the CPU runs each kernel at once, on a pool whose size the caller sets.
 //!
 //! A buffer behaves like a [`Cell`](std::cell::Cell): kernels write through shared handles. Three rules make
 //! that sound. Neither buffers nor views can be shared between threads (`Buffer` is `Send` but not `Sync`); no
@@ -12,6 +12,9 @@
 
 mod arena;
 pub mod cpu;
+#[cfg(feature = "delayed")]
+pub mod delayed;
+mod device;
 mod disk;
 mod error;
 mod experts;
@@ -22,6 +25,7 @@ mod view;
 
 pub use arena::{Arena, Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
+pub use device::{Device, Event, Moment, Pending, Place, Queue};
 pub use disk::{Action, DiskError, DiskMethod, DiskQueue, DiskTraffic, Mover, ScratchFile, Ticket, Transfer};
 pub use error::TensorError;
 pub use experts::{
@@ -29,7 +33,7 @@ pub use experts::{
 };
 pub use kernels::{
     AdamW, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon,
-    Pending, Rotation, Rounding, Sgd, TokenPlaces, TokenSpan, Write,
+    Rotation, Rounding, Sgd, TokenPlaces, TokenSpan, Write,
 };
 pub use mapped::MappedFile;
 pub use shared::{SharedHeap, SharedMemory};

@@ -6,7 +6,7 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory};
 
-use crate::{Arena, Buffer, TensorError};
+use crate::{Arena, Buffer, Pending, Place, TensorError};
 
 /// A type that a tensor can hold.
 pub trait Element: Pod + Send + Sync {
@@ -91,6 +91,7 @@ pub struct View<'a> {
     pointer: NonNull<u8>,
     dtype: DType,
     shape: Shape,
+    place: Place<'a>,
     /// Not `Sync`, and tied to the buffer it looks into.
     buffer: PhantomData<&'a Buffer>,
 }
@@ -99,8 +100,13 @@ impl<'a> View<'a> {
     /// # Safety
     /// The window must lie in memory that lives for `'a`, is initialized, and is written only through
     /// views on this thread.
-    pub(crate) unsafe fn new(pointer: NonNull<u8>, dtype: DType, shape: Shape) -> Self {
-        Self { pointer, dtype, shape, buffer: PhantomData }
+    pub(crate) unsafe fn new(pointer: NonNull<u8>, dtype: DType, shape: Shape, place: Place<'a>) -> Self {
+        Self { pointer, dtype, shape, place, buffer: PhantomData }
+    }
+
+    /// The memory that it lies in.
+    pub fn place(&self) -> Place<'a> {
+        self.place
     }
 
     /// Element type.
@@ -145,10 +151,54 @@ impl<'a> View<'a> {
         Self { pointer, shape, ..self }
     }
 
-    /// Copies the elements from host memory.
+    /// Copies the elements from the host; on a device when it is their turn in its queue.
     ///
     /// # Panics
     /// If the type or the number of elements differs.
+    #[track_caller]
+    pub fn write<T: Element>(&self, source: &[T]) {
+        self.expect::<T>(source.len());
+        match self.place {
+            Place::Host => self.copy_from(source),
+            Place::Device(device) => device.write(*self, bytemuck::cast_slice(source)),
+        }
+    }
+
+    /// Copies the elements to the host; on a device when it is their turn in its queue.
+    ///
+    /// # Panics
+    /// If the type or the number of elements differs.
+    #[track_caller]
+    pub fn read<'h, T: Element>(&self, target: &'h mut [T]) -> Pending<'h, &'h mut [T]> {
+        self.expect::<T>(target.len());
+        match self.place {
+            Place::Host => {
+                self.copy_to(target);
+                Pending::ready(target)
+            }
+            Place::Device(device) => {
+                let bytes = device.read(*self);
+                Pending::later(move || {
+                    bytemuck::cast_slice_mut(target).copy_from_slice(&bytes.wait());
+                    target
+                })
+            }
+        }
+    }
+
+    /// Waits for the elements in a new vector.
+    #[track_caller]
+    pub fn fetch<T: Element>(&self) -> Vec<T> {
+        let mut out = vec![T::zeroed(); self.elements()];
+        self.read(&mut out).wait();
+        out
+    }
+
+    /// Copies the elements from one place of the host's memory to another.
+    ///
+    /// # Panics
+    /// If the type or the number of elements differs, or the view lies on a device.
+    #[track_caller]
     pub fn copy_from<T: Element>(&self, source: &[T]) {
         self.expect_host::<T>(source.len());
         // SAFETY: both ranges hold `source.len()` elements of `T`; no reference into a buffer's bytes is
@@ -156,27 +206,46 @@ impl<'a> View<'a> {
         unsafe { std::ptr::copy(source.as_ptr(), self.pointer.as_ptr().cast(), source.len()) }
     }
 
-    /// Copies the elements to host memory.
+    /// Copies the elements from one place of the host's memory to another.
     ///
     /// # Panics
-    /// If the type or the number of elements differs.
+    /// If the type or the number of elements differs, or the view lies on a device.
+    #[track_caller]
     pub fn copy_to<T: Element>(&self, target: &mut [T]) {
         self.expect_host::<T>(target.len());
         // SAFETY: as in `copy_from`.
         unsafe { std::ptr::copy(self.pointer.as_ptr().cast(), target.as_mut_ptr(), target.len()) }
     }
 
-    /// The elements in a new vector.
+    /// The elements of a view in the host's memory, in a new vector.
+    ///
+    /// # Panics
+    /// If the type differs, or the view lies on a device.
+    #[track_caller]
     pub fn to_vec<T: Element>(&self) -> Vec<T> {
         let mut out = vec![T::zeroed(); self.elements()];
         self.copy_to(&mut out);
         out
     }
 
+    /// Hands the memory to `by`, which is not the queue, for the time of a call: waits for the event after which it may be used.
+    pub fn hand_over(&self, by: &dyn fmt::Display) {
+        if let Place::Device(device) = self.place {
+            device.record().wait();
+            device.touch(*self, by);
+        }
+    }
+
     /// Where the first byte lies, for whoever hands the memory to another process or device. Whether it may be
     /// used is for those to see to.
     pub fn as_ptr(&self) -> *mut u8 {
         self.pointer.as_ptr()
+    }
+
+    /// Where the first byte lies.
+    #[cfg(feature = "delayed")]
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.pointer
     }
 
     /// Where the first element lies, for kernels whose tasks write disjoint parts of one view.
@@ -188,7 +257,17 @@ impl<'a> View<'a> {
         self.pointer.cast()
     }
 
+    #[track_caller]
     fn expect_host<T: Element>(&self, elements: usize) {
+        assert!(
+            matches!(self.place, Place::Host),
+            "the host touches {self:?} in the memory of a device, which is reached by `read` and `write`"
+        );
+        self.expect::<T>(elements);
+    }
+
+    #[track_caller]
+    fn expect<T: Element>(&self, elements: usize) {
         assert_eq!(self.dtype, T::DTYPE, "a view of {} is not a view of {}", self.dtype, T::DTYPE);
         assert_eq!(self.elements(), elements, "a view of shape {:?} against {elements} elements", self.shape);
     }
@@ -272,7 +351,7 @@ impl Tensor {
         category: MemoryCategory,
     ) -> Result<Self, TensorError> {
         let tensor = Self::zeros(arena, T::DTYPE, shape, category)?;
-        tensor.view().copy_from(elements);
+        tensor.view().write(elements);
         Ok(tensor)
     }
 

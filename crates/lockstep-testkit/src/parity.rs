@@ -4,6 +4,7 @@
 //! processes. Whatever differs comes with the command that shows it again.
 
 use std::collections::HashMap;
+use std::env;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -12,6 +13,7 @@ use lockstep_checkpoint::ModelDirectory;
 use lockstep_comm::{Group, World, WorldOptions};
 use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
+use lockstep_tensor::delayed::{Delayed, Fault};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
 use lockstep_train::verify::{
@@ -255,21 +257,50 @@ pub fn pairs(all: &[Split]) -> Vec<Vec<String>> {
     all.iter().enumerate().flat_map(with_later).collect()
 }
 
+/// What the ranks of a workbench compute on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compute {
+    /// The CPU, whose kernels run at once.
+    AtOnce,
+    /// Delayed devices, one for each rank, with the same fault if any: their numbers must have every bit of the CPU's.
+    Delayed(Option<Fault>),
+}
+
+impl Compute {
+    fn place(self, ranks: Ranks) -> Ranks {
+        match self {
+            Self::AtOnce => ranks,
+            Self::Delayed(fault) => ranks.on(Delayed::new(fault)),
+        }
+    }
+}
+
 /// A text, the weights that mixtures begin with, and what one rank has computed on it.
 pub struct Workbench {
+    compute: Compute,
     dir: tempfile::TempDir,
     alone: Mutex<HashMap<Vec<String>, Numbers>>,
 }
 
 impl Workbench {
-    /// A workbench with conversations, of which the prompts do not count: ranks differ in their valid tokens.
+    /// A workbench with conversations, of which the prompts do not count: ranks differ in their valid tokens. They compute on the
+    /// CPU, or, where `LOCKSTEP_DEVICE` is `delayed`, on delayed devices.
     ///
     /// # Errors
     /// What the system says.
     pub fn new() -> io::Result<Self> {
+        let is_delayed = env::var_os("LOCKSTEP_DEVICE").is_some_and(|device| device == "delayed");
+        Self::on(if is_delayed { Compute::Delayed(None) } else { Compute::AtOnce })
+    }
+
+    /// A workbench whose ranks compute on some device.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn on(compute: Compute) -> io::Result<Self> {
         let dir = tempfile::tempdir()?;
         std::fs::write(dir.path().join("text.jsonl"), sample_text())?;
-        let bench = Self { dir, alone: Mutex::default() };
+        let bench = Self { compute, dir, alone: Mutex::default() };
         for model in MIXTURES {
             bench.make_weights(model).map_err(io::Error::other)?;
         }
@@ -343,9 +374,20 @@ impl Workbench {
     ///
     /// # Errors
     /// What keeps any rank from running.
+    ///
+    /// # Panics
+    /// If another device than the CPU computes other numbers.
     pub fn numbers(&self, config: &RunConfig) -> Result<Numbers, Error> {
-        let found = on_ranks(config, |ranks| numbers(config, ranks, &Interrupt::default()))?;
-        Ok(found.into_iter().flatten().next().unwrap_or_default())
+        let numbers_on = |compute| -> Result<Numbers, Error> {
+            let found = on_devices(config, compute, |ranks| numbers(config, ranks, &Interrupt::default()))?;
+            Ok(found.into_iter().flatten().next().unwrap_or_default())
+        };
+        let found = numbers_on(Compute::AtOnce)?;
+        if self.compute != Compute::AtOnce {
+            let late = numbers_on(self.compute)?;
+            assert!(late == found, "on {:?}: {:?}, on the CPU {:?}", self.compute, late.steps, found.steps);
+        }
+        Ok(found)
     }
 
     /// Trains under the first plan for half of the steps and goes on from its checkpoint under the second: the losses of all
@@ -377,7 +419,8 @@ impl Workbench {
             let settings = common.iter().chain(&dirs).map(String::as_str).chain(plan.iter().copied());
             let config = self.config(model, &settings.collect::<Vec<_>>())?;
             let show = |steps| Progress::as_lines(steps, Box::new(io::sink()));
-            on_ranks(&config, |ranks| train(&config, &resume, ranks, &Interrupt::default(), show))?;
+            let run = |ranks: &Ranks| train(&config, &resume, ranks, &Interrupt::default(), show);
+            on_devices(&config, self.compute, run)?;
             let rows = std::fs::read_to_string(config.metrics.dir.join("metrics.jsonl"))?;
             let rows = rows.lines().filter_map(|row| serde_json::from_str::<Value>(row).ok());
             let found: Vec<f64> = rows.filter_map(|row| row["loss"].as_f64()).collect();
@@ -470,10 +513,18 @@ pub fn on_ranks<T: Send>(
     config: &RunConfig,
     run: impl Fn(&Ranks) -> Result<T, Error> + Sync,
 ) -> Result<Vec<T>, Error> {
+    on_devices(config, Compute::AtOnce, run)
+}
+
+fn on_devices<T: Send>(
+    config: &RunConfig,
+    compute: Compute,
+    run: impl Fn(&Ranks) -> Result<T, Error> + Sync,
+) -> Result<Vec<T>, Error> {
     if config.ranks() == 1 {
-        return Ok(vec![run(&Ranks::alone())?]);
+        return Ok(vec![run(&compute.place(Ranks::alone()))?]);
     }
-    on_ranks_of(config, |group| Ranks::of(group, config), run)
+    on_ranks_of(config, |group| Ok(compute.place(Ranks::of(group, config)?)), run)
 }
 
 /// [`on_ranks`] where each thread makes its rank of its group by `join`.

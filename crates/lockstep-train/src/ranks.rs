@@ -2,6 +2,7 @@
 //! that all hold the same weights. A run on one rank has nobody to ask.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{
@@ -10,7 +11,7 @@ use lockstep_comm::{
 use lockstep_engine::{Engine, GroupOptions, Groups};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
-use lockstep_tensor::Arena;
+use lockstep_tensor::{Arena, Device};
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::config::RunConfig;
@@ -30,6 +31,8 @@ pub struct Ranks {
     groups: Groups,
     mesh: Mesh,
     limit: Duration,
+    /// The device that this rank computes on; `None` for the host's CPU.
+    device: Option<Arc<dyn Device>>,
 }
 
 /// How long a rank waits for the others.
@@ -73,7 +76,7 @@ pub(crate) fn group_options(config: &RunConfig) -> GroupOptions {
 impl Ranks {
     /// One rank.
     pub fn alone() -> Self {
-        Self { groups: Groups::alone(), mesh: Mesh::default(), limit: Duration::ZERO }
+        Self { groups: Groups::alone(), mesh: Mesh::default(), limit: Duration::ZERO, device: None }
     }
 
     /// The ranks of `group`, laid out as `config` says for its model.
@@ -116,7 +119,14 @@ impl Ranks {
         let options = group_options(config);
         let mesh = Mesh::new(config.degrees())?;
         let pipeline = pipeline_plan(config, model, tuning)?;
-        Ok(Self { groups: Groups::new(group, mesh, options, pipeline)?, mesh, limit: options.limit })
+        let groups = Groups::new(group, mesh, options, pipeline)?;
+        Ok(Self { groups, mesh, limit: options.limit, device: None })
+    }
+
+    /// The same, where this rank computes on `device`.
+    #[must_use]
+    pub fn on(self, device: Arc<dyn Device>) -> Self {
+        Self { device: Some(device), ..self }
     }
 
     fn group(&self) -> Option<&Group> {
@@ -194,6 +204,9 @@ impl Ranks {
     /// An arena from which the others can reach the gradients, the weights that each has updated for all, and what ranks that share a
     /// model or sequences exchange.
     pub(crate) fn arena(&self) -> Arena {
+        if let Some(device) = &self.device {
+            return Arena::on(Arc::clone(device));
+        }
         let mut shared = vec![MemoryCategory::Gradients];
         if self.replicas() != self.size() {
             let exchanged =

@@ -36,9 +36,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lockstep_plan::{QuantizedType, exact::ExactSum};
 
 use crate::{
-    AdamW, Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, GroupedGemm, Kernels, LayerNorm, Lion,
-    Muon, Pending, Permutation, Rotation, Routed, Router, RouterGradients, Sgd, TensorError, TokenPlaces,
-    View, Write,
+    AdamW, Arena, Attention, AttentionWrite, Dropout, Event, Gelu, Gemm, GroupedGemm, Kernels, LayerNorm,
+    Lion, Muon, Pending, Permutation, Queue, Rotation, Routed, Router, RouterGradients, Sgd, TensorError,
+    TokenPlaces, View, Write,
 };
 pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak, measure_peak_within};
@@ -75,6 +75,21 @@ impl std::fmt::Debug for Workers {
 }
 
 impl Workers {
+    /// Bytes that the kernels of a queue with `threads` compute threads book for as long as it lives.
+    pub const fn booked_bytes(threads: usize) -> usize {
+        gemm::Scratch::booked_bytes(threads)
+    }
+
+    /// Fills `values` part by part: `fill` is given the index of a part's first element.
+    pub fn fill(&self, values: &mut [f32], fill: impl Fn(usize, &mut [f32]) + Sync) {
+        const PART: usize = 1 << 14;
+        let parts: Vec<_> = values.chunks_mut(PART).map(Mutex::new).collect();
+        self.run(parts.len(), |part| {
+            let mut values = parts[part].lock().unwrap_or_else(PoisonError::into_inner);
+            fill(part * PART, &mut values);
+        });
+    }
+
     /// Calls `run` once with each of `0..tasks`, and returns when all calls have.
     ///
     /// # Panics
@@ -90,11 +105,6 @@ impl Workers {
 }
 
 impl CpuQueue {
-    /// Bytes that a queue with `threads` compute threads books for as long as it lives.
-    pub const fn booked_bytes(threads: usize) -> usize {
-        gemm::Scratch::booked_bytes(threads)
-    }
-
     /// A queue with `threads` compute threads, the calling thread among them, at the best level of this CPU.
     /// Scratch memory of kernels (packed operands) is booked in `arena` as workspace.
     ///
@@ -117,26 +127,6 @@ impl CpuQueue {
         Ok(Self { pool, level, f32_products: F32Products::default(), arena: arena.clone(), scratch })
     }
 
-    /// Chooses how f32 matrices are multiplied; of effect only on a CPU with AMX.
-    pub fn set_f32_products(&mut self, f32_products: F32Products) {
-        self.f32_products = f32_products;
-    }
-
-    /// Has the queue's threads fill `values` part by part: `fill` is given the index of a part's first element.
-    pub fn fill(&self, values: &mut [f32], fill: impl Fn(usize, &mut [f32]) + Sync) {
-        const PART: usize = 1 << 14;
-        let parts: Vec<_> = values.chunks_mut(PART).map(Mutex::new).collect();
-        self.pool.run(parts.len(), |part| {
-            let mut values = parts[part].lock().unwrap_or_else(PoisonError::into_inner);
-            fill(part * PART, &mut values);
-        });
-    }
-
-    /// Its threads, for work that is no kernel.
-    pub fn workers(&self) -> Workers {
-        Workers(Arc::clone(&self.pool))
-    }
-
     /// The instructions this queue uses.
     pub fn level(&self) -> CpuLevel {
         self.level
@@ -145,6 +135,28 @@ impl CpuQueue {
     /// Number of compute threads.
     pub fn threads(&self) -> usize {
         self.pool.threads()
+    }
+}
+
+impl Queue for CpuQueue {
+    fn record(&self) -> Event {
+        Event::COMPLETE
+    }
+
+    fn wait(&self, event: &Event) {
+        event.wait();
+    }
+
+    fn workers(&self) -> Workers {
+        Workers(Arc::clone(&self.pool))
+    }
+
+    fn level(&self) -> CpuLevel {
+        self.level
+    }
+
+    fn set_f32_products(&mut self, f32_products: F32Products) {
+        self.f32_products = f32_products;
     }
 }
 
@@ -341,7 +353,7 @@ impl Kernels for CpuQueue {
         router::forward(self, router, logits, routed);
     }
 
-    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<f32> {
+    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<'static, f32> {
         Pending::ready(router::margin(router, scores))
     }
 
@@ -427,11 +439,6 @@ impl Kernels for CpuQueue {
         permute::arrived_experts(counts, experts, arrived);
     }
 
-    fn read_numbers<'h>(&self, table: View<'_>, host: &'h mut [u32]) -> Pending<&'h mut [u32]> {
-        table.copy_to(host);
-        Pending::ready(host)
-    }
-
     fn permute(&self, permutation: Permutation<'_>, x: View<'_>, rows: View<'_>) {
         permute::permute(self, permutation, x, rows);
     }
@@ -474,7 +481,7 @@ impl Kernels for CpuQueue {
         optimizer::muon(self, step);
     }
 
-    fn sum_of_squares(&self, x: View<'_>) -> Pending<ExactSum> {
+    fn sum_of_squares(&self, x: View<'_>) -> Pending<'static, ExactSum> {
         Pending::ready(optimizer::sum_of_squares(self, x))
     }
 

@@ -233,7 +233,7 @@ impl DiskQueue {
     /// # Panics
     /// If the offset, the memory or its length is not a multiple of [`DISK_ALIGNMENT_BYTES`], or they do not lie in the file.
     pub fn read(&mut self, offset: u64, into: Loan) -> Ticket {
-        self.traffic.read_bytes += into.bytes().len() as u64;
+        self.traffic.read_bytes += into.len_bytes() as u64;
         self.start(Action::Read, offset, into)
     }
 
@@ -242,7 +242,7 @@ impl DiskQueue {
     /// # Panics
     /// As [`DiskQueue::read`].
     pub fn write(&mut self, offset: u64, from: Loan) -> Ticket {
-        self.traffic.written_bytes += from.bytes().len() as u64;
+        self.traffic.written_bytes += from.len_bytes() as u64;
         self.start(Action::Write, offset, from)
     }
 
@@ -286,8 +286,9 @@ impl DiskQueue {
         std::mem::take(&mut self.traffic)
     }
 
-    fn start(&mut self, action: Action, offset: u64, loan: Loan) -> Ticket {
-        let (bytes, alignment) = (loan.bytes().len(), DISK_ALIGNMENT_BYTES);
+    fn start(&mut self, action: Action, offset: u64, mut loan: Loan) -> Ticket {
+        loan.hand_over(&format_args!("a {action} of a disk"));
+        let (bytes, alignment) = (loan.len_bytes(), DISK_ALIGNMENT_BYTES);
         assert!(
             offset.is_multiple_of(alignment as u64)
                 && bytes.is_multiple_of(alignment)
@@ -321,7 +322,7 @@ impl DiskQueue {
     fn take_in(&mut self, deadline: Instant) -> bool {
         let Some((transfer, result)) = self.mover.next(deadline) else { return false };
         let Transfer { id, action, offset, loan, .. } = transfer;
-        let bytes = loan.bytes().len();
+        let bytes = loan.len_bytes();
         drop(loan);
         self.on_their_way -= 1;
         if self.on_their_way == 0 {

@@ -1,0 +1,154 @@
+//! What a job is given: views that outlive the call, and the list of the memory that they lie in.
+
+use std::{fmt, ops::Range, sync::Arc};
+
+use lockstep_plan::{DType, QuantizedType};
+
+use super::Delayed;
+use crate::{
+    AdamW, Attention, AttentionWrite, Device, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, Muon,
+    Permutation, Place, Rotation, Routed, Router, RouterGradients, Sgd, Shape, TokenPlaces, View, Write,
+};
+
+/// The memory that a job uses.
+pub(super) struct Operands {
+    device: *const (),
+    own: Vec<Operand>,
+    /// What lies on other devices.
+    foreign: Vec<(Arc<dyn Device>, View<'static>)>,
+    is_on_host: bool,
+}
+
+struct Operand {
+    bytes: Range<usize>,
+    dtype: DType,
+    shape: Shape,
+}
+
+impl Operands {
+    /// None yet, of a job of `device`.
+    pub(super) fn of(device: &Delayed) -> Self {
+        Self {
+            device: std::ptr::from_ref(device).cast(),
+            own: Vec::new(),
+            foreign: Vec::new(),
+            is_on_host: false,
+        }
+    }
+
+    /// A view of the same memory, as the host's kernels take it, for the time until the job has run.
+    pub(super) fn take(&mut self, view: View<'_>) -> View<'static> {
+        // SAFETY: a buffer of a device is freed when the queue has passed the free, so that the memory lasts until the job has run. A job
+        // with an operand on the host runs before its call returns.
+        let of = |place| unsafe { View::new(view.start(), view.dtype(), view.shape(), place) };
+        let late = of(Place::Host);
+        match view.place() {
+            Place::Host => self.is_on_host = true,
+            Place::Device(device) if std::ptr::addr_eq(Arc::as_ptr(device), self.device) => {
+                let start = view.as_ptr() as usize;
+                let bytes = start..start + view.elements() * view.dtype().size_bytes();
+                self.own.push(Operand { bytes, dtype: view.dtype(), shape: view.shape() });
+            }
+            Place::Device(device) => self.foreign.push((Arc::clone(device), late)),
+        }
+        late
+    }
+
+    /// Whether any lies in the host's memory, which nothing keeps the host from touching.
+    pub(super) fn are_on_host(&self) -> bool {
+        self.is_on_host
+    }
+
+    /// Whether they share a byte with others of the same device.
+    pub(super) fn overlap(&self, others: &Self) -> bool {
+        let overlap =
+            |a: &Operand, b: &Operand| a.bytes.start.max(b.bytes.start) < a.bytes.end.min(b.bytes.end);
+        self.own.iter().any(|a| others.own.iter().any(|b| overlap(a, b)))
+    }
+
+    /// Tells other devices that a job uses their memory.
+    pub(super) fn touch_foreign(&self, job: &str) {
+        for (device, view) in &self.foreign {
+            // SAFETY: as in `take`.
+            let view = unsafe { View::new(view.start(), view.dtype(), view.shape(), Place::Device(device)) };
+            device.touch(view, &format_args!("`{job}` of another queue"));
+        }
+    }
+}
+
+impl fmt::Display for Operands {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, Operand { dtype, shape, .. }) in self.own.iter().enumerate() {
+            write!(f, "{}{dtype} {shape:?}", if index == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+/// An argument of a kernel, for a call that is made later.
+pub(super) trait Late {
+    type Late: 'static;
+
+    fn late(self, operands: &mut Operands) -> Self::Late;
+}
+
+impl Late for View<'_> {
+    type Late = View<'static>;
+
+    fn late(self, operands: &mut Operands) -> View<'static> {
+        operands.take(self)
+    }
+}
+
+impl<T: Late> Late for Option<T> {
+    type Late = Option<T::Late>;
+
+    fn late(self, operands: &mut Operands) -> Self::Late {
+        self.map(|argument| argument.late(operands))
+    }
+}
+
+/// Arguments without views.
+macro_rules! plain {
+    ($($type:ty),*) => {$(
+        impl Late for $type {
+            type Late = Self;
+
+            fn late(self, _: &mut Operands) -> Self {
+                self
+            }
+        }
+    )*};
+}
+plain!(AttentionWrite, Gelu, QuantizedType, Rotation, TokenPlaces, Write, f32, u32, usize);
+
+/// Arguments with views, which are all listed.
+macro_rules! with_views {
+    ($($name:ident { $($field:ident),* })*) => {$(
+        impl Late for $name<'_> {
+            type Late = $name<'static>;
+
+            fn late(self, operands: &mut Operands) -> $name<'static> {
+                // SAFETY: the types differ in the lifetime of views, each of which is replaced.
+                let mut late = unsafe { std::mem::transmute::<$name<'_>, $name<'static>>(self) };
+                $(late.$field = self.$field.late(operands);)*
+                late
+            }
+        }
+    )*};
+}
+with_views! {
+    AdamW { parameter, gradient, exp_avg, exp_avg_sq, rounded }
+    Attention { document_starts, dropout }
+    Dropout { keys }
+    Gemm { a, b, c, bias }
+    GroupedGemm { a, b, c, offsets }
+    LayerNorm { x, weight, mean, rstd }
+    Lion { parameter, gradient, exp_avg, rounded }
+    Muon { parameter, gradient, momentum_buffer, rounded }
+    Permutation { slots, rows }
+    Routed { scores, log_sum_exp, experts, weights }
+    Router { selection_bias }
+    RouterGradients { weights, probabilities }
+    Sgd { parameter, gradient, momentum_buffer, rounded }
+}

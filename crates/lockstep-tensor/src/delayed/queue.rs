@@ -1,0 +1,195 @@
+//! The queue of a delayed device: every kernel becomes a job.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use lockstep_plan::{QuantizedType, exact::ExactSum};
+
+use super::{
+    Delayed, Fault,
+    list::Point,
+    operands::{Late, Operands},
+};
+use crate::{
+    AdamW, Attention, AttentionWrite, CpuLevel, CpuQueue, Device, Dropout, Event, F32Products, Gelu, Gemm,
+    GroupedGemm, Kernels, LayerNorm, Lion, Muon, Pending, Permutation, Queue, Rotation, Routed, Router,
+    RouterGradients, Sgd, TokenPlaces, View, Workers, Write,
+};
+
+/// A handle of the device's list, and the CPU's kernels that its jobs are.
+pub(super) struct DelayedQueue {
+    device: Arc<Delayed>,
+    cpu: Arc<CpuQueue>,
+}
+
+impl DelayedQueue {
+    pub(super) fn new(device: Arc<Delayed>, cpu: CpuQueue) -> Self {
+        Self { device, cpu: Arc::new(cpu) }
+    }
+
+    fn push(&self, name: &'static str, operands: Operands, run: impl FnOnce(&CpuQueue) + 'static) {
+        let cpu = Arc::clone(&self.cpu);
+        let is_on_host = operands.are_on_host();
+        self.device.list.push(name, operands, Box::new(move || run(&cpu)));
+        if is_on_host {
+            // Nothing else would keep the host from touching or freeing the memory meanwhile.
+            self.device.list.run_all();
+        }
+    }
+
+    fn compute<T: 'static>(
+        &self,
+        name: &'static str,
+        operands: Operands,
+        run: impl FnOnce(&CpuQueue) -> T + 'static,
+    ) -> Pending<'static, T> {
+        let value = Arc::new(Mutex::new(None));
+        let target = Arc::clone(&value);
+        self.push(name, operands, move |cpu| {
+            let value = run(cpu);
+            *target.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+        });
+        let done = Point::event(&self.device.list);
+        Pending::later(move || {
+            done.wait();
+            value.lock().unwrap_or_else(PoisonError::into_inner).take().expect("the job has run")
+        })
+    }
+}
+
+impl Drop for DelayedQueue {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.device.list.clear();
+        } else {
+            self.device.list.run_all();
+        }
+    }
+}
+
+impl Queue for DelayedQueue {
+    fn record(&self) -> Event {
+        self.device.record()
+    }
+
+    fn wait(&self, event: &Event) {
+        // Its own events come in the order of the list in any case.
+        if self.device.commits(Fault::WaitsSkipped) || Point::is_of(event, &self.device.list) {
+            return;
+        }
+        let event = event.clone();
+        self.device.list.push("wait", Operands::of(&self.device), Box::new(move || event.wait()));
+    }
+
+    fn workers(&self) -> Workers {
+        self.cpu.workers()
+    }
+
+    fn level(&self) -> CpuLevel {
+        self.cpu.level()
+    }
+
+    fn set_f32_products(&mut self, f32_products: F32Products) {
+        self.device.list.run_all();
+        Arc::get_mut(&mut self.cpu).expect("all jobs have run").set_f32_products(f32_products);
+    }
+}
+
+/// Kernels that return nothing; the argument before the parentheses is borrowed.
+macro_rules! jobs {
+    ($($name:ident $([$borrowed:ident: $of:ty])? ($($argument:ident: $type:ty),* $(,)?);)*) => {$(
+        fn $name(&self, $($borrowed: &$of,)? $($argument: $type),*) {
+            let mut operands = Operands::of(&self.device);
+            $(let $borrowed = (*$borrowed).late(&mut operands);)?
+            $(let $argument = $argument.late(&mut operands);)*
+            self.push(stringify!($name), operands, move |cpu| cpu.$name($(&$borrowed,)? $($argument),*));
+        }
+    )*};
+}
+
+impl Kernels for DelayedQueue {
+    jobs! {
+        gemm_part(gemm: Gemm<'_>, rows: usize);
+        grouped_gemm(gemm: GroupedGemm<'_>);
+        sum_rows(x: View<'_>, out: View<'_>);
+        embedding(ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>);
+        embedding_backward(ids: View<'_>, dy: View<'_>, first_id: u32, gradient: View<'_>);
+        rms_norm(x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>);
+        rms_norm_backward_input(
+            dy: View<'_>, x: View<'_>, weight: View<'_>, rstd: View<'_>, dx: View<'_>, write: Write
+        );
+        rms_norm_backward_weight(dy: View<'_>, x: View<'_>, rstd: View<'_>, dweight: View<'_>);
+        layer_norm(norm: LayerNorm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>);
+        layer_norm_backward_input(norm: LayerNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write);
+        layer_norm_backward_weight(
+            norm: LayerNorm<'_>, dy: View<'_>, dweight: View<'_>, dbias: Option<View<'_>>
+        );
+        rope(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
+        rope_neighbours(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
+        join_heads(own: View<'_>, tail: View<'_>, y: View<'_>);
+        join_heads_backward(dy: View<'_>, down: View<'_>, dtail: View<'_>);
+        resize_heads(x: View<'_>, y: View<'_>);
+        attention[attention: Attention<'_>](
+            q: View<'_>, k: View<'_>, v: View<'_>, out: View<'_>, log_sum_exp: View<'_>, write: Write
+        );
+        attention_backward[attention: Attention<'_>](
+            q: View<'_>, k: View<'_>, v: View<'_>, out: View<'_>, log_sum_exp: View<'_>, dout: View<'_>,
+            dq: View<'_>, dk: View<'_>, dv: View<'_>, write: AttentionWrite
+        );
+        swiglu(gate: View<'_>, up: View<'_>, y: View<'_>);
+        swiglu_backward(dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>);
+        gelu(kind: Gelu, x: View<'_>, y: View<'_>);
+        gelu_backward(kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>);
+        add(a: View<'_>, b: View<'_>, y: View<'_>);
+        scale(factor: f32, x: View<'_>, y: View<'_>);
+        dropout(dropout: Dropout<'_>, places: TokenPlaces, first_feature: u32, x: View<'_>, y: View<'_>);
+        cross_entropy(logits: View<'_>, labels: View<'_>, losses: View<'_>);
+        cross_entropy_with_gradient(logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32);
+        softmax_statistics(logits: View<'_>, labels: View<'_>, first_column: usize, statistics: View<'_>);
+        merge_softmax(parts: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, losses: View<'_>);
+        softmax_gradient(
+            logits: View<'_>, labels: View<'_>, first_column: usize, log_sum_exp: View<'_>, seed: f32
+        );
+        router_top_k[router: Router<'_>](logits: View<'_>, routed: Routed<'_>);
+        router_top_k_backward[router: Router<'_>](
+            logits: View<'_>, routed: Routed<'_>, gradients: RouterGradients<'_>, places: TokenPlaces,
+            dlogits: View<'_>
+        );
+        router_load(routed: Routed<'_>, places: TokenPlaces, counts: View<'_>, probabilities: View<'_>);
+        sort_slots(experts: View<'_>, first_expert: u32, permutation: Permutation<'_>, offsets: View<'_>);
+        limit_slots(
+            experts: View<'_>, places: TokenPlaces, capacity: usize, before: Option<View<'_>>, kept: View<'_>
+        );
+        gate_rows(gate: View<'_>, x: View<'_>, y: View<'_>);
+        gate_rows_backward(dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>);
+        part_slots(experts: View<'_>, experts_of_rank: usize, of_parts: View<'_>);
+        arrived_experts(counts: View<'_>, experts: usize, arrived: View<'_>);
+        permute(permutation: Permutation<'_>, x: View<'_>, rows: View<'_>);
+        unpermute(permutation: Permutation<'_>, rows: View<'_>, weights: Option<View<'_>>, y: View<'_>);
+        unpermute_backward(
+            permutation: Permutation<'_>, dy: View<'_>, rows: View<'_>, weights: View<'_>, drows: View<'_>,
+            dweights: View<'_>
+        );
+        adamw[step: AdamW<'_>]();
+        sgd[step: Sgd<'_>]();
+        lion[step: Lion<'_>]();
+        muon[step: Muon<'_>]();
+        cast(x: View<'_>, y: View<'_>);
+        quantize(kind: QuantizedType, x: View<'_>, residual: Option<View<'_>>, records: View<'_>);
+        dequantize(kind: QuantizedType, records: View<'_>, y: View<'_>);
+        dequantize_sum(kind: QuantizedType, parts: usize, records: View<'_>, y: View<'_>);
+        transpose_blocks(x: View<'_>, y: View<'_>);
+        zero(y: View<'_>);
+    }
+
+    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<'static, f32> {
+        let mut operands = Operands::of(&self.device);
+        let (router, scores) = ((*router).late(&mut operands), scores.late(&mut operands));
+        self.compute("router_margin", operands, move |cpu| cpu.router_margin(&router, scores).wait())
+    }
+
+    fn sum_of_squares(&self, x: View<'_>) -> Pending<'static, ExactSum> {
+        let mut operands = Operands::of(&self.device);
+        let x = x.late(&mut operands);
+        self.compute("sum_of_squares", operands, move |cpu| cpu.sum_of_squares(x).wait())
+    }
+}

@@ -198,7 +198,7 @@ impl<'a> Bench<'a> {
             let values: Vec<String> = steps().map(|row| row[field].to_string()).collect();
             record.push((format!("{prefix}{field}"), values.join(" ")));
         }
-        let last = steps().last().ok_or("the run has no row of a step")?;
+        let last = steps().next_back().ok_or("the run has no row of a step")?;
         for (name, of_ranks, of_one) in [
             ("booked", "memory_by_rank", "memory"),
             ("predicted", "memory_predicted_by_rank", "memory_predicted"),

@@ -149,7 +149,7 @@ impl Trial {
             numbers(config, ranks, &Interrupt::default())
         };
         let found = on_ranks_of(&config, join, run)?.into_iter().flatten().next().unwrap_or_default();
-        bench.differences_of(&found, model, plan, Tolerance::of(config.quantization()))
+        bench.differences_of(&found, model, plan, Tolerance::of(config.plan.quantization()))
     }
 }
 

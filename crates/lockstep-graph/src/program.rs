@@ -537,6 +537,38 @@ impl<'a> Planner<'a> {
         }
     }
 
+    /// The object that takes over the storage of each: an output that of an input which dies there, and which it may overwrite, or an object its
+    /// own. Lifetimes of outputs begin with those of the inputs that they take over.
+    fn heirs(
+        &self,
+        instructions: &[Instruction],
+        gradients: &[GradientBuffer],
+        slots: &[Option<Slot>],
+        lifetimes: &mut [Option<Lifetime>],
+    ) -> Vec<usize> {
+        let mut heir: Vec<usize> = (0..slots.len()).collect();
+        for (time, instruction) in instructions.iter().enumerate() {
+            let Instruction::Forward(operation) = instruction else { continue };
+            let operation = &self.operations[*operation];
+            let output = operation.output().0;
+            let dying =
+                operation.in_place_inputs().into_iter().map(|value| self.stored_as[value.0]).find(|&input| {
+                    slots[input].is_none()
+                        && input != output
+                        && lifetimes[input].is_some_and(|lifetime| lifetime.last == time)
+                        && self.bytes(input, gradients) == self.bytes(output, gradients)
+                });
+            if let Some(input) = dying {
+                heir[input] = output;
+                let first = lifetimes[input].map_or(time, |lifetime| lifetime.first);
+                if let Some(lifetime) = &mut lifetimes[output] {
+                    lifetime.first = lifetime.first.min(first);
+                }
+            }
+        }
+        heir
+    }
+
     /// Gives every object of a phase its place.
     fn place(
         &self,
@@ -565,28 +597,7 @@ impl<'a> Planner<'a> {
             }
         }
 
-        // An output takes over the storage of an input that dies there. `heir[object]` is who took over.
-        let mut heir: Vec<usize> = (0..count).collect();
-        for (time, instruction) in instructions.iter().enumerate() {
-            let Instruction::Forward(operation) = instruction else { continue };
-            let operation = &self.operations[*operation];
-            let output = operation.output().0;
-            let dying =
-                operation.in_place_inputs().into_iter().map(|value| self.stored_as[value.0]).find(|&input| {
-                    slots[input].is_none()
-                        && input != output
-                        && lifetimes[input].is_some_and(|lifetime| lifetime.last == time)
-                        && self.bytes(input, gradients) == self.bytes(output, gradients)
-                });
-            if let Some(input) = dying {
-                heir[input] = output;
-                let first = lifetimes[input].map_or(time, |lifetime| lifetime.first);
-                if let Some(lifetime) = &mut lifetimes[output] {
-                    lifetime.first = lifetime.first.min(first);
-                }
-            }
-        }
-
+        let heir = self.heirs(&instructions, gradients, &slots, &mut lifetimes);
         let free: Vec<usize> = (0..count)
             .filter(|&object| {
                 slots[object].is_none() && heir[object] == object && lifetimes[object].is_some()

@@ -353,24 +353,7 @@ impl<'a> Run<'a> {
         let target = |index: usize| self.gradient(dx[index].0);
         let write = dx[0].1;
         if let Operation::OutputLoss { x, weight, .. } = *operation {
-            let needs_dx = self.program.training.differentiates(x);
-            let (x, dx) = (self.value(x), target(0));
-            let is_trained = self.program.training.trains(weight);
-            let gradient = is_trained.then(|| self.replay.parameters.gradient(weight));
-            let weight = self.weight(weight);
-            return self.output_loss(operation, |part| {
-                self.losses_with_gradient(&part)?;
-                let PartialLoss { tokens, logits, .. } = part;
-                let product = |layout, b, c, write| Gemm { layout, a: logits, b, c, bias: None, write };
-                if needs_dx {
-                    queue.gemm(product(GemmLayout::NN, weight, dx.rows(tokens.clone()), write));
-                }
-                if let Some((dweight, first)) = gradient {
-                    let add = if tokens.start == 0 { first } else { Write::Accumulate };
-                    queue.gemm(product(GemmLayout::TN, x.rows(tokens), dweight, add));
-                }
-                Ok(())
-            });
+            return self.output_loss_gradients(operation, (x, weight), target(0), write);
         }
         let dy = dy.expect("every operation but a loss is given the gradient of its output");
         match *operation {
@@ -379,16 +362,7 @@ impl<'a> Run<'a> {
                 self.block_linear_input_gradient(linear, dy, target(0), write)?;
             }
             Operation::RmsNorm { x, weight, rstd, .. } => {
-                let weight = self.weight(weight);
-                let width = weight.elements();
-                queue.rms_norm_backward_input(
-                    group(dy, width),
-                    self.grouped(x, width),
-                    weight,
-                    self.flat(rstd),
-                    group(target(0), width),
-                    write,
-                );
+                self.rms_norm_input_gradient(x, weight, rstd, dy, (target(0), write));
             }
             Operation::LayerNorm { .. } => {
                 queue.layer_norm_backward_input(self.layer_norm(operation), dy, target(0), write);
@@ -446,6 +420,49 @@ impl<'a> Run<'a> {
             }
         }
         Ok(())
+    }
+
+    /// The loss with the gradients of the output layer's operands, part of the tokens by part.
+    fn output_loss_gradients(
+        &self,
+        operation: &Operation,
+        (x, weight): (Value, ParameterIndex),
+        dx: View<'a>,
+        write: Write,
+    ) -> Result<(), CommError> {
+        let queue = self.replay.queue;
+        let needs_dx = self.program.training.differentiates(x);
+        let x = self.value(x);
+        let is_trained = self.program.training.trains(weight);
+        let gradient = is_trained.then(|| self.replay.parameters.gradient(weight));
+        let weight = self.weight(weight);
+        self.output_loss(operation, |part| {
+            self.losses_with_gradient(&part)?;
+            let PartialLoss { tokens, logits, .. } = part;
+            let product = |layout, b, c, write| Gemm { layout, a: logits, b, c, bias: None, write };
+            if needs_dx {
+                queue.gemm(product(GemmLayout::NN, weight, dx.rows(tokens.clone()), write));
+            }
+            if let Some((dweight, first)) = gradient {
+                let add = if tokens.start == 0 { first } else { Write::Accumulate };
+                queue.gemm(product(GemmLayout::TN, x.rows(tokens), dweight, add));
+            }
+            Ok(())
+        })
+    }
+
+    fn rms_norm_input_gradient(
+        &self,
+        x: Value,
+        weight: ParameterIndex,
+        rstd: Value,
+        dy: View<'a>,
+        (dx, write): (View<'a>, Write),
+    ) {
+        let weight = self.weight(weight);
+        let width = weight.elements();
+        let (dy, x, dx) = (group(dy, width), self.grouped(x, width), group(dx, width));
+        self.replay.queue.rms_norm_backward_input(dy, x, weight, self.flat(rstd), dx, write);
     }
 
     fn backward_weights(&self, operation: &Operation, dy: View<'_>) -> Result<(), CommError> {

@@ -73,19 +73,7 @@ pub fn random_plans(
             let shard = experts.0;
             settings.push(format!("parallel.data_parallel_shard={shard}"));
             if shard * context > 1 {
-                settings.push(format!("parallel.zero_stage={zero_stage}"));
-                if zero_stage > 0 {
-                    settings.push(format!("parallel.wrap={wrap}"));
-                }
-                if zero_stage == 3 {
-                    settings.push(format!("parallel.reshard_after_forward={reshard}"));
-                    if shard * context == 4 && reshard == "always" {
-                        settings.push("parallel.secondary_shard=2".to_owned());
-                    }
-                    if let Some(more) = more_live.filter(|_| reshard != "never" && wrap == "block") {
-                        settings.push(format!("parallel.max_live_parameters={}", LARGEST_UNIT + more));
-                    }
-                }
+                settings.extend(sharding(zero_stage, shard * context, reshard, more_live, wrap));
             }
             if MIXTURES.contains(&model) {
                 let (_, expert, parts) = experts;
@@ -115,6 +103,30 @@ pub fn random_plans(
             config(plan.model, &settings)
                 .is_some_and(|config| (2..=MOST_RANKS).contains(&config.ranks()) && check(&config).is_ok())
         })
+}
+
+/// Keys of a ZeRO stage over so many ranks.
+fn sharding(
+    zero_stage: usize,
+    owners: usize,
+    reshard: &str,
+    more_live: Option<usize>,
+    wrap: &str,
+) -> Vec<String> {
+    let mut settings = vec![format!("parallel.zero_stage={zero_stage}")];
+    if zero_stage > 0 {
+        settings.push(format!("parallel.wrap={wrap}"));
+    }
+    if zero_stage == 3 {
+        settings.push(format!("parallel.reshard_after_forward={reshard}"));
+        if owners == 4 && reshard == "always" {
+            settings.push("parallel.secondary_shard=2".to_owned());
+        }
+        if let Some(more) = more_live.filter(|_| reshard != "never" && wrap == "block") {
+            settings.push(format!("parallel.max_live_parameters={}", LARGEST_UNIT + more));
+        }
+    }
+    settings
 }
 
 /// Smaller ones first, so that a failure shrinks to few ranks.

@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use lockstep_checkpoint::{CommitObserver, set_damaged_aside};
+use lockstep_checkpoint::{Checkpoint, CommitObserver, set_damaged_aside};
 use lockstep_data::{MicroBatch, Prefetcher};
 use lockstep_engine::{Engine, EngineError, HostBatch, Update};
 use lockstep_graph::{Activity, Cost, Seed};
@@ -31,7 +31,7 @@ use crate::records::Records;
 use crate::saving::Saver;
 use crate::schedule::LearningRate;
 use crate::state::{Counters, SavedState, set_aside_later, text_has_changed};
-use crate::{Corpus, Error, resolve_model};
+use crate::{Corpus, Error, ResolvedModel, resolve_model};
 
 /// Where a run begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -154,13 +154,9 @@ pub(crate) fn run(
     (observer, leaves): (&mut dyn StepObserver, Leaves),
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
-    // The first rank tokenizes; the others read what it has kept.
-    let corpus = ranks.first_then_others(|| Corpus::open(config, &model))?;
-    tracing::info!(
-        tokens = corpus.train.tokens(), sources = corpus.sources.len(), from_cache = corpus.from_cache(),
-        digest = %corpus.digest, "the corpus is open"
-    );
-    let writes = ranks.is_first() && leaves == Leaves::Everything;
+    let corpus = open_corpus(config, &model, ranks)?;
+    let leaves_anything = leaves == Leaves::Everything;
+    let writes = ranks.is_first() && leaves_anything;
     // Nobody looks for a checkpoint as long as the run before this one may still save.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
     let Origin { mut engine, counters, checkpoint, told, damaged } =
@@ -168,11 +164,8 @@ pub(crate) fn run(
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress = ranks.progress(steps, show);
     let predicted = Predicted::of(config, &engine, ranks)?;
-    let peak = match leaves {
-        Leaves::Everything => DevicePeak::of_run(config, &engine, ranks)?,
-        Leaves::Nothing => None,
-    };
-    let beginning = Screen {
+    let peak = if leaves_anything { DevicePeak::of_run(config, &engine, ranks)? } else { None };
+    let screen = Screen {
         config,
         model: &model,
         corpus: &corpus,
@@ -180,28 +173,19 @@ pub(crate) fn run(
         predicted: &predicted,
         peak: peak.as_ref(),
     };
-    describe(&beginning, ranks.groups().tensor_place(), &mut progress);
-    told.iter().for_each(|text| progress.message(text));
-    if checkpoint.as_ref().is_some_and(|checkpoint| text_has_changed(checkpoint, &corpus)) {
-        progress.message("the training text is not the one that the checkpoint was trained on");
-    }
+    tell_beginning(&screen, ranks, (checkpoint.as_ref(), &told), &mut progress);
     let start = checkpoint.as_ref().map_or(Start::Fresh, |_| Start::After { step: counters.step });
     abandon_long_steps(config, &mut engine, ranks, interrupt);
     observer.begins(&mut engine);
     // All have read what they begin with before anything is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
-    let records = if writes {
-        set_damaged_aside_in(config, &damaged, &mut progress);
-        let has_work = counters.step < config.train.steps;
-        let aside = if has_work { set_aside_later(config, resume, &counters)? } else { Vec::new() };
-        for aside in aside {
-            progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
-        }
-        Records::open(config, &engine, start, (peak.as_ref(), &corpus), |text| progress.message(text))?
-    } else if leaves == Leaves::Everything {
-        Records::of_other(config, start)
-    } else {
-        Records::of_trace(config)
+    if writes {
+        set_aside(config, resume, &counters, &damaged, &mut progress)?;
+    }
+    let records = match (leaves, writes) {
+        (Leaves::Nothing, _) => Records::of_trace(config),
+        (_, false) => Records::of_other(config, start),
+        _ => Records::open(config, &engine, start, (peak.as_ref(), &corpus), |text| progress.message(text))?,
     };
     records.describe_ranks(&engine, ranks, |text| progress.message(text))?;
     let prefetcher = prefetcher(config, ranks, &corpus, &counters)?;
@@ -210,10 +194,8 @@ pub(crate) fn run(
     let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
     let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
-    let saver = match leaves {
-        Leaves::Everything => Saver::new(config, &model, &corpus, ranks, saved, interrupt)?,
-        Leaves::Nothing => None,
-    };
+    let new_saver = || Saver::new(config, &model, &corpus, ranks, saved, interrupt);
+    let saver = leaves_anything.then(new_saver).transpose()?.flatten();
     Run {
         config,
         learning_rate: config.learning_rate(),
@@ -252,6 +234,48 @@ fn abandon_long_steps(config: &RunConfig, engine: &mut Engine, ranks: &Ranks, in
     }
     let (interrupt, patience) = (interrupt.clone(), Duration::from_secs_f64(config.checkpoint.grace_s / 2.0));
     engine.abandon_if(move || interrupt.requested_since().is_some_and(|since| since.elapsed() >= patience));
+}
+
+/// Opens the corpus: the first rank tokenizes, and the others read what it has kept.
+fn open_corpus(config: &RunConfig, model: &ResolvedModel, ranks: &Ranks) -> Result<Corpus, Error> {
+    let corpus = ranks.first_then_others(|| Corpus::open(config, model))?;
+    tracing::info!(
+        tokens = corpus.train.tokens(), sources = corpus.sources.len(), from_cache = corpus.from_cache(),
+        digest = %corpus.digest, "the corpus is open"
+    );
+    Ok(corpus)
+}
+
+/// Shows the run before its first step, and what was found out of the checkpoint that it goes on from.
+fn tell_beginning(
+    screen: &Screen<'_>,
+    ranks: &Ranks,
+    (checkpoint, told): (Option<&Checkpoint>, &[String]),
+    progress: &mut Progress,
+) {
+    describe(screen, ranks.groups().tensor_place(), progress);
+    told.iter().for_each(|text| progress.message(text));
+    if checkpoint.is_some_and(|checkpoint| text_has_changed(checkpoint, screen.corpus)) {
+        progress.message("the training text is not the one that the checkpoint was trained on");
+    }
+}
+
+/// Moves damaged checkpoints aside, and those of an earlier run that would lie after those of this one.
+fn set_aside(
+    config: &RunConfig,
+    resume: &Resume,
+    counters: &Counters,
+    damaged: &[PathBuf],
+    progress: &mut Progress,
+) -> Result<(), Error> {
+    set_damaged_aside_in(config, damaged, progress);
+    if counters.step >= config.train.steps {
+        return Ok(());
+    }
+    for aside in set_aside_later(config, resume, counters)? {
+        progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
+    }
+    Ok(())
 }
 
 /// Moves damaged checkpoints to where they count for nothing.

@@ -72,7 +72,7 @@ pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use pattern::describes;
 pub use plan::{
     ContextMethod, DEFAULT_BUCKET_MB, Facts, PLAN_VERSION, PassOrder, PipelineSchedule, Plan, PlanError,
-    PlanPrediction, PlanProblem, PlannedStep, RankList, RanksMemory, TensorDimensions, ValidPlan,
+    PlanPrediction, PlanProblem, PlannedStep, RankList, RanksMemory, TensorDimensions, CheckedPlan,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};

@@ -322,7 +322,7 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         // As many as it asks for, if that is a number of ranks.
         world_size: plan.mesh.world_size().filter(|ranks| *ranks <= 64).unwrap_or(8),
     };
-    let Ok(valid) = plan.validate(&facts) else { return Verdict::Refused };
+    let Ok(valid) = plan.check(&facts) else { return Verdict::Refused };
     let ranks = valid.mesh.ranks();
     let place = |rank| Axis::ALL.map(|axis| ranks.coordinate(rank, axis));
     let places: BTreeSet<_> = (0..facts.world_size).map(place).collect();

@@ -6,7 +6,7 @@ use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, T
 use lockstep_plan::{ContextPlace, DType, ExpertPlace, TensorPlace};
 
 use crate::config::RunConfig;
-use crate::plan::valid_plan;
+use crate::plan::checked_plan;
 use crate::{Error, engine_options};
 
 /// What the ranks of the run's pipeline do, if it has one.
@@ -21,8 +21,8 @@ pub(crate) fn pipeline_plan(
     if config.plan.mesh.pipeline == 1 {
         return Ok(None);
     }
-    let (plan, valid) = valid_plan(config, model, tuning)?;
-    Ok(Some(PipelinePlan { schedule: valid.schedule, stages: plan.stages }))
+    let checked = checked_plan(config, model, tuning)?;
+    Ok(Some(PipelinePlan { schedule: checked.schedule, stages: checked.plan.stages }))
 }
 
 /// What a forward and a backward of each unit cost: the operations of their products. An embedding has none and costs nothing to

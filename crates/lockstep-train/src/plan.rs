@@ -1,10 +1,10 @@
 //! How a run is split over its ranks, held against its model before any of them starts.
 //!
 //! The keys of `[parallel]` and a plan file are read into the same [`Plan`]; [`Plan::resolved`] fills in what they leave open, and
-//! [`Plan::validate`] finds what does not fit.
+//! [`Plan::check`] finds what does not fit.
 
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{DType, Facts, MeshProblem, Plan, PlanError, PlanProblem, TensorDimensions, ValidPlan};
+use lockstep_plan::{DType, Facts, MeshProblem, Plan, PlanError, PlanProblem, TensorDimensions, CheckedPlan};
 
 use crate::config::{Origin, Problem, Problems};
 use crate::layout::unit_costs;
@@ -16,26 +16,23 @@ use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 /// As [`resolve_model`].
 pub fn check(config: &RunConfig) -> Result<(Plan, ResolvedModel), Error> {
     let model = resolve_model(config)?;
-    let (plan, _) = valid_plan(config, &model.config, &model.tuning)?;
+    let CheckedPlan { plan, .. } = checked_plan(config, &model.config, &model.tuning)?;
     Ok((plan, model))
 }
 
-/// The run's plan, and what it comes to.
+/// The run's plan, checked.
 ///
 /// # Errors
 /// [`Error::Configuration`], with everything that does not fit.
-pub(crate) fn valid_plan(
+pub(crate) fn checked_plan(
     config: &RunConfig,
     model: &ModelConfig,
     tuning: &Tuning,
-) -> Result<(Plan, ValidPlan), Error> {
+) -> Result<CheckedPlan, Error> {
     let costs = || unit_costs(config, model, tuning);
     let facts = facts_of(config, model);
     let plan = plan_of(config, &facts, costs).map_err(Problems::from)?;
-    match plan.validate(&facts) {
-        Ok(valid) => Ok((plan, valid)),
-        Err(error) => Err(Problems::all_of(problems_of(config, error)).into()),
-    }
+    plan.check(&facts).map_err(|error| Problems::all_of(problems_of(config, error)).into())
 }
 
 /// Everything in the run's keys that does not fit its model, each where it was set.
@@ -43,7 +40,7 @@ pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
     let facts = facts_of(config, model);
     // Which units make a stage does not matter here, and what they cost is known only when they are recorded.
     match plan_of(config, &facts, || vec![1.0; facts.units()]) {
-        Ok(plan) => match plan.validate(&facts) {
+        Ok(plan) => match plan.check(&facts) {
             Ok(_) => Vec::new(),
             Err(error) => problems_of(config, error),
         },

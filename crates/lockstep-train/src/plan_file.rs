@@ -63,7 +63,7 @@ impl PlanFile {
         let facts = plan::facts_of(config, &model);
         if let Ok(plan) = self.plan.resolved(&facts, || vec![1.0; facts.units()]) {
             let plan = Plan { model: self.plan.model.clone(), ..plan };
-            plan.validate(&facts).map_err(|error| self.refuse(error.to_string()))?;
+            plan.check(&facts).map_err(|error| self.refuse(error.to_string()))?;
         }
         plan::check(config).map_err(|error| self.blamed(error))?;
         let differences = differences(self, config);

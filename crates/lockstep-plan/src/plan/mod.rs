@@ -22,14 +22,14 @@
 //! }
 //! ```
 //!
-//! [`Plan::validate`] compares it with the model and the batch and tells all problems at once, or gives the mesh and the
+//! [`Plan::check`] compares it with the model and the batch and tells all problems at once, or gives the mesh and the
 //! schedule, which exist only if they are right.
 
 mod predicted;
 mod problem;
 #[cfg(test)]
 mod tests;
-mod validate;
+mod check;
 
 use std::ops::Range;
 
@@ -325,9 +325,11 @@ impl Facts {
     }
 }
 
-/// What a plan that fits its [`Facts`] comes to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ValidPlan {
+/// A plan that fits its [`Facts`]: every rule has been applied, and nothing is left open.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CheckedPlan {
+    /// The plan.
+    pub plan: Plan,
     /// The mesh.
     pub mesh: Mesh,
     /// The schedule of each pipeline, with the micro-batches of a step.
@@ -337,7 +339,7 @@ pub struct ValidPlan {
 }
 
 impl Plan {
-    /// Reads a plan from a file's text. Whether it is right is another matter: [`Plan::validate`].
+    /// Reads a plan from a file's text. [`Plan::check`] judges what it says.
     pub fn from_json(text: &str) -> Result<Self, PlanError> {
         /// The version alone: later ones may have fields that this program does not know.
         #[derive(Deserialize)]

@@ -49,7 +49,7 @@ fn plan() -> Plan {
 
 /// All problems of a plan, as text.
 fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
-    match plan.validate(facts) {
+    match plan.check(facts) {
         Err(PlanError::Invalid(problems)) => problems.iter().map(PlanProblem::to_string).collect(),
         other => panic!("{other:?}"),
     }
@@ -57,7 +57,7 @@ fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
 
 #[test]
 fn a_plan_that_fits_gives_its_mesh_schedule_and_stages() {
-    let valid = plan().validate(&facts()).unwrap();
+    let valid = plan().check(&facts()).unwrap();
     assert_eq!(valid.mesh.world_size(), 8);
     assert_eq!((valid.schedule.stages(), valid.schedule.micro_batches()), (4, 8));
     assert_eq!(valid.stages, [0..4, 4..7, 7..10, 10..14]);
@@ -94,7 +94,7 @@ fn what_was_predicted_goes_through_a_file_and_says_one_thing_of_a_rank() {
     assert_eq!(predicted.of_rank(8), None);
     let plan = Plan { predicted: Some(predicted), ..plan() };
     assert_eq!(Plan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
-    assert!(plan.validate(&facts()).is_ok(), "{:?}", plan.validate(&facts()));
+    assert!(plan.check(&facts()).is_ok(), "{:?}", plan.check(&facts()));
     let twice =
         PlanPrediction { memory: vec![memory("0-5", 1), memory("2,7", 1), memory("0", 1)], step: None };
     assert_eq!(
@@ -109,7 +109,7 @@ fn chunks_of_less_than_a_token_are_refused() {
     // Two sequences of 1,024 tokens, shared out among two ranks or not.
     let limit = |sequence_parallel: bool, chunks: usize| {
         let plan = Plan { sequence_parallel, tensor_chunks: Some(chunks), ..plan() };
-        plan.validate(&facts()).map(drop).map_err(|error| error.to_string())
+        plan.check(&facts()).map(drop).map_err(|error| error.to_string())
     };
     assert_eq!((limit(true, 1024), limit(false, 2048)), (Ok(()), Ok(())));
     let message = "tensor_chunks 1025 cuts the 1024 tokens that a rank has of a micro-batch into less than one each; \
@@ -219,14 +219,14 @@ fn context_parallel_splits_sequences_and_for_all_to_all_heads() {
         ["context x tensor 8 does not divide the 12 attention heads; nearest: 4 or 12"]
     );
     let fewer = Facts { heads: 16, key_value_heads: 4, ..short };
-    assert!(plan.validate(&fewer).is_ok(), "{:?}", plan.validate(&fewer));
+    assert!(plan.check(&fewer).is_ok(), "{:?}", plan.check(&fewer));
 }
 
 #[test]
 fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     let mesh = Degrees { tensor: 8, ..Degrees::default() };
     let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
-    let fits = |heads, key_value_heads| plan.validate(&Facts { heads, key_value_heads, ..facts() }).is_ok();
+    let fits = |heads, key_value_heads| plan.check(&Facts { heads, key_value_heads, ..facts() }).is_ok();
     assert!(fits(16, 4) && fits(16, 8) && fits(16, 16) && fits(8, 1));
     assert!(!fits(24, 6) && !fits(12, 4));
 }
@@ -239,7 +239,7 @@ fn only_what_is_sent_can_be_quantized() {
         ..plan()
     };
     let of_stage = |zero_stage| Plan { zero_stage, ..both.clone() };
-    assert!(of_stage(3).validate(&facts()).is_ok());
+    assert!(of_stage(3).check(&facts()).is_ok());
     let of_weights =
         |stage| format!("quantize_weights is for what zero_stage 3 and more send, and zero_stage is {stage}");
     assert_eq!(problems(&of_stage(2), &facts()), [of_weights(2)]);
@@ -269,7 +269,7 @@ fn what_is_recomputed_by_layer_is_of_layers_that_there_are() {
     };
     let text = of(&[rule(2, Some(5))]).to_json().unwrap();
     assert_eq!(Plan::from_json(&text).unwrap(), of(&[rule(2, Some(5))]));
-    assert!(of(&[rule(11, None), rule(0, Some(11))]).validate(&facts()).is_ok());
+    assert!(of(&[rule(11, None), rule(0, Some(11))]).check(&facts()).is_ok());
     assert_eq!(
         problems(&of(&[rule(12, None), rule(3, Some(14))]), &facts()),
         [
@@ -290,7 +290,7 @@ fn in_two_dimensions(tensor: usize) -> Plan {
 #[test]
 fn two_dimensions_need_a_square_that_divides_what_it_splits_and_whole_sequences_for_each_row() {
     let facts = |tensor| Facts { world_size: tensor, ..facts() };
-    let valid = in_two_dimensions(4).validate(&facts(4));
+    let valid = in_two_dimensions(4).check(&facts(4));
     assert!(valid.is_ok(), "{valid:?}");
     assert_eq!(
         problems(&in_two_dimensions(8), &facts(8)),
@@ -342,7 +342,7 @@ fn experts_are_split_evenly() {
             "expert_tensor 2 does not divide the 1023 columns of an expert; nearest: 1 or 3",
         ]
     );
-    assert!(plan.validate(&Facts { experts: 8, expert_intermediate: 1024, ..facts }).is_ok());
+    assert!(plan.check(&Facts { experts: 8, expert_intermediate: 1024, ..facts }).is_ok());
 }
 
 #[test]
@@ -352,7 +352,7 @@ fn a_users_schedule_is_checked_with_the_plan() {
     let facts = Facts { global_batch: 16, ..facts() };
     let schedule = rows(&["F0,F1,B0,B1", ",F0,B0,F1,B1"]);
     let plan = Plan { mesh, schedule, stages: vec![7, 7], sequence_parallel: false, ..plan() };
-    assert!(plan.validate(&facts).is_ok(), "{:?}", plan.validate(&facts));
+    assert!(plan.check(&facts).is_ok(), "{:?}", plan.check(&facts));
     let wrong = Plan { schedule: rows(&["F0,B0,F1,B1", "F0,F1,B0"]), ..plan.clone() };
     assert_eq!(
         problems(&wrong, &facts),
@@ -392,7 +392,7 @@ proptest! {
             schedule: PipelineSchedule::published(kind, chunks),
             stages, tensor_layout, context_method, micro_batch: Some(micro_batch), ..plan()
         };
-        if let Ok(valid) = plan.validate(&facts) {
+        if let Ok(valid) = plan.check(&facts) {
             prop_assert_eq!(valid.mesh.world_size(), world_size);
             prop_assert_eq!(valid.stages.last().unwrap().end, layers + 2);
         }

@@ -49,16 +49,16 @@ impl Layout {
 impl Planner {
     /// The plan that a configuration's keys describe.
     pub(super) fn described(&self, config: &RunConfig) -> Result<(Plan, Layout), Error> {
-        let (plan, valid) = plan::valid_plan(config, &self.model.config, &self.model.tuning)?;
-        let mesh = valid.mesh;
+        let checked = plan::checked_plan(config, &self.model.config, &self.model.tuning)?;
+        let mesh = checked.mesh;
         let is_pipeline = mesh.ranks().degree(Axis::Pipeline) > 1;
         let layout = Layout {
             mesh,
-            schedule: is_pipeline.then(|| Rc::new(valid.schedule)),
-            stages: valid.stages,
+            schedule: is_pipeline.then(|| Rc::new(checked.schedule)),
+            stages: checked.stages,
             micro_batches: config.accumulation_steps(),
         };
-        Ok((plan, layout))
+        Ok((checked.plan, layout))
     }
 
     /// A candidate's keys; what they do not say is the run's.

@@ -36,7 +36,7 @@ use self::places::{Limits, Place};
 use crate::interrupt::Interrupt;
 use crate::machine::available_memory_bytes;
 use crate::metrics::MetricsWriter;
-use crate::plan::valid_plan;
+use crate::plan::checked_plan;
 use crate::progress::Progress;
 use crate::ranks::{Patience, Ranks};
 use crate::state::SavedState;
@@ -141,7 +141,7 @@ impl Saver {
                 "base": model.base.get(),
                 "adapter": model.tuning.adapter.as_ref().map(Adapter::config),
             }),
-            plan: json!(valid_plan(config, &model.config, &model.tuning)?.0),
+            plan: json!(checked_plan(config, &model.config, &model.tuning)?.plan),
             thread: (in_background && has_part).then(SaveThread::start).transpose()?,
             in_background,
             has_part,

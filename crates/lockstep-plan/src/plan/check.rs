@@ -2,7 +2,7 @@
 
 use super::{
     ContextMethod, Facts, PLAN_VERSION, Plan, PlanError, PlanPrediction, PlanProblem, TensorDimensions,
-    ValidPlan,
+    CheckedPlan,
 };
 use crate::{
     LayerRule, QuantizedType, ZeroStage,
@@ -13,7 +13,7 @@ use crate::{
 
 impl Plan {
     /// Everything that keeps this plan from being executed for a model, batch and world; or what is executed.
-    pub fn validate(&self, facts: &Facts) -> Result<ValidPlan, PlanError> {
+    pub fn check(&self, facts: &Facts) -> Result<CheckedPlan, PlanError> {
         let mut check = Check { plan: self, facts, problems: Vec::new() };
         check.identity();
         let mesh = check.mesh();
@@ -34,7 +34,7 @@ impl Plan {
         };
         match (mesh, schedule) {
             (Some(mesh), Some(schedule)) if check.problems.is_empty() => {
-                Ok(ValidPlan { mesh, schedule, stages: self.unit_ranges() })
+                Ok(CheckedPlan { plan: self.clone(), mesh, schedule, stages: self.unit_ranges() })
             }
             _ => Err(PlanError::Invalid(check.problems)),
         }

@@ -11,13 +11,10 @@
 use std::{error::Error, thread, time::Duration};
 
 use lockstep_comm::{Group, World, WorldOptions};
-use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, HostBatch, Optimizer, Storage, Update};
-use lockstep_graph::{BlockShape, Recompute, Seed};
-use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{
-    ContextMethod, DType, Degrees, MemoryBytes, MemoryCategory, Mesh, Quantization, TensorDimensions,
-    ZeroStage,
-};
+use lockstep_engine::{Engine, EngineOptions, Groups, HostBatch, Update};
+use lockstep_graph::Seed;
+use lockstep_model::ModelConfig;
+use lockstep_plan::{DType, Degrees, MemoryBytes, MemoryCategory, Plan, RankPlan, ZeroStage};
 
 /// Over bytes, so that the embedding, whose table the output layer shares, is small.
 const MODEL: &str = "llama-15m";
@@ -85,13 +82,21 @@ fn on_ranks(
     ranks: usize,
     zero_stage: ZeroStage,
 ) -> Result<Vec<Held>, Box<dyn Error + Send + Sync>> {
-    let mesh = Mesh::new(Degrees { shard: ranks, ..Degrees::default() })?;
+    let plan = Plan {
+        mesh: Degrees { shard: ranks, ..Degrees::default() },
+        zero_stage: zero_stage.number(),
+        ..Plan::default()
+    };
+    let plan = model.check_plan(&plan, [ranks, SEQ_LEN])?;
     let world = WorldOptions { arena_bytes: 1 << 30, ..WorldOptions::default() };
     let groups = World::in_process(ranks, world)?;
     thread::scope(|scope| {
         let threads: Vec<_> = groups
             .into_iter()
-            .map(|group| scope.spawn(move || after_a_step(model, dtype, mesh, zero_stage, group)))
+            .map(|group| {
+                let plan = plan.rank(group.rank());
+                scope.spawn(move || after_a_step(model, dtype, plan, group))
+            })
             .collect();
         threads
             .into_iter()
@@ -103,38 +108,15 @@ fn on_ranks(
 fn after_a_step(
     model: &ModelConfig,
     dtype: DType,
-    mesh: Mesh,
-    zero_stage: ZeroStage,
+    plan: RankPlan,
     group: Group,
 ) -> Result<Held, Box<dyn Error + Send + Sync>> {
     let ranks = group.size();
-    let limit = Duration::from_secs(60);
     let arena =
         group.arena(&[MemoryCategory::Parameters, MemoryCategory::Gradients, MemoryCategory::Communication]);
-    let of_groups = GroupOptions {
-        splits_tokens: false,
-        tensor_dimensions: TensorDimensions::One,
-        tensor_chunks: None,
-        partitions_activations: false,
-        context_method: ContextMethod::default(),
-        zero_stage,
-        quantization: Quantization::default(),
-        live_parameters: lockstep_plan::gathering::LiveParameters::default(),
-        secondary_shard: None,
-        bucket_bytes: 25 << 20,
-        limit,
-    };
-    let options = EngineOptions {
-        shape: BlockShape { sequences: 1, seq_len: SEQ_LEN, dtype },
-        recompute: Recompute::None.into(),
-        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
-        seed: 1,
-        threads: 1,
-        micro_batches: ranks,
-    };
-    let groups = Groups::new(group, mesh, of_groups, None)?;
-    let mut engine =
-        Engine::in_groups(model, &Tuning::default(), options, Storage::default(), &arena, groups)?;
+    let groups = Groups::new(group, plan.clone(), Duration::from_secs(60))?;
+    let options = EngineOptions { dtype, ..EngineOptions::default() };
+    let mut engine = Engine::builder(model, plan).options(options).groups(groups).build(&arena)?;
     engine.initialize(1)?;
     let ids: [u32; SEQ_LEN] = std::array::from_fn(|token| token as u32 * 7 % 256);
     let batch = HostBatch {

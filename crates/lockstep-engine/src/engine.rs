@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use lockstep_comm::Metered;
-use lockstep_graph::{Activity, BlockShape, Cost, RecomputeRules, Seed, Timeline};
-use lockstep_model::{ModelConfig, RecordedModel, Tuning};
-use lockstep_plan::gathering::{GatherPlan, RankPasses, Sequence};
+use lockstep_graph::{Activity, Cost, Seed, Timeline};
+use lockstep_model::{ModelConfig, RecordedModel};
+use lockstep_plan::gathering::{GatherPlan, Sequence};
 use lockstep_plan::{
-    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StageMemory, StateLayout,
-    StoreKind, exact::ExactSum,
+    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, RankPlan, SharedTable, StoreKind,
+    exact::ExactSum,
 };
 use lockstep_tensor::{Arena, DiskTraffic, F32Products, Queue};
 
@@ -17,33 +17,14 @@ use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
 use crate::runner::{Half, Purpose};
-use crate::shards::Shards;
 use crate::state::ResidualNumbers;
-use crate::stores::Stores;
 use crate::weights::ModelWeights;
 use crate::{
-    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, Runner, StateKind, StepTimes, Storage,
-    Traffic, reducer::Reducer,
+    EngineBuilder, EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, RoundingMode, Runner,
+    StateKind, StepTimes, Traffic, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
-
-/// What an [`Engine`] is built for.
-#[derive(Debug, Clone, Copy)]
-pub struct EngineOptions {
-    /// Micro-batch, of whole sequences, and the type that kernels read.
-    pub shape: BlockShape,
-    /// What the blocks forget and compute again.
-    pub recompute: RecomputeRules,
-    /// The update rule.
-    pub optimizer: Optimizer,
-    /// Seed of the initial weights and of dropout.
-    pub seed: u64,
-    /// Compute threads.
-    pub threads: usize,
-    /// Micro-batches of a step, at most, on all replicas together.
-    pub micro_batches: usize,
-}
 
 /// Where a micro-batch stands in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,14 +35,14 @@ enum Turn {
 
 /// Weights, gradients, optimizer state and the programs that work on them.
 pub struct Engine {
-    arena: Arena,
+    pub(crate) arena: Arena,
     pub(crate) queue: Box<dyn Queue>,
     pub(crate) optimizer: Optimizer,
-    pub(crate) storage: Storage,
+    pub(crate) rounding: RoundingMode,
     pub(crate) seed: u64,
     pub(crate) model: RecordedModel,
     /// The same model without dropout, with experts that take all tokens; `None` if that is the model itself.
-    evaluation: Option<RecordedModel>,
+    pub(crate) evaluation: Option<RecordedModel>,
     pub(crate) runner: Runner,
     pub(crate) records: Vec<ParameterRecord>,
     pub(crate) weights: ModelWeights,
@@ -70,9 +51,9 @@ pub struct Engine {
     pub(crate) saved: Vec<StoreKind>,
     pub(crate) groups: Groups,
     /// Those of a step of this rank, without a pipeline.
-    micro_batches: usize,
+    pub(crate) micro_batches: usize,
     /// None if all gradients are whole.
-    reducer: Option<Reducer>,
+    pub(crate) reducer: Option<Reducer>,
     /// The rank's part in a pipeline, if there is one.
     pub(crate) pipeline: Option<Pipeline>,
     /// Which units are on this rank.
@@ -82,122 +63,15 @@ pub struct Engine {
     /// Room for the biases by which the experts of a layer are chosen.
     pub(crate) bias_values: Vec<f32>,
     /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
-    shared_table: Option<SharedTable>,
-    predicted: MemoryPrediction,
-    predicted_traffic: OffloadTraffic,
+    pub(crate) shared_table: Option<SharedTable>,
+    pub(crate) predicted: MemoryPrediction,
+    pub(crate) predicted_traffic: OffloadTraffic,
 }
 
 impl Engine {
-    /// An engine that trains all of `config`, with all weights zero: call [`Engine::initialize`] or load them.
-    ///
-    /// # Errors
-    /// Out of memory, or the threads cannot be started.
-    pub fn new(config: &ModelConfig, options: EngineOptions, arena: &Arena) -> Result<Self, EngineError> {
-        Self::with_storage(config, options, Storage::default(), arena)
-    }
-
-    /// An engine that keeps weights and optimizer state as `storage` says.
-    ///
-    /// # Errors
-    /// As [`Engine::new`].
-    pub fn with_storage(
-        config: &ModelConfig,
-        options: EngineOptions,
-        storage: Storage,
-        arena: &Arena,
-    ) -> Result<Self, EngineError> {
-        Self::tuned(config, &Tuning::default(), options, storage, arena)
-    }
-
-    /// An engine that trains what `tuning` says of `config`, with all weights zero.
-    ///
-    /// # Errors
-    /// As for [`Engine::new`].
-    pub fn tuned(
-        config: &ModelConfig,
-        tuning: &Tuning,
-        options: EngineOptions,
-        storage: Storage,
-        arena: &Arena,
-    ) -> Result<Self, EngineError> {
-        Self::in_groups(config, tuning, options, storage, arena, Groups::alone())
-    }
-
-    /// An engine that trains what `tuning` says of `config`, with all weights zero, together with the other ranks of
-    /// `groups`, which call this, and all that follows, in the same order.
-    ///
-    /// # Errors
-    /// As for [`Engine::new`], and [`EngineError::Comm`].
-    pub fn in_groups(
-        config: &ModelConfig,
-        tuning: &Tuning,
-        options: EngineOptions,
-        storage: Storage,
-        arena: &Arena,
-        groups: Groups,
-    ) -> Result<Self, EngineError> {
-        let (recording, mesh) = (options.recording(groups.places()), groups.mesh());
-        let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
-        let model = record(config, tuning);
-        let evaluation = (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
-            .then(|| record(&config.without_dropout().without_capacity(), &tuning.without_dropout()));
-        let stages = match groups.pipeline_plan() {
-            Some((plan, rank)) => plan.memory_of(rank),
-            None => vec![StageMemory::whole(model.units())],
-        };
-        let passes = RankPasses {
-            stages: &stages,
-            pipeline: groups.pipeline_plan().map(|(plan, rank)| (&plan.schedule, rank)),
-            micro_batches: (options.micro_batches / mesh.batch_parts()).max(1),
-        };
-        let profile = model.profile(groups.context_place());
-        let state_plan = options.state_plan(&model, &storage, groups.options().as_ref(), &mesh);
-        let queue = arena.queue(options.threads)?;
-        let shards = Shards::new(&groups, model.records())?;
-        let reducer = Reducer::new(&groups, model.records(), &shards, queue.workers())?;
-        let residual_numbers = ResidualNumbers::new(&groups, &shards);
-        let place = |summing| mesh.shard_place(groups.rank(), summing);
-        let layout = StateLayout::new(&profile, &stages, place, &state_plan);
-        shards.check(&layout);
-        // Gradients that are offloaded to disk use the reducer's path as well.
-        let reducer = reducer.or_else(|| layout.plan.hands_gradients_on().then(Reducer::alone));
-        let gathers = layout.gathers(&profile, passes)?;
-        let predicted = layout.memory(&profile, &stages, gathers.as_ref());
-        let [of_state, of_activations] = layout.offload_traffic(&profile, passes, gathers.as_ref());
-        let (stores, offload) = (Stores::zeros(arena, &layout)?, &storage.offload);
-        let mut weights = ModelWeights::new(arena, &model, &layout, (stores, offload), gathers, shards)?;
-        let runner = Runner::in_groups(&model, arena, options.seed, groups.clone(), &stages, offload)?;
-        let gradients = Gradients::new(arena, &layout, &mut weights.stores, profile.tokens, offload)?;
-        tracing::debug!(
-            threads = queue.threads(), instructions = %queue.level(), units = model.units(),
-            micro_batches = passes.micro_batches, predicted_bytes = predicted.by_category().total(),
-            gathers_weights = weights.gathered.is_some(), reduces_gradients = reducer.is_some(),
-            "the engine has its weights and buffers"
-        );
-        Ok(Self {
-            micro_batches: passes.micro_batches,
-            reducer,
-            queue,
-            runner,
-            gradients,
-            weights,
-            saved: layout.saved().map(|item| item.kind).collect(),
-            arena: arena.clone(),
-            optimizer: options.optimizer,
-            storage,
-            seed: options.seed,
-            model,
-            evaluation,
-            records: layout.records,
-            is_here: layout.is_here,
-            shared_table: layout.shared_table,
-            pipeline: groups.pipeline(),
-            residual_numbers,
-            groups,
-            bias_values: Vec::new(),
-            predicted,
-            predicted_traffic: of_state + of_activations,
-        })
+    /// An engine that trains `model` as `plan` says, to be built.
+    pub fn builder(model: &ModelConfig, plan: RankPlan) -> EngineBuilder<'_> {
+        EngineBuilder::new(model, plan)
     }
 
     /// The records of all parameters; which of them decay is the caller's to change.
@@ -301,7 +175,7 @@ impl Engine {
     /// [`EngineError`]: none on one rank.
     ///
     /// # Panics
-    /// If a step has more micro-batches than [`EngineOptions`] said.
+    /// If a step has more micro-batches than the plan.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, EngineError> {
         self.weights.begin(Sequence::MicroBatch);
         self.micro_batch(batch, seed, Turn::Earlier)

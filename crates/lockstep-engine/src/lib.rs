@@ -13,6 +13,7 @@
 
 mod arriving;
 mod borders;
+mod builder;
 mod engine;
 mod error;
 mod flat;
@@ -25,7 +26,6 @@ mod looked_up;
 mod optimizer;
 mod passes;
 mod pipeline;
-mod prediction;
 mod quantized;
 mod reducer;
 mod rehearsal;
@@ -46,16 +46,16 @@ mod update;
 mod weights;
 mod windows;
 
-pub use engine::{Engine, EngineOptions};
+pub use builder::{EngineBuilder, EngineOptions};
+pub use engine::Engine;
 pub use error::EngineError;
 pub use flat::{FlatStore, Part, UnitParameters, Weights};
 pub use gradients::Gradients;
-pub use groups::{GroupOptions, Groups, Places};
+pub use groups::Groups;
 pub use load::ExpertLoad;
 pub use lockstep_plan::StateKind;
 pub use optimizer::{Granularity, MuonScale, Optimizer};
 pub use passes::{PassTime, StepTimes};
-pub use pipeline::PipelinePlan;
 pub use reducer::Traffic;
 pub use rehearsal::Rehearsal;
 pub use runner::{HostBatch, Runner};

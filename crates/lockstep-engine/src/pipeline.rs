@@ -13,8 +13,8 @@ use std::{
 use lockstep_comm::{Collective, Deadline, Group, Lent, Pending};
 use lockstep_graph::{Activity, Cost};
 use lockstep_model::RecordedModel;
-use lockstep_plan::StageMemory;
 use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
+use lockstep_plan::{RankPlan, StageMemory};
 use lockstep_tensor::Kernels;
 
 use crate::{
@@ -24,33 +24,10 @@ use crate::{
     runner::Purpose,
 };
 
-/// How a model is cut into stages, and what each rank of the pipeline does with them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PipelinePlan {
-    /// What each rank does in a step.
-    pub schedule: Schedule,
-    /// How many units each stage has, from the model's first one on.
-    pub stages: Vec<usize>,
-}
-
-impl PipelinePlan {
-    /// The units of a stage.
-    pub fn units_of(&self, stage: usize) -> Range<usize> {
-        let start = self.stages[..stage].iter().sum();
-        start..start + self.stages[stage]
-    }
-
-    /// What a rank needs for its stages.
-    pub fn memory_of(&self, rank: usize) -> Vec<StageMemory> {
-        let units: Vec<Range<usize>> = (0..self.stages.len()).map(|stage| self.units_of(stage)).collect();
-        StageMemory::of_rank(&self.schedule, &units, rank)
-    }
-}
-
 /// A rank of a pipeline.
 #[derive(Debug)]
 pub(crate) struct Pipeline {
-    plan: Arc<PipelinePlan>,
+    schedule: Arc<Schedule>,
     /// The ranks of the pipeline.
     group: Group,
     limit: Duration,
@@ -66,6 +43,7 @@ pub(crate) struct Pipeline {
 #[derive(Debug)]
 struct OwnStage {
     number: usize,
+    units: Range<usize>,
     /// The slot of each micro-batch that is in the stage.
     slot_of: Vec<Option<usize>>,
     /// The slot that each was in last: what it left there is sent right after its last pass.
@@ -83,22 +61,25 @@ struct Sent {
 }
 
 impl Pipeline {
-    /// A rank of `group`, whose ranks are those of the pipeline; no wait is longer than `limit`.
-    pub(crate) fn new(plan: Arc<PipelinePlan>, group: Group, limit: Duration) -> Self {
-        let micro_batches = plan.schedule.micro_batches();
-        let rank = group.rank();
-        let memory = plan.memory_of(rank);
+    /// The rank of `plan` in `group`, the pipeline-parallel group; no wait is longer than `limit`.
+    ///
+    /// # Panics
+    /// If the plan has no pipeline.
+    pub(crate) fn new(plan: &RankPlan, group: Group, limit: Duration) -> Self {
+        let (schedule, rank) = plan.passes.pipeline.clone().expect("a plan with a pipeline");
+        let micro_batches = schedule.micro_batches();
         let stage = |(number, memory): (usize, &StageMemory)| OwnStage {
             number,
+            units: memory.units.clone(),
             slot_of: vec![None; micro_batches],
             left: vec![0; micro_batches],
             free: (0..memory.slots).rev().collect(),
             outboxes: memory.outboxes(),
         };
-        let stages = plan.schedule.stages_of(rank).zip(&memory).map(stage).collect();
+        let stages = schedule.stages_of(rank).zip(&plan.passes.stages).map(stage).collect();
         let (sends, receives, losses) = (Vec::new(), Vec::new(), vec![0.0; micro_batches]);
-        let times = StepTimes::of(plan.schedule.passes(rank).count());
-        Self { plan, group, limit, stages, sends, receives, losses, times }
+        let times = StepTimes::of(schedule.passes(rank).count());
+        Self { schedule, group, limit, stages, sends, receives, losses, times }
     }
 
     /// The micro-batches of a step.
@@ -114,13 +95,16 @@ impl Pipeline {
     pub(crate) fn run(&mut self, passes: &mut dyn Passes) -> Result<f64, EngineError> {
         self.losses.fill(0.0);
         self.times.start();
-        let plan = Arc::clone(&self.plan);
-        for action in plan.schedule.actions(self.group.rank()) {
+        let schedule = Arc::clone(&self.schedule);
+        for action in schedule.actions(self.group.rank()) {
             match *action {
                 Action::Compute(pass) => self.compute(passes, pass)?,
                 Action::Send(message) => self.send(passes, message)?,
                 Action::Receive(message) => self.receive(passes, message)?,
-                Action::ReduceGradients { stage } => passes.reduce(plan.units_of(stage))?,
+                Action::ReduceGradients { stage } => {
+                    let own = self.own(stage).expect("a rank reduces gradients of its stages");
+                    passes.reduce(self.stages[own].units.clone())?;
+                }
                 Action::Step => {}
             }
         }
@@ -152,14 +136,14 @@ impl Pipeline {
         runner: &mut Runner,
         batch: &HostBatch<'_>,
     ) -> Result<f64, EngineError> {
-        let stages = self.plan.schedule.stages();
+        let stages = self.schedule.stages();
         let mut loss_sum = 0.0;
         for own in 0..self.stages.len() {
             let number = self.stages[own].number;
             let place = Place::first(own);
             runner.load(place, batch);
             if number > 0 {
-                let from = self.plan.schedule.rank_of(number - 1);
+                let from = self.schedule.rank_of(number - 1);
                 match self.own(number - 1) {
                     Some(before) => runner.hand_on(model, queue, Place::first(before), place),
                     None => {
@@ -173,7 +157,7 @@ impl Pipeline {
             if number + 1 == stages {
                 loss_sum = runner.loss_sum_of(model, place);
             } else if self.own(number + 1).is_none() {
-                let to = self.plan.schedule.rank_of(number + 1);
+                let to = self.schedule.rank_of(number + 1);
                 let input = runner.lend(model, place, Border::Output);
                 self.start(Collective::Send { input, to })?.wait(Deadline::after(self.limit))?;
             }
@@ -185,7 +169,7 @@ impl Pipeline {
         let Pass { kind, stage, micro_batch } = pass;
         let own = self.own(stage).expect("a rank's list has passes of its stages");
         let place = self.place(own, micro_batch)?;
-        let last = self.plan.schedule.stages() - 1;
+        let last = self.schedule.stages() - 1;
         if kind == PassKind::Forward {
             passes.load(place, micro_batch);
             if stage > 0 {
@@ -244,7 +228,7 @@ impl Pipeline {
 
     fn send(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), EngineError> {
         let own = self.own(message.from).expect("a rank's list has sends of its stages");
-        let to = self.plan.schedule.rank_of(message.to);
+        let to = self.schedule.rank_of(message.to);
         let OwnStage { slot_of, left, .. } = &self.stages[own];
         let slot = slot_of[message.micro_batch].unwrap_or(left[message.micro_batch]);
         let (place, border) = (self.stages[own].place(own, slot, message.micro_batch), Border::sent(message));
@@ -257,7 +241,7 @@ impl Pipeline {
     fn receive(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), EngineError> {
         let own = self.own(message.to).expect("a rank's list has receives of its stages");
         let place = self.place(own, message.micro_batch)?;
-        let from = self.plan.schedule.rank_of(message.from);
+        let from = self.schedule.rank_of(message.from);
         let output = passes.lend(place, Border::received(message));
         let pending = self.start(Collective::Receive { output, from })?;
         self.receives.push((message, pending));

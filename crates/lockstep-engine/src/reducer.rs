@@ -12,7 +12,7 @@ use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, Reduc
 use lockstep_plan::{DType, ParameterRecord, Summing, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
-use crate::{GroupOptions, Groups, shards::Shards};
+use crate::{Groups, shards::Shards};
 
 /// Buckets end where blocks of the gradient norm do.
 const BUCKET_GRAIN_BYTES: usize = 4096;
@@ -77,7 +77,8 @@ impl Reducer {
         shards: &Shards,
         workers: Workers,
     ) -> Result<Option<Self>, CommError> {
-        let Some(GroupOptions { bucket_bytes, limit, .. }) = groups.options() else { return Ok(None) };
+        let (Some(plan), Some(limit)) = (groups.plan(), groups.limit()) else { return Ok(None) };
+        let bucket_bytes = plan.plan().bucket_bytes();
         if let Some(world) = groups.world() {
             world.set_workers(workers);
         }

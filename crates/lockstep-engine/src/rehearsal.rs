@@ -51,11 +51,11 @@ impl Rehearsal {
         message_bytes: usize,
         arena: &Arena,
     ) -> Result<Self, EngineError> {
-        let (plan, rank) = groups.pipeline_plan().expect("a rehearsal is of a pipeline");
-        assert_eq!(costs.len(), plan.schedule.stages(), "costs of another number of stages");
+        let plan = groups.plan().expect("a rehearsal is of several ranks");
+        assert_eq!(costs.len(), plan.layout().stages.len(), "costs of another number of stages");
         let border = || arena.allocate_zeroed(message_bytes, MemoryCategory::Activations);
         let slot = || Ok([border()?, border()?, border()?]);
-        let stages = plan.memory_of(rank);
+        let stages = &plan.passes.stages;
         let slots = stages.iter().map(|stage| (0..stage.slots).map(|_| slot()).collect());
         let outboxes = stages.iter().map(|stage| (0..stage.outboxes()).map(|_| border()).collect());
         let sleeper = Sleeper {
@@ -65,8 +65,8 @@ impl Rehearsal {
             message_bytes,
             timeline: Timeline::default(),
         };
-        let pipeline = groups.pipeline().expect("it has a plan");
-        let limit = groups.options().map_or(Duration::MAX, |options| options.limit);
+        let pipeline = groups.pipeline().expect("a rehearsal is of a pipeline");
+        let limit = groups.limit().unwrap_or(Duration::MAX);
         Ok(Self { pipeline, groups: groups.clone(), sleeper, limit })
     }
 
@@ -146,19 +146,17 @@ fn sleep_until(end: Instant) {
 mod tests {
     use lockstep_comm::{World, WorldOptions};
     use lockstep_plan::{
-        ContextMethod, Degrees, Mesh, Quantization, TensorDimensions, ZeroStage,
-        gathering::LiveParameters,
+        CheckedPlan,
         schedule::{Kind, Schedule},
     };
 
     use super::*;
-    use crate::{GroupOptions, PipelinePlan};
 
     /// What each of four ranks did in one step of `kind`, with passes of `pass_ms`.
     fn rehearse(kind: Kind, micro_batches: usize, pass_ms: f64) -> (Schedule, Vec<StepTimes>) {
         const RANKS: usize = 4;
         let schedule = Schedule::new(kind, RANKS, micro_batches, kind.chunks().0).unwrap();
-        let plan = PipelinePlan { stages: vec![1; schedule.stages()], schedule: schedule.clone() };
+        let plan = CheckedPlan::of_schedule(schedule.clone());
         let cost = StageCost {
             forward_ms: pass_ms,
             backward_input_ms: pass_ms,
@@ -166,28 +164,15 @@ mod tests {
             ..StageCost::default()
         };
         let costs = vec![cost; schedule.stages()];
-        let mesh = Mesh::new(Degrees { pipeline: RANKS, ..Degrees::default() }).unwrap();
-        let options = GroupOptions {
-            splits_tokens: false,
-            tensor_dimensions: TensorDimensions::One,
-            tensor_chunks: None,
-            partitions_activations: false,
-            context_method: ContextMethod::default(),
-            zero_stage: ZeroStage::Nothing,
-            quantization: Quantization::default(),
-            live_parameters: LiveParameters::default(),
-            secondary_shard: None,
-            bucket_bytes: 4096,
-            limit: Duration::from_secs(60),
-        };
         let world = WorldOptions { arena_bytes: 1 << 26, ..WorldOptions::default() };
         let groups = World::in_process(RANKS, world).unwrap();
         let times = thread::scope(|scope| {
             let rank = |group: Group| {
-                let (plan, costs) = (plan.clone(), &costs);
+                let (plan, costs) = (&plan, &costs);
                 scope.spawn(move || {
                     let arena = group.arena(&[MemoryCategory::Activations]);
-                    let groups = Groups::new(group, mesh, options, Some(plan)).unwrap();
+                    let plan = plan.rank(group.rank());
+                    let groups = Groups::new(group, plan, Duration::from_secs(60)).unwrap();
                     let mut rehearsal = Rehearsal::new(&groups, costs, 1 << 20, &arena).unwrap();
                     rehearsal.step().unwrap();
                     rehearsal.step().unwrap().clone()

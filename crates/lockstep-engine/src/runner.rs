@@ -9,7 +9,7 @@ use lockstep_comm::Lent;
 use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace, Transits};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
-    ContextPlace, DType, MemoryCategory, StageMemory,
+    DType, MemoryCategory, StageMemory,
     random::{key_from_name, mix},
 };
 use lockstep_tensor::{Arena, Buffer, DiskError, DiskTraffic, Element, Kernels, Tensor, TensorError, View};
@@ -128,7 +128,7 @@ impl Runner {
         stages: &[StageMemory],
         offload: &Offload,
     ) -> Result<Self, EngineError> {
-        let profile = model.profile(groups.context_place());
+        let profile = model.profile();
         let are_on_disk = offload.has_activations();
         let mut handing_on = stages.iter().map(|stage| stage.units.end).filter(|end| *end < model.units());
         assert!(
@@ -175,7 +175,7 @@ impl Runner {
 
     /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
-        model.profile(ContextPlace::default()).activation_bytes(&[StageMemory::whole(model.units())], false)
+        model.profile().activation_bytes(&[StageMemory::whole(model.units())], false)
     }
 
     /// How many tokens have chosen each expert since the step began.

@@ -43,10 +43,10 @@ impl Shards {
     /// # Errors
     /// [`CommError`].
     pub(crate) fn new(groups: &Groups, records: &[ParameterRecord]) -> Result<Self, CommError> {
-        let Some(options) = groups.options().filter(|options| options.zero_stage > ZeroStage::Nothing) else {
+        let stage = groups.zero_stage();
+        let Some(limit) = groups.limit().filter(|_| stage > ZeroStage::Nothing) else {
             return Ok(Self::none());
         };
-        let (stage, limit) = (options.zero_stage, options.limit);
         let (gathering, neighbours) = (groups.of_shards_apart(records)?, groups.of_neighbours(records)?);
         let groups = groups.of_shards(records)?;
         if groups.is_empty() {

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use lockstep_plan::{
-    DType, DiskPlan, Residences, WINDOW_ELEMENTS, Wrap,
+    DType, Residences, WINDOW_ELEMENTS,
     random::{key_from_name, mix},
 };
 use lockstep_tensor::{DiskMethod, Rounding};
@@ -17,8 +17,6 @@ pub struct Storage {
     pub state: DType,
     /// How what is kept in bf16 is rounded.
     pub rounding: RoundingMode,
-    /// Which units stand in one buffer.
-    pub wrap: Wrap,
     /// What is on disk.
     pub offload: Offload,
 }
@@ -39,19 +37,9 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// What the prediction of memory must know of model state; none if none is on disk.
-    pub fn plan(&self) -> Option<DiskPlan> {
-        self.residences.disk_plan(self.window_elements)
-    }
-
     /// Whether what units keep is on disk.
     pub fn has_activations(&self) -> bool {
         self.residences.have_activations_on_disk()
-    }
-
-    /// Whether anything is.
-    pub fn uses_disk(&self) -> bool {
-        self.residences.use_disk()
     }
 }
 
@@ -93,7 +81,6 @@ impl Default for Storage {
             weights: WeightStorage::Master,
             state: DType::F32,
             rounding: RoundingMode::Nearest,
-            wrap: Wrap::Block,
             offload: Offload::default(),
         }
     }

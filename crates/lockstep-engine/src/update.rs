@@ -153,7 +153,7 @@ impl Engine {
             parameter,
             gradient,
             rounded,
-            rounding: self.storage.rounding.of(self.seed, &record.name, update.step, first as u64),
+            rounding: self.rounding.of(self.seed, &record.name, update.step, first as u64),
             dtype: self.weights.stores.trained().dtype(),
         };
         let begin = self.timeline().begin();

@@ -1,10 +1,12 @@
 //! Documents packed into one sequence must train as if each stood alone.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
+mod common;
+
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer};
-use lockstep_graph::{BlockShape, Recompute, Seed};
+use lockstep_graph::{BlockShape, Seed};
 use lockstep_model::ModelConfig;
-use lockstep_plan::{DType, ParameterId};
+use lockstep_plan::{DType, ParameterId, Plan};
 use lockstep_tensor::Arena;
 use serde_json::json;
 
@@ -28,15 +30,9 @@ fn models() -> [ModelConfig; 2] {
 fn train(config: &ModelConfig, ids: &[u32], lengths: &[usize]) -> (f64, Vec<Vec<f32>>) {
     let shape = BlockShape { sequences: 1, seq_len: lengths.iter().sum(), dtype: DType::F32 };
     let optimizer = Optimizer::Sgd { momentum: 0.0 };
-    let options = EngineOptions {
-        shape,
-        recompute: Recompute::None.into(),
-        optimizer,
-        seed: 1,
-        threads: 2,
-        micro_batches: 4,
-    };
-    let mut engine = Engine::new(config, options, &Arena::new()).unwrap();
+    let plan = common::one_rank(config, Plan::default(), [shape.sequences, shape.seq_len], 4);
+    let options = EngineOptions { optimizer, seed: 1, threads: 2, ..EngineOptions::default() };
+    let mut engine = Engine::builder(config, plan).options(options).build(&Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     let (mut positions, mut starts) = (Vec::new(), Vec::new());
     for &length in lengths {

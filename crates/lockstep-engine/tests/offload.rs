@@ -1,6 +1,8 @@
 //! Model state on disk: no bit of a run depends on it, its memory is that of a few windows, and a disk that fails ends the step.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
+mod common;
+
 use std::path::Path;
 use std::time::Duration;
 
@@ -8,9 +10,9 @@ use lockstep_engine::{
     Engine, EngineError, EngineOptions, HostBatch, Offload, Optimizer, RoundingMode, Snapshot, StateKind,
     Storage, Update, WeightStorage,
 };
-use lockstep_graph::{BlockShape, Recompute, Seed};
+use lockstep_graph::Seed;
 use lockstep_model::ModelConfig;
-use lockstep_plan::{DType, MemoryCategory, Residence, Residences};
+use lockstep_plan::{DType, MemoryCategory, Plan, Residence, Residences};
 use lockstep_tensor::{Arena, DiskError, DiskMethod};
 use serde_json::json;
 
@@ -34,36 +36,26 @@ struct Setting {
     dtype: DType,
     optimizer: Optimizer,
     storage: Storage,
+    residence: Residences,
     micro_batches: usize,
 }
 
 impl Setting {
     fn engine(&self) -> Result<Engine, EngineError> {
-        let options = EngineOptions {
-            shape: BlockShape { sequences: 2, seq_len: 16, dtype: self.dtype },
-            recompute: Recompute::None.into(),
-            optimizer: self.optimizer,
-            seed: 1,
-            threads: 2,
-            micro_batches: self.micro_batches,
-        };
-        Engine::with_storage(&model(self.ties), options, self.storage.clone(), &Arena::new())
+        let (model, storage) = (model(self.ties), self.storage.clone());
+        let plan = Plan { residence: self.residence, ..Plan::default() };
+        let plan = common::one_rank(&model, plan, [2, 16], self.micro_batches);
+        let (dtype, optimizer) = (self.dtype, self.optimizer);
+        let options = EngineOptions { dtype, optimizer, storage, seed: 1, threads: 2 };
+        Engine::builder(&model, plan).options(options).build(&Arena::new())
     }
 
     fn on_disk(&self, directory: &Path, [gradients, parameters]: [Residence; 2], fraction: f64) -> Self {
-        let offload = Offload {
-            directory: directory.to_owned(),
-            residences: Residences {
-                optimizer: Residence::Disk,
-                gradients,
-                parameters,
-                fraction,
-                ..Residences::default()
-            },
-            window_elements: 2048,
-            ..Offload::default()
-        };
-        Self { storage: Storage { offload, ..self.storage.clone() }, ..self.clone() }
+        let offload =
+            Offload { directory: directory.to_owned(), window_elements: 2048, ..Offload::default() };
+        let optimizer = Residence::Disk;
+        let residence = Residences { optimizer, gradients, parameters, fraction, ..Residences::default() };
+        Self { storage: Storage { offload, ..self.storage.clone() }, residence, ..self.clone() }
     }
 
     /// Settings that differ in what state there is.
@@ -79,6 +71,7 @@ impl Setting {
             dtype: DType::F32,
             optimizer: ADAMW,
             storage: Storage::default(),
+            residence: Residences::default(),
             micro_batches: 1,
         };
         vec![

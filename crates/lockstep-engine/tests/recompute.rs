@@ -1,10 +1,12 @@
 //! What blocks forget, layer by layer: no bit depends on it, and what they keep is what was predicted.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, Update};
-use lockstep_graph::{BlockShape, Recompute, RecomputeRules, Seed};
+mod common;
+
+use lockstep_engine::{Engine, EngineOptions, HostBatch, Update};
+use lockstep_graph::{Recompute, RecomputeRules, Seed};
 use lockstep_model::ModelConfig;
-use lockstep_plan::{DType, LayerRule, MemoryCategory};
+use lockstep_plan::{LayerRule, MemoryCategory, Plan};
 use lockstep_tensor::Arena;
 use proptest::{prelude::*, sample::select};
 use serde_json::json;
@@ -19,15 +21,9 @@ fn engine(recompute: RecomputeRules) -> Engine {
         "max_position_embeddings": 16, "tie_word_embeddings": true,
     });
     let model = ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap();
-    let options = EngineOptions {
-        shape: BlockShape { sequences: 2, seq_len: TOKENS / 2, dtype: DType::F32 },
-        recompute,
-        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
-        seed: 1,
-        threads: 1,
-        micro_batches: 1,
-    };
-    let mut engine = Engine::new(&model, options, &Arena::new()).unwrap();
+    let plan = common::one_rank(&model, Plan { recompute, ..Plan::default() }, [2, TOKENS / 2], 1);
+    let options = EngineOptions { seed: 1, ..EngineOptions::default() };
+    let mut engine = Engine::builder(&model, plan).options(options).build(&Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     engine
 }

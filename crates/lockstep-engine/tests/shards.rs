@@ -4,13 +4,9 @@
 use std::{thread, time::Duration};
 
 use lockstep_comm::{World, WorldOptions};
-use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, Optimizer, Storage};
-use lockstep_graph::{BlockShape, Recompute};
+use lockstep_engine::{Engine, EngineOptions, Groups};
 use lockstep_model::{ModelConfig, Tuning, parameter_records};
-use lockstep_plan::{
-    ContextMethod, DType, Degrees, MemoryCategory, Mesh, ParameterId, Quantization, TensorDimensions,
-    ZeroStage, gathering::LiveParameters,
-};
+use lockstep_plan::{DType, Degrees, MemoryCategory, ParameterId, Plan, ZeroStage};
 use serde_json::json;
 
 const STAGES: [ZeroStage; 4] =
@@ -45,38 +41,27 @@ fn on_ranks_that_train<T: Send>(
     zero_stage: ZeroStage,
     look: impl Fn(&Engine) -> T + Sync,
 ) -> Vec<T> {
-    let options = EngineOptions {
-        shape: BlockShape { sequences: 1, seq_len: 8, dtype },
-        recompute: Recompute::None.into(),
-        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
-        seed: 1,
-        threads: 1,
-        micro_batches: 8,
+    let plan = Plan {
+        mesh: degrees,
+        micro_batch: Some(1),
+        sequence_parallel: degrees.tensor > 1,
+        zero_stage: zero_stage.number(),
+        bucket_mb: 1.0,
+        ..Plan::default()
     };
-    let of_groups = GroupOptions {
-        splits_tokens: degrees.tensor > 1,
-        tensor_dimensions: TensorDimensions::One,
-        tensor_chunks: None,
-        partitions_activations: false,
-        context_method: ContextMethod::default(),
-        zero_stage,
-        quantization: Quantization::default(),
-        live_parameters: LiveParameters::default(),
-        secondary_shard: None,
-        bucket_bytes: 1 << 20,
-        limit: Duration::from_secs(60),
-    };
-    let mesh = Mesh::new(degrees).unwrap();
+    let parts = degrees.replicate * degrees.shard;
+    let plan = model.check_plan(&plan, [8 / parts * parts, 8]).unwrap();
     let world = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
-    let groups = World::in_process(mesh.world_size(), world).unwrap();
+    let groups = World::in_process(plan.mesh().world_size(), world).unwrap();
     thread::scope(|scope| {
         let rank = |group: lockstep_comm::Group| {
-            let look = &look;
+            let (look, plan) = (&look, plan.rank(group.rank()));
             scope.spawn(move || {
                 let arena = group.arena(&[MemoryCategory::Gradients, MemoryCategory::Parameters]);
-                let groups = Groups::new(group, mesh, of_groups, None).unwrap();
-                let storage = Storage::default();
-                let engine = Engine::in_groups(model, tuning, options, storage, &arena, groups).unwrap();
+                let groups = Groups::new(group, plan.clone(), Duration::from_secs(60)).unwrap();
+                let options = EngineOptions { dtype, seed: 1, ..EngineOptions::default() };
+                let builder = Engine::builder(model, plan).tuning(tuning).options(options);
+                let engine = builder.groups(groups).build(&arena).unwrap();
                 look(&engine)
             })
         };

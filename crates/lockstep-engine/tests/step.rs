@@ -1,17 +1,27 @@
 //! Where parameters lie, and what one step of a tiny model must do to them.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
+mod common;
+
 use lockstep_engine::{
     Engine, EngineOptions, FlatStore, Granularity, HostBatch, MuonScale, Optimizer, RoundingMode, Snapshot,
     StateKind, StateTensor, Storage, Update, WeightStorage,
 };
-use lockstep_graph::{BlockShape, Cost, Pass, Recompute, Seed, Span};
+use lockstep_graph::{Cost, Pass, Recompute, Seed, Span};
 use lockstep_model::ModelConfig;
-use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan, RankPlan};
 use lockstep_tensor::Arena;
 use serde_json::json;
 
-const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
+/// Four micro-batches of two sequences of 5 tokens on one rank.
+fn one_rank(model: &ModelConfig, recompute: Recompute) -> RankPlan {
+    common::one_rank(model, Plan { recompute: recompute.into(), ..Plan::default() }, [2, 5], 4)
+}
+
+fn built(options: EngineOptions, recompute: Recompute, arena: &Arena) -> Engine {
+    let model = model();
+    Engine::builder(&model, one_rank(&model, recompute)).options(options).build(arena).unwrap()
+}
 
 /// A Llama whose output layer is its embedding.
 fn model() -> ModelConfig {
@@ -40,15 +50,9 @@ fn engine() -> Engine {
 
 fn engine_of(model: &ModelConfig) -> Engine {
     let optimizer = Optimizer::Sgd { momentum: 0.0 };
-    let options = EngineOptions {
-        shape: SHAPE,
-        recompute: Recompute::None.into(),
-        optimizer,
-        seed: 1,
-        threads: 2,
-        micro_batches: 4,
-    };
-    let mut engine = Engine::new(model, options, &Arena::new()).unwrap();
+    let options = EngineOptions { optimizer, seed: 1, threads: 2, ..EngineOptions::default() };
+    let builder = Engine::builder(model, one_rank(model, Recompute::None));
+    let mut engine = builder.options(options).build(&Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     engine
 }
@@ -227,15 +231,8 @@ fn a_weight_that_is_not_finite_is_found_by_name() {
 fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
     for dtype in [DType::F32, DType::BF16] {
         let arena = Arena::new();
-        let options = EngineOptions {
-            shape: BlockShape { dtype, ..SHAPE },
-            recompute: Recompute::None.into(),
-            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
-            seed: 1,
-            threads: 2,
-            micro_batches: 4,
-        };
-        let mut engine = Engine::new(&model(), options, &arena).unwrap();
+        let options = EngineOptions { dtype, seed: 1, threads: 2, ..EngineOptions::default() };
+        let mut engine = built(options, Recompute::None, &arena);
         engine.initialize(1).unwrap();
         let step = |engine: &mut Engine, step| {
             engine.begin_step();
@@ -274,15 +271,8 @@ fn a_tensor_of_the_wrong_size_is_refused_by_name() {
 /// One step of a model with one layer of everything, recorded.
 fn recorded_step(recompute: Recompute) -> (Engine, Vec<Span>) {
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions {
-        shape: SHAPE,
-        recompute: recompute.into(),
-        optimizer,
-        seed: 1,
-        threads: 1,
-        micro_batches: 4,
-    };
-    let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
+    let options = EngineOptions { optimizer, seed: 1, ..EngineOptions::default() };
+    let mut engine = built(options, recompute, &Arena::new());
     engine.initialize(1).unwrap();
     engine.timeline().start();
     engine.begin_step();
@@ -350,15 +340,8 @@ fn what_is_computed_again_is_recorded_as_such() {
 /// Weights and state after some steps on the same batch, from an engine whose state `between` may replace.
 fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) -> Engine) -> Vec<Vec<f32>> {
     let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
-    let options = EngineOptions {
-        shape: BlockShape { dtype, ..SHAPE },
-        recompute: Recompute::None.into(),
-        optimizer,
-        seed: 1,
-        threads: 2,
-        micro_batches: 4,
-    };
-    let mut engine = Engine::with_storage(&model(), options, storage, &Arena::new()).unwrap();
+    let options = EngineOptions { dtype, optimizer, storage, seed: 1, threads: 2 };
+    let mut engine = built(options, Recompute::None, &Arena::new());
     engine.initialize(1).unwrap();
     for step in 1..=6 {
         if step == 4 {
@@ -403,11 +386,9 @@ fn every_optimizer_goes_on_from_what_it_has_saved_in_every_precision() {
                 .map(|tensor| (tensor.record.name.clone(), tensor.kind, tensor.to_vec().unwrap()))
                 .collect();
             let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
-            let shape = BlockShape { dtype, ..SHAPE };
-            let recompute = Recompute::None.into();
-            let options =
-                EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
-            let mut fresh = Engine::with_storage(&model(), options, storage.clone(), &Arena::new()).unwrap();
+            let storage = storage.clone();
+            let options = EngineOptions { dtype, optimizer, storage, seed: 1, threads: 1 };
+            let mut fresh = built(options, Recompute::None, &Arena::new());
             for (name, kind, values) in saved {
                 let id = fresh.parameter_ids().find(|id| fresh.records()[id.0].name == name).unwrap();
                 assert!(fresh.state_kinds(id).any(|kept| kept == kind), "{name}: {kind:?}");
@@ -421,15 +402,8 @@ fn every_optimizer_goes_on_from_what_it_has_saved_in_every_precision() {
 
 #[test]
 fn muon_takes_the_matrices_of_blocks_and_adamw_the_rest() {
-    let options = EngineOptions {
-        shape: SHAPE,
-        recompute: Recompute::None.into(),
-        optimizer: MUON,
-        seed: 1,
-        threads: 1,
-        micro_batches: 4,
-    };
-    let mut engine = Engine::new(&model(), options, &Arena::new()).unwrap();
+    let options = EngineOptions { optimizer: MUON, seed: 1, ..EngineOptions::default() };
+    let mut engine = built(options, Recompute::None, &Arena::new());
     let kinds = |name: &str| -> Vec<StateKind> {
         let id = engine.parameter_ids().find(|id| engine.records()[id.0].name == name).unwrap();
         engine.state_kinds(id).collect()
@@ -460,11 +434,8 @@ fn muon_takes_the_matrices_of_blocks_and_adamw_the_rest() {
 fn state_in_bf16_takes_half_the_memory() {
     let memory = |storage: Storage| {
         let arena = Arena::new();
-        let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-        let shape = BlockShape { dtype: DType::BF16, ..SHAPE };
-        let recompute = Recompute::None.into();
-        let options = EngineOptions { shape, recompute, optimizer, seed: 1, threads: 1, micro_batches: 4 };
-        let _engine = Engine::with_storage(&model(), options, storage, &arena).unwrap();
+        let options = EngineOptions { dtype: DType::BF16, storage, ..EngineOptions::default() };
+        let _engine = built(options, Recompute::None, &arena);
         arena.in_use()[MemoryCategory::Optimizer]
     };
     let all = memory(Storage::default());

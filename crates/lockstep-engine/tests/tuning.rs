@@ -1,12 +1,14 @@
 //! Training a part of a model: the part trains as it would in the whole, and the rest costs nothing.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
+mod common;
+
 use std::collections::BTreeSet;
 
-use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, StateKind, Storage, Update};
+use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, StateKind, Update};
 use lockstep_graph::{BlockShape, Recompute, Seed};
 use lockstep_model::{ModelConfig, Tuning, parameter_records};
-use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan};
 use lockstep_tensor::Arena;
 use serde_json::json;
 
@@ -27,15 +29,12 @@ fn frozen(model: &ModelConfig, is_frozen: impl Fn(&str) -> bool) -> Tuning {
 fn engine(model: &ModelConfig, tuning: &Tuning, dtype: DType, recompute: Recompute) -> Engine {
     let shape = BlockShape { sequences: 2, seq_len: 8, dtype };
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions {
-        shape,
-        recompute: recompute.into(),
-        optimizer,
-        seed: 1,
-        threads: 2,
-        micro_batches: 4,
-    };
-    let mut engine = Engine::tuned(model, tuning, options, Storage::default(), &Arena::new()).unwrap();
+    let plan = Plan { recompute: recompute.into(), ..Plan::default() };
+    let plan = common::one_rank(model, plan, [shape.sequences, shape.seq_len], 4);
+    let options =
+        EngineOptions { dtype: shape.dtype, optimizer, seed: 1, threads: 2, ..EngineOptions::default() };
+    let builder = Engine::builder(model, plan).tuning(tuning).options(options);
+    let mut engine = builder.build(&Arena::new()).unwrap();
     engine.initialize(1).unwrap();
     engine
 }

@@ -7,6 +7,7 @@
 //! is an error that names it; nothing in a configuration is ever ignored in silence.
 #![forbid(unsafe_code)]
 
+mod check;
 mod config;
 mod error;
 mod families;

@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 
 use lockstep_graph::{BlockShape, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules};
 use lockstep_plan::{
-    Among, BufferUnit, ContextPlace, DType, ExpertPlace, ModelProfile, ParameterId, ParameterRecord, Shard,
-    Share, TensorDimensions, TensorPlace, UnitProfile,
+    Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
+    TensorDimensions, TensorPlace, UnitProfile,
 };
 
 use crate::{
@@ -61,12 +61,15 @@ pub struct RecordingOptions {
     pub recompute: RecomputeRules,
     /// What the head ends in.
     pub head_output: HeadOutput,
-    /// The rank's place among those that share each block.
-    pub tensor: TensorPlace,
-    /// The rank's place among those that share each sequence.
-    pub context: ContextPlace,
-    /// The rank's place among those that share out the experts.
-    pub experts: ExpertPlace,
+    /// The rank's coordinates in the groups that split blocks, sequences and experts.
+    pub places: Places,
+}
+
+impl RecordingOptions {
+    /// A training step's micro-batch of `shape`, with losses as the output.
+    pub fn training(shape: BlockShape, recompute: RecomputeRules, places: Places) -> Self {
+        Self { mode: Mode::Training, shape, recompute, head_output: HeadOutput::Losses, places }
+    }
 }
 
 /// A recorded model.
@@ -79,8 +82,8 @@ pub struct RecordedModel {
     inverse_frequencies: Option<Vec<f32>>,
     pub(crate) flops: Flops,
     bias_update_rate: f64,
-    /// The rank's place among those that share each block.
-    pub(crate) tensor: TensorPlace,
+    /// The coordinates that it was recorded for.
+    pub(crate) places: Places,
     vocabulary: usize,
     /// The units of whose output the ranks that share blocks keep a slice each.
     sliced: Vec<bool>,
@@ -96,10 +99,8 @@ impl RecordedModel {
         recompute: Recompute,
         head_output: HeadOutput,
     ) -> Self {
-        let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
-        let experts = ExpertPlace::default();
-        let recompute = recompute.into();
-        let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts };
+        let (recompute, places) = (recompute.into(), Places::default());
+        let options = RecordingOptions { mode, shape, recompute, head_output, places };
         Self::tuned(config, &Tuning::default(), options)
     }
 
@@ -133,7 +134,7 @@ impl RecordedModel {
             inverse_frequencies: family.inverse_frequencies(),
             flops,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
-            tensor: options.tensor,
+            places: options.places,
             vocabulary: config.vocab_size(),
             sliced: Vec::new(),
         };
@@ -148,7 +149,7 @@ impl RecordedModel {
     /// Whether the ranks that share the blocks keep slices of the output of a unit: it is the input of a block that forgets everything
     /// else, and nothing but this block's backward reads it.
     fn can_slice(&self, unit: usize, recompute: RecomputeRules) -> bool {
-        let TensorPlace { ranks, splits_tokens, slices_inputs, dimensions, .. } = self.tensor;
+        let TensorPlace { ranks, splits_tokens, slices_inputs, dimensions, .. } = self.places.tensor;
         let all_have_it = !splits_tokens && dimensions == TensorDimensions::One;
         // Block n is unit n + 1.
         let is_for_replay = unit < self.layers && recompute.of(unit) == Recompute::Full;
@@ -178,7 +179,7 @@ impl RecordedModel {
     /// Elements of such a slice.
     pub fn slice_elements(&self) -> usize {
         let between = self.program(0);
-        self.tensor.slice_elements(between.output_rows() * between.output_columns())
+        self.places.tensor.slice_elements(between.output_rows() * between.output_columns())
     }
 
     /// Bytes of a frame of a unit, with its output or the rank's slice of that.
@@ -222,9 +223,8 @@ impl RecordedModel {
         self.inverse_frequencies.as_deref()
     }
 
-    /// What its memory depends on; `context` is the rank's place among those that share each sequence, for which it was
-    /// recorded.
-    pub fn profile(&self, context: ContextPlace) -> ModelProfile {
+    /// The inputs of memory predictions: the bytes of each unit, and the records of parameters.
+    pub fn profile(&self) -> ModelProfile {
         let unit = |unit: usize| {
             let program = self.program(unit);
             UnitProfile {
@@ -252,9 +252,9 @@ impl RecordedModel {
             tokens: shape.tokens(),
             boundary_bytes: between.output_rows() * between.output_columns() * shape.dtype.size_bytes(),
             slice_bytes: self.slice_elements() * shape.dtype.size_bytes(),
-            gathered_bytes: self.slice_elements() * self.tensor.ranks * shape.dtype.size_bytes(),
+            gathered_bytes: self.slice_elements() * self.places.tensor.ranks * shape.dtype.size_bytes(),
             frequencies: self.inverse_frequencies.as_ref().map_or(0, Vec::len),
-            context,
+            context: self.places.context,
         }
     }
 
@@ -267,8 +267,8 @@ impl RecordedModel {
         if !is_of_vocabulary {
             return record.local_elements();
         }
-        let part = |rank| TensorPlace { rank, ..self.tensor }.vocabulary_range(self.vocabulary).len();
-        let rows = (0..self.tensor.ranks).map(part).max().unwrap_or(0);
+        let part = |rank| TensorPlace { rank, ..self.places.tensor }.vocabulary_range(self.vocabulary).len();
+        let rows = (0..self.places.tensor.ranks).map(part).max().unwrap_or(0);
         rows * record.shape[1..].iter().product::<usize>()
     }
 
@@ -337,9 +337,7 @@ pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterReco
     let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
     let (mode, recompute) = (Mode::Inference, RecomputeRules::default());
     let head_output = HeadOutput::Logits;
-    let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
-    let experts = ExpertPlace::default();
-    let options = RecordingOptions { mode, shape, recompute, head_output, tensor, context, experts };
+    let options = RecordingOptions { mode, shape, recompute, head_output, places: Places::default() };
     RecordedModel::tuned(config, tuning, options).records
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use lockstep_graph::{InputGradient, LowRank, Program, Recompute, Recorder, Split, Value};
-use lockstep_plan::{ContextPlace, ExpertPlace, TensorPlace};
+use lockstep_plan::Places;
 
 use crate::{HeadOutput, ModelConfig, RecordingOptions, Tuning};
 
@@ -100,9 +100,9 @@ impl RecordedUnits {
         tuning: &Tuning,
         options: RecordingOptions,
     ) -> Flops {
-        if options.tensor.ranks * options.context.ranks * options.experts.group_size() > 1 {
-            let (tensor, context) = (TensorPlace::default(), ContextPlace::default());
-            let alone = RecordingOptions { tensor, context, experts: ExpertPlace::default(), ..options };
+        let Places { tensor, context, experts } = options.places;
+        if tensor.ranks * context.ranks * experts.group_size() > 1 {
+            let alone = RecordingOptions { places: Places::default(), ..options };
             return Self::new(config, tuning, alone).flops();
         }
         self.flops()
@@ -157,7 +157,7 @@ impl Recording {
         splits: &[(&str, Split)],
         record: impl FnOnce(&mut Recorder) -> Value,
     ) -> Program {
-        let RecordingOptions { mode, shape, tensor, context, experts, .. } = options;
+        let RecordingOptions { mode, shape, places: Places { tensor, context, experts }, .. } = options;
         let mut g = Recorder::new(mode, shape);
         g.share_sequences(context);
         g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));

@@ -11,7 +11,7 @@ use crate::{
 impl RecordedModel {
     /// What each rank has to do for a micro-batch, and what all of them have to do together.
     pub fn work(&self) -> ModelWork {
-        work_of(&self.units, self.flops, self.tensor)
+        work_of(&self.units, self.flops, self.places.tensor)
     }
 }
 
@@ -22,7 +22,7 @@ impl RecordedModel {
 pub fn model_work(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> ModelWork {
     let units = RecordedUnits::new(config, tuning, options);
     let flops = units.flops_alone(config, tuning, options);
-    work_of(&units, flops, options.tensor)
+    work_of(&units, flops, options.places.tensor)
 }
 
 fn work_of(units: &RecordedUnits, flops: Flops, tensor: TensorPlace) -> ModelWork {

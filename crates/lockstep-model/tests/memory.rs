@@ -5,9 +5,9 @@
 //! attention's matrices are computed again.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_graph::{BlockShape, Mode, Recompute};
-use lockstep_model::{HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{ContextPlace, DType, ExpertPlace, TensorDimensions, TensorPlace};
+use lockstep_graph::{BlockShape, Recompute};
+use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
+use lockstep_plan::{DType, Places, TensorDimensions, TensorPlace};
 
 const SHAPE: BlockShape = BlockShape { sequences: 4, seq_len: 1024, dtype: DType::BF16 };
 
@@ -30,15 +30,8 @@ fn kept_on(tensor: TensorPlace, recompute: Recompute) -> f64 {
 
 fn recorded(tensor: TensorPlace, recompute: Recompute) -> (ModelConfig, RecordedModel) {
     let model = ModelConfig::preset("gpt2-124m").unwrap().with_dropout(0.1);
-    let options = RecordingOptions {
-        mode: Mode::Training,
-        shape: SHAPE,
-        recompute: recompute.into(),
-        head_output: HeadOutput::Losses,
-        tensor,
-        context: ContextPlace::default(),
-        experts: ExpertPlace::default(),
-    };
+    let places = Places { tensor, ..Places::default() };
+    let options = RecordingOptions::training(SHAPE, recompute.into(), places);
     let recorded = RecordedModel::tuned(&model, &Tuning::default(), options);
     (model, recorded)
 }

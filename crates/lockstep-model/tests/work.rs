@@ -1,12 +1,10 @@
 //! What a rank has to do and to keep, read off recordings, against closed forms and published figures.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_graph::{BlockShape, Mode, Recompute};
-use lockstep_model::{
-    HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning, model_work, parameter_records,
-};
+use lockstep_graph::{BlockShape, Recompute};
+use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning, model_work, parameter_records};
 use lockstep_plan::work::{Collective, Exchange, Keeping, Labor, ModelWork, Pass, Peers, Task, UnitWork};
-use lockstep_plan::{ContextMethod, ContextPlace, DType, ExpertPlace, TensorDimensions, TensorPlace};
+use lockstep_plan::{ContextMethod, ContextPlace, DType, ExpertPlace, Places, TensorDimensions, TensorPlace};
 
 /// A model of Korthikanti et al. (2022), table 3, with what figures 1 and 7 say of it.
 struct Published {
@@ -95,7 +93,8 @@ impl Published {
 
     fn options(&self, tensor: TensorPlace, recompute: Recompute) -> RecordingOptions {
         let shape = BlockShape { sequences: self.sequences, seq_len: SEQ_LEN, dtype: DType::F16 };
-        RecordingOptions { recompute: recompute.into(), tensor, ..alone(shape) }
+        let places = Places { tensor, ..Places::default() };
+        RecordingOptions::training(shape, recompute.into(), places)
     }
 
     fn work(&self, tensor: TensorPlace) -> ModelWork {
@@ -114,15 +113,11 @@ impl Published {
 }
 
 fn alone(shape: BlockShape) -> RecordingOptions {
-    RecordingOptions {
-        mode: Mode::Training,
-        shape,
-        recompute: Recompute::None.into(),
-        head_output: HeadOutput::Losses,
-        tensor: TensorPlace::default(),
-        context: ContextPlace::default(),
-        experts: ExpertPlace::default(),
-    }
+    at(Places::default(), shape)
+}
+
+fn at(places: Places, shape: BlockShape) -> RecordingOptions {
+    RecordingOptions::training(shape, Recompute::None.into(), places)
 }
 
 fn split_over(ranks: usize, splits_tokens: bool) -> TensorPlace {
@@ -347,7 +342,7 @@ fn ranks_that_share_sequences_send_keys_and_values() {
         let n = ranks as f64;
         let sent = |method| {
             let context = ContextPlace { ranks, rank: 0, method };
-            sent(llama(RecordingOptions { context, ..alone(shape) }).unit(1), Peers::Context, ranks)
+            sent(llama(at(Places { context, ..Places::default() }, shape)).unit(1), Peers::Context, ranks)
         };
         // Forward and backward n - 1 steps in 16 bits; the gradients in f32, which go home as well.
         let ring = 2.0 * 2.0 * keys * (n - 1.0) / n + 4.0 * keys;
@@ -398,8 +393,11 @@ fn mixtures_multiply_with_active_parameters_alone() {
         // A row for each slot to the experts and back, and the same of their gradients; and how many rows go where.
         for ranks in [2, 8] {
             let place = ExpertPlace { ranks, rank: 0, tensor_ranks: 1, tensor_rank: 0 };
-            let work =
-                model_work(&config, &Tuning::default(), RecordingOptions { experts: place, ..alone(shape) });
+            let work = model_work(
+                &config,
+                &Tuning::default(),
+                at(Places { experts: place, ..Places::default() }, shape),
+            );
             assert_eq!(here(&work), of_experts / ranks as u64, "{name}");
             let (n, slots) = (ranks as f64, (shape.tokens() * experts.per_token) as f64);
             let rows = 2.0 * slots * config.hidden_size() as f64 * (n - 1.0) / n;
@@ -418,7 +416,7 @@ fn a_host_waits_for_how_many_rows_come_where_nothing_is_dropped() {
     let shape = BlockShape { sequences: 1, seq_len: 64, dtype: DType::BF16 };
     let place = ExpertPlace { ranks: 2, rank: 0, tensor_ranks: 1, tensor_rank: 0 };
     let waits = |config: &ModelConfig| {
-        let options = RecordingOptions { experts: place, ..alone(shape) };
+        let options = at(Places { experts: place, ..Places::default() }, shape);
         let work = model_work(config, &Tuning::default(), options);
         let is_for_host =
             |task: &&Task| matches!(task.labor, Labor::Exchange(exchange) if exchange.is_for_host);
@@ -465,7 +463,7 @@ fn a_square_of_ranks_sends_blocks_along_its_lines() {
 #[test]
 fn ranks_that_split_the_vocabulary_tell_each_other_three_numbers_of_each_token() {
     let shape = BlockShape { sequences: 1, seq_len: 8192, dtype: DType::BF16 };
-    let work = llama(RecordingOptions { tensor: split_over(8, false), ..alone(shape) });
+    let work = llama(at(Places { tensor: split_over(8, false), ..Places::default() }, shape));
     let head = work.unit(work.units() - 1);
     let told = head.backward.iter().filter_map(|task| match task.labor {
         Labor::Exchange(exchange) if exchange.collective == Collective::AllGather => Some(exchange.bytes),
@@ -483,7 +481,7 @@ fn ranks_that_split_the_vocabulary_tell_each_other_three_numbers_of_each_token()
 fn a_models_work_is_that_of_its_recording_and_takes_less_than_a_moment() {
     let shape = BlockShape { sequences: 1, seq_len: 4096, dtype: DType::BF16 };
     let config = ModelConfig::preset("llama3-405b").unwrap();
-    let options = RecordingOptions { tensor: split_over(8, true), ..alone(shape) };
+    let options = at(Places { tensor: split_over(8, true), ..Places::default() }, shape);
     let recorded = RecordedModel::tuned(&config, &Tuning::default(), options).work();
     let mut shortest = std::time::Duration::MAX;
     for _ in 0..20 {

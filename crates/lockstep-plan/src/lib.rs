@@ -59,7 +59,7 @@ pub use dtype::DType;
 pub use memory::{
     CACHE_LINE_BYTES, Extent, FRAME_PLACES, HeldActivations, HeldOfStage, LookedUpSizes, MemoryBytes,
     MemoryCategory, MemoryItem, MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes,
-    SharedTable, StageMemory, StateItem, StateLayout, StatePlan, StoreKind, StoreLayout, Stretch,
+    SharedTable, StageMemory, StateFacts, StateItem, StateLayout, StatePlan, StoreKind, StoreLayout, Stretch,
     UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
@@ -71,8 +71,9 @@ pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use pattern::describes;
 pub use plan::{
-    ContextMethod, DEFAULT_BUCKET_MB, Facts, PLAN_VERSION, PassOrder, PipelineSchedule, Plan, PlanError,
-    PlanPrediction, PlanProblem, PlannedStep, RankList, RanksMemory, TensorDimensions, CheckedPlan,
+    CheckedPlan, ContextMethod, DEFAULT_BUCKET_MB, Facts, PLAN_VERSION, PassOrder, PipelineSchedule, Places,
+    Plan, PlanError, PlanPrediction, PlanProblem, PlannedStep, RankList, RankPlan, RanksMemory, StepLayout,
+    TensorDimensions,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};

@@ -55,6 +55,11 @@ impl Sharding {
     pub fn live_parameters(&self) -> LiveParameters {
         LiveParameters { reshard: self.reshard_after_forward, limit: self.max_live_parameters }
     }
+
+    /// Size of the groups that a shard group of so many ranks is cut into, to keep gathered weights once more; `None` where it is not cut.
+    pub fn neighbours(&self, ranks: usize) -> Option<usize> {
+        self.secondary_shard.filter(|&count| count > 1 && ranks > count && ranks.is_multiple_of(count))
+    }
 }
 
 /// A rank's place among those that share out a stretch of the state.

@@ -1,10 +1,10 @@
 //! The list of a rank's model state: which stores there are, which of them are sharded or on disk, and what is copied.
 
-use lockstep_plan::gathering::{Gathering, RankPasses};
+use lockstep_plan::gathering::RankPasses;
 use lockstep_plan::{
     BufferUnit, CACHE_LINE_BYTES, ContextPlace, DType, DiskPlan, Extent, Feedback, Initializer,
     MemoryCategory, ModelProfile, ParameterId, ParameterRecord, Quantization, QuantizedType, ShardPlace,
-    Share, StageMemory, StateKind, StateLayout, StatePlan, StoreKind, UnitProfile, Wrap, ZeroStage,
+    Sharding, Share, StageMemory, StateKind, StateLayout, StatePlan, StoreKind, UnitProfile, ZeroStage,
 };
 
 const RANKS: usize = 4;
@@ -57,8 +57,7 @@ fn plan(zero_stage: ZeroStage) -> StatePlan {
         zero_stage,
         quantization: Quantization::default(),
         replicas: 1,
-        wrap: Wrap::Block,
-        gathering: Gathering::default(),
+        sharding: Sharding::default(),
         has_master: true,
         optimizer_dtype: DType::F32,
         optimizer_keeps: vec![
@@ -137,10 +136,9 @@ fn copies_hold_updated_weights_optimizer_state_biases_and_residuals() {
         [StoreKind::MasterWeights, first, second, StoreKind::SelectionBiases, StoreKind::GradientResidual];
     assert_eq!(kinds(layout.saved()), saved);
     let model = model();
-    let stages = [StageMemory::whole(3)];
-    let passes = RankPasses { stages: &stages, pipeline: None, micro_batches: 1 };
-    let gathers = layout.gathers(&model, passes).unwrap();
-    let memory = layout.memory(&model, &stages, gathers.as_ref()).by_category();
+    let passes = RankPasses { stages: vec![StageMemory::whole(3)], pipeline: None, micro_batches: 1 };
+    let gathers = layout.gathers(&model, &passes).unwrap();
+    let memory = layout.memory(&model, &passes.stages, gathers.as_ref()).by_category();
     let copied: usize = layout.saved().map(lockstep_plan::StateItem::booked_bytes).sum();
     assert_eq!(memory[MemoryCategory::Snapshot], copied);
     // Without master weights the checkpoint holds what kernels read, and biases are apart where that is sharded.

@@ -7,12 +7,11 @@ use std::thread;
 use std::time::Duration;
 
 use lockstep_comm::{World, WorldOptions};
-use lockstep_engine::{Engine, EngineOptions, GroupOptions, Groups, HostBatch, Optimizer, Storage, Traffic};
-use lockstep_graph::{BlockShape, Recompute, Seed};
-use lockstep_model::{ModelConfig, Tuning};
+use lockstep_engine::{Engine, EngineOptions, Groups, HostBatch, Traffic};
+use lockstep_graph::{BlockShape, Seed};
+use lockstep_model::ModelConfig;
 use lockstep_plan::{
-    ContextMethod, DType, Degrees, MemoryCategory, Mesh, QUANTIZATION_BLOCK, Quantization, QuantizedType,
-    TensorDimensions, ZeroStage, gathering::LiveParameters,
+    DType, Degrees, MemoryCategory, Plan, QUANTIZATION_BLOCK, Quantization, QuantizedType, ZeroStage,
 };
 use serde_json::json;
 
@@ -58,39 +57,30 @@ fn on_ranks<T: Send>(
 ) -> Result<Vec<T>, Box<dyn std::error::Error + Send + Sync>> {
     let Case { replicate, shard, zero_stage, quantization } = case;
     let model = model()?;
-    let options = EngineOptions {
-        shape: SHAPE,
-        recompute: Recompute::None.into(),
-        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
-        seed: 1,
-        threads: 1,
-        micro_batches: replicate * shard,
+    let plan = Plan {
+        mesh: Degrees { replicate, shard, ..Degrees::default() },
+        micro_batch: Some(SHAPE.sequences),
+        zero_stage: zero_stage.number(),
+        quantize_weights: quantization.weights,
+        quantize_gradients: quantization.gradients,
+        quantize_feedback: quantization.feedback,
+        bucket_mb: 1.0,
+        ..Plan::default()
     };
-    let of_groups = GroupOptions {
-        splits_tokens: false,
-        tensor_dimensions: TensorDimensions::One,
-        tensor_chunks: None,
-        partitions_activations: false,
-        context_method: ContextMethod::default(),
-        zero_stage,
-        quantization,
-        live_parameters: LiveParameters::default(),
-        secondary_shard: None,
-        bucket_bytes: 1 << 20,
-        limit: Duration::from_secs(60),
-    };
-    let mesh = Mesh::new(Degrees { replicate, shard, ..Degrees::default() })?;
+    let plan = model.check_plan(&plan, [replicate * shard, SHAPE.seq_len])?;
     let world = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
-    let groups = World::in_process(mesh.world_size(), world)?;
+    let groups = World::in_process(plan.mesh().world_size(), world)?;
     thread::scope(|scope| {
         let rank = |group: lockstep_comm::Group| {
-            let (run, model) = (&run, &model);
+            let (run, model, plan) = (&run, &model, &plan);
             scope.spawn(move || {
                 let shared = [MemoryCategory::Gradients, MemoryCategory::Communication];
                 let (rank, arena) = (group.rank(), group.arena(&shared));
-                let groups = Groups::new(group, mesh, of_groups, None)?;
-                let (tuning, storage) = (Tuning::default(), Storage::default());
-                let mut engine = Engine::in_groups(model, &tuning, options, storage, &arena, groups)?;
+                let plan = plan.rank(rank);
+                let groups = Groups::new(group, plan.clone(), Duration::from_secs(60))?;
+                let options = EngineOptions { seed: 1, ..EngineOptions::default() };
+                let mut engine =
+                    Engine::builder(model, plan).groups(groups).options(options).build(&arena)?;
                 engine.initialize(1)?;
                 run(&mut engine, rank)
             })

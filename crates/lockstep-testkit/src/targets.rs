@@ -322,13 +322,14 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         // As many as it asks for, if that is a number of ranks.
         world_size: plan.mesh.world_size().filter(|ranks| *ranks <= 64).unwrap_or(8),
     };
-    let Ok(valid) = plan.check(&facts) else { return Verdict::Refused };
-    let ranks = valid.mesh.ranks();
+    let Ok(checked) = plan.check(&facts) else { return Verdict::Refused };
+    let layout = checked.layout();
+    let ranks = layout.mesh.ranks();
     let place = |rank| Axis::ALL.map(|axis| ranks.coordinate(rank, axis));
     let places: BTreeSet<_> = (0..facts.world_size).map(place).collect();
     assert_eq!(places.len(), facts.world_size, "each rank has a place of its own");
-    assert_eq!(valid.stages.iter().map(|units| units.len()).sum::<usize>(), facts.units());
-    simulated(&valid.schedule);
+    assert_eq!(layout.stages.iter().map(|units| units.len()).sum::<usize>(), facts.units());
+    layout.schedule.iter().for_each(|schedule| simulated(schedule));
     Verdict::Accepted
 }
 

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, Storage, Update};
-use lockstep_graph::{BlockShape, RecomputeRules, Seed};
+use lockstep_engine::{Engine, EngineOptions, HostBatch, Update};
+use lockstep_graph::{BlockShape, Seed};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use lockstep_plan::{CheckedPlan, DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
 use lockstep_tensor::cpu::measure_peak;
@@ -15,7 +15,7 @@ use crate::machine::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
 use crate::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
 use crate::model_name::config_of;
 use crate::roofline::{Detail, Limits, Roofline};
-use crate::setup::overrides_of;
+use crate::setup::{engine_options, overrides_of};
 use crate::trainer::clip_coefficient;
 use crate::{Error, Forecast, NamedModel, Ranks, RunConfig};
 
@@ -26,33 +26,32 @@ const GEMM_RUNS: usize = 5;
 /// Steps to be timed.
 #[derive(Debug, Clone)]
 pub struct StepBenchmark {
-    /// A micro-batch of each replica, and the type that kernels read.
-    pub shape: BlockShape,
-    /// Micro-batches of each rank in a step.
-    pub accumulation: usize,
-    /// Compute threads of each rank.
-    pub threads: usize,
+    /// The plan of the ranks.
+    pub plan: CheckedPlan,
+    /// Precision, storage and threads of each rank.
+    pub options: EngineOptions,
     /// How many are timed, after one that is not; at least one.
     pub steps: usize,
     /// How finely every operation in them is timed as well, if it is.
     pub roofline: Option<Detail>,
-    /// What the blocks compute again.
-    pub recompute: RecomputeRules,
-    /// How weights and optimizer state are kept, and where.
-    pub storage: Storage,
 }
 
 impl StepBenchmark {
-    /// What an engine is built for that makes these steps with so many replicas.
-    fn options(&self, replicas: usize) -> EngineOptions {
-        EngineOptions {
-            shape: self.shape,
-            recompute: self.recompute,
-            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
-            seed: SEED,
-            threads: self.threads,
-            micro_batches: self.accumulation.max(1) * replicas,
-        }
+    /// The settings of an engine that is timed: of AdamW, with so many compute threads.
+    pub fn engine_options(config: &RunConfig, dtype: DType, threads: usize) -> EngineOptions {
+        let optimizer = EngineOptions::default().optimizer;
+        EngineOptions { dtype, threads, optimizer, seed: SEED, ..engine_options(config) }
+    }
+
+    /// A micro-batch, and the type that kernels read.
+    pub fn shape(&self) -> BlockShape {
+        let plan = self.plan.rank(0);
+        BlockShape { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype: self.options.dtype }
+    }
+
+    /// Micro-batches of each rank in a step.
+    pub fn accumulation(&self) -> usize {
+        self.plan.layout().micro_batches
     }
 
     /// What the ranks will hold that make these steps of `model`, laid out as `config` says.
@@ -60,7 +59,7 @@ impl StepBenchmark {
     /// # Errors
     /// A configuration that does not fit the model.
     pub fn forecast(&self, config: &RunConfig, model: &ModelConfig) -> Result<Forecast, Error> {
-        let training = Training::bare(self.options(config.batch_parts()), self.storage.clone());
+        let training = Training::bare(self.options.clone(), self.plan.plan());
         Forecast::of_training(config, model, &Tuning::default(), &training)
     }
 }
@@ -120,11 +119,11 @@ pub fn time_steps(
     benchmark: &StepBenchmark,
     ranks: &Ranks,
 ) -> Result<StepTimes, Error> {
-    let StepBenchmark { shape, accumulation, threads, steps, roofline, .. } = *benchmark;
-    let micro_batches = accumulation.max(1);
-    let options = benchmark.options(ranks.replicas());
-    let (tuning, arena, groups) = (Tuning::default(), ranks.arena(), ranks.groups().clone());
-    let mut engine = Engine::in_groups(config, &tuning, options, benchmark.storage.clone(), &arena, groups)?;
+    let StepBenchmark { steps, roofline, .. } = *benchmark;
+    let (shape, micro_batches) = (benchmark.shape(), benchmark.accumulation());
+    let (options, arena) = (benchmark.options.clone(), ranks.arena());
+    let builder = Engine::builder(config, benchmark.plan.rank(ranks.rank()));
+    let mut engine = builder.options(options).groups(ranks.groups().clone()).build(&arena)?;
     engine.initialize(SEED)?;
     let tokens_per_step = shape.tokens() * micro_batches * ranks.replicas();
     let steps = steps.max(1);
@@ -180,7 +179,13 @@ pub fn time_steps(
         disk: update.disk,
         disk_in_passes: update.disk_in_passes,
         roofline: roofline.map(|detail| {
-            Roofline::new(&spans, time, engine.model(), detail, Some(Limits::measure(level, threads)))
+            Roofline::new(
+                &spans,
+                time,
+                engine.model(),
+                detail,
+                Some(Limits::measure(level, benchmark.options.threads)),
+            )
         }),
     })
 }
@@ -346,6 +351,7 @@ mod tests {
     use lockstep_comm::{World, WorldOptions};
 
     use super::*;
+    use crate::plan::checked_plan;
 
     fn tiny() -> ModelConfig {
         let table = serde_json::json!({
@@ -356,31 +362,26 @@ mod tests {
         ModelConfig::from_table(table.as_object().unwrap(), "test").unwrap()
     }
 
-    const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 8, dtype: DType::F32 };
+    /// Steps of two micro-batches of two sequences of 8 tokens, on so many replicas.
+    fn benchmark(replicas: usize) -> (RunConfig, StepBenchmark) {
+        let batch = ["train.seq_len=8", "train.micro_batch=2", "train.global_batch=4"];
+        let replicas = format!("parallel.data_parallel_replicate={replicas}");
+        let config = RunConfig::parse("", "test", &[&batch[..], &[&replicas]].concat()).unwrap();
+        let plan = checked_plan(&config, &tiny(), &Tuning::default()).unwrap();
+        let options = StepBenchmark::engine_options(&config, DType::F32, 1);
+        (config, StepBenchmark { plan, options, steps: 3, roofline: None })
+    }
 
     #[test]
     fn ranks_and_micro_batches_share_the_same_step() {
-        let benchmark = |accumulation| StepBenchmark {
-            shape: SHAPE,
-            accumulation,
-            threads: 1,
-            steps: 3,
-            roofline: None,
-            recompute: RecomputeRules::default(),
-            storage: Storage::default(),
-        };
-        let alone = time_steps(&tiny(), &benchmark(2), &Ranks::alone()).unwrap();
+        let alone = time_steps(&tiny(), &benchmark(1).1, &Ranks::alone()).unwrap();
         let groups = World::in_process(2, WorldOptions { arena_bytes: 1 << 24, ..WorldOptions::default() });
         let both: Vec<StepTimes> = std::thread::scope(|scope| {
             let rank = |group| {
-                let config = RunConfig::parse("", "test", &["parallel.data_parallel_replicate=2"]).unwrap();
                 scope.spawn(move || {
-                    time_steps(
-                        &tiny(),
-                        &benchmark(1),
-                        &Ranks::of_model(group, &config, &tiny(), &Tuning::default()).unwrap(),
-                    )
-                    .unwrap()
+                    let (config, benchmark) = benchmark(2);
+                    let ranks = Ranks::of_model(group, &config, &tiny(), &Tuning::default()).unwrap();
+                    time_steps(&tiny(), &benchmark, &ranks).unwrap()
                 })
             };
             let threads: Vec<_> = groups.unwrap().into_iter().map(rank).collect();
@@ -398,17 +399,9 @@ mod tests {
     #[test]
     fn every_step_is_timed_and_learns_from_nothing() {
         let roofline = Some(Detail::Kinds);
-        let benchmark = StepBenchmark {
-            shape: SHAPE,
-            accumulation: 1,
-            threads: 1,
-            steps: 3,
-            roofline,
-            recompute: RecomputeRules::default(),
-            storage: Storage::default(),
-        };
+        let benchmark = StepBenchmark { roofline, ..benchmark(1).1 };
         let times = time_steps(&tiny(), &benchmark, &Ranks::alone()).unwrap();
-        assert_eq!((times.losses.len(), times.tokens), (3, 16));
+        assert_eq!((times.losses.len(), times.tokens), (3, 32));
         assert!(times.tokens_per_s > 0.0 && times.flops_per_s > 0.0, "{times:?}");
         // ln 50, as for any model that has seen random tokens only.
         assert!(times.losses.iter().all(|loss| (3.5..4.3).contains(loss)), "{:?}", times.losses);

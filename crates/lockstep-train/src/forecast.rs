@@ -5,18 +5,18 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use lockstep_comm::CommError;
-use lockstep_engine::{Engine, EngineOptions, GroupOptions, Places, Snapshot, Storage};
-use lockstep_model::{ModelConfig, RecordedModel, Tuning};
-use lockstep_plan::gathering::{RankPasses, TooFewLive};
+use lockstep_engine::{Engine, EngineOptions, Snapshot};
+use lockstep_graph::BlockShape;
+use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
+use lockstep_plan::gathering::TooFewLive;
 use lockstep_plan::{
-    Axis, ContextPlace, ExpertAxis, MemoryBytes, MemoryCategory, MemoryPrediction, Mesh, ModelProfile,
-    PlanPrediction, RanksMemory, StageMemory, StatePlan, ZeroStage, predicted,
+    Axis, ExpertAxis, MemoryBytes, MemoryCategory, MemoryPrediction, Mesh, ModelProfile, Places, Plan,
+    PlanPrediction, RankPlan, RanksMemory, Residences, StatePlan, ZeroStage, predicted,
 };
 
-use crate::layout::pipeline_plan;
 use crate::metrics::{MemoryUse, PredictedMemory};
-use crate::ranks::group_options;
-use crate::setup::{storage, too_few_live};
+use crate::plan::checked_plan;
+use crate::setup::too_few_live;
 use crate::{Error, Ranks, ResolvedModel, RunConfig, engine_options};
 
 /// What the ranks of a run hold.
@@ -43,9 +43,8 @@ impl Forecast {
     /// # Errors
     /// If the configuration does not fit its model.
     pub fn on_accelerators(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
-        let mut training = Training { goes_back: false, saves_beside: false, ..Training::of(config) };
-        let residences = &mut training.storage.offload.residences;
-        *residences = residences.off_device();
+        let residences = config.plan.residence.off_device();
+        let training = Training { residences, goes_back: false, saves_beside: false, ..Training::of(config) };
         Self::of_training(config, &model.config, &model.tuning, &training)
     }
 
@@ -59,16 +58,15 @@ impl Forecast {
         tuning: &Tuning,
         training: &Training,
     ) -> Result<Self, Error> {
-        let mesh = Mesh::new(config.degrees())?;
-        let pipeline = pipeline_plan(config, model, tuning)?;
-        let groups = group_options(config);
+        let checked = checked_plan(config, model, tuning)?;
+        let mesh = *checked.mesh();
         let mut recorded = HashMap::new();
         let mut known: HashMap<(Places, usize, Copies), usize> = HashMap::new();
         let (mut distinct, mut of_rank) = (Vec::new(), Vec::with_capacity(mesh.world_size()));
         for rank in 0..mesh.world_size() {
-            let places = Places::of(&mesh, rank, &groups);
+            let places = Places::of(&mesh, rank, checked.plan());
             let stage = mesh.ranks().coordinate(rank, Axis::Pipeline);
-            let copies = training.copies(&mesh, rank, groups.zero_stage);
+            let copies = training.copies(&mesh, rank, config.zero_stage());
             let unknown = match known.entry((places, stage, copies)) {
                 Entry::Occupied(index) => {
                     of_rank.push(*index.get());
@@ -76,19 +74,10 @@ impl Forecast {
                 }
                 Entry::Vacant(unknown) => unknown,
             };
-            let recorded = recorded
-                .entry(places)
-                .or_insert_with(|| Recorded::new(model, tuning, training, &groups, &mesh, places));
-            let stages = match &pipeline {
-                Some(plan) => plan.memory_of(stage),
-                None => vec![StageMemory::whole(recorded.profile.units.len())],
-            };
-            let passes = RankPasses {
-                stages: &stages,
-                pipeline: pipeline.as_ref().map(|plan| (&plan.schedule, stage)),
-                micro_batches: (training.options.micro_batches / mesh.batch_parts()).max(1),
-            };
-            let prediction = recorded.on(passes, &mesh, copies).map_err(|few| too_few_live(config, few))?;
+            let plan = checked.rank(rank);
+            let recorded =
+                recorded.entry(places).or_insert_with(|| Recorded::new(model, tuning, training, &plan));
+            let prediction = recorded.on(&plan, copies).map_err(|few| too_few_live(config, few))?;
             let index = distinct.iter().position(|known| *known == prediction).unwrap_or_else(|| {
                 distinct.push(prediction);
                 distinct.len() - 1
@@ -190,7 +179,8 @@ pub(crate) struct Copies {
 #[derive(Debug, Clone)]
 pub struct Training {
     options: EngineOptions,
-    storage: Storage,
+    /// The plan's residences, as the device has them.
+    residences: Residences,
     /// Whether a state to go back to is kept.
     goes_back: bool,
     /// Whether the state is copied to be saved beside the steps.
@@ -204,15 +194,16 @@ impl Training {
         let saves_midway = every > 0 && every < config.train.steps;
         Self {
             options: engine_options(config),
-            storage: storage(config),
+            residences: config.plan.residence.on_cpu(),
             goes_back: config.rollback_after() > 0,
             saves_beside: config.saves_from_copies() && saves_midway,
         }
     }
 
-    /// Steps that nothing is left of.
-    pub fn bare(options: EngineOptions, storage: Storage) -> Self {
-        Self { options, storage, goes_back: false, saves_beside: false }
+    /// Steps of `plan` that nothing is left of.
+    pub fn bare(options: EngineOptions, plan: &Plan) -> Self {
+        let residences = plan.residence.on_cpu();
+        Self { options, residences, goes_back: false, saves_beside: false }
     }
 
     pub(crate) fn copies(&self, mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> Copies {
@@ -241,28 +232,21 @@ struct Recorded {
 }
 
 impl Recorded {
-    fn new(
-        model: &ModelConfig,
-        tuning: &Tuning,
-        Training { options, storage, .. }: &Training,
-        groups: &GroupOptions,
-        mesh: &Mesh,
-        places: Places,
-    ) -> Self {
-        let recorded = RecordedModel::tuned(model, tuning, options.recording(places));
-        let context: ContextPlace = places.context;
-        let state = options.state_plan(&recorded, storage, Some(groups), mesh);
-        Self { profile: recorded.profile(context), state }
+    fn new(model: &ModelConfig, tuning: &Tuning, training: &Training, plan: &RankPlan) -> Self {
+        let Training { options, residences, .. } = training;
+        let shape =
+            BlockShape { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype: options.dtype };
+        let recording = RecordingOptions::training(shape, plan.plan().recompute, plan.places);
+        let recorded = RecordedModel::tuned(model, tuning, recording);
+        let facts = options.state_facts(&recorded);
+        let state = StatePlan::new(plan.plan(), *residences, plan.mesh(), plan.global_batch(), &facts);
+        Self { profile: recorded.profile(), state }
     }
 
-    fn on(
-        &mut self,
-        passes: RankPasses<'_>,
-        mesh: &Mesh,
-        copies: Copies,
-    ) -> Result<MemoryPrediction, TooFewLive> {
+    fn on(&mut self, plan: &RankPlan, copies: Copies) -> Result<MemoryPrediction, TooFewLive> {
         (self.state.kept_copies, self.state.saved_copies) = (copies.kept, copies.saved);
-        predicted(&self.profile, passes, |summing| mesh.shard_ranks(summing), &self.state)
+        let shard_ranks = |summing| plan.mesh().shard_ranks(summing);
+        predicted(&self.profile, &plan.passes, shard_ranks, &self.state)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use lockstep_engine::Engine;
-use lockstep_plan::{Axis, MemoryCategory};
+use lockstep_plan::{Axis, MemoryCategory, RankPlan};
 use serde_json::{Value, json};
 
 use crate::Error;
@@ -33,11 +33,11 @@ pub(crate) fn write(dir: &Path, engine: &Engine, ranks: &Ranks) -> Result<(), Er
 /// What this rank holds.
 fn of_rank(engine: &Engine, ranks: &Ranks) -> Value {
     let units = engine.model().units();
-    let stages: Vec<Value> = match ranks.groups().pipeline_plan() {
-        Some((plan, rank)) => {
-            let stage =
-                |stage| json!({ "stage": stage, "holds": units_in_words(plan.units_of(stage), units) });
-            plan.schedule.stages_of(rank).map(stage).collect()
+    let stages: Vec<Value> = match ranks.groups().plan().map(RankPlan::layout) {
+        Some(layout) => {
+            let pipeline_rank = ranks.mesh().ranks().coordinate(ranks.rank(), Axis::Pipeline);
+            let stage = |stage: usize| json!({ "stage": stage, "holds": units_in_words(layout.stages[stage].clone(), units) });
+            layout.stages_of(pipeline_rank).into_iter().map(stage).collect()
         }
         None => vec![json!({ "stage": 0, "holds": units_in_words(0..units, units) })],
     };

@@ -3,11 +3,14 @@
 //! The keys of `[parallel]` and a plan file are read into the same [`Plan`]; [`Plan::resolved`] fills in what they leave open, and
 //! [`Plan::check`] finds what does not fit.
 
-use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{DType, Facts, MeshProblem, Plan, PlanError, PlanProblem, TensorDimensions, CheckedPlan};
+use lockstep_graph::{BlockShape, RecomputeRules};
+use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
+use lockstep_plan::{
+    CheckedPlan, DType, Facts, MeshProblem, Places, Plan, PlanError, PlanProblem, TensorDimensions,
+};
 
 use crate::config::{Origin, Problem, Problems};
-use crate::layout::unit_costs;
+use crate::setup::shape_of;
 use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 
 /// The run's plan, if its ranks can share its model so, and the model.
@@ -16,7 +19,7 @@ use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 /// As [`resolve_model`].
 pub fn check(config: &RunConfig) -> Result<(Plan, ResolvedModel), Error> {
     let model = resolve_model(config)?;
-    let CheckedPlan { plan, .. } = checked_plan(config, &model.config, &model.tuning)?;
+    let plan = checked_plan(config, &model.config, &model.tuning)?.plan().clone();
     Ok((plan, model))
 }
 
@@ -24,11 +27,7 @@ pub fn check(config: &RunConfig) -> Result<(Plan, ResolvedModel), Error> {
 ///
 /// # Errors
 /// [`Error::Configuration`], with everything that does not fit.
-pub(crate) fn checked_plan(
-    config: &RunConfig,
-    model: &ModelConfig,
-    tuning: &Tuning,
-) -> Result<CheckedPlan, Error> {
+pub fn checked_plan(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Result<CheckedPlan, Error> {
     let costs = || unit_costs(config, model, tuning);
     let facts = facts_of(config, model);
     let plan = plan_of(config, &facts, costs).map_err(Problems::from)?;
@@ -78,23 +77,22 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
     })
 }
 
+/// The operations of a forward and a backward of each unit's products. An embedding has none and costs nothing to speak of.
+fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f64> {
+    let shape = BlockShape { dtype: DType::F32, ..shape_of(config) };
+    let options = RecordingOptions::training(shape, RecomputeRules::default(), Places::default());
+    let recorded = RecordedModel::tuned(model, tuning, options);
+    let cost = |unit: usize| {
+        let profile = recorded.program(unit).profile();
+        (profile.forward_flops + profile.backward_flops) as f64
+    };
+    (0..recorded.units()).map(cost).collect()
+}
+
 /// What a plan for the run is compared with.
 pub(crate) fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
-    Facts {
-        model: digest_of(model),
-        layers: model.num_hidden_layers(),
-        heads: model.num_attention_heads(),
-        key_value_heads: model.num_key_value_heads(),
-        hidden: model.hidden_size(),
-        intermediate: model.intermediate_size(),
-        has_latent_attention: model.has_latent_attention(),
-        vocab: model.vocab_size(),
-        experts: model.experts().map_or(0, |experts| experts.count),
-        expert_intermediate: model.experts().map_or(0, |experts| experts.intermediate_size),
-        seq_len: config.train.seq_len,
-        global_batch: config.train.global_batch,
-        world_size: config.ranks(),
-    }
+    let batch = [config.train.global_batch, config.train.seq_len];
+    Facts { model: digest_of(model), ..model.facts(batch, config.ranks()) }
 }
 
 /// What tells a model from others in a plan: a digest of its `config.json` as this program writes it. Dropout, which no plan

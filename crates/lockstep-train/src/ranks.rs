@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{
     Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
 };
-use lockstep_engine::{Engine, GroupOptions, Groups};
+use lockstep_engine::{Engine, Groups};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
 use lockstep_tensor::{Arena, Device};
@@ -17,8 +17,8 @@ use serde::{Serialize, de::DeserializeOwned};
 use crate::config::RunConfig;
 use crate::flight::{Dump, Ending};
 use crate::forecast::axes_of_copies;
-use crate::layout::pipeline_plan;
 use crate::metrics::MemoryUse;
+use crate::plan::checked_plan;
 use crate::progress::{Progress, Steps};
 use crate::{Error, human, resolve_model};
 
@@ -53,24 +53,6 @@ pub(crate) struct Called {
     /// When all ranks had come.
     pub(crate) met: Duration,
     pub(crate) end: Duration,
-}
-
-/// How the ranks of a run work together.
-pub(crate) fn group_options(config: &RunConfig) -> GroupOptions {
-    let plan = &config.plan;
-    GroupOptions {
-        splits_tokens: plan.sequence_parallel,
-        tensor_dimensions: plan.tensor_layout,
-        tensor_chunks: plan.tensor_chunks,
-        partitions_activations: plan.partition_activations,
-        context_method: plan.context_method,
-        zero_stage: plan.effective_zero_stage(),
-        quantization: plan.quantization(),
-        live_parameters: plan.sharding.live_parameters(),
-        secondary_shard: plan.sharding.secondary_shard,
-        bucket_bytes: plan.bucket_bytes(),
-        limit: Duration::from_secs_f64(config.parallel.timeout_s),
-    }
 }
 
 impl Ranks {
@@ -116,11 +98,10 @@ impl Ranks {
             return Err(Error::Configuration(problem.into()));
         }
         let group = group.with_algorithm(config.parallel.all_reduce.into());
-        let options = group_options(config);
-        let mesh = Mesh::new(config.degrees())?;
-        let pipeline = pipeline_plan(config, model, tuning)?;
-        let groups = Groups::new(group, mesh, options, pipeline)?;
-        Ok(Self { groups, mesh, limit: options.limit, device: None })
+        let limit = Duration::from_secs_f64(config.parallel.timeout_s);
+        let plan = checked_plan(config, model, tuning)?;
+        let (mesh, plan) = (*plan.mesh(), plan.rank(group.rank()));
+        Ok(Self { groups: Groups::new(group, plan, limit)?, mesh, limit, device: None })
     }
 
     /// The same, where this rank computes on `device`.

@@ -6,12 +6,9 @@
 use std::time::{Duration, Instant};
 
 use lockstep_comm::Group;
-use lockstep_engine::{GroupOptions, Groups, PassTime, PipelinePlan, Rehearsal, StepTimes};
-use lockstep_plan::gathering::LiveParameters;
+use lockstep_engine::{Groups, PassTime, Rehearsal, StepTimes};
 use lockstep_plan::schedule::{Costs, Schedule, StageCost};
-use lockstep_plan::{
-    ContextMethod, Degrees, MemoryCategory, Mesh, Quantization, TensorDimensions, ZeroStage,
-};
+use lockstep_plan::{CheckedPlan, MemoryCategory};
 use serde::Serialize;
 
 use crate::Error;
@@ -66,22 +63,8 @@ impl PipelineBenchmark {
         };
         let simulated = StepShare { step_ms: simulation.step_ms, bubble: simulation.bubble };
         let limit = PATIENCE + Duration::from_secs_f64(simulated.step_ms / 1e3);
-        let options = GroupOptions {
-            splits_tokens: false,
-            tensor_dimensions: TensorDimensions::One,
-            tensor_chunks: None,
-            partitions_activations: false,
-            context_method: ContextMethod::default(),
-            zero_stage: ZeroStage::Nothing,
-            quantization: Quantization::default(),
-            live_parameters: LiveParameters::default(),
-            secondary_shard: None,
-            bucket_bytes: 0,
-            limit,
-        };
-        let mesh = Mesh::new(Degrees { pipeline: schedule.ranks(), ..Degrees::default() })?;
-        let plan = PipelinePlan { schedule: schedule.clone(), stages: vec![1; schedule.stages()] };
-        let groups = Groups::new(group.clone(), mesh, options, Some(plan))?;
+        let plan = CheckedPlan::of_schedule(schedule.clone()).rank(group.rank());
+        let groups = Groups::new(group.clone(), plan, limit)?;
         let arena = group.arena(&[MemoryCategory::Activations]);
         let mut rehearsal = Rehearsal::new(&groups, &costs.stages, self.message_bytes, &arena)?;
         rehearsal.step()?;

@@ -1,6 +1,7 @@
 //! From a configuration to a model and an engine for it.
 
 use std::collections::{BTreeSet, HashMap};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use crate::config::{
     StatePrecision,
 };
 use crate::model_name::config_of;
-use crate::plan::{fits_adapter, misfits};
+use crate::plan::{checked_plan, fits_adapter, misfits};
 use crate::tuning::resolve_tuning;
 use crate::{Error, Ranks};
 
@@ -101,20 +102,22 @@ pub(crate) fn overrides_of(config: &RunConfig) -> Map<String, Value> {
     overrides.map(|(key, value)| (key.clone(), serde_json::to_value(value).unwrap_or_default())).collect()
 }
 
-/// What the engine is built for.
+/// The micro-batch of a run, and the type that its kernels read.
+pub(crate) fn shape_of(config: &RunConfig) -> BlockShape {
+    let dtype = match config.train.precision {
+        Precision::F32 => DType::F32,
+        Precision::BF16 => DType::BF16,
+        Precision::F16 => DType::F16,
+    };
+    BlockShape { sequences: config.micro_batch(), seq_len: config.train.seq_len, dtype }
+}
+
+/// The settings of the run's engine that no plan depends on.
 pub fn engine_options(config: &RunConfig) -> EngineOptions {
     let optimizer = &config.optimizer;
     EngineOptions {
-        shape: BlockShape {
-            sequences: config.micro_batch(),
-            seq_len: config.train.seq_len,
-            dtype: match config.train.precision {
-                Precision::F32 => DType::F32,
-                Precision::BF16 => DType::BF16,
-                Precision::F16 => DType::F16,
-            },
-        },
-        recompute: config.plan.recompute,
+        dtype: shape_of(config).dtype,
+        storage: storage(config),
         optimizer: match optimizer.kind {
             OptimizerKind::AdamW => Optimizer::AdamW { betas: optimizer.betas(), eps: optimizer.eps },
             OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum() as f32 },
@@ -135,7 +138,6 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
         },
-        micro_batches: config.accumulation_steps() * config.batch_parts(),
     }
 }
 
@@ -147,7 +149,7 @@ pub(crate) fn too_few_live(config: &RunConfig, few: TooFewLive) -> Error {
 }
 
 /// How the engine keeps weights and optimizer state, and where.
-pub fn storage(config: &RunConfig) -> Storage {
+fn storage(config: &RunConfig) -> Storage {
     let parallel = &config.parallel;
     Storage {
         weights: if config.train.master_weights { WeightStorage::Master } else { WeightStorage::Kernels },
@@ -159,10 +161,8 @@ pub fn storage(config: &RunConfig) -> Storage {
             Rounding::Nearest => RoundingMode::Nearest,
             Rounding::Stochastic => RoundingMode::Stochastic,
         },
-        wrap: config.plan.sharding.wrap.clone(),
         offload: Offload {
-            directory: parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone()),
-            residences: config.plan.residence,
+            directory: offload_directory(config),
             method: parallel.offload_io.into(),
             limit: Duration::from_secs_f64(parallel.timeout_s),
             ..Offload::default()
@@ -170,9 +170,14 @@ pub fn storage(config: &RunConfig) -> Storage {
     }
 }
 
+/// The directory of offloaded state.
+pub(crate) fn offload_directory(config: &RunConfig) -> PathBuf {
+    config.parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone())
+}
+
 /// Has state on disk lie where a directory is already: for what leaves nothing behind.
 pub fn offload_to_existing_directory(config: &mut RunConfig) {
-    let directory = ScratchFile::existing_directory(&storage(config).offload.directory);
+    let directory = ScratchFile::existing_directory(&offload_directory(config));
     config.parallel.offload_dir = Some(directory);
 }
 
@@ -186,15 +191,19 @@ pub(crate) fn build_engine(
     ranks: &Ranks,
     arena: &Arena,
 ) -> Result<Engine, Error> {
-    let (options, storage) = (engine_options(config), storage(config));
-    let offload = &storage.offload;
-    if offload.uses_disk() && ScratchFile::is_in_memory(&offload.directory) {
-        let what = format!("{} lies in memory, so that nothing is saved", offload.directory.display());
+    let directory = offload_directory(config);
+    if config.plan.residence.use_disk() && ScratchFile::is_in_memory(&directory) {
+        let what = format!("{} lies in memory, so that nothing is saved", directory.display());
         let problem = config.problem("parallel.offload.dir", what, "a directory on a disk");
         Problems::none_of(vec![problem])?;
     }
     let groups = ranks.groups().clone();
-    let engine = Engine::in_groups(&model.config, &model.tuning, options, storage, arena, groups);
+    let plan = match groups.plan() {
+        Some(plan) => plan.clone(),
+        None => checked_plan(config, &model.config, &model.tuning)?.rank(0),
+    };
+    let builder = Engine::builder(&model.config, plan).tuning(&model.tuning).groups(groups);
+    let engine = builder.options(engine_options(config)).build(arena);
     let mut engine = engine.map_err(|error| match error {
         // How much a unit reads is known when the model is recorded.
         EngineError::TooFewLive(few) => too_few_live(config, few),

@@ -8,10 +8,10 @@ mod reference;
 use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_checkpoint::{CheckpointError, DType, ModelDirectory, PeftAdapter};
-use lockstep_engine::{Engine, EngineOptions, FlatStore, Optimizer, Runner, StateKind, Storage};
+use lockstep_engine::{Engine, EngineOptions, FlatStore, Runner, StateKind};
 use lockstep_graph::{Mode, Recompute};
 use lockstep_model::{Adapter, HeadOutput, ModelConfig, RecordedModel, Tuning, parameter_records};
-use lockstep_plan::{MemoryCategory, ParameterId};
+use lockstep_plan::{MemoryCategory, ParameterId, Plan};
 use lockstep_tensor::{Arena, CpuQueue};
 
 use reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
@@ -51,16 +51,11 @@ fn engine(family: &str, recompute: Recompute) -> Engine {
     let (config, adapter) = (model(family), adapter(family));
     let frozen: BTreeSet<String> = parameter_records(&config).into_iter().map(|record| record.name).collect();
     let tuning = Tuning { frozen, adapter: Some(adapter.adapter().clone()) };
-    let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
-    let options = EngineOptions {
-        shape: SHAPE,
-        recompute: recompute.into(),
-        optimizer,
-        seed: 0,
-        threads: 2,
-        micro_batches: 4,
-    };
-    let mut engine = Engine::tuned(&config, &tuning, options, Storage::default(), &Arena::new()).unwrap();
+    let plan = Plan { micro_batch: Some(SHAPE.sequences), recompute: recompute.into(), ..Plan::default() };
+    let plan = config.check_plan(&plan, [4 * SHAPE.sequences, SHAPE.seq_len]).unwrap().rank(0);
+    let builder = Engine::builder(&config, plan).tuning(&tuning);
+    let options = EngineOptions { threads: 2, ..EngineOptions::default() };
+    let mut engine = builder.options(options).build(&Arena::new()).unwrap();
     let ids: BTreeMap<String, ParameterId> =
         engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
     let base = ModelDirectory::open(&fixture(family)).unwrap();

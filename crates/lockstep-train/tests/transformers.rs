@@ -8,10 +8,10 @@ mod reference;
 use std::collections::HashMap;
 
 use lockstep_checkpoint::{CheckpointError, ModelDirectory, hf::HfCheckpoint};
-use lockstep_engine::{Engine, EngineOptions, FlatStore, Optimizer, Runner, StateKind};
+use lockstep_engine::{Engine, EngineOptions, FlatStore, Runner, StateKind};
 use lockstep_graph::{Mode, Recompute};
 use lockstep_model::{HeadOutput, HfMapping, ModelConfig, RecordedModel};
-use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan};
 use lockstep_tensor::{Arena, CpuQueue};
 
 use reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
@@ -33,15 +33,11 @@ const FAMILIES: [&str; 12] = [
 
 fn engine(family: &str, recompute: Recompute) -> Engine {
     let directory = ModelDirectory::open(&fixture(family)).unwrap();
-    let options = EngineOptions {
-        shape: SHAPE,
-        recompute: recompute.into(),
-        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
-        seed: 0,
-        threads: 2,
-        micro_batches: 4,
-    };
-    let mut engine = Engine::new(directory.config(), options, &Arena::new()).unwrap();
+    let plan = Plan { micro_batch: Some(SHAPE.sequences), recompute: recompute.into(), ..Plan::default() };
+    let plan = directory.config().check_plan(&plan, [4 * SHAPE.sequences, SHAPE.seq_len]).unwrap().rank(0);
+    let builder = Engine::builder(directory.config(), plan);
+    let options = EngineOptions { threads: 2, ..EngineOptions::default() };
+    let mut engine = builder.options(options).build(&Arena::new()).unwrap();
     let ids: HashMap<String, ParameterId> =
         engine.parameter_ids().map(|id| (engine.records()[id.0].name.clone(), id)).collect();
     let mut loaded = 0;

@@ -14,10 +14,10 @@ use lockstep_train::fit::require_for_benchmark;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::metrics::{CommunicationUse, DiskUse};
-use lockstep_train::plan::check;
+use lockstep_train::plan::{check, checked_plan};
 use lockstep_train::roofline::Detail;
 use lockstep_train::{
-    NamedModel, Ranks, RunConfig, find_model, human, offload_to_existing_directory, resolve_model, storage,
+    NamedModel, Ranks, RunConfig, find_model, human, offload_to_existing_directory, resolve_model,
 };
 use serde_json::json;
 
@@ -186,22 +186,21 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     }
     let config = layout(arguments, &named, &said, seq_len)?;
     let threads = threads(arguments.threads)?;
-    let benchmark_of = |config: &RunConfig| StepBenchmark {
-        shape: BlockShape { sequences: arguments.batch, seq_len, dtype: arguments.precision.into() },
-        accumulation: arguments.accumulation,
-        threads,
-        steps: arguments.steps,
-        roofline: arguments.roofline.map(Detail::from),
-        recompute: config.plan.recompute,
-        storage: storage(config),
+    let benchmark_of = |config: &RunConfig| -> Result<StepBenchmark, lockstep_train::Error> {
+        Ok(StepBenchmark {
+            plan: checked_plan(config, &model, &Tuning::default())?,
+            options: StepBenchmark::engine_options(config, arguments.precision.into(), threads),
+            steps: arguments.steps,
+            roofline: arguments.roofline.map(Detail::from),
+        })
     };
     if !is_launched() {
         require_for_benchmark(&config, &|config| {
             check(config)?;
-            benchmark_of(config).forecast(config, &model)
+            benchmark_of(config)?.forecast(config, &model)
         })?;
     }
-    let benchmark = benchmark_of(&config);
+    let benchmark = benchmark_of(&config)?;
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => Ranks::of_model(group, &config, &model, &Tuning::default())?,
         None if config.ranks() > 1 => {
@@ -239,7 +238,7 @@ fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, tim
         say!("{document}");
         return;
     }
-    let BlockShape { sequences, seq_len, dtype } = benchmark.shape;
+    let BlockShape { sequences, seq_len, dtype } = benchmark.shape();
     let times_of = |number: usize, thing: &str| match number {
         1 => String::new(),
         number => format!("{} x ", human::plural(number, thing)),
@@ -248,8 +247,8 @@ fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, tim
         "{} {dtype} {}{}{sequences} x {seq_len}, {}, {level}: {tokens_per_s:.0} tokens/s, {step_ms:.1} ms a step, {:.1} GFLOP/s",
         arguments.model,
         times_of(ranks.size(), "rank"),
-        times_of(benchmark.accumulation, "micro-batch"),
-        human::plural(benchmark.threads, "thread"),
+        times_of(benchmark.accumulation(), "micro-batch"),
+        human::plural(benchmark.options.threads, "thread"),
         flops_per_s / 1e9,
     );
     if ranks.size() > 1 {

@@ -1,8 +1,8 @@
 //! Everything that a rank gathers, when, and what memory that takes: known before it runs, from where its weights stand and how its
 //! passes use them.
 
-use super::{GatherPlan, LiveParameters, RankPasses, Sequence, TooFewLive};
-use crate::{DType, ModelProfile, StoreLayout, Summing, aligned_buffer_bytes};
+use super::{GatherPlan, RankPasses, Sequence, TooFewLive};
+use crate::{DType, ModelProfile, Sharding, StoreLayout, Summing, aligned_buffer_bytes};
 
 /// Which store of a rank's own weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,15 +30,6 @@ pub struct Bundled {
     pub secondary_start: Option<usize>,
 }
 
-/// How weights are gathered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Gathering {
-    /// How many parameters are whole at once.
-    pub live: LiveParameters,
-    /// Neighbours among which what a step has gathered is kept once more.
-    pub secondary_shard: Option<usize>,
-}
-
 /// What a rank gathers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gathers {
@@ -54,14 +45,6 @@ pub struct Gathers {
     pub secondary_elements: Option<usize>,
 }
 
-impl Gathering {
-    /// How many of the `ranks` that share out something are neighbours that keep once more what was gathered; none if that would be all
-    /// of them, or if they cannot be divided so.
-    pub fn neighbours(&self, ranks: usize) -> Option<usize> {
-        self.secondary_shard.filter(|&count| count > 1 && ranks > count && ranks.is_multiple_of(count))
-    }
-}
-
 impl Gathers {
     /// Those of a rank that keeps its own part of `model` as `stores` are laid out, which `passes` use; `shard_ranks` says how many share
     /// out what is summed so.
@@ -74,8 +57,8 @@ impl Gathers {
         model: &ModelProfile,
         stores: [Option<&StoreLayout>; 2],
         shard_ranks: impl Fn(Summing) -> usize,
-        passes: RankPasses<'_>,
-        gathering: Gathering,
+        passes: &RankPasses,
+        sharding: &Sharding,
     ) -> Result<Self, TooFewLive> {
         let units = model.units.len();
         let (mut bundles, mut needs): (Vec<Vec<Bundled>>, _) = (Vec::new(), vec![Vec::new(); units]);
@@ -120,11 +103,16 @@ impl Gathers {
         }
         let first_trained = model.units.iter().position(|unit| unit.has_backward);
         let plan = |sequence| {
-            GatherPlan::plan(&sizes, &needs, &passes.uses(sequence, first_trained), gathering.live)
+            GatherPlan::plan(
+                &sizes,
+                &needs,
+                &passes.uses(sequence, first_trained),
+                sharding.live_parameters(),
+            )
         };
         let [step, micro_batch, evaluation] = Sequence::ALL;
         let plans = [plan(step)?, plan(micro_batch)?, plan(evaluation)?];
-        let neighbours = |summing| gathering.neighbours(shard_ranks(summing));
+        let neighbours = |summing| sharding.neighbours(shard_ranks(summing));
         let has_neighbours =
             model.records.iter().any(|record| neighbours(Summing::of(&record.share)).is_some());
         let mut kept_elements = 0;

@@ -24,7 +24,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-pub use gathers::{Bundled, Gathering, Gathers, Kept};
+pub use gathers::{Bundled, Gathers, Kept};
 pub use packing::{Lifetime, pack};
 pub use uses::{RankPasses, Sequence};
 

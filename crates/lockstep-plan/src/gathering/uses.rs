@@ -1,6 +1,7 @@
 //! In which order a rank's passes use the units of its model: what is known of it before it runs, so that weights are where they are read.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::StageMemory;
 use crate::schedule::{PassKind, Schedule};
@@ -21,23 +22,23 @@ impl Sequence {
     pub const ALL: [Self; 3] = [Self::Step, Self::MicroBatch, Self::Evaluation];
 }
 
-/// The passes of a rank.
-#[derive(Debug, Clone, Copy)]
-pub struct RankPasses<'a> {
-    /// Its stages, from the model's first layer on.
-    pub stages: &'a [StageMemory],
-    /// What the ranks of a pipeline do, and which of them it is.
-    pub pipeline: Option<(&'a Schedule, usize)>,
+/// The stages of a rank, and its passes through them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RankPasses {
+    /// The stages, from the model's first layer on.
+    pub stages: Vec<StageMemory>,
+    /// The actions of all ranks of a pipeline, and the rank among them; `None` without a pipeline.
+    pub pipeline: Option<(Arc<Schedule>, usize)>,
     /// Micro-batches of a step on this rank; of effect without a pipeline.
     pub micro_batches: usize,
 }
 
-impl RankPasses<'_> {
+impl RankPasses {
     /// Micro-batches of a step whose backward through one of the rank's stages, given by its place among them, is the pass after their forward.
     pub fn turns_at_once(&self, stage: usize) -> usize {
-        let Some((schedule, rank)) = self.pipeline else { return self.micro_batches };
-        let Some(stage) = schedule.stages_of(rank).nth(stage) else { return 0 };
-        let passes: Vec<_> = schedule.passes(rank).collect();
+        let Some((schedule, rank)) = &self.pipeline else { return self.micro_batches };
+        let Some(stage) = schedule.stages_of(*rank).nth(stage) else { return 0 };
+        let passes: Vec<_> = schedule.passes(*rank).collect();
         let turns = passes.windows(2).filter(|pair| {
             let [forward, backward] = [pair[0], pair[1]];
             let is_turn = forward.kind == PassKind::Forward && backward.kind == PassKind::Backward;
@@ -65,10 +66,10 @@ impl RankPasses<'_> {
                 uses.extend((first.max(units.start)..units.end).rev().map(of_pass));
             }
         };
-        match (sequence, self.pipeline) {
+        match (sequence, &self.pipeline) {
             (Sequence::Step, Some((schedule, rank))) => {
-                let stages: Vec<usize> = schedule.stages_of(rank).collect();
-                for pass in schedule.passes(rank) {
+                let stages: Vec<usize> = schedule.stages_of(*rank).collect();
+                for pass in schedule.passes(*rank) {
                     let stage = stages.iter().position(|stage| *stage == pass.stage);
                     let stage = stage.expect("a rank's passes are of its stages");
                     add(pass.kind, self.stages[stage].units.clone());
@@ -82,7 +83,7 @@ impl RankPasses<'_> {
             (Sequence::Step | Sequence::MicroBatch, None) => {
                 let times = if sequence == Sequence::Step { self.micro_batches } else { 1 };
                 for _ in 0..times {
-                    for stage in self.stages {
+                    for stage in &self.stages {
                         add(PassKind::Forward, stage.units.clone());
                         add(PassKind::Backward, stage.units.clone());
                     }

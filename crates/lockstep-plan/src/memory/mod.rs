@@ -15,6 +15,7 @@ mod profile;
 mod spool;
 mod stage;
 mod state_layout;
+mod state_plan;
 mod windows;
 
 use std::iter::Sum;
@@ -78,11 +79,12 @@ pub use offload_traffic::{
     OffloadBytes, OffloadTraffic, RankTraffic, offload_traffic_by_kind, offloaded_bytes,
 };
 pub use over_time::{HeldActivations, HeldOfStage};
-pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, StatePlan, predicted};
+pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, predicted};
 pub use profile::{ModelProfile, UnitProfile};
 pub use spool::FRAME_PLACES;
 pub use stage::{SharedTable, StageMemory};
 pub use state_layout::{StateItem, StateLayout, StoreKind};
+pub use state_plan::{StateFacts, StatePlan};
 pub use windows::{
     DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
 };

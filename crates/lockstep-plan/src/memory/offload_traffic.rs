@@ -142,11 +142,11 @@ pub struct RankTraffic {
 /// If the limit on live parameters leaves no room for a unit's weights.
 pub fn offload_traffic_by_kind(
     model: &ModelProfile,
-    passes: RankPasses<'_>,
+    passes: &RankPasses,
     shard_ranks: impl Fn(Summing) -> usize,
     state: &StatePlan,
 ) -> Result<[OffloadTraffic; 2], TooFewLive> {
-    let layout = StateLayout::of_first_ranks(model, passes.stages, shard_ranks, state);
+    let layout = StateLayout::of_first_ranks(model, &passes.stages, shard_ranks, state);
     let gathers = if state.on_disk.is_some() { layout.gathers(model, passes)? } else { None };
     Ok(layout.offload_traffic(model, passes, gathers.as_ref()))
 }
@@ -233,7 +233,7 @@ impl StateLayout {
     pub fn offload_traffic(
         &self,
         model: &ModelProfile,
-        passes: RankPasses<'_>,
+        passes: &RankPasses,
         gathers: Option<&Gathers>,
     ) -> [OffloadTraffic; 2] {
         let [mut of_state, mut of_activations] = [const { OffloadTraffic::nothing() }; 2];
@@ -256,7 +256,7 @@ impl StateLayout {
         &self,
         disk: DiskPlan,
         model: &ModelProfile,
-        passes: RankPasses<'_>,
+        passes: &RankPasses,
         gathers: &Gathers,
         traffic: &mut OffloadTraffic,
     ) {
@@ -334,7 +334,7 @@ impl StateLayout {
 
 impl ModelProfile {
     /// What units keep, from their forward to their backward.
-    fn move_frames(&self, passes: RankPasses<'_>, traffic: &mut OffloadTraffic) {
+    fn move_frames(&self, passes: &RankPasses, traffic: &mut OffloadTraffic) {
         let micro_batches = passes.micro_batches as u64;
         let is_alone = |stage: &StageMemory| passes.stages.len() == 1 && stage.slots == 1;
         for (index, stage) in passes.stages.iter().enumerate() {

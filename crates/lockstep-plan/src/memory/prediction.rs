@@ -4,46 +4,12 @@
 //! What is not predicted is what kernels take for the time of a call and give back (booked as workspace, then as cached): it
 //! depends on the instructions that a CPU has, and on no plan but by the micro-batch.
 
-use super::{StateItem, StateLayout, StoreKind};
-use crate::gathering::{Gathering, Gathers, RankPasses, TooFewLive};
+use super::{StateItem, StateLayout, StatePlan, StoreKind};
+use crate::gathering::{Gathers, RankPasses, TooFewLive};
 use crate::{
-    DType, DiskPlan, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord, Quantization, RecordPassage,
-    StageMemory, StateKind, Summing, UnitProfile, Wrap, ZeroStage, booked_bytes, window_bytes,
-    window_memory_bytes,
+    DType, DiskPlan, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord, RecordPassage, StageMemory,
+    Summing, UnitProfile, booked_bytes, window_bytes, window_memory_bytes,
 };
-
-/// How the state of a run is kept, beside what the model's recording says.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StatePlan {
-    /// What of it the ranks share out that would else each hold a copy.
-    pub zero_stage: ZeroStage,
-    /// What these ranks send as small integers.
-    pub quantization: Quantization,
-    /// Copies of the model, whole or shared out.
-    pub replicas: usize,
-    /// Which units stand together.
-    pub wrap: Wrap,
-    /// How weights are gathered where they are shared out.
-    pub gathering: Gathering,
-    /// Whether f32 weights are kept beside those that kernels read.
-    pub has_master: bool,
-    /// Type of the optimizer's numbers.
-    pub optimizer_dtype: DType,
-    /// The optimizer's numbers: what each is, and of which parameters it is kept, by [`ParameterId`](crate::ParameterId).
-    pub optimizer_keeps: Vec<(StateKind, Vec<bool>)>,
-    /// What of it is on disk, if anything is.
-    pub on_disk: Option<DiskPlan>,
-    /// Whether what units keep for their backward is on disk.
-    pub has_activations_on_disk: bool,
-    /// Micro-batches of a step, on all ranks that read other tokens together.
-    pub micro_batches: usize,
-    /// Bytes of packed operands.
-    pub packed_bytes: usize,
-    /// Copies of the state that are kept, to go back to.
-    pub kept_copies: usize,
-    /// Copies that are made if there is memory for them, to be saved beside the steps.
-    pub saved_copies: usize,
-}
 
 /// Something that a rank has in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,13 +70,13 @@ impl MemoryPrediction {
 /// If the limit on live parameters leaves no room for a unit's weights.
 pub fn predicted(
     model: &ModelProfile,
-    passes: RankPasses<'_>,
+    passes: &RankPasses,
     shard_ranks: impl Fn(Summing) -> usize,
     state: &StatePlan,
 ) -> Result<MemoryPrediction, TooFewLive> {
-    let layout = StateLayout::of_first_ranks(model, passes.stages, shard_ranks, state);
+    let layout = StateLayout::of_first_ranks(model, &passes.stages, shard_ranks, state);
     let gathers = layout.gathers(model, passes)?;
-    Ok(layout.memory(model, passes.stages, gathers.as_ref()))
+    Ok(layout.memory(model, &passes.stages, gathers.as_ref()))
 }
 
 impl StateLayout {

@@ -173,7 +173,7 @@ impl StateLayout {
     ) -> Self {
         let is_here = model.is_here(stages);
         let mut records = model.records.clone();
-        state.wrap.apply(&mut records, stages.iter().map(|stage| &stage.units));
+        state.sharding.wrap.apply(&mut records, stages.iter().map(|stage| &stage.units));
         let shared_table = SharedTable::of(&mut records, &is_here);
         let mut places: Vec<(Summing, ShardPlace)> = Vec::new();
         for summing in records.iter().map(|record| Summing::of(&record.share)) {
@@ -354,11 +354,7 @@ impl StateLayout {
     ///
     /// # Errors
     /// If the limit on live parameters leaves no room for a unit's weights.
-    pub fn gathers(
-        &self,
-        model: &ModelProfile,
-        passes: RankPasses<'_>,
-    ) -> Result<Option<Gathers>, TooFewLive> {
+    pub fn gathers(&self, model: &ModelProfile, passes: &RankPasses) -> Result<Option<Gathers>, TooFewLive> {
         let is_sharded = self.plan.zero_stage >= ZeroStage::Parameters;
         if !is_sharded && !self.plan.on_disk.is_some_and(|disk| disk.has_parameters) {
             return Ok(None);
@@ -366,6 +362,6 @@ impl StateLayout {
         let stores = [StoreKind::Weights, StoreKind::FrozenWeights]
             .map(|kind| self.item(kind).map(|item| &item.layout));
         let ranks = |summing| if is_sharded { self.place(summing).ranks } else { 1 };
-        Gathers::new(model, stores, ranks, passes, self.plan.gathering).map(Some)
+        Gathers::new(model, stores, ranks, passes, &self.plan.sharding).map(Some)
     }
 }

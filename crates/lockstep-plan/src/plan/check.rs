@@ -1,8 +1,10 @@
 //! Whether a plan fits a model, a batch and a world: everything that does not, at once.
 
+use std::sync::Arc;
+
 use super::{
-    ContextMethod, Facts, PLAN_VERSION, Plan, PlanError, PlanPrediction, PlanProblem, TensorDimensions,
-    CheckedPlan,
+    CheckedPlan, ContextMethod, Facts, PLAN_VERSION, Plan, PlanError, PlanPrediction, PlanProblem,
+    StepLayout, TensorDimensions,
 };
 use crate::{
     LayerRule, QuantizedType, ZeroStage,
@@ -34,7 +36,10 @@ impl Plan {
         };
         match (mesh, schedule) {
             (Some(mesh), Some(schedule)) if check.problems.is_empty() => {
-                Ok(CheckedPlan { plan: self.clone(), mesh, schedule, stages: self.unit_ranges() })
+                let (micro_batches, stages) = (schedule.micro_batches(), self.unit_ranges());
+                let schedule = (schedule.ranks() > 1).then(|| Arc::new(schedule));
+                let layout = StepLayout { mesh, schedule, stages, micro_batches };
+                Ok(CheckedPlan::new(self.clone(), layout, [facts.global_batch, facts.seq_len]))
             }
             _ => Err(PlanError::Invalid(check.problems)),
         }

@@ -25,11 +25,12 @@
 //! [`Plan::check`] compares it with the model and the batch and tells all problems at once, or gives the mesh and the
 //! schedule, which exist only if they are right.
 
+mod check;
 mod predicted;
 mod problem;
+mod rank;
 #[cfg(test)]
 mod tests;
-mod check;
 
 use std::ops::Range;
 
@@ -37,13 +38,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Feedback, Quantization, QuantizedType, RecomputeRules, Residences, Sharding, SplitError, ZeroStage,
-    mesh::{Degrees, Mesh},
+    mesh::Degrees,
     schedule::{Kind, Schedule, ScheduleError, passes_from_csv},
     split_units,
 };
 
 pub use predicted::{PlanPrediction, PlannedStep, RankList, RanksMemory};
 pub use problem::{PlanError, PlanProblem};
+pub use rank::{CheckedPlan, Places, RankPlan, StepLayout};
 
 /// The version of plan files that this program writes, and the only one that it reads.
 pub const PLAN_VERSION: u32 = 1;
@@ -323,19 +325,6 @@ impl Facts {
     pub const fn units(&self) -> usize {
         self.layers.saturating_add(2)
     }
-}
-
-/// A plan that fits its [`Facts`]: every rule has been applied, and nothing is left open.
-#[derive(Debug, Clone, PartialEq)]
-pub struct CheckedPlan {
-    /// The plan.
-    pub plan: Plan,
-    /// The mesh.
-    pub mesh: Mesh,
-    /// The schedule of each pipeline, with the micro-batches of a step.
-    pub schedule: Schedule,
-    /// The units of each stage.
-    pub stages: Vec<Range<usize>>,
 }
 
 impl Plan {

@@ -58,9 +58,11 @@ fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
 #[test]
 fn a_plan_that_fits_gives_its_mesh_schedule_and_stages() {
     let valid = plan().check(&facts()).unwrap();
-    assert_eq!(valid.mesh.world_size(), 8);
-    assert_eq!((valid.schedule.stages(), valid.schedule.micro_batches()), (4, 8));
-    assert_eq!(valid.stages, [0..4, 4..7, 7..10, 10..14]);
+    let StepLayout { mesh, schedule, stages, micro_batches } = valid.layout();
+    assert_eq!((mesh.world_size(), *micro_batches), (8, 8));
+    let schedule = schedule.as_ref().unwrap();
+    assert_eq!((schedule.stages(), schedule.micro_batches()), (4, 8));
+    assert_eq!(stages, &[0..4, 4..7, 7..10, 10..14]);
 }
 
 #[test]
@@ -393,8 +395,8 @@ proptest! {
             stages, tensor_layout, context_method, micro_batch: Some(micro_batch), ..plan()
         };
         if let Ok(valid) = plan.check(&facts) {
-            prop_assert_eq!(valid.mesh.world_size(), world_size);
-            prop_assert_eq!(valid.stages.last().unwrap().end, layers + 2);
+            prop_assert_eq!(valid.mesh().world_size(), world_size);
+            prop_assert_eq!(valid.layout().stages.last().unwrap().end, layers + 2);
         }
     }
 }

@@ -4,11 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use lockstep_engine::{Engine, EngineOptions, Groups, Optimizer, Storage};
-use lockstep_graph::{BlockShape, RecomputeRules, Span};
-use lockstep_model::{ModelConfig, Tuning};
+use lockstep_engine::{Engine, EngineOptions};
+use lockstep_graph::{BlockShape, Span};
+use lockstep_model::ModelConfig;
 use lockstep_plan::work::{Labor, ModelWork, Task};
-use lockstep_plan::{DType, MemoryCategory};
+use lockstep_plan::{DType, MemoryCategory, Plan};
 use lockstep_tensor::{Arena, CpuQueue, Kernels, Tensor, TensorError};
 use serde_json::json;
 
@@ -86,16 +86,10 @@ fn of_model(
     shape: BlockShape,
     steps: usize,
 ) -> Result<BTreeMap<String, Taken>, Error> {
-    let options = EngineOptions {
-        shape,
-        recompute: RecomputeRules::default(),
-        optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
-        seed: SEED,
-        threads,
-        micro_batches: 1,
-    };
-    let (arena, storage) = (Arena::new(), Storage::default());
-    let mut engine = Engine::in_groups(model, &Tuning::default(), options, storage, &arena, Groups::alone())?;
+    let plan = Plan { micro_batch: Some(shape.sequences), ..Plan::default() };
+    let plan = model.check_plan(&plan, [shape.sequences, shape.seq_len])?.rank(0);
+    let options = EngineOptions { dtype: shape.dtype, seed: SEED, threads, ..EngineOptions::default() };
+    let mut engine = Engine::builder(model, plan).options(options).build(&Arena::new())?;
     engine.initialize(SEED)?;
     let mut timed = Vec::with_capacity(steps);
     for step in 0..=steps {

@@ -86,7 +86,7 @@ impl MadeRun {
     }
 
     fn dtype(&self) -> DType {
-        engine_options(&self.config).shape.dtype
+        engine_options(&self.config).dtype
     }
 
     /// Returns true if its times are those of cores and links alone: transfers to and from a disk take from both.

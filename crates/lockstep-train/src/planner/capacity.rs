@@ -2,11 +2,10 @@
 
 use lockstep_plan::cluster::NodeKind;
 use lockstep_plan::search::Rejection;
-use lockstep_plan::{MemoryBytes, MemoryCategory, Residence, Residences, offloaded_bytes};
+use lockstep_plan::{MemoryBytes, MemoryCategory, Residence, Residences, StepLayout, offloaded_bytes};
 
 use crate::RunConfig;
 use crate::planner::Planner;
-use crate::planner::layout::Layout;
 use crate::planner::recordings::Recording;
 
 /// Fraction of memory that a plan may count on: the rest is the driver's or the system's, and lost between blocks.
@@ -17,7 +16,7 @@ impl Planner {
     pub(super) fn lacking_elsewhere(
         &self,
         config: &RunConfig,
-        layout: &Layout,
+        layout: &StepLayout,
         recording: &Recording,
     ) -> Option<Rejection> {
         if !self.offloads(config) {
@@ -26,7 +25,7 @@ impl Planner {
         let ranks = layout.mesh.world_size();
         let Residences { optimizer, activations, .. } = self.residences_of(config);
         let of_rank = |rank: usize| {
-            let stages = layout.of_rank(rank, recording.work.units());
+            let stages = layout.stages_on(rank);
             let state = self.state_plan(config, layout, recording, rank);
             let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
             offloaded_bytes(&recording.profile, &stages, shard_ranks, &state)
@@ -54,7 +53,7 @@ impl Planner {
     }
 
     /// The stage that lacks memory, and how much it needs and has; of a host all ranks share what there is.
-    pub(super) fn lacking(&self, layout: &Layout, memory: &[MemoryBytes]) -> Option<Rejection> {
+    pub(super) fn lacking(&self, layout: &StepLayout, memory: &[MemoryBytes]) -> Option<Rejection> {
         let ranks = layout.mesh.world_size();
         let available = self.capacity_bytes(ranks);
         let most = |bytes: MemoryBytes| {

@@ -6,10 +6,9 @@ use std::borrow::Cow;
 use lockstep_plan::cluster::Software;
 use lockstep_plan::predict::{StepTraffic, TimedModel, slowest_kind, traffic};
 use lockstep_plan::schedule::{Action, Pass, PassKind, Span};
-use lockstep_plan::{HeldActivations, HeldOfStage, MemoryCategory};
+use lockstep_plan::{HeldActivations, HeldOfStage, MemoryCategory, StepLayout};
 
 use crate::Error;
-use crate::planner::layout::Layout;
 use crate::planner::recordings::{Recording, kept_elsewhere};
 use crate::planner::roofline::Roofline;
 use crate::planner::{Evaluated, Planner};
@@ -75,21 +74,22 @@ impl Planner {
     /// A configuration that does not fit its model.
     pub fn details(&mut self, found: &Evaluated) -> Result<Details, Error> {
         let config = &found.config;
-        let (_, layout) = self.described(config)?;
+        let checked = self.described(config)?;
+        let layout = checked.layout();
         let recording = self.recording_of(config, &layout.mesh);
-        let on_disk = self.traffic_of(config, &layout, &recording).unwrap_or_default();
-        let shape = self.shape(config.zero_stage(), &layout, &on_disk);
+        let on_disk = self.traffic_of(config, layout, &recording).unwrap_or_default();
+        let shape = self.shape(config.zero_stage(), layout, &on_disk);
         // The stages are those of the schedule: both come from one valid plan.
         let traffic =
             traffic(&self.cluster, &recording.work, shape).expect("costs of every stage of the schedule");
         Ok(Details {
             traffic,
-            rooflines: self.rooflines(found, &layout, &recording),
-            memory: self.curves(found, &layout, &recording),
+            rooflines: self.rooflines(found, layout, &recording),
+            memory: self.curves(found, layout, &recording),
         })
     }
 
-    fn curves(&self, found: &Evaluated, layout: &Layout, recording: &Recording) -> Vec<MemoryCurve> {
+    fn curves(&self, found: &Evaluated, layout: &StepLayout, recording: &Recording) -> Vec<MemoryCurve> {
         let times = TimedModel::new(&self.cluster, &recording.work, &layout.mesh);
         let kinds = 0..self.cluster.nodes.len();
         let seconds: Vec<Vec<[f64; 2]>> = kinds.map(|kind| times.unit_seconds(kind)).collect();
@@ -109,13 +109,13 @@ impl Planner {
     fn held(
         &self,
         found: &Evaluated,
-        layout: &Layout,
+        layout: &StepLayout,
         recording: &Recording,
         rank: usize,
     ) -> HeldActivations {
         let (numbers, software) = (layout.stages_of(rank), self.cluster.software);
         if software == Software::Lockstep {
-            let stages = layout.of_rank(rank, recording.work.units());
+            let stages = layout.stages_on(rank);
             let are_on_disk = found.config.plan.residence.have_activations_on_disk();
             return recording.profile.held_activations(&stages, numbers, are_on_disk);
         }

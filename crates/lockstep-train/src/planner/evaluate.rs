@@ -7,11 +7,12 @@ use lockstep_plan::predict::{
 };
 use lockstep_plan::search::Rejection;
 use lockstep_plan::work::{Labor, ModelWork, Pass};
-use lockstep_plan::{MemoryBytes, MemoryCategory, Plan, RankTraffic, StatePlan, ZeroStage, predicted};
+use lockstep_plan::{
+    CheckedPlan, MemoryBytes, MemoryCategory, RankTraffic, StatePlan, StepLayout, ZeroStage, predicted,
+};
 
 use crate::planner::Planner;
 use crate::planner::evaluated::Evaluated;
-use crate::planner::layout::Layout;
 use crate::planner::machine;
 use crate::planner::memory::{Holding, state_of};
 use crate::planner::recordings::Recording;
@@ -24,9 +25,9 @@ impl Planner {
     /// A configuration that does not fit the model, more ranks than devices.
     pub fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
         machine::check_ranks(&self.cluster, config.ranks())?;
-        let (plan, layout) = self.described(config)?;
-        let recording = self.recording_of(config, &layout.mesh);
-        self.evaluated(config.clone(), plan, &layout, &recording)
+        let plan = self.described(config)?;
+        let recording = self.recording_of(config, plan.mesh());
+        self.evaluated(config.clone(), &plan, &recording)
     }
 
     /// The time of a plan's step as a multiple of what was predicted, if one device comes to a share of its speed, wherever in the pipeline
@@ -36,13 +37,14 @@ impl Planner {
     /// A plan that does not fit its model.
     pub fn with_slow_device(&mut self, found: &Evaluated, speed: f64) -> Result<f64, Error> {
         let config = &found.config;
-        let (_, layout) = self.described(config)?;
+        let checked = self.described(config)?;
+        let layout = checked.layout();
         let recording = self.recording_of(config, &layout.mesh);
         let times = TimedModel::new(&self.cluster, &recording.work, &layout.mesh);
-        let traffic = self.traffic_of(config, &layout, &recording).unwrap_or_default();
+        let traffic = self.traffic_of(config, layout, &recording).unwrap_or_default();
         let step_ms = |pipeline_rank: usize| {
             let slow = Some(SlowDevice { pipeline_rank, speed });
-            let shape = PlanShape { slow, ..self.shape(config.zero_stage(), &layout, &traffic) };
+            let shape = PlanShape { slow, ..self.shape(config.zero_stage(), layout, &traffic) };
             // The stages are those of the schedule, as above.
             predict_step_ms(&self.cluster, &times, shape).unwrap_or(f64::INFINITY)
         };
@@ -53,10 +55,10 @@ impl Planner {
     fn evaluated(
         &self,
         config: RunConfig,
-        plan: Plan,
-        layout: &Layout,
+        plan: &CheckedPlan,
         recording: &Recording,
     ) -> Result<Evaluated, Error> {
+        let layout = plan.layout();
         // What cannot be has no memory either.
         let traffic = self.traffic_of(&config, layout, recording).unwrap_or_default();
         let step = self.step(&config, layout, &recording.work, &traffic);
@@ -80,7 +82,7 @@ impl Planner {
         Ok(Evaluated {
             saves: self.saves_of(&config, layout, recording),
             data_stall_ms: self.data_stall_ms(&config, layout, step.step_ms),
-            plan,
+            plan: plan.plan().clone(),
             step,
             memory,
             capacity_bytes: self.capacity_bytes(devices),
@@ -98,9 +100,9 @@ impl Planner {
     }
 
     /// Returns the time of a save: of a copy of the state that each pipeline rank holds, of other systems of the optimizer's state.
-    fn saves_of(&self, config: &RunConfig, layout: &Layout, recording: &Recording) -> Saves {
+    fn saves_of(&self, config: &RunConfig, layout: &StepLayout, recording: &Recording) -> Saves {
         let bytes_of = |rank: usize| {
-            let stages = &layout.of_rank(rank, recording.work.units())[..];
+            let stages = &layout.stages_on(rank)[..];
             if self.cluster.software != Software::Lockstep {
                 let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
                 let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages };
@@ -110,14 +112,14 @@ impl Planner {
             let whole = StatePlan { on_disk: None, ..self.state_plan(config, layout, recording, rank) };
             let state = StatePlan { kept_copies: 0, saved_copies: 1, ..whole };
             let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
-            let prediction = predicted(&recording.profile, layout.passes(rank, stages), shard_ranks, &state);
+            let prediction = predicted(&recording.profile, &layout.passes_of(rank), shard_ranks, &state);
             prediction.map_or(0, |prediction| prediction.by_category()[MemoryCategory::Snapshot])
         };
         let bytes = (0..layout.pipeline_ranks()).map(bytes_of).max().unwrap_or(0);
         Saves::of(&self.cluster, &layout.mesh, bytes as f64, config.saves_from_copies())
     }
 
-    fn data_stall_ms(&self, config: &RunConfig, layout: &Layout, step_ms: f64) -> f64 {
+    fn data_stall_ms(&self, config: &RunConfig, layout: &StepLayout, step_ms: f64) -> f64 {
         let sequences = config.train.global_batch / config.batch_parts().max(1);
         let tokens = (sequences * config.train.seq_len) as f64;
         data_stall_s(&self.cluster, &layout.mesh, tokens, step_ms * 1e-3) * 1e3
@@ -126,7 +128,7 @@ impl Planner {
     fn step(
         &self,
         config: &RunConfig,
-        layout: &Layout,
+        layout: &StepLayout,
         work: &ModelWork,
         traffic: &[RankTraffic],
     ) -> StepPrediction {
@@ -139,7 +141,7 @@ impl Planner {
     pub(super) fn shape<'l>(
         &self,
         zero_stage: ZeroStage,
-        layout: &'l Layout,
+        layout: &'l StepLayout,
         traffic: &'l [RankTraffic],
     ) -> PlanShape<'l> {
         PlanShape {

@@ -1,64 +1,21 @@
-//! The layout of a plan: its mesh, the schedule of its pipeline and the units of each stage; of a configuration as its keys say, of a candidate
-//! with stages that take as long as each other.
+//! The layout of a plan's step: of a configuration as its keys say, of a candidate with stages that take as long as each other.
 
 use std::ops::Range;
-use std::rc::Rc;
+use std::sync::Arc;
 
-use lockstep_plan::gathering::RankPasses;
 use lockstep_plan::predict::{TimedModel, slowest_kind};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::Candidate;
-use lockstep_plan::{Axis, Mesh, PassOrder, PipelineSchedule, Plan, Recompute, StageMemory, split_quickly};
+use lockstep_plan::{CheckedPlan, Mesh, PassOrder, PipelineSchedule, Recompute, StepLayout, split_quickly};
 
 use crate::planner::Planner;
 use crate::planner::trial::shortened;
 use crate::{Error, RunConfig, plan};
 
-/// A configuration's layout.
-#[derive(Debug, Clone)]
-pub(super) struct Layout {
-    pub(super) mesh: Mesh,
-    pub(super) schedule: Option<Rc<Schedule>>,
-    pub(super) stages: Vec<Range<usize>>,
-    pub(super) micro_batches: usize,
-}
-
-impl Layout {
-    pub(super) fn of_rank(&self, rank: usize, units: usize) -> Vec<StageMemory> {
-        match &self.schedule {
-            Some(schedule) => StageMemory::of_rank(schedule, &self.stages, rank),
-            None => vec![StageMemory::whole(units)],
-        }
-    }
-
-    /// The passes of a rank that has these stages.
-    pub(super) fn passes<'l>(&'l self, rank: usize, stages: &'l [StageMemory]) -> RankPasses<'l> {
-        let pipeline = self.schedule.as_deref().map(|schedule| (schedule, rank));
-        RankPasses { stages, pipeline, micro_batches: self.micro_batches }
-    }
-
-    pub(super) fn stages_of(&self, rank: usize) -> Vec<usize> {
-        self.schedule.as_ref().map_or_else(|| vec![0], |schedule| schedule.stages_of(rank).collect())
-    }
-
-    pub(super) fn pipeline_ranks(&self) -> usize {
-        self.mesh.ranks().degree(Axis::Pipeline)
-    }
-}
-
 impl Planner {
     /// The plan that a configuration's keys describe.
-    pub(super) fn described(&self, config: &RunConfig) -> Result<(Plan, Layout), Error> {
-        let checked = plan::checked_plan(config, &self.model.config, &self.model.tuning)?;
-        let mesh = checked.mesh;
-        let is_pipeline = mesh.ranks().degree(Axis::Pipeline) > 1;
-        let layout = Layout {
-            mesh,
-            schedule: is_pipeline.then(|| Rc::new(checked.schedule)),
-            stages: checked.stages,
-            micro_batches: config.accumulation_steps(),
-        };
-        Ok((checked.plan, layout))
+    pub(super) fn described(&self, config: &RunConfig) -> Result<CheckedPlan, Error> {
+        plan::checked_plan(config, &self.model.config, &self.model.tuning)
     }
 
     /// A candidate's keys; what they do not say is the run's.
@@ -95,19 +52,19 @@ impl Planner {
         candidate: &Candidate,
         count: usize,
         times: &TimedModel,
-    ) -> Option<Layout> {
+    ) -> Option<StepLayout> {
         let mesh = Mesh::new(candidate.degrees).ok()?;
         let micro_batches = candidate.micro_batches(self.config.train.global_batch);
         let (kind, chunks) = candidate.schedule;
         let ranks = candidate.degrees.pipeline;
         if ranks == 1 {
             let stages = std::iter::once(0..times.units()).collect();
-            return Some(Layout { mesh, schedule: None, stages, micro_batches });
+            return Some(StepLayout { mesh, schedule: None, stages, micro_batches });
         }
         let micro_batches = shortened(kind, ranks, micro_batches);
         let schedule = self.schedule(kind, ranks, micro_batches, chunks)?;
         let stages = self.stages(candidate, &mesh, count, times, &schedule)?;
-        Some(Layout { mesh, schedule: Some(schedule), stages, micro_batches })
+        Some(StepLayout { mesh, schedule: Some(schedule), stages, micro_batches })
     }
 
     /// The stages of a pipeline that take as long as each other, each on the slowest of its nodes, where so many blocks forget what the
@@ -154,12 +111,12 @@ impl Planner {
         ranks: usize,
         micro_batches: usize,
         chunks: usize,
-    ) -> Option<Rc<Schedule>> {
+    ) -> Option<Arc<Schedule>> {
         let key = (kind, ranks, micro_batches, chunks);
         if let Some(known) = self.schedules.get(&key) {
             return known.clone();
         }
-        let schedule = Schedule::published(kind, ranks, micro_batches, chunks).ok().map(Rc::new);
+        let schedule = Schedule::published(kind, ranks, micro_batches, chunks).ok().map(Arc::new);
         self.schedules.insert(key, schedule.clone());
         schedule
     }

@@ -6,14 +6,13 @@ use lockstep_plan::cluster::Software;
 use lockstep_plan::gathering::TooFewLive;
 use lockstep_plan::search::Rejection;
 use lockstep_plan::{
-    Axis, MemoryBytes, Mesh, RankTraffic, Residence, Residences, StatePlan, WINDOW_ELEMENTS,
-    offload_traffic_by_kind, predicted,
+    MemoryBytes, Mesh, RankTraffic, Residence, Residences, StatePlan, StepLayout, offload_traffic_by_kind,
+    predicted,
 };
 
 use crate::RunConfig;
 use crate::forecast::Training;
 use crate::planner::Planner;
-use crate::planner::layout::Layout;
 use crate::planner::memory::{Holding, memory_elsewhere};
 use crate::planner::recordings::{Recording, kept_elsewhere};
 
@@ -22,12 +21,12 @@ impl Planner {
     pub(super) fn memory_of(
         &self,
         config: &RunConfig,
-        layout: &Layout,
+        layout: &StepLayout,
         recording: &Recording,
         rank: usize,
     ) -> Result<MemoryBytes, Rejection> {
-        let stages = layout.of_rank(rank, recording.work.units());
         if self.cluster.software != Software::Lockstep {
+            let stages = layout.stages_on(rank);
             let Recording { work, .. } = recording;
             let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
             let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages: &stages };
@@ -38,7 +37,7 @@ impl Planner {
         }
         let state = self.state_plan(config, layout, recording, rank);
         let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
-        let prediction = predicted(&recording.profile, layout.passes(rank, &stages), shard_ranks, &state);
+        let prediction = predicted(&recording.profile, &layout.passes_of(rank), shard_ranks, &state);
         let prediction = prediction.map_err(|_| Rejection::Invalid)?;
         // A device gives what is booked; a host's system gives pages when they are first written.
         Ok(if self.is_host() { prediction.touched() } else { prediction.by_category() })
@@ -65,7 +64,7 @@ impl Planner {
     pub(super) fn traffic_of(
         &self,
         config: &RunConfig,
-        layout: &Layout,
+        layout: &StepLayout,
         recording: &Recording,
     ) -> Result<Vec<RankTraffic>, Rejection> {
         if !self.offloads(config) {
@@ -73,10 +72,9 @@ impl Planner {
         }
         let Residences { optimizer, activations, .. } = self.residences_of(config);
         let of_rank = |rank: usize| {
-            let stages = layout.of_rank(rank, recording.work.units());
             let state = self.state_plan(config, layout, recording, rank);
             let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
-            let passes = layout.passes(rank, &stages);
+            let passes = &layout.passes_of(rank);
             let by_kind = offload_traffic_by_kind(&recording.profile, passes, shard_ranks, &state)?;
             let mut traffic = RankTraffic::default();
             for (moved, residence) in by_kind.into_iter().zip([optimizer, activations]) {
@@ -96,18 +94,13 @@ impl Planner {
     pub(super) fn state_plan(
         &self,
         config: &RunConfig,
-        layout: &Layout,
+        layout: &StepLayout,
         recording: &Recording,
         rank: usize,
     ) -> StatePlan {
-        let mut state = recording.state.clone();
-        let residences = self.residences_of(config);
-        state.on_disk = residences.offload_plan(WINDOW_ELEMENTS);
-        state.has_activations_on_disk = residences.activations != Residence::Memory;
-        state.zero_stage = config.zero_stage();
-        state.replicas = layout.mesh.ranks().degree(Axis::Replicate);
-        let options = crate::engine_options(config);
-        state.micro_batches = options.micro_batches * layout.mesh.ranks().degree(Axis::Context);
+        let (plan, residences) = (&config.plan, self.residences_of(config));
+        let (batch, facts) = (config.train.global_batch, &recording.facts);
+        let mut state = StatePlan::new(plan, residences, &layout.mesh, batch, facts);
         let of_a_stage = layout.mesh.world_size() / layout.pipeline_ranks();
         let copies = Training::of(config).copies(&layout.mesh, rank * of_a_stage, config.zero_stage());
         // Copies of an accelerator's state are in host memory.

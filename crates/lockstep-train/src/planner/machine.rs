@@ -12,7 +12,7 @@ use crate::config::user_cache_dir;
 use crate::doctor::system::processor_name;
 use crate::fit::available_bytes;
 use crate::planner::advice::with_nodes;
-use crate::setup::storage;
+use crate::setup::offload_directory;
 use crate::{Error, RunConfig};
 
 /// The file with what was measured of this machine, if it is not the usual one.
@@ -113,7 +113,7 @@ impl LocalMachine {
     /// The same with the room that is left where a run would put what does not fit into memory; none where that lies in memory itself.
     #[must_use]
     pub fn with_disk_of(mut self, config: &RunConfig) -> Self {
-        let directory = ScratchFile::existing_directory(&storage(config).offload.directory);
+        let directory = ScratchFile::existing_directory(&offload_directory(config));
         let free_bytes = || {
             let stat = rustix::fs::statvfs(&directory).ok()?;
             Some(stat.f_bavail.saturating_mul(stat.f_frsize))

@@ -4,7 +4,8 @@
 use lockstep_plan::cluster::Software;
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
-    Axis, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, StageMemory, StateBytes, StateOnRank, ZeroStage,
+    Axis, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, Residences, StageMemory, StateBytes, StateOnRank,
+    StatePlan, ZeroStage,
 };
 
 use crate::planner::Planner;
@@ -26,11 +27,12 @@ pub(super) struct Holding<'a> {
 impl Planner {
     /// Bytes of an element's state: of Lockstep what the run's optimizer keeps of every parameter, of others what their style says.
     pub(super) fn state_bytes(&self, recording: &Recording) -> StateBytes {
-        let Recording { work, state, .. } = recording;
+        let Recording { work, facts, .. } = recording;
         if self.cluster.software != Software::Lockstep {
             return self.cluster.software.style().state_bytes(work.dtype);
         }
-        state.element_bytes(work.dtype)
+        let (plan, mesh) = (&self.config.plan, Mesh::default());
+        StatePlan::new(plan, Residences::default(), &mesh, 1, facts).element_bytes(work.dtype)
     }
 }
 

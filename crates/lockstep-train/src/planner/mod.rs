@@ -32,6 +32,7 @@ mod workload;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
 use lockstep_model::{Tuning, tuned_records};
@@ -106,7 +107,7 @@ pub struct Planner {
     /// Number of ranks, if it is fixed.
     ranks: Option<usize>,
     recordings: Recordings,
-    schedules: HashMap<(Kind, usize, usize, usize), Option<Rc<Schedule>>>,
+    schedules: HashMap<(Kind, usize, usize, usize), Option<Arc<Schedule>>>,
     outlines: HashMap<PassKey, Outline>,
     uniforms: HashMap<(PassKey, Recompute), Rc<Uniform>>,
     cuts: HashMap<CutKey, Option<Vec<Range<usize>>>>,

@@ -7,13 +7,12 @@ use lockstep_plan::cluster::{NodeKind, Software};
 use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::{
     FRAME_PLACES, MemoryBytes, MemoryCategory, ModelProfile, Offload, OffloadBytes, OffloadTraffic,
-    RankTraffic, Recompute, Residence, StageMemory, WINDOW_ELEMENTS, WINDOW_SLOTS,
+    RankTraffic, Recompute, Residence, StageMemory, StepLayout, WINDOW_ELEMENTS, WINDOW_SLOTS,
 };
 
 use crate::RunConfig;
 use crate::config::{OptimizerKind, Origin};
 use crate::planner::capacity::USABLE;
-use crate::planner::layout::Layout;
 use crate::planner::offloaded_units::StateByUnit;
 use crate::planner::trial::{Trial, ranks_to_book};
 use crate::planner::{Objective, Planner};
@@ -154,7 +153,7 @@ impl Planner {
             Objective::Headroom => self.share_of_memory(candidate, &memory),
             _ => {
                 let traffic = self.traffic_of(&config, &trial.layout, &recording)?;
-                let of_layout = |layout: &Layout| of_micro_batches(&traffic, &trial.layout, layout);
+                let of_layout = |layout: &StepLayout| of_micro_batches(&traffic, &trial.layout, layout);
                 let step_ms = self.step_ms(candidate, &trial, of_layout, limit)?;
                 self.objective_of_time(candidate, step_ms)
             }
@@ -177,7 +176,7 @@ impl Planner {
         if self.objective == Objective::Headroom {
             return Ok(());
         }
-        let traffic = |layout: &Layout| least_traffic(candidate, trial, ranks, layout, fraction);
+        let traffic = |layout: &StepLayout| least_traffic(candidate, trial, ranks, layout, fraction);
         let least_ms = self.step_ms(candidate, trial, traffic, limit)?;
         if self.objective_of_time(candidate, least_ms) < limit { Ok(()) } else { Err(Rejection::Worse) }
     }
@@ -254,7 +253,7 @@ impl Planner {
         let Offload { optimizer, gradients, parameters, activations } = candidate.offload;
         let is_moved = [parameters, gradients, optimizer].map(|residence| residence != Residence::Memory);
         let of_rank = |(rank, memory): (usize, &MemoryBytes)| {
-            let stages = layout.of_rank(rank, units.times.units());
+            let stages = layout.stages_on(rank);
             let elements = self.elements_of(&units.times, &stages);
             let state = StateByUnit::new(units.state, &layout.mesh, candidate.zero_stage, &stages, elements);
             // Gradients of a table that both ends of the model share stay.
@@ -340,13 +339,13 @@ fn least_traffic(
     candidate: &Candidate,
     trial: &Trial,
     ranks: &[OffloadableRank],
-    layout: &Layout,
+    layout: &StepLayout,
     fraction: f64,
 ) -> Vec<RankTraffic> {
     let Trial { units, .. } = trial;
     let micro_batches = layout.micro_batches as u64;
     let of_rank = |(rank, offloadable): (usize, &OffloadableRank)| {
-        let stages = layout.of_rank(rank, units.times.units());
+        let stages = layout.stages_on(rank);
         let beyond_windows = |bytes: u64, of_element: u64| bytes.saturating_sub(WINDOWS * of_element);
         let [_, gradients, optimizer] = offloadable.of_kinds(offloadable.state.least_moved(fraction));
         let state = beyond_windows(optimizer, units.state.optimizer);
@@ -380,7 +379,7 @@ fn least_traffic(
 }
 
 /// The traffic of a layout as that of one with more micro-batches: each further one moves as much.
-fn of_micro_batches(traffic: &[RankTraffic], whole: &Layout, part: &Layout) -> Vec<RankTraffic> {
+fn of_micro_batches(traffic: &[RankTraffic], whole: &StepLayout, part: &StepLayout) -> Vec<RankTraffic> {
     if whole.micro_batches == part.micro_batches {
         return traffic.to_vec();
     }

@@ -4,16 +4,14 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 
-use lockstep_engine::Places;
 use lockstep_graph::BlockShape;
-use lockstep_model::{Flops, RecordedModel};
+use lockstep_model::{Flops, RecordedModel, RecordingOptions};
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::predict::TimedModel;
 use lockstep_plan::work::{Keeping, Labor, ModelWork};
-use lockstep_plan::{Mesh, ModelProfile, Recompute, RecomputeRules, StateBytes, StatePlan};
+use lockstep_plan::{Mesh, ModelProfile, Places, Recompute, RecomputeRules, StateBytes, StateFacts};
 
-use crate::ranks::group_options;
-use crate::setup::storage;
+use crate::setup::shape_of;
 use crate::{ResolvedModel, RunConfig, engine_options};
 
 /// A model on one of the ranks that share it.
@@ -23,8 +21,8 @@ pub(super) struct Recording {
     pub(super) work: ModelWork,
     /// Bytes of its units.
     pub(super) profile: ModelProfile,
-    /// State layout inputs, without those of the mesh.
-    pub(super) state: StatePlan,
+    /// What the optimizer and the precision keep.
+    pub(super) facts: StateFacts,
 }
 
 /// A recording of which every block forgets the same, with what a search asks of it thousands of times.
@@ -101,9 +99,7 @@ impl Recordings {
         recompute: Recompute,
         software: Software,
     ) -> Rc<Recording> {
-        let groups = group_options(config);
-        let places = Places::of(mesh, 0, &groups);
-        let key = (engine_options(config).shape, places, recompute);
+        let key = (shape_of(config), Places::of(mesh, 0, &config.plan), recompute);
         if let Some(known) = self.known.get(&key) {
             return Rc::clone(known);
         }
@@ -177,21 +173,19 @@ impl Recordings {
             Recompute::Full if software != Software::Lockstep => Some(recompute),
             _ => None,
         };
-        let groups = group_options(config);
-        let places = Places::of(mesh, 0, &groups);
-        let mut options = engine_options(config);
-        options.recompute = if repeats.is_some() { Recompute::None } else { recompute }.into();
-        let flops = self.flops.get(&(options.shape, recompute)).copied();
-        let recorded =
-            RecordedModel::tuned_with_flops(&model.config, &model.tuning, options.recording(places), flops);
-        self.flops.insert((options.shape, recompute), recorded.flops());
-        let state = options.state_plan(&recorded, &storage(config), Some(&groups), mesh);
+        let (shape, places) = (shape_of(config), Places::of(mesh, 0, &config.plan));
+        let rules = if repeats.is_some() { Recompute::None } else { recompute }.into();
+        let options = RecordingOptions::training(shape, rules, places);
+        let flops = self.flops.get(&(shape, recompute)).copied();
+        let recorded = RecordedModel::tuned_with_flops(&model.config, &model.tuning, options, flops);
+        self.flops.insert((shape, recompute), recorded.flops());
+        let facts = engine_options(config).state_facts(&recorded);
         let mut work = recorded.work();
         match repeats {
             Some(Recompute::Selective) => work.repeat(|task| matches!(task.labor, Labor::Attention(_))),
             Some(_) => work.repeat(|_| true),
             None => {}
         }
-        Recording { work, profile: recorded.profile(places.context), state }
+        Recording { work, profile: recorded.profile(), facts }
     }
 }

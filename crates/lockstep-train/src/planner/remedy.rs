@@ -80,11 +80,11 @@ impl Planner {
 
     /// Another plan by the keys in which it differs from the run's own, or by none if keys that the run sets do not go with it.
     fn as_remedy(&mut self, other: Evaluated) -> Option<Remedy> {
-        let (given, _) = self.described(&self.config).ok()?;
+        let given = self.described(&self.config).ok()?;
         let under = |plan: &Plan| {
             self.config.with_plan(&PlanFile::unwritten(plan.clone(), "")).map(|config| config.plan).ok()
         };
-        let settings = under(&given)
+        let settings = under(given.plan())
             .zip(under(&other.plan))
             .map_or_else(Vec::new, |(given, other)| settings_between(&given, &other));
         let changed = self.changed(&settings).filter(|evaluated| evaluated.fits);

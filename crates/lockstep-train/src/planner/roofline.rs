@@ -1,10 +1,10 @@
 //! Rooflines: the work of a micro-batch beside the limits of the devices, each product by its shape.
 
+use lockstep_plan::StepLayout;
 use lockstep_plan::predict::{Worker, device, kinds_of};
 use lockstep_plan::work::{Labor, Pass, Product, Task};
 
 use crate::human;
-use crate::planner::layout::Layout;
 use crate::planner::recordings::Recording;
 use crate::planner::{Evaluated, Planner};
 
@@ -88,7 +88,7 @@ impl Planner {
     pub(super) fn rooflines(
         &self,
         found: &Evaluated,
-        layout: &Layout,
+        layout: &StepLayout,
         recording: &Recording,
     ) -> Vec<Roofline> {
         let kinds = 0..self.cluster.nodes.len();
@@ -98,7 +98,7 @@ impl Planner {
     fn roofline(
         &self,
         found: &Evaluated,
-        layout: &Layout,
+        layout: &StepLayout,
         recording: &Recording,
         kind: usize,
     ) -> Option<Roofline> {

@@ -10,11 +10,10 @@ use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
     DType, LayerRule, MemoryBytes, MemoryCategory, Mesh, RankTraffic, Recompute, RecomputeRules, StageMemory,
-    ZeroStage,
+    StepLayout, ZeroStage,
 };
 
 use crate::RunConfig;
-use crate::planner::layout::Layout;
 use crate::planner::memory::{Holding, memory_elsewhere, state_of};
 use crate::planner::recordings::Uniform;
 use crate::planner::{Objective, Planner};
@@ -37,7 +36,7 @@ pub(super) fn shortened(kind: Kind, ranks: usize, micro_batches: usize) -> usize
 pub(super) struct Trial {
     /// Number of blocks that recompute.
     pub(super) count: usize,
-    pub(super) layout: Layout,
+    pub(super) layout: StepLayout,
     /// Times and saved activations of its units.
     pub(super) units: Rc<Uniform>,
     /// Lower bound of the memory of each pipeline rank.
@@ -86,7 +85,7 @@ impl Planner {
     pub(super) fn configured(&self, candidate: &Candidate, trial: &Trial) -> Option<RunConfig> {
         let mut config = self.keys_of(candidate);
         config.plan.recompute = self.rules(candidate, trial.count)?;
-        let Layout { schedule, stages, .. } = &trial.layout;
+        let StepLayout { schedule, stages, .. } = &trial.layout;
         config.plan.stages =
             if schedule.is_some() { stages.iter().map(Range::len).collect() } else { Vec::new() };
         Some(config)
@@ -131,7 +130,7 @@ impl Planner {
         };
         let layout = self.laid_out(candidate, count, &units.times).ok_or(Rejection::Invalid)?;
         let of_rank = |rank: usize| {
-            let stages = layout.of_rank(rank, units.times.units());
+            let stages = layout.stages_on(rank);
             self.quick_memory(candidate, &layout, &units, &stages)
         };
         let memory: Vec<MemoryBytes> = (0..layout.pipeline_ranks()).map(of_rank).collect();
@@ -143,7 +142,7 @@ impl Planner {
     fn quick_memory(
         &self,
         candidate: &Candidate,
-        layout: &Layout,
+        layout: &StepLayout,
         units: &Uniform,
         stages: &[StageMemory],
     ) -> MemoryBytes {
@@ -203,7 +202,7 @@ impl Planner {
     pub(super) fn booked_instead(
         &mut self,
         config: &RunConfig,
-        layout: &Layout,
+        layout: &StepLayout,
         mut memory: Vec<MemoryBytes>,
         ranks: impl IntoIterator<Item = usize>,
     ) -> Result<Vec<MemoryBytes>, Rejection> {
@@ -224,7 +223,7 @@ impl Planner {
         &mut self,
         candidate: &Candidate,
         trial: &Trial,
-        traffic: impl Fn(&Layout) -> Vec<RankTraffic>,
+        traffic: impl Fn(&StepLayout) -> Vec<RankTraffic>,
         limit: f64,
     ) -> Result<f64, Rejection> {
         let Trial { layout, units, .. } = trial;
@@ -235,7 +234,7 @@ impl Planner {
         {
             return Err(Rejection::Worse);
         }
-        let step = |planner: &Self, layout: &Layout| {
+        let step = |planner: &Self, layout: &StepLayout| {
             let traffic = traffic(layout);
             let shape = planner.shape(candidate.zero_stage, layout, &traffic);
             predict_step_ms(&planner.cluster, &units.times, shape).map_err(|_| Rejection::Invalid)
@@ -248,14 +247,14 @@ impl Planner {
         let ranks = candidate.degrees.pipeline;
         let fewer = layout.micro_batches - ranks;
         let schedule = self.schedule(kind, ranks, fewer, chunks).ok_or(Rejection::Invalid)?;
-        let shorter = Layout { schedule: Some(schedule), micro_batches: fewer, ..layout.clone() };
+        let shorter = StepLayout { schedule: Some(schedule), micro_batches: fewer, ..layout.clone() };
         let each = (short - step(self, &shorter)?) / ranks as f64;
         Ok(short + each * (micro_batches - layout.micro_batches) as f64)
     }
 
     /// Lower bound of the seconds of a step's passes in a pipeline: each rank's own work with its wait for the first micro-batch. Stages of
     /// the same units take as long.
-    fn pipeline_s(&self, candidate: &Candidate, layout: &Layout, times: &TimedModel) -> f64 {
+    fn pipeline_s(&self, candidate: &Candidate, layout: &StepLayout, times: &TimedModel) -> f64 {
         let mut known: Vec<(&[usize], usize, f64)> = Vec::new();
         let mut of_stage = |units: Range<usize>, kind: usize| {
             let same = times.kinds_of_units(units.clone());

@@ -141,7 +141,7 @@ impl Saver {
                 "base": model.base.get(),
                 "adapter": model.tuning.adapter.as_ref().map(Adapter::config),
             }),
-            plan: json!(checked_plan(config, &model.config, &model.tuning)?.plan),
+            plan: json!(checked_plan(config, &model.config, &model.tuning)?.plan()),
             thread: (in_background && has_part).then(SaveThread::start).transpose()?,
             in_background,
             has_part,

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use lockstep_comm::now_us;
-use lockstep_engine::{Engine, PassTime, PipelinePlan, StepTimes};
+use lockstep_engine::{Engine, PassTime, StepTimes};
 use lockstep_plan::Axis;
 use lockstep_plan::schedule::{Action, Costs, Pass, PassKind, Schedule, Simulation, StageCost};
 use serde::{Deserialize, Serialize};
@@ -55,7 +55,8 @@ pub(crate) fn write(
     engine: &Engine,
     ranks: &Ranks,
 ) -> Result<(), Error> {
-    let (Some(times), Some((plan, _))) = (engine.pipeline_times(), ranks.groups().pipeline_plan()) else {
+    let pipeline = ranks.groups().plan().and_then(|plan| plan.passes.pipeline.as_ref());
+    let Some(((actions, _), times)) = pipeline.zip(engine.pipeline_times()) else {
         return Ok(());
     };
     ranks.barrier()?;
@@ -63,9 +64,9 @@ pub(crate) fn write(
     let shifts_us: Vec<i64> = steps.iter().map(|own| own.shift_us(&steps[0])).collect();
     let bars: Vec<Vec<Bar>> = steps.iter().zip(&shifts_us).map(|(own, shift)| own.bars(*shift)).collect();
     let pipelines = ranks.mesh().ranks().groups(&[Axis::Pipeline]);
-    let shown = (MOST_PASSES / plan.schedule.ranks() / steps[0].passes.len().max(1)).max(1);
+    let shown = (MOST_PASSES / actions.ranks() / steps[0].passes.len().max(1)).max(1);
     let describe = |ranks: &Vec<usize>| {
-        describe(plan, ranks, &ranks.iter().map(|rank| bars[*rank].clone()).collect::<Vec<_>>())
+        describe(actions, ranks, &ranks.iter().map(|rank| bars[*rank].clone()).collect::<Vec<_>>())
     };
     let all: Vec<Value> = pipelines.iter().take(shown).map(describe).collect();
     let file = json!({ "step": step, "schedule": schedule, "pipelines": all, "of": pipelines.len() });
@@ -106,7 +107,7 @@ impl OwnStep {
 }
 
 /// The step of one pipeline, of `bars` of each rank: the first one when it began, the last one from when its passes were done.
-fn describe(plan: &PipelinePlan, ranks: &[usize], bars: &[Vec<Bar>]) -> Value {
+fn describe(schedule: &Schedule, ranks: &[usize], bars: &[Vec<Bar>]) -> Value {
     let begin_ms =
         bars.iter().filter_map(|bars| bars.first()).map(|bar| bar.start_ms).fold(f64::MAX, f64::min);
     // No rank can update before the last one has come.
@@ -122,8 +123,8 @@ fn describe(plan: &PipelinePlan, ranks: &[usize], bars: &[Vec<Bar>]) -> Value {
         }
         measured.push(row);
     }
-    let costs = costs_of(&plan.schedule, &measured);
-    let simulated = plan.schedule.simulate(&costs).map(|simulation| bars_of(&simulation)).unwrap_or_default();
+    let costs = costs_of(schedule, &measured);
+    let simulated = schedule.simulate(&costs).map(|simulation| bars_of(&simulation)).unwrap_or_default();
     json!({ "ranks": ranks, "measured": picture(&measured), "simulated": picture(&simulated) })
 }
 
@@ -231,7 +232,6 @@ mod tests {
     fn a_step_that_goes_as_simulated_is_the_simulation_whatever_the_ranks_clocks_say() {
         for kind in Kind::ALL {
             let schedule = Schedule::new(kind, 2, 4, kind.chunks().0).unwrap();
-            let plan = PipelinePlan { stages: vec![1; schedule.stages()], schedule: schedule.clone() };
             let cost = StageCost {
                 forward_ms: 2.0,
                 backward_input_ms: 3.0,
@@ -252,7 +252,7 @@ mod tests {
                 .iter_mut()
                 .for_each(|(_, begin, end)| (*begin, *end) = (*begin + ahead, *end + ahead));
             let bars: Vec<_> = steps.iter().map(|own| own.bars(own.shift_us(&steps[0]))).collect();
-            let found = describe(&plan, &[0, 1], &bars);
+            let found = describe(&schedule, &[0, 1], &bars);
             let simulation = schedule.simulate(&costs).unwrap();
             for which in ["measured", "simulated"] {
                 let step_ms = found[which]["step_ms"].as_f64().unwrap();

@@ -1,0 +1,163 @@
+//! The construction of an engine: a model is recorded for its rank's place in the plan, its state is laid out, and that list is allocated.
+
+use lockstep_graph::BlockShape;
+use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
+use lockstep_plan::{DType, RankPlan, StateFacts, StateKind, StateLayout, StatePlan};
+use lockstep_tensor::{Arena, Workers};
+
+use crate::optimizer::Role;
+use crate::reducer::Reducer;
+use crate::shards::Shards;
+use crate::state::ResidualNumbers;
+use crate::stores::Stores;
+use crate::weights::ModelWeights;
+use crate::{Engine, EngineError, Gradients, Groups, Offload, Optimizer, Runner, Storage, WeightStorage};
+
+/// The settings of an engine that no plan depends on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineOptions {
+    /// The type that kernels read.
+    pub dtype: DType,
+    /// The update rule.
+    pub optimizer: Optimizer,
+    /// Precision of weights and optimizer state, and where offloaded state lies.
+    pub storage: Storage,
+    /// Seed of the initial weights and of dropout.
+    pub seed: u64,
+    /// Compute threads.
+    pub threads: usize,
+}
+
+impl Default for EngineOptions {
+    /// f32 and AdamW, on one thread.
+    fn default() -> Self {
+        Self {
+            dtype: DType::F32,
+            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
+            storage: Storage::default(),
+            seed: 0,
+            threads: 1,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Returns the state that the optimizer and the precision keep of `model`.
+    pub fn state_facts(&self, model: &RecordedModel) -> StateFacts {
+        let kinds = StateKind::OF_OPTIMIZERS.into_iter().map(|kind| {
+            let is_kept =
+                |record| self.optimizer.state_kinds(Role::of(record, model.units())).contains(&kind);
+            (kind, model.records().iter().map(is_kept).collect())
+        });
+        StateFacts {
+            has_master: self.dtype != DType::F32 && self.storage.weights == WeightStorage::Master,
+            optimizer_dtype: self.storage.state,
+            optimizer_keeps: kinds.collect(),
+            window_elements: self.storage.offload.window_elements,
+            packed_bytes: Workers::booked_bytes(self.threads),
+        }
+    }
+}
+
+/// Builds an [`Engine`].
+#[derive(Debug)]
+pub struct EngineBuilder<'a> {
+    model: &'a ModelConfig,
+    tuning: Tuning,
+    plan: RankPlan,
+    options: EngineOptions,
+    groups: Groups,
+}
+
+impl<'a> EngineBuilder<'a> {
+    pub(crate) fn new(model: &'a ModelConfig, plan: RankPlan) -> Self {
+        let (tuning, options) = (Tuning::default(), EngineOptions::default());
+        Self { model, tuning, plan, options, groups: Groups::alone() }
+    }
+
+    /// Trains what `tuning` says of the model; without it, everything.
+    #[must_use]
+    pub fn tuning(self, tuning: &Tuning) -> Self {
+        Self { tuning: tuning.clone(), ..self }
+    }
+
+    /// Sets what no plan depends on.
+    #[must_use]
+    pub fn options(self, options: EngineOptions) -> Self {
+        Self { options, ..self }
+    }
+
+    /// Joins the other ranks of the plan; all of them build their engines, and call what follows, in the same order.
+    #[must_use]
+    pub fn groups(self, groups: Groups) -> Self {
+        Self { groups, ..self }
+    }
+
+    /// Builds the engine in the memory of `arena`, with all weights zero: call [`Engine::initialize`] or load them.
+    ///
+    /// # Errors
+    /// Out of memory or threads, no room for files of offloaded state, or a lost rank.
+    pub fn build(self, arena: &Arena) -> Result<Engine, EngineError> {
+        let Self { model: config, tuning, plan, options, groups } = self;
+        let (mesh, passes) = (plan.mesh(), &plan.passes);
+        let shape =
+            BlockShape { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype: options.dtype };
+        let recording = RecordingOptions::training(shape, plan.plan().recompute, groups.places_of(&plan));
+        let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
+        let model = record(config, &tuning);
+        let evaluation = (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
+            .then(|| record(&config.without_dropout().without_capacity(), &tuning.without_dropout()));
+        let profile = model.profile();
+        let queue = arena.queue(options.threads)?;
+        let shards = Shards::new(&groups, model.records())?;
+        let reducer = Reducer::new(&groups, model.records(), &shards, queue.workers())?;
+        let residual_numbers = ResidualNumbers::new(&groups, &shards);
+        let residences = plan.plan().residence.on_cpu();
+        let facts = options.state_facts(&model);
+        let state = StatePlan::new(plan.plan(), residences, mesh, plan.global_batch(), &facts);
+        let place = |summing| mesh.shard_place(plan.rank, summing);
+        let layout = StateLayout::new(&profile, &passes.stages, place, &state);
+        shards.check(&layout);
+        // Gradients that are offloaded to disk use the reducer's path as well.
+        let reducer = reducer.or_else(|| layout.plan.hands_gradients_on().then(Reducer::alone));
+        let gathers = layout.gathers(&profile, passes)?;
+        let predicted = layout.memory(&profile, &passes.stages, gathers.as_ref());
+        let [of_state, of_activations] = layout.offload_traffic(&profile, passes, gathers.as_ref());
+        let offload = Offload { residences, ..options.storage.offload };
+        let stores = Stores::zeros(arena, &layout)?;
+        let mut weights = ModelWeights::new(arena, &model, &layout, (stores, &offload), gathers, shards)?;
+        let runner =
+            Runner::in_groups(&model, arena, options.seed, groups.clone(), &passes.stages, &offload)?;
+        let gradients = Gradients::new(arena, &layout, &mut weights.stores, profile.tokens, &offload)?;
+        tracing::debug!(
+            threads = queue.threads(), instructions = %queue.level(), units = model.units(),
+            micro_batches = passes.micro_batches, predicted_bytes = predicted.by_category().total(),
+            gathers_weights = weights.gathered.is_some(), reduces_gradients = reducer.is_some(),
+            "the engine has its weights and buffers"
+        );
+        Ok(Engine {
+            micro_batches: passes.micro_batches,
+            reducer,
+            queue,
+            runner,
+            gradients,
+            weights,
+            saved: layout.saved().map(|item| item.kind).collect(),
+            arena: arena.clone(),
+            optimizer: options.optimizer,
+            rounding: options.storage.rounding,
+            seed: options.seed,
+            model,
+            evaluation,
+            records: layout.records,
+            is_here: layout.is_here,
+            shared_table: layout.shared_table,
+            pipeline: groups.pipeline(),
+            residual_numbers,
+            groups,
+            bias_values: Vec::new(),
+            predicted,
+            predicted_traffic: of_state + of_activations,
+        })
+    }
+}

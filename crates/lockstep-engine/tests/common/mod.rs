@@ -1,0 +1,15 @@
+//! What the tests of engines have in common.
+
+use lockstep_model::ModelConfig;
+use lockstep_plan::{Plan, RankPlan};
+
+/// `plan` on one rank, for steps of `micro_batches` of so many sequences of so many tokens.
+pub(crate) fn one_rank(
+    model: &ModelConfig,
+    plan: Plan,
+    [sequences, seq_len]: [usize; 2],
+    micro_batches: usize,
+) -> RankPlan {
+    let plan = Plan { micro_batch: Some(sequences), ..plan };
+    model.check_plan(&plan, [sequences * micro_batches, seq_len]).unwrap().rank(0)
+}

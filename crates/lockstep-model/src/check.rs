@@ -1,0 +1,37 @@
+//! What a plan is checked against, of a model.
+
+use lockstep_plan::{CheckedPlan, Facts, Plan, PlanError};
+
+use crate::ModelConfig;
+
+impl ModelConfig {
+    /// Returns the facts that plans are checked against, for steps of `global_batch` sequences of `seq_len` tokens on so many ranks. The digest
+    /// of the model is left empty.
+    pub fn facts(&self, [global_batch, seq_len]: [usize; 2], world_size: usize) -> Facts {
+        Facts {
+            model: String::new(),
+            layers: self.num_hidden_layers(),
+            heads: self.num_attention_heads(),
+            key_value_heads: self.num_key_value_heads(),
+            hidden: self.hidden_size(),
+            intermediate: self.intermediate_size(),
+            has_latent_attention: self.has_latent_attention(),
+            vocab: self.vocab_size(),
+            experts: self.experts().map_or(0, |experts| experts.count),
+            expert_intermediate: self.experts().map_or(0, |experts| experts.intermediate_size),
+            seq_len,
+            global_batch,
+            world_size,
+        }
+    }
+
+    /// Checks `plan` for steps of `global_batch` sequences of `seq_len` tokens. Stages that the plan leaves open have as many units each.
+    ///
+    /// # Errors
+    /// Everything of the plan that does not fit.
+    pub fn check_plan(&self, plan: &Plan, batch: [usize; 2]) -> Result<CheckedPlan, PlanError> {
+        let facts = self.facts(batch, plan.mesh.world_size().unwrap_or(0));
+        let resolved = plan.resolved(&facts, || vec![1.0; facts.units()]);
+        resolved.as_ref().unwrap_or(plan).check(&facts)
+    }
+}

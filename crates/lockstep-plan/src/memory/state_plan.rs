@@ -1,0 +1,80 @@
+//! The inputs of a state layout: what a plan says of model state, and what the optimizer and the precision of a run keep of it.
+
+use crate::mesh::{Axis, Mesh};
+use crate::{DType, DiskPlan, Plan, Quantization, Residence, Residences, Sharding, StateKind, ZeroStage};
+
+/// The state that the optimizer and the precision of a run keep, whatever its plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StateFacts {
+    /// True if f32 weights are kept beside those that kernels read.
+    pub has_master: bool,
+    /// Type of the optimizer's numbers.
+    pub optimizer_dtype: DType,
+    /// The optimizer's numbers: each with the parameters of which it is kept, by [`ParameterId`](crate::ParameterId).
+    pub optimizer_keeps: Vec<(StateKind, Vec<bool>)>,
+    /// Elements of a window in which offloaded state is moved.
+    pub window_elements: usize,
+    /// Bytes of packed operands.
+    pub packed_bytes: usize,
+}
+
+/// How the state of a run is kept.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StatePlan {
+    /// What of it the ranks share out that would else each hold a copy.
+    pub zero_stage: ZeroStage,
+    /// What these ranks send as small integers.
+    pub quantization: Quantization,
+    /// Copies of the model, whole or shared out.
+    pub replicas: usize,
+    /// How weights are sharded and gathered.
+    pub sharding: Sharding,
+    /// Whether f32 weights are kept beside those that kernels read.
+    pub has_master: bool,
+    /// Type of the optimizer's numbers.
+    pub optimizer_dtype: DType,
+    /// The optimizer's numbers: what each is, and of which parameters it is kept, by [`ParameterId`](crate::ParameterId).
+    pub optimizer_keeps: Vec<(StateKind, Vec<bool>)>,
+    /// What of it is on disk, if anything is.
+    pub on_disk: Option<DiskPlan>,
+    /// Whether what units keep for their backward is on disk.
+    pub has_activations_on_disk: bool,
+    /// Micro-batches of a step, on all ranks that read other tokens together.
+    pub micro_batches: usize,
+    /// Bytes of packed operands.
+    pub packed_bytes: usize,
+    /// Copies of the state that are kept, to go back to.
+    pub kept_copies: usize,
+    /// Copies that are made if there is memory for them, to be saved beside the steps.
+    pub saved_copies: usize,
+}
+
+impl StatePlan {
+    /// The state of `plan` on a mesh, for steps of so many sequences, without copies. `residences` are the plan's, as the device has them:
+    /// [`Residences::on_cpu`] for ranks on CPUs.
+    pub fn new(
+        plan: &Plan,
+        residences: Residences,
+        mesh: &Mesh,
+        global_batch: usize,
+        facts: &StateFacts,
+    ) -> Self {
+        let StateFacts { has_master, optimizer_dtype, window_elements, packed_bytes, .. } = *facts;
+        let ranks = mesh.ranks();
+        Self {
+            zero_stage: plan.effective_zero_stage(),
+            quantization: plan.quantization(),
+            replicas: ranks.degree(Axis::Replicate),
+            sharding: plan.sharding.clone(),
+            has_master,
+            optimizer_dtype,
+            optimizer_keeps: facts.optimizer_keeps.clone(),
+            on_disk: residences.offload_plan(window_elements),
+            has_activations_on_disk: residences.activations != Residence::Memory,
+            micro_batches: global_batch / plan.micro_batch_of(global_batch) * ranks.degree(Axis::Context),
+            packed_bytes,
+            kept_copies: 0,
+            saved_copies: 0,
+        }
+    }
+}

@@ -190,13 +190,18 @@ pub struct Training {
 impl Training {
     /// That of a run.
     pub fn of(config: &RunConfig) -> Self {
+        Self::under(config, &config.plan)
+    }
+
+    /// That of a run under another plan.
+    pub(crate) fn under(config: &RunConfig, plan: &Plan) -> Self {
         let every = config.checkpoint.every;
         let saves_midway = every > 0 && every < config.train.steps;
         Self {
             options: engine_options(config),
-            residences: config.plan.residence.on_cpu(),
+            residences: plan.residence.on_cpu(),
             goes_back: config.rollback_after() > 0,
-            saves_beside: config.saves_from_copies() && saves_midway,
+            saves_beside: config.saves_from_copies_of(plan) && saves_midway,
         }
     }
 

@@ -246,12 +246,12 @@ fn slow_nodes_get_fewer_layers() {
     let candidates = candidates.filter(|one| one.degrees.pipeline == 2 && one.degrees.context == 1);
     for candidate in candidates.step_by(7) {
         let bound = planner.bound(&candidate);
-        let Ok((step_ms, config)) = planner.value(&candidate, f64::INFINITY) else { continue };
+        let Ok((step_ms, plan)) = planner.value(&candidate, f64::INFINITY) else { continue };
         assert!(
             bound.is_some_and(|bound| bound <= step_ms * 1.001),
             "{candidate:?}: {bound:?} and {step_ms}"
         );
-        let units = config.plan.stages;
+        let units = plan.stages;
         if candidate.schedule.1 == 1 {
             assert!(units[0] > units[1], "{candidate:?}: {units:?}");
             compared += 1;
@@ -284,7 +284,7 @@ fn a_search_ranks_what_it_is_asked_for() {
     let candidates = planner.candidates();
     let forwards = search(candidates.clone(), 4, &mut planner, &mut ());
     let backwards = search(candidates.into_iter().rev(), 4, &mut planner, &mut ());
-    let times = |ranking: &lockstep_plan::search::Ranking<RunConfig>| -> Vec<f64> {
+    let times = |ranking: &lockstep_plan::search::Ranking<lockstep_plan::Plan>| -> Vec<f64> {
         ranking.best.iter().map(|found| found.objective).collect()
     };
     assert_eq!(times(&forwards), times(&backwards));

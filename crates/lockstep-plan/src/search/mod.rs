@@ -12,11 +12,13 @@
 mod space;
 
 use crate::schedule::Kind;
-use crate::{ContextMethod, Degrees, Offload, Recompute, Residence, ZeroStage};
+use crate::{
+    ContextMethod, Degrees, Offload, PassOrder, PipelineSchedule, Plan, Recompute, Residence, ZeroStage,
+};
 
 pub use space::Space;
 
-/// A way to train.
+/// A point of the search space: the choices that [`Candidate::plan`] makes a plan of. A search holds hundreds of thousands of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Candidate {
     /// How the devices are laid out.
@@ -41,6 +43,28 @@ impl Candidate {
     /// Micro-batches of each part of a batch of so many sequences.
     pub fn micro_batches(&self, global_batch: usize) -> usize {
         global_batch / (self.degrees.replicate * self.degrees.shard) / self.micro_batch
+    }
+
+    /// The plan of these choices; what is no choice is that of `base`, and stages are left open.
+    pub fn plan(&self, base: &Plan) -> Plan {
+        let (kind, chunks) = self.schedule;
+        let chunks = (self.degrees.pipeline > 1).then_some(chunks);
+        let residence = match self.offload.is_nothing() {
+            true => base.residence,
+            false => self.offload.of_fraction(base.residence.fraction),
+        };
+        Plan {
+            mesh: self.degrees,
+            micro_batch: Some(self.micro_batch),
+            zero_stage: self.zero_stage.number(),
+            sequence_parallel: self.sequence_parallel,
+            context_method: self.context_method,
+            schedule: PipelineSchedule { passes: PassOrder::Published(kind), chunks },
+            stages: Vec::new(),
+            recompute: self.recompute.into(),
+            residence,
+            ..base.clone()
+        }
     }
 }
 

@@ -420,7 +420,12 @@ impl RunConfig {
     /// Whether saves are written beside the steps, from copies of the state in memory: of what is on disk because memory has no room for it
     /// there are none.
     pub fn saves_from_copies(&self) -> bool {
-        self.checkpoint.in_background && self.has_state_in_memory()
+        self.saves_from_copies_of(&self.plan)
+    }
+
+    /// [`RunConfig::saves_from_copies`] under another plan.
+    pub(crate) fn saves_from_copies_of(&self, plan: &lockstep_plan::Plan) -> bool {
+        self.checkpoint.in_background && plan.residence.disk_plan(WINDOW_ELEMENTS).is_none()
     }
 
     /// Returns true if nothing of the model's state is on disk.

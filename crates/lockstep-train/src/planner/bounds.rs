@@ -218,10 +218,9 @@ impl Planner {
 
     /// A recording of a candidate whose blocks all recompute so much, which is not kept, and what it says.
     fn sketch(&mut self, candidate: &Candidate, mode: Recompute) -> Option<(Recording, ModeOutline)> {
-        let config = self.keys_of(candidate);
         let mesh = Mesh::new(candidate.degrees).ok()?;
-        let (recording, saved_bytes) =
-            self.recordings.sketch(&config, &self.model, &mesh, mode, self.cluster.software);
+        let plan = candidate.plan(&self.config.plan);
+        let (recording, saved_bytes) = self.recordings.sketch(&plan, &mesh, mode);
         // Of unlike nodes the fastest: a bound may not be above what any of them takes.
         let times = TimedModel::new(&self.cluster, &recording.work, &mesh);
         let on = |kind: usize| times.pass_seconds(0..times.units(), kind);

@@ -2,9 +2,8 @@
 
 use lockstep_plan::cluster::NodeKind;
 use lockstep_plan::search::Rejection;
-use lockstep_plan::{MemoryBytes, MemoryCategory, Residence, Residences, StepLayout, offloaded_bytes};
+use lockstep_plan::{MemoryBytes, MemoryCategory, Plan, Residence, Residences, StepLayout, offloaded_bytes};
 
-use crate::RunConfig;
 use crate::planner::Planner;
 use crate::planner::recordings::Recording;
 
@@ -15,18 +14,18 @@ impl Planner {
     /// Returns the rejection if host memory or disk has no room for the offloaded state and activations.
     pub(super) fn lacking_elsewhere(
         &self,
-        config: &RunConfig,
+        plan: &Plan,
         layout: &StepLayout,
         recording: &Recording,
     ) -> Option<Rejection> {
-        if !self.offloads(config) {
+        if !self.offloads(plan) {
             return None;
         }
         let ranks = layout.mesh.world_size();
-        let Residences { optimizer, activations, .. } = self.residences_of(config);
+        let Residences { optimizer, activations, .. } = self.residences_of(plan);
         let of_rank = |rank: usize| {
             let stages = layout.stages_on(rank);
-            let state = self.state_plan(config, layout, recording, rank);
+            let state = self.state_plan(plan, layout, recording, rank);
             let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
             offloaded_bytes(&recording.profile, &stages, shard_ranks, &state)
         };

@@ -76,8 +76,8 @@ impl Planner {
         let config = &found.config;
         let checked = self.described(config)?;
         let layout = checked.layout();
-        let recording = self.recording_of(config, &layout.mesh);
-        let on_disk = self.traffic_of(config, layout, &recording).unwrap_or_default();
+        let recording = self.recording_of(checked.plan(), &layout.mesh);
+        let on_disk = self.traffic_of(checked.plan(), layout, &recording).unwrap_or_default();
         let shape = self.shape(config.zero_stage(), layout, &on_disk);
         // The stages are those of the schedule: both come from one valid plan.
         let traffic =

@@ -8,7 +8,7 @@ use lockstep_plan::predict::{
 use lockstep_plan::search::Rejection;
 use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{
-    CheckedPlan, MemoryBytes, MemoryCategory, RankTraffic, StatePlan, StepLayout, ZeroStage, predicted,
+    CheckedPlan, MemoryBytes, MemoryCategory, Plan, RankTraffic, StatePlan, StepLayout, ZeroStage, predicted,
 };
 
 use crate::planner::Planner;
@@ -26,7 +26,7 @@ impl Planner {
     pub fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
         machine::check_ranks(&self.cluster, config.ranks())?;
         let plan = self.described(config)?;
-        let recording = self.recording_of(config, plan.mesh());
+        let recording = self.recording_of(plan.plan(), plan.mesh());
         self.evaluated(config.clone(), &plan, &recording)
     }
 
@@ -39,9 +39,9 @@ impl Planner {
         let config = &found.config;
         let checked = self.described(config)?;
         let layout = checked.layout();
-        let recording = self.recording_of(config, &layout.mesh);
+        let recording = self.recording_of(checked.plan(), &layout.mesh);
         let times = TimedModel::new(&self.cluster, &recording.work, &layout.mesh);
-        let traffic = self.traffic_of(config, layout, &recording).unwrap_or_default();
+        let traffic = self.traffic_of(checked.plan(), layout, &recording).unwrap_or_default();
         let step_ms = |pipeline_rank: usize| {
             let slow = Some(SlowDevice { pipeline_rank, speed });
             let shape = PlanShape { slow, ..self.shape(config.zero_stage(), layout, &traffic) };
@@ -58,17 +58,16 @@ impl Planner {
         plan: &CheckedPlan,
         recording: &Recording,
     ) -> Result<Evaluated, Error> {
-        let layout = plan.layout();
+        let (plan, layout) = (plan.plan(), plan.layout());
         // What cannot be has no memory either.
-        let traffic = self.traffic_of(&config, layout, recording).unwrap_or_default();
-        let step = self.step(&config, layout, &recording.work, &traffic);
-        let memory =
-            (0..layout.pipeline_ranks()).map(|rank| self.memory_of(&config, layout, recording, rank));
+        let traffic = self.traffic_of(plan, layout, recording).unwrap_or_default();
+        let step = self.step(plan, layout, &recording.work, &traffic);
+        let memory = (0..layout.pipeline_ranks()).map(|rank| self.memory_of(plan, layout, recording, rank));
         let memory: Vec<MemoryBytes> = memory.collect::<Result<_, Rejection>>().unwrap_or_default();
         let lacking = match memory.is_empty() {
             true => Some(Rejection::Invalid),
             false => {
-                self.lacking(layout, &memory).or_else(|| self.lacking_elsewhere(&config, layout, recording))
+                self.lacking(layout, &memory).or_else(|| self.lacking_elsewhere(plan, layout, recording))
             }
         };
         let devices = layout.mesh.world_size();
@@ -80,9 +79,9 @@ impl Planner {
         };
         let peak = self.cluster.nodes.iter().filter_map(peak_of);
         Ok(Evaluated {
-            saves: self.saves_of(&config, layout, recording),
-            data_stall_ms: self.data_stall_ms(&config, layout, step.step_ms),
-            plan: plan.plan().clone(),
+            saves: self.saves_of(plan, layout, recording),
+            data_stall_ms: self.data_stall_ms(layout, step.step_ms),
+            plan: plan.clone(),
             step,
             memory,
             capacity_bytes: self.capacity_bytes(devices),
@@ -100,40 +99,40 @@ impl Planner {
     }
 
     /// Returns the time of a save: of a copy of the state that each pipeline rank holds, of other systems of the optimizer's state.
-    fn saves_of(&self, config: &RunConfig, layout: &StepLayout, recording: &Recording) -> Saves {
+    fn saves_of(&self, plan: &Plan, layout: &StepLayout, recording: &Recording) -> Saves {
         let bytes_of = |rank: usize| {
             let stages = &layout.stages_on(rank)[..];
             if self.cluster.software != Software::Lockstep {
                 let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
-                let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages };
+                let holding = Holding { state, mesh, zero_stage: plan.effective_zero_stage(), stages };
                 let elements = |unit| recording.work.unit(unit).elements();
                 return state_of(holding, elements)[MemoryCategory::Optimizer];
             }
-            let whole = StatePlan { on_disk: None, ..self.state_plan(config, layout, recording, rank) };
+            let whole = StatePlan { on_disk: None, ..self.state_plan(plan, layout, recording, rank) };
             let state = StatePlan { kept_copies: 0, saved_copies: 1, ..whole };
             let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
             let prediction = predicted(&recording.profile, &layout.passes_of(rank), shard_ranks, &state);
             prediction.map_or(0, |prediction| prediction.by_category()[MemoryCategory::Snapshot])
         };
         let bytes = (0..layout.pipeline_ranks()).map(bytes_of).max().unwrap_or(0);
-        Saves::of(&self.cluster, &layout.mesh, bytes as f64, config.saves_from_copies())
+        Saves::of(&self.cluster, &layout.mesh, bytes as f64, self.config.saves_from_copies_of(plan))
     }
 
-    fn data_stall_ms(&self, config: &RunConfig, layout: &StepLayout, step_ms: f64) -> f64 {
-        let sequences = config.train.global_batch / config.batch_parts().max(1);
-        let tokens = (sequences * config.train.seq_len) as f64;
+    fn data_stall_ms(&self, layout: &StepLayout, step_ms: f64) -> f64 {
+        let sequences = self.config.train.global_batch / layout.mesh.batch_parts();
+        let tokens = (sequences * self.config.train.seq_len) as f64;
         data_stall_s(&self.cluster, &layout.mesh, tokens, step_ms * 1e-3) * 1e3
     }
 
     fn step(
         &self,
-        config: &RunConfig,
+        plan: &Plan,
         layout: &StepLayout,
         work: &ModelWork,
         traffic: &[RankTraffic],
     ) -> StepPrediction {
         // The stages are those of the schedule: both come from one valid plan.
-        predict_step(&self.cluster, work, self.shape(config.zero_stage(), layout, traffic))
+        predict_step(&self.cluster, work, self.shape(plan.effective_zero_stage(), layout, traffic))
             .expect("costs of every stage of the schedule")
     }
 

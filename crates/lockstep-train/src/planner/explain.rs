@@ -8,8 +8,8 @@ use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{ContextMethod, Degrees, Plan, Recompute, Residence, Residences, ZeroStage};
 
+use crate::human;
 use crate::planner::{Evaluated, Planner};
-use crate::{RunConfig, human};
 
 /// A plan that differs from the best in one choice.
 #[derive(Debug, Clone, PartialEq)]
@@ -160,7 +160,7 @@ impl Planner {
             }
             let value = self
                 .value(&candidate, f64::INFINITY)
-                .and_then(|(_, config)| self.evaluate(&config).map_err(|_| Rejection::Invalid));
+                .and_then(|(_, plan)| self.evaluate(&self.run_under(plan)).map_err(|_| Rejection::Invalid));
             let neighbour = match value {
                 Ok(other) => {
                     let ratio = other.step.step_ms / evaluated.step.step_ms;
@@ -217,14 +217,14 @@ impl Planner {
             };
             apply(&mut planner);
             // Recordings depend on no machine and on no global batch.
-            planner.recordings = std::mem::take(&mut self.recordings);
+            std::mem::swap(&mut planner.recordings, &mut self.recordings);
             planner.offloads.clone_from(&self.offloads);
-            if let Some((_, config)) = planner.climb(best)
-                && let Ok(improved) = planner.evaluate(&config)
+            if let Some((_, plan)) = planner.climb(best)
+                && let Ok(improved) = planner.evaluate(&planner.run_under(plan))
             {
                 helps.push(Help { change, speedup: improved.tokens_per_s() / evaluated.tokens_per_s() });
             }
-            self.recordings = planner.recordings;
+            std::mem::swap(&mut planner.recordings, &mut self.recordings);
         }
         helps.sort_by(|a, b| b.speedup.total_cmp(&a.speedup));
         helps
@@ -232,9 +232,9 @@ impl Planner {
 }
 
 impl Planner {
-    /// The objective and the keys of the plan that single changes lead to from a candidate, each the best of those that are left: a local
+    /// The objective and the plan that single changes lead to from a candidate, each the best of those that are left: a local
     /// optimum. `None` if the candidate and all its neighbours do not fit.
-    fn climb(&mut self, from: &Candidate) -> Option<(f64, RunConfig)> {
+    fn climb(&mut self, from: &Candidate) -> Option<(f64, Plan)> {
         let mut at = *from;
         let mut best = self.value(&at, f64::INFINITY).ok();
         loop {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use lockstep_plan::predict::{TimedModel, slowest_kind};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::Candidate;
-use lockstep_plan::{CheckedPlan, Mesh, PassOrder, PipelineSchedule, Recompute, StepLayout, split_quickly};
+use lockstep_plan::{CheckedPlan, Mesh, Plan, Recompute, StepLayout, split_quickly};
 
 use crate::planner::Planner;
 use crate::planner::trial::shortened;
@@ -18,31 +18,10 @@ impl Planner {
         plan::checked_plan(config, &self.model.config, &self.model.tuning)
     }
 
-    /// A candidate's keys; what they do not say is the run's.
-    pub(super) fn keys_of(&self, candidate: &Candidate) -> RunConfig {
+    /// The run with another plan.
+    pub fn run_under(&self, plan: Plan) -> RunConfig {
         let mut config = self.config.clone();
-        let Candidate {
-            degrees,
-            zero_stage,
-            micro_batch,
-            sequence_parallel,
-            context_method,
-            schedule: (kind, chunks),
-            recompute: _,
-            offload,
-        } = *candidate;
-        let plan = &mut config.plan;
-        plan.mesh = degrees;
-        plan.micro_batch = Some(micro_batch);
-        plan.zero_stage = zero_stage.number();
-        plan.sequence_parallel = sequence_parallel;
-        plan.context_method = context_method;
-        let chunks = (degrees.pipeline > 1).then_some(chunks);
-        plan.schedule = PipelineSchedule { passes: PassOrder::Published(kind), chunks };
-        plan.stages = Vec::new();
-        if !offload.is_nothing() {
-            plan.residence = offload.of_fraction(plan.residence.fraction);
-        }
+        config.plan = plan;
         config
     }
 

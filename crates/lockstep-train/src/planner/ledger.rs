@@ -1,4 +1,4 @@
-//! The exact figures of a configuration's ranks: what each books in its ledger, and what it moves of offloaded state.
+//! The exact figures of a plan's ranks: what each books in its ledger, and what it moves of offloaded state.
 
 use std::rc::Rc;
 
@@ -6,11 +6,10 @@ use lockstep_plan::cluster::Software;
 use lockstep_plan::gathering::TooFewLive;
 use lockstep_plan::search::Rejection;
 use lockstep_plan::{
-    MemoryBytes, Mesh, RankTraffic, Residence, Residences, StatePlan, StepLayout, offload_traffic_by_kind,
-    predicted,
+    MemoryBytes, Mesh, Plan, RankTraffic, Residence, Residences, StatePlan, StepLayout,
+    offload_traffic_by_kind, predicted,
 };
 
-use crate::RunConfig;
 use crate::forecast::Training;
 use crate::planner::Planner;
 use crate::planner::memory::{Holding, memory_elsewhere};
@@ -20,7 +19,7 @@ impl Planner {
     /// Returns the bytes that a pipeline rank books.
     pub(super) fn memory_of(
         &self,
-        config: &RunConfig,
+        plan: &Plan,
         layout: &StepLayout,
         recording: &Recording,
         rank: usize,
@@ -29,13 +28,13 @@ impl Planner {
             let stages = layout.stages_on(rank);
             let Recording { work, .. } = recording;
             let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
-            let holding = Holding { state, mesh, zero_stage: config.zero_stage(), stages: &stages };
+            let holding = Holding { state, mesh, zero_stage: plan.effective_zero_stage(), stages: &stages };
             let elements = |unit| work.unit(unit).elements();
-            let forgotten = |unit: usize| config.plan.recompute.of(unit.saturating_sub(1));
+            let forgotten = |unit: usize| plan.recompute.of(unit.saturating_sub(1));
             let kept = |unit| kept_elsewhere(work, unit, forgotten(unit), self.cluster.software);
             return Ok(memory_elsewhere(holding, elements, kept));
         }
-        let state = self.state_plan(config, layout, recording, rank);
+        let state = self.state_plan(plan, layout, recording, rank);
         let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
         let prediction = predicted(&recording.profile, &layout.passes_of(rank), shard_ranks, &state);
         let prediction = prediction.map_err(|_| Rejection::Invalid)?;
@@ -43,36 +42,35 @@ impl Planner {
         Ok(if self.is_host() { prediction.touched() } else { prediction.by_category() })
     }
 
-    /// Residences of a configuration's state on these machines: for ranks on CPUs host memory is their own.
-    pub(super) fn residences_of(&self, config: &RunConfig) -> Residences {
-        let residences = config.plan.residence;
+    /// Residences of a plan's state on these machines: for ranks on CPUs host memory is their own.
+    pub(super) fn residences_of(&self, plan: &Plan) -> Residences {
+        let residences = plan.residence;
         if self.is_host() { residences.on_cpu() } else { residences }
     }
 
-    /// Returns true if a configuration offloads anything on these machines.
-    pub(super) fn offloads(&self, config: &RunConfig) -> bool {
-        self.cluster.software == Software::Lockstep && self.residences_of(config).offload_anything()
+    /// Returns true if a plan offloads anything on these machines.
+    pub(super) fn offloads(&self, plan: &Plan) -> bool {
+        self.cluster.software == Software::Lockstep && self.residences_of(plan).offload_anything()
     }
 
-    /// The recording of a configuration whose blocks recompute by its rules.
-    pub(super) fn recording_of(&mut self, config: &RunConfig, mesh: &Mesh) -> Rc<Recording> {
-        let (rules, software) = (config.plan.recompute, self.cluster.software);
-        self.recordings.by_layer(config, &self.model, mesh, &rules, software)
+    /// The recording of a plan whose blocks recompute by its rules.
+    pub(super) fn recording_of(&mut self, plan: &Plan, mesh: &Mesh) -> Rc<Recording> {
+        self.recordings.by_layer(plan, mesh)
     }
 
     /// Traffic of offloaded state of each pipeline rank in a step; empty if nothing is offloaded.
     pub(super) fn traffic_of(
         &self,
-        config: &RunConfig,
+        plan: &Plan,
         layout: &StepLayout,
         recording: &Recording,
     ) -> Result<Vec<RankTraffic>, Rejection> {
-        if !self.offloads(config) {
+        if !self.offloads(plan) {
             return Ok(Vec::new());
         }
-        let Residences { optimizer, activations, .. } = self.residences_of(config);
+        let Residences { optimizer, activations, .. } = self.residences_of(plan);
         let of_rank = |rank: usize| {
-            let state = self.state_plan(config, layout, recording, rank);
+            let state = self.state_plan(plan, layout, recording, rank);
             let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
             let passes = &layout.passes_of(rank);
             let by_kind = offload_traffic_by_kind(&recording.profile, passes, shard_ranks, &state)?;
@@ -93,16 +91,19 @@ impl Planner {
     /// Returns the state layout inputs of a pipeline rank.
     pub(super) fn state_plan(
         &self,
-        config: &RunConfig,
+        plan: &Plan,
         layout: &StepLayout,
         recording: &Recording,
         rank: usize,
     ) -> StatePlan {
-        let (plan, residences) = (&config.plan, self.residences_of(config));
-        let (batch, facts) = (config.train.global_batch, &recording.facts);
-        let mut state = StatePlan::new(plan, residences, &layout.mesh, batch, facts);
+        let (batch, facts) = (self.config.train.global_batch, &recording.facts);
+        let mut state = StatePlan::new(plan, self.residences_of(plan), &layout.mesh, batch, facts);
         let of_a_stage = layout.mesh.world_size() / layout.pipeline_ranks();
-        let copies = Training::of(config).copies(&layout.mesh, rank * of_a_stage, config.zero_stage());
+        let copies = Training::under(&self.config, plan).copies(
+            &layout.mesh,
+            rank * of_a_stage,
+            plan.effective_zero_stage(),
+        );
         // Copies of an accelerator's state are in host memory.
         let is_here = usize::from(self.is_host());
         (state.kept_copies, state.saved_copies) = (is_here * copies.kept, is_here * copies.saved);

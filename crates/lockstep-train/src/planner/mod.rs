@@ -133,6 +133,7 @@ impl Planner {
             config.train.dropout = 0.1;
         }
         let model = resolve_model(&config)?;
+        let recordings = Recordings::new(&config, &model, cluster.software);
         Ok(Self {
             config,
             model,
@@ -140,7 +141,7 @@ impl Planner {
             objective,
             offloads: vec![Offload::default()],
             ranks: None,
-            recordings: Recordings::default(),
+            recordings,
             schedules: HashMap::new(),
             outlines: HashMap::new(),
             uniforms: HashMap::new(),
@@ -284,7 +285,8 @@ impl Planner {
         }
         let Ranking { best, rejected, candidates, valued, is_stopped, gap } = found;
         let best = best.into_iter().filter_map(|Found { candidate, objective, value }| {
-            let value = self.evaluate(&value).ok().filter(|evaluated| evaluated.fits)?;
+            let run = self.run_under(value);
+            let value = self.evaluate(&run).ok().filter(|evaluated| evaluated.fits)?;
             Some(Found { candidate, objective, value })
         });
         let ranking = Ranking { best: best.collect(), rejected, candidates, valued, is_stopped, gap };

@@ -6,11 +6,10 @@
 use lockstep_plan::cluster::{NodeKind, Software};
 use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::{
-    FRAME_PLACES, MemoryBytes, MemoryCategory, ModelProfile, Offload, OffloadBytes, OffloadTraffic,
-    RankTraffic, Recompute, Residence, StageMemory, StepLayout, WINDOW_ELEMENTS, WINDOW_SLOTS,
+    FRAME_PLACES, MemoryBytes, MemoryCategory, ModelProfile, Offload, OffloadBytes, OffloadTraffic, Plan,
+    RankTraffic, Recompute, Residence, Residences, StageMemory, StepLayout, WINDOW_ELEMENTS, WINDOW_SLOTS,
 };
 
-use crate::RunConfig;
 use crate::config::{OptimizerKind, Origin};
 use crate::planner::capacity::USABLE;
 use crate::planner::offloaded_units::StateByUnit;
@@ -133,7 +132,7 @@ impl Planner {
         &mut self,
         candidate: &Candidate,
         limit: f64,
-    ) -> Result<(f64, RunConfig), Rejection> {
+    ) -> Result<(f64, Plan), Rejection> {
         let layers = self.model.config.num_hidden_layers();
         let recomputed = if candidate.recompute == Recompute::None { 0 } else { layers };
         let trial = self.tried(candidate, recomputed)?;
@@ -141,24 +140,24 @@ impl Planner {
         let parts = if candidate.offload.optimizer == Residence::Memory { 1 } else { PARTS };
         let fewest = self.fewest_parts(&trial, &ranks, parts)?;
         self.is_not_worse(candidate, &trial, &ranks, fewest as f64 / parts as f64, limit)?;
-        let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
+        let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
         let (enough, memory) =
-            self.fewest_parts_booked(candidate, &config, &trial, &ranks, [fewest, parts], limit)?;
-        let config = with_parts(&config, enough, parts);
-        let recording = self.recording_of(&config, &trial.layout.mesh);
-        if let Some(lacking) = self.lacking_elsewhere(&config, &trial.layout, &recording) {
+            self.fewest_parts_booked(candidate, &plan, &trial, &ranks, [fewest, parts], limit)?;
+        let plan = with_parts(&plan, enough, parts);
+        let recording = self.recording_of(&plan, &trial.layout.mesh);
+        if let Some(lacking) = self.lacking_elsewhere(&plan, &trial.layout, &recording) {
             return Err(lacking);
         }
         let objective = match self.objective {
             Objective::Headroom => self.share_of_memory(candidate, &memory),
             _ => {
-                let traffic = self.traffic_of(&config, &trial.layout, &recording)?;
+                let traffic = self.traffic_of(&plan, &trial.layout, &recording)?;
                 let of_layout = |layout: &StepLayout| of_micro_batches(&traffic, &trial.layout, layout);
                 let step_ms = self.step_ms(candidate, &trial, of_layout, limit)?;
                 self.objective_of_time(candidate, step_ms)
             }
         };
-        if objective >= limit { Err(Rejection::Worse) } else { Ok((objective, config)) }
+        if objective >= limit { Err(Rejection::Worse) } else { Ok((objective, plan)) }
     }
 
     /// Checks that a candidate with at least a fraction of its state offloaded has room for that, and that its step can be below `limit`.
@@ -199,7 +198,7 @@ impl Planner {
     fn fewest_parts_booked(
         &mut self,
         candidate: &Candidate,
-        config: &RunConfig,
+        plan: &Plan,
         trial: &Trial,
         ranks: &[OffloadableRank],
         [fewest, parts]: [usize; 2],
@@ -217,7 +216,7 @@ impl Planner {
             let memory = least_memory(ranks, tried as f64 / parts as f64);
             let booked = ranks_to_book(&memory);
             let memory =
-                self.booked_instead(&with_parts(config, tried, parts), &trial.layout, memory, booked)?;
+                self.booked_instead(&with_parts(plan, tried, parts), &trial.layout, memory, booked)?;
             match self.lacking(&trial.layout, &memory) {
                 None => enough = Some((tried, memory)),
                 Some(lacks) => (lacking, too_few, step) = (lacks, tried, step * 2),
@@ -388,8 +387,7 @@ fn of_micro_batches(traffic: &[RankTraffic], whole: &StepLayout, part: &StepLayo
 }
 
 /// A run with so many of the parts of its state offloaded.
-fn with_parts(config: &RunConfig, offloaded: usize, parts: usize) -> RunConfig {
-    let mut config = config.clone();
-    config.plan.residence.fraction = offloaded as f64 / parts as f64;
-    config
+fn with_parts(plan: &Plan, offloaded: usize, parts: usize) -> Plan {
+    let fraction = offloaded as f64 / parts as f64;
+    Plan { residence: Residences { fraction, ..plan.residence }, ..plan.clone() }
 }

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 
+use lockstep_engine::EngineOptions;
 use lockstep_graph::BlockShape;
-use lockstep_model::{Flops, RecordedModel, RecordingOptions};
+use lockstep_model::{Flops, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::cluster::{Cluster, Software};
 use lockstep_plan::predict::TimedModel;
 use lockstep_plan::work::{Keeping, Labor, ModelWork};
-use lockstep_plan::{Mesh, ModelProfile, Places, Recompute, RecomputeRules, StateBytes, StateFacts};
+use lockstep_plan::{Mesh, ModelProfile, Places, Plan, Recompute, StateBytes, StateFacts};
 
-use crate::setup::shape_of;
 use crate::{ResolvedModel, RunConfig, engine_options};
 
 /// A model on one of the ranks that share it.
@@ -80,64 +80,67 @@ pub(super) fn kept_elsewhere(work: &ModelWork, unit: usize, recompute: Recompute
     work.unit(unit).kept.bytes(keeping, work.dtype)
 }
 
-/// Recordings by what they depend on.
-#[derive(Debug, Default)]
+/// Recordings of a run's model, by what they depend on.
+#[derive(Debug)]
 pub(super) struct Recordings {
+    model: ModelConfig,
+    tuning: Tuning,
+    options: EngineOptions,
+    seq_len: usize,
+    software: Software,
     known: HashMap<(BlockShape, Places, Recompute), Rc<Recording>>,
     /// Operations of all ranks together, which do not depend on their places.
     flops: HashMap<(BlockShape, Recompute), Flops>,
 }
 
 impl Recordings {
-    /// The model as the first rank of `mesh` has it, every block of which forgets the same. "Selective" is what `software` means by it:
-    /// where scores are written, they and nothing else are forgotten.
-    pub(super) fn uniform(
-        &mut self,
-        config: &RunConfig,
-        model: &ResolvedModel,
-        mesh: &Mesh,
-        recompute: Recompute,
-        software: Software,
-    ) -> Rc<Recording> {
-        let key = (shape_of(config), Places::of(mesh, 0, &config.plan), recompute);
+    /// No recordings yet, of a run's model under `software`.
+    pub(super) fn new(config: &RunConfig, model: &ResolvedModel, software: Software) -> Self {
+        Self {
+            model: model.config.clone(),
+            tuning: model.tuning.clone(),
+            options: engine_options(config),
+            seq_len: config.train.seq_len,
+            software,
+            known: HashMap::new(),
+            flops: HashMap::new(),
+        }
+    }
+
+    /// A micro-batch of `plan`.
+    fn shape_of(&self, plan: &Plan) -> BlockShape {
+        let sequences = plan.micro_batch.expect("a plan that leaves nothing open");
+        BlockShape { sequences, seq_len: self.seq_len, dtype: self.options.dtype }
+    }
+
+    /// The model as the first rank of `mesh` has it under `plan`, but that every block recomputes the same. "Selective" is what the software
+    /// means by it: where scores are written, they and nothing else are recomputed.
+    pub(super) fn uniform(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> Rc<Recording> {
+        let key = (self.shape_of(plan), Places::of(mesh, 0, plan), recompute);
         if let Some(known) = self.known.get(&key) {
             return Rc::clone(known);
         }
-        let recording = Rc::new(self.make(config, model, mesh, recompute, software));
+        let recording = Rc::new(self.make(plan, mesh, recompute));
         self.known.insert(key, Rc::clone(&recording));
         recording
     }
 
-    /// The same, and bytes that its blocks keep of a micro-batch, of a recording that is not kept.
-    pub(super) fn sketch(
-        &mut self,
-        config: &RunConfig,
-        model: &ResolvedModel,
-        mesh: &Mesh,
-        recompute: Recompute,
-        software: Software,
-    ) -> (Recording, f64) {
-        let made = self.make(config, model, mesh, recompute, software);
+    /// The same, and the bytes that its blocks save of a micro-batch, of a recording that is not kept.
+    pub(super) fn sketch(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> (Recording, f64) {
+        let made = self.make(plan, mesh, recompute);
         let blocks = 1..made.work.units() - 1;
-        let kept = |unit: usize| match software {
+        let kept = |unit: usize| match self.software {
             Software::Lockstep => made.profile.units[unit].frame_bytes as f64,
-            _ => kept_elsewhere(&made.work, unit, recompute, software) as f64,
+            _ => kept_elsewhere(&made.work, unit, recompute, self.software) as f64,
         };
         let kept_bytes = blocks.map(kept).sum();
         (made, kept_bytes)
     }
 
-    /// The same with what each block forgets by itself.
-    pub(super) fn by_layer(
-        &mut self,
-        config: &RunConfig,
-        model: &ResolvedModel,
-        mesh: &Mesh,
-        rules: &RecomputeRules,
-        software: Software,
-    ) -> Rc<Recording> {
-        let layers = model.config.num_hidden_layers();
-        let first = self.uniform(config, model, mesh, rules.of(0), software);
+    /// The same, where each block recomputes by the plan's rules.
+    pub(super) fn by_layer(&mut self, plan: &Plan, mesh: &Mesh) -> Rc<Recording> {
+        let (layers, rules) = (self.model.num_hidden_layers(), plan.recompute);
+        let first = self.uniform(plan, mesh, rules.of(0));
         if (0..layers).all(|layer| rules.of(layer) == rules.of(0)) {
             return first;
         }
@@ -147,7 +150,7 @@ impl Recordings {
             if of_mode.is_empty() || mode == rules.of(0) {
                 continue;
             }
-            let other = self.uniform(config, model, mesh, mode, software);
+            let other = self.uniform(plan, mesh, mode);
             let offset = mixed.work.distinct.len();
             mixed.work.distinct.extend(other.work.distinct.iter().cloned());
             for layer in of_mode {
@@ -159,33 +162,25 @@ impl Recordings {
         Rc::new(mixed)
     }
 
-    /// Records a model. Lockstep repeats what the backward reads; other systems call the forward again, or attention alone.
-    fn make(
-        &mut self,
-        config: &RunConfig,
-        model: &ResolvedModel,
-        mesh: &Mesh,
-        recompute: Recompute,
-        software: Software,
-    ) -> Recording {
+    /// Records the model. Lockstep repeats what the backward reads; other systems call the forward again, or attention alone.
+    fn make(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> Recording {
         let repeats = match recompute {
-            Recompute::Selective if software.style().writes_scores => Some(recompute),
-            Recompute::Full if software != Software::Lockstep => Some(recompute),
+            Recompute::Selective if self.software.style().writes_scores => Some(recompute),
+            Recompute::Full if self.software != Software::Lockstep => Some(recompute),
             _ => None,
         };
-        let (shape, places) = (shape_of(config), Places::of(mesh, 0, &config.plan));
+        let (shape, places) = (self.shape_of(plan), Places::of(mesh, 0, plan));
         let rules = if repeats.is_some() { Recompute::None } else { recompute }.into();
         let options = RecordingOptions::training(shape, rules, places);
         let flops = self.flops.get(&(shape, recompute)).copied();
-        let recorded = RecordedModel::tuned_with_flops(&model.config, &model.tuning, options, flops);
+        let recorded = RecordedModel::tuned_with_flops(&self.model, &self.tuning, options, flops);
         self.flops.insert((shape, recompute), recorded.flops());
-        let facts = engine_options(config).state_facts(&recorded);
         let mut work = recorded.work();
         match repeats {
             Some(Recompute::Selective) => work.repeat(|task| matches!(task.labor, Labor::Attention(_))),
             Some(_) => work.repeat(|_| true),
             None => {}
         }
-        Recording { work, profile: recorded.profile(), facts }
+        Recording { work, profile: recorded.profile(), facts: self.options.state_facts(&recorded) }
     }
 }

@@ -9,11 +9,10 @@ use lockstep_plan::schedule::Kind;
 use lockstep_plan::search::{Candidate, Rejection};
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
-    DType, LayerRule, MemoryBytes, MemoryCategory, Mesh, RankTraffic, Recompute, RecomputeRules, StageMemory,
-    StepLayout, ZeroStage,
+    DType, LayerRule, MemoryBytes, MemoryCategory, Mesh, Plan, RankTraffic, Recompute, RecomputeRules,
+    StageMemory, StepLayout, ZeroStage,
 };
 
-use crate::RunConfig;
 use crate::planner::memory::{Holding, memory_elsewhere, state_of};
 use crate::planner::recordings::Uniform;
 use crate::planner::{Objective, Planner};
@@ -81,14 +80,12 @@ impl Planner {
         }
     }
 
-    /// The keys of a candidate as it was tried.
-    pub(super) fn configured(&self, candidate: &Candidate, trial: &Trial) -> Option<RunConfig> {
-        let mut config = self.keys_of(candidate);
-        config.plan.recompute = self.rules(candidate, trial.count)?;
+    /// The plan of a candidate as it was tried.
+    pub(super) fn planned(&self, candidate: &Candidate, trial: &Trial) -> Option<Plan> {
+        let recompute = self.rules(candidate, trial.count)?;
         let StepLayout { schedule, stages, .. } = &trial.layout;
-        config.plan.stages =
-            if schedule.is_some() { stages.iter().map(Range::len).collect() } else { Vec::new() };
-        Some(config)
+        let stages = if schedule.is_some() { stages.iter().map(Range::len).collect() } else { Vec::new() };
+        Some(Plan { recompute, stages, ..candidate.plan(&self.config.plan) })
     }
 
     /// A candidate whose blocks all forget the same.
@@ -97,8 +94,7 @@ impl Planner {
         if let Some(known) = self.uniforms.get(&key) {
             return Rc::clone(known);
         }
-        let (config, software) = (self.keys_of(candidate), self.cluster.software);
-        let recording = self.recordings.uniform(&config, &self.model, mesh, recompute, software);
+        let recording = self.recordings.uniform(&candidate.plan(&self.config.plan), mesh, recompute);
         let state = self.state_bytes(&recording);
         let uniform = Rc::new(Uniform::new(&recording, state, recompute, &self.cluster, mesh));
         self.uniforms.insert(key, Rc::clone(&uniform));
@@ -191,25 +187,25 @@ impl Planner {
     /// Returns the booked bytes: of some ranks by their ledgers, of all others by the lower bounds.
     pub(super) fn booked(
         &mut self,
-        config: &RunConfig,
+        plan: &Plan,
         trial: &Trial,
         ranks: impl IntoIterator<Item = usize>,
     ) -> Result<Vec<MemoryBytes>, Rejection> {
-        self.booked_instead(config, &trial.layout, trial.memory.clone(), ranks)
+        self.booked_instead(plan, &trial.layout, trial.memory.clone(), ranks)
     }
 
     /// The same with quick sums of other ranks than a trial's.
     pub(super) fn booked_instead(
         &mut self,
-        config: &RunConfig,
+        plan: &Plan,
         layout: &StepLayout,
         mut memory: Vec<MemoryBytes>,
         ranks: impl IntoIterator<Item = usize>,
     ) -> Result<Vec<MemoryBytes>, Rejection> {
-        let recording = self.recording_of(config, &layout.mesh);
+        let recording = self.recording_of(plan, &layout.mesh);
         for rank in ranks {
             self.ledgers += 1;
-            memory[rank] = self.memory_of(config, layout, &recording, rank)?;
+            memory[rank] = self.memory_of(plan, layout, &recording, rank)?;
         }
         Ok(memory)
     }

@@ -2,21 +2,19 @@
 //! shows that it is worse.
 
 use lockstep_plan::search::{Candidate, Rejection, Subject};
-use lockstep_plan::{MemoryBytes, Recompute};
+use lockstep_plan::{MemoryBytes, Plan, Recompute};
 
-use crate::RunConfig;
 use crate::planner::trial::Trial;
 use crate::planner::{Objective, Planner};
 
 impl Subject for Planner {
-    /// The run with the plan in its keys.
-    type Value = RunConfig;
+    type Value = Plan;
 
     fn bound(&mut self, candidate: &Candidate) -> Option<f64> {
         self.lower_bound(candidate)
     }
 
-    fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, RunConfig), Rejection> {
+    fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, Plan), Rejection> {
         if !candidate.offload.is_nothing() {
             return self.value_offloaded(candidate, limit);
         }
@@ -33,13 +31,13 @@ impl Subject for Planner {
             {
                 return Err(Rejection::Invalid);
             }
-            let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
-            let memory = self.booked(&config, &trial, trial.ranks_to_book())?;
+            let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
+            let memory = self.booked(&plan, &trial, trial.ranks_to_book())?;
             let objective = of_time.unwrap_or_else(|| self.share_of_memory(candidate, &memory));
             if objective >= limit {
                 return Err(Rejection::Worse);
             }
-            let Some(lacking) = self.lacking(&trial.layout, &memory) else { return Ok((objective, config)) };
+            let Some(lacking) = self.lacking(&trial.layout, &memory) else { return Ok((objective, plan)) };
             // What was left out of the quick sums.
             if trial.count == 0 || trial.count == layers {
                 return Err(lacking);
@@ -61,16 +59,16 @@ impl Planner {
         candidate: &Candidate,
         count: usize,
         limit: f64,
-    ) -> Result<(f64, RunConfig), Rejection> {
+    ) -> Result<(f64, Plan), Rejection> {
         let trial = self.tried(candidate, count)?;
         let of_time = self.of_time(candidate, &trial, limit)?;
-        let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
-        let memory = self.booked(&config, &trial, 0..trial.memory.len())?;
+        let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
+        let memory = self.booked(&plan, &trial, 0..trial.memory.len())?;
         let objective = of_time.unwrap_or_else(|| self.share_of_memory(candidate, &memory));
         match self.lacking(&trial.layout, &memory) {
             Some(lacking) => Err(lacking),
             None if objective >= limit => Err(Rejection::Worse),
-            None => Ok((objective, config)),
+            None => Ok((objective, plan)),
         }
     }
 
@@ -103,8 +101,8 @@ impl Planner {
             return Ok(false);
         }
         let Ok(trial) = self.fitting(candidate, 0) else { return Ok(false) };
-        let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
-        let memory = self.booked(&config, &trial, trial.ranks_to_book())?;
+        let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
+        let memory = self.booked(&plan, &trial, trial.ranks_to_book())?;
         Ok(self.lacking(&trial.layout, &memory).is_none())
     }
 
@@ -112,8 +110,8 @@ impl Planner {
     /// block has the stages cut so that the step is shorter.
     fn without(&mut self, candidate: &Candidate) -> Result<Option<f64>, Rejection> {
         let Ok(trial) = self.fitting(candidate, 0) else { return Ok(None) };
-        let config = self.configured(candidate, &trial).ok_or(Rejection::Invalid)?;
-        let memory = self.booked(&config, &trial, trial.ranks_to_book())?;
+        let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
+        let memory = self.booked(&plan, &trial, trial.ranks_to_book())?;
         if self.lacking(&trial.layout, &memory).is_some() {
             return Ok(None);
         }

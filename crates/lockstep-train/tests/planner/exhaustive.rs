@@ -126,8 +126,8 @@ fn outcome(model: &Model, cluster: &Cluster, objective: Objective) -> Option<Out
                 true => planner.value_of(candidate, count, least),
                 false => planner.value(candidate, least),
             };
-            if let Ok((value, config)) = value {
-                let evaluated = planner.evaluate(&config).expect("a valid plan");
+            if let Ok((value, plan)) = value {
+                let evaluated = planner.evaluate(&planner.run_under(plan)).expect("a valid plan");
                 assert!(evaluated.fits, "{} on {}: {candidate:?}, {count}", model.name, cluster.name);
                 least = value;
                 better = format!("{candidate:?}, {count} of {layers} blocks");

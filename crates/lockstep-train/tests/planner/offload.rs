@@ -216,7 +216,8 @@ fn the_fraction_is_the_smallest_that_fits() {
         let candidates = planner.candidates().into_iter();
         let candidates = candidates.filter(|candidate| candidate.offload.optimizer != Residence::Memory);
         for candidate in candidates.step_by(31) {
-            let Ok((_, config)) = planner.value(&candidate, f64::INFINITY) else { continue };
+            let Ok((_, plan)) = planner.value(&candidate, f64::INFINITY) else { continue };
+            let config = planner.run_under(plan);
             compared += 1;
             let mut fits = |parts: u32| {
                 let mut other = config.clone();

@@ -11,7 +11,7 @@ use crate::shards::Shards;
 use crate::state::ResidualNumbers;
 use crate::stores::Stores;
 use crate::weights::ModelWeights;
-use crate::{Engine, EngineError, Gradients, Groups, Offload, Optimizer, Runner, Storage, WeightStorage};
+use crate::{Engine, EngineError, Gradients, Groups, Optimizer, Runner, Storage, WeightStorage};
 
 /// The settings of an engine that no plan depends on.
 #[derive(Debug, Clone, PartialEq)]
@@ -123,12 +123,13 @@ impl<'a> EngineBuilder<'a> {
         let gathers = layout.gathers(&profile, passes)?;
         let predicted = layout.memory(&profile, &passes.stages, gathers.as_ref());
         let [of_state, of_activations] = layout.offload_traffic(&profile, passes, gathers.as_ref());
-        let offload = Offload { residences, ..options.storage.offload };
+        let offload = &options.storage.offload;
         let stores = Stores::zeros(arena, &layout)?;
-        let mut weights = ModelWeights::new(arena, &model, &layout, (stores, &offload), gathers, shards)?;
-        let runner =
-            Runner::in_groups(&model, arena, options.seed, groups.clone(), &passes.stages, &offload)?;
-        let gradients = Gradients::new(arena, &layout, &mut weights.stores, profile.tokens, &offload)?;
+        let mut weights = ModelWeights::new(arena, &model, &layout, (stores, offload), gathers, shards)?;
+        let of_frames = state.has_activations_on_disk.then_some(offload);
+        let (seed, stages) = (options.seed, &passes.stages);
+        let runner = Runner::in_groups(&model, arena, seed, groups.clone(), stages, of_frames)?;
+        let gradients = Gradients::new(arena, &layout, &mut weights.stores, profile.tokens, offload)?;
         tracing::debug!(
             threads = queue.threads(), instructions = %queue.level(), units = model.units(),
             micro_batches = passes.micro_batches, predicted_bytes = predicted.by_category().total(),
@@ -146,7 +147,7 @@ impl<'a> EngineBuilder<'a> {
             arena: arena.clone(),
             optimizer: options.optimizer,
             rounding: options.storage.rounding,
-            seed: options.seed,
+            seed,
             model,
             evaluation,
             records: layout.records,

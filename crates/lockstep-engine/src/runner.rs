@@ -113,10 +113,10 @@ impl Runner {
     /// [`TensorError::OutOfMemory`].
     pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, EngineError> {
         let stages = [StageMemory::whole(model.units())];
-        Self::in_groups(model, arena, seed, Groups::alone(), &stages, &Offload::default())
+        Self::in_groups(model, arena, seed, Groups::alone(), &stages, None)
     }
 
-    /// Memory for `stages` of `model`, which was recorded for this rank of `groups`, and for what of it `offload` has on disk.
+    /// Memory for `stages` of `model`, which was recorded for this rank of `groups`, with its activations in a file of `offload`, if they are offloaded.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`], [`EngineError::Disk`].
@@ -126,10 +126,10 @@ impl Runner {
         seed: u64,
         groups: Groups,
         stages: &[StageMemory],
-        offload: &Offload,
+        offload: Option<&Offload>,
     ) -> Result<Self, EngineError> {
         let profile = model.profile();
-        let are_on_disk = offload.has_activations();
+        let are_on_disk = offload.is_some();
         let mut handing_on = stages.iter().map(|stage| stage.units.end).filter(|end| *end < model.units());
         assert!(
             !are_on_disk || handing_on.all(|end| model.program(end - 1).forgets_output()),
@@ -154,7 +154,7 @@ impl Runner {
             workspace: arena.allocate(profile.workspace_bytes(stages), MemoryCategory::Workspace)?,
             boundary: [boundary()?, boundary()?],
             slices: Slices::new(model, stages, groups.tensor_place(), arena)?,
-            spool: Spool::new(offload, &profile, stages, arena)?,
+            spool: offload.map(|offload| Spool::new(offload, &profile, stages, arena)).transpose()?.flatten(),
             inverse_frequencies: model
                 .inverse_frequencies()
                 .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))

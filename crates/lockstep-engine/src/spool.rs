@@ -74,7 +74,7 @@ struct FramePlace {
 }
 
 impl Spool {
-    /// Places in memory and a file for the frames of `stages` of a rank, if `offload` has them there.
+    /// Places in memory and a file for the frames of `stages` of a rank; `None` if no frame is offloaded.
     ///
     /// # Errors
     /// No room on the disk or in memory.
@@ -85,7 +85,7 @@ impl Spool {
         arena: &Arena,
     ) -> Result<Option<Self>, EngineError> {
         let (places, place_bytes) = model.frame_places(stages);
-        if !offload.has_activations() || places == 0 {
+        if places == 0 {
             return Ok(None);
         }
         let mut end = 0;
@@ -288,7 +288,6 @@ mod tests {
 
     use super::*;
     use crate::troubled::Trouble;
-    use lockstep_plan::{Residence, Residences};
 
     const UNITS: usize = 9;
     const SLOTS: usize = 3;
@@ -312,7 +311,6 @@ mod tests {
         let stage = StageMemory { units: 0..UNITS, slots, splits_backward: false };
         let offload = Offload {
             directory: directory.to_owned(),
-            residences: Residences { activations: Residence::Disk, ..Residences::default() },
             limit: Duration::from_millis(300),
             ..Offload::default()
         };

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use lockstep_plan::{
-    DType, Residences, WINDOW_ELEMENTS,
+    DType, WINDOW_ELEMENTS,
     random::{key_from_name, mix},
 };
 use lockstep_tensor::{DiskMethod, Rounding};
@@ -17,17 +17,16 @@ pub struct Storage {
     pub state: DType,
     /// How what is kept in bf16 is rounded.
     pub rounding: RoundingMode,
-    /// What is on disk.
+    /// Files of what is on disk.
     pub offload: Offload,
 }
 
-/// What of model state and activations is on disk, and how it is moved (ZeRO-Infinity: Rajbhandari et al., 2021).
+/// The files of offloaded state and activations, and how they are moved (ZeRO-Infinity: Rajbhandari et al., 2021). The plan says what is
+/// offloaded.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
     /// Where the files are. They have no name, and end with the process.
     pub directory: PathBuf,
-    /// What is there. Parameters only where ranks that share out the optimizer's state share them out as well.
-    pub residences: Residences,
     /// Elements that are moved at once, a multiple of 2,048.
     pub window_elements: usize,
     /// By what they are moved.
@@ -36,19 +35,11 @@ pub struct Offload {
     pub limit: Duration,
 }
 
-impl Offload {
-    /// Whether what units keep is on disk.
-    pub fn has_activations(&self) -> bool {
-        self.residences.have_activations_on_disk()
-    }
-}
-
 impl Default for Offload {
-    /// Nothing is.
+    /// In the working directory.
     fn default() -> Self {
         Self {
             directory: PathBuf::from("."),
-            residences: Residences::default(),
             window_elements: WINDOW_ELEMENTS,
             method: DiskMethod::Auto,
             limit: Duration::from_secs(600),

@@ -180,7 +180,7 @@ fn no_bit_depends_on_where_activations_are() {
         in_memory.initialize(1).unwrap();
         let mut on_disk = setting.clone();
         on_disk.storage.offload.directory = directory.path().to_owned();
-        on_disk.storage.offload.residences.activations = Residence::Disk;
+        on_disk.residence.activations = Residence::Disk;
         let mut on_disk = on_disk.engine().unwrap();
         on_disk.initialize(1).unwrap();
         assert!(on_disk.disk_bytes() > 0);
@@ -263,7 +263,7 @@ fn a_full_disk_is_found_before_the_run() {
     let error = setting.engine().err().unwrap().to_string();
     assert!(error.contains("/proc/no-such-place"), "{error}");
     let mut setting = Setting::all()[0].clone();
-    setting.storage.offload.residences.activations = Residence::Disk;
+    setting.residence.activations = Residence::Disk;
     setting.storage.offload.directory = "/proc/no-such-place".into();
     let error = setting.engine().err().unwrap().to_string();
     assert!(error.contains("/proc/no-such-place"), "{error}");

@@ -10,7 +10,6 @@ use lockstep_tensor::Action;
 
 use super::*;
 use crate::troubled::Trouble;
-use lockstep_plan::{Residence, Residences};
 
 const WINDOWS: usize = 20;
 const ELEMENTS: usize = 2048;
@@ -39,7 +38,6 @@ fn store(directory: &std::path::Path) -> DiskStore {
     let layout = FlatStore::zeros_of(&arena, &records, &item).unwrap();
     let offload = Offload {
         directory: directory.to_owned(),
-        residences: Residences { optimizer: Residence::Disk, ..Residences::default() },
         window_elements: ELEMENTS,
         limit: Duration::from_millis(200),
         ..Offload::default()

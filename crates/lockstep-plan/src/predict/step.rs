@@ -9,22 +9,16 @@ use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
 use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
 use crate::work::{Collective, ModelWork, UnitElements};
-use crate::{Axis, ExpertAxis, Mesh, OffloadBytes, RankTraffic, ZeroStage};
+use crate::{Axis, ExpertAxis, OffloadBytes, RankTraffic, StepLayout, ZeroStage};
 
-/// What of a plan its time depends on, beside the model's work on one of its ranks.
+/// The inputs of the step-time model other than the recorded work of a rank.
 #[derive(Debug, Clone, Copy)]
 pub struct PlanShape<'a> {
-    /// Who is where.
-    pub mesh: &'a Mesh,
-    /// What is shared out over the shard axis.
+    /// The layout of the step.
+    pub layout: &'a StepLayout,
+    /// The ZeRO stage.
     pub zero_stage: ZeroStage,
-    /// Micro-batches of each part of the batch in a step.
-    pub micro_batches: usize,
-    /// What the ranks of a pipeline do; none without one.
-    pub schedule: Option<&'a Schedule>,
-    /// The units of each stage.
-    pub stages: &'a [Range<usize>],
-    /// Whether weights that are shared out (stage 3) are gathered once a step and stay, instead of for each pass.
+    /// True if sharded weights (stage 3) are gathered once a step and stay, instead of for each pass.
     pub gathers_once: bool,
     /// A device that holds the others up.
     pub slow: Option<SlowDevice>,
@@ -114,7 +108,7 @@ pub fn predict_step(
     work: &ModelWork,
     shape: PlanShape<'_>,
 ) -> Result<StepPrediction, CostsError> {
-    let model = TimedModel::new(cluster, work, shape.mesh);
+    let model = TimedModel::new(cluster, work, &shape.layout.mesh);
     Step::new(cluster, &model, shape).predict()
 }
 
@@ -196,15 +190,16 @@ impl RankEnd {
 
 impl<'a> Step<'a> {
     pub(super) fn new(cluster: &'a Cluster, model: &'a TimedModel, shape: PlanShape<'a>) -> Self {
-        let ranks = shape.mesh.ranks().degree(Axis::Pipeline);
-        let kinds = (0..ranks).map(|rank| slowest_kind(cluster, shape.mesh, model.dtype(), rank)).collect();
+        let ranks = shape.layout.pipeline_ranks();
+        let kinds =
+            (0..ranks).map(|rank| slowest_kind(cluster, &shape.layout.mesh, model.dtype(), rank)).collect();
         Self { cluster, model, shape, style: cluster.software.style(), kinds }
     }
 
     fn predict(&self) -> Result<StepPrediction, CostsError> {
         let states = self.states();
         let stages = self.stages(&states);
-        let simulation = match self.shape.schedule {
+        let simulation = match self.schedule() {
             Some(schedule) => Some(schedule.simulate(&self.costs(&stages, self.message().seconds))?),
             None => None,
         };
@@ -247,7 +242,7 @@ impl<'a> Step<'a> {
         stages: &[StagePrediction],
         message_s: f64,
     ) -> Result<Vec<RankEnd>, CostsError> {
-        let ends_ms = match self.shape.schedule {
+        let ends_ms = match self.schedule() {
             Some(schedule) => {
                 schedule.ends_ms(&self.costs(stages, message_s))?.into_iter().map(Some).collect()
             }
@@ -285,11 +280,11 @@ impl<'a> Step<'a> {
     /// What the passes of each stage take. Stages of the same units do the same.
     pub(super) fn stages(&self, states: &[StateCost]) -> Vec<StagePrediction> {
         let mut known: Vec<(&[usize], usize, StagePrediction)> = Vec::new();
-        let mut stages = vec![StagePrediction::default(); self.shape.stages.len()];
+        let mut stages = vec![StagePrediction::default(); self.shape.layout.stages.len()];
         for (rank, state) in states.iter().enumerate() {
             let of_rank = self.units_of(rank);
             for &stage in &self.stages_of(rank) {
-                let units = self.shape.stages[stage].clone();
+                let units = self.shape.layout.stages[stage].clone();
                 let (same, kind) = (self.model.kinds_of_units(units.clone()), self.kinds[rank]);
                 let passes = known.iter().find(|(of, on, _)| *of == same && *on == kind);
                 let passes = passes.map(|(.., passes)| *passes).unwrap_or_else(|| {
@@ -319,7 +314,7 @@ impl<'a> Step<'a> {
     /// is shared by the ranks of a node.
     fn host_s(&self, rank: usize, bytes: OffloadBytes, parts: usize) -> f64 {
         let node = &self.cluster.nodes[self.kinds[rank]];
-        let sharers = self.cluster.ranks_of_a_node(node, self.shape.mesh.world_size());
+        let sharers = self.cluster.ranks_of_a_node(node, self.shape.layout.mesh.world_size());
         let over_link = bytes.read.max(bytes.written) as f64 / node.host_gb_per_s;
         let in_memory =
             node.host_memory_gb_per_s.map_or(0.0, |rate| (bytes.total() * sharers as u64) as f64 / rate);
@@ -329,13 +324,13 @@ impl<'a> Step<'a> {
     /// What so many bytes take a rank of the pipeline at its part of its node's disk.
     fn disk_s(&self, rank: usize, bytes: f64) -> f64 {
         let node = &self.cluster.nodes[self.kinds[rank]];
-        let sharers = self.cluster.ranks_of_a_node(node, self.shape.mesh.world_size());
+        let sharers = self.cluster.ranks_of_a_node(node, self.shape.layout.mesh.world_size());
         bytes * sharers as f64 / (node.disk_gb_per_s * 1e9)
     }
 
     /// The passes of a stage with the messages that go beside them, to the stages before and after: each goes while the next pass goes on.
     fn with_messages(&self, mut prediction: StagePrediction, stage: usize) -> StagePrediction {
-        let Some(schedule) = self.shape.schedule.filter(|_| self.style.sends_beside) else {
+        let Some(schedule) = self.schedule().filter(|_| self.style.sends_beside) else {
             return prediction;
         };
         let crosses = |other: usize| schedule.rank_of(other) != schedule.rank_of(stage);
@@ -359,7 +354,7 @@ impl<'a> Step<'a> {
         units: Range<usize>,
     ) -> StagePrediction {
         let Some(RankTraffic { host, disk }) = self.shape.traffic.get(rank) else { return prediction };
-        let parts = self.shape.micro_batches.max(1);
+        let parts = self.shape.layout.micro_batches.max(1);
         let sum = |of_units: &[OffloadBytes]| {
             let here = of_units.get(units.clone()).unwrap_or_default();
             here.iter().fold(OffloadBytes::default(), |sum, bytes| sum + *bytes)
@@ -397,7 +392,7 @@ impl<'a> Step<'a> {
 
     /// The units of a rank, in number.
     fn units_of(&self, rank: usize) -> usize {
-        self.stages_of(rank).iter().map(|stage| self.shape.stages[*stage].len()).sum()
+        self.stages_of(rank).iter().map(|stage| self.shape.layout.stages[*stage].len()).sum()
     }
 
     /// Whether exchanges go on beside work: a host's ranks make them with the cores that compute.
@@ -406,7 +401,12 @@ impl<'a> Step<'a> {
     }
 
     pub(super) fn stages_of(&self, rank: usize) -> Vec<usize> {
-        self.shape.schedule.map_or_else(|| vec![0], |schedule| schedule.stages_of(rank).collect())
+        self.shape.layout.stages_of(rank)
+    }
+
+    /// The actions of the ranks of a pipeline; `None` without one.
+    pub(super) fn schedule(&self) -> Option<&'a Schedule> {
+        self.shape.layout.schedule.as_deref()
     }
 
     /// When a rank has done everything but the update; `passes_end_ms` is when its passes end in a pipeline.
@@ -419,10 +419,10 @@ impl<'a> Step<'a> {
     ) -> RankEnd {
         let of_rank = self.stages_of(rank);
         let splits = |schedule: &Schedule| of_rank.iter().any(|stage| schedule.splits_backward(*stage));
-        let splits_backward = self.shape.schedule.is_some_and(splits);
+        let splits_backward = self.schedule().is_some_and(splits);
         let (mut forward, mut backward, mut units) = (PassCost::default(), PassCost::default(), 0);
         for &stage in &of_rank {
-            units += self.shape.stages[stage].len();
+            units += self.shape.layout.stages[stage].len();
             forward += stages[stage].forward;
             if splits_backward {
                 backward += stages[stage].backward_inputs;
@@ -431,7 +431,7 @@ impl<'a> Step<'a> {
                 backward += stages[stage].backward;
             }
         }
-        let micro_batches = self.shape.micro_batches as f64;
+        let micro_batches = self.shape.layout.micro_batches as f64;
         let mut passes = forward;
         passes += backward;
         let passes = passes.times(micro_batches);
@@ -480,7 +480,7 @@ impl<'a> Step<'a> {
     ) -> StagePrediction {
         let share = units as f64 / of_rank.max(1) as f64;
         // What stays is gathered by the first micro-batch's forward.
-        let parts = if self.shape.gathers_once { self.shape.micro_batches.max(1) as f64 } else { 1.0 };
+        let parts = if self.shape.gathers_once { self.shape.layout.micro_batches.max(1) as f64 } else { 1.0 };
         let gather = state.gather.times(share / parts);
         let again = if self.shape.gathers_once { LinkTime::default() } else { gather };
         let sum = state.sum_of_micro_batch.times(share);
@@ -512,7 +512,7 @@ impl<'a> Step<'a> {
     pub(super) fn holding(&self, rank: usize) -> Holding {
         let mut holding = Holding { kind: self.kinds[rank], ..Holding::default() };
         for stage in self.stages_of(rank) {
-            for unit in self.shape.stages[stage].clone() {
+            for unit in self.shape.layout.stages[stage].clone() {
                 holding.elements += self.model.elements(unit);
                 holding.units += 1;
             }
@@ -550,14 +550,14 @@ impl<'a> Step<'a> {
     }
 
     fn worker(&self, kind: usize) -> Worker<'_> {
-        let device = device(self.cluster, self.shape.mesh, kind);
+        let device = device(self.cluster, &self.shape.layout.mesh, kind);
         Worker::new(device, self.style, self.model.dtype())
     }
 
     /// What a rank sends of its state: of what all have, and of experts.
     pub(super) fn shared_states(&self, holding: &Holding) -> [SharedState; 2] {
-        let view = self.shape.mesh.ranks();
-        let experts = self.shape.mesh.experts();
+        let view = self.shape.layout.mesh.ranks();
+        let experts = self.shape.layout.mesh.experts();
         let gradient_bytes = self.style.state_bytes(self.model.dtype()).gradient as f64;
         let weight_bytes = self.model.dtype().size_bytes() as f64;
         let UnitElements { all, trained } = holding.elements;
@@ -580,7 +580,7 @@ impl<'a> Step<'a> {
 
     /// The same, one exchange after the other.
     pub(super) fn state_exchanges(&self, holding: &Holding) -> impl Iterator<Item = StateExchange> {
-        let PlanShape { zero_stage, micro_batches, .. } = self.shape;
+        let (zero_stage, micro_batches) = (self.shape.zero_stage, self.shape.layout.micro_batches);
         let of = move |state: SharedState| state.exchanges(&self.style, zero_stage, micro_batches);
         self.shared_states(holding).into_iter().flat_map(of)
     }
@@ -593,19 +593,19 @@ impl<'a> Step<'a> {
 
     /// The sum of the gradients' squares over all ranks.
     fn norm_s(&self) -> f64 {
-        self.among(Collective::AllReduce, 8.0, self.shape.mesh.world_size(), 1).seconds
+        self.among(Collective::AllReduce, 8.0, self.shape.layout.mesh.world_size(), 1).seconds
     }
 
     /// Bytes of a message between stages, and whether each tensor-parallel rank sends a slice of what all of them have.
     pub(super) fn message_bytes(&self) -> (f64, bool) {
-        let tensor = self.shape.mesh.ranks().degree(Axis::Tensor);
+        let tensor = self.shape.layout.mesh.ranks().degree(Axis::Tensor);
         let is_sliced = self.model.is_boundary_whole && self.style.slices_messages && tensor > 1;
         (self.model.boundary_bytes as f64 / if is_sliced { tensor as f64 } else { 1.0 }, is_sliced)
     }
 
     /// How far a rank of the next stage is.
     pub(super) fn neighbour(&self) -> usize {
-        let mesh = self.shape.mesh;
+        let mesh = &self.shape.layout.mesh;
         mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1)
     }
 
@@ -614,7 +614,7 @@ impl<'a> Step<'a> {
         let (bytes, is_sliced) = self.message_bytes();
         let mut message = self.cluster.send_time(bytes as u64, 0, self.neighbour());
         if is_sliced {
-            let tensor = self.shape.mesh.ranks().degree(Axis::Tensor);
+            let tensor = self.shape.layout.mesh.ranks().degree(Axis::Tensor);
             message += self.among(Collective::AllGather, self.model.boundary_bytes as f64, tensor, 1);
         }
         message

@@ -115,7 +115,7 @@ pub struct StepTraffic {
 /// # Errors
 /// Stages that are not those of the schedule.
 pub fn traffic(cluster: &Cluster, work: &ModelWork, shape: PlanShape<'_>) -> Result<StepTraffic, CostsError> {
-    let model = TimedModel::new(cluster, work, shape.mesh);
+    let model = TimedModel::new(cluster, work, &shape.layout.mesh);
     let step = Step::new(cluster, &model, shape);
     let states = step.states();
     let stages = step.stages(&states);
@@ -126,7 +126,7 @@ pub fn traffic(cluster: &Cluster, work: &ModelWork, shape: PlanShape<'_>) -> Res
     let of_rank = RankTraffic { step: &step, work, rank };
     of_rank.add_passes(&mut sums);
     of_rank.add_state(&stages, &states[rank], end, &mut sums);
-    if let Some(schedule) = shape.schedule {
+    if let Some(schedule) = &shape.layout.schedule {
         let without = step.ends(&states, &stages, 0.0)?;
         of_rank.add_messages(schedule, end.passes_end_s - without[rank].passes_end_s, &mut sums);
     }
@@ -178,14 +178,14 @@ struct RankTraffic<'s, 'a> {
 
 impl RankTraffic<'_, '_> {
     fn micro_batches(&self) -> f64 {
-        self.step.shape.micro_batches as f64
+        self.step.shape.layout.micro_batches as f64
     }
 
     fn splits_backward(&self) -> bool {
         let splits = |schedule: &Schedule| {
             self.step.stages_of(self.rank).iter().any(|stage| schedule.splits_backward(*stage))
         };
-        self.step.shape.schedule.is_some_and(splits)
+        self.step.schedule().is_some_and(splits)
     }
 
     /// Exchanges inside passes.
@@ -200,7 +200,7 @@ impl RankTraffic<'_, '_> {
         let passes = if self.splits_backward() { &split[..] } else { &whole[..] };
         for stage in self.step.stages_of(self.rank) {
             for tasks_of in passes {
-                self.add_pass(self.step.shape.stages[stage].clone(), *tasks_of, sums);
+                self.add_pass(self.step.shape.layout.stages[stage].clone(), *tasks_of, sums);
             }
         }
     }
@@ -242,7 +242,8 @@ impl RankTraffic<'_, '_> {
     }
 
     fn send(&self, exchange: &Exchange, sums: &mut Sums) {
-        for Leg { collective, bytes, size, stride } in legs(self.step.cluster, self.step.shape.mesh, exchange)
+        for Leg { collective, bytes, size, stride } in
+            legs(self.step.cluster, &self.step.shape.layout.mesh, exchange)
         {
             let bytes = self.sent_bytes(collective, bytes, size, stride);
             sums.of(exchange.peers.into()).send(size, self.micro_batches(), bytes);
@@ -286,7 +287,8 @@ impl RankTraffic<'_, '_> {
 
     /// What passes of a stage take longer because weights are gathered and gradients summed beside them.
     fn add_state_of_passes(&self, stage: usize, with_state: &StagePrediction, sums: &mut Sums) {
-        let passes = self.step.passes(self.step.shape.stages[stage].clone(), self.step.kinds[self.rank]);
+        let passes =
+            self.step.passes(self.step.shape.layout.stages[stage].clone(), self.step.kinds[self.rank]);
         let micro_batches = self.micro_batches();
         // Rounding may leave a little where there is nothing.
         let more = |with: &PassCost, without: &PassCost| {
@@ -323,7 +325,7 @@ impl RankTraffic<'_, '_> {
         if let Some(level) = step.cluster.level_between(0, step.neighbour()) {
             sent[level] = bytes;
         }
-        let view = step.shape.mesh.ranks();
+        let view = step.shape.layout.mesh.ranks();
         let messages = sums.of(Sent::Messages);
         messages.send(view.degree(Axis::Pipeline), sends, sent);
         if is_sliced {

@@ -144,11 +144,8 @@ impl Planner {
         traffic: &'l [RankTraffic],
     ) -> PlanShape<'l> {
         PlanShape {
-            mesh: &layout.mesh,
+            layout,
             zero_stage,
-            micro_batches: layout.micro_batches,
-            schedule: layout.schedule.as_deref(),
-            stages: &layout.stages,
             gathers_once: self.config.plan.sharding.reshard_after_forward == ReshardAfterForward::Never,
             slow: None,
             traffic,

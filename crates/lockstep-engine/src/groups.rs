@@ -192,7 +192,7 @@ impl Groups {
     }
 
     /// The longest wait for another rank; `None` of one rank alone.
-    pub(crate) fn limit(&self) -> Option<Duration> {
+    pub fn limit(&self) -> Option<Duration> {
         self.world.as_ref().map(|world| world.limit)
     }
 

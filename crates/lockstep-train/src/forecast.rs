@@ -143,7 +143,7 @@ impl Predicted {
     pub(crate) fn of(config: &RunConfig, engine: &Engine, ranks: &Ranks) -> Result<Self, CommError> {
         let mut own = engine.predicted_memory().by_category();
         let Copies { kept, saved } =
-            Training::of(config).copies(ranks.mesh(), ranks.rank(), config.zero_stage());
+            Training::of(config).copies(&ranks.mesh(), ranks.rank(), config.zero_stage());
         own[MemoryCategory::Snapshot] += (kept + saved) * Snapshot::bytes_for(engine);
         let own = MemoryUse { by_category: own, ..MemoryUse::default() };
         let all = ranks.memory(own)?;

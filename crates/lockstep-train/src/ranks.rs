@@ -29,8 +29,6 @@ const DIGEST_BYTES: usize = 32;
 #[derive(Debug, Clone)]
 pub struct Ranks {
     groups: Groups,
-    mesh: Mesh,
-    limit: Duration,
     /// The device that this rank computes on; `None` for the host's CPU.
     device: Option<Arc<dyn Device>>,
 }
@@ -58,7 +56,7 @@ pub(crate) struct Called {
 impl Ranks {
     /// One rank.
     pub fn alone() -> Self {
-        Self { groups: Groups::alone(), mesh: Mesh::default(), limit: Duration::ZERO, device: None }
+        Self { groups: Groups::alone(), device: None }
     }
 
     /// The ranks of `group`, laid out as `config` says for its model.
@@ -99,9 +97,8 @@ impl Ranks {
         }
         let group = group.with_algorithm(config.parallel.all_reduce.into());
         let limit = Duration::from_secs_f64(config.parallel.timeout_s);
-        let plan = checked_plan(config, model, tuning)?;
-        let (mesh, plan) = (*plan.mesh(), plan.rank(group.rank()));
-        Ok(Self { groups: Groups::new(group, plan, limit)?, mesh, limit, device: None })
+        let plan = checked_plan(config, model, tuning)?.rank(group.rank());
+        Ok(Self { groups: Groups::new(group, plan, limit)?, device: None })
     }
 
     /// The same, where this rank computes on `device`.
@@ -120,8 +117,8 @@ impl Ranks {
     }
 
     /// How they are laid out.
-    pub(crate) fn mesh(&self) -> &Mesh {
-        &self.mesh
+    pub(crate) fn mesh(&self) -> Mesh {
+        self.groups.plan().map_or_else(Mesh::default, |plan| *plan.mesh())
     }
 
     /// Which replica of the model this rank is of.
@@ -131,23 +128,23 @@ impl Ranks {
 
     /// How many replicas there are.
     pub fn replicas(&self) -> usize {
-        self.mesh.batch_parts()
+        self.mesh().batch_parts()
     }
 
     fn replica_of(&self, rank: usize) -> usize {
-        let view = self.mesh.ranks();
+        let view = self.mesh().ranks();
         Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
     }
 
     /// Whether several ranks share each copy of the model.
     pub(crate) fn share_models(&self) -> bool {
         let copies: usize =
-            self.axes_of_copies().iter().map(|axis| self.mesh.ranks().degree(*axis)).product();
+            self.axes_of_copies().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
         copies != self.size()
     }
 
     fn axes_of_copies(&self) -> &'static [Axis] {
-        axes_of_copies(&self.mesh, self.groups.zero_stage())
+        axes_of_copies(&self.mesh(), self.groups.zero_stage())
     }
 
     /// Whether this rank has the first copy of the model, or a part of it: what others have is the same.
@@ -157,7 +154,7 @@ impl Ranks {
 
     /// Whether a rank is the first along some axes.
     fn is_first_along(&self, axes: &[Axis], rank: usize) -> bool {
-        axes.iter().all(|axis| self.mesh.ranks().coordinate(rank, *axis) == 0)
+        axes.iter().all(|axis| self.mesh().ranks().coordinate(rank, *axis) == 0)
     }
 
     /// Ends all ranks with this exit code, where one that fails leaves the others no way to end by themselves (MPI).
@@ -391,8 +388,8 @@ impl Ranks {
             ZeroStage::Parameters => (&Axis::TOKENS[..1], &[ExpertAxis::Replicate][..]),
             _ => (&Axis::TOKENS[..], &[ExpertAxis::Replicate, ExpertAxis::ExpertShard][..]),
         };
-        let experts = self.mesh.experts().groups(of_experts);
-        for (is_of_experts, groups) in [(false, self.mesh.ranks().groups(axes)), (true, experts)] {
+        let experts = self.mesh().experts().groups(of_experts);
+        for (is_of_experts, groups) in [(false, self.mesh().ranks().groups(axes)), (true, experts)] {
             let mut hasher = blake3::Hasher::new();
             for tensor in engine.copied_weights() {
                 if (tensor.record.share.among == Among::Experts) == is_of_experts {
@@ -419,7 +416,7 @@ impl Ranks {
 
     fn deadline_of(&self, patience: Patience) -> Deadline {
         Deadline::after(match patience {
-            Patience::Limited => self.limit,
+            Patience::Limited => self.groups.limit().unwrap_or_default(),
             Patience::Unlimited => Duration::MAX,
         })
     }

@@ -71,8 +71,9 @@ pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use pattern::describes;
 pub use plan::{
-    ContextMethod, DEFAULT_BUCKET_MB, Facts, PLAN_VERSION, PassOrder, PipelineSchedule, Plan, PlanError,
-    PlanPrediction, PlanProblem, PlannedStep, RankList, RanksMemory, TensorDimensions, CheckedPlan,
+    CheckedPlan, ContextMethod, DEFAULT_BUCKET_MB, Facts, MAX_MICRO_BATCH_TOKENS, PLAN_VERSION, PassOrder,
+    PipelineSchedule, Plan, PlanError, PlanPrediction, PlanProblem, PlanProblems, PlannedStep, RankList,
+    RanksMemory, StepFacts, TensorDimensions,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};

@@ -46,8 +46,8 @@ pub struct BlockShape {
 }
 
 impl BlockShape {
-    /// Most tokens in a micro-batch. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
-    pub const MAX_TOKENS: usize = 1 << 31;
+    /// Most tokens in a micro-batch.
+    pub const MAX_TOKENS: usize = lockstep_plan::MAX_MICRO_BATCH_TOKENS;
 
     /// Tokens in a micro-batch.
     pub fn tokens(&self) -> usize {

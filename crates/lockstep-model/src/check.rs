@@ -1,13 +1,13 @@
 //! What a plan is checked against, of a model.
 
-use lockstep_plan::{CheckedPlan, Facts, Plan, PlanError};
+use lockstep_plan::{CheckedPlan, Facts, Plan, PlanProblems, StepFacts};
 
 use crate::ModelConfig;
 
 impl ModelConfig {
-    /// Returns the facts that plans are checked against, for steps of `global_batch` sequences of `seq_len` tokens on so many ranks. The digest
-    /// of the model is left empty.
-    pub fn facts(&self, [global_batch, seq_len]: [usize; 2], world_size: usize) -> Facts {
+    /// Returns the facts that plans are checked against, for a step on so many ranks. The digest of the model is left empty, and there is no
+    /// adapter.
+    pub fn facts(&self, step: StepFacts, world_size: usize) -> Facts {
         Facts {
             model: String::new(),
             layers: self.num_hidden_layers(),
@@ -19,8 +19,8 @@ impl ModelConfig {
             vocab: self.vocab_size(),
             experts: self.experts().map_or(0, |experts| experts.count),
             expert_intermediate: self.experts().map_or(0, |experts| experts.intermediate_size),
-            seq_len,
-            global_batch,
+            adapter_rank: None,
+            step,
             world_size,
         }
     }
@@ -29,8 +29,13 @@ impl ModelConfig {
     ///
     /// # Errors
     /// Everything of the plan that does not fit.
-    pub fn check_plan(&self, plan: &Plan, batch: [usize; 2]) -> Result<CheckedPlan, PlanError> {
-        let facts = self.facts(batch, plan.mesh.world_size().unwrap_or(0));
+    pub fn check_plan(
+        &self,
+        plan: &Plan,
+        [global_batch, seq_len]: [usize; 2],
+    ) -> Result<CheckedPlan, PlanProblems> {
+        let step = StepFacts { global_batch, seq_len, ..StepFacts::default() };
+        let facts = self.facts(step, plan.mesh.world_size().unwrap_or(0));
         let resolved = plan.resolved(&facts, || vec![1.0; facts.units()]);
         resolved.as_ref().unwrap_or(plan).check(&facts)
     }

@@ -71,9 +71,9 @@ pub use nearest::Choices;
 pub use parameter::{Initializer, ParameterId, ParameterRecord};
 pub use pattern::describes;
 pub use plan::{
-    CheckedPlan, ContextMethod, DEFAULT_BUCKET_MB, Facts, PLAN_VERSION, PassOrder, PipelineSchedule, Places,
-    Plan, PlanError, PlanPrediction, PlanProblem, PlannedStep, RankList, RankPlan, RanksMemory, StepLayout,
-    TensorDimensions,
+    CheckedPlan, ContextMethod, DEFAULT_BUCKET_MB, Facts, MAX_MICRO_BATCH_TOKENS, PLAN_VERSION, PassOrder,
+    PipelineSchedule, Places, Plan, PlanError, PlanPrediction, PlanProblem, PlanProblems, PlannedStep,
+    RankList, RankPlan, RanksMemory, StepFacts, StepLayout, TensorDimensions,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};

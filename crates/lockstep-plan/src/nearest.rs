@@ -29,10 +29,15 @@ impl fmt::Display for Choices {
     }
 }
 
-/// The divisors of `of` next to `number`, in time that grows with the root of `of`.
+/// The divisors of `of`, in no order and in time that grows with its root.
+pub(crate) fn divisors(of: usize) -> impl Iterator<Item = usize> {
+    let small = (1..=of.isqrt()).filter(move |&candidate| of.is_multiple_of(candidate));
+    small.flat_map(move |divisor| [divisor, of / divisor])
+}
+
+/// The divisors of `of` next to `number`.
 pub(crate) fn nearest_divisor(number: usize, of: usize) -> Choices {
-    let small = (1..=of.isqrt()).filter(|&candidate| of.is_multiple_of(candidate));
-    next_to(number, small.flat_map(|divisor| [divisor, of / divisor]))
+    next_to(number, divisors(of))
 }
 
 /// The candidates next to `number`.

@@ -14,7 +14,7 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::cluster::Cluster;
 use lockstep_plan::schedule::{Costs, PassKind, Schedule, StageCost, passes_from_csv};
 use lockstep_plan::work::Collective;
-use lockstep_plan::{Axis, DType, Facts, Plan, TensorDimensions};
+use lockstep_plan::{Axis, DType, Facts, Plan, StepFacts, TensorDimensions};
 use lockstep_train::RunConfig;
 use lockstep_train::flight::{Dump, analyse};
 use lockstep_train::report::{self, Parts};
@@ -317,8 +317,8 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         vocab: 256,
         experts,
         expert_intermediate: 2 * experts,
-        seq_len: 32,
-        global_batch: 16,
+        adapter_rank: None,
+        step: StepFacts { global_batch: 16, seq_len: 32, ..StepFacts::default() },
         // As many as it asks for, if that is a number of ranks.
         world_size: plan.mesh.world_size().filter(|ranks| *ranks <= 64).unwrap_or(8),
     };

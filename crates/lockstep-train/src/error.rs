@@ -172,7 +172,7 @@ pub enum Error {
     Program(#[source] io::Error),
     /// The layout of the ranks.
     #[error(transparent)]
-    Layout(#[from] lockstep_plan::PlanError),
+    Layout(#[from] lockstep_plan::PlanProblems),
     /// The other ranks of the run.
     #[error(transparent)]
     Comm(#[from] lockstep_comm::CommError),

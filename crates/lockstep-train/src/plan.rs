@@ -5,11 +5,9 @@
 
 use lockstep_graph::{BlockShape, RecomputeRules};
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{
-    CheckedPlan, DType, Facts, MeshProblem, Places, Plan, PlanError, PlanProblem, TensorDimensions,
-};
+use lockstep_plan::{CheckedPlan, DType, Facts, Places, Plan, PlanProblems};
 
-use crate::config::{Origin, Problem, Problems};
+use crate::config::{Problem, Problems};
 use crate::setup::shape_of;
 use crate::{Error, ResolvedModel, RunConfig, resolve_model};
 
@@ -29,41 +27,27 @@ pub fn check(config: &RunConfig) -> Result<(Plan, ResolvedModel), Error> {
 /// [`Error::Configuration`], with everything that does not fit.
 pub fn checked_plan(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Result<CheckedPlan, Error> {
     let costs = || unit_costs(config, model, tuning);
-    let facts = facts_of(config, model);
+    let facts = Facts { adapter_rank: adapter_rank(tuning), ..facts_of(config, model) };
     let plan = plan_of(config, &facts, costs).map_err(Problems::from)?;
-    plan.check(&facts).map_err(|error| Problems::all_of(problems_of(config, error)).into())
+    plan.check(&facts).map_err(|problems| Problems::all_of(problems_of(config, &problems)).into())
 }
 
-/// Everything in the run's keys that does not fit its model, each where it was set.
-pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig) -> Vec<Problem> {
-    let facts = facts_of(config, model);
+/// Everything in the run's keys that does not fit its model and what of it is trained, as far as that is known, each where it was set.
+pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig, tuning: Option<&Tuning>) -> Vec<Problem> {
+    let facts = Facts { adapter_rank: tuning.and_then(adapter_rank), ..facts_of(config, model) };
     // Which units make a stage does not matter here, and what they cost is known only when they are recorded.
     match plan_of(config, &facts, || vec![1.0; facts.units()]) {
-        Ok(plan) => match plan.check(&facts) {
-            Ok(_) => Vec::new(),
-            Err(error) => problems_of(config, error),
-        },
+        Ok(plan) => plan.check(&facts).map_or_else(|problems| problems_of(config, &problems), |_| Vec::new()),
         Err(problem) => vec![problem],
     }
 }
 
-/// Whether ranks that share linear layers as a square can share what is added to these.
-///
-/// # Errors
-/// If its side does not divide the rank of the adapter.
-pub(crate) fn fits_adapter(config: &RunConfig, tuning: &Tuning) -> Result<(), Problems> {
-    let tensor = config.plan.mesh.tensor;
-    let is_square = tensor > 1 && config.plan.tensor_layout == TensorDimensions::Two;
-    let rank = tuning.adapter.as_ref().map(|adapter| adapter.config().rank);
-    let side = tensor.isqrt();
-    match rank.filter(|rank| is_square && !rank.is_multiple_of(side)) {
-        None => Ok(()),
-        Some(rank) => {
-            let what = format!("tensor's side {side} does not divide the {rank} columns of the adapter");
-            let allowed = format!("\"1d\", or a rank that is a multiple of {side}");
-            Err(config.problem("parallel.tensor_layout", what, allowed).into())
-        }
-    }
+fn problems_of(config: &RunConfig, problems: &PlanProblems) -> Vec<Problem> {
+    problems.0.iter().map(|problem| config.problem_of_plan(problem)).collect()
+}
+
+fn adapter_rank(tuning: &Tuning) -> Option<usize> {
+    tuning.adapter.as_ref().map(|adapter| adapter.config().rank)
 }
 
 /// The plan that the run's keys describe, whether it fits or not.
@@ -91,8 +75,7 @@ fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f
 
 /// What a plan for the run is compared with.
 pub(crate) fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
-    let batch = [config.train.global_batch, config.train.seq_len];
-    Facts { model: digest_of(model), ..model.facts(batch, config.ranks()) }
+    Facts { model: digest_of(model), ..model.facts(config.step_facts(), config.ranks()) }
 }
 
 /// What tells a model from others in a plan: a digest of its `config.json` as this program writes it. Dropout, which no plan
@@ -100,55 +83,6 @@ pub(crate) fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
 fn digest_of(model: &ModelConfig) -> String {
     let text = model.clone().with_dropout(0.0).to_json(DType::F32).to_string();
     blake3::hash(text.as_bytes()).to_hex()[..32].to_owned()
-}
-
-/// What is wrong with a plan of the run's keys, each where it was set.
-fn problems_of(config: &RunConfig, error: PlanError) -> Vec<Problem> {
-    let problems = match error {
-        PlanError::Invalid(problems) => problems,
-        error => return vec![config.problem("parallel.tensor_parallel", error.to_string(), "")],
-    };
-    let problem = |problem: PlanProblem| {
-        let keys: &[&str] = match &problem {
-            PlanProblem::NotMultiple { name: "seq_len", .. } => &[
-                "train.seq_len",
-                "parallel.context_parallel",
-                "parallel.sequence_parallel",
-                "parallel.tensor_layout",
-            ],
-            PlanProblem::Chunks { .. } => &["parallel.tensor_chunks"],
-            PlanProblem::Degree { degree: "context x tensor", .. }
-            | PlanProblem::KeyValueHeads { degree: "context x tensor", .. } => {
-                &["parallel.context_parallel", "parallel.context_parallel_method"]
-            }
-            PlanProblem::NoSquare { .. } | PlanProblem::TwoDimensions { .. } => {
-                &["parallel.tensor_layout", "parallel.tensor_parallel"]
-            }
-            PlanProblem::NotMultiple { name: "micro_batch", .. } => {
-                &["train.micro_batch", "parallel.tensor_layout"]
-            }
-            PlanProblem::NotMultiple { .. } | PlanProblem::World { .. } => {
-                &["train.global_batch", "parallel.data_parallel_replicate"]
-            }
-            PlanProblem::Schedule { .. } => &["parallel.pipeline_schedule", "parallel.pipeline_parallel"],
-            PlanProblem::StageCount { .. } | PlanProblem::EmptyStage { .. } | PlanProblem::Units { .. } => {
-                &["parallel.pipeline_stages", "parallel.pipeline_parallel"]
-            }
-            PlanProblem::RecomputeLayer { .. } => &["parallel.recompute"],
-            PlanProblem::TooManyStages { .. } => &["parallel.pipeline_parallel"],
-            PlanProblem::Mesh(MeshProblem::ExpertTensor { .. })
-            | PlanProblem::Degree { degree: "expert_tensor", .. }
-            | PlanProblem::NoExperts { degree: "expert_tensor", .. } => &["parallel.expert_tensor_parallel"],
-            PlanProblem::Mesh(MeshProblem::Expert { .. })
-            | PlanProblem::Degree { degree: "expert", .. }
-            | PlanProblem::NoExperts { .. } => &["parallel.expert_parallel"],
-            _ => &["parallel.tensor_parallel"],
-        };
-        let is_given = |key: &&&str| config.origin(key) != Origin::Default;
-        let key = keys.iter().find(is_given).or(keys.first()).copied().unwrap_or_default();
-        config.problem(key, problem.to_string(), "")
-    };
-    problems.into_iter().map(problem).collect()
 }
 
 #[cfg(test)]
@@ -210,15 +144,18 @@ mod tests {
             let (scaling, targets) = (LoraScaling::Standard, vec![ALL_LINEAR.to_owned()]);
             let lora = LoraConfig { rank, alpha: 1.0, dropout: 0.0, scaling, targets };
             tuning.adapter = Some(Adapter::new(lora, &model).unwrap());
-            fits_adapter(config, &tuning).map_err(|problems| problems.to_string())
+            misfits(config, &model, Some(&tuning)).iter().map(Problem::to_string).collect::<Vec<_>>()
         };
-        assert_eq!(fits(&square, 6), Ok(()));
-        let message = fits(&square, 3).unwrap_err();
-        assert!(
-            message.contains("tensor's side 2 does not divide the 3 columns of the adapter"),
-            "{message}"
+        let nothing: [&str; 0] = [];
+        assert_eq!(fits(&square, 6), nothing);
+        assert_eq!(
+            fits(&square, 3),
+            [
+                "--set parallel.tensor_layout=2d: parallel.tensor_layout: tensor's side 2 does not divide the 3 columns of \
+                 the adapter; allowed: \"1d\", or a rank that is a multiple of 2"
+            ]
         );
-        assert_eq!(fits(&config(&["parallel.tensor_parallel=4"]), 3), Ok(()));
+        assert_eq!(fits(&config(&["parallel.tensor_parallel=2"]), 3), nothing);
     }
 
     #[test]

@@ -109,9 +109,9 @@ impl PlanFile {
         if !problems.iter().all(|problem| matches!(problem.origin, Origin::Plan(_))) {
             return error;
         }
-        let line = |problem: &Problem| match problem.allowed.as_str() {
-            "" => problem.what.clone(),
-            allowed => format!("{}: {}; allowed: {allowed}", problem.key, problem.what),
+        let line = |problem: &Problem| {
+            let text = problem.to_string();
+            text.strip_prefix(&format!("{}: ", problem.origin)).unwrap_or(&text).to_owned()
         };
         self.refuse(problems.iter().map(line).collect::<Vec<_>>().join("\n"))
     }

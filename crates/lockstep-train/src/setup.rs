@@ -21,7 +21,7 @@ use crate::config::{
     StatePrecision,
 };
 use crate::model_name::config_of;
-use crate::plan::{checked_plan, fits_adapter, misfits};
+use crate::plan::{checked_plan, misfits};
 use crate::tuning::resolve_tuning;
 use crate::{Error, Ranks};
 
@@ -56,10 +56,10 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
             format!("1 to {longest}, or a larger max_position_embeddings in [model]"),
         ));
     }
-    problems.extend(misfits(config, &model));
+    let tuned = resolve_tuning(config, &model);
+    problems.extend(misfits(config, &model, tuned.as_ref().ok().map(|(tuning, _)| tuning)));
     Problems::none_of(problems)?;
-    let (tuning, adapter) = resolve_tuning(config, &model)?;
-    fits_adapter(config, &tuning)?;
+    let (tuning, adapter) = tuned?;
     Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
 }
 

@@ -29,6 +29,7 @@ mod check;
 mod predicted;
 mod problem;
 mod rank;
+pub(crate) mod rules;
 #[cfg(test)]
 mod tests;
 
@@ -44,7 +45,7 @@ use crate::{
 };
 
 pub use predicted::{PlanPrediction, PlannedStep, RankList, RanksMemory};
-pub use problem::{PlanError, PlanProblem};
+pub use problem::{PlanError, PlanProblem, PlanProblems};
 pub use rank::{CheckedPlan, Places, RankPlan, StepLayout};
 
 /// The version of plan files that this program writes, and the only one that it reads.
@@ -213,6 +214,17 @@ impl PipelineSchedule {
         self.kind().map_or("a schedule from a file", |(kind, _)| kind.name())
     }
 
+    /// Stages of all `ranks`; `None` if they cannot be counted.
+    pub fn stages(&self, ranks: usize) -> Option<usize> {
+        match (&self.passes, self.kind()) {
+            (PassOrder::Rows(rows), _) => {
+                let passes = passes_from_csv(&rows.join("\n"), ranks).ok()?;
+                passes.iter().flatten().map(|pass| pass.stage.saturating_add(1)).max()
+            }
+            (PassOrder::Published(_), kind) => ranks.checked_mul(kind?.1),
+        }
+    }
+
     /// The lists of `ranks` for a step of so many micro-batches.
     ///
     /// # Errors
@@ -289,7 +301,23 @@ pub enum ContextMethod {
     AllToAll,
 }
 
-/// What a plan is compared with: the model, the batch and the ranks that are there.
+/// Most tokens in a micro-batch. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
+pub const MAX_MICRO_BATCH_TOKENS: usize = 1 << 31;
+
+/// The optimizer step that a plan lays out: what rules ask that needs no model.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepFacts {
+    /// Sequences of a step.
+    pub global_batch: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Whether the optimizer updates whole matrices, as Muon does, and not any range of elements.
+    pub updates_whole_matrices: bool,
+    /// Whether the loss is scaled by a factor that changes from step to step (f16).
+    pub scales_loss: bool,
+}
+
+/// What a plan is compared with: the model, the step and the ranks that are there.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
     /// Digest of the model.
@@ -312,10 +340,10 @@ pub struct Facts {
     pub experts: usize,
     /// Width of an expert.
     pub expert_intermediate: usize,
-    /// Tokens of a sequence.
-    pub seq_len: usize,
-    /// Sequences of a step.
-    pub global_batch: usize,
+    /// Rank of the low-rank adapter that is trained in place of the model; `None` without one.
+    pub adapter_rank: Option<usize>,
+    /// The step.
+    pub step: StepFacts,
     /// Ranks.
     pub world_size: usize,
 }
@@ -336,10 +364,10 @@ impl Plan {
             version: u32,
         }
         let Version { version } = serde_json::from_str(text)?;
-        if version != PLAN_VERSION {
-            return Err(PlanError::Invalid(vec![PlanProblem::Version { version }]));
+        match rules::version(version) {
+            Some(what) => Err(PlanProblems(vec![PlanProblem { fields: &["version"], what }]).into()),
+            None => Ok(serde_json::from_str(text)?),
         }
-        Ok(serde_json::from_str(text)?)
     }
 
     /// The text of a file.
@@ -359,17 +387,16 @@ impl Plan {
             _ if !self.stages.is_empty() => self.stages.clone(),
             (_, 1) => vec![facts.units()],
             (PassOrder::Published(kind), _) => split_units(*kind, &costs(), ranks, chunks.unwrap_or(1))?,
-            (PassOrder::Rows(rows), _) => {
+            (PassOrder::Rows(_), _) => {
                 // What is wrong with the rows is told when the plan is validated.
-                let passes = passes_from_csv(&rows.join("\n"), ranks).unwrap_or_default();
-                let stages = passes.iter().flatten().map(|pass| pass.stage.saturating_add(1)).max();
-                split_units(Kind::OneForwardOneBackward, &costs(), stages.unwrap_or(ranks), 1)?
+                let stages = schedule.stages(ranks).unwrap_or(ranks);
+                split_units(Kind::OneForwardOneBackward, &costs(), stages, 1)?
             }
         };
         let Quantization { weights, gradients, .. } = self.quantization();
         Ok(Self {
             model: facts.model.clone(),
-            micro_batch: Some(self.micro_batch_of(facts.global_batch)),
+            micro_batch: Some(self.micro_batch_of(facts.step.global_batch)),
             schedule: PipelineSchedule { chunks, ..schedule },
             stages,
             zero_stage: self.effective_zero_stage().number(),

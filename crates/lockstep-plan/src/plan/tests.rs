@@ -1,7 +1,10 @@
 use proptest::{prelude::*, sample::select};
 
 use super::*;
-use crate::{Feedback, LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute, Residence};
+use crate::{
+    Feedback, LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute, Residence,
+    gathering::ReshardAfterForward,
+};
 
 /// A model of 12 layers on 8 ranks.
 fn facts() -> Facts {
@@ -16,10 +19,15 @@ fn facts() -> Facts {
         vocab: 50_257,
         experts: 0,
         expert_intermediate: 0,
-        seq_len: 1024,
-        global_batch: 32,
+        adapter_rank: None,
+        step: StepFacts { global_batch: 32, seq_len: 1024, ..StepFacts::default() },
         world_size: 8,
     }
+}
+
+/// The same with other sequences of a step.
+fn facts_of(global_batch: usize, seq_len: usize) -> Facts {
+    Facts { step: StepFacts { global_batch, seq_len, ..StepFacts::default() }, ..facts() }
 }
 
 fn plan() -> Plan {
@@ -50,8 +58,8 @@ fn plan() -> Plan {
 /// All problems of a plan, as text.
 fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
     match plan.check(facts) {
-        Err(PlanError::Invalid(problems)) => problems.iter().map(PlanProblem::to_string).collect(),
-        other => panic!("{other:?}"),
+        Err(PlanProblems(problems)) => problems.iter().map(PlanProblem::to_string).collect(),
+        Ok(plan) => panic!("{plan:?}"),
     }
 }
 
@@ -179,17 +187,19 @@ fn every_problem_is_told_at_once_with_its_numbers_and_the_nearest_valid_choice()
     assert_eq!(
         problems(&wrong, &facts()),
         [
-            "the plan is for the model another, and this one is a model",
+            "3 ranks cannot share `global_batch` = 32; nearest: 30 or 33, or another number of ranks",
             "zero_stage 4 does not exist; it is 0, 1, 2 or 3",
-            "expert 3 does not divide shard x context x tensor / expert_tensor = 5; nearest: 1 or 5",
+            "zero_stage 4 shards nothing over `mesh.replicate` = 3, which are whole copies; \
+             allowed: `mesh.shard` = 3 in its place, or neither with --nproc-per-node 3",
+            "the plan is for the model another, and this one is a model",
             "the mesh has 30 ranks and the world 8; its other axes have 10, so it can have any multiple of that; \
              nearest: 10",
+            "expert 3 does not divide shard x context x tensor / expert_tensor = 5; nearest: 1 or 5",
             "tensor 5 does not divide the 12 attention heads; nearest: 4 or 12",
             "tensor 5 is neither a divisor nor a multiple of the 4 key/value heads; nearest: 4 or 12",
             "tensor 5 does not divide the 3072 columns of the feed-forward layers; nearest: 4 or 12",
             "expert 3 needs a model with experts, and this one has none; nearest: 1",
             "seq_len 1024 is not a multiple of context x tensor = 5; nearest: 1020 or 1025",
-            "global_batch 32 is not a multiple of replicate x shard x micro_batch = 9; nearest: 27 or 36",
             "the plan splits the model into 3 stages and its schedule has 2, 1 on each of 2 ranks",
             "stage 1 has no unit; it has at least 1",
             "the stages have 9 units and the model 14: embedding, 12 blocks and head",
@@ -210,7 +220,7 @@ fn a_world_of_another_size_is_told_with_the_replicas_that_would_fill_it() {
 fn context_parallel_splits_sequences_and_for_all_to_all_heads() {
     let mesh = Degrees { context: 4, tensor: 2, ..Degrees::default() };
     let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
-    let short = Facts { seq_len: 1004, ..facts() };
+    let short = facts_of(32, 1004);
     assert_eq!(
         problems(&plan, &short),
         ["seq_len 1004 is not a multiple of 2 x context and context x tensor = 8; nearest: 1000 or 1008"]
@@ -233,6 +243,135 @@ fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     assert!(!fits(24, 6) && !fits(12, 4));
 }
 
+/// All that is wrong with a plan whatever its model: the field to blame, and the text.
+fn problems_alone(plan: &Plan, step: StepFacts) -> Vec<(&'static str, String)> {
+    plan.check_alone(&step).iter().map(|problem| (problem.fields()[0], problem.to_string())).collect()
+}
+
+#[test]
+fn a_micro_batch_divides_its_part_of_the_batch_and_is_not_too_long() {
+    let of = |size, global_batch, seq_len| {
+        let plan = Plan { micro_batch: Some(size), ..plan() };
+        problems_alone(&plan, facts_of(global_batch, seq_len).step)
+    };
+    assert_eq!(of(3, 18, 1024), []);
+    let message = "micro_batch 4 does not divide `global_batch` = 12 / 2 ranks; allowed: 1, 2, 3, 6";
+    assert_eq!(of(4, 12, 1024), [("micro_batch", message.to_owned())]);
+    let message = "micro_batch 256 with `seq_len` = 16777216 makes 4294967296 tokens; \
+                   allowed: at most 2147483648 tokens in a micro-batch";
+    assert_eq!(of(256, 512, 1 << 24), [("micro_batch", message.to_owned())]);
+}
+
+#[test]
+fn what_an_optimizer_of_whole_matrices_is_not_given_parts_of() {
+    let muon = StepFacts { updates_whole_matrices: true, ..facts().step };
+    let residence = Residences { optimizer: Residence::Disk, ..Residences::default() };
+    let of =
+        |plan: &Plan, step| problems_alone(plan, step).into_iter().map(|(_, what)| what).collect::<Vec<_>>();
+    let plan = Plan { residence, ..plan() };
+    assert!(of(&plan, facts().step).is_empty());
+    let others = "allowed: \"adamw\", \"sgd\", \"lion\", or";
+    assert_eq!(
+        of(&plan, muon),
+        [
+            format!(
+                "\"muon\" needs whole matrices, and `mesh.tensor` = 2 splits them; {others} `mesh.tensor` = 1"
+            ),
+            format!(
+                "\"muon\" needs whole matrices, and `zero_stage` = 1 cuts them; {others} `zero_stage` = 0"
+            ),
+            format!(
+                "\"muon\" needs whole matrices, and on disk they are cut into windows; {others} \
+                 `residence.optimizer` = \"none\""
+            ),
+        ]
+    );
+}
+
+#[test]
+fn only_what_a_rank_updates_and_with_the_optimizer_can_be_on_disk() {
+    let of = |mesh, zero_stage, residence| {
+        let plan = Plan { mesh, zero_stage, residence, ..Plan::default() };
+        let problems = problems_alone(&plan, facts().step);
+        problems
+            .into_iter()
+            .map(|(field, what)| (field, what.split([';', ',']).next().unwrap().to_owned()))
+            .collect::<Vec<_>>()
+    };
+    let on_disk = |optimizer, gradients, parameters| Residences {
+        optimizer,
+        gradients,
+        parameters,
+        ..Residences::default()
+    };
+    let (memory, disk) = (Residence::Memory, Residence::Disk);
+    let (all, shards) = (on_disk(disk, disk, disk), Degrees { shard: 2, ..Degrees::default() });
+    for zero_stage in [0, 3] {
+        let mesh = if zero_stage == 0 { Degrees::default() } else { shards };
+        assert_eq!(of(mesh, zero_stage, all), []);
+    }
+    let alone = "on disk need the optimizer's state there too";
+    assert_eq!(
+        of(shards, 3, on_disk(memory, disk, disk)),
+        [
+            ("residence.gradients", format!("gradients {alone}")),
+            ("residence.parameters", format!("parameters {alone}"))
+        ]
+    );
+    let parameters = ("residence.parameters", "parameters on disk are those that a rank updates".to_owned());
+    let gradients = ("residence.gradients", "gradients on disk are those that a rank owns".to_owned());
+    assert_eq!(of(shards, 2, all), std::slice::from_ref(&parameters));
+    assert_eq!(of(shards, 1, all), [parameters, gradients.clone()]);
+    assert_eq!(of(shards, 0, all), [gradients]);
+    let replicas = ("residence.gradients", "gradients on disk are not summed over replicas".to_owned());
+    assert_eq!(of(Degrees { replicate: 2, ..Degrees::default() }, 0, all), std::slice::from_ref(&replicas));
+    let quantized = Plan {
+        mesh: Degrees { replicate: 2, ..shards },
+        zero_stage: 2,
+        residence: on_disk(disk, disk, memory),
+        quantize_gradients: Some(QuantizedType::Int8),
+        ..Plan::default()
+    };
+    let small = (
+        "residence.gradients",
+        "gradients on disk do not travel as small integers; allowed: one of the two".to_owned(),
+    );
+    let found = problems_alone(&quantized, facts().step);
+    assert_eq!((found.len(), &found[0], found[1].1.starts_with(&replicas.1)), (2, &small, true));
+}
+
+#[test]
+fn neighbours_divide_the_ranks_that_shard_parameters_into_several_groups() {
+    let of = |neighbours, shard, reshard_after_forward| {
+        let mesh = Degrees { shard, context: 2, ..Degrees::default() };
+        let sharding =
+            Sharding { secondary_shard: Some(neighbours), reshard_after_forward, ..Sharding::default() };
+        problems_alone(&Plan { mesh, zero_stage: 3, sharding, ..Plan::default() }, facts_of(16, 8).step)
+    };
+    let auto = ReshardAfterForward::Auto;
+    assert_eq!((of(4, 4, auto), of(3, 4, ReshardAfterForward::Never)), (Vec::new(), Vec::new()));
+    for (neighbours, nearest) in [(3, "2 or 4"), (8, "4")] {
+        let message = format!(
+            "{neighbours} neighbours do not divide the 8 ranks that shard parameters (`mesh.shard` x `mesh.context`) \
+             into several groups; nearest: {nearest}, or leave it out"
+        );
+        assert_eq!(of(neighbours, 4, auto), [("sharding.secondary_shard", message)]);
+    }
+}
+
+#[test]
+fn a_text_can_have_other_names_for_fields() {
+    let problems =
+        Plan { zero_stage: 1, mesh: Degrees { replicate: 2, ..Degrees::default() }, ..Plan::default() }
+            .check_alone(&facts().step);
+    let names = |field: &str| (field == "mesh.shard").then_some("--shards");
+    assert_eq!(
+        problems[0].in_terms_of(names),
+        "zero_stage 1 shards nothing over mesh.replicate = 2, which are whole copies; \
+         allowed: --shards = 2 in its place, or neither with --nproc-per-node 2"
+    );
+}
+
 #[test]
 fn only_what_is_sent_can_be_quantized() {
     let both = Plan {
@@ -242,11 +381,17 @@ fn only_what_is_sent_can_be_quantized() {
     };
     let of_stage = |zero_stage| Plan { zero_stage, ..both.clone() };
     assert!(of_stage(3).check(&facts()).is_ok());
-    let of_weights =
-        |stage| format!("quantize_weights is for what zero_stage 3 and more send, and zero_stage is {stage}");
+    let of_weights = |stage| {
+        format!(
+            "quantize_weights \"int8\" is for weights that are gathered before each use, and `zero_stage` = {stage} keeps \
+             them whole; allowed: \"none\", or `zero_stage` = 3"
+        )
+    };
     assert_eq!(problems(&of_stage(2), &facts()), [of_weights(2)]);
     let of_gradients =
-        "quantize_gradients is for what zero_stage 1 and more send, and zero_stage is 0".to_owned();
+        "quantize_gradients \"int4\" is for gradients that go to their owners, and with `zero_stage` = 0 nobody owns \
+         any; allowed: \"none\", or `zero_stage` = 1, 2 or 3 with `mesh.shard`"
+            .to_owned();
     assert_eq!(problems(&of_stage(0), &facts()), [of_weights(0), of_gradients]);
     let narrow = Plan { quantize_weights: Some(QuantizedType::Int4), ..of_stage(3) };
     assert_eq!(
@@ -298,7 +443,8 @@ fn two_dimensions_need_a_square_that_divides_what_it_splits_and_whole_sequences_
         problems(&in_two_dimensions(8), &facts(8)),
         ["tensor 8 is no square of 2 or more, which two dimensions need; nearest: 4 or 16"]
     );
-    let other = Facts { heads: 15, hidden: 770, intermediate: 3073, seq_len: 1001, ..facts(9) };
+    let step = facts_of(32, 1001).step;
+    let other = Facts { heads: 15, hidden: 770, intermediate: 3073, step, ..facts(9) };
     assert_eq!(
         problems(&Plan { micro_batch: Some(4), ..in_two_dimensions(9) }, &other),
         [
@@ -309,6 +455,15 @@ fn two_dimensions_need_a_square_that_divides_what_it_splits_and_whole_sequences_
             "seq_len 1001 is not a multiple of tensor's side = 3; nearest: 999 or 1002",
         ]
     );
+}
+
+#[test]
+fn the_side_of_a_square_divides_the_rank_of_an_adapter() {
+    let of_rank = |rank| Facts { world_size: 4, adapter_rank: Some(rank), ..facts() };
+    assert!(in_two_dimensions(4).check(&of_rank(6)).is_ok());
+    let message = "tensor's side 2 does not divide the 3 columns of the adapter; \
+                   allowed: \"1d\", or a rank that is a multiple of 2";
+    assert_eq!(problems(&in_two_dimensions(4), &of_rank(3)), [message]);
 }
 
 #[test]
@@ -351,9 +506,9 @@ fn experts_are_split_evenly() {
 fn a_users_schedule_is_checked_with_the_plan() {
     let rows = |rows: &[&str]| PipelineSchedule::rows(rows.iter().map(|row| (*row).to_owned()).collect());
     let mesh = Degrees { pipeline: 2, replicate: 4, ..Degrees::default() };
-    let facts = Facts { global_batch: 16, ..facts() };
+    let facts = facts_of(16, 1024);
     let schedule = rows(&["F0,F1,B0,B1", ",F0,B0,F1,B1"]);
-    let plan = Plan { mesh, schedule, stages: vec![7, 7], sequence_parallel: false, ..plan() };
+    let plan = Plan { mesh, schedule, stages: vec![7, 7], zero_stage: 0, sequence_parallel: false, ..plan() };
     assert!(plan.check(&facts).is_ok(), "{:?}", plan.check(&facts));
     let wrong = Plan { schedule: rows(&["F0,B0,F1,B1", "F0,F1,B0"]), ..plan.clone() };
     assert_eq!(
@@ -387,7 +542,8 @@ proptest! {
             global_batch, world_size] = numbers;
         let facts = Facts {
             model: "a model".to_owned(), layers, heads, key_value_heads, hidden, intermediate,
-            has_latent_attention: false, vocab, experts, expert_intermediate, seq_len, global_batch, world_size,
+            has_latent_attention: false, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
+            step: facts_of(global_batch, seq_len).step,
         };
         let plan = Plan {
             mesh: Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor },

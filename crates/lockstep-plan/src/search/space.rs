@@ -1,6 +1,7 @@
 //! Everything that can be chosen for a model, a batch and so many devices.
 
 use super::Candidate;
+use crate::plan::rules::{keeps_parameters_of_others, keeps_whole_gradients, splits_heads};
 use crate::schedule::Kind;
 use crate::{ContextMethod, Degrees, Facts, Offload, Recompute, Residence, ZeroStage};
 
@@ -84,7 +85,7 @@ impl Space {
             && self.splits_tensors(tensor)
             && self.splits_sequences(context, tensor)
             && pipeline <= self.facts.units()
-            && self.facts.global_batch.is_multiple_of(parts)
+            && self.facts.step.global_batch.is_multiple_of(parts)
             && self.shards(parts, tensor * context).any(|of| of == shard)
             && self.experts(shard, context, tensor).contains(&[expert, expert_tensor])
             && self.zero_stages(degrees).contains(zero_stage)
@@ -98,10 +99,9 @@ impl Space {
     /// What may be offloaded under a ZeRO stage: weights only if no rank keeps those that others update, gradients only if no other rank keeps
     /// the same.
     fn residences(&self, degrees: &Degrees, zero_stage: ZeroStage) -> impl Iterator<Item = &Offload> {
-        let owners = degrees.shard * degrees.context;
-        let keeps_others = matches!(zero_stage, ZeroStage::Optimizer | ZeroStage::Gradients) && owners > 1;
-        let owns_gradients = owners == 1 || zero_stage >= ZeroStage::Gradients;
-        let has_own_gradients = degrees.replicate == 1 && owns_gradients;
+        let keeps_others = keeps_parameters_of_others(degrees, zero_stage.number());
+        let has_own_gradients =
+            degrees.replicate == 1 && !keeps_whole_gradients(degrees, zero_stage.number());
         self.offloads.iter().filter(move |offload| {
             (offload.parameters == Residence::Memory || !keeps_others)
                 && (offload.gradients == Residence::Memory || has_own_gradients)
@@ -119,7 +119,7 @@ impl Space {
                 let left = left / context;
                 for pipeline in divisors(left).filter(|pipeline| *pipeline <= facts.units()) {
                     let parts = left / pipeline;
-                    if !facts.global_batch.is_multiple_of(parts) {
+                    if !facts.step.global_batch.is_multiple_of(parts) {
                         continue;
                     }
                     for shard in self.shards(parts, tensor * context) {
@@ -145,21 +145,19 @@ impl Space {
     }
 
     fn splits_tensors(&self, tensor: usize) -> bool {
-        let Facts { heads, key_value_heads, intermediate, vocab, seq_len, experts, .. } = self.facts;
-        let even = |things: usize| things.is_multiple_of(tensor) || tensor.is_multiple_of(things.max(1));
+        let Facts { intermediate, vocab, step, experts, .. } = self.facts;
         // Tensor ranks share out the tokens that they bring to experts.
-        let shares_tokens = experts == 0 || seq_len.is_multiple_of(tensor);
+        let shares_tokens = experts == 0 || step.seq_len.is_multiple_of(tensor);
         (tensor == 1 || self.splits_matrices)
             && tensor <= MOST_SHARERS
-            && heads.is_multiple_of(tensor)
-            && even(key_value_heads)
+            && splits_heads(&self.facts, tensor)
             && intermediate.is_multiple_of(tensor)
             && tensor <= vocab
             && shares_tokens
     }
 
     fn splits_sequences(&self, context: usize, tensor: usize) -> bool {
-        let seq_len = self.facts.seq_len;
+        let seq_len = self.facts.step.seq_len;
         context == 1
             || (context <= MOST_SHARERS
                 && seq_len.is_multiple_of(2 * context)
@@ -214,7 +212,7 @@ impl Space {
     }
 
     fn micro_batches(&self, degrees: &Degrees) -> impl Iterator<Item = usize> + use<> {
-        let batch = self.facts.global_batch / (degrees.replicate * degrees.shard);
+        let batch = self.facts.step.global_batch / (degrees.replicate * degrees.shard);
         let given = self.micro_batch;
         let is_tried = move |size: &usize| match given {
             Some(given) => *size == given,
@@ -228,7 +226,7 @@ impl Space {
 
     fn sequence_parallel(&self, degrees: &Degrees) -> Vec<bool> {
         let can_split =
-            degrees.tensor > 1 && self.facts.seq_len.is_multiple_of(degrees.context * degrees.tensor);
+            degrees.tensor > 1 && self.facts.step.seq_len.is_multiple_of(degrees.context * degrees.tensor);
         match (can_split, self.tries_whole_tokens) {
             (true, true) => vec![true, false],
             (can_split, _) => vec![can_split],
@@ -247,7 +245,7 @@ impl Space {
 
     fn schedules(&self, degrees: &Degrees, micro_batch: usize) -> Vec<(Kind, usize)> {
         let parts = degrees.replicate * degrees.shard;
-        let (ranks, micro_batches) = (degrees.pipeline, self.facts.global_batch / parts / micro_batch);
+        let (ranks, micro_batches) = (degrees.pipeline, self.facts.step.global_batch / parts / micro_batch);
         if ranks == 1 {
             return vec![(Kind::OneForwardOneBackward, 1)];
         }

@@ -1,14 +1,14 @@
 //! Rules between values: what each key alone cannot know.
 
 use lockstep_data::Columns;
-use lockstep_graph::BlockShape;
-use lockstep_plan::{Feedback, Plan, Recompute, Residence};
+use lockstep_plan::Residence;
 
 use super::Purpose;
-use super::choices::{OptimizerKind, Precision, Rounding, StatePrecision};
+use super::choices::{Precision, Rounding, StatePrecision};
 use super::declare::Idle;
 use super::keys::{KEYS, MODEL_SOURCES, RunConfig};
-use super::problem::{Origin, Problem};
+use super::plan::{key_of, keys_of};
+use super::problem::Origin;
 use super::reader::Reader;
 use super::value::DataSource;
 
@@ -23,12 +23,11 @@ pub(super) fn check(purpose: Purpose, config: &RunConfig, reader: &mut Reader<'_
     checker.model();
     checker.fine_tune();
     checker.data();
-    checker.batch();
+    checker.tokens();
     checker.guard();
     checker.optimizer();
     checker.schedule();
-    checker.parallel();
-    checker.offload();
+    checker.plan();
     checker.metrics();
     checker.checkpoint();
 }
@@ -49,8 +48,7 @@ impl Checker<'_, '_, '_> {
         if keys.iter().any(|key| self.reader.refused.contains(*key)) {
             return;
         }
-        let at = keys.iter().find(|key| self.given(key)).or(keys.first()).copied().unwrap_or_default();
-        self.reader.problems.push(Problem::new(self.config.origin(at), at, what, allowed));
+        self.reader.problems.push(self.config.problem_at(keys, what, allowed));
     }
 
     /// Refuses keys that were set though nothing reads them in this combination. An argument that makes another choice than the file overrides what
@@ -95,9 +93,8 @@ impl Checker<'_, '_, '_> {
         let has_no_weights = self.purpose == Purpose::Run && !self.config.model.from_pretrained;
         if has_no_weights && self.config.keeps_weights() {
             let keys = ["fine_tune.freeze", "fine_tune.lora_rank", "fine_tune.adapter"];
-            let key = keys.into_iter().find(|key| self.given(key)).unwrap_or(keys[0]);
             let allowed = "with model.path = \"DIR\" and model.from_pretrained = true";
-            self.refuse(&[key], "would keep random weights as they are", allowed);
+            self.refuse(&keys, "would keep random weights as they are", allowed);
         }
     }
 
@@ -130,33 +127,8 @@ impl Checker<'_, '_, '_> {
         }
     }
 
-    fn batch(&mut self) {
+    fn tokens(&mut self) {
         let train = &self.config.train;
-        let replicas = self.config.batch_parts();
-        let of_rank = train.global_batch / replicas;
-        if !train.global_batch.is_multiple_of(replicas) {
-            let what = format!("{replicas} ranks cannot share train.global_batch = {}", train.global_batch);
-            let (below, above) = (of_rank * replicas, (of_rank + 1) * replicas);
-            let nearest = if below > 0 { format!("{below} or {above}") } else { above.to_string() };
-            let allowed = format!("train.global_batch = {nearest}, or another number of ranks");
-            self.refuse(&["parallel.data_parallel_replicate", "train.global_batch"], what, allowed);
-        } else if let Some(micro_batch) = self.config.plan.micro_batch
-            && !of_rank.is_multiple_of(micro_batch)
-        {
-            let of_each = if replicas == 1 { String::new() } else { format!(" / {replicas} ranks") };
-            let what =
-                format!("{micro_batch} does not divide train.global_batch = {}{of_each}", train.global_batch);
-            let divisors: Vec<String> =
-                divisors(of_rank).filter(|&d| d <= 2 * micro_batch).map(|d| d.to_string()).collect();
-            self.refuse(&["train.micro_batch", "train.global_batch"], what, divisors.join(", "));
-        }
-        let micro_batch_tokens = self.config.micro_batch().saturating_mul(train.seq_len);
-        if micro_batch_tokens > BlockShape::MAX_TOKENS {
-            let what =
-                format!("with train.seq_len = {} this makes {micro_batch_tokens} tokens", train.seq_len);
-            let allowed = format!("at most {} tokens in a micro-batch", BlockShape::MAX_TOKENS);
-            self.refuse(&["train.micro_batch", "train.seq_len"], what, allowed);
-        }
         let tokens = u128::from(train.steps) * train.global_batch as u128 * train.seq_len as u128;
         if tokens > u128::from(u64::MAX >> 1) {
             let what = format!("with train.global_batch and train.seq_len this makes {tokens} tokens");
@@ -196,144 +168,17 @@ impl Checker<'_, '_, '_> {
         }
     }
 
-    fn parallel(&mut self) {
-        self.sharding();
-        self.quantization();
-        let plan = &self.config.plan;
-
-        if plan.partition_activations && !plan.recompute.forgets(Recompute::Full) {
-            let what = format!(
-                "true is for blocks that compute everything again from their input, and parallel.recompute = \"{}\" has none",
-                plan.recompute
-            );
-            let allowed = "false, or parallel.recompute = \"full\", for some layers at least";
-            self.refuse(&["parallel.partition_activations", "parallel.recompute"], what, allowed);
+    /// Reports what of the plan can be judged before the model and the ranks are known.
+    fn plan(&mut self) {
+        for problem in self.config.problems_of_plan_alone() {
+            self.refuse(&keys_of(problem.fields()), problem.in_terms_of(key_of), "");
         }
-        let kind = self.config.optimizer.kind;
-        let (tensor, zero_stage) = (plan.mesh.tensor, plan.zero_stage);
-        for (key, degree, least, does) in [
-            ("parallel.tensor_parallel", tensor, 1, "splits them"),
-            ("parallel.zero_stage", usize::from(zero_stage), 0, "cuts them"),
-        ] {
-            if kind == OptimizerKind::Muon && degree > least {
-                let what = format!("\"muon\" needs whole matrices, and {key} = {degree} {does}");
-                let allowed = format!("\"adamw\", \"sgd\", \"lion\", or {key} = {least}");
-                self.refuse(&["optimizer.kind", key], what, allowed);
-            }
-        }
-    }
-
-    /// Refuses a ZeRO stage without shards, and neighbours that do not divide them.
-    fn sharding(&mut self) {
-        let Plan { zero_stage, mesh, ref sharding, .. } = self.config.plan;
-        let (owners, replicas) = (mesh.shard * mesh.context, mesh.replicate);
-        let shards_are_open = self.config.leaves_shards_open();
-        if zero_stage > 0 && owners == 1 && replicas > 1 && !shards_are_open {
-            let what = format!(
-                "shards nothing over parallel.data_parallel_replicate = {replicas}, which are whole copies"
-            );
-            let allowed = format!(
-                "parallel.data_parallel_shard = {replicas} in its place, or neither with --nproc-per-node {replicas}"
-            );
-            self.refuse(&["parallel.zero_stage", "parallel.data_parallel_replicate"], what, allowed);
-        }
-        let Some(neighbours) = sharding.secondary_shard.filter(|_| zero_stage == 3 && !shards_are_open)
-        else {
-            return;
-        };
-        if neighbours >= owners || !owners.is_multiple_of(neighbours) {
-            let what = format!(
-                "{neighbours} neighbours do not divide the {owners} ranks that share out parameters \
-                 (data_parallel_shard x context_parallel) into several groups"
-            );
-            let choices: Vec<String> =
-                divisors(owners).filter(|&d| d > 1 && d < owners).map(|d| d.to_string()).collect();
-            let allowed = if choices.is_empty() { "leave it out".to_owned() } else { choices.join(", ") };
-            self.refuse(&["parallel.secondary_shard", "parallel.data_parallel_shard"], what, allowed);
-        }
-    }
-
-    fn offload(&mut self) {
-        let residence = self.config.plan.residence;
-        if residence.optimizer != Residence::Disk {
-            for (key, residence) in [
-                ("parallel.offload.gradients", residence.gradients),
-                ("parallel.offload.parameters", residence.parameters),
-            ] {
-                if residence == Residence::Disk {
-                    let what =
-                        "\"disk\" needs the optimizer's state there too, which the update reads with it";
-                    let keys = [key, "parallel.offload.optimizer"];
-                    self.refuse(&keys, what, "parallel.offload.optimizer = \"disk\"");
-                }
-            }
-            return;
-        }
-        if self.config.optimizer.kind == OptimizerKind::Muon {
-            let what = "\"muon\" needs whole matrices, and on disk they are cut into windows";
-            let keys = ["optimizer.kind", "parallel.offload.optimizer"];
-            self.refuse(
-                &keys,
-                what,
-                "\"adamw\", \"sgd\", \"lion\", or parallel.offload.optimizer = \"none\"",
-            );
-        }
-        if self.config.rollback_after() > 0 {
+        let rolls_back = self.config.rollback_after() > 0;
+        if rolls_back && self.config.plan.residence.optimizer == Residence::Disk {
             let what =
                 "a copy of the state in memory to go back to has no room where the state itself has none";
             let keys = ["train.rollback_after", "train.spike_factor", "parallel.offload.optimizer"];
             self.refuse(&keys, what, "train.rollback_after = 0, or parallel.offload.optimizer = \"none\"");
-        }
-        let Plan { zero_stage, mesh, quantize_gradients, .. } = self.config.plan;
-        let owners = mesh.shard * mesh.context;
-        if residence.parameters == Residence::Disk && owners > 1 && matches!(zero_stage, 1 | 2) {
-            let keys = ["parallel.offload.parameters", "parallel.zero_stage"];
-            let what = format!(
-                "parallel.zero_stage = {zero_stage} has every rank keep all parameters, also those that others update"
-            );
-            self.refuse(&keys, what, "parallel.zero_stage = 3, or 0");
-        }
-        let summands = owners * mesh.replicate;
-        if residence.gradients == Residence::Disk && summands > 1 {
-            let keys = ["parallel.offload.gradients", "parallel.zero_stage"];
-            if quantize_gradients.is_some() {
-                let keys = ["parallel.offload.gradients", "parallel.quantize_gradients"];
-                let what = "gradients on disk do not travel as small integers";
-                self.refuse(&keys, what, "one of the two");
-            } else if mesh.replicate > 1 {
-                let what = "gradients on disk are not summed over replicas";
-                self.refuse(&keys, what, "parallel.data_parallel_shard in place of data_parallel_replicate");
-            } else if zero_stage < 2 {
-                let what = format!("parallel.zero_stage = {zero_stage} keeps all gradients on each rank");
-                self.refuse(&keys, what, "parallel.zero_stage = 2 or 3");
-            }
-        }
-    }
-
-    fn quantization(&mut self) {
-        let Plan { zero_stage, quantize_weights, quantize_gradients, quantize_feedback, .. } =
-            self.config.plan;
-        if let Some(kind) = quantize_weights.filter(|_| zero_stage != 3) {
-            let what = format!(
-                "\"{kind}\" is for weights that are gathered before each use, and parallel.zero_stage = {zero_stage} keeps them whole"
-            );
-            let allowed = "\"none\", or parallel.zero_stage = 3";
-            self.refuse(&["parallel.quantize_weights", "parallel.zero_stage"], what, allowed);
-        }
-        let Some(kind) = quantize_gradients else { return };
-        if zero_stage == 0 {
-            let what = format!(
-                "\"{kind}\" is for gradients that go to their owners, and with parallel.zero_stage = 0 nobody owns any"
-            );
-            let allowed = "\"none\", or parallel.zero_stage = 1, 2 or 3 with parallel.data_parallel_shard";
-            self.refuse(&["parallel.quantize_gradients", "parallel.zero_stage"], what, allowed);
-        }
-        let precision = self.config.train.precision;
-        if precision == Precision::F16 && quantize_feedback == Feedback::Kept {
-            let what = "what gradients lose is kept in the unit of a loss scale that changes (train.precision = \"f16\")";
-            let allowed = "parallel.quantize_feedback = false, or train.precision = \"bf16\"";
-            let keys = ["parallel.quantize_feedback", "parallel.quantize_gradients", "train.precision"];
-            self.refuse(&keys, what, allowed);
         }
     }
 
@@ -384,9 +229,4 @@ impl Checker<'_, '_, '_> {
             }
         }
     }
-}
-
-/// The divisors of `number`, ascending.
-pub(super) fn divisors(number: usize) -> impl Iterator<Item = usize> {
-    (1..=number).filter(move |&candidate| number.is_multiple_of(candidate))
 }

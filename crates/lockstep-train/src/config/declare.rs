@@ -21,6 +21,8 @@ pub struct Key {
     pub rules: Rules,
     /// What it means, as sentences.
     pub doc: String,
+    /// The field of a [`Plan`](lockstep_plan::Plan) that it is read into, as a path; `None` for a key that no plan has.
+    pub field: Option<&'static str>,
 }
 
 impl Key {
@@ -310,6 +312,7 @@ macro_rules! sections {
                     default: <$Type as Readable>::to_value(&$default),
                     rules: $rules,
                     doc: joined(&[$($doc),+]),
+                    field: None,
                 }, )*
                 $($( Key {
                     name: key_name!($section.$plan_key $($plan_name)?),
@@ -317,6 +320,7 @@ macro_rules! sections {
                     default: <$PlanType as Readable>::to_value(&$plan_default),
                     rules: $plan_rules,
                     doc: joined(&[$($plan_doc),+]),
+                    field: Some(stringify!($($field).+)),
                 }, )*)?
             )+)+
         ]);

@@ -169,19 +169,14 @@ pub(super) fn pipeline(run: &RunConfig) -> Reason {
     idle_if(run.plan.mesh.pipeline == 1, "parallel.pipeline_parallel", because)
 }
 
-/// The ranks over which state is sharded.
-fn owners(run: &RunConfig) -> usize {
-    run.plan.mesh.shard * run.plan.mesh.context
-}
-
 pub(super) fn zero_stage(run: &RunConfig) -> Reason {
-    let is_alone = owners(run) == 1 && run.plan.mesh.replicate == 1 && !run.leaves_shards_open();
+    let is_alone = run.owners() == 1 && run.plan.mesh.replicate == 1 && !run.leaves_shards_open();
     let because = "parallel.data_parallel_shard = 1, so that nobody is there to share with";
     idle_if(run.plan.zero_stage > 0 && is_alone, "parallel.data_parallel_shard", because)
 }
 
 pub(super) fn wrap(run: &RunConfig) -> Reason {
-    let may_shard = run.plan.zero_stage > 0 && (run.leaves_shards_open() || owners(run) > 1);
+    let may_shard = run.plan.zero_stage > 0 && (run.leaves_shards_open() || run.owners() > 1);
     let is_offloaded = run.plan.residence.optimizer == Residence::Disk;
     let because = "nothing that is shared out, or on disk, in any buffer";
     idle_if(!may_shard && !is_offloaded, "parallel.zero_stage", because)

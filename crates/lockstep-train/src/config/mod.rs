@@ -14,6 +14,7 @@ mod keys;
 mod manual;
 mod nearest;
 pub(crate) mod pattern;
+mod plan;
 mod problem;
 mod reader;
 mod record;
@@ -486,8 +487,8 @@ impl RunConfig {
         let stage = self.plan.zero_stage;
         (stage > 0 && self.owners() == 1).then(|| {
             format!(
-                "plan.zero_stage = {stage} shards nothing on one rank; start several with --nproc-per-node N, or set \
-                 plan.mesh.shard = N"
+                "parallel.zero_stage = {stage} shards nothing on one rank; start several with --nproc-per-node N, or set \
+                 parallel.data_parallel_shard = N"
             )
         })
     }
@@ -532,10 +533,8 @@ impl RunConfig {
         let (below, above) = (ranks / of_each * of_each, (ranks / of_each + 1) * of_each);
         let nearest = if below > 0 { format!("{below} or {above}") } else { above.to_string() };
         let what = format!("{of_each} ranks share each part of the batch, and {ranks} were asked for");
-        let keys = ["tensor_parallel", "pipeline_parallel", "context_parallel"];
-        let keys = keys.map(|key| format!("parallel.{key}"));
-        let given = keys.iter().find(|key| self.origin(key) != Origin::Default).unwrap_or(&keys[0]);
-        let problem = self.problem(given, what, format!("{nearest} ranks"));
+        let keys = ["parallel.tensor_parallel", "parallel.pipeline_parallel", "parallel.context_parallel"];
+        let problem = self.problem_at(&keys, what, format!("{nearest} ranks"));
         Err(Error::Configuration(problem.into()))
     }
 

@@ -191,7 +191,7 @@ fn a_disk_in_memory_is_no_place_for_what_memory_lacks() {
     workshop.train(&[on_disk, "parallel.offload.dir=text.txt"]).fails(1, &["text.txt"]);
     workshop
         .train(&["parallel.offload.gradients=disk"])
-        .refuses(2, &["needs the optimizer's state there too", "parallel.offload.optimizer"]);
+        .refuses(2, &["need the optimizer's state there too", "parallel.offload.optimizer"]);
     workshop
         .train(&["parallel.offload.optimizer=disk", "optimizer.kind=muon"])
         .refuses(2, &["\"muon\" needs whole matrices"]);

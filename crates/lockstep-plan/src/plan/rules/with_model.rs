@@ -1,0 +1,299 @@
+//! Rules about what ranks share of a model: its heads, columns, experts, tokens and units.
+
+use super::Rule;
+use crate::{
+    ContextMethod, Facts, LayerRule, Plan, TensorDimensions,
+    nearest::{Choices, nearest_divisor, nearest_multiple, next_to},
+};
+
+/// Rules that hold for any degrees.
+pub(in crate::plan) const WITH_MODEL: &[Rule<Facts>] = &[
+    Rule(&["model"], same_model),
+    Rule(&["recompute"], recomputed_layers),
+    Rule(&["mesh.replicate"], world),
+];
+
+/// Rules that divide by degrees, which make a number of ranks.
+pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[
+    Rule(&["mesh.tensor"], tensor),
+    Rule(&["tensor_layout", "mesh.tensor"], square),
+    Rule(&["mesh.tensor"], side),
+    // Each row of a square has whole sequences.
+    Rule(&["micro_batch", "tensor_layout"], |plan, facts, found| {
+        multiple_of_side("micro_batch", plan.micro_batch_of(facts.step.global_batch), plan, found);
+    }),
+    Rule(&["seq_len", "tensor_layout"], |plan, facts, found| {
+        multiple_of_side("seq_len", facts.step.seq_len, plan, found);
+    }),
+    Rule(&["tensor_layout"], adapter_of_side),
+    Rule(&["tensor_layout", "mesh.tensor"], beside_square),
+    Rule(&["mesh.tensor"], vocabulary),
+    Rule(&["mesh.expert"], |plan, facts, found| {
+        experts(("expert", plan.mesh.expert), (facts.experts, "experts"), facts, found);
+    }),
+    Rule(&["mesh.expert_tensor"], |plan, facts, found| {
+        let split = (facts.expert_intermediate, "columns of an expert");
+        experts(("expert_tensor", plan.mesh.expert_tensor), split, facts, found);
+    }),
+    Rule(&["seq_len", "mesh.context", "sequence_parallel", "tensor_layout"], sequence),
+    Rule(&["mesh.context", "context_method"], all_to_all),
+    Rule(&["tensor_chunks"], chunks),
+    Rule(&["stages", "mesh.pipeline"], stage_count),
+    Rule(&["mesh.pipeline"], stages_of_units),
+    Rule(&["stages", "mesh.pipeline"], empty_stages),
+    Rule(&["stages", "mesh.pipeline"], units_of_stages),
+];
+
+fn same_model(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let (of_plan, model) = (&plan.model, &facts.model);
+    if !of_plan.is_empty() && of_plan != model {
+        found.push(format!("the plan is for the model {of_plan}, and this one is {model}"));
+    }
+}
+
+fn recomputed_layers(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let last = |rule: &LayerRule| rule.to.unwrap_or(rule.from);
+    for layer in plan.recompute.rules().map(last).filter(|layer| *layer >= facts.layers) {
+        let last = facts.layers.saturating_sub(1);
+        found.push(format!("recompute has a rule for layer {layer}, and the model's layers are 0 to {last}"));
+    }
+}
+
+/// Whether the mesh has the ranks that are there. It can, though its experts do not fit.
+fn world(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let world = facts.world_size;
+    let Some(mesh) = plan.mesh.world_size().filter(|&ranks| ranks > 0 && ranks != world) else { return };
+    let others = mesh / plan.mesh.replicate;
+    let replicas = if world.is_multiple_of(others) && world > 0 {
+        format!("with replicate {} it would have as many", world / others)
+    } else {
+        let nearest = nearest_multiple(world, others);
+        format!("its other axes have {others}, so it can have any multiple of that; {nearest}")
+    };
+    found.push(format!("the mesh has {mesh} ranks and the world {world}; {replicas}"));
+}
+
+/// Whether `things` can be shared out evenly among `ranks`, or each be repeated on as many of them as every other.
+fn even(things: usize, ranks: usize) -> bool {
+    things.is_multiple_of(ranks) || ranks.is_multiple_of(things)
+}
+
+/// Whether `ranks` can share out the heads, and the key and value heads, each of which ranks may repeat.
+pub(crate) fn splits_heads(facts: &Facts, ranks: usize) -> bool {
+    facts.heads.is_multiple_of(ranks) && even(facts.key_value_heads, ranks)
+}
+
+/// Whether the tensor ranks are to share linear layers in two dimensions.
+fn is_square(plan: &Plan) -> bool {
+    plan.mesh.tensor > 1 && plan.tensor_layout == TensorDimensions::Two
+}
+
+/// The side of the square that the tensor ranks make, if they are to make one and do.
+fn side_of(plan: &Plan) -> Option<usize> {
+    let side = plan.mesh.tensor.isqrt();
+    (is_square(plan) && side * side == plan.mesh.tensor).then_some(side)
+}
+
+fn heads(degree: &str, value: usize, facts: &Facts, nearest: Choices, found: &mut Vec<String>) {
+    divides((degree, value), (facts.heads, "attention heads"), nearest, found);
+    let number = facts.key_value_heads;
+    if !even(number, value) {
+        found.push(format!(
+            "{degree} {value} is neither a divisor nor a multiple of the {number} key/value heads; {nearest}"
+        ));
+    }
+}
+
+/// Whether a degree divides what it splits.
+fn divides(degree: (&str, usize), split: (usize, &str), nearest: Choices, found: &mut Vec<String>) {
+    let ((degree, value), (number, things)) = (degree, split);
+    if !number.is_multiple_of(value) {
+        found.push(format!("{degree} {value} does not divide the {number} {things}; {nearest}"));
+    }
+}
+
+fn multiple(name: &str, number: usize, factors: &str, factor: usize, found: &mut Vec<String>) {
+    if number > 0 && !number.is_multiple_of(factor) {
+        let nearest = nearest_multiple(number, factor);
+        found.push(format!("{name} {number} is not a multiple of {factors} = {factor}; {nearest}"));
+    }
+}
+
+fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    if is_square(plan) {
+        return;
+    }
+    let (tensor, columns) = (plan.mesh.tensor, facts.intermediate);
+    let valid = |value: &usize| splits_heads(facts, *value) && columns.is_multiple_of(*value);
+    let nearest = next_to(tensor, (1..=facts.heads.min(facts.vocab)).filter(valid));
+    heads("tensor", tensor, facts, nearest, found);
+    divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
+}
+
+/// What the side of a square of ranks divides: heads and columns go over its columns.
+fn split_by_side(facts: &Facts) -> [(usize, &'static str); 4] {
+    [
+        (facts.heads, "attention heads"),
+        (facts.key_value_heads, "key/value heads"),
+        (facts.hidden, "columns between blocks"),
+        (facts.intermediate, "columns of the feed-forward layers"),
+    ]
+}
+
+/// The sides that divide all of it.
+fn sides(facts: &Facts) -> impl Iterator<Item = usize> {
+    let split = split_by_side(facts);
+    (2..=facts.heads).filter(move |side| split.iter().all(|(number, _)| number.is_multiple_of(*side)))
+}
+
+fn square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    if is_square(plan) && side_of(plan).is_none() {
+        let tensor = plan.mesh.tensor;
+        let nearest = next_to(tensor, sides(facts).filter_map(|side| side.checked_mul(side)));
+        found
+            .push(format!("tensor {tensor} is no square of 2 or more, which two dimensions need; {nearest}"));
+    }
+}
+
+/// What messages call the side of a square.
+const SIDE: &str = "tensor's side";
+
+fn side(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let Some(side) = side_of(plan) else { return };
+    let nearest = next_to(side, sides(facts));
+    for split in split_by_side(facts) {
+        divides((SIDE, side), split, nearest, found);
+    }
+}
+
+fn multiple_of_side(name: &str, number: usize, plan: &Plan, found: &mut Vec<String>) {
+    if let Some(side) = side_of(plan) {
+        multiple(name, number, SIDE, side, found);
+    }
+}
+
+fn adapter_of_side(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let Some(side) = side_of(plan) else { return };
+    if let Some(rank) = facts.adapter_rank.filter(|rank| !rank.is_multiple_of(side)) {
+        found.push(format!(
+            "{SIDE} {side} does not divide the {rank} columns of the adapter; \
+             allowed: \"1d\", or a rank that is a multiple of {side}"
+        ));
+    }
+}
+
+fn beside_square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let others = [
+        (plan.mesh.context > 1, "context parallelism"),
+        (facts.experts > 0, "experts"),
+        (facts.has_latent_attention, "latent attention"),
+    ];
+    for (_, with) in others.into_iter().filter(|(is_there, _)| is_square(plan) && *is_there) {
+        found.push(format!(
+            "tensor ranks in two dimensions do not go together with {with}; nearest: tensor_layout 1d"
+        ));
+    }
+}
+
+fn vocabulary(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let (tensor, vocab) = (plan.mesh.tensor, facts.vocab);
+    if tensor > vocab {
+        found.push(format!(
+            "tensor {tensor} leaves ranks without a token of the vocabulary of {vocab}; nearest: {vocab}"
+        ));
+    }
+}
+
+/// Whether a degree of experts divides what it splits.
+fn experts(degree: (&str, usize), split: (usize, &str), facts: &Facts, found: &mut Vec<String>) {
+    match degree {
+        (_, 1) => {}
+        (degree, value) if facts.experts == 0 => {
+            let what = "needs a model with experts, and this one has none; nearest: 1";
+            found.push(format!("{degree} {value} {what}"));
+        }
+        (_, value) => divides(degree, split, nearest_divisor(value, split.0), found),
+    }
+}
+
+fn sequence(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let (context, tensor) = (plan.mesh.context, plan.mesh.tensor);
+    let halves = context > 1 && plan.context_method != ContextMethod::AllToAll;
+    let parts = if halves { 2 * context } else { context };
+    // Tensor ranks share out the tokens that they bring to experts.
+    let splits_tokens = plan.sequence_parallel || facts.experts > 0;
+    let (factor, factors) = match (splits_tokens && tensor > 1 && !is_square(plan), halves) {
+        (true, true) => (least_common_multiple(parts, context * tensor), "2 x context and context x tensor"),
+        (true, false) => (context * tensor, "context x tensor"),
+        (false, true) => (parts, "2 x context"),
+        (false, false) => (parts, "context"),
+    };
+    multiple("seq_len", facts.step.seq_len, factors, factor, found);
+}
+
+/// What tensor ranks have of the heads is shared out once more.
+fn all_to_all(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let (context, tensor) = (plan.mesh.context, plan.mesh.tensor);
+    if context > 1 && plan.context_method == ContextMethod::AllToAll {
+        let ranks = context * tensor;
+        let products = (1..=facts.heads / tensor).map(|context| context * tensor);
+        let nearest = next_to(ranks, products.filter(|&ranks| splits_heads(facts, ranks)));
+        heads("context x tensor", ranks, facts, nearest, found);
+    }
+}
+
+fn chunks(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let Some(chunks) = plan.tensor_chunks else { return };
+    let tensor = if plan.sequence_parallel { plan.mesh.tensor } else { 1 };
+    let of_micro_batch = plan.micro_batch_of(facts.step.global_batch).saturating_mul(facts.step.seq_len);
+    let tokens = of_micro_batch / (plan.mesh.context * tensor);
+    if chunks > tokens && tokens > 0 {
+        found.push(format!(
+            "tensor_chunks {chunks} cuts the {tokens} tokens that a rank has of a micro-batch into less than one each; \
+             at most: {tokens}"
+        ));
+    }
+}
+
+fn stage_count(plan: &Plan, _: &Facts, found: &mut Vec<String>) {
+    let (given, ranks) = (plan.stages.len(), plan.mesh.pipeline);
+    if let Some(stages) = plan.schedule.stages(ranks).filter(|&stages| stages != given) {
+        let chunks = stages / ranks;
+        found.push(format!(
+            "the plan splits the model into {given} stages and its schedule has {stages}, {chunks} on each of {ranks} ranks"
+        ));
+    }
+}
+
+fn stages_of_units(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let (units, layers) = (facts.units(), facts.layers);
+    if let Some(stages) = plan.schedule.stages(plan.mesh.pipeline).filter(|&stages| stages > units) {
+        found.push(format!(
+            "{stages} stages are more than the {units} units of the model: embedding, {layers} blocks and head; \
+             nearest: {units}"
+        ));
+    }
+}
+
+fn empty_stages(plan: &Plan, _: &Facts, found: &mut Vec<String>) {
+    let empty = plan.stages.iter().enumerate().filter(|(_, units)| **units == 0);
+    found.extend(empty.map(|(stage, _)| format!("stage {stage} has no unit; it has at least 1")));
+}
+
+fn units_of_stages(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let (units, layers) = (facts.units(), facts.layers);
+    let given = plan.stages.iter().fold(0_usize, |sum, &units| sum.saturating_add(units));
+    if given != units {
+        found.push(format!(
+            "the stages have {given} units and the model {units}: embedding, {layers} blocks and head"
+        ));
+    }
+}
+
+fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut divisor, mut rest) = (a, b);
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    a / divisor * b
+}

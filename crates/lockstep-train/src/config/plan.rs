@@ -1,0 +1,84 @@
+//! The rules of plans, asked about a run's keys and told in their terms.
+
+use lockstep_plan::{PlanProblem, StepFacts};
+
+use super::choices::{OptimizerKind, Precision};
+use super::keys::{KEYS, RunConfig};
+use super::problem::{Origin, Problem};
+
+/// What rules of plans ask about the run, and the keys that say it.
+const FACTS: [(&str, &str); 4] = [
+    ("global_batch", "train.global_batch"),
+    ("seq_len", "train.seq_len"),
+    ("optimizer", "optimizer.kind"),
+    ("precision", "train.precision"),
+];
+
+/// The key that is read into a field of a plan, or says what rules ask about the run.
+pub(super) fn key_of(field: &str) -> Option<&'static str> {
+    let of_run = FACTS.iter().find(|(fact, _)| *fact == field).map(|(_, key)| *key);
+    of_run.or_else(|| KEYS.iter().find(|key| key.field == Some(field)).map(|key| key.name))
+}
+
+/// The keys of some fields, as far as they have any.
+pub(super) fn keys_of(fields: &[&str]) -> Vec<&'static str> {
+    fields.iter().filter_map(|field| key_of(field)).collect()
+}
+
+impl RunConfig {
+    /// What rules of plans ask about the run.
+    pub(crate) fn step_facts(&self) -> StepFacts {
+        StepFacts {
+            global_batch: self.train.global_batch,
+            seq_len: self.train.seq_len,
+            updates_whole_matrices: self.optimizer.kind == OptimizerKind::Muon,
+            scales_loss: self.train.precision == Precision::F16,
+        }
+    }
+
+    /// What is wrong with the run's plan, whatever its model. Neighbours among shards are judged when it is known how many there are.
+    pub(super) fn problems_of_plan_alone(&self) -> Vec<PlanProblem> {
+        let mut plan = self.plan.clone();
+        if self.leaves_shards_open() {
+            plan.sharding.secondary_shard = None;
+        }
+        plan.check_alone(&self.step_facts())
+    }
+
+    /// A problem of the run's plan, at the key that is to blame.
+    pub(crate) fn problem_of_plan(&self, problem: &PlanProblem) -> Problem {
+        self.problem_at(&keys_of(problem.fields()), problem.in_terms_of(key_of), "")
+    }
+
+    /// A problem at the first of `keys` that somebody set, else at the first.
+    pub(super) fn problem_at(
+        &self,
+        keys: &[&str],
+        what: impl Into<String>,
+        allowed: impl Into<String>,
+    ) -> Problem {
+        let is_given = |key: &&&str| self.origin(key) != Origin::Default;
+        let at = keys.iter().find(is_given).or(keys.first()).copied().unwrap_or_default();
+        self.problem(at, what, allowed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_field_that_a_rule_of_plans_blames_has_a_key() {
+        // Those that only a file has, and that no key is read into.
+        let of_files = ["version", "predicted.memory", "model"];
+        let without: Vec<&str> = PlanProblem::all_fields().filter(|field| key_of(field).is_none()).collect();
+        assert_eq!(without, of_files);
+    }
+
+    #[test]
+    fn fields_are_paths_of_plans() {
+        assert_eq!(key_of("mesh.tensor"), Some("parallel.tensor_parallel"));
+        assert_eq!(key_of("residence.optimizer"), Some("parallel.offload.optimizer"));
+        assert_eq!(key_of("global_batch"), Some("train.global_batch"));
+    }
+}

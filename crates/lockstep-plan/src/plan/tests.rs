@@ -55,10 +55,19 @@ fn plan() -> Plan {
     }
 }
 
+/// A problem as text, whose names of fields are those of fields.
+fn text(problem: &PlanProblem) -> String {
+    problem.in_terms_of(|field| {
+        assert!(PlanProblem::all_fields().any(|known| known == field), "{field} is no field");
+        None
+    });
+    problem.to_string()
+}
+
 /// All problems of a plan, as text.
 fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
     match plan.check(facts) {
-        Err(PlanProblems(problems)) => problems.iter().map(PlanProblem::to_string).collect(),
+        Err(PlanProblems(problems)) => problems.iter().map(text).collect(),
         Ok(plan) => panic!("{plan:?}"),
     }
 }
@@ -245,7 +254,7 @@ fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
 
 /// All that is wrong with a plan whatever its model: the field to blame, and the text.
 fn problems_alone(plan: &Plan, step: StepFacts) -> Vec<(&'static str, String)> {
-    plan.check_alone(&step).iter().map(|problem| (problem.fields()[0], problem.to_string())).collect()
+    plan.check_alone(&step).iter().map(|problem| (problem.fields()[0], text(problem))).collect()
 }
 
 #[test]

@@ -2,7 +2,7 @@ use proptest::{prelude::*, sample::select};
 
 use super::*;
 use crate::{
-    Feedback, LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute, Residence,
+    LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute, Residence,
     gathering::ReshardAfterForward,
 };
 
@@ -39,19 +39,10 @@ fn plan() -> Plan {
         schedule: PipelineSchedule::published(Kind::ZeroBubbleV, 2),
         stages: vec![4, 3, 3, 4],
         recompute: Recompute::Selective.into(),
-        partition_activations: false,
         sequence_parallel: true,
-        tensor_layout: TensorDimensions::One,
         tensor_chunks: Some(4),
-        context_method: ContextMethod::Ring,
         zero_stage: 1,
-        quantize_weights: None,
-        quantize_gradients: None,
-        quantize_feedback: Feedback::Kept,
-        sharding: Sharding::default(),
-        residence: Residences::default(),
-        bucket_mb: DEFAULT_BUCKET_MB,
-        predicted: None,
+        ..Plan::default()
     }
 }
 

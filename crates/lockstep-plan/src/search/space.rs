@@ -26,10 +26,6 @@ pub struct Space {
     pub tries_whole_tokens: bool,
     /// How ranks that share sequences may reach each other's parts; the first where none do.
     pub context_methods: Vec<ContextMethod>,
-    /// Whether the optimizer takes shards that follow no parameter's borders: only then can its state be shared out.
-    pub shares_state: bool,
-    /// Whether the optimizer takes parts of matrices: only then can ranks share them.
-    pub splits_matrices: bool,
     /// What may be offloaded: each of these is tried where the engine can carry it out.
     pub offloads: Vec<Offload>,
 }
@@ -148,7 +144,7 @@ impl Space {
         let Facts { intermediate, vocab, step, experts, .. } = self.facts;
         // Tensor ranks share out the tokens that they bring to experts.
         let shares_tokens = experts == 0 || step.seq_len.is_multiple_of(tensor);
-        (tensor == 1 || self.splits_matrices)
+        (tensor == 1 || !self.facts.step.updates_whole_matrices)
             && tensor <= MOST_SHARERS
             && splits_heads(&self.facts, tensor)
             && intermediate.is_multiple_of(tensor)
@@ -168,7 +164,7 @@ impl Space {
     fn shards(&self, parts: usize, of_each: usize) -> impl Iterator<Item = usize> + use<> {
         let of_a_node = (self.devices_of_a_node / of_each.max(1)).max(1);
         let mut shards = vec![1];
-        if self.shares_state && parts > 1 {
+        if !self.facts.step.updates_whole_matrices && parts > 1 {
             if of_a_node > 1 && of_a_node < parts && parts.is_multiple_of(of_a_node) {
                 shards.push(of_a_node);
             }
@@ -203,10 +199,10 @@ impl Space {
         const SHARED: [ZeroStage; 3] = [ZeroStage::Optimizer, ZeroStage::Gradients, ZeroStage::Parameters];
         const CONTEXT: [ZeroStage; 4] =
             [ZeroStage::Nothing, ZeroStage::Optimizer, ZeroStage::Gradients, ZeroStage::Parameters];
-        match (self.shares_state, degrees.shard, degrees.context) {
-            (false, ..) | (true, 1, 1) => &[ZeroStage::Nothing],
+        match (self.facts.step.updates_whole_matrices, degrees.shard, degrees.context) {
+            (true, ..) | (false, 1, 1) => &[ZeroStage::Nothing],
             // Ranks that share sequences share out the state as well.
-            (true, 1, _) => &CONTEXT,
+            (false, 1, _) => &CONTEXT,
             _ => &SHARED,
         }
     }

@@ -211,8 +211,6 @@ impl Planner {
             micro_batch: self.config.plan.micro_batch,
             tries_whole_tokens: self.is_host(),
             context_methods: self.context_methods(),
-            shares_state: self.config.optimizer.kind != OptimizerKind::Muon,
-            splits_matrices: self.config.optimizer.kind != OptimizerKind::Muon,
             offloads: self.offloads.clone(),
         }
     }

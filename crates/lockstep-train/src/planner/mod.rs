@@ -41,7 +41,7 @@ use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::search::{Candidate, Found, Observer, Ranking, Space, search};
 use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Recompute, Residence};
 
-use crate::config::{OptimizerKind, Origin};
+use crate::config::Origin;
 use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
 
 pub use advice::Advice;

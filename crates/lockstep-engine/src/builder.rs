@@ -100,8 +100,7 @@ impl<'a> EngineBuilder<'a> {
     pub fn build(self, arena: &Arena) -> Result<Engine, EngineError> {
         let Self { model: config, tuning, plan, options, groups } = self;
         let (mesh, passes) = (plan.mesh(), &plan.passes);
-        let shape =
-            BlockShape { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype: options.dtype };
+        let shape = BlockShape::of_plan(plan.checked(), options.dtype);
         let recording = RecordingOptions::training(shape, plan.plan().recompute, groups.places_of(&plan));
         let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
         let model = record(config, &tuning);
@@ -114,7 +113,7 @@ impl<'a> EngineBuilder<'a> {
         let residual_numbers = ResidualNumbers::new(&groups, &shards);
         let residences = plan.plan().residence.on_cpu();
         let facts = options.state_facts(&model);
-        let state = StatePlan::new(plan.plan(), residences, mesh, plan.global_batch(), &facts);
+        let state = StatePlan::new(plan.plan(), residences, mesh, plan.checked().global_batch(), &facts);
         let place = |summing| mesh.shard_place(plan.rank, summing);
         let layout = StateLayout::new(&profile, &passes.stages, place, &state);
         shards.check(&layout);

@@ -34,17 +34,17 @@ struct World {
     plan: RankPlan,
     /// No wait for another rank is longer.
     limit: Duration,
-    /// Those that share its blocks.
+    /// The tensor-parallel group; `None` if its degree is 1.
     tensor: Option<Group>,
-    /// Of these the row and the column that it is in, if they make a square.
+    /// The row and the column of the tensor-parallel group, if its ranks make a square.
     grid: Option<[Group; 2]>,
-    /// Those that share out the experts of its layers.
+    /// The expert-parallel group; `None` if its degree is 1.
     experts: Option<Group>,
-    /// Those that share its sequences.
+    /// The context-parallel group; `None` if its degree is 1.
     context: Option<Group>,
     /// Those that share its sequences or its blocks: experts get other tokens of the same sequences from each.
     sequence: Option<Group>,
-    /// Those that have the other stages of the model.
+    /// The pipeline-parallel group; `None` if its degree is 1.
     pipeline: Option<Group>,
     /// Those that share the model in any way.
     model: Option<Group>,

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_plan::{ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
+use lockstep_plan::{CheckedPlan, ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
 use lockstep_tensor::Gelu;
 
 use crate::{
@@ -48,6 +48,11 @@ pub struct BlockShape {
 impl BlockShape {
     /// Most tokens in a micro-batch.
     pub const MAX_TOKENS: usize = lockstep_plan::MAX_MICRO_BATCH_TOKENS;
+
+    /// The micro-batch of a plan, in the type that kernels read.
+    pub fn of_plan(plan: &CheckedPlan, dtype: DType) -> Self {
+        Self { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype }
+    }
 
     /// Tokens in a micro-batch.
     pub fn tokens(&self) -> usize {

@@ -1,4 +1,4 @@
-//! What a plan is checked against, of a model.
+//! Facts of a model that plans are checked against.
 
 use lockstep_plan::{CheckedPlan, Facts, Plan, PlanProblems, StepFacts};
 

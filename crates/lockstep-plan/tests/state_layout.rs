@@ -4,7 +4,8 @@ use lockstep_plan::gathering::RankPasses;
 use lockstep_plan::{
     BufferUnit, CACHE_LINE_BYTES, ContextPlace, DType, DiskPlan, Extent, Feedback, Initializer,
     MemoryCategory, ModelProfile, ParameterId, ParameterRecord, Quantization, QuantizedType, ShardPlace,
-    Sharding, Share, StageMemory, StateKind, StateLayout, StatePlan, StoreKind, UnitProfile, ZeroStage,
+    Sharding, Share, StageMemory, StateFacts, StateKind, StateLayout, StatePlan, StoreKind, UnitProfile,
+    ZeroStage,
 };
 
 const RANKS: usize = 4;
@@ -52,12 +53,8 @@ fn model() -> ModelProfile {
     }
 }
 
-fn plan(zero_stage: ZeroStage) -> StatePlan {
-    StatePlan {
-        zero_stage,
-        quantization: Quantization::default(),
-        replicas: 1,
-        sharding: Sharding::default(),
+fn facts() -> StateFacts {
+    StateFacts {
         has_master: true,
         optimizer_dtype: DType::F32,
         optimizer_keeps: vec![
@@ -65,10 +62,21 @@ fn plan(zero_stage: ZeroStage) -> StatePlan {
             (StateKind::ExpAvgSq, vec![true; 5]),
             (StateKind::MomentumBuffer, vec![false; 5]),
         ],
+        window_elements: 0,
+        packed_bytes: 0,
+    }
+}
+
+fn plan(zero_stage: ZeroStage) -> StatePlan {
+    StatePlan {
+        zero_stage,
+        quantization: Quantization::default(),
+        replicas: 1,
+        sharding: Sharding::default(),
+        facts: facts(),
         on_disk: None,
         has_activations_on_disk: false,
         micro_batches: 1,
-        packed_bytes: 0,
         kept_copies: 1,
         saved_copies: 0,
     }
@@ -142,7 +150,11 @@ fn copies_hold_updated_weights_optimizer_state_biases_and_residuals() {
     let copied: usize = layout.saved().map(lockstep_plan::StateItem::booked_bytes).sum();
     assert_eq!(memory[MemoryCategory::Snapshot], copied);
     // Without master weights the checkpoint holds what kernels read, and biases are apart where that is sharded.
-    let layout = laid_out(&StatePlan { has_master: false, ..plan(ZeroStage::Optimizer) }, RANKS, 0);
+    let layout = laid_out(
+        &StatePlan { facts: StateFacts { has_master: false, ..facts() }, ..plan(ZeroStage::Optimizer) },
+        RANKS,
+        0,
+    );
     assert_eq!(kinds(layout.saved()), [StoreKind::Weights, first, second]);
 }
 
@@ -170,6 +182,7 @@ fn stores_of_the_optimizer_step_lie_on_disk_beside_each_other() {
 fn bytes_of_an_element_are_those_of_the_stores_that_every_parameter_has_a_part_in() {
     let bytes = plan(ZeroStage::Nothing).element_bytes(DType::BF16);
     assert_eq!([bytes.weight, bytes.gradient, bytes.optimizer], [2, 4, 12]);
-    let bytes = StatePlan { has_master: false, ..plan(ZeroStage::Nothing) }.element_bytes(DType::F32);
+    let bytes = StatePlan { facts: StateFacts { has_master: false, ..facts() }, ..plan(ZeroStage::Nothing) }
+        .element_bytes(DType::F32);
     assert_eq!([bytes.weight, bytes.gradient, bytes.optimizer], [4, 4, 8]);
 }

@@ -45,8 +45,7 @@ impl StepBenchmark {
 
     /// A micro-batch, and the type that kernels read.
     pub fn shape(&self) -> BlockShape {
-        let plan = self.plan.rank(0);
-        BlockShape { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype: self.options.dtype }
+        BlockShape::of_plan(&self.plan, self.options.dtype)
     }
 
     /// Micro-batches of each rank in a step.
@@ -179,13 +178,8 @@ pub fn time_steps(
         disk: update.disk,
         disk_in_passes: update.disk_in_passes,
         roofline: roofline.map(|detail| {
-            Roofline::new(
-                &spans,
-                time,
-                engine.model(),
-                detail,
-                Some(Limits::measure(level, benchmark.options.threads)),
-            )
+            let limits = Limits::measure(level, benchmark.options.threads);
+            Roofline::new(&spans, time, engine.model(), detail, Some(limits))
         }),
     })
 }

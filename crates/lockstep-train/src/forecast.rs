@@ -193,7 +193,7 @@ impl Training {
         Self::under(config, &config.plan)
     }
 
-    /// That of a run under another plan.
+    /// Training of a run under another plan.
     pub(crate) fn under(config: &RunConfig, plan: &Plan) -> Self {
         let every = config.checkpoint.every;
         let saves_midway = every > 0 && every < config.train.steps;
@@ -239,12 +239,12 @@ struct Recorded {
 impl Recorded {
     fn new(model: &ModelConfig, tuning: &Tuning, training: &Training, plan: &RankPlan) -> Self {
         let Training { options, residences, .. } = training;
-        let shape =
-            BlockShape { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype: options.dtype };
+        let shape = BlockShape::of_plan(plan.checked(), options.dtype);
         let recording = RecordingOptions::training(shape, plan.plan().recompute, plan.places);
         let recorded = RecordedModel::tuned(model, tuning, recording);
         let facts = options.state_facts(&recorded);
-        let state = StatePlan::new(plan.plan(), *residences, plan.mesh(), plan.global_batch(), &facts);
+        let state =
+            StatePlan::new(plan.plan(), *residences, plan.mesh(), plan.checked().global_batch(), &facts);
         Self { profile: recorded.profile(), state }
     }
 

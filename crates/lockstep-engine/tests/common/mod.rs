@@ -1,4 +1,4 @@
-//! What the tests of engines have in common.
+//! Plans of one rank for the tests of engines.
 
 use lockstep_model::ModelConfig;
 use lockstep_plan::{Plan, RankPlan};

@@ -109,7 +109,7 @@ impl StateLayout {
         memory.add(category, "rows on their way", model.transit_bytes(stages));
         memory.add(category, "gathered inputs of blocks", model.gathering_bytes(stages));
         memory.add(MemoryCategory::Workspace, "inside a unit", booked_bytes(model.workspace_bytes(stages)));
-        memory.reserve(MemoryCategory::Workspace, "packed operands", self.plan.packed_bytes);
+        memory.reserve(MemoryCategory::Workspace, "packed operands", self.plan.facts.packed_bytes);
         memory.items.sort_by_key(|item| item.category);
         memory
     }

@@ -68,11 +68,11 @@ impl StoreKind {
 impl StatePlan {
     /// The kinds of stores of ranks whose weights are of `dtype`, each with its type, in the order in which they are allocated.
     fn stores(&self, dtype: DType) -> Vec<(StoreKind, DType)> {
-        let updated = if self.has_master { ZeroStage::Optimizer } else { ZeroStage::Parameters };
+        let updated = if self.facts.has_master { ZeroStage::Optimizer } else { ZeroStage::Parameters };
         let mut stores = vec![(StoreKind::Weights, dtype), (StoreKind::FrozenWeights, dtype)];
-        stores.extend(self.has_master.then_some((StoreKind::MasterWeights, DType::F32)));
-        let kept = self.optimizer_keeps.iter();
-        stores.extend(kept.map(|(kind, _)| (StoreKind::Optimizer(*kind), self.optimizer_dtype)));
+        stores.extend(self.facts.has_master.then_some((StoreKind::MasterWeights, DType::F32)));
+        let kept = self.facts.optimizer_keeps.iter();
+        stores.extend(kept.map(|(kind, _)| (StoreKind::Optimizer(*kind), self.facts.optimizer_dtype)));
         if self.zero_stage >= updated || self.on_disk.is_some() {
             stores.push((StoreKind::SelectionBiases, DType::F32));
         }
@@ -103,7 +103,7 @@ impl StatePlan {
 
     /// The parameters of which the optimizer keeps a number.
     fn keeps(&self, kind: StateKind) -> &[bool] {
-        self.optimizer_keeps.iter().find(|(kept, _)| *kept == kind).map_or(&[], |(_, keeps)| keeps)
+        self.facts.optimizer_keeps.iter().find(|(kept, _)| *kept == kind).map_or(&[], |(_, keeps)| keeps)
     }
 
     /// The codes in which gradients go to their owners, if they are quantized.
@@ -295,7 +295,7 @@ impl StateLayout {
 
     /// The stores that a checkpoint or a copy of the state holds.
     pub fn saved(&self) -> impl Iterator<Item = &StateItem> {
-        let updated = if self.plan.has_master { StoreKind::MasterWeights } else { StoreKind::Weights };
+        let updated = if self.plan.facts.has_master { StoreKind::MasterWeights } else { StoreKind::Weights };
         self.items.iter().filter(move |item| match item.kind {
             StoreKind::Weights | StoreKind::MasterWeights => item.kind == updated,
             StoreKind::Optimizer(_) | StoreKind::SelectionBiases | StoreKind::GradientResidual => true,

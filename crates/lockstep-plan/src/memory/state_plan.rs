@@ -18,31 +18,25 @@ pub struct StateFacts {
     pub packed_bytes: usize,
 }
 
-/// How the state of a run is kept.
+/// The inputs of a [`StateLayout`](super::StateLayout) other than the recorded model and its stages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StatePlan {
-    /// What of it the ranks share out that would else each hold a copy.
+    /// State that the optimizer and the precision keep.
+    pub facts: StateFacts,
+    /// The ZeRO stage.
     pub zero_stage: ZeroStage,
-    /// What these ranks send as small integers.
+    /// Codes of weights and gradients between the ranks of a shard group.
     pub quantization: Quantization,
-    /// Copies of the model, whole or shared out.
+    /// Data-parallel replicas, each whole or sharded.
     pub replicas: usize,
-    /// How weights are sharded and gathered.
+    /// Buffers and gathers of sharded weights.
     pub sharding: Sharding,
-    /// Whether f32 weights are kept beside those that kernels read.
-    pub has_master: bool,
-    /// Type of the optimizer's numbers.
-    pub optimizer_dtype: DType,
-    /// The optimizer's numbers: what each is, and of which parameters it is kept, by [`ParameterId`](crate::ParameterId).
-    pub optimizer_keeps: Vec<(StateKind, Vec<bool>)>,
-    /// What of it is on disk, if anything is.
+    /// Model state on disk; `None` if all of it is in memory.
     pub on_disk: Option<DiskPlan>,
-    /// Whether what units keep for their backward is on disk.
+    /// True if saved activations are on disk.
     pub has_activations_on_disk: bool,
-    /// Micro-batches of a step, on all ranks that read other tokens together.
+    /// Micro-batches of a step, on all data-parallel and context-parallel ranks together.
     pub micro_batches: usize,
-    /// Bytes of packed operands.
-    pub packed_bytes: usize,
     /// Copies of the state that are kept, to go back to.
     pub kept_copies: usize,
     /// Copies that are made if there is memory for them, to be saved beside the steps.
@@ -59,20 +53,16 @@ impl StatePlan {
         global_batch: usize,
         facts: &StateFacts,
     ) -> Self {
-        let StateFacts { has_master, optimizer_dtype, window_elements, packed_bytes, .. } = *facts;
         let ranks = mesh.ranks();
         Self {
+            facts: facts.clone(),
             zero_stage: plan.effective_zero_stage(),
             quantization: plan.quantization(),
             replicas: ranks.degree(Axis::Replicate),
             sharding: plan.sharding.clone(),
-            has_master,
-            optimizer_dtype,
-            optimizer_keeps: facts.optimizer_keeps.clone(),
-            on_disk: residences.offload_plan(window_elements),
+            on_disk: residences.offload_plan(facts.window_elements),
             has_activations_on_disk: residences.activations != Residence::Memory,
             micro_batches: global_batch / plan.micro_batch_of(global_batch) * ranks.degree(Axis::Context),
-            packed_bytes,
             kept_copies: 0,
             saved_copies: 0,
         }

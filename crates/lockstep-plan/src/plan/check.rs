@@ -1,4 +1,4 @@
-//! Whether a plan fits a model, a batch and a world: everything that does not, at once.
+//! Checks of a plan against a model, a batch and a world: all problems at once.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::{
 };
 
 impl Plan {
-    /// Everything that keeps this plan from being executed for a model, batch and world; or what is executed.
+    /// Checks the plan against every rule.
     ///
     /// # Errors
-    /// If it breaks a rule.
+    /// All problems, if the plan breaks a rule.
     pub fn check(&self, facts: &Facts) -> Result<CheckedPlan, PlanProblems> {
         let mut problems = self.check_alone(&facts.step);
         problems.extend(Rule::all_problems(WITH_MODEL, self, facts));
@@ -36,7 +36,7 @@ impl Plan {
         }
     }
 
-    /// Everything that breaks a rule of [`Plan::check`] that needs no model. Neither the plan's stages nor anything else of it has to be resolved.
+    /// Returns the problems that need no model. Unlike [`Plan::check`] it takes plans that leave their stages open.
     pub fn check_alone(&self, step: &StepFacts) -> Vec<PlanProblem> {
         Rule::all_problems(ALONE, self, step)
     }

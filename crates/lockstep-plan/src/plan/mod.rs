@@ -304,20 +304,20 @@ pub enum ContextMethod {
 /// Most tokens in a micro-batch. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
 pub const MAX_MICRO_BATCH_TOKENS: usize = 1 << 31;
 
-/// The optimizer step that a plan lays out: what rules ask that needs no model.
+/// The optimizer step that a plan lays out, for rules that need no model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StepFacts {
     /// Sequences of a step.
     pub global_batch: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// Whether the optimizer updates whole matrices, as Muon does, and not any range of elements.
+    /// True if the optimizer updates whole matrices, as Muon does, and not any range of elements.
     pub updates_whole_matrices: bool,
-    /// Whether the loss is scaled by a factor that changes from step to step (f16).
+    /// True if the loss is scaled by a factor that changes from step to step (f16).
     pub scales_loss: bool,
 }
 
-/// What a plan is compared with: the model, the step and the ranks that are there.
+/// The model, the step and the world that a plan is checked against.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
     /// Digest of the model.

@@ -17,12 +17,12 @@ pub enum PlanError {
     Invalid(#[from] PlanProblems),
 }
 
-/// Everything that is wrong with a plan.
+/// All problems of a plan.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", lines(.0))]
 pub struct PlanProblems(pub Vec<PlanProblem>);
 
-/// One thing that is wrong with a plan: a rule that it breaks.
+/// A problem of a plan: a rule that it breaks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanProblem {
     pub(super) fields: &'static [&'static str],
@@ -36,7 +36,7 @@ impl PlanProblem {
         self.fields
     }
 
-    /// What is wrong, and what would be right, with other names for the plan's fields; those without another keep theirs.
+    /// Returns the text with other names for the plan's fields; fields without another keep theirs.
     pub fn in_terms_of<'n>(&self, name: impl Fn(&str) -> Option<&'n str>) -> String {
         let parts = self.what.split('`').enumerate();
         parts.map(|(at, part)| if at % 2 == 1 { name(part).unwrap_or(part) } else { part }).collect()
@@ -64,7 +64,7 @@ impl From<MeshProblem> for PlanProblem {
     }
 }
 
-/// What is wrong, and what would be right. Other fields than the rule's own stand in backticks.
+/// Writes what is wrong and what is allowed. Fields other than the rule's own stand in backticks.
 impl fmt::Display for PlanProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.what)

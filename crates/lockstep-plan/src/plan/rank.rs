@@ -1,7 +1,7 @@
-//! What a checked plan comes to on each rank: its place in the mesh, its stages, and the passes that it makes.
+//! Checked plans, and the part of each rank: its place in the mesh, its stages, and the passes that it makes.
 //!
 //! A [`CheckedPlan`] knows the whole step; [`CheckedPlan::rank`] is one rank's view of it, from which a model is recorded, its state is
-//! laid out and an engine is built. Nothing in it is left to decide.
+//! laid out and an engine is built. It leaves one decision open: the chunks of tensor-parallel collectives, which depend on the links.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -96,6 +96,21 @@ impl CheckedPlan {
         &self.layout.mesh
     }
 
+    /// Sequences of a micro-batch.
+    pub fn micro_batch(&self) -> usize {
+        self.plan.micro_batch_of(self.global_batch)
+    }
+
+    /// Tokens of a sequence.
+    pub const fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+
+    /// Sequences of a step, on all ranks together.
+    pub const fn global_batch(&self) -> usize {
+        self.global_batch
+    }
+
     /// Returns the plan as `rank` carries it out.
     pub fn rank(&self, rank: usize) -> RankPlan {
         let places = Places::of(self.mesh(), rank, &self.plan);
@@ -118,6 +133,11 @@ pub struct RankPlan {
 }
 
 impl RankPlan {
+    /// The checked plan that this is one rank's view of.
+    pub fn checked(&self) -> &CheckedPlan {
+        &self.checked
+    }
+
     /// The plan of all ranks.
     pub fn plan(&self) -> &Plan {
         &self.checked.plan
@@ -131,21 +151,6 @@ impl RankPlan {
     /// The mesh.
     pub fn mesh(&self) -> &Mesh {
         self.checked.mesh()
-    }
-
-    /// Sequences of a micro-batch.
-    pub fn micro_batch(&self) -> usize {
-        self.checked.plan.micro_batch_of(self.checked.global_batch)
-    }
-
-    /// Tokens of a sequence.
-    pub fn seq_len(&self) -> usize {
-        self.checked.seq_len
-    }
-
-    /// Sequences of a step, on all ranks together.
-    pub fn global_batch(&self) -> usize {
-        self.checked.global_batch
     }
 }
 

@@ -25,7 +25,7 @@ fn facts() -> Facts {
     }
 }
 
-/// The same with other sequences of a step.
+/// Facts with another number of sequences in a step.
 fn facts_of(global_batch: usize, seq_len: usize) -> Facts {
     Facts { step: StepFacts { global_batch, seq_len, ..StepFacts::default() }, ..facts() }
 }
@@ -243,7 +243,7 @@ fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     assert!(!fits(24, 6) && !fits(12, 4));
 }
 
-/// All that is wrong with a plan whatever its model: the field to blame, and the text.
+/// Problems of a plan that need no model: the field to blame, and the text.
 fn problems_alone(plan: &Plan, step: StepFacts) -> Vec<(&'static str, String)> {
     plan.check_alone(&step).iter().map(|problem| (problem.fields()[0], text(problem))).collect()
 }

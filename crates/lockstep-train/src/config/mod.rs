@@ -27,7 +27,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{Degrees, ParameterRecord, WINDOW_ELEMENTS, ZeroStage};
+use lockstep_plan::{Degrees, ParameterRecord, Residence, ZeroStage};
 use serde_json::Value;
 
 pub use choices::{
@@ -426,12 +426,12 @@ impl RunConfig {
 
     /// [`RunConfig::saves_from_copies`] under another plan.
     pub(crate) fn saves_from_copies_of(&self, plan: &lockstep_plan::Plan) -> bool {
-        self.checkpoint.in_background && plan.residence.disk_plan(WINDOW_ELEMENTS).is_none()
+        self.checkpoint.in_background && plan.residence.optimizer != Residence::Disk
     }
 
     /// Returns true if nothing of the model's state is on disk.
     pub(crate) fn has_state_in_memory(&self) -> bool {
-        self.plan.residence.disk_plan(WINDOW_ELEMENTS).is_none()
+        self.plan.residence.optimizer != Residence::Disk
     }
 
     /// The directories of the run's checkpoints, the first of which is `checkpoint.dir`.

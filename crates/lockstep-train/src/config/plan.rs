@@ -1,4 +1,4 @@
-//! The rules of plans, asked about a run's keys and told in their terms.
+//! Problems of a run's plan in terms of its keys.
 
 use lockstep_plan::{PlanProblem, StepFacts};
 
@@ -6,7 +6,7 @@ use super::choices::{OptimizerKind, Precision};
 use super::keys::{KEYS, RunConfig};
 use super::problem::{Origin, Problem};
 
-/// What rules of plans ask about the run, and the keys that say it.
+/// Fields of [`StepFacts`] in problems of plans, and the keys that set them.
 const FACTS: [(&str, &str); 4] = [
     ("global_batch", "train.global_batch"),
     ("seq_len", "train.seq_len"),
@@ -14,19 +14,19 @@ const FACTS: [(&str, &str); 4] = [
     ("precision", "train.precision"),
 ];
 
-/// The key that is read into a field of a plan, or says what rules ask about the run.
+/// The key that sets a field of a plan or a fact of the step.
 pub(super) fn key_of(field: &str) -> Option<&'static str> {
     let of_run = FACTS.iter().find(|(fact, _)| *fact == field).map(|(_, key)| *key);
     of_run.or_else(|| KEYS.iter().find(|key| key.field == Some(field)).map(|key| key.name))
 }
 
-/// The keys of some fields, as far as they have any.
+/// The keys of some fields; fields without a key are left out.
 pub(super) fn keys_of(fields: &[&str]) -> Vec<&'static str> {
     fields.iter().filter_map(|field| key_of(field)).collect()
 }
 
 impl RunConfig {
-    /// What rules of plans ask about the run.
+    /// Returns the facts of the step that rules of plans ask about.
     pub(crate) fn step_facts(&self) -> StepFacts {
         StepFacts {
             global_batch: self.train.global_batch,
@@ -36,7 +36,7 @@ impl RunConfig {
         }
     }
 
-    /// What is wrong with the run's plan, whatever its model. Neighbours among shards are judged when it is known how many there are.
+    /// Returns the problems of the run's plan that need no model. A secondary shard is checked once the number of shards is known.
     pub(super) fn problems_of_plan_alone(&self) -> Vec<PlanProblem> {
         let mut plan = self.plan.clone();
         if self.leaves_shards_open() {

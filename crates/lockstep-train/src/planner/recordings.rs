@@ -21,7 +21,7 @@ pub(super) struct Recording {
     pub(super) work: ModelWork,
     /// Bytes of its units.
     pub(super) profile: ModelProfile,
-    /// What the optimizer and the precision keep.
+    /// State that the optimizer and the precision keep.
     pub(super) facts: StateFacts,
 }
 
@@ -125,7 +125,7 @@ impl Recordings {
         recording
     }
 
-    /// The same, and the bytes that its blocks save of a micro-batch, of a recording that is not kept.
+    /// Records the same without keeping it, and returns the bytes that its blocks save of a micro-batch as well.
     pub(super) fn sketch(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> (Recording, f64) {
         let made = self.make(plan, mesh, recompute);
         let blocks = 1..made.work.units() - 1;
@@ -137,7 +137,7 @@ impl Recordings {
         (made, kept_bytes)
     }
 
-    /// The same, where each block recomputes by the plan's rules.
+    /// Records the model where each block recomputes by the plan's rules.
     pub(super) fn by_layer(&mut self, plan: &Plan, mesh: &Mesh) -> Rc<Recording> {
         let (layers, rules) = (self.model.num_hidden_layers(), plan.recompute);
         let first = self.uniform(plan, mesh, rules.of(0));

@@ -76,7 +76,7 @@ pub(in crate::plan) const ALONE: &[Rule<StepFacts>] = &[
     }),
 ];
 
-/// What is wrong with the version of a plan's format.
+/// Returns the problem of a plan's format version; `None` for the version that this program reads.
 pub(in crate::plan) fn version(version: u32) -> Option<String> {
     (version != PLAN_VERSION).then(|| {
         format!("the plan's format has version {version}; this program reads version {PLAN_VERSION}")
@@ -203,7 +203,7 @@ fn partitioned_activations(plan: &Plan, _: &StepFacts, found: &mut Vec<String>) 
     }
 }
 
-/// What an optimizer of whole matrices is not given parts of.
+/// Adds a problem if matrices are cut and the optimizer needs them whole.
 fn whole_matrices(step: &StepFacts, is_cut: bool, how: &str, instead: &str, found: &mut Vec<String>) {
     if step.updates_whole_matrices && is_cut {
         let others = "\"adamw\", \"sgd\", \"lion\"";
@@ -220,12 +220,12 @@ fn with_optimizer(what: &str, residence: Residence, plan: &Plan, found: &mut Vec
     }
 }
 
-/// Whether every rank keeps all parameters, also those that others update.
+/// Returns true if every rank keeps all parameters, also those that others update.
 pub(crate) fn keeps_parameters_of_others(mesh: &Degrees, zero_stage: u8) -> bool {
     owners(mesh) > 1 && matches!(zero_stage, 1 | 2)
 }
 
-/// Whether every rank keeps all gradients, also those that others have as well.
+/// Returns true if every rank keeps all gradients, also those that others have as well.
 pub(crate) fn keeps_whole_gradients(mesh: &Degrees, zero_stage: u8) -> bool {
     owners(mesh) > 1 && zero_stage < 2
 }

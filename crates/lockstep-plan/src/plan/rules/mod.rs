@@ -15,7 +15,7 @@ pub(super) use with_model::{ON_RANKS, WITH_MODEL};
 pub(super) struct Rule<T: 'static>(pub(super) &'static [&'static str], fn(&Plan, &T, &mut Vec<String>));
 
 impl<T> Rule<T> {
-    /// Everything that breaks one of `rules`.
+    /// Returns the problems of a plan that breaks one of `rules`.
     pub(super) fn all_problems(rules: &[Self], plan: &Plan, facts: &T) -> Vec<PlanProblem> {
         let problems = rules.iter().flat_map(|Self(fields, check)| {
             let mut found = Vec::new();

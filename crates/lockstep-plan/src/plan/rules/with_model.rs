@@ -59,7 +59,7 @@ fn recomputed_layers(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     }
 }
 
-/// Whether the mesh has the ranks that are there. It can, though its experts do not fit.
+/// Adds a problem if the mesh has another number of ranks than the world. A mesh of the right size can still have experts that do not fit.
 fn world(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let world = facts.world_size;
     let Some(mesh) = plan.mesh.world_size().filter(|&ranks| ranks > 0 && ranks != world) else { return };
@@ -73,17 +73,17 @@ fn world(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     found.push(format!("the mesh has {mesh} ranks and the world {world}; {replicas}"));
 }
 
-/// Whether `things` can be shared out evenly among `ranks`, or each be repeated on as many of them as every other.
+/// Returns true if `things` can be sharded evenly over `ranks`, or each replicated on equally many of them.
 fn even(things: usize, ranks: usize) -> bool {
     things.is_multiple_of(ranks) || ranks.is_multiple_of(things)
 }
 
-/// Whether `ranks` can share out the heads, and the key and value heads, each of which ranks may repeat.
+/// Returns true if `ranks` can shard the heads, and shard or replicate the key and value heads.
 pub(crate) fn splits_heads(facts: &Facts, ranks: usize) -> bool {
     facts.heads.is_multiple_of(ranks) && even(facts.key_value_heads, ranks)
 }
 
-/// Whether the tensor ranks are to share linear layers in two dimensions.
+/// Returns true if the tensor-parallel ranks split linear layers in two dimensions.
 fn is_square(plan: &Plan) -> bool {
     plan.mesh.tensor > 1 && plan.tensor_layout == TensorDimensions::Two
 }
@@ -104,7 +104,7 @@ fn heads(degree: &str, value: usize, facts: &Facts, nearest: Choices, found: &mu
     }
 }
 
-/// Whether a degree divides what it splits.
+/// Adds a problem if a degree does not divide the things that it splits.
 fn divides(degree: (&str, usize), split: (usize, &str), nearest: Choices, found: &mut Vec<String>) {
     let ((degree, value), (number, things)) = (degree, split);
     if !number.is_multiple_of(value) {
@@ -130,7 +130,7 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
 }
 
-/// What the side of a square of ranks divides: heads and columns go over its columns.
+/// Heads and columns that the side of a square of ranks divides.
 fn split_by_side(facts: &Facts) -> [(usize, &'static str); 4] {
     [
         (facts.heads, "attention heads"),
@@ -155,7 +155,7 @@ fn square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     }
 }
 
-/// What messages call the side of a square.
+/// The side of a square in messages.
 const SIDE: &str = "tensor's side";
 
 fn side(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
@@ -204,7 +204,7 @@ fn vocabulary(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     }
 }
 
-/// Whether a degree of experts divides what it splits.
+/// Adds a problem if a degree of experts does not divide the things that it splits.
 fn experts(degree: (&str, usize), split: (usize, &str), facts: &Facts, found: &mut Vec<String>) {
     match degree {
         (_, 1) => {}
@@ -231,7 +231,7 @@ fn sequence(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     multiple("seq_len", facts.step.seq_len, factors, factor, found);
 }
 
-/// What tensor ranks have of the heads is shared out once more.
+/// Adds a problem if context-parallel ranks cannot shard the heads of a tensor-parallel rank.
 fn all_to_all(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (context, tensor) = (plan.mesh.context, plan.mesh.tensor);
     if context > 1 && plan.context_method == ContextMethod::AllToAll {

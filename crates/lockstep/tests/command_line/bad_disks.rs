@@ -231,7 +231,8 @@ fn rows_of_a_deleted_file_come_back_and_two_runs_keep_apart() {
     workshop
         .run(&["train", "run.toml", "--set", "checkpoint.dir=other"])
         .fails(2, &["another run writes its metrics to runs", "metrics.dir"]);
-    std::fs::remove_dir_all(workshop.path("runs")).unwrap();
+    // The run may write the file anew before its directory is gone.
+    run.wait_until("no directory", |_| std::fs::remove_dir_all(workshop.path("runs")).is_ok());
     run.wait_until("a message", |run| run.stderr().contains("runs/metrics.jsonl was deleted"));
     let pid = Pid::from_raw(run.child.id() as i32).unwrap();
     kill_process(pid, Signal::TERM).unwrap();

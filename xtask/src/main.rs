@@ -6,6 +6,7 @@ mod mpi;
 mod mutants;
 mod picture;
 mod soak;
+mod words;
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -39,6 +40,8 @@ cargo xtask mutations  faults put into what ranks tell each other and record, ea
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md and tables of keys from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration
+cargo xtask words [SEED | --list [DIR]]  counts doc comments that open without a noun or verb, and prints 50 drawn at random, or all at
+                    fault
 ";
 
 fn main() -> ExitCode {
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         Some("golden") => golden::golden(&env::args().skip(2).collect::<Vec<_>>()),
         Some("soak") => soak::soak(&env::args().skip(2).collect::<Vec<_>>()),
         Some("picture") => picture::draw(),
+        Some("words") => words::words(&env::args().skip(2).collect::<Vec<_>>()),
         _ => Err(HELP.to_owned()),
     };
     match result {

@@ -1,7 +1,7 @@
 //! Flat buffers: one for each unit, holding one number per parameter element (weights, gradients, moments).
 //!
 //! [`StoreLayout`] says where a parameter stands. A store has the stretches that it speaks of whole, or only what the rank owns of
-//! them, or, where that is on disk ([`DiskStore`](crate::windows::DiskStore)), nothing but the knowledge of where it lies; what is
+//! them, or, where that is on disk ([`WindowedStore`](crate::windowed_store::WindowedStore)), nothing but the knowledge of where it lies; what is
 //! whole and what is not is all that a ZeRO stage changes.
 
 use std::ops::Range;
@@ -265,16 +265,6 @@ impl FlatStore {
     /// Whether anything that it would have is on disk.
     pub(crate) fn is_partly_on_disk(&self) -> bool {
         self.layout.stretches.iter().any(|stretch| stretch.is_on_disk)
-    }
-
-    /// The stretch and the first element there of each parameter that is on disk. By [`ParameterId`].
-    pub(crate) fn places_on_disk(&self) -> Vec<Option<(usize, usize)>> {
-        let place = |place: &Option<Place>| {
-            place
-                .filter(|place| self.layout.stretches[place.stretch].is_on_disk)
-                .map(|place| (place.stretch, place.first))
-        };
-        self.places.iter().map(place).collect()
     }
 
     /// The parameters that lie in `elements` of a stretch, each that owns its storage once, in their order there.

@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{Collective, CommError, Deadline, Lent, Pending};
 use lockstep_plan::gathering::{Bundled, GatherPlan, Gathers, Kept, Sequence, Stay};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, QuantizedType, StoreKind};
-use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, Ticket, View};
+use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
 
 use crate::secondary::{Secondary, SecondaryPart};
-use crate::windows::DiskStore;
+use crate::windowed_store::WindowedStore;
 use crate::{EngineError, FlatStore, Traffic, Weights, shards::Shards, stores::Stores};
 
 /// Brings the weights of a unit to where kernels read them.
@@ -51,7 +51,7 @@ impl WeightSource for Weights<'_> {
 pub(crate) struct Own<'a> {
     pub(crate) stores: &'a mut Stores,
     /// The files of trained and of frozen weights, if any of them are on disk.
-    pub(crate) on_disk: [Option<&'a mut DiskStore>; 2],
+    pub(crate) on_disk: [Option<&'a mut WindowedStore>; 2],
 }
 
 impl Own<'_> {
@@ -116,8 +116,8 @@ struct Gatherable {
     is_coded: bool,
     /// Whether this rank has its part on disk.
     is_on_disk: bool,
-    /// What is being read of that.
-    reads: Vec<Ticket>,
+    /// True while that is being read.
+    is_read: bool,
 }
 
 impl Gathered {
@@ -149,7 +149,7 @@ impl Gathered {
                 secondary,
                 is_coded: false,
                 is_on_disk,
-                reads: Vec::new(),
+                is_read: false,
             }
         };
         let mut bundle = |stretches: Vec<Bundled>| Bundle {
@@ -280,7 +280,8 @@ impl Gather<'_> {
             let of_own = own.range(part.kept, part.stretch);
             let start = (stay.start + part.start + of_own.start) * self.dtype.size_bytes();
             if let Some(store) = &mut own.on_disk[part.kept as usize] {
-                store.begin_to_fill(part.stretch, self.pool, start, &mut part.reads)?;
+                store.begin_to_fill(part.stretch, self.pool, start)?;
+                part.is_read = true;
             }
         }
         Ok(())
@@ -295,11 +296,11 @@ impl Gather<'_> {
         deadline: Deadline,
     ) -> Result<(), EngineError> {
         for index in 0..self.bundles[bundle].stretches.len() {
-            let Gatherable { kept, reads, .. } = &mut self.bundles[bundle].stretches[index];
-            let Some(store) = own.on_disk[*kept as usize].as_mut().filter(|_| !reads.is_empty()) else {
+            let Gatherable { kept, stretch, is_read, .. } = &mut self.bundles[bundle].stretches[index];
+            let Some(store) = own.on_disk[*kept as usize].as_mut().filter(|_| std::mem::take(is_read)) else {
                 continue;
             };
-            reads.drain(..).try_for_each(|read| store.wait(read))?;
+            store.finish_filling(*stretch)?;
             self.gather((bundle, index), false, own, shards, deadline)?;
         }
         Ok(())

@@ -3,7 +3,7 @@
 //!
 //! Where ranks share out gradients (ZeRO stage 2) a rank keeps those that it owns. The others' are there for as long as a unit's
 //! backward takes: in one of two buffers, from which each owner gets its sum while the next unit works on the other. Gradients
-//! that are kept on disk go the same way: what a rank owns of a sum is written behind the backward ([`Spilled`]). Where they travel as
+//! that are kept on disk go the same way: what a rank owns of a sum is written behind the backward ([`OffloadedGradients`]). Where they travel as
 //! small integers ([`QuantizedSums`]) a unit's are summed while the next unit works in any case.
 
 use std::cell::{Cell, RefCell};
@@ -16,8 +16,8 @@ use lockstep_plan::{
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Write};
 
 use crate::flat::{FlatStore, Part};
+use crate::offloaded_gradients::OffloadedGradients;
 use crate::quantized::QuantizedSums;
-use crate::spilled::Spilled;
 use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer, stores::Stores};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
@@ -26,7 +26,7 @@ use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer, stores:
 pub struct Gradients {
     store: FlatStore,
     /// Those of them that are on disk.
-    spilled: Option<RefCell<Spilled>>,
+    offloaded: Option<RefCell<OffloadedGradients>>,
     /// Where those that others own, or the disk has, are until they have been summed; none where the store has all.
     passing: Option<Passing>,
     /// Where they are small integers on their way between ranks; none if they travel as they are.
@@ -86,7 +86,7 @@ impl Gradients {
     ) -> Result<Self, EngineError> {
         let store = stores.take(StoreKind::Gradients).expect("every rank has a store of gradients");
         let StateLayout { records, is_here, plan, .. } = layout;
-        let spilled = Spilled::new(offload, &store, arena)?;
+        let offloaded = OffloadedGradients::new(offload, &store, arena)?;
         let mut is_borrowed = vec![false; records.len()];
         if let Some(SharedTable { id, is_copy: true }) = layout.shared_table {
             // A table that this rank has for its output layer alone counts as of that layer's unit.
@@ -106,7 +106,7 @@ impl Gradients {
             quantized: QuantizedSums::new(arena, layout, &store, stores.take(StoreKind::GradientResidual))?,
             passing: plan.hands_gradients_on().then(|| Passing::new(arena, &store)).transpose()?,
             store,
-            spilled: spilled.map(RefCell::new),
+            offloaded: offloaded.map(RefCell::new),
             units: records.iter().map(|record| record.unit).collect(),
             completed_by: records.iter().map(completing_unit).collect(),
             buffer_firsts: buffer_firsts(records, is_here.len()),
@@ -144,7 +144,7 @@ impl Gradients {
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
         self.tied.iter_mut().try_for_each(|Tied { embedding, summing, .. }| {
-            Ok(embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summing))?)
+            embedding.share(queue, ids.clone(), |marks| reducer.mark_all(marks, *summing))
         })
     }
 
@@ -184,8 +184,8 @@ impl Gradients {
                 if std::mem::replace(&mut next[stretch], Write::Accumulate) == Write::Accumulate {
                     continue;
                 }
-                match self.spilled.as_mut().map(RefCell::get_mut) {
-                    Some(spilled) if spilled.has(stretch) => spilled.zero(queue, stretch)?,
+                match self.offloaded.as_mut().map(RefCell::get_mut) {
+                    Some(offloaded) if offloaded.has(stretch) => offloaded.zero(queue, stretch)?,
                     _ => queue.zero(self.store.own_of(stretch)),
                 }
             }
@@ -226,7 +226,7 @@ impl Gradients {
         if self.quantized.as_ref().is_some_and(|quantized| quantized.is_busy(&self.completed[unit])) {
             self.wait(queue, reducer)?;
         }
-        let before = reducer.pending();
+        reducer.begin_round();
         for &stretch in &self.completed[unit] {
             if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(stretch)) {
                 let elements = self.store.stretches()[stretch].elements;
@@ -247,10 +247,10 @@ impl Gradients {
                     (&mut passing.buffers[self.store.stretches()[stretch].parity()], bytes)
                 }
             };
-            reducer.sum_stretch(buffer, bytes, summing)?;
+            reducer.sum_stretch((buffer, bytes), summing)?;
         }
         if self.passing.is_some() || self.quantized.is_some() {
-            reducer.wait_but(reducer.pending() - before)?;
+            reducer.finish_earlier_rounds()?;
             self.take_in(queue)?;
         }
         if self.passing.is_some() {
@@ -274,8 +274,7 @@ impl Gradients {
         let Self { units, tied, .. } = self;
         let of_unit = tied.iter_mut().filter(|tied| units[tied.embedding.table().0] == unit);
         for Tied { embedding, summing, .. } in of_unit {
-            let (rows, bytes) = embedding.gradient_mut();
-            reducer.sum(rows, 0..bytes, *summing)?;
+            reducer.sum(embedding.gradient_mut(), *summing)?;
         }
         Ok(())
     }
@@ -285,7 +284,7 @@ impl Gradients {
     /// # Errors
     /// [`EngineError`].
     pub(crate) fn wait(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), EngineError> {
-        reducer.wait_but(0)?;
+        reducer.finish()?;
         self.take_in(queue)
     }
 
@@ -305,7 +304,7 @@ impl Gradients {
             passing.owned_begun[stretch] = true;
             let (summing, own) = (store.stretches()[stretch].summing, store.stretches()[stretch].own.clone());
             let (buffer, bytes) = store.lend_from(stretch, own);
-            reducer.sum_owned(buffer, bytes, summing)?;
+            reducer.sum_owned((buffer, bytes), summing)?;
         }
         Ok(())
     }
@@ -332,9 +331,9 @@ impl Gradients {
             let (summing, own) =
                 (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].own.clone());
             let (buffer, bytes) = self.store.lend_from(stretch, own);
-            reducer.sum_owned(buffer, bytes, summing)?;
+            reducer.sum_owned((buffer, bytes), summing)?;
         }
-        Ok(reducer.wait_but(0)?)
+        reducer.finish()
     }
 
     /// Adds sums that have come to what this rank owns.
@@ -347,16 +346,16 @@ impl Gradients {
                 Some(passing) => passing.range_of(store, stretch, store.stretches()[stretch].own.clone()),
             });
         }
-        let Self { store, spilled, passing: Some(passing), .. } = self else { return Ok(()) };
+        let Self { store, offloaded, passing: Some(passing), .. } = self else { return Ok(()) };
         std::mem::swap(&mut passing.came, &mut passing.under_way);
         passing.under_way.clear();
         for index in 0..passing.came.len() {
             let stretch = passing.came[index];
             let write = std::mem::replace(&mut passing.next[stretch], Write::Accumulate);
             let sum = passing.range_of(store, stretch, store.stretches()[stretch].own.clone());
-            let here = spilled.as_mut().map(RefCell::get_mut);
-            if let Some(spilled) = here.filter(|spilled| spilled.has(stretch)) {
-                spilled.take(queue, stretch, sum, write)?;
+            let here = offloaded.as_mut().map(RefCell::get_mut);
+            if let Some(offloaded) = here.filter(|offloaded| offloaded.has(stretch)) {
+                offloaded.take(queue, stretch, sum, write)?;
                 continue;
             }
             let own = store.own_of(stretch);
@@ -415,9 +414,9 @@ impl Gradients {
 
     /// Adds the squares of what this rank owns of the gradient of a step that has ended.
     pub(crate) fn add_squares(&self, queue: &dyn Kernels, id: ParameterId, sum: &mut ExactSum) {
-        match (self.store.part(id), &self.spilled) {
+        match (self.store.part(id), &self.offloaded) {
             (Some(part), _) => sum.merge(&queue.sum_of_squares(part.view).wait()),
-            (None, Some(spilled)) => spilled.borrow().add_squares(id, sum),
+            (None, Some(offloaded)) => offloaded.borrow().add_squares(id, sum),
             (None, None) => {}
         }
     }
@@ -428,9 +427,9 @@ impl Gradients {
     /// [`EngineError::Disk`].
     pub(crate) fn read(&self, id: ParameterId) -> Result<Vec<f32>, EngineError> {
         let range = self.store.owned_range(id);
-        match (self.store.part(id), &self.spilled) {
+        match (self.store.part(id), &self.offloaded) {
             (Some(part), _) => Ok(part.view.fetch()),
-            (None, Some(spilled)) => spilled.borrow_mut().read(id, range),
+            (None, Some(offloaded)) => offloaded.borrow_mut().read(id, range),
             (None, None) => Ok(Vec::new()),
         }
     }
@@ -446,28 +445,28 @@ impl Gradients {
         values: &[f32],
     ) -> Result<(), EngineError> {
         let start = self.store.owned_range(id).start;
-        match (self.store.part(id), &mut self.spilled) {
+        match (self.store.part(id), &mut self.offloaded) {
             (Some(part), _) => part.view.write(values),
-            (None, Some(spilled)) => spilled.get_mut().write(queue, id, start, values)?,
+            (None, Some(offloaded)) => offloaded.get_mut().write(queue, id, start, values)?,
             (None, None) => {}
         }
         Ok(())
     }
 
     /// Those that are on disk, which an update reads window by window.
-    pub(crate) fn spilled(&self) -> Option<&RefCell<Spilled>> {
-        self.spilled.as_ref()
+    pub(crate) fn offloaded(&self) -> Option<&RefCell<OffloadedGradients>> {
+        self.offloaded.as_ref()
     }
 
     /// What has been read from and written to disk since this was last asked.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
-        let spilled = self.spilled.as_mut().map(RefCell::get_mut);
-        spilled.map_or_else(DiskTraffic::default, Spilled::take_traffic)
+        let offloaded = self.offloaded.as_mut().map(RefCell::get_mut);
+        offloaded.map_or_else(DiskTraffic::default, OffloadedGradients::take_traffic)
     }
 
     /// Bytes of the file.
     pub(crate) fn disk_bytes(&self) -> u64 {
-        self.spilled.as_ref().map_or(0, |spilled| spilled.borrow().len_bytes())
+        self.offloaded.as_ref().map_or(0, |offloaded| offloaded.borrow().disk_bytes())
     }
 
     /// Elements that are still to be added to tied gradients.

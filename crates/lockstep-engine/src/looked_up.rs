@@ -155,10 +155,10 @@ impl LookedUp {
         self.rows.view(DType::F32, rows.start * row_bytes, [rows.len(), self.columns])
     }
 
-    /// The gradients of all rows, to be summed over the replicas, and how many bytes they are.
-    pub(crate) fn gradient_mut(&mut self) -> (&mut Buffer, usize) {
+    /// The buffer of the gradients of all rows, to be summed over the replicas, and their bytes there.
+    pub(crate) fn gradient_mut(&mut self) -> (&mut Buffer, Range<usize>) {
         let bytes = self.elements() * size_of::<f32>();
-        (&mut self.rows, bytes)
+        (&mut self.rows, 0..bytes)
     }
 
     /// How many rows there are.

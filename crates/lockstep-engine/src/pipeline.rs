@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockstep_comm::{Collective, Deadline, Group, Lent, Pending};
+use lockstep_comm::{Collective, Group, Lent};
 use lockstep_graph::{Activity, Cost};
 use lockstep_model::RecordedModel;
 use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
@@ -22,6 +22,7 @@ use crate::{
     gathered::WeightSource,
     passes::{Border, PassTime, Passes, Place, StepTimes},
     runner::Purpose,
+    transfers::{Job, Transfers},
 };
 
 /// A rank of a pipeline.
@@ -30,11 +31,9 @@ pub(crate) struct Pipeline {
     schedule: Arc<Schedule>,
     /// The ranks of the pipeline.
     group: Group,
-    limit: Duration,
+    transfers: Transfers<InFlight>,
     /// The own stages, in their order.
     stages: Vec<OwnStage>,
-    sends: Vec<Sent>,
-    receives: Vec<(Message, Pending)>,
     /// The loss of each micro-batch, where the head is.
     losses: Vec<f64>,
     times: StepTimes,
@@ -52,12 +51,12 @@ struct OwnStage {
     outboxes: usize,
 }
 
-/// A message that may still be on its way, and the memory that it is in.
-#[derive(Debug)]
-struct Sent {
-    place: Place,
-    border: Border,
-    pending: Pending,
+/// A message in flight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum InFlight {
+    /// It is sent from here.
+    Sent(Place, Border),
+    Received(Message),
 }
 
 impl Pipeline {
@@ -77,9 +76,9 @@ impl Pipeline {
             outboxes: memory.outboxes(),
         };
         let stages = schedule.stages_of(rank).zip(&plan.passes.stages).map(stage).collect();
-        let (sends, receives, losses) = (Vec::new(), Vec::new(), vec![0.0; micro_batches]);
+        let (transfers, losses) = (Transfers::new(limit, 2 * micro_batches), vec![0.0; micro_batches]);
         let times = StepTimes::of(schedule.passes(rank).count());
-        Self { schedule, group, limit, stages, sends, receives, losses, times }
+        Self { schedule, group, transfers, stages, losses, times }
     }
 
     /// The micro-batches of a step.
@@ -108,9 +107,7 @@ impl Pipeline {
                 Action::Step => {}
             }
         }
-        for Sent { pending, .. } in self.sends.drain(..) {
-            pending.wait(Deadline::after(self.limit))?;
-        }
+        self.transfers.finish(|_| true)?;
         self.times.passed = Instant::now();
         self.times.end = self.times.passed;
         Ok(self.losses.iter().sum())
@@ -148,8 +145,9 @@ impl Pipeline {
                     Some(before) => runner.hand_on(model, queue, Place::first(before), place),
                     None => {
                         let output = runner.lend(model, place, Border::Input);
-                        self.start(Collective::Receive { output, from })?
-                            .wait(Deadline::after(self.limit))?;
+                        let message = Message { from: number - 1, to: number, micro_batch: 0 };
+                        self.begin(InFlight::Received(message), Collective::Receive { output, from })?;
+                        self.transfers.finish(|_| true)?;
                     }
                 }
             }
@@ -159,7 +157,8 @@ impl Pipeline {
             } else if self.own(number + 1).is_none() {
                 let to = self.schedule.rank_of(number + 1);
                 let input = runner.lend(model, place, Border::Output);
-                self.start(Collective::Send { input, to })?.wait(Deadline::after(self.limit))?;
+                self.begin(InFlight::Sent(place, Border::Output), Collective::Send { input, to })?;
+                self.transfers.finish(|_| true)?;
             }
         }
         Ok(loss_sum)
@@ -179,7 +178,7 @@ impl Pipeline {
             self.await_message(passes, Message { from: stage + 1, to: stage, micro_batch }, place)?;
         }
         if kind.makes_input_gradient() {
-            self.await_sent(|sent| sent.is_in_outbox(place))?;
+            self.transfers.finish(|transfer| transfer.is_in_outbox(place))?;
         }
         let begin = Instant::now();
         passes.run(pass, place)?;
@@ -219,9 +218,9 @@ impl Pipeline {
             return Ok(());
         }
         let begin = passes.timeline().begin();
-        let index = self.receives.iter().position(|(other, _)| *other == message);
-        let (_, pending) = self.receives.swap_remove(index.expect("a receive stands before what needs it"));
-        pending.wait(Deadline::after(self.limit))?;
+        let is_message = |transfer: &InFlight| *transfer == InFlight::Received(message);
+        assert!(self.transfers.has(is_message), "a receive stands before what needs it");
+        self.transfers.finish(is_message)?;
         passes.timeline().end(begin, || (Activity::of_step("wait for a stage"), Cost::default()));
         Ok(())
     }
@@ -233,9 +232,7 @@ impl Pipeline {
         let slot = slot_of[message.micro_batch].unwrap_or(left[message.micro_batch]);
         let (place, border) = (self.stages[own].place(own, slot, message.micro_batch), Border::sent(message));
         let input = passes.lend(place, border);
-        let pending = self.start(Collective::Send { input, to })?;
-        self.sends.push(Sent { place, border, pending });
-        Ok(())
+        self.begin(InFlight::Sent(place, border), Collective::Send { input, to })
     }
 
     fn receive(&mut self, passes: &mut dyn Passes, message: Message) -> Result<(), EngineError> {
@@ -243,15 +240,12 @@ impl Pipeline {
         let place = self.place(own, message.micro_batch)?;
         let from = self.schedule.rank_of(message.from);
         let output = passes.lend(place, Border::received(message));
-        let pending = self.start(Collective::Receive { output, from })?;
-        self.receives.push((message, pending));
-        Ok(())
+        self.begin(InFlight::Received(message), Collective::Receive { output, from })
     }
 
-    fn start(&self, collective: Collective<Lent, Lent>) -> Result<Pending, EngineError> {
-        let pending = self.group.start(collective, Deadline::after(self.limit))?;
-        self.group.progress()?;
-        Ok(pending)
+    /// Begins to send or receive a message. The group's meter counts its bytes.
+    fn begin(&mut self, tag: InFlight, collective: Collective<Lent, Lent>) -> Result<(), EngineError> {
+        self.transfers.begin(tag, Job::Collective { group: &self.group, collective, bytes: 0 })
     }
 
     /// The place of a stage among the own ones.
@@ -268,16 +262,8 @@ impl Pipeline {
         let slot = stage.free.pop().expect("as many slots as the schedule needs");
         stage.slot_of[micro_batch] = Some(slot);
         let place = stage.place(own, slot, micro_batch);
-        self.await_sent(|sent| sent.is_in_slot(place))?;
+        self.transfers.finish(|transfer| transfer.is_in_slot(place))?;
         Ok(place)
-    }
-
-    /// Waits until messages have left.
-    fn await_sent(&mut self, which: impl Fn(&Sent) -> bool) -> Result<(), EngineError> {
-        while let Some(index) = self.sends.iter().position(&which) {
-            self.sends.swap_remove(index).pending.wait(Deadline::after(self.limit))?;
-        }
-        Ok(())
     }
 }
 
@@ -288,13 +274,15 @@ impl OwnStage {
     }
 }
 
-impl Sent {
-    fn is_in_slot(&self, place: Place) -> bool {
-        self.border == Border::Output && (self.place.stage, self.place.slot) == (place.stage, place.slot)
+impl InFlight {
+    /// True if the message is sent from the output of a slot.
+    fn is_in_slot(&self, at: Place) -> bool {
+        matches!(self, Self::Sent(place, Border::Output) if (place.stage, place.slot) == (at.stage, at.slot))
     }
 
-    fn is_in_outbox(&self, place: Place) -> bool {
-        let here = (self.place.stage, self.place.outbox) == (place.stage, place.outbox);
-        self.border == Border::InputGradient && here
+    /// True if the message is sent from an outbox.
+    fn is_in_outbox(&self, at: Place) -> bool {
+        matches!(self, Self::Sent(place, Border::InputGradient)
+            if (place.stage, place.outbox) == (at.stage, at.outbox))
     }
 }

@@ -16,14 +16,14 @@
 
 use std::ops::Range;
 
-use lockstep_comm::{Collective, CommError, Lent};
+use lockstep_comm::{Collective, Lent};
 use lockstep_plan::{
     DType, MemoryCategory, ParameterId, QUANTIZATION_BLOCK, QuantizedType, RecordPassage, StateLayout,
     Summing,
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
-use crate::{FlatStore, reducer::Reducer};
+use crate::{EngineError, FlatStore, reducer::Reducer};
 
 /// The records of gradients whose backward has just run, and what earlier ones failed to say.
 #[derive(Debug)]
@@ -140,14 +140,14 @@ impl QuantizedSums {
     /// Writes the gradients `[elements]` of a stretch, which are complete here, as records, and begins to send these to the owners.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError::Comm`].
     pub(crate) fn send(
         &mut self,
         queue: &dyn Kernels,
         stretch: usize,
         gradients: View<'_>,
         reducer: &mut Reducer,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let Some(coded) = &self.stretches[stretch] else { return Ok(()) };
         // What units before have left there is no part of these gradients, and would coarsen the scales of the blocks that it is in.
         coded.gaps.iter().for_each(|gap| queue.zero(gradients.rows(gap.clone())));
@@ -179,14 +179,14 @@ impl QuantizedSums {
     /// Adds to what this rank owns of a stretch, `[own elements]`, that of the other replicas.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError::Comm`].
     pub(crate) fn sum_over_replicas(
         &mut self,
         queue: &dyn Kernels,
         stretch: usize,
         own: View<'_>,
         reducer: &mut Reducer,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let Some(coded) = &self.stretches[stretch] else { return Ok(()) };
         let Some((replicas, replica)) = reducer.place_among_replicas() else { return Ok(()) };
         let (kind, elements) = (self.kind, own.elements());

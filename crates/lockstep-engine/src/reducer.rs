@@ -4,18 +4,20 @@
 //! in place, over the group's fixed tree: all replicas end with the same bits. Where ranks share out the model's state
 //! ([`Shards`]) each gets the sum of what it owns, and adds to it that of the other replicas.
 
-use std::collections::VecDeque;
-use std::ops::{Add, Range};
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
+use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, ReduceOp};
 use lockstep_plan::{DType, ParameterRecord, Summing, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
-use crate::{Groups, shards::Shards};
+use crate::transfers::{Job, Traffic, Transfers, bytes_sent};
+use crate::{EngineError, Groups, shards::Shards};
 
 /// Buckets end where blocks of the gradient norm do.
 const BUCKET_GRAIN_BYTES: usize = 4096;
+/// Buckets in flight for which there is room beforehand.
+const BUCKETS: usize = 256;
 
 /// Sums gradients over the ranks that have summands of them.
 #[derive(Debug)]
@@ -28,41 +30,9 @@ pub(crate) struct Reducer {
     replicas: Option<Group>,
     bucket_bytes: usize,
     limit: Duration,
-    pending: VecDeque<Bucket>,
-    /// Until when sums in the background are in the traffic.
-    counted_until: Option<Instant>,
-    traffic: Traffic,
-}
-
-/// A sum that is under way.
-#[derive(Debug)]
-struct Bucket {
-    started: Instant,
-    is_in_background: bool,
-    sum: Pending,
-}
-
-/// What talking to other ranks costs.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Traffic {
-    /// Bytes that this rank sent, by the best of algorithms: of S bytes that are summed over P ranks, 2 (P-1)/P S.
-    pub bytes: u64,
-    /// Time in which this rank worked on them, or, where that is not the work of its compute threads, they were under way.
-    pub busy: Duration,
-    /// The part of it in which nothing was computed: of sums of gradients that before and after the backward.
-    pub exposed: Duration,
-}
-
-impl Add for Traffic {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            bytes: self.bytes + other.bytes,
-            busy: self.busy + other.busy,
-            exposed: self.exposed + other.exposed,
-        }
-    }
+    /// Sums in flight, by round.
+    transfers: Transfers<usize>,
+    round: usize,
 }
 
 impl Reducer {
@@ -86,9 +56,8 @@ impl Reducer {
         let replicas = if is_shared_out { groups.of_replicas()? } else { None };
         let groups = groups.of_gradients(records)?;
         let bucket_bytes = bucket_bytes.next_multiple_of(BUCKET_GRAIN_BYTES).max(BUCKET_GRAIN_BYTES);
-        let (shards, pending, traffic) = (shards.groups().to_vec(), VecDeque::new(), Traffic::default());
-        let counted_until = None;
-        let reducer = Self { groups, shards, replicas, bucket_bytes, limit, pending, counted_until, traffic };
+        let (shards, transfers) = (shards.groups().to_vec(), Transfers::new(limit, BUCKETS));
+        let reducer = Self { groups, shards, replicas, bucket_bytes, limit, transfers, round: 0 };
         Ok((!reducer.groups.is_empty()).then_some(reducer))
     }
 
@@ -100,84 +69,76 @@ impl Reducer {
             replicas: None,
             bucket_bytes: BUCKET_GRAIN_BYTES,
             limit: Duration::MAX,
-            pending: VecDeque::new(),
-            counted_until: None,
-            traffic: Traffic::default(),
+            transfers: Transfers::new(Duration::MAX, 0),
+            round: 0,
         }
     }
 
-    /// What has been summed since this was last asked.
+    /// The cost of sums since this was last asked.
     pub(crate) fn take_traffic(&mut self) -> Traffic {
-        std::mem::take(&mut self.traffic)
+        self.transfers.take_traffic()
     }
 
     /// Adds to the marks, which are not 0, those of all ranks that have summands of what they mark.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: Summing) -> Result<(), CommError> {
+    /// [`EngineError::Comm`].
+    pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: Summing) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
         let begin = Instant::now();
-        let bytes = bytes_sent(&group, marks.len());
+        let bytes = bytes_sent(&group, 2, marks.len());
         group.all_reduce(marks, ReduceOp::Max, Deadline::after(self.limit))?;
-        self.traffic.bytes += bytes;
-        self.traffic.busy += begin.elapsed();
-        self.traffic.exposed += begin.elapsed();
+        self.transfers.book(bytes, begin.elapsed());
         Ok(())
     }
 
-    /// Begins to sum f32 gradients that are complete, over all that have summands: the bytes `range` of `gradients`.
+    /// Begins to sum complete f32 gradients, bytes of a buffer, over all that have summands.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError::Comm`].
     #[track_caller]
     pub(crate) fn sum(
         &mut self,
-        gradients: &mut Buffer,
-        range: Range<usize>,
+        memory: (&mut Buffer, Range<usize>),
         summing: Summing,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
-        self.all_reduce(&group, gradients, range)
+        self.all_reduce(&group, memory)
     }
 
-    /// Begins to sum f32 gradients of one stretch that are complete, so that each of those that share it out gets what it owns: the
-    /// bytes `range` of `gradients`. Where nobody else owns a part, and so [`Reducer::sum_owned`] has nothing left to do, they are
-    /// summed over all that have summands.
+    /// Begins to sum complete f32 gradients of one stretch, bytes of a buffer, so that each rank of its shard group gets its own elements.
+    /// Without a shard group, where [`Reducer::sum_owned`] has nothing left to do, they are summed over all that have summands.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError::Comm`].
     #[track_caller]
     pub(crate) fn sum_stretch(
         &mut self,
-        gradients: &mut Buffer,
-        range: Range<usize>,
+        memory: (&mut Buffer, Range<usize>),
         summing: Summing,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.shards, summing) else {
-            return self.sum(gradients, range, summing);
+            return self.sum(memory, summing);
         };
-        let ranks = group.size() as u64;
-        self.traffic.bytes += (ranks - 1) * range.len() as u64 / ranks;
-        let (op, counts) = (ReduceOp::Sum, None);
-        self.start(&group, |data| Collective::ReduceScatterInPlace { data, op, counts }, (gradients, range))
+        let (gradients, range) = memory;
+        let (op, counts, bytes) = (ReduceOp::Sum, None, range.len());
+        let data = Lent::new(gradients.lend(range), DType::F32);
+        self.begin(&group, Collective::ReduceScatterInPlace { data, op, counts }, bytes)
     }
 
     /// Begins to exchange the records of a stretch, `len` bytes, with those that share it out.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError::Comm`].
     #[track_caller]
     pub(crate) fn exchange_stretch(
         &mut self,
         collective: Collective<Lent, Lent>,
         len: usize,
         summing: Summing,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.shards, summing) else { return Ok(()) };
-        let ranks = group.size() as u64;
-        self.traffic.bytes += (ranks - 1) * len as u64 / ranks;
-        self.begin(&group, collective)
+        self.begin(&group, collective, len)
     }
 
     /// How many replicas there are, where ranks share anything out, and of which this rank is.
@@ -189,113 +150,83 @@ impl Reducer {
     /// Exchanges records of what this rank owns, `len` bytes, with those that own the same of other replicas, and waits for theirs.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError::Comm`].
     #[track_caller]
     pub(crate) fn exchange_owned(
         &mut self,
         collective: Collective<Lent, Lent>,
         len: usize,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let Some(group) = self.replicas.clone() else { return Ok(()) };
-        let ranks = group.size() as u64;
-        self.traffic.bytes += (ranks - 1) * len as u64 / ranks;
-        self.begin(&group, collective)?;
-        self.wait_but(0)
+        self.begin(&group, collective, len)?;
+        self.finish()
     }
 
-    /// Begins to add to what this rank owns of a stretch, of which all summands of its own replica have come, those of the others.
+    /// Begins to sum the own elements of a stretch, bytes of a buffer, over the replicas, when those of its own replica are summed.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// [`EngineError::Comm`].
     #[track_caller]
     pub(crate) fn sum_owned(
         &mut self,
-        gradients: &mut Buffer,
-        range: Range<usize>,
+        memory: (&mut Buffer, Range<usize>),
         summing: Summing,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), EngineError> {
         let is_shared_out = group_of(&self.shards, summing).is_some();
         let Some(group) = self.replicas.clone().filter(|_| is_shared_out) else { return Ok(()) };
-        self.all_reduce(&group, gradients, range)
+        self.all_reduce(&group, memory)
     }
 
     #[track_caller]
     fn all_reduce(
         &mut self,
         group: &Group,
-        gradients: &mut Buffer,
-        range: Range<usize>,
-    ) -> Result<(), CommError> {
-        self.traffic.bytes += bytes_sent(group, range.len());
+        (gradients, range): (&mut Buffer, Range<usize>),
+    ) -> Result<(), EngineError> {
+        // Booked once: a part of each bucket's bytes may be rounded off.
+        let mut bytes = range.len();
         for start in range.clone().step_by(self.bucket_bytes) {
             let bucket = start..range.end.min(start + self.bucket_bytes);
-            let sum = |data| Collective::AllReduce { data, op: ReduceOp::Sum };
-            self.start(group, sum, (&mut *gradients, bucket))?;
+            let data = Lent::new(gradients.lend(bucket), DType::F32);
+            let sum = Collective::AllReduce { data, op: ReduceOp::Sum };
+            self.begin(group, sum, std::mem::take(&mut bytes))?;
         }
         Ok(())
     }
 
     #[track_caller]
-    fn start(
+    fn begin(
         &mut self,
         group: &Group,
-        collective: impl FnOnce(Lent) -> Collective<Lent, Lent>,
-        (gradients, range): (&mut Buffer, Range<usize>),
-    ) -> Result<(), CommError> {
-        let data = Lent::new(gradients.lend(range), DType::F32);
-        self.begin(group, collective(data))
+        collective: Collective<Lent, Lent>,
+        bytes: usize,
+    ) -> Result<(), EngineError> {
+        self.transfers.begin(self.round, Job::Collective { group, collective, bytes })
     }
 
-    #[track_caller]
-    fn begin(&mut self, group: &Group, collective: Collective<Lent, Lent>) -> Result<(), CommError> {
-        let started = Instant::now();
-        let is_in_background = group.is_in_background();
-        let sum = group.start(collective, Deadline::after(self.limit))?;
-        self.pending.push_back(Bucket { started, is_in_background, sum });
-        group.progress()?;
-        if !is_in_background {
-            self.traffic.busy += started.elapsed();
-        }
-        Ok(())
+    /// Begins a round of sums.
+    pub(crate) fn begin_round(&mut self) {
+        self.round += 1;
     }
 
-    /// How many sums are under way.
-    pub(crate) fn pending(&self) -> usize {
-        self.pending.len()
-    }
-
-    /// Waits until everything is summed but the last `rest` sums.
+    /// Waits for the sums of earlier rounds.
     ///
     /// # Errors
-    /// [`CommError`].
-    pub(crate) fn wait_but(&mut self, rest: usize) -> Result<(), CommError> {
-        let begin = Instant::now();
-        let mut is_own_work = false;
-        let done = self.pending.len().saturating_sub(rest);
-        for Bucket { started, is_in_background, sum } in self.pending.drain(..done) {
-            let (_, done) = sum.wait_with_time(Deadline::after(self.limit))?;
-            if is_in_background {
-                let from = self.counted_until.map_or(started, |until: Instant| started.max(until));
-                self.traffic.busy += done.saturating_duration_since(from);
-                self.counted_until = Some(from.max(done));
-            }
-            is_own_work |= !is_in_background;
-        }
-        if is_own_work {
-            self.traffic.busy += begin.elapsed();
-        }
-        self.traffic.exposed += begin.elapsed();
-        Ok(())
+    /// [`EngineError::Comm`].
+    pub(crate) fn finish_earlier_rounds(&mut self) -> Result<(), EngineError> {
+        self.transfers.finish(|round| *round != self.round)
+    }
+
+    /// Waits for all sums.
+    ///
+    /// # Errors
+    /// [`EngineError::Comm`].
+    pub(crate) fn finish(&mut self) -> Result<(), EngineError> {
+        self.transfers.finish(|_| true)
     }
 }
 
 /// The group of those that sum so, if there is one.
 fn group_of(groups: &[(Summing, Group)], summing: Summing) -> Option<Group> {
     groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group.clone())
-}
-
-/// Bytes that a rank sends when `len` are summed over a group.
-fn bytes_sent(group: &Group, len: usize) -> u64 {
-    let ranks = group.size() as u64;
-    2 * (ranks - 1) * len as u64 / ranks
 }

@@ -12,16 +12,16 @@ use lockstep_plan::{
     DType, MemoryCategory, StageMemory,
     random::{key_from_name, mix},
 };
-use lockstep_tensor::{Arena, Buffer, DiskError, DiskTraffic, Element, Kernels, Tensor, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, TensorError, View};
 
 use crate::{
     EngineError, ExpertLoad, Gradients, Groups, Offload, UnitParameters, Weights,
     borders::{boundary, boundary_bytes, message, message_bytes},
     gathered::WeightSource,
+    offloaded_frames::{FrameId, OffloadedFrames},
+    partitioned_activations::PartitionedActivations,
     passes::{Border, Place},
-    slices::Slices,
     slots::{Slot, Stage, frame},
-    spool::{FrameId, Spool},
 };
 
 /// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`, of whole sequences also where ranks
@@ -47,10 +47,10 @@ pub struct Runner {
     workspace: Buffer,
     /// Gradients of the values between units; a unit reads one and writes the other.
     boundary: [Buffer; 2],
-    /// Outputs that are whole, where ranks keep slices.
-    slices: Option<Slices>,
-    /// Frames that are on disk.
-    spool: Option<Spool>,
+    /// Outputs of units, where tensor-parallel ranks keep a slice of each.
+    partitioned: Option<PartitionedActivations>,
+    /// Offloaded frames.
+    offloaded: Option<OffloadedFrames>,
     inverse_frequencies: Option<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
@@ -153,8 +153,8 @@ impl Runner {
             stages: stages.iter().map(memory).collect::<Result<_, TensorError>>()?,
             workspace: arena.allocate(profile.workspace_bytes(stages), MemoryCategory::Workspace)?,
             boundary: [boundary()?, boundary()?],
-            slices: Slices::new(model, stages, groups.tensor_place(), arena)?,
-            spool: offload.map(|offload| Spool::new(offload, &profile, stages, arena)).transpose()?.flatten(),
+            partitioned: PartitionedActivations::new(model, stages, groups.tensor_place(), arena)?,
+            offloaded: OffloadedFrames::new(offload, &profile, stages, arena)?,
             inverse_frequencies: model
                 .inverse_frequencies()
                 .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
@@ -238,7 +238,7 @@ impl Runner {
         for unit in units.clone() {
             self.abandons.check()?;
             self.make_ready(queue, weights, unit)?;
-            self.on_disk(|spool| spool.begin(FrameId::new(place, unit)))?;
+            self.on_disk(|frames| frames.begin(FrameId::new(place, unit)))?;
             if unit == units.start {
                 self.gather_input(model, place, unit)?;
             }
@@ -254,16 +254,17 @@ impl Runner {
                 Purpose::Training => program.forward_for_backward(&replay)?,
                 Purpose::Evaluation => program.forward(&replay)?,
             }
-            if let Some(slices) = self.slices.as_ref().filter(|_| model.slices_output(unit)) {
+            if let Some(slices) = self.partitioned.as_ref().filter(|_| model.slices_output(unit)) {
                 let (buffer, offset_bytes) = self.output_of(model, place, unit);
                 slices.keep(queue, unit, slices.slice(buffer, offset_bytes));
             }
-            if let Some(counts) = program.load(frame(&self.stages, self.spool.as_ref(), place, unit)) {
+            if let Some(counts) = program.load(frame(&self.stages, self.offloaded.as_ref(), place, unit)) {
                 self.load.add(unit, counts);
             }
             let is_read_again = first.is_some_and(|first| unit + 1 >= first);
-            if purpose == Purpose::Training && is_read_again {
-                self.with_spool(|spool| spool.end(FrameId::new(place, unit), unit + 1 == units.end));
+            let is_kept = purpose == Purpose::Training && is_read_again;
+            if let Some(frames) = self.offloaded.as_mut().filter(|_| is_kept) {
+                frames.end(FrameId::new(place, unit), unit + 1 == units.end)?;
             }
         }
         Ok(())
@@ -321,7 +322,7 @@ impl Runner {
         for unit in (first.max(units.start)..units.end).rev() {
             self.abandons.check()?;
             self.make_ready(queue, weights, unit)?;
-            self.on_disk(|spool| spool.bring_back(FrameId::new(place, unit), first))?;
+            self.on_disk(|frames| frames.bring_back(FrameId::new(place, unit), first))?;
             self.gather_input(model, place, unit)?;
             let Stage { slots, outboxes, .. } = &self.stages[place.stage];
             let slot = &slots[place.slot];
@@ -348,8 +349,8 @@ impl Runner {
                     program.backward_inputs(&replay, dy, dx, seed, deferred)?;
                 }
             }
-            if half == Half::Both {
-                self.with_spool(|spool| spool.forget(FrameId::new(place, unit), first));
+            if let Some(frames) = self.offloaded.as_mut().filter(|_| half == Half::Both) {
+                frames.forget(FrameId::new(place, unit), first);
             }
             after_unit(gradients, unit)?;
         }
@@ -373,7 +374,7 @@ impl Runner {
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
             self.make_ready(queue, weights, unit)?;
-            self.on_disk(|spool| spool.bring_back(FrameId::new(place, unit), first))?;
+            self.on_disk(|frames| frames.bring_back(FrameId::new(place, unit), first))?;
             self.gather_input(model, place, unit)?;
             let slot = &self.stages[place.stage].slots[place.slot];
             let weights = weights.weights();
@@ -381,7 +382,9 @@ impl Runner {
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
             let replay = self.replay(model, place, unit, queue, &parameters);
             model.program(unit).backward_weights(&replay, &slot.deferred[unit - units.start])?;
-            self.with_spool(|spool| spool.forget(FrameId::new(place, unit), first));
+            if let Some(frames) = &mut self.offloaded {
+                frames.forget(FrameId::new(place, unit), first);
+            }
             after_unit(gradients, unit)?;
         }
         Ok(())
@@ -402,7 +405,7 @@ impl Runner {
 
     /// Has the input of a unit whole where ranks keep slices of it: in its backward, and in the forward of a stage's first unit.
     fn gather_input(&self, model: &RecordedModel, place: Place, unit: usize) -> Result<(), EngineError> {
-        let (Some(before), Some(slices)) = (unit.checked_sub(1), &self.slices) else { return Ok(()) };
+        let (Some(before), Some(slices)) = (unit.checked_sub(1), &self.partitioned) else { return Ok(()) };
         let Some(peers) = self.groups.peers().filter(|_| model.slices_output(before)) else { return Ok(()) };
         let Stage { units, slots, .. } = &self.stages[place.stage];
         let (buffer, offset_bytes) = match &slots[place.slot].input {
@@ -422,35 +425,32 @@ impl Runner {
         match &slots[place.slot].output {
             Some(output) if unit + 1 == units.end => (output, 0),
             _ => {
-                let frame = frame(&self.stages, self.spool.as_ref(), place, unit);
+                let frame = frame(&self.stages, self.offloaded.as_ref(), place, unit);
                 (frame, model.program(unit).output_bytes().start)
             }
         }
     }
 
     /// Has something done with the frames that are on disk, if any are.
-    fn on_disk(&mut self, work: impl FnOnce(&mut Spool) -> Result<(), DiskError>) -> Result<(), EngineError> {
-        let Some(spool) = &mut self.spool else { return Ok(()) };
+    fn on_disk(
+        &mut self,
+        work: impl FnOnce(&mut OffloadedFrames) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let Some(frames) = &mut self.offloaded else { return Ok(()) };
         let begin = self.timeline.begin();
-        work(spool)?;
+        work(frames)?;
         self.timeline.end(begin, || (Activity::of_step("wait for disk"), Cost::default()));
         Ok(())
     }
 
-    fn with_spool(&mut self, work: impl FnOnce(&mut Spool)) {
-        if let Some(spool) = &mut self.spool {
-            work(spool);
-        }
-    }
-
     /// Bytes of activations on disk.
     pub(crate) fn disk_bytes(&self) -> u64 {
-        self.spool.as_ref().map_or(0, Spool::len_bytes)
+        self.offloaded.as_ref().map_or(0, OffloadedFrames::disk_bytes)
     }
 
     /// What of them has been read and written since this was last asked.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
-        self.spool.as_mut().map_or_else(DiskTraffic::default, Spool::take_traffic)
+        self.offloaded.as_mut().map_or_else(DiskTraffic::default, OffloadedFrames::take_traffic)
     }
 
     /// Lends what crosses a border of a stage, for as long as it is on its way.
@@ -554,9 +554,9 @@ impl Runner {
     ) -> Replay<'a> {
         let Stage { units, slots, .. } = &self.stages[place.stage];
         let slot = &slots[place.slot];
-        let frame = |unit| frame(&self.stages, self.spool.as_ref(), place, unit);
+        let frame = |unit| frame(&self.stages, self.offloaded.as_ref(), place, unit);
         let whole = |unit: usize| {
-            self.slices.as_ref().filter(|_| model.slices_output(unit)).map(|slices| slices.whole(unit))
+            self.partitioned.as_ref().filter(|_| model.slices_output(unit)).map(|slices| slices.whole(unit))
         };
         let input = unit.checked_sub(1).and_then(whole).or_else(|| {
             if unit > units.start {

@@ -8,8 +8,8 @@ use lockstep_tensor::{Arena, Buffer, Tensor, TensorError};
 
 use crate::{
     borders::boundary_bytes,
+    offloaded_frames::{FrameId, OffloadedFrames},
     passes::Place,
-    spool::{FrameId, Spool},
 };
 
 /// A stage of the model that is here.
@@ -88,14 +88,14 @@ impl Slot {
 /// The frame of a unit, in memory or brought there from disk.
 pub(crate) fn frame<'a>(
     stages: &'a [Stage],
-    spool: Option<&'a Spool>,
+    offloaded: Option<&'a OffloadedFrames>,
     place: Place,
     unit: usize,
 ) -> &'a Buffer {
     let Stage { units, slots, .. } = &stages[place.stage];
-    match (&slots[place.slot].frames[unit - units.start], spool) {
+    match (&slots[place.slot].frames[unit - units.start], offloaded) {
         (Some(frame), _) => frame,
-        (None, Some(spool)) => spool.get(FrameId::new(place, unit)),
+        (None, Some(offloaded)) => offloaded.get(FrameId::new(place, unit)),
         (None, None) => unreachable!("a frame is in memory or on disk"),
     }
 }

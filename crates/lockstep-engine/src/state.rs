@@ -6,7 +6,7 @@ use half::bf16;
 use lockstep_comm::Group;
 use lockstep_plan::{DType, ParameterId, ParameterRecord, StateKind, StoreKind, Summing};
 
-use crate::windows::DiskStore;
+use crate::windowed_store::WindowedStore;
 use crate::{EngineError, FlatStore, Groups, shards::Shards};
 
 /// What a rank owns of a tensor of a parameter, lent by an [`Engine`](crate::Engine) or a [`Snapshot`](crate::Snapshot).
@@ -36,7 +36,7 @@ pub enum Contents<'a> {
 /// Elements on disk.
 #[derive(Debug, Clone, Copy)]
 pub struct OnDisk<'a> {
-    store: &'a RefCell<DiskStore>,
+    store: &'a RefCell<WindowedStore>,
     id: ParameterId,
     kind: StoreKind,
     first: usize,
@@ -59,7 +59,7 @@ impl OnDisk<'_> {
         );
         let first = self.first + start / self.size;
         let elements = first..first + bytes.len() / self.size;
-        Ok(self.store.borrow_mut().read(self.id, self.kind, elements, bytes)?)
+        self.store.borrow_mut().read(self.id, self.kind, elements, bytes)
     }
 }
 
@@ -186,7 +186,7 @@ pub(crate) fn tensors_of<'a>(
 /// The tensors of all parameters on disk, those of a parameter one after the other: they lie near each other.
 pub(crate) fn tensors_on_disk<'a>(
     records: &'a [ParameterRecord],
-    store: &'a RefCell<DiskStore>,
+    store: &'a RefCell<WindowedStore>,
 ) -> Vec<StateTensor<'a>> {
     let borrowed = store.borrow();
     let is_rounded = |kind| kind == StoreKind::Weights && borrowed.keeps(StoreKind::MasterWeights);

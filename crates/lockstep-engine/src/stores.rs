@@ -3,7 +3,7 @@
 use lockstep_plan::{StateItem, StateLayout, StoreKind};
 use lockstep_tensor::{Arena, TensorError};
 
-use crate::windows::DiskStore;
+use crate::windowed_store::WindowedStore;
 use crate::{EngineError, FlatStore, Offload};
 
 /// Flat stores by kind. Gradients and their residual are there until [`Gradients`](crate::Gradients) takes them.
@@ -70,9 +70,9 @@ impl Stores {
         items: impl IntoIterator<Item = &'a StateItem>,
         offload: &Offload,
         arena: &Arena,
-    ) -> Result<Option<DiskStore>, EngineError> {
+    ) -> Result<Option<WindowedStore>, EngineError> {
         let kinds: Vec<_> = items.into_iter().map(|item| (item.kind, item.dtype)).collect();
         let Some(store) = kinds.first().and_then(|(kind, _)| self.get(*kind)) else { return Ok(None) };
-        DiskStore::zeros(offload, store, kinds, arena)
+        WindowedStore::zeros(offload, store, kinds, arena)
     }
 }

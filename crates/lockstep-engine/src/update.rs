@@ -10,9 +10,9 @@ use lockstep_plan::{ParameterId, StoreKind};
 use lockstep_tensor::View;
 
 use crate::flat::Piece;
+use crate::offloaded_gradients::OffloadedGradients;
 use crate::optimizer::Operands;
-use crate::spilled::Spilled;
-use crate::windows::DiskStore;
+use crate::windowed_store::WindowedStore;
 use crate::{Engine, EngineError, FlatStore, Part, StateKind};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -71,14 +71,14 @@ impl Engine {
     /// Updates what is on disk, window by window.
     fn update_on_disk(&self, update: &Update) -> Result<(), EngineError> {
         let Some(store) = &self.weights.on_disk else { return Ok(()) };
-        let mut spilled = self.gradients.spilled().map(RefCell::borrow_mut);
-        self.update_windows(&mut store.borrow_mut(), spilled.as_deref_mut(), update)
+        let mut offloaded = self.gradients.offloaded().map(RefCell::borrow_mut);
+        self.update_windows(&mut store.borrow_mut(), offloaded.as_deref_mut(), update)
     }
 
     fn update_windows(
         &self,
-        store: &mut DiskStore,
-        mut spilled: Option<&mut Spilled>,
+        store: &mut WindowedStore,
+        mut offloaded: Option<&mut OffloadedGradients>,
         update: &Update,
     ) -> Result<(), EngineError> {
         let end = store.windows().len();
@@ -86,14 +86,14 @@ impl Engine {
             let begin = self.timeline().begin();
             let stretch = store.windows()[window].stretch;
             let number = window - store.windows_of(stretch).start;
-            store.look_ahead(window, end)?;
-            let mut spilled = spilled.as_deref_mut().filter(|spilled| spilled.has(stretch));
-            if let Some(spilled) = &mut spilled {
-                spilled.look_ahead(stretch, number)?;
+            store.read_ahead(window, end)?;
+            let mut offloaded = offloaded.as_deref_mut().filter(|offloaded| offloaded.has(stretch));
+            if let Some(offloaded) = &mut offloaded {
+                offloaded.read_ahead(stretch, number)?;
             }
             store.load(window)?;
             let len = store.windows()[window].elements.len();
-            let gradients = spilled.map(|spilled| spilled.load(stretch, number, 0..len)).transpose()?;
+            let gradients = offloaded.map(|offloaded| offloaded.load(stretch, number, 0..len)).transpose()?;
             self.timeline().end(begin, || (Activity::of_step("wait for the disk"), Cost::default()));
             let start = store.windows()[window].elements.start;
             for piece in &store.windows()[window].pieces {
@@ -102,14 +102,13 @@ impl Engine {
             }
             store.note_change(window);
         }
-        store.write_all_behind();
-        Ok(())
+        store.write_behind()
     }
 
     /// Updates the elements of a parameter that lie `in_window`; `gradients` are the window's, if they are on disk too.
     fn update_piece(
         &self,
-        store: &DiskStore,
+        store: &WindowedStore,
         window: usize,
         (piece, in_window): (&Piece, Range<usize>),
         gradients: Option<View<'_>>,

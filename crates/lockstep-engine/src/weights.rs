@@ -11,7 +11,7 @@ use lockstep_tensor::{Arena, DiskTraffic, Kernels};
 
 use crate::arriving::Arriving;
 use crate::gathered::{Gathered, Own, WeightSource};
-use crate::windows::DiskStore;
+use crate::windowed_store::WindowedStore;
 use crate::{EngineError, FlatStore, Offload, Traffic, Weights, shards::Shards, stores::Stores};
 
 /// The weights of a rank's model and the optimizer's state.
@@ -22,9 +22,9 @@ pub(crate) struct ModelWeights {
     /// Who owns what.
     pub(crate) shards: Shards,
     /// The optimizer's state that is on disk, master weights and what kernels read among it, and trained weights that are there.
-    pub(crate) on_disk: Option<RefCell<DiskStore>>,
+    pub(crate) on_disk: Option<RefCell<WindowedStore>>,
     /// Weights on disk that are not trained.
-    pub(crate) frozen_on_disk: Option<RefCell<DiskStore>>,
+    pub(crate) frozen_on_disk: Option<RefCell<WindowedStore>>,
     /// Where parameters that are shared out, or on disk, are whole while they are used.
     pub(crate) gathered: Option<Gathered>,
     /// What other ranks have updated and this one keeps, on its way.
@@ -142,7 +142,7 @@ impl ModelWeights {
     /// Bytes of the files that it has.
     pub(crate) fn disk_bytes(&self) -> u64 {
         let stores = [&self.on_disk, &self.frozen_on_disk].into_iter().flatten();
-        stores.map(|store| store.borrow().len_bytes()).sum()
+        stores.map(|store| store.borrow().disk_bytes()).sum()
     }
 
     /// What has been read from them and written since this was last asked.

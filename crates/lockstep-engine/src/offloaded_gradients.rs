@@ -1,36 +1,36 @@
-//! Gradients on disk: each is written once its sum has come, read back for the next micro-batch's sum, and read by the update.
+//! Offloaded gradients: each is written once it is reduced, read back to add the next micro-batch's, and read by the optimizer step.
 //!
-//! The squares that the norm is made of are summed as a gradient goes by, so that the norm costs no pass over the disk.
+//! The squares of the gradient norm are summed whenever a window changes, so that the norm costs no pass over the disk.
 
 use std::ops::Range;
 
 use lockstep_plan::{DType, ParameterId, StoreKind, exact::ExactSum};
 use lockstep_tensor::{Arena, DiskTraffic, Kernels, View, Write};
 
-use crate::windows::DiskStore;
-use crate::{EngineError, FlatStore, Offload};
+use crate::windowed_store::WindowedStore;
+use crate::{EngineError, Offload, flat::FlatStore};
 
 const KIND: StoreKind = StoreKind::Gradients;
 
-/// The gradients of the stretches of a store that are on disk.
+/// The gradients of the offloaded stretches of a store. Methods fail if the disk does, or does not answer in time.
 #[derive(Debug)]
-pub(crate) struct Spilled {
-    store: DiskStore,
-    /// Of each window, the sum of squares of each of its pieces, as they were written last.
+pub(crate) struct OffloadedGradients {
+    store: WindowedStore,
+    /// The sum of squares of each piece of each window.
     squares: Vec<Vec<ExactSum>>,
 }
 
-impl Spilled {
-    /// Gradients for what this rank owns of the stretches of `layout` that are on disk; none if nothing is.
+impl OffloadedGradients {
+    /// Gradients for the own elements of the offloaded stretches of `gradients`; `None` if nothing is offloaded.
     ///
     /// # Errors
-    /// No room on the disk or in memory.
+    /// If the disk or memory has no room.
     pub(crate) fn new(
         offload: &Offload,
-        layout: &FlatStore,
+        gradients: &FlatStore,
         arena: &Arena,
     ) -> Result<Option<Self>, EngineError> {
-        let Some(store) = DiskStore::zeros(offload, layout, vec![(KIND, DType::F32)], arena)? else {
+        let Some(store) = WindowedStore::zeros(offload, gradients, vec![(KIND, DType::F32)], arena)? else {
             return Ok(None);
         };
         let of_window = store.windows().iter().map(|window| vec![ExactSum::default(); window.pieces.len()]);
@@ -38,15 +38,12 @@ impl Spilled {
         Ok(Some(Self { store, squares }))
     }
 
-    /// Whether a stretch is here.
+    /// True if a stretch is offloaded.
     pub(crate) fn has(&self, stretch: usize) -> bool {
         !self.store.windows_of(stretch).is_empty()
     }
 
-    /// Takes a sum, `[own elements of the stretch]`: instead of what was here, or besides.
-    ///
-    /// # Errors
-    /// [`EngineError::Disk`].
+    /// Replaces the gradients of a stretch by a sum, `[own elements of the stretch]`, or adds it.
     pub(crate) fn take(
         &mut self,
         queue: &dyn Kernels,
@@ -60,7 +57,7 @@ impl Spilled {
             match write {
                 Write::Overwrite => self.store.begin_anew(window)?,
                 Write::Accumulate => {
-                    self.store.look_ahead(window, windows.end)?;
+                    self.store.read_ahead(window, windows.end)?;
                     self.store.load(window)?;
                 }
             }
@@ -74,25 +71,20 @@ impl Spilled {
             self.note_change(queue, window);
             first += len;
         }
-        self.store.write_all_behind();
-        Ok(())
+        self.store.write_behind()
     }
 
-    /// Nothing has contributed to a stretch.
-    ///
-    /// # Errors
-    /// [`EngineError::Disk`].
+    /// Sets the gradients of a stretch to zero.
     pub(crate) fn zero(&mut self, queue: &dyn Kernels, stretch: usize) -> Result<(), EngineError> {
         for window in self.store.windows_of(stretch) {
             self.store.begin_anew(window)?;
             queue.zero(self.store.view(window, KIND, 0..self.store.windows()[window].elements.len()));
             self.note_change(queue, window);
         }
-        self.store.write_all_behind();
-        Ok(())
+        self.store.write_behind()
     }
 
-    /// Adds the squares of what is here of a gradient.
+    /// Adds the squares of the own elements of a gradient.
     pub(crate) fn add_squares(&self, id: ParameterId, sum: &mut ExactSum) {
         for (window, squares) in self.store.windows().iter().zip(&self.squares) {
             let of_parameter = window.pieces.iter().zip(squares).filter(|(piece, _)| piece.id == id);
@@ -101,9 +93,6 @@ impl Spilled {
     }
 
     /// A copy of elements of a gradient.
-    ///
-    /// # Errors
-    /// [`EngineError::Disk`].
     pub(crate) fn read(&mut self, id: ParameterId, elements: Range<usize>) -> Result<Vec<f32>, EngineError> {
         let mut values = vec![0.0_f32; elements.len()];
         self.store.read(id, KIND, elements, bytemuck::cast_slice_mut(&mut values))?;
@@ -111,9 +100,6 @@ impl Spilled {
     }
 
     /// Replaces elements of a gradient from `start` on.
-    ///
-    /// # Errors
-    /// [`EngineError::Disk`].
     pub(crate) fn write(
         &mut self,
         queue: &dyn Kernels,
@@ -132,19 +118,13 @@ impl Spilled {
     }
 
     /// Begins to read the windows of a stretch from the one with this number on.
-    ///
-    /// # Errors
-    /// [`EngineError::Disk`].
-    pub(crate) fn look_ahead(&mut self, stretch: usize, number: usize) -> Result<(), EngineError> {
+    pub(crate) fn read_ahead(&mut self, stretch: usize, number: usize) -> Result<(), EngineError> {
         let windows = self.store.windows_of(stretch);
-        // Those of the next stretch follow.
-        Ok(self.store.look_ahead(windows.start + number, self.store.windows().len())?)
+        // The windows of the next stretch follow.
+        self.store.read_ahead(windows.start + number, self.store.windows().len())
     }
 
     /// The elements of a window, given by its number in its stretch, once they have come.
-    ///
-    /// # Errors
-    /// [`EngineError::Disk`].
     pub(crate) fn load(
         &mut self,
         stretch: usize,
@@ -156,17 +136,17 @@ impl Spilled {
         Ok(self.store.view(window, KIND, elements))
     }
 
-    /// See [`DiskStore::take_traffic`].
+    /// The cost of reads and writes since this was last asked.
     pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
         self.store.take_traffic()
     }
 
     /// Bytes of the file.
-    pub(crate) fn len_bytes(&self) -> u64 {
-        self.store.len_bytes()
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        self.store.disk_bytes()
     }
 
-    /// A window that is in memory has other contents.
+    /// Notes that a window in memory was changed, and sums its squares again.
     fn note_change(&mut self, queue: &dyn Kernels, window: usize) {
         self.store.note_change(window);
         let of_window = &self.store.windows()[window];

@@ -1,12 +1,12 @@
 //! Windows of a disk that is slow, silent, or fails.
 
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lockstep_plan::{
     Extent, Initializer, ParameterRecord, ShardPlace, Share, StateItem, StoreKind, StoreLayout,
 };
-use lockstep_tensor::Action;
+use lockstep_tensor::{Action, DiskError};
 
 use super::*;
 use crate::troubled::Trouble;
@@ -17,7 +17,7 @@ const FIRST: StoreKind = StoreKind::MasterWeights;
 const SECOND: StoreKind = StoreKind::Gradients;
 
 /// A parameter of many windows, and two tensors of it.
-fn store(directory: &std::path::Path) -> DiskStore {
+fn store(directory: &std::path::Path) -> WindowedStore {
     let record = ParameterRecord {
         name: "w".to_owned(),
         shape: vec![WINDOWS * ELEMENTS],
@@ -42,33 +42,32 @@ fn store(directory: &std::path::Path) -> DiskStore {
         limit: Duration::from_millis(200),
         ..Offload::default()
     };
-    DiskStore::zeros(&offload, &layout, vec![(FIRST, DType::F32), (SECOND, DType::F32)], &arena)
+    WindowedStore::zeros(&offload, &layout, vec![(FIRST, DType::F32), (SECOND, DType::F32)], &arena)
         .unwrap()
         .unwrap()
 }
 
 /// Adds 1 to everything of the first kind, as an update goes through the windows.
-fn pass(store: &mut DiskStore) -> Result<(), DiskError> {
+fn pass(store: &mut WindowedStore) -> Result<(), EngineError> {
     for window in 0..WINDOWS {
-        store.look_ahead(window, WINDOWS)?;
+        store.read_ahead(window, WINDOWS)?;
         store.load(window)?;
         let view = store.view(window, FIRST, 0..ELEMENTS);
         view.copy_from(&view.to_vec::<f32>().iter().map(|value| value + 1.0).collect::<Vec<_>>());
         store.note_change(window);
     }
-    store.write_all_behind();
-    Ok(())
+    store.write_behind()
 }
 
-fn contents(store: &mut DiskStore, kind: StoreKind) -> Vec<f32> {
+fn contents(store: &mut WindowedStore, kind: StoreKind) -> Vec<f32> {
     let mut values = vec![0.0_f32; WINDOWS * ELEMENTS];
     let all = 0..values.len();
     store.read(ParameterId(0), kind, all, bytemuck::cast_slice_mut(&mut values)).unwrap();
     values
 }
 
-fn troubled(mut store: DiskStore, trouble: Trouble) -> DiskStore {
-    store.queue = trouble.of(store.queue);
+fn troubled(mut store: WindowedStore, trouble: Trouble) -> WindowedStore {
+    store.staging = store.staging.troubled(trouble);
     store
 }
 
@@ -115,7 +114,7 @@ fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one
     for kind in [FIRST, SECOND] {
         store.write(ParameterId(0), kind, 0, &values).unwrap();
     }
-    store.write_all_behind();
+    store.write_behind().unwrap();
     store.take_traffic();
     let mut piece = vec![0.0_f32; ELEMENTS / 2];
     for kind in [FIRST, SECOND] {
@@ -140,7 +139,7 @@ fn a_write_that_fails_is_an_error_of_the_pass_or_of_the_next_one() {
         );
         let error = pass(&mut store).and_then(|()| pass(&mut store)).unwrap_err();
         assert!(
-            matches!(&error, DiskError::Transfer { action: Action::Write, source, .. }
+            matches!(&error, EngineError::Disk(DiskError::Transfer { action: Action::Write, source, .. })
                 if source.kind() == io::ErrorKind::StorageFull),
             "{error}"
         );
@@ -153,6 +152,6 @@ fn a_disk_that_says_nothing_is_an_error_in_time() {
     let mut store = troubled(store(directory.path()), Trouble { is_silent: true, ..Trouble::default() });
     let begin = Instant::now();
     let error = pass(&mut store).unwrap_err();
-    assert!(matches!(error, DiskError::Silent { .. }), "{error}");
+    assert!(matches!(error, EngineError::Disk(DiskError::Silent { .. })), "{error}");
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
 }

@@ -1,9 +1,10 @@
-//! Values between units of which each tensor-parallel rank keeps a slice (Rajbhandari et al. 2019, `P_a`; Korthikanti et al. 2022).
+//! Partitioned activations: outputs of units of which each tensor-parallel rank keeps a slice (Rajbhandari et al. 2019, `P_a`;
+//! Korthikanti et al. 2022).
 //!
-//! Without sequence parallelism all ranks that share a block have the same output of it. Where the next block forgets everything else,
-//! each keeps a flat range of that output, and before the block's backward all ranges are gathered again. Two values are whole at a
-//! time: the one that a unit reads and the one that it writes. Between the stages of a pipeline the slices themselves are sent
-//! (Narayanan et al. 2021, section 4.1), so that a message is as much shorter; it is gathered where it is read.
+//! Without sequence parallelism all tensor-parallel ranks have the same output of a block. If the next block recomputes everything else,
+//! each keeps a flat slice of that output, and before the block's backward all slices are gathered again. Two outputs are whole at a
+//! time: the one that a unit reads and the one that it writes. Pipeline stages send the slices themselves (Narayanan et al. 2021,
+//! section 4.1), which makes messages shorter, and gather them where they are read.
 //!
 //! ```text
 //! forward    unit 3 writes [ rank 0 | rank 1 | rank 2 | rank 3 ]    unit 4 reads it, then unit 5 writes there
@@ -16,22 +17,22 @@ use lockstep_model::RecordedModel;
 use lockstep_plan::{DType, MemoryCategory, StageMemory, TensorPlace};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
 
-/// The two values that are whole, and how they are cut.
+/// The two outputs that are whole, and how they are cut into slices.
 #[derive(Debug)]
-pub(crate) struct Slices {
+pub(crate) struct PartitionedActivations {
     whole: [Buffer; 2],
     dtype: DType,
-    /// Rows and columns of a value.
+    /// Rows and columns of an output.
     shape: [usize; 2],
-    /// Elements of a slice; together they may be a few more than the value has.
+    /// Elements of a slice; together the slices may have a few more than the output.
     elements: usize,
     ranks: usize,
     rank: usize,
 }
 
-impl Slices {
-    /// Memory for the values between units of `stages` of `model`, on a rank with this place among those that share its blocks; none
-    /// if all values are kept whole.
+impl PartitionedActivations {
+    /// Memory for the outputs of units of `stages` of `model`, at this place of the tensor-parallel group; `None` if all outputs are kept
+    /// whole.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
@@ -62,17 +63,17 @@ impl Slices {
         self.elements * self.dtype.size_bytes()
     }
 
-    /// What a buffer has from an offset on, as a slice.
+    /// The slice in a buffer from an offset on.
     pub(crate) fn slice<'a>(&self, buffer: &'a Buffer, offset_bytes: usize) -> View<'a> {
         buffer.view(self.dtype, offset_bytes, [self.elements])
     }
 
-    /// Copies this rank's slice of the output of a unit to where it is kept.
+    /// Copies this rank's slice of the output of a unit to `kept`.
     pub(crate) fn keep(&self, queue: &dyn Kernels, unit: usize, kept: View<'_>) {
         queue.cast(self.of_rank(unit, self.rank), kept);
     }
 
-    /// Has the output of a unit whole again, of which each of `peers` kept a slice.
+    /// Gathers the output of a unit from the slices that `peers` kept.
     ///
     /// # Errors
     /// [`CommError`].

@@ -1,0 +1,329 @@
+//! Windowed model state: stores on disk, of which a few windows are in memory at a time (ZeRO-Infinity: Rajbhandari et al., 2021).
+//!
+//! The own elements of offloaded stretches are cut into windows of equal length. A window has the tensors of all its stores side by
+//! side, so that an optimizer step reads and writes each window in one piece. Staging slots hold a few windows: those ahead are being
+//! read, the one at hand is updated, and changed ones behind are being written.
+//!
+//! ```text
+//! file   [ window 0: master | exp_avg | exp_avg_sq ][ window 1: master | exp_avg | exp_avg_sq ] ...
+//! slots    writing           in use    reading   reading
+//! ```
+
+use std::ops::Range;
+
+use lockstep_plan::{
+    DISK_ALIGNMENT_BYTES, DType, MemoryCategory, ParameterId, StoreKind, WINDOW_SLOTS, window_bytes,
+    window_memory_bytes,
+};
+use lockstep_tensor::{Arena, Buffer, DiskTraffic, View};
+
+use crate::flat::{FlatStore, Piece, write_rounded};
+use crate::staging::{FileExtent, Staging};
+use crate::{EngineError, Offload};
+
+/// Windows that may be read ahead; the other slots are for those being written.
+const AHEAD: usize = 3;
+
+/// Consecutive own elements of a stretch.
+#[derive(Debug)]
+pub(crate) struct Window {
+    pub(crate) stretch: usize,
+    /// Which elements of the stretch.
+    pub(crate) elements: Range<usize>,
+    /// The parameters that lie there.
+    pub(crate) pieces: Vec<Piece>,
+    extent: FileExtent,
+}
+
+/// Stores that lie beside each other on disk. Methods fail if the disk does, or does not answer in time.
+#[derive(Debug)]
+pub(crate) struct WindowedStore {
+    /// The stores of a window, in their order there.
+    kinds: Vec<(StoreKind, DType)>,
+    windows: Vec<Window>,
+    /// The windows of each stretch.
+    of_stretch: Vec<Range<usize>>,
+    /// The stretch and the first element there of each parameter. By [`ParameterId`].
+    places: Vec<Option<(usize, usize)>>,
+    /// Slots, by number of the window.
+    staging: Staging<usize>,
+}
+
+impl WindowedStore {
+    /// Zeros on disk for the own elements of the offloaded stretches of `store`; `None` if nothing is offloaded.
+    ///
+    /// # Errors
+    /// If the disk or memory has no room.
+    pub(crate) fn zeros(
+        offload: &Offload,
+        store: &FlatStore,
+        kinds: Vec<(StoreKind, DType)>,
+        arena: &Arena,
+    ) -> Result<Option<Self>, EngineError> {
+        let (mut windows, mut of_stretch, mut end) = (Vec::new(), Vec::new(), 0);
+        for (index, stretch) in store.stretches().iter().enumerate() {
+            let first = windows.len();
+            let own = if stretch.is_on_disk { stretch.own.clone() } else { 0..0 };
+            for start in own.clone().step_by(offload.window_elements) {
+                let elements = start..own.end.min(start + offload.window_elements);
+                let pieces = store.pieces(index, elements.clone());
+                let extent = FileExtent { offset: end, bytes: bytes_of(&kinds, elements.len()) };
+                windows.push(Window { stretch: index, elements, pieces, extent });
+                end += extent.bytes as u64;
+            }
+            of_stretch.push(first..windows.len());
+        }
+        if windows.is_empty() || kinds.is_empty() {
+            return Ok(None);
+        }
+        let longest = store.layout().longest_window(offload.window_elements);
+        let slot_bytes = bytes_of(&kinds, longest.unwrap_or(0));
+        let memory = arena.allocate_zeroed(window_memory_bytes(slot_bytes), MemoryCategory::Workspace)?;
+        let slots = (vec![memory], slot_bytes, WINDOW_SLOTS);
+        let staging = Staging::new(offload, end, slots, windows.len())?;
+        Ok(Some(Self { kinds, windows, of_stretch, places: store.layout().places.clone(), staging }))
+    }
+
+    /// All windows, in the order of the file.
+    pub(crate) fn windows(&self) -> &[Window] {
+        &self.windows
+    }
+
+    /// The numbers of the windows of a stretch.
+    pub(crate) fn windows_of(&self, stretch: usize) -> Range<usize> {
+        self.of_stretch[stretch].clone()
+    }
+
+    /// The parameters on disk, each with its own elements.
+    pub(crate) fn owned(&self) -> Vec<(ParameterId, Range<usize>)> {
+        let mut owned: Vec<(ParameterId, Range<usize>)> = Vec::new();
+        for piece in self.windows.iter().flat_map(|window| &window.pieces) {
+            match owned.last_mut() {
+                Some((id, range)) if *id == piece.id => range.end = piece.elements.end,
+                _ => owned.push((piece.id, piece.elements.clone())),
+            }
+        }
+        owned
+    }
+
+    /// The stores, each with its type.
+    pub(crate) fn kinds(&self) -> &[(StoreKind, DType)] {
+        &self.kinds
+    }
+
+    /// True if it has a store of this kind.
+    pub(crate) fn keeps(&self, kind: StoreKind) -> bool {
+        self.kinds.iter().any(|(kept, _)| *kept == kind)
+    }
+
+    /// Bytes of the file.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        self.staging.disk_bytes()
+    }
+
+    /// The cost of reads and writes since this was last asked.
+    pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
+        self.staging.take_traffic()
+    }
+
+    /// Begins to read the next windows from number `window` on, in a pass that ends before `end`, and to write changed ones behind it.
+    pub(crate) fn read_ahead(&mut self, window: usize, end: usize) -> Result<(), EngineError> {
+        self.staging.write_behind(Some(window))?;
+        for next in window..end.min(window + AHEAD) {
+            if self.staging.slot_of(next).is_none() {
+                self.begin_to_read(next)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has a window in memory.
+    pub(crate) fn load(&mut self, window: usize) -> Result<(), EngineError> {
+        let slot = match self.staging.slot_of(window) {
+            Some(slot) => slot,
+            None => {
+                self.staging.write_behind(None)?;
+                self.begin_to_read(window)?
+            }
+        };
+        self.staging.settle(slot)
+    }
+
+    /// Has memory for a window of which every element will be overwritten.
+    pub(crate) fn begin_anew(&mut self, window: usize) -> Result<(), EngineError> {
+        self.staging.write_behind(Some(window))?;
+        match self.staging.slot_of(window) {
+            Some(slot) => self.staging.settle(slot),
+            None => self.take_slot(window).map(drop),
+        }
+    }
+
+    /// Notes that a window in memory was changed; it is written when another one is turned to.
+    pub(crate) fn note_change(&mut self, window: usize) {
+        if let Some(slot) = self.staging.get_mut(window) {
+            slot.is_changed = true;
+        }
+    }
+
+    /// Begins to write all changed windows.
+    pub(crate) fn write_behind(&mut self) -> Result<(), EngineError> {
+        self.staging.write_behind(None)
+    }
+
+    /// Elements of a window that is in memory, by their index in it.
+    ///
+    /// # Panics
+    /// If it is not in memory, or has no store of this kind.
+    pub(crate) fn view(&self, window: usize, kind: StoreKind, elements: Range<usize>) -> View<'_> {
+        let slot = self.staging.slot_of(window).expect("a window is loaded before it is looked at");
+        let (dtype, start) = self.place_of(window, kind, elements.start);
+        self.staging.view(slot, dtype, start, elements.len())
+    }
+
+    /// The type of a store, and the byte of a window at which one of its elements begins.
+    fn place_of(&self, window: usize, kind: StoreKind, element: usize) -> (DType, usize) {
+        let number = self.kinds.iter().position(|(other, _)| *other == kind).expect("a kind of the store");
+        let (len, dtype) = (self.windows[window].elements.len(), self.kinds[number].1);
+        (dtype, bytes_of(&self.kinds[..number], len) + element * dtype.size_bytes())
+    }
+
+    /// Replaces the elements from `start` on of a parameter, rounded to the type of the store, as far as they are on this rank's disk.
+    pub(crate) fn write(
+        &mut self,
+        id: ParameterId,
+        kind: StoreKind,
+        start: usize,
+        values: &[f32],
+    ) -> Result<(), EngineError> {
+        self.each_window(id, start..start + values.len(), |store, window, in_window, done| {
+            store.load(window)?;
+            write_rounded(store.view(window, kind, in_window.clone()), &values[done..done + in_window.len()]);
+            store.note_change(window);
+            Ok(())
+        })
+    }
+
+    /// Copies elements of a parameter, all of which are on this rank's disk, in the type of the store.
+    pub(crate) fn read(
+        &mut self,
+        id: ParameterId,
+        kind: StoreKind,
+        elements: Range<usize>,
+        bytes: &mut [u8],
+    ) -> Result<(), EngineError> {
+        let size = self.kinds.iter().find(|(other, _)| *other == kind).map_or(1, |(_, t)| t.size_bytes());
+        self.each_window(id, elements, |store, window, in_window, done| {
+            let into = &mut bytes[done * size..(done + in_window.len()) * size];
+            let view = store.load_part(window, kind, in_window)?;
+            match view.dtype() {
+                DType::F32 => drop(view.read::<f32>(bytemuck::cast_slice_mut(into)).wait()),
+                _ => drop(view.read::<half::bf16>(bytemuck::cast_slice_mut(into)).wait()),
+            }
+            Ok(())
+        })
+    }
+
+    /// Begins to read the own elements of a stretch, of the first store, to `memory` from a byte on.
+    ///
+    /// # Panics
+    /// If the memory does not begin with a block of the disk.
+    pub(crate) fn begin_to_fill(
+        &mut self,
+        stretch: usize,
+        memory: &mut Buffer,
+        start: usize,
+    ) -> Result<(), EngineError> {
+        let mut end = start;
+        for window in self.windows_of(stretch) {
+            // A changed window is written before it is read.
+            if let Some(slot) = self.staging.slot_of(window) {
+                if self.staging.is_changed(slot) {
+                    self.staging.begin_to_write(slot)?;
+                }
+                self.staging.settle(slot)?;
+            }
+            let Window { extent, elements, .. } = &self.windows[window];
+            let bytes = bytes_of(&self.kinds[..1], elements.len());
+            self.staging.begin_to_fill(stretch, extent.offset, memory, end..end + bytes)?;
+            end += bytes;
+        }
+        Ok(())
+    }
+
+    /// Waits for the reads of a stretch.
+    pub(crate) fn finish_filling(&mut self, stretch: usize) -> Result<(), EngineError> {
+        self.staging.finish_filling(stretch)
+    }
+
+    /// Calls `work` for each window that has some of the `elements` of a parameter: with its number, the elements by their
+    /// index in the window, and how many came before.
+    fn each_window(
+        &mut self,
+        id: ParameterId,
+        elements: Range<usize>,
+        mut work: impl FnMut(&mut Self, usize, Range<usize>, usize) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let Some((stretch, first)) = self.places[id.0] else { return Ok(()) };
+        let asked = first + elements.start..first + elements.end;
+        for window in self.windows_with(stretch, &asked) {
+            let has = self.windows[window].elements.clone();
+            let common = asked.start.max(has.start)..asked.end.min(has.end);
+            work(self, window, common.start - has.start..common.end - has.start, common.start - asked.start)?;
+        }
+        Ok(())
+    }
+
+    /// The windows that have some of the elements `asked` of a stretch. All but the last are equally long.
+    fn windows_with(&self, stretch: usize, asked: &Range<usize>) -> Range<usize> {
+        let of_stretch = self.windows_of(stretch);
+        let windows = &self.windows[of_stretch.clone()];
+        let (Some(first), Some(last)) = (windows.first(), windows.last()) else { return 0..0 };
+        let (own, len) = (first.elements.start..last.elements.end, first.elements.len());
+        let common = asked.start.max(own.start)..asked.end.min(own.end);
+        if common.is_empty() {
+            return 0..0;
+        }
+        let number = |windows: usize| of_stretch.start + windows;
+        number((common.start - own.start) / len)..number((common.end - own.start).div_ceil(len))
+    }
+
+    /// Elements of a window, of one store. A window of a single parameter is not read whole for them: a save reads the stores of a
+    /// parameter one after the other, and the first windows of a long parameter have lost their slots when the next store's turn comes.
+    fn load_part(
+        &mut self,
+        window: usize,
+        kind: StoreKind,
+        elements: Range<usize>,
+    ) -> Result<View<'_>, EngineError> {
+        if self.staging.slot_of(window).is_some() || self.windows[window].pieces.len() > 1 {
+            self.load(window)?;
+            return Ok(self.view(window, kind, elements));
+        }
+        // The rest of the window is not there, so that no slot is known by its number.
+        let slot = self.staging.take(None, self.windows[window].extent, |_| Some(()))?;
+        let (dtype, start) = self.place_of(window, kind, elements.start);
+        let end = (start + elements.len() * dtype.size_bytes()).next_multiple_of(DISK_ALIGNMENT_BYTES);
+        self.staging.begin_to_read_part(slot, start / DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES..end)?;
+        self.staging.settle(slot)?;
+        Ok(self.staging.view(slot, dtype, start, elements.len()))
+    }
+
+    fn begin_to_read(&mut self, window: usize) -> Result<usize, EngineError> {
+        let slot = self.take_slot(window)?;
+        self.staging.begin_to_read(slot)?;
+        Ok(slot)
+    }
+
+    /// Gives a window the slot whose turn it is.
+    fn take_slot(&mut self, window: usize) -> Result<usize, EngineError> {
+        self.staging.take(Some(window), self.windows[window].extent, |_| Some(()))
+    }
+}
+
+/// Bytes of the tensors of so many elements that a window has of each kind.
+fn bytes_of(kinds: &[(StoreKind, DType)], elements: usize) -> usize {
+    window_bytes(kinds.iter().map(|(_, dtype)| *dtype), elements)
+}
+
+#[cfg(test)]
+mod tests;

@@ -5,12 +5,11 @@ use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, RankPlan, StateFacts, StateKind, StateLayout, StatePlan};
 use lockstep_tensor::{Arena, Workers};
 
+use crate::model_state::ModelState;
 use crate::optimizer::Role;
 use crate::reducer::Reducer;
 use crate::shards::Shards;
 use crate::state::ResidualNumbers;
-use crate::stores::Stores;
-use crate::weights::ModelWeights;
 use crate::{Engine, EngineError, Gradients, Groups, Optimizer, Runner, Storage, WeightStorage};
 
 /// The settings of an engine that no plan depends on.
@@ -123,16 +122,15 @@ impl<'a> EngineBuilder<'a> {
         let predicted = layout.memory(&profile, &passes.stages, gathers.as_ref());
         let [of_state, of_activations] = layout.offload_traffic(&profile, passes, gathers.as_ref());
         let offload = &options.storage.offload;
-        let stores = Stores::zeros(arena, &layout)?;
-        let mut weights = ModelWeights::new(arena, &model, &layout, (stores, offload), gathers, shards)?;
+        let mut weights = ModelState::zeros(arena, &model, &layout, offload, gathers, shards)?;
         let of_frames = state.has_activations_on_disk.then_some(offload);
         let (seed, stages) = (options.seed, &passes.stages);
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), stages, of_frames)?;
-        let gradients = Gradients::new(arena, &layout, &mut weights.stores, profile.tokens, offload)?;
+        let gradients = Gradients::new(arena, &layout, &mut weights, profile.tokens, offload)?;
         tracing::debug!(
             threads = queue.threads(), instructions = %queue.level(), units = model.units(),
             micro_batches = passes.micro_batches, predicted_bytes = predicted.by_category().total(),
-            gathers_weights = weights.gathered.is_some(), reduces_gradients = reducer.is_some(),
+            gathers_weights = weights.gathers_of_step().is_some(), reduces_gradients = reducer.is_some(),
             "the engine has its weights and buffers"
         );
         Ok(Engine {

@@ -12,13 +12,12 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{Arena, DiskTraffic, F32Products, Queue};
 
-use crate::gathered::Gathered;
+use crate::model_state::ModelState;
 use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
 use crate::runner::{Half, Purpose};
 use crate::state::ResidualNumbers;
-use crate::weights::ModelWeights;
 use crate::{
     EngineBuilder, EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, RoundingMode, Runner,
     StateKind, StepTimes, Traffic, reducer::Reducer,
@@ -45,7 +44,7 @@ pub struct Engine {
     pub(crate) evaluation: Option<RecordedModel>,
     pub(crate) runner: Runner,
     pub(crate) records: Vec<ParameterRecord>,
-    pub(crate) weights: ModelWeights,
+    pub(crate) weights: ModelState,
     pub(crate) gradients: Gradients,
     /// The stores that a checkpoint or a copy of the state holds.
     pub(crate) saved: Vec<StoreKind>,
@@ -410,7 +409,7 @@ impl Engine {
 
     /// When weights are gathered in a step, and how many of them are whole at once, where they are shared out.
     pub fn gathers_of_step(&self) -> Option<&GatherPlan> {
-        self.weights.gathered.as_ref().map(Gathered::plan_of_step)
+        self.weights.gathers_of_step()
     }
 
     /// Elements of the parameters that are trained.

@@ -1,36 +1,41 @@
 //! Gradients of one step: the first contribution to each replaces what the last step left, so that nothing has to
 //! be set to zero beforehand and read back. Parameters that are not trained have none.
 //!
-//! Where ranks share out gradients (ZeRO stage 2) a rank keeps those that it owns. The others' are there for as long as a unit's
-//! backward takes: in one of two buffers, from which each owner gets its sum while the next unit works on the other. Gradients
-//! that are kept on disk go the same way: what a rank owns of a sum is written behind the backward ([`OffloadedGradients`]). Where they travel as
-//! small integers ([`QuantizedSums`]) a unit's are summed while the next unit works in any case.
+//! With sharded gradients (ZeRO stage 2) a rank keeps its own elements. The others' exist for as long as a unit's backward takes: in one of
+//! two buffers, which is reduced to the owners while the next unit fills the other. Offloaded gradients use the same buffers: the own
+//! elements of a sum are written behind the backward ([`OffloadedGradients`]). Quantized ones ([`QuantizedGradients`]) are summed while the next
+//! unit works in any case.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 use lockstep_plan::{
     DType, MemoryCategory, ParameterId, ParameterRecord, Passage, SharedTable, StateLayout, StoreKind,
-    Summing, exact::ExactSum,
+    Stretch, Summing, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Write};
 
-use crate::flat::{FlatStore, Part};
+use crate::model_state::ModelState;
 use crate::offloaded_gradients::OffloadedGradients;
-use crate::quantized::QuantizedSums;
-use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer, stores::Stores};
+use crate::quantized_gradients::QuantizedGradients;
+use crate::state_store::{Part, Residence, StateStore};
+use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer};
 
 /// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
 /// added last.
 #[derive(Debug)]
 pub struct Gradients {
-    store: FlatStore,
-    /// Those of them that are on disk.
+    store: StateStore,
+    /// Windowed gradients.
     offloaded: Option<RefCell<OffloadedGradients>>,
-    /// Where those that others own, or the disk has, are until they have been summed; none where the store has all.
+    /// The buffers of gradients of other owners, or of a disk, until they are summed; `None` if the store has all gradients.
     passing: Option<Passing>,
-    /// Where they are small integers on their way between ranks; none if they travel as they are.
-    quantized: Option<QuantizedSums>,
+    /// The codes of gradients between ranks; `None` if they are not quantized.
+    quantized: Option<QuantizedGradients>,
+    /// The stretches that are being summed, if their sums are taken in when the next unit's are begun.
+    in_flight: Vec<usize>,
+    /// The stretches whose sums were taken in last.
+    arrived: Vec<usize>,
     /// The unit that contributes to each. By [`ParameterId`].
     units: Vec<usize>,
     /// The unit after which nothing of its buffer contributes to it, but for a table of which others look up rows. By [`ParameterId`].
@@ -50,17 +55,13 @@ pub struct Gradients {
 /// Gradients of units whose backward runs or has just run.
 #[derive(Debug)]
 struct Passing {
-    /// That of a unit is in the one of its parity: neighbours have different ones.
+    /// A unit uses the buffer of its parity: neighbours use different ones.
     buffers: [Buffer; 2],
-    /// Where each stretch lies in its buffer.
+    /// The first byte of each stretch in its buffer.
     offsets_bytes: Vec<usize>,
-    /// What the next sum of each stretch does to what the store has.
-    next: Vec<Write>,
-    /// The stretches that are being summed.
-    under_way: Vec<usize>,
-    /// Those whose sums have come last.
-    came: Vec<usize>,
-    /// Whether the sum of what this rank owns of a stretch over the replicas has begun.
+    /// How the next sum of each stretch changes the stored gradients.
+    next: Vec<Cell<Write>>,
+    /// True for stretches whose sum over the replicas has begun.
     owned_begun: Vec<bool>,
 }
 
@@ -80,11 +81,11 @@ impl Gradients {
     pub(crate) fn new(
         arena: &Arena,
         layout: &StateLayout,
-        stores: &mut Stores,
+        state: &mut ModelState,
         tokens: usize,
         offload: &Offload,
     ) -> Result<Self, EngineError> {
-        let store = stores.take(StoreKind::Gradients).expect("every rank has a store of gradients");
+        let store = state.take(StoreKind::Gradients).expect("every rank has a store of gradients");
         let StateLayout { records, is_here, plan, .. } = layout;
         let offloaded = OffloadedGradients::new(offload, &store, arena)?;
         let mut is_borrowed = vec![false; records.len()];
@@ -103,7 +104,14 @@ impl Gradients {
             completed[stretch.completed_by].push(index);
         }
         Ok(Self {
-            quantized: QuantizedSums::new(arena, layout, &store, stores.take(StoreKind::GradientResidual))?,
+            quantized: QuantizedGradients::new(
+                arena,
+                layout,
+                &store,
+                state.take(StoreKind::GradientResidual),
+            )?,
+            in_flight: Vec::with_capacity(store.stretches().len()),
+            arrived: Vec::with_capacity(store.stretches().len()),
             passing: plan.hands_gradients_on().then(|| Passing::new(arena, &store)).transpose()?,
             store,
             offloaded: offloaded.map(RefCell::new),
@@ -122,7 +130,7 @@ impl Gradients {
         self.next.iter().for_each(|next| next.set(Write::Overwrite));
         self.tied.iter_mut().for_each(|tied| tied.embedding.clear());
         if let Some(passing) = &mut self.passing {
-            passing.next.fill(Write::Overwrite);
+            passing.next.iter().for_each(|next| next.set(Write::Overwrite));
             passing.owned_begun.fill(false);
         }
     }
@@ -179,13 +187,13 @@ impl Gradients {
     /// # Errors
     /// [`EngineError::Disk`].
     pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
-        if let Some(Passing { next, .. }) = &mut self.passing {
+        if let Some(Passing { next, .. }) = &self.passing {
             for &stretch in &self.completed[unit] {
-                if std::mem::replace(&mut next[stretch], Write::Accumulate) == Write::Accumulate {
+                if next[stretch].replace(Write::Accumulate) == Write::Accumulate {
                     continue;
                 }
-                match self.offloaded.as_mut().map(RefCell::get_mut) {
-                    Some(offloaded) if offloaded.has(stretch) => offloaded.zero(queue, stretch)?,
+                match (self.store.residence(stretch), &mut self.offloaded) {
+                    (Residence::Windowed, Some(offloaded)) => offloaded.get_mut().zero(queue, stretch)?,
                     _ => queue.zero(self.store.own_of(stretch)),
                 }
             }
@@ -223,7 +231,8 @@ impl Gradients {
             return self.wait(queue, reducer);
         }
         self.zero_untouched(queue, unit);
-        if self.quantized.as_ref().is_some_and(|quantized| quantized.is_busy(&self.completed[unit])) {
+        let (completed, in_flight) = (&self.completed[unit], &self.in_flight);
+        if self.quantized.as_ref().is_some_and(|quantized| quantized.is_busy(completed, in_flight)) {
             self.wait(queue, reducer)?;
         }
         reducer.begin_round();
@@ -237,30 +246,24 @@ impl Gradients {
                 quantized.send(queue, stretch, gradients, reducer)?;
                 continue;
             }
-            let (summing, elements) =
-                (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].elements);
-            let (buffer, bytes) = match &mut self.passing {
+            let &Stretch { summing, elements, .. } = &self.store.stretches()[stretch];
+            let memory = match &mut self.passing {
                 None => self.store.lend_from(stretch, 0..elements),
                 Some(passing) => {
                     let start = passing.offsets_bytes[stretch];
-                    let bytes = start..start + elements * size_of::<f32>();
-                    (&mut passing.buffers[self.store.stretches()[stretch].parity()], bytes)
+                    let buffer = &mut passing.buffers[self.store.stretches()[stretch].parity()];
+                    (buffer, start..start + elements * size_of::<f32>())
                 }
             };
-            reducer.sum_stretch((buffer, bytes), summing)?;
+            reducer.sum_stretch(memory, summing)?;
         }
         if self.passing.is_some() || self.quantized.is_some() {
             reducer.finish_earlier_rounds()?;
             self.take_in(queue)?;
+            self.in_flight.extend(&self.completed[unit]);
         }
         if self.passing.is_some() {
             self.parameters_of(unit).for_each(|id| self.next[id].set(Write::Overwrite));
-        }
-        if let Some(quantized) = &mut self.quantized {
-            quantized.has_sent(&self.completed[unit]);
-        }
-        if let Some(Passing { under_way, .. }) = &mut self.passing {
-            under_way.extend(&self.completed[unit]);
         }
         Ok(())
     }
@@ -294,17 +297,16 @@ impl Gradients {
     /// # Errors
     /// [`EngineError`].
     pub(crate) fn begin_owned(&mut self, reducer: &mut Reducer) -> Result<(), EngineError> {
-        let Self { store, quantized, passing: Some(passing), .. } = self else { return Ok(()) };
-        for stretch in passing.came.drain(..) {
+        let Self { store, quantized, arrived, passing: Some(passing), .. } = self else { return Ok(()) };
+        for stretch in arrived.drain(..) {
             // Records of several stretches would want one buffer at once.
             let is_coded = quantized.as_ref().is_some_and(|quantized| quantized.has(stretch));
-            if is_coded || store.stretches()[stretch].is_on_disk {
+            if is_coded || store.residence(stretch) == Residence::Windowed {
                 continue;
             }
             passing.owned_begun[stretch] = true;
-            let (summing, own) = (store.stretches()[stretch].summing, store.stretches()[stretch].own.clone());
-            let (buffer, bytes) = store.lend_from(stretch, own);
-            reducer.sum_owned((buffer, bytes), summing)?;
+            let summing = store.stretches()[stretch].summing;
+            reducer.sum_owned(store.lend_own(stretch), summing)?;
         }
         Ok(())
     }
@@ -319,7 +321,7 @@ impl Gradients {
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
         for stretch in 0..self.store.stretches().len() {
-            if self.store.stretches()[stretch].is_on_disk
+            if self.store.residence(stretch) == Residence::Windowed
                 || self.passing.as_ref().is_some_and(|passing| passing.owned_begun[stretch])
             {
                 continue;
@@ -328,46 +330,40 @@ impl Gradients {
                 quantized.sum_over_replicas(queue, stretch, self.store.own_of(stretch), reducer)?;
                 continue;
             }
-            let (summing, own) =
-                (self.store.stretches()[stretch].summing, self.store.stretches()[stretch].own.clone());
-            let (buffer, bytes) = self.store.lend_from(stretch, own);
-            reducer.sum_owned((buffer, bytes), summing)?;
+            let summing = self.store.stretches()[stretch].summing;
+            reducer.sum_owned(self.store.lend_own(stretch), summing)?;
         }
         reducer.finish()
     }
 
-    /// Adds sums that have come to what this rank owns.
+    /// Adds sums that have arrived to the own gradients.
     fn take_in(&mut self, queue: &dyn Kernels) -> Result<(), EngineError> {
-        let Self { store, passing, quantized, .. } = self;
-        if let Some(quantized) = quantized {
-            let (store, passing) = (&*store, passing.as_ref());
-            quantized.take_in(queue, |stretch| match passing {
+        let Self { store, offloaded, passing, quantized, in_flight, arrived, .. } = self;
+        arrived.clear();
+        std::mem::swap(arrived, in_flight);
+        for &stretch in &*arrived {
+            let own = store.stretches()[stretch].own.clone();
+            let sum = match &*passing {
                 None => store.own_of(stretch),
-                Some(passing) => passing.range_of(store, stretch, store.stretches()[stretch].own.clone()),
-            });
-        }
-        let Self { store, offloaded, passing: Some(passing), .. } = self else { return Ok(()) };
-        std::mem::swap(&mut passing.came, &mut passing.under_way);
-        passing.under_way.clear();
-        for index in 0..passing.came.len() {
-            let stretch = passing.came[index];
-            let write = std::mem::replace(&mut passing.next[stretch], Write::Accumulate);
-            let sum = passing.range_of(store, stretch, store.stretches()[stretch].own.clone());
-            let here = offloaded.as_mut().map(RefCell::get_mut);
-            if let Some(offloaded) = here.filter(|offloaded| offloaded.has(stretch)) {
-                offloaded.take(queue, stretch, sum, write)?;
-                continue;
+                Some(passing) => passing.range_of(store, stretch, own),
+            };
+            if let Some(quantized) = &*quantized {
+                quantized.take_in(queue, stretch, sum);
             }
-            let own = store.own_of(stretch);
-            match write {
-                Write::Overwrite => queue.cast(sum, own),
-                Write::Accumulate => queue.add(own, sum, own),
+            let Some(passing) = &*passing else { continue };
+            let write = passing.next[stretch].replace(Write::Accumulate);
+            match (store.residence(stretch), &mut *offloaded, write) {
+                (Residence::Windowed, Some(offloaded), _) => {
+                    offloaded.get_mut().take(queue, stretch, sum, write)?;
+                }
+                (_, _, Write::Overwrite) => queue.cast(sum, store.own_of(stretch)),
+                (_, _, Write::Accumulate) => queue.add(store.own_of(stretch), sum, store.own_of(stretch)),
             }
         }
         Ok(())
     }
 
-    /// What nothing of the unit has contributed to is zero.
+    /// Sets gradients of the unit to zero that nothing has contributed to.
     fn zero_untouched(&self, queue: &dyn Kernels, unit: usize) {
         for id in self.parameters_of(unit) {
             if self.next[id].replace(Write::Accumulate) == Write::Overwrite {
@@ -392,22 +388,22 @@ impl Gradients {
         })
     }
 
-    /// What the codes of this rank have failed to say of earlier gradients, if that is kept.
-    pub(crate) fn residual(&self) -> Option<&FlatStore> {
-        self.quantized.as_ref().and_then(QuantizedSums::residual)
+    /// The quantization errors of earlier gradients, if they are kept.
+    pub(crate) fn residual(&self) -> Option<&StateStore> {
+        self.quantized.as_ref().and_then(QuantizedGradients::residual)
     }
 
     /// See [`Gradients::residual`].
-    pub(crate) fn residual_mut(&mut self) -> Option<&mut FlatStore> {
-        self.quantized.as_mut().and_then(QuantizedSums::residual_mut)
+    pub(crate) fn residual_mut(&mut self) -> Option<&mut StateStore> {
+        self.quantized.as_mut().and_then(QuantizedGradients::residual_mut)
     }
 
-    /// What this rank owns of the gradient of a step that has ended; none if that is nothing, or on disk.
+    /// The own elements of a gradient, after the step; `None` if there are none, or they are on disk.
     pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
         self.store.part(id)
     }
 
-    /// Which elements of a gradient this rank owns, wherever they are.
+    /// The range of a gradient's own elements, wherever they are.
     pub(crate) fn owned_range(&self, id: ParameterId) -> Range<usize> {
         self.store.owned_range(id)
     }
@@ -453,12 +449,12 @@ impl Gradients {
         Ok(())
     }
 
-    /// Those that are on disk, which an update reads window by window.
+    /// Windowed gradients, which an optimizer step reads window by window.
     pub(crate) fn offloaded(&self) -> Option<&RefCell<OffloadedGradients>> {
         self.offloaded.as_ref()
     }
 
-    /// What has been read from and written to disk since this was last asked.
+    /// The cost of reads and writes since this was last asked.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
         let offloaded = self.offloaded.as_mut().map(RefCell::get_mut);
         offloaded.map_or_else(DiskTraffic::default, OffloadedGradients::take_traffic)
@@ -502,12 +498,12 @@ fn buffer_firsts(records: &[ParameterRecord], units: usize) -> Vec<usize> {
 
 impl Passing {
     /// Some elements of a stretch of `store`.
-    fn range_of(&self, store: &FlatStore, stretch: usize, elements: Range<usize>) -> View<'_> {
+    fn range_of(&self, store: &StateStore, stretch: usize, elements: Range<usize>) -> View<'_> {
         let start = self.offsets_bytes[stretch] + elements.start * size_of::<f32>();
         self.buffers[store.stretches()[stretch].parity()].view(DType::F32, start, [elements.len()])
     }
 
-    fn new(arena: &Arena, store: &FlatStore) -> Result<Self, TensorError> {
+    fn new(arena: &Arena, store: &StateStore) -> Result<Self, TensorError> {
         let Passage { offsets, elements: [even, odd] } = store.layout().passage();
         let bytes = |elements: usize| elements * size_of::<f32>();
         let offsets_bytes: Vec<usize> = offsets.into_iter().map(bytes).collect();
@@ -516,9 +512,7 @@ impl Passing {
         Ok(Self {
             buffers: [buffer(bytes(even))?, buffer(bytes(odd))?],
             offsets_bytes,
-            next: vec![Write::Overwrite; stretches],
-            under_way: Vec::with_capacity(stretches),
-            came: Vec::with_capacity(stretches),
+            next: vec![Cell::new(Write::Overwrite); stretches],
             owned_begun: vec![false; stretches],
         })
     }

@@ -13,7 +13,7 @@ use std::ops::Range;
 use lockstep_plan::{DType, LookedUpSizes, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
-use crate::flat::Part;
+use crate::state_store::Part;
 
 /// An id that no token has looked up yet.
 const NONE: u32 = u32::MAX;

@@ -8,7 +8,7 @@ use lockstep_plan::{DType, ParameterId, StoreKind, exact::ExactSum};
 use lockstep_tensor::{Arena, DiskTraffic, Kernels, View, Write};
 
 use crate::windowed_store::WindowedStore;
-use crate::{EngineError, Offload, flat::FlatStore};
+use crate::{EngineError, Offload, state_store::StateStore};
 
 const KIND: StoreKind = StoreKind::Gradients;
 
@@ -27,7 +27,7 @@ impl OffloadedGradients {
     /// If the disk or memory has no room.
     pub(crate) fn new(
         offload: &Offload,
-        gradients: &FlatStore,
+        gradients: &StateStore,
         arena: &Arena,
     ) -> Result<Option<Self>, EngineError> {
         let Some(store) = WindowedStore::zeros(offload, gradients, vec![(KIND, DType::F32)], arena)? else {

@@ -13,9 +13,9 @@ use lockstep_tensor::Kernels;
 
 use crate::{
     EngineError, Gradients, HostBatch, Runner,
-    gathered::WeightSource,
     reducer::Reducer,
     runner::{Half, Purpose},
+    weights::WeightSource,
 };
 
 /// Where a micro-batch is in a stage of this rank.

@@ -19,10 +19,10 @@ use lockstep_tensor::Kernels;
 
 use crate::{
     EngineError, HostBatch, Runner,
-    gathered::WeightSource,
     passes::{Border, PassTime, Passes, Place, StepTimes},
     runner::Purpose,
     transfers::{Job, Transfers},
+    weights::WeightSource,
 };
 
 /// A rank of a pipeline.

@@ -17,11 +17,11 @@ use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, Tens
 use crate::{
     EngineError, ExpertLoad, Gradients, Groups, Offload, UnitParameters, Weights,
     borders::{boundary, boundary_bytes, message, message_bytes},
-    gathered::WeightSource,
     offloaded_frames::{FrameId, OffloadedFrames},
     partitioned_activations::PartitionedActivations,
     passes::{Border, Place},
     slots::{Slot, Stage, frame},
+    weights::WeightSource,
 };
 
 /// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`, of whole sequences also where ranks

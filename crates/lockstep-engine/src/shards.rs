@@ -1,7 +1,7 @@
 //! Among whom a rank's model state is shared out, and the collectives by which the ranks give each other their shares.
 //!
 //! Ranks that hold the same parameters, and are on one coordinate of the replicate axis, share out each stretch of them
-//! ([`FlatStore`](crate::FlatStore)): the shard and the context axis, and where neighbours on the tensor axis hold the same and sum its gradients
+//! ([`StateStore`](crate::StateStore)): the shard and the context axis, and where neighbours on the tensor axis hold the same and sum its gradients
 //! these too. Of experts it is what is left of these axes. So every element has one owner in each replica, and after an update
 //! the owners' weights are gathered.
 //!
@@ -78,9 +78,9 @@ impl Shards {
         &self.groups
     }
 
-    /// The neighbours among which what was gathered is kept once more, for each way in which gradients are summed.
-    pub(crate) fn neighbours(&self) -> &[(Summing, Group)] {
-        &self.neighbours
+    /// The neighbours that have secondary shards of weights whose gradients are summed so, if there are several.
+    pub(crate) fn neighbours(&self, summing: Summing) -> Option<&Group> {
+        self.neighbours.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
     }
 
     /// Those that gather from each other what they share out and sum so, if they are several.

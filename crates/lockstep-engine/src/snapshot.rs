@@ -5,16 +5,16 @@
 //! overwritten, which would need buffers that two threads share, to save a pass that takes a few thousandths of
 //! the time between two saves.
 
-use lockstep_plan::{MemoryCategory, ParameterRecord, StoreKind};
+use lockstep_plan::{MemoryCategory, ParameterRecord};
 
 use crate::state::{ResidualNumbers, tensors_of};
-use crate::{Engine, EngineError, FlatStore, StateTensor};
+use crate::{Engine, EngineError, StateStore, StateTensor};
 
 /// Weights in full precision and optimizer state, as they were between two steps.
 #[derive(Debug)]
 pub struct Snapshot {
     records: Vec<ParameterRecord>,
-    stores: Vec<(StoreKind, FlatStore)>,
+    stores: Vec<StateStore>,
     residual_numbers: ResidualNumbers,
 }
 
@@ -24,12 +24,10 @@ impl Snapshot {
     /// # Errors
     /// Out of memory; [`EngineError::OnDisk`].
     pub fn new(engine: &Engine) -> Result<Self, EngineError> {
-        if engine.weights.on_disk.is_some() {
+        if engine.weights.updated_on_disk().is_some() {
             return Err(EngineError::OnDisk);
         }
-        let copy = |(kind, store): (StoreKind, &FlatStore)| {
-            Ok((kind, store.like(engine.arena(), MemoryCategory::Snapshot)?))
-        };
+        let copy = |store: &StateStore| Ok(store.like(engine.arena(), MemoryCategory::Snapshot)?);
         Ok(Self {
             records: engine.records().to_vec(),
             stores: engine.saved_stores().map(copy).collect::<Result<_, EngineError>>()?,
@@ -39,32 +37,32 @@ impl Snapshot {
 
     /// Has the system give all of the memory now, so that the first copy is as quick as any.
     pub fn touch(&mut self) {
-        self.stores.iter_mut().for_each(|(_, store)| store.touch());
+        self.stores.iter_mut().for_each(StateStore::touch);
     }
 
     /// Bytes that a snapshot of `engine` takes.
     pub fn bytes_for(engine: &Engine) -> usize {
-        engine.saved_stores().map(|(_, store)| store.len_bytes()).sum()
+        engine.saved_stores().map(StateStore::len_bytes).sum()
     }
 
     /// Copies the state of the engine that it was made for, whose weights are settled ([`Engine::settle_weights`]).
     pub fn take(&mut self, engine: &Engine) {
-        for ((_, copy), (_, store)) in self.stores.iter().zip(engine.saved_stores()) {
+        for (copy, store) in self.stores.iter().zip(engine.saved_stores()) {
             copy.copy_from(store, engine.queue());
         }
     }
 
-    /// Gives the engine that it was made for the state back, on all ranks that share it out.
+    /// Restores the state of the engine that it was made for, on all ranks of the run.
     ///
     /// # Errors
     /// [`EngineError`]: none on one rank.
     pub fn restore(&self, engine: &mut Engine) -> Result<(), EngineError> {
         engine.weights.settle()?;
-        for ((_, copy), (_, store)) in self.stores.iter().zip(engine.saved_stores()) {
+        for (copy, store) in self.stores.iter().zip(engine.saved_stores()) {
             store.copy_from(copy, engine.queue());
         }
         engine.round_weights();
-        engine.weights.refresh()?;
+        engine.weights.gather_updated()?;
         engine.weights.settle()
     }
 
@@ -75,7 +73,6 @@ impl Snapshot {
 
     /// Everything that a checkpoint holds.
     pub fn tensors(&mut self) -> Vec<StateTensor<'_>> {
-        let stores = self.stores.iter_mut().map(|(kind, store)| (*kind, store));
-        tensors_of(&self.records, &self.residual_numbers, stores)
+        tensors_of(&self.records, &self.residual_numbers, self.stores.iter_mut())
     }
 }

@@ -7,7 +7,7 @@ use lockstep_comm::Group;
 use lockstep_plan::{DType, ParameterId, ParameterRecord, StateKind, StoreKind, Summing};
 
 use crate::windowed_store::WindowedStore;
-use crate::{EngineError, FlatStore, Groups, shards::Shards};
+use crate::{EngineError, Groups, StateStore, shards::Shards};
 
 /// What a rank owns of a tensor of a parameter, lent by an [`Engine`](crate::Engine) or a [`Snapshot`](crate::Snapshot).
 #[derive(Debug, Clone, Copy)]
@@ -165,11 +165,11 @@ fn tensor_kind(store: StoreKind) -> StateKind {
 pub(crate) fn tensors_of<'a>(
     records: &'a [ParameterRecord],
     numbers: &ResidualNumbers,
-    stores: impl Iterator<Item = (StoreKind, &'a mut FlatStore)>,
+    stores: impl Iterator<Item = &'a mut StateStore>,
 ) -> Vec<StateTensor<'a>> {
     let mut tensors = Vec::new();
-    for (kind, store) in stores.filter(|(kind, _)| *kind != StoreKind::SelectionBiases) {
-        let dtype = store.dtype();
+    for store in stores.filter(|store| store.kind() != StoreKind::SelectionBiases) {
+        let (kind, dtype) = (store.kind(), store.dtype());
         let tensor = |(id, first, bytes): (ParameterId, usize, &'a [u8])| {
             let record = &records[id.0];
             let kind = match kind {

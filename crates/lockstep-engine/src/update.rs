@@ -1,6 +1,6 @@
-//! What changes the weights: the optimizer on what this rank owns, and the biases of routers.
+//! The optimizer step on the own elements of each parameter, and the balance of the biases that choose experts.
 //!
-//! State that is on disk is updated window by window, while the next ones are read and those before written.
+//! Windowed state is updated window by window, while the next windows are read and those before are written.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -9,11 +9,11 @@ use lockstep_graph::{Activity, Cost};
 use lockstep_plan::{ParameterId, StoreKind};
 use lockstep_tensor::View;
 
-use crate::flat::Piece;
 use crate::offloaded_gradients::OffloadedGradients;
 use crate::optimizer::Operands;
+use crate::state_store::Piece;
 use crate::windowed_store::WindowedStore;
-use crate::{Engine, EngineError, FlatStore, Part, StateKind};
+use crate::{Engine, EngineError, Part, StateKind, StateStore};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an update, as in AdamW.
@@ -45,7 +45,7 @@ impl Engine {
         }
         self.update_on_disk(update)?;
         let begin = self.timeline().begin();
-        self.weights.refresh()?;
+        self.weights.gather_updated()?;
         self.timeline().end(begin, || (Activity::of_step("gather weights"), Cost::default()));
         if let Some(pipeline) = &mut self.pipeline {
             pipeline.end_step();
@@ -56,21 +56,20 @@ impl Engine {
     /// Updates what is in memory of a parameter.
     fn update_parameter(&self, id: ParameterId, update: &Update) {
         // Rules for whole matrices are not given parts of them.
-        let Some(parameter) = self.weights.stores.updated().part_in_shape(id) else { return };
+        let Some(parameter) = self.weights.updated().part_in_shape(id) else { return };
         let Some(gradient) = self.gradients.part(id) else { return };
         let gradient_view = gradient.view.reshape(parameter.shape());
         let state = |kind| self.state_store(kind).and_then(|store| store.part_in_shape(id));
         if !self.state_kinds(id).all(|kind| state(kind).is_some()) {
             return;
         }
-        let rounded =
-            self.weights.stores.master().and_then(|_| self.weights.stores.trained().part_in_shape(id));
+        let rounded = self.weights.master().and_then(|_| self.weights.trained().part_in_shape(id));
         self.apply(update, id, gradient.first, (parameter, gradient_view, rounded), state);
     }
 
     /// Updates what is on disk, window by window.
     fn update_on_disk(&self, update: &Update) -> Result<(), EngineError> {
-        let Some(store) = &self.weights.on_disk else { return Ok(()) };
+        let Some(store) = self.weights.updated_on_disk() else { return Ok(()) };
         let mut offloaded = self.gradients.offloaded().map(RefCell::borrow_mut);
         self.update_windows(&mut store.borrow_mut(), offloaded.as_deref_mut(), update)
     }
@@ -123,7 +122,7 @@ impl Engine {
             .or_else(|| elements_of(self.gradients.part(id), &piece.elements));
         let on_disk = |kind| store.keeps(kind).then(|| store.view(window, kind, in_window.clone()));
         let of_kernels = on_disk(StoreKind::Weights)
-            .or_else(|| elements_of(self.weights.stores.trained().part(id), &piece.elements));
+            .or_else(|| elements_of(self.weights.trained().part(id), &piece.elements));
         let master = on_disk(StoreKind::MasterWeights);
         let Some((parameter, gradient)) = master.or(of_kernels).zip(gradient) else { return };
         let rounded = of_kernels.filter(|_| master.is_some());
@@ -153,7 +152,7 @@ impl Engine {
             gradient,
             rounded,
             rounding: self.rounding.of(self.seed, &record.name, update.step, first as u64),
-            dtype: self.weights.stores.trained().dtype(),
+            dtype: self.weights.trained().dtype(),
         };
         let begin = self.timeline().begin();
         self.optimizer.step(&*self.queue, &of_parameter, &operands, state);
@@ -180,12 +179,12 @@ impl Engine {
             let Some((id, steps)) = bias.zip(self.runner.expert_load().steps_to_balance(unit, rate)) else {
                 continue;
             };
-            let biases = self.weights.stores.biases();
-            let whole = biases.unwrap_or_else(|| self.weights.stores.updated());
+            let biases = self.weights.biases();
+            let whole = biases.unwrap_or_else(|| self.weights.updated());
             let Some(part) = whole.kept_part(id) else { continue };
             part.copy_to_f32(&mut values);
             values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
-            self.write_parameter(id, 0, &values)?;
+            self.weights.write(id, StateKind::Parameter, 0, &values)?;
         }
         self.bias_values = values;
         Ok(())
@@ -193,8 +192,8 @@ impl Engine {
 
     /// The gradient and the rounded weights go through memory once, everything else is read and written.
     fn update_cost(&self, id: ParameterId, elements: u64) -> Cost {
-        let bytes_of = |store: &FlatStore| store.dtype().size_bytes() as u64;
-        let rounded = self.weights.stores.master().map_or(0, |_| bytes_of(self.weights.stores.trained()));
+        let bytes_of = |store: &StateStore| store.dtype().size_bytes() as u64;
+        let rounded = self.weights.master().map_or(0, |_| bytes_of(self.weights.trained()));
         let kept: u64 = self.state_kinds(id).filter_map(|kind| self.state_store(kind)).map(bytes_of).sum();
         Cost {
             product_flops: self.optimizer.product_flops(self.role(id)),

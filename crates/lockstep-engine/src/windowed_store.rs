@@ -17,8 +17,8 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, View};
 
-use crate::flat::{FlatStore, Piece, write_rounded};
 use crate::staging::{FileExtent, Staging};
+use crate::state_store::{Piece, StateStore, write_rounded};
 use crate::{EngineError, Offload};
 
 /// Windows that may be read ahead; the other slots are for those being written.
@@ -56,7 +56,7 @@ impl WindowedStore {
     /// If the disk or memory has no room.
     pub(crate) fn zeros(
         offload: &Offload,
-        store: &FlatStore,
+        store: &StateStore,
         kinds: Vec<(StoreKind, DType)>,
         arena: &Arena,
     ) -> Result<Option<Self>, EngineError> {

@@ -4,8 +4,8 @@
 mod common;
 
 use lockstep_engine::{
-    Engine, EngineOptions, FlatStore, Granularity, HostBatch, MuonScale, Optimizer, RoundingMode, Snapshot,
-    StateKind, StateTensor, Storage, Update, WeightStorage,
+    Engine, EngineOptions, Granularity, HostBatch, MuonScale, Optimizer, RoundingMode, Snapshot, StateKind,
+    StateStore, StateTensor, Storage, Update, WeightStorage,
 };
 use lockstep_graph::{Cost, Pass, Recompute, Seed, Span};
 use lockstep_model::ModelConfig;
@@ -90,7 +90,7 @@ fn parameters_start_at_multiples_of_1024_elements_of_their_unit() {
     let arena = Arena::new();
     let records = engine.records();
     let category = MemoryCategory::Parameters;
-    let mut store = FlatStore::zeros(&arena, records, DType::F32, category).unwrap();
+    let mut store = StateStore::zeros(&arena, records, DType::F32, category).unwrap();
     let mut unit_start = 0;
     let mut unit = usize::MAX;
     for (id, _, bytes) in store.parts() {
@@ -109,7 +109,7 @@ fn tied_parameters_share_their_weights() {
     let records = engine.records();
     let head = records.iter().position(|record| record.tie.is_some()).unwrap();
     let target = records[head].tie.unwrap();
-    let store = FlatStore::zeros(&arena, records, DType::F32, MemoryCategory::Parameters).unwrap();
+    let store = StateStore::zeros(&arena, records, DType::F32, MemoryCategory::Parameters).unwrap();
     store.view(target).copy_from(&vec![1.0_f32; records[target.0].elements()]);
     assert!(store.view(ParameterId(head)).to_vec::<f32>().iter().all(|&value| value == 1.0));
 }

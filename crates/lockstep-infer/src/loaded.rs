@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{CheckpointError, ModelDirectory};
 use lockstep_data::Tokenizer;
-use lockstep_engine::FlatStore;
+use lockstep_engine::StateStore;
 use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
@@ -15,7 +15,7 @@ use crate::{GenerationConfig, InferError};
 /// Weights in f32, with a queue to run them on.
 pub struct LoadedModel {
     pub(crate) config: ModelConfig,
-    pub(crate) weights: FlatStore,
+    pub(crate) weights: StateStore,
     pub(crate) arena: Arena,
     pub(crate) queue: Box<dyn Queue>,
     tokenizer: Option<String>,
@@ -45,7 +45,7 @@ impl LoadedModel {
         let config = directory.config().without_dropout();
         let arena = Arena::new();
         let records = record(&config, 1, 1, HeadOutput::Logits).records().to_vec();
-        let weights = FlatStore::zeros(&arena, &records, DType::F32, MemoryCategory::Parameters)?;
+        let weights = StateStore::zeros(&arena, &records, DType::F32, MemoryCategory::Parameters)?;
         directory.for_each_parameter(|name, values| -> Result<(), CheckpointError> {
             if let Some(index) = records.iter().position(|record| record.name == name) {
                 weights.view(ParameterId(index)).write(values);

@@ -8,7 +8,7 @@ mod reference;
 use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_checkpoint::{CheckpointError, DType, ModelDirectory, PeftAdapter};
-use lockstep_engine::{Engine, EngineOptions, FlatStore, Runner, StateKind};
+use lockstep_engine::{Engine, EngineOptions, Runner, StateKind, StateStore};
 use lockstep_graph::{Mode, Recompute};
 use lockstep_model::{Adapter, HeadOutput, ModelConfig, RecordedModel, Tuning, parameter_records};
 use lockstep_plan::{MemoryCategory, ParameterId, Plan};
@@ -32,7 +32,7 @@ fn logits(directory: &ModelDirectory, batch: &Batch) -> Vec<f32> {
     let (mode, output) = (Mode::Inference, HeadOutput::Logits);
     let model = RecordedModel::new(directory.config(), mode, SHAPE, Recompute::None, output);
     let category = MemoryCategory::Parameters;
-    let weights = FlatStore::zeros(&arena, model.records(), DType::F32, category).unwrap();
+    let weights = StateStore::zeros(&arena, model.records(), DType::F32, category).unwrap();
     directory
         .for_each_parameter(|name, values| {
             let id = model.records().iter().position(|record| record.name == name).unwrap();

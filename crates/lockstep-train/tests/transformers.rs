@@ -8,7 +8,7 @@ mod reference;
 use std::collections::HashMap;
 
 use lockstep_checkpoint::{CheckpointError, ModelDirectory, hf::HfCheckpoint};
-use lockstep_engine::{Engine, EngineOptions, FlatStore, Runner, StateKind};
+use lockstep_engine::{Engine, EngineOptions, Runner, StateKind, StateStore};
 use lockstep_graph::{Mode, Recompute};
 use lockstep_model::{HeadOutput, HfMapping, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan};
@@ -79,7 +79,7 @@ fn logits_agree_with_transformers() {
             HeadOutput::Logits,
         );
         let weights =
-            FlatStore::zeros(&arena, model.records(), DType::F32, MemoryCategory::Parameters).unwrap();
+            StateStore::zeros(&arena, model.records(), DType::F32, MemoryCategory::Parameters).unwrap();
         directory
             .for_each_parameter(|name, values| {
                 let id = model.records().iter().position(|record| record.name == name).unwrap();

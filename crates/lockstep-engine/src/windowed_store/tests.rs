@@ -35,7 +35,7 @@ fn store(directory: &std::path::Path) -> WindowedStore {
     let records = [record];
     let layout = StoreLayout::partly_on_disk(&records, extent, alone, |_| true, |_, _| true);
     let item = StateItem { kind: FIRST, dtype: DType::F32, extent, layout };
-    let layout = FlatStore::zeros_of(&arena, &records, &item).unwrap();
+    let layout = StateStore::zeros_of(&arena, &records, &item).unwrap();
     let offload = Offload {
         directory: directory.to_owned(),
         window_elements: ELEMENTS,

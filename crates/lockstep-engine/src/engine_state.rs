@@ -1,12 +1,10 @@
-//! What an engine holds of each parameter: how it is filled, read for checkpoints, and replaced from them.
-
-use std::cell::RefCell;
+//! The engine's access to its model state: parameters are initialized, and all tensors of the state are read for checkpoints and replaced
+//! from them.
 
 use lockstep_plan::{ParameterId, StoreKind};
 
 use crate::state::{Contents, tensors_of, tensors_on_disk};
-use crate::weights::ModelWeights;
-use crate::{Engine, EngineError, FlatStore, StateKind, StateTensor};
+use crate::{Engine, EngineError, StateKind, StateStore, StateTensor};
 
 impl Engine {
     /// Fills every parameter by its initializer.
@@ -37,7 +35,7 @@ impl Engine {
                     let first = (first + start + offset) as u64;
                     record.initializer.fill(seed, &record.name, first, part);
                 });
-                self.write_parameter(id, place, part)?;
+                self.weights.write(id, StateKind::Parameter, place, part)?;
                 place += part.len();
             }
         }
@@ -47,11 +45,11 @@ impl Engine {
     /// What this rank owns of everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the
     /// optimizer's state. What is on disk comes last, parameter by parameter, and is read when it is asked for.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
-        let ModelWeights { stores, on_disk, .. } = &mut self.weights;
-        let residual = self.gradients.residual_mut().map(|store| (StoreKind::GradientResidual, store));
-        let saved = stores.iter_mut().chain(residual).filter(|(kind, _)| self.saved.contains(kind));
+        let (stores, on_disk) = self.weights.all_mut();
+        let stores = stores.chain(self.gradients.residual_mut());
+        let saved = stores.filter(|store| self.saved.contains(&store.kind()));
         let mut tensors = tensors_of(&self.records, &self.residual_numbers, saved);
-        if let Some(store) = &*on_disk {
+        if let Some(store) = on_disk {
             tensors.extend(tensors_on_disk(&self.records, store));
         }
         tensors
@@ -66,9 +64,9 @@ impl Engine {
         Some([self.residual_numbers.own(record)?, last, next])
     }
 
-    /// What this rank has of the trained weights that other ranks have copies of.
+    /// The trained weights in this rank's memory of which other ranks have copies.
     pub fn copied_weights(&mut self) -> Vec<StateTensor<'_>> {
-        let store = self.weights.copied();
+        let Some(store) = self.weights.copied() else { return Vec::new() };
         let dtype = store.dtype();
         let tensor = |(id, first, bytes): (ParameterId, _, _)| StateTensor {
             record: &self.records[id.0],
@@ -81,27 +79,26 @@ impl Engine {
     }
 
     /// The stores that a checkpoint or a copy of the state holds.
-    pub(crate) fn saved_stores(&self) -> impl Iterator<Item = (StoreKind, &FlatStore)> {
-        self.saved.iter().filter_map(|kind| Some((*kind, self.store(*kind)?)))
+    pub(crate) fn saved_stores(&self) -> impl Iterator<Item = &StateStore> {
+        self.saved.iter().filter_map(|kind| self.store(*kind))
     }
 
-    fn store(&self, kind: StoreKind) -> Option<&FlatStore> {
+    fn store(&self, kind: StoreKind) -> Option<&StateStore> {
         match kind {
             StoreKind::GradientResidual => self.gradients.residual(),
-            kind => self.weights.stores.get(kind),
+            kind => self.weights.get(kind),
         }
     }
 
-    /// Rounds the master weights that this rank owns, if there are any, to what kernels read.
+    /// Rounds the own f32 weights, if there are any, to the type that kernels read.
     pub(crate) fn round_weights(&self) {
         self.trained_ids().for_each(|id| self.weights.round(&*self.queue, id));
     }
 
-    /// Replaces a tensor of a parameter by its part of `values`, which are those of all ranks together, rounded to what it is
-    /// kept in.
+    /// Replaces a tensor of a parameter by its part of `values`, the tensor of all ranks together, rounded to the type of its store.
     ///
     /// # Errors
-    /// [`EngineError::WrongSize`], [`EngineError::Disk`].
+    /// If `values` has another size than the parameter, or the disk fails.
     pub fn write_state(
         &mut self,
         id: ParameterId,
@@ -120,65 +117,27 @@ impl Engine {
         if !self.is_here[record.unit] {
             return Ok(());
         }
-        let is_of_optimizer = kind != StateKind::Parameter;
-        if is_of_optimizer && (!record.trainable || self.state_store(kind).is_none()) {
-            return Ok(());
-        }
         let mut place = 0;
         let stretches = record.share.stretches(&record.shape);
         for (first, len) in stretches {
             let values = &values[first..first + len];
-            match self.state_store(kind).filter(|_| kind != StateKind::Parameter) {
-                Some(store) => {
-                    store.write_part(id, place, values);
-                    self.write_to_disk(id, kind, place, values)?;
+            match kind {
+                StateKind::GradientResidual(_) => {
+                    if let Some(store) = self.gradients.residual() {
+                        store.write_part(id, place, values);
+                    }
                 }
-                None => self.write_parameter(id, place, values)?,
+                kind => self.weights.write(id, kind, place, values)?,
             }
             place += len;
         }
         Ok(())
     }
 
-    /// Replaces the elements from `start` on of a parameter's weights, in every precision in which it is kept.
-    ///
-    /// # Errors
-    /// [`EngineError::Disk`], if they are there.
-    pub(crate) fn write_parameter(
-        &mut self,
-        id: ParameterId,
-        start: usize,
-        values: &[f32],
-    ) -> Result<(), EngineError> {
-        self.weights.write(&self.records[id.0], id, start, values);
-        self.write_to_disk(id, StateKind::Parameter, start, values)
-    }
-
-    fn write_to_disk(
-        &mut self,
-        id: ParameterId,
-        kind: StateKind,
-        start: usize,
-        values: &[f32],
-    ) -> Result<(), EngineError> {
-        let is_trained = self.records[id.0].trainable;
-        let store = if is_trained { &mut self.weights.on_disk } else { &mut self.weights.frozen_on_disk };
-        let Some(store) = store.as_mut().map(RefCell::get_mut) else { return Ok(()) };
-        let of_weights = [StoreKind::Weights, StoreKind::FrozenWeights, StoreKind::MasterWeights];
-        let of_optimizer = [StoreKind::Optimizer(kind)];
-        let kinds = if kind == StateKind::Parameter { &of_weights[..] } else { &of_optimizer };
-        for &kind in kinds {
-            if store.keeps(kind) {
-                store.write(id, kind, start, values)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The store that has a kind of tensors in memory.
-    pub(crate) fn state_store(&self, kind: StateKind) -> Option<&FlatStore> {
+    /// The store of a kind of tensors.
+    pub(crate) fn state_store(&self, kind: StateKind) -> Option<&StateStore> {
         match kind {
-            StateKind::Parameter => Some(self.weights.stores.updated()),
+            StateKind::Parameter => Some(self.weights.updated()),
             StateKind::GradientResidual(_) => self.store(StoreKind::GradientResidual),
             kind => self.store(StoreKind::Optimizer(kind)),
         }

@@ -1,29 +1,43 @@
-//! Flat buffers: one for each unit, holding one number per parameter element (weights, gradients, moments).
+//! A store of model state: one tensor for each parameter of a line of the [`StateLayout`](lockstep_plan::StateLayout), be it weights,
+//! gradients or a number that the optimizer keeps.
 //!
-//! [`StoreLayout`] says where a parameter stands. A store has the stretches that it speaks of whole, or only what the rank owns of
-//! them, or, where that is on disk ([`WindowedStore`](crate::windowed_store::WindowedStore)), nothing but the knowledge of where it lies; what is
-//! whole and what is not is all that a ZeRO stage changes.
+//! [`StoreLayout`] says where each parameter stands in the stretches of the store. The [`Residence`] of a stretch says where its elements are:
+//! in the store's flat buffers, whole or the own elements; whole only while a unit reads them; or on disk. Extent and residence
+//! are all that ZeRO stages and offloading change.
 
 use std::ops::Range;
 
 use half::{bf16, f16};
-use lockstep_graph::{ParameterIndex, Parameters};
-use lockstep_plan::gathering::Kept;
 use lockstep_plan::{
-    DType, Extent, MemoryCategory, ParameterId, ParameterRecord, ShardPlace, StateItem, StoreLayout, Stretch,
+    DType, Extent, MemoryCategory, ParameterId, ParameterRecord, ShardPlace, StateItem, StoreKind,
+    StoreLayout, Stretch,
 };
-use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View, Write};
+use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
-use crate::{Gradients, gathered::Gathered};
+/// Where the elements of a stretch are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Residence {
+    /// In the flat buffers of the store.
+    Resident,
+    /// In the pool of gathered parameters, from an element of a bundle on, while a unit reads them. The own elements stay in the flat
+    /// buffers of the store or on disk.
+    Gathered { bundle: usize, start: usize },
+    /// On disk; windows of them are in memory while they are read and written.
+    Windowed,
+}
 
 /// One tensor for each parameter of a model, in one flat buffer per unit. A tied parameter is a view of the one it is
 /// tied to.
 #[derive(Debug)]
-pub struct FlatStore {
+pub struct StateStore {
+    kind: StoreKind,
     dtype: DType,
     extent: Extent,
+    /// The flat buffer of each unit.
     units: Vec<Buffer>,
     layout: StoreLayout,
+    /// By stretch.
+    residences: Vec<Residence>,
     /// By [`ParameterId`]; parameters that are left out have none.
     places: Vec<Option<Place>>,
 }
@@ -52,7 +66,7 @@ impl Place {
     }
 }
 
-/// What a rank owns of a parameter's tensor.
+/// The own elements of a parameter's tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct Part<'a> {
     /// The index, in what the rank's model holds of the parameter, of the first element.
@@ -81,7 +95,7 @@ impl Part<'_> {
     }
 }
 
-impl FlatStore {
+impl StateStore {
     /// Zeros for every parameter of `records`.
     ///
     /// # Errors
@@ -92,28 +106,28 @@ impl FlatStore {
         dtype: DType,
         category: MemoryCategory,
     ) -> Result<Self, TensorError> {
-        let layout = StoreLayout::new(records, Extent::Whole, |_| ShardPlace::default(), |_| true);
-        Self::laid_out(arena, records, (dtype, category), Extent::Whole, layout)
+        let (kind, extent) = (StoreKind::Weights, Extent::Whole);
+        let layout = StoreLayout::new(records, extent, |_| ShardPlace::default(), |_| true);
+        Self::laid_out(arena, records, StateItem { kind, dtype, extent, layout }, category)
     }
 
-    /// Zeros for a store of the state of a rank that sees its parameters as `records`.
+    /// Zeros for a line of the state of a rank that sees its parameters as `records`.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub(crate) fn zeros_of(
         arena: &Arena,
         records: &[ParameterRecord],
-        StateItem { kind, dtype, extent, layout }: &StateItem,
+        item: &StateItem,
     ) -> Result<Self, TensorError> {
-        Self::laid_out(arena, records, (*dtype, kind.category()), *extent, layout.clone())
+        Self::laid_out(arena, records, item.clone(), item.kind.category())
     }
 
     fn laid_out(
         arena: &Arena,
         records: &[ParameterRecord],
-        (dtype, category): (DType, MemoryCategory),
-        extent: Extent,
-        layout: StoreLayout,
+        StateItem { kind, dtype, extent, layout }: StateItem,
+        category: MemoryCategory,
     ) -> Result<Self, TensorError> {
         let place = |(place, record): (Option<(usize, usize)>, &ParameterRecord)| {
             let shape = Shape::from(record.local_shape().as_slice());
@@ -124,15 +138,24 @@ impl FlatStore {
             layout.unit_elements.iter().map(|elements| elements.saturating_mul(dtype.size_bytes())).collect();
         arena.require(unit_bytes.iter().fold(0, |sum: usize, bytes| sum.saturating_add(*bytes)), category)?;
         let units = unit_bytes.into_iter().map(|bytes| arena.allocate_zeroed(bytes, category));
-        Ok(Self { dtype, extent, units: units.collect::<Result<_, _>>()?, layout, places })
+        let units = units.collect::<Result<_, _>>()?;
+        let residence =
+            |stretch: &Stretch| if stretch.is_on_disk { Residence::Windowed } else { Residence::Resident };
+        let residences = layout.stretches.iter().map(residence).collect();
+        Ok(Self { kind, dtype, extent, units, layout, residences, places })
     }
 
-    /// Whether it keeps no parameter.
+    /// The kind of store.
+    pub(crate) fn kind(&self) -> StoreKind {
+        self.kind
+    }
+
+    /// True if it keeps no parameter.
     pub fn is_empty(&self) -> bool {
         self.places.iter().all(Option::is_none)
     }
 
-    /// How much it has.
+    /// The extent of each resident stretch.
     pub(crate) fn extent(&self) -> Extent {
         self.extent
     }
@@ -151,25 +174,35 @@ impl FlatStore {
         arena.require(self.len_bytes(), category)?;
         let units = self.units.iter().map(|unit| arena.allocate(unit.len_bytes(), category));
         Ok(Self {
-            dtype: self.dtype,
-            extent: self.extent,
             units: units.collect::<Result<_, _>>()?,
             layout: self.layout.clone(),
+            residences: self.residences.clone(),
             places: self.places.clone(),
+            ..*self
         })
     }
 
-    /// What stands together.
+    /// The stretches, in which parameters stand together.
     pub(crate) fn stretches(&self) -> &[Stretch] {
         &self.layout.stretches
     }
 
-    /// Where everything stands.
+    /// The places of all parameters.
     pub(crate) fn layout(&self) -> &StoreLayout {
         &self.layout
     }
 
-    /// The stretch that a parameter stands in, its first element there, and the shape; none if it is not kept.
+    /// Where the elements of a stretch are.
+    pub(crate) fn residence(&self, stretch: usize) -> Residence {
+        self.residences[stretch]
+    }
+
+    /// Has a stretch gathered before each use, to an element of a bundle of the pool.
+    pub(crate) fn gather(&mut self, stretch: usize, (bundle, start): (usize, usize)) {
+        self.residences[stretch] = Residence::Gathered { bundle, start };
+    }
+
+    /// The stretch of a parameter, its first element there, and its shape; `None` if the store leaves it out.
     pub(crate) fn place_of(&self, id: ParameterId) -> Option<(usize, usize, Shape)> {
         self.places[id.0].map(|place| (place.stretch, place.first, place.shape))
     }
@@ -187,13 +220,19 @@ impl FlatStore {
         (&mut self.units[self.layout.stretches[stretch].unit], bytes)
     }
 
-    /// What this rank owns of a stretch, `[count]`; there may be nothing.
+    /// The buffer of a stretch, and the bytes of the own elements there.
+    pub(crate) fn lend_own(&mut self, stretch: usize) -> (&mut Buffer, Range<usize>) {
+        let own = self.layout.stretches[stretch].own.clone();
+        self.lend_from(stretch, own)
+    }
+
+    /// The own elements of a stretch, `[count]`; there may be none.
     pub(crate) fn own_of(&self, stretch: usize) -> View<'_> {
         let stretch = &self.layout.stretches[stretch];
         self.elements_of(stretch, stretch.own.clone())
     }
 
-    /// Some elements of a stretch, `[count]`.
+    /// Elements of a stretch, `[count]`.
     ///
     /// # Panics
     /// If the store does not have them.
@@ -211,7 +250,7 @@ impl FlatStore {
         self.units.iter_mut().for_each(|unit| unit.bytes_mut().fill(0));
     }
 
-    /// Takes the contents of a store of the same parameters and type.
+    /// Copies the contents of a store of the same parameters and type.
     ///
     /// # Panics
     /// If it is not one.
@@ -245,24 +284,19 @@ impl FlatStore {
         Some(self.elements_of(&self.layout.stretches[place.stretch], elements).reshape(place.shape))
     }
 
-    /// What this rank owns of a parameter's tensor; none if that is nothing, or on disk.
+    /// The own elements of a parameter's tensor; `None` if there are none, or they are on disk.
     pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
         let place = self.places[id.0]?;
         let range = self.owned_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
     }
 
-    /// Which elements of a parameter's tensor this rank owns, wherever they are.
+    /// The range of a parameter's own elements, wherever they are.
     pub(crate) fn owned_range(&self, id: ParameterId) -> Range<usize> {
         self.places[id.0].map_or(0..0, |place| self.owned(&place))
     }
 
-    /// Whether what this rank owns of a parameter is on disk.
-    pub(crate) fn is_on_disk(&self, id: ParameterId) -> bool {
-        self.places[id.0].is_some_and(|place| self.layout.stretches[place.stretch].is_on_disk)
-    }
-
-    /// Whether anything that it would have is on disk.
+    /// True if any stretch is on disk.
     pub(crate) fn is_partly_on_disk(&self) -> bool {
         self.layout.stretches.iter().any(|stretch| stretch.is_on_disk)
     }
@@ -284,19 +318,17 @@ impl FlatStore {
         pieces
     }
 
-    /// The same in the tensor's shape, if that is all of it.
+    /// The own elements of a parameter's tensor, in its shape if that is all of it.
     pub(crate) fn part_in_shape(&self, id: ParameterId) -> Option<View<'_>> {
         let (place, part) = (self.places[id.0]?, self.part(id)?.view);
         Some(if part.elements() == place.shape.elements() { part.reshape(place.shape) } else { part })
     }
 
-    /// What the store has of a parameter's tensor; none if that is nothing.
+    /// What the store has in memory of a parameter's tensor; `None` if that is nothing.
     pub(crate) fn kept_part(&self, id: ParameterId) -> Option<Part<'_>> {
-        match self.extent {
-            _ if self.is_on_disk(id) => None,
-            Extent::Own => self.part(id),
-            Extent::Whole => self.places[id.0].map(|place| self.part_of(&place, 0..place.shape.elements())),
-        }
+        let place = self.places[id.0]?;
+        let range = self.kept_in_memory(&place);
+        (!range.is_empty()).then(|| self.part_of(&place, range))
     }
 
     /// Replaces the elements from `start` on of a parameter's tensor, rounded to the store's type, as far as the store has them.
@@ -313,20 +345,14 @@ impl FlatStore {
         write_rounded(view, &values[range.start - start..range.end - start]);
     }
 
-    /// The bytes that this rank owns of all parameters that own their storage here, and the first element of each, without a copy.
+    /// The own bytes in memory of all parameters that own their storage here, each with its first element, without a copy.
     pub fn parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
-        let ranges = |store: &Self, place: &Place| store.owned_in_memory(place);
-        self.bytes_where(ranges)
+        self.bytes_where(Self::owned_in_memory)
     }
 
-    /// The bytes that the store has of all parameters that own their storage here, and the first element of each, without a copy.
+    /// The bytes in memory of all parameters that own their storage here, each with its first element, without a copy.
     pub(crate) fn kept_parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
-        let ranges = |store: &Self, place: &Place| match store.extent {
-            _ if store.layout.stretches[place.stretch].is_on_disk => 0..0,
-            Extent::Own => store.owned(place),
-            Extent::Whole => 0..place.shape.elements(),
-        };
-        self.bytes_where(ranges)
+        self.bytes_where(Self::kept_in_memory)
     }
 
     fn bytes_where(
@@ -364,9 +390,17 @@ impl FlatStore {
         if range.is_empty() { 0..0 } else { range.start - place.first..range.end - place.first }
     }
 
-    /// Those of them that the store has.
+    /// The own elements of a parameter that the store has in memory.
     fn owned_in_memory(&self, place: &Place) -> Range<usize> {
         if self.layout.stretches[place.stretch].is_on_disk { 0..0 } else { self.owned(place) }
+    }
+
+    /// The elements of a parameter that the store has in memory.
+    fn kept_in_memory(&self, place: &Place) -> Range<usize> {
+        match self.extent {
+            Extent::Whole if !self.layout.stretches[place.stretch].is_on_disk => 0..place.shape.elements(),
+            _ => self.owned_in_memory(place),
+        }
     }
 
     fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {
@@ -374,7 +408,7 @@ impl FlatStore {
         Part { first: range.start, view: self.elements_of(&self.layout.stretches[place.stretch], of_stretch) }
     }
 
-    /// The elements of a stretch that the store has.
+    /// The elements of a stretch that the store has in memory.
     fn kept(&self, stretch: &Stretch) -> Range<usize> {
         match self.extent {
             _ if stretch.is_on_disk => 0..0,
@@ -389,7 +423,7 @@ impl FlatStore {
         self.units[stretch.unit].view(self.dtype, bytes.start, [count])
     }
 
-    /// Where some elements of a stretch lie in its unit's buffer.
+    /// The bytes of elements of a stretch in its unit's buffer.
     fn bytes_of(&self, stretch: &Stretch, elements: Range<usize>) -> Range<usize> {
         let kept = self.kept(stretch);
         assert!(
@@ -407,65 +441,5 @@ pub(crate) fn write_rounded(view: View<'_>, values: &[f32]) {
         DType::BF16 => view.write(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
         DType::F16 => view.write(&values.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
         _ => view.write(values),
-    }
-}
-
-/// The weights that kernels read.
-#[derive(Debug, Clone, Copy)]
-pub struct Weights<'a> {
-    /// Those that are trained; what this rank owns of them, if they are gathered.
-    pub trained: &'a FlatStore,
-    /// Where they are whole, if they are not there.
-    pub(crate) gathered: Option<&'a Gathered>,
-    /// Those that are not, if there are any.
-    pub frozen: Option<&'a FlatStore>,
-    /// The former in full precision, if kernels read another: all, or those of which there is need.
-    pub exact: Option<&'a FlatStore>,
-}
-
-impl<'a> Weights<'a> {
-    fn view(&self, id: ParameterId) -> View<'a> {
-        let of = |kept, store: &'a FlatStore| match self.gathered {
-            Some(gathered) => gathered.get(kept, store, id),
-            None => store.get(id),
-        };
-        let frozen = || self.frozen.and_then(|store| of(Kept::Frozen, store));
-        of(Kept::Trained, self.trained).or_else(frozen).expect("a parameter is trained or frozen")
-    }
-}
-
-impl<'a> From<&'a FlatStore> for Weights<'a> {
-    /// Weights in a store that holds all.
-    fn from(trained: &'a FlatStore) -> Self {
-        Self { trained, gathered: None, frozen: None, exact: None }
-    }
-}
-
-/// The parameters of one unit, as its program sees them.
-pub struct UnitParameters<'a> {
-    /// By the program's parameter index.
-    pub ids: &'a [ParameterId],
-    /// Weights that kernels read.
-    pub weights: Weights<'a>,
-    /// Gradients, where there is a backward.
-    pub gradients: Option<&'a Gradients>,
-}
-
-impl Parameters for UnitParameters<'_> {
-    fn weight(&self, index: ParameterIndex) -> View<'_> {
-        self.weights.view(self.ids[index.0])
-    }
-
-    fn exact(&self, index: ParameterIndex) -> View<'_> {
-        let id = self.ids[index.0];
-        self.weights.exact.and_then(|store| store.get(id)).unwrap_or_else(|| self.weights.view(id))
-    }
-
-    fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write) {
-        self.gradients.expect("a backward is given gradients").contribute(self.ids[index.0])
-    }
-
-    fn gradient_rows(&self, table: ParameterIndex) -> Option<View<'_>> {
-        self.gradients.expect("a backward is given gradients").rows(self.ids[table.0])
     }
 }

@@ -1,8 +1,8 @@
-//! Gradients that go between ranks as small integers (qgZ of ZeRO++: Wang et al., 2023, section 3.3).
+//! Quantized gradients between ranks (qgZ of ZeRO++: Wang et al., 2023, section 3.3).
 //!
-//! A ring or a tree would round at every hop. Here each rank writes its gradients as codes and scales once, sends every owner its part, and
-//! the owner adds up what all of them sent, in f32. Where there are replicas the sums of a replica are summed over them in the same way,
-//! in ranges of the own range, and the results gathered: inside first, then across.
+//! A ring or a tree would round at every hop. Here each rank encodes its gradients once, as codes and scales, sends every owner its part, and
+//! the owner adds up all parts in f32. Several replicas sum their sums in the same way, each a piece of the own range, and gather
+//! the results: inside first, then across.
 //!
 //! ```text
 //! gradients + residual -> records, all-to-all -> sum of the own range                              over the owners
@@ -23,35 +23,33 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
-use crate::{EngineError, FlatStore, reducer::Reducer};
+use crate::{EngineError, reducer::Reducer, state_store::StateStore};
 
-/// The records of gradients whose backward has just run, and what earlier ones failed to say.
+/// The records of gradients whose backward has just run, and the quantization errors of earlier ones.
 #[derive(Debug)]
-pub(crate) struct QuantizedSums {
+pub(crate) struct QuantizedGradients {
     kind: QuantizedType,
     stretches: Vec<Option<Coded>>,
-    /// What goes to the others. Units that follow each other use different ones of both.
+    /// Records for the others. Units that follow each other use different buffers, by parity.
     sent: [Buffer; 2],
-    /// What comes from them.
+    /// Records from the others.
     received: [Buffer; 2],
-    /// Of all gradients of this rank, if it is kept.
-    residual: Option<FlatStore>,
-    /// The stretches of which records are on their way.
-    under_way: Vec<usize>,
+    /// The quantization errors of all gradients of this rank, if they are kept.
+    residual: Option<StateStore>,
 }
 
-/// A stretch of which records are sent.
+/// A stretch that is sent as records.
 #[derive(Debug, Clone)]
 struct Coded {
     summing: Summing,
-    /// How many ranks share it out.
+    /// The size of its shard group.
     ranks: usize,
-    /// Which of the buffers its records are in, and from which element on.
+    /// The buffers of its records, and its first element there.
     parity: usize,
     first: usize,
     elements: usize,
     own: Range<usize>,
-    /// Its number in the store of the residual.
+    /// Its number in the residual.
     in_residual: Option<usize>,
     /// The elements between the end of a parameter and that of its last block.
     gaps: Vec<Range<usize>>,
@@ -64,22 +62,22 @@ impl Coded {
     }
 }
 
-impl QuantizedSums {
-    /// Memory for what ranks send of the gradients in `store`, with the residual that goes with it; `None` if nothing is quantized.
+impl QuantizedGradients {
+    /// Buffers for the records of the gradients in `store`, with their residual; `None` if nothing is quantized.
     ///
     /// # Errors
     /// [`TensorError::OutOfMemory`].
     pub(crate) fn new(
         arena: &Arena,
         layout: &StateLayout,
-        store: &FlatStore,
-        residual: Option<FlatStore>,
+        store: &StateStore,
+        residual: Option<StateStore>,
     ) -> Result<Option<Self>, TensorError> {
         let Some((kind, passage)) = layout.record_passage() else { return Ok(None) };
         let RecordPassage { offsets, sent, received } = passage;
         let records = &layout.records;
         let of_parameter =
-            |store: &FlatStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.0);
+            |store: &StateStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.0);
         let coded = |(index, first): (usize, Option<usize>)| {
             let (of, first) = (&store.stretches()[index], first?);
             let any_of_it = (0..records.len()).find(|id| of_parameter(store, *id) == Some(index));
@@ -111,29 +109,28 @@ impl QuantizedSums {
             sent: [buffer(sent[0])?, buffer(sent[1])?],
             received: [buffer(received[0])?, buffer(received[1])?],
             residual,
-            under_way: Vec::with_capacity(store.stretches().len()),
         }))
     }
 
-    /// Whether a stretch is summed by records.
+    /// True if a stretch is sent as records.
     pub(crate) fn has(&self, stretch: usize) -> bool {
         self.stretches[stretch].is_some()
     }
 
-    /// Whether other records are still where those of some stretches go.
-    pub(crate) fn is_busy(&self, stretches: &[usize]) -> bool {
+    /// True if records of some stretches would take the place of records in flight.
+    pub(crate) fn is_busy(&self, stretches: &[usize], in_flight: &[usize]) -> bool {
         let buffer = |stretch: &usize| self.stretches[*stretch].as_ref().map(|coded| coded.parity);
         let mut wanted = stretches.iter().filter_map(buffer);
-        wanted.any(|wanted| self.under_way.iter().filter_map(buffer).any(|taken| taken == wanted))
+        wanted.any(|wanted| in_flight.iter().filter_map(buffer).any(|taken| taken == wanted))
     }
 
-    /// What the codes of this rank have failed to say, if it is kept.
-    pub(crate) fn residual(&self) -> Option<&FlatStore> {
+    /// The quantization errors of this rank, if they are kept.
+    pub(crate) fn residual(&self) -> Option<&StateStore> {
         self.residual.as_ref()
     }
 
-    /// See [`QuantizedSums::residual`].
-    pub(crate) fn residual_mut(&mut self) -> Option<&mut FlatStore> {
+    /// See [`QuantizedGradients::residual`].
+    pub(crate) fn residual_mut(&mut self) -> Option<&mut StateStore> {
         self.residual.as_mut()
     }
 
@@ -160,23 +157,15 @@ impl QuantizedSums {
         reducer.exchange_stretch(exchange, records.len(), summing)
     }
 
-    /// The stretches that were sent are on their way: their sums are asked for later.
-    pub(crate) fn has_sent(&mut self, stretches: &[usize]) {
-        let Self { under_way, stretches: coded, .. } = self;
-        under_way.extend(stretches.iter().filter(|stretch| coded[**stretch].is_some()));
+    /// Adds up the records of a stretch that have arrived, if it is sent as records: `[own elements]`.
+    pub(crate) fn take_in(&self, queue: &dyn Kernels, stretch: usize, own: View<'_>) {
+        let Some(coded) = &self.stretches[stretch] else { return };
+        let records = coded.records(self.kind, 0..coded.elements);
+        let received = self.received[coded.parity].view(DType::U8, records.start, [records.len()]);
+        queue.dequantize_sum(self.kind, coded.ranks, received, own);
     }
 
-    /// Adds up what has come of each stretch that was on its way, and writes the sums where `own_of` says, `[own elements]`.
-    pub(crate) fn take_in<'a>(&mut self, queue: &dyn Kernels, own_of: impl Fn(usize) -> View<'a>) {
-        for stretch in self.under_way.drain(..) {
-            let Some(coded) = &self.stretches[stretch] else { continue };
-            let records = coded.records(self.kind, 0..coded.elements);
-            let received = self.received[coded.parity].view(DType::U8, records.start, [records.len()]);
-            queue.dequantize_sum(self.kind, coded.ranks, received, own_of(stretch));
-        }
-    }
-
-    /// Adds to what this rank owns of a stretch, `[own elements]`, that of the other replicas.
+    /// Sums the own elements of a stretch, `[own elements]`, over the replicas.
     ///
     /// # Errors
     /// [`EngineError::Comm`].

@@ -1,0 +1,264 @@
+//! The model state of a rank: the stores that its [`StateLayout`] lists, and how kernels get the weights that other ranks or a disk have:
+//! after each optimizer step (ZeRO stages 1 and 2), or before each use (stage 3, or from a disk).
+//!
+//! | residence of a stretch | where its elements are | who moves them |
+//! |---|---|---|
+//! | resident | flat buffers of its [`StateStore`] | all-gathers after the optimizer step, at stages 1 and 2 |
+//! | gathered | whole in the [`ParameterPool`] while units read them | gathers before use, reads of the own elements |
+//! | windowed | on disk, in a [`WindowedStore`] | reads ahead of the optimizer step and writes behind it |
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use lockstep_comm::{Collective, Lent};
+use lockstep_model::RecordedModel;
+use lockstep_plan::gathering::{GatherPlan, Gathers, Sequence};
+use lockstep_plan::{
+    Extent, ParameterId, ParameterRecord, StateItem, StateKind, StateLayout, StoreKind, Stretch, ZeroStage,
+};
+use lockstep_tensor::{Arena, DiskTraffic, Kernels, TensorError};
+
+use crate::parameter_pool::{OwnWeights, ParameterPool, WeightTransfer};
+use crate::state_store::StateStore;
+use crate::transfers::{Job, Traffic, Transfers};
+use crate::weights::{WeightSource, Weights};
+use crate::windowed_store::WindowedStore;
+use crate::{EngineError, Offload, shards::Shards};
+
+/// Weights and optimizer state. Gradients and their residual are here until [`Gradients`](crate::Gradients) takes them.
+#[derive(Debug)]
+pub(crate) struct ModelState {
+    stores: Vec<StateStore>,
+    /// The offloaded stretches of trained weights and optimizer state, and of frozen weights.
+    files: [Option<RefCell<WindowedStore>>; 2],
+    pool: Option<ParameterPool>,
+    shards: Shards,
+    transfers: Transfers<WeightTransfer>,
+    /// The stretches of trained weights that each unit reads, if they are gathered after the optimizer step.
+    reads: Option<Vec<Vec<usize>>>,
+}
+
+impl ModelState {
+    /// Zeros for every store of `layout`, in its order: weights come first, so that a model that is too large is refused for them. Weights
+    /// are gathered before each use where `gathers` plans it.
+    ///
+    /// # Errors
+    /// If memory or the disk has no room.
+    pub(crate) fn zeros(
+        arena: &Arena,
+        model: &RecordedModel,
+        layout: &StateLayout,
+        offload: &Offload,
+        gathers: Option<Gathers>,
+        shards: Shards,
+    ) -> Result<Self, EngineError> {
+        let store = |item: &StateItem| StateStore::zeros_of(arena, &layout.records, item);
+        let mut stores = layout.items.iter().map(store).collect::<Result<Vec<_>, TensorError>>()?;
+        let find = |kind| stores.iter().find(|store: &&StateStore| store.kind() == kind);
+        let file = |items: Vec<&StateItem>| {
+            let kinds = items.iter().map(|item| (item.kind, item.dtype)).collect();
+            let store = items.first().and_then(|item| find(item.kind));
+            let file = store.map(|store| WindowedStore::zeros(offload, store, kinds, arena)).transpose()?;
+            Ok::<_, EngineError>(file.flatten().map(RefCell::new))
+        };
+        let frozen = layout.item(StoreKind::FrozenWeights).into_iter().collect();
+        let files = [file(layout.updated_on_disk().collect())?, file(frozen)?];
+        let is_gathered_after =
+            (ZeroStage::Optimizer..ZeroStage::Parameters).contains(&layout.plan.zero_stage);
+        let reads = find(StoreKind::Weights).filter(|_| is_gathered_after).map(|weights| {
+            let stretch = |id: &ParameterId| Some(weights.place_of(*id)?.0);
+            let reads = |unit| model.unit_parameters(unit).iter().filter_map(stretch).collect();
+            (0..model.units()).map(reads).collect()
+        });
+        let stretches: usize = stores.iter().map(|store| store.stretches().len()).sum();
+        let quantized = layout.plan.quantized_weights();
+        let pool = gathers.map(|gathers| ParameterPool::new(arena, gathers, &mut stores, &shards, quantized));
+        let (pool, transfers) = (pool.transpose()?, Transfers::new(shards.limit(), stretches));
+        Ok(Self { stores, files, pool, shards, transfers, reads })
+    }
+
+    /// Takes the store of a kind, if the rank has one.
+    pub(crate) fn take(&mut self, kind: StoreKind) -> Option<StateStore> {
+        let index = self.stores.iter().position(|store| store.kind() == kind)?;
+        Some(self.stores.remove(index))
+    }
+
+    /// The store of a kind, if the rank has one.
+    pub(crate) fn get(&self, kind: StoreKind) -> Option<&StateStore> {
+        self.stores.iter().find(|store| store.kind() == kind)
+    }
+
+    /// All stores, and the file of those that an optimizer step changes.
+    pub(crate) fn all_mut(
+        &mut self,
+    ) -> (impl Iterator<Item = &mut StateStore>, Option<&RefCell<WindowedStore>>) {
+        (self.stores.iter_mut(), self.files[0].as_ref())
+    }
+
+    /// The file of trained weights and optimizer state, if any are offloaded.
+    pub(crate) fn updated_on_disk(&self) -> Option<&RefCell<WindowedStore>> {
+        self.files[0].as_ref()
+    }
+
+    /// Trained weights in the type that kernels read; the own elements, if they are gathered.
+    pub(crate) fn trained(&self) -> &StateStore {
+        self.get(StoreKind::Weights).expect("every rank has a store of weights")
+    }
+
+    /// The f32 weights, if kernels read another type.
+    pub(crate) fn master(&self) -> Option<&StateStore> {
+        self.get(StoreKind::MasterWeights)
+    }
+
+    /// The biases that choose experts, if they have a store of their own.
+    pub(crate) fn biases(&self) -> Option<&StateStore> {
+        self.get(StoreKind::SelectionBiases)
+    }
+
+    /// The weights that an optimizer step changes: trained ones in the greatest precision.
+    pub(crate) fn updated(&self) -> &StateStore {
+        self.master().unwrap_or_else(|| self.trained())
+    }
+
+    /// The trained weights of which other ranks have copies.
+    pub(crate) fn copied(&mut self) -> Option<&mut StateStore> {
+        let is_whole = self.shards.stage() == ZeroStage::Nothing;
+        let is_master = self.master().is_some_and(|master| is_whole && !master.is_partly_on_disk());
+        let kind = if is_master { StoreKind::MasterWeights } else { StoreKind::Weights };
+        self.stores.iter_mut().find(|store| store.kind() == kind)
+    }
+
+    /// The range of a parameter's elements that this rank keeps in any precision.
+    pub(crate) fn kept_range(&self, record: &ParameterRecord, id: ParameterId) -> Range<usize> {
+        let frozen = self.get(StoreKind::FrozenWeights).filter(|_| !record.trainable);
+        let of_kernels = frozen.unwrap_or_else(|| self.trained());
+        let is_whole = self.biases().is_some_and(|store| store.kept_part(id).is_some());
+        match of_kernels.extent() {
+            Extent::Own if !is_whole => of_kernels.owned_range(id),
+            _ => 0..record.local_elements(),
+        }
+    }
+
+    /// Replaces the elements from `start` on of a parameter's tensor, as far as the rank keeps them: of weights in every precision, of
+    /// resident elements in memory, of windowed ones on disk.
+    ///
+    /// # Errors
+    /// If the disk fails.
+    pub(crate) fn write(
+        &mut self,
+        id: ParameterId,
+        kind: StateKind,
+        start: usize,
+        values: &[f32],
+    ) -> Result<(), EngineError> {
+        let of_weights = [
+            StoreKind::Weights,
+            StoreKind::FrozenWeights,
+            StoreKind::MasterWeights,
+            StoreKind::SelectionBiases,
+        ];
+        let of_optimizer = [StoreKind::Optimizer(kind)];
+        for &kind in if kind == StateKind::Parameter { &of_weights[..] } else { &of_optimizer } {
+            if let Some(store) = self.get(kind) {
+                store.write_part(id, start, values);
+            }
+            let files = self.files.iter_mut().flatten().map(RefCell::get_mut);
+            for file in files.filter(|file| file.keeps(kind)) {
+                file.write(id, kind, start, values)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Rounds the own elements of a parameter's f32 weights, if there are any, to the type that kernels read.
+    pub(crate) fn round(&self, queue: &dyn Kernels, id: ParameterId) {
+        if let Some(master) = self.master().and_then(|store| store.part(id))
+            && let Some(rounded) = self.trained().part(id)
+        {
+            queue.cast(master.view, rounded.view);
+        }
+    }
+
+    /// Begins to gather the trained weights, of which each rank has updated its own elements, where every rank keeps all of them. Until
+    /// [`ModelState::settle`] only passes of units may read or write them.
+    ///
+    /// # Errors
+    /// If another rank is lost.
+    pub(crate) fn gather_updated(&mut self) -> Result<(), EngineError> {
+        let Self { stores, shards, transfers, reads: Some(_), .. } = self else { return Ok(()) };
+        for weights in stores.iter_mut().filter(|store| store.kind() == StoreKind::Weights) {
+            let dtype = weights.dtype();
+            for index in 0..weights.stretches().len() {
+                let &Stretch { summing, elements, .. } = &weights.stretches()[index];
+                let Some(group) = shards.gathering(summing) else { continue };
+                let (buffer, range) = weights.lend_from(index, 0..elements);
+                let (bytes, data) = (range.len(), Lent::new(buffer.lend(range), dtype));
+                let collective = Collective::AllGatherInPlace { data, counts: None };
+                transfers
+                    .begin(WeightTransfer::Stretch(index), Job::Collective { group, collective, bytes })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the weights that the rank keeps are those of the last optimizer step.
+    ///
+    /// # Errors
+    /// If another rank is lost.
+    pub(crate) fn settle(&mut self) -> Result<(), EngineError> {
+        self.transfers.finish(|transfer| matches!(transfer, WeightTransfer::Stretch(_)))
+    }
+
+    /// Begins a sequence of uses.
+    pub(crate) fn begin(&mut self, sequence: Sequence) {
+        if let Some(pool) = &mut self.pool {
+            pool.begin(sequence);
+        }
+    }
+
+    /// The gathers of a step, if weights are gathered before each use.
+    pub(crate) fn gathers_of_step(&self) -> Option<&GatherPlan> {
+        self.pool.as_ref().map(ParameterPool::plan_of_step)
+    }
+
+    /// Bytes of the files.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        self.files.iter().flatten().map(|file| file.borrow().disk_bytes()).sum()
+    }
+
+    /// The cost of reads and writes since this was last asked.
+    pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
+        let traffic = self.files.iter_mut().flatten().map(|file| file.get_mut().take_traffic());
+        traffic.fold(DiskTraffic::default(), |sum, traffic| sum + traffic)
+    }
+
+    /// The cost of gathers since this was last asked.
+    pub(crate) fn take_traffic(&mut self) -> Traffic {
+        self.transfers.take_traffic()
+    }
+}
+
+impl WeightSource for ModelState {
+    fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
+        let Self { stores, files, pool, shards, transfers, reads } = self;
+        match (pool, reads) {
+            (Some(pool), _) => {
+                pool.make_ready(queue, unit, &mut OwnWeights { stores, files, shards, transfers })
+            }
+            (None, Some(reads)) => transfers.finish(|transfer| match transfer {
+                WeightTransfer::Stretch(stretch) => reads[unit].contains(stretch),
+                WeightTransfer::Bundle(_) => false,
+            }),
+            (None, None) => Ok(()),
+        }
+    }
+
+    fn weights(&self) -> Weights<'_> {
+        Weights {
+            trained: self.trained(),
+            pool: self.pool.as_ref(),
+            frozen: self.get(StoreKind::FrozenWeights),
+            exact: self.biases().or_else(|| self.master()),
+        }
+    }
+}

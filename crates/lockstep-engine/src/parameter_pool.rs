@@ -1,0 +1,318 @@
+//! Gathered weights: whole only while units work with them (ZeRO stage 3; Rajbhandari et al., 2020, and PyTorch's FSDP).
+//!
+//! Each rank keeps its own elements. Which bundles of stretches are gathered from their owners when, how long they stay and where they lie in
+//! the pool is planned before the run ([`GatherPlan`]). The pool carries the plan out: before a use its bundles have arrived, and
+//! while it computes the bundles of later uses are in flight.
+//!
+//! Own elements on disk (ZeRO-Infinity: Rajbhandari et al., 2021) are read to their place in the pool, while the uses before compute, and
+//! gathered from there.
+//!
+//! Weights may be gathered as quantized codes (qwZ of ZeRO++: Wang et al., 2023): each rank encodes its own elements, and every rank decodes
+//! all of them, its own as well, so that all work with the same bits. A secondary shard (hpZ of ZeRO++) keeps a range of what the first
+//! gather of a sequence has brought: further gathers ask only the neighbours, such as the ranks of a machine.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use lockstep_comm::{Collective, Lent};
+use lockstep_plan::gathering::{Bundled, GatherPlan, Gathers, Kept, Sequence, Stay};
+use lockstep_plan::{DType, MemoryCategory, QuantizedType, StoreKind};
+use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
+
+use crate::state_store::StateStore;
+use crate::transfers::{Job, Transfers};
+use crate::windowed_store::WindowedStore;
+use crate::{EngineError, shards::Shards};
+
+/// Weights in flight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WeightTransfer {
+    /// A stretch that its owners have updated.
+    Stretch(usize),
+    /// A bundle of the pool.
+    Bundle(usize),
+}
+
+/// Own weights, and the queue by which they are gathered.
+pub(crate) struct OwnWeights<'a> {
+    pub(crate) stores: &'a mut [StateStore],
+    /// The offloaded stretches of trained and of frozen weights.
+    pub(crate) files: &'a mut [Option<RefCell<WindowedStore>>; 2],
+    pub(crate) shards: &'a Shards,
+    pub(crate) transfers: &'a mut Transfers<WeightTransfer>,
+}
+
+/// The store of trained or of frozen weights, if there is one.
+fn store_of(stores: &mut [StateStore], kept: Kept) -> Option<&mut StateStore> {
+    let kind = match kept {
+        Kept::Trained => StoreKind::Weights,
+        Kept::Frozen => StoreKind::FrozenWeights,
+    };
+    stores.iter_mut().find(|store| store.kind() == kind)
+}
+
+/// Memory for weights that are whole at the time.
+#[derive(Debug)]
+pub(crate) struct ParameterPool {
+    memory: Buffer,
+    dtype: DType,
+    /// The codes of each element of the pool, if weights are quantized.
+    codes: Option<(QuantizedType, Buffer)>,
+    /// The secondary shard, if there is one.
+    secondary: Option<Buffer>,
+    bundles: Vec<Bundle>,
+    /// The bundles that each unit reads.
+    needs: Vec<Vec<usize>>,
+    /// By [`Sequence`].
+    plans: [GatherPlan; 3],
+    sequence: Sequence,
+    /// Uses of the sequence that have been made ready.
+    used: usize,
+}
+
+/// Stretches that the same units read.
+#[derive(Debug)]
+struct Bundle {
+    stretches: Vec<BundledStretch>,
+    /// True if the secondary shard takes its part once the bundle has arrived.
+    fills_secondary: bool,
+    /// Its first element in the pool; `None` if it was not gathered in this sequence.
+    start: Option<usize>,
+}
+
+/// A stretch in a bundle.
+#[derive(Debug)]
+struct BundledStretch {
+    bundled: Bundled,
+    /// The rank's elements of it in the secondary shard, by index in the stretch.
+    secondary: Option<Range<usize>>,
+    /// True if the own elements are being read from disk.
+    is_read: bool,
+    /// True if it arrives as codes.
+    is_coded: bool,
+}
+
+impl ParameterPool {
+    /// A pool for the weights that `gathers` plans, which then count as gathered in `stores`; they are quantized to `quantized`.
+    ///
+    /// # Errors
+    /// [`TensorError::OutOfMemory`].
+    pub(crate) fn new(
+        arena: &Arena,
+        gathers: Gathers,
+        stores: &mut [StateStore],
+        shards: &Shards,
+        quantized: Option<QuantizedType>,
+    ) -> Result<Self, TensorError> {
+        let dtype = store_of(stores, Kept::Trained).map_or(DType::F32, |store| store.dtype());
+        let in_communication = |bytes: usize| arena.allocate(bytes, MemoryCategory::Communication);
+        let secondary = gathers
+            .secondary_elements
+            .map(|elements| arena.allocate_zeroed(elements * dtype.size_bytes(), MemoryCategory::Parameters));
+        let secondary = secondary.transpose()?;
+        let memory = in_communication(gathers.pool_bytes(dtype))?;
+        let codes = quantized
+            .map(|kind| Ok::<_, TensorError>((kind, in_communication(kind.bytes(gathers.pool_elements()))?)));
+        let codes = codes.transpose()?;
+        let Gathers { bundles, needs, in_bundle, plans, .. } = gathers;
+        for (kept, in_bundle) in [Kept::Trained, Kept::Frozen].into_iter().zip(in_bundle) {
+            let Some(store) = store_of(stores, kept) else { continue };
+            for (stretch, place) in in_bundle.into_iter().enumerate() {
+                place.into_iter().for_each(|place| store.gather(stretch, place));
+            }
+        }
+        let mut stretch = |bundled: Bundled| {
+            let store = store_of(stores, bundled.kept).filter(|_| bundled.secondary_start.is_some());
+            let group = store.and_then(|store| shards.neighbours(store.stretches()[bundled.stretch].summing));
+            let secondary = group.map(|group| {
+                let elements = bundled.elements / group.size();
+                group.rank() * elements..(group.rank() + 1) * elements
+            });
+            BundledStretch { bundled, secondary, is_read: false, is_coded: false }
+        };
+        let mut bundle = |stretches: Vec<Bundled>| {
+            let stretches = stretches.into_iter().map(&mut stretch).collect();
+            Bundle { stretches, fills_secondary: false, start: None }
+        };
+        let bundles = bundles.into_iter().map(&mut bundle).collect();
+        let (sequence, used) = (Sequence::Step, 0);
+        Ok(Self { memory, dtype, codes, secondary, bundles, needs, plans, sequence, used })
+    }
+
+    /// Begins a sequence of uses. Bundles that were gathered before no longer count.
+    pub(crate) fn begin(&mut self, sequence: Sequence) {
+        self.sequence = sequence;
+        self.used = 0;
+        self.bundles.iter_mut().for_each(|bundle| bundle.start = None);
+    }
+
+    /// The gathers of a step.
+    pub(crate) fn plan_of_step(&self) -> &GatherPlan {
+        &self.plans[Sequence::Step as usize]
+    }
+
+    /// Weights from element `first` of a bundle on, which a unit that was made ready reads.
+    pub(crate) fn view(&self, bundle: usize, first: usize, shape: Shape) -> View<'_> {
+        let start = self.bundles[bundle].start.expect("the bundles that a unit reads were made ready");
+        self.memory.view(self.dtype, (start + first) * self.dtype.size_bytes(), shape)
+    }
+
+    /// Waits until the bundles that `unit` reads have arrived, and begins the gathers that are planned to overlap with it.
+    ///
+    /// # Errors
+    /// If another rank is lost, or the disk fails.
+    ///
+    /// # Panics
+    /// If the unit is not the next one of the sequence.
+    pub(crate) fn make_ready(
+        &mut self,
+        queue: &dyn Kernels,
+        unit: usize,
+        own: &mut OwnWeights<'_>,
+    ) -> Result<(), EngineError> {
+        let at = self.used;
+        self.used += 1;
+        let (plan, sequence) = (&self.plans[self.sequence as usize], self.sequence);
+        assert!(at < plan.len(), "use {at} of {sequence:?}, of unit {unit}, is one more than planned");
+        let (stays, at_once) = (plan.begins_with(at).len(), plan.read_at_once(at));
+        let stay = |pool: &Self, index: usize| pool.plans[sequence as usize].begins_with(at)[index];
+        (0..at_once).try_for_each(|index| self.begin_gather(queue, stay(self, index), own))?;
+        for index in 0..self.needs[unit].len() {
+            self.finish_gather(queue, self.needs[unit][index], own)?;
+        }
+        (at_once..stays).try_for_each(|index| self.begin_gather(queue, stay(self, index), own))
+    }
+
+    /// Begins to gather a bundle, or to read own elements that are on disk.
+    fn begin_gather(
+        &mut self,
+        queue: &dyn Kernels,
+        stay: Stay,
+        own: &mut OwnWeights<'_>,
+    ) -> Result<(), EngineError> {
+        let bundle = &mut self.bundles[stay.bundle];
+        bundle.start = Some(stay.start);
+        bundle.fills_secondary = stay.earlier == 0;
+        for index in 0..bundle.stretches.len() {
+            let BundledStretch { bundled, secondary, is_read, .. } =
+                &mut self.bundles[stay.bundle].stretches[index];
+            let from_neighbours = stay.earlier > 0 && secondary.is_some();
+            if from_neighbours || !bundled.is_on_disk {
+                self.gather(queue, (stay.bundle, index), from_neighbours, own)?;
+                continue;
+            }
+            let store = store_of(own.stores, bundled.kept);
+            let first = store.map_or(0, |store| store.stretches()[bundled.stretch].own.start);
+            if let Some(file) = own.files[bundled.kept as usize].as_mut().map(RefCell::get_mut) {
+                let start_bytes = (stay.start + bundled.start + first) * self.dtype.size_bytes();
+                file.begin_to_fill(bundled.stretch, &mut self.memory, start_bytes)?;
+                *is_read = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until a bundle has arrived.
+    fn finish_gather(
+        &mut self,
+        queue: &dyn Kernels,
+        bundle: usize,
+        own: &mut OwnWeights<'_>,
+    ) -> Result<(), EngineError> {
+        for index in 0..self.bundles[bundle].stretches.len() {
+            let BundledStretch { bundled, is_read, .. } = &mut self.bundles[bundle].stretches[index];
+            let file = own.files[bundled.kept as usize].as_mut().filter(|_| std::mem::take(is_read));
+            if let Some(file) = file {
+                file.get_mut().finish_filling(bundled.stretch)?;
+                self.gather(queue, (bundle, index), false, own)?;
+            }
+        }
+        own.transfers.finish(|transfer| *transfer == WeightTransfer::Bundle(bundle))?;
+        self.decode(queue, bundle);
+        self.fill_secondary(queue, bundle);
+        Ok(())
+    }
+
+    /// Begins to gather a stretch of a bundle from its owners, or from the secondary shards of neighbours, if others have parts of it.
+    #[track_caller]
+    fn gather(
+        &mut self,
+        queue: &dyn Kernels,
+        (bundle, index): (usize, usize),
+        from_neighbours: bool,
+        own: &mut OwnWeights<'_>,
+    ) -> Result<(), EngineError> {
+        let (dtype, size) = (self.dtype, self.dtype.size_bytes());
+        let Bundle { stretches, start, .. } = &mut self.bundles[bundle];
+        let BundledStretch { bundled, secondary, is_coded, .. } = &mut stretches[index];
+        let Some(store) = store_of(own.stores, bundled.kept) else { return Ok(()) };
+        let summing = store.stretches()[bundled.stretch].summing;
+        let Some(group) = own.shards.gathering(summing) else { return Ok(()) };
+        let (first, elements) = (start.unwrap_or_default() + bundled.start, bundled.elements);
+        let of_own = store.stretches()[bundled.stretch].own.clone();
+        let in_pool = first * size..(first + elements) * size;
+        let shard = self.secondary.as_mut().zip(secondary.as_ref()).zip(bundled.secondary_start);
+        let shard = shard.zip(own.shards.neighbours(summing)).filter(|_| from_neighbours);
+        *is_coded = shard.is_none() && self.codes.is_some();
+        let (group, collective, bytes) = match (shard, &mut self.codes) {
+            (Some((((buffer, range), start), neighbours)), _) => {
+                let input = Lent::new(buffer.lend(start * size..(start + range.len()) * size), dtype);
+                let output = Lent::new(self.memory.lend(in_pool.clone()), dtype);
+                (neighbours, Collective::AllGather { input, output, counts: None }, in_pool.len())
+            }
+            (None, Some((kind, codes))) => {
+                let of = |from: usize, to: usize| kind.bytes(first + from)..kind.bytes(first + to);
+                let (own_codes, all) = (of(of_own.start, of_own.end), of(0, elements));
+                let weights = if bundled.is_on_disk {
+                    self.memory.view(dtype, (first + of_own.start) * size, [of_own.len()])
+                } else {
+                    store.own_of(bundled.stretch)
+                };
+                let target = codes.view(DType::U8, own_codes.start, [own_codes.len()]);
+                queue.quantize(*kind, weights, None, target);
+                let data = Lent::new(codes.lend(all.clone()), DType::U8);
+                (group, Collective::AllGatherInPlace { data, counts: None }, all.len())
+            }
+            (None, None) if bundled.is_on_disk => {
+                let data = Lent::new(self.memory.lend(in_pool.clone()), dtype);
+                (group, Collective::AllGatherInPlace { data, counts: None }, in_pool.len())
+            }
+            (None, None) => {
+                let (buffer, range) = store.lend_own(bundled.stretch);
+                let input = Lent::new(buffer.lend(range), dtype);
+                let output = Lent::new(self.memory.lend(in_pool.clone()), dtype);
+                (group, Collective::AllGather { input, output, counts: None }, in_pool.len())
+            }
+        };
+        own.transfers.begin(WeightTransfer::Bundle(bundle), Job::Collective { group, collective, bytes })
+    }
+
+    /// Decodes the stretches of a bundle that have arrived as codes.
+    fn decode(&mut self, queue: &dyn Kernels, bundle: usize) {
+        let Some((kind, codes)) = &self.codes else { return };
+        let Bundle { stretches, start: Some(start), .. } = &mut self.bundles[bundle] else { return };
+        for BundledStretch { bundled, is_coded, .. } in stretches {
+            if std::mem::take(is_coded) {
+                let (first, elements) = (*start + bundled.start, bundled.elements);
+                let bytes = kind.bytes(first)..kind.bytes(first + elements);
+                let weights = self.memory.view(self.dtype, first * self.dtype.size_bytes(), [elements]);
+                queue.dequantize(*kind, codes.view(DType::U8, bytes.start, [bytes.len()]), weights);
+            }
+        }
+    }
+
+    /// Copies this rank's part of a bundle that has arrived from all owners to the secondary shard.
+    fn fill_secondary(&mut self, queue: &dyn Kernels, bundle: usize) {
+        let size = self.dtype.size_bytes();
+        let Bundle { stretches, fills_secondary, start: Some(start) } = &mut self.bundles[bundle] else {
+            return;
+        };
+        let Some(shard) = self.secondary.as_ref().filter(|_| std::mem::take(fills_secondary)) else { return };
+        for BundledStretch { bundled, secondary, .. } in stretches {
+            let Some((range, at)) = secondary.as_ref().zip(bundled.secondary_start) else { continue };
+            let first = *start + bundled.start + range.start;
+            let arrived = self.memory.view(self.dtype, first * size, [range.len()]);
+            queue.cast(arrived, shard.view(self.dtype, at * size, [range.len()]));
+        }
+    }
+}

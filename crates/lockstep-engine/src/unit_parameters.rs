@@ -1,0 +1,36 @@
+//! The parameters of one unit as its program sees them: by index, the weights that its kernels read and the gradients that they contribute to.
+
+use lockstep_graph::{ParameterIndex, Parameters};
+use lockstep_plan::ParameterId;
+use lockstep_tensor::{View, Write};
+
+use crate::{Gradients, Weights};
+
+/// The parameters of one unit, as its program sees them.
+pub struct UnitParameters<'a> {
+    /// By the program's parameter index.
+    pub ids: &'a [ParameterId],
+    /// Weights that kernels read.
+    pub weights: Weights<'a>,
+    /// Gradients, where there is a backward.
+    pub gradients: Option<&'a Gradients>,
+}
+
+impl Parameters for UnitParameters<'_> {
+    fn weight(&self, index: ParameterIndex) -> View<'_> {
+        self.weights.view(self.ids[index.0])
+    }
+
+    fn exact(&self, index: ParameterIndex) -> View<'_> {
+        let id = self.ids[index.0];
+        self.weights.exact.and_then(|store| store.get(id)).unwrap_or_else(|| self.weights.view(id))
+    }
+
+    fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write) {
+        self.gradients.expect("a backward is given gradients").contribute(self.ids[index.0])
+    }
+
+    fn gradient_rows(&self, table: ParameterIndex) -> Option<View<'_>> {
+        self.gradients.expect("a backward is given gradients").rows(self.ids[table.0])
+    }
+}

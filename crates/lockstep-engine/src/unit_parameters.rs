@@ -1,4 +1,6 @@
-//! The parameters of one unit as its program sees them: by index, the weights that its kernels read and the gradients that they contribute to.
+//! The parameters of one unit as its program sees them.
+//!
+//! A program knows parameters by index only; here an index becomes the weights that kernels read and the gradient that they contribute to.
 
 use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::ParameterId;

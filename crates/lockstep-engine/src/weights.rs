@@ -1,4 +1,6 @@
-//! Weights as kernels read them: of each unit's parameters, wherever they are whole at the time.
+//! Weights as kernels read them.
+//!
+//! Each pass of a unit first makes its source of weights ready, and then reads every parameter where it is whole: in its store, or in the pool.
 
 use lockstep_plan::ParameterId;
 use lockstep_tensor::{Kernels, View};

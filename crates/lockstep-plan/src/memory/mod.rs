@@ -9,10 +9,10 @@
 
 mod layout;
 mod offload_traffic;
+mod offloaded_frames;
 mod over_time;
 mod prediction;
 mod profile;
-mod spool;
 mod stage;
 mod state_layout;
 mod state_plan;
@@ -78,10 +78,10 @@ pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
 pub use offload_traffic::{
     OffloadBytes, OffloadTraffic, RankTraffic, offload_traffic_by_kind, offloaded_bytes,
 };
+pub use offloaded_frames::FRAME_PLACES;
 pub use over_time::{HeldActivations, HeldOfStage};
 pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, predicted};
 pub use profile::{ModelProfile, UnitProfile};
-pub use spool::FRAME_PLACES;
 pub use stage::{SharedTable, StageMemory};
 pub use state_layout::{StateItem, StateLayout, StoreKind};
 pub use state_plan::{StateFacts, StatePlan};

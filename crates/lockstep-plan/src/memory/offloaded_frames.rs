@@ -1,4 +1,4 @@
-//! What units keep for their backward, on disk: which frames go there, and how many of them are in memory at a time.
+//! Offloaded activations: the frames of units that go to disk between their forward and their backward, and how many are in memory at a time.
 
 use super::windows::{DISK_ALIGNMENT_BYTES, aligned_buffer_bytes};
 use super::{ModelProfile, StageMemory};

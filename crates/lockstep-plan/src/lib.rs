@@ -15,19 +15,14 @@
 //! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
 //! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
 //! - [`split_units`]: how many layers each stage of a pipeline gets, by what they cost.
-//! - [`TensorLayout`]: what tensor parallelism in one, two, two and a half and three dimensions sends.
 //! - [`Plan`]: how a training step is split, as a JSON file that is checked against the model, the batch and the world.
 //! - [`StateBytes`]: what model state takes under ZeRO, by the published formulas.
 //! - [`work`]: what a rank has to do for a micro-batch, as recording finds it.
-//! - [`cluster`]: the machines that a plan is for.
-//! - [`predict`]: how long a step of a plan takes there.
-//! - [`search`]: which plan is best.
 //! - [`random`]: the counter-based generator behind initial weights, dropout and shuffling, so that no
 //!   number depends on how many ranks share the work.
 //! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
 #![forbid(unsafe_code)]
 
-pub mod cluster;
 mod context;
 mod dtype;
 pub mod exact;
@@ -38,18 +33,15 @@ mod nearest;
 mod parameter;
 mod pattern;
 mod plan;
-pub mod predict;
 mod quantized;
 pub mod random;
 mod recompute;
 mod residence;
 pub mod schedule;
-pub mod search;
 mod share;
 mod split;
 mod state_bytes;
 mod state_kind;
-mod tensor_cost;
 pub mod work;
 mod wrap;
 mod zero;
@@ -82,6 +74,5 @@ pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlac
 pub use split::{SplitError, split_quickly, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};
 pub use state_kind::StateKind;
-pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
 pub use wrap::{BufferUnit, Wrap, WrapError};
 pub use zero::{ShardPlace, Sharding, ZeroStage};

@@ -1,8 +1,8 @@
 //! What a rank has to do for a micro-batch, unit by unit, as recording the model finds it: matrix products with their shapes, attention,
 //! passes over memory, and exchanges with other ranks.
 //!
-//! Nothing here knows a machine. A [`Device`](crate::cluster::Device) says how long a [`Task`] takes, a
-//! [`Cluster`](crate::cluster::Cluster) how long an [`Exchange`].
+//! Nothing here knows a machine. A device of a cluster says how long a [`Task`] takes, a
+//! cluster how long an [`Exchange`].
 
 use std::collections::BTreeSet;
 

@@ -11,7 +11,7 @@ use lockstep_data::{
     read_text_column,
 };
 use lockstep_model::ModelConfig;
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_plan::schedule::{Costs, PassKind, Schedule, StageCost, passes_from_csv};
 use lockstep_plan::work::Collective;
 use lockstep_plan::{Axis, DType, Facts, Plan, StepFacts, TensorDimensions};

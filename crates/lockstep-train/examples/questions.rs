@@ -4,7 +4,7 @@
 #[path = "questions/table.rs"]
 mod table;
 
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
 

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use lockstep_engine::EngineError;
-use lockstep_plan::cluster::ClusterError;
+use lockstep_planner::cluster::ClusterError;
 
 use crate::config::Problems;
 use crate::fit::Misfit;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use lockstep_comm::{World, WorldOptions};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_plan::{LinearShape, LinearSplit, TensorLayout};
+use lockstep_planner::{LinearShape, LinearSplit, TensorLayout};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
 use lockstep_train::{Ranks, Resume, RunConfig, train};

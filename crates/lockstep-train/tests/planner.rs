@@ -16,8 +16,8 @@ mod rows;
 mod usual;
 
 use lockstep_plan::ContextMethod;
-use lockstep_plan::cluster::{Cluster, Software};
-use lockstep_plan::search::{Subject, search};
+use lockstep_planner::cluster::{Cluster, Software};
+use lockstep_planner::search::{Subject, search};
 use lockstep_train::RunConfig;
 use lockstep_train::planner::{Evaluated, Objective, Planner};
 
@@ -284,7 +284,7 @@ fn a_search_ranks_what_it_is_asked_for() {
     let candidates = planner.candidates();
     let forwards = search(candidates.clone(), 4, &mut planner, &mut ());
     let backwards = search(candidates.into_iter().rev(), 4, &mut planner, &mut ());
-    let times = |ranking: &lockstep_plan::search::Ranking<lockstep_plan::Plan>| -> Vec<f64> {
+    let times = |ranking: &lockstep_planner::search::Ranking<lockstep_plan::Plan>| -> Vec<f64> {
         ranking.best.iter().map(|found| found.objective).collect()
     };
     assert_eq!(times(&forwards), times(&backwards));

@@ -6,7 +6,7 @@
 mod pages;
 
 use clap::Parser;
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_train::RunConfig;
 
 use crate::Cli;

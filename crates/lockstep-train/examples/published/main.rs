@@ -12,7 +12,7 @@ mod rows;
 
 use std::collections::HashMap;
 
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use rows::{Role, Row};
 use serde_json::json;
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory};
 use lockstep_comm::{Kind, NumberType};
-use lockstep_plan::cluster::{Cluster, Joins, Link};
+use lockstep_planner::cluster::{Cluster, Joins, Link};
 use lockstep_plan::work::Collective;
 
 use super::descent::descend;

@@ -18,7 +18,7 @@ use std::time::Duration;
 use lockstep_comm::{Deadline, Group, World, WorldOptions};
 use lockstep_engine::EngineError;
 use lockstep_plan::DType;
-use lockstep_plan::cluster::{Cluster, Device, Efficiency, NodeKind};
+use lockstep_planner::cluster::{Cluster, Device, Efficiency, NodeKind};
 use lockstep_tensor::cpu::{measure_bandwidth, measure_peak};
 use lockstep_tensor::{Arena, CpuQueue};
 

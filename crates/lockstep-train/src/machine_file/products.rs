@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use lockstep_plan::predict::product_name;
+use lockstep_planner::predict::product_name;
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 

@@ -1,7 +1,7 @@
 //! Changes to a question with which a plan would fit, if none does: more nodes, shorter sequences, another batch.
 
-use lockstep_plan::cluster::NodeKind;
-use lockstep_plan::search::{Observer, Progress, search};
+use lockstep_planner::cluster::NodeKind;
+use lockstep_planner::search::{Observer, Progress, search};
 use lockstep_plan::{Offload, Residence};
 
 use crate::human;
@@ -212,7 +212,7 @@ pub(super) fn with_nodes(name: &str, nodes: usize) -> String {
         Some((base, count))
             if !count.is_empty()
                 && count.bytes().all(|byte| byte.is_ascii_digit())
-                && lockstep_plan::cluster::PRESETS.contains(&base) =>
+                && lockstep_planner::cluster::PRESETS.contains(&base) =>
         {
             base
         }

@@ -1,9 +1,9 @@
 //! Lower bounds of candidates, a microsecond each: the time that a step takes at least, with as much recomputation and offload as memory makes
 //! necessary at least.
 
-use lockstep_plan::predict::TimedModel;
+use lockstep_planner::predict::TimedModel;
 use lockstep_plan::schedule::Kind;
-use lockstep_plan::search::Candidate;
+use lockstep_planner::search::Candidate;
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{ContextMethod, Degrees, FRAME_PLACES, Mesh, Recompute, StateBytes, StateOnRank};
 

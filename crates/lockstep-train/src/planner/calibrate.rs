@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_plan::{DType, PlannedStep};
 
 use crate::planner::machine::{for_run, name_of_this};
@@ -200,7 +200,7 @@ mod tests {
             .into();
         let before = device.clone();
         device.slow_down(|dtype| if dtype == DType::F32 { 2.0 } else { 0.5 });
-        let rate = |device: &lockstep_plan::cluster::Device, dtype: DType| {
+        let rate = |device: &lockstep_planner::cluster::Device, dtype: DType| {
             device.peak_tflops[&dtype] * device.efficiency.product
         };
         for (dtype, factor) in [(DType::F32, 2.0), (DType::BF16, 0.5)] {

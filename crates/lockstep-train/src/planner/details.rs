@@ -3,8 +3,8 @@
 
 use std::borrow::Cow;
 
-use lockstep_plan::cluster::Software;
-use lockstep_plan::predict::{StepTraffic, TimedModel, slowest_kind, traffic};
+use lockstep_planner::cluster::Software;
+use lockstep_planner::predict::{StepTraffic, TimedModel, slowest_kind, traffic};
 use lockstep_plan::schedule::{Action, Pass, PassKind, Span};
 use lockstep_plan::{HeldActivations, HeldOfStage, MemoryCategory, StepLayout};
 

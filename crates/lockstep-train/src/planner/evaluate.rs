@@ -1,11 +1,11 @@
 //! The evaluation of a configuration: its memory on every rank, its step and its saves.
 
-use lockstep_plan::cluster::{NodeKind, Software};
+use lockstep_planner::cluster::{NodeKind, Software};
 use lockstep_plan::gathering::ReshardAfterForward;
-use lockstep_plan::predict::{
+use lockstep_planner::predict::{
     PlanShape, Saves, SlowDevice, StepPrediction, TimedModel, data_stall_s, predict_step, predict_step_ms,
 };
-use lockstep_plan::search::Rejection;
+use lockstep_planner::search::Rejection;
 use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{
     CheckedPlan, MemoryBytes, MemoryCategory, Plan, RankTraffic, StatePlan, StepLayout, ZeroStage, predicted,

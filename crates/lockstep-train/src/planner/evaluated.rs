@@ -1,8 +1,8 @@
 //! An evaluated plan: memory of every rank, the step, and the figures that follow from them.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::predict::{Failures, Goodput, Saves, StepPrediction};
-use lockstep_plan::search::Rejection;
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::predict::{Failures, Goodput, Saves, StepPrediction};
+use lockstep_planner::search::Rejection;
 use lockstep_plan::{MemoryBytes, Plan, PlanPrediction, PlannedStep, RanksMemory};
 
 use crate::RunConfig;

@@ -3,9 +3,9 @@
 
 use std::collections::HashSet;
 
-use lockstep_plan::predict::StepPrediction;
+use lockstep_planner::predict::StepPrediction;
 use lockstep_plan::schedule::Kind;
-use lockstep_plan::search::{Candidate, Rejection, Subject};
+use lockstep_planner::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{ContextMethod, Degrees, Plan, Recompute, Residence, Residences, ZeroStage};
 
 use crate::human;

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use lockstep_plan::predict::{TimedModel, slowest_kind};
+use lockstep_planner::predict::{TimedModel, slowest_kind};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_plan::search::Candidate;
+use lockstep_planner::search::Candidate;
 use lockstep_plan::{CheckedPlan, Mesh, Plan, Recompute, StepLayout, split_quickly};
 
 use crate::planner::Planner;

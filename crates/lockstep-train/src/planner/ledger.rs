@@ -2,9 +2,9 @@
 
 use std::rc::Rc;
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 use lockstep_plan::gathering::TooFewLive;
-use lockstep_plan::search::Rejection;
+use lockstep_planner::search::Rejection;
 use lockstep_plan::{
     MemoryBytes, Mesh, Plan, RankTraffic, Residence, Residences, StatePlan, StepLayout,
     offload_traffic_by_kind, predicted,

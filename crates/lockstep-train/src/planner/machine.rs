@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_plan::DType;
-use lockstep_plan::cluster::{Cluster, NodeKind};
+use lockstep_planner::cluster::{Cluster, NodeKind};
 use lockstep_tensor::ScratchFile;
 
 use crate::config::user_cache_dir;

@@ -1,7 +1,7 @@
 //! Memory of a rank under other systems than Lockstep, by the formulas of their papers: state by the bytes of an element
 //! (Rajbhandari et al. 2019, section 3.1), activations by what is kept for gradients (Korthikanti et al. 2022, section 4).
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
     Axis, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, Residences, StageMemory, StateBytes, StateOnRank,

@@ -1,7 +1,7 @@
 //! The planner: how a model is best trained on some machines, how long a step takes, what each rank needs, and why not otherwise.
 //!
-//! The pure part is `lockstep_plan`: [`predict`](lockstep_plan::predict) says how long a step takes,
-//! [`search`](lockstep_plan::search) which plans there are and which of them is best, and
+//! The pure part is `lockstep_plan`: [`predict`](lockstep_planner::predict) says how long a step takes,
+//! [`search`](lockstep_planner::search) which plans there are and which of them is best, and
 //! [`predicted`](lockstep_plan::predicted) what each rank holds. Here they are given a run's model, recorded for every way to share it
 //! that is looked at, and what comes out is a configuration that `train` carries out.
 
@@ -36,9 +36,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lockstep_model::{Tuning, tuned_records};
-use lockstep_plan::cluster::{Cluster, Software};
+use lockstep_planner::cluster::{Cluster, Software};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_plan::search::{Candidate, Found, Observer, Ranking, Space, search};
+use lockstep_planner::search::{Candidate, Found, Observer, Ranking, Space, search};
 use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Recompute, Residence};
 
 use crate::config::Origin;

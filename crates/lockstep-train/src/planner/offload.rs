@@ -3,8 +3,8 @@
 //! All blocks of such a plan recompute what the candidate says, or none; and the fraction of the model's state that is offloaded is the
 //! smallest with which every rank fits, since moving it takes time.
 
-use lockstep_plan::cluster::{NodeKind, Software};
-use lockstep_plan::search::{Candidate, Rejection};
+use lockstep_planner::cluster::{NodeKind, Software};
+use lockstep_planner::search::{Candidate, Rejection};
 use lockstep_plan::{
     FRAME_PLACES, MemoryBytes, MemoryCategory, ModelProfile, Offload, OffloadBytes, OffloadTraffic, Plan,
     RankTraffic, Recompute, Residence, Residences, StageMemory, StepLayout, WINDOW_ELEMENTS, WINDOW_SLOTS,

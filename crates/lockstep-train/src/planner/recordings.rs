@@ -7,8 +7,8 @@ use std::rc::Rc;
 use lockstep_engine::EngineOptions;
 use lockstep_graph::BlockShape;
 use lockstep_model::{Flops, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::cluster::{Cluster, Software};
-use lockstep_plan::predict::TimedModel;
+use lockstep_planner::cluster::{Cluster, Software};
+use lockstep_planner::predict::TimedModel;
 use lockstep_plan::work::{Keeping, Labor, ModelWork};
 use lockstep_plan::{Mesh, ModelProfile, Places, Plan, Recompute, StateBytes, StateFacts};
 

@@ -1,6 +1,6 @@
 //! Remedies for a given plan that does not fit: the fewest changes to it with which it would, and the best plan for the same machines.
 
-use lockstep_plan::search::{Observer, Progress};
+use lockstep_planner::search::{Observer, Progress};
 use lockstep_plan::{Plan, Recompute};
 
 use crate::plan_file::settings_between;

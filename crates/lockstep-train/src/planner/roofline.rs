@@ -1,7 +1,7 @@
 //! Rooflines: the work of a micro-batch beside the limits of the devices, each product by its shape.
 
 use lockstep_plan::StepLayout;
-use lockstep_plan::predict::{Worker, device, kinds_of};
+use lockstep_planner::predict::{Worker, device, kinds_of};
 use lockstep_plan::work::{Labor, Pass, Product, Task};
 
 use crate::human;

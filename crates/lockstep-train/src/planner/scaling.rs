@@ -1,7 +1,7 @@
 //! Scaling of a training with the number of nodes: the best plan for each, with the same global batch (strong scaling) and with one that grows with the
 //! nodes (weak scaling), and Amdahl's law fitted to the former.
 
-use lockstep_plan::search::Observer;
+use lockstep_planner::search::Observer;
 
 use crate::planner::{Evaluated, Planner};
 

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use lockstep_plan::cluster::Software;
-use lockstep_plan::predict::{TimedModel, predict_step_ms, slowest_kind};
+use lockstep_planner::cluster::Software;
+use lockstep_planner::predict::{TimedModel, predict_step_ms, slowest_kind};
 use lockstep_plan::schedule::Kind;
-use lockstep_plan::search::{Candidate, Rejection};
+use lockstep_planner::search::{Candidate, Rejection};
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
     DType, LayerRule, MemoryBytes, MemoryCategory, Mesh, Plan, RankTraffic, Recompute, RecomputeRules,

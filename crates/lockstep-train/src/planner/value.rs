@@ -1,7 +1,7 @@
 //! The value of a candidate without offload: the fewest blocks that have to recompute, and the step, looked at in full only where nothing simpler
 //! shows that it is worse.
 
-use lockstep_plan::search::{Candidate, Rejection, Subject};
+use lockstep_planner::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{MemoryBytes, Plan, Recompute};
 
 use crate::planner::trial::Trial;

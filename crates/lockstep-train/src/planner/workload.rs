@@ -2,7 +2,7 @@
 //! some of it open means what such machines are used for, not the defaults of a run on a laptop.
 
 use lockstep_plan::DType;
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 
 use crate::config::{ModelSource, Origin, Precision};
 use crate::setup::named_model;

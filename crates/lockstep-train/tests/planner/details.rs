@@ -1,8 +1,8 @@
 //! What a step is made of adds up to the step: what is sent and waited for, what is in use and booked, and nothing above any roof.
 
 use lockstep_plan::MemoryCategory;
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::predict::Sent;
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::predict::Sent;
 use lockstep_train::planner::{Details, Evaluated};
 
 use super::planner;
@@ -89,8 +89,8 @@ fn what_is_waited_for_adds_up_to_the_step() {
     for (name, settings) in plans() {
         for software in ["lockstep", "megatron", "deepspeed"] {
             let mut cluster = Cluster::preset(name).unwrap();
-            let of_name = |one: &lockstep_plan::cluster::Software| one.name() == software;
-            cluster.software = lockstep_plan::cluster::Software::ALL.into_iter().find(of_name).unwrap();
+            let of_name = |one: &lockstep_planner::cluster::Software| one.name() == software;
+            cluster.software = lockstep_planner::cluster::Software::ALL.into_iter().find(of_name).unwrap();
             let (found, details) = detailed(&settings, cluster);
             let what = format!("{settings:?} on {name}, {software}");
             let kinds = &details.traffic.kinds;
@@ -119,7 +119,7 @@ fn no_link_carries_more_in_a_step_than_it_can() {
     for (name, settings) in plans() {
         for slowness in (0..20).map(|power| 1.3_f64.powi(power)) {
             let mut cluster = Cluster::preset(name).unwrap();
-            cluster.software = lockstep_plan::cluster::Software::Lockstep;
+            cluster.software = lockstep_planner::cluster::Software::Lockstep;
             cluster.links.iter_mut().for_each(|link| link.gb_per_s /= slowness);
             let links = cluster.links.clone();
             let (found, details) = detailed(&settings, cluster);
@@ -152,7 +152,7 @@ fn replicas_send_what_a_ring_of_them_does() {
 fn no_more_is_in_use_than_is_booked_and_a_rank_by_itself_comes_to_it() {
     for (name, settings) in plans() {
         let mut cluster = Cluster::preset(name).unwrap();
-        cluster.software = lockstep_plan::cluster::Software::Lockstep;
+        cluster.software = lockstep_planner::cluster::Software::Lockstep;
         let (found, details) = detailed(&settings, cluster);
         assert_eq!(details.memory.len(), found.plan.mesh.pipeline);
         for (rank, (curve, memory)) in details.memory.iter().zip(&found.memory).enumerate() {

@@ -9,8 +9,8 @@ use std::thread;
 use std::time::Instant;
 
 use lockstep_plan::Recompute;
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::search::Subject;
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::search::Subject;
 use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
 

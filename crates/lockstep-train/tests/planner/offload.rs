@@ -1,7 +1,7 @@
 //! A model that does not fit into memory is offloaded: as little of it as lets it fit, of what costs least time; to host memory before disk.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::search::{Candidate, Rejection, Subject};
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{Offload, Residence};
 use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
@@ -152,7 +152,7 @@ fn offload_costs_what_the_links_take() {
         host.disk_ms == 0.0 && disk.host_ms == 0.0 && disk.disk_ms > 4.0 * host.host_ms,
         "{host:?} {disk:?}"
     );
-    let parts = |step: &lockstep_plan::predict::StepPrediction| {
+    let parts = |step: &lockstep_planner::predict::StepPrediction| {
         step.work_ms
             + step.exchange_ms
             + step.bubble_ms

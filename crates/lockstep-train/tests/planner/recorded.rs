@@ -5,7 +5,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_train::planner::Evaluated;
 
 use super::{details, rows};

@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
 

@@ -2,7 +2,7 @@
 //! write there.
 
 use clap::Args;
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 
 use crate::exit::Failure;
 

@@ -1,7 +1,7 @@
 //! A given plan: the memory of every rank and the time of a step; if it does not fit, the plans that do.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::search::Rejection;
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::search::Rejection;
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan, ZeroStage};
 use lockstep_train::fit::{available_bytes, needed};
 use lockstep_train::plan::check;

@@ -1,7 +1,7 @@
 //! The answer of a search: a table, or one JSON document.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::search::{Found, Ranking, Rejection};
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::search::{Found, Ranking, Rejection};
 use lockstep_plan::{ContextMethod, Plan, PlanPrediction};
 use lockstep_train::plan::check;
 use lockstep_train::planner::{

@@ -17,7 +17,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum, ValueHint};
 use lockstep_checkpoint::MANIFEST_FILE;
 use lockstep_plan::Plan;
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_train::planner::machine::{self, LocalMachine};
 use lockstep_train::planner::{self, Assumption, Evaluated, Page, Planner, assumptions};
 use lockstep_train::{Error, NamedModel, RunConfig, find_model};

@@ -4,7 +4,7 @@ use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use lockstep_plan::search::{Observer, Progress};
+use lockstep_planner::search::{Observer, Progress};
 use lockstep_train::human;
 use lockstep_train::interrupt::Interrupt;
 

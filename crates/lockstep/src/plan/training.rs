@@ -1,6 +1,6 @@
 //! `lockstep plan --tokens 1T`: time, device hours, price and energy of a whole training.
 
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_train::human;
 use lockstep_train::planner::Evaluated;
 use serde_json::{Value, json};
@@ -28,7 +28,7 @@ impl Training {
         let hours = tokens / found.tokens_per_s() / SECONDS_OF_HOUR;
         let share = if found.devices > 1 { found.goodput(cluster).share } else { 1.0 };
         let hours_with_failures = hours / share.max(f64::MIN_POSITIVE);
-        let power = |node: &lockstep_plan::cluster::NodeKind| Some(node.kilowatts? * node.count as f64);
+        let power = |node: &lockstep_planner::cluster::NodeKind| Some(node.kilowatts? * node.count as f64);
         let kilowatts: Option<f64> = cluster.nodes.iter().map(power).sum();
         // A plan that leaves nodes unused switches them off.
         let used = found.devices as f64 / cluster.devices().max(1) as f64;

@@ -72,7 +72,7 @@ pub(in crate::plan) const ALONE: &[Rule<StepFacts>] = &[
     Rule(&["residence.gradients", "zero_stage"], |plan, _, found| {
         let keeps_all = format!("`zero_stage` = {} keeps all on each rank", plan.zero_stage);
         let what = format!("are those that a rank owns, and {keeps_all}; allowed: `zero_stage` = 2 or 3");
-        gradients_on_disk(plan, keeps_whole_gradients(&plan.mesh, plan.zero_stage), &what, found);
+        gradients_on_disk(plan, plan.mesh.replicates_gradients(plan.zero_stage), &what, found);
     }),
 ];
 
@@ -220,20 +220,22 @@ fn with_optimizer(what: &str, residence: Residence, plan: &Plan, found: &mut Vec
     }
 }
 
-/// Returns true if every rank keeps all parameters, also those that others update.
-pub(crate) fn keeps_parameters_of_others(mesh: &Degrees, zero_stage: u8) -> bool {
-    owners(mesh) > 1 && matches!(zero_stage, 1 | 2)
-}
+impl Degrees {
+    /// Returns true if every rank keeps all parameters, also those that other ranks update: ZeRO stages 1 and 2.
+    pub fn replicates_parameters(&self, zero_stage: u8) -> bool {
+        owners(self) > 1 && matches!(zero_stage, 1 | 2)
+    }
 
-/// Returns true if every rank keeps all gradients, also those that others have as well.
-pub(crate) fn keeps_whole_gradients(mesh: &Degrees, zero_stage: u8) -> bool {
-    owners(mesh) > 1 && zero_stage < 2
+    /// Returns true if every rank keeps all gradients, although other ranks have them as well: below ZeRO stage 2.
+    pub fn replicates_gradients(&self, zero_stage: u8) -> bool {
+        owners(self) > 1 && zero_stage < 2
+    }
 }
 
 fn parameters_on_disk(plan: &Plan, _: &StepFacts, found: &mut Vec<String>) {
     let Plan { zero_stage, ref mesh, residence, .. } = *plan;
     let are_on_disk = [residence.parameters, residence.optimizer] == [Residence::Disk; 2];
-    if are_on_disk && keeps_parameters_of_others(mesh, zero_stage) {
+    if are_on_disk && mesh.replicates_parameters(zero_stage) {
         found.push(format!(
             "parameters on disk are those that a rank updates, and `zero_stage` = {zero_stage} has every rank keep all; \
              allowed: `zero_stage` = 3, or 0"

@@ -6,8 +6,6 @@ mod with_model;
 use super::{Plan, PlanProblem};
 
 pub(super) use alone::{ALONE, version};
-pub(crate) use alone::{keeps_parameters_of_others, keeps_whole_gradients};
-pub(crate) use with_model::splits_heads;
 pub(super) use with_model::{ON_RANKS, WITH_MODEL};
 
 /// A rule: its fields, in the order in which they are to blame if somebody set them, and the function that adds a text for everything that

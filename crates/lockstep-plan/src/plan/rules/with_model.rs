@@ -78,9 +78,11 @@ fn even(things: usize, ranks: usize) -> bool {
     things.is_multiple_of(ranks) || ranks.is_multiple_of(things)
 }
 
-/// Returns true if `ranks` can shard the heads, and shard or replicate the key and value heads.
-pub(crate) fn splits_heads(facts: &Facts, ranks: usize) -> bool {
-    facts.heads.is_multiple_of(ranks) && even(facts.key_value_heads, ranks)
+impl Facts {
+    /// Returns true if a tensor-parallel group of `ranks` can shard the heads, and shard or replicate the key and value heads.
+    pub fn shards_heads(&self, ranks: usize) -> bool {
+        self.heads.is_multiple_of(ranks) && even(self.key_value_heads, ranks)
+    }
 }
 
 /// Returns true if the tensor-parallel ranks split linear layers in two dimensions.
@@ -124,7 +126,7 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         return;
     }
     let (tensor, columns) = (plan.mesh.tensor, facts.intermediate);
-    let valid = |value: &usize| splits_heads(facts, *value) && columns.is_multiple_of(*value);
+    let valid = |value: &usize| facts.shards_heads(*value) && columns.is_multiple_of(*value);
     let nearest = next_to(tensor, (1..=facts.heads.min(facts.vocab)).filter(valid));
     heads("tensor", tensor, facts, nearest, found);
     divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
@@ -237,7 +239,7 @@ fn all_to_all(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     if context > 1 && plan.context_method == ContextMethod::AllToAll {
         let ranks = context * tensor;
         let products = (1..=facts.heads / tensor).map(|context| context * tensor);
-        let nearest = next_to(ranks, products.filter(|&ranks| splits_heads(facts, ranks)));
+        let nearest = next_to(ranks, products.filter(|&ranks| facts.shards_heads(ranks)));
         heads("context x tensor", ranks, facts, nearest, found);
     }
 }

@@ -1,7 +1,7 @@
 //! Mixtures of experts: NVIDIA's NeMo, Megatron-LM and Megatron Bridge in bf16, with as many tokens for each expert, as these
 //! benchmarks have it.
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 
 use super::{Measured, Role, Row, parallel};
 

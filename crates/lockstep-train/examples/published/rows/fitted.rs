@@ -1,7 +1,7 @@
 //! Runs of whole papers that constants were chosen with: Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2), Korthikanti et al. 2022
 //! (2205.05198, table 5), Grattafiori et al. 2024 (2407.21783, table 4).
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 
 use super::{Gpt, Measured, Role, Row, gpt, parallel};
 

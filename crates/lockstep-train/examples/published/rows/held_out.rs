@@ -3,7 +3,7 @@
 //! Each is here because its source says all that its time depends on. What a source leaves open is named beside the row, and so are
 //! layers that no model family here has and something like it stands in for.
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 
 use super::{
     Gpt, LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_34B, LLAMA_2_70B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Llama,

@@ -11,7 +11,7 @@ mod newer;
 mod tpu;
 mod volta;
 
-use lockstep_plan::cluster::{Cluster, Software};
+use lockstep_planner::cluster::{Cluster, Software};
 use lockstep_train::RunConfig;
 use lockstep_train::planner::{Evaluated, Objective, Planner};
 

@@ -5,7 +5,7 @@
 //! `Keeps` from forward to backward (SHARD_GRAD_OP). Constants were chosen with the rows that say `Fitted`; all others are only held
 //! against them.
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 
 use super::{Gpt, Measured, Role, Row, gpt};
 use Role::{Fitted, HeldOut};

@@ -3,7 +3,7 @@
 //! NVIDIA's NeMo in bf16 by github.com/NVIDIA/dgxc-benchmarking (llama3.1/README.md and nemotron/README.md of mid 2025, whose tables of GB200
 //! are meant), and Google's recipes (github.com/AI-Hypercomputer/gpu-recipes, training/a3ultra), whose logs stand in their README files.
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 
 use super::{
     LLAMA_2_70B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Llama, Measured, NEMOTRON_4_340B, Role, Row, llama,

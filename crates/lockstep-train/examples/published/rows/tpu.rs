@@ -1,7 +1,7 @@
 //! TPU: MaxText's published configurations and what they come to (github.com/AI-Hypercomputer/maxtext, MaxText/configs/v5p and v4, each
 //! with its README), and PaLM.
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 
 use super::{Llama, Measured, Role, Row, llama};
 

@@ -4,7 +4,7 @@
 //! have 8 sequences of 1,024 tokens on V100, 16 on A100, and compute every block again, by the operations that the table counts; and
 //! the same models some months before (nv-adlr.github.io/MegatronLMV1, May 2020). All are on one node, but for what says so.
 
-use lockstep_plan::cluster::Software;
+use lockstep_planner::cluster::Software;
 
 use super::{Gpt, Measured, Role, Row, gpt, parallel};
 

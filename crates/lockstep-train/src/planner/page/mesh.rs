@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::ops::Range;
 
 use lockstep_plan::Axis;
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 
 use super::svg::{COLOURS, WIDTH, colour, legend, note, rectangle, svg, text};
 use crate::planner::Evaluated;

@@ -14,7 +14,7 @@ mod traffic;
 use std::fmt::Write;
 
 use lockstep_plan::Plan;
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 
 use self::svg::{bar, colour, escaped, figure, table};
 use super::{
@@ -336,7 +336,7 @@ fn table_of_neighbours(neighbours: &[Neighbour]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use lockstep_plan::cluster::Cluster;
+    use lockstep_planner::cluster::Cluster;
 
     use super::Page;
     use crate::RunConfig;

@@ -1,7 +1,7 @@
 //! Traffic of a rank in a step: busy time of each level of links, and exposed communication.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::predict::{Sent, StepTraffic, Traffic};
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::predict::{Sent, StepTraffic, Traffic};
 
 use super::svg::{bar, colour, escaped, figure, legend, note, table};
 use crate::human;

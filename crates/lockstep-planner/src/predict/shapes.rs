@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::DType;
-use crate::work::Product;
+use lockstep_plan::DType;
+use lockstep_plan::work::Product;
 
 /// Sides that differ by this, in natural logarithms, are alike.
 const ALIKE: f64 = 0.25;

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 use lockstep_plan::work::Collective;
 use serde_json::Value;
 

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::nearest::lines;
-
 /// One mistake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClusterProblem {
@@ -33,5 +31,5 @@ impl fmt::Display for ClusterProblem {
 
 /// Why a text describes no cluster: everything that is wrong with it, in the order of its lines, one to a line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{}", lines(.0))]
+#[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
 pub struct ClusterError(pub Vec<ClusterProblem>);

@@ -11,8 +11,8 @@
 
 mod space;
 
-use crate::schedule::Kind;
-use crate::{
+use lockstep_plan::schedule::Kind;
+use lockstep_plan::{
     ContextMethod, Degrees, Offload, PassOrder, PipelineSchedule, Plan, Recompute, Residence, ZeroStage,
 };
 
@@ -80,7 +80,7 @@ pub enum Rejection {
         /// Bytes that there are.
         available: u64,
         /// The category that takes most.
-        most: crate::MemoryCategory,
+        most: lockstep_plan::MemoryCategory,
     },
     /// A rank's share of host memory or disk has no room for its offloaded state.
     Room {

@@ -1,9 +1,8 @@
 //! Everything that can be chosen for a model, a batch and so many devices.
 
 use super::Candidate;
-use crate::plan::rules::{keeps_parameters_of_others, keeps_whole_gradients, splits_heads};
-use crate::schedule::Kind;
-use crate::{ContextMethod, Degrees, Facts, Offload, Recompute, Residence, ZeroStage};
+use lockstep_plan::schedule::Kind;
+use lockstep_plan::{ContextMethod, Degrees, Facts, Offload, Recompute, Residence, ZeroStage};
 
 /// Ranks that share a block or a sequence at most: beyond, what each has of a matrix is no work for a device.
 const MOST_SHARERS: usize = 64;
@@ -95,9 +94,9 @@ impl Space {
     /// What may be offloaded under a ZeRO stage: weights only if no rank keeps those that others update, gradients only if no other rank keeps
     /// the same.
     fn residences(&self, degrees: &Degrees, zero_stage: ZeroStage) -> impl Iterator<Item = &Offload> {
-        let keeps_others = keeps_parameters_of_others(degrees, zero_stage.number());
+        let keeps_others = degrees.replicates_parameters(zero_stage.number());
         let has_own_gradients =
-            degrees.replicate == 1 && !keeps_whole_gradients(degrees, zero_stage.number());
+            degrees.replicate == 1 && !degrees.replicates_gradients(zero_stage.number());
         self.offloads.iter().filter(move |offload| {
             (offload.parameters == Residence::Memory || !keeps_others)
                 && (offload.gradients == Residence::Memory || has_own_gradients)
@@ -146,7 +145,7 @@ impl Space {
         let shares_tokens = experts == 0 || step.seq_len.is_multiple_of(tensor);
         (tensor == 1 || !self.facts.step.updates_whole_matrices)
             && tensor <= MOST_SHARERS
-            && splits_heads(&self.facts, tensor)
+            && self.facts.shards_heads(tensor)
             && intermediate.is_multiple_of(tensor)
             && tensor <= vocab
             && shares_tokens

@@ -17,7 +17,7 @@
 //! scattering goes around a ring of all ranks.
 
 use super::{Cluster, Joins, Link, MAX_LEVELS};
-use crate::work::Collective;
+use lockstep_plan::work::Collective;
 
 /// A step of a ring over a network waits for one neighbour, one of a tree for two children. NCCL's tuner has 14 µs and 20.9 µs
 /// for them; latencies of links were fitted to trees.
@@ -133,7 +133,7 @@ impl Cluster {
         Placement { size, within, stride, reach }
     }
 
-    /// Seconds of a collective with so many bytes, counted as nccl-tests counts them ([`Exchange::bytes`](crate::work::Exchange));
+    /// Seconds of a collective with so many bytes, counted as nccl-tests counts them ([`Exchange::bytes`](lockstep_plan::work::Exchange));
     /// of a ring, with all of its steps.
     pub fn seconds(&self, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
         self.time(collective, bytes, placement).seconds

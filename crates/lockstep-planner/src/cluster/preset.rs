@@ -4,7 +4,7 @@
 use super::{Cluster, ClusterError, ClusterProblem, Device, Efficiency, Joins, Link, NodeKind, Software};
 
 use super::section::{one_of, unknown};
-use crate::DType;
+use lockstep_plan::DType;
 
 /// Names of the presets. A number of nodes may follow each: `dgx-h100x96`.
 pub const PRESETS: [&str; 9] = [

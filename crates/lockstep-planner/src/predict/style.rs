@@ -5,7 +5,7 @@
 //! same for all runs of its system, on all devices.
 
 use crate::cluster::Software;
-use crate::{DType, StateBytes};
+use lockstep_plan::{DType, StateBytes};
 
 /// The habits of a system.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -7,9 +7,9 @@ use crate::predict::state::{SharedState, StateExchange, StatePassage};
 use crate::predict::style::Style;
 use crate::predict::tasks::{PassCost, Timed, Worker};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
-use crate::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
-use crate::work::{Collective, ModelWork, UnitElements};
-use crate::{Axis, ExpertAxis, OffloadBytes, RankTraffic, StepLayout, ZeroStage};
+use lockstep_plan::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
+use lockstep_plan::work::{Collective, ModelWork, UnitElements};
+use lockstep_plan::{Axis, ExpertAxis, OffloadBytes, RankTraffic, StepLayout, ZeroStage};
 
 /// The inputs of the step-time model other than the recorded work of a rank.
 #[derive(Debug, Clone, Copy)]

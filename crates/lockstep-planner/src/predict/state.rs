@@ -1,9 +1,9 @@
 //! What ranks send each other of gradients and weights beside passes: sums of gradients, gathers of weights, and what is gathered after
 //! the update.
 
-use crate::ZeroStage;
+use lockstep_plan::ZeroStage;
 use crate::predict::style::Style;
-use crate::work::Collective;
+use lockstep_plan::work::Collective;
 
 /// When something of the state goes between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub(super) struct StateExchange {
     pub(super) collective: Collective,
     /// How many there are.
     pub(super) times: f64,
-    /// Bytes of each, as [`Exchange::bytes`](crate::work::Exchange) counts them.
+    /// Bytes of each, as [`Exchange::bytes`](lockstep_plan::work::Exchange) counts them.
     pub(super) bytes: f64,
     /// They take as long as if there were so many times these bytes: not everybody comes to what links give.
     pub(super) slowness: f64,

@@ -2,7 +2,7 @@
 //!
 //! A cluster is nodes of one or several kinds, each with a number of devices, and levels of links from the innermost (NVLink, shared
 //! memory) to the outermost (InfiniBand, Ethernet). Ranks are numbered node by node, device by device, so that the fastest axis of a
-//! [`Mesh`](crate::Mesh) stays inside a node.
+//! [`Mesh`](lockstep_plan::Mesh) stays inside a node.
 //!
 //! A cluster is read from a TOML file ([`Cluster::parse`]), or is one of the [`PRESETS`], which are such files. `docs/clusters.md`
 //! says what may stand in one.
@@ -10,7 +10,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use crate::DType;
+use lockstep_plan::DType;
 
 mod collective;
 mod preset;

@@ -7,7 +7,7 @@
 
 use crate::cluster::{Cluster, NodeKind};
 use crate::predict::timed::device;
-use crate::{Axis, DType, Mesh};
+use lockstep_plan::{Axis, DType, Mesh};
 
 /// What a save takes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -86,7 +86,7 @@ fn disk_s(node: &NodeKind, ranks: usize, bytes: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Degrees;
+    use lockstep_plan::Degrees;
 
     const GB: f64 = 1e9;
 

@@ -7,14 +7,14 @@
 
 use std::ops::Range;
 
-use crate::Axis;
+use lockstep_plan::Axis;
 use crate::cluster::{Cluster, MAX_LEVELS};
 use crate::predict::state::StatePassage;
 use crate::predict::step::{PlanShape, RankEnd, StagePrediction, StateCost, Step};
 use crate::predict::tasks::{PassCost, Timed, Waited};
 use crate::predict::timed::{Leg, TimedModel, TimedUnit, legs};
-use crate::schedule::{Action, CostsError, Schedule};
-use crate::work::{Collective, Exchange, Labor, ModelWork, Peers, Task, UnitWork};
+use lockstep_plan::schedule::{Action, CostsError, Schedule};
+use lockstep_plan::work::{Collective, Exchange, Labor, ModelWork, Peers, Task, UnitWork};
 
 /// What is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

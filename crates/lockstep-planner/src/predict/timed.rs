@@ -7,8 +7,8 @@ use std::rc::Rc;
 
 use crate::cluster::{Cluster, Device, LinkTime};
 use crate::predict::tasks::{PassCost, Timed, Worker};
-use crate::work::{Collective, Exchange, ModelWork, Peers, UnitElements, UnitWork};
-use crate::{Axis, DType, ExpertAxis, Mesh};
+use lockstep_plan::work::{Collective, Exchange, ModelWork, Peers, UnitElements, UnitWork};
+use lockstep_plan::{Axis, DType, ExpertAxis, Mesh};
 
 /// A unit's tasks with what they take on one kind of node.
 #[derive(Debug, Clone, PartialEq)]
@@ -225,9 +225,9 @@ pub(super) fn among(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Degrees;
+    use lockstep_plan::Degrees;
     use crate::cluster::Software;
-    use crate::work::{Labor, Pass, Task};
+    use lockstep_plan::work::{Labor, Pass, Task};
 
     fn rows(bytes: u64, is_for_host: bool) -> Exchange {
         let (peers, collective) = (Peers::Expert, Collective::AllToAll);

@@ -7,7 +7,7 @@ use toml::de::{DeTable, DeValue};
 use super::preset::known;
 use super::section::{Notes, Rule, Section, count_of, one_of, quoted, unknown};
 use super::{Cluster, ClusterError, Device, Efficiency, Joins, Link, MAX_LEVELS, NodeKind, Software, Tile};
-use crate::DType;
+use lockstep_plan::DType;
 
 /// Hours of a device until it fails, on average: 419 interruptions that nobody had expected in 54 days on 16,384 H100 ("The Llama
 /// 3 Herd of Models", 2024, section 3.3.4).

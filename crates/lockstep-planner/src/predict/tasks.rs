@@ -2,11 +2,11 @@
 
 use std::borrow::Cow;
 
-use crate::DType;
+use lockstep_plan::DType;
 use crate::cluster::{Device, Efficiency, LinkTime, MAX_LEVELS};
 use crate::predict::shapes::Shapes;
 use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, Style};
-use crate::work::{Attention, Collective, Exchange, Labor, Pass, Product, Task};
+use lockstep_plan::work::{Attention, Collective, Exchange, Labor, Pass, Product, Task};
 
 /// What a pass through some units takes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

@@ -6,8 +6,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use lockstep_config::RunConfig;
 use lockstep_import::{AutoValues, Format, Import, InUse, Options, Origin, Problems, Treatment, import};
-use lockstep_train::RunConfig;
 use serde_json::json;
 
 const ALONE: Options = Options { ranks: None, auto: AutoValues::TrainerDefaults };
@@ -91,8 +91,7 @@ fn same(a: &serde_json::Value, b: &serde_json::Value) -> bool {
 #[test]
 fn every_key_of_a_table_is_translated_idle_or_refused_with_words() {
     for format in [Format::DeepSpeed, Format::Accelerate] {
-        let known: BTreeSet<String> =
-            lockstep_train::config::KEYS.iter().map(|key| key.name.to_owned()).collect();
+        let known: BTreeSet<String> = lockstep_config::KEYS.iter().map(|key| key.name.to_owned()).collect();
         let mut names = BTreeSet::new();
         for row in format.keys() {
             assert!(names.insert(row.key), "{} stands twice", row.key);

@@ -8,8 +8,8 @@ use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 
-use lockstep_planner::cluster::Cluster;
 use lockstep_plan::work::Collective;
+use lockstep_planner::cluster::Cluster;
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;

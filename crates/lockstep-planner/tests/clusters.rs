@@ -5,9 +5,9 @@
 use std::fs;
 use std::path::Path;
 
-use lockstep_planner::cluster::{Cluster, DEVICES, Joins, LINKS, PRESETS, Software};
 use lockstep_plan::DType;
 use lockstep_planner::cluster::ClusterError;
+use lockstep_planner::cluster::{Cluster, DEVICES, Joins, LINKS, PRESETS, Software};
 use proptest::prelude::*;
 
 fn parse(text: &str) -> Cluster {

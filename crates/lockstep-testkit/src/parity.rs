@@ -4,13 +4,13 @@
 //! processes. Whatever differs comes with the command that shows it again.
 
 use std::collections::HashMap;
-use std::env;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::{env, io};
 
 use lockstep_checkpoint::ModelDirectory;
 use lockstep_comm::{Group, World, WorldOptions};
+use lockstep_config::RunConfig;
 use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_tensor::delayed::{Delayed, Fault};
@@ -19,7 +19,7 @@ use lockstep_train::progress::Progress;
 use lockstep_train::verify::{
     Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers, sample_text,
 };
-use lockstep_train::{Error, Ranks, Resume, RunConfig, train};
+use lockstep_train::{Error, Ranks, Resume, train};
 use serde_json::Value;
 
 use crate::decided::decide;

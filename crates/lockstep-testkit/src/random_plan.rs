@@ -4,9 +4,9 @@
 //! They are settings of a run, so that whatever fails can be shown again by `lockstep verify`. A plan that does not fit its
 //! model is not one of them.
 
+use lockstep_config::RunConfig;
+use lockstep_config::plan::check;
 use lockstep_plan::schedule::Kind;
-use lockstep_train::RunConfig;
-use lockstep_train::plan::check;
 use proptest::prelude::*;
 use proptest::sample::select;
 

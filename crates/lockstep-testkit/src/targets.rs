@@ -6,16 +6,16 @@ use std::path::Path;
 
 use lockstep_checkpoint::safetensors::parse_header;
 use lockstep_checkpoint::{Digest, Manifest, parse_adapter_config};
+use lockstep_config::RunConfig;
 use lockstep_data::{
     ChatTemplate, Document, IndexHeader, TextOptions, TokenFileHeader, Tokenizer, parse_json_line,
     read_text_column,
 };
 use lockstep_model::ModelConfig;
-use lockstep_planner::cluster::Cluster;
 use lockstep_plan::schedule::{Costs, PassKind, Schedule, StageCost, passes_from_csv};
 use lockstep_plan::work::Collective;
 use lockstep_plan::{Axis, DType, Facts, Plan, StepFacts, TensorDimensions};
-use lockstep_train::RunConfig;
+use lockstep_planner::cluster::Cluster;
 use lockstep_train::flight::{Dump, analyse};
 use lockstep_train::report::{self, Parts};
 use serde_json::Value;

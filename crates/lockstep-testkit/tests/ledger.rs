@@ -5,6 +5,7 @@
 //! activations, workspace, staging of collectives and disks, gathered weights.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
+use lockstep_config::{RunConfig, resolve_model};
 use lockstep_engine::Engine;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::{MemoryBytes, MemoryCategory, OffloadBytes};
@@ -13,7 +14,8 @@ use lockstep_testkit::parity::{
     expert_splits, on_ranks, pairs, splits, square,
 };
 use lockstep_train::metrics::StepMetrics;
-use lockstep_train::{Error, Forecast, Ranks, RunConfig, StepObserver, resolve_model, verify::watch};
+use lockstep_train::verify::watch;
+use lockstep_train::{Error, Forecast, Ranks, StepObserver};
 
 /// Each of these tiny models is cached no more than this by kernels: scratch of attention and partial sums.
 const MOST_CACHED_BYTES: usize = 2 << 20;

@@ -4,10 +4,9 @@
 #[path = "questions/table.rs"]
 mod table;
 
+use lockstep_config::RunConfig;
 use lockstep_planner::cluster::Cluster;
-use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
-
 use table::Question;
 
 /// Seconds of processor time of this process.

@@ -2,22 +2,21 @@
 
 use std::time::Instant;
 
+use lockstep_config::{NamedModel, RunConfig, config_of, engine_options, overrides_of};
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Update};
 use lockstep_graph::{BlockShape, Seed};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{CheckedPlan, DType, MemoryCategory, random::Philox};
-use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
-
+use lockstep_plan::random::Philox;
+use lockstep_plan::{CheckedPlan, DType, MemoryCategory};
 use lockstep_tensor::cpu::measure_peak;
+use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
 use crate::forecast::Training;
 use crate::machine::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
 use crate::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
-use crate::model_name::config_of;
 use crate::roofline::{Detail, Limits, Roofline};
-use crate::setup::{engine_options, overrides_of};
 use crate::trainer::clip_coefficient;
-use crate::{Error, Forecast, NamedModel, Ranks, RunConfig};
+use crate::{Error, Forecast, Ranks};
 
 pub(crate) const SEED: u64 = 1337;
 /// Runs of each product, of which the fastest counts.
@@ -345,7 +344,7 @@ mod tests {
     use lockstep_comm::{World, WorldOptions};
 
     use super::*;
-    use crate::plan::checked_plan;
+    use lockstep_config::plan::checked_plan;
 
     fn tiny() -> ModelConfig {
         let table = serde_json::json!({

@@ -5,6 +5,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use lockstep_config::{
+    DataFormat, DataOrder, DataPacking, DataSource, ModelSource, Problems, ResolvedModel, RunConfig,
+    TokenType, TokenizerSource,
+};
 use lockstep_data::{
     Bar, Columns, DataError, Dataset, FindDocuments, Format, IdType, OpenOptions, Packing, RecordShape,
     SampleOrder, SourceFile, Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources, expand,
@@ -12,10 +16,7 @@ use lockstep_data::{
 };
 use lockstep_model::ModelConfig;
 
-use crate::config::{
-    DataFormat, DataOrder, DataPacking, DataSource, ModelSource, RunConfig, TokenType, TokenizerSource,
-};
-use crate::{Error, ResolvedModel};
+use crate::Error;
 
 /// How much text the built-in demonstration takes.
 const DEMONSTRATION_BYTES: u64 = 8 << 20;
@@ -86,7 +87,7 @@ impl Corpus {
                 "raw token files show their documents only by the end-of-text token, and no tokenizer names one",
                 "data.tokenizer with it, or packing = \"stream\"",
             );
-            return Err(Error::Configuration(problem.into()));
+            return Err(Problems::from(problem).into());
         }
         // What is renamed was checked with the configuration.
         let columns = Columns::new(&config.data.columns).unwrap_or_default();
@@ -286,7 +287,7 @@ pub fn load_tokenizer(config: &RunConfig, model: &ResolvedModel) -> Result<(Toke
             format!("the model has a vocabulary of {} and no tokenizer is named", model.config.vocab_size()),
             "the path of its tokenizer.json; or \"bytes\", which uses the first 256 ids",
         );
-        Error::Configuration(problem.into())
+        Problems::from(problem).into()
     })
 }
 

@@ -1,15 +1,15 @@
 //! What a run says of itself before its first step: everything that is derived from its configuration, once.
 
+use lockstep_config::{ModelSource, ResolvedModel, RunConfig, human};
 use lockstep_data::{Dataset, RecordShape, Supervision, Tokenizer};
 use lockstep_engine::Engine;
 use lockstep_plan::{MemoryCategory, ParameterId, TensorPlace};
 
-use crate::config::{ModelSource, RunConfig};
+use crate::Corpus;
 use crate::forecast::Predicted;
 use crate::machine::available_memory_bytes;
 use crate::peak::DevicePeak;
 use crate::progress::Progress;
-use crate::{Corpus, ResolvedModel, human};
 
 /// What the first screen of a run is made of.
 pub(crate) struct Screen<'a> {

@@ -3,34 +3,23 @@
 use std::io;
 use std::path::PathBuf;
 
+use lockstep_config::Problems;
+use lockstep_config::human::plural;
 use lockstep_engine::EngineError;
 use lockstep_planner::cluster::ClusterError;
 
-use crate::config::Problems;
 use crate::fit::Misfit;
-use crate::human::plural;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The configuration has at least one mistake; all of them are in the list.
-    #[error("{0}")]
-    Configuration(#[from] Problems),
-    /// No model has the name that is given, or it is none that can be used so.
-    #[error("{0}")]
-    NoModel(String),
+    /// The configuration, or the model or plan that it names.
+    #[error(transparent)]
+    Config(#[from] lockstep_config::Error),
     /// The ranks of this machine need more memory than it has.
     #[error("{0}")]
     DoesNotFit(Box<Misfit>),
-    /// The configuration file cannot be read.
-    #[error("cannot read the configuration {}: {source}", path.display())]
-    ReadConfiguration {
-        /// The file asked for.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
     /// The machines that a plan is for are described wrongly; everything that is wrong is in it.
     #[error("{0}")]
     Cluster(#[from] ClusterError),
@@ -55,14 +44,6 @@ pub enum Error {
         name: String,
         /// A cluster that has enough devices, in words.
         larger: String,
-    },
-    /// A plan file that cannot be used for the run.
-    #[error("the plan {} cannot be used:\n  {}", path.display(), problems.replace('\n', "\n  "))]
-    Plan {
-        /// The file.
-        path: PathBuf,
-        /// Everything that is wrong, a line each.
-        problems: String,
     },
     /// Rows of metrics that could not be written. They wait in memory and are written with the next row that can be.
     #[error(
@@ -218,7 +199,7 @@ pub enum Error {
         /// The checkpoint.
         path: PathBuf,
         /// What differs.
-        differences: Vec<crate::config::Difference>,
+        differences: Vec<lockstep_config::Difference>,
         /// True if its tensors fit the run, so that it can go on if its user says so.
         can_go_on: bool,
     },
@@ -295,6 +276,12 @@ impl From<EngineError> for Error {
             EngineError::Comm(error) => Self::Comm(error),
             error => Self::Engine(error),
         }
+    }
+}
+
+impl From<Problems> for Error {
+    fn from(problems: Problems) -> Self {
+        Self::Config(problems.into())
     }
 }
 

@@ -6,13 +6,14 @@
 use std::fmt;
 use std::ops::Range;
 
+use lockstep_config::plan::check;
+use lockstep_config::{
+    OptimizerKind, Precision, ResolvedModel, RunConfig, StatePrecision, human, recompute_setting,
+};
 use lockstep_plan::{MemoryBytes, Recompute, Residence};
 
-use crate::config::{OptimizerKind, Precision, StatePrecision};
 use crate::machine::takable_memory_bytes;
-use crate::plan::check;
-use crate::plan_file::recompute_setting;
-use crate::{Error, Forecast, ResolvedModel, RunConfig, human};
+use crate::{Error, Forecast};
 
 /// What a machine lacks for its ranks, and what would fit it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -433,7 +434,7 @@ fn narrow_weights(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resolve_model;
+    use lockstep_config::resolve_model;
 
     fn config(settings: &[&str]) -> RunConfig {
         let model =

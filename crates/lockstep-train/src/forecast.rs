@@ -5,6 +5,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use lockstep_comm::CommError;
+use lockstep_config::plan::checked_plan;
+use lockstep_config::{PlanFile, ResolvedModel, RunConfig, engine_options, human, too_few_live};
 use lockstep_engine::{Engine, EngineOptions, Snapshot};
 use lockstep_graph::BlockShape;
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
@@ -15,9 +17,7 @@ use lockstep_plan::{
 };
 
 use crate::metrics::{MemoryUse, PredictedMemory};
-use crate::plan::checked_plan;
-use crate::setup::too_few_live;
-use crate::{Error, Ranks, ResolvedModel, RunConfig, engine_options};
+use crate::{Error, Ranks};
 
 /// What the ranks of a run hold.
 #[derive(Debug, Clone)]
@@ -118,6 +118,34 @@ impl Forecast {
             RanksMemory { ranks: ranks.collect(), bytes: prediction.by_category() }
         });
         PlanPrediction { memory: memory.collect(), step: None }
+    }
+
+    /// Returns a message on the first difference between the memory that a plan file predicts and this forecast; `None` if there is none, or the
+    /// file predicts nothing. The file may have been edited, or made for other settings.
+    pub fn outdated(&self, file: &PlanFile) -> Option<String> {
+        let predicted = file.plan().predicted.as_ref()?;
+        let now = |rank: usize| self.of_rank(rank).by_category();
+        let mut other = (0..self.ranks()).filter(|rank| predicted.of_rank(*rank) != Some(now(*rank)));
+        let first = other.next()?;
+        let others = match other.count() {
+            0 => String::new(),
+            others => format!(", and so on {}", human::plural(others, "other rank")),
+        };
+        let what = match predicted.of_rank(first) {
+            None => "is not predicted".to_owned(),
+            Some(memory) => {
+                let parts = memory.entries().zip(now(first).entries()).filter(|(file, now)| file != now);
+                let part = |((category, file), (_, now)): ((MemoryCategory, usize), (_, usize))| {
+                    format!("{} {file} bytes and comes to {now}", category.name())
+                };
+                format!("is predicted {}", parts.map(part).collect::<Vec<_>>().join(", "))
+            }
+        };
+        let path = file.path().display();
+        Some(format!(
+            "{path} was edited, or made for other settings: rank {first} {what}{others}; \
+             lockstep plan RUN.toml --plan {path} -o {path} predicts anew"
+        ))
     }
 
     /// The most that any rank holds of each category.
@@ -258,7 +286,7 @@ impl Recorded {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resolve_model;
+    use lockstep_config::resolve_model;
 
     const MANUAL: &str = include_str!("../../../docs/memory.md");
 

@@ -7,11 +7,11 @@
 
 use std::fmt;
 
+use lockstep_config::{Precision, RunConfig};
 use lockstep_engine::{Engine, Snapshot};
 use serde_json::{Value, json};
 
-use crate::config::Precision;
-use crate::{Error, RunConfig};
+use crate::Error;
 
 /// Sound steps whose median is what is usual.
 const HISTORY: usize = 64;

@@ -6,13 +6,11 @@ use std::time::Duration;
 
 use lockstep_comm::{
     self as comm, Agent, CommError, Deadline, Elastic, Failure, Group, JoinOptions, Launch, LossCause,
-    MEETING_LIMIT, Movement, Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched,
-    join_from_environment,
+    MEETING_LIMIT, Movement, Output, Pinning, Placement, WorldOptions, is_launched, join_from_environment,
 };
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
-use crate::config::RunConfig;
 use crate::flight::{Dump, Ending};
 use crate::interrupt::Interrupt;
 
@@ -79,24 +77,6 @@ pub struct BadEnd {
 pub fn started_group(options: JoinOptions) -> Result<Option<Group>, Error> {
     let limit = if is_launched() { JOIN_LIMIT } else { MEETING_LIMIT };
     Ok(join_from_environment(options, Deadline::after(limit))?)
-}
-
-impl RunConfig {
-    /// Time without a sign of life after which a rank counts as lost.
-    pub fn heartbeat(&self) -> Duration {
-        Duration::from_millis(self.elastic.heartbeat_ms)
-    }
-
-    /// How the ranks of this run join.
-    pub fn join_options(&self) -> JoinOptions {
-        let tcp = TcpOptions {
-            streams: self.parallel.tcp_connections,
-            settings: self.digest(),
-            silence: self.heartbeat(),
-            encrypt: self.parallel.encrypt,
-        };
-        JoinOptions { way: self.parallel.transport.into(), tcp, ..JoinOptions::default() }
-    }
 }
 
 /// Starts this program with its own arguments as each of the ranks, and watches them to their end. A request for a stop is

@@ -3,10 +3,8 @@
 //! When a gradient overflows, the step is skipped and the factor is halved, but only after `hysteresis` overflows;
 //! after `window` steps without one it is doubled.
 
+use lockstep_config::{Precision, RunConfig};
 use serde_json::{Value, json};
-
-use crate::RunConfig;
-use crate::config::Precision;
 
 /// What the factor is divided or multiplied by.
 const FACTOR: f64 = 2.0;

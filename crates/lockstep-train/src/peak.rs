@@ -9,14 +9,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use lockstep_comm::CommError;
+use lockstep_config::{F32Products, RunConfig, user_cache_dir};
 use lockstep_engine::Engine;
 use lockstep_plan::DType;
 use lockstep_tensor::CpuLevel;
 use lockstep_tensor::cpu::measure_peak_within;
 use serde::{Deserialize, Serialize};
 
-use crate::RunConfig;
-use crate::config::{F32Products, user_cache_dir};
 use crate::doctor::system::{online_cores, processor_name};
 use crate::planner::machine::peak_of_rank;
 use crate::ranks::Ranks;

@@ -10,9 +10,10 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_config::human;
 
 use crate::metrics::{EvalMetrics, StepMetrics};
-use crate::{human, screen};
+use crate::screen;
 
 /// Weight of the newest step in the mean that predicts the time left.
 const SMOOTHING: f64 = 0.1;

@@ -8,19 +8,20 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{
     Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
 };
+use lockstep_config::plan::checked_plan;
+use lockstep_config::{Problems, RunConfig, human, resolve_model};
 use lockstep_engine::{Engine, Groups};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
 use lockstep_tensor::{Arena, Device};
-use serde::{Serialize, de::DeserializeOwned};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-use crate::config::RunConfig;
+use crate::Error;
 use crate::flight::{Dump, Ending};
 use crate::forecast::axes_of_copies;
 use crate::metrics::MemoryUse;
-use crate::plan::checked_plan;
 use crate::progress::{Progress, Steps};
-use crate::{Error, human, resolve_model};
 
 /// Bytes of a digest of the weights.
 const DIGEST_BYTES: usize = 32;
@@ -93,7 +94,7 @@ impl Ranks {
                 what,
                 format!("{needed}, or another number of ranks (--nproc-per-node, srun -n, mpirun -n)"),
             );
-            return Err(Error::Configuration(problem.into()));
+            return Err(Problems::from(problem).into());
         }
         let group = group.with_algorithm(config.parallel.all_reduce.into());
         let limit = Duration::from_secs_f64(config.parallel.timeout_s);

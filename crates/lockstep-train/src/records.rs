@@ -8,14 +8,13 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use lockstep_config::{RunConfig, human};
 use lockstep_engine::Engine;
 use lockstep_plan::ParameterRecord;
 
-use crate::config::RunConfig;
 use crate::corpus::Corpus;
 use crate::error::Error;
 use crate::holdings::{self, LAYOUT};
-use crate::human;
 use crate::machine::available_memory_bytes;
 use crate::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Server, Start};
 use crate::peak::DevicePeak;

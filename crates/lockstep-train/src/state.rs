@@ -8,15 +8,15 @@ use lockstep_checkpoint::{
     BaseModel, Checkpoint, CheckpointError, DType, Latest, SkippedCheckpoint, TensorKind, latest_good_of,
     set_aside,
 };
+use lockstep_config::{Difference, ResolvedModel, RunConfig};
 use lockstep_engine::{Engine, StateKind};
 use lockstep_plan::ParameterId;
 use serde_json::{Value, json};
 
-use crate::config::Difference;
 use crate::metrics::FILE_NAME;
 use crate::setup::load_first_weights;
 use crate::trainer::Resume;
-use crate::{Corpus, Error, ResolvedModel, RunConfig};
+use crate::{Corpus, Error};
 
 /// The counters of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -9,13 +9,14 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{Checkpoint, CommitObserver, set_damaged_aside};
+use lockstep_config::schedule::LearningRate;
+use lockstep_config::{ResolvedModel, RunConfig, resolve_model};
 use lockstep_data::{MicroBatch, Prefetcher};
 use lockstep_engine::{Engine, EngineError, HostBatch, Update};
 use lockstep_graph::{Activity, Cost, Seed};
 use lockstep_plan::ParameterId;
 use serde_json::Value;
 
-use crate::config::RunConfig;
 use crate::describe::{Screen, describe};
 use crate::forecast::Predicted;
 use crate::guard::{Action, Guard, Refuge, Verdict};
@@ -29,9 +30,8 @@ use crate::progress::{Progress, Steps};
 use crate::ranks::Ranks;
 use crate::records::Records;
 use crate::saving::Saver;
-use crate::schedule::LearningRate;
 use crate::state::{Counters, SavedState, set_aside_later, text_has_changed};
-use crate::{Corpus, Error, ResolvedModel, resolve_model};
+use crate::{Corpus, Error};
 
 /// Where a run begins.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,17 +6,16 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use lockstep_config::{Precision, Rounding, RunConfig, StatePrecision, offload_to_existing_directory};
 use lockstep_engine::Engine;
 use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Precision, Rounding, StatePrecision};
 use crate::interrupt::Interrupt;
 use crate::metrics::StepMetrics;
 use crate::progress::Progress;
-use crate::setup::offload_to_existing_directory;
 use crate::trainer::{Leaves, run};
-use crate::{Error, Ranks, Resume, RunConfig, StepObserver};
+use crate::{Error, Ranks, Resume, StepObserver};
 
 pub use crate::comparison::{
     ComparedElement, ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, ROUTER_MARGIN,

@@ -7,12 +7,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use lockstep_comm::{World, WorldOptions};
+use lockstep_config::RunConfig;
 use lockstep_engine::Engine;
 use lockstep_plan::ParameterId;
 use lockstep_train::flight::{analyse, read_all};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, Ranks, Resume, StepObserver, Summary, train_observed};
 use serde_json::Value;
 
 /// Tied embeddings, learned positions, dropout; prompts that do not count, so that ranks differ in their tokens.

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{Checkpoint, CheckpointError, DType, ModelDirectory, TensorKind};
+use lockstep_config::{RunConfig, resolve_model};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, Summary, resolve_model, train};
+use lockstep_train::{Error, Ranks, Resume, Summary, train};
 
 /// The model that is fine-tuned.
 const BASE: &str = r#"

@@ -5,11 +5,12 @@
 use std::path::Path;
 
 use lockstep_comm::{World, WorldOptions};
+use lockstep_config::RunConfig;
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_planner::{LinearShape, LinearSplit, TensorLayout};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Ranks, Resume, RunConfig, train};
+use lockstep_train::{Ranks, Resume, train};
 use serde_json::Value;
 
 const RUN: &str = r#"

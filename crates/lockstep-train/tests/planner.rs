@@ -15,10 +15,10 @@ mod rows;
 #[path = "planner/usual.rs"]
 mod usual;
 
+use lockstep_config::RunConfig;
 use lockstep_plan::ContextMethod;
 use lockstep_planner::cluster::{Cluster, Software};
 use lockstep_planner::search::{Subject, search};
-use lockstep_train::RunConfig;
 use lockstep_train::planner::{Evaluated, Objective, Planner};
 
 fn planner(settings: &[&str], cluster: Cluster) -> Planner {

@@ -12,11 +12,12 @@ use lockstep_checkpoint::{
     Checkpoint, CommitObserver, CommitPoint, ModelDirectory, TensorKind, latest_good, list,
 };
 use lockstep_comm::{World, WorldOptions};
+use lockstep_config::RunConfig;
 use lockstep_engine::{Engine, StateKind};
 use lockstep_plan::ParameterId;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, Ranks, Resume, StepObserver, Summary, train_observed};
 use serde_json::Value;
 
 /// Grouped-query attention with fewer key and value heads than four ranks, tied embeddings, and a vocabulary that is split unevenly.

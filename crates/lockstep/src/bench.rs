@@ -4,9 +4,14 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
 use lockstep_comm::{JoinOptions, Way, is_launched};
+use lockstep_config::plan::{check, checked_plan};
+use lockstep_config::{
+    NamedModel, RunConfig, find_model, human, offload_to_existing_directory, resolve_model,
+};
 use lockstep_graph::BlockShape;
 use lockstep_model::Tuning;
 use lockstep_plan::DType;
+use lockstep_train::Ranks;
 use lockstep_train::benchmark::{
     GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
 };
@@ -14,20 +19,13 @@ use lockstep_train::fit::require_for_benchmark;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::metrics::{CommunicationUse, DiskUse};
-use lockstep_train::plan::{check, checked_plan};
 use lockstep_train::roofline::Detail;
-use lockstep_train::{
-    NamedModel, Ranks, RunConfig, find_model, human, offload_to_existing_directory, resolve_model,
-};
 use serde_json::json;
 
-use crate::collectives;
 use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
-use crate::measured;
 use crate::output::say;
-use crate::pipelines;
-use crate::ranks;
+use crate::{collectives, measured, pipelines, ranks};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

@@ -6,11 +6,11 @@
 mod pages;
 
 use clap::Parser;
+use lockstep_config::RunConfig;
 use lockstep_planner::cluster::Cluster;
-use lockstep_train::RunConfig;
+use pages::pages;
 
 use crate::Cli;
-use pages::pages;
 
 /// A line as a shell cuts it into words, up to a comment or a redirection.
 fn words(line: &str) -> Vec<String> {

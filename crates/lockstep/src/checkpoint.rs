@@ -7,8 +7,8 @@ use clap::{Subcommand, ValueEnum};
 use lockstep_checkpoint::{
     BaseModel, Checkpoint, DType, ModelDirectory, Region, SaveRequest, TensorKind, TensorSlice, list, save,
 };
+use lockstep_config::human;
 use lockstep_model::parameter_records;
-use lockstep_train::human;
 use serde_json::json;
 
 use crate::exit::Failure;

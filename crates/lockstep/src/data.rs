@@ -5,12 +5,13 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Args, Subcommand};
+use lockstep_config::{RunConfig, human, resolve_model};
 use lockstep_data::{
     Bar, Contents, Dataset, Ending, ExportOptions, FindDocuments, Format, IdType, OpenOptions, SourceFile,
     TextOptions, Tokenizer, Tokens, expand, tokenize_to_indexed,
 };
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::{Corpus, RunConfig, answers, human, resolve_model};
+use lockstep_train::{Corpus, answers};
 use serde_json::{Value, json};
 
 use crate::exit::Failure;

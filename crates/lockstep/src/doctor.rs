@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
+use lockstep_config::RunConfig;
 use lockstep_data::{Format, expand};
-use lockstep_train::RunConfig;
 use lockstep_train::doctor::{Peaks, Status, examine, worst};
 use lockstep_train::flight::{analyse, read_all};
 use serde_json::json;

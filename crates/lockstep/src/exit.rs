@@ -124,6 +124,17 @@ impl From<InferError> for Failure {
     }
 }
 
+impl From<lockstep_config::Error> for Failure {
+    fn from(error: lockstep_config::Error) -> Self {
+        use lockstep_config::Error;
+        match error {
+            Error::Model(error) => error.into(),
+            Error::Checkpoint(error) => error.into(),
+            error => Self::configuration(error.to_string()),
+        }
+    }
+}
+
 impl From<lockstep_train::Error> for Failure {
     fn from(error: lockstep_train::Error) -> Self {
         use lockstep_train::Error;
@@ -131,14 +142,11 @@ impl From<lockstep_train::Error> for Failure {
             Error::Data(error) => error.into(),
             Error::Model(error) => error.into(),
             Error::Checkpoint(error) => error.into(),
-            error @ (Error::Configuration(_)
-            | Error::NoModel(_)
-            | Error::DoesNotFit(_)
-            | Error::ReadConfiguration { .. }
+            Error::Config(error) => error.into(),
+            error @ (Error::DoesNotFit(_)
             | Error::Cluster(_)
             | Error::ReadCluster { .. }
             | Error::TooManyRanks { .. }
-            | Error::Plan { .. }
             | Error::OtherRun { .. }
             | Error::OtherParameters { .. }
             | Error::NoRunToResume { .. }

@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum, ValueHint};
+use lockstep_config::{self as config, Imported, ImportedFrom, RunConfig, human};
 use lockstep_import::{AutoValues, Import, InUse, Options, Origin, import};
-use lockstep_train::config::{self, Imported, ImportedFrom};
-use lockstep_train::{RunConfig, human};
 
 use crate::exit::Failure;
 use crate::output::{note, say};

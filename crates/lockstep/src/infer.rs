@@ -5,12 +5,12 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Args;
+use lockstep_config::{RunConfig, find_weights};
 use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
 };
 use lockstep_infer::{LoadedModel, evaluate};
-use lockstep_train::{RunConfig, find_weights};
 use serde_json::json;
 
 use crate::exit::Failure;

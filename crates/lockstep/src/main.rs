@@ -40,7 +40,6 @@ mod verify;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
-
 use exit::Failure;
 use output::note;
 
@@ -149,7 +148,7 @@ fn main() -> ExitCode {
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Import(arguments) => import::run(&arguments),
         Command::Schema => {
-            output::say!("{:#}", lockstep_train::config::configuration_schema());
+            output::say!("{:#}", lockstep_config::configuration_schema());
             Ok(ExitCode::SUCCESS)
         }
         Command::Data(command) => data::run(&command),

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use clap::Args;
+use lockstep_config::human;
 use lockstep_model::{ModelConfig, Preset, presets};
-use lockstep_train::human;
 use serde_json::{Value, json};
 
 use crate::exit::Failure;

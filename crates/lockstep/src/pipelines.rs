@@ -4,10 +4,9 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{Group, JoinOptions};
+use lockstep_config::{human, named_passes};
 use lockstep_plan::schedule::{Kind, Schedule, StageCost};
 use lockstep_plan::{PassOrder, PipelineSchedule};
-use lockstep_train::config::named_passes;
-use lockstep_train::human;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::rehearsal::{PipelineBenchmark, Rehearsed};

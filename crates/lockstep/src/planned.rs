@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use lockstep_comm::is_launched;
-use lockstep_train::PlanFile;
+use lockstep_config::PlanFile;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::exit::Failure;

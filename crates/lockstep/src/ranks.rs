@@ -10,9 +10,10 @@ use lockstep_comm::{
     self as comm, CommError, Elastic, LossCause, MpiOptions, Output, Pinning, Placement, Way, WorldOptions,
     is_launched,
 };
+use lockstep_config::PlanFile;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
-use lockstep_train::{Forecast, PlanFile, Ranks};
+use lockstep_train::{Forecast, Ranks};
 
 use crate::error_file;
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
@@ -164,17 +165,20 @@ pub(crate) fn leave_records(ranks: &Ranks, error: &lockstep_train::Error, dir: &
 }
 
 /// The same error, as one of the plan file if there is one and it is to blame.
-pub(crate) fn blamed(plan: Option<&PlanFile>, error: lockstep_train::Error) -> lockstep_train::Error {
-    match plan {
-        Some(plan) => plan.blamed(error),
-        None => error,
+pub(crate) fn blamed(
+    plan: Option<&PlanFile>,
+    error: impl Into<lockstep_train::Error>,
+) -> lockstep_train::Error {
+    match (plan, error.into()) {
+        (Some(plan), lockstep_train::Error::Config(error)) => plan.blamed(error).into(),
+        (_, error) => error,
     }
 }
 
 /// Tells of a plan file that predicts something else than `forecast`. The run goes on: what it comes to is no part of a plan.
 pub(crate) fn warn_if_outdated(plan: Option<&PlanFile>, forecast: &Forecast) {
     let is_first = comm::place().is_ok_and(|place| place.is_none_or(|place| place.rank == 0));
-    if is_first && let Some(difference) = plan.and_then(|plan| plan.outdated(forecast)) {
+    if is_first && let Some(difference) = plan.and_then(|plan| forecast.outdated(plan)) {
         warning(&difference);
     }
 }

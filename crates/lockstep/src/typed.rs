@@ -2,7 +2,7 @@
 
 use clap::Parser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use lockstep_train::config::habits;
+use lockstep_config::habits;
 
 use crate::{Cli, import};
 

@@ -4,18 +4,18 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
+use lockstep_config::plan::check;
+use lockstep_config::{DataSource, Origin, Precision, RunConfig, Transport, human, resolve_model, word_of};
 use lockstep_plan::{Quantization, QuantizedType, TensorDimensions};
-use lockstep_train::config::{DataSource, Origin, Precision, Transport, word_of};
 use lockstep_train::fit::require;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::plan::check;
 use lockstep_train::planner::residence_in_words;
 use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
     TINY_LLAMA, Tolerance, alone, exact, first_numbers, sample_text,
 };
-use lockstep_train::{Forecast, Ranks, RunConfig, human, resolve_model};
+use lockstep_train::{Forecast, Ranks};
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure, INTERRUPTED};

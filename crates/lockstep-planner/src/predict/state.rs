@@ -1,8 +1,8 @@
 //! What ranks send each other of gradients and weights beside passes: sums of gradients, gathers of weights, and what is gathered after
 //! the update.
 
-use lockstep_plan::ZeroStage;
 use crate::predict::style::Style;
+use lockstep_plan::ZeroStage;
 use lockstep_plan::work::Collective;
 
 /// When something of the state goes between ranks.

@@ -2,10 +2,10 @@
 
 use std::borrow::Cow;
 
-use lockstep_plan::DType;
 use crate::cluster::{Device, Efficiency, LinkTime, MAX_LEVELS};
 use crate::predict::shapes::Shapes;
 use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, Style};
+use lockstep_plan::DType;
 use lockstep_plan::work::{Attention, Collective, Exchange, Labor, Pass, Product, Task};
 
 /// What a pass through some units takes.

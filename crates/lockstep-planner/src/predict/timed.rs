@@ -225,8 +225,8 @@ pub(super) fn among(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_plan::Degrees;
     use crate::cluster::Software;
+    use lockstep_plan::Degrees;
     use lockstep_plan::work::{Labor, Pass, Task};
 
     fn rows(bytes: u64, is_for_host: bool) -> Exchange {

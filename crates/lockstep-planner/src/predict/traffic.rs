@@ -7,12 +7,12 @@
 
 use std::ops::Range;
 
-use lockstep_plan::Axis;
 use crate::cluster::{Cluster, MAX_LEVELS};
 use crate::predict::state::StatePassage;
 use crate::predict::step::{PlanShape, RankEnd, StagePrediction, StateCost, Step};
 use crate::predict::tasks::{PassCost, Timed, Waited};
 use crate::predict::timed::{Leg, TimedModel, TimedUnit, legs};
+use lockstep_plan::Axis;
 use lockstep_plan::schedule::{Action, CostsError, Schedule};
 use lockstep_plan::work::{Collective, Exchange, Labor, ModelWork, Peers, Task, UnitWork};
 

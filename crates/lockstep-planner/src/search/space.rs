@@ -95,8 +95,7 @@ impl Space {
     /// the same.
     fn residences(&self, degrees: &Degrees, zero_stage: ZeroStage) -> impl Iterator<Item = &Offload> {
         let keeps_others = degrees.replicates_parameters(zero_stage.number());
-        let has_own_gradients =
-            degrees.replicate == 1 && !degrees.replicates_gradients(zero_stage.number());
+        let has_own_gradients = degrees.replicate == 1 && !degrees.replicates_gradients(zero_stage.number());
         self.offloads.iter().filter(move |offload| {
             (offload.parameters == Residence::Memory || !keeps_others)
                 && (offload.gradients == Residence::Memory || has_own_gradients)

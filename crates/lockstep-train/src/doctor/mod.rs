@@ -10,10 +10,10 @@ pub(crate) mod system;
 
 use std::path::Path;
 
+use lockstep_config::human;
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue};
 use serde::Serialize;
 
-use crate::human;
 use crate::roofline::Limits;
 
 /// How a finding bears on a run.

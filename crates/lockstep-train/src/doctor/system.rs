@@ -5,10 +5,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use lockstep_config::human;
 use lockstep_tensor::CpuLevel;
 
 use super::{Finding, Status, threads};
-use crate::human;
 use crate::machine::available_memory_bytes;
 
 const OTHER_DIRECTORY: &str = "choose another directory with --checkpoint-dir, and checkpoint.dir in the run";

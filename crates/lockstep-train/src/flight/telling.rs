@@ -2,8 +2,9 @@
 
 use std::fmt;
 
+use lockstep_config::human;
+
 use super::analysis::{Analysis, Called, Finding, Last, Place, Straggler};
-use crate::human;
 
 impl fmt::Display for Analysis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

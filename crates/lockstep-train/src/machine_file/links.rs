@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory};
 use lockstep_comm::{Kind, NumberType};
-use lockstep_planner::cluster::{Cluster, Joins, Link};
 use lockstep_plan::work::Collective;
+use lockstep_planner::cluster::{Cluster, Joins, Link};
 
 use super::descent::descend;
 use crate::Error;

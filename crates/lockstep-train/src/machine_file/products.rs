@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use lockstep_planner::predict::product_name;
 use lockstep_plan::{DType, MemoryCategory};
+use lockstep_planner::predict::product_name;
 use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
 use super::descent::descend;

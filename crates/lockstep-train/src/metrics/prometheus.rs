@@ -9,11 +9,12 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use lockstep_config::RunConfig;
+use lockstep_plan::MemoryCategory;
+
 use super::server::Server;
 use super::{EvalMetrics, StepMetrics};
 use crate::Error;
-use crate::config::RunConfig;
-use lockstep_plan::MemoryCategory;
 
 /// Room for the text.
 const TEXT_BYTES: usize = 8 << 10;

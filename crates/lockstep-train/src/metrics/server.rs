@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use lockstep_config::RunConfig;
+
 use crate::Error;
-use crate::config::RunConfig;
 
 /// Room for the text of `/metrics`.
 const TEXT_BYTES: usize = 8 << 10;

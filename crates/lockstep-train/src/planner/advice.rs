@@ -1,10 +1,10 @@
 //! Changes to a question with which a plan would fit, if none does: more nodes, shorter sequences, another batch.
 
+use lockstep_config::human;
+use lockstep_plan::{Offload, Residence};
 use lockstep_planner::cluster::NodeKind;
 use lockstep_planner::search::{Observer, Progress, search};
-use lockstep_plan::{Offload, Residence};
 
-use crate::human;
 use crate::planner::{Objective, Planner};
 
 /// Most nodes that are tried, as a multiple of those of the question.

@@ -1,11 +1,11 @@
 //! Lower bounds of candidates, a microsecond each: the time that a step takes at least, with as much recomputation and offload as memory makes
 //! necessary at least.
 
-use lockstep_planner::predict::TimedModel;
 use lockstep_plan::schedule::Kind;
-use lockstep_planner::search::Candidate;
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{ContextMethod, Degrees, FRAME_PLACES, Mesh, Recompute, StateBytes, StateOnRank};
+use lockstep_planner::predict::TimedModel;
+use lockstep_planner::search::Candidate;
 
 use crate::planner::memory::state_of_unit;
 use crate::planner::offload::Least;

@@ -6,13 +6,14 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_planner::cluster::Cluster;
+use lockstep_config::{RunConfig, engine_options};
 use lockstep_plan::{DType, PlannedStep};
+use lockstep_planner::cluster::Cluster;
 
+use crate::Error;
 use crate::planner::machine::{for_run, name_of_this};
 use crate::planner::predicted_step;
 use crate::report::{UsualStep, measured};
-use crate::{Error, RunConfig, engine_options};
 
 /// Largest factor that is learned, its inverse the smallest: a run that says more is of another machine.
 const MOST: f64 = 20.0;

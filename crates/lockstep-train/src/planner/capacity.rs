@@ -1,8 +1,8 @@
 //! Room of the machines, and what a plan lacks of it: device memory, host memory, disk; and what the machines cost.
 
+use lockstep_plan::{MemoryBytes, MemoryCategory, Plan, Residence, Residences, StepLayout, offloaded_bytes};
 use lockstep_planner::cluster::NodeKind;
 use lockstep_planner::search::Rejection;
-use lockstep_plan::{MemoryBytes, MemoryCategory, Plan, Residence, Residences, StepLayout, offloaded_bytes};
 
 use crate::planner::Planner;
 use crate::planner::recordings::Recording;

@@ -4,11 +4,12 @@
 use std::path::PathBuf;
 
 use lockstep_checkpoint::Checkpoint;
+use lockstep_config::{PlanFile, RunConfig};
 use lockstep_plan::{Degrees, Plan, Recompute};
 
 use crate::planner::machine::LocalMachine;
 use crate::planner::{Evaluated, Objective, Planner, Searched};
-use crate::{Error, PlanFile, Resume, RunConfig};
+use crate::{Error, Resume};
 
 /// Plans that a choice is made of.
 const RIVALS: usize = 16;

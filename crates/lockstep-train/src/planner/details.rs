@@ -3,10 +3,10 @@
 
 use std::borrow::Cow;
 
-use lockstep_planner::cluster::Software;
-use lockstep_planner::predict::{StepTraffic, TimedModel, slowest_kind, traffic};
 use lockstep_plan::schedule::{Action, Pass, PassKind, Span};
 use lockstep_plan::{HeldActivations, HeldOfStage, MemoryCategory, StepLayout};
+use lockstep_planner::cluster::Software;
+use lockstep_planner::predict::{StepTraffic, TimedModel, slowest_kind, traffic};
 
 use crate::Error;
 use crate::planner::recordings::{Recording, kept_elsewhere};

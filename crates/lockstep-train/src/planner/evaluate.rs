@@ -1,22 +1,22 @@
 //! The evaluation of a configuration: its memory on every rank, its step and its saves.
 
-use lockstep_planner::cluster::{NodeKind, Software};
+use lockstep_config::RunConfig;
 use lockstep_plan::gathering::ReshardAfterForward;
-use lockstep_planner::predict::{
-    PlanShape, Saves, SlowDevice, StepPrediction, TimedModel, data_stall_s, predict_step, predict_step_ms,
-};
-use lockstep_planner::search::Rejection;
 use lockstep_plan::work::{Labor, ModelWork, Pass};
 use lockstep_plan::{
     CheckedPlan, MemoryBytes, MemoryCategory, Plan, RankTraffic, StatePlan, StepLayout, ZeroStage, predicted,
 };
+use lockstep_planner::cluster::{NodeKind, Software};
+use lockstep_planner::predict::{
+    PlanShape, Saves, SlowDevice, StepPrediction, TimedModel, data_stall_s, predict_step, predict_step_ms,
+};
+use lockstep_planner::search::Rejection;
 
-use crate::planner::Planner;
+use crate::Error;
 use crate::planner::evaluated::Evaluated;
-use crate::planner::machine;
 use crate::planner::memory::{Holding, state_of};
 use crate::planner::recordings::Recording;
-use crate::{Error, RunConfig};
+use crate::planner::{Planner, machine};
 
 impl Planner {
     /// Evaluates the plan that a configuration's keys describe.

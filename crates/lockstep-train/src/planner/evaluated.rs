@@ -1,11 +1,10 @@
 //! An evaluated plan: memory of every rank, the step, and the figures that follow from them.
 
+use lockstep_config::RunConfig;
+use lockstep_plan::{MemoryBytes, Plan, PlanPrediction, PlannedStep, RanksMemory};
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::predict::{Failures, Goodput, Saves, StepPrediction};
 use lockstep_planner::search::Rejection;
-use lockstep_plan::{MemoryBytes, Plan, PlanPrediction, PlannedStep, RanksMemory};
-
-use crate::RunConfig;
 
 /// Seconds until a node that failed is noticed and replaced.
 const REPLACEMENT_S: f64 = 300.0;

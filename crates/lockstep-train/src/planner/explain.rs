@@ -3,12 +3,12 @@
 
 use std::collections::HashSet;
 
-use lockstep_planner::predict::StepPrediction;
+use lockstep_config::human;
 use lockstep_plan::schedule::Kind;
-use lockstep_planner::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{ContextMethod, Degrees, Plan, Recompute, Residence, Residences, ZeroStage};
+use lockstep_planner::predict::StepPrediction;
+use lockstep_planner::search::{Candidate, Rejection, Subject};
 
-use crate::human;
 use crate::planner::{Evaluated, Planner};
 
 /// A plan that differs from the best in one choice.

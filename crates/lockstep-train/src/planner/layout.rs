@@ -3,19 +3,20 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use lockstep_planner::predict::{TimedModel, slowest_kind};
+use lockstep_config::{RunConfig, plan};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_planner::search::Candidate;
 use lockstep_plan::{CheckedPlan, Mesh, Plan, Recompute, StepLayout, split_quickly};
+use lockstep_planner::predict::{TimedModel, slowest_kind};
+use lockstep_planner::search::Candidate;
 
+use crate::Error;
 use crate::planner::Planner;
 use crate::planner::trial::shortened;
-use crate::{Error, RunConfig, plan};
 
 impl Planner {
     /// The plan that a configuration's keys describe.
     pub(super) fn described(&self, config: &RunConfig) -> Result<CheckedPlan, Error> {
-        plan::checked_plan(config, &self.model.config, &self.model.tuning)
+        Ok(plan::checked_plan(config, &self.model.config, &self.model.tuning)?)
     }
 
     /// The run with another plan.

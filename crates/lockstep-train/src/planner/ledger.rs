@@ -2,13 +2,13 @@
 
 use std::rc::Rc;
 
-use lockstep_planner::cluster::Software;
 use lockstep_plan::gathering::TooFewLive;
-use lockstep_planner::search::Rejection;
 use lockstep_plan::{
     MemoryBytes, Mesh, Plan, RankTraffic, Residence, Residences, StatePlan, StepLayout,
     offload_traffic_by_kind, predicted,
 };
+use lockstep_planner::cluster::Software;
+use lockstep_planner::search::Rejection;
 
 use crate::forecast::Training;
 use crate::planner::Planner;

@@ -4,16 +4,15 @@
 
 use std::path::{Path, PathBuf};
 
+use lockstep_config::{RunConfig, offload_directory, user_cache_dir};
 use lockstep_plan::DType;
 use lockstep_planner::cluster::{Cluster, NodeKind};
 use lockstep_tensor::ScratchFile;
 
-use crate::config::user_cache_dir;
+use crate::Error;
 use crate::doctor::system::processor_name;
 use crate::fit::available_bytes;
 use crate::planner::advice::with_nodes;
-use crate::setup::offload_directory;
-use crate::{Error, RunConfig};
 
 /// The file with what was measured of this machine, if it is not the usual one.
 pub const MACHINE_VARIABLE: &str = "LOCKSTEP_MACHINE";

@@ -1,12 +1,12 @@
 //! Memory of a rank under other systems than Lockstep, by the formulas of their papers: state by the bytes of an element
 //! (Rajbhandari et al. 2019, section 3.1), activations by what is kept for gradients (Korthikanti et al. 2022, section 4).
 
-use lockstep_planner::cluster::Software;
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
     Axis, ExpertAxis, MemoryBytes, MemoryCategory, Mesh, Residences, StageMemory, StateBytes, StateOnRank,
     StatePlan, ZeroStage,
 };
+use lockstep_planner::cluster::Software;
 
 use crate::planner::Planner;
 use crate::planner::recordings::Recording;

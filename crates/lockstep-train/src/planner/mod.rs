@@ -35,14 +35,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use lockstep_config::{Origin, ResolvedModel, RunConfig, plan, resolve_model};
 use lockstep_model::{Tuning, tuned_records};
-use lockstep_planner::cluster::{Cluster, Software};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_planner::search::{Candidate, Found, Observer, Ranking, Space, search};
 use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Recompute, Residence};
+use lockstep_planner::cluster::{Cluster, Software};
+use lockstep_planner::search::{Candidate, Found, Observer, Ranking, Space, search};
 
-use crate::config::Origin;
-use crate::{Error, ResolvedModel, RunConfig, plan, resolve_model};
+use crate::Error;
 
 pub use advice::Advice;
 pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};

@@ -3,14 +3,14 @@
 //! All blocks of such a plan recompute what the candidate says, or none; and the fraction of the model's state that is offloaded is the
 //! smallest with which every rank fits, since moving it takes time.
 
-use lockstep_planner::cluster::{NodeKind, Software};
-use lockstep_planner::search::{Candidate, Rejection};
+use lockstep_config::{OptimizerKind, Origin};
 use lockstep_plan::{
     FRAME_PLACES, MemoryBytes, MemoryCategory, ModelProfile, Offload, OffloadBytes, OffloadTraffic, Plan,
     RankTraffic, Recompute, Residence, Residences, StageMemory, StepLayout, WINDOW_ELEMENTS, WINDOW_SLOTS,
 };
+use lockstep_planner::cluster::{NodeKind, Software};
+use lockstep_planner::search::{Candidate, Rejection};
 
-use crate::config::{OptimizerKind, Origin};
 use crate::planner::capacity::USABLE;
 use crate::planner::offloaded_units::StateByUnit;
 use crate::planner::trial::{Trial, ranks_to_book};

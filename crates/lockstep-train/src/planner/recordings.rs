@@ -4,15 +4,14 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 
+use lockstep_config::{ResolvedModel, RunConfig, engine_options};
 use lockstep_engine::EngineOptions;
 use lockstep_graph::BlockShape;
 use lockstep_model::{Flops, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_planner::cluster::{Cluster, Software};
-use lockstep_planner::predict::TimedModel;
 use lockstep_plan::work::{Keeping, Labor, ModelWork};
 use lockstep_plan::{Mesh, ModelProfile, Places, Plan, Recompute, StateBytes, StateFacts};
-
-use crate::{ResolvedModel, RunConfig, engine_options};
+use lockstep_planner::cluster::{Cluster, Software};
+use lockstep_planner::predict::TimedModel;
 
 /// A model on one of the ranks that share it.
 #[derive(Debug, Clone)]

@@ -1,11 +1,10 @@
 //! Remedies for a given plan that does not fit: the fewest changes to it with which it would, and the best plan for the same machines.
 
-use lockstep_planner::search::{Observer, Progress};
+use lockstep_config::{PlanFile, RunConfig, settings_between};
 use lockstep_plan::{Plan, Recompute};
+use lockstep_planner::search::{Observer, Progress};
 
-use crate::plan_file::settings_between;
 use crate::planner::{Advice, Evaluated, Planner};
-use crate::{PlanFile, RunConfig};
 
 /// A plan that fits in place of one that does not.
 #[derive(Debug, Clone)]

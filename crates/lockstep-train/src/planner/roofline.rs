@@ -1,10 +1,10 @@
 //! Rooflines: the work of a micro-batch beside the limits of the devices, each product by its shape.
 
+use lockstep_config::human;
 use lockstep_plan::StepLayout;
-use lockstep_planner::predict::{Worker, device, kinds_of};
 use lockstep_plan::work::{Labor, Pass, Product, Task};
+use lockstep_planner::predict::{Worker, device, kinds_of};
 
-use crate::human;
 use crate::planner::recordings::Recording;
 use crate::planner::{Evaluated, Planner};
 

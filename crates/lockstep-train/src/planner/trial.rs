@@ -3,15 +3,15 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use lockstep_planner::cluster::Software;
-use lockstep_planner::predict::{TimedModel, predict_step_ms, slowest_kind};
 use lockstep_plan::schedule::Kind;
-use lockstep_planner::search::{Candidate, Rejection};
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
     DType, LayerRule, MemoryBytes, MemoryCategory, Mesh, Plan, RankTraffic, Recompute, RecomputeRules,
     StageMemory, StepLayout, ZeroStage,
 };
+use lockstep_planner::cluster::Software;
+use lockstep_planner::predict::{TimedModel, predict_step_ms, slowest_kind};
+use lockstep_planner::search::{Candidate, Rejection};
 
 use crate::planner::memory::{Holding, memory_elsewhere, state_of};
 use crate::planner::recordings::Uniform;

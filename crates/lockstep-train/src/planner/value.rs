@@ -1,8 +1,8 @@
 //! The value of a candidate without offload: the fewest blocks that have to recompute, and the step, looked at in full only where nothing simpler
 //! shows that it is worse.
 
-use lockstep_planner::search::{Candidate, Rejection, Subject};
 use lockstep_plan::{MemoryBytes, Plan, Recompute};
+use lockstep_planner::search::{Candidate, Rejection, Subject};
 
 use crate::planner::trial::Trial;
 use crate::planner::{Objective, Planner};

@@ -1,12 +1,11 @@
 //! The workload of a question to the planner: what is trained, in which precision, on how many tokens a step. A question about accelerators that leaves
 //! some of it open means what such machines are used for, not the defaults of a run on a laptop.
 
+use lockstep_config::{ModelSource, Origin, Precision, RunConfig, human, named_model};
 use lockstep_plan::DType;
 use lockstep_planner::cluster::Cluster;
 
-use crate::config::{ModelSource, Origin, Precision};
-use crate::setup::named_model;
-use crate::{Error, RunConfig, human};
+use crate::Error;
 
 /// Longest default sequence: beyond it pretraining is a phase of its own (The Llama 3 Herd of Models, section 3.4.2).
 const LONGEST_SEQUENCE: usize = 32_768;

@@ -11,10 +11,11 @@ use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
+use history::History;
+use lockstep_config::{ModelSource, RunConfig};
 use lockstep_plan::PlannedStep;
 use serde_json::{Value, json};
 
-use crate::config::{ModelSource, RunConfig};
 use crate::corpus::Corpus;
 use crate::error::Error;
 use crate::holdings::LAYOUT;
@@ -22,7 +23,7 @@ use crate::metrics::FILE_NAME;
 use crate::peak::DevicePeak;
 use crate::trace::pipeline::TIMELINE;
 use crate::trace::{PROFILE, write_json};
-use history::History;
+
 pub use history::UsualStep;
 
 /// The page's name where the user gives none.

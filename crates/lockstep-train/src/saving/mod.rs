@@ -31,16 +31,18 @@ use serde_json::{Value, json};
 use self::background::Save;
 use self::job::{Attempt, Contents, Job, Saved};
 use self::part::{Observer, gather};
+
 pub(crate) use self::places::Beginning;
 use self::places::{Limits, Place};
 use crate::interrupt::Interrupt;
 use crate::machine::available_memory_bytes;
 use crate::metrics::MetricsWriter;
-use crate::plan::checked_plan;
 use crate::progress::Progress;
 use crate::ranks::{Patience, Ranks};
 use crate::state::SavedState;
-use crate::{Corpus, Error, ResolvedModel, RunConfig, StepObserver, human};
+use crate::{Corpus, Error, StepObserver};
+use lockstep_config::plan::checked_plan;
+use lockstep_config::{ResolvedModel, RunConfig, human};
 
 /// Memory that a snapshot leaves to everybody else.
 const RESERVE_BYTES: u64 = 256 << 20;

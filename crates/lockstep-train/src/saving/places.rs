@@ -12,9 +12,9 @@ use lockstep_checkpoint::{
     Abandoned, CheckpointError, CommitObserver, CommitPoint, Manifest, Pruned, Standing, Wait, make_room,
     prune,
 };
+use lockstep_config::RunConfig;
 
 use super::part::Observer;
-use crate::RunConfig;
 use crate::interrupt::Interrupt;
 use crate::progress::Voice;
 

@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
+use lockstep_config::RunConfig;
 use lockstep_plan::Recompute;
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::search::Subject;
-use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
 
 /// The largest gap that is allowed, as a share of the best.

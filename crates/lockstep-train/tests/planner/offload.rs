@@ -1,9 +1,9 @@
 //! A model that does not fit into memory is offloaded: as little of it as lets it fit, of what costs least time; to host memory before disk.
 
+use lockstep_config::RunConfig;
+use lockstep_plan::{Offload, Residence};
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::search::{Candidate, Rejection, Subject};
-use lockstep_plan::{Offload, Residence};
-use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
 
 /// A machine with one core and so much memory, and a disk.

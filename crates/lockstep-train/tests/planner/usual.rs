@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
+use lockstep_config::RunConfig;
 use lockstep_planner::cluster::Cluster;
-use lockstep_train::RunConfig;
 use lockstep_train::planner::{Objective, Planner};
 
 use crate::questions::{QUESTIONS, Question};

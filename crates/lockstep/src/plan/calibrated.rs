@@ -1,6 +1,6 @@
 //! `lockstep plan --calibrate`: what a machine's file learns from runs.
 
-use lockstep_train::human;
+use lockstep_config::human;
 use lockstep_train::planner::machine::{self, LocalMachine, measured_file};
 use lockstep_train::planner::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 use serde_json::{Value, json};

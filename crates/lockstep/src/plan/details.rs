@@ -1,8 +1,8 @@
 //! The parts of a plan's step for `--json` and `--explain`: traffic over each level of links, rooflines, memory over time.
 
+use lockstep_config::human;
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::predict::{StepTraffic, Traffic};
-use lockstep_train::human;
 use lockstep_train::planner::{Details, MemoryCurve, Point, Roofline};
 use serde_json::{Map, Value, json};
 

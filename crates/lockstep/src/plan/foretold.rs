@@ -1,14 +1,15 @@
 //! A given plan: the memory of every rank and the time of a step; if it does not fit, the plans that do.
 
+use lockstep_config::plan::check;
+use lockstep_config::{PlanFile, RunConfig, human};
+use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan, ZeroStage};
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::search::Rejection;
-use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan, ZeroStage};
+use lockstep_train::Forecast;
 use lockstep_train::fit::{available_bytes, needed};
-use lockstep_train::plan::check;
 use lockstep_train::planner::{
     Assumption, Evaluated, Page, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
 };
-use lockstep_train::{Forecast, PlanFile, RunConfig, human};
 use serde_json::{Map, Value, json};
 
 use super::details::{self, print_traffic};

@@ -1,22 +1,22 @@
 //! The answer of a search: a table, or one JSON document.
 
+use lockstep_config::human;
+use lockstep_config::plan::check;
+use lockstep_plan::{ContextMethod, Plan, PlanPrediction};
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::search::{Found, Ranking, Rejection};
-use lockstep_plan::{ContextMethod, Plan, PlanPrediction};
-use lockstep_train::plan::check;
+use lockstep_train::Forecast;
 use lockstep_train::planner::{
     Advice, Assumption, Details, Evaluated, Help, Neighbour, Page, Planner, Scaling, Searched, mesh_in_words,
     parts, recompute_in_words, rejection_in_words, schedule_in_words,
 };
-use lockstep_train::{Forecast, human};
 use serde_json::{Map, Value, json};
 
 use super::details::{self, print_traffic};
 use super::foretold::by_name;
-use super::scaling;
 use super::searching::{Stop, Watch};
 use super::training::Training;
-use super::{Arguments, figures, print_workload, workload};
+use super::{Arguments, figures, print_workload, scaling, workload};
 use crate::exit::Failure;
 use crate::output::say;
 

@@ -16,11 +16,12 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 use lockstep_checkpoint::MANIFEST_FILE;
+use lockstep_config::{NamedModel, RunConfig, find_model};
 use lockstep_plan::Plan;
 use lockstep_planner::cluster::Cluster;
+use lockstep_train::Error;
 use lockstep_train::planner::machine::{self, LocalMachine};
 use lockstep_train::planner::{self, Assumption, Evaluated, Page, Planner, assumptions};
-use lockstep_train::{Error, NamedModel, RunConfig, find_model};
 use serde_json::{Value, json};
 
 use crate::collectives::bytes;
@@ -183,7 +184,9 @@ impl Arguments {
     /// Returns the failure of a run that cannot be loaded; where its path names a model, with the flag that takes it.
     fn not_loaded(error: Error) -> Failure {
         let name = match &error {
-            Error::ReadConfiguration { path, .. } => path.display().to_string(),
+            Error::Config(lockstep_config::Error::ReadConfiguration { path, .. }) => {
+                path.display().to_string()
+            }
             _ => return error.into(),
         };
         let is_model = match find_model(&name) {

@@ -1,6 +1,6 @@
 //! `lockstep plan --scaling`: the table of node counts.
 
-use lockstep_train::human;
+use lockstep_config::human;
 use lockstep_train::planner::{Evaluated, Scaled, Scaling, mesh_in_words};
 use serde_json::{Value, json};
 

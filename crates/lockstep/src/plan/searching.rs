@@ -4,8 +4,8 @@ use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use lockstep_config::human;
 use lockstep_planner::search::{Observer, Progress};
-use lockstep_train::human;
 use lockstep_train::interrupt::Interrupt;
 
 use crate::exit::Failure;

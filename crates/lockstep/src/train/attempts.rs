@@ -12,14 +12,14 @@ use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockstep_comm::{LossCause, NodeCard, NodesMet};
+use lockstep_config::ResolvedModel;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::{ResolvedModel, report};
+use lockstep_train::report;
 use serde_json::json;
 
 use super::launcher::Launcher;
 use super::restarts::{Policy, Restarts, Verdict, jitter};
 use crate::exit::{self, Failure, INTERRUPTED, PEER_LOST};
-
 use crate::output::{field, note, warning};
 use crate::ranks;
 use crate::rendezvous::Rendezvous;

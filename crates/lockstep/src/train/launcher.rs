@@ -5,19 +5,18 @@ use std::process::ExitCode;
 
 use lockstep_comm::environment::{self, ProcessPlace};
 use lockstep_comm::{Elastic, Output, Placement, Way};
-use lockstep_train::config::Transport;
+use lockstep_config::plan::check;
+use lockstep_config::{PlanFile, ResolvedModel, RunConfig, Transport};
 use lockstep_train::fit::require;
-use lockstep_train::plan::check;
-use lockstep_train::{Forecast, PlanFile, ResolvedModel, Resume, RunConfig};
+use lockstep_train::{Forecast, Resume};
 
 use super::attempts::Attempts;
 use super::restarts::Policy;
 use super::{Arguments, CHOSEN_VARIABLE};
-use crate::error_file;
 use crate::exit::{FAILED, Failure};
 use crate::launching::{First, Launching};
 use crate::planned::HandedPlan;
-use crate::ranks;
+use crate::{error_file, ranks};
 
 /// The command as the launcher of its own ranks.
 pub(super) struct Launcher<'a> {

@@ -10,24 +10,23 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
+use lockstep_config::{RunConfig, engine_options, human};
 use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::progress::{Detail, Progress};
-use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, screen, train};
+use lockstep_train::{Ranks, Resume, Summary, screen, train};
 
+use self::launcher::Launcher;
+use self::request::Request;
 use crate::exit::{Failure, INTERRUPTED};
 use crate::generate::show_sample;
 use crate::hosts::Hosts;
-use crate::import;
 use crate::launching::{Flags, Launching, variable};
 use crate::nodes::Nodes;
 use crate::output::{field, note, say, warning};
 use crate::planned::PlannedRun;
-use crate::ranks;
-
-use self::launcher::Launcher;
-use self::request::Request;
+use crate::{import, ranks};
 
 /// Tokens of the sample that a demonstration ends with.
 const SAMPLE_TOKENS: usize = 160;

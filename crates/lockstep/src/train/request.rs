@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use lockstep_checkpoint::{Checkpoint, find};
+use lockstep_config::{Imported, Origin, PlanFile, RunConfig, Transport, human};
 use lockstep_import::{AutoValues, Format, Import, Options};
-use lockstep_train::config::{Imported, Origin, Transport};
 use lockstep_train::planner::{Choice, Evaluated, Reason, choose};
-use lockstep_train::{Error, PlanFile, Resume, RunConfig, human};
+use lockstep_train::{Error, Resume};
 
 use super::Arguments;
 use crate::exit::{CORRUPT_INPUT, Failure};
@@ -89,12 +89,13 @@ impl<'a> Request<'a> {
     fn load(&self, plan: Option<&PlanFile>, settings: &[String]) -> Result<RunConfig, Error> {
         let imported: Vec<Imported> = self.import.as_ref().map_or(Vec::new(), import::values);
         match (&self.arguments.planned.run, self.resumed_run()) {
-            (Some(path), _) => RunConfig::load_with(Some(path), &imported, plan, settings),
+            (Some(path), _) => Ok(RunConfig::load_with(Some(path), &imported, plan, settings)?),
             (None, Some(checkpoint)) => run_of_checkpoint(checkpoint, plan, settings),
             (None, None) => {
                 let text = demonstration(settings);
-                RunConfig::parse_with(text, "the built-in demonstration", &imported, plan, settings)?
-                    .with_found_model()
+                let config =
+                    RunConfig::parse_with(text, "the built-in demonstration", &imported, plan, settings)?;
+                Ok(config.with_found_model()?)
             }
         }
     }

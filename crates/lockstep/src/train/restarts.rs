@@ -6,7 +6,7 @@
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
-use lockstep_train::RunConfig;
+use lockstep_config::RunConfig;
 
 use crate::launching::Launching;
 

@@ -11,8 +11,8 @@ mod newer;
 mod tpu;
 mod volta;
 
+use lockstep_config::RunConfig;
 use lockstep_planner::cluster::{Cluster, Software};
-use lockstep_train::RunConfig;
 use lockstep_train::planner::{Evaluated, Objective, Planner};
 
 /// A published run.

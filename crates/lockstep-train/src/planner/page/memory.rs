@@ -2,10 +2,10 @@
 
 use std::fmt::Write;
 
+use lockstep_config::human;
 use lockstep_plan::MemoryCategory;
 
 use super::svg::{WIDTH, colour, figure, legend, line, note, svg, table, text, text_before};
-use crate::human;
 use crate::planner::details::MemoryCurve;
 use crate::planner::{Details, Evaluated};
 

@@ -13,6 +13,7 @@ mod traffic;
 
 use std::fmt::Write;
 
+use lockstep_config::human;
 use lockstep_plan::Plan;
 use lockstep_planner::cluster::Cluster;
 
@@ -21,7 +22,6 @@ use super::{
     Details, Evaluated, Neighbour, Planner, Roofline, Searched, StepPart, mesh_in_words, parts,
     recompute_in_words, schedule_in_words,
 };
-use crate::human;
 
 const STYLE: &str = include_str!("../../../assets/report.css");
 const OWN_STYLE: &str = include_str!("../../../assets/plan.css");
@@ -339,8 +339,8 @@ mod tests {
     use lockstep_planner::cluster::Cluster;
 
     use super::Page;
-    use crate::RunConfig;
     use crate::planner::{Objective, Planner};
+    use lockstep_config::RunConfig;
 
     fn page_of(settings: &[&str], mut cluster: Cluster, name: &str) -> String {
         name.clone_into(&mut cluster.name);
@@ -449,7 +449,7 @@ mod tests {
 
     #[test]
     fn figures_have_the_digits_that_tell_them_apart() {
-        let times = [0.25, 999.4, 5794.2, 5932.0, 12_345.0, 123_456.0].map(crate::human::step_time);
+        let times = [0.25, 999.4, 5794.2, 5932.0, 12_345.0, 123_456.0].map(lockstep_config::human::step_time);
         assert_eq!(times, ["0.2 ms", "999.4 ms", "5.79 s", "5.93 s", "12.3 s", "2m 03s"]);
         let rates = [1.39e11, 4.64e14, 12.0].map(|amount| super::rate(amount, "FLOP/s"));
         assert_eq!(rates, ["139 GFLOP/s", "464 TFLOP/s", "12 FLOP/s"]);

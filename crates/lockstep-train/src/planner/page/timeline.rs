@@ -1,9 +1,9 @@
 //! The timeline of a step: a picture of it as a whole, and every pass for whoever zooms in, which the page's script draws.
 
-use crate::human;
 use std::collections::HashMap;
 use std::fmt::Write;
 
+use lockstep_config::human;
 use lockstep_plan::schedule::{Action, PassKind};
 use serde_json::json;
 

@@ -1,10 +1,10 @@
 //! Traffic of a rank in a step: busy time of each level of links, and exposed communication.
 
+use lockstep_config::human;
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::predict::{Sent, StepTraffic, Traffic};
 
 use super::svg::{bar, colour, escaped, figure, legend, note, table};
-use crate::human;
 use crate::planner::Evaluated;
 
 fn colour_of(sent: Sent) -> String {

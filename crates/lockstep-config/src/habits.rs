@@ -6,8 +6,8 @@
 
 use serde_json::Value;
 
-use super::keys::{KEYS, SECTIONS};
-use super::value::ValueType;
+use crate::keys::{KEYS, SECTIONS};
+use crate::value::ValueType;
 
 /// The place where a name is typed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -379,7 +379,7 @@ fn find(place: Place, typed: &str) -> Option<Answer> {
 }
 
 /// The answer to a key that is not ours, written with one of our sections or without any.
-pub(super) fn of_key(written: &str) -> Option<Answer> {
+pub(crate) fn of_key(written: &str) -> Option<Answer> {
     let (section, name) = written.rsplit_once('.').unwrap_or(("", written));
     let root = section.split('.').next().unwrap_or(section);
     let is_known = root.is_empty() || SECTIONS.iter().any(|section| section.name == root);
@@ -391,7 +391,7 @@ pub(super) fn of_key(written: &str) -> Option<Answer> {
 }
 
 /// The answer to a word that is no value of a key.
-pub(super) fn of_value(key: &str, value_type: ValueType, value: &Value) -> Option<Answer> {
+pub(crate) fn of_value(key: &str, value_type: ValueType, value: &Value) -> Option<Answer> {
     let word = value.as_str()?.to_ascii_lowercase();
     if let ValueType::Choice { allowed, .. } = value_type
         && let Some(ours) = allowed.iter().find(|ours| **ours == word)
@@ -452,7 +452,7 @@ pub fn of_command(typed: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::RunConfig;
+    use crate::RunConfig;
 
     /// A value that a key takes, in TOML.
     fn example(name: &str) -> String {
@@ -479,7 +479,7 @@ mod tests {
                 match (answer, found) {
                     (Answer::Is(ours), Ok(config)) => assert_ne!(
                         config.origin(ours),
-                        crate::config::Origin::Default,
+                        crate::Origin::Default,
                         "{section}.{typed} sets {ours}"
                     ),
                     // Rules between keys may refuse it, under the name that it has here.

@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 
-use super::declare::Later;
-use super::habits::{Answer, HABITS, Habit, Place};
-use super::keys::{ALIASES, KEYS, SECTIONS};
-use super::value::ValueType;
+use crate::declare::Later;
+use crate::habits::{Answer, HABITS, Habit, Place};
+use crate::keys::{ALIASES, KEYS, SECTIONS};
+use crate::value::ValueType;
 
 const INTRODUCTION: &str = "\
 <!-- Generated from crates/lockstep-train/src/config/keys.rs by `cargo xtask docs`; do not edit. -->

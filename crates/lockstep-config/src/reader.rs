@@ -4,31 +4,31 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use super::declare::{Later, Rules};
-use super::habits::{self, Answer};
-use super::keys::SECTIONS;
-use super::nearest::{is_misspelt_model_key, keys_of, nearest_key};
-use super::problem::{Origin, Problem};
-use super::sources::{Entries, Entry};
-use super::value::{Misfit, Readable, shortened};
+use crate::declare::{Later, Rules};
+use crate::habits::{self, Answer};
+use crate::keys::SECTIONS;
+use crate::nearest::{is_misspelt_model_key, keys_of, nearest_key};
+use crate::problem::{Origin, Problem};
+use crate::sources::{Entries, Entry};
+use crate::value::{Misfit, Readable, shortened};
 
 /// Entries that are still to be read, and what has been learned of those that were.
-pub(super) struct Reader<'p> {
+pub(crate) struct Reader<'p> {
     entries: BTreeMap<String, Entry>,
     /// Where each given key came from.
-    pub(super) origins: BTreeMap<String, Origin>,
+    pub(crate) origins: BTreeMap<String, Origin>,
     /// Keys whose value was refused; a default stands in for them, so rules between values pass them over.
-    pub(super) refused: BTreeSet<String>,
-    pub(super) problems: &'p mut Vec<Problem>,
+    pub(crate) refused: BTreeSet<String>,
+    pub(crate) problems: &'p mut Vec<Problem>,
 }
 
 impl<'p> Reader<'p> {
-    pub(super) fn new(entries: Entries, problems: &'p mut Vec<Problem>) -> Self {
+    pub(crate) fn new(entries: Entries, problems: &'p mut Vec<Problem>) -> Self {
         Self { entries: entries.0, origins: BTreeMap::new(), refused: BTreeSet::new(), problems }
     }
 
     /// The value of `name`, or its default if it is not given or does not fit.
-    pub(super) fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
+    pub(crate) fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
         let Some(Entry { value, origin }) = self.entries.remove(name) else { return default };
         self.origins.insert(name.to_owned(), origin.clone());
         let habit = if T::read(&value).is_err() { habits::of_value(name, T::TYPE, &value) } else { None };
@@ -54,7 +54,7 @@ impl<'p> Reader<'p> {
     }
 
     /// All keys of a section that are not ours to know.
-    pub(super) fn take_rest(&mut self, section: &str) -> Map<String, Value> {
+    pub(crate) fn take_rest(&mut self, section: &str) -> Map<String, Value> {
         let mut rest = Map::new();
         let prefix = format!("{section}.");
         let names: Vec<String> =
@@ -73,7 +73,7 @@ impl<'p> Reader<'p> {
     }
 
     /// Reports every entry that nobody took.
-    pub(super) fn refuse_rest(&mut self) {
+    pub(crate) fn refuse_rest(&mut self) {
         for (name, entry) in std::mem::take(&mut self.entries) {
             let (section, key) = name.split_once('.').unwrap_or((&name, ""));
             let known = SECTIONS.iter().filter(|known| known.name == section);

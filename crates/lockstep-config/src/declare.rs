@@ -5,8 +5,8 @@ use std::fmt;
 
 use serde_json::Value;
 
-use super::keys::RunConfig;
-use super::value::ValueType;
+use crate::keys::RunConfig;
+use crate::value::ValueType;
 
 /// One key of RUN.toml.
 #[derive(Debug, Clone)]
@@ -59,7 +59,7 @@ pub struct Later {
 
 impl Later {
     /// Whether `value` asks for nothing that is missing.
-    pub(super) fn accepts(&self, value: &Value) -> bool {
+    pub(crate) fn accepts(&self, value: &Value) -> bool {
         serde_json::from_str::<Value>(self.accepted).is_ok_and(|accepted| accepted == *value)
     }
 }
@@ -76,20 +76,20 @@ pub struct Rules {
     /// Words of the type's choice that the key takes; `None` for all.
     words: Option<&'static [&'static str]>,
     /// Why the key has no effect in a run; `None` for a key that always has one.
-    pub(super) idle: Option<fn(&RunConfig) -> Option<Idle>>,
+    pub(crate) idle: Option<fn(&RunConfig) -> Option<Idle>>,
 }
 
 /// Why a key has no effect.
 #[derive(Debug)]
-pub(super) struct Idle {
+pub(crate) struct Idle {
     /// What leaves nothing to do for it, to follow "has no effect with".
-    pub(super) because: String,
+    pub(crate) because: String,
     /// The key that decides it.
-    pub(super) depends_on: &'static str,
+    pub(crate) depends_on: &'static str,
 }
 
 /// A key that has no effect if `is_idle`, because of what `depends_on` says.
-pub(super) fn idle_if(is_idle: bool, depends_on: &'static str, because: impl Into<String>) -> Option<Idle> {
+pub(crate) fn idle_if(is_idle: bool, depends_on: &'static str, because: impl Into<String>) -> Option<Idle> {
     is_idle.then(|| Idle { because: because.into(), depends_on })
 }
 
@@ -100,53 +100,53 @@ struct Bound {
 }
 
 /// No range, and no bearing on the numbers of the run.
-pub(super) const fn rules() -> Rules {
+pub(crate) const fn rules() -> Rules {
     Rules { low: None, high: None, when_absent: None, defines_numbers: false, words: None, idle: None }
 }
 
 impl Rules {
-    pub(super) const fn at_least(mut self, value: f64) -> Self {
+    pub(crate) const fn at_least(mut self, value: f64) -> Self {
         self.low = Some(Bound { value, included: true });
         self
     }
 
-    pub(super) const fn above(mut self, value: f64) -> Self {
+    pub(crate) const fn above(mut self, value: f64) -> Self {
         self.low = Some(Bound { value, included: false });
         self
     }
 
-    pub(super) const fn at_most(mut self, value: f64) -> Self {
+    pub(crate) const fn at_most(mut self, value: f64) -> Self {
         self.high = Some(Bound { value, included: true });
         self
     }
 
-    pub(super) const fn below(mut self, value: f64) -> Self {
+    pub(crate) const fn below(mut self, value: f64) -> Self {
         self.high = Some(Bound { value, included: false });
         self
     }
 
-    pub(super) const fn when_absent(mut self, text: &'static str) -> Self {
+    pub(crate) const fn when_absent(mut self, text: &'static str) -> Self {
         self.when_absent = Some(text);
         self
     }
 
-    pub(super) const fn defines_numbers(mut self) -> Self {
+    pub(crate) const fn defines_numbers(mut self) -> Self {
         self.defines_numbers = true;
         self
     }
 
-    pub(super) const fn words(mut self, words: &'static [&'static str]) -> Self {
+    pub(crate) const fn words(mut self, words: &'static [&'static str]) -> Self {
         self.words = Some(words);
         self
     }
 
-    pub(super) const fn idle(mut self, idle: fn(&RunConfig) -> Option<Idle>) -> Self {
+    pub(crate) const fn idle(mut self, idle: fn(&RunConfig) -> Option<Idle>) -> Self {
         self.idle = Some(idle);
         self
     }
 
     /// A key's type, with the words that it takes.
-    pub(super) const fn narrowed(&self, value_type: ValueType) -> ValueType {
+    pub(crate) const fn narrowed(&self, value_type: ValueType) -> ValueType {
         match (self.words, value_type) {
             (Some(allowed), ValueType::Choice { later, .. }) => ValueType::Choice { allowed, later },
             _ => value_type,
@@ -154,7 +154,7 @@ impl Rules {
     }
 
     /// The range as keywords of JSON Schema.
-    pub(super) fn bounds(&self) -> impl Iterator<Item = (&'static str, f64)> {
+    pub(crate) fn bounds(&self) -> impl Iterator<Item = (&'static str, f64)> {
         let low = self.low.map(|low| (if low.included { "minimum" } else { "exclusiveMinimum" }, low.value));
         let high =
             self.high.map(|high| (if high.included { "maximum" } else { "exclusiveMaximum" }, high.value));
@@ -185,7 +185,7 @@ impl fmt::Display for Rules {
 }
 
 /// Lines of a doc comment as one text.
-pub(super) fn joined(lines: &[&str]) -> String {
+pub(crate) fn joined(lines: &[&str]) -> String {
     lines.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
 }
 
@@ -198,7 +198,7 @@ macro_rules! key_name {
         concat!(stringify!($section), ".", $name)
     };
 }
-pub(super) use key_name;
+pub(crate) use key_name;
 
 /// A key's name within its section.
 macro_rules! key_word {
@@ -209,7 +209,7 @@ macro_rules! key_word {
         $name
     };
 }
-pub(super) use key_word;
+pub(crate) use key_word;
 
 /// Declares the sections of RUN.toml. A key is `name: Type = default, rules;` under its doc comment; `name as "word"` gives it another name than
 /// its field has. A key of a block `in plan` has no field of its own: `name in field.of.plan: Type = default, rules;` is read into the run's
@@ -265,12 +265,12 @@ macro_rules! sections {
             $( $(#[doc = $section_doc])+ pub $section: $Struct, )+
             /// How a step is laid out, as far as keys say it: what they leave open follows from the model and the batch.
             pub plan: Plan,
-            pub(super) origins: std::collections::BTreeMap<String, Origin>,
+            pub(crate) origins: std::collections::BTreeMap<String, Origin>,
         }
 
         impl RunConfig {
             /// Takes every key out of `reader`; what is left there is unknown.
-            pub(super) fn read(reader: &mut Reader<'_>) -> Self {
+            pub(crate) fn read(reader: &mut Reader<'_>) -> Self {
                 let mut plan = Plan::default();
                 $($($($( plan.$($field).+ = reader.take(
                     key_name!($section.$plan_key $($plan_name)?), $plan_default, $plan_rules,
@@ -280,7 +280,7 @@ macro_rules! sections {
             }
 
             /// Every key's value, by section.
-            pub(super) fn values(&self) -> Value {
+            pub(crate) fn values(&self) -> Value {
                 let mut sections = serde_json::Map::new();
                 $( sections.insert(stringify!($section).to_owned(), Value::Object(self.$section.to_json())); )+
                 for (name, value) in values_of_plan(&self.plan) {
@@ -291,7 +291,7 @@ macro_rules! sections {
             }
 
             /// Gives a key that is read into the plan its default.
-            pub(super) fn reset(&mut self, name: &str) {
+            pub(crate) fn reset(&mut self, name: &str) {
                 $($($($( if name == key_name!($section.$plan_key $($plan_name)?) {
                     self.plan.$($field).+ = $plan_default;
                 } )*)?)+)+
@@ -327,8 +327,8 @@ macro_rules! sections {
 
         /// The sections, in the order of the manual.
         pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| vec![
-            $( Section { name: stringify!($section), doc: joined(&[$($section_doc),+]), later: &[$($crate::config::Later { key: $later, accepted: concat!($($accepted)?) }),*] }, )+
+            $( Section { name: stringify!($section), doc: joined(&[$($section_doc),+]), later: &[$($crate::Later { key: $later, accepted: concat!($($accepted)?) }),*] }, )+
         ]);
     };
 }
-pub(super) use sections;
+pub(crate) use sections;

@@ -4,15 +4,14 @@
 //! Nothing is downloaded. The cache is laid out as `huggingface_hub` does it:
 //! `models--ORG--NAME/refs/main` names a commit, `models--ORG--NAME/snapshots/COMMIT` holds its files.
 
-use std::env;
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::{env, fs};
 
 use lockstep_checkpoint::{ModelDirectory, list};
 use lockstep_model::{ModelConfig, presets};
 
 use crate::Error;
-use crate::config::habits::preset_of;
+use crate::habits::preset_of;
 
 /// Where a model is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,7 +63,7 @@ pub fn find_weights(name: &str) -> Result<PathBuf, Error> {
 }
 
 /// The configuration of a model in a directory, or of a checkpoint.
-pub(crate) fn config_of(directory: &Path) -> Result<ModelConfig, Error> {
+pub fn config_of(directory: &Path) -> Result<ModelConfig, Error> {
     let file = directory.join("config.json");
     if file.exists() {
         return Ok(ModelConfig::from_file(&file)?);

@@ -15,24 +15,24 @@ use lockstep_plan::{
 };
 use serde_json::Value;
 
-use super::choices::{
+use crate::choices::{
     AllReduce, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OffloadIo,
     OptimizerKind, Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport,
 };
-use super::declare::{Key, Section, joined, key_name, key_word, rules, sections};
-use super::idle;
-use super::problem::Origin;
-use super::reader::Reader;
-use super::value::{DataSource, Readable, TokenizerSource};
+use crate::declare::{Key, Section, joined, key_name, key_word, rules, sections};
+use crate::idle;
+use crate::problem::Origin;
+use crate::reader::Reader;
+use crate::value::{DataSource, Readable, TokenizerSource};
 
 /// The preset that is trained when `[model]` names none.
 pub const DEFAULT_PRESET: &str = "llama-15m";
 
 /// Other names under which keys are accepted.
-pub(super) const ALIASES: [(&str, &str); 1] = [("train.lr", "optimizer.lr")];
+pub(crate) const ALIASES: [(&str, &str); 1] = [("train.lr", "optimizer.lr")];
 
 /// The keys that name the model; at most one is given.
-pub(super) const MODEL_SOURCES: [&str; 3] = ["model.preset", "model.path", "model.model_type"];
+pub(crate) const MODEL_SOURCES: [&str; 3] = ["model.preset", "model.path", "model.model_type"];
 
 sections! {
     /// What is trained: one of `preset`, `path` and `model_type`. Any other key is an override of the same

@@ -2,8 +2,7 @@
 //!
 //! A planned word stands under `later` and is refused by name.
 
-use std::fs;
-use std::io;
+use std::{fs, io};
 
 use lockstep_plan::gathering::ReshardAfterForward;
 use lockstep_plan::schedule::Kind;
@@ -11,7 +10,7 @@ use lockstep_plan::{ContextMethod, Feedback, PassOrder, QuantizedType, Residence
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::value::{Misfit, Readable, ValueType, wrong_type};
+use crate::value::{Misfit, Readable, ValueType, wrong_type};
 
 /// Declares an enum whose variants are the words a key takes, with the words that are planned.
 macro_rules! choices {

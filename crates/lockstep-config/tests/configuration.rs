@@ -5,13 +5,12 @@
 use std::fs;
 use std::path::Path;
 
-use lockstep_plan::{Initializer, ParameterRecord, Share};
-use lockstep_train::config::{
-    DataSource, ModelSource, OptimizerKind, Origin, Precision, Problems, RunConfig, TokenizerSource,
-    configuration_markdown,
+use lockstep_config::schedule::Decay;
+use lockstep_config::{
+    DataSource, Error, ModelSource, OptimizerKind, Origin, Precision, Problems, RunConfig, TokenizerSource,
+    configuration_markdown, resolve_model,
 };
-use lockstep_train::schedule::Decay;
-use lockstep_train::{Error, resolve_model};
+use lockstep_plan::{Initializer, ParameterRecord, Share};
 use proptest::prelude::*;
 
 const NOTHING: [&str; 0] = [];
@@ -105,10 +104,10 @@ fn what_is_quantized_goes_through_a_plan_and_back() {
         "parallel.quantize_feedback=false",
     ];
     let (config, dir) = (set(&settings), tempfile::tempdir().unwrap());
-    let (plan, _) = lockstep_train::plan::check(&config).unwrap();
+    let (plan, _) = lockstep_config::plan::check(&config).unwrap();
     let path = dir.path().join("plan.json");
     fs::write(&path, plan.to_json().unwrap()).unwrap();
-    let file = lockstep_train::PlanFile::read(&path).unwrap();
+    let file = lockstep_config::PlanFile::read(&path).unwrap();
     let under =
         |arguments: &[&str]| RunConfig::parse_with("", "RUN.toml", &[], Some(&file), arguments).unwrap();
     assert_eq!(under(&[]).plan.quantization(), config.plan.quantization());
@@ -523,8 +522,8 @@ fn the_manual_is_current() {
 
 #[test]
 fn the_schema_knows_every_key() {
-    let schema = lockstep_train::config::configuration_schema();
-    for key in lockstep_train::config::KEYS.iter() {
+    let schema = lockstep_config::configuration_schema();
+    for key in lockstep_config::KEYS.iter() {
         let pointer: String = key.name.split('.').map(|part| format!("/properties/{part}")).collect();
         let found = schema.pointer(&pointer).unwrap_or_else(|| panic!("{} is not in the schema", key.name));
         assert!(found["description"].as_str().is_some_and(|text| text.starts_with(&key.doc)), "{}", key.name);
@@ -559,7 +558,7 @@ proptest! {
 
     #[test]
     fn any_value_of_any_key_is_accepted_or_refused_at_its_line(
-        key in prop::sample::select(lockstep_train::config::KEYS.iter().map(|key| key.name).collect::<Vec<_>>()),
+        key in prop::sample::select(lockstep_config::KEYS.iter().map(|key| key.name).collect::<Vec<_>>()),
         value in "-?[0-9]{1,20}|-?[0-9]\\.[0-9]e-?[0-9]{1,3}|true|\"[a-z0-9]{0,9}\"|\\[([0-9],){0,3}\\]|\\{\\}",
     ) {
         let (section, name) = key.split_once('.').unwrap();

@@ -3,21 +3,21 @@
 use lockstep_data::Columns;
 use lockstep_plan::Residence;
 
-use super::Purpose;
-use super::choices::{Precision, Rounding, StatePrecision};
-use super::declare::Idle;
-use super::keys::{KEYS, MODEL_SOURCES, RunConfig};
-use super::plan::{key_of, keys_of};
-use super::problem::Origin;
-use super::reader::Reader;
-use super::value::DataSource;
+use crate::choices::{Precision, Rounding, StatePrecision};
+use crate::declare::Idle;
+use crate::keys::{KEYS, MODEL_SOURCES, RunConfig};
+use crate::plan_keys::{key_of, keys_of};
+use crate::problem::Origin;
+use crate::reader::Reader;
+use crate::run_config::Purpose;
+use crate::value::DataSource;
 
 /// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
 const MAX_TRACED_STEPS: u64 = 100;
 
 /// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over:
 /// what stands in for it is not what the user meant.
-pub(super) fn check(purpose: Purpose, config: &RunConfig, reader: &mut Reader<'_>) {
+pub(crate) fn check(purpose: Purpose, config: &RunConfig, reader: &mut Reader<'_>) {
     let mut checker = Checker { purpose, config, reader };
     checker.idle();
     checker.model();

@@ -2,9 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::declare::Key;
-use super::keys::{ALIASES, KEYS, SECTIONS};
-use super::value::ValueType;
+use crate::declare::Key;
+use crate::keys::{ALIASES, KEYS, SECTIONS};
+use crate::value::ValueType;
 
 /// The JSON Schema (2020-12) of RUN.toml.
 pub fn configuration_schema() -> Value {

@@ -2,13 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_plan::{LayerRule, MemoryCategory, Plan, RecomputeRules};
-
+use lockstep_plan::{LayerRule, Plan, RecomputeRules};
 use serde_json::Value;
 
-use crate::config::{Origin, Problem, toml_value, values_of_plan};
-use crate::setup::named_model;
-use crate::{Error, Forecast, RunConfig, human, plan};
+use crate::keys::values_of_plan;
+use crate::record::toml_value;
+use crate::{Error, Origin, Problem, RunConfig, named_model, plan};
 
 /// A plan, and where it stands.
 #[derive(Debug, Clone)]
@@ -49,6 +48,11 @@ impl PlanFile {
         &self.plan
     }
 
+    /// The path of the file, or the name of a plan without one.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What messages call it.
     pub fn name(&self) -> &str {
         &self.name
@@ -73,34 +77,6 @@ impl PlanFile {
     /// Whether a run of `config`, but for what the plan sets, can keep to it.
     pub fn fits(&self, config: &RunConfig) -> bool {
         config.with_plan(self).is_ok_and(|config| self.check(&config).is_ok())
-    }
-
-    /// How what the file predicts differs from what `forecast` says of the run, if it predicts anything and differs: the plan may have been
-    /// edited, or made for other settings.
-    pub fn outdated(&self, forecast: &Forecast) -> Option<String> {
-        let file = self.plan.predicted.as_ref()?;
-        let now = |rank: usize| forecast.of_rank(rank).by_category();
-        let mut other = (0..forecast.ranks()).filter(|rank| file.of_rank(*rank) != Some(now(*rank)));
-        let first = other.next()?;
-        let others = match other.count() {
-            0 => String::new(),
-            others => format!(", and so on {}", human::plural(others, "other rank")),
-        };
-        let what = match file.of_rank(first) {
-            None => "is not foretold".to_owned(),
-            Some(memory) => {
-                let parts = memory.entries().zip(now(first).entries()).filter(|(file, now)| file != now);
-                let part = |((category, file), (_, now)): ((MemoryCategory, usize), (_, usize))| {
-                    format!("{} {file} bytes and comes to {now}", category.name())
-                };
-                format!("is foretold {}", parts.map(part).collect::<Vec<_>>().join(", "))
-            }
-        };
-        let path = self.path.display();
-        Some(format!(
-            "{path} was edited, or made for other settings: rank {first} {what}{others}; \
-             lockstep plan RUN.toml --plan {path} -o {path} predicts anew"
-        ))
     }
 
     /// The same error, as one of this file if all that is wrong are settings of its.
@@ -135,7 +111,7 @@ fn differences(file: &PlanFile, config: &RunConfig) -> Vec<String> {
 }
 
 /// The `--set` arguments that make one plan of another.
-pub(crate) fn settings_between(from: &Plan, to: &Plan) -> Vec<String> {
+pub fn settings_between(from: &Plan, to: &Plan) -> Vec<String> {
     let entries = values_of_plan(from).into_iter().zip(values_of_plan(to));
     let changed = entries.filter(|((_, from), (_, to))| from != to);
     changed.filter_map(|(_, (key, value))| Some(format!("{key}={}", argument_value(&value)?))).collect()
@@ -148,7 +124,7 @@ fn argument_value(value: &Value) -> Option<String> {
 }
 
 /// The rules as TOML, in which a table on one line has the keys and values of JSON.
-pub(crate) fn recompute_setting(rules: &RecomputeRules) -> String {
+pub fn recompute_setting(rules: &RecomputeRules) -> String {
     let layer = |LayerRule { from, to, every, mode }: &LayerRule| {
         let to = to.map_or(String::new(), |to| format!("to = {to}, "));
         format!("{{ from = {from}, {to}every = {every}, mode = {:?} }}", mode.word())

@@ -10,20 +10,20 @@ use lockstep_plan::Plan;
 use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
 
-use super::habits::{self, Answer};
-use super::keys::{ALIASES, KEYS, MODEL_SOURCES, SECTIONS, values_of_plan};
-use super::nearest::{all_sections, nearest_key, nearest_section};
-use super::problem::{Origin, Problem};
-use super::value::shortened;
+use crate::habits::{self, Answer};
+use crate::keys::{ALIASES, KEYS, MODEL_SOURCES, SECTIONS, values_of_plan};
+use crate::nearest::{all_sections, nearest_key, nearest_section};
+use crate::problem::{Origin, Problem};
+use crate::value::shortened;
 
 /// Nothing in a configuration nests deeper than this.
 const MAX_DEPTH: usize = 32;
 
 /// A value and where it came from.
 #[derive(Debug, Clone)]
-pub(super) struct Entry {
-    pub(super) value: Value,
-    pub(super) origin: Origin,
+pub(crate) struct Entry {
+    pub(crate) value: Value,
+    pub(crate) origin: Origin,
 }
 
 /// How a value of another tool's configuration came about.
@@ -50,13 +50,13 @@ pub struct Imported {
 
 /// What all sources together say, by `section.key`.
 #[derive(Debug, Default)]
-pub(super) struct Entries(pub(super) BTreeMap<String, Entry>);
+pub(crate) struct Entries(pub(crate) BTreeMap<String, Entry>);
 
 impl Entries {
     /// Adds a TOML document. `name` is what messages call it.
     ///
     /// With broken syntax nothing is added: whatever could be read of it would only cause follow-up errors.
-    pub(super) fn add_document(&mut self, text: &str, name: &str, problems: &mut Vec<Problem>) {
+    pub(crate) fn add_document(&mut self, text: &str, name: &str, problems: &mut Vec<Problem>) {
         let name: Arc<str> = name.into();
         let line_starts: Vec<usize> = text.match_indices('\n').map(|(at, _)| at + 1).collect();
         let origin_at = |offset: usize| Origin::File {
@@ -101,7 +101,7 @@ impl Entries {
     }
 
     /// Adds a value of another tool's configuration to those of a document.
-    pub(super) fn add_imported(&mut self, imported: &Imported, problems: &mut Vec<Problem>) {
+    pub(crate) fn add_imported(&mut self, imported: &Imported, problems: &mut Vec<Problem>) {
         let Imported { key, value, place: (name, line), from } = imported;
         let origin = Origin::File { name: name.as_str().into(), line: *line };
         match self.0.get(key) {
@@ -116,7 +116,7 @@ impl Entries {
     }
 
     /// Adds what a plan says, over what a document says of the same keys. What `name` calls it stands in messages.
-    pub(super) fn add_plan(&mut self, name: &str, plan: &Plan) {
+    pub(crate) fn add_plan(&mut self, name: &str, plan: &Plan) {
         let mut plan = plan.clone();
         if plan.mesh.shard * plan.mesh.context == 1 {
             // Nothing is sharded, so that nothing travels to owners.
@@ -131,7 +131,7 @@ impl Entries {
     }
 
     /// Adds what a configuration says of a key.
-    pub(super) fn add_known(&mut self, key: String, value: Value, origin: Origin) {
+    pub(crate) fn add_known(&mut self, key: String, value: Value, origin: Origin) {
         self.0.insert(key, Entry { value, origin });
     }
 
@@ -148,7 +148,7 @@ impl Entries {
 
     /// Adds a `--set` argument: `section.key=VALUE`, VALUE in TOML or a bare word. One that names the model sets
     /// aside another name that a file gives.
-    pub(super) fn add_argument(&mut self, argument: &str, problems: &mut Vec<Problem>) {
+    pub(crate) fn add_argument(&mut self, argument: &str, problems: &mut Vec<Problem>) {
         let origin = Origin::Argument(shortened(argument).into());
         let Some((written, value)) = argument.split_once('=') else {
             problems.push(Problem::new(origin, "", "has no '='", "--set section.key=VALUE"));

@@ -49,7 +49,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    pub(super) fn new(
+    pub(crate) fn new(
         origin: Origin,
         key: impl Into<String>,
         what: impl Into<String>,

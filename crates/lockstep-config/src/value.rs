@@ -52,14 +52,14 @@ pub enum ValueType {
 
 impl ValueType {
     /// Whether a bare word or number given to `--set` is meant as a string.
-    pub(super) fn is_text(self) -> bool {
+    pub(crate) fn is_text(self) -> bool {
         matches!(self, Self::Text | Self::Choice { .. } | Self::Recompute | Self::Wrap)
     }
 }
 
 impl ValueType {
     /// Returns false for a word that is not one of a choice.
-    pub(super) fn has_word(self, value: &Value) -> bool {
+    pub(crate) fn has_word(self, value: &Value) -> bool {
         match (self, value.as_str()) {
             (Self::Choice { allowed, .. }, Some(word)) => allowed.contains(&word),
             _ => true,
@@ -99,13 +99,13 @@ impl fmt::Display for ValueType {
 
 /// Why a value does not fit its key.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Misfit {
-    pub(super) what: String,
-    pub(super) allowed: String,
+pub(crate) struct Misfit {
+    pub(crate) what: String,
+    pub(crate) allowed: String,
 }
 
 /// A type that a key of the configuration can have.
-pub(super) trait Readable: Serialize + Sized {
+pub(crate) trait Readable: Serialize + Sized {
     /// For messages and the manual.
     const TYPE: ValueType;
 
@@ -124,7 +124,7 @@ pub(super) trait Readable: Serialize + Sized {
 }
 
 /// The misfit of a value of the wrong type.
-pub(super) fn wrong_type<T: Readable>(value: &Value) -> Misfit {
+pub(crate) fn wrong_type<T: Readable>(value: &Value) -> Misfit {
     let found = match value {
         Value::Null => "nothing".to_owned(),
         Value::Bool(flag) => format!("the flag {flag}"),
@@ -137,7 +137,7 @@ pub(super) fn wrong_type<T: Readable>(value: &Value) -> Misfit {
 }
 
 /// At most 60 characters of a text, escaped, for a message.
-pub(super) fn shortened(text: &str) -> String {
+pub(crate) fn shortened(text: &str) -> String {
     let mut out: String = text.chars().take(60).flat_map(char::escape_debug).collect();
     if text.chars().nth(60).is_some() {
         out.push_str("...");

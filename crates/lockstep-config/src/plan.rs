@@ -7,9 +7,7 @@ use lockstep_graph::{BlockShape, RecomputeRules};
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{CheckedPlan, DType, Facts, Places, Plan, PlanProblems};
 
-use crate::config::{Problem, Problems};
-use crate::setup::shape_of;
-use crate::{Error, ResolvedModel, RunConfig, resolve_model};
+use crate::{Error, Problem, Problems, ResolvedModel, RunConfig, resolve_model, shape_of};
 
 /// The run's plan, if its ranks can share its model so, and the model.
 ///
@@ -74,7 +72,7 @@ fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f
 }
 
 /// What a plan for the run is compared with.
-pub(crate) fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
+pub fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
     Facts { model: digest_of(model), ..model.facts(config.step_facts(), config.ranks()) }
 }
 

@@ -2,9 +2,9 @@
 
 use lockstep_plan::{PlanProblem, StepFacts};
 
-use super::choices::{OptimizerKind, Precision};
-use super::keys::{KEYS, RunConfig};
-use super::problem::{Origin, Problem};
+use crate::choices::{OptimizerKind, Precision};
+use crate::keys::{KEYS, RunConfig};
+use crate::problem::{Origin, Problem};
 
 /// Fields of [`StepFacts`] in problems of plans, and the keys that set them.
 const FACTS: [(&str, &str); 4] = [
@@ -15,13 +15,13 @@ const FACTS: [(&str, &str); 4] = [
 ];
 
 /// The key that sets a field of a plan or a fact of the step.
-pub(super) fn key_of(field: &str) -> Option<&'static str> {
+pub(crate) fn key_of(field: &str) -> Option<&'static str> {
     let of_run = FACTS.iter().find(|(fact, _)| *fact == field).map(|(_, key)| *key);
     of_run.or_else(|| KEYS.iter().find(|key| key.field == Some(field)).map(|key| key.name))
 }
 
 /// The keys of some fields; fields without a key are left out.
-pub(super) fn keys_of(fields: &[&str]) -> Vec<&'static str> {
+pub(crate) fn keys_of(fields: &[&str]) -> Vec<&'static str> {
     fields.iter().filter_map(|field| key_of(field)).collect()
 }
 
@@ -37,7 +37,7 @@ impl RunConfig {
     }
 
     /// Returns the problems of the run's plan that need no model. A secondary shard is checked once the number of shards is known.
-    pub(super) fn problems_of_plan_alone(&self) -> Vec<PlanProblem> {
+    pub(crate) fn problems_of_plan_alone(&self) -> Vec<PlanProblem> {
         let mut plan = self.plan.clone();
         if self.leaves_shards_open() {
             plan.sharding.secondary_shard = None;
@@ -51,7 +51,7 @@ impl RunConfig {
     }
 
     /// A problem at the first of `keys` that somebody set, else at the first.
-    pub(super) fn problem_at(
+    pub(crate) fn problem_at(
         &self,
         keys: &[&str],
         what: impl Into<String>,

@@ -6,8 +6,8 @@ use std::fmt;
 
 use serde_json::{Value, json};
 
-use super::keys::{KEYS, RunConfig, SECTIONS};
-use super::problem::Origin;
+use crate::keys::{KEYS, RunConfig, SECTIONS};
+use crate::problem::Origin;
 use crate::schedule::Decay;
 
 /// A value of the configuration and where it came from.
@@ -34,7 +34,7 @@ pub struct Difference {
 
 impl Difference {
     /// What two sets of settings, by name, do not have in common.
-    pub(crate) fn between(stored: &BTreeMap<String, Value>, current: &BTreeMap<String, Value>) -> Vec<Self> {
+    pub fn between(stored: &BTreeMap<String, Value>, current: &BTreeMap<String, Value>) -> Vec<Self> {
         let keys: BTreeSet<&String> = current.keys().chain(stored.keys()).collect();
         keys.into_iter()
             .filter(|key| current.get(*key) != stored.get(*key))
@@ -69,7 +69,7 @@ impl RunConfig {
         if rate.decay != Decay::None {
             json["schedule"]["decay_steps"] = rate.decay_steps.into();
         }
-        if let super::ModelSource::Preset(preset) = self.model_source() {
+        if let crate::run_config::ModelSource::Preset(preset) = self.model_source() {
             json["model"]["preset"] = preset.into();
         }
         json["derived"] = json!({

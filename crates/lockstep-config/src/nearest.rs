@@ -2,15 +2,15 @@
 
 use strsim::normalized_damerau_levenshtein;
 
-use super::declare::Key;
-use super::habits::{Answer, HABITS, Place};
-use super::keys::{KEYS, SECTIONS};
+use crate::declare::Key;
+use crate::habits::{Answer, HABITS, Place};
+use crate::keys::{KEYS, SECTIONS};
 
 /// Less alike than this, a name is no misspelling of another.
 const LEAST_LIKENESS: f64 = 0.6;
 
 /// The known `section.key` nearest to what was written, which may lack the section or stand in the wrong one; `None` if none is near.
-pub(super) fn nearest_key(written: &str) -> Option<&'static str> {
+pub(crate) fn nearest_key(written: &str) -> Option<&'static str> {
     let last = written.rsplit('.').next().unwrap_or(written);
     // A right key in a wrong section is nearer than a wrong key in the right one.
     let likeness = |key: &Key| {
@@ -33,24 +33,24 @@ pub(super) fn nearest_key(written: &str) -> Option<&'static str> {
 }
 
 /// The known section nearest to what was written; `None` if none is near.
-pub(super) fn nearest_section(written: &str) -> Option<&'static str> {
+pub(crate) fn nearest_section(written: &str) -> Option<&'static str> {
     let likeness = |name: &str| normalized_damerau_levenshtein(written, name);
     let best = SECTIONS.iter().max_by(|a, b| likeness(a.name).total_cmp(&likeness(b.name)))?;
     (likeness(best.name) >= 0.5).then_some(best.name)
 }
 
 /// The names of all sections, for a message.
-pub(super) fn all_sections() -> String {
+pub(crate) fn all_sections() -> String {
     SECTIONS.iter().map(|section| format!("[{}]", section.name)).collect::<Vec<_>>().join(", ")
 }
 
 /// The keys of one section, for a message.
-pub(super) fn keys_of(section: &str) -> String {
+pub(crate) fn keys_of(section: &str) -> String {
     KEYS.iter().filter(|key| key.section() == section).map(Key::key).collect::<Vec<_>>().join(", ")
 }
 
 /// Whether a key of `[model]` is more likely a misspelt key of ours than one of a `config.json`.
-pub(super) fn is_misspelt_model_key(written: &str) -> bool {
+pub(crate) fn is_misspelt_model_key(written: &str) -> bool {
     KEYS.iter().filter(|key| key.section() == "model").map(Key::key).any(|key| {
         let tolerance = if key.len() > 5 { 2 } else { 1 };
         written != key && strsim::damerau_levenshtein(written, key) <= tolerance

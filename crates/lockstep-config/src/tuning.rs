@@ -6,8 +6,7 @@ use lockstep_model::{
 };
 use lockstep_plan::ParameterRecord;
 
-use crate::Error;
-use crate::config::{Problem, Problems, RunConfig, Scaling, pattern};
+use crate::{Error, Problem, Problems, RunConfig, Scaling, pattern};
 
 /// What the patterns of an optimizer are about.
 const TRAINED: &str = "parameters that are trained";

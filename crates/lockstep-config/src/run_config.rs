@@ -5,23 +5,6 @@
 //! where it came from ([`RunConfig::origin`]), and what follows from several values is computed here and
 //! nowhere else.
 
-mod check;
-mod choices;
-mod declare;
-pub mod habits;
-mod idle;
-mod keys;
-mod manual;
-mod nearest;
-pub(crate) mod pattern;
-mod plan;
-mod problem;
-mod reader;
-mod record;
-mod schema;
-mod sources;
-mod value;
-
 use std::env;
 use std::fs::File;
 use std::io::{self, Read};
@@ -30,30 +13,15 @@ use std::path::{Path, PathBuf};
 use lockstep_plan::{Degrees, ParameterRecord, Residence, ZeroStage};
 use serde_json::Value;
 
-pub use choices::{
-    DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OptimizerKind,
-    Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport, named_passes, word_of,
-};
-pub use declare::{Key, Later, Rules, Section};
-pub use keys::{
-    CheckpointConfig, DEFAULT_PRESET, DataConfig, FineTuneConfig, KEYS, MetricsConfig, ModelConfig,
-    OptimizerConfig, ParallelConfig, RunConfig, SECTIONS, ScheduleConfig, TrainConfig,
-};
-pub use manual::configuration_markdown;
-pub use problem::{Origin, Problem, Problems};
-pub(crate) use record::toml_value;
-pub use record::{Difference, Setting};
-pub use schema::configuration_schema;
-pub use sources::{Imported, ImportedFrom};
-pub use value::{DataSource, TokenizerSource, ValueType};
-
-use crate::PlanFile;
-use crate::error::Error;
+use crate::keys::values_of_plan;
 use crate::model_name::{NamedModel, find_model};
+use crate::reader::Reader;
 use crate::schedule::{Decay, LearningRate};
-pub(crate) use keys::values_of_plan;
-use reader::Reader;
-use sources::Entries;
+use crate::sources::Entries;
+use crate::{
+    DEFAULT_PRESET, Error, Imported, KEYS, LearningRateScaling, OptimizerConfig, OptimizerKind, Origin,
+    PlanFile, Problem, Problems, RunConfig, ScheduleKind, Setting, check, keys, pattern,
+};
 
 /// A configuration file longer than this is not one.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -71,7 +39,7 @@ pub enum ModelSource<'c> {
 
 /// The use that a configuration is read for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
+pub(crate) enum Purpose {
     /// A run.
     Run,
     /// A plan of one, which has no weights.
@@ -288,7 +256,7 @@ impl RunConfig {
 
     /// This configuration with the number of steps that `stored`, the [`RunConfig::to_json`] of another run, has; none where it says nothing
     /// of them or they do not fit.
-    pub(crate) fn with_steps_of(&self, stored: &Value) -> Option<Self> {
+    pub fn with_steps_of(&self, stored: &Value) -> Option<Self> {
         let steps = stored["train"]["steps"].as_u64().filter(|steps| *steps != self.train.steps)?;
         self.with_settings(&[format!("train.steps={steps}")]).ok()
     }
@@ -355,7 +323,7 @@ impl RunConfig {
     }
 
     /// Whether fine-tuning keeps some weights as they are.
-    fn keeps_weights(&self) -> bool {
+    pub(crate) fn keeps_weights(&self) -> bool {
         let fine_tune = &self.fine_tune;
         fine_tune.adapter.is_some() || fine_tune.lora_rank.is_some() || !fine_tune.freeze.is_empty()
     }
@@ -425,12 +393,12 @@ impl RunConfig {
     }
 
     /// [`RunConfig::saves_from_copies`] under another plan.
-    pub(crate) fn saves_from_copies_of(&self, plan: &lockstep_plan::Plan) -> bool {
+    pub fn saves_from_copies_of(&self, plan: &lockstep_plan::Plan) -> bool {
         self.checkpoint.in_background && plan.residence.optimizer != Residence::Disk
     }
 
     /// Returns true if nothing of the model's state is on disk.
-    pub(crate) fn has_state_in_memory(&self) -> bool {
+    pub fn has_state_in_memory(&self) -> bool {
         self.plan.residence.optimizer != Residence::Disk
     }
 
@@ -455,7 +423,7 @@ impl RunConfig {
     }
 
     /// Ranks over which `zero_stage` shards the model's state.
-    fn owners(&self) -> usize {
+    pub(crate) fn owners(&self) -> usize {
         self.plan.mesh.shard * self.plan.mesh.context
     }
 
@@ -638,7 +606,7 @@ impl OptimizerConfig {
 }
 
 /// `lockstep` in the user's cache directory.
-pub(crate) fn user_cache_dir() -> PathBuf {
+pub fn user_cache_dir() -> PathBuf {
     let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     variable("XDG_CACHE_HOME")
         .or_else(|| Some(variable("HOME")?.join(".cache")))

@@ -1,0 +1,40 @@
+//! Errors of a run's configuration, each with the file, key or name at fault.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::Problems;
+
+/// An error of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The configuration has at least one mistake; all of them are in the list.
+    #[error("{0}")]
+    Configuration(#[from] Problems),
+    /// No model has the given name, or the model cannot be used this way.
+    #[error("{0}")]
+    NoModel(String),
+    /// The configuration file cannot be read.
+    #[error("cannot read the configuration {}: {source}", path.display())]
+    ReadConfiguration {
+        /// The file asked for.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A plan file that cannot be used for the run.
+    #[error("the plan {} cannot be used:\n  {}", path.display(), problems.replace('\n', "\n  "))]
+    Plan {
+        /// The file.
+        path: PathBuf,
+        /// All problems of the plan, a line each.
+        problems: String,
+    },
+    /// The model's configuration.
+    #[error(transparent)]
+    Model(#[from] lockstep_model::ModelError),
+    /// A directory of weights, an adapter or a checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
+}

@@ -36,5 +36,11 @@ pub enum Error {
     Model(#[from] lockstep_model::ModelError),
     /// A directory of weights, an adapter or a checkpoint.
     #[error(transparent)]
-    Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
+    Checkpoint(Box<lockstep_checkpoint::CheckpointError>),
+}
+
+impl From<lockstep_checkpoint::CheckpointError> for Error {
+    fn from(error: lockstep_checkpoint::CheckpointError) -> Self {
+        Self::Checkpoint(Box::new(error))
+    }
 }

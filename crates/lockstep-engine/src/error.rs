@@ -25,6 +25,19 @@ pub enum EngineError {
     /// The step was abandoned before its update ([`Engine::abandon_if`](crate::Engine::abandon_if)).
     #[error("the step was abandoned")]
     Abandoned,
+    /// A rank whose weights are not those of the others.
+    #[error(
+        "the weights of rank {rank} differ from those of rank {reference} after step {step}: a fault of its memory or its \
+         arithmetic, or another build; go on from the last checkpoint without the machine it ran on"
+    )]
+    WeightsDiffer {
+        /// Steps made.
+        step: u64,
+        /// The rank whose weights differ.
+        rank: usize,
+        /// A rank whose weights most ranks have.
+        reference: usize,
+    },
     /// Fewer parameters may be whole at once than a unit reads.
     #[error(transparent)]
     TooFewLive(#[from] TooFewLive),

@@ -15,7 +15,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::nearest::{Choices, nearest_divisor};
-use crate::{Among, ShardPlace, Summing};
+use crate::{Among, ShardPlace, Summing, ZeroStage};
 
 /// An axis of the view that everything but experts uses, slowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -201,6 +201,19 @@ pub struct MeshError(pub Vec<MeshProblem>);
 pub struct Mesh(Degrees);
 
 impl Mesh {
+    /// Returns true if a rank has the first copy of the model, or a part of it; the other copies are the same.
+    pub fn is_of_first_copy(&self, rank: usize, zero_stage: ZeroStage) -> bool {
+        self.axes_of_copies(zero_stage).iter().all(|axis| self.ranks().coordinate(rank, *axis) == 0)
+    }
+
+    /// Returns the axes along which ranks hold the same parameters. Axes that experts are sharded over are not among them, nor those that
+    /// ZeRO shards the state over.
+    pub fn axes_of_copies(&self, zero_stage: ZeroStage) -> &'static [Axis] {
+        let view = self.experts();
+        let experts = view.degree(ExpertAxis::Expert) * view.degree(ExpertAxis::ExpertTensor);
+        if experts > 1 || zero_stage > ZeroStage::Nothing { &[Axis::Replicate] } else { &Axis::TOKENS }
+    }
+
     /// A mesh of the given degrees, or all that is wrong with them.
     pub fn new(degrees: Degrees) -> Result<Self, MeshError> {
         let problems = degrees.problems();

@@ -18,6 +18,7 @@ mod device;
 mod disk;
 mod error;
 mod experts;
+pub mod host;
 mod kernels;
 mod mapped;
 mod shared;

@@ -10,16 +10,17 @@ use std::{env, io};
 
 use lockstep_checkpoint::ModelDirectory;
 use lockstep_comm::{Group, World, WorldOptions};
-use lockstep_config::RunConfig;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::Ranks;
+use lockstep_observe::progress::Progress;
 use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_tensor::delayed::{Delayed, Fault};
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
 use lockstep_train::verify::{
     Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers, sample_text,
 };
-use lockstep_train::{Error, Ranks, Resume, train};
+use lockstep_train::{Error, ranks_of, train};
 use serde_json::Value;
 
 use crate::decided::decide;
@@ -524,7 +525,7 @@ fn on_devices<T: Send>(
     if config.ranks() == 1 {
         return Ok(vec![run(&compute.place(Ranks::alone()))?]);
     }
-    on_ranks_of(config, |group| Ok(compute.place(Ranks::of(group, config)?)), run)
+    on_ranks_of(config, |group| Ok(compute.place(ranks_of(group, config)?)), run)
 }
 
 /// [`on_ranks`] where each thread makes its rank of its group by `join`.

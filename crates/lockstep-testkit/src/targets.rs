@@ -12,12 +12,12 @@ use lockstep_data::{
     read_text_column,
 };
 use lockstep_model::ModelConfig;
+use lockstep_observe::flight::{Dump, analyse};
+use lockstep_observe::report::{self, Parts};
 use lockstep_plan::schedule::{Costs, PassKind, Schedule, StageCost, passes_from_csv};
 use lockstep_plan::work::Collective;
 use lockstep_plan::{Axis, DType, Facts, Plan, StepFacts, TensorDimensions};
 use lockstep_planner::cluster::Cluster;
-use lockstep_train::flight::{Dump, analyse};
-use lockstep_train::report::{self, Parts};
 use serde_json::Value;
 
 use crate::Verdict;

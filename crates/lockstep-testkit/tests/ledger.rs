@@ -6,16 +6,17 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_config::{RunConfig, resolve_model};
-use lockstep_engine::Engine;
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::metrics::StepMetrics;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::{MemoryBytes, MemoryCategory, OffloadBytes};
+use lockstep_planner::Forecast;
 use lockstep_testkit::parity::{
     DEEPSEEK, GPT2, LLAMA, MIXTRAL, MIXTURES, MODELS, QWEN2, QWEN2_MOE, QWEN3, TinyModel, Workbench,
     expert_splits, on_ranks, pairs, splits, square,
 };
-use lockstep_train::metrics::StepMetrics;
 use lockstep_train::verify::watch;
-use lockstep_train::{Error, Forecast, Ranks, StepObserver};
+use lockstep_train::{Error, StepObserver};
 
 /// Each of these tiny models is cached no more than this by kernels: scratch of attention and partial sums.
 const MOST_CACHED_BYTES: usize = 2 << 20;

@@ -8,13 +8,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use lockstep_comm::faults::{Damage, Faults, Seen, Site};
+use lockstep_engine::Ranks;
 use lockstep_graph::faults::{Fault, record_with};
 use lockstep_plan::{Axis, Feedback, Mesh, Quantization, QuantizedType, ZeroStage};
 use lockstep_testkit::parity::{GPT2, LLAMA, MIXTRAL, TinyModel, Workbench, on_ranks_of};
 use lockstep_testkit::quantized::{Case, what_one_step_loses_the_next_one_says};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::verify::{Tolerance, numbers};
-use lockstep_train::{Error, Ranks};
+use lockstep_train::{Error, ranks_of};
 
 /// Biases are zero at first: only after a step do they differ. Plain gradient descent keeps rounding small.
 const STEPS: [&str; 5] = [
@@ -142,7 +143,7 @@ impl Trial {
         let others = bench.config(model, &[plan, self.setting.as_slice()].concat())?;
         let join = |group| {
             record_with(self.recording);
-            Ranks::of(self.faults.put_into(group), &config)
+            ranks_of(self.faults.put_into(group), &config)
         };
         let run = |ranks: &Ranks| {
             let config = if ranks.is_first() { &config } else { &others };

@@ -3,20 +3,21 @@
 use std::time::Instant;
 
 use lockstep_config::{NamedModel, RunConfig, config_of, engine_options, overrides_of};
-use lockstep_engine::{Engine, EngineOptions, HostBatch, Update};
+use lockstep_engine::{Engine, EngineOptions, HostBatch, Ranks, Update};
 use lockstep_graph::{BlockShape, Seed};
 use lockstep_model::{ModelConfig, Tuning};
+use lockstep_observe::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
+use lockstep_observe::roofline::{Detail, Limits, Roofline};
 use lockstep_plan::random::Philox;
 use lockstep_plan::{CheckedPlan, DType, MemoryCategory};
+use lockstep_planner::Forecast;
+use lockstep_planner::forecast::Training;
 use lockstep_tensor::cpu::measure_peak;
+use lockstep_tensor::host::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
-use crate::forecast::Training;
-use crate::machine::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
-use crate::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
-use crate::roofline::{Detail, Limits, Roofline};
+use crate::Error;
 use crate::trainer::clip_coefficient;
-use crate::{Error, Forecast, Ranks};
 
 pub(crate) const SEED: u64 = 1337;
 /// Runs of each product, of which the fastest counts.
@@ -56,7 +57,11 @@ impl StepBenchmark {
     ///
     /// # Errors
     /// A configuration that does not fit the model.
-    pub fn forecast(&self, config: &RunConfig, model: &ModelConfig) -> Result<Forecast, Error> {
+    pub fn forecast(
+        &self,
+        config: &RunConfig,
+        model: &ModelConfig,
+    ) -> Result<Forecast, lockstep_planner::Error> {
         let training = Training::bare(self.options.clone(), self.plan.plan());
         Forecast::of_training(config, model, &Tuning::default(), &training)
     }
@@ -152,9 +157,9 @@ pub fn time_steps(
     let own_bytes = if ranks.size() == 1 { peak_resident_bytes() } else { peak_own_bytes() };
     let peak_bytes = ranks.sum_of_all(own_bytes)?;
     let memory = MemoryUse { process_pss: proportional_bytes() as usize, ..MemoryUse::of(&arena) };
-    let memory_by_rank = ranks.memory(memory)?;
+    let memory_by_rank = memory.of_ranks(ranks)?;
     let predicted =
-        ranks.memory(MemoryUse { by_category: engine.predicted_memory().by_category(), ..memory })?;
+        MemoryUse { by_category: engine.predicted_memory().by_category(), ..memory }.of_ranks(ranks)?;
     timed.sort_by_key(|(time, ..)| *time);
     let (time, spans, traffic, update) = timed.swap_remove(steps / 2);
     let level = engine.queue().level();
@@ -344,6 +349,7 @@ mod tests {
     use lockstep_comm::{World, WorldOptions};
 
     use super::*;
+    use crate::ranks_of_model;
     use lockstep_config::plan::checked_plan;
 
     fn tiny() -> ModelConfig {
@@ -373,7 +379,7 @@ mod tests {
             let rank = |group| {
                 scope.spawn(move || {
                     let (config, benchmark) = benchmark(2);
-                    let ranks = Ranks::of_model(group, &config, &tiny(), &Tuning::default()).unwrap();
+                    let ranks = ranks_of_model(group, &config, &tiny(), &Tuning::default()).unwrap();
                     time_steps(&tiny(), &benchmark, &ranks).unwrap()
                 })
             };

@@ -15,6 +15,7 @@ use lockstep_data::{
     split_validation,
 };
 use lockstep_model::ModelConfig;
+use serde_json::{Value, json};
 
 use crate::Error;
 
@@ -57,6 +58,14 @@ struct Source {
 }
 
 impl Corpus {
+    /// Returns the digest, the tokenizer and the sources of the data, as a run's report names them.
+    pub(crate) fn described(&self) -> Value {
+        let sources = self.sources.iter().map(|source| {
+            json!({ "name": source.name, "tokens": source.tokens.tokens(), "digest": source.tokens.digest() })
+        });
+        json!({ "digest": self.digest, "tokenizer": self.tokenizer_name, "sources": sources.collect::<Vec<_>>() })
+    }
+
     /// Finds, tokenizes and cuts what `config` names.
     ///
     /// # Errors

@@ -3,13 +3,13 @@
 use lockstep_config::{ModelSource, ResolvedModel, RunConfig, human};
 use lockstep_data::{Dataset, RecordShape, Supervision, Tokenizer};
 use lockstep_engine::Engine;
+use lockstep_observe::progress::Progress;
+use lockstep_observe::report::DevicePeak;
 use lockstep_plan::{MemoryCategory, ParameterId, TensorPlace};
+use lockstep_tensor::host::available_memory_bytes;
 
 use crate::Corpus;
-use crate::forecast::Predicted;
-use crate::machine::available_memory_bytes;
-use crate::peak::DevicePeak;
-use crate::progress::Progress;
+use crate::predicted::Predicted;
 
 /// What the first screen of a run is made of.
 pub(crate) struct Screen<'a> {

@@ -4,11 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use lockstep_config::Problems;
-use lockstep_config::human::plural;
 use lockstep_engine::EngineError;
-use lockstep_planner::cluster::ClusterError;
-
-use crate::fit::Misfit;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -17,125 +13,12 @@ pub enum Error {
     /// The configuration, or the model or plan that it names.
     #[error(transparent)]
     Config(#[from] lockstep_config::Error),
-    /// The ranks of this machine need more memory than it has.
-    #[error("{0}")]
-    DoesNotFit(Box<Misfit>),
-    /// The machines that a plan is for are described wrongly; everything that is wrong is in it.
-    #[error("{0}")]
-    Cluster(#[from] ClusterError),
-    /// The file that describes them cannot be read.
-    #[error("cannot read the cluster {}: {source}", path.display())]
-    ReadCluster {
-        /// The file asked for.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// A plan has more ranks than its cluster has devices.
-    #[error(
-        "the plan has {ranks} ranks, and the cluster has {devices} devices ({name}): {larger}, or smaller degrees in [parallel]"
-    )]
-    TooManyRanks {
-        /// Ranks of the plan.
-        ranks: usize,
-        /// Devices of the cluster.
-        devices: usize,
-        /// Name of the cluster.
-        name: String,
-        /// A cluster that has enough devices, in words.
-        larger: String,
-    },
-    /// Rows of metrics that could not be written. They wait in memory and are written with the next row that can be.
-    #[error(
-        "cannot append to {}: {}{} wait in memory{}",
-        path.display(),
-        if is_full(source) { "no space left, free some; ".to_owned() } else { format!("{source}; ") },
-        plural(*waiting_rows, "row"),
-        if *lost_rows == 0 { String::new() } else { format!(", {} lost", plural(*lost_rows, "row")) },
-    )]
-    RowsWait {
-        /// The metrics file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-        /// Rows that are not in the file yet.
-        waiting_rows: usize,
-        /// Rows given up because 64 MiB of them waited already.
-        lost_rows: usize,
-    },
-    /// A metrics file that was deleted while the run wrote to it. It has been made anew, with all of its rows.
-    #[error("{} was deleted while the run wrote to it; it is there again, with all of its rows", path.display())]
-    MetricsDeleted {
-        /// The metrics file.
-        path: PathBuf,
-    },
-    /// A metrics file that another run writes to.
-    #[error(
-        "another run writes its metrics to {}: give this one a directory of its own (--set metrics.dir=DIR)",
-        dir.display()
-    )]
-    MetricsInUse {
-        /// The directory.
-        dir: PathBuf,
-    },
-    /// The metrics file cannot be opened, read or written for another reason.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Metrics {
-        /// The file or directory at fault.
-        path: PathBuf,
-        /// What was tried: "create", "append to", ...
-        action: &'static str,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The address for Prometheus cannot be listened on.
-    #[error(
-        "cannot listen on metrics.prometheus = \"{address}\": {source}; give HOST:PORT of this machine with a free port"
-    )]
-    Prometheus {
-        /// As it was given.
-        address: String,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// A directory without the records of a run.
-    #[error("no metrics.jsonl in {}; give the metrics.dir of a run that writes it", dir.display())]
-    NoRun {
-        /// The directory.
-        dir: PathBuf,
-    },
-    /// Metrics of which no line can be read.
-    #[error("no row of {} can be read ({damaged_lines} damaged line(s))", path.display())]
-    NoRows {
-        /// The metrics file.
-        path: PathBuf,
-        /// Lines that are no rows.
-        damaged_lines: usize,
-    },
-    /// A run whose steps say nothing of the machine.
-    #[error("nothing can be learned from the run in {}: {why}", dir.display())]
-    TeachesNothing {
-        /// The directory of its records.
-        dir: PathBuf,
-        /// What keeps it from that.
-        why: String,
-    },
-    /// A file of the flight recorder cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
-    ReadRecords {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// A file of the flight recorder that cannot be believed.
-    #[error("{} holds no records of ranks that can be used: {problem}", path.display())]
-    BadRecords {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
+    /// The search for a plan, or the forecast of its memory.
+    #[error(transparent)]
+    Planner(Box<lockstep_planner::Error>),
+    /// A record of the run: metrics, a report, a trace, records of the flight recorder.
+    #[error(transparent)]
+    Observe(Box<lockstep_observe::Error>),
     /// The handlers of SIGINT and SIGTERM cannot be installed.
     #[error("cannot watch for Ctrl-C and SIGTERM: {0}")]
     Signals(#[source] io::Error),
@@ -157,19 +40,6 @@ pub enum Error {
     /// The other ranks of the run.
     #[error(transparent)]
     Comm(#[from] lockstep_comm::CommError),
-    /// A rank whose weights are not those of the others.
-    #[error(
-        "the weights of rank {rank} differ from those of rank {reference} after step {step}: a fault of its memory or its \
-         arithmetic, or another build; go on from the last checkpoint without the machine it ran on"
-    )]
-    WeightsDiffer {
-        /// Steps made.
-        step: u64,
-        /// The odd one.
-        rank: usize,
-        /// A rank with what most have.
-        reference: usize,
-    },
     /// Saving or loading.
     #[error(transparent)]
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
@@ -269,6 +139,26 @@ pub enum Error {
     },
 }
 
+impl From<lockstep_planner::Error> for Error {
+    fn from(error: lockstep_planner::Error) -> Self {
+        match error {
+            lockstep_planner::Error::Config(error) => Self::Config(error),
+            lockstep_planner::Error::Observe(error) => (*error).into(),
+            error => Self::Planner(Box::new(error)),
+        }
+    }
+}
+
+/// What other ranks are to blame for is told as such, wherever it was noticed.
+impl From<lockstep_observe::Error> for Error {
+    fn from(error: lockstep_observe::Error) -> Self {
+        match error {
+            lockstep_observe::Error::Comm(error) => Self::Comm(error),
+            error => Self::Observe(Box::new(error)),
+        }
+    }
+}
+
 /// What other ranks are to blame for is told as such, wherever it was noticed.
 impl From<EngineError> for Error {
     fn from(error: EngineError) -> Self {
@@ -283,11 +173,6 @@ impl From<Problems> for Error {
     fn from(problems: Problems) -> Self {
         Self::Config(problems.into())
     }
-}
-
-/// Returns true if the system had no room.
-fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 /// The first few names.

@@ -8,10 +8,10 @@ use lockstep_comm::{
     self as comm, Agent, CommError, Deadline, Elastic, Failure, Group, JoinOptions, Launch, LossCause,
     MEETING_LIMIT, Movement, Output, Pinning, Placement, WorldOptions, is_launched, join_from_environment,
 };
+use lockstep_observe::flight::{Dump, Ending};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
-use crate::flight::{Dump, Ending};
 use crate::interrupt::Interrupt;
 
 /// How often the launcher looks for a signal to pass on.
@@ -67,7 +67,7 @@ pub struct BadEnd {
     /// Whether that rank has said why; what all ranks know none of them says.
     pub has_told: bool,
     /// The file with what the ranks called last, if there is something to be learned from it.
-    pub records: Option<Result<PathBuf, Error>>,
+    pub records: Option<Result<PathBuf, lockstep_observe::Error>>,
 }
 
 /// The group of the ranks that this process was started with; none if nobody started any.

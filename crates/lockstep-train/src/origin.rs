@@ -3,16 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_directory, run_on_disk};
-use lockstep_config::{ResolvedModel, RunConfig};
+use lockstep_config::{ResolvedModel, Resume, RunConfig};
 use lockstep_data::{Prefetcher, SampleCursor};
-use lockstep_engine::Engine;
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::take_from_the_dying;
 
-use crate::lock::take_from_the_dying;
-use crate::ranks::Ranks;
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{Counters, changed_settings, find_checkpoint, restore, told};
-use crate::trainer::Resume;
 use crate::{Corpus, Error};
 
 /// Micro-batches read ahead.

@@ -10,54 +10,42 @@ use std::time::Duration;
 
 use lockstep_comm::CommError;
 use lockstep_config::{F32Products, RunConfig, user_cache_dir};
-use lockstep_engine::Engine;
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::report::DevicePeak;
 use lockstep_plan::DType;
+use lockstep_planner::machine::{local_ranks, peak_of_rank};
 use lockstep_tensor::CpuLevel;
 use lockstep_tensor::cpu::measure_peak_within;
+use lockstep_tensor::host::{online_cores, processor_name};
 use serde::{Deserialize, Serialize};
-
-use crate::doctor::system::{online_cores, processor_name};
-use crate::planner::machine::peak_of_rank;
-use crate::ranks::Ranks;
 
 /// How long each type is measured.
 const TIME: Duration = Duration::from_millis(50);
 /// Products in bf16 that an f32 product is made of on AMX tiles.
 const SPLIT_PRODUCTS: f64 = 6.0;
 
-/// What the devices of all ranks could do at best in the type of the run.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct DevicePeak {
-    /// Operations a second of all ranks together; a multiply-add counts two.
-    pub(crate) flops_per_s: f64,
-    /// Who has measured it, in words.
-    pub(crate) source: &'static str,
-}
-
-impl DevicePeak {
-    /// The peak of the ranks that call this together; none if one of them has no device whose peak can be known.
-    ///
-    /// # Errors
-    /// A lost rank.
-    pub(crate) fn of_run(
-        config: &RunConfig,
-        engine: &Engine,
-        ranks: &Ranks,
-    ) -> Result<Option<Self>, CommError> {
-        let dtype = engine.model().program(0).shape().dtype;
-        let (level, threads) = (engine.queue().level(), engine.queue().threads());
-        let (own, source) = match peak_of_rank(config, dtype) {
-            Some(peak) => (peak, "measured by lockstep bench machine"),
-            None => {
-                let peak = Measured::of(level, threads).flops_per_s(config, level, dtype);
-                (peak * share_of_cores(threads), "measured at the start of a run")
-            }
-        };
-        let all = ranks.all_numbers(own.to_bits())?;
-        let flops_per_s: f64 = all.into_iter().map(f64::from_bits).sum();
-        tracing::debug!(%dtype, own, flops_per_s, source, "the peak of the devices");
-        Ok((flops_per_s.is_finite() && flops_per_s > 0.0).then_some(Self { flops_per_s, source }))
-    }
+/// The peak of the ranks that call this together; none if one of them has no device whose peak can be known.
+///
+/// # Errors
+/// A lost rank.
+pub(crate) fn device_peak(
+    config: &RunConfig,
+    engine: &Engine,
+    ranks: &Ranks,
+) -> Result<Option<DevicePeak>, CommError> {
+    let dtype = engine.model().program(0).shape().dtype;
+    let (level, threads) = (engine.queue().level(), engine.queue().threads());
+    let (own, source) = match peak_of_rank(config, dtype) {
+        Some(peak) => (peak, "measured by lockstep bench machine"),
+        None => {
+            let peak = Measured::of(level, threads).flops_per_s(config, level, dtype);
+            (peak * share_of_cores(threads), "measured at the start of a run")
+        }
+    };
+    let all = ranks.all_numbers(own.to_bits())?;
+    let flops_per_s: f64 = all.into_iter().map(f64::from_bits).sum();
+    tracing::debug!(%dtype, own, flops_per_s, source, "the peak of the devices");
+    Ok((flops_per_s.is_finite() && flops_per_s > 0.0).then_some(DevicePeak { flops_per_s, source }))
 }
 
 /// The rates of threads, in 10⁹ operations a second.
@@ -99,13 +87,6 @@ impl Measured {
         };
         gflops * 1e9
     }
-}
-
-/// Ranks of this machine; as many as have a share of the cores like this one's where the launcher does not say.
-pub(crate) fn local_ranks() -> usize {
-    let Some(place) = lockstep_comm::place().ok().flatten() else { return 1 };
-    let own_cores = std::thread::available_parallelism().map_or(1, usize::from);
-    place.local_size.unwrap_or_else(|| (online_cores() / own_cores).max(1))
 }
 
 /// The part of its threads' time that a rank has where the ranks of a machine have more threads than it has cores.

@@ -9,22 +9,20 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use lockstep_config::{RunConfig, human};
-use lockstep_engine::Engine;
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Server, Start};
+use lockstep_observe::rank_layout::{self, LAYOUT};
+use lockstep_observe::report::{self, Beginning, DevicePeak, describe_run};
+use lockstep_observe::roofline::Limits;
+use lockstep_observe::trace::Tracer;
+use lockstep_observe::trace::pipeline::{self, TIMELINE};
 use lockstep_plan::ParameterRecord;
+use lockstep_planner::foretell;
+use lockstep_tensor::host::available_memory_bytes;
 
 use crate::corpus::Corpus;
 use crate::error::Error;
-use crate::holdings::{self, LAYOUT};
-use crate::machine::available_memory_bytes;
-use crate::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Server, Start};
-use crate::peak::DevicePeak;
-use crate::planner::foretell;
-use crate::ranks::Ranks;
-use crate::report::{self, Beginning, describe_run};
-use crate::roofline::Limits;
 use crate::saving::Ran;
-use crate::trace::Tracer;
-use crate::trace::pipeline::{self, TIMELINE};
 
 /// A run this long can spare the second that measuring the machine takes.
 const LONG_RUN_SECONDS: u64 = 30;
@@ -102,7 +100,7 @@ impl Records {
                 first_step: start.done() + 1,
                 predicted: foretell(config),
                 peak,
-                corpus,
+                data: corpus.described(),
             };
             describe_run(config, &beginning)?;
             // What an earlier process left may be of another plan.
@@ -161,11 +159,11 @@ impl Records {
         if self.picture.is_none() {
             return Ok(());
         }
-        unless_told(holdings::write(&self.dir, engine, ranks), tell)
+        unless_told(rank_layout::write(&self.dir, engine, ranks), tell)
     }
 
     /// Writes down the last step of a pipeline; all ranks call it together.
-    fn draw(&mut self, engine: &Engine, ranks: &Ranks) -> Result<(), Error> {
+    fn draw(&mut self, engine: &Engine, ranks: &Ranks) -> Result<(), lockstep_observe::Error> {
         let Some(picture) = &mut self.picture else { return Ok(()) };
         if picture.written == picture.made {
             return Ok(());
@@ -295,7 +293,7 @@ impl Records {
         match report::write_with(&self.dir, None, waiting) {
             Ok(path) => Some(path),
             // No step was ever made.
-            Err(Error::NoRows { .. }) => None,
+            Err(lockstep_observe::Error::NoRows { .. }) => None,
             Err(error) => {
                 tell(&format!("no report: {error}"));
                 None
@@ -305,9 +303,9 @@ impl Records {
 }
 
 /// What cannot be written is told; what separates the ranks ends the run.
-fn unless_told(result: Result<(), Error>, tell: impl FnOnce(&str)) -> Result<(), Error> {
+fn unless_told(result: Result<(), lockstep_observe::Error>, tell: impl FnOnce(&str)) -> Result<(), Error> {
     match result {
-        Err(error @ Error::Comm(_)) => Err(error),
+        Err(error @ lockstep_observe::Error::Comm(_)) => Err(error.into()),
         Err(error) => {
             tell(&error.to_string());
             Ok(())

@@ -7,12 +7,12 @@ use lockstep_config::plan::checked_plan;
 use lockstep_config::{
     F32Products, Problems, ResolvedModel, RunConfig, engine_options, offload_directory, too_few_live,
 };
-use lockstep_engine::{Engine, EngineError, StateKind};
+use lockstep_engine::{Engine, EngineError, Ranks, StateKind};
 use lockstep_model::{Adapter, Tuning};
 use lockstep_plan::ParameterId;
 use lockstep_tensor::{Arena, ScratchFile};
 
-use crate::{Error, Ranks};
+use crate::Error;
 
 /// An engine for the run; its weights are zero.
 ///

@@ -8,14 +8,13 @@ use lockstep_checkpoint::{
     BaseModel, Checkpoint, CheckpointError, DType, Latest, SkippedCheckpoint, TensorKind, latest_good_of,
     set_aside,
 };
-use lockstep_config::{Difference, ResolvedModel, RunConfig};
+use lockstep_config::{Difference, ResolvedModel, Resume, RunConfig};
 use lockstep_engine::{Engine, StateKind};
+use lockstep_observe::metrics::FILE_NAME;
 use lockstep_plan::ParameterId;
 use serde_json::{Value, json};
 
-use crate::metrics::FILE_NAME;
 use crate::setup::load_first_weights;
-use crate::trainer::Resume;
 use crate::{Corpus, Error};
 
 /// The counters of a run.

@@ -10,39 +10,28 @@ use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{Checkpoint, CommitObserver, set_damaged_aside};
 use lockstep_config::schedule::LearningRate;
-use lockstep_config::{ResolvedModel, RunConfig, resolve_model};
+use lockstep_config::{ResolvedModel, Resume, RunConfig, resolve_model};
 use lockstep_data::{MicroBatch, Prefetcher};
-use lockstep_engine::{Engine, EngineError, HostBatch, Update};
+use lockstep_engine::{Engine, EngineError, HostBatch, Ranks, Update};
 use lockstep_graph::{Activity, Cost, Seed};
+use lockstep_observe::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
+use lockstep_observe::progress::{Progress, Steps};
 use lockstep_plan::ParameterId;
+use lockstep_tensor::host::proportional_bytes;
 use serde_json::Value;
 
 use crate::describe::{Screen, describe};
-use crate::forecast::Predicted;
 use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
-use crate::machine::proportional_bytes;
-use crate::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
 use crate::origin::{Origin, lock, prefetcher};
-use crate::peak::DevicePeak;
-use crate::progress::{Progress, Steps};
-use crate::ranks::Ranks;
+use crate::peak::device_peak;
+use crate::predicted::Predicted;
+use crate::ranks::sum_and_memory;
 use crate::records::Records;
 use crate::saving::Saver;
 use crate::state::{Counters, SavedState, set_aside_later, text_has_changed};
 use crate::{Corpus, Error};
-
-/// Where a run begins.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Resume {
-    /// From the newest good checkpoint in `checkpoint.dir`, if there is one.
-    Auto,
-    /// From the start.
-    Never,
-    /// From this checkpoint.
-    From(PathBuf),
-}
 
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq)]
@@ -162,9 +151,10 @@ pub(crate) fn run(
     let Origin { mut engine, counters, checkpoint, told, damaged } =
         Origin::of(config, resume, ranks, &model)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
-    let mut progress = ranks.progress(steps, show);
+    let mut progress =
+        if ranks.is_first() { show(steps) } else { Progress::of_other_rank(steps, ranks.rank()) };
     let predicted = Predicted::of(config, &engine, ranks)?;
-    let peak = if leaves_anything { DevicePeak::of_run(config, &engine, ranks)? } else { None };
+    let peak = if leaves_anything { device_peak(config, &engine, ranks)? } else { None };
     let screen = Screen {
         config,
         model: &model,
@@ -534,7 +524,7 @@ impl Run<'_> {
             own_memory.process_pss = proportional_bytes() as usize;
         }
         let (loss_sum, tokens, mut memory_by_rank) =
-            self.ranks.sum_and_memory(loss_sum, tokens, own_memory)?;
+            sum_and_memory(self.ranks, loss_sum, tokens, own_memory)?;
         let loss = loss_sum / valid_tokens as f64;
         self.phase = "exchange of gradients";
         let grad_norm = self.engine.finish_gradients()? / loss_scale;

@@ -6,16 +6,18 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use lockstep_config::{Precision, Rounding, RunConfig, StatePrecision, offload_to_existing_directory};
-use lockstep_engine::Engine;
+use lockstep_config::{
+    Precision, Resume, Rounding, RunConfig, StatePrecision, offload_to_existing_directory,
+};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::metrics::StepMetrics;
+use lockstep_observe::progress::Progress;
 use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
 use crate::interrupt::Interrupt;
-use crate::metrics::StepMetrics;
-use crate::progress::Progress;
 use crate::trainer::{Leaves, run};
-use crate::{Error, Ranks, Resume, StepObserver};
+use crate::{Error, StepObserver};
 
 pub use crate::comparison::{
     ComparedElement, ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, ROUTER_MARGIN,

@@ -5,11 +5,11 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use lockstep_config::RunConfig;
-use lockstep_engine::Engine;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::progress::Progress;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, StepObserver, train_observed};
+use lockstep_train::{Error, StepObserver, train_observed};
 
 /// The system's allocator, with a count.
 struct Counting;

@@ -7,13 +7,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use lockstep_comm::{World, WorldOptions};
-use lockstep_config::RunConfig;
-use lockstep_engine::Engine;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, EngineError, Ranks};
+use lockstep_observe::flight::{analyse, read_all, write_records};
+use lockstep_observe::progress::Progress;
 use lockstep_plan::ParameterId;
-use lockstep_train::flight::{analyse, read_all};
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, StepObserver, Summary, ranks_of, train_observed};
 use serde_json::Value;
 
 /// Tied embeddings, learned positions, dropout; prompts that do not count, so that ranks differ in their tokens.
@@ -135,7 +135,7 @@ impl Bench {
                     let ranks = if config.plan.mesh.replicate == 1 {
                         Ranks::alone()
                     } else {
-                        Ranks::of(group, config).unwrap()
+                        ranks_of(group, config).unwrap()
                     };
                     let interrupt = Interrupt::default();
                     let mut watch = watch(rank, &interrupt);
@@ -242,7 +242,10 @@ fn a_rank_whose_weights_went_astray_is_named() {
     });
     for (summary, _) in ended {
         assert!(
-            matches!(summary, Err(Error::WeightsDiffer { step: 3, rank: 1, reference: 0 })),
+            matches!(
+                summary,
+                Err(Error::Engine(EngineError::WeightsDiffer { step: 3, rank: 1, reference: 0 }))
+            ),
             "{summary:?}"
         );
     }
@@ -273,16 +276,16 @@ fn a_rank_that_does_not_come_is_named_after_the_time_given() {
     let options = WorldOptions { silence: Duration::from_secs(30), ..WorldOptions::default() };
     let mut groups = World::in_process(2, options).unwrap();
     let late = groups.pop().unwrap();
-    let ranks = Ranks::of(groups.pop().unwrap(), &config).unwrap();
+    let ranks = ranks_of(groups.pop().unwrap(), &config).unwrap();
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
     let ended = train_observed(&config, &Resume::Never, &ranks, &Interrupt::default(), show, &mut ());
     let Error::Comm(error) = ended.unwrap_err() else { panic!("it is the other rank's fault") };
     assert!(error.to_string().contains("rank 1"), "{error}");
     // Ranks that nobody watches leave what they called last themselves.
-    let own = ranks.write_records(&error, &bench.path("late")).unwrap().unwrap();
+    let own = write_records(&ranks, &error, &bench.path("late")).unwrap().unwrap();
     assert!(own.ends_with("flight-00000.json"), "{}", own.display());
-    let late = Ranks::of(late, &config).unwrap();
-    let other = late.write_records(&error, &bench.path("late")).unwrap().unwrap();
+    let late = ranks_of(late, &config).unwrap();
+    let other = write_records(&late, &error, &bench.path("late")).unwrap().unwrap();
     let analysis = analyse(&read_all(&[own, other]).unwrap());
     assert_eq!((&analysis.culprits[..], &analysis.ended), (&[1][..], &vec![error.to_string()]), "{analysis}");
 }

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{Checkpoint, CheckpointError, DType, ModelDirectory, TensorKind};
-use lockstep_config::{RunConfig, resolve_model};
+use lockstep_config::{Resume, RunConfig, resolve_model};
+use lockstep_engine::Ranks;
+use lockstep_observe::progress::Progress;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, Summary, train};
+use lockstep_train::{Error, Summary, train};
 
 /// The model that is fine-tuned.
 const BASE: &str = r#"

@@ -1,7 +1,7 @@
 //! What the flight recorder's files tell: a table of bad ends, and files that cannot be believed.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_train::flight::{Analysis, Dump, Finding, analyse, read_all};
+use lockstep_observe::flight::{Analysis, Dump, Finding, analyse, read_all};
 use serde_json::{Value, json};
 
 /// An operation of the group of all `world` ranks, called at `posted_us`; met and done at once, if at all.

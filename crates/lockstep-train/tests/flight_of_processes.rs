@@ -10,7 +10,7 @@ use lockstep_comm::{
     Agent, CommError, Deadline, Elastic, Ended, Failure, Group, JoinOptions, Launch, Output, Pinning,
     Placement, ReduceOp, WorldOptions, join_from_environment,
 };
-use lockstep_train::flight::{Analysis, Dump, Ending, Finding, analyse};
+use lockstep_observe::flight::{Analysis, Dump, Ending, Finding, analyse};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// What rank 1 does wrong.

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use lockstep_checkpoint::{Checkpoint, TensorKind};
-use lockstep_config::RunConfig;
-use lockstep_engine::Engine;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::progress::Progress;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, StepObserver, Summary, train_observed};
 use serde_json::Value;
 
 const RUN: &str = r#"

@@ -5,12 +5,12 @@
 use std::path::Path;
 
 use lockstep_comm::{World, WorldOptions};
-use lockstep_config::RunConfig;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_observe::progress::Progress;
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_planner::{LinearShape, LinearSplit, TensorLayout};
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Ranks, Resume, train};
+use lockstep_train::{ranks_of, train};
 use serde_json::Value;
 
 const RUN: &str = r#"
@@ -48,7 +48,7 @@ fn run(dir: &Path, settings: &[&str]) {
         for group in groups {
             let config = &config;
             scope.spawn(move || {
-                let ranks = Ranks::of(group, config).unwrap();
+                let ranks = ranks_of(group, config).unwrap();
                 let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
                 train(config, &Resume::Never, &ranks, &Interrupt::default(), show).unwrap();
             });

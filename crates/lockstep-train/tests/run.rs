@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use lockstep_checkpoint::hf::HfCheckpoint;
 use lockstep_checkpoint::{Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind};
-use lockstep_config::RunConfig;
-use lockstep_engine::Engine;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::metrics::StepMetrics;
+use lockstep_observe::progress::Progress;
 use lockstep_plan::DType;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::metrics::StepMetrics;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, StepObserver, Summary, train, train_observed};
+use lockstep_train::{Error, StepObserver, Summary, train, train_observed};
 use serde_json::Value;
 
 /// A GPT-2 with dropout, two micro-batches a step, matrices of odd sizes.

@@ -12,12 +12,12 @@ use lockstep_checkpoint::{
     Checkpoint, CommitObserver, CommitPoint, ModelDirectory, TensorKind, latest_good, list,
 };
 use lockstep_comm::{World, WorldOptions};
-use lockstep_config::RunConfig;
-use lockstep_engine::{Engine, StateKind};
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, Ranks, StateKind};
+use lockstep_observe::progress::Progress;
 use lockstep_plan::ParameterId;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, StepObserver, Summary, ranks_of, train_observed};
 use serde_json::Value;
 
 /// Grouped-query attention with fewer key and value heads than four ranks, tied embeddings, and a vocabulary that is split unevenly.
@@ -217,7 +217,7 @@ impl Bench {
                 let (config, fate, shown) = (&config, &fate, Shown(shown.clone()));
                 scope.spawn(move || {
                     let ranks =
-                        if config.ranks() == 1 { Ranks::alone() } else { Ranks::of(group, config).unwrap() };
+                        if config.ranks() == 1 { Ranks::alone() } else { ranks_of(group, config).unwrap() };
                     let mut fate = fate(rank);
                     let interrupt = fate.interrupt.clone();
                     let show = |steps| Progress::as_lines(steps, Box::new(shown));

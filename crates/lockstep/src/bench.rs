@@ -8,18 +8,19 @@ use lockstep_config::plan::{check, checked_plan};
 use lockstep_config::{
     NamedModel, RunConfig, find_model, human, offload_to_existing_directory, resolve_model,
 };
+use lockstep_engine::Ranks;
 use lockstep_graph::BlockShape;
 use lockstep_model::Tuning;
+use lockstep_observe::metrics::{CommunicationUse, DiskUse};
+use lockstep_observe::roofline::Detail;
 use lockstep_plan::DType;
-use lockstep_train::Ranks;
+use lockstep_planner::fit::require_for_benchmark;
 use lockstep_train::benchmark::{
     GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
 };
-use lockstep_train::fit::require_for_benchmark;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::metrics::{CommunicationUse, DiskUse};
-use lockstep_train::roofline::Detail;
+use lockstep_train::ranks_of_model;
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure};
@@ -184,7 +185,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     }
     let config = layout(arguments, &named, &said, seq_len)?;
     let threads = threads(arguments.threads)?;
-    let benchmark_of = |config: &RunConfig| -> Result<StepBenchmark, lockstep_train::Error> {
+    let benchmark_of = |config: &RunConfig| -> Result<StepBenchmark, lockstep_config::Error> {
         Ok(StepBenchmark {
             plan: checked_plan(config, &model, &Tuning::default())?,
             options: StepBenchmark::engine_options(config, arguments.precision.into(), threads),
@@ -200,7 +201,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     }
     let benchmark = benchmark_of(&config)?;
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) => Ranks::of_model(group, &config, &model, &Tuning::default())?,
+        Some(group) => ranks_of_model(group, &config, &model, &Tuning::default())?,
         None if config.ranks() > 1 => {
             let start = ranks::Start::here(config.ranks(), Way::Auto)?;
             return ranks::run(start, &Interrupt::default());

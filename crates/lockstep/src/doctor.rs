@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use clap::{Args, ValueHint};
 use lockstep_config::RunConfig;
 use lockstep_data::{Format, expand};
-use lockstep_train::doctor::{Peaks, Status, examine, worst};
-use lockstep_train::flight::{analyse, read_all};
+use lockstep_observe::doctor::{Peaks, Status, examine, worst};
+use lockstep_observe::flight::{analyse, read_all};
 use serde_json::json;
 
 use crate::exit::{Failure, MISSING};

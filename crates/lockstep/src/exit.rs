@@ -129,9 +129,37 @@ impl From<lockstep_config::Error> for Failure {
         use lockstep_config::Error;
         match error {
             Error::Model(error) => error.into(),
-            Error::Checkpoint(error) => error.into(),
+            Error::Checkpoint(error) => (*error).into(),
             error => Self::configuration(error.to_string()),
         }
+    }
+}
+
+impl From<lockstep_planner::Error> for Failure {
+    fn from(error: lockstep_planner::Error) -> Self {
+        use lockstep_planner::Error;
+        match error {
+            Error::Config(error) => error.into(),
+            Error::Observe(error) => (*error).into(),
+            error => Self::configuration(error.to_string()),
+        }
+    }
+}
+
+impl From<lockstep_observe::Error> for Failure {
+    fn from(error: lockstep_observe::Error) -> Self {
+        use lockstep_observe::Error;
+        let code = match &error {
+            Error::Config(_)
+            | Error::Prometheus { .. }
+            | Error::MetricsInUse { .. }
+            | Error::NoRun { .. } => CONFIGURATION,
+            Error::ReadRecords { source, .. } => code_of_io(source),
+            Error::NoRows { .. } | Error::BadRecords { .. } => CORRUPT_INPUT,
+            Error::Comm(error) => code_of(error),
+            _ => FAILED,
+        };
+        Self { message: error.to_string(), code }
     }
 }
 
@@ -139,26 +167,17 @@ impl From<lockstep_train::Error> for Failure {
     fn from(error: lockstep_train::Error) -> Self {
         use lockstep_train::Error;
         match error {
+            Error::Config(error) => error.into(),
+            Error::Planner(error) => (*error).into(),
+            Error::Observe(error) => (*error).into(),
             Error::Data(error) => error.into(),
             Error::Model(error) => error.into(),
             Error::Checkpoint(error) => error.into(),
-            Error::Config(error) => error.into(),
-            error @ (Error::DoesNotFit(_)
-            | Error::Cluster(_)
-            | Error::ReadCluster { .. }
-            | Error::TooManyRanks { .. }
-            | Error::OtherRun { .. }
-            | Error::OtherParameters { .. }
-            | Error::NoRunToResume { .. }
-            | Error::Prometheus { .. }
-            | Error::MetricsInUse { .. }
-            | Error::NoRun { .. }
-            | Error::TeachesNothing { .. }) => Self::configuration(error.to_string()),
-            Error::ReadRecords { ref source, .. } => {
-                let code = code_of_io(source);
-                Self { message: error.to_string(), code }
+            error
+            @ (Error::OtherRun { .. } | Error::OtherParameters { .. } | Error::NoRunToResume { .. }) => {
+                Self::configuration(error.to_string())
             }
-            error @ (Error::NoGoodCheckpoint { .. } | Error::NoRows { .. } | Error::BadRecords { .. }) => {
+            error @ Error::NoGoodCheckpoint { .. } => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }
             Error::Comm(error) => error.into(),

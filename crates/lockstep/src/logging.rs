@@ -3,7 +3,7 @@
 use std::env::{self, VarError};
 
 use clap::ValueEnum;
-use lockstep_train::screen::Colours;
+use lockstep_observe::screen::Colours;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 

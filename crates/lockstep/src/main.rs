@@ -126,7 +126,7 @@ fn parsed() -> Cli {
 }
 
 fn main() -> ExitCode {
-    lockstep_train::build::set_commit(COMMIT);
+    lockstep_observe::build::set_commit(COMMIT);
     let Cli { command, log_format } = parsed();
     let prepared =
         logging::start(log_format).and_then(|()| limits::prepare()).and_then(|()| instructions::limit());

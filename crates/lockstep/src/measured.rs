@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueHint};
 use lockstep_config::human;
 use lockstep_planner::cluster::{Cluster, Device};
+use lockstep_planner::machine::measured_file;
 use lockstep_train::machine_file::{Extent, MeasuredMachine, measure};
-use lockstep_train::planner::machine::measured_file;
 use serde_json::{Value, json};
 
 use crate::exit::Failure;

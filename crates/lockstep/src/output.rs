@@ -4,7 +4,7 @@
 use std::fmt::Arguments;
 use std::io::{ErrorKind, Write};
 
-use lockstep_train::screen::{self, Colour};
+use lockstep_observe::screen::{self, Colour};
 
 use crate::exit::FAILED;
 use crate::limits;
@@ -42,6 +42,6 @@ macro_rules! say {
 }
 /// `eprintln!` that never panics.
 macro_rules! note {
-    ($($argument:tt)*) => { lockstep_train::screen::line(&format!($($argument)*)) };
+    ($($argument:tt)*) => { lockstep_observe::screen::line(&format!($($argument)*)) };
 }
 pub(crate) use {note, say};

@@ -11,9 +11,11 @@ use lockstep_comm::{
     is_launched,
 };
 use lockstep_config::PlanFile;
+use lockstep_engine::Ranks;
+use lockstep_observe::flight::write_records;
+use lockstep_planner::Forecast;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
-use lockstep_train::{Forecast, Ranks};
 
 use crate::error_file;
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
@@ -146,7 +148,7 @@ fn exit_code(cause: &LossCause) -> i32 {
 }
 
 /// Where to read who called what last.
-fn hint(records: Result<PathBuf, lockstep_train::Error>) {
+fn hint(records: Result<PathBuf, lockstep_observe::Error>) {
     match records {
         Ok(path) => note!("lockstep doctor --trace {} tells who called what last", path.display()),
         Err(error) => note!("no records of what ranks called last: {error}"),
@@ -158,7 +160,7 @@ pub(crate) fn leave_records(ranks: &Ranks, error: &lockstep_train::Error, dir: &
     if let lockstep_train::Error::Comm(error) = error
         && error.is_known_to_all()
         && !is_launched()
-        && let Some(records) = ranks.write_records(error, dir).transpose()
+        && let Some(records) = write_records(ranks, error, dir).transpose()
     {
         hint(records);
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
-use lockstep_train::report;
+use lockstep_observe::report;
 
 use crate::exit::Failure;
 use crate::output::say;

@@ -6,16 +6,17 @@ use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
 use lockstep_config::plan::check;
 use lockstep_config::{DataSource, Origin, Precision, RunConfig, Transport, human, resolve_model, word_of};
+use lockstep_engine::Ranks;
 use lockstep_plan::{Quantization, QuantizedType, TensorDimensions};
-use lockstep_train::fit::require;
+use lockstep_planner::fit::require;
+use lockstep_planner::{Forecast, residence_in_words};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::planner::residence_in_words;
+use lockstep_train::ranks_of;
 use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
     TINY_LLAMA, Tolerance, alone, exact, first_numbers, sample_text,
 };
-use lockstep_train::{Forecast, Ranks};
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure, INTERRUPTED};
@@ -54,7 +55,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
     let _sample = arguments.planned.run.is_none().then(|| sample(&mut config)).transpose()?;
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, &config)?,
+        Some(group) if group.size() > 1 || config.ranks() > 1 => ranks_of(group, &config)?,
         _ => Ranks::alone(),
     };
     let found = first_numbers(&config, arguments.steps, &ranks, &interrupt)

@@ -19,14 +19,14 @@ use lockstep_comm::{Deadline, Group, World, WorldOptions};
 use lockstep_engine::EngineError;
 use lockstep_plan::DType;
 use lockstep_planner::cluster::{Cluster, Device, Efficiency, NodeKind};
+use lockstep_planner::fit::available_bytes;
+use lockstep_planner::machine::name_of_this;
 use lockstep_tensor::cpu::{measure_bandwidth, measure_peak};
 use lockstep_tensor::{Arena, CpuQueue};
-
-use crate::Error;
-use crate::fit::available_bytes;
-use crate::planner::machine::name_of_this;
 use others::Ticks;
 use tasks::Rates;
+
+use crate::Error;
 
 /// Types that models are trained in, the one whose tasks have plain names first.
 const TYPES: [DType; 2] = [DType::F32, DType::BF16];

@@ -8,14 +8,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{PendingSave, Staging};
-use lockstep_engine::Snapshot;
+use lockstep_engine::{Patience, Snapshot};
+use lockstep_observe::progress::Progress;
 
 use super::job::{Attempt, Job, Saved};
 use super::part::{Written, gather};
 use super::{Decision, Memory, OPENING, Ran, Saver};
 use crate::Error;
-use crate::progress::Progress;
-use crate::ranks::Patience;
 
 /// A save under way.
 pub(super) struct Save {

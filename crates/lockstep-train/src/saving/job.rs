@@ -11,14 +11,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lockstep_checkpoint::{CheckpointError, SaveRequest, ShardReport, Staging, run_on_disk};
 use lockstep_engine::StateTensor;
+use lockstep_observe::metrics::MetricsFile;
+use lockstep_observe::progress::Voice;
 use lockstep_plan::ParameterRecord;
 use serde_json::Value;
 
 use super::part::{Observer, Part, Written};
 use super::places::{Limits, Place, Watch};
 use crate::Error;
-use crate::metrics::MetricsFile;
-use crate::progress::Voice;
 use crate::state::{Counters, SavedState};
 
 /// An attempt to save.

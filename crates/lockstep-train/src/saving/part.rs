@@ -14,11 +14,10 @@ use lockstep_checkpoint::{
     ByteSource, CheckpointError, CommitObserver, Region, ShardReport, SliceBytes, Staging, TensorSlice,
     run_on_disk, write_shard_observed,
 };
-use lockstep_engine::{Contents, OnDisk, StateKind, StateTensor};
+use lockstep_engine::{Contents, OnDisk, Ranks, StateKind, StateTensor};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::ranks::Ranks;
 use crate::state::tensor_kind;
 
 /// The largest report of a part that is sent: a description of its tensors, some hundred bytes for each.

@@ -13,10 +13,10 @@ use lockstep_checkpoint::{
     prune,
 };
 use lockstep_config::RunConfig;
+use lockstep_observe::progress::Voice;
 
 use super::part::Observer;
 use crate::interrupt::Interrupt;
-use crate::progress::Voice;
 
 /// A stall is told after this long, and again each time that twice as much has passed.
 const TOLD_AFTER: Duration = Duration::from_secs(5);

@@ -1,8 +1,8 @@
 //! `lockstep plan --calibrate`: what a machine's file learns from runs.
 
 use lockstep_config::human;
-use lockstep_train::planner::machine::{self, LocalMachine, measured_file};
-use lockstep_train::planner::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
+use lockstep_planner::machine::{self, LocalMachine, measured_file};
+use lockstep_planner::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 use serde_json::{Value, json};
 
 use super::{Arguments, write};

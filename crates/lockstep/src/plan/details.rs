@@ -3,7 +3,7 @@
 use lockstep_config::human;
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::predict::{StepTraffic, Traffic};
-use lockstep_train::planner::{Details, MemoryCurve, Point, Roofline};
+use lockstep_planner::{Details, MemoryCurve, Point, Roofline};
 use serde_json::{Map, Value, json};
 
 use crate::output::say;

@@ -4,11 +4,10 @@ use lockstep_config::plan::check;
 use lockstep_config::{PlanFile, RunConfig, human};
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan, ZeroStage};
 use lockstep_planner::cluster::Cluster;
+use lockstep_planner::fit::{available_bytes, needed};
 use lockstep_planner::search::Rejection;
-use lockstep_train::Forecast;
-use lockstep_train::fit::{available_bytes, needed};
-use lockstep_train::planner::{
-    Assumption, Evaluated, Page, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
+use lockstep_planner::{
+    Assumption, Evaluated, Forecast, Page, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
 };
 use serde_json::{Map, Value, json};
 

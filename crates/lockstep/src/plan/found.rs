@@ -5,10 +5,9 @@ use lockstep_config::plan::check;
 use lockstep_plan::{ContextMethod, Plan, PlanPrediction};
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::search::{Found, Ranking, Rejection};
-use lockstep_train::Forecast;
-use lockstep_train::planner::{
-    Advice, Assumption, Details, Evaluated, Help, Neighbour, Page, Planner, Scaling, Searched, mesh_in_words,
-    parts, recompute_in_words, rejection_in_words, schedule_in_words,
+use lockstep_planner::{
+    Advice, Assumption, Details, Evaluated, Forecast, Help, Neighbour, Page, Planner, Scaling, Searched,
+    mesh_in_words, parts, recompute_in_words, rejection_in_words, schedule_in_words,
 };
 use serde_json::{Map, Value, json};
 

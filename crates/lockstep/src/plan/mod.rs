@@ -19,9 +19,9 @@ use lockstep_checkpoint::MANIFEST_FILE;
 use lockstep_config::{NamedModel, RunConfig, find_model};
 use lockstep_plan::Plan;
 use lockstep_planner::cluster::Cluster;
+use lockstep_planner::machine::{self, LocalMachine};
+use lockstep_planner::{self, Assumption, Evaluated, Page, Planner, assumptions};
 use lockstep_train::Error;
-use lockstep_train::planner::machine::{self, LocalMachine};
-use lockstep_train::planner::{self, Assumption, Evaluated, Page, Planner, assumptions};
 use serde_json::{Value, json};
 
 use crate::collectives::bytes;
@@ -105,7 +105,7 @@ enum Objective {
     Headroom,
 }
 
-impl From<Objective> for planner::Objective {
+impl From<Objective> for lockstep_planner::Objective {
     fn from(objective: Objective) -> Self {
         match objective {
             Objective::Time => Self::Time,

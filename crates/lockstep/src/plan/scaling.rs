@@ -1,7 +1,7 @@
 //! `lockstep plan --scaling`: the table of node counts.
 
 use lockstep_config::human;
-use lockstep_train::planner::{Evaluated, Scaled, Scaling, mesh_in_words};
+use lockstep_planner::{Evaluated, Scaled, Scaling, mesh_in_words};
 use serde_json::{Value, json};
 
 use crate::output::say;

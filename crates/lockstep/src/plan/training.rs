@@ -1,8 +1,8 @@
 //! `lockstep plan --tokens 1T`: time, device hours, price and energy of a whole training.
 
 use lockstep_config::human;
+use lockstep_planner::Evaluated;
 use lockstep_planner::cluster::Cluster;
-use lockstep_train::planner::Evaluated;
 use serde_json::{Value, json};
 
 use crate::output::say;

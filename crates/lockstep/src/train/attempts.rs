@@ -13,8 +13,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockstep_comm::{LossCause, NodeCard, NodesMet};
 use lockstep_config::ResolvedModel;
+use lockstep_observe::report;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::report;
 use serde_json::json;
 
 use super::launcher::Launcher;

@@ -6,9 +6,9 @@ use std::process::ExitCode;
 use lockstep_comm::environment::{self, ProcessPlace};
 use lockstep_comm::{Elastic, Output, Placement, Way};
 use lockstep_config::plan::check;
-use lockstep_config::{PlanFile, ResolvedModel, RunConfig, Transport};
-use lockstep_train::fit::require;
-use lockstep_train::{Forecast, Resume};
+use lockstep_config::{PlanFile, ResolvedModel, Resume, RunConfig, Transport};
+use lockstep_planner::Forecast;
+use lockstep_planner::fit::require;
 
 use super::attempts::Attempts;
 use super::restarts::Policy;

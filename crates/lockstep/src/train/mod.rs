@@ -10,12 +10,14 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
-use lockstep_config::{RunConfig, engine_options, human};
+use lockstep_config::{Resume, RunConfig, engine_options, human};
+use lockstep_engine::Ranks;
 use lockstep_infer::{LoadedModel, Sampling};
+use lockstep_observe::progress::{Detail, Progress};
+use lockstep_observe::screen;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::progress::{Detail, Progress};
-use lockstep_train::{Ranks, Resume, Summary, screen, train};
+use lockstep_train::{Summary, ranks_of, train};
 
 use self::launcher::Launcher;
 use self::request::Request;
@@ -117,7 +119,7 @@ fn train_as_rank(
 ) -> Result<ExitCode, Failure> {
     let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, config)?,
+        Some(group) if group.size() > 1 || config.ranks() > 1 => ranks_of(group, config)?,
         _ => Ranks::alone(),
     };
     let threads = engine_options(config).threads;

@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use lockstep_checkpoint::{Checkpoint, find};
-use lockstep_config::{Imported, Origin, PlanFile, RunConfig, Transport, human};
+use lockstep_config::{Imported, Origin, PlanFile, Resume, RunConfig, Transport, human};
 use lockstep_import::{AutoValues, Format, Import, Options};
-use lockstep_train::planner::{Choice, Evaluated, Reason, choose};
-use lockstep_train::{Error, Resume};
+use lockstep_planner::{Choice, Evaluated, Reason, choose};
+use lockstep_train::Error;
 
 use super::Arguments;
 use crate::exit::{CORRUPT_INPUT, Failure};

@@ -101,13 +101,13 @@ pub struct GroupedGemm<'a> {
     /// For `R` rows and `G` groups: `NT` multiplies `A [R, k]` by `B [G, n, k]`, `NN` by `B [G, k, n]`, both into
     /// `C [R, n]`; `TN` multiplies `A [R, m]` by `B [R, n]` into `C [G, m, n]`.
     pub layout: GemmLayout,
-    /// Left operand.
+    /// Left operand `A`.
     pub a: View<'a>,
-    /// Right operand.
+    /// Right operand `B`.
     pub b: View<'a>,
-    /// Output.
+    /// Output matrix `C`.
     pub c: View<'a>,
-    /// u32 `[G + 1]`, never falling.
+    /// u32 `[G + 1]`, nondecreasing: the first row of each group.
     pub offsets: View<'a>,
     /// Overwrite or accumulate. The product of an empty group (`TN`) is zero.
     pub write: Write,

@@ -38,9 +38,9 @@ pub enum Write {
 pub struct Gemm<'a> {
     /// Storage order of the operands.
     pub layout: GemmLayout,
-    /// Left operand.
+    /// Left operand `A`.
     pub a: View<'a>,
-    /// Right operand.
+    /// Right operand `B`.
     pub b: View<'a>,
     /// Output `[m, n]`.
     pub c: View<'a>,
@@ -150,7 +150,7 @@ pub struct Attention<'a> {
     pub queries: TokenSpan,
     /// Keys (and values) of each sequence.
     pub keys: TokenSpan,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
     /// Key and value heads; query head `h` reads head `h / (heads / key_value_heads)`.
     pub key_value_heads: usize,
@@ -220,11 +220,11 @@ pub enum Rounding {
 pub struct AdamW<'a> {
     /// Weights, or the f32 master weights.
     pub parameter: View<'a>,
-    /// Gradient.
+    /// Gradient in f32.
     pub gradient: View<'a>,
-    /// First moment.
+    /// First moment (`exp_avg` in PyTorch).
     pub exp_avg: View<'a>,
-    /// Second moment.
+    /// Second moment (`exp_avg_sq` in PyTorch).
     pub exp_avg_sq: View<'a>,
     /// Output for the rounded weights, if kernels read another precision (bf16 or f16).
     pub rounded: Option<View<'a>>,
@@ -249,7 +249,7 @@ pub struct AdamW<'a> {
 pub struct Sgd<'a> {
     /// Weights, or the f32 master weights.
     pub parameter: View<'a>,
-    /// Gradient, f32.
+    /// Gradient in f32.
     pub gradient: View<'a>,
     /// Momentum buffer; `None` if the momentum is zero.
     pub momentum_buffer: Option<View<'a>>,
@@ -275,7 +275,7 @@ pub struct Sgd<'a> {
 pub struct Lion<'a> {
     /// Weights, or the f32 master weights.
     pub parameter: View<'a>,
-    /// Gradient, f32.
+    /// Gradient in f32.
     pub gradient: View<'a>,
     /// Exponential moving average of the gradients.
     pub exp_avg: View<'a>,
@@ -299,7 +299,7 @@ pub struct Lion<'a> {
 pub struct Muon<'a> {
     /// Weights `[rows, columns]`, or the f32 master weights.
     pub parameter: View<'a>,
-    /// Gradient, f32.
+    /// Gradient in f32.
     pub gradient: View<'a>,
     /// Momentum buffer: moving average of the gradients.
     pub momentum_buffer: View<'a>,

@@ -76,7 +76,7 @@ impl std::fmt::Debug for Workers {
 }
 
 impl Workers {
-    /// Bytes that the kernels of a queue with `threads` compute threads book for as long as it lives.
+    /// Returns the bytes that the kernels of a queue with `threads` compute threads book for its lifetime.
     pub const fn booked_bytes(threads: usize) -> usize {
         gemm::Scratch::booked_bytes(threads)
     }

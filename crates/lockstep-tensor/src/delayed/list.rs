@@ -133,6 +133,6 @@ impl Moment for Point {
 
 /// Sets every byte of a view to `byte`.
 pub(super) fn fill(view: &View<'_>, byte: u8) {
-    // SAFETY: the bytes are the view's, and it is the turn of the job that calls this to use them.
+    // SAFETY: the bytes belong to the view, and the calling job has its turn to use them.
     unsafe { view.as_ptr().write_bytes(byte, view.elements() * view.dtype().size_bytes()) };
 }

@@ -41,9 +41,9 @@ pub enum DiskError {
     /// The file cannot be created in the directory.
     #[error("cannot make a file for offloaded state in {}: {source}", directory.display())]
     Create {
-        /// Where.
+        /// Directory of the file.
         directory: PathBuf,
-        /// Why.
+        /// Error of the operating system.
         source: io::Error,
     },
     /// The file system does not have enough free space.
@@ -76,9 +76,9 @@ pub enum DiskError {
     /// The disk has not completed a transfer in time.
     #[error("the disk of {} has not answered for {:.0} s", directory.display(), waited.as_secs_f64())]
     Silent {
-        /// Where the file is.
+        /// Directory of the file.
         directory: PathBuf,
-        /// How long it was waited for.
+        /// Time spent waiting.
         waited: Duration,
     },
 }

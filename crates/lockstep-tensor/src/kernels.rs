@@ -1,7 +1,7 @@
 //! The kernels that every device must supply, with their shapes.
 //!
 //! Conventions for all of them: `T` is the number of tokens of a micro-batch (sequences × sequence length,
-//! sequence-major). Activations and weights are f32 or bf16; all float operands of a call share one type unless said
+//! sequence-major). Activations and weights are f32, bf16 or f16; all float operands of a call share one type unless said
 //! otherwise. Arithmetic is in f32. Weight gradients are f32 and always accumulate. Outputs must not overlap other
 //! operands unless a kernel says "may be in place". Shapes that do not fit are a bug in the caller: the kernel panics
 //! and names them. Work is split by shape only, so the number of threads changes no bit.
@@ -32,7 +32,7 @@ pub enum Write {
 
 /// A GEMM: `C = A · B (+ bias)` or `C += A · B`.
 ///
-/// `A` and `B` share a type (f32 or bf16). `C` has that type or is f32. Products are summed in f32 and rounded once.
+/// `A` and `B` share a type (f32, bf16 or f16). `C` has that type or is f32. Products are summed in f32 and rounded once.
 /// `bias [n]` has the type of `A` and is added to every row.
 #[derive(Debug, Clone, Copy)]
 pub struct Gemm<'a> {
@@ -70,9 +70,9 @@ pub enum Rotation {
 
 /// A dropout mask: a function of (sequence key, position, head, feature, site), never of a rank or a batch.
 ///
-/// An element is kept if its random word is at least `probability · 2^32`, and is then scaled by `1 / (1 -
-/// probability)`. The word is number `feature % 4` of the Philox block with the sequence's key at counter `[position,
-/// head, feature / 4, site]`.
+/// An element is kept if its random word is at least `probability · 2^32`, and is then scaled by
+/// `1 / (1 - probability)`. The word is number `feature % 4` of the Philox block with the sequence's key at counter
+/// `[position, head, feature / 4, site]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout<'a> {
     /// Probability of dropping, in `[0, 1)`.
@@ -269,8 +269,9 @@ pub struct Sgd<'a> {
     pub step: u64,
 }
 
-/// One step of Lion (Chen et al., 2023) on one flat range: `p -= lr·(sign(β₁·m + (1-β₁)·g) + decay·p); m = β₂·m +
-/// (1-β₂)·g`. The gradient is f32; weights and average are f32 or bf16.
+/// One step of Lion (Chen et al., 2023) on one flat range:
+/// `p -= lr·(sign(β₁·m + (1-β₁)·g) + decay·p); m = β₂·m + (1-β₂)·g`. The gradient is f32; weights and average are f32
+/// or bf16.
 #[derive(Debug, Clone, Copy)]
 pub struct Lion<'a> {
     /// Weights, or the f32 master weights.
@@ -380,8 +381,8 @@ pub trait Kernels {
         dbias: Option<View<'_>>,
     );
 
-    /// Applies rotary position embedding in the half-split form: for `i < head_dim/2`, the pair `(x[i], x[i +
-    /// head_dim/2])` of each head is rotated by `positions[t] · inverse_frequencies[i]`.
+    /// Applies rotary position embedding in the half-split form: for `i < head_dim/2`, the pair
+    /// `(x[i], x[i + head_dim/2])` of each head is rotated by `positions[t] · inverse_frequencies[i]`.
     ///
     /// `x`, `y`: `[T, heads, head_dim]`; positions u32 `[T]`; inverse frequencies f32 `[head_dim/2]`. May be in
     /// place.
@@ -491,8 +492,8 @@ pub trait Kernels {
     /// `losses` (f32 `[T]`, 0 where masked).
     fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>);
 
-    /// Computes [`Kernels::cross_entropy`], and overwrites the logits with its gradient: `seed · (softmax(logits) -
-    /// onehot(labels))`, zero where masked. Each row is finished while it is in the cache.
+    /// Computes [`Kernels::cross_entropy`], and overwrites the logits with its gradient:
+    /// `seed · (softmax(logits) - onehot(labels))`, zero where masked. Each row is finished while it is in the cache.
     fn cross_entropy_with_gradient(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32);
 
     /// Computes the softmax statistics of one vocabulary shard, for vocabulary-parallel cross-entropy. Writes f32
@@ -508,14 +509,14 @@ pub trait Kernels {
         statistics: View<'_>,
     );
 
-    /// Computes the cross-entropy of a vocabulary in `P` shards. Merges the shards' statistics `parts` (f32 `[P, 3,
-    /// T]`, of [`Kernels::softmax_statistics`]) in their order. Writes `log_sum_exp` (f32 `[T]`, negative infinity
-    /// where masked) and `losses` (f32 `[T]`, 0 where masked).
+    /// Computes the cross-entropy of a vocabulary in `P` shards. Merges the shards' statistics `parts` (f32
+    /// `[P, 3, T]`, of [`Kernels::softmax_statistics`]) in their order. Writes `log_sum_exp` (f32 `[T]`, negative
+    /// infinity where masked) and `losses` (f32 `[T]`, 0 where masked).
     fn merge_softmax(&self, parts: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, losses: View<'_>);
 
-    /// Overwrites the logits of one vocabulary shard with the gradient of the cross-entropy: `seed · (exp(logit -
-    /// log_sum_exp) - onehot)`, zero where masked. The operands are those of [`Kernels::softmax_statistics`] and
-    /// [`Kernels::merge_softmax`].
+    /// Overwrites the logits of one vocabulary shard with the gradient of the cross-entropy:
+    /// `seed · (exp(logit - log_sum_exp) - onehot)`, zero where masked. The operands are those of
+    /// [`Kernels::softmax_statistics`] and [`Kernels::merge_softmax`].
     fn softmax_gradient(
         &self,
         logits: View<'_>,

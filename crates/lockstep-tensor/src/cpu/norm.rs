@@ -1,8 +1,8 @@
 //! RMS normalization (Zhang and Sennrich, 2019) and layer normalization (Ba et al., 2016).
 //!
-//! With `n = (x - mean) · rstd` (mean 0 for RMS normalization), both are `y = n · weight (+ bias)`, and `dx = rstd ·
-//! (g - average(g) - n · average(g · n))` with `g = dy · weight`; RMS normalization lacks the term `average(g)`. So
-//! both share their backward, with the mean as an option.
+//! With `n = (x - mean) · rstd` (mean 0 for RMS normalization), both are `y = n · weight (+ bias)`, and
+//! `dx = rstd · (g - average(g) - n · average(g · n))` with `g = dy · weight`; RMS normalization lacks the term
+//! `average(g)`. So both share their backward, with the mean as an option.
 
 use lockstep_plan::DType;
 

@@ -97,8 +97,8 @@ impl Pool {
         self.threads.len() + 1
     }
 
-    /// Calls `run` once with each of `0..tasks`, and returns when all calls have returned. A call within a task runs
-    /// them one after the other.
+    /// Calls `run` once with each of `0..tasks`, and returns when all calls have returned. Within a task, it
+    /// runs them one after the other on the calling thread.
     ///
     /// # Panics
     /// If a call panics.

@@ -1,9 +1,10 @@
 //! The backward: probabilities are recomputed from the log-sum-exp, block by block (Dao, FlashAttention-2, 2023,
 //! algorithm 2).
 //!
-//! With `P = softmax(scale Q Kᵀ)`, `M` the dropout's factors and `D = rowsum(dO ∘ O)`: `dV = (P∘M)ᵀ dO`, `dS = P ∘
-//! ((dO Vᵀ)∘M - D)`, `dQ = scale dS K`, `dK = scale dSᵀ Q`. A task owns one (sequence, key head) pair with all its
-//! query heads, so sums over a group of query heads have a fixed order.
+//! With `P = softmax(scale Q Kᵀ)`, `M` the dropout's factors and `D = rowsum(dO ∘ O)`:
+//! `dV = (P∘M)ᵀ dO`, `dS = P ∘ ((dO Vᵀ)∘M - D)`, `dQ = scale dS K`, `dK = scale dSᵀ Q`.
+//! A task owns one (sequence, key head) pair with all its query heads, so sums over a group of query heads have a
+//! fixed order.
 
 use std::ops::Range;
 

@@ -43,7 +43,8 @@ pub(super) struct Pair {
 
 impl<'a> Geometry<'a> {
     /// # Panics
-    /// If there are no heads, the key heads do not divide the query heads, or the documents of a sequence are not in order.
+    /// If there are no heads, the key heads do not divide the query heads, the window is 0, a span exceeds the stored
+    /// tokens, or the documents of a sequence are not in order.
     pub(super) fn new(attention: &Attention<'a>) -> Self {
         let &Attention { queries, keys, heads, key_value_heads, head_dim, window, .. } = attention;
         assert!(

@@ -1,8 +1,8 @@
 //! The router of a mixture of experts: scores, the choice of experts, their weights, and the gradient of the logits.
 //!
-//! With scores `s` (a softmax, or sigmoids), chosen experts `K` and `N = Σ_{j∈K} s_j`, weights are `c s_i`, or `c s_i
-//! / N`. The gradient flows through the weights of the chosen experts and through the auxiliary losses: those of the
-//! probabilities `p = s / Σ s`, and that of the squared log-sum-exp (z-loss).
+//! With scores `s` (a softmax, or sigmoids), chosen experts `K` and `N = Σ_{j∈K} s_j`, weights are `c s_i`, or
+//! `c s_i / N`. The gradient flows through the weights of the chosen experts and through the auxiliary losses: those
+//! of the probabilities `p = s / Σ s`, and that of the squared log-sum-exp (z-loss).
 
 #[cfg(test)]
 mod tests;
@@ -162,7 +162,7 @@ fn choose_largest(candidates: impl Iterator<Item = usize>, value: impl Fn(usize)
         } else if !is_less(chosen[len - 1]) {
             continue;
         }
-        // The last one is dropped, or the list is not full yet; smaller ones move down.
+        // The last one is dropped, or the list is not full yet; smaller ones move back by one.
         let mut place = len - 1;
         while place > 0 && is_less(chosen[place - 1]) {
             chosen[place] = chosen[place - 1];

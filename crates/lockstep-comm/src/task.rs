@@ -26,7 +26,7 @@ pub enum Collective<I, O> {
     Reduce {
         /// Buffer of the same length on all ranks.
         data: O,
-        /// Reduction operator.
+        /// Operator of the reduction.
         op: ReduceOp,
         /// Root, as a rank of the group.
         root: usize,
@@ -35,7 +35,7 @@ pub enum Collective<I, O> {
     AllReduce {
         /// Buffer of the same length on all ranks.
         data: O,
-        /// Reduction operator.
+        /// Operator of the reduction.
         op: ReduceOp,
     },
     /// Reduction of all ranks' inputs, block r of which goes to rank r.
@@ -44,7 +44,7 @@ pub enum Collective<I, O> {
         input: I,
         /// This rank's block of the result.
         output: O,
-        /// Reduction operator.
+        /// Operator of the reduction.
         op: ReduceOp,
         /// Number of elements of each block; `None` if all blocks are of equal length.
         counts: Option<Vec<usize>>,
@@ -54,7 +54,7 @@ pub enum Collective<I, O> {
     ReduceScatterInPlace {
         /// Buffer of the same length on all ranks.
         data: O,
-        /// Reduction operator.
+        /// Operator of the reduction.
         op: ReduceOp,
         /// Number of elements of each block; `None` if all blocks are of equal length.
         counts: Option<Vec<usize>>,
@@ -177,7 +177,7 @@ pub(crate) struct Task {
     pub(crate) flow: Flow,
     /// Memory that other ranks may read.
     pub(crate) source: Stretch,
-    /// Where the result belongs.
+    /// Destination of the result.
     pub(crate) target: Stretch,
 }
 

@@ -87,7 +87,7 @@ macro_rules! numbers {
 }
 numbers!(f32 => F32, bf16 => Bf16, f16 => F16, i64 => I64, i32 => I32, u32 => U32, u8 => U8);
 
-/// Reduction operator.
+/// Operator of a reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// Sum, in the order of a fixed tree over the ranks.

@@ -419,8 +419,7 @@ impl CommError {
     }
 
     /// Returns the world rank that reports an error known to all ranks when there is no launcher to do so: a surviving
-    /// rank that
-    /// has seen it. `None` for local errors.
+    /// rank that has seen it. `None` for local errors.
     pub fn teller(&self) -> Option<usize> {
         match self {
             Self::Mismatch { reference, .. } => Some(*reference),

@@ -166,7 +166,7 @@ impl Placement {
 pub enum Pinning {
     /// No affinity: all cores that the launcher may use.
     Free,
-    /// A disjoint share of the launcher's cores for each rank.
+    /// An equal share of the launcher's cores for each rank; ranks share cores only if there are too few.
     Share,
 }
 
@@ -288,7 +288,7 @@ fn online_cores() -> usize {
     list.trim().split(',').filter_map(count).sum()
 }
 
-/// Returns consecutive cores, equally many for each rank; a single core if there are more ranks than cores.
+/// Returns consecutive cores, nearly equally many for each rank; a single core if there are more ranks than cores.
 fn share_of_cores(cores: &[usize], rank: usize, ranks: usize) -> CpuSet {
     let mut share = CpuSet::new();
     if ranks <= cores.len() {

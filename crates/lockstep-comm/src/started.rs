@@ -109,8 +109,7 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
     let secret = secret()?;
     let host = match host {
         // If all ranks are on this machine, no other machine needs to reach the rendezvous. torchrun names the
-        // machine's address all
-        // the same; without a secret only loopback is allowed.
+        // machine's address all the same; without a secret only loopback is allowed.
         Some(_)
             if are_near
                 && listener.is_none()

@@ -1,6 +1,5 @@
 //! Tests of every operation against a single-process reference, bit for bit: random sizes, types, roots and blocks,
-//! from private
-//! and from shared memory, on worlds of threads.
+//! from private and from shared memory, on worlds of threads.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 #[path = "common/cases.rs"]

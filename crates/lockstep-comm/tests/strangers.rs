@@ -1,6 +1,5 @@
 //! Tests of strangers at the rendezvous: floods of connections, slow clients, garbage, scans, and processes of another
-//! user. The
-//! ranks must meet all the same, and rank 0 must report the connections it rejected.
+//! user. The ranks must meet all the same, and rank 0 must report the connections it rejected.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{
@@ -62,8 +61,7 @@ fn join_and_sum(rank: usize, ranks: usize, meeting: Meeting) {
 }
 
 /// Lets three ranks meet while `stranger` attacks the port; at least `strangers` connections of its are there before
-/// the last two
-/// ranks come. Returns the time that those took, and rank 0's rejections.
+/// the last two ranks come. Returns the time that those took, and rank 0's rejections.
 fn meet_among(
     strangers: usize,
     stranger: impl Fn(u16, &AtomicBool, &AtomicUsize) + Sync,

@@ -190,8 +190,7 @@ impl Environment<'_> {
     }
 
     /// Reads `RANK` and `WORLD_SIZE` alone, as scripts set them by hand. Kubeflow's PyTorchJob sets them as well, but
-    /// per machine:
-    /// there, `PET_NNODES` without `LOCAL_RANK` means that a launcher is yet to be started.
+    /// per machine: there, `PET_NNODES` without `LOCAL_RANK` means that a launcher is yet to be started.
     fn two_numbers(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         if self.get("PET_NNODES").is_some() && self.get("LOCAL_RANK").is_none() {
             return Ok(None);
@@ -229,8 +228,7 @@ impl Environment<'_> {
     }
 
     /// Reads the variables of a step of `srun`. The shell of an allocation is not a step: its variables describe the
-    /// allocation,
-    /// not processes that were started.
+    /// allocation, not processes that were started.
     fn slurm(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         let is_shell = |name: String| matches!(name.as_str(), "bash" | "interactive");
         if self.get("SLURM_STEP_ID").is_none() || self.get("SLURM_JOB_NAME").is_some_and(is_shell) {

@@ -289,7 +289,7 @@ impl Engine {
     fn end(&mut self, error: CommError) {
         if self.ended_at.is_none() {
             let words = error.to_words(self.mpi.rank);
-            // If MPI cannot send it, MPI fails on the other ranks as well.
+            // If MPI cannot send it, MPI ends the processes itself.
             let _ = self.say(ENDING, words);
             self.end_by(words, Some(error));
         }
@@ -310,8 +310,7 @@ impl Engine {
     }
 
     /// Progresses after the end of the run until MPI no longer accesses callers' memory; callers may not return before.
-    /// Operations
-    /// that can complete do. If it takes too long, aborts all processes.
+    /// Operations that can complete do. If it takes too long, aborts all processes.
     fn settle(&mut self) {
         let mut holds_memory = false;
         for Lanes { members, lanes } in self.groups.iter_mut().flatten() {

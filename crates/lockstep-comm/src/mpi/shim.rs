@@ -212,8 +212,7 @@ impl Mpi {
     }
 
     /// Starts to gather blocks of `counts` bytes at the offsets `starts` of `output`. This rank's block comes from
-    /// `input`, or is
-    /// in its place already.
+    /// `input`, or is in its place already.
     ///
     /// # Safety
     /// No other code accesses input, output and lists until the request is complete.
@@ -362,10 +361,8 @@ unsafe fn combine(number: NumberType, op: ReduceOp, a: *const c_void, b: *mut c_
 macro_rules! user_functions {
     ($($number:ident $op:ident),*) => {
         /// Returns the reductions that MPI lacks or has wrong. It lacks sums of bf16 and f16 rounded from f32, and
-        /// maxima and minima
-        /// that propagate NaN. Sums of bytes saturate at 255 in OpenMPI 4.1, and maxima and minima of unsigned numbers
-        /// compare them as
-        /// signed in MPICH 4.0.
+        /// maxima and minima that propagate NaN. Sums of bytes saturate at 255 in OpenMPI 4.1, and maxima and minima of
+        /// unsigned numbers compare them as signed in MPICH 4.0.
         fn user_functions() -> Vec<(NumberType, ReduceOp, UserFunction)> {
             vec![$({
                 unsafe extern "C" fn function(

@@ -221,8 +221,7 @@ pub(crate) struct Record {
     pub(crate) group: AtomicU64,
     pub(crate) sequence: AtomicU64,
     /// Times in microseconds of the machine's clock at which the operation was called, all ranks had called it, and it
-    /// was done;
-    /// 0 for not yet.
+    /// was done; 0 for not yet.
     pub(crate) times_us: [AtomicU64; 3],
     /// Line and name (its end) of the source file that called it.
     pub(crate) line: AtomicU64,

@@ -70,8 +70,8 @@ impl Running {
             let from = from.wrapping_add(piece.from);
             if from != to.cast_const() {
                 // SAFETY: the piece is within the other rank's stream, which does not change until this rank has
-                // finished, and within the
-                // target. The own source is identical to its place in the target, or does not overlap the target.
+                // finished, and within the target. The own source is identical to its place in the target, or does not
+                // overlap the target.
                 unsafe { copy_past_cache(workers, from, to, piece.bytes) };
             }
         }
@@ -93,8 +93,7 @@ impl Running {
         let chunk = members.segments.layout.chunk(members.index, chunks.window);
         let from = self.task.source.pointer.wrapping_add(part.start);
         // SAFETY: the source is the caller's. The chunk is this rank's; it was last read two windows ago, and all ranks
-        // have taken a
-        // turn since.
+        // have taken a turn since.
         unsafe { copy(workers, from, members.at(members.own, chunk), part.len()) };
     }
 

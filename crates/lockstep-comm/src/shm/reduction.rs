@@ -182,8 +182,7 @@ impl<'a> Reduction<'a> {
             let from = self.source.part(part.start, part.len());
             let to = members.at(members.own, chunk + member * self.width() * self.size());
             // SAFETY: the source is the caller's. The part of the chunk is this rank's; it was last read two windows
-            // ago, and all ranks
-            // have taken a turn since.
+            // ago, and all ranks have taken a turn since.
             unsafe { copy(self.workers, from.pointer, to, from.bytes()) };
         }
     }
@@ -236,8 +235,8 @@ impl<'a> Reduction<'a> {
                 *to = (target + range.start * size) as *mut u8;
             }
             // SAFETY: these are elements of this rank's block, which no other rank accesses between the turns. Sources
-            // have the length
-            // in the call, on which all ranks agree. A target that overlaps a source is identical to it.
+            // have the length in the call, on which all ranks agree. A target that overlaps a source is identical to
+            // it.
             unsafe { reduce(number, op, &from[..sources.len()], &to[..targets.len()], range.len()) };
         });
     }

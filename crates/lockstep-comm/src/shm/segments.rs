@@ -105,8 +105,7 @@ impl Segments {
     pub(crate) fn ring(&self, rank: usize) {
         let header = self.header(rank);
         // Sequentially consistent, like the words that are waited for: either this rank sees that the other is about to
-        // sleep, or
-        // the other sees the new value.
+        // sleep, or the other sees the new value.
         if header.asleep.0.load(Ordering::SeqCst) > 0 {
             header.bell.0.fetch_add(1, Ordering::SeqCst);
             // A failed wake-up is harmless: sleepers wake up every few milliseconds anyway.

@@ -237,8 +237,7 @@ impl Board {
     }
 
     /// Returns true if `from` may have started an operation before this rank: one of the next operations of an existing
-    /// group, or
-    /// one of the group whose partition is not complete here.
+    /// group, or one of the group whose partition is not complete here.
     fn may_come(&self, from: usize, key: Key) -> bool {
         let Some(group) = self.groups.get(key.group as usize) else {
             return key.group as usize == self.groups.len() && self.groups.len() < MAX_PARTITIONS;

@@ -134,8 +134,7 @@ struct Held {
     until: Instant,
     reception: Reception,
     /// True if it was refused and counted. What it sends is discarded until it hangs up: closing at once could destroy
-    /// the answer
-    /// in transit.
+    /// the answer in transit.
     is_refused: bool,
 }
 

@@ -84,8 +84,7 @@ struct State {
 
 impl Machine {
     /// Enters the world as `rank`, over connections to each other rank; some of them may be on this machine as well.
-    /// Ranks may be
-    /// silent for `silence`.
+    /// Ranks may be silent for `silence`.
     pub(crate) fn new(
         rank: usize,
         connections: Vec<Vec<Connection>>,

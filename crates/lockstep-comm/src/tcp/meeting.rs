@@ -44,8 +44,7 @@ pub struct Meeting {
     /// Name of the run; participants of other runs are rejected.
     pub run: String,
     /// Secret of the run. `None` is allowed for a loopback host only: the first participant then creates a secret and
-    /// gives it to
-    /// processes of its own user.
+    /// gives it to processes of its own user.
     pub secret: Option<Secret>,
     /// Statistics of the connections that this end rejects while it waits.
     pub turned_away: TurnedAway,
@@ -188,8 +187,7 @@ impl Meeting {
     }
 
     /// Sends `card` as number `own` of `count`, or as [`ANY`], and waits for all participants. Returns the own number,
-    /// all cards in
-    /// order, and the first participant's open door.
+    /// all cards in order, and the first participant's open door.
     pub(crate) fn meet(
         &mut self,
         purpose: Purpose,

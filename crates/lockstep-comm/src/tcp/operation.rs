@@ -75,8 +75,7 @@ pub(crate) struct Running {
     /// Number of bytes queued for sending and not sent yet.
     pub(crate) unsent_bytes: usize,
     /// Numbers of accepted bytes of pieces, by member: never more than the piece has, so that no frame is still being
-    /// received when
-    /// the operation is complete.
+    /// received when the operation is complete.
     pub(crate) promised_bytes: Vec<usize>,
     /// Numbers of arrived bytes of pieces, by member.
     pub(crate) arrived_bytes: Vec<usize>,

@@ -1,11 +1,10 @@
 //! Secret of ranks on one host that were given none. The first rank creates it, and sends it over a Unix socket to processes of
 //! the same user, as the kernel reports it.
 //!
-//! The socket has a name in the abstract namespace, which belongs to the same network namespace as the loopback device: whoever
-//! can reach one can reach the other. Both ends query the user at the other end from the kernel (`SO_PEERCRED`). If a
-//! process of
-//! another user has taken the name first, the first rank appends random characters to the name, and the others search all
-//! names with this prefix.
+//! The socket has a name in the abstract namespace, which belongs to the same network namespace as the loopback device:
+//! whoever can reach one can reach the other. Both ends query the user at the other end from the kernel
+//! (`SO_PEERCRED`). If a process of another user has taken the name first, the first rank appends random characters to
+//! the name, and the others search all names with this prefix.
 
 use std::{
     fs,
@@ -70,8 +69,7 @@ impl Name {
     }
 
     /// Returns a socket bound to the name, or, if another user has it, to a longer one. `None` if a process of the same
-    /// user has
-    /// either.
+    /// user has either.
     fn bind(&self) -> io::Result<Option<OwnedFd>> {
         for _ in 0..ATTEMPTS {
             if self.is_held_by_own("") {
@@ -130,8 +128,7 @@ fn peer_user(socket: &impl AsFd) -> io::Result<u32> {
     let mut length = size_of::<Credentials>() as u32;
     let descriptor = socket.as_fd().as_raw_fd();
     // SAFETY: the descriptor is open. The kernel writes at most `length` bytes to three integers, for which every bit
-    // pattern is
-    // valid.
+    // pattern is valid.
     let result = unsafe { getsockopt(descriptor, SOL_SOCKET, SO_PEERCRED, &raw mut found, &raw mut length) };
     if result != 0 {
         return Err(io::Error::last_os_error());

@@ -187,8 +187,7 @@ impl Reduction {
             }
         };
         // SAFETY: source and target are ranges of the caller's memory. The inboxes hold as many elements. A target that
-        // overlaps the
-        // source is identical to it.
+        // overlaps the source is identical to it.
         unsafe { reduce(source.number, self.op, &sources, &[result.pointer], part.len()) };
         for peer in &mut self.peers {
             peer.inbox[slot].empty();
@@ -301,8 +300,7 @@ pub(crate) fn reduce_small(
         })
         .collect();
     // SAFETY: all buffers have this many elements. The target is the caller's own; if it overlaps the source, it is
-    // identical to
-    // it.
+    // identical to it.
     unsafe { reduce(task.source.number, op, &sources, &[task.target.pointer], part.len()) };
     Ok(())
 }

@@ -254,8 +254,7 @@ impl Stream {
                     }
                     let target = match room {
                         // SAFETY: the destination has room for the header's number of bytes. It is valid until the
-                        // operation is abandoned, which drops
-                        // this reference as well.
+                        // operation is abandoned, which drops this reference as well.
                         Room::At(start) => unsafe { std::slice::from_raw_parts_mut(start.add(*read), rest) },
                         Room::Kept(bytes) => &mut bytes[*read..],
                     };

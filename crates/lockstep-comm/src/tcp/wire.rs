@@ -1,8 +1,8 @@
 //! Bytes of a connection on the socket: plain, or encrypted under the keys of its handshake.
 //!
 //! An encrypted connection carries records of at most 65,535 bytes, each preceded by its length in two bytes. A record
-//! is a Noise
-//! transport message, whose plain text is a piece of the stream of frames. An altered, repeated or missing record is an error.
+//! is a Noise transport message, whose plain text is a piece of the stream of frames. An altered, repeated or missing
+//! record is an error.
 
 use std::{
     io::{self, ErrorKind, IoSlice, Read, Write},

@@ -1,6 +1,6 @@
 //! Hierarchical all-reduce over machines of several ranks each: reduce-scatter in shared memory, all-reduce between machines,
-//! all-gather in shared memory. Each rank reduces its shard over its machine, then over the machines with the ranks of its
-//! local rank. Each byte then travels between two machines once, instead of once per rank.
+//! all-gather in shared memory. Each rank reduces its shard over its machine, then over the machines, together with the ranks
+//! of the same local rank. Each byte then travels between two machines once, instead of once per rank.
 //!
 //! The order of additions is that of the tree over all ranks, which has a subtree per machine if all machines have the same
 //! power of two of ranks. Types that are rounded only at the root must not be rounded in between; they use the plain tree.

@@ -1,5 +1,4 @@
 //! The work of one rank for a micro-batch, read from the instructions that a replay runs and expressed in [`lockstep_plan::work`].
-//! [`lockstep_plan::work`].
 //!
 //! Matrix products have the shapes of this rank, exchanges the bytes that ranks really send. A collective that
 //! overlaps with its products in chunks counts as one product and one exchange. Bytes and other floating-point

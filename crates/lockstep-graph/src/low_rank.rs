@@ -6,8 +6,8 @@ use lockstep_plan::Initializer;
 
 use crate::{Bias, Recorder, Split, Value, operation::Operation};
 
-/// Low-rank adapters of some linear layers of a block: `y = x Wᵀ + b + scale · (dropout(x) Aᵀ) Bᵀ` with `A [rank,
-/// in]` and `B [out, rank]` (Hu et al., 2021, section 4.1).
+/// Low-rank adapters of some linear layers of a block: `y = x Wᵀ + b + scale · (dropout(x) Aᵀ) Bᵀ` with
+/// `A [rank, in]` and `B [out, rank]` (Hu et al., 2021, section 4.1).
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct LowRank {
     /// Rank of the adapters: rows of `A`.

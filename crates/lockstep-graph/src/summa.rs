@@ -216,7 +216,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Returns the row group, scratch, and the sizes [tokens per rank, ranks, columns per rank] of an exchange.
+    /// Returns the row group, scratch, and the sizes of an exchange: tokens per rank, ranks, and columns per rank.
     fn of_exchange(&self, tokens: View<'_>, scratch: Option<Value>) -> (Peers<'a>, View<'a>, [usize; 3]) {
         let row = self.grid_peers().row;
         let ((n, columns), q) = (tokens.shape().as_matrix(), row.group.size());

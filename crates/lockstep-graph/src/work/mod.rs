@@ -286,7 +286,7 @@ impl Program {
         (elements(attention.k) + elements(attention.v)) * dtype.size_bytes() as u64
     }
 
-    /// Returns [rows, inputs, outputs] of the product of two blocks.
+    /// Returns the rows, inputs and outputs of the product of two blocks.
     fn block_shape(&self, linear: &BlockLinear) -> [u64; 3] {
         [self.rows(linear.y), self.columns(linear.x), self.columns(linear.y)]
     }

@@ -8,8 +8,8 @@ use serde_json::{Map, Value, json};
 use super::reader::Reader;
 use crate::error::ConfigProblem;
 
-/// Settings of rotary position embedding: element pair `i` of a head rotates by the angle `position *
-/// inverse_frequencies(head_dim)[i]`.
+/// Settings of rotary position embedding: element pair `i` of a head rotates by the angle
+/// `position * inverse_frequencies(head_dim)[i]`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
     /// Base of the geometric series of wavelengths.

@@ -1,4 +1,4 @@
-//! Configurations as public projects use them, and the outcome of each.
+//! Configurations from public projects, with the expected outcome of each import.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeSet;
@@ -80,7 +80,7 @@ fn what_is_imported_is_a_configuration() {
     }
 }
 
-/// Compares two values; the form of numbers does not matter.
+/// Returns true if two values are equal, whatever the form of numbers; arrays are not compared.
 fn same(a: &serde_json::Value, b: &serde_json::Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
@@ -131,7 +131,7 @@ fn values_say_where_they_come_from() {
     }
 }
 
-/// A file in which `key` is `"auto"`, beside the keys that its neighbours need.
+/// Returns a file in which `key` is `"auto"`, with the other keys that it requires.
 fn with_auto(key: &str, beside: &[(&str, &str)]) -> String {
     let mut file = json!({});
     let mut set = |key: &str, value: &str| {
@@ -170,7 +170,7 @@ fn every_key_that_is_auto_has_its_row() {
                 }
                 Err(problems) => {
                     let is_refused = matches!(row.treatment, Treatment::Refused { accepts: [], .. });
-                    // Nothing stands in for these, there either.
+                    // These have no default in the other tool either.
                     let is_needed = [
                         "optimizer.type",
                         "scheduler.type",

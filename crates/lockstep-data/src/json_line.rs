@@ -115,7 +115,7 @@ impl Columns {
 /// Shape of a record: the kind of document it holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordShape {
-    /// Plain text.
+    /// Plain text of the text field.
     Text,
     /// Chat: a list of messages.
     Chat,

@@ -40,7 +40,7 @@ pub struct TokenizeOptions<'a> {
     pub progress: &'a dyn Progress,
 }
 
-/// Tokenized corpus.
+/// Tokenized corpus, and its origin.
 #[derive(Debug)]
 pub struct Tokenized {
     /// Token file with the result.

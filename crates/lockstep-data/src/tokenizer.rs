@@ -24,7 +24,7 @@ pub enum Tokenizer {
     HuggingFace(Box<HfTokenizer>),
 }
 
-/// Loaded `tokenizer.json`.
+/// Tokenizer loaded from a `tokenizer.json`.
 #[derive(Debug, Clone)]
 pub struct HfTokenizer {
     inner: tokenizers::Tokenizer,

@@ -286,7 +286,7 @@ pub enum CheckpointError {
     /// The output directory exists already and is not empty.
     #[error("{} is not empty; choose another directory or remove it", path.display())]
     OutputExists {
-        /// Output directory.
+        /// Output directory that is not empty.
         path: PathBuf,
     },
 

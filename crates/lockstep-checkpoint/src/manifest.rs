@@ -68,7 +68,7 @@ pub struct TensorEntry {
     pub kind: TensorKind,
     /// Element type in the files.
     pub dtype: DType,
-    /// Global shape.
+    /// Global shape of the tensor.
     pub shape: Vec<usize>,
     /// Slices that cover the tensor exactly once.
     pub slices: Vec<SliceEntry>,

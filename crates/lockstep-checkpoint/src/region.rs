@@ -19,7 +19,7 @@ pub enum Region {
     Whole,
     /// Range of elements in row-major order.
     Elements {
-        /// First element.
+        /// First element of the range.
         start: usize,
         /// Number of elements.
         count: usize,

@@ -37,7 +37,7 @@ use crate::{
 pub struct SaveRequest<'a> {
     /// Optimizer steps taken; they name the directory.
     pub step: u64,
-    /// Samples consumed.
+    /// Samples consumed: the state of the data loader.
     pub samples_consumed: u64,
     /// Random seed of the run.
     pub seed: u64,

@@ -33,7 +33,7 @@ pub struct TensorSlice<'a> {
     pub name: &'a str,
     /// Role of the tensor: the parameter itself, or one of its optimizer states.
     pub kind: TensorKind,
-    /// Element type.
+    /// Element type of the slice.
     pub dtype: DType,
     /// Global shape of the tensor.
     pub global_shape: &'a [usize],

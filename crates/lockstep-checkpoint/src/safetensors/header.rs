@@ -29,13 +29,13 @@ pub enum HeaderError {
     /// The header claims to be longer than the format allows.
     #[error("its header claims {declared} bytes; the limit is {MAX_HEADER_BYTES}")]
     HeaderTooLong {
-        /// Declared length.
+        /// Declared length of the header in bytes.
         declared: u64,
     },
     /// The header claims to be longer than the file.
     #[error("its header claims {declared} bytes, but only {available} follow")]
     HeaderTruncated {
-        /// Declared length.
+        /// Declared length of the header in bytes.
         declared: u64,
         /// Bytes after the length field.
         available: u64,
@@ -88,7 +88,7 @@ pub enum HeaderError {
     Reversed {
         /// Name of the tensor.
         tensor: String,
-        /// First byte.
+        /// First byte of the range.
         begin: u64,
         /// End of the range, exclusive.
         end: u64,
@@ -172,7 +172,7 @@ pub struct TensorInfo {
     pub name: String,
     /// Stored type; Lockstep's own [`DType`](crate::DType) is a subset of these.
     pub dtype: Dtype,
-    /// Shape, row-major.
+    /// Shape of the tensor, row-major.
     pub shape: Vec<usize>,
     /// First byte, counted from the start of the file.
     pub offset: usize,

@@ -25,9 +25,9 @@ pub struct SafetensorsFile {
 /// Tensor of a file: type, shape, and bytes in the mapping.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorRef<'a> {
-    /// Stored type.
+    /// Stored type of the elements.
     pub dtype: Dtype,
-    /// Shape, row-major.
+    /// Shape of the tensor, row-major.
     pub shape: &'a [usize],
     /// Little-endian elements, not necessarily aligned.
     pub bytes: &'a [u8],

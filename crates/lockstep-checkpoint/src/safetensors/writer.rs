@@ -23,9 +23,9 @@ const DATA_ALIGNMENT: usize = 64;
 pub struct TensorSpec {
     /// Name of the tensor; `__metadata__` is reserved.
     pub name: String,
-    /// Stored type.
+    /// Stored type of the elements.
     pub dtype: Dtype,
-    /// Shape, row-major.
+    /// Shape of the tensor, row-major.
     pub shape: Vec<usize>,
 }
 

@@ -409,8 +409,7 @@ fn moving_state_to_the_disk_changes_no_bit() {
         (LLAMA, &[SHARD_2, "parallel.zero_stage=2", BF16]),
         (LLAMA, &[SHARD_2, "parallel.zero_stage=3"]),
         (GPT2, &["parallel.data_parallel_shard=4", "parallel.zero_stage=3", "train.micro_batch=1"]),
-        // The gradients of norms are partial sums on both ranks. With gradients on disk they are added after each
-        // micro-batch.
+        // One micro-batch: gradients of norms are partial sums, which on disk are reduced after each micro-batch.
         (QWEN3, &[TENSOR_2, SEQUENCE, BF16, "train.global_batch=2", "train.micro_batch=2"]),
         (GPT2, &[PIPELINE_2, "parallel.pipeline_schedule=zb_h1", SHARD_2, "parallel.zero_stage=2"]),
         (LLAMA, &[PIPELINE_2, SHARD_2, "parallel.zero_stage=2"]),
@@ -617,7 +616,7 @@ fn weights_that_neighbours_keep_have_the_bits_of_their_owners() {
         (GPT2, &["parallel.data_parallel_shard=4"]),
         (LLAMA, &["parallel.data_parallel_shard=4", "train.precision=bf16", "parallel.recompute=full"]),
         (GPT2, &[SHARD_2, CONTEXT_2, TENSOR_2, SEQUENCE]),
-        // The experts of two ranks are sharded over just those two, so they have no secondary shard.
+        // Experts of a parallel degree of 2 are sharded over two ranks only, so they have no secondary shard.
         (MIXTRAL, &["parallel.data_parallel_shard=4", EXPERT_2]),
     ];
     for (model, layout) in layouts {

@@ -53,7 +53,7 @@ impl SaveThread {
     pub fn run<T: Send + 'static>(&self, save: impl FnOnce() -> T + Send + 'static) -> PendingSave<T> {
         let (sender, receiver) = channel();
         let save = move || {
-            // Dropping the receiver waits for this save to end, so the send may fail only then.
+            // `PendingSave` waits for this message before it drops the receiver.
             drop(sender.send(panic::catch_unwind(AssertUnwindSafe(save))));
         };
         if let Some(pool) = &self.pool {

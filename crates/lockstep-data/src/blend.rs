@@ -26,8 +26,8 @@ struct Turn {
 
 impl Blend {
     /// Builds the pattern for sources with these weights, all of them positive and finite. Only their ratios matter.
-    /// They are exact where they are fractions with a denominator of at most a million, and accurate to a millionth
-    /// otherwise.
+    /// The ratios are exact if the weights have at most six decimals and the pattern has at most [`LONGEST_PERIOD`]
+    /// samples. Otherwise they are accurate to about a millionth.
     pub(crate) fn new(weights: &[f64]) -> Self {
         let turns = whole_turns(weights);
         let mut period = Vec::new();

@@ -14,7 +14,8 @@ const LONGEST_FILE_BYTES: u64 = 128 << 10;
 const LEAST_BYTES: u64 = 1 << 20;
 
 /// Returns Rust sources of about `max_bytes` in total from cargo's registry (`$CARGO_HOME`, else `~/.cargo`), in the
-/// order of their paths. Returns an empty list if the registry holds less than 1 MiB of them.
+/// order of their paths. Returns an empty list if the registry holds less than 1 MiB of them, and less than
+/// `max_bytes`.
 ///
 /// Skips files that are not UTF-8 and files above 128 KiB.
 pub fn demo_sources(max_bytes: u64) -> Vec<SourceFile> {

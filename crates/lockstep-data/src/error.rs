@@ -293,7 +293,7 @@ pub enum DataError {
         /// Error message of the template.
         problem: String,
     },
-    /// No window has a label, because no answer fits into a window.
+    /// No window has a label: the answers are missing or do not fit into a window.
     #[error("{what} has no answer to learn from within seq_len {seq_len}: {}", why_no_answers(supervision))]
     NoAnswers {
         /// Name of the data set, such as "the training set".
@@ -433,7 +433,7 @@ pub enum IndexProblem {
     SequenceLength {
         /// Index of the sequence.
         sequence: usize,
-        /// Number of tokens in the index.
+        /// Token count that the index states.
         length: i32,
     },
     /// A sequence does not begin where the previous one ends.

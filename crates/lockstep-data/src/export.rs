@@ -420,5 +420,5 @@ impl TokenSink for IndexedSink<'_> {
     }
 }
 
-/// Maximum size of the ids that wait in memory, in bytes.
+/// Size of the ids in memory, in bytes, above which they are written out.
 const LARGEST_STEP_BYTES: usize = 16 << 20;

@@ -28,7 +28,7 @@ pub struct Case {
     pub replicate: usize,
     /// Number of ranks in a shard group.
     pub shard: usize,
-    /// State that is sharded.
+    /// ZeRO stage: the state that is sharded.
     pub zero_stage: ZeroStage,
     /// Gradients and weights that are quantized for communication.
     pub quantization: Quantization,
@@ -138,14 +138,15 @@ pub fn ranks_work_with_the_same_weights() -> Found {
     Ok(())
 }
 
-/// Checks error feedback: over several steps with the same weights, the summed gradients lose no more than in one step.
+/// Checks error feedback: with constant weights, the error of the gradients summed over several steps stays about that
+/// of a single step.
 ///
 /// # Errors
-/// If more is lost; the message gives the loss after each step.
+/// If the error grows; the message gives the error after each step.
 pub fn what_one_step_loses_the_next_one_says(case: Case) -> Found {
     const STEPS: usize = 8;
     let lost = lost(case, STEPS)?;
-    // Without feedback each step would lose the same amount.
+    // Without feedback, every step would add the same error.
     if lost[STEPS - 1] > 2.5 * lost[0] || lost[0] == 0.0 {
         return Err(format!("{case:?}: after each step so much is lost: {lost:?}").into());
     }

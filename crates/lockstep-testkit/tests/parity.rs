@@ -404,7 +404,7 @@ fn moving_state_to_the_disk_changes_no_bit() {
     let disk = format!("parallel.offload.dir={}", disk.path().display());
     const BF16: &str = "train.precision=bf16";
     let plans: [(TinyModel, &[&str]); 9] = [
-        // With gradients in memory, a rank's micro-batches accumulate within the matrix products.
+        // One micro-batch: with gradients in memory, further ones would accumulate within the matrix products.
         (GPT2, &["train.global_batch=1", "train.micro_batch=1", BF16]),
         (LLAMA, &[SHARD_2, "parallel.zero_stage=2", BF16]),
         (LLAMA, &[SHARD_2, "parallel.zero_stage=3"]),

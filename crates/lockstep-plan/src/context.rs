@@ -17,7 +17,7 @@ use crate::ContextMethod;
 /// A rank's position in the context-parallel group, and the attention algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ContextPlace {
-    /// Context-parallel degree.
+    /// Degree of context parallelism.
     pub ranks: usize,
     /// Rank within the group.
     pub rank: usize,

@@ -78,15 +78,15 @@ pub enum ExpertAxis {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Degrees {
-    /// Pipeline-parallel degree.
+    /// Degree of pipeline parallelism.
     pub pipeline: usize,
     /// Number of data-parallel replicas, each of which may be sharded.
     pub replicate: usize,
     /// Number of ranks over which the state of each replica is sharded.
     pub shard: usize,
-    /// Context-parallel degree.
+    /// Degree of context parallelism.
     pub context: usize,
-    /// Tensor-parallel degree.
+    /// Degree of tensor parallelism.
     pub tensor: usize,
     /// Expert-parallel degree; the ranks are taken from tensor, context and shard, in this order.
     pub expert: usize,
@@ -180,7 +180,7 @@ pub enum MeshProblem {
     /// The expert degree does not divide the ranks of shard, context and tensor.
     #[error("expert {expert} does not divide shard x context x tensor / expert_tensor = {ranks}; {nearest}")]
     Expert {
-        /// Expert degree.
+        /// Degree of expert parallelism.
         expert: usize,
         /// Number of ranks that it has to divide: `shard * context * tensor / expert_tensor`.
         ranks: usize,

@@ -21,7 +21,7 @@ pub enum Initializer {
     Ones,
     /// Normal with mean 0 and the given standard deviation.
     Normal {
-        /// Standard deviation.
+        /// Standard deviation of the distribution.
         std: f32,
     },
     /// Uniform between `-bound` and `bound`.

@@ -63,7 +63,7 @@ pub struct Quantization {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Feedback {
-    /// The rank keeps the error and adds it to the next gradients, so that no error accumulates over the steps.
+    /// The rank keeps the error and adds it to the next gradients, so that nothing is lost over the steps.
     #[default]
     Kept,
     /// The error is dropped.

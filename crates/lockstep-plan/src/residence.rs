@@ -11,7 +11,7 @@ pub const WINDOW_ELEMENTS: usize = 1 << 20;
 /// Residence of one kind of state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Residence {
-    /// Device memory.
+    /// Memory of the device.
     #[default]
     #[serde(rename = "none", alias = "memory")]
     Memory,

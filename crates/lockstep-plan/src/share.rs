@@ -13,7 +13,7 @@ use crate::TensorDimensions;
 /// A rank's position in the tensor-parallel group, and how the group splits linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorPlace {
-    /// Tensor-parallel degree.
+    /// Degree of tensor parallelism.
     pub ranks: usize,
     /// Rank within the group.
     pub rank: usize,
@@ -136,12 +136,13 @@ impl ExpertPlace {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Among {
-    /// Tensor-parallel group.
+    /// Ranks of the tensor-parallel group.
     #[default]
     Tensor,
     /// Ranks of one column of a 2D tensor layout, all of which hold the same.
     TensorColumn,
-    /// Expert-parallel group. All other ranks hold the same experts, and gradients are reduced over those.
+    /// Expert-parallel group. Ranks at the same position of other such groups hold the same experts, and gradients are reduced over
+    /// those.
     Experts,
 }
 

@@ -262,7 +262,7 @@ mod tests {
         let (fast, slow) = (vec![1.0; 12], vec![2.0; 12]);
         let lengths = super::split_quickly(|stage| if stage < 2 { &fast } else { &slow }, 12, 4).unwrap();
         assert_eq!(lengths, [4, 4, 2, 2]);
-        // And a unit that is too dear for a slow node goes to a fast one.
+        // A unit that is too dear for a slow node goes to a fast one.
         let (fast, slow) = (vec![1.0, 1.0, 4.0], vec![2.0, 2.0, 8.0]);
         let lengths = super::split_quickly(|stage| if stage < 1 { &slow } else { &fast }, 3, 2).unwrap();
         assert_eq!(lengths, [2, 1]);

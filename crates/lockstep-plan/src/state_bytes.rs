@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn a_gpu_holds_what_deepspeeds_documentation_says() {
         // T5-3B on 8 GPUs. Its gradients are in f32 and counted with the optimizer. The 16-bit ones are whole at stage 2 and not counted
-        // at stage 3, whose largest layer (32,128 by 1,024, printed as 32M) is gathered in 16 bits, with its gradient.
+        // at stage 3. There the largest layer (32,128 by 1,024, printed as 32M) is gathered in 16 bits, with its gradient.
         let (parameters, largest) = (2_851_000_000, 32_900_000);
         let stage_2 = StateBytes { weight: 2, gradient: 2, optimizer: 16 };
         let stage_3 = StateBytes { gradient: 0, ..stage_2 };

@@ -5,9 +5,9 @@
 //! one rank receives, by bandwidth-optimal collectives.
 //!
 //! ```text
-//! 1D    p          split by outputs: 2 X (p-1)/p        split by inputs: 2 Y (p-1)/p      whole activations between them
+//! 1D    p          by outputs: 2 X (p-1)/p              by inputs: 2 Y (p-1)/p            whole activations between layers
 //! 2D    q x q      3 (q-1) (X + W) / p
-//! 2.5D  q x q x d  3 (q-1) (X / p + W / q^2) + 2 W / q^2 (d-1)/d                          weights d times
+//! 2.5D  q x q x d  3 (q-1) (X / p + W / q^2) + 2 W / q^2 (d-1)/d                          `d` copies of the weights
 //! 3D    l x l x l  (l-1) (3 X + 3 W + 2 Y) / p
 //! ```
 //!

@@ -36,18 +36,18 @@ pub struct Attention {
     pub flops: u64,
     /// Number of scores of all local heads: heads x queries x keys, masked ones included.
     pub scores: u64,
-    /// Head dimension.
+    /// Elements of an attention head.
     pub head_dim: u64,
 }
 
 /// Group of ranks that take part in an exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Peers {
-    /// Tensor-parallel group.
+    /// Ranks of the tensor-parallel group.
     Tensor,
     /// Row or column of the square in a 2D tensor layout.
     TensorLine,
-    /// Context-parallel group.
+    /// Ranks of the context-parallel group.
     Context,
     /// Tensor- and context-parallel groups together, whose ranks have different tokens of the same sequences.
     TensorAndContext,
@@ -97,20 +97,20 @@ pub struct Exchange {
 /// Kind of work of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Labor {
-    /// A GEMM.
+    /// One or several GEMMs.
     Product(Product),
     /// Attention or its gradients.
     Attention(Attention),
     /// A memory-bound kernel: norms, activation functions, sums, copies.
     Stream,
-    /// A collective.
+    /// Collective with other ranks.
     Exchange(Exchange),
 }
 
 /// Part of a step that a task belongs to, or an operation of the model while it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Pass {
-    /// Forward pass.
+    /// Forward pass of the unit.
     Forward,
     /// Recomputation in the backward of values that the forward did not save.
     Recompute,
@@ -147,8 +147,8 @@ pub struct Task {
     pub vector_flops: u64,
 }
 
-/// Saved activations of a unit in a framework without a memory plan, which saves every value that some gradient needs, each once (the
-/// count of Korthikanti et al. 2022, section 4). Lockstep's own bytes are those of [`UnitProfile`](crate::UnitProfile).
+/// Saved activations of a unit in a framework without a memory plan. It saves every value that some gradient needs, each once (the count
+/// of Korthikanti et al. 2022, section 4). Lockstep's own bytes are those of [`UnitProfile`](crate::UnitProfile).
 ///
 /// For a GPT-2 block with dropout, in 16 bits, with `s b h` elements between blocks, `a` heads and `t` tensor-parallel ranks:
 ///
@@ -177,7 +177,7 @@ pub struct Kept {
 /// Extent of saved activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Keeping {
-    /// All activations.
+    /// All saved activations.
     Everything,
     /// All but the attention scores: attention is recomputed (Korthikanti's selective recomputation), or fused so that scores are never
     /// written.

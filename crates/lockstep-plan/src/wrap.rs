@@ -1,12 +1,12 @@
-//! Wrapping: the grouping of units into flat buffers, which are the unit of gradient reduction and parameter gathers (as in PyTorch's
-//! FSDP, whose policies are by size and by name as well).
+//! Wrapping: the grouping of units into flat buffers. A buffer is the unit of gradient reductions and parameter gathers, as in PyTorch's
+//! FSDP, whose policies are by size and by name as well.
 //!
 //! The smallest groups are the embedding, each block and the head, since each is replayed as a whole. Small groups make small messages;
 //! over a network it may pay to combine several consecutive units.
 //!
 //! ```text
 //! units         embedding  block 0  block 1  block 2  block 3  head
-//! of a buffer   0          1        1        3        3        5        two blocks each
+//! first unit    0          1        1        3        3        5        of the buffer, with two blocks each
 //! ```
 
 use std::collections::BTreeMap;

@@ -102,7 +102,7 @@ impl Passed<'_> {
 
 impl Cluster {
     /// Returns the placement of `size` ranks at distances of `stride`. A group that could straddle nodes in several ways is assumed to be
-    /// spread evenly over as few as possible, and nodes of different kinds to be the smallest.
+    /// spread evenly over as few as possible. All nodes are taken to be as small as the smallest kind.
     pub fn placement(&self, size: usize, stride: usize) -> Placement {
         let (size, stride) = (size.max(1), stride.max(1));
         let mut within = [size; MAX_LEVELS];
@@ -410,7 +410,7 @@ mod tests {
             let listed = Placement { stride, ..cluster.placement_of(&ranks) };
             assert_eq!(listed, cluster.placement(size, stride), "{size} ranks, stride {stride}");
         }
-        // Two nodes, four ranks of each, as tensor and replicate axes together may have it.
+        // Two nodes with four ranks each, as for a group along the tensor and replicate axes.
         let found = cluster.placement_of(&[0, 1, 2, 3, 8, 9, 10, 11]);
         assert_eq!([found.within(0), found.within(1)], [4, 8]);
     }

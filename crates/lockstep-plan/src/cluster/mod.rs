@@ -1,6 +1,6 @@
 //! Description of the machines that a plan is for: devices, links, and prices.
 //!
-//! A cluster has nodes of one or several kinds, each with a number of devices, and levels of links from the innermost (NVLink, shared
+//! A cluster has nodes of one or several kinds, each with a number of devices. Its levels of links go from the innermost (NVLink, shared
 //! memory) to the outermost (InfiniBand, Ethernet). Ranks are numbered node by node and device by device, so the fastest axis of a
 //! [`Mesh`](crate::Mesh) stays inside a node.
 //!
@@ -37,7 +37,7 @@ pub struct Cluster {
     pub nodes: Vec<NodeKind>,
     /// Levels of links, innermost first; the last joins all devices. At most [`MAX_LEVELS`]; empty for a single device.
     pub links: Vec<Link>,
-    /// Training system whose published or measured figures the cluster describes.
+    /// Training system that runs on the cluster; predictions follow its implementation choices.
     pub software: Software,
     /// Write bandwidth of shared checkpoint storage, of all nodes together, in 10⁹ bytes per second; `None` if unknown.
     pub storage_gb_per_s: Option<f64>,
@@ -106,8 +106,8 @@ pub struct Device {
 pub struct Efficiency {
     /// Fraction of the peak that a large GEMM achieves.
     pub product: f64,
-    /// Rows, inner elements and columns at which a GEMM drops to half of that: its rate is `product * r/(r+half) * i/(i+half) *
-    /// c/(c+half)`.
+    /// Rows, inner elements and columns, at each of which the rate of a GEMM halves. With `half` for each side, it is
+    /// `product * r/(r+half) * i/(i+half) * c/(c+half)`.
     pub half_shape: [f64; 3],
     /// Output tile of a GEMM on one of `units` compute units, so that a GEMM takes whole waves; `None` if cores split rows finely.
     pub tile: Option<Tile>,

@@ -66,7 +66,7 @@ impl<'n> Notes<'n> {
 /// Range of numbers that a key accepts.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Rule {
-    /// Positive numbers.
+    /// Positive numbers, without 0.
     Positive,
     /// Positive numbers and 0.
     NotNegative,

@@ -6,9 +6,9 @@ use crate::{DType, ModelProfile, Sharding, StoreLayout, Summing, aligned_buffer_
 /// Store of a rank's weights: trained or frozen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kept {
-    /// Trained weights.
+    /// Store of trained weights.
     Trained,
-    /// Frozen weights.
+    /// Store of frozen weights.
     Frozen,
 }
 

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! uses     F0   F1   F2   F3   B3   B2   B1   B0
-//! bundle 0 ====                            -----====      === used, --- on its way or kept for later
+//! bundle 0 ====                            -----====      === used, --- in flight or kept for later
 //! bundle 1 ----====                  ----====
 //! bundle 2      ----====-----------=====
 //! bundle 3           ----============
@@ -41,7 +41,7 @@ pub enum ReshardAfterForward {
     /// Weights stay unsharded as long as there is room.
     #[default]
     Auto,
-    /// Weights stay unsharded, and there is room for all of them.
+    /// Weights stay unsharded; the pool has room for all of them.
     Never,
 }
 

@@ -213,7 +213,7 @@ fn a_table_of_the_first_and_the_last_unit_is_gathered_once_if_there_is_room() {
 
 #[test]
 fn the_stages_of_a_rank_may_follow_each_other_in_any_order() {
-    // Units 0 and 1 are a stage and 4 and 5 another; both parities meet.
+    // Units 0 and 1 are one stage, units 4 and 5 another.
     let needs = vec![vec![0], vec![1], vec![], vec![], vec![2], vec![3]];
     let uses = [0, 1, 4, 5, 5, 4, 0, 1, 1, 0, 4, 5, 5, 4, 1, 0];
     let plan = GatherPlan::plan(&[3; 4], &needs, &uses, live(ReshardAfterForward::Always, None)).unwrap();

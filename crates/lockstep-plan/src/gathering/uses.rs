@@ -29,7 +29,7 @@ pub struct RankPasses {
     pub stages: Vec<StageMemory>,
     /// Schedule of the pipeline, and this rank's index in it; `None` without pipeline parallelism.
     pub pipeline: Option<(Arc<Schedule>, usize)>,
-    /// Micro-batches per step; a pipeline takes the number from its schedule instead.
+    /// Micro-batches of a step on this rank. With a pipeline, the order of uses follows the schedule instead.
     pub micro_batches: usize,
 }
 

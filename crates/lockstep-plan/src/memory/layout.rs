@@ -7,7 +7,7 @@
 //! fills whole disk blocks in any dtype.
 //!
 //! ```text
-//! unit     [ stretch                           | stretch               ]
+//! unit     [ flat parameter                    | flat parameter        ]
 //!          [ parameter   | parameter      | pad | table             |pad]     parameters start at multiples of 1,024
 //! owned by [ rank 0      | rank 1        | ...  | rank 0 | rank 1 | ... ]     ranges end at multiples of 2,048
 //! ```
@@ -26,7 +26,7 @@ const RANGE_ALIGNMENT_ELEMENTS: usize = DISK_ALIGNMENT_BYTES / DType::BF16.size_
 /// Part of its flat parameters that a store holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// All elements.
+    /// All elements of each flat parameter.
     Whole,
     /// Only the rank's shards.
     Own,

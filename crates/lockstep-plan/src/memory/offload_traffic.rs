@@ -4,7 +4,7 @@
 //! ```text
 //! forward of a unit    reads its weights, writes the frame that its backward will read
 //! backward             reads weights and frame, writes gradients; from the second micro-batch on reads them first, to add to them
-//! update               reads gradients and the optimizer's state window by window, writes the state and with it the weights
+//! optimizer step       reads gradients and optimizer state window by window, writes the state and with it the weights
 //! ```
 //!
 //! Three things are not read again: windows that the last pass left on the device, weights that stay in the pool, and the last frames of
@@ -63,7 +63,7 @@ pub struct OffloadTraffic {
     pub forward: Vec<OffloadBytes>,
     /// All backwards of each unit of the model; empty if nothing is moved.
     pub backward: Vec<OffloadBytes>,
-    /// Optimizer step.
+    /// Traffic of the optimizer step.
     pub update: OffloadBytes,
 }
 

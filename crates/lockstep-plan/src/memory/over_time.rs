@@ -1,8 +1,8 @@
 //! Activation memory in use over the time of a simulated step, unit by unit of each pass.
 //!
 //! The ledger books memory for the maximum number of micro-batches in flight, for the whole step. This module computes how much of it is
-//! in use. A micro-batch is in a stage from the receive of its input, but its frames fill during the forward, and the chunks of a rank do
-//! not peak at the same time. So the peak in use is at most what is booked, and close to it.
+//! in use. A micro-batch is in a stage from the receive of its input, but its frames fill during the forward. Moreover, the chunks of a
+//! rank do not peak at the same time. So the peak in use is at most what is booked, and close to it.
 
 use crate::schedule::{Action, Message, PassKind, Span};
 use crate::{DType, ModelProfile, StageMemory, booked_bytes};

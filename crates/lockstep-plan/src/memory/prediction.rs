@@ -18,7 +18,7 @@ pub struct MemoryItem {
     pub category: MemoryCategory,
     /// Description for reports.
     pub what: &'static str,
-    /// Booked bytes.
+    /// Bytes that are booked.
     pub bytes: usize,
     /// True for address space that a step may not fill; the system commits pages when they are first written.
     pub is_reserve: bool,

@@ -32,8 +32,8 @@ impl StageMemory {
         schedule.stages_of(rank).map(stage).collect()
     }
 
-    /// Returns the number of send buffers for input gradients: at least two, so that one can be written while the last is still in
-    /// flight.
+    /// Returns the number of send buffers for input gradients; 0 for the first stage. At least two, so that one can be written while the
+    /// last is still in flight.
     pub fn outboxes(&self) -> usize {
         if self.units.start > 0 { self.slots.max(2) } else { 0 }
     }

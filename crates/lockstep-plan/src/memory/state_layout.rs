@@ -126,9 +126,9 @@ impl StatePlan {
 /// A flat store of model state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateItem {
-    /// The kind of store.
+    /// Kind of store.
     pub kind: StoreKind,
-    /// Type of the elements.
+    /// Dtype of the elements.
     pub dtype: DType,
     /// Part of each flat parameter that the store holds: all of it, or the rank's shard.
     pub extent: Extent,

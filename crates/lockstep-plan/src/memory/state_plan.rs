@@ -31,9 +31,9 @@ pub struct StatePlan {
     pub replicas: usize,
     /// Reshard policy, limits and wrapping of sharded state.
     pub sharding: Sharding,
-    /// Model state on disk; `None` if all of it is in memory.
+    /// Offloaded model state; `None` if all of it is in device memory. State layouts treat host memory like a disk.
     pub on_disk: Option<DiskPlan>,
-    /// True if saved activations are on disk.
+    /// True if saved activations are offloaded, to disk or to host memory.
     pub has_activations_on_disk: bool,
     /// Micro-batches of a step, summed over all data-parallel and context-parallel ranks.
     pub micro_batches: usize,

@@ -9,7 +9,7 @@ pub const WINDOW_SLOTS: usize = 6;
 /// Minimum size of a buffer for disk transfers; smaller buffers are not page-aligned.
 const LEAST_BUFFER_BYTES: usize = 2 << 20;
 
-/// Optimizer offload of a rank: the part of the model state that is on disk.
+/// Optimizer offload of a rank: the part of the model state that is on disk, or in host memory, which layouts treat the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiskPlan {
     /// Fraction of the rank's model state, from 0 to 1.

@@ -1,6 +1,6 @@
 //! A plan: how a training step is split over ranks, as a small JSON file that a planner writes, a person edits and an engine executes.
 //!
-//! A plan does not change the result of a step, except for the rounding of quantized collectives, where it asks for them.
+//! A plan does not change what a step computes, except that it may ask for quantized collectives, which round.
 //!
 //! ```json
 //! {
@@ -300,7 +300,7 @@ pub enum ContextMethod {
     AllToAll,
 }
 
-/// Upper limit of tokens in a micro-batch. With the limits on a model's widths it keeps the size of every tensor below 2^64.
+/// Upper limit of tokens in a micro-batch. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
 pub const MAX_MICRO_BATCH_TOKENS: usize = 1 << 31;
 
 /// Facts about the optimizer step that rules need and that do not depend on the model.

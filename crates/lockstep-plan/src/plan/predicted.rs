@@ -22,7 +22,7 @@ use crate::{MemoryBytes, MemoryCategory};
 pub struct PlanPrediction {
     /// Booked memory of each rank; ranks with equal bytes share an entry.
     pub memory: Vec<RanksMemory>,
-    /// Predicted step time; `None` if no cluster was given.
+    /// Predicted step time; `None` if it was not predicted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step: Option<PlannedStep>,
 }

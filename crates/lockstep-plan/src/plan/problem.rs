@@ -42,7 +42,7 @@ impl PlanProblem {
         parts.map(|(at, part)| if at % 2 == 1 { name(part).unwrap_or(part) } else { part }).collect()
     }
 
-    /// Returns the fields of all rules, so that a caller can check that it has names for them.
+    /// Returns the fields of all rules, for callers that have other names for them.
     pub fn all_fields() -> impl Iterator<Item = &'static str> {
         let alone = ALONE.iter().map(|rule| rule.0);
         let with_model = WITH_MODEL.iter().chain(ON_RANKS).map(|rule| rule.0);

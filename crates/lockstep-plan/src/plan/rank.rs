@@ -27,7 +27,7 @@ pub struct StepLayout {
 }
 
 impl StepLayout {
-    /// Returns the pipeline degree.
+    /// Returns the degree of pipeline parallelism.
     pub fn pipeline_ranks(&self) -> usize {
         self.mesh.ranks().degree(Axis::Pipeline)
     }
@@ -125,7 +125,7 @@ impl CheckedPlan {
 #[derive(Debug, Clone)]
 pub struct RankPlan {
     checked: CheckedPlan,
-    /// Global rank.
+    /// Global rank of this view.
     pub rank: usize,
     /// Coordinates in the tensor-, context- and expert-parallel groups, which the model is recorded for.
     pub places: Places,

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! recording -> tasks of each unit --Worker--> seconds of each pass of each stage
-//!                 exchanges  --Cluster--> seconds, hidden or not
+//!                 exchanges  --Cluster--> seconds, overlapped or exposed
 //!                                           --Schedule::simulate--> the pipeline's timeline
-//!                                           + sums of gradients, gathers of weights, update = step
+//!                                           + gradient reductions, weight gathers, optimizer step = step
 //! ```
 //!
 //! Ranks with the same pipeline coordinate do the same at the same time, so one of them stands for all: 16,384 ranks cost no more than

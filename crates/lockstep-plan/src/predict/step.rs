@@ -80,9 +80,9 @@ pub struct StepPrediction {
     pub gradients_ms: f64,
     /// Duration of the optimizer step.
     pub update_ms: f64,
-    /// Waiting for offloaded state from host memory, in passes and in the optimizer step.
+    /// Exposed transfers of offloaded state to and from host memory, in passes and in the optimizer step.
     pub host_ms: f64,
-    /// Waiting for offloaded state from disk, in passes and in the optimizer step.
+    /// Exposed transfers of offloaded state to and from disk, in passes and in the optimizer step.
     pub disk_ms: f64,
     /// Times of each stage's passes.
     pub stages: Vec<StagePrediction>,
@@ -154,7 +154,7 @@ pub(super) struct StateCost {
     copies_s: [f64; 2],
     /// Gather of weights after the optimizer step.
     pub(super) arrive: LinkTime,
-    /// Optimizer step.
+    /// Duration of the optimizer step.
     update_s: f64,
     /// Exposed offload transfers of the optimizer step: host memory, disk.
     offload_s: [f64; 2],

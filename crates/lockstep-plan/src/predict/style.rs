@@ -1,7 +1,12 @@
 //! Differences between training systems on the same devices: values that they write, operations that they do not overlap, and bytes of
-//! their state. Each is a fact of the system's code or paper, except four fitted constants. These are the efficiency of DeepSpeed's
-//! gathers of 2021, the memory passes of elementwise kernels in PyTorch's backward, the speed of Triton attention's backward, and the
-//! wait of a device whose host reads routing counts. Each constant is the same for all runs of its system, on all devices.
+//! their state. Each is a fact of the system's code or paper, except four fitted constants:
+//!
+//! - the efficiency of DeepSpeed's gathers of 2021,
+//! - the memory passes of elementwise kernels in PyTorch's backward,
+//! - the speed of Triton attention's backward,
+//! - the wait of a device whose host reads routing counts.
+//!
+//! Each constant is the same for all runs of its system, on all devices.
 
 use crate::cluster::Software;
 use crate::{DType, StateBytes};

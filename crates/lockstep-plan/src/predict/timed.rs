@@ -131,7 +131,7 @@ pub fn device<'c>(cluster: &'c Cluster, mesh: &Mesh, kind: usize) -> Cow<'c, Dev
     node.device_of(cluster.ranks_of_a_node(node, mesh.world_size()))
 }
 
-/// Returns the kind of node with the slowest GEMMs among those that the ranks of a pipeline rank are on.
+/// Returns the index of the slowest kind of node, by the rate of GEMMs, among those that the ranks of a pipeline rank are on.
 pub fn slowest_kind(cluster: &Cluster, mesh: &Mesh, dtype: DType, pipeline_rank: usize) -> usize {
     if cluster.nodes.len() == 1 {
         return 0;
@@ -144,7 +144,7 @@ pub fn slowest_kind(cluster: &Cluster, mesh: &Mesh, dtype: DType, pipeline_rank:
     kinds_of(cluster, mesh, pipeline_rank).reduce(slower).unwrap_or(0)
 }
 
-/// Returns the kinds of nodes that the ranks of a pipeline rank are on.
+/// Returns the indices of the kinds of nodes that the ranks of a pipeline rank are on.
 pub fn kinds_of(cluster: &Cluster, mesh: &Mesh, pipeline_rank: usize) -> impl Iterator<Item = usize> {
     let of_a_stage = mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1);
     let ranks = pipeline_rank * of_a_stage..(pipeline_rank + 1) * of_a_stage;

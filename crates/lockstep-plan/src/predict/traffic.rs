@@ -102,7 +102,7 @@ impl Traffic {
 /// Communication of the rank that ends last, whose times [`StepPrediction`](crate::predict::StepPrediction) has.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepTraffic {
-    /// Pipeline rank.
+    /// Pipeline rank that ends last.
     pub pipeline_rank: usize,
     /// Kinds of communication with any duration, in the order of [`Sent`].
     pub kinds: Vec<Traffic>,

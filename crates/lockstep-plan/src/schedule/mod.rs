@@ -36,7 +36,7 @@ const MOST_PASSES: usize = 1 << 22;
 /// Kind of pass of a micro-batch through a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PassKind {
-    /// Forward pass.
+    /// Forward pass of a micro-batch through a stage.
     Forward,
     /// Whole backward pass: gradients of the inputs and of the weights.
     Backward,

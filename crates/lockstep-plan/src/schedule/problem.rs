@@ -136,7 +136,7 @@ pub enum ScheduleProblem {
     Forgotten {
         /// Rank whose list lacks the action.
         rank: usize,
-        /// Missing action.
+        /// Action that is missing.
         action: Action,
     },
     /// An action occurs more than once.
@@ -144,7 +144,7 @@ pub enum ScheduleProblem {
     Doubled {
         /// Rank whose list has the action.
         rank: usize,
-        /// Repeated action.
+        /// Action that is repeated.
         action: Action,
         /// Number of occurrences.
         times: usize,
@@ -154,7 +154,7 @@ pub enum ScheduleProblem {
     FusedAndSplit {
         /// Rank whose list has both.
         rank: usize,
-        /// Whole backward.
+        /// Whole backward of the micro-batch.
         fused: Action,
         /// Half of a split backward.
         half: Action,

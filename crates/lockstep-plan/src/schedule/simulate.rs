@@ -416,7 +416,7 @@ mod tests {
                 prop_assert_eq!(spans.last().unwrap().end_ms, simulation.step_ms);
                 ends.extend(spans.iter().map(|span| (span.action, span.end_ms)));
             }
-            // A message arrives after its latency, and never is a rank both faster than its work and idle.
+            // A pass starts at least `latency_ms` after the send of its message.
             for span in simulation.spans.iter().flatten() {
                 if let Action::Compute(pass) = span.action
                     && let Some(message) = Message::needed_by(pass, schedule.stages())

@@ -129,7 +129,7 @@ pub struct Ranking<V> {
     pub best: Vec<Found<V>>,
     /// Candidates rejected for memory or room, each with its bound and the reason, in ascending order of bounds.
     pub rejected: Vec<(Candidate, f64, Rejection)>,
-    /// Number of candidates that were bounded.
+    /// Number of candidates with a bound; the others are infeasible.
     pub candidates: usize,
     /// Number of candidates that were valued.
     pub valued: usize,

@@ -64,7 +64,7 @@ pub struct StoreLayout {
     pub unit_elements: Vec<usize>,
 }
 
-/// Staging buffers of gradients on their way to their owners. Two buffers alternate: one is reduced while the next unit's backward fills
+/// Staging buffers of gradients in flight to their owners. Two buffers alternate: one is reduced while the next unit's backward fills
 /// the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Passage {
@@ -74,7 +74,7 @@ pub struct Passage {
     pub elements: [usize; 2],
 }
 
-/// Staging buffers of quantized gradients on their way to their owners. Two pairs of buffers alternate; each pair has one for sending and
+/// Staging buffers of quantized gradients in flight to their owners. Two pairs of buffers alternate; each pair has one for sending and
 /// one for receiving.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordPassage {
